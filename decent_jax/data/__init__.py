@@ -1,0 +1,1 @@
+"""Sources of examples, prepared token folders, and batches addressed by (step, replica)."""

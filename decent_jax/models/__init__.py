@@ -1,0 +1,1 @@
+"""Models in Flax NNX, each behind a functional adapter: ``init`` and ``apply`` on plain pytrees."""

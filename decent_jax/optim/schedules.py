@@ -1,0 +1,34 @@
+"""Learning rates as functions of the step, in the reference's exact form."""
+
+import jax.numpy as jnp
+import optax
+
+
+def linear_warmup_cosine_schedule(
+    peak: float, warmup_steps: int, steps: int, *, start_factor: float = 0.0, end: float = 0.0
+) -> optax.Schedule:
+    """From ``start_factor * peak`` linearly to ``peak``, then along a cosine to ``end``.
+
+    The peak is reached at step ``warmup_steps`` and ``end`` at step ``steps``; constant after.
+    """
+    if not 0 <= warmup_steps <= steps:
+        raise ValueError(f"warm-up of {warmup_steps} steps does not fit into {steps} steps")
+    return optax.warmup_cosine_decay_schedule(
+        start_factor * peak, peak, warmup_steps, max(steps, warmup_steps + 1), end
+    )
+
+
+def inverse_sqrt_schedule(peak: float, warmup_steps: int) -> optax.Schedule:
+    """Linear warm-up, then ``peak * sqrt(warmup_steps / (step + 1))`` (the WMT14 runs).
+
+    For 0-based step t: ``peak (0.99 (t + 1) / warmup_steps + 0.01)`` while t < warmup_steps.
+    """
+    if warmup_steps < 1:
+        raise ValueError(f"inverse_sqrt needs at least one warm-up step, got {warmup_steps}")
+
+    def schedule(step):
+        t = jnp.asarray(step, jnp.float32) + 1
+        warming = 0.99 * t / warmup_steps + 0.01
+        return peak * jnp.where(t <= warmup_steps, warming, jnp.sqrt(warmup_steps / t))
+
+    return schedule

@@ -1,0 +1,183 @@
+"""The stacked state: every leaf has a leading replica dimension, sharded over the mesh.
+
+`Placement` says where the replicas live and runs per-replica code there; the rest are operations
+on the stack as a whole (the mean, the distance from it, another number of replicas). They are
+plain functions of arrays: call them under `jax.jit` on sharded arrays, or as they are.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """``num_replicas`` replicas on the devices of a mesh axis ``"replica"``, a block on each.
+
+    Replica i is row ``i % block`` of device ``i // block``. Made by `place`.
+    """
+
+    num_replicas: int
+    mesh: Mesh
+
+    @property
+    def block(self) -> int:
+        """Replicas on one device."""
+        return self.num_replicas // self.mesh.shape["replica"]
+
+    @property
+    def axis_name(self) -> str | tuple[str, str]:
+        """What per-replica code calls the axis that counts all replicas."""
+        return "replica" if self.block == 1 else ("replica", "block")
+
+    @property
+    def stacked(self) -> NamedSharding:
+        """Sharding of arrays with a leading replica dimension."""
+        return NamedSharding(self.mesh, P("replica"))
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """Sharding of arrays that every device holds whole."""
+        return NamedSharding(self.mesh, P())
+
+    def on_devices(self, body: Callable, in_specs, out_specs, check_vma: bool = True) -> Callable:
+        """``jax.shard_map`` of code for one device, which sees (block, ...) of stacked arrays."""
+        return jax.shard_map(
+            body,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=check_vma and self.block == 1,
+        )
+
+    def per_replica(self, fn: Callable, *, loop: bool = False) -> Callable:
+        """Code for one replica, applied to (block, ...) arguments inside `on_devices`.
+
+        ``loop=True`` takes the replicas of a block one after the other (`jax.lax.map`: less memory,
+        and no communication inside ``fn``), otherwise all at once (`jax.vmap`).
+        """
+        if self.block == 1:
+            return lambda *args: jax.tree.map(
+                lambda x: x[None], fn(*jax.tree.map(lambda x: x[0], args))
+            )
+        if loop:
+            return lambda *args: jax.lax.map(lambda one: fn(*one), args)
+        return jax.vmap(fn, axis_name="block")
+
+    def replica_ids(self) -> jax.Array:
+        """(block,) int32, inside `on_devices`: which replicas this device holds."""
+        first = jax.lax.axis_index("replica") * self.block
+        return first + jnp.arange(self.block, dtype=jnp.int32)
+
+
+def place(num_replicas: int, devices: Sequence[jax.Device] | None = None) -> Placement:
+    """Replicas on devices, in the devices' order (all devices of all processes by default).
+
+    Raises:
+      ValueError: if the number of devices does not divide the number of replicas.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    if num_replicas % len(devices):
+        raise ValueError(
+            f"{num_replicas} replicas cannot be spread evenly over {len(devices)} devices; "
+            f"use a multiple of {len(devices)} replicas, or fewer devices"
+        )
+    mesh = Mesh(np.array(devices), ("replica",), axis_types=(AxisType.Auto,))
+    return Placement(num_replicas, mesh)
+
+
+def create(
+    init: Callable[[jax.Array], Any], num_replicas: int, key: jax.Array, *, identical: bool = True
+) -> Any:
+    """A stacked tree: ``init(key)`` for every replica, or each replica's own draw.
+
+    Args:
+      init: from a PRNG key to a pytree.
+      num_replicas: n, the size of the leading dimension.
+      key: a PRNG key.
+      identical: False gives replica i ``init(jax.random.split(key, n)[i])``.
+    """
+    if identical:
+        return broadcast(init(key), num_replicas)
+    return jax.vmap(init)(jax.random.split(key, num_replicas))
+
+
+def broadcast(tree: Any, num_replicas: int) -> Any:
+    """Every replica equal to ``tree``."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x[None], (num_replicas, *x.shape)), tree)
+
+
+def take(stacked: Any, replica: int) -> Any:
+    """One replica's own tree."""
+    return jax.tree.map(lambda x: x[replica], stacked)
+
+
+def finite(stacked: Any) -> jax.Array:
+    """(n,) bool: which replicas hold finite numbers only."""
+    flags = [
+        jnp.isfinite(x).reshape(x.shape[0], -1).all(axis=1)
+        for x in jax.tree.leaves(stacked)
+        if jnp.issubdtype(x.dtype, jnp.inexact)
+    ]
+    return jnp.stack(flags).all(axis=0)
+
+
+def consensus_mean(stacked: Any) -> Any:
+    """The consensus model: the mean over replicas, leaving out those that are not finite."""
+    ok = finite(stacked)
+    count = ok.sum()
+
+    def mean(x):
+        clean = jnp.where(_beside(ok, x), x, jnp.zeros_like(x))
+        return clean.sum(axis=0) / count.astype(x.dtype)
+
+    return jax.tree.map(mean, stacked)
+
+
+class Consensus(NamedTuple):
+    """How far replicas are from their mean."""
+
+    distance: jax.Array  # shape=(): sqrt(mean_i ||x_i - mean||^2) over the finite replicas
+    relative: jax.Array  # shape=(): the same over ||mean||
+    per_replica: jax.Array  # shape=(n,): ||x_i - mean||; inf where replica i is not finite
+
+
+def consensus_distance(stacked: Any) -> Consensus:
+    """Distances of the replicas from the consensus model, in float32, over all leaves at once."""
+    ok = finite(stacked)
+    mean = consensus_mean(stacked)
+
+    def squares(x, centre):
+        gap = jnp.where(_beside(ok, x), x - centre[None], 0).astype(jnp.float32)
+        return jnp.square(gap).reshape(x.shape[0], -1).sum(axis=1)
+
+    per_replica = sum(jax.tree.leaves(jax.tree.map(squares, stacked, mean)))
+    norm = sum(jnp.square(x.astype(jnp.float32)).sum() for x in jax.tree.leaves(mean))
+    distance = jnp.sqrt(per_replica.sum() / ok.sum())
+    return Consensus(
+        distance, distance / jnp.sqrt(norm), jnp.where(ok, jnp.sqrt(per_replica), jnp.inf)
+    )
+
+
+def resize(stacked: Any, num_replicas: int) -> Any:
+    """Another number of replicas, all equal: floats become the old mean, counts the old maximum.
+
+    Replicas with a number that is not finite are left out of the mean.
+    """
+    leaves, structure = jax.tree.flatten(stacked)
+    is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
+    means = iter(consensus_mean([x for x, float_ in zip(leaves, is_float, strict=True) if float_]))
+    merged = [
+        next(means) if float_ else x.max(axis=0) for x, float_ in zip(leaves, is_float, strict=True)
+    ]
+    return broadcast(structure.unflatten(merged), num_replicas)
+
+
+def _beside(flags: jax.Array, x: jax.Array) -> jax.Array:
+    return flags.reshape(flags.shape + (1,) * (x.ndim - 1))

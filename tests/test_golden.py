@@ -1,0 +1,111 @@
+"""Numbers of real runs of the reference implementation (``../shared/golden``)."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from shared import SHARED, shared
+
+from decent_jax import gossip, optim, topology
+
+# Named here because parametrisation happens at collection; the tests skip or fail by `shared`.
+INDEX = SHARED / "golden" / "optimizers.json"
+CASES = json.loads(INDEX.read_text())["cases"] if INDEX.exists() else []
+TRAJECTORIES = SHARED / "golden" / "decent_dp_4_replicas.json"
+RUNS = json.loads(TRAJECTORIES.read_text())["cases"] if TRAJECTORIES.exists() else {}
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def relative_error(got, wanted):
+    return np.abs(np.asarray(got) - wanted).max() / np.abs(wanted).max()
+
+
+def make_optimizer(case, mask=None):
+    decay = case.get("weight_decay", case.get("wd"))
+    make = optim.accum_adamw if case["opt"].endswith("W") else optim.accum_adam
+    steps = case["accum_iter"] if case["opt"].startswith("Accum") else 1
+    b1, b2 = case["betas"]
+    return make(case["lr"], b1, b2, case["eps"], decay, mask, steps)
+
+
+def test_golden_files_are_there():
+    shared("golden/optimizers.json")
+    shared("golden/decent_dp_4_replicas.json")
+    assert len(CASES) > 20 and len(RUNS) == 8
+
+
+def test_local_optimizers(x64):
+    data = np.load(shared("golden/optimizers.npz"))
+    worst = {"float32": 0.0, "float64": 0.0}
+    for case in CASES:
+        dtype = case["dtype"]
+        tx = make_optimizer(case)
+        wanted = data[f"{case['id']}_params"]
+        assert wanted.dtype == dtype
+        gradients = jnp.asarray(data[f"grads_{dtype}"])
+
+        def step(carry, g, tx=tx):
+            params, state = carry
+            updates, state = tx.update(g, state, params)
+            params = optax.apply_updates(params, updates)
+            return (params, state), params
+
+        start = jnp.asarray(data[f"init_{dtype}"])
+        _, params = jax.lax.scan(step, (start, tx.init(start)), gradients)
+        worst[dtype] = max(worst[dtype], relative_error(params, wanted[1:]))
+    assert worst["float64"] < 1e-12
+    assert worst["float32"] < 3e-6
+
+
+SCHEDULES = {"one-peer-exp": "hypercube", "alternating-exp-ring": "alternating_exp_ring"}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_decentralized_trajectories(name, x64):
+    """The reference's rounds are none, 1, 3, 4, 5, ... (it skips one); see the golden README."""
+    data = np.load(shared("golden/decent_dp_4_replicas.npz"))
+    case = RUNS[name]
+    schedule = topology.make(
+        SCHEDULES.get(case["topology"], case["topology"]), 4, local_size=case["local"]
+    )
+    decays_all = "wdall" in name
+    sizes = [48, 8, 24, 3]  # fc1.weight, fc1.bias, fc2.weight, fc2.bias
+    is_bias = np.repeat([False, True, False, True], sizes)
+    start, gradients, wanted = (
+        jnp.asarray(data[f"{name}/{k}"]) for k in ("start", "grads", "params")
+    )
+    split = np.cumsum(sizes)[:-1]
+
+    def tree_of(flat):
+        return jnp.split(flat, split)
+
+    mask = [decays_all or bool(part[0]) for part in np.split(is_bias, split)]
+    tx = optim.decentralized(make_optimizer(case, mask), schedule)
+
+    def step(params, state, g, round):
+        updates, state = tx.update(tree_of(g), state, params, round=round)
+        return optim.apply_updates(params, updates), state
+
+    params = jax.vmap(tree_of)(start)
+    state = jax.vmap(tx.init)(params)
+    for t in range(1, 21):
+        round = None if t == 1 else (1 if t == 2 else t) % schedule.period
+        params, state = jax.vmap(
+            lambda p, s, g, round=round: step(p, s, g, round), axis_name="replica"
+        )(params, state, gradients[:, t - 1])
+        if t >= 2:
+            got = jnp.concatenate(params, axis=1)
+            assert got.dtype == wanted.dtype
+            limit = 1e-12 if case["dtype"] == "float64" else 1e-5
+            assert relative_error(got, wanted[:, t - 1]) < limit, f"step {t}"
+            consensus = wanted[:, t - 1].mean(0)
+            mixed = jax.vmap(lambda p: gossip.mix(p, schedule, 0), axis_name="replica")(got)
+            assert relative_error(mixed.mean(0), consensus) < 1e-6
