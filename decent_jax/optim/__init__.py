@@ -4,6 +4,7 @@ from decent_jax.optim.accum_adam import (
     ScaleByAccumAdamState,
     accum_adam,
     accum_adamw,
+    drop_window,
     scale_by_accum_adam,
 )
 from decent_jax.optim.decentralized import (
@@ -22,6 +23,7 @@ __all__ = [
     "all_reduce",
     "apply_updates",
     "decentralized",
+    "drop_window",
     "inverse_sqrt_schedule",
     "linear_warmup_cosine_schedule",
     "scale_by_accum_adam",

@@ -161,6 +161,22 @@ def accum_adam(
     )
 
 
+def drop_window(state: Any, accum_steps: int) -> Any:
+    """An optimizer state (of any nesting) in which no window of accumulated gradients has begun.
+
+    For a change of the number of replicas, whose windows hold different gradients: ``window``
+    becomes zero and the count that of the last completed window.
+    """
+
+    def drop(node):
+        if not isinstance(node, ScaleByAccumAdamState):
+            return node
+        window = jax.tree.map(jnp.zeros_like, node.window)
+        return node._replace(count=node.count - node.count % accum_steps, window=window)
+
+    return jax.tree.map(drop, state, is_leaf=lambda node: isinstance(node, ScaleByAccumAdamState))
+
+
 def _check(**given):
     for name in ("b1", "b2"):
         if isinstance(given[name], float | int) and not 0 <= given[name] < 1:

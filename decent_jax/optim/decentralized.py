@@ -101,7 +101,10 @@ def decentralized(
 
     def update(updates, state, params=None, *, round: int | None, value=None, **extra):
         if params is None:
-            raise ValueError(optax.base.NO_PARAMS_MSG)
+            raise ValueError(
+                "decentralized mixes parameters and got none; call "
+                "update(grads, state, params, round=schedule.round_at(step))"
+            )
         before = mix(params, round) if combine == "with" else params
         local, new_inner = inner.update(updates, state.inner, before, value=value, **extra)
         ok = _acceptable(updates, local, value)

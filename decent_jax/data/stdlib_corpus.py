@@ -1,0 +1,126 @@
+"""The quickstart's text: the running interpreter's own standard library, so no download.
+
+Documents are the ``.py`` sources of the standard library and the prose topics of Python's
+``help()`` (``pydoc_data.topics``), as bytes. Left out:
+
+- what was installed on top: ``site-packages``, ``dist-packages``;
+- test suites: folders ``test``, ``tests``, ``idle_test`` and the like, files ``test_*.py``;
+- tables and generated files: ``encodings``, ``lib2to3`` (grammars), ``pydoc_data`` (its topics are
+  documents of their own), ``_sysconfigdata*.py`` and ``config-*`` (they describe one machine);
+- ``__pycache__``, ``lib-dynload``, ``ensurepip`` (wheels), hidden folders;
+- sources that are not UTF-8, empty ones, and repetitions of an earlier one.
+"""
+
+import hashlib
+import json
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from decent_jax.data import token_files, tokenizers
+from decent_jax.data.tokenizers import DataError
+
+VAL_FRACTION = 0.05
+
+_FOLDERS_OUT = re.compile(
+    r"(.*_)?tests?|(site|dist)-packages|__pycache__|lib-dynload|ensurepip|encodings|lib2to3"
+    r"|pydoc_data|config-.*|\..*"
+)
+_FILES_OUT = re.compile(r"test_.*|_sysconfigdata.*")
+
+
+def build(out_dir: str | Path) -> dict:
+    """Makes the prepared folder ``out_dir``, or finds it there, and returns its manifest.
+
+    Takes about a second; a folder that this interpreter's library made, with its hashes intact, is
+    returned as it is, and one that another interpreter made is replaced. Processes may call it at
+    the same time: one folder wins, and all return its manifest.
+
+    Returns:
+      The manifest of ``prepare_text``, with ``corpus_sha256``, which changes with the documents.
+
+    Raises:
+      DataError: ``out_dir`` is something else, or the interpreter comes without sources.
+    """
+    out = Path(os.path.abspath(out_dir))
+    files = list(_source_files())
+    fingerprint = _fingerprint(files)
+    if (manifest := _found(out, fingerprint)) is not None:
+        return manifest
+    try:
+        return _write(out, files, fingerprint)
+    except (DataError, OSError):  # perhaps because another process was faster
+        if (manifest := _found(out, fingerprint)) is not None:
+            return manifest
+        raise
+
+
+def _write(out: Path, files: list[tuple[str, Path, int]], fingerprint: str) -> dict:
+    tokenizer = tokenizers.load("bytes")
+    corpus, seen = hashlib.sha256(), set()
+    with token_files.TokenFolderWriter(out, tokenizer, overwrite=out.exists()) as writer:
+        for name, text in _documents(files):
+            ids = tokenizer.encode(text)
+            digest = hashlib.sha256(ids.tobytes()).digest()
+            if not len(ids) or digest in seen:
+                continue
+            seen.add(digest)
+            corpus.update(hashlib.sha256(name.encode()).digest() + digest)
+            writer.add(_split(name), ids)
+        if not all(writer.documents.values()):
+            raise DataError("this Python comes without the sources of its standard library")
+        return writer.commit(
+            corpus="standard library",
+            corpus_sha256=corpus.hexdigest(),
+            source_fingerprint=fingerprint,
+            val_fraction=VAL_FRACTION,
+        )
+
+
+def _found(out: Path, fingerprint: str) -> dict | None:
+    try:
+        manifest = token_files.read_manifest(out)
+    except DataError:
+        return None
+    if manifest.get("source_fingerprint") != fingerprint or not token_files.is_whole(out):
+        return None
+    return manifest
+
+
+def _source_files() -> Iterator[tuple[str, Path, int]]:
+    """(name, path, bytes) of the sources, in sorted order; names are relative, with slashes."""
+    root = Path(sysconfig.get_path("stdlib"))
+    for here, folders, files in os.walk(root):
+        folders[:] = sorted(f for f in folders if not _FOLDERS_OUT.fullmatch(f))
+        for file in sorted(files):
+            if file.endswith(".py") and not _FILES_OUT.fullmatch(file):
+                path = Path(here, file)
+                if path.is_file():
+                    yield path.relative_to(root).as_posix(), path, path.stat().st_size
+
+
+def _documents(files: list[tuple[str, Path, int]]) -> Iterator[tuple[str, str]]:
+    for name, path, _ in files:
+        try:
+            yield name, path.read_bytes().decode()
+        except (UnicodeDecodeError, OSError):
+            continue
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # some distributions package it apart
+        topics = {}
+    for topic in sorted(topics):
+        yield f"pydoc_data/topics/{topic}", topics[topic]
+
+
+def _fingerprint(files: list[tuple[str, Path, int]]) -> str:
+    entries = [sys.version, [(name, size) for name, _, size in files]]
+    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
+
+
+def _split(name: str) -> str:
+    draw = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
+    return "val" if draw < VAL_FRACTION else "train"

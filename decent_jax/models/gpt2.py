@@ -1,0 +1,341 @@
+"""GPT-2 (Radford et al., 2019) in Flax NNX, and its functional adapter.
+
+The module holds parameters alone (no random state), so that a model *is* its parameters: a plain
+nested dict that can be stacked, mixed and saved. Three functions are all a training step needs::
+
+    config = PRESETS["small"]
+    params = init(config, jax.random.key(0))
+    logits = apply(config, params, tokens)
+
+They work inside ``jit``, ``vmap`` over stacked parameters, ``shard_map``, ``lax.map`` and
+``lax.scan``.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+Params = dict[str, Any]
+
+_LAYER_NORM_EPSILON = 1e-5
+_INIT_STD = 0.02
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+_ATTENTION = ("auto", "xla", "cudnn")
+
+
+@dataclasses.dataclass(frozen=True)
+class GPT2Config:
+    """Shape and numerics of a GPT-2.
+
+    Attributes:
+        vocab_size: rows of the token embedding, which is also the output layer. 50304, the next
+            multiple of 128, is faster on GPUs.
+        context: longest sequence, rows of the position embedding.
+        layers: number of blocks.
+        heads: attention heads of a block; divides ``width``.
+        width: size of a hidden vector.
+        bias: biases in linear layers and LayerNorms; False removes all of them.
+        dropout: rate for embeddings, attention probabilities and residual branches.
+        dtype: of activations and matrix products; parameters are float32 always, and so are the
+            statistics of LayerNorms and softmaxes.
+        remat: recompute each block in the backward pass instead of keeping its activations.
+        attention: ``"xla"``, ``"cudnn"`` (flash attention; NVIDIA GPUs only), or ``"auto"``:
+            cuDNN where it applies.
+    """
+
+    vocab_size: int = 50257
+    context: int = 1024
+    layers: int = 12
+    heads: int = 12
+    width: int = 768
+    bias: bool = True
+    dropout: float = 0.0
+    dtype: str = "bfloat16"
+    remat: bool = False
+    attention: str = "auto"
+
+    def __post_init__(self):
+        for name in ("vocab_size", "context", "layers", "heads", "width"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} is not divisible by heads {self.heads}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}")
+        if self.attention not in _ATTENTION:
+            raise ValueError(
+                f"attention must be one of {', '.join(_ATTENTION)}, got {self.attention!r}"
+            )
+
+
+PRESETS = {
+    "small": GPT2Config(layers=12, heads=12, width=768),
+    "medium": GPT2Config(layers=24, heads=16, width=1024),
+    "large": GPT2Config(layers=36, heads=20, width=1280),
+    "xl": GPT2Config(layers=48, heads=25, width=1600),
+}
+
+
+# --- The module ---------------------------------------------------------------------------------
+
+
+class GPT2(nnx.Module):
+    """Pre-LayerNorm decoder with learned positions and a tied embedding.
+
+    Args:
+        config: shape and numerics.
+        rngs: key for the initial parameters; used here only, nothing random is kept.
+    """
+
+    def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
+        self.config = config
+        normal = nnx.initializers.normal(_INIT_STD)
+        self.wte = nnx.Embed(config.vocab_size, config.width, embedding_init=normal, rngs=rngs)
+        self.wpe = nnx.Embed(config.context, config.width, embedding_init=normal, rngs=rngs)
+        # String keys, not a list: paths then survive JSON, checkpoints and flax's own dicts.
+        self.h = nnx.Dict({str(i): Block(config, rngs=rngs) for i in range(config.layers)})
+        self.ln_f = _layer_norm(config, rngs)
+
+    def __call__(self, tokens: jax.Array, *, dropout_rng: jax.Array | None = None) -> jax.Array:
+        """Next-token logits of every position.
+
+        Args:
+            tokens: ``(B, T)`` integers in ``[0, vocab_size)``, ``T <= context``. A token beyond
+                the vocabulary gives NaN.
+            dropout_rng: key for dropout; None, or ``config.dropout == 0``, is evaluation.
+
+        Returns:
+            ``(B, T, vocab_size)`` in ``config.dtype``.
+
+        Raises:
+            ValueError: ``tokens`` is not a matrix or is longer than the context.
+        """
+        return self.logits(self.hidden(tokens, dropout_rng=dropout_rng))
+
+    def hidden(self, tokens: jax.Array, *, dropout_rng: jax.Array | None = None) -> jax.Array:
+        """The last hidden vectors, ``(B, T, width)``, before the output layer."""
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens must have the shape (batch, time), got {tokens.shape}")
+        if tokens.shape[1] > self.config.context:
+            raise ValueError(
+                f"{tokens.shape[1]} tokens do not fit the context of {self.config.context}"
+            )
+        if self.config.dropout == 0.0:
+            dropout_rng = None
+        x = self.embed(tokens, jnp.arange(tokens.shape[1]))
+        x = _dropout(x, self.config.dropout, _fold_in(dropout_rng, self.config.layers))
+        for i in range(self.config.layers):
+            rng = _fold_in(dropout_rng, i)
+            x = (_remat_block if self.config.remat else _call_block)(self.h[str(i)], x, rng)
+        return self.ln_f(x)
+
+    def embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        """Embeddings of tokens ``(B, T)`` at positions ``(T,)``: ``(B, T, width)`` in dtype.
+
+        Looked up and added in float32, so that the gradient of a frequent token or of a position
+        is summed over the batch in float32 too.
+        """
+        x = self.wte(tokens) + self.wpe(positions)[None]
+        return x.astype(self.config.dtype)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """The output layer: ``(..., width)`` to ``(..., vocab_size)``."""
+        return x @ self.wte.embedding[...].T.astype(x.dtype)
+
+
+class Block(nnx.Module):
+    """``x + attention(ln_1(x))``, then ``x + mlp(ln_2(x))``."""
+
+    def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
+        self.dropout = config.dropout
+        self.ln_1 = _layer_norm(config, rngs)
+        self.attn = Attention(config, rngs=rngs)
+        self.ln_2 = _layer_norm(config, rngs)
+        self.mlp = MLP(config, rngs=rngs)
+
+    def __call__(self, x: jax.Array, dropout_rng: jax.Array | None = None) -> jax.Array:
+        a = self.attn(self.ln_1(x), _fold_in(dropout_rng, 0))
+        x = x + _dropout(a, self.dropout, _fold_in(dropout_rng, 1))
+        m = self.mlp(self.ln_2(x))
+        return x + _dropout(m, self.dropout, _fold_in(dropout_rng, 2))
+
+
+class Attention(nnx.Module):
+    """Causal self-attention, queries, keys and values from one matrix."""
+
+    def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
+        self.config = config
+        self.c_attn = _linear(config, config.width, 3 * config.width, rngs)
+        self.c_proj = _linear(config, config.width, config.width, rngs, residual=True)
+
+    def __call__(self, x: jax.Array, dropout_rng: jax.Array | None = None) -> jax.Array:
+        query, key, value = self.qkv(x)
+        if dropout_rng is None:
+            y = jax.nn.dot_product_attention(
+                query, key, value, is_causal=True, implementation=_implementation(self.config)
+            )
+        else:
+            y = _attention_with_dropout(query, key, value, self.config.dropout, dropout_rng)
+        return self.c_proj(y.reshape(x.shape))
+
+    def qkv(self, x: jax.Array) -> list[jax.Array]:
+        """``(B, T, width)`` to three arrays ``(B, T, heads, width / heads)``."""
+        parts = jnp.split(self.c_attn(x), 3, axis=-1)
+        return [part.reshape(*x.shape[:2], self.config.heads, -1) for part in parts]
+
+
+class MLP(nnx.Module):
+    """Four times as wide inside, GELU in the tanh approximation."""
+
+    def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
+        self.c_fc = _linear(config, config.width, 4 * config.width, rngs)
+        self.c_proj = _linear(config, 4 * config.width, config.width, rngs, residual=True)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.c_proj(jax.nn.gelu(self.c_fc(x), approximate=True))
+
+
+def _linear(config, inputs, outputs, rngs, residual=False) -> nnx.Linear:
+    std = _INIT_STD / math.sqrt(2 * config.layers) if residual else _INIT_STD
+    return nnx.Linear(
+        inputs,
+        outputs,
+        use_bias=config.bias,
+        kernel_init=nnx.initializers.normal(std),
+        dtype=jnp.dtype(config.dtype),
+        rngs=rngs,
+    )
+
+
+def _layer_norm(config, rngs) -> nnx.LayerNorm:
+    return nnx.LayerNorm(
+        config.width,
+        epsilon=_LAYER_NORM_EPSILON,
+        use_bias=config.bias,
+        use_fast_variance=False,  # E[x^2] - E[x]^2 cancels: GPT-2 has hidden units in the hundreds
+        dtype=jnp.dtype(config.dtype),
+        rngs=rngs,
+    )
+
+
+def _call_block(block, x, dropout_rng):
+    return block(x, dropout_rng)
+
+
+def _remat_block(block, x, dropout_rng):
+    """As `_call_block`, keeping only its input. Pure functions inside, so any transform may be
+    outside."""
+    graphdef, state = nnx.split(block)
+
+    @jax.checkpoint
+    def call(state, x, dropout_rng):
+        return nnx.merge(graphdef, state, copy=True)(x, dropout_rng)
+
+    return call(state, x, dropout_rng)
+
+
+def _implementation(config: GPT2Config) -> str:
+    if config.attention != "auto":
+        return config.attention
+    head_dim = config.width // config.heads
+    fits = config.dtype in ("bfloat16", "float16") and head_dim % 8 == 0 and head_dim <= 128
+    return "cudnn" if fits and jax.default_backend() == "gpu" else "xla"
+
+
+def _attention_with_dropout(query, key, value, rate, rng):
+    """Attention ``(B, T, heads, D)`` with dropout of its probabilities, which makes the
+    ``(B, heads, T, T)`` matrix: slower, and larger, than without."""
+    scores = jnp.einsum("bthd,bshd->bhts", query, key, preferred_element_type=jnp.float32)
+    scores /= math.sqrt(query.shape[-1])
+    causal = jnp.tri(query.shape[1], dtype=bool)[None, None]
+    probabilities = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
+    probabilities = _dropout(probabilities, rate, rng).astype(value.dtype)
+    return jnp.einsum("bhts,bshd->bthd", probabilities, value)
+
+
+def _dropout(x, rate, rng):
+    if rng is None:
+        return x
+    keep = jax.random.bernoulli(rng, 1.0 - rate, x.shape)
+    return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
+
+
+def _fold_in(rng, data):
+    return None if rng is None else jax.random.fold_in(rng, data)
+
+
+# --- The functional adapter ---------------------------------------------------------------------
+
+
+def init(config: GPT2Config, key: jax.Array) -> Params:
+    """Initial parameters: a nested dict of float32 arrays.
+
+    Normal with standard deviation 0.02, the matrices that write into the residual stream scaled
+    by ``1 / sqrt(2 * layers)``; biases 0, LayerNorm scales 1.
+    """
+    return nnx.to_pure_dict(nnx.state(GPT2(config, rngs=nnx.Rngs(key))))
+
+
+def apply(
+    config: GPT2Config, params: Params, tokens: jax.Array, dropout_rng: jax.Array | None = None
+) -> jax.Array:
+    """``GPT2.__call__`` on parameters as `init` returns them; same shapes and errors."""
+    return merge(config, params)(tokens, dropout_rng=dropout_rng)
+
+
+def merge(config: GPT2Config, params: Params) -> GPT2:
+    """The module around ``params``; to be used within one trace, as `apply` does."""
+    return nnx.merge(_graphdef(config), nnx.State(params), copy=True)
+
+
+@functools.cache
+def _graphdef(config: GPT2Config) -> nnx.GraphDef:
+    return nnx.split(nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0))))[0]
+
+
+def decay_mask(params: Params) -> Params:
+    """Which parameters decay: True for matrices (embeddings and kernels), False for biases and
+    LayerNorm scales. Decided by name, so stacked parameters give the same answer."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: path[-1].key in ("kernel", "embedding"), params
+    )
+
+
+# --- Arithmetic ---------------------------------------------------------------------------------
+
+
+def num_params(config: GPT2Config) -> int:
+    """Number of parameters, the tied embedding counted once.
+
+    Example:
+        >>> num_params(PRESETS["small"])
+        124439808
+    """
+    width = config.width
+    embeddings = (config.vocab_size + config.context) * width
+    block = 12 * width * width + 2 * width
+    last_norm = width
+    if config.bias:
+        block += 9 * width + 2 * width
+        last_norm += width
+    return embeddings + config.layers * block + last_norm
+
+
+def flops_per_token(config: GPT2Config, seq_len: int) -> int:
+    """Floating-point operations of the model for one token, forward and backward.
+
+    ``6 N + 12 * layers * width * seq_len`` (PaLM, appendix B): 2 operations a parameter forward
+    and 4 backward, and the two products of attention, not halved for causality. ``N`` leaves out
+    the position embedding, which multiplies nothing, and keeps the token embedding, which is the
+    output layer. Recomputation (``remat``) does not count: this is the numerator of model FLOPs
+    utilisation (MFU).
+    """
+    n = num_params(config) - config.context * config.width
+    return 6 * n + 12 * config.layers * config.width * seq_len

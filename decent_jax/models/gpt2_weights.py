@@ -1,0 +1,192 @@
+"""GPT-2 parameters to and from safetensors files with the names of the published weights.
+
+The names are those of Hugging Face's ``GPT2LMHeadModel``, in whose linear layers the weight is
+``(inputs, outputs)`` as here, so no tensor is transposed.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from decent_jax.models import gpt2
+
+_PREFIX = "transformer."
+_LEAVES = {"embedding": "weight", "kernel": "weight", "scale": "weight", "bias": "bias"}
+_CONFIG_KEY = "decent_jax.gpt2_config"
+
+
+def load_safetensors(path: str | os.PathLike, config: gpt2.GPT2Config) -> gpt2.Params:
+    """Reads GPT-2 weights, published ones or those `save_safetensors` wrote.
+
+    Names may carry the prefix ``transformer.``. The causal masks some files hold
+    (``h.*.attn.bias``, ``h.*.attn.masked_bias``) and ``lm_head.weight``, which is the token
+    embedding again, are ignored.
+
+    Where ``config.vocab_size`` is larger than the file's (50304 against 50257), the embedding is
+    padded with copies of its mean row. The logit of a padding token is then the mean logit, which
+    is at most the logarithm of the mean of ``exp``: the loss rises by no more than
+    ``log(50304 / 50257) = 0.0009`` nats. (Zero rows, whose logit is 0, would take all the
+    probability: the published models' logits lie far below 0.)
+
+    Args:
+        path: a ``.safetensors`` file.
+        config: shapes to expect; `config_from_safetensors` reads them from the file.
+
+    Returns:
+        A nested dict of float32 NumPy arrays, as `gpt2.init` shapes it.
+
+    Raises:
+        ValueError: a tensor is missing, has another shape, or is not part of this config (more
+            layers, biases where it has none); the first one is named.
+    """
+    with safetensors.safe_open(path, framework="numpy") as file:
+        stored = _stored_names(file.keys())
+
+        def read(tree_path, leaf):
+            name = _name(tree_path)
+            if name not in stored:
+                raise ValueError(f"{path} has no tensor {name!r}")
+            value = np.asarray(file.get_tensor(stored.pop(name)), np.float32)
+            if name == "wte.weight" and value.ndim == 2:
+                missing = max(0, leaf.shape[0] - value.shape[0])
+                padding = np.tile(value.mean(0, dtype=np.float64).astype(np.float32), (missing, 1))
+                value = np.concatenate([value, padding])
+            if value.shape != leaf.shape:
+                raise ValueError(
+                    f"tensor {name!r} of {path} has the shape {value.shape}, "
+                    f"the config wants {leaf.shape}"
+                )
+            return value
+
+        params = jax.tree_util.tree_map_with_path(read, _shapes(config))
+    if stored:
+        raise ValueError(
+            f"{path} has a tensor {min(stored)!r} that the config has no place for: {config}"
+        )
+    return params
+
+
+def save_safetensors(
+    path: str | os.PathLike,
+    params: gpt2.Params,
+    config: gpt2.GPT2Config,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Writes one model's parameters, with the config in the file's metadata.
+
+    The file appears whole or not at all (it is written beside its place and renamed).
+    ``transformers`` reads it as ``model.safetensors`` next to a ``config.json`` that holds
+    `hf_config`; with ``bias=False`` it reports the biases as newly initialised, which are zeros,
+    and that is the same model.
+
+    Args:
+        path: of the file; its folder exists.
+        params: of one model (no replica dimension); written as float32.
+        config: of ``params``.
+        metadata: more strings for the file's metadata.
+
+    Raises:
+        ValueError: a parameter is missing or has another shape than ``config`` says.
+    """
+    tensors = {}
+    given = {_name(p): leaf for p, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    for tree_path, leaf in jax.tree_util.tree_leaves_with_path(_shapes(config)):
+        name = _name(tree_path)
+        if name not in given or np.shape(given[name]) != leaf.shape:
+            shape = np.shape(given[name]) if name in given else None
+            raise ValueError(f"parameter {name!r} has the shape {shape}, wanted {leaf.shape}")
+        tensors[name] = np.ascontiguousarray(given[name], np.float32)
+
+    stored_config = json.dumps(dataclasses.asdict(config))
+    metadata = {"format": "pt", **(metadata or {}), _CONFIG_KEY: stored_config}
+    path = Path(path)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        safetensors.numpy.save_file(tensors, unfinished, metadata)
+        with open(unfinished, "rb") as file:
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def config_from_safetensors(path: str | os.PathLike) -> gpt2.GPT2Config:
+    """The config of a file: as `save_safetensors` stored it, else from the tensors' shapes.
+
+    Shapes do not tell the number of heads: it is read from a ``config.json`` beside the file
+    where there is one, else a head is 64 wide as in every published GPT-2.
+
+    Raises:
+        ValueError: the file holds no GPT-2, or the number of heads cannot be told.
+    """
+    with safetensors.safe_open(path, framework="numpy") as file:
+        metadata = file.metadata() or {}
+        if _CONFIG_KEY in metadata:
+            return gpt2.GPT2Config(**json.loads(metadata[_CONFIG_KEY]))
+        stored = _stored_names(file.keys())
+        for name in ("wte.weight", "wpe.weight"):
+            if name not in stored:
+                raise ValueError(f"{path} has no tensor {name!r}")
+        vocab_size, width = file.get_slice(stored["wte.weight"]).get_shape()
+        context, _ = file.get_slice(stored["wpe.weight"]).get_shape()
+    beside = Path(path).with_name("config.json")
+    if beside.exists():
+        heads = json.loads(beside.read_text())["n_head"]
+    elif width % 64 == 0:
+        heads = width // 64
+    else:
+        raise ValueError(f"cannot tell the number of heads of {path}, whose width is {width}")
+    return gpt2.GPT2Config(
+        vocab_size=vocab_size,
+        context=context,
+        layers=len({name.split(".")[1] for name in stored if name.startswith("h.")}),
+        heads=heads,
+        width=width,
+        bias="ln_f.bias" in stored,
+    )
+
+
+def hf_config(config: gpt2.GPT2Config) -> dict:
+    """What ``config.json`` must hold for ``transformers`` to load a saved file."""
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": config.vocab_size,
+        "n_positions": config.context,
+        "n_embd": config.width,
+        "n_layer": config.layers,
+        "n_head": config.heads,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+        "resid_pdrop": config.dropout,
+        "embd_pdrop": config.dropout,
+        "attn_pdrop": config.dropout,
+        "bos_token_id": 50256 if config.vocab_size > 50256 else None,
+        "eos_token_id": 50256 if config.vocab_size > 50256 else None,
+    }
+
+
+def _shapes(config):
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return jax.eval_shape(lambda key: gpt2.init(config, key), key)
+
+
+def _name(tree_path) -> str:
+    """``h / 0 / attn / c_attn / kernel`` -> ``h.0.attn.c_attn.weight``."""
+    *modules, leaf = (entry.key for entry in tree_path)
+    return ".".join([*modules, _LEAVES[leaf]])
+
+
+def _stored_names(keys) -> dict[str, str]:
+    """Names without prefix -> names in the file, of the tensors that are parameters."""
+    names = {key.removeprefix(_PREFIX): key for key in keys}
+    ignored = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
+    return {name: key for name, key in names.items() if not name.endswith(ignored)}

@@ -1,0 +1,263 @@
+"""Checkpoints: the whole state of every replica, written in the background, checked when read.
+
+``checkpoints/STEP`` holds three items: ``params`` (stacked, so that a model can be exported
+without its optimizer), ``rest`` (model state, optimizer state, moving average) and ``meta`` (step,
+replicas, config, position, a checksum of every array). ``best/STEP`` holds the consensus model
+with the lowest validation loss. A checkpoint appears under its name only once it is whole (orbax
+renames it); one that was damaged afterwards does not match its checksums.
+"""
+
+import functools
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from decent_jax import optim, replicas
+from decent_jax.replicas import Placement
+from decent_jax.train.step import TrainState
+
+log = logging.getLogger(__name__)
+
+FOLDER, BEST, DAMAGED = "checkpoints", "best", "damaged"
+
+
+class CheckpointError(RuntimeError):
+    """No checkpoint can be used; the message says which were tried and why each failed."""
+
+
+class Checkpointer:
+    """Saves and restores the state of a run in ``workdir``; all processes call it alike."""
+
+    def __init__(self, workdir: str | Path, keep: int):
+        self.workdir = Path(workdir).absolute()
+        self._manager = _manager(self.workdir / FOLDER, keep)
+        self._best = _manager(self.workdir / BEST, 1)
+        self._last_save = time.monotonic()
+        self._saved = -1  # the last step; not asked of the disk, where processes see it change
+
+    def steps(self) -> list[int]:
+        """Steps with a finished checkpoint, the oldest first."""
+        return sorted(self._manager.all_steps())
+
+    def minutes_since_save(self) -> float:
+        """Minutes since the last save (or the start)."""
+        return (time.monotonic() - self._last_save) / 60
+
+    def save(self, step: int, state: TrainState, meta: dict) -> None:
+        """Copy the state to the host, and write it in the background."""
+        self._last_save = time.monotonic()
+        if step == self._saved:
+            return
+        self._saved = step
+        rest = state._replace(params=None)
+        meta = meta | {"step": step, "checksums": _checksums(state)}
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardSave(state.params),
+                rest=ocp.args.StandardSave(rest),
+                meta=ocp.args.JsonSave(meta),
+            ),
+            force=True,
+        )
+
+    def save_best(self, step: int, params: Any, meta: dict) -> None:
+        """Keep the consensus model ``params`` (no replica dimension) as the best so far."""
+        self._best.save(
+            step,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardSave(params), meta=ocp.args.JsonSave(meta | {"step": step})
+            ),
+            force=True,
+        )
+
+    def drop_best_after(self, step: int) -> None:
+        """Forget best models of steps that a resumed run has yet to reach."""
+        for later in [s for s in self._best.all_steps() if s > step]:
+            self._best.delete(later)
+        self._best.reload()
+
+    def restore_newest(
+        self, like: TrainState, placement: Placement, accum_steps: int, say=log.warning
+    ) -> tuple[TrainState, dict] | None:
+        """The newest checkpoint that is whole, with its meta; None where there is none.
+
+        Args:
+          like: shapes and dtypes of the state (n, ...), as `jax.eval_shape` gives them.
+          placement: where it goes. A checkpoint of another number of replicas becomes the mean of
+            its replicas: parameters, moments and moving average; a window of accumulated
+            gradients that had begun is dropped.
+          accum_steps: the window of accumulated Adam.
+          say: called with a sentence for everything the user should know.
+
+        Raises:
+          CheckpointError: there are checkpoints, and none can be read.
+        """
+        failures = []
+        for step in reversed(self.steps()):
+            try:
+                state, meta = self._restore(step, like, placement)
+            except Exception as error:
+                reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+                failures.append(f"step {step} ({reason})")
+                say(f"the checkpoint of step {step} is damaged and was put aside: {reason}")
+                continue
+            for damaged in [s for s in self.steps() if s > step]:
+                self._put_aside(damaged)
+            if meta["num_replicas"] != placement.num_replicas:
+                state = self._change_replicas(state, placement, accum_steps)
+                say(
+                    f"the checkpoint has {meta['num_replicas']} replicas and this run "
+                    f"{placement.num_replicas}: every replica continues from the mean of the old "
+                    "ones (parameters and moments); an unfinished window of gradients is dropped"
+                )
+            self._saved = step
+            return state, meta
+        if failures:
+            raise CheckpointError(
+                f"no checkpoint in {self.workdir / FOLDER} can be read: {'; '.join(failures)}"
+            )
+        return None
+
+    def close(self) -> None:
+        """Wait until everything is written."""
+        self._manager.wait_until_finished()
+        self._best.wait_until_finished()
+        self._manager.close()
+        self._best.close()
+
+    def wait(self) -> None:
+        """Wait until everything saved so far is on disk."""
+        self._manager.wait_until_finished()
+        self._best.wait_until_finished()
+
+    def _restore(self, step, like, placement):
+        meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
+        meta = meta["meta"]
+        n_old = meta["num_replicas"]
+        whole = n_old % placement.mesh.size == 0
+        sharding = placement.stacked if whole else placement.replicated
+
+        def target(x):
+            return jax.ShapeDtypeStruct((n_old, *x.shape[1:]), x.dtype, sharding=sharding)
+
+        restored = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardRestore(jax.tree.map(target, like.params)),
+                rest=ocp.args.StandardRestore(jax.tree.map(target, like._replace(params=None))),
+            ),
+        )
+        state = restored["rest"]._replace(params=restored["params"])
+        if _checksums(state) != meta["checksums"]:
+            raise ValueError("its arrays do not match the checksums taken when it was saved")
+        return state, meta
+
+    def _change_replicas(self, state, placement, accum_steps):
+        @functools.partial(jax.jit, out_shardings=placement.stacked)
+        def change(state):
+            state = replicas.resize(state, placement.num_replicas)
+            return state._replace(opt_state=optim.drop_window(state.opt_state, accum_steps))
+
+        return change(state)
+
+    def _put_aside(self, step: int) -> None:
+        if jax.process_index() == 0:
+            target = self.workdir / DAMAGED / str(step)
+            target.parent.mkdir(exist_ok=True)
+            number = 1
+            while target.exists():
+                number += 1
+                target = target.with_name(f"{step}-{number}")
+            (self.workdir / FOLDER / str(step)).rename(target)
+        _barrier("damaged checkpoint put aside")
+        self._manager.reload()
+
+
+def restore_model(workdir: str | Path, which: str) -> tuple[Any, dict]:
+    """One model of a run, for export and sampling: host arrays without the replica dimension.
+
+    Args:
+      workdir: of the run.
+      which: ``"best"``, the consensus model with the lowest validation loss, or ``"last"``, the
+        consensus of the newest checkpoint.
+
+    Returns:
+      (params, meta); ``meta["step"]`` says of which step.
+
+    Raises:
+      CheckpointError: there is none.
+    """
+    folder = Path(workdir).absolute() / (BEST if which == "best" else FOLDER)
+    steps = []
+    if folder.is_dir():
+        with _manager(folder, None, read_only=True) as manager:
+            steps = sorted(manager.all_steps())
+            for step in reversed(steps):
+                try:
+                    found = manager.restore(
+                        step,
+                        args=ocp.args.Composite(
+                            params=ocp.args.StandardRestore(
+                                fallback_sharding=jax.sharding.SingleDeviceSharding(
+                                    jax.local_devices()[0]
+                                )
+                            ),
+                            meta=ocp.args.JsonRestore(),
+                        ),
+                    )
+                except Exception as error:
+                    log.warning("the %s checkpoint of step %d is damaged: %s", which, step, error)
+                    continue
+                params = found["params"]
+                if which != "best":
+                    params = jax.jit(replicas.consensus_mean)(params)
+                return jax.device_get(params), found["meta"]
+    raise CheckpointError(
+        f"{folder} holds no checkpoint that can be read (found steps {steps}); train first, or "
+        "name another --workdir"
+    )
+
+
+def _manager(folder: Path, keep: int | None, read_only: bool = False) -> ocp.CheckpointManager:
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=keep,
+        create=not read_only,
+        read_only=read_only,
+        enable_async_checkpointing=not read_only,
+    )
+    return ocp.CheckpointManager(folder, options=options)
+
+
+def _checksums(state: TrainState) -> list[int]:
+    """One number an array, of its bits: a damaged file cannot pass for what was saved."""
+    return np.asarray(_sums_of_bits(state)).tolist()
+
+
+@jax.jit
+def _sums_of_bits(state):
+    def one(x):
+        if x.dtype == jnp.bool_:
+            x = x.astype(jnp.uint8)
+        bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+        words = bits.astype(jnp.uint32) + (
+            (bits >> 32).astype(jnp.uint32) if x.dtype.itemsize == 8 else jnp.uint32(0)
+        )
+        # Weighted by position, so that exchanged blocks do not cancel.
+        weights = jax.lax.iota(jnp.uint32, words.size).reshape(words.shape) * jnp.uint32(2) + 1
+        return (words * weights).sum(dtype=jnp.uint32)
+
+    return jnp.stack([one(x) for x in jax.tree.leaves(state)])
+
+
+def _barrier(name: str) -> None:
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(name)

@@ -1,0 +1,270 @@
+"""The fields of a config, their defaults, and every check that needs no device.
+
+A config is an `ml_collections.ConfigDict` with the same fields for every task (the contents of
+``model`` and ``data`` are the task's). Durations are a number of steps, or a string such as
+``"2 epochs"`` or ``"5%"`` (of the run).
+"""
+
+import importlib
+import re
+from types import ModuleType
+
+from ml_collections import ConfigDict, FieldReference
+
+from decent_jax import topology
+
+TASKS = ("language_modeling",)
+ALGORITHMS = ("all_reduce", "decentralized_adam", "accum_adam")
+LR_SCHEDULES = ("cosine", "inverse_sqrt", "constant")
+DURATIONS = ("lr_schedule.warmup", "checkpoint.every", "eval.every")
+
+# What a resumed run may change; anything else would make it another experiment.
+MAY_CHANGE = ("steps", "epochs", "num_replicas", "schedule", "local_size", "max_failing_steps")
+MAY_CHANGE += ("max_consensus_distance", "mesh.", "cluster.", "checkpoint.", "eval.", "log.")
+
+
+class ConfigError(ValueError):
+    """A config that cannot be run; the message is one sentence that says why and what to do."""
+
+
+def task_module(name: str) -> ModuleType:
+    """The module ``decent_jax.tasks.<name>``."""
+    if name not in TASKS:
+        raise ConfigError(f"task must be one of {', '.join(TASKS)}, got {name!r}")
+    return importlib.import_module(f"decent_jax.tasks.{name}")
+
+
+def default_config(task: str = "language_modeling") -> ConfigDict:
+    """Every field with its default; locked, so a misspelt field is an error."""
+    config = ConfigDict()
+    config.task = task
+    config.seed = 0  # of parameters, dropout and the order of the data
+
+    # --- Who talks to whom ---
+    config.num_replicas = 8
+    config.algorithm = "accum_adam"  # all_reduce, decentralized_adam, accum_adam
+    config.schedule = "one_peer_exp"  # a name of decent_jax.topology; not used by all_reduce
+    config.combine = "with"  # "with": mix while computing; "then": mix the result
+    config.mix_every = 1  # steps between two rounds
+    config.local_size = 1  # replicas a node, for alternating_exp_ring
+    config.identical_start = True  # False: every replica draws its own initial parameters
+    config.max_consensus_distance = (
+        0.0  # relative; past it all replicas are averaged once. 0: never
+    )
+
+    # --- How long, how much ---
+    config.steps = 1000
+    config.epochs = 0.0  # instead of steps, when above 0
+    config.batch_size = 64  # examples a step, over all replicas
+    config.micro_batches = 1  # a replica's batch in so many parts, gradients averaged
+    config.max_failing_steps = 20  # stop when every replica has failed so many steps in a row
+
+    # --- Optimizer, the same on every replica ---
+    config.learning_rate = 1e-3  # the peak
+    config.accum_steps = 4  # window of accum_adam; the other algorithms have no window
+    config.lr_schedule = ConfigDict()
+    config.lr_schedule.name = "cosine"  # cosine, inverse_sqrt, constant
+    config.lr_schedule.warmup = _duration(100)  # duration
+    config.lr_schedule.end_factor = 0.1  # cosine ends at this times the peak
+    config.optimizer = ConfigDict()
+    config.optimizer.b1 = 0.9
+    config.optimizer.b2 = 0.999
+    config.optimizer.eps = 1e-8
+    config.optimizer.weight_decay = 0.0
+    config.optimizer.decoupled = True  # True: AdamW; False: decay is added to the gradient (L2)
+    config.optimizer.clip_norm = 0.0  # global norm of a replica's gradient; 0: no clipping
+
+    # --- What a task fills in ---
+    module = task_module(task)
+    config.model = module.default_model()
+    config.data = module.default_data()
+
+    # --- Where ---
+    config.mesh = ConfigDict()
+    config.mesh.devices = 0  # devices that hold replicas; 0: as many as divide num_replicas
+    config.mesh.simulate = 0  # pretend the CPU is so many devices; 0: no
+    config.mesh.loop = False  # replicas of one device one after the other: less memory
+    config.cluster = ConfigDict()
+    config.cluster.coordinator = ""  # "host:port"; empty: detect SLURM, Open MPI, Kubernetes
+    config.cluster.num_processes = 0
+    config.cluster.process_id = -1
+    config.cluster.timeout_s = 300  # to wait for all processes at the start
+
+    # --- What is kept and said ---
+    config.checkpoint = ConfigDict()
+    config.checkpoint.every = _duration(1000)  # duration; 0: never by steps
+    config.checkpoint.every_minutes = 10.0  # 0: never by time
+    config.checkpoint.keep = 2  # newest checkpoints kept; the best model is kept besides
+    config.eval = ConfigDict()
+    config.eval.every = _duration(500)  # duration; 0: at the end only
+    config.eval.batches = 0  # of the validation set; 0: all of it
+    config.eval.batch_size = 0  # examples, over all replicas; 0: as in training
+    config.eval.replicas = False  # also evaluate every replica on its own
+    config.eval.ema_decay = 0.0  # also evaluate a moving average of the consensus model; 0: no
+    config.log = ConfigDict()
+    config.log.every = 10  # steps between two rows of metrics.jsonl
+    config.log.drift_factor = 3.0  # name a replica this many times as far off as the median
+    config.log.tensorboard = False
+    config.log.wandb = False
+    return config.lock()
+
+
+def validate(config: ConfigDict) -> None:
+    """Check all that can be checked without a device.
+
+    Raises:
+      ConfigError: naming the field, its value and what was expected.
+    """
+    task = getattr(config, "task", None)
+    check_fields(config, default_config(task) if isinstance(task, str) else default_config())
+    _choice("algorithm", config.algorithm, ALGORITHMS)
+    _choice("combine", config.combine, ("with", "then"))
+    _choice("lr_schedule.name", config.lr_schedule.name, LR_SCHEDULES)
+    positive = ("num_replicas", "mix_every", "batch_size", "micro_batches", "accum_steps")
+    positive += ("max_failing_steps", "local_size", "log.every", "checkpoint.keep")
+    for name in positive:
+        if field(config, name) < 1:
+            raise ConfigError(f"{name} must be at least 1, got {field(config, name)}")
+    not_negative = ("seed", "steps", "epochs", "learning_rate", "max_consensus_distance")
+    not_negative += ("optimizer.eps", "optimizer.weight_decay", "optimizer.clip_norm")
+    not_negative += ("checkpoint.every_minutes", "eval.batches", "eval.batch_size")
+    not_negative += ("mesh.devices", "mesh.simulate", "lr_schedule.end_factor", "log.drift_factor")
+    for name in not_negative:
+        if not field(config, name) >= 0:
+            raise ConfigError(f"{name} must not be negative, got {field(config, name)}")
+    for name in ("optimizer.b1", "optimizer.b2", "eval.ema_decay"):
+        if not 0 <= field(config, name) < 1:
+            raise ConfigError(f"{name} must be in [0, 1), got {field(config, name)}")
+    for name in DURATIONS:
+        parse_duration(name, field(config, name))
+    if config.epochs == 0 and config.steps < 1:
+        raise ConfigError(f"steps must be at least 1 (or epochs above 0), got {config.steps}")
+    n = config.num_replicas
+    for name in ("batch_size", "eval.batch_size"):
+        if field(config, name) % n:
+            raise ConfigError(
+                f"{name} {field(config, name)} cannot be shared out over {n} replicas; "
+                f"use a multiple of {n}"
+            )
+    if (config.batch_size // n) % config.micro_batches:
+        raise ConfigError(
+            f"a replica's {config.batch_size // n} examples (batch_size {config.batch_size} over "
+            f"{n} replicas) cannot be cut into {config.micro_batches} micro_batches"
+        )
+    make_schedule(config)
+    _check_cluster(config)
+    task_module(config.task).validate(config)
+
+
+def make_schedule(config: ConfigDict) -> topology.Schedule:
+    """The gossip schedule; that of `all_reduce`, which sends no parameters, is not used."""
+    try:
+        return topology.make(config.schedule, config.num_replicas, local_size=config.local_size)
+    except ValueError as error:
+        if config.algorithm == "all_reduce" and config.schedule in topology.NAMES:
+            return topology.make("complete", config.num_replicas)
+        raise ConfigError(f"schedule: {error}") from None
+
+
+def parse_duration(name: str, value: int | str) -> tuple[float, str]:
+    """(number, unit) of a duration; the unit is "step", "epoch" or "%"."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value, "step"
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(step|epoch|%)?s?\s*", str(value))
+    unit = (match[2] or "step") if match else ""
+    if match is None or (unit == "step" and "." in match[1]):
+        raise ConfigError(
+            f"{name} must be a number of steps, or a string such as '2 epochs' or '5%' (of the "
+            f"run), got {value!r}"
+        )
+    return float(match[1]), unit
+
+
+def in_steps(name: str, value: int | str, steps_per_epoch: int, steps: int) -> int:
+    """A duration in steps, in a run of ``steps``; at least one unless it is 0."""
+    number, unit = parse_duration(name, value)
+    scale = {"step": 1, "epoch": steps_per_epoch, "%": steps / 100}[unit]
+    return max(round(number * scale), 1) if number > 0 else 0
+
+
+def flat(config: ConfigDict, prefix: str = "") -> dict[str, object]:
+    """``{"model.layers": 12, ...}``."""
+    result = {}
+    for key, value in config.items():
+        if isinstance(value, ConfigDict | dict):
+            result |= flat(value, f"{prefix}{key}.")
+        else:
+            result[prefix + key] = value
+    return result
+
+
+def field(config: ConfigDict, name: str):
+    """The value of a dotted name."""
+    for part in name.split("."):
+        config = config[part]
+    return config
+
+
+def check_fields(config: ConfigDict, wanted: ConfigDict) -> None:
+    """Same names and types as ``wanted``; ints pass for floats, durations are either."""
+    have, default = flat(config), flat(wanted)
+    for name in default:
+        if name not in have:
+            raise ConfigError(f"the config has no field {name!r}; begin with default_config()")
+    for name, value in have.items():
+        if name not in default:
+            raise ConfigError(unknown_field(name, default))
+        kind = type(default[name])
+        if name in DURATIONS or (isinstance(value, kind) and type(value) is not bool):
+            continue
+        if kind is bool and isinstance(value, bool):
+            continue
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            continue
+        raise ConfigError(
+            f"{name} must be of type {kind.__name__} (such as {default[name]!r}), got {value!r}"
+        )
+
+
+def unknown_field(name: str, known) -> str:
+    """The sentence for a field that does not exist."""
+    import difflib
+
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"the config has no field {name!r}{hint}"
+
+
+def refused_changes(old: dict, new: dict) -> list[str]:
+    """Fields (flat) that differ and may not change in a resumed run, as "name: old -> new"."""
+    return [
+        f"{name}: {old.get(name)!r} -> {new.get(name)!r}"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name) and not name.startswith(MAY_CHANGE)
+    ]
+
+
+def _duration(default: int) -> FieldReference:
+    return FieldReference(default, field_type=object)  # an int or a string
+
+
+def _choice(name: str, value: str, choices) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _check_cluster(config: ConfigDict) -> None:
+    cluster = config.cluster
+    if bool(cluster.coordinator) != (cluster.num_processes > 0) or (
+        cluster.coordinator and not 0 <= cluster.process_id < cluster.num_processes
+    ):
+        raise ConfigError(
+            "cluster needs coordinator, num_processes and process_id (0 to num_processes - 1) "
+            f"together, got {cluster.coordinator!r}, {cluster.num_processes} and "
+            f"{cluster.process_id}"
+        )
+    if cluster.num_processes and config.num_replicas % cluster.num_processes:
+        raise ConfigError(
+            f"{config.num_replicas} replicas cannot be spread evenly over "
+            f"{cluster.num_processes} processes"
+        )

@@ -1,0 +1,13 @@
+"""How a run ends when it does not end well; one that never starts raises ConfigError."""
+
+
+class TrainingFailed(RuntimeError):
+    """Training cannot go on; the message names the step and the last good checkpoint."""
+
+
+class Interrupted(RuntimeError):
+    """Ctrl-C or SIGTERM came; a checkpoint was saved. ``signal`` is its number."""
+
+    def __init__(self, message: str, number: int):
+        super().__init__(message)
+        self.signal = number

@@ -1,0 +1,104 @@
+"""Evaluation of the consensus model, and of replicas on their own; it changes no replica."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from decent_jax import replicas
+from decent_jax.data import loader
+from decent_jax.replicas import Placement
+from decent_jax.tasks import Task
+
+
+class Evaluator:
+    """Evaluates on the task's validation source, every record once, shared over the devices."""
+
+    def __init__(self, task: Task, placement: Placement, batch_size: int, max_batches: int):
+        self.task, self.placement = task, placement
+        self.batch_size, self.max_batches = batch_size, max_batches
+        self.mean = jax.jit(replicas.consensus_mean, out_shardings=placement.replicated)
+        stacked, everywhere = P("replica"), P()
+
+        def consensus_on_device(params, model_state, batch, weights):
+            # One row after the other: evaluation never needs more memory than one replica's batch.
+            def one(row):
+                return task.evaluate(params, model_state, *row)
+
+            sums = jax.lax.map(one, (batch, weights))
+            return jax.tree.map(lambda x: x.sum(axis=0)[None], sums)
+
+        def replicas_on_device(params, model_state, batch, weights):
+            def one(own):
+                return task.evaluate(*own, batch, weights)
+
+            return jax.lax.map(one, (params, model_state))
+
+        self._consensus = jax.jit(
+            placement.on_devices(
+                consensus_on_device,
+                (everywhere, everywhere, stacked, stacked),
+                stacked,
+                check_vma=False,
+            ),
+            out_shardings=placement.stacked,
+        )
+        self._replicas = jax.jit(
+            placement.on_devices(
+                replicas_on_device,
+                (stacked, stacked, everywhere, everywhere),
+                stacked,
+                check_vma=False,
+            )
+        )
+        self._add = jax.jit(
+            lambda total, sums: jax.tree.map(lambda a, b: a + b.sum(axis=0), total, sums),
+            out_shardings=placement.replicated,
+        )
+        self._add_stacked = jax.jit(lambda total, sums: jax.tree.map(jnp.add, total, sums))
+        self._gather = jax.jit(lambda x: x, out_shardings=placement.replicated)
+
+    def consensus(self, params, model_state) -> dict[str, float]:
+        """Metrics of one model (params without the replica dimension), e.g. ``{"loss": 2.1}``."""
+        total = None
+        with self._batches(jax.process_count()) as batches:
+            for batch, weights in batches:
+                sums = self._consensus(
+                    params, model_state, self._put(batch, stacked=True), self._put(weights, True)
+                )
+                if total is None:
+                    total = jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), sums)
+                total = self._add(total, sums)
+        return {name: float(value) for name, value in _averages(jax.device_get(total)).items()}
+
+    def each_replica(self, params, model_state) -> np.ndarray:
+        """(n,) float: the loss of every replica's own model on the same records."""
+        total = None
+        with self._batches(1) as batches:
+            for batch, weights in batches:
+                merged = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (batch, weights))
+                sums = self._replicas(
+                    params, model_state, self._put(merged[0], False), self._put(merged[1], False)
+                )
+                total = sums if total is None else self._add_stacked(total, sums)
+        return np.asarray(_averages(jax.device_get(self._gather(total)))["loss"])
+
+    def _batches(self, processes: int):
+        return loader.eval_batches(
+            self.task.eval_source,
+            num_replicas=self.placement.num_replicas,
+            batch_size=self.batch_size,
+            max_batches=self.max_batches,
+            process_index=jax.process_index() if processes > 1 else 0,
+            process_count=processes,
+        )
+
+    def _put(self, tree, stacked: bool):
+        sharding = self.placement.stacked if stacked else self.placement.replicated
+        return jax.tree.map(
+            lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), tree
+        )
+
+
+def _averages(sums: dict) -> dict:
+    return {name: value / sums["count"] for name, value in sums.items() if name != "count"}

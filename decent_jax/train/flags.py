@@ -1,0 +1,119 @@
+"""The command line: ``--config FILE[:ARGUMENTS] [--config.x=y ...] --workdir DIR``.
+
+absl's config flags answer an unknown field with a traceback and read a missing file late; here
+every mistake is one sentence, and comes before jax is imported.
+"""
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from decent_jax.train.config import DURATIONS, ConfigError, field, flat, unknown_field
+
+_EPILOG = """\
+examples:
+  python train.py --config configs/quickstart.py --workdir runs/quickstart
+  python train.py --config configs/quickstart.py --config.algorithm=all_reduce --workdir runs/ar
+  python train.py --config configs/gpt2_openwebtext.py:decentralized --workdir runs/gpt2 \\
+      --config.data.path=DIR --config.batch_size=480
+
+Any field of the config is set by --config.NAME=VALUE (model.layers, data.path, eval.every, ...);
+--show prints them all with their values. Durations are steps, "2 epochs" or "5%". Run the same
+command again to resume. Ctrl-C and SIGTERM save a checkpoint before leaving.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise ConfigError(f"{message} (train.py --help shows how)")
+
+
+def parse(argv: list[str]) -> tuple[ConfigDict, str]:
+    """The config with its overrides, and the working directory.
+
+    Raises:
+      ConfigError: for anything that is wrong with the command line or the config file.
+      SystemExit: after ``--help`` or ``--show``.
+    """
+    parser = _Parser(
+        prog="train.py",
+        description="Train a model on replicas that gossip instead of all-reducing gradients.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, metavar="FILE[:ARGUMENTS]", help="config file")
+    parser.add_argument("--workdir", metavar="DIR", help="where the run leaves everything")
+    parser.add_argument("--show", action="store_true", help="print the config and leave")
+    known, rest = parser.parse_known_args(argv)
+    config = load(known.config)
+    for name, text in _overrides(rest):
+        override(config, name, text)
+    if known.show:
+        print("\n".join(f"{name} = {value!r}" for name, value in flat(config).items()))
+        sys.exit(0)
+    if not known.workdir:
+        raise ConfigError("--workdir DIR is missing: the folder for metrics and checkpoints")
+    return config, known.workdir
+
+
+def load(path_and_arguments: str) -> ConfigDict:
+    """``get_config(arguments)`` of a config file; ``arguments`` is what follows the colon."""
+    path, _, arguments = path_and_arguments.partition(":")
+    if not Path(path).is_file():
+        raise ConfigError(f"there is no config file {path!r}")
+    spec = importlib.util.spec_from_file_location("_experiment", path)
+    if spec is None:
+        raise ConfigError(f"{path!r} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        config = module.get_config(arguments) if arguments else module.get_config()
+    except ConfigError:
+        raise
+    except Exception as error:
+        detail = str(error).splitlines()[0] if str(error) else ""
+        raise ConfigError(f"{path}: {type(error).__name__}: {detail}") from error
+    if not isinstance(config, ConfigDict):
+        raise ConfigError(f"{path}: get_config() must return a ConfigDict, got {type(config)}")
+    return config
+
+
+def override(config: ConfigDict, name: str, text: str) -> None:
+    """Set the field with the dotted ``name`` to ``text``, read as the type the field has."""
+    known = flat(config)
+    if name not in known:
+        raise ConfigError(unknown_field(name, known))
+    old = known[name]
+    try:
+        if name in DURATIONS:
+            value = int(text) if text.strip().isdigit() else text
+        elif isinstance(old, bool):
+            value = {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        else:
+            value = type(old)(text)
+    except (ValueError, KeyError):
+        raise ConfigError(
+            f"{name} must be of type {type(old).__name__} (such as {old!r}), got {text!r}"
+        ) from None
+    *groups, last = name.split(".")
+    target = field(config, ".".join(groups)) if groups else config
+    with target.ignore_type():
+        target[last] = value
+
+
+def _overrides(arguments: list[str]):
+    arguments = list(arguments)
+    while arguments:
+        argument = arguments.pop(0)
+        if not argument.startswith("--config."):
+            raise ConfigError(f"unknown argument {argument!r} (train.py --help shows how)")
+        name, equals, text = argument.removeprefix("--config.").partition("=")
+        if not equals:
+            if not arguments or arguments[0].startswith("--"):
+                raise ConfigError(f"--config.{name} needs a value: --config.{name}=VALUE")
+            text = arguments.pop(0)
+        yield name, text

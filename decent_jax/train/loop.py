@@ -1,0 +1,409 @@
+"""The training loop: dispatch a step, then look at the one before it."""
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from decent_jax import plot, replicas
+from decent_jax.data import loader
+from decent_jax.data.tokenizers import DataError
+from decent_jax.run_folder import RunError
+from decent_jax.train import checkpoint, cluster, session
+from decent_jax.train import config as config_lib
+from decent_jax.train import step as step_lib
+from decent_jax.train.config import ConfigError
+from decent_jax.train.errors import Interrupted, TrainingFailed
+from decent_jax.train.evaluation import Evaluator
+from decent_jax.train.progress import Progress, format_number
+
+
+def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
+    """Train as ``config`` says, in the folder ``workdir``; resume what is there.
+
+    Returns:
+      What ``summary.json`` holds: final and best evaluation, steps, wall time, versions.
+
+    Raises:
+      ConfigError: the config, the data or the working directory cannot be used; nothing has been
+        compiled or written.
+      TrainingFailed: every replica has failed for ``config.max_failing_steps`` steps.
+      Interrupted: after a checkpoint was saved.
+    """
+    config_lib.validate(config)
+    started = cluster.start(config)
+    with session.open_workdir(workdir, config) as work:
+        devices = cluster.choose_devices(config.num_replicas, config.mesh.devices)
+        placement = replicas.place(config.num_replicas, devices)
+        work.say(f"{started}\n{cluster.table(devices, placement.block)}")
+        try:
+            task = config_lib.task_module(config.task).make(config, work.path, work.announce)
+        except DataError as error:
+            raise ConfigError(str(error)) from None
+        return _Trainer(config, work, task, placement).train()
+
+
+class _Trainer:
+    """One run: what it is made of, and its loop."""
+
+    def __init__(self, config, work, task, placement):
+        self.config, self.work, self.task, self.placement = config, work, task, placement
+        epoch = loader.steps_per_epoch(task.train_source, config.batch_size)
+        self.steps = round(config.epochs * epoch) if config.epochs else config.steps
+        self.every = {
+            name: config_lib.in_steps(name, config_lib.field(config, name), epoch, self.steps)
+            for name in config_lib.DURATIONS
+        }
+        self.schedule = config_lib.make_schedule(config)
+        warmup = self.every["lr_schedule.warmup"]
+        if config.lr_schedule.name == "cosine" and warmup > self.steps:
+            raise ConfigError(
+                f"lr_schedule.warmup of {warmup} steps does not fit into a run of {self.steps}"
+            )
+        self.rate = step_lib.learning_rate(config, self.steps, warmup)
+        self.tx = step_lib.optimizer(
+            config, self.schedule, self.rate, task.decay_mask, placement.axis_name
+        )
+        self._step = step_lib.make_step(config, task, self.tx, self.rate, self.schedule, placement)
+        self._executables = {}
+        self.evaluator = Evaluator(
+            task, placement, config.eval.batch_size or config.batch_size, config.eval.batches
+        )
+        self._summarize = jax.jit(_summarize, out_shardings=placement.replicated)
+        self._distance = jax.jit(replicas.consensus_distance, out_shardings=placement.replicated)
+        self._average = jax.jit(
+            lambda params: replicas.broadcast(
+                replicas.consensus_mean(params), placement.num_replicas
+            ),
+            out_shardings=placement.stacked,
+            donate_argnums=0,
+        )
+        self.seconds = 0.0  # of training, over all sessions; without evaluation and saving
+        self.best = math.inf
+        self.evaluated = {}  # the last evaluation
+        self._skipped_said = 0
+
+    # --- The run, top-down ----------------------------------------------------------------------
+
+    def train(self) -> dict[str, Any]:
+        """From the newest checkpoint, or the beginning, to the end."""
+        config, work = self.config, self.work
+        self.checkpoints = checkpoint.Checkpointer(work.path, config.checkpoint.keep)
+        try:
+            start = self._restore_or_init()
+            work.write_config()
+            self.writer = work.open_metrics(start)
+            if start >= self.steps:
+                work.say(f"the run has already ended: {start} of {self.steps} steps are done")
+            self.progress = work.progress = Progress(self.steps, start, quiet=work.quiet)
+            with self.progress, self.writer, session.Signals() as self.signals:
+                self._loop(start)
+                if self.evaluated.get("step") != self.steps:
+                    self._evaluate(self.steps)
+                self.checkpoints.save(self.steps, self.state, self._meta(self.steps))
+            with work.announce("waiting until the checkpoint is written"):
+                self.checkpoints.wait()
+            return self._finish()
+        finally:
+            work.progress = None
+            self.checkpoints.close()
+
+    def _loop(self, start: int) -> None:
+        config = self.config
+        with self._batches(start) as batches:
+            batch = self._next_batch(batches) if start < self.steps else None
+            self._mark = _Mark(start)
+            pending = None  # (steps done, metrics on the device) of the step before
+            for t in range(start, self.steps):
+                compiled = self._executable(t, batch)
+                self.state, step_metrics = compiled(self.state, batch, np.int32(t))
+                done = t + 1
+                if done < self.steps:
+                    batch = self._next_batch(batches)
+                if pending is not None:
+                    self._look_at(*pending)
+                logs = done % config.log.every == 0 or done == self.steps
+                pending = (done, step_metrics, self._measure(step_metrics) if logs else None)
+                saves, evaluates, stops = self._due(done, logs)
+                if saves or evaluates or stops:
+                    self._look_at(*pending)
+                    pending = None
+                    with self._mark.pause():
+                        if evaluates:
+                            self._evaluate(done)
+                        if saves or stops:
+                            self.checkpoints.save(done, self.state, self._meta(done))
+                if stops and done < self.steps:
+                    self._stop(done)
+            if pending is not None:
+                self._look_at(*pending)
+
+    def _restore_or_init(self) -> int:
+        """Sets ``self.state``; returns the number of steps that are done."""
+
+        def init():
+            return step_lib.init_state(self.config, self.task, self.tx, self.placement)
+
+        like = jax.eval_shape(init)
+        found = None
+        if self.checkpoints.steps():
+            with self.work.announce("restoring the newest checkpoint"):
+                found = self.checkpoints.restore_newest(
+                    like, self.placement, self.config.accum_steps, say=self.work.say
+                )
+        if found is None:
+            with self.work.announce("creating the replicas"):
+                self.state = jax.block_until_ready(init())
+            return 0
+        self.state, meta = found
+        self.seconds, self.best = meta["seconds"], meta["best"]
+        self._skipped_said = meta["skipped"]
+        step = meta["step"]
+        self.checkpoints.drop_best_after(step)
+        self.work.say(f"resuming after step {step}")
+        return step
+
+    def _finish(self) -> dict[str, Any]:
+        summary = self.work.summary(
+            steps=self.steps,
+            final=self.evaluated,
+            best_eval_loss=self.best,
+            schedule=self.schedule.name,
+            schedule_period=self.schedule.period,
+            training_seconds=round(self.seconds, 3),
+            **self.task.summary(),
+        )
+        mean = self.evaluator.mean(self.state.params)
+        if self.work.quiet:
+            return summary
+        try:
+            plot.plot_runs([self.work.path])
+        except (RunError, OSError) as error:
+            self.work.say(f"no curves were drawn: {error}")
+        local = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), mean)
+        with self.work.announce("sampling from the consensus model"):
+            text = self.task.demonstrate(local)
+        self.work.say(text)
+        self.work.say_where(summary)
+        return summary
+
+    # --- A step ---------------------------------------------------------------------------------
+
+    def _executable(self, t: int, batch):
+        """The step compiled for the round of step ``t``."""
+        round = self.schedule.round_at(t, self.config.mix_every)
+        if self.config.algorithm == "all_reduce":
+            round = None
+        if round not in self._executables:
+            name = "without communication" if round is None else f"round {round}"
+            if self.config.algorithm == "all_reduce":
+                name = "all-reduce"
+            with self._mark.pause(), self.work.announce(f"compiling the step ({name})"):
+                lowered = self._step.lower(self.state, batch, np.int32(t), round=round)
+                self._executables[round] = lowered.compile()
+        return self._executables[round]
+
+    def _batches(self, start: int):
+        return loader.train_batches(
+            self.task.train_source,
+            seed=self.config.seed,
+            num_replicas=self.config.num_replicas,
+            batch_size=self.config.batch_size,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+            start_step=start,
+            prefetch=self.config.data.prefetch,
+        )
+
+    def _next_batch(self, batches):
+        """The next batch on its way to the devices; counts the seconds waited for it."""
+        began = time.monotonic()
+        block = next(batches)
+        if hasattr(self, "_mark"):
+            self._mark.data_wait += time.monotonic() - began
+        return jax.tree.map(
+            lambda x: jax.make_array_from_process_local_data(self.placement.stacked, x), block
+        )
+
+    def _measure(self, step_metrics):
+        """Dispatch the reductions over replicas; nothing is waited for."""
+        return self._summarize(step_metrics), self._distance(self.state.params)
+
+    def _due(self, done: int, logs: bool) -> tuple[bool, bool, bool]:
+        """Whether to save, evaluate and stop after ``done`` steps, the same on all processes."""
+        config = self.config
+        evaluates = done == self.steps or _divides(self.every["eval.every"], done)
+        saves = _divides(self.every["checkpoint.every"], done)
+        stops = False
+        if jax.process_count() == 1 or logs:  # processes agree where they meet anyway
+            minutes = config.checkpoint.every_minutes
+            late = minutes > 0 and self.checkpoints.minutes_since_save() >= minutes
+            saves |= cluster.any_process(late)
+            stops = cluster.any_process(self.signals.received is not None)
+        return saves, evaluates, stops
+
+    def _stop(self, done: int) -> None:
+        self.checkpoints.wait()
+        number = self.signals.received or 15
+        self.work.summary(steps=done, interrupted=True, training_seconds=round(self.seconds, 3))
+        raise Interrupted(
+            f"interrupted after step {done}; a checkpoint is saved, the same command resumes",
+            number,
+        )
+
+    # --- What a step left behind ----------------------------------------------------------------
+
+    def _look_at(self, done: int, step_metrics, measured) -> None:
+        """Wait for a step; where its row is due, write it and act on it."""
+        jax.block_until_ready(step_metrics)
+        if measured is None:
+            self.progress.update(done)
+            return
+        row, consensus = jax.device_get(measured)
+        row = {f"train/{name}": value for name, value in row.items()}
+        failing = int(row.pop("train/failing"))
+        row["train/consensus_distance"] = float(consensus.distance)
+        row["train/consensus_distance_relative"] = float(consensus.relative)
+        seconds, steps, data_wait = self._mark.interval(done)
+        self.seconds += seconds
+        rate = self.config.batch_size * self.task.units_per_example * steps / seconds
+        row |= {
+            "perf/step_time_s": seconds / steps,
+            f"perf/{self.task.unit}_per_s": rate,
+            "perf/data_wait_s": data_wait / steps,
+            "perf/wall_time_s": self.seconds,
+        }
+        self._watch(done, row, consensus, failing)
+        self.writer.write(done, row)
+        self.progress.update(
+            done,
+            {
+                "loss": float(row["train/loss"]),
+                "consensus": float(consensus.relative),
+                f"{self.task.unit}/s": rate,
+            },
+        )
+
+    def _watch(self, done: int, row, consensus, failing: int) -> None:
+        """Say what goes wrong; average once past the bound; give up when nothing works."""
+        config = self.config
+        skipped = int(row["train/skipped_updates"])
+        if skipped > self._skipped_said:
+            self.work.say(
+                f"step {done}: {skipped - self._skipped_said} updates were not finite and were "
+                f"skipped (replica {int(row.pop('train/worst_replica'))} most); "
+                f"{skipped} since the start"
+            )
+        self._skipped_said = max(skipped, self._skipped_said)
+        row.pop("train/worst_replica", None)
+        if failing >= config.max_failing_steps:
+            saved = self.checkpoints.steps()
+            raise TrainingFailed(
+                f"no replica has made a finite update in the last {failing} steps, up to step "
+                f"{done}; the last checkpoint is of step {saved[-1] if saved else 0}. Lower the "
+                "learning rate, or clip gradients (optimizer.clip_norm)"
+            )
+        distances = np.asarray(consensus.per_replica)
+        median = float(np.median(distances))
+        worst = int(distances.argmax())
+        factor = config.log.drift_factor
+        if factor and distances[worst] > factor * median > 0:
+            self.work.say(
+                f"step {done}: replica {worst} drifts: {format_number(float(distances[worst]))} "
+                f"from the consensus model, the median replica {format_number(median)}"
+            )
+        bound = config.max_consensus_distance
+        if bound and not consensus.relative <= bound:
+            self.work.say(
+                f"step {done}: the consensus distance {format_number(float(consensus.relative))} "
+                f"(relative) is past the bound {bound:g}: all replicas are averaged once"
+            )
+            self.state = self.state._replace(params=self._average(self.state.params))
+
+    def _evaluate(self, done: int) -> None:
+        """Evaluate the consensus model; keep it if it is the best so far."""
+        config, state = self.config, self.state
+        with self.work.announce("evaluating the consensus model", once=True):
+            mean, model_state = self.evaluator.mean((state.params, state.model_state))
+            result = self.evaluator.consensus(mean, model_state)
+            row = {f"eval/{name}": value for name, value in result.items()}
+            if state.ema is not None:
+                ema = self.evaluator.mean(state.ema)
+                result = self.evaluator.consensus(ema, model_state)
+                row |= {f"eval/ema_{name}": value for name, value in result.items()}
+            if config.eval.replicas:
+                losses = self.evaluator.each_replica(state.params, state.model_state)
+                row["eval/replica_loss_mean"] = float(losses.mean())
+                row["eval/replica_loss_best"] = float(losses.min())
+                row["eval/replica_loss_worst"] = float(losses.max())
+        distance = jax.device_get(self._distance(state.params))
+        row["eval/consensus_distance"] = float(distance.distance)
+        row["eval/consensus_distance_relative"] = float(distance.relative)
+        self.writer.write(done, row)
+        self.evaluated = {"step": done, **row}
+        self.progress.note(
+            f"step {done}: validation loss {row['eval/loss']:.4f} of the consensus model"
+        )
+        if row["eval/loss"] < self.best:
+            self.best = row["eval/loss"]
+            self.checkpoints.save_best(done, mean, {"eval_loss": self.best})
+
+    def _meta(self, done: int) -> dict[str, Any]:
+        return {
+            "num_replicas": self.config.num_replicas,
+            "schedule": self.schedule.name,
+            "batch_size": self.config.batch_size,
+            "examples": done * self.config.batch_size,
+            "seconds": self.seconds,
+            "best": self.best,
+            "skipped": self._skipped_said,
+            "config": config_lib.flat(self.config),
+        }
+
+
+class _Mark:
+    """Time since the last row, without the pauses for evaluation, saving and compiling."""
+
+    def __init__(self, step: int):
+        self._step, self._time, self._paused = step, time.monotonic(), 0.0
+        self.data_wait = 0.0
+
+    def pause(self):
+        """A context whose time does not count."""
+        return session.timed(self._add_pause)
+
+    def _add_pause(self, seconds: float) -> None:
+        self._paused += seconds
+
+    def interval(self, step: int) -> tuple[float, int, float]:
+        """(seconds, steps, seconds waited for data) since the last call."""
+        now = time.monotonic()
+        seconds = max(now - self._time - self._paused, 1e-9)
+        result = seconds, step - self._step, self.data_wait
+        self._step, self._time, self._paused, self.data_wait = step, now, 0.0, 0.0
+        return result
+
+
+def _summarize(step_metrics):
+    """Per-replica metrics (n,) to what a row of metrics.jsonl holds."""
+    loss, skipped = step_metrics["loss"], step_metrics["skipped"]
+    fine = jnp.isfinite(loss)
+    return {
+        "loss": jnp.where(fine, loss, 0).sum() / fine.sum(),
+        "loss_max": loss.max(),
+        "loss_min": jnp.where(fine, loss, jnp.inf).min(),
+        "grad_norm": jnp.where(fine, step_metrics["grad_norm"], 0).sum() / fine.sum(),
+        "learning_rate": step_metrics["learning_rate"],
+        "skipped_updates": skipped.sum(),
+        "worst_replica": skipped.argmax(),
+        "failing": step_metrics["failing"].min(),
+    }
+
+
+def _divides(every: int, done: int) -> bool:
+    return every > 0 and done % every == 0

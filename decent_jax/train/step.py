@@ -1,0 +1,165 @@
+"""The training step: written once for one replica, compiled once a round."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
+
+from decent_jax import optim, replicas
+from decent_jax.replicas import Placement
+from decent_jax.tasks import Task
+from decent_jax.topology import Schedule
+
+
+class TrainState(NamedTuple):
+    """Everything a step changes; every leaf has the leading replica dimension (n, ...)."""
+
+    params: Any
+    model_state: Any
+    opt_state: Any
+    ema: Any  # moving average of the replica's own params, or None
+
+
+def learning_rate(config: ConfigDict, steps: int, warmup: int) -> optax.Schedule:
+    """The learning rate of a 0-based step."""
+    peak, name = config.learning_rate, config.lr_schedule.name
+    if name == "cosine":
+        end = peak * config.lr_schedule.end_factor
+        return optim.linear_warmup_cosine_schedule(peak, min(warmup, steps), steps, end=end)
+    if name == "inverse_sqrt":
+        return optim.inverse_sqrt_schedule(peak, max(warmup, 1))
+    return optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
+
+
+def optimizer(
+    config: ConfigDict,
+    schedule: Schedule,
+    rate: optax.Schedule,
+    decay_mask: Any,
+    axis_name: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """The algorithm of the config as one optax transformation."""
+    chosen = config.optimizer
+    make = optim.accum_adamw if chosen.decoupled else optim.accum_adam
+    window = config.accum_steps if config.algorithm == "accum_adam" else 1
+    inner = make(rate, chosen.b1, chosen.b2, chosen.eps, chosen.weight_decay, decay_mask, window)
+    if chosen.clip_norm:
+        inner = optax.chain(optax.clip_by_global_norm(chosen.clip_norm), inner)
+    if config.algorithm == "all_reduce":
+        return optim.all_reduce(inner, axis_name)
+    return optim.decentralized(inner, schedule, config.combine, axis_name)
+
+
+def init_state(
+    config: ConfigDict, task: Task, tx: optax.GradientTransformation, placement: Placement
+) -> TrainState:
+    """The state before step 0, sharded over the mesh."""
+    n, key = config.num_replicas, jax.random.key(config.seed)
+    loaded = task.load_params()
+
+    def rest_of(params, model_state):
+        ema = params if config.eval.ema_decay else None
+        return TrainState(params, model_state, jax.vmap(tx.init)(params), ema)
+
+    @functools.partial(jax.jit, out_shardings=placement.stacked)
+    def drawn():
+        return rest_of(*replicas.create(task.init, n, key, identical=config.identical_start))
+
+    @functools.partial(jax.jit, out_shardings=placement.stacked)
+    def given(params):
+        _, model_state = replicas.create(task.init, n, key)
+        return rest_of(replicas.broadcast(params, n), model_state)
+
+    return drawn() if loaded is None else given(jax.device_put(loaded, placement.replicated))
+
+
+def make_step(
+    config: ConfigDict,
+    task: Task,
+    tx: optax.GradientTransformationExtraArgs,
+    rate: optax.Schedule,
+    schedule: Schedule,
+    placement: Placement,
+):
+    """``step(state, batch, t, round=r) -> (state, metrics)``, jitted, with a static round.
+
+    ``batch`` leaves are (n, B, ...), ``t`` the 0-based step (int32 scalar); the state is donated.
+    Metrics are per replica, (n,): ``loss``, ``grad_norm``, ``skipped``, ``failing``; and
+    ``learning_rate``.
+    """
+    key = jax.random.key(config.seed + 1)
+    value_and_grad = jax.value_and_grad(task.loss, has_aux=True)
+
+    def gradient(params, model_state, batch, replica, t):
+        """Mean loss and gradient over the micro-batches of one replica."""
+        rng = jax.random.fold_in(jax.random.fold_in(key, t), replica)
+        if config.micro_batches == 1:
+            (loss, model_state), grads = value_and_grad(params, model_state, batch, rng)
+            return loss, model_state, grads
+        parts = jax.tree.map(lambda x: x.reshape(config.micro_batches, -1, *x.shape[1:]), batch)
+
+        def one(carry, part):
+            model_state, total, k = carry
+            (loss, model_state), grads = value_and_grad(
+                params, model_state, part, jax.random.fold_in(rng, k)
+            )
+            total = jax.tree.map(lambda a, g: a + g / config.micro_batches, total, (loss, grads))
+            return (model_state, total, k + 1), None
+
+        # Zeros made of the arguments vary over the replicas as the gradients do.
+        zero = jax.tree.map(lambda x: x * 0, params)
+        loss = jax.tree.leaves(zero)[0].sum().astype(jnp.float32)
+        carry, _ = jax.lax.scan(one, (model_state, (loss, zero), 0), parts)
+        model_state, (loss, grads), _ = carry
+        return loss, model_state, grads
+
+    def update(state, model_state, loss, grads, round):
+        """One replica's new state."""
+        updates, opt_state = tx.update(
+            grads, state.opt_state, state.params, round=round, value=loss
+        )
+        params = optim.apply_updates(state.params, updates)
+        ema = state.ema
+        if ema is not None:
+            decay = config.eval.ema_decay
+            ema = jax.tree.map(
+                lambda e, p: jnp.where(jnp.isfinite(p), decay * e + (1 - decay) * p, e), ema, params
+            )
+        metrics = {
+            "loss": loss,
+            "grad_norm": optax.global_norm(grads),
+            "skipped": opt_state.skipped,
+            "failing": opt_state.failing,
+        }
+        return TrainState(params, model_state, opt_state, ema), metrics
+
+    def on_device(state, batch, t, round):
+        ids = placement.replica_ids()
+        with jax.named_scope("forward_backward"):
+            per_replica = placement.per_replica(
+                lambda *args: gradient(*args, t), loop=config.mesh.loop
+            )
+            results = per_replica(state.params, state.model_state, batch, ids)
+        loss, model_state, grads = results
+        with jax.named_scope("update"):
+            return placement.per_replica(lambda *args: update(*args, round))(
+                state, model_state, loss, grads
+            )
+
+    @functools.partial(jax.jit, static_argnames="round", donate_argnums=0)
+    def step(state, batch, t, *, round):
+        stacked = P("replica")
+        run = placement.on_devices(
+            functools.partial(on_device, round=round),
+            in_specs=(stacked, stacked, P()),
+            out_specs=(stacked, stacked),
+            check_vma=not schedule.partial_groups or config.algorithm == "all_reduce",
+        )
+        state, metrics = run(state, batch, t)
+        return state, {**metrics, "learning_rate": jnp.asarray(rate(t), jnp.float32)}
+
+    return step

@@ -1,0 +1,430 @@
+"""prepare_text end to end: every format, every message, any number of workers, and kills."""
+
+import gzip
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tensorflow_datasets as tfds
+from shared import shared
+
+from decent_jax.data import prepare_text, token_files, tokenizers
+from decent_jax.data.prepare_text import main, prepare
+from decent_jax.data.tokenizers import DataError
+
+TEXTS = [f"document {i}: " + "é🙂 words\r\n" * (i % 7 + 1) for i in range(40)]
+
+
+def write_jsonl(path, texts, field="text"):
+    lines = "".join(json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(texts))
+    data = lines.encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def write_parquet(path, texts, **options):
+    table = pa.table({"id": list(range(len(texts))), "text": texts}, **options)
+    pq.write_table(table, path, row_group_size=7)
+    return path
+
+
+class Tiny(tfds.core.GeneratorBasedBuilder):
+    """A text data set, prepared without TensorFlow."""
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self):
+        features = tfds.features.FeaturesDict({"text": tfds.features.Text()})
+        return tfds.core.DatasetInfo(builder=self, features=features)
+
+    def _split_generators(self, download_manager):
+        return {"train": self._generate_examples(0, 30), "test": self._generate_examples(30, 40)}
+
+    def _generate_examples(self, start, stop):
+        for i in range(start, stop):
+            yield i, {"text": TEXTS[i]}
+
+
+@pytest.fixture(scope="module")
+def tfds_folder(tmp_path_factory):
+    builder = Tiny(data_dir=tmp_path_factory.mktemp("tfds"), file_format="array_record")
+    builder.download_and_prepare()
+    assert "tensorflow" not in sys.modules
+    return builder.data_path
+
+
+def texts_of(out, split):
+    tokenizer = tokenizers.from_manifest(out)
+    ids = np.fromfile(out / f"{split}.bin", "<u2")
+    assert ids[-1] == tokenizer.end_of_text
+    ends = np.flatnonzero(ids == tokenizer.end_of_text)
+    starts = [0, *(ends[:-1] + 1)]
+    return [tokenizer.decode(ids[a:b]) for a, b in zip(starts, ends, strict=True)]
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_every_format_gives_the_same_documents(tmp_path, tfds_folder):
+    write_jsonl(tmp_path / "a/x.jsonl", TEXTS[:20])
+    write_jsonl(tmp_path / "a/deeper/y.jsonl.gz", TEXTS[20:])
+    (tmp_path / "a/.hidden").mkdir()
+    write_jsonl(tmp_path / "a/.hidden/z.jsonl", ["not this"])
+    (tmp_path / "a/readme.md").write_text("not this")
+    write_parquet(tmp_path / "b.parquet", TEXTS)
+    (tmp_path / "c").mkdir()
+    for i, text in enumerate(TEXTS):
+        name = tmp_path / f"c/{i:02}.txt"
+        if i % 2:
+            name.write_bytes(text.encode())
+        else:
+            name.with_name(name.name + ".gz").write_bytes(gzip.compress(text.encode()))
+    for given in ("a", "b.parquet", "c"):
+        out = tmp_path / "out" / given
+        manifest = prepare([tmp_path / given], out, "bytes", val_fraction=0.3)
+        train, val = texts_of(out, "train"), texts_of(out, "val")
+        assert sorted(train + val) == sorted(TEXTS) and 4 <= len(val) <= 20
+        if given == "a":
+            wanted = train, val
+        elif given == "b.parquet":  # same order too
+            assert (train, val) == (
+                [t for t in TEXTS if t in train],
+                [t for t in TEXTS if t in val],
+            )
+        assert (sorted(train), sorted(val)) == tuple(map(sorted, wanted))
+        entry = manifest["splits"]["val"]
+        data = (out / "val.bin").read_bytes()
+        assert entry["documents"] == len(val) and entry["bytes"] == len(data) == entry["tokens"] * 2
+        assert entry["sha256"] == hashlib.sha256(data).hexdigest()
+        assert manifest == json.loads((out / "manifest.json").read_text())
+        assert str(tmp_path) not in (out / "manifest.json").read_text()
+        names = [file["name"] for file in manifest["inputs"]["list"]]
+        if given == "a":
+            assert names == ["a/x.jsonl", "a/deeper/y.jsonl.gz"]
+
+
+def test_tfds_folder(tmp_path, tfds_folder):
+    out = tmp_path / "out"
+    manifest = prepare([tfds_folder], out, "bytes", val_inputs=[tfds_folder])
+    assert sorted(texts_of(out, "train")) == sorted(TEXTS[:30])
+    assert sorted(texts_of(out, "val")) == sorted(TEXTS[30:])
+    assert manifest["val_fraction"] is None and len(manifest["inputs"]["list"]) == 2
+    with pytest.raises(DataError, match="no feature 'body', only 'text'; see --text_field"):
+        prepare([tfds_folder], tmp_path / "out2", "bytes", text_field="body", val_fraction=0.5)
+    assert "tensorflow" not in sys.modules
+
+
+def test_gpt2_on_real_text_and_by_itself_afterwards(tmp_path):
+    valid = shared("data/us_gov_web_text/valid.jsonl.gz")
+    bpe = tmp_path / "bpe"
+    tokenizer = tokenizers.load("gpt2", shared("data/gpt2_bpe"))
+    bpe.mkdir()
+    tokenizer.save_files(bpe)
+    out = tmp_path / "out"
+    prepare([valid], out, tokenizer_path=bpe, val_fraction=0.1)
+    for file in bpe.iterdir():
+        file.unlink()
+    with gzip.open(valid, "rt", encoding="utf-8") as file:
+        wanted = [json.loads(line)["text"] for line in file]
+    assert sorted(texts_of(out, "train") + texts_of(out, "val")) == sorted(wanted)
+    ids = np.fromfile(out / "val.bin", "<u2")
+    assert ids.max() == 50256 and token_files.is_whole(out)
+    # the same documents are held out whatever the tokenizer
+    prepare([valid], tmp_path / "bytes", "bytes", val_fraction=0.1)
+    assert texts_of(tmp_path / "bytes", "val") == texts_of(out, "val")
+
+
+def test_workers_do_not_change_a_byte(tmp_path, monkeypatch):
+    monkeypatch.setattr("decent_jax.data.text_inputs.CHUNK_BYTES", 300)
+    write_jsonl(tmp_path / "in/a.jsonl", TEXTS * 5)
+    write_jsonl(tmp_path / "in/b.jsonl.gz", TEXTS)
+    (tmp_path / "in/c.txt").write_text("one")
+    for workers in (1, 2):
+        prepare(
+            [tmp_path / "in"], tmp_path / str(workers), "bytes", val_fraction=0.2, workers=workers
+        )
+    assert contents(tmp_path / "1") == contents(tmp_path / "2")
+
+
+def test_split_is_by_document(tmp_path):
+    write_jsonl(tmp_path / "once.jsonl", TEXTS)
+    write_jsonl(tmp_path / "twice.jsonl", (TEXTS + TEXTS)[::-1])
+    splits = {}
+    for seed in (0, 1):
+        for name in ("once", "twice"):
+            out = tmp_path / f"{name}{seed}"
+            prepare([tmp_path / f"{name}.jsonl"], out, "bytes", val_fraction=0.3, seed=seed)
+            train, val = texts_of(out, "train"), texts_of(out, "val")
+            assert not set(train) & set(val)
+            splits[name, seed] = set(val)
+    assert splits["once", 0] == splits["twice", 0] != splits["once", 1]
+
+
+def test_val_input_keeps_its_documents_out_of_train(tmp_path):
+    a = write_jsonl(tmp_path / "a.jsonl", [*TEXTS[:20], ""])
+    b = write_jsonl(tmp_path / "b.jsonl", [*TEXTS[18:25], "\0"])
+    manifest = prepare([a], tmp_path / "out", "bytes", val_inputs=[b], workers=2)
+    assert texts_of(tmp_path / "out", "train") == TEXTS[:18]
+    assert texts_of(tmp_path / "out", "val") == TEXTS[18:25]
+    assert manifest["validation_documents_left_out_of_train"] == 2
+    assert manifest["empty_documents_left_out"] == 2
+
+
+def test_separators_and_odd_characters_in_the_text(tmp_path):
+    texts = ["a\0b", "<|endoftext|>", "\ud800", "\ufeffx", "line\u2028line\x85line\rline"]
+    a = write_jsonl(tmp_path / "a.jsonl", texts)
+    a.write_bytes(b"\xef\xbb\xbf" + a.read_bytes().replace(b"\n", b"\r\n") + b"\n\n")
+    b = write_jsonl(tmp_path / "b.jsonl", ["held out"])
+    prepare([a], tmp_path / "out", "bytes", val_inputs=[b])
+    assert texts_of(tmp_path / "out", "train") == ["ab", "<|endoftext|>", "�", *texts[3:]]
+
+
+def test_a_command_that_fails_says_one_sentence(tmp_path):
+    good = write_jsonl(tmp_path / "good.jsonl", TEXTS)
+    with good.open("a") as file:
+        file.write('{"text": "torn\n')
+    arguments = ["--out", tmp_path / "out", "--tokenizer", "bytes", "--val_fraction", "0.3"]
+    arguments += ["--input", good, "--workers", "2"]
+    before = sorted(tmp_path.rglob("*"))
+    run = subprocess.run(
+        [sys.executable, "-m", "decent_jax.data.prepare_text", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode == 2 and run.stdout == "", run
+    assert sorted(tmp_path.rglob("*")) == before
+    assert run.stderr.count("\n") == 1
+    assert f"{good}, line 41: not valid JSON (" in run.stderr
+
+
+CASES = {
+    "missing path": ("none.jsonl", None, r"none\.jsonl: no such file or folder"),
+    "extension": ("x.csv", b"a,b", r"x\.csv: not a \.txt, .* or \.parquet file"),
+    "no readable file": ("folder/x.md", b"a", r"folder: holds no \.txt, .* file"),
+    "bad json": (
+        "x.jsonl",
+        b'{"text": "a"}\n\n{"text" "b"}\n',
+        r"x\.jsonl, line 3: not valid JSON",
+    ),
+    "no object": ("x.jsonl", b'{"text": "a"}\n[1]\n', r"line 2: not a JSON object"),
+    "missing field": ("x.jsonl", b'{"text": "a"}\n{"b": 1}', r"line 2: no field 'text', only 'b'"),
+    "not a string": ("x.jsonl", b'{"text": null}', r"line 1: field 'text' is not a string"),
+    "utf-8 in json": ("x.jsonl", b'{"text": "a"}\n{"text": "\xff"}', r"invalid UTF-8 at byte 24"),
+    "utf-8 in text": ("folder/x.txt", b"ab\xe9 c", r"x\.txt: invalid UTF-8 at byte 2"),
+    "truncated gz": ("x.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9)[:-9], "truncated gzip"),
+    "truncated txt.gz": ("f/x.txt.gz", gzip.compress(b"abc" * 99)[:-9], "truncated gzip"),
+    "no gz": ("x.jsonl.gz", b'{"text": "a"}\n', "not a valid gzip file"),
+    "no parquet": ("x.parquet", b"abc", "not a readable parquet file"),
+    "empty validation": (
+        "x.jsonl",
+        b'{"text": "a"}\n',
+        "validation split is empty: none of 1 docu",
+    ),
+    "no documents": ("x.jsonl", b'{"text": ""}\n\n', "no document with any text"),
+    "empty file": ("x.jsonl", b"", "no document with any text"),
+    "one text": ("x.txt", b"abc", "one document, which cannot be split"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input(case, tmp_path, capsys):
+    name, data, message = CASES[case]
+    path = tmp_path / name
+    if data is not None:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+        if "utf-8 in text" in case or "txt.gz" in case:
+            (path.parent / "y.txt").write_text("fine")
+    given = path.parent if path.parent != tmp_path else path
+    arguments = ["--input", str(given), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]
+    assert main(arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1
+    with pytest.raises(DataError, match=message):
+        prepare([given], tmp_path / "out", "bytes")
+    assert not [p for p in tmp_path.iterdir() if "out" in p.name]
+
+
+@pytest.mark.parametrize("packed", ["", ".gz"])
+def test_bad_input_is_found_in_a_later_chunk(tmp_path, monkeypatch, packed):
+    monkeypatch.setattr("decent_jax.data.text_inputs.CHUNK_BYTES", 100)
+    path = write_jsonl(tmp_path / f"x.jsonl{packed}", TEXTS)
+    data = gzip.decompress(path.read_bytes()) if packed else path.read_bytes()
+    for bad, message in (
+        (b"{]\n", r"line 41: not valid JSON \(.* at column 2\)"),
+        (b'"\xff"\n', f"invalid UTF-8 at byte {len(data) + 1}"),
+    ):
+        path.write_bytes(gzip.compress(data + bad) if packed else data + bad)
+        with pytest.raises(DataError, match=message):
+            prepare([path], tmp_path / "out", "bytes", val_fraction=0.3)
+
+
+def test_bad_input_parquet(tmp_path):
+    texts = pa.array(["a", None, "b"])
+    write_parquet(tmp_path / "null.parquet", texts)
+    write_parquet(tmp_path / "int.parquet", [1, 2])
+    pq.write_table(pa.table({"body": ["a"]}), tmp_path / "name.parquet")
+    raw = pa.Array.from_buffers(
+        pa.string(), 1, [None, pa.py_buffer(np.array([0, 1], np.int32)), pa.py_buffer(b"\xff")]
+    )
+    write_parquet(tmp_path / "utf.parquet", raw)
+    damaged = write_parquet(tmp_path / "damaged.parquet", TEXTS).read_bytes()
+    (tmp_path / "damaged.parquet").write_bytes(damaged[:50] + b"\xff" * 900 + damaged[950:])
+    for name, message in {
+        "null": "row 1: column 'text' is null",
+        "int": "column 'text' holds int64, not strings",
+        "name": "no column 'text', only 'body'; see --text_field",
+        "utf": "invalid UTF-8 after row 0",
+        "damaged": "damaged.parquet: ",
+    }.items():
+        with pytest.raises(DataError, match=message):
+            prepare([tmp_path / f"{name}.parquet"], tmp_path / "out", "bytes", val_fraction=0.5)
+
+
+def test_bad_arguments(tmp_path, capsys):
+    a = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    out = tmp_path / "out"
+    for keywords, message in (
+        ({"val_fraction": 0}, "val_fraction must lie between 0 and 1"),
+        ({"workers": 0}, "workers must be at least 1"),
+        ({"val_inputs": [a]}, "is both in the training and the validation input"),
+        ({"tokenizer": "bpe"}, "unknown tokenizer 'bpe'"),
+        ({"tokenizer": "gpt2", "tokenizer_path": tmp_path}, r"holds no encoder\.json"),
+        ({"val_fraction": 1e-9}, r"none of 40 documents fell into it with --val_fraction 1e-09"),
+        ({"val_fraction": 1 - 1e-9}, "training split is empty"),
+    ):
+        with pytest.raises(DataError, match=message):
+            prepare([a], out, **{"tokenizer": "bytes", **keywords})
+    for arguments in (
+        [],
+        ["--input", str(a), "--out", str(out)],
+        ["--input", str(a), "--out", str(out), "--tokenizer", "bytes", "--val_frac", "0.1"],
+    ):
+        with pytest.raises(SystemExit) as error:
+            main(arguments)
+        assert error.value.code == 2
+    assert not out.exists()
+    with pytest.raises(SystemExit) as error:
+        main(["--help"])
+    assert error.value.code == 0 and "example" in capsys.readouterr().out
+
+
+def test_existing_output(tmp_path, capsys):
+    a = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    arguments = ["--input", str(a), "--tokenizer", "bytes", "--val_fraction", "0.3", "--out"]
+    out = tmp_path / "out"
+    out.mkdir()  # an empty folder is no obstacle
+    assert main([*arguments, str(out)]) == 0
+    before = contents(out)
+    assert main([*arguments, str(out)]) == 2
+    assert "already prepared; pass --overwrite" in capsys.readouterr().err
+    assert main([*arguments, str(out), "--overwrite", "--seed", "5"]) == 0
+    assert contents(out)["val.bin"] != before["val.bin"]
+    assert main([*arguments, str(tmp_path), "--overwrite"]) == 2
+    assert "is no prepared folder" in capsys.readouterr().err
+    assert main([*arguments, str(a), "--overwrite"]) == 2
+    assert "is not a folder" in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "out"]
+
+
+def test_a_failed_overwrite_keeps_the_old(tmp_path):
+    out = tmp_path / "out"
+    prepare([write_jsonl(tmp_path / "a.jsonl", TEXTS)], out, "bytes", val_fraction=0.3)
+    before = contents(out)
+    b = write_jsonl(tmp_path / "b.jsonl", [*TEXTS, 7])
+    with pytest.raises(DataError, match="line 41"):
+        prepare([b], out, "bytes", val_fraction=0.3, overwrite=True)
+    assert contents(out) == before
+
+
+def _children(pid):
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/stat") as file:
+                    fields = file.read().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[1]) == pid and fields[0] != "Z":
+                found.append(int(entry))
+    return found
+
+
+def _wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.02)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks for orphans in /proc")
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_a_killed_run(tmp_path, kind):
+    # a pipe as input: the run waits for more for ever, with its workers busy
+    good = write_jsonl(tmp_path / "in/a.jsonl", TEXTS)
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    arguments = ["--out", str(tmp_path / "out"), "--tokenizer", "bytes", "--val_fraction", "0.3"]
+    program = (
+        "import sys; from decent_jax.data import prepare_text as p, text_inputs as t;"
+        "t.check_source = lambda *a: None; sys.exit(p.main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", program, *arguments, "--workers", "2"]
+    command += ["--input", str(good), str(tmp_path / "pipe.jsonl")]
+    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    with open(tmp_path / "pipe.jsonl", "wb"):  # returns when the run has opened it
+        _wait_for(lambda: len(_children(run.pid)) >= 3)  # two workers, the resource tracker
+        workers = _children(run.pid)
+        run.send_signal(kind)
+        if kind != signal.SIGKILL:
+            run.wait(60)
+    said = run.communicate(timeout=60)[1]
+    _wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in workers))
+    assert not (tmp_path / "out").exists()
+    left = [path for path in tmp_path.iterdir() if path.name.startswith(".out.tmp-")]
+    if kind == signal.SIGKILL:
+        assert run.returncode == -signal.SIGKILL and len(left) == 1
+    else:
+        assert run.returncode == 130 and not left
+        assert said == "prepare_text: interrupted; nothing was written\n"
+    assert main(["--input", str(good), *arguments]) == 0
+    assert token_files.is_whole(tmp_path / "out")
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_living_run_is_left_alone(tmp_path):
+    tokenizer = tokenizers.load("bytes")
+    ids = tokenizer.encode("text")
+    with token_files.TokenFolderWriter(tmp_path / "out", tokenizer) as first:
+        second = token_files.TokenFolderWriter(tmp_path / "out", tokenizer)
+        assert first.folder.exists() and second.folder.exists()
+        for writer in (first, second):
+            writer.add("train", ids)
+            writer.add("val", ids)
+        second.commit()
+        with pytest.raises(FileExistsError):
+            first.commit()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def _die(chunk):
+    os._exit(9)
+
+
+def test_a_dead_worker_is_no_hang(tmp_path, monkeypatch):
+    a = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    monkeypatch.setattr(prepare_text, "_work_in_worker", _die)
+    with pytest.raises(DataError, match="a worker process died"):
+        prepare([a], tmp_path / "out", "bytes", val_fraction=0.3, workers=2)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,220 @@
+"""Windows of token files, and batches addressed by (step, replica)."""
+
+import gc
+import itertools
+import pickle
+import threading
+
+import numpy as np
+import pytest
+
+from decent_jax.data import token_files, tokenizers
+from decent_jax.data.token_files import TokenFolderWriter, TokenWindows, eval_batches, train_batches
+from decent_jax.data.tokenizers import DataError
+
+SEQ_LEN = 4
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    def make(count):
+        path = tmp_path / "tokens.bin"
+        np.arange(count).astype("<u2").tofile(path)
+        return path
+
+    return make
+
+
+@pytest.fixture
+def source(tokens):
+    return TokenWindows(tokens(50 * SEQ_LEN + 3), SEQ_LEN)  # 50 windows
+
+
+def stream(source, steps, **kwargs):
+    """Global batches (steps, batch_size, ...) put together from all processes."""
+    count = kwargs.pop("process_count", 1)
+    parts = []
+    for index in range(count):
+        with train_batches(source, process_index=index, process_count=count, **kwargs) as batches:
+            parts.append(list(itertools.islice(batches, steps)))
+    blocks = [np.concatenate(step, axis=0) for step in zip(*parts, strict=True)]
+    return np.stack(blocks)
+
+
+def test_windows(tokens):
+    source = TokenWindows(tokens(3 * SEQ_LEN + 1), SEQ_LEN)
+    assert len(source) == 3 and source.num_tokens == 13
+    assert source[0].dtype == np.int32
+    np.testing.assert_array_equal(source[0], [0, 1, 2, 3, 4])
+    np.testing.assert_array_equal(source[2], [8, 9, 10, 11, 12])
+    assert len(TokenWindows(tokens(3 * SEQ_LEN), SEQ_LEN)) == 2
+    with pytest.raises(IndexError):
+        source[3]
+
+
+def test_windows_pickle_reopens(source):
+    blob = pickle.dumps(source)
+    assert len(blob) < 500
+    np.testing.assert_array_equal(pickle.loads(blob)[7], source[7])
+
+
+def test_windows_errors(tmp_path, tokens):
+    with pytest.raises(DataError, match="cannot be read"):
+        TokenWindows(tmp_path / "none.bin", 4)
+    (tmp_path / "odd.bin").write_bytes(b"abc")
+    with pytest.raises(DataError, match="3 bytes is an odd number"):
+        TokenWindows(tmp_path / "odd.bin", 4)
+    (tmp_path / "empty.bin").write_bytes(b"")
+    with pytest.raises(DataError, match="is empty"):
+        TokenWindows(tmp_path / "empty.bin", 4)
+    with pytest.raises(DataError, match=r"4 tokens are too few for one window of .* = 5"):
+        TokenWindows(tokens(4), 4)
+    with pytest.raises(ValueError, match="seq_len must be at least 1"):
+        TokenWindows(tokens(4), 0)
+
+
+def test_check_vocab(tmp_path, tokens):
+    path = tokens(100)
+    token_files.check_vocab(path, 100)
+    with pytest.raises(DataError, match="holds token id 99, the model's vocabulary is 99"):
+        token_files.check_vocab(path, 99)
+    with TokenFolderWriter(tmp_path / "out", tokenizers.load("bytes")) as writer:
+        writer.add("train", np.array([200, 7], np.uint16))
+        writer.add("val", np.array([9], np.uint16))
+        writer.commit()
+    token_files.check_vocab(tmp_path / "out/val.bin", 10)
+    with pytest.raises(DataError, match="200"):
+        token_files.check_vocab(tmp_path / "out/train.bin", 200)
+
+
+def test_same_records_for_any_layout(source):
+    wanted = stream(source, 7, seed=3, num_replicas=1, batch_size=8)
+    assert wanted.shape == (7, 1, 8, SEQ_LEN + 1) and wanted.dtype == np.int32
+    for n in (1, 2, 4, 8):
+        for processes in (1, 2, 4, 8):
+            if n % processes:
+                continue
+            got = stream(source, 7, seed=3, num_replicas=n, batch_size=8, process_count=processes)
+            assert got.shape == (7, n, 8 // n, SEQ_LEN + 1)
+            np.testing.assert_array_equal(got.reshape(wanted.shape), wanted)
+
+
+@pytest.mark.parametrize("start", [1, 6, 40])
+def test_seek_equals_replay(source, start):
+    settings = {"seed": 1, "num_replicas": 4, "batch_size": 8, "process_count": 2}
+    replayed = stream(source, start + 3, **settings)[start:]
+    np.testing.assert_array_equal(stream(source, 3, start_step=start, **settings), replayed)
+
+
+def test_seek_far_is_no_slower(source):
+    with train_batches(source, seed=0, num_replicas=2, batch_size=4, start_step=10**12) as batches:
+        assert next(batches).shape == (2, 2, SEQ_LEN + 1)
+
+
+def test_every_record_once_an_epoch_and_reshuffled(source):
+    # 50 records in batches of 8: epochs end inside a batch
+    order = stream(source, 25, seed=0, num_replicas=2, batch_size=8).reshape(-1, SEQ_LEN + 1)
+    windows = order[:, 0] // SEQ_LEN
+    epochs = windows.reshape(4, 50)
+    np.testing.assert_array_equal(np.sort(epochs), np.tile(np.arange(50), (4, 1)))
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    assert not np.array_equal(epochs[0], np.arange(50))
+
+
+def test_seeds_are_not_shifts_of_each_other(source):
+    def order(seed):
+        return stream(source, 10, seed=seed, num_replicas=1, batch_size=50)[:, 0, :, 0]
+
+    assert not set(map(tuple, order(0))) & set(map(tuple, order(1)))
+
+
+def test_any_prefetch_gives_the_same(source):
+    wanted = stream(source, 5, seed=0, num_replicas=2, batch_size=4)
+    for settings in ({"prefetch": 0}, {"prefetch": 8, "num_threads": 3}):
+        got = stream(source, 5, seed=0, num_replicas=2, batch_size=4, **settings)
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_records_may_be_trees():
+    records = [{"image": np.full((2, 2), i, np.uint8), "label": np.int32(i)} for i in range(6)]
+    with train_batches(records, seed=0, num_replicas=2, batch_size=6) as batches:
+        batch = next(batches)
+    assert batch["image"].shape == (2, 3, 2, 2) and batch["label"].shape == (2, 3)
+    assert sorted(batch["label"].ravel().tolist()) == list(range(6))
+    ((batch, weights),) = eval_batches(records[:5], num_replicas=2, batch_size=6)
+    np.testing.assert_array_equal(batch["label"], [[0, 1, 2], [3, 4, 0]])
+    np.testing.assert_array_equal(weights, [[1, 1, 1], [1, 1, 0]])
+    assert batch["image"].dtype == np.uint8 and weights.dtype == np.float32
+
+
+@pytest.mark.parametrize("batch_size", [8, 16, 64])
+def test_eval_covers_everything_once_in_order(source, batch_size):
+    for n, processes in itertools.product((1, 2, 4, 8), (1, 2, 4)):
+        if n % processes:
+            continue
+        parts = [
+            list(
+                eval_batches(
+                    source,
+                    num_replicas=n,
+                    batch_size=batch_size,
+                    process_index=index,
+                    process_count=processes,
+                )
+            )
+            for index in range(processes)
+        ]
+        steps = [
+            [np.concatenate(x) for x in zip(*step, strict=True)]
+            for step in zip(*parts, strict=True)
+        ]
+        assert len(steps) == -(-50 // batch_size)
+        tokens = np.concatenate([t.reshape(-1, SEQ_LEN + 1) for t, _ in steps])
+        weights = np.concatenate([w.ravel() for _, w in steps])
+        assert steps[0][0].shape == (n, batch_size // n, SEQ_LEN + 1)
+        assert tokens.dtype == np.int32 and weights.dtype == np.float32
+        assert set(weights.tolist()) <= {0.0, 1.0} and weights.sum() == 50
+        np.testing.assert_array_equal(tokens[weights > 0, 0], np.arange(50) * SEQ_LEN)
+
+
+def test_eval_max_batches(source):
+    assert len(list(eval_batches(source, num_replicas=2, batch_size=8, max_batches=3))) == 3
+    assert len(list(eval_batches(source, num_replicas=2, batch_size=8, max_batches=99))) == 7
+
+
+def test_steps_per_epoch(source):
+    assert token_files.steps_per_epoch(source, 50) == 1
+    assert token_files.steps_per_epoch(source, 8) == 7
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"batch_size": 6}, "batch_size must be a multiple of num_replicas, got 6 and 4"),
+        ({"process_count": 3}, "num_replicas must be a multiple of process_count, got 4 and 3"),
+        ({"process_index": 1}, "process_index must be in"),
+        ({"start_step": -1}, "start_step must be at least 0"),
+        ({"seed": -1}, "seed must be at least 0"),
+        ({"source": []}, "no records"),
+    ],
+)
+def test_bad_layouts(source, change, message):
+    settings = {"source": source, "seed": 0, "num_replicas": 4, "batch_size": 8} | change
+    with pytest.raises(ValueError, match=message):
+        train_batches(settings.pop("source"), **settings)
+
+
+def test_close_stops_the_threads(source):
+    batches = train_batches(source, seed=0, num_replicas=1, batch_size=4, prefetch=3)
+    next(batches)
+    ours = [t for t in threading.enumerate() if t.name.startswith("grain-prefetch")]
+    assert ours
+    batches.close()
+    batches.close()
+    for thread in ours:
+        thread.join(10)
+        assert not thread.is_alive()
+    with pytest.raises(ValueError, match="closed"):
+        next(batches)
+    del batches
+    gc.collect()

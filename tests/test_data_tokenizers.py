@@ -1,0 +1,139 @@
+"""Both tokenizers there and back, and GPT-2's ids against values known from elsewhere."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shared import shared
+
+from decent_jax.data import tokenizers
+from decent_jax.data.tokenizers import DataError
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    return tokenizers.load("gpt2", shared("data/gpt2_bpe"))
+
+
+@given(st.text())
+def test_bytes_round_trip(text):
+    tokenizer = tokenizers.load("bytes")
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.uint16 and ids.shape == (len(text.replace("\0", "").encode()),)
+    assert tokenizer.decode(ids) == text.replace("\0", "")
+    assert tokenizer.end_of_text not in ids
+
+
+@settings(max_examples=200)
+@given(st.text() | st.text("<|endoftext|> \n\t'lé你🙂"))
+def test_gpt2_round_trip(gpt2, text):
+    ids = gpt2.encode(text)
+    assert ids.dtype == np.uint16 and ids.ndim == 1
+    assert gpt2.decode(ids) == text
+    assert gpt2.end_of_text not in ids
+
+
+def test_gpt2_known_ids(gpt2):
+    # as published in many places for GPT-2
+    assert gpt2.encode("Hello world").tolist() == [15496, 995]
+    assert gpt2.encode("hello world").tolist() == [31373, 995]
+    assert gpt2.encode(" Hello, I'm a language model").tolist() == [
+        18435, 11, 314, 1101, 257, 3303, 2746,
+    ]  # fmt: skip
+    assert (gpt2.vocab_size, gpt2.end_of_text) == (50257, 50256)
+    assert gpt2.decode([50256]) == "<|endoftext|>"
+
+
+def test_gpt2_end_of_text_in_a_text_is_text(gpt2):
+    assert gpt2.encode("<|endoftext|>").tolist() == [27, 91, 437, 1659, 5239, 91, 29]
+
+
+@pytest.mark.parametrize("name", ["bytes", "gpt2"])
+def test_lone_surrogates_and_torn_characters(name, gpt2):
+    tokenizer = gpt2 if name == "gpt2" else tokenizers.load(name)
+    text = json.loads('"\\ud83d\\ude42 and \\ud800"') + "\ud83d\ude42"
+    assert tokenizer.decode(tokenizer.encode(text)) == "🙂 and �🙂"
+    assert "�" in tokenizer.decode(tokenizer.encode("🙂")[:1])
+
+
+def test_a_million_white_characters(gpt2):
+    # more than tiktoken's stack bears in one piece
+    text = "a" + " \n" * 500_000 + "b"
+    assert gpt2.decode(gpt2.encode(text)) == text
+
+
+@pytest.mark.parametrize("bad", [-1, 256, 60000])
+def test_unknown_id_is_named(bad):
+    with pytest.raises(ValueError, match=f"token id {bad} is outside"):
+        tokenizers.load("bytes").decode([65, bad])
+
+
+def test_unknown_id_gpt2(gpt2):
+    with pytest.raises(ValueError, match="token id 50257 is outside the vocabulary of 50257"):
+        gpt2.decode(np.array([1, 50257]))
+
+
+def test_local_files_leave_no_stale_copies(gpt2, tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    gpt2.save_files(tmp_path)
+    assert tokenizers.load("gpt2", tmp_path).encode("Hello world").tolist() == [15496, 995]
+    assert not (tmp_path / "cache").exists()
+
+
+def test_no_download_is_one_sentence(monkeypatch):
+    def offline(*args):
+        raise ConnectionError("no route\nto host")
+
+    monkeypatch.setattr("tiktoken.load.read_file_cached", offline)
+    with pytest.raises(DataError, match=r"cannot be downloaded .*--tokenizer_path DIR") as error:
+        tokenizers.load("gpt2")
+    assert "\n" not in str(error.value)
+
+
+def test_download_is_the_same_tokenizer(gpt2, monkeypatch):
+    monkeypatch.setattr(
+        "tiktoken.load.read_file_cached", lambda url, sha256: gpt2.files[url.rsplit("/")[-1]]
+    )
+    assert tokenizers.load("gpt2").to_json() == gpt2.to_json()
+
+
+def test_bad_folders(gpt2, tmp_path):
+    with pytest.raises(DataError, match="unknown tokenizer 'bpe'"):
+        tokenizers.load("bpe")
+    with pytest.raises(DataError, match="no such folder"):
+        tokenizers.load("gpt2", tmp_path / "none")
+    with pytest.raises(DataError, match=r"holds no encoder\.json"):
+        tokenizers.load("gpt2", tmp_path)
+    gpt2.save_files(tmp_path)
+    merges = gpt2.files["vocab.bpe"].decode().split("\n")
+    merges[3], merges[4] = merges[4], merges[3]
+    (tmp_path / "vocab.bpe").write_text("\n".join(merges))
+    with pytest.raises(DataError, match="do not belong together"):
+        tokenizers.load("gpt2", tmp_path)
+    (tmp_path / "encoder.json").write_text('{"a": ')
+    with pytest.raises(DataError, match="damaged"):
+        tokenizers.load("gpt2", tmp_path)
+
+
+def test_from_manifest(gpt2, tmp_path):
+    with pytest.raises(DataError, match=r"no manifest\.json"):
+        tokenizers.from_manifest(tmp_path)
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text(json.dumps({"tokenizer": tokenizers.load("bytes").to_json()}))
+    assert tokenizers.from_manifest(tmp_path).name == "bytes"
+    manifest.write_text(json.dumps({"tokenizer": gpt2.to_json()}))
+    gpt2.save_files(tmp_path)
+    moved = tmp_path / "moved"
+    shutil.copytree(tmp_path, moved)
+    assert tokenizers.from_manifest(moved).decode([15496, 995]) == "Hello world"
+    manifest.write_text("{}")
+    with pytest.raises(DataError, match="not a manifest that says"):
+        tokenizers.from_manifest(tmp_path)
+    entry = gpt2.to_json()
+    entry["files"]["vocab.bpe"] = "0" * 64
+    manifest.write_text(json.dumps({"tokenizer": entry}))
+    with pytest.raises(DataError, match="not the ones these tokens were made with"):
+        tokenizers.from_manifest(tmp_path)

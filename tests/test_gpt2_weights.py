@@ -1,0 +1,206 @@
+"""Our GPT-2 against Hugging Face's, and weights to and from files.
+
+``golden/gpt2_tiny.npz`` was made by torch 2.13.0 and transformers 5.23.0, in float64, stored as
+float32::
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=96, n_positions=32, n_layer=2, n_head=2,
+        n_embd=32, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)).double()
+    # every parameter += 0.1 * randn_like, rounded to float32
+    tokens, targets = randint(0, 96, (2, 32)), randint(0, 96, (2, 32))
+    logits = model(tokens).logits
+    loss = cross_entropy(logits, targets)  # mean; loss.backward() for the grad/... arrays
+
+with ``param/NAME`` for every named parameter and ``grad/NAME`` for some.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from decent_jax.models import gpt2, gpt2_weights
+from decent_jax.models.losses import cross_entropy
+
+TINY = gpt2.GPT2Config(vocab_size=96, context=32, layers=2, heads=2, width=32, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def golden():
+    with np.load(Path(__file__).parent / "golden" / "gpt2_tiny.npz") as file:
+        return dict(file)
+
+
+@pytest.fixture(scope="module")
+def published(golden):
+    """Tensors as a published file has them: names without prefix, masks among them."""
+    tensors = {
+        name.removeprefix("param/transformer."): value
+        for name, value in golden.items()
+        if name.startswith("param/")
+    }
+    for layer in range(2):
+        tensors[f"h.{layer}.attn.bias"] = np.tri(32, dtype=np.float32)[None, None]
+        tensors[f"h.{layer}.attn.masked_bias"] = np.float32([-1e4])
+    return tensors
+
+
+@pytest.fixture
+def file(published, tmp_path):
+    path = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file(published, path)
+    return path
+
+
+def relative_error(got, wanted):
+    return float(np.max(np.abs(got - wanted)) / np.max(np.abs(wanted)))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 1e-9])  # the fused attention, and the explicit one
+def test_equals_transformers(golden, file, dropout):
+    config = dataclasses.replace(TINY, dropout=dropout)
+    params = gpt2_weights.load_safetensors(file, config)
+
+    def loss_fn(params):
+        logits = gpt2.apply(config, params, golden["tokens"], jax.random.key(0))
+        return cross_entropy(logits, jnp.asarray(golden["targets"])).mean(), logits
+
+    (loss, logits), grads = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(params)
+    assert relative_error(logits, golden["logits"]) < 1e-5
+    assert float(loss) == pytest.approx(float(golden["loss"]), rel=1e-6)
+    block = grads["h"]["0"]["attn"], grads["h"]["1"]
+    for name, got in {
+        "wte.weight": grads["wte"]["embedding"],
+        "wpe.weight": grads["wpe"]["embedding"],
+        "h.0.attn.c_attn.weight": block[0]["c_attn"]["kernel"],
+        "h.0.attn.c_proj.bias": block[0]["c_proj"]["bias"],
+        "h.1.mlp.c_fc.weight": block[1]["mlp"]["c_fc"]["kernel"],
+        "h.1.ln_2.weight": block[1]["ln_2"]["scale"],
+        "ln_f.bias": grads["ln_f"]["bias"],
+    }.items():
+        assert relative_error(got, golden[f"grad/{name}"]) < 1e-5, name
+
+
+def test_prefix_and_head_are_accepted(published, file, tmp_path):
+    tensors = {f"transformer.{name}": value for name, value in published.items()}
+    tensors["lm_head.weight"] = published["wte.weight"]
+    prefixed = tmp_path / "prefixed.safetensors"
+    safetensors.numpy.save_file(tensors, prefixed)
+    params = [gpt2_weights.load_safetensors(path, TINY) for path in (file, prefixed)]
+    jax.tree.map(np.testing.assert_array_equal, *params)
+
+
+def test_half_precision_files_load(published, tmp_path):
+    path = tmp_path / "half.safetensors"
+    tensors = {k: np.asarray(jnp.asarray(v, jnp.bfloat16)) for k, v in published.items()}
+    safetensors.numpy.save_file(tensors, path)
+    params = gpt2_weights.load_safetensors(path, TINY)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"float32"}
+    assert relative_error(params["wte"]["embedding"], published["wte.weight"]) < 2**-8
+
+
+def test_padded_vocabulary(golden, published, file):
+    """Padding tokens take less than an equal share, also where all other logits are far below 0,
+    as they are in the published models."""
+    published = {**published, "wte.weight": published["wte.weight"] - 5 * np.ones((96, 32), "f")}
+    published["ln_f.bias"] = published["ln_f.bias"] + 1  # every logit falls by 5 * 32 or so
+    safetensors.numpy.save_file(published, file)
+    losses, embeddings = [], []
+    for vocab_size in (96, 128):
+        config = dataclasses.replace(TINY, vocab_size=vocab_size)
+        params = gpt2_weights.load_safetensors(file, config)
+        logits = jax.jit(gpt2.apply, static_argnums=0)(config, params, golden["tokens"])
+        losses.append(cross_entropy(logits, jnp.asarray(golden["targets"])).mean())
+        embeddings.append(params["wte"]["embedding"])
+    assert logits.max() < -50
+    assert 0 < losses[1] - losses[0] <= np.log(128 / 96)
+    assert embeddings[1].shape == (128, 32)
+    np.testing.assert_array_equal(embeddings[1][:96], embeddings[0])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_round_trip(tmp_path, bias):
+    config = dataclasses.replace(TINY, bias=bias, dropout=0.1, remat=True)
+    params = gpt2.init(config, jax.random.key(0))
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"an older file")
+    gpt2_weights.save_safetensors(path, params, config, {"step": "7"})
+    assert gpt2_weights.config_from_safetensors(path) == config
+    jax.tree.map(np.testing.assert_array_equal, gpt2_weights.load_safetensors(path, config), params)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+    with safetensors.safe_open(path, framework="numpy") as stored:
+        assert stored.metadata()["step"] == "7" and stored.metadata()["format"] == "pt"
+        assert "h.1.mlp.c_proj.weight" in stored.keys()  # noqa: SIM118
+
+
+def test_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"an older file")
+
+    def half_a_file(tensors, target, metadata):
+        Path(target).write_bytes(b"half a f")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(safetensors.numpy, "save_file", half_a_file)
+    with pytest.raises(OSError, match="disk full"):
+        gpt2_weights.save_safetensors(path, gpt2.init(TINY, jax.random.key(0)), TINY)
+    assert path.read_bytes() == b"an older file"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_config_from_shapes(file):
+    with pytest.raises(ValueError, match=r"cannot tell the number of heads .* width is 32"):
+        gpt2_weights.config_from_safetensors(file)
+    file.with_name("config.json").write_text(json.dumps(gpt2_weights.hf_config(TINY)))
+    wanted = dataclasses.replace(TINY, dtype="bfloat16")
+    assert gpt2_weights.config_from_safetensors(file) == wanted
+
+
+def test_config_of_published_shapes(tmp_path):
+    """Heads are 64 wide where nothing says otherwise."""
+    path = tmp_path / "model.safetensors"
+    zeros = {"wte.weight": (5, 768), "wpe.weight": (8, 768), "ln_f.bias": (768,)}
+    zeros |= {"h.0.ln_1.weight": (768,), "h.11.ln_1.weight": (768,)}
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in zeros.items()}
+    safetensors.numpy.save_file(tensors, path)
+    got = gpt2_weights.config_from_safetensors(path)
+    assert (got.heads, got.width, got.context, got.vocab_size) == (12, 768, 8, 5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("h.1.ln_2.bias"), "has no tensor 'h.1.ln_2.bias'"),
+        (
+            lambda t: t.update({"h.0.attn.c_attn.weight": np.zeros((96, 32), np.float32)}),
+            r"'h.0.attn.c_attn.weight' of .* has the shape \(96, 32\), .* wants \(32, 96\)",
+        ),
+        (
+            lambda t: t.update({"h.2.ln_1.weight": np.zeros(32, np.float32)}),
+            "has a tensor 'h.2.ln_1.weight' that the config has no place for",
+        ),
+    ],
+)
+def test_wrong_files_are_named(published, tmp_path, change, message):
+    tensors = dict(published)
+    change(tensors)
+    path = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file(tensors, path)
+    with pytest.raises(ValueError, match=message):
+        gpt2_weights.load_safetensors(path, TINY)
+
+
+def test_smaller_vocabulary_is_refused(file):
+    with pytest.raises(ValueError, match=r"'wte.weight' .* shape \(96, 32\), .* \(90, 32\)"):
+        gpt2_weights.load_safetensors(file, dataclasses.replace(TINY, vocab_size=90))
+
+
+def test_save_refuses_stacked_parameters(tmp_path):
+    params = jax.tree.map(lambda x: x[None], gpt2.init(TINY, jax.random.key(0)))
+    with pytest.raises(ValueError, match=r"'h.0.attn.c_attn.bias' has the shape \(1, 96\)"):
+        gpt2_weights.save_safetensors(tmp_path / "x.safetensors", params, TINY)

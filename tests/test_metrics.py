@@ -1,0 +1,202 @@
+"""The metrics file: what is in it after a crash, a resume and numbers that are not finite."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from decent_jax.train.metrics import MetricWriter, NullWriter, read_metrics, write_json_atomic
+
+
+def write_rows(workdir, steps):
+    with MetricWriter(workdir) as writer:
+        for step in steps:
+            writer.write(step, {"train/loss": step / 10})
+
+
+def steps_of(workdir):
+    return [row["step"] for row in read_metrics(workdir)]
+
+
+def test_scalars_of_every_kind_become_short_plain_numbers(tmp_path):
+    scalars = {
+        "python": 2.5,
+        "int": 3,
+        "bool": True,
+        "numpy": np.float32(2.3),
+        "jax": jnp.float32(2.3),
+        "bfloat16": jnp.bfloat16(0.5),
+        "one": np.array([[4]]),
+        "any key, with spaces/µ": 1,
+    }
+    with MetricWriter(tmp_path) as writer:
+        writer.write(jnp.int32(10), scalars)
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert '"numpy": 2.3,' in line and '"jax": 2.3,' in line
+    assert json.loads(line) == {
+        "step": 10,
+        "python": 2.5,
+        "int": 3,
+        "bool": 1,
+        "numpy": 2.3,
+        "jax": 2.3,
+        "bfloat16": 0.5,
+        "one": 4,
+        "any key, with spaces/µ": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("scalars", "message"),
+    [
+        ({"loss": np.ones(2)}, r"'loss' must be one number, it is of shape \(2,\)"),
+        ({"loss": "low"}, "'loss' must be one number, it is text"),
+        ({"step": 3}, "'step' names the step"),
+    ],
+)
+def test_what_is_not_a_number_is_refused_and_not_written(tmp_path, scalars, message):
+    with MetricWriter(tmp_path) as writer:
+        with pytest.raises(ValueError, match=message):
+            writer.write(1, scalars)
+        writer.write(1, {"loss": 1.0})
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 1.0}]
+
+
+def test_numbers_that_are_not_finite_are_strict_json_and_come_back(tmp_path):
+    with MetricWriter(tmp_path) as writer:
+        writer.write(1, {"a": math.nan, "b": math.inf, "c": jnp.float32(-jnp.inf)})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(text) == {"step": 1, "a": "NaN", "b": "Infinity", "c": "-Infinity"}
+    (row,) = read_metrics(tmp_path)
+    assert math.isnan(row["a"]) and row["b"] == math.inf and row["c"] == -math.inf
+
+
+def test_the_same_step_is_one_row_and_the_later_value_stands(tmp_path):
+    with MetricWriter(tmp_path) as writer:
+        writer.write(1, {"a": 1.0})
+        writer.write(2, {"a": 0.123456789, "b": 1.0})
+        writer.flush()
+        writer.write(2, {"a": 2.0})  # the merged row is shorter than the first
+        writer.write(2, {"c": 3.0})
+        with pytest.raises(ValueError, match="step 1 come after those of step 2"):
+            writer.write(1, {"a": 1.0})
+        writer.write(3, {"a": 3.0})
+    assert read_metrics(tmp_path) == [
+        {"step": 1, "a": 1.0},
+        {"step": 2, "a": 2.0, "b": 1.0, "c": 3.0},
+        {"step": 3, "a": 3.0},
+    ]
+
+
+def test_a_resumed_run_drops_the_torn_line_and_the_rows_past_its_step(tmp_path):
+    write_rows(tmp_path, [10, 20, 30, 40])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 50, "train/lo')
+    assert steps_of(tmp_path) == [10, 20, 30, 40]
+    with MetricWriter(tmp_path, start_step=20) as writer:
+        assert steps_of(tmp_path) == [10, 20]
+        writer.write(20, {"eval/loss": 5.0})  # the restored step can still be completed
+        writer.write(25, {"train/loss": 1.0})
+    assert read_metrics(tmp_path) == [
+        {"step": 10, "train/loss": 1.0},
+        {"step": 20, "train/loss": 2.0, "eval/loss": 5.0},
+        {"step": 25, "train/loss": 1.0},
+    ]
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_a_fresh_start_in_a_used_folder_and_a_file_of_one_torn_line(tmp_path):
+    write_rows(tmp_path, [10, 20])
+    MetricWriter(tmp_path).close()
+    assert steps_of(tmp_path) == []
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1')
+    write_rows(tmp_path, [1, 2])
+    assert steps_of(tmp_path) == [1, 2]
+
+
+def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnot a row\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl line 2 is not a JSON object"):
+        read_metrics(tmp_path)
+
+
+def test_a_killed_process_loses_no_row(tmp_path):
+    program = (
+        "import os, signal, sys\n"
+        "from decent_jax.train.metrics import MetricWriter\n"
+        "writer = MetricWriter(sys.argv[1])\n"
+        "for step in range(1, 6): writer.write(step, {'train/loss': 1.0})\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert steps_of(tmp_path) == [1, 2, 3, 4, 5]
+
+
+def test_json_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "summary.json"
+    write_json_atomic(path, {"loss": np.float64(1.5), "best": math.inf, "shape": (1, np.int32(2))})
+    assert json.loads(path.read_text()) == {"loss": 1.5, "best": "Infinity", "shape": [1, 2]}
+    before = path.read_text()
+    with pytest.raises(TypeError):
+        write_json_atomic(path, {"loss": object()})
+    write_json_atomic(tmp_path / "config.json", {"path": tmp_path, 3: jnp.arange(2)})
+    assert json.loads((tmp_path / "config.json").read_text()) == {
+        "path": str(tmp_path),
+        "3": [0, 1],
+    }
+    assert path.read_text() == before
+    assert sorted(os.listdir(tmp_path)) == ["config.json", "summary.json"]
+
+
+def test_tensorboard_gets_the_same_scalars(tmp_path):
+    pytest.importorskip("tensorboardX")
+    with MetricWriter(tmp_path, tensorboard=True) as writer:
+        writer.write(10, {"train/loss": 2.5})
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert b"train/loss" in events.read_bytes()
+
+
+def test_wandb_resumes_the_same_run(tmp_path, monkeypatch):
+    calls = []
+    run = types.SimpleNamespace(
+        log=lambda scalars, step: calls.append((step, scalars)),
+        finish=lambda: calls.append("finish"),
+    )
+    wandb = types.ModuleType("wandb")
+    wandb.init = lambda **settings: calls.append(settings) or run
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    write_json_atomic(tmp_path / "config.json", {"seed": 1})
+    for start_step in (0, 10):
+        with MetricWriter(tmp_path, wandb=True, start_step=start_step) as writer:
+            writer.write(start_step + 10, {"train/loss": 2.5})
+    first, logged, finish, second, *_ = calls
+    assert first["project"] == "decent_jax" and first["config"] == {"seed": 1}
+    assert first["id"] == second["id"] and second["resume"] == "allow"
+    assert logged == (10, {"train/loss": 2.5}) and finish == "finish"
+
+
+@pytest.mark.parametrize(("name", "module"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
+def test_a_missing_extra_is_named_and_leaves_the_old_rows(tmp_path, monkeypatch, name, module):
+    write_rows(tmp_path, [10, 20])
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=rf"pip install 'decent_jax\[{name}\]'"):
+        MetricWriter(tmp_path, **{name: True})
+    assert steps_of(tmp_path) == [10, 20]
+
+
+def test_the_null_writer_has_the_same_methods_and_writes_nothing(tmp_path):
+    public = {name for name in vars(MetricWriter) if not name.startswith("_")}
+    assert public == {name for name in vars(NullWriter) if not name.startswith("_")}
+    with NullWriter() as writer:
+        writer.write(1, {"a": 1.0})
+        writer.flush()
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,184 @@
+"""Curves of synthetic runs: what is drawn, and what is said when nothing can be."""
+
+import json
+import math
+
+import matplotlib
+import numpy as np
+import pytest
+
+from decent_jax import plot
+from decent_jax.run_folder import label_runs, load_run, smoothed
+from decent_jax.train.metrics import MetricWriter, write_json_atomic
+
+CONFIG = {"algorithm": "gossip", "schedule": "ring", "num_replicas": 8, "workdir": "/x"}
+
+
+def make_run(folder, *, steps=60, config=None, **changes):
+    """A run with every metric; a change to None leaves one out, a function replaces its values."""
+    metrics = {
+        "train/loss": lambda s: 2 + 8 * math.exp(-s / 10),
+        "train/loss_min": lambda s: 1.9 + 8 * math.exp(-s / 10),
+        "train/loss_max": lambda s: 2.1 + 8 * math.exp(-s / 10),
+        "train/consensus_distance": lambda s: 3.0 / s,
+        "train/consensus_distance_relative": lambda s: 0.03 / s,
+        "perf/tokens_per_s": lambda s: 80_000 + s,
+        "perf/step_time_s": lambda s: 0.5,
+        "perf/wall_time_s": lambda s: 0.5 * s,
+    }
+    metrics |= {name.replace("__", "/"): value for name, value in changes.items()}
+    with MetricWriter(folder) as writer:
+        for s in range(1, steps + 1):
+            writer.write(s, {name: f(s) for name, f in metrics.items() if f})
+            if s % 20 == 0:
+                writer.write(s, {"eval/loss": 2.2 + 8 * math.exp(-s / 10)})
+    write_json_atomic(folder / "config.json", CONFIG | (config or {}))
+    return folder
+
+
+def figure_of(*folders):
+    runs = [load_run(folder) for folder in folders]
+    label_runs(runs)
+    return plot.draw(runs)
+
+
+def titles(figure):
+    return [axes.get_title(loc="left") for axes in figure.axes]
+
+
+def size_of_png(path):
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n" and data[-8:-4] == b"IEND"
+    return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
+
+
+def test_one_run(tmp_path, capsys):
+    run = make_run(tmp_path / "my_run")
+    assert plot.main([str(run)]) == 0
+    assert capsys.readouterr().out == f"{run / 'curves.png'}\n"
+    width, height = size_of_png(run / "curves.png")
+    assert width > height > 800
+    figure = figure_of(run)
+    assert titles(figure) == [
+        "Loss by step",
+        "Loss by time",
+        "Consensus distance",
+        "Tokens a second",
+    ]
+    assert [len(axes.lines) for axes in figure.axes] == [3, 3, 1, 2]
+    assert figure.axes[1].get_xlim() == pytest.approx((0.5, 30), abs=0.5)  # seconds
+    assert figure.axes[2].get_yscale() == "log"
+    assert figure.get_suptitle() == "my_run: gossip, ring, 8 replicas"
+    assert [text.get_text() for text in figure.axes[0].texts] == ["train 2.020", "validation 2.220"]
+
+
+def test_several_runs_are_compared_under_their_differences(tmp_path, monkeypatch, capsys):
+    runs = [
+        make_run(tmp_path / "a", config={"algorithm": "all_reduce"}),
+        make_run(tmp_path / "b", steps=30, config={"optimizer": {"learning_rate": 3e-4}}),
+        make_run(tmp_path / "c", config={"schedule": "one_peer_exp"}),
+    ]
+    figure = figure_of(*runs)
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "all_reduce, ring",
+        "gossip, ring, learning rate 0.0003",
+        "gossip, one_peer_exp",
+    ]
+    assert len({handle.get_color() for handle in legend.get_lines()}) == 3
+    assert [len(axes.lines) for axes in figure.axes] == [9, 9, 3, 6]
+    monkeypatch.chdir(tmp_path)
+    assert plot.main([str(run) for run in runs]) == 0
+    assert capsys.readouterr().out == "comparison.png\n"
+    size_of_png(tmp_path / "comparison.png")
+
+
+def test_equal_settings_are_told_apart_by_folder_and_odd_names_are_drawn(tmp_path):
+    names = ["_hidden", "cost $1 $2"] + [f"run_{i}" for i in range(7)]
+    runs = [load_run(make_run(tmp_path / name, steps=2)) for name in names]
+    label_runs(runs)
+    assert [run.label for run in runs] == names
+    out = plot.plot_runs([tmp_path / name for name in names], tmp_path / "new folder" / "c.png")
+    size_of_png(out)
+    assert len({(run.colour, run.dashes) for run in runs if plot.draw(runs)}) == 9
+
+
+def test_missing_metrics_leave_their_panel_out(tmp_path):
+    names = ("train__consensus_distance", "train__consensus_distance_relative")
+    names += ("perf__wall_time_s", "perf__tokens_per_s")
+    run = make_run(tmp_path / "a", **dict.fromkeys(names))
+    figure = figure_of(run)
+    assert titles(figure) == ["Loss by step", "Time of a step"]
+    one = make_run(tmp_path / "b", steps=1, **dict.fromkeys(names))
+    size_of_png(plot.plot_runs([one]))
+
+
+def test_runs_with_different_metrics_share_the_one_that_all_have(tmp_path):
+    a = make_run(tmp_path / "a")
+    b = make_run(tmp_path / "b", perf__tokens_per_s=None, train__consensus_distance_relative=None)
+    figure = figure_of(a, b)
+    assert titles(figure)[-1] == "Time of a step"
+    assert figure.axes[2].get_title(loc="right") == ""  # absolute distances
+
+
+def test_a_diverged_run_and_a_distance_of_zero_are_said(tmp_path):
+    run = make_run(
+        tmp_path / "a",
+        train__loss=lambda s: 3.0 if s <= 40 else math.nan,
+        train__consensus_distance=lambda s: 0.0,
+        train__consensus_distance_relative=lambda s: 0.0,
+        perf__tokens_per_s=lambda s: math.nan,
+    )
+    figure = figure_of(run)
+    words = [text.get_text() for axes in figure.axes for text in axes.texts]
+    assert "train not finite" in words and "always 0" in words
+    size_of_png(plot.plot_runs([run]))
+
+
+def test_the_steep_start_does_not_flatten_the_rest(tmp_path):
+    figure = figure_of(make_run(tmp_path / "a", steps=400, train__loss=lambda s: 2 + 900 / s**2))
+    assert figure.axes[0].get_ylim()[1] < 4
+
+
+def test_end_labels_keep_apart(tmp_path):
+    runs = [make_run(tmp_path / f"{i}", config={"seed": i}) for i in range(5)]
+    axes = figure_of(*runs).axes[0]
+    heights = sorted(text.xy[1] for text in axes.texts)
+    assert len(heights) == 5 and min(np.diff(heights)) > 0.06 and heights[-1] <= 1
+
+
+def test_smoothing():
+    values = np.array([10.0, 4.0, np.nan, 2.0, 4.0, 2.0])
+    np.testing.assert_allclose(smoothed(values, window=2), [10, 7, np.nan, 3, 8 / 3, 3])
+    np.testing.assert_array_equal(smoothed(values), values)  # too short to smooth
+
+
+def test_drawing_leaves_the_backend_and_the_settings_alone(tmp_path):
+    before = dict(matplotlib.rcParams)
+    plot.plot_runs([make_run(tmp_path / "a", steps=3)])
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_what_cannot_be_drawn_is_one_sentence_and_exit_2(tmp_path, capsys):
+    good = make_run(tmp_path / "good", steps=3)
+    (tmp_path / "bare").mkdir()
+    MetricWriter(tmp_path / "empty").close()
+    with MetricWriter(tmp_path / "other") as writer:
+        writer.write(1, {"mine": 1.0})
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (damaged / "metrics.jsonl").write_text("x\n{}\n" + json.dumps({"step": 1}) + "\n")
+    for arguments, words in [
+        (["good", "absent"], "absent is not a folder; give the --workdir of a run"),
+        (["bare"], "bare has no metrics.jsonl"),
+        (["empty"], "metrics.jsonl has no complete row yet"),
+        (["other"], "no metric that this command draws"),
+        (["damaged"], "line 1 is not a JSON object"),
+    ]:
+        assert plot.main([str(tmp_path / argument) for argument in arguments]) == 2
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1
+    assert plot.main([str(good), "--out", str(tmp_path / "curves.xyz")]) == 2
+    assert "xyz" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        plot.main([])
