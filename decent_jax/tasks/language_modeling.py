@@ -95,12 +95,23 @@ def model_config(config: ConfigDict, tokenizer_vocab: int) -> gpt2.GPT2Config:
 
 def make(config: ConfigDict, workdir: Path, announce) -> "LanguageModeling":
     """The task; builds the standard library's corpus in ``workdir`` where it is asked for."""
-    folder = Path(config.data.path)
+    folder = _data_folder(config, workdir)
     if config.data.path == STDLIB:
-        folder = Path(workdir) / "data"
         with announce("reading Python's standard library as the corpus"):
             stdlib_corpus.build(folder)
     return LanguageModeling(config, folder)
+
+
+def model_and_tokenizer(
+    config: ConfigDict, workdir: Path
+) -> tuple[gpt2.GPT2Config, tokenizers.Tokenizer | None]:
+    """What a run under ``config`` in ``workdir`` trains, and reads text with."""
+    tokenizer = _tokenizer(_data_folder(config, workdir))
+    return model_config(config, _vocab_size(tokenizer)), tokenizer
+
+
+def _data_folder(config: ConfigDict, workdir: Path) -> Path:
+    return Path(workdir) / "data" if config.data.path == STDLIB else Path(config.data.path)
 
 
 class LanguageModeling:

@@ -196,6 +196,7 @@ def restore_model(workdir: str | Path, which: str) -> tuple[Any, dict]:
     """
     folder = Path(workdir).absolute() / (BEST if which == "best" else FOLDER)
     steps = []
+    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax warns of what read_only implies
     if folder.is_dir():
         with _manager(folder, None, read_only=True) as manager:
             steps = sorted(manager.all_steps())
