@@ -2,7 +2,7 @@
 
 import sys
 
-from decent_jax.train import ConfigError, Interrupted, TrainingFailed, flags, run
+from decent_jax.train import CheckpointError, ConfigError, Interrupted, TrainingFailed, flags, run
 
 
 def main(argv: list[str]) -> int:
@@ -13,12 +13,18 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
-    except TrainingFailed as error:
+    except (TrainingFailed, CheckpointError) as error:
         print(f"train.py: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # a full disk, a folder that went away
+        print(f"train.py: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except Interrupted as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 128 + error.signal
+    except KeyboardInterrupt:  # outside the loop, which saves before it leaves
+        print("train.py: interrupted; the same command continues", file=sys.stderr)
+        return 130
     return 0
 
 

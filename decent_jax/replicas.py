@@ -131,11 +131,13 @@ def finite(stacked: Any) -> jax.Array:
 def consensus_mean(stacked: Any) -> Any:
     """The consensus model: the mean over replicas, leaving out those that are not finite."""
     ok = finite(stacked)
-    count = ok.sum()
 
     def mean(x):
-        clean = jnp.where(_beside(ok, x), x, jnp.zeros_like(x))
-        return clean.sum(axis=0) / count.astype(x.dtype)
+        # A product with a row of ones: XLA's CPU sum over replicas is 100 times slower.
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        clean = jnp.where(_beside(ok, x), x, jnp.zeros_like(x)).astype(wide)
+        total = jnp.tensordot(ok.astype(wide), clean, axes=1, precision=jax.lax.Precision.HIGHEST)
+        return (total / ok.sum().astype(wide)).astype(x.dtype)
 
     return jax.tree.map(mean, stacked)
 

@@ -145,6 +145,9 @@ class Schedule:
 
         Raises ValueError when `limit` rounds are not enough.
         """
+        columns = self.period_matrix().sum(axis=0)
+        if np.abs(columns - 1).max() > 1e-6:
+            raise ValueError(f"{self.name} converges to a weighted mean, not to the mean")
         product = np.eye(self.num_replicas)
         for k in range(limit + 1):
             if _norm(product) <= tol:

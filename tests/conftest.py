@@ -9,6 +9,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import pytest
+import tiny
+from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -17,6 +19,35 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 def pytest_collection_modifyitems(items):
     """Fast tests first: a mistake shows within seconds."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory):
+    """A prepared folder of a few kilobytes, see `tiny.write_data`."""
+    return tiny.write_data(tmp_path_factory.mktemp("tiny") / "data")
+
+
+@pytest.fixture(scope="session")
+def cache_folder(tmp_path_factory):
+    return os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def compile_once(cache_folder):
+    """Runs of one config in a module, or in the processes it starts, share their executables."""
+    wanted = {
+        "jax_compilation_cache_dir": cache_folder,
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in wanted}
+    for name, value in wanted.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield {name.upper(): str(value) for name, value in wanted.items()}  # as an environment
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from flax import nnx
 Params = dict[str, Any]
 
 _LAYER_NORM_EPSILON = 1e-5
-_INIT_STD = 0.02
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _ATTENTION = ("auto", "xla", "cudnn")
 
@@ -46,6 +45,8 @@ class GPT2Config:
         remat: recompute each block in the backward pass instead of keeping its activations.
         attention: ``"xla"``, ``"cudnn"`` (flash attention; NVIDIA GPUs only), or ``"auto"``:
             cuDNN where it applies.
+        init_std: of the initial matrices and embeddings; a narrow model learns faster from larger
+            ones, about ``width ** -0.5``.
     """
 
     vocab_size: int = 50257
@@ -58,6 +59,7 @@ class GPT2Config:
     dtype: str = "bfloat16"
     remat: bool = False
     attention: str = "auto"
+    init_std: float = 0.02
 
     def __post_init__(self):
         for name in ("vocab_size", "context", "layers", "heads", "width"):
@@ -65,6 +67,8 @@ class GPT2Config:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not divisible by heads {self.heads}")
+        if not self.init_std > 0:
+            raise ValueError(f"init_std must be above 0, got {self.init_std}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
         if self.dtype not in _DTYPES:
@@ -96,7 +100,7 @@ class GPT2(nnx.Module):
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
         self.config = config
-        normal = nnx.initializers.normal(_INIT_STD)
+        normal = nnx.initializers.normal(config.init_std)
         self.wte = nnx.Embed(config.vocab_size, config.width, embedding_init=normal, rngs=rngs)
         self.wpe = nnx.Embed(config.context, config.width, embedding_init=normal, rngs=rngs)
         # String keys, not a list: paths then survive JSON, checkpoints and flax's own dicts.
@@ -203,7 +207,7 @@ class MLP(nnx.Module):
 
 
 def _linear(config, inputs, outputs, rngs, residual=False) -> nnx.Linear:
-    std = _INIT_STD / math.sqrt(2 * config.layers) if residual else _INIT_STD
+    std = config.init_std / math.sqrt(2 * config.layers) if residual else config.init_std
     return nnx.Linear(
         inputs,
         outputs,
@@ -277,7 +281,7 @@ def _fold_in(rng, data):
 def init(config: GPT2Config, key: jax.Array) -> Params:
     """Initial parameters: a nested dict of float32 arrays.
 
-    Normal with standard deviation 0.02, the matrices that write into the residual stream scaled
+    Normal with standard deviation ``init_std``, the matrices that write into the residual stream scaled
     by ``1 / sqrt(2 * layers)``; biases 0, LayerNorm scales 1.
     """
     return nnx.to_pure_dict(nnx.state(GPT2(config, rngs=nnx.Rngs(key))))

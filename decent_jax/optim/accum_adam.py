@@ -128,7 +128,8 @@ def accum_adamw(
       mask: a pytree of bools or a callable from parameters to one; True decays.
 
     Returns:
-      The transformation. Works under `optax.inject_hyperparams` as it is.
+      The transformation. Under `optax.inject_hyperparams` a callable mask must be static
+      (``static_args="mask"``); the rest works as it is.
 
     Raises:
       ValueError: for a beta outside [0, 1), a negative eps, or accum_steps < 1.

@@ -193,8 +193,10 @@ def _is_injected(node: Any) -> bool:
 
 def _acceptable(gradient: Any, update: Any, value: jax.Array | None) -> jax.Array:
     """Finite loss, finite norm of the gradient (its square must not overflow), finite update."""
-    squares = sum(jnp.sum(jnp.square(g)).astype(jnp.float32) for g in jax.tree.leaves(gradient))
-    ok = jnp.isfinite(squares) & _all_finite(update)
+    ok = _all_finite(update)
+    for g in jax.tree.leaves(gradient):
+        wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
+        ok &= jnp.isfinite(jnp.square(wide).sum())
     return ok if value is None else ok & jnp.isfinite(value)
 
 

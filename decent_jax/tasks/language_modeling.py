@@ -32,6 +32,7 @@ def default_model() -> ConfigDict:
     model.dtype = "bfloat16"  # of activations; parameters are float32
     model.remat = False  # recompute blocks in the backward pass: less memory
     model.attention = "auto"  # cudnn where it can, else xla
+    model.init_std = 0.02  # of the initial weights; narrow models want about width ** -0.5
     model.init_from = ""  # published GPT-2 weights, a .safetensors file
     return model
 
@@ -87,7 +88,7 @@ def model_config(config: ConfigDict, tokenizer_vocab: int) -> gpt2.GPT2Config:
             width=model.width or preset.width,
             vocab_size=vocab_size,
             **{name: model[name] for name in ("context", "bias", "dropout", "dtype")},
-            **{name: model[name] for name in ("remat", "attention")},
+            **{name: model[name] for name in ("remat", "attention", "init_std")},
         )
     except ValueError as error:
         raise ConfigError(f"model.{error}") from None

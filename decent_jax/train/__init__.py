@@ -7,7 +7,7 @@
 """
 
 from decent_jax.train.config import ConfigError, default_config, validate
-from decent_jax.train.errors import Interrupted, TrainingFailed
+from decent_jax.train.errors import CheckpointError, Interrupted, TrainingFailed
 
 
 def run(config, workdir):
@@ -18,6 +18,7 @@ def run(config, workdir):
 
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "Interrupted",
     "TrainingFailed",

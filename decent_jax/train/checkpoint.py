@@ -8,8 +8,10 @@ renames it); one that was damaged afterwards does not match its checksums.
 """
 
 import functools
+import json
 import logging
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +22,12 @@ import orbax.checkpoint as ocp
 
 from decent_jax import optim, replicas
 from decent_jax.replicas import Placement
+from decent_jax.train.errors import CheckpointError
 from decent_jax.train.step import TrainState
 
 log = logging.getLogger(__name__)
 
 FOLDER, BEST, DAMAGED = "checkpoints", "best", "damaged"
-
-
-class CheckpointError(RuntimeError):
-    """No checkpoint can be used; the message says which were tried and why each failed."""
 
 
 class Checkpointer:
@@ -57,6 +56,8 @@ class Checkpointer:
         self._saved = step
         rest = state._replace(params=None)
         meta = meta | {"step": step, "checksums": _checksums(state)}
+        meta["checksum"] = _checksum_of_meta(meta)
+        self._best.wait_until_finished()  # the best that this checkpoint knows of is there, too
         self._manager.save(
             step,
             args=ocp.args.Composite(
@@ -77,11 +78,13 @@ class Checkpointer:
             force=True,
         )
 
-    def drop_best_after(self, step: int) -> None:
-        """Forget best models of steps that a resumed run has yet to reach."""
-        for later in [s for s in self._best.all_steps() if s > step]:
+    def drop_best_after(self, step: int) -> bool:
+        """Forget best models of steps that a resumed run has yet to reach; whether one is left."""
+        steps = self._best.all_steps()
+        for later in [s for s in steps if s > step]:
             self._best.delete(later)
         self._best.reload()
+        return any(s <= step for s in steps)
 
     def restore_newest(
         self, like: TrainState, placement: Placement, accum_steps: int, say=log.warning
@@ -106,9 +109,10 @@ class Checkpointer:
             except Exception as error:
                 reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
                 failures.append(f"step {step} ({reason})")
-                say(f"the checkpoint of step {step} is damaged and was put aside: {reason}")
+                say(f"the checkpoint of step {step} is damaged: {reason}")
                 continue
             for damaged in [s for s in self.steps() if s > step]:
+                say(f"the checkpoint of step {damaged} was moved to {self.workdir / DAMAGED}")
                 self._put_aside(damaged)
             if meta["num_replicas"] != placement.num_replicas:
                 state = self._change_replicas(state, placement, accum_steps)
@@ -140,7 +144,12 @@ class Checkpointer:
     def _restore(self, step, like, placement):
         meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
         meta = meta["meta"]
+        if _checksum_of_meta(meta) != meta.get("checksum") or meta["step"] != step:
+            raise ValueError("its meta does not match the checksum taken when it was saved")
         n_old = meta["num_replicas"]
+        had_ema = bool(meta["config"]["eval.ema_decay"])
+        wants_ema = like.ema is not None
+        like = like._replace(ema=like.params if had_ema else None)
         whole = n_old % placement.mesh.size == 0
         sharding = placement.stacked if whole else placement.replicated
 
@@ -157,13 +166,19 @@ class Checkpointer:
         state = restored["rest"]._replace(params=restored["params"])
         if _checksums(state) != meta["checksums"]:
             raise ValueError("its arrays do not match the checksums taken when it was saved")
+        if wants_ema != had_ema:  # a moving average begins here, or is no longer wanted
+            state = state._replace(ema=jax.tree.map(jnp.copy, state.params) if wants_ema else None)
         return state, meta
 
     def _change_replicas(self, state, placement, accum_steps):
         @functools.partial(jax.jit, out_shardings=placement.stacked)
         def change(state):
+            skipped = state.opt_state.skipped.sum()
             state = replicas.resize(state, placement.num_replicas)
-            return state._replace(opt_state=optim.drop_window(state.opt_state, accum_steps))
+            opt_state = optim.drop_window(state.opt_state, accum_steps)
+            # Updates skipped since the start keep their sum; whose they were is forgotten.
+            none = jnp.zeros_like(opt_state.skipped)
+            return state._replace(opt_state=opt_state._replace(skipped=none.at[0].set(skipped)))
 
         return change(state)
 
@@ -255,6 +270,11 @@ def _sums_of_bits(state):
         return (words * weights).sum(dtype=jnp.uint32)
 
     return jnp.stack([one(x) for x in jax.tree.leaves(state)])
+
+
+def _checksum_of_meta(meta: dict) -> int:
+    own = {name: value for name, value in meta.items() if name != "checksum"}
+    return zlib.crc32(json.dumps(own, sort_keys=True).encode())
 
 
 def _barrier(name: str) -> None:

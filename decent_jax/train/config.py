@@ -6,6 +6,7 @@ A config is an `ml_collections.ConfigDict` with the same fields for every task (
 """
 
 import importlib
+import importlib.util
 import re
 from types import ModuleType
 
@@ -151,6 +152,14 @@ def validate(config: ConfigDict) -> None:
             f"a replica's {config.batch_size // n} examples (batch_size {config.batch_size} over "
             f"{n} replicas) cannot be cut into {config.micro_batches} micro_batches"
         )
+    number, unit = parse_duration("lr_schedule.warmup", config.lr_schedule.warmup)
+    if config.lr_schedule.name == "cosine" and unit == "step" and not config.epochs:
+        check_warmup(number, config.steps)
+    for name, module in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
+        if config.log[name] and importlib.util.find_spec(module) is None:
+            raise ConfigError(
+                f"log.{name} needs {module}: pip install 'decent_jax[{name}]', or set it to False"
+            )
     make_schedule(config)
     _check_cluster(config)
     task_module(config.task).validate(config)
@@ -185,6 +194,14 @@ def in_steps(name: str, value: int | str, steps_per_epoch: int, steps: int) -> i
     number, unit = parse_duration(name, value)
     scale = {"step": 1, "epoch": steps_per_epoch, "%": steps / 100}[unit]
     return max(round(number * scale), 1) if number > 0 else 0
+
+
+def check_warmup(warmup: float, steps: int) -> None:
+    """Raises ConfigError where a cosine would begin after the end of the run."""
+    if warmup > steps:
+        raise ConfigError(
+            f"lr_schedule.warmup of {warmup:g} steps does not fit into a run of {steps}"
+        )
 
 
 def flat(config: ConfigDict, prefix: str = "") -> dict[str, object]:

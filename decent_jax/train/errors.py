@@ -5,6 +5,10 @@ class TrainingFailed(RuntimeError):
     """Training cannot go on; the message names the step and the last good checkpoint."""
 
 
+class CheckpointError(RuntimeError):
+    """No checkpoint can be used; the message says which were tried and why each failed."""
+
+
 class Interrupted(RuntimeError):
     """Ctrl-C or SIGTERM came; a checkpoint was saved. ``signal`` is its number."""
 

@@ -71,14 +71,15 @@ def load(path_and_arguments: str) -> ConfigDict:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
+        if not hasattr(module, "get_config"):
+            raise ConfigError(f"{path} has no function get_config()")
         config = module.get_config(arguments) if arguments else module.get_config()
     except ConfigError:
         raise
     except Exception as error:
-        detail = str(error).splitlines()[0] if str(error) else ""
-        raise ConfigError(f"{path}: {type(error).__name__}: {detail}") from error
+        raise ConfigError(f"{path}: {type(error).__name__}: {_in_a_line(error)}") from error
     if not isinstance(config, ConfigDict):
-        raise ConfigError(f"{path}: get_config() must return a ConfigDict, got {type(config)}")
+        raise ConfigError(f"{path}: get_config() must return a ConfigDict, got {config!r:.80}")
     return config
 
 
@@ -103,6 +104,16 @@ def override(config: ConfigDict, name: str, text: str) -> None:
     target = field(config, ".".join(groups)) if groups else config
     with target.ignore_type():
         target[last] = value
+
+
+def _in_a_line(error: Exception) -> str:
+    """What an error says, without the list of all fields that a ConfigDict adds to it."""
+    while error.args and isinstance(error.args[0], Exception):  # ConfigDict wraps a KeyError
+        error = error.args[0]
+    text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+    lines = [line for line in text.splitlines() if line.strip()]
+    hint = f" {lines[-1]}" if len(lines) > 1 and lines[-1].startswith("Did you mean") else ""
+    return (lines[0] if lines else "").partition(" Other fields present")[0] + hint
 
 
 def _overrides(arguments: list[str]):

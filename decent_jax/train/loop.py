@@ -37,9 +37,9 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
     """
     config_lib.validate(config)
     started = cluster.start(config)
+    devices = cluster.choose_devices(config.num_replicas, config.mesh.devices)
+    placement = replicas.place(config.num_replicas, devices)
     with session.open_workdir(workdir, config) as work:
-        devices = cluster.choose_devices(config.num_replicas, config.mesh.devices)
-        placement = replicas.place(config.num_replicas, devices)
         work.say(f"{started}\n{cluster.table(devices, placement.block)}")
         try:
             task = config_lib.task_module(config.task).make(config, work.path, work.announce)
@@ -55,16 +55,16 @@ class _Trainer:
         self.config, self.work, self.task, self.placement = config, work, task, placement
         epoch = loader.steps_per_epoch(task.train_source, config.batch_size)
         self.steps = round(config.epochs * epoch) if config.epochs else config.steps
+        if self.steps < 1:
+            raise ConfigError(f"{config.epochs} epochs are less than a step, {epoch} are one epoch")
         self.every = {
             name: config_lib.in_steps(name, config_lib.field(config, name), epoch, self.steps)
             for name in config_lib.DURATIONS
         }
         self.schedule = config_lib.make_schedule(config)
         warmup = self.every["lr_schedule.warmup"]
-        if config.lr_schedule.name == "cosine" and warmup > self.steps:
-            raise ConfigError(
-                f"lr_schedule.warmup of {warmup} steps does not fit into a run of {self.steps}"
-            )
+        if config.lr_schedule.name == "cosine":
+            config_lib.check_warmup(warmup, self.steps)
         self.rate = step_lib.learning_rate(config, self.steps, warmup)
         self.tx = step_lib.optimizer(
             config, self.schedule, self.rate, task.decay_mask, placement.axis_name
@@ -86,7 +86,7 @@ class _Trainer:
         self.seconds = 0.0  # of training, over all sessions; without evaluation and saving
         self.best = math.inf
         self.evaluated = {}  # the last evaluation
-        self._skipped_said = 0
+        self._skipped = np.zeros(config.num_replicas, int)  # updates, by replica, as last said
 
     # --- The run, top-down ----------------------------------------------------------------------
 
@@ -100,6 +100,7 @@ class _Trainer:
             self.writer = work.open_metrics(start)
             if start >= self.steps:
                 work.say(f"the run has already ended: {start} of {self.steps} steps are done")
+                self.steps = start  # what the state is of, where the config now says fewer
             self.progress = work.progress = Progress(self.steps, start, quiet=work.quiet)
             with self.progress, self.writer, session.Signals() as self.signals:
                 self._loop(start)
@@ -130,7 +131,10 @@ class _Trainer:
                 logs = done % config.log.every == 0 or done == self.steps
                 pending = (done, step_metrics, self._measure(step_metrics) if logs else None)
                 saves, evaluates, stops = self._due(done, logs)
-                if saves or evaluates or stops:
+                # A bound is acted on at the step it is measured at, whatever else is due then: a
+                # resumed run averages where the uninterrupted one does.
+                bounded = logs and config.max_consensus_distance > 0
+                if saves or evaluates or stops or bounded:
                     self._look_at(*pending)
                     pending = None
                     with self._mark.pause():
@@ -162,9 +166,11 @@ class _Trainer:
             return 0
         self.state, meta = found
         self.seconds, self.best = meta["seconds"], meta["best"]
-        self._skipped_said = meta["skipped"]
+        counts = jax.jit(jnp.copy, out_shardings=self.placement.replicated)
+        self._skipped = np.asarray(counts(self.state.opt_state.skipped))
         step = meta["step"]
-        self.checkpoints.drop_best_after(step)
+        if not self.checkpoints.drop_best_after(step):
+            self.best = math.inf
         self.work.say(f"resuming after step {step}")
         return step
 
@@ -266,7 +272,7 @@ class _Trainer:
             return
         row, consensus = jax.device_get(measured)
         row = {f"train/{name}": value for name, value in row.items()}
-        failing = int(row.pop("train/failing"))
+        failing, skipped = int(row.pop("train/failing")), row.pop("train/skipped")
         row["train/consensus_distance"] = float(consensus.distance)
         row["train/consensus_distance_relative"] = float(consensus.relative)
         seconds, steps, data_wait = self._mark.interval(done)
@@ -278,7 +284,7 @@ class _Trainer:
             "perf/data_wait_s": data_wait / steps,
             "perf/wall_time_s": self.seconds,
         }
-        self._watch(done, row, consensus, failing)
+        self._watch(done, consensus, failing, skipped)
         self.writer.write(done, row)
         self.progress.update(
             done,
@@ -289,24 +295,21 @@ class _Trainer:
             },
         )
 
-    def _watch(self, done: int, row, consensus, failing: int) -> None:
+    def _watch(self, done: int, consensus, failing: int, skipped: np.ndarray) -> None:
         """Say what goes wrong; average once past the bound; give up when nothing works."""
         config = self.config
-        skipped = int(row["train/skipped_updates"])
-        if skipped > self._skipped_said:
+        new, self._skipped = skipped - self._skipped, skipped
+        if new.any():
             self.work.say(
-                f"step {done}: {skipped - self._skipped_said} updates were not finite and were "
-                f"skipped (replica {int(row.pop('train/worst_replica'))} most); "
-                f"{skipped} since the start"
+                f"step {done}: {new.sum()} updates were not finite and were skipped (replica "
+                f"{new.argmax()} most); {skipped.sum()} since the start"
             )
-        self._skipped_said = max(skipped, self._skipped_said)
-        row.pop("train/worst_replica", None)
         if failing >= config.max_failing_steps:
             saved = self.checkpoints.steps()
+            last = f"the last checkpoint is of step {saved[-1]}" if saved else "no checkpoint yet"
             raise TrainingFailed(
                 f"no replica has made a finite update in the last {failing} steps, up to step "
-                f"{done}; the last checkpoint is of step {saved[-1] if saved else 0}. Lower the "
-                "learning rate, or clip gradients (optimizer.clip_norm)"
+                f"{done}; {last}. Lower the learning rate, or clip gradients (optimizer.clip_norm)"
             )
         distances = np.asarray(consensus.per_replica)
         median = float(np.median(distances))
@@ -361,7 +364,6 @@ class _Trainer:
             "examples": done * self.config.batch_size,
             "seconds": self.seconds,
             "best": self.best,
-            "skipped": self._skipped_said,
             "config": config_lib.flat(self.config),
         }
 
@@ -400,7 +402,7 @@ def _summarize(step_metrics):
         "grad_norm": jnp.where(fine, step_metrics["grad_norm"], 0).sum() / fine.sum(),
         "learning_rate": step_metrics["learning_rate"],
         "skipped_updates": skipped.sum(),
-        "worst_replica": skipped.argmax(),
+        "skipped": skipped,
         "failing": step_metrics["failing"].min(),
     }
 

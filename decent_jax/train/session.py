@@ -42,7 +42,10 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Iterator["Workdir"]
         raise ConfigError(f"--workdir {path} cannot be written: {error.strerror}") from None
     with lock:
         if not work.quiet:
-            _lock(lock, path)
+            try:
+                _lock(lock, path)
+            except OSError as error:
+                raise ConfigError(f"--workdir {path} cannot be written: {error.strerror}") from None
         work.check_config()
         yield work
 
@@ -80,7 +83,10 @@ class Workdir:
         saved = self.path / "config.json"
         if not saved.exists():
             return
-        old = config_lib.flat(json.loads(saved.read_text()))
+        try:
+            old = config_lib.flat(json.loads(saved.read_text()))
+        except ValueError:
+            raise ConfigError(f"{saved} is damaged; repair it or take another --workdir") from None
         changes = config_lib.refused_changes(old, config_lib.flat(self.config))
         if changes:
             allowed = ", ".join(name + "*" * name.endswith(".") for name in config_lib.MAY_CHANGE)
@@ -105,7 +111,7 @@ class Workdir:
                 wandb=self.config.log.wandb,
                 start_step=start_step,
             )
-        except ImportError as error:
+        except (ImportError, ValueError) as error:  # not installed; a damaged metrics file
             raise ConfigError(str(error)) from None
 
     def summary(self, **entries: Any) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def make_step(
             )
         metrics = {
             "loss": loss,
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "skipped": opt_state.skipped,
             "failing": opt_state.failing,
         }

@@ -1,0 +1,400 @@
+"""`gossip.mix` against dense matrices, wherever the replicas live."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from decent_jax import gossip, topology
+from decent_jax.topology import Schedule
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def mesh_of(devices):
+    return jax.make_mesh(
+        (devices,), ("replica",), (AxisType.Auto,), devices=jax.devices()[:devices]
+    )
+
+
+def on_stack(fn, form, n, devices=1, check_vma=None):
+    """``fn(axis_name, *replica's own trees)`` as a jitted function of stacked trees."""
+    if form == "vmap":
+        body = jax.vmap(lambda *args: fn("replica", *args), axis_name="replica")
+        return jax.jit(body)
+    if form == "devices":
+        assert n == devices
+
+        def body(*args):
+            own = jax.tree.map(lambda x: x[0], args)
+            return jax.tree.map(lambda x: x[None], fn("replica", *own))
+
+    else:
+        body = jax.vmap(lambda *args: fn(("replica", "block"), *args), axis_name="block")
+    if check_vma is None:
+        check_vma = form == "devices"
+    return jax.jit(
+        jax.shard_map(
+            body,
+            mesh=mesh_of(devices),
+            in_specs=P("replica"),
+            out_specs=P("replica"),
+            check_vma=check_vma,
+        )
+    )
+
+
+def metropolis_star(n):
+    matrix = np.eye(n)
+    matrix[0, 1:] = matrix[1:, 0] = 1 / n
+    return matrix + np.diag(1 - matrix.sum(1))
+
+
+def birkhoff(n, seed, count=3):
+    """A random doubly stochastic matrix, whose permutations respect no block of devices."""
+    rng = np.random.default_rng(seed)
+    weights = rng.dirichlet(np.ones(count + 1))
+    matrix = weights[-1] * np.eye(n)
+    for weight in weights[:-1]:
+        matrix[np.arange(n), rng.permutation(n)] += weight
+    return matrix
+
+
+def schedules_of(n):
+    """Every named schedule that exists for n, and matrices of one's own."""
+    found = {}
+    for name, local in itertools.product(topology.NAMES, (1, 2, 3, 4)):
+        if local > 1 and name != "alternating_exp_ring":
+            continue
+        try:
+            found[name, local] = topology.make(name, n, local_size=local)
+        except ValueError:
+            continue
+    if n > 2:
+        matrices = [birkhoff(n, seed=n), metropolis_star(n)]
+        found["matrices", 1] = Schedule.from_matrices(matrices)
+    return found
+
+
+def fitting(schedule, n, devices):
+    """Whether groups fill, or divide, the replicas of a device (else mix refuses)."""
+    block = n // devices
+    sizes = {one.group_size for one in schedule.rounds}
+    return all(block % g == 0 or g % block == 0 for g in sizes)
+
+
+def tree_for(n, dtype=np.float64, seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        "kernel": rng.normal(size=(n, 2, 3)).astype(dtype),
+        "scale": rng.normal(size=(n,)).astype(dtype),
+    }
+
+
+FORMS = [
+    *(("vmap", n, 1) for n in (1, 2, 3, 6, 8, 16)),
+    *(("devices", n, n) for n in (1, 2, 5, 8)),
+    ("block", 2, 1),
+    ("block", 6, 2),
+    ("block", 6, 3),
+    ("block", 8, 4),
+    ("block", 12, 4),
+    ("block", 15, 5),
+    ("block", 16, 8),
+    ("block", 24, 8),
+]
+
+
+@pytest.mark.parametrize(("form", "n", "devices"), FORMS)
+def test_mix_is_the_matrix(form, n, devices, x64):
+    """All schedules and rounds of a size in one executable."""
+    schedules = {
+        key: schedule for key, schedule in schedules_of(n).items() if fitting(schedule, n, devices)
+    }
+    assert len(schedules) > (2 if n > 2 else 3)
+
+    def every_round(axis_name, tree):
+        return {
+            key: [gossip.mix(tree, schedule, r, axis_name) for r in range(schedule.period)]
+            for key, schedule in schedules.items()
+        }
+
+    tree = tree_for(n)
+    grouped = any(schedule.partial_groups for schedule in schedules.values())
+    check_vma = False if grouped else None
+    got = on_stack(every_round, form, n, devices, check_vma)(tree)
+    for key, schedule in schedules.items():
+        for r in range(schedule.period):
+            for leaf, x in tree.items():
+                y = np.asarray(got[key][r][leaf])
+                wanted = np.einsum("ij,j...->i...", schedule.matrix(r), x)
+                assert y.dtype == np.float64
+                np.testing.assert_allclose(y, wanted, atol=1e-14, err_msg=f"{key} {r} {leaf}")
+                np.testing.assert_allclose(y.mean(0), x.mean(0), atol=1e-14)
+
+
+def test_some_case_takes_the_uneven_route():
+    """So that the table above covers `_receive_unevenly`, on several devices and on one."""
+
+    def uneven(n, devices):
+        rounds = schedules_of(n)["matrices", 1].rounds
+        sends = [send.sources for one in rounds for send in one.sends]
+        return any(gossip._route(s, devices, n // devices) is None for s in sends)
+
+    blocks = [(n, devices) for form, n, devices in FORMS if form == "block" and n > 2]
+    assert all(uneven(n, devices) for n, devices in blocks)
+    ring = topology.make("bidirectional_ring", 12).rounds[0].sends
+    assert any(gossip._route(send.sources, 4, 3) is not None for send in ring)
+
+
+@pytest.mark.parametrize(("form", "n", "devices"), [("vmap", 8, 1), ("block", 12, 4)])
+def test_dtypes_are_kept(form, n, devices):
+    schedule = topology.make("one_peer_exp", n)
+    complete = topology.make("complete", n)
+    tree = {
+        "half": jnp.asarray(tree_for(n)["kernel"], jnp.bfloat16),
+        "single": jnp.asarray(tree_for(n)["kernel"], jnp.float32),
+    }
+
+    def both(axis_name, tree):
+        ok = jnp.isfinite(tree["single"]).all()
+        return [
+            gossip.mix(tree, schedule, 0, axis_name),
+            gossip.mix(tree, schedule, 0, axis_name, finite=ok),
+            gossip.mix(tree, complete, 0, axis_name),
+            gossip.mix(tree, complete, 0, axis_name, finite=ok),
+            gossip.mean(tree, axis_name),
+        ]
+
+    got = on_stack(both, form, n, devices)(tree)
+    average = np.full((n, n), 1 / n)
+    matrices = [schedule.matrix(0)] * 2 + [average] * 3
+    for y, matrix in zip(got, matrices, strict=True):
+        assert y["half"].dtype == jnp.bfloat16 and y["single"].dtype == jnp.float32
+        for key, tolerance in (("half", 0.05), ("single", 1e-6)):
+            x = np.asarray(tree[key], np.float64)
+            wanted = np.einsum("ij,j...->i...", matrix, x)
+            np.testing.assert_allclose(np.asarray(y[key], np.float64), wanted, atol=tolerance)
+
+
+def test_round_none_is_the_tree_itself():
+    tree = tree_for(4)
+    got = gossip.mix(tree, topology.make("ring", 4), None)  # no axis, so nothing was asked of it
+    assert got is tree
+
+
+def test_extreme_weights_are_exact_in_float32():
+    """1/2 and 1/4 are powers of two: the pair's mean has no rounding beyond float32's own."""
+    x = np.float32([1, 3, 5, 1e30])
+    schedule = topology.make("hypercube", 4)
+    got = on_stack(lambda axis, x: gossip.mix(x, schedule, 0, axis), "vmap", 4)(x)
+    np.testing.assert_array_equal(got, np.float32([2, 2, 5e29, 5e29]))
+
+
+# --- replicas that are not finite -----------------------------------------------------------------
+
+
+def guarded(matrix, x, ok):
+    """DESIGN 6 in NumPy, one replica at a time. x: (n, ...), ok: (n,) bool. Returns both, after."""
+    out = np.full_like(x, np.nan)
+    for i in range(len(x)):
+        heard = [j for j in range(len(x)) if j != i and ok[j] and matrix[i, j] > 0]
+        total = sum(matrix[i, j] for j in heard)
+        if ok[i]:  # what was lost goes to the own copy
+            out[i] = sum((matrix[i, j] * x[j] for j in heard), (1 - total) * x[i])
+        elif heard:
+            out[i] = sum(matrix[i, j] * x[j] for j in heard) / total
+    return out, np.isfinite(out.reshape(len(x), -1)).all(1)
+
+
+def guarded_round(one, x, ok):
+    """Groups first, then the exchange, each by the rule."""
+    n, g = len(x), one.group_size
+    if g > 1:
+        x, ok = guarded(np.kron(np.eye(n // g), np.full((g, g), 1 / g)), x, ok)
+    exchange = np.diag(one.self_weights).astype(float)
+    for send in one.sends:
+        for i in np.flatnonzero(send.sources >= 0):
+            exchange[i, send.sources[i]] += send.weights[i]
+    return guarded(exchange, x, ok)[0]
+
+
+def poisoned(n, patterns, poison=np.nan, seed=3):
+    """(n, patterns, 3) values where replica i of pattern p is bad if ``patterns[p, i]``."""
+    x = np.random.default_rng(seed).normal(size=(n, len(patterns), 3))
+    for p, i in zip(*np.nonzero(patterns), strict=True):
+        x[i, p, (p + i) % 3] = poison  # one bad number makes the whole replica bad
+    return x
+
+
+def all_patterns(n):
+    return np.array(list(itertools.product([False, True], repeat=n)))
+
+
+def some_patterns(n):
+    """None bad, all bad, each one alone, each but one, and a few at random."""
+    eye = np.eye(n, dtype=bool)
+    rng = np.random.default_rng(n)
+    return np.concatenate(
+        [np.zeros((1, n), bool), np.ones((1, n), bool), eye, ~eye, rng.random((6, n)) < 0.5]
+    )
+
+
+@pytest.mark.parametrize(
+    ("form", "n", "devices", "poison"),
+    [
+        ("vmap", 4, 1, np.nan),
+        ("vmap", 5, 1, np.inf),
+        ("vmap", 2, 1, np.nan),
+        ("vmap", 1, 1, np.nan),
+        ("vmap", 7, 1, -np.inf),
+        ("devices", 8, 8, np.nan),
+        ("block", 6, 3, np.inf),
+        ("block", 8, 4, np.nan),
+        ("block", 12, 4, np.nan),
+    ],
+)
+def test_replicas_that_are_not_finite(form, n, devices, poison, x64):
+    schedules = {
+        key: schedule for key, schedule in schedules_of(n).items() if fitting(schedule, n, devices)
+    }
+    patterns = all_patterns(n) if n <= 5 else some_patterns(n)
+    x = poisoned(n, patterns, poison)
+
+    def every_round(axis_name, x):
+        def one_pattern(x):
+            tree = {"a": x[:1], "b": x[1:]}
+            ok = jnp.isfinite(x).all()
+            mixed = {
+                key: [
+                    gossip.mix(tree, schedule, r, axis_name, finite=ok)
+                    for r in range(schedule.period)
+                ]
+                for key, schedule in schedules.items()
+            }
+            return jax.tree.map(
+                lambda pair: jnp.concatenate([pair["a"], pair["b"]]),
+                mixed,
+                is_leaf=lambda node: isinstance(node, dict) and "a" in node,
+            )
+
+        return jax.vmap(one_pattern)(x)
+
+    got = on_stack(every_round, form, n, devices, check_vma=False)(x)
+    nans = 0
+    for key, schedule in schedules.items():
+        for r, one in enumerate(schedule.rounds):
+            y = np.asarray(got[key][r])
+            for p, bad in enumerate(patterns):
+                wanted = guarded_round(one, x[:, p], ~bad)
+                np.testing.assert_allclose(
+                    y[:, p], wanted, atol=1e-14, err_msg=f"{key} round {r} bad {bad}"
+                )
+                if not bad.any():
+                    np.testing.assert_allclose(y[:, p], one.matrix @ x[:, p], atol=1e-14)
+                if not bad.all() and key[0] == "complete":
+                    assert np.isfinite(y[:, p]).all()
+                nans += np.isnan(y[:, p]).any()
+    assert nans >= len(schedules)  # all bad stays NaN
+
+
+def test_rules_by_hand():
+    """Pairs (0 1)(2 3)(4 5)(6 7): a bad sender, a bad pair; and a ring's neighbours."""
+    x = np.float32([1, np.nan, np.nan, np.inf, 5, 7, np.inf, 2])
+
+    def body(axis_name, x):
+        ok = jnp.isfinite(x)
+        pairs = gossip.mix(x, topology.make("hypercube", 8), 0, axis_name, finite=ok)
+        ring = gossip.mix(x, topology.make("bidirectional_ring", 8), 0, axis_name, finite=ok)
+        return pairs, ring, gossip.mix(x, topology.make("complete", 8), 0, axis_name, finite=ok)
+
+    pairs, ring, complete = on_stack(body, "vmap", 8)(x)
+    nan = np.nan
+    np.testing.assert_array_equal(pairs, np.float32([1, 1, nan, nan, 6, 6, 2, 2]))
+    # 0: itself twice and 7. 1: from 0 alone. 2: bad neighbours. 4: itself twice and 5.
+    wanted = [4 / 3, 1, nan, 5, 17 / 3, 19 / 3, 4.5, 5 / 3]
+    np.testing.assert_allclose(ring, wanted, rtol=1e-6)
+    # (1 + 5 + 7 + 2 + four times oneself) / 8; the bad ones take the mean of the good ones.
+    wanted = [19 / 8, 15 / 4, 15 / 4, 15 / 4, 35 / 8, 43 / 8, 15 / 4, 23 / 8]
+    np.testing.assert_allclose(complete, wanted, rtol=1e-6)
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def trace(form, n, devices, schedule, round=0, *, check_vma=None, axis_name=None, x=None):
+    fn = on_stack(
+        lambda axis, x: gossip.mix(x, schedule, round, axis if axis_name is None else axis_name),
+        form,
+        n,
+        devices,
+        check_vma,
+    )
+    return jax.eval_shape(fn, jnp.zeros((n, 2)) if x is None else x)
+
+
+def test_wrong_number_of_replicas():
+    ring = topology.make("ring", 8)
+    message = "'ring' is for 8 replicas, but axis 'replica' holds 4; make the schedule for 4"
+    for form in ("vmap", "devices"):
+        with pytest.raises(ValueError, match=message):
+            trace(form, 4, 4, ring)
+    with pytest.raises(ValueError, match=r"is for 8 replicas, but axis \('replica', 'block'\) hol"):
+        trace("block", 12, 4, ring)
+    with pytest.raises(ValueError, match="is for 8 replicas, but axis 'replica' holds 4"):
+        trace("block", 8, 4, ring, axis_name="replica")  # forgot the block
+    assert trace("block", 8, 4, ring).shape == (8, 2)
+
+
+@pytest.mark.parametrize("round", [3, -1, 100])
+def test_round_out_of_range(round):
+    schedule = topology.make("one_peer_exp", 8)
+    with pytest.raises(ValueError, match=rf"one_peer_exp has rounds 0 to 2, got round {round};"):
+        trace("vmap", 8, 1, schedule, round)
+
+
+def test_partial_groups_need_check_vma_false():
+    schedule = topology.make("alternating_exp_ring", 8, local_size=4)
+    message = r"groups of 4 replicas needs jax.shard_map\(..., check_vma=False\)"
+    with pytest.raises(ValueError, match=message):
+        trace("devices", 8, 8, schedule, check_vma=True)
+    assert trace("devices", 8, 8, schedule, check_vma=False).shape == (8, 2)
+    complete = topology.make("complete", 8)
+    assert trace("devices", 8, 8, complete, check_vma=True).shape == (8, 2)
+
+
+def test_block_needs_check_vma_false():
+    schedule = topology.make("ring", 8)
+    message = r"vmapped over 'block' inside jax.shard_map need\s+jax.shard_map\(..., check_vma=Fal"
+    with pytest.raises(ValueError, match=message):
+        trace("block", 8, 4, schedule, check_vma=True)
+
+
+@pytest.mark.parametrize("axis_name", [("block", "replica"), ("block", "block")])
+def test_order_of_axes(axis_name):
+    with pytest.raises(ValueError, match=r"a mesh axis followed by a vmapped axis, got \('block'"):
+        trace("block", 8, 4, topology.make("ring", 8), axis_name=axis_name)
+
+
+def test_groups_across_blocks():
+    schedule = topology.make("alternating_exp_ring", 6, local_size=3)
+    message = "groups of 3 replicas neither fill nor divide the 2 replicas a device holds"
+    with pytest.raises(ValueError, match=message):
+        trace("block", 6, 3, schedule)
+    assert trace("block", 6, 2, schedule).shape == (6, 2)
+
+
+def test_mean_in_a_block():
+    x = tree_for(6, np.float32)
+    got = on_stack(lambda axis, x: gossip.mean(x, axis), "block", 6, 3)(x)
+    for key, leaf in x.items():
+        wanted = np.broadcast_to(leaf.mean(0), leaf.shape)
+        np.testing.assert_allclose(got[key], wanted, atol=1e-6)

@@ -1,0 +1,287 @@
+"""What a compiled training step communicates, read off its HLO and its jaxpr."""
+
+import re
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend import core as jex
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from decent_jax import gossip, optim, topology
+
+# Sizes that nothing else in the step has, so that a message is known by its size.
+SHAPES = {"bias": (3,), "kernel": (2, 5), "scale": (7,)}
+SIZES = sorted(prod(shape) for shape in SHAPES.values())
+KINDS = (
+    "collective-permute",
+    "all-reduce",
+    "all-gather",
+    "all-to-all",
+    "reduce-scatter",
+    "collective-broadcast",
+    "conditional",
+)
+
+
+def collectives(text):
+    """[(kind, [size of each array], line)] of the collectives (and branches) of an HLO module."""
+    found = []
+    for line in text.splitlines():
+        match = re.search(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\(", line)
+        if match:
+            shapes = re.findall(r"\b[a-z]+[0-9]*\[([0-9,]*)\]", match[1])
+            sizes = [prod(int(n) for n in shape.split(",") if n) for shape in shapes]
+            found.append((match[2], sizes, line))
+    return found
+
+
+def pairs_of(line):
+    """{(source, target)} of a collective-permute."""
+    inside = re.search(r"source_target_pairs=\{(.*?)\}\}", line)[1]
+    return {tuple(map(int, pair)) for pair in re.findall(r"(\d+),(\d+)", inside)}
+
+
+def groups_of(line, devices):
+    """The groups of an all-reduce, in any of the forms in which XLA prints them."""
+    if match := re.search(r"replica_groups=\[([\d,]+)\]<=\[\d+\]", line):
+        shape = [int(n) for n in match[1].split(",")]
+        return np.arange(devices).reshape(shape).tolist()
+    if "replica_groups=mesh['replica'=8] {'replica'}" in line:
+        return [list(range(devices))]
+    inside = re.search(r"replica_groups=\{(.*?\})\}", line)[1]
+    return [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", inside)]
+
+
+def step_of(tx, round):
+    """A whole training step of one replica: gradient of a quadratic, update, new parameters."""
+
+    def step(params, state, batch):
+        def loss(params):
+            gaps = jax.tree.map(lambda x: jnp.mean(jnp.square(x)) * batch.sum(), params)
+            return sum(jax.tree.leaves(gaps))
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = tx.update(grads, state, params, round=round, value=value)
+        return optim.apply_updates(params, updates), state
+
+    return step
+
+
+def on_mesh(step, mesh, check_vma=True):
+    def body(*args):
+        own = step(*jax.tree.map(lambda x: x[0], args))
+        return jax.tree.map(lambda x: x[None], own)
+
+    return jax.shard_map(
+        body, mesh=mesh, in_specs=P("replica"), out_specs=P("replica"), check_vma=check_vma
+    )
+
+
+def arguments(tx, n=8):
+    params = {key: jax.ShapeDtypeStruct((n, *shape), jnp.float32) for key, shape in SHAPES.items()}
+    return params, jax.eval_shape(jax.vmap(tx.init), params), jnp.zeros((n, 11))
+
+
+def compiled_step(tx, round, mesh, check_vma=True):
+    step = jax.jit(on_mesh(step_of(tx, round), mesh, check_vma))
+    return collectives(step.lower(*arguments(tx)).compile().as_text())
+
+
+def messages(found, kind):
+    """Sizes of the arrays (flags and losses apart: they are scalars) sent by a kind."""
+    return sorted(size for k, sizes, _ in found if k == kind for size in sizes if size > 1)
+
+
+INNER = optim.accum_adamw(1e-3, weight_decay=0.1, accum_steps=4)
+PERMUTATIONS = [
+    (name, r)
+    for name, period in (
+        ("ring", 2),
+        ("bidirectional_ring", 1),
+        ("one_peer_exp", 3),
+        ("hypercube", 3),
+    )
+    for r in range(period)
+]
+
+
+@pytest.mark.parametrize(("name", "round"), PERMUTATIONS)
+def test_permutation_round(name, round, mesh8):
+    schedule = topology.make(name, 8)
+    found = compiled_step(optim.decentralized(INNER, schedule), round, mesh8)
+    degree = schedule.degree(round)
+    assert {kind for kind, _, _ in found} == {"collective-permute"}
+    assert messages(found, "collective-permute") == sorted(SIZES * degree)
+    flags = [sizes for _, sizes, _ in found if sizes == [1]]
+    assert len(flags) <= degree
+    wanted = [
+        {(int(source), target) for target, source in enumerate(send.sources)}
+        for send in schedule.rounds[round].sends
+    ]
+    for size in SIZES:
+        sent = [pairs_of(line) for _, sizes, line in found if sizes == [size]]
+        assert sorted(map(sorted, sent)) == sorted(map(sorted, wanted))
+
+
+def test_permutation_round_then(mesh8):
+    schedule = topology.make("one_peer_exp", 8)
+    found = compiled_step(optim.decentralized(INNER, schedule, "then"), 2, mesh8)
+    assert {kind for kind, _, _ in found} == {"collective-permute"}
+    assert messages(found, "collective-permute") == SIZES
+
+
+def test_complete_round_is_one_all_reduce_a_leaf(mesh8):
+    schedule = topology.make("complete", 8)
+    found = compiled_step(optim.decentralized(INNER, schedule), 0, mesh8)
+    assert {kind for kind, _, _ in found} == {"all-reduce"}
+    assert messages(found, "all-reduce") == SIZES
+    assert all(groups_of(line, 8) == [list(range(8))] for _, _, line in found)
+
+
+def test_all_reduce_is_one_all_reduce_a_leaf(mesh8):
+    found = compiled_step(optim.all_reduce(INNER), 0, mesh8)
+    assert {kind for kind, _, _ in found} == {"all-reduce"}
+    assert messages(found, "all-reduce") == SIZES
+    assert all(groups_of(line, 8) == [list(range(8))] for _, _, line in found)
+
+
+@pytest.mark.parametrize(("local", "round"), [(2, 1), (4, 0), (4, 1)])
+def test_alternating_exp_ring_is_a_grouped_mean_and_a_permute(local, round, mesh8):
+    schedule = topology.make("alternating_exp_ring", 8, local_size=local)
+    found = compiled_step(optim.decentralized(INNER, schedule), round, mesh8, check_vma=False)
+    sends = schedule.rounds[round].sends
+    paired = bool(sends)
+    assert paired == ((local, round) != (4, 0))
+    kinds = {"all-reduce", "collective-permute"} if paired else {"all-reduce"}
+    assert {kind for kind, _, _ in found} == kinds
+    assert messages(found, "all-reduce") == SIZES
+    assert messages(found, "collective-permute") == (SIZES if paired else [])
+    nodes = np.arange(8).reshape(-1, local).tolist()
+    assert all(groups_of(line, 8) == nodes for kind, _, line in found if kind == "all-reduce")
+    for kind, _, line in found:
+        if kind == "collective-permute":
+            sources = enumerate(sends[0].sources.tolist())
+            assert pairs_of(line) == {(source, i) for i, source in sources if source >= 0}
+
+
+@pytest.mark.parametrize("combine", ["with", "then"])
+def test_round_none_communicates_nothing(combine, mesh8):
+    tx = optim.decentralized(INNER, topology.make("ring", 8), combine)
+    assert compiled_step(tx, None, mesh8) == []
+
+
+def test_init_communicates_nothing(mesh8):
+    tx = optim.decentralized(INNER, topology.make("complete", 8))
+    init = jax.jit(on_mesh(lambda params: tx.init(params), mesh8, check_vma=False))
+    assert collectives(init.lower(arguments(tx)[0]).compile().as_text()) == []
+
+
+def test_replica_sharded_over_fsdp():
+    """The mix moves shards: nothing is gathered where a replica is larger than a device."""
+    mesh = jax.make_mesh((4, 2), ("replica", "fsdp"), (AxisType.Auto,) * 2)
+    schedule = topology.make("one_peer_exp", 4)
+    sharding = NamedSharding(mesh, P("replica", None, "fsdp"))
+
+    def compiled(guarded):
+        def body(x):
+            ok = jnp.isfinite(x).all() if guarded else None
+            return gossip.mix(x[0], schedule, 1, finite=ok)[None]
+
+        step = jax.shard_map(
+            body, mesh=mesh, in_specs=P("replica"), out_specs=P("replica"), axis_names={"replica"}
+        )
+        x = jax.ShapeDtypeStruct((4, 6, 4), jnp.float32, sharding=sharding)
+        return jax.jit(step).lower(x).compile()
+
+    executable = compiled(guarded=False)
+    found = collectives(executable.as_text())
+    assert [(kind, sizes) for kind, sizes, _ in found] == [("collective-permute", [6 * 4 // 2])]
+    assert executable.output_shardings.is_equivalent_to(sharding, 3)
+    # Devices 2 i and 2 i + 1 hold replica i; each shard goes to its own counterpart.
+    wanted = {(2 * ((i - 2) % 4) + j, 2 * i + j) for i in range(4) for j in range(2)}
+    assert pairs_of(found[0][2]) == wanted
+    x = np.arange(96, dtype=np.float32).reshape(4, 6, 4)
+    mixed = np.einsum("ij,j...->i...", schedule.matrix(1), x)
+    np.testing.assert_array_equal(executable(jax.device_put(x, sharding)), mixed)
+
+    # With the flag: one more permute, and an "and" inside the replica, both of scalars.
+    executable = compiled(guarded=True)
+    found = collectives(executable.as_text())
+    assert {kind for kind, _, _ in found} == {"collective-permute", "all-reduce"}
+    assert messages(found, "collective-permute") == [12] and not messages(found, "all-reduce")
+    # A bad number in one shard makes both shards of replica 1 bad: it hears 3, and 3 does not.
+    bad = x.copy()
+    bad[1, 5, 3] = np.nan
+    mixed[[1, 3]] = x[3]
+    np.testing.assert_array_equal(executable(jax.device_put(bad, sharding)), mixed)
+
+
+# --- what a message waits for ---------------------------------------------------------------------
+
+
+def sends_that_depend(jaxpr, tainted):
+    """Follows ``tainted`` (a bool an input) through a jaxpr.
+
+    Returns the taint of its outputs, and for every ppermute and psum of more than a scalar whether
+    what it sends is tainted.
+    """
+    taint = dict(zip(jaxpr.invars, tainted, strict=True))
+
+    def is_tainted(atom):
+        return taint.get(atom, False) if isinstance(atom, jex.Var) else False
+
+    sends = []
+    for eqn in jaxpr.eqns:
+        given = [is_tainted(atom) for atom in eqn.invars]
+        kinds = (jex.Jaxpr, jex.ClosedJaxpr)
+        inner = [getattr(p, "jaxpr", p) for p in eqn.params.values() if isinstance(p, kinds)]
+        if len(inner) == 1 and len(inner[0].invars) == len(given):
+            out, more = sends_that_depend(inner[0], given)
+            sends += more
+        else:
+            assert not inner, f"{eqn.primitive} holds a jaxpr that this test does not follow"
+            out = [any(given)] * len(eqn.outvars)
+            if eqn.primitive.name in ("ppermute", "psum", "psum_invariant"):
+                is_message = max(prod(atom.aval.shape) for atom in eqn.invars) > 1
+                sends += [any(given)] if is_message else []
+        taint.update(zip(eqn.outvars, out, strict=True))
+    return [is_tainted(atom) for atom in jaxpr.outvars], sends
+
+
+@pytest.mark.parametrize("name", ["one_peer_exp", "bidirectional_ring", "complete"])
+def test_with_sends_old_parameters_only(name, mesh8):
+    """A message of "with" does not wait for the batch, so it may overlap the whole step."""
+    schedule = topology.make(name, 8)
+
+    def analyse(tx):
+        args = arguments(tx)
+        jaxpr = jax.make_jaxpr(on_mesh(step_of(tx, 0), mesh8))(*args).jaxpr
+        params, state, batch = (len(jax.tree.leaves(arg)) for arg in args)
+        # Neither the batch nor the optimizer's state: parameters alone.
+        return sends_that_depend(jaxpr, [False] * params + [True] * (state + batch))
+
+    out, sends = analyse(optim.decentralized(INNER, schedule, "with"))
+    assert any(out)  # the new parameters do depend on the batch
+    assert sends == [False] * (len(SHAPES) * max(1, len(schedule.rounds[0].sends)))
+    out, sends = analyse(optim.decentralized(INNER, schedule, "then"))
+    assert any(out) and sends == [True] * (len(SHAPES) * max(1, len(schedule.rounds[0].sends)))
+    out, sends = analyse(optim.all_reduce(INNER))
+    assert sends == [True] * len(SHAPES)
+
+
+def test_with_sends_the_parameters_as_they_came(mesh8):
+    """In the compiled step the operand of the permute is an input of the program."""
+    schedule = topology.make("one_peer_exp", 8)
+
+    def operands(combine):
+        tx = optim.decentralized(INNER, schedule, combine)
+        found = compiled_step(tx, 0, mesh8)
+        lines = [line for _, sizes, line in found if sizes != [1]]
+        return [re.search(r"collective-permute\(.*?%([\w.-]+)\)", line)[1] for line in lines]
+
+    assert all(name.startswith("param") for name in operands("with"))
+    assert not any(name.startswith("param") for name in operands("then"))

@@ -1,0 +1,224 @@
+"""The stacked state: where it lives, its mean, its spread, another number of replicas."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from decent_jax import gossip, replicas, topology
+
+
+def init(key):
+    first, second = jax.random.split(key)
+    return {"kernel": jax.random.normal(first, (2, 3)), "bias": jax.random.normal(second, (3,))}
+
+
+def assert_equal(got, wanted):
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
+def flat(stacked):
+    """(n, numbers of one replica) float64."""
+    leaves = [np.asarray(x, np.float64) for x in jax.tree.leaves(stacked)]
+    return np.concatenate([x.reshape(len(x), -1) for x in leaves], axis=1)
+
+
+# --- making ---------------------------------------------------------------------------------------
+
+
+def test_create_identical():
+    key = jax.random.key(0)
+    stacked = replicas.create(init, 5, key)
+    own = init(key)
+    assert jax.tree.map(jnp.shape, stacked) == {"kernel": (5, 2, 3), "bias": (5, 3)}
+    for i in range(5):
+        assert_equal(replicas.take(stacked, i), own)
+    assert_equal(stacked, replicas.broadcast(own, 5))
+
+
+def test_create_a_draw_each():
+    key = jax.random.key(0)
+    stacked = replicas.create(init, 3, key, identical=False)
+    for i, own_key in enumerate(jax.random.split(key, 3)):
+        jax.tree.map(
+            lambda got, wanted: np.testing.assert_allclose(got, wanted, rtol=1e-6),
+            replicas.take(stacked, i),
+            init(own_key),
+        )
+    gaps = flat(stacked)[:, None] - flat(stacked)[None]
+    assert (abs(gaps).max(-1) + np.eye(3) > 0.1).all()
+
+
+def test_take_and_broadcast_keep_dtypes():
+    tree = {"a": jnp.bfloat16([1, 2]), "count": jnp.int32(3), "flag": jnp.array(True)}
+    stacked = replicas.broadcast(tree, 4)
+    assert jax.tree.map(jnp.shape, stacked) == {"a": (4, 2), "count": (4,), "flag": (4,)}
+    assert_equal(replicas.take(stacked, 3), tree)
+    assert jax.tree.map(lambda x: x.dtype, stacked) == jax.tree.map(lambda x: x.dtype, tree)
+    assert int(replicas.take({"i": jnp.arange(4)}, 2)["i"]) == 2
+
+
+# --- mean and distance ----------------------------------------------------------------------------
+
+
+def spread_state(bad=(), poison=jnp.nan):
+    stacked = replicas.create(init, 6, jax.random.key(1), identical=False)
+    for i in bad:
+        stacked["bias"] = stacked["bias"].at[i, 1].set(poison)
+    return stacked
+
+
+@pytest.mark.parametrize(
+    ("bad", "poison"), [((), 0), ((2,), jnp.nan), ((0, 5), jnp.inf), ((1, 2, 3, 4, 5), -jnp.inf)]
+)
+def test_consensus_against_numpy(bad, poison):
+    stacked = spread_state(bad, poison)
+    ok = np.array([i not in bad for i in range(6)])
+    assert replicas.finite(stacked).tolist() == ok.tolist()
+
+    x = flat(stacked)
+    wanted = x[ok].mean(0)
+    mean = jax.jit(replicas.consensus_mean)(stacked)
+    assert jax.tree.map(jnp.shape, mean) == {"kernel": (2, 3), "bias": (3,)}
+    got = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(mean)])
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+    distances = np.linalg.norm(x - wanted, axis=1)
+    consensus = jax.jit(replicas.consensus_distance)(stacked)
+    distance = np.sqrt(np.square(distances[ok]).mean())
+    np.testing.assert_allclose(consensus.distance, distance, rtol=1e-5, atol=1e-6)
+    relative = distance / np.linalg.norm(wanted)
+    np.testing.assert_allclose(consensus.relative, relative, rtol=1e-5, atol=1e-6)
+    per_replica = np.where(ok, distances, np.inf)
+    np.testing.assert_allclose(consensus.per_replica, per_replica, rtol=1e-5, atol=1e-6)
+
+
+def test_consensus_of_equal_replicas():
+    consensus = replicas.consensus_distance(replicas.create(init, 4, jax.random.key(0)))
+    assert float(consensus.distance) == float(consensus.relative) == 0
+    assert consensus.per_replica.tolist() == [0] * 4
+
+
+def test_consensus_by_hand():
+    stacked = {"a": jnp.float32([[1.0], [3.0]]), "b": jnp.float32([2.0, -2.0])}
+    consensus = replicas.consensus_distance(stacked)
+    assert float(consensus.distance) == pytest.approx(5**0.5)  # (1, 2) from the mean (2, 0)
+    assert float(consensus.relative) == pytest.approx(5**0.5 / 2)
+    assert_equal(replicas.consensus_mean(stacked), {"a": np.float32([2]), "b": np.float32(0)})
+
+
+def test_distance_is_computed_in_float32():
+    stacked = {"a": jnp.bfloat16(np.tile([[1.0], [1.0078125]], (1, 300)))}
+    consensus = replicas.consensus_distance(stacked)
+    assert consensus.distance.dtype == jnp.float32
+    assert replicas.consensus_mean(stacked)["a"].dtype == jnp.bfloat16
+
+
+# --- another number -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 3, 6, 8])
+@pytest.mark.parametrize("bad", [(), (4,)])
+def test_resize(n, bad):
+    params = spread_state(bad)
+    count = jnp.int32([4, 5, 5, 5, 3, 5])
+    stacked = {"params": params, "count": count, "moment": jnp.bfloat16(np.arange(6.0))}
+    got = replicas.resize(stacked, n)
+    assert jax.tree.structure(got) == jax.tree.structure(stacked)
+    for leaf, old in zip(jax.tree.leaves(got), jax.tree.leaves(stacked), strict=True):
+        assert leaf.shape == (n, *old.shape[1:]) and leaf.dtype == old.dtype
+    ok = [i not in bad for i in range(6)]
+    np.testing.assert_allclose(
+        flat(got["params"]), np.tile(flat(params)[ok].mean(0), (n, 1)), rtol=1e-5, atol=1e-6
+    )
+    assert got["count"].tolist() == [5] * n
+    # A bad replica is left out whole, also of leaves in which it is finite.
+    assert got["moment"].tolist() == [float(jnp.bfloat16(np.arange(6.0)[ok].mean()))] * n
+
+
+# --- placement ------------------------------------------------------------------------------------
+
+
+def test_place_on_all_devices_in_order():
+    placement = replicas.place(16)
+    assert placement.mesh.shape == {"replica": 8} and placement.block == 2
+    assert placement.mesh.devices.tolist() == jax.devices()
+    assert placement.axis_name == ("replica", "block")
+    assert replicas.place(8).axis_name == "replica" and replicas.place(8).block == 1
+    x = jax.device_put(jnp.arange(16.0), placement.stacked)
+    assert [shard.data.tolist() for shard in x.addressable_shards[:2]] == [[0, 1], [2, 3]]
+    y = jax.device_put(jnp.arange(2.0), placement.replicated)
+    assert len(y.addressable_shards) == 8
+    assert all(shard.data.tolist() == [0, 1] for shard in y.addressable_shards)
+
+
+@pytest.mark.parametrize(("n", "count"), [(6, 4), (4, 8), (9, 2)])
+def test_place_refuses(n, count):
+    message = (
+        f"{n} replicas cannot be spread evenly over {count} devices; use a multiple of {count} "
+        "replicas, or fewer devices"
+    )
+    with pytest.raises(ValueError, match=message):
+        replicas.place(n, jax.devices()[:count])
+
+
+def test_place_on_all_devices_refuses():
+    with pytest.raises(ValueError, match="12 replicas cannot be spread evenly over 8 devices"):
+        replicas.place(12)
+
+
+def training_step(placement, schedule, loop):
+    """As the training loop does it: map over the block, one mix, map over the block."""
+
+    def body(params, targets):
+        ids = placement.replica_ids()
+        gradient = placement.per_replica(
+            lambda p, b, i: (jax.tree.map(lambda x: x - b[0] * (1 + i), p), i), loop=loop
+        )
+        grads, seen = gradient(params, targets, ids)
+        mixing = placement.per_replica(
+            lambda p: gossip.mix(p, schedule, 1, placement.axis_name), loop=False
+        )
+        mixed = mixing(params)
+        update = placement.per_replica(
+            lambda x, g: jax.tree.map(lambda x, g: x - 0.1 * g, x, g), loop=loop
+        )
+        return update(mixed, grads), seen
+
+    split = P("replica")
+    return jax.jit(placement.on_devices(body, split, split))
+
+
+@pytest.mark.parametrize(("devices", "loop"), [(8, False), (4, False), (4, True), (1, True)])
+def test_placements_agree(devices, loop):
+    """A result depends on the number of replicas, never on where they live."""
+    schedule = topology.make("one_peer_exp", 8)
+    placement = replicas.place(8, jax.devices()[:devices])
+    assert placement.block == 8 // devices
+    stacked = replicas.create(init, 8, jax.random.key(3), identical=False)
+    targets = jnp.linspace(-1, 1, 8)[:, None]
+    args = jax.device_put((stacked, targets), placement.stacked)
+    got, seen = training_step(placement, schedule, loop)(*args)
+    assert seen.tolist() == list(range(8))
+    for key, leaf in stacked.items():
+        x = np.asarray(leaf)
+        b = (np.asarray(targets)[:, 0] * np.arange(1, 9)).reshape(8, *[1] * (x.ndim - 1))
+        wanted = np.einsum("ij,j...->i...", schedule.matrix(1), x) - 0.1 * (x - b)
+        np.testing.assert_allclose(got[key], wanted, rtol=1e-5, atol=1e-6)
+        assert got[key].sharding.is_equivalent_to(placement.stacked, x.ndim)
+
+
+def test_on_devices_keeps_check_vma_where_it_can():
+    """A block cannot be checked; one replica a device is, unless asked otherwise."""
+    ring = topology.make("alternating_exp_ring", 8, local_size=4)
+
+    def mixing(placement, **options):
+        mix = placement.per_replica(lambda x: gossip.mix(x, ring, 0, placement.axis_name))
+        step = placement.on_devices(mix, P("replica"), P("replica"), **options)
+        return jax.eval_shape(step, jnp.zeros((8, 2))).shape
+
+    with pytest.raises(ValueError, match="check_vma=False"):
+        mixing(replicas.place(8))
+    assert mixing(replicas.place(8), check_vma=False) == (8, 2)
+    assert mixing(replicas.place(8, jax.devices()[:4])) == (8, 2)

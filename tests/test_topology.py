@@ -1,0 +1,580 @@
+"""Schedules against closed forms, published lists and tables, and their own definitions."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decent_jax import topology
+from decent_jax.topology import NAMES, Schedule, make
+
+quick = settings(database=None, deadline=None, max_examples=60)
+
+
+def norm(matrix):
+    """The distance of a product of rounds from the average, in the spectral norm."""
+    return np.linalg.norm(matrix - 1 / len(matrix), 2)
+
+
+def product(schedule, rounds):
+    """Rounds applied in the given order, first one first."""
+    out = np.eye(schedule.num_replicas)
+    for r in rounds:
+        out = schedule.matrix(r) @ out
+    return out
+
+
+def groups(matrix):
+    """The sets of replicas that average with each other, read off a matrix of equal weights."""
+    return sorted({tuple(np.flatnonzero(row > 0).tolist()) for row in matrix})
+
+
+def group_list(text):
+    """``"0-3 8,9"`` as [(0, 1, 2, 3), (8, 9)]."""
+    out = []
+    for part in text.split():
+        group = []
+        for piece in part.split(","):
+            first, _, last = piece.partition("-")
+            group += range(int(first), int(last or first) + 1)
+        out.append(tuple(group))
+    return sorted(out)
+
+
+def rebuild(one):
+    """The matrix of a round from what it says it communicates."""
+    n = len(one.matrix)
+    exchange = np.diag(one.self_weights).astype(float)
+    for send in one.sends:
+        for receiver in np.flatnonzero(send.sources >= 0):
+            exchange[receiver, send.sources[receiver]] += send.weights[receiver]
+    g = one.group_size
+    return exchange @ np.kron(np.eye(n // g), np.full((g, g), 1 / g))
+
+
+# Every schedule at a few sizes it exists for; (name, n, local_size).
+CASES = [
+    *(("complete", n, 1) for n in (1, 2, 3, 7, 8)),
+    *(("ring", n, 1) for n in (1, 2, 4, 6, 8, 14)),
+    *(("bidirectional_ring", n, 1) for n in (1, 2, 3, 4, 5, 8)),
+    *(("one_peer_exp", n, 1) for n in (1, 2, 3, 5, 6, 8, 12, 16)),
+    *(("hypercube", n, 1) for n in (1, 2, 4, 8, 16)),
+    *(("alternating_exp_ring", n, 2) for n in (1, 4, 8, 16)),
+    *(("alternating_exp_ring", n, 4) for n in (1, 8, 16, 32)),
+    ("alternating_exp_ring", 6, 3),
+]
+
+
+# --- every schedule -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "n", "local"), CASES)
+def test_rounds_are_doubly_stochastic_and_say_how_they_are_sent(name, n, local):
+    schedule = make(name, n, local_size=local)
+    assert (schedule.name, schedule.num_replicas) == (name, n)
+    assert schedule.period == len(schedule.rounds) >= 1
+    for r, one in enumerate(schedule.rounds):
+        matrix = schedule.matrix(r)
+        assert matrix.dtype == np.float64 and matrix.shape == (n, n) and matrix.min() >= 0
+        np.testing.assert_allclose(matrix.sum(0), 1, atol=1e-15)
+        np.testing.assert_allclose(matrix.sum(1), 1, atol=1e-15)
+        np.testing.assert_allclose(rebuild(one), matrix, atol=1e-15)
+        for send in one.sends:
+            heard = send.sources[send.sources >= 0]
+            assert len(set(heard.tolist())) == len(heard)
+            assert not send.weights[send.sources < 0].any()
+        senders = (matrix - np.diag(np.diag(matrix)) > 0).sum(1)
+        assert schedule.degree(r) == senders.max()
+    assert norm(product(schedule, range(schedule.period))) < 1
+    np.testing.assert_allclose(
+        schedule.period_matrix(), product(schedule, range(schedule.period)), atol=1e-15
+    )
+
+
+def test_cases_name_every_schedule():
+    assert {name for name, _, _ in CASES} == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_replica_is_the_identity(name):
+    for local in (1, 2, 4):
+        schedule = make(name, 1, local_size=local)
+        assert schedule.period == 1 and schedule.degree(0) == 0
+        np.testing.assert_array_equal(schedule.matrix(0), [[1.0]])
+        assert schedule.bytes_sent(100) == schedule.bytes_sent(100, 0) == 0
+        assert schedule.rounds_to_consensus() == 0
+        assert schedule.spectral_gap() == 1 and schedule.consensus_rate() == 0
+        assert not schedule.rounds[0].sends and not schedule.partial_groups
+
+
+@pytest.mark.parametrize(
+    "name", ["complete", "ring", "bidirectional_ring", "one_peer_exp", "hypercube"]
+)
+def test_two_replicas_are_one_pair(name):
+    schedule = make(name, 2)
+    assert schedule.period == 1 and schedule.degree(0) == 1
+    np.testing.assert_array_equal(schedule.matrix(0), np.full((2, 2), 0.5))
+    assert schedule.bytes_sent(10) == 10 and schedule.rounds_to_consensus() == 1
+
+
+@given(step=st.integers(0, 10_000), every=st.integers(1, 9), case=st.sampled_from(CASES))
+@quick
+def test_round_at_is_its_definition(step, every, case):
+    schedule = make(case[0], case[1], local_size=case[2])
+    got = schedule.round_at(step, every)
+    if (step + 1) % every == 0:
+        assert got == (step // every) % schedule.period and type(got) is int
+    else:
+        assert got is None
+    # Seen from a window of steps: one mixing step in every H, each a round after the one before.
+    window = range(step, step + 3 * every)
+    mixes = [t for t in window if schedule.round_at(t, every) is not None]
+    rounds = [schedule.round_at(t, every) for t in mixes]
+    assert len(mixes) == 3 and set(np.diff(mixes).tolist()) == {every}
+    assert all((b - a - 1) % schedule.period == 0 for a, b in itertools.pairwise(rounds))
+
+
+def test_round_at_visits_the_rounds_in_turn():
+    schedule = make("one_peer_exp", 8)
+    assert [schedule.round_at(t) for t in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    wanted = [None, 0, None, 1, None, 2, None, 0]
+    assert [schedule.round_at(t, 2) for t in range(8)] == wanted
+    assert [schedule.round_at(t, mix_every=3) for t in range(6)] == [None, None, 0, None, None, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "local", "wanted"),
+    [
+        ("complete", 4, 1, [1.5]),  # reduce-scatter and all-gather
+        ("ring", 8, 1, [1, 1]),
+        ("bidirectional_ring", 8, 1, [2]),
+        ("one_peer_exp", 6, 1, [1, 1, 1]),
+        ("hypercube", 8, 1, [1, 1, 1]),
+        ("alternating_exp_ring", 8, 4, [1.5, 2.5]),
+        ("alternating_exp_ring", 8, 2, [2, 2, 2, 2]),
+    ],
+)
+def test_bytes_sent(name, n, local, wanted):
+    schedule = make(name, n, local_size=local)
+    assert [schedule.bytes_sent(1000, r) for r in range(schedule.period)] == [
+        pytest.approx(1000 * models) for models in wanted
+    ]
+    assert schedule.bytes_sent(1000) == pytest.approx(1000 * np.mean(wanted))
+
+
+def test_bytes_of_an_irregular_round_are_the_busiest_senders():
+    star = Schedule.from_matrices([metropolis(star_edges(4), 4)])
+    assert star.bytes_sent(10) == 30 and star.degree(0) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "local", "wanted"),
+    [
+        ("complete", 8, 1, False),
+        ("one_peer_exp", 8, 1, False),
+        ("alternating_exp_ring", 8, 4, True),
+        ("alternating_exp_ring", 1, 4, False),
+    ],
+)
+def test_partial_groups(name, n, local, wanted):
+    assert make(name, n, local_size=local).partial_groups is wanted
+
+
+# --- closed forms and published values ------------------------------------------------------------
+
+
+def test_complete_is_exact_in_one_round():
+    schedule = make("complete", 7)
+    np.testing.assert_allclose(schedule.matrix(0), np.full((7, 7), 1 / 7), atol=1e-16)
+    assert schedule.degree(0) == 6 and schedule.spectral_gap() == 1
+    assert schedule.mean_square_rate() == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("n", range(3, 34))
+def test_bidirectional_ring_rate(n):
+    schedule = make("bidirectional_ring", n)
+    wanted = 1 / 3 + 2 / 3 * np.cos(2 * np.pi / n)  # for n=3 this is 0
+    assert schedule.spectral_gap() == pytest.approx(1 - wanted, abs=1e-12)
+    assert schedule.consensus_rate() == pytest.approx(wanted, abs=1e-12)
+    assert schedule.mean_square_rate() == pytest.approx(wanted**2, abs=1e-12)
+    row = np.zeros(n)
+    row[[0, 1, -1]] = 1 / 3
+    np.testing.assert_allclose(schedule.matrix(0)[0], row, atol=1e-16)
+
+
+def test_bidirectional_ring_of_8():
+    assert norm(make("bidirectional_ring", 8).matrix(0)) == pytest.approx(0.804738, abs=5e-7)
+
+
+def test_ring_lists():
+    assert groups(make("ring", 8).matrix(0)) == group_list("0,1 2,3 4,5 6,7")
+    assert groups(make("ring", 8).matrix(1)) == group_list("0,7 1,2 3,4 5,6")
+    wanted = group_list("0,15 1,2 3,4 5,6 7,8 9,10 11,12 13,14")
+    assert groups(make("ring", 16).matrix(1)) == wanted
+
+
+@pytest.mark.parametrize("n", [4, 6, 8, 10, 16, 30])
+def test_ring_rates(n):
+    schedule = make("ring", n)
+    assert schedule.period == 2
+    assert norm(schedule.period_matrix()) == pytest.approx(abs(np.cos(2 * np.pi / n)), abs=1e-12)
+    assert schedule.mean_square_rate() == pytest.approx((1 + np.cos(2 * np.pi / n)) / 2)
+    printed = {8: (0.707107, 0.854), 16: (0.923880, 0.962)}.get(n)
+    if printed:
+        assert norm(schedule.period_matrix()) == pytest.approx(printed[0], abs=1e-6)
+        assert schedule.mean_square_rate() == pytest.approx(printed[1], abs=5e-4)
+        assert schedule.spectral_gap() == pytest.approx(1 - printed[0] ** 0.5, abs=1e-6)
+        # The period's spectral radius is the square of its norm: it is not a normal matrix.
+        assert schedule.consensus_rate() == pytest.approx(printed[0], abs=1e-6)
+
+
+@pytest.mark.parametrize("n", range(2, 66))
+def test_one_peer_exp_closed_form(n):
+    schedule = make("one_peer_exp", n)
+    tau = int(np.ceil(np.log2(n)))
+    assert schedule.period == tau
+    for k in range(tau):
+        matrix = np.zeros((n, n))
+        for i in range(n):
+            matrix[i, i] += 0.5
+            matrix[i, (i - 2**k) % n] += 0.5
+        np.testing.assert_array_equal(schedule.matrix(k), matrix)
+    modes = np.pi * np.arange(1, n) / n
+    wanted = np.abs(np.sin(modes * 2**tau) / (2**tau * np.sin(modes))).max()
+    assert norm(schedule.period_matrix()) == pytest.approx(wanted, abs=1e-12)
+    assert schedule.consensus_rate() == pytest.approx(
+        wanted ** (1 / tau) if wanted > 1e-12 else 0, abs=1e-9
+    )
+    mean_square = np.cos(np.outer(2 ** np.arange(tau), modes)) ** 2
+    assert schedule.mean_square_rate() == pytest.approx(mean_square.mean(0).max(), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("n", "norm_of_period", "rounds"),
+    [
+        (3, 0.25, 20),
+        (5, 0.202254, 26),
+        (6, 0.216506, 28),
+        (7, 0.125, 21),
+        (9, 0.117462, 27),
+        (10, 0.192355, 35),
+        (12, 0.209129, 36),
+        (14, 0.121866, 28),
+        (20, 0.189987, 44),
+        (24, 0.207340, 45),
+        (48, 0.206896, 54),
+        (96, 0.206785, 63),
+    ],
+)
+def test_one_peer_exp_iterations(n, norm_of_period, rounds):
+    schedule = make("one_peer_exp", n)
+    assert norm(schedule.period_matrix()) == pytest.approx(norm_of_period, abs=6e-7)
+    assert schedule.rounds_to_consensus(1e-6) == rounds
+
+
+@pytest.mark.parametrize(("n", "rounds"), [(8, 3), (16, 4), (32, 5), (64, 6)])
+def test_powers_of_two_are_exact_after_one_period(n, rounds):
+    for name in ("one_peer_exp", "hypercube"):
+        schedule = make(name, n)
+        assert schedule.period == schedule.rounds_to_consensus() == rounds
+        assert schedule.spectral_gap() == 1 and schedule.consensus_rate() == 0
+        assert {schedule.degree(r) for r in range(rounds)} == {1}
+
+
+@pytest.mark.parametrize("name", ["one_peer_exp", "hypercube"])
+def test_any_order_of_rounds_is_exact(name):
+    orders = list(itertools.permutations(range(4)))
+    assert len(orders) == 24
+    for order in orders:
+        np.testing.assert_allclose(product(make(name, 16), order), np.full((16, 16), 1 / 16))
+    for missing in range(4):  # one round left out is far from exact
+        rest = [r for r in range(4) if r != missing]
+        assert norm(product(make(name, 16), rest)) > 0.5
+
+
+def test_one_peer_exp_by_hand():
+    schedule = make("one_peer_exp", 8)
+    x = schedule.matrix(0) @ np.arange(8)
+    np.testing.assert_array_equal(x, [3.5, 0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5])
+    x = schedule.matrix(1) @ x
+    np.testing.assert_array_equal(x, [4.5, 3.5, 2.5, 1.5, 2.5, 3.5, 4.5, 5.5])
+    np.testing.assert_array_equal(schedule.matrix(2) @ x, np.full(8, 3.5))
+
+
+def test_one_peer_exp_single_rounds_do_not_contract():
+    schedule = make("one_peer_exp", 8)
+    assert norm(schedule.matrix(0)) == pytest.approx(0.923880, abs=1e-6)
+    assert [norm(schedule.matrix(r)) for r in (1, 2)] == pytest.approx([1, 1])
+
+
+@pytest.mark.parametrize(
+    ("n", "lists"),
+    [
+        (8, ["0,1 2,3 4,5 6,7", "0,2 1,3 4,6 5,7", "0,4 1,5 2,6 3,7"]),
+        (
+            16,
+            [
+                "0,1 2,3 4,5 6,7 8,9 10,11 12,13 14,15",
+                "0,2 1,3 4,6 5,7 8,10 9,11 12,14 13,15",
+                "0,4 1,5 2,6 3,7 8,12 9,13 10,14 11,15",
+                "0,8 1,9 2,10 3,11 4,12 5,13 6,14 7,15",
+            ],
+        ),
+    ],
+)
+def test_hypercube_lists(n, lists):
+    schedule = make("hypercube", n)
+    got = [groups(schedule.matrix(r)) for r in range(schedule.period)]
+    assert got == [group_list(text) for text in lists]
+
+
+@pytest.mark.parametrize(
+    ("n", "local", "lists"),
+    [
+        (8, 4, ["0-3 4-7", "0-7"]),
+        (
+            16,
+            4,
+            ["0-3 4-7 8-15", "0-7 8-11 12-15", "0-3 8-11 4-7,12-15", "0-3,8-11 4-7 12-15"],
+        ),
+    ],
+)
+def test_alternating_exp_ring_lists(n, local, lists):
+    schedule = make("alternating_exp_ring", n, local_size=local)
+    got = [groups(schedule.matrix(r)) for r in range(schedule.period)]
+    assert got == [group_list(text) for text in lists]
+    for r in range(schedule.period):  # the mean of a group, not only its members
+        for group in got[r]:
+            rows = schedule.matrix(r)[np.ix_(group, group)]
+            np.testing.assert_allclose(rows, 1 / len(group), atol=1e-16)
+
+
+@pytest.mark.parametrize(
+    ("n", "local", "nodes_log", "mean_square"),
+    [(8, 4, 1, 0.5), (16, 4, 2, 0.75), (32, 8, 2, 0.75), (32, 4, 3, 5 / 6), (64, 8, 3, 5 / 6)],
+)
+def test_alternating_exp_ring_is_exact_after_one_period(n, local, nodes_log, mean_square):
+    schedule = make("alternating_exp_ring", n, local_size=local)
+    assert schedule.period == 2 * nodes_log
+    assert norm(schedule.period_matrix()) < 1e-12
+    assert schedule.rounds_to_consensus() == schedule.period
+    assert schedule.mean_square_rate() == pytest.approx(mean_square)
+    one_later = product(schedule, [(r + 1) % schedule.period for r in range(schedule.period)])
+    if nodes_log == 1:
+        assert norm(one_later) < 1e-12
+    else:  # exact one round later from an odd phase
+        assert norm(one_later) > 0.1
+        assert norm(schedule.matrix(1) @ one_later) < 1e-12
+    if nodes_log == 2:
+        assert norm(one_later) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("n", "rate"), [(8, 2 / 3), (16, 3 / 4)])
+def test_hypercube_mean_square_rate(n, rate):
+    assert make("hypercube", n).mean_square_rate() == pytest.approx(rate)
+
+
+def test_spectral_gap_of_the_static_exponential_graph():
+    """2 / (1 + ceil(log2 n)) for even n, strictly more for odd n (Ying et al. 2021)."""
+    printed = {5: 0.75, 7: 0.646447, 9: 0.558213, 11: 0.510419, 13: 0.543657, 15: 0.510102}
+    for n in (4, 8, 12, 16, *printed):
+        tau = int(np.ceil(np.log2(n)))
+        shifts = [np.roll(np.eye(n), 2**k, axis=0) for k in range(tau)]
+        matrix = (np.eye(n) + sum(shifts)) / (tau + 1)
+        schedule = Schedule.from_matrices([matrix])
+        assert schedule.degree(0) == len(schedule.rounds[0].sends) == tau
+        assert schedule.spectral_gap() == pytest.approx(printed.get(n, 2 / (1 + tau)), abs=1e-6)
+
+
+def test_rounds_to_consensus_gives_up():
+    message = r"ring does not come within 1e-06 of consensus in 3 rounds"
+    with pytest.raises(ValueError, match=message):
+        make("ring", 16).rounds_to_consensus(limit=3)
+
+
+# --- matrices of one's own ------------------------------------------------------------------------
+
+
+def star_edges(n):
+    return [(0, leaf) for leaf in range(1, n)]
+
+
+def metropolis(edges, n):
+    """Metropolis-Hastings weights of an undirected graph."""
+    degree = np.zeros(n, int)
+    for i, j in edges:
+        degree[[i, j]] += 1
+    matrix = np.zeros((n, n))
+    for i, j in edges:
+        matrix[i, j] = matrix[j, i] = 1 / max(degree[i] + 1, degree[j] + 1)
+    return matrix + np.diag(1 - matrix.sum(1))
+
+
+def test_metropolis_star_and_grid():
+    star = Schedule.from_matrices([metropolis(star_edges(4), 4)], name="star")
+    np.testing.assert_allclose(star.matrix(0)[0], 1 / 4)
+    np.testing.assert_allclose(star.matrix(0)[2], [1 / 4, 0, 3 / 4, 0])
+    assert star.name == "star" and star.spectral_gap() == pytest.approx(0.25)
+    edges = [(0, 1), (1, 2), (3, 4), (4, 5), (0, 3), (1, 4), (2, 5)]
+    grid = Schedule.from_matrices([metropolis(edges, 6)])
+    np.testing.assert_allclose(grid.matrix(0)[2], [0, 1 / 4, 5 / 12, 0, 0, 1 / 3], atol=1e-15)
+    assert norm(grid.matrix(0)) == pytest.approx(0.75)
+    assert len(grid.rounds[0].sends) == 3
+
+
+def test_row_stochastic_star_converges_to_a_weighted_mean():
+    """Refused unless asked for: from 0..3 it ends at 1.684211, not 1.5."""
+    rounds = []
+    for leaf in (1, 2, 3):  # one peer at a time; all leaves send to the hub in the first round
+        matrix = np.eye(4)
+        matrix[leaf] = 0
+        matrix[leaf, [0, leaf]] = 0.5
+        matrix[0] = 0
+        matrix[0, [0, leaf]] = 0.5
+        rounds.append(matrix)
+    Schedule.from_matrices(rounds)  # pairs: doubly stochastic
+    everyone = np.array([[1, 1, 1, 1], [2, 2, 0, 0], [2, 0, 2, 0], [2, 0, 0, 2]]) / 4.0
+    with pytest.raises(ValueError, match=r"round 0: column 0 must sum to 1, got 1\.75"):
+        Schedule.from_matrices([everyone])
+    schedule = Schedule.from_matrices([everyone], row_stochastic_only=True)
+    np.testing.assert_array_equal(rebuild(schedule.rounds[0]), everyone)
+    assert len(schedule.rounds[0].sends) == 3
+    limit = np.linalg.matrix_power(everyone, 200) @ np.arange(4)
+    stationary = np.array([2, 1, 1, 1]) / 5  # left eigenvector, by hand
+    np.testing.assert_allclose(limit, stationary @ np.arange(4), atol=1e-12)
+    assert abs(limit[0] - 1.5) > 0.2
+    assert 0 < schedule.consensus_rate() < 1
+
+
+@st.composite
+def permutation_mixtures(draw):
+    """A doubly stochastic matrix: a convex combination of permutations (Birkhoff)."""
+    n = draw(st.integers(2, 9))
+    count = draw(st.integers(1, 4))
+    parts = [draw(st.permutations(range(n))) for _ in range(count)]
+    weights = np.array([draw(st.integers(1, 8)) for _ in range(count)], float)
+    matrix = np.zeros((n, n))
+    for weight, permutation in zip(weights / weights.sum(), parts, strict=True):
+        matrix[np.arange(n), list(permutation)] += weight
+    return matrix
+
+
+def check_sends(matrix):
+    one = topology._round_of(matrix)
+    np.testing.assert_array_equal(rebuild(one), matrix)
+    for send in one.sends:
+        heard = send.sources[send.sources >= 0]
+        assert len(set(heard.tolist())) == len(heard)
+        assert (send.sources != np.arange(len(matrix))).all()
+        assert not send.weights[send.sources < 0].any()
+    arrows = matrix - np.diag(np.diag(matrix)) > 0
+    assert len(one.sends) == max(arrows.sum(0).max(), arrows.sum(1).max())
+
+
+@given(permutation_mixtures())
+@quick
+def test_sends_rebuild_a_doubly_stochastic_matrix(matrix):
+    check_sends(matrix)
+
+
+@given(st.integers(1, 8), st.data())
+@quick
+def test_sends_rebuild_any_matrix(n, data):
+    numbers = st.lists(st.integers(0, 3), min_size=n * n, max_size=n * n)
+    matrix = np.array(data.draw(numbers), float).reshape(n, n) + np.eye(n)
+    check_sends(matrix / matrix.sum(1, keepdims=True))
+
+
+@given(permutation_mixtures())
+@quick
+def test_from_matrices_accepts_or_says_why(matrix):
+    """Half on oneself rules periodicity out, so exactly the disconnected ones are refused."""
+    lazy = (matrix + np.eye(len(matrix))) / 2
+    reach = np.linalg.matrix_power(lazy, len(lazy)) > 0
+    if reach.all():
+        schedule = Schedule.from_matrices([lazy, lazy])
+        assert schedule.consensus_rate() < 1
+        assert schedule.period == 2 and schedule.num_replicas == len(lazy)
+    else:
+        with pytest.raises(ValueError, match="never reaches consensus: over one period"):
+            Schedule.from_matrices([lazy, lazy])
+
+
+def test_rounds_may_leave_replicas_idle_if_the_period_connects_them():
+    first, second = np.eye(3), np.eye(3)
+    first[:2, :2] = second[1:, 1:] = 0.5
+    schedule = Schedule.from_matrices([first, second])
+    assert [schedule.degree(r) for r in range(2)] == [1, 1]
+    assert schedule.rounds[0].sends[0].sources.tolist() == [1, 0, -1]
+    assert norm(schedule.period_matrix()) == pytest.approx(0.5)
+
+
+HALF = np.full((2, 2), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("matrices", "options", "message"),
+    [
+        ([], {}, "needs at least one mixing matrix, got none"),
+        ([np.ones((2, 3)) / 3], {}, r"square .*got shape \(2, 3\) where round 0 has 2 rows"),
+        ([np.ones(3)], {}, r"square .*got shape \(3,\)"),
+        ([np.ones(())], {}, r"square .*got shape \(\)"),
+        ([np.ones((0, 0))], {}, r"square .*got shape \(0, 0\)"),
+        ([HALF, np.eye(3)], {}, r"round 1: .*got shape \(3, 3\) where round 0 has 2 rows"),
+        ([HALF, [[1.5, -0.5], [-0.5, 1.5]]], {}, "round 1: weights must be non-neg.*got -0.5"),
+        ([[[np.nan, 1.0], [1.0, 0.0]]], {}, "round 0: weights must be non-negative, got nan"),
+        ([[[np.inf, 1.0], [1.0, 0.0]]], {}, "round 0: weights must be"),
+        ([HALF, [[0.5, 0.5], [0.5, 0.4]]], {}, "round 1: row 1 must sum to 1, got 0.9"),
+        ([[[0.5, 0.5], [0.5, 0.5 + 1e-8]]], {}, "round 0: row 1 must sum to 1, got 1.00000001"),
+        ([[[1.0, 0.0], [0.5, 0.5]]], {}, "round 0: column 0 must sum to 1, got 1.5; .*weighted"),
+        (
+            [[[0.5, 0.5], [0.5, 0.4]]],
+            {"row_stochastic_only": True},
+            "round 0: row 1 must sum to 1, got 0.9$",
+        ),
+        (
+            [[[1.0, 0.0], [0.5, 0.5]]],
+            {"row_stochastic_only": True},
+            r"does not flow both ways between replicas \[0\] and \[1\]|\[1\] and \[0\]",
+        ),
+        ([np.eye(2)], {}, r"'custom' never reaches consensus.*replicas \[0\] and \[1\]"),
+        ([np.kron(np.eye(2), HALF)], {"name": "two"}, r"'two' .*replicas \[0, 1\] and \[2, 3\]"),
+        ([[[0.0, 1.0], [1.0, 0.0]]], {}, "leaves some disagreement as large as it was; give"),
+    ],
+)
+def test_from_matrices_refuses(matrices, options, message):
+    with pytest.raises(ValueError, match=message):
+        Schedule.from_matrices(matrices, **options)
+
+
+def test_sums_may_be_off_by_rounding():
+    Schedule.from_matrices([[[0.5, 0.5], [0.5, 0.5 + 5e-10]]])
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "options", "message"),
+    [
+        ("exp", 8, {}, "unknown schedule 'exp'; choose one of complete, ring, .*one_peer_exp"),
+        ("ring", 0, {}, "at least one replica, got 0"),
+        ("complete", -3, {}, "at least one replica, got -3"),
+        ("complete", 4, {"local_size": 0}, "local_size must be at least 1, got 0"),
+        ("ring", 7, {}, "ring needs an even number of replicas, got 7; use one_peer_exp or bidir"),
+        ("hypercube", 6, {}, "hypercube needs a power of two replicas, got 6; use one_peer_exp"),
+        ("alternating_exp_ring", 8, {}, "local_size >= 2 .*got 8 replicas with local_size 1; use"),
+        ("alternating_exp_ring", 9, {"local_size": 2}, "got 9 replicas with local_size 2"),
+        ("alternating_exp_ring", 12, {"local_size": 2}, "got 12 replicas with local_size 2"),
+        ("alternating_exp_ring", 4, {"local_size": 4}, "k >= 1.*got 4 replicas with local_size 4"),
+        ("alternating_exp_ring", 2, {"local_size": 4}, "got 2 replicas with local_size 4"),
+    ],
+)
+def test_make_refuses(name, n, options, message):
+    with pytest.raises(ValueError, match=message):
+        make(name, n, **options)
+
+
+@pytest.mark.parametrize("every", [0, -1])
+def test_round_at_refuses(every):
+    with pytest.raises(ValueError, match=f"mix_every must be at least 1, got {every}"):
+        make("ring", 4).round_at(3, mix_every=every)
