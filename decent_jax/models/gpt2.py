@@ -281,8 +281,8 @@ def _fold_in(rng, data):
 def init(config: GPT2Config, key: jax.Array) -> Params:
     """Initial parameters: a nested dict of float32 arrays.
 
-    Normal with standard deviation ``init_std``, the matrices that write into the residual stream scaled
-    by ``1 / sqrt(2 * layers)``; biases 0, LayerNorm scales 1.
+    Normal with standard deviation ``init_std``, the matrices that write into the residual stream
+    scaled by ``1 / sqrt(2 * layers)``; biases 0, LayerNorm scales 1.
     """
     return nnx.to_pure_dict(nnx.state(GPT2(config, rngs=nnx.Rngs(key))))
 

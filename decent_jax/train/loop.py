@@ -1,5 +1,6 @@
 """The training loop: dispatch a step, then look at the one before it."""
 
+import contextlib
 import math
 import time
 from pathlib import Path
@@ -237,8 +238,10 @@ class _Trainer:
         )
 
     def _measure(self, step_metrics):
-        """Dispatch the reductions over replicas; nothing is waited for."""
-        return self._summarize(step_metrics), self._distance(self.state.params)
+        """Dispatch the reductions over replicas; nothing is waited for but their compilation."""
+        compiling = self._summarize._cache_size() == 0
+        with self._mark.pause() if compiling else contextlib.nullcontext():
+            return self._summarize(step_metrics), self._distance(self.state.params)
 
     def _due(self, done: int, logs: bool) -> tuple[bool, bool, bool]:
         """Whether to save, evaluate and stop after ``done`` steps, the same on all processes."""
