@@ -34,17 +34,21 @@ def cache_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def compile_once(cache_folder):
-    """Runs of one config in a module, or in the processes it starts, share their executables."""
+    """Compiling takes most of a tiny run: done fast, and once for all runs of a session.
+
+    Yields the same settings as environment variables, for processes that a test starts.
+    """
     wanted = {
+        "jax_disable_most_optimizations": True,
         "jax_compilation_cache_dir": cache_folder,
         "jax_persistent_cache_min_compile_time_secs": 0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
-    before = {name: getattr(jax.config, name) for name in wanted}
+    before = {name: jax.config.values[name] for name in wanted}
     for name, value in wanted.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
-    yield {name.upper(): str(value) for name, value in wanted.items()}  # as an environment
+    yield {name.upper(): str(value) for name, value in wanted.items()}
     for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()

@@ -15,7 +15,7 @@ from decent_jax.models.losses import cross_entropy
 from decent_jax.train.config import ConfigError
 
 STDLIB = "stdlib"
-_SAMPLE_TOKENS = 300
+_SAMPLE_TOKENS = 200
 
 
 def default_model() -> ConfigDict:
@@ -170,9 +170,13 @@ class LanguageModeling:
         if self.tokenizer is None:
             return f"no sample: {self.folder} has no manifest.json that names its tokenizer"
         ids = [self.tokenizer.end_of_text, *self.tokenizer.encode(self.prompt)]
-        count = min(_SAMPLE_TOKENS, max(self.config.context - len(ids), 1))
         tokens = generate.generate(
-            self.config, params, jnp.asarray([ids], jnp.int32), count, jax.random.key(0), 0.8
+            self.config,
+            params,
+            jnp.asarray([ids], jnp.int32),
+            _SAMPLE_TOKENS,
+            jax.random.key(0),
+            0.8,
         )
         # A padded vocabulary has ids that stand for no token; an untrained model may draw them.
         drawn = [i for i in np.asarray(tokens)[0, 1:].tolist() if i < self.tokenizer.vocab_size]

@@ -7,9 +7,13 @@ with the lowest validation loss. A checkpoint appears under its name only once i
 renames it); one that was damaged afterwards does not match its checksums.
 """
 
+import contextlib
 import functools
+import gc
+import io
 import json
 import logging
+import sys
 import time
 import zlib
 from pathlib import Path
@@ -57,26 +61,29 @@ class Checkpointer:
         rest = state._replace(params=None)
         meta = meta | {"step": step, "checksums": _checksums(state)}
         meta["checksum"] = _checksum_of_meta(meta)
-        self._best.wait_until_finished()  # the best that this checkpoint knows of is there, too
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardSave(state.params),
-                rest=ocp.args.StandardSave(rest),
-                meta=ocp.args.JsonSave(meta),
-            ),
-            force=True,
-        )
+        with _writing(self.workdir):
+            self._best.wait_until_finished()  # the best that this checkpoint knows of is there, too
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    params=ocp.args.StandardSave(state.params),
+                    rest=ocp.args.StandardSave(rest),
+                    meta=ocp.args.JsonSave(meta),
+                ),
+                force=True,
+            )
 
     def save_best(self, step: int, params: Any, meta: dict) -> None:
         """Keep the consensus model ``params`` (no replica dimension) as the best so far."""
-        self._best.save(
-            step,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardSave(params), meta=ocp.args.JsonSave(meta | {"step": step})
-            ),
-            force=True,
-        )
+        with _writing(self.workdir):
+            self._best.save(
+                step,
+                args=ocp.args.Composite(
+                    params=ocp.args.StandardSave(params),
+                    meta=ocp.args.JsonSave(meta | {"step": step}),
+                ),
+                force=True,
+            )
 
     def drop_best_after(self, step: int) -> bool:
         """Forget best models of steps that a resumed run has yet to reach; whether one is left."""
@@ -105,9 +112,10 @@ class Checkpointer:
         failures = []
         for step in reversed(self.steps()):
             try:
-                state, meta = self._restore(step, like, placement)
+                with _reading():
+                    state, meta = self._restore(step, like, placement)
             except Exception as error:
-                reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+                reason = _reason(error)
                 failures.append(f"step {step} ({reason})")
                 say(f"the checkpoint of step {step} is damaged: {reason}")
                 continue
@@ -131,15 +139,16 @@ class Checkpointer:
 
     def close(self) -> None:
         """Wait until everything is written."""
-        self._manager.wait_until_finished()
-        self._best.wait_until_finished()
-        self._manager.close()
-        self._best.close()
+        with _writing(self.workdir):
+            self.wait()
+            self._manager.close()
+            self._best.close()
 
     def wait(self) -> None:
         """Wait until everything saved so far is on disk."""
-        self._manager.wait_until_finished()
-        self._best.wait_until_finished()
+        with _writing(self.workdir):
+            self._manager.wait_until_finished()
+            self._best.wait_until_finished()
 
     def _restore(self, step, like, placement):
         meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
@@ -270,6 +279,44 @@ def _sums_of_bits(state):
         return (words * weights).sum(dtype=jnp.uint32)
 
     return jnp.stack([one(x) for x in jax.tree.leaves(state)])
+
+
+@contextlib.contextmanager
+def _writing(workdir: Path):
+    """One sentence for what a thread of orbax has met, such as a full disk."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"a checkpoint could not be written to {workdir}: {_reason(error)}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _reading():
+    """A read that fails leaves threads and coroutines of orbax that print tracebacks."""
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            try:
+                yield
+            except Exception:
+                time.sleep(0.2)  # until they have met the end of their event loop
+                gc.collect()
+                raise
+    finally:
+        sys.unraisablehook = hook
+
+
+def _reason(error: BaseException) -> str:
+    while error.__cause__ is not None:  # orbax and tensorstore say it in several layers
+        error = error.__cause__
+    text = (str(error).splitlines() or [""])[0]
+    if len(text) > 300:  # long paths stand in the middle, the cause at the end
+        text = f"{text[:150]} ... {text[-150:]}"
+    return f"{type(error).__name__}: {text}"
 
 
 def _checksum_of_meta(meta: dict) -> int:

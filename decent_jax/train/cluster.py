@@ -8,6 +8,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from decent_jax.train.config import ConfigError
+from decent_jax.train.progress import announce
 
 # Variables by which a launcher is recognised, with the number of processes where it says it.
 _LAUNCHERS = {
@@ -38,16 +39,22 @@ def start(config) -> str:
     # CPU devices of several processes talk over gloo; without a CPU cluster it has no effect.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if cluster.coordinator:
-        jax.distributed.initialize(
-            cluster.coordinator,
-            cluster.num_processes,
-            cluster.process_id,
-            cluster_detection_method="deactivate",
-            initialization_timeout=cluster.timeout_s,
-        )
+        waiting = f"waiting for {cluster.num_processes} processes at {cluster.coordinator}"
+        with announce(waiting, quiet=cluster.process_id != 0):
+            jax.distributed.initialize(
+                cluster.coordinator,
+                cluster.num_processes,
+                cluster.process_id,
+                cluster_detection_method="deactivate",
+                initialization_timeout=cluster.timeout_s,
+                heartbeat_timeout_seconds=cluster.heartbeat_s,
+            )
         how = f"coordinator {cluster.coordinator}"
     else:
-        jax.distributed.initialize(initialization_timeout=cluster.timeout_s)
+        jax.distributed.initialize(
+            initialization_timeout=cluster.timeout_s,
+            heartbeat_timeout_seconds=cluster.heartbeat_s,
+        )
         how = launcher
     return f"process {jax.process_index()} of {jax.process_count()} ({how})"
 

@@ -90,6 +90,7 @@ def default_config(task: str = "language_modeling") -> ConfigDict:
     config.cluster.num_processes = 0
     config.cluster.process_id = -1
     config.cluster.timeout_s = 300  # to wait for all processes at the start
+    config.cluster.heartbeat_s = 100  # a process that is silent for so long has died: all end
 
     # --- What is kept and said ---
     config.checkpoint = ConfigDict()
@@ -123,6 +124,7 @@ def validate(config: ConfigDict) -> None:
     _choice("lr_schedule.name", config.lr_schedule.name, LR_SCHEDULES)
     positive = ("num_replicas", "mix_every", "batch_size", "micro_batches", "accum_steps")
     positive += ("max_failing_steps", "local_size", "log.every", "checkpoint.keep")
+    positive += ("cluster.timeout_s", "cluster.heartbeat_s")
     for name in positive:
         if field(config, name) < 1:
             raise ConfigError(f"{name} must be at least 1, got {field(config, name)}")

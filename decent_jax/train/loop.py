@@ -19,7 +19,7 @@ from decent_jax.train import checkpoint, cluster, session
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
 from decent_jax.train.config import ConfigError
-from decent_jax.train.errors import Interrupted, TrainingFailed
+from decent_jax.train.errors import CheckpointError, Interrupted, TrainingFailed
 from decent_jax.train.evaluation import Evaluator
 from decent_jax.train.progress import Progress, format_number
 
@@ -110,10 +110,15 @@ class _Trainer:
                 self.checkpoints.save(self.steps, self.state, self._meta(self.steps))
             with work.announce("waiting until the checkpoint is written"):
                 self.checkpoints.wait()
-            return self._finish()
+            summary = self._finish()
+        except BaseException:
+            with contextlib.suppress(CheckpointError):  # what went wrong first is told
+                self.checkpoints.close()
+            raise
         finally:
             work.progress = None
-            self.checkpoints.close()
+        self.checkpoints.close()
+        return summary
 
     def _loop(self, start: int) -> None:
         config = self.config
@@ -309,7 +314,11 @@ class _Trainer:
             )
         if failing >= config.max_failing_steps:
             saved = self.checkpoints.steps()
-            last = f"the last checkpoint is of step {saved[-1]}" if saved else "no checkpoint yet"
+            last = (
+                f"the last checkpoint is of step {saved[-1]}"
+                if saved
+                else "no checkpoint has been saved"
+            )
             raise TrainingFailed(
                 f"no replica has made a finite update in the last {failing} steps, up to step "
                 f"{done}; {last}. Lower the learning rate, or clip gradients (optimizer.clip_norm)"
@@ -317,8 +326,9 @@ class _Trainer:
         distances = np.asarray(consensus.per_replica)
         median = float(np.median(distances))
         worst = int(distances.argmax())
-        factor = config.log.drift_factor
-        if factor and distances[worst] > factor * median > 0:
+        # One of n that is far off draws the mean: it is at most n - 1 times as far as the others.
+        factor = min(config.log.drift_factor, 0.8 * (config.num_replicas - 1))
+        if config.num_replicas > 2 and distances[worst] > factor * median > 0:
             self.work.say(
                 f"step {done}: replica {worst} drifts: {format_number(float(distances[worst]))} "
                 f"from the consensus model, the median replica {format_number(median)}"

@@ -1,0 +1,160 @@
+"""Four real processes on this machine, over gloo: the numbers of one process; one of them dies."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from decent_jax import plot, train
+from decent_jax.train import checkpoint
+
+ROOT = Path(__file__).resolve().parents[1]
+PROCESSES, STEPS = 4, 20
+# A checkpoint a step makes the steps long enough to die in.
+FLAGS = [f"--config.steps={STEPS}", "--config.checkpoint.every=1", "--config.eval.every=10"]
+FLAGS += ["--config.cluster.heartbeat_s=10", "--config.checkpoint.keep=3"]
+FLAGS += ["--config.mesh.devices=0"]
+CHANGES = {"steps": STEPS, "eval": {"every": 10}}
+BOUND_S = 40  # by which the others have ended after one has died
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]
+
+
+@pytest.fixture
+def start(tiny_data, tmp_path, compile_once):
+    """Starts the processes of one run; all that is left of them at the end is killed."""
+    path = tiny.write_config(tmp_path / "config_file.py", tiny_data)
+    started = []
+
+    def start(workdir, count=PROCESSES, flags=FLAGS):
+        port = free_port()
+        group = []
+        for index in range(count):
+            argv = [sys.executable, str(ROOT / "train.py"), "--config", str(path), *flags]
+            argv += ["--workdir", str(workdir), f"--config.cluster.coordinator=localhost:{port}"]
+            argv += [f"--config.cluster.num_processes={count}"]
+            argv += [f"--config.cluster.process_id={index}"]
+            with (tmp_path / f"{len(started)}.txt").open("w") as words:
+                process = subprocess.Popen(
+                    argv, env=os.environ | compile_once, stdout=words, stderr=words
+                )
+            process.words = Path(words.name)
+            started.append(process)
+            group.append(process)
+        return group
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.wait()
+
+
+def finish(group, timeout):
+    """Exit codes; every process must end in time."""
+    end = time.monotonic() + timeout
+    return [process.wait(timeout=max(end - time.monotonic(), 0.1)) for process in group]
+
+
+def wait_for_rows(group, workdir, count, timeout=240):
+    end = time.monotonic() + timeout
+    while time.monotonic() < end and all(process.poll() is None for process in group):
+        with contextlib.suppress(FileNotFoundError):
+            if (workdir / "metrics.jsonl").read_text().count("\n") >= count:
+                return
+        time.sleep(0.01)
+    raise AssertionError("\n".join(process.words.read_text()[-3000:] for process in group))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, tiny_data, compile_once):
+    """The run of one process with one device."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plot, "plot_runs", lambda paths: None)
+        train.run(tiny.config(tiny_data, **CHANGES), folder)
+    return folder
+
+
+def test_four_processes_and_the_death_of_one(start, alone, tmp_path):
+    """The losses of one process; one dies, the others end; all start again, to the same end."""
+    whole = tmp_path / "whole"
+    group = start(whole)
+    codes = finish(group, 300)
+    words = [process.words.read_text() for process in group]
+    assert codes == [0] * PROCESSES, "\n".join(words)
+    np.testing.assert_allclose(tiny.losses(whole), tiny.losses(alone), rtol=1e-5)
+    for row, other in zip(tiny.rows(whole), tiny.rows(alone), strict=True):
+        assert row.keys() == other.keys()
+        if "eval/loss" in row:
+            assert row["eval/loss"] == pytest.approx(other["eval/loss"], rel=1e-5)
+    params, meta = checkpoint.restore_model(
+        whole, "last"
+    )  # as export and sample do, in one process
+    assert meta["step"] == STEPS and all(map(np.all, map(np.isfinite, jax.tree.leaves(params))))
+    # One writes, and says where every replica lives.
+    assert "process 0 of 4 (coordinator localhost:" in words[0]
+    for line in ("0         0        ", "3         3        "):
+        assert line in words[0]
+    for silent in words[1:]:
+        assert "step 1/" not in silent and "validation" not in silent and "process" not in silent
+    assert len(words[0].splitlines()) > 30
+
+    folder = tmp_path / "run"
+    group = start(folder)
+    wait_for_rows(group, folder, 4)
+    group[2].send_signal(signal.SIGKILL)
+    began = time.monotonic()
+    codes = finish(group, BOUND_S)
+    print(f"\nthe others ended after {time.monotonic() - began:.1f} s with {codes}")
+    assert codes[2] == -signal.SIGKILL and 0 not in codes
+    assert tiny.saved_steps(folder)[-1] < STEPS
+
+    group = start(folder)
+    codes = finish(group, 300)
+    words = "\n".join(process.words.read_text() for process in group)
+    assert codes == [0] * PROCESSES, words
+    assert "resuming after step" in words
+    tiny.assert_same_state(folder, whole, STEPS)
+    assert [row["step"] for row in tiny.rows(folder)] == list(range(1, STEPS + 1))
+    np.testing.assert_array_equal(tiny.losses(folder), tiny.losses(whole))
+
+
+def test_sigterm_to_one_of_two_saves_in_both(start, tmp_path, tiny_data):
+    """The processes agree to stop and save one checkpoint; a single process resumes it."""
+    folder = tmp_path / "run"
+    group = start(folder, count=2)
+    wait_for_rows(group, folder, 4)
+    group[1].send_signal(signal.SIGTERM)
+    codes = finish(group, 120)
+    words = "\n".join(process.words.read_text() for process in group)
+    assert codes == [143, 143], words
+    assert "Traceback" not in words
+    step = tiny.saved_steps(folder)[-1]
+    assert f"interrupted after step {step}; a checkpoint is saved" in words
+    summary = train.run(tiny.config(tiny_data, **CHANGES, checkpoint={"keep": 3}), folder)
+    assert summary["steps"] == STEPS
+
+
+def test_a_coordinator_that_is_not_there(start, tmp_path):
+    """A process that waits in vain says so and ends with an error, in the time it was given."""
+    lonely = start(tmp_path / "run", flags=[*FLAGS, "--config.cluster.timeout_s=2"])[:2]
+    lonely[0].kill()
+    code = lonely[1].wait(timeout=120)
+    assert code not in (0, None)
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,116 @@
+"""Runs small enough to test with: a model of some thousand parameters on a few kilobytes of text.
+
+>>> config("DATA", steps=5, model={"dropout": 0.1}).model.dropout
+0.1
+"""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from decent_jax import train
+from decent_jax.data import token_files, tokenizers
+
+CONTEXT = 8
+
+
+def write_data(folder: Path) -> Path:
+    """A prepared folder of bytes: 400 training windows and 20 of validation."""
+    words = np.random.default_rng(0).choice(["to", "be", "or", "not", "that", "is"], 2000)
+    text = " ".join(words)
+    tokenizer = tokenizers.load("bytes")
+    with token_files.TokenFolderWriter(folder, tokenizer) as writer:
+        writer.add("train", tokenizer.encode(text[: 400 * CONTEXT]))
+        writer.add("val", tokenizer.encode(text[-20 * CONTEXT :]))
+        writer.commit()
+    return folder
+
+
+def config(data, **changes):
+    """4 replicas for 12 steps; ``changes`` are fields, or dicts of fields for a section."""
+    result = train.default_config()
+    result.num_replicas = 4
+    result.batch_size = 8
+    result.steps = 12
+    result.learning_rate = 1e-2
+    result.accum_steps = 3
+    result.lr_schedule.update(name="constant", warmup=2)  # compiled alike for any number of steps
+    result.optimizer.weight_decay = 0.1
+    result.optimizer.clip_norm = 1.0
+    result.data.path = str(data)
+    result.model.update(
+        {"layers": 1, "heads": 2, "width": 16, "context": CONTEXT, "bias": False},
+        dtype="float32",
+        dropout=0.1,  # so that the random state matters
+    )
+    result.mesh.devices = 1
+    result.eval.every = 0
+    result.checkpoint.every_minutes = 0.0
+    result.log.every = 1
+    for name, value in changes.items():
+        if isinstance(value, dict):
+            result[name].update(value)
+        else:
+            result[name] = value
+    return result
+
+
+CONFIG_FILE = """
+import sys
+sys.path.insert(0, {folder!r})
+import tiny
+
+def get_config():
+    return tiny.config({data!r})
+"""
+
+
+def write_config(path: Path, data) -> Path:
+    """``config(data)`` as a file for the command line."""
+    folder = str(Path(__file__).parent)
+    path.write_text(CONFIG_FILE.format(folder=folder, data=str(data)))
+    return path
+
+
+def rows(workdir) -> list[dict]:
+    """The rows of metrics.jsonl, as they are in the file."""
+    return [json.loads(line) for line in (Path(workdir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(workdir) -> np.ndarray:
+    """The training loss of every step."""
+    return np.array([row["train/loss"] for row in rows(workdir)])
+
+
+def saved_steps(workdir) -> list[int]:
+    """Steps of the finished checkpoints."""
+    folder = Path(workdir) / "checkpoints"
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+
+
+def saved(workdir, step: int) -> dict[str, np.ndarray]:
+    """Every array of a checkpoint by its path, read by orbax alone."""
+    result = {}
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    for item in ("params", "rest"):
+        path = Path(workdir).absolute() / "checkpoints" / str(step) / item
+        with ocp.StandardCheckpointer() as checkpointer:
+            target = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
+                checkpointer.metadata(path).item_metadata.tree,
+            )
+            tree = checkpointer.restore(path, target)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            result[item + jax.tree_util.keystr(path)] = np.asarray(leaf)
+    return result
+
+
+def assert_same_state(one, other, step: int) -> None:
+    """Two runs saved bit-identical parameters, moments, windows and counts at ``step``."""
+    ours, theirs = saved(one, step), saved(other, step)
+    assert ours.keys() == theirs.keys() and len(ours) > 10
+    for name in ours:
+        np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
