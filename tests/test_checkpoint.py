@@ -205,7 +205,7 @@ def test_checkpoints_by_time(config, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_averages_past_the_bound_are_repeated_by_a_resumed_run(config, tmp_path, monkeypatch):
     """The bound is acted on at the step it is measured at, whether or not a checkpoint is due."""
-    changes = {"max_consensus_distance": 0.05, "checkpoint": {"every": 0}, "log": {"every": 1}}
+    changes = {"max_consensus_distance": 1e-3, "checkpoint": {"every": 0}, "log": {"every": 1}}
     train.run(config(**changes), tmp_path / "whole")
     send_signal_at(monkeypatch, 3, signal.SIGTERM)
     with pytest.raises(train.Interrupted):

@@ -42,14 +42,13 @@ def run(tmp_path, tiny_data):
 
 LAYOUTS = {
     "1 device": {"devices": 1},
-    "one after the other": {"devices": 1, "loop": True},
     "2 devices": {"devices": 2},
     "2 devices, one after the other": {"devices": 2, "loop": True},
     "a device each": {"devices": 4},
 }
 NODES = {"schedule": "alternating_exp_ring"}
 CASES = {
-    "one_peer_exp": ({}, list(LAYOUTS)[1:]),
+    "one_peer_exp": ({}, ["2 devices, one after the other", "a device each"]),
     "nodes of 2": (NODES | {"local_size": 2}, ["2 devices", "a device each"]),
     "nodes of 4": (NODES | {"local_size": 4, "num_replicas": 8}, ["2 devices"]),
     "complete": ({"schedule": "complete"}, ["a device each"]),
@@ -113,16 +112,17 @@ def test_mix_every_mixes_in_the_right_steps(run):
     assert agree == [False, False, True, False, False, True]
 
 
-def test_dropout_and_data_differ_between_replicas_and_steps(run):
-    """One window of data for all: losses differ by dropout alone."""
-    folder, _ = run("r", steps=3, learning_rate=0.0, schedule="complete")
+def test_dropout_differs_between_replicas_and_steps(run, monkeypatch):
+    """The same data for all, and a learning rate of 0: losses differ by dropout alone."""
+    sick_step(monkeypatch, lambda t: range(4))
+    folder, _ = run("r", steps=3, learning_rate=0.0)
     seen = [row[f"train/{name}"] for row in tiny.rows(folder) for name in ("loss_min", "loss_max")]
     assert len(set(seen)) == len(seen)
 
 
 @slow
 def test_learning_goes_down_and_the_seed_matters(run):
-    changes = {"steps": 30, "learning_rate": 0.03}
+    changes = {"steps": 30}
     first, summary = run("a", **changes)
     again, _ = run("b", **changes)
     other, _ = run("c", seed=1, **changes)
@@ -367,22 +367,24 @@ def test_three_of_four_failing_for_ever_do_not_stop_the_run(run, sick_losses, mo
 
 def test_the_bound_on_the_consensus_distance_averages_once_and_says_so(run, monkeypatch, capsys):
     spoil_once(monkeypatch, 4, lambda x: x.at[1].add(3.0))
-    changes = {"mix_every": 100, "learning_rate": 1e-4, "steps": 8}
+    changes = {"mix_every": 100, "steps": 8}
     folder, _ = run("bound", max_consensus_distance=1.0, **changes)
     said = capsys.readouterr().err
     assert said.count("all replicas are averaged once") == 1
     assert "step 5: the consensus distance" in said and "is past the bound 1:" in said
     assert "step 5: replica 1 drifts: " in said
     distances = [row["train/consensus_distance_relative"] for row in tiny.rows(folder)]
-    assert distances[4] > 1.0 and max(distances[:4] + distances[5:]) < 0.1
+    assert distances[4] > 1.0 and max(distances[:4] + distances[5:]) < 0.2
 
 
 def test_a_drifting_replica_is_named(run, monkeypatch, capsys):
-    spoil_once(monkeypatch, 4, lambda x: x.at[5].add(1.0))
-    run("r", num_replicas=8, mix_every=100, steps=6)
+    spoil_once(monkeypatch, 4, lambda x: x.at[2].add(1.0))
+    run("r", mix_every=100, steps=6)
     said = capsys.readouterr().err
-    assert "replica 5 drifts: " in said and said.count(" drifts: ") <= 2
-    assert "step 5: replica 5 drifts" in said
+    assert "step 5: replica 2 drifts: " in said and "step 6: replica 2 drifts: " in said
+    assert said.count(" drifts: ") == 2
+    run("off", mix_every=100, steps=6, log={"drift_factor": 0.0})
+    assert " drifts: " not in capsys.readouterr().err
 
 
 # --- leaving early --------------------------------------------------------------------------------

@@ -76,6 +76,8 @@ class Checkpointer:
     def save_best(self, step: int, params: Any, meta: dict) -> None:
         """Keep the consensus model ``params`` (no replica dimension) as the best so far."""
         with _writing(self.workdir):
+            # Two managers that write at once in several processes share orbax's barrier names.
+            self._manager.wait_until_finished()
             self._best.save(
                 step,
                 args=ocp.args.Composite(
@@ -111,14 +113,12 @@ class Checkpointer:
         """
         failures = []
         for step in reversed(self.steps()):
-            try:
-                with _reading():
-                    state, meta = self._restore(step, like, placement)
-            except Exception as error:
-                reason = _reason(error)
-                failures.append(f"step {step} ({reason})")
-                say(f"the checkpoint of step {step} is damaged: {reason}")
+            found = self._attempt(step, like, placement)
+            if isinstance(found, str):
+                failures.append(f"step {step} ({found})")
+                say(f"the checkpoint of step {step} is damaged: {found}")
                 continue
+            state, meta = found
             for damaged in [s for s in self.steps() if s > step]:
                 say(f"the checkpoint of step {damaged} was moved to {self.workdir / DAMAGED}")
                 self._put_aside(damaged)
@@ -149,6 +149,22 @@ class Checkpointer:
         with _writing(self.workdir):
             self._manager.wait_until_finished()
             self._best.wait_until_finished()
+
+    def _attempt(self, step, like, placement) -> tuple[TrainState, dict] | str:
+        """The state and its meta, or why they cannot be used."""
+        # A read that fails leaves threads and coroutines of orbax that print their own tracebacks.
+        hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):
+                try:
+                    return self._restore(step, like, placement)
+                except Exception as error:
+                    reason = _reason(error)
+                time.sleep(0.2)  # until they have met the end of their event loop
+                gc.collect()
+                return reason
+        finally:
+            sys.unraisablehook = hook
 
     def _restore(self, step, like, placement):
         meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
@@ -292,22 +308,6 @@ def _writing(workdir: Path):
         raise CheckpointError(
             f"a checkpoint could not be written to {workdir}: {_reason(error)}"
         ) from error
-
-
-@contextlib.contextmanager
-def _reading():
-    """A read that fails leaves threads and coroutines of orbax that print tracebacks."""
-    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            try:
-                yield
-            except Exception:
-                time.sleep(0.2)  # until they have met the end of their event loop
-                gc.collect()
-                raise
-    finally:
-        sys.unraisablehook = hook
 
 
 def _reason(error: BaseException) -> str:
