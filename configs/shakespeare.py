@@ -7,6 +7,8 @@ Data, from char-rnn's input.txt cut in two (the last tenth is for validation):
         --val_input val.txt --out data/shakespeare
 Command:
     python train.py --config configs/shakespeare.py --workdir runs/shakespeare
+
+Hardware: made for one machine with a few cores. Expected result: not measured yet.
 """
 
 from decent_jax import train

@@ -1,6 +1,7 @@
 """One process with eight simulated devices, and no tolerance for silent broadcasting."""
 
 import os
+import signal
 
 # Eight CPU devices on two cores: each waiting device holds a thread of XLA's pool, which is as
 # large as the core count, so a collective can wait for ever (DESIGN 4.13). Before jax starts.
@@ -11,6 +12,10 @@ import jax
 import pytest
 import tiny
 from jax.experimental.compilation_cache import compilation_cache
+
+# A shell that starts the tests in the background lets them ignore Ctrl-C, and with them every
+# process they start; the tests of Ctrl-C need it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
