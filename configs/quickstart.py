@@ -2,7 +2,7 @@
 
 Source: none; a first look that downloads nothing. The corpus is the standard library of the
 running interpreter (sources and the prose of ``help()``) as bytes, split by file; the model a GPT
-of 0.17M parameters, small enough for 1,500 steps on two cores.
+of 0.17M parameters, small enough for 3,000 steps on two cores.
 
 Command: python train.py --config configs/quickstart.py --workdir runs/quickstart
 Beside it: --config.algorithm=all_reduce, the same budget with a synchronized gradient.
@@ -28,10 +28,10 @@ def get_config():
     config.num_replicas = 8
     config.algorithm = "accum_adam"
     config.schedule = "one_peer_exp"
-    config.accum_steps = 2
-    config.batch_size = 32
-    config.steps = 1500
-    config.learning_rate = 4e-3
+    config.accum_steps = 4
+    config.batch_size = 16
+    config.steps = 3000
+    config.learning_rate = 8e-3
     config.lr_schedule.warmup = "10%"
     config.optimizer.b1 = 0.8
     config.optimizer.b2 = 0.97
@@ -39,7 +39,7 @@ def get_config():
     config.optimizer.clip_norm = 1.0
 
     config.mesh.loop = True  # faster than vmap on a CPU
-    config.log.every = 25
-    config.eval.every = 500
+    config.log.every = 50
+    config.eval.every = 1000
     config.checkpoint.every_minutes = 0.4
     return config

@@ -46,6 +46,27 @@ class Placement:
         """Sharding of arrays that every device holds whole."""
         return NamedSharding(self.mesh, P())
 
+    @property
+    def local_replicas(self) -> list[int]:
+        """The replicas on this process's devices, in the order of the mesh."""
+        devices = enumerate(self.mesh.devices)
+        local = [k for k, device in devices if device.process_index == jax.process_index()]
+        return [k * self.block + row for k in local for row in range(self.block)]
+
+    def put(self, local: Any) -> Any:
+        """Arrays stacked over `local_replicas` (L, ...) to the global ones (n, ...)."""
+        devices = [d for d in self.mesh.devices if d.process_index == jax.process_index()]
+
+        def put(x):
+            shards = [
+                jax.device_put(rows, device)
+                for rows, device in zip(np.split(x, len(devices)), devices, strict=True)
+            ]
+            shape = (self.num_replicas, *x.shape[1:])
+            return jax.make_array_from_single_device_arrays(shape, self.stacked, shards)
+
+        return jax.tree.map(put, local)
+
     def on_devices(self, body: Callable, in_specs, out_specs, check_vma: bool = True) -> Callable:
         """``jax.shard_map`` of code for one device, which sees (block, ...) of stacked arrays."""
         return jax.shard_map(

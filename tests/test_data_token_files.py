@@ -30,12 +30,16 @@ def source(tokens):
     return TokenWindows(tokens(50 * SEQ_LEN + 3), SEQ_LEN)  # 50 windows
 
 
+def shares(num_replicas, processes):
+    """The replicas of every process."""
+    return np.split(np.arange(num_replicas), processes)
+
+
 def stream(source, steps, **kwargs):
-    """Global batches (steps, batch_size, ...) put together from all processes."""
-    count = kwargs.pop("process_count", 1)
+    """Global batches (steps, n, B, ...) put together from ``processes``."""
     parts = []
-    for index in range(count):
-        with train_batches(source, process_index=index, process_count=count, **kwargs) as batches:
+    for replicas in shares(kwargs["num_replicas"], kwargs.pop("processes", 1)):
+        with train_batches(source, replicas=replicas, **kwargs) as batches:
             parts.append(list(itertools.islice(batches, steps)))
     blocks = [np.concatenate(step, axis=0) for step in zip(*parts, strict=True)]
     return np.stack(blocks)
@@ -94,14 +98,22 @@ def test_same_records_for_any_layout(source):
         for processes in (1, 2, 4, 8):
             if n % processes:
                 continue
-            got = stream(source, 7, seed=3, num_replicas=n, batch_size=8, process_count=processes)
+            got = stream(source, 7, seed=3, num_replicas=n, batch_size=8, processes=processes)
             assert got.shape == (7, n, 8 // n, SEQ_LEN + 1)
             np.testing.assert_array_equal(got.reshape(wanted.shape), wanted)
 
 
+def test_replicas_in_any_order(source):
+    settings = {"seed": 3, "num_replicas": 4, "batch_size": 8}
+    wanted = stream(source, 7, **settings)
+    with train_batches(source, replicas=[3, 0], **settings) as batches:
+        for step in wanted:
+            np.testing.assert_array_equal(next(batches), step[[3, 0]])
+
+
 @pytest.mark.parametrize("start", [1, 6, 40])
 def test_seek_equals_replay(source, start):
-    settings = {"seed": 1, "num_replicas": 4, "batch_size": 8, "process_count": 2}
+    settings = {"seed": 1, "num_replicas": 4, "batch_size": 8, "processes": 2}
     replayed = stream(source, start + 3, **settings)[start:]
     np.testing.assert_array_equal(stream(source, 3, start_step=start, **settings), replayed)
 
@@ -158,11 +170,10 @@ def test_eval_covers_everything_once_in_order(source, batch_size):
                     source,
                     num_replicas=n,
                     batch_size=batch_size,
-                    process_index=index,
-                    process_count=processes,
+                    replicas=replicas,
                 )
             )
-            for index in range(processes)
+            for replicas in shares(n, processes)
         ]
         steps = [
             [np.concatenate(x) for x in zip(*step, strict=True)]
@@ -191,8 +202,8 @@ def test_steps_per_epoch(source):
     "change, message",
     [
         ({"batch_size": 6}, "batch_size must be a multiple of num_replicas, got 6 and 4"),
-        ({"process_count": 3}, "num_replicas must be a multiple of process_count, got 4 and 3"),
-        ({"process_index": 1}, "process_index must be in"),
+        ({"replicas": [3, 4]}, r"replicas must be some of 0 to 3, got \[3, 4\]"),
+        ({"replicas": []}, r"replicas must be some of 0 to 3, got \[\]"),
         ({"start_step": -1}, "start_step must be at least 0"),
         ({"seed": -1}, "seed must be at least 0"),
         ({"source": []}, "no records"),

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decent_jax.train.metrics import MetricWriter, NullWriter, read_metrics, write_json_atomic
+from decent_jax.json_files import write_json_atomic
+from decent_jax.train.metrics import MetricWriter, NullWriter, read_metrics
 
 
 def write_rows(workdir, steps):

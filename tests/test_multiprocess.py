@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import tiny
 
-from decent_jax import plot, train
+from decent_jax import plot, topology, train
+from decent_jax.planner.plan import Plan
 from decent_jax.train import checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,9 +93,15 @@ def alone(tmp_path_factory, tiny_data, compile_once):
 
 
 def test_four_processes_and_the_death_of_one(start, alone, tmp_path):
-    """The losses of one process; one dies, the others end; all start again, to the same end."""
+    """The losses of one process; one dies, the others end; all start again, to the same end.
+
+    The replicas live where a plan puts them, out of the order of the processes.
+    """
+    here = [f"{socket.gethostname()}/{k}" for k in (2, 0, 3, 1)]
+    Plan(tuple(here), topology.make("one_peer_exp", 4)).save(tmp_path / "plan.json")
+    flags = [*FLAGS, f"--config.cluster.plan={tmp_path / 'plan.json'}"]
     whole = tmp_path / "whole"
-    group = start(whole)
+    group = start(whole, flags=flags)
     codes = finish(group, 300)
     words = [process.words.read_text() for process in group]
     assert codes == [0] * PROCESSES, "\n".join(words)
@@ -109,14 +116,14 @@ def test_four_processes_and_the_death_of_one(start, alone, tmp_path):
     assert meta["step"] == STEPS and all(map(np.all, map(np.isfinite, jax.tree.leaves(params))))
     # One writes, and says where every replica lives.
     assert "process 0 of 4 (coordinator localhost:" in words[0]
-    for line in ("0         0        ", "3         3        "):
+    for line in ("0         2        ", "3         1        "):
         assert line in words[0]
     for silent in words[1:]:
         assert "step 1/" not in silent and "validation" not in silent and "process" not in silent
     assert len(words[0].splitlines()) > 30
 
     folder = tmp_path / "run"
-    group = start(folder)
+    group = start(folder, flags=flags)
     wait_for_rows(group, folder, 4)
     group[2].send_signal(signal.SIGKILL)
     began = time.monotonic()
@@ -125,7 +132,7 @@ def test_four_processes_and_the_death_of_one(start, alone, tmp_path):
     assert codes[2] == -signal.SIGKILL and 0 not in codes
     assert tiny.saved_steps(folder)[-1] < STEPS
 
-    group = start(folder)
+    group = start(folder, flags=flags)
     codes = finish(group, 300)
     words = "\n".join(process.words.read_text() for process in group)
     assert codes == [0] * PROCESSES, words

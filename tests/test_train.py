@@ -379,10 +379,10 @@ def test_the_bound_on_the_consensus_distance_averages_once_and_says_so(run, monk
 
 def test_a_drifting_replica_is_named(run, monkeypatch, capsys):
     spoil_once(monkeypatch, 4, lambda x: x.at[2].add(1.0))
-    run("r", mix_every=100, steps=6)
+    run("r", mix_every=100, steps=7)
     said = capsys.readouterr().err
-    assert "step 5: replica 2 drifts: " in said and "step 6: replica 2 drifts: " in said
-    assert said.count(" drifts: ") == 2
+    assert "step 5: replica 2 drifts: " in said
+    assert said.count(" drifts: ") == 1  # the rows after it have nothing new to say
     run("off", mix_every=100, steps=6, log={"drift_factor": 0.0})
     assert " drifts: " not in capsys.readouterr().err
 

@@ -7,7 +7,7 @@ batch of a step holds the same records whatever the layout.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,8 +39,7 @@ def train_batches(
     seed: int,
     num_replicas: int,
     batch_size: int,
-    process_index: int = 0,
-    process_count: int = 1,
+    replicas: Sequence[int] | None = None,
     start_step: int = 0,
     prefetch: int = 4,
     num_threads: int | None = None,
@@ -55,8 +54,7 @@ def train_batches(
       seed: any integer >= 0; chooses the order.
       num_replicas: n, of the whole run.
       batch_size: records a step over all replicas, a multiple of ``num_replicas``.
-      process_index: p; this process holds replicas ``[p * L, (p + 1) * L)``.
-      process_count: P, a divisor of ``num_replicas``; L = n // P.
+      replicas: (L,) the replicas this process holds, in the order it wants them; None means all.
       start_step: the step of the first batch; any value costs the same.
       prefetch: batches read ahead; 0 reads in the calling thread.
       num_threads: threads that read ahead; None means as many as ``prefetch``, at most the cores.
@@ -66,25 +64,26 @@ def train_batches(
       (L, B, seq_len + 1).
 
     Raises:
-      ValueError: sizes that do not divide, an empty source, a negative seed or step.
+      ValueError: sizes that do not divide, replicas that do not exist, an empty source, a negative
+        seed or step.
     """
     import grain  # imports jax, which the workers of prepare_text can do without
 
-    per_replica, local = _layout(source, num_replicas, batch_size, process_index, process_count)
+    replicas = _checked(source, num_replicas, batch_size, replicas)
     if start_step < 0:
         raise ValueError(f"start_step must be at least 0, got {start_step}")
     if seed < 0:
         raise ValueError(f"seed must be at least 0, got {seed}")
     # grain shuffles epoch e by seed + e: without the hash, seed 1 would be seed 0 an epoch later
     order = int(np.random.SeedSequence(seed).generate_state(1, np.uint32)[0])
-    dataset = (
+    rows = (
         grain.MapDataset.source(source)
         .shuffle(order)
         .repeat()
-        .batch(per_replica, drop_remainder=True)
-        .batch(local, drop_remainder=True)[process_index::process_count]
+        .batch(batch_size // num_replicas, drop_remainder=True)
     )
-    return _iterate(dataset, start_step, prefetch, num_threads)
+    blocks = _TrainBlocks(rows, num_replicas, replicas)
+    return _iterate(grain.MapDataset.source(blocks), start_step, prefetch, num_threads)
 
 
 def eval_batches(
@@ -93,8 +92,7 @@ def eval_batches(
     num_replicas: int,
     batch_size: int,
     max_batches: int = 0,
-    process_index: int = 0,
-    process_count: int = 1,
+    replicas: Sequence[int] | None = None,
     prefetch: int = 4,
     num_threads: int | None = None,
 ) -> Batches:
@@ -109,8 +107,8 @@ def eval_batches(
     """
     import grain
 
-    layout = _layout(source, num_replicas, batch_size, process_index, process_count)
-    blocks = _EvalBlocks(source, batch_size, *layout, process_index, max_batches)
+    replicas = _checked(source, num_replicas, batch_size, replicas)
+    blocks = _EvalBlocks(source, batch_size, batch_size // num_replicas, replicas, max_batches)
     return _iterate(grain.MapDataset.source(blocks), 0, prefetch, num_threads)
 
 
@@ -119,14 +117,30 @@ def steps_per_epoch(source, batch_size: int) -> int:
     return -(-len(source) // batch_size)
 
 
-class _EvalBlocks:
-    """Item t: the local block of evaluation batch t, with its weights."""
+class _TrainBlocks:
+    """Item t: the rows of ``replicas`` at step t; item ``t * n + r`` of ``rows`` is replica r's."""
 
-    def __init__(self, source, batch_size, per_replica, local, process_index, max_batches):
+    def __init__(self, rows, num_replicas, replicas):
+        self.rows, self.num_replicas, self.replicas = rows, num_replicas, replicas
+
+    def __len__(self) -> int:
+        return len(self.rows) // self.num_replicas
+
+    def __getitem__(self, step: int):
+        import jax
+
+        blocks = [self.rows[step * self.num_replicas + replica] for replica in self.replicas]
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *blocks)
+
+
+class _EvalBlocks:
+    """Item t: the rows of ``replicas`` in evaluation batch t, with their weights."""
+
+    def __init__(self, source, batch_size, per_replica, replicas, max_batches):
         self.source = source
         self.batch_size = batch_size
-        self.shape = (local, per_replica)
-        self.offset = process_index * local * per_replica
+        self.shape = (len(replicas), per_replica)
+        self.offsets = (np.array(replicas)[:, None] * per_replica + np.arange(per_replica)).ravel()
         batches = -(-len(source) // batch_size)
         self.batches = min(batches, max_batches) if max_batches > 0 else batches
 
@@ -136,36 +150,32 @@ class _EvalBlocks:
     def __getitem__(self, step: int):
         import jax
 
-        rows = self.shape[0] * self.shape[1]
-        start = step * self.batch_size + self.offset
-        real = min(max(len(self.source) - start, 0), rows)
-        records = [self.source[start + row] for row in range(real)]
-        if real < rows:
-            padding = jax.tree.map(np.zeros_like, records[0] if real else self.source[0])
-            records += [padding] * (rows - real)
+        indices = step * self.batch_size + self.offsets
+        real = indices < len(self.source)
+        padding = None if real.all() else jax.tree.map(np.zeros_like, self.source[0])
+        records = [
+            self.source[int(i)] if exists else padding
+            for i, exists in zip(indices, real, strict=True)
+        ]
         stacked = jax.tree.map(lambda *leaves: self._block(np.stack(leaves)), *records)
-        return stacked, self._block((np.arange(rows) < real).astype(np.float32))
+        return stacked, self._block(real.astype(np.float32))
 
     def _block(self, rows: np.ndarray) -> np.ndarray:
         return rows.reshape(self.shape + rows.shape[1:])
 
 
-def _layout(source, num_replicas, batch_size, process_index, process_count) -> tuple[int, int]:
-    """(B, L): rows of a replica and replicas of a process."""
+def _checked(source, num_replicas, batch_size, replicas) -> list[int]:
+    """The replicas asked for."""
     if num_replicas < 1 or batch_size < 1 or batch_size % num_replicas:
         raise ValueError(
             f"batch_size must be a multiple of num_replicas, got {batch_size} and {num_replicas}"
         )
-    if process_count < 1 or num_replicas % process_count:
-        raise ValueError(
-            f"num_replicas must be a multiple of process_count, got {num_replicas} and"
-            f" {process_count}"
-        )
-    if not 0 <= process_index < process_count:
-        raise ValueError(f"process_index must be in [0, {process_count}), got {process_index}")
+    replicas = list(range(num_replicas) if replicas is None else replicas)
+    if not replicas or not all(0 <= replica < num_replicas for replica in replicas):
+        raise ValueError(f"replicas must be some of 0 to {num_replicas - 1}, got {replicas}")
     if not len(source):
         raise ValueError("the source has no records")
-    return batch_size // num_replicas, num_replicas // process_count
+    return replicas
 
 
 def _iterate(dataset, start: int, prefetch: int, num_threads: int | None) -> Batches:

@@ -1,5 +1,6 @@
 """Starting jax on one process or many, and what processes have to agree on."""
 
+import collections
 import os
 import socket
 
@@ -7,6 +8,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from decent_jax.planner.plan import Plan
 from decent_jax.train.config import ConfigError
 from decent_jax.train.progress import announce
 
@@ -111,21 +113,55 @@ def choose_devices(num_replicas: int, wanted: int) -> list[jax.Device]:
     return [device for devices in ordered for device in devices]
 
 
+def follow_plan(devices: list[jax.Device], plan: Plan) -> list[jax.Device]:
+    """The devices in the order of the plan's replicas, one on each.
+
+    A device is called ``host/k``, the k-th of its host's (by process, then device id); so does
+    the network that the plan was made for.
+
+    Raises:
+      ConfigError: the plan is for other devices, or for another number of them.
+    """
+    names = device_names(devices)
+    try:
+        return [devices[k] for k in plan.device_order(names)]
+    except ValueError as error:
+        raise ConfigError(f"cluster.plan: {error}") from None
+
+
+def device_names(devices: list[jax.Device]) -> list[str]:
+    """``host/k`` of every device, k counting the devices of a host."""
+    hosts = _hosts()
+    seen = collections.Counter()
+    names = []
+    for device in devices:
+        host = hosts[device.process_index]
+        names.append(f"{host}/{seen[host]}")
+        seen[host] += 1
+    return names
+
+
 def table(devices: list[jax.Device], block: int) -> str:
     """Which replicas live on which device of which host, one line a device."""
+    hosts = _hosts()
+    lines = ["replicas  process  host                  device"]
+    for k, device in enumerate(devices):
+        last = (k + 1) * block - 1
+        replicas = f"{k * block}" if block == 1 else f"{k * block}-{last}"
+        host = hosts[device.process_index]
+        lines.append(f"{replicas:<8}  {device.process_index:<7}  {host:<20}  {device}")
+    return "\n".join(lines)
+
+
+def _hosts() -> list[str]:
+    """The host name of every process; all processes must call it at the same point."""
     width = 64
     name = socket.gethostname().encode()[:width].ljust(width)
     names = [name]
     if jax.process_count() > 1:
         names = multihost_utils.process_allgather(np.frombuffer(name, np.uint8)).tobytes()
         names = [names[i : i + width] for i in range(0, len(names), width)]
-    lines = ["replicas  process  host                  device"]
-    for k, device in enumerate(devices):
-        last = (k + 1) * block - 1
-        replicas = f"{k * block}" if block == 1 else f"{k * block}-{last}"
-        host = names[device.process_index].decode(errors="replace").strip()
-        lines.append(f"{replicas:<8}  {device.process_index:<7}  {host:<20}  {device}")
-    return "\n".join(lines)
+    return [name.decode(errors="replace").strip() for name in names]
 
 
 def any_process(flag: bool) -> bool:

@@ -13,6 +13,8 @@ from types import ModuleType
 from ml_collections import ConfigDict, FieldReference
 
 from decent_jax import topology
+from decent_jax.planner import plan as planner_plan
+from decent_jax.planner.plan import Plan
 
 TASKS = ("language_modeling",)
 ALGORITHMS = ("all_reduce", "decentralized_adam", "accum_adam")
@@ -22,6 +24,7 @@ DURATIONS = ("lr_schedule.warmup", "checkpoint.every", "eval.every")
 # What a resumed run may change; anything else would make it another experiment.
 MAY_CHANGE = ("steps", "epochs", "num_replicas", "schedule", "local_size", "max_failing_steps")
 MAY_CHANGE += ("max_consensus_distance", "mesh.", "cluster.", "checkpoint.", "eval.", "log.")
+MAY_CHANGE += ("data.prefetch", "data.prompt")
 
 
 class ConfigError(ValueError):
@@ -89,6 +92,7 @@ def default_config(task: str = "language_modeling") -> ConfigDict:
     config.cluster.coordinator = ""  # "host:port"; empty: detect SLURM, Open MPI, Kubernetes
     config.cluster.num_processes = 0
     config.cluster.process_id = -1
+    config.cluster.plan = ""  # file of decent_jax.planner: order of devices, schedule, mix_every
     config.cluster.timeout_s = 300  # to wait for all processes at the start
     config.cluster.heartbeat_s = 100  # a process that is silent for so long has died: all end
 
@@ -167,8 +171,41 @@ def validate(config: ConfigDict) -> None:
     task_module(config.task).validate(config)
 
 
+def load_plan(config: ConfigDict) -> Plan | None:
+    """The plan that ``cluster.plan`` names, if any; the planner makes it.
+
+    Raises:
+      ConfigError: it cannot be read, or is for another number of replicas.
+    """
+    path = config.cluster.plan
+    if not path:
+        return None
+    try:
+        plan = planner_plan.load(path)
+    except ValueError as error:
+        raise ConfigError(f"cluster.plan: {error}") from None
+    if len(plan.devices) != config.num_replicas:
+        raise ConfigError(
+            f"cluster.plan {path} is for {len(plan.devices)} replicas, but num_replicas is "
+            f"{config.num_replicas}; plan for this number, or leave cluster.plan out"
+        )
+    return plan
+
+
+def follow_plan(config: ConfigDict, plan: Plan) -> ConfigDict:
+    """A copy with the plan's ``schedule`` (by its name), ``local_size`` and ``mix_every``."""
+    config = ConfigDict(config.to_dict())
+    config.schedule = plan.schedule.name
+    config.local_size = plan.schedule.rounds[0].group_size
+    config.mix_every = plan.mix_every
+    return config.lock()
+
+
 def make_schedule(config: ConfigDict) -> topology.Schedule:
     """The gossip schedule; that of `all_reduce`, which sends no parameters, is not used."""
+    plan = load_plan(config)
+    if plan is not None:
+        return plan.schedule
     try:
         return topology.make(config.schedule, config.num_replicas, local_size=config.local_size)
     except ValueError as error:

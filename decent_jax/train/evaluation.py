@@ -61,11 +61,9 @@ class Evaluator:
     def consensus(self, params, model_state) -> dict[str, float]:
         """Metrics of one model (params without the replica dimension), e.g. ``{"loss": 2.1}``."""
         total = None
-        with self._batches(jax.process_count()) as batches:
+        with self._batches(self.placement.local_replicas) as batches:
             for batch, weights in batches:
-                sums = self._consensus(
-                    params, model_state, self._put(batch, stacked=True), self._put(weights, True)
-                )
+                sums = self._consensus(params, model_state, *self.placement.put((batch, weights)))
                 if total is None:
                     total = jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), sums)
                 total = self._add(total, sums)
@@ -74,30 +72,25 @@ class Evaluator:
     def each_replica(self, params, model_state) -> np.ndarray:
         """(n,) float: the loss of every replica's own model on the same records."""
         total = None
-        with self._batches(1) as batches:
-            for batch, weights in batches:
-                merged = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (batch, weights))
-                sums = self._replicas(
-                    params, model_state, self._put(merged[0], False), self._put(merged[1], False)
-                )
+        with self._batches(None) as batches:
+            for rows in batches:
+                merged = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
+                sums = self._replicas(params, model_state, *self._put_everywhere(merged))
                 total = sums if total is None else self._add_stacked(total, sums)
         return np.asarray(_averages(jax.device_get(self._gather(total)))["loss"])
 
-    def _batches(self, processes: int):
+    def _batches(self, local_replicas: list[int] | None):
         return loader.eval_batches(
             self.task.eval_source,
             num_replicas=self.placement.num_replicas,
             batch_size=self.batch_size,
             max_batches=self.max_batches,
-            process_index=jax.process_index() if processes > 1 else 0,
-            process_count=processes,
+            replicas=local_replicas,
         )
 
-    def _put(self, tree, stacked: bool):
-        sharding = self.placement.stacked if stacked else self.placement.replicated
-        return jax.tree.map(
-            lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), tree
-        )
+    def _put_everywhere(self, tree):
+        replicated = self.placement.replicated
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(replicated, x), tree)
 
 
 def _averages(sums: dict) -> dict:

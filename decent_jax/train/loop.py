@@ -37,8 +37,13 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
       Interrupted: after a checkpoint was saved.
     """
     config_lib.validate(config)
+    plan = config_lib.load_plan(config)
+    if plan is not None:
+        config = config_lib.follow_plan(config, plan)
     started = cluster.start(config)
     devices = cluster.choose_devices(config.num_replicas, config.mesh.devices)
+    if plan is not None:
+        devices = cluster.follow_plan(devices, plan)
     placement = replicas.place(config.num_replicas, devices)
     with session.open_workdir(workdir, config) as work:
         work.say(f"{started}\n{cluster.table(devices, placement.block)}")
@@ -88,6 +93,7 @@ class _Trainer:
         self.best = math.inf
         self.evaluated = {}  # the last evaluation
         self._skipped = np.zeros(config.num_replicas, int)  # updates, by replica, as last said
+        self._drifting = None  # the replica last said to drift, until it is back
 
     # --- The run, top-down ----------------------------------------------------------------------
 
@@ -226,8 +232,7 @@ class _Trainer:
             seed=self.config.seed,
             num_replicas=self.config.num_replicas,
             batch_size=self.config.batch_size,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
+            replicas=self.placement.local_replicas,
             start_step=start,
             prefetch=self.config.data.prefetch,
         )
@@ -238,9 +243,7 @@ class _Trainer:
         block = next(batches)
         if hasattr(self, "_mark"):
             self._mark.data_wait += time.monotonic() - began
-        return jax.tree.map(
-            lambda x: jax.make_array_from_process_local_data(self.placement.stacked, x), block
-        )
+        return self.placement.put(block)
 
     def _measure(self, step_metrics):
         """Dispatch the reductions over replicas; nothing is waited for but their compilation."""
@@ -328,7 +331,9 @@ class _Trainer:
         worst = int(distances.argmax())
         # One of n that is far off draws the mean: it is at most n - 1 times as far as the others.
         factor = min(config.log.drift_factor, 0.8 * (config.num_replicas - 1))
-        if config.num_replicas > 2 and distances[worst] > factor * median > 0:
+        drifts = config.num_replicas > 2 and distances[worst] > factor * median > 0
+        drifting, self._drifting = self._drifting, worst if drifts else None
+        if drifts and drifting != worst:
             self.work.say(
                 f"step {done}: replica {worst} drifts: {format_number(float(distances[worst]))} "
                 f"from the consensus model, the median replica {format_number(median)}"

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+from decent_jax.json_files import plain, write_atomic
+
 FILE_NAME = "metrics.jsonl"
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -46,7 +48,7 @@ class MetricWriter:
         path = workdir / FILE_NAME
         rows = read_metrics(path) if path.exists() else []
         kept = [row for row in rows if row["step"] <= start_step]
-        _write_atomic(path, b"".join(map(_line, kept)))
+        write_atomic(path, b"".join(map(_line, kept)))
         self._row = kept[-1] if kept else None
         self._file = path.open("r+b")
         end = self._file.seek(0, os.SEEK_END)
@@ -137,16 +139,6 @@ def read_metrics(path):
     return rows
 
 
-def write_json_atomic(path, obj):
-    """Write `obj` as readable JSON so that a reader finds the old file or the new, never a half.
-
-    NumPy and JAX numbers, tuples and paths are accepted; numbers that are not finite become
-    strings, as in the metrics file.
-    """
-    text = json.dumps(_plain(obj), indent=2, allow_nan=False) + "\n"
-    _write_atomic(Path(path), text.encode())
-
-
 def _number(name, value):
     """`value` as the plain int or float that is written in the fewest digits."""
     if name == "step":
@@ -160,36 +152,8 @@ def _number(name, value):
     return float(str(array[()]))  # float32 2.3 is written 2.3 and not 2.299999952316284
 
 
-def _plain(obj):
-    """`obj` in the types that JSON has."""
-    if isinstance(obj, dict):
-        return {str(key): _plain(value) for key, value in obj.items()}
-    if isinstance(obj, (list, tuple)):
-        return [_plain(value) for value in obj]
-    if isinstance(obj, os.PathLike):
-        return os.fspath(obj)
-    if hasattr(obj, "tolist"):  # a NumPy or JAX array or scalar
-        return _plain(np.asarray(obj).tolist())
-    if isinstance(obj, float) and not math.isfinite(obj):
-        return "NaN" if math.isnan(obj) else "Infinity" if obj > 0 else "-Infinity"
-    return obj
-
-
 def _line(row):
-    return json.dumps(_plain(row), allow_nan=False).encode() + b"\n"
-
-
-def _write_atomic(path, data):
-    """Write beside the target, put it on the disk, then rename it into place."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    return json.dumps(plain(row), allow_nan=False).encode() + b"\n"
 
 
 class _TensorBoard:
@@ -228,7 +192,7 @@ class _WandB:
             ) from error
         id_file = workdir / "wandb_run_id.txt"
         if not id_file.exists():
-            _write_atomic(id_file, uuid.uuid4().hex.encode())
+            write_atomic(id_file, uuid.uuid4().hex.encode())
         config = workdir / "config.json"
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "decent_jax"),

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from decent_jax import json_files
 from decent_jax.train import config as config_lib
 from decent_jax.train import metrics
 from decent_jax.train.config import ConfigError
@@ -98,7 +99,7 @@ class Workdir:
     def write_config(self) -> None:
         """``config.json``, before the first step."""
         if not self.quiet:
-            metrics.write_json_atomic(self.path / "config.json", self.config.to_dict())
+            json_files.write_json_atomic(self.path / "config.json", self.config.to_dict())
 
     def open_metrics(self, start_step: int):
         """The writer of ``metrics.jsonl``; rows past ``start_step`` are dropped."""
@@ -127,7 +128,7 @@ class Workdir:
             "versions": {name: _version(name) for name in _PACKAGES},
         }
         if not self.quiet:
-            metrics.write_json_atomic(self.path / "summary.json", summary)
+            json_files.write_json_atomic(self.path / "summary.json", summary)
         return summary
 
     def say_where(self, summary: dict[str, Any]) -> None:

@@ -28,8 +28,13 @@ def learning_rate(config: ConfigDict, steps: int, warmup: int) -> optax.Schedule
     """The learning rate of a 0-based step."""
     peak, name = config.learning_rate, config.lr_schedule.name
     if name == "cosine":
-        end = peak * config.lr_schedule.end_factor
-        return optim.linear_warmup_cosine_schedule(peak, min(warmup, steps), steps, end=end)
+        return optim.linear_warmup_cosine_schedule(
+            peak,
+            min(warmup, steps),
+            steps,
+            start_factor=1 / max(warmup, 1),
+            end=peak * config.lr_schedule.end_factor,
+        )
     if name == "inverse_sqrt":
         return optim.inverse_sqrt_schedule(peak, max(warmup, 1))
     return optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))

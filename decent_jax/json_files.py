@@ -1,0 +1,46 @@
+"""JSON files that are whole or not there."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+
+
+def write_json_atomic(path, obj):
+    """Write `obj` as readable JSON so that a reader finds the old file or the new, never a half.
+
+    NumPy and JAX numbers, tuples and paths are accepted; numbers that are not finite become
+    strings, as in the metrics file.
+    """
+    text = json.dumps(plain(obj), indent=2, allow_nan=False) + "\n"
+    write_atomic(Path(path), text.encode())
+
+
+def plain(obj):
+    """`obj` in the types that JSON has."""
+    if isinstance(obj, dict):
+        return {str(key): plain(value) for key, value in obj.items()}
+    if isinstance(obj, (list, tuple)):
+        return [plain(value) for value in obj]
+    if isinstance(obj, os.PathLike):
+        return os.fspath(obj)
+    if hasattr(obj, "tolist"):  # a NumPy or JAX array or scalar
+        return plain(np.asarray(obj).tolist())
+    if isinstance(obj, float) and not math.isfinite(obj):
+        return "NaN" if math.isnan(obj) else "Infinity" if obj > 0 else "-Infinity"
+    return obj
+
+
+def write_atomic(path, data):
+    """Write beside the target, put it on the disk, then rename it into place."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""Predict and plan before renting a cluster: which algorithm, which schedule, what goes where."""

@@ -1,0 +1,514 @@
+"""A cluster's network: how long a message from one device to another takes.
+
+Latencies and bandwidths are measured (`load`, `from_matrices`), nominal (`preset`, `cluster`) or
+DT-FM's table of cloud regions (`regions`). Seconds, bytes, bytes per second throughout.
+
+>>> network = preset("nvlink_25gbe", num_nodes=2, devices_per_node=4)
+>>> network
+Network(8 devices in 2 nodes)
+>>> network.names[4], network.transfer_s(0, 4, num_bytes=1e9)   # 25 Gbit/s is 3.125e9 bytes/s
+('node1/0', 0.32003)
+"""
+
+import dataclasses
+import functools
+import importlib.resources
+import json
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import connected_components
+
+from decent_jax.json_files import write_json_atomic
+
+FORMAT = "decent_jax.network/1"
+BYTES_PER_GBIT = 1e9 / 8
+
+# Two directions of a link that differ by more are taken for a mistake in the measurement, unless
+# the latencies are so close that only the clock differs.
+LARGEST_ASYMMETRY = 1.25
+LATENCY_NOISE_S = 50e-6
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Network:
+    """n devices in machines ("nodes"), and the links between every two of them.
+
+    latency_s: (n, n) float64; [i, j] from device i to device j, 0 on the diagonal.
+    bandwidth_bytes_per_s: (n, n) float64; of one transfer i -> j that is alone on the network,
+        infinite on the diagonal.
+    node: (n,) int64; the machine device i sits in, numbered from 0 without gaps.
+    nic_bytes_per_s: (num_nodes,) float64; what all transfers that leave a machine share, and
+        separately all that enter it (full duplex). Infinite: no shared limit is known.
+    names: n different names.
+    """
+
+    latency_s: np.ndarray
+    bandwidth_bytes_per_s: np.ndarray
+    node: np.ndarray
+    nic_bytes_per_s: np.ndarray
+    names: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return f"Network({self.num_devices} devices in {self.num_nodes} nodes)"
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.node)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.nic_bytes_per_s)
+
+    def transfer_s(self, source: int, target: int, num_bytes: float) -> float:
+        """Seconds that ``num_bytes`` need from one device to another, alone on the network."""
+        return float(
+            self.latency_s[source, target] + num_bytes / self.bandwidth_bytes_per_s[source, target]
+        )
+
+    def take(self, devices: Sequence[int]) -> "Network":
+        """The network of these devices (each at most once), in this order.
+
+        Nodes are renumbered in the order in which they first appear.
+        """
+        devices = np.asarray(devices, np.int64)
+        if devices.ndim != 1 or len(devices) == 0 or len(set(devices.tolist())) < len(devices):
+            raise ValueError(f"take needs different devices, at least one, got {devices.tolist()}")
+        if devices.min() < 0 or devices.max() >= self.num_devices:
+            raise ValueError(
+                f"the network has devices 0 to {self.num_devices - 1}, got {devices.tolist()}"
+            )
+        old_nodes = list(dict.fromkeys(self.node[devices].tolist()))
+        new_number = {old: new for new, old in enumerate(old_nodes)}
+        pairs = np.ix_(devices, devices)
+        return Network(
+            self.latency_s[pairs],
+            self.bandwidth_bytes_per_s[pairs],
+            np.array([new_number[old] for old in self.node[devices].tolist()], np.int64),
+            self.nic_bytes_per_s[old_nodes],
+            tuple(self.names[device] for device in devices.tolist()),
+        )
+
+    def to_json(self) -> dict:
+        """What `save` writes: lists of numbers; None on the diagonal and where nothing limits."""
+        return {
+            "format": FORMAT,
+            "names": list(self.names),
+            "node": self.node.tolist(),
+            "nic_bytes_per_s": _none_for_infinite(self.nic_bytes_per_s),
+            "latency_s": self.latency_s.tolist(),
+            "bandwidth_bytes_per_s": [
+                _none_for_infinite(row) for row in self.bandwidth_bytes_per_s
+            ],
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write the network as JSON that `load` reads."""
+        write_json_atomic(path, self.to_json())
+
+
+def load(path: str | Path) -> Network:
+    """A network from a JSON or .npz file, with every check of `from_matrices`.
+
+    Keys: ``latency_s`` and ``bandwidth_bytes_per_s`` (n x n, row i is sent by device i; the
+    diagonal is not read), and if known ``node``, ``nic_bytes_per_s`` and ``names``. JSON also
+    says ``"format": "decent_jax.network/1"``.
+
+    Raises:
+      ValueError: a file that is no network; the message names it and says what is wrong.
+    """
+    path = Path(path)
+    try:
+        if path.suffix == ".npz":
+            with np.load(path) as arrays:
+                fields = {key: arrays[key].tolist() for key in arrays.files}
+        else:
+            fields = json.loads(path.read_text())
+            if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+                raise ValueError(f'it does not say "format": "{FORMAT}"')
+        missing = {"latency_s", "bandwidth_bytes_per_s"} - set(fields)
+        if missing:
+            raise ValueError(f"it lacks {' and '.join(sorted(missing))}")
+        optional = ("node", "nic_bytes_per_s", "names")
+        return from_matrices(
+            fields["latency_s"],
+            fields["bandwidth_bytes_per_s"],
+            **{key: fields[key] for key in optional if fields.get(key) is not None},
+        )
+    except OSError as error:
+        raise ValueError(f"cannot read the network {path}: {error.strerror or error}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    except (ValueError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is not a network: {error}") from None
+
+
+def from_matrices(
+    latency_s,
+    bandwidth_bytes_per_s,
+    *,
+    node: Sequence[int] | None = None,
+    nic_bytes_per_s: Sequence[float] | None = None,
+    names: Sequence[str] | None = None,
+    symmetrise: bool = False,
+) -> Network:
+    """A network of measured matrices, (n, n), whose row i is what device i sends.
+
+    node: the machine of each device; left out, every device is a machine of its own.
+    nic_bytes_per_s: of each machine, None or infinite where nothing is shared; left out, the
+        fastest link that leaves the machine (links are measured one at a time, and no
+        measurement says that two go through faster than one).
+    symmetrise: let the slower direction of every pair count for both.
+
+    The two directions may differ by 25% (latencies also by 50 us); more is refused, because it
+    mostly means that one of the two was measured while something else used the network. A
+    latency of exactly 0 means that latency is neglected. The diagonals are ignored.
+
+    Raises:
+      ValueError: one sentence that names the entry: not square, missing, zero bandwidth,
+        disconnected, asymmetric, or so far from any real network that the units must be wrong.
+    """
+    latency = _square(latency_s, "latency_s")
+    bandwidth = _square(bandwidth_bytes_per_s, "bandwidth_bytes_per_s")
+    if latency.shape != bandwidth.shape:
+        raise ValueError(
+            f"latency_s is for {len(latency)} devices and bandwidth_bytes_per_s for "
+            f"{len(bandwidth)}; give both for the same devices"
+        )
+    n = len(latency)
+    node, num_nodes = _nodes(node, n)
+    names = _names(names, node)
+    np.fill_diagonal(latency, 0.0)
+    np.fill_diagonal(bandwidth, np.inf)
+    _check_present(latency, "latency", names)
+    _check_present(bandwidth, "bandwidth", names)
+    _check_connected(bandwidth, names)
+    _check_units(latency, bandwidth, names)
+    if symmetrise:
+        latency = np.maximum(latency, latency.T)
+        bandwidth = np.minimum(bandwidth, bandwidth.T)
+    _check_symmetric(latency, "latency", "s", LATENCY_NOISE_S, names)
+    _check_symmetric(bandwidth, "bandwidth", "bytes/s", 0.0, names)
+    if nic_bytes_per_s is None:
+        nic = _fastest_link_out(bandwidth, node, num_nodes)
+    else:
+        nic = _numbers(nic_bytes_per_s, "nic_bytes_per_s")
+        nic = np.where(np.isnan(nic), np.inf, nic)  # None in JSON
+        if nic.shape != (num_nodes,) or (nic <= 0).any():
+            raise ValueError(
+                f"nic_bytes_per_s needs a positive number for each of {num_nodes} nodes, "
+                f"got {nic.tolist()}"
+            )
+    return Network(latency, bandwidth, node, nic, names)
+
+
+class Link(NamedTuple):
+    """What one transfer gets: it takes ``latency_s + num_bytes / bytes_per_s``."""
+
+    latency_s: float
+    bytes_per_s: float
+
+
+# Line rates by specification (A100 HGX; PCIe 4.0 x16; Ethernet; HDR100), latencies of a small
+# message as usually seen; nothing here was measured.
+NVLINK = Link(5e-6, 300e9)
+PCIE = Link(10e-6, 25e9)
+ETHERNET_25G = Link(30e-6, 25 * BYTES_PER_GBIT)
+INFINIBAND_100G = Link(5e-6, 100 * BYTES_PER_GBIT)
+
+_CLUSTERS = {
+    "nvlink_25gbe": (NVLINK, ETHERNET_25G),
+    "nvlink_100gb_ib": (NVLINK, INFINIBAND_100G),
+    "pcie_25gbe": (PCIE, ETHERNET_25G),
+    "pcie_100gb_ib": (PCIE, INFINIBAND_100G),
+}
+_DTFM_CASES = tuple(f"dtfm_case{number}" for number in range(1, 6))
+PRESETS = (*_CLUSTERS, "two_racks_25gbe", "dtfm_world", *_DTFM_CASES)
+
+
+def preset(name: str, num_nodes: int | None = None, devices_per_node: int | None = None) -> Network:
+    """A network by name; ``num_nodes`` machines of ``devices_per_node`` devices each.
+
+    | name | inside a machine | between machines |
+    |---|---|---|
+    | ``nvlink_25gbe``, ``nvlink_100gb_ib`` | 300 GB/s, 5 us | 25 GbE, 30 us; 100 Gbit/s, 5 us |
+    | ``pcie_25gbe``, ``pcie_100gb_ib`` | 25 GB/s, 10 us | the same two |
+    | ``two_racks_25gbe`` | 300 GB/s, 5 us | 25 GbE; to the other rack see `cluster`, 60 us |
+    | ``dtfm_world`` | 25 GB/s, 10 us | machines spread evenly over DT-FM's ten regions |
+    | ``dtfm_case1`` ... ``dtfm_case5`` | DT-FM's five scenarios | 64 devices, fixed |
+
+    All devices of a machine share its network card. The line rates are nominal.
+
+    Raises:
+      ValueError: an unknown name, or sizes that it cannot have.
+    """
+    if name in _DTFM_CASES:
+        if num_nodes is not None or devices_per_node is not None:
+            raise ValueError(f"{name} has 64 devices in fixed places; leave the sizes out")
+        return _dtfm_case(int(name[-1]))
+    if name not in PRESETS:
+        raise ValueError(f"unknown network {name!r}; choose one of {', '.join(PRESETS)}")
+    if not (num_nodes and devices_per_node and min(num_nodes, devices_per_node) >= 1):
+        raise ValueError(
+            f"{name} needs num_nodes and devices_per_node of at least 1, "
+            f"got {num_nodes} and {devices_per_node}"
+        )
+    sizes = [devices_per_node] * num_nodes
+    if name in _CLUSTERS:
+        return cluster(sizes, *_CLUSTERS[name])
+    if name == "two_racks_25gbe":
+        return cluster(sizes, NVLINK, ETHERNET_25G, racks=2)
+    order = _region_table()["regions"]
+    counts = {
+        region: len(part)
+        for region, part in zip(order, np.array_split(np.arange(num_nodes), 10), strict=True)
+        if len(part)
+    }
+    return regions(counts, devices_per_node)
+
+
+def cluster(
+    devices_per_node: Sequence[int], inside: Link, between: Link, *, racks: int = 1
+) -> Network:
+    """Machines of possibly different sizes on one network, ``between.bytes_per_s`` a machine.
+
+    racks: the machines fill that many racks in equal parts, whose uplinks carry a quarter of what
+        their machines can (the usual 4:1 oversubscription) at twice the latency. A transfer to
+        another rack gets a device's equal share of that, as when all devices send there at once;
+        this underrates a single transfer, and with it a ring or tree that crosses only once.
+    """
+    sizes = np.asarray(devices_per_node, np.int64)
+    if sizes.ndim != 1 or len(sizes) == 0 or sizes.min() < 1 or not 1 <= racks <= len(sizes):
+        raise ValueError(
+            "a cluster needs machines of at least one device and no more racks than machines, "
+            f"got sizes {sizes.tolist()} and {racks} racks"
+        )
+    node = np.repeat(np.arange(len(sizes)), sizes)
+    rack = np.concatenate(
+        [np.full(len(part), k) for k, part in enumerate(np.array_split(sizes, racks))]
+    )[node]
+    same_node = node[:, None] == node
+    same_rack = rack[:, None] == rack
+    latency = np.where(same_rack, between.latency_s, 2 * between.latency_s)
+    crowd = np.maximum(sizes[:, None], sizes)[np.ix_(node, node)]
+    bandwidth = np.where(same_rack, between.bytes_per_s, between.bytes_per_s / 4 / crowd)
+    return from_matrices(
+        np.where(same_node, inside.latency_s, latency),
+        np.where(same_node, inside.bytes_per_s, bandwidth),
+        node=node,
+        nic_bytes_per_s=np.full(len(sizes), between.bytes_per_s),
+    )
+
+
+def regions(counts: Mapping[str, int], devices_per_node: int = 1) -> Network:
+    """Machines in the cloud regions of DT-FM, as many as ``counts`` says for each.
+
+    Between two regions the measured latency and bandwidth of one stream; between two machines of
+    a region 5 ms and 2 Gbit/s, which is also a machine's network card. Devices of a machine are
+    on PCIe.
+
+    >>> regions({"Tokyo": 1, "Oregon": 2}).transfer_s(0, 1, num_bytes=0)
+    0.096
+    """
+    table = _region_table()
+    unknown = set(counts) - set(table["regions"])
+    if unknown or not counts or min(counts.values()) < 1 or devices_per_node < 1:
+        raise ValueError(
+            f"regions are {', '.join(table['regions'])}, each with at least one machine of at "
+            f"least one device, got {dict(counts)} and {devices_per_node}"
+        )
+    return _region_network(table["world"], counts, devices_per_node)
+
+
+def _region_network(pairs: dict, counts: Mapping[str, int], devices_per_node: int = 1) -> Network:
+    links = {frozenset(pair.split("-")): (ms, gbps) for pair, (ms, gbps) in pairs.items()}
+    links |= {frozenset([region]): _region_table()["inside"] for region in counts}
+    machines = [region for region, count in counts.items() for _ in range(count)]
+    table = np.array([[links[frozenset((a, b))] for b in machines] for a in machines])
+    node = np.repeat(np.arange(len(machines)), devices_per_node)
+    same_node = node[:, None] == node
+    latency, bandwidth = table[np.ix_(node, node)].transpose(2, 0, 1)
+    return from_matrices(
+        np.where(same_node, PCIE.latency_s, latency / 1e3),
+        np.where(same_node, PCIE.bytes_per_s, bandwidth * BYTES_PER_GBIT),
+        node=node,
+        nic_bytes_per_s=np.full(len(machines), _region_table()["inside"][1] * BYTES_PER_GBIT),
+        names=[
+            f"{region}/{k}"
+            for region, count in counts.items()
+            for k in range(count * devices_per_node)
+        ],
+    )
+
+
+def _dtfm_case(number: int) -> Network:
+    """DT-FM's scenarios (Yuan et al., NeurIPS 2022, section 4.1, as its code has them)."""
+    table = _region_table()
+    if number in (4, 5):
+        pairs, places = (table["case4"], 4) if number == 4 else (table["world"], 8)
+        order = ("Virginia", "Oregon", "California", "Ohio")
+        if number == 5:
+            order = ("Oregon", "Virginia", "Ohio", "Tokyo", "Seoul", "London", "Frankfurt")
+            order += ("Ireland",)
+        return _region_network(pairs, dict.fromkeys(order, 64 // places))
+    if number == 3:
+        place = np.repeat(["Ohio", "Virginia"], 32)
+        (near_ms, near_gbps), (far_ms, far_gbps) = (1, 5), (11, 1.12)
+        node, nic = np.arange(64), np.full(64, near_gbps)
+    else:  # instances of 8; or eight of 4 and 32 of 1. A device has its share of the network card.
+        sizes, far_gbps = ([8] * 8, 3.125) if number == 1 else ([4] * 8 + [1] * 32, 1.25)
+        node = np.repeat(np.arange(len(sizes)), sizes)
+        place = np.char.add("instance", node.astype(str))
+        near_ms = far_ms = 0
+        near_gbps, nic = 100, far_gbps * np.array(sizes)
+    near = place[:, None] == place
+    return from_matrices(
+        np.where(near, near_ms, far_ms) / 1e3,
+        np.where(near, near_gbps, far_gbps) * BYTES_PER_GBIT,
+        node=node,
+        nic_bytes_per_s=nic * BYTES_PER_GBIT,
+        names=_numbered(place.tolist()),
+    )
+
+
+@functools.cache
+def _region_table() -> dict:
+    file = importlib.resources.files("decent_jax.planner") / "data" / "dtfm_regions.json"
+    return json.loads(file.read_text())
+
+
+def _none_for_infinite(row: np.ndarray) -> list:
+    return [value if np.isfinite(value) else None for value in row.tolist()]
+
+
+def _numbered(places: Sequence[str]) -> list[str]:
+    """["a", "b", "a"] becomes ["a/0", "b/0", "a/1"]."""
+    seen: dict[str, int] = {}
+    numbered = []
+    for place in places:
+        seen[place] = seen.get(place, -1) + 1
+        numbered.append(f"{place}/{seen[place]}")
+    return numbered
+
+
+def _numbers(values, what: str) -> np.ndarray:
+    """A new float64 array; None becomes NaN."""
+    try:
+        return np.array(values, np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"{what} must hold numbers only, in rows of one length") from None
+
+
+def _square(values, what: str) -> np.ndarray:
+    matrix = _numbers(values, what)
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or len(matrix) == 0:
+        raise ValueError(
+            f"{what} must be square, a row and a column a device, got shape {matrix.shape}"
+        )
+    return matrix
+
+
+def _nodes(node, n: int) -> tuple[np.ndarray, int]:
+    if node is None:
+        return np.arange(n), n
+    numbers = np.asarray(node)
+    if numbers.shape != (n,) or numbers.dtype.kind not in "iu":
+        raise ValueError(f"node needs the machine's number for each of {n} devices, got {node}")
+    count = int(numbers.max()) + 1
+    if set(numbers.tolist()) != set(range(count)):
+        raise ValueError(f"nodes must be numbered from 0 without gaps, got {numbers.tolist()}")
+    return numbers.astype(np.int64), count
+
+
+def _names(names, node: np.ndarray) -> tuple[str, ...]:
+    if names is None:
+        return tuple(_numbered([f"node{k}" for k in node.tolist()]))
+    names = tuple(str(name) for name in names)
+    if len(names) != len(node) or len(set(names)) != len(names):
+        raise ValueError(
+            f"names must be {len(node)} different names, got {len(names)} of which "
+            f"{len(set(names))} differ"
+        )
+    return names
+
+
+def _check_present(matrix: np.ndarray, what: str, names: tuple[str, ...]) -> None:
+    """Every entry is a number, and none is negative or (off the diagonal) infinite."""
+    off_diagonal = ~np.eye(len(matrix), dtype=bool)
+    wrong = np.argwhere(off_diagonal & ~np.isfinite(matrix))
+    if len(wrong):
+        i, j = wrong[0]
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise ValueError(
+            f"the {what} from {names[i]} to {names[j]}{more} is missing or not finite; measure it"
+        )
+    i, j = np.unravel_index(np.where(off_diagonal, matrix, 0.0).argmin(), matrix.shape)
+    if matrix[i, j] < 0:
+        raise ValueError(
+            f"the {what} from {names[i]} to {names[j]} is negative: {matrix[i, j]:g}; measure it "
+            "again"
+        )
+
+
+def _check_connected(bandwidth: np.ndarray, names: tuple[str, ...]) -> None:
+    none = np.argwhere(bandwidth == 0)
+    if len(none) == 0:
+        return
+    parts, label = connected_components(csr_array(bandwidth > 0), connection="strong")
+    if parts > 1:
+        first, second = (names[int((label == label.max() - k).argmax())] for k in (1, 0))
+        raise ValueError(
+            f"the network falls into {parts} parts between which no data flow: {first} and "
+            f"{second} do not reach each other; connect them, or plan for one part"
+        )
+    i, j = none[0]
+    raise ValueError(
+        f"the bandwidth from {names[i]} to {names[j]} is 0; every pair of devices must reach each "
+        "other: measure it again, or enter what the detour through another device gives"
+    )
+
+
+def _check_units(latency: np.ndarray, bandwidth: np.ndarray, names: tuple[str, ...]) -> None:
+    """No network has a latency above 1 s or (but for a neglected one, 0) below 10 ns, or carries
+    less than 1 kB/s or more than 10 TB/s between two devices."""
+    off_diagonal = ~np.eye(len(latency), dtype=bool)
+    checks = (
+        (latency, latency > 1, "latency", "s", "milliseconds or microseconds"),
+        (latency, (latency < 1e-8) & (latency > 0), "latency", "s", "another unit than seconds"),
+        (bandwidth, bandwidth < 1e3, "bandwidth", "bytes/s", "Gbit/s, Mbit/s or GB/s"),
+        (bandwidth, bandwidth > 1e13, "bandwidth", "bytes/s", "another unit than bytes/s"),
+    )
+    for matrix, wrong, what, unit, guess in checks:
+        entries = np.argwhere(wrong & off_diagonal)
+        if len(entries):
+            i, j = entries[0]
+            raise ValueError(
+                f"the {what} from {names[i]} to {names[j]} is {matrix[i, j]:g} {unit}, which no "
+                f"network has and looks like {guess}; give seconds and bytes per second "
+                "(1 Gbit/s = 1.25e8 bytes/s)"
+            )
+
+
+def _check_symmetric(
+    matrix: np.ndarray, what: str, unit: str, noise: float, names: tuple[str, ...]
+) -> None:
+    larger, smaller = np.maximum(matrix, matrix.T), np.minimum(matrix, matrix.T)
+    wrong = larger > np.maximum(LARGEST_ASYMMETRY * smaller, smaller + noise)
+    if wrong.any():
+        i, j = np.argwhere(wrong)[0]
+        raise ValueError(
+            f"the {what} between {names[i]} and {names[j]} is {matrix[i, j]:g} {unit} one way and "
+            f"{matrix[j, i]:g} {unit} the other; measure again, or let the slower direction count "
+            "for both (symmetrise)"
+        )
+
+
+def _fastest_link_out(bandwidth: np.ndarray, node: np.ndarray, num_nodes: int) -> np.ndarray:
+    outside = np.where(node[:, None] != node, bandwidth, 0.0)
+    fastest = np.zeros(num_nodes)
+    np.maximum.at(fastest, node, outside.max(axis=1))
+    return np.where(fastest > 0, fastest, np.inf)

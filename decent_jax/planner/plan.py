@@ -1,0 +1,171 @@
+"""The plan that `train.py --config.cluster.plan=FILE` follows: who is where, who mixes with whom.
+
+A plan belongs to one cluster. It names the devices in the order of the replicas, and is refused by
+a run that has other devices or another number of replicas.
+
+>>> plan = Plan(("b/0", "a/0"), topology.make("one_peer_exp", 2))
+>>> plan.device_order(["a/0", "b/0"])       # replica 0 goes on the second device, b/0
+[1, 0]
+"""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from decent_jax import topology
+from decent_jax.json_files import write_json_atomic
+
+FORMAT = "decent_jax.plan/1"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """What a run has to do on a given cluster.
+
+    devices: names of the network's devices; replica i lives on ``devices[i]``.
+    schedule: over as many replicas.
+    mix_every: a round in every so many steps.
+    expected: what was predicted, by name: numbers and words for the reader, which no run reads.
+    """
+
+    devices: tuple[str, ...]
+    schedule: topology.Schedule
+    mix_every: int = 1
+    expected: dict = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        if len(set(self.devices)) != len(self.devices):
+            raise ValueError("a device occurs twice in the plan; every replica needs its own")
+        if len(self.devices) != self.schedule.num_replicas:
+            raise ValueError(
+                f"the plan's schedule is for {self.schedule.num_replicas} replicas, but it names "
+                f"{len(self.devices)} devices"
+            )
+        if isinstance(self.mix_every, bool) or not isinstance(self.mix_every, int):
+            raise ValueError(f"mix_every must be a whole number, got {self.mix_every!r}")
+        if self.mix_every < 1:
+            raise ValueError(f"mix_every must be at least 1, got {self.mix_every}")
+
+    def device_order(self, devices: Sequence[str]) -> list[int]:
+        """Where each replica goes: indices into ``devices``, the names of the cluster at hand.
+
+        Raises:
+          ValueError: these are not the devices of the plan.
+        """
+        where = {name: index for index, name in enumerate(devices)}
+        if len(devices) != len(self.devices):
+            raise ValueError(
+                f"the plan is for {len(self.devices)} replicas on as many devices, but this run "
+                f"has {len(devices)}; plan for this cluster, or leave cluster.plan out"
+            )
+        missing = [name for name in self.devices if name not in where]
+        if missing:
+            strange = sorted(set(devices) - set(self.devices))
+            raise ValueError(
+                f"the plan is for another cluster: it names {missing[0]}, and this run has "
+                f"{strange[0]} instead ({len(missing)} of {len(devices)} devices differ); plan "
+                "for this cluster, or leave cluster.plan out"
+            )
+        return [where[name] for name in self.devices]
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON; a reader finds the old file or the new one."""
+        write_json_atomic(
+            path,
+            {
+                "format": FORMAT,
+                "devices": self.devices,
+                "schedule": _schedule_to_json(self.schedule),
+                "mix_every": self.mix_every,
+                "expected": self.expected,
+            },
+        )
+
+
+def load(path: str | Path) -> Plan:
+    """The plan in a file that `Plan.save` wrote.
+
+    Raises:
+      ValueError: one sentence that names the file and says what is wrong with it.
+    """
+    try:
+        fields = json.loads(Path(path).read_text())
+        if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+            raise ValueError(f'it does not say "format": "{FORMAT}"')
+        return Plan(
+            tuple(str(name) for name in fields["devices"]),
+            _schedule_from_json(fields["schedule"], len(fields["devices"])),
+            fields["mix_every"],
+            fields.get("expected", {}),
+        )
+    except OSError as error:
+        raise ValueError(f"cannot read the plan {path}: {error.strerror or error}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    except KeyError as error:
+        raise ValueError(f"{path} is not a plan: it lacks {error}") from None
+    except (ValueError, TypeError, IndexError) as error:
+        raise ValueError(f"{path} is not a plan: {error}") from None
+
+
+def _schedule_to_json(schedule: topology.Schedule) -> dict:
+    """By name where `topology.make` gives the same, otherwise round by round."""
+    local_size = schedule.rounds[0].group_size
+    with contextlib.suppress(ValueError):  # no such name, or not for so many replicas
+        named = topology.make(schedule.name, schedule.num_replicas, local_size=local_size)
+        if _equal(named, schedule):
+            return {"name": schedule.name, "local_size": local_size}
+    return {
+        "name": schedule.name,
+        "rounds": [
+            {
+                "group_size": one.group_size,
+                "self_weights": one.self_weights,
+                "sends": [dataclasses.asdict(send) for send in one.sends],
+            }
+            for one in schedule.rounds
+        ],
+    }
+
+
+def _schedule_from_json(fields: dict, num_replicas: int) -> topology.Schedule:
+    if "rounds" not in fields:
+        return topology.make(fields["name"], num_replicas, local_size=fields["local_size"])
+    rounds = tuple(_round(one, num_replicas) for one in fields["rounds"])
+    topology.Schedule.from_matrices([one.matrix for one in rounds], fields["name"])  # its checks
+    return topology.Schedule(fields["name"], num_replicas, rounds)
+
+
+def _round(fields: dict, n: int) -> topology.Round:
+    """A round with the matrix that its communication amounts to."""
+    group_size = int(fields["group_size"])
+    self_weights = np.asarray(fields["self_weights"], np.float64)
+    if group_size < 1 or n % group_size or self_weights.shape != (n,):
+        raise ValueError(
+            f"a round needs groups that divide {n} replicas and a weight for each, got groups of "
+            f"{group_size} and {len(self_weights)} weights"
+        )
+    exchange = np.diag(self_weights)
+    sends = []
+    for send in fields["sends"]:
+        sources = np.asarray(send["sources"], np.int64)
+        weights = np.asarray(send["weights"], np.float64)
+        receiver = np.flatnonzero(sources >= 0)
+        senders = sources[receiver]
+        if sources.shape != (n,) or weights.shape != (n,) or len(set(senders)) < len(senders):
+            raise ValueError(f"a message needs {n} sources that are all different, and weights")
+        exchange[receiver, senders] += weights[receiver]
+        sends.append(topology.Send(sources, weights))
+    inside = np.kron(np.eye(n // group_size), np.full((group_size, group_size), 1 / group_size))
+    return topology.Round(group_size, self_weights, tuple(sends), exchange @ inside)
+
+
+def _equal(first: topology.Schedule, second: topology.Schedule) -> bool:
+    return first.period == second.period and all(
+        one.group_size == other.group_size and np.array_equal(one.matrix, other.matrix)
+        for one, other in zip(first.rounds, second.rounds, strict=True)
+    )

@@ -1,0 +1,69 @@
+"""A run that follows a plan of `decent_jax.planner`."""
+
+# ruff: noqa: F401, F811  (fixtures of other modules)
+
+import json
+import socket
+
+import numpy as np
+import pytest
+import tiny
+from test_train import no_plot, run
+
+from decent_jax import topology
+from decent_jax.planner.plan import Plan
+from decent_jax.train import ConfigError
+
+pytestmark = pytest.mark.usefixtures("compile_once", "no_plot")
+HERE = [f"{socket.gethostname()}/{k}" for k in range(4)]
+
+
+def save(folder, devices, schedule, mix_every=1):
+    path = folder / "plan.json"
+    Plan(tuple(devices), schedule, mix_every).save(path)
+    return {"plan": str(path)}
+
+
+def test_the_order_of_devices_changes_no_number(run, tmp_path, capsys):
+    settings = {"steps": 4, "mesh": {"devices": 4}, "mix_every": 2}
+    plain, _ = run("plain", **settings)
+    plan = save(tmp_path, [HERE[k] for k in (2, 0, 3, 1)], topology.make("one_peer_exp", 4), 2)
+    # What the config says of schedule and mix_every gives way to the plan.
+    planned, summary = run(
+        "planned", **settings | {"mix_every": 1, "schedule": "ring"}, cluster=plan
+    )
+    np.testing.assert_allclose(tiny.losses(planned), tiny.losses(plain), rtol=1e-5)
+    assert summary["schedule"] == "one_peer_exp"
+    saved = json.loads((planned / "config.json").read_text())
+    assert saved["schedule"] == "one_peer_exp" and saved["mix_every"] == 2
+    table = capsys.readouterr().err.rpartition("replicas  process")[2].splitlines()[1:5]
+    assert [line.split()[-1] for line in table] == [f"cpu:{k}" for k in (2, 0, 3, 1)]
+
+
+def test_a_schedule_built_for_the_network(run, tmp_path):
+    """Matrices that no name stands for: with these, every round is the mean of all."""
+    built = topology.Schedule.from_matrices([np.full((4, 4), 0.25)], "built for two racks")
+    plan = save(tmp_path, HERE, built)
+    folder, summary = run("r", steps=3, combine="then", mesh={"devices": 4}, cluster=plan)
+    assert summary["schedule"] == "built for two racks"
+    assert tiny.rows(folder)[-1]["train/consensus_distance_relative"] < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("devices", "settings", "words"),
+    [
+        (HERE, {"num_replicas": 2}, "plan.json is for 4 replicas, but num_replicas is 2"),
+        (["a/0", *HERE[1:]], {}, f"it names a/0, and this run has {HERE[0]} instead"),
+        (HERE, {"mesh": {"devices": 2}}, r"is for 4 replicas on as many devices, but .* has 2"),
+    ],
+)
+def test_a_plan_for_another_cluster_is_refused(run, tmp_path, devices, settings, words):
+    plan = save(tmp_path, devices, topology.make("ring", 4))
+    with pytest.raises(ConfigError, match=words):
+        run("r", **{"mesh": {"devices": 4}} | settings, cluster=plan)
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_plan_that_cannot_be_read_is_refused(run, tmp_path):
+    with pytest.raises(ConfigError, match=r"cluster.plan: cannot read the plan .*nowhere.json"):
+        run("r", cluster={"plan": str(tmp_path / "nowhere.json")})
