@@ -82,7 +82,11 @@ def one_sentence(err: str) -> str:
         ),
         (["model.dtype=int8"], "model.dtype must be .*got 'int8'"),
         (["model.attention=flash"], "model.attention must be .*got 'flash'"),
-        (["schedule=star"], "schedule: .*'star'"),
+        (["schedule=stars"], "schedule: unknown schedule .*'stars'"),
+        (["schedule=base_k(max_degree"], "schedule: .*cannot be read where it ends"),
+        (["schedule=base_k(degree=2)"], "schedule: base_k has no parameter 'degree'; it takes .*"),
+        (["schedule=base_k(max_degree=0)"], "schedule: base_k: max_degree must .*1, got 0"),
+        (["schedule=hierarchical"], "schedule: hierarchical needs .*4 replicas with local_size 1"),
         # numbers
         (["num_replicas=0"], "num_replicas must be at least 1, got 0"),
         (["accum_steps=0"], "accum_steps must be at least 1, got 0"),
@@ -334,6 +338,22 @@ def test_all_reduce_does_not_mind_the_schedule(tiny_data):
         config_lib.validate(config)
     config.algorithm = "all_reduce"
     config_lib.validate(config)
+    config.schedule = "hierarchical(complete, ring)"  # of 6 nodes with one replica
+    config_lib.validate(config)
+    for nonsense in ("hypercubes", "base_k(degree=2)", "base_k(max_degree=2"):
+        config.schedule = nonsense
+        with pytest.raises(ConfigError, match="schedule: "):
+            config_lib.validate(config)
+
+
+def test_schedules_with_parameters(tiny_data):
+    config = tiny.config(tiny_data, num_replicas=6, batch_size=12)
+    for name in ("base_k(max_degree=2)", "random_regular(degree=3, seed=4)"):
+        config.schedule = name
+        config_lib.validate(config)
+        assert config_lib.make_schedule(config).name == name
+    config.schedule, config.local_size = "hierarchical(complete, base_k)", 2
+    assert config_lib.make_schedule(config).period == 3
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda p: p.stem)

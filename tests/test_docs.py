@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from decent_jax import topology
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/library.md")
+DOCUMENTS += ("docs/topologies.md",)
 COMMANDS = (
     "pip install -e . && python train.py --config configs/quickstart.py --workdir runs/quickstart",
     "pip install -e '.[test]' && pytest",
@@ -75,6 +78,59 @@ def test_the_checks_of_this_file_find_something():
 def test_figures_are_small(path):
     assert path.suffix == ".png"
     assert path.stat().st_size < 200_000
+
+
+# --- docs/topologies.md ---------------------------------------------------------------------------
+
+COMPARED = (
+    *("complete", "hypercube", "one_peer_exp", "static_exp", "base_k", "base_k(max_degree=2)"),
+    *("base_k(max_degree=4)", "ring", "bidirectional_ring", "grid", "torus", "star"),
+    *("random_matching", "random_matching(rounds=32)", "equi_dynamic", "equi_dynamic(rounds=23)"),
+    *("random_regular", "erdos_renyi", "alternating_exp_ring"),
+    *("hierarchical(complete, one_peer_exp)", "hierarchical(complete, base_k)"),
+)
+
+
+def of_size(name, n):
+    try:
+        return topology.make(name, n, local_size=4)
+    except ValueError:
+        return None
+
+
+def summary_row(name):
+    numbers = of_size(name, 24).summary()
+    cells = [f"{numbers['models_sent']:.3g}", f"{numbers['spectral_gap']:.3f}"]
+    cells = [numbers["period"], numbers["degree"], *cells, f"{numbers['consensus_rate']:.3f}"]
+    return f"| `{name}` | {' | '.join(map(str, cells))} | {numbers['exact_after'] or ''} |"
+
+
+def rounds_row(name):
+    sizes = [of_size(name, n) for n in (8, 16, 24, 32, 64)]
+    cells = ["" if one is None else one.rounds_to_consensus(1e-6) for one in sizes]
+    return f"| `{name}` | {' | '.join(map(str, cells))} |"
+
+
+@pytest.mark.parametrize("row", [summary_row, rounds_row])
+def test_tables_of_topologies(row):
+    """If a number is meant to change, paste what this prints."""
+    text = (ROOT / "docs" / "topologies.md").read_text()
+    names = [name for name in COMPARED if row is rounds_row or of_size(name, 24)]
+    table = "\n".join(map(row, names))
+    assert f"|---|\n{table}\n\n" in text, table
+
+
+def test_every_schedule_is_in_the_table_of_names():
+    text = (ROOT / "docs" / "topologies.md").read_text()
+    for name in topology.NAMES:
+        assert re.search(rf"^\| `{name}(\(.*\))?` \|.*\|$", text, re.MULTILINE), name
+
+
+def test_the_code_of_topologies_md_runs(capsys):
+    text = (ROOT / "docs" / "topologies.md").read_text()
+    for block in python_blocks(text):
+        exec(compile(block, "docs/topologies.md", "exec"), {"__name__": "topologies"})
+    assert "'exact_after': 3" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -104,6 +104,7 @@ PERMUTATIONS = [
         ("bidirectional_ring", 1),
         ("one_peer_exp", 3),
         ("hypercube", 3),
+        ("static_exp", 1),
     )
     for r in range(period)
 ]
@@ -125,6 +126,50 @@ def test_permutation_round(name, round, mesh8):
     for size in SIZES:
         sent = [pairs_of(line) for _, sizes, line in found if sizes == [size]]
         assert sorted(map(sorted, sent)) == sorted(map(sorted, wanted))
+
+
+@pytest.mark.parametrize(
+    "name", [*topology.NAMES, "hierarchical(ring, one_peer_exp)", "base_k(max_degree=2)"]
+)
+def test_every_round_sends_what_it_declares(name, mesh8):
+    """All rounds of a schedule in one executable, each with leaves of its own, and nothing else."""
+    schedule = topology.make(name, 8, local_size=4)
+    rounds = range(schedule.period)
+
+    def every_round(trees):
+        own = jax.tree.map(lambda x: x[0], trees)
+        mixed = [gossip.mix(own[r], schedule, r) for r in rounds]
+        return jax.tree.map(lambda x: x[None], mixed)
+
+    split = P("replica")
+    step = jax.shard_map(every_round, mesh=mesh8, in_specs=split, out_specs=split, check_vma=False)
+    sizes = {r: (2 + r, 20 + r) for r in rounds}  # no two alike, so a message is known by its size
+    trees = [[jnp.zeros((8, size)) for size in sizes[r]] for r in rounds]
+    found = collectives(jax.jit(step).lower(trees).compile().as_text())
+    for r, one in enumerate(schedule.rounds):
+        declared = [
+            {(int(source), target) for target, source in enumerate(send.sources) if source >= 0}
+            for send in one.sends
+        ]
+        for size in sizes[r]:
+            # XLA may put the means of several leaves into one all-reduce.
+            lines = {
+                kind: [line for k, s, line in found if k == kind and size in s] for kind in KINDS
+            }
+            sent = [pairs_of(line) for line in lines.pop("collective-permute")]
+            assert sorted(map(sorted, sent)) == sorted(map(sorted, declared))
+            means = [groups_of(line, 8) for line in lines.pop("all-reduce")]
+            wanted = np.arange(8).reshape(-1, one.group_size).tolist()
+            assert means == ([wanted] if one.group_size > 1 else [])
+            assert not any(lines.values())
+        # What a round costs is counted from the same declaration.
+        busiest = max(
+            sum(source == i for pairs in declared for source, _ in pairs) for i in range(8)
+        )
+        g = one.group_size
+        assert schedule.bytes_sent(1, r) == pytest.approx(busiest + 2 * (g - 1) / g)
+    messages = sum(len(one.sends) + (one.group_size > 1) for one in schedule.rounds)
+    assert sum(len(sizes) for _, sizes, _ in found) == 2 * messages
 
 
 def test_permutation_round_then(mesh8):

@@ -47,10 +47,10 @@ def default_config(task: str = "language_modeling") -> ConfigDict:
     # --- Who talks to whom ---
     config.num_replicas = 8
     config.algorithm = "accum_adam"  # all_reduce, decentralized_adam, accum_adam
-    config.schedule = "one_peer_exp"  # a name of decent_jax.topology; not used by all_reduce
+    config.schedule = "one_peer_exp"  # see docs/topologies.md; not used by all_reduce
     config.combine = "with"  # "with": mix while computing; "then": mix the result
     config.mix_every = 1  # steps between two rounds
-    config.local_size = 1  # replicas a node, for alternating_exp_ring
+    config.local_size = 1  # replicas a node, for alternating_exp_ring and hierarchical
     config.identical_start = True  # False: every replica draws its own initial parameters
     config.max_consensus_distance = (
         0.0  # relative; past it all replicas are averaged once. 0: never
@@ -209,9 +209,17 @@ def make_schedule(config: ConfigDict) -> topology.Schedule:
     try:
         return topology.make(config.schedule, config.num_replicas, local_size=config.local_size)
     except ValueError as error:
-        if config.algorithm == "all_reduce" and config.schedule in topology.NAMES:
+        if config.algorithm == "all_reduce" and _names_a_schedule(config.schedule):
             return topology.make("complete", config.num_replicas)
         raise ConfigError(f"schedule: {error}") from None
+
+
+def _names_a_schedule(text: str) -> bool:
+    try:
+        topology.make(text, 1)  # one replica fits every schedule
+    except ValueError:
+        return False
+    return True
 
 
 def parse_duration(name: str, value: int | str) -> tuple[float, str]:

@@ -1,0 +1,26 @@
+"""Who averages with whom: schedules of mixing matrices. Pure NumPy and SciPy, no jax.
+
+A **round** is one mixing matrix W (n x n): replica i replaces its parameters by
+``sum_j W[i, j] x_j``, so row i holds the weights replica i gives to what it receives. A
+**schedule** cycles through its rounds. Besides its matrix a round says how it is communicated: an
+average inside groups of consecutive replicas, then a few permutations (`Send`), which is what
+`decent_jax.gossip` turns into collectives.
+
+`make` builds a schedule from its name (`NAMES`; ``docs/topologies.md`` compares them),
+`Schedule.from_networkx` from a graph and `Schedule.from_matrices` from matrices of your own.
+
+>>> schedule = make("one_peer_exp", 8)
+>>> schedule.period, schedule.degree(0), schedule.rounds_to_consensus()
+(3, 1, 3)
+>>> schedule.matrix(1)[0]           # replica 0 averages with what replica 6 sends
+array([0.5, 0. , 0. , 0. , 0. , 0. , 0.5, 0. ])
+>>> make("base_k(max_degree=2)", 7).exact_after()
+4
+"""
+
+from decent_jax.topology.make import NAMES, make
+from decent_jax.topology.rounds import Round, Send
+from decent_jax.topology.schedule import Schedule
+from decent_jax.topology.weights import metropolis_hastings
+
+__all__ = ["NAMES", "Round", "Schedule", "Send", "make", "metropolis_hastings"]

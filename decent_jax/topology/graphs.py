@@ -1,0 +1,105 @@
+"""The named schedules that need no chance: complete graphs, rings, exponential graphs, grids."""
+
+import math
+
+import numpy as np
+
+from decent_jax.topology.rounds import Round, grouped, pairwise, round_of
+from decent_jax.topology.weights import metropolis_hastings
+
+
+def complete(n: int) -> list[Round]:
+    return [grouped(n, n)]
+
+
+def ring(n: int) -> list[Round]:
+    if n % 2:
+        raise ValueError(
+            f"ring needs an even number of replicas, got {n}; use one_peer_exp or "
+            "bidirectional_ring"
+        )
+    replicas = np.arange(n)
+    even = replicas ^ 1
+    odd = np.where(replicas % 2 == 1, replicas + 1, replicas - 1) % n
+    return [pairwise(even)] if n == 2 else [pairwise(even), pairwise(odd)]
+
+
+def bidirectional_ring(n: int) -> list[Round]:
+    if n == 2:
+        return [pairwise(np.array([1, 0]))]
+    eye = np.eye(n)
+    return [round_of((eye + np.roll(eye, 1, axis=0) + np.roll(eye, -1, axis=0)) / 3)]
+
+
+def static_exp(n: int) -> list[Round]:
+    shifts = [2**k for k in range(math.ceil(math.log2(n)))]
+    eye = np.eye(n)
+    received = sum(np.roll(eye, shift, axis=0) for shift in shifts)
+    return [round_of((eye + received) / (len(shifts) + 1))]
+
+
+def one_peer_exp(n: int) -> list[Round]:
+    rounds = math.ceil(math.log2(n))
+    return [pairwise((np.arange(n) - 2**r) % n) for r in range(rounds)]
+
+
+def hypercube(n: int) -> list[Round]:
+    if n & (n - 1):
+        raise ValueError(
+            f"hypercube needs a power of two replicas, got {n}; use one_peer_exp or ring"
+        )
+    return [pairwise(np.arange(n) ^ 2**r) for r in range(n.bit_length() - 1)]
+
+
+def alternating_exp_ring(n: int, *, local_size: int) -> list[Round]:
+    """Pairs of nodes (j, j XOR 2^i), counted by c: even c average inside their nodes first and
+    across the pair next, odd c the other way round, so half the nodes use the network at a time.
+    """
+    nodes = n // local_size
+    if local_size < 2 or n % local_size or nodes < 2 or nodes & (nodes - 1):
+        raise ValueError(
+            "alternating_exp_ring needs local_size >= 2 and local_size x 2^k replicas (k >= 1), "
+            f"got {n} replicas with local_size {local_size}; use one_peer_exp or hypercube"
+        )
+    rounds = []
+    for i in range(nodes.bit_length() - 1):
+        pairs = [(j, j ^ 2**i) for j in range(nodes) if j < j ^ 2**i]
+        for parity in (0, 1):
+            partner = np.full(nodes, -1)
+            for c, (low, high) in enumerate(pairs):
+                if c % 2 != parity:
+                    partner[low], partner[high] = high, low
+            rounds.append(grouped(n, local_size, partner))
+    return rounds
+
+
+def star(n: int) -> list[Round]:
+    neighbours = np.zeros((n, n), bool)
+    neighbours[0, 1:] = neighbours[1:, 0] = True
+    return [round_of(metropolis_hastings(neighbours))]
+
+
+def grid(n: int, *, rows: int | None = None) -> list[Round]:
+    return [_lattice("grid", n, rows, wraps=False)]
+
+
+def torus(n: int, *, rows: int | None = None) -> list[Round]:
+    return [_lattice("torus", n, rows, wraps=True)]
+
+
+def _lattice(name: str, n: int, rows: int | None, wraps: bool) -> Round:
+    """Replica i in row ``i // columns`` and column ``i % columns`` hears those beside it."""
+    if rows is None:  # as square as n allows; a prime n makes one line of it
+        rows = max(r for r in range(1, math.isqrt(n) + 1) if n % r == 0)
+    if rows < 1 or n % rows:
+        raise ValueError(f"{name}: rows must divide the {n} replicas, got {rows}")
+    place = np.arange(n).reshape(rows, n // rows)
+    neighbours = np.zeros((n, n), bool)
+    for axis in (0, 1):
+        after = np.roll(place, -1, axis=axis)
+        here, there = place, after
+        if not wraps:  # the last of a line has nobody after it
+            keep = slice(-1) if axis == 0 else (slice(None), slice(-1))
+            here, there = place[keep], after[keep]
+        neighbours[here, there] = neighbours[there, here] = True
+    return round_of(metropolis_hastings(neighbours))

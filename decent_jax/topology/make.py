@@ -1,0 +1,166 @@
+"""Schedules by name."""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from decent_jax.topology import base_graph, graphs, random_graphs
+from decent_jax.topology.rounds import Round, kron, round_of
+from decent_jax.topology.schedule import Schedule, check_connected, check_matrix
+from decent_jax.topology.spec import Spec, bind, parse, unnamed
+
+
+def make(name: str, num_replicas: int, *, local_size: int = 1, **parameters) -> Schedule:
+    """The named schedule over ``num_replicas`` replicas.
+
+    | name, with its parameters | a round | replicas |
+    |---|---|---|
+    | ``complete`` | everybody averages with everybody | any |
+    | ``ring`` | disjoint neighbouring pairs, alternating sides (Decent-DP's ring) | even |
+    | ``bidirectional_ring`` | both neighbours and oneself, 1/3 each | any |
+    | ``one_peer_exp`` | i receives from i - 2^r, weight 1/2 (Ying et al. 2021) | any |
+    | ``hypercube`` | i pairs with i XOR 2^r (Decent-DP's one-peer-exp) | 2^k |
+    | ``alternating_exp_ring`` | a node averages inside, or with node XOR 2^i | local_size x 2^k |
+    | ``static_exp`` | i receives from every i - 2^k, equal weights (Ying et al. 2021) | any |
+    | ``base_k(max_degree=1)`` | groups of up to max_degree + 1 (Takezawa et al. 2023) | any |
+    | ``grid(rows=...)`` | those beside one in a rectangle | any |
+    | ``torus(rows=...)`` | those beside one in a rectangle that wraps around | any |
+    | ``star`` | replica 0 and each other | any |
+    | ``random_matching(rounds=8, seed=0)`` | random pairs (Nadiradze et al. 2021) | any |
+    | ``random_regular(degree=4, seed=0)`` | a random graph of equal degrees | n x degree even |
+    | ``erdos_renyi(probability=..., seed=0)`` | a random graph of independent edges | any |
+    | ``equi_dynamic(rounds=8, seed=0)`` | i hears i - u, random u (Song et al. 2022) | any |
+    | ``hierarchical(complete, one_peer_exp)`` | inner in each node, outer across | nodes |
+
+    Parameters are written in the name or given as keywords: ``make("base_k(max_degree=2)", 7)`` is
+    ``make("base_k", 7, max_degree=2)``. `Schedule.name` holds those that were given and makes the
+    same schedule again. One replica is the identity under every name.
+
+    - ``grid``, ``torus``, ``star``, ``random_regular`` and ``erdos_renyi`` are one round with
+      Metropolis-Hastings weights. ``rows`` is by default the largest divisor of n up to its root
+      (a prime n makes a line, or a ring), ``probability`` 2 ln(n) / n.
+    - Random schedules are drawn once from ``seed``, the same everywhere. ``random_matching`` and
+      ``equi_dynamic`` are cycles of ``rounds`` rounds, and **each round is compiled on its own**: a
+      step that compiles in a minute takes ``rounds`` minutes. On average a round multiplies the
+      squared consensus distance by (n - 2) / (2 (n - 1)); by 1/2 in ``random_matching`` with odd n,
+      where one replica idles.
+    - ``equi_dynamic`` is OD-EquiDyn with all shifts; its ``(1 - eta) I + eta A`` mixes best where
+      both weights are 1/2, which they are here. Shifts are drawn without repetition, so the period
+      is at most n - 1.
+    - ``hierarchical(inner, outer)``: nodes of ``local_size`` replicas. Round r has the Kronecker
+      product W = A (x) B of round r of ``outer`` over nodes, A, and round r of ``inner`` inside a
+      node, B: a node mixes, then its replica l with the replicas l of other nodes. The period is
+      the least common multiple of both, and ||W - J|| the larger of ||A - J|| and ||B - J||.
+      With ``complete`` inside it is a mean over the node and outer's messages; an inner schedule of
+      d messages makes (d + 1)(d_outer + 1) - 1 of them.
+
+    ``local_size`` (replicas a node; a node's replicas are consecutive) matters to
+    ``alternating_exp_ring`` and ``hierarchical`` only. Numbers to choose by: `Schedule.summary` and
+    ``docs/topologies.md``.
+
+    Raises:
+      ValueError: a name that cannot be read, an unknown schedule or parameter, a value out of
+        range, or a number of replicas the schedule does not exist for.
+
+    >>> make("hierarchical(complete, one_peer_exp)", 8, local_size=4).matrix(0)[0]
+    array([0.125, 0.125, 0.125, 0.125, 0.125, 0.125, 0.125, 0.125])
+    >>> make("random_regular(seed=1, degree=3)", 8).name
+    'random_regular(degree=3, seed=1)'
+    """
+    spec, build = _bound(_parse(name), parameters)
+    if num_replicas < 1:
+        raise ValueError(f"a schedule needs at least one replica, got {num_replicas}")
+    if local_size < 1:
+        raise ValueError(f"local_size must be at least 1, got {local_size}")
+    if num_replicas == 1:
+        return Schedule(str(spec), 1, (round_of(np.ones((1, 1))),))
+    schedule = Schedule(str(spec), num_replicas, tuple(build(num_replicas, local_size)))
+    for r, one in enumerate(schedule.rounds):
+        check_matrix(one.matrix, num_replicas, r, row_stochastic_only=False)
+    check_connected(schedule)
+    return schedule
+
+
+_COMPLETE, _ONE_PEER_EXP = Spec("complete"), Spec("one_peer_exp")
+
+
+def _hierarchical(
+    n: int, *, local_size: int, inner: Spec = _COMPLETE, outer: Spec = _ONE_PEER_EXP
+) -> list[Round]:
+    if local_size < 2 or n % local_size:
+        raise ValueError(
+            "hierarchical needs nodes of local_size >= 2 replicas that divide their number, got "
+            f"{n} replicas with local_size {local_size}; set local_size to the replicas of a node"
+        )
+    schedules = []
+    for where, spec, size in (
+        (f"inner, over the {local_size} replicas of a node", inner, local_size),
+        (f"outer, over {n // local_size} nodes", outer, n // local_size),
+    ):
+        try:
+            schedules.append(make(str(spec), size))
+        except ValueError as error:
+            raise ValueError(f"hierarchical's {where}: {error}") from None
+    inside, across = schedules
+    return [
+        kron(across.rounds[r % across.period], inside.rounds[r % inside.period])
+        for r in range(math.lcm(inside.period, across.period))
+    ]
+
+
+_BUILDERS: dict[str, Callable[..., list[Round]]] = {
+    "complete": graphs.complete,
+    "ring": graphs.ring,
+    "bidirectional_ring": graphs.bidirectional_ring,
+    "one_peer_exp": graphs.one_peer_exp,
+    "hypercube": graphs.hypercube,
+    "alternating_exp_ring": graphs.alternating_exp_ring,
+    "static_exp": graphs.static_exp,
+    "base_k": base_graph.base_k,
+    "grid": graphs.grid,
+    "torus": graphs.torus,
+    "star": graphs.star,
+    "random_matching": random_graphs.random_matching,
+    "random_regular": random_graphs.random_regular,
+    "erdos_renyi": random_graphs.erdos_renyi,
+    "equi_dynamic": random_graphs.equi_dynamic,
+    "hierarchical": _hierarchical,
+}
+
+NAMES = tuple(_BUILDERS)
+
+
+def _parse(name: str) -> Spec:
+    if "(" not in name and name.strip() not in _BUILDERS:  # the likelier mistake is the name
+        raise ValueError(_unknown(name))
+    return parse(name)
+
+
+def _unknown(name: str) -> str:
+    return f"unknown schedule {name!r}; choose one of {', '.join(_BUILDERS)}"
+
+
+def _bound(spec: Spec, keywords: Mapping[str, object]) -> tuple[Spec, Callable]:
+    """The schedule as it is named again, and ``build(n, local_size)``.
+
+    Checks all that does not depend on n, in the schedules inside it too.
+    """
+    if spec.name not in _BUILDERS:
+        raise ValueError(_unknown(spec.name))
+    builder = _BUILDERS[spec.name]
+    kinds = dict(inspect.signature(builder).parameters)
+    kinds.pop("n")
+    needs_nodes = kinds.pop("local_size", None) is not None
+    given = bind(spec, kinds, keywords)
+    for key, value in given.items():
+        if isinstance(value, Spec):
+            given[key], _ = _bound(value, {})
+            if "local_size" in inspect.signature(_BUILDERS[value.name]).parameters:
+                raise ValueError(f"{spec.name}: {key} cannot be {value.name}, which has nodes too")
+
+    def build(n: int, local_size: int) -> list[Round]:
+        return builder(n, **({"local_size": local_size} if needs_nodes else {}), **given)
+
+    return Spec(spec.name, unnamed(given, kinds)), build

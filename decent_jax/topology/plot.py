@@ -1,0 +1,78 @@
+"""A schedule drawn round by round: who hears whom on a circle, and the mixing matrix below."""
+
+import numpy as np
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch
+
+from decent_jax.topology.schedule import Schedule
+
+MOST_ROUNDS, COLUMNS = 12, 6
+BLUE, INK, PALE = "#0072B2", "#222222", "#e6e6e6"
+
+
+def draw(schedule: Schedule) -> Figure:
+    """The figure of `Schedule.plot`: two panels a round, at most six rounds beside each other."""
+    matrices = [one.matrix for one in schedule.rounds[:MOST_ROUNDS]]
+    columns = min(COLUMNS, len(matrices))
+    bands = -(-len(matrices) // columns)
+    figure = Figure(figsize=(max(2.2 * columns, 4.8), 4.4 * bands + 0.6), layout="constrained")
+    panels = figure.subplots(2 * bands, columns, squeeze=False)
+    for axes in panels.flat:
+        axes.set_axis_off()
+    largest = max(matrix.max() for matrix in matrices)
+    for r, matrix in enumerate(matrices):
+        band, column = divmod(r, columns)
+        _graph(panels[2 * band, column], matrix, f"round {r}")
+        image = _matrix(panels[2 * band + 1, column], matrix, largest)
+    bar = figure.colorbar(image, ax=panels, shrink=0.5, aspect=30, pad=0.02)
+    bar.outline.set_visible(False)
+    bar.set_label("weight", color=INK)
+    shown = "" if len(matrices) == schedule.period else f", of which the first {MOST_ROUNDS}"
+    rounds = "1 round" if schedule.period == 1 else f"{schedule.period} rounds{shown}"
+    title = f"{schedule.name}\n{schedule.num_replicas} replicas, {rounds}"
+    figure.suptitle(title, x=0.012, ha="left", size=11, color=INK)
+    return figure
+
+
+def _graph(axes, matrix: np.ndarray, title: str) -> None:
+    n = len(matrix)
+    angles = np.pi / 2 - 2 * np.pi * np.arange(n) / n  # replica 0 on top, then clockwise
+    place = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    both_ways = []
+    for receiver, sender in np.argwhere(matrix > 0).tolist():
+        weight, back = matrix[receiver, sender], matrix[sender, receiver]
+        if receiver < sender and back == weight:
+            both_ways.append((place[[sender, receiver]], 4 * weight))
+        elif receiver != sender and back != weight:
+            arrow = FancyArrowPatch(
+                place[sender],
+                place[receiver],
+                arrowstyle="-|>",
+                mutation_scale=9,
+                shrinkA=5,
+                shrinkB=5,
+                # Arrows both ways of different weights must not hide each other.
+                connectionstyle="arc3,rad=0.12",
+                color=BLUE,
+                lw=0.6 + 2 * weight,
+            )
+            axes.add_patch(arrow)
+    if both_ways:
+        lines, widths = zip(*both_ways, strict=True)
+        axes.add_collection(LineCollection(lines, linewidths=0.4 + np.array(widths), colors=BLUE))
+    small = n > 16
+    axes.scatter(*place.T, s=25 if small else 130, color="white", ec=INK, lw=0.8, zorder=3)
+    if not small:
+        for i, (x, y) in enumerate(place):
+            axes.text(x, y, str(i), ha="center", va="center", size=7, color=INK, zorder=4)
+    axes.set(xlim=(-1.25, 1.25), ylim=(-1.25, 1.25), aspect="equal")
+    axes.set_title(title, loc="left", size=10, color=INK)
+
+
+def _matrix(axes, matrix: np.ndarray, largest: float):
+    image = axes.imshow(matrix, cmap="Blues", vmin=0, vmax=largest, interpolation="nearest")
+    axes.set_axis_on()
+    axes.set(xticks=[], yticks=[])
+    axes.spines[:].set_color(PALE)
+    return image

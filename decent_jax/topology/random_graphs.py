@@ -1,0 +1,143 @@
+"""The schedules that are drawn by chance, once, from a seed.
+
+Every round is compiled, so a random schedule is a cycle like any other: its rounds are drawn when
+it is made. NumPy's `RandomState` never changes what it draws, so a seed means the same schedule in
+every process, on every machine and after a resume. What is drawn but does not connect all replicas
+over a period is drawn again.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import connected_components
+
+from decent_jax.topology.rounds import Round, pairwise, round_of
+from decent_jax.topology.weights import metropolis_hastings
+
+DRAWS = 100
+
+
+def random_matching(n: int, *, rounds: int = 8, seed: int = 0) -> list[Round]:
+    if rounds < 1:
+        raise ValueError(f"random_matching: rounds must be at least 1, got {rounds}")
+    rng = _random_state("random_matching", seed)
+
+    def draw():
+        return np.stack([_matching(n, rng) for _ in range(1 if n == 2 else rounds)])
+
+    hint = f"with {rounds} rounds; use more rounds"
+    sources = _connected("random_matching", n, draw, _arrows, hint)
+    return [pairwise(one) for one in sources]
+
+
+def equi_dynamic(n: int, *, rounds: int = 8, seed: int = 0) -> list[Round]:
+    if rounds < 1:
+        raise ValueError(f"equi_dynamic: rounds must be at least 1, got {rounds}")
+    rng = _random_state("equi_dynamic", seed)
+
+    def draw():
+        shifts = 1 + rng.permutation(n - 1)[:rounds]
+        return np.stack([(np.arange(n) - shift) % n for shift in shifts])
+
+    hint = f"with {rounds} rounds; use more rounds"
+    sources = _connected("equi_dynamic", n, draw, _arrows, hint)
+    return [pairwise(one) for one in sources]
+
+
+def random_regular(n: int, *, degree: int | None = None, seed: int = 0) -> list[Round]:
+    if degree is None:
+        degree = min(4, n - 1)
+    if not min(2, n - 1) <= degree < n or n * degree % 2:
+        raise ValueError(
+            "random_regular needs a degree from 2 to n - 1, even where n is odd, got degree "
+            f"{degree} for n = {n} replicas; use complete or random_matching"
+        )
+    rng = _random_state("random_regular", seed)
+
+    def draw():
+        if degree <= (n - 1) / 2:
+            return _regular(n, degree, rng)
+        return ~_regular(n, n - 1 - degree, rng)  # its complement; the diagonal is ignored
+
+    hint = f"with degree {degree}; use a larger degree"
+    neighbours = _connected("random_regular", n, draw, lambda drawn: drawn, hint)
+    return [round_of(metropolis_hastings(neighbours))]
+
+
+def erdos_renyi(n: int, *, probability: float | None = None, seed: int = 0) -> list[Round]:
+    if probability is None:
+        probability = min(1.0, 2 * math.log(n) / n)  # twice where such graphs become connected
+    if not 0 < probability <= 1:
+        raise ValueError(
+            f"erdos_renyi: probability must be above 0 and at most 1, got {probability}"
+        )
+    rng = _random_state("erdos_renyi", seed)
+
+    def draw():
+        above = np.triu(rng.random_sample((n, n)) < probability, k=1)
+        return above | above.T
+
+    hint = f"with probability {probability:g}; use a larger probability"
+    neighbours = _connected("erdos_renyi", n, draw, lambda drawn: drawn, hint)
+    return [round_of(metropolis_hastings(neighbours))]
+
+
+def _random_state(name: str, seed: int) -> np.random.RandomState:
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"{name}: seed must be from 0 to 2^32 - 1, got {seed}")
+    return np.random.RandomState(seed)
+
+
+def _connected(name: str, n: int, draw: Callable, graph_of: Callable, hint: str) -> np.ndarray:
+    """The first draw whose graph (n, n) connects all replicas."""
+    for _ in range(DRAWS):
+        drawn = draw()
+        graph = csr_array(graph_of(drawn))
+        if connected_components(graph, directed=True, connection="strong")[0] == 1:
+            return drawn
+    raise ValueError(f"{name}: {DRAWS} draws left {n} replicas unconnected {hint}")
+
+
+def _arrows(sources: np.ndarray) -> np.ndarray:
+    """(rounds, n) sources as the graph (n, n) of who hears whom over a period."""
+    receivers = np.broadcast_to(np.arange(sources.shape[1]), sources.shape)
+    heard = sources >= 0
+    graph = np.zeros((sources.shape[1],) * 2, bool)
+    graph[receivers[heard], sources[heard]] = True
+    return graph
+
+
+def _matching(n: int, rng: np.random.RandomState) -> np.ndarray:
+    """(n,) partners: consecutive members of a random order; the last of an odd number idles."""
+    order = rng.permutation(n)
+    first, second = order[: n - n % 2].reshape(-1, 2).T
+    partner = np.full(n, -1)
+    partner[first], partner[second] = second, first
+    return partner
+
+
+def _regular(n: int, degree: int, rng: np.random.RandomState) -> np.ndarray:
+    """(n, n) bool: a random simple graph in which everybody has ``degree`` neighbours.
+
+    Free ends of edges are joined at random; ends that may not be joined (oneself, or a neighbour
+    already) are mixed and joined again, and all is begun anew where no two of them may be. This is
+    uniform over all such graphs up to an error that vanishes with n (Steger and Wormald 1999).
+    """
+    while True:
+        neighbours = np.zeros((n, n), bool)
+        ends = np.repeat(np.arange(n), degree)
+        while len(ends):
+            rejected = []
+            for i, j in rng.permutation(ends).reshape(-1, 2):
+                if i == j or neighbours[i, j]:
+                    rejected += [i, j]
+                else:
+                    neighbours[i, j] = neighbours[j, i] = True
+            ends = np.array(rejected, int)
+            left = np.unique(ends)
+            if len(ends) and (neighbours[np.ix_(left, left)] | np.eye(len(left), dtype=bool)).all():
+                break
+        else:
+            return neighbours

@@ -1,0 +1,155 @@
+"""One round: its mixing matrix, and the group means and permutations that communicate it."""
+
+import dataclasses
+
+import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_bipartite_matching
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Send:
+    """One message a replica: a (partial) permutation of the replicas.
+
+    sources: (n,) int; replica i receives from ``sources[i]``, or from nobody where it is -1. No
+        replica appears twice.
+    weights: (n,) float64; what replica i multiplies the received parameters by (0 where idle).
+    """
+
+    sources: np.ndarray
+    weights: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Round:
+    """One mixing step: average in groups of consecutive replicas, then exchange permutations.
+
+    group_size: g; replicas [0, g), [g, 2g), ... first take the mean of their group (1: no groups).
+    self_weights: (n,) float64; the weight of a replica's own (group-averaged) parameters.
+    sends: the permutations that follow, whose weights and `self_weights` sum to 1 in every row.
+    matrix: (n, n) float64, the product of the two.
+    """
+
+    group_size: int
+    self_weights: np.ndarray
+    sends: tuple[Send, ...]
+    matrix: np.ndarray
+
+    @property
+    def degree(self) -> int:
+        """The largest number of other replicas whose parameters reach one replica."""
+        off_diagonal = self.matrix - np.diag(np.diag(self.matrix))
+        return int((off_diagonal > 0).sum(axis=1).max())
+
+    def models_sent(self) -> float:
+        """Parameters the busiest replica sends in this round, in units of one model.
+
+        A group of g counts as a reduce-scatter and an all-gather, 2 (g - 1) / g.
+        """
+        sent = np.zeros(len(self.matrix))
+        for send in self.sends:
+            receivers = np.flatnonzero((send.sources >= 0) & (send.sources != np.arange(len(sent))))
+            sent[send.sources[receivers]] += 1
+        return float(sent.max()) + 2 * (self.group_size - 1) / self.group_size
+
+
+def pairwise(sources: np.ndarray) -> Round:
+    """Replica i averages, 1/2 each, with what ``sources[i]`` sends; it idles where that is -1."""
+    sources = np.asarray(sources)
+    weights = np.where(sources >= 0, 0.5, 0.0)
+    matrix = np.diag(1 - weights)
+    receivers = np.flatnonzero(sources >= 0)
+    matrix[receivers, sources[receivers]] += 0.5
+    return Round(1, 1 - weights, (Send(sources, weights),), matrix)
+
+
+def grouped(n: int, group_size: int, partner: np.ndarray | None = None) -> Round:
+    """Average inside consecutive groups; groups with a partner (>= 0) then average with it."""
+    groups = n // group_size
+    partner = np.full(groups, -1) if partner is None else partner
+    paired = np.repeat(partner >= 0, group_size)
+    sources = np.where(
+        paired, np.repeat(partner, group_size) * group_size + np.arange(n) % group_size, -1
+    )
+    weights = np.where(paired, 0.5, 0.0)
+    exchange = np.diag(1 - weights)
+    exchange[np.flatnonzero(paired), sources[paired]] += 0.5
+    inside = np.kron(np.eye(groups), np.full((group_size, group_size), 1 / group_size))
+    sends = (Send(sources, weights),) if paired.any() else ()
+    return Round(group_size, 1 - weights, sends, exchange @ inside)
+
+
+def round_of(matrix: np.ndarray) -> Round:
+    """A general matrix as permutations: cyclic shifts if they suffice, else König's matchings."""
+    n = len(matrix)
+    support = matrix > 0
+    np.fill_diagonal(support, False)
+    degree = int(max(support.sum(axis=0).max(), support.sum(axis=1).max()))
+    receivers, senders = np.nonzero(support)
+    shifts = np.unique((receivers - senders) % n)
+    if len(shifts) == degree:
+        replicas = np.arange(n)
+        sources = [
+            np.where(support[replicas, (replicas - s) % n], (replicas - s) % n, -1) for s in shifts
+        ]
+    else:
+        sources = _matchings(support, degree)
+    sends = tuple(
+        Send(source, np.where(source >= 0, matrix[np.arange(n), source], 0.0)) for source in sources
+    )
+    return Round(1, np.diag(matrix).copy(), sends, matrix)
+
+
+def kron(outer: Round, inner: Round) -> Round:
+    """Nodes mix by ``outer`` while the replicas inside each mix by ``inner``: ``outer (x) inner``.
+
+    Replica l of node a is replica ``a * local + l``; replica l of a node hears replica l of others.
+    A mean of inner groups stays one mean. The permutations are one for each pair of an outer and an
+    inner term (its sends and its own copy), ``(d_outer + 1)(d_inner + 1) - 1`` of them.
+    """
+    matrix = np.kron(outer.matrix, inner.matrix)
+    local = len(inner.matrix)
+    group_size = inner.group_size
+    if outer.group_size > 1 and inner.group_size == local:
+        group_size = outer.group_size * local
+    elif outer.group_size > 1:  # replicas l of several nodes are not consecutive: no group mean
+        outer = round_of(outer.matrix)
+    _, *terms = [(nodes, replicas) for nodes in _terms(outer) for replicas in _terms(inner)]
+    sends = [_both(nodes, replicas, local) for nodes, replicas in terms]
+    own_weights = np.multiply.outer(outer.self_weights, inner.self_weights).ravel()
+    heard = tuple(send for send in sends if send.weights.any())
+    return Round(group_size, own_weights, heard, matrix)
+
+
+def _terms(one: Round) -> list[Send]:
+    """The own copy, as a message to oneself, and the sends."""
+    return [Send(np.arange(len(one.matrix)), one.self_weights), *one.sends]
+
+
+def _both(nodes: Send, replicas: Send, local: int) -> Send:
+    """Replica ``replicas.sources[l]`` of node ``nodes.sources[a]``, idle where either is."""
+    weights = np.multiply.outer(nodes.weights, replicas.weights)
+    sources = np.add.outer(nodes.sources * local, replicas.sources)
+    return Send(np.where(weights > 0, sources, -1).ravel(), weights.ravel())
+
+
+def _matchings(support: np.ndarray, degree: int) -> list[np.ndarray]:
+    """Split a directed graph of largest degree d into d partial permutations (König 1916).
+
+    Dummy edges make the bipartite graph receivers x senders d-regular; a regular bipartite graph
+    has a perfect matching, and taking one away leaves it (d-1)-regular.
+    """
+    real = support.astype(np.int64)
+    padded = real.copy()
+    lacking_rows = np.repeat(np.arange(len(real)), degree - real.sum(axis=1))
+    lacking_columns = np.repeat(np.arange(len(real)), degree - real.sum(axis=0))
+    np.add.at(padded, (lacking_rows, lacking_columns), 1)
+    matchings = []
+    for _ in range(degree):
+        sender = maximum_bipartite_matching(csr_array(padded > 0), perm_type="column")
+        receiver = np.arange(len(real))
+        is_real = real[receiver, sender] > 0
+        matchings.append(np.where(is_real, sender, -1))
+        real[receiver[is_real], sender[is_real]] -= 1
+        padded[receiver, sender] -= 1
+    return matchings

@@ -1,0 +1,276 @@
+"""A cycle of rounds: what it does to disagreement, what it sends, and what is refused."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import connected_components
+
+from decent_jax.topology.rounds import Round, round_of
+from decent_jax.topology.weights import balanced, metropolis_hastings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SUM_TOLERANCE = 1e-9
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Schedule:
+    """A cycle of rounds over ``num_replicas`` replicas.
+
+    Made by `decent_jax.topology.make`, `from_networkx` or `from_matrices`.
+    """
+
+    name: str
+    num_replicas: int
+    rounds: tuple[Round, ...]
+
+    @property
+    def period(self) -> int:
+        """Number of rounds before the schedule repeats."""
+        return len(self.rounds)
+
+    def matrix(self, r: int) -> np.ndarray:
+        """The (n, n) float64 mixing matrix of round ``r``, ``0 <= r < period``."""
+        return self.rounds[r].matrix
+
+    def degree(self, r: int) -> int:
+        """The largest number of senders to one replica in round ``r``."""
+        return self.rounds[r].degree
+
+    def round_at(self, step: int, mix_every: int = 1) -> int | None:
+        """The round of training step ``step`` (0-based), or None where the step does not mix.
+
+        With ``mix_every = H`` step t mixes when ``(t + 1) % H == 0``, in round
+        ``(t // H) % period``.
+        """
+        if mix_every < 1:
+            raise ValueError(f"mix_every must be at least 1, got {mix_every}")
+        if (step + 1) % mix_every:
+            return None
+        return (step // mix_every) % self.period
+
+    def bytes_sent(self, model_bytes: int, r: int | None = None) -> float:
+        """Bytes the busiest replica sends in round ``r``; the mean over a period when r is None."""
+        rounds = self.rounds if r is None else (self.rounds[r],)
+        return model_bytes * sum(one.models_sent() for one in rounds) / len(rounds)
+
+    def period_matrix(self) -> np.ndarray:
+        """``W_{T-1} ... W_1 W_0``: what one period does, round 0 first."""
+        return functools.reduce(
+            lambda product, one: one.matrix @ product, self.rounds, np.eye(self.num_replicas)
+        )
+
+    def spectral_gap(self) -> float:
+        """``1 - ||W_{T-1} ... W_0 - J||_2 ** (1/T)``, J the average; 1 when a period is exact.
+
+        For a static schedule (T = 1) this is the usual ``1 - ||W - J||_2`` (Ying et al. 2021).
+        """
+        return 1.0 - _snap(_norm(self.period_matrix())) ** (1 / self.period)
+
+    def consensus_rate(self) -> float:
+        """The factor per round by which disagreement shrinks in the long run.
+
+        The spectral radius of ``W_{T-1} ... W_0 - J``, to the power 1/T; 0 when exact.
+        """
+        if self.exact_after() is not None:
+            return 0.0
+        centred = self.period_matrix() - 1 / self.num_replicas
+        return float(np.abs(np.linalg.eigvals(centred)).max()) ** (1 / self.period)
+
+    def mean_square_rate(self) -> float:
+        """Largest eigenvalue of the average over rounds of ``W' W - J``.
+
+        The factor by which the squared consensus distance shrinks in a round taken at random.
+        """
+        gram = sum(one.matrix.T @ one.matrix for one in self.rounds) / self.period
+        return max(0.0, float(np.linalg.eigvalsh(gram - 1 / self.num_replicas).max()))
+
+    def rounds_to_consensus(self, tol: float = 1e-6, limit: int = 1_000_000) -> int:
+        """The number of rounds, from round 0, after which ``||W ... W_0 - J||_2 <= tol``.
+
+        Raises ValueError when `limit` rounds are not enough.
+        """
+        columns = self.period_matrix().sum(axis=0)
+        if np.abs(columns - 1).max() > 1e-6:
+            raise ValueError(f"{self.name} converges to a weighted mean, not to the mean")
+        product = np.eye(self.num_replicas)
+        for k in range(limit + 1):
+            if _norm(product) <= tol:
+                return k
+            product = self.matrix(k % self.period) @ product
+        raise ValueError(f"{self.name} does not come within {tol:g} of consensus in {limit} rounds")
+
+    def exact_after(self) -> int | None:
+        """The number of rounds, from round 0, after which all replicas hold exactly the mean.
+
+        None where they only come ever closer. Exact is up to rounding: within 1e-12, from more than
+        1e-6 one round before.
+        """
+        n = self.num_replicas
+        product = np.eye(n)
+        # If some T = period consecutive rounds give the average, 2 T from any round do. Even where
+        # none do, the powers of a period may: those of a de Bruijn graph do, after log2 n.
+        for k in range(self.period * max(2, n.bit_length()) + 1):
+            left = np.abs(product - 1 / n).max()
+            if left < 1e-12:
+                return k
+            if left < 1e-6:  # close without being there: contraction, which goes on for ever
+                return None
+            product = self.matrix(k % self.period) @ product
+        return None
+
+    def summary(self, model_bytes: float | None = None) -> dict[str, str | int | float | None]:
+        """The schedule in numbers, by name, for a row of a table.
+
+        ``period``, ``degree`` (the largest of its rounds), ``spectral_gap``, ``consensus_rate``,
+        ``exact_after`` (rounds; None: never) and ``models_sent``, what the busiest replica sends a
+        step on average, in models; with ``model_bytes`` also ``bytes_sent``.
+
+        >>> from decent_jax import topology
+        >>> topology.make("one_peer_exp", 8).summary(model_bytes=1000)
+        {'name': 'one_peer_exp', 'num_replicas': 8, 'period': 3, 'degree': 1, 'spectral_gap': 1.0,
+         'consensus_rate': 0.0, 'exact_after': 3, 'models_sent': 1.0, 'bytes_sent': 1000.0}
+        """
+        numbers = {
+            "name": self.name,
+            "num_replicas": self.num_replicas,
+            "period": self.period,
+            "degree": max(one.degree for one in self.rounds),
+            "spectral_gap": self.spectral_gap(),
+            "consensus_rate": self.consensus_rate(),
+            "exact_after": self.exact_after(),
+            "models_sent": self.bytes_sent(1),
+        }
+        if model_bytes is not None:
+            numbers["bytes_sent"] = self.bytes_sent(model_bytes)
+        return numbers
+
+    def plot(self) -> "Figure":
+        """Every round (the first twelve) as a graph and as its matrix; a matplotlib figure.
+
+        An arrow points from sender to receiver, a line without a head goes both ways; the thicker,
+        the larger the weight.
+        """
+        from decent_jax.topology.plot import draw
+
+        return draw(self)
+
+    @property
+    def partial_groups(self) -> bool:
+        """Whether a round averages in groups smaller than the whole.
+
+        Such a mean exists in `jax.shard_map` only with ``check_vma=False``.
+        """
+        return any(1 < one.group_size < self.num_replicas for one in self.rounds)
+
+    @staticmethod
+    def from_matrices(
+        matrices: Sequence[np.ndarray], name: str = "custom", *, row_stochastic_only: bool = False
+    ) -> "Schedule":
+        """A schedule of your own mixing matrices (row i: the weights replica i gives).
+
+        Every matrix must be square and non-negative with rows and columns that sum to 1 within
+        1e-9, and the schedule must reach consensus. ``row_stochastic_only=True`` drops the demand
+        on columns; such a schedule converges to a weighted mean, not to the mean.
+
+        Each matrix is sent as d permutations, d its largest in- or out-degree (König's theorem).
+
+        Raises:
+          ValueError: naming the round and what is wrong with it.
+        """
+        arrays = [np.asarray(matrix, np.float64) for matrix in matrices]
+        if not arrays:
+            raise ValueError("a schedule needs at least one mixing matrix, got none")
+        n = arrays[0].shape[0] if arrays[0].ndim else 0
+        for r, matrix in enumerate(arrays):
+            check_matrix(matrix, n, r, row_stochastic_only)
+        schedule = Schedule(name, n, tuple(round_of(matrix) for matrix in arrays))
+        check_connected(schedule)
+        if schedule.consensus_rate() > 1 - 1e-12:  # connected, but a period swaps or rotates
+            raise ValueError(
+                f"schedule {name!r} never reaches consensus: one period leaves some disagreement "
+                "as large as it was; give replicas a positive weight to themselves"
+            )
+        return schedule
+
+    @staticmethod
+    def from_networkx(graph, name: str | None = None) -> "Schedule":
+        """One static round over any networkx graph; replica i is the i-th of ``graph.nodes``.
+
+        An undirected graph gets Metropolis-Hastings weights. In a directed one an edge (u, v) lets
+        u send to v, and the weights are those that make rows and columns sum to 1 (Sinkhorn). Edge
+        attributes, parallel edges and edges to oneself are ignored; for weights of your own
+        use `from_matrices`.
+
+        Raises:
+          ValueError: where the graph has no nodes or does not connect all of them, both ways.
+
+        >>> import networkx                                                     # doctest: +SKIP
+        >>> Schedule.from_networkx(networkx.petersen_graph()).spectral_gap()    # doctest: +SKIP
+        0.5
+        """
+        index = {node: i for i, node in enumerate(graph.nodes)}
+        hears = np.zeros((len(index), len(index)), bool)
+        for sender, receiver in graph.edges():
+            hears[index[receiver], index[sender]] = True
+        name = name or getattr(graph, "name", "") or "networkx"
+        if not index:
+            raise ValueError(f"schedule {name!r} needs a graph with at least one node, got none")
+        if not graph.is_directed():
+            hears |= hears.T
+        _check_strongly_connected(hears, name)
+        weights = balanced if graph.is_directed() else metropolis_hastings
+        return Schedule.from_matrices([weights(hears)], name)
+
+
+def check_matrix(matrix: np.ndarray, n: int, r: int, row_stochastic_only: bool) -> None:
+    if matrix.ndim != 2 or matrix.shape != (n, n) or n == 0:
+        raise ValueError(
+            f"round {r}: a mixing matrix must be square and alike in every round, "
+            f"got shape {matrix.shape} where round 0 has {n} rows"
+        )
+    if not np.isfinite(matrix).all() or matrix.min() < 0:
+        raise ValueError(f"round {r}: weights must be non-negative, got {matrix.min():g}")
+    for axis, line in ((1, "row"), (0, "column")):
+        if axis == 0 and row_stochastic_only:
+            continue
+        sums = matrix.sum(axis=axis)
+        worst = int(np.abs(sums - 1).argmax())
+        if abs(sums[worst] - 1) > SUM_TOLERANCE:
+            hint = (
+                "; replicas would converge to a weighted mean: use Metropolis-Hastings weights, "
+                "or pass row_stochastic_only=True if that is meant"
+            )
+            raise ValueError(
+                f"round {r}: {line} {worst} must sum to 1, got {sums[worst]:.9g}"
+                + (hint if axis == 0 else "")
+            )
+
+
+def check_connected(schedule: Schedule) -> None:
+    union = sum(one.matrix for one in schedule.rounds) > 0
+    _check_strongly_connected(union, schedule.name)
+
+
+def _check_strongly_connected(hears: np.ndarray, name: str) -> None:
+    count, label = connected_components(csr_array(hears), directed=True, connection="strong")
+    if count > 1:
+        parts = [np.flatnonzero(label == k).tolist() for k in range(count)]
+        raise ValueError(
+            f"schedule {name!r} never reaches consensus: over one period information does "
+            f"not flow both ways between replicas {parts[0]} and {parts[1]}"
+        )
+
+
+def _norm(product: np.ndarray) -> float:
+    return float(np.linalg.norm(product - 1 / len(product), 2))
+
+
+def _snap(value: float) -> float:
+    """Rounding error of an exact average counts as zero."""
+    return 0.0 if value < 1e-12 else value

@@ -1,0 +1,523 @@
+"""Named schedules against the closed forms and tables of their papers."""
+
+import itertools
+
+import numpy as np
+import pytest
+from mixing import group_list, groups, metropolis, norm, product
+
+from decent_jax.topology import NAMES, Schedule, make, metropolis_hastings
+from decent_jax.topology.base_graph import _hyper_hypercube, _simple
+
+
+def hears(matrix):
+    """Who hears whom, (n, n) bool, oneself left out."""
+    return (matrix > 0) & ~np.eye(len(matrix), dtype=bool)
+
+
+# --- exponential graphs ---------------------------------------------------------------------------
+
+GAPS = {5: 0.75, 7: 0.646447, 9: 0.558213, 11: 0.510419, 13: 0.543657, 15: 0.510102}
+GAPS |= {17: 0.452379, 33: 0.3922, 4: 2 / 3, 8: 1 / 2, 12: 2 / 5, 16: 2 / 5, 32: 1 / 3, 64: 2 / 7}
+
+
+def test_gap_of_static_exp():
+    """2 / (1 + ceil(log2 n)) for even n, more for odd n > 1, n = 2 to 129 (Ying et al. 2021)."""
+    for n in range(2, 130):
+        tau = int(np.ceil(np.log2(n)))
+        schedule = make("static_exp", n)
+        gap = schedule.spectral_gap()
+        if n % 2:
+            assert gap > 2 / (1 + tau) + 1e-9 or n == 3, n
+        else:
+            assert gap == pytest.approx(2 / (1 + tau), abs=1e-12), n
+        assert schedule.degree(0) == len(schedule.rounds[0].sends) == tau
+        if n in GAPS:
+            assert gap == pytest.approx(GAPS[n], abs=5e-5 if n == 33 else 6e-7)
+        # The eigenvalues of a circulant matrix are the Fourier transform of its first row.
+        eigenvalues = np.abs(np.fft.fft(schedule.matrix(0)[0]))[1:]
+        assert schedule.consensus_rate() == pytest.approx(eigenvalues.max(), abs=1e-9)
+    assert make("static_exp", 3).exact_after() == 1
+
+
+@pytest.mark.parametrize(
+    ("n", "row", "rate"),
+    [
+        (4, [0, 1, 2], 1 / 3),
+        (8, [0, 1, 2, 4], 0.5),
+        (12, [0, 1, 2, 4, 8], 0.6),
+    ],
+)
+def test_rows_of_static_exp(n, row, rate):
+    """Whom replica 0 sends to, and that all get the same."""
+    matrix = make("static_exp", n).matrix(0)
+    assert np.flatnonzero(matrix[:, 0]).tolist() == row
+    assert set(matrix[matrix > 0].tolist()) == {1 / len(row)}
+    for i in range(n):
+        np.testing.assert_array_equal(np.roll(matrix[:, 0], i), matrix[:, i])
+    assert norm(matrix) == pytest.approx(rate, abs=1e-12)
+
+
+@pytest.mark.parametrize(("n", "messages"), [(8, 60), (16, 112), (32, 175), (64, 252)])
+def test_messages_of_static_exp(n, messages):
+    schedule = make("static_exp", n)
+    assert schedule.rounds_to_consensus(1e-6) * schedule.degree(0) == messages
+
+
+def test_one_peer_exp_is_exact_iff_a_power_of_two():
+    for n in range(2, 130):
+        schedule = make("one_peer_exp", n)
+        assert schedule.exact_after() == (n.bit_length() - 1 if n & (n - 1) == 0 else None)
+
+
+# --- Base-(k+1) -----------------------------------------------------------------------------------
+
+# Rounds to the exact mean with a degree of at most 1, 2 and 4.
+BASE_ROUNDS = {
+    3: (3, 1, 1),
+    5: (5, 3, 1),
+    6: (4, 2, 2),
+    7: (5, 4, 3),
+    8: (3, 3, 2),
+    9: (7, 2, 2),
+    10: (6, 4, 2),
+    12: (5, 3, 2),
+    16: (4, 4, 2),
+    24: (6, 4, 3),
+    25: (9, 6, 2),
+}
+
+
+@pytest.mark.parametrize("n", BASE_ROUNDS)
+def test_rounds_of_base_k(n):
+    got = tuple(make(f"base_k(max_degree={k})", n).exact_after() for k in (1, 2, 4))
+    assert got == BASE_ROUNDS[n]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 6, 98])
+def test_base_k_is_exact(k):
+    """After one period, to rounding, for n = 1 to 99; symmetric; nobody hears more than k."""
+    for n in range(1, 100):
+        schedule = make("base_k", n, max_degree=k)
+        whole = np.linalg.multi_dot([np.eye(n)] * 2 + [one.matrix for one in schedule.rounds[::-1]])
+        assert np.abs(whole - 1 / n).max() < 1e-15, n
+        for one in schedule.rounds:
+            assert (one.matrix == one.matrix.T).all()
+            assert hears(one.matrix).sum(1).max(initial=0) <= k
+            assert len(one.sends) <= k
+            if n > 1:
+                assert hears(one.matrix).any()
+        if n > 1:  # no round to spare
+            assert norm(product(schedule, range(schedule.period - 1))) > 1e-3
+        # log_{k+1} n rounds are needed; Takezawa et al. promise 2 log_{k+1} n + 2.
+        assert (
+            np.log(n) / np.log(k + 1) - 1e-9 <= schedule.period <= 2 * np.log(n) / np.log(k + 1) + 2
+        )
+
+
+def test_base_2_over_six():
+    schedule = make("base_k", 6)
+    pairs = [np.argwhere(np.triu(schedule.matrix(r), 1) > 0).tolist() for r in range(4)]
+    assert pairs == [
+        [[0, 1], [3, 4]],
+        [[1, 2], [4, 5]],
+        [[0, 1], [3, 4]],
+        [[0, 3], [1, 4], [2, 5]],
+    ]
+    weights = [schedule.matrix(r)[tuple(pairs[r][0])] for r in range(4)]
+    np.testing.assert_allclose(weights, [1 / 2, 2 / 3, 1 / 2, 1 / 2])
+    np.testing.assert_allclose(np.diag(schedule.matrix(1)), [1, 1 / 3, 1 / 3] * 2)
+
+
+def test_base_2_over_five_by_hand():
+    """Four replicas agree in two rounds, replica 3 meets 4, and the four agree again."""
+    x = np.array([1.0, 2.0, 3.0, 6.0, 8.0])
+    schedule = make("base_k", 5)
+    wanted = [
+        [1.5, 1.5, 4.5, 4.5, 8],
+        [3, 3, 3, 3, 8],
+        [3, 3, 3, 7, 4],  # with weights 1/5 and 4/5
+        [3, 3, 5, 5, 4],
+        [4, 4, 4, 4, 4],
+    ]
+    for r, row in enumerate(wanted):
+        x = schedule.matrix(r) @ x
+        np.testing.assert_allclose(x, row, atol=1e-14)
+    # Replicas that are not met average among themselves, though they agree already.
+    met = np.argwhere(np.triu(hears(schedule.matrix(2)))).tolist()
+    assert met == [[0, 1], [3, 4]]
+
+
+@pytest.mark.parametrize("n", [2, 4, 8, 16, 32])
+def test_base_2_of_a_power_of_two_is_the_hypercube(n):
+    ours, cube = make("base_k", n), make("hypercube", n)
+    assert ours.period == cube.period
+    for r in range(ours.period):
+        np.testing.assert_array_equal(ours.matrix(r), cube.matrix(r))
+
+
+def test_hyper_hypercube():
+    """Mixed radix: 12 = 2 x 2 x 3 with groups of at most 3, 12 = 3 x 4 with at most 4."""
+    first = [groups(matrix) for matrix in _hyper_hypercube(12, 2)]
+    assert first[0] == group_list("0-1 2-3 4-5 6-7 8-9 10-11")
+    assert first[1] == group_list("0,2 1,3 4,6 5,7 8,10 9,11")
+    assert first[2] == group_list("0,4,8 1,5,9 2,6,10 3,7,11")
+    assert [len(_hyper_hypercube(12, k)) for k in (2, 3, 10, 11)] == [3, 2, 2, 1]
+
+
+def test_base_graph_is_the_shorter_of_two():
+    """22 = 4 x 5 + 2 takes 2 + 1 + 1 rounds; two elevens side by side 4, and 1 across them."""
+    assert (len(_simple(22, 4)), len(_simple(11, 4)), make("base_k(max_degree=4)", 22).period) == (
+        4,
+        4,
+        4,
+    )
+    assert (len(_simple(12, 1)), len(_simple(3, 1)), make("base_k", 12).period) == (7, 3, 5)
+
+
+@pytest.mark.parametrize("k", [0, -2])
+def test_base_k_refuses(k):
+    with pytest.raises(ValueError, match=f"base_k: max_degree must be at least 1, got {k}$"):
+        make("base_k", 8, max_degree=k)
+
+
+# --- grids, tori, stars ---------------------------------------------------------------------------
+
+
+def test_grid_2x3():
+    rows = [
+        [5 / 12, 1 / 4, 0, 1 / 3, 0, 0],
+        [1 / 4, 1 / 4, 1 / 4, 0, 1 / 4, 0],
+        [0, 1 / 4, 5 / 12, 0, 0, 1 / 3],
+        [1 / 3, 0, 0, 5 / 12, 1 / 4, 0],
+        [0, 1 / 4, 0, 1 / 4, 1 / 4, 1 / 4],
+        [0, 0, 1 / 3, 0, 1 / 4, 5 / 12],
+    ]
+    for schedule in (make("grid", 6), make("grid(rows=2)", 6)):
+        np.testing.assert_allclose(schedule.matrix(0), rows, atol=1e-15)
+        assert schedule.spectral_gap() == pytest.approx(1 - 0.75)
+
+
+def test_star_of_4():
+    schedule = make("star", 4)
+    np.testing.assert_allclose(schedule.matrix(0)[0], [1 / 4] * 4)
+    np.testing.assert_allclose(schedule.matrix(0)[2], [1 / 4, 0, 3 / 4, 0])
+    assert norm(schedule.matrix(0)) == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 16, 33])
+def test_rate_of_a_star(n):
+    assert make("star", n).consensus_rate() == pytest.approx(1 - 1 / n if n > 2 else 0)
+
+
+@pytest.mark.parametrize(("n", "rows"), [(9, 3), (12, 3), (16, 4), (25, 5), (20, 4), (24, 4)])
+def test_rate_of_a_torus(n, rows):
+    """Eigenvalues (1 + 2 cos(2 pi a / rows) + 2 cos(2 pi b / columns)) / 5, sides above 2."""
+    schedule = make("torus", n)
+    a = 2 * np.cos(2 * np.pi * np.arange(rows) / rows)
+    b = 2 * np.cos(2 * np.pi * np.arange(n // rows) * rows / n)
+    eigenvalues = np.sort(np.abs(1 + a[:, None] + b[None]).ravel() / 5)
+    assert schedule.consensus_rate() == pytest.approx(eigenvalues[-2])
+    assert schedule.degree(0) == 4
+
+
+def lattice_edges(rows, columns, wraps):
+    edges = set()
+    for r, c in itertools.product(range(rows), range(columns)):
+        for down, right in ((1, 0), (0, 1)):
+            there = r + down, c + right
+            if wraps:
+                there = there[0] % rows, there[1] % columns
+            if there[0] < rows and there[1] < columns and there != (r, c):
+                edges.add(frozenset((r * columns + c, there[0] * columns + there[1])))
+    return [tuple(edge) for edge in edges]
+
+
+@pytest.mark.parametrize(
+    ("n", "rows", "default"),
+    [(2, 1, True), (5, 1, True), (6, 2, True), (8, 2, True), (8, 4, False), (12, 3, True)],
+)
+@pytest.mark.parametrize(("name", "wraps"), [("grid", False), ("torus", True)])
+def test_lattices_edge_by_edge(name, wraps, n, rows, default):
+    wanted = metropolis(lattice_edges(rows, n // rows, wraps), n)
+    schedule = make(name, n) if default else make(name, n, rows=rows)
+    np.testing.assert_allclose(schedule.matrix(0), wanted, atol=1e-15)
+
+
+def test_a_torus_in_one_row_is_the_ring():
+    for n in (3, 5, 7):
+        ring = make("bidirectional_ring", n)
+        np.testing.assert_allclose(make("torus", n).matrix(0), ring.matrix(0), atol=1e-15)
+
+
+@pytest.mark.parametrize("name", ["grid", "torus"])
+def test_lattices_refuse(name):
+    for rows in (4, 0, -2, 7):
+        with pytest.raises(
+            ValueError, match=f"{name}: rows must divide the 6 replicas, got {rows}"
+        ):
+            make(name, 6, rows=rows)
+
+
+# --- random schedules -----------------------------------------------------------------------------
+
+RANDOM = ["random_matching", "random_regular", "erdos_renyi", "equi_dynamic"]
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_seeds(name):
+    """The same seed is the same schedule; others differ; what is drawn never changes."""
+
+    def matrices(seed):
+        schedule = make(name, 9, seed=seed)
+        return np.stack([one.matrix for one in schedule.rounds])
+
+    assert (matrices(3) == matrices(3)).all()
+    drawn = [matrices(seed) for seed in range(8)]
+    assert len({one.tobytes() for one in drawn}) == 8
+    np.testing.assert_array_equal(np.stack([m.matrix for m in make(name, 9).rounds]), drawn[0])
+    for seed in (-1, 2**32):
+        with pytest.raises(
+            ValueError, match=rf"{name}: seed must be from 0 to 2\^32 - 1, got {seed}"
+        ):
+            make(name, 9, seed=seed)
+
+
+FIXED = {
+    "equi_dynamic": [12, 8, 9, 13, 5, 11, 14, 2],
+    "random_matching": [4, 6, 7, 5, 0, 3, 1, 2],
+    "random_regular": [3, 4, 5, 7],
+    "erdos_renyi": [2, 3, 4, 5, 6, 7, 8],
+}
+
+
+def test_drawn_schedules_stay_as_they_are():
+    """Checkpoints are resumed with them, and processes must agree."""
+    shifts = [int(one.sends[0].sources[0]) for one in make("equi_dynamic", 16, seed=1).rounds]
+    assert shifts == FIXED["equi_dynamic"]
+    matching = make("random_matching", 8, seed=1).rounds[0].sends[0].sources
+    assert matching.tolist() == FIXED["random_matching"]
+    for name in ("random_regular", "erdos_renyi"):
+        neighbours = np.flatnonzero(hears(make(name, 10, seed=1).matrix(0))[0])
+        assert neighbours.tolist() == FIXED[name]
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 7, 8, 16])
+def test_random_matching_contracts_as_drawn(n):
+    """Over many rounds, each a uniform perfect matching (one idle where n is odd)."""
+    schedule = make("random_matching", n, rounds=4000, seed=5)
+    if n == 2:
+        assert schedule.period == 1  # there is one pair
+        return
+    factor = 1 / 2 if n % 2 else (n - 2) / (2 * (n - 1))
+    gram = sum(one.matrix.T @ one.matrix for one in schedule.rounds) / schedule.period
+    wanted = np.eye(n) * factor + (1 - factor) / n  # isotropic
+    assert np.abs(gram - wanted).max() < 0.02
+    met = sum(hears(one.matrix) for one in schedule.rounds) / schedule.period
+    assert (
+        np.abs(met - np.where(np.eye(n), 0, 1 / (n - 1 + n % 2)))[~np.eye(n, dtype=bool)].max()
+        < 0.03
+    )
+    for one in schedule.rounds[:20]:
+        assert (hears(one.matrix).sum(1) <= 1).all()
+        assert hears(one.matrix).sum() == n - n % 2
+        assert (one.matrix == one.matrix.T).all()
+
+
+@pytest.mark.parametrize("n", [3, 5, 8, 12, 17])
+def test_equi_dynamic_over_all_shifts(n):
+    """The mean over all shifts of what a round leaves of the squared distance, exactly."""
+    schedule = make("equi_dynamic", n, rounds=n, seed=2)
+    assert schedule.period == n - 1
+    shifts = {int((0 - one.sends[0].sources[0]) % n) for one in schedule.rounds}
+    assert shifts == set(range(1, n))
+    assert schedule.mean_square_rate() == pytest.approx((n - 2) / (2 * (n - 1)))
+    # (1 - eta) I + eta A with A = 1/n on oneself, (n - 1)/n on the shift (Song et al. 2022): no eta
+    # does better than the one with weights 1/2, n / (2 (n - 1)).
+    rates = {}
+    for eta in (0.4, 0.5, n / (2 * (n - 1)), 0.7):
+        weight = eta * (n - 1) / n
+        shifted = [np.roll(np.eye(n), u, axis=0) for u in range(1, n)]
+        matrices = [(1 - weight) * np.eye(n) + weight * one for one in shifted]
+        rates[eta] = Schedule.from_matrices(matrices).mean_square_rate()
+        assert rates[eta] == pytest.approx((1 - eta) ** 2 + eta**2 * (n - 2) / n)
+    assert min(rates, key=rates.get) == n / (2 * (n - 1))
+
+
+@pytest.mark.parametrize(
+    ("n", "degree"), [(5, 2), (8, 3), (9, 4), (12, 6), (16, 5), (10, 8), (8, 7)]
+)
+def test_random_regular_graphs(n, degree):
+    for seed in range(5):
+        schedule = make("random_regular", n, degree=degree, seed=seed)
+        graph = hears(schedule.matrix(0))
+        assert (graph == graph.T).all() and (graph.sum(1) == degree).all()
+        np.testing.assert_allclose(schedule.matrix(0)[graph], 1 / (degree + 1))
+        np.testing.assert_allclose(np.diag(schedule.matrix(0)), 1 / (degree + 1))
+        assert len(schedule.rounds[0].sends) == degree
+
+
+def test_random_regular_graphs_are_as_likely_as_each_other():
+    """Six replicas have 70 graphs of degree 2; the 60 connected ones are hexagons, all alike."""
+    seen = {}
+    for seed in range(800):
+        key = hears(make("random_regular", 6, degree=2, seed=seed).matrix(0)).tobytes()
+        seen[key] = seen.get(key, 0) + 1
+    assert len(seen) == 60
+    assert max(seen.values()) < 3 * 800 / 60
+
+
+def test_erdos_renyi_edges():
+    """Each edge with the probability asked for; what is not connected is drawn again."""
+    graphs = [
+        hears(make("erdos_renyi", 20, probability=0.5, seed=seed).matrix(0)) for seed in range(100)
+    ]
+    assert np.mean(graphs) == pytest.approx(0.5 * 19 / 20, abs=0.02)
+    assert all((graph == graph.T).all() for graph in graphs)
+    default = [hears(make("erdos_renyi", 20, seed=seed).matrix(0)) for seed in range(100)]
+    assert np.mean(default) == pytest.approx(2 * np.log(20) / 20 * 19 / 20, abs=0.02)
+    everybody = make("erdos_renyi", 6, probability=1).matrix(0)
+    np.testing.assert_allclose(everybody, np.full((6, 6), 1 / 6))
+    graph = hears(make("erdos_renyi", 9, seed=4).matrix(0))
+    np.testing.assert_allclose(make("erdos_renyi", 9, seed=4).matrix(0), metropolis_hastings(graph))
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "message"),
+    [
+        ("random_matching(rounds=0)", 8, "random_matching: rounds must be at least 1, got 0"),
+        ("equi_dynamic(rounds=0)", 8, "equi_dynamic: rounds must be at least 1, got 0"),
+        (
+            "random_matching(rounds=1)",
+            8,
+            "100 draws left 8 replicas unconnected with 1 rounds; use",
+        ),
+        ("random_matching(rounds=1)", 3, "left 3 replicas unconnected with 1 rounds; use more"),
+        ("random_regular(degree=1)", 8, "degree from 2 to n - 1.*got degree 1 for n = 8 replicas"),
+        ("random_regular(degree=0)", 2, "got degree 0 for n = 2 replicas"),
+        ("random_regular(degree=8)", 8, "got degree 8 for n = 8 replicas; use complete"),
+        ("random_regular(degree=3)", 9, "even where n is odd, got degree 3 for n = 9"),
+        ("erdos_renyi(probability=0)", 8, "above 0 and at most 1, got 0"),
+        ("erdos_renyi(probability=1.01)", 8, "above 0 and at most 1, got 1.01"),
+        ("erdos_renyi(probability=0.01)", 30, "unconnected with probability 0.01; use a larger p"),
+    ],
+)
+def test_random_schedules_refuse(name, n, message):
+    with pytest.raises(ValueError, match=message):
+        make(name, n)
+
+
+# --- nodes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "local", "nodes"),
+    [
+        ("complete", "one_peer_exp", 4, 4),
+        ("complete", "one_peer_exp", 2, 5),
+        ("complete", "complete", 3, 2),
+        ("complete", "bidirectional_ring", 4, 5),
+        ("one_peer_exp", "one_peer_exp", 4, 4),
+        ("ring", "base_k", 4, 3),
+        ("base_k(max_degree=2)", "complete", 3, 3),
+        ("star", "random_matching(rounds=3)", 3, 4),
+        ("static_exp", "one_peer_exp", 4, 1),
+    ],
+)
+def test_hierarchical_is_the_kronecker_product(inner, outer, local, nodes):
+    schedule = make(f"hierarchical({inner}, {outer})", local * nodes, local_size=local)
+    inside, across = make(inner, local), make(outer, nodes)
+    assert schedule.period == np.lcm(inside.period, across.period)
+    for r in range(schedule.period):
+        a, b = across.matrix(r % across.period), inside.matrix(r % inside.period)
+        np.testing.assert_allclose(schedule.matrix(r), np.kron(a, b), atol=1e-16)
+        if nodes > 1:
+            assert norm(schedule.matrix(r)) == pytest.approx(max(norm(a), norm(b)), abs=1e-12)
+    both = inside.exact_after(), across.exact_after()
+    if None not in both:
+        assert schedule.exact_after() == max(*both, 1)
+    else:
+        assert schedule.exact_after() is None
+
+
+def test_hierarchical_is_few_messages():
+    """A mean over the node and outer's sends, however many replicas a node holds."""
+    schedule = make("hierarchical", 32, local_size=4)
+    assert (schedule.period, schedule.partial_groups, schedule.exact_after()) == (3, True, 3)
+    for one in schedule.rounds:
+        assert one.group_size == 4 and len(one.sends) == 1
+        assert (one.sends[0].sources % 4 == np.arange(32) % 4).all()
+    whole = make("hierarchical(complete, complete)", 12, local_size=3).rounds[0]
+    assert whole.group_size == 12 and not whole.sends
+    # No group of consecutive replicas: (d_outer + 1)(d_inner + 1) - 1 messages.
+    mixed = make("hierarchical(one_peer_exp, complete)", 12, local_size=3).rounds[0]
+    assert mixed.group_size == 1 and len(mixed.sends) == 4 * 2 - 1
+    pairs = make("hierarchical(base_k, one_peer_exp)", 6, local_size=3)
+    assert [len(one.sends) for one in pairs.rounds] == [3, 3, 3]
+    idle = pairs.rounds[0].sends  # replica 2 of a node idles in base_k's first round
+    assert sorted((send.sources[2::3] >= 0).all() for send in idle) == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "local", "message"),
+    [
+        (
+            "hierarchical",
+            8,
+            1,
+            "local_size >= 2 .*got 8 replicas with local_size 1; set local_size",
+        ),
+        ("hierarchical", 8, 3, "got 8 replicas with local_size 3"),
+        ("hierarchical", 2, 4, "got 2 replicas with local_size 4"),
+        (
+            "hierarchical(complete, ring)",
+            12,
+            4,
+            "hierarchical's outer, over 3 nodes: ring needs an even number of replicas, got 3",
+        ),
+        (
+            "hierarchical(hypercube, ring)",
+            12,
+            6,
+            "hierarchical's inner, over the 6 replicas of a node: hypercube needs a power of two",
+        ),
+        ("hierarchical(hierarchical, ring)", 8, 2, "inner cannot be hierarchical, which has nodes"),
+        (
+            "hierarchical(complete, alternating_exp_ring)",
+            8,
+            2,
+            "outer cannot be alternating_exp_ring, which has nodes",
+        ),
+    ],
+)
+def test_hierarchical_refuses(name, n, local, message):
+    with pytest.raises(ValueError, match=message):
+        make(name, n, local_size=local)
+
+
+# --- all of them ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_n_or_a_sentence(name):
+    """Every name exists for n = 1 to 12, or says what it needs."""
+    needs = {"ring": "an even number", "hypercube": "a power of two"}
+    needs |= {"alternating_exp_ring": "local_size x 2^k", "hierarchical": "divide their number"}
+    refused = []
+    for n in range(1, 13):
+        try:
+            schedule = make(name, n, local_size=2)
+        except ValueError as error:
+            assert needs[name] in str(error)
+            refused.append(n)
+        else:
+            assert schedule.num_replicas == n
+            assert norm(schedule.period_matrix()) < 1 or n == 1
+    odd = [3, 5, 7, 9, 11]
+    wanted = {
+        "ring": odd,
+        "hierarchical": odd,
+        "hypercube": [3, 5, 6, 7, 9, 10, 11, 12],
+        "alternating_exp_ring": [2, 3, 5, 6, 7, 9, 10, 11, 12],
+    }
+    assert refused == wanted.get(name, [])

@@ -1,0 +1,220 @@
+"""What a schedule says of itself: exactness, summaries, figures; and schedules from graphs."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from mixing import norm, product
+
+from decent_jax import topology
+from decent_jax.topology import NAMES, Schedule, make, metropolis_hastings
+
+
+def networkx():
+    """The library, which the test extra installs."""
+    return pytest.importorskip("networkx")
+
+
+# --- exact consensus ------------------------------------------------------------------------------
+
+
+def de_bruijn(k):
+    """i sends half of its model to 2 i and half to 2 i + 1: a static graph that becomes exact."""
+    n = 2**k
+    matrix = np.zeros((n, n))
+    for i in range(n):
+        matrix[[2 * i % n, (2 * i + 1) % n], i] += 0.5
+    return matrix
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_powers_of_a_round_may_be_exact(k):
+    schedule = Schedule.from_matrices([de_bruijn(k)])
+    assert schedule.exact_after() == k and schedule.consensus_rate() == 0
+    assert schedule.spectral_gap() == pytest.approx(1 if k == 1 else 0, abs=1e-12)
+
+
+def test_exact_from_another_phase():
+    ring = make("alternating_exp_ring", 16, local_size=4)
+    assert ring.exact_after() == 4
+    later = Schedule("later", 16, ring.rounds[1:] + ring.rounds[:1])
+    assert later.exact_after() == 5
+    assert norm(product(later, range(4))) == pytest.approx(0.5)
+    assert later.consensus_rate() == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "n"),
+    [
+        ("ring", 8),
+        ("one_peer_exp", 6),
+        ("random_matching(rounds=64)", 6),  # 1e-12 away after a period; halves never make sixths
+        ("static_exp", 9),
+        ("star", 3),
+    ],
+)
+def test_close_is_not_exact(name, n):
+    assert make(name, n).exact_after() is None
+
+
+# --- summaries ------------------------------------------------------------------------------------
+
+
+def test_summary():
+    assert make("ring", 8).summary() == {
+        "name": "ring",
+        "num_replicas": 8,
+        "period": 2,
+        "degree": 1,
+        "spectral_gap": pytest.approx(1 - np.cos(np.pi / 4) ** 0.5),
+        "consensus_rate": pytest.approx(np.cos(np.pi / 4)),
+        "exact_after": None,
+        "models_sent": 1.0,
+    }
+    exact = make("alternating_exp_ring", 8, local_size=4).summary(model_bytes=100)
+    assert (exact["degree"], exact["period"], exact["exact_after"]) == (7, 2, 2)
+    assert (exact["models_sent"], exact["bytes_sent"]) == (2.0, 200.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_summary_of_every_schedule(name):
+    for n in (1, 8):
+        schedule = make(name, n, local_size=4)
+        numbers = schedule.summary(10)
+        assert numbers["bytes_sent"] == 10 * numbers["models_sent"] == schedule.bytes_sent(10)
+        assert numbers["degree"] == max(schedule.degree(r) for r in range(schedule.period))
+        exact = numbers["exact_after"]
+        assert (exact is not None) == (numbers["consensus_rate"] == 0)
+        if exact is not None:
+            rounds = [r % schedule.period for r in range(exact)]
+            assert norm(product(schedule, rounds)) < 1e-12
+            assert exact == 0 or norm(product(schedule, rounds[:-1])) > 1e-3
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "rounds"),
+    [
+        ("one_peer_exp", 8, 3),
+        ("static_exp", 1, 1),
+        ("star", 20, 1),
+        ("base_k", 25, 9),
+        ("hierarchical", 8, 1),
+    ],
+)
+def test_plot(name, n, rounds):
+    figure = make(name, n, local_size=4).plot()
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert [title for title in titles if title] == [f"round {r}" for r in range(rounds)]
+    images = [axes.images[0] for axes in figure.axes if axes.images]
+    schedule = make(name, n, local_size=4)
+    for r in range(rounds):
+        np.testing.assert_array_equal(images[r].get_array(), schedule.matrix(r))
+    assert figure.get_suptitle().startswith(f"{name}\n{n} replicas, {rounds} round")
+    figure.canvas.draw()
+
+
+def test_plot_of_many_rounds_says_what_it_leaves_out():
+    figure = make("random_matching(rounds=20)", 6).plot()
+    assert figure.get_suptitle().endswith("20 rounds, of which the first 12")
+    assert sum(bool(axes.images) for axes in figure.axes) == 12
+
+
+def test_arrows_point_to_the_receiver():
+    """Directed edges are arrows, equal weights both ways a line."""
+    figure = Schedule.from_matrices([de_bruijn(2) / 2 + np.eye(4) / 2]).plot()
+    axes = figure.axes[0]
+    circle = [(np.sin(np.pi / 2 * i), np.cos(np.pi / 2 * i)) for i in range(4)]
+
+    def replica(point):
+        return int(np.argmin(np.linalg.norm(np.array(circle) - point, axis=1)))
+
+    arrows = {tuple(map(replica, patch._posA_posB)) for patch in axes.patches}
+    assert arrows == {(0, 1), (1, 3), (3, 2), (2, 0)}  # sender, receiver
+    lines = {
+        frozenset(map(replica, segment))
+        for collection in axes.collections
+        if hasattr(collection, "get_segments")
+        for segment in collection.get_segments()
+    }
+    assert lines == {frozenset((1, 2))}
+
+
+def test_importing_the_schedules_imports_neither_jax_nor_matplotlib():
+    code = "import sys, decent_jax.topology as t; t.make('base_k', 6); print(*sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(out.stdout.split())
+    assert "numpy" in loaded and not {"jax", "matplotlib", "networkx"} & loaded
+
+
+# --- weights and graphs ---------------------------------------------------------------------------
+
+
+def test_metropolis_hastings_needs_symmetry():
+    graph = np.zeros((3, 3), bool)
+    graph[0, 1] = graph[1, 0] = graph[2, 1] = True
+    with pytest.raises(ValueError, match="replica 2 hears 1 and 1 does not hear 2"):
+        metropolis_hastings(graph)
+
+
+def test_undirected_graphs():
+    nx = networkx()
+    petersen = Schedule.from_networkx(nx.petersen_graph())
+    graph = nx.to_numpy_array(nx.petersen_graph())
+    np.testing.assert_allclose(petersen.matrix(0), (graph + np.eye(10)) / 4)
+    assert petersen.consensus_rate() == pytest.approx(0.5)  # eigenvalues 3, 1, -2 of the graph
+    assert (petersen.name, petersen.degree(0)) == ("Petersen Graph", 3)
+    named = nx.Graph([("hub", "a"), ("hub", "b"), ("hub", "c")])
+    star = Schedule.from_networkx(named, name="wheel")
+    np.testing.assert_allclose(star.matrix(0), make("star", 4).matrix(0))
+    assert star.name == "wheel"
+    multi = nx.MultiGraph([(0, 1), (0, 1), (1, 2), (2, 2)])
+    line = Schedule.from_networkx(multi)
+    np.testing.assert_allclose(line.matrix(0), make("grid(rows=1)", 3).matrix(0))
+    assert line.name == "networkx"
+    assert Schedule.from_networkx(nx.empty_graph(1)).num_replicas == 1
+    grid = Schedule.from_networkx(nx.grid_2d_graph(3, 4))
+    np.testing.assert_allclose(grid.matrix(0), make("grid", 12).matrix(0))
+
+
+def test_directed_graphs():
+    nx = networkx()
+    circle = nx.circulant_graph(8, [1, 2, 4], create_using=nx.DiGraph)
+    schedule = Schedule.from_networkx(circle)  # u sends to u + 1, u + 2, u + 4 and, at 8, back
+    arrows = nx.to_numpy_array(circle).T
+    np.testing.assert_allclose(schedule.matrix(0), (arrows + np.eye(8)) / (1 + arrows[0].sum()))
+    irregular = nx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2)])
+    schedule = Schedule.from_networkx(irregular)
+    matrix = schedule.matrix(0)
+    arrows = nx.to_numpy_array(irregular, nodelist=[0, 1, 2]).T
+    assert ((matrix > 0) == (arrows + np.eye(3) > 0)).all()
+    np.testing.assert_allclose(matrix.sum(0), 1, atol=1e-11)
+    np.testing.assert_allclose(matrix.sum(1), 1, atol=1e-11)
+    # A scaling of the graph's own matrix: its weights have the form r_i c_j, by hand.
+    assert matrix[0, 0] == pytest.approx((3 - 5**0.5) / 2)
+    assert matrix[2, 0] == pytest.approx(5**0.5 - 2)
+    assert schedule.rounds_to_consensus() < 30
+
+
+def test_graphs_that_are_refused():
+    nx = networkx()
+    with pytest.raises(ValueError, match="needs a graph with at least one node, got none"):
+        Schedule.from_networkx(nx.empty_graph(0))
+    message = r"never reaches consensus: .* between replicas \[0\] and \[1\]"
+    with pytest.raises(ValueError, match=message):
+        Schedule.from_networkx(nx.empty_graph(2))
+    with pytest.raises(ValueError, match=r"never reaches consensus: .*does not flow both ways"):
+        Schedule.from_networkx(nx.DiGraph([(0, 1), (1, 2)]))  # nothing comes back
+
+
+def test_weights_that_cannot_be_balanced(monkeypatch):
+    monkeypatch.setattr(topology.weights, "SCALINGS", 3)
+    line = np.eye(30, k=-1, dtype=bool)  # i + 1 hears i, and 0 hears all
+    line[0] = True
+    with pytest.raises(
+        ValueError, match="3 scalings left a column of the directed graph's weights"
+    ):
+        topology.weights.balanced(line)

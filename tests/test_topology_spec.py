@@ -1,0 +1,169 @@
+"""Names with parameters: how they are read, and what is said of those that cannot be."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decent_jax import topology
+from decent_jax.topology import make
+from decent_jax.topology.spec import Spec, parse
+
+quick = settings(database=None, deadline=None, max_examples=40)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("ring", Spec("ring")),
+        (" ring() ", Spec("ring")),
+        ("a(b=1, c=-2.5)", Spec("a", (("b", 1), ("c", -2.5)))),
+        ("a ( b = 1e-3 )", Spec("a", (("b", 0.001),))),
+        ("a(b, c(d=1))", Spec("a", ((None, Spec("b")), (None, Spec("c", (("d", 1),)))))),
+        ("a(b=c, 3)", Spec("a", (("b", Spec("c")), (None, 3)))),
+    ],
+)
+def test_read(text, wanted):
+    assert parse(text) == wanted
+    types = [type(value) for _, value in parse(text).arguments]
+    assert types == [type(value) for _, value in wanted.arguments]
+
+
+NUMBERS = st.integers(-(10**9), 10**9) | st.floats(-1e6, 1e6, allow_nan=False)
+WORDS = st.from_regex(r"[a-z_][a-z0-9_]{0,5}", fullmatch=True)
+SPECS = st.recursive(
+    st.builds(Spec, WORDS),
+    lambda inner: st.builds(
+        Spec,
+        WORDS,
+        st.lists(st.tuples(WORDS, NUMBERS | inner) | st.tuples(st.none(), NUMBERS | inner)).map(
+            tuple
+        ),
+    ),
+    max_leaves=6,
+)
+
+
+@given(SPECS)
+@quick
+def test_written_and_read_again(spec):
+    assert parse(str(spec)) == spec
+
+
+@given(st.text("ab(),=1.- e'", max_size=14))
+@quick
+def test_any_text_is_read_or_refused(text):
+    try:
+        assert parse(str(parse(text))) == parse(text)
+    except ValueError as error:
+        assert "cannot be read" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("ring(", "where it ends"),
+        ("a(b=", "where it ends"),
+        ("a(b=1", "where it ends"),
+        ("a(b=1))", r"at '\)'"),
+        ("a(,)", r"at ',\)'"),
+        ("a(b=1,)", r"at '\)'"),
+        ("a(b 1)", r"at '1\)'"),
+        ("a(b=1) c", "at 'c'"),
+        ("one-peer(a=1)", r"at '-peer\(a=1\)'"),
+        ("__import__('os')", r"""at "'os'\)\""""),
+        ("a(b={1: 2})", r"at '{1: 2}\)'"),
+        ("1(a)", r"at '1\(a\)'"),
+    ],
+)
+def test_cannot_be_read(text, where):
+    with pytest.raises(ValueError, match=f"cannot be read {where}; write a name, or name"):
+        make(text, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("base_k", "base_k"),
+        (" base_k ( max_degree = 2 ) ", "base_k(max_degree=2)"),
+        ("base_k()", "base_k"),
+        ("random_regular(seed=1, degree=3)", "random_regular(degree=3, seed=1)"),
+        ("erdos_renyi(probability=1)", "erdos_renyi(probability=1)"),
+        ("hierarchical(inner=ring,outer=complete)", "hierarchical(ring, complete)"),
+        ("hierarchical(outer=complete, inner=ring)", "hierarchical(ring, complete)"),
+        ("hierarchical(outer=ring)", "hierarchical(outer=ring)"),
+        ("hierarchical(ring)", "hierarchical(ring)"),
+        (
+            "hierarchical(base_k( max_degree=2), random_matching(seed=1,rounds=4))",
+            "hierarchical(base_k(max_degree=2), random_matching(rounds=4, seed=1))",
+        ),
+    ],
+)
+def test_names_make_the_same_schedule_again(text, name):
+    schedule = make(text, 8, local_size=4)
+    assert schedule.name == name
+    again = make(schedule.name, 8, local_size=4)
+    for one, other in zip(schedule.rounds, again.rounds, strict=True):
+        np.testing.assert_array_equal(one.matrix, other.matrix)
+
+
+def test_keywords():
+    schedule = make("base_k", 9, max_degree=np.int64(2))
+    assert schedule.name == "base_k(max_degree=2)" and schedule.period == 2
+    assert make("erdos_renyi", 8, probability=np.float32(0.5), seed=3).name == (
+        "erdos_renyi(probability=0.5, seed=3)"
+    )
+    schedule = make("hierarchical", 8, local_size=2, inner="complete", outer="base_k(max_degree=3)")
+    assert schedule.name == "hierarchical(complete, base_k(max_degree=3))"
+    assert make("random_regular(degree=3)", 8, seed=2).name == "random_regular(degree=3, seed=2)"
+
+
+@pytest.mark.parametrize(
+    ("text", "keywords", "message"),
+    [
+        ("one-peer-exp", {}, "unknown schedule 'one-peer-exp'; choose one of complete, ring"),
+        ("", {}, "unknown schedule ''; choose one of"),
+        ("bask_k(max_degree=2)", {}, r"unknown schedule 'bask_k'; choose one of"),
+        ("hierarchical(complete, nope)", {}, "unknown schedule 'nope'; choose"),
+        ("base_k(2)", {}, "base_k: write the name of the parameter that is 2; base_k takes max_de"),
+        ("ring(1)", {}, "write the name of the parameter that is 1; ring takes no parameters"),
+        ("base_k(ring)", {}, "the parameter that is ring; base_k takes max_degree"),
+        ("base_k(degree=2)", {}, "base_k has no parameter 'degree'; it takes max_degree$"),
+        ("ring", {"degree": 2}, "ring has no parameter 'degree'; it takes no parameters$"),
+        ("hierarchical(local_size=2)", {}, "no parameter 'local_size'; it takes inner, outer"),
+        ("base_k(n=2)", {}, "base_k has no parameter 'n'"),
+        ("base_k(max_degree=1.5)", {}, "base_k: max_degree must be a whole number, got 1.5"),
+        ("base_k(max_degree=2.0)", {}, "max_degree must be a whole number, got 2.0"),
+        ("base_k(max_degree=two)", {}, "max_degree must be a whole number, got two"),
+        ("base_k", {"max_degree": "2"}, "max_degree must be a whole number, got '2'"),
+        ("base_k", {"max_degree": True}, "max_degree must be a whole number, got True"),
+        ("base_k", {"max_degree": None}, "max_degree must be a whole number, got None"),
+        ("erdos_renyi(probability=ring)", {}, "probability must be a number, got ring"),
+        ("hierarchical(inner=2)", {}, "inner must be a schedule, got 2"),
+        ("hierarchical", {"inner": 2}, "inner must be a schedule, got 2"),
+        ("base_k(max_degree=1, max_degree=2)", {}, "base_k: max_degree is given twice"),
+        ("base_k(max_degree=1)", {"max_degree": 1}, "base_k: max_degree is given twice"),
+        ("hierarchical(complete, inner=ring)", {}, "hierarchical: inner is given twice"),
+        ("hierarchical(ring, ring, ring)", {}, "the parameter that is ring; hierarchical takes in"),
+        ("hierarchical(base_k(degree=2))", {}, "base_k has no parameter 'degree'"),
+    ],
+)
+@pytest.mark.parametrize("n", [1, 8])
+def test_refused_for_any_number_of_replicas(text, keywords, message, n):
+    with pytest.raises(ValueError, match=message) as caught:
+        make(text, n, local_size=4, **keywords)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_parameter_is_in_the_table():
+    """The docstring of `make` shows each parameter."""
+    import inspect
+
+    from decent_jax.topology.make import _BUILDERS
+
+    for name, builder in _BUILDERS.items():
+        line = next(row for row in make.__doc__.splitlines() if f"| ``{name}" in row)
+        for key in inspect.signature(builder).parameters:
+            if key not in ("n", "local_size", "inner", "outer"):
+                assert f"{key}=" in line
+    assert set(_BUILDERS) == set(topology.NAMES)
