@@ -50,7 +50,6 @@ NODES = {"schedule": "alternating_exp_ring"}
 CASES = {
     "one_peer_exp": ({}, ["2 devices, one after the other", "a device each"]),
     "nodes of 2": (NODES | {"local_size": 2}, ["2 devices", "a device each"]),
-    "nodes of 4": (NODES | {"local_size": 4, "num_replicas": 8}, ["2 devices"]),
     "complete": ({"schedule": "complete"}, ["a device each"]),
     "all_reduce": ({"algorithm": "all_reduce"}, ["2 devices", "a device each"]),
     "then": ({"combine": "then"}, ["a device each"]),

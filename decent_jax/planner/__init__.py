@@ -1,1 +1,28 @@
-"""Predict and plan before renting a cluster: which algorithm, which schedule, what goes where."""
+"""Predict and plan before renting a cluster: which algorithm, which schedule, what goes where.
+
+    python -m decent_jax.planner --help
+
+| module | question |
+|---|---|
+| `network` | how long does a message between two devices take |
+| `costs` | how long a permute, a mean of groups, an all-reduce, a round of a schedule |
+| `runtime`, `simulator`, `compute_times` | how long a training step |
+| `predict`, `recommend` | which algorithm and schedule, and when it pays |
+| `gossip_placement`, `build_schedule` | which replica where; which schedule for this very network |
+| `placement`, `search` | which pipeline stage and data-parallel group where (DT-FM) |
+| `plan` | the file that ``train.py --config.cluster.plan=FILE`` follows |
+| `plots`, `timeline` | pictures of all this |
+
+NumPy and SciPy only; nothing is imported until it is asked for, because `train.py` reads plans.
+
+>>> from decent_jax.planner import gossip_placement, network
+>>> from decent_jax import topology
+>>> regions = network.preset("dtfm_case5").take([0, 9, 18, 27, 36, 45, 54, 63])    # one in each
+>>> schedule = topology.make("one_peer_exp", 8)
+>>> gpt2_bytes = 4 * 124e6
+>>> round(gossip_placement.evaluate(regions, schedule, gpt2_bytes).mean_round_s, 1)
+10.6
+>>> placed = gossip_placement.place_schedule(regions, schedule, gpt2_bytes, steps=2000)
+>>> round(placed.mean_round_s, 1)
+7.9
+"""

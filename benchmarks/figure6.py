@@ -1,0 +1,275 @@
+"""The 36 step times of Figure 6 of "From Promise to Practice", published and predicted.
+
+    python benchmarks/figure6.py [--out figure6.png] [--json rows.jsonl]
+
+Strong scaling of the base Transformer (63.1M parameters, float32, 25k source and target tokens a
+step over all GPUs) on three clusters. Per cluster three constants are fitted, to the all_reduce
+and the AER row: compute time x GPUs, a fixed overhead a step, and sigma, by which compute varies
+(batches of different shape). The row Exp is held out. SGP gets a fourth constant, an overhead of
+its implementation, fitted at its first size; its other two sizes are held out.
+
+Bandwidths are nominal. What a node needs two ports for: the published Exp rows carry more bytes out
+of a node than one port can (the second table); a single all-reduce is taken to use both InfiniBand
+ports of an A100 node, but one Ethernet port of an A40 node.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from decent_jax import topology
+from decent_jax.planner import fit, network, runtime, simulator
+from decent_jax.planner.compute_times import LogNormal
+from decent_jax.planner.network import ETHERNET_25G, INFINIBAND_100G, NVLINK, PCIE, Link, Network
+from decent_jax.planner.runtime import AllReduce, Gossip, Workload
+
+# d 512, h 8, 6 + 6 layers, feed-forward 2048, and one embedding of 37120 x 512 that source,
+# target and output share, so that its gradient is complete only at the end of the backward pass.
+EMBEDDING_BYTES = 4 * 37120 * 512
+MODEL_BYTES = 4 * 63_145_984
+FORWARD = 1 / 3  # of forward and backward
+BUCKET_BYTES = 25e6  # of both PyTorch's DDP and Decent-DP
+
+ALL_REDUCE, SGP, EXP, AER = "AllReduce", "SGP(Exp)", "Decent(Exp)", "Decent(AER)"
+FITTED = (ALL_REDUCE, AER)
+
+
+class Cluster(NamedTuple):
+    name: str
+    devices_per_node: int
+    inside: Link
+    port: Link
+    ports: int  # a node has
+    ports_of_one: int  # a single all-reduce uses
+    sizes: tuple[int, ...]
+    published_ms: dict[str, tuple[float, ...]]
+    start: dict[str, float]
+
+
+CLUSTERS = (
+    Cluster(
+        "8xT4, 100G IB",
+        8,
+        Link(PCIE.latency_s, 12.5e9),  # PCIe 3.0 x16
+        INFINIBAND_100G,
+        1,
+        1,
+        (16, 32, 64),
+        {
+            ALL_REDUCE: (372.5, 225.5, 167.3),
+            SGP: (425.5, 292.4, 235.5),
+            EXP: (314.8, 178.8, 123.1),
+            AER: (312.3, 178.8, 122.2),
+        },
+        {"gpu_seconds": 4.0, "overhead_s": 0.05, "sigma": 0.1},
+    ),
+    Cluster(
+        "4xA100, 100G IB",
+        4,
+        NVLINK,
+        INFINIBAND_100G,
+        2,
+        2,
+        (8, 16, 32),
+        {
+            ALL_REDUCE: (73.0, 54.8, 51.5),
+            SGP: (69.4, 53.0, 50.7),
+            EXP: (63.4, 46.8, 44.7),
+            AER: (61.7, 45.8, 43.7),
+        },
+        {"gpu_seconds": 0.2, "overhead_s": 0.03, "sigma": 0.1},
+    ),
+    Cluster(
+        "4xA40, 25G Ethernet",
+        4,
+        PCIE,
+        ETHERNET_25G,
+        2,
+        1,
+        (8, 16, 32),
+        {
+            ALL_REDUCE: (166.1, 195.5, 188.5),
+            SGP: (150.5, 99.9, 112.4),
+            EXP: (122.8, 97.4, 110.8),
+            AER: (122.0, 78.9, 67.9),
+        },
+        {"gpu_seconds": 0.6, "overhead_s": 0.04, "sigma": 0.1},
+    ),
+)
+
+
+def measured(cluster: Cluster, algorithms=(ALL_REDUCE, SGP, EXP, AER)) -> list[fit.Row]:
+    """The published numbers as rows for `fit.fit`."""
+    return [
+        {"algorithm": name, "num_replicas": n, "step_time_s": milliseconds / 1e3}
+        for name in algorithms
+        for n, milliseconds in zip(cluster.sizes, cluster.published_ms[name], strict=True)
+    ]
+
+
+def nodes(cluster: Cluster, n: int, ports: int) -> Network:
+    """The cluster with ``ports`` ports a node in use, none faster than its nominal rate."""
+    between = cluster.port.bytes_per_s * cluster.ports_of_one
+    alone = network.cluster(
+        [cluster.devices_per_node] * (n // cluster.devices_per_node),
+        cluster.inside,
+        Link(cluster.port.latency_s, between),
+    )
+    nic = np.full(alone.num_nodes, cluster.port.bytes_per_s * ports)
+    return Network(alone.latency_s, alone.bandwidth_bytes_per_s, alone.node, nic, alone.names)
+
+
+def predict_s(
+    cluster: Cluster,
+    row: fit.Row,
+    gpu_seconds: float,
+    overhead_s: float,
+    sigma: float,
+    sgp_s: float = 0.0,
+    *,
+    ports: int | None = None,
+    steps: int = 96,
+    warm_up: int = 48,
+) -> float:
+    """Seconds of a step; the last three are not constants of the model.
+
+    An all-reduce, and an AER round with its one group across nodes, is a single communicator;
+    Exp's pairs are as many as a node has GPUs.
+    """
+    name, n = row["algorithm"], row["num_replicas"]
+    compute_s = gpu_seconds / n + overhead_s
+    workload = Workload(
+        MODEL_BYTES,
+        FORWARD * compute_s,
+        (1 - FORWARD) * compute_s,
+        sgp_s if name == SGP else 0.0,
+        LogNormal(sigma),
+        late_bytes=EMBEDDING_BYTES,
+    )
+    if name == ALL_REDUCE:
+        return runtime.all_reduce_step_s(
+            nodes(cluster, n, cluster.ports_of_one), workload, AllReduce("auto", BUCKET_BYTES)
+        )
+    one = name == AER
+    used = ports or (cluster.ports_of_one if one else cluster.ports)
+    schedule = topology.make(
+        "alternating_exp_ring" if one else "hypercube", n, local_size=cluster.devices_per_node
+    )
+    gossip = Gossip(schedule, execution="all_reduce", bucket_bytes=BUCKET_BYTES)
+    run = simulator.simulate(
+        nodes(cluster, n, used), workload, gossip, steps=steps, warm_up=warm_up
+    )
+    return run.step_s
+
+
+def constants_of(cluster: Cluster, **simulation) -> dict[str, float]:
+    """Three constants from the rows of `FITTED`, and SGP's from its first size."""
+    found = fit.fit(
+        measured(cluster, FITTED),
+        lambda row, **constants: predict_s(cluster, row, **constants, **simulation),
+        cluster.start,
+        {"overhead_s": (1e-3, 1.0), "sigma": (0.005, 0.5)},
+    )
+    sgp = fit.fit(
+        measured(cluster, [SGP])[:1],
+        lambda row, **constant: predict_s(cluster, row, **found, **constant, **simulation),
+        {"sgp_s": 0.1 * cluster.published_ms[SGP][0] / 1e3},
+    )
+    return found | sgp
+
+
+def predicted_rows(cluster: Cluster, constants: dict[str, float], **simulation) -> list[fit.Row]:
+    """All twelve rows with ``predicted_s``, ``error`` and ``fitted``."""
+    rows = []
+    for row in measured(cluster):
+        seconds = predict_s(cluster, row, **constants, **simulation)
+        first_sgp = row["algorithm"] == SGP and row["num_replicas"] == cluster.sizes[0]
+        rows.append(
+            row
+            | {
+                "cluster": cluster.name,
+                "predicted_s": seconds,
+                "error": fit.error(row, seconds),
+                "fitted": row["algorithm"] in FITTED or first_sgp,
+            }
+        )
+    return rows
+
+
+def leaves_node(cluster: Cluster, n: int) -> float:
+    """Bytes that leave a node a step under Exp: rounds between nodes, a whole model a GPU."""
+    rounds = n.bit_length() - 1
+    inside = cluster.devices_per_node.bit_length() - 1
+    return cluster.devices_per_node * MODEL_BYTES * (rounds - inside) / rounds
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE.png", help="also draw the comparison")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows")
+    options = parser.parse_args(arguments)
+    rows, notes = [], []
+    print("| cluster | GPUs | algorithm | published ms | predicted ms | error | |")
+    print("|---|---|---|---|---|---|---|")
+    for cluster in CLUSTERS:
+        constants = constants_of(cluster)
+        notes.append(
+            f"{cluster.name}: "
+            + ", ".join(f"{name} {value:.4g}" for name, value in constants.items())
+        )
+        own = predicted_rows(cluster, constants, steps=400, warm_up=200)
+        for row in own:
+            print(
+                f"| {row['cluster']} | {row['num_replicas']} | {row['algorithm']} "
+                f"| {1e3 * row['step_time_s']:.1f} | {1e3 * row['predicted_s']:.1f} "
+                f"| {100 * row['error']:+.1f}% | {'fitted' if row['fitted'] else 'held out'} |"
+            )
+        rows += own
+    held = [row for row in rows if not row["fitted"] and row["algorithm"] != SGP]
+    sgp = [row for row in rows if not row["fitted"] and row["algorithm"] == SGP]
+    for text, group in (("Exp, held out", held), ("SGP, held out", sgp)):
+        within = sum(abs(row["error"]) <= 0.15 for row in group)
+        worst = max(group, key=lambda row: abs(row["error"]))
+        print(
+            f"\n{text}: {within} of {len(group)} within 15%; worst {100 * worst['error']:+.1f}% "
+            f"({worst['cluster']}, {worst['num_replicas']} GPUs)"
+        )
+    print("\nconstants")
+    print("\n".join(notes))
+    print("\nwhat leaves a node under Exp, from the published step time")
+    print("| cluster | GPUs | MB a step | GB/s needed | GB/s of one port |")
+    print("|---|---|---|---|---|")
+    for cluster in CLUSTERS:
+        n, milliseconds = cluster.sizes[-1], cluster.published_ms[EXP][-1]
+        sent = leaves_node(cluster, n)
+        print(
+            f"| {cluster.name} | {n} | {sent / 1e6:.0f} | {sent / milliseconds / 1e6:.2f} "
+            f"| {cluster.port.bytes_per_s / 1e9:.3f} |"
+        )
+    if options.json:
+        options.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if options.out:
+        from decent_jax.planner import plots, timeline
+
+        picture = [
+            {
+                "group": row["cluster"],
+                "series": row["algorithm"],
+                "measured_s": row["step_time_s"],
+                "predicted_s": row["predicted_s"],
+                "fitted": row["fitted"],
+            }
+            for row in rows
+        ]
+        print(plots.save(timeline.draw_against_measured(picture, "Figure 6"), options.out))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

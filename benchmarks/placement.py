@@ -1,0 +1,249 @@
+"""Placement: DT-FM's five networks and three uneven ones; gossip on slow networks.
+
+    python benchmarks/placement.py [--seconds 5] [--seeds 5] [--only stages|gossip] [--out FOLDER]
+
+Prints two tables and writes into FOLDER (placement_out) `placement.jsonl`, a line a run, and
+pictures: how the searches converge, and a placement and a schedule drawn on their networks.
+
+1. Pipeline stages in data-parallel groups, by DT-FM's cost model (8 stages, 8 replicas, 0.65 GB of
+   gradients a stage). "random" draws pipelines at random, "plain" is the better of the two layouts
+   that list devices in order. "DT-FM" is what its authors' search reaches in 5,000 candidates (best
+   and mean of 10 seeds; ../shared/networks/README.md). "proved": the cost equals the lower bound
+   of `decent_jax.planner.placement.Problem.lower_bound`.
+2. Gossip of a GPT-2 124M in float32, 64 replicas, nothing hidden behind compute: seconds a round,
+   disagreement (the age of the drift between replicas; `decent_jax.planner.gossip_placement`), its
+   inverse, and the seconds until replicas that start apart agree to a thousandth. "own": replica i
+   on device i; "placed": the order that the search finds. On the two racks all_reduce is given an
+   uplink that is not oversubscribed, because its ring crosses it once.
+
+Seconds of search depend on the machine; on a busy one compare the CPU seconds.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from decent_jax import topology
+from decent_jax.planner import network as networks
+from decent_jax.planner import plots
+from decent_jax.planner.build_schedule import build_schedule
+from decent_jax.planner.gossip_placement import PlacedSchedule, evaluate, place_schedule
+from decent_jax.planner.network import ETHERNET_25G, NVLINK, Network
+from decent_jax.planner.placement import DTFM_JOB, Job, Partition, Problem
+from decent_jax.planner.placement import evaluate as cost_of
+from decent_jax.planner.search import place
+
+MODEL_BYTES = 4 * 124_439_808
+# Best and mean of ten seeds of DT-FM's own search.
+DTFM_SEARCH = {
+    "case 1": (3.4398, 3.4398),
+    "case 2": (43.547, 46.526),
+    "case 3": (16.0868, 16.0868),
+    "case 4": (34.8020, 34.8020),
+    "case 5": (49.2184, 49.2184),
+}
+TEN_REGIONS = {
+    "Oregon": 9, "Virginia": 13, "Ohio": 7, "Tokyo": 3, "Seoul": 5, "Singapore": 2, "Sydney": 4,
+    "London": 6, "Frankfurt": 11, "Ireland": 4,
+}  # fmt: skip
+
+
+def stage_problems() -> dict[str, tuple[Network, Job]]:
+    def job(stages: int, replicas: int) -> Job:
+        return Job(stages, replicas, DTFM_JOB.data_parallel_bytes, DTFM_JOB.pipeline_bytes)
+
+    published = {f"case {k}": (networks.preset(f"dtfm_case{k}"), DTFM_JOB) for k in range(1, 6)}
+    three = networks.regions({"Oregon": 5, "Virginia": 11, "Frankfurt": 16})
+    mixed = networks.cluster([8, 8, 8, 4, 4, 4, 2, 2, 2, 1, 1], NVLINK, ETHERNET_25G)
+    return published | {
+        "5 + 11 + 16 in 3 regions": (three, job(5, 6)),
+        "64 in 10 regions": (networks.regions(TEN_REGIONS), job(8, 8)),
+        "44 in NVLink nodes": (mixed, job(5, 8)),
+    }
+
+
+def compare_stages(seconds: float, seeds: int, out: Path) -> list[dict]:
+    """Table 1, its pictures and its rows."""
+    print(
+        "| network | stages x replicas of devices | at least | random, mean | plain | DT-FM | "
+        "found, best | mean | seconds to best | CPU s | candidates | |\n" + "|---" * 12 + "|"
+    )
+    rows, runs = [], {}
+    for name, (network, job) in stage_problems().items():
+        runs[name] = []
+        for seed in range(seeds):
+            cpu = time.process_time()
+            found = place(network, job, seed=seed, time_limit_s=seconds, progress=True)
+            runs[name].append(found)
+            again = cost_of(network, job, found.stages)
+            rows.append(
+                {
+                    "table": "stages",
+                    "network": name,
+                    "seed": seed,
+                    "total_s": found.costs.total_s,
+                    "total_of_emitted_pipelines_s": again.total_s,
+                    "data_parallel_s": found.costs.data_parallel_s,
+                    "two_pipeline_s": 2 * found.costs.pipeline_s,
+                    "lower_bound_s": found.lower_bound.total_s,
+                    "proved": found.is_optimal,
+                    "seconds": found.seconds,
+                    "seconds_to_best": found.history[-1][0],
+                    "candidates_to_best": found.history[-1][1],
+                    "cpu_s": time.process_time() - cpu,
+                    "candidates": found.num_candidates,
+                    "stages": found.stages.tolist(),
+                }
+            )
+        mine = rows[-seeds:]
+        random, plain = _random_mean_s(network, job), _plain_s(network, job)
+        published = "{:.4g}, mean {:.4g}".format(*DTFM_SEARCH[name]) if name in DTFM_SEARCH else ""
+        totals = [row["total_s"] for row in mine]
+        print(
+            f"| {name} | {job.num_stages} x {job.num_replicas} of {network.num_devices} "
+            f"| {mine[0]['lower_bound_s']:.4f} | {random:.4f} | {plain:.4f} | {published} "
+            f"| {min(totals):.4f} | {np.mean(totals):.4f} "
+            f"| {np.median([row['seconds_to_best'] for row in mine]):.2f} "
+            f"| {np.median([row['cpu_s'] for row in mine]):.2f} "
+            f"| {int(np.median([row['candidates'] for row in mine]))} "
+            f"| {'proved' if all(row['proved'] for row in mine) else ''} |",
+            flush=True,
+        )
+    reference = {name: best for name, (best, _) in DTFM_SEARCH.items()}
+    plots.save(plots.draw_convergence(runs, reference), out / "convergence.png")
+    for name in ("case 2", "64 in 10 regions"):
+        best = min(runs[name], key=lambda one: one.costs.total_s)
+        figure = plots.draw_placement(stage_problems()[name][0], best)
+        plots.save(figure, out / f"placement_{name.replace(' ', '_')}.png")
+    return rows
+
+
+def _random_mean_s(network: Network, job: Job, draws: int = 200) -> float:
+    rng = np.random.default_rng(0)
+    shape = (job.num_stages, job.num_replicas)
+    totals = [
+        cost_of(
+            network, job, rng.permutation(network.num_devices)[: job.num_devices].reshape(shape)
+        ).total_s
+        for _ in range(draws)
+    ]
+    return float(np.mean(totals))
+
+
+def _plain_s(network: Network, job: Job) -> float:
+    """Pipelines of consecutive devices, or groups of consecutive devices."""
+    problem, devices = Problem(network, job), np.arange(network.num_devices)
+    used, left_out = devices[: job.num_devices], devices[job.num_devices :]
+    across = used.reshape(job.num_replicas, job.num_stages).T.ravel()
+    return min(
+        Partition(problem, np.concatenate([slots, left_out])).costs.total_s
+        for slots in (used, across)
+    )
+
+
+def compare_gossip(seconds: float, out: Path) -> list[dict]:
+    """Table 2, its picture and its rows."""
+    problems = {
+        "DT-FM case 3, 2 sites": (networks.preset("dtfm_case3"), 32),
+        "DT-FM case 4, 4 regions": (networks.preset("dtfm_case4"), 16),
+        "DT-FM case 5, 8 regions": (networks.preset("dtfm_case5"), 8),
+        "2 racks of 4 nodes of 8": (networks.preset("two_racks_25gbe", 8, 8), 8),
+        "64 in 10 uneven regions": (networks.regions(TEN_REGIONS), 8),
+    }
+    print(
+        "| network | schedule | order | s a round | disagreement s | consensus a second | "
+        "s to 1/1000 |\n" + "|---" * 7 + "|"
+    )
+    rows = []
+    for name, (network, local_size) in problems.items():
+        placed: list[tuple[str, PlacedSchedule]] = []
+        for kind in (
+            "one_peer_exp",
+            "alternating_exp_ring",
+            "hierarchical(complete, one_peer_exp)",
+            "complete",
+        ):
+            schedule = topology.make(kind, network.num_devices, local_size=local_size)
+            on = network
+            if kind == "complete" and "racks" in name:
+                on = networks.preset("nvlink_25gbe", 8, 8)
+            placed.append(("own", evaluate(on, schedule, MODEL_BYTES)))
+            searched = place_schedule(
+                on, schedule, MODEL_BYTES, time_limit_s=seconds, progress=True
+            )
+            placed.append(("placed", searched))
+        built = build_schedule(network, MODEL_BYTES, time_limit_s=seconds, progress=True)
+        placed.append(("built", built))
+        for order, one in placed:
+            label = "all_reduce" if one.schedule.name == "complete" else one.schedule.name
+            if order == "built":
+                size = one.schedule.rounds[0].group_size
+                label = f"built: {one.schedule.period} rounds, groups of {size}"
+            agree_s = _seconds_to_agree(one)
+            print(
+                f"| {name} | {label} | {order} | {one.mean_round_s:.4g} "
+                f"| {one.disagreement_s:.4g} | {one.consensus_per_s:.4g} | {agree_s:.4g} |",
+                flush=True,
+            )
+            rows.append(
+                {
+                    "table": "gossip",
+                    "network": name,
+                    "schedule": label,
+                    "order": order,
+                    "round_s": one.round_s,
+                    "disagreement_s": one.disagreement_s,
+                    "consensus_per_s": one.consensus_per_s,
+                    "seconds_to_a_thousandth": agree_s,
+                    "device_of_replica": one.order.tolist(),
+                }
+            )
+        picture = plots.draw_gossip(network, built)
+        plots.save(picture, out / f"built_{name.split(',')[0].replace(' ', '_')}.png")
+    return rows
+
+
+def _seconds_to_agree(placed: PlacedSchedule, to: float = 1e-3) -> float:
+    """Until ``||W ... W_0 - J||_2`` is that small, from round 0."""
+    schedule, seconds = placed.schedule, 0.0
+    product = np.eye(schedule.num_replicas) - 1 / schedule.num_replicas
+    for k in range(10_000):
+        if np.linalg.norm(product, 2) <= to:
+            return seconds
+        product = schedule.matrix(k % schedule.period) @ product
+        seconds += placed.round_s[k % schedule.period]
+    return np.inf
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each search (5)")
+    parser.add_argument("--seeds", type=int, default=5, help="searches of each network (5)")
+    parser.add_argument("--only", choices=("stages", "gossip"), help="one of the two tables")
+    parser.add_argument("--out", type=Path, default=Path("placement_out"), metavar="FOLDER")
+    options = parser.parse_args(arguments)
+    if options.seconds <= 0 or options.seeds < 1:
+        print("placement: --seconds must be above 0 and --seeds at least 1", file=sys.stderr)
+        return 2
+    options.out.mkdir(parents=True, exist_ok=True)
+    rows = []
+    if options.only != "gossip":
+        rows += compare_stages(options.seconds, options.seeds, options.out)
+        print()
+    if options.only != "stages":
+        rows += compare_gossip(options.seconds, options.out)
+    path = options.out / "placement.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print(f"\n{path}, {len(rows)} rows, and pictures beside it", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

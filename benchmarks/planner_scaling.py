@@ -1,0 +1,172 @@
+"""Scale on paper: a step of 8 to 4,096 replicas on three networks, for two sizes of GPT-2.
+
+    python benchmarks/planner_scaling.py [--out scaling.png] [--json rows.jsonl]
+
+Nothing here is measured. Every replica is a GPU that trains on the same number of tokens however
+many there are (weak scaling): 32 sequences of 1,024 for GPT-2 124M, 8 for 1.5B, computed at 40% of
+an A100's 312 TFLOP/s, with the variation that Figure 6 gives (sigma 0.1). Machines hold 8 GPUs on
+NVLink with one 25 Gbit/s or 100 Gbit/s port, or lie in DT-FM's ten cloud regions (on PCIe, 2 Gbit/s
+a machine at most). An algorithm stops scaling at the first size at which its replicas do less
+than half of the work that they would do alone; its steps count as all-reduce's do.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from decent_jax import topology
+from decent_jax.planner import network, predict
+from decent_jax.planner.compute_times import LogNormal
+from decent_jax.planner.network import Network
+from decent_jax.planner.runtime import Gossip, Workload
+
+DEVICES_PER_NODE = 8
+SIZES = tuple(2**k for k in range(3, 13))
+NETWORKS = {
+    "25 GbE": "nvlink_25gbe",
+    "100 Gb InfiniBand": "nvlink_100gb_ib",
+    "world-wide": "dtfm_world",
+}
+FLOPS_PER_S = 0.4 * 312e12
+SIGMA = 0.1
+# parameters, of which the tied embedding, floating-point operations a token (6 N + 12 l d T, as
+# decent_jax.models.gpt2.flops_per_token), sequences of 1,024 tokens a replica
+MODELS = {
+    "GPT-2 124M": (124_439_808, 50257 * 768, 855.2e6, 32),
+    "GPT-2 1.5B": (1_557_611_200, 50257 * 1600, 10_279e6, 8),
+}
+ALGORITHMS = (
+    "all_reduce",
+    "all_reduce_hierarchical",
+    "one_peer_exp",
+    "one_peer_exp, every 8 steps",
+    "alternating_exp_ring",
+    "alternating_exp_ring, every 8 steps",
+)
+
+
+def workload(model: str) -> Workload:
+    parameters, embedding, flops_per_token, sequences = MODELS[model]
+    compute_s = flops_per_token * 1024 * sequences / FLOPS_PER_S
+    return Workload(
+        4 * parameters,
+        compute_s / 3,
+        2 * compute_s / 3,
+        compute=LogNormal(SIGMA),
+        late_bytes=4 * embedding,
+    )
+
+
+def rounds_only(name: str, n: int, local_size: int) -> topology.Schedule:
+    """`topology.make` without the mixing matrices: log2 n of n x n would be 1.6 GB at 4,096."""
+    replicas, half = np.arange(n), np.full(n, 0.5)
+    rounds = []
+    if name == "one_peer_exp":
+        for r in range((n - 1).bit_length()):
+            send = topology.Send((replicas - 2**r) % n, half)
+            rounds.append(topology.Round(1, half, (send,), np.empty((0, 0))))
+        return topology.Schedule(name, n, tuple(rounds))
+    node = replicas // local_size
+    for i in range((n // local_size).bit_length() - 1):
+        low = np.minimum(node, node ^ 2**i)
+        pair = (low >> (i + 1)) * 2**i + low % 2**i  # pairs in the order of their lower node
+        for parity in (0, 1):
+            pairs_off = pair % 2 != parity
+            sources = np.where(pairs_off, (node ^ 2**i) * local_size + replicas % local_size, -1)
+            weights = np.where(pairs_off, 0.5, 0.0)
+            sends = (topology.Send(sources, weights),) if pairs_off.any() else ()
+            rounds.append(topology.Round(local_size, 1 - weights, sends, np.empty((0, 0))))
+    return topology.Schedule(name, n, tuple(rounds))
+
+
+def step_s(name: str, whole: Network, work: Workload) -> float | None:
+    """Seconds of a step; None where the algorithm does not exist on a single machine."""
+    if whole.num_nodes == 1 and ("hierarchical" in name or "alternating" in name):
+        return None
+    if name in predict.ALL_REDUCES:
+        return predict.step_s(whole, work, predict.algorithm_of(name, whole, work))
+    schedule, _, every = name.partition(", every ")
+    gossip = Gossip(
+        rounds_only(schedule, whole.num_devices, DEVICES_PER_NODE),
+        mix_every=int(every.split()[0]) if every else 1,
+    )
+    return predict.step_s(whole, work, gossip, steps=100, warm_up=100)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE.png", help="also draw it")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers")
+    options = parser.parse_args(arguments)
+    seconds: dict[tuple, float] = {}
+    cases = [(title, n) for title in NETWORKS for n in SIZES]
+    for title, n in tqdm(cases, desc="networks", disable=None):
+        whole = network.preset(NETWORKS[title], n // DEVICES_PER_NODE, DEVICES_PER_NODE)
+        for model in MODELS:
+            for name in ALGORITHMS:
+                found = step_s(name, whole, workload(model))
+                if found is not None:
+                    seconds[model, title, name, n] = found
+    for model in MODELS:
+        alone = workload(model).compute_s
+        print(f"\n{model}: a replica alone {alone:.3f} s a step\n")
+        print(f"| network | algorithm | {' | '.join(map(str, SIZES))} | stops scaling at |")
+        print("|---" * (len(SIZES) + 3) + "|")
+        for title in NETWORKS:
+            for name in ALGORITHMS:
+                row = [seconds.get((model, title, name, n)) for n in SIZES]
+                stops = [n for n, one in zip(SIZES, row, strict=True) if one and alone / one < 0.5]
+                cells = ["" if one is None else f"{one:.3g}" for one in row]
+                print(
+                    f"| {title} | {name} | {' | '.join(cells)} "
+                    f"| {stops[0] if stops else 'beyond 4,096'} |"
+                )
+    if options.json:
+        options.json.write_text(
+            "".join(
+                json.dumps(
+                    {
+                        "model": model,
+                        "network": title,
+                        "algorithm": name,
+                        "num_replicas": n,
+                        "step_time_s": one,
+                    }
+                )
+                + "\n"
+                for (model, title, name, n), one in seconds.items()
+            )
+        )
+    if options.out:
+        from decent_jax.planner import plots, timeline
+
+        panels, ideal = {}, {}
+        for model in MODELS:
+            for title in NETWORKS:
+                panel = f"{model}, {title}"
+                ideal[panel] = workload(model).compute_s
+                panels[panel] = {
+                    name: tuple(
+                        zip(
+                            *(
+                                (n, seconds[model, title, name, n])
+                                for n in SIZES
+                                if (model, title, name, n) in seconds
+                            ),
+                            strict=True,
+                        )
+                    )
+                    for name in ALGORITHMS
+                }
+        print(plots.save(timeline.draw_scaling(panels, ideal_s=ideal), options.out))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

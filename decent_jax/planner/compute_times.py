@@ -1,0 +1,257 @@
+"""How much the compute time of a step varies: distributions, their maxima, fits of a trace.
+
+A distribution is of a factor with mean 1 on the time that forward and backward take on one
+replica; replicas and steps draw independently. What all-reduce loses to it is the expected
+maximum over all replicas.
+
+>>> jitter = ShiftedExponential(0.9)                  # 0.9 + 0.1 x Exp(1)
+>>> round(expected_max(jitter, 4), 4)                 # 0.9 + 0.1 (1 + 1/2 + 1/3 + 1/4)
+1.1083
+"""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from scipy import special
+
+# Below this many step times a histogram says less than a family of curves.
+ENOUGH_FOR_EMPIRICAL = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """Every step takes the mean."""
+
+    def sample(self, rng: np.random.Generator, shape) -> np.ndarray:
+        return np.ones(shape)
+
+    def sd(self) -> float:
+        return 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class LogNormal:
+    """``exp(sigma z - sigma^2 / 2)``, z standard normal: many small causes that multiply."""
+
+    sigma: float
+
+    def __post_init__(self):
+        if not 0 < self.sigma < 5:
+            raise ValueError(f"sigma of a lognormal must be in (0, 5), got {self.sigma}")
+
+    def sample(self, rng: np.random.Generator, shape) -> np.ndarray:
+        return np.exp(self.sigma * rng.standard_normal(shape) - self.sigma**2 / 2)
+
+    def sd(self) -> float:
+        return math.sqrt(math.expm1(self.sigma**2))
+
+    def cdf(self, x: np.ndarray) -> np.ndarray:
+        z = (np.log(np.maximum(x, 1e-300)) + self.sigma**2 / 2) / self.sigma
+        return special.ndtr(z)
+
+    def exceeded(self, probability: np.ndarray) -> np.ndarray:
+        """The value exceeded with this probability."""
+        return np.exp(-self.sigma * special.ndtri(probability) - self.sigma**2 / 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShiftedExponential:
+    """``shift + (1 - shift) Exp(1)``: a floor, and rare long interruptions."""
+
+    shift: float
+
+    def __post_init__(self):
+        if not 0 <= self.shift < 1:
+            raise ValueError(
+                f"shift, the part of the mean that never varies, must be in [0, 1), "
+                f"got {self.shift}"
+            )
+
+    def sample(self, rng: np.random.Generator, shape) -> np.ndarray:
+        return self.shift + (1 - self.shift) * rng.standard_exponential(shape)
+
+    def sd(self) -> float:
+        return 1 - self.shift
+
+    def cdf(self, x: np.ndarray) -> np.ndarray:
+        return -np.expm1(-np.maximum(x - self.shift, 0) / (1 - self.shift))
+
+    def exceeded(self, probability: np.ndarray) -> np.ndarray:
+        return self.shift - (1 - self.shift) * np.log(probability)
+
+
+@dataclasses.dataclass(frozen=True)
+class Empirical:
+    """Drawn from measured step times, scaled to mean 1."""
+
+    values: tuple[float, ...]
+
+    def __post_init__(self):
+        values = np.asarray(self.values, float)
+        if values.ndim != 1 or len(values) < 2 or not (values > 0).all():
+            raise ValueError("an empirical distribution needs at least two positive times")
+        object.__setattr__(self, "values", tuple((values / values.mean()).tolist()))
+
+    def sample(self, rng: np.random.Generator, shape) -> np.ndarray:
+        return rng.choice(np.asarray(self.values), shape)
+
+    def sd(self) -> float:
+        return float(np.std(self.values))
+
+
+CONSTANT = Constant()
+Distribution = Constant | LogNormal | ShiftedExponential | Empirical
+
+
+def max_nodes(
+    distribution: Distribution, n: int, slowness: Sequence[float] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Values and weights with ``E f(max) = sum(weights * f(values))``, the maximum over n draws.
+
+    slowness: (n,) factors; draw i is multiplied by ``slowness[i]``. Left out: all 1.
+
+    Exact for `Constant` and `Empirical`; else Gauss-Legendre in the probability, whose error is
+    below 1e-6 of the mean for smooth f.
+    """
+    factors, counts = np.unique(
+        np.ones(n) if slowness is None else np.asarray(slowness, float), return_counts=True
+    )
+    if isinstance(distribution, Constant):
+        return factors[-1:], np.ones(1)
+    if isinstance(distribution, Empirical):
+        return _max_of_empirical(np.asarray(distribution.values), factors, counts)
+    probability_below, weights = _nodes()
+    if len(factors) == 1:
+        log_below = np.log1p(-probability_below) / n
+        return factors[0] * distribution.exceeded(-np.expm1(log_below)), weights
+    return _max_by_bisection(distribution, factors, counts, np.log1p(-probability_below)), weights
+
+
+def expected_max(
+    distribution: Distribution, n: int, slowness: Sequence[float] | None = None
+) -> float:
+    """The expected maximum of n independent draws, see `max_nodes`; the mean of a draw is 1."""
+    values, weights = max_nodes(distribution, n, slowness)
+    return float(values @ weights)
+
+
+@functools.cache
+def _nodes(count: int = 200) -> tuple[np.ndarray, np.ndarray]:
+    """Probabilities of exceeding, close together near 0, where a tail needs them."""
+    node, weight = np.polynomial.legendre.leggauss(count)
+    half, weight = (node + 1) / 2, weight / 2
+    return half**4, weight * 4 * half**3
+
+
+def _max_of_empirical(values, factors, counts) -> tuple[np.ndarray, np.ndarray]:
+    values = np.sort(values)
+    support = np.unique(np.outer(factors, values))
+    below = np.ones(len(support))
+    for factor, count in zip(factors, counts, strict=True):
+        rank = np.searchsorted(values * factor, support * (1 + 1e-12), side="right")
+        below *= (rank / len(values)) ** count
+    return support, np.diff(below, prepend=0.0)
+
+
+def _max_by_bisection(distribution, factors, counts, log_below) -> np.ndarray:
+    low = np.full(len(log_below), 1e-12)
+    high = np.full(len(log_below), factors[-1] * distribution.exceeded(np.array(1e-14)))
+    for _ in range(80):
+        middle = (low + high) / 2
+        cdf = distribution.cdf(middle / factors[:, None])
+        log_cdf = (counts[:, None] * np.log(np.maximum(cdf, 1e-300))).sum(axis=0)
+        low, high = (
+            np.where(log_cdf < log_below, middle, low),
+            np.where(log_cdf < log_below, high, middle),
+        )
+    return (low + high) / 2
+
+
+# --- from a trace -------------------------------------------------------------------------------
+
+
+class Fit(NamedTuple):
+    """Step times of one replica in words of the model."""
+
+    mean_s: float
+    distribution: Distribution
+    distance: float  # Kolmogorov-Smirnov, between the distribution and the trace
+
+
+def fit(times_s: Sequence[float], steps_per_time: int = 1) -> Fit:
+    """The distribution of a trace of step times, (m,) seconds.
+
+    Lognormal and shifted exponential are fitted by maximum likelihood, and the nearer one (in
+    Kolmogorov-Smirnov distance) is taken; if the trace has 100 times or more and clearly (5%
+    level) comes from neither, the trace itself is the distribution.
+
+    steps_per_time: each time is the mean over so many steps, whose variation the mean has hidden.
+        A lognormal with `steps_per_time` times the variance is taken then: nothing else is known.
+
+    The times must be of compute alone: of a run with one replica, or without communication. In a
+    synchronous run every step already takes the maximum over replicas.
+
+    Raises:
+      ValueError: fewer than two times, or one that is not positive.
+    """
+    times = np.asarray(times_s, float)
+    if times.ndim != 1 or len(times) < 2 or not (np.isfinite(times) & (times > 0)).all():
+        raise ValueError(
+            f"a trace needs at least two positive step times in seconds, got {len(times)} with "
+            f"the smallest {times.min() if len(times) else 'missing'}"
+        )
+    mean = float(times.mean())
+    x = np.sort(times / mean)
+    if np.ptp(x) < 1e-9:
+        return Fit(mean, CONSTANT, 0.0)
+    if steps_per_time > 1:
+        sigma = math.sqrt(math.log1p(steps_per_time * x.var(ddof=1)))
+        return Fit(mean, LogNormal(sigma), math.nan)
+    shift = max(0.0, (len(x) * x[0] - 1) / (len(x) - 1))  # the minimum is above the floor
+    candidates = [LogNormal(float(np.log(x).std())), ShiftedExponential(shift)]
+    distances = [_ks_distance(candidate, x) for candidate in candidates]
+    best = int(np.argmin(distances))
+    if len(x) >= ENOUGH_FOR_EMPIRICAL and distances[best] > 1.36 / math.sqrt(len(x)):
+        return Fit(mean, Empirical(tuple(x.tolist())), 0.0)
+    return Fit(mean, candidates[best], distances[best])
+
+
+def read_trace(path: str | Path) -> tuple[np.ndarray, int]:
+    """Step times in seconds from a run's metrics.jsonl, and the steps that each is the mean of.
+
+    The first row is left out, because it holds compilation.
+
+    Raises:
+      ValueError: no such file, or fewer than three rows with ``perf/step_time_s``.
+    """
+    path = Path(path)
+    path = path / "metrics.jsonl" if path.is_dir() else path
+    rows = []
+    try:
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            if isinstance(row.get("perf/step_time_s"), int | float):
+                rows.append((row["step"], row["perf/step_time_s"]))
+    except OSError as error:
+        raise ValueError(f"cannot read the trace {path}: {error.strerror or error}") from None
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is not a metrics.jsonl: {error}") from None
+    if len(rows) < 3:
+        raise ValueError(
+            f"{path} has {len(rows)} rows with perf/step_time_s; a trace needs at least 3 "
+            "(lower log.every)"
+        )
+    steps = np.array([step for step, _ in rows])
+    return np.array([seconds for _, seconds in rows[1:]]), max(1, int(np.median(np.diff(steps))))
+
+
+def _ks_distance(distribution, sorted_values: np.ndarray) -> float:
+    cdf = distribution.cdf(sorted_values)
+    rank = np.arange(len(cdf) + 1) / len(cdf)
+    return float(np.maximum(rank[1:] - cdf, cdf - rank[:-1]).max())

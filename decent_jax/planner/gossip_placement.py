@@ -1,0 +1,392 @@
+"""Which replica goes on which device, so that a schedule's rounds use the fast links.
+
+What a schedule is worth on a network is how little disagreement it leaves. Let every replica's
+parameters drift all the time by independent noise of variance 1 a second (what training on
+different data does). A round sends what the replicas have at its beginning, and at its end, as much
+later as the network needs for it, the mixture takes its place while the drift since then is kept
+(``combine="with"``). The mean squared distance from the mean then settles. Its average over time,
+relative to what one second of drift causes, is the schedule's **disagreement**, in seconds: the age
+of the drift that is still there. **Consensus per second** is its inverse.
+
+For rounds of equal length t it is
+
+    t (1/2 + sum over k = 0, 1, ... of ||W_k ... W_1 - J||_F^2 / (n - 1)),
+
+averaged over the starting phase: 3/2 t for `complete`, t (1/2 + mean_i 1 / (1 - lambda_i^2)) for
+one symmetric W. Unlike -log(consensus_rate) / t it is finite for schedules that become exact
+(one_peer_exp, hypercube, alternating_exp_ring); unlike the contraction of a single round it gives
+them credit for it; a round that takes little time may do little; and a static and a varying
+schedule are measured alike. The order of the replicas matters to it only through time.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+from tqdm import tqdm
+
+from decent_jax.planner import costs
+from decent_jax.planner.network import Network
+from decent_jax.topology import Round, Schedule, Send
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlacedSchedule:
+    """A schedule on a network.
+
+    order: (n,) int; replica i lives on device ``order[i]``.
+    round_s: seconds of every round, `costs.round_s` (or ``compute_s`` where that is longer).
+    disagreement_s: see the module's head.
+    """
+
+    schedule: Schedule
+    order: np.ndarray
+    round_s: tuple[float, ...]
+    disagreement_s: float
+
+    @property
+    def mean_round_s(self) -> float:
+        return sum(self.round_s) / len(self.round_s)
+
+    @property
+    def consensus_per_s(self) -> float:
+        return 1 / self.disagreement_s if self.disagreement_s else math.inf
+
+
+def evaluate(
+    network: Network,
+    schedule: Schedule,
+    num_bytes: float,
+    order: Sequence[int] | None = None,
+    *,
+    compute_s: float = 0.0,
+) -> PlacedSchedule:
+    """A schedule with replica i on device ``order[i]`` (device i if left out).
+
+    num_bytes: of one model on the wire.
+    compute_s: the step that hides communication; no round is shorter.
+    """
+    order = np.arange(network.num_devices) if order is None else np.asarray(order, np.int64)
+    round_s = evaluate_rounds(network.take(order), schedule, num_bytes, compute_s)
+    matrices = [one.matrix for one in schedule.rounds]
+    return PlacedSchedule(schedule, order, round_s, disagreement_s(matrices, round_s))
+
+
+def evaluate_rounds(
+    network: Network, schedule: Schedule, num_bytes: float, compute_s: float
+) -> tuple[float, ...]:
+    """Seconds of every round, none shorter than ``compute_s``; replica i is on device i."""
+    return tuple(
+        max(compute_s, costs.round_s(network, schedule, r, num_bytes))
+        for r in range(schedule.period)
+    )
+
+
+def disagreement_s(matrices: Sequence[np.ndarray], round_s: Sequence[float]) -> float:
+    """The age of the drift that rounds of these lengths leave; see the module's head.
+
+    matrices: (n, n) each; infinite if they do not contract.
+    """
+    n = len(matrices[0])
+    if n == 1:
+        return 0.0
+    before = settled_covariances(matrices, round_s)
+    distance = [np.trace(covariance) / (n - 1) for covariance in before]
+    return time_average(distance, round_s)
+
+
+def time_average(distance: Sequence[float], round_s: Sequence[float]) -> float:
+    """Of squared distances at the beginning of rounds, in which they grow by 1 a second."""
+    seconds = np.asarray(round_s)
+    return float(seconds @ (np.asarray(distance) + seconds / 2) / seconds.sum())
+
+
+def settled_covariances(
+    matrices: Sequence[np.ndarray], round_s: Sequence[float]
+) -> list[np.ndarray]:
+    """The covariance of the replicas' distances from the mean before every round, once settled.
+
+    It solves ``S = M S M' + N`` over a period, which is summed by doubling:
+    ``N + M N M' + M^2 N M'^2 + ...``. Entries are infinite where the sum grows without bound.
+    """
+    n = len(matrices[0])
+    centre = np.eye(n) - 1 / n
+    period, noise = centre, np.zeros((n, n))
+    for matrix, seconds in zip(matrices, round_s, strict=True):
+        noise = matrix @ noise @ matrix.T + seconds * centre
+        period = matrix @ period
+    settled = noise
+    for _ in range(40):
+        more = period @ settled @ period.T
+        settled = settled + more
+        if np.abs(more).max() <= 1e-15 * np.abs(settled).max():
+            break
+        period = period @ period
+    else:
+        return [np.full((n, n), np.inf)] * len(matrices)
+    before = [settled]
+    for matrix, seconds in zip(matrices[:-1], round_s[:-1], strict=True):
+        before.append(matrix @ before[-1] @ matrix.T + seconds * centre)
+    return before
+
+
+def place_schedule(
+    network: Network,
+    schedule: Schedule,
+    num_bytes: float,
+    *,
+    compute_s: float = 0.0,
+    seed: int = 0,
+    time_limit_s: float = 5.0,
+    steps: int | None = None,
+    progress: bool = False,
+) -> PlacedSchedule:
+    """The order of the replicas in which a period of the schedule takes least, as far as found.
+
+    Simulated annealing (Kirkpatrick et al. 1983) from the best of several regular orders, by
+    exchanging two replicas or two evenly spaced rows of replicas. The network's own order is one
+    of those it begins with, so the result is never slower than that.
+
+    steps: exchanges to try at most; then, unless the time is up first, a seed has one result.
+    progress: show a bar that counts seconds.
+
+    Raises:
+      ValueError: the network has not one device a replica.
+    """
+    if network.num_devices != schedule.num_replicas:
+        raise ValueError(
+            f"the schedule is for {schedule.num_replicas} replicas, but the network has "
+            f"{network.num_devices} devices; take as many"
+        )
+    rng = np.random.default_rng(seed)
+    starts = [np.arange(network.num_devices), *_regular_orders(network, num_bytes)]
+    between = _between_groups(schedule)
+    if between is not None:
+        # First whole groups, on a network whose devices are groups: many more orders a second.
+        group_size = schedule.num_replicas // between.num_replicas
+        order, group_s = grouped_order(network, group_size, num_bytes)
+        seconds = group_link_s(network.take(order), group_size, num_bytes)
+        groups = order.reshape(-1, group_size)
+        hidden_s = max(0.0, compute_s - group_s)
+        time_limit_s, steps = time_limit_s / 2, None if steps is None else steps // 2
+        cost = _Permutes(_network_of(seconds), between, 0.0, hidden_s)
+        first = [np.arange(len(groups))]
+        with clock(time_limit_s, steps, "placing groups", progress) as parts:
+            starts.append(groups[_anneal(first, cost, rng, parts)].ravel())
+    cost = _period_cost(network, schedule, num_bytes, compute_s)
+    with clock(time_limit_s, steps, "placing replicas", progress) as parts:
+        best = _anneal(starts, cost, rng, parts)
+    found = evaluate(network, schedule, num_bytes, best, compute_s=compute_s)
+    own = evaluate(network, schedule, num_bytes, compute_s=compute_s)
+    return min(found, own, key=lambda one: one.mean_round_s)
+
+
+def _anneal(
+    starts: Sequence[np.ndarray],
+    cost: Callable[[np.ndarray], float],
+    rng: np.random.Generator,
+    parts: Iterable[float],
+) -> np.ndarray:
+    """The order of least cost that is met on the way from the best of some orders."""
+    best = current = min(starts, key=cost)
+    best_cost = current_cost = cost(best)
+    for part in parts if len(best) > 1 else ():
+        proposal = _exchanged(current, rng)
+        proposal_cost = cost(proposal)
+        temperature = 0.02 * best_cost * (1 - part) ** 2
+        if proposal_cost <= current_cost + temperature * rng.exponential():
+            current, current_cost = proposal, proposal_cost
+            if proposal_cost < best_cost:
+                best, best_cost = proposal, proposal_cost
+    return best
+
+
+@contextlib.contextmanager
+def clock(time_limit_s: float, steps: int | None, what: str, progress: bool):
+    """Yields an iterator over the part of a search that is over, 0 to 1, until it is."""
+    start = time.perf_counter()
+
+    def parts(bar: tqdm) -> Iterator[float]:
+        for step in itertools.count():
+            elapsed_s = time.perf_counter() - start
+            if elapsed_s >= time_limit_s or step == steps:
+                return
+            if progress and step % 64 == 0:
+                bar.n = elapsed_s
+                bar.refresh()
+            yield step / steps if steps else elapsed_s / time_limit_s
+
+    form = "{desc} |{bar}| {n:.1f}/{total:.0f} s"
+    with tqdm(total=time_limit_s, disable=not progress, desc=what, bar_format=form) as bar:
+        yield parts(bar)
+
+
+def _period_cost(
+    network: Network, schedule: Schedule, num_bytes: float, compute_s: float
+) -> Callable[[np.ndarray], float]:
+    """Seconds of a period as a function of the order, plus a little of the mean of its transfers,
+    which changes where the slowest one does not."""
+    if all(one.group_size == 1 for one in schedule.rounds):
+        return _Permutes(network, schedule, num_bytes, compute_s)
+    return lambda order: sum(evaluate_rounds(network.take(order), schedule, num_bytes, compute_s))
+
+
+class _Permutes:
+    """`_period_cost` of a schedule whose rounds are permutations, in some 30 microseconds.
+
+    A transfer gets an equal share of the two network cards, or its own link where that is less.
+    That is the exact rate of the slowest transfer (max-min fairness lets only others have more).
+    """
+
+    def __init__(
+        self, network: Network, schedule: Schedule, num_bytes: float, compute_s: float
+    ) -> None:
+        self.network, self.num_bytes, self.compute_s = network, num_bytes, compute_s
+        sends = [(r, send) for r, one in enumerate(schedule.rounds) for send in one.sends]
+        parts = []
+        for k, (_, send) in enumerate(sends):
+            receiver = np.flatnonzero(
+                (send.sources >= 0) & (send.sources != np.arange(len(send.sources)))
+            )
+            parts.append((np.full(len(receiver), k), send.sources[receiver], receiver))
+        self.send, self.source, self.target = (
+            np.concatenate(column) for column in zip(*parts, strict=True)
+        )
+        self.first = np.flatnonzero(np.diff(self.send, prepend=-1))
+        self.first_of_round = np.flatnonzero(np.diff([r for r, _ in sends], prepend=-1))
+
+    def __call__(self, order: np.ndarray) -> float:
+        network = self.network
+        source, target = order[self.source], order[self.target]
+        rate = network.bandwidth_bytes_per_s[source, target]
+        nodes = network.num_nodes
+        out, into = network.node[source], network.node[target]
+        leaves = out != into
+        for node in (out, into):
+            key = self.send * nodes + node
+            users = np.bincount(key[leaves], minlength=nodes * len(self.first))
+            share = network.nic_bytes_per_s[node] / np.maximum(users[key], 1)
+            rate = np.where(leaves, np.minimum(rate, share), rate)
+        seconds = network.latency_s[source, target] + self.num_bytes / rate
+        slowest = np.maximum.reduceat(seconds, self.first)
+        rounds = np.maximum(np.add.reduceat(slowest, self.first_of_round), self.compute_s)
+        return float(rounds.sum() + 0.01 * len(rounds) * seconds.mean())
+
+
+def _exchanged(order: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Two replicas, or two rows of them with equal spacing, change places."""
+    n = len(order)
+    order = order.copy()
+    length = 2 ** int(rng.integers(0, max(1, int(math.log2(n))))) if rng.random() < 0.5 else 1
+    stride = 2 ** int(rng.integers(0, max(1, int(math.log2(n / length)))))
+    row = stride * np.arange(length)
+    first, second = ((start + row) % n for start in rng.integers(0, n, 2))
+    if len(np.intersect1d(first, second)) == 0:
+        order[first], order[second] = order[second], order[first].copy()
+    return order
+
+
+def _regular_orders(network: Network, num_bytes: float) -> list[np.ndarray]:
+    """Clusters of near devices one after the other, and dealt out in turn, for every size."""
+    n = network.num_devices
+    seconds = link_s(network, num_bytes)
+    orders = []
+    for size in (size for size in range(2, n) if n % size == 0):
+        clusters = np.array(near_clusters(seconds, size, first=0))
+        orders += [clusters.ravel(), clusters.T.ravel()]
+    return orders
+
+
+def _between_groups(schedule: Schedule) -> Schedule | None:
+    """The schedule between groups of one size, if in every round member k of a group hears only
+    other members k, and the same groups as its whole group does."""
+    group_size, n = schedule.rounds[0].group_size, schedule.num_replicas
+    if not 1 < group_size < n:
+        return None
+    member = np.arange(n) % group_size
+    rounds = []
+    for one in schedule.rounds:
+        sends = []
+        for send in one.sends:
+            source = send.sources[::group_size] // group_size  # -1 stays -1
+            whole = np.repeat(source, group_size) * group_size + member
+            if not np.array_equal(
+                np.where(np.repeat(source, group_size) < 0, -1, whole), send.sources
+            ):
+                return None
+            sends.append(Send(source, send.weights[::group_size]))
+        if one.group_size != group_size:
+            return None
+        weights = one.self_weights[::group_size]
+        rounds.append(Round(1, weights, tuple(sends), one.matrix[::group_size, ::group_size]))
+    return Schedule(schedule.name, n // group_size, tuple(rounds))
+
+
+def grouped_order(network: Network, group_size: int, num_bytes: float) -> tuple[np.ndarray, float]:
+    """An order in which groups of consecutive devices are near each other, and the seconds of a
+    reduce-scatter and an all-gather in all of them."""
+    n = network.num_devices
+    if group_size == 1:
+        return np.arange(n), 0.0
+
+    def group_s(order: np.ndarray) -> float:
+        groups = np.arange(n).reshape(-1, group_size)
+        stage = costs.ring_stage(network.take(order), groups, num_bytes, laps=1)
+        return 2 * costs.total_s([stage])
+
+    seconds = link_s(network, num_bytes / group_size)
+    firsts = range(0, n, max(1, n // 16))
+    orders = [np.concatenate(near_clusters(seconds, group_size, first)) for first in firsts]
+    order = min([np.arange(n), *orders], key=group_s)
+    return order, group_s(order)
+
+
+def group_link_s(network: Network, group_size: int, num_bytes: float) -> np.ndarray:
+    """(m, m) seconds in which every member of a group sends its shard to its like in another; 0 on
+    the diagonal. The slowest pair of members counts."""
+    m, member = network.num_devices // group_size, np.arange(group_size)
+    shard_s = link_s(network, num_bytes / group_size).reshape(m, group_size, m, group_size)
+    seconds = shard_s[:, member, :, member].max(axis=0)
+    np.fill_diagonal(seconds, 0.0)
+    return seconds
+
+
+def _network_of(seconds: np.ndarray) -> Network:
+    """A network on which every transfer takes these seconds, whatever its size."""
+    m = len(seconds)
+    unlimited = np.full((m, m), np.inf)
+    names = tuple(map(str, range(m)))
+    return Network(seconds, unlimited, np.arange(m), unlimited[0], names)
+
+
+def link_s(network: Network, num_bytes: float) -> np.ndarray:
+    """(n, n) seconds of a transfer while all devices of its two nodes send and receive one."""
+    per_node = np.bincount(network.node, minlength=network.num_nodes)
+    share = (network.nic_bytes_per_s / per_node)[network.node]
+    leaves = network.node[:, None] != network.node
+    shared = np.minimum(network.bandwidth_bytes_per_s, np.minimum(share[:, None], share))
+    return network.latency_s + num_bytes / np.where(leaves, shared, network.bandwidth_bytes_per_s)
+
+
+def near_clusters(seconds: np.ndarray, size: int, first: int) -> list[list[int]]:
+    """Clusters of ``size``, each grown from the free device farthest from the last one by adding
+    whoever is nearest to those in it; begins at device ``first``."""
+    free = list(range(len(seconds)))
+    mutual = seconds + seconds.T
+    clusters = []
+    while free:
+        cluster = [first]
+        free.remove(first)
+        to_cluster = mutual[first].copy()
+        while len(cluster) < size:
+            nearest = min(free, key=to_cluster.__getitem__)
+            cluster.append(nearest)
+            free.remove(nearest)
+            to_cluster += mutual[nearest]
+        clusters.append(cluster)
+        first = max(free, key=to_cluster.__getitem__, default=-1)
+    return clusters

@@ -1,0 +1,141 @@
+"""``python -m decent_jax.planner place``."""
+
+import json
+from pathlib import Path
+
+from decent_jax import topology
+from decent_jax.planner import build_schedule, gossip_placement, placement, predict, search
+from decent_jax.planner.build_schedule import NAME as BUILT
+from decent_jax.planner.inputs import add_network, add_search, one_network, search_of, write_plan
+from decent_jax.topology import NAMES
+from decent_jax.train.config import ConfigError
+
+EXAMPLES = """\
+examples:
+  python -m decent_jax.planner place --network dtfm_case5 --parameters 124e6 \\
+      --schedule one_peer_exp --time_limit_s 2
+      eight regions: order the replicas so that the schedule's rounds use fast links
+  python -m decent_jax.planner place --network network.json --parameters 124e6 --schedule built \\
+      --compute_s 0.2 --time_limit_s 2 --plan plan.json
+      a schedule made for this network; then: train.py --config.cluster.plan=plan.json
+  python -m decent_jax.planner place --network dtfm_case5 --parameters 1.3e9 --stages 8 \\
+      --replicas 8 --pipeline_bytes 0.471e9 --time_limit_s 2
+      DT-FM: eight pipeline stages in data-parallel groups of eight
+
+disagreement is the age of the drift between replicas that mixing leaves: less is better.
+"""
+
+
+def add(parser) -> None:
+    """Which replica, or which pipeline stage, goes on which device."""
+    add_network(parser)
+    parser.add_argument("--parameters", type=float, metavar="P", help="of the model")
+    gossip = parser.add_argument_group("gossip: order the replicas of a schedule")
+    gossip.add_argument(
+        "--schedule",
+        default="one_peer_exp",
+        metavar="NAME",
+        help=f"of {', '.join(NAMES)}; or {BUILT}: one made for this network (one_peer_exp)",
+    )
+    gossip.add_argument(
+        "--max_degree", type=int, default=1, help=f"of {BUILT}: messages a round (1)"
+    )
+    gossip.add_argument(
+        "--compute_s", type=float, default=0.0, metavar="S", help="a round hides behind it (0)"
+    )
+    stages = parser.add_argument_group("pipeline stages in data-parallel groups (DT-FM)")
+    stages.add_argument("--stages", type=int, metavar="K", help="pipeline stages")
+    stages.add_argument("--replicas", type=int, metavar="R", help="pipelines; K x R devices")
+    stages.add_argument("--pipeline_bytes", type=float, metavar="B", help="between two stages")
+    stages.add_argument(
+        "--device_memory", metavar="FILE.json", help="list of bytes, one a device of the network"
+    )
+    stages.add_argument("--stage_memory", type=float, default=0.0, metavar="B", help="bytes needed")
+    parser.add_argument("--out", metavar="FILE.png", help="draw it on a map of the network")
+    add_search(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options) -> None:
+    network = one_network(options)
+    if not options.parameters or options.parameters < 1:
+        raise ConfigError("give the model: --parameters P")
+    if options.stages is None:
+        _gossip(options, network)
+    else:
+        _stages(options, network)
+
+
+def _gossip(options, network) -> None:
+    num_bytes = 4 * options.parameters
+    settings = {"compute_s": options.compute_s, **search_of(options)}
+    if options.schedule == BUILT:
+        placed = build_schedule.build_schedule(
+            network, num_bytes, max_degree=options.max_degree, **settings
+        )
+        before = None
+    else:
+        schedule = topology.make(
+            options.schedule, network.num_devices, local_size=predict.local_size(network)
+        )
+        before = gossip_placement.evaluate(
+            network, schedule, num_bytes, compute_s=options.compute_s
+        )
+        placed = gossip_placement.place_schedule(network, schedule, num_bytes, **settings)
+    print("| | mean round s | rounds s | disagreement s | consensus a second |")
+    print("|---|---|---|---|---|")
+    for words, one in (("as the network lists them", before), ("placed", placed)):
+        if one is not None:
+            rounds = " ".join(f"{seconds:.3g}" for seconds in one.round_s)
+            print(
+                f"| {words} | {one.mean_round_s:.4g} | {rounds} | {one.disagreement_s:.4g} "
+                f"| {one.consensus_per_s:.4g} |"
+            )
+    print("\nreplica: device")
+    for replica, device in enumerate(placed.order):
+        print(f"{replica:7}: {network.names[device]}")
+    if options.out:
+        from decent_jax.planner import plots
+
+        print(plots.save(plots.draw_gossip(network, placed), options.out))
+    if options.plan:
+        expected = {
+            "mean_round_s": placed.mean_round_s,
+            "round_s": list(placed.round_s),
+            "disagreement_s": placed.disagreement_s,
+        }
+        write_plan(options, network, placed, 1, expected)
+
+
+def _stages(options, network) -> None:
+    if options.replicas is None or options.pipeline_bytes is None:
+        raise ConfigError("--stages also needs --replicas R and --pipeline_bytes B")
+    if options.plan:
+        raise ConfigError("--plan is for gossip: train.py has no pipeline stages")
+    job = placement.Job(
+        options.stages,
+        options.replicas,
+        4 * options.parameters / max(options.stages, 1),
+        options.pipeline_bytes,
+        options.stage_memory,
+    )
+    memory = None
+    if options.device_memory:
+        try:
+            memory = json.loads(Path(options.device_memory).read_text())
+        except ValueError as error:
+            raise ConfigError(f"{options.device_memory} is not JSON: {error}") from None
+    found = search.place(network, job, memory_bytes=memory, **search_of(options))
+    print(
+        f"{found.costs.total_s:.4f} s a step: data-parallel {found.costs.data_parallel_s:.4f}, "
+        f"pipeline 2 x {found.costs.pipeline_s:.4f}"
+        + (" (proved optimal)" if found.is_optimal else "")
+        + f"; at least {found.lower_bound.total_s:.4f}; {found.num_candidates} candidates in "
+        f"{found.seconds:.1f} s"
+    )
+    for stage, devices in enumerate(found.stages):
+        print(f"stage {stage}: {' '.join(network.names[device] for device in devices)}")
+    if options.out:
+        from decent_jax.planner import plots
+
+        print(plots.save(plots.draw_placement(network, found), options.out))

@@ -1,0 +1,336 @@
+"""Data-parallel groups and pipeline stages on a slow, uneven network: DT-FM's cost, exactly.
+
+N devices become ``num_stages`` data-parallel groups of ``num_replicas`` devices each; devices may
+be left over. A group holds one pipeline stage and averages its gradients; activations travel along
+a path through the groups. The cost of a partition (Yuan et al., NeurIPS 2022, section 3) is
+
+    total         = data_parallel + 2 pipeline                                        (seconds)
+    data_parallel = max over groups, over d in a group, of
+                    sum over d' != d of 2 (latency + bytes_dp / (bandwidth num_replicas))
+    pipeline      = the shortest open path through all groups, where an edge between two groups is
+                    their perfect matching whose slowest pair is fastest, and a pair costs
+                    latency + bytes_pp / bandwidth
+
+Of two directions of a link the slower counts. The path (Held and Karp 1962) and the matchings are
+solved exactly, so `Partition` has the cost of the best pipelines for its groups, and `stages` are
+those pipelines; `evaluate` adds the same cost up again from nothing but the pipelines.
+"""
+
+import copy
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from decent_jax.planner.network import Network
+
+MOST_STAGES = 16  # Held-Karp takes 2^stages x stages^2 steps: 0.2 s for 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is placed.
+
+    num_stages: pipeline stages, each held by one data-parallel group (at most 16).
+    num_replicas: devices in a group.
+    data_parallel_bytes: gradients of one stage.
+    pipeline_bytes: activations that cross from one stage to the next in a step, one way.
+    memory_bytes: what a device must have to hold a stage.
+    """
+
+    num_stages: int
+    num_replicas: int
+    data_parallel_bytes: float
+    pipeline_bytes: float
+    memory_bytes: float = 0.0
+
+    def __post_init__(self):
+        if not 1 <= self.num_stages <= MOST_STAGES or self.num_replicas < 1:
+            raise ValueError(
+                f"a placement needs 1 to {MOST_STAGES} stages and at least one replica, got "
+                f"{self.num_stages} and {self.num_replicas}"
+            )
+        if min(self.data_parallel_bytes, self.pipeline_bytes, self.memory_bytes) < 0:
+            raise ValueError(f"bytes must not be negative, got {self}")
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_stages * self.num_replicas
+
+
+# GPT3-1.3B in 8 stages of 3 layers: 1.3e9 parameters / 8 in float32; activations of 125,000 tokens
+# of width 2048 in float16 (the code's own rounding of both).
+DTFM_JOB = Job(8, 8, data_parallel_bytes=0.65e9, pipeline_bytes=0.47124922275543213e9)
+
+
+class Costs(NamedTuple):
+    """Seconds a step; ``pipeline_s`` is one way."""
+
+    data_parallel_s: float
+    pipeline_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.data_parallel_s + 2 * self.pipeline_s
+
+
+def evaluate(network: Network, job: Job, stages: np.ndarray) -> Costs:
+    """The cost of given pipelines, added up device by device.
+
+    stages: (num_stages, num_replicas) int; device [k, r] holds stage k of pipeline r.
+
+    Raises:
+      ValueError: a shape that does not fit the job, or a device that occurs twice.
+    """
+    stages = np.asarray(stages)
+    if stages.shape != (job.num_stages, job.num_replicas) or stages.dtype.kind not in "iu":
+        raise ValueError(
+            f"stages must be {job.num_stages} rows of {job.num_replicas} devices, got shape "
+            f"{stages.shape}"
+        )
+    if len(np.unique(stages)) < stages.size:
+        raise ValueError("a device occurs twice in the placement")
+
+    def slower_s(i, j, num_bytes):
+        return max(network.transfer_s(i, j, num_bytes), network.transfer_s(j, i, num_bytes))
+
+    share = job.data_parallel_bytes / job.num_replicas
+    data_parallel = max(
+        sum(2 * slower_s(i, j, share) for j in group if j != i) for group in stages for i in group
+    )
+    pipeline = sum(
+        max(slower_s(i, j, job.pipeline_bytes) for i, j in zip(*pair, strict=True))
+        for pair in itertools.pairwise(stages)
+    )
+    return Costs(float(data_parallel), float(pipeline))
+
+
+def usable_devices(network: Network, job: Job, memory_bytes: Sequence[float] | None) -> np.ndarray:
+    """The devices whose memory (one number each, if given) is enough for a stage.
+
+    Raises:
+      ValueError: fewer than the job needs.
+    """
+    usable = np.arange(network.num_devices)
+    if memory_bytes is not None:
+        memory = np.asarray(memory_bytes, np.float64)
+        if memory.shape != usable.shape:
+            raise ValueError(
+                f"memory_bytes needs a number for each of {len(usable)} devices, got shape "
+                f"{memory.shape}"
+            )
+        usable = np.flatnonzero(memory >= job.memory_bytes)
+    if len(usable) < job.num_devices:
+        too_small = network.num_devices - len(usable)
+        raise ValueError(
+            f"{job.num_stages} stages of {job.num_replicas} replicas need {job.num_devices} "
+            f"devices, but the network has {network.num_devices}"
+            + (f", of which {too_small} have too little memory" if too_small else "")
+            + "; ask for fewer stages or replicas"
+        )
+    return usable
+
+
+def bottleneck_matching(costs: np.ndarray) -> tuple[np.ndarray, float]:
+    """The perfect matching of rows with columns whose largest cost is least.
+
+    costs: (d, d). Returns the column of every row (d,) and that largest cost.
+    """
+    # No matching can be cheaper than the cheapest entry of any row or column. Usually that is it.
+    lower = max(costs.min(axis=1).max(), costs.min(axis=0).max())
+    columns, fits = _matching_within(costs, lower)
+    if fits:
+        return columns, float(lower)
+    values = np.unique(costs[costs > lower])
+    low, high = 0, len(values) - 1  # values[high] always fits
+    while low < high:
+        middle = (low + high) // 2
+        if _matching_within(costs, values[middle])[1]:
+            high = middle
+        else:
+            low = middle + 1
+    return _matching_within(costs, values[high])[0], float(values[high])
+
+
+def _matching_within(costs: np.ndarray, limit: float) -> tuple[np.ndarray, bool]:
+    """A perfect matching with the fewest entries above ``limit``, and whether it has none."""
+    above = costs > limit
+    rows, columns = linear_sum_assignment(above)
+    return columns, not above[rows, columns].any()
+
+
+def shortest_open_path(costs: np.ndarray) -> tuple[np.ndarray, float]:
+    """The order of k points, (k,), whose path is shortest, and its length (Held and Karp 1962).
+
+    costs: (k, k) symmetric.
+    """
+    k = len(costs)
+    shortest = np.full((1 << k, k), np.inf)  # [set, last]: the path through set that ends in last
+    shortest[1 << np.arange(k), np.arange(k)] = 0.0
+    for sets, members, points in _extensions(k):
+        onwards = (shortest[sets][:, :, None] + costs).min(axis=1)
+        shortest[sets[members] | 1 << points, points] = onwards[members, points]
+    remaining, last = (1 << k) - 1, int(shortest[-1].argmin())
+    length, order = float(shortest[-1, last]), [last]
+    while len(order) < k:
+        remaining ^= 1 << last
+        last = int((shortest[remaining] + costs[:, last]).argmin())
+        order.append(last)
+    return np.array(order), length
+
+
+@functools.cache
+def _extensions(k: int) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], ...]:
+    """For every size below k: its subsets as bit masks, and which points each can be extended by
+    (index into the subsets, point)."""
+    masks = np.arange(1 << k)
+    outside = (masks[:, None] >> np.arange(k)) & 1 == 0
+    layers = []
+    for size in range(1, k):
+        sets = masks[outside.sum(axis=1) == k - size]
+        members, points = np.nonzero(outside[sets])
+        layers.append((sets, members, points))
+    return tuple(layers)
+
+
+class Problem:
+    """A job on a network, in matrices.
+
+    devices: (m,) the network's usable devices; everything below counts in these.
+    averaging_s: (m, m) what two devices in one group cost each other, 0 on the diagonal.
+    passing_s: (m, m) what two devices matched between neighbouring groups cost.
+    kind: (m,) int; devices of one kind can be exchanged without any cost changing.
+    """
+
+    def __init__(
+        self, network: Network, job: Job, memory_bytes: Sequence[float] | None = None
+    ) -> None:
+        self.network, self.job = network, job
+        self.devices = usable_devices(network, job, memory_bytes)
+        part = network.take(self.devices)
+        share = job.data_parallel_bytes / job.num_replicas
+        averaging = 2 * (part.latency_s + share / part.bandwidth_bytes_per_s)
+        passing = part.latency_s + job.pipeline_bytes / part.bandwidth_bytes_per_s
+        self.averaging_s = np.maximum(averaging, averaging.T)
+        self.passing_s = np.maximum(passing, passing.T)
+        self.kind = _kinds(self.averaging_s, self.passing_s)
+        self._matchings: dict[tuple, float] = {}
+
+    def group_s(self, group: np.ndarray) -> float:
+        """The data-parallel cost of one group (d,)."""
+        return float(self.averaging_s[np.ix_(group, group)].sum(axis=1).max())
+
+    def edge_s(self, group: np.ndarray, other: np.ndarray) -> float:
+        """The pipeline cost between two groups."""
+        key = (tuple(sorted(self.kind[group].tolist())), tuple(sorted(self.kind[other].tolist())))
+        key = (min(key), max(key))
+        if key not in self._matchings:
+            self._matchings[key] = bottleneck_matching(self.passing_s[np.ix_(group, other)])[1]
+        return self._matchings[key]
+
+    def lower_bound(self) -> Costs:
+        """Costs that no placement can be below.
+
+        data_parallel: a device pays at least for its num_replicas - 1 cheapest partners, and of
+        the m devices at most m - num_devices can be left out.
+
+        pipeline: let c(t) devices have any partner at cost t or less. An edge of cost t needs two
+        groups made of such devices only; there are at most c(t) / num_replicas of these groups,
+        and a path has fewer edges among them than groups. So the j-th cheapest edge costs at least
+        the cost at which (j + 1) num_replicas devices have a partner.
+        """
+        job, m = self.job, len(self.devices)
+        partners = np.sort(self.averaging_s + np.diag(np.full(m, np.inf)), axis=1)
+        least = partners[:, : job.num_replicas - 1].sum(axis=1)
+        data_parallel = np.sort(least)[job.num_devices - 1]
+        nearest = np.sort((self.passing_s + np.diag(np.full(m, np.inf))).min(axis=1))
+        edges = nearest[2 * job.num_replicas - 1 : job.num_devices : job.num_replicas]
+        return Costs(float(data_parallel), float(edges.sum()))
+
+
+def _kinds(averaging: np.ndarray, passing: np.ndarray) -> np.ndarray:
+    """Numbers of classes of devices that can stand for each other.
+
+    Two devices are of one kind if they cost the same to every third device; for symmetric costs
+    this is an equivalence.
+    """
+    kind = np.full(len(averaging), -1)
+    for i in range(len(kind)):
+        if kind[i] >= 0:
+            continue
+        differs = (averaging != averaging[i]) | (passing != passing[i])
+        differs[:, i] = False
+        np.fill_diagonal(differs, False)
+        kind[(~differs.any(axis=1)) & (kind < 0)] = i
+    return kind
+
+
+class Partition:
+    """Devices in groups, with the exact cost of the best pipelines; `swap` updates it in place.
+
+    slots: (m,) the problem's devices; num_replicas a group, the devices left out at the end.
+    group_s: (num_stages,) data-parallel cost of every group.
+    edge_s: (num_stages, num_stages) pipeline cost between every two groups.
+    order: (num_stages,) the groups along the shortest path.
+    """
+
+    def __init__(self, problem: Problem, slots: np.ndarray) -> None:
+        self.problem, self.slots = problem, np.array(slots)
+        stages = problem.job.num_stages
+        self.group_s = np.array([problem.group_s(group) for group in self.groups])
+        self.edge_s = np.zeros((stages, stages))
+        for a in range(stages):
+            self._update_edges(a)
+        self._update_order()
+
+    def copy(self) -> "Partition":
+        other = copy.copy(self)
+        other.slots, other.group_s = self.slots.copy(), self.group_s.copy()
+        other.edge_s = self.edge_s.copy()
+        return other
+
+    @property
+    def groups(self) -> np.ndarray:
+        """(num_stages, num_replicas) the devices of every group; a view."""
+        job = self.problem.job
+        return self.slots[: job.num_devices].reshape(job.num_stages, job.num_replicas)
+
+    @property
+    def costs(self) -> Costs:
+        return Costs(float(self.group_s.max()), self.path_s)
+
+    def group_of(self, slot: int) -> int | None:
+        """The group of a slot; None for a device left out."""
+        job = self.problem.job
+        return slot // job.num_replicas if slot < job.num_devices else None
+
+    def swap(self, first: int, second: int) -> None:
+        """Exchange the devices in two slots; only what the two groups touch is computed again."""
+        self.slots[[first, second]] = self.slots[[second, first]]
+        for a in {self.group_of(first), self.group_of(second)} - {None}:
+            self.group_s[a] = self.problem.group_s(self.groups[a])
+            self._update_edges(a)
+        self._update_order()
+
+    def stages(self) -> np.ndarray:
+        """(num_stages, num_replicas) devices of the network: pipeline r is column r, top down."""
+        rows = [self.groups[self.order[0]]]
+        for a in self.order[1:]:
+            group = self.groups[a]
+            columns, _ = bottleneck_matching(self.problem.passing_s[np.ix_(rows[-1], group)])
+            rows.append(group[columns])
+        return self.problem.devices[np.array(rows)]
+
+    def _update_edges(self, a: int) -> None:
+        groups = self.groups
+        for b in range(len(groups)):
+            if b != a:
+                edge = self.problem.edge_s(groups[a], groups[b])
+                self.edge_s[a, b] = self.edge_s[b, a] = edge
+
+    def _update_order(self) -> None:
+        self.order, self.path_s = shortest_open_path(self.edge_s)

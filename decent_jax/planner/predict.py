@@ -1,0 +1,200 @@
+"""What a step takes under every algorithm, and what most of it is spent on.
+
+>>> from decent_jax.planner.network import preset
+>>> workload = Workload(model_bytes=500e6, forward_s=0.05, backward_s=0.1)
+>>> network = preset("nvlink_25gbe", num_nodes=2, devices_per_node=4)
+>>> for row in compare(network, workload, ("all_reduce", "alternating_exp_ring")):
+...     print(row.label, round(row.step_s, 3), row.dominant)
+all_reduce 0.217 compute
+alternating_exp_ring 0.156 compute
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from decent_jax import topology
+from decent_jax.planner import runtime, simulator
+from decent_jax.planner.compute_times import CONSTANT, Constant
+from decent_jax.planner.network import Network
+from decent_jax.planner.runtime import Algorithm, AllReduce, Gossip, Workload
+
+ALL_REDUCES = ("all_reduce", "all_reduce_hierarchical")
+BUCKET_BYTES = (25e6, 100e6, math.inf)  # small ones overlap, large ones save latency
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """One step, in seconds, split by what would go away.
+
+    step_s: the step.
+    compute_s: forward, backward and update of the slowest machine on average.
+    exposed_s: communication that nothing hides: what the step takes longer, were compute constant.
+    waiting_s: the rest, due to compute that varies: waiting for whoever is late.
+    """
+
+    label: str
+    num_nodes: int
+    num_replicas: int
+    step_s: float
+    compute_s: float
+    exposed_s: float
+    waiting_s: float
+
+    @property
+    def dominant(self) -> str:
+        """The largest part of the step: compute, communication or stragglers."""
+        parts = {
+            "compute": self.compute_s,
+            "communication": self.exposed_s,
+            "stragglers": self.waiting_s,
+        }
+        return max(parts, key=parts.get)
+
+
+def step_s(
+    network: Network,
+    workload: Workload,
+    algorithm: Algorithm,
+    *,
+    steps: int = 300,
+    warm_up: int = 100,
+    seed: int = 0,
+) -> float:
+    """Expected seconds of a step: in closed form for all-reduce, simulated for gossip.
+
+    Where compute is constant and gossip's bounds meet, they are the answer.
+    """
+    if isinstance(algorithm, AllReduce):
+        return runtime.all_reduce_step_s(network, workload, algorithm)
+    lower, upper = runtime.gossip_bounds(network, workload, algorithm)
+    if upper - lower <= 1e-6 * upper:
+        return lower
+    if isinstance(workload.compute, Constant):  # it settles into a cycle
+        steps = warm_up = 4 * algorithm.schedule.period * algorithm.mix_every
+    run = simulator.simulate(network, workload, algorithm, steps=steps, warm_up=warm_up, seed=seed)
+    return run.step_s
+
+
+def predict(
+    network: Network,
+    workload: Workload,
+    algorithm: Algorithm,
+    label: str | None = None,
+    **simulation,
+) -> Prediction:
+    """The step under ``algorithm`` and its parts; ``simulation``: see `step_s`."""
+    total = step_s(network, workload, algorithm, **simulation)
+    steady = total
+    if not isinstance(workload.compute, Constant):
+        constant = dataclasses.replace(workload, compute=CONSTANT)
+        steady = min(total, step_s(network, constant, algorithm, **simulation))
+    slowest = float(np.max(workload.factors(network.num_devices)))
+    compute = slowest * workload.compute_s + workload.update_s
+    return Prediction(
+        label or algorithm.name,
+        network.num_nodes,
+        network.num_devices,
+        total,
+        compute,
+        max(0.0, steady - compute),
+        total - max(steady, compute),
+    )
+
+
+def algorithm_of(
+    name: str,
+    network: Network,
+    workload: Workload,
+    *,
+    bucket_bytes: float | None = None,
+    replicas_per_node: int | None = None,
+    **options,
+) -> Algorithm:
+    """``all_reduce``, ``all_reduce_hierarchical``, or gossip on the schedule ``name``.
+
+    bucket_bytes: of all-reduce; None: whichever of `BUCKET_BYTES` is fastest, so that gossip is
+        compared with an all-reduce that was tuned.
+    replicas_per_node: the schedule's ``local_size``; None: the devices a node holds.
+    options: of `Gossip`.
+
+    Raises:
+      ValueError: the schedule does not exist, or not for this network.
+    """
+    if name in ALL_REDUCES:
+        collective = "auto" if name == "all_reduce" else "hierarchical"
+        sizes = BUCKET_BYTES if bucket_bytes is None else (bucket_bytes,)
+        return min(
+            (AllReduce(collective, size) for size in sizes),
+            key=lambda algorithm: runtime.all_reduce_step_s(network, workload, algorithm),
+        )
+    size = replicas_per_node or local_size(network)
+    schedule = topology.make(name, network.num_devices, local_size=size)
+    return Gossip(schedule, **options)
+
+
+def local_size(network: Network) -> int:
+    """Devices a node, where nodes are alike and their devices consecutive; else 1."""
+    sizes = np.bincount(network.node)
+    if np.ptp(sizes) == 0 and (np.diff(network.node) >= 0).all():
+        return int(sizes[0])
+    return 1
+
+
+def compare(
+    network: Network,
+    workload: Workload,
+    names: Sequence[str] | None = None,
+    *,
+    bucket_bytes: float | None = None,
+    **options,
+) -> list[Prediction]:
+    """A prediction for each algorithm of ``names``; see `algorithm_of`.
+
+    Left out, ``names`` are all that exist for this network.
+    """
+    rows = []
+    for name in names or available(network):
+        algorithm = algorithm_of(name, network, workload, bucket_bytes=bucket_bytes, **options)
+        rows.append(predict(network, workload, algorithm, name))
+    return rows
+
+
+def available(network: Network) -> list[str]:
+    """The algorithms that exist for this network."""
+    n, size = network.num_devices, local_size(network)
+    names = ["all_reduce"]
+    if size > 1 and network.num_nodes > 1:
+        names.append("all_reduce_hierarchical")
+    for name in topology.NAMES:
+        try:
+            topology.make(name, n, local_size=size)
+        except ValueError:
+            continue
+        names.append(name)
+    return names
+
+
+def format_table(rows: Sequence[Prediction], baseline: str = "all_reduce") -> str:
+    """A table for people, milliseconds; speed-up over ``baseline`` on as many replicas."""
+    base = {row.num_replicas: row.step_s for row in rows if row.label == baseline}
+    lines = [
+        "| nodes | replicas | algorithm | step ms | compute | exposed communication | stragglers "
+        "| dominant | speed-up |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        speed_up = f"{base[row.num_replicas] / row.step_s:.2f}x" if base else ""
+        milliseconds = (row.step_s, row.compute_s, row.exposed_s, row.waiting_s)
+        cells = (
+            row.num_nodes,
+            row.num_replicas,
+            row.label,
+            *(f"{1e3 * value:.1f}" for value in milliseconds),
+            row.dominant,
+            speed_up,
+        )
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)

@@ -1,0 +1,272 @@
+"""Which schedule, how often, in which wire format: least time to the same quality.
+
+Time to quality is the time of a step, times how many more steps than all-reduce it needs.
+
+**The slow-down and where it comes from.** For replicas whose data have the same distribution the
+theory of decentralized SGD (Koloskova et al., ICML 2020, their rate for non-convex functions) asks
+for a number of steps of the order of
+
+    s^2 / (n e^2)  +  s sqrt(m) / e^(3/2)  +  m / e
+
+with e the target, s the noise of a replica's gradient and m the steps that bring the replicas one
+averaging nearer (`steps_per_averaging`). All-reduce has the first term alone. So what gossip loses
+relative to it, for a batch that n replicas share, grows as sqrt(n m). The constants of such bounds
+say nothing about a real run; this one is measured. The authors of Decent-DP published losses of a
+20.4M-parameter language model (AdamW with its betas and learning rate tuned, one_peer_exp, three
+seeds) after 20, 40 and 80 tokens a parameter:
+
+    | replicas | loss | steps, relative to all-reduce |
+    |---|---|---|
+    | all-reduce | 3.5498, 3.4299, 3.3474 | 1 |
+    | 4 | 3.5703, 3.4413, 3.3512 | 1.10, 1.08, 1.04 |
+    | 8 | 3.5856, 3.4475, 3.3554 | 1.18, 1.13, 1.08 |
+
+The last column reads all-reduce's curve, ``E + A D^-b`` through its three points, at the same
+loss. Least squares of the logarithm of what exceeds 1 gives
+
+    slow-down = 1 + 0.0247 sqrt(n m) (tokens a parameter / 40)^-0.62
+
+which is within 16% of each of the six excesses (sqrt(n m) fits better than m, sqrt(m) or n).
+
+**What it does not know.** Other models, optimizers and data; more than 8 replicas and schedules
+other than one_peer_exp are extrapolated along sqrt(n m), and so are runs much longer than 80
+tokens a parameter. Published runs of 16 and 32 replicas on translation and images, with
+accumulated Adam, ended as good as all-reduce after as many steps, so the model leans towards
+all-reduce. Replicas whose data differ in kind lose more than it says. A compressed wire is taken
+to cost no steps, which asks for unbiased rounding and for difference coding or error feedback;
+parameters quantised as they are would stall. Encoding takes no time here.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from decent_jax import topology
+from decent_jax.planner import predict
+from decent_jax.planner.network import Network
+from decent_jax.planner.runtime import Algorithm, AllReduce, Gossip, Workload
+from decent_jax.topology import Schedule
+
+TOKENS_PER_PARAMETER = 20.0  # of a run that is as long as its compute is best spent (Chinchilla)
+_AT_40 = 0.0247
+_EXPONENT = -0.62
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """An algorithm with its predicted step and the steps it needs, relative to all-reduce."""
+
+    algorithm: Algorithm
+    prediction: predict.Prediction
+    slow_down: float
+    local_size: int = 1  # replicas a node
+
+    @property
+    def cost_s(self) -> float:
+        """Seconds for the progress that all-reduce makes in a step."""
+        return self.prediction.step_s * self.slow_down
+
+
+def steps_per_averaging(schedule: Schedule, mix_every: int = 1) -> float:
+    """Steps m after which the replicas are one averaging nearer to each other.
+
+    The least ``w / (1 - q)`` over windows of w rounds, q the largest factor by which w consecutive
+    rounds leave the squared consensus distance; times ``mix_every``. 1 for complete, log2 n for
+    one_peer_exp, ``1 / (1 - rho^2)`` for a static matrix.
+    """
+    if schedule.num_replicas == 1:
+        return 1.0
+    period = schedule.period
+    best = math.inf
+    for window in sorted({1, period, period + 1, 2 * period}):
+        left = max(_left_after(schedule, first, window) for first in range(period))
+        if left < 1 - 1e-12:
+            best = min(best, window / (1 - left))
+    return mix_every * best
+
+
+def _left_after(schedule: Schedule, first: int, window: int) -> float:
+    product = np.eye(schedule.num_replicas)
+    for r in range(first, first + window):
+        product = schedule.matrix(r % schedule.period) @ product
+    centred = product - 1 / schedule.num_replicas
+    return float(np.linalg.eigvalsh(centred.T @ centred)[-1])  # the squared spectral norm
+
+
+def slow_down(
+    num_replicas: int,
+    steps_per_averaging: float,
+    tokens_per_parameter: float = TOKENS_PER_PARAMETER,
+) -> float:
+    """Steps that gossip needs, relative to all-reduce; see the module."""
+    length = (tokens_per_parameter / 40) ** _EXPONENT
+    return 1 + _AT_40 * math.sqrt(num_replicas * steps_per_averaging) * length
+
+
+def choices(
+    network: Network,
+    workload: Workload,
+    *,
+    schedules: Sequence[str] | None = None,
+    mix_every: Iterable[int] = (1, 2, 4, 8),
+    wires: Sequence[str] = ("float32",),
+    executions: Sequence[str] = ("hierarchical",),
+    bucket_bytes: float | None = None,
+    tokens_per_parameter: float = TOKENS_PER_PARAMETER,
+    largest_slow_down: float = 1.5,
+) -> list[Choice]:
+    """All-reduce and every combination, least time to quality first.
+
+    schedules: names for `topology.make`; left out, all that exist for this network.
+    largest_slow_down: the quality asked for; a combination that needs more steps than so many
+        times all-reduce's is left out.
+    """
+    n = network.num_devices
+    found = []
+    all_reduce = predict.algorithm_of("all_reduce", network, workload, bucket_bytes=bucket_bytes)
+    found.append(Choice(all_reduce, predict.predict(network, workload, all_reduce), 1.0))
+    local_size = predict.local_size(network)
+    for name in schedules or predict.available(network):
+        if name in predict.ALL_REDUCES:
+            continue
+        schedule = topology.make(name, n, local_size=local_size)
+        once = steps_per_averaging(schedule)
+        grouped = any(one.group_size > 1 and one.sends for one in schedule.rounds)
+        for every in mix_every:
+            slower = slow_down(n, every * once, tokens_per_parameter)
+            if slower > largest_slow_down:
+                continue
+            for wire in wires if any(one.sends for one in schedule.rounds) else ("float32",):
+                for execution in executions if grouped else ("hierarchical",):
+                    algorithm = Gossip(schedule, every, wire=wire, execution=execution)
+                    label = _label(algorithm)
+                    prediction = predict.predict(network, workload, algorithm, label)
+                    found.append(Choice(algorithm, prediction, slower, local_size))
+    return sorted(found, key=lambda choice: (choice.cost_s, choice.slow_down))
+
+
+def _label(algorithm: Gossip) -> str:
+    parts = [algorithm.name]
+    if algorithm.mix_every > 1:
+        parts.append(f"every {algorithm.mix_every} steps")
+    if algorithm.wire != "float32":
+        parts.append(algorithm.wire)
+    if algorithm.execution == "plain":
+        parts.append("whole models across nodes")
+    return ", ".join(parts)
+
+
+def explain(found: Sequence[Choice]) -> str:
+    """The first choice in words, with the numbers behind it and when it would be another."""
+    best = found[0]
+    rival = next(
+        (one for one in found if isinstance(one.algorithm, AllReduce) is not _is_all_reduce(best)),
+        None,
+    )
+    sentences = [f"Take {best.prediction.label}: {_step(best)}"]
+    if not _is_all_reduce(best):
+        sentences[0] += (
+            f" At {best.slow_down:.2f} times the steps of all-reduce that is as good as "
+            f"{_ms(best.cost_s)} a step."
+        )
+    if rival is None:
+        sentences.append("No gossip schedule stays within the slow-down that is allowed.")
+    elif _is_all_reduce(best):
+        sentences.append(
+            f"The best gossip, {rival.prediction.label}: {_step(rival)} It would need "
+            f"{rival.slow_down:.2f} times the steps, {_ms(rival.cost_s)} for the same progress."
+        )
+    else:
+        sentences.append(
+            f"{rival.prediction.label} is {rival.cost_s / best.cost_s:.2f} times as slow: "
+            f"{_step(rival)} It would win only if gossip needed more than "
+            f"{rival.prediction.step_s / best.prediction.step_s:.2f} times its steps."
+        )
+    plainly = _carried_out_plainly(best, found)
+    if plainly is not None:
+        sentences.append(
+            "Between nodes a replica sends its shard alone (reduce-scatter in the node, permute, "
+            "all-gather); with whole models it would be "
+            f"{_ms(plainly.prediction.step_s)} a step."
+        )
+    others = [one for one in found[1:] if one is not rival and not _is_all_reduce(one)]
+    if others and not _is_all_reduce(best):
+        second = others[0]
+        sentences.append(
+            f"Next best: {second.prediction.label}, {_ms(second.prediction.step_s)} x "
+            f"{second.slow_down:.2f} = {_ms(second.cost_s)}."
+        )
+    if best.prediction.num_replicas > 8:
+        sentences.append("How many more steps gossip needs is extrapolated from 4 and 8 replicas.")
+    return "\n".join(sentences)
+
+
+def _carried_out_plainly(best: Choice, found: Sequence[Choice]) -> Choice | None:
+    """The same as ``best`` but not hierarchical, where it was tried."""
+    if _is_all_reduce(best):
+        return None
+    plain = dataclasses.replace(best.algorithm, execution="plain")
+    matches = (one for one in found if one is not best and one.algorithm == plain)
+    return next(matches, None)
+
+
+def _step(choice: Choice) -> str:
+    row = choice.prediction
+    parts = [f"{_ms(row.compute_s)} compute"]
+    if row.exposed_s > 0.005 * row.step_s:
+        parts.append(f"{_ms(row.exposed_s)} communication that nothing hides")
+    if row.waiting_s > 0.005 * row.step_s:
+        parts.append(f"{_ms(row.waiting_s)} waiting for others")
+    return f"{_ms(row.step_s)} a step, of which {', '.join(parts)}."
+
+
+def _is_all_reduce(choice: Choice) -> bool:
+    return isinstance(choice.algorithm, AllReduce)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.4g} ms"
+
+
+def format_table(found: Sequence[Choice], most: int = 12) -> str:
+    """The first ``most`` choices, and all-reduce wherever it comes."""
+    lines = [
+        "| | step ms | dominant | steps, relative | ms for the same progress |",
+        "|---|---|---|---|---|",
+    ]
+    for k, one in enumerate(found):
+        if k < most or _is_all_reduce(one):
+            row = one.prediction
+            lines.append(
+                f"| {row.label} | {1e3 * row.step_s:.1f} | {row.dominant} "
+                f"| {one.slow_down:.2f}x | {1e3 * one.cost_s:.1f} |"
+            )
+    return "\n".join(lines)
+
+
+def config_lines(choice: Choice, algorithm: str = "accum_adam") -> list[str]:
+    """The lines of a config file that make ``train.py`` do this.
+
+    algorithm: of `decent_jax.train.config.ALGORITHMS`, kept unless it is all_reduce and gossip
+        is better.
+    """
+    n = choice.prediction.num_replicas
+    if _is_all_reduce(choice):
+        return [f"config.num_replicas = {n}", 'config.algorithm = "all_reduce"']
+    gossip = choice.algorithm
+    if algorithm == "all_reduce":
+        algorithm = "accum_adam"
+    lines = [
+        f"config.num_replicas = {n}",
+        f'config.algorithm = "{algorithm}"',
+        f'config.schedule = "{gossip.name}"',
+        f'config.combine = "{gossip.combine}"',
+        f"config.mix_every = {gossip.mix_every}",
+    ]
+    if gossip.name.partition("(")[0] in ("alternating_exp_ring", "hierarchical"):
+        lines.append(f"config.local_size = {choice.local_size}")
+    if gossip.wire != "float32":
+        lines.append(f'config.comm_dtype = "{gossip.wire}"')
+    return lines

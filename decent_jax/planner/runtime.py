@@ -1,0 +1,231 @@
+"""How long a training step takes: all-reduce and gossip, in closed form.
+
+Three things make gossip faster than all-reduce (Wang et al., ICLR 2025): it hides behind the whole
+step and not only behind the backward pass; it can keep to fast links; and a replica waits for its
+neighbours, not for the slowest of all. The paper's own equations were not to be had; these follow
+from the schedule that its code implements. F, B, U are the times of forward, backward and update,
+X the factor by which compute varies, C the time to communicate the whole model:
+
+- all-reduce: a bucket goes out when its gradients are there, and all replicas begin the next step
+  together. With k equal buckets, one factor X a replica and step, and C' for gradients that are
+  complete only at the end of the backward pass (a tied embedding), exactly::
+
+      T = E max( X (F + B/k) + C,  X (F + B) + (C - C') / k + C' ) + U,    X the largest of n
+
+- gossip, ``combine="with"``: parameters go out when they are updated and are needed at the same
+  replica's next update. With c_i the time replica i communicates in a round, and a mean over
+  rounds::
+
+      max_i E max( X_i (F + B), c_i ) + U  <=  T  <=  E max( max_i X_i (F + B), max_i c_i ) + U
+
+  On the left a replica that never waits for another, on the right a barrier in every step (delays
+  never make a max-plus system faster). The two meet where compute is constant and all replicas
+  communicate equally long; what lies between is for `decent_jax.planner.simulator`.
+
+>>> from decent_jax import topology
+>>> from decent_jax.planner.network import preset
+>>> network = preset("nvlink_25gbe", num_nodes=2, devices_per_node=4)
+>>> workload = Workload(model_bytes=250e6, forward_s=0.04, backward_s=0.08, update_s=0.002)
+>>> round(all_reduce_step_s(network, workload, AllReduce("ring")), 4)
+0.1903
+>>> gossip = Gossip(topology.make("alternating_exp_ring", 8, local_size=4))
+>>> [round(bound, 4) for bound in gossip_bounds(network, workload, gossip)]
+[0.122, 0.122]
+"""
+
+import dataclasses
+import math
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from decent_jax.planner import costs
+from decent_jax.planner.compute_times import CONSTANT, Distribution, max_nodes
+from decent_jax.planner.network import Network
+from decent_jax.topology import Schedule
+
+# Bytes a parameter takes on the wire; int8 has a float32 scale a block of 256.
+WIRE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0 + 4 / 256}
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """One replica's step, without communication.
+
+    model_bytes: parameters (and gradients) in float32.
+    forward_s, backward_s, update_s: means.
+    compute: the factor on forward and backward, drawn for each replica and step.
+    slowness: (n,) factors of replicas that are always slower (or faster) than 1; None: all alike.
+    late_bytes: part of ``model_bytes`` whose gradient is complete only at the very end of the
+        backward pass: an embedding, the more so if it is also the output layer.
+    """
+
+    model_bytes: float
+    forward_s: float
+    backward_s: float
+    update_s: float = 0.0
+    compute: Distribution = CONSTANT
+    slowness: tuple[float, ...] | None = None
+    late_bytes: float = 0.0
+
+    def __post_init__(self):
+        for name in ("model_bytes", "forward_s", "backward_s", "update_s", "late_bytes"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} must be a number that is not negative, got {value}")
+        if self.compute_s <= 0 or self.model_bytes <= 0:
+            raise ValueError(
+                "model_bytes and forward_s + backward_s must be above 0, "
+                f"got {self.model_bytes} and {self.compute_s}"
+            )
+        if self.late_bytes > self.model_bytes:
+            raise ValueError(
+                f"late_bytes {self.late_bytes:g} is a part of model_bytes {self.model_bytes:g}"
+            )
+
+    @property
+    def compute_s(self) -> float:
+        """Forward and backward."""
+        return self.forward_s + self.backward_s
+
+    def factors(self, n: int) -> np.ndarray:
+        """(n,) ``slowness``, ones where there is none."""
+        if self.slowness is None:
+            return np.ones(n)
+        if len(self.slowness) != n:
+            raise ValueError(f"slowness has {len(self.slowness)} factors for {n} replicas")
+        return np.asarray(self.slowness, float)
+
+
+@dataclasses.dataclass(frozen=True)
+class AllReduce:
+    """Synchronous mean of gradients in buckets, each sent as soon as the backward pass has it.
+
+    collective: see `costs.all_reduce_stages`.
+    bucket_bytes: of float32 gradients (PyTorch's default 25 MB; XLA combines up to 30 MB);
+        infinite: one message after the backward pass.
+    """
+
+    collective: costs.AllReduce = "auto"
+    bucket_bytes: float = 25e6
+
+    @property
+    def name(self) -> str:
+        return "all_reduce"
+
+
+@dataclasses.dataclass(frozen=True)
+class Gossip:
+    """Parameters mixed by a schedule.
+
+    mix_every: H; a round in every H-th step.
+    combine: "with" hides it behind the step, "then" exposes it.
+    wire: float32, bfloat16 or int8, of what is permuted; means of groups are formed in float32.
+    execution: see `costs.round_stages`.
+    bucket_bytes: infinite in this project, where all of the last update goes out at once; finite
+        where bucket b goes out when it is updated and is needed at its own next update (Decent-DP).
+    """
+
+    schedule: Schedule
+    mix_every: int = 1
+    combine: Literal["with", "then"] = "with"
+    wire: str = "float32"
+    execution: costs.Execution = "hierarchical"
+    bucket_bytes: float = math.inf
+
+    def __post_init__(self):
+        if self.mix_every < 1:
+            raise ValueError(f"mix_every must be at least 1, got {self.mix_every}")
+        if self.combine not in ("with", "then"):
+            raise ValueError(f"combine must be 'with' or 'then', got {self.combine!r}")
+        if self.wire not in WIRE_BYTES:
+            raise ValueError(f"wire must be one of {', '.join(WIRE_BYTES)}, got {self.wire!r}")
+
+    @property
+    def name(self) -> str:
+        return self.schedule.name
+
+
+Algorithm = AllReduce | Gossip
+
+
+class Bucket(NamedTuple):
+    """A part of the model that is communicated in one go."""
+
+    num_bytes: float  # in float32
+    backward: float  # fraction of the backward pass between the bucket before and this one
+
+
+def buckets(workload: Workload, algorithm: Algorithm) -> list[Bucket]:
+    """Equal buckets of at most ``bucket_bytes``; then, if need be, one of ``late_bytes``.
+
+    An infinite ``bucket_bytes`` makes a single bucket of everything.
+    """
+    if math.isinf(algorithm.bucket_bytes):
+        return [Bucket(workload.model_bytes, 1.0)]
+    early = workload.model_bytes - workload.late_bytes
+    count = max(1, math.ceil(early / algorithm.bucket_bytes - 1e-9))
+    late = [Bucket(workload.late_bytes, 0.0)] if workload.late_bytes else []
+    return [Bucket(early / count, 1 / count)] * count + late
+
+
+def stages_of(network: Network, algorithm: Algorithm, num_bytes: float) -> list[list[costs.Stage]]:
+    """The stages for ``num_bytes`` of float32, for each round (all-reduce has one "round")."""
+    if isinstance(algorithm, AllReduce):
+        return [costs.all_reduce_stages(network, num_bytes, algorithm.collective)]
+    wire = WIRE_BYTES[algorithm.wire] / 4
+    return [
+        costs.round_stages(network, one, num_bytes, algorithm.execution, wire=wire)
+        for one in algorithm.schedule.rounds
+    ]
+
+
+def all_reduce_step_s(
+    network: Network, workload: Workload, algorithm: AllReduce | None = None
+) -> float:
+    """Expected seconds of a step of synchronous all-reduce.
+
+    Exact where all replicas are done with a bucket at the same time, as with a ring or a tree.
+    """
+    algorithm = algorithm or AllReduce()
+    parts = buckets(workload, algorithm)
+    seconds = {
+        num_bytes: costs.total_s(stages_of(network, algorithm, num_bytes)[0])
+        for num_bytes in {part.num_bytes for part in parts}
+    }
+    x, weights = max_nodes(workload.compute, network.num_devices, workload.slowness)
+    end, remaining, backward = 0.0, sum(seconds[part.num_bytes] for part in parts), 0.0
+    for part in parts:
+        backward += part.backward
+        ready = x * (workload.forward_s + workload.backward_s * backward)
+        end = np.maximum(end, ready + remaining)
+        remaining -= seconds[part.num_bytes]
+    return float(end @ weights) + workload.update_s
+
+
+def gossip_bounds(network: Network, workload: Workload, algorithm: Gossip) -> tuple[float, float]:
+    """Bounds on the expected seconds of a step of gossip, on average over a long run."""
+    n, compute_s, update_s = network.num_devices, workload.compute_s, workload.update_s
+    parts = buckets(workload, algorithm)
+    per_part = [stages_of(network, algorithm, part.num_bytes) for part in parts]
+    busy, total = (
+        np.array([sum(measure(stages) for stages in one) for one in zip(*per_part, strict=True)])
+        for measure in (lambda stages: sum(s.duration_s for s in stages), costs.total_s)
+    )  # (rounds, n) and (rounds,)
+    x, weights = max_nodes(workload.compute, 1)
+    own = np.outer(workload.factors(n), x) * compute_s  # (n, nodes)
+    slowest, slowest_weights = max_nodes(workload.compute, n, workload.slowness)
+    slowest = slowest * compute_s
+    mixing = 1 / algorithm.mix_every
+    if algorithm.combine == "then":
+        lower = own @ weights + busy.mean(axis=0) * mixing + update_s
+        upper = slowest @ slowest_weights + total.mean() * mixing + update_s
+        return float(lower.max()), float(upper)
+    if len(parts) == 1:
+        hidden = np.mean([np.maximum(own, one[:, None]) @ weights for one in busy], axis=0)
+        lower = mixing * hidden + (1 - mixing) * (own @ weights) + update_s
+    else:  # a long round may reach into the next step, so only averages are bounds
+        lower = np.maximum(own @ weights + update_s, busy.mean(axis=0) * mixing)
+    barrier = np.mean([np.maximum(slowest, one) @ slowest_weights for one in total])
+    upper = mixing * barrier + (1 - mixing) * (slowest @ slowest_weights) + update_s
+    return float(lower.max()), float(upper)

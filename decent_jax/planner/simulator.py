@@ -1,0 +1,194 @@
+"""Step by step: when each replica computes, communicates and waits.
+
+All-reduce: bucket b is reduced when every replica has its gradients and the bucket before it is
+done; a replica begins its next step when its last bucket is done and applied.
+
+Gossip follows the recursion of the reference's code (F, B, U forward, backward, update; replica i,
+bucket b, step t; R the replicas that i exchanges with in the round)::
+
+    ready[i,b,t] = max( d[i,b-1,t] + B[i,b,t],  c[i,b,t-1] )        d[i,b,t] = ready[i,b,t] + U[b]
+    d[i,0,t] = d[i,last,t-1] + F[i,t]
+    c[i,b,t] = C[b,R] + max over j in R and i of max( d[j,b,t], the end of j's last communication )
+
+With one bucket, which is this project's way, the mix begins at the start of a step and is needed
+at its update. Events that would have to be ordered by a queue elsewhere are ordered by these
+maxima alone, so all replicas are advanced at once.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+
+from decent_jax.planner import runtime
+from decent_jax.planner.network import Network
+from decent_jax.planner.runtime import Algorithm, AllReduce, Gossip, Workload
+
+
+class Event(NamedTuple):
+    """Something replica ``replica`` did from ``start_s`` to ``end_s`` of the simulated run.
+
+    kind: forward, backward, update, wait (for a message, in the compute stream), or communicate.
+    bucket: of the gradient or the parameters; -1 for a whole pass.
+    """
+
+    kind: str
+    replica: int
+    step: int
+    bucket: int
+    start_s: float
+    end_s: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run:
+    """What `simulate` returns.
+
+    step_s: mean seconds of a step after the warm-up.
+    ends_s: (steps, n); when each replica had finished each step.
+    events: of all steps where they were asked for, else empty.
+    """
+
+    step_s: float
+    ends_s: np.ndarray
+    events: tuple[Event, ...]
+
+
+def simulate(
+    network: Network,
+    workload: Workload,
+    algorithm: Algorithm,
+    *,
+    steps: int = 400,
+    warm_up: int = 100,
+    seed: int = 0,
+    record: bool = False,
+) -> Run:
+    """Simulate ``warm_up + steps`` steps of ``workload`` under ``algorithm``.
+
+    Gossip needs a warm-up, because replicas begin together and drift apart for a while; where
+    compute is constant the mean is taken over whole periods of the schedule.
+    """
+    if steps < 1 or warm_up < 0:
+        raise ValueError(
+            f"steps must be at least 1 and warm_up not negative, got {steps}, {warm_up}"
+        )
+    if isinstance(algorithm, Gossip):
+        cycle = algorithm.schedule.period * algorithm.mix_every
+        if algorithm.schedule.num_replicas != network.num_devices:
+            raise ValueError(
+                f"the schedule is for {algorithm.schedule.num_replicas} replicas, but the network "
+                f"has {network.num_devices} devices"
+            )
+    else:
+        cycle = 1
+    warm_up, steps = (-(-count // cycle) * cycle for count in (warm_up, steps))
+    rng = np.random.default_rng(seed)
+    n = network.num_devices
+    factors = workload.factors(n) * workload.compute.sample(rng, (warm_up + steps, n))
+    simulation = _Simulation(network, workload, algorithm, _Recorder() if record else None)
+    ends = np.stack([simulation.step(t, factor) for t, factor in enumerate(factors)])
+    begin = ends[warm_up - 1].mean() if warm_up else 0.0
+    events = tuple(simulation.recorder.events) if record else ()
+    return Run(float(ends[-1].mean() - begin) / steps, ends, events)
+
+
+class _Simulation:
+    """The state of all replicas between two steps; every time is an (n,) array of seconds."""
+
+    def __init__(self, network, workload, algorithm, recorder):
+        self.workload, self.algorithm, self.recorder = workload, algorithm, recorder
+        self.parts = runtime.buckets(workload, algorithm)
+        stages = {
+            num_bytes: runtime.stages_of(network, algorithm, num_bytes)
+            for num_bytes in {part.num_bytes for part in self.parts}
+        }
+        self.stages = [stages[part.num_bytes] for part in self.parts]  # [bucket][round]
+        self.now = np.zeros(network.num_devices)  # when the compute stream is free
+        self.network_free = np.zeros(network.num_devices)  # end of the last communication
+        self.arrived = [self.now] * len(self.parts)  # when the mix of each bucket is there
+        self.step_number = 0
+        if isinstance(algorithm, Gossip) and algorithm.combine == "with":
+            for bucket in range(len(self.parts)):  # the initial parameters go out at once
+                self._send_parameters(0, bucket)
+
+    def step(self, t: int, factor: np.ndarray) -> np.ndarray:
+        """Advance by step ``t``; returns when each replica has finished it."""
+        self.step_number = t
+        self._compute("forward", factor * self.workload.forward_s, -1)
+        if isinstance(self.algorithm, AllReduce):
+            self._all_reduce_step(factor)
+        elif self.algorithm.combine == "with":
+            self._gossip_step(factor)
+        else:
+            self._then_step(factor)
+        return self.now
+
+    def _all_reduce_step(self, factor):
+        for bucket, part in enumerate(self.parts):
+            self._compute("backward", factor * self.workload.backward_s * part.backward, bucket)
+            reduced = self._communicate(0, bucket)
+        self._wait(reduced, -1)
+        self._compute("update", self.workload.update_s, -1)
+
+    def _gossip_step(self, factor):
+        mixes = self._round(self.step_number) is not None
+        for bucket, part in enumerate(self.parts):
+            self._compute("backward", factor * self.workload.backward_s * part.backward, bucket)
+            if mixes:
+                self._wait(self.arrived[bucket], bucket)
+            share = part.num_bytes / self.workload.model_bytes
+            self._compute("update", self.workload.update_s * share, bucket)
+            self._send_parameters(self.step_number + 1, bucket)
+
+    def _then_step(self, factor):
+        self._compute("backward", factor * self.workload.backward_s, -1)
+        self._compute("update", self.workload.update_s, -1)
+        round_ = self._round(self.step_number)
+        if round_ is not None:
+            for bucket in range(len(self.parts)):
+                arrived = self._communicate(round_, bucket)
+            self._wait(arrived, -1)
+
+    def _send_parameters(self, step: int, bucket: int):
+        """Begin the round of ``step``, if it has one."""
+        round_ = self._round(step)
+        if round_ is not None:
+            self.arrived[bucket] = self._communicate(round_, bucket)
+
+    def _round(self, step: int) -> int | None:
+        return self.algorithm.schedule.round_at(step, self.algorithm.mix_every)
+
+    # --- the two streams of a replica -----------------------------------------------------------
+
+    def _compute(self, kind: str, seconds, bucket: int):
+        begin, self.now = self.now, self.now + seconds
+        self._record(kind, bucket, begin, self.now)
+
+    def _wait(self, until: np.ndarray, bucket: int):
+        begin, self.now = self.now, np.maximum(self.now, until)
+        self._record("wait", bucket, begin, self.now)
+
+    def _communicate(self, round_: int, bucket: int) -> np.ndarray:
+        """Send a bucket as soon as it is there and the last communication is over."""
+        at = np.maximum(self.now, self.network_free)
+        for stage in self.stages[bucket][round_]:
+            at = stage.end_s(at)
+            self._record("communicate", bucket, at - stage.duration_s, at)
+        self.network_free = at
+        return at
+
+    def _record(self, kind: str, bucket: int, begin: np.ndarray, end: np.ndarray):
+        if self.recorder is not None:
+            self.recorder.add(kind, self.step_number, bucket, begin, end)
+
+
+class _Recorder:
+    def __init__(self):
+        self.events: list[Event] = []
+
+    def add(self, kind, step, bucket, begin, end):
+        for replica in np.flatnonzero(end > begin):
+            self.events.append(
+                Event(kind, int(replica), step, bucket, float(begin[replica]), float(end[replica]))
+            )

@@ -1,0 +1,348 @@
+"""The planner's commands: what they print and write, and one sentence for every mistake."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from decent_jax.planner import __main__ as cli
+from decent_jax.planner import network, plan
+
+CONFIG = Path(__file__).resolve().parents[1] / "configs" / "gpt2_openwebtext.py"
+CLUSTER = ["--network", "nvlink_25gbe", "--devices_per_node", "4"]
+MODEL = ["--parameters", "124e6", "--compute_s", "0.2"]
+PLACED = ["--parameters", "1e6"]
+STAGES = ["--stages", "2", "--replicas", "4", "--pipeline_bytes", "1e6"]
+
+
+def run(capsys, *arguments):
+    code = cli.main([str(argument) for argument in arguments])
+    return code, *capsys.readouterr()
+
+
+def refused(capsys, *arguments):
+    """The sentence on stderr; nothing else may be printed."""
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("planner: ")
+    assert err.count("\n") == 1 and "Traceback" not in err
+    return err
+
+
+@pytest.fixture
+def measured_network(tmp_path):
+    path = tmp_path / "network.json"
+    network.preset("two_racks_25gbe", 4, 2).save(path)
+    return path
+
+
+def edit(path, change):
+    fields = json.loads(path.read_text())
+    change(fields)
+    path.write_text(json.dumps(fields))
+    return path
+
+
+# --- what works ---------------------------------------------------------------------------------
+
+
+def test_predict_prints_every_algorithm_for_every_number_of_nodes(capsys):
+    code, out, err = run(capsys, "predict", *CLUSTER, "--nodes", "2,4", *MODEL, "--sigma", 0.1)
+    assert (code, err) == (0, "")
+    rows = [line.split(" | ") for line in out.splitlines() if line.startswith("| ")][1:]
+    assert {(row[0].strip("| "), row[1]) for row in rows} == {("2", "8"), ("4", "16")}
+    assert {row[2] for row in rows} > {"all_reduce", "one_peer_exp", "alternating_exp_ring"}
+    baseline = next(row for row in rows if row[2] == "all_reduce")
+    assert baseline[-1].strip(" |") == "1.00x"
+
+
+def test_strong_scaling_shares_the_compute_time_out(capsys):
+    arguments = ["predict", *CLUSTER, "--nodes", "1,4", *MODEL, "--algorithms", "ring"]
+    _, weak, _ = run(capsys, *arguments)
+    _, strong, _ = run(capsys, *arguments, "--scaling", "strong")
+    assert "| 200.0 |" in weak.splitlines()[-1]
+    assert "| 50.0 |" in strong.splitlines()[-1]
+
+
+def test_predict_takes_model_and_replicas_from_a_config_and_draws(capsys, tmp_path):
+    bars, gantt = tmp_path / "bars.png", tmp_path / "gantt.png"
+    code, out, err = run(
+        capsys,
+        *("predict", "--network", "nvlink_25gbe", "--config", f"{CONFIG}:decentralized"),
+        *("--compute_s", 0.178, "--algorithms", "all_reduce,alternating_exp_ring"),
+        *("--out", bars, "--timeline", gantt),
+    )
+    assert (code, err) == (0, "")
+    assert "| 4 | 16 | alternating_exp_ring | 178.0 |" in out  # nodes of config.local_size
+    for path in (bars, gantt):
+        assert path.read_bytes().startswith(b"\x89PNG")
+        assert str(path) in out
+
+
+def test_predict_reads_compute_times_from_a_run(capsys, tmp_path):
+    times = 0.2 * np.exp(0.1 * np.random.default_rng(0).standard_normal(60))
+    rows = [{"step": k, "perf/step_time_s": time} for k, time in enumerate(times)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, out, _ = run(
+        capsys,
+        *("predict", *CLUSTER, "--nodes", 2, "--parameters", "1e6", "--trace", tmp_path),
+        *("--algorithms", "all_reduce"),
+    )
+    assert code == 0
+    step, compute, _, stragglers = map(float, re.findall(r"\d+\.\d", out.splitlines()[-1])[:4])
+    assert compute == pytest.approx(1e3 * times[1:].mean(), abs=0.1)
+    assert stragglers == pytest.approx(200 * 0.1 * 1.42, rel=0.25)  # E max of 8
+    assert step > compute + stragglers - 0.2
+
+
+def test_predict_is_checked_against_measured_rows(capsys, tmp_path):
+    """Rows made by the model itself, with a network half as fast as was said."""
+    rows = []
+    for name in ("all_reduce", "one_peer_exp", "ring"):
+        _, out, _ = run(
+            capsys,
+            *("predict", "--network", "two_racks_25gbe", "--nodes", 4, "--devices_per_node", 1),
+            *("--parameters", "248e6", "--compute_s", 0.2, "--algorithms", name),
+        )
+        step = float(re.findall(r"\d+\.\d", out.splitlines()[-1])[0])
+        rows.append({"algorithm": name, "num_replicas": 4, "step_time_s": step / 1e3})
+    rows.append({"algorithm": "none", "num_replicas": 4, "step_time_s": 0.2})
+    path, picture = tmp_path / "rows.jsonl", tmp_path / "measured.png"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["predict", "--network", "two_racks_25gbe", "--devices_per_node", 1]
+    arguments += ["--parameters", "248e6", "--measured", path]
+    code, out, err = run(capsys, *arguments)
+    assert (code, err) == (0, "")
+    assert out.count("| +0.0% | held out |") + out.count("| -0.0% | held out |") == 3
+    arguments[arguments.index("248e6")] = "124e6"  # half the bytes: half the bandwidth fits
+    code, out, err = run(capsys, *arguments, "--fit", "bandwidth", "--out", picture)
+    assert (code, err) == (0, "")
+    assert float(re.search(r"bandwidth = ([\d.]+)", out)[1]) == pytest.approx(0.5, rel=0.02)
+    assert "fitted" in out and "held out" in out
+    assert picture.exists()
+
+
+def test_recommend_says_what_to_take_why_and_which_lines(capsys):
+    code, out, err = run(capsys, "recommend", *CLUSTER, "--nodes", 4, *MODEL, "--sigma", 0.1)
+    assert (code, err) == (0, "")
+    assert out.startswith("Take ")
+    assert "all_reduce is" in out and "times as slow" in out
+    assert 'config.schedule = "' in out
+    assert "config.num_replicas = 16" in out
+
+
+HURRY = ["--time_limit_s", "0.2"]
+
+
+def test_recommend_writes_a_plan_that_can_be_followed(capsys, tmp_path):
+    """Two racks, replicas listed rack by rack: the plan names every device once."""
+    path = tmp_path / "plan.json"
+    code, out, err = run(
+        capsys,
+        *("recommend", "--network", "two_racks_25gbe", "--nodes", 8, "--devices_per_node", 1),
+        *("--parameters", "500e6", "--compute_s", 0.2, "--plan", path, *HURRY),
+    )
+    assert (code, err) == (0, "")
+    assert f"--config.cluster.plan={path}" in out
+    whole = network.preset("two_racks_25gbe", 8, 1)
+    found = plan.load(path)
+    assert sorted(found.devices) == sorted(whole.names)
+    assert sorted(found.device_order(whole.names)) == list(range(8))
+    lines = re.search(r'config.schedule = "(\w+)"\n.*\n    config.mix_every = (\d+)', out)
+    assert (found.schedule.name, str(found.mix_every)) == lines.groups()
+    expected = found.expected
+    assert expected["step_s"] <= expected["step_s_in_the_order_of_the_network"] * 1.001
+
+
+def test_all_reduce_follows_no_plan(capsys, tmp_path):
+    arguments = ["recommend", "--network", "pcie_100gb_ib", "--nodes", 1, "--devices_per_node", 4]
+    arguments += ["--parameters", "1e6", "--compute_s", 1, "--plan", tmp_path / "plan.json"]
+    code, out, err = run(capsys, *arguments)
+    assert code == 2
+    assert out.startswith("Take all_reduce")
+    assert "all_reduce" in err and err.count("\n") == 1
+    assert not (tmp_path / "plan.json").exists()
+
+
+@pytest.mark.parametrize("schedule", ["one_peer_exp", "built"])
+def test_place_orders_replicas_and_draws(capsys, tmp_path, schedule):
+    whole = network.preset("two_racks_25gbe", 8, 1)
+    whole = whole.take([0, 4, 1, 5, 2, 6, 3, 7])  # racks alternate: the worst order for a ring
+    whole.save(tmp_path / "network.json")
+    code, out, err = run(
+        capsys,
+        *("place", "--network", tmp_path / "network.json", "--parameters", "1e8", *HURRY),
+        *("--schedule", schedule, "--plan", tmp_path / "plan.json", "--out", tmp_path / "p.png"),
+    )
+    assert (code, err) == (0, "")
+    means = [float(cells.split("|")[2]) for cells in out.splitlines()[2:4] if cells[:2] == "| "]
+    assert means == sorted(means, reverse=True)  # as listed, then placed
+    assert plan.load(tmp_path / "plan.json").schedule.num_replicas == 8
+    assert (tmp_path / "p.png").exists()
+
+
+def test_place_puts_stages_where_the_paper_puts_them(capsys, tmp_path):
+    """DT-FM's case 4 by its published total; a device without memory is left out."""
+    arguments = ["place", "--network", "dtfm_case4", "--parameters", "1.3e9", "--stages", 8]
+    arguments += ["--replicas", 8, "--pipeline_bytes", "0.47124922275543213e9"]
+    code, out, _ = run(capsys, *arguments, "--time_limit_s", 2)
+    assert code == 0
+    assert float(out.split()[0]) == pytest.approx(34.8020, abs=0.01)
+    memory = tmp_path / "memory.json"
+    memory.write_text(json.dumps([1e9] + [8e9] * 63))
+    small = ["--device_memory", memory, "--stage_memory", "2e9"]
+    code, out, _ = run(capsys, *arguments[:-5], 7, *arguments[-4:], *small, *HURRY)
+    assert code == 0
+    assert "Virginia/0 " not in out.replace("\n", " ")
+    assert "1 have too little memory" in refused(capsys, *arguments, *small)
+
+
+def test_network_is_summarised_and_converted(capsys, tmp_path):
+    path = tmp_path / "saved.json"
+    code, out, _ = run(capsys, "network", *CLUSTER, "--nodes", 2, "--save", path)
+    assert code == 0
+    assert "8 devices in 2 nodes" in out and "25 Gbit/s" in out
+    code, again, _ = run(capsys, "network", "--network", path)
+    assert code == 0
+    assert again.splitlines() == out.splitlines()[:-1]
+
+
+@pytest.mark.parametrize("command", ["", "network", "predict", "recommend", "place"])
+def test_help_teaches_with_examples(capsys, command):
+    with pytest.raises(SystemExit) as left:
+        cli.main([*command.split(), "--help"])
+    assert left.value.code == 0
+    assert "python -m decent_jax.planner" in capsys.readouterr().out
+
+
+def test_the_examples_of_the_help_run(capsys, tmp_path, monkeypatch):
+    """Every command in the help, on a network and rows of its own, parses and ends well."""
+    monkeypatch.chdir(tmp_path)
+    network.preset("nvlink_25gbe", 4, 4).save("network.json")
+    (tmp_path / "configs").symlink_to(CONFIG.parent)
+    (tmp_path / "runs" / "alone").mkdir(parents=True)
+    (tmp_path / "runs" / "alone" / "metrics.jsonl").write_text(
+        "".join(f'{{"step": {k}, "perf/step_time_s": 0.{10 + k % 7}}}\n' for k in range(9))
+    )
+    rows = [("all_reduce", 0.3), ("one_peer_exp", 0.25), ("all_reduce", 0.31)]
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(
+            json.dumps({"algorithm": name, "num_replicas": 16, "step_time_s": time}) + "\n"
+            for name, time in rows
+        )
+    )
+    text = "".join(cli.EXAMPLES.values()).replace("\\\n", " ")
+    commands = re.findall(r"^  python -m decent_jax\.planner (.*)$", text, re.MULTILINE)
+    assert len(commands) >= 12
+    for command in commands:
+        searches = command.startswith(("place", "recommend"))
+        hurry = ["--time_limit_s", "0.1"] if searches else []
+        code, _, err = run(capsys, *command.split(), *hurry)
+        assert (code, err) == (0, ""), command
+
+
+def test_planning_does_not_import_jax():
+    code = (
+        "import sys; from decent_jax.planner import __main__ as cli; "
+        "cli.main('recommend --network pcie_25gbe --nodes 2 --devices_per_node 2 --parameters 1e6 "
+        "--compute_s 0.1'.split()); sys.exit('jax' in sys.modules or 'matplotlib' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Take ")
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda f: f["latency_s"][0].__setitem__(3, None), r"latency from node0/0 to node1/1"),
+        (lambda f: f["bandwidth_bytes_per_s"][2].__setitem__(0, 0), "bandwidth from node1/0"),
+        (lambda f: f["bandwidth_bytes_per_s"][0].__setitem__(5, 1e8), "one way and"),
+        (
+            lambda f: f.update(latency_s=[[1e6 * one for one in row] for row in f["latency_s"]]),
+            "millisecond|microsecond",
+        ),
+        (
+            lambda f: f.update(
+                bandwidth_bytes_per_s=[
+                    [one and one / 1.25e8 for one in row] for row in f["bandwidth_bytes_per_s"]
+                ]
+            ),
+            "Gbit/s",
+        ),
+        (lambda f: f["latency_s"].pop(), "square|row"),
+        (lambda f: f.pop("format"), "format"),
+    ],
+    ids=["missing", "zero", "asymmetric", "microseconds", "gigabits", "not square", "no network"],
+)
+@pytest.mark.parametrize("command", ["network", "recommend"])
+def test_bad_networks_are_one_sentence(capsys, measured_network, change, words, command):
+    edit(measured_network, change)
+    extra = MODEL if command == "recommend" else []
+    assert re.search(words, refused(capsys, command, "--network", measured_network, *extra))
+
+
+def test_a_network_in_two_parts_is_one_sentence(capsys, measured_network):
+    def cut(fields):
+        for i in range(8):
+            for j in range(8):
+                if (i < 4) != (j < 4):
+                    fields["bandwidth_bytes_per_s"][i][j] = 0
+
+    err = refused(capsys, "network", "--network", edit(measured_network, cut))
+    assert "2 parts" in err
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ([], "COMMAND"),
+        (["guess"], "guess"),
+        (["predict"], "--network"),
+        (["predict", "--network", "nowhere", *MODEL], "neither a file nor a preset"),
+        (["predict", *CLUSTER, *MODEL], "needs --nodes"),
+        (["predict", *CLUSTER, "--nodes", "0", *MODEL], "--nodes takes"),
+        (["predict", *CLUSTER, "--nodes", "two", *MODEL], "--nodes takes"),
+        (["predict", *CLUSTER, "--nodes", "2"], "give the model"),
+        (["predict", *CLUSTER, "--nodes", "2", "--parameters", "1e6"], "give the compute time"),
+        (["predict", *CLUSTER, "--nodes", "2", "--parameters", "0", "--compute_s", "1"], "least 1"),
+        (["predict", *CLUSTER, "--nodes", "2", "--parameters", "x"], "invalid float"),
+        (["predict", *CLUSTER, "--nodes", "2", *MODEL, "--sigma", "9"], "--sigma"),
+        (["predict", *CLUSTER, "--nodes", "2", *MODEL, "--algorithms", "gossip"], "'gossip'"),
+        (["predict", *CLUSTER, "--nodes", "2", *MODEL, "--mix_every", "0"], "mix_every"),
+        (["predict", *CLUSTER, "--nodes", "2", *MODEL, "--fit", "sigma"], "--measured"),
+        (["predict", *CLUSTER, "--nodes", "2", *MODEL, "--trace", "x"], "leave the others out"),
+        (["predict", *CLUSTER, "--nodes", "2", *MODEL, "--measured", "no.jsonl"], "cannot read"),
+        (["predict", *CLUSTER, "--config", "no.py", "--compute_s", "1"], "no config file"),
+        (["predict", "--network", "dtfm_case1", "--nodes", "2", *MODEL], "64 devices"),
+        (["recommend", *CLUSTER, "--nodes", "2", *MODEL, "--wires", "int4"], "--wires"),
+        (["recommend", *CLUSTER, "--nodes", "2", *MODEL, "--mix_every", "a"], "--mix_every"),
+        (["recommend", *CLUSTER, "--nodes", "2", *MODEL, "--schedules", "web"], "'web'"),
+        (["place", *CLUSTER, "--nodes", "2"], "--parameters"),
+        (["place", *CLUSTER, "--nodes", "2", *PLACED, "--schedule", "web"], "'web'"),
+        (["place", *CLUSTER, "--nodes", "3", *PLACED, "--schedule", "hypercube"], "power of two"),
+        (["place", *CLUSTER, "--nodes", "2", *PLACED, "--time_limit_s", "0"], "--time_limit_s"),
+        (["place", *CLUSTER, "--nodes", "2", *PLACED, "--stages", "2"], "also needs"),
+        (["place", *CLUSTER, "--nodes", "2", *PLACED, *STAGES, "--plan", "x"], "no pipeline"),
+        (["place", *CLUSTER, "--nodes", "1", *PLACED, *STAGES], "need 8 devices"),
+        (["place", *CLUSTER, "--nodes", "2", *PLACED, *STAGES, "--device_memory", "no"], "no"),
+    ],
+    ids=lambda value: " ".join(value)[-60:] if isinstance(value, list) else None,
+)
+def test_bad_flags_are_one_sentence(capsys, arguments, words):
+    assert words in refused(capsys, *arguments)
+
+
+def test_more_nodes_or_replicas_than_the_network_has(capsys, measured_network):
+    arguments = ["predict", "--network", measured_network, "--compute_s", 1]
+    err = refused(capsys, *arguments, "--nodes", 9, "--parameters", "1e6")
+    assert "has 4 nodes" in err
+    err = refused(capsys, *arguments, "--config", f"{CONFIG}:decentralized")
+    assert "16 replicas do not fit on a network of 8 devices" in err

@@ -1,0 +1,251 @@
+"""What communication costs, against closed forms, hand counts and a brute-force allocation."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decent_jax import topology
+from decent_jax.planner import costs, network
+from decent_jax.planner.network import Link
+
+INSIDE, BETWEEN = Link(1e-6, 100e9), Link(1e-4, 1e9)
+MODEL = 1e9
+
+
+def cluster(nodes, size):
+    return network.cluster([size] * nodes, INSIDE, BETWEEN)
+
+
+def flat(n, latency_s=1e-4, bytes_per_s=1e9):
+    """n machines of one device, all links alike."""
+    return network.cluster([1] * n, INSIDE, Link(latency_s, bytes_per_s))
+
+
+# --- transfers ----------------------------------------------------------------------------------
+
+
+def test_one_transfer_alone_takes_latency_and_bytes_over_bandwidth():
+    whole = cluster(2, 4)
+    sources = np.full(8, -1)
+    sources[5] = 1
+    assert costs.permute_s(whole, sources, MODEL) == pytest.approx(1e-4 + 1.0)
+    assert costs.permute_s(whole, sources, MODEL) == pytest.approx(whole.transfer_s(1, 5, MODEL))
+
+
+def test_transfers_share_the_card_of_a_node_and_not_its_inside():
+    whole = cluster(2, 4)
+    across = (np.arange(8) + 4) % 8  # all four devices of each node at once, both directions
+    assert costs.permute_s(whole, across, MODEL) == pytest.approx(1e-4 + 4.0)
+    inside = np.arange(8) ^ 1
+    assert costs.permute_s(whole, inside, MODEL) == pytest.approx(1e-6 + 0.01)
+
+
+def test_replicas_that_receive_nothing_or_their_own_take_no_time():
+    whole = cluster(2, 2)
+    assert costs.permute_s(whole, [-1, 1, -1, -1], MODEL) == 0
+    stage = costs.permute_stage(whole, [-1, 0, -1, -1], MODEL)
+    assert stage.duration_s[2] == stage.duration_s[3] == 0
+    assert stage.duration_s[0] == stage.duration_s[1] > 0  # the sender is busy as long
+
+
+def fill_slowly(limits, users, capacity, step=1e-3):
+    """Max-min fairness by its definition: all rates grow together until something is full."""
+    rates, growing = np.zeros(len(limits)), np.ones(len(limits), bool)
+    while growing.any():
+        rates[growing] += step
+        load = np.array([sum(rates[k] for k in group) for group in users])
+        for group, used, most in zip(users, load, capacity, strict=True):
+            if used >= most:
+                growing[list(group)] = False
+        growing &= rates < limits
+    return rates
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_rates_are_max_min_fair(seed):
+    rng = np.random.default_rng(seed)
+    nodes, size = 3, 2
+    whole = network.Network(
+        np.zeros((6, 6)),
+        rng.uniform(0.2, 1.0, (6, 6)),
+        np.repeat(np.arange(nodes), size),
+        rng.uniform(0.2, 1.0, nodes),
+        tuple("abcdef"),
+    )
+    pairs = np.array(list(itertools.permutations(range(6), 2)))
+    sources, targets = pairs[rng.choice(len(pairs), 8, replace=False)].T
+    out, into = whole.node[sources], whole.node[targets]
+    leaves = out != into
+    users = [np.flatnonzero(leaves & (out == k)) for k in range(nodes)]
+    users += [np.flatnonzero(leaves & (into == k)) for k in range(nodes)]
+    wanted = fill_slowly(
+        whole.bandwidth_bytes_per_s[sources, targets], users, np.tile(whole.nic_bytes_per_s, 2)
+    )
+    np.testing.assert_allclose(costs.rates(whole, sources, targets), wanted, atol=3e-3)
+
+
+# --- all-reduce ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [2, 3, 8, 17])
+def test_a_ring_of_equal_links_has_its_closed_form(n):
+    """2 (n - 1) steps of latency and of a chunk of 1/n (Patarasuk & Yuan 2009)."""
+    wanted = 2 * (n - 1) * (1e-4 + MODEL / n / 1e9)
+    assert costs.all_reduce_s(flat(n), MODEL, "ring") == pytest.approx(wanted)
+    [stage] = [costs.ring_stage(flat(n), [np.arange(n)], MODEL, laps=1)]
+    assert stage.duration_s.max() == pytest.approx(wanted / 2)
+
+
+def test_a_ring_over_nodes_crosses_each_card_once_a_direction():
+    """The slow link sets the pace: 2 (n - 1) chunks of 1/n pass it, at the card's full rate."""
+    n = 16
+    wanted = 2 * (n - 1) / n * MODEL / 1e9
+    assert costs.all_reduce_s(cluster(4, 4), MODEL, "ring") == pytest.approx(wanted, rel=0.02)
+
+
+def ring_chunk_by_chunk(chunk_s, latency_s, steps):
+    """Each link sends when it is free and the chunk is there; loops, no arrays."""
+    g = len(chunk_s)
+    free, have = [0.0] * g, [0.0] * g
+    for _ in range(steps):
+        arrives = [0.0] * g
+        for h in range(g):
+            free[h] = max(free[h], have[h]) + chunk_s[h]
+            arrives[(h + 1) % g] = free[h] + latency_s[h]
+        have = arrives
+    return max(have)
+
+
+def test_a_ring_of_unequal_links_is_what_a_loop_over_chunks_gives():
+    whole = network.regions({"Oregon": 1, "Tokyo": 1, "London": 1, "Ohio": 1})
+    hop = np.roll(np.arange(4), -1)
+    chunk_s = MODEL / 4 / whole.bandwidth_bytes_per_s[np.arange(4), hop]
+    wanted = ring_chunk_by_chunk(chunk_s, whole.latency_s[np.arange(4), hop], 6)
+    assert costs.all_reduce_s(whole, MODEL, "ring") == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 8, 13, 16])
+def test_the_two_trees_span_and_no_inner_node_of_one_is_an_inner_node_of_the_other(n):
+    trees = costs._double_tree(flat(n), np.arange(n))
+    inner = []
+    for edges in trees:
+        assert len(edges) == n - 1
+        assert len(set(edges[:, 0])) == n - 1  # everybody but the root has one parent
+        reached = set(range(n)) - set(edges[:, 0].tolist())
+        assert len(reached) == 1
+        for _ in range(n):
+            reached |= {int(child) for child, parent in edges if int(parent) in reached}
+        assert reached == set(range(n))
+        count = np.bincount(edges[:, 1], minlength=n)
+        assert count.max() <= 2
+        inner.append(set(np.flatnonzero(count == 2).tolist()))
+    assert not inner[0] & inner[1]
+
+
+def test_trees_carry_twice_the_data_on_a_card_and_the_data_once_between_two_nodes():
+    latency = 2 * np.ceil(np.log2(16)) * 1e-4
+    many = costs.all_reduce_s(flat(16), MODEL, "tree")
+    assert many == pytest.approx(2 * MODEL / 1e9, rel=0.01)
+    assert 0 < many - 2 * MODEL / 1e9 < 2 * latency
+    assert costs.all_reduce_s(flat(2), MODEL, "tree") == pytest.approx(MODEL / 1e9, rel=0.01)
+
+
+def test_latency_makes_trees_win_and_bandwidth_rings():
+    assert costs.all_reduce_s(flat(64), 1e3, "tree") < costs.all_reduce_s(flat(64), 1e3, "ring")
+    assert costs.all_reduce_s(flat(8), 1e9, "ring") < costs.all_reduce_s(flat(8), 1e9, "tree")
+    for num_bytes in (1e3, 1e9):
+        assert costs.all_reduce_s(flat(8), num_bytes) == min(
+            costs.all_reduce_s(flat(8), num_bytes, name) for name in ("ring", "tree")
+        )
+
+
+def test_hierarchical_all_reduce_adds_up():
+    whole = cluster(4, 8)
+    inside = 7 * (1e-6 + MODEL / 8 / 100e9)
+    shards = 2 * 3 * (1e-4 + 8 * MODEL / 8 / 4 / 1e9)  # eight rings share a card
+    wanted = 2 * inside + shards
+    assert costs.all_reduce_s(whole, MODEL, "hierarchical") == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    "sizes, name, words",
+    [
+        ([4, 3], "hierarchical", "equally many members"),
+        ([8], "hierarchical", "at least two nodes"),
+        ([4, 4], "butterfly", "auto, ring, tree or hierarchical"),
+    ],
+)
+def test_an_all_reduce_that_does_not_exist_is_refused(sizes, name, words):
+    whole = network.cluster(sizes, INSIDE, BETWEEN)
+    with pytest.raises(ValueError, match=words):
+        costs.all_reduce_s(whole, MODEL, name)
+
+
+# --- rounds -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, seconds",
+    [
+        ("hypercube", [0.01, 0.01, 4.0, 4.0]),
+        ("one_peer_exp", [1.0, 2.0, 4.0, 4.0]),
+        ("ring", [0.01, 2.0]),  # both ends of a node exchange with the next node
+        ("bidirectional_ring", [2.0]),
+    ],
+)
+def test_rounds_of_named_schedules_counted_by_hand(name, seconds):
+    """16 replicas, nodes of 4, 1 GB: as many seconds as models share a card."""
+    schedule = topology.make(name, 16, local_size=4)
+    found = [costs.round_s(cluster(4, 4), schedule, r, MODEL) for r in range(schedule.period)]
+    np.testing.assert_allclose(found, seconds, rtol=0.02)
+
+
+def test_alternating_exp_ring_sends_a_model_a_node_when_hierarchical_and_four_when_plain():
+    schedule = topology.make("alternating_exp_ring", 16, local_size=4)
+    for r in range(schedule.period):
+        hierarchical = costs.round_s(cluster(4, 4), schedule, r, MODEL)
+        plain = costs.round_s(cluster(4, 4), schedule, r, MODEL, "plain")
+        merged = costs.round_s(cluster(4, 4), schedule, r, MODEL, "all_reduce")
+        assert hierarchical == pytest.approx(1.0, rel=0.03)
+        assert plain == pytest.approx(4.0, rel=0.03)
+        assert merged == pytest.approx(1.0, rel=0.03)  # a tree over two nodes
+
+
+def test_carrying_a_round_out_by_all_reduce_needs_a_mean_over_groups():
+    whole = cluster(2, 4)
+    with pytest.raises(ValueError, match="mean over disjoint groups"):
+        costs.round_s(whole, topology.make("one_peer_exp", 8), 1, MODEL, "all_reduce")
+    groups = costs.mean_groups(topology.make("hypercube", 8).rounds[1])
+    assert [group.tolist() for group in groups] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+
+
+def test_a_schedule_for_another_number_of_replicas_is_refused():
+    with pytest.raises(ValueError, match=r"for 16 replicas.*8 devices"):
+        costs.round_s(cluster(2, 4), topology.make("ring", 16), 0, MODEL)
+    with pytest.raises(ValueError, match="hierarchical, plain or all_reduce"):
+        costs.round_s(cluster(2, 4), topology.make("ring", 8), 0, MODEL, "fast")
+
+
+def test_placing_replicas_otherwise_changes_what_a_round_costs():
+    """The hypercube's last round inside nodes: pairs i, i XOR 4 on one machine."""
+    schedule = topology.make("hypercube", 8)
+    whole = cluster(4, 2)
+    together = whole.take([0, 2, 4, 6, 1, 3, 5, 7])
+    assert costs.round_s(whole, schedule, 2, MODEL) == pytest.approx(2.0, rel=0.01)
+    assert costs.round_s(together, schedule, 2, MODEL) == pytest.approx(0.01, rel=0.01)
+
+
+def test_stages_wait_for_whom_they_hear_from_and_whom_they_send_to():
+    start = np.array([0.0, 5.0, 1.0, 0.0])
+    ones = np.ones(4)
+    permute = costs.Stage(ones, sources=np.array([-1, 0, -1, 2]))  # 0 -> 1, 2 -> 3
+    np.testing.assert_array_equal(permute.end_s(start), [6, 6, 2, 2])
+    group = costs.Stage(ones, label=np.array([0, 1, 0, 1]))
+    np.testing.assert_array_equal(group.end_s(start), [2, 6, 2, 6])
+    both = np.stack([start, start + 10])
+    np.testing.assert_array_equal(group.end_s(both), [[2, 6, 2, 6], [12, 16, 12, 16]])
+    np.testing.assert_array_equal(costs.Stage(ones).end_s(start), start + 1)

@@ -1,0 +1,143 @@
+"""The runtime model against the published step times of Figure 6, and the benchmarks on paper."""
+
+import dataclasses
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from shared import shared
+
+from decent_jax import topology
+from decent_jax.planner import network
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+figure6 = load("figure6")
+scaling = load("planner_scaling")
+# Too long by 15% to 16%: two long rounds follow each other, and the model lets a bucket wait for
+# the round before where the published run kept the network busier.
+MISSES = {("4xA40, 25G Ethernet", 16, figure6.EXP)}
+
+
+def test_the_published_numbers_are_those_of_the_reference():
+    table = re.findall(
+        r"^\|([^|]*)\| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| [\d.]+x \|$",
+        shared("REFERENCE.md").read_text(),
+        re.MULTILINE,
+    )
+    names = (figure6.ALL_REDUCE, figure6.SGP, figure6.EXP, figure6.AER)
+    wanted = [(int(n), *map(float, values)) for _, n, *values in table]
+    found = [
+        (n, *(cluster.published_ms[name][k] for name in names))
+        for cluster in figure6.CLUSTERS
+        for k, n in enumerate(cluster.sizes)
+    ]
+    assert found == wanted
+    assert len(found) == 9
+
+
+@pytest.mark.parametrize("cluster", figure6.CLUSTERS, ids=lambda cluster: cluster.name)
+def test_three_constants_fitted_to_two_rows_predict_the_third(cluster):
+    constants = figure6.constants_of(cluster, steps=48, warm_up=24)  # as good, twice as fast
+    assert set(constants) == {"gpu_seconds", "overhead_s", "sigma", "sgp_s"}  # at most four
+    assert figure6.EXP not in figure6.FITTED
+    for row in figure6.predicted_rows(cluster, constants):
+        limit = 0.07 if row["fitted"] else 0.15
+        if (cluster.name, row["num_replicas"], row["algorithm"]) in MISSES:
+            limit = 0.17
+        if row["algorithm"] == figure6.SGP:  # not one of the 27
+            limit = 0.25
+        assert abs(row["error"]) < limit, row
+
+
+def test_the_speed_up_of_gossip_is_predicted_where_it_is_large():
+    """2.78 and 2.48 published on 25 Gbit/s Ethernet."""
+    cluster = figure6.CLUSTERS[2]
+    constants = {"gpu_seconds": 0.589, "overhead_s": 0.0431, "sigma": 0.111}
+    for n, published in ((16, 2.48), (32, 2.78)):
+        all_reduce, aer = (
+            figure6.predict_s(cluster, {"algorithm": name, "num_replicas": n}, **constants)
+            for name in (figure6.ALL_REDUCE, figure6.AER)
+        )
+        assert all_reduce / aer == pytest.approx(published, rel=0.1)
+
+
+def test_one_port_a_node_cannot_carry_the_published_rows():
+    """Bytes out of a node over time: the reason for two ports on A100 and A40 nodes."""
+    needed = [
+        figure6.leaves_node(cluster, cluster.sizes[-1])
+        / (cluster.published_ms[figure6.EXP][-1] / 1e3)
+        for cluster in figure6.CLUSTERS
+    ]
+    ports = [cluster.port.bytes_per_s for cluster in figure6.CLUSTERS]
+    assert [one > port for one, port in zip(needed, ports, strict=True)] == [False, True, True]
+    assert all(
+        one < port * cluster.ports
+        for one, port, cluster in zip(needed, ports, figure6.CLUSTERS, strict=True)
+    )
+
+
+def test_the_workload_is_the_base_transformer():
+    d, hidden, layers, vocabulary = 512, 2048, 6, 37120
+    attention, norm = 4 * d * d + 4 * d, 2 * d
+    feed_forward = 2 * d * hidden + hidden + d
+    encoder = attention + feed_forward + 2 * norm
+    decoder = 2 * attention + feed_forward + 3 * norm
+    parameters = layers * (encoder + decoder) + 2 * norm + vocabulary * d
+    assert 4 * parameters == figure6.MODEL_BYTES
+
+
+@pytest.mark.parametrize("name", ["one_peer_exp", "alternating_exp_ring"])
+@pytest.mark.parametrize("n", [16, 32, 64, 128])
+def test_schedules_without_matrices_are_the_schedules(name, n):
+    wanted = topology.make(name, n, local_size=8)
+    found = scaling.rounds_only(name, n, 8)
+    assert found.period == wanted.period
+    for one, other in zip(found.rounds, wanted.rounds, strict=True):
+        assert one.group_size == other.group_size
+        np.testing.assert_array_equal(one.self_weights, other.self_weights)
+        for send, wanted_send in zip(one.sends, other.sends, strict=True):
+            np.testing.assert_array_equal(send.sources, wanted_send.sources)
+            np.testing.assert_array_equal(send.weights, wanted_send.weights)
+
+
+def test_scaling_on_paper_grows_as_it_must():
+    """Gossip on hierarchical nodes stays put; all-reduce pays for stragglers and latency."""
+    work = dataclasses.replace(scaling.workload("GPT-2 124M"))
+    step = {
+        (name, n): scaling.step_s(name, network.preset("nvlink_25gbe", n // 8, 8), work)
+        for name in ("all_reduce", "alternating_exp_ring")
+        for n in (16, 64, 256)
+    }
+    assert step["all_reduce", 16] < step["all_reduce", 64] < step["all_reduce", 256]
+    assert step["alternating_exp_ring", 256] < 1.05 * step["alternating_exp_ring", 16]
+    single = network.preset("nvlink_25gbe", 1, 8)
+    assert scaling.step_s("alternating_exp_ring", single, work) is None
+    assert work.compute_s == pytest.approx(0.2246, rel=1e-3)
+
+
+def test_scaling_prints_a_table_and_draws(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(scaling, "SIZES", (8, 16, 32))
+    monkeypatch.setattr(scaling, "NETWORKS", {"25 GbE": "nvlink_25gbe"})
+    picture, rows = tmp_path / "scaling.png", tmp_path / "rows.jsonl"
+    assert scaling.main(["--out", str(picture), "--json", str(rows)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| 25 GbE")]
+    assert len(lines) == 2 * len(scaling.ALGORITHMS)
+    # One port of 25 Gbit/s for eight GPUs of 1.5B parameters: nothing scales but rare mixing.
+    large = {line.split(" | ")[1]: line.split(" | ")[-1].strip(" |") for line in lines[6:]}
+    assert large["all_reduce"] == "16"
+    assert large["alternating_exp_ring, every 8 steps"].startswith("beyond")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert len(rows.read_text().splitlines()) == 2 * (3 * 6 - 3)

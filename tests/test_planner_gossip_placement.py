@@ -1,0 +1,386 @@
+"""Schedules on networks: closed forms, brute force over orders and cycles, plans."""
+
+import itertools
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from decent_jax import gossip, topology
+from decent_jax.planner import costs, gossip_placement, plan, plots
+from decent_jax.planner import network as networks
+from decent_jax.planner.build_schedule import build_schedule
+from decent_jax.planner.gossip_placement import disagreement_s, evaluate, place_schedule
+
+MODEL_BYTES = 498e6  # GPT-2 124M in float32
+
+
+def matrices(name, n, **options):
+    return [one.matrix for one in topology.make(name, n, **options).rounds]
+
+
+def shuffled(network, seed):
+    return network.take(np.random.default_rng(seed).permutation(network.num_devices))
+
+
+def exact(network, schedule, order):
+    placed = network.take(order)
+    return sum(costs.round_s(placed, schedule, r, MODEL_BYTES) for r in range(schedule.period))
+
+
+# --- disagreement --------------------------------------------------------------------------------
+
+
+def test_disagreement_of_exact_schedules():
+    """After k rounds of one_peer_exp n / 2^k - 1 of the n - 1 directions are left, until none."""
+    assert disagreement_s(matrices("complete", 8), [3.0]) == pytest.approx(4.5)
+    for n in (2, 8, 16):
+        left = sum((n / 2**k - 1) / (n - 1) for k in range(int(np.log2(n))))
+        for name in ("one_peer_exp", "hypercube"):
+            rounds = matrices(name, n)
+            assert disagreement_s(rounds, [2.0] * len(rounds)) == pytest.approx(2 * (0.5 + left))
+    assert disagreement_s(matrices("complete", 1), [3.0]) == 0
+
+
+def test_disagreement_of_a_static_symmetric_schedule():
+    (ring,) = matrices("bidirectional_ring", 8)
+    eigenvalues = 1 / 3 + 2 / 3 * np.cos(2 * np.pi * np.arange(1, 8) / 8)
+    wanted = 0.1 * (0.5 + np.mean(1 / (1 - eigenvalues**2)))
+    assert disagreement_s([ring], [0.1]) == pytest.approx(wanted)
+
+
+def test_disagreement_is_what_drifting_replicas_settle_at():
+    """Unequal rounds of an unsymmetric schedule, by adding up what is left of every past drift."""
+    rounds = matrices("one_peer_exp", 6)
+    seconds = np.array([0.5, 2.0, 1.0])
+    centre = np.eye(6) - 1 / 6
+    at_start = np.zeros(3)
+    for r in range(3):
+        product, past = centre, r
+        for _ in range(200):
+            past = (past - 1) % 3
+            at_start[r] += seconds[past] * np.sum(product**2) / 5
+            product = product @ rounds[past]
+    # In a round it grows by 1 a second.
+    wanted = sum(seconds * (at_start + seconds / 2)) / seconds.sum()
+    assert disagreement_s(rounds, seconds) == pytest.approx(wanted)
+
+
+def test_disagreement_does_not_depend_on_who_is_who():
+    rng = np.random.default_rng(0)
+    order = rng.permutation(8)
+    rounds, seconds = matrices("ring", 8), [1.0, 3.0]
+    renamed = [matrix[np.ix_(order, order)] for matrix in rounds]
+    assert disagreement_s(renamed, seconds) == pytest.approx(disagreement_s(rounds, seconds))
+
+
+def test_disagreement_grows_without_bound_where_nothing_contracts():
+    apart = np.kron(np.eye(2), np.full((2, 2), 0.5))
+    assert disagreement_s([apart], [1.0]) == np.inf
+    assert disagreement_s([np.eye(4)], [1.0]) == np.inf
+
+
+def test_no_round_is_shorter_than_the_step_that_hides_it():
+    network = networks.preset("dtfm_case3").take(range(28, 36))
+    schedule = topology.make("hypercube", 8)
+    inside, across = (0.001 + MODEL_BYTES / 6.25e8), (0.011 + MODEL_BYTES / 1.4e8)
+    placed = evaluate(network, schedule, MODEL_BYTES)
+    assert placed.round_s == pytest.approx([inside, inside, across])
+    placed = evaluate(network, schedule, MODEL_BYTES, compute_s=1.0)
+    assert placed.round_s == pytest.approx([1.0, 1.0, across])
+    assert placed.consensus_per_s == pytest.approx(1 / placed.disagreement_s)
+    assert placed.mean_round_s == pytest.approx((2 + across) / 3)
+
+
+# --- orders --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["one_peer_exp", "ring", "bidirectional_ring"])
+def test_the_best_of_all_orders_is_found(name):
+    network = shuffled(networks.regions({"Oregon": 1, "Tokyo": 2, "London": 3}), 1)
+    schedule = topology.make(name, 6)
+    best = min(exact(network, schedule, order) for order in itertools.permutations(range(6)))
+    found = place_schedule(network, schedule, MODEL_BYTES, steps=600, time_limit_s=60)
+    assert sum(found.round_s) == pytest.approx(best, rel=1e-12)
+    assert exact(network, schedule, found.order) == pytest.approx(best, rel=1e-12)
+
+
+def test_the_best_of_all_orders_is_found_for_rounds_of_groups():
+    network = shuffled(networks.regions({"Oregon": 2, "Ohio": 1, "Tokyo": 1}), 2)
+    schedule = topology.make("alternating_exp_ring", 4, local_size=2)
+    best = min(exact(network, schedule, order) for order in itertools.permutations(range(4)))
+    found = place_schedule(network, schedule, MODEL_BYTES, steps=60, time_limit_s=60)
+    assert sum(found.round_s) == pytest.approx(best, rel=1e-12)
+
+
+def test_whole_groups_are_put_in_the_best_of_all_orders():
+    """Five regions of two: all orders of the regions, of which none splits one."""
+    counts = {"Oregon": 2, "Tokyo": 2, "London": 2, "Ohio": 2, "Sydney": 2}
+    network, schedule = (
+        networks.regions(counts),
+        topology.make("hierarchical(complete, one_peer_exp)", 10, local_size=2),
+    )
+    best = min(
+        exact(network, schedule, [d for region in regions for d in (2 * region, 2 * region + 1)])
+        for regions in itertools.permutations(range(5))
+    )
+    found = place_schedule(shuffled(network, 8), schedule, MODEL_BYTES, steps=800, time_limit_s=60)
+    assert sum(found.round_s) == pytest.approx(best, rel=1e-12)
+
+
+def test_the_best_of_all_orders_is_found_where_machines_share_a_card():
+    network = shuffled(networks.cluster([4, 1, 1], networks.PCIE, networks.ETHERNET_25G), 3)
+    schedule = topology.make("one_peer_exp", 6)
+    best = min(exact(network, schedule, order) for order in itertools.permutations(range(6)))
+    found = place_schedule(network, schedule, MODEL_BYTES, steps=600, time_limit_s=60)
+    assert sum(found.round_s) == pytest.approx(best, rel=1e-12)
+
+
+def test_a_shuffled_cluster_is_put_in_order():
+    """On two sites one round of hypercube must cross, and no more need to."""
+    network = shuffled(networks.preset("dtfm_case3"), 4)
+    found = place_schedule(
+        network, topology.make("hypercube", 64), MODEL_BYTES, steps=50, time_limit_s=60
+    )
+    inside, across = (0.001 + MODEL_BYTES / 6.25e8), (0.011 + MODEL_BYTES / 1.4e8)
+    assert sorted(found.round_s) == pytest.approx([inside] * 5 + [across])
+
+
+def test_an_order_is_never_worse_than_the_networks_own():
+    network = networks.regions({"Oregon": 3, "Ohio": 2, "London": 4})
+    for name in ("one_peer_exp", "complete"):
+        schedule = topology.make(name, 9)
+        own = evaluate(network, schedule, MODEL_BYTES)
+        found = place_schedule(network, schedule, MODEL_BYTES, steps=3, time_limit_s=60)
+        assert found.mean_round_s <= own.mean_round_s
+        assert sorted(found.order.tolist()) == list(range(9))
+
+
+def test_a_seed_has_one_order_and_a_bar_is_shown(capsys):
+    network = networks.regions({"Oregon": 3, "Ohio": 2, "London": 3})
+    schedule = topology.make("one_peer_exp", 8)
+    one, two = (
+        place_schedule(
+            network, schedule, MODEL_BYTES, seed=5, steps=70, time_limit_s=60, progress=show
+        )
+        for show in (False, True)
+    )
+    assert one.order.tolist() == two.order.tolist()
+    assert "placing replicas" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["one_peer_exp", "ring", "bidirectional_ring"])
+@pytest.mark.parametrize(
+    "network",
+    [
+        networks.regions({"Oregon": 4, "Ohio": 4, "London": 4}),
+        networks.cluster([4, 4, 4], networks.PCIE, networks.ETHERNET_25G),
+    ],
+    ids=["regions", "machines"],
+)
+def test_the_quick_cost_of_permutations_is_that_of_costs(network, name):
+    rng = np.random.default_rng(6)
+    schedule = topology.make(name, 12)
+    quick = gossip_placement._Permutes(network, schedule, MODEL_BYTES, compute_s=0.0)
+    for _ in range(10):
+        order = rng.permutation(12)
+        slowest = exact(network, schedule, order)
+        # Beside the slowest transfers it counts a hundredth of the mean one.
+        assert slowest * (1 + 1e-12) < quick(order) < 1.01 * slowest * (1 + 1e-12)
+
+
+def test_an_order_needs_a_device_for_every_replica():
+    network = networks.regions({"Oregon": 3})
+    with pytest.raises(ValueError, match="for 4 replicas, but the network has 3 devices"):
+        place_schedule(network, topology.make("ring", 4), MODEL_BYTES)
+
+
+# --- built schedules -----------------------------------------------------------------------------
+
+
+def test_no_short_cycle_of_permutations_is_better_than_the_one_built():
+    """Four replicas on two slow-linked pairs: every cycle of up to three rounds of one message."""
+    network = networks.regions({"Oregon": 2, "Tokyo": 2})
+    receiver = np.arange(4)
+    rounds = []
+    for source in itertools.permutations(range(4)):
+        moved = receiver != source
+        if moved.any():
+            matrix = np.eye(4) / 2
+            np.add.at(matrix, (receiver, source), 0.5)
+            seconds = max(
+                network.transfer_s(source[i], i, MODEL_BYTES) for i in np.flatnonzero(moved)
+            )
+            rounds.append((matrix, seconds))
+    best = min(
+        disagreement_s([one[0] for one in cycle], [one[1] for one in cycle])
+        for length in (1, 2, 3)
+        for cycle in itertools.product(rounds, repeat=length)
+        if cycle[0][1] == max(one[1] for one in cycle)  # of its rotations one that begins slowest
+    )
+    built = build_schedule(network, MODEL_BYTES, steps=150, time_limit_s=60)
+    assert built.disagreement_s <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("number", "local_size"), [(4, 16), (5, 8)])
+def test_built_schedules_beat_one_peer_exp_and_alternating_exp_ring(number, local_size):
+    network = networks.preset(f"dtfm_case{number}")
+    built = build_schedule(network, MODEL_BYTES, steps=1, time_limit_s=60)
+    others = [
+        evaluate(network, topology.make(name, 64, local_size=size), MODEL_BYTES)
+        for name, size in (("one_peer_exp", 1), ("alternating_exp_ring", local_size))
+    ]
+    assert built.consensus_per_s > 1.03 * max(other.consensus_per_s for other in others)
+    assert built.schedule.period <= 16
+    again = evaluate(network, built.schedule, MODEL_BYTES, built.order)
+    assert again.disagreement_s == pytest.approx(built.disagreement_s)
+
+
+@pytest.fixture(scope="module")
+def built_in_groups():
+    """On shuffled machines, where groups of one machine pay."""
+    network = networks.cluster([4, 4], networks.NVLINK, networks.ETHERNET_25G)
+    network = shuffled(network, 7)
+    return network, build_schedule(network, MODEL_BYTES, compute_s=0.1, steps=20, time_limit_s=60)
+
+
+def test_groups_are_machines_and_declare_their_communication(built_in_groups):
+    network, built = built_in_groups
+    n = network.num_devices
+    group_size = built.schedule.rounds[0].group_size
+    assert group_size == 4
+    assert len(set(network.node[built.order[:group_size]].tolist())) == 1
+    inside = np.kron(np.eye(n // group_size), np.full((group_size, group_size), 1 / group_size))
+    for one in built.schedule.rounds:
+        exchange = np.diag(one.self_weights)
+        for send in one.sends:
+            receiver = np.flatnonzero(send.sources >= 0)
+            exchange[receiver, send.sources[receiver]] += send.weights[receiver]
+        np.testing.assert_allclose(exchange @ inside, one.matrix, atol=1e-12)
+        np.testing.assert_allclose(one.matrix.sum(axis=0), 1, atol=1e-12)
+
+
+def test_built_rounds_are_mixed_as_their_matrices_say(built_in_groups):
+    _, built = built_in_groups
+    x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+    for r in range(built.schedule.period):
+        mix = jax.vmap(lambda own, r=r: gossip.mix(own, built.schedule, r), axis_name="replica")
+        np.testing.assert_allclose(mix(x), built.schedule.matrix(r) @ x, atol=1e-6)
+
+
+def test_a_round_may_have_several_messages_and_one_replica_needs_none():
+    network = networks.regions({"Oregon": 3})
+    built = build_schedule(network, MODEL_BYTES, max_degree=2, steps=30, time_limit_s=60)
+    assert max(len(one.sends) for one in built.schedule.rounds) <= 2
+    assert np.isfinite(built.disagreement_s)
+    alone = build_schedule(networks.regions({"Oregon": 1}), MODEL_BYTES)
+    assert (alone.schedule.num_replicas, alone.disagreement_s) == (1, 0.0)
+    with pytest.raises(ValueError, match="max_degree must be at least 1, got 0"):
+        build_schedule(network, MODEL_BYTES, max_degree=0)
+
+
+# --- plans ---------------------------------------------------------------------------------------
+
+HOSTS = tuple(f"host{i // 4}/{i % 4}" for i in range(8))
+
+
+def test_plans_are_read_back_as_they_were(tmp_path, built_in_groups):
+    _, built = built_in_groups
+    own = topology.Schedule.from_matrices(matrices("bidirectional_ring", 8), "mine")
+    odd = topology.Schedule.from_matrices(matrices("bidirectional_ring", 8), "hypercube")
+    schedules = [
+        topology.make("one_peer_exp", 8),
+        topology.make("alternating_exp_ring", 8, local_size=4),
+        topology.make("complete", 8),
+        built.schedule,
+        own,
+        odd,
+    ]
+    for schedule in schedules:
+        path = tmp_path / "plan.json"
+        expected = {"step_time_s": 0.25, "why": "fast links"}
+        plan.Plan(HOSTS, schedule, mix_every=2, expected=expected).save(path)
+        again = plan.load(path)
+        assert (again.devices, again.mix_every, again.expected) == (HOSTS, 2, expected)
+        assert (again.schedule.name, again.schedule.period) == (schedule.name, schedule.period)
+        for r in range(schedule.period):
+            np.testing.assert_allclose(again.schedule.matrix(r), schedule.matrix(r), atol=1e-15)
+            assert again.schedule.rounds[r].models_sent() == schedule.rounds[r].models_sent()
+        named = schedule.name in topology.NAMES and schedule is not odd
+        assert ("rounds" in json.loads(path.read_text())["schedule"]) != named
+
+
+def test_a_plan_puts_replicas_on_its_devices_in_any_order_they_are_listed():
+    schedule = topology.make("one_peer_exp", 8)
+    order = np.random.default_rng(0).permutation(8)
+    devices = tuple(HOSTS[i] for i in order)
+    assert plan.Plan(devices, schedule).device_order(HOSTS) == order.tolist()
+    assert plan.Plan(devices, schedule).device_order(devices) == list(range(8))
+
+
+def test_a_plan_for_another_cluster_is_refused():
+    mine = plan.Plan(HOSTS, topology.make("one_peer_exp", 8))
+    with pytest.raises(ValueError, match=r"plan is for 8 replicas .* but this run has 4;") as error:
+        mine.device_order(HOSTS[:4])
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=r"names host1/3, and .* has other/3 instead") as error:
+        mine.device_order([*HOSTS[:7], "other/3"])
+    assert "1 of 8 devices differ" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"format": "decent_jax.plan/0"}, 'does not say "format"'),
+        ({"devices": list(HOSTS[:7])}, "is not a plan: "),
+        ({"devices": [HOSTS[0]] * 8}, "a device occurs twice"),
+        ({"schedule": {"name": "starfish", "local_size": 1}}, "unknown schedule 'starfish'"),
+        ({"schedule": None}, "is not a plan: "),
+        ({"mix_every": 0}, "mix_every must be at least 1, got 0"),
+        ({"mix_every": 1.5}, "mix_every must be a whole number, got 1.5"),
+        ({"mix_every": None}, "mix_every must be a whole number"),
+    ],
+)
+def test_damaged_plans_are_refused_in_one_sentence(tmp_path, change, words):
+    path = tmp_path / "plan.json"
+    plan.Plan(HOSTS, topology.make("hypercube", 8)).save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=words) as error:
+        plan.load(path)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda one: one["self_weights"].pop(), "a weight for each"),
+        (lambda one: one.update(group_size=3), "groups that divide 8"),
+        (lambda one: one["self_weights"].__setitem__(0, 0.9), "row 0 must sum to 1"),
+        (lambda one: one["sends"][0]["sources"].__setitem__(0, 2), "all different"),
+        (lambda one: one["sends"][0]["sources"].__setitem__(0, 99), "is not a plan"),
+        (lambda one: one.pop("sends"), "lacks 'sends'"),
+    ],
+)
+def test_damaged_rounds_are_refused(tmp_path, change, words):
+    path = tmp_path / "plan.json"
+    own = topology.Schedule.from_matrices(matrices("bidirectional_ring", 8), "mine")
+    plan.Plan(HOSTS, own).save(path)
+    fields = json.loads(path.read_text())
+    change(fields["schedule"]["rounds"][0])
+    path.write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=words):
+        plan.load(path)
+
+
+def test_a_plan_that_is_not_there_or_not_json_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"cannot read the plan .*: No such file"):
+        plan.load(tmp_path / "no.json")
+    (tmp_path / "no.json").write_text("{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        plan.load(tmp_path / "no.json")
+
+
+def test_the_picture_of_a_schedule_is_drawn(tmp_path, built_in_groups):
+    figure = plots.draw_gossip(*built_in_groups)
+    assert plots.save(figure, tmp_path / "gossip.png").stat().st_size > 10_000

@@ -1,0 +1,254 @@
+"""Networks: DT-FM's published matrices, the file formats, and what is refused in which words."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from shared import shared
+
+from decent_jax.planner import network as networks
+from decent_jax.planner.network import BYTES_PER_GBIT, Link, from_matrices
+
+THREE_MS = [[0, 1e-3, 2e-3], [1e-3, 0, 3e-3], [2e-3, 3e-3, 0]]
+THREE_GBIT = np.array([[0, 1, 2], [1, 0, 4], [2, 4, 0]]) * BYTES_PER_GBIT
+
+
+def test_presets_are_dtfms_published_matrices():
+    cases = json.loads(shared("networks/dtfm_cases.json").read_text())["cases"]
+    assert len(cases) == 5
+    off_diagonal = ~np.eye(64, dtype=bool)
+    for number, case in enumerate(cases.values(), 1):
+        network = networks.preset(f"dtfm_case{number}")
+        ms, gbps = np.array(case["delay_ms"]), np.array(case["bandwidth_gbps"])
+        np.testing.assert_allclose(
+            network.latency_s[off_diagonal] * 1e3, ms[off_diagonal], rtol=1e-12
+        )
+        np.testing.assert_allclose(
+            network.bandwidth_bytes_per_s[off_diagonal] / BYTES_PER_GBIT,
+            gbps[off_diagonal],
+            rtol=1e-12,
+        )
+
+
+def test_the_packaged_region_table_is_the_shared_one():
+    table = json.loads(shared("networks/dtfm_regions.json").read_text())
+    network = networks.regions(dict.fromkeys(table["ten_region_order"], 2))
+    first = np.arange(10) * 2
+    wanted_ms, wanted_gbps = (
+        np.array(table[f"ten_region_{name}"]) for name in ("latency_ms", "bandwidth_gbps")
+    )
+    # The diagonal of the table is between two devices of one region.
+    ms = network.latency_s[np.ix_(first, first + 1)] * 1e3
+    gbps = network.bandwidth_bytes_per_s[np.ix_(first, first + 1)] / BYTES_PER_GBIT
+    np.testing.assert_allclose(ms, wanted_ms, rtol=1e-12)
+    np.testing.assert_allclose(gbps, wanted_gbps, rtol=1e-12)
+
+
+def test_transfers_take_latency_and_bytes_over_bandwidth():
+    network = from_matrices(THREE_MS, THREE_GBIT)
+    assert network.transfer_s(0, 2, 5e8) == pytest.approx(2e-3 + 5e8 / 2.5e8)
+    assert network.transfer_s(1, 1, 5e8) == 0
+    assert network.num_devices == network.num_nodes == 3
+    assert network.names == ("node0/0", "node1/0", "node2/0")
+
+
+def test_a_machines_card_is_its_fastest_link_out_unless_given():
+    assert from_matrices(THREE_MS, THREE_GBIT).nic_bytes_per_s.tolist() == [2.5e8, 5e8, 5e8]
+    together = from_matrices(THREE_MS, THREE_GBIT, node=[0, 1, 1])
+    assert together.nic_bytes_per_s.tolist() == [2.5e8, 2.5e8]
+    alone = from_matrices(THREE_MS, THREE_GBIT, node=[0, 0, 0])
+    assert alone.nic_bytes_per_s.tolist() == [np.inf]
+    given = from_matrices(THREE_MS, THREE_GBIT, nic_bytes_per_s=[1e9, None, np.inf])
+    assert given.nic_bytes_per_s.tolist() == [1e9, np.inf, np.inf]
+
+
+def test_take_reorders_everything_together():
+    network = networks.cluster([2, 3, 1], networks.NVLINK, networks.ETHERNET_25G)
+    network = networks.Network(
+        network.latency_s, network.bandwidth_bytes_per_s, network.node, np.array([1e9, 2e9, 3e9]),
+        network.names,
+    )  # fmt: skip
+    part = network.take([5, 1, 4, 0])
+    assert part.names == ("node2/0", "node0/1", "node1/2", "node0/0")
+    assert part.node.tolist() == [0, 1, 2, 1]
+    assert part.nic_bytes_per_s.tolist() == [3e9, 1e9, 2e9]
+    assert part.transfer_s(1, 3, 1e9) == network.transfer_s(1, 0, 1e9)
+    assert part.transfer_s(0, 2, 1e9) == network.transfer_s(5, 4, 1e9)
+    for devices in ([], [0, 0], [6], [-1]):
+        with pytest.raises(ValueError, match="devices"):
+            network.take(devices)
+
+
+@pytest.mark.parametrize("suffix", [".json", ".npz"])
+def test_files_are_read_back_as_they_were(tmp_path, suffix):
+    network = networks.regions({"Tokyo": 2, "Oregon": 1}, devices_per_node=2)
+    path = tmp_path / f"network{suffix}"
+    if suffix == ".json":
+        network.save(path)
+    else:
+        np.savez(
+            path,
+            latency_s=network.latency_s,
+            bandwidth_bytes_per_s=network.bandwidth_bytes_per_s,
+            node=network.node,
+            nic_bytes_per_s=network.nic_bytes_per_s,
+            names=network.names,
+        )
+    again = networks.load(path)
+    assert (
+        again.names
+        == network.names
+        == ("Tokyo/0", "Tokyo/1", "Tokyo/2", "Tokyo/3", "Oregon/0", "Oregon/1")
+    )
+    for field in ("latency_s", "bandwidth_bytes_per_s", "node", "nic_bytes_per_s"):
+        np.testing.assert_array_equal(getattr(again, field), getattr(network, field))
+
+
+def test_a_file_may_leave_out_what_is_not_known(tmp_path):
+    path = tmp_path / "network.json"
+    matrices = {"latency_s": THREE_MS, "bandwidth_bytes_per_s": THREE_GBIT.tolist()}
+    path.write_text(json.dumps({"format": networks.FORMAT, "node": None, **matrices}))
+    assert networks.load(path).num_nodes == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[1, 2]", 'does not say "format"'),
+        ('{"format": "something else"}', 'does not say "format"'),
+        (json.dumps({"format": networks.FORMAT, "latency_s": [[0]]}), "lacks bandwidth_bytes"),
+        (None, "No such file"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path, content, words):
+    path = tmp_path / "net.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError, match=words) as error:
+        networks.load(path)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def changed(matrix, *entries):
+    matrix = np.array(matrix, object)
+    for i, j, value in entries:
+        matrix[i, j] = value
+    return matrix.tolist()
+
+
+@pytest.mark.parametrize(
+    ("latency", "bandwidth", "words"),
+    [
+        (THREE_MS, changed(THREE_GBIT, (0, 2, None)), "bandwidth from a to c is missing"),
+        (THREE_MS, changed(THREE_GBIT, (0, 1, None), (2, 1, None)), r"a to b \(and 1 more\)"),
+        (changed(THREE_MS, (1, 0, float("nan"))), THREE_GBIT, "latency from b to a is missing"),
+        (THREE_MS, changed(THREE_GBIT, (2, 1, float("inf"))), "c to b is missing or not finite"),
+        (THREE_MS, changed(THREE_GBIT, (1, 2, 0)), "bandwidth from b to c is 0"),
+        (THREE_MS, changed(THREE_GBIT, (1, 2, -1)), "bandwidth from b to c is negative"),
+        (changed(THREE_MS, (1, 2, -1e-3)), THREE_GBIT, "latency from b to c is negative"),
+        (
+            THREE_MS,
+            changed(THREE_GBIT, (0, 2, 0), (2, 0, 0), (1, 2, 0), (2, 1, 0)),
+            "falls into 2 parts .* (a|b) and c do not reach each other",
+        ),
+        (THREE_MS, changed(THREE_GBIT, (0, 2, 0), (1, 2, 0)), "falls into 2 parts"),
+        (THREE_MS, changed(THREE_GBIT, (0, 2, 1e8)), "bandwidth between a and c .*symmetrise"),
+        (changed(THREE_MS, (0, 1, 2e-3)), THREE_GBIT, "latency between a and b .*symmetrise"),
+        (np.array(THREE_MS) * 1e3, THREE_GBIT, "milliseconds"),  # 1, 2 and 3 "s"
+        (np.array(THREE_MS) * 1e-6, THREE_GBIT, "another unit than seconds"),
+        (THREE_MS, THREE_GBIT / BYTES_PER_GBIT, "looks like Gbit/s"),
+        (THREE_MS, THREE_GBIT * 1e6, "another unit than bytes/s"),
+        ([[0, 1]], THREE_GBIT, "latency_s must be square"),
+        (THREE_MS, [[0, 1], [1]], "bandwidth_bytes_per_s must hold numbers only"),
+        (THREE_MS, [["a", "b"], ["c", "d"]], "must hold numbers only"),
+        ([[0, 1e-3], [1e-3, 0]], THREE_GBIT, "for 2 devices and .* for 3"),
+        ([], [], "must be square"),
+    ],
+)
+def test_what_cannot_be_a_network_is_refused_in_one_sentence(latency, bandwidth, words):
+    names = ("a", "b", "c")
+    with pytest.raises(ValueError, match=words) as error:
+        from_matrices(latency, bandwidth, names=names)
+    assert "\n" not in str(error.value)
+
+
+def test_small_asymmetry_stays_and_large_can_be_symmetrised():
+    slightly = changed(THREE_GBIT, (0, 2, 2.1e8))
+    assert from_matrices(THREE_MS, slightly).bandwidth_bytes_per_s[0, 2] == 2.1e8
+    # 40 us and 60 us are the same but for the clock.
+    close = changed(THREE_MS, (0, 1, 40e-6), (1, 0, 60e-6))
+    assert from_matrices(close, THREE_GBIT).latency_s[0, 1] == 40e-6
+    network = from_matrices(
+        changed(THREE_MS, (0, 1, 9e-3)), changed(THREE_GBIT, (0, 2, 1e7)), symmetrise=True
+    )
+    assert network.latency_s[0, 1] == network.latency_s[1, 0] == 9e-3
+    assert network.bandwidth_bytes_per_s[0, 2] == network.bandwidth_bytes_per_s[2, 0] == 1e7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"node": [0, 2, 2]}, "without gaps"),
+        ({"node": [0, 1]}, "for each of 3 devices"),
+        ({"node": [0, 0.5, 1]}, "for each of 3 devices"),
+        ({"nic_bytes_per_s": [1e9, 0, 1e9]}, "a positive number for each of 3 nodes"),
+        ({"nic_bytes_per_s": [1e9]}, "a positive number for each of 3 nodes"),
+        ({"names": ["a", "a", "b"]}, "3 different names"),
+    ],
+)
+def test_what_is_said_about_devices_is_checked(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        from_matrices(THREE_MS, THREE_GBIT, **arguments)
+
+
+def test_clusters_and_presets():
+    network = networks.preset("pcie_100gb_ib", 3, 4)
+    assert (network.num_devices, network.num_nodes) == (12, 3)
+    assert network.bandwidth_bytes_per_s[0, 3] == 25e9
+    assert network.bandwidth_bytes_per_s[0, 4] == 12.5e9
+    assert network.nic_bytes_per_s.tolist() == [12.5e9] * 3
+    uneven = networks.cluster([1, 3], Link(0.0, 1e10), Link(1e-3, 1e9))
+    assert uneven.node.tolist() == [0, 1, 1, 1]
+    assert uneven.transfer_s(0, 2, 1e9) == pytest.approx(1.001)
+    # 2 of 4 machines a rack; 8 devices share a quarter of two cards on the way to the other one.
+    racks = networks.preset("two_racks_25gbe", 4, 4)
+    across = racks.bandwidth_bytes_per_s[0, 8]
+    assert across * 8 == pytest.approx(2 * 3.125e9 / 4)
+    assert racks.bandwidth_bytes_per_s[0, 4] == 3.125e9
+    world = networks.preset("dtfm_world", 20, 2)
+    assert world.num_devices == 40
+    assert {name.split("/")[0] for name in world.names[:4]} == {"Oregon"}
+    assert world.transfer_s(0, 4, 0) == 0.067
+    few = networks.preset("dtfm_world", 3, 1)
+    assert few.names == ("Oregon/0", "Virginia/0", "Ohio/0")
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: networks.preset("infinite"), "unknown network 'infinite'; choose one of nvlink"),
+        (lambda: networks.preset("nvlink_25gbe"), "needs num_nodes and devices_per_node"),
+        (lambda: networks.preset("nvlink_25gbe", 0, 4), "at least 1, got 0 and 4"),
+        (lambda: networks.preset("dtfm_case4", 8, 8), "64 devices in fixed places"),
+        (lambda: networks.regions({"Mars": 2}), "regions are Oregon, .* got {'Mars': 2}"),
+        (lambda: networks.regions({"Ohio": 0}), "at least one machine"),
+        (lambda: networks.cluster([4, 0], networks.NVLINK, networks.ETHERNET_25G), "at least one"),
+        (lambda: networks.preset("two_racks_25gbe", 1, 8), "no more racks than machines"),
+    ],
+)
+def test_bad_names_and_sizes_are_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_the_planner_needs_neither_jax_nor_networkx():
+    program = (
+        "import sys\n"
+        "from decent_jax.planner import build_schedule, network, plan, search\n"
+        "print([name for name in ('jax', 'networkx', 'matplotlib') if name in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert out.stdout.strip() == "[]", out.stderr

@@ -1,0 +1,370 @@
+"""Placement: DT-FM's published totals, brute force on small instances, and the proof of case 2."""
+
+import functools
+import itertools
+import json
+
+import numpy as np
+import pytest
+from shared import shared
+
+from decent_jax.planner import network as networks
+from decent_jax.planner import plots, search
+from decent_jax.planner.placement import (
+    DTFM_JOB,
+    Job,
+    Partition,
+    Problem,
+    bottleneck_matching,
+    evaluate,
+    shortest_open_path,
+)
+from decent_jax.planner.search import place
+
+
+def random_network(n, seed, levels=None):
+    """Symmetric; with few levels there are many ties."""
+    rng = np.random.default_rng(seed)
+    draw = (lambda: rng.random((n, n))) if levels is None else (
+        lambda: rng.integers(1, levels + 1, (n, n)) / levels
+    )  # fmt: skip
+    latency, bandwidth = (np.triu(draw(), 1) for _ in range(2))
+    return networks.from_matrices(
+        1e-3 + 0.2 * (latency + latency.T), 1e8 + 1e9 * (bandwidth + bandwidth.T)
+    )
+
+
+def job_of(stages, replicas):
+    return Job(stages, replicas, DTFM_JOB.data_parallel_bytes, DTFM_JOB.pipeline_bytes)
+
+
+def brute_force(network, job):
+    """The least total over every choice of devices, partition, matching and order."""
+    n, size = network.num_devices, job.num_replicas
+    share = job.data_parallel_bytes / size
+    averaging = [[2 * network.transfer_s(i, j, share) for j in range(n)] for i in range(n)]
+    passing = [[network.transfer_s(i, j, job.pipeline_bytes) for j in range(n)] for i in range(n)]
+    groups = list(itertools.combinations(range(n), size))
+    group_s = {g: max(sum(averaging[i][j] for j in g if j != i) for i in g) for g in groups}
+    edge_s = {
+        (a, b): min(
+            max(passing[i][j] for i, j in zip(a, p, strict=True)) for p in itertools.permutations(b)
+        )
+        for a in groups
+        for b in groups
+        if not set(a) & set(b)
+    }
+
+    def paths(path):
+        if len(path) == job.num_stages:
+            yield path
+            return
+        taken = {device for group in path for device in group}
+        for group in groups:
+            if not taken & set(group):
+                yield from paths([*path, group])
+
+    return min(
+        max(group_s[g] for g in path) + 2 * sum(edge_s[e] for e in itertools.pairwise(path))
+        for path in paths([])
+    )
+
+
+@pytest.fixture(scope="module")
+def published():
+    return json.loads(shared("networks/dtfm_cases.json").read_text())
+
+
+def case(number):
+    return networks.preset(f"dtfm_case{number}")
+
+
+def test_published_layouts_cost_what_is_published(published):
+    for number, wanted in enumerate(published["cases"].values(), 1):
+        problem = Problem(case(number), DTFM_JOB)
+        consecutive = np.arange(64)
+        for name, slots in (
+            ("data_parallel_group_is_consecutive", consecutive),
+            ("identity_rank_map_pipeline_is_consecutive", consecutive.reshape(8, 8).T.ravel()),
+        ):
+            layout = wanted["layouts"][name]
+            partition = Partition(problem, slots)
+            assert partition.costs.total_s == pytest.approx(layout["total"], rel=1e-9)
+            assert partition.costs.data_parallel_s == pytest.approx(layout["dp"], rel=1e-9)
+            assert 2 * partition.costs.pipeline_s == pytest.approx(layout["two_pp"], rel=1e-9)
+
+
+def test_random_pipelines_cost_what_random_ones_are_published_to(published):
+    rng = np.random.default_rng(0)
+    wanted = published["cases"]["case5_worldwide"]["random_5000"]["0"]
+    network = case(5)
+    totals = [
+        evaluate(network, DTFM_JOB, rng.permutation(64).reshape(8, 8)).total_s for _ in range(100)
+    ]
+    # Four standard errors of a mean of 100.
+    assert np.mean(totals) == pytest.approx(wanted["mean_total"], abs=0.4 * wanted["std_total"])
+    assert np.std(totals) == pytest.approx(wanted["std_total"], rel=0.3)
+
+
+def test_published_small_optima_are_found(published):
+    for instance in published["small_exact_instances"]:
+        network = networks.from_matrices(
+            np.array(instance["delay_ms"]) / 1e3,
+            np.array(instance["bandwidth_gbps"]) * networks.BYTES_PER_GBIT,
+        )
+        found = place(network, job_of(4, 2), generations=60, time_limit_s=60)
+        optimum = instance["optimum"]
+        assert found.costs.total_s == pytest.approx(optimum["total"], rel=1e-9)
+        assert {tuple(sorted(group)) for group in found.stages.tolist()} == {
+            tuple(group) for group in optimum["partition"]
+        }
+
+
+@pytest.mark.parametrize(
+    ("n", "stages", "replicas", "levels"),
+    [(6, 3, 2, None), (6, 3, 2, 2), (7, 2, 3, None), (7, 3, 2, 3), (6, 1, 4, None), (6, 5, 1, 2)],
+)  # fmt: skip
+def test_small_instances_are_solved(n, stages, replicas, levels):
+    network, job = random_network(n, seed=n + stages, levels=levels), job_of(stages, replicas)
+    optimum = brute_force(network, job)
+    found = place(network, job, generations=40, time_limit_s=60)
+    assert found.costs.total_s == pytest.approx(optimum, rel=1e-12)
+    assert evaluate(network, job, found.stages).total_s == pytest.approx(optimum, rel=1e-12)
+    assert found.lower_bound.total_s <= optimum * (1 + 1e-12)
+    if found.is_optimal:
+        assert found.lower_bound.total_s == pytest.approx(optimum)
+
+
+@pytest.mark.parametrize("number", [1, 3, 4, 5])
+def test_published_costs_are_reached(number):
+    wanted = {1: 3.4398, 3: 16.0868, 4: 34.8020, 5: 49.2184}[number]
+    network = case(number)
+    found = place(network, DTFM_JOB, generations=2, time_limit_s=60)
+    assert found.costs.total_s <= wanted + 5e-5  # four decimals are published
+    again = evaluate(network, DTFM_JOB, found.stages)
+    assert again == pytest.approx(found.costs, rel=1e-12)
+
+
+def test_case_2_is_solved_and_proved():
+    """32 of 64 devices have no fast link. Hence 7 slow partners for one of them, whatever its
+    group; and at most 4 groups without such a device, with at most 3 fast edges among them."""
+    found = place(case(2), DTFM_JOB, seed=1, time_limit_s=60)
+    slow, fast = (DTFM_JOB.pipeline_bytes / (gbps * 1.25e8) for gbps in (1.25, 100))
+    optimum = 7 * 2 * 0.65e9 / 8 / (1.25 * 1.25e8) + 2 * (4 * slow + 3 * fast)
+    assert optimum == pytest.approx(31.63416, abs=1e-5)
+    assert optimum < 43.547
+    assert found.lower_bound.total_s == pytest.approx(optimum, rel=1e-12)
+    assert found.costs.total_s == pytest.approx(optimum, rel=1e-12)
+    assert found.is_optimal and found.seconds < 60
+    assert evaluate(case(2), DTFM_JOB, found.stages).total_s == pytest.approx(optimum, rel=1e-12)
+
+
+@pytest.mark.parametrize("levels", [None, 3])
+def test_no_placement_is_below_the_lower_bound(levels):
+    rng = np.random.default_rng(1)
+    for seed in range(20):
+        problem = Problem(random_network(14, seed, levels), job_of(3, 4))
+        bound = problem.lower_bound()
+        for _ in range(10):
+            costs = Partition(problem, rng.permutation(14)).costs
+            assert costs.data_parallel_s >= bound.data_parallel_s * (1 - 1e-12)
+            assert costs.pipeline_s >= bound.pipeline_s * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("levels", [None, 4])
+def test_matchings_and_paths_are_exact(levels):
+    rng = np.random.default_rng(2)
+    for _ in range(30):
+        costs = rng.random((5, 5)) if levels is None else rng.integers(0, levels, (5, 5)) * 1.0
+        columns, bottleneck = bottleneck_matching(costs)
+        assert sorted(columns.tolist()) == list(range(5))
+        assert costs[np.arange(5), columns].max() == bottleneck
+        rows = np.arange(5)
+        assert bottleneck == min(
+            costs[rows, list(p)].max() for p in itertools.permutations(range(5))
+        )
+        costs = np.triu(costs, 1) + np.triu(costs, 1).T
+        order, length = shortest_open_path(costs)
+        assert sorted(order.tolist()) == list(range(5))
+        along = sum(costs[i, j] for i, j in itertools.pairwise(order))
+        assert along == pytest.approx(length, abs=1e-12)
+        assert length == pytest.approx(
+            min(
+                sum(costs[i, j] for i, j in itertools.pairwise(p))
+                for p in itertools.permutations(range(5))
+            )
+        )
+    assert shortest_open_path(np.zeros((1, 1)))[1] == 0
+
+
+def test_emitted_pipelines_cost_what_is_reported_also_where_links_are_asymmetric():
+    rng = np.random.default_rng(3)
+    network = random_network(15, 3)
+    factor = rng.uniform(1, 1.2, (15, 15))
+    network = networks.from_matrices(network.latency_s, network.bandwidth_bytes_per_s * factor)
+    job = job_of(4, 3)
+    problem = Problem(network, job)
+    for _ in range(20):
+        partition = Partition(problem, rng.permutation(15))
+        stages = partition.stages()
+        assert {frozenset(group) for group in stages.tolist()} == {
+            frozenset(group) for group in partition.groups.tolist()
+        }
+        assert evaluate(network, job, stages) == pytest.approx(partition.costs, rel=1e-12)
+
+
+@pytest.mark.parametrize("levels", [None, 2])
+def test_an_exchange_updates_what_a_new_evaluation_gives(levels):
+    rng = np.random.default_rng(4)
+    problem = Problem(random_network(14, 4, levels), job_of(4, 3))
+    partition = Partition(problem, rng.permutation(14))
+    for _ in range(100):
+        partition.swap(*rng.choice(14, 2, replace=False).tolist())
+        fresh = Partition(problem, partition.slots)
+        assert partition.costs == pytest.approx(fresh.costs, rel=1e-12)
+        np.testing.assert_allclose(partition.edge_s, fresh.edge_s)
+
+
+def test_exchanges_are_judged_as_they_turn_out():
+    """The table of all exchanges against each one carried out, edge by edge."""
+    rng = np.random.default_rng(5)
+    problem = Problem(random_network(14, 5), job_of(4, 3))
+    partition = Partition(problem, rng.permutation(14))
+
+    def bound(one, other):
+        costs = problem.passing_s[np.ix_(one, other)]
+        return max(costs.min(axis=1).max(), costs.min(axis=0).max())
+
+    table = search._Exchanges(partition, slope=0.0)
+    wanted = np.full((12, 14), np.inf)
+    for first, second in itertools.product(range(12), range(14)):
+        after = partition.slots.copy()
+        after[[first, second]] = after[[second, first]]
+        groups = after[:12].reshape(4, 3)
+        if first // 3 != second // 3:
+            data_parallel = max(problem.group_s(group) for group in groups)
+            along = itertools.pairwise(groups[partition.order])
+            wanted[first, second] = data_parallel + 2 * sum(bound(*pair) for pair in along)
+    free = np.ones(14, bool)
+    for _ in range(4):
+        first, second = table.best(~free)
+        assert wanted[first, second] == pytest.approx(wanted[free[:12]][:, free].min(), rel=1e-12)
+        free[[first, second]] = False
+    assert table.best(np.ones(14, bool)) is None
+
+
+def test_devices_with_too_little_memory_are_left_out():
+    network = random_network(9, 6)
+    job = Job(2, 3, DTFM_JOB.data_parallel_bytes, DTFM_JOB.pipeline_bytes, memory_bytes=16e9)
+    memory = np.full(9, 24e9)
+    memory[[0, 4]] = 8e9
+    found = place(network, job, memory_bytes=memory, generations=40, time_limit_s=60)
+    assert not {0, 4} & set(found.stages.ravel().tolist())
+    allowed = network.take(np.flatnonzero(memory > job.memory_bytes))
+    assert found.costs.total_s == pytest.approx(brute_force(allowed, job), rel=1e-12)
+    memory[:4] = 8e9
+    with pytest.raises(ValueError, match="need 6 devices, but the network has 9, of which 5 have"):
+        place(network, job, memory_bytes=memory)
+    with pytest.raises(ValueError, match="a number for each of 9 devices"):
+        place(network, job, memory_bytes=[1e9])
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: place(random_network(7, 0), job_of(4, 2)), "need 8 devices, .* has 7; ask for"),
+        (lambda: Job(17, 1, 1.0, 1.0), "1 to 16 stages"),
+        (lambda: Job(2, 0, 1.0, 1.0), "at least one replica"),
+        (lambda: Job(2, 2, -1.0, 1.0), "must not be negative"),
+        (lambda: evaluate(random_network(4, 0), job_of(2, 2), np.eye(3)), "2 rows of 2 devices"),
+        (
+            lambda: evaluate(random_network(4, 0), job_of(2, 2), np.array([[0, 1], [1, 2]])),
+            "a device occurs twice",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_uneven_regions_are_solved():
+    """5, 11 and 16 devices into 4 groups of 8, by enumerating how many of each region a group has
+    (devices of a region are alike)."""
+    counts = (5, 11, 16)
+    network = networks.regions(dict(zip(("Oregon", "Virginia", "Frankfurt"), counts, strict=True)))
+    job = job_of(4, 8)
+    problem = Problem(network, job)
+    first = np.cumsum([0, 5, 11])
+    between = np.array([[problem.passing_s[i, j + 1] for j in first] for i in first])
+    vectors = [(x, y, 8 - x - y) for x in range(6) for y in range(9 - x)]
+    group_s = {
+        v: problem.group_s(
+            np.concatenate([f + np.arange(c) for f, c in zip(first, v, strict=True)])
+        )
+        for v in vectors
+    }
+
+    @functools.cache
+    def edge_s(v, w):
+        costs = between[np.repeat(range(3), v)][:, np.repeat(range(3), w)]
+        return bottleneck_matching(costs)[1]
+
+    best = np.inf
+    for three in itertools.combinations_with_replacement(vectors, 3):
+        last = tuple(np.array(counts) - np.sum(three, axis=0))
+        if min(last) < 0 or last < three[-1]:
+            continue
+        groups = (*three, last)
+        data_parallel = max(group_s[v] for v in groups)
+        for path in itertools.permutations(groups):
+            if path <= path[::-1]:
+                along = sum(edge_s(*pair) for pair in itertools.pairwise(path))
+                best = min(best, data_parallel + 2 * along)
+    found = place(network, job, generations=3, time_limit_s=60)
+    assert found.costs.total_s == pytest.approx(best, rel=1e-12)
+
+
+def test_what_is_left_over_is_chosen_and_beats_plain_layouts():
+    network, job = networks.regions({"Oregon": 5, "Virginia": 11, "Frankfurt": 16}), job_of(5, 6)
+    found = place(network, job, generations=25, time_limit_s=60)
+    assert len(set(found.stages.ravel().tolist())) == 30
+    problem = Problem(network, job)
+    plain = [np.arange(30), np.arange(30).reshape(6, 5).T.ravel()]
+    others = [Partition(problem, np.append(slots, [30, 31])).costs.total_s for slots in plain]
+    assert found.costs.total_s < 0.95 * min(others)
+
+
+def test_a_seed_has_one_result_and_history_falls(capsys):
+    network, job = random_network(12, 7), job_of(3, 4)
+    one, two = (
+        place(network, job, seed=3, generations=6, time_limit_s=60, progress=show)
+        for show in (False, True)
+    )
+    np.testing.assert_array_equal(one.stages, two.stages)
+    assert one.num_candidates == two.num_candidates
+    costs = [cost for _, _, cost in one.history]
+    assert costs == sorted(costs, reverse=True) and costs[-1] == one.costs.total_s
+    assert f"best {one.costs.total_s:.4f} s" in capsys.readouterr().err
+
+
+def test_the_time_limit_holds():
+    found = place(random_network(40, 8), job_of(5, 8), time_limit_s=0.3)
+    assert 0.3 <= found.seconds < 3  # a slow machine finishes the exchange it is at
+    assert found.num_candidates > 2
+
+
+def test_pictures_are_drawn(tmp_path):
+    network = networks.regions({"Oregon": 2, "Ohio": 6})
+    found = place(network, job_of(4, 2), generations=3, time_limit_s=60)
+    drawn = {
+        "placement.png": plots.draw_placement(network, found),
+        "convergence.png": plots.draw_convergence({"mine": [found, found]}, {"mine": 30.0}),
+    }
+    for name, figure in drawn.items():
+        assert plots.save(figure, tmp_path / "new" / name).stat().st_size > 10_000
+    words = [
+        text.get_text()
+        for text in drawn["placement.png"].findobj(match=lambda a: hasattr(a, "get_text"))
+    ]
+    assert "Oregon" in words and any(f"{found.costs.total_s:.2f} s a step" in w for w in words)
