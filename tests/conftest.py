@@ -22,7 +22,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_collection_modifyitems(items):
-    """Fast tests first: a mistake shows within seconds."""
+    """Fast tests first, in every file: a mistake shows within seconds."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
 
 
