@@ -101,7 +101,7 @@ def compare_stages(seconds: float, seeds: int, out: Path) -> list[dict]:
             )
         mine = rows[-seeds:]
         random, plain = _random_mean_s(network, job), _plain_s(network, job)
-        published = "{:.4g}, mean {:.4g}".format(*DTFM_SEARCH[name]) if name in DTFM_SEARCH else ""
+        published = "{:.6g}, mean {:.6g}".format(*DTFM_SEARCH[name]) if name in DTFM_SEARCH else ""
         totals = [row["total_s"] for row in mine]
         print(
             f"| {name} | {job.num_stages} x {job.num_replicas} of {network.num_devices} "

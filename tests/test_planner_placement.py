@@ -94,6 +94,12 @@ def test_published_layouts_cost_what_is_published(published):
             assert 2 * partition.costs.pipeline_s == pytest.approx(layout["two_pp"], rel=1e-9)
 
 
+def test_devices_of_a_region_are_of_one_kind_and_noise_tells_them_apart():
+    numbers = [len(set(Problem(case(k), DTFM_JOB).kind.tolist())) for k in range(1, 6)]
+    assert numbers == [8, 9, 2, 4, 8]  # in case 2 eight instances, and all single devices
+    assert len(set(Problem(random_network(12, 0), job_of(3, 4)).kind.tolist())) == 12
+
+
 def test_random_pipelines_cost_what_random_ones_are_published_to(published):
     rng = np.random.default_rng(0)
     wanted = published["cases"]["case5_worldwide"]["random_5000"]["0"]
@@ -273,6 +279,10 @@ def test_devices_with_too_little_memory_are_left_out():
     ("call", "words"),
     [
         (lambda: place(random_network(7, 0), job_of(4, 2)), "need 8 devices, .* has 7; ask for"),
+        (
+            lambda: place(networks.preset("pcie_25gbe", 100, 8), job_of(2, 400)),
+            "2 x 400 of 800 devices are too many .* place machines",
+        ),
         (lambda: Job(17, 1, 1.0, 1.0), "1 to 16 stages"),
         (lambda: Job(2, 0, 1.0, 1.0), "at least one replica"),
         (lambda: Job(2, 2, -1.0, 1.0), "must not be negative"),

@@ -15,6 +15,7 @@ local search then replaces, adds, drops and exchanges rounds of the cycle as lon
 """
 
 import dataclasses
+import itertools
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
@@ -33,6 +34,7 @@ from decent_jax.topology import Schedule
 from decent_jax.topology.rounds import grouped, kron
 
 MOST_LIMITS = 16  # of how slow a link may be, tried by a greedy step
+MOST_GROUPS = 64  # a change is judged in some 16 MOST_GROUPS^3 operations
 MOST_ROUNDS = 16  # training compiles one executable a round
 NAME = "built"
 
@@ -51,8 +53,8 @@ def build_schedule(
     """The schedule that leaves the least disagreement on a network, as far as found; at most 16
     rounds.
 
-    All group sizes that divide the number of devices are tried; groups are of near devices, for
-    which the order of the replicas is chosen.
+    All group sizes that divide the number of devices into at most 64 groups are tried; groups are
+    of near devices, for which the order of the replicas is chosen.
 
     num_bytes: of one model on the wire.
     max_degree: permutations a round at most (messages a replica sends, beside those in its group).
@@ -71,11 +73,9 @@ def build_schedule(
         return evaluate(network, Schedule.from_matrices([np.ones((1, 1))], NAME), num_bytes)
     rng = np.random.default_rng(seed)
     with clock(time_limit_s, steps, "building a schedule", progress) as parts:
-        cycles = [
-            _Cycle(network, size, num_bytes, max_degree, compute_s)
-            for size in range(1, n // 2 + 1)
-            if n % size == 0
-        ]
+        sizes = [size for size in range(1, n // 2 + 1) if n % size == 0]
+        sizes = [size for size in sizes if n // size <= MOST_GROUPS] or sizes[-1:]
+        cycles = [_Cycle(network, size, num_bytes, max_degree, compute_s) for size in sizes]
         for _ in parts:
             for cycle in cycles:
                 cycle.change(rng)
@@ -121,20 +121,20 @@ class _Cycle:
         self._start()
 
     def _start(self) -> None:
-        """Take the best stretch of two greedy runs: from disagreement alone, and under drift."""
+        """Take the best stretch of three greedy runs: from disagreement alone, with all links
+        allowed in every round (which surely mixes everybody), and under drift."""
         centre = np.eye(self.m) - 1 / self.m
-        for noisy in (False, True):
+        most = min(MOST_ROUNDS, 3 * int(np.ceil(np.log2(self.m))) + 4)
+        for limits, drift in ((self.limits, False), (self.limits[-1:], False), (self.limits, True)):
             run, covariance = [], centre
-            for _ in range(3 * int(np.ceil(np.log2(self.m))) + 4):
-                mix = self._greedy_mix(covariance, noisy)
+            while len(run) < most and np.trace(covariance) > 1e-9:
+                mix = self._greedy_mix(covariance, limits, drift)
                 covariance = mix.matrix @ covariance @ mix.matrix.T
-                if noisy:
+                if drift:
                     covariance = covariance + mix.seconds * centre
                 run.append(mix)
-                for begin in range(len(run)) if noisy else (0,):
+                for begin in range(len(run)) if drift else (0,):
                     self._keep_if_better(run[begin:])
-                if not noisy and np.trace(covariance) < 1e-9:
-                    break
 
     def change(self, rng: np.random.Generator) -> None:
         """Try one change of the cycle."""
@@ -145,7 +145,8 @@ class _Cycle:
                 [mix.matrix for mix in mixes], [mix.seconds for mix in mixes]
             )[k]
             noise = rng.normal(size=before.shape) * rng.choice((0.0, 0.05, 0.3)) * before.std()
-            mix = self._mix(before + noise + noise.T, rng.choice(self.limits), rng)
+            degree = int(rng.integers(1, self.max_degree + 1))
+            mix = self._mix(before + noise + noise.T, rng.choice(self.limits), degree)
             mixes[k : k + 1 - kind] = [mix]
         elif kind == 2 and len(mixes) > 1:
             del mixes[k]
@@ -181,40 +182,32 @@ class _Cycle:
         inside = np.roll(seconds, 1) * (n - self.m)
         return time_average((between + inside) / (n - 1), seconds)
 
-    def _greedy_mix(self, covariance: np.ndarray, noisy: bool) -> _Mix:
-        """The round after which disagreement has fallen most per second: its logarithm, or where
-        noise is added all the time, itself."""
+    def _greedy_mix(self, covariance: np.ndarray, limits: np.ndarray, drift: bool) -> _Mix:
+        """The round after which disagreement has fallen most per second: its logarithm, or under
+        drift, where it need not fall to nothing, itself."""
 
         def fall_per_s(mix: _Mix) -> float:
             if mix.seconds == 0:  # nobody sends
                 return -np.inf
             now, then = np.trace(covariance), np.trace(mix.matrix @ covariance @ mix.matrix.T)
-            if noisy:
-                return (now - then) / mix.seconds
-            return -np.log(max(then / now, 1e-12)) / mix.seconds
+            fall = now - then if drift else -np.log(max(then / now, 1e-12))
+            return fall / mix.seconds
 
-        mixes = (self._mix(covariance, limit) for limit in self.limits)
-        return max(mixes, key=fall_per_s)
+        degrees = range(1, self.max_degree + 1)
+        choices = itertools.product(limits, degrees)
+        return max((self._mix(covariance, *choice) for choice in choices), key=fall_per_s)
 
-    def _mix(
-        self, covariance: np.ndarray, limit: float, rng: np.random.Generator | None = None
-    ) -> _Mix:
-        """The best round that uses no link slower than the limit; with as many permutations as
-        pay (or, given a random generator, as it says)."""
+    def _mix(self, covariance: np.ndarray, limit: float, degree: int) -> _Mix:
+        """The best round of so many permutations that uses no link slower than the limit."""
         eye = np.eye(self.m)
         forbidden = self.link_s > limit
-        total, sources, best = eye, [], None
-        degree = self.max_degree if rng is None else int(rng.integers(1, self.max_degree + 1))
+        total, sources = eye, []
         for _ in range(degree):
             assignment = total @ covariance
             assignment[forbidden] = np.abs(assignment).max() * self.m + 1
-            source = linear_sum_assignment(assignment)[1]
-            sources.append(source)
-            total = total + eye[source]
-            mix = _Mix(total / (len(sources) + 1), self._seconds(sources))
-            if best is None or rng is not None:
-                best = mix
-        return best
+            sources.append(linear_sum_assignment(assignment)[1])
+            total = total + eye[sources[-1]]
+        return _Mix(total / (degree + 1), self._seconds(sources))
 
     def _seconds(self, sources: list[np.ndarray]) -> float:
         receiver = np.arange(self.m)

@@ -30,6 +30,8 @@ from decent_jax.planner.network import Network
 
 MOST_STAGES = 16  # Held-Karp takes 2^stages x stages^2 steps: 0.2 s for 16
 
+MOST_REMEMBERED = 200_000  # matchings, some 100 MB
+
 
 @dataclasses.dataclass(frozen=True)
 class Job:
@@ -228,6 +230,8 @@ class Problem:
         """The pipeline cost between two groups."""
         key = (tuple(sorted(self.kind[group].tolist())), tuple(sorted(self.kind[other].tolist())))
         key = (min(key), max(key))
+        if len(self._matchings) > MOST_REMEMBERED:
+            self._matchings.clear()
         if key not in self._matchings:
             self._matchings[key] = bottleneck_matching(self.passing_s[np.ix_(group, other)])[1]
         return self._matchings[key]

@@ -27,10 +27,11 @@ from decent_jax.planner.placement import Costs, Job, Partition, Problem
 
 POPULATION = 12
 PATIENCE = 4  # exchanges in a row that a pass makes without reaching a new best
+MOST_ENTRIES = 2**25  # of a table of exchanges: 256 MiB
 SLOPES = (0.3, 0.1, 0.03, 0.01)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
     """The best placement found.
 
@@ -74,8 +75,15 @@ def place(
     Stops early at a placement that is proved optimal.
 
     Raises:
-      ValueError: too few usable devices.
+      ValueError: too few usable devices, or too many for the tables of the search.
     """
+    entries = job.num_devices * job.num_replicas * network.num_devices
+    if entries > MOST_ENTRIES:
+        raise ValueError(
+            f"{job.num_stages} x {job.num_replicas} of {network.num_devices} devices are too many "
+            f"to search: stages x replicas^2 x devices may be {MOST_ENTRIES}, got {entries}; place "
+            "machines instead of devices"
+        )
     search = _Search(Problem(network, job, memory_bytes), np.random.default_rng(seed))
     with tqdm(
         total=time_limit_s,
