@@ -12,21 +12,14 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import multiprocessing
 import os
-import signal
 import sys
-import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import connection
 from pathlib import Path
 
 import numpy as np
-import tqdm
 
-from decent_jax.data import text_inputs, tokenizers
+from decent_jax.data import text_inputs, tokenizers, worker_pool
 from decent_jax.data.token_files import SPLITS, TokenFolderWriter, check_out, sha256_file
 from decent_jax.data.tokenizers import DataError
 
@@ -89,7 +82,7 @@ def prepare(
 
     total = sum(source.size for source in sources + val_sources)
     if workers is None:
-        workers = 1 if total < _SMALL_BYTES else _cores()
+        workers = 1 if total < _SMALL_BYTES else worker_pool.cores()
     chunks = itertools.chain(
         (("val", chunk) for chunk in text_inputs.chunks(val_sources, text_field)),
         (("train", chunk) for chunk in text_inputs.chunks(sources, text_field)),
@@ -100,7 +93,9 @@ def prepare(
     with (
         TokenFolderWriter(out, codec, overwrite=overwrite) as writer,
         _results(chunks, workers, codec.name, writer.folder, text_field, seed) as results,
-        _progress(total, progress) as bar,
+        worker_pool.progress_bar(
+            total, progress, unit="B", unit_scale=True, desc="tokenizing"
+        ) as bar,
     ):
         for role, chunk, result in results:
             bar.update(chunk.read)
@@ -183,14 +178,7 @@ _work_here = None  # in a worker process: _work with its keywords
 
 def _start_worker(name: str, folder: Path, field: str, seed: int) -> None:
     global _work_here
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
-    threading.Thread(target=_die_with_parent, daemon=True).start()
     _work_here = functools.partial(_work, tokenizer=_load(name, folder), field=field, seed=seed)
-
-
-def _die_with_parent() -> None:
-    connection.wait([multiprocessing.parent_process().sentinel])
-    os._exit(1)
 
 
 def _work_in_worker(chunk):
@@ -208,21 +196,8 @@ def _results(chunks, workers: int, name: str, folder: Path, field: str, seed: in
         work = functools.partial(_work, tokenizer=_load(name, folder), field=field, seed=seed)
         yield ((role, chunk, work(chunk)) for role, chunk in chunks)
         return
-    pool = ProcessPoolExecutor(
-        workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(name, folder, field, seed),
-    )
-    try:
-        with _interrupts_ignored():  # inherited: a worker that is still starting stays silent
-            for _ in range(workers):
-                pool.submit(os.getpid)
+    with worker_pool.open_pool(workers, _start_worker, name, folder, field, seed) as pool:
         yield _in_order(pool, chunks, 2 * workers)
-    except BrokenProcessPool:
-        raise DataError("a worker process died, perhaps out of memory; try fewer workers") from None
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _in_order(pool, chunks, most: int):
@@ -234,35 +209,6 @@ def _in_order(pool, chunks, most: int):
             yield role, chunk, future.result()
     for role, chunk, future in pending:
         yield role, chunk, future.result()
-
-
-@contextlib.contextmanager
-def _interrupts_ignored():
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-
-
-def _progress(total: int, show: bool):
-    terminal = sys.stderr.isatty()
-    return tqdm.tqdm(
-        total=total,
-        unit="B",
-        unit_scale=True,
-        desc="tokenizing",
-        disable=not show,
-        mininterval=0.2 if terminal else 30,
-        delay=0.5 if terminal else 30,
-    )
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _paths(given: Iterable[str | Path]) -> list[Path]:
@@ -374,7 +320,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code: 0, 2 for bad input, 130 when interrupted."""
     args = _parser().parse_args(argv)
-    with _terminated_politely():
+    with worker_pool.terminated_politely():
         try:
             manifest = prepare(
                 args.input,
@@ -402,23 +348,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{split:5} {entry['documents']:>12,} documents {entry['tokens']:>16,} tokens")
     print(f"wrote {args.out}")
     return 0
-
-
-@contextlib.contextmanager
-def _terminated_politely():
-    """SIGTERM, a scheduler's word, cleans up as Ctrl-C does."""
-
-    def interrupt(signum, frame):
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, handler)
 
 
 if __name__ == "__main__":
