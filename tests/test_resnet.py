@@ -185,10 +185,10 @@ def test_moments_of_batches_are_those_of_their_union(images):
     assert_close(one, train_logits(own, params, zeros, images)[1], rtol=1e-4)
 
 
+@pytest.mark.parametrize("shape", [(8, 7), (2, 2), (1, 4)])
 @pytest.mark.parametrize("stride", [1, 2, 3])
 @pytest.mark.parametrize("size", [1, 3, 7])
-def test_convolution_equals_numpy_and_its_gradient_jax(size, stride):
-    shape = (8, 7)
+def test_convolution_equals_numpy_and_its_gradient_jax(size, stride, shape):
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (3, *shape, 4))
     kernel = jax.random.normal(keys[1], (size, size, 4, 5))

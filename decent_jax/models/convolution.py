@@ -85,7 +85,13 @@ def _spread(gradient, axis: int, stride: int) -> int:
     return (gradient.shape[axis] - 1) * stride + 1
 
 
-def _plain(x, kernel, padding, strides=(1, 1), **dilation):
+def _plain(x, kernel, padding, strides=(1, 1), lhs_dilation=(1, 1), rhs_dilation=(1, 1)):
+    if x.shape[1] < kernel.shape[0] or x.shape[2] < kernel.shape[1]:
+        # A kernel larger than the image takes XLA 100 times as long, unless it is padded before.
+        within = [(*sides, step - 1) for sides, step in zip(padding, lhs_dilation, strict=True)]
+        x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *within, (0, 0, 0)])
+        x = lax.optimization_barrier(x)  # XLA would make it the convolution's padding again
+        padding, lhs_dilation = ((0, 0), (0, 0)), (1, 1)
     return lax.conv_general_dilated(
-        x, kernel, strides, padding, dimension_numbers=_LAYOUT, **dilation
+        x, kernel, strides, padding, lhs_dilation, rhs_dilation, dimension_numbers=_LAYOUT
     )
