@@ -15,22 +15,27 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from absl import flags
 
 from decent_jax.data.partition import Partition
 
 
 class Batches(Iterator):
-    """An iterator with threads behind it; ``close`` (or ``with``) stops them."""
+    """An iterator with threads or processes behind it; ``close`` (or ``with``) stops them."""
 
     def __init__(self, iterator):
         self._iterator = iterator
 
     def __next__(self) -> Any:
+        if self._iterator is None:
+            raise ValueError("the batches are closed")
         return next(self._iterator)
 
     def close(self) -> None:
-        """Stops the threads; ``next`` raises ValueError afterwards. May be called twice."""
-        self._iterator.close()
+        """Stops them; ``next`` raises ValueError afterwards. May be called twice."""
+        if self._iterator is not None:
+            self._iterator.close()
+            self._iterator = None  # frees the shared memory of batches nobody has taken
 
     def __enter__(self) -> "Batches":
         return self
@@ -49,12 +54,15 @@ def train_batches(
     start_step: int = 0,
     prefetch: int = 4,
     num_threads: int | None = None,
+    workers: int = 0,
     partition: Partition | None = None,
 ) -> Batches:
     """Endless training batches of this process, from step ``start_step`` on.
 
     Each epoch visits every record once in an order of its own; a batch may straddle two epochs.
-    With a partition, each epoch of a replica visits every record of that replica once.
+    With a partition, each epoch of a replica visits every record of that replica once. Where the
+    source has a method ``augment(record, generator)``, the batches hold what it makes of records;
+    the random numbers are those of the example's place in the stream, whoever reads it.
 
     Args:
       source: ``len(source)`` records, ``source[i]`` an array or a pytree of arrays of equal shapes
@@ -66,6 +74,8 @@ def train_batches(
       start_step: the step of the first batch; any value costs the same.
       prefetch: batches read ahead; 0 reads in the calling thread.
       num_threads: threads that read ahead; None means as many as ``prefetch``, at most the cores.
+      workers: processes that read ahead in the place of threads, each one batch after the other;
+        for sources that compute much in Python. They are spawned, with a copy of the source.
       partition: which records belong to which replica; None: all replicas share all of them.
 
     Returns:
@@ -87,8 +97,8 @@ def train_batches(
         rows = _rows(source, np.random.SeedSequence(seed), batch_size // num_replicas)
     else:
         rows = _OwnRows(source, seed, batch_size // num_replicas, replicas, partition, num_replicas)
-    blocks = _TrainBlocks(rows, num_replicas, replicas)
-    return _iterate(grain.MapDataset.source(blocks), start_step, prefetch, num_threads)
+    blocks = _TrainBlocks(rows, num_replicas, replicas, start_step)
+    return _iterate(grain.MapDataset.source(blocks), prefetch, num_threads, workers)
 
 
 def eval_batches(
@@ -100,6 +110,7 @@ def eval_batches(
     replicas: Sequence[int] | None = None,
     prefetch: int = 4,
     num_threads: int | None = None,
+    workers: int = 0,
 ) -> Batches:
     """Every record of ``source`` once, in order; the last batch is padded with zeros.
 
@@ -114,7 +125,7 @@ def eval_batches(
 
     replicas = _checked(source, num_replicas, batch_size, replicas)
     blocks = _EvalBlocks(source, batch_size, batch_size // num_replicas, replicas, max_batches)
-    return _iterate(grain.MapDataset.source(blocks), 0, prefetch, num_threads)
+    return _iterate(grain.MapDataset.source(blocks), prefetch, num_threads, workers)
 
 
 def steps_per_epoch(source, batch_size: int) -> int:
@@ -127,8 +138,10 @@ def _rows(source, seed: np.random.SeedSequence, per_replica: int):
     import grain
 
     # grain shuffles epoch e by seed + e: without the hash, seed 1 would be seed 0 an epoch later
-    order = int(seed.generate_state(1, np.uint32)[0])
+    order, drawing = (int(word) for word in seed.generate_state(2, np.uint32))
     dataset = grain.MapDataset.source(source).shuffle(order).repeat()
+    if hasattr(source, "augment"):
+        dataset = dataset.random_map(source.augment, seed=drawing)
     return dataset.batch(per_replica, drop_remainder=True)
 
 
@@ -168,6 +181,8 @@ class _Subset:
 
     def __init__(self, source, indices):
         self.source, self.indices = source, indices
+        if hasattr(source, "augment"):
+            self.augment = source.augment
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -180,17 +195,22 @@ class _Subset:
 
 
 class _TrainBlocks:
-    """Item t: the rows of ``replicas`` at step t; item ``t * n + r`` of ``rows`` is replica r's."""
+    """Item t: the rows of ``replicas`` at step ``start + t``.
 
-    def __init__(self, rows, num_replicas, replicas):
+    Item ``step * n + r`` of ``rows`` are those of replica r.
+    """
+
+    def __init__(self, rows, num_replicas, replicas, start):
         self.rows, self.num_replicas, self.replicas = rows, num_replicas, replicas
+        self.start = start
 
     def __len__(self) -> int:
-        return len(self.rows) // self.num_replicas
+        return len(self.rows) // self.num_replicas - self.start
 
-    def __getitem__(self, step: int):
+    def __getitem__(self, index: int):
         import jax
 
+        step = self.start + index
         blocks = [self.rows[step * self.num_replicas + replica] for replica in self.replicas]
         return jax.tree.map(lambda *leaves: np.stack(leaves), *blocks)
 
@@ -240,15 +260,21 @@ def _checked(source, num_replicas, batch_size, replicas) -> list[int]:
     return replicas
 
 
-def _iterate(dataset, start: int, prefetch: int, num_threads: int | None) -> Batches:
+def _iterate(dataset, prefetch: int, num_threads: int | None, workers: int) -> Batches:
     import grain
 
     if num_threads is None:
         num_threads = min(prefetch, os.cpu_count() or 1)
     options = grain.ReadOptions(
-        num_threads=num_threads if prefetch else 0,
-        prefetch_buffer_size=prefetch if num_threads else 0,
+        num_threads=num_threads if prefetch and not workers else 0,
+        prefetch_buffer_size=prefetch if num_threads and not workers else 0,
     )
-    iterator = iter(dataset.to_iter_dataset(options))
-    grain.experimental.set_next_index(iterator, start)
-    return Batches(iterator)
+    batches = dataset.to_iter_dataset(options)
+    if workers:
+        if not flags.FLAGS.is_parsed():
+            flags.FLAGS.mark_as_parsed()  # grain reads flags of its own; a notebook parses none
+        ahead = max(prefetch // workers, 1)
+        batches = batches.mp_prefetch(
+            grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=ahead)
+        )
+    return Batches(iter(batches))

@@ -1,0 +1,430 @@
+"""Labelled images as files, from whatever holds them: the bytes, a label and a name by index.
+
+`open_images` finds out what a folder holds. ImageNet, and any data set like it, may lie there as
+class folders, as the original archives, as a prepared folder of ours or as one of TFDS.
+
+Classes are numbered in the order of their names (code points), and the images of a class come in
+the order of theirs, one class after another. So every layout of the same data gives the same
+record at the same index with the same label, but for TFDS, which stores them shuffled.
+"""
+
+import contextlib
+import operator
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from decent_jax.data import image_shards, imagenet_archives
+from decent_jax.data.tokenizers import DataError
+
+SPLITS = image_shards.SPLITS
+SUFFIXES = (".jpg", ".jpeg", ".png")
+
+_FOLDERS = {"train": ("train",), "val": ("val", "validation")}
+_ARCHIVES = {
+    "train": ("ILSVRC2012_img_train.tar", "train.tar"),
+    "val": ("ILSVRC2012_img_val.tar", "val.tar", "validation.tar"),
+}
+_THREADS = 16  # listing folders waits for the disk, or for a file server
+
+
+class EncodedImage(NamedTuple):
+    """An image as it is stored: JPEG or PNG, not decoded.
+
+    ``name`` is SPLIT/CLASS/FILE in every layout, such as "train/n01440764/n01440764_10026.JPEG".
+    """
+
+    data: bytes
+    label: int
+    name: str
+
+
+class FileStamp(NamedTuple):
+    """What differs once a file was changed."""
+
+    size: int  # bytes
+    mtime_ns: int  # of the archive, for an image in one
+
+
+class ImageFiles:
+    """The images of one split by index, a grain ``RandomAccessDataSource``; see `open_images`.
+
+    Any number of threads may read. Pickling hands on the index (about 50 bytes an image), not the
+    images; files are opened when first read from, in each process.
+
+    Attributes:
+      path: the folder.
+      split: "train" or "val".
+      class_names: (K,) strings, those of the training set in both splits.
+      layout: "class folders", "flat folder", "archive", "prepared" or "TFDS".
+    """
+
+    def __init__(self, path: str, split: str, storage):
+        self.path = path
+        self.split = split
+        self.class_names: tuple[str, ...] = storage.class_names
+        self.layout: str = storage.layout
+        self._storage = storage
+
+    @property
+    def labels(self) -> np.ndarray:
+        """(N,) int64, indices into ``class_names``. Only TFDS has to read all records for them."""
+        return self._storage.labels
+
+    def __len__(self) -> int:
+        return len(self._storage)
+
+    def __getitem__(self, index: int) -> EncodedImage:
+        """DataError where the file is gone, unreadable or, in an archive or shard, damaged."""
+        return EncodedImage(*self._storage.read(self._checked(index)))
+
+    def name(self, index: int) -> str:
+        """The name of an image of class folders or archives, without reading it."""
+        return self._storage.name(self._checked(index))
+
+    def stamp(self, index: int) -> FileStamp:
+        """Size and age of an image of class folders or archives, without reading it."""
+        return self._storage.stamp(self._checked(index))
+
+    def _checked(self, index: int) -> int:
+        index = operator.index(index)
+        if not 0 <= index < len(self):
+            raise IndexError(f"image {index} of {len(self)}")
+        return index
+
+    def __repr__(self) -> str:
+        return (
+            f"ImageFiles({self.path!r}, {self.split!r}, {self.layout}: {len(self):,} images of"
+            f" {len(self.class_names):,} classes)"
+        )
+
+
+def open_images(path: str | Path, split: str) -> ImageFiles:
+    """The images of one split of a folder in any of these layouts, tried in this order.
+
+    * prepared: what ``python -m decent_jax.data.prepare_images`` made.
+    * class folders: ``train/CLASS/*.jpg`` and ``val/CLASS/*.jpg`` (or ``validation/``); also .jpeg
+      and .png, in capitals or not. Hidden files and folders are passed over.
+    * archives: ``ILSVRC2012_img_train.tar`` and ``ILSVRC2012_img_val.tar`` as ImageNet hands them
+      out, or ``train.tar`` and ``val.tar`` with members ``CLASS/NAME.jpg``.
+    * TFDS: a data set with ``image`` and ``label`` as array_record: its version folder, or one
+      above that holds no other. Its records come in their stored order.
+
+    The splits may lie in different layouts. ImageNet's validation images without class folders,
+    in an archive or as ``val/*.JPEG``, get their classes from ``ILSVRC2012_devkit_t12.tar.gz`` (or
+    the folder unpacked from it) beside them.
+
+    Args:
+      path: the folder.
+      split: "train" or "val". The labels of "val" are those of the training classes.
+
+    Raises:
+      ValueError: an unknown split.
+      DataError: the path is missing, holds none of the layouts, or what it holds is not whole.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
+    path = os.path.abspath(path)
+    if not os.path.isdir(path):
+        what = "is a file, expected a folder" if os.path.exists(path) else "no such folder"
+        raise DataError(f"{path}: {what}; give the folder that holds the images")
+    with _one_sentence(path):
+        storage = _storage(path, split)
+    if not len(storage):
+        raise DataError(f"{path}: the split {split!r} holds no image; prepare the images again")
+    return ImageFiles(path, split, storage)
+
+
+def _storage(path: str, split: str):
+    if os.path.exists(os.path.join(path, "manifest.json")):
+        return image_shards.PreparedImages(path, split)
+    places = {name: _place(path, name) for name in SPLITS}
+    if not any(places.values()):
+        return image_shards.TfdsImages(_tfds_folder(path), split)
+    for name in ("train", split):
+        if places[name] is None:
+            tried = [f"{folder}/" for folder in _FOLDERS[name]] + list(_ARCHIVES[name])
+            raise DataError(
+                f"{path}: has no {'training' if name == 'train' else 'validation'} images; looked"
+                f" for {', '.join(tried[:-1])} and {tried[-1]}, put one of them there"
+            )
+    if split == "train":
+        return _train(places["train"])
+    return _val(places["val"], _class_names(places["train"]))
+
+
+def _place(path: str, split: str) -> str | None:
+    """The folder or archive of a split, if there is one."""
+    folders = (os.path.join(path, name) for name in _FOLDERS[split])
+    archives = (os.path.join(path, name) for name in _ARCHIVES[split])
+    found = [*filter(os.path.isdir, folders), *filter(os.path.isfile, archives)]
+    return found[0] if found else None
+
+
+def _tfds_folder(path: str) -> Path:
+    """The one TFDS version folder at or below ``path``."""
+    here = Path(path)
+    patterns = ("dataset_info.json", "*/dataset_info.json", "*/*/dataset_info.json")
+    found = [info.parent for pattern in patterns for info in sorted(here.glob(pattern))]
+    found = [folder for folder in found if (folder / "features.json").exists()]
+    if not found:
+        raise DataError(
+            f"{path}: holds no images in a known layout; looked for class folders train/CLASS/*.jpg"
+            " and val/CLASS/*.jpg, the archives ILSVRC2012_img_train.tar or train.tar, a prepared"
+            " folder (manifest.json) and a TFDS folder (dataset_info.json and features.json)"
+        )
+    if len(found) > 1:
+        names = ", ".join(str(folder.relative_to(here)) for folder in found[:3])
+        raise DataError(f"{path}: holds {len(found)} TFDS folders ({names}); give one of them")
+    return found[0]
+
+
+def _train(place: str):
+    if os.path.isfile(place):
+        found = imagenet_archives.index_archive(place, _is_image, _FOLDERS["train"])
+        if "" in found:
+            name = found[""].names[0]
+            raise DataError(
+                f"{place}: holds {name!r} outside of a class; expected CLASS/NAME.jpg, or a"
+                " CLASS.tar of each class; pack the archive anew"
+            )
+        return _ArchiveStorage(place, "train", _sorted_classes(place, found), found)
+    return _class_folders(place, "train", _class_names(place))
+
+
+def _val(place: str, class_names: tuple[str, ...]):
+    if os.path.isfile(place):
+        found = imagenet_archives.index_archive(place, _is_image, _FOLDERS["val"])
+        if set(found) == {""}:
+            found = _by_ground_truth(place, found[""], class_names)
+        elif "" in found:
+            name = found[""].names[0]
+            raise DataError(f"{place}: holds {name!r} outside of a class; pack the archive anew")
+        _check_known(place, sorted(found), class_names)
+        _sorted_classes(place, found)
+        return _ArchiveStorage(place, "val", class_names, found)
+    folders = _subfolders(place)
+    if folders:
+        _check_known(place, folders, class_names)
+        return _class_folders(place, "val", class_names, present=folders)
+    files = imagenet_archives.Members(_images(place), np.zeros(0), np.zeros(0))
+    if not files.names:
+        raise DataError(f"{place}: holds no class folder and no {', '.join(SUFFIXES)} file")
+    found = _by_ground_truth(place, files, class_names)
+    names = [found[name].names if name in found else [] for name in class_names]
+    return _FolderStorage(place, "val", class_names, names, flat=True)
+
+
+def _class_names(place: str) -> tuple[str, ...]:
+    """The classes of the training set; DataError where there is none."""
+    if os.path.isfile(place):
+        names = imagenet_archives.class_names(place, _is_image, _FOLDERS["train"])
+        names = [name for name in names if name]
+        what = "no class; expected members CLASS/NAME.jpg, or a CLASS.tar of each class"
+    else:
+        names = _subfolders(place)
+        what = "no class folder; expected train/CLASS/*.jpg"
+    if not names:
+        raise DataError(f"{place}: holds {what}")
+    return tuple(names)
+
+
+def _sorted_classes(place: str, found: dict) -> tuple[str, ...]:
+    """The classes of an archive; DataError where there is none or one is empty."""
+    if not found:
+        raise DataError(f"{place}: holds no {', '.join(SUFFIXES)} file; fetch or pack it again")
+    for name in sorted(found):
+        if not found[name].names:
+            raise DataError(
+                f"{place}: {name}.tar holds no {', '.join(SUFFIXES)} file; fetch it again"
+            )
+    return tuple(sorted(found))
+
+
+def _class_folders(place: str, split: str, class_names, present=None):
+    present = set(class_names if present is None else present)
+
+    def images(name):
+        if name not in present:
+            return []
+        folder = os.path.join(place, name)
+        found = _images(folder)
+        if not found:
+            raise DataError(
+                f"{folder}: the class folder holds no {', '.join(SUFFIXES)} file; put the images of"
+                " the class there or remove the folder"
+            )
+        return found
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        names = list(pool.map(images, class_names))
+    return _FolderStorage(place, split, class_names, names)
+
+
+def _check_known(place: str, found: list[str], class_names: tuple[str, ...]) -> None:
+    known = set(class_names)
+    if unknown := [name for name in found if name not in known]:
+        more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+        classes = "1 class" if len(unknown) == 1 else f"{len(unknown)} classes"
+        raise DataError(
+            f"{place}: holds {classes} that the training images do not have:"
+            f" {', '.join(unknown[:3])}{more}; remove them or add training images"
+        )
+
+
+def _by_ground_truth(place: str, files: imagenet_archives.Members, class_names) -> dict:
+    """Flat validation images sorted into their classes."""
+    wnids = imagenet_archives.ground_truth(os.path.dirname(place))
+    if len(wnids) != len(files.names):
+        raise DataError(
+            f"{place}: holds {len(files.names)} validation images where the development kit's"
+            f" ground truth has {len(wnids)}; fetch the images again"
+        )
+    _check_known(place, sorted(set(wnids)), class_names)
+    places = {}
+    for position, wnid in enumerate(wnids):
+        places.setdefault(wnid, []).append(position)
+    return {
+        wnid: imagenet_archives.Members(
+            [files.names[i] for i in positions],
+            *(column[positions] if len(column) else column for column in files[1:]),
+        )
+        for wnid, positions in places.items()
+    }
+
+
+def _subfolders(folder: str) -> list[str]:
+    with os.scandir(folder) as entries:
+        return sorted(e.name for e in entries if not e.name.startswith(".") and e.is_dir())
+
+
+def _images(folder: str) -> list[str]:
+    with os.scandir(folder) as entries:  # which know what they are: no look at each file
+        return sorted(entry.name for entry in entries if _is_image(entry.name) and entry.is_file())
+
+
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(SUFFIXES) and not name.startswith(".")
+
+
+class _Storage:
+    """The index of images that lie in files: of each its label, and its name without the class."""
+
+    layout: str
+
+    def __init__(self, place: str, split: str, class_names, names: list[list[str]]):
+        self.class_names = tuple(class_names)
+        self.labels = np.repeat(np.arange(len(names)), [len(of_class) for of_class in names])
+        self._place = place
+        self._split = split
+        self._names = _Names([name for of_class in names for name in of_class])
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def name(self, index: int) -> str:
+        class_name = self.class_names[self.labels[index]]
+        return f"{self._split}/{class_name}/{self._names[index]}"
+
+    def read(self, index: int) -> tuple[bytes, int, str]:
+        return self._read(index), int(self.labels[index]), self.name(index)
+
+
+class _FolderStorage(_Storage):
+    """Files in class folders, or all in one folder."""
+
+    def __init__(self, place: str, split: str, class_names, names, flat: bool = False):
+        super().__init__(place, split, class_names, names)
+        self.layout = "flat folder" if flat else "class folders"
+        self._flat = flat
+
+    def _read(self, index: int) -> bytes:
+        path = self._path(index)
+        with _one_sentence(path), open(path, "rb", buffering=0) as file:
+            return file.read()
+
+    def stamp(self, index: int) -> FileStamp:
+        path = self._path(index)
+        with _one_sentence(path):
+            status = os.stat(path)
+            return FileStamp(status.st_size, status.st_mtime_ns)
+
+    def _path(self, index: int) -> str:
+        folder = "" if self._flat else self.class_names[self.labels[index]]
+        return os.path.join(self._place, folder, self._names[index])
+
+
+class _ArchiveStorage(_Storage):
+    """Pieces of a tar file."""
+
+    layout = "archive"
+
+    def __init__(self, place: str, split: str, class_names, found: dict):
+        members = [found.get(name, imagenet_archives.NO_MEMBERS) for name in class_names]
+        super().__init__(place, split, class_names, [of_class.names for of_class in members])
+        self._offsets = np.concatenate([of_class.offsets for of_class in members])
+        self._sizes = np.concatenate([of_class.sizes for of_class in members])
+        self._file = _SharedFile(place)
+
+    def _read(self, index: int) -> bytes:
+        offset, size = int(self._offsets[index]), int(self._sizes[index])
+        with _one_sentence(self._place):
+            data = os.pread(self._file.descriptor(), size, offset)
+        if len(data) < size:
+            raise DataError(
+                f"{self._place}: is cut short, {self.name(index)} cannot be read; fetch it again"
+            )
+        return data
+
+    def stamp(self, index: int) -> FileStamp:
+        with _one_sentence(self._place):
+            status = os.fstat(self._file.descriptor())
+            return FileStamp(int(self._sizes[index]), status.st_mtime_ns)
+
+
+class _SharedFile:
+    """A file descriptor for pread by all threads; opened when needed, not pickled."""
+
+    def __init__(self, path: str):
+        self._path = path
+        self._descriptor = None
+        self._lock = threading.Lock()
+
+    def descriptor(self) -> int:
+        with self._lock:
+            if self._descriptor is None:
+                self._descriptor = os.open(self._path, os.O_RDONLY)
+            return self._descriptor
+
+    def __del__(self):
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+
+    def __reduce__(self):
+        return _SharedFile, (self._path,)
+
+
+class _Names:
+    """Many names in one block of bytes: as Python strings, ImageNet's would take 100 MB."""
+
+    def __init__(self, names: list[str]):
+        block = "".join(f"{name}\0" for name in names).encode("utf-8", "surrogateescape")
+        self._block = block
+        self._ends = np.flatnonzero(np.frombuffer(block, np.uint8) == 0)
+
+    def __getitem__(self, index: int) -> str:
+        start = int(self._ends[index - 1]) + 1 if index else 0
+        return self._block[start : int(self._ends[index])].decode("utf-8", "surrogateescape")
+
+
+@contextlib.contextmanager
+def _one_sentence(path: str):
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or path
+        raise DataError(f"{where}: cannot be read ({error.strerror or error})") from None

@@ -1,0 +1,170 @@
+"""Training crops and evaluation crops of encoded images, made by the processes that read them.
+
+Both are cut from no more of the file than they need: libjpeg-turbo decodes at the smallest 1/1,
+1/2, 1/4 or 1/8 of the size at which the crop still has as many pixels as are wanted, and one
+bilinear resize does the rest. Without antialiasing, as in the reference's runs: so a crop that is
+up to twice as large as wanted is sampled, not averaged. (Pillow's bilinear filter averages;
+benchmarks/images.py measures how far the two are apart.)
+"""
+
+import contextlib
+import math
+from typing import NamedTuple
+
+import cv2
+import numpy as np
+
+from decent_jax.data import jpeg, trivial_augment
+from decent_jax.data.tokenizers import DataError
+
+AREA = (0.08, 1.0)  # of a training crop, as a share of the picture's
+RATIO = (3 / 4, 4 / 3)  # of its width to its height
+_TRIES = 10
+
+cv2.setNumThreads(0)  # parallel are the pictures, not the rows of one
+
+
+class Box(NamedTuple):
+    """A part of a picture, in pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+class TrainImages:
+    """Encoded records by index; :meth:`augment` makes training images of them.
+
+    Args:
+      files: a source of records with ``data``, ``label`` and ``name`` (`image_files.ImageFiles`).
+      size: height and width of a training image, pixels.
+      trivial_augment: distort each by one random operation (`decent_jax.data.trivial_augment`).
+    """
+
+    def __init__(self, files, size: int, *, trivial_augment: bool = False):
+        self.files, self.size = files, size
+        self.trivial_augment = trivial_augment
+        self.class_names = files.class_names
+
+    @property
+    def labels(self) -> np.ndarray:
+        """(N,) int64; of a TFDS folder all records must be read for them."""
+        return self.files.labels
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int):
+        return self.files[index]
+
+    def __repr__(self) -> str:
+        return f"TrainImages({self.files!r}, size={self.size})"
+
+    def augment(self, record, random: np.random.Generator) -> dict[str, np.ndarray]:
+        """``{"image": (size, size, 3) uint8, "label": () int32}``, a random crop of the record.
+
+        Raises:
+          DataError: the file is damaged.
+        """
+        with _naming(record.name):
+            header = jpeg.read_header(record.data)
+            box = random_box(random, header.height, header.width)
+            image = crop(record.data, box, self.size, header=header)
+        if self.trivial_augment:
+            image = trivial_augment.trivial_augment(image, random)
+        return {"image": image, "label": np.int32(record.label)}
+
+
+class EvalImages:
+    """Centre crops of encoded records: ``{"image": (size, size, 3) uint8, "label": () int32}``.
+
+    In an order of their own, always the same, so that the first ones are a sample of all classes.
+
+    Args:
+      files: as for :class:`TrainImages`.
+      size: height and width of an image, pixels.
+      resize: what the shorter side of the picture is made before the crop, at least ``size``.
+    """
+
+    def __init__(self, files, size: int, resize: int):
+        self.files, self.size, self.resize = files, size, resize
+        self.class_names = files.class_names
+        self.order = np.random.default_rng(0).permutation(len(files))
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        record = self.files[int(self.order[index])]
+        with _naming(record.name):
+            header = jpeg.read_header(record.data)
+            box = centre_box(header.height, header.width, self.size / self.resize)
+            image = crop(record.data, box, self.size, header=header)
+        return {"image": image, "label": np.int32(record.label)}
+
+    def __repr__(self) -> str:
+        return f"EvalImages({self.files!r}, size={self.size}, resize={self.resize})"
+
+
+def random_box(random: np.random.Generator, height: int, width: int) -> Box:
+    """A part of ``AREA`` of the picture, of a ``RATIO`` drawn on a logarithmic scale, anywhere.
+
+    Where ten draws do not fit into the picture, the largest centred one with a ratio that may be
+    (torchvision's RandomResizedCrop; Szegedy et al., 2015).
+    """
+    low, high = np.log(RATIO)
+    for _ in range(_TRIES):
+        area = height * width * random.uniform(*AREA)
+        ratio = math.exp(random.uniform(low, high))
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            top = int(random.integers(0, height - h + 1))
+            return Box(top, int(random.integers(0, width - w + 1)), h, w)
+    ratio = min(max(width / height, RATIO[0]), RATIO[1])
+    w, h = min(width, round(height * ratio)), min(height, round(width / ratio))
+    return Box((height - h) // 2, (width - w) // 2, h, w)
+
+
+def centre_box(height: int, width: int, share: float) -> Box:
+    """The centred square whose side is ``share`` of the shorter side."""
+    side = max(round(share * min(height, width)), 1)
+    return Box(round((height - side) / 2), round((width - side) / 2), side, side)
+
+
+def crop(data: bytes, box: Box, size: int, *, header: jpeg.Header | None = None) -> np.ndarray:
+    """The part ``box`` of an image file as (size, size, 3) uint8.
+
+    Raises:
+      ValueError: see `jpeg.decode`.
+    """
+    shrink = shrink_for(box, size)
+    pixels = jpeg.decode(data, shrink=shrink, header=header)
+    rows, columns = (
+        _shrunk(start, length, shrink, whole)
+        for start, length, whole in zip(box[:2], box[2:], pixels.shape, strict=False)
+    )
+    return cv2.resize(pixels[rows, columns], (size, size), interpolation=cv2.INTER_LINEAR)
+
+
+def shrink_for(box: Box, size: int) -> int:
+    """The largest shrink that leaves ``box`` at least ``size`` pixels both ways, or 1."""
+    return next(k for k in jpeg.SHRINKS if k == 1 or min(box.height, box.width) >= k * size)
+
+
+def _shrunk(start: int, length: int, shrink: int, whole: int) -> slice:
+    """``length`` pixels from ``start`` in the shrunk picture, at least one."""
+    first = min(round(start / shrink), whole - 1)
+    return slice(first, min(max(round((start + length) / shrink), first + 1), whole))
+
+
+@contextlib.contextmanager
+def _naming(name: str):
+    """A context in which ValueError becomes a DataError about the image of this name."""
+    try:
+        yield
+    except ValueError as error:
+        raise DataError(
+            f"{name} {error}; `python -m decent_jax.data.prepare_images` packs a data set without"
+            " its damaged files"
+        ) from None

@@ -1,0 +1,230 @@
+"""ImageNet's original archives, read where they lie: images in tar files, and the devkit.
+
+A tar file is indexed by its headers alone, nested tar files too; an image is then the bytes from
+an offset. Nothing is unpacked.
+"""
+
+import contextlib
+import io
+import os
+import tarfile
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from decent_jax.data.tokenizers import DataError
+
+DEVKIT = "ILSVRC2012_devkit_t12"
+
+_BLOCK = 512
+_THREADS = 16  # indexing waits for the disk most of the time
+_FILES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
+_LONG_NAME = tarfile.GNUTYPE_LONGNAME
+_EXTENDED = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
+
+
+class Members(NamedTuple):
+    """The files of one class in an archive, sorted by name: lists and arrays of equal length."""
+
+    names: list[str]
+    offsets: np.ndarray  # (files,) int64, in bytes from the beginning of the archive
+    sizes: np.ndarray  # (files,) int64
+
+
+NO_MEMBERS = Members([], np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+def index_archive(path: str | Path, wanted, folders: tuple[str, ...]) -> dict[str, Members]:
+    """What an archive holds, by class.
+
+    Args:
+      path: an uncompressed tar file with members ``CLASS/NAME``, or ``FOLDER/CLASS/NAME`` with one
+        of ``folders``, or ``CLASS.tar`` which holds members ``NAME``, or ``NAME`` alone, which are
+        then of the class ``""``.
+      wanted: says of the name of a file whether it is one to list.
+
+    Raises:
+      DataError: the archive, or one within, is cut short or damaged.
+    """
+    found: dict[str, dict[str, tuple[int, int]]] = {}
+    nested = []
+    with _opened(path) as fd:
+        for class_name, name, offset, size in _top_level(fd, path, wanted, folders):
+            if name is None:
+                nested.append((class_name, offset, size))
+            else:
+                found.setdefault(class_name, {})[name] = offset, size  # the last of a name counts
+
+        def index_nested(archive):
+            class_name, offset, size = archive
+            walk = _walk(fd, offset, offset + size, f"{path}, {class_name}.tar")
+            files = ((_parts(name)[-1], *place) for name, *place in walk)
+            return class_name, _members({name: place for name, *place in files if wanted(name)})
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            return {name: _members(files) for name, files in found.items()} | dict(
+                pool.map(index_nested, nested)
+            )
+
+
+def class_names(path: str | Path, wanted, folders: tuple[str, ...]) -> list[str]:
+    """The sorted names of the classes in an archive; quick where it is a tar of one tar a class."""
+    with _opened(path) as fd:
+        return sorted({member[0] for member in _top_level(fd, path, wanted, folders)})
+
+
+def ground_truth(folder: str | Path) -> list[str]:
+    """The wnid of every validation image of ImageNet, in the order of their file names.
+
+    Args:
+      folder: holds the devkit, packed or unpacked.
+
+    Raises:
+      DataError: it is missing, damaged, or names an id that it does not explain.
+    """
+    truth, truth_path = _devkit_file(folder, "ILSVRC2012_validation_ground_truth.txt")
+    meta, meta_path = _devkit_file(folder, "meta.mat")
+    wnids = _wnids(meta, meta_path)
+    try:
+        ids = [int(line) for line in truth.split()]
+        return [wnids[number] for number in ids]
+    except ValueError:
+        raise DataError(f"{truth_path}: is not one number a line; fetch the devkit again") from None
+    except KeyError as error:
+        raise DataError(
+            f"{truth_path}: names the class id {error}, which {meta_path} does not explain;"
+            " fetch the devkit again"
+        ) from None
+
+
+def _top_level(fd: int, path, wanted, folders) -> Iterator[tuple[str, str | None, int, int]]:
+    """(class, name, offset, size) of the members; of a nested archive the name is None."""
+    for member, offset, size in _walk(fd, 0, os.fstat(fd).st_size, str(path)):
+        *above, name = _parts(member)
+        if len(above) == 2 and above[0] in folders:
+            above = above[1:]
+        if not above and name.endswith(".tar") and not name.startswith("."):
+            yield name.removesuffix(".tar"), None, offset, size
+        elif wanted(name):
+            if len(above) > 1:
+                raise DataError(
+                    f"{path}: {member!r} lies too deep, expected CLASS/NAME; pack the archive anew"
+                )
+            yield (above[0] if above else ""), name, offset, size
+
+
+def _parts(member: str) -> list[str]:
+    return [part for part in member.split("/") if part not in ("", ".")] or [""]
+
+
+def _members(files: dict) -> Members:
+    names = sorted(files)
+    places = np.array([files[name] for name in names], np.int64).reshape(-1, 2)
+    return Members(names, places[:, 0].copy(), places[:, 1].copy())
+
+
+def _walk(fd: int, start: int, stop: int, where: str) -> Iterator[tuple[str, int, int]]:
+    """(name, offset, size) of the files of the tar file in bytes ``start`` to ``stop`` of ``fd``.
+
+    Python's tarfile would take an archive that ends between two members for a whole one.
+    """
+    offset, name = start, None
+    while True:
+        try:
+            header = os.pread(fd, _BLOCK, offset) if offset + _BLOCK <= stop else b""
+            info = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
+        except tarfile.EOFHeaderError:
+            return
+        except (tarfile.EmptyHeaderError, tarfile.TruncatedHeaderError):
+            raise _cut_short(where, stop - start) from None
+        except tarfile.HeaderError as error:
+            raise DataError(
+                f"{where}: no readable tar file at byte {offset - start} ({error}); fetch it again,"
+                " and unpack it first if it is compressed"
+            ) from None
+        data = offset + _BLOCK
+        offset = data + -(-info.size // _BLOCK) * _BLOCK
+        if data + info.size > stop:
+            raise _cut_short(where, stop - start)
+        if info.type == _LONG_NAME:
+            name = os.pread(fd, info.size, data).rstrip(b"\0").decode("utf-8", "surrogateescape")
+        elif info.type in _EXTENDED:
+            name = _pax_name(os.pread(fd, info.size, data), where) or name
+        elif info.type in _FILES:
+            yield name or info.name, data, info.size
+            name = None
+        elif info.type != tarfile.XGLTYPE:  # a folder, say, to which a long name belonged
+            name = None
+
+
+def _cut_short(where: str, size: int) -> DataError:
+    return DataError(f"{where}: the tar file is cut short at {size} bytes; fetch it again")
+
+
+def _pax_name(records: bytes, where: str) -> str | None:
+    """The path in a pax header, which is lines "LENGTH KEY=VALUE" (POSIX.1-2001)."""
+    while records:
+        digits = records.partition(b" ")[0]
+        if not digits.isdigit() or digits == b"0":
+            raise DataError(f"{where}: holds a damaged pax header; fetch it again")
+        length = int(digits)
+        key, _, value = records[:length].partition(b" ")[2].partition(b"=")
+        if key == b"path":
+            return value.removesuffix(b"\n").decode("utf-8", "surrogateescape")
+        records = records[length:]
+    return None
+
+
+def _devkit_file(folder, name: str) -> tuple[bytes, str]:
+    """The content of a file of the devkit, and what to call it."""
+    unpacked = Path(folder) / DEVKIT / "data" / name
+    packed = Path(folder) / f"{DEVKIT}.tar.gz"
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), _one_sentence(unpacked):
+        return unpacked.read_bytes(), str(unpacked)
+    try:
+        with tarfile.open(packed) as archive:
+            return archive.extractfile(f"{DEVKIT}/data/{name}").read(), f"{packed}, {name}"
+    except FileNotFoundError:
+        raise DataError(
+            f"{folder}: its validation images are not in class folders, so their classes are read"
+            f" from ImageNet's development kit; put {DEVKIT}.tar.gz, or what it holds as"
+            f" {DEVKIT}/, into {folder}"
+        ) from None
+    except KeyError:
+        raise DataError(f"{packed}: holds no {DEVKIT}/data/{name}; fetch it again") from None
+    except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
+        raise DataError(f"{packed}: cannot be read ({error}); fetch it again") from None
+
+
+def _wnids(meta: bytes, where: str) -> dict[int, str]:
+    """The wnid of each class id. Ids are not in the order of wnids; those above 1000 are groups."""
+    import scipy.io
+
+    try:
+        synsets = np.atleast_1d(scipy.io.loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"])
+        pairs = zip(synsets["ILSVRC2012_ID"], synsets["WNID"], strict=True)
+        return {int(number): str(wnid) for number, wnid in pairs}
+    except Exception as error:  # of many kinds, for a damaged file
+        raise DataError(
+            f"{where}: holds no readable table of the classes ({error}); fetch the devkit again"
+        ) from None
+
+
+@contextlib.contextmanager
+def _opened(path: str | Path):
+    with _one_sentence(path), open(path, "rb") as file:
+        yield file.fileno()
+
+
+@contextlib.contextmanager
+def _one_sentence(path: str | Path):
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None

@@ -1,0 +1,233 @@
+"""ImageNet in small: five classes, six training and three validation images each, in every layout.
+
+As in the real one, one image is grey, one is CMYK, one is turned by its EXIF orientation, one is a
+PNG named .JPEG, and the ids of the development kit are not in the order of the wnids.
+"""
+
+import functools
+import io
+import json
+import tarfile
+
+import numpy as np
+import scipy.io
+from array_record.python.array_record_module import ArrayRecordWriter
+from PIL import Image
+
+WNIDS = ("n01440764", "n01443537", "n02119789", "n03000134", "n12998815")
+TRAIN_IMAGES, VAL_IMAGES = 6, 3  # of a class
+DEVKIT = "ILSVRC2012_devkit_t12"
+
+_IDS = {"n02119789": 1, "n12998815": 2, "n01443537": 3, "n03000134": 4, "n01440764": 5}
+_GROUP = ("n00001740", 6)  # an inner node of WordNet, with an id but without images
+
+
+@functools.cache
+def images():
+    """{"train": {(wnid, file name): bytes}, "val": ...} in the order in which records come."""
+    rng = np.random.default_rng(0)
+    train = {
+        (wnid, f"{wnid}_{number}.JPEG"): _jpeg(rng)
+        for wnid in WNIDS
+        for number in sorted(rng.choice(20000, TRAIN_IMAGES, replace=False).tolist(), key=str)
+    }
+    names = list(train)
+    train[names[1]] = _jpeg(rng, mode="L")
+    train[names[8]] = _jpeg(rng, mode="CMYK")
+    exif = Image.Exif()
+    exif[0x0112] = 6  # Orientation: turned by a quarter
+    train[names[14]] = _jpeg(rng, exif=exif)
+    train[names[20]] = _encoded(_picture(rng, "RGB"), "PNG")
+    wnids = rng.permutation(np.repeat(WNIDS, VAL_IMAGES)).tolist()
+    val = {(w, f"ILSVRC2012_val_{i:08}.JPEG"): _jpeg(rng) for i, w in enumerate(wnids, 1)}
+    return {"train": train, "val": dict(sorted(val.items()))}
+
+
+def records(split):
+    """What every layout has to give: (data, label, name), in order."""
+    return [
+        (data, WNIDS.index(wnid), f"{split}/{wnid}/{name}")
+        for (wnid, name), data in images()[split].items()
+    ]
+
+
+def write_folders(path, splits=("train", "val"), val="val"):
+    """PATH/train/WNID/NAME.JPEG."""
+    for split in splits:
+        for (wnid, name), data in images()[split].items():
+            folder = path / (val if split == "val" else "train") / wnid
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(data)
+    return path
+
+
+def write_flat_val(path):
+    """PATH/val/NAME.JPEG, as ImageNet's archive unpacks."""
+    (path / "val").mkdir(parents=True)
+    for (_, name), data in images()["val"].items():
+        (path / "val" / name).write_bytes(data)
+    return path
+
+
+def write_archives(path):
+    """The three files of ImageNet, with members in no order."""
+    path.mkdir(parents=True, exist_ok=True)
+    outer = {}
+    for wnid in reversed(WNIDS):
+        own = {name: data for (w, name), data in images()["train"].items() if w == wnid}
+        outer[f"{wnid}.tar"] = tar_bytes(dict(reversed(own.items())))
+    (path / "ILSVRC2012_img_train.tar").write_bytes(tar_bytes(outer))
+    flat = {name: data for (_, name), data in images()["val"].items()}
+    (path / "ILSVRC2012_img_val.tar").write_bytes(tar_bytes(flat))
+    write_devkit(path)
+    return path
+
+
+def write_tars(path, prefix="", **options):
+    """PATH/train.tar and PATH/val.tar with members [train/]WNID/NAME.JPEG."""
+    path.mkdir(parents=True, exist_ok=True)
+    for split in ("train", "val"):
+        above = f"{prefix}{split}/" if prefix else ""
+        members = {f"{above}{w}/{name}": data for (w, name), data in images()[split].items()}
+        (path / f"{split}.tar").write_bytes(tar_bytes(members, **options))
+    return path
+
+
+def write_devkit(path, *, packed=True, ids=None):
+    """The devkit with its two files that matter; ``ids`` replaces those of the ground truth."""
+    fields = [("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O"), ("num_children", "O")]
+    synsets = [*((number, wnid) for wnid, number in _IDS.items()), _GROUP[::-1]]
+    table = np.array([[(n, w, f"words of {w}", 0)] for n, w in synsets], dtype=fields)
+    meta = io.BytesIO()
+    scipy.io.savemat(meta, {"synsets": table})
+    if ids is None:
+        by_file = sorted((name, wnid) for wnid, name in images()["val"])
+        ids = [_IDS[wnid] for _, wnid in by_file]
+    files = {
+        f"{DEVKIT}/data/meta.mat": meta.getvalue(),
+        f"{DEVKIT}/data/ILSVRC2012_validation_ground_truth.txt": "".join(
+            f"{number}\n" for number in ids
+        ).encode(),
+    }
+    if packed:
+        with tarfile.open(path / f"{DEVKIT}.tar.gz", "w:gz") as archive:
+            _add(archive, files)
+    else:
+        for name, data in files.items():
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).write_bytes(data)
+
+
+def write_tfds(path, file_name=True):
+    """A prepared folder of TFDS, shuffled over two shards; returns the folder of the version."""
+    folder = path / "imagenet2012" / "5.1.0"
+    folder.mkdir(parents=True)
+    splits = []
+    for split, stored in (("train", "train"), ("val", "validation")):
+        examples = []
+        for (wnid, name), data in images()[split].items():
+            example = {"image": data, "label": WNIDS.index(wnid)}
+            examples.append(_example(example | ({"file_name": name.encode()} if file_name else {})))
+        order = np.random.default_rng(1).permutation(len(examples))
+        shards = np.array_split(order, 2)
+        for number, shard in enumerate(shards):
+            file = folder / f"imagenet2012-{stored}.array_record-{number:05}-of-00002"
+            writer = ArrayRecordWriter(str(file), "group_size:1")
+            for index in shard:
+                writer.write(examples[index])
+            writer.close()
+        splits.append(
+            {
+                "name": stored,
+                "filepathTemplate": "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}",
+                "numBytes": str(sum(map(len, examples))),
+                "shardLengths": [str(len(shard)) for shard in shards],
+            }
+        )
+    info = {
+        "name": "imagenet2012",
+        "version": "5.1.0",
+        "fileFormat": "array_record",
+        "moduleName": "tensorflow_datasets.image_classification.imagenet",
+        "splits": splits,
+    }
+    prefix = "tensorflow_datasets.core.features"
+    features = {
+        "image": {
+            "pythonClassName": f"{prefix}.image_feature.Image",
+            "image": {
+                "dtype": "uint8",
+                "encodingFormat": "jpeg",
+                "shape": {"dimensions": ["-1", "-1", "3"]},
+            },
+        },
+        "label": {
+            "pythonClassName": f"{prefix}.class_label_feature.ClassLabel",
+            "classLabel": {"numClasses": str(len(WNIDS))},
+        },
+    }
+    if file_name:
+        features["file_name"] = {"pythonClassName": f"{prefix}.text_feature.Text", "text": {}}
+    content = {
+        "pythonClassName": f"{prefix}.features_dict.FeaturesDict",
+        "featuresDict": {"features": features},
+    }
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    (folder / "features.json").write_text(json.dumps(content))
+    (folder / "label.labels.txt").write_text("".join(f"{wnid}\n" for wnid in WNIDS))
+    return folder
+
+
+def tar_bytes(members, **options):
+    """An uncompressed tar file; keywords are tarfile's, such as format."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", **options) as archive:
+        _add(archive, members)
+    return file.getvalue()
+
+
+def _add(archive, members):
+    for name, data in members.items():
+        info = tarfile.TarInfo(name)
+        info.size = len(data)
+        archive.addfile(info, io.BytesIO(data))
+
+
+def _jpeg(rng, mode="RGB", **options):
+    return _encoded(_picture(rng, mode), "JPEG", quality=85, **options)
+
+
+def _picture(rng, mode):
+    width, height = rng.integers(20, 60, 2).tolist()
+    colours = Image.fromarray(rng.integers(0, 256, (4, 4, 3), np.uint8))
+    return colours.resize((width, height), Image.Resampling.BICUBIC).convert(mode)
+
+
+def _encoded(picture, kind, **options):
+    file = io.BytesIO()
+    picture.save(file, kind, **options)
+    return file.getvalue()
+
+
+def _example(values):
+    """The bytes of a tf.train.Example, by the wire format of protobuf."""
+    features = b""
+    for name, value in values.items():
+        if isinstance(value, bytes):
+            feature = _field(1, _field(1, value))  # bytes_list
+        else:
+            feature = _field(3, _field(1, _varint(value)))  # int64_list, packed
+        features += _field(1, _field(1, name.encode()) + _field(2, feature))
+    return _field(1, features)
+
+
+def _field(number, content):
+    return _varint(number << 3 | 2) + _varint(len(content)) + content
+
+
+def _varint(value):
+    encoded = b""
+    while value >= 128:
+        encoded += bytes([value & 127 | 128])
+        value >>= 7
+    return encoded + bytes([value])

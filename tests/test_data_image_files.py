@@ -1,0 +1,567 @@
+"""Every layout of images gives the same records; every damage is named in one sentence."""
+
+import gzip
+import json
+import pickle
+import re
+import shutil
+import sys
+import tarfile
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import grain
+import mini_imagenet as mini
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+
+from decent_jax.data import image_shards
+from decent_jax.data.image_files import EncodedImage, open_images
+from decent_jax.data.prepare_images import prepare
+from decent_jax.data.tokenizers import DataError
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory):
+    """The folder of each layout."""
+    path = tmp_path_factory.mktemp("layouts")
+    flat = mini.write_flat_val(mini.write_folders(path / "flat", splits=["train"]))
+    mini.write_devkit(flat, packed=False)
+    folders = mini.write_folders(path / "folders")
+    prepare(folders, path / "prepared", shards=4, workers=1)
+    return {
+        "folders": folders,
+        "validation": mini.write_folders(path / "validation", val="validation"),
+        "flat": flat,
+        "archives": mini.write_archives(path / "archives"),
+        "tars": mini.write_tars(path / "tars"),
+        "long tars": mini.write_tars(path / "long_tars", "./", format=tarfile.PAX_FORMAT),
+        "prepared": path / "prepared",
+        "tfds": mini.write_tfds(path / "tfds"),
+        "tfds above": path / "tfds",
+    }
+
+
+ORDERED = ("folders", "validation", "flat", "archives", "tars", "long tars", "prepared")
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("layout", ORDERED)
+def test_every_layout_gives_the_same_records(layouts, layout, split):
+    source = open_images(layouts[layout], split)
+    wanted = [EncodedImage(*record) for record in mini.records(split)]
+    assert [source[i] for i in range(len(source))] == wanted
+    assert source.class_names == mini.WNIDS
+    assert source.labels.dtype == np.int64
+    assert source.labels.tolist() == [record.label for record in wanted]
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("layout", ["tfds", "tfds above"])
+def test_tfds_gives_the_same_records_in_its_order(layouts, layout, split):
+    source = open_images(layouts[layout], split)
+    assert Counter(source[i] for i in range(len(source))) == Counter(mini.records(split))
+    assert source.class_names == mini.WNIDS
+    assert source.labels.dtype == np.int64
+    assert source.labels.tolist() == [source[i].label for i in range(len(source))]
+    assert "tensorflow" not in sys.modules
+
+
+def test_tfds_records_are_what_tfds_itself_reads(layouts):
+    source = open_images(layouts["tfds"], "val")
+    theirs = tfds.builder_from_directory(layouts["tfds"]).as_data_source(
+        "validation", decoders={"image": tfds.decode.SkipDecoding()}
+    )
+    assert len(theirs) == len(source)
+    for own, record in zip(map(source.__getitem__, range(len(source))), theirs, strict=True):
+        assert (own.data, own.label) == (record["image"], record["label"])
+
+
+def test_tfds_without_file_names(tmp_path):
+    source = open_images(mini.write_tfds(tmp_path, file_name=False), "train")
+    assert re.fullmatch(r"train/n\d+/record-0000007", source[7].name)
+
+
+@pytest.mark.parametrize("layout", ["folders", "flat", "archives", "prepared", "tfds"])
+def test_pickling_and_threads(layouts, layout):
+    source = open_images(layouts[layout], "val")
+    alone = [source[i] for i in range(len(source))]
+    copy = pickle.loads(pickle.dumps(source))
+    assert repr(copy) == repr(source) and len(pickle.dumps(copy)) < 5000
+    with ThreadPoolExecutor(8) as pool:  # files are opened by several threads at once
+        order = np.random.default_rng(0).integers(0, len(source), 500)
+        assert list(pool.map(copy.__getitem__, order)) == [alone[i] for i in order]
+
+
+def test_few_shards_stay_open(layouts, monkeypatch):
+    monkeypatch.setattr(image_shards, "_OPEN_FILES", 2)
+    source = open_images(layouts["prepared"], "train")
+    with ThreadPoolExecutor(8) as pool:
+        order = np.random.default_rng(0).integers(0, len(source), 500)
+        names = list(pool.map(lambda i: source[i].name, order))
+    assert names == [mini.records("train")[i][2] for i in order]
+
+
+def test_it_is_a_source_of_grain(layouts):
+    source = open_images(layouts["prepared"], "train")
+    assert isinstance(source, grain.sources.RandomAccessDataSource)
+    batch = grain.MapDataset.source(source).shuffle(0).map(lambda image: image.label).batch(30)[0]
+    assert sorted(batch.tolist()) == source.labels.tolist()
+
+
+def test_index_and_repr(layouts):
+    source = open_images(layouts["folders"], "val")
+    assert source[np.int32(14)] == mini.records("val")[14]
+    for index in (15, -1):
+        with pytest.raises(IndexError, match=f"image {index} of 15"):
+            source[index]
+    with pytest.raises(TypeError):
+        source[0.5]
+    assert repr(source) == (
+        f"ImageFiles({str(layouts['folders'])!r}, 'val', class folders: 15 images of 5 classes)"
+    )
+    assert source.name(3) == source[3].name
+    assert source.stamp(3).size == len(source[3].data)
+    with pytest.raises(ValueError, match="split must be one of train, val, got 'test'"):
+        open_images(layouts["folders"], "test")
+
+
+def test_what_is_passed_over_and_what_is_not(tmp_path):
+    folder = mini.write_folders(tmp_path / "in") / "train" / mini.WNIDS[0]
+    for name in (".hidden.jpg", "notes.txt", "Thumbs.db"):
+        (folder / name).write_bytes(b"")
+    (tmp_path / "in/train/.cache").mkdir()
+    (tmp_path / "in/train/SHA256SUMS").write_bytes(b"")
+    assert len(open_images(tmp_path / "in", "train")) == 30
+    for name in ("A.JPG", "a.png", "z.Jpeg", "é\udce9.jpg"):  # also a name that is no UTF-8
+        (folder / name).write_bytes(name.encode("utf-8", "surrogateescape"))
+    source = open_images(tmp_path / "in", "train")
+    found = {image.name: image for image in map(source.__getitem__, range(10))}
+    assert len(source) == 34 and list(found) == sorted(found)
+    assert found[f"train/{mini.WNIDS[0]}/é\udce9.jpg"].data == b"\xc3\xa9\xe9.jpg"
+
+
+def test_a_class_may_be_absent_in_val(tmp_path, layouts):
+    path = mini.write_folders(tmp_path)
+    shutil.rmtree(path / "val" / mini.WNIDS[1])
+    source = open_images(path, "val")
+    assert source.class_names == mini.WNIDS
+    assert np.bincount(source.labels).tolist() == [3, 0, 3, 3, 3]
+
+
+def test_splits_in_different_layouts(tmp_path):
+    mini.write_archives(tmp_path)
+    mini.write_folders(tmp_path, splits=["train"])
+    (tmp_path / "ILSVRC2012_img_train.tar").unlink()
+    source = open_images(tmp_path, "val")
+    assert [source[i] for i in range(len(source))] == mini.records("val")
+
+
+# --- errors: what is done to a good folder, and what is said when a split is opened ---
+
+
+def folders(path):
+    return mini.write_folders(path)
+
+
+def flat(path):
+    mini.write_devkit(mini.write_flat_val(mini.write_folders(path, splits=["train"])))
+    return path
+
+
+def edit(file, change):
+    file.write_bytes(change(file.read_bytes()))
+
+
+def empty(folder):
+    for file in folder.iterdir():
+        file.unlink()
+
+
+def truncate_nested(path):
+    """The archive is whole, the archive of one class in it is not."""
+    archive = path / "ILSVRC2012_img_train.tar"
+    with tarfile.open(archive) as file:
+        members = {name: file.extractfile(name).read() for name in file.getnames()}
+    members["n03000134.tar"] = members["n03000134.tar"][:3000]
+    archive.write_bytes(mini.tar_bytes(members))
+
+
+def rename_class(path, split, old, new):
+    (path / split / old).rename(path / split / new)
+
+
+def add_classes(path):
+    for i in range(5):
+        shutil.copytree(path / "val" / mini.WNIDS[0], path / "val" / f"n9999{i}")
+
+
+def end_between_members(data):
+    """The tar file ends after its first member, without the blocks that mark the end."""
+    size = int(data[124:135], 8)
+    return data[: 512 + -(-size // 512) * 512]
+
+
+def change_json(file, **changes):
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+KIT = mini.DEVKIT
+TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
+CASES = {
+    "path missing": (folders, shutil.rmtree, "train", "no such folder; give the folder that holds"),
+    "no layout": (
+        folders,
+        lambda p: (shutil.rmtree(p / "train"), shutil.rmtree(p / "val")),
+        "train",
+        "no images in a known layout; looked for class folders train/CLASS.*archives.*manifest.json"
+        ".*dataset_info.json",
+    ),
+    "no val": (
+        folders,
+        lambda p: shutil.rmtree(p / "val"),
+        "val",
+        "has no validation images; looked for val/, validation/, ILSVRC2012_img_val.tar, val.tar"
+        " and validation.tar, put one of them there",
+    ),
+    "no train": (
+        folders,
+        lambda p: shutil.rmtree(p / "train"),
+        "val",
+        "has no training images; looked for train/, ILSVRC2012_img_train.tar and train.tar",
+    ),
+    "no class folder": (
+        folders,
+        lambda p: [shutil.rmtree(p / "train" / wnid) for wnid in mini.WNIDS],
+        "train",
+        "train: holds no class folder; expected train/CLASS/",
+    ),
+    "empty class": (
+        folders,
+        lambda p: empty(p / "train/n02119789"),
+        "train",
+        "train/n02119789: the class folder holds no .jpg, .jpeg, .png file; put",
+    ),
+    "empty class in val": (
+        folders,
+        lambda p: empty(p / "val/n02119789"),
+        "val",
+        "val/n02119789: the class folder holds no",
+    ),
+    "empty val": (
+        flat,
+        lambda p: empty(p / "val"),
+        "val",
+        "val: holds no class folder and no .jpg, .jpeg, .png file",
+    ),
+    "unknown class": (
+        folders,
+        lambda p: rename_class(p, "val", "n12998815", "n13000000"),
+        "val",
+        "val: holds 1 class that the training images do not have: n13000000; remove",
+    ),
+    "unknown classes": (
+        folders,
+        add_classes,
+        "val",
+        "val: holds 5 classes that .*: n99990, n99991, n99992 and 2 more; remove",
+    ),
+    "unknown class in flat val": (
+        flat,
+        lambda p: rename_class(p, "train", "n12998815", "n13000000"),
+        "val",
+        "val: holds 1 class that the training images do not have: n12998815",
+    ),
+    "no devkit": (
+        flat,
+        lambda p: (p / f"{KIT}.tar.gz").unlink(),
+        "val",
+        f"classes are read from ImageNet's development kit; put {KIT}.tar.gz, or .* into ",
+    ),
+    "devkit cut short": (
+        flat,
+        lambda p: edit(p / f"{KIT}.tar.gz", lambda data: data[:300]),
+        "val",
+        f"{KIT}.tar.gz: cannot be read .*; fetch it again",
+    ),
+    "devkit of something else": (
+        flat,
+        lambda p: tarfile.open(p / f"{KIT}.tar.gz", "w:gz").close(),
+        "val",
+        f"{KIT}.tar.gz: holds no {KIT}/data/",
+    ),
+    "meta.mat damaged": (
+        flat,
+        lambda p: (
+            mini.write_devkit(p, packed=False),
+            edit(p / KIT / "data/meta.mat", lambda data: data[:200]),
+        ),
+        "val",
+        "meta.mat: holds no readable table of the classes .*; fetch the devkit again",
+    ),
+    "an image too few": (
+        flat,
+        lambda p: (p / "val/ILSVRC2012_val_00000007.JPEG").unlink(),
+        "val",
+        "val: holds 14 validation images where the development kit's ground truth has 15",
+    ),
+    "a line too many": (
+        mini.write_archives,
+        lambda p: mini.write_devkit(p, ids=[1] * 16),
+        "val",
+        "img_val.tar: holds 15 validation images where .* has 16",
+    ),
+    "an id without a class": (
+        flat,
+        lambda p: mini.write_devkit(p, ids=[1] * 14 + [77]),
+        "val",
+        "ground_truth.txt: names the class id 77, which .*meta.mat does not explain",
+    ),
+    "no number": (
+        flat,
+        lambda p: mini.write_devkit(p, ids=[1] * 14 + ["dog"]),
+        "val",
+        "ground_truth.txt: is not one number a line",
+    ),
+    "tar cut short": (
+        mini.write_archives,
+        lambda p: edit(p / TRAIN, lambda data: data[:-20000]),
+        "train",
+        "img_train.tar: the tar file is cut short at .* bytes; fetch it again",
+    ),
+    "tar cut short between members": (
+        mini.write_archives,
+        lambda p: edit(p / VAL, end_between_members),
+        "val",
+        "img_val.tar: the tar file is cut short at .* bytes",
+    ),
+    "nested tar cut short": (
+        mini.write_archives,
+        truncate_nested,
+        "train",
+        "img_train.tar, n03000134.tar: the tar file is cut short at 3000 bytes",
+    ),
+    "tar empty": (
+        mini.write_tars,
+        lambda p: (p / "train.tar").write_bytes(b""),
+        "train",
+        "train.tar: the tar file is cut short at 0 bytes",
+    ),
+    "tar without images": (
+        mini.write_tars,
+        lambda p: (p / "train.tar").write_bytes(mini.tar_bytes({"a/b.txt": b""})),
+        "train",
+        "train.tar: holds no .jpg, .jpeg, .png file",
+    ),
+    "tar of classes without images, for val": (
+        mini.write_tars,
+        lambda p: (p / "train.tar").write_bytes(mini.tar_bytes({"a/b.txt": b""})),
+        "val",
+        "train.tar: holds no class; expected members CLASS/NAME.jpg",
+    ),
+    "val tar without images": (
+        mini.write_tars,
+        lambda p: (p / "val.tar").write_bytes(mini.tar_bytes({})),
+        "val",
+        "val.tar: holds no .jpg, .jpeg, .png file",
+    ),
+    "tar of an empty class": (
+        mini.write_archives,
+        lambda p: (p / TRAIN).write_bytes(mini.tar_bytes({"n1.tar": mini.tar_bytes({})})),
+        "train",
+        "img_train.tar: n1.tar holds no .jpg",
+    ),
+    "tar without classes": (
+        mini.write_tars,
+        lambda p: (p / "train.tar").write_bytes(mini.tar_bytes({"a/b.jpg": b"", "c.jpg": b""})),
+        "train",
+        "train.tar: holds 'c.jpg' outside of a class",
+    ),
+    "val tar partly without classes": (
+        mini.write_tars,
+        lambda p: (p / "val.tar").write_bytes(mini.tar_bytes({"a/b.jpg": b"", "c.jpg": b""})),
+        "val",
+        "val.tar: holds 'c.jpg' outside of a class",
+    ),
+    "tar too deep": (
+        mini.write_tars,
+        lambda p: (p / "train.tar").write_bytes(mini.tar_bytes({"x/a/b.jpg": b""})),
+        "train",
+        "train.tar: 'x/a/b.jpg' lies too deep, expected CLASS/NAME",
+    ),
+    "tar compressed": (
+        mini.write_tars,
+        lambda p: edit(p / "train.tar", gzip.compress),
+        "train",
+        "train.tar: no readable tar file at byte 0 .*unpack it first",
+    ),
+    "tar damaged": (
+        mini.write_tars,
+        lambda p: edit(p / "train.tar", lambda data: data[:100] + b"\7" + data[101:]),
+        "train",
+        "train.tar: no readable tar file at byte 0",
+    ),
+    "unknown class in a tar": (
+        mini.write_tars,
+        lambda p: (p / "val.tar").write_bytes(mini.tar_bytes({"n7/b.jpg": b""})),
+        "val",
+        "val.tar: holds 1 class that the training images do not have: n7",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_damage_is_one_sentence(case, tmp_path):
+    make, damage, split, sentence = CASES[case]
+    path = make(tmp_path / "in")
+    open_images(path, split)
+    damage(path)
+    with pytest.raises(DataError, match=f"^{re.escape(str(tmp_path))}.*{sentence}") as error:
+        open_images(path, split)
+    assert "\n" not in str(error.value)
+
+
+def first_shard(path, split="train"):
+    return path / f"{split}-00000-of-00004.array_record"
+
+
+PREPARED = {
+    "shard missing": (
+        lambda p: first_shard(p).unlink(),
+        "train-00000-of-00004.array_record: the shard is missing; prepare the images again",
+    ),
+    "shard cut short": (
+        lambda p: edit(first_shard(p), lambda data: data[:-1]),
+        "train-00000.*: the shard is cut short, .* bytes where the manifest says .*; prepare",
+    ),
+    "shard too long": (
+        lambda p: edit(first_shard(p), lambda data: data + b"x"),
+        "train-00000.*: the shard has another size",
+    ),
+    "manifest of something else": (
+        lambda p: change_json(p / "manifest.json", format="decent_jax tokens 1"),
+        "manifest.json: the format is 'decent_jax tokens 1', expected 'decent_jax images 1'",
+    ),
+    "manifest of nothing": (
+        lambda p: (p / "manifest.json").write_text("[]"),
+        "manifest.json: the format is None",
+    ),
+    "manifest cut short": (
+        lambda p: edit(p / "manifest.json", lambda data: data[:100]),
+        "manifest.json: not readable as JSON; prepare the images again",
+    ),
+    "manifest without splits": (
+        lambda p: change_json(p / "manifest.json", splits={}),
+        "manifest.json: is damaged; prepare the images again",
+    ),
+    "manifest with other classes": (
+        lambda p: change_json(p / "manifest.json", class_names=["a"]),
+        "manifest.json: its counts disagree; prepare the images again",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PREPARED)
+def test_damage_of_a_prepared_folder(case, tmp_path, layouts):
+    damage, sentence = PREPARED[case]
+    path = shutil.copytree(layouts["prepared"], tmp_path / "prepared")
+    damage(path)
+    with pytest.raises(DataError, match=sentence):
+        open_images(path, "train")
+
+
+def test_damage_that_shows_when_it_is_read(tmp_path, layouts):
+    path = shutil.copytree(layouts["prepared"], tmp_path / "prepared")
+    data = mini.records("train")[2][0]
+    edit(first_shard(path), lambda shard: shard.replace(data[-30:-10], bytes(20)))
+    source = open_images(path, "train")
+    assert source[1] == mini.records("train")[1]
+    with pytest.raises(DataError, match=r"00000-of-00004.*is damaged, record 2 .*; prepare the"):
+        source[2]
+    assert source[3] == mini.records("train")[3]
+    with pytest.raises(ValueError, match="3 bytes are no record"):
+        image_shards.unpack_record(b"abc")
+
+    path = mini.write_folders(tmp_path / "folders")
+    source = open_images(path, "train")
+    (path / mini.records("train")[2][2]).unlink()
+    with pytest.raises(
+        DataError, match=rf"{mini.records('train')[2][2]}: cannot be read \(No such"
+    ):
+        source[2]
+    with pytest.raises(DataError, match="cannot be read"):
+        source.stamp(2)
+
+    path = mini.write_archives(tmp_path / "archives")
+    source = open_images(path, "val")
+    edit(path / VAL, lambda data: data[:2000])
+    with pytest.raises(DataError, match=r"img_val\.tar: is cut short, val/.* cannot be read"):
+        [source[i] for i in range(len(source))]
+
+
+def without_labels(path):
+    content = json.loads((path / "features.json").read_text())
+    del content["featuresDict"]["features"]["label"]
+    (path / "features.json").write_text(json.dumps(content))
+
+
+def tfds_shard(path):
+    return path / "imagenet2012-train.array_record-00001-of-00002"
+
+
+TFDS = {
+    "shard missing": (
+        lambda p: tfds_shard(p).unlink(),
+        "00001-of-00002: the shard is missing; prepare it with TFDS again",
+    ),
+    "shard cut short": (
+        lambda p: edit(tfds_shard(p), lambda data: data[:-100]),
+        "00001-of-00002: the shard is cut short, 0 readable records of 15; prepare it with",
+    ),
+    "tfrecord": (
+        lambda p: change_json(p / "dataset_info.json", fileFormat="tfrecord"),
+        "stored as tfrecord; only array_record is read without TensorFlow: prepare it again",
+    ),
+    "no splits": (
+        lambda p: change_json(p / "dataset_info.json", splits=[]),
+        "has no split train, only none",
+    ),
+    "no image classification": (
+        without_labels,
+        "has no ClassLabel feature 'label' among its features .*; give an image",
+    ),
+    "damaged": (
+        lambda p: (p / "features.json").write_text("{"),
+        "not a readable TFDS folder",
+    ),
+    "two versions": (
+        lambda p: shutil.copytree(p, p.with_name("5.2.0")),
+        r"holds 2 TFDS folders \(5.1.0, 5.2.0\); give one of them",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TFDS)
+def test_damage_of_a_tfds_folder(case, tmp_path):
+    damage, sentence = TFDS[case]
+    path = mini.write_tfds(tmp_path)
+    damage(path)
+    with pytest.raises(DataError, match=sentence):
+        open_images(path.parent, "train")
+
+
+def test_damage_of_a_tfds_record(tmp_path):
+    path = mini.write_tfds(tmp_path)
+    (path / "label.labels.txt").write_text("a\nb\n")
+    features = (path / "features.json").read_text()
+    (path / "features.json").write_text(features.replace('"numClasses": "5"', '"numClasses": "2"'))
+    source = open_images(path, "train")
+    with pytest.raises(DataError, match=r"00000-of-00002: the shard is damaged, record \d+ cannot"):
+        [source[i] for i in range(len(source))]
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "a.tar").write_bytes(b"")
+    with pytest.raises(DataError, match=r"a\.tar: is a file, expected a folder"):
+        open_images(tmp_path / "a.tar", "train")

@@ -1,0 +1,372 @@
+"""Crops of photographs: which part, where its pixels lie, and the same batches from any reader."""
+
+import io
+import pickle
+
+import cv2
+import jax
+import mini_imagenet as mini
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+from scipy import stats
+from shared import shared
+
+from decent_jax.data import image_inputs, jpeg, loader
+from decent_jax.data.image_files import EncodedImage, open_images
+from decent_jax.data.image_inputs import Box, EvalImages, TrainImages
+from decent_jax.data.tokenizers import DataError
+
+# --- which part -----------------------------------------------------------------------------------
+
+
+def draws(height, width, count=5000):
+    """(count, 4) boxes."""
+    random = np.random.default_rng(0)
+    return np.array([image_inputs.random_box(random, height, width) for _ in range(count)])
+
+
+@pytest.mark.parametrize("size", [(400, 533), (533, 400), (256, 256), (90, 1000), (3, 2), (1, 1)])
+def test_random_boxes_lie_in_the_picture(size):
+    top, left, height, width = draws(*size, count=1000).T
+    assert (np.minimum(top, left) >= 0).all() and (np.minimum(height, width) >= 1).all()
+    assert (top + height <= size[0]).all() and (left + width <= size[1]).all()
+
+
+def test_random_boxes_are_of_the_area_and_ratio_wanted():
+    _, _, height, width = draws(600, 700).T
+    area, ratio = height * width / (600 * 700), width / height
+    assert area.min() > 0.079 and area.max() < 1.001
+    assert ratio.min() > 0.745 and ratio.max() < 1.342
+    small = area < 0.5  # which fit with any ratio
+    assert stats.kstest(area[small], stats.uniform(0.08, 0.42).cdf).pvalue > 0.01
+    between = stats.uniform(np.log(3 / 4), 2 * np.log(4 / 3))
+    assert stats.kstest(np.log(ratio[small]), between.cdf).pvalue > 0.01
+
+
+def test_random_boxes_lie_anywhere():
+    boxes = draws(600, 700)
+    for start, length, whole in ((0, 2, 600), (1, 3, 700)):
+        room = whole - boxes[:, length]
+        some = room > 100
+        assert boxes[some, start].min() == 0 and (boxes[:, start] == room).any()
+        place = (boxes[some, start] + 0.5) / (room[some] + 1)
+        assert stats.kstest(place, stats.uniform.cdf).pvalue > 0.01
+
+
+@pytest.mark.parametrize(
+    "size, wanted",
+    [
+        ((1, 1000), Box(0, 499, 1, 1)),
+        ((1000, 1), Box(499, 0, 1, 1)),
+        ((10, 1000), Box(0, 493, 10, 13)),
+        ((1000, 10), Box(493, 0, 13, 10)),
+    ],
+)
+def test_where_no_draw_fits_the_centre_is_taken(size, wanted):
+    assert {Box(*box) for box in draws(*size, count=100).tolist()} == {wanted}
+
+
+def test_the_whole_picture_where_no_draw_fits_and_its_ratio_may_be():
+    class Unlucky:
+        """Always the whole area, as narrow as may be."""
+
+        def uniform(self, low, high):
+            return high if high == 1 else low
+
+    assert image_inputs.random_box(Unlucky(), 300, 330) == Box(0, 0, 300, 330)
+
+
+@pytest.mark.parametrize("size, resize", [(224, 256), (176, 232), (224, 224)])
+@pytest.mark.parametrize(
+    "shape", [(400, 533), (533, 400), (256, 256), (375, 500), (500, 333), (1023, 767), (40, 31)]
+)
+def test_centre_box_is_that_of_resize_and_centre_crop(shape, size, resize):
+    """torchvision: Resize(resize), whose longer side is rounded down, and CenterCrop(size)."""
+    height, width = shape
+    box = image_inputs.centre_box(height, width, size / resize)
+    short = min(shape)
+    for start, length, whole in ((box.top, box.height, height), (box.left, box.width, width)):
+        scale = whole / int(resize * whole / short)
+        top = round((int(resize * whole / short) - size) / 2)
+        pixel = max(scale, 1)  # of the resized picture or of the file, whichever is larger
+        assert abs(start - top * scale) <= pixel
+        assert abs(start + length - (top + size) * scale) <= pixel
+        assert abs(start + length / 2 - whole / 2) <= 0.5
+    assert box.height == box.width
+
+
+# --- where the pixels lie -------------------------------------------------------------------------
+
+
+def encoded(pixels, format="JPEG", **options):
+    buffer = io.BytesIO()
+    options = {"quality": 100, "keep_rgb": True} | options if format == "JPEG" else options
+    Image.fromarray(pixels).save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+SLOPE = 0.23  # levels a pixel
+
+
+def gradient(height, width):
+    """Red grows to the right, green downwards, blue falls to the right."""
+    y, x = np.mgrid[:height, :width]
+    return np.stack([SLOPE * x, SLOPE * y, 200 - SLOPE * x], axis=-1).round().astype(np.uint8)
+
+
+def analytic(box, size):
+    """`gradient` at the centres of the pixels of a crop."""
+    y = box.top + (np.arange(size) + 0.5) * box.height / size - 0.5
+    x = box.left + (np.arange(size) + 0.5) * box.width / size - 0.5
+    y, x = np.meshgrid(y.clip(0), x.clip(0), indexing="ij")
+    return np.stack([SLOPE * x, SLOPE * y, 200 - SLOPE * x], axis=-1)
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG"])
+@pytest.mark.parametrize("shrink", jpeg.SHRINKS)
+def test_the_geometry_of_crops(shrink, format):
+    data, size, random = encoded(gradient(601, 797), format), 64, np.random.default_rng(0)
+    header = jpeg.read_header(data)
+    smallest, offsets = shrink * size, []
+    for _ in range(12):
+        sides = random.integers(smallest, min(2 * smallest, 601), 2) if shrink < 8 else (530, 570)
+        height, width = (int(side) for side in sides)
+        top, left = random.integers(0, 602 - height), random.integers(0, 798 - width)
+        box = Box(int(top), int(left), height, width)
+        assert image_inputs.shrink_for(box, size) == shrink
+        made = image_inputs.crop(data, box, size, header=header)
+        assert made.shape == (size, size, 3) and made.dtype == np.uint8
+        np.testing.assert_allclose(made, analytic(box, size), atol=2)
+        offsets.append((made - analytic(box, size)).mean(axis=(0, 1)))
+    assert np.abs(np.mean(offsets, axis=0)).max() < 0.5  # to no side
+
+
+def test_crops_larger_than_their_part():
+    data = encoded(gradient(300, 400))
+    box = Box(100, 200, 30, 20)
+    np.testing.assert_allclose(image_inputs.crop(data, box, 64), analytic(box, 64), atol=2)
+
+
+def test_a_crop_of_one_pixel():
+    data = encoded(gradient(300, 400), "PNG")
+    made = image_inputs.crop(data, Box(299, 399, 1, 1), 8)
+    np.testing.assert_array_equal(made, np.broadcast_to(gradient(300, 400)[299, 399], (8, 8, 3)))
+
+
+@pytest.mark.parametrize("orientation", range(2, 9))
+def test_boxes_are_of_the_upright_picture(orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(gradient(500, 700), exif=exif)
+    with Image.open(io.BytesIO(data)) as image:
+        upright = encoded(np.asarray(ImageOps.exif_transpose(image)), "PNG")
+    for box in (Box(20, 30, 400, 300), Box(3, 5, 90, 100)):
+        made = image_inputs.crop(data, box, 64).astype(int)
+        np.testing.assert_allclose(made, image_inputs.crop(upright, box, 64), atol=2)
+
+
+def test_crops_of_photographs_are_near_those_of_pillow():
+    """Whose filter averages; ours samples."""
+    files = sorted(shared("data/clothing_images").glob("train/*/*.jpg"))[::25]
+    random, apart = np.random.default_rng(0), []
+    for file in files:
+        data = file.read_bytes()
+        header = jpeg.read_header(data)
+        box = image_inputs.random_box(random, header.height, header.width)
+        made = image_inputs.crop(data, box, 176, header=header).astype(int)
+        with Image.open(io.BytesIO(data)) as image:
+            image = image.convert("RGB")
+        left, upper, right, lower = box.left, box.top, box.left + box.width, box.top + box.height
+        image = image.resize((176, 176), Image.Resampling.BILINEAR, (left, upper, right, lower))
+        apart.append(np.abs(made - np.asarray(image)).mean())
+    assert len(apart) == 40
+    assert np.mean(apart) < 2.5 and max(apart) < 12
+
+
+# --- sources --------------------------------------------------------------------------------------
+
+SIZE, BATCH, REPLICAS = 24, 6, 2  # 30 images: an epoch is 5 steps
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """JPEG files of all kinds: grey, CMYK, turned, one that is a PNG."""
+    return mini.write_folders(tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture(scope="module")
+def source(folder):
+    return TrainImages(open_images(folder, "train"), SIZE, trivial_augment=True)
+
+
+def test_training_images(source):
+    assert len(source) == 30
+    assert source.class_names == mini.WNIDS
+    np.testing.assert_array_equal(source.labels, np.repeat(range(5), 6))
+    assert "train" in repr(source) and str(SIZE) in repr(source)
+    for index in range(30):
+        record = source[index]
+        assert isinstance(record, EncodedImage)
+        made = source.augment(record, np.random.default_rng(index))
+        assert made["image"].shape == (SIZE, SIZE, 3) and made["image"].dtype == np.uint8
+        assert made["label"].shape == () and made["label"].dtype == np.int32
+        assert made["label"] == source.labels[index]
+
+
+def test_a_training_image_is_a_crop_alone():
+    """Not mirrored: devices do that."""
+    data = encoded(gradient(300, 400))
+    files = FewFiles([EncodedImage(data, 3, "train/a/b.jpg")])
+    source = TrainImages(files, 32)
+    for seed in range(10):
+        made = source.augment(source[0], np.random.default_rng(seed))["image"]
+        box = image_inputs.random_box(np.random.default_rng(seed), 300, 400)
+        np.testing.assert_array_equal(made, image_inputs.crop(data, box, 32))
+        assert (made[:, 0, 0] < made[:, -1, 0]).all()
+
+
+class FewFiles:
+    """Records in memory."""
+
+    class_names = ("a", "b", "c", "d")
+
+    def __init__(self, records):
+        self.records = records
+        self.labels = np.array([record.label for record in records])
+
+    def __len__(self):
+        return len(self.records)
+
+    def __getitem__(self, index):
+        return self.records[index]
+
+
+def test_evaluation_images(folder):
+    source = EvalImages(open_images(folder, "val"), SIZE, 28)
+    assert len(source) == 15
+    assert source.class_names == mini.WNIDS
+    records = list(mini.records("val"))
+    labels = [int(source[index]["label"]) for index in range(15)]
+    assert sorted(labels) == sorted(label for _, label, _ in records)  # each once,
+    assert len(set(labels[:5])) > 2  # and the first ones of several classes
+    for index, position in enumerate(source.order):
+        (data, label, _), record = records[position], source[index]
+        header = jpeg.read_header(data)
+        box = image_inputs.centre_box(header.height, header.width, SIZE / 28)
+        np.testing.assert_array_equal(record["image"], image_inputs.crop(data, box, SIZE))
+        assert record["image"].shape == (SIZE, SIZE, 3) and record["image"].dtype == np.uint8
+        assert record["label"] == label and record["label"].dtype == np.int32
+
+
+def batches(source, steps, **options):
+    """The first ``steps``; two replicas unless the options say otherwise."""
+    options = {"num_replicas": REPLICAS, "batch_size": BATCH, "seed": 1, "prefetch": 0} | options
+    with loader.train_batches(source, **options) as iterator:
+        return [next(iterator) for _ in range(steps)]
+
+
+@pytest.fixture(scope="module")
+def wanted(source):
+    """Eight steps, across an epoch, read in the calling thread."""
+    return batches(source, 8)
+
+
+def assert_equal(made, wanted):
+    assert len(made) == len(wanted)
+    jax.tree.map(np.testing.assert_array_equal, made, wanted)
+
+
+def test_batches(wanted):
+    for batch in wanted:
+        assert batch["image"].shape == (REPLICAS, BATCH // REPLICAS, SIZE, SIZE, 3)
+        assert batch["image"].dtype == np.uint8
+        assert batch["label"].shape == (REPLICAS, BATCH // REPLICAS)
+        assert batch["label"].dtype == np.int32
+
+
+def test_crops_differ_between_epochs_and_seeds(folder):
+    """All pictures the same, so that the order plays no part."""
+    data = mini.records("train")[0][0]
+    same = FewFiles([EncodedImage(data, 0, f"train/a/{i}.jpg") for i in range(6)])
+    source = TrainImages(same, SIZE)
+    images = [batch["image"] for batch in batches(source, 4) + batches(source, 4, seed=2)]
+    pixels = np.concatenate(images).reshape(-1, SIZE * SIZE * 3)
+    assert len(np.unique(pixels, axis=0)) == len(pixels) == 48
+
+
+def test_threads_give_the_same_batches(source, wanted):
+    assert_equal(batches(source, 8, prefetch=3, num_threads=1), wanted)
+    assert_equal(batches(source, 8, prefetch=4, num_threads=4), wanted)
+    assert_equal(batches(source, 8), wanted)
+
+
+def test_a_seek_gives_the_same_batches(source, wanted):
+    for start in (1, 5, 7):
+        assert_equal(batches(source, 8 - start, start_step=start), wanted[start:])
+
+
+def test_each_replica_alone_gives_its_part(source, wanted):
+    for replica in range(REPLICAS):
+        part = jax.tree.map(lambda x, r=replica: x[r : r + 1], wanted)
+        assert_equal(batches(source, 8, replicas=[replica]), part)
+    swapped = jax.tree.map(lambda x: x[::-1], wanted)
+    assert_equal(batches(source, 8, replicas=[1, 0]), swapped)
+
+
+def test_the_examples_do_not_depend_on_the_number_of_replicas(source, wanted):
+    for n in (1, 3, 6):
+        made = batches(source, 8, num_replicas=n)
+        flat = [
+            jax.tree.map(lambda x: x.reshape(BATCH, *x.shape[2:]), tree) for tree in (made, wanted)
+        ]
+        assert_equal(*flat)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers, start", [(1, 0), (2, 3)])
+def test_worker_processes_give_the_same_batches(source, wanted, workers, start):
+    made = batches(source, 8 - start, workers=workers, prefetch=2, start_step=start)
+    assert_equal(made, wanted[start:])
+
+
+def test_a_copy_for_a_worker_process_is_the_same_source(source, wanted):
+    assert_equal(batches(pickle.loads(pickle.dumps(source)), 2), wanted[:2])
+
+
+# --- damaged files --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    """A folder whose first training image is cut off, and the name of that."""
+    folder = mini.write_folders(tmp_path / "images")
+    name = mini.records("train")[0][2]
+    file = folder / name
+    file.write_bytes(file.read_bytes()[:-100])
+    return folder, name
+
+
+def test_a_damaged_file_is_named(damaged):
+    folder, name = damaged
+    source = TrainImages(open_images(folder, "train"), SIZE)
+    message = rf"{name} cannot be decoded \(.*truncated.*\); `python -m decent_jax.*damaged files"
+    with pytest.raises(DataError, match=message):
+        source.augment(source[0], np.random.default_rng(0))
+    for options in ({}, {"prefetch": 2, "num_threads": 2}):
+        with pytest.raises(DataError, match=message):
+            batches(source, 5, **options)
+    with pytest.raises(DataError, match=message):
+        list(EvalImages(open_images(folder, "train"), SIZE, SIZE))
+
+
+@pytest.mark.slow
+def test_a_damaged_file_is_named_out_of_a_worker_process(damaged):
+    folder, name = damaged
+    source = TrainImages(open_images(folder, "train"), SIZE)
+    with pytest.raises(DataError, match=rf"{name} cannot be decoded"):
+        batches(source, 5, workers=1, prefetch=2)
+
+
+def test_opencv_uses_no_threads_of_its_own():
+    assert cv2.getNumThreads() == 1

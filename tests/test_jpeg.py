@@ -1,0 +1,275 @@
+"""Decoding: every kind of file that is called .jpg, upright, whole or refused with a reason."""
+
+import io
+import struct
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import cv2
+import numpy as np
+import pytest
+import simplejpeg
+from PIL import Image, ImageOps
+from shared import shared
+
+from decent_jax.data import jpeg
+
+KEEP_COLOURS = {"subsampling": 0, "quality": 95}  # so that all decoders agree
+
+
+def picture(height=40, width=52, mode="RGB", seed=0):
+    """Smooth and coloured, as photographs are."""
+    rough = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    image = Image.fromarray(rough).resize((width, height), Image.Resampling.BICUBIC)
+    return image.convert(mode)
+
+
+def encoded(image, format="JPEG", **options):
+    buffer = io.BytesIO()
+    image.save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+def by_pillow(data):
+    with Image.open(io.BytesIO(data)) as image:
+        return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+
+
+def assert_close(pixels, wanted, atol=1):
+    assert pixels.dtype == np.uint8
+    np.testing.assert_allclose(pixels.astype(int), np.asarray(wanted).astype(int), atol=atol)
+
+
+# --- orientation ----------------------------------------------------------------------------------
+
+
+def exif(orientation, order="<"):
+    """EXIF data with two entries, as cameras write them."""
+    mark = {"<": b"II", ">": b"MM"}[order]
+    tiff = mark + struct.pack(order + "HIH", 42, 8, 2)
+    tiff += struct.pack(order + "HHIH2x", 0x0101, 3, 1, 40)
+    tiff += struct.pack(order + "HHIH2x", 0x0112, 3, 1, orientation) + bytes(4)
+    return b"Exif\x00\x00" + tiff
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_every_orientation(orientation, order, mode):
+    options = {"quality": 95} if mode == "L" else KEEP_COLOURS
+    data = encoded(picture(mode=mode), exif=exif(orientation, order), **options)
+    header = jpeg.read_header(data)
+    assert header.orientation == orientation
+    wanted = by_pillow(data)
+    assert (header.height, header.width) == wanted.shape[:2]
+    assert_close(jpeg.decode(data), wanted)
+    half = jpeg.decode(data, shrink=2, header=header)
+    assert half.shape[:2] == (-(-header.height // 2), -(-header.width // 2))
+    np.testing.assert_allclose(half, box_filter(wanted, 2), atol=12)
+
+
+def test_exif_behind_other_segments():
+    data = encoded(picture(), exif=exif(6), **KEEP_COLOURS)
+    photoshop = b"\xff\xed" + struct.pack(">H", 65535) + b"x" * 65533
+    moved = data[:2] + photoshop + data[2:]
+    assert jpeg.read_header(moved).orientation == 6
+    np.testing.assert_array_equal(jpeg.decode(moved), jpeg.decode(data))
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        exif(0),
+        exif(9),
+        exif(65535),
+        exif(6)[:-10],
+        exif(6)[:12],
+        exif(6).replace(b"II", b"XX"),
+        b"Exif\x00\x00",
+        b"Exif\x00\x00II*\x00" + struct.pack("<I", 99999),
+        b"http://ns.adobe.com/xap/1.0/\x00" + exif(6),
+    ],
+)
+@pytest.mark.parametrize("mode", ["RGB", "CMYK"])
+def test_damaged_exif_is_not_the_picture(damaged, mode):
+    image = picture(mode=mode)
+    data = encoded(image, exif=damaged, **KEEP_COLOURS)
+    assert jpeg.read_header(data).orientation == 1
+    plain = encoded(image, **KEEP_COLOURS)
+    np.testing.assert_array_equal(jpeg.decode(data), jpeg.decode(plain))
+
+
+def test_threads_leave_the_warning_filters_as_they_were():
+    before = list(warnings.filters)
+    data = encoded(picture(mode="CMYK"), exif=exif(6)[:-10])
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(jpeg.decode, [data] * 200))
+    assert list(warnings.filters) == before
+
+
+# --- kinds of files -------------------------------------------------------------------------------
+
+
+def ycck():
+    """As Photoshop writes it; libjpeg-turbo makes it from CMYK."""
+    return simplejpeg.encode_jpeg(np.ascontiguousarray(picture(mode="CMYK")), 95, "CMYK", "444")
+
+
+FILES = {
+    "JPEG": lambda: encoded(picture(), **KEEP_COLOURS),
+    "progressive": lambda: encoded(picture(), progressive=True, **KEEP_COLOURS),
+    "grey": lambda: encoded(picture(mode="L")),
+    "CMYK": lambda: encoded(picture(mode="CMYK")),
+    "YCCK": ycck,
+    "stored as RGB": lambda: encoded(picture(), keep_rgb=True, **KEEP_COLOURS),
+    "PNG": lambda: encoded(picture(), "PNG"),
+    "grey PNG": lambda: encoded(picture(mode="L"), "PNG"),
+    "black and white PNG": lambda: encoded(picture(mode="1"), "PNG"),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_every_kind_of_file(kind):
+    data = FILES[kind]()
+    header = jpeg.read_header(data)
+    assert (header.height, header.width, header.orientation) == (40, 52, 1)
+    assert header.turbo == (kind in ("JPEG", "progressive", "grey", "stored as RGB"))
+    assert_close(jpeg.decode(data), by_pillow(data))
+    jpeg.check(data)
+
+
+def test_half_colours():
+    """Most photographs: colours at half the resolution are repeated, not interpolated."""
+    data = encoded(picture(203, 318), subsampling=2, quality=95)
+    assert np.abs(jpeg.decode(data).astype(int) - by_pillow(data)).mean() < 2
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_transparency_is_left_out(mode):
+    """Of the pixels, not of what is below them."""
+    image = picture(mode=mode)
+    image.putalpha(Image.fromarray(np.tile(np.arange(52, dtype=np.uint8), (40, 1))))
+    wanted = picture().convert("L").convert("RGB") if mode == "LA" else picture()
+    np.testing.assert_array_equal(jpeg.decode(encoded(image, "PNG")), np.asarray(wanted))
+
+
+@pytest.mark.parametrize("transparency", [3, bytes(range(16))])
+def test_a_palette_with_transparency(transparency):
+    image = picture().quantize(16)
+    data = encoded(image, "PNG", transparency=transparency)
+    np.testing.assert_array_equal(jpeg.decode(data), np.asarray(image.convert("RGB")))
+
+
+def test_16_bits_keep_the_upper_8():
+    grey = np.linspace(0, 65535, 40 * 52).reshape(40, 52).astype(np.uint16)
+    wanted = np.repeat((grey >> 8)[..., None], 3, axis=-1)
+    np.testing.assert_array_equal(jpeg.decode(encoded(Image.fromarray(grey), "PNG")), wanted)
+    rgb = np.random.default_rng(0).integers(0, 65536, (9, 7, 3)).astype(np.uint16)
+    data = cv2.imencode(".png", rgb[..., ::-1])[1].tobytes()
+    np.testing.assert_array_equal(jpeg.decode(data), rgb >> 8)
+
+
+# --- shrinking ------------------------------------------------------------------------------------
+
+
+def box_filter(pixels, shrink):
+    """Means over shrink x shrink pixels, or over what is left of them at the edges."""
+    height, width = pixels.shape[:2]
+    rows = [pixels[i : i + shrink].astype(float).mean(axis=0) for i in range(0, height, shrink)]
+    rows = np.stack(rows)
+    return np.stack([rows[:, i : i + shrink].mean(axis=1) for i in range(0, width, shrink)], axis=1)
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG"])
+@pytest.mark.parametrize("shrink", jpeg.SHRINKS)
+@pytest.mark.parametrize("size", [(1, 1), (3, 200), (7, 9), (8, 8), (15, 17), (33, 50), (99, 64)])
+def test_shrunk_sizes_are_rounded_up(size, shrink, format):
+    height, width = size
+    pixels = jpeg.decode(encoded(picture(height, width), format), shrink=shrink)
+    assert pixels.shape == (-(-height // shrink), -(-width // shrink), 3)
+    assert pixels.dtype == np.uint8
+
+
+@pytest.mark.parametrize("subsampling", [0, 2])
+@pytest.mark.parametrize("shrink", [2, 4, 8])
+def test_shrunk_pixels_are_means(shrink, subsampling):
+    image = picture(203, 318)
+    apart = jpeg.decode(encoded(image, quality=97, subsampling=subsampling), shrink=shrink)
+    apart = np.abs(apart - box_filter(np.asarray(image), shrink))
+    assert apart.mean() < 1.0
+    assert apart.max() < 12  # at the edges, where blocks are padded
+    exact = jpeg.decode(encoded(image, "PNG"), shrink=shrink)
+    np.testing.assert_allclose(exact, box_filter(np.asarray(image), shrink), atol=0.6)
+
+
+# --- files that are not whole ---------------------------------------------------------------------
+
+REASONS = r"^(is empty|is no image|cannot be decoded \(.+\))$"
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "progressive", "CMYK", "PNG"])
+def test_truncated_at_any_length(kind):
+    data = FILES[kind]()
+    missing = 23 if kind == "PNG" else 1  # its last 22 bytes are check sums and say that it ends
+    lengths = {*range(0, len(data) - missing, 13), *range(len(data) - 40, len(data) - missing + 1)}
+    for length in sorted(lengths):
+        for shrink in (1, 8):
+            with pytest.raises(ValueError, match=REASONS):
+                jpeg.decode(data[:length], shrink=shrink)
+        with pytest.raises(ValueError, match=REASONS):
+            jpeg.check(data[:length])
+
+
+def test_no_image():
+    with pytest.raises(ValueError, match=r"^is empty$"):
+        jpeg.read_header(b"")
+    for data in (b"<html>Not found</html>", b"\xff", b"\xff\xd8\xff", bytes(1000)):
+        with pytest.raises(ValueError, match=r"^is no image$"):
+            jpeg.read_header(data)
+        with pytest.raises(ValueError, match=r"^is no image$"):
+            jpeg.check(data)
+
+
+def test_bytes_that_do_not_belong_there():
+    """At the end, as downloads leave them, and in front of the marker of the end."""
+    data = encoded(picture(), **KEEP_COLOURS)
+    wanted = jpeg.decode(data)
+    for odd in (data + b"\r\n", data + bytes(500), data[:-2] + bytes(8) + data[-2:]):
+        assert by_pillow(odd).shape == wanted.shape
+        assert_close(jpeg.decode(odd), wanted)
+        half = jpeg.decode(odd, shrink=2)  # by Pillow, as the mean of pixels
+        assert half.shape == (20, 26, 3)
+        np.testing.assert_allclose(half, box_filter(wanted, 2), atol=12)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "progressive", "CMYK", "PNG"])
+def test_damaged_bytes_are_no_other_error(kind):
+    """Anything may come of them but a picture of another size than the header said."""
+    data, random = FILES[kind](), np.random.default_rng(0)
+    for _ in range(150):
+        damaged = bytearray(data)
+        for _ in range(random.integers(1, 4)):
+            damaged[random.integers(len(data))] = random.integers(256)
+        damaged = bytes(damaged)
+        try:
+            header = jpeg.read_header(damaged)
+            pixels = jpeg.decode(damaged, header=header)
+        except ValueError as error:
+            assert str(error)
+        else:
+            assert pixels.shape == (header.height, header.width, 3)
+
+
+# --- photographs ----------------------------------------------------------------------------------
+
+
+def test_photographs_look_as_pillow_shows_them():
+    files = sorted(shared("data/clothing_images").glob("train/*/*.jpg"))[::50]
+    assert len(files) == 20
+    apart = []
+    for file in files:
+        data = file.read_bytes()
+        header, pixels = jpeg.read_header(data), jpeg.decode(data)
+        assert header.turbo and pixels.shape == (header.height, header.width, 3)
+        apart.append(np.abs(pixels.astype(int) - by_pillow(data)).mean())
+    assert np.mean(apart) < 1 and max(apart) < 3
