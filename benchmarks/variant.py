@@ -27,7 +27,7 @@ class Variant:
             config, folder, lambda message: contextlib.nullcontext()
         )
         self.schedule = config_lib.make_schedule(config)
-        rate = step_lib.learning_rate(config, 1000, 10)
+        rate = step_lib.learning_rate(config, 1000, 10, [])
         tx = algorithm.transformation(
             config, self.schedule, rate, task.decay_mask, placement.axis_name
         )

@@ -15,6 +15,7 @@ from decent_jax import train
 def get_config():
     config = train.default_config("image_classification")
     config.data.path = "generated"
+    config.data.shift = 2
 
     config.model.preset = "tiny"
     config.model.dtype = "float32"

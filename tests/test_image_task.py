@@ -120,6 +120,40 @@ def test_augment_is_decided_by_the_key():
     np.testing.assert_array_equal(same, images)
 
 
+def test_mix_up():
+    """Closed form: the loss of a mixture is the mixture of losses, images and labels alike."""
+    images = jnp.arange(4 * 2 * 2 * 3, dtype=jnp.float32).reshape(4, 2, 2, 3)
+    labels = jnp.array([3, 1, 2, 0])
+    shares = []
+    for seed in range(50):
+        mixed, (share, own), (rest, other) = task_lib.mix_up(
+            jax.random.key(seed), images, labels, 0.4
+        )
+        assert 0 <= share <= 1 and float(share + rest) == pytest.approx(1)
+        np.testing.assert_array_equal(own, [3, 1, 2, 0])
+        np.testing.assert_array_equal(other, [0, 2, 1, 3])
+        np.testing.assert_allclose(mixed[0], share * images[0] + rest * images[3], rtol=1e-6)
+        np.testing.assert_allclose(mixed[2], share * images[2] + rest * images[1], rtol=1e-6)
+        shares.append(float(share))
+    # Beta(a, a): mean 1/2, variance 1 / (4 (2 a + 1)) = 0.139
+    assert abs(np.mean(shares) - 0.5) < 0.16
+    assert 0.09 < np.var(shares) < 0.19
+
+
+def test_the_loss_with_mix_up_is_that_of_two_labels(model):
+    task = make_task(data__mixup=1.0, data__flip=False, model__label_smoothing=0.1)
+    batch = batch_of(task.train_source, np.arange(8))
+    key = jax.random.key(3)
+    loss, _ = jitted(task)[0](*model, batch, key)
+    images, *pairs = task_lib.mix_up(
+        jax.random.split(key)[1], task_lib.normalize(batch["image"]), batch["label"], 1.0
+    )
+    logits, _ = jax.jit(resnet.train_logits, static_argnums=0)(task.config, *model, images)
+    log_p = np.asarray(jax.nn.log_softmax(logits), np.float64)
+    wanted = sum(float(share) * (0.9 * np.eye(10)[labels] + 0.01) for share, labels in pairs)
+    assert float(loss) == pytest.approx(-(wanted * log_p).sum(axis=1).mean(), rel=1e-5)
+
+
 def test_ranks():
     logits = np.random.default_rng(0).normal(size=(50, 7)).astype(np.float32)
     labels = np.random.default_rng(1).integers(0, 7, 50)
@@ -199,7 +233,7 @@ def test_recomputed_statistics(model, devices):
     """Those of the first training batches, whatever the replicas' are, on any number of devices."""
     task = make_task(model__batch_norm_consensus="recompute", model__batch_norm_batches=5)
     params, _ = model
-    evaluator = Evaluator(task, replicas.place(2, jax.devices()[:devices]), 8, 0)
+    evaluator = Evaluator(task, replicas.place(2, jax.devices()[:devices]), 8, 0, 0)
     wrong = jax.tree.map(lambda x: x * jnp.nan, model[1])
     got = evaluator.consensus_state(params, wrong)
     # Five batches of 8 are the 40 training images, once each: the first batch norm's statistics do
@@ -219,7 +253,7 @@ def test_recomputed_statistics(model, devices):
 
 def test_averaged_statistics(task, model):
     """The default: the replicas' mean is used as it is, and every image counts once."""
-    evaluator = Evaluator(task, replicas.place(2, jax.devices()[:1]), 8, 0)
+    evaluator = Evaluator(task, replicas.place(2, jax.devices()[:1]), 8, 0, 0)
     result = evaluator.consensus(*model)
     assert result.keys() == {"loss", "top1", "top5"}
     for name, value in numpy_metrics(task, *model, task.eval_source).items():
@@ -311,7 +345,10 @@ def test_presets_and_changes():
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("data__path", "x", "data.path must be one of generated, got 'x'"),
+        ("data__path", "x", "data.path: there is no folder 'x'; name one with train.*'generated'"),
+        ("data__eval_resize", 12, "data.eval_resize must be at least the crop of 16 pixels"),
+        ("data__trivial_augment", True, "trivial_augment is for photographs, not for generated"),
+        ("data__mixup", -0.1, "data.mixup must be at least 0, got -0.1"),
         ("model__preset", "resnet", "model.preset must be one of tiny, .*, got 'resnet'"),
         (
             "model__batch_norm_consensus",

@@ -28,7 +28,9 @@ from decent_jax.models.convolution import conv
 Params = dict[str, Any]
 Statistics = dict[str, Any]
 
-_EPSILON = 1e-5
+EPSILON = 1e-5  # of batch norm, as in torchvision
+MEAN = (0.485, 0.456, 0.406)  # of ImageNet's training images in [0, 1]: what inputs are
+STD = (0.229, 0.224, 0.225)  # normalised with
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -202,7 +204,7 @@ class BatchNorm(nnx.Module):
             for running, new in ((self.mean, mean), (self.var, var)):
                 old = self.momentum * running[...]
                 running[...] = old + (1 - self.momentum) * jax.lax.stop_gradient(new)
-        factor = self.scale[...] * jax.lax.rsqrt(var + _EPSILON)
+        factor = self.scale[...] * jax.lax.rsqrt(var + EPSILON)
         offset = self.bias[...] - mean * factor
         spread = (1,) * (x.ndim - 1) + (-1,)
         y = x.astype(mean.dtype) * factor.reshape(spread) + offset.reshape(spread)

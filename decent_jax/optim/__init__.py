@@ -19,7 +19,11 @@ from decent_jax.optim.momentum import (
     quasi_global_sgd,
 )
 from decent_jax.optim.outer import diloco, slowmo
-from decent_jax.optim.schedules import inverse_sqrt_schedule, linear_warmup_cosine_schedule
+from decent_jax.optim.schedules import (
+    inverse_sqrt_schedule,
+    linear_warmup_cosine_schedule,
+    linear_warmup_step_schedule,
+)
 from decent_jax.optim.swarm import Lattice, swarm
 
 __all__ = [
@@ -44,6 +48,7 @@ __all__ = [
     "gradient_tracking",
     "inverse_sqrt_schedule",
     "linear_warmup_cosine_schedule",
+    "linear_warmup_step_schedule",
     "push_sum",
     "quasi_global_adam",
     "quasi_global_sgd",

@@ -1,5 +1,7 @@
 """Learning rates as functions of the step, in the reference's exact form."""
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 import optax
 
@@ -16,6 +18,30 @@ def linear_warmup_cosine_schedule(
     return optax.warmup_cosine_decay_schedule(
         start_factor * peak, peak, warmup_steps, max(steps, warmup_steps + 1), end
     )
+
+
+def linear_warmup_step_schedule(
+    peak: float, warmup_steps: int, drops: Sequence[int], factor: float
+) -> optax.Schedule:
+    """From ``peak / warmup_steps`` linearly to ``peak``, times ``factor`` at each of ``drops``.
+
+    For 0-based step t: ``peak * min(1, (t + 1) / warmup_steps)``, times ``factor`` once for each
+    drop <= t (Goyal et al., 2017, arXiv:1706.02677, with drops after 30, 60 and 80 of 90 epochs).
+
+    Example:
+      >>> rate = linear_warmup_step_schedule(1.0, 2, [4, 5], 0.1)
+      >>> [round(float(rate(t)), 3) for t in range(7)]
+      [0.5, 1.0, 1.0, 1.0, 0.1, 0.01, 0.01]
+    """
+
+    def schedule(step):
+        t = jnp.asarray(step, jnp.float32)
+        rate = peak * jnp.minimum(1.0, (t + 1) / max(warmup_steps, 1))
+        for drop in drops:
+            rate = rate * jnp.where(t >= drop, factor, 1.0)
+        return rate
+
+    return schedule
 
 
 def inverse_sqrt_schedule(peak: float, warmup_steps: int) -> optax.Schedule:

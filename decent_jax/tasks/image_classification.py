@@ -1,4 +1,4 @@
-"""Image classification with a ResNet; the pictures are made by a generator."""
+"""Image classification with a ResNet, on photographs or on pictures made by a generator."""
 
 import dataclasses
 from pathlib import Path
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from decent_jax.data import generated_images
+from decent_jax.data import generated_images, image_files, image_inputs
 from decent_jax.models import resnet
 from decent_jax.models.losses import cross_entropy
 from decent_jax.train.config import ConfigError
@@ -16,8 +16,6 @@ from decent_jax.train.config import ConfigError
 GENERATED = "generated"
 CONSENSUS = ("average", "recompute", "mix")
 
-_MEAN = (0.485, 0.456, 0.406)  # of ImageNet's training images, in [0, 1]
-_STD = (0.229, 0.224, 0.225)
 _SHOWN_CLASSES = 12  # rows of the table at the end
 _DEMO_BATCH = 100
 _DEMO_BATCHES = 10
@@ -45,14 +43,22 @@ def default_model() -> ConfigDict:
 def default_data() -> ConfigDict:
     """Generated pictures of 32 pixels."""
     data = ConfigDict()
-    data.path = GENERATED  # "generated": see decent_jax/data/generated_images.py
-    data.image_size = 32
+    # A folder: train/<class>/*.jpg, ImageNet's own archives, one that prepare_images or TFDS wrote
+    # (decent_jax/data/image_files.py); "generated": decent_jax/data/generated_images.py.
+    data.path = GENERATED
+    data.image_size = 32  # pixels, height and width of a training image
+    data.flip = True  # mirror every other training image
+    data.shift = 0  # move training images by up to so many pixels
+    data.mixup = 0.0  # mix pairs of training images by a share of Beta(mixup, mixup); 0: no
+    data.prefetch = 4  # batches read ahead
+    # Of a folder: training images are random-resized crops.
+    data.eval_size = 0  # pixels of a centre crop for evaluation; 0: image_size
+    data.eval_resize = 0  # the shorter side before that crop; 0: 8/7 of eval_size
+    data.trivial_augment = False  # distort each training image by one random operation
+    # Of the generator.
     data.train_images = 20000
     data.val_images = 2000
     data.seed = 0  # of the pictures; config.seed is that of the training
-    data.flip = True  # mirror every other training image
-    data.shift = 2  # move training images by up to so many pixels
-    data.prefetch = 4  # batches read ahead
     return data
 
 
@@ -60,7 +66,6 @@ def validate(config: ConfigDict) -> None:
     """Raises ConfigError for data that do not exist, a shape or a policy that cannot be."""
     model, data = config.model, config.data
     choices = {
-        "data.path": (data.path, (GENERATED,)),
         "model.preset": (model.preset, tuple(resnet.PRESETS)),
         "model.batch_norm_consensus": (model.batch_norm_consensus, CONSENSUS),
     }
@@ -68,11 +73,26 @@ def validate(config: ConfigDict) -> None:
         if value not in known:
             raise ConfigError(f"{name} must be one of {', '.join(known)}, got {value!r}")
     least = {"data.train_images": 1, "data.val_images": 1, "data.image_size": 16}
-    least |= {"data.seed": 0, "data.shift": 0, "model.batch_norm_batches": 1, "model.width": 0}
+    least |= {"data.seed": 0, "data.shift": 0, "data.mixup": 0, "data.eval_size": 0}
+    least |= {"data.eval_resize": 0, "model.batch_norm_batches": 1, "model.width": 0}
     for name, smallest in least.items():
         section, key = name.split(".")
         if config[section][key] < smallest:
             raise ConfigError(f"{name} must be at least {smallest}, got {config[section][key]}")
+    size, resize = eval_sizes(data)
+    if resize < size:
+        raise ConfigError(
+            f"data.eval_resize must be at least the crop of {size} pixels (data.eval_size), got "
+            f"{resize}"
+        )
+    if data.path != GENERATED and not Path(data.path).is_dir():
+        raise ConfigError(
+            f"data.path: there is no folder {data.path!r}; name one with train/<class>/*.jpg, with "
+            "ImageNet's archives, or made by `python -m decent_jax.data.prepare_images`, or "
+            f"{GENERATED!r}"
+        )
+    if data.path == GENERATED and data.trivial_augment:
+        raise ConfigError("data.trivial_augment is for photographs, not for generated pictures")
     for name in ("label_smoothing", "batch_norm_momentum"):
         if not 0 <= model[name] < 1:
             raise ConfigError(f"model.{name} must be in [0, 1), got {model[name]}")
@@ -105,9 +125,27 @@ def _blocks(text: str) -> tuple[int, ...]:
         raise ValueError(f"blocks must be numbers such as '2,2,2,2', got {text!r}") from None
 
 
+def eval_sizes(data: ConfigDict) -> tuple[int, int]:
+    """(crop, shorter side before the crop) of evaluation, pixels."""
+    size = data.eval_size or data.image_size
+    return size, data.eval_resize or round(size * 8 / 7)
+
+
 def make(config: ConfigDict, workdir: Path, announce) -> "ImageClassification":
-    """The task; draws the pictures."""
+    """The task; draws the pictures, or looks for the files.
+
+    Raises:
+      DataError: what is wrong with the data, as one sentence.
+    """
     data = config.data
+    if data.path != GENERATED:
+        with announce(f"looking for the images of {data.path}"):
+            train, val = (image_files.open_images(data.path, split) for split in ("train", "val"))
+        return ImageClassification(
+            config,
+            image_inputs.TrainImages(train, data.image_size, trivial_augment=data.trivial_augment),
+            image_inputs.EvalImages(val, *eval_sizes(data)),
+        )
     with announce(f"drawing {data.train_images + data.val_images} pictures"):
         sources = [
             generated_images.GeneratedImages(split, count, seed=data.seed, size=data.image_size)
@@ -123,8 +161,9 @@ class ImageClassification:
 
     Args:
         config: of the run.
-        train_source: such records by index, with ``class_names``.
-        eval_source: the same, of the validation set.
+        train_source: such records by index, with ``class_names`` and ``labels``; or others, of
+            which its method ``augment`` makes such (see `decent_jax.data.loader`).
+        eval_source: such records, of the validation set.
     """
 
     unit = "examples"
@@ -136,8 +175,8 @@ class ImageClassification:
         self.config = model_config(config, len(self.class_names))
         self.label_smoothing = config.model.label_smoothing
         self.flip, self.shift = config.data.flip, config.data.shift
-        size = train_source[0]["image"].shape[0]
-        self.flops_per_example = float(resnet.flops_per_image(self.config, size))
+        self.mixup = config.data.mixup
+        self.flops_per_example = float(resnet.flops_per_image(self.config, config.data.image_size))
         self.mixes_state = config.model.batch_norm_consensus == "mix"
         recomputes = config.model.batch_norm_consensus == "recompute"
         self.recompute_batches = config.model.batch_norm_batches if recomputes else 0
@@ -149,9 +188,17 @@ class ImageClassification:
         return None
 
     def loss(self, params, model_state, batch, key):
-        images = augment(key, normalize(batch["image"]), flip=self.flip, shift=self.shift)
+        augment_key, mixup_key = jax.random.split(key)
+        images = normalize(batch["image"])
+        images = augment(augment_key, images, flip=self.flip, shift=self.shift)
+        pairs = [(1.0, batch["label"])]
+        if self.mixup:
+            images, *pairs = mix_up(mixup_key, images, batch["label"], self.mixup)
         logits, new_state = resnet.train_logits(self.config, params, model_state, images)
-        loss = cross_entropy(logits, batch["label"], self.label_smoothing).mean()
+        loss = sum(
+            share * cross_entropy(logits, labels, self.label_smoothing).mean()
+            for share, labels in pairs
+        )
         return loss, _unless_not_finite(new_state, model_state)
 
     def evaluate(self, params, model_state, batch, weights):
@@ -198,7 +245,7 @@ class ImageClassification:
 
 def normalize(images: jax.Array) -> jax.Array:
     """uint8 ``(B, H, W, 3)`` to float32 with ImageNet's mean and standard deviation removed."""
-    mean, std = (np.array(x, np.float32).reshape(1, 1, 1, 3) for x in (_MEAN, _STD))
+    mean, std = (np.array(x, np.float32).reshape(1, 1, 1, 3) for x in (resnet.MEAN, resnet.STD))
     return (images.astype(jnp.float32) / 255 - mean) / std
 
 
@@ -226,6 +273,26 @@ def augment(key: jax.Array, images: jax.Array, *, flip: bool, shift: int) -> jax
             lambda image, corner: jax.lax.dynamic_slice(image, (corner[0], corner[1], 0), shape)
         )(padded, corners)
     return images
+
+
+def mix_up(key: jax.Array, images: jax.Array, labels: jax.Array, alpha: float):
+    """Images of which each is a mixture of two (Zhang et al., 2018, arXiv:1710.09412).
+
+    With one share l of Beta(alpha, alpha) for all: ``x_i <- l x_i + (1 - l) x_{B-1-i}``, and the
+    loss is mixed in the same way.
+
+    Args:
+        key: draws the share.
+        images: ``(B, H, W, C)`` floats.
+        labels: ``(B,)`` integers.
+        alpha: above 0.
+
+    Returns:
+        images: of the same shape, and twice ``(share (), labels (B,))``.
+    """
+    share = jax.random.beta(key, alpha, alpha)
+    mixed = share * images + (1 - share) * images[::-1]
+    return mixed, (share, labels), (1 - share, labels[::-1])
 
 
 def ranks_of(logits: jax.Array, labels: jax.Array) -> jax.Array:

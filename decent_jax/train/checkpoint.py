@@ -269,6 +269,35 @@ def restore_model(workdir: str | Path, which: str) -> tuple[Any, dict]:
     )
 
 
+def read_item(item: Path, part: str | None = None) -> Any:
+    """An item of a checkpoint, or a part of it alone, as host arrays.
+
+    Args:
+      item: its folder, such as ``checkpoints/100/rest``.
+      part: such as ``"model_state"`` of the rest.
+
+    Raises:
+      CheckpointError: it is not there, or cannot be read.
+    """
+    if not item.is_dir():
+        raise CheckpointError(f"there is no checkpoint {item}")
+    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax warns of an item read on its own
+    try:
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            like = checkpointer.metadata(item).item_metadata.tree
+            if part:
+                like = {part: like[part]}
+            arguments = ocp.args.PyTreeRestore(
+                item=like,
+                restore_args=jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), like),
+                partial_restore=True,
+            )
+            found = checkpointer.restore(item, args=arguments)
+    except Exception as error:  # orbax and tensorstore raise many kinds
+        raise CheckpointError(f"{item} cannot be read: {_reason(error)}") from None
+    return found[part] if part else found
+
+
 def _manager(folder: Path, keep: int | None, read_only: bool = False) -> ocp.CheckpointManager:
     options = ocp.CheckpointManagerOptions(
         max_to_keep=keep,

@@ -18,14 +18,14 @@ from decent_jax.planner import plan as planner_plan
 from decent_jax.planner.plan import Plan
 
 TASKS = ("language_modeling", "image_classification")
-LR_SCHEDULES = ("cosine", "inverse_sqrt", "constant")
+LR_SCHEDULES = ("cosine", "inverse_sqrt", "step", "constant")
 PARTITIONS = ("iid", "dirichlet")
 DURATIONS = ("lr_schedule.warmup", "checkpoint.every", "eval.every")
 
 # What a resumed run may change; anything else would make it another experiment.
 MAY_CHANGE = ("steps", "epochs", "num_replicas", "schedule", "local_size", "max_failing_steps")
 MAY_CHANGE += ("max_consensus_distance", "mesh.", "cluster.", "checkpoint.", "eval.", "log.")
-MAY_CHANGE += ("data.prefetch", "data.prompt")
+MAY_CHANGE += ("data.prefetch", "data.workers", "data.prompt")
 
 
 class ConfigError(ValueError):
@@ -86,9 +86,11 @@ def default_config(task: str = "language_modeling") -> ConfigDict:
     config.learning_rate = 1e-3  # the peak
     config.accum_steps = 4  # window of accum_adam; the other algorithms have no window
     config.lr_schedule = ConfigDict()
-    config.lr_schedule.name = "cosine"  # cosine, inverse_sqrt, constant
+    config.lr_schedule.name = "cosine"  # cosine, inverse_sqrt, step, constant
     config.lr_schedule.warmup = _duration(100)  # duration
     config.lr_schedule.end_factor = 0.1  # cosine ends at this times the peak
+    config.lr_schedule.drops = "30%, 60%, 90%"  # durations after which step multiplies by
+    config.lr_schedule.drop_factor = 0.1  # this
     config.optimizer = ConfigDict()
     config.optimizer.name = ""  # adam, accum_adam, sgd; empty: the algorithm's
     config.optimizer.momentum = 0.9  # of sgd
@@ -103,6 +105,7 @@ def default_config(task: str = "language_modeling") -> ConfigDict:
     module = task_module(task)
     config.model = module.default_model()
     config.data = module.default_data()
+    config.data.workers = 0  # processes that read ahead; 0: threads of this one
     config.data.partition = "iid"  # "dirichlet": each replica has records of its own, by labels
     config.data.alpha = 1.0  # of dirichlet: small, few classes a replica; see data/partition.py
 
@@ -162,6 +165,7 @@ def validate(config: ConfigDict) -> None:
     not_negative += ("checkpoint.every_minutes", "eval.batches", "eval.batch_size")
     not_negative += ("gamma", "gamma_power", "slowmo.alpha", "diloco.outer_learning_rate")
     not_negative += ("mesh.devices", "mesh.simulate", "lr_schedule.end_factor", "log.drift_factor")
+    not_negative += ("lr_schedule.drop_factor", "data.prefetch", "data.workers")
     for name in not_negative:
         if not field(config, name) >= 0:
             raise ConfigError(f"{name} must not be negative, got {field(config, name)}")
@@ -173,6 +177,8 @@ def validate(config: ConfigDict) -> None:
             raise ConfigError(f"{name} must be in [0, 1), got {field(config, name)}")
     for name in DURATIONS:
         parse_duration(name, field(config, name))
+    for drop in _drops(config):
+        parse_duration("each of lr_schedule.drops", drop)
     if config.epochs == 0 and config.steps < 1:
         raise ConfigError(f"steps must be at least 1 (or epochs above 0), got {config.steps}")
     n = config.num_replicas
@@ -272,6 +278,16 @@ def in_steps(name: str, value: int | str, steps_per_epoch: int, steps: int) -> i
     number, unit = parse_duration(name, value)
     scale = {"step": 1, "epoch": steps_per_epoch, "%": steps / 100}[unit]
     return max(round(number * scale), 1) if number > 0 else 0
+
+
+def drops_in_steps(config: ConfigDict, steps_per_epoch: int, steps: int) -> list[int]:
+    """Steps of ``lr_schedule.drops``, ascending."""
+    name = "each of lr_schedule.drops"
+    return sorted(in_steps(name, drop, steps_per_epoch, steps) for drop in _drops(config))
+
+
+def _drops(config: ConfigDict) -> list[str]:
+    return [drop for drop in config.lr_schedule.drops.split(",") if drop.strip()]
 
 
 def check_warmup(warmup: float, steps: int) -> None:

@@ -16,9 +16,11 @@ from decent_jax.tasks import Task
 class Evaluator:
     """Evaluates on the task's validation source, every record once, shared over the devices."""
 
-    def __init__(self, task: Task, placement: Placement, batch_size: int, max_batches: int):
+    def __init__(
+        self, task: Task, placement: Placement, batch_size: int, max_batches: int, workers: int
+    ):
         self.task, self.placement = task, placement
-        self.batch_size, self.max_batches = batch_size, max_batches
+        self.batch_size, self.max_batches, self.workers = batch_size, max_batches, workers
         self.mean = jax.jit(replicas.consensus_mean, out_shardings=placement.replicated)
         stacked, everywhere = P("replica"), P()
 
@@ -125,6 +127,7 @@ class Evaluator:
             num_replicas=self.placement.num_replicas,
             batch_size=self.batch_size,
             replicas=self.placement.local_replicas,
+            workers=self.workers,
         )
 
     def _batches(self, local_replicas: list[int] | None):
@@ -134,6 +137,7 @@ class Evaluator:
             batch_size=self.batch_size,
             max_batches=self.max_batches,
             replicas=local_replicas,
+            workers=self.workers,
         )
 
     def _put_everywhere(self, tree):

@@ -93,14 +93,19 @@ class _Trainer:
         warmup = self.every["lr_schedule.warmup"]
         if config.lr_schedule.name == "cosine":
             config_lib.check_warmup(warmup, self.steps)
-        self.rate = step_lib.learning_rate(config, self.steps, warmup)
+        drops = config_lib.drops_in_steps(config, epoch, self.steps)
+        self.rate = step_lib.learning_rate(config, self.steps, warmup, drops)
         self.tx = algorithm.transformation(
             config, self.schedule, self.rate, task.decay_mask, placement.axis_name
         )
         self._step = step_lib.make_step(config, task, self.tx, self.rate, self.schedule, placement)
         self._executables = {}
         self.evaluator = Evaluator(
-            task, placement, config.eval.batch_size or config.batch_size, config.eval.batches
+            task,
+            placement,
+            config.eval.batch_size or config.batch_size,
+            config.eval.batches,
+            config.data.workers,
         )
         self._summarize = jax.jit(_summarize, out_shardings=placement.replicated)
         self._distance = jax.jit(replicas.consensus_distance, out_shardings=placement.replicated)
@@ -151,7 +156,7 @@ class _Trainer:
     def _loop(self, start: int) -> None:
         config = self.config
         with self._batches(start) as batches:
-            batch = self._next_batch(batches) if start < self.steps else None
+            batch = self._next_batch(batches, start) if start < self.steps else None
             self._mark = _Mark(start)
             pending = None  # (steps done, metrics on the device) of the step before
             for t in range(start, self.steps):
@@ -159,7 +164,7 @@ class _Trainer:
                 self.state, step_metrics = compiled(self.state, batch, np.int32(t))
                 done = t + 1
                 if done < self.steps:
-                    batch = self._next_batch(batches)
+                    batch = self._next_batch(batches, done)
                 if pending is not None:
                     self._look_at(*pending)
                 logs = done % config.log.every == 0 or done == self.steps
@@ -278,16 +283,29 @@ class _Trainer:
             replicas=self.placement.local_replicas,
             start_step=start,
             prefetch=self.config.data.prefetch,
+            workers=self.config.data.workers,
             partition=self.partition,
         )
 
-    def _next_batch(self, batches):
+    def _next_batch(self, batches, done: int):
         """The next batch on its way to the devices; counts the seconds waited for it."""
         began = time.monotonic()
-        block = next(batches)
+        try:
+            block = next(batches)
+        except DataError as error:  # found only now: a photograph cut short, say
+            self._fail_for_data(done, error)
         if hasattr(self, "_mark"):
             self._mark.data_wait += time.monotonic() - began
         return self.placement.put(block)
+
+    def _fail_for_data(self, done: int, error: DataError):
+        """Keep what ``done`` steps came to, where this process can do so on its own."""
+        saved = ""
+        if jax.process_count() == 1 and done:
+            self.checkpoints.save(done, self.state, self._meta(done))
+            self.checkpoints.wait()
+            saved = f"; a checkpoint of step {done} is saved"
+        raise TrainingFailed(f"{error}{saved}") from None
 
     def _measure(self, step_metrics):
         """Dispatch the reductions over replicas; nothing is waited for but their compilation."""

@@ -24,8 +24,8 @@ class TrainState(NamedTuple):
     ema: Any  # moving average of the replica's own params, or None
 
 
-def learning_rate(config: ConfigDict, steps: int, warmup: int) -> optax.Schedule:
-    """The learning rate of a 0-based step."""
+def learning_rate(config: ConfigDict, steps: int, warmup: int, drops: list[int]) -> optax.Schedule:
+    """The learning rate of a 0-based step; durations are in steps."""
     peak, name = config.learning_rate, config.lr_schedule.name
     if name == "cosine":
         return optim.linear_warmup_cosine_schedule(
@@ -37,7 +37,9 @@ def learning_rate(config: ConfigDict, steps: int, warmup: int) -> optax.Schedule
         )
     if name == "inverse_sqrt":
         return optim.inverse_sqrt_schedule(peak, max(warmup, 1))
-    return optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
+    if name == "constant":
+        drops = []
+    return optim.linear_warmup_step_schedule(peak, warmup, drops, config.lr_schedule.drop_factor)
 
 
 def init_state(

@@ -1,0 +1,201 @@
+"""ResNet parameters and statistics to and from safetensors files, named as torchvision's are.
+
+A file holds what ``state_dict()`` of torchvision's ``resnet18`` to ``resnet152`` (version 1.5, the
+stride in the 3x3 convolution) holds: ``conv1.weight``, ``bn1.running_mean``,
+``layer1.0.downsample.0.weight``, ``fc.weight`` and so on, all float32. Convolutions are
+``(outputs, inputs, height, width)`` there and ``(height, width, inputs, outputs)`` here, the last
+layer is ``(outputs, inputs)`` there. Networks that torchvision has not (other blocks, another
+width, the stem for small images) are named by the same rule.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from decent_jax.models import resnet
+from decent_jax.models.resnet import Params, ResNetConfig, Statistics
+
+_LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}
+_LEAVES |= {"mean": "running_mean", "var": "running_var"}
+_DOWNSAMPLE = {"conv": "0", "bn": "1"}
+_COUNT = "num_batches_tracked"  # of each batch norm; no arithmetic of the network reads it
+
+
+def save(
+    path: str | os.PathLike,
+    params: Params,
+    statistics: Statistics,
+    config: ResNetConfig,
+    *,
+    step: int = 0,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Writes one model; the file appears whole or not at all.
+
+    Args:
+        path: of the file; its folder exists.
+        params: of one model (no replica dimension); written as float32.
+        statistics: that it is evaluated with.
+        config: of both.
+        step: training steps, for torchvision's ``num_batches_tracked``.
+        metadata: strings for the file's metadata.
+
+    Raises:
+        ValueError: a tensor is missing or has another shape than ``config`` says.
+    """
+    given = jax.tree_util.tree_leaves_with_path((params, statistics))
+    given = {_name(tree_path): leaf for tree_path, leaf in given}
+    tensors = {}
+    for tree_path, leaf in jax.tree_util.tree_leaves_with_path(_shapes(config)):
+        name = _name(tree_path)
+        shape = np.shape(given[name]) if name in given else None
+        if shape != leaf.shape:
+            raise ValueError(f"{name!r} has the shape {shape}, wanted {leaf.shape}")
+        tensors[name] = np.ascontiguousarray(_turned(np.asarray(given[name], np.float32)))
+        if name.endswith("running_var"):
+            tensors[name.replace("running_var", _COUNT)] = np.array(step, np.int64)
+    path = Path(path)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(unfinished, "wb") as file:
+            file.write(safetensors.numpy.save(tensors, {"format": "pt", **(metadata or {})}))
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def load(path: str | os.PathLike, config: ResNetConfig) -> tuple[Params, Statistics]:
+    """Reads what `save` wrote, or torchvision's weights once they are a ``.safetensors`` file.
+
+    Args:
+        path: of the file.
+        config: shapes to expect.
+
+    Returns:
+        (params, statistics): nested dicts of float32 NumPy arrays, as `resnet.init` shapes them.
+
+    Raises:
+        ValueError: a tensor is missing, has another shape, or is not part of this config; the
+            first one is named.
+    """
+    with safetensors.safe_open(path, framework="numpy") as file:
+        left = {name for name in file.keys() if not name.endswith(_COUNT)}  # noqa: SIM118
+
+        def read(tree_path, leaf):
+            name = _name(tree_path)
+            if name not in left:
+                raise ValueError(f"{path} has no tensor {name!r}")
+            left.remove(name)
+            stored = np.asarray(file.get_tensor(name), np.float32)
+            value = np.ascontiguousarray(_turned_back(stored))
+            if value.shape != leaf.shape:
+                wanted = _turned(np.empty(leaf.shape)).shape
+                raise ValueError(
+                    f"tensor {name!r} of {path} has the shape {stored.shape}, the config wants "
+                    f"{wanted}"
+                )
+            return value
+
+        params, statistics = jax.tree_util.tree_map_with_path(read, _shapes(config))
+    if left:
+        raise ValueError(
+            f"{path} has a tensor {min(left)!r} that the config has no place for: {config}"
+        )
+    return params, statistics
+
+
+def architecture(config: ResNetConfig) -> str | None:
+    """Name of torchvision's function that makes this network; None where it has none.
+
+    Example:
+        >>> architecture(resnet.PRESETS["resnet50"])
+        'resnet50'
+    """
+    for name, preset in resnet.PRESETS.items():
+        same = all(
+            getattr(config, field) == getattr(preset, field)
+            for field in ("blocks", "bottleneck", "width", "small_images")
+        )
+        if same and not preset.small_images:
+            return name
+    return None
+
+
+def description(
+    config: ResNetConfig,
+    *,
+    class_names: Sequence[str] | None,
+    image_size: int,
+    resize: int | None,
+) -> dict:
+    """What must be known beside the tensors to use them, for a ``config.json``.
+
+    Args:
+        config: of the network.
+        class_names: (num_classes,) in the order of the outputs; None: not known.
+        image_size: pixels, of an image in evaluation.
+        resize: what the shorter side of a photograph is made before that centre crop; None: no
+            crop.
+    """
+    return {
+        "architecture": architecture(config),  # null: torchvision has no such network
+        "blocks": list(config.blocks),
+        "bottleneck": config.bottleneck,
+        "width": config.width,
+        "small_images": config.small_images,
+        "num_classes": config.num_classes,
+        "class_names": None if class_names is None else list(class_names),
+        "image_size": image_size,
+        "resize": resize,
+        "mean": list(resnet.MEAN),
+        "std": list(resnet.STD),
+        "batch_norm_eps": resnet.EPSILON,
+    }
+
+
+def config_from(described: Mapping) -> ResNetConfig:
+    """The network that a `description` read from JSON describes, with float32 activations."""
+    return ResNetConfig(
+        blocks=tuple(described["blocks"]),
+        bottleneck=described["bottleneck"],
+        width=described["width"],
+        num_classes=described["num_classes"],
+        small_images=described["small_images"],
+        dtype="float32",
+    )
+
+
+def dumps(described: Mapping) -> str:
+    """Read by people, too: a line a field."""
+    lines = (f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in described.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _shapes(config: ResNetConfig):
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return jax.eval_shape(lambda key: resnet.init(config, key), key)
+
+
+def _name(tree_path) -> str:
+    """``layer1 / 0 / downsample / bn / mean`` -> ``layer1.0.downsample.1.running_mean``."""
+    *modules, leaf = (str(entry.key) for entry in tree_path[1:])  # 0: which of the two trees
+    if "downsample" in modules:
+        modules[-1] = _DOWNSAMPLE[modules[-1]]
+    return ".".join([*modules, _LEAVES[leaf]])
+
+
+def _turned(x: np.ndarray) -> np.ndarray:
+    """A convolution's HWIO to OIHW, the last layer's (I, O) to (O, I); vectors as they are."""
+    return x.transpose({4: (3, 2, 0, 1), 2: (1, 0), 1: (0,)}[x.ndim])
+
+
+def _turned_back(x: np.ndarray) -> np.ndarray:
+    return x.transpose({4: (2, 3, 1, 0), 2: (1, 0)}.get(x.ndim, tuple(range(x.ndim))))

@@ -1,0 +1,142 @@
+"""Training on photographs of a folder, through the same door as everything else."""
+
+import io
+import json
+
+import jax
+import mini_imagenet
+import numpy as np
+import pytest
+import tiny
+from PIL import Image
+
+from decent_jax import train
+from decent_jax.data import image_files, image_inputs, loader, prepare_images
+from decent_jax.train import TrainingFailed
+
+
+def config_of(path, **changes):
+    """2 replicas, a ResNet of one block on crops of 16 pixels."""
+    config = train.default_config("image_classification")
+    config.update(num_replicas=2, batch_size=4, steps=4)
+    config.lr_schedule.update(name="constant", warmup=1)
+    config.model.update(preset="tiny", blocks="1", width=4, dtype="float32")
+    config.data.update(path=str(path), image_size=16, eval_size=24)
+    config.mesh.devices = 1
+    config.eval.every = 0
+    config.checkpoint.every_minutes = 0.0
+    config.log.every = 1
+    config.update(changes)
+    return config
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory):
+    """The same images as class folders, as ImageNet's archives, packed by us, and by TFDS."""
+    root = tmp_path_factory.mktemp("mini")
+    for name, write in (
+        ("folders", mini_imagenet.write_folders),
+        ("archives", mini_imagenet.write_archives),
+        ("tfds", mini_imagenet.write_tfds),
+    ):
+        (root / name).mkdir()
+        write(root / name)
+    prepare_images.prepare(root / "archives", root / "packed", workers=1)
+    return {path.name: path for path in root.iterdir() if path.is_dir()}
+
+
+def first_epoch(path, workers=0):
+    """Every batch of one epoch, 2 replicas with 3 images each."""
+    source = image_inputs.TrainImages(image_files.open_images(path, "train"), 16)
+    steps = len(source) // 6
+    with loader.train_batches(
+        source, seed=0, num_replicas=2, batch_size=6, workers=workers
+    ) as batches:
+        return [jax.tree.map(np.array, next(batches)) for _ in range(steps)]
+
+
+def test_an_epoch_is_the_same_in_every_layout(layouts):
+    """Labels and pixels of random crops: what is read decides, not where it is stored."""
+    wanted = first_epoch(layouts["folders"])
+    assert sorted(np.concatenate([batch["label"].ravel() for batch in wanted])) == sorted(
+        list(range(5)) * mini_imagenet.TRAIN_IMAGES
+    )
+    for name in ("archives", "packed"):
+        jax.tree.map(np.testing.assert_array_equal, first_epoch(layouts[name]), wanted)
+    # TFDS stores images in an order of its own, so an epoch has another one: compare by name.
+    for split in ("train", "val"):
+        crops = [centre_crops(layouts[name], split) for name in layouts]
+        assert len(crops) == 4 and len(crops[0]) == 5 * (6 if split == "train" else 3)
+        for other in crops[1:]:
+            jax.tree.map(np.testing.assert_array_equal, other, crops[0])
+
+
+def centre_crops(path, split):
+    """{file name without folders: (label, pixels)}."""
+    files = image_files.open_images(path, split)
+    source = image_inputs.EvalImages(files, 24, 28)
+    names = [files[int(i)].name.rpartition("/")[2] for i in source.order]
+    assert len(set(names)) == len(files)  # each once
+    return {name: (source[i]["label"], source[i]["image"]) for i, name in enumerate(names)}
+
+
+def test_worker_processes_make_the_same_batches(layouts):
+    got, wanted = (first_epoch(layouts["packed"], workers=n) for n in (2, 0))
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
+@pytest.mark.slow
+def test_a_run_on_photographs_learns_and_resumes_bit_by_bit(layouts, tmp_path, compile_once):
+    """From archives first, then, on the same images packed, to the same end."""
+    whole = train.run(config_of(layouts["archives"]), tmp_path / "whole")
+    assert whole["classes"] == 5 and whole["train_images"] == 30 and whole["val_images"] == 15
+    assert 0 <= whole["final"]["eval/top1"] <= whole["final"]["eval/top5"] == 1
+    train.run(config_of(layouts["archives"], steps=2), tmp_path / "parts")
+    train.run(config_of(layouts["archives"]), tmp_path / "parts")
+    tiny.assert_same_state(tmp_path / "whole", tmp_path / "parts", 4)
+    packed = train.run(config_of(layouts["packed"]), tmp_path / "packed")
+    assert packed["final"]["eval/loss"] == whole["final"]["eval/loss"]
+
+
+def test_a_damaged_image_ends_a_run_in_one_sentence_with_a_checkpoint(layouts, tmp_path):
+    """Found in the third of four steps; packing leaves it out, with the reason."""
+    folder = tmp_path / "data"
+    mini_imagenet.write_folders(folder)
+    source = image_inputs.TrainImages(image_files.open_images(folder, "train"), 16)
+    config = config_of(folder, seed=1)
+    victim = name_of_an_image_of_step(source, config, 2)
+    path = folder / "train" / victim.split("/")[-2] / victim.split("/")[-1]
+    path.write_bytes(path.read_bytes()[:-100])
+    message = f"{victim} cannot be decoded .*truncated.*prepare_images.*; a checkpoint of step"
+    with pytest.raises(TrainingFailed, match=message) as error:
+        train.run(config, tmp_path / "run")
+    assert "\n" not in str(error.value)
+    assert tiny.saved_steps(tmp_path / "run")
+    packed = tmp_path / "packed"
+    prepare_images.prepare(folder, packed, workers=1, max_bad=0.1)
+    (bad,) = [json.loads(line) for line in (packed / "bad_files.jsonl").read_text().splitlines()]
+    assert bad["name"] == victim and "truncated" in bad["reason"]
+    result = train.run(config_of(packed, steps=2), tmp_path / "again")
+    assert result["train_images"] == 29
+
+
+def name_of_an_image_of_step(source, config, step):
+    """A photograph that libjpeg-turbo decodes, and that no earlier step reads."""
+    seen = []
+
+    class Names(image_inputs.TrainImages):
+        def augment(self, record, random):
+            return {"name": np.array(record.name), "size": np.int32(len(record.data))}
+
+    with loader.train_batches(
+        Names(source.files, 16), seed=config.seed, num_replicas=2, batch_size=4, prefetch=0
+    ) as batches:
+        for _ in range(step):
+            seen += next(batches)["name"].ravel().tolist()
+        names = next(batches)["name"].ravel().tolist()
+    files = {source[i].name: source[i].data for i in range(len(source))}
+    return next(
+        name
+        for name in names
+        if name not in seen and Image.open(io.BytesIO(files[name])).format == "JPEG"
+    )
