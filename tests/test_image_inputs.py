@@ -77,25 +77,6 @@ def test_the_whole_picture_where_no_draw_fits_and_its_ratio_may_be():
     assert image_inputs.random_box(Unlucky(), 300, 330) == Box(0, 0, 300, 330)
 
 
-@pytest.mark.parametrize("size, resize", [(224, 256), (176, 232), (224, 224)])
-@pytest.mark.parametrize(
-    "shape", [(400, 533), (533, 400), (256, 256), (375, 500), (500, 333), (1023, 767), (40, 31)]
-)
-def test_centre_box_is_that_of_resize_and_centre_crop(shape, size, resize):
-    """torchvision: Resize(resize), whose longer side is rounded down, and CenterCrop(size)."""
-    height, width = shape
-    box = image_inputs.centre_box(height, width, size / resize)
-    short = min(shape)
-    for start, length, whole in ((box.top, box.height, height), (box.left, box.width, width)):
-        scale = whole / int(resize * whole / short)
-        top = round((int(resize * whole / short) - size) / 2)
-        pixel = max(scale, 1)  # of the resized picture or of the file, whichever is larger
-        assert abs(start - top * scale) <= pixel
-        assert abs(start + length - (top + size) * scale) <= pixel
-        assert abs(start + length / 2 - whole / 2) <= 0.5
-    assert box.height == box.width
-
-
 # --- where the pixels lie -------------------------------------------------------------------------
 
 
@@ -134,12 +115,43 @@ def test_the_geometry_of_crops(shrink, format):
         height, width = (int(side) for side in sides)
         top, left = random.integers(0, 602 - height), random.integers(0, 798 - width)
         box = Box(int(top), int(left), height, width)
-        assert image_inputs.shrink_for(box, size) == shrink
+        assert image_inputs.shrink_for(min(height, width), size) == shrink
         made = image_inputs.crop(data, box, size, header=header)
         assert made.shape == (size, size, 3) and made.dtype == np.uint8
         np.testing.assert_allclose(made, analytic(box, size), atol=2)
         offsets.append((made - analytic(box, size)).mean(axis=(0, 1)))
     assert np.abs(np.mean(offsets, axis=0)).max() < 0.5  # to no side
+
+
+@pytest.mark.parametrize("size, resize", [(112, 128), (88, 116), (128, 128)])
+@pytest.mark.parametrize(
+    "shape", [(200, 267), (267, 200), (128, 128), (375, 500), (511, 383), (1100, 1400), (110, 131)]
+)
+def test_centre_crops_are_those_of_resize_and_centre_crop(shape, size, resize):
+    """torchvision: Resize(resize), whose longer side is rounded down, and CenterCrop(size)."""
+    slope = np.array([0.11, 0.11])
+    y, x = np.mgrid[: shape[0], : shape[1]]
+    pixels = np.stack([slope[0] * x, slope[1] * y, 0 * x], axis=-1).round().astype(np.uint8)
+    made = image_inputs.centre_crop(encoded(pixels), size, resize)
+    for axis, side in enumerate(shape):
+        resized = int(resize * side / min(shape))
+        places = (round((resized - size) / 2) + np.arange(size) + 0.5) * side / resized - 0.5
+        wanted = 0.11 * places.clip(0, side - 1)
+        got = made[..., 1 - axis].mean(axis=1 - axis)
+        np.testing.assert_allclose(got, wanted, atol=1.1)  # both are rounded
+        assert abs((got - wanted).mean()) < 0.15  # a shift of a pixel would be some 0.2
+
+
+def test_centre_crops_of_photographs_are_those_of_a_bilinear_resize():
+    files = sorted(shared("data/clothing_images").glob("val/*/*.jpg"))[::14]
+    for file in files:
+        data = file.read_bytes()
+        pixels = jpeg.decode(data)
+        height, width = (int(256 * side / min(pixels.shape[:2])) for side in pixels.shape[:2])
+        top, left = round((height - 224) / 2), round((width - 224) / 2)
+        whole = cv2.resize(pixels, (width, height))
+        wanted = whole[top : top + 224, left : left + 224].astype(int)
+        assert np.abs(image_inputs.centre_crop(data, 224, 256) - wanted).mean() < 0.6
 
 
 def test_crops_larger_than_their_part():
@@ -252,9 +264,8 @@ def test_evaluation_images(folder):
     assert len(set(labels[:5])) > 2  # and the first ones of several classes
     for index, position in enumerate(source.order):
         (data, label, _), record = records[position], source[index]
-        header = jpeg.read_header(data)
-        box = image_inputs.centre_box(header.height, header.width, SIZE / 28)
-        np.testing.assert_array_equal(record["image"], image_inputs.crop(data, box, SIZE))
+        wanted = image_inputs.centre_crop(data, SIZE, 28)
+        np.testing.assert_array_equal(record["image"], wanted)
         assert record["image"].shape == (SIZE, SIZE, 3) and record["image"].dtype == np.uint8
         assert record["label"] == label and record["label"].dtype == np.int32
 

@@ -98,9 +98,7 @@ class EvalImages:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         record = self.files[int(self.order[index])]
         with _naming(record.name):
-            header = jpeg.read_header(record.data)
-            box = centre_box(header.height, header.width, self.size / self.resize)
-            image = crop(record.data, box, self.size, header=header)
+            image = centre_crop(record.data, self.size, self.resize)
         return {"image": image, "label": np.int32(record.label)}
 
     def __repr__(self) -> str:
@@ -126,19 +124,13 @@ def random_box(random: np.random.Generator, height: int, width: int) -> Box:
     return Box((height - h) // 2, (width - w) // 2, h, w)
 
 
-def centre_box(height: int, width: int, share: float) -> Box:
-    """The centred square whose side is ``share`` of the shorter side."""
-    side = max(round(share * min(height, width)), 1)
-    return Box(round((height - side) / 2), round((width - side) / 2), side, side)
-
-
 def crop(data: bytes, box: Box, size: int, *, header: jpeg.Header | None = None) -> np.ndarray:
     """The part ``box`` of an image file as (size, size, 3) uint8.
 
     Raises:
       ValueError: see `jpeg.decode`.
     """
-    shrink = shrink_for(box, size)
+    shrink = shrink_for(min(box.height, box.width), size)
     pixels = jpeg.decode(data, shrink=shrink, header=header)
     rows, columns = (
         _shrunk(start, length, shrink, whole)
@@ -147,9 +139,34 @@ def crop(data: bytes, box: Box, size: int, *, header: jpeg.Header | None = None)
     return cv2.resize(pixels[rows, columns], (size, size), interpolation=cv2.INTER_LINEAR)
 
 
-def shrink_for(box: Box, size: int) -> int:
-    """The largest shrink that leaves ``box`` at least ``size`` pixels both ways, or 1."""
-    return next(k for k in jpeg.SHRINKS if k == 1 or min(box.height, box.width) >= k * size)
+def centre_crop(data: bytes, size: int, resize: int) -> np.ndarray:
+    """The centre of an image file whose shorter side is made ``resize`` pixels: (size, size, 3).
+
+    The same pixels that torchvision's Resize and CenterCrop choose, to a fraction of one. Only
+    those of the crop are computed.
+
+    Raises:
+      ValueError: see `jpeg.decode`.
+    """
+    header = jpeg.read_header(data)
+    short = min(header.height, header.width)
+    shrink = shrink_for(short, resize)
+    pixels = jpeg.decode(data, shrink=shrink, header=header)
+    steps, starts = [], []  # to the right and down, in decoded pixels
+    for side in (header.width, header.height):
+        resized = int(resize * side / short)
+        steps.append(side / resized / shrink)
+        starts.append((round((resized - size) / 2) + 0.5) * steps[-1] - 0.5)
+    matrix = np.array([[steps[0], 0, starts[0]], [0, steps[1], starts[1]]])
+    flags = cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP
+    return cv2.warpAffine(
+        pixels, matrix, (size, size), flags=flags, borderMode=cv2.BORDER_REPLICATE
+    )
+
+
+def shrink_for(side: int, size: int) -> int:
+    """The largest shrink that leaves ``side`` at least ``size`` pixels, or 1."""
+    return next(k for k in jpeg.SHRINKS if k == 1 or side >= k * size)
 
 
 def _shrunk(start: int, length: int, shrink: int, whole: int) -> slice:
