@@ -377,9 +377,9 @@ def _group_sum(block: jax.Array, g: int, layout: _Layout) -> jax.Array:
     """Sums over consecutive groups of g replicas, given back to every member: (block, ...)."""
     d, b, axis = layout.devices, layout.block, layout.device_axis
     if b % g == 0:
-        groups = block.reshape(b // g, g, *block.shape[1:])
-        total = _sum_rows(jnp.swapaxes(groups, 0, 1))[:, None]
-        return jnp.broadcast_to(total, groups.shape).reshape(block.shape)
+        # Row by row: a reshape to groups, fused into the update, took XLA's CPU 7 times as long.
+        totals = [_sum_rows(block[start : start + g]) for start in range(0, b, g)]
+        return jnp.stack([totals[row // g] for row in range(b)])
     if g % b:
         raise ValueError(
             f"groups of {g} replicas neither fill nor divide the {b} replicas a device holds; "
