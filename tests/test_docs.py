@@ -11,7 +11,7 @@ from decent_jax.optim import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/library.md")
-DOCUMENTS += ("docs/topologies.md", "docs/algorithms.md")
+DOCUMENTS += ("docs/topologies.md", "docs/algorithms.md", "docs/images.md")
 COMMANDS = (
     "pip install -e . && python train.py --config configs/quickstart.py --workdir runs/quickstart",
     "pip install -e '.[test]' && pytest",

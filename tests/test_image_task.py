@@ -146,7 +146,7 @@ def test_the_loss_with_mix_up_is_that_of_two_labels(model):
     key = jax.random.key(3)
     loss, _ = jitted(task)[0](*model, batch, key)
     images, *pairs = task_lib.mix_up(
-        jax.random.split(key)[1], task_lib.normalize(batch["image"]), batch["label"], 1.0
+        jax.random.fold_in(key, 1), task_lib.normalize(batch["image"]), batch["label"], 1.0
     )
     logits, _ = jax.jit(resnet.train_logits, static_argnums=0)(task.config, *model, images)
     log_p = np.asarray(jax.nn.log_softmax(logits), np.float64)

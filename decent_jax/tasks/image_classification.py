@@ -188,12 +188,11 @@ class ImageClassification:
         return None
 
     def loss(self, params, model_state, batch, key):
-        augment_key, mixup_key = jax.random.split(key)
         images = normalize(batch["image"])
-        images = augment(augment_key, images, flip=self.flip, shift=self.shift)
+        images = augment(key, images, flip=self.flip, shift=self.shift)
         pairs = [(1.0, batch["label"])]
         if self.mixup:
-            images, *pairs = mix_up(mixup_key, images, batch["label"], self.mixup)
+            images, *pairs = mix_up(jax.random.fold_in(key, 1), images, batch["label"], self.mixup)
         logits, new_state = resnet.train_logits(self.config, params, model_state, images)
         loss = sum(
             share * cross_entropy(logits, labels, self.label_smoothing).mean()
