@@ -8,6 +8,11 @@ batch of a step holds the same records whatever the layout.
 With a partition there is such a stream for every replica, of its own records alone: row j at step
 t is example ``t * B + j`` of it. Which processes and devices hold the replicas still has no part;
 another number of replicas is another partition.
+
+A source may also cut its batches itself, into blocks of several shapes: then it has the methods
+``train_blocks(num_replicas, batch_size, seed)`` and ``eval_blocks(num_replicas, batch_size)``;
+they return a sequence whose item ``step * num_replicas + replica`` is a replica's block, and whose
+``steps`` are those of an epoch. What ``batch_size`` counts is up to it.
 """
 
 import os
@@ -93,7 +98,9 @@ def train_batches(
         raise ValueError(f"start_step must be at least 0, got {start_step}")
     if seed < 0:
         raise ValueError(f"seed must be at least 0, got {seed}")
-    if partition is None:
+    if hasattr(source, "train_blocks"):
+        rows = source.train_blocks(num_replicas, batch_size, seed)
+    elif partition is None:
         rows = _rows(source, np.random.SeedSequence(seed), batch_size // num_replicas)
     else:
         rows = _OwnRows(source, seed, batch_size // num_replicas, replicas, partition, num_replicas)
@@ -124,12 +131,18 @@ def eval_batches(
     import grain
 
     replicas = _checked(source, num_replicas, batch_size, replicas)
-    blocks = _EvalBlocks(source, batch_size, batch_size // num_replicas, replicas, max_batches)
+    if hasattr(source, "eval_blocks"):
+        own = source.eval_blocks(num_replicas, batch_size)
+        blocks = _OwnEvalBlocks(own, num_replicas, replicas, max_batches)
+    else:
+        blocks = _EvalBlocks(source, batch_size, batch_size // num_replicas, replicas, max_batches)
     return _iterate(grain.MapDataset.source(blocks), prefetch, num_threads, workers)
 
 
-def steps_per_epoch(source, batch_size: int) -> int:
+def steps_per_epoch(source, batch_size: int, num_replicas: int = 1, seed: int = 0) -> int:
     """Training steps until every record has been seen: the last may reach into the next epoch."""
+    if hasattr(source, "train_blocks"):
+        return source.train_blocks(num_replicas, batch_size, seed).steps
     return -(-len(source) // batch_size)
 
 
@@ -244,6 +257,22 @@ class _EvalBlocks:
 
     def _block(self, rows: np.ndarray) -> np.ndarray:
         return rows.reshape(self.shape + rows.shape[1:])
+
+
+class _OwnEvalBlocks:
+    """Item t: the blocks of ``replicas`` in evaluation batch t, with their ``weight`` taken out."""
+
+    def __init__(self, blocks, num_replicas, replicas, max_batches):
+        self.blocks, self.num_replicas, self.replicas = blocks, num_replicas, replicas
+        self.batches = min(blocks.steps, max_batches) if max_batches > 0 else blocks.steps
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __getitem__(self, step: int):
+        own = [self.blocks[step * self.num_replicas + replica] for replica in self.replicas]
+        stacked = {name: np.stack([block[name] for block in own]) for name in own[0]}
+        return stacked, stacked.pop("weight")
 
 
 def _checked(source, num_replicas, batch_size, replicas) -> list[int]:

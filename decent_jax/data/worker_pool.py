@@ -29,7 +29,7 @@ def open_pool(
 
     Args:
       workers: how many.
-      start: called in each with ``arguments``, before any work.
+      start: called in each with ``arguments``, before any work; None: nothing is.
 
     Raises:
       DataError: one of them died.
@@ -54,7 +54,8 @@ def open_pool(
 def _start(start, arguments) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    start(*arguments)
+    if start is not None:
+        start(*arguments)
 
 
 def _die_with_parent() -> None:

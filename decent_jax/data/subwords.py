@@ -1,0 +1,219 @@
+"""A joint vocabulary of subwords for two languages: byte pair encoding by sentencepiece.
+
+Of the maintained libraries sentencepiece was chosen because a training run is a function of the
+counted words alone (sorted, one thread), unknown characters fall back to bytes, and the one file it
+writes is read by runtimes in many languages without Python. (The trainer of Hugging Face's
+tokenizers can break ties by the order of a hash table: its issue 1794.)
+
+>>> vocabulary = train({"new": 9, "newer": 5, "lower": 4, "low": 3}, size=280)
+>>> ids = vocabulary.encode("newer  “lower” ☃")
+>>> vocabulary.decode(ids)
+'newer "lower" ☃'
+"""
+
+import hashlib
+import io
+import multiprocessing
+import re
+import signal
+import threading
+import unicodedata
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from decent_jax.data.tokenizers import DataError
+
+FILE = "vocabulary.model"
+PAD, UNKNOWN, START, END = SPECIAL = range(4)
+LARGEST = 1 << 16  # ids are stored in 16 bits
+
+_BYTES = 256
+_COVERAGE = 0.9999  # of the characters; the rarest are spelled in bytes
+_MANY_WORDS = 200_000  # trained in a process that can be interrupted
+
+# What one writer types as it is and another one's word processor changes. Guillemets and the dash
+# "–" stay: they are part of good French and German, and BLEU sees the reference as it was printed.
+_SAME = {
+    "'": "`\u00b4\u2018\u2019\u201a\u201b\u2032",
+    '"': "\u201c\u201d\u201e\u201f\u2033",
+    "-": "\u2010\u2011\u2212",  # hyphens and the minus sign
+    "\u2013": "\u2014\u2015",  # dashes
+    " ": "\u2581",  # sentencepiece's own sign for a space
+}
+_REPLACEMENT = {character: plain for plain, others in _SAME.items() for character in others}
+# control characters but white space, soft hyphens, zero widths, directions, byte order marks
+_INVISIBLE = (
+    "\0-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\ufeff"
+)
+_CHANGED = re.compile("[" + "".join(_REPLACEMENT) + _INVISIBLE + "]")
+
+
+def normalise(text: str) -> str:
+    """One way to write what is the same text.
+
+    NFKC; one sign each for apostrophes (``'``), double quotes (``"``), hyphens (``-``) and dashes
+    (``–``); no control characters, soft hyphens or zero-width spaces; single spaces between words
+    and none around. Applying it again changes nothing.
+    """
+    if text.isascii() and text.isprintable():
+        text = text.replace("`", "'")
+    else:  # before NFKC, which makes "´" a space and an accent; and after, which makes quotes
+        text = _CHANGED.sub(_replace, text)
+        text = _CHANGED.sub(_replace, unicodedata.normalize("NFKC", text))
+    return " ".join(text.replace("''", '"').split())
+
+
+def _replace(match: re.Match) -> str:
+    return _REPLACEMENT.get(match[0], "")
+
+
+class Subwords:
+    """Text to ids and back.
+
+    Attributes:
+      model: the content of sentencepiece's model file.
+      size: ids lie in ``[0, size)``: 0 padding, 1 unknown (no text needs it), 2 start, 3 end,
+        4 to 259 single bytes.
+      sha256: of ``model``; two runs with the same one can exchange ids.
+    """
+
+    def __init__(self, model: bytes):
+        import sentencepiece
+
+        self.model = model
+        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        self.size = self._processor.get_piece_size()
+        self.sha256 = hashlib.sha256(model).hexdigest()
+
+    def encode(self, text: str) -> np.ndarray:
+        """The ids of ``text`` once normalised: uint16 (tokens,), without start and end."""
+        return np.array(self._processor.encode(normalise(text)), np.uint16)
+
+    def encode_normalised(self, texts: list[str]) -> list[list[int]]:
+        """The ids of each text; all have been through :func:`normalise`."""
+        return self._processor.encode(texts, num_threads=1)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ``ids``; special ids are left out, a torn character shows as U+FFFD."""
+        ids = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64)
+        bad = ids[(ids < 0) | (ids >= self.size)]
+        if bad.size:
+            raise ValueError(f"token id {bad[0]} is outside the vocabulary of {self.size}")
+        return self._processor.decode(ids[ids >= len(SPECIAL)].tolist())
+
+    def pieces(self, ids: Iterable[int]) -> list[str]:
+        """What each id stands for, for pictures: ``"▁"`` begins a word."""
+        return [self._processor.id_to_piece(int(i)) for i in ids]
+
+    def save(self, folder: str | Path) -> None:
+        """Writes ``vocabulary.model``."""
+        (Path(folder) / FILE).write_bytes(self.model)
+
+    def __getstate__(self) -> dict:
+        return {"model": self.model}
+
+    def __setstate__(self, state: dict):
+        self.__init__(state["model"])
+
+
+def load(folder: str | Path) -> Subwords:
+    """The vocabulary saved in ``folder``; DataError where there is none, or none that is whole."""
+    path = Path(folder) / FILE
+    try:
+        return Subwords(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+    except RuntimeError:  # sentencepiece's only kind
+        raise DataError(f"{path}: is damaged, or no model of sentencepiece") from None
+
+
+def train(words: Mapping[str, int], size: int) -> Subwords:
+    """The vocabulary of ``size`` ids for words (runs without a space) and how often each occurs.
+
+    The order of ``words`` has no part. Many words are handed to another process, so that Ctrl-C
+    works while the library is busy; a script must then be one that can be spawned.
+
+    Raises:
+      DataError: ``size`` is too small or too large for the words.
+    """
+    if not len(SPECIAL) + _BYTES < size <= LARGEST:
+        raise DataError(
+            f"a vocabulary has between {len(SPECIAL) + _BYTES + 1} and {LARGEST} ids, got"
+            f" --vocab_size {size}"
+        )
+    if not words:
+        raise DataError("the training text has no words to make a vocabulary of")
+    lines = [f"{word}\t{count}" for word, count in sorted(words.items())]
+    run = _in_a_process if len(lines) > _MANY_WORDS else _trained
+    model, error = run(lines, size)
+    if error:
+        raise DataError(_explained(error, size))
+    return Subwords(model)
+
+
+def _trained(lines: list[str], size: int) -> tuple[bytes, str]:
+    """(the model, "") or (b"", the error)."""
+    import sentencepiece
+
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            input_format="tsv",
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=size,
+            character_coverage=_COVERAGE,
+            byte_fallback=True,
+            normalization_rule_name="identity",  # it is done already
+            pad_id=PAD,
+            unk_id=UNKNOWN,
+            bos_id=START,
+            eos_id=END,
+            num_threads=1,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        return b"", str(error)
+    return model.getvalue(), ""
+
+
+def _in_a_process(lines: list[str], size: int) -> tuple[bytes, str]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_send_trained, args=(theirs, lines, size), daemon=True)
+    if threading.current_thread() is threading.main_thread():
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is ours alone
+        child.start()
+        signal.signal(signal.SIGINT, handler)
+    else:
+        child.start()
+    theirs.close()
+    try:
+        return ours.recv()
+    except EOFError:
+        raise DataError("the vocabulary's process died, perhaps out of memory") from None
+    finally:
+        child.kill()
+        child.join()
+
+
+def _send_trained(pipe, lines: list[str], size: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pipe.send(_trained(lines, size))
+
+
+def _explained(error: str, size: int) -> str:
+    if found := re.search(r"too high \(\d+\).*<= (\d+)", error):
+        return (
+            f"the text cannot carry a vocabulary of {size}, at most one of {found[1]}; pass a"
+            " smaller --vocab_size"
+        )
+    if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", error):
+        return (
+            f"a vocabulary of {size} is too small for the characters of the text; pass --vocab_size"
+            f" {found[1]} or more"
+        )
+    return f"the vocabulary cannot be trained ({error.strip().splitlines()[-1][:200]})"

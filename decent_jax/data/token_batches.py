@@ -1,0 +1,301 @@
+"""Batches of sentence pairs by tokens: pairs of like length together, in a few static shapes.
+
+XLA compiles a program for every shape, and padding is work for nothing; :class:`TokenBatches`
+chooses the shapes so that a given number of them costs as little padding as can be found. Whatever
+it answers is a function of the lengths, the seed, the step and the replica: nothing is replayed to
+resume, and who asks does not matter.
+
+>>> lengths = [[3, 4], [9, 8], [2, 4], [8, 9], [3, 3], [9, 9]]
+>>> batches = TokenBatches(lengths, tokens=18, num_replicas=1, seed=0, shapes=2)
+>>> batches.shapes
+(Shape(source=3, target=4, rows=3), Shape(source=9, target=9, rows=2))
+>>> batches.steps_per_epoch
+3
+>>> sorted(sum((batches.block(step, 0).tolist() for step in range(3)), []))
+[-1, 0, 1, 2, 3, 4, 5]
+"""
+
+import threading
+from typing import NamedTuple
+
+import numpy as np
+
+_GRID = 48  # lengths of each side that the search begins with: quantiles
+_MOVES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, -1), (1, -1), (-1, 1))
+_STEPS = (8, 4, 2, 1)  # in tokens
+_CACHED_EPOCHS = 2  # the one being read, and the one that threads read ahead
+
+
+class Shape(NamedTuple):
+    """Of the blocks of a bucket: ``rows`` pairs of at most ``source`` and ``target`` tokens."""
+
+    source: int
+    target: int
+    rows: int
+
+
+class TokenBatches:
+    """Which pairs every replica trains on at every step.
+
+    A pair belongs to the cheapest shape it fits in. Each epoch shuffles the pairs of a shape, cuts
+    them into steps and shuffles the steps of all shapes: every pair once an epoch, in as many steps
+    every time. In a step all replicas have the same shape, and the pairs are dealt to them by
+    length, back and forth, so that all get nearly the same number of tokens.
+
+    Rows are chosen such that the steps of a shape are equally full and none exceeds ``2 * tokens``
+    with padding, or a pair a replica where that is more; at most one row of a block is empty.
+
+    Args:
+      lengths: (N, 2) integers, the tokens of the source and target of every pair, at least 1.
+      tokens: of the sources of a step over all replicas, and as many of the targets: ``2 * tokens``
+        bounds their sum, with padding.
+      num_replicas: n.
+      seed: an integer >= 0; chooses the order.
+      shapes: how many at most. Each compiles once (for every round of a schedule).
+      shuffle: False takes the pairs in the order of their length, the same in every epoch.
+
+    Attributes:
+      shapes: the :class:`Shape` of every bucket, the smallest first.
+      steps_per_epoch: the same for every epoch.
+      padding_fraction: the share of the tokens of all blocks of an epoch that are no pair's.
+
+    Raises:
+      ValueError: no pairs, lengths below 1, or arguments below 1 (``seed``: 0).
+    """
+
+    def __init__(
+        self,
+        lengths,
+        *,
+        tokens: int,
+        num_replicas: int,
+        seed: int,
+        shapes: int = 16,
+        shuffle: bool = True,
+    ):
+        lengths = np.asarray(lengths)
+        if (
+            lengths.ndim != 2
+            or lengths.shape[1] != 2
+            or not np.issubdtype(lengths.dtype, np.integer)
+        ):
+            raise ValueError(
+                f"lengths must be integers of shape (N, 2), got {lengths.dtype} {lengths.shape}"
+            )
+        if not len(lengths) or lengths.min() < 1:
+            raise ValueError("lengths must be of at least one pair, and each at least 1")
+        for name, value in {
+            "tokens": tokens,
+            "num_replicas": num_replicas,
+            "shapes": shapes,
+        }.items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if seed < 0:
+            raise ValueError(f"seed must be at least 0, got {seed}")
+        self.lengths = lengths
+        self.num_replicas = num_replicas
+        self.seed = seed
+        self.shuffle = shuffle
+        histogram = _histogram(lengths)
+        limits = _choose(histogram, shapes)
+        bucket = _cheapest(limits, histogram.shape)[lengths[:, 0], lengths[:, 1]]
+        counts = np.bincount(bucket, minlength=len(limits))
+        members = np.argsort(bucket, kind="stable").astype(
+            np.int32 if len(lengths) < 2**31 else int
+        )
+        self._members = np.split(members, np.cumsum(counts)[:-1])
+        if not shuffle:
+            self._members = [
+                own[np.argsort(lengths[own].sum(1), kind="stable")] for own in self._members
+            ]
+        plan = [
+            _steps_and_rows(*limit, count, tokens, num_replicas)
+            for limit, count in zip(limits, counts, strict=True)
+        ]
+        self.shapes = tuple(
+            Shape(*limit, rows) for limit, (_, rows) in zip(limits, plan, strict=True)
+        )
+        self._steps = np.array([steps for steps, _ in plan])  # of each shape in an epoch
+        self.steps_per_epoch = int(self._steps.sum())
+        room = sum(
+            steps * shape.rows * num_replicas * (shape.source + shape.target)
+            for steps, shape in zip(self._steps.tolist(), self.shapes, strict=True)
+        )
+        self.padding_fraction = 1 - int(lengths.sum(dtype=np.int64)) / room
+        self._epochs: dict[int, tuple] = {}
+        self._lock = threading.Lock()
+
+    def shape(self, step: int) -> Shape:
+        """The shape of all blocks of a step."""
+        epoch, within = divmod(step, self.steps_per_epoch)
+        return self.shapes[self._epoch(epoch)[0][within]]
+
+    def block(self, step: int, replica: int) -> np.ndarray:
+        """The pairs of a replica at a step: (rows,) int64, -1 for an empty row, those last."""
+        if step < 0 or not 0 <= replica < self.num_replicas:
+            raise IndexError(f"step {step} of replica {replica}, of {self.num_replicas} replicas")
+        epoch, within = divmod(step, self.steps_per_epoch)
+        buckets, places, orders = self._epoch(epoch)
+        bucket = buckets[within]
+        order, steps = orders[bucket], self._steps[bucket]
+        # whole rounds of dealing to each step, so that only the last may leave replicas short
+        rounds = -(-len(order) // self.num_replicas)
+        start, stop = (
+            rounds * place // steps * self.num_replicas
+            for place in (places[within], places[within] + 1)
+        )
+        pairs = order[start:stop]
+        return self._deal(pairs.astype(np.int64), self.shapes[bucket].rows, replica)
+
+    def _deal(self, pairs: np.ndarray, rows: int, replica: int) -> np.ndarray:
+        """Card players deal 1, 2, 3, 3, 2, 1: the longest pairs first, to every replica one."""
+        longest_first = pairs[
+            np.argsort(-self.lengths[pairs].astype(np.int64).sum(1), kind="stable")
+        ]
+        dealt = np.full(rows * self.num_replicas, -1)
+        dealt[: len(pairs)] = longest_first
+        dealt = dealt.reshape(rows, self.num_replicas)
+        row = np.arange(rows)
+        backwards = row % 2 == 1
+        return dealt[row, np.where(backwards, self.num_replicas - 1 - replica, replica)]
+
+    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        """(bucket of each step, which step of that bucket it is, order of each bucket's pairs)."""
+        if not self.shuffle:
+            epoch = 0
+        with self._lock:  # loaders read from several threads
+            if epoch not in self._epochs:
+                while len(self._epochs) >= _CACHED_EPOCHS:
+                    del self._epochs[min(self._epochs, key=lambda e: -abs(e - epoch))]
+                self._epochs[epoch] = self._plan(epoch)
+            return self._epochs[epoch]
+
+    def _plan(self, epoch: int):
+        buckets = np.repeat(np.arange(len(self.shapes)), self._steps)
+        places = np.concatenate([np.arange(steps) for steps in self._steps])
+        if not self.shuffle:
+            return buckets, places, self._members
+        # a sequence of its own for every epoch: seed 1 is not seed 0 an epoch later
+        rng = np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=(epoch,)))
+        orders = [rng.permutation(own) for own in self._members]
+        shuffled = rng.permutation(len(buckets))
+        return buckets[shuffled], places[shuffled], orders
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_epochs": {}, "_lock": None}
+
+    def __setstate__(self, state: dict):
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
+
+
+def _steps_and_rows(source, target, count, tokens, num_replicas) -> tuple[int, int]:
+    """Of a bucket: as few steps as the budget allows, and the fewest rows for so many."""
+    most = max(2 * tokens // (num_replicas * (source + target)), 1)
+    steps = -(-count // (most * num_replicas))
+    return int(steps), int(-(-count // (steps * num_replicas)))
+
+
+def _histogram(lengths: np.ndarray) -> np.ndarray:
+    """How many pairs have so many source and target tokens: int64 (longest + 1, longest + 1)."""
+    sources, targets = (int(longest) + 1 for longest in lengths.max(0))
+    flat = lengths[:, 0].astype(np.int64) * targets + lengths[:, 1]
+    return np.bincount(flat, minlength=sources * targets).reshape(sources, targets)
+
+
+def _choose(histogram: np.ndarray, most: int) -> list[tuple[int, int]]:
+    """At most so many (source, target) limits under which all pairs take little room.
+
+    Integers throughout: all processes come to the same. First the best chain of ever larger
+    shapes on a grid of quantiles, by dynamic programming; then each shape is moved as long as that
+    helps. (Choosing the shapes greedily, or exchanging single ones, came out no better.)
+    """
+    source, target = np.nonzero(histogram)
+    pairs = histogram[source, target]
+    limits = _refined(_best_chain(histogram, most), source, target, pairs)
+    return _tightened(limits, source, target)
+
+
+def _tightened(limits, source, target) -> list[tuple[int, int]]:
+    """The limits, the cheapest first, no larger than their pairs and none without any.
+
+    Again and again, for a limit that became cheaper may take the pairs of another.
+    """
+    shape = int(source.max()) + 1, int(target.max()) + 1
+    while True:
+        bucket = _cheapest(limits, shape)[source, target]
+        used = [bucket == i for i in range(len(limits))]
+        tight = {(int(source[own].max()), int(target[own].max())) for own in used if own.any()}
+        if tight == set(limits) and len(tight) == len(limits):
+            return sorted(tight, key=lambda limit: (sum(limit), limit))
+        limits = sorted(tight)
+
+
+def _best_chain(histogram: np.ndarray, most: int) -> list[tuple[int, int]]:
+    """The cheapest at most ``most`` limits, each as large as the one before in both lengths."""
+    inside = histogram.cumsum(0).cumsum(1)
+    grid = np.array(
+        [(s, t) for s in _quantiles(histogram.sum(1)) for t in _quantiles(histogram.sum(0))]
+    )
+    count, room = inside[grid[:, 0], grid[:, 1]], grid.sum(1)
+    # step[i, j]: the room of the pairs that fit in i and not in j, which lies within i
+    within = (grid[:, None] >= grid[None]).all(2)
+    infinite = np.iinfo(np.int64).max // 4
+    step = np.where(within, (count[:, None] - count[None]) * room[:, None], infinite)
+    cost, before = count * room, []
+    for _ in range(1, most):
+        total = cost[None] + step
+        before.append(total.argmin(1))
+        cost = total[np.arange(len(grid)), before[-1]]
+    place, chain = len(grid) - 1, [len(grid) - 1]
+    for choice in reversed(before):
+        place = choice[place]
+        chain.append(place)
+    return sorted({(int(s), int(t)) for s, t in grid[chain] if inside[s, t]}, key=sum)
+
+
+def _quantiles(counts: np.ndarray) -> np.ndarray:
+    """Lengths that cut a histogram of lengths into equal parts, the longest included."""
+    ends = counts.cumsum()
+    wanted = ends[-1] * np.arange(1, _GRID + 1) // _GRID
+    return np.unique(np.searchsorted(ends, np.maximum(wanted, 1)))
+
+
+def _refined(limits, source, target, pairs) -> list[tuple[int, int]]:
+    largest = limits[-1]
+    limits = list(limits)
+    best = _room(limits, source, target, pairs)
+    for size in _STEPS:
+        better = True
+        while better:
+            better = False
+            for i in range(len(limits) - 1):  # the largest has to stay
+                for move in _MOVES:
+                    old = limits[i]
+                    limits[i] = tuple(
+                        min(max(1, length + size * sign), longest)
+                        for length, sign, longest in zip(old, move, largest, strict=True)
+                    )
+                    room = _room(limits, source, target, pairs)
+                    if room < best:
+                        best, better = room, True
+                    else:
+                        limits[i] = old
+    return limits
+
+
+def _room(limits, source, target, pairs) -> int:
+    """The tokens of all pairs, padded."""
+    room = np.empty(len(source), np.int64)
+    for s, t in sorted(limits, key=sum, reverse=True):  # the cheapest is the last to write
+        room[(source <= s) & (target <= t)] = s + t
+    return int(room @ pairs)
+
+
+def _cheapest(limits, shape) -> np.ndarray:
+    """The index of the cheapest limit for every (source, target) length, uint8 or wider."""
+    table = np.zeros(shape, np.min_scalar_type(len(limits)))
+    for i in sorted(range(len(limits)), key=lambda i: sum(limits[i]), reverse=True):
+        table[: limits[i][0] + 1, : limits[i][1] + 1] = i
+    return table

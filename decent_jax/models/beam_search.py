@@ -1,0 +1,239 @@
+"""Beam search for the Transformer: batched, compiled, with a key/value cache."""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from decent_jax.models import transformer
+from decent_jax.models.transformer import END, PAD, START
+from decent_jax.models.transformer_layers import key_lengths
+
+
+class Hypotheses(NamedTuple):
+    """The best translations of each sentence, best first.
+
+    Attributes:
+        tokens: ``(B, beam, L)`` int32, the last of a hypothesis `END`, then `PAD`.
+        scores: ``(B, beam)`` float32, log probability over length penalty; -inf where fewer than
+            ``beam`` hypotheses exist, whose tokens are then all `PAD`.
+        lengths: ``(B, beam)`` int32, tokens with the `END`.
+    """
+
+    tokens: jax.Array
+    scores: jax.Array
+    lengths: jax.Array
+
+
+def beam_search(
+    config: transformer.TransformerConfig,
+    params: transformer.Params,
+    source: jax.Array,
+    *,
+    beam: int = 4,
+    alpha: float = 0.6,
+    max_extra: int = 50,
+) -> Hypotheses:
+    """Translates a batch of sentences.
+
+    The score of a hypothesis is its log probability divided by ``((5 + length) / 6) ** alpha``
+    (Wu et al., 2016, equation 14, without the coverage term), the `END` counted in its length. The
+    search is tensor2tensor's: of the ``2 * beam`` best continuations of the alive hypotheses, those
+    that end compete with the ``beam`` best finished ones, and the ``beam`` best others live on, so
+    that a hypothesis which ends never narrows the search. It stops when, in every sentence, no
+    alive hypothesis can become better than the worst finished one. `PAD` and `START` are never
+    chosen. A result does not depend on the other sentences of the batch, or on its padding.
+
+    Compiled once for each shape of ``source``, ``beam`` and ``max_extra``.
+
+    Args:
+        config: of the model.
+        params: as `transformer.init` returns them.
+        source: ``(B, S)`` int32, `PAD` behind the sentence. A row of padding alone, which fills up
+            a batch, gets an empty hypothesis.
+        beam: hypotheses kept. 1 is greedy search: the likeliest token each time, until it is `END`.
+        alpha: exponent of the length penalty, at least 0; 0 prefers short sentences, 1 is close
+            to the mean log probability of a token.
+        max_extra: a hypothesis has at most so many tokens more than its source. One that reaches
+            this without an end is returned only if none of its sentence has ended.
+
+    Returns:
+        `Hypotheses`, with ``L = S + max_extra``.
+
+    Raises:
+        ValueError: ``source`` is not a matrix, or a number is out of range.
+    """
+    if source.ndim != 2:
+        raise ValueError(f"source must have the shape (batch, time), got {source.shape}")
+    if beam < 1 or max_extra < 0 or alpha < 0:
+        raise ValueError(
+            f"beam must be >= 1, alpha and max_extra >= 0, got {beam}, {alpha} and {max_extra}"
+        )
+    return _search(config, params, source, alpha, beam, max_extra)[0]
+
+
+class _State(NamedTuple):
+    """Between two tokens; ``tokens`` are ``(B, beam, 1 + L)``, `START` first."""
+
+    step: jax.Array  # () int32, tokens chosen
+    alive_tokens: jax.Array
+    alive_scores: jax.Array  # (B, beam) float32 log probabilities, best first
+    finished_tokens: jax.Array
+    finished_scores: jax.Array  # (B, beam) float32 over the penalty, best first; -inf is none
+    cache: list[tuple[jax.Array, jax.Array]]  # a layer: keys, values (B, beam, L, heads, D)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "beam", "max_extra", "stop_early"))
+def _search(config, params, source, alpha, beam, max_extra, stop_early=True):
+    """`Hypotheses`, and the number of steps taken; all steps without ``stop_early``."""
+    # cuDNN gains nothing for queries this short.
+    config = dataclasses.replace(config, attention="xla")
+    model = transformer.merge(config, params)
+    decode = _Decoder(model, source)
+    lengths = (source != PAD).sum(axis=-1, dtype=jnp.int32)
+    limits = jnp.where(lengths > 0, lengths + max_extra, 0)
+
+    def penalty(length):
+        return ((5.0 + length.astype(jnp.float32)) / 6.0) ** jnp.float32(alpha)
+
+    def is_open(state):
+        """Sentences ``(B,)`` that can still change. A log probability only falls, so the best an
+        alive hypothesis can hope for is its present one over the largest penalty."""
+        best_hope = state.alive_scores[:, 0] / penalty(limits)
+        hopeful = best_hope > state.finished_scores[:, -1] if stop_early else True
+        return (state.step < limits) & hopeful
+
+    def extend(state):
+        log_probs, cache = decode(state.alive_tokens, state.step, state.cache)
+        totals = state.alive_scores[:, :, None] + log_probs
+        # Greedy search has no second best: once it ends nothing is alive.
+        totals, best = lax.top_k(_flat(totals), 2 * beam if beam > 1 else 1)
+        parents, chosen = best // config.vocab_size, best % config.vocab_size
+        tokens = _take(state.alive_tokens, parents).at[:, :, state.step + 1].set(chosen)
+        ended = chosen == END
+
+        alive_scores, alive = lax.top_k(jnp.where(ended, -jnp.inf, totals), beam)
+        scores = jnp.where(ended, totals / penalty(state.step + 1), -jnp.inf)
+        scores = jnp.concatenate([state.finished_scores, scores], axis=1)
+        finished_scores, finished = lax.top_k(scores, beam)
+        finished_tokens = jnp.concatenate([state.finished_tokens, tokens], axis=1)
+        new = _State(
+            state.step + 1,
+            _take(tokens, alive),
+            alive_scores,
+            _take(finished_tokens, finished),
+            finished_scores,
+            cache=[],
+        )
+        # A sentence at its limit stays as it is, while longer ones of the batch go on.
+        growing = state.step < limits
+        new = jax.tree.map(lambda n, o: _where(growing, n, o), new, state._replace(cache=[]))
+        parents = jnp.take_along_axis(parents, alive, axis=1)
+        cache = jax.tree.map(lambda x: _take(x, parents), cache)
+        return new._replace(step=state.step + 1, cache=cache)
+
+    start = _start(config, source.shape, beam, max_extra)
+    state = lax.while_loop(lambda s: is_open(s).any(), extend, start)
+    return _best(state, penalty(limits)), state.step
+
+
+def _start(config, source_shape, beam, max_extra) -> _State:
+    batch, longest = source_shape[0], source_shape[1] + max_extra
+    tokens = jnp.full((batch, beam, 1 + longest), PAD, jnp.int32).at[:, :, 0].set(START)
+    nothing = jnp.full((batch, beam), -jnp.inf, jnp.float32)
+    shape = (batch, beam, longest, config.heads, config.width // config.heads)
+    empty = jnp.zeros(shape, config.dtype)
+    return _State(
+        step=jnp.int32(0),
+        alive_tokens=tokens,
+        # One beginning, not `beam` equal ones: they would have equal continuations for ever.
+        alive_scores=nothing.at[:, 0].set(0.0),
+        finished_tokens=tokens,
+        finished_scores=nothing,
+        cache=[(empty, empty) for _ in range(config.layers)],
+    )
+
+
+def _best(state: _State, penalties: jax.Array) -> Hypotheses:
+    """The finished hypotheses; of a sentence without one, those alive at its limit."""
+    any_finished = state.finished_scores[:, 0] > -jnp.inf
+    tokens = _where(any_finished, state.finished_tokens, state.alive_tokens)
+    scores = _where(any_finished, state.finished_scores, state.alive_scores / penalties[:, None])
+    tokens = jnp.where(scores[:, :, None] > -jnp.inf, tokens, PAD)[:, :, 1:]
+    return Hypotheses(tokens, scores, (tokens != PAD).sum(axis=-1, dtype=jnp.int32))
+
+
+class _Decoder:
+    """The decoder one token at a time, on sentences that are encoded once.
+
+    Args:
+        model: of `transformer.merge`, in this trace.
+        source: ``(B, S)``.
+    """
+
+    def __init__(self, model: transformer.Transformer, source: jax.Array):
+        self.model = model
+        self.layers = [model.decoder[str(i)] for i in range(model.config.layers)]
+        memory = model.encode(source)
+        self.lengths = key_lengths(source != PAD)
+        self.memories = [layer.cross_attention.keys_values(memory) for layer in self.layers]
+
+    def __call__(self, tokens, step, cache):
+        """Log probabilities ``(B, beam, V)`` float32 of what follows the token at ``step`` of
+        ``tokens`` ``(B, beam, 1 + L)``, and the cache with that token written in."""
+        last = lax.dynamic_index_in_dim(tokens, step, axis=2, keepdims=False)
+        # The hypotheses of a sentence stand where time stands in training: they are as many
+        # queries to one memory, which therefore needs no copy for each.
+        x = self.model.embed(last, jnp.full(last.shape[1], step))
+        new_cache = []
+        for layer, kept, memory in zip(self.layers, cache, self.memories, strict=True):
+            attend_self = functools.partial(_attend_cache, layer, step, kept, new_cache)
+            attend_memory = functools.partial(_attend_memory, layer, memory, self.lengths)
+            x = layer.through(x, attend_self, attend_memory)
+        log_probs = jax.nn.log_softmax(self.model.logits(x).astype(jnp.float32), axis=-1)
+        return log_probs.at[:, :, jnp.array([PAD, START])].set(-jnp.inf), new_cache
+
+
+def _attend_cache(layer, step, kept, new_cache, h, rng):
+    """Self-attention of ``h`` ``(B, beam, width)``, each row to its own past; the keys and values
+    with its own are appended to ``new_cache``."""
+    attention = layer.self_attention
+    new_cache.append(
+        tuple(
+            lax.dynamic_update_slice_in_dim(old, new[:, :, None], step, axis=2)
+            for old, new in zip(kept, attention.keys_values(h), strict=True)
+        )
+    )
+    keys, values = new_cache[-1]
+    rows = h.shape[0] * h.shape[1]
+    y = jax.nn.dot_product_attention(
+        attention.heads(attention.query(h)).reshape(rows, 1, *keys.shape[3:]),
+        keys.reshape(rows, *keys.shape[2:]),
+        values.reshape(rows, *values.shape[2:]),
+        mask=(jnp.arange(keys.shape[2]) <= step)[None, None, None],
+        implementation="xla",
+    )
+    return attention.out(y.reshape(h.shape))
+
+
+def _attend_memory(layer, memory, lengths, h, rng):
+    return layer.cross_attention(h, *memory, lengths=lengths)
+
+
+def _flat(x):
+    return x.reshape(x.shape[0], -1)
+
+
+def _take(x, indices):
+    """Rows ``indices`` ``(B, K)`` of the second axis of ``x`` ``(B, N, ...)``."""
+    return jax.vmap(lambda row, i: row[i])(x, indices)
+
+
+def _where(condition, new, old):
+    """Sentence by sentence; a scalar (the step) is taken as it is."""
+    if new.ndim == 0:
+        return new
+    return jnp.where(condition.reshape(-1, *[1] * (new.ndim - 1)), new, old)

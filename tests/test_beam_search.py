@@ -1,0 +1,311 @@
+"""Beam search against exhaustive, greedy and slow beam searches that are written from scratch.
+
+All of them work in float64 on log probabilities of the uncached model, and know hypotheses as
+Python tuples.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from decent_jax.models import beam_search, transformer
+from decent_jax.models.transformer import END, PAD, START
+
+# 1 (unknown), 3 (end), 4, 5 and 6 may be chosen.
+TINY = transformer.TransformerConfig(
+    vocab_size=7, width=8, heads=2, layers=2, ff=16, dropout=0.0, dtype="float32"
+)
+SOURCE = np.array([[4, 5, 3], [6, 3, 0], [5, 0, 0], [6, 6, 4]], np.int32)
+EXTRA = 2  # the longest hypotheses have 5, 4, 3 and 5 tokens
+LIMITS = (SOURCE != PAD).sum(1) + EXTRA
+ALPHAS = (0.0, 0.6, 1.0)
+# Compiling is what these tests spend their time on.
+pytestmark = pytest.mark.usefixtures("compile_once")
+search = functools.partial(beam_search.beam_search, TINY, max_extra=EXTRA)
+apply = jax.jit(transformer.apply, static_argnums=0)
+
+
+@functools.cache
+def random_params(seed, scale):
+    """Predictions that depend on everything seen, more peaked the larger ``scale``."""
+    rng = np.random.default_rng(seed)  # NumPy compiles nothing
+    sizes = {"kernel": 1.0, "embedding": 0.7, "scale": 0.3, "bias": 0.1}
+
+    def draw(path, shape):
+        noise = sizes[path[-1].key] * rng.normal(size=shape.shape)
+        return np.float32(noise + (path[-1].key == "scale"))
+
+    shapes = jax.eval_shape(functools.partial(transformer.init, TINY), jax.random.key(0))
+    params = jax.tree_util.tree_map_with_path(draw, shapes)
+    last = params["decoder"]["1"]
+    last["ff_norm"] = jax.tree.map(lambda x: np.float32(scale) * x, last["ff_norm"])
+    return params
+
+
+# Most random models end at once or never; of these, see `test_cases_reach_every_branch`.
+MODELS = [(0, 0.5), (14, 0.5), (114, 0.5), (49, 1.0), (121, 1.0), (5, 2.0), (58, 2.0), (125, 2.0)]
+
+
+class Uncached:
+    """Log probabilities ``(V,)`` float64 of what follows a prefix, all of one model computed once.
+
+    A sentence is any of `SOURCE`, a prefix a tuple of tokens without `START`.
+    """
+
+    def __init__(self, params):
+        words = [1, 4, 5, 6]
+        longest = int(LIMITS.max()) - 1
+        prefixes = [p for n in range(longest + 1) for p in itertools.product(words, repeat=n)]
+        self.index = {prefix: i for i, prefix in enumerate(prefixes)}
+        target_in = np.array([(START, *p, *[PAD] * (longest - len(p))) for p in prefixes], np.int32)
+        self.tables = []
+        for source in SOURCE:
+            logits = apply(TINY, params, np.tile(source, (len(prefixes), 1)), target_in)
+            logits = np.asarray(logits, np.float64)
+            logits = logits[np.arange(len(prefixes)), [len(p) for p in prefixes]]
+            self.tables.append(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))
+
+    def __call__(self, sentence, prefix):
+        return self.tables[sentence][self.index[prefix]]
+
+
+@functools.cache
+def uncached(seed, scale):
+    return Uncached(random_params(seed, scale))
+
+
+def log_probability(model, sentence, tokens):
+    return sum(model(sentence, tokens[:i])[token] for i, token in enumerate(tokens))
+
+
+def penalty(length, alpha):
+    return ((5 + length) / 6) ** alpha
+
+
+def slow_beam_search(model, sentence, beam, alpha):
+    """From the definition, to the end: no early stop, no arrays, all continuations sorted."""
+    limit = LIMITS[sentence]
+    alive, finished = [(0.0, ())], []
+    for _ in range(limit):
+        continuations = [
+            (total + model(sentence, tokens)[token], (*tokens, token))
+            for total, tokens in alive
+            for token in range(TINY.vocab_size)
+            if token not in (PAD, START)
+        ]
+        continuations = sorted(continuations, reverse=True)[: 2 * beam]
+        finished += [
+            (total / penalty(len(tokens), alpha), tokens)
+            for total, tokens in continuations
+            if tokens[-1] == END
+        ]
+        finished = sorted(finished, reverse=True)[:beam]
+        alive = [c for c in continuations if c[1][-1] != END][:beam]
+    return finished or [(total / penalty(limit, alpha), tokens) for total, tokens in alive]
+
+
+def unpadded(hypotheses, sentence):
+    """The hypotheses of a sentence as ``[(score, tokens), ...]``."""
+    tokens, scores, lengths = (np.asarray(x[sentence]) for x in hypotheses)
+    for row, score, length in zip(tokens, scores, lengths, strict=True):
+        assert (row[length:] == PAD).all() and (row[:length] != PAD).all()
+        assert (length == 0) == (score == -np.inf)
+    real = scores > -np.inf
+    rows = zip(scores[real], tokens[real], lengths[real], strict=True)
+    return [(float(s), tuple(t[:n].tolist())) for s, t, n in rows]
+
+
+def assert_same(got, wanted):
+    """Tokens in the same order, and scores to float32."""
+    np.testing.assert_allclose([s for s, _ in got], [s for s, _ in wanted], rtol=2e-5, atol=2e-5)
+    for i, ((score, tokens), (wanted_score, wanted_tokens)) in enumerate(
+        zip(got, wanted, strict=True)
+    ):
+        neighbours = [s for j, (s, _) in enumerate(wanted) if abs(j - i) == 1]
+        if all(abs(s - wanted_score) > 1e-4 for s in neighbours):  # else either order is right
+            assert tokens == wanted_tokens, (i, score, wanted_score)
+
+
+# --- Exact --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [MODELS[0], MODELS[3], MODELS[4]], ids=str)
+def test_a_wide_beam_finds_everything_in_order(model):
+    """A beam of 160 holds every hypothesis of at most four tokens, so it must return just these:
+    all 1 + 4 + 16 + 64 that end, sorted by score."""
+    wide = functools.partial(search, random_params(*model), SOURCE[1:3], beam=160)
+    for alpha in ALPHAS:
+        hypotheses = wide(alpha=alpha)
+        for row, sentence in enumerate((1, 2)):
+            every = [
+                (*words, END)
+                for n in range(LIMITS[sentence])
+                for words in itertools.product([1, 4, 5, 6], repeat=n)
+            ]
+            scored = [
+                (log_probability(uncached(*model), sentence, t) / penalty(len(t), alpha), t)
+                for t in every
+            ]
+            got = unpadded(hypotheses, row)
+            assert len(got) == len(every) == {4: 85, 3: 21}[LIMITS[sentence]]
+            assert_same(got, sorted(scored, reverse=True))
+
+
+@pytest.mark.parametrize("beam", [2, 3, 4])
+def test_equals_a_slow_beam_search(beam):
+    """Which runs to the end, so stopping early loses nothing."""
+    for model, alpha in itertools.product(MODELS, ALPHAS):
+        hypotheses = search(random_params(*model), SOURCE, beam=beam, alpha=alpha)
+        for sentence in range(len(SOURCE)):
+            got = unpadded(hypotheses, sentence)
+            assert_same(got, slow_beam_search(uncached(*model), sentence, beam, alpha))
+
+
+def test_beam_1_is_greedy():
+    for model in MODELS:
+        hypotheses = search(random_params(*model), SOURCE, beam=1, alpha=0.6)
+        for sentence, limit in enumerate(LIMITS):
+            tokens = ()
+            while len(tokens) < limit and (not tokens or tokens[-1] != END):
+                log_probs = uncached(*model)(sentence, tokens).copy()
+                log_probs[[PAD, START]] = -np.inf
+                tokens += (int(np.argmax(log_probs)),)
+            total = log_probability(uncached(*model), sentence, tokens)
+            assert_same(
+                unpadded(hypotheses, sentence), [(total / penalty(len(tokens), 0.6), tokens)]
+            )
+
+
+def test_cases_reach_every_branch():
+    """The models above are worth something: translations of every length win, greedy search ends
+    and does not end, and beams find better than it does."""
+    lengths, ended, better = set(), [], 0
+    for model in MODELS:
+        four, one = (search(random_params(*model), SOURCE, beam=b) for b in (4, 1))
+        lengths |= set(np.asarray(four.lengths[:, 0]).tolist())
+        ended += [unpadded(one, i)[0][1][-1] == END for i in range(len(SOURCE))]
+        better += int((four.scores[:, 0] > one.scores[:, 0] + 1e-3).sum())
+    assert lengths == {1, 2, 3, 4, 5}
+    assert 2 <= sum(ended) <= len(ended) - 2
+    assert better >= 5
+
+
+# --- Properties ---------------------------------------------------------------------------------
+
+
+def test_beams_differ():
+    """They were all equal in the reference, whose beams began as four equal hypotheses."""
+    several = 0
+    for model in MODELS:
+        hypotheses = search(random_params(*model), SOURCE, beam=4)
+        for sentence in range(len(SOURCE)):
+            found = [tokens for _, tokens in unpadded(hypotheses, sentence)]
+            assert len(set(found)) == len(found)
+            several += len(found) == 4  # fewer have ended in a peaked model
+    assert several >= 16  # of 32
+
+
+def biased_to_end(logit):
+    """A model that gives `END` about this logit, whatever it reads."""
+    params = dict(random_params(0, 0.5))
+    # The output layer is the embedding: a constant first coordinate is a bias of each token.
+    table = params["shared"]["embedding"].copy()
+    table[:, 0], table[END, 0] = 0.0, logit
+    params["shared"] = {"embedding": table}
+    last = params["decoder"]["1"]
+    norm = {name: value.copy() for name, value in last["ff_norm"].items()}
+    norm["scale"][0], norm["bias"][0] = 0.0, 1.0
+    params["decoder"] = {**params["decoder"], "1": {**last, "ff_norm": norm}}
+    return params
+
+
+def test_hypotheses_without_an_end_come_back_only_if_none_has_one():
+    never, always = biased_to_end(-40.0), biased_to_end(40.0)
+    for beam in (1, 2):  # at most 4 of 5 continuations are looked at: never the end
+        endless = search(never, SOURCE, beam=beam)
+        np.testing.assert_array_equal(endless.lengths, np.tile(LIMITS[:, None], (1, beam)))
+        assert END not in np.asarray(endless.tokens)
+        assert bool((endless.scores > -20).all())
+    for sentence in range(len(SOURCE)):  # 8 of 5: ends are found, bad as they are
+        found = unpadded(search(never, SOURCE, beam=4), sentence)
+        assert found and all(tokens[-1] == END and score < -20 for score, tokens in found)
+    at_once = search(always, SOURCE, beam=4)
+    np.testing.assert_array_equal(at_once.tokens[:, 0, 0], END)
+    np.testing.assert_array_equal(at_once.lengths[:, 0], 1)
+
+
+def test_stopping_early_is_sooner_and_the_same():
+    for alpha in ALPHAS:
+        params = biased_to_end(2.0)
+        args = TINY, params, SOURCE, alpha, 2, 10
+        (early, steps), (late, all_steps) = (beam_search._search(*args, s) for s in (True, False))
+        for a, b in zip(early, late, strict=True):
+            np.testing.assert_array_equal(a, b)
+        assert all_steps == 3 + 10
+        assert steps < all_steps
+
+
+def test_batch_and_padding_do_not_matter():
+    params = random_params(14, 0.5)
+    together = search(params, SOURCE, beam=3)
+    backwards = search(params, SOURCE[::-1], beam=3)
+    for a, b in zip(together, backwards, strict=True):
+        np.testing.assert_allclose(a, b[::-1], rtol=1e-5)
+    # Two more columns, and a row of padding alone, which fills up a batch.
+    wide = search(params, np.pad(SOURCE, ((0, 1), (0, 2))), beam=3)
+    for i in range(len(SOURCE)):
+        assert_same(unpadded(wide, i), unpadded(together, i))
+    assert int(wide.lengths[-1].sum()) == 0
+
+
+def test_cached_logits_are_those_of_the_model():
+    """Along given prefixes that differ within a sentence, as alive hypotheses do."""
+    params = random_params(49, 1.0)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(4, 7, (len(SOURCE), 3, 6)).astype(np.int32)
+    tokens[:, :, 0] = START
+
+    @jax.jit
+    def cached(params):
+        decoder = beam_search._Decoder(transformer.merge(TINY, params), SOURCE)
+        cache = beam_search._start(TINY, SOURCE.shape, 3, EXTRA).cache
+
+        def step(cache, i):
+            log_probs, cache = decoder(tokens, i, cache)
+            return cache, log_probs
+
+        return jax.lax.scan(step, cache, jnp.arange(5))[1]
+
+    got = np.moveaxis(np.asarray(cached(params)), 0, 2)  # (B, beam, T, V)
+    rows = np.repeat(SOURCE, 3, axis=0), tokens[:, :, :5].reshape(-1, 5)
+    wanted = np.array(jax.nn.log_softmax(apply(TINY, params, *rows))).reshape(got.shape)
+    assert (got[..., [PAD, START]] == -np.inf).all()
+    allowed = [t for t in range(7) if t not in (PAD, START)]
+    np.testing.assert_allclose(got[..., allowed], wanted[..., allowed], rtol=1e-4, atol=1e-5)
+
+
+def test_bfloat16_and_one_compilation():
+    half = dataclasses.replace(TINY, dtype="bfloat16")
+    before = beam_search._search._cache_size()
+    for alpha, model in ((0.6, MODELS[0]), (1.0, MODELS[3])):
+        params = random_params(*model)
+        found = beam_search.beam_search(half, params, SOURCE, beam=2, alpha=alpha, max_extra=EXTRA)
+        assert found.scores.dtype == jnp.float32 and found.tokens.dtype == jnp.int32
+        assert found.tokens.shape == (4, 2, 5)
+        assert bool(jnp.isfinite(found.scores[:, 0]).all())
+    assert beam_search._search._cache_size() == before + 1
+
+
+def test_errors():
+    params = random_params(0, 0.5)
+    with pytest.raises(ValueError, match=r"source must have .* got \(3,\)"):
+        search(params, SOURCE[0])
+    with pytest.raises(ValueError, match=r"beam must be >= 1, .* got 0, 0.6 and 2"):
+        search(params, SOURCE, beam=0)
+    with pytest.raises(ValueError, match=r"max_extra >= 0, got 4, -1\.0 and 2"):
+        search(params, SOURCE, alpha=-1.0)

@@ -1,0 +1,585 @@
+"""prepare_translation end to end: WMT14 in small in every layout, filters, messages, kills."""
+
+import gzip
+import hashlib
+import itertools
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import mini_wmt14
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from shared import shared
+
+from decent_jax.data import parallel_inputs, prepare_translation, subwords, translation_files
+from decent_jax.data.number_words import write_files
+from decent_jax.data.prepare_translation import main, prepare
+from decent_jax.data.subwords import normalise
+from decent_jax.data.tokenizers import DataError
+from decent_jax.data.translation_files import PairBlocks, TranslationPairs, check_vocabulary
+
+VOCAB = 350
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory):
+    return mini_wmt14.write_archives(tmp_path_factory.mktemp("wmt14") / "archives")
+
+
+@pytest.fixture(scope="module")
+def prepared(archives):
+    out = archives.parent / "prepared"
+    prepare(archives, out, "en", "de", vocab_size=VOCAB)
+    return out
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A folder with a few plain files, and the arguments that prepare it into ``out``."""
+    write_files(tmp_path / "in", train=120, val=10, test=10, seed=0)
+    return ["--input", str(tmp_path / "in"), *arguments(tmp_path / "out")]
+
+
+def arguments(out, **more):
+    given_arguments = {"out": out, "source_lang": "en", "target_lang": "de", "vocab_size": 300}
+    return [
+        str(x) for name, value in (given_arguments | more).items() for x in (f"--{name}", value)
+    ]
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def texts_of(folder, split):
+    pairs = TranslationPairs(folder, split)
+    return [tuple(map(pairs.vocabulary.decode, pair)) for pair in pairs]
+
+
+def normalised(pairs):
+    return [(normalise(a), normalise(b)) for a, b in pairs]
+
+
+def test_wmt14_from_archives_to_blocks(archives, prepared):
+    manifest = translation_files.read_manifest(prepared)
+    training = normalised(mini_wmt14.training_pairs())
+    wanted = list(dict.fromkeys(training))
+    assert texts_of(prepared, "train") == wanted
+    assert manifest["filters"]["duplicate"] == len(training) - len(wanted) > 0
+    for split, part in (("val", "dev"), ("test", "test")):
+        raw = mini_wmt14.pairs(part)
+        pairs = TranslationPairs(prepared, split)
+        assert texts_of(prepared, split) == normalised(raw)
+        assert [pairs.sentences(side) for side in (0, 1)] == [
+            list(x) for x in zip(*raw, strict=True)
+        ]
+    assert "“" in raw[0][0] and "&" in raw[0][0]  # kept as it is, with the SGML resolved
+    names = [source["name"] for source in manifest["inputs"]]
+    assert names[0].startswith("test-full.tgz/newstest2014-deen-src.en.sgm")
+    assert names[1].startswith("dev.tgz/newstest2013-src.en.sgm")
+    sizes = [source["pairs"] for source in manifest["inputs"] if source["split"] == "train"]
+    assert sizes == [mini_wmt14.SIZES[part] for part in ("europarl", "commoncrawl", "nc")]
+    digest = hashlib.sha256((archives / "dev.tgz").read_bytes()).hexdigest()
+    assert manifest["inputs"][1]["sha256"] == {"dev.tgz": digest}
+    text = (prepared / "manifest.json").read_text()
+    assert str(archives) not in text and manifest == json.loads(text)
+    assert translation_files.is_whole(prepared)
+    train = TranslationPairs(prepared, "train")
+    blocks = PairBlocks(train, tokens=400, num_replicas=2, shapes=3)
+    seen = []
+    for step in range(blocks.steps):
+        for replica in range(2):
+            block = blocks[2 * step + replica]
+            for source, target, weight in zip(*block.values(), strict=True):
+                if weight:
+                    end = list(target).index(subwords.END)
+                    assert target[0] == subwords.START and not target[end + 1 :].any()
+                    sides = train.vocabulary.decode(source), train.vocabulary.decode(target)
+                    seen.append(sides)
+                else:
+                    assert not source.any() and not target.any()
+    assert sorted(seen) == sorted(wanted)
+
+
+def test_every_layout_gives_the_same_bytes(tmp_path, archives, prepared):
+    """Archives, files, packed files, tables, TFDS; de to en turns the sides round."""
+    inputs = {
+        "files": mini_wmt14.write_files(tmp_path / "files", end=""),
+        "packed": mini_wmt14.write_files(tmp_path / "packed"),
+        "tfds": mini_wmt14.write_tfds(tmp_path / "tfds"),
+        "filtered": mini_wmt14.write_archives(tmp_path / "filtered", test="test-filtered"),
+    }
+    table = mini_wmt14.write_table(tmp_path / "table.tsv", mini_wmt14.training_pairs())
+    held = {"val": tmp_path / "files/valid", "test": tmp_path / "packed/test"}
+    wanted = contents(prepared)
+    for name, given_input in (inputs | {"table": table}).items():
+        out = tmp_path / "out" / name
+        more = held if name == "table" else {}
+        prepare(given_input, out, "en", "de", vocab_size=VOCAB, **more)
+        found = contents(out)
+        del found["manifest.json"]
+        assert found == {n: data for n, data in wanted.items() if n != "manifest.json"}, name
+    prepare(archives, tmp_path / "deen", "de", "en", vocab_size=VOCAB)
+    turned = contents(tmp_path / "deen")
+    for name in ("vocabulary.model", "test.en", "test.de"):
+        assert turned[name] == wanted[name]
+    assert texts_of(tmp_path / "deen", "train") == [x[::-1] for x in texts_of(prepared, "train")]
+    assert "tensorflow" not in sys.modules
+
+
+def test_french_has_five_archives(tmp_path):
+    source = mini_wmt14.write_archives(tmp_path / "in", "fr")
+    prepare(source, tmp_path / "out", "en", "fr", vocab_size=VOCAB)
+    wanted = list(dict.fromkeys(normalised(mini_wmt14.training_pairs("fr"))))
+    assert sorted(texts_of(tmp_path / "out", "train")) == sorted(wanted)
+    (source / "training-giga-fren.tar").unlink()
+    with pytest.raises(DataError, match=r"lacks training-giga-fren\.tar of WMT14; fetch it"):
+        prepare(source, tmp_path / "out2", "en", "fr")
+
+
+def test_workers_do_not_change_a_byte(tmp_path, archives, prepared, monkeypatch):
+    monkeypatch.setattr(parallel_inputs, "BLOCK_LINES", 23)
+    prepare(archives, tmp_path / "two", "en", "de", vocab_size=VOCAB, workers=2)
+    assert contents(tmp_path / "two") == contents(prepared)
+
+
+def test_filters_by_hand(tmp_path, monkeypatch):
+    monkeypatch.setattr(parallel_inputs, "BLOCK_LINES", 7)
+    good = [(f"the number {i} is here", f"die Zahl {i} ist da") for i in range(30)]
+    bad = {
+        "empty_side": [("", "leer"), ("empty", " \u200b\t"), ("", "")],
+        "untranslated": [("this is left untranslated", "this is left untranslated")],
+        "duplicate": [good[3], ("the number 4  is here ", "die Zahl 4 ist da")],
+        "also_in_val_or_test": [("good morning", "guten Morgen"), ("good night", "gute Nacht")],
+        "too_long": [(" ".join(map(str, range(90))), " ".join(map(str, range(90))) + " x")],
+        "length_ratio": [("yes", "ja " + "und nein " * 12)],
+    }
+    fine = [("Tom Smith", "Tom Smith"), ("the number 4 is here", "die Zahl 5 ist da")]
+    pairs = good + [pair for group in bad.values() for pair in group] + fine
+    table = mini_wmt14.write_table(tmp_path / "train.tsv", pairs)
+    val = [("good morning", "guten Morgen"), ("", "leer"), ("y", "x " * 400)]
+    mini_wmt14.write_table(tmp_path / "val.tsv", val)
+    mini_wmt14.write_table(tmp_path / "test.tsv", [("good night", "gute Nacht")] * 2)
+    more = {"val": tmp_path / "val.tsv", "test": tmp_path / "test.tsv", "vocab_size": 330}
+    manifest = prepare(table, tmp_path / "out", "en", "de", **more)
+    counts = {name: len(group) for name, group in bad.items()}
+    counts["empty_side"] += 1  # of the validation pairs, from which nothing else is dropped
+    assert manifest["filters"] == counts
+    assert texts_of(tmp_path / "out", "train") == good + fine
+    assert texts_of(tmp_path / "out", "val") == normalised([val[0], val[2]])
+    assert TranslationPairs(tmp_path / "out", "val").sentences(0) == ["good morning", "y"]
+    assert len(TranslationPairs(tmp_path / "out", "test")) == 2
+    assert sum(counts.values()) + len(good + fine) + 2 + 2 == len(pairs) + len(val) + 2
+
+
+def test_shares_of_the_training_pairs(tmp_path):
+    pairs = [(f"sentence number {i // 2}", f"Satz Nummer {i}") for i in range(400)]
+    table = mini_wmt14.write_table(tmp_path / "all.tsv", pairs)
+    found = {}
+    for seed in (0, 1):
+        out = tmp_path / str(seed)
+        manifest = prepare(
+            table, out, "en", "de", vocab_size=300, val_fraction=0.1, test_fraction=0.2, seed=seed
+        )
+        splits = {split: texts_of(out, split) for split in manifest["splits"]}
+        assert sorted(itertools.chain(*splits.values())) == sorted(pairs)
+        assert 10 < len(splits["val"]) < 80 < len(splits["test"]) + 40 < 170
+        for split, other in (("train", "val"), ("train", "test"), ("val", "test")):
+            assert not {en for en, _ in splits[split]} & {en for en, _ in splits[other]}
+        assert TranslationPairs(out, "val").sentences(1) == [de for _, de in splits["val"]]
+        found[seed] = splits["val"]
+    assert found[0] != found[1]
+
+
+def test_the_small_real_set(tmp_path):
+    folder = shared("data/tatoeba_en_de")
+    for name in ("valid", "test"):
+        for lang in ("en", "de"):
+            shutil.copy(folder / f"{name}.{lang}.gz", tmp_path)
+    os.rename(tmp_path / "test.en.gz", tmp_path / "train.en.gz")
+    os.rename(tmp_path / "test.de.gz", tmp_path / "train.de.gz")
+    prepare(tmp_path, tmp_path / "out", "en", "de", vocab_size=2000)
+    with gzip.open(tmp_path / "valid.de.gz", "rt", encoding="utf-8", newline="\n") as file:
+        lines = file.read().split("\n")[:-1]
+    val = TranslationPairs(tmp_path / "out", "val")
+    assert val.sentences(1) == [" ".join(line.split()) for line in lines]
+    assert [de for _, de in texts_of(tmp_path / "out", "val")] == [normalise(x) for x in lines]
+    with pytest.raises(DataError, match="has no split 'test', only train, val"):
+        TranslationPairs(tmp_path / "out", "test")
+
+
+SAME = {
+    "  a \t b\u00a0c\u3000d  ": "a b c d",
+    "\ufeff\u201eso\u201c \u201aund\u2018 \u2019s": "\"so\" 'und' 's",
+    "``x''": '"x"',
+    "a\u2010b\u2011c\u2212d\u2014e\u2013f": "a-b-c-d\u2013e\u2013f",
+    "\ufb01ne \u00bd … \uff21\uff22": "fine 1\u20442 ... AB",
+    "cafe\u0301 so\u00adft z\u200bw\0": "café soft zw",
+    "«oui»": "«oui»",
+    "line\u2028sep\x85x\r": "line sep x",
+    "a\u2581b": "a b",
+    "\u00b4`": '"',
+}
+ODD = "aé'\" \n\u0301\u0338\u1100\u1161\ufe58\ufe63\u2033\u2057\u00a8\U0001f642"
+ODD = sorted({*"".join(SAME), *ODD})
+
+
+def test_normalise_by_hand():
+    assert {text: normalise(text) for text in SAME} == SAME
+
+
+@given(st.text(st.sampled_from(ODD)))
+def test_normalise_twice_is_once(text):
+    assert normalise(normalise(text)) == normalise(text)
+
+
+def test_ids_and_back(prepared):
+    vocabulary = subwords.load(prepared)
+    assert vocabulary.size == VOCAB and vocabulary.pieces(range(4)) == [
+        "<pad>",
+        "<unk>",
+        "<s>",
+        "</s>",
+    ]
+    for text in ("", "new words", "<s> </s> <pad> <unk>", "日本 ☃ 🙂", "Größe über 3,5 %"):
+        ids = vocabulary.encode(text)
+        assert ids.dtype == np.uint16 and (ids >= 4).all()  # nothing is unknown
+        assert vocabulary.decode(ids) == vocabulary.decode([2, *ids, 3, 0, 0]) == text
+    assert vocabulary.decode(vocabulary.encode("☃")[:-1]).endswith("\ufffd")
+    with pytest.raises(ValueError, match="token id 350 is outside the vocabulary of 350"):
+        vocabulary.decode([VOCAB])
+    again = pickle.loads(pickle.dumps(vocabulary))
+    assert (
+        again.sha256 == vocabulary.sha256
+        and again.encode("new").tolist() == vocabulary.encode("new").tolist()
+    )
+
+
+def test_a_vocabulary_is_a_function_of_the_counts(monkeypatch):
+    words = {f"w{i}x{i % 7}": i % 5 + 1 for i in range(300)}
+    model = subwords.train(words, 320).model
+    assert subwords.train(dict(reversed(words.items())), 320).model == model
+    monkeypatch.setattr(subwords, "_MANY_WORDS", 10)  # in a process of its own
+    assert subwords.train(words, 320).model == model
+    with pytest.raises(DataError, match="cannot carry a vocabulary of 3000, at most one of"):
+        subwords.train(words, 3000)
+
+
+def test_vocabulary_of_another_run(prepared, tmp_path):
+    own = translation_files.read_manifest(prepared)["vocab_sha256"]
+    check_vocabulary(prepared, own)
+    with pytest.raises(DataError, match=r"its vocabulary \(.*\) is not the one expected \(0000"):
+        check_vocabulary(prepared, "0" * 64)
+    mixed = shutil.copytree(prepared, tmp_path / "mixed")
+    subwords.train({"other": 3, "words": 4}, 275).save(mixed)
+    with pytest.raises(DataError, match="not the vocabulary these ids were made with"):
+        check_vocabulary(mixed, own)
+    assert not translation_files.is_whole(mixed)
+    (mixed / "vocabulary.model").write_bytes(b"no model")
+    with pytest.raises(DataError, match="is damaged, or no model of sentencepiece"):
+        check_vocabulary(mixed, own)
+
+
+def test_reader(prepared, tmp_path):
+    pairs = TranslationPairs(prepared, "train")
+    copy = pickle.loads(pickle.dumps(pairs))
+    assert len(copy) == len(pairs.lengths) and copy.languages == ("en", "de")
+    for i in (0, len(pairs) - 1):
+        sides = pairs[i]
+        assert [len(side) for side in sides] == pairs.lengths[i].tolist()
+        assert all((a == b).all() for a, b in zip(sides, copy[i], strict=True))
+    for i in (-1, len(pairs)):
+        with pytest.raises(IndexError):
+            pairs[i]
+    with pytest.raises(DataError, match="keeps no text of its split 'train'"):
+        pairs.sentences(0)
+    with pytest.raises(DataError, match=r"no manifest\.json, so this is no prepared folder"):
+        TranslationPairs(tmp_path, "train")
+    torn = shutil.copytree(prepared, tmp_path / "torn")
+    (torn / "train.ids").write_bytes(b"\0\0")
+    with pytest.raises(DataError, match=r"train\.ids: has 2 bytes, its manifest says"):
+        TranslationPairs(torn, "train")
+    with pytest.raises(ValueError, match=r"does not fit in 2 and 3"):
+        translation_files.pad_block(pairs, np.array([0]), 2, 3)
+
+
+def test_evaluation_blocks_hold_every_pair_once_in_order(prepared):
+    pairs = TranslationPairs(prepared, "val")
+    blocks = PairBlocks(pairs, tokens=150, num_replicas=3, shapes=2, evaluation=True)
+    assert len(blocks) == blocks.steps * 3 and len(blocks.batches.shapes) <= 2
+    seen, weights = [], 0
+    for step in range(blocks.steps):
+        step_blocks = [blocks.block(step, replica) for replica in range(3)]
+        assert len({b["target"].shape for b in step_blocks}) == 1
+        weights += sum(b["weight"].sum() for b in step_blocks)
+        for replica, block in enumerate(step_blocks):
+            indices = blocks.indices(step, replica)
+            np.testing.assert_array_equal(block["weight"], indices >= 0)
+            seen += indices[indices >= 0].tolist()
+    assert sorted(seen) == list(range(len(pairs))) and weights == len(pairs)
+    with pytest.raises(IndexError):
+        blocks[len(blocks)]
+    with pytest.raises(IndexError):
+        blocks.block(blocks.steps, 0)
+
+
+def gz(text):
+    return gzip.compress(text.encode(), mtime=0)
+
+
+PLAIN = {
+    "train.en": "a b\nc d\ne f\n",
+    "train.de": "u v\nw x\ny z\n",
+    "val.en": "g\n",
+    "val.de": "h\n",
+}
+# what is changed in the folder (None: removed), the message
+CASES = {
+    "unequal": (
+        {"train.de": "u\nv\n"},
+        r"train\.en has 3 lines and .*train\.de has 2; the two sides must have a line each",
+    ),
+    "unequal packed": (
+        {"train.en": None, "train.en.gz": gz("a\n" * 12_000), "train.de": "b\n" * 12_001},
+        r"train\.en\.gz has 12000 lines and .*train\.de has 12001",
+    ),
+    "empty file": ({"train.de": ""}, r"train\.de: is empty"),
+    "empty packed": ({"val.de": None, "val.de.gz": gz("")}, r"val\.de\.gz: is empty"),
+    "only empty sides": ({"train.de": "\n\n \n"}, r"of the train split is left \(dropped: 3 empty"),
+    "no val left": ({"val.de": "\n"}, r"no pair of the val split is left \(dropped: 1 empty"),
+    "utf-8": ({"train.de": b"u\nv \xff w\nx\n"}, r"train\.de, line 2: invalid UTF-8"),
+    "truncated": (
+        {"train.en": None, "train.en.gz": gz("a b\n" * 99)[:-9]},
+        r"train\.en\.gz: the compressed file is cut short",
+    ),
+    "no gzip": (
+        {"train.en": None, "train.en.gz": b"plain"},
+        r"train\.en\.gz: not a valid gzip file",
+    ),
+    "missing language": ({"train.de": None}, r"train\.de: no such file, nor .* beside train\.en"),
+    "missing val language": ({"val.en": None}, r"val\.en: no such file, nor .* beside val\.de"),
+    "nothing": ({"train.de": None, "train.en": None}, r"holds no training pairs \(train\.en, "),
+    "no val": ({"val.de": None, "val.en": None}, "no validation pairs .* pass --val PREFIX, or"),
+    "no tab": (
+        {"train.en": None, "train.de": None, "train.tsv": "a\tb\nc\n"},
+        r"train\.tsv, line 2: has no tab",
+    ),
+    "too large": ({}, "text cannot carry a vocabulary of 300, at most one of"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input(case, tmp_path, capsys):
+    changes, message = CASES[case]
+    (tmp_path / "in").mkdir()
+    for name, data in (PLAIN | changes).items():
+        if data is not None:
+            path = tmp_path / "in" / name
+            path.write_bytes(data if isinstance(data, bytes) else data.encode())
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(DataError, match=message):
+        prepare(tmp_path / "in", tmp_path / "out", "en", "de", vocab_size=300)
+    assert main(["--input", str(tmp_path / "in"), *arguments(tmp_path / "out")]) == 2
+    said = capsys.readouterr()
+    error = [line for line in said.err.splitlines() if not line.startswith("learning ")]
+    assert said.out == "" and len(error) == 1 and error[0].startswith("prepare_translation: ")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_bad_inputs_on_the_command_line(tmp_path):
+    for name, data in PLAIN.items():
+        (tmp_path / name).write_text(data)
+    (tmp_path / "notes.csv").write_text("a,b")
+    out = tmp_path / "out"
+    train = tmp_path / "train"
+    for given_input, keywords, message in (
+        ([], {}, "no input given"),
+        ([tmp_path / "none"], {}, r"none: no such file or folder, and no .*none\.en or .*none\.de"),
+        ([tmp_path / "none.tsv"], {}, r"none\.tsv: no such file"),
+        (
+            [tmp_path / "train.en"],
+            {},
+            r"train\.en: is one side of the pairs; pass both as .*train$",
+        ),
+        ([tmp_path / "notes.csv"], {}, r"notes\.csv: not a prefix of parallel files, a \.tsv"),
+        ([train, train], {"val": tmp_path / "val"}, r"train\.en: is given twice"),
+        ([train], {"val": train}, "is given twice"),
+        ([train], {"val": tmp_path}, "not a prefix of parallel files"),
+        ([tmp_path], {"val_fraction": 0.1}, "there are validation pairs .*, so --val_fraction has"),
+        ([train], {"val_fraction": 1.0}, "val_fraction must be at least 0 and less than 1"),
+        ([train], {"val_fraction": 0.5, "test_fraction": 0.5}, "leave nothing to train on"),
+        ([train], {"val_fraction": 1e-9}, "none of 3 pairs fell into the val split"),
+        ([tmp_path], {"workers": 0}, "workers must be at least 1"),
+        ([tmp_path], {"vocab_size": 260}, "between 261 and 65536 ids, got --vocab_size 260"),
+        ([tmp_path], {"vocab_size": 70_000}, "between 261 and 65536 ids"),
+        (
+            [tmp_path],
+            {"vocab_size": 262},
+            "too small for the characters of the text; pass --vocab_s",
+        ),
+    ):
+        with pytest.raises(DataError, match=message):
+            prepare(given_input, out, "en", "de", **keywords)
+    for languages, message in (
+        (("en", "en"), "are the same language"),
+        (("en", "../x"), "is named"),
+    ):
+        with pytest.raises(DataError, match=message):
+            prepare([tmp_path], out, *languages)
+    assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+
+
+def test_bad_archives(archives, tmp_path):
+    def copied(name):
+        return shutil.copytree(archives, tmp_path / name)
+
+    def fails(folder, message, target="de"):
+        with pytest.raises(DataError, match=message):
+            prepare(folder, tmp_path / "out", "en", target, vocab_size=VOCAB)
+
+    folder = copied("cut")
+    path = folder / "training-parallel-europarl-v7.tgz"
+    path.write_bytes(path.read_bytes()[:2000])
+    fails(
+        folder, r"europarl-v7\.tgz, europarl-v7\.de-en\.(en|de): the compressed file is cut short"
+    )
+    folder = copied("noise")
+    (folder / "dev.tgz").write_bytes(b"noise")
+    fails(folder, r"dev\.tgz, newstest2013-src\.en\.sgm: not a valid gzip file")
+    (folder / "dev.tgz").write_bytes(gzip.compress(b"noise" * 300))
+    fails(folder, r"dev\.tgz, .*: the archive is cut short or damaged")
+    folder = copied("member")
+    shutil.copy(folder / "dev.tgz", folder / "training-parallel-nc-v9.tgz")
+    fails(folder, r"nc-v9\.tgz: holds no news-commentary-v9\.de-en\.en; is it cut short\?")
+    fails(folder, "read for en with de or fr, not for en-cs", "cs")
+    (folder / "training-parallel-commoncrawl.tgz").unlink()
+    fails(folder, r"lacks training-parallel-commoncrawl\.tgz of WMT14")
+    folder = copied("dev")
+    (folder / "dev.tgz").unlink()
+    fails(folder, r"no validation pairs \(newstest2013 in WMT14's dev\.tgz\)")
+    (folder / "test-full.tgz").unlink()
+    prepare(folder, tmp_path / "out", "en", "de", vocab_size=VOCAB, val_fraction=0.1)
+    assert list(translation_files.read_manifest(tmp_path / "out")["splits"]) == ["train", "val"]
+
+
+def test_bad_tfds(tmp_path):
+    folder = mini_wmt14.write_tfds(tmp_path)
+    with pytest.raises(DataError, match="has no sentences in 'fr', only 'de', 'en'"):
+        prepare(folder, tmp_path / "out", "en", "fr")
+    info = json.loads((folder / "dataset_info.json").read_text())
+    (folder / "dataset_info.json").write_text(json.dumps(info | {"fileFormat": "tfrecord"}))
+    with pytest.raises(DataError, match="only array_record is read without TensorFlow"):
+        prepare(folder, tmp_path / "out", "en", "de")
+    (folder / "dataset_info.json").write_text("{")
+    with pytest.raises(DataError, match="not a readable TFDS folder"):
+        prepare(folder, tmp_path / "out", "en", "de")
+
+
+def test_input_that_changes_while_it_is_read(small, tmp_path, monkeypatch):
+    learn = subwords.train
+
+    def train_and_append(words, size):
+        with (tmp_path / "in/train.en").open("a") as en, (tmp_path / "in/train.de").open("a") as de:
+            en.write("one more\n")
+            de.write("eins mehr\n")
+        return learn(words, size)
+
+    monkeypatch.setattr(subwords, "train", train_and_append)
+    with pytest.raises(DataError, match=r"train\.en: was changed while it was being read"):
+        prepare(tmp_path / "in", tmp_path / "out", "en", "de", vocab_size=300)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_existing_output(small, tmp_path, capsys):
+    out = tmp_path / "out"
+    out.mkdir()  # an empty folder is no obstacle
+    assert main(small) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("train          120 pairs") and said.endswith(f"wrote {out}\n")
+    before = contents(out)
+    assert main(small) == 2
+    assert "already prepared; pass --overwrite" in capsys.readouterr().err
+    assert main([*small[:-1], "310", "--overwrite"]) == 0
+    assert contents(out)["vocabulary.model"] != before["vocabulary.model"]
+    assert main([*small[:2], *arguments(tmp_path), "--overwrite"]) == 2
+    assert "is no prepared translation folder" in capsys.readouterr().err
+    assert main([*small[:2], *arguments(tmp_path / "in/train.en"), "--overwrite"]) == 2
+    assert "is not a folder" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+    for arguments_ in (
+        [],
+        [*small, "--val", "x", "--val_fraction", "0.1"],
+        [*small, "--vocab", "9"],
+    ):
+        with pytest.raises(SystemExit) as error:
+            main(arguments_)
+        assert error.value.code == 2
+
+
+def _children(pid):
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/stat") as file:
+                    fields = file.read().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[1]) == pid and fields[0] != "Z":
+                found.append(int(entry))
+    return found
+
+
+def _wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.02)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks for orphans in /proc")
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_a_killed_run(tmp_path, small, kind):
+    # pipes as input: the run waits for more for ever, with its workers started
+    for lang in ("en", "de"):
+        os.mkfifo(tmp_path / f"pipe.{lang}")
+    command = [sys.executable, "-m", "decent_jax.data.prepare_translation", *small[:2]]
+    command += [str(tmp_path / "pipe"), *small[2:], "--workers", "2"]
+    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    with open(tmp_path / "pipe.en", "wb"):  # returns when the run has opened it
+        _wait_for(lambda: len(_children(run.pid)) >= 3)  # two workers, the resource tracker
+        workers = _children(run.pid)
+        run.send_signal(kind)
+        if kind != signal.SIGKILL:
+            run.wait(60)
+    said = run.communicate(timeout=60)[1]
+    _wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in workers))
+    assert not (tmp_path / "out").exists()
+    left = [path for path in tmp_path.iterdir() if path.name.startswith(".out.tmp-")]
+    if kind == signal.SIGKILL:
+        assert run.returncode == -signal.SIGKILL and len(left) == 1
+    else:
+        assert run.returncode == 130 and not left
+        assert said == "prepare_translation: interrupted; nothing was written\n"
+    assert main(small) == 0
+    assert translation_files.is_whole(tmp_path / "out")
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_dead_worker_is_no_hang(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_translation, "_survey_block", _die)
+    with pytest.raises(DataError, match="a worker process died"):
+        prepare(tmp_path / "in", tmp_path / "out", "en", "de", vocab_size=300, workers=2)
+    assert not (tmp_path / "out").exists()
+
+
+def _die(*args):
+    os._exit(9)

@@ -1,0 +1,209 @@
+"""The plan of batches by tokens: every pair once, static shapes, balanced, padding as counted."""
+
+import pickle
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decent_jax.data import token_batches
+from decent_jax.data.token_batches import Shape, TokenBatches
+
+
+def like_sentences(count, seed=0):
+    """Lengths distributed like those of news, in subwords."""
+    rng = np.random.default_rng(seed)
+    source = np.exp(rng.normal(3.15, 0.65, count))
+    target = source * np.exp(rng.normal(0.05, 0.22, count)) + rng.normal(0, 1, count)
+    return np.stack([source, target], 1).round().clip(1, 156).astype(np.uint16)
+
+
+def blocks_of(batches, epoch):
+    """{(step, replica): block} of an epoch."""
+    steps = range(epoch * batches.steps_per_epoch, (epoch + 1) * batches.steps_per_epoch)
+    return {
+        (step, replica): batches.block(step, replica)
+        for step in steps
+        for replica in range(batches.num_replicas)
+    }
+
+
+def counted_padding(batches, blocks):
+    """By looking at every row of every block."""
+    room = real = 0
+    for (step, _), block in blocks.items():
+        shape = batches.shape(step)
+        for pair in block:
+            room += shape.source + shape.target
+            real += batches.lengths[pair].sum(dtype=int) if pair >= 0 else 0
+    return 1 - real / room
+
+
+plans = st.fixed_dictionaries(
+    {
+        "lengths": st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1),
+        "tokens": st.integers(1, 300),
+        "num_replicas": st.integers(1, 9),
+        "seed": st.integers(0, 3),
+        "shapes": st.integers(1, 6),
+        "shuffle": st.booleans(),
+    }
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(plans, st.integers(0, 2))
+def test_every_pair_once_an_epoch_in_static_shapes(plan, epoch):
+    lengths = np.array(plan.pop("lengths"))
+    batches = TokenBatches(lengths, **plan)
+    blocks = blocks_of(batches, epoch)
+    pairs = np.concatenate(list(blocks.values()))
+    np.testing.assert_array_equal(np.sort(pairs[pairs >= 0]), np.arange(len(lengths)))
+    assert len(batches.shapes) <= plan["shapes"]
+    for (step, _), block in blocks.items():
+        shape = batches.shape(step)
+        assert block.shape == (shape.rows,) and block.dtype == np.int64
+        real = block[block >= 0]
+        assert (block[: len(real)] >= 0).all()  # empty rows are the last
+        assert (lengths[real] <= shape[:2]).all()
+        room = plan["num_replicas"] * shape.rows * (shape.source + shape.target)
+        assert room <= 2 * plan["tokens"] or shape.rows == 1
+        assert len(real) >= shape.rows - 1
+    for step in {step for step, _ in blocks}:  # no replica has two pairs more than another
+        counts = [(blocks[step, r] >= 0).sum() for r in range(plan["num_replicas"])]
+        assert max(counts) - min(counts) <= 1 and max(counts) > 0
+    assert batches.padding_fraction == pytest.approx(counted_padding(batches, blocks), abs=1e-12)
+
+
+@settings(deadline=None, max_examples=40)
+@given(plans)
+def test_a_block_depends_on_its_address_alone(plan):
+    """Resumed, read in another order, by another process, or after other epochs: the same."""
+    lengths = np.array(plan.pop("lengths"))
+    batches = TokenBatches(lengths, **plan)
+    wanted = {address: block for e in range(3) for address, block in blocks_of(batches, e).items()}
+    other = pickle.loads(pickle.dumps(TokenBatches(lengths, **plan)))
+    for address in reversed(wanted):
+        np.testing.assert_array_equal(other.block(*address), wanted[address])
+
+
+def test_epochs_and_seeds_differ():
+    lengths = like_sentences(2000)
+    options = {"tokens": 2000, "num_replicas": 4, "shapes": 4}
+    one, two = (TokenBatches(lengths, seed=seed, **options) for seed in (0, 1))
+    steps = one.steps_per_epoch
+    assert steps == two.steps_per_epoch and one.shapes == two.shapes
+
+    def sequence(batches, epoch):
+        return [
+            batches.block(epoch * steps + s, r).tolist() for s in range(steps) for r in range(4)
+        ]
+
+    seen = [sequence(one, 0), sequence(one, 1), sequence(two, 0), sequence(two, 1)]
+    assert all(a != b for i, a in enumerate(seen) for b in seen[:i])
+    shapes = [one.shape(step) for step in range(2 * steps)]
+    assert sorted(shapes[:steps]) == sorted(shapes[steps:]) and shapes[:steps] != shapes[steps:]
+    assert shapes[:steps] != sorted(shapes[:steps])
+
+
+def test_in_order_of_length_without_shuffling():
+    lengths = like_sentences(500)
+    batches = TokenBatches(lengths, tokens=600, num_replicas=2, seed=0, shapes=3, shuffle=False)
+    longest = []
+    for step in range(batches.steps_per_epoch):
+        pairs = np.concatenate([batches.block(step, r) for r in range(2)])
+        real = lengths[pairs[pairs >= 0]]
+        longest.append((batches.shapes.index(batches.shape(step)), int(real.sum(1).max())))
+    assert longest == sorted(longest)
+    np.testing.assert_array_equal(batches.block(0, 1), batches.block(batches.steps_per_epoch, 1))
+
+
+@pytest.mark.parametrize(("num_replicas", "usual"), [(8, 0.015), (32, 0.04)])
+def test_replicas_get_nearly_the_same_number_of_tokens(num_replicas, usual):
+    lengths = like_sentences(60_000)
+    batches = TokenBatches(lengths, tokens=25_000, num_replicas=num_replicas, seed=0)
+    spread, totals = [], []
+    for step in range(batches.steps_per_epoch):
+        blocks = [batches.block(step, r) for r in range(num_replicas)]
+        tokens = np.array([lengths[block[block >= 0]].sum(dtype=int) for block in blocks])
+        spread.append(np.ptp(tokens) / tokens.mean())
+        totals.append(tokens.sum())
+    assert np.median(spread) < usual
+    assert np.mean(totals) > 0.7 * 50_000
+
+
+def test_more_shapes_pad_less_and_far_less_than_equal_parts():
+    lengths = like_sentences(20_000)
+    options = {"tokens": 25_000, "num_replicas": 8, "seed": 0}
+    padding = [
+        TokenBatches(lengths, shapes=k, **options).padding_fraction for k in (1, 2, 4, 8, 16)
+    ]
+    assert padding == sorted(padding, reverse=True) and padding[-1] < 0.16
+    edges = np.quantile(lengths.max(1), np.arange(1, 9) / 8).astype(int)
+    square = edges[np.searchsorted(edges, lengths.max(1))]  # the usual: eight equal buckets
+    assert padding[3] < 1 - lengths.sum(dtype=int) / (2 * square).sum() - 0.1
+
+
+def test_the_chain_is_the_best_there_is():
+    """Against all chains of three shapes, on lengths few enough for the grid to hold all."""
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(1, 8, (60, 2))
+    histogram = token_batches._histogram(lengths)
+    sources, targets = np.nonzero(histogram)
+    pairs = histogram[sources, targets]
+
+    def room(limits):
+        return token_batches._room(limits, sources, targets, pairs)
+
+    limits = [(s, t) for s in range(1, 8) for t in range(1, 8)]
+    largest = (int(lengths[:, 0].max()), int(lengths[:, 1].max()))
+    chains = ([a, b, largest] for a in limits for b in limits if a[0] <= b[0] and a[1] <= b[1])
+    best = min(map(room, chains))
+    found = token_batches._best_chain(histogram, 3)
+    assert room(found) == best
+    assert room(token_batches._choose(histogram, 3)) <= best
+
+
+def test_a_shape_whose_pairs_all_fit_in_cheaper_ones_goes():
+    """Once (6, 5) and (5, 6) have shrunk around their own pairs, nothing is left for (5, 5)."""
+    source, target = np.array([[5, 1], [1, 5], [6, 1], [1, 6], [6, 6]]).T
+    limits = [(5, 5), (6, 5), (5, 6), (6, 6)]
+    assert token_batches._tightened(limits, source, target) == [(1, 6), (6, 1), (6, 6)]
+
+
+def test_equal_lengths_are_one_shape_without_padding():
+    batches = TokenBatches(np.full((64, 2), 5), tokens=80, num_replicas=4, seed=3)
+    assert batches.shapes == (Shape(5, 5, 4),) and batches.padding_fraction == 0
+    assert batches.steps_per_epoch == 4
+
+
+def test_bad_arguments():
+    good = {"lengths": [[1, 2]], "tokens": 10, "num_replicas": 1, "seed": 0}
+    for change, message in (
+        ({"lengths": [1, 2]}, r"integers of shape \(N, 2\), got int64 \(2,\)"),
+        ({"lengths": [[1.0, 2.0]]}, "got float64"),
+        ({"lengths": np.zeros((0, 2), int)}, "at least one pair"),
+        ({"lengths": [[1, 0]]}, "each at least 1"),
+        ({"tokens": 0}, "tokens must be at least 1"),
+        ({"num_replicas": 0}, "num_replicas must be at least 1"),
+        ({"shapes": 0}, "shapes must be at least 1"),
+        ({"seed": -1}, "seed must be at least 0"),
+    ):
+        arguments = good | change
+        with pytest.raises(ValueError, match=message):
+            TokenBatches(arguments.pop("lengths"), **arguments)
+    batches = TokenBatches([[1, 2]], tokens=10, num_replicas=1, seed=0)
+    for step, replica in ((-1, 0), (0, 1), (0, -1)):
+        with pytest.raises(IndexError):
+            batches.block(step, replica)
+
+
+@pytest.mark.slow
+def test_millions_of_pairs_take_seconds():
+    batches = TokenBatches(like_sentences(4_500_000), tokens=25_000, num_replicas=8, seed=0)
+    start = time.process_time()
+    batches.block(0, 0)
+    batches.block(3 * batches.steps_per_epoch, 0)
+    assert time.process_time() - start < 10
