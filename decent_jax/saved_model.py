@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
+from decent_jax.data import subwords
+from decent_jax.data.subwords import Subwords
 from decent_jax.data.tokenizers import DataError, Tokenizer
-from decent_jax.models import gpt2, resnet
+from decent_jax.models import gpt2, resnet, transformer
 from decent_jax.train import ConfigError
 from decent_jax.train.progress import announce
 
@@ -18,6 +20,15 @@ class SavedModel(NamedTuple):
     params: Any  # nested dict of float32 host arrays, no replica dimension
     config: gpt2.GPT2Config
     tokenizer: Tokenizer | None  # None: trained on token files that do not say
+    step: int
+
+
+class SavedTranslationModel(NamedTuple):
+    """What `load_translation_model` returns."""
+
+    params: Any  # nested dict of float32 host arrays, no replica dimension
+    config: transformer.TransformerConfig
+    vocabulary: Subwords
     step: int
 
 
@@ -70,6 +81,27 @@ def load(workdir: str | Path, which: str = "last") -> SavedModel:
     except (DataError, checkpoint.CheckpointError) as error:
         raise ConfigError(str(error)) from None
     return SavedModel(params, model, tokenizer, meta["step"])
+
+
+def load_translation_model(workdir: str | Path, which: str = "last") -> SavedTranslationModel:
+    """The consensus model of a run of the translation task.
+
+    Raises:
+      ConfigError: ``workdir`` holds no such run, its checkpoints or its vocabulary cannot be read.
+    """
+    from decent_jax.tasks import translation
+    from decent_jax.train import checkpoint
+
+    config = read_config(workdir)
+    if config.task != "translation":
+        raise ConfigError(f"{workdir} is a run of the task {config.task!r}, not of translation")
+    try:
+        vocabulary = subwords.load(workdir)
+        params, meta = checkpoint.restore_model(workdir, which)
+    except (DataError, checkpoint.CheckpointError) as error:
+        raise ConfigError(str(error)) from None
+    model = translation.model_config(config, vocabulary.size)
+    return SavedTranslationModel(params, model, vocabulary, meta["step"])
 
 
 def load_image_model(workdir: str | Path, which: str = "last") -> SavedImageModel:

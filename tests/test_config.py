@@ -364,9 +364,9 @@ def test_schedules_with_parameters(tiny_data):
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda p: p.stem)
 def test_every_config_loads_and_is_valid_but_for_its_data(path, tiny_data):
     config = flags.load(str(path))
-    made = ("stdlib", "generated")
+    made = ("stdlib", "generated", "numbers")
     if not Path(config.data.path).is_dir() and config.data.path not in made:
-        config.data.path = str(tiny_data)
+        config.data.path = "numbers" if config.task == "translation" else str(tiny_data)
         if config.task == "language_modeling":
             config.model.context = tiny.CONTEXT
     config_lib.validate(config)
@@ -445,3 +445,33 @@ def test_drops_are_durations(tiny_data):
         config_lib.ConfigError, match=r"each of lr_schedule\.drops must be a number"
     ):
         config_lib.validate(config)
+
+
+@pytest.mark.parametrize("name", ["transformer_wmt14_ende", "transformer_wmt14_enfr"])
+@pytest.mark.parametrize(
+    ("arguments", "peak", "betas", "window"),
+    [
+        ("all_reduce", 7e-4, (0.9, 0.98), None),
+        ("decentralized_adam,8", 2.0e-3, (0.974, 0.999), None),
+        ("decentralized_adam", 2.8e-3, (0.974, 0.999), None),
+        ("decentralized_adam,32", 3.8e-3, (0.974, 0.999), None),
+        ("8,accum_adam", 8e-4, (0.9, 0.999), 4),
+        ("accum_adam", 7e-4, (0.9, 0.999), 8),
+    ],
+)
+def test_the_published_settings_of_wmt14(name, arguments, peak, betas, window):
+    """REFERENCE.md, E1."""
+    config = flags.load(f"{ROOT}/configs/{name}.py:{arguments}")
+    assert config.model.preset == ("big" if name.endswith("fr") else "base")
+    assert config.learning_rate == peak
+    assert (config.optimizer.b1, config.optimizer.b2) == betas
+    assert window is None or config.accum_steps == window
+    rate = step_lib.learning_rate(config, config.steps, 4000, [])
+    for step in (0, 1999, 3999, 99_999):  # the published formula
+        factor = 0.99 * (step + 1) / 4000 + 0.01 if step < 4000 else (4000 / (step + 1)) ** 0.5
+        assert float(rate(step)) == pytest.approx(peak * factor, rel=1e-5)
+    local = flags.load(f"{ROOT}/configs/{name}.py:{arguments},runlocal")
+    config_lib.validate(local)
+    assert (local.data.path, local.algorithm) == ("numbers", config.algorithm)
+    with pytest.raises(config_lib.ConfigError, match="takes one of each of base, big"):
+        flags.load(f"{ROOT}/configs/{name}.py:{arguments},huge")

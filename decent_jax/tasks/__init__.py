@@ -54,3 +54,13 @@ class RecomputesState(Protocol):
 
     def from_moments(self, moments) -> Any:
         """The ``model_state`` of such averages."""
+
+
+class Measures(Protocol):
+    """A task may also have these, either or both."""
+
+    def measure(self, block) -> dict[str, float]:
+        """Of a batch (n, ...) on the host; rows of metrics.jsonl have means of those just read."""
+
+    def score(self, params) -> dict[str, float]:
+        """Of the consensus model (host arrays), at every evaluation, on every process."""

@@ -17,7 +17,7 @@ from decent_jax import topology
 from decent_jax.planner import plan as planner_plan
 from decent_jax.planner.plan import Plan
 
-TASKS = ("language_modeling", "image_classification")
+TASKS = ("language_modeling", "image_classification", "translation")
 LR_SCHEDULES = ("cosine", "inverse_sqrt", "step", "constant")
 PARTITIONS = ("iid", "dirichlet")
 DURATIONS = ("lr_schedule.warmup", "checkpoint.every", "eval.every")
@@ -25,7 +25,7 @@ DURATIONS = ("lr_schedule.warmup", "checkpoint.every", "eval.every")
 # What a resumed run may change; anything else would make it another experiment.
 MAY_CHANGE = ("steps", "epochs", "num_replicas", "schedule", "local_size", "max_failing_steps")
 MAY_CHANGE += ("max_consensus_distance", "mesh.", "cluster.", "checkpoint.", "eval.", "log.")
-MAY_CHANGE += ("data.prefetch", "data.workers", "data.prompt")
+MAY_CHANGE += ("data.prefetch", "data.workers", "data.prompt", "data.bleu_sentences", "data.beam")
 
 
 class ConfigError(ValueError):
@@ -78,7 +78,7 @@ def default_config(task: str = "language_modeling") -> ConfigDict:
     # --- How long, how much ---
     config.steps = 1000
     config.epochs = 0.0  # instead of steps, when above 0
-    config.batch_size = 64  # examples a step, over all replicas
+    config.batch_size = 64  # examples a step, over all replicas; of translation, tokens
     config.micro_batches = 1  # a replica's batch in so many parts, gradients averaged
     config.max_failing_steps = 20  # stop when every replica has failed so many steps in a row
 

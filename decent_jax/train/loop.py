@@ -82,7 +82,9 @@ class _Trainer:
     def __init__(self, config, work, task, placement, schedule, shares):
         self.config, self.work, self.task, self.placement = config, work, task, placement
         self.schedule, self.partition = schedule, shares
-        epoch = loader.steps_per_epoch(task.train_source, config.batch_size)
+        epoch = loader.steps_per_epoch(
+            task.train_source, config.batch_size, config.num_replicas, config.seed
+        )
         self.steps = round(config.epochs * epoch) if config.epochs else config.steps
         if self.steps < 1:
             raise ConfigError(f"{config.epochs} epochs are less than a step, {epoch} are one epoch")
@@ -120,6 +122,7 @@ class _Trainer:
         self.best = math.inf
         self.evaluated = {}  # the last evaluation
         self._skipped = np.zeros(config.num_replicas, int)  # updates, by replica, as last said
+        self._of_batches = []  # what the task measured of each since the last row
         self._drifting = None  # the replica last said to drift, until it is back
 
     # --- The run, top-down ----------------------------------------------------------------------
@@ -251,9 +254,8 @@ class _Trainer:
             plot.plot_runs([self.work.path])
         except (RunError, OSError) as error:
             self.work.say(f"no curves were drawn: {error}")
-        local = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), (mean, model_state))
         with self.work.announce("looking at the consensus model"):
-            text = self.task.demonstrate(*local)
+            text = self.task.demonstrate(*_local((mean, model_state)))
         self.work.say(text)
         self.work.say_where(summary)
         return summary
@@ -265,14 +267,17 @@ class _Trainer:
         round = self.schedule.round_at(t, self.config.mix_every)
         if self.config.algorithm == "all_reduce":
             round = None
-        if round not in self._executables:
+        shapes = tuple(x.shape[1:] for x in jax.tree.leaves(batch))
+        if (round, shapes) not in self._executables:
             name = "without communication" if round is None else f"round {round}"
             if self.config.algorithm == "all_reduce":
                 name = "all-reduce"
+            if any(shapes != other for _, other in self._executables):  # the task has several
+                name += f", batches of {' and '.join('x'.join(map(str, s)) for s in shapes)}"
             with self._mark.pause(), self.work.announce(f"compiling the step ({name})"):
                 lowered = self._step.lower(self.state, batch, np.int32(t), round=round)
-                self._executables[round] = lowered.compile()
-        return self._executables[round]
+                self._executables[round, shapes] = lowered.compile()
+        return self._executables[round, shapes]
 
     def _batches(self, start: int):
         return loader.train_batches(
@@ -296,6 +301,8 @@ class _Trainer:
             self._fail_for_data(done, error)
         if hasattr(self, "_mark"):
             self._mark.data_wait += time.monotonic() - began
+        if hasattr(self.task, "measure"):
+            self._of_batches.append(self.task.measure(block))
         return self.placement.put(block)
 
     def _fail_for_data(self, done: int, error: DataError):
@@ -357,6 +364,9 @@ class _Trainer:
             "perf/data_wait_s": data_wait / steps,
             "perf/wall_time_s": self.seconds,
         }
+        of_batches, self._of_batches = self._of_batches, []
+        for name in of_batches[0] if of_batches else ():
+            row[name] = float(np.mean([numbers[name] for numbers in of_batches]))
         self._watch(done, consensus, failing, skipped)
         self.writer.write(done, row)
         self.progress.update(
@@ -419,6 +429,8 @@ class _Trainer:
                 ema = self.evaluator.mean(state.ema)
                 result = self.evaluator.consensus(ema, model_state)
                 row |= {f"eval/ema_{name}": value for name, value in result.items()}
+            if hasattr(self.task, "score"):
+                row |= {f"eval/{k}": v for k, v in self.task.score(_local(mean)).items()}
             if config.eval.replicas:
                 losses = self.evaluator.each_replica(state.params, state.model_state)
                 row["eval/replica_loss_mean"] = float(losses.mean())
@@ -469,6 +481,11 @@ class _Mark:
         result = seconds, step - self._step, self.data_wait
         self._step, self._time, self._paused, self.data_wait = step, now, 0.0, 0.0
         return result
+
+
+def _local(tree):
+    """Replicated arrays as host arrays."""
+    return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), tree)
 
 
 def _summarize(step_metrics):

@@ -1,0 +1,104 @@
+"""Transformer on WMT14 English-German: the translation task of "From Promise to Practice".
+
+Source: Wang et al., ICLR 2025 (arXiv 2410.11998), Table 2, Figures 6 and 7, and its published
+training code. After the colon, in any order and separated by commas:
+
+    base, big                                       the size; published for this pair: base
+    accum_adam, decentralized_adam, all_reduce      the algorithm
+    8, 16, 32                                       replicas, on nodes of 4; published: 16
+    runlocal                                        shrinks everything, on numbers in words
+
+All: some 25,000 source and 25,000 target tokens a step, 130,000 steps, linear warm-up of 4,000 and
+then the inverse square root, dropout and label smoothing 0.1, eps 1e-9, no decay, no clipping.
+all_reduce: Adam, peak 7e-4, betas (0.9, 0.98). decentralized_adam: betas (0.974, 0.999), peak 2e-3,
+2.8e-3, 3.8e-3 for 8, 16, 32 replicas. accum_adam: betas (0.9, 0.999), windows of n / 2 steps, peak
+8e-4 for 8 and 7e-4 for more replicas (32: not published).
+
+Unlike the reference: validation is newstest2013, not a part of the training data; pairs are
+normalised, filtered and without duplicates; batches are drawn anew in every epoch.
+
+Data: the archives of statmt.org/wmt14 with dev.tgz and test-full.tgz in a folder ARCHIVES, then
+    python -m decent_jax.data.prepare_translation --input ARCHIVES --source_lang en \\
+        --target_lang de --out data/wmt14_ende
+Command (16 GPUs on 4 nodes, one process a GPU, under srun or with config.cluster.*):
+    python train.py --config configs/transformer_wmt14_ende.py:base,accum_adam --workdir runs/ende
+
+Hardware and result, as published: 16 workers, BLEU 27.79 for all_reduce, 27.58 for
+decentralized_adam, 27.71 for accum_adam, of tokenised text and most likely without a beam, so not
+comparable with sacreBLEU. Not reproduced by this project yet.
+"""
+
+from decent_jax import train
+
+SIZES = ("base", "big")
+ALGORITHMS = ("accum_adam", "decentralized_adam", "all_reduce")
+PEAKS = {  # by algorithm and number of replicas
+    "all_reduce": {8: 7e-4, 16: 7e-4, 32: 7e-4},
+    "decentralized_adam": {8: 2.0e-3, 16: 2.8e-3, 32: 3.8e-3},
+    "accum_adam": {8: 8e-4, 16: 7e-4, 32: 7e-4},
+}
+BETAS = {
+    "all_reduce": (0.9, 0.98),
+    "decentralized_adam": (0.974, 0.999),
+    "accum_adam": (0.9, 0.999),
+}
+
+
+def get_config(arguments: str = "base,accum_adam"):
+    size, algorithm, n, local = _chosen(arguments)
+    config = train.default_config("translation")
+    config.data.path = "data/wmt14_ende"
+
+    config.model.preset = size
+    config.model.dropout = 0.1
+    config.model.label_smoothing = 0.1
+    config.model.dtype = "bfloat16"
+
+    config.num_replicas = n
+    config.local_size = 4
+    config.schedule = "alternating_exp_ring"
+    config.algorithm = algorithm
+    config.accum_steps = max(n // 2, 1)
+
+    config.batch_size = 25_600  # tokens of sources, and as many of targets: 800 a replica of 32
+    config.steps = 130_000
+    config.learning_rate = PEAKS[algorithm][n]
+    config.lr_schedule.name = "inverse_sqrt"
+    config.lr_schedule.warmup = 4000
+    config.optimizer.b1, config.optimizer.b2 = BETAS[algorithm]
+    config.optimizer.eps = 1e-9
+    config.optimizer.weight_decay = 0.0
+
+    config.eval.every = 5000
+    config.checkpoint.every = 5000
+    config.checkpoint.every_minutes = 30.0
+    config.log.every = 50
+
+    if local:
+        config.data.update(path="numbers", shapes=2, bleu_sentences=20)
+        config.model.update(preset="tiny", dtype="float32")
+        config.update(num_replicas=8, local_size=2, accum_steps=4, batch_size=2048, steps=40)
+        config.lr_schedule.warmup = 10
+        config.eval.every = 20
+        config.log.every = 5
+    return config
+
+
+def _chosen(arguments: str) -> tuple[str, str, int, bool]:
+    """(size, algorithm, replicas, whether to run locally)."""
+    known = {"size": SIZES, "algorithm": ALGORITHMS, "replicas": ("8", "16", "32")}
+    found = {"size": "base", "algorithm": "accum_adam", "replicas": "16"}
+    named, local = set(), False
+    for argument in arguments.split(","):
+        if argument == "runlocal":
+            local = True
+            continue
+        kind = next((kind for kind, names in known.items() if argument in names), None)
+        if kind is None or kind in named:
+            raise train.ConfigError(
+                "transformer_wmt14 takes one of each of base, big; "
+                f"{', '.join(ALGORITHMS)}; 8, 16, 32; and runlocal, got {arguments!r}"
+            )
+        named.add(kind)
+        found[kind] = argument
+    return found["size"], found["algorithm"], int(found["replicas"]), local

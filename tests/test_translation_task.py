@@ -1,0 +1,288 @@
+"""The translation task: what a token weighs, scores, a run from archives to BLEU, bad input."""
+
+import io
+import json
+
+import jax
+import jax.numpy as jnp
+import mini_wmt14
+import numpy as np
+import pytest
+import tiny
+from tiny import rows
+
+from decent_jax import saved_model, train, translate
+from decent_jax.data import loader, prepare_translation
+from decent_jax.data.token_batches import TokenBatches
+from decent_jax.data.translation_files import TranslationPairs
+from decent_jax.models import transformer
+from decent_jax.tasks import translation as task_lib
+from decent_jax.tasks import translator
+from decent_jax.train import config as config_lib
+from decent_jax.train.config import ConfigError
+
+TOKENS = 240
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A mini WMT14, from archives laid out like the original ones."""
+    root = tmp_path_factory.mktemp("wmt")
+    mini_wmt14.write_archives(root / "archives")
+    out = root / "prepared"
+    prepare_translation.prepare([root / "archives"], out, "en", "de", vocab_size=320, workers=1)
+    return out
+
+
+def config_of(path, **changes):
+    """2 replicas, a Transformer of one layer."""
+    config = train.default_config("translation")
+    config.update(num_replicas=2, batch_size=TOKENS, steps=4)
+    config.lr_schedule.update(name="constant", warmup=1)
+    config.model.update(preset="tiny", layers=1, width=16, heads=2, ff=16, dtype="float32")
+    config.data.update(path=str(path), shapes=2, bleu_sentences=3, beam=2)
+    config.mesh.devices = 1
+    config.eval.every = 0
+    config.checkpoint.every_minutes = 0.0
+    config.log.every = 1
+    for name, value in changes.items():
+        section, _, key = name.rpartition("__")
+        (config[section] if section else config)[key] = value
+    return config
+
+
+def make_task(folder, **changes):
+    return task_lib.Translation(config_of(folder, **changes), folder)
+
+
+@pytest.mark.parametrize("average", ["all", "replica"])
+def test_what_a_token_weighs(folder, average):
+    """all: the mean over replicas of their losses is the mean over all real target tokens."""
+    source = make_task(folder, model__loss_average=average).train_source
+    blocks = source.train_blocks(2, TOKENS, 0)
+    for step in range(blocks.steps):
+        own = [blocks[2 * step + replica] for replica in range(2)]
+        assert all(set(block) == {"source", "target", "share"} for block in own)
+        assert own[0]["source"].shape == own[1]["source"].shape
+        tokens = [np.count_nonzero(block["target"][:, 1:]) for block in own]
+        for block, count in zip(own, tokens, strict=True):
+            real = block["target"][:, 1] > 0
+            wanted = 2 / sum(tokens) if average == "all" else 1 / max(count, 1)
+            np.testing.assert_allclose(block["share"], wanted * real, rtol=1e-6)
+
+
+def test_loss_of_a_known_batch(folder):
+    """Label-smoothed cross-entropy in float64, over real tokens alone, each with its share."""
+    task = make_task(folder, model__dropout=0.0, model__label_smoothing=0.2)
+    block = task.train_source.train_blocks(2, TOKENS, 0)[3]
+    params, state = jax.jit(task.init)(jax.random.key(0))
+    loss, new_state = jax.jit(task.loss)(params, state, block, jax.random.key(1))
+    assert new_state == {}
+    logits = jax.jit(transformer.apply, static_argnums=0)(
+        task.config, params, block["source"], block["target"][:, :-1]
+    )
+    log_p = np.asarray(jax.nn.log_softmax(logits), np.float64)
+    total = 0.0
+    for row, share in enumerate(block["share"]):
+        for place, token in enumerate(block["target"][row, 1:]):
+            if token:
+                right, mean = log_p[row, place, token], log_p[row, place].mean()
+                total -= float(share) * (0.8 * right + 0.2 * mean)
+    assert float(loss) == pytest.approx(total, rel=1e-5)
+    np.testing.assert_array_equal(block["share"] > 0, block["target"][:, 1] > 0)
+
+
+def test_dropout_follows_the_key(folder):
+    task = make_task(folder, model__dropout=0.3)
+    block = task.train_source.train_blocks(2, TOKENS, 0)[0]
+    params, state = jax.jit(task.init)(jax.random.key(0))
+    loss = jax.jit(lambda key: task.loss(params, state, block, key)[0])
+    one, again, other = (float(loss(jax.random.key(k))) for k in (0, 0, 1))
+    assert one == again != other
+
+
+def test_evaluation_counts_each_token_once(folder):
+    """For 1, 2 and 3 replicas the same sums, those of a plain loop over the pairs."""
+    task = make_task(folder)
+    params, _ = jax.jit(task.init)(jax.random.key(0))
+    evaluate = jax.jit(task.evaluate)
+    apply = jax.jit(transformer.apply, static_argnums=0)
+    pairs = task.eval_source.pairs
+    loss = right = count = 0
+    for source, target in (pairs[i] for i in range(len(pairs))):
+        ids = np.array([2, *target, 3], np.int32)
+        logits = apply(task.config, params, source[None].astype(np.int32), ids[None, :-1])[0]
+        log_p = np.asarray(jax.nn.log_softmax(logits), np.float64)
+        loss -= log_p[np.arange(len(ids) - 1), ids[1:]].sum()
+        right += (log_p.argmax(axis=-1) == ids[1:]).sum()
+        count += len(ids) - 1
+    for n in (1, 2, 3):
+        total = {"loss": 0.0, "accuracy": 0.0, "count": 0.0}
+        source = task.eval_source
+        with loader.eval_batches(source, num_replicas=n, batch_size=TOKENS * n) as batches:
+            for block, weights in batches:
+                assert weights.shape == block["source"].shape[:2]
+                for replica in range(n):
+                    one = jax.tree.map(lambda x, r=replica: x[r], block)
+                    sums = evaluate(params, {}, one, weights[replica])
+                    total = {name: total[name] + float(sums[name]) for name in total}
+        assert total["count"] == count
+        assert total["loss"] == pytest.approx(loss, rel=1e-5)
+        assert total["accuracy"] == right
+
+
+def test_batches_seek_and_do_not_depend_on_who_reads(folder):
+    source = make_task(folder).train_source
+    options = {"seed": 0, "num_replicas": 2, "batch_size": TOKENS, "prefetch": 0}
+    with loader.train_batches(source, **options) as batches:
+        whole = [next(batches) for _ in range(12)]
+    with loader.train_batches(source, start_step=9, **options) as batches:
+        jax.tree.map(np.testing.assert_array_equal, next(batches), whole[9])
+    with loader.train_batches(source, replicas=[1], **options) as batches:
+        own = next(batches)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[0], y[1]), own, whole[0])
+    assert loader.steps_per_epoch(source, TOKENS, 2, 0) == source.train_blocks(2, TOKENS, 0).steps
+
+
+def test_padding_is_measured(folder):
+    task = make_task(folder)
+    blocks = task.train_source.train_blocks(2, TOKENS, 0)
+    measured = []
+    for step in range(blocks.steps):
+        own = [blocks[2 * step + replica] for replica in range(2)]
+        stacked = {name: np.stack([block[name] for block in own]) for name in own[0]}
+        measured.append(task.measure(stacked)["data/padding_fraction"])
+    plan = blocks.pairs.batches
+    assert isinstance(plan, TokenBatches)
+    assert np.mean(measured) == pytest.approx(plan.padding_fraction, abs=0.1)
+    assert all(0 <= share < 1 for share in measured)
+
+
+# --- Scores -------------------------------------------------------------------------------------
+
+
+def test_bleu_and_its_signature():
+    references = ["the cat sat on the mat today", "there is a house in the city"]
+    assert translator.bleu(references, references)[0] == pytest.approx(100)
+    score, signature = translator.bleu(["a dog", "nothing"], references)
+    assert score < 5 and "tok:13a" in signature and "version:" in signature
+
+
+class WordNet:
+    """Without synonyms."""
+
+    def __init__(self, missing=False):
+        self.missing = missing
+
+    def ensure_loaded(self):
+        if self.missing:
+            raise LookupError
+
+    def synsets(self, word):
+        return []
+
+
+def test_meteor(monkeypatch):
+    """Of m equal words: 1 less the penalty for one chunk, (1 / m) ** 3 / 2."""
+    monkeypatch.setattr("nltk.corpus.wordnet", WordNet())
+    assert translator.meteor(["a b c d"], ["a b c d"]) == pytest.approx(1 - 0.5 / 64)
+    assert translator.meteor(["a b", "x"], ["a b", "y"]) == pytest.approx((1 - 0.5 / 8) / 2)
+
+
+def test_meteor_without_wordnet_is_left_out(monkeypatch):
+    monkeypatch.setattr("nltk.corpus.wordnet", WordNet(missing=True))
+    assert translator.meteor(["a"], ["a"]) is None
+
+
+# --- A run --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(folder, tmp_path_factory):
+    """A run of 4 steps, and the same in two parts."""
+    root = tmp_path_factory.mktemp("run")
+    tiny.run(config_of(folder), root / "whole")
+    tiny.run(config_of(folder, steps=2), root / "parts")
+    tiny.run(config_of(folder), root / "parts")
+    return root
+
+
+@pytest.mark.slow
+def test_a_run_resumes_bit_by_bit(run):
+    tiny.assert_same_state(run / "whole", run / "parts", 4)
+    steps = [row for row in rows(run / "whole") if "train/loss" in row]
+    # Batches are measured when they are read, which is before the row of the step before.
+    assert all(0 <= row["data/padding_fraction"] < 1 for row in steps[:-1])
+    summary = json.loads((run / "whole" / "summary.json").read_text())
+    assert {"eval/loss", "eval/accuracy", "eval/bleu"} <= summary["final"].keys()
+    assert 1 <= len(summary["shapes"]) <= 2 and summary["vocabulary"] == 320
+
+
+@pytest.mark.slow
+def test_translate_reads_lines_and_prints_as_many(run, folder, tmp_path, capsys, monkeypatch):
+    sentences = TranslationPairs(folder, "val").sentences(0)[:3]
+    text = tmp_path / "in.txt"
+    text.write_text("\n".join([sentences[0], "", *sentences[1:]]) + "\n")
+    arguments = ["--workdir", str(run / "whole"), "--beam", "2"]
+    assert translate.main([*arguments, "--input", str(text)]) == 0
+    printed = capsys.readouterr().out.split("\n")
+    assert len(printed) == 5 and printed[1] == "" and printed[-1] == ""
+    monkeypatch.setattr("sys.stdin", io.StringIO(text.read_text()))
+    assert translate.main(arguments) == 0
+    assert capsys.readouterr().out.split("\n") == printed
+    assert translate.main([*arguments, "--beam", "0"]) == 2
+    assert "beam must be at least 1, got 0" in capsys.readouterr().err
+    assert translate.main(["--workdir", str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err
+    model = saved_model.load_translation_model(run / "whole")
+    assert model.step == 4 and model.vocabulary.size == 320
+
+
+@pytest.mark.slow
+def test_the_vocabulary_of_another_run_is_refused(run, tmp_path):
+    """The data were prepared anew, with other subwords, under a run that goes on."""
+    archives = mini_wmt14.write_archives(tmp_path / "archives")
+    other = tmp_path / "other"
+    prepare_translation.prepare([archives], other, "en", "de", vocab_size=300, workers=1)
+    config = config_of(other)
+    config_file = run / "parts" / "config.json"
+    saved = json.loads(config_file.read_text())
+    saved["data"]["path"] = str(other)  # as if it lay at the same place
+    config_file.write_text(json.dumps(saved))
+    with pytest.raises(ConfigError, match="its vocabulary is not the one that the run in"):
+        train.run(config, run / "parts")
+
+
+# --- Config -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model__preset": "huge"}, "model.preset must be one of tiny, .*, got 'huge'"),
+        ({"model__loss_average": "some"}, "model.loss_average must be one of all, replica"),
+        ({"model__label_smoothing": 1.0}, r"model.label_smoothing must be in \[0, 1\), got 1.0"),
+        ({"model__width": 15}, "model.width 15 is not divisible by heads 2"),
+        ({"micro_batches": 2}, "micro_batches must be 1 for translation"),
+        ({"data__shapes": 0}, "data.shapes must be at least 1, got 0"),
+        ({"data__beam": 0}, "data.beam must be at least 1, got 0"),
+        ({"data__path": ""}, "data.path is empty: name a folder made by .*prepare_translation"),
+        ({"data__path": "nowhere"}, "data.path: nowhere"),
+        ({"data__partition": "dirichlet"}, "data.partition must be 'iid' for translation"),
+    ],
+)
+def test_config_errors(folder, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        config_lib.validate(config_of(folder, **changes))
+
+
+def test_flops_and_throughput_count_real_tokens(folder):
+    task = make_task(folder)
+    pairs = task.train_source.pairs
+    real = pairs.lengths.sum(dtype=int) + len(pairs)  # the end of each target too
+    steps = task.blocks.steps
+    assert task.units_per_example * TOKENS * steps == pytest.approx(real)
+    mean = pairs.lengths.mean(axis=0) + np.array([0, 1])
+    a_pair = transformer.flops_per_pair(task.config, *mean)
+    assert task.flops_per_example * TOKENS * steps == pytest.approx(a_pair * len(pairs))
+    assert jnp.isfinite(task.flops_per_example)
