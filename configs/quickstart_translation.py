@@ -27,11 +27,11 @@ def get_config():
     config.schedule = "one_peer_exp"
     config.accum_steps = 2
     config.batch_size = 4096
-    config.steps = 800
+    config.steps = 300
     config.learning_rate = 4e-3
     config.lr_schedule.warmup = "10%"
 
-    config.log.every = 50
-    config.eval.every = 400
+    config.log.every = 25
+    config.eval.every = 150
     config.checkpoint.every_minutes = 0.4
     return config

@@ -24,7 +24,7 @@ from decent_jax.data.number_words import write_files
 from decent_jax.data.prepare_translation import main, prepare
 from decent_jax.data.subwords import normalise
 from decent_jax.data.tokenizers import DataError
-from decent_jax.data.translation_files import PairBlocks, TranslationPairs, check_vocabulary
+from decent_jax.data.translation_files import PairBlocks, TranslationPairs
 
 VOCAB = 350
 
@@ -273,19 +273,18 @@ def test_a_vocabulary_is_a_function_of_the_counts(monkeypatch):
         subwords.train(words, 3000)
 
 
-def test_vocabulary_of_another_run(prepared, tmp_path):
+def test_a_vocabulary_that_is_not_that_of_the_ids(prepared, tmp_path):
     own = translation_files.read_manifest(prepared)["vocab_sha256"]
-    check_vocabulary(prepared, own)
-    with pytest.raises(DataError, match=r"its vocabulary \(.*\) is not the one expected \(0000"):
-        check_vocabulary(prepared, "0" * 64)
+    assert TranslationPairs(prepared, "val").vocabulary.sha256 == own
     mixed = shutil.copytree(prepared, tmp_path / "mixed")
     subwords.train({"other": 3, "words": 4}, 275).save(mixed)
     with pytest.raises(DataError, match="not the vocabulary these ids were made with"):
-        check_vocabulary(mixed, own)
+        _ = TranslationPairs(mixed, "val").vocabulary
     assert not translation_files.is_whole(mixed)
-    (mixed / "vocabulary.model").write_bytes(b"no model")
+    damaged = shutil.copytree(prepared, tmp_path / "damaged")
+    (damaged / "vocabulary.model").write_bytes(b"no model")
     with pytest.raises(DataError, match="is damaged, or no model of sentencepiece"):
-        check_vocabulary(mixed, own)
+        _ = TranslationPairs(damaged, "val").vocabulary
 
 
 def test_reader(prepared, tmp_path):

@@ -80,8 +80,14 @@ class TranslationPairs:
 
     @functools.cached_property
     def vocabulary(self) -> Subwords:
-        """The joint vocabulary of the ids."""
-        return subwords.load(self.folder)
+        """The joint vocabulary of the ids; DataError where the folder's is another."""
+        found = subwords.load(self.folder)
+        if found.sha256 != self.manifest["vocab_sha256"]:
+            raise DataError(
+                f"{self.folder}: {subwords.FILE} is not the vocabulary these ids were made with;"
+                " prepare the data again"
+            )
+        return found
 
     def sentences(self, side: int) -> list[str]:
         """The sources (0) or targets (1) as they were before anything: of val and test only."""
@@ -223,26 +229,6 @@ def read_manifest(folder: str | Path) -> dict:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise DataError(f"{path}: not a manifest of this version ({FORMAT!r})")
     return manifest
-
-
-def check_vocabulary(folder: str | Path, expected: str) -> None:
-    """DataError unless the vocabulary of a prepared folder has the sha256 ``expected``.
-
-    Ids mean nothing under another vocabulary, and nothing else would say so. The file is hashed
-    too, for a folder can be put together from two.
-    """
-    manifest = read_manifest(folder)
-    actual = subwords.load(Path(folder)).sha256
-    if manifest["vocab_sha256"] != actual:
-        raise DataError(
-            f"{folder}: {subwords.FILE} is not the vocabulary these ids were made with; prepare the"
-            " data again"
-        )
-    if actual != expected:
-        raise DataError(
-            f"{folder}: its vocabulary ({actual[:12]}...) is not the one expected"
-            f" ({expected[:12]}...); use the data that the model was trained on"
-        )
 
 
 def check_out(out: Path, overwrite: bool) -> None:

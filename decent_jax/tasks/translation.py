@@ -24,7 +24,7 @@ _SHOWN = 5  # translations at the end
 
 
 def default_model() -> ConfigDict:
-    """The base model; zeros are the preset's, and a vocabulary of 0 the data's."""
+    """The base model; zeros are the preset's."""
     model = ConfigDict()
     model.preset = "base"  # tiny, small, base, big
     model.layers = 0  # of the encoder, and as many of the decoder

@@ -273,7 +273,8 @@ class _Trainer:
             if self.config.algorithm == "all_reduce":
                 name = "all-reduce"
             if any(shapes != other for _, other in self._executables):  # the task has several
-                name += f", batches of {' and '.join('x'.join(map(str, s)) for s in shapes)}"
+                arrays = ("x".join(map(str, shape)) for shape in shapes if len(shape) > 1)
+                name += f", batches of {' and '.join(arrays)}"
             with self._mark.pause(), self.work.announce(f"compiling the step ({name})"):
                 lowered = self._step.lower(self.state, batch, np.int32(t), round=round)
                 self._executables[round, shapes] = lowered.compile()
