@@ -23,7 +23,7 @@ def cores() -> int:
 
 @contextlib.contextmanager
 def open_pool(
-    workers: int, start: Callable[..., None], *arguments
+    workers: int, start: Callable | None = None, *arguments
 ) -> Iterator[ProcessPoolExecutor]:
     """Spawned processes that die with this one and leave Ctrl-C to it.
 
