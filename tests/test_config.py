@@ -70,7 +70,7 @@ def one_sentence(err: str) -> str:
         # choices
         (
             ["task=chess"],
-            "task must be one of language_modeling, image_classification, got 'chess'",
+            "task must be one of language_modeling, image_classification, translation, got 'chess'",
         ),
         (
             ["algorithm=adam"],

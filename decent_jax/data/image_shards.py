@@ -21,10 +21,12 @@ from pathlib import Path
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader
 
+from decent_jax.data.prepared_folder import check_out
 from decent_jax.data.tokenizers import DataError
 from decent_jax.json_files import write_json_atomic
 
 FORMAT = "decent_jax images 1"
+KIND = "prepared image folder"
 SPLITS = ("train", "val")
 
 _LOCK = "owner.lock"
@@ -68,24 +70,6 @@ def read_manifest(folder: str | Path) -> dict:
             " `python -m decent_jax.data.prepare_images` of this version made"
         )
     return manifest
-
-
-def check_out(out: Path, overwrite: bool) -> None:
-    """DataError unless ``out`` is free, an empty folder, or a prepared folder to overwrite."""
-    if not os.path.lexists(out):
-        return
-    if not out.is_dir():
-        raise DataError(f"{out}: exists and is not a folder; choose another --out")
-    if not any(out.iterdir()):
-        return
-    try:
-        read_manifest(out)
-    except DataError:
-        raise DataError(
-            f"{out}: exists, is not empty and is no prepared image folder; choose another --out"
-        ) from None
-    if not overwrite:
-        raise DataError(f"{out}: already prepared; pass --overwrite to replace it")
 
 
 @contextlib.contextmanager
@@ -134,7 +118,7 @@ def put_in_place(out: Path, folder: Path, manifest: dict, overwrite: bool) -> No
     for shard in folder.glob("*.array_record"):
         sidecar_of(shard).unlink(missing_ok=True)
     write_json_atomic(folder / "manifest.json", manifest)
-    check_out(out, overwrite)
+    check_out(out, KIND, read_manifest, overwrite=overwrite)
     old = out.with_name(f".{out.name}.old")
     shutil.rmtree(old, ignore_errors=True)  # of a run killed just here
     with contextlib.suppress(FileNotFoundError):

@@ -31,7 +31,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 import decent_jax
 from decent_jax.data import image_shards, jpeg, worker_pool
 from decent_jax.data.image_files import SPLITS, ImageFiles, open_images
-from decent_jax.data.token_files import sha256_file
+from decent_jax.data.prepared_folder import check_out, sha256_file
 from decent_jax.data.tokenizers import DataError
 from decent_jax.json_files import write_json_atomic
 
@@ -83,7 +83,7 @@ def prepare(
     if not 0 <= max_bad < 1:
         raise DataError(f"max_bad must be at least 0 and less than 1, got {max_bad}")
     out = Path(os.path.abspath(out))
-    image_shards.check_out(out, overwrite)
+    check_out(out, image_shards.KIND, image_shards.read_manifest, overwrite=overwrite)
     images = {split: _open_source(source, split) for split in SPLITS}
     tasks = _tasks(images, shards)
     if workers is None:

@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from decent_jax.data import text_inputs, tokenizers, worker_pool
-from decent_jax.data.token_files import SPLITS, TokenFolderWriter, check_out, sha256_file
+from decent_jax.data.prepared_folder import check_out, sha256_file
+from decent_jax.data.token_files import KIND, SPLITS, TokenFolderWriter, read_manifest
 from decent_jax.data.tokenizers import DataError
 
 _LISTED_FILES = 1000  # a manifest names at most so many inputs
@@ -74,7 +75,7 @@ def prepare(
         raise DataError(f"val_fraction must lie between 0 and 1, got {val_fraction}")
     if workers is not None and workers < 1:
         raise DataError(f"workers must be at least 1, got {workers}")
-    check_out(Path(os.path.abspath(out)), overwrite)
+    check_out(Path(os.path.abspath(out)), KIND, read_manifest, overwrite=overwrite)
     codec = tokenizers.load(tokenizer, tokenizer_path)
     sources = text_inputs.find_sources(inputs)
     val_sources = text_inputs.find_sources(val_inputs, validation=True)

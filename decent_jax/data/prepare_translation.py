@@ -22,10 +22,10 @@ import numpy as np
 
 from decent_jax.data import parallel_inputs, subwords, worker_pool
 from decent_jax.data.parallel_inputs import Block, Source
+from decent_jax.data.prepared_folder import check_out, sha256_file
 from decent_jax.data.subwords import normalise
-from decent_jax.data.token_files import sha256_file
 from decent_jax.data.tokenizers import DataError
-from decent_jax.data.translation_files import TranslationFolderWriter, check_out
+from decent_jax.data.translation_files import KIND, TranslationFolderWriter, read_manifest
 
 VOCAB_SIZE = 37120  # the reference's, for English and German
 MAX_SUBWORDS = 156  # the reference's, which cuts longer sentences off
@@ -98,7 +98,7 @@ def prepare(
     """
     inputs = [inputs] if isinstance(inputs, str | Path) else list(inputs)
     _check_arguments(inputs, source_lang, target_lang, val_fraction, test_fraction, workers)
-    check_out(Path(os.path.abspath(out)), overwrite)
+    check_out(Path(os.path.abspath(out)), KIND, read_manifest, overwrite=overwrite)
     languages = source_lang, target_lang
     sources = parallel_inputs.find_inputs(inputs, languages, val, test)
     share = _Share(val_fraction, test_fraction, seed)

@@ -8,14 +8,9 @@ rename, so it is there whole or not at all.
 
 import contextlib
 import functools
-import glob
-import hashlib
 import json
 import os
 import platform
-import secrets
-import shutil
-import time
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +18,7 @@ import numpy as np
 import decent_jax
 from decent_jax.data import document_sources
 from decent_jax.data.loader import eval_batches, steps_per_epoch, train_batches
+from decent_jax.data.prepared_folder import Draft, sha256_file
 from decent_jax.data.tokenizers import DataError, Tokenizer
 
 __all__ = [
@@ -36,11 +32,9 @@ __all__ = [
 ]
 
 FORMAT = "decent_jax tokens 1"
+KIND = "prepared folder"
 SPLITS = ("train", "val")
 TOKEN = np.dtype("<u2")
-
-_LOCK = "owner.lock"
-_YOUNG_S = 60.0  # a temporary folder this young may not have its lock yet
 
 
 class TokenWindows:
@@ -163,42 +157,18 @@ def is_whole(folder: str | Path) -> bool:
         return False
 
 
-def sha256_file(path: str | Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-class TokenFolderWriter:
-    """Writes a prepared folder: documents first, then ``commit``; ``abort`` leaves no trace.
-
-    Everything goes to a hidden sibling ``.NAME.tmp-...`` held by a file lock. Siblings left by
-    killed runs, whose locks are free, are removed on the way in.
+class TokenFolderWriter(Draft):
+    """Writes a prepared folder: documents first, then ``commit``; ``with`` leaves no trace else.
 
     Raises:
       DataError: ``out`` exists and may not be replaced, or its parent cannot be written.
     """
 
     def __init__(self, out: str | Path, tokenizer: Tokenizer, *, overwrite: bool = False):
-        self.out = Path(os.path.abspath(out))
-        self.overwrite = overwrite
-        check_out(self.out, overwrite)
+        super().__init__(out, KIND, read_manifest, overwrite=overwrite)
         self._end = np.array([tokenizer.end_of_text], TOKEN).tobytes()
         self._tokenizer = tokenizer
-        try:
-            self.out.parent.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(self.out)
-            self.folder = _temporary_sibling(self.out)
-        except OSError as error:
-            raise DataError(f"{self.out.parent}: cannot be written ({error.strerror})") from None
-        try:
-            self._lock = open(self.folder / _LOCK, "wb")  # noqa: SIM115
-            _flock(self._lock)
-            tokenizer.save_files(self.folder)
-            self._files = {s: open(self.folder / f"{s}.bin", "wb") for s in SPLITS}  # noqa: SIM115
-        except BaseException:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            raise
-        self._hashes = {split: hashlib.sha256() for split in SPLITS}
+        tokenizer.save_files(self.folder)
         self._largest = dict.fromkeys(SPLITS, 0)
         self._sources = document_sources.SourcesCounter(SPLITS)
         self.documents = dict.fromkeys(SPLITS, 0)
@@ -209,9 +179,7 @@ class TokenFolderWriter:
 
         ``source`` names where it is from; ``sources.json`` is written if all documents have one.
         """
-        data = ids.astype(TOKEN, copy=False).tobytes() + self._end
-        self._files[split].write(data)
-        self._hashes[split].update(data)
+        self.append(f"{split}.bin", ids.astype(TOKEN, copy=False).tobytes() + self._end)
         self._sources.add(split, source, len(ids) + 1)
         self.documents[split] += 1
         self.tokens[split] += len(ids) + 1
@@ -225,14 +193,11 @@ class TokenFolderWriter:
           FileExistsError: somebody else's folder appeared at ``out`` and ``overwrite`` is False.
         """
         splits = {}
-        for split, file in self._files.items():
-            _close(file)
+        for split in SPLITS:
             splits[split] = {
-                "file": f"{split}.bin",
                 "documents": self.documents[split],
                 "tokens": self.tokens[split],
-                "bytes": self.tokens[split] * TOKEN.itemsize,
-                "sha256": self._hashes[split].hexdigest(),
+                **self.close(f"{split}.bin"),
                 "largest_id": self._largest[split],
             }
         manifest = {
@@ -248,10 +213,7 @@ class TokenFolderWriter:
                 "numpy": np.__version__,
             },
         }
-        _write_json(self.folder / "manifest.json", manifest, indent=2, ensure_ascii=False)
-        (self.folder / _LOCK).unlink()
-        self._rename()
-        self._lock.close()
+        self.publish(manifest)
         return manifest
 
     def _write_sources(self) -> dict:
@@ -259,99 +221,9 @@ class TokenFolderWriter:
         content = self._sources.content()
         if content is None:
             return {}
-        path = self.folder / document_sources.FILE
-        _write_json(path, content)
-        return {"sources": {"file": path.name, "sha256": sha256_file(path)}}
-
-    def _rename(self):
-        while True:
-            try:
-                os.rename(self.folder, self.out)  # only onto nothing or an empty folder
-                return
-            except OSError:
-                if not self.out.exists():
-                    raise
-                if not self.overwrite:
-                    raise FileExistsError(f"{self.out} already exists") from None
-            old = _temporary_sibling(self.out)
-            with contextlib.suppress(FileNotFoundError):  # another process replaces it right now
-                os.rename(self.out, old)
-            shutil.rmtree(old, ignore_errors=True)
-
-    def abort(self) -> None:
-        """Removes what was written; harmless after ``commit``."""
-        for file in (*self._files.values(), self._lock):
-            with contextlib.suppress(OSError):  # a full disk: what is buffered does not matter
-                file.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def __enter__(self) -> "TokenFolderWriter":
-        return self
-
-    def __exit__(self, *exc_info) -> None:
-        self.abort()
-
-
-def check_out(out: Path, overwrite: bool) -> None:
-    """DataError unless ``out`` is free, an empty folder, or a prepared folder to overwrite."""
-    if not os.path.lexists(out):
-        return
-    if not out.is_dir():
-        raise DataError(f"{out}: exists and is not a folder")
-    if not any(out.iterdir()):
-        return
-    try:
-        read_manifest(out)
-    except DataError:
-        raise DataError(
-            f"{out}: exists, is not empty and is no prepared folder; choose another --out"
-        ) from None
-    if not overwrite:
-        raise DataError(f"{out}: already prepared; pass --overwrite to replace it")
-
-
-def remove_leftovers(out: Path) -> None:
-    """Removes the temporary siblings of ``out`` whose runs are dead."""
-    for folder in out.parent.glob(f".{glob.escape(out.name)}.tmp-*"):
-        dead = False
-        try:
-            with open(folder / _LOCK, "r+b") as lock:
-                dead = _flock(lock)
-        except OSError:  # no lock: just being made, just being renamed, or half removed
-            with contextlib.suppress(OSError):
-                dead = time.time() - folder.stat().st_mtime > _YOUNG_S
-        if dead:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _flock(file) -> bool:
-    """Takes the lock of an open file; False where another process holds it."""
-    import fcntl
-
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # held, or a file system without locks: then nothing is ever called dead
-        return False
-    return True
-
-
-def _write_json(path: Path, content: dict, **options) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(content, file, **options)
-        file.write("\n")
-        _close(file)
-
-
-def _close(file) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()
-
-
-def _temporary_sibling(out: Path) -> Path:
-    folder = out.with_name(f".{out.name}.tmp-{secrets.token_hex(6)}")
-    folder.mkdir()
-    return folder
+        self.append(document_sources.FILE, f"{json.dumps(content)}\n".encode())
+        entry = self.close(document_sources.FILE)
+        return {"sources": {"file": entry["file"], "sha256": entry["sha256"]}}
 
 
 def _memmap(path: str | Path) -> np.ndarray:

@@ -11,14 +11,9 @@ vocabulary ``vocabulary.model``; and ``manifest.json``. Ids are without padding 
 end (3). The folder appears by one rename, so it is there whole or not at all.
 """
 
-import contextlib
 import functools
-import hashlib
 import json
-import os
 import platform
-import secrets
-import shutil
 from importlib import metadata
 from pathlib import Path
 
@@ -26,17 +21,17 @@ import numpy as np
 
 import decent_jax
 from decent_jax.data import subwords
+from decent_jax.data.prepared_folder import Draft, sha256_file
 from decent_jax.data.subwords import END, START, Subwords
 from decent_jax.data.token_batches import TokenBatches
-from decent_jax.data.token_files import remove_leftovers, sha256_file
 from decent_jax.data.tokenizers import DataError
 
 FORMAT = "decent_jax translation 1"
+KIND = "prepared translation folder"
 SPLITS = ("train", "val", "test")
 ID = LENGTH = np.dtype("<u2")
 OFFSET = np.dtype("<i8")
 
-_LOCK = "owner.lock"  # token_files.remove_leftovers looks for it
 _ENDLESS = 1 << 40  # blocks of training
 
 
@@ -231,54 +226,19 @@ def read_manifest(folder: str | Path) -> dict:
     return manifest
 
 
-def check_out(out: Path, overwrite: bool) -> None:
-    """DataError unless ``out`` is free, an empty folder, or a prepared folder to overwrite."""
-    if not os.path.lexists(out):
-        return
-    if not out.is_dir():
-        raise DataError(f"{out}: exists and is not a folder; choose another --out")
-    if not any(out.iterdir()):
-        return
-    try:
-        read_manifest(out)
-    except DataError:
-        raise DataError(
-            f"{out}: exists, is not empty and is no prepared translation folder; choose another"
-            " --out"
-        ) from None
-    if not overwrite:
-        raise DataError(f"{out}: already prepared; pass --overwrite to replace it")
-
-
-class TranslationFolderWriter:
+class TranslationFolderWriter(Draft):
     """Writes a prepared folder: pairs first, then ``commit``; ``with`` leaves no trace without it.
-
-    Everything goes to a hidden sibling ``.NAME.tmp-...`` held by a file lock. Siblings left by
-    killed runs, whose locks are free, are removed on the way in.
 
     Raises:
       DataError: ``out`` exists and may not be replaced, or its parent cannot be written.
     """
 
     def __init__(self, out: str | Path, languages: tuple[str, str], *, overwrite: bool = False):
-        self.out = Path(os.path.abspath(out))
+        super().__init__(out, KIND, read_manifest, overwrite=overwrite)
         self.languages = languages
-        self.overwrite = overwrite
-        check_out(self.out, overwrite)
-        try:
-            self.out.parent.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(self.out)
-            self.folder = _temporary_sibling(self.out)
-        except OSError as error:
-            raise DataError(f"{self.out.parent}: cannot be written ({error.strerror})") from None
-        self._files: dict[str, _HashedFile] = {}
-        try:
-            self._lock = _locked(self.folder / _LOCK)
-        except BaseException:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            raise
         self.pairs = dict.fromkeys(SPLITS, 0)
         self.tokens = {split: np.zeros(2, np.int64) for split in SPLITS}
+        self._with_text = set()  # splits
 
     def add(self, split: str, ids: np.ndarray, lengths: np.ndarray, text=None) -> None:
         """Appends pairs: ids end to end (uint16), their (n, 2) lengths, and for val and test text.
@@ -289,20 +249,16 @@ class TranslationFolderWriter:
             raise DataError(f"a sentence of {lengths.max()} subwords cannot be stored")
         starts = lengths.sum(1, dtype=np.int64).cumsum() - lengths.sum(1, dtype=np.int64)
         starts += int(self.tokens[split].sum())
-        self._file(f"{split}.ids").write(ids.astype(ID, copy=False).tobytes())
-        self._file(f"{split}.lengths").write(lengths.astype(LENGTH).tobytes())
-        self._file(f"{split}.offsets").write(starts.astype(OFFSET).tobytes())
+        self.append(f"{split}.ids", ids.astype(ID, copy=False).tobytes())
+        self.append(f"{split}.lengths", lengths.astype(LENGTH).tobytes())
+        self.append(f"{split}.offsets", starts.astype(OFFSET).tobytes())
         if text is not None:
+            self._with_text.add(split)
             for language, lines in zip(self.languages, text, strict=True):
                 data = "".join(f"{line}\n" for line in lines).encode()
-                self._file(f"{split}.{language}").write(data)
+                self.append(f"{split}.{language}", data)
         self.pairs[split] += len(lengths)
         self.tokens[split] += lengths.sum(0, dtype=np.int64)
-
-    def _file(self, name: str) -> "_HashedFile":
-        if name not in self._files:
-            self._files[name] = _HashedFile(self.folder / name)
-        return self._files[name]
 
     def commit(self, vocabulary: Subwords, **entries) -> dict:
         """Renames the finished folder into place and returns its manifest (+ ``entries``).
@@ -310,13 +266,12 @@ class TranslationFolderWriter:
         Raises:
           FileExistsError: somebody else's folder appeared at ``out`` and ``overwrite`` is False.
         """
-        files = {name: file.close() for name, file in self._files.items()}
         manifest = {
             "format": FORMAT,
             "languages": list(self.languages),
             "vocab_size": vocabulary.size,
             "vocab_sha256": vocabulary.sha256,
-            "splits": {split: self._entry(split, files) for split in SPLITS if self.pairs[split]},
+            "splits": {split: self._entry(split) for split in SPLITS if self.pairs[split]},
             **entries,
             "versions": {
                 "decent_jax": decent_jax.__version__,
@@ -325,51 +280,19 @@ class TranslationFolderWriter:
                 "sentencepiece": metadata.version("sentencepiece"),
             },
         }
-        content = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
-        for name, data in {
-            subwords.FILE: vocabulary.model,
-            "manifest.json": content.encode(),
-        }.items():
-            file = _HashedFile(self.folder / name)
-            file.write(data)
-            file.close()
-        (self.folder / _LOCK).unlink()
-        self._rename()
-        self._lock.close()
+        self.append(subwords.FILE, vocabulary.model)
+        self.publish(manifest)
         return manifest
 
-    def _entry(self, split: str, files: dict) -> dict:
+    def _entry(self, split: str) -> dict:
         entry = {
             "pairs": self.pairs[split],
             "tokens": dict(zip(self.languages, self.tokens[split].tolist(), strict=True)),
-            **{kind: files[f"{split}.{kind}"] for kind in ("ids", "lengths", "offsets")},
+            **{kind: self.close(f"{split}.{kind}") for kind in ("ids", "lengths", "offsets")},
         }
-        text = [files.get(f"{split}.{language}") for language in self.languages]
-        return entry | ({"text": text} if all(text) else {})
-
-    def _rename(self):
-        while True:
-            try:
-                os.rename(self.folder, self.out)  # only onto nothing or an empty folder
-                return
-            except OSError:
-                if not self.out.exists():
-                    raise
-                if not self.overwrite:
-                    raise FileExistsError(f"{self.out} already exists") from None
-            old = _temporary_sibling(self.out)
-            with contextlib.suppress(FileNotFoundError):  # another process replaces it right now
-                os.rename(self.out, old)
-            shutil.rmtree(old, ignore_errors=True)
-
-    def __enter__(self) -> "TranslationFolderWriter":
-        return self
-
-    def __exit__(self, *exc_info) -> None:
-        for file in (*self._files.values(), self._lock):
-            with contextlib.suppress(OSError, ValueError):  # a full disk; closed already
-                file.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if split in self._with_text:
+            entry["text"] = [self.close(f"{split}.{language}") for language in self.languages]
+        return entry
 
 
 def is_whole(folder: str | Path) -> bool:
@@ -383,44 +306,3 @@ def is_whole(folder: str | Path) -> bool:
         return all(sha256_file(Path(folder) / name) == sha for name, sha in files.items())
     except (DataError, OSError):
         return False
-
-
-class _HashedFile:
-    """A file being written; ``close`` puts it on the disk and returns its entry of a manifest."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        self._file = open(path, "wb")  # noqa: SIM115
-        self._hash = hashlib.sha256()
-        self._bytes = 0
-
-    def write(self, data: bytes) -> None:
-        self._file.write(data)
-        self._hash.update(data)
-        self._bytes += len(data)
-
-    def close(self) -> dict:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        return {
-            "file": self._path.name,
-            "bytes": self._bytes,
-            "sha256": self._hash.hexdigest(),
-        }
-
-
-def _temporary_sibling(out: Path) -> Path:
-    folder = out.with_name(f".{out.name}.tmp-{secrets.token_hex(6)}")
-    folder.mkdir()
-    return folder
-
-
-def _locked(path: Path):
-    """An open file with a lock that ends with this process, where the file system has locks."""
-    import fcntl
-
-    file = open(path, "wb")  # noqa: SIM115
-    with contextlib.suppress(OSError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return file

@@ -122,7 +122,7 @@ class _Trainer:
         self.best = math.inf
         self.evaluated = {}  # the last evaluation
         self._skipped = np.zeros(config.num_replicas, int)  # updates, by replica, as last said
-        self._of_batches = []  # what the task measured of each since the last row
+        self._of_batches = []  # what the task measured of each that no row holds yet
         self._drifting = None  # the replica last said to drift, until it is back
 
     # --- The run, top-down ----------------------------------------------------------------------
@@ -365,7 +365,7 @@ class _Trainer:
             "perf/data_wait_s": data_wait / steps,
             "perf/wall_time_s": self.seconds,
         }
-        of_batches, self._of_batches = self._of_batches, []
+        of_batches, self._of_batches = self._of_batches[:steps], self._of_batches[steps:]
         for name in of_batches[0] if of_batches else ():
             row[name] = float(np.mean([numbers[name] for numbers in of_batches]))
         self._watch(done, consensus, failing, skipped)
