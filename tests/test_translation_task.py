@@ -185,13 +185,21 @@ class WordNet:
 def test_meteor(monkeypatch):
     """Of m equal words: 1 less the penalty for one chunk, (1 / m) ** 3 / 2."""
     monkeypatch.setattr("nltk.corpus.wordnet", WordNet())
-    assert translator.meteor(["a b c d"], ["a b c d"]) == pytest.approx(1 - 0.5 / 64)
-    assert translator.meteor(["a b", "x"], ["a b", "y"]) == pytest.approx((1 - 0.5 / 8) / 2)
+    assert translator.meteor(["a b c d"], ["a b c d"], "en")[0] == pytest.approx(1 - 0.5 / 64)
+    assert translator.meteor(["a b", "x"], ["a b", "y"], "en")[0] == pytest.approx(
+        (1 - 0.5 / 8) / 2
+    )
+
+
+def test_meteor_of_other_languages_needs_no_wordnet(monkeypatch):
+    monkeypatch.setattr("nltk.corpus.wordnet", WordNet(missing=True))
+    assert translator.meteor(["Häuser"], ["Haus"], "de") == (0.5, "words, german stems")
+    assert translator.meteor(["Häuser"], ["Haus"], "cs") == (0, "words")
 
 
 def test_meteor_without_wordnet_is_left_out(monkeypatch):
     monkeypatch.setattr("nltk.corpus.wordnet", WordNet(missing=True))
-    assert translator.meteor(["a"], ["a"]) is None
+    assert translator.meteor(["a"], ["a"], "en") is None
 
 
 # --- A run --------------------------------------------------------------------------------------
@@ -215,6 +223,8 @@ def test_a_run_resumes_bit_by_bit(run):
     summary = json.loads((run / "whole" / "summary.json").read_text())
     assert {"eval/loss", "eval/accuracy", "eval/bleu"} <= summary["final"].keys()
     assert 1 <= len(summary["shapes"]) <= 2 and summary["vocabulary"] == 320
+    test = summary["test"]
+    assert 0 <= test["bleu"] <= 100 and "tok:13a" in test["bleu_signature"] and "meteor" in test
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ parameters that are not finite are never mixed in by a neighbour. It costs one p
 gradients and one over the parameters, and no message but a flag beside each mix.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -142,19 +142,29 @@ def rate_at(learning_rate: optax.ScalarOrSchedule, count: jax.Array) -> Any:
 
 def all_finite(tree: Any) -> jax.Array:
     """() bool."""
-    ok = jnp.array(True)
-    for leaf in jax.tree.leaves(tree):
-        ok &= jnp.isfinite(leaf).all()
-    return ok
+    return _all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree))
 
 
 def acceptable(gradient: Any, update: Any, value: jax.Array | None) -> jax.Array:
     """Finite loss, finite norm of the gradient (its square must not overflow), finite update."""
-    ok = all_finite(update)
+    flags = [all_finite(update)]
     for g in jax.tree.leaves(gradient):
         wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
-        ok &= jnp.isfinite(jnp.square(wide).sum())
-    return ok if value is None else ok & jnp.isfinite(value)
+        flags.append(jnp.isfinite(jnp.square(wide).sum()))
+    if value is not None:
+        flags.append(jnp.isfinite(value))
+    return _all(flags)
+
+
+def _all(flags: Iterable[jax.Array]) -> jax.Array:
+    """The conjunction as a reduction of negations, which XLA computes once.
+
+    A chain of ``and``, and a plain reduction of a stack, which XLA turns into such a chain, is
+    fused into each of its uses: flags of all arrays into the update of each array. That took two
+    thirds of the time to compile a step of 65 arrays.
+    """
+    flags = list(flags)
+    return ~(~jnp.stack(flags)).any() if flags else jnp.array(True)
 
 
 def _select(ok: jax.Array, new: Any, old: Any) -> Any:

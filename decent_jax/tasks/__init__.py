@@ -57,10 +57,13 @@ class RecomputesState(Protocol):
 
 
 class Measures(Protocol):
-    """A task may also have these, either or both."""
+    """A task may also have some of these."""
 
     def measure(self, block) -> dict[str, float]:
         """Of a batch (n, ...) on the host; rows of metrics.jsonl have means of those just read."""
 
     def score(self, params) -> dict[str, float]:
         """Of the consensus model (host arrays), at every evaluation, on every process."""
+
+    def test(self, params) -> dict:
+        """Of the last consensus model (host arrays), ``test`` in summary.json; may take minutes."""

@@ -220,24 +220,37 @@ class Translation:
             "padding_fraction": round(self.blocks.batches.padding_fraction, 4),
         }
 
-    def demonstrate(self, params, model_state):
-        """Some translations, and scores of all sentences of the test set, or of validation."""
-        pairs = self.eval_source.pairs
-        if "test" in pairs.manifest["splits"]:
-            pairs = TranslationPairs(pairs.folder, "test")
+    def test(self, params):
+        """Scores of the test set, or of the validation set where there is no other."""
+        pairs = self._test_pairs()
         sources, references = (pairs.sentences(side) for side in (0, 1))
-        translations = self.translator(jax.device_put(params), sources)
-        lines = [f"{len(sources)} sentences of {pairs.split!r}, translated by the consensus model:"]
-        for triple in list(zip(sources, translations, references, strict=True))[:_SHOWN]:
-            lines += map(": ".join, zip(("source", "ours", "reference"), triple, strict=True))
+        translations = self.translator(jax.device_put(params), sources, progress=True)
         score, signature = bleu(translations, references)
-        lines.append(f"BLEU {score:.2f} ({signature})")
-        other = meteor(translations, references)
-        if other is None:
-            lines.append("METEOR needs WordNet: python -m nltk.downloader wordnet")
-        else:
-            lines.append(f"METEOR {other:.4f}")
+        result = {
+            "split": pairs.split,
+            "sentences": len(sources),
+            "bleu": round(score, 2),
+            "bleu_signature": signature,
+        }
+        found = meteor(translations, references, self.languages[1])
+        if found is None:
+            return result | {"meteor_needs": "python -m nltk.downloader wordnet"}
+        return result | {"meteor": round(found[0], 4), "meteor_matches": found[1]}
+
+    def demonstrate(self, params, model_state):
+        """Some translations."""
+        pairs = self._test_pairs()
+        sources, references = (pairs.sentences(side)[:_SHOWN] for side in (0, 1))
+        translations = self.translator(jax.device_put(params), sources)
+        lines = []
+        for triple in zip(sources, translations, references, strict=True):
+            lines += map(": ".join, zip(("source", "ours", "reference"), triple, strict=True))
         return "\n".join(lines)
+
+    def _test_pairs(self) -> TranslationPairs:
+        pairs = self.eval_source.pairs
+        with_test = "test" in pairs.manifest["splits"]
+        return TranslationPairs(pairs.folder, "test") if with_test else pairs
 
 
 class Source:

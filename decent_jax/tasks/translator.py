@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from decent_jax.data.subwords import Subwords
+from decent_jax.data.worker_pool import progress_bar
 from decent_jax.models import beam_search, transformer
 
 BEAM = 4
@@ -13,6 +14,14 @@ ALPHA = 0.6  # exponent of the length penalty
 MAX_EXTRA = 50  # tokens a translation may be longer than its source
 _WIDTHS = (16, 32, 64, 128)  # tokens sources are padded to, and multiples of the last
 _BATCH = 32
+_SNOWBALL = {  # the languages of WMT whose stems nltk knows
+    "de": "german",
+    "es": "spanish",
+    "fi": "finnish",
+    "fr": "french",
+    "ro": "romanian",
+    "ru": "russian",
+}
 
 
 class Translator:
@@ -34,19 +43,26 @@ class Translator:
             ).tokens[:, 0]
         )
 
-    def __call__(self, params: transformer.Params, sentences: Sequence[str]) -> list[str]:
+    def __call__(
+        self, params: transformer.Params, sentences: Sequence[str], *, progress: bool = False
+    ) -> list[str]:
         """The best translation of each sentence, "" of an empty one."""
         ids = [self.vocabulary.encode(sentence) for sentence in sentences]
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
         order = [i for i in order if len(ids[i])]
         result = [""] * len(ids)
-        for start in range(0, len(order), _BATCH):
-            rows = order[start : start + _BATCH]
-            source = np.zeros((_BATCH, _width(len(ids[rows[-1]]))), np.int32)
-            for row, i in enumerate(rows):
-                source[row, : len(ids[i])] = ids[i]
-            for i, tokens in zip(rows, np.asarray(self._search(params, source)), strict=False):
-                result[i] = self.vocabulary.decode(tokens)
+        # The longest first, so that what the bar says is left gets less, not more.
+        order.reverse()
+        with progress_bar(len(order), progress, desc="translating", unit=" sentences") as bar:
+            for start in range(0, len(order), _BATCH):
+                rows = order[start : start + _BATCH]
+                source = np.zeros((_BATCH, _width(len(ids[rows[0]]))), np.int32)
+                for row, i in enumerate(rows):
+                    source[row, : len(ids[i])] = ids[i]
+                found = np.asarray(self._search(params, source))
+                for i, tokens in zip(rows, found, strict=False):
+                    result[i] = self.vocabulary.decode(tokens)
+                bar.update(len(rows))
         return result
 
 
@@ -67,19 +83,46 @@ def bleu(translations: Sequence[str], references: Sequence[str]) -> tuple[float,
     return score, str(metric.get_signature())
 
 
-def meteor(translations: Sequence[str], references: Sequence[str]) -> float | None:
-    """Mean METEOR by nltk, 0 to 1; None where nltk's WordNet is not on this machine.
+def meteor(
+    translations: Sequence[str], references: Sequence[str], language: str
+) -> tuple[float, str] | None:
+    """Mean METEOR by nltk, 0 to 1, and what counted as a match; nothing is downloaded.
 
-    Of English: stems and synonyms are (Banerjee and Lavie, 2005). Nothing is downloaded; `python -m
-    nltk.downloader wordnet` does so beforehand.
+    Of English (``language`` "en"): the same words, Porter's stems and WordNet's synonyms (Banerjee
+    and Lavie, 2005); None where nltk's WordNet is not on this machine, `python -m nltk.downloader
+    wordnet` puts it there. Of another language: the same words and, where Snowball has them, stems.
     """
+    from nltk import stem
     from nltk.corpus import wordnet
     from nltk.translate.meteor_score import meteor_score
+    from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
 
-    try:
-        wordnet.ensure_loaded()
-    except LookupError:
-        return None
-    pairs = zip(translations, references, strict=True)
-    scores = [meteor_score([r.split()], t.split(), wordnet=wordnet) for t, r in pairs]
-    return float(np.mean(scores))
+    if language == "en":
+        try:
+            wordnet.ensure_loaded()
+        except LookupError:
+            return None
+        stemmer, synonyms, matches = stem.PorterStemmer(), wordnet, "words, stems, WordNet"
+    elif language in _SNOWBALL:
+        stemmer, synonyms = stem.SnowballStemmer(_SNOWBALL[language]), _NoSynonyms
+        matches = f"words, {_SNOWBALL[language]} stems"
+    else:
+        stemmer, synonyms, matches = _NoStems, _NoSynonyms, "words"
+    tokens = Tokenizer13a()
+    scores = [
+        meteor_score([tokens(r).split()], tokens(t).split(), stemmer=stemmer, wordnet=synonyms)
+        for t, r in zip(translations, references, strict=True)
+    ]
+    return float(np.mean(scores)), matches
+
+
+class _NoStems:
+    @staticmethod
+    def stem(word: str) -> str:
+        return word
+
+
+class _NoSynonyms:
+    @staticmethod
+    def synsets(word: str) -> list:
+        return []

@@ -234,6 +234,11 @@ class _Trainer:
             raise ConfigError(f"algorithm {self.config.algorithm}: {error}") from None
 
     def _finish(self) -> dict[str, Any]:
+        mean, model_state = self.evaluator.mean((self.state.params, self.state.model_state))
+        model_state = self.evaluator.consensus_state(mean, model_state)
+        tested = {}
+        if hasattr(self.task, "test") and not self.work.quiet:
+            tested = {"test": self.task.test(_local(mean))}
         summary = self.work.summary(
             steps=self.steps,
             final=self.evaluated,
@@ -245,9 +250,8 @@ class _Trainer:
             training_seconds=round(self.seconds, 3),
             partition={"name": "iid"} if self.partition is None else self.partition.summary(),
             **self.task.summary(),
+            **tested,
         )
-        mean, model_state = self.evaluator.mean((self.state.params, self.state.model_state))
-        model_state = self.evaluator.consensus_state(mean, model_state)
         if self.work.quiet:
             return summary
         try:
@@ -257,6 +261,8 @@ class _Trainer:
         with self.work.announce("looking at the consensus model"):
             text = self.task.demonstrate(*_local((mean, model_state)))
         self.work.say(text)
+        for scores in tested.values():
+            self.work.say(", ".join(f"{name} {value}" for name, value in scores.items()))
         self.work.say_where(summary)
         return summary
 

@@ -1,0 +1,55 @@
+"""A small Transformer on 165,000 short English-German pairs, by gossip and by all-reduce.
+
+Source: pairs of https://tatoeba.org (CC BY 2.0 FR) as prepared with a joint vocabulary of 4000:
+    python -m decent_jax.data.prepare_translation --input TATOEBA --source_lang en \\
+        --target_lang de --vocab_size 4000 --out data/tatoeba_en_de
+
+Command: python train.py --config configs/tatoeba_en_de.py:accum_adam --workdir runs/tatoeba
+with one of all_reduce, accum_adam (one_peer_exp), accum_adam_ring (alternating_exp_ring on nodes of
+2) and accum_adam_complete after the colon.
+
+Hardware and result: see docs/translation.md.
+"""
+
+from decent_jax import train
+
+ARMS = {  # by schedule
+    "all_reduce": "one_peer_exp",  # not used
+    "accum_adam": "one_peer_exp",
+    "accum_adam_ring": "alternating_exp_ring",
+    "accum_adam_complete": "complete",
+}
+
+
+def get_config(arm: str = "accum_adam"):
+    if arm not in ARMS:
+        raise train.ConfigError(f"tatoeba_en_de takes one of {', '.join(ARMS)}, got {arm!r}")
+    config = train.default_config("translation")
+    config.data.path = "data/tatoeba_en_de"
+    config.data.shapes = 6
+    config.data.bleu_sentences = 0
+
+    config.model.preset = "tiny"
+    config.model.width = 128
+    config.model.ff = 512
+    config.model.norm = "pre"
+    config.model.dtype = "float32"
+    config.model.dropout = 0.0  # no run sees a pair more than a few times
+
+    config.num_replicas = 8
+    config.algorithm = "all_reduce" if arm == "all_reduce" else "accum_adam"
+    config.schedule = ARMS[arm]
+    config.accum_steps = 4  # n / 2, as published
+    if arm == "accum_adam_ring":
+        config.local_size = 2
+    config.batch_size = 4096
+    config.steps = 3000
+    config.learning_rate = 3e-3
+    config.lr_schedule.warmup = "10%"
+    config.lr_schedule.end_factor = 0.01
+    config.optimizer.b2 = 0.98
+
+    config.log.every = 50
+    config.eval.every = 1000
+    config.checkpoint.every_minutes = 5.0
+    return config
