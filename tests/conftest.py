@@ -7,6 +7,7 @@ import signal
 # large as the core count, so a collective can wait for ever (DESIGN 4.13). Before jax starts.
 os.environ.setdefault("PJRT_NPROC", "32")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # leave the user's alone
 
 import jax
 import pytest
@@ -45,6 +46,7 @@ def compile_once(cache_folder):
     """
     wanted = {
         "jax_disable_most_optimizations": True,
+        "jax_enable_compilation_cache": True,
         "jax_compilation_cache_dir": cache_folder,
         "jax_persistent_cache_min_compile_time_secs": 0,
         "jax_persistent_cache_min_entry_size_bytes": -1,

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import signal
 import threading
 
@@ -117,6 +118,26 @@ def test_dropout_differs_between_replicas_and_steps(run, monkeypatch):
     folder, _ = run("r", steps=3, learning_rate=0.0)
     seen = [row[f"train/{name}"] for row in tiny.rows(folder) for name in ("loss_min", "loss_max")]
     assert len(set(seen)) == len(seen)
+
+
+def test_what_a_step_needs_is_said_before_the_first(run, capsys):
+    folder, summary = run("r", steps=2)
+    said = capsys.readouterr().err
+    words = re.search(
+        r"a step: (\S+) MB of memory a device \((\S+) of state, (\S+) while it runs", said
+    )
+    assert words and said.index("a step: ") < said.index("step 1/2")
+    memory = summary["memory_bytes_per_device"]
+    state = sum(array.nbytes for array in tiny.saved(folder, 2).values())
+    assert state <= memory["state"] < 1.1 * state + 10_000 and memory["temporary"] > state / 10
+
+
+def test_a_trace_of_some_steps(run, capsys):
+    folder, _ = run("r", steps=5, profile={"start": 2, "count": 2})
+    assert f"a trace of steps 3 to 4 is in {folder / 'profile'}" in capsys.readouterr().err
+    [trace] = (folder / "profile").rglob("*.xplane.pb")
+    content = trace.read_bytes()
+    assert b"forward_backward" in content and b"update" in content
 
 
 @slow

@@ -25,6 +25,7 @@ DURATIONS = ("lr_schedule.warmup", "checkpoint.every", "eval.every")
 # What a resumed run may change; anything else would make it another experiment.
 MAY_CHANGE = ("steps", "epochs", "num_replicas", "schedule", "local_size", "max_failing_steps")
 MAY_CHANGE += ("max_consensus_distance", "mesh.", "cluster.", "checkpoint.", "eval.", "log.")
+MAY_CHANGE += ("profile.",)
 MAY_CHANGE += ("data.prefetch", "data.workers", "data.prompt", "data.bleu_sentences", "data.beam")
 
 
@@ -138,6 +139,9 @@ def default_config(task: str = "language_modeling") -> ConfigDict:
     config.log.drift_factor = 3.0  # name a replica this many times as far off as the median
     config.log.tensorboard = False
     config.log.wandb = False
+    config.profile = ConfigDict()  # a trace in workdir/profile
+    config.profile.start = 10  # steps before it
+    config.profile.count = 0  # steps in it; 0: no trace
     return config.lock()
 
 
@@ -166,6 +170,7 @@ def validate(config: ConfigDict) -> None:
     not_negative += ("gamma", "gamma_power", "slowmo.alpha", "diloco.outer_learning_rate")
     not_negative += ("mesh.devices", "mesh.simulate", "lr_schedule.end_factor", "log.drift_factor")
     not_negative += ("lr_schedule.drop_factor", "data.prefetch", "data.workers")
+    not_negative += ("profile.start", "profile.count")
     for name in not_negative:
         if not field(config, name) >= 0:
             raise ConfigError(f"{name} must not be negative, got {field(config, name)}")

@@ -15,12 +15,14 @@ from decent_jax import plot, replicas
 from decent_jax.data import loader, partition
 from decent_jax.data.tokenizers import DataError
 from decent_jax.run_folder import RunError
-from decent_jax.train import algorithm, checkpoint, cluster, session
+from decent_jax.train import algorithm, checkpoint, cluster, compile_cache, session
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
 from decent_jax.train.config import ConfigError
 from decent_jax.train.errors import CheckpointError, Interrupted, TrainingFailed
 from decent_jax.train.evaluation import Evaluator
+from decent_jax.train.executables import Executables
+from decent_jax.train.profile import Profile
 from decent_jax.train.progress import Progress, format_number
 
 
@@ -40,6 +42,7 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
     plan = config_lib.load_plan(config)
     if plan is not None:
         config = config_lib.follow_plan(config, plan)
+    compile_cache.use()
     started = cluster.start(config)
     devices = cluster.choose_devices(config.num_replicas, config.mesh.devices)
     if plan is None:
@@ -100,8 +103,13 @@ class _Trainer:
         self.tx = algorithm.transformation(
             config, self.schedule, self.rate, task.decay_mask, placement.axis_name
         )
-        self._step = step_lib.make_step(config, task, self.tx, self.rate, self.schedule, placement)
-        self._executables = {}
+        self._compiled = Executables(
+            step_lib.make_step(config, task, self.tx, self.rate, self.schedule, placement),
+            self.schedule,
+            config.mix_every,
+            config.algorithm == "all_reduce",
+            self._waiting,
+        )
         self.evaluator = Evaluator(
             task,
             placement,
@@ -158,12 +166,14 @@ class _Trainer:
 
     def _loop(self, start: int) -> None:
         config = self.config
-        with self._batches(start) as batches:
+        profile = Profile(config.profile.start, config.profile.count, self.work.path, self.work.say)
+        with self._batches(start) as batches, profile:
             batch = self._next_batch(batches, start) if start < self.steps else None
-            self._mark = _Mark(start)
+            self._mark = session.Mark(start)
             pending = None  # (steps done, metrics on the device) of the step before
             for t in range(start, self.steps):
                 compiled = self._executable(t, batch)
+                profile.before_step(t, self.state)
                 self.state, step_metrics = compiled(self.state, batch, np.int32(t))
                 done = t + 1
                 if done < self.steps:
@@ -186,6 +196,7 @@ class _Trainer:
                             self.checkpoints.save(done, self.state, self._meta(done))
                 if stops and done < self.steps:
                     self._stop(done)
+            profile.before_step(self.steps, self.state)
             if pending is not None:
                 self._look_at(*pending)
 
@@ -247,6 +258,7 @@ class _Trainer:
             schedule_period=self.schedule.period,
             bytes_sent_per_step=round(self.cost.sent_a_step),
             state_bytes_per_replica=self.cost.state,
+            memory_bytes_per_device=self._compiled.memory and self._compiled.memory._asdict(),
             training_seconds=round(self.seconds, 3),
             partition={"name": "iid"} if self.partition is None else self.partition.summary(),
             **self.task.summary(),
@@ -269,22 +281,23 @@ class _Trainer:
     # --- A step ---------------------------------------------------------------------------------
 
     def _executable(self, t: int, batch):
-        """The step compiled for the round of step ``t``."""
-        round = self.schedule.round_at(t, self.config.mix_every)
-        if self.config.algorithm == "all_reduce":
-            round = None
-        shapes = tuple(x.shape[1:] for x in jax.tree.leaves(batch))
-        if (round, shapes) not in self._executables:
-            name = "without communication" if round is None else f"round {round}"
-            if self.config.algorithm == "all_reduce":
-                name = "all-reduce"
-            if any(shapes != other for _, other in self._executables):  # the task has several
-                arrays = ("x".join(map(str, shape)) for shape in shapes if len(shape) > 1)
-                name += f", batches of {' and '.join(arrays)}"
-            with self._mark.pause(), self.work.announce(f"compiling the step ({name})"):
-                lowered = self._step.lower(self.state, batch, np.int32(t), round=round)
-                self._executables[round, shapes] = lowered.compile()
-        return self._executables[round, shapes]
+        """The program for step ``t``; the first time, what it needs is said."""
+        first = self._compiled.memory is None
+        compiled = self._compiled(t, self.state, batch)
+        if first and self._compiled.memory is not None:
+            n, batch_size = self.config.num_replicas, self.config.batch_size
+            work = self.task.flops_per_example * batch_size / n
+            self.work.say(
+                f"a step: {self._compiled.memory}, {format_number(work / 1e9)} GFLOP of the model "
+                f"and {format_number(self.cost.sent_a_step / 1e6)} MB sent a replica"
+            )
+        return compiled
+
+    @contextlib.contextmanager
+    def _waiting(self, message: str):
+        """A wait that is told, and not counted as training."""
+        with self._mark.pause(), self.work.announce(message):
+            yield
 
     def _batches(self, start: int):
         return loader.train_batches(
@@ -465,29 +478,6 @@ class _Trainer:
             "best": self.best,
             "config": config_lib.flat(self.config),
         }
-
-
-class _Mark:
-    """Time since the last row, without the pauses for evaluation, saving and compiling."""
-
-    def __init__(self, step: int):
-        self._step, self._time, self._paused = step, time.monotonic(), 0.0
-        self.data_wait = 0.0
-
-    def pause(self):
-        """A context whose time does not count."""
-        return session.timed(self._add_pause)
-
-    def _add_pause(self, seconds: float) -> None:
-        self._paused += seconds
-
-    def interval(self, step: int) -> tuple[float, int, float]:
-        """(seconds, steps, seconds waited for data) since the last call."""
-        now = time.monotonic()
-        seconds = max(now - self._time - self._paused, 1e-9)
-        result = seconds, step - self._step, self.data_wait
-        self._step, self._time, self._paused, self.data_wait = step, now, 0.0, 0.0
-        return result
 
 
 def _local(tree):

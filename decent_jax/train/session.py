@@ -144,6 +144,29 @@ class Workdir:
         )
 
 
+class Mark:
+    """Time since the last row, without the pauses for evaluation, saving and compiling."""
+
+    def __init__(self, step: int):
+        self._step, self._time, self._paused = step, time.monotonic(), 0.0
+        self.data_wait = 0.0
+
+    def pause(self):
+        """A context whose time does not count."""
+        return timed(self._add_pause)
+
+    def _add_pause(self, seconds: float) -> None:
+        self._paused += seconds
+
+    def interval(self, step: int) -> tuple[float, int, float]:
+        """(seconds, steps, seconds waited for data) since the last call."""
+        now = time.monotonic()
+        seconds = max(now - self._time - self._paused, 1e-9)
+        result = seconds, step - self._step, self.data_wait
+        self._step, self._time, self._paused, self.data_wait = step, now, 0.0, 0.0
+        return result
+
+
 class Signals:
     """Remembers SIGTERM and Ctrl-C instead of dying of them; a second one is obeyed at once."""
 
