@@ -41,9 +41,12 @@ class Variant:
         ) as batches:
             self.batch = placement.put(next(batches))
         step = step_lib.make_step(config, task, tx, rate, self.schedule, placement)
-        self.steps = [
-            step.lower(self.state, self.batch, np.int32(0), round=r).compile() for r in rounds
-        ]
+        self.steps, self.compile_s = [], []
+        for r in rounds:
+            lowered = step.lower(self.state, self.batch, np.int32(0), round=r)
+            began = time.perf_counter()
+            self.steps.append(lowered.compile())
+            self.compile_s.append(time.perf_counter() - began)
         leaves = jax.tree.leaves(self.state.params)
         self.model_bytes = sum(x.nbytes for x in leaves) // config.num_replicas
         self.seconds: list[float] = []

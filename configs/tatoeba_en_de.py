@@ -34,7 +34,7 @@ def get_config(arm: str = "accum_adam"):
     config.model.ff = 512
     config.model.norm = "pre"
     config.model.dtype = "float32"
-    config.model.dropout = 0.0  # no run sees a pair more than a few times
+    config.model.dropout = 0.0  # no run sees a pair more than twice
 
     config.num_replicas = 8
     config.algorithm = "all_reduce" if arm == "all_reduce" else "accum_adam"
@@ -43,13 +43,13 @@ def get_config(arm: str = "accum_adam"):
     if arm == "accum_adam_ring":
         config.local_size = 2
     config.batch_size = 4096
-    config.steps = 3000
-    config.learning_rate = 3e-3
+    config.steps = 1000
+    config.learning_rate = 4e-3
     config.lr_schedule.warmup = "10%"
     config.lr_schedule.end_factor = 0.01
     config.optimizer.b2 = 0.98
 
     config.log.every = 50
-    config.eval.every = 1000
+    config.eval.every = 500
     config.checkpoint.every_minutes = 5.0
     return config

@@ -127,7 +127,9 @@ def write_tfds(path, file_name=True):
         examples = []
         for (wnid, name), data in images()[split].items():
             example = {"image": data, "label": WNIDS.index(wnid)}
-            examples.append(_example(example | ({"file_name": name.encode()} if file_name else {})))
+            examples.append(
+                encode_example(example | ({"file_name": name.encode()} if file_name else {}))
+            )
         order = np.random.default_rng(1).permutation(len(examples))
         shards = np.array_split(order, 2)
         for number, shard in enumerate(shards):
@@ -209,7 +211,7 @@ def _encoded(picture, kind, **options):
     return file.getvalue()
 
 
-def _example(values):
+def encode_example(values):
     """The bytes of a tf.train.Example, by the wire format of protobuf."""
     features = b""
     for name, value in values.items():

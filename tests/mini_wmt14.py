@@ -12,7 +12,7 @@ import tarfile
 
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
-from mini_imagenet import _example
+from mini_imagenet import encode_example
 
 from decent_jax.data import number_words
 
@@ -110,7 +110,7 @@ def write_tfds(folder, other="de"):
     splits = []
     contents = {"train": training_pairs(other), "validation": pairs("dev", other)}
     for split, found in (contents | {"test": pairs("test", other)}).items():
-        records = [_example({"en": en.encode(), other: de.encode()}) for en, de in found]
+        records = [encode_example({"en": en.encode(), other: de.encode()}) for en, de in found]
         shards = np.array_split(np.arange(len(records)), 2)
         for number, shard in enumerate(shards):
             name = f"wmt14_translate-{split}.array_record-{number:05}-of-00002"

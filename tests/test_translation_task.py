@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,13 @@ from decent_jax.models import transformer
 from decent_jax.tasks import translation as task_lib
 from decent_jax.tasks import translator
 from decent_jax.train import config as config_lib
+from decent_jax.train import flags
 from decent_jax.train.config import ConfigError
 
+ROOT = Path(__file__).resolve().parents[1]
 TOKENS = 240
+
+pytestmark = pytest.mark.usefixtures("compile_once")
 
 
 @pytest.fixture(scope="module")
@@ -225,6 +230,28 @@ def test_a_run_resumes_bit_by_bit(run):
     assert 1 <= len(summary["shapes"]) <= 2 and summary["vocabulary"] == 320
     test = summary["test"]
     assert 0 <= test["bleu"] <= 100 and "tok:13a" in test["bleu_signature"] and "meteor" in test
+
+
+@pytest.mark.slow
+def test_the_published_recipe_from_archives_to_bleu(folder, tmp_path):
+    """Everything as in the config but the size: post-LN, smoothing, inverse square root, AER."""
+    config = flags.load(f"{ROOT}/configs/transformer_wmt14_ende.py:base,accum_adam,8")
+    config.data.update(path=str(folder), shapes=2, bleu_sentences=3)
+    config.model.update(preset="tiny", layers=1, width=16, heads=2, ff=16, dtype="float32")
+    config.update(batch_size=8 * TOKENS, steps=6)
+    config.lr_schedule.warmup = 2
+    config.mesh.devices = 1
+    config.eval.every = 3
+    tiny.run(config, tmp_path / "run")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["schedule"].startswith("alternating_exp_ring")
+    assert summary["languages"] == ["en", "de"]
+    assert summary["val_pairs"] == mini_wmt14.SIZES["dev"]
+    test = summary["test"]
+    assert test["split"] == "test" and test["sentences"] == mini_wmt14.SIZES["test"]
+    evaluated = [row for row in rows(tmp_path / "run") if "eval/loss" in row]
+    assert [row["step"] for row in evaluated] == [3, 6]
+    assert all(np.isfinite(row["eval/loss"]) and "eval/bleu" in row for row in evaluated)
 
 
 @pytest.mark.slow

@@ -56,7 +56,8 @@ class Executables:
             with self._waiting(f"compiling the step ({self._name(round, shapes)})"):
                 lowered = self._step.lower(state, batch, np.int32(t), round=round)
                 compiled = self._compiled[round, shapes] = lowered.compile()
-            self.memory = max(filter(None, [self.memory, _memory(compiled)]), key=sum, default=None)
+            both = filter(None, [self.memory, memory_of(compiled)])
+            self.memory = max(both, key=sum, default=None)
         return self._compiled[round, shapes]
 
     def _name(self, round: int | None, shapes: tuple) -> str:
@@ -69,8 +70,8 @@ class Executables:
         return name
 
 
-def _memory(compiled) -> Memory | None:
-    """None where the backend does not say."""
+def memory_of(compiled) -> Memory | None:
+    """What a compiled program takes; None where the backend does not say."""
     found = compiled.memory_analysis()
     if found is None:
         return None
