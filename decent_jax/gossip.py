@@ -9,12 +9,15 @@
   ``i % b`` of device ``i // b``.
 
 A permutation becomes one ``ppermute`` an array where replicas live on devices of their own, and
-slices and ``ppermute`` where a device holds several. Rounds are static: one executable a round.
+slices and ``ppermute`` where a device holds several. Groups that send to each other scatter their
+sum over their devices, permute the parts and gather them again (`_mixed_by_groups`). Rounds are
+static: one executable a round.
 
 To *simulate* many graphs, or lost messages, in one executable a round may also be `Simulated`.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,10 +25,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decent_jax import exchange
+from decent_jax.exchange import AxisName, Layout
 from decent_jax.topology import Round, Schedule, Send
+from decent_jax.topology.rounds import kron, round_of
 from decent_jax.wire import Wire
-
-AxisName = str | tuple[str, ...]
 
 
 class Simulated(NamedTuple):
@@ -67,7 +71,8 @@ def mix(
       finite: optional boolean scalar, whether this replica's ``tree`` is finite (it travels beside
         the message). Parameters that are not are never mixed in: their weight goes to the
         receiver's own copy. A replica whose own copy is not finite takes the renormalised average
-        of its finite senders, or stays NaN where there are none.
+        of its finite senders, or stays NaN where there are none. In a round in which groups send to
+        each other a group counts as one replica, whose value is the mean of its finite members.
       wire: format of the messages; None sends arrays as they are. With Q what a format makes of an
         array, ``x_i <- x_i + sum_j W_ij Q(x_j) - Q(x_i)``: the mean over replicas stays exactly
         what it was, whatever Q loses. Not for rounds with group means.
@@ -109,7 +114,7 @@ def mix_coded(
 
     Arguments as in `mix`.
     """
-    layout = _Layout.of(schedule, axis_name)
+    layout = Layout.of(schedule, axis_name)
     replica = layout.ids()
     leaves, structure = jax.tree.flatten(tree)
     keys = [None if key is None else jax.random.fold_in(key, k) for k in range(len(leaves))]
@@ -129,7 +134,9 @@ def mix_coded(
     def mix_leaf(parts, own, like, key):
         blocks = [layout.lift(own)]
         for send in one.sends:
-            received = tuple(layout.drop(_receive(layout.lift(x), send, layout)) for x in parts)
+            received = tuple(
+                layout.drop(exchange.receive(layout.lift(x), send, layout)) for x in parts
+            )
             blocks.append(layout.lift(wire.decode(received, like, key)))
         return layout.drop(_weighted_sum(blocks, coefficients, flag is not None))
 
@@ -153,11 +160,13 @@ def receive(
 
     For methods that look at what arrives before they use it; `mix` is the sum of it all.
     """
-    layout = _Layout.of(schedule, axis_name)
+    layout = Layout.of(schedule, axis_name)
     one = _round(schedule, number(round))
 
     def arrive(send):
-        brought = jax.tree.map(lambda x: layout.drop(_receive(layout.lift(x), send, layout)), tree)
+        brought = jax.tree.map(
+            lambda x: layout.drop(exchange.receive(layout.lift(x), send, layout)), tree
+        )
         weight = layout.drop(layout.rows(send.weights))
         if isinstance(round, Simulated):  # a message that is lost has no weight in its matrix
             sender = layout.drop(layout.rows(send.sources))
@@ -167,19 +176,26 @@ def receive(
     return [arrive(send) for send in one.sends]
 
 
+def _arrival(x: jax.Array, send: Send, layout: Layout) -> jax.Array:
+    """What one message brings of an array of a replica's own; anything where it is idle."""
+    return layout.drop(exchange.receive(layout.lift(x), send, layout))
+
+
 def _mixed(tree, schedule, round, axis_name, finite):
     """`mix` without a format."""
-    layout = _Layout.of(schedule, axis_name)
+    layout = Layout.of(schedule, axis_name)
     flag = None if finite is None else layout.lift(finite)
     if isinstance(round, Simulated):
         return _mixed_by_matrix(tree, round.matrix, layout, finite, flag)
     one = _round(schedule, round)
+    if one.between_groups is not None:
+        return _mixed_by_groups(tree, one, layout, flag)
     grouped_flag = None if flag is None else _group_any(flag, one, layout)
     coefficients = _coefficients(one, layout, grouped_flag)
 
     def mix_leaf(leaf):
         block = _group_mean(layout.lift(leaf), one, layout, flag)
-        received = [_receive(block, send, layout) for send in one.sends]
+        received = [exchange.receive(block, send, layout) for send in one.sends]
         return layout.drop(_weighted_sum([block, *received], coefficients, flag is not None))
 
     return jax.tree.map(mix_leaf, tree)
@@ -211,7 +227,7 @@ def _mixed_by_matrix(tree, matrix, layout, finite, flag):
     def mix_leaf(leaf):
         rows = layout.lift(leaf)
         if flag is not None:
-            rows = jnp.where(_beside(flag, rows), rows, jnp.zeros_like(rows))
+            rows = jnp.where(exchange.beside(flag, rows), rows, jnp.zeros_like(rows))
         return jnp.tensordot(weights.astype(rows.dtype), rows, 1, precision="highest")
 
     return jax.tree.map(mix_leaf, tree)
@@ -219,10 +235,10 @@ def _mixed_by_matrix(tree, matrix, layout, finite, flag):
 
 def mean(tree: Any, axis_name: AxisName = "replica") -> Any:
     """The mean over all replicas, for the all-reduce baseline. Shapes and dtypes unchanged."""
-    layout = _Layout.over(axis_name)
+    layout = Layout.over(axis_name)
 
     def mean_leaf(leaf):
-        total = _sum_rows(layout.lift(leaf))
+        total = exchange.sum_rows(layout.lift(leaf))
         if layout.device_axis is not None:
             total = jax.lax.psum(total, layout.device_axis)
         return total / (layout.devices * layout.block)
@@ -230,89 +246,10 @@ def mean(tree: Any, axis_name: AxisName = "replica") -> Any:
     return jax.tree.map(mean_leaf, tree)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Layout:
-    """Where the replicas are: ``devices`` on a mesh axis, ``block`` rows on each."""
-
-    device_axis: str | None
-    block_axis: str | None
-    devices: int
-    block: int
-
-    @staticmethod
-    def of(schedule: Schedule, axis_name: AxisName) -> "_Layout":
-        """The layout of ``axis_name``, which must hold the schedule's replicas."""
-        layout = _Layout.over(axis_name)
-        held = layout.devices * layout.block
-        if held != schedule.num_replicas:
-            raise ValueError(
-                f"the schedule {schedule.name!r} is for {schedule.num_replicas} replicas, but "
-                f"axis {axis_name!r} holds {held}; make the schedule for {held}, or vmap the rest "
-                "with an axis of its own and pass axis_name=(mesh axis, vmapped axis)"
-            )
-        return layout
-
-    @staticmethod
-    def over(axis_name: AxisName) -> "_Layout":
-        names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-        manual = jax.sharding.get_abstract_mesh().manual_axes
-        device_axes = [name for name in names if name in manual]
-        block_axes = [name for name in names if name not in manual]
-        sizes = {name: jax.lax.axis_size(name) for name in names}
-        if len(device_axes) > 1 or len(block_axes) > 1 or names != (*device_axes, *block_axes):
-            raise ValueError(
-                "axis_name must be one axis, or a mesh axis followed by a vmapped axis, "
-                f"got {axis_name!r}"
-            )
-        layout = _Layout(*(axes[0] if axes else None for axes in (device_axes, block_axes)), 1, 1)
-        return dataclasses.replace(
-            layout,
-            devices=sizes.get(layout.device_axis, 1),
-            block=sizes.get(layout.block_axis, 1),
-        )
-
-    def lift(self, x: jax.Array) -> jax.Array:
-        """This device's rows (block, ...): under vmap the batched array itself, not a message."""
-        if self.block_axis is None:
-            return x[None]
-        if _checks_vma(x, self.device_axis):  # jax 0.10-0.12: all_gather over vmap fails there
-            raise ValueError(
-                f"replicas vmapped over {self.block_axis!r} inside jax.shard_map need "
-                "jax.shard_map(..., check_vma=False)"
-            )
-        return jax.lax.all_gather(x, self.block_axis)
-
-    def drop(self, block: jax.Array) -> jax.Array:
-        """The replica's own row of (block, ...)."""
-        if self.block_axis is None:
-            return block[0]
-        row = jax.lax.axis_index(self.block_axis)
-        return jax.lax.dynamic_index_in_dim(block, row, keepdims=False)
-
-    def ids(self) -> jax.Array:
-        """() int32: which replica this is."""
-        row = 0 if self.block_axis is None else jax.lax.axis_index(self.block_axis)
-        if self.device_axis is None:
-            return row
-        return jax.lax.axis_index(self.device_axis) * self.block + row
-
-    def rows(self, per_replica: np.ndarray) -> jax.Array:
-        """This device's (block,) part of a constant given for every replica (n,)."""
-        table = jnp.asarray(per_replica).reshape(self.devices, self.block)
-        if self.device_axis is None:
-            return table[0]
-        return table[jax.lax.axis_index(self.device_axis)]
-
-
-def _checks_vma(x: jax.Array, axis: str | None) -> bool:
-    """Whether ``x`` is seen inside ``shard_map(check_vma=True)`` over ``axis``."""
-    return axis in jax.typeof(x).mat.varying
-
-
 # --- weights ------------------------------------------------------------------------------------
 
 
-def _coefficients(one: Round, layout: _Layout, finite: jax.Array | None) -> list:
+def _coefficients(one: Round, layout: Layout, finite: jax.Array | None) -> list:
     """Weights of the own copy and of each send: a float where all replicas agree, or (block,)."""
     per_replica = [one.self_weights, *(send.weights for send in one.sends)]
     if finite is None:
@@ -321,7 +258,7 @@ def _coefficients(one: Round, layout: _Layout, finite: jax.Array | None) -> list
             for weights in per_replica
         ]
     own, *given = (layout.rows(weights) for weights in per_replica)
-    arrived = [_receive(finite, send, layout) for send in one.sends]
+    arrived = [exchange.receive(finite, send, layout) for send in one.sends]
     heard = [jnp.where(ok, weight, 0) for ok, weight in zip(arrived, given, strict=True)]
     total = sum(heard, jnp.zeros_like(own))
     lost = sum((jnp.where(ok, 0, w) for ok, w in zip(arrived, given, strict=True)), 0 * own)
@@ -336,7 +273,7 @@ def _weighted_sum(blocks: Sequence[jax.Array], coefficients: Sequence, guarded: 
     total = None
     for block, coefficient in zip(blocks, coefficients, strict=True):
         if not isinstance(coefficient, float):
-            coefficient = _beside(coefficient, block)
+            coefficient = exchange.beside(coefficient, block)
         weight = jnp.asarray(coefficient, block.dtype)
         term = weight * block
         if guarded:  # 0 * NaN is NaN
@@ -345,144 +282,153 @@ def _weighted_sum(blocks: Sequence[jax.Array], coefficients: Sequence, guarded: 
     return total
 
 
-def _beside(rows: jax.Array, block: jax.Array) -> jax.Array:
-    """(block,) against (block, ...): explicit, so that no rank is promoted."""
-    return rows.reshape(rows.shape + (1,) * (block.ndim - 1))
+# --- groups that send to each other -------------------------------------------------------------
+
+
+def _mixed_by_groups(tree: Any, one: Round, layout: Layout, finite: jax.Array | None) -> Any:
+    """A round in which groups average inside, then exchange their means: once a group.
+
+    All members of a group hold its mean, so it is enough that each of the c devices that a group
+    lies on moves 1/c of it: reduce-scatter inside the group, permutes of the parts between groups,
+    all-gather inside. To other devices a group sends one model a message, not group_size of them.
+
+    A **part** is what one device holds of one group: a group's mean where it holds whole groups
+    (nothing is scattered then), 1/c of it elsewhere, as a flat array. Parts mix among each other as
+    replicas do, so the rest is as for permutations.
+
+    finite: (block,) bool. A group counts as one replica: its value is the mean of its finite
+        members, and it is finite where any of them is.
+    """
+    groups = _Groups.of(one.group_size, layout)
+    parts = groups.parts()
+    between = kron(one.between_groups, round_of(np.eye(groups.devices)))
+    count = None if finite is None else groups.count(finite)
+    coefficients = _coefficients(between, parts, None if count is None else count > 0)
+
+    def mix_leaf(leaf):
+        rows = layout.lift(leaf)
+        if finite is not None:
+            rows = jnp.where(exchange.beside(finite, rows), rows, jnp.zeros_like(rows))
+        total = groups.sums(rows)
+        size = one.group_size if count is None else exchange.beside(count, total)
+        own = total / jnp.asarray(size, total.dtype)  # 0 / 0 where nobody is finite: of no weight
+        received = [exchange.receive(own, send, parts) for send in between.sends]
+        mixed = _weighted_sum([own, *received], coefficients, finite is not None)
+        return groups.given_back(mixed, leaf.shape)
+
+    return jax.tree.map(mix_leaf, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Groups:
+    """Groups of ``size`` consecutive replicas, each of which lies on ``devices`` devices."""
+
+    size: int
+    devices: int
+    layout: Layout
+
+    @staticmethod
+    def of(size: int, layout: Layout) -> "_Groups":
+        b = layout.block
+        if b % size and size % b:
+            raise ValueError(
+                f"groups of {size} replicas neither fill nor divide the {b} replicas a device "
+                f"holds; put {size} or a divisor of {size} replicas on a device"
+            )
+        return _Groups(size, max(1, size // b), layout)
+
+    def parts(self) -> Layout:
+        """Where the parts are: one on each device of a group, or several groups on a device."""
+        return dataclasses.replace(self.layout, block=max(1, self.layout.block // self.size))
+
+    def axis_index_groups(self, x: jax.Array) -> list[list[int]]:
+        """The devices of every group."""
+        if exchange.checks_vma(x, self.layout.device_axis):
+            raise ValueError(
+                f"a mean over groups of {self.size} replicas needs jax.shard_map(..., "
+                "check_vma=False); schedule.partial_groups says which schedules do"
+            )
+        return np.arange(self.layout.devices).reshape(-1, self.devices).tolist()
+
+    def count(self, finite: jax.Array) -> jax.Array:
+        """(parts,) float32: how many members of each part's group are finite."""
+        local = self.local_sums(finite.astype(jnp.float32))
+        if self.devices == 1:
+            return local
+        groups = self.axis_index_groups(local)
+        return jax.lax.psum(local, self.layout.device_axis, axis_index_groups=groups)
+
+    def sums(self, rows: jax.Array) -> jax.Array:
+        """(block, ...) to this device's parts of the groups' sums: (parts, ...), or (1, flat).
+
+        Zeros fill an array up to a multiple of the group's devices, at most devices - 1 of them.
+        """
+        local = self.local_sums(rows)
+        if self.devices == 1:
+            return local
+        flat = jnp.pad(local.reshape(-1), (0, -local.size % self.devices))
+        part = jax.lax.psum_scatter(
+            flat,
+            self.layout.device_axis,
+            axis_index_groups=self.axis_index_groups(flat),
+            tiled=True,
+        )
+        return part[None]
+
+    def given_back(self, parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Each replica's own copy of its group's array, of that shape."""
+        if self.devices == 1:
+            row = jax.lax.axis_index(self.layout.block_axis) // self.size
+            return jax.lax.dynamic_index_in_dim(parts, row, keepdims=False)
+        whole = jax.lax.all_gather(
+            parts[0],
+            self.layout.device_axis,
+            axis_index_groups=self.axis_index_groups(parts),
+            tiled=True,
+        )
+        return whole[: math.prod(shape)].reshape(shape)
+
+    def local_sums(self, rows: jax.Array) -> jax.Array:
+        """The sum over the rows of each group on this device, (max(1, block / size), ...)."""
+        width = min(self.size, len(rows))
+        # Row by row: a reshape to groups, fused into the update, took XLA's CPU 7 times as long.
+        starts = range(0, len(rows), width)
+        return jnp.stack([exchange.sum_rows(rows[start : start + width]) for start in starts])
 
 
 # --- means of groups ----------------------------------------------------------------------------
 
 
-def _group_mean(block: jax.Array, one: Round, layout: _Layout, finite: jax.Array | None):
+def _group_mean(block: jax.Array, one: Round, layout: Layout, finite: jax.Array | None):
     g = one.group_size
     if g == 1:
         return block
     if finite is None:
         return _group_sum(block, g, layout) / g
-    ok = _beside(finite, block)
+    ok = exchange.beside(finite, block)
     total = _group_sum(jnp.where(ok, block, jnp.zeros_like(block)), g, layout)
-    count = _beside(_group_sum(finite.astype(block.dtype), g, layout), block)
+    count = exchange.beside(_group_sum(finite.astype(block.dtype), g, layout), block)
     # A finite replica keeps the weight of those that are not; another takes the finite ones' mean.
     return jnp.where(ok, (total + (g - count) * jnp.where(ok, block, 0)) / g, total / count)
 
 
-def _group_any(finite: jax.Array, one: Round, layout: _Layout) -> jax.Array:
+def _group_any(finite: jax.Array, one: Round, layout: Layout) -> jax.Array:
     """Whether a replica is finite after its group's mean: whether anybody in the group was."""
     if one.group_size == 1:
         return finite
     return _group_sum(finite.astype(jnp.float32), one.group_size, layout) > 0
 
 
-def _group_sum(block: jax.Array, g: int, layout: _Layout) -> jax.Array:
+def _group_sum(block: jax.Array, g: int, layout: Layout) -> jax.Array:
     """Sums over consecutive groups of g replicas, given back to every member: (block, ...)."""
-    d, b, axis = layout.devices, layout.block, layout.device_axis
-    if b % g == 0:
-        # Row by row: a reshape to groups, fused into the update, took XLA's CPU 7 times as long.
-        totals = [_sum_rows(block[start : start + g]) for start in range(0, b, g)]
-        return jnp.stack([totals[row // g] for row in range(b)])
-    if g % b:
-        raise ValueError(
-            f"groups of {g} replicas neither fill nor divide the {b} replicas a device holds; "
-            f"put {g} or a divisor of {g} replicas on a device"
-        )
-    local = _sum_rows(block)
-    if g == d * b:
-        total = jax.lax.psum(local, axis)
-    else:
-        if _checks_vma(block, axis):
-            raise ValueError(
-                f"a mean over groups of {g} replicas needs jax.shard_map(..., check_vma=False); "
-                "schedule.partial_groups says which schedules do"
-            )
-        span = g // b
-        groups = [list(range(start, start + span)) for start in range(0, d, span)]
-        total = jax.lax.psum(local, axis, axis_index_groups=groups)
-    return jnp.broadcast_to(total[None], block.shape)
-
-
-def _sum_rows(rows: jax.Array) -> jax.Array:
-    """``rows.sum(axis=0)`` as additions: XLA's CPU reduction over rows is 100 times slower."""
-    total = rows[0]
-    for k in range(1, len(rows)):
-        total = total + rows[k]
-    return total
-
-
-# --- permutations -------------------------------------------------------------------------------
-
-
-def _receive(block: jax.Array, send: Send, layout: _Layout) -> jax.Array:
-    """(block, ...): row l is what replica ``device * block + l`` receives (anything if idle)."""
-    pieces = _route(send.sources, layout.devices, layout.block)
-    if pieces is None:
-        return _receive_unevenly(block, send.sources, layout)
-    received, order = [], []
-    for device_map, rows, source_rows in pieces:
-        taken = _take(block, source_rows)
-        if any(source not in (-1, device) for device, source in enumerate(device_map)):
-            pairs = [(source, device) for device, source in enumerate(device_map) if source >= 0]
-            taken = jax.lax.ppermute(taken, layout.device_axis, pairs)
-        received.append(taken)
-        order.extend(rows)
-    return _take(_concatenate(received), np.argsort(order))
-
-
-def _route(sources: np.ndarray, d: int, b: int):
-    """Rows grouped by the permutation of devices that brings them, or None where none does.
-
-    Returns [(device_map, rows, source_rows)]: device D receives from ``device_map[D]`` (-1: from
-    nobody) its rows ``rows``, which lie there in ``source_rows``.
-    """
-    table = np.asarray(sources).reshape(d, b)
-    pieces: dict[tuple, tuple[list[int], list[int]]] = {}
-    for row in range(b):
-        wanted = table[:, row]
-        heard = wanted[wanted >= 0]
-        source_rows = set((heard % b).tolist())
-        if len(np.unique(heard // b)) < len(heard) or len(source_rows) > 1:
-            return None
-        device_map = tuple(np.where(wanted >= 0, wanted // b, -1).tolist())
-        rows, taken = pieces.setdefault(device_map, ([], []))
-        rows.append(row)
-        taken.append(source_rows.pop() if source_rows else row)
-    return [(device_map, rows, taken) for device_map, (rows, taken) in pieces.items()]
-
-
-def _receive_unevenly(block: jax.Array, sources: np.ndarray, layout: _Layout) -> jax.Array:
-    """The general case: one cyclic shift of devices per distance a row travels, padded tables."""
-    d, b = layout.devices, layout.block
-    wanted: dict[int, list[list[tuple[int, int]]]] = {}
-    for replica, source in enumerate(np.asarray(sources).tolist()):
-        if source >= 0:
-            shift = (replica // b - source // b) % d
-            edges = wanted.setdefault(shift, [[] for _ in range(d)])
-            edges[replica // b].append((replica % b, source % b))
-    received = jnp.zeros_like(block)
-    device = 0 if layout.device_axis is None else jax.lax.axis_index(layout.device_axis)
-    for shift, edges in sorted(wanted.items()):
-        width = max(map(len, edges))
-        to_row = np.full((d, width), b)  # b: out of range, dropped
-        from_row = np.zeros((d, width), np.int64)
-        for receiver, pairs in enumerate(edges):
-            for k, (row, source_row) in enumerate(pairs):
-                to_row[receiver, k] = row
-                from_row[(receiver - shift) % d, k] = source_row
-        taken = block[jnp.asarray(from_row)[device]]
-        if shift:
-            pairs = [((receiver - shift) % d, receiver) for receiver in range(d)]
-            taken = jax.lax.ppermute(taken, layout.device_axis, pairs)
-        received = received.at[jnp.asarray(to_row)[device]].set(taken, mode="drop")
-    return received
-
-
-def _take(block: jax.Array, rows: Sequence[int]) -> jax.Array:
-    """``block[rows]`` for static rows, as slices of consecutive ones (a gather costs more)."""
-    rows = np.asarray(rows)
-    if len(rows) == len(block) and (rows == np.arange(len(rows))).all():
-        return block
-    runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
-    return _concatenate([block[run[0] : run[-1] + 1] for run in runs])
-
-
-def _concatenate(pieces: list[jax.Array]) -> jax.Array:
-    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
+    groups = _Groups.of(g, layout)
+    local = groups.local_sums(block)
+    if groups.devices == 1:
+        return jnp.stack([local[row // g] for row in range(layout.block)])
+    whole = groups.devices == layout.devices
+    total = jax.lax.psum(
+        local,
+        layout.device_axis,
+        axis_index_groups=None if whole else groups.axis_index_groups(block),
+    )
+    return jnp.broadcast_to(total, block.shape)

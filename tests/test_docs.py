@@ -101,8 +101,9 @@ def of_size(name, n):
 
 
 def summary_row(name):
-    numbers = of_size(name, 24).summary()
-    cells = [f"{numbers['models_sent']:.3g}", f"{numbers['spectral_gap']:.3f}"]
+    schedule = of_size(name, 24)
+    numbers, by_node = schedule.summary(), schedule.bytes_sent_by_nodes(1, 4)
+    cells = [f"{numbers['models_sent']:.3g}", f"{by_node:.3g}", f"{numbers['spectral_gap']:.3f}"]
     cells = [numbers["period"], numbers["degree"], *cells, f"{numbers['consensus_rate']:.3f}"]
     return f"| `{name}` | {' | '.join(map(str, cells))} | {numbers['exact_after'] or ''} |"
 

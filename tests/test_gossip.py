@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from decent_jax import gossip, topology
+from decent_jax import exchange, gossip, topology
 from decent_jax.topology import Schedule
 
 
@@ -164,12 +164,12 @@ def test_some_case_takes_the_uneven_route():
     def uneven(n, devices):
         rounds = schedules_of(n)["matrices", 1].rounds
         sends = [send.sources for one in rounds for send in one.sends]
-        return any(gossip._route(s, devices, n // devices) is None for s in sends)
+        return any(exchange.route(s, devices, n // devices) is None for s in sends)
 
     blocks = [(n, devices) for form, n, devices in FORMS if form == "block" and n > 2]
     assert all(uneven(n, devices) for n, devices in blocks)
     ring = topology.make("bidirectional_ring", 12).rounds[0].sends
-    assert any(gossip._route(send.sources, 4, 3) is not None for send in ring)
+    assert any(exchange.route(send.sources, 4, 3) is not None for send in ring)
 
 
 @pytest.mark.parametrize(("form", "n", "devices"), [("vmap", 8, 1), ("block", 12, 4)])
@@ -200,6 +200,63 @@ def test_dtypes_are_kept(form, n, devices):
             x = np.asarray(tree[key], np.float64)
             wanted = np.einsum("ij,j...->i...", matrix, x)
             np.testing.assert_allclose(np.asarray(y[key], np.float64), wanted, atol=tolerance)
+
+
+# (form, n, devices): a device holds a part of a group, a whole group, or several.
+GROUP_FORMS = [
+    *(("vmap", 8, 1), ("devices", 8, 8), ("block", 8, 4), ("block", 8, 2), ("block", 8, 1)),
+    *(("block", 16, 8), ("block", 16, 4), ("block", 24, 8), ("block", 24, 4)),
+]
+
+
+@pytest.mark.parametrize(("form", "n", "devices"), GROUP_FORMS)
+def test_groups_that_send_are_the_matrix_in_float32(form, n, devices):
+    """Leaves of any size, also such as the devices of a group do not divide, of two dtypes."""
+    names = ("alternating_exp_ring", "hierarchical", "hierarchical(complete, bidirectional_ring)")
+    schedules = {}
+    for name, local in itertools.product(names, (2, 3, 4, 6, 8)):
+        if n % local == 0 and n > local and not (name.startswith("alt") and 24 in (n, local * 3)):
+            schedules[name, local] = topology.make(name, n, local_size=local)
+    schedules = {key: one for key, one in schedules.items() if fitting(one, n, devices)}
+    assert len(schedules) >= 3
+    rng = np.random.default_rng(n)
+    shapes = {"scalar": (), "one": (1,), "odd": (5, 7), "even": (6, 4), "long": (3, 1, 67)}
+    tree = {key: rng.normal(size=(n, *shape)).astype(np.float32) for key, shape in shapes.items()}
+    tree["half"] = jnp.asarray(rng.normal(size=(n, 3, 3)), jnp.bfloat16)
+
+    def every_round(axis_name, tree):
+        return {
+            key: [gossip.mix(tree, schedule, r, axis_name) for r in range(schedule.period)]
+            for key, schedule in schedules.items()
+        }
+
+    got = on_stack(every_round, form, n, devices, check_vma=False)(tree)
+    for key, schedule in schedules.items():
+        for r in range(schedule.period):
+            for leaf, x in tree.items():
+                y = got[key][r][leaf]
+                assert y.dtype == x.dtype and y.shape == x.shape
+                wanted = np.tensordot(schedule.matrix(r), np.asarray(x, np.float64), 1)
+                error = np.abs(np.asarray(y, np.float64) - wanted).max() / np.abs(wanted).max()
+                assert error < (1e-6 if leaf != "half" else 2e-2), (key, r, leaf)
+
+
+def test_groups_of_which_members_hear_different_groups(x64):
+    """A round of one's own: the mean of a group, then whole models as it says."""
+    n, g = 8, 2
+    sources = np.array([2, 5, -1, -1, 0, 1, 6, 3])
+    weights = np.where(sources >= 0, 0.25, 0.0)
+    exchange = np.diag(1 - weights)
+    receivers = np.flatnonzero(sources >= 0)
+    exchange[receivers, sources[receivers]] += 0.25
+    matrix = exchange @ np.kron(np.eye(n // g), np.full((g, g), 1 / g))
+    one = topology.Round(g, 1 - weights, (topology.Send(sources, weights),), matrix)
+    assert one.between_groups is None and one.models_sent() == 2
+    schedule = Schedule("of one's own", n, (one,))
+    x = np.random.default_rng(0).normal(size=(n, 3))
+    for form, devices in (("vmap", 1), ("devices", 8), ("block", 4)):
+        fn = on_stack(lambda axis, x: gossip.mix(x, schedule, 0, axis), form, n, devices, False)
+        np.testing.assert_allclose(fn(x), matrix @ x, atol=1e-14)
 
 
 def test_round_none_is_the_tree_itself():
@@ -233,8 +290,14 @@ def guarded(matrix, x, ok):
 
 
 def guarded_round(one, x, ok):
-    """Groups first, then the exchange, each by the rule."""
+    """Groups first, then the exchange, each by the rule; groups that send count as one replica."""
     n, g = len(x), one.group_size
+    if g > 1 and one.sends:
+        groups = ok.reshape(-1, g)
+        clean = np.where(ok[:, None], x, 0).reshape(-1, g, x.shape[1])
+        means = clean.sum(1) / np.maximum(groups.sum(1), 1)[:, None]
+        exchange = one.matrix[::g].reshape(n // g, n // g, g).sum(2)
+        return np.repeat(guarded(exchange, means, groups.any(1))[0], g, axis=0)
     if g > 1:
         x, ok = guarded(np.kron(np.eye(n // g), np.full((g, g), 1 / g)), x, ok)
     exchange = np.diag(one.self_weights).astype(float)
@@ -409,6 +472,8 @@ def test_groups_across_blocks():
     with pytest.raises(ValueError, match=message):
         trace("block", 6, 3, schedule)
     assert trace("block", 6, 2, schedule).shape == (6, 2)
+    with pytest.raises(ValueError, match=message):  # a mean alone, too
+        trace("block", 6, 3, topology.make("alternating_exp_ring", 6, local_size=3), 1)
 
 
 def test_mean_in_a_block():

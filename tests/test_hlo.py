@@ -128,12 +128,38 @@ def test_permutation_round(name, round, mesh8):
         assert sorted(map(sorted, sent)) == sorted(map(sorted, wanted))
 
 
+def declared(one, size):
+    """[(kind, size of the result, its pairs or groups)] of one array of ``size`` in a round."""
+    g = one.group_size
+    groups = np.arange(len(one.matrix)).reshape(-1, g).tolist()
+    sources = [send.sources for send in one.sends]
+    if one.between_groups is None:
+        mean = [("all-reduce", size, groups)] if g > 1 else []
+        return mean + [("collective-permute", size, sorted(edges(s))) for s in sources]
+    shard = -(-size // g)
+    # Member k of a group hears member k of another.
+    like = [np.where(s >= 0, s // g * g + np.arange(len(s)) % g, -1) for s in sources]
+    return [
+        ("reduce-scatter", shard, groups),
+        *(("collective-permute", shard, sorted(edges(s))) for s in like),
+        ("all-gather", shard * g, groups),
+    ]
+
+
+def edges(sources):
+    """{(source, target)} of a permutation."""
+    return {(int(source), target) for target, source in enumerate(sources) if source >= 0}
+
+
+@pytest.mark.parametrize("local", [2, 4])
 @pytest.mark.parametrize(
     "name", [*topology.NAMES, "hierarchical(ring, one_peer_exp)", "base_k(max_degree=2)"]
 )
-def test_every_round_sends_what_it_declares(name, mesh8):
+def test_every_round_sends_what_it_declares(name, local, mesh8):
     """All rounds of a schedule in one executable, each with leaves of its own, and nothing else."""
-    schedule = topology.make(name, 8, local_size=4)
+    if local == 2 and not name.startswith(("alternating", "hierarchical")):
+        return  # has no nodes
+    schedule = topology.make(name, 8, local_size=local)
     rounds = range(schedule.period)
 
     def every_round(trees):
@@ -143,33 +169,47 @@ def test_every_round_sends_what_it_declares(name, mesh8):
 
     split = P("replica")
     step = jax.shard_map(every_round, mesh=mesh8, in_specs=split, out_specs=split, check_vma=False)
-    sizes = {r: (2 + r, 40 + r) for r in rounds}  # no two alike, so a message is known by its size
+    # No two alike, nor any two parts of them, so a message is known by its size.
+    sizes = {r: (41 + 4 * r, 1001 + 4 * r) for r in rounds}
     trees = [[jnp.zeros((8, size)) for size in sizes[r]] for r in rounds]
     found = collectives(jax.jit(step).lower(trees).compile().as_text())
+    assert not [line for kind, _, line in found if kind == "conditional"]
+    # XLA may put the means of several leaves into one all-reduce.
+    sent = [
+        (kind, size, sorted(pairs_of(line)) if "permute" in kind else groups_of(line, 8))
+        for kind, sizes, line in found
+        for size in sizes
+    ]
+    wanted = [
+        message
+        for r, one in enumerate(schedule.rounds)
+        for size in sizes[r]
+        for message in declared(one, size)
+    ]
+    assert sorted(sent) == sorted(wanted)
+
+
+@pytest.mark.parametrize("name", ["alternating_exp_ring", "hierarchical", "one_peer_exp"])
+def test_bytes_between_nodes_are_what_the_round_says(name, mesh8):
+    """Of the permutes' operands: one model a node and message with groups, local_size without."""
+    local, size = 4, 1000
+    schedule = topology.make(name, 8, local_size=local)
+
+    def permuted(r, crosses):
+        fn = jax.jit(on_mesh(lambda x: gossip.mix(x, schedule, r), mesh8, check_vma=False))
+        text = fn.lower(jnp.zeros((8, size))).compile().as_text()
+        sent = np.zeros(8 // local)
+        for kind, sizes, line in collectives(text):
+            for source, target in pairs_of(line) if kind == "collective-permute" else ():
+                if source // local != target // local or not crosses:
+                    sent[source // local] += sum(sizes)
+        return sent.max() / size
+
     for r, one in enumerate(schedule.rounds):
-        declared = [
-            {(int(source), target) for target, source in enumerate(send.sources) if source >= 0}
-            for send in one.sends
-        ]
-        for size in sizes[r]:
-            # XLA may put the means of several leaves into one all-reduce.
-            lines = {
-                kind: [line for k, s, line in found if k == kind and size in s] for kind in KINDS
-            }
-            sent = [pairs_of(line) for line in lines.pop("collective-permute")]
-            assert sorted(map(sorted, sent)) == sorted(map(sorted, declared))
-            means = [groups_of(line, 8) for line in lines.pop("all-reduce")]
-            wanted = np.arange(8).reshape(-1, one.group_size).tolist()
-            assert means == ([wanted] if one.group_size > 1 else [])
-            assert not any(lines.values())
-        # What a round costs is counted from the same declaration.
-        busiest = max(
-            sum(source == i for pairs in declared for source, _ in pairs) for i in range(8)
-        )
-        g = one.group_size
-        assert schedule.bytes_sent(1, r) == pytest.approx(busiest + 2 * (g - 1) / g)
-    messages = sum(len(one.sends) + (one.group_size > 1) for one in schedule.rounds)
-    assert sum(len(sizes) for _, sizes, _ in found) == 2 * messages
+        assert permuted(r, crosses=True) == one.models_sent_by_nodes(local)
+    last = schedule.period - 1
+    wanted = local if name == "one_peer_exp" else 1
+    assert permuted(last, crosses=True) == permuted(last, crosses=False) == wanted
 
 
 def test_permutation_round_then(mesh8):
@@ -194,23 +234,32 @@ def test_all_reduce_is_one_all_reduce_a_leaf(mesh8):
     assert all(groups_of(line, 8) == [list(range(8))] for _, _, line in found)
 
 
-@pytest.mark.parametrize(("local", "round"), [(2, 1), (4, 0), (4, 1)])
-def test_alternating_exp_ring_is_a_grouped_mean_and_a_permute(local, round, mesh8):
+@pytest.mark.parametrize(("local", "round"), [(2, 1), (2, 2), (4, 1)])
+def test_a_step_moves_parts_between_nodes(local, round, mesh8):
+    """Reduce-scatter in the node, permutes of the parts, all-gather in the node; but for flags."""
     schedule = topology.make("alternating_exp_ring", 8, local_size=local)
     found = compiled_step(optim.decentralized(INNER, schedule), round, mesh8, check_vma=False)
-    sends = schedule.rounds[round].sends
-    paired = bool(sends)
-    assert paired == ((local, round) != (4, 0))
-    kinds = {"all-reduce", "collective-permute"} if paired else {"all-reduce"}
-    assert {kind for kind, _, _ in found} == kinds
-    assert messages(found, "all-reduce") == SIZES
-    assert messages(found, "collective-permute") == (SIZES if paired else [])
+    one = schedule.rounds[round]
+    wanted = sorted(message for size in SIZES for message in declared(one, size))
+    sent = sorted(
+        (kind, size, sorted(pairs_of(line)) if "permute" in kind else groups_of(line, 8))
+        for kind, sizes, line in found
+        for size in sizes
+    )
+    # A flag beside the mix: how many members are finite, and whether any is in the other group.
     nodes = np.arange(8).reshape(-1, local).tolist()
-    assert all(groups_of(line, 8) == nodes for kind, _, line in found if kind == "all-reduce")
-    for kind, _, line in found:
-        if kind == "collective-permute":
-            sources = enumerate(sends[0].sources.tolist())
-            assert pairs_of(line) == {(source, i) for i, source in sources if source >= 0}
+    flags = [("all-reduce", 1, nodes), declared(one, 1)[1]]
+    assert sent == sorted(wanted + flags)
+
+
+def test_a_mean_of_nodes_alone_is_an_all_reduce(mesh8):
+    schedule = topology.make("alternating_exp_ring", 8, local_size=4)
+    assert not schedule.rounds[0].sends
+    found = compiled_step(optim.decentralized(INNER, schedule), 0, mesh8, check_vma=False)
+    assert {kind for kind, _, _ in found} == {"all-reduce"}
+    assert messages(found, "all-reduce") == SIZES
+    nodes = np.arange(8).reshape(-1, 4).tolist()
+    assert all(groups_of(line, 8) == nodes for _, _, line in found)
 
 
 @pytest.mark.parametrize("combine", ["with", "then"])

@@ -88,6 +88,20 @@ def alone(tmp_path_factory, tiny_data, compile_once):
     return tiny.run(tiny.config(tiny_data, **CHANGES), tmp_path_factory.mktemp("alone") / "run")
 
 
+def test_nodes_over_processes_give_the_losses_of_one_process(start, tiny_data, tmp_path):
+    """Reduce-scatter, permutes of parts and all-gather over gloo, two replicas a node."""
+    changes = {"schedule": "hierarchical", "local_size": 2}
+    steps = 6
+    alone = tiny.config(tiny_data, steps=steps, eval={"every": 3}, **changes)
+    wanted = tiny.losses(tiny.run(alone, tmp_path / "alone"))
+    flags = [*FLAGS, f"--config.steps={steps}", "--config.eval.every=3"]
+    flags += [f"--config.{name}={value}" for name, value in changes.items()]
+    group = start(tmp_path / "together", flags=flags)
+    codes = finish(group, 300)
+    assert codes == [0] * PROCESSES, "\n".join(process.words.read_text() for process in group)
+    np.testing.assert_allclose(tiny.losses(tmp_path / "together"), wanted, rtol=1e-5)
+
+
 def test_four_processes_and_the_death_of_one(start, alone, tmp_path):
     """The losses of one process; one dies, the others end; all start again, to the same end.
 

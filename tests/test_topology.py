@@ -170,10 +170,10 @@ def test_round_at_visits_the_rounds_in_turn():
         ("star", 8, 1, [7]),
         ("torus", 9, 1, [4]),
         ("equi_dynamic(rounds=2)", 9, 1, [1, 1]),
-        ("hierarchical", 16, 4, [2.5, 2.5]),
+        ("hierarchical", 16, 4, [1.75, 1.75]),
         ("hierarchical(ring, one_peer_exp)", 8, 4, [3, 3]),
-        ("alternating_exp_ring", 8, 4, [1.5, 2.5]),
-        ("alternating_exp_ring", 8, 2, [2, 2, 2, 2]),
+        ("alternating_exp_ring", 8, 4, [1.5, 1.75]),
+        ("alternating_exp_ring", 8, 2, [1.5, 1.5, 1.5, 1.5]),
     ],
 )
 def test_bytes_sent(name, n, local, wanted):
@@ -182,6 +182,43 @@ def test_bytes_sent(name, n, local, wanted):
         pytest.approx(1000 * models) for models in wanted
     ]
     assert schedule.bytes_sent(1000) == pytest.approx(1000 * np.mean(wanted))
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "local", "wanted"),
+    [
+        ("complete", 8, 1, [1.75]),
+        ("complete", 8, 4, [1.75]),  # a ring over the replicas leaves a node once
+        ("complete", 8, 8, [0]),
+        ("one_peer_exp", 8, 4, [1, 2, 4]),
+        ("ring", 8, 2, [0, 2]),
+        ("hierarchical", 16, 4, [1, 1]),
+        ("hierarchical(ring, one_peer_exp)", 8, 4, [8]),
+        ("hierarchical(complete, bidirectional_ring)", 16, 4, [2]),
+        ("alternating_exp_ring", 8, 4, [0, 1]),
+        ("alternating_exp_ring", 8, 2, [1, 1, 1, 1]),
+    ],
+)
+def test_bytes_sent_by_nodes(name, n, local, wanted):
+    schedule = make(name, n, local_size=local)
+    got = [one.models_sent_by_nodes(local) for one in schedule.rounds]
+    assert got[: len(wanted)] == pytest.approx(wanted)
+    assert schedule.bytes_sent_by_nodes(1000, local) == pytest.approx(1000 * np.mean(got))
+    with pytest.raises(ValueError, match="local_size must be at least 1, got 0"):
+        schedule.bytes_sent_by_nodes(1000, 0)
+
+
+@given(case=st.sampled_from(CASES))
+@quick
+def test_a_node_of_one_replica_sends_what_a_replica_sends(case):
+    for one in make(case[0], case[1], local_size=case[2]).rounds:
+        assert one.models_sent_by_nodes(1) == one.models_sent()
+        between = one.between_groups
+        if between is not None:
+            g = one.group_size
+            mean = np.full((g, g), 1 / g)
+            np.testing.assert_allclose(np.kron(between.matrix, mean), one.matrix, atol=1e-15)
+            np.testing.assert_allclose(rebuild(between), between.matrix, atol=1e-15)
 
 
 def test_bytes_of_an_irregular_round_are_the_busiest_senders():

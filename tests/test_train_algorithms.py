@@ -3,13 +3,17 @@
 import itertools
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 
 from decent_jax import train
-from decent_jax.train import ConfigError
+from decent_jax.train import ConfigError, algorithm
 from decent_jax.train import config as config_lib
+from decent_jax.train import step as step_lib
+from decent_jax.train.progress import format_number
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -137,3 +141,27 @@ def test_consensus_factor_follows_the_learning_rate(data, tmp_path):
     assert all(b < a for a, b in itertools.pairwise(distance))
     first = distance[1] / distance[0]
     assert 0.5 < first < 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "replica", "node"),
+    [
+        ({"schedule": "hierarchical", "local_size": 4}, 1.75, 1.0),
+        ({"schedule": "alternating_exp_ring", "local_size": 4}, (1.5 + 1.75) / 2, 0.5),
+        ({"schedule": "one_peer_exp", "local_size": 4}, 1.0, (1 + 2 + 4) / 3),
+        ({"schedule": "one_peer_exp", "local_size": 4, "mix_every": 2}, 0.5, 7 / 6),
+        ({"algorithm": "all_reduce", "local_size": 4}, 1.75, 1.75),
+    ],
+)
+def test_what_a_replica_and_a_node_send(changes, replica, node, data):
+    one = tiny.config(data, num_replicas=8, **changes)
+    schedule = config_lib.make_schedule(one)
+    params = {"w": jax.ShapeDtypeStruct((8, 250_000), jnp.float32)}
+    cost = algorithm.cost(one, schedule, step_lib.TrainState(params, (), (), None))
+    assert (cost.sent_a_step, cost.sent_by_node) == pytest.approx((replica * 1e6, node * 1e6))
+    said = algorithm.describe(one, schedule, cost)
+    assert f"sends {format_number(replica)} MB a step (a node of 4 sends " in said
+    assert f"{format_number(node)} MB to other nodes) and keeps 1.00 MB of parameters" in said
+    one.local_size = 1
+    if one.schedule == "one_peer_exp":
+        assert "node" not in algorithm.describe(one, schedule, cost)

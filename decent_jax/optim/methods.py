@@ -132,6 +132,11 @@ class Method:
         """Bytes the busiest replica sends a step, averaged over a period of the schedule."""
         return parts.schedule.bytes_sent(self.message_bytes(params, parts)) / parts.mix_every
 
+    def bytes_sent_by_nodes(self, params: Any, parts: Parts, local_size: int) -> float:
+        """Bytes the busiest node of ``local_size`` replicas sends to others, in the same way."""
+        model = self.message_bytes(params, parts)
+        return parts.schedule.bytes_sent_by_nodes(model, local_size) / parts.mix_every
+
 
 def compressor(name: str, fraction: float) -> Wire:
     """The format that ``choco`` compresses with, by its name."""

@@ -1,6 +1,7 @@
 """One round: its mixing matrix, and the group means and permutations that communicate it."""
 
 import dataclasses
+import functools
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -41,16 +42,71 @@ class Round:
         off_diagonal = self.matrix - np.diag(np.diag(self.matrix))
         return int((off_diagonal > 0).sum(axis=1).max())
 
+    @functools.cached_property
+    def between_groups(self) -> "Round | None":
+        """What the groups' means go through, a round of n / group_size replicas: one a group.
+
+        ``matrix = between_groups.matrix (x) mean of a group``. A group then needs to send each
+        message once, in parts of 1 / group_size, not once a member. None where there are no groups,
+        where they send nothing, or where members of a group hear different groups.
+        """
+        g = self.group_size
+        if g == 1 or not self.sends:
+            return None
+        weights = [self.self_weights, *(send.weights for send in self.sends)]
+        sources = [_group_heard(send.sources, g) for send in self.sends]
+        tables = [table.reshape(-1, g) for table in (*weights, *sources)]
+        if any((table != table[:, :1]).any() for table in tables):
+            return None
+        own, *given = (weight[::g] for weight in weights)
+        matrix = np.diag(own)
+        sends = [Send(source[::g], weight) for source, weight in zip(sources, given, strict=True)]
+        for send in sends:
+            receivers = np.flatnonzero(send.sources >= 0)
+            matrix[receivers, send.sources[receivers]] += send.weights[receivers]
+        return Round(1, own, tuple(sends), matrix)
+
     def models_sent(self) -> float:
         """Parameters the busiest replica sends in this round, in units of one model.
 
-        A group of g counts as a reduce-scatter and an all-gather, 2 (g - 1) / g.
+        A group of g counts as a reduce-scatter and an all-gather, 2 (g - 1) / g, and a message
+        between groups (`between_groups`) as 1 / g.
         """
-        sent = np.zeros(len(self.matrix))
+        return float(self._sent_over(np.arange(len(self.self_weights))).max())
+
+    def models_sent_by_nodes(self, local_size: int) -> float:
+        """What the busiest node sends to other nodes, in units of one model.
+
+        Replicas ``[0, local_size), [local_size, 2 local_size), ...`` share a node. A group counts
+        as a ring over its replicas in order.
+        """
+        if local_size < 1:
+            raise ValueError(f"local_size must be at least 1, got {local_size}")
+        return float(self._sent_over(np.arange(len(self.self_weights)) // local_size).max())
+
+    def _sent_over(self, place: np.ndarray) -> np.ndarray:
+        """(places,) models that each place sends to others, ``place[i]`` being replica i's."""
+        n, g = len(place), self.group_size
+        sent = np.zeros(place.max() + 1)
+
+        def count(sources, models):
+            receivers = np.flatnonzero(sources >= 0)
+            leaves = place[sources[receivers]] != place[receivers]
+            np.add.at(sent, place[sources[receivers[leaves]]], models)
+
+        replicas = np.arange(n)
+        count(replicas // g * g + (replicas - 1) % g, 2 * (g - 1) / g)
         for send in self.sends:
-            receivers = np.flatnonzero((send.sources >= 0) & (send.sources != np.arange(len(sent))))
-            sent[send.sources[receivers]] += 1
-        return float(sent.max()) + 2 * (self.group_size - 1) / self.group_size
+            if self.between_groups is None:
+                count(send.sources, 1)
+            else:  # member k of a group sends its part to member k of another
+                count(_group_heard(send.sources, g) * g + replicas % g, 1 / g)
+        return sent
+
+
+def _group_heard(sources: np.ndarray, g: int) -> np.ndarray:
+    """(n,) the group each replica hears, -1 where it is idle."""
+    return np.where(sources >= 0, sources // g, -1)
 
 
 def pairwise(sources: np.ndarray) -> Round:

@@ -66,6 +66,11 @@ class Schedule:
         rounds = self.rounds if r is None else (self.rounds[r],)
         return model_bytes * sum(one.models_sent() for one in rounds) / len(rounds)
 
+    def bytes_sent_by_nodes(self, model_bytes: float, local_size: int) -> float:
+        """Bytes the busiest node of ``local_size`` replicas sends to others, a round on average."""
+        models = [one.models_sent_by_nodes(local_size) for one in self.rounds]
+        return model_bytes * sum(models) / len(models)
+
     def period_matrix(self) -> np.ndarray:
         """``W_{T-1} ... W_1 W_0``: what one period does, round 0 first."""
         return functools.reduce(

@@ -7,9 +7,10 @@ import jax
 import optax
 from ml_collections import ConfigDict
 
-from decent_jax import optim, wire
+from decent_jax import optim, topology, wire
 from decent_jax.optim import METHODS, Method, Parts
 from decent_jax.topology import Schedule
+from decent_jax.train.progress import format_number
 
 SECTIONS = ("slowmo", "diloco", "choco", "swarm")  # of the config, named like their method
 
@@ -72,7 +73,8 @@ def optimizer_name(config: ConfigDict) -> str:
 class Cost:
     """What one replica sends and keeps, in bytes."""
 
-    sent_a_step: float  # to all its neighbours, averaged over a period
+    sent_a_step: float  # by the busiest replica to all its neighbours, averaged over a period
+    sent_by_node: float  # by the busiest node of ``local_size`` replicas to other nodes, likewise
     state: int  # parameters, optimizer and method
 
 
@@ -82,10 +84,31 @@ def cost(config: ConfigDict, schedule: Schedule, state: Any) -> Cost:
     own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(own))
     if config.algorithm == "all_reduce":
-        n = schedule.num_replicas
+        mean = topology.make("complete", schedule.num_replicas)
         model = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(own.params))
-        return Cost(2 * (n - 1) / n * model, held)
-    return Cost(method.bytes_sent(own.params, parts(config, schedule, 1.0)), held)
+        by_node = mean.bytes_sent_by_nodes(model, config.local_size)
+        return Cost(mean.bytes_sent(model), by_node, held)
+    made_of = parts(config, schedule, 1.0)
+    by_node = method.bytes_sent_by_nodes(own.params, made_of, config.local_size)
+    return Cost(method.bytes_sent(own.params, made_of), by_node, held)
+
+
+def describe(config: ConfigDict, schedule: Schedule, cost: Cost) -> str:
+    """What the algorithm sends and keeps, in one sentence for the start of a run."""
+
+    def megabytes(number):
+        return f"{format_number(number / 1e6)} MB"
+
+    over = "" if config.algorithm == "all_reduce" else f" over {schedule.name}"
+    node = ""
+    if config.local_size > 1:
+        node = (
+            f" (a node of {config.local_size} sends {megabytes(cost.sent_by_node)} to other nodes)"
+        )
+    return (
+        f"{config.algorithm}{over}: a replica sends {megabytes(cost.sent_a_step)} a step{node} and "
+        f"keeps {megabytes(cost.state)} of parameters and optimizer"
+    )
 
 
 def _local_optimizer(config, method: Method, rate, decay_mask):

@@ -209,13 +209,7 @@ class _Trainer:
         self._check_algorithm_fits_the_model()
         like = jax.eval_shape(init)
         self.cost = algorithm.cost(self.config, self.schedule, like)
-        synchronous = self.config.algorithm == "all_reduce"
-        over = "" if synchronous else f" over {self.schedule.name}"
-        self.work.say(
-            f"{self.config.algorithm}{over}: a replica sends "
-            f"{format_number(self.cost.sent_a_step / 1e6)} MB a step and keeps "
-            f"{format_number(self.cost.state / 1e6)} MB of parameters and optimizer"
-        )
+        self.work.say(algorithm.describe(self.config, self.schedule, self.cost))
         found = None
         if self.checkpoints.steps():
             with self.work.announce("restoring the newest checkpoint"):
@@ -257,6 +251,7 @@ class _Trainer:
             schedule=self.schedule.name,
             schedule_period=self.schedule.period,
             bytes_sent_per_step=round(self.cost.sent_a_step),
+            bytes_sent_by_node_per_step=round(self.cost.sent_by_node),
             state_bytes_per_replica=self.cost.state,
             memory_bytes_per_device=self._compiled.memory and self._compiled.memory._asdict(),
             training_seconds=round(self.seconds, 3),
