@@ -58,14 +58,12 @@ def stable_diffusion(method: str, schedule: Schedule, mix_every: int = 1) -> Non
     other schedules it is computed, from the eigenvalues of a period on (x, x-).
     """
     doubly_stochastic(method, schedule)
-    eye = np.eye(schedule.num_replicas)
-    period = np.eye(2 * schedule.num_replicas)
-    steps = schedule.period * mix_every
-    for t in range(steps):
-        r = schedule.round_at(t, mix_every)
-        half = eye if r is None else (eye + schedule.matrix(r)) / 2
-        period = np.block([[2 * half, -half], [eye, 0 * eye]]) @ period
-    growth = float(np.abs(np.linalg.eigvals(period)).max()) ** (1 / steps)
+
+    def coefficients(matrix):
+        half = (np.eye(len(matrix)) + matrix) / 2
+        return 2 * half, -half
+
+    growth = _growth_of_pairs(schedule, mix_every, coefficients)
     if growth > 1 + 1e-4:  # 1 is a double eigenvalue, which rounding splits
         how = f" with mix_every={mix_every}" if mix_every > 1 else ""
         raise ValueError(
@@ -73,6 +71,46 @@ def stable_diffusion(method: str, schedule: Schedule, mix_every: int = 1) -> Non
             "step; mix in every step over a static graph such as bidirectional_ring, or use "
             "gradient_tracking"
         )
+
+
+def stable_delay(schedule: Schedule, gamma: float, mix_every: int = 1) -> None:
+    """``x+ = x + gamma (W - I) x-`` reaches consensus: what delayed mixing does between gradients.
+
+    With a static symmetric W it does for gamma up to 1/2 (its eigenvalues l solve
+    l^2 - l + gamma (1 - m) = 0 for those of W, m); elsewhere it is computed, from the eigenvalues
+    of a period on (x, x-) without the mean. Before a round that follows a step without one x- is x.
+    """
+    doubly_stochastic("combine='delayed'", schedule)
+    n = schedule.num_replicas
+    centre = np.kron(np.eye(2), np.eye(n) - 1 / n)
+
+    def coefficients(matrix):
+        pull = gamma * (matrix - np.eye(n))
+        return (np.eye(n), pull) if mix_every == 1 else (np.eye(n) + pull, 0 * pull)
+
+    growth = _growth_of_pairs(schedule, mix_every, coefficients, centre)
+    if growth > 1 - 1e-9:
+        how = f" with mix_every={mix_every}" if mix_every > 1 else ""
+        raise ValueError(
+            f"combine='delayed' with gamma={gamma:g} never reaches consensus on {schedule.name}"
+            f"{how}: disagreement is multiplied by {growth:.4f} a step; use gamma=0.5 or less, or "
+            "combine='with'"
+        )
+
+
+def _growth_of_pairs(schedule, mix_every, coefficients, onto=None) -> float:
+    """The factor a step, in the long run, of ``x+ = A x + B x-``, (A, B) = coefficients(W).
+
+    onto: (2 n, 2 n) projection of (x, x-) that every step commutes with; None: all of it.
+    """
+    eye = np.eye(schedule.num_replicas)
+    period = np.eye(2 * len(eye)) if onto is None else onto
+    steps = schedule.period * mix_every
+    for t in range(steps):
+        r = schedule.round_at(t, mix_every)
+        new, old = coefficients(eye if r is None else schedule.matrix(r))
+        period = np.block([[new, old], [eye, 0 * eye]]) @ period
+    return float(np.abs(np.linalg.eigvals(period)).max()) ** (1 / steps)
 
 
 def static_messages(method: str, schedule: Schedule) -> None:
