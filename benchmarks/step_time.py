@@ -9,6 +9,10 @@ One process, or several (see run_on_hosts.py). The model is a GPT of 4.03M param
 Rounds of measurement go through all algorithms in turn, so that a noisy machine hits all alike; the
 number is the median. Prints a table; ``--json`` also writes a line an algorithm, which
 ``decent_jax.planner predict --measured`` reads.
+
+With ``--mbit``, the rate of a host's link, the last column is the time over its limit: for gossip
+max(compute, P / rate), P what a replica sends; for all-reduce the larger of the two, which nothing
+that begins with the gradients can reach. Compute is the step of ``none``.
 """
 
 import argparse
@@ -43,6 +47,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--batch_size", type=int, default=8, help="sequences, over all replicas")
     parser.add_argument("--steps", type=int, default=6, help="steps a measurement")
     parser.add_argument("--repeats", type=int, default=5, help="measurements of each")
+    parser.add_argument("--mbit", type=float, default=0.0, help="rate of a link, Mbit/s")
     parser.add_argument("--json", type=outputs.file, metavar="FILE", help="for the JSON lines")
     parser.add_argument("--network", default="", help="words for the JSON lines, such as 200mbit")
     parsed, overrides = parser.parse_known_args(arguments)
@@ -112,7 +117,8 @@ def report(variants: dict[str, Variant], parsed) -> None:
     if jax.process_index():
         return
     alone = statistics.median(variants["none"].seconds) if "none" in variants else None
-    print(f"{'algorithm':<22}{'ms a step':>10}{'of none':>9}{'MB sent':>9}", file=sys.stderr)
+    heads = ("ms a step", "tokens/s", "exposed ms", "of none", "MB sent", "of limit")
+    print(f"{'algorithm':<22}{''.join(f'{head:>12}' for head in heads)}", file=sys.stderr)
     rows = []
     for name, variant in variants.items():
         median = statistics.median(variant.seconds)
@@ -123,18 +129,26 @@ def report(variants: dict[str, Variant], parsed) -> None:
             "network": parsed.network,
             "step_time_s": median,
             "step_times_s": variant.seconds,
+            "tokens_per_s": variant.units / median,
             "model_bytes": variant.model_bytes,
             "bytes_sent": bytes_sent(name, variant, parsed.replicas),
         }
         if communicates(name):
             row |= {"local_size": parsed.local_size, "execution": "plain"}
         if alone:
-            row["of_none"] = median / alone
-        ratio = f"{row['of_none']:.2f}" if alone else ""
-        print(
-            f"{name:<22}{1e3 * median:>10.0f}{ratio:>9}{row['bytes_sent'] / 1e6:>9.1f}",
-            file=sys.stderr,
-        )
+            row |= {"exposed_s": median - alone, "of_none": median / alone}
+            if parsed.mbit:
+                sending = row["bytes_sent"] / (parsed.mbit * 1e6 / 8)
+                row["of_limit"] = median / max(alone, sending)
+        cells = [
+            f"{1e3 * median:.0f}",
+            f"{row['tokens_per_s']:.0f}",
+            f"{1e3 * row['exposed_s']:.0f}" if alone else "",
+            f"{row['of_none']:.2f}" if alone else "",
+            f"{row['bytes_sent'] / 1e6:.1f}",
+            f"{row['of_limit']:.2f}" if "of_limit" in row else "",
+        ]
+        print(f"{name:<22}{''.join(f'{cell:>12}' for cell in cells)}", file=sys.stderr)
         rows.append(row)
     if parsed.json:
         parsed.json.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -49,6 +49,7 @@ class Variant:
             self.compile_s.append(time.perf_counter() - began)
         leaves = jax.tree.leaves(self.state.params)
         self.model_bytes = sum(x.nbytes for x in leaves) // config.num_replicas
+        self.units = config.batch_size * task.units_per_example  # a step, over all replicas
         self.seconds: list[float] = []
         self.run(len(self.steps) + 1)
         self.seconds.clear()
