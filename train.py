@@ -2,11 +2,18 @@
 
 import sys
 
-from decent_jax.train import CheckpointError, ConfigError, Interrupted, TrainingFailed, flags, run
+from decent_jax.train import ConfigError, flags, lost, run
+from decent_jax.train.errors import (
+    PEER_LOST,
+    CheckpointError,
+    Interrupted,
+    PeerLost,
+    TrainingFailed,
+)
 
 
 def main(argv: list[str]) -> int:
-    """The exit code: 0 done, 1 training failed, 2 never started, 128 + signal interrupted."""
+    """0 done, 1 failed, 2 never started, 75 another process was lost, 128 + signal interrupted."""
     try:
         config, workdir = flags.parse(argv)
         run(config, workdir)
@@ -16,6 +23,9 @@ def main(argv: list[str]) -> int:
     except (TrainingFailed, CheckpointError) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 1
+    except PeerLost as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return PEER_LOST
     except OSError as error:  # a full disk, a folder that went away
         print(f"train.py: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
@@ -29,4 +39,7 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    if code in (1, 2, PEER_LOST):
+        lost.leave(code)
+    sys.exit(code)

@@ -13,6 +13,7 @@ import jax
 import pytest
 import tiny
 from jax.experimental.compilation_cache import compilation_cache
+from several import start_process  # noqa: F401 (a fixture)
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and with them every
 # process they start; the tests of Ctrl-C need it.

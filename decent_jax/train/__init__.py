@@ -7,20 +7,22 @@
 """
 
 from decent_jax.train.config import ConfigError, default_config, validate
-from decent_jax.train.errors import CheckpointError, Interrupted, TrainingFailed
+from decent_jax.train.errors import CheckpointError, Interrupted, PeerLost, TrainingFailed
 
 
 def run(config, workdir):
     """Train as ``config`` says, in the folder ``workdir``; see `decent_jax.train.loop.run`."""
-    from decent_jax.train import loop  # imports jax, which a mistake in a flag need not wait for
+    from decent_jax.train import cluster, loop  # import jax, for which a wrong flag need not wait
 
-    return loop.run(config, workdir)
+    with cluster.lost_peers_told():
+        return loop.run(config, workdir)
 
 
 __all__ = [
     "CheckpointError",
     "ConfigError",
     "Interrupted",
+    "PeerLost",
     "TrainingFailed",
     "default_config",
     "run",

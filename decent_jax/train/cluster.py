@@ -1,14 +1,18 @@
 """Starting jax on one process or many, and what processes have to agree on."""
 
 import collections
+import contextlib
 import os
 import socket
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from decent_jax.planner.plan import Plan
+from decent_jax.train import lost, meeting
 from decent_jax.train.config import ConfigError
 from decent_jax.train.progress import announce
 
@@ -18,17 +22,21 @@ _LAUNCHERS = {
     "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     "Kubernetes": ("JOB_COMPLETION_INDEX", None),
 }
+_met: list[str] = []  # the hosts of the processes that this one has met, by process
 
 
 def start(config) -> str:
     """Start jax as ``config.cluster`` and ``config.mesh`` say; returns a line for the log.
 
     Processes are joined when the config names a coordinator, or when SLURM (`srun`), Open MPI or
-    Kubernetes started this process with others. Nothing is tried and swallowed: a launcher that is
-    there but does not work is an error. A second call in a process changes nothing.
+    Kubernetes started this process with others. They meet first (`meeting`), so that all of them
+    run the same config and versions, and from then on watch each other (`lost`). Nothing is tried
+    and swallowed: a launcher that is there but does not work is an error. A second call in a
+    process changes nothing.
 
     Raises:
-      ConfigError: simulated devices asked for after jax has started with others.
+      ConfigError: simulated devices asked for after jax has started with others; processes that do
+        not come or do not fit together.
     """
     cluster = config.cluster
     if config.mesh.simulate:
@@ -38,27 +46,110 @@ def start(config) -> str:
         return f"process {jax.process_index()} of {jax.process_count()}"
     if not cluster.coordinator and launcher is None:
         return "one process (no coordinator in the config, no launcher detected)"
+    place = _place(cluster, launcher)
+    check_interface(os.environ.get("NCCL_SOCKET_IFNAME", ""))
     # CPU devices of several processes talk over gloo; without a CPU cluster it has no effect.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    if cluster.coordinator:
-        waiting = f"waiting for {cluster.num_processes} processes at {cluster.coordinator}"
-        with announce(waiting, quiet=cluster.process_id != 0):
-            jax.distributed.initialize(
-                cluster.coordinator,
-                cluster.num_processes,
-                cluster.process_id,
-                cluster_detection_method="deactivate",
-                initialization_timeout=cluster.timeout_s,
-                heartbeat_timeout_seconds=cluster.heartbeat_s,
-            )
-        how = f"coordinator {cluster.coordinator}"
-    else:
-        jax.distributed.initialize(
-            initialization_timeout=cluster.timeout_s,
-            heartbeat_timeout_seconds=cluster.heartbeat_s,
-        )
-        how = launcher
+    _limit_exchanges(cluster.exchange_s)
+    waiting = f"waiting for {place.count} processes at {place.address}"
+    with announce(waiting, quiet=place.index != 0):
+        facts = meeting.facts_of(config)
+        _met[:] = meeting.meet(place.address, place.count, place.index, facts, cluster.timeout_s)
+    lost.watch(_met, cluster.heartbeat_s)
+    jax.distributed.initialize(
+        place.address,
+        place.count,
+        place.index,
+        local_device_ids=place.devices,
+        cluster_detection_method="deactivate",
+        initialization_timeout=cluster.timeout_s,
+        heartbeat_timeout_seconds=cluster.heartbeat_s,
+    )
+    how = f"coordinator {cluster.coordinator}" if cluster.coordinator else launcher
     return f"process {jax.process_index()} of {jax.process_count()} ({how})"
+
+
+class _Place(NamedTuple):
+    """Where a process stands among the others."""
+
+    address: str  # host:port of process 0
+    count: int
+    index: int
+    devices: list[int] | None  # of this host, that are this process's; None: all
+
+
+def _place(cluster, launcher: str | None) -> _Place:
+    """As the config says, or as jax finds out from the launcher's variables."""
+    devices = os.environ.get("JAX_LOCAL_DEVICE_IDS")
+    devices = [int(number) for number in devices.split(",")] if devices else None
+    if cluster.coordinator:
+        return _Place(cluster.coordinator, cluster.num_processes, cluster.process_id, devices)
+    from jax._src.clusters import ClusterEnv  # what jax.distributed.initialize() asks
+
+    try:
+        found = ClusterEnv.auto_detect_unset_distributed_params(
+            os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, devices, None, cluster.timeout_s
+        )
+    except (RuntimeError, KeyError, ValueError) as error:
+        raise ConfigError(
+            f"{launcher} started this process, but its variables cannot be used "
+            f"({type(error).__name__}: {error}); set cluster.coordinator, cluster.num_processes "
+            "and cluster.process_id"
+        ) from None
+    if None in found[:3]:
+        raise ConfigError(
+            f"{launcher} started this process, but jax does not know how to find the others; set "
+            "cluster.coordinator, cluster.num_processes and cluster.process_id"
+        )
+    return _Place(*found)
+
+
+def check_interface(wanted: str) -> None:
+    """Whether this host has a network card that ``NCCL_SOCKET_IFNAME`` allows.
+
+    Names are beginnings (``eth``), exact after ``=``, and excluded after ``^``; commas between.
+
+    Raises:
+      ConfigError: it has none. NCCL would say so only at the first exchange, and hang others.
+    """
+    cards = [name for _, name in socket.if_nameindex()]
+    excluded, names = wanted.startswith("^"), wanted.removeprefix("^")
+    exact, names = names.startswith("="), names.removeprefix("=").split(",")
+
+    def fits(card):
+        return any(card == name if exact else card.startswith(name) for name in names)
+
+    if wanted and not any(fits(card) != excluded for card in cards):
+        raise ConfigError(
+            f"NCCL_SOCKET_IFNAME is {wanted!r}, but {socket.gethostname()} has no such network "
+            f"card, only {', '.join(cards)}"
+        )
+
+
+def _limit_exchanges(seconds: int) -> None:
+    """An exchange between processes that takes so long fails; by default none ever does on a GPU.
+
+    XLA reads its flags when the first device is asked for; those that the user has set stay.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    for name in ("xla_cpu_collective_timeout_seconds", "xla_gpu_nccl_termination_timeout_seconds"):
+        if name not in flags:
+            flags += f" --{name}={seconds}"
+    os.environ["XLA_FLAGS"] = flags.strip()
+
+
+@contextlib.contextmanager
+def lost_peers_told() -> Iterator[None]:
+    """Inside, an error that comes of a lost process becomes a sentence that names it.
+
+    Raises:
+      PeerLost: an exchange failed and nobody is known to be lost.
+    """
+    try:
+        yield
+    except Exception as error:
+        lost.await_verdict(error)
+        raise
 
 
 def detect_launcher() -> str | None:
@@ -131,11 +222,11 @@ def follow_plan(devices: list[jax.Device], plan: Plan) -> list[jax.Device]:
 
 def device_names(devices: list[jax.Device]) -> list[str]:
     """``host/k`` of every device, k counting the devices of a host."""
-    hosts = _hosts()
+    names_of = hosts()
     seen = collections.Counter()
     names = []
     for device in devices:
-        host = hosts[device.process_index]
+        host = names_of[device.process_index]
         names.append(f"{host}/{seen[host]}")
         seen[host] += 1
     return names
@@ -143,22 +234,24 @@ def device_names(devices: list[jax.Device]) -> list[str]:
 
 def table(devices: list[jax.Device], block: int) -> str:
     """Which replicas live on which device of which host, one line a device."""
-    hosts = _hosts()
+    names_of = hosts()
     lines = ["replicas  process  host                  device"]
     for k, device in enumerate(devices):
         last = (k + 1) * block - 1
         replicas = f"{k * block}" if block == 1 else f"{k * block}-{last}"
-        host = hosts[device.process_index]
+        host = names_of[device.process_index]
         lines.append(f"{replicas:<8}  {device.process_index:<7}  {host:<20}  {device}")
     return "\n".join(lines)
 
 
-def _hosts() -> list[str]:
+def hosts() -> list[str]:
     """The host name of every process; all processes must call it at the same point."""
+    if len(_met) == jax.process_count():
+        return list(_met)
     width = 64
     name = socket.gethostname().encode()[:width].ljust(width)
     names = [name]
-    if jax.process_count() > 1:
+    if jax.process_count() > 1:  # joined by somebody else than `start`
         names = multihost_utils.process_allgather(np.frombuffer(name, np.uint8)).tobytes()
         names = [names[i : i + width] for i in range(0, len(names), width)]
     return [name.decode(errors="replace").strip() for name in names]

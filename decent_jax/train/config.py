@@ -121,7 +121,8 @@ def default_config(task: str = "language_modeling") -> ConfigDict:
     config.cluster.process_id = -1
     config.cluster.plan = ""  # file of decent_jax.planner: order of devices, schedule, mix_every
     config.cluster.timeout_s = 300  # to wait for all processes at the start
-    config.cluster.heartbeat_s = 100  # a process that is silent for so long has died: all end
+    config.cluster.heartbeat_s = 30  # a process that is silent for so long is lost: all end
+    config.cluster.exchange_s = 600  # an exchange that takes so long, all being alive, fails
 
     # --- What is kept and said ---
     config.checkpoint = ConfigDict()
@@ -160,7 +161,7 @@ def validate(config: ConfigDict) -> None:
         raise ConfigError(f"data.alpha must be above 0 and finite, got {config.data.alpha}")
     positive = ("num_replicas", "mix_every", "batch_size", "micro_batches", "accum_steps")
     positive += ("max_failing_steps", "local_size", "log.every", "checkpoint.keep")
-    positive += ("cluster.timeout_s", "cluster.heartbeat_s")
+    positive += ("cluster.timeout_s", "cluster.heartbeat_s", "cluster.exchange_s")
     for name in positive:
         if field(config, name) < 1:
             raise ConfigError(f"{name} must be at least 1, got {field(config, name)}")
@@ -207,7 +208,7 @@ def validate(config: ConfigDict) -> None:
                 f"log.{name} needs {module}: pip install 'decent_jax[{name}]', or set it to False"
             )
     _check_algorithm(config, make_schedule(config))
-    _check_cluster(config)
+    check_cluster(config)
     task_module(config.task).validate(config)
 
 
@@ -402,7 +403,8 @@ def _check_algorithm(config: ConfigDict, schedule: topology.Schedule) -> None:
         )
 
 
-def _check_cluster(config: ConfigDict) -> None:
+def check_cluster(config: ConfigDict) -> None:
+    """Raises ConfigError where the fields of ``cluster`` do not go together."""
     cluster = config.cluster
     if bool(cluster.coordinator) != (cluster.num_processes > 0) or (
         cluster.coordinator and not 0 <= cluster.process_id < cluster.num_processes

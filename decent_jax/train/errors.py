@@ -15,3 +15,10 @@ class Interrupted(RuntimeError):
     def __init__(self, message: str, number: int):
         super().__init__(message)
         self.signal = number
+
+
+PEER_LOST = 75  # exit code (EX_TEMPFAIL): this process is well, another was lost; start again
+
+
+class PeerLost(RuntimeError):
+    """An exchange with other processes failed; where the lost one is known, the process ends."""
