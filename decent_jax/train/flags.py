@@ -49,9 +49,7 @@ def parse(argv: list[str]) -> tuple[ConfigDict, str]:
     parser.add_argument("--workdir", metavar="DIR", help="where the run leaves everything")
     parser.add_argument("--show", action="store_true", help="print the config and leave")
     known, rest = parser.parse_known_args(argv)
-    config = load(known.config)
-    for name, text in _overrides(rest):
-        override(config, name, text)
+    config = override_all(load(known.config), rest)
     if known.show:
         print("\n".join(f"{name} = {value!r}" for name, value in flat(config).items()))
         sys.exit(0)
@@ -80,6 +78,13 @@ def load(path_and_arguments: str) -> ConfigDict:
         raise ConfigError(f"{path}: {type(error).__name__}: {_in_a_line(error)}") from error
     if not isinstance(config, ConfigDict):
         raise ConfigError(f"{path}: get_config() must return a ConfigDict, got {config!r:.80}")
+    return config
+
+
+def override_all(config: ConfigDict, arguments: list[str]) -> ConfigDict:
+    """``config`` itself, with the fields set that ``--config.NAME=VALUE`` name."""
+    for name, text in _overrides(arguments):
+        override(config, name, text)
     return config
 
 

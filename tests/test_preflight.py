@@ -1,0 +1,145 @@
+"""`python -m decent_jax.preflight`: differences are told, links measured, the planner reads it."""
+
+import itertools
+import re
+import socket
+
+import numpy as np
+import pytest
+import tiny
+from several import cluster_flags, free_port, said
+
+from decent_jax import preflight
+from decent_jax.planner import __main__ as planner
+from decent_jax.planner import network
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8])
+def test_rounds_hold_every_ordered_pair_once_and_nobody_twice(count):
+    rounds = preflight.rounds_of_pairs(count)
+    assert len(rounds) <= 2 * count
+    for pairs in rounds:
+        taking_part = [process for pair in pairs for process in pair]
+        assert len(set(taking_part)) == len(taking_part)
+    assert sorted(itertools.chain(*rounds)) == list(itertools.permutations(range(count), 2))
+
+
+def matrices(slowest=1e9):
+    latency = np.full((3, 3), 5e-5)
+    bandwidth = np.full((3, 3), 1e9)
+    np.fill_diagonal(latency, 0)
+    np.fill_diagonal(bandwidth, np.inf)
+    bandwidth[2, 1] = slowest
+    return latency, bandwidth
+
+
+def test_what_is_saved_is_what_was_measured(tmp_path):
+    latency, bandwidth = matrices(slowest=0.9e9)
+    sentence = preflight.save(latency, bandwidth, ["a/0", "a/1", "b/0"], tmp_path / "n.json")
+    assert sentence == f"saved {tmp_path / 'n.json'} for python -m decent_jax.planner"
+    found = network.load(tmp_path / "n.json")
+    assert found.names == ("a/0", "a/1", "b/0") and found.node.tolist() == [0, 0, 1]
+    np.testing.assert_array_equal(found.bandwidth_bytes_per_s, bandwidth)
+    np.testing.assert_array_equal(found.latency_s, latency)
+
+
+def test_links_that_are_slower_one_way(tmp_path):
+    latency, bandwidth = matrices(slowest=0.5e9)
+    sentence = preflight.save(latency, bandwidth, ["a/0", "b/0", "c/0"], tmp_path / "n.json")
+    assert "the slower counts for both" in sentence
+    assert network.load(tmp_path / "n.json").bandwidth_bytes_per_s[1, 2] == 0.5e9
+    report = preflight.report(latency, bandwidth, ["a/0", "b/0", "c/0"])
+    assert "slowest link: 4.00 Gbit/s, c/0 -> b/0 (median of all links 8.00 Gbit/s)" in report
+
+
+def test_a_large_cluster_gets_no_table():
+    latency, bandwidth = np.full((17, 17), 1e-5), np.full((17, 17), 1e9)
+    report = preflight.report(latency, bandwidth, [f"host{k}/0" for k in range(17)])
+    assert len(report.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--megabytes=0"], "--megabytes must be from 0.01 to 10000, got 0"),
+        (["--repeats=0"], "--repeats must be at least 1, got 0"),
+        (["--save=no/such/folder.json"], "--save no/such/folder.json: there is no such folder"),
+        (["--config=nothing.py"], "there is no config file 'nothing.py'"),
+        (["--config.cluster.num_processes=3"], "cluster needs coordinator, num_processes and"),
+        (["--typo"], "unknown argument '--typo'"),
+        ([], "one process (no coordinator in the config, no launcher detected): there is nothing"),
+    ],
+)
+def test_mistakes_are_a_sentence(capsys, arguments, sentence):
+    assert preflight.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"preflight: {sentence}") and error.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_three_processes(start_process, tmp_path, tiny_data, capsys):
+    """They agree; the file is of links between different processes, and the planner reads it."""
+    path, port = tiny.write_config(tmp_path / "config_file.py", tiny_data), free_port()
+    saved = tmp_path / "network.json"
+    flags = ["-m", "decent_jax.preflight", "--config", path, "--save", saved]
+    flags += ["--config.num_replicas=3", "--config.batch_size=9", "--megabytes=0.5"]
+    group = [start_process([*flags, *cluster_flags(port, 3, index)]) for index in range(3)]
+    assert [process.wait(timeout=120) for process in group] == [0] * 3, said(group[0])
+    assert [said(process) for process in group[1:]] == ["", ""]
+    words = said(group[0])
+    assert re.search(
+        r"^3 processes agree: Python .*, config [0-9a-f]{12}, 1 x cpu each$", words, re.M
+    )
+    assert "measuring 6 links in 6 rounds" in words
+    table = re.search(r"^bandwidth, Gbit/s .*\n(.*\n.*\n.*\n.*)\n", words, re.M)[1].splitlines()
+    assert len({len(line) for line in table}) == 1  # aligned
+    assert re.search(r"^slowest link: .* Gbit/s, \S+/\d -> \S+/\d \(median", words, re.M)
+    found = network.load(saved)
+    assert found.num_devices == 3 and found.num_nodes == 1
+    assert planner.main(["network", "--network", str(saved)]) == 0
+    assert "3 devices in 1 nodes" in capsys.readouterr().out
+
+
+# A process on which another version is installed.
+OTHER_VERSION = """
+import importlib.metadata, sys
+real = importlib.metadata.version
+importlib.metadata.version = lambda name: "0.0.1" if name == "optax" else real(name)
+from decent_jax import preflight
+sys.exit(preflight.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "variables", "difference"),
+    [
+        (["--config.seed=5"], {}, "config.seed: 0 on process 0 (HOST), 5 on process 1 (HOST)"),
+        (None, {}, "optax: "),
+        (
+            [],
+            {"JAX_NUM_CPU_DEVICES": "2"},
+            "devices: 1 on process 0 (HOST), 2 on process 1 (HOST)",
+        ),
+    ],
+    ids=["config", "version", "devices"],
+)
+def test_processes_that_differ(start_process, tmp_path, change, variables, difference):
+    driver = tmp_path / "driver.py"
+    driver.write_text(OTHER_VERSION)
+    port, program = free_port(), ["-m", "decent_jax.preflight"]
+    save = ["--save", tmp_path / "network.json"]
+    group = [start_process([*program, *save, *cluster_flags(port, 2, 0)])]
+    other = [driver] if change is None else program
+    group.append(
+        start_process([*other, *save, *cluster_flags(port, 2, 1), *(change or [])], **variables)
+    )
+    assert [process.wait(timeout=60) for process in group] == [2, 2]
+    sentence = f"preflight: the processes differ in {difference}"
+    sentence = sentence.replace("HOST", socket.gethostname())
+    for process in group:
+        line = said(process).splitlines()[-1]
+        assert line.startswith(sentence) and "Traceback" not in said(process)
+        if change is None:
+            assert line.endswith(f", 0.0.1 on process 1 ({socket.gethostname()})")
+    assert not (tmp_path / "network.json").exists()
