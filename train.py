@@ -40,6 +40,6 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    if code in (1, 2, PEER_LOST):
+    if code:
         lost.leave(code)
     sys.exit(code)

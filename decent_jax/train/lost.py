@@ -9,6 +9,7 @@ process ends with exit code `PEER_LOST`. This also frees a main thread that hang
 """
 
 import atexit
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -65,26 +66,29 @@ class _Watch(threading.Thread):
     def look(self, everything: bool = False) -> None:
         """Read what is new, pass on what is old (or all of it), end the process if it must."""
         with self._lock:
-            size = os.fstat(self._file.fileno()).st_size - self._position
-            text = os.pread(self._file.fileno(), size, self._position)
-            self._position += len(text)
-            now = time.monotonic()
-            if text:
-                self._held.append((now + _HELD_S, text))
-            recent = b"".join(text for _, text in self._held).decode(errors="replace")
+            recent = self._read()
             if _FATAL.search(recent):
-                self.end(explain(recent, self.hosts, self.heartbeat_s))
+                time.sleep(_TICK_S)  # for the rest of the message
+                self.end(explain(self._read(), self.hosts, self.heartbeat_s))
+            now = time.monotonic()
             while self._held and (everything or self._held[0][0] <= now):
                 os.write(self._stderr, self._held.pop(0)[1])
+
+    def _read(self) -> str:
+        """All that is held back, with what is new."""
+        size = os.fstat(self._file.fileno()).st_size - self._position
+        text = os.pread(self._file.fileno(), size, self._position)
+        self._position += len(text)
+        if text:
+            self._held.append((time.monotonic() + _HELD_S, text))
+        return b"".join(text for _, text in self._held).decode(errors="replace")
 
     def end(self, sentence: str) -> None:
         line = f"{Path(sys.argv[0]).name}: {sentence}\n"
         if os.isatty(self._stderr):
             line = f"\n{line}"  # below a progress bar
         os.write(self._stderr, line.encode())
-        for child in multiprocessing.active_children():  # readers of data
-            child.kill()
-        os._exit(PEER_LOST)
+        _exit(PEER_LOST)
 
 
 def watch(hosts: list[str], heartbeat_s: float) -> None:
@@ -152,7 +156,14 @@ def leave(code: int) -> None:
     thread.start()
     thread.join(_TOGETHER_S)
     _watch.look(everything=True)
-    sys.stdout.flush()
+    _exit(code)
+
+
+def _exit(code: int) -> None:
+    for child in multiprocessing.active_children():  # readers of data
+        child.kill()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
     os._exit(code)
 
 
