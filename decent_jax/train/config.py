@@ -355,13 +355,17 @@ def unknown_field(name: str, known) -> str:
 def refused_changes(old: dict, new: dict) -> list[str]:
     """Fields (flat) that differ and may not change in a resumed run, as "name: old -> new".
 
-    A field that is newer than the old run has its default there.
+    A field that is newer than the old run has its default there. ``batch_size`` may follow
+    ``num_replicas``, so that a replica keeps its share.
     """
     old = {**flat(default_config(new["task"])), **old}
+    may_change = MAY_CHANGE
+    if old["batch_size"] * new["num_replicas"] == new["batch_size"] * old["num_replicas"]:
+        may_change += ("batch_size",)
     return [
         f"{name}: {old.get(name)!r} -> {new.get(name)!r}"
         for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name) and not name.startswith(MAY_CHANGE)
+        if old.get(name) != new.get(name) and not name.startswith(may_change)
     ]
 
 

@@ -129,6 +129,7 @@ class _Trainer:
         self.seconds = 0.0  # of training, over all sessions; without evaluation and saving
         self.best = math.inf
         self.evaluated = {}  # the last evaluation
+        self.ahead = 0  # of its steps is the data, where some were done with another batch_size
         self._skipped = np.zeros(config.num_replicas, int)  # updates, by replica, as last said
         self._of_batches = []  # what the task measured of each that no row holds yet
         self._drifting = None  # the replica last said to drift, until it is back
@@ -225,6 +226,7 @@ class _Trainer:
         counts = jax.jit(jnp.copy, out_shardings=self.placement.replicated)
         self._skipped = np.asarray(counts(self.state.opt_state.skipped))
         step = meta["step"]
+        self.ahead = meta["examples"] // self.config.batch_size - step
         if not self.checkpoints.drop_best_after(step):
             self.best = math.inf
         self.work.say(f"resuming after step {step}")
@@ -301,7 +303,7 @@ class _Trainer:
             num_replicas=self.config.num_replicas,
             batch_size=self.config.batch_size,
             replicas=self.placement.local_replicas,
-            start_step=start,
+            start_step=start + self.ahead,
             prefetch=self.config.data.prefetch,
             workers=self.config.data.workers,
             partition=self.partition,
@@ -468,7 +470,7 @@ class _Trainer:
             "num_replicas": self.config.num_replicas,
             "schedule": self.schedule.name,
             "batch_size": self.config.batch_size,
-            "examples": done * self.config.batch_size,
+            "examples": (done + self.ahead) * self.config.batch_size,
             "seconds": self.seconds,
             "best": self.best,
             "config": config_lib.flat(self.config),

@@ -1,0 +1,268 @@
+"""Keep a run going when a host is lost: start its processes, and start again with those left.
+
+    python launch/supervise.py --processes 4 -- \\
+        train.py --config configs/quickstart.py --workdir runs/mine
+    python launch/supervise.py --hosts gpu1,gpu2,gpu3 --via "ssh {host} 'cd /shared/here &&'" -- \\
+        train.py --config configs/gpt2_openwebtext.py --workdir /shared/runs/gpt2
+
+It adds --config.cluster.coordinator, num_processes and process_id to the flags of train.py. When a
+process dies (of a signal, with its host, or silent for cluster.heartbeat_s), the others end too,
+and all but the dead one start again from the last checkpoint. A replica keeps its share: with one
+of four processes gone, num_replicas and batch_size become three quarters, and learning rate and
+steps stay. A schedule that the new number of replicas does not allow becomes one_peer_exp.
+
+A mistake in the config (exit code 2), training that fails (1) and an interruption (130, 143) end it
+with that code. Process 0 is shown; the others write WORKDIR/process-K.log.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from decent_jax.train import config as config_lib
+from decent_jax.train import flags
+from decent_jax.train.config import ConfigError
+from decent_jax.train.errors import PEER_LOST
+
+FALLBACK = "one_peer_exp"  # a schedule for any number of replicas
+_ENDS = (1, 2, 130, 143)  # codes of train.py after which starting again would change nothing
+# What a process that lost another ends with: its sentence, or jax's abort; 1: a checkpoint that
+# could not be written together.
+_OF_SURVIVORS = (0, 1, PEER_LOST, -signal.SIGABRT, 128 + signal.SIGABRT)
+
+
+@dataclasses.dataclass
+class Member:
+    """A place where a process runs, for as long as it is not lost."""
+
+    name: str  # of its host; on one machine, the number it began with
+    address: str  # at which the others reach it
+    argv: list[str]  # before the command, if any
+    deaths: int = 0
+
+
+def main(arguments: list[str]) -> int:
+    """The exit code of the run, or 1 where too few processes are left."""
+    try:
+        options, program = _parse(arguments)
+        config, workdir = flags.parse(program[1:])
+        members = _members(options)
+        return _supervise(options, program, config, Path(workdir), members)
+    except ConfigError as error:
+        return _say(str(error), 2)
+
+
+def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="supervise.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--processes", type=int, metavar="N", help="on this machine")
+    where.add_argument("--hosts", metavar="NAME[=ADDRESS],...", help="one process on each")
+    parser.add_argument(
+        "--via", default="ssh {host}", help="how to start a shell command there (%(default)s)"
+    )
+    parser.add_argument("--port", type=int, default=9876, help="of process 0, with --hosts")
+    parser.add_argument(
+        "--again", type=int, default=0, help="times a process that died is started again (0)"
+    )
+    parser.add_argument("--restarts", type=int, default=20, help="of the run, at most (20)")
+    parser.add_argument(
+        "--fewest", type=int, default=1, metavar="N", help="give up with fewer processes (1)"
+    )
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="-- train.py and its flags")
+    options = parser.parse_args(arguments)
+    program = options.program[options.program[:1] == ["--"] :]
+    if not program or not Path(program[0]).is_file():
+        raise ConfigError("say what to start after --, such as: -- train.py --config FILE ...")
+    if options.hosts is None and options.processes < 1:
+        raise ConfigError(f"--processes must be at least 1, got {options.processes}")
+    return options, program
+
+
+def _members(options: argparse.Namespace) -> list[Member]:
+    if options.hosts is None:
+        return [Member(f"first {k}", "localhost", []) for k in range(options.processes)]
+    members = []
+    for entry in options.hosts.split(","):
+        name, _, address = entry.strip().partition("=")
+        argv = shlex.split(options.via.format(host=name))
+        members.append(Member(name, address or name, argv))
+    return members
+
+
+def _supervise(options, program, config, workdir: Path, members: list[Member]) -> int:
+    first = len(members)
+    workdir.mkdir(parents=True, exist_ok=True)
+    for attempt in range(options.restarts + 1):
+        changes, notes = fit(config, first, len(members))
+        if options.hosts is None:
+            address = f"localhost:{_free_port()}"
+        else:  # another port each time: the last one may not be free again yet
+            address = f"{members[0].address}:{options.port + attempt % 100}"
+        command = [sys.executable, *program]
+        command += [f"--config.{name}={value}" for name, value in changes.items()]
+        command += [f"--config.cluster.coordinator={address}"]
+        began = time.monotonic()
+        processes = _start(members, command, workdir)
+        pids = ", ".join(str(process.pid) for process in processes)
+        _say("; ".join([f"{len(members)} processes started (pids {pids})", *notes]))
+        codes, code = _wait(processes, config.cluster.heartbeat_s)
+        if code is not None:
+            return code
+        left = _without_the_lost(members, codes, options.again, time.monotonic() - began)
+        if len(left) < max(options.fewest, 1):
+            return _say(f"{len(left)} of {first} processes are left: giving up", 1)
+        members = left
+    return _say(f"the run was started again {options.restarts} times: giving up", 1)
+
+
+def fit(config: ConfigDict, before: int, after: int) -> tuple[dict[str, object], list[str]]:
+    """Fields of the config that change when ``before`` processes become ``after``.
+
+    Returns:
+      {name: value}, and sentences for the user.
+
+    Raises:
+      ConfigError: replicas that cannot be spread evenly over the processes.
+    """
+    if config.num_replicas % before:
+        raise ConfigError(
+            f"{config.num_replicas} replicas cannot be spread evenly over {before} processes"
+        )
+    if before == after:
+        return {}, []
+    changes = {}
+    for name in ("num_replicas", "batch_size", "eval.batch_size", "mesh.devices"):
+        value = config_lib.field(config, name)
+        if value:
+            changes[name] = value // before * after if value % before == 0 else value
+    changed = ConfigDict(config.to_dict())
+    changed.num_replicas = changes["num_replicas"]
+    changes["batch_size"] = config.batch_size // config.num_replicas * changed.num_replicas
+    notes = [f"{name} is {value}" for name, value in changes.items()]
+    if config.cluster.plan:  # it is for devices that are no longer there
+        plan = config_lib.load_plan(config)
+        changes |= {"cluster.plan": "", "mix_every": plan.mix_every}
+        changes |= {
+            "schedule": plan.schedule.name,
+            "local_size": plan.schedule.rounds[0].group_size,
+        }
+        changed.schedule, changed.cluster.plan = plan.schedule.name, ""
+        notes.append("the plan no longer holds")
+    try:
+        config_lib.make_schedule(changed)
+    except ConfigError as error:
+        changes["schedule"] = FALLBACK
+        notes.append(f"{error}: {FALLBACK} takes its place")
+    return changes, notes
+
+
+def _start(members: list[Member], command: list[str], workdir: Path) -> list[subprocess.Popen]:
+    processes = []
+    for index, member in enumerate(members):
+        own = [f"--config.cluster.num_processes={len(members)}"]
+        own = [*command, *own, f"--config.cluster.process_id={index}"]
+        argv = [*member.argv, shlex.join(own)] if member.argv else own
+        with contextlib.ExitStack() as stack:
+            words = None  # those of process 0 are shown
+            if index:
+                words = stack.enter_context((workdir / f"process-{index}.log").open("a"))
+            processes.append(
+                subprocess.Popen(argv, stdout=words, stderr=words, start_new_session=True)
+            )
+    return processes
+
+
+def _wait(processes: list[subprocess.Popen], heartbeat_s: float):
+    """Until all have ended: (exit code of each, None where it had to be killed; code of the run).
+
+    The code of the run is None where it should be started again.
+    """
+    asked, stopped, deadline = [], 0, None
+    before = {
+        number: signal.signal(number, lambda number, _: asked.append(number))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        while None in [process.poll() for process in processes]:
+            while asked:  # they save a checkpoint and end
+                stopped = asked[-1]
+                _signal(processes, asked.pop())
+            failed = next((p.returncode for p in processes if p.returncode), None)
+            if failed is not None and deadline is None:
+                first = failed
+                # What the others take to notice, and to end in jax's and their own time.
+                deadline = time.monotonic() + 2 * heartbeat_s + 30
+            if deadline is not None and time.monotonic() > deadline:
+                break
+            time.sleep(0.2)
+        codes = [process.poll() for process in processes]
+    finally:
+        _signal(processes, signal.SIGKILL)
+        for process in processes:
+            process.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if deadline is None:
+        first = next((code for code in codes if code), 0)
+    if first == 0 or first in _ENDS:
+        return codes, first
+    return codes, 128 + stopped if stopped else None
+
+
+def _without_the_lost(members, codes, again: int, seconds: float) -> list[Member]:
+    """Those that can go on; says who died."""
+    lost = [k for k, code in enumerate(codes) if code not in _OF_SURVIVORS]
+    if not lost:  # one that aborted itself looks like a survivor: all try again
+        _say("a connection broke, but no process is known to be lost: all start again")
+    for k in lost:
+        members[k].deaths += 1
+        how = "did not end with the others" if codes[k] is None else _describe(codes[k])
+        gone = members[k].deaths > again
+        then = "it is left out" if gone else "it is started again"
+        _say(f"process {k} ({members[k].name}) {how} after {seconds:.0f} s: {then}")
+    return [m for k, m in enumerate(members) if k not in lost or m.deaths <= again]
+
+
+def _describe(code: int) -> str:
+    if code < 0:
+        return f"died of {signal.Signals(-code).name}"
+    if code > 128 and code - 128 in set(signal.Signals):
+        return f"died of {signal.Signals(code - 128).name}"
+    return f"ended with code {code}"
+
+
+def _signal(processes: list[subprocess.Popen], number: int) -> None:
+    for process in processes:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]
+
+
+def _say(sentence: str, code: int = 0) -> int:
+    print(f"supervise: {sentence}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

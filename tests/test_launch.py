@@ -1,0 +1,205 @@
+"""What starts processes: the supervisor, and the files for SLURM, Open MPI and Kubernetes."""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import tiny
+
+from decent_jax import topology
+from decent_jax.planner.plan import Plan
+from decent_jax.train import ConfigError
+from decent_jax.train import config as config_lib
+from decent_jax.train.errors import PEER_LOST
+
+ROOT = Path(__file__).resolve().parents[1]
+LAUNCH = ROOT / "launch"
+
+
+def _load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look it up
+    spec.loader.exec_module(module)
+    return module
+
+
+supervise = _load(LAUNCH / "supervise.py")
+
+# --- What changes with the number of processes ----------------------------------------------------
+
+
+def test_replicas_keep_their_share():
+    config = tiny.config("DATA", num_replicas=8, batch_size=32, schedule="one_peer_exp")
+    config.update(eval={"batch_size": 16}, mesh={"devices": 8})
+    assert supervise.fit(config, 4, 4) == ({}, [])
+    changes, notes = supervise.fit(config, 4, 3)
+    wanted = {"num_replicas": 6, "batch_size": 24, "eval.batch_size": 12, "mesh.devices": 6}
+    assert changes == wanted
+    assert notes == [f"{name} is {value}" for name, value in wanted.items()]
+
+
+@pytest.mark.parametrize("schedule", ["hypercube", "alternating_exp_ring"])
+def test_a_schedule_that_needs_a_power_of_two(schedule):
+    config = tiny.config("DATA", num_replicas=8, batch_size=32, schedule=schedule, local_size=2)
+    changes, notes = supervise.fit(config, 4, 3)
+    assert changes["schedule"] == "one_peer_exp"
+    assert notes[-1].startswith(f"schedule: {schedule} ")
+    assert notes[-1].endswith("one_peer_exp takes its place")
+    assert "schedule" not in supervise.fit(config, 4, 2)[0]
+
+
+def test_a_plan_is_for_devices_that_are_gone(tmp_path):
+    plan = Plan(("a/0", "b/0", "c/0", "d/0"), topology.make("ring", 4), mix_every=2)
+    plan.save(tmp_path / "plan.json")
+    config = tiny.config("DATA", cluster={"plan": str(tmp_path / "plan.json")})
+    changes, _ = supervise.fit(config, 4, 3)
+    assert changes["cluster.plan"] == "" and changes["mix_every"] == 2
+    assert changes["schedule"] == "one_peer_exp"  # ring needs an even number
+    assert supervise.fit(config, 4, 2)[0]["schedule"] == "ring"
+
+
+def test_a_batch_may_follow_the_number_of_replicas_only():
+    old = config_lib.flat(tiny.config("DATA", num_replicas=4, batch_size=8))
+    follows = config_lib.flat(tiny.config("DATA", num_replicas=3, batch_size=6))
+    assert config_lib.refused_changes(old, follows) == []
+    other = config_lib.flat(tiny.config("DATA", num_replicas=3, batch_size=12))
+    assert config_lib.refused_changes(old, other) == ["batch_size: 8 -> 12"]
+
+
+def test_replicas_that_do_not_fit():
+    with pytest.raises(ConfigError, match="4 replicas cannot be spread evenly over 3 processes"):
+        supervise.fit(tiny.config("DATA"), 3, 3)
+
+
+def member(name):
+    return supervise.Member(name, name, [])
+
+
+@pytest.mark.parametrize(
+    ("codes", "left"),
+    [
+        ([PEER_LOST, -signal.SIGKILL, PEER_LOST], "ac"),
+        ([PEER_LOST, 255, PEER_LOST], "ac"),  # ssh that lost its host
+        ([None, PEER_LOST, PEER_LOST], "bc"),  # a host that fell silent
+        ([PEER_LOST, PEER_LOST, PEER_LOST], "abc"),  # a network that broke for a while
+        ([-signal.SIGABRT, 137, 1], "ac"),
+    ],
+)
+def test_who_is_lost(codes, left):
+    members = [member(name) for name in "abc"]
+    assert "".join(m.name for m in supervise._without_the_lost(members, codes, 0, 1.0)) == left
+
+
+def test_a_process_may_be_given_another_chance():
+    members, codes = [member("a"), member("b")], [PEER_LOST, -signal.SIGKILL]
+    assert len(supervise._without_the_lost(members, codes, 1, 1.0)) == 2
+    assert len(supervise._without_the_lost(members, codes, 1, 1.0)) == 1
+
+
+DIES = "import os; os.kill(os.getpid(), 9)"
+WAITS = "import time; time.sleep(600)"
+
+
+@pytest.mark.parametrize(
+    ("programs", "codes", "code"),
+    [
+        (["", ""], [0, 0], 0),
+        ([WAITS, "exit(2)"], [None, 2], 2),
+        (["exit(143)", "exit(143)"], [143, 143], 143),
+        (["exit(75)", DIES], [75, -9], None),
+        ([DIES, WAITS], [-9, None], None),
+    ],
+)
+def test_waiting_until_all_have_ended(programs, codes, code):
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
+        for program in programs
+    ]
+    patience = 3 if WAITS in programs else 60
+    assert supervise._wait(processes, (patience - 30) / 2) == (codes, code)
+
+
+def test_an_interruption_is_passed_on_and_ends_the_run():
+    program = "import signal, time; signal.signal(15, lambda *_: exit(77)); time.sleep(600)"
+    processes = [subprocess.Popen([sys.executable, "-c", program], start_new_session=True)]
+    timer = threading.Timer(3, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    assert supervise._wait(processes, 30) == ([77], 128 + signal.SIGTERM)
+
+
+def test_hosts_and_the_command_for_them():
+    options, program = supervise._parse(
+        ["--hosts", "a=10.0.0.1,b", "--via", "ssh {host} 'cd /x &&'", "--", str(ROOT / "train.py")]
+    )
+    first, second = supervise._members(options)
+    assert (first.address, second.address) == ("10.0.0.1", "b")
+    assert second.argv == ["ssh", "b", "cd /x &&"] and program == [str(ROOT / "train.py")]
+
+
+def test_mistakes_of_the_supervisor_are_a_sentence(capsys):
+    assert supervise.main(["--processes", "2", "--", "nothing.py"]) == 2
+    assert supervise.main(["--processes", "0", "--", str(ROOT / "train.py")]) == 2
+    assert supervise.main(["--processes", "2", "--", str(ROOT / "train.py")]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["supervise"] * 3
+
+
+# --- A host is lost -------------------------------------------------------------------------------
+
+
+def wait_until(condition, process, seconds=300):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end and process.poll() is None, process.words.read_text()[-3000:]
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_four_processes_one_is_killed_three_end_the_run(
+    start_process, tmp_path, tiny_data, compile_once
+):
+    path = tiny.write_config(tmp_path / "config_file.py", tiny_data)
+    workdir = tmp_path / "run"
+    flags = ["--config", path, "--workdir", workdir, "--config.schedule=static_exp"]
+    flags += ["--config.steps=16", "--config.checkpoint.every=4", "--config.checkpoint.keep=9"]
+    flags += ["--config.mesh.devices=0", "--config.cluster.heartbeat_s=5", "--config.log.every=1"]
+    program = [LAUNCH / "supervise.py", "--processes", 4, "--", ROOT / "train.py", *flags]
+    process = start_process(program, **compile_once)
+    saved = workdir / "checkpoints" / "8"
+    wait_until(saved.exists, process)
+    pids = re.search(r"4 processes started \(pids (.*?)\)", process.words.read_text())[1]
+    victim = int(pids.split(", ")[2])
+    os.kill(victim, signal.SIGKILL)
+    began = time.monotonic()
+    wait_until(lambda: "3 processes started" in process.words.read_text(), process)
+    print(f"\nstarted again after {time.monotonic() - began:.1f} s")
+    assert process.wait(timeout=300) == 0, process.words.read_text()[-3000:]
+    words = process.words.read_text()
+    assert "process 2 (first 2) died of SIGKILL after" in words
+    assert "; num_replicas is 3; batch_size is 6\n" in words
+    lost = f"train.py: process 2 ({socket.gethostname()}) was lost: no sign of life for 5 s"
+    assert lost in words and "Traceback" not in words
+    step = int(re.search(r"resuming after step (\d+)", words)[1])
+    assert step in (8, 12)
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert (summary["num_replicas"], summary["processes"], summary["steps"]) == (3, 3, 16)
+    assert summary["schedule"] == "static_exp"
+    assert [row["step"] for row in tiny.rows(workdir)] == list(range(1, 17))
+    # The data goes on where the last checkpoint was: no example is left out.
+    metas = {
+        k: json.loads((workdir / "checkpoints" / str(k) / "meta" / "metadata").read_text())
+        for k in (step, 16)
+    }
+    assert metas[step]["examples"] == 8 * step
+    assert metas[16]["examples"] == (8 * step // 6 + 16 - step) * 6
