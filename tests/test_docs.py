@@ -12,12 +12,14 @@ from decent_jax.optim import METHODS
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/library.md")
 DOCUMENTS += ("docs/topologies.md", "docs/algorithms.md", "docs/images.md")
+DOCUMENTS += ("docs/clusters.md",)
 COMMANDS = (
     "pip install -e . && python train.py --config configs/quickstart.py --workdir runs/quickstart",
     "pip install -e '.[test]' && pytest",
 )
 # Folders of this repository; a path that begins with one must exist.
-FOLDERS = ("benchmarks", "configs", "decent_jax", "docs", "notebooks", "tests", ".ci")
+FOLDERS = ("benchmarks", "configs", "decent_jax", "docs", "launch", "notebooks", "tests")
+FOLDERS += (".ci",)
 
 
 def paths_in(text):

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import tiny
+import yaml
+from several import free_port, said
 
 from decent_jax import topology
 from decent_jax.planner.plan import Plan
@@ -203,3 +205,180 @@ def test_four_processes_one_is_killed_three_end_the_run(
     }
     assert metas[step]["examples"] == 8 * step
     assert metas[16]["examples"] == (8 * step // 6 + 16 - step) * 6
+
+
+# --- The files, without the systems they are for --------------------------------------------------
+
+
+def script(path, text):
+    path.write_text(f"#!/bin/bash\n{text}")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def tools(tmp_path, monkeypatch):
+    """A folder in which a test puts its own srun, mpirun and scontrol."""
+    folder = tmp_path / "tools"
+    folder.mkdir()
+    path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    monkeypatch.setenv("PATH", path)
+    monkeypatch.chdir(ROOT)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["slurm.sbatch", "mpirun.sh"])
+def test_the_shell_understands_them(name):
+    subprocess.run(["bash", "-n", LAUNCH / name], check=True)
+
+
+def run_sbatch(tools, **variables):
+    script(tools / "srun", 'echo "$JAX_LOCAL_DEVICE_IDS|$*"')
+    script(tools / "scontrol", "printf 'gpu1\\ngpu2\\n'")
+    variables |= {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_GPUS_ON_NODE": "4"}
+    done = subprocess.run(
+        ["bash", LAUNCH / "slurm.sbatch", "--config", "a b.py"],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout + done.stderr
+
+
+def test_slurm_starts_a_process_for_each_gpu(tools):
+    said = run_sbatch(tools)
+    assert said == "|--no-kill --kill-on-bad-exit=0 python train.py --config a b.py\n"
+
+
+def test_slurm_starts_a_process_for_each_node_with_all_its_gpus(tools):
+    said = run_sbatch(tools, PER="node")
+    assert said.startswith("0,1,2,3|--ntasks-per-node=1 --ntasks=2 ")
+
+
+def test_slurm_with_the_supervisor(tools):
+    script(tools / "python", 'printf "%s\\n" "$@"')
+    words = run_sbatch(tools, SUPERVISE="1").splitlines()
+    assert words[:4] == ["launch/supervise.py", "--hosts", "gpu1,gpu2", "--via"]
+    assert words[4].endswith("--nodelist={host} --gres=gpu:4 sh -c")
+    assert words[5:] == ["--", "train.py", "--config", "a b.py"]
+
+
+SLURM = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
+
+
+def slurm(port, index):
+    own = {"SLURM_NTASKS": "2", "SLURM_PROCID": str(index), "SLURM_LOCALID": str(index)}
+    return SLURM | own | {"JAX_COORDINATOR_PORT": str(port)}
+
+
+def open_mpi_4(port, index):
+    own = {"OMPI_COMM_WORLD_RANK": str(index), "OMPI_COMM_WORLD_LOCAL_RANK": str(index)}
+    uri = "1531576320.0;tcp://127.0.0.1:34911"
+    own |= {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_orte_hnp_uri": uri}
+    return own | {"JAX_COORDINATOR_PORT": str(port)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("launcher", "variables"), [("SLURM", slurm), ("Open MPI", open_mpi_4)])
+def test_processes_find_each_other_by_the_variables_of(
+    start_process, tmp_path, launcher, variables
+):
+    port = free_port()
+    flags = ["-m", "decent_jax.preflight", "--save", tmp_path / "network.json", "--megabytes=0.1"]
+    group = [start_process(flags, **variables(port, index)) for index in range(2)]
+    assert [process.wait(timeout=120) for process in group] == [0, 0], said(group[0])
+    assert said(group[0]).startswith(f"process 0 of 2 ({launcher})\n")
+
+
+def test_variables_that_jax_cannot_use_are_a_sentence(tmp_path, monkeypatch, capsys):
+    """Open MPI 5 has another variable than the one that jax looks for."""
+    from decent_jax import preflight
+
+    for name, value in open_mpi_4(9876, 0).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("OMPI_MCA_orte_hnp_uri")
+    assert preflight.main(["--save", str(tmp_path / "network.json")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("preflight: Open MPI started this process, but ")
+    assert "set cluster.coordinator, cluster.num_processes" in error
+
+
+# Starts the processes one after the other in the background, as mpirun would on one host.
+MPIRUN = """
+count=$2; shift 2
+while [[ $1 == -x || $1 == --bind-to ]]; do
+    [[ $1 == -x && $2 == *=* ]] && export "$2"
+    shift 2
+done
+for ((k = 0; k < count; k++)); do
+    OMPI_COMM_WORLD_SIZE=$count OMPI_COMM_WORLD_RANK=$k OMPI_COMM_WORLD_LOCAL_RANK=$k "$@" &
+done
+code=0
+for job in $(jobs -p); do wait "$job" || code=$?; done
+exit $code
+"""
+
+
+@pytest.mark.slow
+def test_mpirun_trains(tools, tmp_path, tiny_data, compile_once):
+    script(tools / "mpirun", MPIRUN)
+    path = tiny.write_config(tmp_path / "config_file.py", tiny_data)
+    before = [LAUNCH / "mpirun.sh", "-np", "2", "--"]
+    flags = ["--config", path, "--config.steps=2", "--config.num_replicas=2"]
+    flags += ["--config.mesh.devices=0"]
+    done = subprocess.run(
+        [*before, *flags, "--workdir", tmp_path / "run"],
+        env=os.environ
+        | compile_once
+        | {"COORDINATOR": f"localhost:{free_port()}", "JAX_NUM_CPU_DEVICES": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["processes"] == 2
+
+
+def test_mpirun_without_flags_says_how(tools):
+    done = subprocess.run([LAUNCH / "mpirun.sh"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "launch/mpirun.sh -np 8" in done.stderr
+
+
+def pod():
+    """(service, job, container) of the Kubernetes file."""
+    service, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
+    [container] = job["spec"]["template"]["spec"]["containers"]
+    return service, job, container
+
+
+def test_kubernetes_names_fit_together():
+    service, job, container = pod()
+    spec, name = job["spec"], job["metadata"]["name"]
+    assert spec["completionMode"] == "Indexed" and spec["parallelism"] == spec["completions"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == {"job-name": name}
+    subdomain = spec["template"]["spec"]["subdomain"]
+    assert subdomain == service["metadata"]["name"]
+    [port] = container["ports"]
+    coordinator = f"--config.cluster.coordinator={name}-0.{subdomain}:{port['containerPort']}"
+    assert coordinator in container["command"]
+    variables = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert int(variables["PROCESSES"]) == spec["completions"]
+
+
+@pytest.mark.slow
+def test_kubernetes_flags_join_two_processes(start_process, tmp_path):
+    port = free_port()
+    group = []
+    for index in range(2):
+        variables = {"PROCESSES": "2", "JOB_COMPLETION_INDEX": str(index)}
+        flags = [flag for flag in pod()[2]["command"] if flag.startswith("--config.cluster.")]
+        flags = [re.sub(r"\$\((\w+)\)", lambda m: variables[m[1]], flag) for flag in flags]  # noqa: B023
+        flags = [
+            flag.replace("decent-jax-0.decent-jax:9876", f"localhost:{port}") for flag in flags
+        ]
+        program = ["-m", "decent_jax.preflight", "--save", tmp_path / "n.json", "--megabytes=0.1"]
+        group.append(start_process([*program, *flags], **variables))
+    assert [process.wait(timeout=120) for process in group] == [0, 0], said(group[0])
+    assert said(group[0]).startswith(f"process 0 of 2 (coordinator localhost:{port})\n")
