@@ -21,6 +21,10 @@ class Placement:
     """``num_replicas`` replicas on the devices of a mesh axis ``"replica"``, a block on each.
 
     Replica i is row ``i % block`` of device ``i // block``. Made by `place`.
+
+    Where a replica is larger than a device, a second axis ``"fsdp"`` counts the devices of each:
+    its arrays are sharded over them (`sharding`), and so are the examples of its batch. Per-replica
+    code names the axis ``"replica"`` as ever and knows nothing of ``"fsdp"``, which XLA fills in.
     """
 
     num_replicas: int
@@ -32,14 +36,40 @@ class Placement:
         return self.num_replicas // self.mesh.shape["replica"]
 
     @property
+    def fsdp(self) -> int:
+        """Devices of one replica."""
+        return self.mesh.shape.get("fsdp", 1)
+
+    @property
     def axis_name(self) -> str | tuple[str, str]:
         """What per-replica code calls the axis that counts all replicas."""
         return "replica" if self.block == 1 else ("replica", "block")
 
     @property
     def stacked(self) -> NamedSharding:
-        """Sharding of arrays with a leading replica dimension."""
+        """Sharding of arrays with a leading replica dimension, each replica's whole."""
         return NamedSharding(self.mesh, P("replica"))
+
+    def sharding(self, shape: tuple[int, ...]) -> NamedSharding:
+        """Where a stacked array (n, ...) of the training state is.
+
+        Of a replica of several devices the largest dimension that they divide is sharded (the
+        first of equal ones); an array without such a dimension is whole on each of them.
+        """
+        return self._sharded(shape, range(1, len(shape)))
+
+    def place_all(self, tree: Any) -> Any:
+        """Inside `jax.jit`: the stacked arrays of a training state where `sharding` says."""
+        return jax.tree.map(
+            lambda x: jax.lax.with_sharding_constraint(x, self.sharding(x.shape)), tree
+        )
+
+    def _sharded(self, shape, dimensions) -> NamedSharding:
+        fits = [d for d in dimensions if shape[d] % self.fsdp == 0 and shape[d]]
+        if self.fsdp == 1 or not fits:
+            return self.stacked
+        largest = max(fits, key=lambda d: shape[d])
+        return NamedSharding(self.mesh, P("replica", *[None] * (largest - 1), "fsdp"))
 
     @property
     def replicated(self) -> NamedSharding:
@@ -49,12 +79,17 @@ class Placement:
     @property
     def local_replicas(self) -> list[int]:
         """The replicas on this process's devices, in the order of the mesh."""
-        devices = enumerate(self.mesh.devices)
+        devices = enumerate(self.mesh.devices.reshape(-1, self.fsdp)[:, 0])
         local = [k for k, device in devices if device.process_index == jax.process_index()]
         return [k * self.block + row for k in local for row in range(self.block)]
 
     def put(self, local: Any) -> Any:
-        """Arrays stacked over `local_replicas` (L, ...) to the global ones (n, ...)."""
+        """Arrays stacked over `local_replicas` (L, B, ...) to the global ones (n, B, ...).
+
+        The B examples of a replica are shared out over its devices, where they divide B.
+        """
+        if self.fsdp > 1:
+            return jax.tree.map(self._put_examples, local)
         devices = [d for d in self.mesh.devices if d.process_index == jax.process_index()]
 
         def put(x):
@@ -67,14 +102,23 @@ class Placement:
 
         return jax.tree.map(put, local)
 
+    def _put_examples(self, x):
+        sharding = self._sharded(x.shape, range(1, min(x.ndim, 2)))
+        shape = (self.num_replicas, *x.shape[1:])
+        return jax.make_array_from_process_local_data(sharding, x, shape)
+
     def on_devices(self, body: Callable, in_specs, out_specs, check_vma: bool = True) -> Callable:
-        """``jax.shard_map`` of code for one device, which sees (block, ...) of stacked arrays."""
+        """``jax.shard_map`` of code for one device, which sees (block, ...) of stacked arrays.
+
+        For replicas of several devices it is code for one replica, whose arrays XLA divides.
+        """
         return jax.shard_map(
             body,
             mesh=self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
             check_vma=check_vma and self.block == 1,
+            axis_names={"replica"},
         )
 
     def per_replica(self, fn: Callable, *, loop: bool = False) -> Callable:
@@ -97,19 +141,42 @@ class Placement:
         return first + jnp.arange(self.block, dtype=jnp.int32)
 
 
-def place(num_replicas: int, devices: Sequence[jax.Device] | None = None) -> Placement:
+def place(
+    num_replicas: int, devices: Sequence[jax.Device] | None = None, fsdp: int = 1
+) -> Placement:
     """Replicas on devices, in the devices' order (all devices of all processes by default).
 
+    Args:
+      num_replicas: n.
+      devices: in the order of the replicas.
+      fsdp: devices of one replica, consecutive ones.
+
     Raises:
-      ValueError: if the number of devices does not divide the number of replicas.
+      ValueError: if the number of devices does not divide the number of replicas; or, with
+        ``fsdp`` above 1, if there are not ``fsdp`` for each, or not of one process.
     """
     devices = list(jax.devices() if devices is None else devices)
-    if num_replicas % len(devices):
+    auto = AxisType.Auto
+    if fsdp == 1:
+        if num_replicas % len(devices):
+            raise ValueError(
+                f"{num_replicas} replicas cannot be spread evenly over {len(devices)} devices; "
+                f"use a multiple of {len(devices)} replicas, or fewer devices"
+            )
+        return Placement(num_replicas, Mesh(np.array(devices), ("replica",), axis_types=(auto,)))
+    if len(devices) != num_replicas * fsdp:
         raise ValueError(
-            f"{num_replicas} replicas cannot be spread evenly over {len(devices)} devices; "
-            f"use a multiple of {len(devices)} replicas, or fewer devices"
+            f"{num_replicas} replicas of {fsdp} devices each need {num_replicas * fsdp} devices, "
+            f"got {len(devices)}; a device cannot hold several replicas where one takes several"
         )
-    mesh = Mesh(np.array(devices), ("replica",), axis_types=(AxisType.Auto,))
+    grid = np.array(devices).reshape(num_replicas, fsdp)
+    for i, row in enumerate(grid):
+        if len({device.process_index for device in row}) > 1:
+            raise ValueError(
+                f"the {fsdp} devices of replica {i} belong to several processes; use a number of "
+                "devices a replica that divides those of a process"
+            )
+    mesh = Mesh(grid, ("replica", "fsdp"), axis_types=(auto, auto))
     return Placement(num_replicas, mesh)
 
 

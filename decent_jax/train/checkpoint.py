@@ -8,7 +8,6 @@ renames it); one that was damaged afterwards does not match its checksums.
 """
 
 import contextlib
-import functools
 import gc
 import io
 import json
@@ -178,11 +177,12 @@ class Checkpointer:
         had_ema = bool(meta["config"]["eval.ema_decay"])
         wants_ema = like.ema is not None
         like = like._replace(ema=like.params if had_ema else None)
-        whole = n_old % placement.mesh.size == 0
-        sharding = placement.stacked if whole else placement.replicated
+        whole = n_old % placement.mesh.shape["replica"] == 0
 
         def target(x):
-            return jax.ShapeDtypeStruct((n_old, *x.shape[1:]), x.dtype, sharding=sharding)
+            shape = (n_old, *x.shape[1:])
+            sharding = placement.sharding(shape) if whole else placement.replicated
+            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
 
         restored = self._manager.restore(
             step,
@@ -199,14 +199,15 @@ class Checkpointer:
         return state, meta
 
     def _change_replicas(self, state, placement, accum_steps):
-        @functools.partial(jax.jit, out_shardings=placement.stacked)
+        @jax.jit
         def change(state):
             skipped = state.opt_state.skipped.sum()
             state = replicas.resize(state, placement.num_replicas)
             opt_state = optim.drop_window(state.opt_state, accum_steps)
             # Updates skipped since the start keep their sum; whose they were is forgotten.
             none = jnp.zeros_like(opt_state.skipped)
-            return state._replace(opt_state=opt_state._replace(skipped=none.at[0].set(skipped)))
+            opt_state = opt_state._replace(skipped=none.at[0].set(skipped))
+            return placement.place_all(state._replace(opt_state=opt_state))
 
         return change(state)
 

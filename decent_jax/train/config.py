@@ -113,6 +113,7 @@ def default_config(task: str = "language_modeling") -> ConfigDict:
     # --- Where ---
     config.mesh = ConfigDict()
     config.mesh.devices = 0  # devices that hold replicas; 0: as many as divide num_replicas
+    config.mesh.fsdp = 1  # devices of one replica, over which its arrays are sharded
     config.mesh.simulate = 0  # pretend the CPU is so many devices; 0: no
     config.mesh.loop = False  # replicas of one device one after the other: less memory
     config.cluster = ConfigDict()
@@ -161,7 +162,7 @@ def validate(config: ConfigDict) -> None:
         raise ConfigError(f"data.alpha must be above 0 and finite, got {config.data.alpha}")
     positive = ("num_replicas", "mix_every", "batch_size", "micro_batches", "accum_steps")
     positive += ("max_failing_steps", "local_size", "log.every", "checkpoint.keep")
-    positive += ("cluster.timeout_s", "cluster.heartbeat_s", "cluster.exchange_s")
+    positive += ("cluster.timeout_s", "cluster.heartbeat_s", "cluster.exchange_s", "mesh.fsdp")
     for name in positive:
         if field(config, name) < 1:
             raise ConfigError(f"{name} must be at least 1, got {field(config, name)}")
@@ -207,8 +208,11 @@ def validate(config: ConfigDict) -> None:
             raise ConfigError(
                 f"log.{name} needs {module}: pip install 'decent_jax[{name}]', or set it to False"
             )
-    _check_algorithm(config, make_schedule(config))
+    schedule = make_schedule(config)
+    _check_algorithm(config, schedule)
     check_cluster(config)
+    if config.mesh.fsdp > 1:
+        _check_fsdp(config, schedule)
     task_module(config.task).validate(config)
 
 
@@ -404,6 +408,28 @@ def _check_algorithm(config: ConfigDict, schedule: topology.Schedule) -> None:
         raise ConfigError(
             f"max_consensus_distance averages parameters only, and {config.algorithm} keeps copies "
             "that belong to them; set it to 0"
+        )
+
+
+def _check_fsdp(config: ConfigDict, schedule: topology.Schedule) -> None:
+    """What replicas of several devices cannot be combined with."""
+    n, k = config.num_replicas, config.mesh.fsdp
+    if config.mesh.devices not in (0, n * k):
+        raise ConfigError(
+            f"{n} replicas of mesh.fsdp {k} devices each need {n * k} devices, got mesh.devices "
+            f"{config.mesh.devices}; leave mesh.devices at 0"
+        )
+    if (config.batch_size // n) % k:
+        raise ConfigError(
+            f"a replica's {config.batch_size // n} examples (batch_size {config.batch_size} over "
+            f"{n} replicas) cannot be shared out over mesh.fsdp {k} devices"
+        )
+    if config.cluster.plan:
+        raise ConfigError("cluster.plan is for replicas of one device: set mesh.fsdp to 1")
+    if schedule.partial_groups and config.algorithm != "all_reduce":
+        raise ConfigError(
+            f"{schedule.name} averages in nodes, whose replicas must be of one device each: set "
+            "mesh.fsdp to 1, or use a schedule of permutations such as one_peer_exp"
         )
 
 

@@ -44,14 +44,20 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
         config = config_lib.follow_plan(config, plan)
     compile_cache.use()
     started = cluster.start(config)
-    devices = cluster.choose_devices(config.num_replicas, config.mesh.devices)
+    fsdp = config.mesh.fsdp
+    devices = cluster.choose_devices(config.num_replicas * fsdp, config.mesh.devices)
     if plan is None:
         schedule = config_lib.make_schedule(config)
     else:
         schedule, devices = plan.schedule, cluster.follow_plan(devices, plan)
-    placement = replicas.place(config.num_replicas, devices)
+    try:
+        placement = replicas.place(config.num_replicas, devices, fsdp)
+    except ValueError as error:
+        raise ConfigError(f"mesh.fsdp: {error}") from None
     with session.open_workdir(workdir, config) as work:
-        work.say(f"{started}\n{cluster.table(devices, placement.block)}")
+        work.say(f"{started}\n{cluster.table(devices[::fsdp], placement.block)}")
+        if fsdp > 1:
+            work.say(f"a replica is sharded over {fsdp} devices, of which the first is named")
         try:
             task = config_lib.task_module(config.task).make(config, work.path, work.announce)
             shares = _partition(config, task)
@@ -120,10 +126,9 @@ class _Trainer:
         self._summarize = jax.jit(_summarize, out_shardings=placement.replicated)
         self._distance = jax.jit(replicas.consensus_distance, out_shardings=placement.replicated)
         self._average = jax.jit(
-            lambda params: replicas.broadcast(
-                replicas.consensus_mean(params), placement.num_replicas
+            lambda params: placement.place_all(
+                replicas.broadcast(replicas.consensus_mean(params), placement.num_replicas)
             ),
-            out_shardings=placement.stacked,
             donate_argnums=0,
         )
         self.seconds = 0.0  # of training, over all sessions; without evaluation and saving

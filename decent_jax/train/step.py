@@ -53,14 +53,15 @@ def init_state(
         ema = params if config.eval.ema_decay else None
         return TrainState(params, model_state, jax.vmap(tx.init)(params), ema)
 
-    @functools.partial(jax.jit, out_shardings=placement.stacked)
+    @jax.jit
     def drawn():
-        return rest_of(*replicas.create(task.init, n, key, identical=config.identical_start))
+        drawn = replicas.create(task.init, n, key, identical=config.identical_start)
+        return placement.place_all(rest_of(*drawn))
 
-    @functools.partial(jax.jit, out_shardings=placement.stacked)
+    @jax.jit
     def given(params):
         _, model_state = replicas.create(task.init, n, key)
-        return rest_of(replicas.broadcast(params, n), model_state)
+        return placement.place_all(rest_of(replicas.broadcast(params, n), model_state))
 
     return drawn() if loaded is None else given(jax.device_put(loaded, placement.replicated))
 
@@ -155,6 +156,7 @@ def make_step(
             check_vma=not schedule.partial_groups or config.algorithm == "all_reduce",
         )
         state, metrics = run(state, batch, t)
+        state = placement.place_all(state)
         return state, {**metrics, "learning_rate": jnp.asarray(rate(t), jnp.float32)}
 
     return step
