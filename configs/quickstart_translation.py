@@ -5,8 +5,8 @@ Source: none; a first look that downloads nothing. The pairs are made by a gramm
 
 Command: python train.py --config configs/quickstart_translation.py --workdir runs/numbers
 Then: echo "twenty-one thousand and seven" | python -m decent_jax.translate --workdir runs/numbers
-Hardware and result: 2 cores; BLEU 99.7 on unseen numbers after 400 steps of a run of 800, 89.0
-after a run of 300. Not timed on an idle machine yet.
+Hardware and result: 2 cores; 2 min 22 s, of which 47 s compile (kept for the next start); BLEU 98.0
+on unseen numbers.
 """
 
 from decent_jax import train
