@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decent_jax import exchange
-from decent_jax.exchange import AxisName, Layout
+from decent_jax.exchange import AxisName, Layout, over_gloo
 from decent_jax.topology import Round, Schedule, Send
 from decent_jax.topology.rounds import kron, round_of
 from decent_jax.wire import Wire
@@ -51,6 +51,7 @@ def number(round: int | Simulated | None) -> int | None:
     return round.round if isinstance(round, Simulated) else round
 
 
+@jax.named_scope("mix")
 def mix(
     tree: Any,
     schedule: Schedule,
@@ -142,6 +143,11 @@ def mix_coded(
 
     mixed = [mix_leaf(*each) for each in zip(sent, own, leaves, keys, strict=True)]
     return structure.unflatten(mixed), structure.unflatten(own)
+
+
+def allows_check_vma(schedule: Schedule) -> bool:
+    """Whether `mix` may be inside ``jax.shard_map(check_vma=True)``, and loses nothing by it."""
+    return not (schedule.partial_groups or over_gloo())
 
 
 def check_coded(schedule: Schedule) -> None:

@@ -89,9 +89,17 @@ def alone(tmp_path_factory, tiny_data, compile_once):
     return tiny.run(tiny.config(tiny_data, **CHANGES), tmp_path_factory.mktemp("alone") / "run")
 
 
-def test_nodes_over_processes_give_the_losses_of_one_process(start, tiny_data, tmp_path):
-    """Reduce-scatter, permutes of parts and all-gather over gloo, two replicas a node."""
-    changes = {"schedule": "hierarchical", "local_size": 2}
+@pytest.mark.parametrize(
+    "changes",
+    [
+        # Reduce-scatter, permutes of parts and all-gather, two replicas a node.
+        {"schedule": "hierarchical", "local_size": 2},
+        # Bytes swapped in pairs.
+        {"schedule": "hypercube", "comm_dtype": "int8"},
+    ],
+    ids=str,
+)
+def test_several_processes_give_the_losses_of_one(changes, start, tiny_data, tmp_path):
     steps = 6
     alone = tiny.config(tiny_data, steps=steps, eval={"every": 3}, **changes)
     wanted = tiny.losses(tiny.run(alone, tmp_path / "alone"))

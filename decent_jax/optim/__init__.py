@@ -10,7 +10,7 @@ from decent_jax.optim.accum_adam import (
 from decent_jax.optim.choco import choco
 from decent_jax.optim.corrected import d2, exact_diffusion, gradient_tracking, push_sum
 from decent_jax.optim.decentralized import all_reduce, decentralized
-from decent_jax.optim.guard import GuardedState, apply_updates
+from decent_jax.optim.guard import EarlyMixing, GuardedState, apply_updates
 from decent_jax.optim.methods import METHODS, Method, Parts
 from decent_jax.optim.momentum import (
     decentlam,
@@ -28,6 +28,7 @@ from decent_jax.optim.swarm import Lattice, swarm
 
 __all__ = [
     "METHODS",
+    "EarlyMixing",
     "GuardedState",
     "Lattice",
     "Method",

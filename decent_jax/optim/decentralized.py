@@ -115,7 +115,8 @@ def decentralized(
       wire: format of the messages, see `decent_jax.wire`.
 
     Returns:
-      A transformation whose state is a `GuardedState`; ``init`` communicates nothing.
+      A transformation whose state is a `GuardedState`; ``init`` communicates nothing. With
+      ``"with"`` it is an `EarlyMixing`.
 
     Raises:
       ValueError: an unknown ``combine``; a schedule on which not every replica's weights
@@ -169,11 +170,15 @@ def decentralized(
 
     def step(params, own, round, local):
         if combine == "with":
-            before = mix(params, round, local.count)
+            early = local.mixed is not None
+            before = local.mixed if early else mix(params, round, local.count)
             return guard.add(before, local(before)), own
         return mix(guard.add(params, local(params)), round, local.count), own
 
-    return guard.method(inner, step)
+    tx = guard.method(inner, step)
+    if combine == "then":
+        return tx
+    return guard.EarlyMixing(tx, lambda params, state, round: mix(params, round, state.count))
 
 
 def _delayed(inner, mixing, gamma):

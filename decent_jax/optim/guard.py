@@ -32,12 +32,13 @@ class Local:
       grads: the gradients as they came.
       count: () int32, the 0-based number of this update.
       inner: the state of the local optimizer, new once the update was made.
+      mixed: parameters that were mixed before the gradient was known, or None.
       ok: () bool, whether the update is accepted; then False leaves parameters and state alone.
     """
 
-    def __init__(self, inner, grads, state, value, active, extra):
+    def __init__(self, inner, grads, state, value, active, mixed, extra):
         self._optimizer, self._value, self._active, self._extra = inner, value, active, extra
-        self.grads, self.count, self.inner = grads, state.count, state.inner
+        self.grads, self.count, self.inner, self.mixed = grads, state.count, state.inner, mixed
 
     def __call__(self, params: Any, grads: Any = None, value: Any = None, fine: Any = True) -> Any:
         """The local optimizer's update at ``params``; zeros where it is rejected, or not fine."""
@@ -74,8 +75,9 @@ def method(
 ) -> optax.GradientTransformationExtraArgs:
     """A method from one step of it, ``step(params, own, round, local) -> (new params, new own)``.
 
-    The transformation's ``update`` takes ``round`` (required), ``value``, this replica's loss, and
-    ``active``, False for a replica that makes no update of its own in this step.
+    The transformation's ``update`` takes ``round`` (required), ``value``, this replica's loss,
+    ``active``, False for a replica that makes no update of its own in this step, and ``mixed``,
+    see `EarlyMixing`.
     """
     inner = optax.with_extra_args_support(inner)
 
@@ -83,18 +85,33 @@ def method(
         zero = jnp.zeros((), jnp.int32)
         return GuardedState(inner.init(params), zero, zero, zero, own(params))
 
-    def update(updates, state, params=None, *, round, value=None, active=None, **extra):
+    def update(updates, state, params=None, *, round, value=None, active=None, mixed=None, **extra):
         if params is None:
             raise ValueError(
                 "replicas mix parameters and got none; call "
                 "update(grads, state, params, round=schedule.round_at(step))"
             )
-        local = Local(inner, updates, state, value, active, extra)
+        local = Local(inner, updates, state, value, active, mixed, extra)
         after, kept = step(params, state.own, round, local)
         change = jax.tree.map(lambda new, old: new - _or_zero(old), after, params)
         return change, local.state(state, kept)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+class EarlyMixing(optax.GradientTransformationExtraArgs):
+    """A method whose messages are known when the step begins, for those who send them themselves.
+
+    ``mix(params, state, round)`` gives the mixed parameters of a round; ``update(..., round=round,
+    mixed=mixed)`` uses them in place of mixing, with the same result.
+    """
+
+    mix: Callable[[Any, GuardedState, Any], Any]
+
+    def __new__(cls, tx: optax.GradientTransformationExtraArgs, mix):
+        self = super().__new__(cls, *tx)
+        self.mix = mix
+        return self
 
 
 def apply_updates(params: Any, updates: Any) -> Any:

@@ -13,6 +13,7 @@ from decent_jax import gossip, optim, replicas
 from decent_jax.replicas import Placement
 from decent_jax.tasks import Task
 from decent_jax.topology import Schedule
+from decent_jax.train import overlap
 
 
 class TrainState(NamedTuple):
@@ -78,7 +79,7 @@ def make_step(
 
     ``batch`` leaves are (n, B, ...), ``t`` the 0-based step (int32 scalar); the state is donated.
     Metrics are per replica, (n,): ``loss``, ``grad_norm``, ``skipped``, ``failing``; and
-    ``learning_rate``.
+    ``learning_rate``. Where `overlap.needed` it is an `overlap.Step`.
     """
     key = jax.random.key(config.seed + 1)
     value_and_grad = jax.value_and_grad(task.loss, has_aux=True)
@@ -111,10 +112,11 @@ def make_step(
             return gossip.mean(model_state, placement.axis_name)
         return gossip.mix(model_state, schedule, round, placement.axis_name)
 
-    def update(state, model_state, loss, grads, round):
+    def update(state, model_state, loss, grads, mixed, round):
         """One replica's new state."""
+        early = {} if mixed is None else {"mixed": mixed}
         updates, opt_state = tx.update(
-            grads, state.opt_state, state.params, round=round, value=loss
+            grads, state.opt_state, state.params, round=round, value=loss, **early
         )
         params = optim.apply_updates(state.params, updates)
         if task.mixes_state:
@@ -133,30 +135,59 @@ def make_step(
         }
         return TrainState(params, model_state, opt_state, ema), metrics
 
-    def on_device(state, batch, t, round):
+    def mix_on_device(params, opt_state, *, round):
+        return placement.per_replica(lambda *args: tx.mix(*args, round))(params, opt_state)
+
+    def gradient_on_device(params, model_state, batch, t):
         ids = placement.replica_ids()
         with jax.named_scope("forward_backward"):
             per_replica = placement.per_replica(
                 lambda *args: gradient(*args, t), loop=config.mesh.loop
             )
-            results = per_replica(state.params, state.model_state, batch, ids)
+            return per_replica(params, model_state, batch, ids)
+
+    def update_on_device(state, results, mixed, *, round):
         loss, model_state, grads = results
         with jax.named_scope("update"):
             return placement.per_replica(lambda *args: update(*args, round))(
-                state, model_state, loss, grads
+                state, model_state, loss, grads, mixed
             )
 
-    @functools.partial(jax.jit, static_argnames="round", donate_argnums=0)
-    def step(state, batch, t, *, round):
-        stacked = P("replica")
-        run = placement.on_devices(
-            functools.partial(on_device, round=round),
-            in_specs=(stacked, stacked, P()),
-            out_specs=(stacked, stacked),
-            check_vma=not schedule.partial_groups or config.algorithm == "all_reduce",
-        )
-        state, metrics = run(state, batch, t)
+    def on_device(state, batch, t, *, round):
+        results = gradient_on_device(state.params, state.model_state, batch, t)
+        return update_on_device(state, results, None, round=round)
+
+    stacked = P("replica")
+    check_vma = gossip.allows_check_vma(schedule) or config.algorithm == "all_reduce"
+
+    def on_devices(body, *in_specs, **static):
+        body = functools.partial(body, **static)
+        return placement.on_devices(body, in_specs, stacked, check_vma)
+
+    def finished(state, metrics, t):
         state = placement.place_all(state)
         return state, {**metrics, "learning_rate": jnp.asarray(rate(t), jnp.float32)}
 
-    return step
+    @functools.partial(jax.jit, static_argnames="round", donate_argnums=0)
+    def step(state, batch, t, *, round):
+        run = on_devices(on_device, stacked, stacked, P(), round=round)
+        return finished(*run(state, batch, t), t)
+
+    if not overlap.needed(tx, placement):
+        return step
+
+    @functools.partial(jax.jit, static_argnames="round")
+    def mix(params, opt_state, *, round):
+        return on_devices(mix_on_device, stacked, stacked, round=round)(params, opt_state)
+
+    @jax.jit
+    def gradients(params, model_state, batch, t):
+        run = on_devices(gradient_on_device, stacked, stacked, stacked, P())
+        return run(params, model_state, batch, t)
+
+    @functools.partial(jax.jit, static_argnames="round", donate_argnums=(0, 1, 2))
+    def finish(state, results, mixed, t, *, round):
+        run = on_devices(update_on_device, stacked, stacked, stacked, round=round)
+        return finished(*run(state, results, mixed), t)
+
+    return overlap.Step(step, mix, gradients, finish, placement.stacked)
