@@ -106,13 +106,6 @@ def measure(configs, folder, parsed) -> dict[str, Variant]:
     return variants
 
 
-def bytes_sent(name: str, variant: Variant, n: int) -> float:
-    """By the busiest replica, a step."""
-    if name == "all_reduce":
-        return 2 * (n - 1) / n * variant.model_bytes
-    return variant.schedule.bytes_sent(variant.model_bytes) if communicates(name) else 0.0
-
-
 def report(variants: dict[str, Variant], parsed) -> None:
     if jax.process_index():
         return
@@ -131,7 +124,7 @@ def report(variants: dict[str, Variant], parsed) -> None:
             "step_times_s": variant.seconds,
             "tokens_per_s": variant.units / median,
             "model_bytes": variant.model_bytes,
-            "bytes_sent": bytes_sent(name, variant, parsed.replicas),
+            "bytes_sent": 0.0 if name == "none" else variant.cost.sent_a_step,
         }
         if communicates(name):
             row |= {"local_size": parsed.local_size, "execution": "plain"}

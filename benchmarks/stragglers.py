@@ -25,6 +25,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from tqdm import tqdm
@@ -159,15 +160,14 @@ def run(mixes: list, sleeps: np.ndarray, combine: str) -> None:
     """The steps of this replica; in the order "with" messages travel while it sleeps."""
     import jax
 
-    for t, seconds in enumerate(sleeps):
-        mix, x = mixes[t % len(mixes)]
-        if combine == "with":
-            mixed = mix(x)
-            time.sleep(seconds)
-        else:
-            time.sleep(seconds)
-            mixed = mix(x)
-        jax.block_until_ready(mixed)
+    with ThreadPoolExecutor(1) as thread:  # as `decent_jax.train.overlap` does it
+        for t, seconds in enumerate(sleeps):
+            mix, x = mixes[t % len(mixes)]
+            slept = thread.submit(time.sleep, seconds)
+            if combine != "with":
+                slept.result()
+            jax.block_until_ready(mix(x))
+            slept.result()
 
 
 # --- What both use ------------------------------------------------------------------------------

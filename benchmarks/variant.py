@@ -32,6 +32,7 @@ class Variant:
             config, self.schedule, rate, task.decay_mask, placement.axis_name
         )
         self.state = step_lib.init_state(config, task, tx, placement)
+        self.cost = algorithm.cost(config, self.schedule, self.state)
         with loader.train_batches(
             task.train_source,
             seed=0,

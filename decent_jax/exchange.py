@@ -6,6 +6,7 @@ a permutation of replicas into slices and ``ppermute`` between devices.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ import numpy as np
 from decent_jax.topology import Schedule, Send
 
 AxisName = str | tuple[str, ...]
+
+SMALL = 64 * 1024  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +128,36 @@ def receive(block: jax.Array, send: Send, layout: Layout) -> jax.Array:
         received.append(taken)
         order.extend(rows)
     return _take(_concatenate(received), np.argsort(order))
+
+
+def receive_all(blocks: Sequence[jax.Array], send: Send, layout: Layout) -> list[jax.Array]:
+    """`receive` for each; small arrays of a dtype travel together, as one message."""
+    packs = _packs(blocks)
+    arrived: list[jax.Array | None] = [None] * len(blocks)
+    for pack in packs:
+        if len(pack) == 1:
+            arrived[pack[0]] = receive(blocks[pack[0]], send, layout)
+            continue
+        rows = [blocks[k].reshape(layout.block, -1) for k in pack]
+        whole = receive(jnp.concatenate(rows, axis=1), send, layout)
+        ends = np.cumsum([x.shape[1] for x in rows]).tolist()
+        for k, x, end in zip(pack, rows, ends, strict=True):
+            arrived[k] = whole[:, end - x.shape[1] : end].reshape(blocks[k].shape)
+    return arrived
+
+
+def _packs(blocks: Sequence[jax.Array]) -> list[list[int]]:
+    """Which arrays travel together: those below `SMALL` bytes, by dtype; the others alone.
+
+    Where XLA shards a replica over devices of its own, nothing does: a whole of parts would have to
+    be made of other parts.
+    """
+    packs: dict[Any, list[int]] = {}
+    sharded = jax.sharding.get_abstract_mesh().auto_axes
+    for k, x in enumerate(blocks):
+        small = x.size // x.shape[0] * x.dtype.itemsize < SMALL and not sharded
+        packs.setdefault(x.dtype if small else k, []).append(k)
+    return list(packs.values())
 
 
 def over_gloo() -> bool:

@@ -27,7 +27,7 @@ import numpy as np
 
 from decent_jax import exchange
 from decent_jax.exchange import AxisName, Layout, over_gloo
-from decent_jax.topology import Round, Schedule, Send
+from decent_jax.topology import Round, Schedule
 from decent_jax.topology.rounds import kron, round_of
 from decent_jax.wire import Wire
 
@@ -132,16 +132,19 @@ def mix_coded(
     flag = None if finite is None else layout.lift(finite)
     coefficients = _coefficients(one, layout, flag)
 
-    def mix_leaf(parts, own, like, key):
-        blocks = [layout.lift(own)]
-        for send in one.sends:
-            received = tuple(
-                layout.drop(exchange.receive(layout.lift(x), send, layout)) for x in parts
-            )
-            blocks.append(layout.lift(wire.decode(received, like, key)))
+    parts, of_leaf = jax.tree.flatten(sent)
+    lifted = [layout.lift(x) for x in parts]
+    received = [
+        of_leaf.unflatten(map(layout.drop, exchange.receive_all(lifted, send, layout)))
+        for send in one.sends
+    ]
+
+    def mix_leaf(own, like, key, *arrived):
+        decoded = [layout.lift(wire.decode(parts, like, key)) for parts in arrived]
+        blocks = [layout.lift(own), *decoded]
         return layout.drop(_weighted_sum(blocks, coefficients, flag is not None))
 
-    mixed = [mix_leaf(*each) for each in zip(sent, own, leaves, keys, strict=True)]
+    mixed = [mix_leaf(*each) for each in zip(own, leaves, keys, *received, strict=True)]
     return structure.unflatten(mixed), structure.unflatten(own)
 
 
@@ -169,10 +172,12 @@ def receive(
     layout = Layout.of(schedule, axis_name)
     one = _round(schedule, number(round))
 
+    leaves, structure = jax.tree.flatten(tree)
+    lifted = [layout.lift(x) for x in leaves]
+
     def arrive(send):
-        brought = jax.tree.map(
-            lambda x: layout.drop(exchange.receive(layout.lift(x), send, layout)), tree
-        )
+        brought = map(layout.drop, exchange.receive_all(lifted, send, layout))
+        brought = structure.unflatten(brought)
         weight = layout.drop(layout.rows(send.weights))
         if isinstance(round, Simulated):  # a message that is lost has no weight in its matrix
             sender = layout.drop(layout.rows(send.sources))
@@ -180,11 +185,6 @@ def receive(
         return brought, weight
 
     return [arrive(send) for send in one.sends]
-
-
-def _arrival(x: jax.Array, send: Send, layout: Layout) -> jax.Array:
-    """What one message brings of an array of a replica's own; anything where it is idle."""
-    return layout.drop(exchange.receive(layout.lift(x), send, layout))
 
 
 def _mixed(tree, schedule, round, axis_name, finite):
@@ -199,12 +199,14 @@ def _mixed(tree, schedule, round, axis_name, finite):
     grouped_flag = None if flag is None else _group_any(flag, one, layout)
     coefficients = _coefficients(one, layout, grouped_flag)
 
-    def mix_leaf(leaf):
-        block = _group_mean(layout.lift(leaf), one, layout, flag)
-        received = [exchange.receive(block, send, layout) for send in one.sends]
-        return layout.drop(_weighted_sum([block, *received], coefficients, flag is not None))
-
-    return jax.tree.map(mix_leaf, tree)
+    leaves, structure = jax.tree.flatten(tree)
+    own = [_group_mean(layout.lift(leaf), one, layout, flag) for leaf in leaves]
+    received = [exchange.receive_all(own, send, layout) for send in one.sends]
+    mixed = [
+        layout.drop(_weighted_sum(blocks, coefficients, flag is not None))
+        for blocks in zip(own, *received, strict=True)
+    ]
+    return structure.unflatten(mixed)
 
 
 def _round(schedule: Schedule, round: int) -> Round:

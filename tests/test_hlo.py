@@ -11,7 +11,8 @@ from jax.extend import core as jex
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from decent_jax import gossip, optim, topology
+from decent_jax import exchange, gossip, optim, topology
+from decent_jax.wire import BFloat16, Int8
 
 # Sizes that nothing else in the step has, so that a message is known by its size.
 SHAPES = {"bias": (3,), "kernel": (2, 5), "scale": (7,)}
@@ -25,6 +26,12 @@ KINDS = (
     "collective-broadcast",
     "conditional",
 )
+
+
+@pytest.fixture(autouse=True)
+def arrays_apart(monkeypatch):
+    """Each array is a message of its own, however small, but in the tests of packing."""
+    monkeypatch.setattr(exchange, "SMALL", 0)
 
 
 def collectives(text):
@@ -232,6 +239,44 @@ def test_all_reduce_is_one_all_reduce_a_leaf(mesh8):
     assert {kind for kind, _, _ in found} == {"all-reduce"}
     assert messages(found, "all-reduce") == SIZES
     assert all(groups_of(line, 8) == [list(range(8))] for _, _, line in found)
+
+
+@pytest.mark.parametrize("wire", [None, Int8()], ids=["float32", "int8"])
+@pytest.mark.parametrize("name", ["one_peer_exp", "bidirectional_ring"])
+def test_small_arrays_of_a_dtype_are_one_message(name, wire, mesh8, monkeypatch):
+    """A message a neighbour for all of them, and the same numbers."""
+    schedule = topology.make(name, 8)
+    rng = np.random.default_rng(0)
+    tree = {key: rng.normal(size=(8, *shape)).astype(np.float32) for key, shape in SHAPES.items()}
+    tree["half"] = rng.normal(size=(8, 4)).astype(jnp.bfloat16)
+    key = jax.random.key(0) if wire else None
+    degree = schedule.degree(0)
+
+    def mixed(small):
+        monkeypatch.setattr(exchange, "SMALL", small)
+        step = on_mesh(lambda x: gossip.mix(x, schedule, 0, wire=wire, key=key), mesh8)
+        compiled = jax.jit(step).lower(tree).compile()
+        sizes = messages(collectives(compiled.as_text()), "collective-permute")
+        return compiled(tree), sizes
+
+    apart, sizes = mixed(0)
+    together, packed = mixed(40)
+    if wire is None:  # the kernel has 40 bytes; bfloat16 travels apart from float32
+        assert sizes == sorted([3, 4, 7, 10] * degree)
+        assert packed == sorted([4, 3 + 7, 10] * degree)
+    else:  # codes of a byte, and the scales of all rows
+        assert sizes == sorted([3, 4, 7, 10, 2] * degree)  # scalars are scales of vectors
+        assert packed == sorted([3 + 4 + 7 + 10, 5] * degree)
+    for one, other in zip(jax.tree.leaves(apart), jax.tree.leaves(together), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_bfloat16_travels_as_two_bytes(mesh8):
+    schedule = topology.make("one_peer_exp", 8)
+    step = on_mesh(lambda x: gossip.mix(x, schedule, 1, wire=BFloat16()), mesh8)
+    text = jax.jit(step).lower(jnp.zeros((8, 11))).compile().as_text()
+    (_, sizes, line) = next(found for found in collectives(text) if found[1] != [1])
+    assert sizes == [11] and "= u16[" in line
 
 
 @pytest.mark.parametrize(("local", "round"), [(2, 1), (2, 2), (4, 1)])

@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from decent_jax.models.pieces import dropout, fold_in, implementation, remat_call
+
 Params = dict[str, Any]
 
 _LAYER_NORM_EPSILON = 1e-5
@@ -134,10 +136,11 @@ class GPT2(nnx.Module):
         if self.config.dropout == 0.0:
             dropout_rng = None
         x = self.embed(tokens, jnp.arange(tokens.shape[1]))
-        x = _dropout(x, self.config.dropout, _fold_in(dropout_rng, self.config.layers))
+        x = dropout(x, self.config.dropout, fold_in(dropout_rng, self.config.layers))
         for i in range(self.config.layers):
-            rng = _fold_in(dropout_rng, i)
-            x = (_remat_block if self.config.remat else _call_block)(self.h[str(i)], x, rng)
+            rng = fold_in(dropout_rng, i)
+            block = self.h[str(i)]
+            x = remat_call(block, x, rng) if self.config.remat else block(x, rng)
         return self.ln_f(x)
 
     def embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
@@ -165,10 +168,10 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs=rngs)
 
     def __call__(self, x: jax.Array, dropout_rng: jax.Array | None = None) -> jax.Array:
-        a = self.attn(self.ln_1(x), _fold_in(dropout_rng, 0))
-        x = x + _dropout(a, self.dropout, _fold_in(dropout_rng, 1))
+        a = self.attn(self.ln_1(x), fold_in(dropout_rng, 0))
+        x = x + dropout(a, self.dropout, fold_in(dropout_rng, 1))
         m = self.mlp(self.ln_2(x))
-        return x + _dropout(m, self.dropout, _fold_in(dropout_rng, 2))
+        return x + dropout(m, self.dropout, fold_in(dropout_rng, 2))
 
 
 class Attention(nnx.Module):
@@ -183,7 +186,7 @@ class Attention(nnx.Module):
         query, key, value = self.qkv(x)
         if dropout_rng is None:
             y = jax.nn.dot_product_attention(
-                query, key, value, is_causal=True, implementation=_implementation(self.config)
+                query, key, value, is_causal=True, implementation=implementation(self.config)
             )
         else:
             y = _attention_with_dropout(query, key, value, self.config.dropout, dropout_rng)
@@ -229,30 +232,6 @@ def _layer_norm(config, rngs) -> nnx.LayerNorm:
     )
 
 
-def _call_block(block, x, dropout_rng):
-    return block(x, dropout_rng)
-
-
-def _remat_block(block, x, dropout_rng):
-    """As `_call_block`, keeping only its input. Pure functions inside, so any transform may be
-    outside."""
-    graphdef, state = nnx.split(block)
-
-    @jax.checkpoint
-    def call(state, x, dropout_rng):
-        return nnx.merge(graphdef, state, copy=True)(x, dropout_rng)
-
-    return call(state, x, dropout_rng)
-
-
-def _implementation(config: GPT2Config) -> str:
-    if config.attention != "auto":
-        return config.attention
-    head_dim = config.width // config.heads
-    fits = config.dtype in ("bfloat16", "float16") and head_dim % 8 == 0 and head_dim <= 128
-    return "cudnn" if fits and jax.default_backend() == "gpu" else "xla"
-
-
 def _attention_with_dropout(query, key, value, rate, rng):
     """Attention ``(B, T, heads, D)`` with dropout of its probabilities, which makes the
     ``(B, heads, T, T)`` matrix: slower, and larger, than without."""
@@ -260,19 +239,8 @@ def _attention_with_dropout(query, key, value, rate, rng):
     scores /= math.sqrt(query.shape[-1])
     causal = jnp.tri(query.shape[1], dtype=bool)[None, None]
     probabilities = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
-    probabilities = _dropout(probabilities, rate, rng).astype(value.dtype)
+    probabilities = dropout(probabilities, rate, rng).astype(value.dtype)
     return jnp.einsum("bhts,bshd->bthd", probabilities, value)
-
-
-def _dropout(x, rate, rng):
-    if rng is None:
-        return x
-    keep = jax.random.bernoulli(rng, 1.0 - rate, x.shape)
-    return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
-
-
-def _fold_in(rng, data):
-    return None if rng is None else jax.random.fold_in(rng, data)
 
 
 # --- The functional adapter ---------------------------------------------------------------------

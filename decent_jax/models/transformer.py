@@ -21,14 +21,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from decent_jax.models.pieces import dropout, fold_in, remat_call
 from decent_jax.models.transformer_layers import (
     DecoderLayer,
     EncoderLayer,
-    dropout,
-    fold_in,
     key_lengths,
     layer_norm,
-    remat_call,
     sinusoids,
 )
 

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from decent_jax.models.pieces import dropout, fold_in, implementation
+
 if TYPE_CHECKING:
     from decent_jax.models.transformer import TransformerConfig
 
@@ -157,27 +159,6 @@ def layer_norm(config, rngs) -> nnx.LayerNorm:
     )
 
 
-def remat_call(layer, *args):
-    """``layer(*args)``, keeping only ``args``. Pure functions inside, so any transform may be
-    outside."""
-    graphdef, state = nnx.split(layer)
-
-    @jax.checkpoint
-    def call(state, *args):
-        return nnx.merge(graphdef, state, copy=True)(*args)
-
-    return call(state, *args)
-
-
-def implementation(config: "TransformerConfig") -> str:
-    """The kernel of `jax.nn.dot_product_attention`: "xla" or "cudnn"."""
-    if config.attention != "auto":
-        return config.attention
-    head_dim = config.width // config.heads
-    fits = config.dtype in ("bfloat16", "float16") and head_dim % 8 == 0 and head_dim <= 128
-    return "cudnn" if fits and jax.default_backend() == "gpu" else "xla"
-
-
 def sinusoids(positions: jax.Array, width: int) -> jax.Array:
     """Position encodings, ``(T,)`` integers to ``(T, width)`` float32.
 
@@ -196,16 +177,3 @@ def key_lengths(mask: jax.Array) -> jax.Array:
     batch, then gives finite numbers that nobody reads.
     """
     return jnp.maximum(mask.sum(axis=-1, dtype=jnp.int32), 1)
-
-
-def dropout(x, rate, rng):
-    """A share ``rate`` of ``x`` becomes 0, the rest is scaled up; without a key nothing does."""
-    if rng is None:
-        return x
-    keep = jax.random.bernoulli(rng, 1.0 - rate, x.shape)
-    return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
-
-
-def fold_in(rng, data):
-    """A key of its own for each use; None stays None."""
-    return None if rng is None else jax.random.fold_in(rng, data)
