@@ -148,6 +148,21 @@ def test_three_parts_make_the_step_of_one(changes, data, monkeypatch):
         np.testing.assert_allclose(other, one, rtol=2e-5, atol=1e-6)
 
 
+def test_parts_are_compiled_once(data, as_if_over_gloo):
+    """The gradient for each shape of a batch, the other parts for each round."""
+    step, state, batches, _ = trainer(data)
+    half = jax.tree.map(lambda x: x[:, :1], batches[0])
+
+    def program(batch, round):
+        return step.lower(state, batch, np.int32(0), round=round).compile()
+
+    one, other, short = program(batches[0], 0), program(batches[0], 1), program(half, 0)
+    assert one.gradient is other.gradient and one.gradient is not short.gradient
+    assert one.mix is short.mix and one.mix is not other.mix
+    assert one.finish is short.finish and one.finish is not other.finish
+    short(state, half, np.int32(0))
+
+
 def test_a_replica_that_is_not_finite_is_brought_back(data, as_if_over_gloo):
     step, state, batches, _ = trainer(data)
     bad = jax.tree.map(lambda x: x.at[1].set(jnp.nan), state.params)
@@ -160,9 +175,9 @@ def test_a_replica_that_is_not_finite_is_brought_back(data, as_if_over_gloo):
 def test_what_each_part_waits_for(data, as_if_over_gloo):
     """The gradient communicates nothing, the mix computes nothing of the model."""
     step, state, batches, _ = trainer(data)
-    lowered = step.lower(state, batches[0], np.int32(0), round=1)
+    program = step.lower(state, batches[0], np.int32(0), round=1).compile()
     mix, gradient, finish = (
-        part.compile().as_text() for part in (lowered.mix, lowered.gradient, lowered.finish)
+        part.as_text() for part in (program.mix, program.gradient, program.finish)
     )
     assert not collectives(gradient) and not collectives(finish)
     sizes = [size for _, found, _ in collectives(mix) for size in found]

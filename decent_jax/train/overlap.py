@@ -43,6 +43,7 @@ class Step:
         self._whole, self._mix, self._gradient, self._finish = whole, mix, gradient, finish
         self._stacked = stacked
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gradient")
+        self._compiled = {}  # parts: rounds share the gradient, shapes of a batch the others
 
     def lower(self, state: Any, batch: Any, t: Any, *, round: int | None):
         if round is None:
@@ -57,25 +58,27 @@ class Step:
 
         results = result_of(self._gradient, params, model_state, batch, t)
         mixed = result_of(lambda x: x, params)
+        shapes = tuple(x.shape for x in jax.tree.leaves(batch))
         held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(batch))
-        return _Lowered(
-            self._thread,
-            held,
-            self._mix.lower(params, state.opt_state, round=round),
-            self._gradient.lower(params, model_state, batch, t),
-            self._finish.lower(state, results, mixed, t, round=round),
-        )
+        lowered = {
+            ("mix", round): lambda: self._mix.lower(params, state.opt_state, round=round),
+            ("gradient", shapes): lambda: self._gradient.lower(params, model_state, batch, t),
+            ("finish", round): lambda: self._finish.lower(state, results, mixed, t, round=round),
+        }
+        return _Lowered(self._thread, held, lowered, self._compiled)
 
 
 class _Lowered(NamedTuple):
     thread: ThreadPoolExecutor
     batch_bytes: int  # on one device
-    mix: Any
-    gradient: Any
-    finish: Any
+    lowered: dict[tuple, Callable]  # the parts: by what tells them from others, how to lower them
+    compiled: dict[tuple, Any]  # of the step
 
     def compile(self) -> "_Program":
-        return _Program(*self[:2], *(part.compile() for part in self[2:]))
+        for part, lower in self.lowered.items():
+            if part not in self.compiled:
+                self.compiled[part] = lower().compile()
+        return _Program(self.thread, self.batch_bytes, *map(self.compiled.get, self.lowered))
 
 
 class _Program(NamedTuple):
