@@ -13,8 +13,7 @@ now, then  50 ms on average, 20 ms of them drawn from an exponential distributio
 The number is the time of a step, relative to 50 ms. "with" sends parameters as they were before
 the step, so that a neighbour waits only until the other has *begun* it; "then" sends what the step
 has made. In brackets, what the planner's simulator says for the same compute times on a network
-that takes no time. All-reduce waits for everybody in every step. On CPUs jax waits for a program
-with messages when it is started, so that "with" is measured to be hardly better than "then".
+that takes no time. All-reduce waits for everybody in every step.
 """
 
 import argparse
