@@ -147,15 +147,10 @@ def receive_all(blocks: Sequence[jax.Array], send: Send, layout: Layout) -> list
 
 
 def _packs(blocks: Sequence[jax.Array]) -> list[list[int]]:
-    """Which arrays travel together: those below `SMALL` bytes, by dtype; the others alone.
-
-    Where XLA shards a replica over devices of its own, nothing does: a whole of parts would have to
-    be made of other parts.
-    """
+    """Which arrays travel together: those below `SMALL` bytes, by dtype; the others alone."""
     packs: dict[Any, list[int]] = {}
-    sharded = jax.sharding.get_abstract_mesh().auto_axes
     for k, x in enumerate(blocks):
-        small = x.size // x.shape[0] * x.dtype.itemsize < SMALL and not sharded
+        small = x.size // x.shape[0] * x.dtype.itemsize < SMALL and not _sharded()
         packs.setdefault(x.dtype if small else k, []).append(k)
     return list(packs.values())
 
@@ -170,9 +165,14 @@ def _permute(x: jax.Array, pairs: list[tuple[int, int]], layout: Layout) -> jax.
     """``ppermute``, and `swap` where gloo would send the two halves of a pair in turn."""
     axis = layout.device_axis
     swapped = _are_swapped(pairs, layout.devices) and not checks_vma(x, axis)
-    if swapped and over_gloo():
+    if swapped and over_gloo() and not _sharded():
         return swap(x, pairs, axis)
     return jax.lax.ppermute(x, axis, pairs)
+
+
+def _sharded() -> bool:
+    """Whether XLA shards a replica over devices of its own: its arrays are only whole together."""
+    return bool(jax.sharding.get_abstract_mesh().auto_axes)
 
 
 def _are_swapped(pairs: list[tuple[int, int]], devices: int) -> bool:

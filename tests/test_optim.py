@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from decent_jax import optim, topology
+from decent_jax.optim import guard
 from decent_jax.optim.accum_adam import bias_correction
 
 N = 4
@@ -121,6 +122,19 @@ def test_bad_update_is_rejected(combine, how):
     assert counts_of(state) == ([3, 3, 2, 3], [3, 3, 3, 3])
     window = state.inner[0].window["bias"]
     assert (window[0] == 0).all() and (window[2] != 0).any()  # its own window is a step behind
+
+
+@pytest.mark.parametrize("shape", [(7,), (1000,), (2, 4096), (257, 131)])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_one_bad_number_anywhere_is_found(shape, value):
+    """In arrays long enough for the vector code of a reduction, and in what is left over."""
+    all_finite = jax.jit(guard.all_finite)
+    good = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    assert all_finite([good])
+    for place in np.linspace(0, good.size - 1, 60).astype(int):
+        bad = good.copy()
+        bad.reshape(-1)[place] = value
+        assert not all_finite([good, bad]), place
 
 
 def test_large_gradient_is_not_rejected():

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_hlo import collectives
 
@@ -88,6 +89,29 @@ def test_only_rounds_of_pairs_are_sums(name, local_size, sums, mesh8, as_if_over
         np.testing.assert_allclose(compiled(x), mixed, rtol=1e-6, atol=1e-6)
     assert kinds.count("all-reduce") == sums
     assert kinds.count("collective-permute") == schedule.period - sums
+
+
+def test_shards_of_a_replica_are_permuted_as_they_are(as_if_over_gloo):
+    """Nothing is packed or swapped where an array is only whole on several devices."""
+    mesh = jax.make_mesh((4, 2), ("replica", "fsdp"), (AxisType.Auto,) * 2)
+    schedule = topology.make("hypercube", 4)
+    sharding = NamedSharding(mesh, P("replica", None, "fsdp"))
+    x = np.random.default_rng(0).normal(size=(2, 4, 6, 4)).astype(np.float32)
+    run = jax.shard_map(
+        lambda tree: jax.tree.map(lambda x: x[None], gossip.mix([x[0] for x in tree], schedule, 1)),
+        mesh=mesh,
+        in_specs=P("replica"),
+        out_specs=P("replica"),
+        axis_names={"replica"},
+        check_vma=gossip.allows_check_vma(schedule),
+    )
+    tree = [jax.device_put(part, sharding) for part in x]
+    compiled = jax.jit(run).lower(tree).compile()
+    found = [(kind, sizes) for kind, sizes, _ in collectives(compiled.as_text())]
+    assert found == [("collective-permute", [12])] * 2
+    for part, mixed in zip(x, compiled(tree), strict=True):
+        wanted = np.einsum("ij,j...->i...", schedule.matrix(1), part)
+        np.testing.assert_allclose(mixed, wanted, rtol=1e-6)
 
 
 # --- the step in three parts ---------------------------------------------------------------------
