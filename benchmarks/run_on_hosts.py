@@ -7,12 +7,13 @@
 
 The program gets ``--config.cluster.coordinator``, ``num_processes`` and ``process_id`` in addition
 to its own flags. What process 0 says is shown; the others' last words are, if one of them fails.
-When one fails, or at Ctrl-C, all are killed.
+When one fails, or at Ctrl-C or SIGTERM, all are killed.
 """
 
 import argparse
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,7 @@ def main(arguments: list[str]) -> int:
     hosts = names_of_hosts()
     if not hosts:
         parser.error("there are no hosts; make them with benchmarks/hosts.sh up 4 200mbit")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with contextlib.ExitStack() as stack:
         words = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in hosts]
         processes = [start(k, host, len(hosts), program, words[k]) for k, host in enumerate(hosts)]

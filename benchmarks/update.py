@@ -38,6 +38,10 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", type=outputs.file, metavar="FILE", help="for the JSON lines")
     parsed = parser.parse_args(arguments)
+    if parsed.repeats < 1:
+        parser.error(f"--repeats is {parsed.repeats}; give at least 1")
+    if parsed.parameters <= 0:
+        parser.error(f"--parameters is {parsed.parameters:g}; give a number of millions above 0")
     params = arrays_of(parsed.parameters * 1e6)
     size = sum(x.nbytes for x in jax.tree.leaves(params))
     cases = {"copy": copy_of(size)}

@@ -469,3 +469,15 @@ def quadratic(n=8):
         return a[:, None] * (x - b[:, None])
 
     return Quadratic(a, b, grad, ring(n), float(a @ b / a.sum()))
+
+
+def random_problem(n=8, d=3, seed=0):
+    """A start and gradients that differ between replicas, coordinates and steps."""
+    rng = np.random.default_rng(seed)
+    a, b = rng.uniform(0.2, 1, (n, d)), rng.normal(size=(n, d))
+    return rng.normal(size=(n, d)), lambda x, t: a * (x - b * np.cos(t))
+
+
+def assert_same(got, wanted, tolerance=1e-12):
+    """Equal but for rounding: the sums are taken in another order."""
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=tolerance)

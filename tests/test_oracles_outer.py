@@ -1,0 +1,178 @@
+"""The oracles of DiLoCo and SlowMo: fixtures of torchft and MaxText, and relations between them."""
+
+import numpy as np
+import oracles
+import pytest
+from oracles import assert_same, random_problem, run
+
+LR = 0.1
+
+TORCHFT = [  # delay, alpha; fragment 0 at counts 0..9; the global ones at counts 3 and 9
+    (0, 0, (1, -1, -3, -11, -13, -15, -17, -19, -21, -35), (-11, -35)),
+    (0, 0.5, (1, -1, -3, -8, -10, -12, -14, -16, -18, -24.5), (-11, -29)),
+    (0, 1, (1, -1, -3, -5, -7, -9, -11, -13, -15, -17), (-11, -23)),
+    (1, 0, (1, -1, -3, -7, -9, -11, -13, -15, -17, -27), (-7, -27)),
+    (1, 0.5, (1, -1, -3, -6, -8, -10, -12, -14, -16, -21.5), (-7, -25)),
+    (1, 1, (1, -1, -3, -5, -7, -9, -11, -13, -15, -17), (-7, -23)),
+]
+
+
+def torchft(delay, alpha):
+    record = []
+    numbers = {
+        "fragments": [[0], [1]],
+        "sync_every": 6,
+        "delay": delay,
+        "alpha": alpha,
+        "outer_lr": 2.0,
+        "record": record,
+    }
+    history = run(
+        "diloco",
+        lambda t: None,
+        lambda x, t: np.full_like(x, 2),
+        np.ones((2, 2)),
+        12,
+        1.0,
+        **numbers,
+    )
+    assert_same(history[:, 0], history[:, 1])
+    return np.concatenate([[[1.0, 1.0]], history[:, 0]]), np.array([[1.0, 1.0], *record])
+
+
+@pytest.mark.parametrize("delay, alpha, local, whole", TORCHFT)
+def test_torchft_fixtures(delay, alpha, local, whole):
+    x, record = torchft(delay, alpha)
+    assert x[:10, 0].tolist() == list(local)
+    assert record[[3, 9], 0].tolist() == list(whole)
+
+
+def test_torchft_second_fragment():
+    x, record = torchft(0, 0)
+    assert x[:7, 1].tolist() == [1, -1, -3, -5, -7, -9, -23]
+    assert x[12, 1] == -47
+    assert record[[6, 12], 1].tolist() == [-23, -47]
+
+
+INPUTS = np.array([[[0.0, 1.0], [1.0, 0.0]], [[1.0, 0.0], [0.0, 1.0]]])  # MaxText's diloco_test.py
+LABELS = np.array([[1.0, 2.0], [2.0, 3.0]])
+
+
+def residuals(x):
+    return np.einsum("nkd,nd->nk", INPUTS, x[:, :2]) + x[:, 2:] - LABELS
+
+
+def least_squares(x, t):
+    """The gradient of each replica's mean squared error in (w_0, w_1, b)."""
+    r = residuals(x)
+    return np.concatenate([np.einsum("nk,nkd->nd", r, INPUTS), r.sum(1, keepdims=True)], 1)
+
+
+def test_maxtext_replay():
+    start = np.tile([2.0, 1.0, 1.0], (2, 1))
+    record = []
+    numbers = {
+        "sync_every": 3,
+        "outer_lr": 1.0,
+        "outer_momentum": 0.9,
+        "nesterov": True,
+        "record": record,
+    }
+    history = run("diloco", lambda t: None, least_squares, start, 6, 0.1, **numbers)
+    losses = [(residuals(x) ** 2).mean(1) for x in (start, *history[:5])]
+    assert_same(losses[:3], [[1, 1], [0.49, 0.81], [0.2401, 0.6561]])
+    later = [[0.207544, 0.940944], [0.122906, 0.637504], [0.077404, 0.455295]]
+    assert_same(losses[3:], later, 5.1e-7)
+    assert_same(record[2], [1.5345, 1.0494, 0.5839])
+    assert_same(record[5], [1.26282, 1.247008, 0.509828], 5.1e-7)
+    assert_same(history[[2, 5]], np.array(record)[[2, 2, 5, 5]].reshape(2, 2, 3))
+    pseudo = [(0.245, -0.026, 0.219), (0.038542, -0.09292, -0.054378)]
+    for before, wanted in zip((start, history[2]), pseudo, strict=True):
+        local = run("dpsgd", lambda t: None, least_squares, before, 3, 0.1)[-1]
+        assert_same(before[0] - local.mean(0), wanted, 5.1e-7)
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_diloco_with_a_plain_outer_step_is_local_sgd(every):
+    x0, grad = random_problem()
+    x0 = np.tile(x0[0], (8, 1))
+    wanted = run("local_sgd", oracles.average_every(8, every), grad, x0, 12, LR)
+    got = run("diloco", lambda t: None, grad, x0, 12, LR, sync_every=every)
+    assert_same(got, wanted)
+    if every == 1:
+        assert_same(got, run("dpsgd", lambda t: oracles.average(8), grad, x0, 12, LR))
+
+
+def test_slowmo_over_local_sgd_is_diloco():
+    """At a constant rate lr u is the outer momentum of the pseudo-gradients."""
+    x0, grad = random_problem()
+    x0 = np.tile(x0[0], (8, 1))
+    slow = run("slowmo", oracles.average_every(8, 3), grad, x0, 13, LR, alpha=0.7, beta=0.6)
+    numbers = {"sync_every": 3, "outer_lr": 0.7, "outer_momentum": 0.6}
+    assert_same(slow, run("diloco", lambda t: None, grad, x0, 13, LR, **numbers))
+
+
+def test_slowmo_over_gossip():
+    """Piece by piece, at a rate that varies: D-PSGD from x_start to an average, then the step."""
+    start, grad = random_problem()
+    matrices = oracles.average_every(8, 4, oracles.one_peer_exp(8))
+
+    def lr(t):
+        return 0.2 / (1 + t)
+
+    history = run("slowmo", matrices, grad, start, 12, lr, alpha=0.7, beta=0.6)
+    u = 0
+    for k in range(3):
+        first = 4 * k
+        piece = run(
+            "dpsgd",
+            lambda t, first=first: matrices(first + t),
+            lambda x, t, first=first: grad(x, first + t),
+            start,
+            4,
+            lambda t, first=first: lr(first + t),
+        )
+        assert_same(history[first : first + 3], piece[:3])
+        u = 0.6 * u + (start - piece[3]) / lr(first + 3)
+        start = start - 0.7 * lr(first + 3) * u
+        assert_same(history[first + 3], start)
+
+
+def test_streaming_diloco_with_replicas_that_differ():
+    """The first syncs of two fragments of a three-coordinate problem, from plain SGD."""
+    x0, grad = random_problem()
+    x0 = np.tile(x0[0], (8, 1))
+    numbers = {
+        "sync_every": 6,
+        "fragments": [[0, 2], [1]],
+        "delay": 2,
+        "alpha": 0.25,
+        "outer_lr": 0.7,
+        "outer_momentum": 0.9,
+        "nesterov": True,
+    }
+    got = run("diloco", lambda t: None, grad, x0, 6, LR, **numbers)
+    plain = run("dpsgd", lambda t: None, grad, x0, 6, LR)  # coordinates do not meet in `grad`
+    for part, count in (([0, 2], 3), ([1], 6)):
+        X = x0[0, part]
+        X = X - 0.7 * 1.9 * (X - plain[count - 2 - 1][:, part].mean(0))
+        assert_same(got[: count - 1][:, :, part], plain[: count - 1][:, :, part])
+        assert_same(got[count - 1][:, part], 0.25 * plain[count - 1][:, part] + 0.75 * X)
+
+
+def test_diloco_refuses():
+    grad = oracles.quadratic().grad
+    with pytest.raises(ValueError, match="equal replicas"):
+        run("diloco", lambda t: None, grad, np.arange(8.0)[:, None], 1, LR, sync_every=1)
+    with pytest.raises(ValueError, match="below sync_every // fragments = 3, got 3"):
+        run(
+            "diloco",
+            lambda t: None,
+            grad,
+            np.zeros((8, 2)),
+            1,
+            LR,
+            sync_every=6,
+            delay=3,
+            fragments=[[0], [1]],
+        )
