@@ -43,7 +43,7 @@ def start(tiny_data, tmp_path, compile_once):
     path = tiny.write_config(tmp_path / "config_file.py", tiny_data)
     started = []
 
-    def start(workdir, count=PROCESSES, flags=FLAGS):
+    def start(workdir, count=PROCESSES, flags=FLAGS, environment=None):
         port = free_port()
         group = []
         for index in range(count):
@@ -53,7 +53,10 @@ def start(tiny_data, tmp_path, compile_once):
             argv += [f"--config.cluster.process_id={index}"]
             with (tmp_path / f"{len(started)}.txt").open("w") as words:
                 process = subprocess.Popen(
-                    argv, env=os.environ | compile_once, stdout=words, stderr=words
+                    argv,
+                    env=os.environ | compile_once | (environment or {}),
+                    stdout=words,
+                    stderr=words,
                 )
             process.words = Path(words.name)
             started.append(process)
@@ -109,6 +112,26 @@ def test_several_processes_give_the_losses_of_one(changes, start, tiny_data, tmp
     codes = finish(group, 300)
     assert codes == [0] * PROCESSES, "\n".join(process.words.read_text() for process in group)
     np.testing.assert_allclose(tiny.losses(tmp_path / "together"), wanted, rtol=1e-5)
+
+
+def test_shards_of_replicas_in_two_processes(start, alone, tmp_path):
+    """Four replicas of two devices each; the consensus model is evaluated over all eight."""
+    flags = [*FLAGS, "--config.mesh.fsdp=2"]
+    together = tmp_path / "together"
+    group = start(together, count=2, flags=flags, environment={"JAX_NUM_CPU_DEVICES": "4"})
+    codes = finish(group, 300)
+    words = [process.words.read_text() for process in group]
+    assert codes == [0, 0], "\n".join(words)
+    assert "a replica is sharded over 2 devices" in words[0]
+    np.testing.assert_allclose(tiny.losses(together), tiny.losses(alone), rtol=1e-5)
+    for row, other in zip(tiny.rows(together), tiny.rows(alone), strict=True):
+        if "eval/loss" in row:
+            assert row["eval/loss"] == pytest.approx(other["eval/loss"], rel=1e-5)
+    params, meta = checkpoint.restore_model(together, "last")
+    wanted, _ = checkpoint.restore_model(alone, "last")
+    assert meta["step"] == STEPS
+    for one, other in zip(jax.tree.leaves(params), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
 
 
 def test_four_processes_and_the_death_of_one(start, alone, tmp_path):
