@@ -1,8 +1,8 @@
 """A small Transformer on 165,000 short English-German pairs, by gossip and by all-reduce.
 
-Source: pairs of https://tatoeba.org (CC BY 2.0 FR) as prepared with a joint vocabulary of 4000:
+Source: pairs of https://tatoeba.org (CC BY 2.0 FR) as prepared with a joint vocabulary of 2000:
     python -m decent_jax.data.prepare_translation --input TATOEBA --source_lang en \\
-        --target_lang de --vocab_size 4000 --out data/tatoeba_en_de
+        --target_lang de --vocab_size 2000 --out data/tatoeba_en_de
 
 Command: python train.py --config configs/tatoeba_en_de.py:accum_adam --workdir runs/tatoeba
 with one of all_reduce, accum_adam (one_peer_exp), accum_adam_ring (alternating_exp_ring on nodes of
@@ -26,27 +26,26 @@ def get_config(arm: str = "accum_adam"):
         raise train.ConfigError(f"tatoeba_en_de takes one of {', '.join(ARMS)}, got {arm!r}")
     config = train.default_config("translation")
     config.data.path = "data/tatoeba_en_de"
-    config.data.shapes = 6
+    config.data.shapes = 3
     config.data.bleu_sentences = 0
 
     config.model.preset = "tiny"
-    config.model.width = 128
-    config.model.ff = 512
     config.model.norm = "pre"
     config.model.dtype = "float32"
-    config.model.dropout = 0.0  # no run sees a pair more than twice
+    config.model.dropout = 0.0  # 0.5M parameters, and 3.4 epochs
 
     config.num_replicas = 8
     config.algorithm = "all_reduce" if arm == "all_reduce" else "accum_adam"
     config.schedule = ARMS[arm]
-    config.accum_steps = 2  # published is n / 2 = 4, for 130 times as many steps
+    config.accum_steps = 2  # published is n / 2 = 4, for 52 times as many steps
     if arm == "accum_adam_ring":
         config.local_size = 2
     config.batch_size = 4096
-    config.steps = 1000
-    config.learning_rate = 4e-3
+    config.steps = 2500
+    config.learning_rate = 1.2e-2
     config.lr_schedule.warmup = "10%"
     config.lr_schedule.end_factor = 0.01
+    config.optimizer.b1 = 0.8
     config.optimizer.b2 = 0.98
 
     config.log.every = 50
