@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> None:
     parsed = parser.parse_args(arguments)
     if parsed.repeats < 1:
         parser.error(f"--repeats is {parsed.repeats}; give at least 1")
-    if parsed.parameters <= 0:
+    if not 0 < parsed.parameters < float("inf"):
         parser.error(f"--parameters is {parsed.parameters:g}; give a number of millions above 0")
     params = arrays_of(parsed.parameters * 1e6)
     size = sum(x.nbytes for x in jax.tree.leaves(params))

@@ -15,6 +15,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from decent_jax.json_files import write_atomic
 from decent_jax.models import gpt2
 
 _PREFIX = "transformer."
@@ -106,15 +107,8 @@ def save_safetensors(
 
     stored_config = json.dumps(dataclasses.asdict(config))
     metadata = {"format": "pt", **(metadata or {}), _CONFIG_KEY: stored_config}
-    path = Path(path)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        safetensors.numpy.save_file(tensors, unfinished, metadata)
-        with open(unfinished, "rb") as file:
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    # Not `save_file`, whose files nobody but their owner may read.
+    write_atomic(Path(path), safetensors.numpy.save(tensors, metadata))
 
 
 def config_from_safetensors(path: str | os.PathLike) -> gpt2.GPT2Config:

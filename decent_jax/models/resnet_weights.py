@@ -18,6 +18,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from decent_jax.json_files import write_atomic
 from decent_jax.models import resnet
 from decent_jax.models.resnet import Params, ResNetConfig, Statistics
 
@@ -60,16 +61,8 @@ def save(
         tensors[name] = np.ascontiguousarray(_turned(np.asarray(given[name], np.float32)))
         if name.endswith("running_var"):
             tensors[name.replace("running_var", _COUNT)] = np.array(step, np.int64)
-    path = Path(path)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(unfinished, "wb") as file:
-            file.write(safetensors.numpy.save(tensors, {"format": "pt", **(metadata or {})}))
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    contents = safetensors.numpy.save(tensors, {"format": "pt", **(metadata or {})})
+    write_atomic(Path(path), contents)
 
 
 def load(path: str | os.PathLike, config: ResNetConfig) -> tuple[Params, Statistics]:
