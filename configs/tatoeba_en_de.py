@@ -8,7 +8,8 @@ Command: python train.py --config configs/tatoeba_en_de.py:accum_adam --workdir 
 with one of all_reduce, accum_adam (one_peer_exp), accum_adam_ring (alternating_exp_ring on nodes of
 2) and accum_adam_complete after the colon.
 
-Hardware and result: see docs/translation.md.
+Hardware: one core for 65 minutes. Result: BLEU of the test set 30.3 with all_reduce, 30.1, 30.8 and
+31.0 with the others (one seed; see docs/translation.md).
 """
 
 from decent_jax import train
@@ -32,16 +33,16 @@ def get_config(arm: str = "accum_adam"):
     config.model.preset = "tiny"
     config.model.norm = "pre"
     config.model.dtype = "float32"
-    config.model.dropout = 0.0  # 0.36M parameters, and 3.4 epochs
+    config.model.dropout = 0.0  # 0.36M parameters, and 13.6 epochs
 
     config.num_replicas = 8
     config.algorithm = "all_reduce" if arm == "all_reduce" else "accum_adam"
     config.schedule = ARMS[arm]
-    config.accum_steps = 2  # published is n / 2 = 4, for 52 times as many steps
+    config.accum_steps = 2  # published is n / 2 = 4, for 13 times as many steps
     if arm == "accum_adam_ring":
         config.local_size = 2
     config.batch_size = 4096
-    config.steps = 2500
+    config.steps = 10_000
     config.learning_rate = 1.2e-2
     config.lr_schedule.warmup = "10%"
     config.lr_schedule.end_factor = 0.01
@@ -49,6 +50,6 @@ def get_config(arm: str = "accum_adam"):
     config.optimizer.b2 = 0.98
 
     config.log.every = 50
-    config.eval.every = 500
+    config.eval.every = 2500
     config.checkpoint.every_minutes = 5.0
     return config
