@@ -1,4 +1,4 @@
-"""JSON files that are whole or not there."""
+"""Files that are whole or not there, JSON ones and others (`write_atomic`)."""
 
 import json
 import math
@@ -34,7 +34,7 @@ def plain(obj):
 
 
 def write_atomic(path, data):
-    """Write beside the target, put it on the disk, then rename it into place."""
+    """Write the bytes `data` beside `path`, put them on the disk, then rename them into place."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
