@@ -155,6 +155,25 @@ def test_update_that_overflows_is_rejected():
     assert_close(got, dense(topology.make("ring", N), 0, params))
 
 
+@pytest.mark.parametrize("combine", ["with", "then"])
+def test_single_numbers_that_overflow_are_left_out(combine):
+    """Of an update whose smallest array is finite; the rest of it is made."""
+    schedule = topology.make("ring", N)
+    tx = optim.decentralized(optax.sgd(1e30), schedule, combine)
+    params = start()
+    grads = jax.tree.map(lambda x: jnp.full_like(x, 1e-30), params)
+    grads["kernel"] = grads["kernel"].at[1, 0, 2].set(1e10)
+    got, state = on_replicas(tx, params, jax.vmap(tx.init)(params), grads, 0)
+    step = jax.tree.map(lambda x: np.full(x.shape, -1.0, np.float32), params)
+    step["kernel"][1, 0, 2] = 0.0
+    if combine == "with":
+        wanted = jax.tree.map(np.add, dense(schedule, 0, params), step)
+    else:
+        wanted = dense(schedule, 0, jax.tree.map(np.add, params, step))
+    assert_close(got, wanted)
+    assert state.skipped.tolist() == [0, 0, 0, 0]
+
+
 def test_failing_counts_in_a_row():
     tx = optim.decentralized(INNER, topology.make("complete", N))
     params = start()

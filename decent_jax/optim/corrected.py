@@ -107,7 +107,7 @@ def gradient_tracking(
     def step(params, own, round, local):
         before, tracked = mixing((params, own["tracked"]), round, local.count)
         # A gradient that is not finite changes nothing: the sum of q stays that of the last ones.
-        fine = guard.acceptable(local.grads, (), None)
+        fine = guard.acceptable(local.grads, None)
         last = guard.choose(fine, local.grads, own["gradient"])
         tracked = guard.add(tracked, guard.subtract(last, own["gradient"]))
         after = guard.add(before, local(before, tracked, fine=fine))

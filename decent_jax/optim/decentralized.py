@@ -90,8 +90,9 @@ def decentralized(
     ``update`` takes ``round`` (required), a static Python int in ``[0, schedule.period)`` from
     ``schedule.round_at(step)``, or None for a step without communication; and optionally ``value``,
     this replica's loss. A local update is rejected when the loss, the norm of the gradient or the
-    update is not finite: the parameters are then only mixed, and the state of ``inner`` stays, but
-    for the counts of learning-rate schedules, which go on with the step.
+    update of the smallest array is not finite: the parameters are then only mixed, and the state of
+    ``inner`` stays, but for the counts of learning-rate schedules, which go on with the step. Other
+    numbers of an update that are not finite are left out.
 
     Apply the result with `decent_jax.optim.apply_updates` (or `optax.apply_updates`, which cannot
     bring back a replica whose parameters are not finite).
