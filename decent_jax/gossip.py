@@ -417,7 +417,7 @@ def _group_mean(block: jax.Array, one: Round, layout: Layout, finite: jax.Array 
     total = _group_sum(jnp.where(ok, block, jnp.zeros_like(block)), g, layout)
     count = exchange.beside(_group_sum(finite.astype(block.dtype), g, layout), block)
     # A finite replica keeps the weight of those that are not; another takes the finite ones' mean.
-    return jnp.where(ok, (total + (g - count) * jnp.where(ok, block, 0)) / g, total / count)
+    return jnp.where(ok, (total + (g - count) * block) / g, total / count)
 
 
 def _group_any(finite: jax.Array, one: Round, layout: Layout) -> jax.Array:
