@@ -1,10 +1,10 @@
 """Gossip beside the gradient on CPU hosts, where XLA does not see to it.
 
-On a GPU the messages of a round travel during the forward and backward pass, since XLA starts a
-permute long before it needs the result. On CPUs it waits for each message where it sends it, and
-for each program before the next that the same thread started, so a step took the gradient's time
-and the messages'. There a step is three programs: a thread of its own starts the gradient while the
-messages of the round travel, and the update takes the results of both.
+On a GPU the messages of a round travel during the forward and backward pass, since XLA starts them
+at the top of the step (`decent_jax.train.compiler_options`). On CPUs it waits for each message
+where it sends it, and for each program before the next that the same thread started, so a step took
+the gradient's time and the messages'. There a step is three programs: a thread of its own starts
+the gradient while the messages of the round travel, and the update takes the results of both.
 """
 
 from collections.abc import Callable

@@ -13,7 +13,7 @@ from decent_jax import gossip, optim, replicas
 from decent_jax.replicas import Placement
 from decent_jax.tasks import Task
 from decent_jax.topology import Schedule
-from decent_jax.train import overlap
+from decent_jax.train import compiler_options, overlap
 
 
 class TrainState(NamedTuple):
@@ -168,7 +168,9 @@ def make_step(
         state = placement.place_all(state)
         return state, {**metrics, "learning_rate": jnp.asarray(rate(t), jnp.float32)}
 
-    @functools.partial(jax.jit, static_argnames="round", donate_argnums=0)
+    options = compiler_options.of_step(placement)
+
+    @functools.partial(jax.jit, static_argnames="round", donate_argnums=0, compiler_options=options)
     def step(state, batch, t, *, round):
         run = on_devices(on_device, stacked, stacked, P(), round=round)
         return finished(*run(state, batch, t), t)

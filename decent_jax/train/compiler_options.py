@@ -1,0 +1,56 @@
+"""XLA's options for a training step, all in this place, each with what it changed.
+
+None is set but those of `FOR_GPUS`, and these only on GPUs. What the user says in ``XLA_FLAGS``
+goes before them.
+"""
+
+import functools
+import os
+import warnings
+from typing import Any
+
+import jax
+
+from decent_jax.replicas import Placement
+
+# Measured in the programs that XLA makes for H100s (`benchmarks/gpu_program.py`): without them it
+# has one message under way at a time and starts it as late as an estimate of a fast network allows,
+# so most of a step is over before the first. With both, all are started at the top of the step
+# and waited for where the update needs them. It takes what a round always needs, one more copy of
+# the parameters, during the whole gradient.
+FOR_GPUS = {
+    "xla_gpu_experimental_collective_start_as_early_as_possible": True,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 1000,
+}
+
+
+def of_step(placement: Placement) -> dict[str, Any]:
+    """What ``jax.jit(step, compiler_options=...)`` gets for replicas on these devices.
+
+    Nothing where a replica has several devices: XLA gathers its arrays as the gradient needs them,
+    on the stream that messages to other replicas would then occupy.
+    """
+    platform = placement.mesh.devices.flat[0].platform
+    if platform not in ("gpu", "cuda") or placement.fsdp > 1:
+        return {}
+    said = os.environ.get("XLA_FLAGS", "")
+    return {
+        name: value for name, value in FOR_GPUS.items() if name not in said and known(name, value)
+    }
+
+
+@functools.cache
+def known(name: str, value: Any) -> bool:
+    """Whether this version of XLA has the option; they come and go."""
+    try:
+        jax.jit(lambda: 0, compiler_options={name: value}).lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+        warnings.warn(
+            f"this jaxlib ({jax.lib.__version__}) does not know {name}: messages may begin later "
+            "in a step than they could",
+            stacklevel=2,
+        )
+        return False
+    return True
