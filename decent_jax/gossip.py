@@ -61,6 +61,7 @@ def mix(
     finite: jax.Array | None = None,
     wire: Wire | None = None,
     key: jax.Array | None = None,
+    hold: jax.Array | None = None,
 ) -> Any:
     """``x_i <- sum_j W_ij x_j`` with W the matrix of ``round``; None communicates nothing.
 
@@ -78,6 +79,10 @@ def mix(
         array, ``x_i <- x_i + sum_j W_ij Q(x_j) - Q(x_i)``: the mean over replicas stays exactly
         what it was, whatever Q loses. Not for rounds with group means.
       key: for formats that need chance; the same on all replicas, another in every step.
+      hold: optional boolean scalar, always False, which what the messages travel beside makes
+        known when it ends. Where groups send to each other, the last stage of a round (inside the
+        groups) waits for it. XLA on GPUs would otherwise begin that stage as soon as it can, and
+        so wait for the messages before all else.
 
     Returns:
       The mixed tree, same shapes and dtypes.
@@ -90,7 +95,7 @@ def mix(
     if round is None:
         return tree
     if wire is None:
-        return _mixed(tree, schedule, round, axis_name, finite)
+        return _mixed(tree, schedule, round, axis_name, finite, hold)
     arrived, own = mix_coded(tree, schedule, round, axis_name, wire, key, finite=finite)
 
     def moved(x, arrived, own):
@@ -187,7 +192,7 @@ def receive(
     return [arrive(send) for send in one.sends]
 
 
-def _mixed(tree, schedule, round, axis_name, finite):
+def _mixed(tree, schedule, round, axis_name, finite, hold=None):
     """`mix` without a format."""
     layout = Layout.of(schedule, axis_name)
     flag = None if finite is None else layout.lift(finite)
@@ -195,7 +200,7 @@ def _mixed(tree, schedule, round, axis_name, finite):
         return _mixed_by_matrix(tree, round.matrix, layout, finite, flag)
     one = _round(schedule, round)
     if one.between_groups is not None:
-        return _mixed_by_groups(tree, one, layout, flag)
+        return _mixed_by_groups(tree, one, layout, flag, hold)
     grouped_flag = None if flag is None else _group_any(flag, one, layout)
     coefficients = _coefficients(one, layout, grouped_flag)
 
@@ -293,7 +298,9 @@ def _weighted_sum(blocks: Sequence[jax.Array], coefficients: Sequence, guarded: 
 # --- groups that send to each other -------------------------------------------------------------
 
 
-def _mixed_by_groups(tree: Any, one: Round, layout: Layout, finite: jax.Array | None) -> Any:
+def _mixed_by_groups(
+    tree: Any, one: Round, layout: Layout, finite: jax.Array | None, hold: jax.Array | None
+) -> Any:
     """A round in which groups average inside, then exchange their means: once a group.
 
     All members of a group hold its mean, so it is enough that each of the c devices that a group
@@ -306,7 +313,10 @@ def _mixed_by_groups(tree: Any, one: Round, layout: Layout, finite: jax.Array | 
 
     finite: (block,) bool. A group counts as one replica: its value is the mean of its finite
         members, and it is finite where any of them is.
+    hold: () bool, see `mix`.
     """
+    if hold is not None:
+        hold = layout.lift(hold).any()
     groups = _Groups.of(one.group_size, layout)
     parts = groups.parts()
     between = kron(one.between_groups, round_of(np.eye(groups.devices)))
@@ -322,6 +332,8 @@ def _mixed_by_groups(tree: Any, one: Round, layout: Layout, finite: jax.Array | 
         own = total / jnp.asarray(size, total.dtype)  # 0 / 0 where nobody is finite: of no weight
         received = [exchange.receive(own, send, parts) for send in between.sends]
         mixed = _weighted_sum([own, *received], coefficients, finite is not None)
+        if hold is not None:
+            mixed = jnp.where(hold, jnp.zeros_like(mixed), mixed)
         return groups.given_back(mixed, leaf.shape)
 
     return jax.tree.map(mix_leaf, tree)

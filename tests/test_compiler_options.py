@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 import jax
 import numpy as np
+import optax
 import pytest
 
-from decent_jax import replicas
+from decent_jax import optim, replicas, topology
 from decent_jax.train import compiler_options
 
 
@@ -17,37 +18,47 @@ def no_flags(monkeypatch):
     compiler_options.known.cache_clear()
 
 
-def on(platform, fsdp=1):
-    """A placement, as far as the options look at it."""
+def options_on(platform, fsdp=1, schedule="one_peer_exp", combine="with"):
     devices = np.array([SimpleNamespace(platform=platform)] * fsdp)
-    return SimpleNamespace(mesh=SimpleNamespace(devices=devices), fsdp=fsdp)
+    placement = SimpleNamespace(mesh=SimpleNamespace(devices=devices), fsdp=fsdp)
+    schedule = topology.make(schedule, 8, local_size=2)
+    tx = optim.decentralized(optax.sgd(0.1), schedule, combine)
+    return compiler_options.of_step(placement, schedule, tx)
 
 
 def test_none_on_cpus():
-    assert compiler_options.of_step(replicas.place(4, jax.devices()[:4])) == {}
+    schedule = topology.make("ring", 4)
+    placement = replicas.place(4, jax.devices()[:4])
+    assert compiler_options.of_step(placement, schedule, None) == {}
 
 
 @pytest.mark.parametrize("platform", ["gpu", "cuda"])
 def test_xla_knows_all_of_those_for_gpus(platform):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert compiler_options.of_step(on(platform)) == compiler_options.FOR_GPUS
+        assert options_on(platform) == compiler_options.FOR_GPUS
 
 
 def test_none_where_a_replica_has_several_gpus():
-    assert compiler_options.of_step(on("gpu", fsdp=2)) == {}
+    assert options_on("gpu", fsdp=2) == {}
+
+
+def test_none_where_stages_of_a_round_are_not_held_back():
+    assert options_on("gpu", schedule="alternating_exp_ring") == compiler_options.FOR_GPUS
+    assert options_on("gpu", schedule="alternating_exp_ring", combine="then") == {}
+    assert options_on("gpu", schedule="complete", combine="then") == compiler_options.FOR_GPUS
 
 
 def test_the_user_goes_first(monkeypatch):
     taken, *others = compiler_options.FOR_GPUS
     monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=x --{taken}=false")
-    assert list(compiler_options.of_step(on("gpu"))) == others
+    assert list(options_on("gpu")) == others
 
 
 def test_an_option_that_is_gone_is_left_out_with_a_word(monkeypatch):
     monkeypatch.setitem(compiler_options.FOR_GPUS, "xla_gpu_no_such_option", True)
     with pytest.warns(UserWarning, match=r"does not know xla_gpu_no_such_option: messages may"):
-        options = compiler_options.of_step(on("gpu"))
+        options = options_on("gpu")
     assert "xla_gpu_no_such_option" not in options and len(options) == 2
 
 

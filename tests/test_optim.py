@@ -174,6 +174,21 @@ def test_single_numbers_that_overflow_are_left_out(combine):
     assert state.skipped.tolist() == [0, 0, 0, 0]
 
 
+def test_a_round_in_stages_is_held_until_the_gradient_is_known(monkeypatch):
+    """Only the order changes: the flag is False. Were it True, nothing would be mixed in."""
+    schedule = topology.make("alternating_exp_ring", N, local_size=2)
+    tx = optim.decentralized(optax.sgd(0.1), schedule)
+    params, grads = start(), gradients()
+    state = jax.vmap(tx.init)(params)
+    between = [r for r, one in enumerate(schedule.rounds) if one.between_groups is not None]
+    got, _ = on_replicas(tx, params, state, grads, between[0])
+    step = jax.tree.map(lambda g: -0.1 * np.asarray(g), grads)
+    assert_close(got, jax.tree.map(np.add, dense(schedule, between[0], params), step))
+    monkeypatch.setattr(guard.Local, "never", lambda local: jnp.array(True))
+    held, _ = on_replicas(tx, params, state, grads, between[0])
+    assert_close(held, step)
+
+
 def test_failing_counts_in_a_row():
     tx = optim.decentralized(INNER, topology.make("complete", N))
     params = start()

@@ -21,7 +21,9 @@ class Mixing:
             gossip.check_coded(schedule)
         self.schedule, self.axis_name, self.wire, self.seed = schedule, axis_name, wire, seed
 
-    def __call__(self, tree: Any, round: Any, count: jax.Array) -> Any:
+    def __call__(
+        self, tree: Any, round: Any, count: jax.Array, hold: jax.Array | None = None
+    ) -> Any:
         """One round of `decent_jax.gossip.mix`, deaf to replicas that are not finite."""
         if round is None:
             return tree
@@ -33,6 +35,7 @@ class Mixing:
             finite=guard.all_finite(tree),
             wire=self.wire,
             key=self.key(count),
+            hold=hold,
         )
 
     def key(self, count: jax.Array) -> jax.Array | None:
@@ -157,8 +160,8 @@ def decentralized(
         require.stable_delay(schedule, gamma, mix_every)
         return _delayed(inner, mixing, gamma)
 
-    def mix(params, round, count):
-        mixed = mixing(params, round, count)
+    def mix(params, round, count, hold=None):
+        mixed = mixing(params, round, count, hold)
         if round is None or (not callable(gamma) and gamma == 1.0):
             return mixed
         factor = guard.rate_at(gamma, count)
@@ -172,7 +175,7 @@ def decentralized(
     def step(params, own, round, local):
         if combine == "with":
             early = local.mixed is not None
-            before = local.mixed if early else mix(params, round, local.count)
+            before = local.mixed if early else mix(params, round, local.count, local.never())
             return guard.add(before, local(before)), own
         return mix(guard.add(params, local(params)), round, local.count), own
 

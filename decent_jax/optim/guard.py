@@ -64,6 +64,10 @@ class Local:
             lambda u: jnp.where(self.ok & jnp.isfinite(u), u, jnp.zeros_like(u)), change
         )
 
+    def never(self) -> jax.Array:
+        """() bool, False, but not known before the gradient is: whether its norm is negative."""
+        return (jnp.stack([_square(g) for g in jax.tree.leaves(self.grads)]) < 0).any()
+
     def mean_value(self, axis_name):
         """The loss, averaged over all replicas."""
         return None if self._value is None else gossip.mean(self._value, axis_name)
@@ -178,13 +182,15 @@ def all_finite(tree: Any) -> jax.Array:
 
 def acceptable(gradient: Any, value: jax.Array | None) -> jax.Array:
     """Finite loss, finite norm of the gradient (its square must not overflow)."""
-    flags = []
-    for g in jax.tree.leaves(gradient):
-        wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
-        flags.append(jnp.isfinite(jnp.square(wide).sum()))
+    flags = [jnp.isfinite(_square(g)) for g in jax.tree.leaves(gradient)]
     if value is not None:
         flags.append(jnp.isfinite(value))
     return _all(flags)
+
+
+def _square(x: jax.Array) -> jax.Array:
+    """() float: the squared norm."""
+    return jnp.square(x.astype(jnp.promote_types(x.dtype, jnp.float32))).sum()
 
 
 def _smallest(tree: Any) -> Any:

@@ -11,7 +11,9 @@ from typing import Any
 
 import jax
 
+from decent_jax.optim import EarlyMixing
 from decent_jax.replicas import Placement
+from decent_jax.topology import Schedule
 
 # Measured in the programs that XLA makes for H100s (`benchmarks/gpu_program.py`): without them it
 # has one message under way at a time and starts it as late as an estimate of a fast network allows,
@@ -24,14 +26,19 @@ FOR_GPUS = {
 }
 
 
-def of_step(placement: Placement) -> dict[str, Any]:
-    """What ``jax.jit(step, compiler_options=...)`` gets for replicas on these devices.
+def of_step(placement: Placement, schedule: Schedule, tx: Any) -> dict[str, Any]:
+    """What ``jax.jit(step, compiler_options=...)`` gets for a method ``tx`` on these devices.
 
     Nothing where a replica has several devices: XLA gathers its arrays as the gradient needs them,
-    on the stream that messages to other replicas would then occupy.
+    on the stream that messages to other replicas would then occupy. Nor where groups send to each
+    other and the method does not hold back the last stage (`decent_jax.gossip.mix`), before which
+    XLA would wait for the messages at the top of the step.
     """
     platform = placement.mesh.devices.flat[0].platform
     if platform not in ("gpu", "cuda") or placement.fsdp > 1:
+        return {}
+    in_stages = any(one.between_groups is not None for one in schedule.rounds)
+    if in_stages and not isinstance(tx, EarlyMixing):
         return {}
     said = os.environ.get("XLA_FLAGS", "")
     return {

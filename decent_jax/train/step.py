@@ -168,7 +168,7 @@ def make_step(
         state = placement.place_all(state)
         return state, {**metrics, "learning_rate": jnp.asarray(rate(t), jnp.float32)}
 
-    options = compiler_options.of_step(placement)
+    options = compiler_options.of_step(placement, schedule, tx)
 
     @functools.partial(jax.jit, static_argnames="round", donate_argnums=0, compiler_options=options)
     def step(state, batch, t, *, round):

@@ -1,0 +1,242 @@
+"""What XLA makes of a step for GPUs: overlap, memory and the update. No GPU is needed.
+
+    pip install -e ".[cuda12]"
+    python benchmarks/gpu_program.py [--algorithms one_peer_exp,...] [--json FILE] [--config.x=y]
+
+Compiles a step of GPT-2 124M (any field of the config can be changed) for H100s, a replica on
+each, as XLA can for devices that are described to it, and reads the program. Nothing is run.
+
+options     with those of decent_jax.train.compiler_options, or XLA's own alone.
+messages    collectives under way while kernels run.
+GB          that they carry.
+first, last how much of the gradient's time is over when the first of these messages is
+            started, and when the last is.
+x0.5, x1    a step over the larger of gradient and messages, where the messages take half as long
+            as the gradient on a bare link, or as long. Computed: kernels take the time of their
+            bytes or of their matrix products, messages follow each other on the link. Where a
+            round has permutes, they alone are on it: the rest stays inside nodes.
+of P        peak memory over the bytes of the parameters; in brackets the least there could be:
+            parameters, optimizer's state, gradients, and one more for what is received. The rest
+            are activations: see --batch_size 4 --config.model.context=64.
+update      bytes that its kernels read and write, over the bytes of one pass over parameters, what
+            is received, gradients and the optimizer's state.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # the plugin for GPUs compiles only; it would miss its GPUs
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from scheduled_hlo import Instruction, Window, entry, windows
+from tqdm import tqdm
+from variant import override
+
+from decent_jax import replicas
+from decent_jax.data import loader
+from decent_jax.planner import outputs
+from decent_jax.planner.inputs import names_of
+from decent_jax.train import ConfigError, algorithm, compiler_options, default_config
+from decent_jax.train import config as config_lib
+from decent_jax.train import step as step_lib
+from decent_jax.train.executables import memory_of
+
+ALGORITHMS = "all_reduce,one_peer_exp,alternating_exp_ring,complete"
+BANDWIDTH, FLOPS = 3.35e12, 600e12  # bytes and bfloat16 products a second of the H100 below
+H100 = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 device_memory_size: 84942979072
+  runtime_version: "12.8.0" driver_version: "12.8.0" dnn_version: "9.10.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        usage=argparse.SUPPRESS,  # the docstring has it
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--algorithms", default=ALGORITHMS, help=f"some of {ALGORITHMS}, ...")
+    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--round", type=int, default=0, help="of the schedule, modulo its period")
+    parser.add_argument("--batch_size", type=int, default=48, help="sequences, over all replicas")
+    parser.add_argument("--json", type=outputs.file, metavar="FILE", help="for the JSON lines")
+    parser.add_argument("--hlo", type=Path, metavar="FOLDER", help="for the programs' text")
+    parsed, overrides = parser.parse_known_args(arguments)
+    configs = {name: config_of(name, parsed, overrides) for name in names_of(parsed.algorithms)}
+    devices = gpus(parsed.replicas)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        cases = [(name, own) for name in configs for own in (False, True)]
+        for name, own in tqdm(cases, desc="compiling", file=sys.stderr):
+            row = {"algorithm": name, "options": "ours" if own else "XLA's"}
+            text, facts = compiled(configs[name], folder, devices, parsed.round, own)
+            rows.append(row | facts | facts_of(entry(text), facts))
+            if parsed.hlo:
+                parsed.hlo.mkdir(parents=True, exist_ok=True)
+                (parsed.hlo / f"{name}-{'ours' if own else 'xla'}.txt").write_text(text)
+    print(table(rows))
+    if parsed.json:
+        parsed.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def config_of(name: str, parsed, overrides: list[str]):
+    config = default_config("language_modeling")
+    config.data.path = "stdlib"
+    config.model.update(preset="small", vocab_size=50304, bias=False, context=1024)
+    config.model.update(dtype="bfloat16", attention="cudnn")
+    config.num_replicas, config.batch_size = parsed.replicas, parsed.batch_size
+    config.optimizer.clip_norm = 1.0
+    config.local_size = 2
+    if name == "all_reduce":
+        config.algorithm = name
+    else:
+        config.schedule = name
+    override(config, overrides)
+    config_lib.validate(config)
+    return config
+
+
+def gpus(count: int) -> list[jax.Device]:
+    """H100s that are not there, a process each."""
+    try:
+        description = topologies.get_topology_desc(
+            "", "cuda", topology=f"1x{count}x1", target_config=H100
+        )
+    except (NotImplementedError, RuntimeError) as error:
+        raise ConfigError(
+            f'XLA\'s compiler for GPUs is not here ({error}); pip install -e ".[cuda12]" brings it'
+        ) from error
+    return list(description.devices)
+
+
+def compiled(config, folder: str, devices: list[jax.Device], round: int, own_options: bool):
+    """The text of the program of a round, and what is known without it."""
+    placement = replicas.place(config.num_replicas, devices)
+    task = config_lib.task_module(config.task).make(
+        config, folder, lambda message: contextlib.nullcontext()
+    )
+    schedule = config_lib.make_schedule(config)
+    rate = step_lib.learning_rate(config, 1000, 10, [])
+    tx = algorithm.transformation(config, schedule, rate, task.decay_mask, placement.axis_name)
+
+    def described(tree, sharding):
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+        )
+
+    with loader.train_batches(
+        task.train_source,
+        seed=0,
+        num_replicas=config.num_replicas,
+        batch_size=config.batch_size,
+        replicas=range(config.num_replicas),
+    ) as batches:
+        batch = described(next(batches), placement.stacked)
+    state = jax.eval_shape(lambda: step_lib.init_state(config, task, tx, placement))
+    state = described(state, placement.stacked)
+    kept = compiler_options.FOR_GPUS if own_options else {}
+    with mock.patch.object(compiler_options, "FOR_GPUS", kept):
+        step = step_lib.make_step(config, task, tx, rate, schedule, placement)
+    round = None if config.algorithm == "all_reduce" else round % schedule.period
+    t = described(np.int32(0), placement.replicated)
+    program = step.lower(state, batch, t, round=round).compile()
+    sizes = {
+        "parameters": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.params)),
+        "optimizer": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.opt_state)),
+    }
+    memory = memory_of(program)
+    return program.as_text(), {
+        **{name: size // config.num_replicas for name, size in sizes.items()},
+        "memory": sum(memory),
+        "temporary": memory.temporary,
+    }
+
+
+def facts_of(instructions: list[Instruction], sizes: dict) -> dict:
+    """What the columns show."""
+    found = windows(instructions)
+    on_links = [one for one in found if one.kind == "collective-permute"] or found
+    times = [gradient_time(one) for one in instructions]
+    total = sum(times)
+    passed = np.cumsum([0.0, *times]) / total
+    update = [one for one in instructions if "/update/" in one.scope and one.opcode == "fusion"]
+    return {
+        "messages": len(found),
+        "sent": sum(window.nbytes for window in found),
+        "first": passed[min(window.start for window in on_links)],
+        "last": passed[max(window.start for window in on_links)],
+        "half": step_over_limit(times, on_links, 0.5),
+        "equal": step_over_limit(times, on_links, 1.0),
+        "of_parameters": sizes["memory"] / sizes["parameters"],
+        "least": 3 + sizes["optimizer"] / sizes["parameters"],
+        "update_passes": sum(one.read + one.written for one in update) / least_update(sizes),
+    }
+
+
+def gradient_time(one: Instruction) -> float:
+    """Seconds of a kernel of the gradient by its bytes or its matrix products."""
+    if "forward_backward" not in one.scope or one.opcode.endswith(("-start", "-done")):
+        return 0.0
+    return max((one.read + one.written) / BANDWIDTH, one.flops / FLOPS)
+
+
+def step_over_limit(times: list[float], found: list[Window], ratio: float) -> float:
+    """The gradient with its messages, ``ratio`` times as long as it, over the longer of the two."""
+    compute, sent = sum(times), sum(window.nbytes for window in found)
+    starts = {window.start: window for window in found}
+    arrival: dict[int, float] = {}  # by where it is waited for
+    now = link = 0.0
+    for k, seconds in enumerate(times):
+        if k in starts:
+            link = max(link, now) + ratio * compute * starts[k].nbytes / sent
+            arrival[starts[k].done] = link
+        now = max(now, arrival.get(k, 0.0)) + seconds
+    return now / (compute * max(1.0, ratio))
+
+
+def least_update(sizes: dict) -> int:
+    """Own and received parameters (or the mean gradient), gradients and state read; the new ones
+    of parameters and state written."""
+    return 4 * sizes["parameters"] + 2 * sizes["optimizer"]
+
+
+def table(rows: list[dict]) -> str:
+    """In Markdown."""
+    heads = ("algorithm", "options", "messages", "GB", "first", "last", "x0.5", "x1", "of P")
+    lines = [f"| {' | '.join(heads)} | update |", "|---" * 10 + "|"]
+    for row in rows:
+        cells = [row["algorithm"], row["options"], str(row["messages"]), f"{row['sent'] / 1e9:.3f}"]
+        cells += [f"{100 * row[name]:.0f}%" for name in ("first", "last")]
+        cells += [f"{row[name]:.2f}" for name in ("half", "equal")]
+        cells += [f"{row['of_parameters']:.2f} ({row['least']:.2f})", f"{row['update_passes']:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except ConfigError as error:
+        print(f"gpu_program.py: {error}", file=sys.stderr)
+        sys.exit(2)
