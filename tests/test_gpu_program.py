@@ -115,5 +115,5 @@ def test_on_gpus_messages_are_hidden_and_the_update_is_one_pass(tmp_path):
     assert plain["first"] > 0.2 and plain["equal"] > 1.2
     # The last message carries whether all arrays are finite, which 20 short kernels find out first.
     assert own["first"] == 0 and own["last"] < 0.2 and own["equal"] < 1.02
-    assert own["of_parameters"] < 1.1 * own["least"]
+    assert own["of_parameters"] < own["least"] + 0.8  # activations; one more copy would be 1
     assert own["update_passes"] < 1.25
