@@ -23,7 +23,6 @@ update      bytes that its kernels read and write, over the bytes of one pass ov
 """
 
 import argparse
-import contextlib
 import json
 import os
 import sys
@@ -38,18 +37,17 @@ import numpy as np
 from jax.experimental import topologies
 from scheduled_hlo import Instruction, Window, entry, windows
 from tqdm import tqdm
-from variant import override
+from variant import Parts, override
 
 from decent_jax import replicas
-from decent_jax.data import loader
 from decent_jax.planner import outputs
 from decent_jax.planner.inputs import names_of
-from decent_jax.train import ConfigError, algorithm, compiler_options, default_config
+from decent_jax.train import ConfigError, compiler_options, default_config
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
 from decent_jax.train.executables import memory_of
 
-ALGORITHMS = "all_reduce,one_peer_exp,alternating_exp_ring,complete"
+ALGORITHMS = "all_reduce,one_peer_exp,hypercube,alternating_exp_ring,complete"
 BANDWIDTH, FLOPS = 3.35e12, 600e12  # bytes and bfloat16 products a second of the H100 below
 H100 = """
 gpu_device_info {
@@ -133,32 +131,20 @@ def gpus(count: int) -> list[jax.Device]:
 def compiled(config, folder: str, devices: list[jax.Device], round: int, own_options: bool):
     """The text of the program of a round, and what is known without it."""
     placement = replicas.place(config.num_replicas, devices)
-    task = config_lib.task_module(config.task).make(
-        config, folder, lambda message: contextlib.nullcontext()
-    )
-    schedule = config_lib.make_schedule(config)
-    rate = step_lib.learning_rate(config, 1000, 10, [])
-    tx = algorithm.transformation(config, schedule, rate, task.decay_mask, placement.axis_name)
+    parts = Parts.of(config, folder, placement, range(config.num_replicas))
 
     def described(tree, sharding):
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
         )
 
-    with loader.train_batches(
-        task.train_source,
-        seed=0,
-        num_replicas=config.num_replicas,
-        batch_size=config.batch_size,
-        replicas=range(config.num_replicas),
-    ) as batches:
-        batch = described(next(batches), placement.stacked)
-    state = jax.eval_shape(lambda: step_lib.init_state(config, task, tx, placement))
+    batch = described(parts.batch, placement.stacked)
+    state = jax.eval_shape(lambda: step_lib.init_state(config, parts.task, parts.tx, placement))
     state = described(state, placement.stacked)
     kept = compiler_options.FOR_GPUS if own_options else {}
     with mock.patch.object(compiler_options, "FOR_GPUS", kept):
-        step = step_lib.make_step(config, task, tx, rate, schedule, placement)
-    round = None if config.algorithm == "all_reduce" else round % schedule.period
+        step = parts.step(config, placement)
+    round = None if config.algorithm == "all_reduce" else round % parts.schedule.period
     t = described(np.int32(0), placement.replicated)
     program = step.lower(state, batch, t, round=round).compile()
     sizes = {

@@ -3,16 +3,53 @@
 import contextlib
 import time
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
 from jax.experimental import multihost_utils
 
 from decent_jax import replicas
 from decent_jax.data import loader
+from decent_jax.replicas import Placement
+from decent_jax.tasks import Task
+from decent_jax.topology import Schedule
 from decent_jax.train import ConfigError, algorithm, flags
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
+
+
+class Parts(NamedTuple):
+    """What a config's step is made of, and a batch for it."""
+
+    task: Task
+    schedule: Schedule
+    rate: optax.Schedule
+    tx: optax.GradientTransformationExtraArgs
+    batch: Any  # of NumPy arrays, stacked over ``held``
+
+    @staticmethod
+    def of(config, folder, placement: Placement, held: Sequence[int]) -> "Parts":
+        """``held``: the replicas whose examples the batch has."""
+        task = config_lib.task_module(config.task).make(
+            config, folder, lambda message: contextlib.nullcontext()
+        )
+        schedule = config_lib.make_schedule(config)
+        rate = step_lib.learning_rate(config, 1000, 10, [])
+        tx = algorithm.transformation(config, schedule, rate, task.decay_mask, placement.axis_name)
+        with loader.train_batches(
+            task.train_source,
+            seed=0,
+            num_replicas=config.num_replicas,
+            batch_size=config.batch_size,
+            replicas=held,
+        ) as batches:
+            return Parts(task, schedule, rate, tx, next(batches))
+
+    def step(self, config, placement: Placement):
+        """As `decent_jax.train.step.make_step` makes it."""
+        return step_lib.make_step(config, self.task, self.tx, self.rate, self.schedule, placement)
 
 
 class Variant:
@@ -23,25 +60,12 @@ class Variant:
 
     def __init__(self, config, folder, rounds: Sequence[int | None], devices: list[jax.Device]):
         placement = replicas.place(config.num_replicas, devices)
-        task = config_lib.task_module(config.task).make(
-            config, folder, lambda message: contextlib.nullcontext()
-        )
-        self.schedule = config_lib.make_schedule(config)
-        rate = step_lib.learning_rate(config, 1000, 10, [])
-        tx = algorithm.transformation(
-            config, self.schedule, rate, task.decay_mask, placement.axis_name
-        )
-        self.state = step_lib.init_state(config, task, tx, placement)
+        parts = Parts.of(config, folder, placement, placement.local_replicas)
+        self.schedule = parts.schedule
+        self.state = step_lib.init_state(config, parts.task, parts.tx, placement)
         self.cost = algorithm.cost(config, self.schedule, self.state)
-        with loader.train_batches(
-            task.train_source,
-            seed=0,
-            num_replicas=config.num_replicas,
-            batch_size=config.batch_size,
-            replicas=placement.local_replicas,
-        ) as batches:
-            self.batch = placement.put(next(batches))
-        step = step_lib.make_step(config, task, tx, rate, self.schedule, placement)
+        self.batch = placement.put(parts.batch)
+        step = parts.step(config, placement)
         self.steps, self.compile_s = [], []
         for r in rounds:
             lowered = step.lower(self.state, self.batch, np.int32(0), round=r)
@@ -50,7 +74,7 @@ class Variant:
             self.compile_s.append(time.perf_counter() - began)
         leaves = jax.tree.leaves(self.state.params)
         self.model_bytes = sum(x.nbytes for x in leaves) // config.num_replicas
-        self.units = config.batch_size * task.units_per_example  # a step, over all replicas
+        self.units = config.batch_size * parts.task.units_per_example  # a step, over all replicas
         self.seconds: list[float] = []
         self.run(len(self.steps) + 1)
         self.seconds.clear()

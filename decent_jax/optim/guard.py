@@ -47,10 +47,11 @@ class Local:
         Whether it is accepted must be known before the first number is written, so what is looked
         at decides how often memory is read: here the gradient, whose norm is needed anyway, and of
         the update its smallest array, which shows what spoils all of it (a learning rate, a
-        moment). Single numbers that are not finite elsewhere are left out. So mixing, moments,
-        decay and check are one pass, on GPUs one kernel an array. To look at the whole update
-        first moved 18 instead of 10 times the bytes of the parameters in decentralized Adam, and
-        held one more copy of them (`benchmarks/gpu_program.py`).
+        moment). Single numbers that are not finite elsewhere are left out; Adam with ``eps`` above
+        0 has none where the norm of the gradient is finite. So mixing, moments, decay and check are
+        one pass, on GPUs one kernel an array. To look at the whole update first moved 18 instead of
+        10 times the bytes of the parameters in decentralized Adam, and held one more copy of them
+        (`benchmarks/gpu_program.py`).
         """
         grads = self.grads if grads is None else grads
         value = self._value if value is None else value
