@@ -7,9 +7,12 @@ import jax
 import numpy as np
 import optax
 import pytest
+import tiny
 
 from decent_jax import optim, replicas, topology
-from decent_jax.train import compiler_options
+from decent_jax.train import algorithm, compiler_options
+from decent_jax.train import config as config_lib
+from decent_jax.train import step as step_lib
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +63,19 @@ def test_an_option_that_is_gone_is_left_out_with_a_word(monkeypatch):
     with pytest.warns(UserWarning, match=r"does not know xla_gpu_no_such_option: messages may"):
         options = options_on("gpu")
     assert "xla_gpu_no_such_option" not in options and len(options) == 2
+
+
+def test_the_step_is_compiled_with_them(tiny_data, monkeypatch):
+    config = tiny.config(tiny_data)
+    schedule, placement = topology.make("ring", 4), replicas.place(4, jax.devices()[:4])
+    task = config_lib.task_module(config.task).make(config, None, lambda *_, **__: None)
+    tx = algorithm.transformation(config, schedule, 0.01, task.decay_mask)
+    state = step_lib.init_state(config, task, tx, placement)
+    batch = jax.ShapeDtypeStruct((4, 2, tiny.CONTEXT + 1), np.int32, sharding=placement.stacked)
+    monkeypatch.setattr(compiler_options, "of_step", lambda *_: {"xla_no_such_option": True})
+    step = step_lib.make_step(config, task, tx, lambda t: 0.01, schedule, placement)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        step.lower(state, batch, np.int32(0), round=0).compile()
 
 
 def test_a_wrong_value_is_an_error():
