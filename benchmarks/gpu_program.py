@@ -4,18 +4,19 @@
     python benchmarks/gpu_program.py [--algorithms one_peer_exp,...] [--json FILE] [--config.x=y]
 
 Compiles a step of GPT-2 124M (any field of the config can be changed) for H100s, a replica on
-each, as XLA can for devices that are described to it, and reads the program. Nothing is run.
+each (or on several: --config.mesh.fsdp), as XLA can for devices that are described to it, and reads
+the program. Nothing is run.
 
 options     with those of decent_jax.train.compiler_options, or XLA's own alone.
 messages    collectives under way while kernels run.
-GB          that they carry.
 first, last how much of the gradient's time is over when the first of these messages is
             started, and when the last is.
 x0.5, x1    a step over the larger of gradient and messages, where the messages take half as long
             as the gradient on a bare link, or as long. Computed: kernels take the time of their
             bytes or of their matrix products, messages follow each other on the link. Where a
             round has permutes, they alone are on it: the rest stays inside nodes.
-of P        peak memory over the bytes of the parameters; in brackets the least there could be:
+GB          peak memory of a GPU.
+of P        the same over the bytes of the parameters there; in brackets the least there could be:
             parameters, optimizer's state, gradients, and one more for what is received. The rest
             are activations: see --batch_size 4 --config.model.context=64.
 update      bytes that its kernels read and write, over the bytes of one pass over parameters, what
@@ -23,6 +24,7 @@ update      bytes that its kernels read and write, over the bytes of one pass ov
 """
 
 import argparse
+import collections
 import json
 import os
 import sys
@@ -82,13 +84,12 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--hlo", type=Path, metavar="FOLDER", help="for the programs' text")
     parsed, overrides = parser.parse_known_args(arguments)
     configs = {name: config_of(name, parsed, overrides) for name in names_of(parsed.algorithms)}
-    devices = gpus(parsed.replicas)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         cases = [(name, own) for name in configs for own in (False, True)]
         for name, own in tqdm(cases, desc="compiling", file=sys.stderr):
             row = {"algorithm": name, "options": "ours" if own else "XLA's"}
-            text, facts = compiled(configs[name], folder, devices, parsed.round, own)
+            text, facts = compiled(configs[name], folder, parsed.round, own)
             rows.append(row | facts | facts_of(entry(text), facts))
             if parsed.hlo:
                 parsed.hlo.mkdir(parents=True, exist_ok=True)
@@ -128,24 +129,25 @@ def gpus(count: int) -> list[jax.Device]:
     return list(description.devices)
 
 
-def compiled(config, folder: str, devices: list[jax.Device], round: int, own_options: bool):
+def compiled(config, folder: str, round: int, own_options: bool):
     """The text of the program of a round, and what is known without it."""
-    placement = replicas.place(config.num_replicas, devices)
+    count = config.num_replicas * config.mesh.fsdp
+    placement = replicas.place(config.num_replicas, gpus(count), config.mesh.fsdp)
     parts = Parts.of(config, folder, placement, range(config.num_replicas))
 
     def described(tree, sharding):
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(x.shape)), tree
         )
 
-    batch = described(parts.batch, placement.stacked)
+    batch = described(parts.batch, placement.sharding_of_batch)
     state = jax.eval_shape(lambda: step_lib.init_state(config, parts.task, parts.tx, placement))
-    state = described(state, placement.stacked)
+    state = described(state, placement.sharding)
     kept = compiler_options.FOR_GPUS if own_options else {}
     with mock.patch.object(compiler_options, "FOR_GPUS", kept):
         step = parts.step(config, placement)
     round = None if config.algorithm == "all_reduce" else round % parts.schedule.period
-    t = described(np.int32(0), placement.replicated)
+    t = jax.ShapeDtypeStruct((), np.int32, sharding=placement.replicated)
     program = step.lower(state, batch, t, round=round).compile()
     sizes = {
         "parameters": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.params)),
@@ -153,7 +155,7 @@ def compiled(config, folder: str, devices: list[jax.Device], round: int, own_opt
     }
     memory = memory_of(program)
     return program.as_text(), {
-        **{name: size // config.num_replicas for name, size in sizes.items()},
+        **{name: size // count for name, size in sizes.items()},  # on a GPU
         "memory": sum(memory),
         "temporary": memory.temporary,
     }
@@ -168,8 +170,8 @@ def facts_of(instructions: list[Instruction], sizes: dict) -> dict:
     passed = np.cumsum([0.0, *times]) / total
     update = [one for one in instructions if "/update/" in one.scope and one.opcode == "fusion"]
     return {
-        "messages": len(found),
-        "sent": sum(window.nbytes for window in found),
+        "messages": collections.Counter(window.kind for window in found),
+        "sent": sum(window.nbytes for window in on_links),
         "first": passed[min(window.start for window in on_links)],
         "last": passed[max(window.start for window in on_links)],
         "half": step_over_limit(times, on_links, 0.5),
@@ -209,12 +211,14 @@ def least_update(sizes: dict) -> int:
 
 def table(rows: list[dict]) -> str:
     """In Markdown."""
-    heads = ("algorithm", "options", "messages", "GB", "first", "last", "x0.5", "x1", "of P")
+    heads = ("algorithm", "options", "messages", "first", "last", "x0.5", "x1", "GB", "of P")
     lines = [f"| {' | '.join(heads)} | update |", "|---" * 10 + "|"]
     for row in rows:
-        cells = [row["algorithm"], row["options"], str(row["messages"]), f"{row['sent'] / 1e9:.3f}"]
+        messages = ", ".join(f"{count} {kind}" for kind, count in row["messages"].items())
+        cells = [row["algorithm"], row["options"], messages]
         cells += [f"{100 * row[name]:.0f}%" for name in ("first", "last")]
         cells += [f"{row[name]:.2f}" for name in ("half", "equal")]
+        cells += [f"{row['memory'] / 1e9:.2f}"]
         cells += [f"{row['of_parameters']:.2f} ({row['least']:.2f})", f"{row['update_passes']:.2f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

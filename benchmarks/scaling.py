@@ -28,7 +28,7 @@ from tqdm import tqdm
 from decent_jax.planner import outputs
 from decent_jax.planner.inputs import names_of
 
-ALGORITHMS = "none,all_reduce,complete,one_peer_exp,hypercube,alternating_exp_ring"
+ALGORITHMS = "none,all_reduce,complete,ring,one_peer_exp,hypercube,alternating_exp_ring"
 LAYOUTS = ("devices", "one device")
 COLUMNS = ("executables", "compile s", "HLO", "memory MB", "messages", "MB sent")
 _COLLECTIVE = re.compile(

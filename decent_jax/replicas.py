@@ -58,6 +58,10 @@ class Placement:
         """
         return self._sharded(shape, range(1, len(shape)))
 
+    def sharding_of_batch(self, shape: tuple[int, ...]) -> NamedSharding:
+        """Where a stacked array (n, B, ...) of examples is: the B shared out where k divides B."""
+        return self._sharded(shape, range(1, min(len(shape), 2)))
+
     def place_all(self, tree: Any) -> Any:
         """Inside `jax.jit`: the stacked arrays of a training state where `sharding` says."""
         return jax.tree.map(
@@ -103,9 +107,8 @@ class Placement:
         return jax.tree.map(put, local)
 
     def _put_examples(self, x):
-        sharding = self._sharded(x.shape, range(1, min(x.ndim, 2)))
         shape = (self.num_replicas, *x.shape[1:])
-        return jax.make_array_from_process_local_data(sharding, x, shape)
+        return jax.make_array_from_process_local_data(self.sharding_of_batch(shape), x, shape)
 
     def on_devices(self, body: Callable, in_specs, out_specs, check_vma: bool = True) -> Callable:
         """``jax.shard_map`` of code for one device, which sees (block, ...) of stacked arrays.

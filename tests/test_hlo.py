@@ -271,6 +271,28 @@ def test_small_arrays_of_a_dtype_are_one_message(name, wire, mesh8, monkeypatch)
         np.testing.assert_array_equal(one, other)
 
 
+def test_small_arrays_of_nodes_are_one_message(mesh8, monkeypatch):
+    """Of each stage: the kernel, and bias and scale together."""
+    schedule = topology.make("alternating_exp_ring", 8, local_size=2)
+    rng = np.random.default_rng(0)
+    tree = {key: rng.normal(size=(8, *shape)).astype(np.float32) for key, shape in SHAPES.items()}
+
+    def mixed(small):
+        monkeypatch.setattr(exchange, "SMALL", small)
+        step = on_mesh(lambda x: gossip.mix(x, schedule, 1), mesh8, check_vma=False)
+        compiled = jax.jit(step).lower(tree).compile()
+        found = collectives(compiled.as_text())
+        kinds = ("reduce-scatter", "collective-permute", "all-gather")
+        return compiled(tree), [messages(found, kind) for kind in kinds]
+
+    apart, sizes = mixed(0)
+    together, packed = mixed(40)
+    assert sizes == [[2, 4, 5], [2, 4, 5], [4, 8, 10]]
+    assert packed == [[5, 5], [5, 5], [10, 10]]
+    for one, other in zip(jax.tree.leaves(apart), jax.tree.leaves(together), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_a_bfloat16_travels_as_two_bytes(mesh8):
     schedule = topology.make("one_peer_exp", 8)
     step = on_mesh(lambda x: gossip.mix(x, schedule, 1, wire=BFloat16()), mesh8)
@@ -456,3 +478,18 @@ def test_a_step_grows_with_the_number_of_arrays_not_with_its_square():
         return len(jax.jit(step).lower(params, state, jnp.zeros((8, 11))).compile().as_text())
 
     assert instructions(48) < 2.6 * instructions(24)
+
+
+@pytest.mark.parametrize("name", topology.NAMES)
+def test_a_round_on_one_device_grows_with_its_messages_not_with_the_replicas(name):
+    def lines_a_message(n):
+        schedule = topology.make(name, n, local_size=2)
+
+        def mix(x, finite):
+            return gossip.mix(x, schedule, 0, "replica", finite=finite)
+
+        shapes = (jax.ShapeDtypeStruct((n, 4, 3), jnp.float32), jax.ShapeDtypeStruct((n,), bool))
+        program = jax.jit(jax.vmap(mix, axis_name="replica")).lower(*shapes).compile()
+        return program.as_text().count("\n") / max(1, len(schedule.rounds[0].sends))
+
+    assert lines_a_message(64) < 1.3 * lines_a_message(16)
