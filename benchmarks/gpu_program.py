@@ -116,11 +116,11 @@ def config_of(name: str, parsed, overrides: list[str]):
     return config
 
 
-def gpus(count: int) -> list[jax.Device]:
-    """H100s that are not there, a process each."""
+def gpus(processes: int, each: int) -> list[jax.Device]:
+    """H100s that are not there, so many of each process."""
     try:
         description = topologies.get_topology_desc(
-            "", "cuda", topology=f"1x{count}x1", target_config=H100
+            "", "cuda", topology=f"1x{processes}x{each}", target_config=H100
         )
     except (NotImplementedError, RuntimeError) as error:
         raise ConfigError(
@@ -131,8 +131,8 @@ def gpus(count: int) -> list[jax.Device]:
 
 def compiled(config, folder: str, round: int, own_options: bool):
     """The text of the program of a round, and what is known without it."""
-    count = config.num_replicas * config.mesh.fsdp
-    placement = replicas.place(config.num_replicas, gpus(count), config.mesh.fsdp)
+    n, k = config.num_replicas, config.mesh.fsdp
+    placement = replicas.place(n, gpus(n, k), k)
     parts = Parts.of(config, folder, placement, range(config.num_replicas))
 
     def described(tree, sharding):
@@ -155,7 +155,7 @@ def compiled(config, folder: str, round: int, own_options: bool):
     }
     memory = memory_of(program)
     return program.as_text(), {
-        **{name: size // count for name, size in sizes.items()},  # on a GPU
+        **{name: size // (n * k) for name, size in sizes.items()},  # on a GPU
         "memory": sum(memory),
         "temporary": memory.temporary,
     }

@@ -120,7 +120,8 @@ class Placement:
             mesh=self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
-            check_vma=check_vma and self.block == 1,
+            # What a replica starts on each of its devices (`models.pieces.attention`) is untyped.
+            check_vma=check_vma and self.block == self.fsdp == 1,
             axis_names={"replica"},
         )
 

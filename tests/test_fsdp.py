@@ -33,8 +33,11 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="module")
 def trainer(data):
     """(step, state, placement, task) of the tiny GPT-2, 4 replicas of 2 devices."""
-    config = tiny.config(data, mesh=FSDP)
-    placement = replicas.place(4, jax.devices()[:8], fsdp=2)
+    return made(tiny.config(data, mesh=FSDP), fsdp=2)
+
+
+def made(config, fsdp):
+    placement = replicas.place(4, jax.devices()[: 4 * fsdp], fsdp)
     task = config_lib.task_module(config.task).make(config, None, lambda *_, **__: None)
     tx = algorithm.transformation(config, SCHEDULE, 0.01, task.decay_mask)
     step = step_lib.make_step(config, task, tx, lambda t: 0.01, SCHEDULE, placement)
@@ -107,12 +110,15 @@ def test_the_mix_is_one_permute_of_the_shard_an_array(guarded, trainer):
         assert y.sharding.is_equivalent_to(x.sharding, x.ndim)
 
 
+def a_batch(task, placement, batch_size):
+    where = {"num_replicas": 4, "replicas": placement.local_replicas}
+    with loader.train_batches(task.train_source, seed=0, batch_size=batch_size, **where) as batches:
+        return placement.put(next(batches))
+
+
 def test_the_step_sends_shards_and_keeps_the_state_where_it_is(trainer):
     step, state, placement, task = trainer
-    with loader.train_batches(
-        task.train_source, seed=0, num_replicas=4, batch_size=8, replicas=placement.local_replicas
-    ) as batches:
-        batch = placement.put(next(batches))
+    batch = a_batch(task, placement, 8)
     assert all(x.sharding.spec == P("replica", "fsdp") for x in jax.tree.leaves(batch))
     compiled = step.lower(state, batch, np.int32(0), round=1).compile()
     sent = [
@@ -143,6 +149,46 @@ def test_losses_are_those_of_whole_replicas(data, tmp_path):
             assert row[name] == pytest.approx(other[name], rel=1e-5)
     summary = json.loads((sharded / "summary.json").read_text())
     assert summary["steps"] == 10
+
+
+def test_each_device_starts_cudnn_for_its_examples(data, tmp_path, monkeypatch):
+    """XLA cannot divide that kernel; here it is XLA's under its name."""
+    attention, examples = jax.nn.dot_product_attention, set()
+
+    def kernel(query, *others, implementation, **kwargs):
+        if implementation == "cudnn":
+            assert not jax.sharding.get_abstract_mesh().auto_axes
+            examples.add(len(query))
+        return attention(query, *others, implementation="xla", **kwargs)
+
+    def config(attention, mesh):
+        model = {"attention": attention, "dropout": 0.0, "remat": True}
+        return tiny.config(data, mesh=mesh, model=model, batch_size=24, steps=4)
+
+    whole = tiny.run(config("xla", {"devices": 4}), tmp_path / "whole")
+    monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
+    sharded = tiny.run(config("cudnn", FSDP), tmp_path / "sharded")
+    np.testing.assert_allclose(tiny.losses(sharded), tiny.losses(whole), rtol=1e-5)
+    assert 24 // 4 // 2 in examples
+
+
+def test_devices_share_the_examples_of_each_micro_batch(data, tmp_path):
+    changes = {"batch_size": 32, "micro_batches": 2, "steps": 4}
+    whole = tiny.run(tiny.config(data, **changes), tmp_path / "whole")
+    sharded = tiny.run(tiny.config(data, mesh=FSDP, **changes), tmp_path / "sharded")
+    np.testing.assert_allclose(tiny.losses(sharded), tiny.losses(whole), rtol=1e-5)
+
+
+def test_devices_share_the_work_of_each_micro_batch(data):
+    """With two devices a replica half the products on each, with micro-batches as without."""
+
+    def flops(fsdp):
+        config = tiny.config(data, batch_size=32, micro_batches=2)
+        step, state, placement, task = made(config, fsdp)
+        lowered = step.lower(state, a_batch(task, placement, 32), np.int32(0), round=1)
+        return lowered.compile().cost_analysis()["flops"]
+
+    assert flops(2) == pytest.approx(flops(1) / 2, rel=0.1)
 
 
 def test_resumes_bit_for_bit_and_on_whole_replicas(data, tmp_path):
@@ -180,6 +226,10 @@ def test_other_algorithms(name, data, tmp_path):
             "need 16 devices, got 8; a device cannot hold",
         ),
         ({"mesh": FSDP, "batch_size": 12}, "a replica's 3 examples .* over mesh.fsdp 2 devices"),
+        (
+            {"mesh": FSDP, "batch_size": 24, "micro_batches": 2},
+            "a replica's 6 examples .* in 2 micro_batches cannot be shared out over mesh.fsdp 2",
+        ),
         (
             {"mesh": FSDP, "schedule": "hierarchical", "local_size": 2},
             "hierarchical averages in nodes, whose replicas must be of one device",

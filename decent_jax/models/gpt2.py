@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from decent_jax.models.pieces import dropout, fold_in, implementation, remat_call
+from decent_jax.models.pieces import attention, dropout, fold_in, remat_call
 
 Params = dict[str, Any]
 
@@ -185,9 +185,7 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, dropout_rng: jax.Array | None = None) -> jax.Array:
         query, key, value = self.qkv(x)
         if dropout_rng is None:
-            y = jax.nn.dot_product_attention(
-                query, key, value, is_causal=True, implementation=implementation(self.config)
-            )
+            y = attention(self.config, query, key, value, causal=True)
         else:
             y = _attention_with_dropout(query, key, value, self.config.dropout, dropout_rng)
         return self.c_proj(y.reshape(x.shape))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from decent_jax.models.pieces import dropout, fold_in, implementation
+from decent_jax.models.pieces import attention, dropout, fold_in
 
 if TYPE_CHECKING:
     from decent_jax.models.transformer import TransformerConfig
@@ -101,14 +101,8 @@ class Attention(nnx.Module):
         if rng is not None:
             weights = self.weights(x, keys, lengths=lengths, causal=causal)
             return self.combine(dropout(weights, self.config.dropout, rng), values)
-        y = jax.nn.dot_product_attention(
-            self.heads(self.query(x)),
-            keys,
-            values,
-            is_causal=causal,
-            key_value_seq_lengths=lengths,
-            implementation=implementation(self.config),
-        )
+        query = self.heads(self.query(x))
+        y = attention(self.config, query, keys, values, lengths, causal=causal)
         return self.out(y.reshape(x.shape))
 
     def weights(self, x, keys, *, lengths=None, causal=False) -> jax.Array:

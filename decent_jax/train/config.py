@@ -419,10 +419,11 @@ def _check_fsdp(config: ConfigDict, schedule: topology.Schedule) -> None:
             f"{n} replicas of mesh.fsdp {k} devices each need {n * k} devices, got mesh.devices "
             f"{config.mesh.devices}; leave mesh.devices at 0"
         )
-    if (config.batch_size // n) % k:
+    if (config.batch_size // n // config.micro_batches) % k:
         raise ConfigError(
             f"a replica's {config.batch_size // n} examples (batch_size {config.batch_size} over "
-            f"{n} replicas) cannot be shared out over mesh.fsdp {k} devices"
+            f"{n} replicas) in {config.micro_batches} micro_batches cannot be shared out over "
+            f"mesh.fsdp {k} devices"
         )
     if config.cluster.plan:
         raise ConfigError("cluster.plan is for replicas of one device: set mesh.fsdp to 1")
