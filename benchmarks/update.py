@@ -40,8 +40,10 @@ def main(arguments: list[str]) -> None:
     parsed = parser.parse_args(arguments)
     if parsed.repeats < 1:
         parser.error(f"--repeats is {parsed.repeats}; give at least 1")
-    if not 0 < parsed.parameters < float("inf"):
-        parser.error(f"--parameters is {parsed.parameters:g}; give a number of millions above 0")
+    if not 0 < parsed.parameters < 1e5:
+        parser.error(
+            f"--parameters is in millions, above 0 and below 1e5, got {parsed.parameters:g}"
+        )
     params = arrays_of(parsed.parameters * 1e6)
     size = sum(x.nbytes for x in jax.tree.leaves(params))
     cases = {"copy": copy_of(size)}
