@@ -120,7 +120,7 @@ class Placement:
             mesh=self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
-            # What a replica starts on each of its devices (`models.pieces.attention`) is untyped.
+            # A kernel that a replica starts on each of its devices by itself has no such types.
             check_vma=check_vma and self.block == self.fsdp == 1,
             axis_names={"replica"},
         )

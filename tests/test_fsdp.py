@@ -180,15 +180,20 @@ def test_devices_share_the_examples_of_each_micro_batch(data, tmp_path):
 
 
 def test_devices_share_the_work_of_each_micro_batch(data):
-    """With two devices a replica half the products on each, with micro-batches as without."""
+    """With two devices a replica half the products on each, and no batch is gathered for it."""
 
-    def flops(fsdp):
+    def program(fsdp):
         config = tiny.config(data, batch_size=32, micro_batches=2)
         step, state, placement, task = made(config, fsdp)
-        lowered = step.lower(state, a_batch(task, placement, 32), np.int32(0), round=1)
-        return lowered.compile().cost_analysis()["flops"]
+        batch = a_batch(task, placement, 32)
+        compiled = step.lower(state, batch, np.int32(0), round=1).compile()
+        return compiled, sum(x.size for x in jax.tree.leaves(batch)) // 4
 
-    assert flops(2) == pytest.approx(flops(1) / 2, rel=0.1)
+    (whole, _), (halves, tokens) = program(1), program(2)
+    flops = [compiled.cost_analysis()["flops"] for compiled in (whole, halves)]
+    assert flops[1] == pytest.approx(flops[0] / 2, rel=0.1)
+    integers = [max(sizes) for _, sizes, line in collectives(halves.as_text()) if "= s32[" in line]
+    assert integers and max(integers) < tokens / 2
 
 
 def test_resumes_bit_for_bit_and_on_whole_replicas(data, tmp_path):

@@ -84,7 +84,7 @@ def make_step(
     key = jax.random.key(config.seed + 1)
     value_and_grad = jax.value_and_grad(task.loss, has_aux=True)
 
-    def part(x):
+    def in_parts(x):
         """(B, ...) to (m, B / m, ...), part k the examples k, k + m, ...: where the devices of a
         replica share its examples they also share those of each part."""
         return x.reshape(-1, config.micro_batches, *x.shape[1:]).swapaxes(0, 1)
@@ -95,7 +95,7 @@ def make_step(
         if config.micro_batches == 1:
             (loss, model_state), grads = value_and_grad(params, model_state, batch, rng)
             return loss, model_state, grads
-        parts = jax.tree.map(part, batch)
+        parts = jax.tree.map(in_parts, batch)
 
         def one(carry, part):
             model_state, total, k = carry
