@@ -125,11 +125,19 @@ class Placement:
             axis_names={"replica"},
         )
 
-    def per_replica(self, fn: Callable, *, loop: bool = False) -> Callable:
+    def per_replica(self, fn: Callable) -> Callable:
         """Code for one replica, applied to (block, ...) arguments inside `on_devices`.
 
-        ``loop=True`` takes the replicas of a block one after the other (`jax.lax.map`: less memory,
-        and no communication inside ``fn``), otherwise all at once (`jax.vmap`).
+        `jax.vmap`, of a block of one too: XLA's CPU compiler updates arrays in place that keep
+        their dimensions, but copies those that lose one and get it back.
+        """
+        return jax.vmap(fn, axis_name="block" if self.block > 1 else None)
+
+    def per_replica_alone(self, fn: Callable, *, loop: bool = False) -> Callable:
+        """As `per_replica` for a model, which communicates nothing: one replica is not vmapped.
+
+        ``loop=True`` takes the replicas of a block one after the other (`jax.lax.map`), which needs
+        less memory.
         """
         if self.block == 1:
             return lambda *args: jax.tree.map(
@@ -137,7 +145,7 @@ class Placement:
             )
         if loop:
             return lambda *args: jax.lax.map(lambda one: fn(*one), args)
-        return jax.vmap(fn, axis_name="block")
+        return self.per_replica(fn)
 
     def replica_ids(self) -> jax.Array:
         """(block,) int32, inside `on_devices`: which replicas this device holds."""

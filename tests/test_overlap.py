@@ -181,7 +181,7 @@ def test_parts_are_compiled_once(data, as_if_over_gloo):
         return step.lower(state, batch, np.int32(0), round=round).compile()
 
     one, other, short = program(batches[0], 0), program(batches[0], 1), program(half, 0)
-    assert one.gradient is other.gradient and one.gradient is not short.gradient
+    assert one.begin is other.begin and one.begin is not short.begin
     assert one.mix is short.mix and one.mix is not other.mix
     assert one.finish is short.finish and one.finish is not other.finish
     short(state, half, np.int32(0))
@@ -196,18 +196,24 @@ def test_a_replica_that_is_not_finite_is_brought_back(data, as_if_over_gloo):
     assert metrics["skipped"].tolist() == [0, 1, 0, 0]
 
 
-def test_what_each_part_waits_for(data, as_if_over_gloo):
-    """The gradient communicates nothing, the mix computes nothing of the model."""
-    step, state, batches, _ = trainer(data)
+@pytest.mark.parametrize("ema", [0.0, 0.9])
+def test_what_each_part_waits_for(ema, data, as_if_over_gloo):
+    """The gradient communicates nothing, the mix computes nothing of the model; moments are made
+    with the gradient, and what is done last is to add what has come and the step, in place."""
+    step, state, batches, _ = trainer(data, eval={"ema_decay": ema})
     program = step.lower(state, batches[0], np.int32(0), round=1).compile()
     mix, gradient, finish = (
-        part.as_text() for part in (program.mix, program.gradient, program.finish)
+        part.as_text() for part in (program.mix, program.begin, program.finish)
     )
     assert not collectives(gradient) and not collectives(finish)
     sizes = [size for _, found, _ in collectives(mix) for size in found]
     model = sum(x.size for x in jax.tree.leaves(state.params)) // 4
     assert model <= sum(sizes) <= model + 1  # and the flag
     assert " dot(" in gradient and " dot(" not in mix and " dot(" not in finish
+    assert " sqrt(" in gradient and " sqrt(" not in finish
+    last = program.finish.memory_analysis()
+    assert last.temp_size_in_bytes < 0.01 * 4 * model
+    assert last.output_size_in_bytes == pytest.approx(last.alias_size_in_bytes, rel=0.01)
 
 
 def test_memory_of_three_parts(data, as_if_over_gloo):
@@ -248,7 +254,7 @@ def test_early_mixing_is_the_update_of_one(mesh8):
         return tx.update(2 * x, state, x, round=1)
 
     def early(x, state):
-        return tx.update(2 * x, state, x, round=1, mixed=tx.mix(x, state, 1))
+        return tx.update(2 * x, state, x, round=1, mixed=tx.mix(x, state.count, 1))
 
     one, other = (jax.vmap(fn, axis_name="replica")(x, state) for fn in (at_once, early))
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):

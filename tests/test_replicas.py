@@ -173,17 +173,13 @@ def training_step(placement, schedule, loop):
 
     def body(params, targets):
         ids = placement.replica_ids()
-        gradient = placement.per_replica(
+        gradient = placement.per_replica_alone(
             lambda p, b, i: (jax.tree.map(lambda x: x - b[0] * (1 + i), p), i), loop=loop
         )
         grads, seen = gradient(params, targets, ids)
-        mixing = placement.per_replica(
-            lambda p: gossip.mix(p, schedule, 1, placement.axis_name), loop=False
-        )
+        mixing = placement.per_replica(lambda p: gossip.mix(p, schedule, 1, placement.axis_name))
         mixed = mixing(params)
-        update = placement.per_replica(
-            lambda x, g: jax.tree.map(lambda x, g: x - 0.1 * g, x, g), loop=loop
-        )
+        update = placement.per_replica(lambda x, g: jax.tree.map(lambda x, g: x - 0.1 * g, x, g))
         return update(mixed, grads), seen
 
     split = P("replica")
@@ -207,6 +203,17 @@ def test_placements_agree(devices, loop):
         wanted = np.einsum("ij,j...->i...", schedule.matrix(1), x) - 0.1 * (x - b)
         np.testing.assert_allclose(got[key], wanted, rtol=1e-5, atol=1e-6)
         assert got[key].sharding.is_equivalent_to(placement.stacked, x.ndim)
+
+
+@pytest.mark.parametrize("devices", [8, 4, 1])
+def test_what_is_donated_is_updated_in_place(devices):
+    placement = replicas.place(8, jax.devices()[:devices])
+    update = placement.per_replica(lambda x, g: jnp.where(jnp.isfinite(x), x, 0) - 0.1 * g)
+    run = placement.on_devices(update, P("replica"), P("replica"))
+    x = jax.device_put(jnp.ones((8, 16, 24)), placement.stacked)
+    memory = jax.jit(run, donate_argnums=0).lower(x, x).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == x.nbytes // devices
+    assert memory.temp_size_in_bytes == 0
 
 
 def test_on_devices_keeps_check_vma_where_it_can():

@@ -182,7 +182,7 @@ def decentralized(
     tx = guard.method(inner, step)
     if combine == "then":
         return tx
-    return guard.EarlyMixing(tx, lambda params, state, round: mix(params, round, state.count))
+    return guard.EarlyMixing(tx, lambda params, count, round: mix(params, round, count))
 
 
 def _delayed(inner, mixing, gamma):

@@ -119,11 +119,12 @@ def method(
 class EarlyMixing(optax.GradientTransformationExtraArgs):
     """A method whose messages are known when the step begins, for those who send them themselves.
 
-    ``mix(params, state, round)`` gives the mixed parameters of a round; ``update(..., round=round,
-    mixed=mixed)`` uses them in place of mixing, with the same result.
+    ``mix(params, count, round)``, ``count`` of the state, gives the mixed parameters of a round;
+    ``update(..., round=round, mixed=mixed)`` uses them in place of mixing, with the same result,
+    and communicates nothing.
     """
 
-    mix: Callable[[Any, GuardedState, Any], Any]
+    mix: Callable[[Any, jax.Array, Any], Any]
 
     def __new__(cls, tx: optax.GradientTransformationExtraArgs, mix):
         self = super().__new__(cls, *tx)

@@ -29,18 +29,20 @@ def needed(tx: Any, placement: Placement) -> bool:
 class Step:
     """A step in three parts; ``lower(...).compile()`` and its result are used like `jax.jit`'s.
 
+    In the second and third ``state`` is without ``inner``, the local optimizer's, which the second
+    donates, and without ``ema``.
+
     Args:
       whole: ``(state, batch, t, round=)``, for steps without communication.
-      mix: ``(params, opt_state, round=)`` to the mixed parameters.
-      gradient: ``(params, model_state, batch, t)`` to what the update needs of it.
-      finish: ``(state, results, mixed, t, round=)`` to what ``whole`` gives.
+      mix: ``(params, count, round=)`` to the mixed parameters.
+      begin: ``(inner, state, batch, t)`` to what ``finish`` needs of it: the gradient and all of
+        the update that can be computed before the messages have arrived.
+      finish: ``(state, results, ema, mixed, t, round=)`` to what ``whole`` gives.
       stacked: the sharding of all results.
     """
 
-    def __init__(
-        self, whole: Callable, mix: Callable, gradient: Callable, finish: Callable, stacked
-    ):
-        self._whole, self._mix, self._gradient, self._finish = whole, mix, gradient, finish
+    def __init__(self, whole: Callable, mix: Callable, begin: Callable, finish: Callable, stacked):
+        self._whole, self._mix, self._begin, self._finish = whole, mix, begin, finish
         self._stacked = stacked
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gradient")
         self._compiled = {}  # parts: rounds share the gradient, shapes of a batch the others
@@ -48,7 +50,7 @@ class Step:
     def lower(self, state: Any, batch: Any, t: Any, *, round: int | None):
         if round is None:
             return self._whole.lower(state, batch, t, round=None)
-        params, model_state = state.params, state.model_state
+        inner, ema, rest = _apart(state)
 
         def result_of(fn, *args):
             return jax.tree.map(
@@ -56,21 +58,30 @@ class Step:
                 jax.eval_shape(fn, *args),
             )
 
-        results = result_of(self._gradient, params, model_state, batch, t)
-        mixed = result_of(lambda x: x, params)
+        results = result_of(self._begin, inner, rest, batch, t)
+        mixed = result_of(lambda x: x, state.params)
+        count = state.opt_state.count
         shapes = tuple(x.shape for x in jax.tree.leaves(batch))
-        held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(batch))
+        held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves((state, batch)))
         lowered = {
-            ("mix", round): lambda: self._mix.lower(params, state.opt_state, round=round),
-            ("gradient", shapes): lambda: self._gradient.lower(params, model_state, batch, t),
-            ("finish", round): lambda: self._finish.lower(state, results, mixed, t, round=round),
+            ("mix", round): lambda: self._mix.lower(state.params, count, round=round),
+            ("begin", shapes): lambda: self._begin.lower(inner, rest, batch, t),
+            ("finish", round): lambda: self._finish.lower(
+                rest, results, ema, mixed, t, round=round
+            ),
         }
         return _Lowered(self._thread, held, lowered, self._compiled)
 
 
+def _apart(state: Any) -> tuple[Any, Any, Any]:
+    """The local optimizer's state, the moving average, and the rest."""
+    opt_state = state.opt_state._replace(inner=None)
+    return state.opt_state.inner, state.ema, state._replace(opt_state=opt_state, ema=None)
+
+
 class _Lowered(NamedTuple):
     thread: ThreadPoolExecutor
-    batch_bytes: int  # on one device
+    held: int  # bytes of the state and a batch on one device
     lowered: dict[tuple, Callable]  # the parts: by what tells them from others, how to lower them
     compiled: dict[tuple, Any]  # of the step
 
@@ -78,31 +89,30 @@ class _Lowered(NamedTuple):
         for part, lower in self.lowered.items():
             if part not in self.compiled:
                 self.compiled[part] = lower().compile()
-        return _Program(self.thread, self.batch_bytes, *map(self.compiled.get, self.lowered))
+        return _Program(self.thread, self.held, *map(self.compiled.get, self.lowered))
 
 
 class _Program(NamedTuple):
     thread: ThreadPoolExecutor
-    batch_bytes: int  # on one device
+    held: int  # bytes of the state and a batch on one device
     mix: Any
-    gradient: Any
+    begin: Any
     finish: Any
 
     def __call__(self, state, batch, t):
         # Programs that communicate are all started by the main thread: XLA executes what one thread
         # starts in that order, so each finds its counterpart in the other processes.
-        results = self.thread.submit(self.gradient, state.params, state.model_state, batch, t)
-        mixed = self.mix(state.params, state.opt_state)
-        return self.finish(state, results.result(), mixed, t)
+        inner, ema, rest = _apart(state)
+        results = self.thread.submit(self.begin, inner, rest, batch, t)
+        mixed = self.mix(state.params, state.opt_state.count)
+        return self.finish(rest, results.result(), ema, mixed, t)
 
     def memory_analysis(self) -> "_Memory":
-        mix, gradient, finish = (part.memory_analysis() for part in self[2:])
-        between = mix.output_size_in_bytes + gradient.output_size_in_bytes
-        first = mix.temp_size_in_bytes + gradient.temp_size_in_bytes
-        return _Memory(
-            finish.argument_size_in_bytes - between + self.batch_bytes,
-            between + max(first, finish.temp_size_in_bytes),
-        )
+        mix, begin, finish = (part.memory_analysis() for part in self[2:])
+        new = [x.output_size_in_bytes - x.alias_size_in_bytes for x in (mix, begin, finish)]
+        first = mix.temp_size_in_bytes + begin.temp_size_in_bytes
+        last = new[2] + finish.temp_size_in_bytes
+        return _Memory(self.held, new[0] + new[1] + max(first, last))
 
 
 class _Memory(NamedTuple):

@@ -14,6 +14,7 @@ from decent_jax.replicas import Placement
 from decent_jax.tasks import Task
 from decent_jax.topology import Schedule
 from decent_jax.train import compiler_options, overlap
+from decent_jax.train.split import split
 
 
 class TrainState(NamedTuple):
@@ -112,21 +113,16 @@ def make_step(
         model_state, (loss, grads), _ = carry
         return loss, model_state, grads
 
-    def mix_state(model_state, round):
-        if config.algorithm == "all_reduce":
-            return gossip.mean(model_state, placement.axis_name)
-        return gossip.mix(model_state, schedule, round, placement.axis_name)
+    def update(early, late, round):
+        """One replica's params, opt_state, ema and metrics.
 
-    def update(state, model_state, loss, grads, mixed, round):
-        """One replica's new state."""
-        early = {} if mixed is None else {"mixed": mixed}
-        updates, opt_state = tx.update(
-            grads, state.opt_state, state.params, round=round, value=loss, **early
-        )
-        params = optim.apply_updates(state.params, updates)
-        if task.mixes_state:
-            model_state = mix_state(model_state, round)
-        ema = state.ema
+        ``early`` is known when the gradient is, ``late`` when the messages have arrived too.
+        """
+        loss, grads, opt_state = early
+        params, ema, mixed = late
+        given = {} if mixed is None else {"mixed": mixed}
+        updates, opt_state = tx.update(grads, opt_state, params, round=round, value=loss, **given)
+        params = optim.apply_updates(params, updates)
         if ema is not None:
             decay = config.eval.ema_decay
             ema = jax.tree.map(
@@ -138,34 +134,67 @@ def make_step(
             "skipped": opt_state.skipped,
             "failing": opt_state.failing,
         }
+        return params, opt_state, ema, metrics
+
+    def parts_of_update(params):
+        """`update` as what comes before the messages have arrived, and after; see `split`."""
+        like_params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+        early = jnp.float32(0), like_params, jax.eval_shape(tx.init, params)
+        late = like_params, like_params if config.eval.ema_decay else None, like_params
+        return split(functools.partial(update, round=0), early, late)
+
+    def new_state(model_state, updated, round):
+        """One replica's `TrainState` and metrics."""
+        params, opt_state, ema, metrics = updated
+        if task.mixes_state and config.algorithm == "all_reduce":
+            model_state = gossip.mean(model_state, placement.axis_name)
+        elif task.mixes_state:
+            model_state = gossip.mix(model_state, schedule, round, placement.axis_name)
         return TrainState(params, model_state, opt_state, ema), metrics
 
-    def mix_on_device(params, opt_state, *, round):
-        return placement.per_replica(lambda *args: tx.mix(*args, round))(params, opt_state)
-
-    def gradient_on_device(params, model_state, batch, t):
+    def gradient_on_device(state, batch, t):
         ids = placement.replica_ids()
         with jax.named_scope("forward_backward"):
-            per_replica = placement.per_replica(
+            one = placement.per_replica_alone(
                 lambda *args: gradient(*args, t), loop=config.mesh.loop
             )
-            return per_replica(params, model_state, batch, ids)
-
-    def update_on_device(state, results, mixed, *, round):
-        loss, model_state, grads = results
-        with jax.named_scope("update"):
-            return placement.per_replica(lambda *args: update(*args, round))(
-                state, model_state, loss, grads, mixed
-            )
+            return one(state.params, state.model_state, batch, ids)
 
     def on_device(state, batch, t, *, round):
-        results = gradient_on_device(state.params, state.model_state, batch, t)
-        return update_on_device(state, results, None, round=round)
+        def whole(state, loss, model_state, grads):
+            early = loss, grads, state.opt_state
+            updated = update(early, (state.params, state.ema, None), round)
+            return new_state(model_state, updated, round)
+
+        results = gradient_on_device(state, batch, t)
+        with jax.named_scope("update"):
+            return placement.per_replica(whole)(state, *results)
+
+    def mix_on_device(params, count, *, round):
+        return placement.per_replica(lambda *args: tx.mix(*args, round))(params, count)
+
+    def begin_on_device(inner, state, batch, t):
+        def first(inner, state, loss, model_state, grads):
+            before, _ = parts_of_update(state.params)
+            return model_state, before((loss, grads, state.opt_state._replace(inner=inner)))
+
+        results = gradient_on_device(state, batch, t)
+        with jax.named_scope("update"):
+            return placement.per_replica(first)(inner, state, *results)
+
+    def finish_on_device(state, results, ema, mixed, *, round):
+        def second(state, model_state, kept, ema, mixed):
+            _, after = parts_of_update(state.params)
+            updated = after(kept, (state.params, ema, mixed))
+            return new_state(model_state, updated, round)
+
+        with jax.named_scope("update"):
+            return placement.per_replica(second)(state, *results, ema, mixed)
 
     stacked = P("replica")
     check_vma = gossip.allows_check_vma(schedule) or config.algorithm == "all_reduce"
 
-    def on_devices(body, *in_specs, **static):
+    def on_devices(body, *in_specs, check_vma=check_vma, **static):
         body = functools.partial(body, **static)
         return placement.on_devices(body, in_specs, stacked, check_vma)
 
@@ -184,17 +213,18 @@ def make_step(
         return step
 
     @functools.partial(jax.jit, static_argnames="round")
-    def mix(params, opt_state, *, round):
-        return on_devices(mix_on_device, stacked, stacked, round=round)(params, opt_state)
+    def mix(params, count, *, round):
+        return on_devices(mix_on_device, stacked, stacked, round=round)(params, count)
 
-    @jax.jit
-    def gradients(params, model_state, batch, t):
-        run = on_devices(gradient_on_device, stacked, stacked, stacked, P())
-        return run(params, model_state, batch, t)
+    # An update that is evaluated equation by equation has no types to be checked.
+    @functools.partial(jax.jit, donate_argnums=0)
+    def begin(inner, state, batch, t):
+        run = on_devices(begin_on_device, stacked, stacked, stacked, P(), check_vma=False)
+        return run(inner, state, batch, t)
 
-    @functools.partial(jax.jit, static_argnames="round", donate_argnums=(0, 1, 2))
-    def finish(state, results, mixed, t, *, round):
-        run = on_devices(update_on_device, stacked, stacked, stacked, round=round)
-        return finished(*run(state, results, mixed), t)
+    @functools.partial(jax.jit, static_argnames="round", donate_argnums=(0, 1, 2, 3))
+    def finish(state, results, ema, mixed, t, *, round):
+        run = on_devices(finish_on_device, *[stacked] * 4, round=round, check_vma=False)
+        return finished(*run(state, results, ema, mixed), t)
 
-    return overlap.Step(step, mix, gradients, finish, placement.stacked)
+    return overlap.Step(step, mix, begin, finish, placement.stacked)
