@@ -29,10 +29,13 @@ def options_on(platform, fsdp=1, schedule="one_peer_exp", combine="with"):
     return compiler_options.of_step(placement, schedule, tx)
 
 
-def test_none_on_cpus():
+def test_cpus_have_their_own():
     schedule = topology.make("ring", 4)
     placement = replicas.place(4, jax.devices()[:4])
-    assert compiler_options.of_step(placement, schedule, None) == {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert compiler_options.of_step(placement, schedule, None) == compiler_options.FOR_CPUS
+    assert options_on("tpu") == {}
 
 
 @pytest.mark.parametrize("platform", ["gpu", "cuda"])
@@ -60,7 +63,7 @@ def test_the_user_goes_first(monkeypatch):
 
 def test_an_option_that_is_gone_is_left_out_with_a_word(monkeypatch):
     monkeypatch.setitem(compiler_options.FOR_GPUS, "xla_gpu_no_such_option", True)
-    with pytest.warns(UserWarning, match=r"does not know xla_gpu_no_such_option: messages may"):
+    with pytest.warns(UserWarning, match=r"does not know xla_gpu_no_such_option: steps may"):
         options = options_on("gpu")
     assert "xla_gpu_no_such_option" not in options and len(options) == 2
 

@@ -217,7 +217,7 @@ def make_step(
         return on_devices(mix_on_device, stacked, stacked, round=round)(params, count)
 
     # An update that is evaluated equation by equation has no types to be checked.
-    @functools.partial(jax.jit, donate_argnums=0)
+    @functools.partial(jax.jit, donate_argnums=0, compiler_options=options)
     def begin(inner, state, batch, t):
         run = on_devices(begin_on_device, stacked, stacked, stacked, P(), check_vma=False)
         return run(inner, state, batch, t)
