@@ -21,9 +21,11 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from decent_jax import optim, topology
+from decent_jax import optim, replicas, topology
 from decent_jax.planner import outputs
+from decent_jax.train import compiler_options
 
+SCHEDULE = topology.make("one_peer_exp", 8)
 OPTIMIZERS = {
     "adamw": optim.accum_adamw(1e-3, weight_decay=0.1, accum_steps=1),
     "accum_adamw": optim.accum_adamw(1e-3, weight_decay=0.1, accum_steps=4),
@@ -86,7 +88,9 @@ class Case:
 
     def __init__(self, program, state, fixed, nbytes: int):
         self.nbytes, self._state, self._fixed = nbytes, state, fixed
-        donating = jax.jit(program, donate_argnums=0)
+        one_device = replicas.place(1, jax.devices()[:1])
+        options = compiler_options.of_step(one_device, SCHEDULE, None)
+        donating = jax.jit(program, donate_argnums=0, compiler_options=options)
         self._program = donating.lower(state, *fixed).compile()
 
     def run(self) -> float:
@@ -107,7 +111,7 @@ def update_of(inner, params, guarded: bool) -> Case:
     """One update from mixed parameters and gradients."""
     tx = inner
     if guarded:
-        tx = optim.decentralized(inner, topology.make("one_peer_exp", 8))
+        tx = optim.decentralized(inner, SCHEDULE)
 
     def step(state, grads, mixed):
         params, opt_state = state

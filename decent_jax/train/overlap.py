@@ -4,7 +4,8 @@ On a GPU the messages of a round travel during the forward and backward pass, si
 at the top of the step (`decent_jax.train.compiler_options`). On CPUs it waits for each message
 where it sends it, and for each program before the next that the same thread started, so a step took
 the gradient's time and the messages'. There a step is three programs: a thread of its own starts
-the gradient while the messages of the round travel, and the update takes the results of both.
+the gradient, and all of the update that needs no message (`decent_jax.train.split`), while the
+messages of the round travel; the last adds what both came to.
 """
 
 from collections.abc import Callable
