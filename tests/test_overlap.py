@@ -216,6 +216,16 @@ def test_what_each_part_waits_for(ema, data, as_if_over_gloo):
     assert last.output_size_in_bytes == pytest.approx(last.alias_size_in_bytes, rel=0.01)
 
 
+def test_an_update_that_is_all_late_is_in_place_too(data, as_if_over_gloo):
+    """Decay in the gradient (L2) makes all of an update wait for the mixed parameters; all that
+    is new is the gradient with the decay."""
+    step, state, batches, _ = trainer(data, optimizer={"decoupled": False})
+    finish = step.lower(state, batches[0], np.int32(0), round=1).compile().finish
+    assert " sqrt(" in finish.as_text()
+    params = sum(x.nbytes for x in jax.tree.leaves(state.params)) // 4
+    assert finish.memory_analysis().temp_size_in_bytes < 1.1 * params
+
+
 def test_memory_of_three_parts(data, as_if_over_gloo):
     step, state, batches, _ = trainer(data)
     program = step.lower(state, batches[0], np.int32(0), round=0).compile()

@@ -26,7 +26,7 @@ FOR_GPUS = {
 
 # As on GPUs by itself. Without it a step copies all of the optimizer's state before it updates it:
 # the quickstart takes 39.1 MB in place of 31.9. The update of 4 million parameters takes 6.6 ms in
-# place of 11.2; whole steps of several sizes took 0.75 to 1.05 of the time.
+# place of 11.2; whole steps of several sizes took 0.75 to 1.07 of the time.
 FOR_CPUS = {"xla_cpu_copy_insertion_use_region_analysis": True}
 
 

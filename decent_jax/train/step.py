@@ -222,7 +222,9 @@ def make_step(
         run = on_devices(begin_on_device, stacked, stacked, stacked, P(), check_vma=False)
         return run(inner, state, batch, t)
 
-    @functools.partial(jax.jit, static_argnames="round", donate_argnums=(0, 1, 2, 3))
+    @functools.partial(
+        jax.jit, static_argnames="round", donate_argnums=(0, 1, 2, 3), compiler_options=options
+    )
     def finish(state, results, ema, mixed, t, *, round):
         run = on_devices(finish_on_device, *[stacked] * 4, round=round, check_vma=False)
         return finished(*run(state, results, ema, mixed), t)
