@@ -22,10 +22,34 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+_programs: list[str] = []  # that this process compiled
+
+
+def _note(event, _, fun_name="", **__):
+    if event == "/jax/core/compile/backend_compile_duration":
+        _programs.append(fun_name)
+
+
+jax.monitoring.register_event_duration_secs_listener(_note)
+
 
 def pytest_collection_modifyitems(items):
     """Fast tests first, in every file: a mistake shows within seconds."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs():
+    """jax keeps 8192 of the calls it has compiled; full, it keeps no new one, and all are slow."""
+    yield
+    jax.clear_caches()
+
+
+@pytest.fixture
+def programs():
+    """The names of the programs compiled since the test began: ``jit(f)``, one for each time."""
+    _programs.clear()
+    return _programs
 
 
 @pytest.fixture(scope="session")

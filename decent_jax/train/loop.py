@@ -131,6 +131,7 @@ class _Trainer:
             ),
             donate_argnums=0,
         )
+        self._measured = False  # so that the next time compiles
         self.seconds = 0.0  # of training, over all sessions; without evaluation and saving
         self.best = math.inf
         self.evaluated = {}  # the last evaluation
@@ -338,8 +339,8 @@ class _Trainer:
 
     def _measure(self, step_metrics):
         """Dispatch the reductions over replicas; nothing is waited for but their compilation."""
-        compiling = self._summarize._cache_size() == 0
-        with self._mark.pause() if compiling else contextlib.nullcontext():
+        with contextlib.nullcontext() if self._measured else self._mark.pause():
+            self._measured = True
             return self._summarize(step_metrics), self._distance(self.state.params)
 
     def _due(self, done: int, logs: bool) -> tuple[bool, bool, bool]:
