@@ -27,7 +27,8 @@ def main(argv: list[str]) -> int:
         print(f"train.py: {error}", file=sys.stderr)
         return PEER_LOST
     except OSError as error:  # a full disk, a folder that went away
-        print(f"train.py: {type(error).__name__}: {error}", file=sys.stderr)
+        said = f"{type(error).__name__}: {error}, with --workdir {workdir}"  # not all name a file
+        print(f"train.py: {said}; once mended, the same command continues", file=sys.stderr)
         return 1
     except Interrupted as error:
         print(f"train.py: {error}", file=sys.stderr)

@@ -1,5 +1,6 @@
 """What a user can get wrong in a config or on the command line, and the sentence that answers."""
 
+import errno
 import importlib.util
 import re
 import subprocess
@@ -181,6 +182,20 @@ def test_a_wrong_value_is_one_sentence_before_anything_begins(call, tmp_path, ar
         assert sentence == message
     assert not (tmp_path / "run" / "config.json").exists()
     assert not (before_the_folder and (tmp_path / "run").exists())
+
+
+def test_a_full_disk_names_the_folder(call, tmp_path, monkeypatch):
+    """What was written to a file that was open does not say which."""
+
+    def write(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(loop._Trainer, "train", write)
+    code, err = call()
+    assert code == 1 and one_sentence(err[err.index("train.py: ") :]) == (
+        "OSError: [Errno 28] No space left on device, with --workdir "
+        f"{tmp_path / 'run'}; once mended, the same command continues"
+    )
 
 
 def test_a_flag_may_be_two_words_and_take_any_spelling_of_a_bool(tiny_data, tmp_path):
