@@ -29,10 +29,9 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from decent_jax.errors import PEER_LOST, ConfigError
 from decent_jax.train import config as config_lib
 from decent_jax.train import flags
-from decent_jax.train.config import ConfigError
-from decent_jax.train.errors import PEER_LOST
 
 FALLBACK = "one_peer_exp"  # a schedule for any number of replicas
 _ENDS = (1, 2, 130, 143)  # codes of train.py after which starting again would change nothing

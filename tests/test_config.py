@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from decent_jax import train
+from decent_jax import json_files, train
 from decent_jax.optim import METHODS
 from decent_jax.train import ConfigError, flags, loop
 from decent_jax.train import config as config_lib
@@ -278,7 +278,7 @@ def test_show_prints_every_field_and_help_the_way(tiny_data, tmp_path, capsys):
     assert left.value.code == 0
     shown = capsys.readouterr().out.splitlines()
     assert "steps = 77" in shown and "model.dtype = 'float32'" in shown
-    assert len(shown) == len(config_lib.flat(train.default_config()))
+    assert len(shown) == len(json_files.flat(train.default_config()))
     with pytest.raises(SystemExit) as left:
         command.main(["--help"])
     assert left.value.code == 0
@@ -391,7 +391,7 @@ def test_every_config_loads_and_is_valid_but_for_its_data(path, tiny_data):
 
 def test_a_field_newer_than_the_run_does_not_stop_its_resume(tiny_data):
     """It had its default; another value is a change like any other."""
-    new = config_lib.flat(tiny.config(tiny_data))
+    new = json_files.flat(tiny.config(tiny_data))
     old = {name: value for name, value in new.items() if name != "comm_dtype"}
     assert config_lib.refused_changes(old, new) == []
     changed = config_lib.refused_changes(old, {**new, "comm_dtype": "int8"})

@@ -10,7 +10,8 @@ import numpy as np
 import optax
 import pytest
 
-from decent_jax import optim, topology, wire
+from decent_jax import optim, topology
+from decent_jax.gossip import wire
 from decent_jax.optim import require
 
 N = 8

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from decent_jax import exchange, gossip, topology
+from decent_jax import gossip, topology
+from decent_jax.gossip import permute
 from decent_jax.topology import Schedule
 
 
@@ -164,12 +165,12 @@ def test_some_case_takes_the_uneven_route():
     def uneven(n, devices):
         rounds = schedules_of(n)["matrices", 1].rounds
         sends = [send.sources for one in rounds for send in one.sends]
-        return any(exchange.route(s, devices, n // devices) is None for s in sends)
+        return any(permute.route(s, devices, n // devices) is None for s in sends)
 
     blocks = [(n, devices) for form, n, devices in FORMS if form == "block" and n > 2]
     assert all(uneven(n, devices) for n, devices in blocks)
     ring = topology.make("bidirectional_ring", 12).rounds[0].sends
-    assert any(exchange.route(send.sources, 4, 3) is not None for send in ring)
+    assert any(permute.route(send.sources, 4, 3) is not None for send in ring)
 
 
 @pytest.mark.parametrize(("form", "n", "devices"), [("vmap", 8, 1), ("block", 12, 4)])

@@ -11,8 +11,9 @@ from jax.extend import core as jex
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from decent_jax import exchange, gossip, optim, topology
-from decent_jax.wire import BFloat16, Int8
+from decent_jax import gossip, optim, topology
+from decent_jax.gossip import permute
+from decent_jax.gossip.wire import BFloat16, Int8
 
 # Sizes that nothing else in the step has, so that a message is known by its size.
 SHAPES = {"bias": (3,), "kernel": (2, 5), "scale": (7,)}
@@ -31,7 +32,7 @@ KINDS = (
 @pytest.fixture(autouse=True)
 def arrays_apart(monkeypatch):
     """Each array is a message of its own, however small, but in the tests of packing."""
-    monkeypatch.setattr(exchange, "SMALL", 0)
+    monkeypatch.setattr(permute, "SMALL", 0)
 
 
 def collectives(text):
@@ -253,7 +254,7 @@ def test_small_arrays_of_a_dtype_are_one_message(name, wire, mesh8, monkeypatch)
     degree = schedule.degree(0)
 
     def mixed(small):
-        monkeypatch.setattr(exchange, "SMALL", small)
+        monkeypatch.setattr(permute, "SMALL", small)
         step = on_mesh(lambda x: gossip.mix(x, schedule, 0, wire=wire, key=key), mesh8)
         compiled = jax.jit(step).lower(tree).compile()
         sizes = messages(collectives(compiled.as_text()), "collective-permute")
@@ -278,7 +279,7 @@ def test_small_arrays_of_nodes_are_one_message(mesh8, monkeypatch):
     tree = {key: rng.normal(size=(8, *shape)).astype(np.float32) for key, shape in SHAPES.items()}
 
     def mixed(small):
-        monkeypatch.setattr(exchange, "SMALL", small)
+        monkeypatch.setattr(permute, "SMALL", small)
         step = on_mesh(lambda x: gossip.mix(x, schedule, 1), mesh8, check_vma=False)
         compiled = jax.jit(step).lower(tree).compile()
         found = collectives(compiled.as_text())

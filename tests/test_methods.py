@@ -11,7 +11,8 @@ import oracles
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from decent_jax import optim, topology, wire
+from decent_jax import optim, topology
+from decent_jax.gossip import wire
 from decent_jax.optim import METHODS, Parts
 
 N, D, STEPS, MOMENTUM = 8, 6, 7, 0.9

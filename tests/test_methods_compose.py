@@ -11,7 +11,8 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from decent_jax import exchange, gossip, optim, replicas, topology, wire
+from decent_jax import gossip, optim, replicas, topology
+from decent_jax.gossip import permute, wire
 from decent_jax.optim import METHODS, Parts
 
 # The ring of 8 is at the bound of D2, see test_methods.py.
@@ -88,7 +89,7 @@ def sent_bytes(text):
 @pytest.mark.parametrize(("name", "numbers"), VARIANTS)
 def test_hlo_sends_what_is_declared(name, numbers, mesh8, monkeypatch):
     """Bytes to a neighbour in a round, read off the compiled step; nothing else travels."""
-    monkeypatch.setattr(exchange, "SMALL", 0)  # scalars apart from arrays
+    monkeypatch.setattr(permute, "SMALL", 0)  # scalars apart from arrays
     parts = parts_of(name, numbers)
     tx = METHODS[name].build(parts)
     x = stacked()

@@ -10,10 +10,10 @@ import pytest
 import tiny
 
 from decent_jax import train
+from decent_jax.text import format_number
 from decent_jax.train import ConfigError, algorithm
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
-from decent_jax.train.progress import format_number
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 

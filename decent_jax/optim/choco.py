@@ -4,10 +4,10 @@ import optax
 
 from decent_jax import gossip
 from decent_jax.gossip import AxisName
+from decent_jax.gossip.wire import Wire
 from decent_jax.optim import guard, require
 from decent_jax.optim.decentralized import Mixing
 from decent_jax.topology import Schedule
-from decent_jax.wire import Wire
 
 
 def choco(
@@ -36,7 +36,7 @@ def choco(
 
     Args:
       inner, schedule, axis_name: as in `decentralized`.
-      compressor: `decent_jax.wire.TopK`, `RandomK` or `Int8`.
+      compressor: `decent_jax.gossip.wire.TopK`, `RandomK` or `Int8`.
       gamma: consensus step size; the coarser C, the smaller, and too large diverges. On a ring of 8
         without gradients the largest that converged of 0.02, 0.05, 0.1, 0.2, 0.3, 0.5 was 0.3 for
         the top 10%, 0.05 for the top 1%, and 0.1 for a random 10%; a random 1% needs less.

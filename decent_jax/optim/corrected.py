@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import optax
 
 from decent_jax.gossip import AxisName
+from decent_jax.gossip.wire import Wire
 from decent_jax.optim import guard, require
 from decent_jax.optim.decentralized import Mixing
 from decent_jax.topology import Schedule
-from decent_jax.wire import Wire
 
 
 def exact_diffusion(

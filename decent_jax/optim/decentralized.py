@@ -8,9 +8,9 @@ import optax
 
 from decent_jax import gossip
 from decent_jax.gossip import AxisName
+from decent_jax.gossip.wire import Wire
 from decent_jax.optim import guard, require
 from decent_jax.topology import Schedule
-from decent_jax.wire import Wire
 
 
 class Mixing:
@@ -116,7 +116,7 @@ def decentralized(
         number, 1/2 where in doubt.
       mix_every: steps between two rounds, as the caller's loop has it; ``"delayed"`` alone looks
         at it, to tell whether it reaches consensus.
-      wire: format of the messages, see `decent_jax.wire`.
+      wire: format of the messages, see `decent_jax.gossip.wire`.
 
     Returns:
       A transformation whose state is a `GuardedState`; ``init`` communicates nothing. With

@@ -15,14 +15,14 @@ from typing import Any
 import jax
 import optax
 
-from decent_jax import wire as wires
 from decent_jax.gossip import AxisName
+from decent_jax.gossip import wire as wires
+from decent_jax.gossip.wire import Wire
 from decent_jax.optim import corrected, momentum, outer, require
 from decent_jax.optim.choco import choco
 from decent_jax.optim.decentralized import all_reduce, decentralized
 from decent_jax.optim.swarm import Lattice, swarm
 from decent_jax.topology import Schedule
-from decent_jax.wire import Wire
 
 
 @dataclasses.dataclass(frozen=True)

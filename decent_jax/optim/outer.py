@@ -9,10 +9,10 @@ import optax
 
 from decent_jax import gossip
 from decent_jax.gossip import AxisName
+from decent_jax.gossip.wire import Wire
 from decent_jax.optim import guard, require
 from decent_jax.optim.decentralized import Mixing
 from decent_jax.topology import Schedule
-from decent_jax.wire import Wire
 
 
 def slowmo(

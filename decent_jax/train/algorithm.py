@@ -7,10 +7,11 @@ import jax
 import optax
 from ml_collections import ConfigDict
 
-from decent_jax import optim, topology, wire
+from decent_jax import optim, topology
+from decent_jax.gossip import wire
 from decent_jax.optim import METHODS, Method, Parts
+from decent_jax.text import format_number
 from decent_jax.topology import Schedule
-from decent_jax.train.progress import format_number
 
 SECTIONS = ("slowmo", "diloco", "choco", "swarm")  # of the config, named like their method
 

@@ -24,8 +24,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from decent_jax import optim, replicas
+from decent_jax.errors import CheckpointError
 from decent_jax.replicas import Placement
-from decent_jax.train.errors import CheckpointError
 from decent_jax.train.step import TrainState
 
 log = logging.getLogger(__name__)

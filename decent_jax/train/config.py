@@ -14,8 +14,10 @@ from types import ModuleType
 from ml_collections import ConfigDict, FieldReference
 
 from decent_jax import topology
-from decent_jax.planner import plan as planner_plan
-from decent_jax.planner.plan import Plan
+from decent_jax.errors import ConfigError
+from decent_jax.json_files import flat
+from decent_jax.topology import plan_file
+from decent_jax.topology.plan_file import Plan
 
 TASKS = ("language_modeling", "image_classification", "translation")
 LR_SCHEDULES = ("cosine", "inverse_sqrt", "step", "constant")
@@ -27,10 +29,6 @@ MAY_CHANGE = ("steps", "epochs", "num_replicas", "schedule", "local_size", "max_
 MAY_CHANGE += ("max_consensus_distance", "mesh.", "cluster.", "checkpoint.", "eval.", "log.")
 MAY_CHANGE += ("profile.",)
 MAY_CHANGE += ("data.prefetch", "data.workers", "data.prompt", "data.bleu_sentences", "data.beam")
-
-
-class ConfigError(ValueError):
-    """A config that cannot be run; the message is one sentence that says why and what to do."""
 
 
 def task_module(name: str) -> ModuleType:
@@ -226,7 +224,7 @@ def load_plan(config: ConfigDict) -> Plan | None:
     if not path:
         return None
     try:
-        plan = planner_plan.load(path)
+        plan = plan_file.load(path)
     except ValueError as error:
         raise ConfigError(f"cluster.plan: {error}") from None
     if len(plan.devices) != config.num_replicas:
@@ -308,17 +306,6 @@ def check_warmup(warmup: float, steps: int) -> None:
         )
 
 
-def flat(config: ConfigDict, prefix: str = "") -> dict[str, object]:
-    """``{"model.layers": 12, ...}``."""
-    result = {}
-    for key, value in config.items():
-        if isinstance(value, ConfigDict | dict):
-            result |= flat(value, f"{prefix}{key}.")
-        else:
-            result[prefix + key] = value
-    return result
-
-
 def field(config: ConfigDict, name: str):
     """The value of a dotted name."""
     for part in name.split("."):
@@ -383,8 +370,8 @@ def _choice(name: str, value: str, choices, otherwise: str = ", ") -> None:
 
 
 def _check_algorithm_fields(config: ConfigDict) -> None:
+    from decent_jax.gossip.wire import COMM_DTYPES
     from decent_jax.optim import METHODS  # imports jax, which planning does without
-    from decent_jax.wire import COMM_DTYPES
 
     _choice("algorithm", config.algorithm, METHODS)
     if config.combine:

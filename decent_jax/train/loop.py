@@ -11,19 +11,25 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from decent_jax import plot, replicas
+from decent_jax import json_files, plot, replicas
+from decent_jax.cluster import start as cluster
 from decent_jax.data import loader, partition
-from decent_jax.data.tokenizers import DataError
-from decent_jax.run_folder import RunError
-from decent_jax.train import algorithm, checkpoint, cluster, compile_cache, session
+from decent_jax.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    Interrupted,
+    RunError,
+    TrainingFailed,
+)
+from decent_jax.progress import Progress
+from decent_jax.text import format_number
+from decent_jax.train import algorithm, checkpoint, compile_cache, session
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
-from decent_jax.train.config import ConfigError
-from decent_jax.train.errors import CheckpointError, Interrupted, TrainingFailed
 from decent_jax.train.evaluation import Evaluator
 from decent_jax.train.executables import Executables
 from decent_jax.train.profile import Profile
-from decent_jax.train.progress import Progress, format_number
 
 
 def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
@@ -479,7 +485,7 @@ class _Trainer:
             "examples": (done + self.ahead) * self.config.batch_size,
             "seconds": self.seconds,
             "best": self.best,
-            "config": config_lib.flat(self.config),
+            "config": json_files.flat(self.config),
         }
 
 

@@ -25,11 +25,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decent_jax import exchange
-from decent_jax.exchange import AxisName, Layout, over_gloo
+from decent_jax.gossip import permute
+from decent_jax.gossip.permute import AxisName, Layout
+from decent_jax.gossip.wire import Wire
 from decent_jax.topology import Round, Schedule
 from decent_jax.topology.rounds import kron, round_of
-from decent_jax.wire import Wire
 
 
 class Simulated(NamedTuple):
@@ -140,7 +140,7 @@ def mix_coded(
     parts, of_leaf = jax.tree.flatten(sent)
     lifted = [layout.lift(x) for x in parts]
     received = [
-        of_leaf.unflatten(map(layout.drop, exchange.receive_all(lifted, send, layout)))
+        of_leaf.unflatten(map(layout.drop, permute.receive_all(lifted, send, layout)))
         for send in one.sends
     ]
 
@@ -155,7 +155,7 @@ def mix_coded(
 
 def allows_check_vma(schedule: Schedule) -> bool:
     """Whether `mix` may be inside ``jax.shard_map(check_vma=True)``, and loses nothing by it."""
-    return not (schedule.partial_groups or over_gloo())
+    return not (schedule.partial_groups or permute.over_gloo())
 
 
 def check_coded(schedule: Schedule) -> None:
@@ -181,7 +181,7 @@ def receive(
     lifted = [layout.lift(x) for x in leaves]
 
     def arrive(send):
-        brought = map(layout.drop, exchange.receive_all(lifted, send, layout))
+        brought = map(layout.drop, permute.receive_all(lifted, send, layout))
         brought = structure.unflatten(brought)
         weight = layout.drop(layout.rows(send.weights))
         if isinstance(round, Simulated):  # a message that is lost has no weight in its matrix
@@ -206,7 +206,7 @@ def _mixed(tree, schedule, round, axis_name, finite, hold=None):
 
     leaves, structure = jax.tree.flatten(tree)
     own = [_group_mean(layout.lift(leaf), one, layout, flag) for leaf in leaves]
-    received = [exchange.receive_all(own, send, layout) for send in one.sends]
+    received = [permute.receive_all(own, send, layout) for send in one.sends]
     mixed = [
         layout.drop(_weighted_sum(blocks, coefficients, flag is not None))
         for blocks in zip(own, *received, strict=True)
@@ -240,7 +240,7 @@ def _mixed_by_matrix(tree, matrix, layout, finite, flag):
     def mix_leaf(leaf):
         rows = layout.lift(leaf)
         if flag is not None:
-            rows = jnp.where(exchange.beside(flag, rows), rows, jnp.zeros_like(rows))
+            rows = jnp.where(permute.beside(flag, rows), rows, jnp.zeros_like(rows))
         return jnp.tensordot(weights.astype(rows.dtype), rows, 1, precision="highest")
 
     return jax.tree.map(mix_leaf, tree)
@@ -251,7 +251,7 @@ def mean(tree: Any, axis_name: AxisName = "replica") -> Any:
     layout = Layout.over(axis_name)
 
     def mean_leaf(leaf):
-        total = exchange.sum_rows(layout.lift(leaf))
+        total = permute.sum_rows(layout.lift(leaf))
         if layout.device_axis is not None:
             total = jax.lax.psum(total, layout.device_axis)
         return total / (layout.devices * layout.block)
@@ -273,11 +273,11 @@ def _coefficients(one: Round, layout: Layout, finite: jax.Array | None) -> list:
     own, *given = (layout.rows(weights) for weights in per_replica)
     if not given:
         return [jnp.where(finite, own, jnp.nan)]
-    arrived = jnp.stack([exchange.receive(finite, send, layout) for send in one.sends])
+    arrived = jnp.stack([permute.receive(finite, send, layout) for send in one.sends])
     weights = jnp.stack(given)
     heard = jnp.where(arrived, weights, 0)
-    lost = exchange.sum_rows(jnp.where(arrived, 0, weights))
-    total = exchange.sum_rows(heard)
+    lost = permute.sum_rows(jnp.where(arrived, 0, weights))
+    total = permute.sum_rows(heard)
     # 0 / 0: nobody finite was heard, so the replica stays NaN and is heard by nobody.
     own = jnp.where(finite, own + lost, total / total * 0)
     return [own, *jnp.where(finite[None], heard, heard / total[None])]
@@ -287,7 +287,7 @@ def _weighted_sum(blocks: Sequence[jax.Array], coefficients: Sequence, guarded: 
     total = None
     for block, coefficient in zip(blocks, coefficients, strict=True):
         if not isinstance(coefficient, float):
-            coefficient = exchange.beside(coefficient, block)
+            coefficient = permute.beside(coefficient, block)
         weight = jnp.asarray(coefficient, block.dtype)
         term = weight * block
         if guarded:  # 0 * NaN is NaN
@@ -327,18 +327,18 @@ def _mixed_by_groups(
     def mix_leaf(leaf):
         rows = layout.lift(leaf)
         if finite is not None:
-            rows = jnp.where(exchange.beside(finite, rows), rows, jnp.zeros_like(rows))
+            rows = jnp.where(permute.beside(finite, rows), rows, jnp.zeros_like(rows))
         total = groups.sums(rows)
-        size = one.group_size if count is None else exchange.beside(count, total)
+        size = one.group_size if count is None else permute.beside(count, total)
         own = total / jnp.asarray(size, total.dtype)  # 0 / 0 where nobody is finite: of no weight
-        received = [exchange.receive(own, send, parts) for send in between.sends]
+        received = [permute.receive(own, send, parts) for send in between.sends]
         mixed = _weighted_sum([own, *received], coefficients, finite is not None)
         if hold is not None:
             mixed = jnp.where(hold, jnp.zeros_like(mixed), mixed)
         return groups.given_back(mixed, leaf.shape)
 
     leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten(exchange.together(mix_leaf, leaves, layout))
+    return structure.unflatten(permute.together(mix_leaf, leaves, layout))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -365,7 +365,7 @@ class _Groups:
 
     def axis_index_groups(self, x: jax.Array) -> list[list[int]]:
         """The devices of every group."""
-        if exchange.checks_vma(x, self.layout.device_axis):
+        if permute.checks_vma(x, self.layout.device_axis):
             raise ValueError(
                 f"a mean over groups of {self.size} replicas needs jax.shard_map(..., "
                 "check_vma=False); schedule.partial_groups says which schedules do"
@@ -413,7 +413,7 @@ class _Groups:
     def local_sums(self, rows: jax.Array) -> jax.Array:
         """The sum over the rows of each group on this device, (max(1, block / size), ...)."""
         width = min(self.size, len(rows))
-        return exchange.sum_rows(rows.reshape(-1, width, *rows.shape[1:]), axis=1)
+        return permute.sum_rows(rows.reshape(-1, width, *rows.shape[1:]), axis=1)
 
 
 # --- means of groups ----------------------------------------------------------------------------
@@ -425,9 +425,9 @@ def _group_mean(block: jax.Array, one: Round, layout: Layout, finite: jax.Array 
         return block
     if finite is None:
         return _group_sum(block, g, layout) / g
-    ok = exchange.beside(finite, block)
+    ok = permute.beside(finite, block)
     total = _group_sum(jnp.where(ok, block, jnp.zeros_like(block)), g, layout)
-    count = exchange.beside(_group_sum(finite.astype(block.dtype), g, layout), block)
+    count = permute.beside(_group_sum(finite.astype(block.dtype), g, layout), block)
     # A finite replica keeps the weight of those that are not; another takes the finite ones' mean.
     return jnp.where(ok, (total + (g - count) * block) / g, total / count)
 
