@@ -247,7 +247,7 @@ def test_what_is_not_known_at_the_beginning_is_one_program(changes, data, as_if_
 
 
 def test_one_process_has_one_program(data):
-    assert not gossip.over_gloo()
+    assert not permute.over_gloo()
     step, *_ = trainer(data)
     assert not isinstance(step, overlap.Step)
 
