@@ -346,9 +346,7 @@ def test_missing_parameters_raise():
 
 @pytest.mark.parametrize("combine", ["after", "", None])
 def test_unknown_combine(combine):
-    with pytest.raises(
-        ValueError, match=f"combine must be 'with', 'then' or 'delayed', got {combine!r}"
-    ):
+    with pytest.raises(ValueError, match=f"combine must be 'with' or 'then', got {combine!r}"):
         optim.decentralized(INNER, topology.make("ring", N), combine)
 
 

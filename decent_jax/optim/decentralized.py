@@ -50,7 +50,6 @@ def decentralized(
     axis_name: AxisName = "replica",
     *,
     gamma: optax.ScalarOrSchedule = 1.0,
-    mix_every: int = 1,
     wire: Wire | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Local optimizer steps, and one round of averaging with neighbours in place of all-reduce.
@@ -68,27 +67,7 @@ def decentralized(
     ``"with"`` (adapt-with-combine) sends parameters that are known when the step begins, so the
     messages travel during the forward and backward pass; ``inner`` sees the mixed parameters
     (weight decay applies to them). ``"then"`` (adapt-then-combine) sends the result of the update,
-    so nothing is computed meanwhile. ``"delayed"`` is ``"then"`` with the messages of one step
-    before: with :math:`z_i` the adapted parameters of this step and :math:`z_i^-` those of the last
-    (:math:`x_i` before the first),
-
-    .. math::
-        \text{delayed:}\quad z_i = x_i + \Delta_i(x_i), \qquad
-            x_i \leftarrow z_i + \gamma \Big(\sum_j W_{ij} z_j^- - z_i^-\Big)
-
-    All of a message is known when the step begins. As the columns of W sum to 1 the bracket sums to
-    0 over i, so the mean of the replicas becomes that of :math:`z`, exactly as with ``"then"``.
-    What the delay costs is stability: without gradients :math:`x^+ = x + \gamma (W - I) x^-`, so on
-    a static symmetric W an eigenvalue m of W gives two, :math:`l^2 - l + \gamma (1 - m) = 0`, both
-    inside the unit circle if and only if :math:`\gamma (1 - m) < 1` (and m < 1). With
-    :math:`\gamma = 1` that fails wherever W has an eigenvalue of 0 or less: pairs swing for ever,
-    ``bidirectional_ring`` grows by 1.15 a step. :math:`\gamma = 1/2` is inside for every m > -1.
-    Rounds that change, or are not symmetric, are computed over a period, and refused where they do
-    not shrink. In a step without communication :math:`x_i \leftarrow z_i`; the round after it finds
-    :math:`z^- = x`, so with ``mix_every`` above 1 this is ``"with"``, mixing by gamma.
-
-    Prefer ``"with"``: it too is ``"then"`` one step late (the message is what the last step came
-    to, combined), hides as much, keeps no copy and agrees better. ``"delayed"`` is there to study.
+    so nothing is computed meanwhile.
 
     ``update`` takes ``round`` (required), a static Python int in ``[0, schedule.period)`` from
     ``schedule.round_at(step)``, or None for a step without communication; and optionally ``value``,
@@ -108,14 +87,11 @@ def decentralized(
     Args:
       inner: any optax transformation; clipping belongs in here.
       schedule: of as many replicas as the axes hold; every replica's weights sum to 1.
-      combine: ``"with"``, ``"then"`` or ``"delayed"``, which keeps one copy of the parameters.
+      combine: ``"with"`` or ``"then"``.
       axis_name: see `decent_jax.gossip.mix`.
       gamma: consensus factor :math:`\gamma`, a number or an optax schedule of the step:
         :math:`(1-\gamma) x_i + \gamma \sum_j W_{ij} x_j` in place of the mix (DSGD-AC,
-        arXiv 2602.02899, takes the learning rate over its peak, to a power). For ``"delayed"`` a
-        number, 1/2 where in doubt.
-      mix_every: steps between two rounds, as the caller's loop has it; ``"delayed"`` alone looks
-        at it, to tell whether it reaches consensus.
+        arXiv 2602.02899, takes the learning rate over its peak, to a power).
       wire: format of the messages, see `decent_jax.gossip.wire`.
 
     Returns:
@@ -124,7 +100,7 @@ def decentralized(
 
     Raises:
       ValueError: an unknown ``combine``; a schedule on which not every replica's weights
-        sum to 1; ``"delayed"`` with a schedule and gamma that do not reach consensus.
+        sum to 1.
       TypeError: an ``update`` without ``round``.
 
     Example:
@@ -150,15 +126,10 @@ def decentralized(
       Algorithms 1 and 3. Unlike Decent-DP the first step mixes, clipping is of the whole replica,
       and a rejected step rejects the whole update, not a bucket's.
     """
-    if combine not in ("with", "then", "delayed"):
-        raise ValueError(f"combine must be 'with', 'then' or 'delayed', got {combine!r}")
+    if combine not in ("with", "then"):
+        raise ValueError(f"combine must be 'with' or 'then', got {combine!r}")
     require.row_stochastic("decentralized", schedule)
     mixing = Mixing(schedule, axis_name, wire)
-    if combine == "delayed":
-        if callable(gamma):
-            raise ValueError("combine='delayed' needs a gamma that stays, got a schedule")
-        require.stable_delay(schedule, gamma, mix_every)
-        return _delayed(inner, mixing, gamma)
 
     def mix(params, round, count, hold=None):
         mixed = mixing(params, round, count, hold)
@@ -183,23 +154,6 @@ def decentralized(
     if combine == "then":
         return tx
     return guard.EarlyMixing(tx, lambda params, count, round: mix(params, round, count))
-
-
-def _delayed(inner, mixing, gamma):
-    """``combine="delayed"``; its own state is ``{"sent": z-}``."""
-
-    def step(params, own, round, local):
-        after, sent = guard.add(params, local(params)), own["sent"]
-        if round is None:
-            return after, {"sent": after}
-        arrived = mixing(sent, round, local.count)
-        pull = guard.scale(gamma, guard.subtract(arrived, sent))
-        fine = guard.all_finite(after)
-        # A replica that is not finite, now or when it sent, takes its neighbours' average.
-        new = guard.choose(fine & guard.all_finite(sent), guard.add(after, pull), arrived)
-        return new, {"sent": guard.choose(fine, after, new)}
-
-    return guard.method(inner, step, lambda params: {"sent": guard.copy(params)})
 
 
 def all_reduce(

@@ -73,38 +73,10 @@ def stable_diffusion(method: str, schedule: Schedule, mix_every: int = 1) -> Non
         )
 
 
-def stable_delay(schedule: Schedule, gamma: float, mix_every: int = 1) -> None:
-    """``x+ = x + gamma (W - I) x-`` reaches consensus: what delayed mixing does between gradients.
-
-    With a static symmetric W it does for gamma up to 1/2 (its eigenvalues l solve
-    l^2 - l + gamma (1 - m) = 0 for those of W, m); elsewhere it is computed, from the eigenvalues
-    of a period on (x, x-) without the mean. Before a round that follows a step without one x- is x.
-    """
-    doubly_stochastic("combine='delayed'", schedule)
-    n = schedule.num_replicas
-    centre = np.kron(np.eye(2), np.eye(n) - 1 / n)
-
-    def coefficients(matrix):
-        pull = gamma * (matrix - np.eye(n))
-        return (np.eye(n), pull) if mix_every == 1 else (np.eye(n) + pull, 0 * pull)
-
-    growth = _growth_of_pairs(schedule, mix_every, coefficients, centre)
-    if growth > 1 - 1e-9:
-        how = f" with mix_every={mix_every}" if mix_every > 1 else ""
-        raise ValueError(
-            f"combine='delayed' with gamma={gamma:g} never reaches consensus on {schedule.name}"
-            f"{how}: disagreement is multiplied by {growth:.4f} a step; use gamma=0.5 or less, or "
-            "combine='with'"
-        )
-
-
-def _growth_of_pairs(schedule, mix_every, coefficients, onto=None) -> float:
-    """The factor a step, in the long run, of ``x+ = A x + B x-``, (A, B) = coefficients(W).
-
-    onto: (2 n, 2 n) projection of (x, x-) that every step commutes with; None: all of it.
-    """
+def _growth_of_pairs(schedule, mix_every, coefficients) -> float:
+    """The factor per step, in the long run, of ``x+ = A x + B x-``, (A, B) = coefficients(W)."""
     eye = np.eye(schedule.num_replicas)
-    period = np.eye(2 * len(eye)) if onto is None else onto
+    period = np.eye(2 * len(eye))
     steps = schedule.period * mix_every
     for t in range(steps):
         r = schedule.round_at(t, mix_every)
