@@ -1,5 +1,6 @@
-"""Gossip in place of all-reduce, in both orders, and the all-reduce it is compared with."""
+"""Gossip instead of all-reduce, in both orders, and the all-reduce it is compared with."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,21 +11,20 @@ from decent_jax import gossip
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.wire import Wire
 from decent_jax.optim import guard, require
+from decent_jax.optim.declaration import BOTH, Method
 from decent_jax.topology import Schedule
 
 
 class Mixing:
-    """How a method sends: over which schedule and axis, and in which format."""
+    """The communication of a method: over which schedule and axis, and in which format."""
 
     def __init__(self, schedule: Schedule, axis_name: AxisName, wire: Wire | None, seed: int = 0):
         if wire is not None:
             gossip.check_coded(schedule)
         self.schedule, self.axis_name, self.wire, self.seed = schedule, axis_name, wire, seed
 
-    def __call__(
-        self, tree: Any, round: Any, count: jax.Array, hold: jax.Array | None = None
-    ) -> Any:
-        """One round of `decent_jax.gossip.mix`, deaf to replicas that are not finite."""
+    def __call__(self, tree: Any, round: Any, count: jax.Array, after: Any = None) -> Any:
+        """One round of `decent_jax.gossip.mix`, which ignores replicas that are not finite."""
         if round is None:
             return tree
         return gossip.mix(
@@ -35,7 +35,7 @@ class Mixing:
             finite=guard.all_finite(tree),
             wire=self.wire,
             key=self.key(count),
-            hold=hold,
+            after=after,
         )
 
     def key(self, count: jax.Array) -> jax.Array | None:
@@ -48,11 +48,11 @@ def decentralized(
     schedule: Schedule,
     combine: str = "with",
     axis_name: AxisName = "replica",
+    wire: Wire | None = None,
     *,
     gamma: optax.ScalarOrSchedule = 1.0,
-    wire: Wire | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Local optimizer steps, and one round of averaging with neighbours in place of all-reduce.
+    r"""Local optimizer steps, and one round of averaging with neighbours instead of all-reduce.
 
     Replica i holds its own :math:`x_i` and its own state of ``inner``; only parameters are sent.
     With :math:`W` the matrix of the round and :math:`\Delta_i(\cdot)` the update of ``inner``,
@@ -89,22 +89,22 @@ def decentralized(
       schedule: of as many replicas as the axes hold; every replica's weights sum to 1.
       combine: ``"with"`` or ``"then"``.
       axis_name: see `decent_jax.gossip.mix`.
-      gamma: consensus factor :math:`\gamma`, a number or an optax schedule of the step:
-        :math:`(1-\gamma) x_i + \gamma \sum_j W_{ij} x_j` in place of the mix (DSGD-AC,
-        arXiv 2602.02899, takes the learning rate over its peak, to a power).
       wire: format of the messages, see `decent_jax.gossip.wire`.
+      gamma: consensus factor :math:`\gamma`, a number or an optax schedule of the step:
+        :math:`(1-\gamma) x_i + \gamma \sum_j W_{ij} x_j` instead of the mix (DSGD-AC,
+        arXiv 2602.02899, takes the learning rate over its peak, to a power).
 
     Returns:
       A transformation whose state is a `GuardedState`; ``init`` communicates nothing. With
       ``"with"`` it is an `EarlyMixing`.
 
     Raises:
-      ValueError: an unknown ``combine``; a schedule on which not every replica's weights
-        sum to 1.
+      ValueError: an unknown ``combine``; a negative gamma; a schedule on which not every replica's
+        weights sum to 1.
       TypeError: an ``update`` without ``round``.
 
     Example:
-      Four replicas on one device, each drawn to its own target, agree on the mean of the targets:
+      Four replicas on one device, each with its own target, agree on the mean of the targets:
 
       >>> import jax, jax.numpy as jnp, optax
       >>> from decent_jax import optim, topology
@@ -116,8 +116,8 @@ def decentralized(
       >>> x, targets = jnp.zeros(4), jnp.array([0.0, 1.0, 2.0, 5.0])
       >>> state = jax.vmap(tx.init)(x)
       >>> for t in range(1000):
-      ...     one = jax.vmap(lambda *args: step(*args, schedule.round_at(t)), axis_name="replica")
-      ...     x, state = one(x, state, targets)
+      ...     run = jax.vmap(lambda *args: step(*args, schedule.round_at(t)), axis_name="replica")
+      ...     x, state = run(x, state, targets)
       >>> [f"{value:.1f}" for value in x]
       ['2.0', '2.0', '2.0', '2.0']
 
@@ -126,13 +126,13 @@ def decentralized(
       Algorithms 1 and 3. Unlike Decent-DP the first step mixes, clipping is of the whole replica,
       and a rejected step rejects the whole update, not a bucket's.
     """
-    if combine not in ("with", "then"):
-        raise ValueError(f"combine must be 'with' or 'then', got {combine!r}")
+    require.combine(combine)
+    require.not_negative(gamma=gamma)
     require.row_stochastic("decentralized", schedule)
     mixing = Mixing(schedule, axis_name, wire)
 
-    def mix(params, round, count, hold=None):
-        mixed = mixing(params, round, count, hold)
+    def mix(params, round, count, after=None):
+        mixed = mixing(params, round, count, after)
         if round is None or (not callable(gamma) and gamma == 1.0):
             return mixed
         factor = guard.rate_at(gamma, count)
@@ -143,16 +143,20 @@ def decentralized(
 
         return jax.tree.map(part, params, mixed)
 
-    def step(params, own, round, local):
-        if combine == "with":
-            early = local.mixed is not None
-            before = local.mixed if early else mix(params, round, local.count, local.never())
-            return guard.add(before, local(before)), own
-        return mix(guard.add(params, local(params)), round, local.count), own
+    def adapt_with_combine(params, own, round, local):
+        x_hat = local.mixed
+        if x_hat is None:
+            x_hat = mix(params, round, local.count, after=local.grads)
+        update, inner, ok = local(x_hat)
+        return guard.add(x_hat, update), own, inner, ok
 
-    tx = guard.method(inner, step)
+    def adapt_then_combine(params, own, round, local):
+        update, inner, ok = local(params)
+        return mix(guard.add(params, update), round, local.count), own, inner, ok
+
     if combine == "then":
-        return tx
+        return guard.method(inner, adapt_then_combine)
+    tx = guard.method(inner, adapt_with_combine)
     return guard.EarlyMixing(tx, lambda params, count, round: mix(params, round, count))
 
 
@@ -171,7 +175,8 @@ def all_reduce(
     def step(params, own, round, local):
         del round
         mean = gossip.mean(local.grads, axis_name)
-        return guard.add(params, local(params, mean, local.mean_value(axis_name))), own
+        update, inner, ok = local(params, mean, local.mean_value(axis_name))
+        return guard.add(params, update), own, inner, ok
 
     tx = guard.method(inner, step)
 
@@ -179,3 +184,19 @@ def all_reduce(
         return tx.update(updates, state, params, round=round, **extra)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+DECENTRALIZED_ADAM = Method(
+    "decentralized_adam", decentralized, optimizers=("adam",), orders=BOTH, section=""
+)
+ACCUM_ADAM = dataclasses.replace(DECENTRALIZED_ADAM, name="accum_adam", optimizers=("accum_adam",))
+DECENTRALIZED_SGD = dataclasses.replace(
+    DECENTRALIZED_ADAM, name="decentralized_sgd", optimizers=("sgd",)
+)
+ALL_REDUCE = Method(
+    "all_reduce",
+    all_reduce,
+    optimizers=("adam", "sgd", "accum_adam"),
+    orders=BOTH,
+    any_wire=False,
+)
