@@ -196,7 +196,7 @@ def _taken(tree: Any, which: list[int]) -> list[jax.Array]:
 
 
 def _replaced(tree: Any, which: list[int], new: list[jax.Array]) -> Any:
-    """The tree with new leaves in the place of those of these numbers."""
+    """The tree with new leaves at these numbers."""
     leaves, structure = jax.tree.flatten(tree)
     for k, leaf in zip(which, new, strict=True):
         leaves[k] = leaf
