@@ -87,8 +87,8 @@ def scale_by_accum_adam(
         g = updates
         count = jnp.asarray(optax.safe_increment(state.count))
         windows = (count + accum_steps - 1) // accum_steps
-        mu = _moment(b1, state.mu, g, 1)
-        nu = _moment(b2, state.nu, g, 2)
+        mu = moment(b1, state.mu, g, 1)
+        nu = moment(b2, state.nu, g, 2)
         scale = 1 / bias_correction(b1, windows)
         nu_scale = 1 / bias_correction(b2, windows)
         direction = jax.tree.map(
@@ -106,8 +106,8 @@ def scale_by_accum_adam(
 
         return direction, ScaleByAccumAdamState(
             count,
-            commit(_moment(b1, state.mu, window, 1), state.mu),
-            commit(_moment(b2, state.nu, window, 2), state.nu),
+            commit(moment(b1, state.mu, window, 1), state.mu),
+            commit(moment(b2, state.nu, window, 2), state.nu),
             commit(jax.tree.map(jnp.zeros_like, window), window),
         )
 
@@ -186,9 +186,10 @@ def drop_window(state: Any, accum_steps: int) -> Any:
     return jax.tree.map(drop, state, is_leaf=lambda node: isinstance(node, ScaleByAccumAdamState))
 
 
-def _moment(decay: Any, moment: Any, value: Any, order: int) -> Any:
+def moment(decay: Any, old: Any, value: Any, order: int) -> Any:
+    """``decay * old + (1 - decay) * value ** order``, leaf by leaf, in the dtypes of ``old``."""
     return jax.tree.map(
-        lambda m, g: _cast(decay, m) * m + _cast(1 - decay, m) * g**order, moment, value
+        lambda m, g: _cast(decay, m) * m + _cast(1 - decay, m) * g**order, old, value
     )
 
 

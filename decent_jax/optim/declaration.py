@@ -142,8 +142,3 @@ class Method:
     def bytes_sent(self, params: Any, parts: Parts) -> float:
         """Bytes the busiest replica sends per step, averaged over a period of the schedule."""
         return parts.schedule.bytes_sent(self.message_bytes(params, parts)) / parts.mix_every
-
-    def bytes_sent_by_nodes(self, params: Any, parts: Parts, local_size: int) -> float:
-        """Bytes the busiest node of ``local_size`` replicas sends to others, in the same way."""
-        model = self.message_bytes(params, parts)
-        return parts.schedule.bytes_sent_by_nodes(model, local_size) / parts.mix_every
