@@ -127,7 +127,7 @@ def decentralized(
       and a rejected step rejects the whole update, not a bucket's.
     """
     require.combine(combine)
-    require.not_negative(gamma=gamma)
+    require.not_negative("gamma", gamma)
     require.row_stochastic("decentralized", schedule)
     mixing = Mixing(schedule, axis_name, wire)
 

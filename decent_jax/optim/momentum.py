@@ -113,7 +113,8 @@ def quasi_global_sgd(
       (heavy-ball form).
     """
     require.doubly_stochastic("quasi_global", schedule)
-    require.below_one(momentum=momentum, quasi_global__mu=mu)
+    require.below_one("momentum", momentum)
+    require.below_one("quasi_global.mu", mu)
     mixing = Mixing(schedule, axis_name, wire)
 
     def step(params, own, round, local):
@@ -178,8 +179,9 @@ def quasi_global_adam(
       Lin et al., `Quasi-Global Momentum <https://arxiv.org/abs/2102.04761>`_, 2021, QG-DAdam.
     """
     require.doubly_stochastic("quasi_global", schedule)
-    require.below_one(b1=b1, b2=b2)
-    require.not_negative(eps=eps)
+    require.below_one("b1", b1)
+    require.below_one("b2", b2)
+    require.not_negative("eps", eps)
     mixing = Mixing(schedule, axis_name, wire)
 
     def step(params, own, round, local):
@@ -229,7 +231,7 @@ def decentlam(
       Yuan et al., `DecentLaM <https://arxiv.org/abs/2104.11981>`_, 2021, Algorithm 2.
     """
     require.static_and_symmetric("decentlam", schedule, mix_every)
-    require.below_one(momentum=momentum)
+    require.below_one("momentum", momentum)
     mixing = Mixing(schedule, axis_name, wire)
 
     def step(params, own, round, local):

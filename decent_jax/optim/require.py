@@ -11,18 +11,16 @@ _TOLERANCE = 1e-9
 _D2_BOUND = -1 / 3
 
 
-def not_negative(**numbers: Any) -> None:
-    """Each is at least 0; a schedule or a traced value passes. ``a__b`` is called a.b."""
-    for name, value in numbers.items():
-        if isinstance(value, float | int) and not value >= 0:
-            raise ValueError(f"{name.replace('__', '.')} must not be negative, got {value}")
+def not_negative(name: str, value: Any) -> None:
+    """A number of at least 0; a schedule or a traced value passes."""
+    if isinstance(value, float | int) and not value >= 0:
+        raise ValueError(f"{name} must not be negative, got {value}")
 
 
-def below_one(**numbers: Any) -> None:
-    """Each is in [0, 1); as `not_negative`."""
-    for name, value in numbers.items():
-        if isinstance(value, float | int) and not 0 <= value < 1:
-            raise ValueError(f"{name.replace('__', '.')} must be in [0, 1), got {value}")
+def below_one(name: str, value: Any) -> None:
+    """A number in [0, 1); a schedule or a traced value passes."""
+    if isinstance(value, float | int) and not 0 <= value < 1:
+        raise ValueError(f"{name} must be in [0, 1), got {value}")
 
 
 def combine(order: str) -> None:
