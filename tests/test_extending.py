@@ -48,6 +48,12 @@ def registered():
     del _BUILDERS["every_other"], methods._METHODS["slow_gossip"]
 
 
+@pytest.fixture
+def config():
+    """Made before anything is registered, if a test asks for it first."""
+    return config_lib.default_config()
+
+
 def test_a_topology_from_outside(registered):
     schedule = topology.make("every_other(step=3)", 4)
     assert schedule.name == "every_other(step=3)"
@@ -75,9 +81,8 @@ def test_a_method_from_outside(registered):
         optim.register(registered)
 
 
-def test_its_numbers_come_from_its_section(registered):
+def test_its_numbers_come_from_its_section(config, registered):
     """None is ignored, and none is taken from a field of the same name elsewhere."""
-    config = config_lib.default_config()
     config.algorithm, config.gamma = "slow_gossip", 0.5
     schedule = topology.make("every_other", config.num_replicas)
     with pytest.raises(ConfigError, match="no section 'slow_gossip', whose numbers slow_gossip"):
