@@ -76,7 +76,6 @@ def test_a_method_from_outside(registered):
     np.testing.assert_allclose(x + updates, schedule.matrix(0) @ np.arange(4.0))
     np.testing.assert_allclose(state.own.z, x)
     assert methods.numbers("slow_gossip") == {"gamma": 0.7}
-    assert methods.sections()["slow_gossip"] == {"gamma": 0.7}
     with pytest.raises(ValueError, match="there is a method 'slow_gossip' already"):
         optim.register(registered)
 
