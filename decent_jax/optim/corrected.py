@@ -62,7 +62,7 @@ def d2(
     .. math:: x^{+} = W \big(2 x - x^{-} - \eta (g - g^{-})\big), \qquad x^{1} = W (x - \eta g)
 
     (with ``optax.sgd``; another ``inner`` gives its own update). Only on a static symmetric W
-    whose smallest eigenvalue is above -1/3: raises below, warns within 1e-6 of it.
+    whose smallest eigenvalue is above -1/3: it raises below, and warns within 1e-6 of it.
 
     References:
       Tang et al., `D2 <https://arxiv.org/abs/1803.07068>`_, 2018, Algorithm 1.
@@ -78,7 +78,7 @@ def _diffusion(inner, mixing, half):
             raise ValueError("d2 mixes in every step; use mix_every=1")
         update, inner, ok = local(params)
         psi = guard.add(params, update)
-        phi = guard.add(psi, guard.subtract(params, own.psi))
+        phi = guard.add(psi, optax.tree.sub(params, own.psi))
         mixed = mixing(phi, round, local.count)
         if half:
             mixed = guard.scale(0.5, guard.add(phi, mixed))
@@ -123,12 +123,12 @@ def gradient_tracking(
         # A gradient that is not finite changes nothing: the sum of q stays that of the last ones.
         fine = guard.acceptable(local.grads, None)
         g = guard.choose(fine, local.grads, own.g)
-        q = guard.add(q, guard.subtract(g, own.g))
+        q = guard.add(q, optax.tree.sub(g, own.g))
         update, inner, ok = local(x, q, fine=fine)
         return guard.add(x, update), TrackingState(g, q), inner, ok
 
     def own(params):
-        return TrackingState(guard.zeros(params), guard.zeros(params))
+        return TrackingState(optax.tree.zeros_like(params), optax.tree.zeros_like(params))
 
     return guard.method(inner, step, own)
 
