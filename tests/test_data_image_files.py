@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-from decent_jax.data import image_shards
-from decent_jax.data.image_files import EncodedImage, open_images
-from decent_jax.data.prepare_images import prepare
+from decent_jax.data.images import array_records
+from decent_jax.data.images.image_folder import EncodedImage, open_images
+from decent_jax.data.images.prepare import prepare
 from decent_jax.errors import DataError
 
 
@@ -95,7 +95,7 @@ def test_pickling_and_threads(layouts, layout):
 
 
 def test_few_shards_stay_open(layouts, monkeypatch):
-    monkeypatch.setattr(image_shards, "_OPEN_FILES", 2)
+    monkeypatch.setattr(array_records, "_OPEN_FILES", 2)
     source = open_images(layouts["prepared"], "train")
     with ThreadPoolExecutor(8) as pool:
         order = np.random.default_rng(0).integers(0, len(source), 500)
@@ -481,7 +481,7 @@ def test_damage_that_shows_when_it_is_read(tmp_path, layouts):
         source[2]
     assert source[3] == mini.records("train")[3]
     with pytest.raises(ValueError, match="3 bytes are no record"):
-        image_shards.unpack_record(b"abc")
+        array_records.unpack_record(b"abc")
 
     path = mini.write_folders(tmp_path / "folders")
     source = open_images(path, "train")

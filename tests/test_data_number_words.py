@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from decent_jax.data import number_words
-from decent_jax.data.number_words import (
+from decent_jax.data.translation import number_words
+from decent_jax.data.translation.number_words import (
     build,
     english,
     english_ordinal,
@@ -21,7 +21,7 @@ from decent_jax.data.number_words import (
     split_of,
     write_files,
 )
-from decent_jax.data.translation_files import TranslationPairs
+from decent_jax.data.translation.pair_folder import TranslationPairs
 from decent_jax.errors import DataError
 
 BY_HAND = {

@@ -12,8 +12,9 @@ import mini_imagenet as mini
 import numpy as np
 import pytest
 
-from decent_jax.data import image_files, image_shards, jpeg, prepare_images
-from decent_jax.data.prepare_images import main, prepare
+from decent_jax.data.images import array_records, image_folder, jpeg
+from decent_jax.data.images import prepare as prepare_images
+from decent_jax.data.images.prepare import main, prepare
 from decent_jax.data.prepared_folder import sha256_file
 from decent_jax.errors import DataError
 
@@ -36,7 +37,7 @@ def contents(folder):
 
 
 def records(out, split):
-    source = image_files.open_images(out, split)
+    source = image_folder.open_images(out, split)
     return [source[i] for i in range(len(source))]
 
 
@@ -64,9 +65,9 @@ def test_manifest_and_records(tmp_path, folders):
 
 
 def test_a_record():
-    record = image_shards.pack_record(b"image", 258, "é")
+    record = array_records.pack_record(b"image", 258, "é")
     assert record == b"\x02\x01\x00\x00" + b"\x02\x00" + b"\xc3\xa9" + b"image"
-    assert image_shards.unpack_record(record) == (b"image", 258, "é")
+    assert array_records.unpack_record(record) == (b"image", 258, "é")
 
 
 def test_workers_and_layouts_do_not_change_a_byte(tmp_path, folders, prepared):
@@ -76,7 +77,7 @@ def test_workers_and_layouts_do_not_change_a_byte(tmp_path, folders, prepared):
 
 
 def test_how_many_shards(folders, monkeypatch):
-    images = {split: image_files.open_images(folders, split) for split in ("train", "val")}
+    images = {split: image_folder.open_images(folders, split) for split in ("train", "val")}
 
     def counts(shards=None):
         tasks = prepare_images._tasks(images, shards)
@@ -116,13 +117,13 @@ def test_broken_images_are_left_out(tmp_path, capsys):
     assert [line["name"] for line in lines] == bad
     assert [line["reason"] for line in lines][:2] == ["is empty", "is no image"]
     assert all(line["reason"].startswith("cannot be decoded") for line in lines[2:])
-    manifest = image_shards.read_manifest(out)
+    manifest = array_records.read_manifest(out)
     assert [manifest["splits"][split]["bad"] for split in ("train", "val")] == [3, 1]
     assert manifest["total"]["bad"] == 4
     for split in ("train", "val"):
         wanted = [record for record in mini.records(split) if record[2] not in bad]
         assert records(out, split) == wanted
-        labels = image_files.open_images(out, split).labels
+        labels = image_folder.open_images(out, split).labels
         assert labels.tolist() == [label for _, label, _ in wanted]
 
 
@@ -257,14 +258,14 @@ def _wait_for(condition, seconds=60):
 # Each image takes long, in whichever process, so that a kill hits the middle.
 _SLOW = """
 import sys, time
-from decent_jax.data import jpeg, prepare_images
+from decent_jax.data.images import jpeg, prepare
 check = jpeg.check
 def slow(data):
     time.sleep(0.1)
     check(data)
 jpeg.check = slow
 if __name__ == "__main__":
-    sys.exit(prepare_images.main(sys.argv[1:]))
+    sys.exit(prepare.main(sys.argv[1:]))
 """
 
 
@@ -359,9 +360,9 @@ def test_what_changed_is_made_again(tmp_path, checked, monkeypatch, what):
         data[len(data) // 2] ^= 1
         shard.write_bytes(data)
     elif what == "sidecar":
-        image_shards.sidecar_of(shard).unlink()
+        array_records.sidecar_of(shard).unlink()
     elif what == "half a sidecar":
-        image_shards.sidecar_of(shard).write_text('{"key"')
+        array_records.sidecar_of(shard).write_text('{"key"')
     else:
         again, shards = 12, 3
     checked.clear()
@@ -375,7 +376,7 @@ def test_what_changed_is_made_again(tmp_path, checked, monkeypatch, what):
 def test_only_one_run_at_a_time(tmp_path, folders):
     out = tmp_path / "out"
     with (
-        image_shards.unfinished_folder(out),
+        array_records.unfinished_folder(out),
         pytest.raises(DataError, match="out: another run is preparing it now; wait for that one"),
     ):
         prepare(folders, out, workers=1)
@@ -395,7 +396,7 @@ def test_a_dead_worker_is_no_hang(tmp_path, folders, monkeypatch):
 
 def test_an_error_in_a_worker_is_one_sentence(tmp_path, capsys):
     path = mini.write_archives(tmp_path / "in")
-    images = image_files.open_images(path, "val")
+    images = image_folder.open_images(path, "val")
     archive = path / "ILSVRC2012_img_val.tar"
     archive.write_bytes(archive.read_bytes()[:4000])
     task = prepare_images._Task("val", 0, 1, 0, len(images))
@@ -412,6 +413,6 @@ def test_the_sample_of_sizes_covers_all():
             return 5000
 
         def stamp(self, index):
-            return image_files.FileStamp(size=int(index), mtime_ns=0)
+            return image_folder.FileStamp(size=int(index), mtime_ns=0)
 
     assert prepare_images._bytes(Files()) == pytest.approx(np.sum(np.arange(5000)), rel=1e-3)

@@ -16,8 +16,9 @@ import pytest
 import tensorflow_datasets as tfds
 from shared import shared
 
-from decent_jax.data import prepare_text, token_files, tokenizers
-from decent_jax.data.prepare_text import main, prepare
+from decent_jax.data.text import prepare as prepare_text
+from decent_jax.data.text import token_folder, tokenizers
+from decent_jax.data.text.prepare import main, prepare
 from decent_jax.errors import DataError
 
 TEXTS = [f"document {i}: " + "é🙂 words\r\n" * (i % 7 + 1) for i in range(40)]
@@ -138,14 +139,14 @@ def test_gpt2_on_real_text_and_by_itself_afterwards(tmp_path):
         wanted = [json.loads(line)["text"] for line in file]
     assert sorted(texts_of(out, "train") + texts_of(out, "val")) == sorted(wanted)
     ids = np.fromfile(out / "val.bin", "<u2")
-    assert ids.max() == 50256 and token_files.is_whole(out)
+    assert ids.max() == 50256 and token_folder.is_whole(out)
     # the same documents are held out whatever the tokenizer
     prepare([valid], tmp_path / "bytes", "bytes", val_fraction=0.1)
     assert texts_of(tmp_path / "bytes", "val") == texts_of(out, "val")
 
 
 def test_workers_do_not_change_a_byte(tmp_path, monkeypatch):
-    monkeypatch.setattr("decent_jax.data.text_inputs.CHUNK_BYTES", 300)
+    monkeypatch.setattr("decent_jax.data.text.documents.CHUNK_BYTES", 300)
     write_jsonl(tmp_path / "in/a.jsonl", TEXTS * 5)
     write_jsonl(tmp_path / "in/b.jsonl.gz", TEXTS)
     (tmp_path / "in/c.txt").write_text("one")
@@ -197,7 +198,7 @@ def test_a_command_that_fails_says_one_sentence(tmp_path):
     arguments += ["--input", good, "--workers", "2"]
     before = sorted(tmp_path.rglob("*"))
     run = subprocess.run(
-        [sys.executable, "-m", "decent_jax.data.prepare_text", *map(str, arguments)],
+        [sys.executable, "-m", "decent_jax.data.text.prepare", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=60,
@@ -258,7 +259,7 @@ def test_bad_input(case, tmp_path, capsys):
 
 @pytest.mark.parametrize("packed", ["", ".gz"])
 def test_bad_input_is_found_in_a_later_chunk(tmp_path, monkeypatch, packed):
-    monkeypatch.setattr("decent_jax.data.text_inputs.CHUNK_BYTES", 100)
+    monkeypatch.setattr("decent_jax.data.text.documents.CHUNK_BYTES", 100)
     path = write_jsonl(tmp_path / f"x.jsonl{packed}", TEXTS)
     data = gzip.decompress(path.read_bytes()) if packed else path.read_bytes()
     for bad, message in (
@@ -377,7 +378,7 @@ def test_a_killed_run(tmp_path, kind):
     os.mkfifo(tmp_path / "pipe.jsonl")
     arguments = ["--out", str(tmp_path / "out"), "--tokenizer", "bytes", "--val_fraction", "0.3"]
     program = (
-        "import sys; from decent_jax.data import prepare_text as p, text_inputs as t;"
+        "import sys; from decent_jax.data.text import prepare as p, documents as t;"
         "t.check_source = lambda *a: None; sys.exit(p.main(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", program, *arguments, "--workers", "2"]
@@ -399,15 +400,15 @@ def test_a_killed_run(tmp_path, kind):
         assert run.returncode == 130 and not left
         assert said == "prepare_text: interrupted; nothing was written\n"
     assert main(["--input", str(good), *arguments]) == 0
-    assert token_files.is_whole(tmp_path / "out")
+    assert token_folder.is_whole(tmp_path / "out")
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
 def test_a_living_run_is_left_alone(tmp_path):
     tokenizer = tokenizers.load("bytes")
     ids = tokenizer.encode("text")
-    with token_files.TokenFolderWriter(tmp_path / "out", tokenizer) as first:
-        second = token_files.TokenFolderWriter(tmp_path / "out", tokenizer)
+    with token_folder.TokenFolderWriter(tmp_path / "out", tokenizer) as first:
+        second = token_folder.TokenFolderWriter(tmp_path / "out", tokenizer)
         assert first.folder.exists() and second.folder.exists()
         for writer in (first, second):
             writer.add("train", ids)

@@ -19,11 +19,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shared import shared
 
-from decent_jax.data import parallel_inputs, prepare_translation, subwords, translation_files
-from decent_jax.data.number_words import write_files
-from decent_jax.data.prepare_translation import main, prepare
-from decent_jax.data.subwords import normalise
-from decent_jax.data.translation_files import PairBlocks, TranslationPairs
+from decent_jax.data.translation import (
+    pair_folder,
+    sentence_pairs,
+    subwords,
+)
+from decent_jax.data.translation import (
+    prepare as prepare_translation,
+)
+from decent_jax.data.translation.number_words import write_files
+from decent_jax.data.translation.pair_folder import PairBlocks, TranslationPairs
+from decent_jax.data.translation.prepare import main, prepare
+from decent_jax.data.translation.subwords import normalise
 from decent_jax.errors import DataError
 
 VOCAB = 350
@@ -69,7 +76,7 @@ def normalised(pairs):
 
 
 def test_wmt14_from_archives_to_blocks(archives, prepared):
-    manifest = translation_files.read_manifest(prepared)
+    manifest = pair_folder.read_manifest(prepared)
     training = normalised(mini_wmt14.training_pairs())
     wanted = list(dict.fromkeys(training))
     assert texts_of(prepared, "train") == wanted
@@ -91,7 +98,7 @@ def test_wmt14_from_archives_to_blocks(archives, prepared):
     assert manifest["inputs"][1]["sha256"] == {"dev.tgz": digest}
     text = (prepared / "manifest.json").read_text()
     assert str(archives) not in text and manifest == json.loads(text)
-    assert translation_files.is_whole(prepared)
+    assert pair_folder.is_whole(prepared)
     train = TranslationPairs(prepared, "train")
     blocks = PairBlocks(train, tokens=400, num_replicas=2, shapes=3)
     seen = []
@@ -146,13 +153,13 @@ def test_french_has_five_archives(tmp_path):
 
 
 def test_workers_do_not_change_a_byte(tmp_path, archives, prepared, monkeypatch):
-    monkeypatch.setattr(parallel_inputs, "BLOCK_LINES", 23)
+    monkeypatch.setattr(sentence_pairs, "BLOCK_LINES", 23)
     prepare(archives, tmp_path / "two", "en", "de", vocab_size=VOCAB, workers=2)
     assert contents(tmp_path / "two") == contents(prepared)
 
 
 def test_filters_by_hand(tmp_path, monkeypatch):
-    monkeypatch.setattr(parallel_inputs, "BLOCK_LINES", 7)
+    monkeypatch.setattr(sentence_pairs, "BLOCK_LINES", 7)
     good = [(f"the number {i} is here", f"die Zahl {i} ist da") for i in range(30)]
     bad = {
         "empty_side": [("", "leer"), ("empty", " \u200b\t"), ("", "")],
@@ -274,13 +281,13 @@ def test_a_vocabulary_is_a_function_of_the_counts(monkeypatch):
 
 
 def test_a_vocabulary_that_is_not_that_of_the_ids(prepared, tmp_path):
-    own = translation_files.read_manifest(prepared)["vocab_sha256"]
+    own = pair_folder.read_manifest(prepared)["vocab_sha256"]
     assert TranslationPairs(prepared, "val").vocabulary.sha256 == own
     mixed = shutil.copytree(prepared, tmp_path / "mixed")
     subwords.train({"other": 3, "words": 4}, 275).save(mixed)
     with pytest.raises(DataError, match="not the vocabulary these ids were made with"):
         _ = TranslationPairs(mixed, "val").vocabulary
-    assert not translation_files.is_whole(mixed)
+    assert not pair_folder.is_whole(mixed)
     damaged = shutil.copytree(prepared, tmp_path / "damaged")
     (damaged / "vocabulary.model").write_bytes(b"no model")
     with pytest.raises(DataError, match="is damaged, or no model of sentencepiece"):
@@ -307,7 +314,7 @@ def test_reader(prepared, tmp_path):
     with pytest.raises(DataError, match=r"train\.ids: has 2 bytes, its manifest says"):
         TranslationPairs(torn, "train")
     with pytest.raises(ValueError, match=r"does not fit in 2 and 3"):
-        translation_files.pad_block(pairs, np.array([0]), 2, 3)
+        pair_folder.pad_block(pairs, np.array([0]), 2, 3)
 
 
 def test_evaluation_blocks_hold_every_pair_once_in_order(prepared):
@@ -466,7 +473,7 @@ def test_bad_archives(archives, tmp_path):
     fails(folder, r"no validation pairs \(newstest2013 in WMT14's dev\.tgz\)")
     (folder / "test-full.tgz").unlink()
     prepare(folder, tmp_path / "out", "en", "de", vocab_size=VOCAB, val_fraction=0.1)
-    assert list(translation_files.read_manifest(tmp_path / "out")["splits"]) == ["train", "val"]
+    assert list(pair_folder.read_manifest(tmp_path / "out")["splits"]) == ["train", "val"]
 
 
 def test_bad_tfds(tmp_path):
@@ -550,7 +557,7 @@ def test_a_killed_run(tmp_path, small, kind):
     # pipes as input: the run waits for more for ever, with its workers started
     for lang in ("en", "de"):
         os.mkfifo(tmp_path / f"pipe.{lang}")
-    command = [sys.executable, "-m", "decent_jax.data.prepare_translation", *small[:2]]
+    command = [sys.executable, "-m", "decent_jax.data.translation.prepare", *small[:2]]
     command += [str(tmp_path / "pipe"), *small[2:], "--workers", "2"]
     run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     with open(tmp_path / "pipe.en", "wb"):  # returns when the run has opened it
@@ -569,7 +576,7 @@ def test_a_killed_run(tmp_path, small, kind):
         assert run.returncode == 130 and not left
         assert said == "prepare_translation: interrupted; nothing was written\n"
     assert main(small) == 0
-    assert translation_files.is_whole(tmp_path / "out")
+    assert pair_folder.is_whole(tmp_path / "out")
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 

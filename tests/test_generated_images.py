@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from decent_jax.data import generated_images, loader
-from decent_jax.data.generated_images import CLASS_NAMES, GeneratedImages
+from decent_jax.data import loader
+from decent_jax.data.images import generated_images
+from decent_jax.data.images.generated_images import CLASS_NAMES, GeneratedImages
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from decent_jax.data import number_words, subwords
-from decent_jax.data.translation_files import PairBlocks, TranslationPairs
+from decent_jax.data.translation import number_words, subwords
+from decent_jax.data.translation.pair_folder import PairBlocks, TranslationPairs
 from decent_jax.errors import ConfigError, DataError
 from decent_jax.models import transformer
 from decent_jax.models.losses import cross_entropy

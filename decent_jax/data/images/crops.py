@@ -14,7 +14,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from decent_jax.data import jpeg, trivial_augment
+from decent_jax.data.images import jpeg, trivial_augment
 from decent_jax.errors import DataError
 
 AREA = (0.08, 1.0)  # of a training crop, as a share of the picture's
@@ -37,9 +37,9 @@ class TrainImages:
     """Encoded records by index; :meth:`augment` makes training images of them.
 
     Args:
-      files: a source of records with ``data``, ``label`` and ``name`` (`image_files.ImageFiles`).
+      files: a source of records with ``data``, ``label`` and ``name`` (`image_folder.ImageFiles`).
       size: height and width of a training image, pixels.
-      trivial_augment: distort each by one random operation (`decent_jax.data.trivial_augment`).
+      trivial_augment: distort each by one random operation, see `trivial_augment`.
     """
 
     def __init__(self, files, size: int, *, trivial_augment: bool = False):

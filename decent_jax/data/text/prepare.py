@@ -19,9 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
-from decent_jax.data import text_inputs, tokenizers, worker_pool
+from decent_jax.data import worker_pool
 from decent_jax.data.prepared_folder import check_out, sha256_file
-from decent_jax.data.token_files import KIND, SPLITS, TokenFolderWriter, read_manifest
+from decent_jax.data.text import documents, tokenizers
+from decent_jax.data.text.token_folder import KIND, SPLITS, TokenFolderWriter, read_manifest
 from decent_jax.errors import DataError
 from decent_jax.progress import progress_bar
 
@@ -78,18 +79,18 @@ def prepare(
         raise DataError(f"workers must be at least 1, got {workers}")
     check_out(Path(os.path.abspath(out)), KIND, read_manifest, overwrite=overwrite)
     codec = tokenizers.load(tokenizer, tokenizer_path)
-    sources = text_inputs.find_sources(inputs)
-    val_sources = text_inputs.find_sources(val_inputs, validation=True)
+    sources = documents.find_sources(inputs)
+    val_sources = documents.find_sources(val_inputs, validation=True)
     _check_sources(sources, val_sources, text_field)
 
     total = sum(source.size for source in sources + val_sources)
     if workers is None:
         workers = 1 if total < _SMALL_BYTES else worker_pool.cores()
     chunks = itertools.chain(
-        (("val", chunk) for chunk in text_inputs.chunks(val_sources, text_field)),
-        (("train", chunk) for chunk in text_inputs.chunks(sources, text_field)),
+        (("val", chunk) for chunk in documents.chunks(val_sources, text_field)),
+        (("train", chunk) for chunk in documents.chunks(sources, text_field)),
     )
-    names = text_inputs.distinct_names(sources) | text_inputs.distinct_names(val_sources)
+    names = documents.distinct_names(sources) | documents.distinct_names(val_sources)
     split_of = _Splitter(None if val_sources else val_fraction)
     files = {"train": [], "val": []}
     with (
@@ -100,7 +101,7 @@ def prepare(
         for role, chunk, result in results:
             bar.update(chunk.read)
             if isinstance(result, Encoded):
-                origins = text_inputs.document_sources(chunk)
+                origins = documents.document_sources(chunk)
                 for source, (digest, ids) in zip(origins, result, strict=False):
                     split = split_of(digest, ids, role)
                     if split:
@@ -160,11 +161,11 @@ class _Splitter:
 def _work(chunk, *, tokenizer, field: str, seed: int):
     """The documents of a chunk, encoded; or [name, bytes, sha256] of each file of a hash chunk."""
     if chunk.kind == "hash":
-        files = [f for source in chunk.data for f in text_inputs.hashed_files(source)]
-        with text_inputs.one_sentence(chunk.source.path):
+        files = [f for source in chunk.data for f in documents.hashed_files(source)]
+        with documents.one_sentence(chunk.source.path):
             return [[name, path.stat().st_size, sha256_file(path)] for name, path in files]
     digests, encoded = [], [np.zeros(0, np.uint16)]
-    for text in text_inputs.documents(chunk, field):
+    for text in documents.documents(chunk, field):
         text = tokenizers.valid_unicode(text.replace("\0", ""))  # NULs: as the bytes tokenizer
         digest = hashlib.blake2b(text.encode(), digest_size=16, key=str(seed).encode()[:64])
         digests.append(digest.digest())
@@ -226,7 +227,7 @@ def _check_sources(sources, val_sources, field: str) -> None:
             " files and pass one as --val_input"
         )
     for source in sources + val_sources:
-        text_inputs.check_source(source, field)
+        documents.check_source(source, field)
 
 
 def _check_counts(documents: dict[str, int], val_fraction: float, given: bool) -> None:

@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from decent_jax.data import image_shards, imagenet_archives
+from decent_jax.data.images import array_records, imagenet_archives
 from decent_jax.errors import DataError
 
-SPLITS = image_shards.SPLITS
+SPLITS = array_records.SPLITS
 SUFFIXES = (".jpg", ".jpeg", ".png")
 
 _FOLDERS = {"train": ("train",), "val": ("val", "validation")}
@@ -141,10 +141,10 @@ def open_images(path: str | Path, split: str) -> ImageFiles:
 
 def _storage(path: str, split: str):
     if os.path.exists(os.path.join(path, "manifest.json")):
-        return image_shards.PreparedImages(path, split)
+        return array_records.PreparedImages(path, split)
     places = {name: _place(path, name) for name in SPLITS}
     if not any(places.values()):
-        return image_shards.TfdsImages(_tfds_folder(path), split)
+        return array_records.TfdsImages(_tfds_folder(path), split)
     for name in ("train", split):
         if places[name] is None:
             tried = [f"{folder}/" for folder in _FOLDERS[name]] + list(_ARCHIVES[name])

@@ -25,8 +25,8 @@ from pathlib import Path
 
 import numpy as np
 
-from decent_jax.data import prepare_translation
-from decent_jax.data.translation_files import is_whole, read_manifest
+from decent_jax.data.translation import prepare
+from decent_jax.data.translation.pair_folder import is_whole, read_manifest
 from decent_jax.errors import DataError
 
 SPLITS = ("train", "val", "test")
@@ -260,7 +260,7 @@ def build(out: str | Path) -> dict:
     try:
         with tempfile.TemporaryDirectory() as folder:
             write_files(folder, **_COUNTS, seed=0)
-            return prepare_translation.prepare(
+            return prepare.prepare(
                 [folder], out, "en", "de", vocab_size=_VOCAB_SIZE, workers=1, overwrite=True
             )
     except (DataError, OSError):  # perhaps because another process was faster

@@ -22,7 +22,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from decent_jax.data import token_files, tokenizers
+from decent_jax.data.text import token_folder, tokenizers
 from decent_jax.errors import DataError
 
 VAL_FRACTION = 0.05
@@ -63,7 +63,7 @@ def build(out_dir: str | Path) -> dict:
 def _write(out: Path, files: list[tuple[str, Path, int]], fingerprint: str) -> dict:
     tokenizer = tokenizers.load("bytes")
     corpus, seen = hashlib.sha256(), set()
-    with token_files.TokenFolderWriter(out, tokenizer, overwrite=out.exists()) as writer:
+    with token_folder.TokenFolderWriter(out, tokenizer, overwrite=out.exists()) as writer:
         for name, text in _documents(files):
             ids = tokenizer.encode(text)
             digest = hashlib.sha256(ids.tobytes()).digest()
@@ -84,10 +84,10 @@ def _write(out: Path, files: list[tuple[str, Path, int]], fingerprint: str) -> d
 
 def _found(out: Path, fingerprint: str) -> dict | None:
     try:
-        manifest = token_files.read_manifest(out)
+        manifest = token_folder.read_manifest(out)
     except DataError:
         return None
-    if manifest.get("source_fingerprint") != fingerprint or not token_files.is_whole(out):
+    if manifest.get("source_fingerprint") != fingerprint or not token_folder.is_whole(out):
         return None
     return manifest if "sources" in manifest else None  # made by an earlier version
 

@@ -29,8 +29,9 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
 import decent_jax
-from decent_jax.data import image_shards, jpeg, worker_pool
-from decent_jax.data.image_files import SPLITS, ImageFiles, open_images
+from decent_jax.data import worker_pool
+from decent_jax.data.images import array_records, jpeg
+from decent_jax.data.images.image_folder import SPLITS, ImageFiles, open_images
 from decent_jax.data.prepared_folder import check_out, sha256_file
 from decent_jax.errors import DataError
 from decent_jax.json_files import write_json_atomic
@@ -84,7 +85,7 @@ def prepare(
     if not 0 <= max_bad < 1:
         raise DataError(f"max_bad must be at least 0 and less than 1, got {max_bad}")
     out = Path(os.path.abspath(out))
-    check_out(out, image_shards.KIND, image_shards.read_manifest, overwrite=overwrite)
+    check_out(out, array_records.KIND, array_records.read_manifest, overwrite=overwrite)
     images = {split: _open_source(source, split) for split in SPLITS}
     tasks = _tasks(images, shards)
     if workers is None:
@@ -92,18 +93,18 @@ def prepare(
     total = sum(map(len, images.values()))
     made: dict[_Task, dict] = {}
     with (
-        image_shards.unfinished_folder(out) as folder,
+        array_records.unfinished_folder(out) as folder,
         _results(tasks, images, folder, workers) as results,
         progress_bar(total, progress, unit=" images", desc="packing") as bar,
     ):
-        image_shards.keep_only(folder, [task.file for task in tasks])
+        array_records.keep_only(folder, [task.file for task in tasks])
         for task, result in results:
             made[task] = result
             bar.update(task.stop - task.start)
             _check_bad([bad for entry in made.values() for bad in entry["bad"]], total, max_bad)
         manifest = _manifest(images, [made[task] for task in tasks])
         _write_lines(folder / BAD_FILES, [bad for task in tasks for bad in made[task]["bad"]])
-        image_shards.put_in_place(out, folder, manifest, overwrite)
+        array_records.put_in_place(out, folder, manifest, overwrite)
     return manifest
 
 
@@ -155,7 +156,7 @@ def _make_shard(task: _Task, *, images: dict[str, ImageFiles], folder: Path, sto
     files = images[task.split]
     key = _key(task, files)
     path = folder / task.file
-    sidecar = image_shards.sidecar_of(path)
+    sidecar = array_records.sidecar_of(path)
     if found := _finished(path, sidecar, key):
         return found
     sidecar.unlink(missing_ok=True)
@@ -171,7 +172,7 @@ def _make_shard(task: _Task, *, images: dict[str, ImageFiles], folder: Path, sto
             except ValueError as error:
                 bad.append({"name": name, "reason": str(error)})
                 continue
-            write(image_shards.pack_record(data, label, name))
+            write(array_records.pack_record(data, label, name))
             counts[label] += 1
     result = {
         "key": key,
@@ -191,7 +192,7 @@ def _make_shard(task: _Task, *, images: dict[str, ImageFiles], folder: Path, sto
 def _key(task: _Task, files: ImageFiles) -> str:
     """A hash of what a shard is made of: it changes with any of its images."""
     key = hashlib.sha256()
-    fixed = (image_shards.FORMAT, _WRITER, files.class_names, task)
+    fixed = (array_records.FORMAT, _WRITER, files.class_names, task)
     key.update(repr(fixed).encode("utf-8", "surrogateescape"))
     for index in range(task.start, task.stop):
         line = f"{files.name(index)}\0{files.stamp(index)}\n"
@@ -262,7 +263,7 @@ def _manifest(images: dict[str, ImageFiles], made: list[dict]) -> dict:
             "shards": shards,
         }
     return {
-        "format": image_shards.FORMAT,
+        "format": array_records.FORMAT,
         "class_names": list(class_names),
         "splits": splits,
         "total": {

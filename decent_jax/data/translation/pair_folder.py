@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 
 import decent_jax
-from decent_jax.data import subwords
 from decent_jax.data.prepared_folder import Draft, sha256_file
-from decent_jax.data.subwords import END, START, Subwords
-from decent_jax.data.token_batches import TokenBatches
+from decent_jax.data.translation import subwords
+from decent_jax.data.translation.pair_batches import TokenBatches
+from decent_jax.data.translation.subwords import END, START, Subwords
 from decent_jax.errors import DataError
 
 FORMAT = "decent_jax translation 1"

@@ -20,11 +20,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from decent_jax.data import parallel_inputs, subwords, worker_pool
-from decent_jax.data.parallel_inputs import Block, Source
+from decent_jax.data import worker_pool
 from decent_jax.data.prepared_folder import check_out, sha256_file
-from decent_jax.data.subwords import normalise
-from decent_jax.data.translation_files import KIND, TranslationFolderWriter, read_manifest
+from decent_jax.data.translation import sentence_pairs, subwords
+from decent_jax.data.translation.pair_folder import KIND, TranslationFolderWriter, read_manifest
+from decent_jax.data.translation.sentence_pairs import Block, Source
+from decent_jax.data.translation.subwords import normalise
 from decent_jax.errors import DataError
 from decent_jax.progress import progress_bar
 
@@ -101,7 +102,7 @@ def prepare(
     _check_arguments(inputs, source_lang, target_lang, val_fraction, test_fraction, workers)
     check_out(Path(os.path.abspath(out)), KIND, read_manifest, overwrite=overwrite)
     languages = source_lang, target_lang
-    sources = parallel_inputs.find_inputs(inputs, languages, val, test)
+    sources = sentence_pairs.find_inputs(inputs, languages, val, test)
     share = _Share(val_fraction, test_fraction, seed)
     _check_splits(sources, share)
     streams = [
@@ -323,7 +324,7 @@ def _check_arguments(inputs, source_lang, target_lang, val_fraction, test_fracti
         raise DataError(f"workers must be at least 1, got {workers}")
 
 
-def _check_splits(sources: parallel_inputs.Inputs, share: _Share) -> None:
+def _check_splits(sources: sentence_pairs.Inputs, share: _Share) -> None:
     for split, other in (("val", "validation"), ("test", "test")):
         given = getattr(sources, split)
         if given and getattr(share, split):
@@ -337,7 +338,7 @@ def _check_splits(sources: parallel_inputs.Inputs, share: _Share) -> None:
         )
 
 
-def _check_survey(survey: _Survey, sources: parallel_inputs.Inputs, share: _Share) -> None:
+def _check_survey(survey: _Survey, sources: sentence_pairs.Inputs, share: _Share) -> None:
     fates = np.concatenate(survey.fates)
     counts = np.bincount(fates, minlength=_RATIO_OFF + 1)
     for split, number in (("train", _TRAIN), ("val", _VAL), ("test", _TEST)):
