@@ -449,7 +449,7 @@ PREPARED = {
     ),
     "manifest cut short": (
         lambda p: edit(p / "manifest.json", lambda data: data[:100]),
-        "manifest.json: not readable as JSON; prepare the images again",
+        "manifest.json: not readable as JSON; prepare the folder again",
     ),
     "manifest without splits": (
         lambda p: change_json(p / "manifest.json", splits={}),

@@ -1,22 +1,20 @@
-"""prepare_images end to end: the same bytes for any workers, broken images, messages, and kills."""
+"""`prepare images` end to end: the same bytes for any input, broken images, finished shards."""
 
+import functools
 import json
 import os
-import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import mini_imagenet as mini
 import numpy as np
 import pytest
 
+from decent_jax.data import worker_pool
 from decent_jax.data.images import array_records, image_folder, jpeg
 from decent_jax.data.images import prepare as prepare_images
-from decent_jax.data.images.prepare import main, prepare
+from decent_jax.data.images.prepare import prepare
 from decent_jax.data.prepared_folder import sha256_file
 from decent_jax.errors import DataError
+from decent_jax.prepare import main
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +69,8 @@ def test_a_record():
 
 
 def test_workers_and_layouts_do_not_change_a_byte(tmp_path, folders, prepared):
-    prepare(folders, tmp_path / "two", shards=5, workers=2)
-    prepare(mini.write_archives(tmp_path / "in"), tmp_path / "tar", shards=5, workers=1)
-    assert contents(prepared) == contents(tmp_path / "two") == contents(tmp_path / "tar")
+    prepare(mini.write_archives(tmp_path / "in"), tmp_path / "tar", shards=5, workers=2)
+    assert contents(prepared) == contents(tmp_path / "tar")
 
 
 def test_how_many_shards(folders, monkeypatch):
@@ -109,7 +106,7 @@ def test_broken_images_are_left_out(tmp_path, capsys):
     path = break_images(tmp_path / "in", bad)
     out = tmp_path / "out"
     arguments = ["--input", str(path), "--out", str(out), "--workers", "2", "--shards", "3"]
-    assert main([*arguments, "--max_bad", "0.1"]) == 0
+    assert main(["images", *arguments, "--max_bad", "0.1"]) == 0
     assert (
         "train           27 images          0.4 MB, 3 broken left out\n" in capsys.readouterr().out
     )
@@ -163,46 +160,16 @@ def test_bad_arguments(tmp_path, folders, capsys):
     tfds_folder = mini.write_tfds(tmp_path / "tfds")
     cases = {
         "shards must be at least 1, got 0": [*given, "--shards", "0"],
-        "workers must be at least 1, got 0": [*given, "--workers", "0"],
         "max_bad must be at least 0 and less than 1, got 1.0": [*given, "--max_bad", "1"],
         "/nowhere: no such folder; give the folder": ["--input", "/nowhere", *out],
         "is a prepared folder already, which training reads": ["--input", str(prepared), *out],
         "is a TFDS folder already, which training reads": ["--input", str(tfds_folder), *out],
     }
     for sentence, arguments in cases.items():
-        assert main(arguments) == 2
+        assert main(["images", *arguments]) == 2
         said = capsys.readouterr().err
-        assert said.startswith("prepare_images: ") and sentence in said and said.count("\n") == 1
+        assert said.startswith("prepare images: ") and sentence in said and said.count("\n") == 1
     assert not list(tmp_path.glob(".*"))
-    for arguments in ([], [*given, "--nonsense"], [*given, "--shards", "many"]):
-        with pytest.raises(SystemExit, match="2"):
-            main(arguments)
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    assert "example, ImageNet from the original archives:" in capsys.readouterr().out
-
-
-def test_existing_output(tmp_path, folders, capsys):
-    out = tmp_path / "out"
-    arguments = ["--input", str(folders), "--out", str(out), "--workers", "1"]
-    out.mkdir()  # empty: as good as none
-    assert main(arguments) == 0
-    before = contents(out)
-    assert main([*arguments, "--shards", "2"]) == 2
-    assert "out: already prepared; pass --overwrite to replace it" in capsys.readouterr().err
-    assert contents(out) == before
-    assert main([*arguments, "--shards", "2", "--overwrite"]) == 0
-    assert len(contents(out)) == 5 and records(out, "train") == mini.records("train")
-    (out / "manifest.json").write_text("{}")
-    assert main([*arguments, "--overwrite"]) == 2
-    assert "is not empty and is no prepared image folder; choose" in capsys.readouterr().err
-    shutil.rmtree(out)
-    out.write_text("")
-    assert main([*arguments, "--overwrite"]) == 2
-    assert "out: exists and is not a folder; choose another --out" in capsys.readouterr().err
-    assert main(["--input", str(folders), "--out", str(out / "deeper")]) == 2
-    assert "out: cannot be written (" in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
 def test_a_failed_overwrite_keeps_the_old(tmp_path):
@@ -225,82 +192,13 @@ def test_a_full_disk(tmp_path, folders, monkeypatch, capsys):
 
     monkeypatch.setattr(prepare_images, "ArrayRecordWriter", Full)
     out = tmp_path / "out"
-    assert main(["--input", str(folders), "--out", str(out), "--workers", "1"]) == 2
+    assert main(["images", "--input", str(folders), "--out", str(out), "--workers", "1"]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.endswith("cannot be written (write() failed: No space left on device)")
     assert not out.exists()
 
 
 # --- going on after a kill ---
-
-
-def _children(pid):
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                with open(f"/proc/{entry}/stat") as file:
-                    fields = file.read().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[1]) == pid and fields[0] != "Z":
-                found.append(int(entry))
-    return found
-
-
-def _wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.02)
-
-
-# Each image takes long, in whichever process, so that a kill hits the middle.
-_SLOW = """
-import sys, time
-from decent_jax.data.images import jpeg, prepare
-check = jpeg.check
-def slow(data):
-    time.sleep(0.1)
-    check(data)
-jpeg.check = slow
-if __name__ == "__main__":
-    sys.exit(prepare.main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks for orphans in /proc")
-@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_a_killed_run_goes_on(tmp_path, folders, prepared, kind):
-    out, unfinished = tmp_path / "out", tmp_path / ".out.unfinished"
-    (tmp_path / "slow.py").write_text(_SLOW)
-    arguments = ["--input", str(folders), "--out", str(out), "--shards", "5"]
-    command = [sys.executable, str(tmp_path / "slow.py"), *arguments, "--workers", "2"]
-    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    _wait_for(lambda: len(list(unfinished.glob("*.json"))) >= 2)
-    workers = _children(run.pid)
-    assert len(workers) >= 2
-    run.send_signal(kind)
-    said = run.communicate(timeout=60)[1]
-    _wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in workers))
-    if kind == signal.SIGKILL:
-        assert run.returncode == -signal.SIGKILL
-    else:
-        assert run.returncode == 130
-        assert said == (
-            "prepare_images: interrupted; the same command goes on after the finished shards\n"
-        )
-    assert not out.exists()
-    finished = {path.name.removesuffix(".json") for path in unfinished.glob("*.json")}
-    assert 2 <= len(finished) < 8
-    inodes = {name: (unfinished / name).stat().st_ino for name in finished}
-    times = {name: (unfinished / name).stat().st_mtime_ns for name in finished}
-    assert main([*arguments, "--workers", "1"]) == 0
-    for name in finished:
-        status = (out / name).stat()
-        assert (status.st_ino, status.st_mtime_ns) == (inodes[name], times[name])
-    assert contents(out) == contents(prepared)
-    assert not list(tmp_path.glob(".*"))
 
 
 @pytest.fixture
@@ -360,9 +258,9 @@ def test_what_changed_is_made_again(tmp_path, checked, monkeypatch, what):
         data[len(data) // 2] ^= 1
         shard.write_bytes(data)
     elif what == "sidecar":
-        array_records.sidecar_of(shard).unlink()
+        prepare_images.sidecar_of(shard).unlink()
     elif what == "half a sidecar":
-        array_records.sidecar_of(shard).write_text('{"key"')
+        prepare_images.sidecar_of(shard).write_text('{"key"')
     else:
         again, shards = 12, 3
     checked.clear()
@@ -373,36 +271,16 @@ def test_what_changed_is_made_again(tmp_path, checked, monkeypatch, what):
     assert len(list((tmp_path / "out").glob("train-*"))) == shards
 
 
-def test_only_one_run_at_a_time(tmp_path, folders):
-    out = tmp_path / "out"
-    with (
-        array_records.unfinished_folder(out),
-        pytest.raises(DataError, match="out: another run is preparing it now; wait for that one"),
-    ):
-        prepare(folders, out, workers=1)
-    prepare(folders, out, workers=1)
-
-
-def _die(task):
-    os._exit(9)
-
-
-def test_a_dead_worker_is_no_hang(tmp_path, folders, monkeypatch):
-    monkeypatch.setattr(prepare_images, "_make_in_worker", _die)
-    with pytest.raises(DataError, match="a worker process died, perhaps out of memory; try fewer"):
-        prepare(folders, tmp_path / "out", shards=3, workers=2)
-    assert not (tmp_path / "out").exists()
-
-
 def test_an_error_in_a_worker_is_one_sentence(tmp_path, capsys):
     path = mini.write_archives(tmp_path / "in")
     images = image_folder.open_images(path, "val")
     archive = path / "ILSVRC2012_img_val.tar"
     archive.write_bytes(archive.read_bytes()[:4000])
     task = prepare_images._Task("val", 0, 1, 0, len(images))
+    make = functools.partial(prepare_images._make_shard, images={"val": images}, folder=tmp_path)
     with (
         pytest.raises(DataError, match=r"img_val\.tar: is cut short, val/.* cannot be read"),
-        prepare_images._results([task], {"val": images}, tmp_path, 2) as results,
+        worker_pool.results(make, [task], 2) as results,
     ):
         list(results)
 

@@ -81,7 +81,7 @@ def test_damaged_or_foreign_folders(tmp_path, monkeypatch):
 
 def test_processes_at_once(tmp_path):
     program = (
-        "import sys; from decent_jax.data import stdlib_corpus;"
+        "import sys; from decent_jax.data.text import stdlib_corpus;"
         "print(stdlib_corpus.build(sys.argv[1])['corpus_sha256'])"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "out")]

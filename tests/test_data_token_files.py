@@ -8,13 +8,9 @@ import threading
 import numpy as np
 import pytest
 
+from decent_jax.data.loader import eval_batches, steps_per_epoch, train_batches
 from decent_jax.data.text import token_folder, tokenizers
-from decent_jax.data.text.token_folder import (
-    TokenFolderWriter,
-    TokenWindows,
-    eval_batches,
-    train_batches,
-)
+from decent_jax.data.text.token_folder import TokenFolderWriter, TokenWindows
 from decent_jax.errors import DataError
 
 SEQ_LEN = 4
@@ -199,8 +195,8 @@ def test_eval_max_batches(source):
 
 
 def test_steps_per_epoch(source):
-    assert token_folder.steps_per_epoch(source, 50) == 1
-    assert token_folder.steps_per_epoch(source, 8) == 7
+    assert steps_per_epoch(source, 50) == 1
+    assert steps_per_epoch(source, 8) == 7
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,18 @@
 """Batches addressed by (step, replica), from any random-access source of records.
 
 The order of the examples is one stream, the same for any number of replicas and processes: row j
-of replica r at step t is example ``t * batch_size + r * B + j`` of it, ``B = batch_size //
-num_replicas``. So a resumed run seeks to its step instead of reading up to it, and the global
+of replica r at step t is example `t * batch_size + r * B + j` of it, `B = batch_size //
+num_replicas`. So a resumed run seeks to its step instead of reading up to it, and the global
 batch of a step holds the same records whatever the layout.
 
 With a partition there is such a stream for every replica, of its own records alone: row j at step
-t is example ``t * B + j`` of it. Which processes and devices hold the replicas still has no part;
+t is example `t * B + j` of it. Which processes and devices hold the replicas still has no part;
 another number of replicas is another partition.
 
 A source may also cut its batches itself, into blocks of several shapes: then it has the methods
-``train_blocks(num_replicas, batch_size, seed)`` and ``eval_blocks(num_replicas, batch_size)``;
-they return a sequence whose item ``step * num_replicas + replica`` is a replica's block, and whose
-``steps`` are those of an epoch. What ``batch_size`` counts is up to it.
+`train_blocks(num_replicas, batch_size, seed)` and `eval_blocks(num_replicas, batch_size)`;
+they return a sequence whose item `step * num_replicas + replica` is a replica's block, and whose
+`steps` are those of an epoch. What `batch_size` counts is up to it.
 """
 
 import os
@@ -26,7 +26,7 @@ from decent_jax.data.partition import Partition
 
 
 class Batches(Iterator):
-    """An iterator with threads or processes behind it; ``close`` (or ``with``) stops them."""
+    """An iterator with threads or processes behind it; `close` (or `with`) stops them."""
 
     def __init__(self, iterator):
         self._iterator = iterator
@@ -37,7 +37,7 @@ class Batches(Iterator):
         return next(self._iterator)
 
     def close(self) -> None:
-        """Stops them; ``next`` raises ValueError afterwards. May be called twice."""
+        """Stops them; `next` raises ValueError afterwards. May be called twice."""
         if self._iterator is not None:
             self._iterator.close()
             self._iterator = None  # frees the shared memory of batches nobody has taken
@@ -62,36 +62,36 @@ def train_batches(
     workers: int = 0,
     partition: Partition | None = None,
 ) -> Batches:
-    """Endless training batches of this process, from step ``start_step`` on.
+    """Endless training batches of this process, from step `start_step` on.
 
     Each epoch visits every record once in an order of its own; a batch may straddle two epochs.
     With a partition, each epoch of a replica visits every record of that replica once. Where the
-    source has a method ``augment(record, generator)``, the batches hold what it makes of records;
+    source has a method `augment(record, generator)`, the batches hold what it makes of records;
     the random numbers are those of the example's place in the stream, whoever reads it.
 
     Args:
-      source: ``len(source)`` records, ``source[i]`` an array or a pytree of arrays of equal shapes
-        (a grain ``RandomAccessDataSource`` such as ``TokenWindows``). Read from several threads.
+      source: `len(source)` records, `source[i]` an array or a pytree of arrays of equal shapes
+        (a grain `RandomAccessDataSource` such as `TokenWindows`). Read from several threads.
       seed: any integer >= 0; chooses the order.
       num_replicas: n, of the whole run.
-      batch_size: records a step over all replicas, a multiple of ``num_replicas``.
+      batch_size: records a step over all replicas, a multiple of `num_replicas`.
       replicas: (L,) the replicas this process holds, in the order it wants them; None means all.
       start_step: the step of the first batch; any value costs the same.
       prefetch: batches read ahead; 0 reads in the calling thread.
-      num_threads: threads that read ahead; None means as many as ``prefetch``, at most the cores.
+      num_threads: threads that read ahead; None means as many as `prefetch`, at most the cores.
       workers: processes that read ahead in the place of threads, each one batch after the other;
         for sources that compute much in Python. They are spawned, with a copy of the source.
       partition: which records belong to which replica; None: all replicas share all of them.
 
     Returns:
-      An iterator of records stacked to shape (L, B, ...), for ``TokenWindows`` int32 of shape
+      An iterator of records stacked to shape (L, B, ...), for `TokenWindows` int32 of shape
       (L, B, seq_len + 1).
 
     Raises:
       ValueError: sizes that do not divide, replicas that do not exist, an empty source, a negative
         seed or step, a partition of another source or for another number of replicas.
     """
-    import grain  # imports jax, which the workers of prepare_text can do without
+    import grain  # imports jax, which the workers of prepare text can do without
 
     replicas = _checked(source, num_replicas, batch_size, replicas)
     if start_step < 0:
@@ -119,12 +119,12 @@ def eval_batches(
     num_threads: int | None = None,
     workers: int = 0,
 ) -> Batches:
-    """Every record of ``source`` once, in order; the last batch is padded with zeros.
+    """Every record of `source` once, in order; the last batch is padded with zeros.
 
-    Arguments as for :func:`train_batches`; ``max_batches`` > 0 stops after so many batches.
+    Arguments as for `train_batches`; `max_batches` > 0 stops after so many batches.
 
     Returns:
-      An iterator of ``(records, weights)``: records stacked to shape (L, B, ...) and float32
+      An iterator of `(records, weights)`: records stacked to shape (L, B, ...) and float32
       weights of shape (L, B), 1 for a record and 0 for padding. All processes see the same number
       of batches.
     """
@@ -133,7 +133,7 @@ def eval_batches(
     replicas = _checked(source, num_replicas, batch_size, replicas)
     if hasattr(source, "eval_blocks"):
         own = source.eval_blocks(num_replicas, batch_size)
-        blocks = _OwnEvalBlocks(own, num_replicas, replicas, max_batches)
+        blocks: Any = _OwnEvalBlocks(own, num_replicas, replicas, max_batches)
     else:
         blocks = _EvalBlocks(source, batch_size, batch_size // num_replicas, replicas, max_batches)
     return _iterate(grain.MapDataset.source(blocks), prefetch, num_threads, workers)
@@ -147,7 +147,7 @@ def steps_per_epoch(source, batch_size: int, num_replicas: int = 1, seed: int = 
 
 
 def _rows(source, seed: np.random.SeedSequence, per_replica: int):
-    """Item i: the records ``i * per_replica`` and following of an endless shuffled stream."""
+    """Item i: the records `i * per_replica` and following of an endless shuffled stream."""
     import grain
 
     # grain shuffles epoch e by seed + e: without the hash, seed 1 would be seed 0 an epoch later
@@ -159,7 +159,7 @@ def _rows(source, seed: np.random.SeedSequence, per_replica: int):
 
 
 class _OwnRows:
-    """Item ``t * n + r``: the records of replica r at step t, of a stream of its own.
+    """Item `t * n + r`: the records of replica r at step t, of a stream of its own.
 
     Only for the replicas of this process.
     """
@@ -190,7 +190,7 @@ class _OwnRows:
 
 
 class _Subset:
-    """The records of ``source`` at ``indices``."""
+    """The records of `source` at `indices`."""
 
     def __init__(self, source, indices):
         self.source, self.indices = source, indices
@@ -208,9 +208,9 @@ class _Subset:
 
 
 class _TrainBlocks:
-    """Item t: the rows of ``replicas`` at step ``start + t``.
+    """Item t: the rows of `replicas` at step `start + t`.
 
-    Item ``step * n + r`` of ``rows`` are those of replica r.
+    Item `step * n + r` of `rows` are those of replica r.
     """
 
     def __init__(self, rows, num_replicas, replicas, start):
@@ -229,7 +229,7 @@ class _TrainBlocks:
 
 
 class _EvalBlocks:
-    """Item t: the rows of ``replicas`` in evaluation batch t, with their weights."""
+    """Item t: the rows of `replicas` in evaluation batch t, with their weights."""
 
     def __init__(self, source, batch_size, per_replica, replicas, max_batches):
         self.source = source
@@ -260,7 +260,7 @@ class _EvalBlocks:
 
 
 class _OwnEvalBlocks:
-    """Item t: the blocks of ``replicas`` in evaluation batch t, with their ``weight`` taken out."""
+    """Item t: the blocks of `replicas` in evaluation batch t, with their `weight` taken out."""
 
     def __init__(self, blocks, num_replicas, replicas, max_batches):
         self.blocks, self.num_replicas, self.replicas = blocks, num_replicas, replicas

@@ -13,7 +13,7 @@ alpha): the alpha of Acar et al. (2021, arXiv:2111.04263) and, in the spread of 
 replicas, of Lin et al. (2021, arXiv:2102.04761) and those who compare with them. The alpha of
 Hsu et al. is the sum of the pseudo-counts, K times as large. Dividing by sum(p**2) and not
 multiplying by K lets many tiny classes weigh as little in alpha as they do in the data. With
-mean p, ``E sum(q**2) = (alpha + 1) / (alpha / sum(p**2) + 1)``: 1, one class a replica, for
+mean p, `E sum(q**2) = (alpha + 1) / (alpha / sum(p**2) + 1)`: 1, one class a replica, for
 alpha -> 0, and sum(p**2), the whole in small, for alpha -> infinity. That is what replicas draw;
 what they get is milder for a small alpha, for all records are given away and classes run out. Say
 what `Partition.report` says, not alpha alone.
@@ -68,11 +68,11 @@ class Partition:
 
     @property
     def records_left_out(self) -> int:
-        """Fewer than ``num_replicas``, so that all replicas have equally many."""
+        """Fewer than `num_replicas`, so that all replicas have equally many."""
         return self.num_records - self.owned.size
 
     def records(self, replica: int) -> np.ndarray:
-        """(N // n,) int64, ascending: the indices of the records of ``replica``."""
+        """(N // n,) int64, ascending: the indices of the records of `replica`."""
         return self.owned[replica]
 
     def total_variation(self) -> np.ndarray:
@@ -197,10 +197,10 @@ def dirichlet(
 
 
 def for_run(source, *, num_replicas: int, batch_size: int, alpha: float, seed: int) -> Partition:
-    """The partition of a run's training records, by ``source.labels``.
+    """The partition of a run's training records, by `source.labels`.
 
     Args:
-      source: records with ``labels``, (N,) integers, and perhaps ``class_names``.
+      source: records with `labels`, (N,) integers, and perhaps `class_names`.
       batch_size: records a step over all replicas.
 
     Raises:
@@ -241,7 +241,7 @@ def _log_mixtures(prior: np.ndarray, num_replicas: int, alpha: float, random) ->
 
 
 def _share_out(log_mixtures: np.ndarray, sizes: np.ndarray, each: int, random) -> np.ndarray:
-    """(n, K) int64: how many records of each class a replica takes, ``each`` in all.
+    """(n, K) int64: how many records of each class a replica takes, `each` in all.
 
     Drawing one record at a time in random turns, and again where the class is used up, has this
     distribution too.
@@ -264,7 +264,7 @@ def _share_out(log_mixtures: np.ndarray, sizes: np.ndarray, each: int, random) -
 
 
 def _choose_records(labels, sizes, counts, random) -> np.ndarray:
-    """(n, N // n) int64, rows ascending: ``counts`` records of each class, chosen at random."""
+    """(n, N // n) int64, rows ascending: `counts` records of each class, chosen at random."""
     n, num_classes = counts.shape
     order = random.permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")]  # class after class
@@ -276,7 +276,7 @@ def _choose_records(labels, sizes, counts, random) -> np.ndarray:
 
 
 def _total_variation(counts: np.ndarray, class_sizes: np.ndarray) -> np.ndarray:
-    """(rows,) of the distributions ``counts`` (rows, K) from that of the whole."""
+    """(rows,) of the distributions `counts` (rows, K) from that of the whole."""
     shares = counts / counts.sum(axis=1, keepdims=True)
     return np.abs(shares - class_sizes / class_sizes.sum()).sum(axis=1) / 2
 

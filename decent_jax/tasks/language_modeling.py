@@ -37,7 +37,7 @@ def default_model() -> ConfigDict:
 
 
 def default_data() -> ConfigDict:
-    """A folder made by ``python -m decent_jax.data.prepare_text``."""
+    """A folder made by ``python -m decent_jax.prepare text``."""
     data = ConfigDict()
     data.path = ""  # folder with train.bin, val.bin, manifest.json; "stdlib": Python's own library
     data.prefetch = 4  # batches read ahead
@@ -56,7 +56,7 @@ def validate(config: ConfigDict) -> None:
         raise ConfigError(f"model.init_from: there is no file {init_from!r}")
     if not path:
         raise ConfigError(
-            "data.path is empty: name a folder made by `python -m decent_jax.data.prepare_text`, "
+            "data.path is empty: name a folder made by `python -m decent_jax.prepare text`, "
             "or 'stdlib'"
         )
     vocab_size = 256

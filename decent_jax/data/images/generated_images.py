@@ -4,7 +4,7 @@ A picture shows one of ten shapes (`CLASS_NAMES`), of any size, angle and place,
 lighter than the fading background, with lines and dots strewn over both, and noise. Colour says
 nothing about the class, and a mirrored or turned picture is of the same class.
 
-Picture i of a split is a function of ``(seed, split, i)`` alone (and of the size): Philox, a
+Picture i of a split is a function of `(seed, split, i)` alone (and of the size): Philox, a
 counter-based generator, gives every index its own random numbers. The splits draw from different
 keys, so that no picture is in two of them.
 """
@@ -32,20 +32,20 @@ _SCALARS = 64  # random numbers of a picture beside its noise
 
 
 class GeneratedImages:
-    """Records ``{"image": uint8 (size, size, 3), "label": int32 ()}`` by index.
+    """Records `{"image": uint8 (size, size, 3), "label": int32 ()}` by index.
 
-    All pictures are drawn at once, in about 0.2 ms each, and kept in memory, ``3 * size**2`` bytes
+    All pictures are drawn at once, in about 0.2 ms each, and kept in memory, `3 * size**2` bytes
     each. The classes are balanced: each run of ten records from a multiple of ten holds each once.
 
     Args:
-      split: ``"train"`` or ``"val"``.
+      split: `"train"` or `"val"`.
       num_records: N; the first records do not change with it.
       seed: any integer >= 0; both splits should be drawn from the same.
       size: height and width in pixels, at least 16.
 
     Attributes:
       images: (N, size, size, 3) uint8, read-only.
-      labels: (N,) int32, read-only, indices into ``class_names``.
+      labels: (N,) int32, read-only, indices into `class_names`.
       class_names: the names of the classes.
 
     Raises:
@@ -94,7 +94,7 @@ def _labels(seed: int, split: str, count: int) -> np.ndarray:
 
 
 def _draw(seed: int, split: str, start: int, labels: np.ndarray, size: int) -> np.ndarray:
-    """Pictures ``start, start + 1, ...`` of the split, (B, size, size, 3) uint8."""
+    """Pictures `start, start + 1, ...` of the split, (B, size, size, 3) uint8."""
     count = len(labels)
     scalars = _unit(_random(seed, split, "picture", start, count, _SCALARS))
     noise = _random(seed, split, f"noise {size}", start, count, -(-3 * size * size // 8))
@@ -118,7 +118,7 @@ def _draw(seed: int, split: str, start: int, labels: np.ndarray, size: int) -> n
 def _random(
     seed: int, split: str, purpose: str, start: int, count: int, numbers: int
 ) -> np.ndarray:
-    """(count, numbers) uint64; row k depends on ``start + k`` and not on the rows beside it."""
+    """(count, numbers) uint64; row k depends on `start + k` and not on the rows beside it."""
     words = [seed, *split.encode(), 0, *purpose.encode()]
     key = np.random.SeedSequence(words).generate_state(2, np.uint64)
     blocks = -(-numbers // 4)  # a Philox counter stands for four numbers
@@ -135,7 +135,7 @@ def _unit(bits: np.ndarray) -> np.ndarray:
 
 
 def _paint(canvas: np.ndarray, coverage: np.ndarray, colour: np.ndarray) -> np.ndarray:
-    """``colour`` (B, 1, 1, 3) over ``canvas`` (B, H, W, 3) where ``coverage`` (B, H, W) is 1."""
+    """`colour` (B, 1, 1, 3) over `canvas` (B, H, W, 3) where `coverage` (B, H, W) is 1."""
     return canvas + coverage[..., None] * (colour - canvas)
 
 
@@ -155,7 +155,7 @@ def _lighter(draw, colour: np.ndarray) -> np.ndarray:
 
 
 def _fade(draw, x, y, colour: np.ndarray) -> np.ndarray:
-    """(B, H, W, 3): ``colour``, up to 0.15 lighter or darker towards the edges."""
+    """(B, H, W, 3): `colour`, up to 0.15 lighter or darker towards the edges."""
     angle, slope = 2 * np.pi * next(draw), 0.3 * next(draw)
     return colour + (slope * (x * np.cos(angle) + y * np.sin(angle)))[..., None]
 
@@ -237,7 +237,7 @@ def _pill(u, v):
 
 
 def _segment(u, v, half):
-    """Distance from the points of the u axis within ``half`` of 0."""
+    """Distance from the points of the u axis within `half` of 0."""
     return np.hypot(np.maximum(np.abs(u) - half, 0), v)
 
 

@@ -1,12 +1,12 @@
-"""Packs labelled images into a few large files: ``python -m decent_jax.data.prepare_images``.
+"""Packs labelled images into a few large files: `python -m decent_jax.prepare images`.
 
-Training reads images in random order. From a million small files, on a file server or a hard disk,
-that is slow; from ArrayRecord shards it is not. Each image is decoded once to find out whether it
-is whole, and stored byte for byte as it was.
+Training reads images in random order. Reading a million small files that way is slow on a file
+server or a hard disk; reading ArrayRecord shards is not. Each image is decoded once to check that
+it is whole, and stored byte for byte as it was.
 
 A shard is one task of one process, so the output is the same byte for byte for any number of
-workers. Finished shards wait in a hidden folder beside the output, which the output is renamed
-from; a run that was killed finds them there when it is started again.
+workers. Finished shards wait in a hidden folder in the folder of the output, which becomes the
+output by a rename; after a kill, the next run finds them there.
 """
 
 import argparse
@@ -15,15 +15,12 @@ import functools
 import hashlib
 import json
 import math
-import multiprocessing
 import os
 import platform
-import sys
-from collections.abc import Iterator
-from concurrent.futures import as_completed
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
@@ -31,8 +28,9 @@ from array_record.python.array_record_module import ArrayRecordWriter
 import decent_jax
 from decent_jax.data import worker_pool
 from decent_jax.data.images import array_records, jpeg
+from decent_jax.data.images.array_records import KIND
 from decent_jax.data.images.image_folder import SPLITS, ImageFiles, open_images
-from decent_jax.data.prepared_folder import check_out, sha256_file
+from decent_jax.data.prepared_folder import Draft, check_out, sha256_file
 from decent_jax.errors import DataError
 from decent_jax.json_files import write_json_atomic
 from decent_jax.progress import progress_bar
@@ -40,9 +38,9 @@ from decent_jax.progress import progress_bar
 BAD_FILES = "bad_files.jsonl"
 
 _SHARD_BYTES = 256 << 20
-_FEW_SHARDS = 16  # a small data set has as many, so that all cores have something to do,
-_FEW_IMAGES = 100  # unless they hold fewer images than this
-_SAMPLE = 1000  # images whose sizes are looked at
+_FEW_SHARDS = 16  # a small data set gets this many, so that all cores have something to do,
+_FEW_IMAGES = 100  # unless they would hold fewer images than this
+_SAMPLE = 1000  # images whose sizes are read
 _WRITER = "group_size:1,uncompressed"  # random access; JPEG does not compress any further
 
 
@@ -56,17 +54,17 @@ def prepare(
     overwrite: bool = False,
     progress: bool = False,
 ) -> dict:
-    """Writes the prepared folder ``out``; see ``--help`` for the layouts read.
+    """Writes the prepared folder `out`; `DESCRIPTION` lists the layouts it reads.
 
-    With several workers, a script must call this under ``if __name__ == "__main__":``, for they
-    are spawned. Finished shards of a run that failed stay in ``.NAME.unfinished`` beside ``out``.
+    With several workers, a script must call this under `if __name__ == "__main__":`, because they
+    are spawned. Finished shards of a run that failed stay in `.NAME.unfinished` next to `out`.
 
     Args:
       source: the folder with the images.
       out: the folder to make.
-      shards: files of ``train``, and of ``val`` in proportion; None means some 256 MB a file, but
+      shards: files of `train`, and of `val` in proportion; None means some 256 MB per file, but
         for little data up to 16 files.
-      workers: processes; None means one a core.
+      workers: processes; None means one per core.
       max_bad: share of the images, in [0, 1), that may be broken; they are left out.
       overwrite: replace a folder that an earlier call made, once the new one is whole.
       progress: show a progress bar on stderr.
@@ -75,41 +73,48 @@ def prepare(
       The manifest: class names, and of each split images, bytes, broken images and shards.
 
     Raises:
-      DataError: anything wrong with the arguments or the data, as one sentence.
-      OSError: the output cannot be written, for instance a full disk.
+      DataError: the arguments or the data are wrong; one sentence.
+      OSError: the output cannot be written, for instance because the disk is full.
     """
     if shards is not None and shards < 1:
         raise DataError(f"shards must be at least 1, got {shards}")
-    if workers is not None and workers < 1:
-        raise DataError(f"workers must be at least 1, got {workers}")
     if not 0 <= max_bad < 1:
         raise DataError(f"max_bad must be at least 0 and less than 1, got {max_bad}")
-    out = Path(os.path.abspath(out))
-    check_out(out, array_records.KIND, array_records.read_manifest, overwrite=overwrite)
+    check_out(Path(os.path.abspath(out)), KIND, overwrite=overwrite)
     images = {split: _open_source(source, split) for split in SPLITS}
     tasks = _tasks(images, shards)
-    if workers is None:
-        workers = min(worker_pool.cores(), len(tasks))
+    workers = worker_pool.how_many(workers, len(tasks))
     total = sum(map(len, images.values()))
-    made: dict[_Task, dict] = {}
-    with (
-        array_records.unfinished_folder(out) as folder,
-        _results(tasks, images, folder, workers) as results,
-        progress_bar(total, progress, unit=" images", desc="packing") as bar,
-    ):
-        array_records.keep_only(folder, [task.file for task in tasks])
-        for task, result in results:
-            made[task] = result
-            bar.update(task.stop - task.start)
-            _check_bad([bad for entry in made.values() for bad in entry["bad"]], total, max_bad)
-        manifest = _manifest(images, [made[task] for task in tasks])
-        _write_lines(folder / BAD_FILES, [bad for task in tasks for bad in made[task]["bad"]])
-        array_records.put_in_place(out, folder, manifest, overwrite)
+    made: list[dict[str, Any]] = []
+    bad: list[dict[str, str]] = []
+    with Draft(out, KIND, overwrite=overwrite, resume=True) as draft:
+        draft.keep_only({name for task in tasks for name in (task.file, f"{task.file}.json")})
+        make = functools.partial(_make_shard, images=images, folder=draft.folder)
+        with (
+            worker_pool.results(make, tasks, workers) as results,
+            progress_bar(total, progress, unit=" images", desc="packing") as bar,
+        ):
+            for task, result in results:
+                made.append(result)
+                bad += result["bad"]
+                bar.update(task.stop - task.start)
+                _check_bad(bad, total, max_bad)
+        manifest = _manifest(images, made)
+        lines = "".join(json.dumps(entry) + "\n" for entry in bad)
+        (draft.folder / BAD_FILES).write_text(lines)
+        for task in tasks:
+            sidecar_of(draft.folder / task.file).unlink()
+        draft.publish(manifest)
     return manifest
 
 
+def sidecar_of(shard: Path) -> Path:
+    """The file in an unfinished folder that says that a shard is finished, and from what."""
+    return shard.with_name(f"{shard.name}.json")
+
+
 class _Task(NamedTuple):
-    """One shard: the images ``start`` to ``stop`` of a split."""
+    """One shard: the images `start` to `stop` of a split."""
 
     split: str
     shard: int
@@ -151,12 +156,12 @@ def _bytes(files: ImageFiles) -> float:
     return float(np.mean([files.stamp(i).size for i in sample])) * len(files)
 
 
-def _make_shard(task: _Task, *, images: dict[str, ImageFiles], folder: Path, stopped) -> dict:
-    """Makes a shard unless it is there already; returns what its sidecar says."""
+def _make_shard(task: _Task, *, images: dict[str, ImageFiles], folder: Path) -> dict[str, Any]:
+    """Makes a shard unless it exists already; returns the content of its sidecar."""
     files = images[task.split]
     key = _key(task, files)
     path = folder / task.file
-    sidecar = array_records.sidecar_of(path)
+    sidecar = sidecar_of(path)
     if found := _finished(path, sidecar, key):
         return found
     sidecar.unlink(missing_ok=True)
@@ -164,7 +169,7 @@ def _make_shard(task: _Task, *, images: dict[str, ImageFiles], folder: Path, sto
     counts = np.zeros(len(files.class_names), np.int64)
     with _writing(path) as write:
         for index in range(task.start, task.stop):
-            if stopped():
+            if worker_pool.stopped():
                 raise KeyboardInterrupt
             data, label, name = files[index]
             try:
@@ -186,13 +191,13 @@ def _make_shard(task: _Task, *, images: dict[str, ImageFiles], folder: Path, sto
         "bad": bad,
     }
     write_json_atomic(sidecar, result)
-    return json.loads(sidecar.read_text())  # the same as a run that finds it
+    return json.loads(sidecar.read_text())  # as a later run reads it
 
 
 def _key(task: _Task, files: ImageFiles) -> str:
-    """A hash of what a shard is made of: it changes with any of its images."""
+    """A hash that changes with any of a shard's images."""
     key = hashlib.sha256()
-    fixed = (array_records.FORMAT, _WRITER, files.class_names, task)
+    fixed = (KIND.format, _WRITER, files.class_names, task)
     key.update(repr(fixed).encode("utf-8", "surrogateescape"))
     for index in range(task.start, task.stop):
         line = f"{files.name(index)}\0{files.stamp(index)}\n"
@@ -201,7 +206,7 @@ def _key(task: _Task, files: ImageFiles) -> str:
 
 
 def _finished(path: Path, sidecar: Path, key: str) -> dict | None:
-    """What the sidecar of a shard says, if the shard is whole and made of the same images."""
+    """The content of a shard's sidecar, if the shard is whole and of the same images."""
     try:
         found = json.loads(sidecar.read_text())
         shard = found["shard"]
@@ -216,8 +221,8 @@ def _finished(path: Path, sidecar: Path, key: str) -> dict | None:
 
 
 @contextlib.contextmanager
-def _writing(path: Path):
-    """``with _writing(path) as write:``; the shard is on the disk afterwards."""
+def _writing(path: Path) -> Iterator[Callable[[bytes], None]]:
+    """`with _writing(path) as write:`; the shard is on the disk afterwards."""
     writer = None
     try:
         writer = ArrayRecordWriter(str(path), _WRITER)
@@ -263,7 +268,7 @@ def _manifest(images: dict[str, ImageFiles], made: list[dict]) -> dict:
             "shards": shards,
         }
     return {
-        "format": array_records.FORMAT,
+        "format": KIND.format,
         "class_names": list(class_names),
         "splits": splits,
         "total": {
@@ -279,122 +284,46 @@ def _manifest(images: dict[str, ImageFiles], made: list[dict]) -> dict:
     }
 
 
-def _write_lines(path: Path, entries: list[dict]) -> None:
-    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+# --- The command, see `decent_jax.prepare` --------------------------------------------------------
 
-
-_make_here = None  # in a worker process: _make_shard with its keywords
-
-
-def _start_worker(images, folder: Path, stop) -> None:
-    global _make_here
-    _make_here = functools.partial(_make_shard, images=images, folder=folder, stopped=stop.is_set)
-
-
-def _make_in_worker(task: _Task) -> dict:
-    return _make_here(task)
-
-
-@contextlib.contextmanager
-def _results(tasks: list[_Task], images, folder: Path, workers: int):
-    """Iterator of (task, what its sidecar says), in any order."""
-    if workers == 1:
-        make = functools.partial(_make_shard, images=images, folder=folder, stopped=lambda: False)
-        yield ((task, make(task)) for task in tasks)
-        return
-    stop = multiprocessing.get_context("spawn").Event()
-    with worker_pool.open_pool(workers, _start_worker, images, folder, stop) as pool:
-        try:
-            yield _as_completed(pool, tasks)
-        finally:
-            stop.set()
-
-
-def _as_completed(pool, tasks: list[_Task]) -> Iterator[tuple[_Task, dict]]:
-    futures = {pool.submit(_make_in_worker, task): task for task in tasks}
-    for future in as_completed(futures):
-        yield futures[future], future.result()
-
-
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Packs the images of PATH into OUT/train-*.array_record and OUT/val-*.array_record for training,
 with OUT/manifest.json. Each image is decoded once as a check and stored as it is; broken ones are
 left out and listed in OUT/bad_files.jsonl.
 
 Reads class folders (PATH/train/CLASS/*.jpg and PATH/val/CLASS/*.jpg) and archives: ImageNet's
-ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar beside ILSVRC2012_devkit_t12.tar.gz as they
-were fetched, not unpacked, or train.tar and val.tar with members CLASS/NAME.jpg.
+ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar with ILSVRC2012_devkit_t12.tar.gz as they were
+downloaded, not unpacked, or train.tar and val.tar with members CLASS/NAME.jpg.
 """
-_EXAMPLE = """\
+EXAMPLE = """\
 example, ImageNet from the original archives:
-  python -m decent_jax.data.prepare_images --input imagenet_archives/ --out data/imagenet
+  python -m decent_jax.prepare images --input imagenet_archives/ --out data/imagenet
 
-OUT appears when it is whole, and needs as much space as the images. A run that was killed is
-simply started again: it goes on after the shards that are finished, in .OUT.unfinished beside OUT.
+OUT appears when it is whole, and needs as much space as the images. After a kill, start the same
+command again: it goes on after the shards that are finished, in .OUT.unfinished next to OUT.
 """
+INTERRUPTED = "the same command goes on after the finished shards"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m decent_jax.data.prepare_images",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--input", required=True, metavar="PATH", help="the folder with the images")
-    add("--out", required=True, metavar="DIR", help="the folder to make")
-    add(
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `prepare` that only images have."""
+    parser.add_argument(
         "--shards",
         type=int,
         metavar="N",
-        help="files of train, and of val in proportion (default: some 256 MB a file)",
+        help="files of train, and of val in proportion (default: some 256 MB per file)",
     )
-    add("--workers", type=int, metavar="N", help="processes (default: one a core)")
-    add(
+    parser.add_argument(
         "--max_bad",
         type=float,
         default=0.01,
         metavar="F",
         help="share of the images that may be broken (default: 0.01)",
     )
-    add("--overwrite", action="store_true", help="replace OUT where it is an earlier result")
-    return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit code: 0, 2 for bad input, 130 when interrupted."""
-    args = _parser().parse_args(argv)
-    with worker_pool.terminated_politely():
-        try:
-            manifest = prepare(
-                args.input,
-                args.out,
-                shards=args.shards,
-                workers=args.workers,
-                max_bad=args.max_bad,
-                overwrite=args.overwrite,
-                progress=True,
-            )
-        except DataError as error:
-            print(f"prepare_images: {error}", file=sys.stderr)
-            return 2
-        except OSError as error:  # of the output: a full disk, say
-            print(f"prepare_images: {args.out}: {error.strerror or error}", file=sys.stderr)
-            return 2
-        except KeyboardInterrupt:
-            print(
-                "prepare_images: interrupted; the same command goes on after the finished shards",
-                file=sys.stderr,
-            )
-            return 130
+def report(manifest: dict[str, Any]) -> Iterator[str]:
+    """What the command prints about a finished folder."""
     for split, entry in manifest["splits"].items():
         bad = f", {entry['bad']:,} broken left out" if entry["bad"] else ""
-        print(f"{split:5} {entry['records']:>12,} images {entry['bytes'] / 1e6:>12,.1f} MB{bad}")
-    print(f"wrote {args.out}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        yield f"{split:5} {entry['records']:>12,} images {entry['bytes'] / 1e6:>12,.1f} MB{bad}"

@@ -1,6 +1,6 @@
 """Batches of sentence pairs by tokens: pairs of like length together, in a few static shapes.
 
-XLA compiles a program for every shape, and padding is work for nothing; :class:`TokenBatches`
+XLA compiles a program for every shape, and padding is work for nothing; `TokenBatches`
 chooses the shapes so that a given number of them costs as little padding as can be found. Whatever
 it answers is a function of the lengths, the seed, the step and the replica: nothing is replayed to
 resume, and who asks does not matter.
@@ -27,7 +27,7 @@ _CACHED_EPOCHS = 2  # the one being read, and the one that threads read ahead
 
 
 class Shape(NamedTuple):
-    """Of the blocks of a bucket: ``rows`` pairs of at most ``source`` and ``target`` tokens."""
+    """Of the blocks of a bucket: `rows` pairs of at most `source` and `target` tokens."""
 
     source: int
     target: int
@@ -42,12 +42,12 @@ class TokenBatches:
     every time. In a step all replicas have the same shape, and the pairs are dealt to them by
     length, back and forth, so that all get nearly the same number of tokens.
 
-    Rows are chosen such that the steps of a shape are equally full and none exceeds ``2 * tokens``
+    Rows are chosen such that the steps of a shape are equally full and none exceeds `2 * tokens`
     with padding, or a pair a replica where that is more; at most one row of a block is empty.
 
     Args:
       lengths: (N, 2) integers, the tokens of the source and target of every pair, at least 1.
-      tokens: of the sources of a step over all replicas, and as many of the targets: ``2 * tokens``
+      tokens: of the sources of a step over all replicas, and as many of the targets: `2 * tokens`
         bounds their sum, with padding.
       num_replicas: n.
       seed: an integer >= 0; chooses the order.
@@ -55,12 +55,12 @@ class TokenBatches:
       shuffle: False takes the pairs in the order of their length, the same in every epoch.
 
     Attributes:
-      shapes: the :class:`Shape` of every bucket, the smallest first.
+      shapes: the `Shape` of every bucket, the smallest first.
       steps_per_epoch: the same for every epoch.
       padding_fraction: the share of the tokens of all blocks of an epoch that are no pair's.
 
     Raises:
-      ValueError: no pairs, lengths below 1, or arguments below 1 (``seed``: 0).
+      ValueError: no pairs, lengths below 1, or arguments below 1 (`seed`: 0).
     """
 
     def __init__(
@@ -233,7 +233,7 @@ def _tightened(limits, source, target) -> list[tuple[int, int]]:
 
 
 def _best_chain(histogram: np.ndarray, most: int) -> list[tuple[int, int]]:
-    """The cheapest at most ``most`` limits, each as large as the one before in both lengths."""
+    """The cheapest at most `most` limits, each as large as the one before in both lengths."""
     inside = histogram.cumsum(0).cumsum(1)
     grid = np.array(
         [(s, t) for s in _quantiles(histogram.sum(1)) for t in _quantiles(histogram.sum(0))]

@@ -1,31 +1,31 @@
-"""Turns sentence pairs into token ids for training: ``python -m ...prepare_translation``.
+"""Turns sentence pairs into token ids for training: `python -m decent_jax.prepare translation`.
 
-The input is read twice by all cores: once to clean, count and hash the pairs, which gives the
-vocabulary and the duplicates; once to write what is left as ids. Results are taken in the order of
-the input, so the output is the same byte for byte for any number of workers. Of each pair a hash
-stays in memory, of the text only the distinct words.
+All cores read the input twice: once to clean, count and hash the pairs, which gives the vocabulary
+and the duplicates; once to write the remaining pairs as ids. Results are taken in the order of the
+input, so the output is the same byte for byte for any number of workers. Memory holds one hash per
+pair and the distinct words, not the text.
 """
 
 import argparse
 import collections
-import contextlib
 import functools
 import hashlib
 import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from decent_jax.data import worker_pool
 from decent_jax.data.prepared_folder import check_out, sha256_file
 from decent_jax.data.translation import sentence_pairs, subwords
-from decent_jax.data.translation.pair_folder import KIND, TranslationFolderWriter, read_manifest
+from decent_jax.data.translation.pair_folder import KIND, TranslationFolderWriter
 from decent_jax.data.translation.sentence_pairs import Block, Source
-from decent_jax.data.translation.subwords import normalise
+from decent_jax.data.translation.subwords import Subwords, normalise
 from decent_jax.errors import DataError
 from decent_jax.progress import progress_bar
 
@@ -33,13 +33,12 @@ VOCAB_SIZE = 37120  # the reference's, for English and German
 MAX_SUBWORDS = 156  # the reference's, which cuts longer sentences off
 
 _RATIO, _SLACK = 2.0, 5  # the longer side has at most 2 times the shorter's subwords and 5
-_COPIED_WORDS = 4  # names and numbers are equal in both languages, sentences of so many words not
-_MOST_WORDS = 8_000_000  # distinct ones in memory; beyond, those seen once so far are forgotten
-_SMALL_BYTES = 8 << 20  # below, starting workers takes longer than the work
+_COPIED_WORDS = 4  # names and numbers are equal in both languages, longer sentences are not
+_MOST_WORDS = 8_000_000  # distinct ones in memory; above it, words seen only once are dropped
 
-_BYTES = {"unit": "B", "unit_scale": True}  # how progress is counted
+_BYTES: dict[str, Any] = {"unit": "B", "unit_scale": True}  # of progress
 
-# What becomes of a pair: a split, or the filter that drops it
+# The fate of a pair: a split, or the filter that drops it
 _TRAIN, _VAL, _TEST, _EMPTY, _COPIED, _DUPLICATE, _HELD_OUT, _LONG, _RATIO_OFF = range(9)
 _FILTERS = {
     "empty_side": _EMPTY,
@@ -52,7 +51,7 @@ _FILTERS = {
 
 
 def prepare(
-    inputs: Iterable[str | Path],
+    inputs: str | Path | Iterable[str | Path],
     out: str | Path,
     source_lang: str,
     target_lang: str,
@@ -66,26 +65,26 @@ def prepare(
     seed: int = 0,
     overwrite: bool = False,
     progress: bool = False,
-) -> dict:
-    """Writes the prepared folder ``out`` from sentence pairs; see ``--help`` for what is read.
+) -> dict[str, Any]:
+    """Writes the prepared folder `out` from sentence pairs; `DESCRIPTION` lists what it reads.
 
-    With several workers, a script must call this under ``if __name__ == "__main__":``, for they
+    With several workers, a script must call this under `if __name__ == "__main__":`, because they
     are spawned.
 
     Training pairs are dropped when, normalised, a side is empty; both sides are the same text of
-    four words or more; the pair occurred before; or is one of ``val`` or ``test``; a side has more
-    than 156 subwords; or one side has more than twice the subwords of the other and 5. Pairs of a
-    given ``val`` and ``test`` are dropped for an empty side alone.
+    four words or more; the pair occurred before; or is one of `val` or `test`; a side has more than
+    156 subwords; or one side has more than twice the subwords of the other and 5. Pairs of a given
+    `val` and `test` are dropped only for an empty side.
 
     Args:
       inputs: folders, prefixes of parallel files, tables.
       out: the folder to make.
-      source_lang, target_lang: as in the names of the files, such as ``"en"`` and ``"de"``.
-      val, test: prefixes or tables; None: those that an input folder brings along.
+      source_lang, target_lang: as in the names of the files, such as `"en"` and `"de"`.
+      val, test: prefixes or tables; None takes those that an input folder holds.
       val_fraction, test_fraction: share of the training pairs, chosen by a hash of the source
-        sentence, that become the split in place of ``val`` or ``test``.
+        sentence, to use as the split where there is no `val` or `test`.
       vocab_size: ids of the joint vocabulary, with 4 special ones and 256 bytes.
-      workers: processes; None means one a core, and none but this one for a few megabytes.
+      workers: processes; None means one per core, and only this one for a few megabytes.
       seed: chooses the pairs of the fractions.
       overwrite: replace a folder that an earlier call made, once the new one is whole.
       progress: show progress bars on stderr.
@@ -95,12 +94,12 @@ def prepare(
       vocabulary, and for each filter how many pairs it dropped.
 
     Raises:
-      DataError: anything wrong with the arguments or the data, as one sentence.
-      OSError: the output cannot be written, for instance a full disk.
+      DataError: the arguments or the data are wrong; one sentence.
+      OSError: the output cannot be written, for instance because the disk is full.
     """
     inputs = [inputs] if isinstance(inputs, str | Path) else list(inputs)
-    _check_arguments(inputs, source_lang, target_lang, val_fraction, test_fraction, workers)
-    check_out(Path(os.path.abspath(out)), KIND, read_manifest, overwrite=overwrite)
+    _check_arguments(inputs, source_lang, target_lang, val_fraction, test_fraction)
+    check_out(Path(os.path.abspath(out)), KIND, overwrite=overwrite)
     languages = source_lang, target_lang
     sources = sentence_pairs.find_inputs(inputs, languages, val, test)
     share = _Share(val_fraction, test_fraction, seed)
@@ -109,25 +108,21 @@ def prepare(
         (split, source) for split in ("test", "val", "train") for source in getattr(sources, split)
     ]
     total = sum(source.size for _, source in streams)
-    if workers is None:
-        workers = 1 if total < _SMALL_BYTES else worker_pool.cores()
-    with (
-        TranslationFolderWriter(out, languages, overwrite=overwrite) as writer,
-        _pool(workers) as run,
-    ):
+    workers = worker_pool.how_many(workers, 1 if total < worker_pool.SMALL_BYTES else None)
+    with TranslationFolderWriter(out, languages, overwrite=overwrite) as writer:
         with progress_bar(total, progress, desc="reading", **_BYTES) as bar:
-            survey = _survey(run, streams, share, bar)
+            survey = _survey(streams, share, workers, bar)
         _check_survey(survey, sources, share)
         if progress:
             print(f"learning {vocab_size} subwords from {len(survey.words)} words", file=sys.stderr)
         vocabulary = subwords.train(survey.words, vocab_size)
-        vocabulary.save(writer.folder)
         with progress_bar(total, progress, desc="encoding", **_BYTES) as bar:
-            dropped = _encode(run, streams, survey.fates, writer, bar)
+            dropped = _encode(streams, survey.fates, vocabulary, writer, workers, bar)
         if not writer.pairs["train"]:
             raise DataError(f"no pair of the train split is left ({_list(dropped)})")
-        files = {file: (file,) for _, source in streams for file in source.files}
-        hashes = dict(run(sha256_file, files.items()))
+        files = list(dict.fromkeys(file for _, source in streams for file in source.files))
+        with ThreadPoolExecutor(workers) as pool:
+            hashes = dict(zip(files, pool.map(sha256_file, files), strict=True))
         return writer.commit(
             vocabulary,
             filters=dropped,
@@ -148,41 +143,54 @@ def prepare(
 
 
 class _Share(NamedTuple):
-    """Which pairs of the training input are for validation and test."""
+    """Which pairs of the training input to use for validation and test."""
 
     val: float
     test: float
     seed: int
 
     def fate(self, source: str) -> int:
-        """By the source alone: a sentence with several translations is in one split."""
+        """Depends on the source alone: a sentence with several translations is in one split."""
         key = hashlib.blake2b(source.encode(), digest_size=8, key=str(self.seed).encode()[:64])
         draw = int.from_bytes(key.digest(), "big") / 2**64
         return _VAL if draw < self.val else _TEST if draw < self.val + self.test else _TRAIN
 
 
 class _Survey(NamedTuple):
-    """What the first reading found: ``fates`` has an array (pairs,) uint8 for each stream."""
+    """Results of the first reading: `fates` has an array (pairs,) uint8 for each stream."""
 
     fates: list[np.ndarray]
     words: dict[str, int]
     counts: dict[Source, int]
 
 
-def _survey(run, streams, share: _Share, bar) -> _Survey:
-    words: collections.Counter = collections.Counter()
-    hashes, fates, counts = [], [], {}
-    for split, source in streams:
-        found, surveyed = [], run(_survey_block, ((b, (b, split, share)) for b in source.blocks()))
-        for block, (own_hashes, own_fates, own_words) in surveyed:
-            found.append((own_hashes, own_fates))
+class _Task(NamedTuple):
+    """A block of a stream, for a worker."""
+
+    stream: int
+    split: str
+    block: Block
+    fates: np.ndarray | None = None  # uint8, of the first reading
+
+
+def _survey(streams: list[tuple[str, Source]], share: _Share, workers: int, bar) -> _Survey:
+    words: collections.Counter[str] = collections.Counter()
+    found: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in streams]
+    tasks = (
+        _Task(i, split, block)
+        for i, (split, source) in enumerate(streams)
+        for block in source.blocks()
+    )
+    work = functools.partial(_survey_block, share=share)
+    with worker_pool.results(work, tasks, workers) as surveyed:
+        for task, (own_hashes, own_fates, own_words) in surveyed:
+            found[task.stream].append((own_hashes, own_fates))
             words.update(own_words)
             if len(words) > _MOST_WORDS:
                 words = collections.Counter({w: n for w, n in words.items() if n > 1})
-            bar.update(block.read)
-        hashes.append(np.concatenate([pair[0] for pair in found]))
-        fates.append(np.concatenate([pair[1] for pair in found]))
-        counts[source] = len(fates[-1])
+            bar.update(task.block.read)
+    hashes = [np.concatenate([pair[0] for pair in own]) for own in found]
+    fates = [np.concatenate([pair[1] for pair in own]) for own in found]
     training = [i for i, (split, _) in enumerate(streams) if split == "train"]
     held_out = [hashes[i] for i in range(len(streams)) if i not in training]
     _drop_repeated(
@@ -190,18 +198,19 @@ def _survey(run, streams, share: _Share, bar) -> _Survey:
         [fates[i] for i in training],
         np.concatenate([np.zeros(0, np.uint64), *held_out]),
     )
+    counts = {source: len(own) for (_, source), own in zip(streams, fates, strict=True)}
     return _Survey(fates, dict(words), counts)
 
 
-def _survey_block(block: Block, split: str, share: _Share):
+def _survey_block(task: _Task, share: _Share) -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
     """(hash of each pair (n,) uint64, its fate (n,) uint8, how often each training word occurs)."""
-    hashes = np.zeros(len(block.source), np.uint64)
-    fates = np.zeros(len(block.source), np.uint8)
-    words: collections.Counter = collections.Counter()
-    for i, (source, target) in enumerate(_normalised(block)):
+    hashes = np.zeros(len(task.block.source), np.uint64)
+    fates = np.zeros(len(task.block.source), np.uint8)
+    words: collections.Counter[str] = collections.Counter()
+    for i, (source, target) in enumerate(_normalised(task.block)):
         pair = hashlib.blake2b(f"{source}\n{target}".encode(), digest_size=8)
         hashes[i] = int.from_bytes(pair.digest(), "little")
-        fates[i] = _first_fate(source, target, split, share)
+        fates[i] = _first_fate(source, target, task.split, share)
         if fates[i] == _TRAIN:
             words.update(source.split(" "))
             words.update(target.split(" "))
@@ -219,8 +228,11 @@ def _first_fate(source: str, target: str, split: str, share: _Share) -> int:
 
 
 def _drop_repeated(hashes: list[np.ndarray], fates: list[np.ndarray], held_out) -> None:
-    """Marks pairs that occurred before or are held out. 64 bits: at 36 million pairs, the chance
-    that two different ones share a hash at all is 1 in 28000."""
+    """Marks pairs that occurred before or are held out.
+
+    64 bits suffice: among 36 million pairs, any two different ones share a hash with a probability
+    of 1 in 28000.
+    """
     if not hashes:
         return
     candidates = [np.flatnonzero(own < _EMPTY) for own in fates]
@@ -236,43 +248,47 @@ def _drop_repeated(hashes: list[np.ndarray], fates: list[np.ndarray], held_out) 
         own[at[known]] = _HELD_OUT
 
 
-def _encode(run, streams, fates: list[np.ndarray], writer, bar) -> dict[str, int]:
+def _encode(
+    streams: list[tuple[str, Source]],
+    fates: list[np.ndarray],
+    vocabulary: Subwords,
+    writer: TranslationFolderWriter,
+    workers: int,
+    bar,
+) -> dict[str, int]:
     """Writes the pairs; returns how many each filter dropped."""
     totals = np.zeros(_RATIO_OFF + 1, np.int64)
-    for (split, source), fate in zip(streams, fates, strict=True):
-        filtered = split == "train"
-        tasks = _encode_tasks(source, fate, str(writer.folder), filtered)
-        for block, (own, parts) in run(_encode_block, tasks):
+    work = functools.partial(_encode_block, vocabulary=vocabulary)
+    with worker_pool.results(work, _encode_tasks(streams, fates), workers) as encoded:
+        for task, (own, parts) in encoded:
             totals += np.bincount(own, minlength=len(totals))
             for part in parts:
                 writer.add(*part)
-            bar.update(block.read)
+            bar.update(task.block.read)
     return {name: int(totals[number]) for name, number in _FILTERS.items()}
 
 
-def _encode_tasks(source: Source, fate: np.ndarray, folder: str, filtered: bool):
-    start = 0
-    for block in source.blocks():
-        own = fate[start : start + len(block.source)]
-        if len(own) < len(block.source):
-            break
-        yield block, (block, own, folder, filtered)
-        start += len(own)
-    else:
-        if start == len(fate):
-            return
-    raise DataError(f"{source.files[0]}: was changed while it was being read")
+def _encode_tasks(streams: list[tuple[str, Source]], fates: list[np.ndarray]) -> Iterator[_Task]:
+    for i, (split, source) in enumerate(streams):
+        start = 0
+        for block in source.blocks():
+            stop = start + len(block.source)
+            if stop <= len(fates[i]):
+                yield _Task(i, split, block, fates[i][start:stop])
+            start = stop
+        if start != len(fates[i]):
+            raise DataError(f"{source.files[0]}: was changed while it was being read")
 
 
-def _encode_block(block: Block, fates: np.ndarray, folder: str, filtered: bool):
-    """(the fates in the end, what to write: (split, ids, (n, 2) lengths, text) of each split)."""
-    vocabulary = _vocabulary(folder)
-    fates = fates.copy()
+def _encode_block(task: _Task, vocabulary: Subwords):
+    """(the final fates, what to write: (split, ids, (n, 2) lengths, text) of each split)."""
+    assert task.fates is not None
+    fates = task.fates.copy()
     kept = np.flatnonzero(fates < _EMPTY)
-    pairs = list(_normalised(block))
+    pairs = list(_normalised(task.block))
     ids = [vocabulary.encode_normalised([pairs[i][side] for i in kept.tolist()]) for side in (0, 1)]
     lengths = np.array([[len(x) for x in side] for side in ids], np.int64).T.reshape(-1, 2)
-    if filtered:
+    if task.split == "train":
         longer, shorter = lengths.max(1, initial=0), lengths.min(1, initial=1 << 30)
         fates[kept[longer > _RATIO * shorter + _SLACK]] = _RATIO_OFF
         fates[kept[longer > MAX_SUBWORDS]] = _LONG
@@ -283,14 +299,9 @@ def _encode_block(block: Block, fates: np.ndarray, folder: str, filtered: bool):
             flat = [token for i in chosen.tolist() for side in ids for token in side[i]]
             text = None
             if split != "train":
-                text = [[_line(side[i]) for i in kept[chosen].tolist()] for side in block[:2]]
+                text = [[_line(side[i]) for i in kept[chosen].tolist()] for side in task.block[:2]]
             parts.append((split, np.array(flat, np.uint16), lengths[chosen], text))
     return fates, parts
-
-
-@functools.lru_cache(maxsize=1)
-def _vocabulary(folder: str) -> subwords.Subwords:
-    return subwords.load(folder)  # of this run alone: the folder's name is random
 
 
 def _normalised(block: Block) -> Iterator[tuple[str, str]]:
@@ -303,11 +314,11 @@ def _normalised(block: Block) -> Iterator[tuple[str, str]]:
 
 
 def _line(sentence: bytes) -> str:
-    """As it is, on one line: what BLEU compares with."""
+    """The original sentence on one line, which BLEU compares with."""
     return " ".join(sentence.decode().removeprefix("\ufeff").split())
 
 
-def _check_arguments(inputs, source_lang, target_lang, val_fraction, test_fraction, workers):
+def _check_arguments(inputs, source_lang, target_lang, val_fraction, test_fraction) -> None:
     if not inputs:
         raise DataError("no input given")
     for language in (source_lang, target_lang):
@@ -320,8 +331,6 @@ def _check_arguments(inputs, source_lang, target_lang, val_fraction, test_fracti
             raise DataError(f"{name} must be at least 0 and less than 1, got {value}")
     if val_fraction + test_fraction >= 1:
         raise DataError("val_fraction and test_fraction together leave nothing to train on")
-    if workers is not None and workers < 1:
-        raise DataError(f"workers must be at least 1, got {workers}")
 
 
 def _check_splits(sources: sentence_pairs.Inputs, share: _Share) -> None:
@@ -359,60 +368,33 @@ def _list(dropped: dict[str, int]) -> str:
     return f"dropped: {found or 'none'}"
 
 
-@contextlib.contextmanager
-def _pool(workers: int):
-    """``run(function, tasks)``: an iterator of (key, result) in the order of the (key, arguments)
-    in ``tasks``, worked on by so many processes."""
-    if workers == 1:
-        yield lambda function, tasks: ((key, function(*args)) for key, args in tasks)
-        return
-    with worker_pool.open_pool(workers) as pool:
-        yield functools.partial(_in_order, pool, 2 * workers)
+# --- The command, see `decent_jax.prepare` --------------------------------------------------------
 
-
-def _in_order(pool, most: int, function, tasks):
-    pending: collections.deque = collections.deque()
-    for key, args in tasks:
-        pending.append((key, pool.submit(function, *args)))
-        if len(pending) == most:
-            key, future = pending.popleft()
-            yield key, future.result()
-    for key, future in pending:
-        yield key, future.result()
-
-
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Turns sentence pairs into token ids of a joint vocabulary of subwords: OUT/train.ids and so on,
-OUT/vocabulary.model and OUT/manifest.json; of validation and test pairs the text is kept too.
+OUT/vocabulary.model and OUT/manifest.json; for validation and test pairs it keeps the text too.
 
 PATH is a prefix (data/train for data/train.en and data/train.de, each also as .gz), a .tsv or
-.tsv.gz with the two sides in its first two columns, or a folder: of train, val and test files so
-named, of WMT14's archives as they were fetched (training-parallel-*.tgz, dev.tgz for newstest2013,
+.tsv.gz with the two sides in its first two columns, or a folder: of files named train, val and
+test, of WMT14's archives as downloaded (training-parallel-*.tgz, dev.tgz for newstest2013,
 test-full.tgz for newstest2014), or of TFDS wmt14_translate stored as array_record.
 
 Empty, untranslated and repeated pairs are left out of training, those of val and test, and those
 with a side that is too long or far longer than the other; the manifest counts them.
 """
-_EXAMPLE = """\
+EXAMPLE = """\
 example, WMT14 from the original archives:
-  python -m decent_jax.data.prepare_translation --source_lang en --target_lang de \\
+  python -m decent_jax.prepare translation --source_lang en --target_lang de \\
       --input wmt14_archives/ --out data/wmt14_ende
 
-OUT appears when it is whole. A run that was killed is simply started again.
+OUT appears when it is whole. After a kill, start the same command again.
 """
+INTERRUPTED = "nothing was written"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m decent_jax.data.prepare_translation",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `prepare` that only translation has."""
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", help="what to read")
-    add("--out", required=True, metavar="DIR", help="the folder to make")
     add("--source_lang", required=True, metavar="EN", help="the language to translate from")
     add("--target_lang", required=True, metavar="DE", help="the language to translate to")
     for split, name in (("val", "validation"), ("test", "test")):
@@ -434,37 +416,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help=f"subwords of the joint vocabulary (default: {VOCAB_SIZE})",
     )
-    add("--workers", type=int, metavar="N", help="processes (default: one a core)")
     add("--seed", type=int, default=0, help="chooses the pairs of the fractions (default: 0)")
-    add("--overwrite", action="store_true", help="replace OUT where it is an earlier result")
-    return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit code: 0, 2 for bad input, 130 when interrupted."""
-    args = vars(_parser().parse_args(argv))
-    inputs, out = args.pop("input"), args.pop("out")
-    with worker_pool.terminated_politely():
-        try:
-            manifest = prepare(inputs, out, **args, progress=True)
-        except (DataError, FileExistsError) as error:
-            print(f"prepare_translation: {error}", file=sys.stderr)
-            return 2
-        except OSError as error:  # of the output: a full disk, say
-            print(f"prepare_translation: {out}: {error.strerror or error}", file=sys.stderr)
-            return 2
-        except KeyboardInterrupt:
-            print("prepare_translation: interrupted; nothing was written", file=sys.stderr)
-            return 130
+def report(manifest: dict[str, Any]) -> Iterator[str]:
+    """What the command prints about a finished folder."""
     for split, entry in manifest["splits"].items():
         tokens = " ".join(f"{count:>14,} {name}" for name, count in entry["tokens"].items())
-        print(f"{split:5} {entry['pairs']:>12,} pairs {tokens} tokens")
+        yield f"{split:5} {entry['pairs']:>12,} pairs {tokens} tokens"
     if "test" not in manifest["splits"]:
-        print("no test pairs: none were given")
-    print(f"{_list(manifest['filters'])}; vocabulary of {manifest['vocab_size']}")
-    print(f"wrote {out}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        yield "no test pairs: none were given"
+    yield f"{_list(manifest['filters'])}; vocabulary of {manifest['vocab_size']}"

@@ -53,8 +53,8 @@ _CHANGED = re.compile("[" + "".join(_REPLACEMENT) + _INVISIBLE + "]")
 def normalise(text: str) -> str:
     """One way to write what is the same text.
 
-    NFKC; one sign each for apostrophes (``'``), double quotes (``"``), hyphens (``-``) and dashes
-    (``–``); no control characters, soft hyphens or zero-width spaces; single spaces between words
+    NFKC; one sign each for apostrophes (`'`), double quotes (`"`), hyphens (`-`) and dashes
+    (`–`); no control characters, soft hyphens or zero-width spaces; single spaces between words
     and none around. Applying it again changes nothing.
     """
     if text.isascii() and text.isprintable():
@@ -74,9 +74,9 @@ class Subwords:
 
     Attributes:
       model: the content of sentencepiece's model file.
-      size: ids lie in ``[0, size)``: 0 padding, 1 unknown (no text needs it), 2 start, 3 end,
+      size: ids lie in `[0, size)`: 0 padding, 1 unknown (no text needs it), 2 start, 3 end,
         4 to 259 single bytes.
-      sha256: of ``model``; two runs with the same one can exchange ids.
+      sha256: of `model`; two runs with the same one can exchange ids.
     """
 
     def __init__(self, model: bytes):
@@ -88,15 +88,15 @@ class Subwords:
         self.sha256 = hashlib.sha256(model).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of ``text`` once normalised: uint16 (tokens,), without start and end."""
+        """The ids of `text` once normalised: uint16 (tokens,), without start and end."""
         return np.array(self._processor.encode(normalise(text)), np.uint16)
 
     def encode_normalised(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text; all have been through :func:`normalise`."""
+        """The ids of each text; all have been through `normalise`."""
         return self._processor.encode(texts, num_threads=1)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ``ids``; special ids are left out, a torn character shows as U+FFFD."""
+        """The text of `ids`; special ids are left out, a torn character shows as U+FFFD."""
         ids = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64)
         bad = ids[(ids < 0) | (ids >= self.size)]
         if bad.size:
@@ -104,11 +104,11 @@ class Subwords:
         return self._processor.decode(ids[ids >= len(SPECIAL)].tolist())
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
-        """What each id stands for, for pictures: ``"▁"`` begins a word."""
+        """What each id stands for, for pictures: `"▁"` begins a word."""
         return [self._processor.id_to_piece(int(i)) for i in ids]
 
     def save(self, folder: str | Path) -> None:
-        """Writes ``vocabulary.model``."""
+        """Writes `vocabulary.model`."""
         (Path(folder) / FILE).write_bytes(self.model)
 
     def __getstate__(self) -> dict:
@@ -119,7 +119,7 @@ class Subwords:
 
 
 def load(folder: str | Path) -> Subwords:
-    """The vocabulary saved in ``folder``; DataError where there is none, or none that is whole."""
+    """The vocabulary saved in `folder`; DataError where there is none, or none that is whole."""
     path = Path(folder) / FILE
     try:
         return Subwords(path.read_bytes())
@@ -130,13 +130,13 @@ def load(folder: str | Path) -> Subwords:
 
 
 def train(words: Mapping[str, int], size: int) -> Subwords:
-    """The vocabulary of ``size`` ids for words (runs without a space) and how often each occurs.
+    """The vocabulary of `size` ids for words (runs without a space) and how often each occurs.
 
-    The order of ``words`` has no part. Many words are handed to another process, so that Ctrl-C
+    The order of `words` has no part. Many words are handed to another process, so that Ctrl-C
     works while the library is busy; a script must then be one that can be spawned.
 
     Raises:
-      DataError: ``size`` is too small or too large for the words.
+      DataError: `size` is too small or too large for the words.
     """
     if not len(SPECIAL) + _BYTES < size <= LARGEST:
         raise DataError(

@@ -1,0 +1,8 @@
+"""The former name of `python -m decent_jax.prepare images`."""
+
+import sys
+
+from decent_jax import prepare
+
+if __name__ == "__main__":
+    sys.exit(prepare.former("images"))
