@@ -1,7 +1,7 @@
 """Text to token ids and back: GPT-2's byte pair encoding and plain bytes; no network when local.
 
-A prepared folder says in its `manifest.json` which tokenizer made it and holds the files that
-tokenizer needs, so `from_manifest` rebuilds it on any machine.
+A prepared folder names its tokenizer in `manifest.json` and holds the tokenizer's files, so
+`from_manifest` rebuilds it on any machine.
 
 >>> tokenizer = load("bytes")
 >>> tokenizer.encode("naïve")
@@ -30,19 +30,19 @@ _GPT2_SHA256 = {  # of the published files
 }
 # tiktoken's form of the pattern of the original release: equivalent, and faster
 _GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-# tiktoken overflows its stack (and takes the process down) on some hundred thousand white
-# characters in a row, so a text is cut after this many.
+# tiktoken overflows its stack (and crashes the process) on some hundred thousand white characters
+# in a row, so texts are cut after this many.
 _LONG_WHITE = re.compile(r"\s{8192}")
 
 
 class Tokenizer:
-    """What every tokenizer offers.
+    """The interface of all tokenizers.
 
     Attributes:
       name: `"gpt2"` or `"bytes"`.
       vocab_size: ids lie in `[0, vocab_size)`; at most 65536, so that an id fits in uint16.
       end_of_text: the id written after each document; no text encodes to it.
-      files: what must lie beside the tokens so that they can be decoded, file name -> bytes.
+      files: file name -> bytes, needed to decode the tokens and kept in their folder.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Tokenizer:
         raise NotImplementedError
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; a torn character shows as U+FFFD. ValueError for an unknown id."""
+        """The text of `ids`, with U+FFFD for a torn character; ValueError for an unknown id."""
         raise NotImplementedError
 
     def to_json(self) -> dict:
@@ -131,7 +131,7 @@ class GPT2Tokenizer(Tokenizer):
 
 
 def load(name: str, path: str | Path | None = None) -> Tokenizer:
-    """The tokenizer called `name`.
+    """The tokenizer named `name`.
 
     Args:
       name: `"bytes"`, or `"gpt2"`.
