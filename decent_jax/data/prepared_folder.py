@@ -8,10 +8,12 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from decent_jax.data.reading import one_sentence
 from decent_jax.errors import DataError
 from decent_jax.json_files import write_atomic
 
@@ -218,6 +220,12 @@ def sha256_file(path: str | Path) -> str:
     """The SHA-256 of a file's content, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_files(paths: Sequence[Path], threads: int) -> list[str]:
+    """`sha256_file` of each path; DataError where one cannot be read."""
+    with one_sentence("the input"), ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(sha256_file, paths))
 
 
 class _HashedFile:

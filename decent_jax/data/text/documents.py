@@ -51,13 +51,12 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A piece of work: some documents or, with kind "hash", files to hash.
+    """Some documents of one source, or of several .txt files.
 
-    `data` is a list of sources (txt, hash), bytes (jsonl), strings (parquet) or a range (tfds);
-    `row` is the first line or record, `offset` the first byte, `read` the bytes of progress.
+    `data` is a list of sources (txt), bytes (jsonl), strings (parquet) or a range (tfds); `row` is
+    the first line or record, `offset` the first byte, `read` the bytes of progress.
     """
 
-    kind: str
     source: Source
     data: Any
     read: int
@@ -100,45 +99,42 @@ def check_source(source: Source, field: str) -> None:
         elif source.kind == "tfds":
             _check_feature(source.path, field)
             count = len(tfds_folder.records(source.path, source.split))
-            documents(Chunk("tfds", source, range(min(count, 1)), 0), field)
+            documents(Chunk(source, range(min(count, 1)), 0), field)
         elif source.kind == "parquet":
             _parquet(source.path, field).close()
         else:
             with _open(source.path) as (file, _):
                 line = file.readline()
-            documents(Chunk("jsonl", source, line, 0, row=1), field)
+            documents(Chunk(source, line, 0, row=1), field)
 
 
 def chunks(sources: list[Source], field: str) -> Iterator[Chunk]:
-    """The work in order: the documents of the sources, and after each its hash."""
-    group: list[Source] = []
+    """The documents of the sources, in order."""
+    group: list[Source] = []  # .txt files, which are often small
     for source in sources:
         if source.kind == "txt":
             group.append(source)
             if len(group) < ROWS and sum(s.size for s in group) < CHUNK_BYTES:
                 continue
-            yield from _text_chunks(group)
-            group = []
-        else:
-            yield from _text_chunks(group)
-            group = []
+        yield from _text_chunk(group)
+        group = []
+        if source.kind != "txt":
             with one_sentence(source.path):
                 yield from _CHUNKERS[source.kind](source, field)
-            yield Chunk("hash", source, [source], 0)
-    yield from _text_chunks(group)
+    yield from _text_chunk(group)
 
 
 def documents(chunk: Chunk, field: str) -> list[str]:
     """The texts of a chunk; DataError names the file and the line, record or byte that is bad."""
     path = chunk.source.path
     with one_sentence(path):
-        if chunk.kind == "txt":
+        if chunk.source.kind == "txt":
             return [_read_text(source.path) for source in chunk.data]
-        if chunk.kind == "jsonl":
+        if chunk.source.kind == "jsonl":
             text = _decode(chunk.data, path, chunk.offset).removeprefix("\ufeff")
             lines = enumerate(text.split("\n"), chunk.row)
             return [_json_text(line, path, row, field) for row, line in lines if line.strip()]
-        if chunk.kind == "parquet":
+        if chunk.source.kind == "parquet":
             for row, text in enumerate(chunk.data, chunk.row):
                 if text is None:
                     raise DataError(f"{path}, row {row}: column {field!r} is null")
@@ -152,7 +148,7 @@ def documents(chunk: Chunk, field: str) -> list[str]:
 
 def document_sources(chunk: Chunk) -> Iterable[Source]:
     """The source of each document of a chunk, in order; may go on after the last document."""
-    return chunk.data if chunk.kind == "txt" else itertools.repeat(chunk.source)
+    return chunk.data if chunk.source.kind == "txt" else itertools.repeat(chunk.source)
 
 
 def distinct_names(sources: list[Source]) -> dict[Source, str]:
@@ -213,10 +209,9 @@ def _tfds_source(folder: Path, name: str, validation: bool) -> Source:
     return Source(folder, "tfds", name, size, split)
 
 
-def _text_chunks(group: list[Source]) -> Iterator[Chunk]:
+def _text_chunk(group: list[Source]) -> Iterator[Chunk]:
     if group:
-        yield Chunk("txt", group[0], group, sum(source.size for source in group))
-        yield Chunk("hash", group[0], group, 0)
+        yield Chunk(group[0], group, sum(source.size for source in group))
 
 
 def _jsonl_chunks(source: Source, field: str) -> Iterator[Chunk]:
@@ -224,7 +219,7 @@ def _jsonl_chunks(source: Source, field: str) -> Iterator[Chunk]:
     with _open(source.path) as (file, raw):
         while block := file.read(CHUNK_BYTES):
             block += file.readline()
-            yield Chunk("jsonl", source, block, raw.tell() - read, row, offset)
+            yield Chunk(source, block, raw.tell() - read, row, offset)
             row += block.count(b"\n")
             offset += len(block)
             read = raw.tell()
@@ -239,7 +234,7 @@ def _parquet_chunks(source: Source, field: str) -> Iterator[Chunk]:
             total = file.metadata.num_rows
             for batch in file.iter_batches(batch_size=ROWS, columns=[field]):
                 read = source.size * (row + len(batch)) // total - source.size * row // total
-                yield Chunk("parquet", source, batch.column(0).to_pylist(), read, row)
+                yield Chunk(source, batch.column(0).to_pylist(), read, row)
                 row += len(batch)
     except UnicodeDecodeError:
         raise DataError(f"{source.path}: invalid UTF-8 after row {row}") from None
@@ -252,7 +247,7 @@ def _tfds_chunks(source: Source, field: str) -> Iterator[Chunk]:
     for row in range(0, total, ROWS):
         stop = min(row + ROWS, total)
         read = source.size * stop // total - source.size * row // total
-        yield Chunk("tfds", source, range(row, stop), read, row)
+        yield Chunk(source, range(row, stop), read, row)
 
 
 _CHUNKERS = {"jsonl": _jsonl_chunks, "parquet": _parquet_chunks, "tfds": _tfds_chunks}

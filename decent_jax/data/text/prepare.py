@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from decent_jax.data import worker_pool
-from decent_jax.data.prepared_folder import check_out, sha256_file
-from decent_jax.data.reading import one_sentence
+from decent_jax.data.prepared_folder import check_out, sha256_files
 from decent_jax.data.text import documents, tokenizers
 from decent_jax.data.text.documents import Chunk, Source
 from decent_jax.data.text.token_folder import KIND, SPLITS, TokenFolderWriter
@@ -88,7 +87,6 @@ def prepare(
     names = documents.distinct_names(sources) | documents.distinct_names(val_sources)
     held_out = set(val_sources)
     split_of = _Splitter(None if val_sources else val_fraction)
-    files: dict[str, list[list]] = {"train": [], "val": []}
     work = functools.partial(_work, tokenizer=codec, field=text_field, seed=seed)
     with (
         TokenFolderWriter(out, codec, overwrite=overwrite) as writer,
@@ -98,14 +96,11 @@ def prepare(
         for chunk, result in results:
             role = "val" if chunk.source in held_out else "train"
             bar.update(chunk.read)
-            if isinstance(result, _Encoded):
-                origins = documents.document_sources(chunk)
-                for source, (digest, ids) in zip(origins, result.documents(), strict=False):
-                    split = split_of(digest, ids, role)
-                    if split:
-                        writer.add(split, ids, names[source])
-            else:
-                files[role] += result
+            origins = documents.document_sources(chunk)
+            for source, (digest, ids) in zip(origins, result.documents(), strict=False):
+                split = split_of(digest, ids, role)
+                if split:
+                    writer.add(split, ids, names[source])
         _check_counts(writer.documents, val_fraction, bool(val_sources))
         return writer.commit(
             seed=seed,
@@ -113,8 +108,8 @@ def prepare(
             text_field=text_field,
             empty_documents_left_out=split_of.empty,
             validation_documents_left_out_of_train=split_of.dropped,
-            inputs=_summary(files["train"]),
-            val_inputs=_summary(files["val"]),
+            inputs=_summary(sources, workers),
+            val_inputs=_summary(val_sources, workers),
         )
 
 
@@ -156,12 +151,8 @@ class _Splitter:
         return role
 
 
-def _work(chunk: Chunk, *, tokenizer: Tokenizer, field: str, seed: int) -> _Encoded | list[list]:
-    """The documents of a chunk, encoded; or [name, bytes, sha256] of each file of a hash chunk."""
-    if chunk.kind == "hash":
-        files = [f for source in chunk.data for f in documents.hashed_files(source)]
-        with one_sentence(chunk.source.path):
-            return [[name, path.stat().st_size, sha256_file(path)] for name, path in files]
+def _work(chunk: Chunk, *, tokenizer: Tokenizer, field: str, seed: int) -> _Encoded:
+    """The documents of a chunk, encoded."""
     digests, encoded = [], [np.zeros(0, np.uint16)]
     for text in documents.documents(chunk, field):
         # as the bytes tokenizer does, so that the split is the same for all tokenizers
@@ -206,17 +197,21 @@ def _check_counts(counts: dict[str, int], val_fraction: float, given: bool) -> N
         )
 
 
-def _summary(files: list[list]) -> dict[str, Any]:
-    """The manifest's entry for inputs [name, bytes, sha256]; one hash covers all of them."""
-    lines = "".join(f"{sha256}  {name}\n" for name, _, sha256 in files)
+def _summary(sources: list[Source], workers: int) -> dict[str, Any]:
+    """The manifest's entry for inputs; one hash covers all of them."""
+    files = [file for source in sources for file in documents.hashed_files(source)]
+    hashes = sha256_files([path for _, path in files], workers)
+    sizes = [path.stat().st_size for _, path in files]
+    entries = [
+        {"name": name, "bytes": size, "sha256": sha256}
+        for (name, _), size, sha256 in zip(files, sizes, hashes, strict=True)
+    ]
+    lines = "".join(f"{entry['sha256']}  {entry['name']}\n" for entry in entries)
     return {
         "files": len(files),
-        "bytes": sum(size for _, size, _ in files),
+        "bytes": sum(sizes),
         "sha256_of_list": hashlib.sha256(lines.encode()).hexdigest(),
-        "list": [
-            {"name": name, "bytes": size, "sha256": sha256}
-            for name, size, sha256 in files[:_LISTED_FILES]
-        ],
+        "list": entries[:_LISTED_FILES],
     }
 
 

@@ -14,14 +14,13 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from decent_jax.data import worker_pool
-from decent_jax.data.prepared_folder import check_out, sha256_file
+from decent_jax.data.prepared_folder import check_out, sha256_files
 from decent_jax.data.translation import sentence_pairs, subwords
 from decent_jax.data.translation.pair_folder import KIND, TranslationFolderWriter
 from decent_jax.data.translation.sentence_pairs import Block, Source
@@ -121,8 +120,7 @@ def prepare(
         if not writer.pairs["train"]:
             raise DataError(f"no pair of the train split is left ({_list(dropped)})")
         files = list(dict.fromkeys(file for _, source in streams for file in source.files))
-        with ThreadPoolExecutor(workers) as pool:
-            hashes = dict(zip(files, pool.map(sha256_file, files), strict=True))
+        hashes = dict(zip(files, sha256_files(files, workers), strict=True))
         return writer.commit(
             vocabulary,
             filters=dropped,
