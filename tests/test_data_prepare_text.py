@@ -177,37 +177,23 @@ CASES = {
     "missing path": ("none.jsonl", None, r"none\.jsonl: no such file or folder"),
     "extension": ("x.csv", b"a,b", r"x\.csv: not a \.txt, .* or \.parquet file"),
     "no readable file": ("folder/x.md", b"a", r"folder: holds no \.txt, .* file"),
-    "bad json": (
-        "x.jsonl",
-        b'{"text": "a"}\n\n{"text" "b"}\n',
-        r"x\.jsonl, line 3: not valid JSON",
-    ),
+    "bad json": ("x.jsonl", b'{"text": "a"}\n\n{"text" "b"}\n',
+        r"x\.jsonl, line 3: not valid JSON"),
     "no object": ("x.jsonl", b'{"text": "a"}\n[1]\n', r"line 2: not a JSON object"),
     "missing field": ("x.jsonl", b'{"text": "a"}\n{"b": 1}', r"line 2: no field 'text', only 'b'"),
     "not a string": ("x.jsonl", b'{"text": null}', r"line 1: field 'text' is not a string"),
     "utf-8 in json": ("x.jsonl", b'{"text": "a"}\n{"text": "\xff"}', r"invalid UTF-8 at byte 24"),
     "utf-8 in text": ("folder/x.txt", b"ab\xe9 c", r"x\.txt: invalid UTF-8 at byte 2"),
-    "truncated gz": (
-        "x.jsonl.gz",
-        gzip.compress(b'{"text": "a"}\n' * 9)[:-9],
-        "file is cut short",
-    ),
-    "truncated txt.gz": (
-        "f/x.txt.gz",
-        gzip.compress(b"abc" * 99)[:-9],
-        "file is cut short",
-    ),
+    "truncated gz": ("x.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9)[:-9], "file is cut short"),
+    "truncated txt.gz": ("f/x.txt.gz", gzip.compress(b"abc" * 99)[:-9], "file is cut short"),
     "no gz": ("x.jsonl.gz", b'{"text": "a"}\n', "not a valid gzip file"),
     "no parquet": ("x.parquet", b"abc", "not a readable parquet file"),
-    "empty validation": (
-        "x.jsonl",
-        b'{"text": "a"}\n',
-        "validation split is empty: none of 1 docu",
-    ),
+    "empty validation": ("x.jsonl", b'{"text": "a"}\n',
+        "validation split is empty: none of 1 docu"),
     "no documents": ("x.jsonl", b'{"text": ""}\n\n', "no document with any text"),
     "empty file": ("x.jsonl", b"", "no document with any text"),
     "one text": ("x.txt", b"abc", "one document, which cannot be split"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
