@@ -39,7 +39,7 @@ _READABLE = ".txt, .txt.gz, .jsonl, .jsonl.gz or .parquet"
 class Source:
     """One file, or one split of a prepared TFDS folder.
 
-    `name` is its name in the manifest: no machine's path, the same wherever the data lie.
+    `name` is its name in the manifest: no machine's path, the same on every machine.
     """
 
     path: Path
@@ -282,7 +282,7 @@ def _json_text(line: str, path: Path, row: int, field: str) -> str:
     except json.JSONDecodeError as error:
         why = f"{error.msg} at column {error.colno}"
         raise DataError(f"{path}, line {row}: not valid JSON ({why})") from None
-    except (ValueError, RecursionError) as error:  # a number of 5000 digits, say
+    except (ValueError, RecursionError) as error:  # for instance a number of 5000 digits
         raise DataError(f"{path}, line {row}: not readable JSON ({short(error)})") from None
     if not isinstance(record, dict):
         raise DataError(f"{path}, line {row}: not a JSON object")

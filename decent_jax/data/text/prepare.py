@@ -219,8 +219,8 @@ def _summary(sources: list[Source], workers: int) -> dict[str, Any]:
 
 DESCRIPTION = """\
 Tokenizes text into OUT/train.bin and OUT/val.bin (uint16, each document followed by the
-end-of-text id), with OUT/manifest.json and the tokenizer's files beside them. OUT/sources.json
-records which tokens come from which input file, for replicas that train on different sources
+end-of-text id), with OUT/manifest.json and the tokenizer's files. OUT/sources.json records which
+tokens come from which input file, for replicas that train on different sources
 (config.data.partition=dirichlet).
 
 Reads .txt (a file is a document), .jsonl (a line is a document), both also as .gz, .parquet (a

@@ -62,7 +62,7 @@ class Source:
     """Pairs from one place.
 
     Attributes:
-      name: its name in the manifest: no machine's path, the same wherever the data lie.
+      name: its name in the manifest: no machine's path, the same on every machine.
       files: the files that hold them.
       size: in bytes, for progress.
     """
