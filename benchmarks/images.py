@@ -38,8 +38,9 @@ import numpy as np
 import simplejpeg
 from PIL import Image
 
-from decent_jax.data import image_files, image_inputs, jpeg, loader
-from decent_jax.data.image_inputs import Box
+from decent_jax.data import loader
+from decent_jax.data.images import crops, image_folder, jpeg
+from decent_jax.data.images.crops import Box
 from decent_jax.errors import DataError
 
 TRAIN, EVAL, RESIZE = 176, 224, 256  # pixels
@@ -83,7 +84,7 @@ def main(arguments: list[str]) -> None:
         if getattr(parsed, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(parsed, name)}")
 
-    files = image_files.open_images(parsed.images, "train")
+    files = image_folder.open_images(parsed.images, "train")
     pictures = read(files, parsed.count)
     gradient = smooth_picture()
     for part, ways in (("train", train_ways()), ("eval", eval_ways())):
@@ -127,11 +128,11 @@ def smooth_picture(height: int = 600, width: int = 800) -> bytes:
 
 def job(part: str, random: np.random.Generator, data: bytes) -> Job:
     height, width, *_ = jpeg.read_header(data)
-    box = image_inputs.random_box(random, height, width)
+    box = crops.random_box(random, height, width)
     if part == "train":
-        shrink = image_inputs.shrink_for(min(box.height, box.width), TRAIN)
+        shrink = crops.shrink_for(min(box.height, box.width), TRAIN)
     else:
-        shrink = image_inputs.shrink_for(min(height, width), RESIZE)
+        shrink = crops.shrink_for(min(height, width), RESIZE)
     return Job(data, height, width, box, shrink)
 
 
@@ -143,7 +144,7 @@ def train_ways() -> dict[str, Way | None]:
 
     def ours(job: Job) -> np.ndarray:
         header = jpeg.read_header(job.data)
-        return cv2.flip(image_inputs.crop(job.data, job.box, TRAIN, header=header), 1)
+        return cv2.flip(crops.crop(job.data, job.box, TRAIN, header=header), 1)
 
     def pillow(job: Job) -> np.ndarray:
         top, left, height, width = job.box
@@ -170,7 +171,7 @@ def eval_ways() -> dict[str, Way | None]:
     """Each makes (EVAL, EVAL, 3) uint8 of a job."""
 
     def ours(job: Job) -> np.ndarray:
-        return image_inputs.centre_crop(job.data, EVAL, RESIZE)
+        return crops.centre_crop(job.data, EVAL, RESIZE)
 
     def pillow(job: Job) -> np.ndarray:
         height, width, left, top = _resized(job)
@@ -272,7 +273,7 @@ def differences(ways: dict[str, Way | None], jobs: list[Job]) -> dict[str, Diffe
 
 def measure_pipeline(files, repeats: int, batches: int) -> dict[str, list[float]]:
     """Seconds of so many batches, for each pipeline and repetition."""
-    source = image_inputs.TrainImages(files, TRAIN)
+    source = crops.TrainImages(files, TRAIN)
     seconds = {name: [] for name in PIPELINES}
     for repeat in range(repeats):
         for name, options in PIPELINES.items():

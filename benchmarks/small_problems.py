@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from decent_jax import optim, topology
-from decent_jax.data.generated_images import GeneratedImages
+from decent_jax.data.images.generated_images import GeneratedImages
 from decent_jax.data.partition import dirichlet
 from decent_jax.gossip import Simulated
 from decent_jax.optim import METHODS, Parts

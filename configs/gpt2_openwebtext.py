@@ -9,13 +9,13 @@ betas (0.9, 0.98), alternating_exp_ring. `all_reduce`: AdamW, betas (0.9, 0.95).
 Unlike the reference, clipping is of a replica's whole gradient (there: of each 100 MB bucket), and
 compute is bfloat16 (there: float16 with loss scaling).
 
-Data: python -m decent_jax.data.prepare_text --tokenizer gpt2 --input OPENWEBTEXT --out data/owt
+Data: python -m decent_jax.prepare text --tokenizer gpt2 --input OPENWEBTEXT --out data/owt
 Command (16 GPUs on 4 nodes, one process a GPU, under srun or with config.cluster.*):
     python train.py --config configs/gpt2_openwebtext.py:decentralized --workdir runs/owt
 On another number of GPUs set num_replicas and local_size (GPUs a node); batch_size 480 must be a
 multiple of num_replicas, and micro_batches cuts a replica's share to what fits the card.
 `:runlocal` (or `:decentralized,runlocal`) shrinks everything for a laptop and reads any folder
-that prepare_text wrote.
+that prepare text wrote.
 
 Hardware and result, as published: 16 A100 (4 nodes, 100 Gb InfiniBand), about 35 h; validation loss
 2.841 and 2.846 for the two arms, in nats a token (which is which is not stated). The same code's

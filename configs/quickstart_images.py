@@ -1,7 +1,7 @@
 """Eight replicas learn to name shapes in generated pictures, without an all-reduce of gradients.
 
 Source: none; a first look that downloads nothing. Ten shapes among clutter, 32 pixels, drawn by
-``decent_jax/data/generated_images.py``; the model a ResNet of 8 layers.
+``decent_jax/data/images/generated_images.py``; the model a ResNet of 8 layers.
 
 Command: python train.py --config configs/quickstart_images.py --workdir runs/images
 Beside it: --config.algorithm=all_reduce, the same budget with a synchronized gradient;

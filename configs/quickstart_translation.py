@@ -1,7 +1,8 @@
 """Eight replicas learn to translate numbers spelled out in English into German, by gossip.
 
 Source: none; a first look that downloads nothing. The pairs are made by a grammar
-(``decent_jax/data/number_words.py``); numbers of the validation set are not in the training set.
+(``decent_jax/data/translation/number_words.py``); numbers of the validation set are not in the
+training set.
 
 Command: python train.py --config configs/quickstart_translation.py --workdir runs/numbers
 Then: echo "twenty-one thousand and seven" | python -m decent_jax.translate --workdir runs/numbers

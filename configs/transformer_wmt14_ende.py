@@ -18,7 +18,7 @@ Unlike the reference: validation is newstest2013, not a part of the training dat
 normalised, filtered and without duplicates; batches are drawn anew in every epoch.
 
 Data: the archives of statmt.org/wmt14 with dev.tgz and test-full.tgz in a folder ARCHIVES, then
-    python -m decent_jax.data.prepare_translation --input ARCHIVES --source_lang en \\
+    python -m decent_jax.prepare translation --input ARCHIVES --source_lang en \\
         --target_lang de --out data/wmt14_ende
 Command (16 GPUs on 4 nodes, one process a GPU, under srun or with config.cluster.*):
     python train.py --config configs/transformer_wmt14_ende.py:base,accum_adam --workdir runs/ende

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from decent_jax.data import subwords
-from decent_jax.data.subwords import Subwords
-from decent_jax.data.tokenizers import Tokenizer
+from decent_jax.data.text.tokenizers import Tokenizer
+from decent_jax.data.translation import subwords
+from decent_jax.data.translation.subwords import Subwords
 from decent_jax.errors import DataError
 from decent_jax.models import gpt2, resnet, transformer
 from decent_jax.progress import announce
@@ -115,7 +115,7 @@ def load_image_model(workdir: str | Path, which: str = "last") -> SavedImageMode
       ConfigError: ``workdir`` holds no such run, its checkpoints cannot be read, or images that
         are needed are missing.
     """
-    from decent_jax.data import generated_images
+    from decent_jax.data.images import generated_images
     from decent_jax.tasks import image_classification
     from decent_jax.train import checkpoint
 

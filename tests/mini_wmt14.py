@@ -14,7 +14,7 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 from mini_imagenet import encode_example
 
-from decent_jax.data import number_words
+from decent_jax.data.translation import number_words
 
 _FRENCH = {"ist mehr als": "est plus que", "der Preis beträgt": "le prix est de", "Euro": "euros"}
 SIZES = {"europarl": 160, "commoncrawl": 80, "nc": 60, "un": 50, "giga": 70, "dev": 20, "test": 24}

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-from decent_jax.data import image_shards
-from decent_jax.data.image_files import EncodedImage, open_images
-from decent_jax.data.prepare_images import prepare
+from decent_jax.data.images import array_records
+from decent_jax.data.images.image_folder import EncodedImage, open_images
+from decent_jax.data.images.prepare import prepare
 from decent_jax.errors import DataError
 
 
@@ -95,7 +95,7 @@ def test_pickling_and_threads(layouts, layout):
 
 
 def test_few_shards_stay_open(layouts, monkeypatch):
-    monkeypatch.setattr(image_shards, "_OPEN_FILES", 2)
+    monkeypatch.setattr(array_records, "_OPEN_FILES", 2)
     source = open_images(layouts["prepared"], "train")
     with ThreadPoolExecutor(8) as pool:
         order = np.random.default_rng(0).integers(0, len(source), 500)
@@ -211,204 +211,87 @@ KIT = mini.DEVKIT
 TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 CASES = {
     "path missing": (folders, shutil.rmtree, "train", "no such folder; give the folder that holds"),
-    "no layout": (
-        folders,
-        lambda p: (shutil.rmtree(p / "train"), shutil.rmtree(p / "val")),
+    "no layout": (folders, lambda p: (shutil.rmtree(p / "train"), shutil.rmtree(p / "val")),
         "train",
         "no images in a known layout; looked for class folders train/CLASS.*archives.*manifest.json"
-        ".*dataset_info.json",
-    ),
-    "no val": (
-        folders,
-        lambda p: shutil.rmtree(p / "val"),
-        "val",
+        ".*dataset_info.json"),
+    "no val": (folders, lambda p: shutil.rmtree(p / "val"), "val",
         "has no validation images; looked for val/, validation/, ILSVRC2012_img_val.tar, val.tar"
-        " and validation.tar, put one of them there",
-    ),
-    "no train": (
-        folders,
-        lambda p: shutil.rmtree(p / "train"),
-        "val",
-        "has no training images; looked for train/, ILSVRC2012_img_train.tar and train.tar",
-    ),
-    "no class folder": (
-        folders,
-        lambda p: [shutil.rmtree(p / "train" / wnid) for wnid in mini.WNIDS],
-        "train",
-        "train: holds no class folder; expected train/CLASS/",
-    ),
-    "empty class": (
-        folders,
-        lambda p: empty(p / "train/n02119789"),
-        "train",
-        "train/n02119789: the class folder holds no .jpg, .jpeg, .png file; put",
-    ),
-    "empty class in val": (
-        folders,
-        lambda p: empty(p / "val/n02119789"),
-        "val",
-        "val/n02119789: the class folder holds no",
-    ),
-    "empty val": (
-        flat,
-        lambda p: empty(p / "val"),
-        "val",
-        "val: holds no class folder and no .jpg, .jpeg, .png file",
-    ),
-    "unknown class": (
-        folders,
-        lambda p: rename_class(p, "val", "n12998815", "n13000000"),
-        "val",
-        "val: holds 1 class that the training images do not have: n13000000; remove",
-    ),
-    "unknown classes": (
-        folders,
-        add_classes,
-        "val",
-        "val: holds 5 classes that .*: n99990, n99991, n99992 and 2 more; remove",
-    ),
-    "unknown class in flat val": (
-        flat,
-        lambda p: rename_class(p, "train", "n12998815", "n13000000"),
-        "val",
-        "val: holds 1 class that the training images do not have: n12998815",
-    ),
-    "no devkit": (
-        flat,
-        lambda p: (p / f"{KIT}.tar.gz").unlink(),
-        "val",
-        f"classes are read from ImageNet's development kit; put {KIT}.tar.gz, or .* into ",
-    ),
-    "devkit cut short": (
-        flat,
-        lambda p: edit(p / f"{KIT}.tar.gz", lambda data: data[:300]),
-        "val",
-        f"{KIT}.tar.gz: cannot be read .*; fetch it again",
-    ),
-    "devkit of something else": (
-        flat,
-        lambda p: tarfile.open(p / f"{KIT}.tar.gz", "w:gz").close(),
-        "val",
-        f"{KIT}.tar.gz: holds no {KIT}/data/",
-    ),
-    "meta.mat damaged": (
-        flat,
-        lambda p: (
-            mini.write_devkit(p, packed=False),
-            edit(p / KIT / "data/meta.mat", lambda data: data[:200]),
-        ),
-        "val",
-        "meta.mat: holds no readable table of the classes .*; fetch the devkit again",
-    ),
-    "an image too few": (
-        flat,
-        lambda p: (p / "val/ILSVRC2012_val_00000007.JPEG").unlink(),
-        "val",
-        "val: holds 14 validation images where the development kit's ground truth has 15",
-    ),
-    "a line too many": (
-        mini.write_archives,
-        lambda p: mini.write_devkit(p, ids=[1] * 16),
-        "val",
-        "img_val.tar: holds 15 validation images where .* has 16",
-    ),
-    "an id without a class": (
-        flat,
-        lambda p: mini.write_devkit(p, ids=[1] * 14 + [77]),
-        "val",
-        "ground_truth.txt: names the class id 77, which .*meta.mat does not explain",
-    ),
-    "no number": (
-        flat,
-        lambda p: mini.write_devkit(p, ids=[1] * 14 + ["dog"]),
-        "val",
-        "ground_truth.txt: is not one number a line",
-    ),
-    "tar cut short": (
-        mini.write_archives,
-        lambda p: edit(p / TRAIN, lambda data: data[:-20000]),
-        "train",
-        "img_train.tar: the tar file is cut short at .* bytes; fetch it again",
-    ),
-    "tar cut short between members": (
-        mini.write_archives,
-        lambda p: edit(p / VAL, end_between_members),
-        "val",
-        "img_val.tar: the tar file is cut short at .* bytes",
-    ),
-    "nested tar cut short": (
-        mini.write_archives,
-        truncate_nested,
-        "train",
-        "img_train.tar, n03000134.tar: the tar file is cut short at 3000 bytes",
-    ),
-    "tar empty": (
-        mini.write_tars,
-        lambda p: (p / "train.tar").write_bytes(b""),
-        "train",
-        "train.tar: the tar file is cut short at 0 bytes",
-    ),
-    "tar without images": (
-        mini.write_tars,
-        lambda p: (p / "train.tar").write_bytes(mini.tar_bytes({"a/b.txt": b""})),
-        "train",
-        "train.tar: holds no .jpg, .jpeg, .png file",
-    ),
-    "tar of classes without images, for val": (
-        mini.write_tars,
-        lambda p: (p / "train.tar").write_bytes(mini.tar_bytes({"a/b.txt": b""})),
-        "val",
-        "train.tar: holds no class; expected members CLASS/NAME.jpg",
-    ),
-    "val tar without images": (
-        mini.write_tars,
-        lambda p: (p / "val.tar").write_bytes(mini.tar_bytes({})),
-        "val",
-        "val.tar: holds no .jpg, .jpeg, .png file",
-    ),
-    "tar of an empty class": (
-        mini.write_archives,
-        lambda p: (p / TRAIN).write_bytes(mini.tar_bytes({"n1.tar": mini.tar_bytes({})})),
-        "train",
-        "img_train.tar: n1.tar holds no .jpg",
-    ),
-    "tar without classes": (
-        mini.write_tars,
+        " and validation.tar, put one of them there"),
+    "no train": (folders, lambda p: shutil.rmtree(p / "train"), "val",
+        "has no training images; looked for train/, ILSVRC2012_img_train.tar and train.tar"),
+    "no class folder": (folders,
+        lambda p: [shutil.rmtree(p / "train" / wnid) for wnid in mini.WNIDS], "train",
+        "train: holds no class folder; expected train/CLASS/"),
+    "empty class": (folders, lambda p: empty(p / "train/n02119789"), "train",
+        "train/n02119789: the class folder holds no .jpg, .jpeg, .png file; put"),
+    "empty class in val": (folders, lambda p: empty(p / "val/n02119789"), "val",
+        "val/n02119789: the class folder holds no"),
+    "empty val": (flat, lambda p: empty(p / "val"), "val",
+        "val: holds no class folder and no .jpg, .jpeg, .png file"),
+    "unknown class": (folders, lambda p: rename_class(p, "val", "n12998815", "n13000000"), "val",
+        "val: holds 1 class that the training images do not have: n13000000; remove"),
+    "unknown classes": (folders, add_classes, "val",
+        "val: holds 5 classes that .*: n99990, n99991, n99992 and 2 more; remove"),
+    "unknown class in flat val": (flat,
+        lambda p: rename_class(p, "train", "n12998815", "n13000000"), "val",
+        "val: holds 1 class that the training images do not have: n12998815"),
+    "no devkit": (flat, lambda p: (p / f"{KIT}.tar.gz").unlink(), "val",
+        f"classes are read from ImageNet's development kit; put {KIT}.tar.gz, or .* into "),
+    "devkit cut short": (flat, lambda p: edit(p / f"{KIT}.tar.gz", lambda data: data[:300]), "val",
+        f"{KIT}.tar.gz: cannot be read .*; fetch it again"),
+    "devkit of something else": (flat, lambda p: tarfile.open(p / f"{KIT}.tar.gz", "w:gz").close(),
+        "val", f"{KIT}.tar.gz: holds no {KIT}/data/"),
+    "meta.mat damaged": (flat, lambda p: (mini.write_devkit(p, packed=False),
+        edit(p / KIT / "data/meta.mat", lambda data: data[:200]), ), "val",
+        "meta.mat: holds no readable table of the classes .*; fetch the devkit again"),
+    "an image too few": (flat, lambda p: (p / "val/ILSVRC2012_val_00000007.JPEG").unlink(), "val",
+        "val: holds 14 validation images where the development kit's ground truth has 15"),
+    "a line too many": (mini.write_archives, lambda p: mini.write_devkit(p, ids=[1] * 16), "val",
+        "img_val.tar: holds 15 validation images where .* has 16"),
+    "an id without a class": (flat, lambda p: mini.write_devkit(p, ids=[1] * 14 + [77]), "val",
+        "ground_truth.txt: names the class id 77, which .*meta.mat does not explain"),
+    "no number": (flat, lambda p: mini.write_devkit(p, ids=[1] * 14 + ["dog"]), "val",
+        "ground_truth.txt: is not one number a line"),
+    "tar cut short": (mini.write_archives, lambda p: edit(p / TRAIN, lambda data: data[:-20000]),
+        "train", "img_train.tar: the tar file is cut short at .* bytes; fetch it again"),
+    "tar cut short between members": (mini.write_archives,
+        lambda p: edit(p / VAL, end_between_members), "val",
+        "img_val.tar: the tar file is cut short at .* bytes"),
+    "nested tar cut short": (mini.write_archives, truncate_nested, "train",
+        "img_train.tar, n03000134.tar: the tar file is cut short at 3000 bytes"),
+    "tar empty": (mini.write_tars, lambda p: (p / "train.tar").write_bytes(b""), "train",
+        "train.tar: the tar file is cut short at 0 bytes"),
+    "tar without images": (mini.write_tars,
+        lambda p: (p / "train.tar").write_bytes(mini.tar_bytes({"a/b.txt": b""})), "train",
+        "train.tar: holds no .jpg, .jpeg, .png file"),
+    "tar of classes without images, for val": (mini.write_tars,
+        lambda p: (p / "train.tar").write_bytes(mini.tar_bytes({"a/b.txt": b""})), "val",
+        "train.tar: holds no class; expected members CLASS/NAME.jpg"),
+    "val tar without images": (mini.write_tars,
+        lambda p: (p / "val.tar").write_bytes(mini.tar_bytes({})), "val",
+        "val.tar: holds no .jpg, .jpeg, .png file"),
+    "tar of an empty class": (mini.write_archives,
+        lambda p: (p / TRAIN).write_bytes(mini.tar_bytes({"n1.tar": mini.tar_bytes({})})), "train",
+        "img_train.tar: n1.tar holds no .jpg"),
+    "tar without classes": (mini.write_tars,
         lambda p: (p / "train.tar").write_bytes(mini.tar_bytes({"a/b.jpg": b"", "c.jpg": b""})),
-        "train",
-        "train.tar: holds 'c.jpg' outside of a class",
-    ),
-    "val tar partly without classes": (
-        mini.write_tars,
+        "train", "train.tar: holds 'c.jpg' outside of a class"),
+    "val tar partly without classes": (mini.write_tars,
         lambda p: (p / "val.tar").write_bytes(mini.tar_bytes({"a/b.jpg": b"", "c.jpg": b""})),
-        "val",
-        "val.tar: holds 'c.jpg' outside of a class",
-    ),
-    "tar too deep": (
-        mini.write_tars,
-        lambda p: (p / "train.tar").write_bytes(mini.tar_bytes({"x/a/b.jpg": b""})),
-        "train",
-        "train.tar: 'x/a/b.jpg' lies too deep, expected CLASS/NAME",
-    ),
-    "tar compressed": (
-        mini.write_tars,
-        lambda p: edit(p / "train.tar", gzip.compress),
-        "train",
-        "train.tar: no readable tar file at byte 0 .*unpack it first",
-    ),
-    "tar damaged": (
-        mini.write_tars,
-        lambda p: edit(p / "train.tar", lambda data: data[:100] + b"\7" + data[101:]),
-        "train",
-        "train.tar: no readable tar file at byte 0",
-    ),
-    "unknown class in a tar": (
-        mini.write_tars,
-        lambda p: (p / "val.tar").write_bytes(mini.tar_bytes({"n7/b.jpg": b""})),
-        "val",
-        "val.tar: holds 1 class that the training images do not have: n7",
-    ),
-}
+        "val", "val.tar: holds 'c.jpg' outside of a class"),
+    "tar too deep": (mini.write_tars,
+        lambda p: (p / "train.tar").write_bytes(mini.tar_bytes({"x/a/b.jpg": b""})), "train",
+        "train.tar: 'x/a/b.jpg' lies too deep, expected CLASS/NAME"),
+    "tar compressed": (mini.write_tars, lambda p: edit(p / "train.tar", gzip.compress), "train",
+        "train.tar: no readable tar file at byte 0 .*unpack it first"),
+    "tar damaged": (mini.write_tars,
+        lambda p: edit(p / "train.tar", lambda data: data[:100] + b"\7" + data[101:]), "train",
+        "train.tar: no readable tar file at byte 0"),
+    "unknown class in a tar": (mini.write_tars,
+        lambda p: (p / "val.tar").write_bytes(mini.tar_bytes({"n7/b.jpg": b""})), "val",
+        "val.tar: holds 1 class that the training images do not have: n7"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -427,39 +310,24 @@ def first_shard(path, split="train"):
 
 
 PREPARED = {
-    "shard missing": (
-        lambda p: first_shard(p).unlink(),
-        "train-00000-of-00004.array_record: the shard is missing; prepare the images again",
-    ),
-    "shard cut short": (
-        lambda p: edit(first_shard(p), lambda data: data[:-1]),
-        "train-00000.*: the shard is cut short, .* bytes where the manifest says .*; prepare",
-    ),
-    "shard too long": (
-        lambda p: edit(first_shard(p), lambda data: data + b"x"),
-        "train-00000.*: the shard has another size",
-    ),
+    "shard missing": (lambda p: first_shard(p).unlink(),
+        "train-00000-of-00004.array_record: the shard is missing; prepare the images again"),
+    "shard cut short": (lambda p: edit(first_shard(p), lambda data: data[:-1]),
+        "train-00000.*: the shard is cut short, .* bytes where the manifest says .*; prepare"),
+    "shard too long": (lambda p: edit(first_shard(p), lambda data: data + b"x"),
+        "train-00000.*: the shard has another size"),
     "manifest of something else": (
         lambda p: change_json(p / "manifest.json", format="decent_jax tokens 1"),
-        "manifest.json: the format is 'decent_jax tokens 1', expected 'decent_jax images 1'",
-    ),
-    "manifest of nothing": (
-        lambda p: (p / "manifest.json").write_text("[]"),
-        "manifest.json: the format is None",
-    ),
-    "manifest cut short": (
-        lambda p: edit(p / "manifest.json", lambda data: data[:100]),
-        "manifest.json: not readable as JSON; prepare the images again",
-    ),
-    "manifest without splits": (
-        lambda p: change_json(p / "manifest.json", splits={}),
-        "manifest.json: is damaged; prepare the images again",
-    ),
-    "manifest with other classes": (
-        lambda p: change_json(p / "manifest.json", class_names=["a"]),
-        "manifest.json: its counts disagree; prepare the images again",
-    ),
-}
+        "manifest.json: the format is 'decent_jax tokens 1', expected 'decent_jax images 1'"),
+    "manifest of nothing": (lambda p: (p / "manifest.json").write_text("[]"),
+        "manifest.json: the format is None"),
+    "manifest cut short": (lambda p: edit(p / "manifest.json", lambda data: data[:100]),
+        "manifest.json: not readable as JSON; prepare the folder again"),
+    "manifest without splits": (lambda p: change_json(p / "manifest.json", splits={}),
+        "manifest.json: is damaged; prepare the images again"),
+    "manifest with other classes": (lambda p: change_json(p / "manifest.json", class_names=["a"]),
+        "manifest.json: its counts disagree; prepare the images again"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", PREPARED)
@@ -481,7 +349,7 @@ def test_damage_that_shows_when_it_is_read(tmp_path, layouts):
         source[2]
     assert source[3] == mini.records("train")[3]
     with pytest.raises(ValueError, match="3 bytes are no record"):
-        image_shards.unpack_record(b"abc")
+        array_records.unpack_record(b"abc")
 
     path = mini.write_folders(tmp_path / "folders")
     source = open_images(path, "train")
@@ -511,35 +379,20 @@ def tfds_shard(path):
 
 
 TFDS = {
-    "shard missing": (
-        lambda p: tfds_shard(p).unlink(),
-        "00001-of-00002: the shard is missing; prepare it with TFDS again",
-    ),
-    "shard cut short": (
-        lambda p: edit(tfds_shard(p), lambda data: data[:-100]),
-        "00001-of-00002: the shard is cut short, 0 readable records of 15; prepare it with",
-    ),
-    "tfrecord": (
-        lambda p: change_json(p / "dataset_info.json", fileFormat="tfrecord"),
-        "stored as tfrecord; only array_record is read without TensorFlow: prepare it again",
-    ),
-    "no splits": (
-        lambda p: change_json(p / "dataset_info.json", splits=[]),
-        "has no split train, only none",
-    ),
-    "no image classification": (
-        without_labels,
-        "has no ClassLabel feature 'label' among its features .*; give an image",
-    ),
-    "damaged": (
-        lambda p: (p / "features.json").write_text("{"),
-        "not a readable TFDS folder",
-    ),
-    "two versions": (
-        lambda p: shutil.copytree(p, p.with_name("5.2.0")),
-        r"holds 2 TFDS folders \(5.1.0, 5.2.0\); give one of them",
-    ),
-}
+    "shard missing": (lambda p: tfds_shard(p).unlink(),
+        "00001-of-00002: the shard is missing; prepare it with TFDS again"),
+    "shard cut short": (lambda p: edit(tfds_shard(p), lambda data: data[:-100]),
+        "00001-of-00002: the shard is cut short, 0 readable records of 15; prepare it with"),
+    "tfrecord": (lambda p: change_json(p / "dataset_info.json", fileFormat="tfrecord"),
+        "stored as tfrecord; only array_record is read without TensorFlow: prepare it again"),
+    "no splits": (lambda p: change_json(p / "dataset_info.json", splits=[]),
+        "has no split train, only none"),
+    "no image classification": (without_labels,
+        "has no ClassLabel feature 'label' among its features .*; give an image"),
+    "damaged": (lambda p: (p / "features.json").write_text("{"), "not a readable TFDS folder"),
+    "two versions": (lambda p: shutil.copytree(p, p.with_name("5.2.0")),
+        r"holds 2 TFDS folders \(5.1.0, 5.2.0\); give one of them"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", TFDS)

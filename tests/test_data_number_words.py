@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from decent_jax.data import number_words
-from decent_jax.data.number_words import (
+from decent_jax.data.translation import number_words
+from decent_jax.data.translation.number_words import (
+    LARGEST,
     build,
     english,
     english_ordinal,
@@ -15,14 +16,80 @@ from decent_jax.data.number_words import (
     german_ordinal,
     german_year,
     pairs,
-    parse_german,
-    parse_german_ordinal,
     sentences,
     split_of,
     write_files,
 )
-from decent_jax.data.translation_files import TranslationPairs
+from decent_jax.data.translation.pair_folder import TranslationPairs
 from decent_jax.errors import DataError
+
+# --- The grammar of German numbers, written down a second time -----------------------------------
+
+_ONES = {"zwei": 2, "drei": 3, "vier": 4, "fünf": 5, "sechs": 6, "sieben": 7, "acht": 8, "neun": 9}
+_TEENS = {"zehn": 10, "elf": 11, "zwölf": 12, "dreizehn": 13, "vierzehn": 14, "fünfzehn": 15}
+_TEENS |= {"sechzehn": 16, "siebzehn": 17, "achtzehn": 18, "neunzehn": 19}
+_TENS = {"zwanzig": 20, "dreißig": 30, "vierzig": 40, "fünfzig": 50, "sechzig": 60}
+_TENS |= {"siebzig": 70, "achtzig": 80, "neunzig": 90}
+_UNDER_20 = _ONES | _TEENS
+_FIRST_TO_19TH = {"erste": 1, "zweite": 2, "dritte": 3, "vierte": 4, "fünfte": 5, "sechste": 6}
+_FIRST_TO_19TH |= {"siebte": 7, "achte": 8, "neunte": 9}
+_FIRST_TO_19TH |= {f"{word}te": n for word, n in _TEENS.items()}
+
+
+def _parse(text: str, one: str) -> int:
+    """KeyError for what is none; ``one`` is how a single one at the end is spelled."""
+    if text == "null":
+        return 0
+    thousands, word, rest = text.partition("tausend")
+    if word:
+        count = _parse_hundreds(thousands, "ein", _ONES) if thousands else 1
+        return 1000 * count + (_parse_hundreds(rest, one, _ONES) if rest else 0)
+    years = {name: n for name, n in _UNDER_20.items() if n != 10}  # "elfhundert"
+    return _parse_hundreds(text, one, years)
+
+
+def _parse_hundreds(text: str, one: str, counts: dict[str, int]) -> int:
+    hundreds, word, rest = text.partition("hundert")
+    if not word:
+        return _parse_below_100(text, one)
+    count = (counts | {"ein": 1, "": 1})[hundreds]
+    return 100 * count + (_parse_below_100(rest, one) if rest else 0)
+
+
+def _parse_below_100(text: str, one: str) -> int:
+    if text == one:
+        return 1
+    ones, word, tens = text.partition("und")
+    if word:
+        return (_ONES | {"ein": 1})[ones] + _TENS[tens]
+    return (_UNDER_20 | _TENS)[text]
+
+
+def parse_german(text: str, *, before_noun: bool = False) -> int:
+    """The number that a German word says, years such as "elfhundert" included.
+
+    "hundert" and "tausend" may stand without "ein", as is usual in speech. With `before_noun` a
+    last one is spelled "ein", otherwise "eins". ValueError for any other spelling.
+    """
+    try:
+        return _parse(text, "ein" if before_noun else "eins")
+    except KeyError:
+        raise ValueError(f"{text!r} is no German number up to {LARGEST:,}") from None
+
+
+def parse_german_ordinal(text: str) -> int:
+    """The number that "erste", "zweite" ... say; ValueError for any other spelling."""
+    for ending in sorted(_FIRST_TO_19TH, key=len, reverse=True):  # "dreizehnte" before "zehnte"
+        above = text.removesuffix(ending)
+        if above != text and (not above or above.endswith(("hundert", "tausend"))):
+            return (parse_german(above) if above else 0) + _FIRST_TO_19TH[ending]
+    stem = text.removesuffix("ste")
+    if stem == text or 0 < parse_german(stem, before_noun=True) % 100 < 20:
+        raise ValueError(f"{text!r} is no German ordinal up to {LARGEST:,}")
+    return parse_german(stem, before_noun=True)
+
+
+# --- The tests -----------------------------------------------------------------------------------
 
 BY_HAND = {
     0: ("zero", "null"),

@@ -9,16 +9,9 @@ import pytest
 import tiny
 
 from decent_jax import plot, train
-from decent_jax.data import (
-    document_sources,
-    generated_images,
-    loader,
-    partition,
-    prepare_text,
-    stdlib_corpus,
-    token_files,
-    tokenizers,
-)
+from decent_jax.data import loader, partition
+from decent_jax.data.images import generated_images
+from decent_jax.data.text import document_sources, prepare, stdlib_corpus, token_folder, tokenizers
 from decent_jax.errors import DataError
 from decent_jax.train import ConfigError
 
@@ -251,7 +244,7 @@ def test_a_partition_of_something_else_is_refused():
 
 def write_folder(path, documents):
     """A prepared folder of (split, source, tokens)."""
-    with token_files.TokenFolderWriter(path, tokenizers.load("bytes")) as writer:
+    with token_folder.TokenFolderWriter(path, tokenizers.load("bytes")) as writer:
         for split, source, tokens in documents:
             writer.add(split, np.ones(tokens - 1, np.uint16), source)
         return writer.commit()
@@ -265,24 +258,24 @@ def test_a_window_is_its_middle_tokens(tmp_path):
     assert content["names"] == ["a", "b", "c"]
     assert content["splits"] == {"train": [[0, 9], [1, 7], [0, 4], [2, 5]], "val": [[2, 9]]}
     for seq_len in (4, 5):
-        windows = token_files.TokenWindows(tmp_path / "out/train.bin", seq_len)
+        windows = token_folder.TokenWindows(tmp_path / "out/train.bin", seq_len)
         assert windows.class_names == ("a", "b", "c") and len(windows.labels) == len(windows)
         tokens = np.repeat([0, 1, 0, 2], [9, 7, 4, 5])
         for i, label in enumerate(windows.labels):
             held = np.bincount(tokens[i * seq_len : (i + 1) * seq_len + 1], minlength=3)
             assert held[label] == held.max()
-    assert token_files.TokenWindows(tmp_path / "out/val.bin", 4).labels.tolist() == [2, 2]
+    assert token_folder.TokenWindows(tmp_path / "out/val.bin", 4).labels.tolist() == [2, 2]
 
 
 def test_folders_that_do_not_say(tmp_path):
     write_folder(tmp_path / "old", [("train", None, 9), ("val", "a", 9)])
     assert not (tmp_path / "old/sources.json").exists()
-    windows = token_files.TokenWindows(tmp_path / "old/train.bin", 4)
+    windows = token_folder.TokenWindows(tmp_path / "old/train.bin", 4)
     with pytest.raises(DataError, match=r"old: has no sources\.json .* prepare it again with"):
         _ = windows.labels
     manifest = write_folder(tmp_path / "new", [("train", "a", 9), ("val", "a", 9)])
     assert manifest["sources"]["file"] == document_sources.FILE
-    assert token_files.is_whole(tmp_path / "new")
+    assert token_folder.is_whole(tmp_path / "new")
     for content, message in (
         ('{"names": ["a"], "splits": {"train": [[0, 8]]}}', r"does not belong to train\.bin"),
         ('{"names": [], "splits": {"train": [[0, 9]]}}', r"does not belong to train\.bin"),
@@ -291,8 +284,8 @@ def test_folders_that_do_not_say(tmp_path):
     ):
         (tmp_path / "new/sources.json").write_text(content)
         with pytest.raises(DataError, match=message):
-            _ = token_files.TokenWindows(tmp_path / "new/train.bin", 4).labels
-    assert not token_files.is_whole(tmp_path / "new")
+            _ = token_folder.TokenWindows(tmp_path / "new/train.bin", 4).labels
+    assert not token_folder.is_whole(tmp_path / "new")
 
 
 def write_texts(folder):
@@ -312,9 +305,9 @@ def write_texts(folder):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_prepare_text_keeps_the_sources(tmp_path, workers):
     inputs = write_texts(tmp_path / "in")
-    prepare_text.prepare(inputs, tmp_path / "out", "bytes", val_fraction=0.2, workers=workers)
-    for split in token_files.SPLITS:
-        windows = token_files.TokenWindows(tmp_path / f"out/{split}.bin", 1)
+    prepare.prepare(inputs, tmp_path / "out", "bytes", val_fraction=0.2, workers=workers)
+    for split in token_folder.SPLITS:
+        windows = token_folder.TokenWindows(tmp_path / f"out/{split}.bin", 1)
         assert windows.class_names == ("a.jsonl", "a.jsonl (2)", "b.txt")
         text = bytes(int(windows[i][0]) for i in range(len(windows))).decode()
         ends = {"\0"}  # the separator belongs to the document before it
@@ -330,7 +323,7 @@ def test_prepare_text_keeps_the_sources(tmp_path, workers):
 
 def test_the_standard_librarys_sources_are_packages(tmp_path):
     manifest = stdlib_corpus.build(tmp_path / "out")
-    windows = token_files.TokenWindows(tmp_path / "out/train.bin", 64)
+    windows = token_folder.TokenWindows(tmp_path / "out/train.bin", 64)
     assert {"json", "pydoc_data", "argparse"} <= set(windows.class_names)
     assert not any("/" in name or name.endswith(".py") for name in windows.class_names)
     package = b"".join(path.read_bytes() for path in Path(json.__file__).parent.glob("*.py"))
@@ -358,7 +351,7 @@ def texts(tmp_path_factory):
         lines = [" ".join(random.choice(known, 12)) for _ in range(25)]
         inputs.append(folder / f"{name}.jsonl")
         inputs[-1].write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    prepare_text.prepare(inputs, folder / "data", "bytes", val_fraction=0.1)
+    prepare.prepare(inputs, folder / "data", "bytes", val_fraction=0.1)
     return folder / "data"
 
 
@@ -384,20 +377,15 @@ def test_a_run_resumed_elsewhere_and_with_fewer_replicas(run, tmp_path, capfd):
     assert json.loads((tmp_path / "straight/summary.json").read_text())["partition"]
     own = summary["partition"]["records_per_replica"]
 
+    losses = tiny.losses(tmp_path / "straight")
     run("resumed", steps=5)
-    run("resumed")
-    tiny.assert_same_state(tmp_path / "straight", tmp_path / "resumed", 12)
-    np.testing.assert_array_equal(
-        tiny.losses(tmp_path / "resumed"), tiny.losses(tmp_path / "straight")
-    )
+    run("resumed", mesh={"devices": 4})
+    np.testing.assert_array_equal(tiny.losses(tmp_path / "resumed")[:5], losses[:5])
+    np.testing.assert_allclose(tiny.losses(tmp_path / "resumed"), losses, rtol=1e-5)
 
-    run("devices", mesh={"devices": 4})
-    np.testing.assert_allclose(
-        tiny.losses(tmp_path / "devices"), tiny.losses(tmp_path / "straight"), rtol=1e-5
-    )
-    shared = run("iid", data={"partition": "iid"})
+    shared = run("iid", data={"partition": "iid"}, steps=2)
     assert shared["partition"] == {"name": "iid"}
-    assert not np.allclose(tiny.losses(tmp_path / "iid"), tiny.losses(tmp_path / "straight"))
+    assert not np.allclose(tiny.losses(tmp_path / "iid"), losses[:2])
 
     fewer = run("resumed", num_replicas=2, steps=14)
     assert fewer["partition"]["records_per_replica"] in (2 * own, 2 * own + 1)
@@ -415,7 +403,6 @@ def test_configs_that_cannot_be_run(run, tmp_path, tiny_data):
             run("bad", **changes)
         assert "\n" not in str(error.value)
     assert not (tmp_path / "bad/config.json").exists()
-    train.run(tiny.config(tiny_data, steps=1), tmp_path / "old_folder")  # iid asks for no sources
 
 
 def test_one_source_is_not_enough(run, tmp_path):

@@ -1,21 +1,20 @@
-"""prepare_images end to end: the same bytes for any workers, broken images, messages, and kills."""
+"""`prepare images` end to end: the same bytes for any input, broken images, finished shards."""
 
+import functools
 import json
 import os
-import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import mini_imagenet as mini
 import numpy as np
 import pytest
 
-from decent_jax.data import image_files, image_shards, jpeg, prepare_images
-from decent_jax.data.prepare_images import main, prepare
+from decent_jax.data import worker_pool
+from decent_jax.data.images import array_records, image_folder, jpeg
+from decent_jax.data.images import prepare as prepare_images
+from decent_jax.data.images.prepare import prepare
 from decent_jax.data.prepared_folder import sha256_file
 from decent_jax.errors import DataError
+from decent_jax.prepare import main
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +35,7 @@ def contents(folder):
 
 
 def records(out, split):
-    source = image_files.open_images(out, split)
+    source = image_folder.open_images(out, split)
     return [source[i] for i in range(len(source))]
 
 
@@ -64,19 +63,18 @@ def test_manifest_and_records(tmp_path, folders):
 
 
 def test_a_record():
-    record = image_shards.pack_record(b"image", 258, "é")
+    record = array_records.pack_record(b"image", 258, "é")
     assert record == b"\x02\x01\x00\x00" + b"\x02\x00" + b"\xc3\xa9" + b"image"
-    assert image_shards.unpack_record(record) == (b"image", 258, "é")
+    assert array_records.unpack_record(record) == (b"image", 258, "é")
 
 
 def test_workers_and_layouts_do_not_change_a_byte(tmp_path, folders, prepared):
-    prepare(folders, tmp_path / "two", shards=5, workers=2)
-    prepare(mini.write_archives(tmp_path / "in"), tmp_path / "tar", shards=5, workers=1)
-    assert contents(prepared) == contents(tmp_path / "two") == contents(tmp_path / "tar")
+    prepare(mini.write_archives(tmp_path / "in"), tmp_path / "tar", shards=5, workers=2)
+    assert contents(prepared) == contents(tmp_path / "tar")
 
 
 def test_how_many_shards(folders, monkeypatch):
-    images = {split: image_files.open_images(folders, split) for split in ("train", "val")}
+    images = {split: image_folder.open_images(folders, split) for split in ("train", "val")}
 
     def counts(shards=None):
         tasks = prepare_images._tasks(images, shards)
@@ -108,7 +106,7 @@ def test_broken_images_are_left_out(tmp_path, capsys):
     path = break_images(tmp_path / "in", bad)
     out = tmp_path / "out"
     arguments = ["--input", str(path), "--out", str(out), "--workers", "2", "--shards", "3"]
-    assert main([*arguments, "--max_bad", "0.1"]) == 0
+    assert main(["images", *arguments, "--max_bad", "0.1"]) == 0
     assert (
         "train           27 images          0.4 MB, 3 broken left out\n" in capsys.readouterr().out
     )
@@ -116,13 +114,13 @@ def test_broken_images_are_left_out(tmp_path, capsys):
     assert [line["name"] for line in lines] == bad
     assert [line["reason"] for line in lines][:2] == ["is empty", "is no image"]
     assert all(line["reason"].startswith("cannot be decoded") for line in lines[2:])
-    manifest = image_shards.read_manifest(out)
+    manifest = array_records.read_manifest(out)
     assert [manifest["splits"][split]["bad"] for split in ("train", "val")] == [3, 1]
     assert manifest["total"]["bad"] == 4
     for split in ("train", "val"):
         wanted = [record for record in mini.records(split) if record[2] not in bad]
         assert records(out, split) == wanted
-        labels = image_files.open_images(out, split).labels
+        labels = image_folder.open_images(out, split).labels
         assert labels.tolist() == [label for _, label, _ in wanted]
 
 
@@ -162,46 +160,16 @@ def test_bad_arguments(tmp_path, folders, capsys):
     tfds_folder = mini.write_tfds(tmp_path / "tfds")
     cases = {
         "shards must be at least 1, got 0": [*given, "--shards", "0"],
-        "workers must be at least 1, got 0": [*given, "--workers", "0"],
         "max_bad must be at least 0 and less than 1, got 1.0": [*given, "--max_bad", "1"],
         "/nowhere: no such folder; give the folder": ["--input", "/nowhere", *out],
         "is a prepared folder already, which training reads": ["--input", str(prepared), *out],
         "is a TFDS folder already, which training reads": ["--input", str(tfds_folder), *out],
     }
     for sentence, arguments in cases.items():
-        assert main(arguments) == 2
+        assert main(["images", *arguments]) == 2
         said = capsys.readouterr().err
-        assert said.startswith("prepare_images: ") and sentence in said and said.count("\n") == 1
+        assert said.startswith("prepare images: ") and sentence in said and said.count("\n") == 1
     assert not list(tmp_path.glob(".*"))
-    for arguments in ([], [*given, "--nonsense"], [*given, "--shards", "many"]):
-        with pytest.raises(SystemExit, match="2"):
-            main(arguments)
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    assert "example, ImageNet from the original archives:" in capsys.readouterr().out
-
-
-def test_existing_output(tmp_path, folders, capsys):
-    out = tmp_path / "out"
-    arguments = ["--input", str(folders), "--out", str(out), "--workers", "1"]
-    out.mkdir()  # empty: as good as none
-    assert main(arguments) == 0
-    before = contents(out)
-    assert main([*arguments, "--shards", "2"]) == 2
-    assert "out: already prepared; pass --overwrite to replace it" in capsys.readouterr().err
-    assert contents(out) == before
-    assert main([*arguments, "--shards", "2", "--overwrite"]) == 0
-    assert len(contents(out)) == 5 and records(out, "train") == mini.records("train")
-    (out / "manifest.json").write_text("{}")
-    assert main([*arguments, "--overwrite"]) == 2
-    assert "is not empty and is no prepared image folder; choose" in capsys.readouterr().err
-    shutil.rmtree(out)
-    out.write_text("")
-    assert main([*arguments, "--overwrite"]) == 2
-    assert "out: exists and is not a folder; choose another --out" in capsys.readouterr().err
-    assert main(["--input", str(folders), "--out", str(out / "deeper")]) == 2
-    assert "out: cannot be written (" in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
 def test_a_failed_overwrite_keeps_the_old(tmp_path):
@@ -224,82 +192,13 @@ def test_a_full_disk(tmp_path, folders, monkeypatch, capsys):
 
     monkeypatch.setattr(prepare_images, "ArrayRecordWriter", Full)
     out = tmp_path / "out"
-    assert main(["--input", str(folders), "--out", str(out), "--workers", "1"]) == 2
+    assert main(["images", "--input", str(folders), "--out", str(out), "--workers", "1"]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.endswith("cannot be written (write() failed: No space left on device)")
     assert not out.exists()
 
 
 # --- going on after a kill ---
-
-
-def _children(pid):
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                with open(f"/proc/{entry}/stat") as file:
-                    fields = file.read().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[1]) == pid and fields[0] != "Z":
-                found.append(int(entry))
-    return found
-
-
-def _wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.02)
-
-
-# Each image takes long, in whichever process, so that a kill hits the middle.
-_SLOW = """
-import sys, time
-from decent_jax.data import jpeg, prepare_images
-check = jpeg.check
-def slow(data):
-    time.sleep(0.1)
-    check(data)
-jpeg.check = slow
-if __name__ == "__main__":
-    sys.exit(prepare_images.main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks for orphans in /proc")
-@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_a_killed_run_goes_on(tmp_path, folders, prepared, kind):
-    out, unfinished = tmp_path / "out", tmp_path / ".out.unfinished"
-    (tmp_path / "slow.py").write_text(_SLOW)
-    arguments = ["--input", str(folders), "--out", str(out), "--shards", "5"]
-    command = [sys.executable, str(tmp_path / "slow.py"), *arguments, "--workers", "2"]
-    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    _wait_for(lambda: len(list(unfinished.glob("*.json"))) >= 2)
-    workers = _children(run.pid)
-    assert len(workers) >= 2
-    run.send_signal(kind)
-    said = run.communicate(timeout=60)[1]
-    _wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in workers))
-    if kind == signal.SIGKILL:
-        assert run.returncode == -signal.SIGKILL
-    else:
-        assert run.returncode == 130
-        assert said == (
-            "prepare_images: interrupted; the same command goes on after the finished shards\n"
-        )
-    assert not out.exists()
-    finished = {path.name.removesuffix(".json") for path in unfinished.glob("*.json")}
-    assert 2 <= len(finished) < 8
-    inodes = {name: (unfinished / name).stat().st_ino for name in finished}
-    times = {name: (unfinished / name).stat().st_mtime_ns for name in finished}
-    assert main([*arguments, "--workers", "1"]) == 0
-    for name in finished:
-        status = (out / name).stat()
-        assert (status.st_ino, status.st_mtime_ns) == (inodes[name], times[name])
-    assert contents(out) == contents(prepared)
-    assert not list(tmp_path.glob(".*"))
 
 
 @pytest.fixture
@@ -359,9 +258,9 @@ def test_what_changed_is_made_again(tmp_path, checked, monkeypatch, what):
         data[len(data) // 2] ^= 1
         shard.write_bytes(data)
     elif what == "sidecar":
-        image_shards.sidecar_of(shard).unlink()
+        prepare_images.sidecar_of(shard).unlink()
     elif what == "half a sidecar":
-        image_shards.sidecar_of(shard).write_text('{"key"')
+        prepare_images.sidecar_of(shard).write_text('{"key"')
     else:
         again, shards = 12, 3
     checked.clear()
@@ -372,36 +271,16 @@ def test_what_changed_is_made_again(tmp_path, checked, monkeypatch, what):
     assert len(list((tmp_path / "out").glob("train-*"))) == shards
 
 
-def test_only_one_run_at_a_time(tmp_path, folders):
-    out = tmp_path / "out"
-    with (
-        image_shards.unfinished_folder(out),
-        pytest.raises(DataError, match="out: another run is preparing it now; wait for that one"),
-    ):
-        prepare(folders, out, workers=1)
-    prepare(folders, out, workers=1)
-
-
-def _die(task):
-    os._exit(9)
-
-
-def test_a_dead_worker_is_no_hang(tmp_path, folders, monkeypatch):
-    monkeypatch.setattr(prepare_images, "_make_in_worker", _die)
-    with pytest.raises(DataError, match="a worker process died, perhaps out of memory; try fewer"):
-        prepare(folders, tmp_path / "out", shards=3, workers=2)
-    assert not (tmp_path / "out").exists()
-
-
 def test_an_error_in_a_worker_is_one_sentence(tmp_path, capsys):
     path = mini.write_archives(tmp_path / "in")
-    images = image_files.open_images(path, "val")
+    images = image_folder.open_images(path, "val")
     archive = path / "ILSVRC2012_img_val.tar"
     archive.write_bytes(archive.read_bytes()[:4000])
     task = prepare_images._Task("val", 0, 1, 0, len(images))
+    make = functools.partial(prepare_images._make_shard, images={"val": images}, folder=tmp_path)
     with (
         pytest.raises(DataError, match=r"img_val\.tar: is cut short, val/.* cannot be read"),
-        prepare_images._results([task], {"val": images}, tmp_path, 2) as results,
+        worker_pool.results(make, [task], 2) as results,
     ):
         list(results)
 
@@ -412,6 +291,6 @@ def test_the_sample_of_sizes_covers_all():
             return 5000
 
         def stamp(self, index):
-            return image_files.FileStamp(size=int(index), mtime_ns=0)
+            return image_folder.FileStamp(size=int(index), mtime_ns=0)
 
     assert prepare_images._bytes(Files()) == pytest.approx(np.sum(np.arange(5000)), rel=1e-3)

@@ -1,13 +1,9 @@
-"""prepare_text end to end: every format, every message, any number of workers, and kills."""
+"""`prepare text` end to end: every format and every message."""
 
 import gzip
 import hashlib
 import json
-import os
-import signal
-import subprocess
 import sys
-import time
 
 import numpy as np
 import pyarrow as pa
@@ -16,8 +12,8 @@ import pytest
 import tensorflow_datasets as tfds
 from shared import shared
 
-from decent_jax.data import prepare_text, token_files, tokenizers
-from decent_jax.data.prepare_text import main, prepare
+from decent_jax.data.text import token_folder, tokenizers
+from decent_jax.data.text.prepare import prepare
 from decent_jax.errors import DataError
 
 TEXTS = [f"document {i}: " + "é🙂 words\r\n" * (i % 7 + 1) for i in range(40)]
@@ -138,22 +134,10 @@ def test_gpt2_on_real_text_and_by_itself_afterwards(tmp_path):
         wanted = [json.loads(line)["text"] for line in file]
     assert sorted(texts_of(out, "train") + texts_of(out, "val")) == sorted(wanted)
     ids = np.fromfile(out / "val.bin", "<u2")
-    assert ids.max() == 50256 and token_files.is_whole(out)
+    assert ids.max() == 50256 and token_folder.is_whole(out)
     # the same documents are held out whatever the tokenizer
     prepare([valid], tmp_path / "bytes", "bytes", val_fraction=0.1)
     assert texts_of(tmp_path / "bytes", "val") == texts_of(out, "val")
-
-
-def test_workers_do_not_change_a_byte(tmp_path, monkeypatch):
-    monkeypatch.setattr("decent_jax.data.text_inputs.CHUNK_BYTES", 300)
-    write_jsonl(tmp_path / "in/a.jsonl", TEXTS * 5)
-    write_jsonl(tmp_path / "in/b.jsonl.gz", TEXTS)
-    (tmp_path / "in/c.txt").write_text("one")
-    for workers in (1, 2):
-        prepare(
-            [tmp_path / "in"], tmp_path / str(workers), "bytes", val_fraction=0.2, workers=workers
-        )
-    assert contents(tmp_path / "1") == contents(tmp_path / "2")
 
 
 def test_split_is_by_document(tmp_path):
@@ -189,56 +173,31 @@ def test_separators_and_odd_characters_in_the_text(tmp_path):
     assert texts_of(tmp_path / "out", "train") == ["ab", "<|endoftext|>", "�", *texts[3:]]
 
 
-def test_a_command_that_fails_says_one_sentence(tmp_path):
-    good = write_jsonl(tmp_path / "good.jsonl", TEXTS)
-    with good.open("a") as file:
-        file.write('{"text": "torn\n')
-    arguments = ["--out", tmp_path / "out", "--tokenizer", "bytes", "--val_fraction", "0.3"]
-    arguments += ["--input", good, "--workers", "2"]
-    before = sorted(tmp_path.rglob("*"))
-    run = subprocess.run(
-        [sys.executable, "-m", "decent_jax.data.prepare_text", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert run.returncode == 2 and run.stdout == "", run
-    assert sorted(tmp_path.rglob("*")) == before
-    assert run.stderr.count("\n") == 1
-    assert f"{good}, line 41: not valid JSON (" in run.stderr
-
-
 CASES = {
     "missing path": ("none.jsonl", None, r"none\.jsonl: no such file or folder"),
     "extension": ("x.csv", b"a,b", r"x\.csv: not a \.txt, .* or \.parquet file"),
     "no readable file": ("folder/x.md", b"a", r"folder: holds no \.txt, .* file"),
-    "bad json": (
-        "x.jsonl",
-        b'{"text": "a"}\n\n{"text" "b"}\n',
-        r"x\.jsonl, line 3: not valid JSON",
-    ),
+    "bad json": ("x.jsonl", b'{"text": "a"}\n\n{"text" "b"}\n',
+        r"x\.jsonl, line 3: not valid JSON"),
     "no object": ("x.jsonl", b'{"text": "a"}\n[1]\n', r"line 2: not a JSON object"),
     "missing field": ("x.jsonl", b'{"text": "a"}\n{"b": 1}', r"line 2: no field 'text', only 'b'"),
     "not a string": ("x.jsonl", b'{"text": null}', r"line 1: field 'text' is not a string"),
     "utf-8 in json": ("x.jsonl", b'{"text": "a"}\n{"text": "\xff"}', r"invalid UTF-8 at byte 24"),
     "utf-8 in text": ("folder/x.txt", b"ab\xe9 c", r"x\.txt: invalid UTF-8 at byte 2"),
-    "truncated gz": ("x.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9)[:-9], "truncated gzip"),
-    "truncated txt.gz": ("f/x.txt.gz", gzip.compress(b"abc" * 99)[:-9], "truncated gzip"),
+    "truncated gz": ("x.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9)[:-9], "file is cut short"),
+    "truncated txt.gz": ("f/x.txt.gz", gzip.compress(b"abc" * 99)[:-9], "file is cut short"),
     "no gz": ("x.jsonl.gz", b'{"text": "a"}\n', "not a valid gzip file"),
     "no parquet": ("x.parquet", b"abc", "not a readable parquet file"),
-    "empty validation": (
-        "x.jsonl",
-        b'{"text": "a"}\n',
-        "validation split is empty: none of 1 docu",
-    ),
+    "empty validation": ("x.jsonl", b'{"text": "a"}\n',
+        "validation split is empty: none of 1 docu"),
     "no documents": ("x.jsonl", b'{"text": ""}\n\n', "no document with any text"),
     "empty file": ("x.jsonl", b"", "no document with any text"),
     "one text": ("x.txt", b"abc", "one document, which cannot be split"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bad_input(case, tmp_path, capsys):
+def test_bad_input(case, tmp_path):
     name, data, message = CASES[case]
     path = tmp_path / name
     if data is not None:
@@ -247,18 +206,15 @@ def test_bad_input(case, tmp_path, capsys):
         if "utf-8 in text" in case or "txt.gz" in case:
             (path.parent / "y.txt").write_text("fine")
     given = path.parent if path.parent != tmp_path else path
-    arguments = ["--input", str(given), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]
-    assert main(arguments) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.count("\n") == 1
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=message) as error:
         prepare([given], tmp_path / "out", "bytes")
+    assert "\n" not in str(error.value)
     assert not [p for p in tmp_path.iterdir() if "out" in p.name]
 
 
 @pytest.mark.parametrize("packed", ["", ".gz"])
 def test_bad_input_is_found_in_a_later_chunk(tmp_path, monkeypatch, packed):
-    monkeypatch.setattr("decent_jax.data.text_inputs.CHUNK_BYTES", 100)
+    monkeypatch.setattr("decent_jax.data.text.documents.CHUNK_BYTES", 100)
     path = write_jsonl(tmp_path / f"x.jsonl{packed}", TEXTS)
     data = gzip.decompress(path.read_bytes()) if packed else path.read_bytes()
     for bad, message in (
@@ -292,7 +248,7 @@ def test_bad_input_parquet(tmp_path):
             prepare([tmp_path / f"{name}.parquet"], tmp_path / "out", "bytes", val_fraction=0.5)
 
 
-def test_bad_arguments(tmp_path, capsys):
+def test_bad_arguments(tmp_path):
     a = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     out = tmp_path / "out"
     for keywords, message in (
@@ -306,36 +262,7 @@ def test_bad_arguments(tmp_path, capsys):
     ):
         with pytest.raises(DataError, match=message):
             prepare([a], out, **{"tokenizer": "bytes", **keywords})
-    for arguments in (
-        [],
-        ["--input", str(a), "--out", str(out)],
-        ["--input", str(a), "--out", str(out), "--tokenizer", "bytes", "--val_frac", "0.1"],
-    ):
-        with pytest.raises(SystemExit) as error:
-            main(arguments)
-        assert error.value.code == 2
     assert not out.exists()
-    with pytest.raises(SystemExit) as error:
-        main(["--help"])
-    assert error.value.code == 0 and "example" in capsys.readouterr().out
-
-
-def test_existing_output(tmp_path, capsys):
-    a = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    arguments = ["--input", str(a), "--tokenizer", "bytes", "--val_fraction", "0.3", "--out"]
-    out = tmp_path / "out"
-    out.mkdir()  # an empty folder is no obstacle
-    assert main([*arguments, str(out)]) == 0
-    before = contents(out)
-    assert main([*arguments, str(out)]) == 2
-    assert "already prepared; pass --overwrite" in capsys.readouterr().err
-    assert main([*arguments, str(out), "--overwrite", "--seed", "5"]) == 0
-    assert contents(out)["val.bin"] != before["val.bin"]
-    assert main([*arguments, str(tmp_path), "--overwrite"]) == 2
-    assert "is no prepared folder" in capsys.readouterr().err
-    assert main([*arguments, str(a), "--overwrite"]) == 2
-    assert "is not a folder" in capsys.readouterr().err
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "out"]
 
 
 def test_a_failed_overwrite_keeps_the_old(tmp_path):
@@ -346,85 +273,3 @@ def test_a_failed_overwrite_keeps_the_old(tmp_path):
     with pytest.raises(DataError, match="line 41"):
         prepare([b], out, "bytes", val_fraction=0.3, overwrite=True)
     assert contents(out) == before
-
-
-def _children(pid):
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                with open(f"/proc/{entry}/stat") as file:
-                    fields = file.read().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[1]) == pid and fields[0] != "Z":
-                found.append(int(entry))
-    return found
-
-
-def _wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.02)
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks for orphans in /proc")
-@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_a_killed_run(tmp_path, kind):
-    # a pipe as input: the run waits for more for ever, with its workers busy
-    good = write_jsonl(tmp_path / "in/a.jsonl", TEXTS)
-    os.mkfifo(tmp_path / "pipe.jsonl")
-    arguments = ["--out", str(tmp_path / "out"), "--tokenizer", "bytes", "--val_fraction", "0.3"]
-    program = (
-        "import sys; from decent_jax.data import prepare_text as p, text_inputs as t;"
-        "t.check_source = lambda *a: None; sys.exit(p.main(sys.argv[1:]))"
-    )
-    command = [sys.executable, "-c", program, *arguments, "--workers", "2"]
-    command += ["--input", str(good), str(tmp_path / "pipe.jsonl")]
-    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    with open(tmp_path / "pipe.jsonl", "wb"):  # returns when the run has opened it
-        _wait_for(lambda: len(_children(run.pid)) >= 3)  # two workers, the resource tracker
-        workers = _children(run.pid)
-        run.send_signal(kind)
-        if kind != signal.SIGKILL:
-            run.wait(60)
-    said = run.communicate(timeout=60)[1]
-    _wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in workers))
-    assert not (tmp_path / "out").exists()
-    left = [path for path in tmp_path.iterdir() if path.name.startswith(".out.tmp-")]
-    if kind == signal.SIGKILL:
-        assert run.returncode == -signal.SIGKILL and len(left) == 1
-    else:
-        assert run.returncode == 130 and not left
-        assert said == "prepare_text: interrupted; nothing was written\n"
-    assert main(["--input", str(good), *arguments]) == 0
-    assert token_files.is_whole(tmp_path / "out")
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-
-
-def test_a_living_run_is_left_alone(tmp_path):
-    tokenizer = tokenizers.load("bytes")
-    ids = tokenizer.encode("text")
-    with token_files.TokenFolderWriter(tmp_path / "out", tokenizer) as first:
-        second = token_files.TokenFolderWriter(tmp_path / "out", tokenizer)
-        assert first.folder.exists() and second.folder.exists()
-        for writer in (first, second):
-            writer.add("train", ids)
-            writer.add("val", ids)
-        second.commit()
-        with pytest.raises(FileExistsError):
-            first.commit()
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def _die(chunk):
-    os._exit(9)
-
-
-def test_a_dead_worker_is_no_hang(tmp_path, monkeypatch):
-    a = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    monkeypatch.setattr(prepare_text, "_work_in_worker", _die)
-    with pytest.raises(DataError, match="a worker process died"):
-        prepare([a], tmp_path / "out", "bytes", val_fraction=0.3, workers=2)
-    assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""prepare_translation end to end: WMT14 in small in every layout, filters, messages, kills."""
+"""`prepare translation` end to end: WMT14 in small in every layout, filters, messages."""
 
 import gzip
 import hashlib
@@ -7,10 +7,7 @@ import json
 import os
 import pickle
 import shutil
-import signal
-import subprocess
 import sys
-import time
 
 import mini_wmt14
 import numpy as np
@@ -19,11 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shared import shared
 
-from decent_jax.data import parallel_inputs, prepare_translation, subwords, translation_files
-from decent_jax.data.number_words import write_files
-from decent_jax.data.prepare_translation import main, prepare
-from decent_jax.data.subwords import normalise
-from decent_jax.data.translation_files import PairBlocks, TranslationPairs
+from decent_jax.data.translation import (
+    pair_folder,
+    sentence_pairs,
+    subwords,
+)
+from decent_jax.data.translation.number_words import write_files
+from decent_jax.data.translation.pair_folder import PairBlocks, TranslationPairs
+from decent_jax.data.translation.prepare import prepare
+from decent_jax.data.translation.subwords import normalise
 from decent_jax.errors import DataError
 
 VOCAB = 350
@@ -41,20 +42,6 @@ def prepared(archives):
     return out
 
 
-@pytest.fixture
-def small(tmp_path):
-    """A folder with a few plain files, and the arguments that prepare it into ``out``."""
-    write_files(tmp_path / "in", train=120, val=10, test=10, seed=0)
-    return ["--input", str(tmp_path / "in"), *arguments(tmp_path / "out")]
-
-
-def arguments(out, **more):
-    given_arguments = {"out": out, "source_lang": "en", "target_lang": "de", "vocab_size": 300}
-    return [
-        str(x) for name, value in (given_arguments | more).items() for x in (f"--{name}", value)
-    ]
-
-
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -69,7 +56,7 @@ def normalised(pairs):
 
 
 def test_wmt14_from_archives_to_blocks(archives, prepared):
-    manifest = translation_files.read_manifest(prepared)
+    manifest = pair_folder.read_manifest(prepared)
     training = normalised(mini_wmt14.training_pairs())
     wanted = list(dict.fromkeys(training))
     assert texts_of(prepared, "train") == wanted
@@ -91,7 +78,7 @@ def test_wmt14_from_archives_to_blocks(archives, prepared):
     assert manifest["inputs"][1]["sha256"] == {"dev.tgz": digest}
     text = (prepared / "manifest.json").read_text()
     assert str(archives) not in text and manifest == json.loads(text)
-    assert translation_files.is_whole(prepared)
+    assert pair_folder.is_whole(prepared)
     train = TranslationPairs(prepared, "train")
     blocks = PairBlocks(train, tokens=400, num_replicas=2, shapes=3)
     seen = []
@@ -145,14 +132,8 @@ def test_french_has_five_archives(tmp_path):
         prepare(source, tmp_path / "out2", "en", "fr")
 
 
-def test_workers_do_not_change_a_byte(tmp_path, archives, prepared, monkeypatch):
-    monkeypatch.setattr(parallel_inputs, "BLOCK_LINES", 23)
-    prepare(archives, tmp_path / "two", "en", "de", vocab_size=VOCAB, workers=2)
-    assert contents(tmp_path / "two") == contents(prepared)
-
-
 def test_filters_by_hand(tmp_path, monkeypatch):
-    monkeypatch.setattr(parallel_inputs, "BLOCK_LINES", 7)
+    monkeypatch.setattr(sentence_pairs, "BLOCK_LINES", 7)
     good = [(f"the number {i} is here", f"die Zahl {i} ist da") for i in range(30)]
     bad = {
         "empty_side": [("", "leer"), ("empty", " \u200b\t"), ("", "")],
@@ -274,13 +255,13 @@ def test_a_vocabulary_is_a_function_of_the_counts(monkeypatch):
 
 
 def test_a_vocabulary_that_is_not_that_of_the_ids(prepared, tmp_path):
-    own = translation_files.read_manifest(prepared)["vocab_sha256"]
+    own = pair_folder.read_manifest(prepared)["vocab_sha256"]
     assert TranslationPairs(prepared, "val").vocabulary.sha256 == own
     mixed = shutil.copytree(prepared, tmp_path / "mixed")
     subwords.train({"other": 3, "words": 4}, 275).save(mixed)
     with pytest.raises(DataError, match="not the vocabulary these ids were made with"):
         _ = TranslationPairs(mixed, "val").vocabulary
-    assert not translation_files.is_whole(mixed)
+    assert not pair_folder.is_whole(mixed)
     damaged = shutil.copytree(prepared, tmp_path / "damaged")
     (damaged / "vocabulary.model").write_bytes(b"no model")
     with pytest.raises(DataError, match="is damaged, or no model of sentencepiece"):
@@ -307,7 +288,7 @@ def test_reader(prepared, tmp_path):
     with pytest.raises(DataError, match=r"train\.ids: has 2 bytes, its manifest says"):
         TranslationPairs(torn, "train")
     with pytest.raises(ValueError, match=r"does not fit in 2 and 3"):
-        translation_files.pad_block(pairs, np.array([0]), 2, 3)
+        pair_folder.pad_block(pairs, np.array([0]), 2, 3)
 
 
 def test_evaluation_blocks_hold_every_pair_once_in_order(prepared):
@@ -376,7 +357,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bad_input(case, tmp_path, capsys):
+def test_bad_input(case, tmp_path):
     changes, message = CASES[case]
     (tmp_path / "in").mkdir()
     for name, data in (PLAIN | changes).items():
@@ -384,12 +365,9 @@ def test_bad_input(case, tmp_path, capsys):
             path = tmp_path / "in" / name
             path.write_bytes(data if isinstance(data, bytes) else data.encode())
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=message) as error:
         prepare(tmp_path / "in", tmp_path / "out", "en", "de", vocab_size=300)
-    assert main(["--input", str(tmp_path / "in"), *arguments(tmp_path / "out")]) == 2
-    said = capsys.readouterr()
-    error = [line for line in said.err.splitlines() if not line.startswith("learning ")]
-    assert said.out == "" and len(error) == 1 and error[0].startswith("prepare_translation: ")
+    assert "\n" not in str(error.value)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -466,7 +444,7 @@ def test_bad_archives(archives, tmp_path):
     fails(folder, r"no validation pairs \(newstest2013 in WMT14's dev\.tgz\)")
     (folder / "test-full.tgz").unlink()
     prepare(folder, tmp_path / "out", "en", "de", vocab_size=VOCAB, val_fraction=0.1)
-    assert list(translation_files.read_manifest(tmp_path / "out")["splits"]) == ["train", "val"]
+    assert list(pair_folder.read_manifest(tmp_path / "out")["splits"]) == ["train", "val"]
 
 
 def test_bad_tfds(tmp_path):
@@ -482,7 +460,8 @@ def test_bad_tfds(tmp_path):
         prepare(folder, tmp_path / "out", "en", "de")
 
 
-def test_input_that_changes_while_it_is_read(small, tmp_path, monkeypatch):
+def test_input_that_changes_while_it_is_read(tmp_path, monkeypatch):
+    write_files(tmp_path / "in", train=120, val=10, test=10, seed=0)
     learn = subwords.train
 
     def train_and_append(words, size):
@@ -495,90 +474,3 @@ def test_input_that_changes_while_it_is_read(small, tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"train\.en: was changed while it was being read"):
         prepare(tmp_path / "in", tmp_path / "out", "en", "de", vocab_size=300)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
-
-
-def test_existing_output(small, tmp_path, capsys):
-    out = tmp_path / "out"
-    out.mkdir()  # an empty folder is no obstacle
-    assert main(small) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("train          120 pairs") and said.endswith(f"wrote {out}\n")
-    before = contents(out)
-    assert main(small) == 2
-    assert "already prepared; pass --overwrite" in capsys.readouterr().err
-    assert main([*small[:-1], "310", "--overwrite"]) == 0
-    assert contents(out)["vocabulary.model"] != before["vocabulary.model"]
-    assert main([*small[:2], *arguments(tmp_path), "--overwrite"]) == 2
-    assert "is no prepared translation folder" in capsys.readouterr().err
-    assert main([*small[:2], *arguments(tmp_path / "in/train.en"), "--overwrite"]) == 2
-    assert "is not a folder" in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
-    for arguments_ in (
-        [],
-        [*small, "--val", "x", "--val_fraction", "0.1"],
-        [*small, "--vocab", "9"],
-    ):
-        with pytest.raises(SystemExit) as error:
-            main(arguments_)
-        assert error.value.code == 2
-
-
-def _children(pid):
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                with open(f"/proc/{entry}/stat") as file:
-                    fields = file.read().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[1]) == pid and fields[0] != "Z":
-                found.append(int(entry))
-    return found
-
-
-def _wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.02)
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks for orphans in /proc")
-@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_a_killed_run(tmp_path, small, kind):
-    # pipes as input: the run waits for more for ever, with its workers started
-    for lang in ("en", "de"):
-        os.mkfifo(tmp_path / f"pipe.{lang}")
-    command = [sys.executable, "-m", "decent_jax.data.prepare_translation", *small[:2]]
-    command += [str(tmp_path / "pipe"), *small[2:], "--workers", "2"]
-    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    with open(tmp_path / "pipe.en", "wb"):  # returns when the run has opened it
-        _wait_for(lambda: len(_children(run.pid)) >= 3)  # two workers, the resource tracker
-        workers = _children(run.pid)
-        run.send_signal(kind)
-        if kind != signal.SIGKILL:
-            run.wait(60)
-    said = run.communicate(timeout=60)[1]
-    _wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in workers))
-    assert not (tmp_path / "out").exists()
-    left = [path for path in tmp_path.iterdir() if path.name.startswith(".out.tmp-")]
-    if kind == signal.SIGKILL:
-        assert run.returncode == -signal.SIGKILL and len(left) == 1
-    else:
-        assert run.returncode == 130 and not left
-        assert said == "prepare_translation: interrupted; nothing was written\n"
-    assert main(small) == 0
-    assert translation_files.is_whole(tmp_path / "out")
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-
-
-def test_a_dead_worker_is_no_hang(small, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_translation, "_survey_block", _die)
-    with pytest.raises(DataError, match="a worker process died"):
-        prepare(tmp_path / "in", tmp_path / "out", "en", "de", vocab_size=300, workers=2)
-    assert not (tmp_path / "out").exists()
-
-
-def _die(*args):
-    os._exit(9)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decent_jax.data import token_batches
-from decent_jax.data.token_batches import Shape, TokenBatches
+from decent_jax.data.translation import pair_batches
+from decent_jax.data.translation.pair_batches import Shape, TokenBatches
 
 
 def like_sentences(count, seed=0):
@@ -150,27 +150,27 @@ def test_the_chain_is_the_best_there_is():
     """Against all chains of three shapes, on lengths few enough for the grid to hold all."""
     rng = np.random.default_rng(1)
     lengths = rng.integers(1, 8, (60, 2))
-    histogram = token_batches._histogram(lengths)
+    histogram = pair_batches._histogram(lengths)
     sources, targets = np.nonzero(histogram)
     pairs = histogram[sources, targets]
 
     def room(limits):
-        return token_batches._room(limits, sources, targets, pairs)
+        return pair_batches._room(limits, sources, targets, pairs)
 
     limits = [(s, t) for s in range(1, 8) for t in range(1, 8)]
     largest = (int(lengths[:, 0].max()), int(lengths[:, 1].max()))
     chains = ([a, b, largest] for a in limits for b in limits if a[0] <= b[0] and a[1] <= b[1])
     best = min(map(room, chains))
-    found = token_batches._best_chain(histogram, 3)
+    found = pair_batches._best_chain(histogram, 3)
     assert room(found) == best
-    assert room(token_batches._choose(histogram, 3)) <= best
+    assert room(pair_batches._choose(histogram, 3)) <= best
 
 
 def test_a_shape_whose_pairs_all_fit_in_cheaper_ones_goes():
     """Once (6, 5) and (5, 6) have shrunk around their own pairs, nothing is left for (5, 5)."""
     source, target = np.array([[5, 1], [1, 5], [6, 1], [1, 6], [6, 6]]).T
     limits = [(5, 5), (6, 5), (5, 6), (6, 6)]
-    assert token_batches._tightened(limits, source, target) == [(1, 6), (6, 1), (6, 6)]
+    assert pair_batches._tightened(limits, source, target) == [(1, 6), (6, 1), (6, 6)]
 
 
 def test_equal_lengths_are_one_shape_without_padding():

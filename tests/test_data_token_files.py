@@ -8,8 +8,9 @@ import threading
 import numpy as np
 import pytest
 
-from decent_jax.data import token_files, tokenizers
-from decent_jax.data.token_files import TokenFolderWriter, TokenWindows, eval_batches, train_batches
+from decent_jax.data.loader import eval_batches, steps_per_epoch, train_batches
+from decent_jax.data.text import token_folder, tokenizers
+from decent_jax.data.text.token_folder import TokenFolderWriter, TokenWindows
 from decent_jax.errors import DataError
 
 SEQ_LEN = 4
@@ -79,16 +80,16 @@ def test_windows_errors(tmp_path, tokens):
 
 def test_check_vocab(tmp_path, tokens):
     path = tokens(100)
-    token_files.check_vocab(path, 100)
+    token_folder.check_vocab(path, 100)
     with pytest.raises(DataError, match="holds token id 99, the model's vocabulary is 99"):
-        token_files.check_vocab(path, 99)
+        token_folder.check_vocab(path, 99)
     with TokenFolderWriter(tmp_path / "out", tokenizers.load("bytes")) as writer:
         writer.add("train", np.array([200, 7], np.uint16))
         writer.add("val", np.array([9], np.uint16))
         writer.commit()
-    token_files.check_vocab(tmp_path / "out/val.bin", 10)
+    token_folder.check_vocab(tmp_path / "out/val.bin", 10)
     with pytest.raises(DataError, match="200"):
-        token_files.check_vocab(tmp_path / "out/train.bin", 200)
+        token_folder.check_vocab(tmp_path / "out/train.bin", 200)
 
 
 def test_same_records_for_any_layout(source):
@@ -194,8 +195,8 @@ def test_eval_max_batches(source):
 
 
 def test_steps_per_epoch(source):
-    assert token_files.steps_per_epoch(source, 50) == 1
-    assert token_files.steps_per_epoch(source, 8) == 7
+    assert steps_per_epoch(source, 50) == 1
+    assert steps_per_epoch(source, 8) == 7
 
 
 @pytest.mark.parametrize(

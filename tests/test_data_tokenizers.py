@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared import shared
 
-from decent_jax.data import tokenizers
+from decent_jax.data.text import tokenizers
 from decent_jax.errors import DataError
 
 

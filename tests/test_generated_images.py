@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from decent_jax.data import generated_images, loader
-from decent_jax.data.generated_images import CLASS_NAMES, GeneratedImages
+from decent_jax.data.images import generated_images
+from decent_jax.data.images.generated_images import CLASS_NAMES, GeneratedImages
 
 
 @pytest.fixture(scope="module")
@@ -109,35 +109,3 @@ def test_errors(arguments, message):
     split, count, *rest = arguments
     with pytest.raises(ValueError, match=message):
         GeneratedImages(split, count, **dict(zip(("seed", "size"), rest, strict=False)))
-
-
-def test_the_loader_stacks_records(source):
-    """(step, replica) finds the same pictures for any layout, and a seek what a replay finds."""
-    settings = {"seed": 5, "batch_size": 8}
-    with loader.train_batches(source, num_replicas=4, **settings) as batches:
-        steps = [next(batches) for _ in range(4)]
-    assert steps[0]["image"].shape == (4, 2, 32, 32, 3) and steps[0]["image"].dtype == np.uint8
-    assert steps[0]["label"].shape == (4, 2) and steps[0]["label"].dtype == np.int32
-    with loader.train_batches(
-        source, num_replicas=2, replicas=[1], start_step=3, **settings
-    ) as batches:
-        later = next(batches)
-    np.testing.assert_array_equal(later["image"][0], steps[3]["image"][2:].reshape(4, 32, 32, 3))
-    np.testing.assert_array_equal(later["label"][0], steps[3]["label"][2:].ravel())
-    known = {p.tobytes(): label for p, label in zip(source.images, source.labels, strict=True)}
-    for step in steps:
-        for picture, label in zip(
-            step["image"].reshape(-1, 3072), step["label"].ravel(), strict=True
-        ):
-            assert known[picture.tobytes()] == label
-
-
-def test_the_loader_pads_the_last_evaluation_batch():
-    source = GeneratedImages("val", 11)
-    with loader.eval_batches(source, num_replicas=2, batch_size=8) as batches:
-        (first, full), (last, weights) = batches
-    np.testing.assert_array_equal(full, np.ones((2, 4)))
-    np.testing.assert_array_equal(weights, [[1, 1, 1, 0], [0, 0, 0, 0]])
-    seen = np.concatenate([first["label"].ravel(), last["label"].ravel()[:3]])
-    np.testing.assert_array_equal(seen, source.labels)
-    assert not last["image"][1].any() and last["image"].dtype == np.uint8

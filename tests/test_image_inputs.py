@@ -12,9 +12,10 @@ from PIL import Image, ImageOps
 from scipy import stats
 from shared import shared
 
-from decent_jax.data import image_inputs, jpeg, loader
-from decent_jax.data.image_files import EncodedImage, open_images
-from decent_jax.data.image_inputs import Box, EvalImages, TrainImages
+from decent_jax.data import loader
+from decent_jax.data.images import crops, jpeg
+from decent_jax.data.images.crops import Box, EvalImages, TrainImages
+from decent_jax.data.images.image_folder import EncodedImage, open_images
 from decent_jax.errors import DataError
 
 # --- which part -----------------------------------------------------------------------------------
@@ -23,7 +24,7 @@ from decent_jax.errors import DataError
 def draws(height, width, count=5000):
     """(count, 4) boxes."""
     random = np.random.default_rng(0)
-    return np.array([image_inputs.random_box(random, height, width) for _ in range(count)])
+    return np.array([crops.random_box(random, height, width) for _ in range(count)])
 
 
 @pytest.mark.parametrize("size", [(400, 533), (533, 400), (256, 256), (90, 1000), (3, 2), (1, 1)])
@@ -74,7 +75,7 @@ def test_the_whole_picture_where_no_draw_fits_and_its_ratio_may_be():
         def uniform(self, low, high):
             return high if high == 1 else low
 
-    assert image_inputs.random_box(Unlucky(), 300, 330) == Box(0, 0, 300, 330)
+    assert crops.random_box(Unlucky(), 300, 330) == Box(0, 0, 300, 330)
 
 
 # --- where the pixels lie -------------------------------------------------------------------------
@@ -115,8 +116,8 @@ def test_the_geometry_of_crops(shrink, format):
         height, width = (int(side) for side in sides)
         top, left = random.integers(0, 602 - height), random.integers(0, 798 - width)
         box = Box(int(top), int(left), height, width)
-        assert image_inputs.shrink_for(min(height, width), size) == shrink
-        made = image_inputs.crop(data, box, size, header=header)
+        assert crops.shrink_for(min(height, width), size) == shrink
+        made = crops.crop(data, box, size, header=header)
         assert made.shape == (size, size, 3) and made.dtype == np.uint8
         np.testing.assert_allclose(made, analytic(box, size), atol=2)
         offsets.append((made - analytic(box, size)).mean(axis=(0, 1)))
@@ -132,7 +133,7 @@ def test_centre_crops_are_those_of_resize_and_centre_crop(shape, size, resize):
     slope = np.array([0.11, 0.11])
     y, x = np.mgrid[: shape[0], : shape[1]]
     pixels = np.stack([slope[0] * x, slope[1] * y, 0 * x], axis=-1).round().astype(np.uint8)
-    made = image_inputs.centre_crop(encoded(pixels), size, resize)
+    made = crops.centre_crop(encoded(pixels), size, resize)
     for axis, side in enumerate(shape):
         resized = int(resize * side / min(shape))
         places = (round((resized - size) / 2) + np.arange(size) + 0.5) * side / resized - 0.5
@@ -151,18 +152,18 @@ def test_centre_crops_of_photographs_are_those_of_a_bilinear_resize():
         top, left = round((height - 224) / 2), round((width - 224) / 2)
         whole = cv2.resize(pixels, (width, height))
         wanted = whole[top : top + 224, left : left + 224].astype(int)
-        assert np.abs(image_inputs.centre_crop(data, 224, 256) - wanted).mean() < 0.6
+        assert np.abs(crops.centre_crop(data, 224, 256) - wanted).mean() < 0.6
 
 
 def test_crops_larger_than_their_part():
     data = encoded(gradient(300, 400))
     box = Box(100, 200, 30, 20)
-    np.testing.assert_allclose(image_inputs.crop(data, box, 64), analytic(box, 64), atol=2)
+    np.testing.assert_allclose(crops.crop(data, box, 64), analytic(box, 64), atol=2)
 
 
 def test_a_crop_of_one_pixel():
     data = encoded(gradient(300, 400), "PNG")
-    made = image_inputs.crop(data, Box(299, 399, 1, 1), 8)
+    made = crops.crop(data, Box(299, 399, 1, 1), 8)
     np.testing.assert_array_equal(made, np.broadcast_to(gradient(300, 400)[299, 399], (8, 8, 3)))
 
 
@@ -174,8 +175,8 @@ def test_boxes_are_of_the_upright_picture(orientation):
     with Image.open(io.BytesIO(data)) as image:
         upright = encoded(np.asarray(ImageOps.exif_transpose(image)), "PNG")
     for box in (Box(20, 30, 400, 300), Box(3, 5, 90, 100)):
-        made = image_inputs.crop(data, box, 64).astype(int)
-        np.testing.assert_allclose(made, image_inputs.crop(upright, box, 64), atol=2)
+        made = crops.crop(data, box, 64).astype(int)
+        np.testing.assert_allclose(made, crops.crop(upright, box, 64), atol=2)
 
 
 def test_crops_of_photographs_are_near_those_of_pillow():
@@ -185,8 +186,8 @@ def test_crops_of_photographs_are_near_those_of_pillow():
     for file in files:
         data = file.read_bytes()
         header = jpeg.read_header(data)
-        box = image_inputs.random_box(random, header.height, header.width)
-        made = image_inputs.crop(data, box, 176, header=header).astype(int)
+        box = crops.random_box(random, header.height, header.width)
+        made = crops.crop(data, box, 176, header=header).astype(int)
         with Image.open(io.BytesIO(data)) as image:
             image = image.convert("RGB")
         left, upper, right, lower = box.left, box.top, box.left + box.width, box.top + box.height
@@ -233,8 +234,8 @@ def test_a_training_image_is_a_crop_alone():
     source = TrainImages(files, 32)
     for seed in range(10):
         made = source.augment(source[0], np.random.default_rng(seed))["image"]
-        box = image_inputs.random_box(np.random.default_rng(seed), 300, 400)
-        np.testing.assert_array_equal(made, image_inputs.crop(data, box, 32))
+        box = crops.random_box(np.random.default_rng(seed), 300, 400)
+        np.testing.assert_array_equal(made, crops.crop(data, box, 32))
         assert (made[:, 0, 0] < made[:, -1, 0]).all()
 
 
@@ -264,7 +265,7 @@ def test_evaluation_images(folder):
     assert len(set(labels[:5])) > 2  # and the first ones of several classes
     for index, position in enumerate(source.order):
         (data, label, _), record = records[position], source[index]
-        wanted = image_inputs.centre_crop(data, SIZE, 28)
+        wanted = crops.centre_crop(data, SIZE, 28)
         np.testing.assert_array_equal(record["image"], wanted)
         assert record["image"].shape == (SIZE, SIZE, 3) and record["image"].dtype == np.uint8
         assert record["label"] == label and record["label"].dtype == np.int32

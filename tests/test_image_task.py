@@ -11,7 +11,7 @@ import tiny
 from tiny import rows
 
 from decent_jax import replicas, train
-from decent_jax.data import generated_images
+from decent_jax.data.images import generated_images
 from decent_jax.errors import ConfigError
 from decent_jax.models import resnet
 from decent_jax.tasks import image_classification as task_lib

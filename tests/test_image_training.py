@@ -11,7 +11,8 @@ import tiny
 from PIL import Image
 
 from decent_jax import train
-from decent_jax.data import image_files, image_inputs, loader, prepare_images
+from decent_jax.data import loader
+from decent_jax.data.images import crops, image_folder, prepare
 from decent_jax.train import TrainingFailed
 
 
@@ -41,13 +42,13 @@ def layouts(tmp_path_factory):
     ):
         (root / name).mkdir()
         write(root / name)
-    prepare_images.prepare(root / "archives", root / "packed", workers=1)
+    prepare.prepare(root / "archives", root / "packed", workers=1)
     return {path.name: path for path in root.iterdir() if path.is_dir()}
 
 
 def first_epoch(path, workers=0):
     """Every batch of one epoch, 2 replicas with 3 images each."""
-    source = image_inputs.TrainImages(image_files.open_images(path, "train"), 16)
+    source = crops.TrainImages(image_folder.open_images(path, "train"), 16)
     steps = len(source) // 6
     with loader.train_batches(
         source, seed=0, num_replicas=2, batch_size=6, workers=workers
@@ -73,8 +74,8 @@ def test_an_epoch_is_the_same_in_every_layout(layouts):
 
 def centre_crops(path, split):
     """{file name without folders: (label, pixels)}."""
-    files = image_files.open_images(path, split)
-    source = image_inputs.EvalImages(files, 24, 28)
+    files = image_folder.open_images(path, split)
+    source = crops.EvalImages(files, 24, 28)
     names = [files[int(i)].name.rpartition("/")[2] for i in source.order]
     assert len(set(names)) == len(files)  # each once
     return {name: (source[i]["label"], source[i]["image"]) for i, name in enumerate(names)}
@@ -102,18 +103,18 @@ def test_a_damaged_image_ends_a_run_in_one_sentence_with_a_checkpoint(layouts, t
     """Found in the third of four steps; packing leaves it out, with the reason."""
     folder = tmp_path / "data"
     mini_imagenet.write_folders(folder)
-    source = image_inputs.TrainImages(image_files.open_images(folder, "train"), 16)
+    source = crops.TrainImages(image_folder.open_images(folder, "train"), 16)
     config = config_of(folder, seed=1)
     victim = name_of_an_image_of_step(source, config, 2)
     path = folder / "train" / victim.split("/")[-2] / victim.split("/")[-1]
     path.write_bytes(path.read_bytes()[:-100])
-    message = f"{victim} cannot be decoded .*truncated.*prepare_images.*; a checkpoint of step"
+    message = f"{victim} cannot be decoded .*truncated.*prepare.*; a checkpoint of step"
     with pytest.raises(TrainingFailed, match=message) as error:
         train.run(config, tmp_path / "run")
     assert "\n" not in str(error.value)
     assert tiny.saved_steps(tmp_path / "run")
     packed = tmp_path / "packed"
-    prepare_images.prepare(folder, packed, workers=1, max_bad=0.1)
+    prepare.prepare(folder, packed, workers=1, max_bad=0.1)
     (bad,) = [json.loads(line) for line in (packed / "bad_files.jsonl").read_text().splitlines()]
     assert bad["name"] == victim and "truncated" in bad["reason"]
     result = train.run(config_of(packed, steps=2), tmp_path / "again")
@@ -124,7 +125,7 @@ def name_of_an_image_of_step(source, config, step):
     """A photograph that libjpeg-turbo decodes, and that no earlier step reads."""
     seen = []
 
-    class Names(image_inputs.TrainImages):
+    class Names(crops.TrainImages):
         def augment(self, record, random):
             return {"name": np.array(record.name), "size": np.int32(len(record.data))}
 

@@ -12,7 +12,7 @@ import simplejpeg
 from PIL import Image, ImageOps
 from shared import shared
 
-from decent_jax.data import jpeg
+from decent_jax.data.images import jpeg
 
 KEEP_COLOURS = {"subsampling": 0, "quality": 95}  # so that all decoders agree
 

@@ -16,7 +16,7 @@ import safetensors.numpy
 import tiny
 
 from decent_jax import export, saved_model, train
-from decent_jax.data import generated_images
+from decent_jax.data.images import generated_images
 from decent_jax.models import gpt2_weights, resnet, resnet_weights
 from decent_jax.train import ConfigError
 

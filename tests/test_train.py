@@ -14,7 +14,7 @@ import pytest
 import tiny
 
 from decent_jax import plot, replicas, train
-from decent_jax.data import token_files
+from decent_jax.data.text import token_folder
 from decent_jax.models import gpt2
 from decent_jax.tasks import language_modeling
 from decent_jax.train import TrainingFailed, loop
@@ -499,7 +499,7 @@ def test_what_a_run_leaves_behind(tmp_path, tiny_data, monkeypatch, capsys):
     assert wanted.items() <= on_disk.items()
     assert on_disk["training_seconds"] > 0 and on_disk["session_seconds"] > 0
     assert on_disk["versions"]["jax"] == jax.__version__ and "cpu" in on_disk["devices"]
-    manifest = token_files.read_manifest(tiny_data)
+    manifest = token_folder.read_manifest(tiny_data)
     assert on_disk["train_tokens"] == manifest["splits"]["train"]["tokens"]
 
     said = capsys.readouterr()

@@ -13,9 +13,10 @@ import tiny
 from tiny import rows
 
 from decent_jax import saved_model, train, translate
-from decent_jax.data import loader, prepare_translation
-from decent_jax.data.token_batches import TokenBatches
-from decent_jax.data.translation_files import TranslationPairs
+from decent_jax.data import loader
+from decent_jax.data.translation import prepare
+from decent_jax.data.translation.pair_batches import TokenBatches
+from decent_jax.data.translation.pair_folder import TranslationPairs
 from decent_jax.errors import ConfigError
 from decent_jax.models import transformer
 from decent_jax.tasks import translation as task_lib
@@ -35,7 +36,7 @@ def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("wmt")
     mini_wmt14.write_archives(root / "archives")
     out = root / "prepared"
-    prepare_translation.prepare([root / "archives"], out, "en", "de", vocab_size=320, workers=1)
+    prepare.prepare([root / "archives"], out, "en", "de", vocab_size=320, workers=1)
     return out
 
 
@@ -279,7 +280,7 @@ def test_the_vocabulary_of_another_run_is_refused(run, tmp_path):
     """The data were prepared anew, with other subwords, under a run that goes on."""
     archives = mini_wmt14.write_archives(tmp_path / "archives")
     other = tmp_path / "other"
-    prepare_translation.prepare([archives], other, "en", "de", vocab_size=300, workers=1)
+    prepare.prepare([archives], other, "en", "de", vocab_size=300, workers=1)
     config = config_of(other)
     config_file = run / "parts" / "config.json"
     saved = json.loads(config_file.read_text())

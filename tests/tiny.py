@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from decent_jax import plot, train
-from decent_jax.data import token_files, tokenizers
+from decent_jax.data.text import token_folder, tokenizers
 
 CONTEXT = 8
 
@@ -23,7 +23,7 @@ def write_data(folder: Path) -> Path:
     words = np.random.default_rng(0).choice(["to", "be", "or", "not", "that", "is"], 2000)
     text = " ".join(words)
     tokenizer = tokenizers.load("bytes")
-    with token_files.TokenFolderWriter(folder, tokenizer) as writer:
+    with token_folder.TokenFolderWriter(folder, tokenizer) as writer:
         writer.add("train", tokenizer.encode(text[: 400 * CONTEXT]))
         writer.add("val", tokenizer.encode(text[-20 * CONTEXT :]))
         writer.commit()

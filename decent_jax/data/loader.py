@@ -1,18 +1,18 @@
 """Batches addressed by (step, replica), from any random-access source of records.
 
-The order of the examples is one stream, the same for any number of replicas and processes: row j
-of replica r at step t is example ``t * batch_size + r * B + j`` of it, ``B = batch_size //
-num_replicas``. So a resumed run seeks to its step instead of reading up to it, and the global
-batch of a step holds the same records whatever the layout.
+The examples form one stream, the same for any number of replicas and processes: row j of replica r
+at step t is its example `t * batch_size + r * B + j`, where `B = batch_size // num_replicas`. So a
+resumed run seeks to its step instead of reading up to it, and the global batch of a step holds the
+same records in every layout.
 
-With a partition there is such a stream for every replica, of its own records alone: row j at step
-t is example ``t * B + j`` of it. Which processes and devices hold the replicas still has no part;
+With a partition there is one such stream per replica, of its own records: row j at step t is its
+example `t * B + j`. It does not depend on which processes and devices hold the replicas, but
 another number of replicas is another partition.
 
-A source may also cut its batches itself, into blocks of several shapes: then it has the methods
-``train_blocks(num_replicas, batch_size, seed)`` and ``eval_blocks(num_replicas, batch_size)``;
-they return a sequence whose item ``step * num_replicas + replica`` is a replica's block, and whose
-``steps`` are those of an epoch. What ``batch_size`` counts is up to it.
+A source may also cut its batches itself, into blocks of several shapes. Such a source has the
+methods `train_blocks(num_replicas, batch_size, seed)` and `eval_blocks(num_replicas, batch_size)`,
+which return a sequence: item `step * num_replicas + replica` is a replica's block, and its `steps`
+is the number of steps per epoch. The source decides what `batch_size` counts.
 """
 
 import os
@@ -26,7 +26,7 @@ from decent_jax.data.partition import Partition
 
 
 class Batches(Iterator):
-    """An iterator with threads or processes behind it; ``close`` (or ``with``) stops them."""
+    """An iterator with threads or processes behind it; `close` (or `with`) stops them."""
 
     def __init__(self, iterator):
         self._iterator = iterator
@@ -37,10 +37,10 @@ class Batches(Iterator):
         return next(self._iterator)
 
     def close(self) -> None:
-        """Stops them; ``next`` raises ValueError afterwards. May be called twice."""
+        """Stops them; `next` raises ValueError afterwards. May be called twice."""
         if self._iterator is not None:
             self._iterator.close()
-            self._iterator = None  # frees the shared memory of batches nobody has taken
+            self._iterator = None  # frees the shared memory of batches that nobody took
 
     def __enter__(self) -> "Batches":
         return self
@@ -62,36 +62,36 @@ def train_batches(
     workers: int = 0,
     partition: Partition | None = None,
 ) -> Batches:
-    """Endless training batches of this process, from step ``start_step`` on.
+    """Endless training batches of this process, from step `start_step` on.
 
-    Each epoch visits every record once in an order of its own; a batch may straddle two epochs.
-    With a partition, each epoch of a replica visits every record of that replica once. Where the
-    source has a method ``augment(record, generator)``, the batches hold what it makes of records;
-    the random numbers are those of the example's place in the stream, whoever reads it.
+    Each epoch visits every record once, in a new order; a batch may straddle two epochs. With a
+    partition, each epoch of a replica visits every record of that replica once. If the source has
+    a method `augment(record, generator)`, the batches hold its results; the random numbers depend
+    on the example's position in the stream alone, not on the process that reads it.
 
     Args:
-      source: ``len(source)`` records, ``source[i]`` an array or a pytree of arrays of equal shapes
-        (a grain ``RandomAccessDataSource`` such as ``TokenWindows``). Read from several threads.
+      source: `len(source)` records, `source[i]` an array or a pytree of arrays of equal shapes
+        (a grain `RandomAccessDataSource` such as `TokenWindows`). Read from several threads.
       seed: any integer >= 0; chooses the order.
       num_replicas: n, of the whole run.
-      batch_size: records a step over all replicas, a multiple of ``num_replicas``.
-      replicas: (L,) the replicas this process holds, in the order it wants them; None means all.
+      batch_size: records per step over all replicas, a multiple of `num_replicas`.
+      replicas: (L,) the replicas of this process, in the order of the result; None means all.
       start_step: the step of the first batch; any value costs the same.
       prefetch: batches read ahead; 0 reads in the calling thread.
-      num_threads: threads that read ahead; None means as many as ``prefetch``, at most the cores.
-      workers: processes that read ahead in the place of threads, each one batch after the other;
-        for sources that compute much in Python. They are spawned, with a copy of the source.
+      num_threads: threads that read ahead; None means as many as `prefetch`, at most the cores.
+      workers: processes that read ahead instead of threads, for sources that compute much in
+        Python; each makes whole batches. They are spawned, with a copy of the source.
       partition: which records belong to which replica; None: all replicas share all of them.
 
     Returns:
-      An iterator of records stacked to shape (L, B, ...), for ``TokenWindows`` int32 of shape
+      An iterator of records stacked to shape (L, B, ...), for `TokenWindows` int32 of shape
       (L, B, seq_len + 1).
 
     Raises:
       ValueError: sizes that do not divide, replicas that do not exist, an empty source, a negative
         seed or step, a partition of another source or for another number of replicas.
     """
-    import grain  # imports jax, which the workers of prepare_text can do without
+    import grain  # imports jax, which the workers of `decent_jax.prepare` do not need
 
     replicas = _checked(source, num_replicas, batch_size, replicas)
     if start_step < 0:
@@ -119,12 +119,12 @@ def eval_batches(
     num_threads: int | None = None,
     workers: int = 0,
 ) -> Batches:
-    """Every record of ``source`` once, in order; the last batch is padded with zeros.
+    """Every record of `source` once, in order; the last batch is padded with zeros.
 
-    Arguments as for :func:`train_batches`; ``max_batches`` > 0 stops after so many batches.
+    Arguments as for `train_batches`; `max_batches` > 0 stops after that many batches.
 
     Returns:
-      An iterator of ``(records, weights)``: records stacked to shape (L, B, ...) and float32
+      An iterator of `(records, weights)`: records stacked to shape (L, B, ...) and float32
       weights of shape (L, B), 1 for a record and 0 for padding. All processes see the same number
       of batches.
     """
@@ -133,21 +133,21 @@ def eval_batches(
     replicas = _checked(source, num_replicas, batch_size, replicas)
     if hasattr(source, "eval_blocks"):
         own = source.eval_blocks(num_replicas, batch_size)
-        blocks = _OwnEvalBlocks(own, num_replicas, replicas, max_batches)
+        blocks: Any = _OwnEvalBlocks(own, num_replicas, replicas, max_batches)
     else:
         blocks = _EvalBlocks(source, batch_size, batch_size // num_replicas, replicas, max_batches)
     return _iterate(grain.MapDataset.source(blocks), prefetch, num_threads, workers)
 
 
 def steps_per_epoch(source, batch_size: int, num_replicas: int = 1, seed: int = 0) -> int:
-    """Training steps until every record has been seen: the last may reach into the next epoch."""
+    """Training steps until every record was read; the last may reach into the next epoch."""
     if hasattr(source, "train_blocks"):
         return source.train_blocks(num_replicas, batch_size, seed).steps
     return -(-len(source) // batch_size)
 
 
 def _rows(source, seed: np.random.SeedSequence, per_replica: int):
-    """Item i: the records ``i * per_replica`` and following of an endless shuffled stream."""
+    """Item i: `per_replica` records of an endless shuffled stream, from `i * per_replica` on."""
     import grain
 
     # grain shuffles epoch e by seed + e: without the hash, seed 1 would be seed 0 an epoch later
@@ -159,9 +159,9 @@ def _rows(source, seed: np.random.SeedSequence, per_replica: int):
 
 
 class _OwnRows:
-    """Item ``t * n + r``: the records of replica r at step t, of a stream of its own.
+    """Item `t * n + r`: the records of replica r at step t, from the replica's own stream.
 
-    Only for the replicas of this process.
+    Exists for the replicas of this process only.
     """
 
     def __init__(self, source, seed, per_replica, replicas, partition, num_replicas):
@@ -182,7 +182,7 @@ class _OwnRows:
         self.num_replicas = num_replicas
 
     def __len__(self) -> int:
-        return min(map(len, self.rows.values()))  # endless enough
+        return min(map(len, self.rows.values()))  # practically endless
 
     def __getitem__(self, index: int):
         step, replica = divmod(index, self.num_replicas)
@@ -190,7 +190,7 @@ class _OwnRows:
 
 
 class _Subset:
-    """The records of ``source`` at ``indices``."""
+    """The records of `source` at `indices`."""
 
     def __init__(self, source, indices):
         self.source, self.indices = source, indices
@@ -208,10 +208,7 @@ class _Subset:
 
 
 class _TrainBlocks:
-    """Item t: the rows of ``replicas`` at step ``start + t``.
-
-    Item ``step * n + r`` of ``rows`` are those of replica r.
-    """
+    """Item t: the rows of `replicas` at step `start + t`, of which `rows[step * n + r]` is one."""
 
     def __init__(self, rows, num_replicas, replicas, start):
         self.rows, self.num_replicas, self.replicas = rows, num_replicas, replicas
@@ -229,7 +226,7 @@ class _TrainBlocks:
 
 
 class _EvalBlocks:
-    """Item t: the rows of ``replicas`` in evaluation batch t, with their weights."""
+    """Item t: the rows of `replicas` in evaluation batch t, with their weights."""
 
     def __init__(self, source, batch_size, per_replica, replicas, max_batches):
         self.source = source
@@ -260,7 +257,7 @@ class _EvalBlocks:
 
 
 class _OwnEvalBlocks:
-    """Item t: the blocks of ``replicas`` in evaluation batch t, with their ``weight`` taken out."""
+    """Item t: the blocks of `replicas` in evaluation batch t, with their `weight` taken out."""
 
     def __init__(self, blocks, num_replicas, replicas, max_batches):
         self.blocks, self.num_replicas, self.replicas = blocks, num_replicas, replicas
@@ -276,7 +273,7 @@ class _OwnEvalBlocks:
 
 
 def _checked(source, num_replicas, batch_size, replicas) -> list[int]:
-    """The replicas asked for."""
+    """`replicas`, or all; ValueError where the sizes do not fit."""
     if num_replicas < 1 or batch_size < 1 or batch_size % num_replicas:
         raise ValueError(
             f"batch_size must be a multiple of num_replicas, got {batch_size} and {num_replicas}"

@@ -1,22 +1,23 @@
-"""Records of its own for every replica, with other labels than its neighbours': heterogeneous data.
+"""Heterogeneous data: every replica owns some records, with labels distributed differently.
 
-Hsu, Qi and Brown (2019, arXiv:1909.06335), as Google Research implements it: every replica draws
-a mixture q of the classes around the mixture p of the whole data set, q ~ Dirichlet, and then
-takes records by it without replacement, all replicas at the same time and equally many; where a
-class is used up, the others are taken in proportion to what q gives them. So each record belongs to
-one replica, and all replicas have equally many (fewer than n are left out). The other reading,
-which shares each class out over replicas (Yurochkin et al., 2019), leaves some with few records.
+Hsu, Qi and Brown (2019, arXiv:1909.06335), as implemented by Google Research: every replica draws
+a mixture q of the classes around the mixture p of the whole data set, q ~ Dirichlet, and takes
+records according to q without replacement, all replicas at the same time and equally many; once a
+class is used up, the other classes are taken in proportion to q. So each record belongs to one
+replica, and all replicas own equally many (fewer than n records are left out). The alternative,
+which divides each class among the replicas (Yurochkin et al., 2019), leaves some replicas with few
+records.
 
-Papers mean different things by alpha. Here it is a pseudo-count of each class,
+Papers use alpha for different things. Here it is a pseudo-count per class,
 q ~ Dirichlet(alpha * p / sum(p**2)), which for K equally large classes is Dirichlet(alpha, ...,
 alpha): the alpha of Acar et al. (2021, arXiv:2111.04263) and, in the spread of a class over
-replicas, of Lin et al. (2021, arXiv:2102.04761) and those who compare with them. The alpha of
-Hsu et al. is the sum of the pseudo-counts, K times as large. Dividing by sum(p**2) and not
-multiplying by K lets many tiny classes weigh as little in alpha as they do in the data. With
-mean p, ``E sum(q**2) = (alpha + 1) / (alpha / sum(p**2) + 1)``: 1, one class a replica, for
-alpha -> 0, and sum(p**2), the whole in small, for alpha -> infinity. That is what replicas draw;
-what they get is milder for a small alpha, for all records are given away and classes run out. Say
-what `Partition.report` says, not alpha alone.
+replicas, of Lin et al. (2021, arXiv:2102.04761) and later papers that compare with them. The alpha
+of Hsu et al. is the sum of the pseudo-counts, K times as large. Dividing by sum(p**2) instead of
+multiplying by K gives many tiny classes as little weight in alpha as they have in the data. With
+mean p, `E sum(q**2) = (alpha + 1) / (alpha / sum(p**2) + 1)`: 1, one class per replica, for
+alpha -> 0, and sum(p**2), a copy of the whole, for alpha -> infinity. That is the distribution of
+the draws; the result is milder for a small alpha, because all records are assigned and classes run
+out. Publish what `Partition.report` prints, not alpha alone.
 
 Another number of replicas is another partition, drawn anew.
 """
@@ -40,7 +41,7 @@ class Partition:
     """Which replica owns which record.
 
     Attributes:
-      alpha: what it was drawn with.
+      alpha: the argument of `dirichlet`.
       class_names: (K,) strings, of the classes that occur.
       class_sizes: (K,) int64, records of each class in the whole data set.
       counts: (n, K) int64, records of each class that a replica owns.
@@ -55,36 +56,37 @@ class Partition:
 
     @property
     def num_replicas(self) -> int:
+        """n."""
         return len(self.owned)
 
     @property
     def num_records(self) -> int:
-        """N, of the whole data set."""
+        """N, the records of the whole data set."""
         return int(self.class_sizes.sum())
 
     @property
     def records_per_replica(self) -> int:
+        """N // n."""
         return self.owned.shape[1]
 
     @property
     def records_left_out(self) -> int:
-        """Fewer than ``num_replicas``, so that all replicas have equally many."""
+        """Records that no replica owns, fewer than `num_replicas`."""
         return self.num_records - self.owned.size
 
     def records(self, replica: int) -> np.ndarray:
-        """(N // n,) int64, ascending: the indices of the records of ``replica``."""
+        """(N // n,) int64, ascending: the indices of the records of `replica`."""
         return self.owned[replica]
 
     def total_variation(self) -> np.ndarray:
-        """(n,) how far a replica's distribution of labels is from the whole's, from 0 to 1.
+        """(n,) distances, from 0 to 1, of each replica's label distribution from the whole's.
 
-        Half the sum of absolute differences: the share of its records that would have to be
-        exchanged.
+        Half the sum of absolute differences: the share of its records that would have to change.
         """
         return _total_variation(self.counts, self.class_sizes)
 
     def total_variation_iid(self) -> float:
-        """What records dealt out at random would have on average: not 0, for they are few."""
+        """The average distance of records dealt at random, which are few, so it is not 0."""
         random = np.random.default_rng(0)
         counts = random.multivariate_hypergeometric(
             self.class_sizes, self.records_per_replica, _IID_DRAWS, method="marginals"
@@ -152,17 +154,17 @@ def dirichlet(
     *,
     class_names: Sequence[str] | None = None,
 ) -> Partition:
-    """Shares records out over replicas, by mixtures of classes drawn as the module says.
+    """The partition of labelled records over replicas; the module's docstring has the method.
 
     Args:
       labels: (N,) integers, the class of every record.
       num_replicas: n, at most N.
-      alpha: above 0; small: a replica sees few classes, large: all see the same.
+      alpha: above 0; a small one gives each replica few classes, a large one all the same.
       seed: any integer >= 0; the same arguments give the same partition.
       class_names: for reports, the name of label k at k; None means the labels themselves.
 
     Raises:
-      ValueError: arguments that are not so.
+      ValueError: an argument is not as described.
 
     Example:
       >>> partition = dirichlet(np.arange(1000) % 10, 4, alpha=0.1, seed=0)
@@ -197,11 +199,11 @@ def dirichlet(
 
 
 def for_run(source, *, num_replicas: int, batch_size: int, alpha: float, seed: int) -> Partition:
-    """The partition of a run's training records, by ``source.labels``.
+    """The partition of a run's training records, by `source.labels`.
 
     Args:
-      source: records with ``labels``, (N,) integers, and perhaps ``class_names``.
-      batch_size: records a step over all replicas.
+      source: records with `labels`, (N,) integers, and perhaps `class_names`.
+      batch_size: records per step over all replicas.
 
     Raises:
       DataError: no labels, only one class, or less than a batch of records for each replica.
@@ -235,20 +237,20 @@ def _log_mixtures(prior: np.ndarray, num_replicas: int, alpha: float, random) ->
     Gamma variables, normalised, are a Dirichlet draw; for the small pseudo-counts of a small alpha
     they underflow, so log Gamma(a) is drawn as log Gamma(a + 1) + log(U) / a.
     """
-    counts = max(alpha, 1e-250) * prior / (prior**2).sum()  # and U**(1e250) has a logarithm yet
+    counts = max(alpha, 1e-250) * prior / (prior**2).sum()  # so that the division stays finite
     shape = num_replicas, len(prior)
     return np.log(random.gamma(counts + 1, size=shape)) - random.exponential(size=shape) / counts
 
 
 def _share_out(log_mixtures: np.ndarray, sizes: np.ndarray, each: int, random) -> np.ndarray:
-    """(n, K) int64: how many records of each class a replica takes, ``each`` in all.
+    """(n, K) int64: how many records of each class a replica takes, `each` in all.
 
-    Drawing one record at a time in random turns, and again where the class is used up, has this
-    distribution too.
+    Equal in distribution to drawing one record at a time in random turns, and again where the
+    class is used up.
     """
     counts = np.zeros(log_mixtures.shape, np.int64)
     need, left = np.full(len(counts), each), sizes.astype(np.int64)
-    while need.any():  # at most K + 1 times: a class is used up, or all have what they need
+    while need.any():  # at most K + 1 times: every pass uses up a class, except the last
         rows, has = np.flatnonzero(need), np.flatnonzero(left)
         logs = log_mixtures[np.ix_(rows, has)]
         weights = np.exp(logs - logs.max(axis=1, keepdims=True))
@@ -264,7 +266,7 @@ def _share_out(log_mixtures: np.ndarray, sizes: np.ndarray, each: int, random) -
 
 
 def _choose_records(labels, sizes, counts, random) -> np.ndarray:
-    """(n, N // n) int64, rows ascending: ``counts`` records of each class, chosen at random."""
+    """(n, N // n) int64, rows ascending: `counts` records of each class, chosen at random."""
     n, num_classes = counts.shape
     order = random.permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")]  # class after class
@@ -276,11 +278,11 @@ def _choose_records(labels, sizes, counts, random) -> np.ndarray:
 
 
 def _total_variation(counts: np.ndarray, class_sizes: np.ndarray) -> np.ndarray:
-    """(rows,) of the distributions ``counts`` (rows, K) from that of the whole."""
+    """(rows,) distances of the distributions `counts` (rows, K) from the whole's."""
     shares = counts / counts.sum(axis=1, keepdims=True)
     return np.abs(shares - class_sizes / class_sizes.sum()).sum(axis=1) / 2
 
 
 def _short(name: str) -> str:
-    """The end of a name: of paths it says most."""
+    """The end of a name, the most telling part of a path."""
     return name if len(name) <= _NAME_WIDTH else "…" + name[1 - _NAME_WIDTH :]

@@ -1,4 +1,4 @@
-"""Writing a prepared folder so that it appears by one rename: whole, or not at all."""
+"""Prepared folders: what their manifests say, and writing one so that it appears by one rename."""
 
 import contextlib
 import glob
@@ -8,113 +8,89 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO, Any, NamedTuple
 
+from decent_jax.data.reading import one_sentence
 from decent_jax.errors import DataError
+from decent_jax.json_files import write_atomic
 
 _LOCK = "owner.lock"
 _YOUNG_S = 60.0  # a draft this young may not have its lock yet
 
 
-class Draft:
-    """A hidden sibling ``.NAME.tmp-...`` of ``out`` that becomes ``out`` by ``publish``.
+class Kind(NamedTuple):
+    """A kind of prepared folder."""
 
-    A file lock says that its process lives; drafts of killed runs, whose locks are free, are
-    removed on the way in. Leaving the ``with`` removes a draft that was not published.
+    command: str  # `python -m decent_jax.prepare COMMAND` makes it
+    format: str  # the entry `format` of its manifest, with a version
+    noun: str  # for messages
 
-    Args:
-      out: the folder to be.
-      kind: what it is to be: "prepared folder".
-      read_manifest: raises DataError where a folder is not of this kind.
-      overwrite: replace a folder of this kind at ``out``.
 
-    Attributes:
-      folder: where the files are written.
+def read_manifest(folder: str | Path, kind: Kind) -> dict[str, Any]:
+    """The manifest of a prepared folder; DataError where there is none or it is another kind's."""
+    path = Path(folder) / "manifest.json"
+    make = f"`python -m decent_jax.prepare {kind.command}`"
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(
+            f"{folder}: no manifest.json, so this is no prepared folder; make one with {make}"
+        ) from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError:
+        raise DataError(f"{path}: not readable as JSON; prepare the folder again") from None
+    found = manifest.get("format") if isinstance(manifest, dict) else None
+    if found != kind.format:
+        raise DataError(
+            f"{path}: the format is {found!r}, expected {kind.format!r}; give a folder that {make}"
+            " of this version made"
+        )
+    return manifest
 
-    Raises:
-      DataError: ``out`` exists and may not be replaced, or its parent cannot be written.
+
+def is_whole(folder: str | Path, kind: Kind) -> bool:
+    """Whether the folder is of this kind and its files have the hashes of its manifest."""
+    try:
+        files = _recorded_files(read_manifest(folder, kind))
+        return all(sha256_file(Path(folder) / name) == sha256 for name, sha256 in files)
+    except (DataError, OSError):
+        return False
+
+
+def _recorded_files(entry: Any) -> Iterator[tuple[str, str]]:
+    """(name, hash) of every entry with "file" and "sha256" within `entry`."""
+    if isinstance(entry, dict):
+        if "file" in entry and "sha256" in entry:
+            yield entry["file"], entry["sha256"]
+        entry = list(entry.values())
+    if isinstance(entry, list):
+        for part in entry:
+            yield from _recorded_files(part)
+
+
+def find_or_make(
+    find: Callable[[], dict[str, Any] | None], make: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """The manifest that `find` returns or, where that is None, `make`.
+
+    Several processes may do this at the same time: one folder wins, all return its manifest.
     """
-
-    def __init__(
-        self,
-        out: str | Path,
-        kind: str,
-        read_manifest: Callable[[Path], object],
-        *,
-        overwrite: bool,
-    ):
-        self.out = Path(os.path.abspath(out))
-        self.overwrite = overwrite
-        check_out(self.out, kind, read_manifest, overwrite=overwrite)
-        self._files: dict[str, _HashedFile] = {}
-        try:
-            self.out.parent.mkdir(parents=True, exist_ok=True)
-            _remove_leftovers(self.out)
-            self.folder = _temporary_sibling(self.out)
-        except OSError as error:
-            raise DataError(f"{self.out.parent}: cannot be written ({error.strerror})") from None
-        try:
-            self._lock = _make_locked(self.folder / _LOCK)
-        except BaseException:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            raise
-
-    def append(self, name: str, data: bytes) -> None:
-        """Appends to a file."""
-        if name not in self._files:
-            self._files[name] = _HashedFile(self.folder / name)
-        self._files[name].append(data)
-
-    def close(self, name: str) -> dict:
-        """Puts a file on the disk; its ``file`` (name), ``bytes`` and ``sha256``."""
-        if name not in self._files:
-            self.append(name, b"")
-        return self._files[name].close()
-
-    def publish(self, manifest: dict) -> None:
-        """Adds ``manifest.json`` and renames the folder into place.
-
-        Raises:
-          FileExistsError: somebody else's folder appeared at ``out`` and ``overwrite`` is False.
-        """
-        content = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
-        self.append("manifest.json", content.encode())
-        for file in self._files.values():
-            file.close()
-        (self.folder / _LOCK).unlink()
-        self._rename()
-        self._lock.close()
-
-    def _rename(self):
-        while True:
-            try:
-                os.rename(self.folder, self.out)  # only onto nothing or an empty folder
-                return
-            except OSError:
-                if not self.out.exists():
-                    raise
-                if not self.overwrite:
-                    raise FileExistsError(f"{self.out} already exists") from None
-            old = _temporary_sibling(self.out)
-            with contextlib.suppress(FileNotFoundError):  # another process replaces it right now
-                os.rename(self.out, old)
-            shutil.rmtree(old, ignore_errors=True)
-
-    def __enter__(self) -> "Draft":
-        return self
-
-    def __exit__(self, *exc_info) -> None:
-        for file in (*self._files.values(), self._lock):
-            with contextlib.suppress(OSError):  # a full disk: what is buffered does not matter
-                file.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+    if (manifest := find()) is not None:
+        return manifest
+    try:
+        return make()
+    except (DataError, OSError):  # perhaps because another process was faster
+        if (manifest := find()) is not None:
+            return manifest
+        raise
 
 
-def check_out(
-    out: Path, kind: str, read_manifest: Callable[[Path], object], *, overwrite: bool
-) -> None:
-    """DataError unless ``out`` is free, an empty folder, or of this kind and to overwrite."""
+def check_out(out: Path, kind: Kind, *, overwrite: bool) -> None:
+    """DataError unless `out` is free, an empty folder, or of this kind and to be replaced."""
     if not os.path.lexists(out):
         return
     if not out.is_dir():
@@ -122,18 +98,134 @@ def check_out(
     if not any(out.iterdir()):
         return
     try:
-        read_manifest(out)
+        read_manifest(out, kind)
     except DataError:
         raise DataError(
-            f"{out}: exists, is not empty and is no {kind}; choose another --out"
+            f"{out}: exists, is not empty and is no {kind.noun}; choose another --out"
         ) from None
     if not overwrite:
         raise DataError(f"{out}: already prepared; pass --overwrite to replace it")
 
 
+class Draft:
+    """A hidden sibling of `out` that becomes `out` by `publish`.
+
+    A file lock tells other processes that this one is alive. A draft is called
+    `.NAME.tmp-...`, and leaving the `with` removes it unless it was published; those of killed
+    runs, whose locks are free, are removed on the way in. With `resume` there is one draft per
+    `out`, `.NAME.unfinished`: it stays when its run fails, and the next run goes on with it.
+
+    Args:
+      out: the folder to make.
+      kind: what it will be.
+      overwrite: replace a folder of this kind at `out`.
+      resume: keep an unfinished draft for the next run.
+
+    Attributes:
+      folder: where the files are written.
+
+    Raises:
+      DataError: `out` exists and may not be replaced, its parent cannot be written, or another
+        run holds the one draft.
+    """
+
+    def __init__(self, out: str | Path, kind: Kind, *, overwrite: bool, resume: bool = False):
+        self.out = Path(os.path.abspath(out))
+        self.kind = kind
+        self.overwrite = overwrite
+        self.resume = resume
+        check_out(self.out, kind, overwrite=overwrite)
+        self._files: dict[str, _HashedFile] = {}
+        try:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            _remove_leftovers(self.out)
+            if resume:
+                self.folder = self.out.with_name(f".{self.out.name}.unfinished")
+                self.folder.mkdir(exist_ok=True)
+                self._lock = self._take_lock()
+            else:
+                self.folder = _temporary_sibling(self.out)
+                self._lock = _make_locked(self.folder / _LOCK)
+        except OSError as error:
+            raise DataError(f"{self.out.parent}: cannot be written ({error.strerror})") from None
+
+    def _take_lock(self) -> IO[bytes]:
+        """The lock of the one draft that is kept."""
+        path = self.folder / _LOCK
+        file = open(path, "wb")  # noqa: SIM115
+        # Even the lock we hold is of no use if the run that held it put the folder in place.
+        if _flock(file) is False or not _is_at(file, path):
+            file.close()
+            raise DataError(f"{self.out}: another run is preparing it now; wait for that one")
+        return file
+
+    def keep_only(self, names: set[str]) -> None:
+        """Removes all files but these (and the lock) that an earlier run left."""
+        for path in self.folder.iterdir():
+            if path.name not in {_LOCK, *names}:
+                path.unlink()
+
+    def append(self, name: str, data: bytes) -> None:
+        """Appends to a file."""
+        if name not in self._files:
+            self._files[name] = _HashedFile(self.folder / name)
+        self._files[name].append(data)
+
+    def close(self, name: str) -> dict[str, Any]:
+        """Puts a file on the disk; returns its `file` (name), `bytes` and `sha256`."""
+        if name not in self._files:
+            self.append(name, b"")
+        return self._files[name].close()
+
+    def publish(self, manifest: dict[str, Any]) -> None:
+        """Adds `manifest.json` and renames the folder into place.
+
+        Raises:
+          DataError: another folder appeared at `out` that may not be replaced.
+        """
+        for file in self._files.values():
+            file.close()
+        write_atomic(self.folder / "manifest.json", _json(manifest))
+        self._move_into_place()
+        # last, so that no other run takes the folder for its own draft
+        (self.out / _LOCK).unlink(missing_ok=True)
+        self._lock.close()
+
+    def _move_into_place(self) -> None:
+        while True:
+            check_out(self.out, self.kind, overwrite=self.overwrite)
+            try:
+                os.rename(self.folder, self.out)  # only onto nothing or an empty folder
+                return
+            except OSError:
+                if not self.out.exists():
+                    raise
+            old = _temporary_sibling(self.out)
+            with contextlib.suppress(FileNotFoundError):  # another process replaces it right now
+                os.rename(self.out, old)
+            shutil.rmtree(old, ignore_errors=True)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        for file in (*self._files.values(), self._lock):
+            with contextlib.suppress(OSError):  # a full disk: what is buffered does not matter
+                file.close()
+        if not self.resume:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
 def sha256_file(path: str | Path) -> str:
+    """The SHA-256 of a file's content, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_files(paths: Sequence[Path], threads: int) -> list[str]:
+    """`sha256_file` of each path; DataError where one cannot be read."""
+    with one_sentence("the input"), ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(sha256_file, paths))
 
 
 class _HashedFile:
@@ -148,7 +240,7 @@ class _HashedFile:
         self._hash.update(data)
         self._bytes += len(data)
 
-    def close(self) -> dict:
+    def close(self) -> dict[str, Any]:
         if not self._file.closed:
             try:
                 self._file.flush()
@@ -158,13 +250,20 @@ class _HashedFile:
         return {"file": self._path.name, "bytes": self._bytes, "sha256": self._hash.hexdigest()}
 
 
+def _json(manifest: dict[str, Any]) -> bytes:
+    try:
+        return (json.dumps(manifest, indent=2, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:  # the name of a file that is not UTF-8
+        return (json.dumps(manifest, indent=2) + "\n").encode()
+
+
 def _remove_leftovers(out: Path) -> None:
-    """Removes the drafts of ``out`` whose runs are dead."""
+    """Removes the drafts of `out` whose runs are dead."""
     for folder in out.parent.glob(f".{glob.escape(out.name)}.tmp-*"):
         dead = False
         try:
             with open(folder / _LOCK, "r+b") as lock:
-                dead = _flock(lock)
+                dead = _flock(lock) is True
         except OSError:  # no lock: just being made, just being renamed, or half removed
             with contextlib.suppress(OSError):
                 dead = time.time() - folder.stat().st_mtime > _YOUNG_S
@@ -172,8 +271,8 @@ def _remove_leftovers(out: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _make_locked(path: Path):
-    """A new file that is locked before it appears at ``path``, so that none finds it free."""
+def _make_locked(path: Path) -> IO[bytes]:
+    """A new file that is locked before it appears at `path`, so that no process finds it free."""
     hidden = path.with_name(f"{path.name}.new")
     file = open(hidden, "wb")  # noqa: SIM115
     _flock(file)
@@ -181,15 +280,28 @@ def _make_locked(path: Path):
     return file
 
 
-def _flock(file) -> bool:
-    """Takes the lock of an open file; False where another process holds it."""
+def _flock(file: IO[bytes]) -> bool | None:
+    """Takes the lock of an open file.
+
+    Returns:
+      False where another process holds it, None where the file system has no locks.
+    """
     import fcntl
 
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # held, or a file system without locks: then nothing is ever called dead
+    except BlockingIOError:
         return False
+    except OSError:
+        return None
     return True
+
+
+def _is_at(file: IO[bytes], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _temporary_sibling(out: Path) -> Path:

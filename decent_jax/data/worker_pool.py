@@ -1,89 +1,145 @@
-"""Worker processes of the ``prepare`` commands, and how those commands are interrupted."""
+"""Worker processes of `python -m decent_jax.prepare`, and how that command is interrupted."""
 
+import collections
 import contextlib
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
+from typing import Any, TypeVar
 
 from decent_jax.errors import DataError
 
+SMALL_BYTES = 8 << 20  # starting workers takes longer than working on less than this
 
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+_work: Callable[[Any], Any]  # in a worker process: what it was started for
+_stop: Any = None  # in a worker process: the event that tells it to give up
+
+
+def how_many(workers: int | None, most: int | None = None) -> int:
+    """How many processes to use.
+
+    Args:
+      workers: as the user says; None means one per core that this process may use.
+      most: limits that default.
+
+    Raises:
+      DataError: `workers` is less than 1.
+    """
+    if workers is None:
+        here = hasattr(os, "sched_getaffinity")  # not on macOS
+        cores = len(os.sched_getaffinity(0)) if here else os.cpu_count() or 1
+        return cores if most is None else min(cores, most)
+    if workers < 1:
+        raise DataError(f"workers must be at least 1, got {workers}")
+    return workers
 
 
 @contextlib.contextmanager
-def open_pool(
-    workers: int, start: Callable | None = None, *arguments
-) -> Iterator[ProcessPoolExecutor]:
-    """Spawned processes that die with this one and leave Ctrl-C to it.
+def results(
+    work: Callable[[Task], Result], tasks: Iterable[Task], workers: int
+) -> Iterator[Iterator[tuple[Task, Result]]]:
+    """Context with an iterator of `(task, work(task))` in the order of `tasks`.
+
+    At most `2 * workers` tasks are taken ahead of the result that is due. The processes are
+    spawned, die with this one and ignore Ctrl-C, which this one answers. With one worker, this
+    process does the work itself.
 
     Args:
-      workers: how many.
-      start: called in each with ``arguments``, before any work; None: nothing is.
+      work: pickled once for each process, so it may carry large keyword arguments.
+      tasks: pickled one at a time.
+      workers: how many processes.
 
     Raises:
-      DataError: one of them died.
+      DataError: a worker process died.
     """
+    if workers == 1:
+        yield ((task, work(task)) for task in tasks)
+        return
+    context = multiprocessing.get_context("spawn")
+    stop = context.Event()
     pool = ProcessPoolExecutor(
-        workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_start,
-        initargs=(start, arguments),
+        workers, mp_context=context, initializer=_start, initargs=(work, stop)
     )
     try:
         with _interrupts_ignored():  # inherited: a worker that is still starting stays silent
             for _ in range(workers):
                 pool.submit(os.getpid)
-        yield pool
+        yield _in_order(pool, tasks, 2 * workers)
     except BrokenProcessPool:
         raise DataError("a worker process died, perhaps out of memory; try fewer workers") from None
     finally:
+        stop.set()
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _start(start, arguments) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+def stopped() -> bool:
+    """Whether nobody waits for results any more; for work that takes long per task."""
+    return _stop is not None and _stop.is_set()
+
+
+def _in_order(
+    pool: ProcessPoolExecutor, tasks: Iterable[Task], ahead: int
+) -> Iterator[tuple[Task, Any]]:
+    pending = collections.deque()
+    for task in tasks:
+        pending.append((task, pool.submit(_call, task)))
+        if len(pending) == ahead:
+            task, future = pending.popleft()
+            yield task, future.result()
+    for task, future in pending:
+        yield task, future.result()
+
+
+def _start(work: Callable[[Any], Any], stop: Any) -> None:
+    global _work, _stop
+    _work, _stop = work, stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    if start is not None:
-        start(*arguments)
+
+
+def _call(task: Any) -> Any:
+    return _work(task)
 
 
 def _die_with_parent() -> None:
-    connection.wait([multiprocessing.parent_process().sentinel])
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
     os._exit(1)
 
 
 @contextlib.contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
+    with _handler(signal.SIGINT, signal.SIG_IGN):
         yield
-        return
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
 
 
 @contextlib.contextmanager
 def terminated_politely() -> Iterator[None]:
-    """A context in which SIGTERM, a scheduler's word, cleans up as Ctrl-C does."""
+    """Context in which SIGTERM, which schedulers send, cleans up as Ctrl-C does."""
 
     def interrupt(signum, frame):
         raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():
+    with _handler(signal.SIGTERM, interrupt):
         yield
+
+
+@contextlib.contextmanager
+def _handler(number: int, handler: Any) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
         return
-    handler = signal.signal(signal.SIGTERM, interrupt)
+    before = signal.signal(number, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, handler)
+        signal.signal(number, before)

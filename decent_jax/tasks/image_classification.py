@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from decent_jax.data import generated_images, image_files, image_inputs
+from decent_jax.data.images import crops, generated_images, image_folder
 from decent_jax.errors import ConfigError
 from decent_jax.models import resnet
 from decent_jax.models.losses import cross_entropy
@@ -43,8 +43,8 @@ def default_model() -> ConfigDict:
 def default_data() -> ConfigDict:
     """Generated pictures of 32 pixels."""
     data = ConfigDict()
-    # A folder: train/<class>/*.jpg, ImageNet's own archives, one that prepare_images or TFDS wrote
-    # (decent_jax/data/image_files.py); "generated": decent_jax/data/generated_images.py.
+    # A folder: train/<class>/*.jpg, ImageNet's archives, prepared by us or by TFDS
+    # (decent_jax/data/images/image_folder.py); "generated": pictures drawn by generated_images.py
     data.path = GENERATED
     data.image_size = 32  # pixels, height and width of a training image
     data.flip = True  # mirror every other training image
@@ -88,7 +88,7 @@ def validate(config: ConfigDict) -> None:
     if data.path != GENERATED and not Path(data.path).is_dir():
         raise ConfigError(
             f"data.path: there is no folder {data.path!r}; name one with train/<class>/*.jpg, with "
-            "ImageNet's archives, or made by `python -m decent_jax.data.prepare_images`, or "
+            "ImageNet's archives, or made by `python -m decent_jax.prepare images`, or "
             f"{GENERATED!r}"
         )
     if data.path == GENERATED and data.trivial_augment:
@@ -140,11 +140,11 @@ def make(config: ConfigDict, workdir: Path, announce) -> "ImageClassification":
     data = config.data
     if data.path != GENERATED:
         with announce(f"looking for the images of {data.path}"):
-            train, val = (image_files.open_images(data.path, split) for split in ("train", "val"))
+            train, val = (image_folder.open_images(data.path, split) for split in ("train", "val"))
         return ImageClassification(
             config,
-            image_inputs.TrainImages(train, data.image_size, trivial_augment=data.trivial_augment),
-            image_inputs.EvalImages(val, *eval_sizes(data)),
+            crops.TrainImages(train, data.image_size, trivial_augment=data.trivial_augment),
+            crops.EvalImages(val, *eval_sizes(data)),
         )
     with announce(f"drawing {data.train_images + data.val_images} pictures"):
         sources = [

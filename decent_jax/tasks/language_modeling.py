@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from decent_jax.data import stdlib_corpus, token_files, tokenizers
+from decent_jax.data.text import stdlib_corpus, token_folder, tokenizers
 from decent_jax.errors import ConfigError, DataError
 from decent_jax.models import generate, gpt2, gpt2_weights
 from decent_jax.models.losses import cross_entropy
@@ -37,7 +37,7 @@ def default_model() -> ConfigDict:
 
 
 def default_data() -> ConfigDict:
-    """A folder made by ``python -m decent_jax.data.prepare_text``."""
+    """A folder made by ``python -m decent_jax.prepare text``."""
     data = ConfigDict()
     data.path = ""  # folder with train.bin, val.bin, manifest.json; "stdlib": Python's own library
     data.prefetch = 4  # batches read ahead
@@ -56,15 +56,17 @@ def validate(config: ConfigDict) -> None:
         raise ConfigError(f"model.init_from: there is no file {init_from!r}")
     if not path:
         raise ConfigError(
-            "data.path is empty: name a folder made by `python -m decent_jax.data.prepare_text`, "
+            "data.path is empty: name a folder made by `python -m decent_jax.prepare text`, "
             "or 'stdlib'"
         )
     vocab_size = 256
     try:
         if path != STDLIB:
             vocab_size = _vocab_size(_tokenizer(path))
-            for name in token_files.SPLITS:
-                windows = token_files.TokenWindows(Path(path) / f"{name}.bin", config.model.context)
+            for name in token_folder.SPLITS:
+                windows = token_folder.TokenWindows(
+                    Path(path) / f"{name}.bin", config.model.context
+                )
                 if name == "train" and config.data.partition != "iid":
                     _ = windows.labels
         model_config(config, vocab_size)
@@ -132,10 +134,11 @@ class LanguageModeling:
         self.units_per_example = context
         self.flops_per_example = gpt2.flops_per_token(self.config, context) * context
         self.train_source, self.eval_source = (
-            token_files.TokenWindows(folder / f"{name}.bin", context) for name in token_files.SPLITS
+            token_folder.TokenWindows(folder / f"{name}.bin", context)
+            for name in token_folder.SPLITS
         )
-        for name in token_files.SPLITS:
-            token_files.check_vocab(folder / f"{name}.bin", self.config.vocab_size)
+        for name in token_folder.SPLITS:
+            token_folder.check_vocab(folder / f"{name}.bin", self.config.vocab_size)
 
     def init(self, key):
         return gpt2.init(self.config, key), {}
@@ -188,7 +191,7 @@ class LanguageModeling:
 
 def _manifest(folder: Path) -> dict:
     try:
-        return token_files.read_manifest(folder)
+        return token_folder.read_manifest(folder)
     except DataError:
         return {}
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from decent_jax.data import number_words, subwords
-from decent_jax.data.translation_files import PairBlocks, TranslationPairs
+from decent_jax.data.translation import number_words, subwords
+from decent_jax.data.translation.pair_folder import PairBlocks, TranslationPairs
 from decent_jax.errors import ConfigError, DataError
 from decent_jax.models import transformer
 from decent_jax.models.losses import cross_entropy
@@ -43,7 +43,7 @@ def default_model() -> ConfigDict:
 
 
 def default_data() -> ConfigDict:
-    """A folder made by ``python -m decent_jax.data.prepare_translation``.
+    """A folder made by ``python -m decent_jax.prepare translation``.
 
     ``config.batch_size`` counts the tokens of sources, and as many of targets, over all replicas.
     """
@@ -81,7 +81,7 @@ def validate(config: ConfigDict) -> None:
     if not data.path:
         raise ConfigError(
             "data.path is empty: name a folder made by `python -m "
-            f"decent_jax.data.prepare_translation`, or {NUMBERS!r}"
+            f"decent_jax.prepare translation`, or {NUMBERS!r}"
         )
     size = 1000
     if data.path != NUMBERS:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from decent_jax.data.subwords import Subwords
+from decent_jax.data.translation.subwords import Subwords
 from decent_jax.models import beam_search, transformer
 from decent_jax.progress import progress_bar
 

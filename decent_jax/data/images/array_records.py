@@ -1,35 +1,34 @@
-"""Labelled images in ArrayRecord shards: folders that prepare_images made, and those of TFDS.
+"""Labelled images in ArrayRecord shards: our prepared folders, and those of TFDS.
 
-A prepared folder holds ``train-00000-of-00012.array_record``, ..., the same for ``val``,
-``manifest.json`` and ``bad_files.jsonl``. A record is the label (int32), the length of the name
-(uint16), both little-endian, the name in UTF-8 and then the image file, byte for byte. Records lie
-in the order of `image_files`, so that the manifest's count of each class gives all labels.
+A prepared folder holds `train-00000-of-00012.array_record`, ..., the same for `val`,
+`manifest.json` and `bad_files.jsonl`. A record is the label (int32), the length of the name
+(uint16), both little-endian, the name in UTF-8 and then the image file, byte for byte. Records have
+the order of `image_folder`, so the manifest's count of each class gives all labels.
 """
 
 import collections
-import contextlib
 import functools
-import json
 import os
-import shutil
 import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader
 
-from decent_jax.data.prepared_folder import check_out
+from decent_jax.data import prepared_folder, tfds_folder
+from decent_jax.data.prepared_folder import Kind
+from decent_jax.data.reading import short
 from decent_jax.errors import DataError
-from decent_jax.json_files import write_json_atomic
 
-FORMAT = "decent_jax images 1"
-KIND = "prepared image folder"
+KIND = Kind("images", "decent_jax images 1", "prepared image folder")
 SPLITS = ("train", "val")
 
-_LOCK = "owner.lock"
+read_manifest = functools.partial(prepared_folder.read_manifest, kind=KIND)
+
 _HEADER = struct.Struct("<iH")
 # Read by the calling thread, nothing ahead: random access.
 _READER = {"options": "readahead_buffer_size:0,max_parallelism:0", "file_reader_buffer_size": 32768}
@@ -44,7 +43,7 @@ def pack_record(data: bytes, label: int, name: str) -> bytes:
 
 
 def unpack_record(record: bytes) -> tuple[bytes, int, str]:
-    """(data, label, name) of a record; ValueError where it is none."""
+    """(data, label, name) of a record; ValueError where `record` is none."""
     if len(record) < _HEADER.size:
         raise ValueError(f"{len(record)} bytes are no record")
     label, length = _HEADER.unpack_from(record)
@@ -52,91 +51,8 @@ def unpack_record(record: bytes) -> tuple[bytes, int, str]:
     return record[start:], label, record[_HEADER.size : start].decode("utf-8", "surrogateescape")
 
 
-def read_manifest(folder: str | Path) -> dict:
-    """The manifest of a prepared folder; DataError where there is none or it is another's."""
-    path = Path(folder) / "manifest.json"
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"{folder}: no manifest.json, so this is no prepared folder") from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError:
-        raise DataError(f"{path}: not readable as JSON; prepare the images again") from None
-    found = manifest.get("format") if isinstance(manifest, dict) else None
-    if found != FORMAT:
-        raise DataError(
-            f"{path}: the format is {found!r}, expected {FORMAT!r}; give a folder that"
-            " `python -m decent_jax.data.prepare_images` of this version made"
-        )
-    return manifest
-
-
-@contextlib.contextmanager
-def unfinished_folder(out: Path):
-    """The hidden sibling ``.NAME.unfinished`` of ``out``, locked, with an earlier run's shards.
-
-    Raises:
-      DataError: it cannot be made, or a living run holds it.
-    """
-    import fcntl
-
-    folder = out.with_name(f".{out.name}.unfinished")
-    busy = DataError(f"{out}: another run is preparing it now; wait for that one")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / _LOCK, "wb")  # noqa: SIM115
-    except OSError as error:
-        raise DataError(f"{out.parent}: cannot be written ({error.strerror})") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise busy from None
-        except OSError:  # a file system without locks
-            pass
-        if not _is_at(lock, folder / _LOCK):  # the run that held it put the folder in place
-            raise busy
-        yield folder
-
-
-def sidecar_of(shard: Path) -> Path:
-    """Where an unfinished folder says that a shard is finished, and what of."""
-    return shard.with_name(f"{shard.name}.json")
-
-
-def keep_only(folder: Path, shards: list[str]) -> None:
-    """Removes from an unfinished folder what another input or another count of shards left."""
-    known = {_LOCK, *shards, *(f"{shard}.json" for shard in shards)}
-    for path in folder.iterdir():
-        if path.name not in known:
-            path.unlink()
-
-
-def put_in_place(out: Path, folder: Path, manifest: dict, overwrite: bool) -> None:
-    """Makes an unfinished folder that has all its shards the prepared folder ``out``."""
-    for shard in folder.glob("*.array_record"):
-        sidecar_of(shard).unlink(missing_ok=True)
-    write_json_atomic(folder / "manifest.json", manifest)
-    check_out(out, KIND, read_manifest, overwrite=overwrite)
-    old = out.with_name(f".{out.name}.old")
-    shutil.rmtree(old, ignore_errors=True)  # of a run killed just here
-    with contextlib.suppress(FileNotFoundError):
-        os.rename(out, old)
-    os.rename(folder, out)
-    (out / _LOCK).unlink()  # last, so that no other run takes the folder for its own
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _is_at(file, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
-
-
 class PreparedImages:
-    """A split of a prepared folder, the storage behind `image_files.ImageFiles`.
+    """A split of a prepared folder, a storage of `image_folder.ImageFiles`.
 
     Raises:
       DataError: the manifest or a shard is missing, or a shard has another size than it should.
@@ -170,7 +86,7 @@ class PreparedImages:
         return len(self._shards)
 
     def read(self, index: int) -> tuple[bytes, int, str]:
-        """(data, label, name) of an image; DataError where its shard is damaged."""
+        """(data, label, name) of an image; DataError where the shard is damaged."""
         record = self._shards.read(index)
         try:
             return unpack_record(record)
@@ -196,18 +112,18 @@ def _check_size(path: Path, wanted: int) -> None:
 class TfdsImages:
     """A split of a data set that TFDS prepared as array_record, read without TensorFlow.
 
-    Any data set with the features ``image`` and ``label`` will do; ``file_name`` is used where it
-    is there. "val" is the split ``validation``, or where there is none ``test``. The records come
-    in the order stored, which TFDS shuffled. Of ImageNet, TFDS stores some 20 images that are CMYK
-    or PNG in the original as RGB JPEG, so that their bytes differ.
+    Any data set with the features `image` and `label` will do; `file_name` is optional. "val" is
+    the split `validation` or, where there is none, `test`. Records keep the order stored, which
+    TFDS shuffled. Some 20 of ImageNet's images, CMYK or PNG in the original, differ in bytes: TFDS
+    stores them as RGB JPEG.
 
     Raises:
-      DataError: it is no such folder, or a shard is missing or cut short.
+      DataError: the folder is no such data set, or a shard is missing or cut short.
     """
 
     layout = "TFDS"
 
-    def __init__(self, folder: str | Path, split: str):
+    def __init__(self, folder: Path, split: str):
         features, info = _tfds_split(folder, split)
         self._split = split
         self.class_names = tuple(features["label"].names)
@@ -220,7 +136,7 @@ class TfdsImages:
 
     @functools.cached_property
     def labels(self) -> np.ndarray:
-        """(N,) int64. TFDS keeps labels nowhere but in the records: this reads all of them."""
+        """(N,) int64. TFDS keeps labels in the records alone, so this reads all records."""
         with ThreadPoolExecutor(_THREADS) as pool:
             labels = pool.map(lambda i: self.read(i)[1], range(len(self)))
             return np.fromiter(labels, np.int64, len(self))
@@ -241,27 +157,18 @@ class TfdsImages:
 
 
 @functools.cache
-def _example():
+def _example() -> Any:
     from tensorflow_datasets.proto import tf_example_pb2  # takes half a second
 
-    return tf_example_pb2.Example
+    return tf_example_pb2.Example  # type: ignore
 
 
-def _tfds_split(folder, split):
-    """The features of a TFDS folder, and what it says of one split."""
+def _tfds_split(folder: Path, split: str):
+    """The features of a TFDS folder, and TFDS's description of one split."""
     import tensorflow_datasets as tfds
 
-    try:
-        info = tfds.builder_from_directory(folder).info
-        features, splits = info.features, info.splits
-    except Exception as error:
-        raise DataError(f"{folder}: not a readable TFDS folder ({_short(error)})") from None
-    if info.file_format is None or info.file_format.value != "array_record":
-        found = info.file_format.value if info.file_format else "an unknown format"
-        raise DataError(
-            f"{folder}: stored as {found}; only array_record is read without TensorFlow:"
-            " prepare it again with file_format='array_record'"
-        )
+    info = tfds_folder.open_builder(folder).info
+    features, splits = info.features, info.splits
     kinds = {"image": tfds.features.Image, "label": tfds.features.ClassLabel}
     for name, kind in kinds.items():
         if name not in features or not isinstance(features[name], kind):
@@ -281,7 +188,7 @@ def _tfds_split(folder, split):
 class _Shards:
     """The records of several ArrayRecord files, by one index; for any number of threads.
 
-    Pickling hands on the paths; readers are opened when first needed.
+    Pickling keeps the paths; each process opens readers when it first needs them.
     """
 
     def __init__(self, paths: list[str], lengths: list[int], advice: str):
@@ -311,6 +218,7 @@ class _Shards:
                 )
 
     def read(self, index: int) -> bytes:
+        """A record; DataError where its shard is damaged."""
         shard, position = self._locate(index)
         try:
             return self._reader(shard).read([position])[0]
@@ -318,11 +226,11 @@ class _Shards:
             raise self.error(index, error) from None
 
     def error(self, index: int, error: Exception) -> DataError:
-        """What to raise where a record cannot be had."""
+        """The error to raise for a record that cannot be read."""
         shard, position = self._locate(index)
         return DataError(
             f"{self._paths[shard]}: the shard is damaged, record {position} cannot be read"
-            f" ({_short(error)}); {self._advice}"
+            f" ({short(error)}); {self._advice}"
         )
 
     def _locate(self, index: int) -> tuple[int, int]:
@@ -345,7 +253,3 @@ class _Shards:
     def __setstate__(self, state: dict):
         self.__dict__.update(state)
         self._forget()
-
-
-def _short(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

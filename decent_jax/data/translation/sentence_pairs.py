@@ -1,22 +1,22 @@
-"""Sentence pairs from where they lie: parallel files, tables, WMT14's archives, TFDS folders.
+"""Sentence pairs from parallel files, tables, WMT14's archives and TFDS folders.
 
-A source gives its pairs as blocks of undecoded lines, always the same; nothing is unpacked. Lines
-end at a line feed and nowhere else: web text is full of other characters that Python's text files
-would take for an end, and one of them shifts all pairs that follow.
+A source gives its pairs as blocks of undecoded lines, always the same; nothing is unpacked. Only a
+line feed ends a line: web text is full of other characters that Python's text files take for a line
+end, and a single one shifts all pairs that follow.
 """
 
 import contextlib
-import functools
 import gzip
 import html
 import itertools
 import re
 import tarfile
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from decent_jax.data import tfds_folder
+from decent_jax.data.reading import one_sentence
 from decent_jax.errors import DataError
 
 BLOCK_LINES = 5000
@@ -41,14 +41,14 @@ _SPLIT_NAMES = {
     "val": ("val", "valid", "validation", "dev"),
     "test": ("test",),
 }
-_SEGMENT = re.compile(rb"<seg[^>]*>(.*?)</seg>", re.DOTALL | re.IGNORECASE)  # it is no proper XML
+_SEGMENT = re.compile(rb"<seg[^>]*>(.*?)</seg>", re.DOTALL | re.IGNORECASE)  # SGML, not valid XML
 
 
 class Block(NamedTuple):
     """Some pairs of a source, as UTF-8 without line ends.
 
-    ``places`` are what to call the two sides in a message and ``line`` is the number of the first;
-    ``read`` is the bytes of progress.
+    `places` are names of the two sides for messages, `line` is the number of the first line, `read`
+    the bytes of progress.
     """
 
     source: list[bytes]
@@ -59,11 +59,11 @@ class Block(NamedTuple):
 
 
 class Source:
-    """Pairs that lie together.
+    """Pairs from one place.
 
     Attributes:
-      name: what the manifest calls it: no machine's path, the same wherever the data lies.
-      files: the files it is read from.
+      name: its name in the manifest: no machine's path, the same on every machine.
+      files: the files that hold them.
       size: in bytes, for progress.
     """
 
@@ -72,25 +72,34 @@ class Source:
     size: int
 
     def blocks(self) -> Iterator[Block]:
-        """All pairs; DataError where they cannot be had."""
+        """All pairs; DataError where they cannot be read."""
         raise NotImplementedError
 
 
 class Inputs(NamedTuple):
-    """Where the pairs of each split are from."""
+    """The sources of each split."""
 
     train: list[Source]
     val: list[Source]
     test: list[Source]
 
 
-def find_inputs(inputs, languages: tuple[str, str], val=None, test=None) -> Inputs:
-    """The sources behind paths; ``languages`` are of the source and target side.
+def find_inputs(
+    inputs: Iterable[str | Path],
+    languages: tuple[str, str],
+    val: str | Path | None = None,
+    test: str | Path | None = None,
+) -> Inputs:
+    """The sources that paths stand for.
 
-    A path is a prefix (``train`` for ``train.en`` and ``train.de``, each also as ``.gz``), a table
-    (``.tsv`` or ``.tsv.gz``: the two sides are the first two columns) or, for training, a folder:
-    of such files, of WMT14's archives, or prepared by TFDS; folders bring validation and test pairs
-    along. ``val`` and ``test`` are paths that replace those.
+    A path is a prefix (`train` for `train.en` and `train.de`, each also as `.gz`), a table (`.tsv`
+    or `.tsv.gz`: the two sides are the first two columns) or, for training, a folder: of such
+    files, of WMT14's archives, or prepared by TFDS. Folders may hold validation and test pairs too.
+
+    Args:
+      inputs: the paths.
+      languages: of the source and the target side.
+      val, test: paths that replace the folders' validation and test pairs.
 
     Raises:
       DataError: nothing readable is there, a side is missing, or a file is given twice.
@@ -159,7 +168,7 @@ def _one(path: Path, languages) -> Source:
 
 
 def _sides(prefix: Path, languages) -> list[Path]:
-    """The files of the languages that there are."""
+    """The files of the languages, as far as they exist."""
     found = []
     for language in languages:
         plain = prefix.with_name(f"{prefix.name}.{language}")
@@ -197,22 +206,18 @@ def _archive_folder(path: Path, languages) -> Inputs:
 
 
 def _tfds_folder(path: Path, languages) -> Inputs:
-    import tensorflow_datasets as tfds
-
-    try:
-        info = tfds.builder_from_directory(path).info
-        there, features = set(info.splits), info.features
-    except Exception as error:
-        raise DataError(f"{path}: not a readable TFDS folder ({_short(error)})") from None
+    info = tfds_folder.open_builder(path).info
+    there, features = set(info.splits), info.features
     if missing := [language for language in languages if language not in features]:
         names = ", ".join(map(repr, features))
         raise DataError(f"{path}: has no sentences in {missing[0]!r}, only {names}")
     if "train" not in there:
         raise DataError(f"{path}: has no split 'train', only {', '.join(sorted(there)) or 'none'}")
     names = [{"val": "validation"}.get(split, split) for split in Inputs._fields]
-    return Inputs(
-        *([_Tfds(path, info.full_name, name, languages)] if name in there else [] for name in names)
-    )
+    splits: list[list[Source]] = [
+        [_Tfds(path, info.full_name, name, languages)] if name in there else [] for name in names
+    ]
+    return Inputs(*splits)
 
 
 class _Side:
@@ -226,8 +231,8 @@ class _Side:
 
     @contextlib.contextmanager
     def open(self):
-        """``with side.open() as (lines, raw)``: an iterator of bytes, and the file on the disk."""
-        with contextlib.ExitStack() as stack, _one_sentence(self.place):
+        """`with side.open() as (lines, raw)`: an iterator of bytes, and the file on the disk."""
+        with contextlib.ExitStack() as stack, one_sentence(self.place):
             raw = stack.enter_context(open(self.path, "rb"))
             file = raw
             if self.path.name.endswith((".gz", ".tgz")):
@@ -239,7 +244,7 @@ class _Side:
             yield self._lines(file), raw
 
     def _find_member(self, stack, file):
-        # a stream: in a compressed archive there is no way but from the beginning
+        # a stream, because a compressed archive can only be read from the beginning
         archive = stack.enter_context(tarfile.open(fileobj=file, mode="r|"))  # noqa: SIM115
         for member in archive:
             if member.isfile() and member.name.rpartition("/")[2] == self.member:
@@ -269,22 +274,22 @@ class _Pair(Source):
         self.size = sum(side.path.stat().st_size for side in self.sides)
 
     def blocks(self) -> Iterator[Block]:
-        places = tuple(side.place for side in self.sides)
+        places = self.sides[0].place, self.sides[1].place
         counts, read = [0, 0], 0
         with self.sides[0].open() as (sources, raw1), self.sides[1].open() as (targets, raw2):
             while True:
                 two = []
                 for place, lines in zip(places, (sources, targets), strict=True):
-                    with _one_sentence(place):
+                    with one_sentence(place):
                         two.append(list(itertools.islice(lines, BLOCK_LINES)))
                 if len(two[0]) != len(two[1]) or not two[0]:
                     break
                 before, read = read, raw1.tell() + raw2.tell()
-                yield Block(*two, places, counts[0] + 1, read - before)
+                yield Block(two[0], two[1], places, counts[0] + 1, read - before)
                 counts = [count + len(two[0]) for count in counts]
             rests = zip(places, (sources, targets), two, strict=True)
             for side, (place, lines, block) in enumerate(rests):
-                with _one_sentence(place):
+                with one_sentence(place):
                     counts[side] += len(block) + sum(1 for _ in lines)
         for place, count in zip(places, counts, strict=True):
             if not count:
@@ -314,8 +319,8 @@ class _Table(Source):
                 if short is not None:
                     raise DataError(f"{path}, line {line + short}: has no tab between two columns")
                 before, read = read, raw.tell()
-                sides = ([row[i] for row in columns] for i in range(2))
-                yield Block(*sides, (str(path),) * 2, line, read - before)
+                source, target = ([row[i] for row in columns] for i in range(2))
+                yield Block(source, target, (str(path), str(path)), line, read - before)
                 line += len(block)
         if line == 1:
             raise DataError(f"{path}: is empty")
@@ -326,57 +331,18 @@ class _Tfds(Source):
 
     def __init__(self, folder: Path, full_name: str, split: str, languages):
         self.folder, self.split, self.languages = folder, split, languages
-        self.files = (*sorted(folder.glob(f"*-{split}.*")), folder / "features.json")
+        self.files = tuple(tfds_folder.files(folder, split))
         self.name = f"{full_name}, split {split}"
         self.size = sum(file.stat().st_size for file in self.files)
 
     def blocks(self) -> Iterator[Block]:
-        records = _tfds_records(self.folder, self.split)
-        total = len(records)
+        total = len(tfds_folder.records(self.folder, self.split))
         if not total:
             raise DataError(f"{self.folder}: its split {self.split!r} is empty")
         place = f"{self.folder}, split {self.split}"
         for start in range(0, total, BLOCK_LINES):
             stop = min(start + BLOCK_LINES, total)
-            try:
-                block = records.__getitems__(list(range(start, stop)))
-            except Exception as error:  # array_record's own kinds
-                where = f"records {start} to {stop - 1}"
-                raise DataError(f"{place}: cannot read {where} ({_short(error)})") from None
-            sides = ([record[language] for record in block] for language in self.languages)
+            block = tfds_folder.read(self.folder, self.split, range(start, stop))
+            source, target = ([x[language] for x in block] for language in self.languages)
             read = self.size * stop // total - self.size * start // total
-            yield Block(*sides, (place,) * 2, start + 1, read)
-
-
-@functools.lru_cache(maxsize=4)
-def _tfds_records(folder: Path, split: str):
-    import tensorflow_datasets as tfds
-
-    builder = tfds.builder_from_directory(folder)
-    try:
-        return builder.as_data_source(split=split)
-    except NotImplementedError:
-        raise DataError(
-            f"{folder}: stored as {builder.info.file_format.value}; only array_record is read"
-            " without TensorFlow: prepare it again with file_format='array_record'"
-        ) from None
-
-
-@contextlib.contextmanager
-def _one_sentence(place):
-    """Turns what reading can raise into a DataError that says where."""
-    try:
-        yield
-    except EOFError:
-        raise DataError(f"{place}: the compressed file is cut short; fetch it again") from None
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{place}: not a valid gzip file ({error})") from None
-    except tarfile.TarError as error:
-        raise DataError(f"{place}: the archive is cut short or damaged ({error})") from None
-    except OSError as error:
-        where = error.filename or place
-        raise DataError(f"{where}: cannot be read ({error.strerror or error})") from None
-
-
-def _short(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            yield Block(source, target, (place, place), start + 1, read)

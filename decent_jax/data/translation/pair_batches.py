@@ -1,9 +1,8 @@
-"""Batches of sentence pairs by tokens: pairs of like length together, in a few static shapes.
+"""Batches of sentence pairs by tokens: pairs of similar length together, in a few static shapes.
 
-XLA compiles a program for every shape, and padding is work for nothing; :class:`TokenBatches`
-chooses the shapes so that a given number of them costs as little padding as can be found. Whatever
-it answers is a function of the lengths, the seed, the step and the replica: nothing is replayed to
-resume, and who asks does not matter.
+XLA compiles a program for every shape, and padding is wasted work; `TokenBatches` chooses the
+shapes so that a given number of them pads little. Every batch is a pure function of lengths, seed,
+step and replica, so resuming replays nothing and any process may ask for any batch.
 
 >>> lengths = [[3, 4], [9, 8], [2, 4], [8, 9], [3, 3], [9, 9]]
 >>> batches = TokenBatches(lengths, tokens=18, num_replicas=1, seed=0, shapes=2)
@@ -20,14 +19,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-_GRID = 48  # lengths of each side that the search begins with: quantiles
+_GRID = 48  # quantiles of the lengths of each side, where the search begins
 _MOVES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, -1), (1, -1), (-1, 1))
 _STEPS = (8, 4, 2, 1)  # in tokens
 _CACHED_EPOCHS = 2  # the one being read, and the one that threads read ahead
 
 
 class Shape(NamedTuple):
-    """Of the blocks of a bucket: ``rows`` pairs of at most ``source`` and ``target`` tokens."""
+    """The shape of a bucket's blocks: `rows` pairs of at most `source` and `target` tokens."""
 
     source: int
     target: int
@@ -37,30 +36,30 @@ class Shape(NamedTuple):
 class TokenBatches:
     """Which pairs every replica trains on at every step.
 
-    A pair belongs to the cheapest shape it fits in. Each epoch shuffles the pairs of a shape, cuts
-    them into steps and shuffles the steps of all shapes: every pair once an epoch, in as many steps
-    every time. In a step all replicas have the same shape, and the pairs are dealt to them by
-    length, back and forth, so that all get nearly the same number of tokens.
+    A pair belongs to the cheapest shape that it fits in. Each epoch shuffles the pairs of a shape,
+    cuts them into steps and shuffles the steps of all shapes: every pair once per epoch, in the
+    same number of steps. In a step all replicas have the same shape, and the pairs are dealt to
+    them by length, back and forth, so that all get nearly the same number of tokens.
 
-    Rows are chosen such that the steps of a shape are equally full and none exceeds ``2 * tokens``
-    with padding, or a pair a replica where that is more; at most one row of a block is empty.
+    The number of rows makes the steps of a shape equally full; no step exceeds `2 * tokens` with
+    padding, except where one pair per replica does. At most one row of a block is empty.
 
     Args:
       lengths: (N, 2) integers, the tokens of the source and target of every pair, at least 1.
-      tokens: of the sources of a step over all replicas, and as many of the targets: ``2 * tokens``
-        bounds their sum, with padding.
+      tokens: tokens of all sources of a step, over all replicas, and also of all targets:
+        `2 * tokens` bounds their sum, with padding.
       num_replicas: n.
       seed: an integer >= 0; chooses the order.
-      shapes: how many at most. Each compiles once (for every round of a schedule).
+      shapes: the largest number of shapes. Each compiles once (per round of a schedule).
       shuffle: False takes the pairs in the order of their length, the same in every epoch.
 
     Attributes:
-      shapes: the :class:`Shape` of every bucket, the smallest first.
+      shapes: the `Shape` of every bucket, the smallest first.
       steps_per_epoch: the same for every epoch.
-      padding_fraction: the share of the tokens of all blocks of an epoch that are no pair's.
+      padding_fraction: the share of padding in all blocks of an epoch.
 
     Raises:
-      ValueError: no pairs, lengths below 1, or arguments below 1 (``seed``: 0).
+      ValueError: no pairs, lengths below 1, or arguments below 1 (`seed`: 0).
     """
 
     def __init__(
@@ -74,21 +73,15 @@ class TokenBatches:
         shuffle: bool = True,
     ):
         lengths = np.asarray(lengths)
-        if (
-            lengths.ndim != 2
-            or lengths.shape[1] != 2
-            or not np.issubdtype(lengths.dtype, np.integer)
-        ):
+        integers = np.issubdtype(lengths.dtype, np.integer)
+        if lengths.ndim != 2 or lengths.shape[1] != 2 or not integers:
             raise ValueError(
                 f"lengths must be integers of shape (N, 2), got {lengths.dtype} {lengths.shape}"
             )
         if not len(lengths) or lengths.min() < 1:
             raise ValueError("lengths must be of at least one pair, and each at least 1")
-        for name, value in {
-            "tokens": tokens,
-            "num_replicas": num_replicas,
-            "shapes": shapes,
-        }.items():
+        sizes = {"tokens": tokens, "num_replicas": num_replicas, "shapes": shapes}
+        for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if seed < 0:
@@ -132,14 +125,14 @@ class TokenBatches:
         return self.shapes[self._epoch(epoch)[0][within]]
 
     def block(self, step: int, replica: int) -> np.ndarray:
-        """The pairs of a replica at a step: (rows,) int64, -1 for an empty row, those last."""
+        """The pairs of a replica at a step: (rows,) int64, at the end -1 for empty rows."""
         if step < 0 or not 0 <= replica < self.num_replicas:
             raise IndexError(f"step {step} of replica {replica}, of {self.num_replicas} replicas")
         epoch, within = divmod(step, self.steps_per_epoch)
         buckets, places, orders = self._epoch(epoch)
         bucket = buckets[within]
         order, steps = orders[bucket], self._steps[bucket]
-        # whole rounds of dealing to each step, so that only the last may leave replicas short
+        # each step gets whole rounds of dealing, so that only the last may leave a replica short
         rounds = -(-len(order) // self.num_replicas)
         start, stop = (
             rounds * place // steps * self.num_replicas
@@ -149,7 +142,7 @@ class TokenBatches:
         return self._deal(pairs.astype(np.int64), self.shapes[bucket].rows, replica)
 
     def _deal(self, pairs: np.ndarray, rows: int, replica: int) -> np.ndarray:
-        """Card players deal 1, 2, 3, 3, 2, 1: the longest pairs first, to every replica one."""
+        """Deals pairs, the longest first, to replicas 1, 2, 3, 3, 2, 1 and so on."""
         longest_first = pairs[
             np.argsort(-self.lengths[pairs].astype(np.int64).sum(1), kind="stable")
         ]
@@ -161,7 +154,7 @@ class TokenBatches:
         return dealt[row, np.where(backwards, self.num_replicas - 1 - replica, replica)]
 
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        """(bucket of each step, which step of that bucket it is, order of each bucket's pairs)."""
+        """(bucket of each step, its position in that bucket, order of each bucket's pairs)."""
         if not self.shuffle:
             epoch = 0
         with self._lock:  # loaders read from several threads
@@ -176,7 +169,7 @@ class TokenBatches:
         places = np.concatenate([np.arange(steps) for steps in self._steps])
         if not self.shuffle:
             return buckets, places, self._members
-        # a sequence of its own for every epoch: seed 1 is not seed 0 an epoch later
+        # an independent sequence per epoch: seed 1 is not seed 0 an epoch later
         rng = np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=(epoch,)))
         orders = [rng.permutation(own) for own in self._members]
         shuffled = rng.permutation(len(buckets))
@@ -191,25 +184,26 @@ class TokenBatches:
 
 
 def _steps_and_rows(source, target, count, tokens, num_replicas) -> tuple[int, int]:
-    """Of a bucket: as few steps as the budget allows, and the fewest rows for so many."""
+    """A bucket's smallest number of steps within the budget, and the fewest rows for them."""
     most = max(2 * tokens // (num_replicas * (source + target)), 1)
     steps = -(-count // (most * num_replicas))
     return int(steps), int(-(-count // (steps * num_replicas)))
 
 
 def _histogram(lengths: np.ndarray) -> np.ndarray:
-    """How many pairs have so many source and target tokens: int64 (longest + 1, longest + 1)."""
+    """Numbers of pairs by source and target length: int64 (longest + 1, longest + 1)."""
     sources, targets = (int(longest) + 1 for longest in lengths.max(0))
     flat = lengths[:, 0].astype(np.int64) * targets + lengths[:, 1]
     return np.bincount(flat, minlength=sources * targets).reshape(sources, targets)
 
 
 def _choose(histogram: np.ndarray, most: int) -> list[tuple[int, int]]:
-    """At most so many (source, target) limits under which all pairs take little room.
+    """At most `most` (source, target) limits under which all pairs need little room.
 
-    Integers throughout: all processes come to the same. First the best chain of ever larger
-    shapes on a grid of quantiles, by dynamic programming; then each shape is moved as long as that
-    helps. (Choosing the shapes greedily, or exchanging single ones, came out no better.)
+    All numbers are integers, so all processes find the same limits. First the best chain of
+    growing shapes on a grid of quantiles, by dynamic programming; then each shape moves as long as
+    that helps. (Greedy choices and exchanges of single shapes were no better; a geometric ladder
+    of widths pads more, and would change the batches of runs that exist.)
     """
     source, target = np.nonzero(histogram)
     pairs = histogram[source, target]
@@ -218,9 +212,9 @@ def _choose(histogram: np.ndarray, most: int) -> list[tuple[int, int]]:
 
 
 def _tightened(limits, source, target) -> list[tuple[int, int]]:
-    """The limits, the cheapest first, no larger than their pairs and none without any.
+    """The limits, the cheapest first, no larger than their pairs, and none without pairs.
 
-    Again and again, for a limit that became cheaper may take the pairs of another.
+    Repeats until nothing changes, because a limit that became cheaper may take another's pairs.
     """
     shape = int(source.max()) + 1, int(target.max()) + 1
     while True:
@@ -233,13 +227,13 @@ def _tightened(limits, source, target) -> list[tuple[int, int]]:
 
 
 def _best_chain(histogram: np.ndarray, most: int) -> list[tuple[int, int]]:
-    """The cheapest at most ``most`` limits, each as large as the one before in both lengths."""
+    """The cheapest chain of `most` limits or fewer; both lengths grow along it."""
     inside = histogram.cumsum(0).cumsum(1)
     grid = np.array(
         [(s, t) for s in _quantiles(histogram.sum(1)) for t in _quantiles(histogram.sum(0))]
     )
     count, room = inside[grid[:, 0], grid[:, 1]], grid.sum(1)
-    # step[i, j]: the room of the pairs that fit in i and not in j, which lies within i
+    # step[i, j]: room of the pairs that fit in limit i but not in the smaller limit j
     within = (grid[:, None] >= grid[None]).all(2)
     infinite = np.iinfo(np.int64).max // 4
     step = np.where(within, (count[:, None] - count[None]) * room[:, None], infinite)
@@ -270,7 +264,7 @@ def _refined(limits, source, target, pairs) -> list[tuple[int, int]]:
         better = True
         while better:
             better = False
-            for i in range(len(limits) - 1):  # the largest has to stay
+            for i in range(len(limits) - 1):  # the largest must stay
                 for move in _MOVES:
                     old = limits[i]
                     limits[i] = tuple(
@@ -288,7 +282,7 @@ def _refined(limits, source, target, pairs) -> list[tuple[int, int]]:
 def _room(limits, source, target, pairs) -> int:
     """The tokens of all pairs, padded."""
     room = np.empty(len(source), np.int64)
-    for s, t in sorted(limits, key=sum, reverse=True):  # the cheapest is the last to write
+    for s, t in sorted(limits, key=sum, reverse=True):  # the cheapest writes last
         room[(source <= s) & (target <= t)] = s + t
     return int(room @ pairs)
 

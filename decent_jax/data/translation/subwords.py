@@ -1,9 +1,9 @@
 """A joint vocabulary of subwords for two languages: byte pair encoding by sentencepiece.
 
-Of the maintained libraries sentencepiece was chosen because a training run is a function of the
-counted words alone (sorted, one thread), unknown characters fall back to bytes, and the one file it
-writes is read by runtimes in many languages without Python. (The trainer of Hugging Face's
-tokenizers can break ties by the order of a hash table: its issue 1794.)
+Why sentencepiece: its training is a function of the counted words alone (sorted, one thread),
+unknown characters fall back to bytes, and runtimes in many languages read its one file without
+Python. (The trainer of Hugging Face's tokenizers can break ties by the order of a hash table: its
+issue 1794.)
 
 >>> vocabulary = train({"new": 9, "newer": 5, "lower": 4, "low": 3}, size=280)
 >>> ids = vocabulary.encode("newer  “lower” ☃")
@@ -33,8 +33,8 @@ _BYTES = 256
 _COVERAGE = 0.9999  # of the characters; the rarest are spelled in bytes
 _MANY_WORDS = 200_000  # trained in a process that can be interrupted
 
-# What one writer types as it is and another one's word processor changes. Guillemets and the dash
-# "–" stay: they are part of good French and German, and BLEU sees the reference as it was printed.
+# Characters that one writer types and another one's word processor changes. Guillemets and the dash
+# "–" stay: good French and German use them, and BLEU compares with the original reference.
 _SAME = {
     "'": "`\u00b4\u2018\u2019\u201a\u201b\u2032",
     '"': "\u201c\u201d\u201e\u201f\u2033",
@@ -51,15 +51,15 @@ _CHANGED = re.compile("[" + "".join(_REPLACEMENT) + _INVISIBLE + "]")
 
 
 def normalise(text: str) -> str:
-    """One way to write what is the same text.
+    """The text in a canonical spelling.
 
-    NFKC; one sign each for apostrophes (``'``), double quotes (``"``), hyphens (``-``) and dashes
-    (``–``); no control characters, soft hyphens or zero-width spaces; single spaces between words
+    NFKC; one sign each for apostrophes (`'`), double quotes (`"`), hyphens (`-`) and dashes
+    (`–`); no control characters, soft hyphens or zero-width spaces; single spaces between words
     and none around. Applying it again changes nothing.
     """
     if text.isascii() and text.isprintable():
         text = text.replace("`", "'")
-    else:  # before NFKC, which makes "´" a space and an accent; and after, which makes quotes
+    else:  # before NFKC, which turns "´" into a space and an accent; and after, for new quotes
         text = _CHANGED.sub(_replace, text)
         text = _CHANGED.sub(_replace, unicodedata.normalize("NFKC", text))
     return " ".join(text.replace("''", '"').split())
@@ -74,9 +74,9 @@ class Subwords:
 
     Attributes:
       model: the content of sentencepiece's model file.
-      size: ids lie in ``[0, size)``: 0 padding, 1 unknown (no text needs it), 2 start, 3 end,
+      size: ids lie in `[0, size)`: 0 padding, 1 unknown (no text needs it), 2 start, 3 end,
         4 to 259 single bytes.
-      sha256: of ``model``; two runs with the same one can exchange ids.
+      sha256: of `model`; runs with the same one can exchange ids.
     """
 
     def __init__(self, model: bytes):
@@ -88,15 +88,15 @@ class Subwords:
         self.sha256 = hashlib.sha256(model).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of ``text`` once normalised: uint16 (tokens,), without start and end."""
+        """The ids of `text` once normalised: uint16 (tokens,), without start and end."""
         return np.array(self._processor.encode(normalise(text)), np.uint16)
 
     def encode_normalised(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text; all have been through :func:`normalise`."""
+        """The ids of each text, all normalised already."""
         return self._processor.encode(texts, num_threads=1)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ``ids``; special ids are left out, a torn character shows as U+FFFD."""
+        """The text of `ids`; special ids are left out, a torn character shows as U+FFFD."""
         ids = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64)
         bad = ids[(ids < 0) | (ids >= self.size)]
         if bad.size:
@@ -104,11 +104,11 @@ class Subwords:
         return self._processor.decode(ids[ids >= len(SPECIAL)].tolist())
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
-        """What each id stands for, for pictures: ``"▁"`` begins a word."""
+        """The piece of text of each id, for figures; `"▁"` begins a word."""
         return [self._processor.id_to_piece(int(i)) for i in ids]
 
     def save(self, folder: str | Path) -> None:
-        """Writes ``vocabulary.model``."""
+        """Writes `vocabulary.model`."""
         (Path(folder) / FILE).write_bytes(self.model)
 
     def __getstate__(self) -> dict:
@@ -119,7 +119,7 @@ class Subwords:
 
 
 def load(folder: str | Path) -> Subwords:
-    """The vocabulary saved in ``folder``; DataError where there is none, or none that is whole."""
+    """The vocabulary saved in `folder`; DataError where there is none, or none that is whole."""
     path = Path(folder) / FILE
     try:
         return Subwords(path.read_bytes())
@@ -130,13 +130,13 @@ def load(folder: str | Path) -> Subwords:
 
 
 def train(words: Mapping[str, int], size: int) -> Subwords:
-    """The vocabulary of ``size`` ids for words (runs without a space) and how often each occurs.
+    """The vocabulary of `size` ids for words (runs without a space) and their counts.
 
-    The order of ``words`` has no part. Many words are handed to another process, so that Ctrl-C
-    works while the library is busy; a script must then be one that can be spawned.
+    The order of `words` does not matter. For many words, another process trains, so that Ctrl-C
+    works while the library is busy; it is spawned.
 
     Raises:
-      DataError: ``size`` is too small or too large for the words.
+      DataError: `size` is too small or too large for the words.
     """
     if not len(SPECIAL) + _BYTES < size <= LARGEST:
         raise DataError(

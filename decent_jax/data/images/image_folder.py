@@ -1,14 +1,13 @@
-"""Labelled images as files, from whatever holds them: the bytes, a label and a name by index.
+"""Labelled images as files, in any of four layouts: the bytes, a label and a name by index.
 
-`open_images` finds out what a folder holds. ImageNet, and any data set like it, may lie there as
-class folders, as the original archives, as a prepared folder of ours or as one of TFDS.
+`open_images` recognises the layout. ImageNet, and any data set like it, may be stored as class
+folders, as the original archives, as a prepared folder of ours or as one of TFDS.
 
 Classes are numbered in the order of their names (code points), and the images of a class come in
 the order of theirs, one class after another. So every layout of the same data gives the same
-record at the same index with the same label, but for TFDS, which stores them shuffled.
+record at the same index with the same label, except TFDS, which stores records shuffled.
 """
 
-import contextlib
 import operator
 import os
 import threading
@@ -18,10 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from decent_jax.data import image_shards, imagenet_archives
+from decent_jax.data.images import array_records, imagenet_archives
+from decent_jax.data.reading import one_sentence
 from decent_jax.errors import DataError
 
-SPLITS = image_shards.SPLITS
+SPLITS = array_records.SPLITS
 SUFFIXES = (".jpg", ".jpeg", ".png")
 
 _FOLDERS = {"train": ("train",), "val": ("val", "validation")}
@@ -35,7 +35,7 @@ _THREADS = 16  # listing folders waits for the disk, or for a file server
 class EncodedImage(NamedTuple):
     """An image as it is stored: JPEG or PNG, not decoded.
 
-    ``name`` is SPLIT/CLASS/FILE in every layout, such as "train/n01440764/n01440764_10026.JPEG".
+    `name` is SPLIT/CLASS/FILE in every layout, such as "train/n01440764/n01440764_10026.JPEG".
     """
 
     data: bytes
@@ -44,17 +44,17 @@ class EncodedImage(NamedTuple):
 
 
 class FileStamp(NamedTuple):
-    """What differs once a file was changed."""
+    """What changes when a file changes."""
 
     size: int  # bytes
     mtime_ns: int  # of the archive, for an image in one
 
 
 class ImageFiles:
-    """The images of one split by index, a grain ``RandomAccessDataSource``; see `open_images`.
+    """The images of one split by index, a grain `RandomAccessDataSource`; see `open_images`.
 
-    Any number of threads may read. Pickling hands on the index (about 50 bytes an image), not the
-    images; files are opened when first read from, in each process.
+    Any number of threads may read. Pickling keeps the index (about 50 bytes per image), not the
+    images; each process opens files when it first reads from them.
 
     Attributes:
       path: the folder.
@@ -72,7 +72,7 @@ class ImageFiles:
 
     @property
     def labels(self) -> np.ndarray:
-        """(N,) int64, indices into ``class_names``. Only TFDS has to read all records for them."""
+        """(N,) int64, indices into `class_names`. Only TFDS has to read all records for them."""
         return self._storage.labels
 
     def __len__(self) -> int:
@@ -106,17 +106,17 @@ class ImageFiles:
 def open_images(path: str | Path, split: str) -> ImageFiles:
     """The images of one split of a folder in any of these layouts, tried in this order.
 
-    * prepared: what ``python -m decent_jax.data.prepare_images`` made.
-    * class folders: ``train/CLASS/*.jpg`` and ``val/CLASS/*.jpg`` (or ``validation/``); also .jpeg
-      and .png, in capitals or not. Hidden files and folders are passed over.
-    * archives: ``ILSVRC2012_img_train.tar`` and ``ILSVRC2012_img_val.tar`` as ImageNet hands them
-      out, or ``train.tar`` and ``val.tar`` with members ``CLASS/NAME.jpg``.
-    * TFDS: a data set with ``image`` and ``label`` as array_record: its version folder, or one
-      above that holds no other. Its records come in their stored order.
+    * prepared: made by `python -m decent_jax.prepare images`.
+    * class folders: `train/CLASS/*.jpg` and `val/CLASS/*.jpg` (or `validation/`); also .jpeg and
+      .png, in capitals or not. Hidden files and folders are ignored.
+    * archives: `ILSVRC2012_img_train.tar` and `ILSVRC2012_img_val.tar` as ImageNet distributes
+      them, or `train.tar` and `val.tar` with members `CLASS/NAME.jpg`.
+    * TFDS: a data set with `image` and `label` as array_record: its version folder, or one above
+      that holds no other. Its records keep their stored order.
 
-    The splits may lie in different layouts. ImageNet's validation images without class folders,
-    in an archive or as ``val/*.JPEG``, get their classes from ``ILSVRC2012_devkit_t12.tar.gz`` (or
-    the folder unpacked from it) beside them.
+    The splits may have different layouts. ImageNet's validation images without class folders, in
+    an archive or as `val/*.JPEG`, get their classes from `ILSVRC2012_devkit_t12.tar.gz` (or the
+    folder unpacked from it) in the same folder.
 
     Args:
       path: the folder.
@@ -132,7 +132,7 @@ def open_images(path: str | Path, split: str) -> ImageFiles:
     if not os.path.isdir(path):
         what = "is a file, expected a folder" if os.path.exists(path) else "no such folder"
         raise DataError(f"{path}: {what}; give the folder that holds the images")
-    with _one_sentence(path):
+    with one_sentence(path):
         storage = _storage(path, split)
     if not len(storage):
         raise DataError(f"{path}: the split {split!r} holds no image; prepare the images again")
@@ -141,12 +141,12 @@ def open_images(path: str | Path, split: str) -> ImageFiles:
 
 def _storage(path: str, split: str):
     if os.path.exists(os.path.join(path, "manifest.json")):
-        return image_shards.PreparedImages(path, split)
+        return array_records.PreparedImages(path, split)
     places = {name: _place(path, name) for name in SPLITS}
     if not any(places.values()):
-        return image_shards.TfdsImages(_tfds_folder(path), split)
+        return array_records.TfdsImages(_tfds_folder(path), split)
     for name in ("train", split):
-        if places[name] is None:
+        if not places[name]:
             tried = [f"{folder}/" for folder in _FOLDERS[name]] + list(_ARCHIVES[name])
             raise DataError(
                 f"{path}: has no {'training' if name == 'train' else 'validation'} images; looked"
@@ -157,16 +157,16 @@ def _storage(path: str, split: str):
     return _val(places["val"], _class_names(places["train"]))
 
 
-def _place(path: str, split: str) -> str | None:
-    """The folder or archive of a split, if there is one."""
+def _place(path: str, split: str) -> str:
+    """The folder or archive of a split, "" if there is none."""
     folders = (os.path.join(path, name) for name in _FOLDERS[split])
     archives = (os.path.join(path, name) for name in _ARCHIVES[split])
     found = [*filter(os.path.isdir, folders), *filter(os.path.isfile, archives)]
-    return found[0] if found else None
+    return found[0] if found else ""
 
 
 def _tfds_folder(path: str) -> Path:
-    """The one TFDS version folder at or below ``path``."""
+    """The one TFDS version folder at or below `path`."""
     here = Path(path)
     patterns = ("dataset_info.json", "*/dataset_info.json", "*/*/dataset_info.json")
     found = [info.parent for pattern in patterns for info in sorted(here.glob(pattern))]
@@ -234,7 +234,7 @@ def _class_names(place: str) -> tuple[str, ...]:
 
 
 def _sorted_classes(place: str, found: dict) -> tuple[str, ...]:
-    """The classes of an archive; DataError where there is none or one is empty."""
+    """The classes of an archive; DataError where there are none or one is empty."""
     if not found:
         raise DataError(f"{place}: holds no {', '.join(SUFFIXES)} file; fetch or pack it again")
     for name in sorted(found):
@@ -303,7 +303,7 @@ def _subfolders(folder: str) -> list[str]:
 
 
 def _images(folder: str) -> list[str]:
-    with os.scandir(folder) as entries:  # which know what they are: no look at each file
+    with os.scandir(folder) as entries:  # entries know their type, without a `stat` per file
         return sorted(entry.name for entry in entries if _is_image(entry.name) and entry.is_file())
 
 
@@ -312,7 +312,7 @@ def _is_image(name: str) -> bool:
 
 
 class _Storage:
-    """The index of images that lie in files: of each its label, and its name without the class."""
+    """The index of images in files: the label of each, and its name without the class."""
 
     layout: str
 
@@ -330,6 +330,9 @@ class _Storage:
         class_name = self.class_names[self.labels[index]]
         return f"{self._split}/{class_name}/{self._names[index]}"
 
+    def _read(self, index: int) -> bytes:
+        raise NotImplementedError
+
     def read(self, index: int) -> tuple[bytes, int, str]:
         return self._read(index), int(self.labels[index]), self.name(index)
 
@@ -344,12 +347,12 @@ class _FolderStorage(_Storage):
 
     def _read(self, index: int) -> bytes:
         path = self._path(index)
-        with _one_sentence(path), open(path, "rb", buffering=0) as file:
+        with one_sentence(path), open(path, "rb", buffering=0) as file:
             return file.read()
 
     def stamp(self, index: int) -> FileStamp:
         path = self._path(index)
-        with _one_sentence(path):
+        with one_sentence(path):
             status = os.stat(path)
             return FileStamp(status.st_size, status.st_mtime_ns)
 
@@ -372,7 +375,7 @@ class _ArchiveStorage(_Storage):
 
     def _read(self, index: int) -> bytes:
         offset, size = int(self._offsets[index]), int(self._sizes[index])
-        with _one_sentence(self._place):
+        with one_sentence(self._place):
             data = os.pread(self._file.descriptor(), size, offset)
         if len(data) < size:
             raise DataError(
@@ -381,13 +384,13 @@ class _ArchiveStorage(_Storage):
         return data
 
     def stamp(self, index: int) -> FileStamp:
-        with _one_sentence(self._place):
+        with one_sentence(self._place):
             status = os.fstat(self._file.descriptor())
             return FileStamp(int(self._sizes[index]), status.st_mtime_ns)
 
 
 class _SharedFile:
-    """A file descriptor for pread by all threads; opened when needed, not pickled."""
+    """A file descriptor for `pread` by all threads; opened when needed, not pickled."""
 
     def __init__(self, path: str):
         self._path = path
@@ -419,12 +422,3 @@ class _Names:
     def __getitem__(self, index: int) -> str:
         start = int(self._ends[index - 1]) + 1 if index else 0
         return self._block[start : int(self._ends[index])].decode("utf-8", "surrogateescape")
-
-
-@contextlib.contextmanager
-def _one_sentence(path: str):
-    try:
-        yield
-    except OSError as error:
-        where = error.filename or path
-        raise DataError(f"{where}: cannot be read ({error.strerror or error})") from None

@@ -1,51 +1,40 @@
 """Pictures that a generator draws: ten shapes among clutter, so that no download is needed.
 
-A picture shows one of ten shapes (`CLASS_NAMES`), of any size, angle and place, in a colour that is
-lighter than the fading background, with lines and dots strewn over both, and noise. Colour says
-nothing about the class, and a mirrored or turned picture is of the same class.
+A picture shows one of ten shapes (`CLASS_NAMES`), of any size, angle and position, in a colour
+lighter than the fading background, with random lines and dots over both, and noise. Colour does not
+depend on the class, and mirrored or turned pictures stay in their class.
 
-Picture i of a split is a function of ``(seed, split, i)`` alone (and of the size): Philox, a
-counter-based generator, gives every index its own random numbers. The splits draw from different
-keys, so that no picture is in two of them.
+Picture i of a split is a function of `(seed, split, i)` and the size alone: Philox, a counter-based
+generator, gives every index its own random numbers. The splits use different keys, so no picture is
+in two of them.
 """
 
 import numpy as np
 
-CLASS_NAMES = (
-    "disc",
-    "ring",
-    "square",
-    "frame",
-    "triangle",
-    "star",
-    "cross",
-    "crescent",
-    "bars",
-    "pill",
-)
+CLASS_NAMES = tuple(str.split("disc ring square frame triangle star cross crescent bars pill"))
 SPLITS = ("train", "val")
 
-_CLUTTER = 6  # lines and dots a picture
-_NOISE = 0.25  # peak to peak, of a range of 1
+_CLUTTER = 6  # lines and dots per picture
+_NOISE = 0.25  # peak to peak; colours range from 0 to 1
 _CHUNK = 250  # pictures drawn at a time: some megabytes of intermediate results
-_SCALARS = 64  # random numbers of a picture beside its noise
+_SCALARS = 64  # random numbers per picture, besides its noise
 
 
 class GeneratedImages:
-    """Records ``{"image": uint8 (size, size, 3), "label": int32 ()}`` by index.
+    """Records `{"image": uint8 (size, size, 3), "label": int32 ()}` by index.
 
-    All pictures are drawn at once, in about 0.2 ms each, and kept in memory, ``3 * size**2`` bytes
-    each. The classes are balanced: each run of ten records from a multiple of ten holds each once.
+    Draws all pictures at once, in about 0.2 ms each, and keeps them in memory, `3 * size**2` bytes
+    each. The classes are balanced: records 10 k to 10 k + 9 are one of each class.
 
     Args:
-      split: ``"train"`` or ``"val"``.
-      num_records: N; the first records do not change with it.
-      seed: any integer >= 0; both splits should be drawn from the same.
+      split: `"train"` or `"val"`.
+      num_records: N; the first records do not depend on it.
+      seed: any integer >= 0; use the same one for both splits.
       size: height and width in pixels, at least 16.
 
     Attributes:
       images: (N, size, size, 3) uint8, read-only.
-      labels: (N,) int32, read-only, indices into ``class_names``.
+      labels: (N,) int32, read-only, indices into `class_names`.
       class_names: the names of the classes.
 
     Raises:
@@ -82,23 +71,23 @@ class GeneratedImages:
         return {"image": self.images[index], "label": self.labels[index]}
 
     def __repr__(self) -> str:
-        # grain shows a source in its own representation; arrays would fill the screen
+        # grain's representation includes the source's; arrays would fill the screen
         return f"GeneratedImages({len(self)} pictures of {self.images.shape[1]} pixels)"
 
 
 def _labels(seed: int, split: str, count: int) -> np.ndarray:
-    """(count,) int32: the first labels of a split, a permutation of all classes after another."""
+    """(count,) int32: the first labels of a split, one permutation of the classes after another."""
     classes = len(CLASS_NAMES)
     draws = _random(seed, split, "labels", 0, -(-count // classes), classes)
     return np.argsort(draws, axis=1).ravel()[:count].astype(np.int32)
 
 
 def _draw(seed: int, split: str, start: int, labels: np.ndarray, size: int) -> np.ndarray:
-    """Pictures ``start, start + 1, ...`` of the split, (B, size, size, 3) uint8."""
+    """Pictures `start, start + 1, ...` of the split, (B, size, size, 3) uint8."""
     count = len(labels)
     scalars = _unit(_random(seed, split, "picture", start, count, _SCALARS))
     noise = _random(seed, split, f"noise {size}", start, count, -(-3 * size * size // 8))
-    draw = iter(scalars.T[:, :, None, None])  # each (B, 1, 1), to be taken one after the other
+    draw = iter(scalars.T[:, :, None, None])  # each (B, 1, 1), in the order of use
     grid = (np.arange(size, dtype=np.float32) + 0.5) / size - 0.5
     x, y = grid[None, None, :], grid[None, :, None]
 
@@ -118,7 +107,7 @@ def _draw(seed: int, split: str, start: int, labels: np.ndarray, size: int) -> n
 def _random(
     seed: int, split: str, purpose: str, start: int, count: int, numbers: int
 ) -> np.ndarray:
-    """(count, numbers) uint64; row k depends on ``start + k`` and not on the rows beside it."""
+    """(count, numbers) uint64; row k depends on `start + k` but not on the other rows."""
     words = [seed, *split.encode(), 0, *purpose.encode()]
     key = np.random.SeedSequence(words).generate_state(2, np.uint64)
     blocks = -(-numbers // 4)  # a Philox counter stands for four numbers
@@ -135,27 +124,27 @@ def _unit(bits: np.ndarray) -> np.ndarray:
 
 
 def _paint(canvas: np.ndarray, coverage: np.ndarray, colour: np.ndarray) -> np.ndarray:
-    """``colour`` (B, 1, 1, 3) over ``canvas`` (B, H, W, 3) where ``coverage`` (B, H, W) is 1."""
+    """`colour` (B, 1, 1, 3) over `canvas` (B, H, W, 3) where `coverage` (B, H, W) is 1."""
     return canvas + coverage[..., None] * (colour - canvas)
 
 
 def _coverage(distance: np.ndarray, size: int) -> np.ndarray:
-    """How much of a pixel lies inside; from signed distances in widths, negative inside."""
+    """The share of each pixel inside; `distance` is signed, in widths, negative inside."""
     return np.clip(0.5 - distance * size, 0, 1)
 
 
 def _colour(draw) -> np.ndarray:
-    """(B, 1, 1, 3), any."""
+    """(B, 1, 1, 3): any colour."""
     return np.stack([next(draw) for _ in range(3)], axis=-1)
 
 
 def _lighter(draw, colour: np.ndarray) -> np.ndarray:
-    """A colour that is lighter in each channel, by a third of the range at least."""
+    """A colour lighter in each channel, by at least a third of the range."""
     return colour + 0.35 + (0.65 - colour) * _colour(draw)
 
 
 def _fade(draw, x, y, colour: np.ndarray) -> np.ndarray:
-    """(B, H, W, 3): ``colour``, up to 0.15 lighter or darker towards the edges."""
+    """(B, H, W, 3): `colour`, up to 0.15 lighter or darker towards the edges."""
     angle, slope = 2 * np.pi * next(draw), 0.3 * next(draw)
     return colour + (slope * (x * np.cos(angle) + y * np.sin(angle)))[..., None]
 
@@ -168,7 +157,7 @@ def _stroke(draw, x, y, size: int) -> np.ndarray:
 
 
 def _shapes(draw, x, y, labels: np.ndarray, size: int) -> np.ndarray:
-    """Coverage of each picture's shape, turned, and wholly inside the picture."""
+    """Coverage of each picture's shape, turned, and entirely inside the picture."""
     radius = 0.22 + 0.2 * next(draw)
     shift_x, shift_y = ((0.5 - radius) * (2 * next(draw) - 1) for _ in range(2))
     u, v = _turned((x - shift_x) / radius, (y - shift_y) / radius, 2 * np.pi * next(draw))
@@ -237,7 +226,7 @@ def _pill(u, v):
 
 
 def _segment(u, v, half):
-    """Distance from the points of the u axis within ``half`` of 0."""
+    """Distance from the points of the u axis within `half` of 0."""
     return np.hypot(np.maximum(np.abs(u) - half, 0), v)
 
 

@@ -1,18 +1,19 @@
-"""The quickstart's text: the running interpreter's own standard library, so no download.
+"""The quickstart's text: the standard library of the running interpreter, so no download.
 
-Documents are the ``.py`` sources of the standard library and the prose topics of Python's
-``help()`` (``pydoc_data.topics``), as bytes. Left out:
+Documents are the `.py` sources of the standard library and the prose topics of Python's `help()`
+(`pydoc_data.topics`), as bytes. Left out:
 
-- what was installed on top: ``site-packages``, ``dist-packages``;
-- test suites: folders ``test``, ``tests``, ``idle_test`` and the like, files ``test_*.py``;
-- tables and generated files: ``encodings``, ``lib2to3`` (grammars), ``pydoc_data`` (its topics are
-  documents of their own), ``_sysconfigdata*.py`` and ``config-*`` (they describe one machine);
-- ``__pycache__``, ``lib-dynload``, ``ensurepip`` (wheels), hidden folders;
+- packages installed on top: `site-packages`, `dist-packages`;
+- test suites: folders `test`, `tests`, `idle_test` and the like, files `test_*.py`;
+- tables and generated files: `encodings`, `lib2to3` (grammars), `pydoc_data` (its topics are
+  documents of their own), `_sysconfigdata*.py` and `config-*` (they describe one machine);
+- `__pycache__`, `lib-dynload`, `ensurepip` (wheels), hidden folders;
 - sources that are not UTF-8, empty ones, and repetitions of an earlier one.
 
-The document source of a document (``sources.json``) is its module or top-level package.
+The document source of a document (`sources.json`) is its module or top-level package.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -21,8 +22,10 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from decent_jax.data import token_files, tokenizers
+from decent_jax.data.prepared_folder import find_or_make
+from decent_jax.data.text import token_folder, tokenizers
 from decent_jax.errors import DataError
 
 VAL_FRACTION = 0.05
@@ -34,36 +37,30 @@ _FOLDERS_OUT = re.compile(
 _FILES_OUT = re.compile(r"test_.*|_sysconfigdata.*")
 
 
-def build(out_dir: str | Path) -> dict:
-    """Makes the prepared folder ``out_dir``, or finds it there, and returns its manifest.
+def build(out_dir: str | Path) -> dict[str, Any]:
+    """The manifest of the corpus's prepared folder `out_dir`, which this makes if necessary.
 
-    Takes about a second; a folder that this interpreter's library made, with its hashes intact, is
-    returned as it is, and one that another interpreter made is replaced. Processes may call it at
-    the same time: one folder wins, and all return its manifest.
+    Takes about a second. A folder that this interpreter's library made, with its hashes intact, is
+    kept; one that another interpreter made is replaced. Several processes may call it at the same
+    time.
 
     Returns:
-      The manifest of ``prepare_text``, with ``corpus_sha256``, which changes with the documents.
+      The manifest of `decent_jax.prepare text`, with `corpus_sha256`, which changes with the
+      documents.
 
     Raises:
-      DataError: ``out_dir`` is something else, or the interpreter comes without sources.
+      DataError: `out_dir` is something else, or the interpreter comes without sources.
     """
     out = Path(os.path.abspath(out_dir))
     files = list(_source_files())
     fingerprint = _fingerprint(files)
-    if (manifest := _found(out, fingerprint)) is not None:
-        return manifest
-    try:
-        return _write(out, files, fingerprint)
-    except (DataError, OSError):  # perhaps because another process was faster
-        if (manifest := _found(out, fingerprint)) is not None:
-            return manifest
-        raise
+    return find_or_make(lambda: _found(out, fingerprint), lambda: _write(out, files, fingerprint))
 
 
-def _write(out: Path, files: list[tuple[str, Path, int]], fingerprint: str) -> dict:
+def _write(out: Path, files: list[tuple[str, Path, int]], fingerprint: str) -> dict[str, Any]:
     tokenizer = tokenizers.load("bytes")
     corpus, seen = hashlib.sha256(), set()
-    with token_files.TokenFolderWriter(out, tokenizer, overwrite=out.exists()) as writer:
+    with token_folder.TokenFolderWriter(out, tokenizer, overwrite=out.exists()) as writer:
         for name, text in _documents(files):
             ids = tokenizer.encode(text)
             digest = hashlib.sha256(ids.tobytes()).digest()
@@ -82,14 +79,14 @@ def _write(out: Path, files: list[tuple[str, Path, int]], fingerprint: str) -> d
         )
 
 
-def _found(out: Path, fingerprint: str) -> dict | None:
+def _found(out: Path, fingerprint: str) -> dict[str, Any] | None:
     try:
-        manifest = token_files.read_manifest(out)
+        manifest = token_folder.read_manifest(out)
     except DataError:
         return None
-    if manifest.get("source_fingerprint") != fingerprint or not token_files.is_whole(out):
+    if manifest.get("source_fingerprint") != fingerprint or not token_folder.is_whole(out):
         return None
-    return manifest if "sources" in manifest else None  # made by an earlier version
+    return manifest if "sources" in manifest else None  # else made by an earlier version
 
 
 def _source_files() -> Iterator[tuple[str, Path, int]]:
@@ -110,12 +107,11 @@ def _documents(files: list[tuple[str, Path, int]]) -> Iterator[tuple[str, str]]:
             yield name, path.read_bytes().decode()
         except (UnicodeDecodeError, OSError):
             continue
-    try:
+    with contextlib.suppress(ImportError):  # some distributions package it separately
         from pydoc_data.topics import topics
-    except ImportError:  # some distributions package it apart
-        topics = {}
-    for topic in sorted(topics):
-        yield f"pydoc_data/topics/{topic}", topics[topic]
+
+        for topic in sorted(topics):
+            yield f"pydoc_data/topics/{topic}", topics[topic]
 
 
 def _fingerprint(files: list[tuple[str, Path, int]]) -> str:

@@ -1,9 +1,8 @@
-"""Prepared token folders: how they are written, and fixed windows of tokens read from them.
+"""Prepared folders of tokens: how they are written, and windows of tokens read from them.
 
-A prepared folder holds ``train.bin`` and ``val.bin`` (raw little-endian uint16, nanoGPT's layout,
-each document followed by the tokenizer's ``end_of_text``), ``manifest.json``, the tokenizer's own
-files, and ``sources.json``, which says where the documents are from. The folder appears by one
-rename, so it is there whole or not at all.
+A prepared folder holds `train.bin` and `val.bin` (raw little-endian uint16, nanoGPT's layout, the
+tokenizer's `end_of_text` after each document), `manifest.json`, the tokenizer's own files, and
+`sources.json`, which records where the documents come from.
 """
 
 import contextlib
@@ -16,38 +15,30 @@ from pathlib import Path
 import numpy as np
 
 import decent_jax
-from decent_jax.data import document_sources
-from decent_jax.data.loader import eval_batches, steps_per_epoch, train_batches
-from decent_jax.data.prepared_folder import Draft, sha256_file
-from decent_jax.data.tokenizers import Tokenizer
+from decent_jax.data import prepared_folder
+from decent_jax.data.prepared_folder import Draft, Kind
+from decent_jax.data.text import document_sources
+from decent_jax.data.text.tokenizers import Tokenizer
 from decent_jax.errors import DataError
 
-__all__ = [
-    "TokenFolderWriter",
-    "TokenWindows",
-    "check_vocab",
-    "eval_batches",
-    "read_manifest",
-    "steps_per_epoch",
-    "train_batches",
-]
-
-FORMAT = "decent_jax tokens 1"
-KIND = "prepared folder"
+KIND = Kind("text", "decent_jax tokens 1", "prepared folder")
 SPLITS = ("train", "val")
 TOKEN = np.dtype("<u2")
 
+read_manifest = functools.partial(prepared_folder.read_manifest, kind=KIND)
+is_whole = functools.partial(prepared_folder.is_whole, kind=KIND)
+
 
 class TokenWindows:
-    """The windows of a ``.bin`` file as a grain ``RandomAccessDataSource``.
+    """The windows of a `.bin` file as a grain `RandomAccessDataSource`.
 
-    Item i is ``tokens[i * seq_len : (i + 1) * seq_len + 1]``, int32 of shape (seq_len + 1,):
-    inputs ``[:-1]`` and targets ``[1:]``, so every token but the first is a target once. A last
-    window that is not full is left out. The file is memory-mapped; pickling reopens it.
+    Item i is `tokens[i * seq_len : (i + 1) * seq_len + 1]`, int32 of shape (seq_len + 1,): inputs
+    `[:-1]` and targets `[1:]`, so every token but the first is a target once. A last window that
+    is not full is left out. The file is memory-mapped; pickling reopens it.
 
     Args:
       path: a file of raw little-endian uint16.
-      seq_len: tokens a model sees at once, at least 1.
+      seq_len: tokens that a model reads at once, at least 1.
 
     Raises:
       DataError: the file is missing, has an odd number of bytes or is shorter than a window.
@@ -71,22 +62,23 @@ class TokenWindows:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens in the file."""
         return len(self._tokens)
 
     @functools.cached_property
     def labels(self) -> np.ndarray:
-        """(len,) int64: the document source of every window, an index into ``class_names``.
+        """(len,) int64: the document source of every window, an index into `class_names`.
 
-        A window that several sources share is the one's that its middle token is from: the one
-        that holds most of it, if one holds more than half. DataError where the folder does not
-        say.
+        A window of several sources counts as the source of its middle token, which is the source
+        of more than half of the window where there is one. DataError where the folder does not
+        record sources.
         """
         starts = np.arange(self._length) * self.seq_len
         return self._sources.of_tokens(starts + self.seq_len // 2)
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """The names of the document sources; DataError where the folder does not say."""
+        """The names of the document sources; DataError where the folder does not record them."""
         return self._sources.names
 
     @functools.cached_property
@@ -114,9 +106,9 @@ class TokenWindows:
 
 
 def check_vocab(path: str | Path, vocab_size: int) -> None:
-    """Raises DataError where the ``.bin`` file ``path`` holds an id >= ``vocab_size``.
+    """Raises DataError where the `.bin` file `path` holds an id >= `vocab_size`.
 
-    The manifest beside the file answers at once; a file without one is read through.
+    The manifest in the file's folder knows the largest id; without one, the whole file is read.
     """
     path = Path(path)
     largest = None
@@ -134,51 +126,29 @@ def check_vocab(path: str | Path, vocab_size: int) -> None:
         raise DataError(f"{path}: holds token id {largest}, the model's vocabulary is {vocab_size}")
 
 
-def read_manifest(folder: str | Path) -> dict:
-    """The manifest of a prepared folder; DataError where there is none or it is another's."""
-    path = Path(folder) / "manifest.json"
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"{folder}: no manifest.json, so this is no prepared folder") from None
-    except ValueError:
-        raise DataError(f"{path}: not readable as JSON") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise DataError(f"{path}: not a manifest of this version ({FORMAT!r})")
-    return manifest
-
-
-def is_whole(folder: str | Path) -> bool:
-    """Whether ``folder`` is a prepared folder whose files have the manifest's hashes."""
-    try:
-        manifest = read_manifest(folder)
-        files = [*manifest["splits"].values(), *filter(None, [manifest.get("sources")])]
-        return all(sha256_file(Path(folder) / f["file"]) == f["sha256"] for f in files)
-    except (DataError, OSError):
-        return False
-
-
 class TokenFolderWriter(Draft):
-    """Writes a prepared folder: documents first, then ``commit``; ``with`` leaves no trace else.
+    """Writes a prepared folder: documents first, then `commit`.
+
+    Leaving the `with` without `commit` leaves no trace.
 
     Raises:
-      DataError: ``out`` exists and may not be replaced, or its parent cannot be written.
+      DataError: `out` exists and may not be replaced, or its parent cannot be written.
     """
 
     def __init__(self, out: str | Path, tokenizer: Tokenizer, *, overwrite: bool = False):
-        super().__init__(out, KIND, read_manifest, overwrite=overwrite)
+        super().__init__(out, KIND, overwrite=overwrite)
         self._end = np.array([tokenizer.end_of_text], TOKEN).tobytes()
         self._tokenizer = tokenizer
         tokenizer.save_files(self.folder)
-        self._largest = dict.fromkeys(SPLITS, 0)
+        self._largest: dict[str, int] = dict.fromkeys(SPLITS, 0)
         self._sources = document_sources.SourcesCounter(SPLITS)
-        self.documents = dict.fromkeys(SPLITS, 0)
-        self.tokens = dict.fromkeys(SPLITS, 0)  # separators included
+        self.documents: dict[str, int] = dict.fromkeys(SPLITS, 0)
+        self.tokens: dict[str, int] = dict.fromkeys(SPLITS, 0)  # separators included
 
     def add(self, split: str, ids: np.ndarray, source: str | None = None) -> None:
         """Appends one document, uint16 ids of shape (tokens,) without a separator.
 
-        ``source`` names where it is from; ``sources.json`` is written if all documents have one.
+        `source` names where it comes from; `sources.json` is written if all documents have one.
         """
         self.append(f"{split}.bin", ids.astype(TOKEN, copy=False).tobytes() + self._end)
         self._sources.add(split, source, len(ids) + 1)
@@ -188,10 +158,10 @@ class TokenFolderWriter(Draft):
         self._largest[split] = max(self._largest[split], largest)
 
     def commit(self, **entries) -> dict:
-        """Renames the finished folder into place and returns its manifest (+ ``entries``).
+        """Renames the finished folder into place and returns its manifest, with `entries`.
 
         Raises:
-          FileExistsError: somebody else's folder appeared at ``out`` and ``overwrite`` is False.
+          DataError: another process's folder appeared at `out` and `overwrite` is False.
         """
         splits = {}
         for split in SPLITS:
@@ -202,7 +172,7 @@ class TokenFolderWriter(Draft):
                 "largest_id": self._largest[split],
             }
         manifest = {
-            "format": FORMAT,
+            "format": KIND.format,
             "dtype": "uint16, little-endian",
             "tokenizer": self._tokenizer.to_json(),
             "splits": splits,

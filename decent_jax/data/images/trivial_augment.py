@@ -1,4 +1,4 @@
-"""TrivialAugment, the wide space: one random operation of random strength an image.
+"""TrivialAugment, the wide space: one random operation of random strength per image.
 
 Müller & Hutter, "TrivialAugment: Tuning-free Yet State-of-the-Art Data Augmentation" (ICCV 2021,
 arXiv:2103.10158). Operations and strengths are those of torchvision's TrivialAugmentWide on PIL
@@ -15,7 +15,7 @@ BINS = 31
 
 
 class Operation(NamedTuple):
-    """``apply(image, strength)``, one of ``strengths``; where ``signed``, of either sign."""
+    """`apply(image, strength)` with one of `strengths`; if `signed`, of either sign."""
 
     name: str
     apply: Callable[[Image.Image, float], Image.Image]
@@ -24,14 +24,14 @@ class Operation(NamedTuple):
 
 
 def trivial_augment(image: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """What a random operation makes of an image; operations and strengths are equally likely.
+    """The image after a random operation; operations and strengths are equally likely.
 
     Args:
       image: (H, W, 3) uint8.
-      random: drawn from two or three times.
+      random: this draws from it two or three times.
 
     Returns:
-      (H, W, 3) uint8, not to be written to.
+      (H, W, 3) uint8, read-only.
     """
     operation = OPERATIONS[random.integers(len(OPERATIONS))]
     strength = float(random.choice(operation.strengths))
@@ -41,7 +41,7 @@ def trivial_augment(image: np.ndarray, random: np.random.Generator) -> np.ndarra
 
 
 def _affine(image: Image.Image, *matrix: float) -> Image.Image:
-    """The pixel at (x, y) becomes that at (a x + b y + c, d x + e y + f) of ``image``."""
+    """The pixel at (x, y) becomes that at (a x + b y + c, d x + e y + f) of `image`."""
     return image.transform(
         image.size, Image.Transform.AFFINE, matrix, Image.Resampling.NEAREST, fillcolor=(0, 0, 0)
     )
@@ -74,7 +74,7 @@ OPERATIONS = (
     Operation("Contrast", _enhance(ImageEnhance.Contrast), _UP_TO_1, True),
     Operation("Sharpness", _enhance(ImageEnhance.Sharpness), _UP_TO_1, True),
     Operation("Posterize", lambda image, s: ImageOps.posterize(image, int(s)), _BITS),
-    Operation("Solarize", ImageOps.solarize, _THRESHOLDS),
+    Operation("Solarize", ImageOps.solarize, _THRESHOLDS),  # type: ignore (any number will do)
     Operation("AutoContrast", lambda image, _: ImageOps.autocontrast(image)),
     Operation("Equalize", lambda image, _: ImageOps.equalize(image)),
 )

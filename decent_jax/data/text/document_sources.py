@@ -1,15 +1,16 @@
-"""Which tokens of a prepared folder come from which document source: ``sources.json``.
+"""Which tokens of a prepared folder come from which document source: `sources.json`.
 
-A source is an input file or data set of ``prepare_text``, or a package of the standard library.
-Documents lie in the order of their sources, so a source is one run of tokens or a few:
+A source is an input file or data set of `decent_jax.prepare text`, or a package of the standard
+library. Documents have the order of their sources, so a source is one run of tokens or a few:
 
     {"names": ["a.jsonl", "b.jsonl"], "splits": {"train": [[0, 5120], [1, 2048]], "val": ...}}
 
-each run is [index of the name, tokens, separators included], in the order of the ``.bin`` file.
+each run is [index of the name, tokens, separators included], in the order of the `.bin` file.
 """
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -21,27 +22,27 @@ FILE = "sources.json"
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-    """The runs of a split: run i is tokens ``ends[i - 1]`` to ``ends[i] - 1`` of ``index[i]``."""
+    """The runs of a split: run i is tokens `ends[i - 1]` to `ends[i] - 1` of source `index[i]`."""
 
     names: tuple[str, ...]
     index: np.ndarray  # (runs,) int64, into names
     ends: np.ndarray  # (runs,) int64, ascending
 
     def of_tokens(self, positions: np.ndarray) -> np.ndarray:
-        """int64, the shape of ``positions``: which source the tokens there come from."""
+        """int64, of the shape of `positions`: the source of the tokens there."""
         return self.index[np.searchsorted(self.ends, positions, side="right")]
 
 
 class SourcesCounter:
     """Counts tokens by source while documents are written."""
 
-    def __init__(self, splits):
+    def __init__(self, splits: Iterable[str]):
         self._indices: dict[str, int] = {}
         self._runs: dict[str, list[list[int]]] = {split: [] for split in splits}
         self._complete = True
 
     def add(self, split: str, source: str | None, tokens: int) -> None:
-        """A document of so many tokens follows; one without a source spoils the record."""
+        """Counts a document; one without a source makes the record incomplete."""
         if source is None:
             self._complete = False
             return
@@ -53,15 +54,15 @@ class SourcesCounter:
             runs.append([index, tokens])
 
     def content(self) -> dict | None:
-        """Of the file; None where a document had no source."""
+        """The content of `sources.json`; None where a document had no source."""
         return {"names": list(self._indices), "splits": self._runs} if self._complete else None
 
 
 def read(bin_file: str | Path, num_tokens: int) -> Sources:
-    """The sources of the tokens of a ``.bin`` file, from ``sources.json`` beside it.
+    """The sources of the tokens of a `.bin` file, from `sources.json` in its folder.
 
     Raises:
-      DataError: there is none, or it is of another file.
+      DataError: there is none, or it belongs to another file.
     """
     bin_file = Path(bin_file)
     path = bin_file.parent / FILE
@@ -73,7 +74,7 @@ def read(bin_file: str | Path, num_tokens: int) -> Sources:
     except FileNotFoundError:
         raise DataError(
             f"{bin_file.parent}: has no {FILE} that says which document source its tokens are"
-            " from; prepare it again with `python -m decent_jax.data.prepare_text`, or set"
+            " from; prepare it again with `python -m decent_jax.prepare text`, or set"
             " data.partition to 'iid'"
         ) from None
     except (OSError, ValueError, KeyError, TypeError):

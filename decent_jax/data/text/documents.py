@@ -1,22 +1,25 @@
 """Text files as streams of documents: .txt, .jsonl (both also .gz), .parquet, TFDS folders.
 
-The reading process cuts its inputs into chunks of about a megabyte (:func:`chunks`), a worker
-turns a chunk into documents (:func:`documents`); neither holds more than a few chunks. Only a
-.txt file, which is one document, is held whole.
+`chunks`, in the reading process, cuts the inputs into pieces of about a megabyte; `documents`, in a
+worker, turns a piece into texts. Neither holds more than a few pieces. Only a .txt file, which is
+one document, is held whole.
+
+JSON lines are read by hand: pyarrow's reader cannot name the line that is wrong.
 """
 
 import collections
+import contextlib
 import dataclasses
-import functools
 import gzip
 import itertools
 import json
 import os
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from decent_jax.data import tfds_folder
+from decent_jax.data.reading import one_sentence, short
 from decent_jax.errors import DataError
 
 CHUNK_BYTES = 1 << 20
@@ -36,7 +39,7 @@ _READABLE = ".txt, .txt.gz, .jsonl, .jsonl.gz or .parquet"
 class Source:
     """One file, or one split of a prepared TFDS folder.
 
-    ``name`` is what the manifest calls it: no machine's path, the same wherever the data lies.
+    `name` is its name in the manifest: no machine's path, the same on every machine.
     """
 
     path: Path
@@ -48,13 +51,12 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A piece of work: some documents, or with kind "hash" files to hash.
+    """Some documents of one source, or of several .txt files.
 
-    ``data`` is a list of sources (txt, hash), bytes (jsonl), strings (parquet) or a range (tfds);
-    ``row`` is the first line or record, ``offset`` the first byte, ``read`` the bytes of progress.
+    `data` is a list of sources (txt), bytes (jsonl), strings (parquet) or a range (tfds); `row` is
+    the first line or record, `offset` the first byte, `read` the bytes of progress.
     """
 
-    kind: str
     source: Source
     data: Any
     read: int
@@ -62,17 +64,17 @@ class Chunk:
     offset: int = 0
 
 
-def find_sources(inputs, *, validation: bool = False) -> list[Source]:
-    """The readable files under ``inputs``, folders in sorted order, each file once.
+def find_sources(inputs: Iterable[Path], *, validation: bool = False) -> list[Source]:
+    """The readable files under `inputs`, folders in sorted order, each file once.
 
-    Of a TFDS folder the split is ``train``; with ``validation`` the first there is of
-    ``validation``, ``test`` and ``train``. Hidden files and folders are passed over.
+    From a TFDS folder this takes the split `train`; with `validation`, the first of `validation`,
+    `test` and `train` that exists. It skips hidden files and folders.
 
     Raises:
       DataError: a missing path, a file of another kind, or a folder without a readable file.
     """
     found: dict[tuple, Source] = {}
-    for given in map(Path, inputs):
+    for given in inputs:
         if given.is_dir():
             sources = list(_walk(given, validation))
             if not sources:
@@ -83,64 +85,61 @@ def find_sources(inputs, *, validation: bool = False) -> list[Source]:
             sources = [_file(given, given.name)]
         else:
             raise DataError(f"{given}: no such file or folder")
-        for source in sources:
+        for source in sources:  # one that is given twice is read once
             found.setdefault((source.path.resolve(), source.split), source)
     return list(found.values())
 
 
 def check_source(source: Source, field: str) -> None:
-    """Reads the beginning of a source; DataError where its documents cannot be had."""
+    """Reads the beginning of a source; DataError where its documents cannot be read."""
     with one_sentence(source.path):
         if source.kind == "txt":
             with open(source.path, "rb"):
                 pass
         elif source.kind == "tfds":
-            count = len(_tfds(source.path, source.split, field))
-            documents(Chunk("tfds", source, range(min(count, 1)), 0), field)
+            _check_feature(source.path, field)
+            count = len(tfds_folder.records(source.path, source.split))
+            documents(Chunk(source, range(min(count, 1)), 0), field)
         elif source.kind == "parquet":
-            with _parquet(source.path, field):
-                pass
+            _parquet(source.path, field).close()
         else:
             with _open(source.path) as (file, _):
                 line = file.readline()
-            documents(Chunk("jsonl", source, line, 0, row=1), field)
+            documents(Chunk(source, line, 0, row=1), field)
 
 
 def chunks(sources: list[Source], field: str) -> Iterator[Chunk]:
-    """The work in order: the documents of the sources, and after each its hash."""
-    group: list[Source] = []
+    """The documents of the sources, in order."""
+    group: list[Source] = []  # .txt files, which are often small
     for source in sources:
         if source.kind == "txt":
             group.append(source)
             if len(group) < ROWS and sum(s.size for s in group) < CHUNK_BYTES:
                 continue
-            yield from _text_chunks(group)
-            group = []
-        else:
-            yield from _text_chunks(group)
-            group = []
+        yield from _text_chunk(group)
+        group = []
+        if source.kind != "txt":
             with one_sentence(source.path):
                 yield from _CHUNKERS[source.kind](source, field)
-            yield Chunk("hash", source, [source], 0)
-    yield from _text_chunks(group)
+    yield from _text_chunk(group)
 
 
 def documents(chunk: Chunk, field: str) -> list[str]:
-    """The texts of a chunk; DataError says which file and line, record or byte is bad."""
+    """The texts of a chunk; DataError names the file and the line, record or byte that is bad."""
     path = chunk.source.path
     with one_sentence(path):
-        if chunk.kind == "txt":
+        if chunk.source.kind == "txt":
             return [_read_text(source.path) for source in chunk.data]
-        if chunk.kind == "jsonl":
+        if chunk.source.kind == "jsonl":
             text = _decode(chunk.data, path, chunk.offset).removeprefix("\ufeff")
             lines = enumerate(text.split("\n"), chunk.row)
             return [_json_text(line, path, row, field) for row, line in lines if line.strip()]
-        if chunk.kind == "parquet":
+        if chunk.source.kind == "parquet":
             for row, text in enumerate(chunk.data, chunk.row):
                 if text is None:
                     raise DataError(f"{path}, row {row}: column {field!r} is null")
             return chunk.data
-        records = _tfds_records(chunk, field)
+        records = tfds_folder.read(path, chunk.source.split, chunk.data)
         return [
             _decode(record[field], f"{path}, record {i}", 0)
             for i, record in zip(chunk.data, records, strict=True)
@@ -148,13 +147,13 @@ def documents(chunk: Chunk, field: str) -> list[str]:
 
 
 def document_sources(chunk: Chunk) -> Iterable[Source]:
-    """The source of each document of a chunk, in order; it may go on beyond the last."""
-    return chunk.data if chunk.kind == "txt" else itertools.repeat(chunk.source)
+    """The source of each document of a chunk, in order; may go on after the last document."""
+    return chunk.data if chunk.source.kind == "txt" else itertools.repeat(chunk.source)
 
 
 def distinct_names(sources: list[Source]) -> dict[Source, str]:
-    """The names of sources; the second of the same name is called "NAME (2)"."""
-    count = collections.Counter()
+    """The names of sources; the second source of a name becomes "NAME (2)"."""
+    count: collections.Counter[str] = collections.Counter()
     names = {}
     for source in sources:
         count[source.name] += 1
@@ -164,10 +163,10 @@ def distinct_names(sources: list[Source]) -> dict[Source, str]:
 
 
 def hashed_files(source: Source) -> list[tuple[str, Path]]:
-    """(name in the manifest, path) of the files a source consists of."""
+    """(name in the manifest, path) of the files of a source."""
     if source.kind != "tfds":
         return [(source.name, source.path)]
-    files = [*sorted(source.path.glob(f"*-{source.split}.*")), source.path / "features.json"]
+    files = tfds_folder.files(source.path, source.split)
     return [(f"{source.name}/{file.name}", file) for file in files]
 
 
@@ -197,28 +196,22 @@ def _kind(path: Path) -> str | None:
 
 
 def _file(path: Path, name: str) -> Source:
-    return Source(path, _kind(path), name, path.stat().st_size)
+    return Source(path, _kind(path) or "", name, path.stat().st_size)
 
 
 def _tfds_source(folder: Path, name: str, validation: bool) -> Source:
-    import tensorflow_datasets as tfds
-
-    try:
-        splits = tfds.builder_from_directory(folder).info.splits
-    except Exception as error:
-        raise DataError(f"{folder}: not a readable TFDS folder ({_short(error)})") from None
+    splits = tfds_folder.open_builder(folder).info.splits
     wanted = ("validation", "test", "train") if validation else ("train",)
     split = next((split for split in wanted if split in splits), None)
     if split is None:
         raise DataError(f"{folder}: has no split {wanted[0]!r}, only {', '.join(splits) or 'none'}")
-    size = sum(file.stat().st_size for file in folder.glob(f"*-{split}.*"))
+    size = sum(file.stat().st_size for file in tfds_folder.files(folder, split)[:-1])
     return Source(folder, "tfds", name, size, split)
 
 
-def _text_chunks(group: list[Source]) -> Iterator[Chunk]:
+def _text_chunk(group: list[Source]) -> Iterator[Chunk]:
     if group:
-        yield Chunk("txt", group[0], group, sum(source.size for source in group))
-        yield Chunk("hash", group[0], group, 0)
+        yield Chunk(group[0], group, sum(source.size for source in group))
 
 
 def _jsonl_chunks(source: Source, field: str) -> Iterator[Chunk]:
@@ -226,7 +219,7 @@ def _jsonl_chunks(source: Source, field: str) -> Iterator[Chunk]:
     with _open(source.path) as (file, raw):
         while block := file.read(CHUNK_BYTES):
             block += file.readline()
-            yield Chunk("jsonl", source, block, raw.tell() - read, row, offset)
+            yield Chunk(source, block, raw.tell() - read, row, offset)
             row += block.count(b"\n")
             offset += len(block)
             read = raw.tell()
@@ -237,64 +230,38 @@ def _parquet_chunks(source: Source, field: str) -> Iterator[Chunk]:
 
     row = 0
     try:
-        with _parquet(source.path, field) as file:
+        with contextlib.closing(_parquet(source.path, field)) as file:
             total = file.metadata.num_rows
             for batch in file.iter_batches(batch_size=ROWS, columns=[field]):
                 read = source.size * (row + len(batch)) // total - source.size * row // total
-                yield Chunk("parquet", source, batch.column(0).to_pylist(), read, row)
+                yield Chunk(source, batch.column(0).to_pylist(), read, row)
                 row += len(batch)
     except UnicodeDecodeError:
         raise DataError(f"{source.path}: invalid UTF-8 after row {row}") from None
     except pa.ArrowException as error:
-        raise DataError(f"{source.path}: damaged after row {row} ({_short(error)})") from None
+        raise DataError(f"{source.path}: damaged after row {row} ({short(error)})") from None
 
 
 def _tfds_chunks(source: Source, field: str) -> Iterator[Chunk]:
-    total = len(_tfds(source.path, source.split, field))
+    total = len(tfds_folder.records(source.path, source.split))
     for row in range(0, total, ROWS):
         stop = min(row + ROWS, total)
         read = source.size * stop // total - source.size * row // total
-        yield Chunk("tfds", source, range(row, stop), read, row)
+        yield Chunk(source, range(row, stop), read, row)
 
 
 _CHUNKERS = {"jsonl": _jsonl_chunks, "parquet": _parquet_chunks, "tfds": _tfds_chunks}
 
 
-class _open:
-    """``with _open(path) as (file, raw)``: the bytes, unpacked where it is a .gz, and the file."""
-
-    def __init__(self, path: Path):
-        self._raw = open(path, "rb")  # noqa: SIM115
-        packed = path.name.lower().endswith(".gz")
-        self._file = gzip.GzipFile(fileobj=self._raw) if packed else self._raw
-
-    def __enter__(self):
-        return self._file, self._raw
-
-    def __exit__(self, *exc_info):
-        self._file.close()
-        self._raw.close()
-
-
-class one_sentence:
-    """``with one_sentence(path):`` turns what reading can raise into a DataError naming it."""
-
-    def __init__(self, path: Path):
-        self._path = path
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, traceback):
-        path = self._path
-        if isinstance(error, EOFError):
-            raise DataError(f"{path}: truncated gzip file; fetch or compress it again") from None
-        if isinstance(error, gzip.BadGzipFile | zlib.error):
-            raise DataError(f"{path}: not a valid gzip file ({error})") from None
-        if isinstance(error, OSError):
-            where = error.filename or path
-            raise DataError(f"{where}: cannot be read ({error.strerror or error})") from None
-        return False
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """`with _open(path) as (file, raw)`: the bytes, unpacked from a .gz, and the file itself."""
+    with open(path, "rb") as raw:
+        if path.name.lower().endswith(".gz"):
+            with gzip.open(raw) as file:
+                yield file, raw  # type: ignore
+        else:
+            yield raw, raw
 
 
 def _read_text(path: Path) -> str:
@@ -315,8 +282,8 @@ def _json_text(line: str, path: Path, row: int, field: str) -> str:
     except json.JSONDecodeError as error:
         why = f"{error.msg} at column {error.colno}"
         raise DataError(f"{path}, line {row}: not valid JSON ({why})") from None
-    except (ValueError, RecursionError) as error:  # a number of 5000 digits, say
-        raise DataError(f"{path}, line {row}: not readable JSON ({_short(error)})") from None
+    except (ValueError, RecursionError) as error:  # for instance a number of 5000 digits
+        raise DataError(f"{path}, line {row}: not readable JSON ({short(error)})") from None
     if not isinstance(record, dict):
         raise DataError(f"{path}, line {row}: not a JSON object")
     if field not in record:
@@ -334,7 +301,7 @@ def _parquet(path: Path, field: str):
     try:
         file = pq.ParquetFile(path)
     except pa.ArrowException as error:
-        raise DataError(f"{path}: not a readable parquet file ({_short(error)})") from None
+        raise DataError(f"{path}: not a readable parquet file ({short(error)})") from None
     schema = file.schema_arrow
     if field not in schema.names:
         file.close()
@@ -349,34 +316,12 @@ def _parquet(path: Path, field: str):
     return file
 
 
-@functools.lru_cache(maxsize=4)
-def _tfds(folder: Path, split: str, field: str):
+def _check_feature(folder: Path, field: str) -> None:
     import tensorflow_datasets as tfds
 
-    builder = tfds.builder_from_directory(folder)
-    features = builder.info.features
+    features = tfds_folder.open_builder(folder).info.features
     if field not in features:
         names = ", ".join(map(repr, features))
         raise DataError(f"{folder}: no feature {field!r}, only {names}; see --text_field")
     if not isinstance(features[field], tfds.features.Text):
         raise DataError(f"{folder}: feature {field!r} is not text")
-    try:
-        return builder.as_data_source(split=split)
-    except NotImplementedError:
-        raise DataError(
-            f"{folder}: stored as {builder.info.file_format.value}; only array_record is read"
-            " without TensorFlow: prepare it again with file_format='array_record'"
-        ) from None
-
-
-def _tfds_records(chunk: Chunk, field: str) -> list[dict]:
-    records = _tfds(chunk.source.path, chunk.source.split, field)
-    try:
-        return records.__getitems__(list(chunk.data))
-    except Exception as error:  # array_record's own kinds
-        where = f"records {chunk.data.start} to {chunk.data.stop - 1}"
-        raise DataError(f"{chunk.source.path}: cannot read {where} ({_short(error)})") from None
-
-
-def _short(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -1,27 +1,28 @@
 """Training crops and evaluation crops of encoded images, made by the processes that read them.
 
-Both are cut from no more of the file than they need: libjpeg-turbo decodes at the smallest 1/1,
-1/2, 1/4 or 1/8 of the size at which the crop still has as many pixels as are wanted, and one
-bilinear resize does the rest. Without antialiasing, as in the reference's runs: so a crop that is
-up to twice as large as wanted is sampled, not averaged. (Pillow's bilinear filter averages;
-benchmarks/images.py measures how far the two are apart.)
+Both decode no more than they need: libjpeg-turbo decodes at the smallest of 1/1, 1/2, 1/4 and 1/8
+of the size that still gives the crop as many pixels as wanted, and one bilinear resize does the
+rest. The resize has no antialiasing, as in the reference's runs: it samples, and does not average,
+a crop that is up to twice as large as wanted. (Pillow's bilinear filter averages;
+benchmarks/images.py measures the difference.)
 """
 
 import contextlib
 import math
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
 
-from decent_jax.data import jpeg, trivial_augment
+from decent_jax.data.images import jpeg, trivial_augment
 from decent_jax.errors import DataError
 
 AREA = (0.08, 1.0)  # of a training crop, as a share of the picture's
 RATIO = (3 / 4, 4 / 3)  # of its width to its height
 _TRIES = 10
 
-cv2.setNumThreads(0)  # parallel are the pictures, not the rows of one
+cv2.setNumThreads(0)  # pictures are processed in parallel, not the rows of one
 
 
 class Box(NamedTuple):
@@ -34,12 +35,12 @@ class Box(NamedTuple):
 
 
 class TrainImages:
-    """Encoded records by index; :meth:`augment` makes training images of them.
+    """Encoded records by index; `augment` turns them into training images.
 
     Args:
-      files: a source of records with ``data``, ``label`` and ``name`` (`image_files.ImageFiles`).
+      files: records with `data`, `label` and `name`, such as `image_folder.ImageFiles`.
       size: height and width of a training image, pixels.
-      trivial_augment: distort each by one random operation (`decent_jax.data.trivial_augment`).
+      trivial_augment: distort each image by one random operation, see `trivial_augment`.
     """
 
     def __init__(self, files, size: int, *, trivial_augment: bool = False):
@@ -49,7 +50,7 @@ class TrainImages:
 
     @property
     def labels(self) -> np.ndarray:
-        """(N,) int64; of a TFDS folder all records must be read for them."""
+        """(N,) int64; a TFDS folder has to read all records for them."""
         return self.files.labels
 
     def __len__(self) -> int:
@@ -61,8 +62,8 @@ class TrainImages:
     def __repr__(self) -> str:
         return f"TrainImages({self.files!r}, size={self.size})"
 
-    def augment(self, record, random: np.random.Generator) -> dict[str, np.ndarray]:
-        """``{"image": (size, size, 3) uint8, "label": () int32}``, a random crop of the record.
+    def augment(self, record, random: np.random.Generator) -> dict[str, Any]:
+        """`{"image": (size, size, 3) uint8, "label": () int32}`, a random crop of the record.
 
         Raises:
           DataError: the file is damaged.
@@ -77,14 +78,14 @@ class TrainImages:
 
 
 class EvalImages:
-    """Centre crops of encoded records: ``{"image": (size, size, 3) uint8, "label": () int32}``.
+    """Centre crops of encoded records: `{"image": (size, size, 3) uint8, "label": () int32}`.
 
-    In an order of their own, always the same, so that the first ones are a sample of all classes.
+    They come in a fixed random order, so that the first ones are a sample of all classes.
 
     Args:
-      files: as for :class:`TrainImages`.
+      files: as for `TrainImages`.
       size: height and width of an image, pixels.
-      resize: what the shorter side of the picture is made before the crop, at least ``size``.
+      resize: length of the picture's shorter side before the crop, at least `size`, pixels.
     """
 
     def __init__(self, files, size: int, resize: int):
@@ -95,7 +96,7 @@ class EvalImages:
     def __len__(self) -> int:
         return len(self.files)
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         record = self.files[int(self.order[index])]
         with _naming(record.name):
             image = centre_crop(record.data, self.size, self.resize)
@@ -106,9 +107,9 @@ class EvalImages:
 
 
 def random_box(random: np.random.Generator, height: int, width: int) -> Box:
-    """A part of ``AREA`` of the picture, of a ``RATIO`` drawn on a logarithmic scale, anywhere.
+    """A random part of the picture: a share `AREA`, a `RATIO` uniform in its logarithm, anywhere.
 
-    Where ten draws do not fit into the picture, the largest centred one with a ratio that may be
+    If ten draws do not fit into the picture, the largest centred part of an allowed ratio
     (torchvision's RandomResizedCrop; Szegedy et al., 2015).
     """
     low, high = np.log(RATIO)
@@ -125,7 +126,7 @@ def random_box(random: np.random.Generator, height: int, width: int) -> Box:
 
 
 def crop(data: bytes, box: Box, size: int, *, header: jpeg.Header | None = None) -> np.ndarray:
-    """The part ``box`` of an image file as (size, size, 3) uint8.
+    """The part `box` of an image file, resized to (size, size, 3) uint8.
 
     Raises:
       ValueError: see `jpeg.decode`.
@@ -140,10 +141,10 @@ def crop(data: bytes, box: Box, size: int, *, header: jpeg.Header | None = None)
 
 
 def centre_crop(data: bytes, size: int, resize: int) -> np.ndarray:
-    """The centre of an image file whose shorter side is made ``resize`` pixels: (size, size, 3).
+    """The centre of an image file resized to a shorter side of `resize`: (size, size, 3) uint8.
 
-    The same pixels that torchvision's Resize and CenterCrop choose, to a fraction of one. Only
-    those of the crop are computed.
+    The positions are those of torchvision's Resize and CenterCrop, to a fraction of a pixel. Only
+    the pixels of the crop are computed.
 
     Raises:
       ValueError: see `jpeg.decode`.
@@ -165,23 +166,23 @@ def centre_crop(data: bytes, size: int, resize: int) -> np.ndarray:
 
 
 def shrink_for(side: int, size: int) -> int:
-    """The largest shrink that leaves ``side`` at least ``size`` pixels, or 1."""
+    """The largest shrink that leaves `side` at least `size` pixels, or 1."""
     return next(k for k in jpeg.SHRINKS if k == 1 or side >= k * size)
 
 
 def _shrunk(start: int, length: int, shrink: int, whole: int) -> slice:
-    """``length`` pixels from ``start`` in the shrunk picture, at least one."""
+    """`length` pixels from `start` in the shrunk picture, at least one."""
     first = min(round(start / shrink), whole - 1)
     return slice(first, min(max(round((start + length) / shrink), first + 1), whole))
 
 
 @contextlib.contextmanager
-def _naming(name: str):
-    """A context in which ValueError becomes a DataError about the image of this name."""
+def _naming(name: str) -> Iterator[None]:
+    """Context that turns a ValueError into a DataError about the image of this name."""
     try:
         yield
     except ValueError as error:
         raise DataError(
-            f"{name} {error}; `python -m decent_jax.data.prepare_images` packs a data set without"
+            f"{name} {error}; `python -m decent_jax.prepare images` packs a data set without"
             " its damaged files"
         ) from None

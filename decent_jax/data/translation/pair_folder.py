@@ -1,18 +1,16 @@
 """Prepared folders of sentence pairs: how they are written, and blocks of pairs read from them.
 
-A prepared folder holds for each split (``train``, ``val``, and ``test`` where there is one)
+A prepared folder holds for each split (`train`, `val`, and `test` where there is one)
 
-* ``SPLIT.ids``: token ids, uint16 little-endian, of each pair the source's and then the target's;
-* ``SPLIT.lengths``: (pairs, 2) uint16 little-endian, how many ids each side has;
-* ``SPLIT.offsets``: (pairs,) int64 little-endian, where in the ids each pair begins;
+* `SPLIT.ids`: token ids, uint16 little-endian, of each pair the source's and then the target's;
+* `SPLIT.lengths`: (pairs, 2) uint16 little-endian, how many ids each side has;
+* `SPLIT.offsets`: (pairs,) int64 little-endian, where in the ids each pair begins;
 
-for ``val`` and ``test`` the sentences as they were, ``val.en`` and so on, a line each; the joint
-vocabulary ``vocabulary.model``; and ``manifest.json``. Ids are without padding (0), start (2) and
-end (3). The folder appears by one rename, so it is there whole or not at all.
+for `val` and `test` the original sentences, `val.en` and so on, one per line; the joint vocabulary
+`vocabulary.model`; and `manifest.json`. Ids do not include padding (0), start (2) and end (3).
 """
 
 import functools
-import json
 import platform
 from importlib import metadata
 from pathlib import Path
@@ -20,28 +18,40 @@ from pathlib import Path
 import numpy as np
 
 import decent_jax
-from decent_jax.data import subwords
-from decent_jax.data.prepared_folder import Draft, sha256_file
-from decent_jax.data.subwords import END, START, Subwords
-from decent_jax.data.token_batches import TokenBatches
+from decent_jax.data import prepared_folder
+from decent_jax.data.prepared_folder import Draft, Kind
+from decent_jax.data.translation import subwords
+from decent_jax.data.translation.pair_batches import TokenBatches
+from decent_jax.data.translation.subwords import END, START, Subwords
 from decent_jax.errors import DataError
 
-FORMAT = "decent_jax translation 1"
-KIND = "prepared translation folder"
+KIND = Kind("translation", "decent_jax translation 1", "prepared translation folder")
 SPLITS = ("train", "val", "test")
 ID = LENGTH = np.dtype("<u2")
 OFFSET = np.dtype("<i8")
 
 _ENDLESS = 1 << 40  # blocks of training
 
+read_manifest = functools.partial(prepared_folder.read_manifest, kind=KIND)
+
+
+def is_whole(folder: str | Path) -> bool:
+    """Whether `folder` is a prepared folder whose files have the hashes of its manifest."""
+    if not prepared_folder.is_whole(folder, KIND):
+        return False
+    try:
+        return subwords.load(folder).sha256 == read_manifest(folder)["vocab_sha256"]
+    except DataError:
+        return False
+
 
 class TranslationPairs:
     """The pairs of a split of a prepared folder, memory-mapped; pickling reopens them.
 
     Attributes:
-      manifest: of the folder.
-      languages: of the source and the target.
-      lengths: (N, 2) uint16, the ids of source and target, without special ones.
+      manifest: the folder's.
+      languages: the source's and the target's.
+      lengths: (N, 2) uint16, the numbers of ids of source and target, without special ones.
 
     Raises:
       DataError: no such folder or split, or a file that is not as long as the manifest says.
@@ -75,7 +85,7 @@ class TranslationPairs:
 
     @functools.cached_property
     def vocabulary(self) -> Subwords:
-        """The joint vocabulary of the ids; DataError where the folder's is another."""
+        """The joint vocabulary of the ids; DataError where the folder holds another one."""
         found = subwords.load(self.folder)
         if found.sha256 != self.manifest["vocab_sha256"]:
             raise DataError(
@@ -85,7 +95,7 @@ class TranslationPairs:
         return found
 
     def sentences(self, side: int) -> list[str]:
-        """The sources (0) or targets (1) as they were before anything: of val and test only."""
+        """The original sources (0) or targets (1); only val and test keep them."""
         entry = self.manifest["splits"][self.split]
         if "text" not in entry:
             raise DataError(f"{self.folder}: keeps no text of its split {self.split!r}")
@@ -121,18 +131,18 @@ class TranslationPairs:
 
 
 class PairBlocks:
-    """What the replicas get at every step; item ``step * num_replicas + replica`` is a block.
+    """Blocks of pairs; item `step * num_replicas + replica` is what that replica reads.
 
-    A block is a dictionary of ``source``, int32 (R, S); ``target``, int32 (R, T), which begins with
-    the start and ends with the end; and ``weight``, float32 (R,), 1 for a pair and 0 for an empty
-    row. Padding is 0, an empty row nothing else. A decoder reads ``target[:, :-1]`` and is to say
-    ``target[:, 1:]``. All blocks of a step have one shape, ``batches.shape(step)``, whose
-    ``target`` is T - 1: the places that the decoder computes.
+    A block is a dictionary of `source`, int32 (R, S); `target`, int32 (R, T), from the start id to
+    the end id; and `weight`, float32 (R,), 1 for a pair and 0 for an empty row. Padding is 0, and
+    an empty row is all padding. A decoder reads `target[:, :-1]` and predicts `target[:, 1:]`. All
+    blocks of a step have one shape, `batches.shape(step)`, whose `target` is T - 1: the positions
+    that the decoder computes.
 
     Args:
-      pairs: what is read.
-      evaluation: every pair once, in the order of length, instead of shuffled epochs for ever.
-      others: as for :class:`TokenBatches`.
+      pairs: the pairs of a split.
+      tokens, num_replicas, seed, shapes: as for `TokenBatches`.
+      evaluation: every pair once, in the order of length, instead of endless shuffled epochs.
     """
 
     def __init__(
@@ -158,7 +168,7 @@ class PairBlocks:
 
     @property
     def steps(self) -> int:
-        """Of an epoch; an evaluation has no more."""
+        """The steps of an epoch, or of the whole evaluation."""
         return self.batches.steps_per_epoch
 
     def indices(self, step: int, replica: int) -> np.ndarray:
@@ -183,9 +193,15 @@ class PairBlocks:
 
 
 def pad_block(pairs, indices: np.ndarray, source: int, target: int) -> dict[str, np.ndarray]:
-    """The pairs at ``indices`` (-1: an empty row) as arrays, see :class:`PairBlocks`.
+    """The pairs at `indices` (-1: an empty row) as arrays, see `PairBlocks`.
 
-    ``source`` and ``target`` are S and T; ValueError where a pair does not fit.
+    Args:
+      pairs: (source, target) ids by index.
+      indices: (R,) integers.
+      source, target: S and T.
+
+    Raises:
+      ValueError: a pair does not fit.
     """
     block = {
         "source": np.zeros((len(indices), source), np.int32),
@@ -207,43 +223,30 @@ def pad_block(pairs, indices: np.ndarray, source: int, target: int) -> dict[str,
     return block
 
 
-def read_manifest(folder: str | Path) -> dict:
-    """The manifest of a prepared folder; DataError where there is none or it is another's."""
-    path = Path(folder) / "manifest.json"
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        raise DataError(
-            f"{folder}: no manifest.json, so this is no prepared folder; make one with python -m"
-            " decent_jax.data.prepare_translation"
-        ) from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError:
-        raise DataError(f"{path}: not readable as JSON") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise DataError(f"{path}: not a manifest of this version ({FORMAT!r})")
-    return manifest
-
-
 class TranslationFolderWriter(Draft):
-    """Writes a prepared folder: pairs first, then ``commit``; ``with`` leaves no trace without it.
+    """Writes a prepared folder: pairs first, then `commit`.
+
+    Leaving the `with` without `commit` leaves no trace.
 
     Raises:
-      DataError: ``out`` exists and may not be replaced, or its parent cannot be written.
+      DataError: `out` exists and may not be replaced, or its parent cannot be written.
     """
 
     def __init__(self, out: str | Path, languages: tuple[str, str], *, overwrite: bool = False):
-        super().__init__(out, KIND, read_manifest, overwrite=overwrite)
+        super().__init__(out, KIND, overwrite=overwrite)
         self.languages = languages
-        self.pairs = dict.fromkeys(SPLITS, 0)
-        self.tokens = {split: np.zeros(2, np.int64) for split in SPLITS}
-        self._with_text = set()  # splits
+        self.pairs: dict[str, int] = dict.fromkeys(SPLITS, 0)
+        self.tokens: dict[str, np.ndarray] = {split: np.zeros(2, np.int64) for split in SPLITS}
+        self._with_text: set[str] = set()  # splits
 
     def add(self, split: str, ids: np.ndarray, lengths: np.ndarray, text=None) -> None:
-        """Appends pairs: ids end to end (uint16), their (n, 2) lengths, and for val and test text.
+        """Appends n pairs.
 
-        ``text`` is the n sources and the n targets, without line ends.
+        Args:
+          split: "train", "val" or "test".
+          ids: uint16, all ids end to end.
+          lengths: (n, 2), the numbers of ids.
+          text: for val and test the n sources and the n targets, without line ends.
         """
         if lengths.max() > np.iinfo(LENGTH).max:
             raise DataError(f"a sentence of {lengths.max()} subwords cannot be stored")
@@ -261,13 +264,13 @@ class TranslationFolderWriter(Draft):
         self.tokens[split] += lengths.sum(0, dtype=np.int64)
 
     def commit(self, vocabulary: Subwords, **entries) -> dict:
-        """Renames the finished folder into place and returns its manifest (+ ``entries``).
+        """Renames the finished folder into place and returns its manifest, with `entries`.
 
         Raises:
-          FileExistsError: somebody else's folder appeared at ``out`` and ``overwrite`` is False.
+          DataError: another process's folder appeared at `out` and `overwrite` is False.
         """
         manifest = {
-            "format": FORMAT,
+            "format": KIND.format,
             "languages": list(self.languages),
             "vocab_size": vocabulary.size,
             "vocab_sha256": vocabulary.sha256,
@@ -293,16 +296,3 @@ class TranslationFolderWriter(Draft):
         if split in self._with_text:
             entry["text"] = [self.close(f"{split}.{language}") for language in self.languages]
         return entry
-
-
-def is_whole(folder: str | Path) -> bool:
-    """Whether ``folder`` is a prepared folder whose files have the manifest's hashes."""
-    try:
-        manifest = read_manifest(folder)
-        files = {subwords.FILE: manifest["vocab_sha256"]}
-        for entry in manifest["splits"].values():
-            kinds = (entry["ids"], entry["lengths"], entry["offsets"], *entry.get("text", ()))
-            files |= {file["file"]: file["sha256"] for file in kinds}
-        return all(sha256_file(Path(folder) / name) == sha for name, sha in files.items())
-    except (DataError, OSError):
-        return False

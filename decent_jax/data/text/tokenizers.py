@@ -1,7 +1,7 @@
 """Text to token ids and back: GPT-2's byte pair encoding and plain bytes; no network when local.
 
-A prepared folder says in its ``manifest.json`` which tokenizer made it and holds the files that
-tokenizer needs, so :func:`from_manifest` rebuilds it on any machine.
+A prepared folder names its tokenizer in `manifest.json` and holds the tokenizer's files, so
+`from_manifest` rebuilds it on any machine.
 
 >>> tokenizer = load("bytes")
 >>> tokenizer.encode("naïve")
@@ -30,19 +30,19 @@ _GPT2_SHA256 = {  # of the published files
 }
 # tiktoken's form of the pattern of the original release: equivalent, and faster
 _GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-# tiktoken overflows its stack (and takes the process down) on some hundred thousand white
-# characters in a row, so a text is cut after this many.
+# tiktoken overflows its stack (and crashes the process) on some hundred thousand white characters
+# in a row, so texts are cut after this many.
 _LONG_WHITE = re.compile(r"\s{8192}")
 
 
 class Tokenizer:
-    """What every tokenizer offers.
+    """The interface of all tokenizers.
 
     Attributes:
-      name: ``"gpt2"`` or ``"bytes"``.
-      vocab_size: ids lie in ``[0, vocab_size)``; at most 65536, so that an id fits in uint16.
+      name: `"gpt2"` or `"bytes"`.
+      vocab_size: ids lie in `[0, vocab_size)`; at most 65536, so that an id fits in uint16.
       end_of_text: the id written after each document; no text encodes to it.
-      files: what must lie beside the tokens so that they can be decoded, file name -> bytes.
+      files: file name -> bytes, needed to decode the tokens and kept in their folder.
     """
 
     name: str
@@ -51,18 +51,18 @@ class Tokenizer:
     files: dict[str, bytes]
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of ``text``, uint16 of shape (tokens,), without a separator.
+        """The ids of `text`, uint16 of shape (tokens,), without a separator.
 
         Lone surrogates, which a JSON string can hold, become U+FFFD.
         """
         raise NotImplementedError
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ``ids``; a torn character shows as U+FFFD. ValueError for an unknown id."""
+        """The text of `ids`, with U+FFFD for a torn character; ValueError for an unknown id."""
         raise NotImplementedError
 
     def to_json(self) -> dict:
-        """The ``tokenizer`` entry of a manifest."""
+        """The `tokenizer` entry of a manifest."""
         return {
             "name": self.name,
             "vocab_size": self.vocab_size,
@@ -71,7 +71,7 @@ class Tokenizer:
         }
 
     def save_files(self, folder: str | Path) -> None:
-        """Writes the files that :func:`load` needs into ``folder``; "bytes" needs none."""
+        """Writes the files that `load` needs into `folder`; "bytes" needs none."""
         for name, data in self.files.items():
             (Path(folder) / name).write_bytes(data)
 
@@ -97,10 +97,10 @@ class ByteTokenizer(Tokenizer):
 class GPT2Tokenizer(Tokenizer):
     """GPT-2's byte pair encoding, run by tiktoken.
 
-    The literal text ``<|endoftext|>`` is encoded as ordinary text, never as the separator.
+    The literal text `<|endoftext|>` is encoded as ordinary text, never as the separator.
 
     Args:
-      files: the contents of ``encoder.json`` and ``vocab.bpe``, as OpenAI published them.
+      files: the contents of `encoder.json` and `vocab.bpe`, as OpenAI published them.
     """
 
     def __init__(self, files: dict[str, bytes]):
@@ -118,6 +118,9 @@ class GPT2Tokenizer(Tokenizer):
             special_tokens={"<|endoftext|>": self.end_of_text},
         )
 
+    def __reduce__(self):
+        return GPT2Tokenizer, (self.files,)
+
     def encode(self, text: str) -> np.ndarray:
         encode_ordinary = self._encoding.encode_ordinary
         pieces = [encode_ordinary(piece) for piece in _pieces(valid_unicode(text))]
@@ -128,12 +131,12 @@ class GPT2Tokenizer(Tokenizer):
 
 
 def load(name: str, path: str | Path | None = None) -> Tokenizer:
-    """The tokenizer called ``name``.
+    """The tokenizer named `name`.
 
     Args:
-      name: ``"bytes"``, or ``"gpt2"``.
-      path: for ``"gpt2"`` a folder with ``encoder.json`` and ``vocab.bpe``; None downloads them
-        from OpenAI (once: tiktoken keeps them, in ``TIKTOKEN_CACHE_DIR`` where that is set).
+      name: `"bytes"`, or `"gpt2"`.
+      path: for `"gpt2"` a folder with `encoder.json` and `vocab.bpe`; None downloads them
+        from OpenAI (once: tiktoken keeps them, in `TIKTOKEN_CACHE_DIR` where that is set).
 
     Raises:
       DataError: an unknown name, a folder without the two files or with damaged ones, or a
@@ -147,7 +150,7 @@ def load(name: str, path: str | Path | None = None) -> Tokenizer:
 
 
 def from_manifest(folder: str | Path) -> Tokenizer:
-    """The tokenizer that made the prepared folder ``folder``, from that folder alone.
+    """The tokenizer that made the prepared folder `folder`, from that folder alone.
 
     Raises:
       DataError: no manifest there, or tokenizer files that are not those of the manifest.
@@ -169,7 +172,7 @@ def from_manifest(folder: str | Path) -> Tokenizer:
 
 
 def valid_unicode(text: str) -> str:
-    """``text`` with surrogate pairs joined and lone surrogates replaced by U+FFFD."""
+    """`text` with surrogate pairs joined and lone surrogates replaced by U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,0 +1,73 @@
+"""Prepares data for training: `python -m decent_jax.prepare text|images|translation --help`.
+
+What all kinds share is here: the arguments, one sentence per error, exit codes, Ctrl-C. Each kind
+is the module `decent_jax.data.KIND.prepare`, with a function `prepare` for scripts.
+"""
+
+import argparse
+import importlib
+import sys
+
+from decent_jax.data import worker_pool
+from decent_jax.errors import DataError
+
+KINDS = ("text", "images", "translation")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code: 0, 2 for bad input, 130 when interrupted."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        prog="python -m decent_jax.prepare",
+        description="Prepares data for training, once; `... KIND --help` lists a kind's arguments.",
+    )
+    parser.add_argument("kind", choices=KINDS)
+    name = parser.parse_args(argv[:1]).kind
+    kind = importlib.import_module(f"decent_jax.data.{name}.prepare")  # the libraries of one kind
+    args = vars(_parser(name, kind).parse_args(argv[1:]))
+    inputs, out = args.pop("input"), args.pop("out")
+    with worker_pool.terminated_politely():
+        try:
+            manifest = kind.prepare(inputs, out, **args, progress=True)
+        except DataError as error:
+            print(f"prepare {name}: {error}", file=sys.stderr)
+            return 2
+        except OSError as error:  # of the output: a full disk, for instance
+            print(f"prepare {name}: {out}: {error.strerror or error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print(f"prepare {name}: interrupted; {kind.INTERRUPTED}", file=sys.stderr)
+            return 130
+    for line in kind.report(manifest):
+        print(line)
+    print(f"wrote {out}")
+    return 0
+
+
+def former(name: str) -> int:
+    """What `python -m decent_jax.data.prepare_KIND` did until 0.1; goes with the next release."""
+    new = f"python -m decent_jax.prepare {name}"
+    print(f"this command is now called `{new}`; the old name goes soon", file=sys.stderr)
+    return main([name, *sys.argv[1:]])
+
+
+def _parser(name: str, kind) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m decent_jax.prepare {name}",
+        description=kind.DESCRIPTION,
+        epilog=kind.EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    many = {} if name == "images" else {"nargs": "+"}
+    add("--input", required=True, metavar="PATH", help="files and folders to read", **many)
+    add("--out", required=True, metavar="DIR", help="the folder to make")
+    kind.add_arguments(parser)
+    add("--workers", type=int, metavar="N", help="processes (default: one per core)")
+    add("--overwrite", action="store_true", help="replace OUT where it is an earlier result")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
