@@ -15,9 +15,9 @@ from decent_jax.topology import plan_file
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "gpt2_openwebtext.py"
 CLUSTER = ["--network", "nvlink_25gbe", "--devices_per_node", "4"]
+TWO = [*CLUSTER, "--nodes", "2"]
 MODEL = ["--parameters", "124e6", "--compute_s", "0.2"]
 PLACED = ["--parameters", "1e6"]
-SMALL = ["--network", "nvlink_25gbe", "--nodes", "2"]
 STAGES = ["--stages", "2", "--replicas", "4", "--pipeline_bytes", "1e6"]
 
 
@@ -39,13 +39,6 @@ def refused(capsys, *arguments):
 def measured_network(tmp_path):
     path = tmp_path / "network.json"
     network.preset("two_racks_25gbe", 4, 2).save(path)
-    return path
-
-
-def edit(path, change):
-    fields = json.loads(path.read_text())
-    change(fields)
-    path.write_text(json.dumps(fields))
     return path
 
 
@@ -251,55 +244,26 @@ def test_planning_does_not_import_jax():
     code = (
         "import sys; from decent_jax.planner import __main__ as cli; "
         "cli.main('recommend --network pcie_25gbe --nodes 2 --devices_per_node 2 --parameters 1e6 "
-        "--compute_s 0.1'.split()); sys.exit('jax' in sys.modules or 'matplotlib' in sys.modules)"
+        "--compute_s 0.1'.split()); import decent_jax.planner.search, decent_jax.simulate; "
+        "print({'jax', 'networkx', 'matplotlib', 'scipy.stats'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("Take ")
+    assert done.stdout.startswith("Take "), done.stderr
+    assert done.stdout.endswith("set()\n")
 
 
 # --- what is refused ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (lambda f: f["latency_s"][0].__setitem__(3, None), r"latency from node0/0 to node1/1"),
-        (lambda f: f["bandwidth_bytes_per_s"][2].__setitem__(0, 0), "bandwidth from node1/0"),
-        (lambda f: f["bandwidth_bytes_per_s"][0].__setitem__(5, 1e8), "one way and"),
-        (
-            lambda f: f.update(latency_s=[[1e6 * one for one in row] for row in f["latency_s"]]),
-            "millisecond|microsecond",
-        ),
-        (
-            lambda f: f.update(
-                bandwidth_bytes_per_s=[
-                    [one and one / 1.25e8 for one in row] for row in f["bandwidth_bytes_per_s"]
-                ]
-            ),
-            "Gbit/s",
-        ),
-        (lambda f: f["latency_s"].pop(), "square|row"),
-        (lambda f: f.pop("format"), "format"),
-    ],
-    ids=["missing", "zero", "asymmetric", "microseconds", "gigabits", "not square", "no network"],
-)
-@pytest.mark.parametrize("command", ["network", "recommend"])
-def test_bad_networks_are_one_sentence(capsys, measured_network, change, words, command):
-    edit(measured_network, change)
-    extra = MODEL if command == "recommend" else []
-    assert re.search(words, refused(capsys, command, "--network", measured_network, *extra))
-
-
-def test_a_network_in_two_parts_is_one_sentence(capsys, measured_network):
-    def cut(fields):
-        for i in range(8):
-            for j in range(8):
-                if (i < 4) != (j < 4):
-                    fields["bandwidth_bytes_per_s"][i][j] = 0
-
-    err = refused(capsys, "network", "--network", edit(measured_network, cut))
-    assert "2 parts" in err
+@pytest.mark.parametrize("command", ["network", "predict", "recommend", "place"])
+def test_a_bad_network_is_one_sentence(capsys, measured_network, command):
+    """Which networks are bad, and in which words, is in test_planner_network."""
+    fields = json.loads(measured_network.read_text())
+    fields["latency_s"][0][3] = None
+    measured_network.write_text(json.dumps(fields))
+    extra = {"network": [], "place": PLACED}.get(command, MODEL)
+    err = refused(capsys, command, "--network", measured_network, *extra)
+    assert "latency from node0/0 to node1/1" in err
 
 
 @pytest.mark.parametrize(
@@ -312,40 +276,40 @@ def test_a_network_in_two_parts_is_one_sentence(capsys, measured_network):
         (["predict", *CLUSTER, *MODEL], "needs --nodes"),
         (["predict", *CLUSTER, "--nodes", "0", *MODEL], "--nodes takes"),
         (["predict", *CLUSTER, "--nodes", "two", *MODEL], "--nodes takes"),
-        (["predict", *CLUSTER, "--nodes", "2"], "give the model"),
-        (["predict", *CLUSTER, "--nodes", "2", "--parameters", "1e6"], "give the compute time"),
-        (["predict", *CLUSTER, "--nodes", "2", "--parameters", "0", "--compute_s", "1"], "least 1"),
-        (["predict", *CLUSTER, "--nodes", "2", "--parameters", "x"], "invalid float"),
-        (["predict", *CLUSTER, "--nodes", "2", *PLACED, "--compute_s", "-1"], "above 0, got -1"),
-        (["predict", *CLUSTER, "--nodes", "2", *PLACED, "--compute_s", "nan"], "above 0, got nan"),
-        (["predict", *CLUSTER, "--nodes", "2", *MODEL, "--update_s", "-1"], "--update_s"),
-        (["predict", *CLUSTER, "--nodes", "2", *MODEL, "--bucket_bytes", "-1"], "--bucket_bytes"),
-        (["predict", *CLUSTER, "--nodes", "2", *MODEL, "--late_parameters", "-1"], "--late_para"),
-        (["predict", *SMALL, "--devices_per_node", "0", *MODEL], "--devices_per_node"),
-        (["predict", *CLUSTER, "--nodes", "2", *MODEL, "--sigma", "9"], "--sigma"),
-        (["predict", *CLUSTER, "--nodes", "2", *MODEL, "--algorithms", "gossip"], "'gossip'"),
-        (["predict", *CLUSTER, "--nodes", "2", *MODEL, "--mix_every", "0"], "mix_every"),
-        (["predict", *CLUSTER, "--nodes", "2", *MODEL, "--fit", "sigma"], "--measured"),
-        (["predict", *CLUSTER, "--nodes", "2", *MODEL, "--trace", "x"], "leave the others out"),
-        (["predict", *CLUSTER, "--nodes", "2", *MODEL, "--measured", "no.jsonl"], "cannot read"),
+        (["predict", *TWO], "give the model"),
+        (["predict", *TWO, "--parameters", "1e6"], "give the compute time"),
+        (["predict", *TWO, "--parameters", "0", "--compute_s", "1"], "least 1"),
+        (["predict", *TWO, "--parameters", "x"], "invalid float"),
+        (["predict", *TWO, *PLACED, "--compute_s", "-1"], "above 0, got -1"),
+        (["predict", *TWO, *PLACED, "--compute_s", "nan"], "above 0, got nan"),
+        (["predict", *TWO, *MODEL, "--update_s", "-1"], "--update_s"),
+        (["predict", *TWO, *MODEL, "--bucket_bytes", "-1"], "--bucket_bytes"),
+        (["predict", *TWO, *MODEL, "--late_parameters", "-1"], "--late_para"),
+        (["predict", *TWO, "--devices_per_node", "0", *MODEL], "--devices_per_node"),
+        (["predict", *TWO, *MODEL, "--sigma", "9"], "--sigma"),
+        (["predict", *TWO, *MODEL, "--algorithms", "gossip"], "'gossip'"),
+        (["predict", *TWO, *MODEL, "--mix_every", "0"], "mix_every"),
+        (["predict", *TWO, *MODEL, "--fit", "sigma"], "--measured"),
+        (["predict", *TWO, *MODEL, "--trace", "x"], "leave the others out"),
+        (["predict", *TWO, *MODEL, "--measured", "no.jsonl"], "cannot read"),
         (["predict", *CLUSTER, "--config", "no.py", "--compute_s", "1"], "no config file"),
         (["predict", "--network", "dtfm_case1", "--nodes", "2", *MODEL], "64 devices"),
-        (["recommend", *CLUSTER, "--nodes", "2", *MODEL, "--wires", "int4"], "--wires"),
-        (["recommend", *CLUSTER, "--nodes", "2", *MODEL, "--mix_every", "a"], "--mix_every"),
-        (["recommend", *CLUSTER, "--nodes", "2", *MODEL, "--schedules", "web"], "'web'"),
-        (["recommend", *CLUSTER, "--nodes", "2", *MODEL, "--tokens_per_parameter", "0"], "--tok"),
-        (["recommend", *CLUSTER, "--nodes", "2", *MODEL, "--largest_slow_down", "0"], "--largest"),
-        (["place", *CLUSTER, "--nodes", "2"], "--parameters"),
-        (["place", *CLUSTER, "--nodes", "2", "--parameters", "nan"], "--parameters must be"),
-        (["place", *CLUSTER, "--nodes", "2", *PLACED, "--compute_s", "-1"], "--compute_s must not"),
-        (["place", *CLUSTER, "--nodes", "2", *PLACED, "--seed", "-1"], "--seed must not"),
-        (["place", *CLUSTER, "--nodes", "2", *PLACED, "--schedule", "web"], "'web'"),
+        (["recommend", *TWO, *MODEL, "--wires", "int4"], "--wires"),
+        (["recommend", *TWO, *MODEL, "--mix_every", "a"], "--mix_every"),
+        (["recommend", *TWO, *MODEL, "--schedules", "web"], "'web'"),
+        (["recommend", *TWO, *MODEL, "--tokens_per_parameter", "0"], "--tok"),
+        (["recommend", *TWO, *MODEL, "--largest_slow_down", "0"], "--largest"),
+        (["place", *TWO], "--parameters"),
+        (["place", *TWO, "--parameters", "nan"], "--parameters must be"),
+        (["place", *TWO, *PLACED, "--compute_s", "-1"], "--compute_s must not"),
+        (["place", *TWO, *PLACED, "--seed", "-1"], "--seed must not"),
+        (["place", *TWO, *PLACED, "--schedule", "web"], "'web'"),
         (["place", *CLUSTER, "--nodes", "3", *PLACED, "--schedule", "hypercube"], "power of two"),
-        (["place", *CLUSTER, "--nodes", "2", *PLACED, "--time_limit_s", "0"], "--time_limit_s"),
-        (["place", *CLUSTER, "--nodes", "2", *PLACED, "--stages", "2"], "also needs"),
-        (["place", *CLUSTER, "--nodes", "2", *PLACED, *STAGES, "--plan", "x"], "no pipeline"),
+        (["place", *TWO, *PLACED, "--time_limit_s", "0"], "--time_limit_s"),
+        (["place", *TWO, *PLACED, "--stages", "2"], "also needs"),
+        (["place", *TWO, *PLACED, *STAGES, "--plan", "x"], "no pipeline"),
         (["place", *CLUSTER, "--nodes", "1", *PLACED, *STAGES], "need 8 devices"),
-        (["place", *CLUSTER, "--nodes", "2", *PLACED, *STAGES, "--device_memory", "no"], "no"),
+        (["place", *TWO, *PLACED, *STAGES, "--device_memory", "no"], "no"),
     ],
     ids=lambda value: " ".join(value)[-60:] if isinstance(value, list) else None,
 )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from shared import shared
 
+from decent_jax import plot_style
 from decent_jax.planner import network as networks
 from decent_jax.planner import plots, search
 from decent_jax.planner.placement import (
@@ -372,9 +373,9 @@ def test_pictures_are_drawn(tmp_path):
         "convergence.png": plots.draw_convergence({"mine": [found, found]}, {"mine": 30.0}),
     }
     for name, figure in drawn.items():
-        assert plots.save(figure, tmp_path / "new" / name).stat().st_size > 10_000
+        assert plot_style.save(figure, tmp_path / "new" / name).stat().st_size > 10_000
     words = [
         text.get_text()
         for text in drawn["placement.png"].findobj(match=lambda a: hasattr(a, "get_text"))
     ]
-    assert "Oregon" in words and any(f"{found.costs.total_s:.2f} s a step" in w for w in words)
+    assert "Oregon" in words and any(f"{found.costs.total_s:.2f} s per step" in w for w in words)

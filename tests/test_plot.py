@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import matplotlib
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from decent_jax import plot
 from decent_jax.json_files import write_json_atomic
-from decent_jax.run_folder import label_runs, load_run, smoothed
+from decent_jax.run_folder import Run, label_runs, load_run, smoothed
 from decent_jax.train.metrics import MetricWriter
 
 CONFIG = {"algorithm": "gossip", "schedule": "ring", "num_replicas": 8, "workdir": "/x"}
@@ -64,7 +65,7 @@ def test_one_run(tmp_path, capsys):
         "Loss by step",
         "Loss by time",
         "Consensus distance",
-        "Tokens a second",
+        "Tokens per second",
     ]
     assert [len(axes.lines) for axes in figure.axes] == [3, 3, 1, 2]
     assert figure.axes[1].get_xlim() == pytest.approx((0.5, 30), abs=0.5)  # seconds
@@ -104,12 +105,22 @@ def test_equal_settings_are_told_apart_by_folder_and_odd_names_are_drawn(tmp_pat
     assert len({(run.colour, run.dashes) for run in runs if plot.draw(runs)}) == 9
 
 
+def test_labels_say_what_was_trained_and_not_where():
+    cosine = {"seed": 0, "lr_schedule.name": "cosine", "log.every": 1, "workdir": "/a"}
+    constant = cosine | {"lr_schedule.name": "constant", "log.every": 9, "workdir": "/b"}
+    runs = [Run(Path(name), [], settings) for name, settings in (("a", cosine), ("b", constant))]
+    label_runs(runs)
+    assert [run.label for run in runs] == ["cosine", "constant"]
+    label_runs(runs[:1])
+    assert runs[0].label == "a: seed 0"
+
+
 def test_missing_metrics_leave_their_panel_out(tmp_path):
     names = ("train__consensus_distance", "train__consensus_distance_relative")
     names += ("perf__wall_time_s", "perf__tokens_per_s")
     run = make_run(tmp_path / "a", **dict.fromkeys(names))
     figure = figure_of(run)
-    assert titles(figure) == ["Loss by step", "Time of a step"]
+    assert titles(figure) == ["Loss by step", "Step time"]
     one = make_run(tmp_path / "b", steps=1, **dict.fromkeys(names))
     size_of_png(plot.plot_runs([one]))
 
@@ -118,7 +129,7 @@ def test_runs_with_different_metrics_share_the_one_that_all_have(tmp_path):
     a = make_run(tmp_path / "a")
     b = make_run(tmp_path / "b", perf__tokens_per_s=None, train__consensus_distance_relative=None)
     figure = figure_of(a, b)
-    assert titles(figure)[-1] == "Time of a step"
+    assert titles(figure)[-1] == "Step time"
     assert figure.axes[2].get_title(loc="right") == ""  # absolute distances
 
 

@@ -1,31 +1,34 @@
-"""A schedule drawn round by round: who hears whom on a circle, and the mixing matrix below."""
+"""A schedule drawn round by round: who receives from whom on a circle, the mixing matrix below."""
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.patches import FancyArrowPatch
 
+from decent_jax.plot_style import BLUE, GRID, INK, new_figure
 from decent_jax.topology.schedule import Schedule
 
 MOST_ROUNDS, COLUMNS = 12, 6
-BLUE, INK, PALE = "#0072B2", "#222222", "#e6e6e6"
 
 
 def draw(schedule: Schedule) -> Figure:
-    """The figure of `Schedule.plot`: two panels a round, at most six rounds beside each other."""
-    matrices = [one.matrix for one in schedule.rounds[:MOST_ROUNDS]]
+    """The figure of `Schedule.plot`: two panels per round, at most six rounds in a row."""
+    matrices = [rnd.matrix for rnd in schedule.rounds[:MOST_ROUNDS]]
     columns = min(COLUMNS, len(matrices))
     bands = -(-len(matrices) // columns)
-    figure = Figure(figsize=(max(2.2 * columns, 4.8), 4.4 * bands + 0.6), layout="constrained")
+    figure = new_figure(max(2.2 * columns, 4.8), 4.4 * bands + 0.6)
     panels = figure.subplots(2 * bands, columns, squeeze=False)
     for axes in panels.flat:
         axes.set_axis_off()
     largest = max(matrix.max() for matrix in matrices)
+    images = []
     for r, matrix in enumerate(matrices):
         band, column = divmod(r, columns)
         _graph(panels[2 * band, column], matrix, f"round {r}")
-        image = _matrix(panels[2 * band + 1, column], matrix, largest)
-    bar = figure.colorbar(image, ax=panels, shrink=0.5, aspect=30, pad=0.02)
+        images.append(_matrix(panels[2 * band + 1, column], matrix, largest))
+    bar = figure.colorbar(images[0], ax=panels, shrink=0.5, aspect=30, pad=0.02)
     bar.outline.set_visible(False)
     bar.set_label("weight", color=INK)
     shown = "" if len(matrices) == schedule.period else f", of which the first {MOST_ROUNDS}"
@@ -35,7 +38,7 @@ def draw(schedule: Schedule) -> Figure:
     return figure
 
 
-def _graph(axes, matrix: np.ndarray, title: str) -> None:
+def _graph(axes: Axes, matrix: np.ndarray, title: str) -> None:
     n = len(matrix)
     angles = np.pi / 2 - 2 * np.pi * np.arange(n) / n  # replica 0 on top, then clockwise
     place = np.stack([np.cos(angles), np.sin(angles)], axis=1)
@@ -70,9 +73,9 @@ def _graph(axes, matrix: np.ndarray, title: str) -> None:
     axes.set_title(title, loc="left", size=10, color=INK)
 
 
-def _matrix(axes, matrix: np.ndarray, largest: float):
+def _matrix(axes: Axes, matrix: np.ndarray, largest: float) -> AxesImage:
     image = axes.imshow(matrix, cmap="Blues", vmin=0, vmax=largest, interpolation="nearest")
     axes.set_axis_on()
     axes.set(xticks=[], yticks=[])
-    axes.spines[:].set_color(PALE)
+    axes.spines[:].set_color(GRID)
     return image
