@@ -337,6 +337,14 @@ def test_a_plan_for_another_cluster_is_refused():
     assert "1 of 8 devices differ" in str(error.value) and "\n" not in str(error.value)
 
 
+def edited(path, schedule, change):
+    """The plan of a schedule, changed in the file."""
+    plan_file.Plan(HOSTS, schedule).save(path)
+    fields = json.loads(path.read_text())
+    change(fields)
+    path.write_text(json.dumps(fields))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -348,37 +356,25 @@ def test_a_plan_for_another_cluster_is_refused():
         ({"mix_every": 0}, "mix_every must be at least 1, got 0"),
         ({"mix_every": 1.5}, "mix_every must be a whole number, got 1.5"),
         ({"mix_every": None}, "mix_every must be a whole number"),
+        (lambda rnd: rnd["self_weights"].pop(), "a weight for each"),
+        (lambda rnd: rnd.update(group_size=3), "groups that divide 8"),
+        (lambda rnd: rnd["self_weights"].__setitem__(0, 0.9), "row 0 must sum to 1"),
+        (lambda rnd: rnd["sends"][0]["sources"].__setitem__(0, 2), "all different"),
+        (lambda rnd: rnd["sends"][0]["sources"].__setitem__(0, 99), "is not a plan"),
+        (lambda rnd: rnd.pop("sends"), "lacks 'sends'"),
     ],
 )
 def test_damaged_plans_are_refused_in_one_sentence(tmp_path, change, words):
+    """Changes of a plan's fields, and of a round of a schedule that is written out."""
     path = tmp_path / "plan.json"
-    plan_file.Plan(HOSTS, topology.make("hypercube", 8)).save(path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    if isinstance(change, dict):
+        edited(path, topology.make("hypercube", 8), lambda fields: fields.update(change))
+    else:
+        own = topology.Schedule.from_matrices(matrices("bidirectional_ring", 8), "mine")
+        edited(path, own, lambda fields: change(fields["schedule"]["rounds"][0]))
     with pytest.raises(ValueError, match=words) as error:
         plan_file.load(path)
     assert str(path) in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda one: one["self_weights"].pop(), "a weight for each"),
-        (lambda one: one.update(group_size=3), "groups that divide 8"),
-        (lambda one: one["self_weights"].__setitem__(0, 0.9), "row 0 must sum to 1"),
-        (lambda one: one["sends"][0]["sources"].__setitem__(0, 2), "all different"),
-        (lambda one: one["sends"][0]["sources"].__setitem__(0, 99), "is not a plan"),
-        (lambda one: one.pop("sends"), "lacks 'sends'"),
-    ],
-)
-def test_damaged_rounds_are_refused(tmp_path, change, words):
-    path = tmp_path / "plan.json"
-    own = topology.Schedule.from_matrices(matrices("bidirectional_ring", 8), "mine")
-    plan_file.Plan(HOSTS, own).save(path)
-    fields = json.loads(path.read_text())
-    change(fields["schedule"]["rounds"][0])
-    path.write_text(json.dumps(fields))
-    with pytest.raises(ValueError, match=words):
-        plan_file.load(path)
 
 
 def test_a_plan_that_is_not_there_or_not_json_is_named(tmp_path):

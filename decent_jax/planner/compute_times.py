@@ -1,8 +1,9 @@
 """How much the compute time of a step varies: distributions, their maxima, fits of a trace.
 
 A distribution is of a factor with mean 1 on the time that forward and backward take on one
-replica; replicas and steps draw independently. What all-reduce loses to it is the expected
-maximum over all replicas.
+replica; replicas and steps draw independently. All-reduce loses the expected maximum over all
+replicas to it. ``sample(rng, shape)`` draws, ``sd()`` is the standard deviation, ``cdf(x)`` the
+probability of at most x, and ``exceeded(p)`` the value that a draw exceeds with probability p.
 
 >>> jitter = ShiftedExponential(0.9)                  # 0.9 + 0.1 x Exp(1)
 >>> round(expected_max(jitter, 4), 4)                 # 0.9 + 0.1 (1 + 1/2 + 1/3 + 1/4)
@@ -43,7 +44,7 @@ class LogNormal:
 
     sigma: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not 0 < self.sigma < 5:
             raise ValueError(f"sigma of a lognormal must be in (0, 5), got {self.sigma}")
 
@@ -54,11 +55,9 @@ class LogNormal:
         return math.sqrt(math.expm1(self.sigma**2))
 
     def cdf(self, x: np.ndarray) -> np.ndarray:
-        z = (np.log(np.maximum(x, 1e-300)) + self.sigma**2 / 2) / self.sigma
-        return special.ndtr(z)
+        return special.ndtr((np.log(np.maximum(x, 1e-300)) + self.sigma**2 / 2) / self.sigma)
 
     def exceeded(self, probability: np.ndarray) -> np.ndarray:
-        """The value exceeded with this probability."""
         return np.exp(-self.sigma * special.ndtri(probability) - self.sigma**2 / 2)
 
 
@@ -68,12 +67,10 @@ class ShiftedExponential:
 
     shift: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not 0 <= self.shift < 1:
-            raise ValueError(
-                f"shift, the part of the mean that never varies, must be in [0, 1), "
-                f"got {self.shift}"
-            )
+            words = "shift, the part of the mean that never varies, must be in [0, 1)"
+            raise ValueError(f"{words}, got {self.shift}")
 
     def sample(self, rng: np.random.Generator, shape: Shape) -> np.ndarray:
         return self.shift + (1 - self.shift) * rng.standard_exponential(shape)
@@ -94,7 +91,7 @@ class Empirical:
 
     values: tuple[float, ...]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         values = np.asarray(self.values, float)
         if values.ndim != 1 or len(values) < 2 or not (values > 0).all():
             raise ValueError("an empirical distribution needs at least two positive times")

@@ -50,7 +50,7 @@ class Job:
     pipeline_bytes: float
     memory_bytes: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not 1 <= self.num_stages <= MOST_STAGES or self.num_replicas < 1:
             raise ValueError(
                 f"a placement needs 1 to {MOST_STAGES} stages and at least one replica, got "
@@ -98,7 +98,7 @@ def evaluate(network: Network, job: Job, stages: np.ndarray) -> Costs:
     if len(np.unique(stages)) < stages.size:
         raise ValueError("a device occurs twice in the placement")
 
-    def slower_s(i, j, num_bytes):
+    def slower_s(i: int, j: int, num_bytes: float) -> float:
         return max(network.transfer_s(i, j, num_bytes), network.transfer_s(j, i, num_bytes))
 
     share = job.data_parallel_bytes / job.num_replicas

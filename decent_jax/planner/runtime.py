@@ -67,7 +67,7 @@ class Workload:
     slowness: tuple[float, ...] | None = None
     late_bytes: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("model_bytes", "forward_s", "backward_s", "update_s", "late_bytes"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
@@ -132,7 +132,7 @@ class Gossip:
     execution: costs.Execution = "hierarchical"
     bucket_bytes: float = math.inf
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.mix_every < 1:
             raise ValueError(f"mix_every must be at least 1, got {self.mix_every}")
         if self.combine not in ("with", "then"):

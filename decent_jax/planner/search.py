@@ -233,7 +233,7 @@ class _Exchanges:
         group = np.minimum(np.arange(len(slots)) // replicas, stages)  # stages: left out
         in_slot = (slice(None), slice(None), slots)
 
-        def both(change: np.ndarray, combine) -> np.ndarray:
+        def both(change: np.ndarray, combine: np.ufunc) -> np.ndarray:
             """(used, m): what either device does to the other's group; left out ones: nothing."""
             one_way = change[in_slot].reshape(used, len(slots))
             result = one_way.copy()
