@@ -1,4 +1,4 @@
-"""A schedule drawn round by round: who receives from whom on a circle, the mixing matrix below."""
+"""A schedule drawn round by round: the replicas on a circle, and the mixing matrix below."""
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -14,7 +14,7 @@ MOST_ROUNDS, COLUMNS = 12, 6
 
 
 def draw(schedule: Schedule) -> Figure:
-    """The figure of `Schedule.plot`: two panels per round, at most six rounds in a row."""
+    """The figure of `decent_jax.topology.plot`: two panels per round, six rounds in a row."""
     matrices = [rnd.matrix for rnd in schedule.rounds[:MOST_ROUNDS]]
     columns = min(COLUMNS, len(matrices))
     bands = -(-len(matrices) // columns)
