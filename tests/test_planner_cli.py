@@ -26,6 +26,13 @@ def run(capsys, *arguments):
     return code, *capsys.readouterr()
 
 
+def works(capsys, *arguments):
+    """What the command prints."""
+    code, out, err = run(capsys, *arguments)
+    assert (code, err) == (0, "")
+    return out
+
+
 def refused(capsys, *arguments):
     """The sentence on stderr; nothing else may be printed."""
     code, out, err = run(capsys, *arguments)
@@ -46,8 +53,7 @@ def measured_network(tmp_path):
 
 
 def test_predict_prints_every_algorithm_for_every_number_of_nodes(capsys):
-    code, out, err = run(capsys, "predict", *CLUSTER, "--nodes", "2,4", *MODEL, "--sigma", 0.1)
-    assert (code, err) == (0, "")
+    out = works(capsys, "predict", *CLUSTER, "--nodes", "2,4", *MODEL, "--sigma", 0.1)
     rows = [line.split(" | ") for line in out.splitlines() if line.startswith("| ")][1:]
     assert {(row[0].strip("| "), row[1]) for row in rows} == {("2", "8"), ("4", "16")}
     assert {row[2] for row in rows} > {"all_reduce", "one_peer_exp", "alternating_exp_ring"}
@@ -57,21 +63,20 @@ def test_predict_prints_every_algorithm_for_every_number_of_nodes(capsys):
 
 def test_strong_scaling_shares_the_compute_time_out(capsys):
     arguments = ["predict", *CLUSTER, "--nodes", "1,4", *MODEL, "--algorithms", "ring"]
-    _, weak, _ = run(capsys, *arguments)
-    _, strong, _ = run(capsys, *arguments, "--scaling", "strong")
+    weak = works(capsys, *arguments)
+    strong = works(capsys, *arguments, "--scaling", "strong")
     assert "| 200.0 |" in weak.splitlines()[-1]
     assert "| 50.0 |" in strong.splitlines()[-1]
 
 
 def test_predict_takes_model_and_replicas_from_a_config_and_draws(capsys, tmp_path):
     bars, gantt = tmp_path / "bars.png", tmp_path / "gantt.png"
-    code, out, err = run(
+    out = works(
         capsys,
         *("predict", "--network", "nvlink_25gbe", "--config", f"{CONFIG}:decentralized"),
         *("--compute_s", 0.178, "--algorithms", "all_reduce,alternating_exp_ring"),
         *("--out", bars, "--timeline", gantt),
     )
-    assert (code, err) == (0, "")
     assert "| 4 | 16 | alternating_exp_ring | 178.0 |" in out  # nodes of config.local_size
     for path in (bars, gantt):
         assert path.read_bytes().startswith(b"\x89PNG")
@@ -82,12 +87,11 @@ def test_predict_reads_compute_times_from_a_run(capsys, tmp_path):
     times = 0.2 * np.exp(0.1 * np.random.default_rng(0).standard_normal(60))
     rows = [{"step": k, "perf/step_time_s": time} for k, time in enumerate(times)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code, out, _ = run(
+    out = works(
         capsys,
         *("predict", *CLUSTER, "--nodes", 2, "--parameters", "1e6", "--trace", tmp_path),
         *("--algorithms", "all_reduce"),
     )
-    assert code == 0
     step, compute, _, stragglers = map(float, re.findall(r"\d+\.\d", out.splitlines()[-1])[:4])
     assert compute == pytest.approx(1e3 * times[1:].mean(), abs=0.1)
     assert stragglers == pytest.approx(200 * 0.1 * 1.42, rel=0.25)  # E max of 8
@@ -98,7 +102,7 @@ def test_predict_is_checked_against_measured_rows(capsys, tmp_path):
     """Rows made by the model itself, with a network half as fast as was said."""
     rows = []
     for name in ("all_reduce", "one_peer_exp", "ring"):
-        _, out, _ = run(
+        out = works(
             capsys,
             *("predict", "--network", "two_racks_25gbe", "--nodes", 4, "--devices_per_node", 1),
             *("--parameters", "248e6", "--compute_s", 0.2, "--algorithms", name),
@@ -110,20 +114,17 @@ def test_predict_is_checked_against_measured_rows(capsys, tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = ["predict", "--network", "two_racks_25gbe", "--devices_per_node", 1]
     arguments += ["--parameters", "248e6", "--measured", path]
-    code, out, err = run(capsys, *arguments)
-    assert (code, err) == (0, "")
+    out = works(capsys, *arguments)
     assert out.count("| +0.0% | held out |") + out.count("| -0.0% | held out |") == 3
     arguments[arguments.index("248e6")] = "124e6"  # half the bytes: half the bandwidth fits
-    code, out, err = run(capsys, *arguments, "--fit", "bandwidth", "--out", picture)
-    assert (code, err) == (0, "")
+    out = works(capsys, *arguments, "--fit", "bandwidth", "--out", picture)
     assert float(re.search(r"bandwidth = ([\d.]+)", out)[1]) == pytest.approx(0.5, rel=0.02)
     assert "fitted" in out and "held out" in out
     assert picture.exists()
 
 
 def test_recommend_says_what_to_take_why_and_which_lines(capsys):
-    code, out, err = run(capsys, "recommend", *CLUSTER, "--nodes", 4, *MODEL, "--sigma", 0.1)
-    assert (code, err) == (0, "")
+    out = works(capsys, "recommend", *CLUSTER, "--nodes", 4, *MODEL, "--sigma", 0.1)
     assert out.startswith("Take ")
     assert "all_reduce is" in out and "times as slow" in out
     assert 'config.schedule = "' in out
@@ -136,12 +137,11 @@ HURRY = ["--time_limit_s", "0.2"]
 def test_recommend_writes_a_plan_that_can_be_followed(capsys, tmp_path):
     """Two racks, replicas listed rack by rack: the plan names every device once."""
     path = tmp_path / "plan.json"
-    code, out, err = run(
+    out = works(
         capsys,
         *("recommend", "--network", "two_racks_25gbe", "--nodes", 8, "--devices_per_node", 1),
         *("--parameters", "500e6", "--compute_s", 0.2, "--plan", path, *HURRY),
     )
-    assert (code, err) == (0, "")
     assert f"--config.cluster.plan={path}" in out
     whole = network.preset("two_racks_25gbe", 8, 1)
     found = plan_file.load(path)
@@ -168,12 +168,11 @@ def test_place_orders_replicas_and_draws(capsys, tmp_path, schedule):
     whole = network.preset("two_racks_25gbe", 8, 1)
     whole = whole.take([0, 4, 1, 5, 2, 6, 3, 7])  # racks alternate: the worst order for a ring
     whole.save(tmp_path / "network.json")
-    code, out, err = run(
+    out = works(
         capsys,
         *("place", "--network", tmp_path / "network.json", "--parameters", "1e8", *HURRY),
         *("--schedule", schedule, "--plan", tmp_path / "plan.json", "--out", tmp_path / "p.png"),
     )
-    assert (code, err) == (0, "")
     means = [float(cells.split("|")[2]) for cells in out.splitlines()[2:4] if cells[:2] == "| "]
     assert means == sorted(means, reverse=True)  # as listed, then placed
     assert plan_file.load(tmp_path / "plan.json").schedule.num_replicas == 8
@@ -184,25 +183,21 @@ def test_place_puts_stages_where_the_paper_puts_them(capsys, tmp_path):
     """DT-FM's case 4 by its published total; a device without memory is left out."""
     arguments = ["place", "--network", "dtfm_case4", "--parameters", "1.3e9", "--stages", 8]
     arguments += ["--replicas", 8, "--pipeline_bytes", "0.47124922275543213e9"]
-    code, out, _ = run(capsys, *arguments, "--time_limit_s", 2)
-    assert code == 0
+    out = works(capsys, *arguments, "--time_limit_s", 2)
     assert float(out.split()[0]) == pytest.approx(34.8020, abs=0.01)
     memory = tmp_path / "memory.json"
     memory.write_text(json.dumps([1e9] + [8e9] * 63))
     small = ["--device_memory", memory, "--stage_memory", "2e9"]
-    code, out, _ = run(capsys, *arguments[:-5], 7, *arguments[-4:], *small, *HURRY)
-    assert code == 0
+    out = works(capsys, *arguments[:-5], 7, *arguments[-4:], *small, *HURRY)
     assert "Virginia/0 " not in out.replace("\n", " ")
     assert "1 have too little memory" in refused(capsys, *arguments, *small)
 
 
 def test_network_is_summarised_and_converted(capsys, tmp_path):
     path = tmp_path / "saved.json"
-    code, out, _ = run(capsys, "network", *CLUSTER, "--nodes", 2, "--save", path)
-    assert code == 0
+    out = works(capsys, "network", *CLUSTER, "--nodes", 2, "--save", path)
     assert "8 devices in 2 nodes" in out and "25 Gbit/s" in out
-    code, again, _ = run(capsys, "network", "--network", path)
-    assert code == 0
+    again = works(capsys, "network", "--network", path)
     assert again.splitlines() == out.splitlines()[:-1]
 
 

@@ -32,9 +32,7 @@ MISSES = {("4xA40, 25G Ethernet", 16, figure6.EXP)}
         ("--json", ".", "is a folder"),
     ],
 )
-def test_where_nothing_can_be_written_is_said_at_once(
-    capsys, tmp_path, benchmark, flag, name, words
-):
+def test_unwritable_paths_are_refused_at_once(capsys, tmp_path, benchmark, flag, name, words):
     with pytest.raises(SystemExit) as left:
         benchmark.main([flag, str(tmp_path / name)])
     out, err = capsys.readouterr()
@@ -42,7 +40,7 @@ def test_where_nothing_can_be_written_is_said_at_once(
     assert f"argument {flag}" in err and words in err and err.count("\n") == 1
 
 
-def test_the_published_numbers_are_those_of_the_reference():
+def test_the_published_numbers_are_the_references():
     table = re.findall(
         r"^\|([^|]*)\| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| [\d.]+x \|$",
         shared("REFERENCE.md").read_text(),

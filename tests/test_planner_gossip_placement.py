@@ -68,7 +68,7 @@ def test_disagreement_is_what_drifting_replicas_settle_at():
     assert disagreement_s(rounds, seconds) == pytest.approx(wanted)
 
 
-def test_disagreement_does_not_depend_on_who_is_who():
+def test_disagreement_does_not_depend_on_the_order_of_replicas():
     rng = np.random.default_rng(0)
     order = rng.permutation(8)
     rounds, seconds = matrices("ring", 8), [1.0, 3.0]
@@ -156,7 +156,7 @@ def test_an_order_is_never_worse_than_the_networks_own():
         assert sorted(found.order.tolist()) == list(range(9))
 
 
-def test_a_seed_has_one_order_and_a_bar_is_shown(capsys):
+def test_a_seed_gives_one_order_and_progress_shows_a_bar(capsys):
     network = networks.regions({"Oregon": 3, "Ohio": 2, "London": 3})
     schedule = topology.make("one_peer_exp", 8)
     one, two = (

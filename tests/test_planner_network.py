@@ -104,7 +104,7 @@ def test_files_are_read_back_as_they_were(tmp_path, suffix):
         np.testing.assert_array_equal(getattr(again, field), getattr(network, field))
 
 
-def test_a_file_may_leave_out_what_is_not_known(tmp_path):
+def test_optional_fields_may_be_missing(tmp_path):
     path = tmp_path / "network.json"
     matrices = {"latency_s": THREE_MS, "bandwidth_bytes_per_s": THREE_GBIT.tolist()}
     path.write_text(json.dumps({"format": networks.FORMAT, "node": None, **matrices}))
@@ -197,7 +197,7 @@ def test_small_asymmetry_stays_and_large_can_be_symmetrised():
         ({"names": ["a", "a", "b"]}, "3 different names"),
     ],
 )
-def test_what_is_said_about_devices_is_checked(arguments, words):
+def test_fields_of_devices_are_checked(arguments, words):
     with pytest.raises(ValueError, match=words):
         from_matrices(THREE_MS, THREE_GBIT, **arguments)
 

@@ -97,7 +97,7 @@ def test_a_trace_is_recognised():
 
 
 @pytest.mark.parametrize("times", [[], [1.0], [1.0, 0.0], [1.0, math.nan], [1.0, -1.0]])
-def test_a_trace_that_is_none_is_refused(times):
+def test_bad_traces_are_refused(times):
     with pytest.raises(ValueError, match="at least two positive step times"):
         compute_times.fit(times)
 
@@ -283,7 +283,7 @@ def test_gossip_stays_between_its_bounds(k, name, j, options):
     assert lower <= upper
 
 
-def test_gossip_waits_for_neighbours_and_not_for_everybody():
+def test_gossip_waits_for_neighbours_only():
     """Rare long interruptions: a ring loses less than complete, and both less than all-reduce."""
     whole = cluster(32, 1)
     jitter = workload(1e3, ShiftedExponential(0.8))
@@ -542,7 +542,7 @@ def test_fitting_finds_the_constants_that_made_the_rows():
         ("", "has no rows"),
     ],
 )
-def test_rows_that_are_none_are_refused(tmp_path, line, words):
+def test_bad_rows_are_refused(tmp_path, line, words):
     path = tmp_path / "rows.jsonl"
     path.write_text(line + "\n")
     with pytest.raises(ValueError, match=words):

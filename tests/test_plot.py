@@ -1,4 +1,4 @@
-"""Curves of synthetic runs: what is drawn, and what is said when nothing can be."""
+"""Curves of synthetic runs: panels, labels, and one sentence where there is nothing to draw."""
 
 import json
 import math
@@ -95,7 +95,7 @@ def test_several_runs_are_compared_under_their_differences(tmp_path, monkeypatch
     size_of_png(tmp_path / "comparison.png")
 
 
-def test_equal_settings_are_told_apart_by_folder_and_odd_names_are_drawn(tmp_path):
+def test_equal_settings_are_labelled_by_folder_and_odd_names_are_drawn(tmp_path):
     names = ["_hidden", "cost $1 $2"] + [f"run_{i}" for i in range(7)]
     runs = [load_run(make_run(tmp_path / name, steps=2)) for name in names]
     label_runs(runs)
@@ -133,7 +133,7 @@ def test_runs_with_different_metrics_share_the_one_that_all_have(tmp_path):
     assert figure.axes[2].get_title(loc="right") == ""  # absolute distances
 
 
-def test_a_diverged_run_and_a_distance_of_zero_are_said(tmp_path):
+def test_a_diverged_run_and_a_distance_of_zero_are_labelled(tmp_path):
     run = make_run(
         tmp_path / "a",
         train__loss=lambda s: 3.0 if s <= 40 else math.nan,

@@ -250,7 +250,7 @@ def config_lines(choice: Choice, algorithm: str = "accum_adam") -> list[str]:
     """The lines of a config file that make ``train.py`` do this.
 
     Args:
-      algorithm: of `decent_jax.train.config.ALGORITHMS`, kept unless it is all_reduce and gossip
+      algorithm: of `decent_jax.optim.METHODS`, kept unless it is all_reduce and gossip
           is better.
     """
     n, gossip = choice.prediction.num_replicas, choice.algorithm
