@@ -482,7 +482,7 @@ def test_a_compressed_wire_takes_its_share_of_the_time():
 
 
 def test_step_times_that_this_project_measured_on_two_hosts():
-    """DESIGN.md 4.3: compute 134 ms, communication 269 ms; gossip 298 ms, all-reduce 392 ms.
+    """Throttled links: compute 134 ms, communication 269 ms; gossip 298 ms, all-reduce 392 ms.
 
     On CPU hosts nothing overlaps an all-reduce: one bucket, after the backward pass.
     """

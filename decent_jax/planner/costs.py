@@ -193,25 +193,17 @@ def tree_stage(network: Network, groups: Groups, num_bytes: float) -> Stage:
     """
     groups = [np.asarray(group, np.int64) for group in groups]
     duration = np.zeros(network.num_devices)
-    children, parents, owner, depth_s = [], [], [], []
+    edges, depth_s = [], np.zeros(len(groups))
     for k, group in enumerate(groups):
-        deepest = 0.0
-        for parent in _double_tree(network, group):
-            child = group[1:] if parent is None else parent[:, 0]
-            up = group[:-1] if parent is None else parent[:, 1]
-            children.append(child)
-            parents.append(up)
-            owner.append(np.full(len(child), k))
-            deepest = max(deepest, _longest_way_s(network, child, up))
-        depth_s.append(deepest)
-    child, up, owner = (np.concatenate(parts) for parts in (children, parents, owner))
-    if len(child):
-        rate = rates(network, np.concatenate([child, up]), np.concatenate([up, child]))
-        seconds = num_bytes / 2 / rate
-        slowest = np.zeros(len(groups))
-        np.maximum.at(slowest, np.concatenate([owner, owner]), seconds)
-        for k, group in enumerate(groups):
-            duration[group] = slowest[k] + 2 * depth_s[k]
+        for tree in _double_tree(network, group):
+            edges.append(np.column_stack([tree, np.full(len(tree), k)]))
+            depth_s[k] = max(depth_s[k], _longest_way_s(network, tree))
+    child, parent, owner = np.concatenate(edges).T
+    rate = rates(network, np.concatenate([child, parent]), np.concatenate([parent, child]))
+    slowest_s = np.zeros(len(groups))
+    np.maximum.at(slowest_s, np.tile(owner, 2), num_bytes / 2 / rate)
+    for k, group in enumerate(groups):
+        duration[group] = slowest_s[k] + 2 * depth_s[k]
     return Stage(duration, label=_labels(groups, network.num_devices))
 
 
@@ -227,10 +219,9 @@ def _double_tree(network: Network, group: np.ndarray) -> list[np.ndarray]:
     ranks = np.arange(1, n)
     trees = []
     # The second tree is the first with its ranks mirrored, or shifted where n is odd.
-    for rename in (np.arange(n), np.arange(n)[::-1] if n % 2 == 0 else (np.arange(n) + 1) % n):
-        edges = np.stack([leaders[rename[ranks]], leaders[rename[up]]], axis=1) if n > 1 else None
-        parts = chains + ([edges] if edges is not None else [])
-        trees.append(np.concatenate(parts) if parts else np.zeros((0, 2), np.int64))
+    for renumber in (np.arange(n), np.arange(n)[::-1] if n % 2 == 0 else (np.arange(n) + 1) % n):
+        between = np.stack([leaders[renumber[ranks]], leaders[renumber[up]]], axis=1)
+        trees.append(np.concatenate([*chains, between]))
     return trees
 
 
@@ -241,8 +232,9 @@ def _tree_parent(rank: int, n: int) -> int:
     return parent if parent < n else rank ^ bit
 
 
-def _longest_way_s(network: Network, child: np.ndarray, parent: np.ndarray) -> float:
-    up = dict(zip(child.tolist(), parent.tolist(), strict=True))
+def _longest_way_s(network: Network, edges: np.ndarray) -> float:
+    """The sum of latencies from the leaf farthest from the root."""
+    up = dict(edges.tolist())
     longest = 0.0
     for leaf in up:
         way, at = 0.0, leaf
