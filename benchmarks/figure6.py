@@ -187,7 +187,7 @@ def predicted_rows(cluster: Cluster, constants: dict[str, float], **simulation) 
         seconds = predict_s(cluster, row, **constants, **simulation)
         first_sgp = row["algorithm"] == SGP and row["num_replicas"] == cluster.sizes[0]
         fitted = row["algorithm"] in FITTED or first_sgp
-        rows.append({"cluster": cluster.name} | fit.compared(row, seconds, fitted))
+        rows.append(fit.compared(row | {"cluster": cluster.name}, seconds, fitted))
     return rows
 
 
