@@ -5,32 +5,30 @@
 PART is one of these, or "all"; the minutes are those of one idle core:
 
 quadratic  (1)   8 replicas with different quadratics and exact gradients: how far from the optimum
-                 of the average do they stay for ever? "refused": the library says so itself, with
-                 the reason below the table.
-images     (20)  16 replicas name ten shapes in generated pictures, whose labels are dealt out by
-                 Dirichlet's distribution with alpha 1, 0.1, 0.01 (mostly one class a replica).
-                 The same pictures in the same order, and as many steps, for all methods.
+                 of the average do they end? "refused": the library refuses the pair, for the reason
+                 below the table.
+images     (20)  16 replicas classify ten shapes in generated pictures, dealt out by label from
+                 Dirichlet's distribution with alpha 1, 0.1, 0.01 (mostly one class per replica).
+                 All methods see the same pictures in the same order for the same number of steps.
 topologies (5)   the comparison of Ying et al. 2021: DmSGD (momentum 0.9, local, "then") over six
                  topologies and 4 to 32 replicas, pictures dealt out at random.
 drops      (15)  0%, 1% and 10% of all messages get lost, on the quadratic and on images.
 
-Prints a table a part; --json writes a line a number as it comes. Nothing is left to chance:
-everything is drawn from seeds 0, 1, ...; tables show means over --seeds of them, and how far single
-seeds scatter.
+Prints a table per part; --json writes a line per number as it comes. Everything random is drawn
+from seeds 0, 1, ...; tables show means over --seeds of them, and the scatter of single seeds.
 
 Learning rates. quadratic: 0.1, Adam 0.01, momentum 0.9. images: the best by accuracy at alpha 0.1
-and seed 0 among factors of 3, tried outwards until both neighbours are worse, for each method and
-schedule of its own, and used for every alpha. It falls along a cosine to a tenth; --warmup lets it
-rise first, which methods that diverge at the start need for larger ones. drops: that of images at
-alpha 0.1. topologies: 0.00625 times the number of replicas (the paper scales it so), with 8
-pictures a replica and step, and as many pictures in all for any number of replicas.
+and seed 0 among factors of 3, tried outwards until both neighbours are worse, separately for each
+method and schedule, and used for every alpha. The rate falls along a cosine to a tenth; --warmup
+lets it rise first, so that methods which diverge at the start can use a larger one. drops: that of
+images at alpha 0.1. topologies: 0.00625 times the number of replicas (as in the paper), with 8
+pictures per replica and step, and the same total number of pictures for any number of replicas.
 
-Lost messages. A message's weight goes to the receiver's own copy, and a pair that exchanges does
-not where either direction is lost, so undirected graphs keep the mean; with push-sum the sender
-keeps what it could not send (`decent_jax.simulate.lose`). Averages of all replicas wait instead.
+Lost messages. The weight of a message goes to the receiver's own copy, and a pair does not exchange
+where either direction is lost, so undirected graphs keep the mean; with push-sum the sender keeps
+the weight that it could not send (`decent_jax.simulate.lose`). Averages of all replicas wait.
 """
 
-import argparse
 import functools
 import itertools
 import json
@@ -41,9 +39,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import algorithms_tables as tables
+import commands
 import numpy as np
 import small_problems as problems
-from small_problems import EXP, OPTIMUM, RING, VARIANTS, ImageTask, Outcome, Pair, Variant, pair
+from algorithms_tables import LOSSES, PART_OF_BEST, TOPOLOGIES, TUNED_AT
+from small_images import ImageTask, Outcome, image_params
+from small_problems import EXP, OPTIMUM, RING, VARIANTS, Pair, Variant, pair
 
 from decent_jax import topology
 from decent_jax.planner import outputs
@@ -51,11 +53,10 @@ from decent_jax.progress import Progress
 from decent_jax.simulate import lose
 
 BY_LABEL = {variant.label: variant for variant in VARIANTS}
-LOSSES = (0.0, 0.01, 0.1)
 
 
 class Scale(NamedTuple):
-    """How much is done; --quick does little of everything."""
+    """The sizes of all parts; --quick does little of everything."""
 
     quadratic_steps: int = 4000
     image_steps: int = 640
@@ -138,38 +139,9 @@ def run_quadratic(scale: Scale, emit: Emit) -> None:
         emit(row)
 
 
-def print_quadratic(rows: list[dict]) -> None:
-    print(
-        f"\n### quadratic: largest distance of a replica (of their mean) from the optimum at the "
-        f"end, {N} replicas\n\n| method | {RING} | {EXP} | another schedule |\n|---|---|---|---|"
-    )
-    reasons: dict[str, str] = {}  # the first of those that differ in the schedule's name only
-
-    def cell(row: dict) -> str:
-        if "refused" in row:
-            reason = row["refused"].replace(row["schedule"], "", 1)
-            reasons.setdefault(reason, row["refused"])
-            return f"refused [{list(reasons).index(reason) + 1}]"
-        return f"{_small(row['largest_distance'])} ({_small(row['distance_of_mean'])})"
-
-    for label, own in _groups(rows, "method"):
-        cells = {row["schedule"]: cell(row) for row in own}
-        others = [f"{name}: {text}" for name, text in cells.items() if name not in (RING, EXP)]
-        print(f"| {label} | {cells.get(RING, '')} | {cells.get(EXP, '')} | {'; '.join(others)} |")
-    for k, reason in enumerate(reasons.values()):
-        print(f"\n[{k + 1}] {reason}")
-
-
-def _small(distance: float) -> str:
-    if not distance < 1e3:
-        return "diverges"
-    return "0" if distance < 1e-9 else f"{distance:.3g}" if distance < 1e-3 else f"{distance:.4f}"
-
-
 # --- images ---------------------------------------------------------------------------------------
 
 LEFT_OUT_ON_IMAGES = ("Gossip-PGA", "local SGD", "swarm, blocking", "swarm, 8 bit")
-TUNED_AT = 0.1
 
 
 def image_pairs(scale: Scale) -> Iterator[Pair]:
@@ -201,14 +173,14 @@ def tuned(label: str, name: str, scale: Scale) -> Outcome:
 
 def run_images(scale: Scale, emit: Emit) -> None:
     for one in image_pairs(scale):
-        sent = one.variant.models_sent(one.schedule, problems.image_params())
+        sent = one.variant.models_sent(one.schedule, image_params())
         for alpha, seed in itertools.product(scale.alphas, range(scale.seeds)):
             row = {"alpha": alpha, "models_sent": sent}
             emit(_named(one) | row | _numbers(on_images(one, scale, alpha, seed), seed))
 
 
 def on_images(one: Pair, scale: Scale, alpha: float, seed: int, loss: float = 0.0) -> Outcome:
-    """With the learning rate found before; what that took is not done again."""
+    """The run with the learning rate found before; the search is cached."""
     found = tuned(one.variant.label, one.name, scale)
     if (alpha, seed, loss) == (TUNED_AT, 0, 0.0):
         return found
@@ -229,52 +201,9 @@ def _numbers(outcome: Outcome, seed: int) -> dict:
     }
 
 
-def print_images(rows: list[dict]) -> None:
-    alphas = list(dict.fromkeys(row["alpha"] for row in rows))
-    names = [f"alpha {alpha:g}" for alpha in alphas]
-    print(
-        "\n### images: accuracy of the consensus model (mean of single replicas) in %, and the "
-        "consensus distance relative to the model in %\n\n| method | schedule | models sent a step "
-        f"| rate | {' | '.join(names)} | distance: {' | '.join(names)} |\n"
-        + "|---" * (4 + 2 * len(names))
-        + "|"
-    )
-    for (label, name), own in _groups(rows, "method", "schedule"):
-        of_alpha = [group for _, group in _groups(own, "alpha")]
-        apart = [100 * _mean(group, "consensus_distance_relative") for group in of_alpha]
-        print(
-            f"| {label} | {name} | {own[0]['models_sent']:.2g} | {own[0]['learning_rate']:.2g} "
-            f"| {' | '.join(map(_accuracy, of_alpha))} "
-            f"| {' | '.join('0' if x < 1e-5 else f'{x:.2g}' for x in apart)} |"
-        )
-    print("\nMethods that average everybody every 4 or 8 steps have just done so at the end.")
-    _print_scatter(rows, "method", "schedule", "alpha")
-
-
-def _mean(rows: list[dict], name: str) -> float:
-    return float(np.mean([row[name] for row in rows]))
-
-
-def _accuracy(rows: list[dict]) -> str:
-    alone = 100 * _mean(rows, "accuracy_of_replicas")
-    return f"{100 * _mean(rows, 'accuracy'):.1f} ({alone:.1f})"
-
-
-def _print_scatter(rows: list[dict], *keys: str) -> None:
-    groups = [[100 * row["accuracy"] for row in own] for _, own in _groups(rows, *keys)]
-    if len(groups[0]) > 1:
-        deviations = [np.std(one, ddof=1) for one in groups]
-        print(
-            f"Means of {len(groups[0])} seeds; the standard deviation between seeds has the median "
-            f"{np.median(deviations):.1f} points, the quartile {np.quantile(deviations, 0.75):.1f} "
-            f"and the maximum {max(deviations):.1f}."
-        )
-
-
 # --- topologies -----------------------------------------------------------------------------------
 
-TOPOLOGIES = (RING, "grid", "random_matching(rounds=64)", "static_exp", EXP, "complete")
-RECORDS, RATE_A_REPLICA, PART_OF_BEST = 40, 0.00625, 0.9
+RECORDS, RATE_PER_REPLICA = 40, 0.00625
 
 
 def run_topologies(scale: Scale, emit: Emit) -> None:
@@ -285,7 +214,7 @@ def run_topologies(scale: Scale, emit: Emit) -> None:
         wanted = 0.0
         for name in reversed(TOPOLOGIES):  # complete first: it is all-reduce, and what is reached
             one = pair(variant, name, n)
-            outcome = task.run(one, RATE_A_REPLICA * n, records=records)
+            outcome = task.run(one, RATE_PER_REPLICA * n, records=records)
             wanted = wanted or PART_OF_BEST * outcome.accuracy
             reached = np.flatnonzero(np.array(outcome.accuracies) >= wanted)
             row = {
@@ -296,30 +225,6 @@ def run_topologies(scale: Scale, emit: Emit) -> None:
                 "steps_to_wanted": int(reached[0] + 1) * steps // records if len(reached) else None,
             }
             emit(_named(one) | row | _numbers(outcome, seed))
-
-
-def print_topologies(rows: list[dict]) -> None:
-    sizes = list(dict.fromkeys(row["num_replicas"] for row in rows))
-    steps = {row["num_replicas"]: row["steps"] for row in rows}
-    header = " | ".join(f"n = {n}, {steps[n]} steps" for n in sizes)
-    print(
-        "\n### topologies: accuracy of the consensus model (mean of single replicas) in %, and "
-        f"steps to {PART_OF_BEST:.0%} of what complete (all-reduce) reaches, DmSGD\n\n"
-        f"| topology | {header} | {' | '.join(f'steps, n = {n}' for n in sizes)} |\n"
-        + "|---" * (1 + 2 * len(sizes))
-        + "|"
-    )
-    for name in TOPOLOGIES:
-        own = [row for row in rows if row["schedule"] == name]
-        groups = [group for _, group in _groups(own, "num_replicas")]
-        cells = [*map(_accuracy, groups), *map(_steps, groups)]
-        print(f"| {name} | {' | '.join(cells)} |")
-    _print_scatter(rows, "schedule", "num_replicas")
-
-
-def _steps(rows: list[dict]) -> str:
-    missing = sum(row["steps_to_wanted"] is None for row in rows)
-    return f"{missing} of {len(rows)} never" if missing else f"{_mean(rows, 'steps_to_wanted'):.0f}"
 
 
 # --- drops ----------------------------------------------------------------------------------------
@@ -375,56 +280,14 @@ def hub_of_a_star(rule: str, rate: float = 0.1, draws: int = 400_000) -> float:
     return float(weights[0] / weights.sum())
 
 
-def print_drops(rows: list[dict]) -> None:
-    hub = {row["rule"]: row["hub"] for row in rows if row["problem"] == "star"}
-    print(
-        "\n### drops\n\nstar(4), 10% of messages lost, in the mean that replicas agree on the hub "
-        f"counts {hub['renormalise']:.4f} where the rest is renormalised "
-        f"({100 * (4 * hub['renormalise'] - 1):+.1f}%), {hub['receiver']:.4f} where its weight "
-        f"goes to the receiver's own copy ({100 * (4 * hub['receiver'] - 1):+.1f}%)"
-    )
-    for problem, title, cell in (
-        ("quadratic", "error of the mean of replicas / spread of replicas around it, rms", _rms),
-        ("images", f"accuracy of the consensus model (single replicas) in %, alpha {TUNED_AT:g}",
-         _accuracy),
-    ):  # fmt: skip
-        header = " | ".join(f"{loss:.0%} lost" for loss in LOSSES)
-        print(f"\n{problem}: {title}\n\n| method | schedule | {header} |\n|---|---|---|---|---|")
-        mine = [row for row in rows if row["problem"] == problem]
-        for (label, name), own in _groups(mine, "method", "schedule"):
-            print(f"| {label} | {name} | {' | '.join(cell(x) for _, x in _groups(own, 'loss'))} |")
-        if problem == "images" and mine:
-            _print_scatter(mine, "method", "schedule", "loss")
-    waiting = ", ".join(v.label for v in VARIANTS if v.waits)
-    print(f"\nnot applicable, they wait for all messages: {waiting}")
-
-
-def _rms(rows: list[dict]) -> str:
-    error, spread = (
-        float(np.sqrt(np.mean([row[name] ** 2 for row in rows])))
-        for name in ("error_of_mean", "spread")
-    )
-    return f"{_small(error)} / {_small(spread)}" if error + spread < 1e3 else "diverges"
-
-
 # --- the command ----------------------------------------------------------------------------------
 
 
-def _groups(rows: list[dict], *keys: str) -> Iterator[tuple]:
-    """(key or keys, rows with them), in order of appearance."""
-
-    def key(row: dict):
-        return row[keys[0]] if len(keys) == 1 else tuple(row[k] for k in keys)
-
-    for value in dict.fromkeys(map(key, rows)):
-        yield value, [row for row in rows if key(row) == value]
-
-
 PARTS = {
-    "quadratic": (run_quadratic, print_quadratic),
-    "images": (run_images, print_images),
-    "topologies": (run_topologies, print_topologies),
-    "drops": (run_drops, print_drops),
+    "quadratic": (run_quadratic, tables.print_quadratic),
+    "images": (run_images, tables.print_images),
+    "topologies": (run_topologies, tables.print_topologies),
+    "drops": (run_drops, tables.print_drops),
 }
 
 
@@ -468,11 +331,7 @@ def run_part(part: str, scale: Scale, path: Path | None) -> list[dict]:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    parser = argparse.ArgumentParser(
-        usage=argparse.SUPPRESS,  # the docstring has it
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = commands.parser(__doc__)
     names = (*PARTS, "all")
     parser.add_argument("parts", nargs="+", metavar="PART", choices=names, help=", ".join(names))
     parser.add_argument("--quick", action="store_true", help="a little of it, in a minute")

@@ -4,7 +4,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from decent_jax.plot import COLOURS, GREY, GRID, INK
+from decent_jax.plot_style import COLOURS, GREY, frame, new_figure
 
 ZERO = 1e-4  # where "0" is drawn on a logarithmic axis
 LINE_INCHES = 0.21
@@ -14,7 +14,7 @@ def draw(rows: list[dict]) -> Figure:
     """The figure of the rows of some parts; a dot a seed, and lines of means for topologies."""
     panels = [panel for part, panel in PANELS.items() if any(row["part"] == part for row in rows)]
     heights = [_lines(panel, rows) * LINE_INCHES + 1.1 for panel in panels]
-    figure = Figure(figsize=(6.4 * len(panels), max(heights)), layout="constrained")
+    figure = new_figure(6.4 * len(panels), max(heights))
     for axes, panel in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels, strict=True):
         panel(axes, rows)
         legend = axes.legend(
@@ -112,12 +112,8 @@ def _percent(row: dict) -> float:
 
 
 def _frame(axes, title: str, unit: str) -> None:
-    axes.set_title(title, loc="left", color=INK)
+    frame(axes, title)
     axes.set_xlabel(unit, color=GREY)
-    axes.grid(color=GRID, lw=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=GREY, labelsize=9, length=0)
 
 
 PANELS = {"quadratic": _quadratic, "images": _images, "topologies": _topologies, "drops": _drops}

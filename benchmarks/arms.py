@@ -1,4 +1,4 @@
-"""Runs of one config with several arms and seeds, and the table of what they reached."""
+"""Runs of one config with several arms and seeds, and the table of their results."""
 
 import argparse
 import json
@@ -25,7 +25,7 @@ def compare(
     Args:
       config: a config file that takes an arm after the colon.
       arms: those to compare.
-      parsed: ``workdir``, ``seeds`` and ``rates`` of :func:`add_arguments`.
+      parsed: ``workdir``, ``seeds`` and ``rates`` of `add_arguments`.
       changes: as on the command line, ``--config.NAME=VALUE``.
       results: from ``summary.json`` and the rows of ``metrics.jsonl`` to what the table shows.
     """

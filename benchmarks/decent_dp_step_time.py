@@ -5,17 +5,18 @@
     TORCH/bin/python benchmarks/run_on_hosts.py benchmarks/decent_dp_step_time.py
 
 TORCH is an environment of its own with PyTorch and `pip install decent-dp` (the reference's
-implementation); this project needs neither. The same GPT of 4.03M parameters in float32, as many
-sequences a step, AdamW, gloo. Decent-DP calls the hypercube "one-peer-exp". Medians over
-measurements that go through all algorithms in turn, as step_time.py does; a line of JSON each.
+implementation); this project needs neither. The same GPT of 4.03M parameters in float32, the
+same number of sequences per step, AdamW, gloo. Decent-DP calls the hypercube "one-peer-exp". Prints
+a line of JSON per algorithm: medians over measurements that take all algorithms in turn, as in
+step_time.py.
 """
 
-import argparse
 import json
 import statistics
 import sys
 import time
 
+import commands
 import torch
 import torch.distributed as dist
 from decent_dp.ddp import DecentralizedDataParallel
@@ -29,9 +30,7 @@ LAYERS, HEADS, WIDTH, CONTEXT, VOCAB = 5, 4, 256, 128, 256
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = commands.parser(__doc__)
     parser.add_argument("--batch_size", type=int, default=8, help="sequences, over all processes")
     parser.add_argument("--steps", type=int, default=6, help="steps a measurement")
     parser.add_argument("--repeats", type=int, default=5, help="measurements of each")

@@ -1,4 +1,4 @@
-"""Draw the README's figure: who hears from whom, how replicas agree, what training comes to.
+"""Draw the README's figure: who receives from whom, how replicas agree, where training ends.
 
     python benchmarks/figure.py GOSSIP_RUN ALL_REDUCE_RUN [--out docs/figures/overview.png]
 
@@ -6,28 +6,27 @@ The two runs are --workdir folders of train.py, made of one config with and with
 --config.algorithm=all_reduce. The left and middle panels are computed here in a second.
 """
 
-import argparse
 import functools
 import sys
 from pathlib import Path
 
+import commands
 import jax
 import numpy as np
 from matplotlib.figure import Figure
 
 from decent_jax import gossip, replicas, topology
+from decent_jax.errors import RunError
 from decent_jax.planner import outputs
-from decent_jax.plot import COLOURS, GREY, GRID, INK
-from decent_jax.run_folder import RunError, load_run, smoothed
+from decent_jax.plot_style import BLUE, COLOURS, INK, ORANGE, PINK, frame, new_figure
+from decent_jax.run_folder import load_run, smoothed
 
-BLUE, ORANGE, GREEN, PINK = COLOURS[:4]
 OUT = Path(__file__).resolve().parents[1] / "docs" / "figures" / "overview.png"
 
 
 def draw(gossip_run, all_reduce_run) -> Figure:
     """The figure of two loaded runs."""
-    figure = Figure(figsize=(13, 4.1), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.1, wspace=0.05)
+    figure = new_figure(13, 4.1, w_pad=0.1, wspace=0.05)
     left, middle, right = figure.subplots(1, 3, width_ratios=(1, 1.2, 1.3))
     _rounds(left)
     _agreement(middle)
@@ -63,7 +62,7 @@ def _rounds(axes, n: int = 8) -> None:
         ).set_zorder(4)
     axes.set(xlim=(-1.25, 1.25), ylim=(-1.2, 1.2), aspect="equal")
     axes.axis("off")
-    axes.set_title("Each replica hears from one other a step", loc="left", size=12, color=INK)
+    axes.set_title("Each replica receives from one other per step", loc="left", size=12, color=INK)
     axes.legend(
         loc="upper center", bbox_to_anchor=(0.5, 0.02), ncols=3, frameon=False, handlelength=1.2
     )
@@ -93,7 +92,7 @@ def _agreement(axes, n: int = 16, rounds: int = 16) -> None:
         )
     axes.set(yscale="log", ylim=(3e-8, 3))
     axes.set_xlabel("round")
-    _frame(axes, f"{n} replicas agree: consensus distance")
+    frame(axes, f"{n} replicas agree: consensus distance", size=12)
 
 
 def _distances(schedule, n: int, rounds: int) -> np.ndarray:
@@ -134,24 +133,12 @@ def _training(axes, gossip_run, all_reduce_run) -> None:
         title="validation loss", title_fontsize=11, frameon=False, alignment="left", fontsize=11
     )
     axes.set_xlabel("step")
-    _frame(axes, "Training: loss, nats a byte")
-
-
-def _frame(axes, title: str) -> None:
-    axes.set_title(title, loc="left", size=12, color=INK)
-    axes.grid(color=GRID, lw=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(which="both", colors=GREY, labelsize=10, length=0)
+    frame(axes, "Training: loss, nats per byte", size=12)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    parser = argparse.ArgumentParser(
-        usage=argparse.SUPPRESS,  # the docstring has it
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = commands.parser(__doc__)
     parser.add_argument("gossip_run", metavar="GOSSIP_RUN", help="--workdir of the gossip run")
     parser.add_argument("all_reduce_run", metavar="ALL_REDUCE_RUN", help="of the baseline")
     parser.add_argument("--out", type=outputs.picture, default=str(OUT), metavar="FILE.png")

@@ -2,22 +2,21 @@
 
     python benchmarks/figure6.py [--out figure6.png] [--json rows.jsonl]
 
-Strong scaling of the base Transformer (63.1M parameters, float32, 25k source and target tokens a
-step over all GPUs) on three clusters. Per cluster three constants are fitted, to the all_reduce
-and the AER row: compute time x GPUs, a fixed overhead a step, and sigma, by which compute varies
+Strong scaling of the base Transformer (63.1M parameters, float32, 25k source and target tokens per
+step over all GPUs) on three clusters. Three constants per cluster are fitted to the all_reduce and
+the AER row: compute time x GPUs, a fixed overhead per step, and sigma, by which compute varies
 (batches of different shape). The row Exp is held out. SGP gets a fourth constant, an overhead of
 its implementation, fitted at its first size; its other two sizes are held out.
 
-Bandwidths are nominal. What a node needs two ports for: the published Exp rows carry more bytes out
-of a node than one port can (the second table); a single all-reduce is taken to use both InfiniBand
-ports of an A100 node, but one Ethernet port of an A40 node.
+Bandwidths are nominal. A node needs two ports because the published Exp rows carry more bytes out
+of a node than one port can (the second table). The model lets a single all-reduce use both
+InfiniBand ports of an A100 node, but one Ethernet port of an A40 node.
 """
 
-import argparse
-import json
 import sys
 from typing import NamedTuple
 
+import commands
 import numpy as np
 
 from decent_jax import topology
@@ -187,15 +186,8 @@ def predicted_rows(cluster: Cluster, constants: dict[str, float], **simulation) 
     for row in measured(cluster):
         seconds = predict_s(cluster, row, **constants, **simulation)
         first_sgp = row["algorithm"] == SGP and row["num_replicas"] == cluster.sizes[0]
-        rows.append(
-            row
-            | {
-                "cluster": cluster.name,
-                "predicted_s": seconds,
-                "error": fit.error(row, seconds),
-                "fitted": row["algorithm"] in FITTED or first_sgp,
-            }
-        )
+        fitted = row["algorithm"] in FITTED or first_sgp
+        rows.append(fit.compared(row | {"cluster": cluster.name}, seconds, fitted))
     return rows
 
 
@@ -207,11 +199,7 @@ def leaves_node(cluster: Cluster, n: int) -> float:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        usage=argparse.SUPPRESS,  # the docstring has it
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = commands.parser(__doc__)
     parser.add_argument(
         "--out", type=outputs.picture, metavar="FILE.png", help="also draw the comparison"
     )
@@ -256,21 +244,17 @@ def main(arguments: list[str] | None = None) -> int:
             f"| {cluster.port.bytes_per_s / 1e9:.3f} |"
         )
     if options.json:
-        options.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        commands.write_rows(options.json, rows)
     if options.out:
-        from decent_jax.planner import plots, timeline
+        from decent_jax.planner import timeline
 
         picture = [
-            {
-                "group": row["cluster"],
-                "series": row["algorithm"],
-                "measured_s": row["step_time_s"],
-                "predicted_s": row["predicted_s"],
-                "fitted": row["fitted"],
-            }
+            row
+            | {"group": row["cluster"], "series": row["algorithm"]}
+            | {"measured_s": row["step_time_s"]}
             for row in rows
         ]
-        print(plots.save(timeline.draw_against_measured(picture, "Figure 6"), options.out))
+        outputs.save_picture(timeline.draw_against_measured(picture, "Figure 6"), options.out)
     return 0
 
 

@@ -1,31 +1,29 @@
-"""What XLA makes of a step for GPUs: overlap, memory and the update. No GPU is needed.
+"""The program that XLA makes of a step for GPUs: overlap, memory and the update. Needs no GPU.
 
     pip install -e ".[cuda12]"
     python benchmarks/gpu_program.py [--algorithms one_peer_exp,...] [--json FILE] [--config.x=y]
 
-Compiles a step of GPT-2 124M (any field of the config can be changed) for H100s, a replica on
-each (or on several: --config.mesh.fsdp), as XLA can for devices that are described to it, and reads
-the program. Nothing is run.
+Compiles a step of GPT-2 124M (any field of the config can be changed) for H100s, one replica on
+each (or on several: --config.mesh.fsdp), from a description of the device, and reads the program.
+Nothing runs.
 
-options     with those of decent_jax.train.compiler_options, or XLA's own alone.
+options     decent_jax.train.compiler_options, or XLA's defaults.
 messages    collectives under way while kernels run.
-first, last how much of the gradient's time is over when the first of these messages is
-            started, and when the last is.
+first, last the part of the gradient's time that is over when the first of these messages starts,
+            and when the last does.
 x0.5, x1    a step over the larger of gradient and messages, where the messages take half as long
             as the gradient on a bare link, or as long. Computed: kernels take the time of their
             bytes or of their matrix products, messages follow each other on the link. Where a
-            round has permutes, they alone are on it: the rest stays inside nodes.
-GB          peak memory of a GPU.
-of P        the same over the bytes of the parameters there; in brackets the least there could be:
-            parameters, optimizer's state, gradients, and one more for what is received. The rest
+            round has permutes, only they are on the link: the rest stays inside nodes.
+GB          peak memory per GPU.
+of P        the same over the bytes of the parameters there; in brackets the least possible:
+            parameters, optimizer's state, gradients, and one more for received messages. The rest
             are activations: see --batch_size 4 --config.model.context=64.
-update      bytes that its kernels read and write, over the bytes of one pass over parameters, what
-            is received, gradients and the optimizer's state.
+update      bytes that its kernels read and write, over the bytes of one pass over parameters,
+            received messages, gradients and the optimizer's state.
 """
 
-import argparse
 import collections
-import json
 import os
 import sys
 import tempfile
@@ -34,6 +32,7 @@ from unittest import mock
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # the plugin for GPUs compiles only; it would miss its GPUs
 
+import commands
 import jax
 import numpy as np
 from jax.experimental import topologies
@@ -70,12 +69,7 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        usage=argparse.SUPPRESS,  # the docstring has it
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = commands.parser(__doc__, allow_abbrev=False)
     parser.add_argument("--algorithms", default=ALGORITHMS, help=f"some of {ALGORITHMS}, ...")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--round", type=int, default=0, help="of the schedule, modulo its period")
@@ -96,7 +90,7 @@ def main(arguments: list[str]) -> None:
                 (parsed.hlo / f"{name}-{'ours' if own else 'xla'}.txt").write_text(text)
     print(table(rows))
     if parsed.json:
-        parsed.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        commands.write_rows(parsed.json, rows)
 
 
 def config_of(name: str, parsed, overrides: list[str]):

@@ -1,29 +1,28 @@
-"""What reading photographs costs, against Pillow, torchvision, OpenCV and bare libjpeg-turbo.
+"""The cost of reading photographs, compared with Pillow, torchvision, OpenCV and libjpeg-turbo.
 
     python benchmarks/images.py --images FOLDER [--count 400] [--repeats 9] [--batches 20]
 
 FOLDER is what config.data.path may be; FOLDER/train is used. Three measurements in one run:
 
 train     Random-resized crops of 176 pixels, mirrored, from the same files in memory and with the
-          same boxes. One thread; images a second of CPU time, so that what else runs on the machine
-          takes no time away. torchvision draws boxes of its own, from the same distribution.
+          same boxes. One thread; images per second of CPU time, so that other work on the machine
+          does not count. torchvision draws its own boxes, from the same distribution.
 eval      Centre crops of 224 pixels of pictures whose shorter side is 256.
 pipeline  decent_jax.data.loader.train_batches with 1 to 4 threads, and with 1 and 2 worker
-          processes: images a second by the clock, files read from the disk, on all cores.
+          processes: images per second by the clock, files read from the disk, on all cores.
 
-decent_jax is what the pipeline itself calls. "bare scaled decode" only decodes at the size which it
-chooses, with no crop and no resize: what a pipeline that decodes so cannot exceed. "bare decode"
-decodes the whole picture. Repetitions go through all ways in turn, so that a noisy machine hits all
-alike; numbers are medians (lowest to highest), ratios are those of medians.
+decent_jax is the function of the pipeline. "bare scaled decode" only decodes at the size which that
+function chooses, without crop and resize: an upper bound for any pipeline that decodes in this way.
+"bare decode" decodes the whole picture. Repetitions take all ways in turn, so that a noisy machine
+hits all alike; numbers are medians (lowest to highest), ratios are those of medians.
 
-"apart from Pillow" says how far the pixels are, of 255, on average over all images and in the 99th
-percentile of the images: once on these files, once on a smooth gradient, on which filters do not
-differ and only geometry does.
+"apart from Pillow" is the difference of the pixels, of 255, on average over all images and in the
+99th percentile of the images: once on these files, once on a smooth gradient, on which filters
+agree and only geometry differs.
 
-Prints a JSON line a row to standard output, and tables.
+Prints a JSON line per row to standard output, and tables.
 """
 
-import argparse
 import io
 import json
 import os
@@ -33,6 +32,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+import commands
 import cv2
 import numpy as np
 import simplejpeg
@@ -69,12 +69,7 @@ Way = Callable[[Job], object]
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        usage=argparse.SUPPRESS,  # the docstring has it
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = commands.parser(__doc__, allow_abbrev=False)
     parser.add_argument("--images", required=True, metavar="FOLDER")
     parser.add_argument("--count", type=int, default=400, help="images in memory")
     parser.add_argument("--repeats", type=int, default=9)

@@ -2,13 +2,12 @@
 
     python benchmarks/kill_and_resume.py [--times 10] [--steps 60] [--config.x=y ...]
 
-An uninterrupted run and, ``--times`` times, a run that is killed once at a random step and started
+One uninterrupted run and, ``--times`` times, a run that is killed once at a random step and started
 again with the same command. Every array of the last checkpoints (parameters, moments, window,
-counts) must be equal to the last bit, and no step may stand twice in metrics.jsonl. Prints one
-JSON line a kill, and exits with 1 if any differs. With 2 cores about 20 s a kill.
+counts) must be equal to the last bit, and metrics.jsonl must have every step once. Prints one JSON
+line per kill, and exits with 1 if any differs. About 20 s per kill on 2 cores.
 """
 
-import argparse
 import json
 import os
 import random
@@ -19,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import commands
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -43,12 +43,7 @@ SMALL = {
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        usage=argparse.SUPPRESS,  # the docstring has it
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = commands.parser(__doc__, allow_abbrev=False)
     parser.add_argument("--times", type=int, default=10)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)

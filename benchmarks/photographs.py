@@ -4,20 +4,20 @@
     python benchmarks/photographs.py --images CLOTHING_IMAGES --workdir runs/search --seeds 100 \\
         --rates 0.3 1 3 --config.model.width=16 --config.epochs=10
 
-Every run is ``configs/clothing_images.py`` with one arm and one seed, the same budget for all; what
-is given as --config.NAME=VALUE is changed in all of them. Runs that are done in the working
-directory are not done again, so more seeds can be added later. With several --rates, the learning
-rate is multiplied by each.
+Every run is ``configs/clothing_images.py`` with one arm and one seed, the same budget for all;
+--config.NAME=VALUE changes all of them. Runs that are finished in the working directory are not
+repeated, so more seeds can be added later. With several --rates, the learning rate is multiplied by
+each.
 
 Prints the table of docs/images.md: mean over the seeds and standard deviation between them, of the
 consensus model at the last step; the time is that of training without compiling and evaluating.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 import arms
+import commands
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "clothing_images.py"
 ARMS = ("all_reduce", "accum_adam", "accum_adam_ring", "momentum_sgd")
@@ -25,9 +25,7 @@ ARMS = ("all_reduce", "accum_adam", "accum_adam_ring", "momentum_sgd")
 
 def main(argv: list[str] | None = None) -> int:
     """0 once the table is printed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = commands.parser(__doc__)
     parser.add_argument("--images", required=True, help="folder with train/ and val/")
     arms.add_arguments(parser, ARMS, seeds=(0, 1, 2))
     parsed, changes = parser.parse_known_args(argv)

@@ -2,32 +2,31 @@
 
     python benchmarks/placement.py [--seconds 5] [--seeds 5] [--only stages|gossip] [--out FOLDER]
 
-Prints two tables and writes into FOLDER (placement_out) `placement.jsonl`, a line a run, and
+Prints two tables and writes into FOLDER (placement_out) `placement.jsonl`, a line per run, and
 pictures: how the searches converge, and a placement and a schedule drawn on their networks.
 
 1. Pipeline stages in data-parallel groups, by DT-FM's cost model (8 stages, 8 replicas, 0.65 GB of
-   gradients a stage). "random" draws pipelines at random, "plain" is the better of the two layouts
-   that list devices in order. "DT-FM" is what its authors' search reaches in 5,000 candidates (best
-   and mean of 10 seeds; ../shared/networks/README.md). "proved": the cost equals the lower bound
-   of `decent_jax.planner.placement.Problem.lower_bound`.
-2. Gossip of a GPT-2 124M in float32, 64 replicas, nothing hidden behind compute: seconds a round,
+   gradients per stage). "random" draws pipelines at random, "plain" is the better of the two
+   layouts that list devices in order. "DT-FM" is the result of its authors' search after 5,000
+   candidates (best and mean of 10 seeds; ../shared/networks/README.md). "proved": the cost equals
+   the lower bound of `decent_jax.planner.placement.Problem.lower_bound`.
+2. Gossip of a GPT-2 124M in float32, 64 replicas, nothing hidden behind compute: seconds per round,
    disagreement (the age of the drift between replicas; `decent_jax.planner.gossip_placement`), its
    inverse, and the seconds until replicas that start apart agree to a thousandth. "own": replica i
-   on device i; "placed": the order that the search finds. On the two racks all_reduce is given an
-   uplink that is not oversubscribed, because its ring crosses it once.
+   on device i; "placed": the order that the search finds. On the two racks all_reduce has an uplink
+   that is not oversubscribed, because its ring crosses it once.
 
 Seconds of search depend on the machine; on a busy one compare the CPU seconds.
 """
 
-import argparse
-import json
 import sys
 import time
 from pathlib import Path
 
+import commands
 import numpy as np
 
-from decent_jax import topology
+from decent_jax import plot_style, topology
 from decent_jax.planner import network as networks
 from decent_jax.planner import outputs, plots
 from decent_jax.planner.build_schedule import build_schedule
@@ -114,11 +113,11 @@ def compare_stages(seconds: float, seeds: int, out: Path) -> list[dict]:
             flush=True,
         )
     reference = {name: best for name, (best, _) in DTFM_SEARCH.items()}
-    plots.save(plots.draw_convergence(runs, reference), out / "convergence.png")
+    plot_style.save(plots.draw_convergence(runs, reference), out / "convergence.png")
     for name in ("case 2", "64 in 10 regions"):
-        best = min(runs[name], key=lambda one: one.costs.total_s)
+        best = min(runs[name], key=lambda found: found.costs.total_s)
         figure = plots.draw_placement(stage_problems()[name][0], best)
-        plots.save(figure, out / f"placement_{name.replace(' ', '_')}.png")
+        plot_style.save(figure, out / f"placement_{name.replace(' ', '_')}.png")
     return rows
 
 
@@ -203,7 +202,7 @@ def compare_gossip(seconds: float, out: Path) -> list[dict]:
                 }
             )
         picture = plots.draw_gossip(network, built)
-        plots.save(picture, out / f"built_{name.split(',')[0].replace(' ', '_')}.png")
+        plot_style.save(picture, out / f"built_{name.split(',')[0].replace(' ', '_')}.png")
     return rows
 
 
@@ -221,11 +220,7 @@ def _seconds_to_agree(placed: PlacedSchedule, to: float = 1e-3) -> float:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    parser = argparse.ArgumentParser(
-        usage=argparse.SUPPRESS,  # the docstring has it
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = commands.parser(__doc__)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each search (5)")
     parser.add_argument("--seeds", type=int, default=5, help="searches of each network (5)")
     parser.add_argument("--only", choices=("stages", "gossip"), help="one of the two tables")
@@ -244,7 +239,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.only != "stages":
         rows += compare_gossip(options.seconds, options.out)
     path = options.out / "placement.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    commands.write_rows(path, rows)
     print(f"\n{path}, {len(rows)} rows, and pictures beside it", file=sys.stderr)
     return 0
 

@@ -2,18 +2,18 @@
 
     python benchmarks/planner_scaling.py [--out scaling.png] [--json rows.jsonl]
 
-Nothing here is measured. Every replica is a GPU that trains on the same number of tokens however
-many there are (weak scaling): 32 sequences of 1,024 for GPT-2 124M, 8 for 1.5B, computed at 40% of
+Nothing here is measured. Every replica is a GPU that trains on the same number of tokens whatever
+their number (weak scaling): 32 sequences of 1,024 for GPT-2 124M, 8 for 1.5B, computed at 40% of
 an A100's 312 TFLOP/s, with the variation that Figure 6 gives (sigma 0.1). Machines hold 8 GPUs on
 NVLink with one 25 Gbit/s or 100 Gbit/s port, or lie in DT-FM's ten cloud regions (on PCIe, 2 Gbit/s
-a machine at most). An algorithm stops scaling at the first size at which its replicas do less
-than half of the work that they would do alone; its steps count as all-reduce's do.
+per machine at most). An algorithm stops scaling at the first size at which its replicas do less
+than half of the work that they would do alone; its steps count as much as those of all-reduce.
 """
 
-import argparse
-import json
+import itertools
 import sys
 
+import commands
 import numpy as np
 from tqdm import tqdm
 
@@ -97,11 +97,7 @@ def step_s(name: str, whole: Network, work: Workload) -> float | None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        usage=argparse.SUPPRESS,  # the docstring has it
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = commands.parser(__doc__)
     parser.add_argument("--out", type=outputs.picture, metavar="FILE.png", help="also draw it")
     parser.add_argument("--json", type=outputs.file, metavar="FILE", help="also write the numbers")
     options = parser.parse_args(arguments)
@@ -129,43 +125,24 @@ def main(arguments: list[str] | None = None) -> int:
                     f"| {stops[0] if stops else 'beyond 4,096'} |"
                 )
     if options.json:
-        options.json.write_text(
-            "".join(
-                json.dumps(
-                    {
-                        "model": model,
-                        "network": title,
-                        "algorithm": name,
-                        "num_replicas": n,
-                        "step_time_s": one,
-                    }
-                )
-                + "\n"
-                for (model, title, name, n), one in seconds.items()
-            )
-        )
+        keys = ("model", "network", "algorithm", "num_replicas")
+        rows = [
+            dict(zip(keys, case, strict=True)) | {"step_time_s": found}
+            for case, found in seconds.items()
+        ]
+        commands.write_rows(options.json, rows)
     if options.out:
-        from decent_jax.planner import plots, timeline
+        from decent_jax.planner import timeline
 
         panels, ideal = {}, {}
-        for model in MODELS:
-            for title in NETWORKS:
-                panel = f"{model}, {title}"
-                ideal[panel] = workload(model).compute_s
-                panels[panel] = {
-                    name: tuple(
-                        zip(
-                            *(
-                                (n, seconds[model, title, name, n])
-                                for n in SIZES
-                                if (model, title, name, n) in seconds
-                            ),
-                            strict=True,
-                        )
-                    )
-                    for name in ALGORITHMS
-                }
-        print(plots.save(timeline.draw_scaling(panels, ideal_s=ideal), options.out))
+        for model, title in itertools.product(MODELS, NETWORKS):
+            panel = f"{model}, {title}"
+            ideal[panel] = workload(model).compute_s
+            panels[panel] = {}
+            for name in ALGORITHMS:
+                sizes = [n for n in SIZES if (model, title, name, n) in seconds]
+                panels[panel][name] = sizes, [seconds[model, title, name, n] for n in sizes]
+        outputs.save_picture(timeline.draw_scaling(panels, ideal_s=ideal), options.out)
     return 0
 
 

@@ -1,19 +1,19 @@
-"""What mixing and replication cost on one device, measured side by side in one run.
+"""The cost of mixing and of replication on one device, measured side by side in one run.
 
     python benchmarks/replicas_on_one_device.py [--config FILE] [--config.x=y ...] [--repeats 15]
 
-Variants of the same model and the same examples a step, taken in turn so that a noisy machine hits
-all alike: the step with mixing, the same step without it, all-reduce, and one replica with its
-share of the batch. Prints a table of medians, and one JSON line a variant to standard output.
+Variants of the same model and the same examples per step, in turn so that a noisy machine hits all
+alike: the step with mixing, the same step without it, all-reduce, and one replica with its
+share of the batch. Prints a table of medians, and one JSON line per variant to standard output.
 """
 
-import argparse
 import json
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 
+import commands
 import jax
 from variant import Variant, override
 
@@ -24,12 +24,7 @@ QUICKSTART = Path(__file__).resolve().parents[1] / "configs" / "quickstart.py"
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        usage=argparse.SUPPRESS,  # the docstring has it
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = commands.parser(__doc__, allow_abbrev=False)
     parser.add_argument("--config", default=str(QUICKSTART))
     parser.add_argument("--repeats", type=int, default=15)
     parsed, overrides = parser.parse_known_args(arguments)

@@ -6,11 +6,11 @@
     benchmarks/hosts.sh down
 
 The program gets ``--config.cluster.coordinator``, ``num_processes`` and ``process_id`` in addition
-to its own flags. What process 0 says is shown; the others' last words are, if one of them fails.
+to its own flags. The output of process 0 is shown, and the last lines of the others if one fails.
 When one fails, or at Ctrl-C or SIGTERM, all are killed.
 
-Processes keep the memory that a step frees, as those with accelerators do (`KEPT_MEMORY`; another
-GLIBC_TUNABLES in the environment goes before).
+Processes keep the memory that a step frees, as those with accelerators do (`KEPT_MEMORY`; a
+GLIBC_TUNABLES in the environment replaces it).
 """
 
 import argparse

@@ -2,15 +2,15 @@
 
     python benchmarks/scaling.py [--largest 64] [--algorithms one_peer_exp,...] [--json FILE]
 
-A process for each number of replicas n compiles every executable of a run, in two layouts: a
-replica on each of n simulated devices, and all n on one device. A small GPT; nothing is run.
+A process for each number of replicas n compiles every executable of a run, in two layouts: one
+replica on each of n simulated devices, and all n on one device. A small GPT; nothing runs.
 
-executables  one a round; of one_peer_exp log2 n.
+executables  one per round: log2 n for one_peer_exp.
 compile s    of one executable, the median.
-HLO          lines of one executable, as XLA has optimized it: what compiling works on.
-memory MB    of one replica: of the program of a device, over the replicas that it holds.
-messages     collective operations in a step, counted in the HLO (a replica a device).
-MB sent      by a replica in a step, on average over rounds.
+HLO          lines of one executable after XLA's optimizations: the size of the compiler's work.
+memory MB    per replica: of the program of a device, over the replicas that it holds.
+messages     collective operations per step, counted in the HLO (one replica per device).
+MB sent      per replica and step, on average over rounds.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import commands
 from tqdm import tqdm
 
 from decent_jax.planner import outputs
@@ -37,9 +38,7 @@ _COLLECTIVE = re.compile(
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = commands.parser(__doc__)
     parser.add_argument("--largest", type=int, default=64, help="replicas; a power of two")
     parser.add_argument("--algorithms", default=ALGORITHMS, help=f"some of {ALGORITHMS}")
     parser.add_argument("--json", type=outputs.file, metavar="FILE", help="for the JSON lines")
@@ -66,7 +65,7 @@ def main(arguments: list[str]) -> None:
         rows.append(json.loads(run.stdout.splitlines()[-1]))
     print("\n\n".join(table(rows, layout, sizes) for layout in LAYOUTS))
     if parsed.json:
-        parsed.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        commands.write_rows(parsed.json, rows)
 
 
 def smallest(algorithm: str) -> int:

@@ -5,22 +5,21 @@
     python benchmarks/run_on_hosts.py benchmarks/step_time.py --batch_size 8
 
 One process, or several (see run_on_hosts.py). The model is a GPT of 4.03M parameters in float32,
-16.1 MB a message; any field of the config can be changed. ``none`` trains without communication.
+16.1 MB per message; any field of the config can be changed. ``none`` trains without communication.
 Rounds of measurement go through all algorithms in turn, so that a noisy machine hits all alike; the
-number is the median. Prints a table; ``--json`` also writes a line an algorithm, which
+number is the median. Prints a table; ``--json`` also writes a line per algorithm, which
 ``decent_jax.planner predict --measured`` reads.
 
 With ``--mbit``, the rate of a host's link, the last column is the time over its limit: for gossip
-max(compute, P / rate), P what a replica sends; for all-reduce the larger of the two, which nothing
-that begins with the gradients can reach. Compute is the step of ``none``.
+max(compute, P / rate) with P the bytes that a replica sends; for all-reduce the larger of the two,
+out of reach for any method that begins with the gradients. Compute is the step of ``none``.
 """
 
-import argparse
-import json
 import statistics
 import sys
 import tempfile
 
+import commands
 import jax
 from tqdm import tqdm
 from variant import Variant, override
@@ -36,12 +35,7 @@ ALGORITHMS = "none,all_reduce,complete,ring,one_peer_exp,hypercube,alternating_e
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        usage=argparse.SUPPRESS,  # the docstring has it
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = commands.parser(__doc__, allow_abbrev=False)
     parser.add_argument("--algorithms", default=ALGORITHMS, help=f"some of {ALGORITHMS}")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--local_size", type=int, default=2, help="of alternating_exp_ring")
@@ -145,7 +139,7 @@ def report(variants: dict[str, Variant], parsed) -> None:
         print(f"{name:<22}{''.join(f'{cell:>12}' for cell in cells)}", file=sys.stderr)
         rows.append(row)
     if parsed.json:
-        parsed.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        commands.write_rows(parsed.json, rows)
 
 
 if __name__ == "__main__":

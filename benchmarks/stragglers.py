@@ -1,19 +1,19 @@
-"""What algorithms lose to replicas that are slow, always or now and then.
+"""The time that algorithms lose to replicas that are slow, always or now and then.
 
     python benchmarks/stragglers.py [--processes 8] [--steps 60] [--json FILE]
 
-Starts real processes, a replica each, that train nothing: the compute of a step is a sleep, and the
-messages are those of the library, over gloo, of a small array. So many processes need no cores, and
-what is measured is waiting alone.
+Starts real processes, one per replica, that train nothing: the compute of a step is a sleep, and
+the messages are those of the library, over gloo, of a small array. The processes need no cores, so
+the benchmark measures waiting alone.
 
 even       every step takes 50 ms on every replica.
 slow       one replica in four takes twice as long, always.
 now, then  50 ms on average, 20 ms of them drawn from an exponential distribution, each step anew.
 
 The number is the time of a step, relative to 50 ms. "with" sends parameters as they were before
-the step, so that a neighbour waits only until the other has *begun* it; "then" sends what the step
-has made. In brackets, what the planner's simulator says for the same compute times on a network
-that takes no time. All-reduce waits for everybody in every step.
+the step, so that a neighbour waits only until the other has *begun* it; "then" sends the result of
+the step. In brackets, the prediction of the planner's simulator for the same compute times on a
+network that takes no time. All-reduce waits for all replicas in every step.
 """
 
 import argparse
@@ -26,6 +26,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import commands
 import numpy as np
 from tqdm import tqdm
 
@@ -39,9 +40,7 @@ ALGORITHMS = ("all_reduce", "complete", "ring", "bidirectional_ring", "one_peer_
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = commands.parser(__doc__)
     parser.add_argument("--processes", type=int, default=8, help="replicas; a power of two")
     parser.add_argument("--steps", type=int, default=60, help="of each measurement")
     parser.add_argument("--json", type=outputs.file, metavar="FILE", help="for the JSON lines")
@@ -54,7 +53,7 @@ def main(arguments: list[str]) -> None:
     rows = [row | {"simulated": simulated(row, parsed.processes)} for row in measured(parsed)]
     print(table(rows))
     if parsed.json:
-        parsed.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        commands.write_rows(parsed.json, rows)
 
 
 # --- The measuring processes --------------------------------------------------------------------
@@ -85,8 +84,8 @@ def measured(parsed) -> list[dict]:
             process.kill()
             process.wait()
     if processes[0].returncode:
-        sys.exit("stragglers.py: a process failed; what it said is above")
-    lines = words.splitlines()  # gloo says there, too, whom it found
+        sys.exit("stragglers.py: a process failed; its output is above")
+    lines = words.splitlines()  # gloo lists its peers there, too
     return [json.loads(line) for line in lines if line.startswith("{")]
 
 

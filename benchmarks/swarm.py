@@ -1,52 +1,51 @@
-"""SwarmSGD on paper and on a small problem: what a step costs, and what is learned in the time.
+"""SwarmSGD on paper and on a small problem: the cost of a step, and the accuracy over time.
 
     python benchmarks/swarm.py [--out swarm.png] [--json rows.jsonl] [--part time|accuracy]
 
 Nothing here runs on devices; `decent_jax.simulate` does all of it in NumPy, in a few minutes.
 
-Part "time": seconds a step of a ResNet-50 (25.6M parameters, 102 MB in float32; forward and
-backward 100 ms a local step unless --compute-ms says otherwise, as 32 images take at 320 images a
-second) on machines of one GPU each on 25 GbE (3.125e9 bytes/s, 50 us). "overhead" is all that is
-not compute, relative to it. Each local step varies by a lognormal factor of --sigma.
+Part "time": seconds per step of a ResNet-50 (25.6M parameters, 102 MB in float32; forward and
+backward 100 ms per local step unless --compute-ms is given, as 32 images take at 320 images per
+second) on machines of one GPU each on 25 GbE (3.125e9 bytes/s, 50 us). "overhead" is the rest of
+the step, relative to compute. Each local step varies by a lognormal factor of --sigma.
 
   all_reduce           ring or tree, buckets of 25 MB hidden behind the backward pass
   all_reduce, after    the same in one piece after the backward pass
-  D-PSGD               one neighbour a step, hidden behind the whole step (Lian et al. 2017)
+  D-PSGD               one neighbour per step, hidden behind the whole step (Lian et al. 2017)
   swarm pairs          rounds of random pairs that wait for each other and for both messages, after
-                       H local steps; 8 bit: a byte a parameter (Davies et al. 2021)
+                       H local steps; 8 bit: a byte per parameter (Davies et al. 2021)
   swarm edges, waits   the same on single random edges, one interaction after the other as drawn
-  swarm edges          the same, but nobody waits: the copy of the partner is fetched meanwhile
+  swarm edges          the same without waiting: the partner's copy arrives during the local steps
 
-The paper (Nadiradze et al. 2021) says: below 10% of the compute of a batch, whatever the number of
-replicas.
+The paper (Nadiradze et al. 2021) claims an overhead below 10% of the compute of a batch, whatever
+the number of replicas.
 
 Part "accuracy": a network of two layers learns 10 classes, each a mixture of 6 Gaussians in 16
-dimensions, 16,384 examples, batches of 32 a replica, momentum 0.9, cosine schedule over --epochs
-passes by all replicas together. The consensus model is tested. The learning rate is the best of a
-few on other examples, for 8 bit that of full precision. The quantizer reaches --reach times as far
-as replicas were apart in full precision; with 0.3 see training fall apart, because a pair that
-cannot decode does not average and so moves farther apart ("failed"). "s" is when the accuracy
-first reaches --target, in seconds of the ResNet-50 steps of part "time": what the training would
-have taken if its model were as large as that. Rates are chosen for the accuracy at the end, which a
-slow start can serve.
+dimensions, 16,384 examples, batches of 32 per replica, momentum 0.9, cosine schedule over --epochs
+passes by all replicas together. The test is of the consensus model. The learning rate is the best
+of a few on other examples; 8 bit uses that of full precision. The quantizer reaches --reach times
+as far as replicas were apart in full precision. With 0.3 training diverges, because a pair that
+cannot decode does not average and so moves farther apart ("failed"). "s" is when the accuracy first
+reaches --target, in seconds of the ResNet-50 steps of part "time", as if the model were that large.
+Rates are chosen for the accuracy at the end, which a slow start can serve.
 """
 
-import argparse
 import itertools
-import json
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import commands
 import numpy as np
 from matplotlib.figure import Figure
+from mixture import TRAIN, Examples, accuracy, draw_examples, gradient, initial_weights
 from tqdm import tqdm
 
 from decent_jax import simulate, topology
 from decent_jax.planner.compute_times import CONSTANT, LogNormal
 from decent_jax.planner.network import Link, Network, cluster
 from decent_jax.planner.runtime import AllReduce, Gossip, Workload
-from decent_jax.plot import COLOURS, GREY, GRID, INK
+from decent_jax.plot_style import COLOURS, GREY, frame, legend_outside, new_figure, save
 
 REPLICAS = (8, 16, 32, 64)
 LOCAL_STEPS = (1, 2, 4, 8)
@@ -161,67 +160,10 @@ def _case(row: dict) -> Case:
     return Case(row["algorithm"], row["local_steps"], row["bits"])
 
 
-# --- part "accuracy": the problem -----------------------------------------------------------------
-
-CLASSES, CLUSTERS, INPUTS, HIDDEN, BATCH = 10, 6, 16, 48, 32
-TRAIN, HELD_OUT = 16_384, 8_192
-SPREAD_OF_A_CLUSTER = 0.8
-MOMENTUM = 0.9
-_CUTS = np.cumsum([INPUTS * HIDDEN, HIDDEN, HIDDEN * CLASSES])
-
-
-class Examples(NamedTuple):
-    inputs: np.ndarray  # (examples, INPUTS)
-    labels: np.ndarray  # (examples,)
-
-
-def draw_examples(seed: int = 0) -> tuple[Examples, Examples, Examples]:
-    """To train, to choose the learning rate, and to test."""
-    rng = np.random.default_rng(seed)
-    centres = rng.standard_normal((CLASSES * CLUSTERS, INPUTS))
-    cluster_of = rng.integers(len(centres), size=TRAIN + 2 * HELD_OUT)
-    deviation = rng.standard_normal((len(cluster_of), INPUTS))
-    inputs = centres[cluster_of] + SPREAD_OF_A_CLUSTER * deviation
-    parts = np.split(np.arange(len(inputs)), [TRAIN, TRAIN + HELD_OUT])
-    train, choose, test = (Examples(inputs[part], cluster_of[part] % CLASSES) for part in parts)
-    return train, choose, test
-
-
-def initial_weights(seed: int = 0) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    first = rng.standard_normal(INPUTS * HIDDEN) * np.sqrt(2 / INPUTS)
-    second = rng.standard_normal(HIDDEN * CLASSES) * np.sqrt(1 / HIDDEN)
-    return np.concatenate([first, np.zeros(HIDDEN), second, np.zeros(CLASSES)])
-
-
-def layers(weights: np.ndarray) -> tuple[np.ndarray, ...]:
-    first, first_bias, second, second_bias = np.split(weights, _CUTS)
-    return first.reshape(INPUTS, HIDDEN), first_bias, second.reshape(HIDDEN, CLASSES), second_bias
-
-
-def gradient(weights: np.ndarray, examples: Examples) -> np.ndarray:
-    """Of the mean cross-entropy."""
-    first, first_bias, second, second_bias = layers(weights)
-    hidden = np.maximum(examples.inputs @ first + first_bias, 0)
-    logits = hidden @ second + second_bias
-    error = np.exp(logits - logits.max(axis=1, keepdims=True))
-    error /= error.sum(axis=1, keepdims=True)
-    error[np.arange(len(error)), examples.labels] -= 1
-    error /= len(error)
-    back = (error @ second.T) * (hidden > 0)
-    parts = (examples.inputs.T @ back, back.sum(axis=0), hidden.T @ error, error.sum(axis=0))
-    return np.concatenate([part.ravel() for part in parts])
-
-
-def accuracy(weights: np.ndarray, examples: Examples) -> float:
-    first, first_bias, second, second_bias = layers(weights)
-    hidden = np.maximum(examples.inputs @ first + first_bias, 0)
-    return float((np.argmax(hidden @ second + second_bias, axis=1) == examples.labels).mean())
-
-
 # --- part "accuracy": the algorithms --------------------------------------------------------------
 
 RECORDS = 40  # evaluations of a run
+BATCH, MOMENTUM = 32, 0.9
 RATES = {"all_reduce": (0.2, 0.4, 0.8, 1.6)}
 OTHER_RATES = (0.2, 0.4, 0.8)
 ACCURACY_CASES = [
@@ -406,7 +348,7 @@ SHADES = dict(zip(LOCAL_STEPS, COLOURS[2:6], strict=True))
 def draw(rows: list[dict], sigma: float, target: float) -> Figure:
     times = [row for row in rows if row["part"] == "time" and row["sigma"] == sigma]
     accuracies = [row for row in rows if row["part"] == "accuracy"]
-    figure = Figure(figsize=(13, 8.6) if accuracies else (7.5, 5), layout="constrained")
+    figure = new_figure(*((13, 8.6) if accuracies else (7.5, 5)))
     panels = list(figure.subplots(2, 2).ravel() if accuracies else [figure.subplots()])
     first = panels[0]
     _lines(first, times, PAIRS, lambda row: 100 * row["overhead"])
@@ -426,11 +368,7 @@ def draw(rows: list[dict], sigma: float, target: float) -> Figure:
         panels[3].sharey(panels[2])
         lowest = min(row["accuracy"] for row in accuracies)
         panels[3].set_ylim(bottom=100 * max(lowest - 0.01, target - 0.15))
-    handles, labels = first.get_legend_handles_labels()
-    columns = 6 if accuracies else 3
-    figure.legend(
-        handles, labels, loc="outside upper left", ncols=columns, frameon=False, fontsize=9
-    )
+    legend_outside(figure, first, columns=6 if accuracies else 3)
     return figure
 
 
@@ -457,17 +395,11 @@ def _frame(axes, title: str, unit: str) -> None:
     axes.set_xticks(REPLICAS, [str(n) for n in REPLICAS])
     axes.set_xlabel("replicas", color=GREY)
     axes.set_ylabel(unit, color=GREY)
-    axes.set_title(title, loc="left", size=11, color=INK)
-    axes.grid(color=GRID, lw=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=GREY, labelsize=9, length=0)
+    frame(axes, title)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = commands.parser(__doc__)
     parser.add_argument("--out", type=Path, metavar="FILE.png", help="also draw it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers")
     parser.add_argument("--part", choices=("time", "accuracy", "both"), default="both",
@@ -495,11 +427,9 @@ def main(arguments: list[str] | None = None) -> int:
         print_accuracies(found, options.target, accuracy_alone(options.epochs))
         rows += found
     if options.json:
-        options.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        commands.write_rows(options.json, rows)
     if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        draw(rows, options.sigma, options.target).savefig(options.out, dpi=120, facecolor="white")
-        print(options.out)
+        print(save(draw(rows, options.sigma, options.target), options.out))
     return 0
 
 

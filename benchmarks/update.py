@@ -1,9 +1,9 @@
-"""The update of a step over the time that its bytes take.
+"""The time of the update of a step, over the time that its bytes take.
 
     python benchmarks/update.py [--parameters 50] [--json FILE]
 
-One replica on one device (a GPU where there is one), with the arrays of a GPT-2 of so many million
-parameters in float32. Bytes are those that have to be read and written once: of parameters, mixed
+One replica on one device (a GPU where there is one), with the arrays of a GPT-2 of --parameters
+million in float32. Bytes are those that have to be read and written once: of parameters, mixed
 parameters, gradients and the moments, and of the window of Accumulated Adam. The floor is these
 bytes at the rate of a copy of one large array, measured in turn with the rest.
 
@@ -11,12 +11,11 @@ guarded     as in training: rejected where a gradient or an update is not finite
 unguarded   the inner optimizer alone, added to the mixed parameters.
 """
 
-import argparse
-import json
 import statistics
 import sys
 import time
 
+import commands
 import jax
 import jax.numpy as jnp
 from tqdm import tqdm
@@ -33,9 +32,7 @@ OPTIMIZERS = {
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = commands.parser(__doc__)
     parser.add_argument("--parameters", type=float, default=50, help="in millions")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", type=outputs.file, metavar="FILE", help="for the JSON lines")
@@ -68,7 +65,7 @@ def main(arguments: list[str]) -> None:
             file=sys.stderr,
         )
     if parsed.json:
-        parsed.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        commands.write_rows(parsed.json, rows)
 
 
 def arrays_of(parameters: float) -> dict:

@@ -7,39 +7,45 @@ One run is drawn into RUN/curves.png, several into comparison.png in the current
 
 import argparse
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from decent_jax.run_folder import RunError, label_runs, load_run, smoothed
+from decent_jax import plot_style as style
+from decent_jax.errors import RunError
+from decent_jax.plot_style import COLOURS, GREY, GRID, INK
+from decent_jax.run_folder import Run, label_runs, load_run, smoothed
 from decent_jax.text import format_number
 
-# Okabe and Ito's colours, told apart by colour-blind readers too (their yellow is too pale).
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")
+__all__ = ["COLOURS", "GREY", "GRID", "INK", "draw", "plot_runs"]
+
 DOTS = {"marker": "o", "ms": 4.5, "mec": "white", "mew": 0.7, "lw": 1.8, "zorder": 4}
-INK, GREY, GRID = "#222222", "#6b6b6b", "#e6e6e6"
+
+Label = tuple[str, np.ndarray, str]  # a text, the values of the line it belongs to, its colour
 
 
-def plot_runs(runs, out=None):
-    """Draw the folders `runs` into the file `out` and return its path.
+def plot_runs(runs: Sequence[str | Path], out: str | Path | None = None) -> Path:
+    """Draw the folders ``runs`` into the file ``out`` and return its path.
 
-    What a run did not record is left out. `RunError` says what is wrong with a run that has
-    nothing to draw.
+    Metrics that a run did not record are left out.
+
+    Raises:
+      RunError: a run has nothing to draw; the message says why.
     """
-    runs = [load_run(run) for run in runs]
-    label_runs(runs)
-    figure = draw(runs)
-    alone = len(runs) == 1
-    out = Path(out or (runs[0].path / "curves.png" if alone else "comparison.png"))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=150, facecolor="white")
-    return out
+    loaded = [load_run(run) for run in runs]
+    label_runs(loaded)
+    figure = draw(loaded)
+    default = loaded[0].path / "curves.png" if len(loaded) == 1 else Path("comparison.png")
+    return style.save(figure, out or default, dpi=150)
 
 
-def draw(runs):
+def draw(runs: Sequence[Run]) -> Figure:
     """The figure of these loaded and labelled runs."""
     for i, run in enumerate(runs):
         run.colour = COLOURS[i % len(COLOURS)]
@@ -48,38 +54,32 @@ def draw(runs):
     if not panels:
         raise RunError(f"{runs[0].path} has no metric that this command draws.")
     columns = 3 if len(panels) == 3 else min(2, len(panels))
-    lines = -(-len(panels) // columns)
+    rows = -(-len(panels) // columns)
     legend_columns = 2 if len(runs) in (2, 4) else 3
     legend_rows = -(-len(runs) // legend_columns) if len(runs) > 1 else 0
-    height = 3.3 * lines + 0.5 + 0.25 * legend_rows
-    figure = Figure(figsize=(5.6 * columns, height), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, wspace=0.03, hspace=0.04)
+    height = 3.3 * rows + 0.5 + 0.25 * legend_rows
+    spacing = {"w_pad": 0.12, "h_pad": 0.12, "wspace": 0.03, "hspace": 0.04}
+    figure = style.new_figure(5.6 * columns, height, **spacing)
     for i, (painter, arguments) in enumerate(panels):
-        axes = figure.add_subplot(lines, columns, i + 1)
-        painter(axes, runs, *arguments)
+        painter(figure.add_subplot(rows, columns, i + 1), runs, *arguments)
     if len(runs) == 1:
         figure.suptitle(_text(runs[0].label), x=0.012, ha="left", size=12, weight="bold", color=INK)
-    else:
-        handles = [Line2D([], [], color=run.colour, ls=run.dashes, lw=2.5) for run in runs]
-        figure.legend(
-            handles,
-            [_text(run.label) for run in runs],
-            loc="outside upper left",
-            ncols=legend_columns,
-            frameon=False,
-            fontsize=10,
-            labelcolor=INK,
-        )
+        return figure
+    figure.legend(
+        [Line2D([], [], color=run.colour, ls=run.dashes, lw=2.5) for run in runs],
+        [_text(run.label) for run in runs],
+        loc="outside upper left", ncols=legend_columns, frameon=False, fontsize=10, labelcolor=INK,
+    )  # fmt: skip
     return figure
 
 
-def _panels(runs):
+def _panels(runs: Sequence[Run]) -> list[tuple[Callable[..., None], tuple[str, ...]]]:
     """The panels that these runs have something for: (function, its further arguments)."""
 
-    def any_has(*names):
+    def any_has(*names: str) -> bool:
         return any(run.has(name) for run in runs for name in names)
 
-    panels = []
+    panels: list[tuple[Callable[..., None], tuple[str, ...]]] = []
     if any_has("train/loss", "eval/loss"):
         panels.append((_loss, ("step",)))
         if any_has("perf/wall_time_s"):
@@ -89,61 +89,61 @@ def _panels(runs):
         everywhere = all(run.has(relative) for run in runs if run.has(distance))
         panels.append((_consensus, (relative if everywhere else distance,)))
     for name, title, unit in (
-        ("perf/tokens_per_s", "Tokens a second", ""),
-        ("perf/examples_per_s", "Examples a second", ""),
-        ("perf/step_time_s", "Time of a step", "s"),
+        ("perf/tokens_per_s", "Tokens per second", ""),
+        ("perf/examples_per_s", "Examples per second", ""),
+        ("perf/step_time_s", "Step time", "s"),
     ):
-        # The first that every run has; the last if some run has it.
+        # The first that every run has; else the last, if some run has it.
         if all(run.has(name) for run in runs) or (name == "perf/step_time_s" and any_has(name)):
             panels.append((_speed, (name, title, unit)))
             break
     return panels
 
 
-def _loss(axes, runs, x):
+def _loss(axes: Axes, runs: Sequence[Run], x: str) -> None:
     """Training loss (a light raw trace, a smooth line) and validation loss (dots)."""
     alone = len(runs) == 1
     unit, scale = _time_unit(runs) if x == "time" else ("", 1)
-    lines = []  # (name, values, colour) of what is drawn
+    lines: list[Label] = []
+    aside = "line: train, dots: validation"
     for run in runs:
         steps, loss = run.series("train/loss", x)
         if len(steps):
             lines.append(("train", _trace(axes, run, steps / scale, loss), run.colour))
-        low, high = run.series("train/loss_min", x), run.series("train/loss_max", x)
-        banded = alone and 1 < len(low[0]) == len(high[0])
-        if banded:
-            edges = smoothed(low[1]), smoothed(high[1])
-            axes.fill_between(low[0] / scale, *edges, color=run.colour, alpha=0.10, lw=0)
+        if alone:
+            low, high = run.series("train/loss_min", x), run.series("train/loss_max", x)
+            banded = 1 < len(low[0]) == len(high[0])
+            if banded:
+                edges = smoothed(low[1]), smoothed(high[1])
+                axes.fill_between(low[0] / scale, *edges, color=run.colour, alpha=0.10, lw=0)
+            aside = "band: all replicas" if banded else ""
         steps, loss = run.series("eval/loss", x)
         if len(steps):
             colour = COLOURS[1] if alone else run.colour
             axes.plot(steps / scale, loss, color=colour, ls="-" if alone else "none", **DOTS)
             lines.append(("validation", loss, colour))
-    _frame(axes, "Loss by step" if x == "step" else "Loss by time")
+    _frame(axes, "Loss by step" if x == "step" else "Loss by time", aside)
     axes.set_xlabel("step" if x == "step" else f"training time ({unit})", color=GREY, size=9)
     _limit(axes, [values for _, values, _ in lines])
     if alone:
-        _aside(axes, "band: all replicas" if banded else "")
         _end_labels(axes, [(f"{name} {_last(v)}", v, c) for name, v, c in lines])
-        return
-    _aside(axes, "line: train, dots: validation")
-    if x == "step":
+    elif x == "step":
         wanted = "validation" if any(name == "validation" for name, *_ in lines) else "train"
         _end_labels(axes, [(_last(v), v, c) for name, v, c in lines if name == wanted])
 
 
-def _time_unit(runs):
+def _time_unit(runs: Sequence[Run]) -> tuple[str, int]:
     """A unit of time that suits the longest run, and its seconds."""
     longest = max(run.series("perf/wall_time_s")[1].max(initial=0.0) for run in runs)
     return ("h", 3600) if longest > 7200 else ("min", 60) if longest > 120 else ("s", 1)
 
 
-def _line(run, x):
+def _line(run: Run, x: np.ndarray) -> dict[str, Any]:
     """How the line of a run looks; a single point is a dot."""
     return {"ls": run.dashes, "lw": 1.8, "marker": "o" if len(x) == 1 else "", "ms": 4.5}
 
 
-def _trace(axes, run, x, values):
+def _trace(axes: Axes, run: Run, x: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Draw a noisy series lightly and its moving average over it; return the average."""
     smooth = smoothed(values)
     axes.plot(x, values, color=run.colour, lw=0.7, alpha=0.28)
@@ -151,9 +151,9 @@ def _trace(axes, run, x, values):
     return smooth
 
 
-def _consensus(axes, runs, name):
+def _consensus(axes: Axes, runs: Sequence[Run], name: str) -> None:
     """How far the replicas are from their mean, on a logarithmic scale."""
-    labels = []
+    labels: list[Label] = []
     for run in runs:
         steps, distance = run.series(name)
         if not len(steps):
@@ -164,16 +164,16 @@ def _consensus(axes, runs, name):
             labels.append((f"{distance[-1]:.2g}", shown, run.colour))
         else:
             labels.append(("always 0", np.array([np.nan]), run.colour))
-    _frame(axes, "Consensus distance")
+    relative = name.endswith("_relative")
+    _frame(axes, "Consensus distance", "relative to the mean's norm" if relative else "")
     _log_axis(axes, np.concatenate([values for _, values, _ in labels]))
-    _aside(axes, "relative to the mean's norm" if name.endswith("_relative") else "")
-    axes.set_xlabel("step", color=GREY, size=9)
     _end_labels(axes, labels)
 
 
-def _speed(axes, runs, name, title, unit):
+def _speed(axes: Axes, runs: Sequence[Run], name: str, title: str, unit: str) -> None:
     """Throughput or step time, from zero."""
-    labels, heights = [], []
+    labels: list[Label] = []
+    heights = []
     for run in runs:
         if not run.has(name):
             continue
@@ -182,26 +182,22 @@ def _speed(axes, runs, name, title, unit):
         median = format_number(float(np.nanmedian(speed)))
         labels.append((f"{median} {unit}".strip(), smooth, run.colour))
         heights.append(np.nanpercentile(speed, 95))
-    _frame(axes, title)
-    _aside(axes, "median at the right")
-    axes.set_xlabel("step", color=GREY, size=9)
+    _frame(axes, title, "median at the right")
     axes.set_ylim(0, 1.25 * max(heights) or 1.0)
     axes.yaxis.set_major_formatter(EngFormatter(unit=unit, sep=""))
     _end_labels(axes, labels)
 
 
-def _frame(axes, title):
-    axes.set_title(title, loc="left", size=11, color=INK, pad=9)
-    axes.grid(color=GRID, lw=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+def _frame(axes: Axes, title: str, aside: str) -> None:
+    style.frame(axes, title, pad=9)
+    axes.set_title(aside, loc="right", size=8.5, color=GREY, pad=9)
+    axes.set_xlabel("step", color=GREY, size=9)
     axes.spines[["left", "bottom"]].set_color("#b5b5b5")
-    axes.tick_params(which="both", colors=GREY, labelsize=9, length=0)
     axes.xaxis.set_major_locator(MaxNLocator(6))
     axes.margins(x=0.012)
 
 
-def _log_axis(axes, values):
+def _log_axis(axes: Axes, values: np.ndarray) -> None:
     """A logarithmic y axis of at least a decade, with plain numbers on it."""
     values = values[np.isfinite(values)]
     if len(values) == 0:
@@ -209,18 +205,11 @@ def _log_axis(axes, values):
         return
     low, high = values.min(), values.max()
     widen = max(1.15, (10 * low / high) ** 0.5)
-    axes.set_yscale("log")
-    axes.set_ylim(low / widen, high * widen)
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 300 else (1,)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set(yscale="log", ylim=(low / widen, high * widen))
+    style.plain_numbers(axes.yaxis, (1, 2, 5) if high / low < 300 else (1,))
 
 
-def _aside(axes, text):
-    axes.set_title(text, loc="right", size=8.5, color=GREY, pad=9)
-
-
-def _limit(axes, heights):
+def _limit(axes: Axes, heights: Sequence[np.ndarray]) -> None:
     """Give the panel to the smooth lines and the dots after the first tenth of a long run.
 
     The steep start would otherwise flatten everything that follows; it and the spikes of the raw
@@ -235,10 +224,10 @@ def _limit(axes, heights):
         axes.set_ylim(low - margin, high + margin)
 
 
-def _end_labels(axes, labels):
-    """Write each text right of the panel, where its line ends, and none over another."""
+def _end_labels(axes: Axes, labels: Sequence[Label]) -> None:
+    """Write each text to the right of the panel where its line ends, without overlap."""
 
-    def height(values):
+    def height(values: np.ndarray) -> float:
         finite = values[np.isfinite(values)]
         if len(finite) == 0:
             return 0.0
@@ -249,39 +238,33 @@ def _end_labels(axes, labels):
     placed = []
     for y, text, colour in sorted((height(values), text, c) for text, values, c in labels):
         last = max(y, last + gap)
-        placed.append([last, text, colour])
+        placed.append((last, text, colour))
     overflow = max(0.0, last - 1.0)
     for y, text, colour in placed:
         axes.annotate(
-            text,
-            (1.0, y - overflow),
-            xycoords="axes fraction",
-            xytext=(5, 0),
-            textcoords="offset points",
-            va="center",
-            color=colour,
-            size=9,
-            annotation_clip=False,
-        )
+            text, (1.0, y - overflow), xycoords="axes fraction",
+            xytext=(5, 0), textcoords="offset points",
+            va="center", color=colour, size=9, annotation_clip=False,
+        )  # fmt: skip
 
 
-def _last(values):
+def _last(values: np.ndarray) -> str:
     """The last value as text; the line itself shows where it stopped being finite."""
     if not np.isfinite(values[-1]):
         return "not finite"
     return f"{values[-1]:.3f}" if 0.1 <= abs(values[-1]) < 1000 else f"{values[-1]:.3g}"
 
 
-def _text(label):
-    """A label that matplotlib takes as it is: no formula, and none that it hides."""
+def _text(label: str) -> str:
+    """A label that matplotlib shows as it is: not as a formula, and not hidden for its "_"."""
     label = label.replace("$", r"\$")
     return " " + label if label.startswith("_") else label
 
 
-def main(arguments=None):
+def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = argparse.ArgumentParser(
-        "python -m decent_jax.plot", description=__doc__.split("\n")[0]
+        "python -m decent_jax.plot", description="Draw the curves of one run, or compare several."
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="the --workdir of a run")
     where = "default: RUN/curves.png, or comparison.png here for several runs"

@@ -1,31 +1,46 @@
-"""What a run left behind in its folder, read back: its metrics, and words that tell it apart."""
+"""Read a run folder back: its metrics, and a label that distinguishes it from other runs."""
 
+import dataclasses
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from decent_jax.errors import RunError
+from decent_jax.json_files import flat
 from decent_jax.train.metrics import read_metrics
 
-# Config fields that name an experiment, the most telling first.
-TELLING = ("algorithm", "optimizer", "schedule", "topology", "combine", "mix_every", "accum_steps")
-TELLING += ("num_replicas", "replicas", "batch_size", "learning_rate", "seed")
-NOT_TELLING = ("workdir", "data_dir", "resume", "log", "checkpoint", "profile", "name")
+# Config fields that name an experiment, the most informative first, by the last part of the name.
+NAMING = ("algorithm", "schedule", "combine", "mix_every", "accum_steps", "num_replicas")
+NAMING += ("batch_size", "learning_rate", "seed")
+SHOWN_SETTINGS = 4
+# Sections and fields that say where and how often something is written, not what is trained.
+IGNORED = ("workdir", "log", "checkpoint", "profile")
 
 
-@dataclass
+@dataclasses.dataclass
 class Run:
-    """One run folder: its rows and its settings."""
+    """One run folder: its rows and its settings.
+
+    rows: of metrics.jsonl.
+    config: flat, ``{"model.layers": 12}``.
+    label, colour, dashes: of its lines in a figure.
+    """
 
     path: Path
-    rows: list
-    config: dict  # flat: "optimizer.learning_rate"
+    rows: list[dict[str, Any]]
+    config: dict[str, Any]
     label: str = ""
+    colour: str = ""
+    dashes: str = "-"
 
-    def series(self, name, x="step"):
-        """The steps (or training seconds) and values of a metric; both empty where it is absent."""
+    def series(self, name: str, x: str = "step") -> tuple[np.ndarray, np.ndarray]:
+        """The steps (or with ``x="time"`` training seconds) and values of a metric.
+
+        Both are empty where the run did not record the metric.
+        """
         rows = [row for row in self.rows if isinstance(row.get(name), (int, float))]
         steps = np.array([row["step"] for row in rows], float)
         values = np.array([row[name] for row in rows], float)
@@ -36,13 +51,17 @@ class Run:
             steps = np.interp(steps, known_steps, seconds)
         return steps, values
 
-    def has(self, name):
+    def has(self, name: str) -> bool:
         """Whether the metric has some finite value."""
         return bool(np.isfinite(self.series(name)[1]).any())
 
 
-def load_run(path):
-    """The run in the folder `path` (or that has the metrics file `path`)."""
+def load_run(path: str | Path) -> Run:
+    """The run in the folder ``path`` (or with the metrics file ``path``).
+
+    Raises:
+      RunError: no run folder, or one without a row; the message says why.
+    """
     path = Path(path)
     try:
         rows = read_metrics(path)
@@ -54,20 +73,15 @@ def load_run(path):
     if not rows:
         raise RunError(f"{path}: metrics.jsonl has no complete row yet.")
     folder = path if path.is_dir() else path.parent
-    config = {}
-    for name in ("summary.json", "config.json"):  # the config has the last word
-        try:
-            found = _flat(json.loads((folder / name).read_text()))
-        except (OSError, ValueError):
-            continue
-        if name == "summary.json":
-            found = {k: v for k, v in found.items() if k in TELLING}
-        config |= found
-    return Run(folder, rows, config)
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        config = {}
+    return Run(folder, rows, flat(config) if isinstance(config, dict) else {})
 
 
-def smoothed(values, window=None):
-    """A moving average that skips what is not finite, over a fortieth of the values.
+def smoothed(values: np.ndarray, window: int | None = None) -> np.ndarray:
+    """A moving average, (m,), that skips values which are not finite; default window: m / 40.
 
     The window shrinks at the start, so that the first value, often the largest, stays what it was.
     """
@@ -84,45 +98,40 @@ def smoothed(values, window=None):
     return np.where(finite, mean, np.nan)
 
 
-def label_runs(runs):
-    """Name each run by the config fields in which it differs, or by its folder."""
+def label_runs(runs: Sequence[Run]) -> None:
+    """Set the label of each run: the config fields in which it differs, or its folder."""
 
-    def order(field):
-        short = field.rsplit(".", 1)[-1]
-        return TELLING.index(short) if short in TELLING else len(TELLING), field
+    def order(field: str) -> tuple[int, str]:
+        name = _last_part(field)
+        return NAMING.index(name) if name in NAMING else len(NAMING), field
 
     fields = {field for run in runs for field in run.config}
-    fields = [f for f in fields if not any(part in NOT_TELLING for part in f.split("."))]
+    fields = {field for field in fields if not set(field.split(".")) & set(IGNORED)}
     if len(runs) == 1:
-        shown = [f for f in fields if f.rsplit(".", 1)[-1] in TELLING]
+        shown = [field for field in fields if _last_part(field) in NAMING]
     else:
-        shown = [f for f in fields if len({str(run.config.get(f)) for run in runs}) > 1]
-    shown = sorted(shown, key=order)[:4]
+        shown = [field for field in fields if len({str(run.config.get(field)) for run in runs}) > 1]
+    shown = sorted(shown, key=order)[:SHOWN_SETTINGS]
     for run in runs:
-        values = [(f.rsplit(".", 1)[-1], run.config.get(f)) for f in shown]
-        run.label = ", ".join(_words(field, value) for field, value in values if value is not None)
+        settings = [(_last_part(field), run.config.get(field)) for field in shown]
+        run.label = ", ".join(_words(name, v) for name, v in settings if v is not None)
+    labels = [run.label for run in runs]
     for run in runs:
         folder = run.path.resolve().name
-        same = [other for other in runs if other.label == run.label and other is not run]
         if len(runs) == 1 or not run.label:
             run.label = folder + (f": {run.label}" if run.label else "")
-        elif same:
+        elif labels.count(run.label) > 1:
             run.label += f" ({folder})"
 
 
-def _flat(tree, prefix=""):
-    flat = {}
-    for key, value in tree.items() if isinstance(tree, dict) else ():
-        flat |= (
-            _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-        )
-    return flat
+def _last_part(field: str) -> str:
+    return field.rsplit(".", 1)[-1]
 
 
-def _words(field, value):
+def _words(name: str, value: object) -> str:
     """ "one_peer_exp", "8 replicas", "learning rate 0.0003"."""
     if isinstance(value, str):
         return value
-    if field in ("num_replicas", "replicas"):
+    if name == "num_replicas":
         return f"{value} replicas"
-    return f"{field.replace('_', ' ')} {value}"
+    return f"{name.replace('_', ' ')} {value}"

@@ -239,7 +239,7 @@ def test_placing_replicas_otherwise_changes_what_a_round_costs():
     assert costs.round_s(together, schedule, 2, MODEL) == pytest.approx(0.01, rel=0.01)
 
 
-def test_stages_wait_for_whom_they_hear_from_and_whom_they_send_to():
+def test_stages_wait_for_senders_and_receivers():
     start = np.array([0.0, 5.0, 1.0, 0.0])
     ones = np.ones(4)
     permute = costs.Stage(ones, sources=np.array([-1, 0, -1, 2]))  # 0 -> 1, 2 -> 3

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from shared import shared
 
+from decent_jax import plot_style
 from decent_jax.planner import network as networks
 from decent_jax.planner import plots, search
 from decent_jax.planner.placement import (
@@ -231,7 +232,7 @@ def test_an_exchange_updates_what_a_new_evaluation_gives(levels):
         np.testing.assert_allclose(partition.edge_s, fresh.edge_s)
 
 
-def test_exchanges_are_judged_as_they_turn_out():
+def test_the_score_of_an_exchange_is_its_result():
     """The table of all exchanges against each one carried out, edge by edge."""
     rng = np.random.default_rng(5)
     problem = Problem(random_network(14, 5), job_of(4, 3))
@@ -335,7 +336,7 @@ def test_uneven_regions_are_solved():
     assert found.costs.total_s == pytest.approx(best, rel=1e-12)
 
 
-def test_what_is_left_over_is_chosen_and_beats_plain_layouts():
+def test_the_search_chooses_the_devices_to_leave_out():
     network, job = networks.regions({"Oregon": 5, "Virginia": 11, "Frankfurt": 16}), job_of(5, 6)
     found = place(network, job, generations=25, time_limit_s=60)
     assert len(set(found.stages.ravel().tolist())) == 30
@@ -345,7 +346,7 @@ def test_what_is_left_over_is_chosen_and_beats_plain_layouts():
     assert found.costs.total_s < 0.95 * min(others)
 
 
-def test_a_seed_has_one_result_and_history_falls(capsys):
+def test_a_seed_gives_one_result_and_history_falls(capsys):
     network, job = random_network(12, 7), job_of(3, 4)
     one, two = (
         place(network, job, seed=3, generations=6, time_limit_s=60, progress=show)
@@ -372,9 +373,9 @@ def test_pictures_are_drawn(tmp_path):
         "convergence.png": plots.draw_convergence({"mine": [found, found]}, {"mine": 30.0}),
     }
     for name, figure in drawn.items():
-        assert plots.save(figure, tmp_path / "new" / name).stat().st_size > 10_000
+        assert plot_style.save(figure, tmp_path / "new" / name).stat().st_size > 10_000
     words = [
         text.get_text()
         for text in drawn["placement.png"].findobj(match=lambda a: hasattr(a, "get_text"))
     ]
-    assert "Oregon" in words and any(f"{found.costs.total_s:.2f} s a step" in w for w in words)
+    assert "Oregon" in words and any(f"{found.costs.total_s:.2f} s per step" in w for w in words)

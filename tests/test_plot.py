@@ -1,7 +1,8 @@
-"""Curves of synthetic runs: what is drawn, and what is said when nothing can be."""
+"""Curves of synthetic runs: panels, labels, and one sentence where there is nothing to draw."""
 
 import json
 import math
+from pathlib import Path
 
 import matplotlib
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from decent_jax import plot
 from decent_jax.json_files import write_json_atomic
-from decent_jax.run_folder import label_runs, load_run, smoothed
+from decent_jax.run_folder import Run, label_runs, load_run, smoothed
 from decent_jax.train.metrics import MetricWriter
 
 CONFIG = {"algorithm": "gossip", "schedule": "ring", "num_replicas": 8, "workdir": "/x"}
@@ -64,7 +65,7 @@ def test_one_run(tmp_path, capsys):
         "Loss by step",
         "Loss by time",
         "Consensus distance",
-        "Tokens a second",
+        "Tokens per second",
     ]
     assert [len(axes.lines) for axes in figure.axes] == [3, 3, 1, 2]
     assert figure.axes[1].get_xlim() == pytest.approx((0.5, 30), abs=0.5)  # seconds
@@ -94,14 +95,25 @@ def test_several_runs_are_compared_under_their_differences(tmp_path, monkeypatch
     size_of_png(tmp_path / "comparison.png")
 
 
-def test_equal_settings_are_told_apart_by_folder_and_odd_names_are_drawn(tmp_path):
+def test_equal_settings_are_labelled_by_folder_and_odd_names_are_drawn(tmp_path):
     names = ["_hidden", "cost $1 $2"] + [f"run_{i}" for i in range(7)]
     runs = [load_run(make_run(tmp_path / name, steps=2)) for name in names]
     label_runs(runs)
     assert [run.label for run in runs] == names
     out = plot.plot_runs([tmp_path / name for name in names], tmp_path / "new folder" / "c.png")
     size_of_png(out)
-    assert len({(run.colour, run.dashes) for run in runs if plot.draw(runs)}) == 9
+    plot.draw(runs)
+    assert len({(run.colour, run.dashes) for run in runs}) == 9
+
+
+def test_labels_say_what_was_trained_and_not_where():
+    cosine = {"seed": 0, "lr_schedule.name": "cosine", "log.every": 1, "workdir": "/a"}
+    constant = cosine | {"lr_schedule.name": "constant", "log.every": 9, "workdir": "/b"}
+    runs = [Run(Path(name), [], settings) for name, settings in (("a", cosine), ("b", constant))]
+    label_runs(runs)
+    assert [run.label for run in runs] == ["cosine", "constant"]
+    label_runs(runs[:1])
+    assert runs[0].label == "a: seed 0"
 
 
 def test_missing_metrics_leave_their_panel_out(tmp_path):
@@ -109,7 +121,7 @@ def test_missing_metrics_leave_their_panel_out(tmp_path):
     names += ("perf__wall_time_s", "perf__tokens_per_s")
     run = make_run(tmp_path / "a", **dict.fromkeys(names))
     figure = figure_of(run)
-    assert titles(figure) == ["Loss by step", "Time of a step"]
+    assert titles(figure) == ["Loss by step", "Step time"]
     one = make_run(tmp_path / "b", steps=1, **dict.fromkeys(names))
     size_of_png(plot.plot_runs([one]))
 
@@ -118,11 +130,11 @@ def test_runs_with_different_metrics_share_the_one_that_all_have(tmp_path):
     a = make_run(tmp_path / "a")
     b = make_run(tmp_path / "b", perf__tokens_per_s=None, train__consensus_distance_relative=None)
     figure = figure_of(a, b)
-    assert titles(figure)[-1] == "Time of a step"
+    assert titles(figure)[-1] == "Step time"
     assert figure.axes[2].get_title(loc="right") == ""  # absolute distances
 
 
-def test_a_diverged_run_and_a_distance_of_zero_are_said(tmp_path):
+def test_a_diverged_run_and_a_distance_of_zero_are_labelled(tmp_path):
     run = make_run(
         tmp_path / "a",
         train__loss=lambda s: 3.0 if s <= 40 else math.nan,

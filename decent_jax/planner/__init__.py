@@ -10,10 +10,12 @@
 | `predict`, `recommend` | which algorithm and schedule, and when it pays |
 | `gossip_placement`, `build_schedule` | which replica where; which schedule for this very network |
 | `placement`, `search` | which pipeline stage and data-parallel group where (DT-FM) |
-| `plan` | the file that ``train.py --config.cluster.plan=FILE`` follows |
+| `fit`, `measured` | constants of a cluster from measured step times |
 | `plots`, `timeline` | pictures of all this |
 
-NumPy and SciPy only; nothing is imported until it is asked for, because `train.py` reads plans.
+NumPy and SciPy only, and of this package `decent_jax.topology`, whose `plan_file` has the file that
+``train.py --config.cluster.plan=FILE`` follows. Only the command imports the trainer, where
+``--config`` names a model.
 
 >>> from decent_jax.planner import gossip_placement, network
 >>> from decent_jax import topology

@@ -11,31 +11,21 @@ Each says more with --help. None of them needs a GPU or the cluster.
 import argparse
 import dataclasses
 import sys
+from typing import NoReturn
 
 from decent_jax.errors import ConfigError
 from decent_jax.planner import (
     fit,
     gossip_placement,
+    inputs,
     measured,
     outputs,
     place_command,
     predict,
     recommend,
 )
-from decent_jax.planner.inputs import (
-    add_network,
-    add_search,
-    add_workload,
-    model_of,
-    names_of,
-    networks_of,
-    one_network,
-    search_of,
-    workload_of,
-    write_plan,
-)
-from decent_jax.planner.network import PRESETS
-from decent_jax.planner.runtime import WIRE_BYTES, AllReduce
+from decent_jax.planner.network import PRESETS, Network
+from decent_jax.planner.runtime import WIRE_BYTES, AllReduce, Workload
 from decent_jax.topology import NAMES
 
 EXAMPLES = {
@@ -94,18 +84,14 @@ not know. --largest_slow_down is the quality you ask for.
 class _Parser(argparse.ArgumentParser):
     """Mistakes in flags are one sentence too."""
 
-    def error(self, message):
+    def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} ({self.prog} --help shows how)")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; 0, or 2 with one sentence on stderr."""
-    parser = _Parser(
-        prog="python -m decent_jax.planner",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    layout = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    parser = _Parser(prog="python -m decent_jax.planner", description=__doc__, **layout)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, add in (
         ("network", _add_network),
@@ -113,15 +99,9 @@ def main(arguments: list[str] | None = None) -> int:
         ("recommend", _add_recommend),
         ("place", place_command.add),
     ):
-        command = commands.add_parser(
-            name,
-            help=add.__doc__,
-            description=add.__doc__,
-            epilog=EXAMPLES[name].format(presets=", ".join(PRESETS)),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        add(command)
+        examples = EXAMPLES[name].format(presets=", ".join(PRESETS))
+        words = {"help": add.__doc__, "description": add.__doc__, "epilog": examples}
+        add(commands.add_parser(name, **words, **layout))
     try:
         options = parser.parse_args(arguments)
         options.run(options)
@@ -134,20 +114,18 @@ def main(arguments: list[str] | None = None) -> int:
 # --- network ------------------------------------------------------------------------------------
 
 
-def _add_network(parser) -> None:
+def _add_network(parser: argparse.ArgumentParser) -> None:
     """Check and summarise a network."""
-    add_network(parser)
+    inputs.add_network(parser)
     parser.add_argument(
         "--save", type=outputs.json_file, metavar="FILE.json", help="write it as JSON"
     )
     parser.set_defaults(run=_network)
 
 
-def _network(options) -> None:
-    from decent_jax.planner.inputs import describe
-
-    network = one_network(options)
-    print(describe(network))
+def _network(options: argparse.Namespace) -> None:
+    network = inputs.one_network(options)
+    print(inputs.describe(network))
     if options.save:
         network.save(options.save)
         print(options.save)
@@ -156,79 +134,67 @@ def _network(options) -> None:
 # --- predict ------------------------------------------------------------------------------------
 
 
-def _add_predict(parser) -> None:
+def _add_predict(parser: argparse.ArgumentParser) -> None:
     """Step time of every algorithm, its parts, and the speed-up over all-reduce."""
-    add_network(parser, many=True)
-    add_workload(parser)
-    parser.add_argument(
-        "--algorithms",
-        metavar="A,B",
-        help=f"of {', '.join((*predict.ALL_REDUCES, *NAMES))}, with parameters if need be (all)",
-    )
-    parser.add_argument(
+    inputs.add_network(parser, many=True)
+    inputs.add_workload(parser)
+    add, picture = parser.add_argument, {"type": outputs.picture, "metavar": "FILE.png"}
+    known = ", ".join((*predict.ALL_REDUCES, *NAMES))
+    add("--algorithms", metavar="A,B", help=f"of {known}, with parameters if need be (all)")
+    add(
         "--scaling",
         choices=("weak", "strong"),
         default="weak",
         help="with several --nodes: a replica's share of the batch stays as it is at the first, "
         "or shrinks because the batch is one for all (weak)",
     )
-    parser.add_argument("--mix_every", type=int, default=1, metavar="H", help="steps a round (1)")
-    parser.add_argument("--wire", choices=tuple(WIRE_BYTES), default="float32", help="of gossip")
-    parser.add_argument(
-        "--out", type=outputs.picture, metavar="FILE.png", help="draw the table as bars"
-    )
-    parser.add_argument(
-        "--timeline",
-        type=outputs.picture,
-        metavar="FILE.png",
-        help="draw a few steps as a Gantt chart",
-    )
-    parser.add_argument("--measured", metavar="FILE", help="JSON lines of measured step times")
-    parser.add_argument("--fit", metavar="A,B", help="of compute_s, sigma, bandwidth: to measured")
-    parser.add_argument("--fit_on", metavar="A,B", default="all_reduce", help="rows to fit")
+    add("--mix_every", type=int, default=1, metavar="H", help="steps a round (1)")
+    add("--wire", choices=tuple(WIRE_BYTES), default="float32", help="of gossip")
+    add("--out", **picture, help="draw the table as bars")
+    add("--timeline", **picture, help="draw a few steps as a Gantt chart")
+    add("--measured", metavar="FILE", help="JSON lines of measured step times")
+    add("--fit", metavar="A,B", help="of compute_s, sigma, bandwidth: to measured")
+    add("--fit_on", metavar="A,B", default="all_reduce", help="rows to fit")
     parser.set_defaults(run=_predict)
 
 
-def _predict(options) -> None:
+def _predict(options: argparse.Namespace) -> None:
     if options.measured:
         _against_measured(options)
         return
     if options.fit:
         raise ConfigError("--fit needs --measured FILE, the step times to fit to")
-    model = model_of(options)
-    names = names_of(options.algorithms) if options.algorithms else None
+    model = inputs.model_of(options)
+    names = inputs.names_of(options.algorithms) if options.algorithms else None
+    tuning = {"bucket_bytes": options.bucket_bytes}
     gossip = {"mix_every": options.mix_every, "wire": options.wire}
-    rows, first = [], None
-    for network in networks_of(options, model):
-        first = first or network.num_devices
-        shrink = first / network.num_devices if options.scaling == "strong" else 1.0
-        workload = workload_of(options, model, shrink)
-        rows += predict.compare(
-            network, workload, names, bucket_bytes=options.bucket_bytes, **gossip
-        )
+    networks = inputs.networks_of(options, model)
+    network, workload = networks[0], inputs.workload_of(options, model)
+    rows = []
+    for network in networks:
+        if options.scaling == "strong":
+            shrink = networks[0].num_devices / network.num_devices
+            workload = inputs.workload_of(options, model, shrink)
+        rows += predict.compare(network, workload, names, **tuning, **gossip)
     print(predict.format_table(rows))
     if options.out or options.timeline:
-        from decent_jax.planner import plots, timeline
+        from decent_jax.planner import timeline
 
         if options.out:
-            print(plots.save(timeline.draw_predictions(rows), options.out))
-        if options.timeline:
-            shown = names or [
-                name
-                for name in ("all_reduce", "one_peer_exp", "alternating_exp_ring")
-                if any(row.label == name and row.num_nodes == network.num_nodes for row in rows)
-            ]
-            algorithms = {
-                name: predict.algorithm_of(
-                    name, network, workload, bucket_bytes=options.bucket_bytes
-                )
-                for name in shown
-            }
-            figure = timeline.draw_gantt(network, workload, algorithms)
-            print(plots.save(figure, options.timeline))
+            outputs.save_picture(timeline.draw_predictions(rows), options.out)
+        if not options.timeline:
+            return
+        known = [row.label for row in rows if row.num_nodes == network.num_nodes]
+        shown = ("all_reduce", "one_peer_exp", "alternating_exp_ring")
+        algorithms = {
+            name: predict.algorithm_of(name, network, workload, **tuning)
+            for name in names or [name for name in shown if name in known]
+        }
+        figure = timeline.draw_gantt(network, workload, algorithms)
+        outputs.save_picture(figure, options.timeline)
 
 
-def _against_measured(options) -> None:
+def _against_measured(options: argparse.Namespace) -> None:
     """Predict measured rows; fit a few constants to some of them where asked to."""
     rows = fit.read_rows(options.measured)
     alone = [row["step_time_s"] for row in rows if row["algorithm"] == "none"]
@@ -245,76 +211,68 @@ def _against_measured(options) -> None:
             raise ConfigError(
                 "give --compute_s, --trace, --fit compute_s, or a measured row of algorithm none"
             )
-    model = model_of(options)
+    model = inputs.model_of(options)
     networks = {
-        size: networks_of(options, dataclasses.replace(model, num_replicas=size), alone=True)[0]
-        for size in {row["num_replicas"] for row in rows}
+        n: inputs.networks_of(options, dataclasses.replace(model, num_replicas=n), alone=True)[0]
+        for n in {row["num_replicas"] for row in rows}
     }
     constants, compared = measured.compare(
         rows,
         networks,
-        workload_of(options, model),
+        inputs.workload_of(options, model),
         fitted=fitted,
-        fitted_to=names_of(options.fit_on),
+        fitted_to=inputs.names_of(options.fit_on),
         bucket_bytes=options.bucket_bytes,
     )
     if constants:
         print(", ".join(f"{name} = {value:.4g}" for name, value in constants.items()) + "\n")
     print(measured.format_table(compared))
     if options.out:
-        from decent_jax.planner import plots, timeline
+        from decent_jax.planner import timeline
 
         picture = [
-            {
-                "group": row["algorithm"],
-                "series": f"{row['num_replicas']} replicas",
-                "measured_s": row["step_time_s"],
-                "predicted_s": row["predicted_s"],
-                "fitted": row["fitted"],
-            }
+            row
+            | {"group": row["algorithm"], "series": f"{row['num_replicas']} replicas"}
+            | {"measured_s": row["step_time_s"]}
             for row in compared
         ]
         figure = timeline.draw_against_measured(picture, "Predicted against measured")
-        print(plots.save(figure, options.out))
+        outputs.save_picture(figure, options.out)
 
 
 # --- recommend ----------------------------------------------------------------------------------
 
 
-def _add_recommend(parser) -> None:
+def _add_recommend(parser: argparse.ArgumentParser) -> None:
     """The schedule and its settings that reach the same quality soonest, and why."""
-    add_network(parser)
-    add_workload(parser)
-    parser.add_argument("--schedules", metavar="A,B", help=f"of {', '.join(NAMES)} (all)")
-    parser.add_argument(
-        "--mix_every", default="1,2,4,8", metavar="H,H", help="steps a round to try (1,2,4,8)"
-    )
-    parser.add_argument(
-        "--wires", default="float32", metavar="W,W", help=f"of {', '.join(WIRE_BYTES)} (float32)"
-    )
-    parser.add_argument(
+    inputs.add_network(parser)
+    inputs.add_workload(parser)
+    add, tokens = parser.add_argument, recommend.TOKENS_PER_PARAMETER
+    add("--schedules", metavar="A,B", help=f"of {', '.join(NAMES)} (all)")
+    add("--mix_every", default="1,2,4,8", metavar="H,H", help="steps a round to try (1,2,4,8)")
+    add("--wires", default="float32", metavar="W,W", help=f"of {', '.join(WIRE_BYTES)} (float32)")
+    add(
         "--tokens_per_parameter",
         type=float,
-        default=recommend.TOKENS_PER_PARAMETER,
+        default=tokens,
         metavar="D",
-        help="how long the run is; the longer, the less gossip loses "
-        f"({recommend.TOKENS_PER_PARAMETER:g})",
+        help=f"how long the run is; the longer, the less gossip loses ({tokens:g})",
     )
-    parser.add_argument(
+    add(
         "--largest_slow_down",
         type=float,
         default=1.5,
         metavar="S",
         help="consider what needs at most S times the steps of all-reduce (1.5)",
     )
-    add_search(parser)
+    inputs.add_search(parser)
     parser.set_defaults(run=_recommend)
 
 
-def _recommend(options) -> None:
-    model = model_of(options)
-    network = networks_of(options, model)[0]
-    workload = workload_of(options, model)
+def _recommend(options: argparse.Namespace) -> None:
+    model = inputs.model_of(options)
+    network = inputs.networks_of(options, model)[0]
+    workload = inputs.workload_of(options, model)
     wires = options.wires.split(",")
     if set(wires) - set(WIRE_BYTES):
         raise ConfigError(f"--wires takes {', '.join(WIRE_BYTES)}, got {options.wires!r}")
@@ -324,58 +282,49 @@ def _recommend(options) -> None:
         raise ConfigError(
             f"--mix_every takes numbers of steps such as 1,2,4, got {options.mix_every!r}"
         ) from None
-    if not options.tokens_per_parameter > 0:
-        raise ConfigError(
-            f"--tokens_per_parameter must be above 0, got {options.tokens_per_parameter:g}"
-        )
-    if not options.largest_slow_down >= 1:
-        raise ConfigError(
-            f"--largest_slow_down must be at least 1, got {options.largest_slow_down:g}"
-        )
-    schedules = names_of(options.schedules) if options.schedules else None
+    tokens, slow_down = options.tokens_per_parameter, options.largest_slow_down
+    if not tokens > 0:
+        raise ConfigError(f"--tokens_per_parameter must be above 0, got {tokens:g}")
+    if not slow_down >= 1:
+        raise ConfigError(f"--largest_slow_down must be at least 1, got {slow_down:g}")
     found = recommend.choices(
         network,
         workload,
-        schedules=schedules,
+        schedules=inputs.names_of(options.schedules) if options.schedules else None,
         mix_every=mix_every,
         wires=wires,
         executions=("hierarchical", "plain"),
         bucket_bytes=options.bucket_bytes,
-        tokens_per_parameter=options.tokens_per_parameter,
-        largest_slow_down=options.largest_slow_down,
+        tokens_per_parameter=tokens,
+        largest_slow_down=slow_down,
     )
     print(recommend.explain(found), end="\n\n")
     print(recommend.format_table(found), end="\n\n")
     print("In the config:")
-    lines = recommend.config_lines(found[0], model.algorithm)
-    for line in lines:
+    for line in recommend.config_lines(found[0], model.algorithm):
         print(f"    {line}")
-    if "comm_dtype" in lines[-1] and not _knows_wires():
-        print("This version of train.py has no comm_dtype: it sends float32.")
     if options.plan:
-        best = found[0].algorithm
-        if isinstance(best, AllReduce):
-            raise ConfigError(
-                f"{options.plan} is not written: all_reduce, which is recommended, follows no plan"
-            )
-        num_bytes = workload.model_bytes * WIRE_BYTES[best.wire] / 4
-        placed = gossip_placement.place_schedule(
-            network, best.schedule, num_bytes, compute_s=workload.compute_s, **search_of(options)
+        _plan(options, network, workload, found[0])
+
+
+def _plan(
+    options: argparse.Namespace, network: Network, workload: Workload, best: recommend.Choice
+) -> None:
+    gossip = best.algorithm
+    if isinstance(gossip, AllReduce):
+        raise ConfigError(
+            f"{options.plan} is not written: all_reduce, which is recommended, follows no plan"
         )
-        reordered = network.take(placed.order)
-        expected = {
-            "label": found[0].prediction.label,
-            "step_s": predict.step_s(reordered, workload, best),
-            "step_s_in_the_order_of_the_network": found[0].prediction.step_s,
-            "steps_relative_to_all_reduce": found[0].slow_down,
-        }
-        write_plan(options, network, placed, best.mix_every, expected)
-
-
-def _knows_wires() -> bool:
-    from decent_jax.train.config import default_config
-
-    return "comm_dtype" in default_config()
+    num_bytes = workload.model_bytes * WIRE_BYTES[gossip.wire] / 4
+    limits = {"compute_s": workload.compute_s, **inputs.search_of(options)}
+    placed = gossip_placement.place_schedule(network, gossip.schedule, num_bytes, **limits)
+    expected = {
+        "label": best.prediction.label,
+        "step_s": predict.step_s(network.take(placed.order), workload, gossip),
+        "step_s_in_the_order_of_the_network": best.prediction.step_s,
+        "steps_relative_to_all_reduce": best.slow_down,
+    }
+    inputs.write_plan(options, network, placed, gossip.mix_every, expected)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
 """A schedule made for one network: who mixes with whom, in which order, to agree fastest.
 
-A round is W = (I + P_1 + ... + P_d) / (d + 1) with permutations P of the replicas, or the same of
-groups of g neighbouring replicas that take their mean first (reduce-scatter, exchange of shards,
-all-gather). Whom to mix with is decided by the covariance S of the replicas' distances from their
-mean: a round leaves
+A round is W = (I + P_1 + ... + P_d) / (d + 1) with permutations P of the replicas, or of groups of
+g neighbouring replicas that take their mean first (reduce-scatter, exchange of shards, all-gather).
+The covariance S of the replicas' distances from their mean decides who mixes with whom: a round
+leaves
 
     trace(W S W') = (trace S + trace(P S)) / 2        for d = 1,
 
-so among the permutations that use no link slower than a limit the best one is an assignment problem
-with costs S, which is solved exactly. For a further permutation the costs are those of (I + P_1 +
-...) S. A greedy run takes at every step the limit at which disagreement falls fastest per second; a
-local search then replaces, adds, drops and exchanges rounds of the cycle as long as its
+so the best permutation that uses no link slower than a limit is an assignment problem with costs S,
+which is solved exactly. For a further permutation the costs are those of (I + P_1 + ...) S. A
+greedy run takes at every step the limit at which disagreement falls fastest per second. A local
+search then replaces, adds, drops and exchanges rounds of the cycle as long as its
 `gossip_placement.disagreement_s` falls.
 """
 
@@ -33,9 +33,9 @@ from decent_jax.planner.network import Network
 from decent_jax.topology import Schedule
 from decent_jax.topology.rounds import grouped, kron
 
-MOST_LIMITS = 16  # of how slow a link may be, tried by a greedy step
-MOST_GROUPS = 64  # a change is judged in some 16 MOST_GROUPS^3 operations
-MOST_ROUNDS = 16  # training compiles one executable a round
+MOST_LIMITS = 16  # limits of how slow a link may be that a greedy step tries
+MOST_GROUPS = 64  # judging a change takes some 16 MOST_GROUPS^3 operations
+MOST_ROUNDS = 16  # training compiles one executable per round
 NAME = "built"
 
 
@@ -50,18 +50,18 @@ def build_schedule(
     steps: int | None = None,
     progress: bool = False,
 ) -> PlacedSchedule:
-    """The schedule that leaves the least disagreement on a network, as far as found; at most 16
-    rounds.
+    """The schedule of at most 16 rounds that leaves the least disagreement, as far as found.
 
-    All group sizes that divide the number of devices into at most 64 groups are tried; groups are
-    of near devices, for which the order of the replicas is chosen.
+    The search tries all group sizes that divide the number of devices into at most 64 groups, and
+    chooses the order of the replicas so that groups are of near devices.
 
-    num_bytes: of one model on the wire.
-    max_degree: permutations a round at most (messages a replica sends, beside those in its group).
-    compute_s: the step that hides communication; no round is shorter.
-    steps: changes to try at most, for every group size; then, unless the time is up first, a seed
-        has one result.
-    progress: show a bar that counts seconds.
+    Args:
+      num_bytes: of one model on the wire.
+      max_degree: permutations per round at most: messages that a replica sends out of its group.
+      compute_s: the step that hides communication; no round is shorter.
+      steps: changes to try at most, for every group size; then, unless the time is up first, a seed
+          has one result.
+      progress: show a bar that counts seconds.
 
     Raises:
       ValueError: ``max_degree`` below 1.
@@ -86,12 +86,12 @@ def build_schedule(
         evaluate(network, cycle.schedule(), num_bytes, cycle.order, compute_s=compute_s)
         for cycle in cycles
     ]
-    return min(built, key=lambda one: one.disagreement_s)
+    return min(built, key=lambda placed: placed.disagreement_s)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Mix:
-    """A round over m groups: its (m, m) matrix, and what it takes."""
+    """A round over m groups: its (m, m) matrix, and its length."""
 
     matrix: np.ndarray
     seconds: float
@@ -121,8 +121,11 @@ class _Cycle:
         self._start()
 
     def _start(self) -> None:
-        """Take the best stretch of three greedy runs: from disagreement alone, with all links
-        allowed in every round (which surely mixes everybody), and under drift."""
+        """Take the best stretch of three greedy runs.
+
+        The first sees disagreement alone; the second may use all links in every round, which
+        surely mixes all replicas; the third sees drift too.
+        """
         centre = np.eye(self.m) - 1 / self.m
         most = min(MOST_ROUNDS, 3 * int(np.ceil(np.log2(self.m))) + 4)
         for limits, drift in ((self.limits, False), (self.limits[-1:], False), (self.limits, True)):
@@ -156,12 +159,12 @@ class _Cycle:
         self._keep_if_better(mixes)
 
     def schedule(self) -> Schedule:
-        """As rounds of replicas: groups take their mean, then member k hears other members k."""
+        """As rounds of replicas: groups take their mean, then member k receives from members k."""
         between = Schedule.from_matrices([mix.matrix for mix in self.mixes], NAME)
         if self.group_size == 1:
             return between
         inside = grouped(self.group_size, self.group_size)
-        rounds = tuple(kron(one, inside) for one in between.rounds)
+        rounds = tuple(kron(rnd, inside) for rnd in between.rounds)
         return Schedule(NAME, self.m * self.group_size, rounds)
 
     def _keep_if_better(self, mixes: list[_Mix]) -> None:
@@ -172,7 +175,7 @@ class _Cycle:
             self.mixes, self.disagreement_s = mixes, value
 
     def _disagreement_s(self, mixes: list[_Mix]) -> float:
-        """As `gossip_placement.disagreement_s`. Inside a group only a round's own drift is left."""
+        """As `gossip_placement.disagreement_s`; inside a group only a round's own drift is left."""
         seconds = np.array([mix.seconds for mix in mixes])
         if seconds.min() == 0:  # nobody sends
             return np.inf
@@ -183,8 +186,10 @@ class _Cycle:
         return time_average((between + inside) / (n - 1), seconds)
 
     def _greedy_mix(self, covariance: np.ndarray, limits: np.ndarray, drift: bool) -> _Mix:
-        """The round after which disagreement has fallen most per second: its logarithm, or under
-        drift, where it need not fall to nothing, itself."""
+        """The round after which disagreement has fallen most per second.
+
+        Under drift, where disagreement cannot vanish, its value counts; else its logarithm.
+        """
 
         def fall_per_s(mix: _Mix) -> float:
             if mix.seconds == 0:  # nobody sends
@@ -198,7 +203,7 @@ class _Cycle:
         return max((self._mix(covariance, *choice) for choice in choices), key=fall_per_s)
 
     def _mix(self, covariance: np.ndarray, limit: float, degree: int) -> _Mix:
-        """The best round of so many permutations that uses no link slower than the limit."""
+        """The best round of ``degree`` permutations that uses no link slower than the limit."""
         eye = np.eye(self.m)
         forbidden = self.link_s > limit
         total, sources = eye, []

@@ -1,8 +1,9 @@
 """How much the compute time of a step varies: distributions, their maxima, fits of a trace.
 
 A distribution is of a factor with mean 1 on the time that forward and backward take on one
-replica; replicas and steps draw independently. What all-reduce loses to it is the expected
-maximum over all replicas.
+replica; replicas and steps draw independently. All-reduce loses the expected maximum over all
+replicas to it. ``sample(rng, shape)`` draws, ``sd()`` is the standard deviation, ``cdf(x)`` the
+probability of at most x, and ``exceeded(p)`` the value that a draw exceeds with probability p.
 
 >>> jitter = ShiftedExponential(0.9)                  # 0.9 + 0.1 x Exp(1)
 >>> round(expected_max(jitter, 4), 4)                 # 0.9 + 0.1 (1 + 1/2 + 1/3 + 1/4)
@@ -13,22 +14,24 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy import special
 
-# Below this many step times a histogram says less than a family of curves.
+# With fewer step times the parameters of a curve say more than a histogram.
 ENOUGH_FOR_EMPIRICAL = 100
+
+Shape = int | tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
     """Every step takes the mean."""
 
-    def sample(self, rng: np.random.Generator, shape) -> np.ndarray:
+    def sample(self, rng: np.random.Generator, shape: Shape) -> np.ndarray:
         return np.ones(shape)
 
     def sd(self) -> float:
@@ -41,22 +44,20 @@ class LogNormal:
 
     sigma: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not 0 < self.sigma < 5:
             raise ValueError(f"sigma of a lognormal must be in (0, 5), got {self.sigma}")
 
-    def sample(self, rng: np.random.Generator, shape) -> np.ndarray:
+    def sample(self, rng: np.random.Generator, shape: Shape) -> np.ndarray:
         return np.exp(self.sigma * rng.standard_normal(shape) - self.sigma**2 / 2)
 
     def sd(self) -> float:
         return math.sqrt(math.expm1(self.sigma**2))
 
     def cdf(self, x: np.ndarray) -> np.ndarray:
-        z = (np.log(np.maximum(x, 1e-300)) + self.sigma**2 / 2) / self.sigma
-        return special.ndtr(z)
+        return special.ndtr((np.log(np.maximum(x, 1e-300)) + self.sigma**2 / 2) / self.sigma)
 
     def exceeded(self, probability: np.ndarray) -> np.ndarray:
-        """The value exceeded with this probability."""
         return np.exp(-self.sigma * special.ndtri(probability) - self.sigma**2 / 2)
 
 
@@ -66,14 +67,12 @@ class ShiftedExponential:
 
     shift: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not 0 <= self.shift < 1:
-            raise ValueError(
-                f"shift, the part of the mean that never varies, must be in [0, 1), "
-                f"got {self.shift}"
-            )
+            words = "shift, the part of the mean that never varies, must be in [0, 1)"
+            raise ValueError(f"{words}, got {self.shift}")
 
-    def sample(self, rng: np.random.Generator, shape) -> np.ndarray:
+    def sample(self, rng: np.random.Generator, shape: Shape) -> np.ndarray:
         return self.shift + (1 - self.shift) * rng.standard_exponential(shape)
 
     def sd(self) -> float:
@@ -92,13 +91,13 @@ class Empirical:
 
     values: tuple[float, ...]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         values = np.asarray(self.values, float)
         if values.ndim != 1 or len(values) < 2 or not (values > 0).all():
             raise ValueError("an empirical distribution needs at least two positive times")
         object.__setattr__(self, "values", tuple((values / values.mean()).tolist()))
 
-    def sample(self, rng: np.random.Generator, shape) -> np.ndarray:
+    def sample(self, rng: np.random.Generator, shape: Shape) -> np.ndarray:
         return rng.choice(np.asarray(self.values), shape)
 
     def sd(self) -> float:
@@ -106,15 +105,17 @@ class Empirical:
 
 
 CONSTANT = Constant()
-Distribution = Constant | LogNormal | ShiftedExponential | Empirical
+Continuous = LogNormal | ShiftedExponential
+Distribution = Constant | Continuous | Empirical
 
 
 def max_nodes(
-    distribution: Distribution, n: int, slowness: Sequence[float] | None = None
+    distribution: Distribution, n: int, slowness: ArrayLike | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Values and weights with ``E f(max) = sum(weights * f(values))``, the maximum over n draws.
 
-    slowness: (n,) factors; draw i is multiplied by ``slowness[i]``. Left out: all 1.
+    Args:
+      slowness: (n,) factors; draw i is multiplied by ``slowness[i]``. Left out: all 1.
 
     Exact for `Constant` and `Empirical`; else Gauss-Legendre in the probability, whose error is
     below 1e-6 of the mean for smooth f.
@@ -133,9 +134,7 @@ def max_nodes(
     return _max_by_bisection(distribution, factors, counts, np.log1p(-probability_below)), weights
 
 
-def expected_max(
-    distribution: Distribution, n: int, slowness: Sequence[float] | None = None
-) -> float:
+def expected_max(distribution: Distribution, n: int, slowness: ArrayLike | None = None) -> float:
     """The expected maximum of n independent draws, see `max_nodes`; the mean of a draw is 1."""
     values, weights = max_nodes(distribution, n, slowness)
     return float(values @ weights)
@@ -149,7 +148,9 @@ def _nodes(count: int = 200) -> tuple[np.ndarray, np.ndarray]:
     return half**4, weight * 4 * half**3
 
 
-def _max_of_empirical(values, factors, counts) -> tuple[np.ndarray, np.ndarray]:
+def _max_of_empirical(
+    values: np.ndarray, factors: np.ndarray, counts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     values = np.sort(values)
     support = np.unique(np.outer(factors, values))
     below = np.ones(len(support))
@@ -159,17 +160,18 @@ def _max_of_empirical(values, factors, counts) -> tuple[np.ndarray, np.ndarray]:
     return support, np.diff(below, prepend=0.0)
 
 
-def _max_by_bisection(distribution, factors, counts, log_below) -> np.ndarray:
+def _max_by_bisection(
+    distribution: Continuous, factors: np.ndarray, counts: np.ndarray, log_below: np.ndarray
+) -> np.ndarray:
+    """(m,) the values that the maximum stays below with these probabilities (their logarithms)."""
     low = np.full(len(log_below), 1e-12)
     high = np.full(len(log_below), factors[-1] * distribution.exceeded(np.array(1e-14)))
     for _ in range(80):
         middle = (low + high) / 2
         cdf = distribution.cdf(middle / factors[:, None])
         log_cdf = (counts[:, None] * np.log(np.maximum(cdf, 1e-300))).sum(axis=0)
-        low, high = (
-            np.where(log_cdf < log_below, middle, low),
-            np.where(log_cdf < log_below, high, middle),
-        )
+        below = log_cdf < log_below
+        low, high = np.where(below, middle, low), np.where(below, high, middle)
     return (low + high) / 2
 
 
@@ -177,22 +179,23 @@ def _max_by_bisection(distribution, factors, counts, log_below) -> np.ndarray:
 
 
 class Fit(NamedTuple):
-    """Step times of one replica in words of the model."""
+    """Step times of one replica: their mean and their variation."""
 
     mean_s: float
     distribution: Distribution
     distance: float  # Kolmogorov-Smirnov, between the distribution and the trace
 
 
-def fit(times_s: Sequence[float], steps_per_time: int = 1) -> Fit:
+def fit(times_s: ArrayLike, steps_per_time: int = 1) -> Fit:
     """The distribution of a trace of step times, (m,) seconds.
 
-    Lognormal and shifted exponential are fitted by maximum likelihood, and the nearer one (in
-    Kolmogorov-Smirnov distance) is taken; if the trace has 100 times or more and clearly (5%
-    level) comes from neither, the trace itself is the distribution.
+    That is the lognormal or the shifted exponential of maximum likelihood, whichever is nearer (in
+    Kolmogorov-Smirnov distance). If the trace has 100 times or more and clearly (5% level) comes
+    from neither, the trace itself is the distribution.
 
-    steps_per_time: each time is the mean over so many steps, whose variation the mean has hidden.
-        A lognormal with `steps_per_time` times the variance is taken then: nothing else is known.
+    Args:
+      steps_per_time: each time is the mean over this many steps, which hides their variation. The
+        result is then a lognormal with ``steps_per_time`` times the variance.
 
     The times must be of compute alone: of a run with one replica, or without communication. In a
     synchronous run every step already takes the maximum over replicas.
@@ -223,7 +226,7 @@ def fit(times_s: Sequence[float], steps_per_time: int = 1) -> Fit:
 
 
 def read_trace(path: str | Path) -> tuple[np.ndarray, int]:
-    """Step times in seconds from a run's metrics.jsonl, and the steps that each is the mean of.
+    """Step times in seconds from a run's metrics.jsonl, and over how many steps each is a mean.
 
     The first row is left out, because it holds compilation.
 
@@ -251,7 +254,7 @@ def read_trace(path: str | Path) -> tuple[np.ndarray, int]:
     return np.array([seconds for _, seconds in rows[1:]]), max(1, int(np.median(np.diff(steps))))
 
 
-def _ks_distance(distribution, sorted_values: np.ndarray) -> float:
+def _ks_distance(distribution: Continuous, sorted_values: np.ndarray) -> float:
     cdf = distribution.cdf(sorted_values)
     rank = np.arange(len(cdf) + 1) / len(cdf)
     return float(np.maximum(rank[1:] - cdf, cdf - rank[:-1]).max())

@@ -5,7 +5,7 @@ A transfer takes ``latency + bytes / rate``. Transfers that go on at the same ti
 network card (NIC) of every node they leave or enter, by max-min fairness, and none is faster than
 its own link. Each keeps the rate that it has while all of them are going on: where all carry the
 same number of bytes, as in every collective here, the slowest ones are those of the tightest NIC,
-end together, and their time is exact; faster ones could end a little earlier than is said.
+end together, and their time is exact; faster ones could end a little earlier.
 Not modelled: a PCIe bus shared inside a node, switches between nodes, losses and congestion.
 
 A *stage* is one collective as each replica sees it: it waits for its partners to have begun (a
@@ -15,19 +15,21 @@ XLA runs them: collectives that share devices do not overlap each other.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
 from decent_jax.planner.network import Network
 from decent_jax.topology import Round, Schedule
 
-# How a round that averages in groups and then exchanges between them is carried out.
+# How to carry out a round that averages in groups and then exchanges between them.
 Execution = Literal["hierarchical", "plain", "all_reduce"]
 AllReduce = Literal["auto", "ring", "tree", "hierarchical"]
+Groups = Iterable[ArrayLike]  # the devices of each group, (g,)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,7 +38,7 @@ class Stage:
 
     duration_s: (n,) float64; from the moment all its partners have begun until a replica is done.
     label: (n,) int or None; replicas of one label wait for each other.
-    sources: (n,) int or None; replica i receives from ``sources[i]`` (-1: nobody); both wait for
+    sources: (n,) int or None; replica i receives from ``sources[i]`` (-1: none); both wait for
         each other.
     """
 
@@ -46,45 +48,47 @@ class Stage:
 
     def end_s(self, start_s: np.ndarray) -> np.ndarray:
         """When each replica is done, (..., n), if each begins at ``start_s``, (..., n)."""
+        begun = start_s
         if self.label is not None:
-            return self._last_of_group(start_s) + self.duration_s
-        if self.sources is not None:
+            order, first = self._groups
+            begun = np.maximum.reduceat(start_s[..., order], first, axis=-1)[..., self.label]
+        elif self.sources is not None:
             receivers, senders = self._pairs
             begun = start_s.copy()
             begun[..., receivers] = np.maximum(begun[..., receivers], start_s[..., senders])
             begun[..., senders] = np.maximum(begun[..., senders], start_s[..., receivers])
-            return begun + self.duration_s
-        return start_s + self.duration_s
-
-    def _last_of_group(self, start_s: np.ndarray) -> np.ndarray:
-        order, first = self._groups
-        return np.maximum.reduceat(start_s[..., order], first, axis=-1)[..., self.label]
+        return begun + self.duration_s
 
     @functools.cached_property
     def _groups(self) -> tuple[np.ndarray, np.ndarray]:
-        order = np.argsort(self.label, kind="stable")
-        return order, np.flatnonzero(np.diff(self.label[order], prepend=-1))
+        """The replicas sorted by label, and where each label begins."""
+        label = np.asarray(self.label)
+        order = np.argsort(label, kind="stable")
+        return order, np.flatnonzero(np.diff(label[order], prepend=-1))
 
     @functools.cached_property
     def _pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        receivers = np.flatnonzero(self.sources >= 0)
-        return receivers, self.sources[receivers]
+        """Receivers and their senders."""
+        sources = np.asarray(self.sources)
+        receivers = np.flatnonzero(sources >= 0)
+        return receivers, sources[receivers]
 
 
 # --- transfers ----------------------------------------------------------------------------------
 
 
 def rates(network: Network, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Bytes per second of transfers that go on at the same time, (k,): max-min fair.
+    """Bytes per second, (k,), of transfers that go on at the same time: max-min fair.
 
-    sources, targets: (k,) devices. The limits are each pair's own bandwidth, and for pairs in
-    different nodes the NIC of the sender's node (out) and of the receiver's (in).
+    Args:
+      sources, targets: (k,) devices. The limits are each pair's own bandwidth, and for pairs in
+      different nodes the NIC of the sender's node (out) and of the receiver's (in).
     """
     sources, targets = np.asarray(sources, np.int64), np.asarray(targets, np.int64)
     limit = network.bandwidth_bytes_per_s[sources, targets].copy()
     out, into = network.node[sources], network.node[targets]
     leaves = out != into
-    # Every NIC is two resources, one a direction; a transfer inside a node uses neither.
+    # Every NIC is two resources, one per direction; a transfer inside a node uses neither.
     shared = np.stack([out, network.num_nodes + into])[:, leaves]
     limit[leaves] = _max_min(
         limit[leaves], shared, np.concatenate([network.nic_bytes_per_s] * 2).astype(float)
@@ -95,8 +99,8 @@ def rates(network: Network, sources: np.ndarray, targets: np.ndarray) -> np.ndar
 def _max_min(own_limit: np.ndarray, shared: np.ndarray, capacity: np.ndarray) -> np.ndarray:
     """Max-min fair rates; transfer k uses the resources ``shared[:, k]``.
 
-    Each pass offers every transfer the least of its own limit and equal shares of what is left,
-    and settles those to whom nobody on their resources leaves more: the slowest are among them.
+    Each pass offers every transfer the least of its own limit and equal shares of what is left. It
+    settles the transfers with the least offer on each of their resources, among them the slowest.
     """
     rate = np.zeros(len(own_limit))
     open_ = np.ones(len(own_limit), bool)
@@ -118,43 +122,39 @@ def _max_min(own_limit: np.ndarray, shared: np.ndarray, capacity: np.ndarray) ->
     return rate
 
 
-def permute_stage(network: Network, sources: Sequence[int], num_bytes: float) -> Stage:
+def permute_stage(network: Network, sources: ArrayLike, num_bytes: float) -> Stage:
     """Replica i receives ``num_bytes`` from ``sources[i]`` (-1, or itself: nothing).
 
-    A replica is done when it has received and what it sent has arrived.
+    A replica is done when it has received and its own message has arrived.
     """
-    sources = np.asarray(sources, np.int64)
-    receivers = np.flatnonzero((sources >= 0) & (sources != np.arange(len(sources))))
-    senders = sources[receivers]
-    wanted = np.full(len(sources), -1)
-    wanted[receivers] = senders
+    wanted = np.array(sources, np.int64)
+    wanted[wanted == np.arange(len(wanted))] = -1
+    receivers = np.flatnonzero(wanted >= 0)
+    senders = wanted[receivers]
     seconds = network.latency_s[senders, receivers] + num_bytes / rates(network, senders, receivers)
-    duration = np.zeros(len(sources))
+    duration = np.zeros(len(wanted))
     duration[receivers] = seconds
     np.maximum.at(duration, senders, seconds)
     return Stage(duration, sources=wanted)
 
 
-def permute_s(network: Network, sources: Sequence[int], num_bytes: float) -> float:
-    """Seconds until everybody has received ``num_bytes`` from ``sources[i]`` (-1: nobody)."""
+def permute_s(network: Network, sources: ArrayLike, num_bytes: float) -> float:
+    """Seconds until all replicas have received ``num_bytes`` from ``sources[i]`` (-1: none)."""
     return float(permute_stage(network, sources, num_bytes).duration_s.max())
 
 
 # --- means of groups ----------------------------------------------------------------------------
 
 
-def ring_stage(
-    network: Network, groups: Sequence[np.ndarray], num_bytes: float, *, laps: int = 2
-) -> Stage:
-    """Every group at the same time: a ring all-reduce of ``num_bytes`` (two laps), or one lap,
-    which is a reduce-scatter or an all-gather (Patarasuk & Yuan 2009).
+def ring_stage(network: Network, groups: Groups, num_bytes: float, *, laps: int = 2) -> Stage:
+    """A ring all-reduce (two laps) in every group at the same time (Patarasuk & Yuan 2009).
 
-    A group of g sends chunks of ``num_bytes / g`` around itself in the order given, ``laps (g -
-    1)`` times. A chunk is sent on when it has arrived and the link is free, so that one slow link
-    sets the pace by its bandwidth, and latencies add up along the way.
+    One lap is a reduce-scatter or an all-gather. A group of g sends chunks of ``num_bytes / g``
+    around itself in the order given, ``laps (g - 1)`` times. A member passes a chunk on when it
+    has arrived and the link is free, so that one slow link sets the pace by its bandwidth, and
+    latencies add up along the way.
     """
     groups = [np.asarray(group, np.int64) for group in groups]
-    label = _labels(groups, network.num_devices)
     duration = np.zeros(network.num_devices)
     rings = [group for group in groups if len(group) > 1]
     if rings:
@@ -168,11 +168,11 @@ def ring_stage(
             chunk_s = num_bytes / len(group) / rate[links]
             duration[group] = _ring_s(chunk_s, latency[links], laps * (len(group) - 1))
             first += len(group)
-    return Stage(duration, label=label)
+    return Stage(duration, label=_labels(groups, network.num_devices))
 
 
 def _ring_s(chunk_s: np.ndarray, latency_s: np.ndarray, steps: int) -> float:
-    """Seconds until everybody has the last chunk; link h goes from member h to member h + 1."""
+    """Seconds until all members have the last chunk; link h goes from member h to h + 1."""
     if np.ptp(chunk_s) == 0 and np.ptp(latency_s) == 0:
         return float(steps * (chunk_s[0] + latency_s[0]))
     free = np.zeros(len(chunk_s))  # when link h has sent its last chunk
@@ -183,8 +183,8 @@ def _ring_s(chunk_s: np.ndarray, latency_s: np.ndarray, steps: int) -> float:
     return float(have.max())
 
 
-def tree_stage(network: Network, groups: Sequence[np.ndarray], num_bytes: float) -> Stage:
-    """Every group at the same time: an all-reduce on two binary trees, each for half the data.
+def tree_stage(network: Network, groups: Groups, num_bytes: float) -> Stage:
+    """An all-reduce in every group at the same time, on two binary trees, each for half the data.
 
     The trees are NCCL's (Sanders, Speck & Träff 2009): over nodes, whose devices form a chain; a
     node that has children in one is a leaf of the other. Reduction and broadcast are pipelined in
@@ -193,25 +193,17 @@ def tree_stage(network: Network, groups: Sequence[np.ndarray], num_bytes: float)
     """
     groups = [np.asarray(group, np.int64) for group in groups]
     duration = np.zeros(network.num_devices)
-    children, parents, owner, depth_s = [], [], [], []
+    edges, depth_s = [], np.zeros(len(groups))
     for k, group in enumerate(groups):
-        deepest = 0.0
-        for parent in _double_tree(network, group):
-            child = group[1:] if parent is None else parent[:, 0]
-            up = group[:-1] if parent is None else parent[:, 1]
-            children.append(child)
-            parents.append(up)
-            owner.append(np.full(len(child), k))
-            deepest = max(deepest, _longest_way_s(network, child, up))
-        depth_s.append(deepest)
-    child, up, owner = (np.concatenate(parts) for parts in (children, parents, owner))
-    if len(child):
-        rate = rates(network, np.concatenate([child, up]), np.concatenate([up, child]))
-        seconds = num_bytes / 2 / rate
-        slowest = np.zeros(len(groups))
-        np.maximum.at(slowest, np.concatenate([owner, owner]), seconds)
-        for k, group in enumerate(groups):
-            duration[group] = slowest[k] + 2 * depth_s[k]
+        for tree in _double_tree(network, group):
+            edges.append(np.column_stack([tree, np.full(len(tree), k)]))
+            depth_s[k] = max(depth_s[k], _longest_way_s(network, tree))
+    child, parent, owner = np.concatenate(edges).T
+    rate = rates(network, np.concatenate([child, parent]), np.concatenate([parent, child]))
+    slowest_s = np.zeros(len(groups))
+    np.maximum.at(slowest_s, np.tile(owner, 2), num_bytes / 2 / rate)
+    for k, group in enumerate(groups):
+        duration[group] = slowest_s[k] + 2 * depth_s[k]
     return Stage(duration, label=_labels(groups, network.num_devices))
 
 
@@ -227,10 +219,9 @@ def _double_tree(network: Network, group: np.ndarray) -> list[np.ndarray]:
     ranks = np.arange(1, n)
     trees = []
     # The second tree is the first with its ranks mirrored, or shifted where n is odd.
-    for rename in (np.arange(n), np.arange(n)[::-1] if n % 2 == 0 else (np.arange(n) + 1) % n):
-        edges = np.stack([leaders[rename[ranks]], leaders[rename[up]]], axis=1) if n > 1 else None
-        parts = chains + ([edges] if edges is not None else [])
-        trees.append(np.concatenate(parts) if parts else np.zeros((0, 2), np.int64))
+    for renumber in (np.arange(n), np.arange(n)[::-1] if n % 2 == 0 else (np.arange(n) + 1) % n):
+        between = np.stack([leaders[renumber[ranks]], leaders[renumber[up]]], axis=1)
+        trees.append(np.concatenate([*chains, between]))
     return trees
 
 
@@ -241,8 +232,9 @@ def _tree_parent(rank: int, n: int) -> int:
     return parent if parent < n else rank ^ bit
 
 
-def _longest_way_s(network: Network, child: np.ndarray, parent: np.ndarray) -> float:
-    up = dict(zip(child.tolist(), parent.tolist(), strict=True))
+def _longest_way_s(network: Network, edges: np.ndarray) -> float:
+    """The sum of latencies from the leaf farthest from the root."""
+    up = dict(edges.tolist())
     longest = 0.0
     for leaf in up:
         way, at = 0.0, leaf
@@ -257,9 +249,9 @@ def all_reduce_stages(
     network: Network,
     num_bytes: float,
     algorithm: AllReduce = "auto",
-    groups: Sequence[np.ndarray] | None = None,
+    groups: Groups | None = None,
 ) -> list[Stage]:
-    """The mean of ``num_bytes`` over everybody, or over every group at the same time.
+    """The mean of ``num_bytes`` over all devices, or over every group at the same time.
 
     - ``ring``, ``tree``: see `ring_stage`, `tree_stage`;
     - ``auto``: for each group the faster of the two, as NCCL's tuner is meant to choose;
@@ -285,8 +277,11 @@ def all_reduce_stages(
     return [Stage(np.minimum(ring.duration_s, tree.duration_s), label=ring.label)]
 
 
-def _hierarchical_all_reduce(network, groups, num_bytes) -> list[Stage]:
-    inside, across = [], []
+def _hierarchical_all_reduce(
+    network: Network, groups: Sequence[np.ndarray], num_bytes: float
+) -> list[Stage]:
+    inside: list[np.ndarray] = []
+    across: list[np.ndarray] = []
     for group in groups:
         nodes = network.node[group]
         machines = [group[nodes == node] for node in dict.fromkeys(nodes.tolist())]
@@ -316,7 +311,7 @@ def all_reduce_s(network: Network, num_bytes: float, algorithm: AllReduce = "aut
 
 def round_stages(
     network: Network,
-    one: Round,
+    rnd: Round,
     num_bytes: float,
     execution: Execution = "hierarchical",
     *,
@@ -324,8 +319,9 @@ def round_stages(
 ) -> list[Stage]:
     """The collectives of one round, in the order in which they run.
 
-    wire: part of ``num_bytes`` that a model takes in a permute; means of groups send all of it,
-        because a sum cannot be formed of compressed terms.
+    Args:
+      wire: part of ``num_bytes`` that a model takes in a permute; means of groups send all of it,
+          because a sum cannot be formed of compressed terms.
 
     A permutation is a permute of the whole model. Groups with a partner (alternating_exp_ring):
 
@@ -334,38 +330,38 @@ def round_stages(
     - ``all_reduce``: partners form one group, which all-reduces (Decent-DP does this for every
       round, pairs included). The round must be a mean over disjoint groups.
     """
-    n, g = len(one.self_weights), one.group_size
+    n, g = len(rnd.self_weights), rnd.group_size
     if n != network.num_devices:
         raise ValueError(
             f"the schedule is for {n} replicas, but the network has {network.num_devices} devices"
         )
     if execution == "all_reduce":
-        return all_reduce_stages(network, num_bytes, "auto", mean_groups(one))
+        return all_reduce_stages(network, num_bytes, "auto", mean_groups(rnd))
     if execution not in ("hierarchical", "plain"):
         raise ValueError(
             f"a round is carried out hierarchical, plain or all_reduce, got {execution!r}"
         )
     groups = np.arange(n).reshape(-1, g)
-    if g > 1 and one.sends and execution == "hierarchical":
+    if g > 1 and rnd.sends and execution == "hierarchical":
         return [
             ring_stage(network, groups, num_bytes, laps=1),
-            *(permute_stage(network, send.sources, wire * num_bytes / g) for send in one.sends),
+            *(permute_stage(network, send.sources, wire * num_bytes / g) for send in rnd.sends),
             ring_stage(network, groups, num_bytes, laps=1),
         ]
     mean = all_reduce_stages(network, num_bytes, "auto", groups) if g > 1 else []
-    return mean + [permute_stage(network, send.sources, wire * num_bytes) for send in one.sends]
+    return mean + [permute_stage(network, send.sources, wire * num_bytes) for send in rnd.sends]
 
 
-def mean_groups(one: Round) -> list[np.ndarray]:
+def mean_groups(rnd: Round) -> list[np.ndarray]:
     """The disjoint groups whose mean this round is.
 
     Raises:
       ValueError: the round is not a mean over disjoint groups.
     """
-    count, label = connected_components(csr_array(one.matrix > 0), directed=False)
+    count, label = connected_components(csr_array(rnd.matrix > 0), directed=False)
     size = np.bincount(label)
     mean = (label[:, None] == label) / size[label][:, None]
-    if np.abs(mean - one.matrix).max() > 1e-9:
+    if np.abs(mean - rnd.matrix).max() > 1e-9:
         raise ValueError(
             "only a round that is a mean over disjoint groups can be carried out by all-reduce; "
             "use hierarchical or plain"
@@ -380,15 +376,16 @@ def round_s(
     num_bytes: float,
     execution: Execution = "hierarchical",
 ) -> float:
-    """Seconds of round ``r`` of a schedule from a common start until everybody has mixed.
+    """Seconds of round ``r`` of a schedule from a common start until all replicas have mixed.
 
-    num_bytes: of one model as it is sent (parameters x bytes of the wire format).
+    Args:
+      num_bytes: of one model as it is sent (parameters x bytes of the wire format).
     """
     return total_s(round_stages(network, schedule.rounds[r], num_bytes, execution))
 
 
 def total_s(stages: Sequence[Stage]) -> float:
-    """Seconds from a common start until everybody has gone through all stages."""
+    """Seconds from a common start until all replicas have gone through all stages."""
     if not stages:
         return 0.0
     end = np.zeros(len(stages[0].duration_s))

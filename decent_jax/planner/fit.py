@@ -1,8 +1,7 @@
 """A cluster's few unknown numbers from step times that were measured on it.
 
-At most four constants a cluster, such as the compute time, a fixed overhead, how much compute
-varies, and a bandwidth. Rows that are not fitted are held out: their errors say what the model is
-worth.
+At most four constants per cluster, such as the compute time, a fixed overhead, how much compute
+varies, and a bandwidth. Rows that are not fitted are held out: their errors test the model.
 
 >>> rows = [{"num_replicas": n, "step_time_s": 0.5 / n + 0.02} for n in (1, 2, 4)]
 >>> model = lambda row, compute_s, overhead_s: compute_s / row["num_replicas"] + overhead_s
@@ -21,6 +20,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 MOST_CONSTANTS = 4
+NEEDED = {"algorithm", "num_replicas", "step_time_s"}
 
 Row = dict[str, Any]
 
@@ -52,7 +52,7 @@ def fit(
         )
     measured = np.array([row["step_time_s"] for row in rows])
 
-    def residuals(logarithms):
+    def residuals(logarithms: np.ndarray) -> np.ndarray:
         constants = dict(zip(names, np.exp(logarithms).tolist(), strict=True))
         return np.log([predict_s(row, **constants) for row in rows]) - np.log(measured)
 
@@ -68,17 +68,20 @@ def fit(
     return dict(zip(names, np.exp(solution.x).tolist(), strict=True))
 
 
-def error(row: Row, predicted_s: float) -> float:
-    """Relative: 0.1 is a prediction 10% too long."""
-    return predicted_s / row["step_time_s"] - 1
+def compared(row: Row, predicted_s: float, fitted: bool) -> Row:
+    """The row with ``predicted_s``, ``fitted``, and the ``error``: 0.1 is 10% too long."""
+    error = predicted_s / row["step_time_s"] - 1
+    return row | {"predicted_s": predicted_s, "error": error, "fitted": fitted}
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """Measured step times: JSON lines with at least ``algorithm`` (all_reduce, none, or the name of
-    a schedule), ``num_replicas`` and ``step_time_s``.
+    """Measured step times from JSON lines.
+
+    Each has at least ``algorithm`` (all_reduce, none, or the name of a schedule), ``num_replicas``
+    and ``step_time_s``.
 
     Raises:
-      ValueError: naming the file, the line and what is wrong with it.
+      ValueError: a bad row; the message names the file, the line and the mistake.
     """
     path = Path(path)
     try:
@@ -93,9 +96,7 @@ def read_rows(path: str | Path) -> list[Row]:
             row = json.loads(line)
         except ValueError:
             raise ValueError(f"{path}, line {number} is not JSON: {line[:60]!r}") from None
-        if not isinstance(row, dict) or not {"algorithm", "num_replicas", "step_time_s"} <= set(
-            row
-        ):
+        if not (isinstance(row, dict) and row.keys() >= NEEDED):
             raise ValueError(f"{path}, line {number} needs algorithm, num_replicas and step_time_s")
         seconds, replicas = row["step_time_s"], row["num_replicas"]
         if not isinstance(seconds, int | float) or not (math.isfinite(seconds) and seconds > 0):

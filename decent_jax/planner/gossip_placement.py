@@ -1,22 +1,23 @@
 """Which replica goes on which device, so that a schedule's rounds use the fast links.
 
-What a schedule is worth on a network is how little disagreement it leaves. Let every replica's
-parameters drift all the time by independent noise of variance 1 a second (what training on
-different data does). A round sends what the replicas have at its beginning, and at its end, as much
-later as the network needs for it, the mixture takes its place while the drift since then is kept
-(``combine="with"``). The mean squared distance from the mean then settles. Its average over time,
-relative to what one second of drift causes, is the schedule's **disagreement**, in seconds: the age
-of the drift that is still there. **Consensus per second** is its inverse.
+The worth of a schedule on a network is how little disagreement it leaves. Let every replica's
+parameters drift all the time by independent noise of variance 1 per second, as training on
+different data does. A round sends the parameters that the replicas have at its beginning. At its
+end, after the time that the network needs, the mixture replaces them, and the drift since the
+beginning is added (``combine="with"``). The mean squared distance from the mean then settles. Its
+average over time, relative to the effect of one second of drift, is the schedule's
+**disagreement**, in seconds: the age of the drift that is still there. **Consensus per second** is
+its inverse.
 
 For rounds of equal length t it is
 
     t (1/2 + sum over k = 0, 1, ... of ||W_k ... W_1 - J||_F^2 / (n - 1)),
 
 averaged over the starting phase: 3/2 t for `complete`, t (1/2 + mean_i 1 / (1 - lambda_i^2)) for
-one symmetric W. Unlike -log(consensus_rate) / t it is finite for schedules that become exact
-(one_peer_exp, hypercube, alternating_exp_ring); unlike the contraction of a single round it gives
-them credit for it; a round that takes little time may do little; and a static and a varying
-schedule are measured alike. The order of the replicas matters to it only through time.
+one symmetric W. Unlike -log(consensus_rate) / t, disagreement is finite for schedules that become
+exact (one_peer_exp, hypercube, alternating_exp_ring), and unlike the contraction of a single round
+it gives them credit for that. A round that takes little time may do little, and static and varying
+schedules are measured alike. The order of the replicas matters only through time.
 """
 
 import contextlib
@@ -27,6 +28,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
+from numpy.typing import ArrayLike
 from tqdm import tqdm
 
 from decent_jax.planner import costs
@@ -61,19 +63,20 @@ def evaluate(
     network: Network,
     schedule: Schedule,
     num_bytes: float,
-    order: Sequence[int] | None = None,
+    order: ArrayLike | None = None,
     *,
     compute_s: float = 0.0,
 ) -> PlacedSchedule:
-    """A schedule with replica i on device ``order[i]`` (device i if left out).
+    """A schedule with replica i on device ``order[i]`` (default: device i).
 
-    num_bytes: of one model on the wire.
-    compute_s: the step that hides communication; no round is shorter.
+    Args:
+      num_bytes: of one model on the wire.
+      compute_s: the step that hides communication; no round is shorter.
     """
-    order = np.arange(network.num_devices) if order is None else np.asarray(order, np.int64)
-    round_s = evaluate_rounds(network.take(order), schedule, num_bytes, compute_s)
-    matrices = [one.matrix for one in schedule.rounds]
-    return PlacedSchedule(schedule, order, round_s, disagreement_s(matrices, round_s))
+    devices = np.arange(network.num_devices) if order is None else np.asarray(order, np.int64)
+    round_s = evaluate_rounds(network.take(devices), schedule, num_bytes, compute_s)
+    matrices = [rnd.matrix for rnd in schedule.rounds]
+    return PlacedSchedule(schedule, devices, round_s, disagreement_s(matrices, round_s))
 
 
 def evaluate_rounds(
@@ -86,37 +89,36 @@ def evaluate_rounds(
     )
 
 
-def disagreement_s(matrices: Sequence[np.ndarray], round_s: Sequence[float]) -> float:
+def disagreement_s(matrices: Sequence[np.ndarray], round_s: ArrayLike) -> float:
     """The age of the drift that rounds of these lengths leave; see the module's head.
 
-    matrices: (n, n) each; infinite if they do not contract.
+    Args:
+      matrices: (n, n) each; infinite if they do not contract.
     """
     n = len(matrices[0])
     if n == 1:
         return 0.0
     before = settled_covariances(matrices, round_s)
-    distance = [np.trace(covariance) / (n - 1) for covariance in before]
+    distance = [float(np.trace(covariance)) / (n - 1) for covariance in before]
     return time_average(distance, round_s)
 
 
-def time_average(distance: Sequence[float], round_s: Sequence[float]) -> float:
-    """Of squared distances at the beginning of rounds, in which they grow by 1 a second."""
-    seconds = np.asarray(round_s)
+def time_average(distance: ArrayLike, round_s: ArrayLike) -> float:
+    """The mean squared distance over time; each round begins with one and adds 1 per second."""
+    seconds = np.asarray(round_s, float)
     return float(seconds @ (np.asarray(distance) + seconds / 2) / seconds.sum())
 
 
-def settled_covariances(
-    matrices: Sequence[np.ndarray], round_s: Sequence[float]
-) -> list[np.ndarray]:
+def settled_covariances(matrices: Sequence[np.ndarray], round_s: ArrayLike) -> list[np.ndarray]:
     """The covariance of the replicas' distances from the mean before every round, once settled.
 
     It solves ``S = M S M' + N`` over a period, which is summed by doubling:
     ``N + M N M' + M^2 N M'^2 + ...``. Entries are infinite where the sum grows without bound.
     """
-    n = len(matrices[0])
+    n, lengths = len(matrices[0]), np.asarray(round_s, float)
     centre = np.eye(n) - 1 / n
     period, noise = centre, np.zeros((n, n))
-    for matrix, seconds in zip(matrices, round_s, strict=True):
+    for matrix, seconds in zip(matrices, lengths, strict=True):
         noise = matrix @ noise @ matrix.T + seconds * centre
         period = matrix @ period
     settled = noise
@@ -129,7 +131,7 @@ def settled_covariances(
     else:
         return [np.full((n, n), np.inf)] * len(matrices)
     before = [settled]
-    for matrix, seconds in zip(matrices[:-1], round_s[:-1], strict=True):
+    for matrix, seconds in zip(matrices[:-1], lengths[:-1], strict=True):
         before.append(matrix @ before[-1] @ matrix.T + seconds * centre)
     return before
 
@@ -145,17 +147,18 @@ def place_schedule(
     steps: int | None = None,
     progress: bool = False,
 ) -> PlacedSchedule:
-    """The order of the replicas in which a period of the schedule takes least, as far as found.
+    """The schedule in the order of the replicas in which a period takes least, as far as found.
 
     Simulated annealing (Kirkpatrick et al. 1983) from the best of several regular orders, by
-    exchanging two replicas or two evenly spaced rows of replicas. Of what is found and the
-    network's own order the one that leaves less disagreement is returned.
+    exchanging two replicas or two evenly spaced rows of replicas. If the network's own order
+    leaves less disagreement than the one found, the result has the network's.
 
-    steps: exchanges to try at most; then, unless the time is up first, a seed has one result.
-    progress: show a bar that counts seconds.
+    Args:
+      steps: exchanges to try at most; then, unless the time is up first, a seed has one result.
+      progress: show a bar that counts seconds.
 
     Raises:
-      ValueError: the network has not one device a replica.
+      ValueError: the network does not have one device per replica.
     """
     if network.num_devices != schedule.num_replicas:
         raise ValueError(
@@ -166,7 +169,7 @@ def place_schedule(
     starts = [np.arange(network.num_devices), *_regular_orders(network, num_bytes)]
     between = _between_groups(schedule)
     if between is not None:
-        # First whole groups, on a network whose devices are groups: many more orders a second.
+        # First whole groups, on a network whose devices are groups: many more orders per second.
         group_size = schedule.num_replicas // between.num_replicas
         order, group_s = grouped_order(network, group_size, num_bytes)
         seconds = group_link_s(network.take(order), group_size, num_bytes)
@@ -182,7 +185,7 @@ def place_schedule(
         best = _anneal(starts, cost, rng, parts)
     found = evaluate(network, schedule, num_bytes, best, compute_s=compute_s)
     own = evaluate(network, schedule, num_bytes, compute_s=compute_s)
-    return min(found, own, key=lambda one: one.disagreement_s)
+    return min(found, own, key=lambda placed: placed.disagreement_s)
 
 
 def _anneal(
@@ -191,7 +194,7 @@ def _anneal(
     rng: np.random.Generator,
     parts: Iterable[float],
 ) -> np.ndarray:
-    """The order of least cost that is met on the way from the best of some orders."""
+    """The order of least cost that the search meets, beginning at the best of some orders."""
     best = current = min(starts, key=cost)
     best_cost = current_cost = cost(best)
     for part in parts if len(best) > 1 else ():
@@ -206,8 +209,10 @@ def _anneal(
 
 
 @contextlib.contextmanager
-def clock(time_limit_s: float, steps: int | None, what: str, progress: bool):
-    """Yields an iterator over the part of a search that is over, 0 to 1, until it is."""
+def clock(
+    time_limit_s: float, steps: int | None, what: str, progress: bool
+) -> Iterator[Iterator[float]]:
+    """Yields an iterator that counts from 0 to 1: the part of a search that is over."""
     start = time.perf_counter()
 
     def parts(bar: tqdm) -> Iterator[float]:
@@ -228,18 +233,19 @@ def clock(time_limit_s: float, steps: int | None, what: str, progress: bool):
 def _period_cost(
     network: Network, schedule: Schedule, num_bytes: float, compute_s: float
 ) -> Callable[[np.ndarray], float]:
-    """What to minimise over orders: seconds of a period; see `_Permutes` for what it adds."""
-    if all(one.group_size == 1 for one in schedule.rounds):
+    """The function of an order to minimise: seconds of a period; `_Permutes` adds a little."""
+    if all(rnd.group_size == 1 for rnd in schedule.rounds):
         return _Permutes(network, schedule, num_bytes, compute_s)
     return lambda order: sum(evaluate_rounds(network.take(order), schedule, num_bytes, compute_s))
 
 
 class _Permutes:
-    """Seconds of a period of permutations, in some 30 microseconds, plus a hundredth of the mean
-    of all transfers, which an exchange changes where it leaves the slowest one as it is.
+    """Seconds of a period of permutations, computed in some 30 microseconds.
 
-    A transfer gets an equal share of the two network cards, or its own link where that is less.
-    That is the exact rate of the slowest transfer (max-min fairness lets only others have more).
+    A hundredth of the mean of all transfers is added, which an exchange also changes where it
+    leaves the slowest transfer as it is. A transfer gets an equal share of the two network cards,
+    or its own link where that is less. That is the exact rate of the slowest transfer, because
+    max-min fairness gives more to others only.
     """
 
     def __init__(
@@ -247,8 +253,8 @@ class _Permutes:
     ) -> None:
         self.network, self.num_bytes, self.compute_s = network, num_bytes, compute_s
         parts, round_of_send = [], []
-        for r, one in enumerate(schedule.rounds):
-            for send in one.sends:
+        for r, rnd in enumerate(schedule.rounds):
+            for send in rnd.sends:
                 moved = (send.sources >= 0) & (send.sources != np.arange(len(send.sources)))
                 if moved.any():
                     target = np.flatnonzero(moved)
@@ -302,40 +308,45 @@ def _regular_orders(network: Network, num_bytes: float) -> list[np.ndarray]:
 
 
 def _between_groups(schedule: Schedule) -> Schedule | None:
-    """The schedule between groups of one size, if in every round member k of a group hears only
-    other members k, and the same groups as its whole group does."""
+    """The schedule between groups, where whole groups of one size exchange with each other.
+
+    That is where member k of a group receives from members k of other groups alone, and from the
+    same groups as all members of its group. Elsewhere None.
+    """
     group_size, n = schedule.rounds[0].group_size, schedule.num_replicas
     if not 1 < group_size < n:
         return None
     member = np.arange(n) % group_size
     rounds = []
-    for one in schedule.rounds:
+    for rnd in schedule.rounds:
         sends = []
-        for send in one.sends:
+        for send in rnd.sends:
             source = send.sources[::group_size] // group_size  # -1 stays -1
-            whole = np.repeat(source, group_size) * group_size + member
-            if not np.array_equal(
-                np.where(np.repeat(source, group_size) < 0, -1, whole), send.sources
-            ):
+            of_members = np.repeat(source, group_size)
+            whole = np.where(of_members < 0, -1, of_members * group_size + member)
+            if not np.array_equal(whole, send.sources):
                 return None
             sends.append(Send(source, send.weights[::group_size]))
-        if one.group_size != group_size:
+        if rnd.group_size != group_size:
             return None
-        weights = one.self_weights[::group_size]
-        rounds.append(Round(1, weights, tuple(sends), one.matrix[::group_size, ::group_size]))
+        weights = rnd.self_weights[::group_size]
+        rounds.append(Round(1, weights, tuple(sends), rnd.matrix[::group_size, ::group_size]))
     return Schedule(schedule.name, n // group_size, tuple(rounds))
 
 
 def grouped_order(network: Network, group_size: int, num_bytes: float) -> tuple[np.ndarray, float]:
-    """An order in which groups of consecutive devices are near each other, and the seconds of a
-    reduce-scatter and an all-gather in all of them."""
+    """An order in which groups of consecutive devices are near each other.
+
+    Returns:
+      (n,) the order, and the seconds of a reduce-scatter and an all-gather in all groups.
+    """
     n = network.num_devices
     if group_size == 1:
         return np.arange(n), 0.0
 
     def group_s(order: np.ndarray) -> float:
         groups = np.arange(n).reshape(-1, group_size)
-        stage = costs.ring_stage(network.take(order), groups, num_bytes, laps=1)
+        stage = costs.ring_stage(network.take(order), list(groups), num_bytes, laps=1)
         return 2 * costs.total_s([stage])
 
     seconds = link_s(network, num_bytes / group_size)
@@ -346,8 +357,10 @@ def grouped_order(network: Network, group_size: int, num_bytes: float) -> tuple[
 
 
 def group_link_s(network: Network, group_size: int, num_bytes: float) -> np.ndarray:
-    """(m, m) seconds in which every member of a group sends its shard to its like in another; 0 on
-    the diagonal. The slowest pair of members counts."""
+    """(m, m) seconds in which member k of a group sends its shard to member k of another.
+
+    The slowest k counts; 0 on the diagonal.
+    """
     m, member = network.num_devices // group_size, np.arange(group_size)
     shard_s = link_s(network, num_bytes / group_size).reshape(m, group_size, m, group_size)
     seconds = shard_s[:, member, :, member].max(axis=0)
@@ -373,8 +386,11 @@ def link_s(network: Network, num_bytes: float) -> np.ndarray:
 
 
 def near_clusters(seconds: np.ndarray, size: int, first: int) -> list[list[int]]:
-    """Clusters of ``size``, each grown from the free device farthest from the last one by adding
-    whoever is nearest to those in it; begins at device ``first``."""
+    """Clusters of ``size`` devices, the first grown from device ``first``.
+
+    A cluster grows by the free device nearest to its members; the next one begins with the free
+    device farthest from the last.
+    """
     free = list(range(len(seconds)))
     mutual = seconds + seconds.T
     clusters = []

@@ -1,17 +1,20 @@
-"""Flags of the planner's commands: a network, a model and what a step computes.
+"""Flags of the planner's commands: a network, a model, and the compute of a step.
 
-Only `model_of`, and only where a config file is given, imports jax: it counts parameters.
+Only `model_of`, and only where a config file is given, imports the trainer and jax.
 """
 
+import argparse
 import dataclasses
-import importlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from decent_jax.errors import ConfigError
 from decent_jax.planner import compute_times, network, outputs, predict
+from decent_jax.planner.gossip_placement import PlacedSchedule
 from decent_jax.planner.network import Network
 from decent_jax.planner.runtime import Workload
 from decent_jax.topology import plan_file
@@ -35,98 +38,80 @@ class Model:
     algorithm: str = "accum_adam"
 
 
-def add_network(parser, many: bool = False) -> None:
+def add_network(parser: argparse.ArgumentParser, many: bool = False) -> None:
     """``--network``, ``--nodes``, ``--devices_per_node``; ``many``: several numbers of nodes."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--network",
         required=True,
         metavar="NAME|FILE",
         help="a preset, or the JSON or .npz of a measured network",
     )
-    parser.add_argument(
-        "--nodes",
-        metavar="N,N" if many else "N",
-        help="machines of a preset; of a file the first so many are taken (all)",
-    )
-    parser.add_argument(
-        "--devices_per_node", type=int, metavar="L", help="of a preset; default: config.local_size"
-    )
+    words = "machines of a preset; of a file the first so many are taken (all)"
+    add("--nodes", metavar="N,N" if many else "N", help=words)
+    words = "of a preset; default: config.local_size"
+    add("--devices_per_node", type=int, metavar="L", help=words)
 
 
-def add_workload(parser) -> None:
+def add_workload(parser: argparse.ArgumentParser) -> None:
     """The model, and the time that a replica computes."""
-    parser.add_argument("--config", metavar="FILE[:ARGUMENTS]", help="config file of train.py")
-    parser.add_argument("--parameters", type=float, metavar="P", help="of the model")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--config", metavar="FILE[:ARGUMENTS]", help="config file of train.py")
+    add("--parameters", type=float, metavar="P", help="of the model")
+    add(
         "--late_parameters",
         type=float,
         metavar="P",
         help="of them, those whose gradient is complete only at the end of the backward pass: a "
         "tied embedding, which all-reduce cannot hide (0, or from --config)",
     )
-    parser.add_argument(
-        "--compute_s", type=float, metavar="S", help="forward and backward of one replica, seconds"
-    )
-    parser.add_argument(
-        "--update_s", type=float, default=0.0, metavar="S", help="optimizer, seconds (0)"
-    )
-    parser.add_argument(
+    words = "forward and backward of one replica, seconds"
+    add("--compute_s", type=float, metavar="S", help=words)
+    add("--update_s", type=float, default=0.0, metavar="S", help="optimizer, seconds (0)")
+    add(
         "--trace",
         metavar="DIR|FILE",
         help="--workdir of a run without communication: its step times instead of --compute_s "
         "and --sigma",
     )
-    parser.add_argument(
-        "--sigma",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="compute times are lognormal with this spread: 0.1 is about 10%% (0)",
-    )
-    parser.add_argument(
-        "--bucket_bytes",
-        type=float,
-        metavar="B",
-        help="of all-reduce's gradients; inf: all after the backward pass (whichever is fastest)",
-    )
+    words = "compute times are lognormal with this spread: 0.1 is about 10%% (0)"
+    add("--sigma", type=float, default=0.0, metavar="S", help=words)
+    words = "of all-reduce's gradients; inf: all after the backward pass (whichever is fastest)"
+    add("--bucket_bytes", type=float, metavar="B", help=words)
 
 
-def model_of(options) -> Model:
+def model_of(options: argparse.Namespace) -> Model:
     """From ``--config``, ``--parameters`` and ``--late_parameters``; flags have the last word."""
-    model = _model_of_config(options.config) if options.config else None
-    if options.parameters is not None:
-        if not options.parameters >= 1:
-            raise ConfigError(f"--parameters must be at least 1, got {options.parameters:g}")
-        late = 0.0
-        model = dataclasses.replace(
-            model or Model(0), parameters=options.parameters, late_parameters=late
-        )
-    if model is None:
+    parameters, late = options.parameters, options.late_parameters
+    if parameters is None and not options.config:
         raise ConfigError("give the model: --parameters P, or --config FILE")
-    if options.late_parameters is not None:
-        if not 0 <= options.late_parameters <= model.parameters:
+    model = _model_of_config(options.config) if options.config else Model(0)
+    if parameters is not None:
+        if not parameters >= 1:
+            raise ConfigError(f"--parameters must be at least 1, got {parameters:g}")
+        model = dataclasses.replace(model, parameters=parameters, late_parameters=0.0)
+    if late is not None:
+        if not 0 <= late <= model.parameters:
             raise ConfigError(
                 f"--late_parameters must be between 0 and the model's {model.parameters:g}, got "
-                f"{options.late_parameters:g}"
+                f"{late:g}"
             )
-        model = dataclasses.replace(model, late_parameters=options.late_parameters)
+        model = dataclasses.replace(model, late_parameters=late)
     return model
 
 
 def _model_of_config(path: str) -> Model:
+    from decent_jax.models import gpt2
+    from decent_jax.tasks import language_modeling as task
     from decent_jax.train import flags
 
-    config = flags.load(path)
+    config: Any = flags.load(path)
     if config.task != "language_modeling":
         raise ConfigError(
             f"the planner counts the parameters of language models; for the task {config.task!r} "
             "give --parameters and the size of the network instead of --config"
         )
-    task = importlib.import_module("decent_jax.tasks.language_modeling")
-    gpt2 = importlib.import_module("decent_jax.models.gpt2")
-    vocab_size = config.model.vocab_size
-    if not vocab_size and config.data.path == task.STDLIB:
-        vocab_size = 256
+    vocab_size = config.model.vocab_size or (256 if config.data.path == task.STDLIB else 0)
     if not vocab_size:
         raise ConfigError(
             "model.vocab_size of the config comes from the data; give --parameters instead"
@@ -141,8 +126,8 @@ def _model_of_config(path: str) -> Model:
     )
 
 
-def workload_of(options, model: Model, compute_share: float = 1.0) -> Workload:
-    """The step of one replica; ``compute_share`` of the compute time that was given."""
+def workload_of(options: argparse.Namespace, model: Model, compute_share: float = 1.0) -> Workload:
+    """The step of one replica, with this share of the compute time that the flags give."""
     distribution = compute_times.CONSTANT
     if options.trace:
         if options.compute_s is not None or options.sigma:
@@ -181,15 +166,16 @@ def workload_of(options, model: Model, compute_share: float = 1.0) -> Workload:
     )
 
 
-def one_network(options) -> Network:
+def one_network(options: argparse.Namespace) -> Network:
     """The network of flags alone."""
     return networks_of(options, Model(0))[0]
 
 
-def networks_of(options, model: Model, alone: bool = False) -> list[Network]:
-    """One for each number of ``--nodes``; left out, what the config's replicas need.
+def networks_of(options: argparse.Namespace, model: Model, alone: bool = False) -> list[Network]:
+    """One for each number of ``--nodes``; without the flag, what the config's replicas need.
 
-    alone: for exactly ``model.num_replicas`` replicas, whatever ``--nodes`` says.
+    Args:
+      alone: for exactly ``model.num_replicas`` replicas, whatever ``--nodes`` says.
     """
     counts = None if alone or not options.nodes else _counts(options.nodes)
     if options.network in network.PRESETS:
@@ -210,14 +196,15 @@ def networks_of(options, model: Model, alone: bool = False) -> list[Network]:
     return [_of_size(whole, model.num_replicas)]
 
 
-def _preset(options, model: Model, counts) -> list[Network]:
+def _preset(
+    options: argparse.Namespace, model: Model, counts: Sequence[int] | None
+) -> list[Network]:
     if options.network.startswith("dtfm_case"):
         if counts or options.devices_per_node:
             raise ConfigError(f"{options.network} has 64 devices; leave the sizes out")
         return [_of_size(network.preset(options.network), model.num_replicas)]
-    size = options.devices_per_node
-    if size is None:
-        size = model.local_size or 1
+    asked = options.devices_per_node
+    size = (model.local_size or 1) if asked is None else asked
     if size < 1:
         raise ConfigError(f"--devices_per_node must be at least 1, got {size}")
     if counts is None:
@@ -233,7 +220,7 @@ def _preset(options, model: Model, counts) -> list[Network]:
 
 
 def _of_size(whole: Network, num_replicas: int | None) -> Network:
-    """The first devices of a network, a replica each."""
+    """The first devices of a network, one per replica."""
     if num_replicas is None or num_replicas == whole.num_devices:
         return whole
     if num_replicas > whole.num_devices:
@@ -270,32 +257,32 @@ def _counts(text: str) -> list[int]:
     return counts
 
 
-def add_search(parser) -> None:
+def add_search(parser: argparse.ArgumentParser) -> None:
     """``--plan``, and the limits of the search that makes it."""
-    parser.add_argument(
-        "--plan", type=outputs.file, metavar="FILE.json", help="write the plan for train.py"
-    )
-    parser.add_argument(
-        "--time_limit_s", type=float, default=5.0, metavar="S", help="of the search (5)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the search (0)")
+    add, words = parser.add_argument, "write the plan for train.py"
+    add("--plan", type=outputs.file, metavar="FILE.json", help=words)
+    add("--time_limit_s", type=float, default=5.0, metavar="S", help="of the search (5)")
+    add("--seed", type=int, default=0, help="of the search (0)")
 
 
-def search_of(options) -> dict:
+def search_of(options: argparse.Namespace) -> dict[str, Any]:
     """Arguments of a search."""
     if not options.time_limit_s > 0:
         raise ConfigError(f"--time_limit_s must be above 0, got {options.time_limit_s:g}")
     if options.seed < 0:
         raise ConfigError(f"--seed must not be negative, got {options.seed}")
-    return {
-        "time_limit_s": options.time_limit_s,
-        "seed": options.seed,
-        "progress": sys.stderr.isatty(),
-    }
+    limits = {"time_limit_s": options.time_limit_s, "seed": options.seed}
+    return limits | {"progress": sys.stderr.isatty()}
 
 
-def write_plan(options, network, placed, mix_every: int, expected: dict) -> None:
-    """The file of ``--plan``: replica i on device ``placed.order[i]``."""
+def write_plan(
+    options: argparse.Namespace,
+    network: Network,
+    placed: PlacedSchedule,
+    mix_every: int,
+    expected: dict[str, Any],
+) -> None:
+    """Write the file of ``--plan``: replica i on device ``placed.order[i]``."""
     devices = tuple(network.names[device] for device in placed.order)
     plan_file.Plan(devices, placed.schedule, mix_every, expected).save(options.plan)
     print(f"\n{options.plan}: train.py --config.cluster.plan={options.plan} follows it")
@@ -305,22 +292,17 @@ def describe(whole: Network) -> str:
     """A network in a few lines: how fast inside and between nodes."""
     same_node = whole.node[:, None] == whole.node
     off_diagonal = ~np.eye(whole.num_devices, dtype=bool)
-    lines = [
-        f"{whole.num_devices} devices in {whole.num_nodes} nodes, "
-        f"{predict.local_size(whole)} consecutive devices a node"
-        if predict.local_size(whole) > 1
-        else f"{whole.num_devices} devices in {whole.num_nodes} nodes"
-    ]
+    size = predict.local_size(whole)
+    regular = f", {size} consecutive devices a node" if size > 1 else ""
+    lines = [f"{whole.num_devices} devices in {whole.num_nodes} nodes{regular}"]
     for words, pairs in (
         ("inside a node", same_node & off_diagonal),
         ("between nodes", ~same_node),
     ):
         if pairs.any():
-            latency = 1e6 * whole.latency_s[pairs]
-            bandwidth = whole.bandwidth_bytes_per_s[pairs] / network.BYTES_PER_GBIT
-            lines.append(
-                f"{words}: latency {_span(latency)} us, bandwidth {_span(bandwidth)} Gbit/s"
-            )
+            latency = _span(1e6 * whole.latency_s[pairs])
+            bandwidth = _span(whole.bandwidth_bytes_per_s[pairs] / network.BYTES_PER_GBIT)
+            lines.append(f"{words}: latency {latency} us, bandwidth {bandwidth} Gbit/s")
     nic = whole.nic_bytes_per_s / network.BYTES_PER_GBIT
     if np.isfinite(nic).any():
         lines.append(f"network card of a node: {_span(nic[np.isfinite(nic)])} Gbit/s")

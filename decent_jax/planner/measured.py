@@ -1,9 +1,9 @@
-"""Predictions beside step times that were measured on the network they are for."""
+"""Predictions compared with step times that were measured on the same network."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from decent_jax.planner import fit, predict
+from decent_jax.planner import fit, outputs, predict
 from decent_jax.planner.compute_times import LogNormal
 from decent_jax.planner.network import Network
 from decent_jax.planner.runtime import Workload
@@ -29,7 +29,8 @@ def predict_s(
     A row may also say ``compute_s`` (of its own run), ``local_size``, ``mix_every``, ``combine``,
     ``execution`` and ``comm_dtype``.
 
-    compute_s, sigma: in place of the workload's. bandwidth: a factor on every link and card.
+    Args:
+      compute_s, sigma: in place of the workload's. bandwidth: a factor on every link and card.
     """
     network = dataclasses.replace(
         network,
@@ -65,8 +66,9 @@ def compare(
 ) -> tuple[dict[str, float], list[fit.Row]]:
     """The constants, and the rows with ``predicted_s``, ``error`` and ``fitted``.
 
-    networks: by number of replicas.
-    fitted: constants of `START` that are fitted, to the rows whose algorithm is in ``fitted_to``.
+    Args:
+      networks: by number of replicas.
+      fitted: constants of `START` that are fitted, to the rows whose algorithm is in ``fitted_to``.
 
     Raises:
       ValueError: a constant that does not exist; too many of them, or too few rows.
@@ -77,7 +79,7 @@ def compare(
             f"what can be fitted is {', '.join(START)}, got {', '.join(sorted(unknown))}"
         )
 
-    def seconds(row, **constants):
+    def seconds(row: fit.Row, **constants: float) -> float:
         network = networks[row["num_replicas"]]
         return predict_s(row, network, workload, bucket_bytes=bucket_bytes, **constants)
 
@@ -90,30 +92,25 @@ def compare(
             {name: start[name] for name in fitted},
             LIMITS,
         )
-    compared = []
-    for row in rows:
-        predicted = seconds(row, **constants)
-        compared.append(
-            row
-            | {
-                "predicted_s": predicted,
-                "error": fit.error(row, predicted),
-                "fitted": bool(fitted) and row["algorithm"] in fitted_to,
-            }
-        )
+    compared = [
+        fit.compared(row, seconds(row, **constants), bool(fitted) and row["algorithm"] in fitted_to)
+        for row in rows
+    ]
     return constants, compared
 
 
 def format_table(rows: Sequence[fit.Row]) -> str:
     """What `compare` returned, for people."""
-    lines = [
-        "| algorithm | replicas | measured ms | predicted ms | error | |",
-        "|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {row['algorithm']} | {row['num_replicas']} | {1e3 * row['step_time_s']:.1f} "
-        f"| {1e3 * row['predicted_s']:.1f} | {100 * row['error']:+.1f}% "
-        f"| {'fitted' if row['fitted'] else 'held out'} |"
+    headings = ("algorithm", "replicas", "measured ms", "predicted ms", "error", "")
+    cells = [
+        (
+            row["algorithm"],
+            row["num_replicas"],
+            f"{1e3 * row['step_time_s']:.1f}",
+            f"{1e3 * row['predicted_s']:.1f}",
+            f"{100 * row['error']:+.1f}%",
+            "fitted" if row["fitted"] else "held out",
+        )
         for row in rows
     ]
-    return "\n".join(lines)
+    return outputs.table(headings, cells)

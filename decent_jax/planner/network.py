@@ -20,23 +20,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import connected_components
+from numpy.typing import ArrayLike
 
 from decent_jax.json_files import write_json_atomic
+from decent_jax.planner import network_checks as checks
 
 FORMAT = "decent_jax.network/1"
 BYTES_PER_GBIT = 1e9 / 8
 
-# Two directions of a link that differ by more are taken for a mistake in the measurement, unless
-# the latencies are so close that only the clock differs.
-LARGEST_ASYMMETRY = 1.25
-LATENCY_NOISE_S = 50e-6
+LATENCY_NOISE_S = 50e-6  # by which two directions may differ: the clock's, not the network's
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Network:
-    """n devices in machines ("nodes"), and the links between every two of them.
+    """n devices in machines ("nodes"), and the link between every two of them.
 
     latency_s: (n, n) float64; [i, j] from device i to device j, 0 on the diagonal.
     bandwidth_bytes_per_s: (n, n) float64; of one transfer i -> j that is alone on the network,
@@ -65,12 +62,12 @@ class Network:
         return len(self.nic_bytes_per_s)
 
     def transfer_s(self, source: int, target: int, num_bytes: float) -> float:
-        """Seconds that ``num_bytes`` need from one device to another, alone on the network."""
+        """Seconds of a transfer between two devices, alone on the network."""
         return float(
             self.latency_s[source, target] + num_bytes / self.bandwidth_bytes_per_s[source, target]
         )
 
-    def take(self, devices: Sequence[int]) -> "Network":
+    def take(self, devices: ArrayLike) -> "Network":
         """The network of these devices (each at most once), in this order.
 
         Nodes are renumbered in the order in which they first appear.
@@ -119,7 +116,7 @@ def load(path: str | Path) -> Network:
     says ``"format": "decent_jax.network/1"``.
 
     Raises:
-      ValueError: a file that is no network; the message names it and says what is wrong.
+      ValueError: a file that is no network; the message names the file and the mistake.
     """
     path = Path(path)
     try:
@@ -148,62 +145,60 @@ def load(path: str | Path) -> Network:
 
 
 def from_matrices(
-    latency_s,
-    bandwidth_bytes_per_s,
+    latency_s: ArrayLike,
+    bandwidth_bytes_per_s: ArrayLike,
     *,
-    node: Sequence[int] | None = None,
-    nic_bytes_per_s: Sequence[float] | None = None,
+    node: ArrayLike | None = None,
+    nic_bytes_per_s: ArrayLike | None = None,
     names: Sequence[str] | None = None,
     symmetrise: bool = False,
 ) -> Network:
     """A network of measured matrices, (n, n), whose row i is what device i sends.
 
-    node: the machine of each device; left out, every device is a machine of its own.
-    nic_bytes_per_s: of each machine, None or infinite where nothing is shared; left out, the
-        fastest link that leaves the machine (links are measured one at a time, and no
-        measurement says that two go through faster than one).
-    symmetrise: let the slower direction of every pair count for both.
-
     The two directions may differ by 25% (latencies also by 50 us); more is refused, because it
     mostly means that one of the two was measured while something else used the network. A
     latency of exactly 0 means that latency is neglected. The diagonals are ignored.
+
+    Args:
+      node: the machine of each device; default: every device is a machine of its own.
+      nic_bytes_per_s: of each machine, None or infinite where nothing is shared; default: the
+        fastest link that leaves the machine (links are measured one at a time, and no
+        measurement says that two go through faster than one).
+      symmetrise: let the slower direction of every pair count for both.
 
     Raises:
       ValueError: one sentence that names the entry: not square, missing, zero bandwidth,
         disconnected, asymmetric, or so far from any real network that the units must be wrong.
     """
-    latency = _square(latency_s, "latency_s")
-    bandwidth = _square(bandwidth_bytes_per_s, "bandwidth_bytes_per_s")
-    if latency.shape != bandwidth.shape:
-        raise ValueError(
-            f"latency_s is for {len(latency)} devices and bandwidth_bytes_per_s for "
-            f"{len(bandwidth)}; give both for the same devices"
-        )
+    latency, bandwidth = checks.square_pair(latency_s, bandwidth_bytes_per_s)
     n = len(latency)
-    node, num_nodes = _nodes(node, n)
-    names = _names(names, node)
+    node, num_nodes = checks.nodes(node, n)
+    if names is None:
+        names = _numbered([f"node{k}" for k in node.tolist()])
+    names = checks.different_names(names, n)
     np.fill_diagonal(latency, 0.0)
     np.fill_diagonal(bandwidth, np.inf)
-    _check_present(latency, "latency", names)
-    _check_present(bandwidth, "bandwidth", names)
-    _check_connected(bandwidth, names)
-    _check_units(latency, bandwidth, names)
+    checks.present(latency, "latency", names)
+    checks.present(bandwidth, "bandwidth", names)
+    checks.connected(bandwidth, names)
+    checks.units(latency, bandwidth, names)
     if symmetrise:
         latency = np.maximum(latency, latency.T)
         bandwidth = np.minimum(bandwidth, bandwidth.T)
-    _check_symmetric(latency, "latency", "s", LATENCY_NOISE_S, names)
-    _check_symmetric(bandwidth, "bandwidth", "bytes/s", 0.0, names)
+    checks.symmetric(latency, "latency", "s", LATENCY_NOISE_S, names)
+    checks.symmetric(bandwidth, "bandwidth", "bytes/s", 0.0, names)
     if nic_bytes_per_s is None:
         nic = _fastest_link_out(bandwidth, node, num_nodes)
     else:
-        nic = _numbers(nic_bytes_per_s, "nic_bytes_per_s")
-        nic = np.where(np.isnan(nic), np.inf, nic)  # None in JSON
-        if nic.shape != (num_nodes,) or (nic <= 0).any():
-            raise ValueError(
-                f"nic_bytes_per_s needs a positive number for each of {num_nodes} nodes, "
-                f"got {nic.tolist()}"
-            )
+        nic = checks.nic(nic_bytes_per_s, num_nodes)
     return Network(latency, bandwidth, node, nic, names)
+
+
+def _fastest_link_out(bandwidth: np.ndarray, node: np.ndarray, num_nodes: int) -> np.ndarray:
+    outside = np.where(node[:, None] != node, bandwidth, 0.0)
+    fastest = np.zeros(num_nodes)
+    np.maximum.at(fastest, node, outside.max(axis=1))
+    return np.where(fastest > 0, fastest, np.inf)
 
 
 class Link(NamedTuple):
@@ -274,9 +269,10 @@ def preset(name: str, num_nodes: int | None = None, devices_per_node: int | None
 def cluster(
     devices_per_node: Sequence[int], inside: Link, between: Link, *, racks: int = 1
 ) -> Network:
-    """Machines of possibly different sizes on one network, ``between.bytes_per_s`` a machine.
+    """Machines of possibly different sizes on one network, ``between.bytes_per_s`` per machine.
 
-    racks: the machines fill that many racks in equal parts, whose uplinks carry a quarter of what
+    Args:
+      racks: the machines fill that many racks in equal parts, whose uplinks carry a quarter of what
         their machines can (the usual 4:1 oversubscription) at twice the latency. A transfer to
         another rack gets a device's equal share of that, as when all devices send there at once;
         this underrates a single transfer, and with it a ring or tree that crosses only once.
@@ -393,122 +389,3 @@ def _numbered(places: Sequence[str]) -> list[str]:
         seen[place] = seen.get(place, -1) + 1
         numbered.append(f"{place}/{seen[place]}")
     return numbered
-
-
-def _numbers(values, what: str) -> np.ndarray:
-    """A new float64 array; None becomes NaN."""
-    try:
-        return np.array(values, np.float64)
-    except (TypeError, ValueError):
-        raise ValueError(f"{what} must hold numbers only, in rows of one length") from None
-
-
-def _square(values, what: str) -> np.ndarray:
-    matrix = _numbers(values, what)
-    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or len(matrix) == 0:
-        raise ValueError(
-            f"{what} must be square, a row and a column a device, got shape {matrix.shape}"
-        )
-    return matrix
-
-
-def _nodes(node, n: int) -> tuple[np.ndarray, int]:
-    if node is None:
-        return np.arange(n), n
-    numbers = np.asarray(node)
-    if numbers.shape != (n,) or numbers.dtype.kind not in "iu":
-        raise ValueError(f"node needs the machine's number for each of {n} devices, got {node}")
-    count = int(numbers.max()) + 1
-    if set(numbers.tolist()) != set(range(count)):
-        raise ValueError(f"nodes must be numbered from 0 without gaps, got {numbers.tolist()}")
-    return numbers.astype(np.int64), count
-
-
-def _names(names, node: np.ndarray) -> tuple[str, ...]:
-    if names is None:
-        return tuple(_numbered([f"node{k}" for k in node.tolist()]))
-    names = tuple(str(name) for name in names)
-    if len(names) != len(node) or len(set(names)) != len(names):
-        raise ValueError(
-            f"names must be {len(node)} different names, got {len(names)} of which "
-            f"{len(set(names))} differ"
-        )
-    return names
-
-
-def _check_present(matrix: np.ndarray, what: str, names: tuple[str, ...]) -> None:
-    """Every entry is a number, and none is negative or (off the diagonal) infinite."""
-    off_diagonal = ~np.eye(len(matrix), dtype=bool)
-    wrong = np.argwhere(off_diagonal & ~np.isfinite(matrix))
-    if len(wrong):
-        i, j = wrong[0]
-        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        raise ValueError(
-            f"the {what} from {names[i]} to {names[j]}{more} is missing or not finite; measure it"
-        )
-    i, j = np.unravel_index(np.where(off_diagonal, matrix, 0.0).argmin(), matrix.shape)
-    if matrix[i, j] < 0:
-        raise ValueError(
-            f"the {what} from {names[i]} to {names[j]} is negative: {matrix[i, j]:g}; measure it "
-            "again"
-        )
-
-
-def _check_connected(bandwidth: np.ndarray, names: tuple[str, ...]) -> None:
-    none = np.argwhere(bandwidth == 0)
-    if len(none) == 0:
-        return
-    parts, label = connected_components(csr_array(bandwidth > 0), connection="strong")
-    if parts > 1:
-        first, second = (names[int((label == label.max() - k).argmax())] for k in (1, 0))
-        raise ValueError(
-            f"the network falls into {parts} parts between which no data flow: {first} and "
-            f"{second} do not reach each other; connect them, or plan for one part"
-        )
-    i, j = none[0]
-    raise ValueError(
-        f"the bandwidth from {names[i]} to {names[j]} is 0; every pair of devices must reach each "
-        "other: measure it again, or enter what the detour through another device gives"
-    )
-
-
-def _check_units(latency: np.ndarray, bandwidth: np.ndarray, names: tuple[str, ...]) -> None:
-    """No network has a latency above 1 s or (but for a neglected one, 0) below 10 ns, or carries
-    less than 1 kB/s or more than 10 TB/s between two devices."""
-    off_diagonal = ~np.eye(len(latency), dtype=bool)
-    checks = (
-        (latency, latency > 1, "latency", "s", "milliseconds or microseconds"),
-        (latency, (latency < 1e-8) & (latency > 0), "latency", "s", "another unit than seconds"),
-        (bandwidth, bandwidth < 1e3, "bandwidth", "bytes/s", "Gbit/s, Mbit/s or GB/s"),
-        (bandwidth, bandwidth > 1e13, "bandwidth", "bytes/s", "another unit than bytes/s"),
-    )
-    for matrix, wrong, what, unit, guess in checks:
-        entries = np.argwhere(wrong & off_diagonal)
-        if len(entries):
-            i, j = entries[0]
-            raise ValueError(
-                f"the {what} from {names[i]} to {names[j]} is {matrix[i, j]:g} {unit}, which no "
-                f"network has and looks like {guess}; give seconds and bytes per second "
-                "(1 Gbit/s = 1.25e8 bytes/s)"
-            )
-
-
-def _check_symmetric(
-    matrix: np.ndarray, what: str, unit: str, noise: float, names: tuple[str, ...]
-) -> None:
-    larger, smaller = np.maximum(matrix, matrix.T), np.minimum(matrix, matrix.T)
-    wrong = larger > np.maximum(LARGEST_ASYMMETRY * smaller, smaller + noise)
-    if wrong.any():
-        i, j = np.argwhere(wrong)[0]
-        raise ValueError(
-            f"the {what} between {names[i]} and {names[j]} is {matrix[i, j]:g} {unit} one way and "
-            f"{matrix[j, i]:g} {unit} the other; measure again, or let the slower direction count "
-            "for both (symmetrise)"
-        )
-
-
-def _fastest_link_out(bandwidth: np.ndarray, node: np.ndarray, num_nodes: int) -> np.ndarray:
-    outside = np.where(node[:, None] != node, bandwidth, 0.0)
-    fastest = np.zeros(num_nodes)
-    np.maximum.at(fastest, node, outside.max(axis=1))
-    return np.where(fastest > 0, fastest, np.inf)

@@ -1,12 +1,17 @@
-"""Paths that a command will write to, checked when its flags are read: before the work, not after.
+"""What commands write: paths, checked when the flags are read and not after the work, and tables.
 
-Each function is the ``type`` of a flag of `argparse`.
+`file`, `json_file`, `picture` and `folder` are each the ``type`` of a flag of `argparse`.
 """
 
 import argparse
 import os
 import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PICTURES = (".png", ".pdf", ".svg")
 
@@ -60,3 +65,20 @@ def _check_folder(text: str, parent: Path) -> None:
             f"cannot write {text!r}: the folder {str(parent)!r} takes no files "
             f"({error.strerror}); name another"
         ) from None
+
+
+def save_picture(figure: "Figure", path: Path) -> None:
+    """Write a figure, and print where it is."""
+    from decent_jax import plot_style  # imports matplotlib, which planning does without
+
+    print(plot_style.save(figure, path))
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table; a row is a cell for each heading."""
+    lines = [
+        "".join(f"| {cell} " if cell != "" else "| " for cell in row) + "|"
+        for row in (headings, *rows)
+    ]
+    lines.insert(1, "|---" * len(headings) + "|")
+    return "\n".join(lines)

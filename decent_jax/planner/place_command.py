@@ -1,5 +1,6 @@
 """``python -m decent_jax.planner place``."""
 
+import argparse
 import json
 import math
 from pathlib import Path
@@ -9,13 +10,14 @@ from decent_jax.errors import ConfigError
 from decent_jax.planner import (
     build_schedule,
     gossip_placement,
+    inputs,
     outputs,
     placement,
     predict,
     search,
 )
 from decent_jax.planner.build_schedule import NAME as BUILT
-from decent_jax.planner.inputs import add_network, add_search, one_network, search_of, write_plan
+from decent_jax.planner.network import Network
 from decent_jax.topology import NAMES
 
 EXAMPLES = """\
@@ -34,40 +36,34 @@ disagreement is the age of the drift between replicas that mixing leaves: less i
 """
 
 
-def add(parser) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Which replica, or which pipeline stage, goes on which device."""
-    add_network(parser)
+    inputs.add_network(parser)
+    number = {"type": float, "metavar": "B"}
     parser.add_argument("--parameters", type=float, metavar="P", help="of the model")
-    gossip = parser.add_argument_group("gossip: order the replicas of a schedule")
-    gossip.add_argument(
-        "--schedule",
-        default="one_peer_exp",
-        metavar="NAME",
-        help=f"of {', '.join(NAMES)}; or {BUILT}: one made for this network (one_peer_exp)",
-    )
-    gossip.add_argument(
-        "--max_degree", type=int, default=1, help=f"of {BUILT}: messages a round (1)"
-    )
-    gossip.add_argument(
-        "--compute_s", type=float, default=0.0, metavar="S", help="a round hides behind it (0)"
-    )
-    stages = parser.add_argument_group("pipeline stages in data-parallel groups (DT-FM)")
-    stages.add_argument("--stages", type=int, metavar="K", help="pipeline stages")
-    stages.add_argument("--replicas", type=int, metavar="R", help="pipelines; K x R devices")
-    stages.add_argument("--pipeline_bytes", type=float, metavar="B", help="between two stages")
-    stages.add_argument(
-        "--device_memory", metavar="FILE.json", help="list of bytes, one a device of the network"
-    )
-    stages.add_argument("--stage_memory", type=float, default=0.0, metavar="B", help="bytes needed")
-    parser.add_argument(
-        "--out", type=outputs.picture, metavar="FILE.png", help="draw it on a map of the network"
-    )
-    add_search(parser)
+    add = parser.add_argument_group("gossip: order the replicas of a schedule").add_argument
+    names = ", ".join(NAMES)
+    words = f"of {names}; or {BUILT}: one made for this network (one_peer_exp)"
+    add("--schedule", default="one_peer_exp", metavar="NAME", help=words)
+    add("--max_degree", type=int, default=1, help=f"of {BUILT}: messages a round (1)")
+    words = "a round hides behind it (0)"
+    add("--compute_s", type=float, default=0.0, metavar="S", help=words)
+    add = parser.add_argument_group("pipeline stages in data-parallel groups (DT-FM)").add_argument
+    add("--stages", type=int, metavar="K", help="pipeline stages")
+    add("--replicas", type=int, metavar="R", help="pipelines; K x R devices")
+    add("--pipeline_bytes", **number, help="between two stages")
+    words = "list of bytes, one a device of the network"
+    add("--device_memory", metavar="FILE.json", help=words)
+    add("--stage_memory", **number, default=0.0, help="bytes needed")
+    words = "draw it on a map of the network"
+    parser.add_argument("--out", type=outputs.picture, metavar="FILE.png", help=words)
+    inputs.add_search(parser)
     parser.set_defaults(run=run)
 
 
-def run(options) -> None:
-    network = one_network(options)
+def run(options: argparse.Namespace) -> None:
+    """Search, print what was found, and write the picture and the plan where asked to."""
+    network = inputs.one_network(options)
     if options.parameters is None:
         raise ConfigError("give the model: --parameters P")
     if not 1 <= options.parameters < math.inf:
@@ -80,48 +76,50 @@ def run(options) -> None:
         _stages(options, network)
 
 
-def _gossip(options, network) -> None:
+def _gossip(options: argparse.Namespace, network: Network) -> None:
     num_bytes = 4 * options.parameters
-    settings = {"compute_s": options.compute_s, **search_of(options)}
+    compute, limits = {"compute_s": options.compute_s}, inputs.search_of(options)
+    found = {}
     if options.schedule == BUILT:
         placed = build_schedule.build_schedule(
-            network, num_bytes, max_degree=options.max_degree, **settings
+            network, num_bytes, max_degree=options.max_degree, **compute, **limits
         )
-        before = None
     else:
-        schedule = topology.make(
-            options.schedule, network.num_devices, local_size=predict.local_size(network)
+        size = predict.local_size(network)
+        schedule = topology.make(options.schedule, network.num_devices, local_size=size)
+        found["as the network lists them"] = gossip_placement.evaluate(
+            network, schedule, num_bytes, **compute
         )
-        before = gossip_placement.evaluate(
-            network, schedule, num_bytes, compute_s=options.compute_s
+        placed = gossip_placement.place_schedule(network, schedule, num_bytes, **compute, **limits)
+    rows = [
+        (
+            words,
+            f"{placing.mean_round_s:.4g}",
+            " ".join(f"{seconds:.3g}" for seconds in placing.round_s),
+            f"{placing.disagreement_s:.4g}",
+            f"{placing.consensus_per_s:.4g}",
         )
-        placed = gossip_placement.place_schedule(network, schedule, num_bytes, **settings)
-    print("| | mean round s | rounds s | disagreement s | consensus a second |")
-    print("|---|---|---|---|---|")
-    for words, one in (("as the network lists them", before), ("placed", placed)):
-        if one is not None:
-            rounds = " ".join(f"{seconds:.3g}" for seconds in one.round_s)
-            print(
-                f"| {words} | {one.mean_round_s:.4g} | {rounds} | {one.disagreement_s:.4g} "
-                f"| {one.consensus_per_s:.4g} |"
-            )
+        for words, placing in (found | {"placed": placed}).items()
+    ]
+    headings = ("", "mean round s", "rounds s", "disagreement s", "consensus a second")
+    print(outputs.table(headings, rows))
     print("\nreplica: device")
     for replica, device in enumerate(placed.order):
         print(f"{replica:7}: {network.names[device]}")
     if options.out:
         from decent_jax.planner import plots
 
-        print(plots.save(plots.draw_gossip(network, placed), options.out))
+        outputs.save_picture(plots.draw_gossip(network, placed), options.out)
     if options.plan:
         expected = {
             "mean_round_s": placed.mean_round_s,
             "round_s": list(placed.round_s),
             "disagreement_s": placed.disagreement_s,
         }
-        write_plan(options, network, placed, 1, expected)
+        inputs.write_plan(options, network, placed, 1, expected)
 
 
-def _stages(options, network) -> None:
+def _stages(options: argparse.Namespace, network: Network) -> None:
     if options.replicas is None or options.pipeline_bytes is None:
         raise ConfigError("--stages also needs --replicas R and --pipeline_bytes B")
     if options.plan:
@@ -139,7 +137,7 @@ def _stages(options, network) -> None:
             memory = json.loads(Path(options.device_memory).read_text())
         except ValueError as error:
             raise ConfigError(f"{options.device_memory} is not JSON: {error}") from None
-    found = search.place(network, job, memory_bytes=memory, **search_of(options))
+    found = search.place(network, job, memory_bytes=memory, **inputs.search_of(options))
     print(
         f"{found.costs.total_s:.4f} s a step: data-parallel {found.costs.data_parallel_s:.4f}, "
         f"pipeline 2 x {found.costs.pipeline_s:.4f}"
@@ -152,4 +150,4 @@ def _stages(options, network) -> None:
     if options.out:
         from decent_jax.planner import plots
 
-        print(plots.save(plots.draw_placement(network, found), options.out))
+        outputs.save_picture(plots.draw_placement(network, found), options.out)

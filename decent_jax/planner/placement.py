@@ -11,9 +11,9 @@ a path through the groups. The cost of a partition (Yuan et al., NeurIPS 2022, s
                     their perfect matching whose slowest pair is fastest, and a pair costs
                     latency + bytes_pp / bandwidth
 
-Of two directions of a link the slower counts. The path (Held and Karp 1962) and the matchings are
-solved exactly, so `Partition` has the cost of the best pipelines for its groups, and `stages` are
-those pipelines; `evaluate` adds the same cost up again from nothing but the pipelines.
+The slower direction of a link counts. The path (Held and Karp 1962) and the matchings are solved
+exactly, so `Partition` has the cost of the best pipelines for its groups, and `stages` are those
+pipelines; `evaluate` adds the same cost up again from the pipelines alone.
 """
 
 import copy
@@ -35,13 +35,13 @@ MOST_REMEMBERED = 200_000  # matchings, some 100 MB
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is placed.
+    """A training job to be placed.
 
     num_stages: pipeline stages, each held by one data-parallel group (at most 16).
     num_replicas: devices in a group.
     data_parallel_bytes: gradients of one stage.
     pipeline_bytes: activations that cross from one stage to the next in a step, one way.
-    memory_bytes: what a device must have to hold a stage.
+    memory_bytes: that a device needs to hold a stage.
     """
 
     num_stages: int
@@ -50,7 +50,7 @@ class Job:
     pipeline_bytes: float
     memory_bytes: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not 1 <= self.num_stages <= MOST_STAGES or self.num_replicas < 1:
             raise ValueError(
                 f"a placement needs 1 to {MOST_STAGES} stages and at least one replica, got "
@@ -70,7 +70,7 @@ DTFM_JOB = Job(8, 8, data_parallel_bytes=0.65e9, pipeline_bytes=0.47124922275543
 
 
 class Costs(NamedTuple):
-    """Seconds a step; ``pipeline_s`` is one way."""
+    """Seconds per step; ``pipeline_s`` is one way."""
 
     data_parallel_s: float
     pipeline_s: float
@@ -83,7 +83,8 @@ class Costs(NamedTuple):
 def evaluate(network: Network, job: Job, stages: np.ndarray) -> Costs:
     """The cost of given pipelines, added up device by device.
 
-    stages: (num_stages, num_replicas) int; device [k, r] holds stage k of pipeline r.
+    Args:
+      stages: (num_stages, num_replicas) int; device [k, r] holds stage k of pipeline r.
 
     Raises:
       ValueError: a shape that does not fit the job, or a device that occurs twice.
@@ -97,7 +98,7 @@ def evaluate(network: Network, job: Job, stages: np.ndarray) -> Costs:
     if len(np.unique(stages)) < stages.size:
         raise ValueError("a device occurs twice in the placement")
 
-    def slower_s(i, j, num_bytes):
+    def slower_s(i: int, j: int, num_bytes: float) -> float:
         return max(network.transfer_s(i, j, num_bytes), network.transfer_s(j, i, num_bytes))
 
     share = job.data_parallel_bytes / job.num_replicas
@@ -140,7 +141,8 @@ def usable_devices(network: Network, job: Job, memory_bytes: Sequence[float] | N
 def bottleneck_matching(costs: np.ndarray) -> tuple[np.ndarray, float]:
     """The perfect matching of rows with columns whose largest cost is least.
 
-    costs: (d, d). Returns the column of every row (d,) and that largest cost.
+    Args:
+      costs: (d, d). Returns the column of every row (d,) and that largest cost.
     """
     # No matching can be cheaper than the cheapest entry of any row or column. Usually that is it.
     lower = max(costs.min(axis=1).max(), costs.min(axis=0).max())
@@ -168,7 +170,8 @@ def _matching_within(costs: np.ndarray, limit: float) -> tuple[np.ndarray, bool]
 def shortest_open_path(costs: np.ndarray) -> tuple[np.ndarray, float]:
     """The order of k points, (k,), whose path is shortest, and its length (Held and Karp 1962).
 
-    costs: (k, k) symmetric.
+    Args:
+      costs: (k, k) symmetric.
     """
     k = len(costs)
     shortest = np.full((1 << k, k), np.inf)  # [set, last]: the path through set that ends in last
@@ -187,8 +190,10 @@ def shortest_open_path(costs: np.ndarray) -> tuple[np.ndarray, float]:
 
 @functools.cache
 def _extensions(k: int) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], ...]:
-    """For every size below k: its subsets as bit masks, and which points each can be extended by
-    (index into the subsets, point)."""
+    """For every size below k: its subsets as bit masks, and by which points each can grow.
+
+    A layer is (masks, index into the masks, point).
+    """
     masks = np.arange(1 << k)
     outside = (masks[:, None] >> np.arange(k)) & 1 == 0
     layers = []
@@ -276,7 +281,7 @@ def _kinds(averaging: np.ndarray, passing: np.ndarray) -> np.ndarray:
 class Partition:
     """Devices in groups, with the exact cost of the best pipelines; `swap` updates it in place.
 
-    slots: (m,) the problem's devices; num_replicas a group, the devices left out at the end.
+    slots: (m,) the problem's devices; num_replicas per group, the devices left out at the end.
     group_s: (num_stages,) data-parallel cost of every group.
     edge_s: (num_stages, num_stages) pipeline cost between every two groups.
     order: (num_stages,) the groups along the shortest path.
@@ -315,9 +320,10 @@ class Partition:
     def swap(self, first: int, second: int) -> None:
         """Exchange the devices in two slots; only what the two groups touch is computed again."""
         self.slots[[first, second]] = self.slots[[second, first]]
-        for a in {self.group_of(first), self.group_of(second)} - {None}:
-            self.group_s[a] = self.problem.group_s(self.groups[a])
-            self._update_edges(a)
+        for a in {self.group_of(first), self.group_of(second)}:
+            if a is not None:
+                self.group_s[a] = self.problem.group_s(self.groups[a])
+                self._update_edges(a)
         self._update_order()
 
     def stages(self) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What a step takes under every algorithm, and what most of it is spent on.
+"""How long a step takes under every algorithm, and on what.
 
 >>> from decent_jax.planner.network import preset
 >>> workload = Workload(model_bytes=500e6, forward_s=0.05, backward_s=0.1)
@@ -12,11 +12,12 @@ alternating_exp_ring 0.156 compute
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from decent_jax import topology
-from decent_jax.planner import runtime, simulator
+from decent_jax.planner import outputs, runtime, simulator
 from decent_jax.planner.compute_times import CONSTANT, Constant
 from decent_jax.planner.network import Network
 from decent_jax.planner.runtime import Algorithm, AllReduce, Gossip, Workload
@@ -27,12 +28,12 @@ BUCKET_BYTES = (25e6, 100e6, math.inf)  # small ones overlap, large ones save la
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """One step, in seconds, split by what would go away.
+    """One step, in seconds, and its parts.
 
     step_s: the step.
     compute_s: forward, backward and update of the slowest machine on average.
-    exposed_s: communication that nothing hides: what the step takes longer, were compute constant.
-    waiting_s: the rest, due to compute that varies: waiting for whoever is late.
+    exposed_s: communication that nothing hides: the rest of a step if compute were constant.
+    waiting_s: the rest, due to compute that varies: waiting for late replicas.
     """
 
     label: str
@@ -51,7 +52,7 @@ class Prediction:
             "communication": self.exposed_s,
             "stragglers": self.waiting_s,
         }
-        return max(parts, key=parts.get)
+        return max(parts, key=parts.__getitem__)
 
 
 def step_s(
@@ -83,7 +84,7 @@ def predict(
     workload: Workload,
     algorithm: Algorithm,
     label: str | None = None,
-    **simulation,
+    **simulation: int,
 ) -> Prediction:
     """The step under ``algorithm`` and its parts; ``simulation``: see `step_s`."""
     total = step_s(network, workload, algorithm, **simulation)
@@ -111,14 +112,15 @@ def algorithm_of(
     *,
     bucket_bytes: float | None = None,
     replicas_per_node: int | None = None,
-    **options,
+    **options: Any,
 ) -> Algorithm:
     """``all_reduce``, ``all_reduce_hierarchical``, or gossip on the schedule ``name``.
 
-    bucket_bytes: of all-reduce; None: whichever of `BUCKET_BYTES` is fastest, so that gossip is
-        compared with an all-reduce that was tuned.
-    replicas_per_node: the schedule's ``local_size``; None: the devices a node holds.
-    options: of `Gossip`.
+    Args:
+      bucket_bytes: of all-reduce; None: whichever of `BUCKET_BYTES` is fastest, so that gossip is
+          compared with an all-reduce that was tuned.
+      replicas_per_node: the schedule's ``local_size``; None: the devices a node holds.
+      options: of `Gossip`.
 
     Raises:
       ValueError: the schedule does not exist, or not for this network.
@@ -136,7 +138,7 @@ def algorithm_of(
 
 
 def local_size(network: Network) -> int:
-    """Devices a node, where nodes are alike and their devices consecutive; else 1."""
+    """Devices per node, where nodes are alike and their devices consecutive; else 1."""
     sizes = np.bincount(network.node)
     if np.ptp(sizes) == 0 and (np.diff(network.node) >= 0).all():
         return int(sizes[0])
@@ -149,11 +151,11 @@ def compare(
     names: Sequence[str] | None = None,
     *,
     bucket_bytes: float | None = None,
-    **options,
+    **options: Any,
 ) -> list[Prediction]:
-    """A prediction for each algorithm of ``names``; see `algorithm_of`.
+    """A prediction for each algorithm of ``names``; default: all that exist for this network.
 
-    Left out, ``names`` are all that exist for this network.
+    See `algorithm_of`.
     """
     rows = []
     for name in names or available(network):
@@ -180,21 +182,12 @@ def available(network: Network) -> list[str]:
 def format_table(rows: Sequence[Prediction], baseline: str = "all_reduce") -> str:
     """A table for people, milliseconds; speed-up over ``baseline`` on as many replicas."""
     base = {row.num_replicas: row.step_s for row in rows if row.label == baseline}
-    lines = [
-        "| nodes | replicas | algorithm | step ms | compute | exposed communication | stragglers "
-        "| dominant | speed-up |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    headings = ("nodes", "replicas", "algorithm", "step ms", "compute", "exposed communication")
+    cells = []
     for row in rows:
         speed_up = f"{base[row.num_replicas] / row.step_s:.2f}x" if base else ""
-        milliseconds = (row.step_s, row.compute_s, row.exposed_s, row.waiting_s)
-        cells = (
-            row.num_nodes,
-            row.num_replicas,
-            row.label,
-            *(f"{1e3 * value:.1f}" for value in milliseconds),
-            row.dominant,
-            speed_up,
-        )
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
+        parts = (row.step_s, row.compute_s, row.exposed_s, row.waiting_s)
+        milliseconds = [f"{1e3 * seconds:.1f}" for seconds in parts]
+        sizes = (row.num_nodes, row.num_replicas, row.label)
+        cells.append((*sizes, *milliseconds, row.dominant, speed_up))
+    return outputs.table((*headings, "stragglers", "dominant", "speed-up"), cells)

@@ -1,4 +1,4 @@
-"""Which schedule, how often, in which wire format: least time to the same quality.
+"""Which schedule, how often, in which message format: least time to the same quality.
 
 Time to quality is the time of a step, times how many more steps than all-reduce it needs.
 
@@ -9,11 +9,11 @@ for a number of steps of the order of
     s^2 / (n e^2)  +  s sqrt(m) / e^(3/2)  +  m / e
 
 with e the target, s the noise of a replica's gradient and m the steps that bring the replicas one
-averaging nearer (`steps_per_averaging`). All-reduce has the first term alone. So what gossip loses
+averaging nearer (`steps_per_averaging`). All-reduce has the first term alone. So the loss of gossip
 relative to it, for a batch that n replicas share, grows as sqrt(n m). The constants of such bounds
 say nothing about a real run; this one is measured. The authors of Decent-DP published losses of a
 20.4M-parameter language model (AdamW with its betas and learning rate tuned, one_peer_exp, three
-seeds) after 20, 40 and 80 tokens a parameter:
+seeds) after 20, 40 and 80 tokens per parameter:
 
     | replicas | loss | steps, relative to all-reduce |
     |---|---|---|
@@ -22,19 +22,19 @@ seeds) after 20, 40 and 80 tokens a parameter:
     | 8 | 3.5856, 3.4475, 3.3554 | 1.18, 1.13, 1.08 |
 
 The last column reads all-reduce's curve, ``E + A D^-b`` through its three points, at the same
-loss. Least squares of the logarithm of what exceeds 1 gives
+loss. Least squares of the logarithm of the excess over 1 gives
 
-    slow-down = 1 + 0.0247 sqrt(n m) (tokens a parameter / 40)^-0.62
+    slow-down = 1 + 0.0247 sqrt(n m) (tokens per parameter / 40)^-0.62
 
 which is within 16% of each of the six excesses (sqrt(n m) fits better than m, sqrt(m) or n).
 
-**What it does not know.** Other models, optimizers and data; more than 8 replicas and schedules
-other than one_peer_exp are extrapolated along sqrt(n m), and so are runs much longer than 80
-tokens a parameter. Published runs of 16 and 32 replicas on translation and images, with
+**What the formula does not know.** Other models, optimizers and data. More than 8 replicas,
+schedules other than one_peer_exp, and runs much longer than 80 tokens per parameter are
+extrapolated along sqrt(n m). Published runs of 16 and 32 replicas on translation and images, with
 accumulated Adam, ended as good as all-reduce after as many steps, so the model leans towards
-all-reduce. Replicas whose data differ in kind lose more than it says. A compressed wire is taken
-to cost no steps, which asks for unbiased rounding and for difference coding or error feedback;
-parameters quantised as they are would stall. Encoding takes no time here.
+all-reduce. Replicas whose data differ in kind lose more than it predicts. A compressed message
+is assumed to cost no steps, which needs unbiased rounding and difference coding or error feedback;
+training on parameters quantised as they are would stall. Encoding takes no time here.
 """
 
 import dataclasses
@@ -44,12 +44,13 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from decent_jax import topology
-from decent_jax.planner import predict
+from decent_jax.planner import outputs, predict
+from decent_jax.planner.costs import Execution
 from decent_jax.planner.network import Network
 from decent_jax.planner.runtime import Algorithm, AllReduce, Gossip, Workload
 from decent_jax.topology import Schedule
 
-TOKENS_PER_PARAMETER = 20.0  # of a run that is as long as its compute is best spent (Chinchilla)
+TOKENS_PER_PARAMETER = 20.0  # of the run that makes the best use of its compute (Chinchilla)
 _AT_40 = 0.0247
 _EXPONENT = -0.62
 
@@ -61,7 +62,7 @@ class Choice:
     algorithm: Algorithm
     prediction: predict.Prediction
     slow_down: float
-    local_size: int = 1  # replicas a node
+    local_size: int = 1  # replicas per node
 
     @property
     def cost_s(self) -> float:
@@ -112,16 +113,16 @@ def choices(
     schedules: Sequence[str] | None = None,
     mix_every: Iterable[int] = (1, 2, 4, 8),
     wires: Sequence[str] = ("float32",),
-    executions: Sequence[str] = ("hierarchical",),
+    executions: Sequence[Execution] = ("hierarchical",),
     bucket_bytes: float | None = None,
     tokens_per_parameter: float = TOKENS_PER_PARAMETER,
     largest_slow_down: float = 1.5,
 ) -> list[Choice]:
     """All-reduce and every combination, least time to quality first.
 
-    schedules: names for `topology.make`; left out, all that exist for this network.
-    largest_slow_down: the quality asked for; a combination that needs more steps than so many
-        times all-reduce's is left out.
+    Args:
+      schedules: names for `topology.make`; left out, all that exist for this network.
+      largest_slow_down: leave out combinations that need more steps than this times all-reduce's.
     """
     n = network.num_devices
     found = []
@@ -133,12 +134,12 @@ def choices(
             continue
         schedule = topology.make(name, n, local_size=local_size)
         once = steps_per_averaging(schedule)
-        grouped = any(one.group_size > 1 and one.sends for one in schedule.rounds)
+        grouped = any(rnd.group_size > 1 and rnd.sends for rnd in schedule.rounds)
         for every in mix_every:
             slower = slow_down(n, every * once, tokens_per_parameter)
             if slower > largest_slow_down:
                 continue
-            for wire in wires if any(one.sends for one in schedule.rounds) else ("float32",):
+            for wire in wires if any(rnd.sends for rnd in schedule.rounds) else ("float32",):
                 for execution in executions if grouped else ("hierarchical",):
                     algorithm = Gossip(schedule, every, wire=wire, execution=execution)
                     label = _label(algorithm)
@@ -162,8 +163,7 @@ def explain(found: Sequence[Choice]) -> str:
     """The first choice in words, with the numbers behind it and when it would be another."""
     best = found[0]
     rival = next(
-        (one for one in found if isinstance(one.algorithm, AllReduce) is not _is_all_reduce(best)),
-        None,
+        (choice for choice in found if _is_all_reduce(choice) is not _is_all_reduce(best)), None
     )
     sentences = [f"Take {best.prediction.label}: {_step(best)}"]
     if not _is_all_reduce(best):
@@ -191,7 +191,7 @@ def explain(found: Sequence[Choice]) -> str:
             "all-gather); with whole models it would be "
             f"{_ms(plainly.prediction.step_s)} a step."
         )
-    others = [one for one in found[1:] if one is not rival and not _is_all_reduce(one)]
+    others = [c for c in found[1:] if c is not rival and not _is_all_reduce(c)]
     if others and not _is_all_reduce(best):
         second = others[0]
         sentences.append(
@@ -205,11 +205,10 @@ def explain(found: Sequence[Choice]) -> str:
 
 def _carried_out_plainly(best: Choice, found: Sequence[Choice]) -> Choice | None:
     """The same as ``best`` but not hierarchical, where it was tried."""
-    if _is_all_reduce(best):
+    if not isinstance(best.algorithm, Gossip):
         return None
     plain = dataclasses.replace(best.algorithm, execution="plain")
-    matches = (one for one in found if one is not best and one.algorithm == plain)
-    return next(matches, None)
+    return next((c for c in found if c is not best and c.algorithm == plain), None)
 
 
 def _step(choice: Choice) -> str:
@@ -232,30 +231,31 @@ def _ms(seconds: float) -> str:
 
 def format_table(found: Sequence[Choice], most: int = 12) -> str:
     """The first ``most`` choices, and all-reduce wherever it comes."""
-    lines = [
-        "| | step ms | dominant | steps, relative | ms for the same progress |",
-        "|---|---|---|---|---|",
+    headings = ("", "step ms", "dominant", "steps, relative", "ms for the same progress")
+    rows = [
+        (
+            choice.prediction.label,
+            f"{1e3 * choice.prediction.step_s:.1f}",
+            choice.prediction.dominant,
+            f"{choice.slow_down:.2f}x",
+            f"{1e3 * choice.cost_s:.1f}",
+        )
+        for k, choice in enumerate(found)
+        if k < most or _is_all_reduce(choice)
     ]
-    for k, one in enumerate(found):
-        if k < most or _is_all_reduce(one):
-            row = one.prediction
-            lines.append(
-                f"| {row.label} | {1e3 * row.step_s:.1f} | {row.dominant} "
-                f"| {one.slow_down:.2f}x | {1e3 * one.cost_s:.1f} |"
-            )
-    return "\n".join(lines)
+    return outputs.table(headings, rows)
 
 
 def config_lines(choice: Choice, algorithm: str = "accum_adam") -> list[str]:
     """The lines of a config file that make ``train.py`` do this.
 
-    algorithm: of `decent_jax.train.config.ALGORITHMS`, kept unless it is all_reduce and gossip
-        is better.
+    Args:
+      algorithm: of `decent_jax.optim.METHODS`, kept unless it is all_reduce and gossip
+          is better.
     """
-    n = choice.prediction.num_replicas
-    if _is_all_reduce(choice):
+    n, gossip = choice.prediction.num_replicas, choice.algorithm
+    if isinstance(gossip, AllReduce):
         return [f"config.num_replicas = {n}", 'config.algorithm = "all_reduce"']
-    gossip = choice.algorithm
     if algorithm == "all_reduce":
         algorithm = "accum_adam"
     lines = [

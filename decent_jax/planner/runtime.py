@@ -6,21 +6,20 @@ neighbours, not for the slowest of all. The paper's own equations were not to be
 from the schedule that its code implements. F, B, U are the times of forward, backward and update,
 X the factor by which compute varies, C the time to communicate the whole model:
 
-- all-reduce: a bucket goes out when its gradients are there, and all replicas begin the next step
-  together. With k equal buckets, one factor X a replica and step, and C' for gradients that are
-  complete only at the end of the backward pass (a tied embedding), exactly::
+- all-reduce: a replica sends a bucket as soon as it has its gradients, and all replicas begin the
+  next step together. With k equal buckets, one factor X per replica and step, and C' for gradients
+  that are complete only at the end of the backward pass (a tied embedding), exactly::
 
       T = E max( X (F + B/k) + C,  X (F + B) + (C - C') / k + C' ) + U,    X the largest of n
 
-- gossip, ``combine="with"``: parameters go out when they are updated and are needed at the same
-  replica's next update. With c_i the time replica i communicates in a round, and a mean over
-  rounds::
+- gossip, ``combine="with"``: replicas send parameters after an update and need the mixture at their
+  next update. With c_i the time replica i communicates in a round, and a mean over rounds::
 
       max_i E max( X_i (F + B), c_i ) + U  <=  T  <=  E max( max_i X_i (F + B), max_i c_i ) + U
 
   On the left a replica that never waits for another, on the right a barrier in every step (delays
-  never make a max-plus system faster). The two meet where compute is constant and all replicas
-  communicate equally long; what lies between is for `decent_jax.planner.simulator`.
+  never make a max-plus system faster). The two are equal where compute is constant and all replicas
+  communicate equally long; elsewhere `decent_jax.planner.simulator` finds the step between them.
 
 >>> from decent_jax import topology
 >>> from decent_jax.planner.network import preset
@@ -44,7 +43,7 @@ from decent_jax.planner.compute_times import CONSTANT, Distribution, max_nodes
 from decent_jax.planner.network import Network
 from decent_jax.topology import Schedule
 
-# Bytes a parameter takes on the wire; int8 has a float32 scale a block of 256.
+# Bytes per parameter of a message; int8 has a float32 scale per block of 256.
 WIRE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0 + 4 / 256}
 
 
@@ -68,7 +67,7 @@ class Workload:
     slowness: tuple[float, ...] | None = None
     late_bytes: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("model_bytes", "forward_s", "backward_s", "update_s", "late_bytes"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
@@ -118,12 +117,12 @@ class AllReduce:
 class Gossip:
     """Parameters mixed by a schedule.
 
-    mix_every: H; a round in every H-th step.
+    mix_every: H; every H-th step has a round.
     combine: "with" hides it behind the step, "then" exposes it.
-    wire: float32, bfloat16 or int8, of what is permuted; means of groups are formed in float32.
+    wire: float32, bfloat16 or int8, of permuted messages; means of groups are formed in float32.
     execution: see `costs.round_stages`.
-    bucket_bytes: infinite in this project, where all of the last update goes out at once; finite
-        where bucket b goes out when it is updated and is needed at its own next update (Decent-DP).
+    bucket_bytes: infinite in this project, which sends the whole last update at once; finite in
+        Decent-DP, which sends bucket b after its update and needs it at its own next update.
     """
 
     schedule: Schedule
@@ -133,7 +132,7 @@ class Gossip:
     execution: costs.Execution = "hierarchical"
     bucket_bytes: float = math.inf
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.mix_every < 1:
             raise ValueError(f"mix_every must be at least 1, got {self.mix_every}")
         if self.combine not in ("with", "then"):

@@ -67,10 +67,11 @@ def place(
 ) -> Placement:
     """The cheapest placement of a job on a network that can be found in the time.
 
-    memory_bytes: of every device; those with less than ``job.memory_bytes`` are not used.
-    generations: stop after so many as well; then, unless the time is up first, the same seed
-        gives the same placement.
-    progress: show a bar that counts seconds and names the best cost.
+    Args:
+      memory_bytes: of every device; those with less than ``job.memory_bytes`` are not used.
+      generations: the most to try; then, unless the time is up first, the same seed
+          gives the same placement.
+      progress: show a bar that counts seconds and names the best cost.
 
     Stops early at a placement that is proved optimal.
 
@@ -194,7 +195,7 @@ def _signature(partition: Partition) -> tuple:
 
 
 class _Exchanges:
-    """What every exchange of two devices would come to.
+    """The score of every exchange of two devices.
 
     score: of the partition as it is: total cost + slope x the means.
     """
@@ -232,7 +233,7 @@ class _Exchanges:
         group = np.minimum(np.arange(len(slots)) // replicas, stages)  # stages: left out
         in_slot = (slice(None), slice(None), slots)
 
-        def both(change: np.ndarray, combine) -> np.ndarray:
+        def both(change: np.ndarray, combine: np.ufunc) -> np.ndarray:
             """(used, m): what either device does to the other's group; left out ones: nothing."""
             one_way = change[in_slot].reshape(used, len(slots))
             result = one_way.copy()
@@ -280,8 +281,10 @@ class _Exchanges:
 
 
 def _group_replaced(averaging: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(stages, d, m) twice: the largest and the mean cost of a device's averaging, in group a with
-    its i-th member replaced by device v."""
+    """The largest and the mean cost of averaging in group a with member i replaced by device v.
+
+    Both (stages, d, m), [a, i, v].
+    """
     replicas = groups.shape[1]
     inside = averaging[groups[:, :, None], groups[:, None, :]]  # a, k, i
     to_all = averaging[groups]  # a, k, v
@@ -312,7 +315,8 @@ def _combined(largest: np.ndarray, mean: np.ndarray, slope: float) -> np.ndarray
 def _edge_replaced(costs: np.ndarray, to_other: np.ndarray, slope: float) -> np.ndarray:
     """(e, d, m): `_bound` of edge e with the i-th row of its costs replaced by those of device v.
 
-    costs: (e, d, d), rows are replaced; to_other: (m, e, d) costs of any device to the columns.
+    Args:
+      costs: (e, d, d), rows are replaced; to_other: (m, e, d) costs of any device to the columns.
     """
     replicas = costs.shape[1]
     member = np.arange(replicas)
@@ -356,12 +360,12 @@ def _least_without(costs: np.ndarray) -> np.ndarray:
 
 
 def construct(problem: Problem, rng: np.random.Generator) -> np.ndarray:
-    """A new partition: the path is cut into segments at random, and a segment of h stages is made
-    of pipelines of h devices near each other: either the tightest pipelines of all, or pipelines
-    out of a cluster of devices that are near each other.
+    """A new partition, from random segments of the path.
 
-    One segment means that pipelines stay inside a region and groups span regions; as many as
-    there are stages, that groups stay inside a region.
+    A segment of h stages is made of pipelines of h devices near each other: either the tightest
+    pipelines of all, or pipelines out of a cluster of devices that are near each other. With one
+    segment pipelines stay inside a region and groups span regions; with a segment per stage groups
+    stay inside a region.
     """
     job = problem.job
     free = list(rng.permutation(len(problem.devices)))

@@ -11,8 +11,7 @@ bucket b, step t; R the replicas that i exchanges with in the round)::
     c[i,b,t] = C[b,R] + max over j in R and i of max( d[j,b,t], the end of j's last communication )
 
 With one bucket, which is this project's way, the mix begins at the start of a step and is needed
-at its update. Events that would have to be ordered by a queue elsewhere are ordered by these
-maxima alone, so all replicas are advanced at once.
+at its update. These maxima order all events without a queue, so all replicas advance at once.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ from decent_jax.planner.runtime import Algorithm, AllReduce, Gossip, Workload
 
 
 class Event(NamedTuple):
-    """Something replica ``replica`` did from ``start_s`` to ``end_s`` of the simulated run.
+    """What replica ``replica`` did from ``start_s`` to ``end_s`` of the simulated run.
 
     kind: forward, backward, update, wait (for a message, in the compute stream), or communicate.
     bucket: of the gradient or the parameters; -1 for a whole pass.
@@ -46,7 +45,7 @@ class Run:
 
     step_s: mean seconds of a step after the warm-up.
     ends_s: (steps, n); when each replica had finished each step.
-    events: of all steps where they were asked for, else empty.
+    events: of all steps, where ``record`` asks for them.
     """
 
     step_s: float
@@ -86,18 +85,20 @@ def simulate(
     rng = np.random.default_rng(seed)
     n = network.num_devices
     factors = workload.factors(n) * workload.compute.sample(rng, (warm_up + steps, n))
-    simulation = _Simulation(network, workload, algorithm, _Recorder() if record else None)
+    simulation = _Simulation(network, workload, algorithm, record)
     ends = np.stack([simulation.step(t, factor) for t, factor in enumerate(factors)])
     begin = ends[warm_up - 1].mean() if warm_up else 0.0
-    events = tuple(simulation.recorder.events) if record else ()
-    return Run(float(ends[-1].mean() - begin) / steps, ends, events)
+    return Run(float(ends[-1].mean() - begin) / steps, ends, tuple(simulation.events))
 
 
 class _Simulation:
     """The state of all replicas between two steps; every time is an (n,) array of seconds."""
 
-    def __init__(self, network, workload, algorithm, recorder):
-        self.workload, self.algorithm, self.recorder = workload, algorithm, recorder
+    def __init__(
+        self, network: Network, workload: Workload, algorithm: Algorithm, record: bool
+    ) -> None:
+        self.workload, self.algorithm, self.record = workload, algorithm, record
+        self.events: list[Event] = []
         self.parts = runtime.buckets(workload, algorithm)
         stages = {
             num_bytes: runtime.stages_of(network, algorithm, num_bytes)
@@ -124,14 +125,15 @@ class _Simulation:
             self._then_step(factor)
         return self.now
 
-    def _all_reduce_step(self, factor):
+    def _all_reduce_step(self, factor: np.ndarray) -> None:
+        reduced = self.now
         for bucket, part in enumerate(self.parts):
             self._compute("backward", factor * self.workload.backward_s * part.backward, bucket)
             reduced = self._communicate(0, bucket)
         self._wait(reduced, -1)
         self._compute("update", self.workload.update_s, -1)
 
-    def _gossip_step(self, factor):
+    def _gossip_step(self, factor: np.ndarray) -> None:
         mixes = self._round(self.step_number) is not None
         for bucket, part in enumerate(self.parts):
             self._compute("backward", factor * self.workload.backward_s * part.backward, bucket)
@@ -141,54 +143,45 @@ class _Simulation:
             self._compute("update", self.workload.update_s * share, bucket)
             self._send_parameters(self.step_number + 1, bucket)
 
-    def _then_step(self, factor):
+    def _then_step(self, factor: np.ndarray) -> None:
         self._compute("backward", factor * self.workload.backward_s, -1)
         self._compute("update", self.workload.update_s, -1)
-        round_ = self._round(self.step_number)
-        if round_ is not None:
+        r = self._round(self.step_number)
+        if r is not None:
             for bucket in range(len(self.parts)):
-                arrived = self._communicate(round_, bucket)
-            self._wait(arrived, -1)
+                self.arrived[bucket] = self._communicate(r, bucket)
+            self._wait(self.arrived[-1], -1)
 
-    def _send_parameters(self, step: int, bucket: int):
+    def _send_parameters(self, step: int, bucket: int) -> None:
         """Begin the round of ``step``, if it has one."""
-        round_ = self._round(step)
-        if round_ is not None:
-            self.arrived[bucket] = self._communicate(round_, bucket)
+        r = self._round(step)
+        if r is not None:
+            self.arrived[bucket] = self._communicate(r, bucket)
 
     def _round(self, step: int) -> int | None:
+        assert isinstance(self.algorithm, Gossip)
         return self.algorithm.schedule.round_at(step, self.algorithm.mix_every)
 
     # --- the two streams of a replica -----------------------------------------------------------
 
-    def _compute(self, kind: str, seconds, bucket: int):
+    def _compute(self, kind: str, seconds: np.ndarray | float, bucket: int) -> None:
         begin, self.now = self.now, self.now + seconds
         self._record(kind, bucket, begin, self.now)
 
-    def _wait(self, until: np.ndarray, bucket: int):
+    def _wait(self, until: np.ndarray, bucket: int) -> None:
         begin, self.now = self.now, np.maximum(self.now, until)
         self._record("wait", bucket, begin, self.now)
 
-    def _communicate(self, round_: int, bucket: int) -> np.ndarray:
+    def _communicate(self, r: int, bucket: int) -> np.ndarray:
         """Send a bucket as soon as it is there and the last communication is over."""
         at = np.maximum(self.now, self.network_free)
-        for stage in self.stages[bucket][round_]:
+        for stage in self.stages[bucket][r]:
             at = stage.end_s(at)
             self._record("communicate", bucket, at - stage.duration_s, at)
         self.network_free = at
         return at
 
-    def _record(self, kind: str, bucket: int, begin: np.ndarray, end: np.ndarray):
-        if self.recorder is not None:
-            self.recorder.add(kind, self.step_number, bucket, begin, end)
-
-
-class _Recorder:
-    def __init__(self):
-        self.events: list[Event] = []
-
-    def add(self, kind, step, bucket, begin, end):
-        for replica in np.flatnonzero(end > begin):
-            self.events.append(
-                Event(kind, int(replica), step, bucket, float(begin[replica]), float(end[replica]))
-            )
+    def _record(self, kind: str, bucket: int, begin: np.ndarray, end: np.ndarray) -> None:
+        for i in np.flatnonzero(end > begin).tolist() if self.record else ():
+            seconds = float(begin[i]), float(end[i])
+            self.events.append(Event(kind, i, self.step_number, bucket, *seconds))

@@ -2,17 +2,17 @@
 
 | name | what it is |
 |---|---|
-| `interactions`, `matchings`, `pulls` | who meets whom: random edges, rounds of pairs, of pulls |
-| `rounds` | a list of interactions as rounds of disjoint pairs, which do the same at once |
+| `interactions`, `matchings`, `pulls` | who averages with whom: edges, rounds of pairs, of pulls |
+| `rounds` | a list of interactions grouped into rounds of disjoint pairs, with the same effect |
 | `swarm` | trains n models by such a list; spread, drift, bits sent |
-| `LatticeQuantizer` | models in 8 bits a coordinate (Davies et al. 2021), failures detected |
-| `swarm_timing` | seconds a step on a network; `planner_timing`: of all-reduce and gossip |
+| `LatticeQuantizer` | models in 8 bits per coordinate (Davies et al. 2021), failures detected |
+| `swarm_timing` | seconds per step on a network; `planner_timing`: of all-reduce and gossip |
 | `lose` | mixing matrices of rounds in which messages are lost |
 
 >>> import numpy as np
 >>> noise = lambda i, x, k, rng: rng.standard_normal(x.shape)
 >>> result = swarm(np.zeros((8, 1000)), interactions(8, 2000, local_steps=4), noise, 0.1)
->>> late = result.spread[1000:].mean() / 1000      # a parameter; in theory H lr^2 (n-1)(n-2)/n
+>>> late = result.spread[1000:].mean() / 1000      # per parameter; theory: H lr^2 (n-1)(n-2)/n
 >>> round(float(late), 2), round(4 * 0.1**2 * 7 * 6 / 8, 2)
 (0.21, 0.21)
 """

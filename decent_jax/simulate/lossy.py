@@ -1,4 +1,4 @@
-"""Rounds in which messages get lost: who keeps the weight of what did not arrive."""
+"""Rounds in which messages get lost, and who keeps the weight of a lost message."""
 
 import numpy as np
 
@@ -8,24 +8,24 @@ RULES = ("receiver", "sender", "renormalise")
 def lose(
     matrix: np.ndarray, rate: float, rng: np.random.Generator, *, rule: str = "receiver"
 ) -> np.ndarray:
-    """Mixing matrices whose messages are lost, each by chance; what one's own copy weighs is safe.
+    """Mixing matrices in which each message is lost by chance; a replica's own copy never is.
 
     An entry (i, j) away from the diagonal is a message from j to i. Where it is lost, its weight
     goes, by ``rule``:
 
     - ``"receiver"``: to the receiver's own copy, so rows keep their sums. Two replicas that give
-      each other equal weights are a pair that exchanges, and does not where either direction is
-      lost: an undirected graph stays doubly stochastic, and the mean over replicas what it was. The
-      mean moves on directed graphs, by as much up as down: in expectation columns keep their sums.
-    - ``"sender"``: to the sender's own copy, so columns keep their sums: the sender must learn of
-      it. For `decent_jax.optim.push_sum`, whose weights travel along.
-    - ``"renormalise"``: to all that did arrive, in proportion (or to the own copy, where nothing
-      did). Rows keep their sums, but who hears many is heard by them more often than it loses them:
-      columns do not, not in expectation either, and replicas agree on a mean that is biased.
+      each other equal weights are a pair, which does not exchange where either direction is lost:
+      an undirected graph stays doubly stochastic, and the mean over replicas stays. On directed
+      graphs the mean moves, by as much up as down: columns keep their sums in expectation.
+    - ``"sender"``: to the sender's own copy, so columns keep their sums; the sender must learn of
+      the loss. For `decent_jax.optim.push_sum`, whose weights travel along.
+    - ``"renormalise"``: to all copies that arrived, in proportion (or to the own copy, where none
+      did). Rows keep their sums. Columns do not, not even in expectation, because replicas with
+      many neighbours gain more weight than they lose, so replicas agree on a biased mean.
 
     Args:
-      matrix: (..., n, n), row i what replica i takes; every leading index is a round of its own.
-      rate: the probability of a message to be lost, in [0, 1].
+      matrix: (..., n, n), row i has the weights of replica i; every leading index is a round.
+      rate: the probability that a message is lost, in [0, 1].
       rng: draws as many numbers as ``matrix`` has, whatever is in it.
       rule: one of `RULES`.
 

@@ -1,8 +1,7 @@
-"""Who meets whom, in which order, and how many local steps each has taken by then.
+"""Who averages with whom, in which order, and how many local steps each has taken by then.
 
 In SwarmSGD (Nadiradze et al. 2021) one random pair of neighbours interacts at a time. Interactions
-that share no replica commute, so a list of them can also be carried out round by round, all
-pairs of a round at once; `rounds` says how.
+that share no replica commute, so `rounds` groups a list of them into rounds of disjoint pairs.
 """
 
 from collections.abc import Iterable
@@ -16,9 +15,9 @@ from decent_jax import topology
 class Interaction(NamedTuple):
     """Replicas i and j take their local steps, then average.
 
-    i, j: two different replicas; where only one of them acts (a pull), it is i.
+    i, j: two different replicas; in a pull only i changes.
     steps_i, steps_j: local steps since the last interaction of each; 0 is allowed.
-    time: how many interactions a replica has had by then on average, 2 t / n after the t-th.
+    time: interactions per replica so far, on average: 2 t / n after the t-th.
     """
 
     i: int
@@ -47,10 +46,10 @@ def interactions(
     Args:
       degree: draw a random regular graph of this degree first (the theory is for regular graphs).
       graph: (n, n) symmetric, non-zero where two replicas are neighbours, instead of ``degree``.
-          Without either all replicas are neighbours.
+        Without either all replicas are neighbours.
       local_steps: H, the number of local steps of each partner.
-      geometric: draw that number from Geometric(1/H), on 1, 2, ..., with mean H: what a replica
-          has done by the time that its random clock rings.
+      geometric: draw that number from Geometric(1/H), on 1, 2, ..., with mean H: the steps that a
+        replica has taken when its random clock rings.
       initiator_only: only i steps, j contributes its model as it is.
       seed: of NumPy's `RandomState`, which draws the same list on every machine.
 
@@ -76,7 +75,7 @@ def interactions(
 def matchings(
     n: int, num_rounds: int, *, local_steps: float = 1, geometric: bool = False, seed: int = 0
 ) -> list[Round]:
-    """Rounds in which all replicas step and then meet in random pairs: the bulk-synchronous form.
+    """Rounds in which all replicas step and then average in random pairs: the synchronous form.
 
     Each round is a perfect matching of the complete graph, drawn uniformly; where n is odd, one
     replica sits each round out. See `interactions` for the other arguments.
@@ -97,10 +96,10 @@ def matchings(
 def pulls(
     n: int, num_rounds: int, *, local_steps: float = 1, geometric: bool = False, seed: int = 0
 ) -> list[Round]:
-    """Rounds in which every replica steps and then hears one random other, all at once.
+    """Rounds in which every replica steps and then reads one random other, all at once.
 
-    For ``swarm(..., averaging="one_sided")``. The authors' released code lets each rank pull the
-    model of a random other one in this way, though without rounds: whenever it is ready.
+    For ``swarm(..., averaging="one_sided")``. In the authors' released code each rank pulls the
+    model of a random other rank too, but whenever it is ready, without rounds.
     """
     _check_sizes(n, num_rounds, local_steps, geometric)
     random = np.random.RandomState(seed)
@@ -115,13 +114,14 @@ def pulls(
 
 
 def rounds(flat: Iterable[Interaction], *, earliest: bool = False) -> list[Round]:
-    """Group interactions into rounds of disjoint pairs; carried out in turn, they do the same.
+    """Interactions grouped into rounds of disjoint pairs, which have the same effect in turn.
 
     Consecutive interactions fill a round until a replica would be in it twice, so that the models
     after a round are those after as many interactions of the list.
 
-    earliest: put each interaction into the first round after the last one of both its replicas
-        instead. Fewer rounds, and the same models at the end, but not in between.
+    Args:
+      earliest: put each interaction into the first round after the last one of both its replicas
+          instead. Fewer rounds, and the same models at the end, but not in between.
 
     >>> flat = [Interaction(i, j, 1, 1, 0.0) for i, j in ((0, 1), (1, 2), (3, 4), (0, 2), (3, 5))]
     >>> [[(one.i, one.j) for one in group] for group in rounds(flat)]
@@ -131,19 +131,20 @@ def rounds(flat: Iterable[Interaction], *, earliest: bool = False) -> list[Round
     """
     grouped: list[Round] = []
     last: dict[int, int] = {}  # the round in which a replica last took part
-    for one in flat:
-        after = max(last.get(one.i, -1), last.get(one.j, -1))
+    for interaction in flat:
+        i, j = interaction[:2]
+        after = max(last.get(i, -1), last.get(j, -1))
         r = after + 1 if earliest else max(after + 1, len(grouped) - 1)
         if r == len(grouped):
             grouped.append([])
-        grouped[r].append(one)
-        last[one.i] = last[one.j] = r
+        grouped[r].append(interaction)
+        last[i] = last[j] = r
     return grouped
 
 
 def as_rounds(given: Iterable[Interaction | Round]) -> Iterable[Round]:
-    """A single interaction is a round of one."""
-    return ([one] if isinstance(one, Interaction) else list(one) for one in given)
+    """Rounds, of which a single interaction is one by itself."""
+    return ([item] if isinstance(item, Interaction) else list(item) for item in given)
 
 
 def _check_sizes(n: int, count: int, local_steps: float, geometric: bool) -> None:
@@ -180,7 +181,9 @@ def _edges(n: int, degree: int | None, graph: np.ndarray | None, seed: int) -> n
     return edges
 
 
-def _local_steps(random, shape, local_steps: float, geometric: bool) -> np.ndarray:
+def _local_steps(
+    random: np.random.RandomState, shape: tuple[int, ...], local_steps: float, geometric: bool
+) -> np.ndarray:
     if geometric:
         return random.geometric(1 / local_steps, size=shape)
     return np.full(shape, int(local_steps))

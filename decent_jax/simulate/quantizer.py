@@ -1,14 +1,17 @@
-"""Models in a few bits a coordinate, whose error does not depend on how large the models are.
+"""Models in a few bits per coordinate, whose error does not depend on how large the models are.
 
-A vector is rounded to the cubic lattice ``s Z^d`` and only the colour of the lattice point, its
-coordinates modulo q, is sent. The receiver takes the point of that colour which is nearest to its
-own vector: it needs to know the sender's model only up to ``s (q - 1) / 2`` in every coordinate,
-which replicas that keep close do (Davies et al. 2021, "New bounds for distributed mean estimation
-and variance reduction"; Nadiradze et al. 2021 use it for models, where a rounding error in
-proportion to their norm would not vanish as they agree).
+The sender rounds a vector to the cubic lattice ``s Z^d`` and sends only the colour of the lattice
+point, its coordinates modulo q. The receiver takes the point of that colour which is nearest to its
+own vector: it needs to know the sender's model only up to ``s (q - 1) / 2`` in every coordinate, as
+replicas that keep close do (Davies et al. 2021, "New bounds for distributed mean estimation and
+variance reduction"; Nadiradze et al. 2021 use it for models, because a rounding error in proportion
+to their norm would not vanish as the models agree).
 
-A receiver that is farther off decodes a wrong point without noticing. A checksum of what is not
-sent, the quotients by q, tells.
+A receiver that is farther off decodes a wrong point. It notices by a checksum of the part that is
+not sent, the quotients by q.
+
+The tests of `decent_jax.optim.Lattice`, the same message format in JAX, use this one as their
+float64 oracle, so the two share no code.
 """
 
 from typing import NamedTuple
@@ -28,7 +31,7 @@ class Message(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """The lattice point that the receiver takes for the sender's, and whether it is that one."""
+    """The lattice point that the receiver takes, and whether it is the sender's by the checksum."""
 
     value: np.ndarray
     ok: bool
@@ -39,7 +42,7 @@ class LatticeQuantizer:
 
     With z = round(x / s), for a receiver that holds y::
 
-        sent     c = z mod q                                  log2 q bits a coordinate
+        sent     c = z mod q                                  log2 q bits per coordinate
         decoded  s q round(y / (s q) - c / q) + s c           = s z  if |x - y| <= s (q - 1) / 2
 
     so the error is that of rounding, at most s / 2 (s if stochastic). Where all |x - y| <= a, the
@@ -67,7 +70,7 @@ class LatticeQuantizer:
     Decoded(value=array([18. ,  0.5]), ok=False)
     """
 
-    def __init__(self, step: float, colours: int = 256, *, stochastic: bool = False):
+    def __init__(self, step: float, colours: int = 256, *, stochastic: bool = False) -> None:
         if not (np.isfinite(step) and step > 0):
             raise ValueError(f"step must be a number above 0, got {step}")
         if not 2 <= colours <= 2**16 or colours & (colours - 1):
@@ -78,7 +81,7 @@ class LatticeQuantizer:
 
     @property
     def reach(self) -> float:
-        """The largest difference in a coordinate that is always decoded rightly."""
+        """The largest difference in a coordinate that `decode` always gets right."""
         return self.step * (self.colours - 1) / 2
 
     def bits(self, d: int) -> int:
@@ -90,7 +93,8 @@ class LatticeQuantizer:
     ) -> tuple[Message, np.ndarray]:
         """The message for ``x``, (d,), and the lattice point that it stands for.
 
-        rng: needed where rounding is stochastic.
+        Args:
+          rng: needed where rounding is stochastic.
         """
         scaled = np.asarray(x, np.float64) / self.step
         if not (np.abs(scaled) < 2.0**62).all():

@@ -1,17 +1,17 @@
-"""How long a local step takes: SwarmSGD on a list of interactions, others by the planner.
+"""How long a local step takes: SwarmSGD on a list of interactions, other methods by the planner.
 
 Every replica has a clock. Its local steps take ``workload.compute_s`` (with its slowness, and a
-random factor a step) and ``update_s``; a message takes latency + bytes / bandwidth of a `Network`,
-both ways at the same time.
+random factor per step) and ``update_s``; a message takes latency + bytes / bandwidth of a
+`Network`, both ways at the same time.
 
-- blocking, both sides: who is done first waits for the other; both go on when the messages are
-  there. The list is carried out as it was drawn, so a replica also waits for a partner who has
-  other interactions before: a list of single random edges costs more than rounds of matchings,
-  where all become ready together.
-- blocking, one-sided: a replica fetches what the other has; only the message takes time.
-- non-blocking: the copy of the next partner is fetched while the replica computes, and is waited
-  for only where that takes longer than the local steps. Whom a replica hears, and how old the copy
-  is, is left to the list; with clocks that differ the order would be another, of the same law.
+- blocking, both sides: the replica that is done first waits for the other, and both go on when the
+  messages have arrived. The simulation follows the order of the list, so a replica also waits for a
+  partner that has other interactions before: a list of single random edges costs more than rounds
+  of matchings, where all replicas become ready together.
+- blocking, one-sided: a replica fetches the other's model; only the message takes time.
+- non-blocking: the copy of the next partner arrives while the replica computes, which waits for it
+  only where that takes longer than the local steps. The list fixes who reads from whom and how
+  stale the copy is. Different clocks would give another order with the same distribution.
 
 In each case all transfers of a machine share its network card in equal parts, as if all of its
 devices sent at once.
@@ -25,17 +25,18 @@ import numpy as np
 
 from decent_jax.planner import simulator
 from decent_jax.planner.compute_times import CONSTANT
+from decent_jax.planner.gossip_placement import link_s
 from decent_jax.planner.network import Network
 from decent_jax.planner.runtime import Algorithm, Workload
 from decent_jax.simulate.pairs import Interaction, Round, as_rounds
 
 
 class Timing(NamedTuple):
-    """Seconds a local step, on average over replicas and steps.
+    """Seconds per local step, on average over replicas and steps.
 
-    step_s: all of it.
+    step_s: the whole step.
     compute_s: forward, backward and update.
-    transfer_s: standing still while a message is under way.
+    transfer_s: idle while a message is under way.
     """
 
     step_s: float
@@ -44,7 +45,7 @@ class Timing(NamedTuple):
 
     @property
     def wait_s(self) -> float:
-        """Standing still until a partner (or everybody) is ready."""
+        """Idle until a partner (or, in an all-reduce, the last replica) is ready."""
         return self.step_s - self.compute_s - self.transfer_s
 
     @property
@@ -71,10 +72,11 @@ def swarm_timing(
 ) -> Timing:
     """The time of these interactions (or rounds of them), one replica on each device.
 
-    message_bytes: of one model as it is sent, ``quantizer.bits(d) / 8`` where it is quantized;
-        left out, ``workload.model_bytes``.
-    warm_up: interactions at the beginning that do not count: replicas start together and drift
-        apart for a while.
+    Args:
+      message_bytes: of one model as it is sent, ``quantizer.bits(d) / 8`` where it is quantized;
+          left out, ``workload.model_bytes``.
+      warm_up: interactions at the beginning that do not count: replicas start together and drift
+          apart for a while.
 
     >>> from decent_jax.planner.network import Link, cluster
     >>> from decent_jax.simulate import matchings
@@ -93,8 +95,8 @@ def swarm_timing(
     before = clocks.totals()
     count = 0
     for group in as_rounds(given):
-        for one in group:
-            clocks.interact(one)
+        for interaction in group:
+            clocks.interact(interaction)
         if count < warm_up <= count + len(group):
             before = clocks.totals()
         count += len(group)
@@ -104,31 +106,42 @@ def swarm_timing(
             f"no local steps to take the time of in {count} interactions after a warm-up of "
             f"{warm_up}"
         )
-    return Timing(*(float(one / steps) for one in seconds))
+    return Timing(*(float(total / steps) for total in seconds))
 
 
 class _Clocks:
-    def __init__(self, network, workload, num_bytes, both, blocking, seed):
+    """The time at every replica, and what all of them have spent so far."""
+
+    def __init__(
+        self,
+        network: Network,
+        workload: Workload,
+        num_bytes: float,
+        both: bool,
+        blocking: bool,
+        seed: int,
+    ) -> None:
         n = network.num_devices
         self.workload, self.both, self.blocking = workload, both, blocking
         self.factors = workload.factors(n)
         self.rngs = [np.random.default_rng((seed, i)) for i in range(n)]
-        self.message_s = _message_s(network, num_bytes)
+        seconds = link_s(network, num_bytes)
+        self.message_s = np.maximum(seconds, seconds.T)  # both ways at once, as slow as the slower
         self.now = np.zeros(n)
-        self.steps, self.compute_s, self.transfer_s = 0, 0.0, 0.0  # of all replicas
+        self.steps, self.compute_s, self.transfer_s = 0, 0.0, 0.0  # sums over all replicas
 
     def totals(self) -> np.ndarray:
         """Local steps, and seconds of them all, of compute and of transfers; over all replicas."""
         return np.array([self.steps, self.now.sum(), self.compute_s, self.transfer_s])
 
-    def interact(self, one: Interaction) -> None:
-        i, j = one.i, one.j
+    def interact(self, interaction: Interaction) -> None:
+        i, j, steps_i, steps_j, _ = interaction
         if max(i, j) >= len(self.now):
             raise ValueError(
                 f"replicas {i} and {j} interact, but the network has {len(self.now)} devices"
             )
-        compute_i, compute_j = self._compute(i, one.steps_i), self._compute(j, one.steps_j)
-        message_s = self.message_s[j, i]  # both ways at once, each as slow as the slower one
+        compute_i, compute_j = self._compute(i, steps_i), self._compute(j, steps_j)
+        message_s = self.message_s[j, i]
         if not self.blocking:
             self._exchange(i, compute_i, max(0.0, message_s - compute_i))
             self._exchange(j, compute_j, max(0.0, message_s - compute_j) if self.both else 0.0)
@@ -150,17 +163,6 @@ class _Clocks:
         return float(passes_s + self.workload.update_s * steps)
 
 
-def _message_s(network: Network, num_bytes: float) -> np.ndarray:
-    """(n, n) symmetric: seconds until i and j have each other's message."""
-    devices = np.bincount(network.node, minlength=network.num_nodes)
-    share = (network.nic_bytes_per_s / devices)[network.node]
-    leaves = network.node[:, None] != network.node
-    rate = network.bandwidth_bytes_per_s.copy()
-    rate[leaves] = np.minimum(rate, np.minimum.outer(share, share))[leaves]
-    seconds = network.latency_s + num_bytes / rate
-    return np.maximum(seconds, seconds.T)
-
-
 def planner_timing(
     network: Network,
     workload: Workload,
@@ -174,8 +176,8 @@ def planner_timing(
 
     All-reduce is a barrier, ``2 (n - 1) / n`` models through the slowest link and the latencies of
     a ring (or of a double tree where that is faster), behind the backward pass as far as its
-    buckets go. D-PSGD (Lian et al. 2017) is ``Gossip(schedule)``, ``combine="with"``. What a step
-    takes longer than compute without any variation is called transfer, the rest waiting.
+    buckets go. D-PSGD (Lian et al. 2017) is ``Gossip(schedule)``, ``combine="with"``. Without any
+    variation, the time of a step beyond compute counts as transfer; the rest is waiting.
     """
     even = dataclasses.replace(workload, compute=CONSTANT, slowness=None)
     alone_s = workload.compute_s + workload.update_s

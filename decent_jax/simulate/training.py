@@ -1,4 +1,4 @@
-"""SwarmSGD as an exact simulation of its events, one interaction (or round) after the other."""
+"""SwarmSGD as an exact simulation of its events, interaction by interaction or round by round."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -8,10 +8,11 @@ import numpy as np
 from decent_jax.simulate.pairs import Interaction, Round, as_rounds
 from decent_jax.simulate.quantizer import LatticeQuantizer
 
-FULL_PRECISION_BITS = 32  # what is not quantized would be sent in float32
+FULL_PRECISION_BITS = 32  # per parameter that is not quantized
 
 # gradient(i, x_i, k, rng): at x_i, (d,), of replica i, which has taken k local steps before.
 Gradient = Callable[[int, np.ndarray, int, np.random.Generator], np.ndarray]
+Observe = Callable[[int, np.ndarray], None]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,29 +54,29 @@ def swarm(
     momentum: float = 0.0,
     seed: int = 0,
     record_every: int = 1,
-    observe: Callable[[int, np.ndarray], None] | None = None,
+    observe: Observe | None = None,
 ) -> Swarm:
     """Train n replicas by SwarmSGD (Nadiradze et al. 2021).
 
     In an interaction i and j first take their local steps, ``m <- momentum m + g;  x <- x - lr m``,
-    and then average. P_i is the copy of its model that replica i lets others see: x_i
-    after its steps if blocking, else x_i as its last interaction left it::
+    and then average. P_i is the copy of its model that replica i publishes: x_i after its steps if
+    blocking, else x_i as its last interaction left it::
 
         both, blocking      x_i, x_j <- (P_i + P_j) / 2
         both, non-blocking  x_i <- (P_i + P_j) / 2 + (x_i - P_i), j alike
         one-sided           x_i as above, j keeps its own
 
-    A non-blocking replica gets the other's copy while it still computes, and adds its own steps to
-    the average afterwards. One-sided is what the authors' released code does: the mean drifts.
+    A non-blocking replica receives the other's copy while it still computes, and adds its own steps
+    to the average afterwards. The authors' released code is one-sided: the mean drifts.
 
-    With a ``quantizer`` others get Q(P_j), and ``x_i <- x_i + (Q(P_j) - Q(P_i)) / 2``: j does the
-    opposite, so the mean stays. ``own_exact=True`` is ``x_i <- x_i + (Q(P_j) - P_i) / 2``, as the
-    released code does it: half the noise, but the mean drifts.
+    With a ``quantizer`` others receive Q(P_j), and ``x_i <- x_i + (Q(P_j) - Q(P_i)) / 2``: j does
+    the opposite, so the mean stays. ``own_exact=True`` is ``x_i <- x_i + (Q(P_j) - P_i) / 2``, as
+    in the released code: half the noise, but the mean drifts.
 
-    If a checksum shows that either could not decode the other, both keep what they have
-    (``on_failure="drop"``). Replicas that keep moving apart then never meet again: a step that is
-    too fine lets training fall apart, so give the quantizer's reach room, or send such models again
-    in full precision (``"resend"``).
+    If a checksum shows that either could not decode the other, both keep their models
+    (``on_failure="drop"``). Replicas that keep moving apart then never average again: a step that
+    is too fine makes training diverge, so give the quantizer's reach room, or send such models
+    again in full precision (``"resend"``).
 
     Args:
       x0: (n, d); a row for each replica.
@@ -103,12 +104,11 @@ def swarm(
             raise ValueError(f"{name} must be {known[0]!r} or {known[1]!r}, got {value!r}")
     if record_every < 1:
         raise ValueError(f"record_every must be at least 1, got {record_every}")
-    run = _Run(x0, gradient, learning_rate, momentum, blocking, seed)
-    run.both, run.quantizer = averaging == "both", quantizer
-    run.own_exact, run.resend = own_exact, on_failure == "resend"
+    both, resend = averaging == "both", on_failure == "resend"
+    run = _Run(x0, gradient, learning_rate, momentum, blocking, seed, both, own_exact, resend)
     records = [run.record(observe)]
     for group in as_rounds(interactions):
-        run.round(group)
+        run.round(group, quantizer)
         if run.count - records[-1][0] >= record_every:
             records.append(run.record(observe))
     if run.count > records[-1][0]:
@@ -122,10 +122,19 @@ def swarm(
 class _Run:
     """The state of all replicas between two rounds."""
 
-    both, own_exact, resend = True, False, False
-    quantizer: LatticeQuantizer | None = None
-
-    def __init__(self, x0, gradient, learning_rate, momentum, blocking, seed):
+    def __init__(
+        self,
+        x0: np.ndarray,
+        gradient: Gradient,
+        learning_rate: float | Callable[[int], float],
+        momentum: float,
+        blocking: bool,
+        seed: int,
+        both: bool,
+        own_exact: bool,
+        resend: bool,
+    ) -> None:
+        self.both, self.own_exact, self.resend = both, own_exact, resend
         self.x = np.array(x0, np.float64)
         if self.x.ndim != 2:
             raise ValueError(f"x0 must be (replicas, parameters), got shape {self.x.shape}")
@@ -143,7 +152,7 @@ class _Run:
         self.start = self.x.mean(axis=0)
         self.updates = np.zeros(d)  # the sum of all local updates
 
-    def record(self, observe) -> tuple[int, float, float]:
+    def record(self, observe: Observe | None) -> tuple[int, float, float]:
         mean = self.x.mean(axis=0)
         drift = np.linalg.norm(mean - self.start - self.updates / len(self.x))
         spread = float(np.square(self.x - mean).sum())
@@ -156,32 +165,34 @@ class _Run:
             observe(self.count, self.x)
         return self.count, spread, float(drift)
 
-    def round(self, group: Round) -> None:
+    def round(self, group: Round, quantizer: LatticeQuantizer | None) -> None:
+        """All replicas of a round step, then its pairs average what was there before the round."""
         self._check(group)
-        for one in group:
-            self._local_steps(one.i, one.steps_i)
-            self._local_steps(one.j, one.steps_j)
-        averages = [self._averages(one) for one in group]
-        for one, (at_i, at_j) in zip(group, averages, strict=True):
-            self.x[one.i] = at_i
+        for i, j, steps_i, steps_j, _ in group:
+            self._local_steps(i, steps_i)
+            self._local_steps(j, steps_j)
+        averages = [
+            self._averages(i, j) if quantizer is None else self._quantized(i, j, quantizer)
+            for i, j, *_ in group
+        ]
+        for (i, j, *_), (at_i, at_j) in zip(group, averages, strict=True):
+            self.x[i] = at_i
             if self.both:
-                self.x[one.j] = at_j
+                self.x[j] = at_j
         if self.published is not self.x:
-            taking_part = [replica for one in group for replica in one[:2]]
+            taking_part = [replica for pair in group for replica in pair[:2]]
             self.published[taking_part] = self.x[taking_part]
         self.count += len(group)
 
     def _check(self, group: Round) -> None:
-        changed = [replica for one in group for replica in (one[:2] if self.both else one[:1])]
+        pairs = [interaction[:2] for interaction in group]
+        changed = [replica for pair in pairs for replica in (pair if self.both else pair[:1])]
         if len(set(changed)) < len(changed):
-            raise ValueError(
-                f"a round changes a replica at most once, got {[one[:2] for one in group]}"
-            )
-        for one in group:
-            if one.i == one.j or not (0 <= one.i < len(self.x) and 0 <= one.j < len(self.x)):
+            raise ValueError(f"a round changes a replica at most once, got {pairs}")
+        for i, j in pairs:
+            if i == j or not (0 <= i < len(self.x) and 0 <= j < len(self.x)):
                 raise ValueError(
-                    f"an interaction is between two of {len(self.x)} replicas, "
-                    f"got {one.i} and {one.j}"
+                    f"an interaction is between two of {len(self.x)} replicas, got {i} and {j}"
                 )
 
     def _local_steps(self, i: int, count: int) -> None:
@@ -196,28 +207,28 @@ class _Run:
             self.updates -= update
             self.steps[i] += 1
 
-    def _averages(self, one: Interaction) -> tuple[np.ndarray, np.ndarray]:
+    def _averages(self, i: int, j: int) -> tuple[np.ndarray, np.ndarray]:
         """The models of i and j after they have averaged; nothing is written yet."""
-        i, j = one.i, one.j
-        if self.quantizer is not None:
-            return self._quantized_averages(i, j)
-        self.bits_sent += (1 + self.both) * FULL_PRECISION_BITS * self.x.shape[1]
+        self._count_full_precision()
         own_i, own_j = self.published[i], self.published[j]
         average = (own_i + own_j) / 2
         return average + (self.x[i] - own_i), average + (self.x[j] - own_j)
 
-    def _quantized_averages(self, i: int, j: int) -> tuple[np.ndarray, np.ndarray]:
+    def _quantized(
+        self, i: int, j: int, quantizer: LatticeQuantizer
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The same by coded messages."""
         own_i, own_j = self.published[i], self.published[j]
-        self.bits_sent += (1 + self.both) * self.quantizer.bits(self.x.shape[1])
-        from_i, sent_i = self.quantizer.encode(own_i, self.rounding_rngs[i])
-        from_j, sent_j = self.quantizer.encode(own_j, self.rounding_rngs[j])
-        at_i = self.quantizer.decode(from_j, key=own_i)
-        at_j = self.quantizer.decode(from_i, key=own_j)
+        self.bits_sent += (1 + self.both) * quantizer.bits(self.x.shape[1])
+        from_i, sent_i = quantizer.encode(own_i, self.rounding_rngs[i])
+        from_j, sent_j = quantizer.encode(own_j, self.rounding_rngs[j])
+        at_i = quantizer.decode(from_j, key=own_i)
+        at_j = quantizer.decode(from_i, key=own_j)
         failures = (not at_i.ok) + (self.both and not at_j.ok)
         self.failed_decodes += failures
         self.failed += failures > 0
         if failures and self.resend:
-            self.bits_sent += (1 + self.both) * FULL_PRECISION_BITS * self.x.shape[1]
+            self._count_full_precision()
             difference = (own_j - own_i) / 2
             return self.x[i] + difference, self.x[j] - difference
         if failures:
@@ -225,3 +236,6 @@ class _Run:
         if not self.own_exact:
             own_i, own_j = sent_i, sent_j
         return self.x[i] + (at_i.value - own_i) / 2, self.x[j] + (at_j.value - own_j) / 2
+
+    def _count_full_precision(self) -> None:
+        self.bits_sent += (1 + self.both) * FULL_PRECISION_BITS * self.x.shape[1]

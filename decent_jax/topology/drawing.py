@@ -1,14 +1,16 @@
 """A schedule drawn round by round: the replicas on a circle, and the mixing matrix below."""
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.patches import FancyArrowPatch
 
+from decent_jax.plot_style import BLUE, GRID, INK, new_figure
 from decent_jax.topology.schedule import Schedule
 
 MOST_ROUNDS, COLUMNS = 12, 6
-BLUE, INK, PALE = "#0072B2", "#222222", "#e6e6e6"
 
 
 def draw(schedule: Schedule) -> Figure:
@@ -16,7 +18,7 @@ def draw(schedule: Schedule) -> Figure:
     matrices = [rnd.matrix for rnd in schedule.rounds[:MOST_ROUNDS]]
     columns = min(COLUMNS, len(matrices))
     bands = -(-len(matrices) // columns)
-    figure = Figure(figsize=(max(2.2 * columns, 4.8), 4.4 * bands + 0.6), layout="constrained")
+    figure = new_figure(max(2.2 * columns, 4.8), 4.4 * bands + 0.6)
     panels = figure.subplots(2 * bands, columns, squeeze=False)
     for axes in panels.flat:
         axes.set_axis_off()
@@ -36,7 +38,7 @@ def draw(schedule: Schedule) -> Figure:
     return figure
 
 
-def _graph(axes, matrix: np.ndarray, title: str) -> None:
+def _graph(axes: Axes, matrix: np.ndarray, title: str) -> None:
     n = len(matrix)
     angles = np.pi / 2 - 2 * np.pi * np.arange(n) / n  # replica 0 on top, then clockwise
     place = np.stack([np.cos(angles), np.sin(angles)], axis=1)
@@ -71,9 +73,9 @@ def _graph(axes, matrix: np.ndarray, title: str) -> None:
     axes.set_title(title, loc="left", size=10, color=INK)
 
 
-def _matrix(axes, matrix: np.ndarray, largest: float):
+def _matrix(axes: Axes, matrix: np.ndarray, largest: float) -> AxesImage:
     image = axes.imshow(matrix, cmap="Blues", vmin=0, vmax=largest, interpolation="nearest")
     axes.set_axis_on()
     axes.set(xticks=[], yticks=[])
-    axes.spines[:].set_color(PALE)
+    axes.spines[:].set_color(GRID)
     return image

@@ -1,0 +1,63 @@
+"""How every figure of this project looks: colours, frames, logarithmic axes, legends."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart (their yellow is too pale).
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")
+BLUE, ORANGE, GREEN, PINK = COLOURS[:4]
+INK, GREY, GRID = "#222222", "#6b6b6b", "#e6e6e6"
+MARKS = "osD^vPX*"
+
+
+def new_figure(width: float, height: float, **spacing: Any) -> Figure:
+    """An empty figure, sizes in inches, which leaves room for every label.
+
+    Args:
+      spacing: between panels; see `matplotlib.layout_engine.ConstrainedLayoutEngine`.
+    """
+    return Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(**spacing))
+
+
+def frame(axes: Axes, title: str, size: float = 11, pad: float | None = None) -> None:
+    """Give a panel its title, a light grid behind the data, and neither box nor ticks.
+
+    Args:
+      size: of the title, in points; the numbers at the axes are two points smaller.
+      pad: points between panel and title.
+    """
+    axes.set_title(title, loc="left", size=size, color=INK, pad=pad)
+    axes.grid(color=GRID, lw=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(which="both", colors=GREY, labelsize=size - 2, length=0)
+
+
+def plain_numbers(axis: Axis, multiples: Iterable[float] = (1, 2, 5)) -> None:
+    """Write 0.1, 2 or 500 at a logarithmic axis, at these multiples of the powers of ten."""
+    axis.set_major_locator(LogLocator(subs=tuple(multiples), numticks=12))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
+
+
+def legend_outside(figure: Figure, axes: Axes, columns: int) -> None:
+    """Explain the labelled lines or bars of one panel above all panels."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside upper left", ncols=columns, frameon=False, fontsize=9
+    )
+
+
+def save(figure: Figure, path: str | Path, dpi: int = 120) -> Path:
+    """Write the figure, make its folder if need be, and return its path."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=dpi, facecolor="white")
+    return path
