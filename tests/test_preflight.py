@@ -9,7 +9,8 @@ import pytest
 import tiny
 from several import cluster_flags, free_port, said
 
-from decent_jax import preflight
+from decent_jax import preflight as command
+from decent_jax.cluster import preflight
 from decent_jax.planner import __main__ as planner
 from decent_jax.planner import network
 
@@ -35,7 +36,7 @@ def matrices(slowest=1e9):
 
 def test_what_is_saved_is_what_was_measured(tmp_path):
     latency, bandwidth = matrices(slowest=0.9e9)
-    sentence = preflight.save(latency, bandwidth, ["a/0", "a/1", "b/0"], tmp_path / "n.json")
+    sentence = command.save(latency, bandwidth, ["a/0", "a/1", "b/0"], tmp_path / "n.json")
     assert sentence == f"saved {tmp_path / 'n.json'} for python -m decent_jax.planner"
     found = network.load(tmp_path / "n.json")
     assert found.names == ("a/0", "a/1", "b/0") and found.node.tolist() == [0, 0, 1]
@@ -45,7 +46,7 @@ def test_what_is_saved_is_what_was_measured(tmp_path):
 
 def test_links_that_are_slower_one_way(tmp_path):
     latency, bandwidth = matrices(slowest=0.5e9)
-    sentence = preflight.save(latency, bandwidth, ["a/0", "b/0", "c/0"], tmp_path / "n.json")
+    sentence = command.save(latency, bandwidth, ["a/0", "b/0", "c/0"], tmp_path / "n.json")
     assert "the slower counts for both" in sentence
     assert network.load(tmp_path / "n.json").bandwidth_bytes_per_s[1, 2] == 0.5e9
     report = preflight.report(latency, bandwidth, ["a/0", "b/0", "c/0"])
@@ -71,7 +72,7 @@ def test_a_large_cluster_gets_no_table():
     ],
 )
 def test_mistakes_are_a_sentence(capsys, arguments, sentence):
-    assert preflight.main(arguments) == 2
+    assert command.main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"preflight: {sentence}") and error.count("\n") == 1
 
@@ -105,7 +106,8 @@ OTHER_VERSION = """
 import importlib.metadata, sys
 real = importlib.metadata.version
 importlib.metadata.version = lambda name: "0.0.1" if name == "optax" else real(name)
-from decent_jax import preflight
+from decent_jax import preflight as command
+from decent_jax.cluster import preflight
 sys.exit(preflight.main(sys.argv[1:]))
 """
 
