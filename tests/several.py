@@ -45,6 +45,13 @@ def said(process) -> str:
     return "".join(line for line in lines if "experimental recoverable task" not in line)
 
 
+def slurm(port: int, count: int, index: int) -> dict[str, str]:
+    """The variables that srun sets, for `count` processes of this machine."""
+    common = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
+    own = {"SLURM_NTASKS": str(count), "SLURM_PROCID": str(index), "SLURM_LOCALID": str(index)}
+    return common | own | {"JAX_COORDINATOR_PORT": str(port)}
+
+
 def cluster_flags(port: int, count: int, index: int) -> list[str]:
     flags = [f"--config.cluster.coordinator=localhost:{port}"]
     flags += [f"--config.cluster.num_processes={count}", f"--config.cluster.process_id={index}"]

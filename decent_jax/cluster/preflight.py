@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from decent_jax.cluster import rendezvous
+from decent_jax.cluster.start import Device
 from decent_jax.errors import ConfigError
 from decent_jax.json_files import flat
 from decent_jax.text import format_number
@@ -22,7 +23,7 @@ _WIDEST = 16  # devices in a matrix that is printed
 _BYTES_PER_GBIT = 1e9 / 8
 
 
-def check_devices(hosts: list[str]) -> list[jax.Device]:
+def check_devices(hosts: list[str]) -> list[Device]:
     """The first device of every process.
 
     Raises:
@@ -72,7 +73,7 @@ def rounds_of_pairs(count: int) -> list[list[tuple[int, int]]]:
 
 
 def measure(
-    devices: list[jax.Device], num_bytes: int, repeats: int, quiet: bool
+    devices: list[Device], num_bytes: int, repeats: int, quiet: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """Latency and bandwidth between devices of different processes; all processes call it.
 

@@ -5,7 +5,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,6 +17,8 @@ from decent_jax.errors import ConfigError, PeerLost
 from decent_jax.json_files import flat
 from decent_jax.progress import announce
 from decent_jax.topology.plan_file import Plan
+
+Device = Any  # jax.Device, which type checkers cannot resolve
 
 # The variable that identifies a launcher, and the one that has the number of processes, if any.
 _LAUNCHERS = {
@@ -190,7 +192,7 @@ def _simulate(count: int) -> None:
             ) from None
 
 
-def choose_devices(num_replicas: int, wanted: int) -> list[jax.Device]:
+def choose_devices(num_replicas: int, wanted: int) -> list[Device]:
     """Devices for the replicas, in the order of processes, equally many from each.
 
     Args:
@@ -221,7 +223,7 @@ def choose_devices(num_replicas: int, wanted: int) -> list[jax.Device]:
     return [device for devices in ordered for device in devices]
 
 
-def follow_plan(devices: list[jax.Device], plan: Plan) -> list[jax.Device]:
+def follow_plan(devices: list[Device], plan: Plan) -> list[Device]:
     """The devices in the order of the plan's replicas, one replica on each.
 
     The plan's network calls a device ``host/k``, as `device_names` does.
@@ -236,7 +238,7 @@ def follow_plan(devices: list[jax.Device], plan: Plan) -> list[jax.Device]:
         raise ConfigError(f"cluster.plan: {error}") from None
 
 
-def device_names(devices: list[jax.Device]) -> list[str]:
+def device_names(devices: list[Device]) -> list[str]:
     """``host/k`` for every device, where k counts those of its host in the order given."""
     names_of = hosts()
     seen = collections.Counter()
@@ -248,7 +250,7 @@ def device_names(devices: list[jax.Device]) -> list[str]:
     return names
 
 
-def table(devices: list[jax.Device], block: int) -> str:
+def table(devices: list[Device], block: int) -> str:
     """A table of the replicas on each device of each host, one line per device."""
     names_of = hosts()
     lines = ["replicas  process  host                  device"]

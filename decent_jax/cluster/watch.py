@@ -5,7 +5,7 @@ aborts all of them when one is lost; with ``jax_enable_recoverability`` it answe
 thread of every process keeps asking. When a process is missing from the answer, the thread names it
 and ends its own process with exit code `PEER_LOST`, which also frees a main thread that hangs in a
 collective. When process 0 itself is lost, nobody answers, and jax aborts the others (exit code 134)
-unless this thread is faster; both are code of a survivor to the supervisor.
+unless this thread is faster. The supervisor takes both for survivors.
 """
 
 import atexit
@@ -22,16 +22,16 @@ from typing import Any
 import jax
 
 # The client of the coordination service has no public name. `multihost_utils.live_devices` asks the
-# same question, but only of devices, which exist once all processes have started their backends;
-# a public barrier without a collective does not exist. Use those of `jax.distributed` when it has
-# them.
+# same question, but about devices, and so fails to name a process that dies before all have theirs;
+# the only public barrier is a collective, which a process that fails alone must not begin. When
+# `jax.distributed` offers both, use them.
 from jax._src.distributed import global_state
 
 from decent_jax.errors import PEER_LOST, PeerLost
 from decent_jax.text import name_all
 
 _TICK_S = 0.25  # between two questions
-_GRACE_S = 1.0  # between the news that a process left and that all leave
+_GRACE_S = 1.0  # for news to reach all processes: another is lost, or all leave
 _TOGETHER_S = 10  # for processes that fail for the same reason
 _AT_THE_END_S = 300  # for processes that finish; jax's own limit
 _OF_A_SERVICE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED")
@@ -71,6 +71,8 @@ class _Watch(threading.Thread):
         before = "\n" if sys.stderr.isatty() else ""  # below a progress bar
         sentence = explain(lost, self.hosts, why)
         print(f"{before}{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr, flush=True)
+        if self.index == 0:
+            time.sleep(_GRACE_S)  # so that the others do not lose the service before they end
         _exit(PEER_LOST)
 
     def leave_together(self, timeout_s: float) -> None:
