@@ -2,7 +2,6 @@
 
 import sys
 
-from decent_jax.cluster import watch
 from decent_jax.errors import (
     PEER_LOST,
     CheckpointError,
@@ -43,5 +42,7 @@ def main(argv: list[str]) -> int:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     if code:
+        from decent_jax.cluster import watch  # imports jax, for which a wrong flag need not wait
+
         watch.leave(code)
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""Keep a run going when a host is lost: start its processes, and start again with those left.
+"""Keep a run going when a host is lost: start its processes, and start the remaining ones again.
 
     python launch/supervise.py --processes 4 -- \\
         train.py --config configs/quickstart.py --workdir runs/mine
@@ -7,12 +7,12 @@
 
 It adds --config.cluster.coordinator, num_processes and process_id to the flags of train.py. When a
 process dies (of a signal, with its host, or silent for cluster.heartbeat_s), the others end too,
-and all but the dead one start again from the last checkpoint. A replica keeps its share: with one
-of four processes gone, num_replicas and batch_size become three quarters, and learning rate and
+and all but the dead one start again from the last checkpoint. A replica keeps its share: when one
+of four processes is gone, num_replicas and batch_size become three quarters, and learning rate and
 steps stay. A schedule that the new number of replicas does not allow becomes one_peer_exp.
 
-A mistake in the config (exit code 2), training that fails (1) and an interruption (130, 143) end it
-with that code. Process 0 is shown; the others write WORKDIR/process-K.log.
+A mistake in the config (exit code 2), failed training (1) and an interruption (130, 143) end the
+run with that code. The terminal shows process 0; the others write WORKDIR/process-K.log.
 """
 
 import argparse
@@ -35,24 +35,24 @@ from decent_jax.train import config as config_lib
 from decent_jax.train import flags
 
 FALLBACK = "one_peer_exp"  # a schedule for any number of replicas
-_ENDS = (1, 2, 130, 143)  # codes of train.py after which starting again would change nothing
-# What a process that lost another ends with: its sentence, or jax's abort; 1: a checkpoint that
-# could not be written together.
+_ENDS = (1, 2, 130, 143)  # exit codes of train.py after which another start changes nothing
+# Exit codes of a process that lost another: after its sentence, or by jax's abort; 1: processes
+# could not write a checkpoint together.
 _OF_SURVIVORS = (0, 1, PEER_LOST, -signal.SIGABRT, 128 + signal.SIGABRT)
 
 
 @dataclasses.dataclass
 class Member:
-    """A place where a process runs, for as long as it is not lost."""
+    """A place where a process runs until it is lost."""
 
-    name: str  # of its host; on one machine, the number it began with
-    address: str  # at which the others reach it
-    argv: list[str]  # before the command, if any
+    name: str  # of the host; on one machine, the number at the first start
+    address: str  # where the others reach it
+    argv: list[str]  # stands before the command; may be empty
     deaths: int = 0
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code of the run, or 1 where too few processes are left."""
+    """The exit code of the run, or 1 if too few processes are left."""
     try:
         options, program = _parse(arguments)
         config, workdir = flags.parse(program[1:])
@@ -76,9 +76,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--via", default="ssh {host}", help="how to start a shell command there (%(default)s)"
     )
     parser.add_argument("--port", type=int, default=9876, help="of process 0, with --hosts")
-    parser.add_argument(
-        "--again", type=int, default=0, help="times a process that died is started again (0)"
-    )
+    parser.add_argument("--again", type=int, default=0, help="restarts of a process that died (0)")
     parser.add_argument("--restarts", type=int, default=20, help="of the run, at most (20)")
     parser.add_argument(
         "--fewest", type=int, default=1, metavar="N", help="give up with fewer processes (1)"
@@ -111,7 +109,7 @@ def _supervise(options, program, config, workdir: Path, members: list[Member]) -
         changes, notes = fit(config, first, len(members))
         if options.hosts is None:
             address = f"localhost:{_free_port()}"
-        else:  # another port each time: the last one may not be free again yet
+        else:  # another port each time, since the last one may still be taken
             address = f"{members[0].address}:{options.port + attempt % 100}"
         command = [sys.executable, *program]
         command += [f"--config.{name}={value}" for name, value in changes.items()]
@@ -154,7 +152,7 @@ def fit(config: ConfigDict, before: int, after: int) -> tuple[dict[str, object],
     changed.num_replicas = changes["num_replicas"]
     changes["batch_size"] = config.batch_size // config.num_replicas * changed.num_replicas
     notes = [f"{name} is {value}" for name, value in changes.items()]
-    if config.cluster.plan:  # it is for devices that are no longer there
+    if config.cluster.plan:  # some of its devices are gone
         plan = config_lib.load_plan(config)
         changes |= {"cluster.plan": "", "mix_every": plan.mix_every}
         changes |= {
@@ -178,7 +176,7 @@ def _start(members: list[Member], command: list[str], workdir: Path) -> list[sub
         own = [*command, *own, f"--config.cluster.process_id={index}"]
         argv = [*member.argv, shlex.join(own)] if member.argv else own
         with contextlib.ExitStack() as stack:
-            words = None  # those of process 0 are shown
+            words = None  # process 0 writes to the terminal
             if index:
                 words = stack.enter_context((workdir / f"process-{index}.log").open("a"))
             processes.append(
@@ -187,10 +185,14 @@ def _start(members: list[Member], command: list[str], workdir: Path) -> list[sub
     return processes
 
 
-def _wait(processes: list[subprocess.Popen], heartbeat_s: float):
-    """Until all have ended: (exit code of each, None where it had to be killed; code of the run).
+def _wait(
+    processes: list[subprocess.Popen], heartbeat_s: float
+) -> tuple[list[int | None], int | None]:
+    """Wait until all processes have ended.
 
-    The code of the run is None where it should be started again.
+    Returns:
+      The exit code of each, None where it had to be killed; and that of the run, None if it should
+      start again.
     """
     asked, stopped, deadline = [], 0, None
     before = {
@@ -199,13 +201,13 @@ def _wait(processes: list[subprocess.Popen], heartbeat_s: float):
     }
     try:
         while None in [process.poll() for process in processes]:
-            while asked:  # they save a checkpoint and end
+            while asked:  # the processes save a checkpoint and end
                 stopped = asked[-1]
                 _signal(processes, asked.pop())
             failed = next((p.returncode for p in processes if p.returncode), None)
             if failed is not None and deadline is None:
                 first = failed
-                # What the others take to notice, and to end in jax's and their own time.
+                # Time for the others to notice and to end.
                 deadline = time.monotonic() + 2 * heartbeat_s + 30
             if deadline is not None and time.monotonic() > deadline:
                 break
@@ -224,10 +226,12 @@ def _wait(processes: list[subprocess.Popen], heartbeat_s: float):
     return codes, 128 + stopped if stopped else None
 
 
-def _without_the_lost(members, codes, again: int, seconds: float) -> list[Member]:
-    """Those that can go on; says who died."""
+def _without_the_lost(
+    members: list[Member], codes: list[int | None], again: int, seconds: float
+) -> list[Member]:
+    """The members that can continue; prints which died."""
     lost = [k for k, code in enumerate(codes) if code not in _OF_SURVIVORS]
-    if not lost:  # one that aborted itself looks like a survivor: all try again
+    if not lost:  # a process that aborted by itself looks like a survivor, too
         _say("a connection broke, but no process is known to be lost: all start again")
     for k in lost:
         members[k].deaths += 1

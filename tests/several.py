@@ -1,4 +1,4 @@
-"""Processes that a test starts, as a cluster would, and what they say."""
+"""Processes that a test starts, as a cluster would, and their output."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ def free_port() -> int:
 
 @pytest.fixture
 def start_process(tmp_path):
-    """Starts processes that write to files; what is left of them at the end is killed."""
+    """Starts processes that write to files, and kills those that still run at the end."""
     started = []
 
     def start(arguments, **variables):
@@ -39,9 +39,17 @@ def start_process(tmp_path):
 
 
 def said(process) -> str:
-    """What a process said, without gloo's greeting and what it waited for."""
+    """A process's output without gloo's greeting, "waiting for", and jax's note on recovery."""
     lines = process.words.read_text().splitlines(keepends=True)
-    return "".join(line for line in lines if not line.startswith(("[Gloo]", "ready", "waiting")))
+    lines = [line for line in lines if not line.startswith(("[Gloo]", "ready", "waiting"))]
+    return "".join(line for line in lines if "experimental recoverable task" not in line)
+
+
+def slurm(port: int, count: int, index: int) -> dict[str, str]:
+    """The variables that srun sets, for `count` processes of this machine."""
+    common = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
+    own = {"SLURM_NTASKS": str(count), "SLURM_PROCID": str(index), "SLURM_LOCALID": str(index)}
+    return common | own | {"JAX_COORDINATOR_PORT": str(port)}
 
 
 def cluster_flags(port: int, count: int, index: int) -> list[str]:

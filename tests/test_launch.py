@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 import tiny
 import yaml
-from several import free_port, said
+from several import free_port, slurm
 
 from decent_jax import json_files, topology
+from decent_jax.cluster import start
 from decent_jax.errors import PEER_LOST
 from decent_jax.topology.plan_file import Plan
-from decent_jax.train import ConfigError
+from decent_jax.train import ConfigError, flags
 from decent_jax.train import config as config_lib
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -264,14 +265,6 @@ def test_slurm_with_the_supervisor(tools):
     assert words[5:] == ["--", "train.py", "--config", "a b.py"]
 
 
-SLURM = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
-
-
-def slurm(port, index):
-    own = {"SLURM_NTASKS": "2", "SLURM_PROCID": str(index), "SLURM_LOCALID": str(index)}
-    return SLURM | own | {"JAX_COORDINATOR_PORT": str(port)}
-
-
 def open_mpi_4(port, index):
     own = {"OMPI_COMM_WORLD_RANK": str(index), "OMPI_COMM_WORLD_LOCAL_RANK": str(index)}
     uri = "1531576320.0;tcp://127.0.0.1:34911"
@@ -279,16 +272,21 @@ def open_mpi_4(port, index):
     return own | {"JAX_COORDINATOR_PORT": str(port)}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "variables"), [("SLURM", slurm), ("Open MPI", open_mpi_4)])
-def test_processes_find_each_other_by_the_variables_of(
-    start_process, tmp_path, launcher, variables
-):
-    port = free_port()
-    flags = ["-m", "decent_jax.preflight", "--save", tmp_path / "network.json", "--megabytes=0.1"]
-    group = [start_process(flags, **variables(port, index)) for index in range(2)]
-    assert [process.wait(timeout=120) for process in group] == [0, 0], said(group[0])
-    assert said(group[0]).startswith(f"process 0 of 2 ({launcher})\n")
+@pytest.mark.parametrize(
+    ("launcher", "host", "variables"),
+    [
+        ("SLURM", "localhost", lambda index: slurm(9876, 2, index)),
+        ("Open MPI", "127.0.0.1", lambda index: open_mpi_4(9876, index)),
+    ],
+)
+def test_the_place_of_a_process_by_the_variables_of(monkeypatch, launcher, host, variables):
+    """Processes with those of SLURM find each other in test_preflight."""
+    for index in range(2):
+        for name, value in variables(index).items():
+            monkeypatch.setenv(name, value)
+        assert start.detect_launcher() == launcher
+        place = start._place(config_lib.default_config().cluster, launcher)
+        assert place == (f"{host}:9876", 2, index, [index])
 
 
 def test_variables_that_jax_cannot_use_are_a_sentence(tmp_path, monkeypatch, capsys):
@@ -367,18 +365,15 @@ def test_kubernetes_names_fit_together():
     assert int(variables["PROCESSES"]) == spec["completions"]
 
 
-@pytest.mark.slow
-def test_kubernetes_flags_join_two_processes(start_process, tmp_path):
-    port = free_port()
-    group = []
-    for index in range(2):
-        variables = {"PROCESSES": "2", "JOB_COMPLETION_INDEX": str(index)}
-        flags = [flag for flag in pod()[2]["command"] if flag.startswith("--config.cluster.")]
-        flags = [re.sub(r"\$\((\w+)\)", lambda m: variables[m[1]], flag) for flag in flags]  # noqa: B023
-        flags = [
-            flag.replace("decent-jax-0.decent-jax:9876", f"localhost:{port}") for flag in flags
+def test_kubernetes_flags_are_the_place_of_a_process(monkeypatch):
+    for index in range(4):
+        monkeypatch.setenv("JOB_COMPLETION_INDEX", str(index))
+        variables = {"PROCESSES": "4", "JOB_COMPLETION_INDEX": str(index)}
+        config_flags = [
+            re.sub(r"\$\((\w+)\)", lambda m: variables[m[1]], flag)  # noqa: B023
+            for flag in pod()[2]["command"]
+            if flag.startswith("--config.cluster.")
         ]
-        program = ["-m", "decent_jax.preflight", "--save", tmp_path / "n.json", "--megabytes=0.1"]
-        group.append(start_process([*program, *flags], **variables))
-    assert [process.wait(timeout=120) for process in group] == [0, 0], said(group[0])
-    assert said(group[0]).startswith(f"process 0 of 2 (coordinator localhost:{port})\n")
+        config = flags.override_all(config_lib.default_config(), config_flags)
+        place = start._place(config.cluster, start.detect_launcher())
+        assert place == ("decent-jax-0.decent-jax:9876", 4, index, None)

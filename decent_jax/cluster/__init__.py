@@ -1,1 +1,1 @@
-"""The processes of one program: their start, their watch over each other, the check before."""
+"""The processes of one program: start-up barrier, watch over each other, preflight check."""

@@ -1,9 +1,9 @@
-"""Processes meet before jax starts, so that what is wrong is one sentence on every one of them.
+"""A start-up barrier before jax's own: what is wrong becomes one sentence on every process.
 
-jax's own start-up ends a process that waits in vain with a stack trace, one that cannot listen with
+jax's start-up ends a process that waits in vain with a stack trace and one that cannot listen with
 a segmentation fault, and lets processes with different configs hang or train nonsense. So process 0
-first listens at the coordinator's port itself: the others tell it what they are (their **facts**:
-versions, config), it compares, answers all, and leaves the port to jax.
+first listens at the coordinator's port itself. The others send it a **description** of themselves
+(versions and config); it compares them, answers every process, and frees the port for jax.
 """
 
 import importlib.metadata
@@ -11,49 +11,43 @@ import json
 import platform
 import socket
 import time
+from collections.abc import Mapping
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from decent_jax.errors import ConfigError
-from decent_jax.json_files import flat
 from decent_jax.text import name_all
 
 _PACKAGES = ("decent_jax", "jax", "jaxlib", "flax", "optax")
-_OWN_FIELDS = ("cluster.coordinator", "cluster.process_id")  # differ from process to process
+_OWN_FIELDS = ("cluster.coordinator", "cluster.process_id")  # every process has its own
 _LARGEST_MESSAGE = 1 << 20
-_RESOLVE_S = 60  # a name may appear late (Kubernetes), but not this late
-_ANSWER_S = 10  # for one message, between processes that are both there
-_SHOWN = 3
+_RESOLVE_S = 60  # a host name may appear late (Kubernetes), but not later than this
+_ANSWER_S = 10  # time for one message between two processes that both run
+_SHOWN = 3  # differences in one sentence
 
 
-def facts_of(config: ConfigDict) -> dict[str, str]:
-    """What has to be equal on all processes: versions and the fields of the config."""
+def describe(config: Mapping[str, object]) -> dict[str, str]:
+    """What must be equal on all processes: versions, and the fields of the (flat) config."""
     versions = {"Python": platform.python_version()}
     for package in _PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "not installed"
-    fields = {
-        f"config.{name}": repr(value)
-        for name, value in flat(config).items()
-        if name not in _OWN_FIELDS
-    }
+    fields = {f"config.{k}": repr(value) for k, value in config.items() if k not in _OWN_FIELDS}
     return versions | fields
 
 
-def difference(facts: list[dict[str, str]], hosts: list[str]) -> str | None:
-    """One sentence about facts in which processes differ, naming both sides; None: they agree.
+def difference(descriptions: list[dict[str, str]], hosts: list[str]) -> str | None:
+    """A sentence that names what differs and on which processes, or None where all agree.
 
     >>> difference([{"jax": "0.10.2"}, {"jax": "0.10.2"}, {"jax": "0.12.0"}], ["a", "b", "c"])
     'the processes differ in jax: 0.10.2 on processes 0 (a) and 1 (b), 0.12.0 on process 2 (c)'
     """
-    names = list(dict.fromkeys(name for own in facts for name in own))
+    names = list(dict.fromkeys(name for own in descriptions for name in own))
     differing = []
     for name in names:
         by_value = {}
-        for process, own in enumerate(facts):
+        for process, own in enumerate(descriptions):
             by_value.setdefault(own.get(name, "missing"), []).append(process)
         if len(by_value) > 1:
             sides = (f"{value} on {name_all(by_value[value], hosts)}" for value in by_value)
@@ -64,27 +58,29 @@ def difference(facts: list[dict[str, str]], hosts: list[str]) -> str | None:
     return f"the processes differ in {'; in '.join(differing[:_SHOWN])}{more}"
 
 
-def meet(
-    address: str, count: int, index: int, facts: dict[str, str], timeout_s: float
+def barrier(
+    address: str, count: int, index: int, description: dict[str, str], timeout_s: float
 ) -> list[str]:
-    """Wait for all processes and compare facts; all of them call it.
+    """Wait for all processes and compare their descriptions; each of them calls this.
 
     Args:
       address: ``host:port`` of process 0, where nothing listens yet.
-      count, index: how many processes there are, and which this one is.
-      facts: of this process, see `facts_of`.
-      timeout_s: how long to wait for the others.
+      count: number of processes.
+      index: number of this process.
+      description: what must be equal on all processes, see `describe`.
+      timeout_s: seconds to wait for the others.
 
     Returns:
       The host name of every process.
 
     Raises:
-      ConfigError: a process that did not come, or that differs; an address that cannot be used.
+      ConfigError: a process did not come, or differs; the address cannot be used.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"cluster.coordinator must be host:port, got {address!r}")
-    hello = {"process": index, "count": count, "host": socket.gethostname(), "facts": facts}
+    # These keys stay, so that processes with different versions can still say so.
+    hello = {"process": index, "count": count, "host": socket.gethostname(), "facts": description}
     end = time.monotonic() + timeout_s
     if index == 0:
         answer = _gather(int(port), hello, end, timeout_s)
@@ -96,7 +92,7 @@ def meet(
 
 
 def _gather(port: int, own: dict, end: float, timeout_s: float) -> dict[str, Any]:
-    """Process 0: the answer that all got."""
+    """Listen as process 0; returns the answer that every process received."""
     hellos, connections = {0: own}, []
     refusal = None
     with _listen(port) as server:
@@ -110,7 +106,7 @@ def _gather(port: int, own: dict, end: float, timeout_s: float) -> dict[str, Any
                     break
                 hello = _receive(connection, _ANSWER_S)
                 if not isinstance(hello, dict) or not own.keys() <= hello.keys():
-                    connection.close()  # not one of us: a port scanner, a health check
+                    connection.close()  # a stranger: a port scanner, a health check
                     continue
                 connections.append(connection)
                 refusal = _misfit(hello, hellos)
@@ -123,7 +119,7 @@ def _gather(port: int, own: dict, end: float, timeout_s: float) -> dict[str, Any
             for connection in connections:
                 try:
                     _send(connection, answer)
-                except OSError:  # died meanwhile: jax's start-up will miss it
+                except OSError:  # it died meanwhile; jax's start-up will miss it
                     continue
             return answer
         finally:
@@ -132,7 +128,7 @@ def _gather(port: int, own: dict, end: float, timeout_s: float) -> dict[str, Any
 
 
 def _misfit(hello: dict, hellos: dict[int, dict]) -> str | None:
-    """Why this process cannot be one of these."""
+    """Why this process cannot join the others; None: it can."""
     process, count = hello["process"], hellos[0]["count"]
     if hello["count"] != count:
         return (
@@ -168,7 +164,7 @@ def _listen(port: int) -> socket.socket:
 
 
 def _report(host: str, port: int, hello: dict, end: float, timeout_s: float) -> dict[str, Any]:
-    """Another process: the answer of process 0."""
+    """Send the description as another process; returns the answer of process 0."""
     with _connect(host, port, end, timeout_s) as connection:
         try:
             _send(connection, hello)
@@ -208,7 +204,7 @@ def _send(connection: socket.socket, message: dict) -> None:
 
 
 def _receive(connection: socket.socket, timeout_s: float) -> Any:
-    """A message, or None where none comes in time."""
+    """The next message, or None if none comes in time."""
     end = time.monotonic() + timeout_s
     data = b""
     try:

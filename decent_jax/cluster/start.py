@@ -1,42 +1,47 @@
-"""Starting jax on one process or many, and what processes have to agree on."""
+"""Start jax in one process or in many, and what these have to agree on."""
 
 import collections
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from ml_collections import ConfigDict
 
 from decent_jax.cluster import rendezvous, watch
-from decent_jax.errors import ConfigError
+from decent_jax.errors import ConfigError, PeerLost
+from decent_jax.json_files import flat
 from decent_jax.progress import announce
 from decent_jax.topology.plan_file import Plan
 
-# Variables by which a launcher is recognised, with the number of processes where it says it.
+Device = Any  # jax.Device, which type checkers cannot resolve
+
+# The variable that identifies a launcher, and the one that has the number of processes, if any.
 _LAUNCHERS = {
     "SLURM": ("SLURM_STEP_ID", "SLURM_NTASKS"),
     "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     "Kubernetes": ("JOB_COMPLETION_INDEX", None),
 }
-_met: list[str] = []  # the hosts of the processes that this one has met, by process
+_hosts: list[str] = []  # the host name of every process; empty before `start`
 
 
-def start(config) -> str:
+def start(config: ConfigDict) -> str:
     """Start jax as ``config.cluster`` and ``config.mesh`` say; returns a line for the log.
 
-    Processes are joined when the config names a coordinator, or when SLURM (`srun`), Open MPI or
-    Kubernetes started this process with others. They meet first (`rendezvous`), so that all of them
-    run the same config and versions, and from then on watch each other (`watch`). Nothing is tried
-    and swallowed: a launcher that is there but does not work is an error. A second call in a
-    process changes nothing.
+    Joins other processes if the config names a coordinator, or if SLURM (`srun`), Open MPI or
+    Kubernetes started this process together with others. All of them first pass the start-up
+    barrier (`rendezvous`), which checks that they run the same config and versions; from then on
+    they watch each other (`watch`). A launcher that is there but does not work is an error. A
+    second call in a process changes nothing.
 
     Raises:
-      ConfigError: simulated devices asked for after jax has started with others; processes that do
-        not come or do not fit together.
+      ConfigError: jax has already started with other devices than ``mesh.simulate`` asks for;
+        processes do not come or do not fit together.
+      PeerLost: jax could not join processes that had all come.
     """
     cluster = config.cluster
     if config.mesh.simulate:
@@ -48,43 +53,52 @@ def start(config) -> str:
         return "one process (no coordinator in the config, no launcher detected)"
     place = _place(cluster, launcher)
     check_interface(os.environ.get("NCCL_SOCKET_IFNAME", ""))
-    # CPU devices of several processes talk over gloo; without a CPU cluster it has no effect.
+    # CPU devices of several processes exchange data over gloo; GPUs ignore this setting.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     _limit_exchanges(cluster.exchange_s)
     waiting = f"waiting for {place.count} processes at {place.address}"
     with announce(waiting, quiet=place.index != 0):
-        facts = rendezvous.facts_of(config)
-        _met[:] = rendezvous.meet(place.address, place.count, place.index, facts, cluster.timeout_s)
-    watch.watch(_met, cluster.heartbeat_s)
-    jax.distributed.initialize(
-        place.address,
-        place.count,
-        place.index,
-        local_device_ids=place.devices,
-        cluster_detection_method="deactivate",
-        initialization_timeout=cluster.timeout_s,
-        heartbeat_timeout_seconds=cluster.heartbeat_s,
-    )
+        description = rendezvous.describe(flat(config))
+        _hosts[:] = rendezvous.barrier(
+            place.address, place.count, place.index, description, cluster.timeout_s
+        )
+    jax.config.update("jax_enable_recoverability", True)  # for `watch`
+    try:
+        jax.distributed.initialize(
+            place.address,
+            place.count,
+            place.index,
+            local_device_ids=place.devices,
+            cluster_detection_method="deactivate",
+            initialization_timeout=cluster.timeout_s,
+            heartbeat_timeout_seconds=cluster.heartbeat_s,
+        )
+    except jax.errors.JaxRuntimeError as error:
+        line = str(error).splitlines()[0]
+        raise PeerLost(f"all processes came, but jax could not join them: {line}") from None
+    watch.watch(_hosts, cluster.heartbeat_s)
     how = f"coordinator {cluster.coordinator}" if cluster.coordinator else launcher
     return f"process {jax.process_index()} of {jax.process_count()} ({how})"
 
 
 class _Place(NamedTuple):
-    """Where a process stands among the others."""
+    """The number of a process among the others, and where they find each other."""
 
     address: str  # host:port of process 0
     count: int
     index: int
-    devices: list[int] | None  # of this host, that are this process's; None: all
+    devices: Sequence[int] | None  # numbers of this host's devices that the process uses; None: all
 
 
-def _place(cluster, launcher: str | None) -> _Place:
-    """As the config says, or as jax finds out from the launcher's variables."""
+def _place(cluster: ConfigDict, launcher: str | None) -> _Place:
+    """The place that the config names, or that jax reads off the launcher's variables."""
     devices = os.environ.get("JAX_LOCAL_DEVICE_IDS")
     devices = [int(number) for number in devices.split(",")] if devices else None
     if cluster.coordinator:
         return _Place(cluster.coordinator, cluster.num_processes, cluster.process_id, devices)
-    from jax._src.clusters import ClusterEnv  # what jax.distributed.initialize() asks
+    # `jax.distributed.initialize` detects the launcher only while it connects, and the start-up
+    # barrier needs the address before. When jax has a public way to ask, use it.
+    from jax._src.clusters import ClusterEnv
 
     try:
         found = ClusterEnv.auto_detect_unset_distributed_params(
@@ -96,27 +110,30 @@ def _place(cluster, launcher: str | None) -> _Place:
             f"({type(error).__name__}: {error}); set cluster.coordinator, cluster.num_processes "
             "and cluster.process_id"
         ) from None
-    if None in found[:3]:
+    address, count, index, devices = found
+    if address is None or count is None or index is None:
         raise ConfigError(
             f"{launcher} started this process, but jax does not know how to find the others; set "
             "cluster.coordinator, cluster.num_processes and cluster.process_id"
         )
-    return _Place(*found)
+    return _Place(address, count, index, devices)
 
 
 def check_interface(wanted: str) -> None:
-    """Whether this host has a network card that ``NCCL_SOCKET_IFNAME`` allows.
+    """Check that this host has a network card that ``NCCL_SOCKET_IFNAME`` allows.
 
-    Names are beginnings (``eth``), exact after ``=``, and excluded after ``^``; commas between.
+    Args:
+      wanted: names separated by commas, each the beginning of a card's name (``eth``); after a
+        leading ``=`` they are exact, after ``^`` excluded.
 
     Raises:
-      ConfigError: it has none. NCCL would say so only at the first exchange, and hang others.
+      ConfigError: it has none. NCCL would fail only at the first exchange, and hang the others.
     """
     cards = [name for _, name in socket.if_nameindex()]
     excluded, names = wanted.startswith("^"), wanted.removeprefix("^")
     exact, names = names.startswith("="), names.removeprefix("=").split(",")
 
-    def fits(card):
+    def fits(card: str) -> bool:
         return any(card == name if exact else card.startswith(name) for name in names)
 
     if wanted and not any(fits(card) != excluded for card in cards):
@@ -127,9 +144,9 @@ def check_interface(wanted: str) -> None:
 
 
 def _limit_exchanges(seconds: int) -> None:
-    """An exchange between processes that takes so long fails; by default none ever does on a GPU.
+    """Let an exchange between processes fail after ``seconds``; by default it never does on a GPU.
 
-    XLA reads its flags when the first device is asked for; those that the user has set stay.
+    XLA reads its flags when jax creates the first device. Flags that the user has set stay.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     for name in ("xla_cpu_collective_timeout_seconds", "xla_gpu_nccl_termination_timeout_seconds"):
@@ -140,10 +157,10 @@ def _limit_exchanges(seconds: int) -> None:
 
 @contextlib.contextmanager
 def lost_peers_told() -> Iterator[None]:
-    """Inside, an error that comes of a lost process becomes a sentence that names it.
+    """In this context, an exchange that fails ends the process with the name of the lost one.
 
     Raises:
-      PeerLost: an exchange failed and nobody is known to be lost.
+      PeerLost: an exchange failed, though all processes are alive.
     """
     try:
         yield
@@ -153,7 +170,7 @@ def lost_peers_told() -> Iterator[None]:
 
 
 def detect_launcher() -> str | None:
-    """The launcher that started this process together with others, if any."""
+    """The name of the launcher that started this process together with others, if any."""
     for name, (variable, size) in _LAUNCHERS.items():
         if variable in os.environ and (size is None or int(os.environ.get(size, "1")) > 1):
             return name
@@ -161,8 +178,8 @@ def detect_launcher() -> str | None:
 
 
 def _simulate(count: int) -> None:
-    # Each device that waits in a collective holds a thread of a pool as large as the core count:
-    # with fewer cores than devices they would wait for ever (DESIGN 4.13).
+    # Each device that waits in a collective holds a thread of a pool as large as the core count.
+    # With fewer cores than devices, none would be left for the device they wait for.
     os.environ.setdefault("PJRT_NPROC", str(max(4 * count, os.cpu_count() or 1)))
     try:
         jax.config.update("jax_platforms", "cpu")
@@ -175,13 +192,15 @@ def _simulate(count: int) -> None:
             ) from None
 
 
-def choose_devices(num_replicas: int, wanted: int) -> list[jax.Device]:
-    """Devices for the replicas, in the order of processes, as many from each.
+def choose_devices(num_replicas: int, wanted: int) -> list[Device]:
+    """Devices for the replicas, in the order of processes, equally many from each.
 
-    ``wanted = 0`` takes the largest number that divides ``num_replicas``.
+    Args:
+      num_replicas: number of replicas (times the devices of one, where it is sharded).
+      wanted: number of devices; 0 takes the largest number that divides ``num_replicas``.
 
     Raises:
-      ConfigError: no such number, or processes with too few devices.
+      ConfigError: there is no such number, or processes have too few devices.
     """
     processes = jax.process_count()
     by_process = [jax.local_devices(process_index=p) for p in range(processes)]
@@ -204,11 +223,10 @@ def choose_devices(num_replicas: int, wanted: int) -> list[jax.Device]:
     return [device for devices in ordered for device in devices]
 
 
-def follow_plan(devices: list[jax.Device], plan: Plan) -> list[jax.Device]:
-    """The devices in the order of the plan's replicas, one on each.
+def follow_plan(devices: list[Device], plan: Plan) -> list[Device]:
+    """The devices in the order of the plan's replicas, one replica on each.
 
-    A device is called ``host/k``, the k-th of its host's (by process, then device id); so does
-    the network that the plan was made for.
+    The plan's network calls a device ``host/k``, as `device_names` does.
 
     Raises:
       ConfigError: the plan is for other devices, or for another number of them.
@@ -220,8 +238,8 @@ def follow_plan(devices: list[jax.Device], plan: Plan) -> list[jax.Device]:
         raise ConfigError(f"cluster.plan: {error}") from None
 
 
-def device_names(devices: list[jax.Device]) -> list[str]:
-    """``host/k`` of every device, k counting the devices of a host."""
+def device_names(devices: list[Device]) -> list[str]:
+    """``host/k`` for every device, where k counts those of its host in the order given."""
     names_of = hosts()
     seen = collections.Counter()
     names = []
@@ -232,8 +250,8 @@ def device_names(devices: list[jax.Device]) -> list[str]:
     return names
 
 
-def table(devices: list[jax.Device], block: int) -> str:
-    """Which replicas live on which device of which host, one line a device."""
+def table(devices: list[Device], block: int) -> str:
+    """A table of the replicas on each device of each host, one line per device."""
     names_of = hosts()
     lines = ["replicas  process  host                  device"]
     for k, device in enumerate(devices):
@@ -246,19 +264,19 @@ def table(devices: list[jax.Device], block: int) -> str:
 
 def hosts() -> list[str]:
     """The host name of every process; all processes must call it at the same point."""
-    if len(_met) == jax.process_count():
-        return list(_met)
+    if len(_hosts) == jax.process_count():
+        return list(_hosts)
     width = 64
     name = socket.gethostname().encode()[:width].ljust(width)
     names = [name]
-    if jax.process_count() > 1:  # joined by somebody else than `start`
+    if jax.process_count() > 1:  # the user's own program has joined them
         names = multihost_utils.process_allgather(np.frombuffer(name, np.uint8)).tobytes()
         names = [names[i : i + width] for i in range(0, len(names), width)]
     return [name.decode(errors="replace").strip() for name in names]
 
 
 def any_process(flag: bool) -> bool:
-    """Whether the flag is set on any process; all processes must call it at the same point."""
+    """Whether any process sets the flag; all processes must call it at the same point."""
     if jax.process_count() == 1:
         return flag
     return bool(multihost_utils.process_allgather(np.array(flag)).any())

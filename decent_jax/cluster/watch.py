@@ -1,117 +1,113 @@
-"""A process that lost another says which one, instead of hanging or dumping its stack.
+"""A process that loses another one says which, and ends, instead of hanging in a collective.
 
-jax's coordination service notices a process that is silent for ``cluster.heartbeat_s``, and the one
-that it ran in at once. It then ends every other process from C++: a message to file descriptor 2,
-a stack trace, ``abort()``; the callback it has for Python does not work (``std::bad_cast``, jaxlib
-0.10.2). So while several processes run, file descriptor 2 is a file that a thread reads. What C++
-writes is passed on a second later, unless it is that message: then a sentence is said, and the
-process ends with exit code `PEER_LOST`. This also frees a main thread that hangs in a collective.
+jax's coordination service, which runs in process 0, knows which processes are alive. By default it
+aborts all of them when one is lost; with ``jax_enable_recoverability`` it answers instead, so a
+thread of every process keeps asking. When a process is missing from the answer, the thread names it
+and ends its own process with exit code `PEER_LOST`, which also frees a main thread that hangs in a
+collective. When process 0 itself is lost, nobody answers, and jax aborts the others (exit code 134)
+unless this thread is faster. The supervisor takes both for survivors.
 """
 
 import atexit
 import contextlib
-import ctypes
 import multiprocessing
 import os
-import re
-import signal
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+
+# The client of the coordination service has no public name. `multihost_utils.live_devices` asks the
+# same question, but about devices, and so fails to name a process that dies before all have theirs;
+# the only public barrier is a collective, which a process that fails alone must not begin. When
+# `jax.distributed` offers both, use them.
+from jax._src.distributed import global_state
 
 from decent_jax.errors import PEER_LOST, PeerLost
 from decent_jax.text import name_all
 
-_TICK_S = 0.25
-_HELD_S = 1.0  # lines of C++ are passed on so much later, so that those before an end are not
-_TOGETHER_S = 10
-_FATAL = re.compile(r"client\.h:\d+\] Terminating process because the JAX distributed service")
-_SILENT = re.compile(r"stopped sending heartbeats\):\s*\n(.*?)\n[^\n]*have crashed", re.DOTALL)
-_TIMED_OUT = re.compile(r"[Tt]ask \S*?(\d+) heartbeat timeout")  # while others shut down
-_NO_COORDINATOR = re.compile(r"Failed to (?:send RPC|disconnect)|RegisterTask|/Heartbeat")
-# jaxlib raises a JaxRuntimeError where it waits, but a ValueError where it dispatches.
-_OF_AN_EXCHANGE = re.compile(
-    r"(?:UNKNOWN|INTERNAL|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED): .*?"
-    r"(?:gloo|nccl|connection|unavailable|deadline|barrier|peer)",
-    re.IGNORECASE | re.DOTALL,
-)
+_TICK_S = 0.25  # between two questions
+_GRACE_S = 1.0  # for news to reach all processes: another is lost, or all leave
+_TOGETHER_S = 10  # for processes that fail for the same reason
+_AT_THE_END_S = 300  # for processes that finish; jax's own limit
+_OF_A_SERVICE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED")
 
-_watch = None  # of this process
+_watch: "_Watch | None" = None  # of this process
 
 
 class _Watch(threading.Thread):
-    """Reads what C++ writes to stderr, and ends the process when it says that a peer is lost."""
+    """Asks which processes are alive, and ends this one when one is not."""
 
     def __init__(self, hosts: list[str], heartbeat_s: float):
         super().__init__(name="watch over peers", daemon=True)
         self.hosts, self.heartbeat_s = hosts, heartbeat_s
-        self._lock = threading.Lock()
-        self._held = []  # (when it may be passed on, text)
-        self._position = 0
-        self._file = tempfile.TemporaryFile("a+b")  # noqa: SIM115 (until the process ends)
-        sys.stderr.flush()
-        self._stderr = os.dup(2)
-        if sys.stderr is sys.__stderr__:  # Python's own words need no detour; a notebook's do not
-            sys.stderr = os.fdopen(self._stderr, "w", buffering=1, errors="backslashreplace")
-        os.dup2(self._file.fileno(), 2)
-        _sleep_before_abort()
+        self.index: int = global_state.process_id
+        self.client: Any = global_state.client
+        self.leaving = threading.Event()
 
-    def run(self):
-        while True:
-            time.sleep(_TICK_S)
-            self.look()
+    def live(self) -> list[int]:
+        """The processes that are alive; waits until each of them asks, or is lost."""
+        return list(self.client.get_live_nodes(range(len(self.hosts))))
 
-    def look(self, everything: bool = False) -> None:
-        """Read what is new, pass on what is old (or all of it), end the process if it must."""
-        with self._lock:
-            recent = self._read()
-            if _FATAL.search(recent):
-                time.sleep(_TICK_S)  # for the rest of the message
-                self.end(explain(self._read(), self.hosts, self.heartbeat_s))
-            now = time.monotonic()
-            while self._held and (everything or self._held[0][0] <= now):
-                os.write(self._stderr, self._held.pop(0)[1])
+    def run(self) -> None:
+        try:
+            while not self.leaving.is_set():
+                # Process 0 sets the pace; the others always wait for its answer, so that they
+                # notice its end at once.
+                if self.index == 0:
+                    self.leaving.wait(_TICK_S)
+                lost = sorted(set(range(len(self.hosts))) - set(self.live()))
+                if lost and not self.leaving.wait(_GRACE_S):
+                    self.end(lost, f"no sign of life for {self.heartbeat_s:g} s")
+        except jax.errors.JaxRuntimeError:
+            if not self.leaving.is_set():
+                self.end([0], "its connection broke")
 
-    def _read(self) -> str:
-        """All that is held back, with what is new."""
-        size = os.fstat(self._file.fileno()).st_size - self._position
-        text = os.pread(self._file.fileno(), size, self._position)
-        self._position += len(text)
-        if text:
-            self._held.append((time.monotonic() + _HELD_S, text))
-        return b"".join(text for _, text in self._held).decode(errors="replace")
-
-    def end(self, sentence: str) -> None:
-        line = f"{Path(sys.argv[0]).name}: {sentence}\n"
-        if os.isatty(self._stderr):
-            line = f"\n{line}"  # below a progress bar
-        os.write(self._stderr, line.encode())
+    def end(self, lost: list[int], why: str) -> None:
+        before = "\n" if sys.stderr.isatty() else ""  # below a progress bar
+        sentence = explain(lost, self.hosts, why)
+        print(f"{before}{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr, flush=True)
+        if self.index == 0:
+            time.sleep(_GRACE_S)  # so that the others do not lose the service before they end
         _exit(PEER_LOST)
+
+    def leave_together(self, timeout_s: float) -> None:
+        """Wait until all processes leave, then disconnect; gives up where they do not."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self.client.wait_at_barrier("decent_jax: all leave", round(1000 * timeout_s))
+            self.leaving.set()
+            if self.index == 0:  # the last, since the service ends with it
+                while len(self.live()) > 1:
+                    pass
+                time.sleep(_TICK_S)  # until its answers have arrived
+            self.join(_TOGETHER_S)  # Python must not end while the thread waits in C++
+            jax.distributed.shutdown()
 
 
 def watch(hosts: list[str], heartbeat_s: float) -> None:
-    """Begin to watch, before `jax.distributed.initialize`; ``hosts`` by process."""
+    """Begin to watch, after `jax.distributed.initialize`.
+
+    Args:
+      hosts: host name of every process, in their order.
+      heartbeat_s: seconds of silence after which jax takes a process for lost.
+    """
     global _watch
     _watch = _Watch(hosts, heartbeat_s)
     _watch.start()
-    atexit.register(_watch.look, everything=True)
+    atexit.register(_watch.leave_together, _AT_THE_END_S)
     sys.excepthook = _leave_after_a_traceback
 
 
-def explain(text: str, hosts: list[str], heartbeat_s: float) -> str:
-    """What the last message of jax's distributed service means, in a sentence."""
-    silent = _SILENT.search(text)
-    lost = re.findall(r"(\d+)\s*$", silent[1], re.M) if silent else _TIMED_OUT.findall(text)
-    lost = sorted({int(process) for process in lost})
-    if lost:
-        why = f"no sign of life for {heartbeat_s:g} s"
-    elif _NO_COORDINATOR.search(text):
-        lost, why = [0], "its connection broke"
-    else:
-        status = re.search(r"absl::Status: (.*)", text)
-        return f"another process was lost: {status[1] if status else 'which one is not known'}"
+def explain(lost: list[int], hosts: list[str], why: str) -> str:
+    """A sentence that names the lost processes.
+
+    >>> explain([2], ["a", "b", "c"], "no sign of life for 30 s").partition(";")[0]
+    'process 2 (c) was lost: no sign of life for 30 s'
+    """
     verb = "was" if len(lost) == 1 else "were"
     return (
         f"{name_all(lost, hosts)} {verb} lost: {why}; the same command resumes from the last "
@@ -120,12 +116,15 @@ def explain(text: str, hosts: list[str], heartbeat_s: float) -> str:
 
 
 def await_verdict(error: Exception) -> None:
-    """After an error of an exchange: wait until it is known who is lost, which ends the process.
+    """After a failed exchange, wait until the watch names the lost process and ends this one.
 
     A connection breaks at once, but who broke it is known only after ``heartbeat_s``.
 
+    Args:
+      error: of this process; if it does not concern an exchange, nothing happens.
+
     Raises:
-      PeerLost: nobody is lost, or it cannot be known.
+      PeerLost: nobody is lost.
     """
     if _watch is None or not concerns_an_exchange(error):
         return
@@ -135,47 +134,41 @@ def await_verdict(error: Exception) -> None:
 
 
 def concerns_an_exchange(error: BaseException | None) -> bool:
-    """Whether an error, or what led to it, is one of communication."""
+    """Whether an error, or its cause, comes from the communication between processes.
+
+    XLA's errors carry their status code only as the first word of their message.
+    """
     while error is not None:
-        if _OF_AN_EXCHANGE.match(str(error)):
+        status, _, text = str(error).partition(": ")
+        from_a_library = "gloo" in text.lower() or "nccl" in text.lower()
+        if status in _OF_A_SERVICE or (status in ("UNKNOWN", "INTERNAL") and from_a_library):
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
 def leave(code: int) -> None:
-    """End a process that failed, one of several; jax's own way out waits for the others.
+    """End a process that failed, if it is one of several; a process alone returns.
 
-    Does nothing in a process alone. Where all leave for the same reason they do so together.
+    Processes that fail for the same reason leave together, each with its own exit code. Where the
+    others go on, this one does not wait for them, and they lose it.
     """
-    if _watch is None:
-        return
-    import jax
-
-    thread = threading.Thread(target=jax.distributed.shutdown, daemon=True)
-    thread.start()
-    thread.join(_TOGETHER_S)
-    _watch.look(everything=True)
-    _exit(code)
+    if _watch is not None:
+        _watch.leave_together(_TOGETHER_S)
+        _exit(code)
 
 
 def _exit(code: int) -> None:
     for child in multiprocessing.active_children():  # readers of data
         child.kill()
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
     os._exit(code)
 
 
-def _leave_after_a_traceback(*error) -> None:
-    sys.__excepthook__(*error)
+def _leave_after_a_traceback(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    sys.__excepthook__(kind, error, traceback)
     leave(1)
-
-
-def _sleep_before_abort() -> None:
-    # The handler runs in the C++ thread that aborts. It is the C library's sleep(), called with
-    # the number of the signal, 6, as its seconds: time for our thread to read and to speak. sleep
-    # is async-signal-safe; a handler in Python would never run.
-    libc = ctypes.CDLL(None)
-    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-    libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))

@@ -1,0 +1,212 @@
+"""Do all processes agree, and how fast are the links between them?
+
+`python -m decent_jax.preflight` asks both before a long run.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+from tqdm import tqdm
+
+from decent_jax.cluster import rendezvous
+from decent_jax.cluster.start import Device
+from decent_jax.errors import ConfigError
+from decent_jax.json_files import flat
+from decent_jax.text import format_number
+
+_WIDEST = 16  # devices in a matrix that is printed
+_BYTES_PER_GBIT = 1e9 / 8
+
+
+def check_devices(hosts: list[str]) -> list[Device]:
+    """The first device of every process.
+
+    Raises:
+      ConfigError: processes differ in the kind or number of their devices.
+    """
+    own = [jax.local_devices(process_index=p) for p in range(jax.process_count())]
+    descriptions = [
+        {"devices": str(len(devices)), "device kind": devices[0].device_kind} for devices in own
+    ]
+    refusal = rendezvous.difference(descriptions, hosts)
+    if refusal:
+        raise ConfigError(refusal)
+    return [min(devices, key=lambda device: device.id) for devices in own]
+
+
+def agreement(config: ConfigDict, count: int) -> str:
+    """A sentence that lists what is the same on all ``count`` processes."""
+    description = rendezvous.describe(flat(config))
+    versions = [f"{k} {v}" for k, v in description.items() if not k.startswith("config.")]
+    fields = json.dumps({k: v for k, v in description.items() if k.startswith("config.")})
+    return (
+        f"{count} processes agree: {', '.join(versions)}, "
+        f"config {hashlib.sha256(fields.encode()).hexdigest()[:12]}, "
+        f"{len(jax.local_devices())} x {jax.devices()[0].device_kind} each"
+    )
+
+
+# --- Measuring ----------------------------------------------------------------------------------
+
+
+def rounds_of_pairs(count: int) -> list[list[tuple[int, int]]]:
+    """Rounds of disjoint pairs (sender, receiver); together they are all ordered pairs.
+
+    >>> rounds_of_pairs(3)
+    [[(1, 2)], [(2, 1)], [(0, 2)], [(2, 0)], [(0, 1)], [(1, 0)]]
+    """
+    # The circle method: facing chairs are pairs, then all but the first move on by one.
+    chairs = list(range(count)) + [None] * (count % 2)
+    rounds = []
+    for _ in range(len(chairs) - 1):
+        half = len(chairs) // 2
+        facing = zip(chairs[:half], reversed(chairs[half:]), strict=True)
+        pairs = [(a, b) for a, b in facing if a is not None and b is not None]
+        rounds += [pairs, [(b, a) for a, b in pairs]]
+        chairs = [chairs[0], chairs[-1], *chairs[1:-1]]
+    return rounds
+
+
+def measure(
+    devices: list[Device], num_bytes: int, repeats: int, quiet: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Latency and bandwidth between devices of different processes; all processes call it.
+
+    A message goes to the partner, and a short one comes back when it has arrived. The latency is
+    half of that time for a short message; it compares no two clocks, so it is the same both ways.
+    The bandwidth is that of the additional bytes of a long message.
+
+    Args:
+      devices: n devices, one of each process.
+      num_bytes: size of the long message.
+      repeats: measurements of each link, whose median counts.
+      quiet: print nothing.
+
+    Returns:
+      latency_s, bandwidth_bytes_per_s: (n, n) float64, row i sent by device i; the diagonals are 0
+      and infinite.
+    """
+    index, n = jax.process_index(), len(devices)
+    mesh = jax.make_mesh((n,), ("device",), (jax.sharding.AxisType.Auto,), devices=devices)
+    rounds = rounds_of_pairs(n)
+    seconds = np.zeros((n, 2))  # to every other device: of a short message, of a long one
+    sizes = (1, max(num_bytes // 4, 2))
+    messages = [_message(mesh, size) for size in sizes]
+    if not quiet:
+        print(f"measuring {n * (n - 1)} links in {len(rounds)} rounds", flush=True)
+    # disable=None: show the bar only on a terminal
+    for pairs in tqdm(rounds, unit="round", disable=True if quiet else None):
+        exchange = _exchange(mesh, pairs)
+        for k, message in enumerate(messages):
+            times = [_time(exchange, message) for _ in range(repeats + 1)][1:]  # the first compiles
+            for source, target in pairs:
+                if source == index:
+                    seconds[target, k] = np.median(times)
+    seconds = _all_rows(mesh, seconds)
+    short, long = seconds[..., 0], seconds[..., 1]
+    latency = np.minimum(short, short.T) / 2
+    # Noise may hide the additional bytes: they take at least a tenth of the whole time.
+    bandwidth = 4 * sizes[1] / np.maximum(long - short, 0.1 * np.maximum(long, 1e-9))
+    np.fill_diagonal(bandwidth, np.inf)
+    return latency, bandwidth
+
+
+def _message(mesh: jax.sharding.Mesh, size: int) -> jax.Array:
+    sharding = jax.NamedSharding(mesh, jax.P("device"))
+    return jax.make_array_from_process_local_data(sharding, np.ones((1, size), np.float32))
+
+
+def _exchange(mesh: jax.sharding.Mesh, pairs: list[tuple[int, int]]) -> Callable:
+    """A compiled function that sends a message along the pairs, then one number back."""
+
+    def there_and_back(message: jax.Array) -> jax.Array:
+        arrived = jax.lax.ppermute(message, "device", pairs)
+        return jax.lax.ppermute(arrived[:, :1], "device", [(b, a) for a, b in pairs])
+
+    spec = jax.P("device")
+    return jax.jit(jax.shard_map(there_and_back, mesh=mesh, in_specs=spec, out_specs=spec))
+
+
+def _time(exchange: Callable, message: jax.Array) -> float:
+    """Seconds until the answer has arrived."""
+    began = time.perf_counter()
+    exchange(message).block_until_ready()
+    return time.perf_counter() - began
+
+
+def _all_rows(mesh: jax.sharding.Mesh, row: np.ndarray) -> np.ndarray:
+    """The rows of all processes, (n, ...) float64, on each of them."""
+    bits = np.frombuffer(row[None].astype(np.float64).tobytes(), np.uint32).reshape(1, -1)
+    sharding = jax.NamedSharding(mesh, jax.P("device"))
+    rows = jax.make_array_from_process_local_data(sharding, bits)
+    gather = jax.jit(lambda x: x, out_shardings=jax.NamedSharding(mesh, jax.P()))
+    rows = np.asarray(gather(rows).addressable_data(0))
+    return np.frombuffer(rows.tobytes(), np.float64).reshape(len(rows), *row.shape)
+
+
+# --- Reporting ----------------------------------------------------------------------------------
+
+
+def report(latency_s: np.ndarray, bandwidth: np.ndarray, names: list[str]) -> str:
+    """Both matrices as tables, and the worst link of each.
+
+    >>> latency, rate = np.array([[0, 5e-5], [5e-5, 0]]), np.array([[0, 1.25e9], [2.5e9, 0]])
+    >>> print(report(latency, rate, ["gpu1/0", "gpu2/0"]))
+    latency, us (half a round trip)
+                  0     1
+    0  gpu1/0     -  50.0
+    1  gpu2/0  50.0     -
+    bandwidth, Gbit/s (a row sends to the columns)
+                  0     1
+    0  gpu1/0     -  10.0
+    1  gpu2/0  20.0     -
+    longest latency: 50.0 us, gpu1/0 -> gpu2/0 (median of all links 50.0 us)
+    slowest link: 10.0 Gbit/s, gpu1/0 -> gpu2/0 (median of all links 15.0 Gbit/s)
+    """
+    microseconds, gbits = latency_s * 1e6, bandwidth / _BYTES_PER_GBIT
+    links = ~np.eye(len(names), dtype=bool)
+    lines = []
+    if len(names) <= _WIDEST:
+        lines += ["latency, us (half a round trip)", *_table(microseconds, names)]
+        lines += ["bandwidth, Gbit/s (a row sends to the columns)", *_table(gbits, names)]
+    worst = np.unravel_index(np.where(links, microseconds, -1).argmax(), links.shape)
+    slowest = np.unravel_index(np.where(links, gbits, np.inf).argmin(), links.shape)
+    lines += [
+        _worst("longest latency", microseconds, "us", worst, links, names),
+        _worst("slowest link", gbits, "Gbit/s", slowest, links, names),
+    ]
+    return "\n".join(lines)
+
+
+def _table(matrix: np.ndarray, names: list[str]) -> list[str]:
+    cells = [
+        ["-" if i == j else format_number(float(value)) for j, value in enumerate(row)]
+        for i, row in enumerate(matrix)
+    ]
+    heads = [f"{i}  {name}" for i, name in enumerate(names)]
+    width = max(len(cell) for row in cells for cell in row)
+    left = max(map(len, heads))
+    lines = [" " * left + "".join(f"  {j:>{width}}" for j in range(len(names)))]
+    for head, row in zip(heads, cells, strict=True):
+        lines.append(f"{head:<{left}}" + "".join(f"  {cell:>{width}}" for cell in row))
+    return lines
+
+
+def _worst(
+    what: str,
+    matrix: np.ndarray,
+    unit: str,
+    link: tuple[np.intp, ...],
+    links: np.ndarray,
+    names: list[str],
+) -> str:
+    source, target = link
+    return (
+        f"{what}: {format_number(float(matrix[link]))} {unit}, {names[source]} -> {names[target]} "
+        f"(median of all links {format_number(float(np.median(matrix[links])))} {unit})"
+    )
