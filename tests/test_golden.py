@@ -2,6 +2,7 @@
 
 import json
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,19 +10,13 @@ import optax
 import pytest
 from shared import SHARED, shared
 
-from decent_jax import gossip, optim, topology
+from decent_jax import optim, topology
 
 # Named here because parametrisation happens at collection; the tests skip or fail by `shared`.
 INDEX = SHARED / "golden" / "optimizers.json"
 CASES = json.loads(INDEX.read_text())["cases"] if INDEX.exists() else []
 TRAJECTORIES = SHARED / "golden" / "decent_dp_4_replicas.json"
 RUNS = json.loads(TRAJECTORIES.read_text())["cases"] if TRAJECTORIES.exists() else {}
-
-
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
 
 
 def relative_error(got, wanted):
@@ -90,22 +85,18 @@ def test_decentralized_trajectories(name, x64):
     mask = [decays_all or bool(part[0]) for part in np.split(is_bias, split)]
     tx = optim.decentralized(make_optimizer(case, mask), schedule)
 
-    def step(params, state, g, round):
-        updates, state = tx.update(tree_of(g), state, params, round=round)
-        return optim.apply_updates(params, updates), state
-
+    step = harness.stepper(tx, lambda _, g: tree_of(g))
+    mixed = harness.matrices_of(schedule, 1)[0]
     params = jax.vmap(tree_of)(start)
     state = jax.vmap(tx.init)(params)
     for t in range(1, 21):
         round = None if t == 1 else (1 if t == 2 else t) % schedule.period
-        params, state = jax.vmap(
-            lambda p, s, g, round=round: step(p, s, g, round), axis_name="replica"
-        )(params, state, gradients[:, t - 1])
+        matrix = None if round is None else schedule.matrix(round)
+        params, state = step(matrix, params, state, gradients[:, t - 1])
         if t >= 2:
             got = jnp.concatenate(params, axis=1)
             assert got.dtype == wanted.dtype
             limit = 1e-12 if case["dtype"] == "float64" else 1e-5
             assert relative_error(got, wanted[:, t - 1]) < limit, f"step {t}"
             consensus = wanted[:, t - 1].mean(0)
-            mixed = jax.vmap(lambda p: gossip.mix(p, schedule, 0), axis_name="replica")(got)
-            assert relative_error(mixed.mean(0), consensus) < 1e-6
+            assert relative_error((mixed @ np.asarray(got)).mean(0), consensus) < 1e-6
