@@ -52,7 +52,7 @@ def memory_copies(name, *args, **given):
 
 def own(state, name=None):
     """What the method itself keeps, or one entry of it."""
-    return state.own if name is None else state.own[name]
+    return state.own if name is None else getattr(state.own, name)
 
 
 def together(txs: Mapping) -> optax.GradientTransformationExtraArgs:

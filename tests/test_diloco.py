@@ -85,7 +85,7 @@ def test_is_the_recursion(fragments, mix_every, delay, alpha, momentum):
     tx = optim.diloco(optax.sgd(LR), schedule, outside, **options)
     history = run(tx, schedule, mix_every)
     oracles.assert_same(np.stack([joined(x) for x, _ in history]), wanted)
-    whole = np.stack([joined(harness.own(state, "outer"))[0] for _, state in history])
+    whole = np.stack([joined(harness.own(state, "theta"))[0] for _, state in history])
     oracles.assert_same(whole, outer)
 
 
@@ -104,7 +104,7 @@ def test_a_rate_of_zero_divides_nothing():
     x = jnp.tile(jnp.arange(4.0)[:, None], (1, 3))
     [(mixed, state)] = harness.trajectory(tx, lambda x, b: x - b, schedule, x, [jnp.zeros((4, 3))])
     np.testing.assert_allclose(mixed, np.full((4, 3), 1.5))
-    assert not np.asarray(harness.own(state, "slow")).any()
+    assert not np.asarray(harness.own(state, "u")).any()
 
 
 # --- fragments -------------------------------------------------------------------------------

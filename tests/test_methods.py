@@ -67,6 +67,13 @@ CASES = {
         numbers={"gamma": lambda t: 1 / (1 + 0.5 * t)},
         wanted={"combine": "with", "gamma": lambda t: 1 / (1 + 0.5 * t)},
     ),
+    "gamma-then": Case(
+        "decentralized_sgd",
+        "dpsgd",
+        combine="then",
+        numbers={"gamma": lambda t: 0.5 * t / (1 + t)},
+        wanted={"combine": "then", "gamma": lambda t: 0.5 * t / (1 + t)},
+    ),
     "dmsgd-with": Case("decentralized_sgd", "dmsgd", SGDM, "with", wanted={"combine": "with"}),
     "dmsgd-then": Case("decentralized_sgd", "dmsgd", SGDM, "then"),
     "accum_adamw-with": adam("with"),
@@ -133,7 +140,7 @@ REFUSED = dict.fromkeys(CASES, NOT_PUSH) | {
 
 
 def build(case, name, mix_every=1, n=N, **changes):
-    given = {"combine": case.combine, "numbers": case.numbers, "b1": 0.9} | changes
+    given = {"combine": case.combine, "numbers": case.numbers} | changes
     schedule = topology.make(name, n, local_size=2)
     with warnings.catch_warnings():  # the ring of 8 is at the bound of D2, see test_d2_at_its_bound
         warnings.filterwarnings("ignore", message=".*the bound of its")
@@ -335,6 +342,14 @@ def test_d2_at_its_bound():
         ("choco", {"numbers": {"compressor": "zip"}}, "compressor must be one of top_k"),
         ("choco", {"numbers": {"fraction": 0}}, "fraction must be above 0 .* got 0"),
         ("choco", {"numbers": {"gamma": 2}}, "gamma must be above 0 and at most 1, got 2"),
+        ("decentralized_sgd", {"numbers": {"gamma": -1}}, "gamma must not be negative, got -1"),
+        ("slowmo", {"numbers": {"alpha": -1}}, "slowmo.alpha must not be negative, got -1"),
+        ("slowmo", {"numbers": {"beta": 1}}, r"slowmo.beta must be in \[0, 1\), got 1"),
+        ("quasi_global_sgd", {"numbers": {"mu": 1}}, r"quasi_global.mu must be in \[0, 1\), got 1"),
+        ("decentlam", {"optimizer": {"momentum": 1}}, r"momentum must be in \[0, 1\), got 1"),
+        ("quasi_global_adam", {"optimizer": {"b2": 1}}, r"b2 must be in \[0, 1\), got 1"),
+        ("diloco", {"numbers": {"outer_learning_rate": -1}}, "rate must not be negative, got -1"),
+        ("diloco", {"numbers": {"outer_momentum": 1}}, r"momentum must be in \[0, 1\), got 1"),
         ("swarm", {"numbers": {"bits": 4}}, "swarm.bits must be 8, 16 or 32 .*, got 4"),
         ("diloco", {}, "diloco moves its outer .*bidirectional_ring does not do; use .*complete"),
         ("swarm", {}, "swarm lets replicas meet in pairs, and bidirectional_ring is not made of"),
@@ -343,7 +358,8 @@ def test_d2_at_its_bound():
 def test_impossible_pairings(method, changes, message):
     case = Case(method, method)
     with pytest.raises(ValueError, match=message):
-        build(case, "bidirectional_ring", **changes)
+        averages = method in ("diloco", "slowmo") and changes
+        build(case, "complete" if averages else "bidirectional_ring", **changes)
 
 
 def test_gossiped_momentum_needs_momentum():

@@ -217,7 +217,8 @@ def test_replicas_round_by_different_chance():
 
 
 def choco(schedule, compressor, gamma):
-    return optim.choco(optax.sgd(0.0), schedule, compressor, gamma, identical_start=False)
+    options = {"identical_start": False, "compressor": compressor, "gamma": gamma}
+    return optim.choco(optax.sgd(0.0), schedule, **options)
 
 
 def gossiped(step, x, state, steps, key=0):

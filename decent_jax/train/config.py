@@ -24,6 +24,9 @@ LR_SCHEDULES = ("cosine", "inverse_sqrt", "step", "constant")
 PARTITIONS = ("iid", "dirichlet")
 DURATIONS = ("lr_schedule.warmup", "checkpoint.every", "eval.every")
 
+# Fields that went, with the one value that means the same without them.
+GONE = {"gamma_power": 0.0}
+
 # What a resumed run may change; anything else would make it another experiment.
 MAY_CHANGE = ("steps", "epochs", "num_replicas", "schedule", "local_size", "max_failing_steps")
 MAY_CHANGE += ("max_consensus_distance", "mesh.", "cluster.", "checkpoint.", "eval.", "log.")
@@ -52,7 +55,6 @@ def default_config(task: str = "language_modeling") -> ConfigDict:
     config.mix_every = 1  # steps between two rounds
     config.comm_dtype = "float32"  # of messages: float32, bfloat16, int8
     config.gamma = 1.0  # consensus factor: (1 - gamma) own + gamma mixed; decentralized_*, accum_*
-    config.gamma_power = 0.0  # gamma times so high a power of learning rate over peak
     config.local_size = 1  # replicas a node, for alternating_exp_ring and hierarchical
     config.identical_start = True  # False: every replica draws its own initial parameters
     config.max_consensus_distance = (
@@ -167,7 +169,7 @@ def validate(config: ConfigDict) -> None:
     not_negative = ("seed", "steps", "epochs", "learning_rate", "max_consensus_distance")
     not_negative += ("optimizer.eps", "optimizer.weight_decay", "optimizer.clip_norm")
     not_negative += ("checkpoint.every_minutes", "eval.batches", "eval.batch_size")
-    not_negative += ("gamma", "gamma_power", "slowmo.alpha", "diloco.outer_learning_rate")
+    not_negative += ("gamma", "slowmo.alpha", "diloco.outer_learning_rate")
     not_negative += ("mesh.devices", "mesh.simulate", "lr_schedule.end_factor", "log.drift_factor")
     not_negative += ("lr_schedule.drop_factor", "data.prefetch", "data.workers")
     not_negative += ("profile.start", "profile.count")
@@ -349,6 +351,7 @@ def refused_changes(old: dict, new: dict) -> list[str]:
     A field that is newer than the old run has its default there. ``batch_size`` may follow
     ``num_replicas``, so that a replica keeps its share.
     """
+    old = {name: value for name, value in old.items() if GONE.get(name, ...) != value}
     old = {**flat(default_config(new["task"])), **old}
     may_change = MAY_CHANGE
     if old["batch_size"] * new["num_replicas"] == new["batch_size"] * old["num_replicas"]:
@@ -388,9 +391,8 @@ def _check_algorithm(config: ConfigDict, schedule: topology.Schedule) -> None:
         algorithm.transformation(config, schedule, 1.0)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    for name in ("gamma", "gamma_power"):
-        if config[name] != (name == "gamma") and "gamma" not in method.numbers:
-            raise ConfigError(f"{name} is not a number of algorithm {config.algorithm}")
+    if config.gamma != 1 and (method.config_section or "gamma" not in method.numbers):
+        raise ConfigError(f"gamma is not a number of algorithm {config.algorithm}")
     if config.max_consensus_distance and method.copies:
         raise ConfigError(
             f"max_consensus_distance averages parameters only, and {config.algorithm} keeps copies "
