@@ -72,12 +72,12 @@ def pytest_runtest_logreport(report):
 def pytest_sessionfinish(session):
     if not session.config.getoption("write_seconds") or "PYTEST_XDIST_WORKER" in os.environ:
         return
-    known = json.loads(SECONDS.read_text())
+    known, root = json.loads(SECONDS.read_text()), session.config.rootpath
     for path in {nodeid.partition("::")[0] for nodeid in _seconds}:
         taken = {k.partition("::")[2]: s for k, s in _seconds.items() if k.startswith(path + "::")}
         slow = sorted(name for name, seconds in taken.items() if seconds > 3)
         known[path] = [round(sum(taken.values()), 1), slow]
-    kept = {k: v for k, v in sorted(known.items()) if v[0] >= 1 and Path(k).exists()}
+    kept = {k: v for k, v in sorted(known.items()) if v[0] >= 1 and (root / k).exists()}
     lines = [f"  {json.dumps(path)}: {json.dumps(taken)}" for path, taken in kept.items()]
     SECONDS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 

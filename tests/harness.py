@@ -1,6 +1,7 @@
 """What tests of methods share: how one is built, a step of it, and a whole run in one program.
 
-No other file of tests knows how a method is declared or what its state is called.
+Tests of all methods build them here, and look at what they keep here, so that another way to
+declare methods changes one file of tests.
 """
 
 from collections.abc import Mapping

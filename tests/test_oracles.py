@@ -28,7 +28,7 @@ def test_the_quadratic():
 
 
 # The table: replicas 0, 1, 7 after two steps, and max |x - 14/3| after 2000 as printed; the last
-# four rows of two-step values are pinned from the recursions of `stacked` below.
+# four rows of two-step values come from `STACKED` and from exact diffusion below.
 
 TABLE = [
     ("dpsgd", {"combine": "then"}, (0.45454861, 0.15045139, 0.77260417), "0.5337"),
@@ -55,81 +55,39 @@ def test_printed_values(method, numbers, after_two, limit):
         assert f"{error:.4g}" == limit
 
 
-# Another route: s+ = T s + c for the stacked state s = (x, second variable).
+# Another route for what has no printed values: s+ = T s + c for the stacked state s = (x, m).
 
 A, AB, EYE, W = np.diag(P.a), P.a * P.b, np.eye(N), P.ring
 STEP = EYE - LR * A  # x - lr g(x) = STEP x + lr AB
-
-
-def _corrected(V):
-    """x and psi of exact diffusion with the matrix V: psi+ = x - lr g; x+ = V (psi+ + x - psi)."""
-    return (
-        np.block([[V @ (STEP + EYE), -V], [STEP, np.zeros((N, N))]]),
-        np.concatenate([LR * V @ AB, LR * AB]),
-        np.zeros(2 * N),
-    )
-
-
-def stacked(method):
-    """(T, c, s_0) with x the first n of s."""
-    zeros = np.zeros((N, N))
-    if method == "gossiped_momentum":  # s = (x, m)
-        T = np.block([[W @ STEP, -LR * B * W], [W @ A, B * W]])
-        return T, np.concatenate([LR * W @ AB, -W @ AB]), np.zeros(2 * N)
-    if method == "quasi_global_sgd":  # s = (x, m)
-        share = (1 - MU) / LR
-        T = np.block(
-            [[W @ STEP, -LR * B * W], [share * (EYE - W @ STEP), MU * EYE + (1 - MU) * B * W]]
-        )
-        return T, np.concatenate([LR * W @ AB, -(1 - MU) * W @ AB]), np.zeros(2 * N)
-    if method == "decentlam":  # s = (x_t, x_{t-1}): x+ = W (x - lr g) + b (x - x_{t-1})
-        T = np.block([[W @ STEP + B * EYE, -B * EYE], [EYE, zeros]])
-        return T, np.concatenate([LR * W @ AB, np.zeros(N)]), np.zeros(2 * N)
-    if method == "dmsgd":  # s = (x, m)
-        T = np.block([[W @ STEP, -LR * B * W], [A, B * EYE]])
-        return T, np.concatenate([LR * W @ AB, -AB]), np.zeros(2 * N)
-    if method == "dmsgd with":  # s = (x, m)
-        T = np.block([[W - LR * A, -LR * B * EYE], [A, B * EYE]])
-        return T, np.concatenate([LR * AB, -AB]), np.zeros(2 * N)
-    if method == "gradient_tracking":  # s = (x, q)
-        T = np.block([[W, -LR * EYE], [A @ (W - EYE), W - LR * A]])
-        return T, np.zeros(2 * N), np.concatenate([np.zeros(N), -AB])
-    return _corrected({"d2": W, "exact_diffusion": (EYE + W) / 2}[method])
-
-
-def on_ring_named(method, steps):
-    """The history of a name of `stacked`, which may end in the order of combination."""
-    name, _, combine = method.partition(" ")
-    return on_ring(name, steps, **({"combine": combine} if combine else {}))
-
-
-STACKED = [
-    "gossiped_momentum",
-    "quasi_global_sgd",
-    "decentlam",
-    "dmsgd",
-    "dmsgd with",
-    "gradient_tracking",
-    "exact_diffusion",
-    "d2",
-]
+SHARE = (1 - MU) / LR
+STACKED = {  # (T, c)
+    "gossiped_momentum": (
+        np.block([[W @ STEP, -LR * B * W], [W @ A, B * W]]),
+        np.concatenate([LR * W @ AB, -W @ AB]),
+    ),
+    "quasi_global_sgd": (
+        np.block(
+            [[W @ STEP, -LR * B * W], [SHARE * (EYE - W @ STEP), MU * EYE + (1 - MU) * B * W]]
+        ),
+        np.concatenate([LR * W @ AB, -(1 - MU) * W @ AB]),
+    ),
+    "dmsgd": (  # combine="with"
+        np.block([[W - LR * A, -LR * B * EYE], [A, B * EYE]]),
+        np.concatenate([LR * AB, -AB]),
+    ),
+}
 
 
 @pytest.mark.parametrize("method", STACKED)
 def test_stacked_recursions(method):
-    T, c, s = stacked(method)
-    history = on_ring_named(method, 300)
-    for x in history[:, :, 0]:
+    (T, c), s = STACKED[method], np.zeros(2 * N)
+    history = on_ring(method, 2000, **({"combine": "with"} if method == "dmsgd" else {}))
+    for x in history[:300, :, 0]:
         s = T @ s + c
         assert_same(s[:N], x, 1e-11)
-
-
-@pytest.mark.parametrize("method", STACKED[:5])
-def test_limits_are_the_fixed_points(method):
-    T, c, _ = stacked(method)
     fixed = np.linalg.solve(np.eye(2 * N) - T, c)[:N]
-    assert_same(on_ring_named(method, 2000)[-1, :, 0], fixed, 1e-9)
-    if method in ("quasi_global_sgd", "decentlam"):
+    assert_same(history[-1, :, 0], fixed, 1e-9)
+    if method == "quasi_global_sgd":
         assert_same(fixed, np.linalg.solve(EYE - W @ STEP, LR * W @ AB), 1e-10)
 
 
