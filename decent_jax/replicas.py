@@ -22,9 +22,9 @@ class Placement:
 
     Replica i is row ``i % block`` of device ``i // block``. Made by `place`.
 
-    Where a replica is larger than a device, a second axis ``"fsdp"`` counts the devices of each:
-    its arrays are sharded over them (`sharding`), and so are the examples of its batch. Per-replica
-    code names the axis ``"replica"`` as ever and knows nothing of ``"fsdp"``, which XLA fills in.
+    If a replica is larger than a device, a second axis ``"fsdp"`` counts the devices of each: its
+    arrays are sharded over them (`sharding`), and so are the examples of its batch. Per-replica
+    code still names the axis ``"replica"`` and never ``"fsdp"``, over which XLA partitions it.
     """
 
     num_replicas: int
@@ -42,7 +42,7 @@ class Placement:
 
     @property
     def axis_name(self) -> str | tuple[str, str]:
-        """What per-replica code calls the axis that counts all replicas."""
+        """The name, in per-replica code, of the axis that counts all replicas."""
         return "replica" if self.block == 1 else ("replica", "block")
 
     @property
@@ -51,19 +51,19 @@ class Placement:
         return NamedSharding(self.mesh, P("replica"))
 
     def sharding(self, shape: tuple[int, ...]) -> NamedSharding:
-        """Where a stacked array (n, ...) of the training state is.
+        """The sharding of a stacked array (n, ...) of the training state.
 
-        Of a replica of several devices the largest dimension that they divide is sharded (the
+        Over the devices of one replica the largest dimension that they divide is sharded (the
         first of equal ones); an array without such a dimension is whole on each of them.
         """
         return self._sharded(shape, range(1, len(shape)))
 
     def sharding_of_batch(self, shape: tuple[int, ...]) -> NamedSharding:
-        """Where a stacked array (n, B, ...) of examples is: the B shared out where k divides B."""
+        """The sharding of stacked examples (n, B, ...): B is divided if ``fsdp`` divides it."""
         return self._sharded(shape, range(1, min(len(shape), 2)))
 
     def place_all(self, tree: Any) -> Any:
-        """Inside `jax.jit`: the stacked arrays of a training state where `sharding` says."""
+        """Inside `jax.jit`: the training state, its stacked arrays constrained to `sharding`."""
         return jax.tree.map(
             lambda x: jax.lax.with_sharding_constraint(x, self.sharding(x.shape)), tree
         )
@@ -90,7 +90,7 @@ class Placement:
     def put(self, local: Any) -> Any:
         """Arrays stacked over `local_replicas` (L, B, ...) to the global ones (n, B, ...).
 
-        The B examples of a replica are shared out over its devices, where they divide B.
+        The B examples of a replica are divided over its devices, if these divide B.
         """
         if self.fsdp > 1:
             return jax.tree.map(self._put_examples, local)
@@ -113,14 +113,14 @@ class Placement:
     def on_devices(self, body: Callable, in_specs, out_specs, check_vma: bool = True) -> Callable:
         """``jax.shard_map`` of code for one device, which sees (block, ...) of stacked arrays.
 
-        For replicas of several devices it is code for one replica, whose arrays XLA divides.
+        For replicas of several devices it is code for one replica, whose arrays XLA partitions.
         """
         return jax.shard_map(
             body,
             mesh=self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
-            # A kernel that a replica starts on each of its devices by itself has no such types.
+            # Inside a nested shard_map over the devices of one replica, arrays carry no such types.
             check_vma=check_vma and self.block == self.fsdp == 1,
             axis_names={"replica"},
         )
@@ -128,13 +128,13 @@ class Placement:
     def per_replica(self, fn: Callable) -> Callable:
         """Code for one replica, applied to (block, ...) arguments inside `on_devices`.
 
-        `jax.vmap`, of a block of one too: XLA's CPU compiler updates arrays in place that keep
-        their dimensions, but copies those that lose one and get it back.
+        It is `jax.vmap` even for a block of one: XLA's CPU compiler updates arrays in place that
+        keep their dimensions, but copies those that lose one and get it back.
         """
         return jax.vmap(fn, axis_name="block" if self.block > 1 else None)
 
     def per_replica_alone(self, fn: Callable, *, loop: bool = False) -> Callable:
-        """As `per_replica` for a model, which communicates nothing: one replica is not vmapped.
+        """As `per_replica`, for code that communicates nothing: one replica is not vmapped.
 
         ``loop=True`` takes the replicas of a block one after the other (`jax.lax.map`), which needs
         less memory.
@@ -144,7 +144,7 @@ class Placement:
                 lambda x: x[None], fn(*jax.tree.map(lambda x: x[0], args))
             )
         if loop:
-            return lambda *args: jax.lax.map(lambda one: fn(*one), args)
+            return lambda *args: jax.lax.map(lambda own: fn(*own), args)
         return self.per_replica(fn)
 
     def replica_ids(self) -> jax.Array:
@@ -184,7 +184,7 @@ def place(num_replicas: int, devices: Sequence[Any] | None = None, fsdp: int = 1
         if len({device.process_index for device in row}) > 1:
             raise ValueError(
                 f"the {fsdp} devices of replica {i} belong to several processes; use a number of "
-                "devices a replica that divides those of a process"
+                "devices per replica that divides those of a process"
             )
     mesh = Mesh(grid, ("replica", "fsdp"), axis_types=(auto, auto))
     return Placement(num_replicas, mesh)
@@ -231,9 +231,9 @@ def consensus_mean(stacked: Any) -> Any:
     ok = finite(stacked)
 
     def mean(x):
-        # A product with a row of ones: XLA's CPU sum over replicas is 100 times slower.
+        # As a product with a row of ones, since XLA's CPU sum over replicas is 100 times slower.
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        clean = jnp.where(_beside(ok, x), x, jnp.zeros_like(x)).astype(wide)
+        clean = jnp.where(_expand(ok, x), x, jnp.zeros_like(x)).astype(wide)
         total = jnp.tensordot(ok.astype(wide), clean, axes=1, precision=jax.lax.Precision.HIGHEST)
         return (total / ok.sum().astype(wide)).astype(x.dtype)
 
@@ -254,7 +254,7 @@ def consensus_distance(stacked: Any) -> Consensus:
     mean = consensus_mean(stacked)
 
     def squares(x, centre):
-        gap = jnp.where(_beside(ok, x), x - centre[None], 0).astype(jnp.float32)
+        gap = jnp.where(_expand(ok, x), x - centre[None], 0).astype(jnp.float32)
         return jnp.square(gap).reshape(x.shape[0], -1).sum(axis=1)
 
     per_replica = jnp.asarray(sum(jax.tree.leaves(jax.tree.map(squares, stacked, mean))))
@@ -279,5 +279,5 @@ def resize(stacked: Any, num_replicas: int) -> Any:
     return broadcast(structure.unflatten(merged), num_replicas)
 
 
-def _beside(flags: jax.Array, x: jax.Array) -> jax.Array:
+def _expand(flags: jax.Array, x: jax.Array) -> jax.Array:
     return flags.reshape(flags.shape + (1,) * (x.ndim - 1))

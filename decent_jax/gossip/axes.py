@@ -1,4 +1,4 @@
-"""How per-replica code finds out, from the names of its axes, which replicas a device holds."""
+"""Which replicas a device holds, as per-replica code learns from the names of its axes."""
 
 import dataclasses
 
@@ -92,6 +92,6 @@ class ReplicaAxis:
         return self.device_axis in jax.typeof(x).mat.varying
 
 
-def beside(flags: jax.Array, rows: jax.Array) -> jax.Array:
+def expand(flags: jax.Array, rows: jax.Array) -> jax.Array:
     """(block,) reshaped to broadcast with (block, ...), so that no rank is promoted."""
     return flags.reshape(flags.shape + (1,) * (rows.ndim - 1))

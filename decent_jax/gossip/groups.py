@@ -10,7 +10,7 @@ import numpy as np
 
 from decent_jax.cpu import pair_sums
 from decent_jax.gossip import permute
-from decent_jax.gossip.axes import ReplicaAxis, beside
+from decent_jax.gossip.axes import ReplicaAxis, expand
 from decent_jax.topology import Round
 from decent_jax.topology.rounds import kron, round_of
 
@@ -28,9 +28,9 @@ def mean(
         return rows
     if finite is None:
         return _sum(rows, g, axis) / g
-    ok = beside(finite, rows)
+    ok = expand(finite, rows)
     total = _sum(jnp.where(ok, rows, jnp.zeros_like(rows)), g, axis)
-    count = beside(_sum(finite.astype(rows.dtype), g, axis), rows)
+    count = expand(_sum(finite.astype(rows.dtype), g, axis), rows)
     return jnp.where(ok, (total + (g - count) * rows) / g, total / count)
 
 
@@ -73,9 +73,9 @@ def mix(
     def mix_leaf(leaf):
         rows = axis.lift(leaf)
         if finite is not None:
-            rows = jnp.where(beside(finite, rows), rows, jnp.zeros_like(rows))
+            rows = jnp.where(expand(finite, rows), rows, jnp.zeros_like(rows))
         total = groups.sums(rows)
-        size = rnd.group_size if count is None else beside(count, total)
+        size = rnd.group_size if count is None else expand(count, total)
         own = total / jnp.asarray(size, total.dtype)  # 0 / 0 if no member is finite: weight 0
         received = [permute.receive(own, send, parts) for send in between.sends]
         mixed = permute.weighted_sum([own, *received], weights, finite is not None)

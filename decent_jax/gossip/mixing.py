@@ -10,7 +10,7 @@
 
 Rounds are static: one executable per round. `decent_jax.gossip.permute` turns its permutations into
 collectives, `decent_jax.gossip.groups` its groups that send to each other. To *simulate* many
-graphs, or lost messages, in one executable a round may also be `Simulated`.
+graphs, or lost messages, in one executable, a round may also be `Simulated`.
 """
 
 from typing import Any, NamedTuple
@@ -20,13 +20,13 @@ import jax.numpy as jnp
 
 from decent_jax.cpu import pair_sums
 from decent_jax.gossip import groups, permute
-from decent_jax.gossip.axes import AxisName, ReplicaAxis, beside
+from decent_jax.gossip.axes import AxisName, ReplicaAxis, expand
 from decent_jax.gossip.wire import Wire
 from decent_jax.topology import Round, Schedule
 
 
 class Simulated(NamedTuple):
-    """A round whose matrix is replaced by a traced one, where one device holds all replicas.
+    """A round whose matrix is replaced by a traced one, if one device holds all replicas.
 
     Nothing is sent: rows are weighted by the matrix (`jax.vmap` without `jax.shard_map`).
 
@@ -71,7 +71,7 @@ def mix(
       wire: format of the messages; None sends arrays as they are. With Q the rounding of the
         format, ``x_i <- x_i + sum_j W_ij Q(x_j) - Q(x_i)``: the mean over replicas stays exactly
         what it was, whatever Q loses. Not for rounds with group means.
-      key: for formats that need chance; the same on all replicas, another in every step.
+      key: for formats that are random; the same on all replicas, another in every step.
       after: optional arrays, such as the gradients of this step. In a round in which groups send to
         each other, the last stage (inside the groups) waits for them, so that the messages may
         travel while they are computed. It changes no number.
@@ -148,7 +148,7 @@ def mix_coded(
 def receive(
     tree: Any, schedule: Schedule, round: int | Simulated, axis_name: AxisName = "replica"
 ) -> list[tuple[Any, jax.Array]]:
-    """The messages of a round one by one: [(the sender's tree, its weight)], weight 0 where none.
+    """The messages of a round one by one: [(sender's tree, its weight)], weight 0 if there is none.
 
     For methods that look at what arrives before they use it; `mix` is their weighted sum.
     """
@@ -234,7 +234,7 @@ def _mixed_by_matrix(tree, matrix, axis, finite, flag):
     def mix_leaf(leaf):
         rows = axis.lift(leaf)
         if flag is not None:
-            rows = jnp.where(beside(flag, rows), rows, jnp.zeros_like(rows))
+            rows = jnp.where(expand(flag, rows), rows, jnp.zeros_like(rows))
         return jnp.tensordot(weights.astype(rows.dtype), rows, 1, precision="highest")
 
     return jax.tree.map(mix_leaf, tree)

@@ -1,4 +1,4 @@
-"""A permutation of replicas as slices and ``ppermute``, and the weights of what it brings.
+"""A permutation of replicas as slices and ``ppermute``, and the weights of the received rows.
 
 Where replicas live on devices of their own a permutation is one ``ppermute`` per array; where a
 device holds several it is slices, and one ``ppermute`` for each permutation of devices in it.
@@ -12,17 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from decent_jax.cpu import pair_sums
-from decent_jax.gossip.axes import ReplicaAxis, beside
+from decent_jax.gossip.axes import ReplicaAxis, expand
 from decent_jax.topology import Round, Send
 
 SMALL = 64 * 1024  # bytes; arrays below it travel together
 
 
 def receive(rows: jax.Array, send: Send, axis: ReplicaAxis) -> jax.Array:
-    """What the replicas of this device receive, each one row; anything where a replica is idle.
+    """The rows that the replicas of this device receive; any row for a replica that is idle.
 
     Args:
-      rows: (block, ...), what the replicas of this device send.
+      rows: (block, ...), sent by the replicas of this device.
       send: the permutation of all replicas.
       axis: where they are.
 
@@ -112,7 +112,7 @@ def weighted_sum(blocks: Sequence[jax.Array], weights: Sequence, guarded: bool) 
     total = None
     for rows, weight in zip(blocks, weights, strict=True):
         if not isinstance(weight, float):
-            weight = beside(weight, rows)
+            weight = expand(weight, rows)
         term = jnp.asarray(weight, rows.dtype) * rows
         if guarded:
             term = jnp.where(weight == 0, jnp.zeros_like(term), term)

@@ -1,60 +1,34 @@
 """Optax transformations of decentralized training; they know pytrees only."""
 
-from decent_jax.optim.accum_adam import (
-    ScaleByAccumAdamState,
-    accum_adam,
-    accum_adamw,
-    drop_window,
-    scale_by_accum_adam,
-)
-from decent_jax.optim.choco import choco
-from decent_jax.optim.corrected import d2, exact_diffusion, gradient_tracking, push_sum
-from decent_jax.optim.decentralized import all_reduce, decentralized
-from decent_jax.optim.guard import EarlyMixing, GuardedState, apply_updates
-from decent_jax.optim.methods import METHODS, Method, Parts, register
-from decent_jax.optim.momentum import (
-    decentlam,
-    gossiped_momentum,
-    quasi_global_adam,
-    quasi_global_sgd,
-)
-from decent_jax.optim.outer import diloco, slowmo
+from decent_jax.optim.accum_adam import ScaleByAccumAdamState as ScaleByAccumAdamState
+from decent_jax.optim.accum_adam import accum_adam as accum_adam
+from decent_jax.optim.accum_adam import accum_adamw as accum_adamw
+from decent_jax.optim.accum_adam import drop_window as drop_window
+from decent_jax.optim.accum_adam import scale_by_accum_adam as scale_by_accum_adam
+from decent_jax.optim.choco import choco as choco
+from decent_jax.optim.corrected import d2 as d2
+from decent_jax.optim.corrected import exact_diffusion as exact_diffusion
+from decent_jax.optim.corrected import gradient_tracking as gradient_tracking
+from decent_jax.optim.corrected import push_sum as push_sum
+from decent_jax.optim.decentralized import all_reduce as all_reduce
+from decent_jax.optim.decentralized import decentralized as decentralized
+from decent_jax.optim.guard import EarlyMixing as EarlyMixing
+from decent_jax.optim.guard import GuardedState as GuardedState
+from decent_jax.optim.guard import apply_updates as apply_updates
+from decent_jax.optim.methods import METHODS as METHODS
+from decent_jax.optim.methods import Method as Method
+from decent_jax.optim.methods import Parts as Parts
+from decent_jax.optim.methods import register as register
+from decent_jax.optim.momentum import decentlam as decentlam
+from decent_jax.optim.momentum import gossiped_momentum as gossiped_momentum
+from decent_jax.optim.momentum import quasi_global_adam as quasi_global_adam
+from decent_jax.optim.momentum import quasi_global_sgd as quasi_global_sgd
+from decent_jax.optim.outer import diloco as diloco
+from decent_jax.optim.outer import slowmo as slowmo
+from decent_jax.optim.schedules import inverse_sqrt_schedule as inverse_sqrt_schedule
 from decent_jax.optim.schedules import (
-    inverse_sqrt_schedule,
-    linear_warmup_cosine_schedule,
-    linear_warmup_step_schedule,
+    linear_warmup_cosine_schedule as linear_warmup_cosine_schedule,
 )
-from decent_jax.optim.swarm import Lattice, swarm
-
-__all__ = [
-    "METHODS",
-    "EarlyMixing",
-    "GuardedState",
-    "Lattice",
-    "Method",
-    "Parts",
-    "ScaleByAccumAdamState",
-    "accum_adam",
-    "accum_adamw",
-    "all_reduce",
-    "apply_updates",
-    "choco",
-    "d2",
-    "decentlam",
-    "decentralized",
-    "diloco",
-    "drop_window",
-    "exact_diffusion",
-    "gossiped_momentum",
-    "gradient_tracking",
-    "inverse_sqrt_schedule",
-    "linear_warmup_cosine_schedule",
-    "linear_warmup_step_schedule",
-    "push_sum",
-    "quasi_global_adam",
-    "quasi_global_sgd",
-    "register",
-    "scale_by_accum_adam",
-    "slowmo",
-    "swarm",
-]
+from decent_jax.optim.schedules import linear_warmup_step_schedule as linear_warmup_step_schedule
+from decent_jax.optim.swarm import Lattice as Lattice
+from decent_jax.optim.swarm import swarm as swarm

@@ -66,8 +66,9 @@ def scale_by_accum_adam(
       Wang et al., `From Promise to Practice <https://arxiv.org/abs/2410.11998>`_, 2025,
       Algorithm 4 (which prints beta_1 where the committed second moment takes beta_2).
     """
-    require.below_one(b1=b1, b2=b2)
-    require.not_negative(eps=eps)
+    require.below_one("b1", b1)
+    require.below_one("b2", b2)
+    require.not_negative("eps", eps)
     if isinstance(accum_steps, float | int) and (
         accum_steps < 1 or accum_steps != int(accum_steps)
     ):
@@ -87,8 +88,8 @@ def scale_by_accum_adam(
         g = updates
         count = jnp.asarray(optax.safe_increment(state.count))
         windows = (count + accum_steps - 1) // accum_steps
-        mu = _moment(b1, state.mu, g, 1)
-        nu = _moment(b2, state.nu, g, 2)
+        mu = moment(b1, state.mu, g, 1)
+        nu = moment(b2, state.nu, g, 2)
         scale = 1 / bias_correction(b1, windows)
         nu_scale = 1 / bias_correction(b2, windows)
         direction = jax.tree.map(
@@ -106,8 +107,8 @@ def scale_by_accum_adam(
 
         return direction, ScaleByAccumAdamState(
             count,
-            commit(_moment(b1, state.mu, window, 1), state.mu),
-            commit(_moment(b2, state.nu, window, 2), state.nu),
+            commit(moment(b1, state.mu, window, 1), state.mu),
+            commit(moment(b2, state.nu, window, 2), state.nu),
             commit(jax.tree.map(jnp.zeros_like, window), window),
         )
 
@@ -174,7 +175,7 @@ def drop_window(state: Any, accum_steps: int) -> Any:
     """An optimizer state (of any nesting) in which no window of accumulated gradients has begun.
 
     For a change of the number of replicas, whose windows hold different gradients: ``window``
-    becomes zero and the count that of the last completed window.
+    becomes zero, and the count that of the last completed window.
     """
 
     def drop(node):
@@ -186,9 +187,10 @@ def drop_window(state: Any, accum_steps: int) -> Any:
     return jax.tree.map(drop, state, is_leaf=lambda node: isinstance(node, ScaleByAccumAdamState))
 
 
-def _moment(decay: Any, moment: Any, value: Any, order: int) -> Any:
+def moment(decay: Any, old: Any, value: Any, order: int) -> Any:
+    """``decay * old + (1 - decay) * value ** order``, leaf by leaf, in the dtypes of ``old``."""
     return jax.tree.map(
-        lambda m, g: _cast(decay, m) * m + _cast(1 - decay, m) * g**order, moment, value
+        lambda m, g: _cast(decay, m) * m + _cast(1 - decay, m) * g**order, old, value
     )
 
 

@@ -94,7 +94,7 @@ def choco(
 
 
 def compressor_of(name: str | Wire, fraction: float) -> Wire:
-    """The format of that name; a format stays what it is."""
+    """The format of that name; a format is returned as it is."""
     if not isinstance(name, str):
         return name
     if not 0 < fraction <= 1:

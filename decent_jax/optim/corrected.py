@@ -62,7 +62,7 @@ def d2(
     .. math:: x^{+} = W \big(2 x - x^{-} - \eta (g - g^{-})\big), \qquad x^{1} = W (x - \eta g)
 
     (with ``optax.sgd``; another ``inner`` gives its own update). Only on a static symmetric W
-    whose smallest eigenvalue is above -1/3: raises below, warns within 1e-6 of it.
+    whose smallest eigenvalue is above -1/3: it raises below, and warns within 1e-6 of it.
 
     References:
       Tang et al., `D2 <https://arxiv.org/abs/1803.07068>`_, 2018, Algorithm 1.

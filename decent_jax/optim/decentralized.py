@@ -67,7 +67,7 @@ def decentralized(
     ``"with"`` (adapt-with-combine) sends parameters that are known when the step begins, so the
     messages travel during the forward and backward pass; ``inner`` sees the mixed parameters
     (weight decay applies to them). ``"then"`` (adapt-then-combine) sends the result of the update,
-    so nothing is computed meanwhile.
+    so no computation can hide it.
 
     ``update`` takes ``round`` (required), a static Python int in ``[0, schedule.period)`` from
     ``schedule.round_at(step)``, or None for a step without communication; and optionally ``value``,
@@ -127,7 +127,7 @@ def decentralized(
       and a rejected step rejects the whole update, not a bucket's.
     """
     require.combine(combine)
-    require.not_negative(gamma=gamma)
+    require.not_negative("gamma", gamma)
     require.row_stochastic("decentralized", schedule)
     mixing = Mixing(schedule, axis_name, wire)
 

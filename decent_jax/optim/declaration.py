@@ -1,4 +1,4 @@
-"""What a method declares beside its factory: what it works with, sends and keeps.
+"""The declaration of a method, next to its factory: what it works with, sends and keeps.
 
 A factory's signature says the rest. Its positional parameters come from the run, by their names
 (`Parts`). Its keyword-only parameters are the method's own numbers, with their defaults; the
@@ -63,7 +63,7 @@ class Method:
     """A method, and what it declares.
 
     name: in `METHODS` and configs.
-    make: the factory, from what it names of `Parts` and its own numbers to the transformation.
+    make: the factory: from the parts it names and its own numbers to the transformation.
     optimizers: local optimizers it works with (the first is its default): "adam", "accum_adam",
       "sgd". Where the factory takes no ``inner`` they name the method's own form.
     orders: combine orders it has, the first its default.
@@ -98,7 +98,7 @@ class Method:
 
     @property
     def own_momentum(self) -> bool:
-        """Whether it is an optimizer itself, and takes gradients in place of ``inner``."""
+        """Whether it is an optimizer itself, and takes gradients instead of an ``inner``."""
         return "inner" not in inspect.signature(self.make).parameters
 
     def build(self, parts: Parts) -> optax.GradientTransformationExtraArgs:
@@ -142,8 +142,3 @@ class Method:
     def bytes_sent(self, params: Any, parts: Parts) -> float:
         """Bytes the busiest replica sends per step, averaged over a period of the schedule."""
         return parts.schedule.bytes_sent(self.message_bytes(params, parts)) / parts.mix_every
-
-    def bytes_sent_by_nodes(self, params: Any, parts: Parts, local_size: int) -> float:
-        """Bytes the busiest node of ``local_size`` replicas sends to others, in the same way."""
-        model = self.message_bytes(params, parts)
-        return parts.schedule.bytes_sent_by_nodes(model, local_size) / parts.mix_every

@@ -81,7 +81,7 @@ class Local:
 
         Args:
           params: where the update is taken.
-          grads, value: in place of the replica's own.
+          grads, value: instead of the replica's own.
           fine: () bool, a further condition.
         """
         grads = self.grads if grads is None else grads

@@ -32,9 +32,16 @@ from decent_jax.optim.momentum import (
 from decent_jax.optim.outer import DILOCO, SLOWMO
 from decent_jax.optim.swarm import SWARM
 
-__all__ = ["METHODS", "Method", "Parts", "numbers", "register", "sections"]
+__all__ = ["METHODS", "Method", "Parts", "numbers", "register"]
 
-_METHODS: dict[str, Method] = {}
+_METHODS = {
+    method.name: method
+    for method in (
+        *(ALL_REDUCE, DECENTRALIZED_ADAM, ACCUM_ADAM, DECENTRALIZED_SGD),
+        *(GOSSIPED_MOMENTUM, QUASI_GLOBAL_SGD, QUASI_GLOBAL_ADAM, DECENTLAM),
+        *(EXACT_DIFFUSION, D2, GRADIENT_TRACKING, PUSH_SUM, SLOWMO, DILOCO, CHOCO, SWARM),
+    )
+}
 METHODS: Mapping[str, Method] = MappingProxyType(_METHODS)
 
 
@@ -56,21 +63,3 @@ def register(method: Method) -> Method:
 def numbers(name: str) -> dict[str, Any]:
     """The own numbers of the method of that name, and their defaults."""
     return METHODS[name].numbers
-
-
-def sections() -> dict[str, dict[str, Any]]:
-    """The sections of a config: the numbers of all methods that share one; "" is no section."""
-    found: dict[str, dict[str, Any]] = {}
-    for method in METHODS.values():
-        if method.numbers:
-            found.setdefault(method.config_section, {}).update(method.numbers)
-    return found
-
-
-for _method in (
-    *(ALL_REDUCE, DECENTRALIZED_ADAM, ACCUM_ADAM, DECENTRALIZED_SGD),
-    *(GOSSIPED_MOMENTUM, QUASI_GLOBAL_SGD, QUASI_GLOBAL_ADAM, DECENTLAM),
-    *(EXACT_DIFFUSION, D2, GRADIENT_TRACKING, PUSH_SUM),
-    *(SLOWMO, DILOCO, CHOCO, SWARM),
-):
-    register(_method)

@@ -9,7 +9,7 @@ import optax
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.wire import Wire
 from decent_jax.optim import guard, require
-from decent_jax.optim.accum_adam import bias_correction
+from decent_jax.optim.accum_adam import bias_correction, moment
 from decent_jax.optim.decentralized import Mixing
 from decent_jax.optim.declaration import Method
 from decent_jax.topology import Schedule
@@ -113,7 +113,8 @@ def quasi_global_sgd(
       (heavy-ball form).
     """
     require.doubly_stochastic("quasi_global", schedule)
-    require.below_one(momentum=momentum, quasi_global__mu=mu)
+    require.below_one("momentum", momentum)
+    require.below_one("quasi_global.mu", mu)
     mixing = Mixing(schedule, axis_name, wire)
 
     def step(params, own, round, local):
@@ -178,8 +179,9 @@ def quasi_global_adam(
       Lin et al., `Quasi-Global Momentum <https://arxiv.org/abs/2102.04761>`_, 2021, QG-DAdam.
     """
     require.doubly_stochastic("quasi_global", schedule)
-    require.below_one(b1=b1, b2=b2)
-    require.not_negative(eps=eps)
+    require.below_one("b1", b1)
+    require.below_one("b2", b2)
+    require.not_negative("eps", eps)
     mixing = Mixing(schedule, axis_name, wire)
 
     def step(params, own, round, local):
@@ -187,7 +189,7 @@ def quasi_global_adam(
         g, inner, ok = local(params)
         m_scale = 1 / bias_correction(b1, local.count + 1)
         v_scale = 1 / bias_correction(b2, local.count + 1)
-        v_tilde = _moment(b2, own.v, g, 2)
+        v_tilde = moment(b2, own.v, g, 2)
 
         def descend(m, v, g):
             m, v = (b1 * m + g) * m_scale, v * v_scale
@@ -198,16 +200,12 @@ def quasi_global_adam(
         after = mixing(guard.add(params, change), round, local.count)
         moved = guard.subtract(params, after)
         d = guard.scale(1 / (optax.tree.norm(moved) + 1e-8), moved)
-        return after, AdamState(_moment(b1, own.m, d, 1), _moment(b2, own.v, d, 2)), inner, ok
+        return after, AdamState(moment(b1, own.m, d, 1), moment(b2, own.v, d, 2)), inner, ok
 
     def own(params):
         return AdamState(guard.zeros(params), guard.zeros(params))
 
     return guard.method(gradient or optax.identity(), step, own)
-
-
-def _moment(decay, moment, value, order):
-    return jax.tree.map(lambda m, x: decay * m + (1 - decay) * x**order, moment, value)
 
 
 def decentlam(
@@ -233,7 +231,7 @@ def decentlam(
       Yuan et al., `DecentLaM <https://arxiv.org/abs/2104.11981>`_, 2021, Algorithm 2.
     """
     require.static_and_symmetric("decentlam", schedule, mix_every)
-    require.below_one(momentum=momentum)
+    require.below_one("momentum", momentum)
     mixing = Mixing(schedule, axis_name, wire)
 
     def step(params, own, round, local):

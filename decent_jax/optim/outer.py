@@ -56,8 +56,8 @@ def slowmo(
     References:
       Wang et al., `SlowMo <https://arxiv.org/abs/1910.00643>`_, 2020, Algorithm 1.
     """
-    require.not_negative(slowmo__alpha=alpha)
-    require.below_one(slowmo__beta=beta)
+    require.not_negative("slowmo.alpha", alpha)
+    require.below_one("slowmo.beta", beta)
     require.doubly_stochastic("slowmo", schedule)
     require.averages("slowmo", schedule, always=False)
     mixing = Mixing(schedule, axis_name, wire)
@@ -153,8 +153,8 @@ def diloco(
         raise ValueError(f"delay must be from 0 to mix_every - 1 = {mix_every - 1}, got {delay}")
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha must be in [0, 1], got {alpha}")
-    require.not_negative(diloco__outer_learning_rate=outer_learning_rate)
-    require.below_one(diloco__outer_momentum=outer_momentum)
+    require.not_negative("diloco.outer_learning_rate", outer_learning_rate)
+    require.below_one("diloco.outer_momentum", outer_momentum)
     outer = outer or optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
     mixing = Mixing(schedule, axis_name, None)
 
@@ -196,7 +196,7 @@ def _taken(tree: Any, which: list[int]) -> list[jax.Array]:
 
 
 def _replaced(tree: Any, which: list[int], new: list[jax.Array]) -> Any:
-    """The tree with new leaves in the place of those of these numbers."""
+    """The tree with new leaves at these numbers."""
     leaves, structure = jax.tree.flatten(tree)
     for k, leaf in zip(which, new, strict=True):
         leaves[k] = leaf

@@ -1,7 +1,6 @@
 """What methods ask of schedules and numbers; each raises ValueError in a sentence with both."""
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,18 +11,16 @@ _TOLERANCE = 1e-9
 _D2_BOUND = -1 / 3
 
 
-def not_negative(**numbers: Any) -> None:
-    """Each is at least 0; a schedule or a traced value passes. ``a__b`` is called a.b."""
-    for name, value in numbers.items():
-        if isinstance(value, float | int) and not value >= 0:
-            raise ValueError(f"{name.replace('__', '.')} must not be negative, got {value}")
+def not_negative(name: str, value: Any) -> None:
+    """A number of at least 0; a schedule or a traced value passes."""
+    if isinstance(value, float | int) and not value >= 0:
+        raise ValueError(f"{name} must not be negative, got {value}")
 
 
-def below_one(**numbers: Any) -> None:
-    """Each is in [0, 1); as `not_negative`."""
-    for name, value in numbers.items():
-        if isinstance(value, float | int) and not 0 <= value < 1:
-            raise ValueError(f"{name.replace('__', '.')} must be in [0, 1), got {value}")
+def below_one(name: str, value: Any) -> None:
+    """A number in [0, 1); a schedule or a traced value passes."""
+    if isinstance(value, float | int) and not 0 <= value < 1:
+        raise ValueError(f"{name} must be in [0, 1), got {value}")
 
 
 def combine(order: str) -> None:
@@ -80,12 +77,14 @@ def stable_diffusion(method: str, schedule: Schedule, mix_every: int = 1) -> Non
     shrinks; elsewhere its growth is computed, from the eigenvalues of a period on (x, x-).
     """
     doubly_stochastic(method, schedule)
-
-    def coefficients(matrix):
-        half = (np.eye(len(matrix)) + matrix) / 2
-        return 2 * half, -half
-
-    growth = _growth_of_pairs(schedule, mix_every, coefficients)
+    eye = np.eye(schedule.num_replicas)
+    period = np.eye(2 * len(eye))
+    steps = schedule.period * mix_every
+    for t in range(steps):
+        r = schedule.round_at(t, mix_every)
+        half = (eye + (eye if r is None else schedule.matrix(r))) / 2
+        period = np.block([[2 * half, -half], [eye, 0 * eye]]) @ period
+    growth = float(np.abs(np.linalg.eigvals(period)).max()) ** (1 / steps)
     if growth > 1 + 1e-4:  # 1 is a double eigenvalue, which rounding splits
         how = f" with mix_every={mix_every}" if mix_every > 1 else ""
         raise ValueError(
@@ -93,18 +92,6 @@ def stable_diffusion(method: str, schedule: Schedule, mix_every: int = 1) -> Non
             "step; mix in every step over a static graph such as bidirectional_ring, or use "
             "gradient_tracking"
         )
-
-
-def _growth_of_pairs(schedule: Schedule, mix_every: int, coefficients: Callable) -> float:
-    """The factor per step, in the long run, of ``x+ = A x + B x-``, (A, B) = coefficients(W)."""
-    eye = np.eye(schedule.num_replicas)
-    period = np.eye(2 * len(eye))
-    steps = schedule.period * mix_every
-    for t in range(steps):
-        r = schedule.round_at(t, mix_every)
-        new, old = coefficients(eye if r is None else schedule.matrix(r))
-        period = np.block([[new, old], [eye, 0 * eye]]) @ period
-    return float(np.abs(np.linalg.eigvals(period)).max()) ** (1 / steps)
 
 
 def static_messages(method: str, schedule: Schedule) -> None:

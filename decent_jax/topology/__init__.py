@@ -20,23 +20,15 @@ array([0.5, 0. , 0. , 0. , 0. , 0. , 0.5, 0. ])
 
 from typing import TYPE_CHECKING
 
-from decent_jax.topology.make import COLUMN_STOCHASTIC, NAMES, make, register, repeat
-from decent_jax.topology.rounds import Round, Send
-from decent_jax.topology.schedule import Schedule
-from decent_jax.topology.weights import metropolis_hastings
-
-__all__ = [
-    "COLUMN_STOCHASTIC",
-    "NAMES",
-    "Round",
-    "Schedule",
-    "Send",
-    "make",
-    "metropolis_hastings",
-    "plot",
-    "register",
-    "repeat",
-]
+from decent_jax.topology.make import COLUMN_STOCHASTIC as COLUMN_STOCHASTIC
+from decent_jax.topology.make import NAMES as NAMES
+from decent_jax.topology.make import make as make
+from decent_jax.topology.make import register as register
+from decent_jax.topology.make import repeat as repeat
+from decent_jax.topology.rounds import Round as Round
+from decent_jax.topology.rounds import Send as Send
+from decent_jax.topology.schedule import Schedule as Schedule
+from decent_jax.topology.weights import metropolis_hastings as metropolis_hastings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,6 +40,6 @@ def plot(schedule: Schedule) -> "Figure":
     An arrow points from sender to receiver, a line without a head goes both ways; the thicker, the
     larger the weight.
     """
-    from decent_jax.topology.drawing import draw  # matplotlib takes a while to import
+    from decent_jax.topology.drawing import draw  # here, as matplotlib takes a while to import
 
     return draw(schedule)

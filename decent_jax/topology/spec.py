@@ -49,69 +49,51 @@ def parse(text: str) -> Spec:
     ((None, Spec(name='complete', arguments=())),
      (None, Spec(name='base_k', arguments=(('max_degree', 2),))))
     """
-    reader = _Reader(text)
-    spec = reader.spec()
-    if reader.kind != "end":
-        raise reader.error()
-    return spec
+    tokens, end = [], 0  # (kind, token, where it begins)
+    while match := _TOKEN.match(text, end):
+        token = match[0].strip()
+        tokens.append((token if match["mark"] else match.lastgroup, token, end))
+        end = match.end()
+    tokens = [("end", "", end), *reversed(tokens)]
 
+    def take(kind: str) -> str | None:
+        return tokens.pop()[1] if tokens[-1][0] == kind else None
 
-class _Reader:
-    """One token ahead of a text."""
-
-    def __init__(self, text: str):
-        self.text, self.end = text, 0
-        self.advance()
-
-    def advance(self) -> None:
-        self.start = self.end
-        match = _TOKEN.match(self.text, self.start)
-        if match:
-            self.end, self.kind, self.token = match.end(), match.lastgroup, match[0].strip()
-        else:
-            self.kind, self.token = "other" if self.text[self.start :].strip() else "end", ""
-
-    def take(self, mark: str) -> bool:
-        found = (self.kind, self.token) == ("mark", mark)
-        if found:
-            self.advance()
-        return found
-
-    def spec(self) -> Spec:
-        if self.kind != "name":
-            raise self.error()
-        name = self.token
-        self.advance()
-        return Spec(name, self.arguments() if self.take("(") else ())
-
-    def arguments(self) -> tuple[tuple[str | None, Value], ...]:
-        found = []
-        while not self.take(")"):
-            if found and not self.take(","):
-                raise self.error()
-            found.append(self.argument())
-        return tuple(found)
-
-    def argument(self) -> tuple[str | None, Value]:
-        if self.kind == "number":
-            return None, self.number()
-        value = self.spec()
-        if value.arguments or not self.take("="):
-            return None, value
-        return value.name, self.number() if self.kind == "number" else self.spec()
-
-    def number(self) -> int | float:
-        token = self.token
-        self.advance()
-        return int(token) if re.fullmatch(r"[-+]?\d+", token) else float(token)
-
-    def error(self) -> ValueError:
-        rest = self.text[self.start :].strip()
+    def error() -> ValueError:
+        rest = text[tokens[-1][2] :].strip()
         where = f"at {rest!r}" if rest else "where it ends"
         return ValueError(
-            f"schedule {self.text!r} cannot be read {where}; write a name, or name(parameter=value,"
+            f"schedule {text!r} cannot be read {where}; write a name, or name(parameter=value,"
             " ...), such as base_k(max_degree=2) or hierarchical(complete, one_peer_exp)"
         )
+
+    def spec() -> Spec:
+        name, arguments = take("name"), []
+        if not name:
+            raise error()
+        if take("("):
+            while not take(")"):
+                if arguments and not take(","):
+                    raise error()
+                arguments.append(argument())
+        return Spec(name, tuple(arguments))
+
+    def argument() -> tuple[str | None, Value]:
+        first = value()
+        if isinstance(first, Spec) and not first.arguments and take("="):
+            return first.name, value()
+        return None, first
+
+    def value() -> Value:
+        number = take("number")
+        if number is None:
+            return spec()
+        return int(number) if re.fullmatch(r"[-+]?\d+", number) else float(number)
+
+    found = spec()
+    if text[tokens[-1][2] :].strip():
+        raise error()
+    return found
 
 
 def bind(

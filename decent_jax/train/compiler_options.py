@@ -49,7 +49,7 @@ def _starts_early(placement, schedule, tx) -> bool:
 
     Not where a replica has several devices: XLA gathers its arrays as the gradient needs them, on
     the stream that messages to other replicas would then occupy. Nor where groups send to each
-    other and the method does not hold back the last stage (`decent_jax.gossip.mix`), before which
+    other and the method does not hold back the last stage (`after` of `gossip.mix`), before which
     XLA would wait for the messages at the top of the step.
     """
     in_stages = any(one.between_groups is not None for one in schedule.rounds)
