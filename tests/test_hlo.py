@@ -406,10 +406,10 @@ def test_a_step_grows_with_the_number_of_arrays_not_with_its_square():
         step = jax.vmap(step_of(tx, 0), axis_name="replica")
         return len(jax.jit(step).lower(params, state, jnp.zeros((8, 11))).compile().as_text())
 
-    assert instructions(48) < 2.6 * instructions(24)
+    assert instructions(32) < 2.6 * instructions(16)
 
 
-@pytest.mark.parametrize("name", topology.NAMES)
+@pytest.mark.parametrize("name", ["complete", "static_exp", "base_k", "star", "hierarchical"])
 def test_a_round_on_one_device_grows_with_its_messages_not_with_the_replicas(name):
     def lines_a_message(n):
         schedule = topology.make(name, n, local_size=2)

@@ -82,9 +82,11 @@ def test_clipping_inside_is_of_each_replicas_own_norm():
     )
 
 
-@pytest.mark.parametrize("static", [(), "accum_steps", ("accum_steps", "b1", "b2")])
-@pytest.mark.parametrize("outer", [False, True])
-def test_inject_hyperparams(static, outer):
+@pytest.mark.parametrize(
+    ("outer", "static"),
+    [(False, ()), (True, ()), (False, "accum_steps"), (True, ("accum_steps", "b1", "b2"))],
+)
+def test_inject_hyperparams(outer, static):
     """A learning rate changed by hand, accum_steps traced or static, and both nestings."""
     schedule = schedule_of("hypercube")
     x, noise = problem()
