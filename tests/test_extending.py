@@ -31,7 +31,7 @@ def slow_gossip(inner, schedule, axis_name="replica", wire=None, *, gamma: float
 
     def step(params, own, round, local):
         update, inner, ok = local(params)
-        z = guard.add(own.z, guard.scale(gamma, guard.subtract(params, own.z)))
+        z = guard.add(own.z, guard.scale(gamma, optax.tree.sub(params, own.z)))
         return guard.add(mixing(z, round, local.count), update), SlowState(z), inner, ok
 
     return guard.method(inner, step, lambda params: SlowState(guard.copy(params)))

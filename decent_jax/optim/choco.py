@@ -76,18 +76,18 @@ def choco(
         if round is None:
             return y, own, inner, ok
         # A replica that is not finite sends zeros: its public copy stays as it was.
-        gap = guard.subtract(y, own.x_hat)
-        gap = guard.choose(guard.all_finite(gap), gap, guard.zeros(gap))
+        gap = optax.tree.sub(y, own.x_hat)
+        gap = guard.choose(guard.all_finite(gap), gap, optax.tree.zeros_like(gap))
         mixed_q, q = gossip.mix_coded(
             gap, schedule, round, axis_name, wire, mixing.key(local.count)
         )
         x_hat = guard.add(own.x_hat, q)
         s = guard.add(own.s, mixed_q)
-        x = guard.add(y, guard.scale(gamma, guard.subtract(s, x_hat)))
+        x = guard.add(y, guard.scale(gamma, optax.tree.sub(s, x_hat)))
         return x, ChocoState(s, x_hat), inner, ok
 
     def own(params):
-        begin = guard.copy if identical_start else guard.zeros
+        begin = guard.copy if identical_start else optax.tree.zeros_like
         return ChocoState(begin(params), begin(params))
 
     return guard.method(inner, step, own)

@@ -78,7 +78,7 @@ def _diffusion(inner, mixing, half):
             raise ValueError("d2 mixes in every step; use mix_every=1")
         update, inner, ok = local(params)
         psi = guard.add(params, update)
-        phi = guard.add(psi, guard.subtract(params, own.psi))
+        phi = guard.add(psi, optax.tree.sub(params, own.psi))
         mixed = mixing(phi, round, local.count)
         if half:
             mixed = guard.scale(0.5, guard.add(phi, mixed))
@@ -123,12 +123,12 @@ def gradient_tracking(
         # A gradient that is not finite changes nothing: the sum of q stays that of the last ones.
         fine = guard.acceptable(local.grads, None)
         g = guard.choose(fine, local.grads, own.g)
-        q = guard.add(q, guard.subtract(g, own.g))
+        q = guard.add(q, optax.tree.sub(g, own.g))
         update, inner, ok = local(x, q, fine=fine)
         return guard.add(x, update), TrackingState(g, q), inner, ok
 
     def own(params):
-        return TrackingState(guard.zeros(params), guard.zeros(params))
+        return TrackingState(optax.tree.zeros_like(params), optax.tree.zeros_like(params))
 
     return guard.method(inner, step, own)
 

@@ -181,11 +181,6 @@ def add(tree: Any, *others: Any) -> Any:
     return jax.tree.map(lambda x, *rest: jnp.asarray(sum(rest, x), x.dtype), tree, *others)
 
 
-def subtract(a: Any, b: Any) -> Any:
-    """``a - b``."""
-    return jax.tree.map(lambda a, b: a - b, a, b)
-
-
 def scale(factor: Any, tree: Any) -> Any:
     """``factor * tree`` in the tree's dtypes."""
     return jax.tree.map(lambda x: jnp.asarray(factor, x.dtype) * x, tree)
@@ -194,11 +189,6 @@ def scale(factor: Any, tree: Any) -> Any:
 def choose(condition: jax.Array, a: Any, b: Any) -> Any:
     """``a`` where the scalar condition holds, else ``b``."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), a, b)
-
-
-def zeros(tree: Any) -> Any:
-    """Zeros of the same shapes and dtypes."""
-    return jax.tree.map(jnp.zeros_like, tree)
 
 
 def copy(tree: Any) -> Any:

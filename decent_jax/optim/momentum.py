@@ -122,14 +122,14 @@ def quasi_global_sgd(
         g, inner, ok = local(params)
         descent = guard.add(g, guard.scale(momentum, own.m))
         after = mixing(guard.add(params, guard.scale(-rate, descent)), round, local.count)
-        m = _towards(own.m, guard.subtract(params, after), mu, jnp.asarray(rate))
+        m = _towards(own.m, optax.tree.sub(params, after), mu, jnp.asarray(rate))
         return after, MomentumState(m), inner, ok
 
     return guard.method(gradient or optax.identity(), step, _no_momentum)
 
 
 def _no_momentum(params: Any) -> MomentumState:
-    return MomentumState(guard.zeros(params))
+    return MomentumState(optax.tree.zeros_like(params))
 
 
 def _towards(m, moved, mu, rate):
@@ -198,12 +198,12 @@ def quasi_global_adam(
 
         change = jax.tree.map(descend, own.m, v_tilde, g)
         after = mixing(guard.add(params, change), round, local.count)
-        moved = guard.subtract(params, after)
+        moved = optax.tree.sub(params, after)
         d = guard.scale(1 / (optax.tree.norm(moved) + 1e-8), moved)
         return after, AdamState(moment(b1, own.m, d, 1), moment(b2, own.v, d, 2)), inner, ok
 
     def own(params):
-        return AdamState(guard.zeros(params), guard.zeros(params))
+        return AdamState(optax.tree.zeros_like(params), optax.tree.zeros_like(params))
 
     return guard.method(gradient or optax.identity(), step, own)
 
@@ -241,7 +241,7 @@ def decentlam(
         is_zero, divisor = guard.divisor(rate)
         g, inner, ok = local(params)
         mixed = mixing(guard.add(params, guard.scale(-rate, g)), round, local.count)
-        g_tilde = guard.scale(1 / divisor, guard.subtract(params, mixed))
+        g_tilde = guard.scale(1 / divisor, optax.tree.sub(params, mixed))
         m = guard.add(guard.scale(momentum, own.m), g_tilde)
         after = guard.add(params, guard.scale(-rate, m))
         after, m = guard.choose(is_zero, (mixed, own.m), (after, m))

@@ -70,14 +70,14 @@ def slowmo(
             return x, own, inner, ok
         rate = jnp.asarray(guard.rate_at(learning_rate, local.count))
         is_zero, divisor = guard.divisor(rate)
-        moved = guard.scale(1 / divisor, guard.subtract(own.x_0, x))
+        moved = guard.scale(1 / divisor, optax.tree.sub(own.x_0, x))
         u = guard.add(guard.scale(beta, own.u), moved)
         jumped = guard.add(own.x_0, guard.scale(-alpha * rate, u))
         x, u = guard.choose(is_zero, (x, own.u), (jumped, u))
         return x, SlowmoState(u, x), inner, ok
 
     def own(params):
-        return SlowmoState(guard.zeros(params), guard.copy(params))
+        return SlowmoState(optax.tree.zeros_like(params), guard.copy(params))
 
     return guard.method(inner, step, own)
 
@@ -170,7 +170,7 @@ def diloco(
         f = gossip.number(round) % fragments
         which = _fragments(params, fragments)[f]
         theta = _taken(own.theta, which)
-        delta = guard.subtract(theta, mixing(_taken(late, which), round, local.count))
+        delta = optax.tree.sub(theta, mixing(_taken(late, which), round, local.count))
         change, state = outer.update(delta, own.states[f], theta)
         theta: Any = optax.apply_updates(theta, change)
         new = theta

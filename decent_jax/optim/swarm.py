@@ -160,13 +160,13 @@ def swarm(
             theirs = places(points, message[2], mine)
             (read_by_them,), _ = _receive((read,), round)
             meets = read & read_by_them & (weight > 0)
-            nearer = jnp.maximum(_SLACK * _largest(guard.subtract(theirs, mine)), _SHRINK * y)
+            nearer = jnp.maximum(_SLACK * _largest(optax.tree.sub(theirs, mine)), _SHRINK * y)
             # Only the sender that was not decoded widens its lattice; if the receiver did, too, one
             # failure would cause others.
             farther = jnp.where(read_by_them, y, _GROW * y)
             y = jnp.where(weight > 0, jnp.where(meets, nearer, farther), y)
-        pull = guard.scale(0.5, guard.subtract(theirs, decoded))
-        x = guard.add(x, guard.choose(meets, pull, guard.zeros(pull)))
+        pull = guard.scale(0.5, optax.tree.sub(theirs, decoded))
+        x = guard.add(x, guard.choose(meets, pull, optax.tree.zeros_like(pull)))
         published = None if blocking else guard.choose(weight > 0, x, own.published)
         return x, SwarmState(y, published), inner, ok
 
