@@ -1,7 +1,10 @@
 """One process with eight simulated devices, and no tolerance for silent broadcasting."""
 
+import json
 import os
 import signal
+from collections import Counter
+from pathlib import Path
 
 # Eight CPU devices on two cores: each waiting device holds a thread of XLA's pool, which is as
 # large as the core count, so a collective can wait for ever (DESIGN 4.13). Before jax starts.
@@ -22,7 +25,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+SECONDS = Path(__file__).with_name("seconds.json")
 _programs: list[str] = []  # that this process compiled
+_seconds: Counter[str] = Counter()
 
 
 def _note(event, _, fun_name="", **__):
@@ -33,9 +38,48 @@ def _note(event, _, fun_name="", **__):
 jax.monitoring.register_event_duration_secs_listener(_note)
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--write-seconds",
+        action="store_true",
+        help=f"write to {SECONDS.name} what each file of tests took, and which tests are slow",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items):
-    """Fast tests first, in every file: a mistake shows within seconds."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+    """The longest files first, so that no worker idles at the end; in a file the fast tests.
+
+    A test is `slow` where it took over 3 s when ``pytest --write-seconds`` was last run.
+    """
+    known = json.loads(SECONDS.read_text())
+
+    def order(item):
+        path, _, name = item.nodeid.partition("::")
+        new = 10 if path.startswith("tests/") else 0  # doctests of the package take no time
+        seconds, slow = known.get(path, (new, ()))
+        if name in slow:
+            item.add_marker("slow")
+        return -seconds, path, item.get_closest_marker("slow") is not None
+
+    items.sort(key=order)
+
+
+def pytest_runtest_logreport(report):
+    _seconds[report.nodeid] += report.duration
+
+
+def pytest_sessionfinish(session):
+    if not session.config.getoption("write_seconds") or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    known, root = json.loads(SECONDS.read_text()), session.config.rootpath
+    for path in {nodeid.partition("::")[0] for nodeid in _seconds}:
+        taken = {k.partition("::")[2]: s for k, s in _seconds.items() if k.startswith(path + "::")}
+        slow = sorted(name for name, seconds in taken.items() if seconds > 3)
+        known[path] = [round(sum(taken.values()), 1), slow]
+    kept = {k: v for k, v in sorted(known.items()) if v[0] >= 1 and (root / k).exists()}
+    lines = [f"  {json.dumps(path)}: {json.dumps(taken)}" for path, taken in kept.items()]
+    SECONDS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,7 +104,10 @@ def tiny_data(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def cache_folder(tmp_path_factory):
-    return os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(tmp_path_factory.mktemp("cache"))
+    """One for all workers of a session and the processes they start."""
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    return os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(shared / "cache")
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +131,12 @@ def compile_once(cache_folder):
     for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
 
 
 @pytest.fixture

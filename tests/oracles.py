@@ -45,9 +45,7 @@ def _combine(W, x, update, combine):
     """W x - update ("with") or W (x - update) ("then")."""
     if combine == "with":
         return mix(W, x) - update
-    if combine == "then":
-        return mix(W, x - update)
-    raise ValueError(f"combine is 'with' or 'then', not {combine!r}")
+    return mix(W, x - update)
 
 
 # The matrices of schedules.
@@ -236,8 +234,6 @@ def gradient_tracking(x, mixes="previous"):
     "current": step t mixes x_t and q_t, as DIGing does: q_{t+1} = W_t q_t + g_{t+1} - g_t.
     They are the same where W is fixed.
     """
-    if mixes not in ("previous", "current"):
-        raise ValueError(f"mixes is 'previous' or 'current', not {mixes!r}")
     q, before, W = np.zeros_like(x), np.zeros_like(x), None
     while True:
         previous = W
@@ -300,12 +296,9 @@ def diloco(
     x_i = alpha x_i + (1 - alpha) X+.
     Replicas must start equal. ``record``, a list, receives X after every step.
     """
-    if np.any(x != x[0]):
-        raise ValueError("DiLoCo starts from equal replicas")
+    assert np.all(x == x[0]), "DiLoCo starts from equal replicas"
     fragments = [list(range(x.shape[1]))] if fragments is None else fragments
-    period = sync_every // len(fragments)
-    if not 0 <= delay < period:
-        raise ValueError(f"delay must be below sync_every // fragments = {period}, got {delay}")
+    assert 0 <= delay < sync_every // len(fragments)
     whole, v, past = x[0].copy(), np.zeros_like(x[0]), [x]
     while True:
         g, _, lr, t = yield x
@@ -361,6 +354,7 @@ def accum_adam(
     accum_steps=1,
     decoupled=True,
     combine="with",
+    record=None,
 ):
     """Decentralized (accumulated) Adam (Wang et al. 2025); accum_steps = 1 is Adam.
 
@@ -371,10 +365,8 @@ def accum_adam(
     x+ = y ("with") or W y ("then").
     At the end of a window, t % s == 0: m <- b1 m + (1 - b1) A; v <- b2 v + (1 - b2) A^2; A <- 0.
     Moments are never sent; wd may be one number a coordinate. The reference does not mix at its
-    first step: let ``matrices(0)`` be None.
+    first step: let ``matrices(0)`` be None. ``record``, a list, receives each (m, v, A).
     """
-    if combine not in ("with", "then"):
-        raise ValueError(f"combine is 'with' or 'then', not {combine!r}")
     m, v, A = np.zeros_like(x), np.zeros_like(x), np.zeros_like(x)
     while True:
         g, W, lr, t = yield x
@@ -393,59 +385,17 @@ def accum_adam(
             m = b1 * m + (1 - b1) * A
             v = b2 * v + (1 - b2) * A**2
             A = np.zeros_like(x)
+        if record is not None:
+            record.append((m, v, A))
 
 
 METHODS = {
-    "dpsgd": dpsgd,
-    "local_sgd": dpsgd,
-    "dmsgd": dmsgd,
-    "gossiped_momentum": gossiped_momentum,
-    "quasi_global_sgd": quasi_global_sgd,
-    "quasi_global_adam": quasi_global_adam,
-    "decentlam": decentlam,
-    "exact_diffusion": exact_diffusion,
-    "d2": d2,
-    "gradient_tracking": gradient_tracking,
-    "push_sum": push_sum,
-    "slowmo": slowmo,
-    "diloco": diloco,
-    "choco": choco,
-    "accum_adam": accum_adam,
+    one.__name__: one
+    for one in (
+        *(dpsgd, dmsgd, gossiped_momentum, quasi_global_sgd, quasi_global_adam, decentlam),
+        *(exact_diffusion, d2, gradient_tracking, push_sum, slowmo, diloco, choco, accum_adam),
+    )
 }
-
-
-# Pairs, one interaction at a time.
-
-
-def swarm(interactions, grad, x0, lr, blocking=True):
-    """SwarmSGD (Nadiradze et al. 2021), the sequential model: X after every interaction.
-
-    An interaction (i, j, H_i, H_j): i and j take H_i and H_j local steps x <- x - lr g(x), then
-    blocking: both take (x_i + x_j) / 2;
-    non-blocking: x_k <- (S_i + S_j) / 2 + (x_k - S_k) for k = i, j, from both old copies S, the
-    parameters each published at the end of its last interaction (x0 at first); then S_k <- x_k.
-    ``grad(x, t)`` and ``lr(t)`` take the count t of local steps that replica has finished; only its
-    own row of the gradient is used.
-    """
-    x = np.array(x0, np.float64)
-    published = x.copy()
-    finished = np.zeros(len(x), int)
-    history = np.empty((len(interactions), *x.shape))
-    for k, (i, j, *local_steps) in enumerate(interactions):
-        if i == j:
-            raise ValueError(f"interaction {k}: replica {i} meets itself")
-        for replica, count in zip((i, j), local_steps, strict=True):
-            for _ in range(count):
-                t = int(finished[replica])
-                x[replica] -= at(lr, t) * np.asarray(grad(x.copy(), t), np.float64)[replica]
-                finished[replica] += 1
-        old = x if blocking else published
-        mean = (old[i] + old[j]) / 2
-        for replica in (i, j):
-            x[replica] = mean + (0 if blocking else x[replica] - published[replica])
-            published[replica] = x[replica]
-        history[k] = x
-    return history
 
 
 # A problem whose replicas disagree.

@@ -2,6 +2,7 @@
 
 import json
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,19 +10,13 @@ import optax
 import pytest
 from shared import SHARED, shared
 
-from decent_jax import gossip, optim, topology
+from decent_jax import optim, topology
 
 # Named here because parametrisation happens at collection; the tests skip or fail by `shared`.
 INDEX = SHARED / "golden" / "optimizers.json"
 CASES = json.loads(INDEX.read_text())["cases"] if INDEX.exists() else []
 TRAJECTORIES = SHARED / "golden" / "decent_dp_4_replicas.json"
 RUNS = json.loads(TRAJECTORIES.read_text())["cases"] if TRAJECTORIES.exists() else {}
-
-
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
 
 
 def relative_error(got, wanted):
@@ -42,27 +37,26 @@ def test_golden_files_are_there():
     assert len(CASES) > 20 and len(RUNS) == 8
 
 
-def test_local_optimizers(x64):
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 3e-6), ("float64", 1e-12)])
+def test_local_optimizers(dtype, limit, x64):
+    """All cases side by side in one program."""
     data = np.load(shared("golden/optimizers.npz"))
-    worst = {"float32": 0.0, "float64": 0.0}
-    for case in CASES:
-        dtype = case["dtype"]
-        tx = make_optimizer(case)
-        wanted = data[f"{case['id']}_params"]
+    cases = {case["id"]: case for case in CASES if case["dtype"] == dtype}
+    tx = harness.together({key: make_optimizer(case) for key, case in cases.items()})
+
+    def step(carry, g):
+        params, state = carry
+        updates, state = tx.update(dict.fromkeys(cases, g), state, params)
+        params = optax.apply_updates(params, updates)
+        return (params, state), params
+
+    start = dict.fromkeys(cases, jnp.asarray(data[f"init_{dtype}"]))
+    gradients = jnp.asarray(data[f"grads_{dtype}"])
+    _, params = jax.jit(lambda *carry: jax.lax.scan(step, carry, gradients))(start, tx.init(start))
+    for key in cases:
+        wanted = data[f"{key}_params"]
         assert wanted.dtype == dtype
-        gradients = jnp.asarray(data[f"grads_{dtype}"])
-
-        def step(carry, g, tx=tx):
-            params, state = carry
-            updates, state = tx.update(g, state, params)
-            params = optax.apply_updates(params, updates)
-            return (params, state), params
-
-        start = jnp.asarray(data[f"init_{dtype}"])
-        _, params = jax.lax.scan(step, (start, tx.init(start)), gradients)
-        worst[dtype] = max(worst[dtype], relative_error(params, wanted[1:]))
-    assert worst["float64"] < 1e-12
-    assert worst["float32"] < 3e-6
+        assert relative_error(params[key], wanted[1:]) < limit, key
 
 
 SCHEDULES = {"one-peer-exp": "hypercube", "alternating-exp-ring": "alternating_exp_ring"}
@@ -90,22 +84,18 @@ def test_decentralized_trajectories(name, x64):
     mask = [decays_all or bool(part[0]) for part in np.split(is_bias, split)]
     tx = optim.decentralized(make_optimizer(case, mask), schedule)
 
-    def step(params, state, g, round):
-        updates, state = tx.update(tree_of(g), state, params, round=round)
-        return optim.apply_updates(params, updates), state
-
+    step = harness.stepper(tx, lambda _, g: tree_of(g))
+    mixed = harness.matrices_of(schedule, 1)[0]
     params = jax.vmap(tree_of)(start)
     state = jax.vmap(tx.init)(params)
     for t in range(1, 21):
         round = None if t == 1 else (1 if t == 2 else t) % schedule.period
-        params, state = jax.vmap(
-            lambda p, s, g, round=round: step(p, s, g, round), axis_name="replica"
-        )(params, state, gradients[:, t - 1])
+        matrix = np.eye(4) if round is None else schedule.matrix(round)
+        params, state = step(matrix, params, state, gradients[:, t - 1])
         if t >= 2:
             got = jnp.concatenate(params, axis=1)
             assert got.dtype == wanted.dtype
             limit = 1e-12 if case["dtype"] == "float64" else 1e-5
             assert relative_error(got, wanted[:, t - 1]) < limit, f"step {t}"
             consensus = wanted[:, t - 1].mean(0)
-            mixed = jax.vmap(lambda p: gossip.mix(p, schedule, 0), axis_name="replica")(got)
-            assert relative_error(mixed.mean(0), consensus) < 1e-6
+            assert relative_error((mixed @ np.asarray(got)).mean(0), consensus) < 1e-6

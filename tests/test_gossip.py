@@ -1,56 +1,23 @@
 """`gossip.mix` against dense matrices, wherever the replicas live."""
 
+import functools
 import itertools
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 from decent_jax import gossip, topology
 from decent_jax.gossip import groups, permute
 from decent_jax.topology import Schedule
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
-def mesh_of(devices):
-    return jax.make_mesh(
-        (devices,), ("replica",), (AxisType.Auto,), devices=jax.devices()[:devices]
-    )
-
-
 def on_stack(fn, form, n, devices=1, check_vma=None):
     """``fn(axis_name, *replica's own trees)`` as a jitted function of stacked trees."""
-    if form == "vmap":
-        body = jax.vmap(lambda *args: fn("replica", *args), axis_name="replica")
-        return jax.jit(body)
-    if form == "devices":
-        assert n == devices
-
-        def body(*args):
-            own = jax.tree.map(lambda x: x[0], args)
-            return jax.tree.map(lambda x: x[None], fn("replica", *own))
-
-    else:
-        body = jax.vmap(lambda *args: fn(("replica", "block"), *args), axis_name="block")
-    if check_vma is None:
-        check_vma = form == "devices"
-    return jax.jit(
-        jax.shard_map(
-            body,
-            mesh=mesh_of(devices),
-            in_specs=P("replica"),
-            out_specs=P("replica"),
-            check_vma=check_vma,
-        )
-    )
+    fn = functools.partial(fn, harness.axis_of(form))
+    return harness.on_stack(fn, form, n, devices, check_vma)
 
 
 def metropolis_star(n):
@@ -117,46 +84,74 @@ def tree_for(n, dtype=np.float64, seed=0):
     }
 
 
+# (form, n, devices): n in and out of powers of two, blocks that permutations do not respect, a
+# node inside a device, over two and over all.
 FORMS = [
-    *(("vmap", n, 1) for n in (1, 2, 3, 6, 8, 16)),
-    *(("devices", n, n) for n in (1, 2, 5, 8)),
-    ("block", 2, 1),
-    ("block", 6, 2),
+    *(("vmap", n, 1) for n in (1, 3, 8)),
+    ("devices", 5, 5),
     ("block", 6, 3),
     ("block", 8, 4),
-    ("block", 12, 4),
     ("block", 15, 5),
-    ("block", 16, 8),
     ("block", 24, 8),
 ]
 
 
 @pytest.mark.parametrize(("form", "n", "devices"), FORMS)
 def test_mix_is_the_matrix(form, n, devices, x64):
-    """All schedules and rounds of a size in one executable."""
+    """All schedules and rounds of a size in one executable, and with replicas that are not finite.
+
+    Guarded, a replica's tree holds a pattern of bad replicas per row.
+    """
     schedules = {
         key: schedule for key, schedule in schedules_of(n).items() if fitting(schedule, n, devices)
     }
     assert len(schedules) > (2 if n > 2 else 3)
+    # The guard acts on messages and groups, which are alike in the schedules left out.
+    guarded = [key for key in schedules if n <= 8 and key[0] not in LIKE_OTHERS]
+    patterns = all_patterns(n) if n <= 5 else some_patterns(n)
+    bad_rows = poisoned(n, patterns, (np.nan, np.inf, -np.inf)[n % 3])
 
-    def every_round(axis_name, tree):
-        return {
-            key: [gossip.mix(tree, schedule, r, axis_name) for r in range(schedule.period)]
-            for key, schedule in schedules.items()
-        }
+    def mix_bad(axis_name, schedule, r, x):
+        ok = jnp.isfinite(x).all()
+        mixed = gossip.mix({"a": x[:1], "b": x[1:]}, schedule, r, axis_name, finite=ok)
+        return jnp.concatenate([mixed["a"], mixed["b"]])
+
+    def every_round(axis_name, tree, rows):
+        plain, bad = {}, {}
+        for key, schedule in schedules.items():
+            rounds = range(schedule.period)
+            plain[key] = [gossip.mix(tree, schedule, r, axis_name) for r in rounds]
+            if key in guarded:
+                fns = [functools.partial(mix_bad, axis_name, schedule, r) for r in rounds]
+                bad[key] = [jax.vmap(fn)(rows) for fn in fns]
+        return plain, bad
 
     tree = tree_for(n)
     grouped = any(schedule.partial_groups for schedule in schedules.values())
     check_vma = False if grouped else None
-    got = on_stack(every_round, form, n, devices, check_vma)(tree)
+    plain, bad = on_stack(every_round, form, n, devices, check_vma)(tree, bad_rows)
     for key, schedule in schedules.items():
         for r in range(schedule.period):
             for leaf, x in tree.items():
-                y = np.asarray(got[key][r][leaf])
+                y = np.asarray(plain[key][r][leaf])
                 wanted = np.einsum("ij,j...->i...", schedule.matrix(r), x)
                 assert y.dtype == np.float64
                 np.testing.assert_allclose(y, wanted, atol=1e-14, err_msg=f"{key} {r} {leaf}")
                 np.testing.assert_allclose(y.mean(0), x.mean(0), atol=1e-14)
+    nans = 0
+    for key in guarded:
+        for r, one in enumerate(schedules[key].rounds):
+            y = np.asarray(bad[key][r])
+            for p, pattern in enumerate(patterns):
+                wanted = guarded_round(one, bad_rows[:, p], ~pattern)
+                message = f"{key} round {r} bad {pattern}"
+                np.testing.assert_allclose(y[:, p], wanted, atol=1e-14, err_msg=message)
+                if not pattern.any():
+                    np.testing.assert_allclose(y[:, p], one.matrix @ bad_rows[:, p], atol=1e-14)
+                if not pattern.all() and key[0] == "complete":
+                    assert np.isfinite(y[:, p]).all()
+                nans += np.isnan(y[:, p]).any()
+    assert nans >= len(guarded)  # all bad stays NaN
 
 
 def test_some_case_takes_the_uneven_route():
@@ -205,8 +200,7 @@ def test_dtypes_are_kept(form, n, devices):
 
 # (form, n, devices): a device holds a part of a group, a whole group, or several.
 GROUP_FORMS = [
-    *(("vmap", 8, 1), ("devices", 8, 8), ("block", 8, 4), ("block", 8, 2), ("block", 8, 1)),
-    *(("block", 16, 8), ("block", 16, 4), ("block", 24, 8), ("block", 24, 4)),
+    *(("vmap", 8, 1), ("devices", 8, 8), ("block", 8, 4), ("block", 8, 1), ("block", 24, 4)),
 ]
 
 
@@ -327,66 +321,6 @@ def some_patterns(n):
     return np.concatenate(
         [np.zeros((1, n), bool), np.ones((1, n), bool), eye, ~eye, rng.random((6, n)) < 0.5]
     )
-
-
-@pytest.mark.parametrize(
-    ("form", "n", "devices", "poison"),
-    [
-        ("vmap", 4, 1, np.nan),
-        ("vmap", 5, 1, np.inf),
-        ("vmap", 2, 1, np.nan),
-        ("vmap", 1, 1, np.nan),
-        ("vmap", 7, 1, -np.inf),
-        ("devices", 8, 8, np.nan),
-        ("block", 6, 3, np.inf),
-        ("block", 8, 4, np.nan),
-        ("block", 12, 4, np.nan),
-    ],
-)
-def test_replicas_that_are_not_finite(form, n, devices, poison, x64):
-    schedules = {
-        key: schedule
-        for key, schedule in schedules_of(n, LIKE_OTHERS).items()
-        if fitting(schedule, n, devices)
-    }
-    patterns = all_patterns(n) if n <= 5 else some_patterns(n)
-    x = poisoned(n, patterns, poison)
-
-    def every_round(axis_name, x):
-        def one_pattern(x):
-            tree = {"a": x[:1], "b": x[1:]}
-            ok = jnp.isfinite(x).all()
-            mixed = {
-                key: [
-                    gossip.mix(tree, schedule, r, axis_name, finite=ok)
-                    for r in range(schedule.period)
-                ]
-                for key, schedule in schedules.items()
-            }
-            return jax.tree.map(
-                lambda pair: jnp.concatenate([pair["a"], pair["b"]]),
-                mixed,
-                is_leaf=lambda node: isinstance(node, dict) and "a" in node,
-            )
-
-        return jax.vmap(one_pattern)(x)
-
-    got = on_stack(every_round, form, n, devices, check_vma=False)(x)
-    nans = 0
-    for key, schedule in schedules.items():
-        for r, one in enumerate(schedule.rounds):
-            y = np.asarray(got[key][r])
-            for p, bad in enumerate(patterns):
-                wanted = guarded_round(one, x[:, p], ~bad)
-                np.testing.assert_allclose(
-                    y[:, p], wanted, atol=1e-14, err_msg=f"{key} round {r} bad {bad}"
-                )
-                if not bad.any():
-                    np.testing.assert_allclose(y[:, p], one.matrix @ x[:, p], atol=1e-14)
-                if not bad.all() and key[0] == "complete":
-                    assert np.isfinite(y[:, p]).all()
-                nans += np.isnan(y[:, p]).any()
-    assert nans >= len(schedules)  # all bad stays NaN
 
 
 def test_rules_by_hand():

@@ -1,34 +1,37 @@
-"""Every method on every kind of schedule is its recursion, or says why it cannot be."""
+"""Every method on every schedule is its recursion, or says why it cannot be."""
 
 import dataclasses
+import functools
 import warnings
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import oracles
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from decent_jax import optim, topology
 from decent_jax.gossip import wire
-from decent_jax.optim import METHODS, Parts
 
-N, D, STEPS, MOMENTUM = 8, 6, 7, 0.9
+N, D, STEPS, MOMENTUM = 8, 6, 8, 0.9
+MASK = {"one": True, "two": False}
 
-
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def rate(step):
     return 0.1 / (1 + 0.2 * step)
 
 
+ADAM = {"b1": 0.8, "b2": 0.9, "eps": 1e-3}
+DECAY = {"weight_decay": np.where(np.arange(D) < D - 2, 0.1, 0.0), "accum_steps": 3}
 SGD, SGDM = optax.sgd(rate), optax.sgd(rate, momentum=MOMENTUM)
+L2 = optim.accum_adam(rate, **ADAM, weight_decay=0.1, mask=MASK, accum_steps=3)
+DECOUPLED = optim.accum_adamw(
+    rate, **ADAM, weight_decay=0.1, mask=lambda params: dict(MASK), accum_steps=3
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +51,12 @@ def top_of_each_array(row):
     return np.concatenate([oracles.top(1)(row[: D - 2]), oracles.top(1)(row[D - 2 :])])
 
 
+def adam(combine, inner=DECOUPLED, **wanted):
+    """Accumulated Adam in one order; two windows close in `STEPS`, and a third begins."""
+    wanted = ADAM | DECAY | wanted
+    return Case("accum_adam", "accum_adam", inner, combine, wanted={"combine": combine} | wanted)
+
+
 CASES = {
     "dpsgd-with": Case("decentralized_sgd", "dpsgd", combine="with", wanted={"combine": "with"}),
     "dpsgd-then": Case("decentralized_sgd", "dpsgd", combine="then", wanted={"combine": "then"}),
@@ -58,14 +67,26 @@ CASES = {
         numbers={"gamma": lambda t: 1 / (1 + 0.5 * t)},
         wanted={"combine": "with", "gamma": lambda t: 1 / (1 + 0.5 * t)},
     ),
-    "dmsgd": Case("decentralized_sgd", "dmsgd", SGDM, combine="then"),
-    "accum_adam": Case(
-        "accum_adam",
-        "accum_adam",
-        optim.accum_adamw(rate, 0.8, 0.9, 1e-3, 0.1, accum_steps=3),
-        combine="with",
-        wanted={"b1": 0.8, "b2": 0.9, "eps": 1e-3, "weight_decay": 0.1}
-        | {"accum_steps": 3, "combine": "with"},
+    "gamma-then": Case(
+        "decentralized_sgd",
+        "dpsgd",
+        combine="then",
+        numbers={"gamma": lambda t: 0.5 * t / (1 + t)},
+        wanted={"combine": "then", "gamma": lambda t: 0.5 * t / (1 + t)},
+    ),
+    "dmsgd-with": Case("decentralized_sgd", "dmsgd", SGDM, "with", wanted={"combine": "with"}),
+    "dmsgd-then": Case("decentralized_sgd", "dmsgd", SGDM, "then"),
+    "accum_adamw-with": adam("with"),
+    "accum_adamw-then": adam("then"),
+    "accum_adam-with": adam("with", L2, decoupled=False),
+    "accum_adam-then": adam("then", L2, decoupled=False),
+    "adam-with": dataclasses.replace(
+        adam("with", optax.adam(rate, **ADAM), weight_decay=0, accum_steps=1),
+        method="decentralized_adam",
+    ),
+    "adam-then": dataclasses.replace(
+        adam("then", optax.adam(rate, **ADAM), weight_decay=0, accum_steps=1),
+        method="decentralized_adam",
     ),
     "gossiped_momentum": Case("gossiped_momentum", "gossiped_momentum", SGDM),
     "quasi_global_sgd": Case(
@@ -118,36 +139,30 @@ REFUSED = dict.fromkeys(CASES, NOT_PUSH) | {
 }
 
 
-def parts_of(case, kind):
-    name, mix_every = KINDS[kind]
-    return Parts(
-        topology.make(name, N),
-        rate,
-        case.inner,
-        combine=case.combine,
-        mix_every=mix_every,
-        identical_start=False,
-        numbers=case.numbers,
-    )
-
-
-def build(case, kind, **changes):
-    with warnings.catch_warnings():  # the ring of 8 is at the bound of D2, see test_refusals
+def build(case, name, mix_every=1, n=N, **changes):
+    given = {"combine": case.combine, "numbers": case.numbers} | changes
+    schedule = topology.make(name, n, local_size=2)
+    with warnings.catch_warnings():  # the ring of 8 is at the bound of D2, see test_d2_at_its_bound
         warnings.filterwarnings("ignore", message=".*the bound of its")
-        return METHODS[case.method].build(dataclasses.replace(parts_of(case, kind), **changes))
+        return schedule, harness.build(
+            case.method,
+            schedule,
+            case.inner,
+            rate,
+            mix_every=mix_every,
+            identical_start=False,
+            **given,
+        )
 
 
-def problem(seed=0):
+def problem(n=N, seed=0):
     """Start (n, D), and the gradient a (x - b_t) with another b at every step."""
     rng = np.random.default_rng(seed)
-    x0, a = rng.normal(size=(N, D)), rng.uniform(0.2, 1, (N, 1))
-    b = rng.normal(size=(STEPS, N, D))
-    return x0, a, b
+    return rng.normal(size=(n, D)), rng.uniform(0.2, 1, (n, 1)), rng.normal(size=(STEPS, n, D))
 
 
-def simulated(case, kind, problem):
-    x0, a, b = problem
-    schedule, mix_every = parts_of(case, kind).schedule, KINDS[kind][1]
+def wanted_of(case, schedule, mix_every, given):
+    x0, a, b = given
 
     def matrices(t):
         r = schedule.round_at(t, mix_every)
@@ -159,95 +174,129 @@ def simulated(case, kind, problem):
     return oracles.run(case.oracle, matrices, grad, x0, STEPS, rate, **case.wanted)
 
 
-def one_step(tx, round):
-    """A step of one replica whose parameters are two arrays: (D - 2,) and (2, 1)."""
-
-    def step(x, state, a, b):
-        grads = jax.tree.map(lambda x, b: a * (x - b), x, split(b))
-        updates, state = tx.update(grads, state, x, round=round)
-        return optim.apply_updates(x, updates), state
-
-    return step
-
-
-def split(row):
-    return {"one": row[: D - 2], "two": row[D - 2 :].reshape(2, 1)}
+def split(rows):
+    """A replica's parameters are two arrays: (D - 2,) and (2, 1)."""
+    rows = np.asarray(rows)
+    return {"one": rows[..., : D - 2], "two": rows[..., D - 2 :, None]}
 
 
 def joined(x):
-    return np.concatenate([np.asarray(x["one"]), np.asarray(x["two"]).reshape(N, 2)], axis=1)
+    return np.concatenate([np.asarray(x["one"]), np.asarray(x["two"])[..., 0]], axis=-1)
 
 
-def run(case, kind, problem, mesh=None):
-    x0, a, b = problem
-    axis = "replica"
-    tx = build(case, kind, axis_name=axis)
-    schedule, mix_every = parts_of(case, kind).schedule, KINDS[kind][1]
-    x = jax.vmap(split)(jnp.asarray(x0))
-    state = jax.vmap(tx.init)(x)
-    executables, history = {}, []
-    for t in range(STEPS):
-        r = schedule.round_at(t, mix_every)
-        if r not in executables:
-            if mesh is None:
-                executables[r] = jax.vmap(one_step(tx, r), axis_name="replica")
-            else:
-                executables[r] = jax.jit(on_mesh(one_step(tx, r), mesh, schedule))
-        x, state = executables[r](x, state, jnp.asarray(a[:, 0]), jnp.asarray(b[t]))
-        history.append(joined(x))
-    return np.stack(history)
+def gradient(x, given):
+    a, b = given
+    return jax.tree.map(lambda x, b: a * (x - b), x, b)
 
 
-def on_mesh(step, mesh, schedule):
-    def body(*args):
-        own = step(*jax.tree.map(lambda x: x[0], args))
-        return jax.tree.map(lambda x: x[None], own)
-
-    spec = P("replica")
-    return jax.shard_map(
-        body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=not schedule.partial_groups
-    )
-
-
-VALID = [(case, kind) for case in CASES for kind in KINDS if kind not in REFUSED[case]]
-INVALID = [(case, kind) for case in CASES for kind in REFUSED[case]]
+def data_of(given):
+    _, a, b = given
+    return np.tile(a[:, 0], (STEPS, 1)), split(b)
 
 
 def test_every_method_has_a_case():
     """DiLoCo and SwarmSGD have files of their own; the rest is here."""
     tested = {case.method for case in CASES.values()}
-    assert tested | {"all_reduce", "decentralized_adam", "diloco", "swarm"} == set(METHODS)
+    assert tested | {"all_reduce", "diloco", "swarm"} == set(harness.NAMES)
 
 
-@pytest.mark.parametrize(("name", "kind"), VALID)
-def test_vmap_is_the_recursion(name, kind):
-    given = problem()
-    wanted = simulated(CASES[name], kind, given)
-    got = run(CASES[name], kind, given)
+# Every schedule by name, mixing in every step and in every second one.
+SCHEDULES = [(name, every) for name in (*topology.NAMES, "random_out") for every in (1, 2)]
+# What a method runs on; methods with conditions run on fewer.
+ENOUGH = dict.fromkeys(CASES, 33) | {"push_sum": 35, "exact_diffusion": 17}
+ENOUGH |= {"d2": 3, "decentlam": 4, "choco": 4}
+
+
+def accepted(case):
+    """The schedules that a method does not refuse."""
+    found = []
+    for name, mix_every in SCHEDULES:
+        try:
+            found.append((build(case, name, mix_every)[0], mix_every))
+        except ValueError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "slowmo"])
+def test_it_is_the_recursion(name):
+    """On all schedules in one program, whose data are the matrices.
+
+    SlowMo reads the number of a round, so it runs on devices below. CHOCO in a step that does not
+    mix keeps what it has sent, which no matrix says; it runs there too.
+    """
+    case, given = CASES[name], problem()
+    runs = [run for run in accepted(case) if name != "choco" or run[1] == 1]
+    assert len(runs) >= ENOUGH[name]
+    matrices = np.stack([harness.matrices_of(schedule, STEPS, every) for schedule, every in runs])
+    schedule = runs[0][0]
+    tx = build(case, schedule.name)[1]
+    x = jax.tree.map(lambda x: np.tile(x, (len(runs), *[1] * x.ndim)), split(given[0]))
+    got = joined(harness.simulated(tx, gradient, x, data_of(given), matrices))
     assert got.dtype == np.float64
-    np.testing.assert_allclose(got, wanted, rtol=1e-11, atol=1e-11)
+    for history, (schedule, every) in zip(got, runs, strict=True):
+        wanted = wanted_of(case, schedule, every, given)
+        scale = max(1, np.abs(wanted).max())
+        message = f"{schedule.name}, every {every}"
+        np.testing.assert_allclose(history, wanted, rtol=0, atol=1e-11 * scale, err_msg=message)
 
 
-# A layout differs in `gossip` only, so a kind of schedule a method is enough there.
-ON_DEVICES = [
-    (name, [k for k in KINDS if (name, k) in VALID][i % 3])
-    for i, name in enumerate(name for name in CASES if name not in ("d2", "decentlam", "slowmo"))
-]
-ON_DEVICES += [("d2", "static"), ("decentlam", "static"), ("slowmo", "periodic")]
+# Rounds themselves, and steps without one. A layout lives in `gossip` only, so one schedule for
+# each method is enough; (form, replicas, devices, schedule, mix_every).
+LAYOUTS = {
+    ("devices", 4, 4, "one_peer_exp", 2): [
+        *("gamma", "dmsgd-then", "accum_adam-with", "adam-then", "gossiped_momentum"),
+        *("quasi_global_sgd", "quasi_global_adam", "exact_diffusion", "gradient_tracking"),
+    ],
+    ("devices", 4, 4, "bidirectional_ring", 1): ["d2", "decentlam"],
+    ("devices", 4, 4, "bidirectional_ring", 2): ["choco"],
+    ("devices", 4, 4, "periodic_average(hypercube, every=2)", 1): ["slowmo"],
+    ("devices", 4, 4, "random_out", 2): ["push_sum"],
+    ("vmap", 4, 1, "complete", 2): ["slowmo"],
+    ("block", 8, 4, "hierarchical", 1): ["accum_adamw-with", "dmsgd-then"],
+}
 
 
-@pytest.mark.parametrize(("name", "kind"), ON_DEVICES)
-def test_devices_are_the_recursion(name, kind, mesh8):
-    given = problem(seed=1)
-    wanted = simulated(CASES[name], kind, given)
-    np.testing.assert_allclose(run(CASES[name], kind, given, mesh8), wanted, rtol=1e-11, atol=1e-11)
+def test_every_method_runs_on_devices():
+    found = {CASES[name].method for names in LAYOUTS.values() for name in names}
+    assert found == {case.method for case in CASES.values()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]}-{layout[3]}")
+def test_rounds_are_the_recursion(layout):
+    form, n, devices, name, mix_every = layout
+    given, axis_name = problem(n, seed=1), harness.axis_of(form)
+    names = LAYOUTS[layout]
+    made = [build(CASES[key], name, mix_every, n, axis_name=axis_name) for key in names]
+    schedule = made[0][0]
+    tx = harness.together({key: tx for key, (_, tx) in zip(names, made, strict=True)})
+
+    @functools.cache
+    def executable(r):
+        step = harness.step_of(tx, lambda xs, b: {k: gradient(x, b) for k, x in xs.items()}, r)
+        check_vma = None if form == "block" or not schedule.partial_groups else False
+        return harness.on_stack(step, form, n, devices, check_vma)
+
+    x = {key: jax.tree.map(jnp.asarray, split(given[0])) for key in names}
+    state, history = jax.vmap(tx.init)(x), []
+    for t in range(STEPS):
+        now = jax.tree.map(lambda b, t=t: jnp.asarray(b[t]), data_of(given))
+        x, state = executable(schedule.round_at(t, mix_every))(x, state, now)
+        history.append(x)
+    for key in names:
+        got = np.stack([joined(x[key]) for x in history])
+        wanted = wanted_of(CASES[key], schedule, mix_every, given)
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-11, err_msg=key)
+
+
+INVALID = [(case, kind) for case in CASES for kind in REFUSED[case]]
 
 
 @pytest.mark.parametrize(("name", "kind"), INVALID)
 def test_refusals_name_the_method_and_the_schedule(name, kind):
     case = CASES[name]
     with pytest.raises(ValueError, match=REFUSED[name][kind]) as error:
-        build(case, kind)
+        build(case, *KINDS[kind])
     family = "decentralized" if case.oracle in ("dpsgd", "dmsgd", "accum_adam") else case.oracle
     assert str(error.value).startswith(family.removesuffix("_sgd").removesuffix("_adam"))
 
@@ -283,19 +332,6 @@ def test_d2_at_its_bound():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"outer_learning_rate": -1}, "diloco.outer_learning_rate must not be negative, got -1"),
-        ({"outer_momentum": 1}, r"diloco.outer_momentum must be in \[0, 1\), got 1"),
-    ],
-)
-def test_impossible_numbers_of_diloco(changes, message):
-    parts = dataclasses.replace(parts_of(CASES["d2"], "average"), numbers=changes)
-    with pytest.raises(ValueError, match=message):
-        METHODS["diloco"].build(parts)
-
-
-@pytest.mark.parametrize(
     ("method", "changes", "message"),
     [
         ("d2", {"combine": "with"}, "d2 has only combine='then', got 'with'"),
@@ -312,60 +348,21 @@ def test_impossible_numbers_of_diloco(changes, message):
         ("quasi_global_sgd", {"numbers": {"mu": 1}}, r"quasi_global.mu must be in \[0, 1\), got 1"),
         ("decentlam", {"optimizer": {"momentum": 1}}, r"momentum must be in \[0, 1\), got 1"),
         ("quasi_global_adam", {"optimizer": {"b2": 1}}, r"b2 must be in \[0, 1\), got 1"),
+        ("diloco", {"numbers": {"outer_learning_rate": -1}}, "rate must not be negative, got -1"),
+        ("diloco", {"numbers": {"outer_momentum": 1}}, r"momentum must be in \[0, 1\), got 1"),
         ("swarm", {"numbers": {"bits": 4}}, "swarm.bits must be 8, 16 or 32 .*, got 4"),
         ("diloco", {}, "diloco moves its outer .*bidirectional_ring does not do; use .*complete"),
         ("swarm", {}, "swarm lets replicas meet in pairs, and bidirectional_ring is not made of"),
     ],
 )
 def test_impossible_pairings(method, changes, message):
-    parts = parts_of(CASES["d2"], "static")
+    case = Case(method, method)
     with pytest.raises(ValueError, match=message):
-        METHODS[method].build(dataclasses.replace(parts, **changes))
+        averages = method in ("diloco", "slowmo") and changes
+        build(case, "complete" if averages else "bidirectional_ring", **changes)
 
 
 def test_gossiped_momentum_needs_momentum():
     tx = optim.gossiped_momentum(optax.sgd(0.1), topology.make("ring", N))
     with pytest.raises(ValueError, match="gossiped_momentum needs an optimizer with momentum"):
         tx.init(jnp.zeros(2))
-
-
-# --- the published values -------------------------------------------------------------------------
-
-# Replicas 0, 1, 7 after 2 steps, and the largest error after 2000 (../shared/ALGORITHMS.md 4).
-PUBLISHED = {
-    "dpsgd-then": ([0.45454861, 0.15045139, 0.77260417], 0.5337),
-    "dpsgd-with": ([0.24166667, 0.05770833, 1.03833333], 0.6275),
-    "dmsgd": ([0.67204861, 0.18045139, 1.14010417], 2.032),
-    "gossiped_momentum": (None, 1.322),
-    "quasi_global_sgd": (None, 0.5337),
-    "decentlam": ([0.67204861, 0.18045139, 1.14010417], 0.5337),
-    "exact_diffusion": ([0.34519097, 0.10432292, 0.91064236], 0),
-    "d2": (None, 0),
-    "gradient_tracking": ([0.48333333, 0.06604167, 0.74666667], 0),
-}
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_heterogeneous_quadratic(name):
-    p = oracles.quadratic()
-    case = CASES[name]
-    inner = optax.sgd(0.1, momentum=0.9 if case.inner is SGDM else None)
-    numbers = {"mu": 0.9} if name == "quasi_global_sgd" else {}
-    tx = build(case, "static", learning_rate=0.1, inner=inner, numbers=numbers)
-    a, b = jnp.asarray(p.a), jnp.asarray(p.b)
-
-    def step(carry, _):
-        def one(x, state, a, b):
-            updates, state = tx.update(a * (x - b), state, x, round=0)
-            return optim.apply_updates(x, updates), state
-
-        x, state = jax.vmap(one, axis_name="replica")(*carry, a, b)
-        return (x, state), x
-
-    x = jnp.zeros(N)
-    _, history = jax.lax.scan(step, (x, jax.vmap(tx.init)(x)), length=2000)
-    second, far = PUBLISHED[name]
-    if second:
-        np.testing.assert_allclose(history[1][np.array([0, 1, 7])], second, atol=1e-8)
-    error = np.abs(np.asarray(history[-1]) - p.optimum).max()
-    assert error == pytest.approx(far, abs=1e-9 if far == 0 else 6e-4)

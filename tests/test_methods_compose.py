@@ -1,9 +1,9 @@
 """What every method declares that it sends, and that it composes: formats, layouts, another n."""
 
-import dataclasses
 import functools
 import re
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 from decent_jax import gossip, optim, replicas, topology
 from decent_jax.gossip import permute, wire
-from decent_jax.optim import METHODS, Parts
 
 # The ring of 8 is at the bound of D2, see test_methods.py.
 pytestmark = pytest.mark.filterwarnings("ignore:d2 on bidirectional_ring")
@@ -22,7 +21,7 @@ N = 8
 SHAPES = {"kernel": (2, 5), "scale": (7,), "bias": (3,)}
 SCHEDULES = {"slowmo": "complete", "diloco": "complete", "swarm": "hypercube"}
 SCHEDULES |= {"push_sum": "random_out", "decentralized_adam": "one_peer_exp"}
-NAMES = [name for name in METHODS if name != "all_reduce"]
+NAMES = [name for name in harness.NAMES if name != "all_reduce"]
 INNER = {"sgd": optax.sgd(0.01, momentum=0.9), "adam": optax.adam(0.01)}
 INNER["accum_adam"] = optim.accum_adam(0.01)
 NUMBERS = {"choco": [{"fraction": 0.2}, {"compressor": "random_k"}, {"compressor": "int8"}]}
@@ -30,10 +29,18 @@ NUMBERS |= {"swarm": [{"bits": 32}, {"bits": 8}, {"bits": 16}]}
 VARIANTS = [(name, numbers) for name in NAMES for numbers in NUMBERS.get(name, [{}])]
 
 
-def parts_of(name, numbers=None, n=N, **changes):
-    schedule = topology.make(SCHEDULES.get(name, "bidirectional_ring"), n)
-    inner = INNER[METHODS[name].optimizers[0]]
-    return Parts(schedule, 0.01, inner, numbers=numbers or {}, **changes)
+def schedule_of(name, n=N):
+    return topology.make(SCHEDULES.get(name, "bidirectional_ring"), n)
+
+
+def parts(name, numbers=None, n=N, **changes):
+    """Arguments of `harness.build` after the name."""
+    given = {"inner": INNER[harness.optimizers_of(name)[0]], "learning_rate": 0.01}
+    return {"schedule": schedule_of(name, n), "numbers": numbers or {}} | given | changes
+
+
+def build(name, *args, **given):
+    return harness.build(name, **parts(name, *args, **given))
 
 
 @functools.cache
@@ -42,28 +49,13 @@ def stacked(n=N):
     return {key: jnp.asarray(rng.normal(size=(n, *s)), jnp.float32) for key, s in SHAPES.items()}
 
 
-def step_of(tx, round=0):
-    """A step towards 0 at a replica's own speed."""
-
-    def step(x, state, speed):
-        grads = jax.tree.map(lambda a: speed * a, x)
-        updates, state = tx.update(grads, state, x, round=round)
-        return optim.apply_updates(x, updates), state
-
-    return step
+def towards_zero(x, speed):
+    """The gradient, with a replica's own speed."""
+    return jax.tree.map(lambda a: speed * a, x)
 
 
-def on_mesh(step, mesh, block=False):
-    def body(*args):
-        if block:
-            return jax.vmap(step, axis_name="block")(*args)
-        own = step(*jax.tree.map(lambda x: x[0], args))
-        return jax.tree.map(lambda x: x[None], own)
-
-    spec = P("replica")
-    return jax.jit(
-        jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=not block)
-    )
+def nothing(x):
+    return jax.tree.map(jnp.zeros_like, x)
 
 
 SPEED = jnp.linspace(0.1, 0.8, N)
@@ -87,18 +79,19 @@ def sent_bytes(text):
 
 
 @pytest.mark.parametrize(("name", "numbers"), VARIANTS)
-def test_hlo_sends_what_is_declared(name, numbers, mesh8, monkeypatch):
+def test_hlo_sends_what_is_declared(name, numbers, monkeypatch):
     """Bytes to a neighbour in a round, read off the compiled step; nothing else travels."""
     monkeypatch.setattr(permute, "SMALL", 0)  # scalars apart from arrays
-    parts = parts_of(name, numbers)
-    tx = METHODS[name].build(parts)
+    tx = build(name, numbers)
     x = stacked()
     state = jax.vmap(tx.init)(x)
-    text = on_mesh(step_of(tx), mesh8).lower(x, state, SPEED).compile().as_text()
+    step = harness.on_stack(harness.step_of(tx, towards_zero, 0), "devices", N, N)
+    text = step.lower(x, state, SPEED).compile().as_text()
     others = [k for k in ("all-gather", "all-to-all", "reduce-scatter") if f" {k}(" in text]
     assert not others
-    declared = METHODS[name].message_bytes(jax.tree.map(lambda a: a[0], x), parts)
-    one = parts.schedule.rounds[0]
+    own = jax.tree.map(lambda a: a[0], x)
+    declared = harness.message_bytes(name, own, **parts(name, numbers))
+    one = schedule_of(name).rounds[0]
     if one.group_size > 1:  # a mean of all: one all-reduce an array
         assert not sent_bytes(text) and " all-reduce(" in text
         sizes = [
@@ -122,50 +115,56 @@ def test_hlo_sends_what_is_declared(name, numbers, mesh8, monkeypatch):
 def test_bytes_a_step():
     """Declared bytes, times messages of the schedule, over the steps between two rounds."""
     x = jax.tree.map(lambda a: a[0], stacked())  # 20 numbers
-    tracking = parts_of("gradient_tracking", mix_every=4)
-    assert METHODS["gradient_tracking"].bytes_sent(x, tracking) == 2 * 2 * 80 / 4
-    streaming = parts_of("diloco", {"fragments": 2})
-    assert METHODS["diloco"].bytes_sent(x, streaming) == 80 / 2 * 2 * 7 / 8
-    half = dataclasses.replace(parts_of("decentralized_adam"), wire=wire.BFloat16())
-    assert METHODS["decentralized_adam"].bytes_sent(x, half) == 40
-    assert METHODS["swarm"].bytes_sent(x, parts_of("swarm", {"bits": 8})) == 20
+
+    def sent(name, *args, **given):
+        return harness.bytes_sent(name, x, **parts(name, *args, **given))
+
+    assert sent("gradient_tracking", mix_every=4) == 2 * 2 * 80 / 4
+    assert sent("diloco", {"fragments": 2}) == 80 / 2 * 2 * 7 / 8
+    assert sent("decentralized_adam", wire=wire.BFloat16()) == 40
+    assert sent("swarm", {"bits": 8}) == 20
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_memory_is_what_is_declared(name):
-    numbers = {"delay": 2} if name == "diloco" else {}
-    parts = parts_of(name, numbers, mix_every=3 if name == "diloco" else 1)
-    state = METHODS[name].build(parts).init(jax.tree.map(lambda a: a[0], stacked()))
-    kept = sum(leaf.size for leaf in jax.tree.leaves(state.own) if leaf.ndim) / 20
+    given = {"numbers": {"delay": 2}, "mix_every": 3} if name == "diloco" else {}
+    state = build(name, **given).init(jax.tree.map(lambda a: a[0], stacked()))
+    kept = sum(leaf.size for leaf in jax.tree.leaves(harness.own(state)) if leaf.ndim) / 20
     if name == "diloco":
         assert kept == 3  # the outer parameters, outer momentum, what is sent
-    assert kept == METHODS[name].memory_copies(parts)
+    assert kept == harness.memory_copies(name, **parts(name, **given))
 
 
 # --- layouts --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "numbers"), VARIANTS)
-def test_blocks_and_devices_agree(name, numbers, mesh8):
-    """A replica a device, two a device and all on one give the same three steps."""
-    x = stacked()
-    if name in ("choco", "diloco"):  # they begin equal
-        x = jax.tree.map(lambda a: jnp.broadcast_to(a[:1], a.shape), x)
-    mesh4 = jax.make_mesh(
-        (4,), ("replica",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:4]
-    )
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("quasi_global_adam", {}),  # one message
+        ("gradient_tracking", {}),  # two
+        ("choco", {"compressor": "random_k"}),  # coded, by a key and the replica's number
+        ("swarm", {"bits": 8}),  # pairs
+    ],
+)
+def test_blocks_and_devices_agree(name, numbers):
+    """A replica a device, two a device and all on one give the same three steps.
 
-    def steps(axis_name, run):
-        tx = METHODS[name].build(parts_of(name, numbers, axis_name=axis_name))
+    A layout is a matter of `gossip` alone, so what it can do to a method is shown by these four.
+    """
+    x = stacked()
+    if name == "choco":  # it begins with equal replicas
+        x = jax.tree.map(lambda a: jnp.broadcast_to(a[:1], a.shape), x)
+
+    def steps(form, devices):
+        tx = build(name, numbers, axis_name=harness.axis_of(form))
         params, state = x, jax.vmap(tx.init)(x)
-        one = run(step_of(tx))
+        one = harness.on_stack(harness.step_of(tx, towards_zero, 0), form, N, devices)
         for _ in range(3):
             params, state = one(params, state, SPEED)
         return params
 
-    alone = steps("replica", lambda step: jax.jit(jax.vmap(step, axis_name="replica")))
-    devices = steps("replica", lambda step: on_mesh(step, mesh8))
-    blocks = steps(("replica", "block"), lambda step: on_mesh(step, mesh4, block=True))
+    alone, devices, blocks = steps("vmap", 1), steps("devices", N), steps("block", 4)
     for key in SHAPES:
         np.testing.assert_allclose(devices[key], alone[key], rtol=2e-5, atol=2e-6)
         np.testing.assert_allclose(blocks[key], alone[key], rtol=2e-5, atol=2e-6)
@@ -176,14 +175,16 @@ def test_blocks_and_devices_agree(name, numbers, mesh8):
 WIRES = {"bfloat16": wire.BFloat16(), "int8": wire.Int8()}
 
 
+@pytest.mark.parametrize("guarded", [False, True])
 @pytest.mark.parametrize("dtype", WIRES)
-def test_a_format_keeps_the_mean_and_reaches_consensus(dtype):
+def test_a_format_keeps_the_mean_and_reaches_consensus(dtype, guarded):
     """Differences of decoded arrays: the mean stays, and what is left is below a rounding."""
     schedule = topology.make("one_peer_exp", N)
     x = {k: a + 3 for k, a in stacked().items()}
 
     def mix(tree, key, r):
-        return gossip.mix(tree, schedule, r, wire=WIRES[dtype], key=key)
+        finite = jnp.isfinite(tree["bias"]).all() if guarded else None
+        return gossip.mix(tree, schedule, r, wire=WIRES[dtype], key=key, finite=finite)
 
     runs = [
         jax.jit(jax.vmap(functools.partial(mix, r=r), (0, None), axis_name="replica"))
@@ -215,6 +216,28 @@ def test_replicas_round_by_different_chance():
     assert len({tuple(row.tolist()) for row in np.asarray(codes)}) == N
 
 
+def choco(schedule, compressor, gamma):
+    options = {"identical_start": False, "compressor": compressor, "gamma": gamma}
+    return optim.choco(optax.sgd(0.0), schedule, **options)
+
+
+def gossiped(step, x, state, steps, key=0):
+    """Stacked parameters after every step (steps, n, ...) of ``step(x, state, key)``."""
+
+    def one(carry, key):
+        carry = jax.vmap(step, (0, 0, None), axis_name="replica")(*carry, key)
+        return carry, carry[0]
+
+    keys = jax.random.split(jax.random.key(key), steps)
+    return jax.jit(lambda x, state: jax.lax.scan(one, (x, state), keys)[1])(x, state)
+
+
+def by_choco(tx, x, steps):
+    """Parameters after every step without gradients."""
+    step = harness.step_of(tx, lambda x, key: nothing(x), 0)
+    return gossiped(step, x, jax.vmap(tx.init)(x), steps)
+
+
 def test_naive_int8_stalls_where_choco_goes_on():
     """Sending rounded parameters leaves a rounding's worth; sending differences does not."""
     schedule = topology.make("bidirectional_ring", N)
@@ -224,21 +247,13 @@ def test_naive_int8_stalls_where_choco_goes_on():
     def naive(x, state, key):
         return gossip.mix(x, schedule, 0, wire=wire.Int8(), key=key), state
 
-    tx = optim.choco(optax.sgd(0.0), schedule, identical_start=False, compressor="int8", gamma=0.8)
-
-    def choco(x, state, key):
-        del key
-        updates, state = tx.update(0 * x, state, x, round=0)
-        return optim.apply_updates(x, updates), state
-
-    left = {}
-    for name, step in (("naive", naive), ("choco", choco)):
-        now, state = x, jax.vmap(tx.init)(x)
-        one = jax.jit(jax.vmap(step, (0, 0, None), axis_name="replica"))
-        for t in range(200):
-            now, state = one(now, state, jax.random.key(t))
+    last = {
+        "naive": gossiped(naive, x, jnp.zeros(N), 200)[-1],
+        "choco": by_choco(choco(schedule, wire.Int8(), 0.8), x, 200)[-1],
+    }
+    for now in last.values():
         np.testing.assert_allclose(now.mean(0), x.mean(0), atol=1e-3)
-        left[name] = float(np.abs(now - now.mean(0, keepdims=True)).max())
+    left = {name: np.abs(now - now.mean(0, keepdims=True)).max() for name, now in last.items()}
     assert left["naive"] > 1e-2 and left["choco"] < 1e-3
 
 
@@ -246,42 +261,20 @@ def test_naive_int8_stalls_where_choco_goes_on():
     ("compressor", "gamma"), [(wire.TopK(0.1), 0.2), (wire.RandomK(0.2), 0.1), (wire.Int8(), 0.5)]
 )
 def test_choco_reaches_consensus_on_the_mean(compressor, gamma):
-    schedule = topology.make("bidirectional_ring", 4)
     x = jnp.asarray(np.random.default_rng(2).normal(size=(4, 40)), jnp.float32)
-    tx = optim.choco(
-        optax.sgd(0.0), schedule, identical_start=False, compressor=compressor, gamma=gamma
-    )
-
-    def step(carry, _):
-        def one(x, state):
-            updates, state = tx.update(0 * x, state, x, round=0)
-            return optim.apply_updates(x, updates), state
-
-        return jax.vmap(one, axis_name="replica")(*carry), None
-
-    (now, _), _ = jax.lax.scan(step, (x, jax.vmap(tx.init)(x)), length=2000)
+    tx = choco(topology.make("bidirectional_ring", 4), compressor, gamma)
     wanted = np.broadcast_to(x.mean(0), x.shape)
-    np.testing.assert_allclose(now, wanted, atol=1e-3)
+    np.testing.assert_allclose(by_choco(tx, x, 2000)[-1], wanted, atol=1e-3)
 
 
-def test_choco_gossip_of_the_notes():
+def test_choco_gossip_of_the_notes(x64):
     """../shared/ALGORITHMS.md 4: top-1 of 3 on a ring of 4."""
-    with jax.enable_x64(True):
-        schedule = topology.make("bidirectional_ring", 4)
-        x = jnp.array([[4.0, 0, 1], [0, 8, 2], [1, 1, 12], [16, 2, 0]])
-        tx = optim.choco(optax.sgd(0.0), schedule, identical_start=False, fraction=0.3, gamma=0.3)
-        state, errors = jax.vmap(tx.init)(x), []
-        mean = np.asarray(x.mean(0))
-
-        def one(x, state):
-            updates, state = tx.update(0 * x, state, x, round=0)
-            return optim.apply_updates(x, updates), state
-
-        step = jax.jit(jax.vmap(one, axis_name="replica"))
-        for _ in range(100):
-            x, state = step(x, state)
-            np.testing.assert_allclose(x.mean(0), mean, rtol=1e-13)
-            errors.append(np.abs(x - mean[None]).max())
+    x = jnp.array([[4.0, 0, 1], [0, 8, 2], [1, 1, 12], [16, 2, 0]])
+    tx = choco(topology.make("bidirectional_ring", 4), wire.TopK(0.3), 0.3)
+    history = np.asarray(by_choco(tx, x, 100))
+    mean = np.asarray(x.mean(0))
+    np.testing.assert_allclose(history.mean(1), np.tile(mean, (100, 1)), rtol=1e-13)
+    errors = np.abs(history - mean).max((1, 2))
     assert errors[9] == pytest.approx(0.668, abs=5e-4)
     assert errors[99] == pytest.approx(1.6e-10, rel=0.05)
 
@@ -300,18 +293,22 @@ def test_a_format_of_group_means_is_refused():
 @pytest.mark.parametrize("name", NAMES)
 def test_goes_on_with_another_number_of_replicas(name):
     """`replicas.resize` makes all equal, parameters and state, and the method goes on."""
+
+    def after(n, x, state, steps):
+        tx = build(name, n=n)
+        step = jax.vmap(harness.step_of(tx, towards_zero, 0), axis_name="replica")
+        state = jax.vmap(tx.init)(x) if state is None else state
+        run = jax.jit(
+            lambda *carry: jax.lax.scan(
+                lambda c, _: (step(*c, SPEED[:n]), None), carry, length=steps
+            )[0]
+        )
+        return run(x, state)
+
     x = jax.tree.map(lambda a: jnp.broadcast_to(a[:1], a.shape), stacked())
-    tx = METHODS[name].build(parts_of(name))
-    one = jax.vmap(step_of(tx), axis_name="replica")
-    state = jax.vmap(tx.init)(x)
-    for _ in range(3):
-        x, state = one(x, state, SPEED)
-    x, state = replicas.resize((x, state), 4)
-    tx = METHODS[name].build(parts_of(name, n=4))
-    one = jax.jit(jax.vmap(step_of(tx), axis_name="replica"))
+    x, state = replicas.resize(after(N, x, None, 3), 4)
     far = float(optax.tree.norm(x))
-    for _ in range(400):
-        x, state = one(x, state, SPEED[:4])
+    x, _ = after(4, x, state, 400)
     assert float(optax.tree.norm(x)) < 0.6 * far
 
 

@@ -1,5 +1,6 @@
 """`optim.decentralized` inside and around transformations of optax: chains, masks, schedules."""
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,10 +17,10 @@ from test_properties import (
     STEPS,
     WINDOW,
     N,
+    gradient,
     learning_rate,
     problem,
     schedule_of,
-    step_of,
 )
 
 from decent_jax import optim
@@ -27,25 +28,18 @@ from decent_jax import optim
 HYPER = {"b1": B1, "b2": B2, "eps": EPS, "weight_decay": DECAY}
 
 
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def trajectory(tx, schedule, x, noise, change=None):
-    """Parameters after every step, op by op; ``change`` may replace the state before a step."""
-    params = jax.tree.map(jnp.asarray, x)
-    state = jax.vmap(tx.init)(params)
-    history = []
-    for t in range(STEPS):
-        if change is not None:
-            state = change(t, state)
-        step = step_of(tx, schedule.round_at(t, MIX_EVERY))
-        step = jax.vmap(step, in_axes=(0, 0, None, 0), axis_name="replica")
-        params, state = step(params, state, 0.5, {leaf: b[t] for leaf, b in noise.items()})
-        history.append(params)
-    return {leaf: np.stack([np.asarray(h[leaf]) for h in history]) for leaf in x}, state
+    """Parameters after every step, and the last state; ``change(t, state)`` may replace it."""
+    step, history = harness.stepper(tx, gradient), []
+    state = jax.vmap(tx.init)(x)
+    for t, matrix in enumerate(harness.matrices_of(schedule, STEPS, MIX_EVERY)):
+        state = state if change is None else change(t, state)
+        x, state = step(matrix, x, state, {leaf: b[t] for leaf, b in noise.items()})
+        history.append(x)
+    return {leaf: np.stack([h[leaf] for h in history]) for leaf in x}, state
 
 
 def assert_close(got, wanted, **tolerance):
@@ -88,9 +82,11 @@ def test_clipping_inside_is_of_each_replicas_own_norm():
     )
 
 
-@pytest.mark.parametrize("static", [(), "accum_steps", ("accum_steps", "b1", "b2")])
-@pytest.mark.parametrize("outer", [False, True])
-def test_inject_hyperparams(static, outer):
+@pytest.mark.parametrize(
+    ("outer", "static"),
+    [(False, ()), (True, ()), (False, "accum_steps"), (True, ("accum_steps", "b1", "b2"))],
+)
+def test_inject_hyperparams(outer, static):
     """A learning rate changed by hand, accum_steps traced or static, and both nestings."""
     schedule = schedule_of("hypercube")
     x, noise = problem()
@@ -166,15 +162,7 @@ def test_learning_rate_changes_at_its_boundary(combine):
     rates = optax.piecewise_constant_schedule(1.0, {3: 0.1})
     tx = optim.decentralized(optax.sgd(rates), schedule, combine)
     x = {"bias": jnp.zeros((N, 1))}
-    state = jax.vmap(tx.init)(x)
-    moves = []
-    for t in range(6):
-        round = schedule.round_at(t, 2)
-        one = jax.vmap(
-            lambda p, s, round=round: tx.update({"bias": -jnp.ones(1)}, s, p, round=round),
-            axis_name="replica",
-        )
-        updates, state = one(x, state)
-        x = optim.apply_updates(x, updates)
-        moves.append(float(updates["bias"][5, 0]))
-    np.testing.assert_allclose(moves, [1, 1, 1, 0.1, 0.1, 0.1], rtol=1e-6)
+    down = {"bias": -jnp.ones((N, 1))}
+    history = harness.trajectory(tx, lambda x, g: g, schedule, x, [down] * 6, mix_every=2)
+    moved = np.array([x["bias"][5, 0] for x, _ in history])
+    np.testing.assert_allclose(np.diff(moved, prepend=0), [1, 1, 1, 0.1, 0.1, 0.1], rtol=1e-6)

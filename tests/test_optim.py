@@ -1,11 +1,14 @@
 """Optimizers and schedules one by one: windows, rejected updates, boundaries, refusals."""
 
+import functools
 import math
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import oracles
 import pytest
 
 from decent_jax import optim, topology
@@ -16,16 +19,34 @@ from decent_jax.optim.accum_adam import bias_correction
 N = 4
 
 
-def on_replicas(tx, params, state, grads, round, value=None, apply=optim.apply_updates):
-    """One step on a stack of replicas, op by op."""
+class Replicas:
+    """All replicas of a method on one device; the rounds of its schedule share a program."""
 
-    def step(params, state, grads, value):
-        extra = {} if value is None else {"value": value}
-        updates, state = tx.update(grads, state, params, round=round, **extra)
-        return apply(params, updates), state
+    def __init__(self, inner, name, combine):
+        self.schedule = topology.make("complete" if name is None else name, N)
+        one = optim.decentralized(inner, self.schedule, combine) if name else None
+        self.tx = optim.all_reduce(inner) if one is None else one
+        self._steps = {}
 
-    in_axes = (0, 0, 0, None if value is None else 0)
-    return jax.vmap(step, in_axes, axis_name="replica")(params, state, grads, value)
+    def init(self, params):
+        return jax.vmap(self.tx.init)(params)
+
+    def step(self, params, state, grads, round, value=None, apply=optim.apply_updates):
+        """The next parameters and state."""
+        if apply not in self._steps:
+            options = {"apply": apply, "has_value": True}
+            self._steps[apply] = harness.stepper(
+                self.tx, lambda _, value, grads: (value, grads), **options
+            )
+        value = jnp.zeros(N) if value is None else value
+        matrix = None if round is None else self.schedule.matrix(round)
+        return self._steps[apply](matrix, params, state, value, grads)
+
+
+@functools.cache
+def replicas_of(inner, name, combine="with"):
+    """Of `optim.decentralized` on a named schedule; of all-reduce where the name is None."""
+    return Replicas(inner, name, combine)
 
 
 def start(seed=0):
@@ -84,10 +105,10 @@ def counts_of(state):
 @pytest.mark.parametrize("how", ["nan gradient", "overflow", "nan loss", "infinite loss"])
 def test_bad_update_is_rejected(combine, how):
     """Replica 2 keeps the mix alone; its neighbours never notice."""
-    schedule = topology.make("one_peer_exp", N)
-    tx = optim.decentralized(INNER, schedule, combine)
+    tx = replicas_of(INNER, "one_peer_exp", combine)
+    schedule = tx.schedule
     params = start()
-    params, state = on_replicas(tx, params, jax.vmap(tx.init)(params), gradients(), 0)
+    params, state = tx.step(params, tx.init(params), gradients(), 0)
     before = state
     grads, value = gradients(2), jnp.zeros(N)
     if how == "nan gradient":
@@ -96,8 +117,8 @@ def test_bad_update_is_rejected(combine, how):
         bad = poison(grads, 2, 1e20)
     else:
         bad, value = grads, value.at[2].set(jnp.nan if how == "nan loss" else jnp.inf)
-    got, state = on_replicas(tx, params, before, bad, 1, value)
-    good, good_state = on_replicas(tx, params, before, grads, 1, jnp.zeros(N))
+    got, state = tx.step(params, before, bad, 1, value)
+    good, good_state = tx.step(params, before, grads, 1, jnp.zeros(N))
 
     assert jax.tree.all(jax.tree.map(lambda x: bool(jnp.isfinite(x).all()), (got, state)))
     assert state.skipped.tolist() == state.failing.tolist() == [0, 0, 1, 0]
@@ -113,12 +134,12 @@ def test_bad_update_is_rejected(combine, how):
         assert_equal(rows(got, [0, 1, 3]), rows(good, [0, 1, 3]))
         assert_close(rows(got, 2), rows(dense(schedule, 1, params), 2))
     else:
-        local, _ = on_replicas(tx, params, before, grads, None)
+        local, _ = tx.step(params, before, grads, None)
         kept = jax.tree.map(lambda x, y: x.at[2].set(y[2]), local, params)
         assert_close(got, dense(schedule, 1, kept))
 
     # The next good step: counted in a row no longer, and Adam goes on from where it was.
-    _, state = on_replicas(tx, got, state, grads, 0)
+    _, state = tx.step(got, state, grads, 0)
     assert state.skipped.tolist() == [0, 0, 1, 0] and state.failing.tolist() == [0, 0, 0, 0]
     assert counts_of(state) == ([3, 3, 2, 3], [3, 3, 3, 3])
     window = state.inner[0].window["bias"]
@@ -139,19 +160,19 @@ def test_one_bad_number_anywhere_is_found(shape, value):
 
 
 def test_large_gradient_is_not_rejected():
-    tx = optim.decentralized(INNER, topology.make("ring", N))
+    tx = replicas_of(INNER, "ring")
     params = start()
     grads = poison(gradients(), 2, 1e15)
-    _, state = on_replicas(tx, params, jax.vmap(tx.init)(params), grads, 0)
+    _, state = tx.step(params, tx.init(params), grads, 0)
     assert state.skipped.tolist() == [0, 0, 0, 0]
 
 
 def test_update_that_overflows_is_rejected():
     """A finite gradient of a finite loss, but lr * g is not finite."""
-    tx = optim.decentralized(optax.sgd(1e30), topology.make("ring", N))
+    tx = replicas_of(optax.sgd(1e30), "ring")
     params = start()
     grads = poison(jax.tree.map(jnp.zeros_like, params), 1, 1e10)
-    got, state = on_replicas(tx, params, jax.vmap(tx.init)(params), grads, 0)
+    got, state = tx.step(params, tx.init(params), grads, 0)
     assert state.skipped.tolist() == [0, 1, 0, 0]
     assert_close(got, dense(topology.make("ring", N), 0, params))
 
@@ -159,12 +180,12 @@ def test_update_that_overflows_is_rejected():
 @pytest.mark.parametrize("combine", ["with", "then"])
 def test_single_numbers_that_overflow_are_left_out(combine):
     """Of an update whose smallest array is finite; the rest of it is made."""
-    schedule = topology.make("ring", N)
-    tx = optim.decentralized(optax.sgd(1e30), schedule, combine)
+    tx = replicas_of(optax.sgd(1e30), "ring", combine)
+    schedule = tx.schedule
     params = start()
     grads = jax.tree.map(lambda x: jnp.full_like(x, 1e-30), params)
     grads["kernel"] = grads["kernel"].at[1, 0, 2].set(1e10)
-    got, state = on_replicas(tx, params, jax.vmap(tx.init)(params), grads, 0)
+    got, state = tx.step(params, tx.init(params), grads, 0)
     step = jax.tree.map(lambda x: np.full(x.shape, -1.0, np.float32), params)
     step["kernel"][1, 0, 2] = 0.0
     if combine == "with":
@@ -180,26 +201,28 @@ def test_a_round_in_stages_is_held_until_the_gradient_is_known(monkeypatch):
     schedule = topology.make("alternating_exp_ring", N, local_size=2)
     tx = optim.decentralized(optax.sgd(0.1), schedule)
     params, grads = start(), gradients()
-    state = jax.vmap(tx.init)(params)
-    between = [r for r, one in enumerate(schedule.rounds) if one.between_groups is not None]
-    got, _ = on_replicas(tx, params, state, grads, between[0])
+    (between, *_) = [r for r, one in enumerate(schedule.rounds) if one.between_groups is not None]
+
+    def stepped():
+        one = harness.step_of(tx, lambda _, grads: grads, between)
+        return harness.on_stack(one, "vmap", N)(params, jax.vmap(tx.init)(params), grads)[0]
+
     step = jax.tree.map(lambda g: -0.1 * np.asarray(g), grads)
-    assert_close(got, jax.tree.map(np.add, dense(schedule, between[0], params), step))
+    assert_close(stepped(), jax.tree.map(np.add, dense(schedule, between, params), step))
     monkeypatch.setattr(groups, "_never", lambda after: jnp.array(True))
-    held, _ = on_replicas(tx, params, state, grads, between[0])
-    assert_close(held, step)
+    assert_close(stepped(), step)
 
 
 def test_failing_counts_in_a_row():
-    tx = optim.decentralized(INNER, topology.make("complete", N))
+    tx = replicas_of(INNER, "complete")
     params = start()
-    state = jax.vmap(tx.init)(params)
+    state = tx.init(params)
     seen = []
     for bad in ([1], [1, 3], [], [1], [3], [3], [0, 1, 2, 3]):
         grads = gradients()
         for replica in bad:
             grads = poison(grads, replica, -jnp.inf)
-        params, state = on_replicas(tx, params, state, grads, 0)
+        params, state = tx.step(params, state, grads, 0)
         seen.append((state.skipped.tolist(), state.failing.tolist()))
     assert seen == [
         ([0, 1, 0, 0], [0, 1, 0, 0]),
@@ -218,14 +241,14 @@ def test_failing_counts_in_a_row():
 @pytest.mark.parametrize("value", [jnp.nan, -jnp.inf])
 def test_bad_parameters_recover_from_neighbours(combine, value):
     """In round 0 replica i hears i - 1. Replica 1 is bad: it becomes 0's, and 2 keeps its own."""
-    schedule = topology.make("one_peer_exp", N)
-    tx = optim.decentralized(optax.sgd(0.5), schedule, combine)
+    tx = replicas_of(optax.sgd(0.5), "one_peer_exp", combine)
+    schedule = tx.schedule
     clean = start()
     params = poison(clean, 1, value)
-    state = jax.vmap(tx.init)(params)
+    state = tx.init(params)
     grads = jax.tree.map(lambda x: 0.2 * x, params)  # bad where the parameters are
 
-    got, new_state = on_replicas(tx, params, state, grads, 0)
+    got, new_state = tx.step(params, state, grads, 0)
     x = {k: np.asarray(leaf) for k, leaf in clean.items()}
     for leaf in x:
         own, step = x[leaf], -0.1 * x[leaf]
@@ -244,7 +267,7 @@ def test_bad_parameters_recover_from_neighbours(combine, value):
 
     # From then on it takes part.
     grads = jax.tree.map(lambda x: 0.2 * x, got)
-    again, new_state = on_replicas(tx, got, new_state, grads, 1)
+    again, new_state = tx.step(got, new_state, grads, 1)
     new = jax.tree.map(lambda x: 0.9 * x, got)
     mixed = dense(schedule, 1, got if combine == "with" else new)
     if combine == "with":
@@ -256,16 +279,16 @@ def test_bad_parameters_recover_from_neighbours(combine, value):
     # Without a round, or with optax's own apply_updates, it stays bad and harms nobody.
     grads = jax.tree.map(lambda x: 0.2 * x, params)
     for round, apply in ((None, optim.apply_updates), (0, optax.apply_updates)):
-        got, _ = on_replicas(tx, params, state, grads, round, apply=apply)
+        got, _ = tx.step(params, state, grads, round, apply=apply)
         assert np.isfinite(got["bias"]).all(1).tolist() == [True, False, True, True]
         assert np.isfinite(got["kernel"]).all()
 
 
 def test_nobody_left_to_hear():
     """All bad: still bad, and all rejected, but nothing raises."""
-    tx = optim.decentralized(optax.sgd(0.5), topology.make("complete", N))
+    tx = replicas_of(optax.sgd(0.5), "complete")
     params = jax.tree.map(lambda x: x * jnp.nan, start())
-    got, state = on_replicas(tx, params, jax.vmap(tx.init)(params), gradients(), 0)
+    got, state = tx.step(params, tx.init(params), gradients(), 0)
     assert all(bool(jnp.isnan(x).all()) for x in got.values())
     # Gradients are finite and so is sgd's update: it is the parameters that are lost.
     assert state.skipped.tolist() == [0, 0, 0, 0]
@@ -273,20 +296,20 @@ def test_nobody_left_to_hear():
 
 @pytest.mark.parametrize("how", ["nan gradient", "overflow", "nan loss"])
 def test_all_reduce_rejects_together(how):
-    tx = optim.all_reduce(INNER)
+    tx = replicas_of(INNER, None)
     params = jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), start())
-    params, state = on_replicas(tx, params, jax.vmap(tx.init)(params), gradients(), 0)
+    params, state = tx.step(params, tx.init(params), gradients(), 0)
     grads, value = gradients(), None
     if how == "nan loss":
         value = jnp.zeros(N).at[3].set(jnp.nan)
     else:
         grads = poison(grads, 3, jnp.nan if how == "nan gradient" else 1e21)
-    got, new = on_replicas(tx, params, state, grads, 0, value)
+    got, new = tx.step(params, state, grads, 0, value)
     assert_equal(got, params)
     assert new.skipped.tolist() == new.failing.tolist() == [1] * N
     assert counts_of(new) == ([1] * N, [2] * N)
     assert_equal(new.inner[0].window, state.inner[0].window)
-    got, new = on_replicas(tx, got, new, gradients(), 0)
+    got, new = tx.step(got, new, gradients(), 0)
     for leaf in got.values():
         assert_equal(leaf, jnp.broadcast_to(leaf[:1], leaf.shape))
     assert new.failing.tolist() == [0] * N and new.skipped.tolist() == [1] * N
@@ -295,11 +318,11 @@ def test_all_reduce_rejects_together(how):
 
 def test_injected_learning_rate_goes_on_through_a_rejected_update():
     make = optax.inject_hyperparams(optim.accum_adamw, static_args="accum_steps")
-    tx = optim.decentralized(make(learning_rate, accum_steps=2), topology.make("ring", N))
+    tx = replicas_of(make(learning_rate, accum_steps=2), "ring")
     params = start()
-    state = jax.vmap(tx.init)(params)
+    state = tx.init(params)
     for grads in (gradients(), poison(gradients(), 2), gradients()):
-        params, state = on_replicas(tx, params, state, grads, 0)
+        params, state = tx.step(params, state, grads, 0)
     assert state.inner.count.tolist() == [3] * N
     assert state.inner.inner_state[0].count.tolist() == [3, 3, 2, 3]
     np.testing.assert_allclose(
@@ -322,56 +345,29 @@ def test_init_communicates_nothing_and_counts_from_zero():
 def test_inner_sees_the_loss():
     """`optax.contrib.reduce_on_plateau` halves its scale whenever the loss does not improve."""
     plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=1e-3)
-    tx = optim.decentralized(optax.chain(optax.sgd(0.1), plateau), topology.make("ring", N))
+    tx = replicas_of(optax.chain(optax.sgd(0.1), plateau), "ring")
     params = start()
-    state = jax.vmap(tx.init)(params)
+    state = tx.init(params)
     for t in range(3):
         value = jnp.asarray([1.0, 1.0 - 0.1 * t, 1.0, 1.0 - 0.1 * t])
-        params, state = on_replicas(tx, params, state, gradients(), 0, value)
+        params, state = tx.step(params, state, gradients(), 0, value)
     assert state.inner[1].scale.tolist() == [0.25, 1, 0.25, 1]
 
 
-def test_missing_round_raises():
-    tx = optim.decentralized(INNER, topology.make("ring", N))
+def test_what_update_needs():
+    schedule = topology.make("ring", N)
+    tx = optim.decentralized(INNER, schedule)
     params = rows(start(), 0)
     with pytest.raises(TypeError, match="round"):
         tx.update(params, tx.init(params), params)
-
-
-def test_missing_parameters_raise():
-    tx = optim.decentralized(INNER, topology.make("ring", N))
-    params = rows(start(), 0)
     with pytest.raises(ValueError, match="mix parameters and got none; call update"):
         tx.update(params, tx.init(params), round=0)
-
-
-@pytest.mark.parametrize("combine", ["with", "then"])
-def test_consensus_factor_follows_a_schedule(combine):
-    """Without gradients a step is (1 - gamma) I + gamma W, with the gamma of its count."""
-    schedule = topology.make("bidirectional_ring", N)
-    factors = jnp.array([0.0, 0.25, 1.0])
-    tx = optim.decentralized(optax.sgd(0.1), schedule, combine, gamma=lambda count: factors[count])
-    x = np.random.default_rng(0).normal(size=(N, 3)).astype(np.float32)
-    state = jax.vmap(tx.init)(x)
-    for gamma in factors.tolist():
-        wanted = x + gamma * (schedule.matrix(0) @ x - x)
-        step = jax.vmap(lambda x, s: tx.update(0 * x, s, x, round=0), axis_name="replica")
-        updates, state = step(x, state)
-        x = np.asarray(optim.apply_updates(x, updates))
-        np.testing.assert_allclose(x, wanted, atol=1e-6)
-
-
-@pytest.mark.parametrize("combine", ["after", "", None])
-def test_unknown_combine(combine):
-    with pytest.raises(ValueError, match=f"combine must be 'with' or 'then', got {combine!r}"):
-        optim.decentralized(INNER, topology.make("ring", N), combine)
-
-
-def test_round_beyond_the_period():
-    tx = optim.decentralized(INNER, topology.make("ring", N))
-    params = start()
     with pytest.raises(ValueError, match="ring has rounds 0 to 1, got round 2"):
-        on_replicas(tx, params, jax.vmap(tx.init)(params), gradients(), 2)
+        step = jax.vmap(harness.step_of(tx, lambda x: x, 2), axis_name="replica")
+        step(start(), jax.vmap(tx.init)(start()))
+    for combine in ("after", "", None):
+        with pytest.raises(ValueError, match=f"combine must be .*'then'.*, got {combine!r}"):
+            optim.decentralized(INNER, schedule, combine)
 
 
 def test_apply_updates():
@@ -388,51 +384,38 @@ def test_apply_updates():
 # --- accumulated Adam -----------------------------------------------------------------------------
 
 
-def accum_adam_loop(x, grads, s, b1, b2, eps, lr, decay, decoupled):
-    """The recursion of DESIGN 5, of one array; also (m, v, A) after every step."""
-    m = v = a = np.zeros_like(x)
-    out = []
-    for t, g in enumerate(grads, start=1):
-        k = math.ceil(t / s)
-        if decoupled:
-            x = (1 - lr * decay) * x
-        else:
-            g = g + decay * x
-        a = a + g / s
-        mt, vt = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
-        x = x - lr / (1 - b1**k) * mt / (np.sqrt(vt) / np.sqrt(1 - b2**k) + eps)
-        if t % s == 0:
-            m, v, a = b1 * m + (1 - b1) * a, b2 * v + (1 - b2) * a**2, np.zeros_like(a)
-        out.append((x, m, v, a))
-    return out
-
-
 @pytest.mark.parametrize("decoupled", [False, True])
 @pytest.mark.parametrize("s", [1, 2, 3, 5])
-def test_windows(s, decoupled):
+def test_windows(s, decoupled, x64):
     """Parameters and state after every one of 11 steps, float64."""
-    with jax.enable_x64(True):
-        rng = np.random.default_rng(s)
-        x, grads = rng.normal(size=4), rng.normal(size=(11, 4)) * np.float64([1, 1e-3, 10, 1e-9])
-        given = {"b1": 0.9, "b2": 0.98, "eps": 1e-6}
-        make = optim.accum_adamw if decoupled else optim.accum_adam
-        tx = make(0.03, weight_decay=0.2, accum_steps=s, **given)
-        params = jnp.asarray(x)
-        state = tx.init(params)
-        wanted = accum_adam_loop(x, grads, s, lr=0.03, decay=0.2, decoupled=decoupled, **given)
-        for t, (g, (x, m, v, a)) in enumerate(zip(grads, wanted, strict=True), start=1):
-            updates, state = tx.update(jnp.asarray(g), state, params)
-            params = optax.apply_updates(params, updates)
-            adam = state[0 if decoupled else 1]
-            assert isinstance(adam, optim.ScaleByAccumAdamState)
-            np.testing.assert_allclose(params, x, rtol=1e-12)
-            # With s = 1 a window is a step, and is not kept.
-            assert adam.count == t and (adam.window is None) == (s == 1)
-            np.testing.assert_allclose(adam.mu, m, rtol=1e-12, atol=1e-20)
-            np.testing.assert_allclose(adam.nu, v, rtol=1e-12, atol=1e-25)
-            if s > 1:
-                np.testing.assert_allclose(adam.window, a, rtol=1e-12, atol=1e-20)
-                assert (t % s == 0) == (not adam.window.any())
+    rng = np.random.default_rng(s)
+    x, grads = rng.normal(size=4), rng.normal(size=(11, 4)) * np.float64([1, 1e-3, 10, 1e-9])
+    given = {"b1": 0.9, "b2": 0.98, "eps": 1e-6, "weight_decay": 0.2, "accum_steps": s}
+    make = optim.accum_adamw if decoupled else optim.accum_adam
+    tx, kept = make(0.03, **given), []
+    given |= {"decoupled": decoupled, "record": kept}
+    wanted = oracles.run(
+        "accum_adam", lambda t: None, lambda _, t: grads[t][None], x[None], 11, 0.03, **given
+    )
+
+    @jax.jit
+    def step(g, params, state):
+        updates, state = tx.update(g, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = jnp.asarray(x), tx.init(jnp.asarray(x))
+    for t, (x, (m, v, a)) in enumerate(zip(wanted[:, 0], kept, strict=True), start=1):
+        params, state = step(grads[t - 1], params, state)
+        adam = state[0 if decoupled else 1]
+        assert isinstance(adam, optim.ScaleByAccumAdamState)
+        np.testing.assert_allclose(params, x, rtol=1e-12)
+        # With s = 1 a window is a step, and is not kept.
+        assert adam.count == t and (adam.window is None) == (s == 1)
+        np.testing.assert_allclose(adam.mu, m[0], rtol=1e-12, atol=1e-20)
+        np.testing.assert_allclose(adam.nu, v[0], rtol=1e-12, atol=1e-25)
+        if s > 1:
+            np.testing.assert_allclose(adam.window, a[0], rtol=1e-12, atol=1e-20)
+            assert (t % s == 0) == (not adam.window.any())
 
 
 def test_a_window_of_one_is_adam():
@@ -458,11 +441,11 @@ def test_a_window_of_one_is_adam():
 @pytest.mark.parametrize("after", [3, 4, 5])
 def test_drop_window(after):
     """As if the last completed window had been the end; whatever the state is nested in."""
-    tx = optim.decentralized(INNER, topology.make("ring", N))  # windows of 3
+    tx = replicas_of(INNER, "ring")  # windows of 3
     params = start()
-    state = jax.vmap(tx.init)(params)
+    state = tx.init(params)
     for t in range(after):
-        params, state = on_replicas(tx, params, state, gradients(t), 0)
+        params, state = tx.step(params, state, gradients(t), 0)
     got = optim.drop_window(state, 3)
     assert jax.tree.structure(got) == jax.tree.structure(state)
     adam, old = got.inner[0], state.inner[0]

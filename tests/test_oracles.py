@@ -1,13 +1,15 @@
-"""The oracles against published numbers, exact relations, and recursions written another way."""
+"""The oracles against published numbers, exact relations, and recursions written another way.
 
-import json
+Accumulated Adam of the oracle is the library's (test_methods), and the library's is that of the
+reference's own runs (test_golden).
+"""
+
 from itertools import pairwise
 
 import numpy as np
 import oracles
 import pytest
 from oracles import assert_same, random_problem, run
-from shared import SHARED, shared
 
 P = oracles.quadratic()
 N, LR, B, MU = 8, 0.1, 0.9, 0.9
@@ -26,7 +28,7 @@ def test_the_quadratic():
 
 
 # The table: replicas 0, 1, 7 after two steps, and max |x - 14/3| after 2000 as printed; the last
-# four rows of two-step values are pinned from the recursions of `stacked` below.
+# four rows of two-step values come from `STACKED` and from exact diffusion below.
 
 TABLE = [
     ("dpsgd", {"combine": "then"}, (0.45454861, 0.15045139, 0.77260417), "0.5337"),
@@ -53,81 +55,39 @@ def test_printed_values(method, numbers, after_two, limit):
         assert f"{error:.4g}" == limit
 
 
-# Another route: s+ = T s + c for the stacked state s = (x, second variable).
+# Another route for what has no printed values: s+ = T s + c for the stacked state s = (x, m).
 
 A, AB, EYE, W = np.diag(P.a), P.a * P.b, np.eye(N), P.ring
 STEP = EYE - LR * A  # x - lr g(x) = STEP x + lr AB
-
-
-def _corrected(V):
-    """x and psi of exact diffusion with the matrix V: psi+ = x - lr g; x+ = V (psi+ + x - psi)."""
-    return (
-        np.block([[V @ (STEP + EYE), -V], [STEP, np.zeros((N, N))]]),
-        np.concatenate([LR * V @ AB, LR * AB]),
-        np.zeros(2 * N),
-    )
-
-
-def stacked(method):
-    """(T, c, s_0) with x the first n of s."""
-    zeros = np.zeros((N, N))
-    if method == "gossiped_momentum":  # s = (x, m)
-        T = np.block([[W @ STEP, -LR * B * W], [W @ A, B * W]])
-        return T, np.concatenate([LR * W @ AB, -W @ AB]), np.zeros(2 * N)
-    if method == "quasi_global_sgd":  # s = (x, m)
-        share = (1 - MU) / LR
-        T = np.block(
-            [[W @ STEP, -LR * B * W], [share * (EYE - W @ STEP), MU * EYE + (1 - MU) * B * W]]
-        )
-        return T, np.concatenate([LR * W @ AB, -(1 - MU) * W @ AB]), np.zeros(2 * N)
-    if method == "decentlam":  # s = (x_t, x_{t-1}): x+ = W (x - lr g) + b (x - x_{t-1})
-        T = np.block([[W @ STEP + B * EYE, -B * EYE], [EYE, zeros]])
-        return T, np.concatenate([LR * W @ AB, np.zeros(N)]), np.zeros(2 * N)
-    if method == "dmsgd":  # s = (x, m)
-        T = np.block([[W @ STEP, -LR * B * W], [A, B * EYE]])
-        return T, np.concatenate([LR * W @ AB, -AB]), np.zeros(2 * N)
-    if method == "dmsgd with":  # s = (x, m)
-        T = np.block([[W - LR * A, -LR * B * EYE], [A, B * EYE]])
-        return T, np.concatenate([LR * AB, -AB]), np.zeros(2 * N)
-    if method == "gradient_tracking":  # s = (x, q)
-        T = np.block([[W, -LR * EYE], [A @ (W - EYE), W - LR * A]])
-        return T, np.zeros(2 * N), np.concatenate([np.zeros(N), -AB])
-    return _corrected({"d2": W, "exact_diffusion": (EYE + W) / 2}[method])
-
-
-def on_ring_named(method, steps):
-    """The history of a name of `stacked`, which may end in the order of combination."""
-    name, _, combine = method.partition(" ")
-    return on_ring(name, steps, **({"combine": combine} if combine else {}))
-
-
-STACKED = [
-    "gossiped_momentum",
-    "quasi_global_sgd",
-    "decentlam",
-    "dmsgd",
-    "dmsgd with",
-    "gradient_tracking",
-    "exact_diffusion",
-    "d2",
-]
+SHARE = (1 - MU) / LR
+STACKED = {  # (T, c)
+    "gossiped_momentum": (
+        np.block([[W @ STEP, -LR * B * W], [W @ A, B * W]]),
+        np.concatenate([LR * W @ AB, -W @ AB]),
+    ),
+    "quasi_global_sgd": (
+        np.block(
+            [[W @ STEP, -LR * B * W], [SHARE * (EYE - W @ STEP), MU * EYE + (1 - MU) * B * W]]
+        ),
+        np.concatenate([LR * W @ AB, -(1 - MU) * W @ AB]),
+    ),
+    "dmsgd": (  # combine="with"
+        np.block([[W - LR * A, -LR * B * EYE], [A, B * EYE]]),
+        np.concatenate([LR * AB, -AB]),
+    ),
+}
 
 
 @pytest.mark.parametrize("method", STACKED)
 def test_stacked_recursions(method):
-    T, c, s = stacked(method)
-    history = on_ring_named(method, 300)
-    for x in history[:, :, 0]:
+    (T, c), s = STACKED[method], np.zeros(2 * N)
+    history = on_ring(method, 2000, **({"combine": "with"} if method == "dmsgd" else {}))
+    for x in history[:300, :, 0]:
         s = T @ s + c
         assert_same(s[:N], x, 1e-11)
-
-
-@pytest.mark.parametrize("method", STACKED[:5])
-def test_limits_are_the_fixed_points(method):
-    T, c, _ = stacked(method)
     fixed = np.linalg.solve(np.eye(2 * N) - T, c)[:N]
-    assert_same(on_ring_named(method, 2000)[-1, :, 0], fixed, 1e-9)
-    if method in ("quasi_global_sgd", "decentlam"):
+    assert_same(history[-1, :, 0], fixed, 1e-9)
+    if method == "quasi_global_sgd":
         assert_same(fixed, np.linalg.solve(EYE - W @ STEP, LR * W @ AB), 1e-10)
 
 
@@ -187,7 +147,6 @@ def test_the_tracker_is_the_mean_gradient():
     [
         ("dpsgd", {"gamma": 1.0}),
         ("dpsgd", {"gamma": lambda t: 1.0}),
-        ("local_sgd", {}),
         ("dmsgd", {"momentum": 0.0}),
     ],
 )
@@ -246,19 +205,9 @@ def test_one_replica(method):
     assert_same(nothing[0], x0 - LR * (np.sign(g) if method == "accum_adam" else g), 1e-7)
 
 
-def test_unknown_orders():
-    for method, numbers in (
-        ("dpsgd", {"combine": "x"}),
-        ("accum_adam", {"combine": "x"}),
-        ("gradient_tracking", {"mixes": "x"}),
-    ):
-        with pytest.raises(ValueError, match="not 'x'"):
-            on_ring(method, 1, **numbers)
-
-
 def test_local_sgd_and_gossip_pga():
     x0, grad = random_problem()
-    local = run("local_sgd", oracles.average_every(8, 4), grad, x0, 12, LR)
+    local = run("dpsgd", oracles.average_every(8, 4), grad, x0, 12, LR)
     x = x0
     for t in range(12):
         x = x - LR * grad(x, t)
@@ -376,82 +325,6 @@ def test_accum_adam_by_sums(s, decoupled, combine):
         assert_same(history[t], x)
 
 
-def golden(name):
-    """A file of runs of the reference; skips where there is none, fails in CI."""
-    path = shared(f"golden/{name}")
-    return json.loads(path.read_text()) if path.suffix == ".json" else np.load(path)
-
-
-def adam_numbers(case):
-    return {
-        "b1": case["betas"][0],
-        "b2": case["betas"][1],
-        "eps": case["eps"],
-        "weight_decay": case.get("weight_decay", case.get("wd")),
-        "accum_steps": case["accum_iter"] if case["opt"].startswith("Accum") else 1,
-        "decoupled": case["opt"].endswith("W"),
-    }
-
-
-def relative_error(got, wanted):
-    return np.max(np.abs(got - wanted)) / np.max(np.abs(wanted))
-
-
-def test_reference_optimizers():
-    data = golden("optimizers.npz")
-    cases = [c for c in golden("optimizers.json")["cases"] if c["dtype"] == "float64"]
-    assert len(cases) >= 4
-    for case in cases:
-        gradients = data["grads_float64"]
-        got = run(
-            "accum_adam",
-            lambda t: None,
-            lambda x, t, g=gradients: g[t][None],
-            data["init_float64"][None],
-            len(gradients),
-            case["lr"],
-            **adam_numbers(case),
-        )
-        assert relative_error(got[:, 0], data[f"{case['id']}_params"][1:]) < 1e-12
-
-
-TRAJECTORIES = SHARED / "golden" / "decent_dp_4_replicas.json"
-RUNS = json.loads(TRAJECTORIES.read_text())["cases"] if TRAJECTORIES.exists() else {}
-HALVES = oracles.pairs(4, (0, 1), (2, 3))
-REFERENCE_ROUNDS = {
-    "complete": [oracles.average(4)],
-    "ring": [HALVES, oracles.pairs(4, (0, 3), (1, 2))],
-    "one-peer-exp": [HALVES, oracles.pairs(4, (0, 2), (1, 3))],
-    "alternating-exp-ring": [HALVES, oracles.average(4)],
-}
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_reference_trajectories(name):
-    """Rounds none, 1, 3, 4, ...; only biases decay unless the name says all (golden/README.md)."""
-    data, case = golden("decent_dp_4_replicas.npz"), RUNS[name]
-    rounds = REFERENCE_ROUNDS[case["topology"]]
-    is_bias = np.repeat([0.0, 1.0, 0.0, 1.0], [48, 8, 24, 3])
-    numbers = adam_numbers(case)
-    numbers["weight_decay"] *= np.ones(83) if "wdall" in name else is_bias
-
-    def matrices(t):
-        return None if t == 0 else rounds[(1 if t == 1 else t + 1) % len(rounds)]
-
-    gradients, wanted = data[f"{name}/grads"], data[f"{name}/params"]
-    got = run(
-        "accum_adam",
-        matrices,
-        lambda x, t: gradients[:, t],
-        data[f"{name}/start"],
-        20,
-        case["lr"],
-        **numbers,
-    )
-    limit = 1e-12 if case["dtype"] == "float64" else 1e-5
-    assert relative_error(got[1:], wanted.swapaxes(0, 1)[1:]) < limit
-
-
 @pytest.mark.parametrize("weight, corrected", [(1.0, True), (0.2, True), (0.2, False)])
 def test_quasi_global_adam_by_sums(weight, corrected):
     """Each step from sums over the normalised differences that the history itself holds."""
@@ -476,85 +349,3 @@ def test_quasi_global_adam_by_sums(weight, corrected):
         scale1, scale2 = (1 - b1 ** (t + 1), 1 - b2 ** (t + 1)) if corrected else (1, 1)
         step = LR * m / scale1 / (np.sqrt(v / scale2) + eps)
         assert_same(x[t + 1], matrices(t) @ (x[t] - step))
-
-
-# Swarm.
-
-
-@pytest.mark.parametrize("blocking, combine", [(True, "then"), (False, "with")])
-def test_disjoint_pairs_are_a_round_of_dpsgd(blocking, combine):
-    x0, grad = random_problem()
-    matrices = oracles.hypercube(8)
-    interactions = [
-        (i, j, 1, 1) for t in range(6) for i, j in np.argwhere(np.triu(matrices(t), 1) > 0)
-    ]
-    assert len(interactions) == 24
-    history = oracles.swarm(interactions, grad, x0, LR, blocking)[3::4]
-    assert_same(history, run("dpsgd", matrices, grad, x0, 6, LR, combine=combine))
-
-
-def test_swarm_by_hand():
-    """f_i = a_i (x - b_i)^2 / 2: H steps are x <- b + (1 - lr a)^H (x - b)."""
-    interactions = [(0, 1, 2, 3), (1, 2, 1, 0), (0, 1, 4, 2)]
-
-    def local(i, x, count):
-        return P.b[i] + (1 - LR * P.a[i]) ** count * (x - P.b[i])
-
-    x0 = np.arange(8.0)[::-1, None]
-    x, stale = list(x0[:, 0]), list(x0[:, 0])
-    blocking, other = (
-        oracles.swarm(interactions, P.grad, x0, LR, b)[..., 0] for b in (True, False)
-    )
-    for k, (i, j, hi, hj) in enumerate(interactions):
-        x[i] = x[j] = (local(i, x[i], hi) + local(j, x[j], hj)) / 2
-        assert_same(blocking[k], x)
-        mean = (stale[i] + stale[j]) / 2
-        stale[i], stale[j] = (
-            mean + local(r, stale[r], h) - stale[r] for r, h in ((i, hi), (j, hj))
-        )
-        assert_same(other[k], stale)
-
-
-def test_swarm_counts_local_steps_by_replica():
-    seen = []
-
-    def grad(x, t):
-        seen.append(t)
-        return np.zeros_like(x)
-
-    oracles.swarm([(0, 1, 2, 1), (2, 1, 1, 2)], grad, np.zeros((3, 1)), lambda t: 1.0)
-    assert seen == [0, 1, 0, 0, 1, 2]
-    with pytest.raises(ValueError, match="meets itself"):
-        oracles.swarm([(1, 1, 1, 1)], grad, np.zeros((3, 1)), LR)
-
-
-def spread(x):
-    return float(((x - x.mean(0)) ** 2).sum())
-
-
-def mean_spread(x, blocking, size):
-    """The mean of Gamma after one interaction, over all pairs and all signs of their gradients."""
-    n, values = len(x), []
-    for i in range(n):
-        for j in range(i):
-            for signs in ((1, 1), (1, -1), (-1, 1), (-1, -1)):
-                g = np.zeros_like(x)
-                g[[i, j], 0] = np.array(signs) * size
-                one = oracles.swarm([(i, j, 1, 1)], lambda x, t, g=g: g, x, 1.0, blocking)
-                values.append(spread(one[0]))
-    return np.mean(values)
-
-
-@pytest.mark.parametrize("n", [2, 5])
-def test_swarm_spread(n):
-    """Without gradients Gamma shrinks by 1 - 1/(n - 1) on average; with noise of variance v it is
-    still at v (n - 1)(n - 2) / n (blocking) or 2 v (n - 1)^2 / n (both add their own step)."""
-    x = np.random.default_rng(1).normal(size=(n, 2))
-    factor = 1 - 1 / (n - 1)
-    for blocking in (True, False):
-        assert mean_spread(x, blocking, 0.0) == pytest.approx(factor * spread(x), abs=1e-12)
-    size = 0.3
-    v = size**2
-    for blocking, still in ((True, v * (n - 1) * (n - 2) / n), (False, 2 * v * (n - 1) ** 2 / n)):
-        at_rest = (x - x.mean(0)) * np.sqrt(still / spread(x))
-        assert mean_spread(at_rest, blocking, size) == pytest.approx(still, abs=1e-12)

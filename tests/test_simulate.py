@@ -315,9 +315,13 @@ def test_failures_are_dropped_or_sent_again():
     assert met.models.tolist() == [[50.0], [50.0]]
 
 
-@pytest.mark.parametrize("quantizer", [None, LatticeQuantizer(0.05, stochastic=True)])
-@pytest.mark.parametrize("blocking", [True, False])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+STOCHASTIC = LatticeQuantizer(0.05, stochastic=True)
+
+
+@pytest.mark.parametrize(  # each two of the options in all their values
+    ("quantizer", "blocking", "momentum"),
+    [(None, True, 0.0), (None, False, 0.9), (STOCHASTIC, True, 0.9), (STOCHASTIC, False, 0.0)],
+)
 def test_the_order_of_disjoint_interactions_does_not_matter(quantizer, blocking, momentum):
     drawn = interactions(10, 200, degree=3, local_steps=2, geometric=True, seed=4)
     grouped = rounds(drawn)

@@ -2,12 +2,12 @@
 
 import functools
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from decent_jax import optim, simulate, topology
 from decent_jax.topology import rounds as topology_rounds
@@ -15,13 +15,7 @@ from decent_jax.topology import rounds as topology_rounds
 N, D, RATE = 8, 5, 0.1
 
 
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
-ORDER = {True: "then", False: "with"}  # by whether it is blocking
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def problem(seed=0):
@@ -41,29 +35,19 @@ def schedule_of(groups):
     return topology.Schedule("list", N, tuple(found))
 
 
-def on_devices(fn, mesh):
-    def body(*args):
-        own = fn(*jax.tree.map(lambda x: x[0], args))
-        return jax.tree.map(lambda x: x[None], own)
-
-    spec = P("replica")
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec))
-
-
-def in_bulk(groups, given, mesh=None, *, blocking):
+def in_bulk(groups, given, form="vmap", **options):
     """All replicas at once: as many sub-steps as the busiest one has, and then the round."""
     x0, a, b = given
     schedule = schedule_of(groups)
-    tx = optim.swarm(optax.sgd(RATE), schedule, ORDER[blocking])
-
-    def step(x, state, a, b, active, round):
-        updates, state = tx.update(a * (x - b), state, x, round=round, active=active)
-        return optim.apply_updates(x, updates), state
+    tx = optim.swarm(optax.sgd(RATE), schedule, **options)
 
     @functools.cache
     def executable(round):
-        one = functools.partial(step, round=round)
-        return jax.vmap(one, axis_name="replica") if mesh is None else on_devices(one, mesh)
+        def step(x, state, a, b, active):
+            updates, state = tx.update(a * (x - b), state, x, round=round, active=active)
+            return optim.apply_updates(x, updates), state
+
+        return harness.on_stack(step, form, N, N)
 
     x = jnp.asarray(x0)
     state = jax.vmap(tx.init)(x)
@@ -74,42 +58,44 @@ def in_bulk(groups, given, mesh=None, *, blocking):
             counts[one.i], counts[one.j] = one.steps_i, one.steps_j
         for k in range(counts.max()):
             active = k < counts
-            last = k == counts.max() - 1
-            x, state = executable(r if last else None)(
-                x, state, jnp.asarray(a), jnp.asarray(b[done, np.arange(N)]), jnp.asarray(active)
-            )
+            run = executable(r if k == counts.max() - 1 else None)
+            x, state = run(x, state, a, b[done, np.arange(N)], active)
             done += active
-    return np.asarray(x), state, done
+    return np.asarray(x), done
 
 
-def in_order(interactions, given, **options):
+def in_order(interactions, given, combine):
     x0, a, b = given
     return simulate.swarm(
-        x0, interactions, lambda i, x, k, rng: a[i] * (x - b[k, i]), RATE, **options
+        x0,
+        interactions,
+        lambda i, x, k, rng: a[i] * (x - b[k, i]),
+        RATE,
+        blocking=combine == "then",
     )
 
 
-@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("combine", ["then", "with"])
 @pytest.mark.parametrize("degree", [None, 3])
-def test_bulk_is_the_list_of_interactions(blocking, degree):
+def test_bulk_is_the_list_of_interactions(degree, combine):
     """Geometric local steps: replicas take different numbers, on a graph of degree 3 too."""
     listed = simulate.interactions(
-        N, 24, degree=degree, local_steps=3, geometric=True, seed=int(blocking)
+        N, 16, degree=degree, local_steps=3, geometric=True, seed=int(combine)
     )
     given = problem()
-    wanted = in_order(listed, given, blocking=blocking)
-    x, _, done = in_bulk(simulate.rounds(listed), given, blocking=blocking)
+    wanted = in_order(listed, given, combine=combine)
+    x, done = in_bulk(simulate.rounds(listed), given, combine=combine)
     assert len(set(done.tolist())) > 3
     np.testing.assert_array_equal(done, wanted.local_steps)
     np.testing.assert_allclose(x, wanted.models, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("blocking", [True, False])
-def test_devices_are_the_list_of_interactions(blocking, mesh8):
+@pytest.mark.parametrize("combine", ["then", "with"])
+def test_devices_are_the_list_of_interactions(combine):
     listed = simulate.interactions(N, 6, local_steps=2, geometric=True, seed=5)
     given = problem(1)
-    x, _, _ = in_bulk(simulate.rounds(listed), given, mesh8, blocking=blocking)
-    wanted = in_order(listed, given, blocking=blocking).models
+    x, _ = in_bulk(simulate.rounds(listed), given, "devices", combine=combine)
+    wanted = in_order(listed, given, combine=combine).models
     np.testing.assert_allclose(x, wanted, rtol=1e-12, atol=1e-12)
 
 
@@ -130,27 +116,30 @@ def test_pairs_are_neighbours_of_one_regular_graph():
     assert (graph.sum(1) == 3).all()
 
 
-@pytest.mark.parametrize("blocking", [True, False])
-def test_stationary_spread(blocking):
+@pytest.mark.parametrize("combine", ["then", "with"])
+def test_stationary_spread(combine):
     """../shared/ALGORITHMS.md 6.3, matchings of K_n: v (n-1)(n-2)/n, or 2 v (n-1)^2/n."""
-    d, sigma, rounds = 4000, 0.1, 60
-    schedule = topology.make("random_matching", N, rounds=rounds, seed=7)
-    tx = optim.swarm(optax.sgd(1.0), schedule, ORDER[blocking])
+    d, sigma, steps = 4000, 0.1, 120
+    tx = optim.swarm(optax.sgd(1.0), topology.make("hypercube", N), combine=combine)
+    one = jax.vmap(harness.step_of(tx, lambda _, noise: noise, 0), axis_name="replica")
+
+    def step(carry, given):
+        order, key = given  # fixed pairs of replicas in any order are a random matching
+        noise = sigma * jax.random.normal(key, (N, d), jnp.float32)
+        x, state = one(*jax.tree.map(lambda rows: rows[order], carry), noise)
+        return (x, state), jnp.square(x - x.mean(0, keepdims=True)).sum()
+
     x = jnp.zeros((N, d), jnp.float32)
-    state = jax.vmap(tx.init)(x)
-    rng, spreads = np.random.default_rng(0), []
-    for t in range(2 * rounds):
-
-        def step(x, state, noise, r=t % rounds):
-            updates, state = tx.update(noise, state, x, round=r)
-            return optim.apply_updates(x, updates), state
-
-        noise = jnp.asarray(sigma * rng.normal(size=(N, d)), jnp.float32)
-        x, state = jax.vmap(step, axis_name="replica")(x, state, noise)
-        spreads.append(float(jnp.square(x - x.mean(0, keepdims=True)).sum()))
+    rng = np.random.default_rng(7)
+    given = (
+        np.stack([rng.permutation(N) for _ in range(steps)]),
+        jax.random.split(jax.random.key(0), steps),
+    )
+    run = jax.jit(lambda x, state: jax.lax.scan(step, (x, state), given)[1])
+    spreads = run(x, jax.vmap(tx.init)(x))
     v = sigma**2 * d
-    wanted = v * (N - 1) * (N - 2) / N if blocking else 2 * v * (N - 1) ** 2 / N
-    assert np.mean(spreads[rounds:]) == pytest.approx(wanted, rel=0.03)
+    wanted = v * (N - 1) * (N - 2) / N if combine == "then" else 2 * v * (N - 1) ** 2 / N
+    assert np.mean(spreads[steps // 2 :]) == pytest.approx(wanted, rel=0.03)
 
 
 # --- quantised messages -------------------------------------------------------------------------
@@ -200,44 +189,39 @@ def test_a_message_from_too_far_is_noticed():
         assert not bool(fine) and abs(int(read[far] - points[far])) == 256
 
 
-@pytest.mark.parametrize("blocking", [True, False])
-def test_quantised_meetings_keep_the_mean_and_agree(blocking):
+@pytest.mark.parametrize("combine", ["then", "with"])
+def test_quantised_meetings_keep_the_mean_and_agree(combine):
     """No gradients, from far apart: failed meetings widen the lattice until messages are read."""
     schedule = topology.make("hypercube", N)
-    tx = optim.swarm(optax.sgd(0.0), schedule, ORDER[blocking], lattice=optim.Lattice(8))
+    tx = optim.swarm(optax.sgd(0.0), schedule, combine=combine, lattice=optim.Lattice(8))
     rng = np.random.default_rng(3)
     x = jnp.asarray(rng.normal(size=(N, D)) + 5, jnp.float32)
-    start, state, spread = x, jax.vmap(tx.init)(x), []
-
-    def step(x, state, round):
-        updates, state = tx.update(0 * x, state, x, round=round)
-        return optim.apply_updates(x, updates), state
-
-    for t in range(120):
-        one = functools.partial(step, round=schedule.round_at(t))
-        x, state = jax.vmap(one, axis_name="replica")(x, state)
-        np.testing.assert_allclose(x.mean(0), start.mean(0), atol=5e-6)
-        spread.append(float(jnp.square(x - x.mean(0, keepdims=True)).sum()))
-    assert spread[0] == pytest.approx(
-        float(jnp.square(start - start.mean(0, keepdims=True)).sum())
-    )  # unread
+    history = harness.trajectory(
+        tx, lambda x, _: jnp.zeros_like(x), schedule, x, [jnp.zeros(N)] * 120
+    )
+    spread = [np.square(y - y.mean(0, keepdims=True)).sum() for y, _ in history]
+    for y, _ in history:
+        np.testing.assert_allclose(y.mean(0), x.mean(0), atol=5e-6)
+    assert spread[0] == pytest.approx(np.square(x - x.mean(0, keepdims=True)).sum())  # unread
     assert spread[-1] < 1e-4
 
 
 def test_failed_meetings_change_nobody():
     schedule = topology.make("hypercube", N)
-    tx = optim.swarm(optax.sgd(0.0), schedule, ORDER[True], lattice=optim.Lattice(8, distance=1e-6))
+    tx = optim.swarm(
+        optax.sgd(0.0), schedule, combine="then", lattice=optim.Lattice(8, distance=1e-6)
+    )
     x = jnp.asarray(np.random.default_rng(4).normal(size=(N, D)))
     state = jax.vmap(tx.init)(x)
     updates, state = jax.vmap(
         lambda x, state: tx.update(0 * x, state, x, round=0), axis_name="replica"
     )(x, state)
     np.testing.assert_array_equal(optim.apply_updates(x, updates), x)
-    np.testing.assert_allclose(state.own.y, 4e-6)
+    np.testing.assert_allclose(harness.own(state, "y"), 4e-6)
 
 
-@pytest.mark.parametrize("blocking", [True, False])
-def test_the_lattice_follows_replicas_that_differ(blocking):
+@pytest.mark.parametrize("combine", ["then", "with"])
+def test_the_lattice_follows_replicas_that_differ(combine):
     """Each is drawn to a place of its own: as near the middle as without quantisation, for good.
 
     It ran away where replicas spoke coarser after a message that *they* could not read.
@@ -247,22 +231,12 @@ def test_the_lattice_follows_replicas_that_differ(blocking):
     far = {}
     for bits in (8, 32):
         lattice = optim.Lattice(8) if bits == 8 else None
-        tx = optim.swarm(optax.sgd(0.1), schedule, ORDER[blocking], lattice=lattice)
+        tx = optim.swarm(optax.sgd(0.1), schedule, combine=combine, lattice=lattice)
         x = jnp.tile(jnp.arange(10.0), (N, 1))
-        state, errors = jax.vmap(tx.init)(x), []
-        runs = [
-            jax.jit(
-                jax.vmap(
-                    lambda x, state, a, b, tx=tx, r=r: tx.update(a * (x - b), state, x, round=r),
-                    axis_name="replica",
-                )
-            )
-            for r in range(schedule.period)
-        ]
-        for t in range(400):
-            updates, state = runs[t % schedule.period](x, state, a, b)
-            x = optim.apply_updates(x, updates)
-            errors.append(float(jnp.abs(x - 14 / 3).max()))
+        history = harness.trajectory(
+            tx, lambda x, given: given[0] * (x - given[1]), schedule, x, [(a, b)] * 400
+        )
+        errors = [np.abs(y - 14 / 3).max() for y, _ in history]
         far[bits] = np.max(errors[200:])
     assert far[8] < 1.6 * far[32]
 

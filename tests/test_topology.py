@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mixing import group_list, groups, metropolis, norm, product, rebuild
+from mixing import group_list, groups, norm, product, rebuild
 
-from decent_jax.topology import NAMES, Schedule, make, repeat
+from decent_jax.topology import NAMES, make, repeat
 
 quick = settings(database=None, deadline=None, max_examples=60)
 
@@ -147,14 +147,6 @@ def test_round_at_is_its_definition(step, every, case):
     assert all((b - a - 1) % schedule.period == 0 for a, b in itertools.pairwise(rounds))
 
 
-def test_round_at_visits_the_rounds_in_turn():
-    schedule = make("one_peer_exp", 8)
-    assert [schedule.round_at(t) for t in range(7)] == [0, 1, 2, 0, 1, 2, 0]
-    wanted = [None, 0, None, 1, None, 2, None, 0]
-    assert [schedule.round_at(t, 2) for t in range(8)] == wanted
-    assert [schedule.round_at(t, mix_every=3) for t in range(6)] == [None, None, 0, None, None, 1]
-
-
 @pytest.mark.parametrize(
     ("name", "n", "local", "wanted"),
     [
@@ -220,11 +212,6 @@ def test_a_node_of_one_replica_sends_what_a_replica_sends(case):
             np.testing.assert_allclose(rebuild(between), between.matrix, atol=1e-15)
 
 
-def test_bytes_of_an_irregular_round_are_the_busiest_senders():
-    star = Schedule.from_matrices([metropolis([(0, leaf) for leaf in (1, 2, 3)], 4)])
-    assert star.bytes_sent(10) == 30 and star.degree(0) == 3
-
-
 @pytest.mark.parametrize(
     ("name", "n", "local", "wanted"),
     [
@@ -260,15 +247,9 @@ def test_bidirectional_ring_rate(n):
     np.testing.assert_allclose(schedule.matrix(0)[0], row, atol=1e-16)
 
 
-def test_bidirectional_ring_of_8():
-    assert norm(make("bidirectional_ring", 8).matrix(0)) == pytest.approx(0.804738, abs=5e-7)
-
-
 def test_ring_lists():
     assert groups(make("ring", 8).matrix(0)) == group_list("0,1 2,3 4,5 6,7")
     assert groups(make("ring", 8).matrix(1)) == group_list("0,7 1,2 3,4 5,6")
-    wanted = group_list("0,15 1,2 3,4 5,6 7,8 9,10 11,12 13,14")
-    assert groups(make("ring", 16).matrix(1)) == wanted
 
 
 @pytest.mark.parametrize("n", [4, 6, 8, 10, 16, 30])
@@ -350,40 +331,15 @@ def test_any_order_of_rounds_is_exact(name):
         assert norm(product(make(name, 16), rest)) > 0.5
 
 
-def test_one_peer_exp_by_hand():
-    schedule = make("one_peer_exp", 8)
-    x = schedule.matrix(0) @ np.arange(8)
-    np.testing.assert_array_equal(x, [3.5, 0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5])
-    x = schedule.matrix(1) @ x
-    np.testing.assert_array_equal(x, [4.5, 3.5, 2.5, 1.5, 2.5, 3.5, 4.5, 5.5])
-    np.testing.assert_array_equal(schedule.matrix(2) @ x, np.full(8, 3.5))
-
-
-def test_one_peer_exp_single_rounds_do_not_contract():
-    schedule = make("one_peer_exp", 8)
-    assert norm(schedule.matrix(0)) == pytest.approx(0.923880, abs=1e-6)
-    assert [norm(schedule.matrix(r)) for r in (1, 2)] == pytest.approx([1, 1])
-
-
-@pytest.mark.parametrize(
-    ("n", "lists"),
-    [
-        (8, ["0,1 2,3 4,5 6,7", "0,2 1,3 4,6 5,7", "0,4 1,5 2,6 3,7"]),
-        (
-            16,
-            [
-                "0,1 2,3 4,5 6,7 8,9 10,11 12,13 14,15",
-                "0,2 1,3 4,6 5,7 8,10 9,11 12,14 13,15",
-                "0,4 1,5 2,6 3,7 8,12 9,13 10,14 11,15",
-                "0,8 1,9 2,10 3,11 4,12 5,13 6,14 7,15",
-            ],
-        ),
-    ],
-)
-def test_hypercube_lists(n, lists):
-    schedule = make("hypercube", n)
+def test_hypercube_lists():
+    schedule = make("hypercube", 16)
     got = [groups(schedule.matrix(r)) for r in range(schedule.period)]
-    assert got == [group_list(text) for text in lists]
+    assert got == [
+        group_list("0,1 2,3 4,5 6,7 8,9 10,11 12,13 14,15"),
+        group_list("0,2 1,3 4,6 5,7 8,10 9,11 12,14 13,15"),
+        group_list("0,4 1,5 2,6 3,7 8,12 9,13 10,14 11,15"),
+        group_list("0,8 1,9 2,10 3,11 4,12 5,13 6,14 7,15"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -430,18 +386,6 @@ def test_alternating_exp_ring_is_exact_after_one_period(n, local, nodes_log, mea
 @pytest.mark.parametrize(("n", "rate"), [(8, 2 / 3), (16, 3 / 4)])
 def test_hypercube_mean_square_rate(n, rate):
     assert make("hypercube", n).mean_square_rate() == pytest.approx(rate)
-
-
-def test_spectral_gap_of_the_static_exponential_graph():
-    """2 / (1 + ceil(log2 n)) for even n, strictly more for odd n (Ying et al. 2021)."""
-    printed = {5: 0.75, 7: 0.646447, 9: 0.558213, 11: 0.510419, 13: 0.543657, 15: 0.510102}
-    for n in (4, 8, 12, 16, *printed):
-        tau = int(np.ceil(np.log2(n)))
-        shifts = [np.roll(np.eye(n), 2**k, axis=0) for k in range(tau)]
-        matrix = (np.eye(n) + sum(shifts)) / (tau + 1)
-        schedule = Schedule.from_matrices([matrix])
-        assert schedule.degree(0) == len(schedule.rounds[0].sends) == tau
-        assert schedule.spectral_gap() == pytest.approx(printed.get(n, 2 / (1 + tau)), abs=1e-6)
 
 
 def test_rounds_to_consensus_gives_up():

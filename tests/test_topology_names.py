@@ -96,8 +96,9 @@ def test_rounds_of_base_k(n):
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 6, 98])
 def test_base_k_is_exact(k):
-    """After one period, to rounding, for n = 1 to 99; symmetric; nobody hears more than k."""
-    for n in range(1, 100):
+    """After one period, to rounding; symmetric; nobody hears more than k. Other n for each k."""
+    drawn = np.random.default_rng(k).choice(np.arange(10, 100), 11, replace=False).tolist()
+    for n in [*range(1, 10), *drawn]:
         schedule = make("base_k", n, max_degree=k)
         whole = np.linalg.multi_dot([np.eye(n)] * 2 + [one.matrix for one in schedule.rounds[::-1]])
         assert np.abs(whole - 1 / n).max() < 1e-15, n

@@ -58,34 +58,18 @@ def test_resumes_bit_for_bit_and_with_another_number(name, data, tmp_path):
     assert sent == pytest.approx(4 * parameters * factor, rel=0.02)
 
 
+# Of a method with its schedule and numbers the sentences are the methods' own (test_methods.py):
+# here that they arrive, and what the config alone can know.
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"algorithm": "d2"}, "d2 needs the same mixing matrix .* diverges with one_peer_exp"),
         ({"algorithm": "d2", "schedule": "bidirectional_ring", "mix_every": 2}, "with mix_every=2"),
-        ({"algorithm": "push_sum", "comm_dtype": "int8"}, "push_sum sends float32 or a format"),
-        (
-            {"schedule": "random_out(seed=2)"},
-            "decentralized averages, but on random_out.*use push_sum",
-        ),
+        ({"schedule": "random_out(seed=2)"}, "decentralized averages, .*random_out.*use push_sum"),
         ({"schedule": "complete", "comm_dtype": "int8"}, "complete averages in groups"),
-        ({"algorithm": "slowmo"}, "slowmo .*one_peer_exp does not do; use schedule=complete, or"),
-        (
-            {"algorithm": "swarm"},
-            "swarm lets .*one_peer_exp is not made of pairs; use random_match",
-        ),
-        (
-            {"algorithm": "choco"},
-            "choco keeps a sum over fixed neighbours, and one_peer_exp changes",
-        ),
         ({"algorithm": "sgd"}, "algorithm must be one of all_reduce, .*, swarm, got 'sgd'"),
         (
             {"algorithm": "decentralized_adam", "optimizer": {"name": "sgd"}},
             "decentralized_adam works with optimizer.name adam, got 'sgd'",
-        ),
-        (
-            {"algorithm": "gradient_tracking", "combine": "then"},
-            "gradient_tracking has only combine='with', got 'then'",
         ),
         ({"algorithm": "quasi_global_sgd"}, "quasi_global_sgd adds weight decay to the gradient"),
         (
@@ -97,10 +81,6 @@ def test_resumes_bit_for_bit_and_with_another_number(name, data, tmp_path):
             "max_consensus_distance averages parameters only, and gradient_tracking keeps",
         ),
         ({"comm_dtype": "fp8"}, "comm_dtype must be one of float32, bfloat16, int8, got 'fp8'"),
-        (
-            {"algorithm": "diloco", "schedule": "complete", "diloco": {"delay": 3}},
-            "delay must be from 0 to mix_every - 1 = 0, got 3",
-        ),
         ({"algorithm": "swarm", "schedule": "ring", "swarm": {"bits": 4}}, "swarm.bits must be 8"),
     ],
 )
