@@ -12,7 +12,7 @@ import pytest
 import tiny
 from tiny import rows
 
-from decent_jax import saved_model, train, translate
+from decent_jax import sample, saved_model, train, translate
 from decent_jax.data import loader, prepare_translation
 from decent_jax.data.token_batches import TokenBatches
 from decent_jax.data.translation_files import TranslationPairs
@@ -270,7 +270,10 @@ def test_translate_reads_lines_and_prints_as_many(run, folder, tmp_path, capsys,
     assert "beam must be at least 1, got 0" in capsys.readouterr().err
     assert translate.main(["--workdir", str(tmp_path)]) == 2
     assert "holds no run" in capsys.readouterr().err
-    model = saved_model.load_translation_model(run / "whole")
+    assert sample.main(["--workdir", str(run / "whole")]) == 2
+    refusal = "is a run of the task 'translation', which cannot continue a prompt"
+    assert refusal in capsys.readouterr().err
+    model = saved_model.load(run / "whole")
     assert model.step == 4 and model.vocabulary.size == 320
 
 

@@ -1,7 +1,9 @@
 """Image classification with a ResNet, on photographs or on pictures made by a generator."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +11,13 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from decent_jax.data import generated_images, image_files, image_inputs
-from decent_jax.errors import ConfigError
-from decent_jax.models import resnet
+from decent_jax.errors import ConfigError, DataError
+from decent_jax.models import resnet, resnet_weights
 from decent_jax.models.losses import cross_entropy
+from decent_jax.progress import announce as announce_on_stderr
+from decent_jax.tasks import Run
 
+MAY_CHANGE = ("data.prefetch",)
 GENERATED = "generated"
 CONSENSUS = ("average", "recompute", "mix")
 
@@ -131,7 +136,7 @@ def eval_sizes(data: ConfigDict) -> tuple[int, int]:
     return size, data.eval_resize or round(size * 8 / 7)
 
 
-def make(config: ConfigDict, workdir: Path, announce) -> "ImageClassification":
+def make(config: ConfigDict, workdir: Path, announce: Callable) -> "ImageClassification":
     """The task; draws the pictures, or looks for the files.
 
     Raises:
@@ -317,6 +322,62 @@ def _unless_not_finite(new, old):
     """``new``, or ``old`` whole where a number of ``new`` is not finite, which would stay so."""
     ok = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(new)]).all()
     return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
+
+
+# --- A trained model ----------------------------------------------------------------------------
+
+
+class SavedModel(NamedTuple):
+    """What `load` returns."""
+
+    params: Any  # nested dict of float32 host arrays, no replica dimension
+    statistics: Any  # of batch norm, likewise; those the model was evaluated with
+    config: resnet.ResNetConfig
+    class_names: tuple[str, ...] | None  # None: the folder of images is not here
+    step: int
+
+
+def load(run: Run) -> SavedModel:
+    """The consensus model of a run, as it was evaluated.
+
+    A run that recomputes its batch-norm statistics recomputes them here from the same training
+    batches, and so needs the images.
+
+    Raises:
+      ConfigError: the images are needed and missing.
+    """
+    params, statistics, names = run.params, run.model_state, None
+    recomputes = run.config.model.batch_norm_consensus == "recompute"
+    if run.config.data.path == GENERATED and not recomputes:
+        names = generated_images.CLASS_NAMES  # without drawing the pictures
+    else:
+        try:
+            task = make(run.config, run.workdir, announce_on_stderr)
+            names = task.class_names
+            statistics = run.evaluated_state(task)
+        except DataError as error:
+            if recomputes:
+                raise ConfigError(
+                    f"this run's batch-norm statistics are recomputed from its images, and {error}"
+                ) from None
+    config = model_config(run.config, params["fc"]["bias"].shape[-1])
+    return SavedModel(params, statistics, config, names and tuple(names), run.step)
+
+
+def export(run: Run, out: Path) -> str:
+    """Writes the weights under torchvision's names; returns the ``config.json`` beside them."""
+    model, data = load(run), run.config.data
+    size, resize = eval_sizes(data)
+    if data.path == GENERATED:
+        size, resize = data.image_size, None  # pictures are drawn at their size
+    described = resnet_weights.description(
+        model.config, class_names=model.class_names, image_size=size, resize=resize
+    )
+    about = {"step": str(model.step), "which": run.which}
+    resnet_weights.save(
+        out, model.params, model.statistics, model.config, step=model.step, metadata=about
+    )
+    return resnet_weights.dumps(described | {"step": model.step, "which": run.which})
 
 
 # --- At the end ---------------------------------------------------------------------------------

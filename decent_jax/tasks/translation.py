@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +16,11 @@ from decent_jax.data.translation_files import PairBlocks, TranslationPairs
 from decent_jax.errors import ConfigError, DataError
 from decent_jax.models import transformer
 from decent_jax.models.losses import cross_entropy
+from decent_jax.progress import announce as announce_on_stderr
+from decent_jax.tasks import Run, opened
 from decent_jax.tasks.translator import Translator, bleu, meteor
 
+MAY_CHANGE = ("data.prefetch", "data.bleu_sentences", "data.beam")
 NUMBERS = "numbers"
 AVERAGES = ("all", "replica")
 
@@ -86,14 +91,14 @@ def validate(config: ConfigDict) -> None:
     size = 1000
     if data.path != NUMBERS:
         try:
-            size = TranslationPairs(data.path, "train").vocabulary.size
+            size = _open(data.path)[0].vocabulary.size
         except DataError as error:
             raise ConfigError(f"data.path: {error}") from None
     model_config(config, size)
 
 
 def model_config(config: ConfigDict, vocab_size: int) -> transformer.TransformerConfig:
-    """The model that ``config.model`` describes, for a vocabulary of so many subwords."""
+    """The model that ``config.model`` describes, for a vocabulary with this many subwords."""
     model = config.model
     preset = transformer.PRESETS[model.preset]
     try:
@@ -107,7 +112,7 @@ def model_config(config: ConfigDict, vocab_size: int) -> transformer.Transformer
         raise ConfigError(f"model.{error}") from None
 
 
-def make(config: ConfigDict, workdir: Path, announce) -> "Translation":
+def make(config: ConfigDict, workdir: Path, announce: Callable) -> "Translation":
     """The task; builds the corpus of numbers in ``workdir`` where it is asked for.
 
     Raises:
@@ -122,6 +127,11 @@ def make(config: ConfigDict, workdir: Path, announce) -> "Translation":
         task = Translation(config, folder)
     _keep_vocabulary(task.vocabulary, workdir)
     return task
+
+
+@opened.once
+def _open(folder: Path) -> tuple[TranslationPairs, TranslationPairs]:
+    return TranslationPairs(folder, "train"), TranslationPairs(folder, "val")
 
 
 def _keep_vocabulary(vocabulary: subwords.Subwords, workdir: Path) -> None:
@@ -146,7 +156,7 @@ class Translation:
     mixes_state = False
 
     def __init__(self, config: ConfigDict, folder: Path):
-        train, val = (TranslationPairs(folder, split) for split in ("train", "val"))
+        train, val = _open(folder)
         self.train_source = Source(train, config.data.shapes, config.model.loss_average)
         self.eval_source = Source(val, config.data.shapes)
         self.vocabulary = train.vocabulary
@@ -250,6 +260,35 @@ class Translation:
         pairs = self.eval_source.pairs
         with_test = "test" in pairs.manifest["splits"]
         return TranslationPairs(pairs.folder, "test") if with_test else pairs
+
+
+class SavedModel(NamedTuple):
+    """What `load` returns."""
+
+    params: Any  # nested dict of float32 host arrays, no replica dimension
+    config: transformer.TransformerConfig
+    vocabulary: subwords.Subwords
+    step: int
+
+
+def load(run: Run) -> SavedModel:
+    """The consensus model of a run; raises DataError where its vocabulary cannot be read."""
+    vocabulary = subwords.load(run.workdir)
+    config = model_config(run.config, vocabulary.size)
+    return SavedModel(run.params, config, vocabulary, run.step)
+
+
+def translator(run: Run, beam: int) -> Callable[[list[str]], list[str]]:
+    """A function that translates a list of sentences with the consensus model of a run.
+
+    Raises:
+      ValueError: a beam below 1.
+    """
+    if beam < 1:
+        raise ValueError(f"beam must be at least 1, got {beam}")
+    with announce_on_stderr("loading the model"):
+        model = load(run)
+    return functools.partial(Translator(model.config, model.vocabulary, beam), model.params)
 
 
 class Source:

@@ -5,21 +5,18 @@ A config is an `ml_collections.ConfigDict` with the same fields for every task (
 ``"2 epochs"`` or ``"5%"`` (of the run).
 """
 
-import importlib
 import importlib.util
 import math
 import re
-from types import ModuleType
 
 from ml_collections import ConfigDict, FieldReference
 
-from decent_jax import topology
+from decent_jax import tasks, topology
 from decent_jax.errors import ConfigError
 from decent_jax.json_files import flat
 from decent_jax.topology import plan_file
 from decent_jax.topology.plan_file import Plan
 
-TASKS = ("language_modeling", "image_classification", "translation")
 LR_SCHEDULES = ("cosine", "inverse_sqrt", "step", "constant")
 PARTITIONS = ("iid", "dirichlet")
 DURATIONS = ("lr_schedule.warmup", "checkpoint.every", "eval.every")
@@ -27,15 +24,7 @@ DURATIONS = ("lr_schedule.warmup", "checkpoint.every", "eval.every")
 # What a resumed run may change; anything else would make it another experiment.
 MAY_CHANGE = ("steps", "epochs", "num_replicas", "schedule", "local_size", "max_failing_steps")
 MAY_CHANGE += ("max_consensus_distance", "mesh.", "cluster.", "checkpoint.", "eval.", "log.")
-MAY_CHANGE += ("profile.",)
-MAY_CHANGE += ("data.prefetch", "data.workers", "data.prompt", "data.bleu_sentences", "data.beam")
-
-
-def task_module(name: str) -> ModuleType:
-    """The module ``decent_jax.tasks.<name>``."""
-    if name not in TASKS:
-        raise ConfigError(f"task must be one of {', '.join(TASKS)}, got {name!r}")
-    return importlib.import_module(f"decent_jax.tasks.{name}")
+MAY_CHANGE += ("profile.", "data.workers")  # and what the task's own MAY_CHANGE says
 
 
 def default_config(task: str = "language_modeling") -> ConfigDict:
@@ -101,7 +90,7 @@ def default_config(task: str = "language_modeling") -> ConfigDict:
     config.optimizer.clip_norm = 0.0  # global norm of a replica's gradient; 0: no clipping
 
     # --- What a task fills in ---
-    module = task_module(task)
+    module = tasks.find(task)
     config.model = module.default_model()
     config.data = module.default_data()
     config.data.workers = 0  # processes that read ahead; 0: threads of this one
@@ -211,7 +200,7 @@ def validate(config: ConfigDict) -> None:
     check_cluster(config)
     if config.mesh.fsdp > 1:
         _check_fsdp(config, schedule)
-    task_module(config.task).validate(config)
+    tasks.find(config.task).validate(config)
 
 
 def load_plan(config: ConfigDict) -> Plan | None:
@@ -350,7 +339,7 @@ def refused_changes(old: dict, new: dict) -> list[str]:
     ``num_replicas``, so that a replica keeps its share.
     """
     old = {**flat(default_config(new["task"])), **old}
-    may_change = MAY_CHANGE
+    may_change = MAY_CHANGE + tasks.find(new["task"]).MAY_CHANGE
     if old["batch_size"] * new["num_replicas"] == new["batch_size"] * old["num_replicas"]:
         may_change += ("batch_size",)
     return [
