@@ -20,6 +20,7 @@ from decent_jax.data import generated_images
 from decent_jax.models import gpt2_weights, resnet, resnet_weights
 from decent_jax.train import ConfigError
 
+pytestmark = pytest.mark.usefixtures("compile_once")
 BOTTLENECK = resnet.ResNetConfig((1, 2), width=4, num_classes=5, dtype="float32")
 BASIC = resnet.ResNetConfig((2, 1, 1), bottleneck=False, width=6, num_classes=3, dtype="float32")
 SMALL = dataclasses.replace(BASIC, small_images=True)

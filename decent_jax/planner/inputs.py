@@ -4,7 +4,6 @@ Only `model_of`, and only where a config file is given, imports jax: it counts p
 """
 
 import dataclasses
-import importlib
 import sys
 from pathlib import Path
 
@@ -114,27 +113,20 @@ def model_of(options) -> Model:
 
 
 def _model_of_config(path: str) -> Model:
+    from decent_jax import tasks
     from decent_jax.train import flags
 
     config = flags.load(path)
-    if config.task != "language_modeling":
+    count = getattr(tasks.find(config.task), "count_parameters", None)
+    if count is None:
         raise ConfigError(
-            f"the planner counts the parameters of language models; for the task {config.task!r} "
-            "give --parameters and the size of the network instead of --config"
+            f"the task {config.task!r} does not count its parameters for the planner; give "
+            "--parameters and the size of the network instead of --config"
         )
-    task = importlib.import_module("decent_jax.tasks.language_modeling")
-    gpt2 = importlib.import_module("decent_jax.models.gpt2")
-    vocab_size = config.model.vocab_size
-    if not vocab_size and config.data.path == task.STDLIB:
-        vocab_size = 256
-    if not vocab_size:
-        raise ConfigError(
-            "model.vocab_size of the config comes from the data; give --parameters instead"
-        )
-    shape = task.model_config(config, vocab_size)
+    parameters, late_parameters = count(config)
     return Model(
-        gpt2.num_params(shape),
-        shape.vocab_size * shape.width,
+        parameters,
+        late_parameters,
         config.num_replicas,
         config.local_size,
         config.algorithm,

@@ -60,8 +60,9 @@ class TaskModule(Protocol):
 
     It may also define what the commands call with a `Run`: ``load(run)`` returns the trained model
     with all that is needed to use it; ``export(run, out)`` writes the model to the file ``out`` and
-    returns the text of the ``config.json`` beside it; ``sample(run, ...)`` and
-    ``translate(run, ...)`` do what `decent_jax.sample` and `decent_jax.translate` print.
+    returns the text of the ``config.json`` beside it; ``sample(run, ...)`` returns what
+    `decent_jax.sample` prints; ``translator(run, beam)`` returns a function that translates a list
+    of sentences. The planner calls ``count_parameters(config)``.
     """
 
     MAY_CHANGE: tuple[str, ...]  # fields, such as "data.prefetch", that a resumed run may change

@@ -20,6 +20,7 @@ from decent_jax.tasks import Run, opened
 
 MAY_CHANGE = ("data.prefetch", "data.prompt")
 STDLIB = "stdlib"
+_STDLIB_VOCAB = 256  # bytes
 
 
 def default_model() -> ConfigDict:
@@ -29,7 +30,7 @@ def default_model() -> ConfigDict:
     model.layers = 0  # 0: the preset's
     model.heads = 0
     model.width = 0
-    model.context = 1024  # tokens a training sequence
+    model.context = 1024  # tokens per training sequence
     model.vocab_size = 0  # 0: the tokenizer's; 50304 is faster than 50257 on GPUs
     model.bias = True  # biases in linear layers and LayerNorms
     model.dropout = 0.0
@@ -45,13 +46,13 @@ def default_data() -> ConfigDict:
     """A folder made by ``python -m decent_jax.data.prepare_text``."""
     data = ConfigDict()
     data.path = ""  # folder with train.bin, val.bin, manifest.json; "stdlib": Python's own library
-    data.prefetch = 4  # batches read ahead
-    data.prompt = ""  # what the sample at the end continues; empty: begin a document
+    data.prefetch = 4  # batches to read ahead
+    data.prompt = ""  # the sample at the end continues it; empty: it begins a document
     return data
 
 
 def validate(config: ConfigDict) -> None:
-    """Raises ConfigError for a missing data folder, a shape that cannot be, a wrong vocabulary."""
+    """Raises ConfigError for a missing data folder, an impossible shape, a wrong vocabulary."""
     if config.model.preset not in gpt2.PRESETS:
         raise ConfigError(
             f"model.preset must be one of {', '.join(gpt2.PRESETS)}, got {config.model.preset!r}"
@@ -64,7 +65,7 @@ def validate(config: ConfigDict) -> None:
             "data.path is empty: name a folder made by `python -m decent_jax.data.prepare_text`, "
             "or 'stdlib'"
         )
-    vocab_size = 256
+    vocab_size = _STDLIB_VOCAB
     try:
         if path != STDLIB:
             tokenizer, train, _ = _open(path, config.model.context)
@@ -97,6 +98,20 @@ def model_config(config: ConfigDict, tokenizer_vocab: int) -> gpt2.GPT2Config:
         )
     except ValueError as error:
         raise ConfigError(f"model.{error}") from None
+
+
+def count_parameters(config: ConfigDict) -> tuple[int, int]:
+    """(all parameters, those of the token embedding), for the planner, which opens no data.
+
+    Raises:
+      ConfigError: the vocabulary's size is known only from the data.
+    """
+    if not config.model.vocab_size and config.data.path != STDLIB:
+        raise ConfigError(
+            "model.vocab_size of the config comes from the data; give --parameters instead"
+        )
+    model = model_config(config, config.model.vocab_size or _STDLIB_VOCAB)
+    return gpt2.num_params(model), model.vocab_size * model.width
 
 
 def make(config: ConfigDict, workdir: Path, announce: Callable) -> "LanguageModeling":

@@ -31,7 +31,7 @@ def default_model() -> ConfigDict:
     """The base model; zeros are the preset's."""
     model = ConfigDict()
     model.preset = "base"  # tiny, small, base, big
-    model.layers = 0  # of the encoder, and as many of the decoder
+    model.layers = 0  # layers of the encoder, and again of the decoder
     model.heads = 0
     model.width = 0
     model.ff = 0
@@ -50,19 +50,19 @@ def default_model() -> ConfigDict:
 def default_data() -> ConfigDict:
     """A folder made by ``python -m decent_jax.data.prepare_translation``.
 
-    ``config.batch_size`` counts the tokens of sources, and as many of targets, over all replicas.
+    ``config.batch_size`` is the number of source tokens, and of target tokens, over all replicas.
     """
     data = ConfigDict()
     data.path = ""  # that folder; "numbers": numbers spelled out in English and German
-    data.shapes = 16  # of batches, at most; each compiles once for every round
-    data.prefetch = 4  # batches read ahead
-    data.bleu_sentences = 200  # of the validation set, at every evaluation; 0: none
+    data.shapes = 16  # at most this many shapes of batches; each compiles once per round
+    data.prefetch = 4  # batches to read ahead
+    data.bleu_sentences = 200  # translated at every evaluation; 0: none
     data.beam = 4
     return data
 
 
 def validate(config: ConfigDict) -> None:
-    """Raises ConfigError for data that do not exist, or a shape that cannot be."""
+    """Raises ConfigError for missing data or an impossible shape."""
     model, data = config.model, config.data
     if model.preset not in transformer.PRESETS:
         known = ", ".join(transformer.PRESETS)
@@ -113,7 +113,7 @@ def model_config(config: ConfigDict, vocab_size: int) -> transformer.Transformer
 
 
 def make(config: ConfigDict, workdir: Path, announce: Callable) -> "Translation":
-    """The task; builds the corpus of numbers in ``workdir`` where it is asked for.
+    """Returns the task; builds the corpus of numbers in ``workdir`` where the config names it.
 
     Raises:
       DataError: what is wrong with the data, as one sentence.
@@ -135,7 +135,7 @@ def _open(folder: Path) -> tuple[TranslationPairs, TranslationPairs]:
 
 
 def _keep_vocabulary(vocabulary: subwords.Subwords, workdir: Path) -> None:
-    """A run has its own copy, to translate with and to find out whether its data are others'."""
+    """Copies the vocabulary into a new run; DataError where a resumed run has another one."""
     if not (workdir / subwords.FILE).exists():
         vocabulary.save(workdir)
     elif subwords.load(workdir).sha256 != vocabulary.sha256:
@@ -146,10 +146,10 @@ def _keep_vocabulary(vocabulary: subwords.Subwords, workdir: Path) -> None:
 
 
 class Translation:
-    """See `decent_jax.tasks.Task`; losses are nats a target token, the end counted.
+    """See `decent_jax.tasks.Task`; losses are nats per target token, the end counted.
 
     A batch is ``{"source": int32 (B, S), "target": int32 (B, T), "share": float32 (B,)}``, padded
-    with 0; ``share`` is what a token of the row weighs in the loss, 0 of an empty row.
+    with 0; ``share`` is the weight of each token of the row in the loss, 0 for an empty row.
     """
 
     unit = "tokens"
@@ -247,7 +247,7 @@ class Translation:
         return result | {"meteor": round(found[0], 4), "meteor_matches": found[1]}
 
     def demonstrate(self, params, model_state):
-        """Some translations."""
+        """Some translations, each with its source and its reference."""
         pairs = self._test_pairs()
         sources, references = (pairs.sentences(side)[:_SHOWN] for side in (0, 1))
         translations = self.translator(jax.device_put(params), sources)
@@ -292,12 +292,12 @@ def translator(run: Run, beam: int) -> Callable[[list[str]], list[str]]:
 
 
 class Source:
-    """Pairs that cut their batches themselves, see `decent_jax.data.loader`.
+    """Pairs that compose their own batches, see `decent_jax.data.loader`.
 
     Args:
-        pairs: of a split.
-        shapes: of batches, at most.
-        average: "all" or "replica", see `default_model`.
+      pairs: of a split.
+      shapes: of batches, at most.
+      average: "all" or "replica", see `default_model`.
     """
 
     def __init__(self, pairs: TranslationPairs, shapes: int, average: str = "all"):
@@ -308,7 +308,7 @@ class Source:
 
     @functools.cache  # noqa: B019 (sources live as long as the run)
     def train_blocks(self, num_replicas: int, tokens: int, seed: int) -> "SharedBlocks":
-        """Shuffled, without end."""
+        """Training batches: shuffled, without end."""
         blocks = PairBlocks(
             self.pairs, tokens=tokens, num_replicas=num_replicas, seed=seed, shapes=self.shapes
         )
@@ -316,7 +316,7 @@ class Source:
 
     @functools.cache  # noqa: B019
     def eval_blocks(self, num_replicas: int, tokens: int) -> PairBlocks:
-        """Each pair once."""
+        """Evaluation batches: each pair once."""
         return PairBlocks(
             self.pairs,
             tokens=tokens,
@@ -327,7 +327,7 @@ class Source:
 
 
 class SharedBlocks:
-    """`PairBlocks` with ``share`` in the place of ``weight``: what a token of a row weighs."""
+    """`PairBlocks` with ``share``, the weight of each token of a row, instead of ``weight``."""
 
     def __init__(self, pairs: PairBlocks, average: str):
         self.pairs, self.average, self.steps = pairs, average, pairs.steps
@@ -345,7 +345,7 @@ class SharedBlocks:
         return block
 
     def _target_tokens(self, step: int, replica: int) -> int:
-        """Of a replica's real rows, the end counted."""
+        """Target tokens of a replica's real rows, the end counted."""
         rows = self.pairs.indices(step, replica)
         rows = rows[rows >= 0]
         return int(self.pairs.pairs.lengths[rows, 1].sum(dtype=np.int64)) + len(rows)
