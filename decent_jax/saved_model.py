@@ -132,7 +132,7 @@ def load_replicas(workdir: str | Path, step: int | None = None) -> SavedReplicas
       CheckpointError: it cannot be read, or there is none.
     """
     if step is None:  # the newest that is whole
-        step = checkpoint.restore_model(workdir, "last")[1]["step"]
+        step = int(checkpoint.restore_model(workdir, "last")[1]["step"])
     folder = Path(workdir).absolute() / checkpoint.FOLDER / str(step)
     return SavedReplicas(
         checkpoint.read_item(folder / "params"),

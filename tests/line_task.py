@@ -13,7 +13,7 @@ def default_model():
 
 
 def default_data():
-    return ConfigDict({"points": 64, "prefetch": 0, "shown": 1})
+    return ConfigDict({"points": 64, "shown": 1})
 
 
 def validate(config):

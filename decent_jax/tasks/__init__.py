@@ -65,7 +65,7 @@ class TaskModule(Protocol):
     of sentences. The planner calls ``count_parameters(config)``.
     """
 
-    MAY_CHANGE: tuple[str, ...]  # fields, such as "data.prefetch", that a resumed run may change
+    MAY_CHANGE: tuple[str, ...]  # its fields, such as "data.beam", that a resumed run may change
 
     def default_model(self) -> ConfigDict:
         """The section ``model`` of the config."""

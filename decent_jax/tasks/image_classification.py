@@ -17,7 +17,7 @@ from decent_jax.models.losses import cross_entropy
 from decent_jax.progress import announce as announce_on_stderr
 from decent_jax.tasks import Run
 
-MAY_CHANGE = ("data.prefetch",)
+MAY_CHANGE = ()
 GENERATED = "generated"
 CONSENSUS = ("average", "recompute", "mix")
 
@@ -55,7 +55,6 @@ def default_data() -> ConfigDict:
     data.flip = True  # mirror every other training image
     data.shift = 0  # move training images by up to this many pixels
     data.mixup = 0.0  # mix pairs of training images by a share of Beta(mixup, mixup); 0: no
-    data.prefetch = 4  # batches to read ahead
     # Of a folder: training images are random-resized crops.
     data.eval_size = 0  # pixels of a centre crop for evaluation; 0: image_size
     data.eval_resize = 0  # the shorter side before that crop; 0: 8/7 of eval_size

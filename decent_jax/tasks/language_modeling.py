@@ -18,7 +18,7 @@ from decent_jax.models.losses import cross_entropy
 from decent_jax.progress import announce as announce_on_stderr
 from decent_jax.tasks import Run, opened
 
-MAY_CHANGE = ("data.prefetch", "data.prompt")
+MAY_CHANGE = ("data.prompt",)
 STDLIB = "stdlib"
 _STDLIB_VOCAB = 256  # bytes
 
@@ -46,7 +46,6 @@ def default_data() -> ConfigDict:
     """A folder made by ``python -m decent_jax.data.prepare_text``."""
     data = ConfigDict()
     data.path = ""  # folder with train.bin, val.bin, manifest.json; "stdlib": Python's own library
-    data.prefetch = 4  # batches to read ahead
     data.prompt = ""  # the sample at the end continues it; empty: it begins a document
     return data
 

@@ -20,7 +20,7 @@ from decent_jax.progress import announce as announce_on_stderr
 from decent_jax.tasks import Run, opened
 from decent_jax.tasks.translator import Translator, bleu, meteor
 
-MAY_CHANGE = ("data.prefetch", "data.bleu_sentences", "data.beam")
+MAY_CHANGE = ("data.bleu_sentences", "data.beam")
 NUMBERS = "numbers"
 AVERAGES = ("all", "replica")
 
@@ -55,7 +55,6 @@ def default_data() -> ConfigDict:
     data = ConfigDict()
     data.path = ""  # that folder; "numbers": numbers spelled out in English and German
     data.shapes = 16  # at most this many shapes of batches; each compiles once per round
-    data.prefetch = 4  # batches to read ahead
     data.bleu_sentences = 200  # translated at every evaluation; 0: none
     data.beam = 4
     return data
