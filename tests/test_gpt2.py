@@ -48,7 +48,7 @@ def assert_close(got, wanted, rtol=1e-5):
         ("small", {}, 124439808),
         ("medium", {}, 354823168),
         ("large", {}, 774030080),
-        ("xl", {}, 1557611200),
+        pytest.param("xl", {}, 1557611200, marks=pytest.mark.slow),
         ("small", {"vocab_size": 50304, "bias": False}, 124373760),
     ],
 )
