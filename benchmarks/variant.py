@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax.experimental import multihost_utils
 
-from decent_jax import replicas
+from decent_jax import replicas, tasks
 from decent_jax.data import loader
 from decent_jax.replicas import Placement
 from decent_jax.tasks import Task
@@ -32,7 +32,7 @@ class Parts(NamedTuple):
     @staticmethod
     def of(config, folder, placement: Placement, held: Sequence[int]) -> "Parts":
         """``held``: the replicas whose examples the batch has."""
-        task = config_lib.task_module(config.task).make(
+        task = tasks.find(config.task).make(
             config, folder, lambda message: contextlib.nullcontext()
         )
         schedule = config_lib.make_schedule(config)

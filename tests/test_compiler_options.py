@@ -9,7 +9,7 @@ import optax
 import pytest
 import tiny
 
-from decent_jax import optim, replicas, topology
+from decent_jax import optim, replicas, tasks, topology
 from decent_jax.train import algorithm, compiler_options, executables
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
@@ -71,7 +71,7 @@ def test_an_option_that_is_gone_is_left_out_with_a_word(monkeypatch):
 def compiled(config):
     """A step of 4 replicas on 4 devices, and the bytes of a replica's parameters."""
     schedule, placement = config_lib.make_schedule(config), replicas.place(4, jax.devices()[:4])
-    task = config_lib.task_module(config.task).make(config, None, lambda *_, **__: None)
+    task = tasks.find(config.task).make(config, None, lambda *_, **__: None)
     tx = algorithm.transformation(config, schedule, 0.01, task.decay_mask)
     state = step_lib.init_state(config, task, tx, placement)
     shape = (4, config.batch_size // 4, tiny.CONTEXT + 1)

@@ -71,7 +71,8 @@ def one_sentence(err: str) -> str:
         # choices
         (
             ["task=chess"],
-            "task must be one of language_modeling, image_classification, translation, got 'chess'",
+            "task must be one of language_modeling, image_classification, translation, got "
+            "'chess'; give a module of your own by its dotted path, such as 'mypackage.chess'",
         ),
         (
             ["algorithm=adam"],

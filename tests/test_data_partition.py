@@ -369,7 +369,8 @@ def run(tmp_path, texts, monkeypatch, compile_once):
 
 @pytest.mark.slow
 def test_a_run_resumed_elsewhere_and_with_fewer_replicas(run, tmp_path, capfd):
-    summary = run("straight")
+    """6 steps, and as many on one device and then on four: the same losses, so the same records."""
+    summary = run("straight", steps=6)
     said = capfd.readouterr().err
     assert "data.partition dirichlet, alpha 0.1, over 3 classes: 4 replicas of" in said
     assert "  a.jsonl" in said and "\n      all " in said
@@ -377,17 +378,15 @@ def test_a_run_resumed_elsewhere_and_with_fewer_replicas(run, tmp_path, capfd):
     assert json.loads((tmp_path / "straight/summary.json").read_text())["partition"]
     own = summary["partition"]["records_per_replica"]
 
+    run("resumed", steps=3)
+    run("resumed", steps=6, mesh={"devices": 4})
     losses = tiny.losses(tmp_path / "straight")
-    run("resumed", steps=5)
-    run("resumed", mesh={"devices": 4})
-    np.testing.assert_array_equal(tiny.losses(tmp_path / "resumed")[:5], losses[:5])
     np.testing.assert_allclose(tiny.losses(tmp_path / "resumed"), losses, rtol=1e-5)
-
-    shared = run("iid", data={"partition": "iid"}, steps=2)
+    shared = run("iid", data={"partition": "iid"}, steps=1)
     assert shared["partition"] == {"name": "iid"}
-    assert not np.allclose(tiny.losses(tmp_path / "iid"), losses[:2])
+    assert not np.allclose(tiny.losses(tmp_path / "iid"), losses[:1])
 
-    fewer = run("resumed", num_replicas=2, steps=14)
+    fewer = run("resumed", num_replicas=2, steps=7)
     assert fewer["partition"]["records_per_replica"] in (2 * own, 2 * own + 1)
 
 
@@ -403,6 +402,7 @@ def test_configs_that_cannot_be_run(run, tmp_path, tiny_data):
             run("bad", **changes)
         assert "\n" not in str(error.value)
     assert not (tmp_path / "bad/config.json").exists()
+    train.validate(tiny.config(tiny_data))  # iid asks for no sources
 
 
 def test_one_source_is_not_enough(run, tmp_path):

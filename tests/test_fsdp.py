@@ -10,7 +10,7 @@ import tiny
 from jax.sharding import PartitionSpec as P
 from test_hlo import collectives, pairs_of
 
-from decent_jax import gossip, replicas, topology, train
+from decent_jax import gossip, replicas, tasks, topology, train
 from decent_jax.data import loader
 from decent_jax.topology.plan_file import Plan
 from decent_jax.train import ConfigError, algorithm
@@ -38,7 +38,7 @@ def trainer(data):
 
 def made(config, fsdp):
     placement = replicas.place(4, jax.devices()[: 4 * fsdp], fsdp)
-    task = config_lib.task_module(config.task).make(config, None, lambda *_, **__: None)
+    task = tasks.find(config.task).make(config, None, lambda *_, **__: None)
     tx = algorithm.transformation(config, SCHEDULE, 0.01, task.decay_mask)
     step = step_lib.make_step(config, task, tx, lambda t: 0.01, SCHEDULE, placement)
     state = step_lib.init_state(config, task, tx, placement)

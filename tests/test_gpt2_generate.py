@@ -19,12 +19,15 @@ def params():
 
 
 def recompute(params, prompt, num_tokens):
-    """Greedy continuation, the whole model for every token."""
+    """Greedy continuation, the whole model for every token; padded behind, which compiles once."""
     call = jax.jit(gpt2.apply, static_argnums=0)
     tokens = np.asarray(prompt)
     for _ in range(num_tokens):
-        logits = call(TINY, params, tokens[:, -TINY.context :])
-        tokens = np.concatenate([tokens, np.argmax(logits[:, -1:], -1).astype(np.int32)], 1)
+        window = tokens[:, -TINY.context :]
+        length = window.shape[1]
+        logits = call(TINY, params, np.pad(window, ((0, 0), (0, TINY.context - length))))
+        new = np.argmax(logits[:, length - 1 : length], -1).astype(np.int32)
+        tokens = np.concatenate([tokens, new], 1)
     return tokens
 
 

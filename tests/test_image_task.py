@@ -47,6 +47,7 @@ def make_task(**changes):
     return task_lib.ImageClassification(config, *sources)
 
 
+pytestmark = pytest.mark.usefixtures("compile_once")
 augment = jax.jit(task_lib.augment, static_argnames=("flip", "shift"))
 
 
@@ -264,16 +265,20 @@ def test_averaged_statistics(task, model):
 
 
 @pytest.mark.slow
-def test_a_run_learns_and_resumes_bit_by_bit(tmp_path, compile_once):
-    whole = train.run(tiny_config(), tmp_path / "whole")
+def test_a_run_learns_and_resumes_bit_by_bit(tmp_path):
+    folder = tiny.run(tiny_config(steps=2), tmp_path / "whole")
+    whole = json.loads((folder / "summary.json").read_text())
     assert {"eval/loss", "eval/top1", "eval/top5"} <= whole["final"].keys()
     assert whole["parameters"] == resnet.num_params(make_task().config)
-    assert "perf/examples_per_s" in rows(tmp_path / "whole")[0]
-    train.run(tiny_config(steps=2), tmp_path / "parts")
-    parts = train.run(tiny_config(), tmp_path / "parts")
+    assert "perf/examples_per_s" in rows(folder)[0]
+    (best,) = (folder / "best").glob("[0-9]*")
+    assert (best / "model_state").is_dir() and (best / "params").is_dir()
+    tiny.run(tiny_config(steps=1), tmp_path / "parts")
+    tiny.run(tiny_config(steps=2), tmp_path / "parts")
+    parts = json.loads((tmp_path / "parts" / "summary.json").read_text())
     for name in ("eval/loss", "eval/top1", "eval/top5", "eval/consensus_distance"):
         assert parts["final"][name] == whole["final"][name]  # so the statistics are restored too
-    config = json.loads((tmp_path / "whole" / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text())
     assert config["model"]["batch_norm_consensus"] == "average"
 
 
@@ -281,24 +286,16 @@ def test_a_run_learns_and_resumes_bit_by_bit(tmp_path, compile_once):
 def test_mixed_statistics(algorithm, tmp_path):
     """Where every round is a whole average all replicas keep the same statistics; else they differ.
 
-    Their replicas' parameters and batches differ, so nothing but mixing makes them equal.
+    The replicas' batches differ, so nothing but mixing makes them equal.
     """
     for policy in ("mix", "average"):
-        config = tiny_config(steps=2, model__batch_norm_consensus=policy)
+        config = tiny_config(steps=1, model__batch_norm_consensus=policy, eval__batches=1)
         config.algorithm, config.schedule, config.combine = algorithm, "complete", "then"
-        folder = tmp_path / policy
-        train.run(config, folder)
-        saved = tiny.saved(folder, 2)
+        saved = tiny.saved(tiny.run(config, tmp_path / policy), 1)
         statistics = [x for name, x in saved.items() if "model_state" in name]
         assert statistics
         spread = max(np.abs(x - x[:1]).max() for x in statistics)
         assert spread < 1e-6 if policy == "mix" else spread > 1e-4
-
-
-def test_the_best_model_keeps_its_statistics(tmp_path):
-    train.run(tiny_config(steps=2), tmp_path)
-    (best,) = (tmp_path / "best").glob("[0-9]*")
-    assert (best / "model_state").is_dir() and (best / "params").is_dir()
 
 
 def test_demonstrate(task, model):

@@ -15,6 +15,8 @@ from decent_jax.data import loader
 from decent_jax.data.images import crops, image_folder, prepare
 from decent_jax.train import TrainingFailed
 
+pytestmark = pytest.mark.usefixtures("compile_once")
+
 
 def config_of(path, **changes):
     """2 replicas, a ResNet of one block on crops of 16 pixels."""
@@ -87,16 +89,20 @@ def test_worker_processes_make_the_same_batches(layouts):
 
 
 @pytest.mark.slow
-def test_a_run_on_photographs_learns_and_resumes_bit_by_bit(layouts, tmp_path, compile_once):
+def test_a_run_on_photographs_learns_and_resumes_bit_by_bit(layouts, tmp_path):
     """From archives first, then, on the same images packed, to the same end."""
-    whole = train.run(config_of(layouts["archives"]), tmp_path / "whole")
+
+    def run(layout, name, steps=2):
+        folder = tiny.run(config_of(layouts[layout], steps=steps), tmp_path / name)
+        return json.loads((folder / "summary.json").read_text())
+
+    whole = run("archives", "whole")
     assert whole["classes"] == 5 and whole["train_images"] == 30 and whole["val_images"] == 15
     assert 0 <= whole["final"]["eval/top1"] <= whole["final"]["eval/top5"] == 1
-    train.run(config_of(layouts["archives"], steps=2), tmp_path / "parts")
-    train.run(config_of(layouts["archives"]), tmp_path / "parts")
-    tiny.assert_same_state(tmp_path / "whole", tmp_path / "parts", 4)
-    packed = train.run(config_of(layouts["packed"]), tmp_path / "packed")
-    assert packed["final"]["eval/loss"] == whole["final"]["eval/loss"]
+    run("archives", "parts", steps=1)
+    run("archives", "parts")
+    tiny.assert_same_state(tmp_path / "whole", tmp_path / "parts", 2)
+    assert run("packed", "packed")["final"]["eval/loss"] == whole["final"]["eval/loss"]
 
 
 def test_a_damaged_image_ends_a_run_in_one_sentence_with_a_checkpoint(layouts, tmp_path):
@@ -110,15 +116,15 @@ def test_a_damaged_image_ends_a_run_in_one_sentence_with_a_checkpoint(layouts, t
     path.write_bytes(path.read_bytes()[:-100])
     message = f"{victim} cannot be decoded .*truncated.*prepare.*; a checkpoint of step"
     with pytest.raises(TrainingFailed, match=message) as error:
-        train.run(config, tmp_path / "run")
+        tiny.run(config, tmp_path / "run")
     assert "\n" not in str(error.value)
     assert tiny.saved_steps(tmp_path / "run")
     packed = tmp_path / "packed"
     prepare.prepare(folder, packed, workers=1, max_bad=0.1)
     (bad,) = [json.loads(line) for line in (packed / "bad_files.jsonl").read_text().splitlines()]
     assert bad["name"] == victim and "truncated" in bad["reason"]
-    result = train.run(config_of(packed, steps=2), tmp_path / "again")
-    assert result["train_images"] == 29
+    source = crops.TrainImages(image_folder.open_images(packed, "train"), 16)
+    assert len(source) == 29 and len(first_epoch(packed)) == 4  # which decodes them
 
 
 def name_of_an_image_of_step(source, config, step):

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_hlo import collectives
 
-from decent_jax import gossip, optim, replicas, topology
+from decent_jax import gossip, optim, replicas, tasks, topology
 from decent_jax.cpu import overlap, pair_sums
 from decent_jax.data import loader
 from decent_jax.train import algorithm, executables
@@ -126,7 +126,7 @@ def trainer(data, schedule="one_peer_exp", replicas_a_device=1, **changes):
     """(step, state, batches, period of the schedule): of 4 replicas."""
     config = tiny.config(data, schedule=schedule, **changes)
     placement = replicas.place(4, jax.devices()[: 4 // replicas_a_device])
-    task = config_lib.task_module(config.task).make(config, None, lambda *_, **__: None)
+    task = tasks.find(config.task).make(config, None, lambda *_, **__: None)
     made = config_lib.make_schedule(config)
     tx = algorithm.transformation(config, made, 0.01, task.decay_mask, placement.axis_name)
     step = step_lib.make_step(config, task, tx, lambda t: 0.01, made, placement)

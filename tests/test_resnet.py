@@ -19,6 +19,7 @@ TINY = dataclasses.replace(
 )
 DEEP = dataclasses.replace(TINY, bottleneck=True, blocks=(2, 1), zero_init=False)
 N = 8
+pytestmark = pytest.mark.usefixtures("compile_once")
 init = jax.jit(resnet.init, static_argnums=0)
 logits_of = jax.jit(resnet.logits_of, static_argnums=0)
 train_logits = jax.jit(resnet.train_logits, static_argnums=0)
@@ -58,12 +59,6 @@ def test_published_counts(name, parameters, multiply_adds):
     assert round(resnet.flops_per_image(config) / 6e9, 2) == multiply_adds
     leaves = jax.tree.leaves((shapes, statistics))
     assert all(leaf.dtype == jnp.float32 for leaf in leaves)
-
-
-@pytest.mark.parametrize("config", [TINY, DEEP, resnet.PRESETS["tiny"]])
-def test_num_params_is_the_real_count(config):
-    params, _ = jax.eval_shape(partial(resnet.init, config), jax.random.key(0))
-    assert resnet.num_params(config) == sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 @pytest.mark.parametrize("size", [32, 33])
@@ -318,7 +313,7 @@ def step(config, params, statistics, images, labels):
 
 @pytest.mark.parametrize("config", [TINY, pytest.param(DEEP, marks=pytest.mark.slow)])
 def test_transforms_agree(mesh8, config):
-    """A loop over replicas == vmap == lax.map == shard_map over 8 devices."""
+    """A loop over replicas == vmap == lax.map == shard_map over 8 devices; DEEP under vmap."""
     keys = jax.random.split(jax.random.key(2), N)
     params, statistics = jax.jit(jax.vmap(partial(resnet.init, config)))(keys)
     images = jax.random.normal(jax.random.key(3), (N, 3, 8, 8, 3))
@@ -327,17 +322,18 @@ def test_transforms_agree(mesh8, config):
     one = partial(step, config)
     pick = jax.jit(lambda i: one(*jax.tree.map(lambda x: x[i], replicated)))
     loop = jax.tree.map(lambda *x: jnp.stack(x), *[pick(i) for i in range(N)])
-    vmapped = jax.jit(jax.vmap(one))(*replicated)
-    mapped = jax.jit(lambda args: lax.map(lambda a: one(*a), args))(replicated)
+
+    def mapped(*args):
+        return lax.map(lambda a: one(*a), args)
 
     def per_device(*args):
         local = jax.tree.map(lambda x: x[0], args)
         return jax.tree.map(lambda x: x[None], one(*local))
 
-    sharded = jax.jit(
-        jax.shard_map(per_device, mesh=mesh8, in_specs=P("replica"), out_specs=P("replica"))
-    )(*replicated)
-    for other in (vmapped, mapped, jax.device_get(sharded)):
+    specs = {"in_specs": P("replica"), "out_specs": P("replica")}
+    sharded = jax.shard_map(per_device, mesh=mesh8, **specs)
+    for form in [jax.vmap(one), mapped, sharded] if config is TINY else [jax.vmap(one)]:
+        other = jax.device_get(jax.jit(form)(*replicated))
         assert_close(other, loop, rtol=2e-4)  # batch norms amplify the rounding of small batches
 
 

@@ -9,18 +9,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from decent_jax.models import transformer
-from decent_jax.models.transformer import END, PAD, START
-from decent_jax.models.transformer_layers import key_lengths
+from decent_jax.models.transformer import END, PAD, START, key_lengths
 
 
 class Hypotheses(NamedTuple):
     """The best translations of each sentence, best first.
 
     Attributes:
-        tokens: ``(B, beam, L)`` int32, the last of a hypothesis `END`, then `PAD`.
-        scores: ``(B, beam)`` float32, log probability over length penalty; -inf where fewer than
-            ``beam`` hypotheses exist, whose tokens are then all `PAD`.
-        lengths: ``(B, beam)`` int32, tokens with the `END`.
+      tokens: ``(B, beam, L)`` int32, the last of a hypothesis `END`, then `PAD`.
+      scores: ``(B, beam)`` float32, log probability over length penalty; -inf where fewer than
+        ``beam`` hypotheses exist, whose tokens are then all `PAD`.
+      lengths: ``(B, beam)`` int32, tokens with the `END`.
     """
 
     tokens: jax.Array
@@ -47,24 +46,24 @@ def beam_search(
     alive hypothesis can become better than the worst finished one. `PAD` and `START` are never
     chosen. A result does not depend on the other sentences of the batch, or on its padding.
 
-    Compiled once for each shape of ``source``, ``beam`` and ``max_extra``.
+    Compiled once per shape of ``source``, ``beam`` and ``max_extra``.
 
     Args:
-        config: of the model.
-        params: as `transformer.init` returns them.
-        source: ``(B, S)`` int32, `PAD` behind the sentence. A row of padding alone, which fills up
-            a batch, gets an empty hypothesis.
-        beam: hypotheses kept. 1 is greedy search: the likeliest token each time, until it is `END`.
-        alpha: exponent of the length penalty, at least 0; 0 prefers short sentences, 1 is close
-            to the mean log probability of a token.
-        max_extra: a hypothesis has at most so many tokens more than its source. One that reaches
-            this without an end is returned only if none of its sentence has ended.
+      config: of the model.
+      params: as `transformer.init` returns them.
+      source: ``(B, S)`` int32, `PAD` behind the sentence. A row of padding alone, which fills up
+        a batch, gets an empty hypothesis.
+      beam: hypotheses kept. 1 is greedy search: the likeliest token each time, until it is `END`.
+      alpha: exponent of the length penalty, at least 0; 0 prefers short sentences, 1 is close
+        to the mean log probability of a token.
+      max_extra: a hypothesis has at most this many tokens more than its source. One that reaches
+        this without an end is returned only if none of its sentence has ended.
 
     Returns:
-        `Hypotheses`, with ``L = S + max_extra``.
+      `Hypotheses`, with ``L = S + max_extra``.
 
     Raises:
-        ValueError: ``source`` is not a matrix, or a number is out of range.
+      ValueError: ``source`` is not a matrix, or a number is out of range.
     """
     if source.ndim != 2:
         raise ValueError(f"source must have the shape (batch, time), got {source.shape}")
@@ -83,7 +82,7 @@ class _State(NamedTuple):
     alive_scores: jax.Array  # (B, beam) float32 log probabilities, best first
     finished_tokens: jax.Array
     finished_scores: jax.Array  # (B, beam) float32 over the penalty, best first; -inf is none
-    cache: list[tuple[jax.Array, jax.Array]]  # a layer: keys, values (B, beam, L, heads, D)
+    cache: list[tuple[jax.Array, jax.Array]]  # per layer: keys, values (B, beam, L, heads, D)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "beam", "max_extra", "stop_early"))
@@ -170,8 +169,8 @@ class _Decoder:
     """The decoder one token at a time, on sentences that are encoded once.
 
     Args:
-        model: of `transformer.merge`, in this trace.
-        source: ``(B, S)``.
+      model: of `transformer.merge`, in this trace.
+      source: ``(B, S)``.
     """
 
     def __init__(self, model: transformer.Transformer, source: jax.Array):
@@ -233,7 +232,7 @@ def _take(x, indices):
 
 
 def _where(condition, new, old):
-    """Sentence by sentence; a scalar (the step) is taken as it is."""
+    """`jnp.where` per sentence; a scalar (the step) is always ``new``."""
     if new.ndim == 0:
         return new
     return jnp.where(condition.reshape(-1, *[1] * (new.ndim - 1)), new, old)

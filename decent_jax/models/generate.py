@@ -25,19 +25,19 @@ def generate(
     token changes its (learned) position, and each step runs the model over the whole window.
 
     Args:
-        config: of the model (static).
-        params: as `gpt2.init` returns them.
-        prompt_tokens: ``(B, P)`` integers, ``P >= 1``; may be longer than the context.
-        num_tokens: how many to add (static: another number compiles again).
-        key: for sampling; unused at temperature 0.
-        temperature: 1 samples from the model's distribution, 0 takes the likeliest token.
-        top_k: sample among the k likeliest tokens (static); 0 is all of them.
+      config: of the model (static).
+      params: as `gpt2.init` returns them.
+      prompt_tokens: ``(B, P)`` integers, ``P >= 1``; may be longer than the context.
+      num_tokens: how many to add (static: another number compiles again).
+      key: for sampling; unused at temperature 0.
+      temperature: 1 samples from the model's distribution, 0 takes the likeliest token.
+      top_k: sample among the k likeliest tokens (static); 0 is all of them.
 
     Returns:
-        ``(B, P + num_tokens)``, the prompts and what follows them, in the prompts' dtype.
+      ``(B, P + num_tokens)``, the prompts and what follows them, in the prompts' dtype.
 
     Raises:
-        ValueError: the prompt is not a matrix or is empty, or a number is out of range.
+      ValueError: the prompt is not a matrix or is empty, or a number is out of range.
     """
     if prompt_tokens.ndim != 2 or prompt_tokens.shape[1] < 1:
         raise ValueError(f"prompt_tokens must be (batch, time >= 1), got {prompt_tokens.shape}")
@@ -81,7 +81,7 @@ def generate(
 
 def _extend(model, tokens, start, cache):
     """Logits ``(B, V)`` after ``tokens`` ``(B, T)`` that stand at positions ``start ...``, and the
-    cache (keys and values ``(B, S, heads, D)`` a layer) with theirs written in."""
+    cache (per layer, keys and values ``(B, S, heads, D)``) with theirs written in."""
     positions = start + jnp.arange(tokens.shape[1])
     seen = jnp.arange(cache[0][0].shape[1])[None] <= positions[:, None]  # (T, S)
     x = model.embed(tokens, positions)
@@ -101,7 +101,7 @@ def _extend(model, tokens, start, cache):
 
 
 def _sample(logits, key, temperature, top_k):
-    """One token a row: the Gumbel-max form of ``softmax(logits / temperature)``, which at
+    """One token per row: the Gumbel-max form of ``softmax(logits / temperature)``, which at
     temperature 0 is the argmax."""
     logits = logits.astype(jnp.float32)
     if top_k:

@@ -12,21 +12,14 @@ They work inside ``jit``, ``vmap`` over stacked parameters, ``shard_map``, ``lax
 """
 
 import dataclasses
-import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from decent_jax.models.pieces import attention, dropout, fold_in, remat_call
-
-Params = dict[str, Any]
-
-_LAYER_NORM_EPSILON = 1e-5
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
-_ATTENTION = ("auto", "xla", "cudnn")
+from decent_jax.models import pieces
+from decent_jax.models.pieces import Params, attention, dropout, fold_in, layer_norm, remat_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,21 +27,21 @@ class GPT2Config:
     """Shape and numerics of a GPT-2.
 
     Attributes:
-        vocab_size: rows of the token embedding, which is also the output layer. 50304, the next
-            multiple of 128, is faster on GPUs.
-        context: longest sequence, rows of the position embedding.
-        layers: number of blocks.
-        heads: attention heads of a block; divides ``width``.
-        width: size of a hidden vector.
-        bias: biases in linear layers and LayerNorms; False removes all of them.
-        dropout: rate for embeddings, attention probabilities and residual branches.
-        dtype: of activations and matrix products; parameters are float32 always, and so are the
-            statistics of LayerNorms and softmaxes.
-        remat: recompute each block in the backward pass instead of keeping its activations.
-        attention: ``"xla"``, ``"cudnn"`` (flash attention; NVIDIA GPUs only), or ``"auto"``:
-            cuDNN where it applies.
-        init_std: of the initial matrices and embeddings; a narrow model learns faster from larger
-            ones, about ``width ** -0.5``.
+      vocab_size: rows of the token embedding, which is also the output layer. 50304, the next
+        multiple of 128, is faster on GPUs.
+      context: longest sequence, rows of the position embedding.
+      layers: number of blocks.
+      heads: attention heads of a block; divides ``width``.
+      width: size of a hidden vector.
+      bias: biases in linear layers and LayerNorms; False removes all of them.
+      dropout: rate for embeddings, attention probabilities and residual branches.
+      dtype: of activations and matrix products; parameters are float32 always, and so are the
+        statistics of LayerNorms and softmaxes.
+      remat: recompute each block in the backward pass instead of keeping its activations.
+      attention: ``"xla"``, ``"cudnn"`` (flash attention; NVIDIA GPUs only), or ``"auto"``:
+        cuDNN where it applies.
+      init_std: of the initial matrices and embeddings; a narrow model learns faster from larger
+        ones, about ``width ** -0.5``.
     """
 
     vocab_size: int = 50257
@@ -64,21 +57,11 @@ class GPT2Config:
     init_std: float = 0.02
 
     def __post_init__(self):
-        for name in ("vocab_size", "context", "layers", "heads", "width"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.width % self.heads:
-            raise ValueError(f"width {self.width} is not divisible by heads {self.heads}")
+        pieces.at_least_one(self, "vocab_size", "context", "layers", "heads", "width")
+        pieces.check_attention(self)
+        pieces.check_dtype(self)
         if not self.init_std > 0:
             raise ValueError(f"init_std must be above 0, got {self.init_std}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}")
-        if self.attention not in _ATTENTION:
-            raise ValueError(
-                f"attention must be one of {', '.join(_ATTENTION)}, got {self.attention!r}"
-            )
 
 
 PRESETS = {
@@ -96,8 +79,8 @@ class GPT2(nnx.Module):
     """Pre-LayerNorm decoder with learned positions and a tied embedding.
 
     Args:
-        config: shape and numerics.
-        rngs: key for the initial parameters; used here only, nothing random is kept.
+      config: shape and numerics.
+      rngs: key for the initial parameters; used here only, nothing random is kept.
     """
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
@@ -107,21 +90,21 @@ class GPT2(nnx.Module):
         self.wpe = nnx.Embed(config.context, config.width, embedding_init=normal, rngs=rngs)
         # String keys, not a list: paths then survive JSON, checkpoints and flax's own dicts.
         self.h = nnx.Dict({str(i): Block(config, rngs=rngs) for i in range(config.layers)})
-        self.ln_f = _layer_norm(config, rngs)
+        self.ln_f = layer_norm(config, rngs, bias=config.bias)
 
     def __call__(self, tokens: jax.Array, *, dropout_rng: jax.Array | None = None) -> jax.Array:
         """Next-token logits of every position.
 
         Args:
-            tokens: ``(B, T)`` integers in ``[0, vocab_size)``, ``T <= context``. A token beyond
-                the vocabulary gives NaN.
-            dropout_rng: key for dropout; None, or ``config.dropout == 0``, is evaluation.
+          tokens: ``(B, T)`` integers in ``[0, vocab_size)``, ``T <= context``. A token beyond
+            the vocabulary gives NaN.
+          dropout_rng: key for dropout; None, or ``config.dropout == 0``, is evaluation.
 
         Returns:
-            ``(B, T, vocab_size)`` in ``config.dtype``.
+          ``(B, T, vocab_size)`` in ``config.dtype``.
 
         Raises:
-            ValueError: ``tokens`` is not a matrix or is longer than the context.
+          ValueError: ``tokens`` is not a matrix or is longer than the context.
         """
         return self.logits(self.hidden(tokens, dropout_rng=dropout_rng))
 
@@ -162,9 +145,9 @@ class Block(nnx.Module):
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
         self.dropout = config.dropout
-        self.ln_1 = _layer_norm(config, rngs)
+        self.ln_1 = layer_norm(config, rngs, bias=config.bias)
         self.attn = Attention(config, rngs=rngs)
-        self.ln_2 = _layer_norm(config, rngs)
+        self.ln_2 = layer_norm(config, rngs, bias=config.bias)
         self.mlp = MLP(config, rngs=rngs)
 
     def __call__(self, x: jax.Array, dropout_rng: jax.Array | None = None) -> jax.Array:
@@ -183,11 +166,7 @@ class Attention(nnx.Module):
         self.c_proj = _linear(config, config.width, config.width, rngs, residual=True)
 
     def __call__(self, x: jax.Array, dropout_rng: jax.Array | None = None) -> jax.Array:
-        query, key, value = self.qkv(x)
-        if dropout_rng is None:
-            y = attention(self.config, query, key, value, causal=True)
-        else:
-            y = _attention_with_dropout(query, key, value, self.config.dropout, dropout_rng)
+        y = attention(self.config, *self.qkv(x), causal=True, rng=dropout_rng)
         return self.c_proj(y.reshape(x.shape))
 
     def qkv(self, x: jax.Array) -> list[jax.Array]:
@@ -209,36 +188,8 @@ class MLP(nnx.Module):
 
 def _linear(config, inputs, outputs, rngs, residual=False) -> nnx.Linear:
     std = config.init_std / math.sqrt(2 * config.layers) if residual else config.init_std
-    return nnx.Linear(
-        inputs,
-        outputs,
-        use_bias=config.bias,
-        kernel_init=nnx.initializers.normal(std),
-        dtype=jnp.dtype(config.dtype),
-        rngs=rngs,
-    )
-
-
-def _layer_norm(config, rngs) -> nnx.LayerNorm:
-    return nnx.LayerNorm(
-        config.width,
-        epsilon=_LAYER_NORM_EPSILON,
-        use_bias=config.bias,
-        use_fast_variance=False,  # E[x^2] - E[x]^2 cancels: GPT-2 has hidden units in the hundreds
-        dtype=jnp.dtype(config.dtype),
-        rngs=rngs,
-    )
-
-
-def _attention_with_dropout(query, key, value, rate, rng):
-    """Attention ``(B, T, heads, D)`` with dropout of its probabilities, which makes the
-    ``(B, heads, T, T)`` matrix: slower, and larger, than without."""
-    scores = jnp.einsum("bthd,bshd->bhts", query, key, preferred_element_type=jnp.float32)
-    scores /= math.sqrt(query.shape[-1])
-    causal = jnp.tri(query.shape[1], dtype=bool)[None, None]
-    probabilities = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
-    probabilities = dropout(probabilities, rate, rng).astype(value.dtype)
-    return jnp.einsum("bhts,bshd->bthd", probabilities, value)
+    normal = nnx.initializers.normal(std)
+    return pieces.linear(config, inputs, outputs, rngs, init=normal, bias=config.bias)
 
 
 # --- The functional adapter ---------------------------------------------------------------------
@@ -250,7 +201,7 @@ def init(config: GPT2Config, key: jax.Array) -> Params:
     Normal with standard deviation ``init_std``, the matrices that write into the residual stream
     scaled by ``1 / sqrt(2 * layers)``; biases 0, LayerNorm scales 1.
     """
-    return nnx.to_pure_dict(nnx.state(GPT2(config, rngs=nnx.Rngs(key))))
+    return pieces.init(GPT2, config, key)
 
 
 def apply(
@@ -262,20 +213,10 @@ def apply(
 
 def merge(config: GPT2Config, params: Params) -> GPT2:
     """The module around ``params``; to be used within one trace, as `apply` does."""
-    return nnx.merge(_graphdef(config), nnx.State(params), copy=True)
+    return pieces.merge(GPT2, config, params)
 
 
-@functools.cache
-def _graphdef(config: GPT2Config) -> nnx.GraphDef:
-    return nnx.split(nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0))))[0]
-
-
-def decay_mask(params: Params) -> Params:
-    """Which parameters decay: True for matrices (embeddings and kernels), False for biases and
-    LayerNorm scales. Decided by name, so stacked parameters give the same answer."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: path[-1].key in ("kernel", "embedding"), params
-    )
+decay_mask = pieces.decay_mask
 
 
 # --- Arithmetic ---------------------------------------------------------------------------------
@@ -285,23 +226,16 @@ def num_params(config: GPT2Config) -> int:
     """Number of parameters, the tied embedding counted once.
 
     Example:
-        >>> num_params(PRESETS["small"])
-        124439808
+      >>> num_params(PRESETS["small"])
+      124439808
     """
-    width = config.width
-    embeddings = (config.vocab_size + config.context) * width
-    block = 12 * width * width + 2 * width
-    last_norm = width
-    if config.bias:
-        block += 9 * width + 2 * width
-        last_norm += width
-    return embeddings + config.layers * block + last_norm
+    return pieces.count(pieces.shapes(GPT2, config))
 
 
 def flops_per_token(config: GPT2Config, seq_len: int) -> int:
     """Floating-point operations of the model for one token, forward and backward.
 
-    ``6 N + 12 * layers * width * seq_len`` (PaLM, appendix B): 2 operations a parameter forward
+    ``6 N + 12 * layers * width * seq_len`` (PaLM, appendix B): 2 operations per parameter forward
     and 4 backward, and the two products of attention, not halved for causality. ``N`` leaves out
     the position embedding, which multiplies nothing, and keeps the token embedding, which is the
     output layer. Recomputation (``remat``) does not count: this is the numerator of model FLOPs

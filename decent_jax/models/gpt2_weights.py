@@ -37,15 +37,15 @@ def load_safetensors(path: str | os.PathLike, config: gpt2.GPT2Config) -> gpt2.P
     probability: the published models' logits lie far below 0.)
 
     Args:
-        path: a ``.safetensors`` file.
-        config: shapes to expect; `config_from_safetensors` reads them from the file.
+      path: a ``.safetensors`` file.
+      config: shapes to expect; `config_from_safetensors` reads them from the file.
 
     Returns:
-        A nested dict of float32 NumPy arrays, as `gpt2.init` shapes it.
+      A nested dict of float32 NumPy arrays, as `gpt2.init` shapes it.
 
     Raises:
-        ValueError: a tensor is missing, has another shape, or is not part of this config (more
-            layers, biases where it has none); the first one is named.
+      ValueError: a tensor is missing, has another shape, or is not part of this config (more
+        layers, biases where it has none); the first one is named.
     """
     with safetensors.safe_open(path, framework="numpy") as file:
         stored = _stored_names(file.keys())
@@ -82,19 +82,19 @@ def save_safetensors(
 ) -> None:
     """Writes one model's parameters, with the config in the file's metadata.
 
-    The file appears whole or not at all (it is written beside its place and renamed).
+    The file appears whole or not at all (it is written under another name and renamed).
     ``transformers`` reads it as ``model.safetensors`` next to a ``config.json`` that holds
     `hf_config`; with ``bias=False`` it reports the biases as newly initialised, which are zeros,
     and that is the same model.
 
     Args:
-        path: of the file; its folder exists.
-        params: of one model (no replica dimension); written as float32.
-        config: of ``params``.
-        metadata: more strings for the file's metadata.
+      path: of the file; its folder exists.
+      params: of one model (no replica dimension); written as float32.
+      config: of ``params``.
+      metadata: more strings for the file's metadata.
 
     Raises:
-        ValueError: a parameter is missing or has another shape than ``config`` says.
+      ValueError: a parameter is missing or has another shape than ``config`` says.
     """
     tensors = {}
     given = {_name(p): leaf for p, leaf in jax.tree_util.tree_leaves_with_path(params)}
@@ -107,18 +107,18 @@ def save_safetensors(
 
     stored_config = json.dumps(dataclasses.asdict(config))
     metadata = {"format": "pt", **(metadata or {}), _CONFIG_KEY: stored_config}
-    # Not `save_file`, whose files nobody but their owner may read.
+    # Not `save_file`, which makes files that only their owner may read.
     write_atomic(Path(path), safetensors.numpy.save(tensors, metadata))
 
 
 def config_from_safetensors(path: str | os.PathLike) -> gpt2.GPT2Config:
     """The config of a file: as `save_safetensors` stored it, else from the tensors' shapes.
 
-    Shapes do not tell the number of heads: it is read from a ``config.json`` beside the file
+    Shapes do not determine the number of heads: it is read from a ``config.json`` beside the file
     where there is one, else a head is 64 wide as in every published GPT-2.
 
     Raises:
-        ValueError: the file holds no GPT-2, or the number of heads cannot be told.
+      ValueError: the file holds no GPT-2, or the number of heads is not known.
     """
     with safetensors.safe_open(path, framework="numpy") as file:
         metadata = file.metadata() or {}

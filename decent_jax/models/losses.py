@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
 def cross_entropy(logits: jax.Array, targets: jax.Array, label_smoothing: float = 0.0) -> jax.Array:
     """Softmax cross-entropy of every position, in nats.
 
@@ -18,28 +17,33 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, label_smoothing: float 
     batch of 32 GPT-2 sequences. The plain formula on bfloat16 logits keeps a float32 copy (or the
     float32 probabilities) from the forward to the backward pass and makes a second one for the
     gradient. Here the forward pass reduces in float32 as it reads, the only residuals are the
-    logits in their own dtype and one float32 log-sum-exp a position, and the gradient is written
+    logits in their own dtype and one float32 log-sum-exp per position, and the gradient is written
     in the logits' dtype by one elementwise expression. (XLA's CPU kernels do convert the logits
     once, for the forward reductions; the backward pass does not read that copy.)
 
     Args:
-        logits: ``(..., V)``, bfloat16, float16, float32 or float64.
-        targets: ``(...)`` integers in ``[0, V)``. Beyond it the loss is NaN; to leave a position
-            out give it any valid target and multiply its loss by 0.
-        label_smoothing: ``eps`` in ``[0, 1)``, a Python float.
+      logits: ``(..., V)``, bfloat16, float16, float32 or float64.
+      targets: ``(...)`` integers in ``[0, V)``. Beyond it the loss is NaN; to leave a position
+        out give it any valid target and multiply its loss by 0.
+      label_smoothing: ``eps`` in ``[0, 1)``, a Python float.
 
     Returns:
-        ``(...)`` float32 (float64 for float64 logits).
+      ``(...)`` float32 (float64 for float64 logits).
 
     Raises:
-        ValueError: ``targets`` is not shaped like ``logits`` without its last axis, or
-            ``label_smoothing`` is outside ``[0, 1)``.
+      ValueError: ``targets`` is not shaped like ``logits`` without its last axis, or
+        ``label_smoothing`` is outside ``[0, 1)``.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> print(cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3])))
-        [1.3862944 1.3862944]
+      >>> import jax.numpy as jnp
+      >>> print(cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3])))
+      [1.3862944 1.3862944]
     """
+    return _cross_entropy(logits, targets, label_smoothing)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _cross_entropy(logits, targets, label_smoothing) -> jax.Array:
     return _forward(logits, targets, label_smoothing)[0]
 
 
@@ -71,4 +75,4 @@ def _backward(label_smoothing, residuals, cotangent):
     return gradient.astype(logits.dtype), None
 
 
-cross_entropy.defvjp(_forward, _backward)
+_cross_entropy.defvjp(_forward, _backward)

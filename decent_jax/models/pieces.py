@@ -1,6 +1,8 @@
-"""What GPT-2 and the Transformer share."""
+"""What GPT-2, the Transformer and the ResNet share: checks, layers, attention, the adapter."""
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,10 +10,79 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+Params = dict[str, Any]  # nested, of arrays
 
-def remat_call(layer, *args):
-    """``layer(*args)``, keeping only ``args``. Pure functions inside, so any transform may be
-    outside."""
+_LAYER_NORM_EPSILON = 1e-5
+
+
+# --- Checks of a config ---------------------------------------------------------------------------
+
+
+def at_least_one(config: Any, *names: str) -> None:
+    """Raises ValueError where one of these fields is below 1."""
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}")
+
+
+def one_of(config: Any, name: str, *known: str) -> None:
+    """Raises ValueError where a field has a value that is not ``known``."""
+    if getattr(config, name) not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(config, name)!r}")
+
+
+def check_dtype(config: Any) -> None:
+    """Raises ValueError where ``dtype`` names no type of activations."""
+    one_of(config, "dtype", "bfloat16", "float16", "float32", "float64")
+
+
+def check_attention(config: Any) -> None:
+    """Raises ValueError where ``heads``, ``dropout`` or ``attention`` cannot be."""
+    if config.width % config.heads:
+        raise ValueError(f"width {config.width} is not divisible by heads {config.heads}")
+    if not 0.0 <= config.dropout < 1.0:
+        raise ValueError(f"dropout must be in [0, 1), got {config.dropout}")
+    one_of(config, "attention", "auto", "xla", "cudnn")
+
+
+# --- The functional adapter -----------------------------------------------------------------------
+
+
+def init(module: Callable[..., Any], config: Any, key: jax.Array) -> Params:
+    """The initial parameters of ``module(config)``, drawn with ``key``."""
+    return nnx.to_pure_dict(nnx.state(module(config, rngs=nnx.Rngs(key)), nnx.Param))
+
+
+def merge(module: Callable[..., Any], config: Any, *states: Params) -> Any:
+    """The module around its parameters (and statistics); to be used within one trace."""
+    return nnx.merge(_abstract(module, config)[0], *map(nnx.State, states), copy=True)
+
+
+def shapes(module: Callable[..., Any], config: Any, kind: Any = nnx.Param) -> Params:
+    """Shapes and dtypes of the parameters, or of another kind of variable; computes nothing."""
+    return nnx.to_pure_dict(nnx.filter_state(_abstract(module, config)[1], kind))
+
+
+@functools.cache
+def _abstract(module: Callable[..., Any], config: Any) -> tuple[nnx.GraphDef, Any]:
+    return nnx.split(nnx.eval_shape(lambda: module(config, rngs=nnx.Rngs(0))))
+
+
+def count(tree: Params) -> int:
+    """Numbers in all arrays of ``tree``, which may be `shapes`."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+def decay_mask(params: Params) -> Params:
+    """Which parameters decay: True for matrices (embeddings and kernels), False for biases and
+    the scales of norms. Decided by name, so stacked parameters give the same answer."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: path[-1].key in ("kernel", "embedding"), params
+    )
+
+
+def remat_call(layer: Any, *args: Any) -> Any:
+    """``layer(*args)``, keeping only ``args`` for the backward pass; works under any transform."""
     graphdef, state = nnx.split(layer)
 
     @jax.checkpoint
@@ -21,7 +92,43 @@ def remat_call(layer, *args):
     return call(state, *args)
 
 
-def implementation(config: Any) -> str:
+# --- Layers ---------------------------------------------------------------------------------------
+
+
+def linear(
+    config: Any, inputs: int, outputs: int, rngs: nnx.Rngs, *, init: Any, bias: bool
+) -> nnx.Linear:
+    """A linear layer that multiplies in ``config.dtype``; ``init`` draws its kernel."""
+    dtype = jnp.dtype(config.dtype)
+    return nnx.Linear(inputs, outputs, use_bias=bias, kernel_init=init, dtype=dtype, rngs=rngs)
+
+
+def layer_norm(config: Any, rngs: nnx.Rngs, *, bias: bool = True) -> nnx.LayerNorm:
+    """A LayerNorm over ``config.width``, with statistics in float32."""
+    return nnx.LayerNorm(
+        config.width,
+        epsilon=_LAYER_NORM_EPSILON,
+        use_bias=bias,
+        use_fast_variance=False,  # E[x^2] - E[x]^2 cancels: GPT-2 has hidden units in the hundreds
+        dtype=jnp.dtype(config.dtype),
+        rngs=rngs,
+    )
+
+
+def dropout(x: jax.Array, rate: float, rng: jax.Array | None) -> jax.Array:
+    """A share ``rate`` of ``x`` becomes 0, the rest is scaled up; without a key nothing does."""
+    if rng is None:
+        return x
+    keep = jax.random.bernoulli(rng, 1.0 - rate, x.shape)
+    return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
+
+
+def fold_in(rng: jax.Array | None, data: int) -> jax.Array | None:
+    """A key of its own for each use; None stays None."""
+    return None if rng is None else jax.random.fold_in(rng, data)
+
+
+def implementation(config: Any) -> Any:
     """The kernel of `jax.nn.dot_product_attention`: "xla" or "cudnn"."""
     if config.attention != "auto":
         return config.attention
@@ -37,12 +144,24 @@ def attention(
     value: jax.Array,
     lengths: jax.Array | None = None,
     *,
-    causal: bool,
+    causal: bool = False,
+    rng: jax.Array | None = None,
 ) -> jax.Array:
-    """`jax.nn.dot_product_attention` by the kernel that the config names, (B, T, heads, D).
+    """Queries ``(B, T, heads, D)`` read values ``(B, S, heads, D)``: ``(B, T, heads, D)``.
 
-    ``lengths`` (B,) int32, of the keys to see.
+    Args:
+      config: names the kernel (``attention``) and the rate of ``dropout``.
+      query: of every position that reads.
+      key: of every position that is read.
+      value: likewise.
+      lengths: ``(B,)`` int32, at least 1, keys of each sentence to see; None: all. Lengths, not a
+        mask: cuDNN turns a mask into a ``(B, heads, T, S)`` bias, and refuses it for odd T or S.
+      causal: position t sees keys 0 to t only.
+      rng: key for dropout of the probabilities, which then are written out: slower, and larger.
     """
+    if rng is not None:
+        weights = attention_weights(query, key, lengths, causal=causal)
+        return weighted(dropout(weights, config.dropout, rng), value)
     kernel = implementation(config)
     # Where XLA divides a replica over devices (mesh.fsdp) it cannot divide cuDNN's kernel, so each
     # device starts one for its examples.
@@ -67,14 +186,22 @@ def attention(
     return attend(query, key, value, lengths)
 
 
-def dropout(x, rate, rng):
-    """A share ``rate`` of ``x`` becomes 0, the rest is scaled up; without a key nothing does."""
-    if rng is None:
-        return x
-    keep = jax.random.bernoulli(rng, 1.0 - rate, x.shape)
-    return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
+def attention_weights(
+    query: jax.Array, key: jax.Array, lengths: jax.Array | None = None, *, causal: bool = False
+) -> jax.Array:
+    """The probabilities ``(B, heads, T, S)``, float32, that `attention` does not write out."""
+    scores = jnp.einsum("bthd,bshd->bhts", query, key, preferred_element_type=jnp.float32)
+    scores /= math.sqrt(query.shape[-1])
+    positions = jnp.arange(key.shape[1])
+    if lengths is not None:
+        seen = positions[None] < lengths[:, None]
+        scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+    if causal:
+        seen = positions[None] <= jnp.arange(query.shape[1])[:, None]
+        scores = jnp.where(seen[None, None], scores, -jnp.inf)
+    return jax.nn.softmax(scores, axis=-1)
 
 
-def fold_in(rng, data):
-    """A key of its own for each use; None stays None."""
-    return None if rng is None else jax.random.fold_in(rng, data)
+def weighted(weights: jax.Array, value: jax.Array) -> jax.Array:
+    """Sums of values ``(B, S, heads, D)`` by weights ``(B, heads, T, S)``."""
+    return jnp.einsum("bhts,bshd->bthd", weights.astype(value.dtype), value)

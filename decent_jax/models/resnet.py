@@ -1,6 +1,6 @@
 """ResNets (He et al., 2016; version 1.5) in Flax NNX, and their functional adapter.
 
-Beside its parameters a ResNet has statistics: the running mean and variance of each batch norm,
+Besides its parameters a ResNet has statistics: the running mean and variance of each batch norm,
 which training updates without a gradient and evaluation normalises with. Both are plain nested
 dicts, and functions of them are all a training step needs::
 
@@ -15,7 +15,6 @@ padded alike on all sides, and named as torchvision's are, so its weights would 
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,14 +23,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from decent_jax.cpu.convolution import conv
+from decent_jax.models import pieces
+from decent_jax.models.pieces import Params
 
-Params = dict[str, Any]
-Statistics = dict[str, Any]
+Statistics = Params  # of the same form
 
 EPSILON = 1e-5  # of batch norm, as in torchvision
 MEAN = (0.485, 0.456, 0.406)  # of ImageNet's training images in [0, 1]: what inputs are
 STD = (0.229, 0.224, 0.225)  # normalised with
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,19 +38,19 @@ class ResNetConfig:
     """Shape and numerics of a ResNet.
 
     Attributes:
-        blocks: residual blocks of each stage; a stage halves the height and width (not the first)
-            and doubles the channels.
-        bottleneck: blocks of 1x1, 3x3 and 1x1 convolutions with four times the channels outside,
-            instead of two 3x3 convolutions.
-        width: channels inside the blocks of the first stage.
-        num_classes: outputs.
-        small_images: begin with a 3x3 convolution of stride 1, for images of some 32 pixels,
-            instead of one of 7x7 and stride 2 and a max pool of stride 2.
-        zero_init: start the last batch-norm scale of each block at 0, which makes the block the
-            identity (Goyal et al., 2017).
-        momentum: of the running statistics: what they keep of themselves in a step.
-        dtype: of activations and convolutions; parameters, statistics, the normalisation and the
-            last layer are float32 (float64 in a float64 model).
+      blocks: residual blocks of each stage; a stage halves the height and width (not the first)
+        and doubles the channels.
+      bottleneck: blocks of 1x1, 3x3 and 1x1 convolutions with four times the channels outside,
+        instead of two 3x3 convolutions.
+      width: channels inside the blocks of the first stage.
+      num_classes: outputs.
+      small_images: begin with a 3x3 convolution of stride 1, for images of some 32 pixels,
+        instead of one of 7x7 and stride 2 and a max pool of stride 2.
+      zero_init: start the last batch-norm scale of each block at 0, which makes the block the
+        identity (Goyal et al., 2017).
+      momentum: of the running statistics: what they keep of themselves in a step.
+      dtype: of activations and convolutions; parameters, statistics, the normalisation and the
+        last layer are float32 (float64 in a float64 model).
     """
 
     blocks: tuple[int, ...] = (3, 4, 6, 3)
@@ -66,13 +65,10 @@ class ResNetConfig:
     def __post_init__(self):
         if not self.blocks or min(self.blocks) < 1:
             raise ValueError(f"blocks must be at least 1 for each stage, got {self.blocks}")
-        for name in ("width", "num_classes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        pieces.at_least_one(self, "width", "num_classes")
         if not 0.0 <= self.momentum < 1.0:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}")
+        pieces.check_dtype(self)
 
 
 PRESETS = {
@@ -92,8 +88,8 @@ class ResNet(nnx.Module):
     """Stem, stages of residual blocks, mean over positions, linear layer.
 
     Args:
-        config: shape and numerics.
-        rngs: key for the initial parameters; used here only, nothing random is kept.
+      config: shape and numerics.
+      rngs: key for the initial parameters; used here only, nothing random is kept.
     """
 
     def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs):
@@ -116,21 +112,21 @@ class ResNet(nnx.Module):
         """Logits of images.
 
         Args:
-            images: ``(B, H, W, 3)`` floats, normalised.
-            train: normalise with the statistics of this batch, and move the running ones towards
-                them, instead of normalising with the running ones.
+          images: ``(B, H, W, 3)`` floats, normalised.
+          train: normalise with the statistics of this batch, and move the running ones towards
+            them, instead of normalising with the running ones.
 
         Returns:
-            ``(B, num_classes)`` float32.
+          ``(B, num_classes)`` float32.
 
         Raises:
-            ValueError: ``images`` is not of that form.
+          ValueError: ``images`` is not of that form.
         """
         if images.ndim != 4 or images.shape[-1] != 3:
             raise ValueError(f"images must be (batch, height, width, 3), got {tuple(images.shape)}")
         x = jax.nn.relu(self.bn1(self.conv1(images.astype(self.config.dtype)), train))
         if not self.config.small_images:
-            x = nnx.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))
+            x = nnx.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))  # pyright: ignore[reportArgumentType]
         for stage, blocks in enumerate(self.config.blocks):
             for block in range(blocks):
                 x = getattr(self, f"layer{stage + 1}")[str(block)](x, train)
@@ -151,7 +147,7 @@ class Block(nnx.Module):
             zero = config.zero_init and i == self.last
             setattr(self, f"bn{i}", BatchNorm(config, outputs, 0.0 if zero else 1.0))
             channels = outputs
-        self.downsample = nnx.data(None)
+        self.downsample: Any = nnx.data(None)
         if stride != 1 or inputs != channels:
             self.downsample = nnx.Dict(
                 conv=Conv(inputs, channels, 1, stride, rngs),
@@ -288,11 +284,12 @@ def batch_moments(config: ResNetConfig, params: Params, images: jax.Array) -> St
     """Moments that the inputs of each batch norm have in this batch, to be averaged over batches.
 
     Returns:
-        As the statistics, but ``var`` is the mean square instead of the variance. Averages over
-        batches (of equal sizes) remain moments; `from_moments` makes them statistics.
+      As the statistics, but ``var`` is the mean square instead of the variance. Averages over
+      batches (of equal sizes) remain moments; `from_moments` makes them statistics.
     """
     own = dataclasses.replace(config, momentum=0.0)  # the running statistics become the batch's
-    statistics = nnx.to_pure_dict(_statistics_like(config))
+    shapes = pieces.shapes(ResNet, config, nnx.BatchStat)
+    statistics = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     _, statistics = train_logits(own, params, statistics, images)
     return _each_batch_norm(lambda mean, var: (mean, var + jnp.square(mean)), statistics)
 
@@ -306,21 +303,7 @@ def from_moments(moments: Statistics) -> Statistics:
 
 def merge(config: ResNetConfig, params: Params, statistics: Statistics) -> ResNet:
     """The module around them; to be used within one trace, as the functions above do."""
-    return nnx.merge(_graphdef(config), nnx.State(params), nnx.State(statistics), copy=True)
-
-
-@functools.cache
-def _graphdef(config: ResNetConfig) -> nnx.GraphDef:
-    return _abstract(config)[0]
-
-
-def _abstract(config: ResNetConfig):
-    model = nnx.eval_shape(lambda: ResNet(config, rngs=nnx.Rngs(0)))
-    return nnx.split(model, nnx.Param, nnx.BatchStat)
-
-
-def _statistics_like(config: ResNetConfig):
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), _abstract(config)[2])
+    return pieces.merge(ResNet, config, params, statistics)
 
 
 def _each_batch_norm(fn, statistics: Statistics) -> Statistics:
@@ -330,13 +313,7 @@ def _each_batch_norm(fn, statistics: Statistics) -> Statistics:
     return {name: _each_batch_norm(fn, part) for name, part in statistics.items()}
 
 
-def decay_mask(params: Params) -> Params:
-    """Which parameters decay: True for kernels, False for biases and every batch norm's scale.
-
-    Decided by what a parameter is in its layer, whatever the layer is called and however many
-    replicas are stacked.
-    """
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "kernel", params)
+decay_mask = pieces.decay_mask
 
 
 # --- Arithmetic ---------------------------------------------------------------------------------
@@ -346,23 +323,20 @@ def num_params(config: ResNetConfig) -> int:
     """Number of parameters, without the statistics.
 
     Example:
-        >>> num_params(PRESETS["resnet50"])
-        25557032
+      >>> num_params(PRESETS["resnet50"])
+      25557032
     """
-    convolutions = [(i, o, size) for i, o, size, _ in _convolutions(config)]
-    norms = 2 * sum(outputs for _, outputs, _ in convolutions)
-    last = (_outputs(config, len(config.blocks) - 1) + 1) * config.num_classes
-    return sum(i * o * size**2 for i, o, size in convolutions) + norms + last
+    return pieces.count(pieces.shapes(ResNet, config))
 
 
 def flops_per_image(config: ResNetConfig, size: int = 224) -> int:
     """Floating-point operations of convolutions and the last layer, forward and backward.
 
-    Two operations a multiply-add forward, and four backward.
+    Two operations per multiply-add forward, and four backward.
 
     Args:
-        config: the network.
-        size: height and width of the images.
+      config: the network.
+      size: height and width of the images.
     """
     multiply_adds = _outputs(config, len(config.blocks) - 1) * config.num_classes
     for inputs, outputs, kernel, scale in _convolutions(config):
@@ -373,7 +347,8 @@ def flops_per_image(config: ResNetConfig, size: int = 224) -> int:
 
 def _convolutions(config: ResNetConfig) -> Iterator[tuple[int, int, int, int]]:
     """(inputs, outputs, kernel size, how many times smaller its output is than the image)."""
-    yield 3, config.width, *((3, 1) if config.small_images else (7, 2))
+    size, scale = (3, 1) if config.small_images else (7, 2)
+    yield 3, config.width, size, scale
     scale = 1 if config.small_images else 4
     for stage, blocks in enumerate(config.blocks):
         for block in range(blocks):

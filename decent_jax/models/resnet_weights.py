@@ -40,15 +40,15 @@ def save(
     """Writes one model; the file appears whole or not at all.
 
     Args:
-        path: of the file; its folder exists.
-        params: of one model (no replica dimension); written as float32.
-        statistics: that it is evaluated with.
-        config: of both.
-        step: training steps, for torchvision's ``num_batches_tracked``.
-        metadata: strings for the file's metadata.
+      path: of the file; its folder exists.
+      params: of one model (no replica dimension); written as float32.
+      statistics: that it is evaluated with.
+      config: of both.
+      step: training steps, for torchvision's ``num_batches_tracked``.
+      metadata: strings for the file's metadata.
 
     Raises:
-        ValueError: a tensor is missing or has another shape than ``config`` says.
+      ValueError: a tensor is missing or has another shape than ``config`` says.
     """
     given = jax.tree_util.tree_leaves_with_path((params, statistics))
     given = {_name(tree_path): leaf for tree_path, leaf in given}
@@ -69,15 +69,15 @@ def load(path: str | os.PathLike, config: ResNetConfig) -> tuple[Params, Statist
     """Reads what `save` wrote, or torchvision's weights once they are a ``.safetensors`` file.
 
     Args:
-        path: of the file.
-        config: shapes to expect.
+      path: of the file.
+      config: shapes to expect.
 
     Returns:
-        (params, statistics): nested dicts of float32 NumPy arrays, as `resnet.init` shapes them.
+      (params, statistics): nested dicts of float32 NumPy arrays, as `resnet.init` shapes them.
 
     Raises:
-        ValueError: a tensor is missing, has another shape, or is not part of this config; the
-            first one is named.
+      ValueError: a tensor is missing, has another shape, or is not part of this config; the
+        first one is named.
     """
     with safetensors.safe_open(path, framework="numpy") as file:
         left = {name for name in file.keys() if not name.endswith(_COUNT)}  # noqa: SIM118
@@ -109,8 +109,8 @@ def architecture(config: ResNetConfig) -> str | None:
     """Name of torchvision's function that makes this network; None where it has none.
 
     Example:
-        >>> architecture(resnet.PRESETS["resnet50"])
-        'resnet50'
+      >>> architecture(resnet.PRESETS["resnet50"])
+      'resnet50'
     """
     for name, preset in resnet.PRESETS.items():
         same = all(
@@ -129,14 +129,14 @@ def description(
     image_size: int,
     resize: int | None,
 ) -> dict:
-    """What must be known beside the tensors to use them, for a ``config.json``.
+    """Returns what a user of the tensors needs to know, for a ``config.json``.
 
     Args:
-        config: of the network.
-        class_names: (num_classes,) in the order of the outputs; None: not known.
-        image_size: pixels, of an image in evaluation.
-        resize: what the shorter side of a photograph is made before that centre crop; None: no
-            crop.
+      config: of the network.
+      class_names: (num_classes,) in the order of the outputs; None: not known.
+      image_size: pixels, of an image in evaluation.
+      resize: what the shorter side of a photograph is made before that centre crop; None: no
+        crop.
     """
     return {
         "architecture": architecture(config),  # null: torchvision has no such network
@@ -167,7 +167,7 @@ def config_from(described: Mapping) -> ResNetConfig:
 
 
 def dumps(described: Mapping) -> str:
-    """Read by people, too: a line a field."""
+    """JSON with one line per field, for people to read too."""
     lines = (f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in described.items())
     return "{\n" + ",\n".join(lines) + "\n}\n"
 

@@ -15,27 +15,16 @@ at its position t predict token t of the target, of which the last is `END`.
 import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from decent_jax.models.pieces import dropout, fold_in, remat_call
-from decent_jax.models.transformer_layers import (
-    DecoderLayer,
-    EncoderLayer,
-    key_lengths,
-    layer_norm,
-    sinusoids,
-)
-
-Params = dict[str, Any]
+from decent_jax.models import pieces
+from decent_jax.models.pieces import Params, attention, dropout, fold_in, layer_norm, remat_call
 
 PAD, UNKNOWN, START, END = 0, 1, 2, 3
-
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
-_ATTENTION = ("auto", "xla", "cudnn")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,22 +32,22 @@ class TransformerConfig:
     """Shape and numerics of a Transformer.
 
     Attributes:
-        vocab_size: rows of the one embedding of source, target and output layer, the four special
-            ids included.
-        width: size of a hidden vector; even, for the sinusoids.
-        heads: attention heads; divides ``width``.
-        layers: of the encoder, and as many of the decoder.
-        ff: hidden units of a feed-forward block.
-        dropout: rate for embeddings, attention probabilities, hidden units of feed-forward blocks
-            and residual branches.
-        norm: ``"post"``, LayerNorm after each residual sum, as published; or ``"pre"``, before
-            each branch and once more after the last layer (needs no warm-up to train deep).
-        dtype: of activations and matrix products; parameters are float32 always, and so are the
-            statistics of LayerNorms and softmaxes.
-        remat: recompute each layer in the backward pass instead of keeping its activations.
-        attention: ``"xla"``, ``"cudnn"`` (flash attention; NVIDIA GPUs only), or ``"auto"``:
-            cuDNN where it applies. Dropout of probabilities needs them written out: a training
-            step with ``dropout > 0`` uses XLA whatever is set here.
+      vocab_size: rows of the one embedding of source, target and output layer, the four special
+        ids included.
+      width: size of a hidden vector; even, for the sinusoids.
+      heads: attention heads; divides ``width``.
+      layers: of the encoder, and as many of the decoder.
+      ff: hidden units of a feed-forward block.
+      dropout: rate for embeddings, attention probabilities, hidden units of feed-forward blocks
+        and residual branches.
+      norm: ``"post"``, LayerNorm after each residual sum, as published; or ``"pre"``, before
+        each branch and once more after the last layer (needs no warm-up to train deep).
+      dtype: of activations and matrix products; parameters are float32 always, and so are the
+        statistics of LayerNorms and softmaxes.
+      remat: recompute each layer in the backward pass instead of keeping its activations.
+      attention: ``"xla"``, ``"cudnn"`` (flash attention; NVIDIA GPUs only), or ``"auto"``:
+        cuDNN where it applies. Dropout of probabilities needs them written out: a training
+        step with ``dropout > 0`` uses XLA whatever is set here.
     """
 
     vocab_size: int = 37120
@@ -73,28 +62,16 @@ class TransformerConfig:
     attention: str = "auto"
 
     def __post_init__(self):
-        for name in ("width", "heads", "layers", "ff"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        pieces.at_least_one(self, "width", "heads", "layers", "ff")
         if self.vocab_size <= END:
             raise ValueError(
                 f"vocab_size must be at least {END + 1}, the special ids, got {self.vocab_size}"
             )
-        if self.width % self.heads:
-            raise ValueError(f"width {self.width} is not divisible by heads {self.heads}")
+        pieces.check_attention(self)
         if self.width % 2:
             raise ValueError(f"width must be even, for sines and cosines, got {self.width}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
-        for name, known in (
-            ("norm", ("post", "pre")),
-            ("dtype", _DTYPES),
-            ("attention", _ATTENTION),
-        ):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
-                )
+        pieces.one_of(self, "norm", "post", "pre")
+        pieces.check_dtype(self)
 
 
 PRESETS = {
@@ -112,8 +89,8 @@ class Transformer(nnx.Module):
     """Encoder and decoder around one embedding.
 
     Args:
-        config: shape and numerics.
-        rngs: key for the initial parameters; used here only, nothing random is kept.
+      config: shape and numerics.
+      rngs: key for the initial parameters; used here only, nothing random is kept.
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
@@ -177,6 +154,124 @@ class Transformer(nnx.Module):
         return remat_call(layer, *args) if self.config.remat else layer(*args)
 
 
+class _Layer(nnx.Module):
+    """What both kinds of layers share: residual branches and a feed-forward block."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.ff_in = _linear(config, config.width, config.ff, rngs, bias=True)
+        self.ff_out = _linear(config, config.ff, config.width, rngs, bias=True)
+        self.ff_norm = layer_norm(config, rngs)
+
+    def feed_forward(self, x: jax.Array, rng: jax.Array | None) -> jax.Array:
+        hidden = jax.nn.relu(self.ff_in(x))
+        return self.ff_out(dropout(hidden, self.config.dropout, rng))
+
+    def residual(self, norm: nnx.LayerNorm, branch: Callable, x: jax.Array, rng) -> jax.Array:
+        """``norm(x + branch(x))`` or ``x + branch(norm(x))``, with dropout of the branch."""
+        post = self.config.norm == "post"
+        y = branch(x if post else norm(x), fold_in(rng, 0))
+        x = x + dropout(y, self.config.dropout, fold_in(rng, 1))
+        return norm(x) if post else x
+
+
+class EncoderLayer(_Layer):
+    """Self-attention over the real positions of the source, then the feed-forward block."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        self.self_attention = Attention(config, rngs=rngs)
+        self.self_norm = layer_norm(config, rngs)
+
+    def __call__(self, x, lengths, rng=None) -> jax.Array:
+        def attend(h, rng):
+            keys, values = self.self_attention.keys_values(h)
+            return self.self_attention(h, keys, values, lengths=lengths, rng=rng)
+
+        x = self.residual(self.self_norm, attend, x, fold_in(rng, 0))
+        return self.residual(self.ff_norm, self.feed_forward, x, fold_in(rng, 1))
+
+
+class DecoderLayer(_Layer):
+    """Causal self-attention, attention to the encoder's memory, the feed-forward block."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        self.self_attention = Attention(config, rngs=rngs)
+        self.self_norm = layer_norm(config, rngs)
+        self.cross_attention = Attention(config, rngs=rngs)
+        self.cross_norm = layer_norm(config, rngs)
+
+    def __call__(self, x, memory, lengths, rng=None) -> jax.Array:
+        def attend_memory(h, rng):
+            keys, values = self.cross_attention.keys_values(memory)
+            return self.cross_attention(h, keys, values, lengths=lengths, rng=rng)
+
+        return self.through(x, self.attend_self, attend_memory, rng)
+
+    def attend_self(self, h: jax.Array, rng: jax.Array | None) -> jax.Array:
+        # No mask for padding: it is behind the sentence, where causality hides it.
+        keys, values = self.self_attention.keys_values(h)
+        return self.self_attention(h, keys, values, causal=True, rng=rng)
+
+    def through(self, x, attend_self: Callable, attend_memory: Callable, rng=None) -> jax.Array:
+        """The layer around two attentions, each ``(h (B, T, width), rng) -> (B, T, width)``:
+        those of `__call__`, those of a decoder with a cache, or one that records its weights."""
+        x = self.residual(self.self_norm, attend_self, x, fold_in(rng, 0))
+        x = self.residual(self.cross_norm, attend_memory, x, fold_in(rng, 1))
+        return self.residual(self.ff_norm, self.feed_forward, x, fold_in(rng, 2))
+
+
+class Attention(nnx.Module):
+    """Multi-head attention of given keys and values; four matrices without biases."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        width = config.width
+        self.query = _linear(config, width, width, rngs)
+        self.key = _linear(config, width, width, rngs)
+        self.value = _linear(config, width, width, rngs)
+        self.out = _linear(config, width, width, rngs)
+
+    def __call__(self, x, keys, values, *, lengths=None, causal=False, rng=None) -> jax.Array:
+        """Positions of ``x`` ``(B, T, width)`` read values ``(B, S, heads, D)``."""
+        query = self.heads(self.query(x))
+        y = attention(self.config, query, keys, values, lengths, causal=causal, rng=rng)
+        return self.out(y.reshape(x.shape))
+
+    def keys_values(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """``(B, S, width)`` to keys and values ``(B, S, heads, D)``."""
+        return self.heads(self.key(x)), self.heads(self.value(x))
+
+    def heads(self, x: jax.Array) -> jax.Array:
+        return x.reshape(*x.shape[:2], self.config.heads, -1)
+
+
+def _linear(config, inputs, outputs, rngs, bias=False) -> nnx.Linear:
+    xavier = nnx.initializers.xavier_uniform()
+    return pieces.linear(config, inputs, outputs, rngs, init=xavier, bias=bias)
+
+
+def sinusoids(positions: jax.Array, width: int) -> jax.Array:
+    """Position encodings, ``(T,)`` integers to ``(T, width)`` float32.
+
+    ``sin(p / 10000 ** (2 i / width))`` at column ``2 i`` and the cosine next to it (Vaswani et al.,
+    2017, section 3.5). Computed, so that any length will do.
+    """
+    rates = jnp.exp(jnp.arange(0, width, 2) * (-math.log(10000.0) / width))
+    angles = positions[:, None] * rates[None]
+    return jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1).reshape(-1, width)
+
+
+def key_lengths(mask: jax.Array) -> jax.Array:
+    """Real positions ``(B,)`` int32 of a mask ``(B, S)``, whose padding is behind them.
+
+    At least 1, since attention to nothing is 0 / 0: a row of padding alone, which fills up a
+    batch, then gives finite numbers, which are ignored.
+    """
+    return jnp.maximum(mask.sum(axis=-1, dtype=jnp.int32), 1)
+
+
 # --- The functional adapter ---------------------------------------------------------------------
 
 
@@ -187,7 +282,7 @@ def init(config: TransformerConfig, key: jax.Array) -> Params:
     ``width ** -0.5``, so that scaled inputs and first logits have a variance of about 1; biases 0,
     LayerNorm scales 1 (as in tensor2tensor and fairseq; the paper does not say).
     """
-    return nnx.to_pure_dict(nnx.state(Transformer(config, rngs=nnx.Rngs(key))))
+    return pieces.init(Transformer, config, key)
 
 
 def encode(
@@ -196,17 +291,17 @@ def encode(
     """The encoder.
 
     Args:
-        config: of the model.
-        params: as `init` returns them.
-        source: ``(B, S)`` integers in ``[0, vocab_size)``, `PAD` behind the sentence. A token
-            beyond the vocabulary gives NaN.
-        rng: key for dropout; None, or ``config.dropout == 0``, is evaluation.
+      config: of the model.
+      params: as `init` returns them.
+      source: ``(B, S)`` integers in ``[0, vocab_size)``, `PAD` behind the sentence. A token
+        beyond the vocabulary gives NaN.
+      rng: key for dropout; None, or ``config.dropout == 0``, is evaluation.
 
     Returns:
-        The memory, ``(B, S, width)`` in ``config.dtype``; of no meaning at padding.
+      The memory, ``(B, S, width)`` in ``config.dtype``; meaningless at padding.
 
     Raises:
-        ValueError: ``source`` is not a matrix.
+      ValueError: ``source`` is not a matrix.
     """
     return merge(config, params).encode(source, rng)
 
@@ -222,18 +317,18 @@ def decode(
     """The decoder on given targets.
 
     Args:
-        config: of the model.
-        params: as `init` returns them.
-        target_in: ``(B, T)`` integers, `START` and the target without its last token, then `PAD`.
-        memory: ``(B, S, width)``, of `encode`.
-        source_mask: ``(B, S)`` booleans, ``source != PAD``; True first, then False.
-        rng: key for dropout; not the one given to `encode`.
+      config: of the model.
+      params: as `init` returns them.
+      target_in: ``(B, T)`` integers, `START` and the target without its last token, then `PAD`.
+      memory: ``(B, S, width)``, of `encode`.
+      source_mask: ``(B, S)`` booleans, ``source != PAD``; True first, then False.
+      rng: key for dropout; not the one given to `encode`.
 
     Returns:
-        Logits of the next token, ``(B, T, vocab_size)`` in ``config.dtype``.
+      Logits of the next token, ``(B, T, vocab_size)`` in ``config.dtype``.
 
     Raises:
-        ValueError: ``target_in`` is not a matrix.
+      ValueError: ``target_in`` is not a matrix.
     """
     return merge(config, params).decode(target_in, memory, source_mask, rng)
 
@@ -257,8 +352,8 @@ def attention_weights(
     """Where each target position looks in the source.
 
     Returns:
-        Probabilities of the cross attention, ``(B, layers, heads, T, S)`` float32, in evaluation;
-        0 at padding of the source.
+      Probabilities of the cross attention, ``(B, layers, heads, T, S)`` float32, in evaluation;
+      0 at padding of the source.
     """
     model = merge(config, params)
     memory, lengths = model.encode(source), key_lengths(source != PAD)
@@ -266,9 +361,10 @@ def attention_weights(
     recorded = []
 
     def attend_memory(layer, h, rng):
-        keys, values = layer.cross_attention.keys_values(memory)
-        recorded.append(layer.cross_attention.weights(h, keys, lengths=lengths))
-        return layer.cross_attention.combine(recorded[-1], values)
+        cross = layer.cross_attention
+        keys, values = cross.keys_values(memory)
+        recorded.append(pieces.attention_weights(cross.heads(cross.query(h)), keys, lengths))
+        return cross.out(pieces.weighted(recorded[-1], values).reshape(h.shape))
 
     for i in range(config.layers):
         layer = model.decoder[str(i)]
@@ -278,20 +374,10 @@ def attention_weights(
 
 def merge(config: TransformerConfig, params: Params) -> Transformer:
     """The module around ``params``; to be used within one trace, as `apply` does."""
-    return nnx.merge(_graphdef(config), nnx.State(params), copy=True)
+    return pieces.merge(Transformer, config, params)
 
 
-@functools.cache
-def _graphdef(config: TransformerConfig) -> nnx.GraphDef:
-    return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))[0]
-
-
-def decay_mask(params: Params) -> Params:
-    """Which parameters decay: True for matrices (embedding and kernels), False for biases and
-    LayerNorm scales. Decided by name, so stacked parameters give the same answer."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: path[-1].key in ("kernel", "embedding"), params
-    )
+decay_mask = pieces.decay_mask
 
 
 # --- Arithmetic ---------------------------------------------------------------------------------
@@ -301,34 +387,24 @@ def num_params(config: TransformerConfig) -> int:
     """Number of parameters, the shared embedding counted once.
 
     Example:
-        >>> num_params(PRESETS["base"])
-        63107072
+      >>> num_params(PRESETS["base"])
+      63107072
     """
-    encoder, decoder = _layer_params(config)
-    last_norms = 4 * config.width if config.norm == "pre" else 0
-    return config.vocab_size * config.width + config.layers * (encoder + decoder) + last_norms
+    return pieces.count(pieces.shapes(Transformer, config))
 
 
-def _layer_params(config) -> tuple[int, int]:
-    """Parameters of a layer of the encoder and of the decoder."""
-    width, ff = config.width, config.ff
-    attention, norm, feed_forward = 4 * width * width, 2 * width, 2 * width * ff + ff + width
-    return attention + feed_forward + 2 * norm, 2 * attention + feed_forward + 3 * norm
-
-
-def flops_per_pair(config: TransformerConfig, source_len: int, target_len: int) -> int:
+def flops_per_pair(config: TransformerConfig, source_len: float, target_len: float) -> float:
     """Floating-point operations of the model for one sentence pair, forward and backward.
 
-    As `gpt2.flops_per_token` counts: 6 a parameter and position it is used at, and 12 ``width``
-    for each query-key pair of an attention, not halved for causality. The decoder's matrices for
+    As `gpt2.flops_per_token` counts: 6 per parameter and position it is used at, and 12 ``width``
+    per query-key pair of an attention, not halved for causality. The decoder's matrices for
     keys and values of the memory are used at source positions, the shared embedding as the output
     layer at target positions. Recomputation (``remat``) does not count.
     """
-    encoder, decoder = _layer_params(config)
-    at_source = 2 * config.width**2
-    parameters = config.layers * (
-        (encoder + at_source) * source_len + (decoder - at_source) * target_len
-    )
+    shapes = pieces.shapes(Transformer, config)
+    encoder, decoder = (pieces.count(shapes[name]) for name in ("encoder", "decoder"))
+    at_source = 2 * config.layers * config.width**2
+    parameters = (encoder + at_source) * source_len + (decoder - at_source) * target_len
     parameters += config.vocab_size * config.width * target_len
     pairs = source_len**2 + target_len**2 + source_len * target_len
     return 6 * parameters + 12 * config.layers * config.width * pairs

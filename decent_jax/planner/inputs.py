@@ -101,25 +101,20 @@ def model_of(options: argparse.Namespace) -> Model:
 
 
 def _model_of_config(path: str) -> Model:
-    from decent_jax.models import gpt2
-    from decent_jax.tasks import language_modeling as task
+    from decent_jax import tasks
     from decent_jax.train import flags
 
-    config: Any = flags.load(path)
-    if config.task != "language_modeling":
+    config = flags.load(path)
+    count = getattr(tasks.find(config.task), "count_parameters", None)
+    if count is None:
         raise ConfigError(
-            f"the planner counts the parameters of language models; for the task {config.task!r} "
-            "give --parameters and the size of the network instead of --config"
+            f"the task {config.task!r} does not count its parameters for the planner; give "
+            "--parameters and the size of the network instead of --config"
         )
-    vocab_size = config.model.vocab_size or (256 if config.data.path == task.STDLIB else 0)
-    if not vocab_size:
-        raise ConfigError(
-            "model.vocab_size of the config comes from the data; give --parameters instead"
-        )
-    shape = task.model_config(config, vocab_size)
+    parameters, late_parameters = count(config)
     return Model(
-        gpt2.num_params(shape),
-        shape.vocab_size * shape.width,
+        parameters,
+        late_parameters,
         config.num_replicas,
         config.local_size,
         config.algorithm,

@@ -1,69 +1,183 @@
-"""Tasks: a model, its loss, its data and what a user sees of it, behind one interface.
+"""Tasks: a model, its loss, its data and what a user does with it, behind one interface.
 
-A task module ``decent_jax.tasks.NAME`` has ``default_model()``, ``default_data()`` (ConfigDicts
-for those sections of the config), ``validate(config)`` and ``make(config, workdir, announce)``,
-which returns an object with the members of `Task`.
+A task is a module with the members of `TaskModule`, whose ``make`` returns a `Task`. A module here
+needs a row in `TASKS`. One of another package needs nothing: ``config.task`` may be its dotted
+path, such as ``"mypackage.chess"``, or a name that `register` gave it.
 """
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from __future__ import annotations
 
-import jax
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from ml_collections import ConfigDict
+
+from decent_jax.errors import ConfigError
+
+if TYPE_CHECKING:
+    import jax
+
+TASKS = {
+    "language_modeling": "decent_jax.tasks.language_modeling",
+    "image_classification": "decent_jax.tasks.image_classification",
+    "translation": "decent_jax.tasks.translation",
+}
+
+
+def register(name: str, module: str) -> None:
+    """Makes ``config.task = name`` stand for the module with this dotted path, in this process."""
+    TASKS[name] = module
+
+
+def find(name: str) -> TaskModule:
+    """Returns the module of the task that a config names.
+
+    Raises:
+      ConfigError: there is no such module, or it lacks a member of `TaskModule`.
+    """
+    path = TASKS.get(name, name)
+    if "." not in path:
+        raise ConfigError(
+            f"task must be one of {', '.join(TASKS)}, got {name!r}; give a module of your own by "
+            f"its dotted path, such as 'mypackage.{name}'"
+        )
+    try:
+        module = importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{path}.".startswith(f"{error.name}."):
+            raise
+        raise ConfigError(f"task: there is no module {path!r}") from None
+    for member in ("MAY_CHANGE", "default_model", "default_data", "validate", "make"):
+        if not hasattr(module, member):
+            raise ConfigError(f"task: the module {path!r} has no {member!r}, so it is no task")
+    return cast(TaskModule, module)
+
+
+class TaskModule(Protocol):
+    """A module that defines a task.
+
+    It may also define what the commands call with a `Run`: ``load(run)`` returns the trained model
+    with all that is needed to use it; ``export(run, out)`` writes the model to the file ``out`` and
+    returns the text of the ``config.json`` beside it; ``sample(run, ...)`` returns what
+    `decent_jax.sample` prints; ``translator(run, beam)`` returns a function that translates a list
+    of sentences. The planner calls ``count_parameters(config)``.
+    """
+
+    MAY_CHANGE: tuple[str, ...]  # its fields, such as "data.beam", that a resumed run may change
+
+    def default_model(self) -> ConfigDict:
+        """The section ``model`` of the config."""
+        ...
+
+    def default_data(self) -> ConfigDict:
+        """The section ``data`` of the config."""
+        ...
+
+    def validate(self, config: ConfigDict) -> None:
+        """Raises ConfigError, one sentence with both values, before anything compiles."""
+
+    def make(self, config: ConfigDict, workdir: Path, announce: Callable) -> Task:
+        """Returns the task; raises DataError for data that cannot be used."""
+        ...
 
 
 class Task(Protocol):
     """What the trainer asks of a task. Everything is about one replica and knows no axis."""
 
     unit: str  # what throughput is counted in: "tokens" or "examples"
-    units_per_example: int
+    units_per_example: float
     flops_per_example: float  # model FLOPs, forward and backward
     train_source: Any  # records by index, see decent_jax.data.loader
     eval_source: Any
-    mixes_state: bool  # whether model_state is mixed in every round, like parameters
-    init: Callable[[jax.Array], tuple[Any, Any]]  # key -> (params, model_state); jittable
+    mixes_state: bool  # whether every round mixes model_state, as it mixes parameters
+
+    def init(self, key: jax.Array) -> tuple[Any, Any]:
+        """Draws (params, model_state); jittable."""
+        ...
 
     def load_params(self) -> Any | None:
         """Parameters to begin from (host arrays), or None to draw them with ``init``."""
 
-    def loss(self, params, model_state, batch, key) -> tuple[jax.Array, Any]:
+    def loss(
+        self, params: Any, model_state: Any, batch: Any, key: jax.Array
+    ) -> tuple[jax.Array, Any]:
         """Mean loss of a batch (leading dimension B) and the new ``model_state``."""
+        ...
 
-    def evaluate(self, params, model_state, batch, weights) -> dict[str, jax.Array]:
-        """Weighted sums over a batch: ``count``, and for each metric the sum it is averaged of."""
+    def evaluate(
+        self, params: Any, model_state: Any, batch: Any, weights: jax.Array
+    ) -> dict[str, jax.Array]:
+        """Weighted sums over a batch: ``count``, and for each metric the sum behind its mean."""
+        ...
 
-    def decay_mask(self, params) -> Any:
+    def decay_mask(self, params: Any) -> Any:
         """True for parameters that weight decay applies to."""
 
     def summary(self) -> dict:
-        """What belongs in summary.json about the data and the model."""
+        """What summary.json says about the data and the model."""
+        ...
 
-    def demonstrate(self, params, model_state) -> str:
+    def demonstrate(self, params: Any, model_state: Any) -> str:
         """Something to look at when training has ended."""
+        ...
 
 
 class RecomputesState(Protocol):
-    """A task may also have these: the consensus model's state is then made of training batches.
+    """A task may also have these, to compute the consensus model's state from training batches.
 
     Otherwise, or where ``recompute_batches`` is 0, it is the mean of the replicas' states.
     """
 
     recompute_batches: int
 
-    def moments(self, params, batch) -> Any:
-        """Of one batch; averaged over all rows of ``recompute_batches`` training batches."""
+    def moments(self, params: Any, batch: Any) -> Any:
+        """Moments of one batch, to be averaged over ``recompute_batches`` training batches."""
 
-    def from_moments(self, moments) -> Any:
-        """The ``model_state`` of such averages."""
+    def from_moments(self, moments: Any) -> Any:
+        """The ``model_state`` that belongs to such averages."""
 
 
 class Measures(Protocol):
     """A task may also have some of these."""
 
-    def measure(self, block) -> dict[str, float]:
-        """Of a batch (n, ...) on the host; rows of metrics.jsonl have means of those just read."""
+    def measure(self, block: Any) -> dict[str, float]:
+        """Numbers about a batch (n, ...) on the host; metrics.jsonl has their means per row."""
+        ...
 
-    def score(self, params) -> dict[str, float]:
-        """Of the consensus model (host arrays), at every evaluation, on every process."""
+    def score(self, params: Any) -> dict[str, float]:
+        """Scores of the consensus model (host arrays), at every evaluation, on every process."""
+        ...
 
-    def test(self, params) -> dict:
-        """Of the last consensus model (host arrays), ``test`` in summary.json; may take minutes."""
+    def test(self, params: Any) -> dict:
+        """Scores of the last consensus model, ``test`` in summary.json; may take minutes."""
+        ...
+
+
+class Run(Protocol):
+    """A run that has been trained: what `decent_jax.saved_model.Run` gives a task.
+
+    Reading ``step``, ``params`` or ``model_state`` reads a checkpoint, and raises ConfigError where
+    none is readable.
+    """
+
+    workdir: Path
+    config: ConfigDict
+    which: str  # "last" or "best"
+
+    @property
+    def step(self) -> int:
+        """The checkpoint's step."""
+        ...
+
+    @property
+    def params(self) -> Any:
+        """The consensus model: float32 host arrays without a replica dimension."""
+
+    @property
+    def model_state(self) -> Any:
+        """The mean of the replicas' states, likewise."""
+
+    def evaluated_state(self, task: Task) -> Any:
+        """The state that training evaluated the model with; see `RecomputesState`."""

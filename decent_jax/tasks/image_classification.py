@@ -1,7 +1,9 @@
 """Image classification with a ResNet, on photographs or on pictures made by a generator."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +11,13 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from decent_jax.data.images import crops, generated_images, image_folder
-from decent_jax.errors import ConfigError
-from decent_jax.models import resnet
+from decent_jax.errors import ConfigError, DataError
+from decent_jax.models import resnet, resnet_weights
 from decent_jax.models.losses import cross_entropy
+from decent_jax.progress import announce as announce_on_stderr
+from decent_jax.tasks import Run
 
+MAY_CHANGE = ()
 GENERATED = "generated"
 CONSENSUS = ("average", "recompute", "mix")
 
@@ -25,9 +30,9 @@ def default_model() -> ConfigDict:
     """ResNet-50 in bfloat16; a width of 0 and empty blocks are the preset's."""
     model = ConfigDict()
     model.preset = "resnet50"  # tiny, resnet18, resnet34, resnet50, resnet101, resnet152
-    model.blocks = ""  # residual blocks of each stage, such as "2,2,2,2"; empty: the preset's
+    model.blocks = ""  # residual blocks per stage, such as "2,2,2,2"; empty: the preset's
     model.width = 0  # channels of the first stage; 0: the preset's
-    model.small_images = False  # True: a stem for images of some 32 pixels (tiny has it anyway)
+    model.small_images = False  # True: a stem for images of about 32 pixels (tiny has it anyway)
     model.zero_init = True  # blocks begin as the identity
     model.dtype = "bfloat16"  # of activations; parameters and statistics are float32
     model.label_smoothing = 0.1  # of the training loss; the validation loss has none
@@ -48,9 +53,8 @@ def default_data() -> ConfigDict:
     data.path = GENERATED
     data.image_size = 32  # pixels, height and width of a training image
     data.flip = True  # mirror every other training image
-    data.shift = 0  # move training images by up to so many pixels
+    data.shift = 0  # move training images by up to this many pixels
     data.mixup = 0.0  # mix pairs of training images by a share of Beta(mixup, mixup); 0: no
-    data.prefetch = 4  # batches read ahead
     # Of a folder: training images are random-resized crops.
     data.eval_size = 0  # pixels of a centre crop for evaluation; 0: image_size
     data.eval_resize = 0  # the shorter side before that crop; 0: 8/7 of eval_size
@@ -63,7 +67,7 @@ def default_data() -> ConfigDict:
 
 
 def validate(config: ConfigDict) -> None:
-    """Raises ConfigError for data that do not exist, a shape or a policy that cannot be."""
+    """Raises ConfigError for missing data, an impossible shape or an unknown policy."""
     model, data = config.model, config.data
     choices = {
         "model.preset": (model.preset, tuple(resnet.PRESETS)),
@@ -100,7 +104,7 @@ def validate(config: ConfigDict) -> None:
 
 
 def model_config(config: ConfigDict, num_classes: int) -> resnet.ResNetConfig:
-    """The model that ``config.model`` describes, for so many classes."""
+    """The model that ``config.model`` describes, for ``num_classes`` classes."""
     model = config.model
     preset = resnet.PRESETS[model.preset]
     try:
@@ -131,8 +135,8 @@ def eval_sizes(data: ConfigDict) -> tuple[int, int]:
     return size, data.eval_resize or round(size * 8 / 7)
 
 
-def make(config: ConfigDict, workdir: Path, announce) -> "ImageClassification":
-    """The task; draws the pictures, or looks for the files.
+def make(config: ConfigDict, workdir: Path, announce: Callable) -> "ImageClassification":
+    """Returns the task; draws the pictures, or looks for the files.
 
     Raises:
       DataError: what is wrong with the data, as one sentence.
@@ -157,17 +161,17 @@ def make(config: ConfigDict, workdir: Path, announce) -> "ImageClassification":
 class ImageClassification:
     """See `decent_jax.tasks.Task`.
 
-    A batch is ``{"image": uint8 (B, H, W, 3), "label": int32 (B,)}``; losses are nats an image.
+    A batch is ``{"image": uint8 (B, H, W, 3), "label": int32 (B,)}``; losses are nats per image.
 
     Args:
-        config: of the run.
-        train_source: such records by index, with ``class_names`` and ``labels``; or others, of
-            which its method ``augment`` makes such (see `decent_jax.data.loader`).
-        eval_source: such records, of the validation set.
+      config: of the run.
+      train_source: such records by index, with ``class_names`` and ``labels``; or others, of
+        which its method ``augment`` makes such (see `decent_jax.data.loader`).
+      eval_source: such records, of the validation set.
     """
 
     unit = "examples"
-    units_per_example = 1
+    units_per_example: float = 1
 
     def __init__(self, config: ConfigDict, train_source, eval_source):
         self.train_source, self.eval_source = train_source, eval_source
@@ -194,11 +198,11 @@ class ImageClassification:
         if self.mixup:
             images, *pairs = mix_up(jax.random.fold_in(key, 1), images, batch["label"], self.mixup)
         logits, new_state = resnet.train_logits(self.config, params, model_state, images)
-        loss = sum(
+        losses = [
             share * cross_entropy(logits, labels, self.label_smoothing).mean()
             for share, labels in pairs
-        )
-        return loss, _unless_not_finite(new_state, model_state)
+        ]
+        return sum(losses, jnp.float32(0)), _unless_not_finite(new_state, model_state)
 
     def evaluate(self, params, model_state, batch, weights):
         images, labels = normalize(batch["image"]), batch["label"]
@@ -208,7 +212,7 @@ class ImageClassification:
         return {name: (x * weights).sum() for name, x in sums.items()} | {"count": weights.sum()}
 
     def moments(self, params, batch):
-        """Of the batch, in the place of every statistic; see `decent_jax.tasks.RecomputesState`."""
+        """Moments of the batch, one per statistic; see `decent_jax.tasks.RecomputesState`."""
         return resnet.batch_moments(self.config, params, normalize(batch["image"]))
 
     def from_moments(self, moments):
@@ -226,7 +230,7 @@ class ImageClassification:
         }
 
     def demonstrate(self, params, model_state):
-        """How many images of each class are recognised, and what the others are taken for."""
+        """A table of the images of each class that are recognised, and of the usual mistakes."""
         predict = jax.jit(
             lambda images: resnet.logits_of(
                 self.config, params, model_state, normalize(images)
@@ -252,13 +256,13 @@ def augment(key: jax.Array, images: jax.Array, *, flip: bool, shift: int) -> jax
     """Mirrors every other image and moves each by up to ``shift`` pixels, filling up with zeros.
 
     Args:
-        key: decides for each image.
-        images: ``(B, H, W, C)`` floats, normalised.
-        flip: whether to mirror.
-        shift: pixels, along both axes.
+      key: decides for each image.
+      images: ``(B, H, W, C)`` floats, normalised.
+      flip: whether to mirror.
+      shift: pixels, along both axes.
 
     Returns:
-        The same shape and dtype.
+      The same shape and dtype.
     """
     flip_key, shift_key = jax.random.split(key)
     count, *shape = images.shape
@@ -281,13 +285,13 @@ def mix_up(key: jax.Array, images: jax.Array, labels: jax.Array, alpha: float):
     loss is mixed in the same way.
 
     Args:
-        key: draws the share.
-        images: ``(B, H, W, C)`` floats.
-        labels: ``(B,)`` integers.
-        alpha: above 0.
+      key: draws the share.
+      images: ``(B, H, W, C)`` floats.
+      labels: ``(B,)`` integers.
+      alpha: above 0.
 
     Returns:
-        images: of the same shape, and twice ``(share (), labels (B,))``.
+      images: of the same shape, and twice ``(share (), labels (B,))``.
     """
     share = jax.random.beta(key, alpha, alpha)
     mixed = share * images + (1 - share) * images[::-1]
@@ -295,35 +299,91 @@ def mix_up(key: jax.Array, images: jax.Array, labels: jax.Array, alpha: float):
 
 
 def ranks_of(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """How many classes come before the label's: 0 where it is the first.
+    """The number of classes that rank before the label: 0 where it is first.
 
     Of equal logits the one with the lower index comes first, as for ``argmax``, and a label whose
     logit is not a number comes last.
 
     Args:
-        logits: ``(B, C)``.
-        labels: ``(B,)`` integers in ``[0, C)``.
+      logits: ``(B, C)``.
+      labels: ``(B,)`` integers in ``[0, C)``.
 
     Returns:
-        ``(B,)`` int32.
+      ``(B,)`` int32.
     """
     own = jnp.take_along_axis(logits, labels[:, None], axis=-1)
     before = jnp.arange(logits.shape[-1])[None] < labels[:, None]
-    # Not `logits > own`: comparisons with a number that is none are False, and it would be first.
+    # Not `logits > own`: comparisons with NaN are False, and the label would be first.
     return jnp.where(before, ~(logits < own), ~(logits <= own)).sum(axis=-1, dtype=jnp.int32)
 
 
 def _unless_not_finite(new, old):
-    """``new``, or ``old`` whole where a number of ``new`` is not finite, which would stay so."""
+    """``new``, or all of ``old`` where a number of ``new`` is not finite: it would stay so."""
     ok = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(new)]).all()
     return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
+
+
+# --- A trained model ----------------------------------------------------------------------------
+
+
+class SavedModel(NamedTuple):
+    """What `load` returns."""
+
+    params: Any  # nested dict of float32 host arrays, no replica dimension
+    statistics: Any  # of batch norm, likewise; those the model was evaluated with
+    config: resnet.ResNetConfig
+    class_names: tuple[str, ...] | None  # None: the folder of images is not here
+    step: int
+
+
+def load(run: Run) -> SavedModel:
+    """The consensus model of a run, as it was evaluated.
+
+    A run that recomputes its batch-norm statistics recomputes them here from the same training
+    batches, and so needs the images.
+
+    Raises:
+      ConfigError: the images are needed and missing.
+    """
+    params, statistics, names = run.params, run.model_state, None
+    recomputes = run.config.model.batch_norm_consensus == "recompute"
+    if run.config.data.path == GENERATED and not recomputes:
+        names = generated_images.CLASS_NAMES  # without drawing the pictures
+    else:
+        try:
+            task = make(run.config, run.workdir, announce_on_stderr)
+            names = task.class_names
+            statistics = run.evaluated_state(task)
+        except DataError as error:
+            if recomputes:
+                raise ConfigError(
+                    f"this run's batch-norm statistics are recomputed from its images, and {error}"
+                ) from None
+    config = model_config(run.config, params["fc"]["bias"].shape[-1])
+    return SavedModel(params, statistics, config, names and tuple(names), run.step)
+
+
+def export(run: Run, out: Path) -> str:
+    """Writes the weights under torchvision's names; returns the ``config.json`` beside them."""
+    model, data = load(run), run.config.data
+    size, resize = eval_sizes(data)
+    if data.path == GENERATED:
+        size, resize = data.image_size, None  # pictures are drawn at their size
+    described = resnet_weights.description(
+        model.config, class_names=model.class_names, image_size=size, resize=resize
+    )
+    about = {"step": str(model.step), "which": run.which}
+    resnet_weights.save(
+        out, model.params, model.statistics, model.config, step=model.step, metadata=about
+    )
+    return resnet_weights.dumps(described | {"step": model.step, "which": run.which})
 
 
 # --- At the end ---------------------------------------------------------------------------------
 
 
 def _batches(source):
-    """The first records of a source, in batches."""
+    """Yields the first records of a source in batches."""
     count = min(len(source), _DEMO_BATCHES * _DEMO_BATCH)
     for start in range(0, count, _DEMO_BATCH):
         records = [source[i] for i in range(start, min(start + _DEMO_BATCH, count))]
@@ -331,12 +391,12 @@ def _batches(source):
 
 
 def class_table(labels: np.ndarray, predicted: np.ndarray, names) -> str:
-    """A row a class, the least recognised first: how many, how many right, the usual mistake.
+    """A row per class, the least recognised first: images, share right, the usual mistake.
 
     Args:
-        labels: ``(N,)`` integers, the right classes.
-        predicted: ``(N,)`` integers.
-        names: of the classes.
+      labels: ``(N,)`` integers, the right classes.
+      predicted: ``(N,)`` integers.
+      names: of the classes.
     """
     confusion = np.zeros((len(names), len(names)), int)
     np.add.at(confusion, (labels, predicted), 1)

@@ -1,7 +1,10 @@
 """Next-token prediction with a GPT-2 on a folder of tokens."""
 
 import dataclasses
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +15,12 @@ from decent_jax.data.text import stdlib_corpus, token_folder, tokenizers
 from decent_jax.errors import ConfigError, DataError
 from decent_jax.models import generate, gpt2, gpt2_weights
 from decent_jax.models.losses import cross_entropy
+from decent_jax.progress import announce as announce_on_stderr
+from decent_jax.tasks import Run, opened
 
+MAY_CHANGE = ("data.prompt",)
 STDLIB = "stdlib"
-_SAMPLE_TOKENS = 200
+_STDLIB_VOCAB = 256  # bytes
 
 
 def default_model() -> ConfigDict:
@@ -24,7 +30,7 @@ def default_model() -> ConfigDict:
     model.layers = 0  # 0: the preset's
     model.heads = 0
     model.width = 0
-    model.context = 1024  # tokens a training sequence
+    model.context = 1024  # tokens per training sequence
     model.vocab_size = 0  # 0: the tokenizer's; 50304 is faster than 50257 on GPUs
     model.bias = True  # biases in linear layers and LayerNorms
     model.dropout = 0.0
@@ -40,13 +46,12 @@ def default_data() -> ConfigDict:
     """A folder made by ``python -m decent_jax.prepare text``."""
     data = ConfigDict()
     data.path = ""  # folder with train.bin, val.bin, manifest.json; "stdlib": Python's own library
-    data.prefetch = 4  # batches read ahead
-    data.prompt = ""  # what the sample at the end continues; empty: begin a document
+    data.prompt = ""  # the sample at the end continues it; empty: it begins a document
     return data
 
 
 def validate(config: ConfigDict) -> None:
-    """Raises ConfigError for a missing data folder, a shape that cannot be, a wrong vocabulary."""
+    """Raises ConfigError for a missing data folder, an impossible shape, a wrong vocabulary."""
     if config.model.preset not in gpt2.PRESETS:
         raise ConfigError(
             f"model.preset must be one of {', '.join(gpt2.PRESETS)}, got {config.model.preset!r}"
@@ -59,23 +64,20 @@ def validate(config: ConfigDict) -> None:
             "data.path is empty: name a folder made by `python -m decent_jax.prepare text`, "
             "or 'stdlib'"
         )
-    vocab_size = 256
+    vocab_size = _STDLIB_VOCAB
     try:
         if path != STDLIB:
-            vocab_size = _vocab_size(_tokenizer(path))
-            for name in token_folder.SPLITS:
-                windows = token_folder.TokenWindows(
-                    Path(path) / f"{name}.bin", config.model.context
-                )
-                if name == "train" and config.data.partition != "iid":
-                    _ = windows.labels
+            tokenizer, train, _ = _open(path, config.model.context)
+            vocab_size = _vocab_size(tokenizer)
+            if config.data.partition != "iid":
+                _ = train.labels  # DataError where the folder has none
         model_config(config, vocab_size)
     except (DataError, ValueError) as error:
         raise ConfigError(f"{error}") from None
 
 
 def model_config(config: ConfigDict, tokenizer_vocab: int) -> gpt2.GPT2Config:
-    """The model that ``config.model`` describes, for a tokenizer of so many tokens."""
+    """The model that ``config.model`` describes, for a tokenizer with this many tokens."""
     model = config.model
     preset = gpt2.PRESETS[model.preset]
     vocab_size = model.vocab_size or tokenizer_vocab
@@ -97,8 +99,26 @@ def model_config(config: ConfigDict, tokenizer_vocab: int) -> gpt2.GPT2Config:
         raise ConfigError(f"model.{error}") from None
 
 
-def make(config: ConfigDict, workdir: Path, announce) -> "LanguageModeling":
-    """The task; builds the standard library's corpus in ``workdir`` where it is asked for."""
+def count_parameters(config: ConfigDict) -> tuple[int, int]:
+    """(all parameters, those of the token embedding), for the planner, which opens no data.
+
+    Raises:
+      ConfigError: the vocabulary's size is known only from the data.
+    """
+    if not config.model.vocab_size and config.data.path != STDLIB:
+        raise ConfigError(
+            "model.vocab_size of the config comes from the data; give --parameters instead"
+        )
+    model = model_config(config, config.model.vocab_size or _STDLIB_VOCAB)
+    return gpt2.num_params(model), model.vocab_size * model.width
+
+
+def make(config: ConfigDict, workdir: Path, announce: Callable) -> "LanguageModeling":
+    """The task; builds the standard library's corpus in ``workdir`` where the config asks for it.
+
+    Raises:
+      DataError: what is wrong with the data, as one sentence.
+    """
     folder = _data_folder(config, workdir)
     if config.data.path == STDLIB:
         with announce("reading Python's standard library as the corpus"):
@@ -106,37 +126,29 @@ def make(config: ConfigDict, workdir: Path, announce) -> "LanguageModeling":
     return LanguageModeling(config, folder)
 
 
-def model_and_tokenizer(
-    config: ConfigDict, workdir: Path
-) -> tuple[gpt2.GPT2Config, tokenizers.Tokenizer | None]:
-    """What a run under ``config`` in ``workdir`` trains, and reads text with."""
-    tokenizer = _tokenizer(_data_folder(config, workdir))
-    return model_config(config, _vocab_size(tokenizer)), tokenizer
-
-
 def _data_folder(config: ConfigDict, workdir: Path) -> Path:
     return Path(workdir) / "data" if config.data.path == STDLIB else Path(config.data.path)
 
 
 class LanguageModeling:
-    """See `decent_jax.tasks.Task`; a batch is tokens (B, context + 1), losses are nats a token."""
+    """See `decent_jax.tasks.Task`; a batch is tokens (B, context + 1), losses are nats per token.
+
+    Raises:
+      DataError: ``folder`` cannot be used.
+    """
 
     unit = "tokens"
     mixes_state = False
 
     def __init__(self, config: ConfigDict, folder: Path):
         self.folder = folder
-        self.tokenizer = _tokenizer(folder)
+        context = config.model.context
+        self.tokenizer, self.train_source, self.eval_source = _open(folder, context)
         self.config = model_config(config, _vocab_size(self.tokenizer))
         self.init_from = config.model.init_from
         self.prompt = config.data.prompt
-        context = self.config.context
         self.units_per_example = context
         self.flops_per_example = gpt2.flops_per_token(self.config, context) * context
-        self.train_source, self.eval_source = (
-            token_folder.TokenWindows(folder / f"{name}.bin", context)
-            for name in token_folder.SPLITS
-        )
         for name in token_folder.SPLITS:
             token_folder.check_vocab(folder / f"{name}.bin", self.config.vocab_size)
 
@@ -175,18 +187,94 @@ class LanguageModeling:
         del model_state
         if self.tokenizer is None:
             return f"no sample: {self.folder} has no manifest.json that names its tokenizer"
-        ids = [self.tokenizer.end_of_text, *self.tokenizer.encode(self.prompt)]
-        tokens = generate.generate(
-            self.config,
-            params,
-            jnp.asarray([ids], jnp.int32),
-            _SAMPLE_TOKENS,
-            jax.random.key(0),
-            0.8,
+        model = SavedModel(params, self.config, self.tokenizer, step=0)
+        return "a sample of the consensus model:\n" + _continue(model, self.prompt)[0]
+
+
+# --- A trained model ----------------------------------------------------------------------------
+
+
+class SavedModel(NamedTuple):
+    """What `load` returns."""
+
+    params: Any  # nested dict of float32 arrays, no replica dimension
+    config: gpt2.GPT2Config
+    tokenizer: tokenizers.Tokenizer | None  # None: the token folder names none
+    step: int
+
+
+def load(run: Run) -> SavedModel:
+    """The consensus model of a run; raises DataError where its token folder is gone."""
+    tokenizer = _tokenizer(_data_folder(run.config, run.workdir))
+    config = model_config(run.config, _vocab_size(tokenizer))
+    return SavedModel(run.params, config, tokenizer, run.step)
+
+
+def export(run: Run, out: Path) -> str:
+    """Writes the weights as published; returns the ``config.json`` that `transformers` reads."""
+    model = load(run)
+    about = {"step": str(model.step), "which": run.which}
+    gpt2_weights.save_safetensors(out, model.params, model.config, about)
+    return json.dumps(gpt2_weights.hf_config(model.config), indent=2) + "\n"
+
+
+def sample(
+    run: Run,
+    *,
+    prompt: str = "",
+    tokens: int = 200,
+    samples: int = 1,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    seed: int = 0,
+) -> list[str]:
+    """The prompt and its continuations, ``samples`` of them; see `generate.generate`.
+
+    Raises:
+      DataError: there is no tokenizer to read the prompt with.
+      ValueError: a number out of range.
+    """
+    if tokens < 1 or samples < 1 or temperature < 0:
+        raise ValueError(
+            "tokens and samples must be at least 1 and temperature not negative, "
+            f"got {tokens}, {samples} and {temperature}"
         )
-        # A padded vocabulary has ids that stand for no token; an untrained model may draw them.
-        drawn = [i for i in np.asarray(tokens)[0, 1:].tolist() if i < self.tokenizer.vocab_size]
-        return "a sample of the consensus model:\n" + self.tokenizer.decode(drawn)
+    with announce_on_stderr("loading the model"):
+        model = load(run)
+    if model.tokenizer is None:
+        raise DataError("the run's token folder has no manifest.json that names its tokenizer")
+    with announce_on_stderr("sampling"):
+        return _continue(model, prompt, tokens, samples, temperature, top_k, seed)
+
+
+def _continue(
+    model: SavedModel, prompt: str, tokens=200, samples=1, temperature=0.8, top_k=0, seed=0
+) -> list[str]:
+    tokenizer = model.tokenizer
+    assert tokenizer is not None
+    ids = jnp.asarray([tokenizer.end_of_text, *tokenizer.encode(prompt)], jnp.int32)
+    drawn = generate.generate(
+        model.config,
+        model.params,
+        jnp.tile(ids[None], (samples, 1)),
+        tokens,
+        jax.random.key(seed),
+        temperature,
+        top_k,
+    )
+    # A padded vocabulary has ids without a token, and an untrained model may draw them.
+    rows = np.asarray(drawn)[:, 1:].tolist()
+    return [tokenizer.decode([i for i in row if i < tokenizer.vocab_size]) for row in rows]
+
+
+# --- The token folder ---------------------------------------------------------------------------
+
+
+@opened.once
+def _open(folder: Path, context: int) -> tuple:
+    """(tokenizer or None, training windows, validation windows)."""
+    paths = [folder / f"{name}.bin" for name in token_folder.SPLITS]
+    return _tokenizer(folder), *(token_folder.TokenWindows(path, context) for path in paths)
 
 
 def _manifest(folder: Path) -> dict:

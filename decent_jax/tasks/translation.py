@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +16,11 @@ from decent_jax.data.translation.pair_folder import PairBlocks, TranslationPairs
 from decent_jax.errors import ConfigError, DataError
 from decent_jax.models import transformer
 from decent_jax.models.losses import cross_entropy
+from decent_jax.progress import announce as announce_on_stderr
+from decent_jax.tasks import Run, opened
 from decent_jax.tasks.translator import Translator, bleu, meteor
 
+MAY_CHANGE = ("data.bleu_sentences", "data.beam")
 NUMBERS = "numbers"
 AVERAGES = ("all", "replica")
 
@@ -26,7 +31,7 @@ def default_model() -> ConfigDict:
     """The base model; zeros are the preset's."""
     model = ConfigDict()
     model.preset = "base"  # tiny, small, base, big
-    model.layers = 0  # of the encoder, and as many of the decoder
+    model.layers = 0  # layers of the encoder, and again of the decoder
     model.heads = 0
     model.width = 0
     model.ff = 0
@@ -45,19 +50,18 @@ def default_model() -> ConfigDict:
 def default_data() -> ConfigDict:
     """A folder made by ``python -m decent_jax.prepare translation``.
 
-    ``config.batch_size`` counts the tokens of sources, and as many of targets, over all replicas.
+    ``config.batch_size`` is the number of source tokens, and of target tokens, over all replicas.
     """
     data = ConfigDict()
     data.path = ""  # that folder; "numbers": numbers spelled out in English and German
-    data.shapes = 16  # of batches, at most; each compiles once for every round
-    data.prefetch = 4  # batches read ahead
-    data.bleu_sentences = 200  # of the validation set, at every evaluation; 0: none
+    data.shapes = 16  # at most this many shapes of batches; each compiles once per round
+    data.bleu_sentences = 200  # translated at every evaluation; 0: none
     data.beam = 4
     return data
 
 
 def validate(config: ConfigDict) -> None:
-    """Raises ConfigError for data that do not exist, or a shape that cannot be."""
+    """Raises ConfigError for missing data or an impossible shape."""
     model, data = config.model, config.data
     if model.preset not in transformer.PRESETS:
         known = ", ".join(transformer.PRESETS)
@@ -86,14 +90,14 @@ def validate(config: ConfigDict) -> None:
     size = 1000
     if data.path != NUMBERS:
         try:
-            size = TranslationPairs(data.path, "train").vocabulary.size
+            size = _open(data.path)[0].vocabulary.size
         except DataError as error:
             raise ConfigError(f"data.path: {error}") from None
     model_config(config, size)
 
 
 def model_config(config: ConfigDict, vocab_size: int) -> transformer.TransformerConfig:
-    """The model that ``config.model`` describes, for a vocabulary of so many subwords."""
+    """The model that ``config.model`` describes, for a vocabulary with this many subwords."""
     model = config.model
     preset = transformer.PRESETS[model.preset]
     try:
@@ -107,8 +111,8 @@ def model_config(config: ConfigDict, vocab_size: int) -> transformer.Transformer
         raise ConfigError(f"model.{error}") from None
 
 
-def make(config: ConfigDict, workdir: Path, announce) -> "Translation":
-    """The task; builds the corpus of numbers in ``workdir`` where it is asked for.
+def make(config: ConfigDict, workdir: Path, announce: Callable) -> "Translation":
+    """Returns the task; builds the corpus of numbers in ``workdir`` where the config names it.
 
     Raises:
       DataError: what is wrong with the data, as one sentence.
@@ -124,8 +128,13 @@ def make(config: ConfigDict, workdir: Path, announce) -> "Translation":
     return task
 
 
+@opened.once
+def _open(folder: Path) -> tuple[TranslationPairs, TranslationPairs]:
+    return TranslationPairs(folder, "train"), TranslationPairs(folder, "val")
+
+
 def _keep_vocabulary(vocabulary: subwords.Subwords, workdir: Path) -> None:
-    """A run has its own copy, to translate with and to find out whether its data are others'."""
+    """Copies the vocabulary into a new run; DataError where a resumed run has another one."""
     if not (workdir / subwords.FILE).exists():
         vocabulary.save(workdir)
     elif subwords.load(workdir).sha256 != vocabulary.sha256:
@@ -136,17 +145,17 @@ def _keep_vocabulary(vocabulary: subwords.Subwords, workdir: Path) -> None:
 
 
 class Translation:
-    """See `decent_jax.tasks.Task`; losses are nats a target token, the end counted.
+    """See `decent_jax.tasks.Task`; losses are nats per target token, the end counted.
 
     A batch is ``{"source": int32 (B, S), "target": int32 (B, T), "share": float32 (B,)}``, padded
-    with 0; ``share`` is what a token of the row weighs in the loss, 0 of an empty row.
+    with 0; ``share`` is the weight of each token of the row in the loss, 0 for an empty row.
     """
 
     unit = "tokens"
     mixes_state = False
 
     def __init__(self, config: ConfigDict, folder: Path):
-        train, val = (TranslationPairs(folder, split) for split in ("train", "val"))
+        train, val = _open(folder)
         self.train_source = Source(train, config.data.shapes, config.model.loss_average)
         self.eval_source = Source(val, config.data.shapes)
         self.vocabulary = train.vocabulary
@@ -237,7 +246,7 @@ class Translation:
         return result | {"meteor": round(found[0], 4), "meteor_matches": found[1]}
 
     def demonstrate(self, params, model_state):
-        """Some translations."""
+        """Some translations, each with its source and its reference."""
         pairs = self._test_pairs()
         sources, references = (pairs.sentences(side)[:_SHOWN] for side in (0, 1))
         translations = self.translator(jax.device_put(params), sources)
@@ -252,13 +261,42 @@ class Translation:
         return TranslationPairs(pairs.folder, "test") if with_test else pairs
 
 
+class SavedModel(NamedTuple):
+    """What `load` returns."""
+
+    params: Any  # nested dict of float32 host arrays, no replica dimension
+    config: transformer.TransformerConfig
+    vocabulary: subwords.Subwords
+    step: int
+
+
+def load(run: Run) -> SavedModel:
+    """The consensus model of a run; raises DataError where its vocabulary cannot be read."""
+    vocabulary = subwords.load(run.workdir)
+    config = model_config(run.config, vocabulary.size)
+    return SavedModel(run.params, config, vocabulary, run.step)
+
+
+def translator(run: Run, beam: int) -> Callable[[list[str]], list[str]]:
+    """A function that translates a list of sentences with the consensus model of a run.
+
+    Raises:
+      ValueError: a beam below 1.
+    """
+    if beam < 1:
+        raise ValueError(f"beam must be at least 1, got {beam}")
+    with announce_on_stderr("loading the model"):
+        model = load(run)
+    return functools.partial(Translator(model.config, model.vocabulary, beam), model.params)
+
+
 class Source:
-    """Pairs that cut their batches themselves, see `decent_jax.data.loader`.
+    """Pairs that compose their own batches, see `decent_jax.data.loader`.
 
     Args:
-        pairs: of a split.
-        shapes: of batches, at most.
-        average: "all" or "replica", see `default_model`.
+      pairs: of a split.
+      shapes: of batches, at most.
+      average: "all" or "replica", see `default_model`.
     """
 
     def __init__(self, pairs: TranslationPairs, shapes: int, average: str = "all"):
@@ -269,7 +307,7 @@ class Source:
 
     @functools.cache  # noqa: B019 (sources live as long as the run)
     def train_blocks(self, num_replicas: int, tokens: int, seed: int) -> "SharedBlocks":
-        """Shuffled, without end."""
+        """Training batches: shuffled, without end."""
         blocks = PairBlocks(
             self.pairs, tokens=tokens, num_replicas=num_replicas, seed=seed, shapes=self.shapes
         )
@@ -277,7 +315,7 @@ class Source:
 
     @functools.cache  # noqa: B019
     def eval_blocks(self, num_replicas: int, tokens: int) -> PairBlocks:
-        """Each pair once."""
+        """Evaluation batches: each pair once."""
         return PairBlocks(
             self.pairs,
             tokens=tokens,
@@ -288,7 +326,7 @@ class Source:
 
 
 class SharedBlocks:
-    """`PairBlocks` with ``share`` in the place of ``weight``: what a token of a row weighs."""
+    """`PairBlocks` with ``share``, the weight of each token of a row, instead of ``weight``."""
 
     def __init__(self, pairs: PairBlocks, average: str):
         self.pairs, self.average, self.steps = pairs, average, pairs.steps
@@ -306,7 +344,7 @@ class SharedBlocks:
         return block
 
     def _target_tokens(self, step: int, replica: int) -> int:
-        """Of a replica's real rows, the end counted."""
+        """Target tokens of a replica's real rows, the end counted."""
         rows = self.pairs.indices(step, replica)
         rows = rows[rows >= 0]
         return int(self.pairs.pairs.lengths[rows, 1].sum(dtype=np.int64)) + len(rows)

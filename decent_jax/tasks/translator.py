@@ -1,6 +1,7 @@
-"""Sentences in, translations out: batches for beam search, and scores against references."""
+"""Sentences in, translations out: batches for beam search and scores against references."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,12 +26,12 @@ _SNOWBALL = {  # the languages of WMT whose stems nltk knows
 
 
 class Translator:
-    """Translates with a beam search, compiled once for each width of sources.
+    """Translates with a beam search, compiled once per width of sources.
 
     Args:
-        config: of the model.
-        vocabulary: of source and target.
-        beam: hypotheses kept; 1 is greedy.
+      config: of the model.
+      vocabulary: of source and target.
+      beam: hypotheses kept; 1 is greedy.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Translator:
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
         order = [i for i in order if len(ids[i])]
         result = [""] * len(ids)
-        # The longest first, so that what the bar says is left gets less, not more.
+        # The longest first, so that the remaining time the bar shows falls and does not rise.
         order.reverse()
         with progress_bar(len(order), progress, desc="translating", unit=" sentences") as bar:
             for start in range(0, len(order), _BATCH):
@@ -76,7 +77,7 @@ def bleu(translations: Sequence[str], references: Sequence[str]) -> tuple[float,
 
     Comparable with published numbers of the same signature (Post, 2018, arXiv:1804.08771).
     """
-    from sacrebleu.metrics import BLEU
+    from sacrebleu.metrics.bleu import BLEU
 
     metric = BLEU()
     score = metric.corpus_score(list(translations), [list(references)]).score
@@ -97,6 +98,9 @@ def meteor(
     from nltk.translate.meteor_score import meteor_score
     from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
 
+    stemmer: Any = _NoStems
+    synonyms: Any = _NoSynonyms
+    matches = "words"
     if language == "en":
         try:
             wordnet.ensure_loaded()
@@ -104,10 +108,8 @@ def meteor(
             return None
         stemmer, synonyms, matches = stem.PorterStemmer(), wordnet, "words, stems, WordNet"
     elif language in _SNOWBALL:
-        stemmer, synonyms = stem.SnowballStemmer(_SNOWBALL[language]), _NoSynonyms
+        stemmer = stem.SnowballStemmer(_SNOWBALL[language])
         matches = f"words, {_SNOWBALL[language]} stems"
-    else:
-        stemmer, synonyms, matches = _NoStems, _NoSynonyms, "words"
     tokens = Tokenizer13a()
     scores = [
         meteor_score([tokens(r).split()], tokens(t).split(), stemmer=stemmer, wordnet=synonyms)

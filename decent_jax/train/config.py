@@ -4,16 +4,14 @@ A config is an `ml_collections.ConfigDict` with the same fields for every task, 
 ``model`` and ``data``, which the task declares.
 """
 
-import importlib
 import importlib.util
 import inspect
 import re
 from collections.abc import Mapping
-from types import ModuleType
 
 from ml_collections import ConfigDict
 
-from decent_jax import fields, topology
+from decent_jax import fields, tasks, topology
 from decent_jax.errors import ConfigError
 from decent_jax.fields import Field, in_steps, parse_duration
 from decent_jax.gossip.wire import COMM_DTYPES
@@ -21,8 +19,6 @@ from decent_jax.json_files import flat
 from decent_jax.optim import METHODS, Method
 from decent_jax.topology import plan_file
 from decent_jax.topology.plan_file import Plan
-
-TASKS = ("language_modeling", "image_classification", "translation")
 
 FIELDS = {
     "task": Field("language_modeling", "what is trained: a module of decent_jax.tasks"),
@@ -201,24 +197,16 @@ REMOVED = {
 }
 
 
-def task_module(name: str) -> ModuleType:
-    """The module ``decent_jax.tasks.<name>``."""
-    if name not in TASKS:
-        raise ConfigError(f"task must be one of {', '.join(TASKS)}, got {name!r}")
-    return importlib.import_module(f"decent_jax.tasks.{name}")
-
-
 def fields_of(task: str) -> Mapping[str, Field]:
     """Every field of a config for ``task``, by dotted name: `FIELDS`, methods' and the task's own.
 
     Raises:
       ConfigError: there is no such task.
     """
-    module = task_module(task)
+    module = tasks.find(task)
     own = {"model": module.default_model(), "data": module.default_data()}
-    may_change = ("data.prompt", "data.bleu_sentences", "data.beam")
     table = {
-        name: Field(default, "", may_change=name in may_change)
+        name: Field(default, "", may_change=name in module.MAY_CHANGE)
         for name, default in flat(own).items()
     }
     methods = {k: v for method in METHODS.values() for k, v in _fields_of_method(method).items()}
@@ -272,7 +260,7 @@ def validate(config: ConfigDict) -> None:
     check_cluster(config)
     if config.mesh.fsdp > 1:
         _check_fsdp(config, schedule)
-    task_module(config.task).validate(config)
+    tasks.find(config.task).validate(config)
 
 
 def _check_lengths(config: ConfigDict) -> None:

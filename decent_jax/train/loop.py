@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from decent_jax import json_files, plot, replicas
+from decent_jax import json_files, plot, replicas, tasks
 from decent_jax.cluster import start as cluster
 from decent_jax.data import loader, partition
 from decent_jax.errors import (
@@ -65,7 +65,7 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
         if fsdp > 1:
             work.say(f"a replica is sharded over {fsdp} devices, of which the first is named")
         try:
-            task = config_lib.task_module(config.task).make(config, work.path, work.announce)
+            task = tasks.find(config.task).make(config, work.path, work.announce)
             shares = _partition(config, task)
         except DataError as error:
             raise ConfigError(str(error)) from None

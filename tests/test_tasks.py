@@ -1,0 +1,84 @@
+"""Tasks of other packages: found, trained, loaded, exported; and what is no task."""
+
+import json
+
+import pytest
+import tiny
+
+from decent_jax import export, sample, saved_model, tasks, train, translate
+from decent_jax.errors import ConfigError
+from decent_jax.train import config as config_lib
+
+
+def line_config(task, **changes):
+    config = train.default_config(task)
+    config.update(num_replicas=2, batch_size=8, steps=2, learning_rate=0.1)
+    config.lr_schedule.update(name="constant", warmup=0)
+    config.mesh.devices = 1
+    config.checkpoint.every_minutes = 0.0
+    config.update(changes)
+    return config
+
+
+@pytest.fixture
+def outside(tmp_path, monkeypatch):
+    """`line_task` as ``lines.task``, a module of a package that decent_jax does not know."""
+    package = tmp_path / "lines"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "task.py").write_text("from line_task import *  # noqa\n")
+    (package / "empty.py").write_text("MAY_CHANGE = ()\n")
+    (package / "broken.py").write_text("import a_module_that_is_missing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(tasks, "TASKS", dict(tasks.TASKS))
+    return "lines.task"
+
+
+def test_a_task_of_another_package(outside, tmp_path, capsys):
+    """Two steps, from 0 towards 3; then its functions answer the commands."""
+    run = tiny.run(line_config(outside), tmp_path / "run")
+    losses = [row["eval/loss"] for row in tiny.rows(run) if "eval/loss" in row]
+    slope = saved_model.load(run)
+    assert 0 < slope < 3
+    assert losses[-1] < 9 * sum(i * i for i in range(64)) / 64**3  # that of slope 0
+    assert json.loads((run / "summary.json").read_text())["points"] == 64
+    assert f"y = {slope:.2f} x" in capsys.readouterr().err
+    (tmp_path / "out").mkdir()
+    path = export.export(run, tmp_path / "out" / "line.safetensors")
+    assert float(path.read_text()) == slope
+    assert json.loads(path.with_name("config.json").read_text()) == {"step": 2}
+    for command, refusal in ((sample, "continue a prompt"), (translate, "translate")):
+        assert command.main(["--workdir", str(run)]) == 2
+        assert f"of the task 'lines.task', which cannot {refusal}" in capsys.readouterr().err
+
+
+def test_a_registered_name(outside):
+    tasks.register("line", outside)
+    config = line_config("line")
+    config_lib.validate(config)
+    assert tasks.find("line") is tasks.find(outside) and config.data.points == 64
+
+
+def test_a_task_says_what_may_change(outside):
+    old = config_lib.flat(line_config(outside))
+    assert config_lib.refused_changes(old, old | {"data.shown": 2, "data.prefetch": 0}) == []
+    assert config_lib.refused_changes(old, old | {"data.points": 8}) == ["data.points: 64 -> 8"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("chess", "task must be one of language_modeling, .*, got 'chess'; .*'mypackage.chess'"),
+        ("lines.chess", "task: there is no module 'lines.chess'"),
+        ("no_package.chess", "task: there is no module 'no_package.chess'"),
+        ("lines.empty", "'lines.empty' has no 'default_model', so it is no task"),
+    ],
+)
+def test_what_is_no_task(outside, name, message):
+    with pytest.raises(ConfigError, match=message):
+        tasks.find(name)
+
+
+def test_an_import_that_fails_inside_a_task_is_not_hidden(outside):
+    with pytest.raises(ModuleNotFoundError, match="a_module_that_is_missing"):
+        tasks.find("lines.broken")
