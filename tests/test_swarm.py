@@ -80,7 +80,7 @@ def in_order(interactions, given, combine):
 def test_bulk_is_the_list_of_interactions(degree, combine):
     """Geometric local steps: replicas take different numbers, on a graph of degree 3 too."""
     listed = simulate.interactions(
-        N, 16, degree=degree, local_steps=3, geometric=True, seed=int(combine)
+        N, 16, degree=degree, local_steps=3, geometric=True, seed=int(combine == "then")
     )
     given = problem()
     wanted = in_order(listed, given, combine=combine)
