@@ -1,18 +1,22 @@
-"""What a run left behind in its folder, read back: its metrics, and words that tell it apart."""
+"""Run folders, read back: the metrics of a run, and words that distinguish it from others."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from decent_jax.errors import RunError
-from decent_jax.train.metrics import read_metrics
+from decent_jax.json_files import flat
 
-# Config fields that name an experiment, the most telling first.
-TELLING = ("algorithm", "optimizer", "schedule", "topology", "combine", "mix_every", "accum_steps")
-TELLING += ("num_replicas", "replicas", "batch_size", "learning_rate", "seed")
-NOT_TELLING = ("workdir", "data_dir", "resume", "log", "checkpoint", "profile", "name")
+METRICS = "metrics.jsonl"
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+# Config fields that name an experiment, the most telling first, and sections that never do.
+TELLING = ("algorithm", "optimizer", "schedule", "combine", "mix_every", "accum_steps")
+TELLING += ("num_replicas", "batch_size", "learning_rate", "seed")
+NOT_TELLING = ("log", "checkpoint", "profile")
 
 
 @dataclass
@@ -20,11 +24,11 @@ class Run:
     """One run folder: its rows and its settings."""
 
     path: Path
-    rows: list
+    rows: list[dict]
     config: dict  # flat: "optimizer.learning_rate"
     label: str = ""
 
-    def series(self, name, x="step"):
+    def series(self, name: str, x: str = "step") -> tuple[np.ndarray, np.ndarray]:
         """The steps (or training seconds) and values of a metric; both empty where it is absent."""
         rows = [row for row in self.rows if isinstance(row.get(name), (int, float))]
         steps = np.array([row["step"] for row in rows], float)
@@ -36,13 +40,17 @@ class Run:
             steps = np.interp(steps, known_steps, seconds)
         return steps, values
 
-    def has(self, name):
-        """Whether the metric has some finite value."""
+    def has(self, name: str) -> bool:
+        """Whether some value of the metric is finite."""
         return bool(np.isfinite(self.series(name)[1]).any())
 
 
-def load_run(path):
-    """The run in the folder `path` (or that has the metrics file `path`)."""
+def load_run(path: str | Path) -> Run:
+    """The run in the folder `path` (or that has the metrics file `path`).
+
+    Raises:
+      RunError: there is none, or it has no row yet.
+    """
     path = Path(path)
     try:
         rows = read_metrics(path)
@@ -57,8 +65,8 @@ def load_run(path):
     config = {}
     for name in ("summary.json", "config.json"):  # the config has the last word
         try:
-            found = _flat(json.loads((folder / name).read_text()))
-        except (OSError, ValueError):
+            found = flat(json.loads((folder / name).read_text()))
+        except (OSError, ValueError, AttributeError):
             continue
         if name == "summary.json":
             found = {k: v for k, v in found.items() if k in TELLING}
@@ -66,10 +74,36 @@ def load_run(path):
     return Run(folder, rows, config)
 
 
-def smoothed(values, window=None):
-    """A moving average that skips what is not finite, over a fortieth of the values.
+def read_metrics(path: str | Path) -> list[dict]:
+    """The rows of a metrics file (or of the run folder that has one), as a list of dicts.
 
-    The window shrinks at the start, so that the first value, often the largest, stays what it was.
+    A torn last line, left by a process killed while writing it, is ignored.
+
+    Raises:
+      ValueError: another line is not a row.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / METRICS
+    lines = path.read_bytes().splitlines()
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            if not isinstance(row.get("step"), int):
+                raise ValueError
+        except (ValueError, AttributeError):
+            if number == len(lines):
+                break
+            raise ValueError(f"{path} line {number} is not a JSON object with a step.") from None
+        rows.append({k: _NOT_FINITE.get(v, v) if isinstance(v, str) else v for k, v in row.items()})
+    return rows
+
+
+def smoothed(values: np.ndarray, window: int | None = None) -> np.ndarray:
+    """A moving average over a fortieth of the values that skips numbers which are not finite.
+
+    The window shrinks at the start, so that the first value, often the largest, stays.
     """
     half = (len(values) // 40 if window is None else window) // 2
     finite = np.isfinite(values)
@@ -84,7 +118,7 @@ def smoothed(values, window=None):
     return np.where(finite, mean, np.nan)
 
 
-def label_runs(runs):
+def label_runs(runs: list[Run]) -> None:
     """Name each run by the config fields in which it differs, or by its folder."""
 
     def order(field):
@@ -110,19 +144,10 @@ def label_runs(runs):
             run.label += f" ({folder})"
 
 
-def _flat(tree, prefix=""):
-    flat = {}
-    for key, value in tree.items() if isinstance(tree, dict) else ():
-        flat |= (
-            _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-        )
-    return flat
-
-
 def _words(field, value):
     """ "one_peer_exp", "8 replicas", "learning rate 0.0003"."""
     if isinstance(value, str):
         return value
-    if field in ("num_replicas", "replicas"):
+    if field == "num_replicas":
         return f"{value} replicas"
     return f"{field.replace('_', ' ')} {value}"
