@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from decent_jax.gossip import permute
+from decent_jax.cpu import pair_sums
 from decent_jax.optim import EarlyMixing
 from decent_jax.replicas import Placement
 
@@ -38,7 +38,7 @@ def needed(tx: Any, placement: Placement) -> bool:
 
     Not for replicas of several devices, whose gradients communicate too.
     """
-    return permute.over_gloo() and isinstance(tx, EarlyMixing) and placement.fsdp == 1
+    return pair_sums.over_gloo() and isinstance(tx, EarlyMixing) and placement.fsdp == 1
 
 
 class Parts(NamedTuple):
