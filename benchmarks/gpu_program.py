@@ -7,7 +7,7 @@ Compiles a step of GPT-2 124M (any field of the config can be changed) for H100s
 each (or on several: --config.mesh.fsdp), from a description of the device, and reads the program.
 Nothing runs.
 
-options     decent_jax.train.compiler_options, or XLA's defaults.
+options     with those of decent_jax.train.xla, or XLA's own alone.
 messages    collectives under way while kernels run.
 first, last the part of the gradient's time that is over when the first of these messages starts,
             and when the last does.
@@ -43,10 +43,10 @@ from variant import Parts, override
 from decent_jax import replicas
 from decent_jax.planner import outputs
 from decent_jax.planner.inputs import names_of
-from decent_jax.train import ConfigError, compiler_options, default_config
+from decent_jax.train import ConfigError, default_config, xla
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
-from decent_jax.train.executables import memory_of
+from decent_jax.train.xla import memory_of
 
 ALGORITHMS = "all_reduce,one_peer_exp,hypercube,alternating_exp_ring,complete"
 BANDWIDTH, FLOPS = 3.35e12, 600e12  # bytes and bfloat16 products a second of the H100 below
@@ -137,8 +137,8 @@ def compiled(config, folder: str, round: int, own_options: bool):
     batch = described(parts.batch, placement.sharding_of_batch)
     state = jax.eval_shape(lambda: step_lib.init_state(config, parts.task, parts.tx, placement))
     state = described(state, placement.sharding)
-    kept = compiler_options.FOR_GPUS if own_options else {}
-    with mock.patch.object(compiler_options, "FOR_GPUS", kept):
+    kept = xla.FOR_GPUS if own_options else {}
+    with mock.patch.object(xla, "FOR_GPUS", kept):
         step = parts.step(config, placement)
     round = None if config.algorithm == "all_reduce" else round % parts.schedule.period
     t = jax.ShapeDtypeStruct((), np.int32, sharding=placement.replicated)

@@ -87,7 +87,7 @@ def measure(algorithm: str, layout: str, n: int) -> dict:
     from decent_jax.cluster import start as cluster
     from decent_jax.train import config as config_lib
     from decent_jax.train import default_config
-    from decent_jax.train.executables import memory_of
+    from decent_jax.train.xla import memory_of
 
     config = default_config("language_modeling")
     config.data.path = "stdlib"

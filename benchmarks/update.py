@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from decent_jax import optim, replicas, topology
 from decent_jax.planner import outputs
-from decent_jax.train import compiler_options
+from decent_jax.train import xla
 
 SCHEDULE = topology.make("one_peer_exp", 8)
 OPTIMIZERS = {
@@ -86,7 +86,7 @@ class Case:
     def __init__(self, program, state, fixed, nbytes: int):
         self.nbytes, self._state, self._fixed = nbytes, state, fixed
         one_device = replicas.place(1, jax.devices()[:1])
-        options = compiler_options.of_step(one_device, SCHEDULE, None)
+        options = xla.options_of_step(one_device, SCHEDULE, None)
         donating = jax.jit(program, donate_argnums=0, compiler_options=options)
         self._program = donating.lower(state, *fixed).compile()
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import numpy as np
 
 from decent_jax.errors import RunError
 from decent_jax.json_files import flat
-from decent_jax.train.metrics import read_metrics
+
+METRICS = "metrics.jsonl"
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 # Config fields that name an experiment, the most informative first, by the last part of the name.
 NAMING = ("algorithm", "schedule", "combine", "mix_every", "accum_steps", "num_replicas")
@@ -78,6 +81,32 @@ def load_run(path: str | Path) -> Run:
     except (OSError, ValueError):
         config = {}
     return Run(folder, rows, flat(config) if isinstance(config, dict) else {})
+
+
+def read_metrics(path: str | Path) -> list[dict]:
+    """The rows of a metrics file (or of the run folder that has one), as a list of dicts.
+
+    A torn last line, left by a process killed while writing it, is ignored.
+
+    Raises:
+      ValueError: another line is not a row.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / METRICS
+    lines = path.read_bytes().splitlines()
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            if not isinstance(row.get("step"), int):
+                raise ValueError
+        except (ValueError, AttributeError):
+            if number == len(lines):
+                break
+            raise ValueError(f"{path} line {number} is not a JSON object with a step.") from None
+        rows.append({k: _NOT_FINITE.get(v, v) if isinstance(v, str) else v for k, v in row.items()})
+    return rows
 
 
 def smoothed(values: np.ndarray, window: int | None = None) -> np.ndarray:

@@ -199,7 +199,7 @@ def test_best_is_the_consensus_model_of_the_lowest_loss(config, tmp_path, monkey
 
 
 def test_checkpoints_by_time(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint.Checkpointer, "minutes_since_save", lambda self: 2.0)
+    monkeypatch.setattr(loop, "minutes_since", lambda moment: 2.0)
     changes = {"every": 0, "every_minutes": 1.5, "keep": 9}
     train.run(config(steps=3, checkpoint=changes), tmp_path / "run")
     assert tiny.saved_steps(tmp_path / "run") == [1, 2, 3]
@@ -240,14 +240,14 @@ def test_another_number_of_replicas_continues_from_the_mean(config, copy, n, mon
     folder = copy(step=16)
     before = tiny.saved(folder, 16)
     states = []
-    restore = loop._Trainer._restore_or_init
+    restore = loop.restore_or_init
 
-    def spy(trainer):
-        step = restore(trainer)
-        states.append(jax.device_get(trainer.state))
-        return step
+    def spy(*args):
+        state, step = restore(*args)
+        states.append(jax.device_get(state))
+        return state, step
 
-    monkeypatch.setattr(loop._Trainer, "_restore_or_init", spy)
+    monkeypatch.setattr(loop, "restore_or_init", spy)
     summary = train.run(config(num_replicas=n), folder)
     said = capsys.readouterr().err
     assert f"the checkpoint has 4 replicas and this run {n}: every replica continues from" in said

@@ -9,14 +9,14 @@ from pathlib import Path
 import jax
 import pytest
 
-from decent_jax.train import compile_cache
+from decent_jax.train import xla
 
 TWICE_SLOW = """
 import jax, jax.numpy as jnp
-from decent_jax.train import compile_cache
-import decent_jax.train.compile_cache as module
+from decent_jax.train import xla
+import decent_jax.train.xla as module
 module._MIN_SECONDS = 0.0
-print(compile_cache.use())
+print(xla.use_cache())
 hits = []
 jax.monitoring.register_event_listener(lambda name, **_: hits.append(name))
 jax.jit(lambda x: jnp.sin(x) @ x)(jnp.ones((3, 3))).block_until_ready()
@@ -59,25 +59,25 @@ def test_a_home_that_cannot_be_written_is_no_error(tmp_path):
 
 
 def test_what_was_read_longest_ago_goes_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(compile_cache, "LIMIT", 100)
+    monkeypatch.setattr(xla, "CACHE_LIMIT", 100)
     (tmp_path / "cpu").mkdir()
     for age, name in enumerate("abcde"):
         path = tmp_path / "cpu" / name
         path.write_bytes(bytes(30))
         os.utime(path, (1000 - age, 1000 - age))
-    compile_cache._prune(tmp_path)
+    xla._prune(tmp_path)
     assert sorted(path.name for path in (tmp_path / "cpu").iterdir()) == ["a", "b"]
-    compile_cache._prune(tmp_path)  # below the limit
+    xla._prune(tmp_path)  # below the limit
     assert len(list((tmp_path / "cpu").iterdir())) == 2
 
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="another system")
 def test_other_cpus_have_another_folder(monkeypatch):
-    here = compile_cache._cpu()
+    here = xla._cpu()
     monkeypatch.setattr(Path, "read_text", lambda path: "flags : none")
-    assert compile_cache._cpu() != here
+    assert xla._cpu() != here
 
 
 def test_nothing_is_kept_while_testing():
     assert not jax.config.jax_enable_compilation_cache
-    assert compile_cache.use() is None
+    assert xla.use_cache() is None

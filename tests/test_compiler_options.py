@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 from decent_jax import optim, replicas, tasks, topology
-from decent_jax.train import algorithm, compiler_options, executables
+from decent_jax.train import algorithm, xla
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
 
@@ -18,7 +18,7 @@ from decent_jax.train import step as step_lib
 @pytest.fixture(autouse=True)
 def no_flags(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    compiler_options.known.cache_clear()
+    xla.known.cache_clear()
 
 
 def options_on(platform, fsdp=1, schedule="one_peer_exp", combine="with"):
@@ -26,7 +26,7 @@ def options_on(platform, fsdp=1, schedule="one_peer_exp", combine="with"):
     placement = SimpleNamespace(mesh=SimpleNamespace(devices=devices), fsdp=fsdp)
     schedule = topology.make(schedule, 8, local_size=2)
     tx = optim.decentralized(optax.sgd(0.1), schedule, combine)
-    return compiler_options.of_step(placement, schedule, tx)
+    return xla.options_of_step(placement, schedule, tx)
 
 
 def test_cpus_have_their_own():
@@ -34,7 +34,7 @@ def test_cpus_have_their_own():
     placement = replicas.place(4, jax.devices()[:4])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert compiler_options.of_step(placement, schedule, None) == compiler_options.FOR_CPUS
+        assert xla.options_of_step(placement, schedule, None) == xla.FOR_CPUS
     assert options_on("tpu") == {}
 
 
@@ -42,7 +42,7 @@ def test_cpus_have_their_own():
 def test_xla_knows_all_of_those_for_gpus(platform):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert options_on(platform) == compiler_options.FOR_GPUS
+        assert options_on(platform) == xla.FOR_GPUS
 
 
 def test_none_where_a_replica_has_several_gpus():
@@ -50,19 +50,19 @@ def test_none_where_a_replica_has_several_gpus():
 
 
 def test_none_where_stages_of_a_round_are_not_held_back():
-    assert options_on("gpu", schedule="alternating_exp_ring") == compiler_options.FOR_GPUS
+    assert options_on("gpu", schedule="alternating_exp_ring") == xla.FOR_GPUS
     assert options_on("gpu", schedule="alternating_exp_ring", combine="then") == {}
-    assert options_on("gpu", schedule="complete", combine="then") == compiler_options.FOR_GPUS
+    assert options_on("gpu", schedule="complete", combine="then") == xla.FOR_GPUS
 
 
 def test_the_user_goes_first(monkeypatch):
-    taken, *others = compiler_options.FOR_GPUS
+    taken, *others = xla.FOR_GPUS
     monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=x --{taken}=false")
     assert list(options_on("gpu")) == others
 
 
 def test_an_option_that_is_gone_is_left_out_with_a_word(monkeypatch):
-    monkeypatch.setitem(compiler_options.FOR_GPUS, "xla_gpu_no_such_option", True)
+    monkeypatch.setitem(xla.FOR_GPUS, "xla_gpu_no_such_option", True)
     with pytest.warns(UserWarning, match=r"does not know xla_gpu_no_such_option: steps may"):
         options = options_on("gpu")
     assert "xla_gpu_no_such_option" not in options and len(options) == 2
@@ -82,7 +82,7 @@ def compiled(config):
 
 
 def test_the_step_is_compiled_with_them(tiny_data, monkeypatch):
-    monkeypatch.setattr(compiler_options, "of_step", lambda *_: {"xla_no_such_option": True})
+    monkeypatch.setattr(xla, "options_of_step", lambda *_: {"xla_no_such_option": True})
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         compiled(tiny.config(tiny_data))
 
@@ -98,10 +98,10 @@ def test_memory_is_state_and_gradients_and_what_is_received(
     That is what a step needs. XLA's order for CPUs trades up to 1.7 copies more for time.
     """
     order = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-    monkeypatch.setattr(compiler_options, "FOR_CPUS", compiler_options.FOR_CPUS | order)
+    monkeypatch.setattr(xla, "FOR_CPUS", xla.FOR_CPUS | order)
     changes = {"algorithm": algorithm, "batch_size": 4, "model": {"layers": 2, "width": 256}}
     program, params = compiled(tiny.config(tiny_data, **changes))
-    memory = executables.memory_of(program)
+    memory = xla.memory_of(program)
     assert memory.state == pytest.approx(copies * params, rel=0.01)
     assert memory.temporary < 2.1 * params, memory.temporary / params
 
@@ -109,4 +109,4 @@ def test_memory_is_state_and_gradients_and_what_is_received(
 def test_a_wrong_value_is_an_error():
     name = "xla_gpu_experimental_parallel_collective_overlap_limit"
     with pytest.raises(jax.errors.JaxRuntimeError, match=name):
-        compiler_options.known(name, "many")
+        xla.known(name, "many")

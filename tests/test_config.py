@@ -34,10 +34,10 @@ command = load_command()
 def call(tmp_path, tiny_data, capsys, monkeypatch):
     """train.py with the tiny config: (exit code, stderr); training itself is an error."""
 
-    def never(self):
+    def never(experiment, work):
         raise AssertionError("training began")
 
-    monkeypatch.setattr(loop._Trainer, "train", never)
+    monkeypatch.setattr(loop, "train_and_evaluate", never)
     path = tiny.write_config(tmp_path / "tiny_config.py", tiny_data)
 
     def call(*arguments, config=path, workdir=tmp_path / "run"):
@@ -188,10 +188,10 @@ def test_a_wrong_value_is_one_sentence_before_anything_begins(call, tmp_path, ar
 def test_a_full_disk_names_the_folder(call, tmp_path, monkeypatch):
     """What was written to a file that was open does not say which."""
 
-    def write(self):
+    def write(experiment, work):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(loop._Trainer, "train", write)
+    monkeypatch.setattr(loop, "train_and_evaluate", write)
     code, err = call()
     assert code == 1 and one_sentence(err[err.index("train.py: ") :]) == (
         "OSError: [Errno 28] No space left on device, with --workdir "

@@ -3,6 +3,8 @@
 That the same runs in processes of their own is in test_multiprocess.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,7 @@ from test_hlo import collectives
 from decent_jax import gossip, optim, replicas, tasks, topology
 from decent_jax.cpu import overlap, pair_sums
 from decent_jax.data import loader
-from decent_jax.train import algorithm, executables
+from decent_jax.train import algorithm, xla
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
 
@@ -128,7 +130,9 @@ def trainer(data, schedule="one_peer_exp", replicas_a_device=1, **changes):
     placement = replicas.place(4, jax.devices()[: 4 // replicas_a_device])
     task = tasks.find(config.task).make(config, None, lambda *_, **__: None)
     made = config_lib.make_schedule(config)
-    tx = algorithm.transformation(config, made, 0.01, task.decay_mask, placement.axis_name)
+    tx = algorithm.transformation(
+        config, made, lambda t: 0.01, task.decay_mask, placement.axis_name
+    )
     step = step_lib.make_step(config, task, tx, lambda t: 0.01, made, placement)
     state = step_lib.init_state(config, task, tx, placement)
     with loader.train_batches(
@@ -169,6 +173,41 @@ def test_three_parts_make_the_step_of_one(changes, data, monkeypatch):
     assert jax.tree.structure(whole) == jax.tree.structure(parts)
     for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
         np.testing.assert_allclose(other, one, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", [1.0, np.nan])
+@pytest.mark.parametrize(
+    ("algorithm_name", "changes"),
+    [
+        ("decentralized_adam", {}),
+        ("decentralized_adam", {"weight_decay": 0.0, "decoupled": False}),
+        ("accum_adam", {}),
+        ("accum_adam", {"clip_norm": 0.1}),
+        ("decentralized_sgd", {"momentum": 0.9}),
+        ("decentralized_sgd", {"momentum": 0.0}),
+    ],
+)
+def test_only_decay_reads_the_parameters(algorithm_name, changes, loss, data):
+    """The identity that the first program relies on, of every local optimizer of a config."""
+    config = tiny.config(data, algorithm=algorithm_name, optimizer=changes, num_replicas=1)
+    task = tasks.find(config.task).make(config, None, lambda *_, **__: None)
+    rate = step_lib.learning_rate(config, 12, 2, [])
+    tx = algorithm.transformation(config, topology.make("ring", 1), rate, task.decay_mask)
+    direct = algorithm.transformation(
+        config, topology.make("ring", 1), lambda count: 1.0, task.decay_mask
+    )
+    x, _ = task.init(jax.random.key(0))
+    x_hat = jax.tree.map(lambda x: x + 0.1, x)
+    zero = jax.tree.map(jnp.zeros_like, x)
+    grads = jax.tree.map(lambda x: 3 * x - 0.2, x)
+    state, value = tx.init(x), jnp.float32(loss)
+    for t in range(3):
+        whole = step_lib.update(tx, x, state, value, grads, 0, x_hat)
+        minus_u, state, metrics = step_lib.update(direct, zero, state, value, grads, 0, zero)
+        eta = jnp.asarray(rate(t) if np.isfinite(loss) else 0.0)
+        decay = jax.tree.map(lambda yes: config.optimizer.weight_decay * yes, task.decay_mask(x))
+        params = jax.tree.map(partial(overlap._combine, eta), x, x_hat, minus_u, decay)
+        jax.tree.map(np.testing.assert_array_equal, (params, state, metrics), whole)
 
 
 def test_parts_are_compiled_once(data, as_if_over_gloo):
@@ -228,7 +267,7 @@ def test_an_update_that_is_all_late_is_in_place_too(data, as_if_over_gloo):
 def test_memory_of_three_parts(data, as_if_over_gloo):
     step, state, batches, _ = trainer(data)
     program = step.lower(state, batches[0], np.int32(0), round=0).compile()
-    memory = executables.memory_of(program)
+    memory = xla.memory_of(program)
     held = sum(x.nbytes for x in jax.tree.leaves((state, batches[0]))) // 4
     params = sum(x.nbytes for x in jax.tree.leaves(state.params)) // 4
     assert memory.state == pytest.approx(held, rel=0.01)  # and t, without counts that are new

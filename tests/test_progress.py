@@ -12,7 +12,8 @@ import threading
 import pytest
 
 from decent_jax import progress
-from decent_jax.progress import Progress, announce
+from decent_jax.progress import announce
+from decent_jax.train.metrics import Progress
 
 
 @pytest.fixture

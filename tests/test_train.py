@@ -1,10 +1,12 @@
 """Whole runs: the same numbers wherever replicas live, evaluation, diagnosis, what is left."""
 
+import collections
 import itertools
 import json
 import os
 import re
 import signal
+import socket
 import threading
 
 import jax
@@ -13,10 +15,11 @@ import numpy as np
 import pytest
 import tiny
 
-from decent_jax import plot, replicas, train
+from decent_jax import plot, replicas, topology, train
 from decent_jax.data.text import token_folder
 from decent_jax.models import gpt2
 from decent_jax.tasks import language_modeling
+from decent_jax.topology import plan_file
 from decent_jax.train import TrainingFailed, loop
 
 pytestmark = pytest.mark.usefixtures("compile_once", "no_plot")
@@ -124,7 +127,7 @@ def test_what_a_step_needs_is_said_before_the_first(run, capsys):
     folder, summary = run("r", steps=2)
     said = capsys.readouterr().err
     words = re.search(
-        r"a step: (\S+) MB of memory a device \((\S+) of state, (\S+) while it runs", said
+        r"a step: (\S+) MB of memory per device \((\S+) of state, (\S+) while it runs", said
     )
     assert words and said.index("a step: ") < said.index("step 1/2")
     memory = summary["memory_bytes_per_device"]
@@ -133,11 +136,39 @@ def test_what_a_step_needs_is_said_before_the_first(run, capsys):
 
 
 def test_a_trace_of_some_steps(run, capsys):
-    folder, _ = run("r", steps=5, profile={"start": 2, "count": 2})
-    assert f"a trace of steps 3 to 4 is in {folder / 'profile'}" in capsys.readouterr().err
+    folder, _ = run("r", steps=13, profile={"count": 2})
+    assert f"a trace of steps 11 to 12 is in {folder / 'profile'}" in capsys.readouterr().err
     [trace] = (folder / "profile").rglob("*.xplane.pb")
     content = trace.read_bytes()
     assert b"forward_backward" in content and b"update" in content
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_run_is_built_once(run, tmp_path, monkeypatch, planned):
+    """The plan file is read once, schedule and transformation are made once."""
+    calls = collections.Counter()
+
+    def count(owner, name):
+        original = getattr(owner, name)
+
+        def counted(*args, **kwargs):
+            calls[name] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    changes = {}
+    if planned:
+        devices = [f"{socket.gethostname()}/{k}" for k in range(4)]
+        schedule = topology.make("ring", 4)
+        plan_file.Plan(tuple(devices), schedule, 1).save(tmp_path / "plan.json")
+        changes = {"mesh": {"devices": 4}, "cluster": {"plan": str(tmp_path / "plan.json")}}
+    count(plan_file, "load")
+    count(topology, "make")
+    count(loop.algorithm, "transformation")
+    run("r", steps=1, **changes)
+    wanted = {"make": 1, "transformation": 1}  # a plan names its schedule, which loading it makes
+    assert calls == wanted | ({"load": 1} if planned else {})
 
 
 @slow
@@ -155,25 +186,25 @@ def test_learning_goes_down_and_the_seed_matters(run):
 
 
 class Spy:
-    """Keeps what a trainer had in hand at each evaluation."""
+    """Keeps the task, and the state at each evaluation."""
 
     def __init__(self, monkeypatch):
-        self.states, self.trainer = {}, None
-        evaluate = loop._Trainer._evaluate
+        self.states, self.task = {}, None
+        evaluate = loop.evaluate
 
-        def spy(trainer, done):
-            self.trainer = trainer
-            self.states[done] = jax.device_get(trainer.state)
-            evaluate(trainer, done)
-            after = jax.device_get(trainer.state)
+        def spy(evaluator, state, done, *args):
+            self.task = evaluator.task
+            self.states[done] = jax.device_get(state)
+            evaluate(evaluator, state, done, *args)
+            after = jax.device_get(state)
             jax.tree.map(np.testing.assert_array_equal, after, self.states[done])
 
-        monkeypatch.setattr(loop._Trainer, "_evaluate", spy)
+        monkeypatch.setattr(loop, "evaluate", spy)
 
 
-def loss_by_hand(trainer, params):
+def loss_by_hand(task, params):
     """Mean over all validation windows, one batch, no padding."""
-    source, model = trainer.task.eval_source, trainer.task.config
+    source, model = task.eval_source, task.config
     windows = jnp.asarray(np.stack([source[i] for i in range(len(source))]))
     logits = gpt2.apply(model, params, windows[:, :-1])
     logp = jax.nn.log_softmax(logits)
@@ -188,10 +219,10 @@ def test_evaluation_equals_evaluating_by_hand(run, monkeypatch):
     folder, summary = run("r", **changes)
     mean = jax.tree.map(lambda x: x.mean(axis=0), spy.states[4].params)
     row = tiny.rows(folder)[-1]
-    assert row["eval/loss"] == pytest.approx(loss_by_hand(spy.trainer, mean), rel=1e-5)
+    assert row["eval/loss"] == pytest.approx(loss_by_hand(spy.task, mean), rel=1e-5)
     assert summary["final"]["eval/loss"] == row["eval/loss"]
 
-    own = [loss_by_hand(spy.trainer, replicas.take(spy.states[4].params, i)) for i in range(4)]
+    own = [loss_by_hand(spy.task, replicas.take(spy.states[4].params, i)) for i in range(4)]
     assert row["eval/replica_loss_best"] == pytest.approx(min(own), rel=1e-5)
     assert row["eval/replica_loss_worst"] == pytest.approx(max(own), rel=1e-5)
     assert row["eval/replica_loss_mean"] == pytest.approx(np.mean(own), rel=1e-5)
@@ -202,13 +233,13 @@ def test_evaluation_equals_evaluating_by_hand(run, monkeypatch):
     for t in range(5):
         mean = jax.tree.map(
             lambda x: np.asarray(x, np.float64).mean(axis=0),
-            spy.states[t].params if t else initial_params(spy.trainer),
+            spy.states[t].params if t else initial_params(spy.task),
         )
         average = mean if average is None else mix(average, mean, decay)
     saved = jax.tree.map(lambda x: x.mean(axis=0), spy.states[4].ema)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), saved, average)
     average = jax.tree.map(jnp.float32, average)
-    assert row["eval/ema_loss"] == pytest.approx(loss_by_hand(spy.trainer, average), rel=1e-5)
+    assert row["eval/ema_loss"] == pytest.approx(loss_by_hand(spy.task, average), rel=1e-5)
     assert row["eval/ema_loss"] != row["eval/loss"]
 
 
@@ -216,9 +247,9 @@ def mix(average, new, decay):
     return jax.tree.map(lambda a, b: decay * a + (1 - decay) * b, average, new)
 
 
-def initial_params(trainer):
-    key = jax.random.key(trainer.config.seed)
-    return jax.tree.map(lambda x: np.asarray(x)[None], trainer.task.init(key)[0])
+def initial_params(task):
+    key = jax.random.key(train.default_config().seed)
+    return jax.tree.map(lambda x: np.asarray(x)[None], task.init(key)[0])
 
 
 def test_evaluation_does_not_disturb_training(run):
@@ -342,17 +373,22 @@ def test_a_replica_with_bad_parameters_does_not_poison_the_others(run, monkeypat
 
 def spoil_once(monkeypatch, step, change):
     """Changes the parameters before the 0-based ``step``."""
-    executable = loop._Trainer._executable
+    compile = loop.Programs.compile
 
-    def spoiled(trainer, t, batch):
-        compiled = executable(trainer, t, batch)
-        if t == step:
-            params = jax.tree.map(change, trainer.state.params)
-            params = jax.device_put(params, trainer.placement.stacked)
-            trainer.state = trainer.state._replace(params=params)
-        return compiled
+    def compile_spoiled(programs, state, batch, *key):
+        compile(programs, state, batch, *key)
+        program = programs.compiled[key]
 
-    monkeypatch.setattr(loop._Trainer, "_executable", spoiled)
+        def spoiled(state, batch, t):
+            if t == step:
+                like = jax.tree.map(lambda x: x.sharding, state.params)
+                params = jax.device_put(jax.tree.map(change, state.params), like)
+                state = state._replace(params=params)
+            return program(state, batch, t)
+
+        programs.compiled[key] = spoiled
+
+    monkeypatch.setattr(loop.Programs, "compile", compile_spoiled)
 
 
 def test_training_that_fails_everywhere_stops_and_names_the_checkpoint(
@@ -403,7 +439,8 @@ def test_a_drifting_replica_is_named(run, monkeypatch, capsys):
     said = capsys.readouterr().err
     assert "step 5: replica 2 drifts: " in said
     assert said.count(" drifts: ") == 1  # the rows after it have nothing new to say
-    run("off", mix_every=100, steps=6, log={"drift_factor": 0.0})
+    monkeypatch.undo()
+    run("not", mix_every=100, steps=6)
     assert " drifts: " not in capsys.readouterr().err
 
 
@@ -412,14 +449,14 @@ def test_a_drifting_replica_is_named(run, monkeypatch, capsys):
 
 def send_signal_at(monkeypatch, step, number):
     """This process gets the signal when ``step`` steps are done."""
-    due = loop._Trainer._due
+    due = loop.due
 
-    def with_signal(trainer, done, logs):
+    def with_signal(experiment, saver, signals, done, logs):
         if done == step:
             os.kill(os.getpid(), number)
-        return due(trainer, done, logs)
+        return due(experiment, saver, signals, done, logs)
 
-    monkeypatch.setattr(loop._Trainer, "_due", with_signal)
+    monkeypatch.setattr(loop, "due", with_signal)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

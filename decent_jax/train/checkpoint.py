@@ -45,20 +45,14 @@ class Checkpointer:
         self.workdir = Path(workdir).absolute()
         self._manager = _manager(self.workdir / FOLDER, keep)
         self._best = _manager(self.workdir / BEST, 1)
-        self._last_save = time.monotonic()
         self._saved = -1  # the last step; not asked of the disk, where processes see it change
 
     def steps(self) -> list[int]:
         """Steps with a finished checkpoint, the oldest first."""
         return sorted(self._manager.all_steps())
 
-    def minutes_since_save(self) -> float:
-        """Minutes since the last save (or the start)."""
-        return (time.monotonic() - self._last_save) / 60
-
     def save(self, step: int, state: TrainState, meta: dict) -> None:
         """Copy the state to the host, and write it in the background."""
-        self._last_save = time.monotonic()
         if step == self._saved:
             return
         self._saved = step
@@ -221,7 +215,7 @@ class Checkpointer:
         stored = rest.item_metadata.tree["opt_state"]["own"]
         if set(stored) == set(own._fields):
             return None
-        return {name: _NAMES_BEFORE.get(name, name) for name in stored}
+        return {str(name): _NAMES_BEFORE.get(str(name), str(name)) for name in stored}
 
     def _change_replicas(self, state, placement, accum_steps):
         @jax.jit

@@ -177,23 +177,22 @@ FIELDS = {
         may_change=True,
     ),
     "log.every": Field(10, "steps per row of metrics.jsonl", at_least=1, may_change=True),
-    "log.drift_factor": Field(
-        3.0,
-        "name a replica that is this many times as far off as the median",
-        at_least=0,
-        may_change=True,
-    ),
     "log.tensorboard": Field(False, "also write TensorBoard's files", may_change=True),
     "log.wandb": Field(False, "also log to Weights & Biases", may_change=True),
-    "profile.start": Field(10, "steps before the trace", at_least=0, may_change=True),
     "profile.count": Field(
-        0, "steps traced into workdir/profile; 0: no trace", at_least=0, may_change=True
+        0,
+        "steps traced into workdir/profile, after the first 10; 0: no trace",
+        at_least=0,
+        may_change=True,
     ),
 }
 
 # Fields of earlier versions: a run that has another value than the default cannot be resumed.
+# Those that may change are forgotten.
 REMOVED = {
     "gamma_power": Field(0.0, "power of the learning rate in the consensus factor"),
+    "log.drift_factor": Field(3.0, "distance at which a replica drifts", may_change=True),
+    "profile.start": Field(10, "steps before the trace", may_change=True),
 }
 
 
@@ -244,6 +243,23 @@ def validate(config: ConfigDict) -> None:
     Raises:
       ConfigError: naming the field, its value and what was expected.
     """
+    from decent_jax.train import algorithm
+
+    schedule, _ = resolve(config)
+    try:
+        algorithm.transformation(config, schedule, 1.0)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def resolve(config: ConfigDict) -> tuple[topology.Schedule, Plan | None]:
+    """The schedule, and the plan if any, of a config in which all but the method is checked.
+
+    A run builds its method later, once, for its devices; building it checks it.
+
+    Raises:
+      ConfigError: as `validate`.
+    """
     fields.check(table_of(config), flat(config))
     if config.algorithm not in METHODS:
         raise ConfigError(
@@ -255,12 +271,14 @@ def validate(config: ConfigDict) -> None:
             raise ConfigError(
                 f"log.{name} needs {module}: pip install 'decent_jax[{name}]', or set it to False"
             )
-    schedule = make_schedule(config)
-    _check_algorithm(config, schedule)
+    plan = load_plan(config)
+    schedule = make_schedule(config, plan)
+    _check_algorithm(config)
     check_cluster(config)
     if config.mesh.fsdp > 1:
         _check_fsdp(config, schedule)
     tasks.find(config.task).validate(config)
+    return schedule, plan
 
 
 def _check_lengths(config: ConfigDict) -> None:
@@ -309,8 +327,8 @@ def load_plan(config: ConfigDict) -> Plan | None:
     return plan
 
 
-def follow_plan(config: ConfigDict, plan: Plan) -> ConfigDict:
-    """A copy with the plan's ``schedule`` (by its name), ``local_size`` and ``mix_every``."""
+def config_of_plan(config: ConfigDict, plan: Plan) -> ConfigDict:
+    """The config with the plan's ``schedule`` (by its name), ``local_size`` and ``mix_every``."""
     config = ConfigDict(config.to_dict())
     config.schedule = plan.schedule.name
     config.local_size = plan.schedule.rounds[0].group_size
@@ -318,9 +336,14 @@ def follow_plan(config: ConfigDict, plan: Plan) -> ConfigDict:
     return config.lock()
 
 
-def make_schedule(config: ConfigDict) -> topology.Schedule:
-    """The gossip schedule; that of `all_reduce`, which sends no parameters, is not used."""
-    plan = load_plan(config)
+def make_schedule(config: ConfigDict, plan: Plan | None = None) -> topology.Schedule:
+    """The gossip schedule (`all_reduce`, which sends no parameters, does not use it).
+
+    Args:
+      config: of the run.
+      plan: the one that ``cluster.plan`` names, where the caller has read it.
+    """
+    plan = plan or load_plan(config)
     if plan is not None:
         return plan.schedule
     try:
@@ -403,15 +426,9 @@ def changeable(task: str) -> str:
     return ", ".join(words)
 
 
-def _check_algorithm(config: ConfigDict, schedule: topology.Schedule) -> None:
-    """Method, schedule, local optimizer, order and format go together."""
-    from decent_jax.train import algorithm
-
+def _check_algorithm(config: ConfigDict) -> None:
+    """Refuse numbers that the method does not have; building it checks the rest."""
     method = METHODS[config.algorithm]
-    try:
-        algorithm.transformation(config, schedule, 1.0)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     if config.gamma != 1 and (method.config_section or "gamma" not in method.numbers):
         raise ConfigError(f"gamma is not a number of algorithm {config.algorithm}")
     if config.max_consensus_distance and method.copies:

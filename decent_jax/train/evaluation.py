@@ -1,46 +1,62 @@
-"""Evaluation of the consensus model, and of replicas on their own; it changes no replica."""
+"""Evaluation of the consensus model, and of single replicas; it changes no replica."""
 
 import itertools
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
 
 from decent_jax import replicas
 from decent_jax.data import loader
 from decent_jax.replicas import Placement
-from decent_jax.tasks import Task
+from decent_jax.tasks import RecomputesState, Task
+from decent_jax.train.step import TrainState
+
+
+class Model(NamedTuple):
+    """One model; no leaf has a replica dimension."""
+
+    params: Any
+    model_state: Any
 
 
 class Evaluator:
-    """Evaluates on the task's validation source, every record once, shared over the devices."""
+    """Evaluates on the task's validation source, every record once, shared over the devices.
 
-    def __init__(
-        self, task: Task, placement: Placement, batch_size: int, max_batches: int, workers: int
-    ):
+    Args:
+      config: of the run; ``eval`` and the batch size.
+      task: model, loss and data.
+      placement: where the replicas live.
+    """
+
+    def __init__(self, config: ConfigDict, task: Task, placement: Placement):
         self.task, self.placement = task, placement
-        self.batch_size, self.max_batches, self.workers = batch_size, max_batches, workers
+        self.batch_size = config.eval.batch_size or config.batch_size
+        self.max_batches, self.workers = config.eval.batches, config.data.workers
+        self.evaluates_replicas = config.eval.replicas
         self.mean = jax.jit(replicas.consensus_mean, out_shardings=placement.replicated)
+        self.distance = jax.jit(replicas.consensus_distance, out_shardings=placement.replicated)
         stacked, everywhere = P("replica"), P()
 
         def consensus_on_device(params, model_state, batch, weights):
             # One row after the other: evaluation never needs more memory than one replica's batch.
-            def one(row):
-                return task.evaluate(params, model_state, *row)
-
-            sums = jax.lax.map(one, (batch, weights))
+            sums = jax.lax.map(
+                lambda row: task.evaluate(params, model_state, row[0], row[1]), (batch, weights)
+            )
             return jax.tree.map(lambda x: x.sum(axis=0)[None], sums)
 
         def moments_on_device(params, batch):
-            sums = jax.lax.map(lambda row: task.moments(params, row), batch)
+            sums = jax.lax.map(lambda row: cast(RecomputesState, task).moments(params, row), batch)
             return jax.tree.map(lambda x: x.sum(axis=0)[None], sums)
 
         def replicas_on_device(params, model_state, batch, weights):
-            def one(own):
-                return task.evaluate(*own, batch, weights)
-
-            return jax.lax.map(one, (params, model_state))
+            return jax.lax.map(
+                lambda model: task.evaluate(model[0], model[1], batch, weights),
+                (params, model_state),
+            )
 
         self._consensus = jax.jit(
             placement.on_devices(
@@ -70,13 +86,36 @@ class Evaluator:
             out_shardings=placement.replicated,
         )
         self._from_moments = jax.jit(
-            lambda total, rows: task.from_moments(jax.tree.map(lambda x: x / rows, total)),
+            lambda total, rows: cast(RecomputesState, task).from_moments(
+                jax.tree.map(lambda x: x / rows, total)
+            ),
             out_shardings=placement.replicated,
         )
         self._add_stacked = jax.jit(lambda total, sums: jax.tree.map(jnp.add, total, sums))
         self._gather = jax.jit(lambda x: x, out_shardings=placement.replicated)
 
-    def consensus(self, params, model_state) -> dict[str, float]:
+    def row(self, state: TrainState) -> tuple[dict[str, float], Model]:
+        """The ``eval/`` metrics of a step, and the mean of the replicas that they are of."""
+        model = Model(*self.mean((state.params, state.model_state)))
+        result = self.consensus(*model)
+        row = {f"eval/{name}": value for name, value in result.items()}
+        if state.ema is not None:
+            result = self.consensus(self.mean(state.ema), model.model_state)
+            row |= {f"eval/ema_{name}": value for name, value in result.items()}
+        score = getattr(self.task, "score", None)
+        if score is not None:
+            row |= {f"eval/{name}": value for name, value in score(local(model.params)).items()}
+        if self.evaluates_replicas:
+            losses = self.each_replica(state.params, state.model_state)
+            row["eval/replica_loss_mean"] = float(losses.mean())
+            row["eval/replica_loss_best"] = float(losses.min())
+            row["eval/replica_loss_worst"] = float(losses.max())
+        distance = jax.device_get(self.distance(state.params))
+        row["eval/consensus_distance"] = float(distance.distance)
+        row["eval/consensus_distance_relative"] = float(distance.relative)
+        return row, model
+
+    def consensus(self, params: Any, model_state: Any) -> dict[str, float]:
         """Metrics of one model (params without the replica dimension), e.g. ``{"loss": 2.1}``."""
         model_state = self.consensus_state(params, model_state)
         with self._batches(self.placement.local_replicas) as batches:
@@ -85,10 +124,10 @@ class Evaluator:
             )
         return {name: float(value) for name, value in _averages(jax.device_get(total)).items()}
 
-    def consensus_state(self, params, model_state):
+    def consensus_state(self, params: Any, model_state: Any) -> Any:
         """The state to evaluate ``params`` with: ``model_state``, or what the task recomputes.
 
-        It is recomputed on the same training batches at every evaluation.
+        The task recomputes it on the same training batches at every evaluation.
         """
         count = getattr(self.task, "recompute_batches", 0)
         if not count:
@@ -101,8 +140,8 @@ class Evaluator:
         rows = count * self.placement.num_replicas
         return self._from_moments(total, float(rows))
 
-    def each_replica(self, params, model_state) -> np.ndarray:
-        """(n,) float: the loss of every replica's own model on the same records."""
+    def each_replica(self, params: Any, model_state: Any) -> np.ndarray:
+        """(n,) float: the loss of each replica's own model on the same records."""
         total = None
         with self._batches(None) as batches:
             for rows in batches:
@@ -147,3 +186,8 @@ class Evaluator:
 
 def _averages(sums: dict) -> dict:
     return {name: value / sums["count"] for name, value in sums.items() if name != "count"}
+
+
+def local(tree: Any) -> Any:
+    """Replicated arrays as host arrays."""
+    return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), tree)

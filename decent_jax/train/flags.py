@@ -80,7 +80,7 @@ def load(path_and_arguments: str) -> ConfigDict:
     if not Path(path).is_file():
         raise ConfigError(f"there is no config file {path!r}")
     spec = importlib.util.spec_from_file_location("_experiment", path)
-    if spec is None:
+    if spec is None or spec.loader is None:
         raise ConfigError(f"{path!r} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     try:

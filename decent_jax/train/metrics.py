@@ -1,4 +1,4 @@
-"""Metrics on disk: one JSON object a line, and TensorBoard or Weights & Biases when asked for.
+"""The numbers of a run: rows of metrics.jsonl and its mirrors, the terminal, and the clock.
 
 >>> import tempfile
 >>> with tempfile.TemporaryDirectory() as workdir:
@@ -10,18 +10,28 @@
 [{'step': 10, 'train/loss': 2.5, 'eval/loss': 2.25}, {'step': 20, 'train/loss': nan}]
 """
 
+import contextlib
 import json
 import math
 import os
-import uuid
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TextIO
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from tqdm import tqdm
 
-from decent_jax.json_files import plain, write_atomic
-
-FILE_NAME = "metrics.jsonl"
-_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+from decent_jax.json_files import write_atomic
+from decent_jax.progress import announce
+from decent_jax.replicas import Consensus, Placement, consensus_distance
+from decent_jax.run_folder import METRICS, read_metrics
+from decent_jax.tasks import Task
+from decent_jax.text import format_clock, format_number
+from decent_jax.train import mirrors
 
 
 class MetricWriter:
@@ -35,108 +45,325 @@ class MetricWriter:
 
     Not-a-number and the infinities are written as the strings "NaN", "Infinity" and "-Infinity",
     so that every line is strict JSON; `read_metrics` turns them back into floats.
+
+    Args:
+      workdir: the run directory; made where it is missing.
+      tensorboard, wandb: also write there.
+      start_step: see above.
+      quiet: write nothing at all; for every process but the first.
+
+    Raises:
+      ImportError: tensorboardX or wandb is not installed.
+      ValueError: the file is damaged.
     """
 
-    def __init__(self, workdir, *, tensorboard=False, wandb=False, start_step=0):
+    def __init__(
+        self,
+        workdir: str | Path,
+        *,
+        tensorboard: bool = False,
+        wandb: bool = False,
+        start_step: int = 0,
+        quiet: bool = False,
+    ):
+        self._mirrors = []  # the same scalars elsewhere
+        self._file = None
+        if quiet:
+            return
         workdir = Path(workdir)
         workdir.mkdir(parents=True, exist_ok=True)
-        self._mirrors = []  # the same scalars elsewhere
         if tensorboard:
-            self._mirrors.append(_TensorBoard(workdir, start_step))
+            self._mirrors.append(mirrors.TensorBoard(workdir, start_step))
         if wandb:
-            self._mirrors.append(_WandB(workdir))
-        path = workdir / FILE_NAME
+            self._mirrors.append(mirrors.WandB(workdir))
+        path = workdir / METRICS
         rows = read_metrics(path) if path.exists() else []
         kept = [row for row in rows if row["step"] <= start_step]
         write_atomic(path, b"".join(map(_line, kept)))
-        self._row = kept[-1] if kept else None
+        self._row = kept[-1] if kept else {"step": -1}
         self._file = path.open("r+b")
         end = self._file.seek(0, os.SEEK_END)
         self._row_start = end - len(_line(self._row)) if kept else end
 
-    def write(self, step, scalars):
+    def write(self, step: int, scalars: dict[str, Any]) -> None:
         """Write one number under each name (a Python, NumPy or JAX scalar) for this step."""
-        step = int(step)
+        if self._file is None:
+            return
+        step, last = int(step), self._row["step"]
         scalars = {name: _number(name, value) for name, value in scalars.items()}
-        last = self._row["step"] if self._row else -1
         if step < last:
             raise ValueError(f"metrics of step {step} come after those of step {last}.")
         if step == last:
-            row = self._row | scalars
+            self._row |= scalars
             self._file.seek(self._row_start)
         else:
-            row = {"step": step} | scalars
+            self._row = {"step": step} | scalars
             self._row_start = self._file.seek(0, os.SEEK_END)
-        self._file.write(_line(row))  # over the old row where there is one, in one system call
+        self._file.write(_line(self._row))  # over the old row if there is one, in one system call
         self._file.truncate()  # flushes first; cuts only where the merged row is shorter
-        self._row = row
         for mirror in self._mirrors:
             mirror.write(step, scalars)
 
-    def flush(self):
+    def flush(self) -> None:
         """Put every row on the disk: after this, not even a power failure loses them."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
         for mirror in self._mirrors:
             mirror.flush()
 
-    def close(self):
+    def close(self) -> None:
         """Flush and close; closing twice is harmless."""
-        if self._file.closed:
+        if self._file is None:
             return
         self.flush()
         self._file.close()
+        self._file = None
         for mirror in self._mirrors:
             mirror.close()
 
-    def __enter__(self):
+    def __enter__(self) -> "MetricWriter":
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_) -> None:
         self.close()
 
 
-class NullWriter:
-    """Has the methods of `MetricWriter` and writes nothing: for every process but the first."""
+class Progress:
+    """Shows how far a run is, its numbers, and the time left: a bar on a terminal, lines elsewhere.
 
-    def write(self, step, scalars):
-        """Do nothing."""
+    Args:
+      total_steps: the step at which the run ends.
+      start_step: steps that an earlier session has done (a resumed run).
+      quiet: show nothing; for every process but the first.
+      stream: where to write; None: `sys.stderr`.
 
-    def flush(self):
-        """Do nothing."""
+    The time left is estimated from the steps of this session after its first update, so neither
+    an earlier session nor the first step's compilation counts; nor do the waits in `announce`.
+    """
 
-    def close(self):
-        """Do nothing."""
+    def __init__(
+        self,
+        total_steps: int,
+        start_step: int = 0,
+        quiet: bool = False,
+        stream: TextIO | None = None,
+    ):
+        self._stream = sys.stderr if stream is None else stream
+        self._total = total_steps
+        self._quiet = quiet
+        self._waits = 0  # announcements that are open
+        self._inside_line = False  # one of them left the cursor behind its message
+        self._waited = 0.0  # seconds spent in announcements since the first update
+        self._first = None  # (step, time) of the first update
+        self._bar = None
+        if not quiet and _has_room(self._stream):
+            self._bar = _Bar(
+                total=total_steps,
+                initial=start_step,
+                file=self._stream,
+                dynamic_ncols=True,
+                bar_format="{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt}{postfix}",
+            )
 
-    def __enter__(self):
+    def update(self, step: int, metrics: dict[str, float] | None = None) -> None:
+        """Show that `step` steps are done.
+
+        `metrics` are shown as they are named: {"loss": 2.413, "tokens/s": 81234.0}. Without them
+        only the bar moves, which is cheap enough for every step.
+        """
+        if self._quiet:
+            return
+        left = self._time_left(step)
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+        if not metrics:
+            return
+        numbers = [_named(name, value) for name, value in metrics.items()]
+        time_left = []
+        if left is not None and step < self._total:
+            time_left = [f"{format_clock(left)} left"]
+        if self._bar is None:
+            self.note("  ".join([f"step {step}/{self._total}", *numbers, *time_left]))
+        else:  # the time first: a narrow terminal cuts the end
+            self._bar.set_postfix_str("  ".join(time_left + numbers))
+
+    def note(self, message: str) -> None:
+        """Print a line without breaking the bar."""
+        if self._quiet:
+            return
+        if self._bar is None or self._waits:
+            print("\n" * self._inside_line + str(message), file=self._stream, flush=True)
+            self._inside_line = False
+        else:
+            self._bar.write(str(message), file=self._stream)
+
+    @contextlib.contextmanager
+    def announce(self, message: str) -> Iterator[None]:
+        """`decent_jax.progress.announce` without breaking the bar; for rare waits."""
+        if self._bar is not None:
+            self._bar.clear()
+        started = time.monotonic()
+        self._waits += 1
+        self._inside_line = True
+        try:
+            with announce(message, quiet=self._quiet, stream=self._stream):
+                yield
+        finally:
+            self._waits -= 1
+            self._inside_line = False
+            if self._waits == 0 and self._first is not None:
+                self._waited += time.monotonic() - started
+            if self._bar is not None and self._waits == 0:
+                self._bar.refresh()
+
+    def close(self) -> None:
+        """Leave the bar as it is and end its line; closing twice is harmless."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(self, *_):
-        pass
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def _time_left(self, step):
+        """Seconds to go at the pace since the first update; None where there is none yet."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = (step, now)
+        first_step, first_time = self._first
+        if step <= first_step:
+            return None
+        return (now - first_time - self._waited) / (step - first_step) * (self._total - step)
 
 
-def read_metrics(path):
-    """The rows of a metrics file (or of the run folder that has one), as a list of dicts.
+class Clock:
+    """Seconds of training, without the pauses for evaluation, saving and compiling.
 
-    A torn last line, left by a process killed while writing it, is ignored; any other line that
-    is not a row raises `ValueError`.
+    Attributes:
+      seconds: of all rows so far, in this session and those before.
+      waited: for data, since the last row.
     """
-    path = Path(path)
-    if path.is_dir():
-        path = path / FILE_NAME
-    lines = path.read_bytes().splitlines()
-    rows = []
-    for number, line in enumerate(lines, start=1):
+
+    def __init__(self, seconds: float):
+        self.seconds, self.waited = seconds, 0.0
+        self._began, self._paused = time.monotonic(), 0.0
+
+    def restart(self) -> None:
+        """Begin a row here."""
+        self.waited, self._began, self._paused = 0.0, time.monotonic(), 0.0
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """A context whose time does not count."""
+        began = time.monotonic()
         try:
-            row = json.loads(line)
-            if not isinstance(row.get("step"), int):
-                raise ValueError
-        except (ValueError, AttributeError):
-            if number == len(lines):
-                break
-            raise ValueError(f"{path} line {number} is not a JSON object with a step.") from None
-        rows.append({k: _NOT_FINITE.get(v, v) if isinstance(v, str) else v for k, v in row.items()})
-    return rows
+            yield
+        finally:
+            self._paused += time.monotonic() - began
+
+    def lap(self) -> tuple[float, float]:
+        """(seconds, seconds waited for data) of the row that ends here; begins the next."""
+        seconds = max(time.monotonic() - self._began - self._paused, 1e-9)
+        waited = self.waited
+        self.seconds += seconds
+        self.restart()
+        return seconds, waited
+
+
+class Report:
+    """Waits for the steps, one step late; writes their rows and shows their numbers.
+
+    Args:
+      task: names the unit of throughput.
+      batch_size: examples per step, over all replicas.
+      placement: where the replicas live.
+      clock: of the run.
+      writer: gets the rows.
+      progress: shows them.
+      measured: ``(steps)`` to the task's own measurements of the batches of so many steps.
+      watch: ``(done, consensus, failing, skipped)`` to whether the distance is past the bound.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        batch_size: int,
+        placement: Placement,
+        *,
+        clock: Clock,
+        writer: MetricWriter,
+        progress: Progress,
+        measured: Callable[[int], dict[str, float]],
+        watch: Callable[[int, Consensus, int, np.ndarray], bool],
+    ):
+        self._task, self._batch_size, self._clock = task, batch_size, clock
+        self._writer, self._progress = writer, progress
+        self._measured, self._watch = measured, watch
+        replicated = placement.replicated
+        self._summarize = jax.jit(_summarize, out_shardings=replicated)
+        self._distance = jax.jit(consensus_distance, out_shardings=replicated)
+        self._compiled = False
+        self._pending = None  # (steps done, metrics, their summary where a row is due)
+        self._steps = 0  # since the last row
+
+    def pend(self, done: int, metrics: Any, params: Any) -> None:
+        """Look at this step later; with ``params`` for a row, whose reductions start now."""
+        self._steps += 1
+        summary = None
+        if params is not None:
+            with contextlib.nullcontext() if self._compiled else self._clock.pause():
+                summary = self._summarize(metrics), self._distance(params)
+            self._compiled = True
+        self._pending = done, metrics, summary
+
+    def look_at_pending(self) -> bool:
+        """Wait for the step, write its row; whether its consensus distance is past the bound."""
+        if self._pending is None:
+            return False
+        (done, metrics, summary), self._pending = self._pending, None
+        jax.block_until_ready(metrics)
+        if summary is None:
+            self._progress.update(done)
+            return False
+        numbers, consensus = jax.device_get(summary)
+        skipped, failing = numbers.pop("skipped"), int(numbers.pop("failing"))
+        steps, self._steps = self._steps, 0
+        seconds, waited = self._clock.lap()
+        rate = self._batch_size * self._task.units_per_example * steps / seconds
+        row = {f"train/{name}": value for name, value in numbers.items()}
+        row |= {
+            "train/consensus_distance": float(consensus.distance),
+            "train/consensus_distance_relative": float(consensus.relative),
+            "perf/step_time_s": seconds / steps,
+            f"perf/{self._task.unit}_per_s": rate,
+            "perf/data_wait_s": waited / steps,
+            "perf/wall_time_s": self._clock.seconds,
+        }
+        row |= self._measured(steps)
+        past_bound = self._watch(done, consensus, failing, skipped)
+        self._writer.write(done, row)
+        shown = {"loss": float(row["train/loss"]), "consensus": float(consensus.relative)}
+        self._progress.update(done, shown | {f"{self._task.unit}/s": rate})
+        return past_bound
+
+
+def _summarize(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Metrics per replica (n,) to those of a row of metrics.jsonl."""
+    loss, skipped = metrics["loss"], metrics["skipped"]
+    fine = jnp.isfinite(loss)
+    return {
+        "loss": jnp.where(fine, loss, 0).sum() / fine.sum(),
+        "loss_max": loss.max(),
+        "loss_min": jnp.where(fine, loss, jnp.inf).min(),
+        "grad_norm": jnp.where(fine, metrics["grad_norm"], 0).sum() / fine.sum(),
+        "learning_rate": metrics["learning_rate"],
+        "skipped_updates": skipped.sum(),
+        "skipped": skipped,
+        "failing": metrics["failing"].min(),
+    }
 
 
 def _number(name, value):
@@ -153,61 +380,31 @@ def _number(name, value):
 
 
 def _line(row):
-    return json.dumps(plain(row), allow_nan=False).encode() + b"\n"
+    def strict(value):
+        if isinstance(value, float) and not math.isfinite(value):
+            return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return value
+
+    row = {name: strict(value) for name, value in row.items()}
+    return json.dumps(row, allow_nan=False).encode() + b"\n"
 
 
-class _TensorBoard:
-    """The same scalars as event files in `workdir/tensorboard`."""
-
-    def __init__(self, workdir, start_step):
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError as error:
-            raise ImportError(
-                "TensorBoard output needs tensorboardX: pip install 'decent_jax[tensorboard]'."
-            ) from error
-        # purge_step hides what an earlier session wrote past the step it is resumed from.
-        self._writer = SummaryWriter(str(workdir / "tensorboard"), purge_step=start_step + 1)
-
-    def write(self, step, scalars):
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
-
-    def flush(self):
-        self._writer.flush()
-
-    def close(self):
-        self._writer.close()
+def _named(name: str, value) -> str:
+    """ "loss 2.413", but "81.2k tokens/s"."""
+    value = value if isinstance(value, int) else float(value)
+    return (
+        f"{format_number(value)} {name}"
+        if name.endswith("/s")
+        else f"{name} {format_number(value, digits=4)}"
+    )
 
 
-class _WandB:
-    """The same scalars in a Weights & Biases run, which a resumed run continues."""
+def _has_room(stream: TextIO) -> bool:
+    """Whether this is a terminal with a known size; some pseudo-terminals are 0 by 0."""
+    if not stream.isatty():
+        return False
+    return min(os.get_terminal_size(stream.fileno())) > 0
 
-    def __init__(self, workdir):
-        try:
-            import wandb
-        except ImportError as error:
-            raise ImportError(
-                "Weights & Biases output needs wandb: pip install 'decent_jax[wandb]'."
-            ) from error
-        id_file = workdir / "wandb_run_id.txt"
-        if not id_file.exists():
-            write_atomic(id_file, uuid.uuid4().hex.encode())
-        config = workdir / "config.json"
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "decent_jax"),
-            name=workdir.resolve().name,
-            id=id_file.read_text().strip(),
-            resume="allow",
-            dir=str(workdir),
-            config=json.loads(config.read_text()) if config.exists() else None,
-        )
 
-    def write(self, step, scalars):
-        self._run.log(scalars, step=step)
-
-    def flush(self):
-        """Its own thread sends what is logged."""
-
-    def close(self):
-        self._run.finish()
+class _Bar(tqdm):
+    monitor_interval = 0  # no thread that redraws the bar in the middle of an announcement

@@ -1,6 +1,10 @@
-"""The training step: written once for one replica, compiled once a round."""
+"""The training step: written once for one replica, compiled once per round.
 
-import functools
+`gradient` and `update` are one replica's step. `make_step` runs them where the replicas live.
+"""
+
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,8 +18,7 @@ from decent_jax.cpu import overlap
 from decent_jax.replicas import Placement
 from decent_jax.tasks import Task
 from decent_jax.topology import Schedule
-from decent_jax.train import compiler_options
-from decent_jax.train.split import split
+from decent_jax.train import algorithm, xla
 
 
 class TrainState(NamedTuple):
@@ -28,7 +31,7 @@ class TrainState(NamedTuple):
 
 
 def learning_rate(config: ConfigDict, steps: int, warmup: int, drops: list[int]) -> optax.Schedule:
-    """The learning rate of a 0-based step; durations are in steps."""
+    """The learning rate as a function of the 0-based step; durations are in steps."""
     peak, name = config.learning_rate, config.lr_schedule.name
     if name == "cosine":
         return optim.linear_warmup_cosine_schedule(
@@ -48,7 +51,7 @@ def learning_rate(config: ConfigDict, steps: int, warmup: int, drops: list[int])
 def init_state(
     config: ConfigDict, task: Task, tx: optax.GradientTransformation, placement: Placement
 ) -> TrainState:
-    """The state before step 0, sharded over the mesh."""
+    """The state before step 0, sharded over the mesh: drawn from the seed, or given by the task."""
     n, key = config.num_replicas, jax.random.key(config.seed)
     loaded = task.load_params()
 
@@ -69,6 +72,85 @@ def init_state(
     return drawn() if loaded is None else given(jax.device_put(loaded, placement.replicated))
 
 
+def gradient(
+    loss_of: Callable, micro_batches: int, params: Any, model_state: Any, batch: Any, key: jax.Array
+) -> tuple[jax.Array, Any, Any]:
+    """Loss, model state and gradient of one replica, averaged over its micro-batches.
+
+    Args:
+      loss_of: ``(params, model_state, batch, key) -> (loss, model_state)``.
+      micro_batches: m, parts of the batch that are computed one after the other.
+      params: of the replica.
+      model_state: likewise; each micro-batch gets that of the one before.
+      batch: leaves of shape (B, ...), B a multiple of m.
+      key: of this step and replica.
+    """
+    value_and_grad = jax.value_and_grad(loss_of, has_aux=True)
+    if micro_batches == 1:
+        (loss, model_state), grads = value_and_grad(params, model_state, batch, key)
+        return loss, model_state, grads
+
+    def in_parts(x):
+        """(B, ...) to (m, B / m, ...), part k the examples k, k + m, ...: devices that share the
+        examples of a replica also share those of each part."""
+        return x.reshape(-1, micro_batches, *x.shape[1:]).swapaxes(0, 1)
+
+    def add_part(carry, part):
+        model_state, total, k = carry
+        (loss, model_state), grads = value_and_grad(
+            params, model_state, part, jax.random.fold_in(key, k)
+        )
+        total = jax.tree.map(lambda a, g: a + g / micro_batches, total, (loss, grads))
+        return (model_state, total, k + 1), None
+
+    # Zeros made of the arguments vary over the replicas as the gradients do.
+    zero = jax.tree.map(lambda x: x * 0, params)
+    loss = jax.tree.leaves(zero)[0].sum().astype(jnp.float32)
+    carry, _ = jax.lax.scan(add_part, (model_state, (loss, zero), 0), jax.tree.map(in_parts, batch))
+    model_state, (loss, grads), _ = carry
+    return loss, model_state, grads
+
+
+def update(
+    tx: optax.GradientTransformationExtraArgs,
+    params: Any,
+    opt_state: Any,
+    loss: jax.Array,
+    grads: Any,
+    rnd: int | None,
+    mixed: Any = None,
+) -> tuple[Any, Any, dict[str, jax.Array]]:
+    """Parameters, optimizer state and metrics of one replica after its update.
+
+    Args:
+      tx: the method.
+      params: of the replica.
+      opt_state: a `decent_jax.optim.GuardedState`.
+      loss: () float32.
+      grads: like ``params``.
+      rnd: of the schedule; None: a step without communication.
+      mixed: the parameters that the round gave, where it has been run before; see
+        `decent_jax.optim.EarlyMixing`.
+    """
+    early = {} if mixed is None else {"mixed": mixed}
+    change, opt_state = tx.update(grads, opt_state, params, round=rnd, value=loss, **early)
+    params = optim.apply_updates(params, change)
+    metrics = {
+        "loss": loss,
+        "grad_norm": optax.tree.norm(grads),
+        "skipped": opt_state.skipped,
+        "failing": opt_state.failing,
+    }
+    return params, opt_state, metrics
+
+
+def moving_average(decay: float, average: Any, params: Any) -> Any:
+    """``decay * average + (1 - decay) * params``; numbers that are not finite are left out."""
+    return jax.tree.map(
+        lambda e, p: jnp.where(jnp.isfinite(p), decay * e + (1 - decay) * p, e), average, params
+    )
+
+
 def make_step(
     config: ConfigDict,
     task: Task,
@@ -76,158 +158,80 @@ def make_step(
     rate: optax.Schedule,
     schedule: Schedule,
     placement: Placement,
-):
+) -> Any:
     """``step(state, batch, t, round=r) -> (state, metrics)``, jitted, with a static round.
 
     ``batch`` leaves are (n, B, ...), ``t`` the 0-based step (int32 scalar); the state is donated.
     Metrics are per replica, (n,): ``loss``, ``grad_norm``, ``skipped``, ``failing``; and
-    ``learning_rate``. Where `overlap.needed` it is an `overlap.Step`.
+    ``learning_rate``, (). Where `overlap.needed` it is an `overlap.Step`, for which ``tx`` must
+    have been made with a rate that is a function of the step.
     """
     key = jax.random.key(config.seed + 1)
-    value_and_grad = jax.value_and_grad(task.loss, has_aux=True)
+    rows = P("replica")
+    options = xla.options_of_step(placement, schedule, tx)
+    check_vma = gossip.allows_check_vma(schedule) or config.algorithm == "all_reduce"
 
-    def in_parts(x):
-        """(B, ...) to (m, B / m, ...), part k the examples k, k + m, ...: where the devices of a
-        replica share its examples they also share those of each part."""
-        return x.reshape(-1, config.micro_batches, *x.shape[1:]).swapaxes(0, 1)
+    def gradients(params, model_state, batch, t):
+        """Of the replicas of one device."""
 
-    def gradient(params, model_state, batch, replica, t):
-        """Mean loss and gradient over the micro-batches of one replica."""
-        rng = jax.random.fold_in(jax.random.fold_in(key, t), replica)
-        if config.micro_batches == 1:
-            (loss, model_state), grads = value_and_grad(params, model_state, batch, rng)
-            return loss, model_state, grads
-        parts = jax.tree.map(in_parts, batch)
+        def of_replica(params, model_state, batch, replica):
+            rng = jax.random.fold_in(jax.random.fold_in(key, t), replica)
+            return gradient(task.loss, config.micro_batches, params, model_state, batch, rng)
 
-        def one(carry, part):
-            model_state, total, k = carry
-            (loss, model_state), grads = value_and_grad(
-                params, model_state, part, jax.random.fold_in(rng, k)
-            )
-            total = jax.tree.map(lambda a, g: a + g / config.micro_batches, total, (loss, grads))
-            return (model_state, total, k + 1), None
+        with jax.named_scope("forward_backward"):
+            run = placement.per_replica_alone(of_replica, loop=config.mesh.loop)
+            return run(params, model_state, batch, placement.replica_ids())
 
-        # Zeros made of the arguments vary over the replicas as the gradients do.
-        zero = jax.tree.map(lambda x: x * 0, params)
-        loss = jax.tree.leaves(zero)[0].sum().astype(jnp.float32)
-        carry, _ = jax.lax.scan(one, (model_state, (loss, zero), 0), parts)
-        model_state, (loss, grads), _ = carry
-        return loss, model_state, grads
-
-    def update(early, late, round):
-        """One replica's params, opt_state, ema and metrics.
-
-        ``early`` is known when the gradient is, ``late`` when the messages have arrived too.
-        """
-        loss, grads, opt_state = early
-        params, ema, mixed = late
-        given = {} if mixed is None else {"mixed": mixed}
-        updates, opt_state = tx.update(grads, opt_state, params, round=round, value=loss, **given)
-        params = optim.apply_updates(params, updates)
+    def follow(params, model_state, ema, rnd):
+        """Model state and moving average of one replica, once it has its new parameters."""
         if ema is not None:
-            decay = config.eval.ema_decay
-            ema = jax.tree.map(
-                lambda e, p: jnp.where(jnp.isfinite(p), decay * e + (1 - decay) * p, e), ema, params
-            )
-        metrics = {
-            "loss": loss,
-            "grad_norm": optax.tree.norm(grads),
-            "skipped": opt_state.skipped,
-            "failing": opt_state.failing,
-        }
-        return params, opt_state, ema, metrics
-
-    def parts_of_update(params):
-        """`update` as what comes before the messages have arrived, and after; see `split`."""
-        like_params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-        early = jnp.float32(0), like_params, jax.eval_shape(tx.init, params)
-        late = like_params, like_params if config.eval.ema_decay else None, like_params
-        return split(functools.partial(update, round=0), early, late)
-
-    def new_state(model_state, updated, round):
-        """One replica's `TrainState` and metrics."""
-        params, opt_state, ema, metrics = updated
+            ema = moving_average(config.eval.ema_decay, ema, params)
         if task.mixes_state and config.algorithm == "all_reduce":
             model_state = gossip.mean(model_state, placement.axis_name)
         elif task.mixes_state:
-            model_state = gossip.mix(model_state, schedule, round, placement.axis_name)
-        return TrainState(params, model_state, opt_state, ema), metrics
+            model_state = gossip.mix(model_state, schedule, rnd, placement.axis_name)
+        return model_state, ema
 
-    def gradient_on_device(state, batch, t):
-        ids = placement.replica_ids()
-        with jax.named_scope("forward_backward"):
-            one = placement.per_replica_alone(
-                lambda *args: gradient(*args, t), loop=config.mesh.loop
-            )
-            return one(state.params, state.model_state, batch, ids)
+    def on_device(state, batch, t, *, rnd):
+        def of_replica(state, loss, model_state, grads):
+            params, opt_state, metrics = update(tx, state.params, state.opt_state, loss, grads, rnd)
+            model_state, ema = follow(params, model_state, state.ema, rnd)
+            return TrainState(params, model_state, opt_state, ema), metrics
 
-    def on_device(state, batch, t, *, round):
-        def whole(state, loss, model_state, grads):
-            early = loss, grads, state.opt_state
-            updated = update(early, (state.params, state.ema, None), round)
-            return new_state(model_state, updated, round)
-
-        results = gradient_on_device(state, batch, t)
+        found = gradients(state.params, state.model_state, batch, t)
         with jax.named_scope("update"):
-            return placement.per_replica(whole)(state, *results)
+            return placement.per_replica(of_replica)(state, *found)
 
-    def mix_on_device(params, count, *, round):
-        return placement.per_replica(lambda *args: tx.mix(*args, round))(params, count)
+    def with_rate(result, t):
+        state, metrics = result
+        rates = {"learning_rate": jnp.asarray(rate(t), jnp.float32)}
+        return placement.place_all(state), metrics | rates
 
-    def begin_on_device(inner, state, batch, t):
-        def first(inner, state, loss, model_state, grads):
-            before, _ = parts_of_update(state.params)
-            return model_state, before((loss, grads, state.opt_state._replace(inner=inner)))
-
-        results = gradient_on_device(state, batch, t)
-        with jax.named_scope("update"):
-            return placement.per_replica(first)(inner, state, *results)
-
-    def finish_on_device(state, results, ema, mixed, *, round):
-        def second(state, model_state, kept, ema, mixed):
-            _, after = parts_of_update(state.params)
-            updated = after(kept, (state.params, ema, mixed))
-            return new_state(model_state, updated, round)
-
-        with jax.named_scope("update"):
-            return placement.per_replica(second)(state, *results, ema, mixed)
-
-    stacked = P("replica")
-    check_vma = gossip.allows_check_vma(schedule) or config.algorithm == "all_reduce"
-
-    def on_devices(body, *in_specs, check_vma=check_vma, **static):
-        body = functools.partial(body, **static)
-        return placement.on_devices(body, in_specs, stacked, check_vma)
-
-    def finished(state, metrics, t):
-        state = placement.place_all(state)
-        return state, {**metrics, "learning_rate": jnp.asarray(rate(t), jnp.float32)}
-
-    options = compiler_options.of_step(placement, schedule, tx)
-
-    @functools.partial(jax.jit, static_argnames="round", donate_argnums=0, compiler_options=options)
+    @partial(jax.jit, static_argnames="round", donate_argnums=0, compiler_options=options)
     def step(state, batch, t, *, round):
-        run = on_devices(on_device, stacked, stacked, P(), round=round)
-        return finished(*run(state, batch, t), t)
+        run = placement.on_devices(
+            partial(on_device, rnd=round), (rows, rows, P()), rows, check_vma
+        )
+        return with_rate(run(state, batch, t), t)
 
     if not overlap.needed(tx, placement):
         return step
-
-    @functools.partial(jax.jit, static_argnames="round")
-    def mix(params, count, *, round):
-        return on_devices(mix_on_device, stacked, stacked, round=round)(params, count)
-
-    # An update that is evaluated equation by equation has no types to be checked.
-    @functools.partial(jax.jit, donate_argnums=0, compiler_options=options)
-    def begin(inner, state, batch, t):
-        run = on_devices(begin_on_device, stacked, stacked, stacked, P(), check_vma=False)
-        return run(inner, state, batch, t)
-
-    @functools.partial(
-        jax.jit, static_argnames="round", donate_argnums=(0, 1, 2, 3), compiler_options=options
+    assert isinstance(tx, optim.EarlyMixing)
+    decay = config.optimizer.weight_decay
+    direct = None
+    if config.optimizer.decoupled or not decay:
+        at_rate_1 = algorithm.transformation(
+            config, schedule, lambda count: 1.0, task.decay_mask, placement.axis_name
+        )
+        direct = partial(update, at_rate_1)
+    parts = overlap.Parts(
+        tx=tx,
+        gradients=gradients,
+        update=partial(update, tx),
+        direct=direct,
+        follow=follow,
+        with_rate=with_rate,
+        rate=rate,
+        decay=lambda params: jax.tree.map(lambda yes: decay * yes, task.decay_mask(params)),
     )
-    def finish(state, results, ema, mixed, t, *, round):
-        run = on_devices(finish_on_device, *[stacked] * 4, round=round, check_vma=False)
-        return finished(*run(state, results, ema, mixed), t)
-
-    return overlap.Step(step, mix, begin, finish, placement.stacked)
+    return overlap.Step(step, parts, placement, check_vma, options)

@@ -1,4 +1,4 @@
-"""A run's surroundings: its folder and lock, signals, and what it tells the user."""
+"""The directory of a run and its lock, messages to the terminal, and signals."""
 
 import contextlib
 import fcntl
@@ -10,7 +10,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,18 @@ from decent_jax.errors import ConfigError
 from decent_jax.progress import announce
 from decent_jax.text import format_duration
 from decent_jax.train import config as config_lib
-from decent_jax.train import metrics
+from decent_jax.train.metrics import MetricWriter, Progress
 
 _PACKAGES = ("decent_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 @contextlib.contextmanager
 def open_workdir(workdir: str | Path, config: ConfigDict) -> Iterator["Workdir"]:
-    """The run's folder, locked by process 0 for as long as the context lasts.
+    """The run's directory, locked by process 0 until the context ends.
 
     Raises:
-      ConfigError: the folder belongs to a run that is going on, or to one with another config, or
-        cannot be written.
+      ConfigError: another run writes to the directory, it belongs to a run with another config, or
+        it cannot be written.
     """
     path = Path(workdir).absolute()
     work = Workdir(path, config)
@@ -53,17 +54,24 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Iterator["Workdir"]
 
 
 class Workdir:
-    """The folder ``workdir`` and the words that go to the terminal (from process 0 only)."""
+    """The run directory ``path``, and the run's messages; only process 0 writes and prints.
+
+    Attributes:
+      path: absolute.
+      config: of the run.
+      quiet: True on all processes but the first.
+      progress: the bar that `say` and `announce` must not break, while there is one.
+    """
 
     def __init__(self, path: Path, config: ConfigDict):
         self.path, self.config = path, config
         self.quiet = jax.process_index() != 0
-        self.progress = None
+        self.progress: Progress | None = None
         self._began = time.time()
         self._announced = set()
 
     def say(self, message: str) -> None:
-        """Print a line, beside the progress bar if there is one."""
+        """Print a line, above the progress bar if there is one."""
         if self.quiet:
             return
         if self.progress is not None:
@@ -71,14 +79,23 @@ class Workdir:
         else:
             print(message, file=sys.stderr, flush=True)
 
-    def announce(self, message: str, once: bool = False):
-        """A context for a wait; with ``once``, only the first wait of that name is told."""
+    def announce(self, message: str, once: bool = False) -> AbstractContextManager:
+        """A context that prints what the user waits for; ``once``: the first time only."""
         if once and message in self._announced:
             return contextlib.nullcontext()
         self._announced.add(message)
         if self.progress is not None:
             return self.progress.announce(message)
         return announce(message, quiet=self.quiet)
+
+    @contextlib.contextmanager
+    def show_progress(self, steps: int, start: int) -> Iterator[Progress]:
+        """A context with a `Progress` bar from ``start`` to ``steps``."""
+        with Progress(steps, start, quiet=self.quiet) as self.progress:
+            try:
+                yield self.progress
+            finally:
+                self.progress = None
 
     def check_config(self) -> None:
         """Refuse to resume under a config that makes it another experiment."""
@@ -93,31 +110,29 @@ class Workdir:
         if changes:
             raise ConfigError(
                 f"{self.path} holds a run with another config ({'; '.join(changes)}); take another "
-                f"--workdir, or change only "
-                f"{config_lib.changeable(self.config.task)}"
+                f"--workdir, or change only {config_lib.changeable(self.config.task)}"
             )
 
     def write_config(self) -> None:
-        """``config.json``, before the first step."""
+        """Write ``config.json``, before the first step."""
         if not self.quiet:
             json_files.write_json_atomic(self.path / "config.json", self.config.to_dict())
 
-    def open_metrics(self, start_step: int):
-        """The writer of ``metrics.jsonl``; rows past ``start_step`` are dropped."""
-        if self.quiet:
-            return metrics.NullWriter()
+    def open_metrics(self, start_step: int) -> MetricWriter:
+        """The writer of ``metrics.jsonl``; it drops the rows past ``start_step``."""
         try:
-            return metrics.MetricWriter(
+            return MetricWriter(
                 self.path,
                 tensorboard=self.config.log.tensorboard,
                 wandb=self.config.log.wandb,
                 start_step=start_step,
+                quiet=self.quiet,
             )
         except (ImportError, ValueError) as error:  # not installed; a damaged metrics file
             raise ConfigError(str(error)) from None
 
     def summary(self, **entries: Any) -> dict[str, Any]:
-        """Write ``summary.json``: what the run came to, and on what."""
+        """Write ``summary.json``: ``entries``, and the hardware and versions of the run."""
         summary = entries | {
             "task": self.config.task,
             "algorithm": self.config.algorithm,
@@ -133,7 +148,7 @@ class Workdir:
         return summary
 
     def say_where(self, summary: dict[str, Any]) -> None:
-        """The last words of a run."""
+        """Print the result and the files of a finished run."""
         loss = summary["final"].get("eval/loss", float("nan"))
         self.say(
             f"validation loss {loss:.4f} after {summary['steps']} steps, "
@@ -145,43 +160,24 @@ class Workdir:
         )
 
 
-class Mark:
-    """Time since the last row, without the pauses for evaluation, saving and compiling."""
-
-    def __init__(self, step: int):
-        self._step, self._time, self._paused = step, time.monotonic(), 0.0
-        self.data_wait = 0.0
-
-    def pause(self):
-        """A context whose time does not count."""
-        return timed(self._add_pause)
-
-    def _add_pause(self, seconds: float) -> None:
-        self._paused += seconds
-
-    def interval(self, step: int) -> tuple[float, int, float]:
-        """(seconds, steps, seconds waited for data) since the last call."""
-        now = time.monotonic()
-        seconds = max(now - self._time - self._paused, 1e-9)
-        result = seconds, step - self._step, self.data_wait
-        self._step, self._time, self._paused, self.data_wait = step, now, 0.0, 0.0
-        return result
-
-
 class Signals:
-    """Remembers SIGTERM and Ctrl-C instead of dying of them; a second one is obeyed at once."""
+    """Remembers SIGTERM and Ctrl-C for the loop to act on; a second one ends the process at once.
+
+    Attributes:
+      received: the number of the signal, or None.
+    """
 
     def __init__(self):
         self.received: int | None = None
         self._before = {}
 
-    def __enter__(self):
+    def __enter__(self) -> "Signals":
         with contextlib.suppress(ValueError):  # not in the main thread: leave signals alone
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._remember)
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -190,16 +186,6 @@ class Signals:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.received = number
-
-
-@contextlib.contextmanager
-def timed(add: Callable[[float], None]) -> Iterator[None]:
-    """Reports the seconds spent inside to ``add``."""
-    began = time.monotonic()
-    try:
-        yield
-    finally:
-        add(time.monotonic() - began)
 
 
 def _lock(lock, path: Path) -> None:

@@ -1,0 +1,89 @@
+"""Checkpoints of a run, and the best model: what is saved with them, and restored."""
+
+import contextlib
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from decent_jax import json_files
+from decent_jax.errors import CheckpointError
+from decent_jax.train.checkpoint import Checkpointer
+from decent_jax.train.evaluation import Model
+from decent_jax.train.setup import Experiment
+from decent_jax.train.step import TrainState
+
+
+class Saver:
+    """Saves checkpoints, and what they must know; a context that waits until all are written.
+
+    Attributes:
+      checkpoints: on disk.
+      evaluated: the last evaluation, a row with its ``step``.
+      best: the lowest ``eval/loss`` so far.
+      seconds: of training, in the sessions before this one.
+      last_save: when, by `time.monotonic`; at first the start.
+      steps_ahead: data position minus step count, in steps; not 0 after a resume with another
+        ``batch_size``.
+    """
+
+    def __init__(self, experiment: Experiment, workdir: Path):
+        self.checkpoints = Checkpointer(workdir, experiment.config.checkpoint.keep)
+        self.evaluated: dict[str, Any] = {}
+        self.best, self.seconds, self.steps_ahead = math.inf, 0.0, 0
+        self._experiment = experiment
+        self.last_save = time.monotonic()
+
+    def restored(self, meta: dict[str, Any]) -> None:
+        """Continue from the checkpoint that has this ``meta``."""
+        self.seconds, self.best = meta["seconds"], meta["best"]
+        self.steps_ahead = meta["examples"] // self._experiment.config.batch_size - meta["step"]
+        if not self.checkpoints.drop_best_after(meta["step"]):
+            self.best = math.inf
+
+    def save(self, done: int, state: TrainState, seconds: float) -> None:
+        """Save the state after ``done`` steps and ``seconds`` of training, in the background."""
+        config = self._experiment.config
+        self.last_save = time.monotonic()
+        meta = {
+            "num_replicas": config.num_replicas,
+            "schedule": self._experiment.schedule.name,
+            "batch_size": config.batch_size,
+            "examples": (done + self.steps_ahead) * config.batch_size,
+            "seconds": seconds,
+            "best": self.best,
+            "config": json_files.flat(config),
+        }
+        self.checkpoints.save(done, state, meta)
+
+    def rescue(self, done: int, state: TrainState, seconds: float) -> str:
+        """Save before the run fails, where this process can do so by itself; words about it."""
+        if jax.process_count() > 1 or not done:
+            return ""
+        self.save(done, state, seconds)
+        self.checkpoints.wait()
+        return f"; a checkpoint of step {done} is saved"
+
+    def evaluation(self, done: int, row: dict[str, float], model: Model) -> None:
+        """Remember the evaluation; save the model if it is the best so far."""
+        self.evaluated = {"step": done, **row}
+        if row["eval/loss"] < self.best:
+            self.best = row["eval/loss"]
+            self.checkpoints.save_best(done, *model, {"eval_loss": self.best})
+
+    def newest(self) -> str:
+        """Words about the newest checkpoint."""
+        saved = self.checkpoints.steps()
+        if saved:
+            return f"the last checkpoint is of step {saved[-1]}"
+        return "no checkpoint has been saved"
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, exc_type: type | None, *_) -> None:
+        # After an error, a second one from closing must not hide it.
+        with contextlib.suppress(*[CheckpointError] if exc_type else []):
+            self.checkpoints.close()

@@ -1,0 +1,139 @@
+"""What a run is made of: everything that a config names, checked, and built once."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import optax
+from ml_collections import ConfigDict
+
+from decent_jax import replicas, tasks
+from decent_jax.cluster import start as cluster
+from decent_jax.data import loader, partition
+from decent_jax.errors import ConfigError, DataError
+from decent_jax.replicas import Placement
+from decent_jax.tasks import Task
+from decent_jax.topology import Schedule
+from decent_jax.topology.plan_file import Plan
+from decent_jax.train import algorithm, xla
+from decent_jax.train import config as config_lib
+from decent_jax.train import step as step_lib
+from decent_jax.train.workdir import Workdir, open_workdir
+
+
+class Experiment(NamedTuple):
+    """A run, ready to be trained."""
+
+    config: ConfigDict
+    task: Task
+    schedule: Schedule
+    placement: Placement
+    partition: partition.Partition | None  # None: every replica reads all records
+    steps: int
+    every: dict[str, int]  # the durations of the config, in steps
+    rate: optax.Schedule
+    tx: optax.GradientTransformationExtraArgs
+
+
+@contextlib.contextmanager
+def open_experiment(
+    config: ConfigDict, workdir: str | Path
+) -> Iterator[tuple[Experiment, Workdir]]:
+    """Check the config, start jax, open the run directory and build the run.
+
+    Raises:
+      ConfigError: see `decent_jax.train.loop.run`.
+    """
+    schedule, plan = config_lib.resolve(config)
+    if plan is not None:
+        config = config_lib.config_of_plan(config, plan)
+    xla.use_cache()
+    started = cluster.start(config)
+    placement = _place(config, plan)
+    try:
+        # Tracing the first step asks for the rate and the mask; by then the task is there, too.
+        tx = algorithm.transformation(
+            config,
+            schedule,
+            lambda count: rate(count),
+            lambda params: task.decay_mask(params),
+            placement.axis_name,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    with open_workdir(workdir, config) as work:
+        devices = list(placement.mesh.devices.reshape(-1, placement.fsdp)[:, 0])
+        work.say(f"{started}\n{cluster.table(devices, placement.block)}")
+        if placement.fsdp > 1:
+            work.say(
+                f"a replica is sharded over {placement.fsdp} devices; the table names the first"
+            )
+        try:
+            task = tasks.find(config.task).make(config, work.path, work.announce)
+            shares = _partition(config, task)
+        except DataError as error:
+            raise ConfigError(str(error)) from None
+        if shares is not None:
+            work.say(shares.report())
+        steps, every, rate = _durations(config, task)
+        _check_fits_the_model(config, task, tx)
+        yield (
+            Experiment(config, task, schedule, placement, shares, steps, every, rate, tx),
+            work,
+        )
+
+
+def _place(config: ConfigDict, plan: Plan | None) -> Placement:
+    """The replicas on devices, in the order of the plan if there is one."""
+    fsdp = config.mesh.fsdp
+    devices = cluster.choose_devices(config.num_replicas * fsdp, config.mesh.devices)
+    if plan is not None:
+        devices = cluster.follow_plan(devices, plan)
+    try:
+        return replicas.place(config.num_replicas, devices, fsdp)
+    except ValueError as error:
+        raise ConfigError(f"mesh.fsdp: {error}") from None
+
+
+def _partition(config: ConfigDict, task: Task) -> partition.Partition | None:
+    """Which training records belong to which replica; None: every replica reads all of them.
+
+    Every start draws it from the seed, so a resumed run has the same one, and a run resumed with
+    another number of replicas a new one.
+    """
+    if config.data.partition == "iid":
+        return None
+    return partition.for_run(
+        task.train_source,
+        num_replicas=config.num_replicas,
+        batch_size=config.batch_size,
+        alpha=config.data.alpha,
+        seed=config.seed,
+    )
+
+
+def _durations(config: ConfigDict, task: Task) -> tuple[int, dict[str, int], optax.Schedule]:
+    """The steps of the run, its other durations in steps, and the learning rate."""
+    epoch = loader.steps_per_epoch(
+        task.train_source, config.batch_size, config.num_replicas, config.seed
+    )
+    steps = round(config.epochs * epoch) if config.epochs else config.steps
+    if steps < 1:
+        raise ConfigError(f"{config.epochs} epochs are less than a step, {epoch} are one epoch")
+    every = config_lib.durations(config, epoch, steps)
+    warmup = every["lr_schedule.warmup"]
+    if config.lr_schedule.name == "cosine":
+        config_lib.check_warmup(warmup, steps)
+    drops = config_lib.drops_in_steps(config, epoch, steps)
+    return steps, every, step_lib.learning_rate(config, steps, warmup, drops)
+
+
+def _check_fits_the_model(config, task, tx) -> None:
+    """Refuse a method that cannot be used on parameters of these shapes."""
+    params, _ = jax.eval_shape(task.init, jax.random.key(0))
+    try:
+        jax.eval_shape(tx.init, params)
+    except ValueError as error:
+        raise ConfigError(f"algorithm {config.algorithm}: {error}") from None

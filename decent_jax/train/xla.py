@@ -1,0 +1,157 @@
+"""How programs are compiled: XLA's options for a step, its memory, and the user's cache.
+
+The options that the user sets in ``XLA_FLAGS`` take precedence over those here.
+"""
+
+import contextlib
+import functools
+import hashlib
+import os
+import platform
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jaxlib.version
+
+from decent_jax import cpu
+from decent_jax.optim import EarlyMixing
+from decent_jax.replicas import Placement
+from decent_jax.text import format_number
+from decent_jax.topology import Schedule
+
+# Measured in the programs that XLA makes for H100s (`benchmarks/gpu_program.py`). Without these,
+# XLA has one message under way at a time and starts it as late as an estimate of a fast network
+# allows, so most of a step is over before the first. With both, XLA starts all messages at the top
+# of the step and waits for them where the update needs them. The price is the memory that a round
+# always needs, one more copy of the parameters, during the whole gradient.
+FOR_GPUS = {
+    "xla_gpu_experimental_collective_start_as_early_as_possible": True,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 1000,
+}
+FOR_CPUS = cpu.COMPILER_OPTIONS
+
+CACHE_LIMIT = 4 << 30  # bytes; past it, `use_cache` removes the programs read longest ago
+
+_MIN_SECONDS = 0.2  # what compiles faster is not worth a file
+
+
+def options_of_step(placement: Placement, schedule: Schedule, tx: Any) -> dict[str, Any]:
+    """The ``compiler_options`` of `jax.jit` for a step of the method ``tx`` on these devices."""
+    device = placement.mesh.devices.flat[0].platform
+    options = {}
+    if device == "cpu":
+        options = FOR_CPUS
+    elif device in ("gpu", "cuda") and _starts_early(placement, schedule, tx):
+        options = FOR_GPUS
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {
+        name: value for name, value in options.items() if name not in flags and known(name, value)
+    }
+
+
+def _starts_early(placement, schedule, tx) -> bool:
+    """Whether messages that start at the top of the step do good.
+
+    Not where a replica has several devices: XLA gathers its arrays as the gradient needs them, on
+    the stream that messages to other replicas would then occupy. Nor where groups send to each
+    other and the method does not hold back the last stage (`decent_jax.gossip.mix`), before which
+    XLA would wait for the messages at the top of the step.
+    """
+    in_stages = any(rnd.between_groups is not None for rnd in schedule.rounds)
+    return placement.fsdp == 1 and (isinstance(tx, EarlyMixing) or not in_stages)
+
+
+@functools.cache
+def known(name: str, value: Any) -> bool:
+    """Whether this version of XLA has the option; they come and go."""
+    try:
+        jax.jit(lambda: 0, compiler_options={name: value}).lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+        warnings.warn(
+            f"this jaxlib ({jaxlib.version.__version__}) does not know {name}: steps may take "
+            "longer, or more memory, than they could",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+class Memory(NamedTuple):
+    """Bytes on one device while a program runs, as XLA plans them."""
+
+    state: int  # its arguments: the state, which is updated in place, and a batch
+    temporary: int  # gradients, activations, messages, and results that are not in place
+
+    def __str__(self) -> str:
+        state, temporary, total = (
+            format_number(x / 1e6) for x in (self.state, self.temporary, sum(self))
+        )
+        return f"{total} MB of memory per device ({state} of state, {temporary} while it runs)"
+
+
+def memory_of(compiled: Any) -> Memory | None:
+    """The memory of a compiled program; None where the backend does not report it."""
+    found = compiled.memory_analysis()
+    if found is None:
+        return None
+    new = found.output_size_in_bytes - found.alias_size_in_bytes
+    return Memory(found.argument_size_in_bytes, found.temp_size_in_bytes + new)
+
+
+def use_cache() -> Path | None:
+    """Let jax keep compiled programs in the user's cache, so that a second start compiles nothing.
+
+    The folder is ``$XDG_CACHE_HOME/decent_jax/compiled/CPU``, by default in ``~/.cache``. Its last
+    part names what this machine's CPU can do: programs for another one may not run here, and hosts
+    often share a home. jax's own settings take precedence: ``JAX_COMPILATION_CACHE_DIR`` names
+    another folder, ``JAX_ENABLE_COMPILATION_CACHE=false`` keeps nothing.
+
+    Returns:
+      The folder, or None where the user decided otherwise or it cannot be written.
+    """
+    settings = jax.config.values
+    if settings["jax_compilation_cache_dir"] or not settings["jax_enable_compilation_cache"]:
+        return None
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(home) / "decent_jax" / "compiled" / _cpu()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a read-only home, or none
+        return None
+    if not os.access(folder, os.W_OK):
+        return None
+    _prune(folder.parent)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_SECONDS)
+    return folder
+
+
+def _cpu() -> str:
+    """A name for the instructions that this CPU has."""
+    flags = platform.processor()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        flags = next((line for line in lines if line.startswith(("flags", "Features"))), flags)
+    return f"{platform.machine()}-{hashlib.sha256(flags.encode()).hexdigest()[:12]}"
+
+
+def _prune(folder: Path) -> None:
+    """Remove the files read longest ago until three quarters of `CACHE_LIMIT` are left."""
+    found = []
+    for path in folder.glob("*/*"):
+        with contextlib.suppress(OSError):  # another process prunes as well
+            stat = path.stat()
+            found.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
+    total = sum(size for _, size, _ in found)
+    if total <= CACHE_LIMIT:
+        return
+    for _, size, path in sorted(found):
+        with contextlib.suppress(OSError):
+            path.unlink()
+        total -= size
+        if total <= 0.75 * CACHE_LIMIT:
+            return
