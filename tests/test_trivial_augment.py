@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from decent_jax.data import trivial_augment as module
+from decent_jax.data.images import trivial_augment as module
 from decent_jax.data.images.trivial_augment import BINS, OPERATIONS, trivial_augment
 
 BY_NAME = {operation.name: operation for operation in OPERATIONS}
