@@ -311,7 +311,7 @@ def test_the_vocabulary_of_another_run_is_refused(run, tmp_path):
         ({"micro_batches": 2}, "micro_batches must be 1 for translation"),
         ({"data__shapes": 0}, "data.shapes must be at least 1, got 0"),
         ({"data__beam": 0}, "data.beam must be at least 1, got 0"),
-        ({"data__path": ""}, "data.path is empty: name a folder made by .*prepare_translation"),
+        ({"data__path": ""}, "data.path is empty: name a folder made by .*prepare translation"),
         ({"data__path": "nowhere"}, "data.path: nowhere"),
         ({"data__partition": "dirichlet"}, "data.partition must be 'iid' for translation"),
     ],
