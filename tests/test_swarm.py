@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from decent_jax import optim, simulate, topology
+from decent_jax import gossip, optim, simulate, topology
 from decent_jax.topology import rounds as topology_rounds
 
 N, D, RATE = 8, 5, 0.1
@@ -35,31 +35,59 @@ def schedule_of(groups):
     return topology.Schedule("list", N, tuple(found))
 
 
+def side_by_side(group):
+    """An order of the replicas in which those that meet are neighbours, and the matrix then."""
+    pairs = [k for one in group for k in one[:2]]
+    matrix = np.eye(N)
+    for k in range(0, len(pairs), 2):
+        matrix[k : k + 2, k : k + 2] = 1 / 2
+    return np.array(pairs + [k for k in range(N) if k not in pairs]), matrix
+
+
 def in_bulk(groups, given, form="vmap", **options):
-    """All replicas at once: as many sub-steps as the busiest one has, and then the round."""
-    x0, a, b = given
-    schedule = schedule_of(groups)
+    """All replicas at once: as many sub-steps as the busiest one has, and then the round.
+
+    On devices rounds are static; on one device they are the hypercube's first, with replicas in
+    another order each time, in one program.
+    """
+    x, a, b = given
+    schedule = schedule_of(groups) if form == "devices" else topology.make("hypercube", N)
     tx = optim.swarm(optax.sgd(RATE), schedule, **options)
 
-    @functools.cache
-    def executable(round):
+    def step_in(round):
         def step(x, state, a, b, active):
             updates, state = tx.update(a * (x - b), state, x, round=round, active=active)
             return optim.apply_updates(x, updates), state
 
-        return harness.on_stack(step, form, N, N)
+        return step
 
-    x = jnp.asarray(x0)
-    state = jax.vmap(tx.init)(x)
+    @functools.cache
+    def on_devices(r):
+        return harness.on_stack(step_in(r), form, N, N)
+
+    @jax.jit
+    def on_one(matrix, *args):
+        round = None if matrix is None else gossip.Simulated(0, matrix)
+        return jax.vmap(step_in(round), axis_name="replica")(*args)
+
+    state = jax.vmap(tx.init)(jnp.asarray(x))
     done = np.zeros(N, int)
     for r, group in enumerate(groups):
+        order, matrix = side_by_side(group) if form == "vmap" else (np.arange(N), None)
         counts = np.zeros(N, int)
         for one in group:
             counts[one.i], counts[one.j] = one.steps_i, one.steps_j
         for k in range(counts.max()):
-            active = k < counts
-            run = executable(r if k == counts.max() - 1 else None)
-            x, state = run(x, state, a, b[done, np.arange(N)], active)
+            active, last = k < counts, k == counts.max() - 1
+            args = jax.tree.map(
+                lambda rows, order=order: rows[order],
+                (x, state, a, b[done, np.arange(N)], active),
+            )
+            if form == "devices":
+                out = on_devices(r if last else None)(*args)
+            else:
+                out = on_one(matrix if last else None, *args)
+            x, state = jax.tree.map(lambda rows, order=order: rows[np.argsort(order)], out)
             done += active
     return np.asarray(x), done
 
@@ -80,7 +108,7 @@ def in_order(interactions, given, combine):
 def test_bulk_is_the_list_of_interactions(degree, combine):
     """Geometric local steps: replicas take different numbers, on a graph of degree 3 too."""
     listed = simulate.interactions(
-        N, 16, degree=degree, local_steps=3, geometric=True, seed=int(combine == "then")
+        N, 24, degree=degree, local_steps=3, geometric=True, seed=int(combine == "then")
     )
     given = problem()
     wanted = in_order(listed, given, combine=combine)
