@@ -10,7 +10,7 @@ copy, runs the tests that should notice it, and prints which one did:
 
 `mutations.txt` holds them as patches, by room. The text after ``-`` must occur exactly once in
 ``decent_jax/``, in whichever file; the text after ``+`` takes its place. After ``|`` stand the test
-files, without ``test_`` and ``.py``, and pytest's options.
+files, without ``test_`` and ``.py`` (or a path, for doctests), and pytest's options.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def parse(table: str) -> list[Mutation]:
             name, selection = head.split(" | ")
             words = shlex.split(selection)
             options = next((k for k, word in enumerate(words) if word.startswith("-")), len(words))
-            files = [f"tests/test_{stem}.py" for stem in words[:options]]
+            files = [w if "/" in w else f"tests/test_{w}.py" for w in words[:options]]
             find, replace = (
                 "\n".join(line[2:] for line in lines if line[0] == sign) for sign in "-+"
             )
