@@ -103,7 +103,7 @@ def run_tests(tests: tuple[str, ...], root: Path) -> tuple[int, str]:
         )
     except subprocess.TimeoutExpired:
         return -1, f"no end within {TIMEOUT_S} s"
-    failed = re.search(r"^(?:FAILED|ERROR) tests/test_(\S+?)(?: - .*)?$", done.stdout, re.M)
+    failed = re.search(r"^(?:FAILED|ERROR) (?:tests/test_)?(.+?)(?: - .*)?$", done.stdout, re.M)
     lines = (done.stdout + done.stderr).strip().splitlines()
     return done.returncode, failed[1] if failed else lines[-1] if lines else ""
 
