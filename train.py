@@ -2,14 +2,15 @@
 
 import sys
 
-from decent_jax.train import ConfigError, flags, lost, run
-from decent_jax.train.errors import (
+from decent_jax.cluster import watch
+from decent_jax.errors import (
     PEER_LOST,
     CheckpointError,
     Interrupted,
     PeerLost,
     TrainingFailed,
 )
+from decent_jax.train import ConfigError, flags, run
 
 
 def main(argv: list[str]) -> int:
@@ -42,5 +43,5 @@ def main(argv: list[str]) -> int:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     if code:
-        lost.leave(code)
+        watch.leave(code)
     sys.exit(code)

@@ -47,8 +47,8 @@ from small_problems import EXP, OPTIMUM, RING, VARIANTS, ImageTask, Outcome, Pai
 
 from decent_jax import topology
 from decent_jax.planner import outputs
+from decent_jax.progress import Progress
 from decent_jax.simulate import lose
-from decent_jax.train.progress import Progress
 
 BY_LABEL = {variant.label: variant for variant in VARIANTS}
 LOSSES = (0.0, 0.01, 0.1)

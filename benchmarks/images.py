@@ -40,7 +40,7 @@ from PIL import Image
 
 from decent_jax.data import image_files, image_inputs, jpeg, loader
 from decent_jax.data.image_inputs import Box
-from decent_jax.data.tokenizers import DataError
+from decent_jax.errors import DataError
 
 TRAIN, EVAL, RESIZE = 176, 224, 256  # pixels
 BATCH, WARMUP = 64, 8  # images a batch; batches before the clock starts, more than are read ahead

@@ -85,8 +85,9 @@ def measure(algorithm: str, layout: str, n: int) -> dict:
     import numpy as np
     from variant import Variant
 
-    from decent_jax.train import cluster, default_config
+    from decent_jax.cluster import start as cluster
     from decent_jax.train import config as config_lib
+    from decent_jax.train import default_config
     from decent_jax.train.executables import memory_of
 
     config = default_config("language_modeling")

@@ -25,10 +25,11 @@ import jax
 from tqdm import tqdm
 from variant import Variant, override
 
+from decent_jax.cluster import start as cluster
 from decent_jax.planner import outputs
 from decent_jax.planner.inputs import names_of
 from decent_jax.topology import NAMES
-from decent_jax.train import ConfigError, cluster, default_config
+from decent_jax.train import ConfigError, default_config
 from decent_jax.train import config as config_lib
 
 ALGORITHMS = "none,all_reduce,complete,ring,one_peer_exp,hypercube,alternating_exp_ring"

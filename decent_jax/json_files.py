@@ -44,3 +44,14 @@ def write_atomic(path, data):
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def flat(tree, prefix=""):
+    """Nested dicts (or ConfigDicts) as one: ``{"model.layers": 12, ...}``."""
+    result = {}
+    for key, value in tree.items():
+        if hasattr(value, "items"):
+            result |= flat(value, f"{prefix}{key}.")
+        else:
+            result[prefix + key] = value
+    return result

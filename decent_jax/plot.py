@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from decent_jax.run_folder import RunError, label_runs, load_run, smoothed
-from decent_jax.train.progress import format_number
+from decent_jax.text import format_number
 
 # Okabe and Ito's colours, told apart by colour-blind readers too (their yellow is too pale).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")

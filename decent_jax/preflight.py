@@ -20,12 +20,12 @@ from pathlib import Path
 import numpy as np
 from ml_collections import ConfigDict
 
+from decent_jax.cluster import rendezvous, watch
+from decent_jax.errors import PEER_LOST, ConfigError, PeerLost
 from decent_jax.planner import network
+from decent_jax.text import format_number
 from decent_jax.train import config as config_lib
-from decent_jax.train import flags, lost, meeting
-from decent_jax.train.config import ConfigError
-from decent_jax.train.errors import PEER_LOST, PeerLost
-from decent_jax.train.progress import format_number
+from decent_jax.train import flags
 
 _WIDEST = 16  # devices in a matrix that is printed
 
@@ -84,7 +84,7 @@ def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, ConfigDict]
 def _run(options: argparse.Namespace, config: ConfigDict) -> None:
     import jax
 
-    from decent_jax.train import cluster
+    from decent_jax.cluster import start as cluster
 
     with cluster.lost_peers_told():
         started = cluster.start(config)
@@ -111,7 +111,7 @@ def _check_devices(hosts: list[str]) -> list:
     facts = [
         {"devices": str(len(devices)), "device kind": devices[0].device_kind} for devices in own
     ]
-    refusal = meeting.difference(facts, hosts)
+    refusal = rendezvous.difference(facts, hosts)
     if refusal:
         raise ConfigError(refusal)
     return [min(devices, key=lambda device: device.id) for devices in own]
@@ -121,7 +121,7 @@ def _agreement(config: ConfigDict, count: int) -> str:
     """What was compared, and is the same everywhere."""
     import jax
 
-    facts = meeting.facts_of(config)
+    facts = rendezvous.facts_of(config)
     versions = [f"{k} {v}" for k, v in facts.items() if not k.startswith("config.")]
     fields = json.dumps({k: v for k, v in facts.items() if k.startswith("config.")})
     return (
@@ -305,5 +305,5 @@ def save(latency_s: np.ndarray, bandwidth: np.ndarray, names: list[str], path: s
 if __name__ == "__main__":
     code = main()
     if code:
-        lost.leave(code)
+        watch.leave(code)
     sys.exit(code)

@@ -6,16 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
+from decent_jax.errors import RunError
 from decent_jax.train.metrics import read_metrics
 
 # Config fields that name an experiment, the most telling first.
 TELLING = ("algorithm", "optimizer", "schedule", "topology", "combine", "mix_every", "accum_steps")
 TELLING += ("num_replicas", "replicas", "batch_size", "learning_rate", "seed")
 NOT_TELLING = ("workdir", "data_dir", "resume", "log", "checkpoint", "profile", "name")
-
-
-class RunError(Exception):
-    """A run folder that cannot be read; the message says why in a sentence."""
 
 
 @dataclass

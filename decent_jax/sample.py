@@ -7,8 +7,8 @@ import argparse
 import sys
 
 from decent_jax import saved_model
+from decent_jax.progress import announce
 from decent_jax.train import ConfigError
-from decent_jax.train.progress import announce
 
 
 def main(arguments: list[str] | None = None) -> int:

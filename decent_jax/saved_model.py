@@ -8,10 +8,11 @@ from ml_collections import ConfigDict
 
 from decent_jax.data import subwords
 from decent_jax.data.subwords import Subwords
-from decent_jax.data.tokenizers import DataError, Tokenizer
+from decent_jax.data.tokenizers import Tokenizer
+from decent_jax.errors import DataError
 from decent_jax.models import gpt2, resnet, transformer
+from decent_jax.progress import announce
 from decent_jax.train import ConfigError
-from decent_jax.train.progress import announce
 
 
 class SavedModel(NamedTuple):

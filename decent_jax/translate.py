@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterable, Iterator
 
 from decent_jax import saved_model
+from decent_jax.progress import announce
 from decent_jax.train import ConfigError
-from decent_jax.train.progress import announce
 
 _AT_A_TIME = 512  # sentences, sorted by length within
 

@@ -19,7 +19,7 @@ import tensorflow_datasets as tfds
 from decent_jax.data import image_shards
 from decent_jax.data.image_files import EncodedImage, open_images
 from decent_jax.data.prepare_images import prepare
-from decent_jax.data.tokenizers import DataError
+from decent_jax.errors import DataError
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ from decent_jax.data.number_words import (
     split_of,
     write_files,
 )
-from decent_jax.data.tokenizers import DataError
 from decent_jax.data.translation_files import TranslationPairs
+from decent_jax.errors import DataError
 
 BY_HAND = {
     0: ("zero", "null"),

@@ -19,7 +19,7 @@ from decent_jax.data import (
     token_files,
     tokenizers,
 )
-from decent_jax.data.tokenizers import DataError
+from decent_jax.errors import DataError
 from decent_jax.train import ConfigError
 
 LABELS = np.random.default_rng(0).choice(7, 2003, p=[0.4, 0.2, 0.1, 0.1, 0.1, 0.06, 0.04]) * 3

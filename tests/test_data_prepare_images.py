@@ -15,7 +15,7 @@ import pytest
 from decent_jax.data import image_files, image_shards, jpeg, prepare_images
 from decent_jax.data.prepare_images import main, prepare
 from decent_jax.data.prepared_folder import sha256_file
-from decent_jax.data.tokenizers import DataError
+from decent_jax.errors import DataError
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from shared import shared
 
 from decent_jax.data import prepare_text, token_files, tokenizers
 from decent_jax.data.prepare_text import main, prepare
-from decent_jax.data.tokenizers import DataError
+from decent_jax.errors import DataError
 
 TEXTS = [f"document {i}: " + "é🙂 words\r\n" * (i % 7 + 1) for i in range(40)]
 

@@ -23,8 +23,8 @@ from decent_jax.data import parallel_inputs, prepare_translation, subwords, tran
 from decent_jax.data.number_words import write_files
 from decent_jax.data.prepare_translation import main, prepare
 from decent_jax.data.subwords import normalise
-from decent_jax.data.tokenizers import DataError
 from decent_jax.data.translation_files import PairBlocks, TranslationPairs
+from decent_jax.errors import DataError
 
 VOCAB = 350
 

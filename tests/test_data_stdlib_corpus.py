@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from decent_jax.data import stdlib_corpus, token_files, tokenizers
-from decent_jax.data.tokenizers import DataError
+from decent_jax.errors import DataError
 
 
 @pytest.fixture(scope="module")

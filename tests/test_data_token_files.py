@@ -10,7 +10,7 @@ import pytest
 
 from decent_jax.data import token_files, tokenizers
 from decent_jax.data.token_files import TokenFolderWriter, TokenWindows, eval_batches, train_batches
-from decent_jax.data.tokenizers import DataError
+from decent_jax.errors import DataError
 
 SEQ_LEN = 4
 

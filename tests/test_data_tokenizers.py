@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shared import shared
 
 from decent_jax.data import tokenizers
-from decent_jax.data.tokenizers import DataError
+from decent_jax.errors import DataError
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,10 @@ import pytest
 import tiny
 from several import free_port, said
 
-from decent_jax.train import ConfigError, cluster, lost, meeting
-from decent_jax.train.errors import PEER_LOST
+from decent_jax.cluster import rendezvous, watch
+from decent_jax.cluster import start as cluster
+from decent_jax.errors import PEER_LOST
+from decent_jax.train import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 HEARTBEAT_S = 4
@@ -29,7 +31,7 @@ def meet(facts, *, count=None, indices=None, timeout_s=20, port=None):
     def one(place, index):
         try:
             address = f"localhost:{port}"
-            results[place] = meeting.meet(address, count, index, facts[place], timeout_s)
+            results[place] = rendezvous.meet(address, count, index, facts[place], timeout_s)
         except ConfigError as error:
             results[place] = str(error)
 
@@ -54,7 +56,7 @@ def test_all_hear_what_differs():
 
 
 def test_many_differences_are_counted():
-    sentence = meeting.difference([{f"f{k}": v for k in range(9)} for v in "ab"], ["x", "y"])
+    sentence = rendezvous.difference([{f"f{k}": v for k in range(9)} for v in "ab"], ["x", "y"])
     assert sentence.endswith("in f2: a on process 0 (x), b on process 1 (y); and in 6 more")
 
 
@@ -93,23 +95,23 @@ def test_strangers_at_the_port_are_ignored():
     thread = threading.Thread(target=knock)
     thread.start()
     facts = [{"jax": "1"}] * 2
-    late = threading.Timer(1.0, meeting.meet, (f"localhost:{port}", 2, 1, facts[0], 20))
+    late = threading.Timer(1.0, rendezvous.meet, (f"localhost:{port}", 2, 1, facts[0], 20))
     late.start()
-    assert len(meeting.meet(f"localhost:{port}", 2, 0, facts[0], 20)) == 2
+    assert len(rendezvous.meet(f"localhost:{port}", 2, 0, facts[0], 20)) == 2
     thread.join()
     late.join()
 
 
 def test_a_host_name_that_does_not_exist(monkeypatch):
-    monkeypatch.setattr(meeting, "_RESOLVE_S", 0.5)
+    monkeypatch.setattr(rendezvous, "_RESOLVE_S", 0.5)
     with pytest.raises(ConfigError, match=r"host 'no-such-host.invalid' of cluster.coordinator"):
-        meeting.meet("no-such-host.invalid:9876", 2, 1, {}, 60)
+        rendezvous.meet("no-such-host.invalid:9876", 2, 1, {}, 60)
 
 
 @pytest.mark.parametrize("address", ["host", "host:", "host:port", "host:99999", ":80"])
 def test_addresses_that_are_none(address):
     with pytest.raises(ConfigError, match="must be host:port"):
-        meeting.meet(address, 2, 0, {}, 1)
+        rendezvous.meet(address, 2, 0, {}, 1)
 
 
 @pytest.mark.parametrize("wanted", ["", "lo", "eth,lo", "=lo", "^eth0", "l"])
@@ -137,34 +139,34 @@ The tasks have crashed. Check the task logs for an earlier error."""
 @pytest.mark.parametrize("task", ["{}", "/job:jax_worker/replica:0/task:{}"])
 def test_silent_processes_are_named(task):
     hosts = ["a", "b", "c"]
-    one = lost.explain(SILENT.format(task.format(2)), hosts, 30)
+    one = watch.explain(SILENT.format(task.format(2)), hosts, 30)
     assert one.startswith("process 2 (c) was lost: no sign of life for 30 s;")
-    two = lost.explain(SILENT.format("\n".join(task.format(k) for k in (1, 2))), hosts, 30)
+    two = watch.explain(SILENT.format("\n".join(task.format(k) for k in (1, 2))), hosts, 30)
     assert two.startswith("processes 1 (b) and 2 (c) were lost:")
 
 
 def test_other_ends_of_the_service():
     text = "absl::Status: UNAVAILABLE: Failed to send RPC to coordination service. Either"
-    assert lost.explain(text, ["a", "b"], 30).startswith("process 0 (a) was lost: its connection")
+    assert watch.explain(text, ["a", "b"], 30).startswith("process 0 (a) was lost: its connection")
     text = "Shutdown barrier has failed. Barrier result: Task 1 heartbeat timeout. This indicates"
-    assert lost.explain(2 * text, ["a", "b"], 30).startswith("process 1 (b) was lost: no sign")
+    assert watch.explain(2 * text, ["a", "b"], 30).startswith("process 1 (b) was lost: no sign")
     text = "absl::Status: INTERNAL: something new"
     sentence = "another process was lost: INTERNAL: something new"
-    assert lost.explain(text, ["a", "b"], 30) == sentence
+    assert watch.explain(text, ["a", "b"], 30) == sentence
 
 
 def test_errors_of_an_exchange_are_told_from_others():
-    assert lost.concerns_an_exchange(ValueError("UNKNOWN: Gloo collective permute failed: Read"))
-    assert not lost.concerns_an_exchange(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
-    assert not lost.concerns_an_exchange(ValueError("connection"))
+    assert watch.concerns_an_exchange(ValueError("UNKNOWN: Gloo collective permute failed: Read"))
+    assert not watch.concerns_an_exchange(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
+    assert not watch.concerns_an_exchange(ValueError("connection"))
     wrapped = RuntimeError("a checkpoint could not be written")
     wrapped.__cause__ = RuntimeError("DEADLINE_EXCEEDED: Barrier timed out")
-    assert lost.concerns_an_exchange(wrapped)
+    assert watch.concerns_an_exchange(wrapped)
 
 
 # --- Processes ----------------------------------------------------------------------------------
 
-# What train.py does, without its model: joins, and exchanges until somebody is lost.
+# What train.py does, without its model: joins, and exchanges until somebody is watch.
 DRIVER = """
 import sys, time
 import jax, numpy as np
@@ -172,8 +174,8 @@ from jax.sharding import PartitionSpec as P
 sys.path.insert(0, sys.argv[1])
 import tiny
 from several import free_port, said
-from decent_jax.train import cluster, lost
-from decent_jax.train.errors import PEER_LOST, PeerLost
+from decent_jax.cluster import start as cluster, watch
+from decent_jax.errors import PEER_LOST, PeerLost
 
 config = tiny.config("DATA")
 config.cluster.update(coordinator=sys.argv[2], num_processes=3, process_id=int(sys.argv[3]))
@@ -196,7 +198,7 @@ try:
             time.sleep(0.02)
 except PeerLost as error:
     code = PEER_LOST
-lost.leave(code)
+watch.leave(code)
 """
 
 

@@ -12,7 +12,7 @@ from test_hlo import collectives, pairs_of
 
 from decent_jax import gossip, replicas, topology, train
 from decent_jax.data import loader
-from decent_jax.planner.plan import Plan
+from decent_jax.topology.plan_file import Plan
 from decent_jax.train import ConfigError, algorithm
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from decent_jax import exchange, gossip, topology
+from decent_jax import gossip, topology
+from decent_jax.gossip import groups, permute
 from decent_jax.topology import Schedule
 
 
@@ -164,12 +165,12 @@ def test_some_case_takes_the_uneven_route():
     def uneven(n, devices):
         rounds = schedules_of(n)["matrices", 1].rounds
         sends = [send.sources for one in rounds for send in one.sends]
-        return any(exchange.route(s, devices, n // devices) is None for s in sends)
+        return any(permute.route(s, devices, n // devices) is None for s in sends)
 
     blocks = [(n, devices) for form, n, devices in FORMS if form == "block" and n > 2]
     assert all(uneven(n, devices) for n, devices in blocks)
     ring = topology.make("bidirectional_ring", 12).rounds[0].sends
-    assert any(exchange.route(send.sources, 4, 3) is not None for send in ring)
+    assert any(permute.route(send.sources, 4, 3) is not None for send in ring)
 
 
 @pytest.mark.parametrize(("form", "n", "devices"), [("vmap", 8, 1), ("block", 12, 4)])
@@ -487,15 +488,18 @@ def test_mean_in_a_block():
 @pytest.mark.parametrize(
     ("form", "devices"), [("devices", 8), ("block", 4), ("block", 2), ("vmap", 1)]
 )
-def test_the_last_stage_waits_for_hold_and_is_what_it_was(form, devices):
-    """Between groups only; elsewhere there is one stage. That it waits shows where hold is True."""
+def test_the_last_stage_waits_for_after_and_is_what_it_was(form, devices, monkeypatch):
+    """Between groups only; elsewhere there is one stage. That it waits shows where it is stopped:
+    the flag that is always False, and is computed from ``after``, is ``after`` itself here."""
+    assert not any(groups._never(jnp.array([1.0, bad])) for bad in (0, jnp.nan, jnp.inf, -jnp.inf))
+    monkeypatch.setattr(groups, "_never", lambda after: after)
     schedule = topology.make("alternating_exp_ring", 8, local_size=4)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 5)), jnp.float32)
 
     def body(axis_name, x, hold):
         return [
             (
-                gossip.mix(x, schedule, r, axis_name, finite=jnp.isfinite(x).all(), hold=hold),
+                gossip.mix(x, schedule, r, axis_name, finite=jnp.isfinite(x).all(), after=hold),
                 gossip.mix(x, schedule, r, axis_name, finite=jnp.isfinite(x).all()),
             )
             for r in range(schedule.period)

@@ -15,7 +15,7 @@ from shared import shared
 from decent_jax.data import image_inputs, jpeg, loader
 from decent_jax.data.image_files import EncodedImage, open_images
 from decent_jax.data.image_inputs import Box, EvalImages, TrainImages
-from decent_jax.data.tokenizers import DataError
+from decent_jax.errors import DataError
 
 # --- which part -----------------------------------------------------------------------------------
 

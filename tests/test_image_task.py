@@ -12,10 +12,10 @@ from tiny import rows
 
 from decent_jax import replicas, train
 from decent_jax.data import generated_images
+from decent_jax.errors import ConfigError
 from decent_jax.models import resnet
 from decent_jax.tasks import image_classification as task_lib
 from decent_jax.train import config as config_lib
-from decent_jax.train.config import ConfigError
 from decent_jax.train.evaluation import Evaluator
 
 

@@ -17,11 +17,11 @@ import tiny
 import yaml
 from several import free_port, said
 
-from decent_jax import topology
-from decent_jax.planner.plan import Plan
+from decent_jax import json_files, topology
+from decent_jax.errors import PEER_LOST
+from decent_jax.topology.plan_file import Plan
 from decent_jax.train import ConfigError
 from decent_jax.train import config as config_lib
-from decent_jax.train.errors import PEER_LOST
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCH = ROOT / "launch"
@@ -71,10 +71,10 @@ def test_a_plan_is_for_devices_that_are_gone(tmp_path):
 
 
 def test_a_batch_may_follow_the_number_of_replicas_only():
-    old = config_lib.flat(tiny.config("DATA", num_replicas=4, batch_size=8))
-    follows = config_lib.flat(tiny.config("DATA", num_replicas=3, batch_size=6))
+    old = json_files.flat(tiny.config("DATA", num_replicas=4, batch_size=8))
+    follows = json_files.flat(tiny.config("DATA", num_replicas=3, batch_size=6))
     assert config_lib.refused_changes(old, follows) == []
-    other = config_lib.flat(tiny.config("DATA", num_replicas=3, batch_size=12))
+    other = json_files.flat(tiny.config("DATA", num_replicas=3, batch_size=12))
     assert config_lib.refused_changes(old, other) == ["batch_size: 8 -> 12"]
 
 

@@ -15,9 +15,9 @@ import pytest
 import tiny
 
 from decent_jax import topology, train
-from decent_jax.planner.plan import Plan
+from decent_jax.errors import PEER_LOST
+from decent_jax.topology.plan_file import Plan
 from decent_jax.train import checkpoint
-from decent_jax.train.errors import PEER_LOST
 
 ROOT = Path(__file__).resolve().parents[1]
 PROCESSES, STEPS = 4, 20

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from decent_jax.planner import __main__ as cli
-from decent_jax.planner import network, plan
+from decent_jax.planner import network
+from decent_jax.topology import plan_file
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "gpt2_openwebtext.py"
 CLUSTER = ["--network", "nvlink_25gbe", "--devices_per_node", "4"]
@@ -150,7 +151,7 @@ def test_recommend_writes_a_plan_that_can_be_followed(capsys, tmp_path):
     assert (code, err) == (0, "")
     assert f"--config.cluster.plan={path}" in out
     whole = network.preset("two_racks_25gbe", 8, 1)
-    found = plan.load(path)
+    found = plan_file.load(path)
     assert sorted(found.devices) == sorted(whole.names)
     assert sorted(found.device_order(whole.names)) == list(range(8))
     lines = re.search(r'config.schedule = "(\w+)"\n.*\n    config.mix_every = (\d+)', out)
@@ -182,7 +183,7 @@ def test_place_orders_replicas_and_draws(capsys, tmp_path, schedule):
     assert (code, err) == (0, "")
     means = [float(cells.split("|")[2]) for cells in out.splitlines()[2:4] if cells[:2] == "| "]
     assert means == sorted(means, reverse=True)  # as listed, then placed
-    assert plan.load(tmp_path / "plan.json").schedule.num_replicas == 8
+    assert plan_file.load(tmp_path / "plan.json").schedule.num_replicas == 8
     assert (tmp_path / "p.png").exists()
 
 

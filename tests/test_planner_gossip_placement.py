@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from decent_jax import gossip, topology
-from decent_jax.planner import costs, gossip_placement, plan, plots
+from decent_jax.planner import costs, gossip_placement, plots
 from decent_jax.planner import network as networks
 from decent_jax.planner.build_schedule import build_schedule
 from decent_jax.planner.gossip_placement import disagreement_s, evaluate, place_schedule
+from decent_jax.topology import plan_file
 
 MODEL_BYTES = 498e6  # GPT-2 124M in float32
 
@@ -309,8 +310,8 @@ def test_plans_are_read_back_as_they_were(tmp_path, built_in_groups):
     for schedule in schedules:
         path = tmp_path / "plan.json"
         expected = {"step_time_s": 0.25, "why": "fast links"}
-        plan.Plan(HOSTS, schedule, mix_every=2, expected=expected).save(path)
-        again = plan.load(path)
+        plan_file.Plan(HOSTS, schedule, mix_every=2, expected=expected).save(path)
+        again = plan_file.load(path)
         assert (again.devices, again.mix_every, again.expected) == (HOSTS, 2, expected)
         assert (again.schedule.name, again.schedule.period) == (schedule.name, schedule.period)
         for r in range(schedule.period):
@@ -324,12 +325,12 @@ def test_a_plan_puts_replicas_on_its_devices_in_any_order_they_are_listed():
     schedule = topology.make("one_peer_exp", 8)
     order = np.random.default_rng(0).permutation(8)
     devices = tuple(HOSTS[i] for i in order)
-    assert plan.Plan(devices, schedule).device_order(HOSTS) == order.tolist()
-    assert plan.Plan(devices, schedule).device_order(devices) == list(range(8))
+    assert plan_file.Plan(devices, schedule).device_order(HOSTS) == order.tolist()
+    assert plan_file.Plan(devices, schedule).device_order(devices) == list(range(8))
 
 
 def test_a_plan_for_another_cluster_is_refused():
-    mine = plan.Plan(HOSTS, topology.make("one_peer_exp", 8))
+    mine = plan_file.Plan(HOSTS, topology.make("one_peer_exp", 8))
     with pytest.raises(ValueError, match=r"plan is for 8 replicas .* but this run has 4;") as error:
         mine.device_order(HOSTS[:4])
     assert "\n" not in str(error.value)
@@ -353,10 +354,10 @@ def test_a_plan_for_another_cluster_is_refused():
 )
 def test_damaged_plans_are_refused_in_one_sentence(tmp_path, change, words):
     path = tmp_path / "plan.json"
-    plan.Plan(HOSTS, topology.make("hypercube", 8)).save(path)
+    plan_file.Plan(HOSTS, topology.make("hypercube", 8)).save(path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ValueError, match=words) as error:
-        plan.load(path)
+        plan_file.load(path)
     assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
@@ -374,20 +375,20 @@ def test_damaged_plans_are_refused_in_one_sentence(tmp_path, change, words):
 def test_damaged_rounds_are_refused(tmp_path, change, words):
     path = tmp_path / "plan.json"
     own = topology.Schedule.from_matrices(matrices("bidirectional_ring", 8), "mine")
-    plan.Plan(HOSTS, own).save(path)
+    plan_file.Plan(HOSTS, own).save(path)
     fields = json.loads(path.read_text())
     change(fields["schedule"]["rounds"][0])
     path.write_text(json.dumps(fields))
     with pytest.raises(ValueError, match=words):
-        plan.load(path)
+        plan_file.load(path)
 
 
 def test_a_plan_that_is_not_there_or_not_json_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"cannot read the plan .*: No such file"):
-        plan.load(tmp_path / "no.json")
+        plan_file.load(tmp_path / "no.json")
     (tmp_path / "no.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
-        plan.load(tmp_path / "no.json")
+        plan_file.load(tmp_path / "no.json")
 
 
 def test_the_picture_of_a_schedule_is_drawn(tmp_path, built_in_groups):

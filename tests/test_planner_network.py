@@ -247,7 +247,7 @@ def test_bad_names_and_sizes_are_refused(call, words):
 def test_the_planner_needs_neither_jax_nor_networkx():
     program = (
         "import sys\n"
-        "from decent_jax.planner import build_schedule, network, plan, search\n"
+        "from decent_jax.planner import build_schedule, network, search\n"
         "print([name for name in ('jax', 'networkx', 'matplotlib') if name in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -11,8 +11,8 @@ import threading
 
 import pytest
 
-from decent_jax.train import progress
-from decent_jax.train.progress import Progress, announce
+from decent_jax import progress
+from decent_jax.progress import Progress, announce
 
 
 @pytest.fixture

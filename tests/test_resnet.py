@@ -10,7 +10,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from decent_jax.models import convolution, resnet
+from decent_jax.cpu import convolution
+from decent_jax.models import resnet
 from decent_jax.models.losses import cross_entropy
 
 TINY = dataclasses.replace(

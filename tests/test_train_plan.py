@@ -11,7 +11,7 @@ import tiny
 from test_train import no_plot, run
 
 from decent_jax import topology
-from decent_jax.planner.plan import Plan
+from decent_jax.topology.plan_file import Plan
 from decent_jax.train import ConfigError
 
 pytestmark = pytest.mark.usefixtures("compile_once", "no_plot")

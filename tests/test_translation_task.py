@@ -16,12 +16,12 @@ from decent_jax import saved_model, train, translate
 from decent_jax.data import loader, prepare_translation
 from decent_jax.data.token_batches import TokenBatches
 from decent_jax.data.translation_files import TranslationPairs
+from decent_jax.errors import ConfigError
 from decent_jax.models import transformer
 from decent_jax.tasks import translation as task_lib
 from decent_jax.tasks import translator
 from decent_jax.train import config as config_lib
 from decent_jax.train import flags
-from decent_jax.train.config import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENS = 240

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from decent_jax.data.tokenizers import DataError
+from decent_jax.errors import DataError
 
 FILE = "sources.json"
 

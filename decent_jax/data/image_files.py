@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from decent_jax.data import image_shards, imagenet_archives
-from decent_jax.data.tokenizers import DataError
+from decent_jax.errors import DataError
 
 SPLITS = image_shards.SPLITS
 SUFFIXES = (".jpg", ".jpeg", ".png")

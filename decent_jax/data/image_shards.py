@@ -22,7 +22,7 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader
 
 from decent_jax.data.prepared_folder import check_out
-from decent_jax.data.tokenizers import DataError
+from decent_jax.errors import DataError
 from decent_jax.json_files import write_json_atomic
 
 FORMAT = "decent_jax images 1"

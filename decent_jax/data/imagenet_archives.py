@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from decent_jax.data.tokenizers import DataError
+from decent_jax.errors import DataError
 
 DEVKIT = "ILSVRC2012_devkit_t12"
 

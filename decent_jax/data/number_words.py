@@ -26,8 +26,8 @@ from pathlib import Path
 import numpy as np
 
 from decent_jax.data import prepare_translation
-from decent_jax.data.tokenizers import DataError
 from decent_jax.data.translation_files import is_whole, read_manifest
+from decent_jax.errors import DataError
 
 SPLITS = ("train", "val", "test")
 LARGEST = 999_999

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from decent_jax.data.tokenizers import DataError
+from decent_jax.errors import DataError
 
 BLOCK_LINES = 5000
 

@@ -32,8 +32,9 @@ import decent_jax
 from decent_jax.data import image_shards, jpeg, worker_pool
 from decent_jax.data.image_files import SPLITS, ImageFiles, open_images
 from decent_jax.data.prepared_folder import check_out, sha256_file
-from decent_jax.data.tokenizers import DataError
+from decent_jax.errors import DataError
 from decent_jax.json_files import write_json_atomic
+from decent_jax.progress import progress_bar
 
 BAD_FILES = "bad_files.jsonl"
 
@@ -93,7 +94,7 @@ def prepare(
     with (
         image_shards.unfinished_folder(out) as folder,
         _results(tasks, images, folder, workers) as results,
-        worker_pool.progress_bar(total, progress, unit=" images", desc="packing") as bar,
+        progress_bar(total, progress, unit=" images", desc="packing") as bar,
     ):
         image_shards.keep_only(folder, [task.file for task in tasks])
         for task, result in results:

@@ -22,7 +22,8 @@ import numpy as np
 from decent_jax.data import text_inputs, tokenizers, worker_pool
 from decent_jax.data.prepared_folder import check_out, sha256_file
 from decent_jax.data.token_files import KIND, SPLITS, TokenFolderWriter, read_manifest
-from decent_jax.data.tokenizers import DataError
+from decent_jax.errors import DataError
+from decent_jax.progress import progress_bar
 
 _LISTED_FILES = 1000  # a manifest names at most so many inputs
 _SMALL_BYTES = 8 << 20  # below, starting workers takes longer than the work
@@ -94,9 +95,7 @@ def prepare(
     with (
         TokenFolderWriter(out, codec, overwrite=overwrite) as writer,
         _results(chunks, workers, codec.name, writer.folder, text_field, seed) as results,
-        worker_pool.progress_bar(
-            total, progress, unit="B", unit_scale=True, desc="tokenizing"
-        ) as bar,
+        progress_bar(total, progress, unit="B", unit_scale=True, desc="tokenizing") as bar,
     ):
         for role, chunk, result in results:
             bar.update(chunk.read)

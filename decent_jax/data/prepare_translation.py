@@ -24,8 +24,9 @@ from decent_jax.data import parallel_inputs, subwords, worker_pool
 from decent_jax.data.parallel_inputs import Block, Source
 from decent_jax.data.prepared_folder import check_out, sha256_file
 from decent_jax.data.subwords import normalise
-from decent_jax.data.tokenizers import DataError
 from decent_jax.data.translation_files import KIND, TranslationFolderWriter, read_manifest
+from decent_jax.errors import DataError
+from decent_jax.progress import progress_bar
 
 VOCAB_SIZE = 37120  # the reference's, for English and German
 MAX_SUBWORDS = 156  # the reference's, which cuts longer sentences off
@@ -113,14 +114,14 @@ def prepare(
         TranslationFolderWriter(out, languages, overwrite=overwrite) as writer,
         _pool(workers) as run,
     ):
-        with worker_pool.progress_bar(total, progress, desc="reading", **_BYTES) as bar:
+        with progress_bar(total, progress, desc="reading", **_BYTES) as bar:
             survey = _survey(run, streams, share, bar)
         _check_survey(survey, sources, share)
         if progress:
             print(f"learning {vocab_size} subwords from {len(survey.words)} words", file=sys.stderr)
         vocabulary = subwords.train(survey.words, vocab_size)
         vocabulary.save(writer.folder)
-        with worker_pool.progress_bar(total, progress, desc="encoding", **_BYTES) as bar:
+        with progress_bar(total, progress, desc="encoding", **_BYTES) as bar:
             dropped = _encode(run, streams, survey.fates, writer, bar)
         if not writer.pairs["train"]:
             raise DataError(f"no pair of the train split is left ({_list(dropped)})")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from decent_jax.data.tokenizers import DataError
+from decent_jax.errors import DataError
 
 _LOCK = "owner.lock"
 _YOUNG_S = 60.0  # a draft this young may not have its lock yet

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from decent_jax.data import token_files, tokenizers
-from decent_jax.data.tokenizers import DataError
+from decent_jax.errors import DataError
 
 VAL_FRACTION = 0.05
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from decent_jax.data.tokenizers import DataError
+from decent_jax.errors import DataError
 
 FILE = "vocabulary.model"
 PAD, UNKNOWN, START, END = SPECIAL = range(4)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from decent_jax.data.tokenizers import DataError
+from decent_jax.errors import DataError
 
 CHUNK_BYTES = 1 << 20
 ROWS = 256  # of a parquet or TFDS chunk

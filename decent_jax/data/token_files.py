@@ -19,7 +19,8 @@ import decent_jax
 from decent_jax.data import document_sources
 from decent_jax.data.loader import eval_batches, steps_per_epoch, train_batches
 from decent_jax.data.prepared_folder import Draft, sha256_file
-from decent_jax.data.tokenizers import DataError, Tokenizer
+from decent_jax.data.tokenizers import Tokenizer
+from decent_jax.errors import DataError
 
 __all__ = [
     "TokenFolderWriter",

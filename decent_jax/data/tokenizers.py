@@ -18,6 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+from decent_jax.errors import DataError
+
 NAMES = ("gpt2", "bytes")
 GPT2_FILES = ("encoder.json", "vocab.bpe")
 
@@ -31,10 +33,6 @@ _GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\
 # tiktoken overflows its stack (and takes the process down) on some hundred thousand white
 # characters in a row, so a text is cut after this many.
 _LONG_WHITE = re.compile(r"\s{8192}")
-
-
-class DataError(ValueError):
-    """Something is wrong with the user's data; the message is one sentence made for them."""
 
 
 class Tokenizer:

@@ -24,7 +24,7 @@ from decent_jax.data import subwords
 from decent_jax.data.prepared_folder import Draft, sha256_file
 from decent_jax.data.subwords import END, START, Subwords
 from decent_jax.data.token_batches import TokenBatches
-from decent_jax.data.tokenizers import DataError
+from decent_jax.errors import DataError
 
 FORMAT = "decent_jax translation 1"
 KIND = "prepared translation folder"

@@ -4,16 +4,13 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
 
-import tqdm
-
-from decent_jax.data.tokenizers import DataError
+from decent_jax.errors import DataError
 
 
 def cores() -> int:
@@ -90,15 +87,3 @@ def terminated_politely() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, handler)
-
-
-def progress_bar(total: int, show: bool, **options) -> tqdm.tqdm:
-    """A bar on stderr; in a log file a line every half minute. ``options`` are tqdm's."""
-    terminal = sys.stderr.isatty()
-    return tqdm.tqdm(
-        total=total,
-        disable=not show,
-        mininterval=0.2 if terminal else 30,
-        delay=0.5 if terminal else 30,
-        **options,
-    )

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from decent_jax.models.convolution import conv
+from decent_jax.cpu.convolution import conv
 
 Params = dict[str, Any]
 Statistics = dict[str, Any]

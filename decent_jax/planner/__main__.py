@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import sys
 
+from decent_jax.errors import ConfigError
 from decent_jax.planner import (
     fit,
     gossip_placement,
@@ -36,7 +37,6 @@ from decent_jax.planner.inputs import (
 from decent_jax.planner.network import PRESETS
 from decent_jax.planner.runtime import WIRE_BYTES, AllReduce
 from decent_jax.topology import NAMES
-from decent_jax.train.config import ConfigError
 
 EXAMPLES = {
     "network": """\

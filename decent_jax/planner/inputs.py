@@ -10,10 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from decent_jax.planner import compute_times, network, outputs, plan, predict
+from decent_jax.errors import ConfigError
+from decent_jax.planner import compute_times, network, outputs, predict
 from decent_jax.planner.network import Network
 from decent_jax.planner.runtime import Workload
-from decent_jax.train.config import ConfigError
+from decent_jax.topology import plan_file
 
 FORWARD = 1 / 3  # of forward and backward: the backward pass multiplies twice as often
 
@@ -296,7 +297,7 @@ def search_of(options) -> dict:
 def write_plan(options, network, placed, mix_every: int, expected: dict) -> None:
     """The file of ``--plan``: replica i on device ``placed.order[i]``."""
     devices = tuple(network.names[device] for device in placed.order)
-    plan.Plan(devices, placed.schedule, mix_every, expected).save(options.plan)
+    plan_file.Plan(devices, placed.schedule, mix_every, expected).save(options.plan)
     print(f"\n{options.plan}: train.py --config.cluster.plan={options.plan} follows it")
 
 

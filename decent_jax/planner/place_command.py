@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 from decent_jax import topology
+from decent_jax.errors import ConfigError
 from decent_jax.planner import (
     build_schedule,
     gossip_placement,
@@ -16,7 +17,6 @@ from decent_jax.planner import (
 from decent_jax.planner.build_schedule import NAME as BUILT
 from decent_jax.planner.inputs import add_network, add_search, one_network, search_of, write_plan
 from decent_jax.topology import NAMES
-from decent_jax.train.config import ConfigError
 
 EXAMPLES = """\
 examples:

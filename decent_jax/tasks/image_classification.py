@@ -9,9 +9,9 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from decent_jax.data import generated_images, image_files, image_inputs
+from decent_jax.errors import ConfigError
 from decent_jax.models import resnet
 from decent_jax.models.losses import cross_entropy
-from decent_jax.train.config import ConfigError
 
 GENERATED = "generated"
 CONSENSUS = ("average", "recompute", "mix")

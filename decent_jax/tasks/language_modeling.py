@@ -9,10 +9,9 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from decent_jax.data import stdlib_corpus, token_files, tokenizers
-from decent_jax.data.tokenizers import DataError
+from decent_jax.errors import ConfigError, DataError
 from decent_jax.models import generate, gpt2, gpt2_weights
 from decent_jax.models.losses import cross_entropy
-from decent_jax.train.config import ConfigError
 
 STDLIB = "stdlib"
 _SAMPLE_TOKENS = 200

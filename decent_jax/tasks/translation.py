@@ -10,12 +10,11 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from decent_jax.data import number_words, subwords
-from decent_jax.data.tokenizers import DataError
 from decent_jax.data.translation_files import PairBlocks, TranslationPairs
+from decent_jax.errors import ConfigError, DataError
 from decent_jax.models import transformer
 from decent_jax.models.losses import cross_entropy
 from decent_jax.tasks.translator import Translator, bleu, meteor
-from decent_jax.train.config import ConfigError
 
 NUMBERS = "numbers"
 AVERAGES = ("all", "replica")

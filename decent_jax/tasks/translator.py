@@ -6,8 +6,8 @@ import jax
 import numpy as np
 
 from decent_jax.data.subwords import Subwords
-from decent_jax.data.worker_pool import progress_bar
 from decent_jax.models import beam_search, transformer
+from decent_jax.progress import progress_bar
 
 BEAM = 4
 ALPHA = 0.6  # exponent of the length penalty

@@ -6,15 +6,16 @@
 >>> summary = train.run(config, "runs/mine")      # doctest: +SKIP
 """
 
-from decent_jax.train.config import ConfigError, default_config, validate
-from decent_jax.train.errors import CheckpointError, Interrupted, PeerLost, TrainingFailed
+from decent_jax.errors import CheckpointError, ConfigError, Interrupted, PeerLost, TrainingFailed
+from decent_jax.train.config import default_config, validate
 
 
 def run(config, workdir):
     """Train as ``config`` says, in the folder ``workdir``; see `decent_jax.train.loop.run`."""
-    from decent_jax.train import cluster, loop  # import jax, for which a wrong flag need not wait
+    from decent_jax.cluster.start import lost_peers_told
+    from decent_jax.train import loop  # import jax, for which a wrong flag need not wait
 
-    with cluster.lost_peers_told():
+    with lost_peers_told():
         return loop.run(config, workdir)
 
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from decent_jax.text import format_number
 from decent_jax.topology import Schedule
-from decent_jax.train.progress import format_number
 
 
 class Memory(NamedTuple):

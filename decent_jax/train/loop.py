@@ -11,19 +11,25 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from decent_jax import plot, replicas
+from decent_jax import json_files, plot, replicas
+from decent_jax.cluster import start as cluster
 from decent_jax.data import loader, partition
-from decent_jax.data.tokenizers import DataError
-from decent_jax.run_folder import RunError
-from decent_jax.train import algorithm, checkpoint, cluster, compile_cache, session
+from decent_jax.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    Interrupted,
+    RunError,
+    TrainingFailed,
+)
+from decent_jax.progress import Progress
+from decent_jax.text import format_number
+from decent_jax.train import algorithm, checkpoint, compile_cache, session
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
-from decent_jax.train.config import ConfigError
-from decent_jax.train.errors import CheckpointError, Interrupted, TrainingFailed
 from decent_jax.train.evaluation import Evaluator
 from decent_jax.train.executables import Executables
 from decent_jax.train.profile import Profile
-from decent_jax.train.progress import Progress, format_number
 
 
 def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
@@ -97,10 +103,7 @@ class _Trainer:
         self.steps = round(config.epochs * epoch) if config.epochs else config.steps
         if self.steps < 1:
             raise ConfigError(f"{config.epochs} epochs are less than a step, {epoch} are one epoch")
-        self.every = {
-            name: config_lib.in_steps(name, config_lib.field(config, name), epoch, self.steps)
-            for name in config_lib.DURATIONS
-        }
+        self.every = config_lib.durations(config, epoch, self.steps)
         warmup = self.every["lr_schedule.warmup"]
         if config.lr_schedule.name == "cosine":
             config_lib.check_warmup(warmup, self.steps)
@@ -479,7 +482,7 @@ class _Trainer:
             "examples": (done + self.ahead) * self.config.batch_size,
             "seconds": self.seconds,
             "best": self.best,
-            "config": config_lib.flat(self.config),
+            "config": json_files.flat(self.config),
         }
 
 

@@ -18,10 +18,11 @@ import jax
 from ml_collections import ConfigDict
 
 from decent_jax import json_files
+from decent_jax.errors import ConfigError
+from decent_jax.progress import announce
+from decent_jax.text import format_duration
 from decent_jax.train import config as config_lib
 from decent_jax.train import metrics
-from decent_jax.train.config import ConfigError
-from decent_jax.train.progress import announce, format_duration
 
 _PACKAGES = ("decent_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -85,15 +86,15 @@ class Workdir:
         if not saved.exists():
             return
         try:
-            old = config_lib.flat(json.loads(saved.read_text()))
+            old = json_files.flat(json.loads(saved.read_text()))
         except ValueError:
             raise ConfigError(f"{saved} is damaged; repair it or take another --workdir") from None
-        changes = config_lib.refused_changes(old, config_lib.flat(self.config))
+        changes = config_lib.refused_changes(old, json_files.flat(self.config))
         if changes:
-            allowed = ", ".join(name + "*" * name.endswith(".") for name in config_lib.MAY_CHANGE)
             raise ConfigError(
                 f"{self.path} holds a run with another config ({'; '.join(changes)}); take another "
-                f"--workdir, or change only {allowed}"
+                f"--workdir, or change only "
+                f"{config_lib.changeable(self.config.task)}"
             )
 
     def write_config(self) -> None:

@@ -10,10 +10,11 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from decent_jax import gossip, optim, replicas
+from decent_jax.cpu import overlap
 from decent_jax.replicas import Placement
 from decent_jax.tasks import Task
 from decent_jax.topology import Schedule
-from decent_jax.train import compiler_options, overlap
+from decent_jax.train import compiler_options
 from decent_jax.train.split import split
 
 

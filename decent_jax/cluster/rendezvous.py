@@ -15,7 +15,9 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from decent_jax.train.config import ConfigError, flat
+from decent_jax.errors import ConfigError
+from decent_jax.json_files import flat
+from decent_jax.text import name_all
 
 _PACKAGES = ("decent_jax", "jax", "jaxlib", "flax", "optax")
 _OWN_FIELDS = ("cluster.coordinator", "cluster.process_id")  # differ from process to process
@@ -60,17 +62,6 @@ def difference(facts: list[dict[str, str]], hosts: list[str]) -> str | None:
         return None
     more = f"; and in {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
     return f"the processes differ in {'; in '.join(differing[:_SHOWN])}{more}"
-
-
-def name_all(processes: list[int], hosts: list[str]) -> str:
-    """``"processes 0 (a) and 2 (c)"``."""
-    words = [f"{process} ({hosts[process]})" if hosts else str(process) for process in processes]
-    if len(words) == 1:
-        return f"process {words[0]}"
-    shown, rest = (words, "") if len(words) <= 4 else (words[:3], f"{len(words) - 3} more")
-    if rest:
-        return f"processes {', '.join(shown)} and {rest}"
-    return f"processes {', '.join(shown[:-1])} and {shown[-1]}"
 
 
 def meet(

@@ -21,8 +21,8 @@ import threading
 import time
 from pathlib import Path
 
-from decent_jax.train.errors import PEER_LOST, PeerLost
-from decent_jax.train.meeting import name_all
+from decent_jax.errors import PEER_LOST, PeerLost
+from decent_jax.text import name_all
 
 _TICK_S = 0.25
 _HELD_S = 1.0  # lines of C++ are passed on so much later, so that those before an end are not

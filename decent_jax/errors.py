@@ -1,4 +1,16 @@
-"""How a run ends when it does not end well; one that never starts raises ConfigError."""
+"""How a run is refused, and how one ends when it does not end well."""
+
+
+class ConfigError(ValueError):
+    """A config that cannot be run; the message is one sentence that says why and what to do."""
+
+
+class DataError(ValueError):
+    """Data or a folder that cannot be used; the message says why and what to do."""
+
+
+class RunError(Exception):
+    """A run folder that cannot be read; the message says why in a sentence."""
 
 
 class TrainingFailed(RuntimeError):

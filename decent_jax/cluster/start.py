@@ -11,10 +11,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from decent_jax.planner.plan import Plan
-from decent_jax.train import lost, meeting
-from decent_jax.train.config import ConfigError
-from decent_jax.train.progress import announce
+from decent_jax.cluster import rendezvous, watch
+from decent_jax.errors import ConfigError
+from decent_jax.progress import announce
+from decent_jax.topology.plan_file import Plan
 
 # Variables by which a launcher is recognised, with the number of processes where it says it.
 _LAUNCHERS = {
@@ -29,8 +29,8 @@ def start(config) -> str:
     """Start jax as ``config.cluster`` and ``config.mesh`` say; returns a line for the log.
 
     Processes are joined when the config names a coordinator, or when SLURM (`srun`), Open MPI or
-    Kubernetes started this process with others. They meet first (`meeting`), so that all of them
-    run the same config and versions, and from then on watch each other (`lost`). Nothing is tried
+    Kubernetes started this process with others. They meet first (`rendezvous`), so that all of them
+    run the same config and versions, and from then on watch each other (`watch`). Nothing is tried
     and swallowed: a launcher that is there but does not work is an error. A second call in a
     process changes nothing.
 
@@ -53,9 +53,9 @@ def start(config) -> str:
     _limit_exchanges(cluster.exchange_s)
     waiting = f"waiting for {place.count} processes at {place.address}"
     with announce(waiting, quiet=place.index != 0):
-        facts = meeting.facts_of(config)
-        _met[:] = meeting.meet(place.address, place.count, place.index, facts, cluster.timeout_s)
-    lost.watch(_met, cluster.heartbeat_s)
+        facts = rendezvous.facts_of(config)
+        _met[:] = rendezvous.meet(place.address, place.count, place.index, facts, cluster.timeout_s)
+    watch.watch(_met, cluster.heartbeat_s)
     jax.distributed.initialize(
         place.address,
         place.count,
@@ -148,7 +148,7 @@ def lost_peers_told() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        lost.await_verdict(error)
+        watch.await_verdict(error)
         raise
 
 

@@ -1,12 +1,13 @@
 """What the user sees while a run trains: a bar on a terminal, plain lines anywhere else."""
 
 import contextlib
-import math
 import os
 import sys
 import time
 
 from tqdm import tqdm
+
+from decent_jax.text import format_clock, format_duration, format_number
 
 
 class Progress:
@@ -136,47 +137,16 @@ def announce(message, *, quiet=False, stream=None):
     say(f"done in {format_duration(time.monotonic() - started)}", end="\n")
 
 
-def format_number(value, digits=3):
-    """A number for people, with about this many significant digits.
-
-    >>> [format_number(v) for v in (0, 7, 7.0, 0.01234, 999.7, 81234.0, 124_440_000)]
-    ['0', '7', '7.00', '0.0123', '1.00k', '81.2k', '124M']
-    >>> format_number(2.41283, digits=4), format_number(1.2e-7), format_number(float("nan"))
-    ('2.413', '1.20e-07', 'nan')
-    """
-    if value == 0 or not math.isfinite(value) or (isinstance(value, int) and abs(value) < 1000):
-        return f"{value:.0f}"
-    value = float(f"{value:.{digits - 1}e}")  # round first: 999.7 is 1.00k, not 1000
-    if abs(value) >= 1e15:
-        return f"{value:.{digits - 1}e}"
-    power = min(4, max(0, math.floor(math.log10(abs(value)) / 3)))
-    return f"{value / 1000**power:#.{digits}g}".rstrip(".") + ("", "k", "M", "G", "T")[power]
-
-
-def format_duration(seconds):
-    """How long something took.
-
-    >>> format_duration(0.04), format_duration(4.21), format_duration(125), format_duration(7260)
-    ('0.04 s', '4.2 s', '2 min 5 s', '2 h 1 min')
-    """
-    if seconds < 59.95:
-        return f"{seconds:.2f} s" if seconds < 0.1 else f"{seconds:.1f} s"
-    seconds = round(seconds)
-    if seconds < 3600:
-        return f"{seconds // 60} min {seconds % 60} s"
-    return f"{seconds // 3600} h {seconds % 3600 // 60} min"
-
-
-def format_clock(seconds):
-    """A time as hours, minutes and seconds.
-
-    >>> format_clock(80), format_clock(100_000)
-    ('0:01:20', '1d 3:46:40')
-    """
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    return f"{days}d " * (days > 0) + f"{hours}:{minutes:02}:{seconds:02}"
+def progress_bar(total, show, **options):
+    """A bar on stderr; in a log file a line every half minute. ``options`` are tqdm's."""
+    terminal = sys.stderr.isatty()
+    return tqdm(
+        total=total,
+        disable=not show,
+        mininterval=0.2 if terminal else 30,
+        delay=0.5 if terminal else 30,
+        **options,
+    )
 
 
 def _named(name, value):

@@ -1,0 +1,57 @@
+"""Numbers, durations and names as people read them."""
+
+import math
+
+
+def format_number(value, digits=3):
+    """A number for people, with about this many significant digits.
+
+    >>> [format_number(v) for v in (0, 7, 7.0, 0.01234, 999.7, 81234.0, 124_440_000)]
+    ['0', '7', '7.00', '0.0123', '1.00k', '81.2k', '124M']
+    >>> format_number(2.41283, digits=4), format_number(1.2e-7), format_number(float("nan"))
+    ('2.413', '1.20e-07', 'nan')
+    """
+    if value == 0 or not math.isfinite(value) or (isinstance(value, int) and abs(value) < 1000):
+        return f"{value:.0f}"
+    value = float(f"{value:.{digits - 1}e}")  # round first: 999.7 is 1.00k, not 1000
+    if abs(value) >= 1e15:
+        return f"{value:.{digits - 1}e}"
+    power = min(4, max(0, math.floor(math.log10(abs(value)) / 3)))
+    return f"{value / 1000**power:#.{digits}g}".rstrip(".") + ("", "k", "M", "G", "T")[power]
+
+
+def format_duration(seconds):
+    """How long something took.
+
+    >>> format_duration(0.04), format_duration(4.21), format_duration(125), format_duration(7260)
+    ('0.04 s', '4.2 s', '2 min 5 s', '2 h 1 min')
+    """
+    if seconds < 59.95:
+        return f"{seconds:.2f} s" if seconds < 0.1 else f"{seconds:.1f} s"
+    seconds = round(seconds)
+    if seconds < 3600:
+        return f"{seconds // 60} min {seconds % 60} s"
+    return f"{seconds // 3600} h {seconds % 3600 // 60} min"
+
+
+def format_clock(seconds):
+    """A time as hours, minutes and seconds.
+
+    >>> format_clock(80), format_clock(100_000)
+    ('0:01:20', '1d 3:46:40')
+    """
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"{days}d " * (days > 0) + f"{hours}:{minutes:02}:{seconds:02}"
+
+
+def name_all(processes: list[int], hosts: list[str]) -> str:
+    """``"processes 0 (a) and 2 (c)"``."""
+    words = [f"{process} ({hosts[process]})" if hosts else str(process) for process in processes]
+    if len(words) == 1:
+        return f"process {words[0]}"
+    shown, rest = (words, "") if len(words) <= 4 else (words[:3], f"{len(words) - 3} more")
+    if rest:
+        return f"processes {', '.join(shown)} and {rest}"
+    return f"processes {', '.join(shown[:-1])} and {shown[-1]}"
