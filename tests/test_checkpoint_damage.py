@@ -4,13 +4,14 @@
 
 import shutil
 
+import jax.numpy as jnp
 import pytest
 import tiny
 from test_checkpoint import assert_equals, config, copy, data_files, truncate, whole
 from test_train import no_plot
 
 from decent_jax import train
-from decent_jax.train import CheckpointError, ConfigError
+from decent_jax.train import CheckpointError, ConfigError, checkpoint
 
 pytestmark = pytest.mark.usefixtures("compile_once", "no_plot")
 
@@ -92,6 +93,11 @@ def test_the_checkpoint_before_a_damaged_one_is_used(config, copy, whole, damage
     assert "resuming after step 16" in said
     assert (folder / "damaged" / "20").is_dir()
     assert_equals(folder, whole)
+
+
+def test_a_checksum_notices_numbers_that_changed_places():
+    numbers = jnp.arange(8, dtype=jnp.float32)
+    assert checkpoint._checksums([numbers]) != checkpoint._checksums([numbers[::-1]])
 
 
 def test_two_damaged_checkpoints_and_one_damaged_before(config, copy, whole, capsys):

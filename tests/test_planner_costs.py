@@ -154,6 +154,11 @@ def test_trees_carry_twice_the_data_on_a_card_and_the_data_once_between_two_node
     assert costs.all_reduce_s(flat(2), MODEL, "tree") == pytest.approx(MODEL / 1e9, rel=0.01)
 
 
+@pytest.mark.parametrize(("n", "hops"), [(2, 1), (4, 2), (8, 3)])
+def test_a_tree_takes_the_latency_of_its_longest_way_up_and_down(n, hops):
+    assert costs.all_reduce_s(flat(n), 0.0, "tree") == pytest.approx(2 * hops * 1e-4)
+
+
 def test_latency_makes_trees_win_and_bandwidth_rings():
     assert costs.all_reduce_s(flat(64), 1e3, "tree") < costs.all_reduce_s(flat(64), 1e3, "ring")
     assert costs.all_reduce_s(flat(8), 1e9, "ring") < costs.all_reduce_s(flat(8), 1e9, "tree")
