@@ -2,8 +2,8 @@
 
 Source: Wang et al., ICLR 2025 (arXiv 2410.11998), Table 3 and its published training code: 90
 epochs, 1,024 images per step (112,590 steps), warm-up over 5 epochs, then a cosine to 1e-5; Adam
-with betas (0.9, 0.999), L2 decay of 2^-15 on all but batch-norm scales and biases, label smoothing 0.1;
-training crops of 176 pixels, evaluation of 224 out of 256. Arms, after the colon:
+with betas (0.9, 0.999), L2 decay of 2^-15 on all but batch-norm scales and biases, label smoothing
+0.1; training crops of 176 pixels, evaluation of 224 out of 256. Arms, after the colon:
 
     accum_adam           Accumulated Adam, windows of 8 steps, peak 1.5e-3, alternating_exp_ring
     decentralized_adam   Adam, alternating_exp_ring; its peak is not published: 1e-3, as all_reduce
