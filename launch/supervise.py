@@ -30,6 +30,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from decent_jax.errors import PEER_LOST, ConfigError
+from decent_jax.json_files import flat
 from decent_jax.train import config as config_lib
 from decent_jax.train import flags
 
@@ -144,9 +145,9 @@ def fit(config: ConfigDict, before: int, after: int) -> tuple[dict[str, object],
         )
     if before == after:
         return {}, []
-    changes = {}
+    changes, values = {}, flat(config)
     for name in ("num_replicas", "batch_size", "eval.batch_size", "mesh.devices"):
-        value = config_lib.field(config, name)
+        value = values[name]
         if value:
             changes[name] = value // before * after if value % before == 0 else value
     changed = ConfigDict(config.to_dict())

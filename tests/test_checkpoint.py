@@ -322,7 +322,7 @@ def test_resuming_as_another_experiment_is_refused(config, copy, changes, words)
         train.run(config(**changes), folder)
     sentence = str(refused.value)
     assert f"holds a run with another config ({words}); take another --workdir" in sentence
-    assert "change only steps, epochs, num_replicas, schedule, " in sentence
+    assert "change only num_replicas, schedule, local_size, " in sentence
     after = {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
     assert {p: t for p, t in after.items() if p.name != ".lock"} == {
         p: t for p, t in before.items() if p.name != ".lock"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from decent_jax import json_files, train
+from decent_jax import fields, json_files, train
 from decent_jax.optim import METHODS
 from decent_jax.train import ConfigError, flags, loop
 from decent_jax.train import config as config_lib
@@ -63,11 +63,11 @@ def one_sentence(err: str) -> str:
         (["xyzzy=4"], "the config has no field 'xyzzy'; train.py --show prints them all"),
         (["mesh=4"], "the config has no field 'mesh'.*"),
         # types
-        (["num_replicas=four"], "num_replicas must be of type int (such as 4), got 'four'"),
-        (["steps=1e3"], "steps must be of type int (such as 12), got '1e3'"),
-        (["learning_rate=fast"], "learning_rate must be of type float (such as 0.01), got 'fast'"),
-        (["model.bias=maybe"], "model.bias must be of type bool (such as False), got 'maybe'"),
-        (["model.bias="], "model.bias must be of type bool (such as False), got ''"),
+        (["num_replicas=four"], "num_replicas must be of type int (such as 8), got 'four'"),
+        (["steps=1e3"], "steps must be of type int (such as 1000), got '1e3'"),
+        (["learning_rate=fast"], "learning_rate must be of type float (such as 0.001), got 'fast'"),
+        (["model.bias=maybe"], "model.bias must be of type bool (such as True), got 'maybe'"),
+        (["model.bias="], "model.bias must be of type bool (such as True), got ''"),
         # choices
         (
             ["task=chess"],
@@ -277,7 +277,9 @@ def test_show_prints_every_field_and_help_the_way(tiny_data, tmp_path, capsys):
         command.main(["--config", path, "--config.steps=77", "--show"])
     assert left.value.code == 0
     shown = capsys.readouterr().out.splitlines()
-    assert "steps = 77" in shown and "model.dtype = 'float32'" in shown
+    values = [line.partition("  # ")[0].rstrip() for line in shown]
+    assert "steps = 77" in values and "model.dtype = 'float32'" in values
+    assert any(line.endswith("  # updates of each replica") for line in shown)
     assert len(shown) == len(json_files.flat(train.default_config()))
     with pytest.raises(SystemExit) as left:
         command.main(["--help"])
@@ -317,13 +319,13 @@ def test_the_command_itself_exits_with_2_and_without_a_traceback(tiny_data, tmp_
     ],
 )
 def test_durations(value, steps):
-    assert config_lib.in_steps("x", value, steps_per_epoch=50, steps=400) == steps
+    assert fields.in_steps("x", value, steps_per_epoch=50, steps=400) == steps
 
 
 @pytest.mark.parametrize("value", [-1, "-1", 1.5, True, None, "", "5 %%", "epochs", "1e3", [3]])
 def test_what_is_no_duration(value):
     with pytest.raises(ConfigError, match=r"eval\.every must be a number of steps"):
-        config_lib.parse_duration("eval.every", value)
+        fields.parse_duration("eval.every", value)
 
 
 def test_types_are_checked_in_a_config_made_by_hand(tiny_data):
@@ -428,7 +430,7 @@ def test_the_published_settings_of_resnet50():
     epoch = -(-1_281_167 // config.batch_size)
     steps = round(config.epochs * epoch)
     assert (epoch, steps) == (1252, 112_680)  # the reference leaves out the last, partial batch
-    warmup = config_lib.in_steps("warmup", config.lr_schedule.warmup, epoch, steps)
+    warmup = fields.in_steps("warmup", config.lr_schedule.warmup, epoch, steps)
     rate = step_lib.learning_rate(config, steps, warmup, [])
     assert warmup == 5 * epoch
     assert float(rate(warmup)) == pytest.approx(1.5e-3)

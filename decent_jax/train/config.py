@@ -1,34 +1,222 @@
-"""The fields of a config, their defaults, and every check that needs no device.
+"""The fields of a config, and every check of them that needs no device.
 
-A config is an `ml_collections.ConfigDict` with the same fields for every task (the contents of
-``model`` and ``data`` are the task's). Durations are a number of steps, or a string such as
-``"2 epochs"`` or ``"5%"`` (of the run).
+A config is an `ml_collections.ConfigDict` with the same fields for every task, but for those of
+``model`` and ``data``, which the task declares.
 """
 
+import functools
 import importlib
 import importlib.util
-import math
-import re
+from collections.abc import Mapping
 from types import ModuleType
 
-from ml_collections import ConfigDict, FieldReference
+from ml_collections import ConfigDict
 
-from decent_jax import topology
+from decent_jax import fields, topology
 from decent_jax.errors import ConfigError
+from decent_jax.fields import Field, in_steps, parse_duration
+from decent_jax.gossip.wire import COMM_DTYPES
 from decent_jax.json_files import flat
+from decent_jax.optim import METHODS
 from decent_jax.topology import plan_file
 from decent_jax.topology.plan_file import Plan
 
 TASKS = ("language_modeling", "image_classification", "translation")
-LR_SCHEDULES = ("cosine", "inverse_sqrt", "step", "constant")
-PARTITIONS = ("iid", "dirichlet")
-DURATIONS = ("lr_schedule.warmup", "checkpoint.every", "eval.every")
 
-# What a resumed run may change; anything else would make it another experiment.
-MAY_CHANGE = ("steps", "epochs", "num_replicas", "schedule", "local_size", "max_failing_steps")
-MAY_CHANGE += ("max_consensus_distance", "mesh.", "cluster.", "checkpoint.", "eval.", "log.")
-MAY_CHANGE += ("profile.",)
-MAY_CHANGE += ("data.prefetch", "data.workers", "data.prompt", "data.bleu_sentences", "data.beam")
+FIELDS = {
+    "task": Field("language_modeling", "what is trained: a module of decent_jax.tasks"),
+    "seed": Field(0, "seed of parameters, dropout and the order of the data", at_least=0),
+    # --- Who averages with whom ---
+    "num_replicas": Field(8, "models with parameters of their own", at_least=1, may_change=True),
+    "algorithm": Field("accum_adam", "how replicas train and communicate; see docs/algorithms.md"),
+    "schedule": Field(
+        "one_peer_exp",
+        "who averages with whom, round by round; see docs/topologies.md; all_reduce ignores it",
+        may_change=True,
+    ),
+    "combine": Field(
+        "",
+        '"with": mix while computing; "then": mix the result; "": the algorithm\'s own order',
+        choices=("with", "then", ""),
+    ),
+    "mix_every": Field(1, "steps from one round to the next", at_least=1),
+    "comm_dtype": Field("float32", "format of messages", choices=COMM_DTYPES),
+    "gamma": Field(
+        1.0,
+        "consensus factor of decentralized_* and accum_adam: (1 - gamma) own + gamma mixed",
+        at_least=0,
+    ),
+    "gamma_power": Field(
+        0.0, "multiplies gamma by (learning rate / peak) ** gamma_power", at_least=0
+    ),
+    "local_size": Field(
+        1,
+        "replicas per node, for alternating_exp_ring and hierarchical",
+        at_least=1,
+        may_change=True,
+    ),
+    "identical_start": Field(
+        True, "all replicas start with the same parameters; False: each draws its own"
+    ),
+    "max_consensus_distance": Field(
+        0.0,
+        "relative distance beyond which all replicas are averaged once; 0: never",
+        at_least=0,
+        may_change=True,
+    ),
+    # --- Numbers of single algorithms ---
+    "quasi_global.mu": Field(0.9, "share of the momentum that is kept", at_least=0, below=1),
+    "slowmo.alpha": Field(1.0, "slow learning rate", at_least=0),
+    "slowmo.beta": Field(0.7, "slow momentum", at_least=0, below=1),
+    "diloco.outer_learning_rate": Field(0.7, "learning rate of the outer step", at_least=0),
+    "diloco.outer_momentum": Field(0.9, "Nesterov momentum of it", at_least=0, below=1),
+    "diloco.fragments": Field(1, "parts of the model, averaged in turn, one every mix_every steps"),
+    "diloco.delay": Field(0, "steps that a message takes, less than mix_every"),
+    "diloco.alpha": Field(0.0, "share of its own parameters that a replica keeps"),
+    "choco.compressor": Field("top_k", "top_k, random_k or int8"),
+    "choco.fraction": Field(0.1, "share of the numbers that top_k and random_k send"),
+    "choco.gamma": Field(0.2, "consensus step size"),
+    "swarm.bits": Field(32, "bits sent per parameter; 8 and 16: quantised by position"),
+    # --- How long, how much ---
+    "steps": Field(1000, "updates of each replica", at_least=0, may_change=True),
+    "epochs": Field(
+        0.0, "passes over the data, in place of steps when above 0", at_least=0, may_change=True
+    ),
+    "batch_size": Field(
+        64, "examples per step of all replicas together; of translation, tokens", at_least=1
+    ),
+    "micro_batches": Field(
+        1,
+        "parts of a replica's batch that are computed one after the other; their gradients "
+        "are averaged",
+        at_least=1,
+    ),
+    "max_failing_steps": Field(
+        20,
+        "steps in a row without a finite update on any replica that end the run",
+        at_least=1,
+        may_change=True,
+    ),
+    # --- Optimizer, the same on every replica ---
+    "learning_rate": Field(1e-3, "the peak", at_least=0),
+    "accum_steps": Field(
+        4, "window of accum_adam, in steps; the other algorithms have no window", at_least=1
+    ),
+    "lr_schedule.name": Field(
+        "cosine",
+        "shape of the learning rate",
+        choices=("cosine", "inverse_sqrt", "step", "constant"),
+    ),
+    "lr_schedule.warmup": Field(100, "linear warm-up", duration=True),
+    "lr_schedule.end_factor": Field(0.1, "cosine ends at this times the peak", at_least=0),
+    "lr_schedule.drops": Field(
+        "30%, 60%, 90%", "durations after which the shape step multiplies the rate by drop_factor"
+    ),
+    "lr_schedule.drop_factor": Field(0.1, "see drops", at_least=0),
+    "optimizer.name": Field("", "adam, accum_adam or sgd; empty: the algorithm's"),
+    "optimizer.momentum": Field(0.9, "of sgd", at_least=0, below=1),
+    "optimizer.b1": Field(0.9, "decay rate of Adam's first moment", at_least=0, below=1),
+    "optimizer.b2": Field(0.999, "decay rate of Adam's second moment", at_least=0, below=1),
+    "optimizer.eps": Field(1e-8, "added to the root of Adam's second moment", at_least=0),
+    "optimizer.weight_decay": Field(0.0, "per step, times the learning rate", at_least=0),
+    "optimizer.decoupled": Field(
+        True, "True: AdamW; False: weight decay is added to the gradient (L2)"
+    ),
+    "optimizer.clip_norm": Field(
+        0.0, "bound on the global norm of a replica's gradient; 0: none", at_least=0
+    ),
+    # --- Data of every task ---
+    "data.workers": Field(
+        0, "processes that read ahead; 0: threads of this one", at_least=0, may_change=True
+    ),
+    "data.prefetch": Field(4, "batches read ahead", at_least=0, may_change=True),
+    "data.partition": Field(
+        "iid",
+        '"dirichlet": each replica owns some of the records, drawn by label',
+        choices=("iid", "dirichlet"),
+    ),
+    "data.alpha": Field(
+        1.0, "concentration of dirichlet: small means few classes per replica", above=0
+    ),
+    # --- Where ---
+    "mesh.devices": Field(
+        0,
+        "devices that hold replicas; 0: as many as divide num_replicas",
+        at_least=0,
+        may_change=True,
+    ),
+    "mesh.fsdp": Field(
+        1, "devices per replica, over which its arrays are sharded", at_least=1, may_change=True
+    ),
+    "mesh.simulate": Field(
+        0, "number of devices that the CPU pretends to be; 0: off", at_least=0, may_change=True
+    ),
+    "mesh.loop": Field(
+        False,
+        "compute a device's replicas one after the other, which takes less memory",
+        may_change=True,
+    ),
+    "cluster.coordinator": Field(
+        "", '"host:port" of process 0; empty: detect SLURM, Open MPI, Kubernetes', may_change=True
+    ),
+    "cluster.num_processes": Field(0, "processes of the run", may_change=True),
+    "cluster.process_id": Field(-1, "number of this process, from 0", may_change=True),
+    "cluster.plan": Field(
+        "", "file of decent_jax.planner: order of devices, schedule, mix_every", may_change=True
+    ),
+    "cluster.timeout_s": Field(
+        300, "seconds to wait for all processes at the start", at_least=1, may_change=True
+    ),
+    "cluster.heartbeat_s": Field(
+        30,
+        "seconds of silence after which a process counts as lost and all end",
+        at_least=1,
+        may_change=True,
+    ),
+    "cluster.exchange_s": Field(
+        600,
+        "seconds after which an exchange between living processes fails",
+        at_least=1,
+        may_change=True,
+    ),
+    # --- What is kept and reported ---
+    "checkpoint.every": Field(1000, "0: never by steps", duration=True, may_change=True),
+    "checkpoint.every_minutes": Field(10.0, "0: never by time", at_least=0, may_change=True),
+    "checkpoint.keep": Field(
+        2, "newest checkpoints kept, besides the one of the best model", at_least=1, may_change=True
+    ),
+    "eval.every": Field(500, "0: at the end only", duration=True, may_change=True),
+    "eval.batches": Field(
+        0, "batches of the validation set; 0: all of it", at_least=0, may_change=True
+    ),
+    "eval.batch_size": Field(
+        0, "examples of all replicas together; 0: as in training", at_least=0, may_change=True
+    ),
+    "eval.replicas": Field(False, "also evaluate every replica by itself", may_change=True),
+    "eval.ema_decay": Field(
+        0.0,
+        "also evaluate a moving average of the consensus model with this decay; 0: no",
+        at_least=0,
+        below=1,
+        may_change=True,
+    ),
+    "log.every": Field(10, "steps per row of metrics.jsonl", at_least=1, may_change=True),
+    "log.drift_factor": Field(
+        3.0,
+        "name a replica that is this many times as far off as the median",
+        at_least=0,
+        may_change=True,
+    ),
+    "log.tensorboard": Field(False, "also write TensorBoard's files", may_change=True),
+    "log.wandb": Field(False, "also log to Weights & Biases", may_change=True),
+    "profile.start": Field(10, "steps before the trace", at_least=0, may_change=True),
+    "profile.count": Field(
+        0, "steps traced into workdir/profile; 0: no trace", at_least=0, may_change=True
+    ),
+}
+
+# Fields of earlier versions: a run that has another value than the default cannot be resumed.
+REMOVED: dict[str, Field] = {}
 
 
 def task_module(name: str) -> ModuleType:
@@ -38,111 +226,32 @@ def task_module(name: str) -> ModuleType:
     return importlib.import_module(f"decent_jax.tasks.{name}")
 
 
+@functools.cache
+def fields_of(task: str) -> Mapping[str, Field]:
+    """Every field of a config for ``task``, by dotted name.
+
+    Raises:
+      ConfigError: there is no such task.
+    """
+    module = task_module(task)
+    own = {"model": module.default_model(), "data": module.default_data()}
+    may_change = ("data.prompt", "data.bleu_sentences", "data.beam")
+    table = {
+        name: Field(default, "", may_change=name in may_change)
+        for name, default in flat(own).items()
+    }
+    return {**FIELDS, "task": Field(task, FIELDS["task"].doc), **table}
+
+
+def table_of(config: ConfigDict) -> Mapping[str, Field]:
+    """`fields_of` the config's task; those of the default task where it names none."""
+    task = getattr(config, "task", None)
+    return fields_of(task if isinstance(task, str) else FIELDS["task"].default)
+
+
 def default_config(task: str = "language_modeling") -> ConfigDict:
     """Every field with its default; locked, so a misspelt field is an error."""
-    config = ConfigDict()
-    config.task = task
-    config.seed = 0  # of parameters, dropout and the order of the data
-
-    # --- Who talks to whom ---
-    config.num_replicas = 8
-    config.algorithm = "accum_adam"  # see docs/algorithms.md
-    config.schedule = "one_peer_exp"  # see docs/topologies.md; not used by all_reduce
-    config.combine = ""  # "with": mix while computing; "then": mix the result; "": algorithm's
-    config.mix_every = 1  # steps between two rounds
-    config.comm_dtype = "float32"  # of messages: float32, bfloat16, int8
-    config.gamma = 1.0  # consensus factor: (1 - gamma) own + gamma mixed; decentralized_*, accum_*
-    config.gamma_power = 0.0  # gamma times so high a power of learning rate over peak
-    config.local_size = 1  # replicas a node, for alternating_exp_ring and hierarchical
-    config.identical_start = True  # False: every replica draws its own initial parameters
-    config.max_consensus_distance = (
-        0.0  # relative; past it all replicas are averaged once. 0: never
-    )
-
-    # --- The numbers of single algorithms ---
-    config.quasi_global = ConfigDict({"mu": 0.9})  # how much of its momentum is kept
-    config.slowmo = ConfigDict({"alpha": 1.0, "beta": 0.7})  # slow learning rate and momentum
-    config.diloco = ConfigDict()
-    config.diloco.outer_learning_rate = 0.7
-    config.diloco.outer_momentum = 0.9  # Nesterov's
-    config.diloco.fragments = 1  # averaged in turn, one every mix_every steps
-    config.diloco.delay = 0  # steps a message takes, less than mix_every
-    config.diloco.alpha = 0.0  # how much of its own parameters a replica keeps
-    config.choco = ConfigDict()
-    config.choco.compressor = "top_k"  # top_k, random_k, int8
-    config.choco.fraction = 0.1  # of the numbers that are sent, for top_k and random_k
-    config.choco.gamma = 0.2  # consensus step size
-    config.swarm = ConfigDict({"bits": 32})  # a parameter sent; 8 and 16: quantised by position
-
-    # --- How long, how much ---
-    config.steps = 1000
-    config.epochs = 0.0  # instead of steps, when above 0
-    config.batch_size = 64  # examples a step, over all replicas; of translation, tokens
-    config.micro_batches = 1  # a replica's batch in so many parts, gradients averaged
-    config.max_failing_steps = 20  # stop when every replica has failed so many steps in a row
-
-    # --- Optimizer, the same on every replica ---
-    config.learning_rate = 1e-3  # the peak
-    config.accum_steps = 4  # window of accum_adam; the other algorithms have no window
-    config.lr_schedule = ConfigDict()
-    config.lr_schedule.name = "cosine"  # cosine, inverse_sqrt, step, constant
-    config.lr_schedule.warmup = _duration(100)  # duration
-    config.lr_schedule.end_factor = 0.1  # cosine ends at this times the peak
-    config.lr_schedule.drops = "30%, 60%, 90%"  # durations after which step multiplies by
-    config.lr_schedule.drop_factor = 0.1  # this
-    config.optimizer = ConfigDict()
-    config.optimizer.name = ""  # adam, accum_adam, sgd; empty: the algorithm's
-    config.optimizer.momentum = 0.9  # of sgd
-    config.optimizer.b1 = 0.9
-    config.optimizer.b2 = 0.999
-    config.optimizer.eps = 1e-8
-    config.optimizer.weight_decay = 0.0
-    config.optimizer.decoupled = True  # True: AdamW; False: decay is added to the gradient (L2)
-    config.optimizer.clip_norm = 0.0  # global norm of a replica's gradient; 0: no clipping
-
-    # --- What a task fills in ---
-    module = task_module(task)
-    config.model = module.default_model()
-    config.data = module.default_data()
-    config.data.workers = 0  # processes that read ahead; 0: threads of this one
-    config.data.partition = "iid"  # "dirichlet": each replica has records of its own, by labels
-    config.data.alpha = 1.0  # of dirichlet: small, few classes a replica; see data/partition.py
-
-    # --- Where ---
-    config.mesh = ConfigDict()
-    config.mesh.devices = 0  # devices that hold replicas; 0: as many as divide num_replicas
-    config.mesh.fsdp = 1  # devices of one replica, over which its arrays are sharded
-    config.mesh.simulate = 0  # pretend the CPU is so many devices; 0: no
-    config.mesh.loop = False  # replicas of one device one after the other: less memory
-    config.cluster = ConfigDict()
-    config.cluster.coordinator = ""  # "host:port"; empty: detect SLURM, Open MPI, Kubernetes
-    config.cluster.num_processes = 0
-    config.cluster.process_id = -1
-    config.cluster.plan = ""  # file of decent_jax.planner: order of devices, schedule, mix_every
-    config.cluster.timeout_s = 300  # to wait for all processes at the start
-    config.cluster.heartbeat_s = 30  # a process that is silent for so long is lost: all end
-    config.cluster.exchange_s = 600  # an exchange that takes so long, all being alive, fails
-
-    # --- What is kept and said ---
-    config.checkpoint = ConfigDict()
-    config.checkpoint.every = _duration(1000)  # duration; 0: never by steps
-    config.checkpoint.every_minutes = 10.0  # 0: never by time
-    config.checkpoint.keep = 2  # newest checkpoints kept; the best model is kept besides
-    config.eval = ConfigDict()
-    config.eval.every = _duration(500)  # duration; 0: at the end only
-    config.eval.batches = 0  # of the validation set; 0: all of it
-    config.eval.batch_size = 0  # examples, over all replicas; 0: as in training
-    config.eval.replicas = False  # also evaluate every replica on its own
-    config.eval.ema_decay = 0.0  # also evaluate a moving average of the consensus model; 0: no
-    config.log = ConfigDict()
-    config.log.every = 10  # steps between two rows of metrics.jsonl
-    config.log.drift_factor = 3.0  # name a replica this many times as far off as the median
-    config.log.tensorboard = False
-    config.log.wandb = False
-    config.profile = ConfigDict()  # a trace in workdir/profile
-    config.profile.start = 10  # steps before it
-    config.profile.count = 0  # steps in it; 0: no trace
-    return config.lock()
+    return fields.build(fields_of(task)).lock()
 
 
 def validate(config: ConfigDict) -> None:
@@ -151,56 +260,12 @@ def validate(config: ConfigDict) -> None:
     Raises:
       ConfigError: naming the field, its value and what was expected.
     """
-    task = getattr(config, "task", None)
-    check_fields(config, default_config(task) if isinstance(task, str) else default_config())
-    _check_algorithm_fields(config)
-    _choice("lr_schedule.name", config.lr_schedule.name, LR_SCHEDULES)
-    _choice("data.partition", config.data.partition, PARTITIONS)
-    if not 0 < config.data.alpha < math.inf:
-        raise ConfigError(f"data.alpha must be above 0 and finite, got {config.data.alpha}")
-    positive = ("num_replicas", "mix_every", "batch_size", "micro_batches", "accum_steps")
-    positive += ("max_failing_steps", "local_size", "log.every", "checkpoint.keep")
-    positive += ("cluster.timeout_s", "cluster.heartbeat_s", "cluster.exchange_s", "mesh.fsdp")
-    for name in positive:
-        if field(config, name) < 1:
-            raise ConfigError(f"{name} must be at least 1, got {field(config, name)}")
-    not_negative = ("seed", "steps", "epochs", "learning_rate", "max_consensus_distance")
-    not_negative += ("optimizer.eps", "optimizer.weight_decay", "optimizer.clip_norm")
-    not_negative += ("checkpoint.every_minutes", "eval.batches", "eval.batch_size")
-    not_negative += ("gamma", "gamma_power", "slowmo.alpha", "diloco.outer_learning_rate")
-    not_negative += ("mesh.devices", "mesh.simulate", "lr_schedule.end_factor", "log.drift_factor")
-    not_negative += ("lr_schedule.drop_factor", "data.prefetch", "data.workers")
-    not_negative += ("profile.start", "profile.count")
-    for name in not_negative:
-        if not field(config, name) >= 0:
-            raise ConfigError(f"{name} must not be negative, got {field(config, name)}")
-    for name in (
-        *("optimizer.b1", "optimizer.b2", "optimizer.momentum", "eval.ema_decay"),
-        *("quasi_global.mu", "slowmo.beta", "diloco.outer_momentum"),
-    ):
-        if not 0 <= field(config, name) < 1:
-            raise ConfigError(f"{name} must be in [0, 1), got {field(config, name)}")
-    for name in DURATIONS:
-        parse_duration(name, field(config, name))
-    for drop in _drops(config):
-        parse_duration("each of lr_schedule.drops", drop)
-    if config.epochs == 0 and config.steps < 1:
-        raise ConfigError(f"steps must be at least 1 (or epochs above 0), got {config.steps}")
-    n = config.num_replicas
-    for name in ("batch_size", "eval.batch_size"):
-        if field(config, name) % n:
-            raise ConfigError(
-                f"{name} {field(config, name)} cannot be shared out over {n} replicas; "
-                f"use a multiple of {n}"
-            )
-    if (config.batch_size // n) % config.micro_batches:
+    fields.check(table_of(config), flat(config))
+    if config.algorithm not in METHODS:
         raise ConfigError(
-            f"a replica's {config.batch_size // n} examples (batch_size {config.batch_size} over "
-            f"{n} replicas) cannot be cut into {config.micro_batches} micro_batches"
+            f"algorithm must be one of {', '.join(METHODS)}, got {config.algorithm!r}"
         )
-    number, unit = parse_duration("lr_schedule.warmup", config.lr_schedule.warmup)
-    if config.lr_schedule.name == "cosine" and unit == "step" and not config.epochs:
-        check_warmup(number, config.steps)
+    _check_lengths(config)
     for name, module in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
         if config.log[name] and importlib.util.find_spec(module) is None:
             raise ConfigError(
@@ -212,6 +277,31 @@ def validate(config: ConfigDict) -> None:
     if config.mesh.fsdp > 1:
         _check_fsdp(config, schedule)
     task_module(config.task).validate(config)
+
+
+def _check_lengths(config: ConfigDict) -> None:
+    """Steps, batches and durations go together."""
+    for drop in _drops(config):
+        parse_duration("each of lr_schedule.drops", drop)
+    if config.epochs == 0 and config.steps < 1:
+        raise ConfigError(f"steps must be at least 1 (or epochs above 0), got {config.steps}")
+    n = config.num_replicas
+    for name, size in (
+        ("batch_size", config.batch_size),
+        ("eval.batch_size", config.eval.batch_size),
+    ):
+        if size % n:
+            raise ConfigError(
+                f"{name} {size} cannot be shared out over {n} replicas; use a multiple of {n}"
+            )
+    if (config.batch_size // n) % config.micro_batches:
+        raise ConfigError(
+            f"a replica's {config.batch_size // n} examples (batch_size {config.batch_size} over "
+            f"{n} replicas) cannot be cut into {config.micro_batches} micro_batches"
+        )
+    number, unit = parse_duration("lr_schedule.warmup", config.lr_schedule.warmup)
+    if config.lr_schedule.name == "cosine" and unit == "step" and not config.epochs:
+        check_warmup(number, config.steps)
 
 
 def load_plan(config: ConfigDict) -> Plan | None:
@@ -267,25 +357,14 @@ def _names_a_schedule(text: str) -> bool:
     return True
 
 
-def parse_duration(name: str, value: int | str) -> tuple[float, str]:
-    """(number, unit) of a duration; the unit is "step", "epoch" or "%"."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value, "step"
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(step|epoch|%)?s?\s*", str(value))
-    unit = (match[2] or "step") if match else ""
-    if match is None or (unit == "step" and "." in match[1]):
-        raise ConfigError(
-            f"{name} must be a number of steps, or a string such as '2 epochs' or '5%' (of the "
-            f"run), got {value!r}"
-        )
-    return float(match[1]), unit
-
-
-def in_steps(name: str, value: int | str, steps_per_epoch: int, steps: int) -> int:
-    """A duration in steps, in a run of ``steps``; at least one unless it is 0."""
-    number, unit = parse_duration(name, value)
-    scale = {"step": 1, "epoch": steps_per_epoch, "%": steps / 100}[unit]
-    return max(round(number * scale), 1) if number > 0 else 0
+def durations(config: ConfigDict, steps_per_epoch: int, steps: int) -> dict[str, int]:
+    """Every duration of the config by its name, in steps of a run of ``steps``."""
+    values = flat(config)
+    return {
+        name: in_steps(name, values[name], steps_per_epoch, steps)
+        for name, field in table_of(config).items()
+        if field.duration
+    }
 
 
 def drops_in_steps(config: ConfigDict, steps_per_epoch: int, steps: int) -> list[int]:
@@ -306,84 +385,45 @@ def check_warmup(warmup: float, steps: int) -> None:
         )
 
 
-def field(config: ConfigDict, name: str):
-    """The value of a dotted name."""
-    for part in name.split("."):
-        config = config[part]
-    return config
-
-
-def check_fields(config: ConfigDict, wanted: ConfigDict) -> None:
-    """Same names and types as ``wanted``; ints pass for floats, durations are either."""
-    have, default = flat(config), flat(wanted)
-    for name in default:
-        if name not in have:
-            raise ConfigError(f"the config has no field {name!r}; begin with default_config()")
-    for name, value in have.items():
-        if name not in default:
-            raise ConfigError(unknown_field(name, default))
-        kind = type(default[name])
-        if name in DURATIONS or (isinstance(value, kind) and type(value) is not bool):
-            continue
-        if kind is bool and isinstance(value, bool):
-            continue
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            continue
-        raise ConfigError(
-            f"{name} must be of type {kind.__name__} (such as {default[name]!r}), got {value!r}"
-        )
-
-
-def unknown_field(name: str, known) -> str:
-    """The sentence for a field that does not exist."""
-    import difflib
-
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else "; train.py --show prints them all"
-    return f"the config has no field {name!r}{hint}"
-
-
 def refused_changes(old: dict, new: dict) -> list[str]:
     """Fields (flat) that differ and may not change in a resumed run, as "name: old -> new".
 
-    A field that is newer than the old run has its default there. ``batch_size`` may follow
-    ``num_replicas``, so that a replica keeps its share.
+    A field that is newer than the old run has its default there, one that has been removed since
+    (`REMOVED`) has it here. ``batch_size`` may follow ``num_replicas``, so that a replica keeps its
+    share.
     """
-    old = {**flat(default_config(new["task"])), **old}
-    may_change = MAY_CHANGE
+    table = {**fields_of(new["task"]), **REMOVED}
+    defaults = {name: field.default for name, field in table.items()}
+    old, new = defaults | old, defaults | new
+    may_change = {name for name, field in table.items() if field.may_change}
     if old["batch_size"] * new["num_replicas"] == new["batch_size"] * old["num_replicas"]:
-        may_change += ("batch_size",)
+        may_change.add("batch_size")
     return [
         f"{name}: {old.get(name)!r} -> {new.get(name)!r}"
         for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name) and not name.startswith(may_change)
+        if old.get(name) != new.get(name) and name not in may_change
     ]
 
 
-def _duration(default: int) -> FieldReference:
-    return FieldReference(default, field_type=object)  # an int or a string
-
-
-def _choice(name: str, value: str, choices, otherwise: str = ", ") -> None:
-    if value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}{otherwise}got {value!r}")
-
-
-def _check_algorithm_fields(config: ConfigDict) -> None:
-    from decent_jax.gossip.wire import COMM_DTYPES
-    from decent_jax.optim import METHODS  # imports jax, which planning does without
-
-    _choice("algorithm", config.algorithm, METHODS)
-    if config.combine:
-        _choice("combine", config.combine, ("with", "then"), " or left empty, ")
-    _choice("comm_dtype", config.comm_dtype, COMM_DTYPES)
+def changeable(task: str) -> str:
+    """The fields that a resumed run may change; a section as ``mesh.*`` where all of it may."""
+    sections: dict[str, list[tuple[str, bool]]] = {}
+    for name, field in fields_of(task).items():
+        section = name.partition(".")[0]
+        sections.setdefault(section, []).append((name, field.may_change))
+    words = []
+    for section, members in sections.items():
+        names = [name for name, may_change in members if may_change]
+        whole = len(members) > 1 and len(names) == len(members)
+        words += [f"{section}.*"] if whole else names
+    return ", ".join(words)
 
 
 def _check_algorithm(config: ConfigDict, schedule: topology.Schedule) -> None:
     """Method, schedule, local optimizer, order and format go together."""
     from decent_jax.train import algorithm
 
-    method = algorithm.METHODS[config.algorithm]
+    method = METHODS[config.algorithm]
     try:
         algorithm.transformation(config, schedule, 1.0)
     except ValueError as error:

@@ -1,17 +1,22 @@
 """The command line: ``--config FILE[:ARGUMENTS] [--config.x=y ...] --workdir DIR``.
 
 absl's config flags answer an unknown field with a traceback and read a missing file late; here
-every mistake is one sentence, and comes before jax is imported.
+every mistake is one sentence, before anything starts.
 """
 
 import argparse
+import functools
 import importlib.util
+import operator
 import sys
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from decent_jax.train.config import DURATIONS, ConfigError, field, flat, unknown_field
+from decent_jax import fields
+from decent_jax.errors import ConfigError
+from decent_jax.json_files import flat
+from decent_jax.train.config import table_of
 
 _EPILOG = """\
 examples:
@@ -51,11 +56,22 @@ def parse(argv: list[str]) -> tuple[ConfigDict, str]:
     known, rest = parser.parse_known_args(argv)
     config = override_all(load(known.config), rest)
     if known.show:
-        print("\n".join(f"{name} = {value!r}" for name, value in flat(config).items()))
+        print(_shown(config))
         sys.exit(0)
     if not known.workdir:
         raise ConfigError("--workdir DIR is missing: the folder for metrics and checkpoints")
     return config, known.workdir
+
+
+def _shown(config: ConfigDict) -> str:
+    """Every field with its value and its meaning, one per line."""
+    table = table_of(config)
+    lines = []
+    for name, value in flat(config).items():
+        doc = table[name].doc if name in table else ""
+        line = f"{name} = {value!r}"
+        lines.append(f"{line:<36}  # {doc}" if doc else line)
+    return "\n".join(lines)
 
 
 def load(path_and_arguments: str) -> ConfigDict:
@@ -90,23 +106,12 @@ def override_all(config: ConfigDict, arguments: list[str]) -> ConfigDict:
 
 def override(config: ConfigDict, name: str, text: str) -> None:
     """Set the field with the dotted ``name`` to ``text``, read as the type the field has."""
-    known = flat(config)
-    if name not in known:
-        raise ConfigError(unknown_field(name, known))
-    old = known[name]
-    try:
-        if name in DURATIONS:
-            value = int(text) if text.strip().isdigit() else text
-        elif isinstance(old, bool):
-            value = {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        else:
-            value = type(old)(text)
-    except (ValueError, KeyError):
-        raise ConfigError(
-            f"{name} must be of type {type(old).__name__} (such as {old!r}), got {text!r}"
-        ) from None
+    table = table_of(config)
+    if name not in table or name not in flat(config):
+        raise ConfigError(fields.unknown_field(name, table))
+    value = fields.parse(table[name], name, text)
     *groups, last = name.split(".")
-    target = field(config, ".".join(groups)) if groups else config
+    target = functools.reduce(operator.getitem, groups, config)
     with target.ignore_type():
         target[last] = value
 

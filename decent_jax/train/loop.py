@@ -103,10 +103,7 @@ class _Trainer:
         self.steps = round(config.epochs * epoch) if config.epochs else config.steps
         if self.steps < 1:
             raise ConfigError(f"{config.epochs} epochs are less than a step, {epoch} are one epoch")
-        self.every = {
-            name: config_lib.in_steps(name, config_lib.field(config, name), epoch, self.steps)
-            for name in config_lib.DURATIONS
-        }
+        self.every = config_lib.durations(config, epoch, self.steps)
         warmup = self.every["lr_schedule.warmup"]
         if config.lr_schedule.name == "cosine":
             config_lib.check_warmup(warmup, self.steps)

@@ -91,10 +91,10 @@ class Workdir:
             raise ConfigError(f"{saved} is damaged; repair it or take another --workdir") from None
         changes = config_lib.refused_changes(old, json_files.flat(self.config))
         if changes:
-            allowed = ", ".join(name + "*" * name.endswith(".") for name in config_lib.MAY_CHANGE)
             raise ConfigError(
                 f"{self.path} holds a run with another config ({'; '.join(changes)}); take another "
-                f"--workdir, or change only {allowed}"
+                f"--workdir, or change only "
+                f"{config_lib.changeable(self.config.task)}"
             )
 
     def write_config(self) -> None:

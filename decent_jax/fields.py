@@ -1,0 +1,158 @@
+"""Fields of a config: each one's default, meaning, bound, and whether a resumed run may change it.
+
+A table of fields is a dict from dotted names to `Field`; nothing else knows any of the four.
+
+>>> table = {"steps": Field(1000, "updates", at_least=1), "log.every": Field(10, "steps")}
+>>> config = build(table)
+>>> config.log.every
+10
+>>> check(table, {"steps": 0, "log.every": 10})
+Traceback (most recent call last):
+decent_jax.errors.ConfigError: steps must be at least 1, got 0
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ml_collections import ConfigDict, FieldReference
+
+from decent_jax.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a config.
+
+    Attributes:
+      default: its value where nobody sets it; its type is the field's type.
+      doc: what it means, with the unit, in a line.
+      at_least: smallest value; None: no bound.
+      above: the value must be larger than this one.
+      below: the value must be smaller than this one.
+      choices: the values it may have.
+      duration: a number of steps, or a string such as ``"2 epochs"`` or ``"5%"`` (of the run).
+      may_change: whether a resumed run may have another value than the run that it resumes.
+    """
+
+    default: Any
+    doc: str
+    at_least: float | None = None
+    above: float | None = None
+    below: float | None = None
+    choices: Sequence[Any] | None = None
+    duration: bool = False
+    may_change: bool = False
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises ConfigError where ``value`` has another type, or is out of bounds."""
+        if self.duration:
+            parse_duration(name, value)
+            return
+        kind = type(self.default)
+        is_int = isinstance(value, int) and not isinstance(value, bool)
+        if type(value) is not kind and not (kind is float and is_int):
+            raise ConfigError(
+                f"{name} must be of type {kind.__name__} (such as {self.default!r}), got {value!r}"
+            )
+        if self.choices is not None and value not in self.choices:
+            named = ", ".join(str(choice) for choice in self.choices if choice != "")
+            otherwise = " or left empty, " if "" in self.choices else ", "
+            raise ConfigError(f"{name} must be one of {named}{otherwise}got {value!r}")
+        wanted = self._missed(value)
+        if wanted:
+            raise ConfigError(f"{name} must {wanted}, got {value}")
+
+    def _missed(self, value: Any) -> str | None:
+        """The bound that a value of the right type does not keep, in words."""
+        if self.below is not None and not (self.at_least or 0) <= value < self.below:
+            return f"be in [{self.at_least or 0}, {self.below})"
+        if self.above is not None and not self.above < value < math.inf:
+            return f"be above {self.above} and finite"
+        if self.at_least is not None and not value >= self.at_least:
+            return f"be at least {self.at_least}" if self.at_least else "not be negative"
+        if isinstance(value, float) and not math.isfinite(value):
+            return "be finite"
+        return None
+
+
+def build(table: Mapping[str, Field]) -> ConfigDict:
+    """The defaults of a table as nested ConfigDicts, not locked."""
+    config = ConfigDict()
+    for name, field in table.items():
+        *sections, last = name.split(".")
+        group = config
+        for section in sections:
+            if section not in group:
+                group[section] = ConfigDict()
+            group = group[section]
+        # A duration is an int or a string, whatever its default is.
+        group[last] = (
+            FieldReference(field.default, field_type=object) if field.duration else field.default
+        )
+    return config
+
+
+def check(table: Mapping[str, Field], values: Mapping[str, Any]) -> None:
+    """Check flat ``values`` against a table: the same names, and every value within its bound.
+
+    Raises:
+      ConfigError: naming the field, its value and what was expected.
+    """
+    for name in table:
+        if name not in values:
+            raise ConfigError(f"the config has no field {name!r}; begin with default_config()")
+    for name, value in values.items():
+        if name not in table:
+            raise ConfigError(unknown_field(name, table))
+        table[name].check(name, value)
+
+
+def parse(field: Field, name: str, text: str) -> Any:
+    """The value that ``text``, from a command line, gives to a field.
+
+    Raises:
+      ConfigError: it is none of the field's type.
+    """
+    kind = type(field.default)
+    try:
+        if field.duration:
+            return int(text) if text.strip().isdigit() else text
+        if kind is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        return kind(text)
+    except (ValueError, KeyError):
+        raise ConfigError(
+            f"{name} must be of type {kind.__name__} (such as {field.default!r}), got {text!r}"
+        ) from None
+
+
+def unknown_field(name: str, known: Mapping[str, Any]) -> str:
+    """The sentence for a field that does not exist."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else "; train.py --show prints them all"
+    return f"the config has no field {name!r}{hint}"
+
+
+def parse_duration(name: str, value: int | str) -> tuple[float, str]:
+    """(number, unit) of a duration; the unit is "step", "epoch" or "%"."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value, "step"
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(step|epoch|%)?s?\s*", str(value))
+    unit = (match[2] or "step") if match else ""
+    if match is None or (unit == "step" and "." in match[1]):
+        raise ConfigError(
+            f"{name} must be a number of steps, or a string such as '2 epochs' or '5%' (of the "
+            f"run), got {value!r}"
+        )
+    return float(match[1]), unit
+
+
+def in_steps(name: str, value: int | str, steps_per_epoch: int, steps: int) -> int:
+    """A duration in steps, in a run of ``steps``; at least one unless it is 0."""
+    number, unit = parse_duration(name, value)
+    scale = {"step": 1, "epoch": steps_per_epoch, "%": steps / 100}[unit]
+    return max(round(number * scale), 1) if number > 0 else 0
