@@ -12,11 +12,12 @@ from decent_jax.optim import METHODS
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/library.md")
 DOCUMENTS += ("docs/topologies.md", "docs/algorithms.md", "docs/images.md")
-DOCUMENTS += ("docs/clusters.md",)
+DOCUMENTS += ("docs/clusters.md", "docs/gpus.md", "docs/results.md", "docs/translation.md")
 COMMANDS = (
     "pip install -e . && python train.py --config configs/quickstart.py --workdir runs/quickstart",
     "pip install -e '.[test]' && pytest",
 )
+SCREEN = 50  # lines
 # Folders of this repository; a path that begins with one must exist.
 FOLDERS = ("benchmarks", "configs", "decent_jax", "docs", "launch", "notebooks", "tests")
 FOLDERS += (".ci",)
@@ -44,11 +45,10 @@ def python_blocks(text):
         yield "\n" * text.count("\n", 0, match.start(1)) + textwrap.dedent(match[1])
 
 
-def test_readme_is_short_and_shows_the_two_commands():
-    lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) < 200
-    for command in COMMANDS:
-        assert any(line.strip() == command for line in lines), command
+def test_readme_shows_both_commands_on_its_first_screen_and_has_five():
+    lines = [line.strip() for line in (ROOT / "README.md").read_text().splitlines()]
+    assert len(lines) <= 5 * SCREEN
+    assert all(command in lines[:SCREEN] for command in COMMANDS)
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
