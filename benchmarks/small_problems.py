@@ -77,7 +77,7 @@ class Variant:
             inner,
             combine=self.combine,
             mix_every=self.every,
-            momentum=MOMENTUM,
+            optimizer={"momentum": MOMENTUM},
             numbers=dict(self.numbers),
         )
 

@@ -153,9 +153,7 @@ class Placement:
         return first + jnp.arange(self.block, dtype=jnp.int32)
 
 
-def place(
-    num_replicas: int, devices: Sequence[jax.Device] | None = None, fsdp: int = 1
-) -> Placement:
+def place(num_replicas: int, devices: Sequence[Any] | None = None, fsdp: int = 1) -> Placement:
     """Replicas on devices, in the devices' order (all devices of all processes by default).
 
     Args:
@@ -259,7 +257,7 @@ def consensus_distance(stacked: Any) -> Consensus:
         gap = jnp.where(_beside(ok, x), x - centre[None], 0).astype(jnp.float32)
         return jnp.square(gap).reshape(x.shape[0], -1).sum(axis=1)
 
-    per_replica = sum(jax.tree.leaves(jax.tree.map(squares, stacked, mean)))
+    per_replica = jnp.asarray(sum(jax.tree.leaves(jax.tree.map(squares, stacked, mean))))
     norm = sum(jnp.square(x.astype(jnp.float32)).sum() for x in jax.tree.leaves(mean))
     distance = jnp.sqrt(per_replica.sum() / ok.sum())
     return Consensus(

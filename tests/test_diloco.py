@@ -63,12 +63,12 @@ def test_torchft(delay, alpha):
     local, outer = TORCHFT[delay, alpha]
     got = [x["first"] for x, _ in history]
     np.testing.assert_array_equal(np.stack(got)[:9, :, 0], np.tile(local[1:], (2, 1)).T)
-    states = [state.own["outer"]["first"] for _, state in history]
+    states = [state.own.theta["first"] for _, state in history]
     assert [float(states[k - 1][0, 0]) for k in (3, 9)] == list(outer)
     if (delay, alpha) == (0, 0.0):
         second = [float(x["second"][0, 0]) for x, _ in history]
         assert [second[k - 1] for k in (1, 2, 3, 4, 5, 6, 12)] == [-1, -3, -5, -7, -9, -23, -47]
-        assert float(history[11][1].own["outer"]["second"][0, 0]) == -47
+        assert float(history[11][1].own.theta["second"][0, 0]) == -47
 
 
 # --- the oracle ----------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_a_rate_of_zero_divides_nothing():
     tx = optim.slowmo(optax.sgd(0.0), schedule, 0.0)
     (mixed, state), *_ = trajectory(tx, schedule, x + jnp.arange(4.0)[:, None], grads, 1)
     np.testing.assert_allclose(mixed, np.full((4, 3), 1.5))
-    assert not np.asarray(state.own["slow"]).any()
+    assert not np.asarray(state.own.u).any()
 
 
 # --- fragments -------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from decent_jax import gossip, topology
-from decent_jax.gossip import permute
+from decent_jax.gossip import groups, permute
 from decent_jax.topology import Schedule
 
 
@@ -488,15 +488,18 @@ def test_mean_in_a_block():
 @pytest.mark.parametrize(
     ("form", "devices"), [("devices", 8), ("block", 4), ("block", 2), ("vmap", 1)]
 )
-def test_the_last_stage_waits_for_hold_and_is_what_it_was(form, devices):
-    """Between groups only; elsewhere there is one stage. That it waits shows where hold is True."""
+def test_the_last_stage_waits_for_after_and_is_what_it_was(form, devices, monkeypatch):
+    """Between groups only; elsewhere there is one stage. That it waits shows where it is stopped:
+    the flag that is always False, and is computed from ``after``, is ``after`` itself here."""
+    assert not any(groups._never(jnp.array([1.0, bad])) for bad in (0, jnp.nan, jnp.inf, -jnp.inf))
+    monkeypatch.setattr(groups, "_never", lambda after: after)
     schedule = topology.make("alternating_exp_ring", 8, local_size=4)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 5)), jnp.float32)
 
     def body(axis_name, x, hold):
         return [
             (
-                gossip.mix(x, schedule, r, axis_name, finite=jnp.isfinite(x).all(), hold=hold),
+                gossip.mix(x, schedule, r, axis_name, finite=jnp.isfinite(x).all(), after=hold),
                 gossip.mix(x, schedule, r, axis_name, finite=jnp.isfinite(x).all()),
             )
             for r in range(schedule.period)

@@ -330,7 +330,7 @@ def test_a_mean_of_nodes_alone_is_an_all_reduce(mesh8):
     assert all(groups_of(line, 8) == nodes for _, _, line in found)
 
 
-@pytest.mark.parametrize("combine", ["with", "then", "delayed"])
+@pytest.mark.parametrize("combine", ["with", "then"])
 def test_round_none_communicates_nothing(combine, mesh8):
     tx = optim.decentralized(INNER, topology.make("ring", 8), combine, gamma=0.5)
     assert compiled_step(tx, None, mesh8) == []
@@ -435,24 +435,6 @@ def test_with_sends_old_parameters_only(name, mesh8):
     assert sends == [True] * len(SHAPES)
 
 
-@pytest.mark.parametrize("name", ["one_peer_exp", "bidirectional_ring"])
-def test_delayed_sends_what_the_last_step_left(name, mesh8):
-    """Neither this step's batch nor even its parameters: only what was kept to be sent."""
-    schedule = topology.make(name, 8)
-    tx = optim.decentralized(INNER, schedule, "delayed", gamma=0.5)
-    args = arguments(tx)
-    jaxpr = jax.make_jaxpr(on_mesh(step_of(tx, 0), mesh8))(*args).jaxpr
-    kept = jax.tree.map(lambda _: True, args)
-    kept[1].own["sent"].update(dict.fromkeys(SHAPES, False))
-    out, sends = sends_that_depend(jaxpr, jax.tree.leaves(kept))
-    assert any(out)
-    degree = schedule.degree(0)
-    assert sends == [False] * (len(SHAPES) * degree)
-    found = compiled_step(tx, 0, mesh8)
-    assert {kind for kind, _, _ in found} == {"collective-permute"}
-    assert messages(found, "collective-permute") == sorted(SIZES * degree)
-
-
 def test_with_sends_the_parameters_as_they_came(mesh8):
     """In the compiled step the operand of the permute is an input of the program."""
     schedule = topology.make("one_peer_exp", 8)
@@ -464,7 +446,6 @@ def test_with_sends_the_parameters_as_they_came(mesh8):
         return [re.search(r"collective-permute\(.*?%([\w.-]+)\)", line)[1] for line in lines]
 
     assert all(name.startswith("param") for name in operands("with"))
-    assert all(name.startswith("param") for name in operands("delayed"))
     assert not any(name.startswith("param") for name in operands("then"))
 
 

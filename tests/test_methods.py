@@ -128,7 +128,6 @@ def parts_of(case, kind):
         mix_every=mix_every,
         identical_start=False,
         numbers=case.numbers,
-        b1=0.9,
     )
 
 
@@ -284,6 +283,19 @@ def test_d2_at_its_bound():
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"outer_learning_rate": -1}, "diloco.outer_learning_rate must not be negative, got -1"),
+        ({"outer_momentum": 1}, r"diloco.outer_momentum must be in \[0, 1\), got 1"),
+    ],
+)
+def test_impossible_numbers_of_diloco(changes, message):
+    parts = dataclasses.replace(parts_of(CASES["d2"], "average"), numbers=changes)
+    with pytest.raises(ValueError, match=message):
+        METHODS["diloco"].build(parts)
+
+
+@pytest.mark.parametrize(
     ("method", "changes", "message"),
     [
         ("d2", {"combine": "with"}, "d2 has only combine='then', got 'with'"),
@@ -294,6 +306,12 @@ def test_d2_at_its_bound():
         ("choco", {"numbers": {"compressor": "zip"}}, "compressor must be one of top_k"),
         ("choco", {"numbers": {"fraction": 0}}, "fraction must be above 0 .* got 0"),
         ("choco", {"numbers": {"gamma": 2}}, "gamma must be above 0 and at most 1, got 2"),
+        ("decentralized_sgd", {"numbers": {"gamma": -1}}, "gamma must not be negative, got -1"),
+        ("slowmo", {"numbers": {"alpha": -1}}, "slowmo.alpha must not be negative, got -1"),
+        ("slowmo", {"numbers": {"beta": 1}}, r"slowmo.beta must be in \[0, 1\), got 1"),
+        ("quasi_global_sgd", {"numbers": {"mu": 1}}, r"quasi_global.mu must be in \[0, 1\), got 1"),
+        ("decentlam", {"optimizer": {"momentum": 1}}, r"momentum must be in \[0, 1\), got 1"),
+        ("quasi_global_adam", {"optimizer": {"b2": 1}}, r"b2 must be in \[0, 1\), got 1"),
         ("swarm", {"numbers": {"bits": 4}}, "swarm.bits must be 8, 16 or 32 .*, got 4"),
         ("diloco", {}, "diloco moves its outer .*bidirectional_ring does not do; use .*complete"),
         ("swarm", {}, "swarm lets replicas meet in pairs, and bidirectional_ring is not made of"),

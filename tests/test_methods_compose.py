@@ -224,7 +224,7 @@ def test_naive_int8_stalls_where_choco_goes_on():
     def naive(x, state, key):
         return gossip.mix(x, schedule, 0, wire=wire.Int8(), key=key), state
 
-    tx = optim.choco(optax.sgd(0.0), schedule, wire.Int8(), 0.8, identical_start=False)
+    tx = optim.choco(optax.sgd(0.0), schedule, identical_start=False, compressor="int8", gamma=0.8)
 
     def choco(x, state, key):
         del key
@@ -248,7 +248,9 @@ def test_naive_int8_stalls_where_choco_goes_on():
 def test_choco_reaches_consensus_on_the_mean(compressor, gamma):
     schedule = topology.make("bidirectional_ring", 4)
     x = jnp.asarray(np.random.default_rng(2).normal(size=(4, 40)), jnp.float32)
-    tx = optim.choco(optax.sgd(0.0), schedule, compressor, gamma, identical_start=False)
+    tx = optim.choco(
+        optax.sgd(0.0), schedule, identical_start=False, compressor=compressor, gamma=gamma
+    )
 
     def step(carry, _):
         def one(x, state):
@@ -267,7 +269,7 @@ def test_choco_gossip_of_the_notes():
     with jax.enable_x64(True):
         schedule = topology.make("bidirectional_ring", 4)
         x = jnp.array([[4.0, 0, 1], [0, 8, 2], [1, 1, 12], [16, 2, 0]])
-        tx = optim.choco(optax.sgd(0.0), schedule, wire.TopK(0.3), 0.3, identical_start=False)
+        tx = optim.choco(optax.sgd(0.0), schedule, identical_start=False, fraction=0.3, gamma=0.3)
         state, errors = jax.vmap(tx.init)(x), []
         mean = np.asarray(x.mean(0))
 

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from decent_jax import optim, topology
+from decent_jax.gossip import groups
 from decent_jax.optim import guard
 from decent_jax.optim.accum_adam import bias_correction
 
@@ -184,7 +185,7 @@ def test_a_round_in_stages_is_held_until_the_gradient_is_known(monkeypatch):
     got, _ = on_replicas(tx, params, state, grads, between[0])
     step = jax.tree.map(lambda g: -0.1 * np.asarray(g), grads)
     assert_close(got, jax.tree.map(np.add, dense(schedule, between[0], params), step))
-    monkeypatch.setattr(guard.Local, "never", lambda local: jnp.array(True))
+    monkeypatch.setattr(groups, "_never", lambda after: jnp.array(True))
     held, _ = on_replicas(tx, params, state, grads, between[0])
     assert_close(held, step)
 
@@ -344,11 +345,25 @@ def test_missing_parameters_raise():
         tx.update(params, tx.init(params), round=0)
 
 
+@pytest.mark.parametrize("combine", ["with", "then"])
+def test_consensus_factor_follows_a_schedule(combine):
+    """Without gradients a step is (1 - gamma) I + gamma W, with the gamma of its count."""
+    schedule = topology.make("bidirectional_ring", N)
+    factors = jnp.array([0.0, 0.25, 1.0])
+    tx = optim.decentralized(optax.sgd(0.1), schedule, combine, gamma=lambda count: factors[count])
+    x = np.random.default_rng(0).normal(size=(N, 3)).astype(np.float32)
+    state = jax.vmap(tx.init)(x)
+    for gamma in factors.tolist():
+        wanted = x + gamma * (schedule.matrix(0) @ x - x)
+        step = jax.vmap(lambda x, s: tx.update(0 * x, s, x, round=0), axis_name="replica")
+        updates, state = step(x, state)
+        x = np.asarray(optim.apply_updates(x, updates))
+        np.testing.assert_allclose(x, wanted, atol=1e-6)
+
+
 @pytest.mark.parametrize("combine", ["after", "", None])
 def test_unknown_combine(combine):
-    with pytest.raises(
-        ValueError, match=f"combine must be 'with', 'then' or 'delayed', got {combine!r}"
-    ):
+    with pytest.raises(ValueError, match=f"combine must be 'with' or 'then', got {combine!r}"):
         optim.decentralized(INNER, topology.make("ring", N), combine)
 
 

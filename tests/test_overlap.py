@@ -13,9 +13,8 @@ from jax.sharding import PartitionSpec as P
 from test_hlo import collectives
 
 from decent_jax import gossip, optim, replicas, topology
-from decent_jax.cpu import overlap
+from decent_jax.cpu import overlap, pair_sums
 from decent_jax.data import loader
-from decent_jax.gossip import permute
 from decent_jax.train import algorithm, executables
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
@@ -28,7 +27,7 @@ INVOLUTIONS = ([1, 0, 3, 2, 5, 4, 7, 6], [4, 5, 6, 7, 0, 1, 2, 3], [7, 6, 5, 4, 
 
 @pytest.fixture
 def as_if_over_gloo(monkeypatch):
-    monkeypatch.setattr(permute, "over_gloo", lambda: True)
+    monkeypatch.setattr(pair_sums, "over_gloo", lambda: True)
 
 
 def drawn(dtype, shape, rng):
@@ -54,7 +53,7 @@ def test_a_swap_is_a_permutation_bit_for_bit(partners, mesh8):
     pairs = [(source, device) for device, source in enumerate(partners)]
 
     def both(x):
-        swapped = jax.tree.map(lambda x: permute.swap(x, pairs, "replica"), x)
+        swapped = jax.tree.map(lambda x: pair_sums.swap(x, pairs, "replica"), x)
         return swapped, jax.tree.map(lambda x: jax.lax.ppermute(x, "replica", pairs), x)
 
     run = jax.shard_map(
@@ -163,7 +162,7 @@ def six_steps(step, state, batches, period):
 def test_three_parts_make_the_step_of_one(changes, data, monkeypatch):
     """Bit for bit but for the order of an addition; metrics, moments and moving average too."""
     whole = six_steps(*trainer(data, **changes))
-    monkeypatch.setattr(permute, "over_gloo", lambda: True)
+    monkeypatch.setattr(pair_sums, "over_gloo", lambda: True)
     step, *rest = trainer(data, **changes)
     assert isinstance(step, overlap.Step)
     parts = six_steps(step, *rest)
@@ -247,7 +246,7 @@ def test_what_is_not_known_at_the_beginning_is_one_program(changes, data, as_if_
 
 
 def test_one_process_has_one_program(data):
-    assert not permute.over_gloo()
+    assert not pair_sums.over_gloo()
     step, *_ = trainer(data)
     assert not isinstance(step, overlap.Step)
 

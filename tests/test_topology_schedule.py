@@ -8,7 +8,7 @@ import pytest
 from mixing import norm, product
 
 from decent_jax import topology
-from decent_jax.topology import NAMES, Schedule, make, metropolis_hastings
+from decent_jax.topology import NAMES, Schedule, make, metropolis_hastings, plot
 
 
 def networkx():
@@ -106,7 +106,7 @@ def test_summary_of_every_schedule(name):
     ],
 )
 def test_plot(name, n, rounds):
-    figure = make(name, n, local_size=4).plot()
+    figure = plot(make(name, n, local_size=4))
     titles = [axes.get_title(loc="left") for axes in figure.axes]
     assert [title for title in titles if title] == [f"round {r}" for r in range(rounds)]
     images = [axes.images[0] for axes in figure.axes if axes.images]
@@ -118,14 +118,14 @@ def test_plot(name, n, rounds):
 
 
 def test_plot_of_many_rounds_says_what_it_leaves_out():
-    figure = make("random_matching(rounds=20)", 6).plot()
+    figure = plot(make("random_matching(rounds=20)", 6))
     assert figure.get_suptitle().endswith("20 rounds, of which the first 12")
     assert sum(bool(axes.images) for axes in figure.axes) == 12
 
 
 def test_arrows_point_to_the_receiver():
     """Directed edges are arrows, equal weights both ways a line."""
-    figure = Schedule.from_matrices([de_bruijn(2) / 2 + np.eye(4) / 2]).plot()
+    figure = plot(Schedule.from_matrices([de_bruijn(2) / 2 + np.eye(4) / 2]))
     axes = figure.axes[0]
     circle = [(np.sin(np.pi / 2 * i), np.cos(np.pi / 2 * i)) for i in range(4)]
 
@@ -156,7 +156,7 @@ def test_importing_the_schedules_imports_neither_jax_nor_matplotlib():
 def test_metropolis_hastings_needs_symmetry():
     graph = np.zeros((3, 3), bool)
     graph[0, 1] = graph[1, 0] = graph[2, 1] = True
-    with pytest.raises(ValueError, match="replica 2 hears 1 and 1 does not hear 2"):
+    with pytest.raises(ValueError, match="replica 2 receives from 1 and 1 not from 2"):
         metropolis_hastings(graph)
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from decent_jax.gossip import permute
+from decent_jax.cpu import pair_sums
 from decent_jax.optim import EarlyMixing
 from decent_jax.replicas import Placement
 
@@ -24,7 +24,7 @@ def needed(tx: Any, placement: Placement) -> bool:
 
     Not for replicas of several devices, whose gradients communicate too.
     """
-    return permute.over_gloo() and isinstance(tx, EarlyMixing) and placement.fsdp == 1
+    return pair_sums.over_gloo() and isinstance(tx, EarlyMixing) and placement.fsdp == 1
 
 
 class Step:

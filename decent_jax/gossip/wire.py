@@ -1,13 +1,13 @@
-"""What travels instead of a float32 array: cheaper formats of messages, and lossy compressors.
+"""Formats of messages that are cheaper than float32, and lossy compressors.
 
-A format knows one replica's array at a time. `decent_jax.gossip.mix` sends the parts that `encode`
-makes and applies `decode` where they arrive; it keeps the mean of all replicas by mixing
-*differences* of decoded arrays, so that what rounding takes from one replica it gives to another.
+A format sees one array of one replica at a time. `decent_jax.gossip.mix` sends the parts that
+`encode` makes and applies `decode` where they arrive. It keeps the mean of all replicas by mixing
+*differences* of decoded arrays: what rounding takes from one replica it gives to another.
 
 | format | sent for N numbers | error |
 |---|---|---|
 | `BFloat16` | 2 N bytes | relative 2^-9, nearest |
-| `Int8` | N bytes + 4 a row of the last axis | unbiased, below 1/127 of the row's largest |
+| `Int8` | N bytes + 4 per row of the last axis | unbiased, below 1/127 of the row's largest |
 | `TopK(f)` | 8 f N bytes: values and places | all but the largest f N dropped |
 | `RandomK(f)` | 4 f N bytes: the places are the same everywhere | all but f N at random dropped |
 
@@ -28,12 +28,15 @@ class Wire(Protocol):
 
     def encode(self, x: jax.Array, key: jax.Array | None, replica: jax.Array) -> tuple:
         """The arrays that are sent for ``x``. ``key`` is the same on all replicas."""
+        ...
 
     def decode(self, parts: tuple, like: jax.Array, key: jax.Array | None) -> jax.Array:
-        """What a receiver makes of them: shape and dtype of ``like``."""
+        """The array a receiver makes of them, with the shape and dtype of ``like``."""
+        ...
 
     def bytes_sent(self, shape: tuple[int, ...]) -> int:
         """The bytes of `encode`'s parts for a float32 array of this shape."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +57,7 @@ class BFloat16:
 
 @dataclasses.dataclass(frozen=True)
 class Int8:
-    r"""8-bit integers with a float32 scale a row of the last axis, rounded stochastically.
+    r"""8-bit integers with a float32 scale per row of the last axis, rounded stochastically.
 
     :math:`c = \lfloor 127\,x / s + u \rfloor`, :math:`s = \max |x|` over the row and u uniform in
     [0, 1): :math:`\mathbb E[c\,s/127] = x`. Without a key it rounds to nearest, which is biased.
@@ -102,7 +105,7 @@ class TopK:
 
 @dataclasses.dataclass(frozen=True)
 class RandomK:
-    """A random ``fraction``, at least one number; who has the key knows the places."""
+    """A random ``fraction``, at least one number; receivers draw the same places from the key."""
 
     fraction: float
 

@@ -11,7 +11,7 @@ from decent_jax.optim.choco import choco
 from decent_jax.optim.corrected import d2, exact_diffusion, gradient_tracking, push_sum
 from decent_jax.optim.decentralized import all_reduce, decentralized
 from decent_jax.optim.guard import EarlyMixing, GuardedState, apply_updates
-from decent_jax.optim.methods import METHODS, Method, Parts
+from decent_jax.optim.methods import METHODS, Method, Parts, register
 from decent_jax.optim.momentum import (
     decentlam,
     gossiped_momentum,
@@ -53,6 +53,7 @@ __all__ = [
     "push_sum",
     "quasi_global_adam",
     "quasi_global_sgd",
+    "register",
     "scale_by_accum_adam",
     "slowmo",
     "swarm",

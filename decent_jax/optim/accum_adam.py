@@ -8,11 +8,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from decent_jax.optim import require
+
 
 class ScaleByAccumAdamState(NamedTuple):
     """State of `scale_by_accum_adam`; ``mu``, ``nu`` and ``window`` are shaped like the params."""
 
-    count: jax.Array  # shape=(), dtype=int32: steps taken
+    # shape=(), dtype=int32: steps taken
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
     mu: Any  # first moment of the completed windows
     nu: Any  # second moment of the completed windows
     window: Any  # sum of g / accum_steps over the window so far; None when accum_steps == 1
@@ -63,7 +66,12 @@ def scale_by_accum_adam(
       Wang et al., `From Promise to Practice <https://arxiv.org/abs/2410.11998>`_, 2025,
       Algorithm 4 (which prints beta_1 where the committed second moment takes beta_2).
     """
-    _check(b1=b1, b2=b2, eps=eps, accum_steps=accum_steps)
+    require.below_one(b1=b1, b2=b2)
+    require.not_negative(eps=eps)
+    if isinstance(accum_steps, float | int) and (
+        accum_steps < 1 or accum_steps != int(accum_steps)
+    ):
+        raise ValueError(f"accum_steps must be a whole number of at least 1, got {accum_steps}")
     is_adam = isinstance(accum_steps, int) and accum_steps == 1
 
     def init(params):
@@ -77,7 +85,7 @@ def scale_by_accum_adam(
     def update(updates, state, params=None):
         del params
         g = updates
-        count = optax.safe_increment(state.count)
+        count = jnp.asarray(optax.safe_increment(state.count))
         windows = (count + accum_steps - 1) // accum_steps
         mu = _moment(b1, state.mu, g, 1)
         nu = _moment(b2, state.nu, g, 2)
@@ -178,25 +186,14 @@ def drop_window(state: Any, accum_steps: int) -> Any:
     return jax.tree.map(drop, state, is_leaf=lambda node: isinstance(node, ScaleByAccumAdamState))
 
 
-def _check(**given):
-    for name in ("b1", "b2"):
-        if isinstance(given[name], float | int) and not 0 <= given[name] < 1:
-            raise ValueError(f"{name} must be in [0, 1), got {given[name]}")
-    if isinstance(given["eps"], float | int) and given["eps"] < 0:
-        raise ValueError(f"eps must not be negative, got {given['eps']}")
-    steps = given["accum_steps"]
-    if isinstance(steps, float | int) and (steps < 1 or steps != int(steps)):
-        raise ValueError(f"accum_steps must be a whole number of at least 1, got {steps}")
-
-
-def _moment(decay, moment, value, order):
+def _moment(decay: Any, moment: Any, value: Any, order: int) -> Any:
     return jax.tree.map(
         lambda m, g: _cast(decay, m) * m + _cast(1 - decay, m) * g**order, moment, value
     )
 
 
-def bias_correction(decay, count):
-    """1 - decay ** count. A float32 power would lose the digits that the golden values hold."""
+def bias_correction(decay: Any, count: jax.Array) -> jax.Array:
+    """``1 - decay ** count``. A float32 power would lose the digits that the golden values hold."""
     if isinstance(decay, float | int):
         log = math.log(decay) if decay > 0 else -math.inf
     else:
@@ -204,5 +201,5 @@ def bias_correction(decay, count):
     return -jnp.expm1(count * log)
 
 
-def _cast(value, like):
+def _cast(value: Any, like: jax.Array) -> jax.Array:
     return jnp.asarray(value, like.dtype)

@@ -1,23 +1,35 @@
 """CHOCO: gossip of compressed differences, with error feedback."""
 
+from typing import Any, NamedTuple
+
 import optax
 
 from decent_jax import gossip
 from decent_jax.gossip import AxisName
+from decent_jax.gossip import wire as wires
 from decent_jax.gossip.wire import Wire
 from decent_jax.optim import guard, require
 from decent_jax.optim.decentralized import Mixing
+from decent_jax.optim.declaration import Method, model_bytes
 from decent_jax.topology import Schedule
+
+
+class ChocoState(NamedTuple):
+    """The method's own state; both are shaped like the parameters."""
+
+    s: Any  # sum_j W_ij x_hat_j, over the neighbours and oneself
+    x_hat: Any  # the replica's own public copy
 
 
 def choco(
     inner: optax.GradientTransformation,
     schedule: Schedule,
-    compressor: Wire,
-    gamma: float = 0.2,
     axis_name: AxisName = "replica",
-    *,
     identical_start: bool = True,
+    *,
+    compressor: str | Wire = "top_k",
+    fraction: float = 0.1,
+    gamma: float = 0.2,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Replicas know each other by public copies, which they correct by compressed messages.
 
@@ -25,23 +37,28 @@ def choco(
     update of ``inner``:
 
     .. math::
-        y_i &= x_i + \Delta_i(x_i), \qquad q_i = C(y_i - \hat x_i), \qquad
-        \hat x_i \leftarrow \hat x_i + q_i \\
-        x_i &\leftarrow y_i + \gamma \Big(\sum_j W_{ij} \hat x_j - \hat x_i\Big)
+        y_i &= x_i + \Delta_i(x_i), \qquad q_i = C(y_i - \hat x_i) \\
+        \hat x_i &\leftarrow \hat x_i + q_i, \qquad
+        s_i \leftarrow s_i + \sum_j W_{ij} q_j \quad (= \sum_j W_{ij} \hat x_j) \\
+        x_i &\leftarrow y_i + \gamma (s_i - \hat x_i)
 
     What C drops stays in :math:`y - \hat x` and is sent later, so consensus is reached however
     coarse C is, if :math:`\gamma` is small enough; the mean is kept at every step. Only
-    :math:`q_i` travels: the sum over neighbours is kept and corrected, so the graph must be static.
-    One compressed message a step, two copies of the parameters (:math:`\hat x_i` and the sum).
+    :math:`q_i` travels: s is kept and corrected, so the graph must be static. One compressed
+    message per step, two copies of the parameters (:math:`\hat x_i` and :math:`s_i`).
 
     Args:
       inner, schedule, axis_name: as in `decentralized`.
-      compressor: `decent_jax.gossip.wire.TopK`, `RandomK` or `Int8`.
+      identical_start: public copies begin at the parameters, which are then the same on all
+        replicas; False: at zero, as in the paper.
+      compressor: ``"top_k"``, ``"random_k"``, ``"int8"``, or a `decent_jax.gossip.wire.Wire`.
+      fraction: how much of each array ``"top_k"`` and ``"random_k"`` send, in (0, 1].
       gamma: consensus step size; the coarser C, the smaller, and too large diverges. On a ring of 8
         without gradients the largest that converged of 0.02, 0.05, 0.1, 0.2, 0.3, 0.5 was 0.3 for
         the top 10%, 0.05 for the top 1%, and 0.1 for a random 10%; a random 1% needs less.
-      identical_start: public copies begin at the parameters, which are then the same on all
-        replicas; False: at zero, as in the paper.
+
+    Raises:
+      ValueError: a number out of range, or a schedule that changes or averages in groups.
 
     References:
       Koloskova et al., `CHOCO-SGD <https://arxiv.org/abs/1902.00340>`_, 2019, Algorithm 2, with the
@@ -49,26 +66,52 @@ def choco(
     """
     require.static_messages("choco", schedule)
     if not 0 < gamma <= 1:
-        raise ValueError(f"gamma must be above 0 and at most 1, got {gamma}")
-    mixing = Mixing(schedule, axis_name, compressor)
+        raise ValueError(f"choco.gamma must be above 0 and at most 1, got {gamma}")
+    wire = compressor_of(compressor, fraction)
+    mixing = Mixing(schedule, axis_name, wire)
 
     def step(params, own, round, local):
-        after = guard.add(params, local(params))
+        update, inner, ok = local(params)
+        y = guard.add(params, update)
         if round is None:
-            return after, own
-        # A replica that is not finite says nothing: its public copy stays what it was.
-        gap = guard.subtract(after, own["public"])
+            return y, own, inner, ok
+        # A replica that is not finite sends zeros: its public copy stays as it was.
+        gap = guard.subtract(y, own.x_hat)
         gap = guard.choose(guard.all_finite(gap), gap, guard.zeros(gap))
-        arrived, said = gossip.mix_coded(
-            gap, schedule, round, axis_name, compressor, mixing.key(local.count)
+        mixed_q, q = gossip.mix_coded(
+            gap, schedule, round, axis_name, wire, mixing.key(local.count)
         )
-        public = guard.add(own["public"], said)
-        around = guard.add(own["around"], arrived)
-        pull = guard.scale(gamma, guard.subtract(around, public))
-        return guard.add(after, pull), {"public": public, "around": around}
+        x_hat = guard.add(own.x_hat, q)
+        s = guard.add(own.s, mixed_q)
+        x = guard.add(y, guard.scale(gamma, guard.subtract(s, x_hat)))
+        return x, ChocoState(s, x_hat), inner, ok
 
     def own(params):
         begin = guard.copy if identical_start else guard.zeros
-        return {"public": begin(params), "around": begin(params)}
+        return ChocoState(begin(params), begin(params))
 
     return guard.method(inner, step, own)
+
+
+def compressor_of(name: str | Wire, fraction: float) -> Wire:
+    """The format of that name; a format stays what it is."""
+    if not isinstance(name, str):
+        return name
+    if not 0 < fraction <= 1:
+        raise ValueError(f"choco.fraction must be above 0 and at most 1, got {fraction}")
+    named = {
+        "top_k": wires.TopK(fraction),
+        "random_k": wires.RandomK(fraction),
+        "int8": wires.Int8(),
+    }
+    if name not in named:
+        raise ValueError(f"choco.compressor must be one of {', '.join(named)}, got {name!r}")
+    return named[name]
+
+
+def _sent(params, wire, numbers):
+    del wire
+    return model_bytes(params, compressor_of(numbers["compressor"], numbers["fraction"]), {})
+
+
+CHOCO = Method("choco", choco, copies=2, any_wire=False, sent=_sent)

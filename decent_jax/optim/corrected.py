@@ -1,7 +1,8 @@
 """Methods that converge to the optimum itself, however different the replicas' data are."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -9,18 +10,24 @@ from decent_jax.gossip import AxisName
 from decent_jax.gossip.wire import Wire
 from decent_jax.optim import guard, require
 from decent_jax.optim.decentralized import Mixing
+from decent_jax.optim.declaration import Method
 from decent_jax.topology import Schedule
+
+
+class DiffusionState(NamedTuple):
+    """Own state of `exact_diffusion` and `d2`."""
+
+    psi: Any  # like params: the adapted parameters of the last step
 
 
 def exact_diffusion(
     inner: optax.GradientTransformation,
     schedule: Schedule,
     axis_name: AxisName = "replica",
-    *,
     mix_every: int = 1,
     wire: Wire | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Adapt, correct by what the last combination took away, combine.
+    r"""Adapt, correct by the change of the last combination, combine.
 
     With :math:`\bar W = (I + W)/2` and :math:`\Delta_i` the update of ``inner``:
 
@@ -28,13 +35,13 @@ def exact_diffusion(
         \psi_i^{+} = x_i + \Delta_i(x_i), \qquad \phi_i = \psi_i^{+} + x_i - \psi_i, \qquad
         x_i \leftarrow \sum_j \bar W_{ij} \phi_j, \qquad \psi_i \leftarrow \psi_i^{+}
 
-    and :math:`\psi_i = x_i` before the first step. One message a step, one copy of the parameters
+    and :math:`\psi_i = x_i` before the first step. One message per step, one copy of the parameters
     (psi). With ``optax.sgd`` at a fixed rate the limit is the optimum of the average loss.
 
-    Valid on static undirected graphs, and on other pairs of (schedule, ``mix_every``) where the
-    disagreement does not grow over a period, which is computed: on ``one_peer_exp`` and
-    ``hypercube`` in every step, say, but not in every third; on ``bidirectional_ring`` with 8
-    replicas up to every fourth.
+    Valid on static undirected graphs, and on other pairs of (schedule, ``mix_every``) on which the
+    disagreement, which is computed, does not grow over a period: on ``one_peer_exp`` and
+    ``hypercube`` for example in every step, but not in every third; on ``bidirectional_ring`` with
+    8 replicas up to every fourth.
 
     References:
       Yuan et al., `Exact Diffusion, Part I <https://arxiv.org/abs/1702.05122>`_, 2018.
@@ -47,20 +54,20 @@ def d2(
     inner: optax.GradientTransformation,
     schedule: Schedule,
     axis_name: AxisName = "replica",
-    *,
+    mix_every: int = 1,
     wire: Wire | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""D2: `exact_diffusion` with W itself, so it agrees twice as fast where it is stable.
 
     .. math:: x^{+} = W \big(2 x - x^{-} - \eta (g - g^{-})\big), \qquad x^{1} = W (x - \eta g)
 
-    (with ``optax.sgd``; any other ``inner`` takes its update's place). Only on a static symmetric W
+    (with ``optax.sgd``; another ``inner`` gives its own update). Only on a static symmetric W
     whose smallest eigenvalue is above -1/3: raises below, warns within 1e-6 of it.
 
     References:
       Tang et al., `D2 <https://arxiv.org/abs/1803.07068>`_, 2018, Algorithm 1.
     """
-    require.static_and_symmetric("d2", schedule)
+    require.static_and_symmetric("d2", schedule, mix_every)
     require.eigenvalues_above_minus_a_third("d2", schedule)
     return _diffusion(inner, Mixing(schedule, axis_name, wire), half=False)
 
@@ -69,21 +76,28 @@ def _diffusion(inner, mixing, half):
     def step(params, own, round, local):
         if round is None and not half:
             raise ValueError("d2 mixes in every step; use mix_every=1")
-        adapted = guard.add(params, local(params))
-        corrected = guard.add(adapted, guard.subtract(params, own["adapted"]))
-        mixed = mixing(corrected, round, local.count)
+        update, inner, ok = local(params)
+        psi = guard.add(params, update)
+        phi = guard.add(psi, guard.subtract(params, own.psi))
+        mixed = mixing(phi, round, local.count)
         if half:
-            mixed = guard.scale(0.5, guard.add(corrected, mixed))
-        return mixed, {"adapted": adapted}
+            mixed = guard.scale(0.5, guard.add(phi, mixed))
+        return mixed, DiffusionState(psi), inner, ok
 
-    return guard.method(inner, step, lambda params: {"adapted": guard.copy(params)})
+    return guard.method(inner, step, lambda params: DiffusionState(guard.copy(params)))
+
+
+class TrackingState(NamedTuple):
+    """Own state of `gradient_tracking`; both are shaped like the parameters."""
+
+    g: Any  # the last finite gradient
+    q: Any  # the tracked average gradient
 
 
 def gradient_tracking(
     inner: optax.GradientTransformation,
     schedule: Schedule,
     axis_name: AxisName = "replica",
-    *,
     wire: Wire | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Every replica tracks the average gradient and steps along it.
@@ -93,7 +107,7 @@ def gradient_tracking(
         x_i \leftarrow \sum_j W_{ij} x_j + \Delta_i(q_i)
 
     with :math:`q = g^{-} = 0` before the first step, so that :math:`\sum_i q_i = \sum_i g_i`
-    always. Both messages are known when the step begins. Two messages a step, two copies of the
+    always. Both messages are known when the step begins. Two messages per step, two copies of the
     parameters (q and the last gradient). ``inner`` sees q: clipping in it clips q. Valid on every
     doubly stochastic schedule.
 
@@ -105,25 +119,30 @@ def gradient_tracking(
     mixing = Mixing(schedule, axis_name, wire)
 
     def step(params, own, round, local):
-        before, tracked = mixing((params, own["tracked"]), round, local.count)
+        x, q = mixing((params, own.q), round, local.count)
         # A gradient that is not finite changes nothing: the sum of q stays that of the last ones.
         fine = guard.acceptable(local.grads, None)
-        last = guard.choose(fine, local.grads, own["gradient"])
-        tracked = guard.add(tracked, guard.subtract(last, own["gradient"]))
-        after = guard.add(before, local(before, tracked, fine=fine))
-        return after, {"tracked": tracked, "gradient": last}
+        g = guard.choose(fine, local.grads, own.g)
+        q = guard.add(q, guard.subtract(g, own.g))
+        update, inner, ok = local(x, q, fine=fine)
+        return guard.add(x, update), TrackingState(g, q), inner, ok
 
     def own(params):
-        return {"tracked": guard.zeros(params), "gradient": guard.zeros(params)}
+        return TrackingState(guard.zeros(params), guard.zeros(params))
 
     return guard.method(inner, step, own)
+
+
+class PushSumState(NamedTuple):
+    """Own state of `push_sum`."""
+
+    w: jax.Array  # shape=(), dtype=float: the weight, 1 at the start
 
 
 def push_sum(
     inner: optax.GradientTransformation,
     schedule: Schedule,
     axis_name: AxisName = "replica",
-    *,
     wire: Wire | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Stochastic gradient push: averaging over directed graphs, whose rows need not sum to 1.
@@ -136,9 +155,9 @@ def push_sum(
         x_i \leftarrow \sum_j P_{ij} \big(x_j + \Delta_j(z_j)\big), \qquad
         w_i \leftarrow \sum_j P_{ij} w_j, \qquad z_i = x_i / w_i
 
-    ``params`` are z; the state holds w only. One message and one scalar a step, no memory. On a
+    ``params`` are z; the state holds w only. One message and one scalar per step, no memory. On a
     doubly stochastic schedule w stays 1 and this is `decentralized` with ``combine="then"``. The
-    weighted mean :math:`\frac1n \sum_i w_i z_i` moves as SGD's would.
+    weighted mean :math:`\frac1n \sum_i w_i z_i` moves as SGD's does.
 
     References:
       Assran et al., `Stochastic Gradient Push <https://arxiv.org/abs/1811.10792>`_, 2019,
@@ -150,13 +169,21 @@ def push_sum(
     mixing = Mixing(schedule, axis_name, None)
 
     def step(params, own, round, local):
-        weight = own["weight"]
-        biased = guard.add(guard.scale(weight, params), local(params))
-        biased, weight = mixing((biased, weight), round, local.count)
-        return guard.scale(1 / weight, biased), {"weight": weight}
+        update, inner, ok = local(params)
+        x = guard.add(guard.scale(own.w, params), update)
+        x, w = mixing((x, own.w), round, local.count)
+        return guard.scale(1 / w, x), PushSumState(w), inner, ok
 
-    def own(params: Any):
+    def own(params):
         del params
-        return {"weight": jnp.ones((), jnp.result_type(float))}
+        return PushSumState(jnp.ones((), jnp.result_type(float)))
 
     return guard.method(inner, step, own)
+
+
+EXACT_DIFFUSION = Method("exact_diffusion", exact_diffusion, copies=1)
+D2 = Method("d2", d2, copies=1)
+GRADIENT_TRACKING = Method(
+    "gradient_tracking", gradient_tracking, orders=("with",), messages=2, copies=2
+)
+PUSH_SUM = Method("push_sum", push_sum, any_wire=False)

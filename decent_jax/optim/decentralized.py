@@ -1,5 +1,6 @@
-"""Gossip in place of all-reduce, in both orders, and the all-reduce it is compared with."""
+"""Gossip instead of all-reduce, in both orders, and the all-reduce it is compared with."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,21 +11,20 @@ from decent_jax import gossip
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.wire import Wire
 from decent_jax.optim import guard, require
+from decent_jax.optim.declaration import BOTH, Method
 from decent_jax.topology import Schedule
 
 
 class Mixing:
-    """How a method sends: over which schedule and axis, and in which format."""
+    """The communication of a method: over which schedule and axis, and in which format."""
 
     def __init__(self, schedule: Schedule, axis_name: AxisName, wire: Wire | None, seed: int = 0):
         if wire is not None:
             gossip.check_coded(schedule)
         self.schedule, self.axis_name, self.wire, self.seed = schedule, axis_name, wire, seed
 
-    def __call__(
-        self, tree: Any, round: Any, count: jax.Array, hold: jax.Array | None = None
-    ) -> Any:
-        """One round of `decent_jax.gossip.mix`, deaf to replicas that are not finite."""
+    def __call__(self, tree: Any, round: Any, count: jax.Array, after: Any = None) -> Any:
+        """One round of `decent_jax.gossip.mix`, which ignores replicas that are not finite."""
         if round is None:
             return tree
         return gossip.mix(
@@ -35,7 +35,7 @@ class Mixing:
             finite=guard.all_finite(tree),
             wire=self.wire,
             key=self.key(count),
-            hold=hold,
+            after=after,
         )
 
     def key(self, count: jax.Array) -> jax.Array | None:
@@ -48,12 +48,11 @@ def decentralized(
     schedule: Schedule,
     combine: str = "with",
     axis_name: AxisName = "replica",
+    wire: Wire | None = None,
     *,
     gamma: optax.ScalarOrSchedule = 1.0,
-    mix_every: int = 1,
-    wire: Wire | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Local optimizer steps, and one round of averaging with neighbours in place of all-reduce.
+    r"""Local optimizer steps, and one round of averaging with neighbours instead of all-reduce.
 
     Replica i holds its own :math:`x_i` and its own state of ``inner``; only parameters are sent.
     With :math:`W` the matrix of the round and :math:`\Delta_i(\cdot)` the update of ``inner``,
@@ -68,27 +67,7 @@ def decentralized(
     ``"with"`` (adapt-with-combine) sends parameters that are known when the step begins, so the
     messages travel during the forward and backward pass; ``inner`` sees the mixed parameters
     (weight decay applies to them). ``"then"`` (adapt-then-combine) sends the result of the update,
-    so nothing is computed meanwhile. ``"delayed"`` is ``"then"`` with the messages of one step
-    before: with :math:`z_i` the adapted parameters of this step and :math:`z_i^-` those of the last
-    (:math:`x_i` before the first),
-
-    .. math::
-        \text{delayed:}\quad z_i = x_i + \Delta_i(x_i), \qquad
-            x_i \leftarrow z_i + \gamma \Big(\sum_j W_{ij} z_j^- - z_i^-\Big)
-
-    All of a message is known when the step begins. As the columns of W sum to 1 the bracket sums to
-    0 over i, so the mean of the replicas becomes that of :math:`z`, exactly as with ``"then"``.
-    What the delay costs is stability: without gradients :math:`x^+ = x + \gamma (W - I) x^-`, so on
-    a static symmetric W an eigenvalue m of W gives two, :math:`l^2 - l + \gamma (1 - m) = 0`, both
-    inside the unit circle if and only if :math:`\gamma (1 - m) < 1` (and m < 1). With
-    :math:`\gamma = 1` that fails wherever W has an eigenvalue of 0 or less: pairs swing for ever,
-    ``bidirectional_ring`` grows by 1.15 a step. :math:`\gamma = 1/2` is inside for every m > -1.
-    Rounds that change, or are not symmetric, are computed over a period, and refused where they do
-    not shrink. In a step without communication :math:`x_i \leftarrow z_i`; the round after it finds
-    :math:`z^- = x`, so with ``mix_every`` above 1 this is ``"with"``, mixing by gamma.
-
-    Prefer ``"with"``: it too is ``"then"`` one step late (the message is what the last step came
-    to, combined), hides as much, keeps no copy and agrees better. ``"delayed"`` is there to study.
+    so nothing is computed meanwhile.
 
     ``update`` takes ``round`` (required), a static Python int in ``[0, schedule.period)`` from
     ``schedule.round_at(step)``, or None for a step without communication; and optionally ``value``,
@@ -108,27 +87,24 @@ def decentralized(
     Args:
       inner: any optax transformation; clipping belongs in here.
       schedule: of as many replicas as the axes hold; every replica's weights sum to 1.
-      combine: ``"with"``, ``"then"`` or ``"delayed"``, which keeps one copy of the parameters.
+      combine: ``"with"`` or ``"then"``.
       axis_name: see `decent_jax.gossip.mix`.
-      gamma: consensus factor :math:`\gamma`, a number or an optax schedule of the step:
-        :math:`(1-\gamma) x_i + \gamma \sum_j W_{ij} x_j` in place of the mix (DSGD-AC,
-        arXiv 2602.02899, takes the learning rate over its peak, to a power). For ``"delayed"`` a
-        number, 1/2 where in doubt.
-      mix_every: steps between two rounds, as the caller's loop has it; ``"delayed"`` alone looks
-        at it, to tell whether it reaches consensus.
       wire: format of the messages, see `decent_jax.gossip.wire`.
+      gamma: consensus factor :math:`\gamma`, a number or an optax schedule of the step:
+        :math:`(1-\gamma) x_i + \gamma \sum_j W_{ij} x_j` instead of the mix (DSGD-AC,
+        arXiv 2602.02899, takes the learning rate over its peak, to a power).
 
     Returns:
       A transformation whose state is a `GuardedState`; ``init`` communicates nothing. With
       ``"with"`` it is an `EarlyMixing`.
 
     Raises:
-      ValueError: an unknown ``combine``; a schedule on which not every replica's weights
-        sum to 1; ``"delayed"`` with a schedule and gamma that do not reach consensus.
+      ValueError: an unknown ``combine``; a negative gamma; a schedule on which not every replica's
+        weights sum to 1.
       TypeError: an ``update`` without ``round``.
 
     Example:
-      Four replicas on one device, each drawn to its own target, agree on the mean of the targets:
+      Four replicas on one device, each with its own target, agree on the mean of the targets:
 
       >>> import jax, jax.numpy as jnp, optax
       >>> from decent_jax import optim, topology
@@ -140,8 +116,8 @@ def decentralized(
       >>> x, targets = jnp.zeros(4), jnp.array([0.0, 1.0, 2.0, 5.0])
       >>> state = jax.vmap(tx.init)(x)
       >>> for t in range(1000):
-      ...     one = jax.vmap(lambda *args: step(*args, schedule.round_at(t)), axis_name="replica")
-      ...     x, state = one(x, state, targets)
+      ...     run = jax.vmap(lambda *args: step(*args, schedule.round_at(t)), axis_name="replica")
+      ...     x, state = run(x, state, targets)
       >>> [f"{value:.1f}" for value in x]
       ['2.0', '2.0', '2.0', '2.0']
 
@@ -150,18 +126,13 @@ def decentralized(
       Algorithms 1 and 3. Unlike Decent-DP the first step mixes, clipping is of the whole replica,
       and a rejected step rejects the whole update, not a bucket's.
     """
-    if combine not in ("with", "then", "delayed"):
-        raise ValueError(f"combine must be 'with', 'then' or 'delayed', got {combine!r}")
+    require.combine(combine)
+    require.not_negative(gamma=gamma)
     require.row_stochastic("decentralized", schedule)
     mixing = Mixing(schedule, axis_name, wire)
-    if combine == "delayed":
-        if callable(gamma):
-            raise ValueError("combine='delayed' needs a gamma that stays, got a schedule")
-        require.stable_delay(schedule, gamma, mix_every)
-        return _delayed(inner, mixing, gamma)
 
-    def mix(params, round, count, hold=None):
-        mixed = mixing(params, round, count, hold)
+    def mix(params, round, count, after=None):
+        mixed = mixing(params, round, count, after)
         if round is None or (not callable(gamma) and gamma == 1.0):
             return mixed
         factor = guard.rate_at(gamma, count)
@@ -172,34 +143,21 @@ def decentralized(
 
         return jax.tree.map(part, params, mixed)
 
-    def step(params, own, round, local):
-        if combine == "with":
-            early = local.mixed is not None
-            before = local.mixed if early else mix(params, round, local.count, local.never())
-            return guard.add(before, local(before)), own
-        return mix(guard.add(params, local(params)), round, local.count), own
+    def adapt_with_combine(params, own, round, local):
+        x_hat = local.mixed
+        if x_hat is None:
+            x_hat = mix(params, round, local.count, after=local.grads)
+        update, inner, ok = local(x_hat)
+        return guard.add(x_hat, update), own, inner, ok
 
-    tx = guard.method(inner, step)
+    def adapt_then_combine(params, own, round, local):
+        update, inner, ok = local(params)
+        return mix(guard.add(params, update), round, local.count), own, inner, ok
+
     if combine == "then":
-        return tx
+        return guard.method(inner, adapt_then_combine)
+    tx = guard.method(inner, adapt_with_combine)
     return guard.EarlyMixing(tx, lambda params, count, round: mix(params, round, count))
-
-
-def _delayed(inner, mixing, gamma):
-    """``combine="delayed"``; its own state is ``{"sent": z-}``."""
-
-    def step(params, own, round, local):
-        after, sent = guard.add(params, local(params)), own["sent"]
-        if round is None:
-            return after, {"sent": after}
-        arrived = mixing(sent, round, local.count)
-        pull = guard.scale(gamma, guard.subtract(arrived, sent))
-        fine = guard.all_finite(after)
-        # A replica that is not finite, now or when it sent, takes its neighbours' average.
-        new = guard.choose(fine & guard.all_finite(sent), guard.add(after, pull), arrived)
-        return new, {"sent": guard.choose(fine, after, new)}
-
-    return guard.method(inner, step, lambda params: {"sent": guard.copy(params)})
 
 
 def all_reduce(
@@ -217,7 +175,8 @@ def all_reduce(
     def step(params, own, round, local):
         del round
         mean = gossip.mean(local.grads, axis_name)
-        return guard.add(params, local(params, mean, local.mean_value(axis_name))), own
+        update, inner, ok = local(params, mean, local.mean_value(axis_name))
+        return guard.add(params, update), own, inner, ok
 
     tx = guard.method(inner, step)
 
@@ -225,3 +184,19 @@ def all_reduce(
         return tx.update(updates, state, params, round=round, **extra)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+DECENTRALIZED_ADAM = Method(
+    "decentralized_adam", decentralized, optimizers=("adam",), orders=BOTH, section=""
+)
+ACCUM_ADAM = dataclasses.replace(DECENTRALIZED_ADAM, name="accum_adam", optimizers=("accum_adam",))
+DECENTRALIZED_SGD = dataclasses.replace(
+    DECENTRALIZED_ADAM, name="decentralized_sgd", optimizers=("sgd",)
+)
+ALL_REDUCE = Method(
+    "all_reduce",
+    all_reduce,
+    optimizers=("adam", "sgd", "accum_adam"),
+    orders=BOTH,
+    any_wire=False,
+)

@@ -1,11 +1,16 @@
-"""What all methods share: the state, and one replica's own update, rejected where not finite.
+"""The state that all methods share, and one replica's own update, rejected where not finite.
 
 Every method guards the parameters: an update from a loss or a gradient that is not finite is
-rejected where it arises, single numbers of it that overflow are left out, and parameters that are
-not finite are never mixed in by a neighbour. It costs one pass over the gradients and one over the
-parameters, and no message but a flag beside each mix.
+rejected where it arises, single numbers of it that overflow are left out, and neighbours never mix
+in parameters that are not finite. This costs one pass over the gradients and one over the
+parameters, and no message but a flag with each mix.
+
+`optax.apply_if_finite` is the same idea for one model. It checks the whole update before it writes
+any of it, under a ``lax.cond``, stops the counts of learning-rate schedules, and cannot bring back
+parameters that are not finite.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -14,93 +19,112 @@ import jax.numpy as jnp
 import optax
 
 from decent_jax import gossip
+from decent_jax.gossip import AxisName
+from decent_jax.gossip.groups import squared_norm
 
 
 class GuardedState(NamedTuple):
     """State of every method."""
 
-    inner: Any  # of the local optimizer
-    count: jax.Array  # shape=(), dtype=int32: updates so far, the rejected ones too
-    skipped: jax.Array  # shape=(), dtype=int32: updates rejected since the start
-    failing: jax.Array  # shape=(), dtype=int32: updates rejected in a row until now
-    own: Any  # what the method keeps besides; () for most
+    inner: Any  # state of the local optimizer
+    # shape=(), dtype=int32: updates so far, including the rejected ones
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    skipped: jax.Array  # shape=(), dtype=int32: rejected updates (optax: total_notfinite)
+    failing: jax.Array  # shape=(), dtype=int32: the last ones in a row (optax: notfinite_count)
+    own: Any  # the method's own state, a NamedTuple; () for most
 
 
+class LocalUpdate(NamedTuple):
+    """One replica's own update."""
+
+    update: Any  # like params: zeros where it is rejected
+    inner: Any  # the local optimizer's state after it
+    ok: jax.Array  # shape=(), dtype=bool: whether it is accepted
+
+
+@dataclasses.dataclass(frozen=True)
 class Local:
-    """One replica's own update in one step; a method calls it once.
+    """Makes one replica's own update in one step: ``update, inner, ok = local(params)``.
 
-    Attributes:
-      grads: the gradients as they came.
-      count: () int32, the 0-based number of this update.
-      inner: the state of the local optimizer, new once the update was made.
-      mixed: parameters that were mixed before the gradient was known, or None.
-      ok: () bool, whether the update is accepted; then False leaves parameters and state alone.
+    grads: the gradients as they came.
+    count: () int32, the 0-based number of this update.
+    mixed: parameters that the caller mixed before the gradient was known, or None.
+    value: the loss, or None.
+    active: () bool, whether this replica makes an update in this step; None: it does.
+    inner: the local optimizer's state before the step.
+    optimizer: the local optimizer.
+    extra: further arguments for it.
     """
 
-    def __init__(self, inner, grads, state, value, active, mixed, extra):
-        self._optimizer, self._value, self._active, self._extra = inner, value, active, extra
-        self.grads, self.count, self.inner, self.mixed = grads, state.count, state.inner, mixed
+    grads: Any
+    count: jax.Array
+    mixed: Any
+    value: jax.Array | None
+    active: jax.Array | None
+    inner: Any
+    optimizer: optax.GradientTransformationExtraArgs
+    extra: dict[str, Any]
 
-    def __call__(self, params: Any, grads: Any = None, value: Any = None, fine: Any = True) -> Any:
+    def __call__(
+        self, params: Any, grads: Any = None, value: Any = None, fine: Any = True
+    ) -> LocalUpdate:
         """The local optimizer's update at ``params``; zeros where it is rejected, or not fine.
 
-        Whether it is accepted must be known before the first number is written, so what is looked
-        at decides how often memory is read: here the gradient, whose norm is needed anyway, and of
-        the update its smallest array, which shows what spoils all of it (a learning rate, a
-        moment). Single numbers that are not finite elsewhere are left out; Adam with ``eps`` above
-        0 has none where the norm of the gradient is finite. So mixing, moments, decay and check are
-        one pass, on GPUs one kernel an array. To look at the whole update first moved 18 instead of
-        10 times the bytes of the parameters in decentralized Adam, and held one more copy of them
+        The update must be accepted or rejected before anything is written, so every array we check
+        costs one more pass over memory. We check the gradient, whose norm we need anyway, and the
+        smallest array of the update, which shows what spoils all of it (a learning rate, a moment).
+        Other numbers that are not finite are left out one by one; Adam with ``eps`` above 0 has
+        none if the norm of the gradient is finite. So mixing, moments, decay and check are one
+        pass, on GPUs one kernel per array. Checking the whole update first moved 18 instead of 10
+        times the bytes of the parameters in decentralized Adam, and held one more copy of them
         (`benchmarks/gpu_program.py`).
+
+        Args:
+          params: where the update is taken.
+          grads, value: in place of the replica's own.
+          fine: () bool, a further condition.
         """
         grads = self.grads if grads is None else grads
-        value = self._value if value is None else value
-        change, inner = self._optimizer.update(
-            grads, self.inner, params, value=value, **self._extra
+        value = self.value if value is None else value
+        change, inner = self.optimizer.update(grads, self.inner, params, value=value, **self.extra)
+        ok = acceptable(grads, value) & all_finite(_smallest(change)) & fine
+        ok = ok if self.active is None else ok & self.active
+        update = jax.tree.map(
+            lambda u: jnp.where(ok & jnp.isfinite(u), u, jnp.zeros_like(u)), change
         )
-        self.finite = acceptable(grads, value) & all_finite(_smallest(change)) & fine
-        self.ok = self.finite if self._active is None else self.finite & self._active
-        self.inner = _select(self.ok, inner, self.inner)
-        return jax.tree.map(
-            lambda u: jnp.where(self.ok & jnp.isfinite(u), u, jnp.zeros_like(u)), change
-        )
+        return LocalUpdate(update, _select(ok, inner, self.inner), ok)
 
-    def never(self) -> jax.Array:
-        """() bool, False, but not known before the gradient is: whether its norm is negative."""
-        return (jnp.stack([_square(g) for g in jax.tree.leaves(self.grads)]) < 0).any()
-
-    def mean_value(self, axis_name):
+    def mean_value(self, axis_name: AxisName) -> jax.Array | None:
         """The loss, averaged over all replicas."""
-        return None if self._value is None else gossip.mean(self._value, axis_name)
+        return None if self.value is None else gossip.mean(self.value, axis_name)
 
-    def state(self, old: GuardedState, own: Any) -> GuardedState:
-        """The method's state after the update."""
-        failed = ~self.finite if self._active is None else ~self.finite & self._active
-        return GuardedState(
-            self.inner,
-            old.count + 1,
-            old.skipped + jnp.where(failed, 1, 0),
-            jnp.where(failed, old.failing + 1, 0),
-            own,
-        )
+
+Step = Callable[[Any, Any, Any, Local], tuple[Any, Any, Any, jax.Array]]
 
 
 def method(
     inner: optax.GradientTransformation,
-    step: Callable[[Any, Any, Any, Local], tuple[Any, Any]],
+    step: Step,
     own: Callable[[Any], Any] = lambda params: (),
 ) -> optax.GradientTransformationExtraArgs:
-    """A method from one step of it, ``step(params, own, round, local) -> (new params, new own)``.
+    """A method from one step of it, the code of one replica.
 
-    The transformation's ``update`` takes ``round`` (required), ``value``, this replica's loss,
-    ``active``, False for a replica that makes no update of its own in this step, and ``mixed``,
-    see `EarlyMixing`.
+    Args:
+      inner: the local optimizer.
+      step: ``step(params, own, round, local) -> (new params, new own, inner, ok)``, the last two as
+        ``local(params)`` returns them.
+      own: the method's own state at the start, from the parameters.
+
+    Returns:
+      A transformation with a `GuardedState`. Its ``update`` takes ``round`` (required), ``value``,
+      this replica's loss, ``active``, False for a replica that makes no update of its own in this
+      step, and ``mixed``, see `EarlyMixing`.
     """
-    inner = optax.with_extra_args_support(inner)
+    optimizer = optax.with_extra_args_support(inner)
 
     def init(params):
         zero = jnp.zeros((), jnp.int32)
-        return GuardedState(inner.init(params), zero, zero, zero, own(params))
+        return GuardedState(optimizer.init(params), zero, zero, zero, own(params))
 
     def update(updates, state, params=None, *, round, value=None, active=None, mixed=None, **extra):
         if params is None:
@@ -108,25 +132,36 @@ def method(
                 "replicas mix parameters and got none; call "
                 "update(grads, state, params, round=schedule.round_at(step))"
             )
-        local = Local(inner, updates, state, value, active, mixed, extra)
-        after, kept = step(params, state.own, round, local)
+        local = Local(updates, state.count, mixed, value, active, state.inner, optimizer, extra)
+        after, kept, inner, ok = step(params, state.own, round, local)
         change = jax.tree.map(lambda new, old: new - _or_zero(old), after, params)
-        return change, local.state(state, kept)
+        failed = ~ok if active is None else ~ok & active
+        return change, GuardedState(
+            inner,
+            state.count + 1,
+            state.skipped + jnp.where(failed, 1, 0),
+            jnp.where(failed, state.failing + 1, 0),
+            kept,
+        )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore (round is required)
 
 
 class EarlyMixing(optax.GradientTransformationExtraArgs):
-    """A method whose messages are known when the step begins, for those who send them themselves.
+    """A method whose messages depend only on the old parameters, so the caller may send them early.
 
     ``mix(params, count, round)``, ``count`` of the state, gives the mixed parameters of a round;
-    ``update(..., round=round, mixed=mixed)`` uses them in place of mixing, with the same result,
-    and communicates nothing.
+    ``update(..., round=round, mixed=mixed)`` uses them instead of mixing, with the same result, and
+    communicates nothing.
     """
 
     mix: Callable[[Any, jax.Array, Any], Any]
 
-    def __new__(cls, tx: optax.GradientTransformationExtraArgs, mix):
+    def __new__(
+        cls,
+        tx: optax.GradientTransformationExtraArgs,
+        mix: Callable[[Any, jax.Array, Any], Any],
+    ) -> "EarlyMixing":
         self = super().__new__(cls, *tx)
         self.mix = mix
         return self
@@ -142,13 +177,13 @@ def apply_updates(params: Any, updates: Any) -> Any:
 
 
 def add(tree: Any, *others: Any) -> Any:
-    """The sum of trees alike, in the dtypes of the first."""
-    return jax.tree.map(lambda x, *rest: sum(rest, x).astype(x.dtype), tree, *others)
+    """The sum of trees of equal structure, in the dtypes of the first."""
+    return jax.tree.map(lambda x, *rest: jnp.asarray(sum(rest, x), x.dtype), tree, *others)
 
 
-def subtract(one: Any, other: Any) -> Any:
-    """``one - other``."""
-    return jax.tree.map(lambda a, b: a - b, one, other)
+def subtract(a: Any, b: Any) -> Any:
+    """``a - b``."""
+    return jax.tree.map(lambda a, b: a - b, a, b)
 
 
 def scale(factor: Any, tree: Any) -> Any:
@@ -156,12 +191,13 @@ def scale(factor: Any, tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(factor, x.dtype) * x, tree)
 
 
-def choose(condition: jax.Array, one: Any, other: Any) -> Any:
-    """``one`` where the scalar condition holds, else ``other``."""
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
+def choose(condition: jax.Array, a: Any, b: Any) -> Any:
+    """``a`` where the scalar condition holds, else ``b``."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), a, b)
 
 
 def zeros(tree: Any) -> Any:
+    """Zeros of the same shapes and dtypes."""
     return jax.tree.map(jnp.zeros_like, tree)
 
 
@@ -175,6 +211,12 @@ def rate_at(learning_rate: optax.ScalarOrSchedule, count: jax.Array) -> Any:
     return learning_rate(count) if callable(learning_rate) else learning_rate
 
 
+def divisor(rate: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(whether the rate is 0, the rate or 1 in its place): for updates divided by the rate."""
+    is_zero = rate == 0
+    return is_zero, jnp.where(is_zero, jnp.ones_like(rate), rate)
+
+
 def all_finite(tree: Any) -> jax.Array:
     """() bool."""
     # Not by the largest magnitude, which is faster: XLA's CPU loses a NaN in it (jaxlib 0.10.2).
@@ -183,28 +225,23 @@ def all_finite(tree: Any) -> jax.Array:
 
 
 def acceptable(gradient: Any, value: jax.Array | None) -> jax.Array:
-    """Finite loss, finite norm of the gradient (its square must not overflow)."""
-    flags = [jnp.isfinite(_square(g)) for g in jax.tree.leaves(gradient)]
+    """() bool: finite loss, finite norm of the gradient (its square must not overflow)."""
+    flags = [jnp.isfinite(squared_norm(g)) for g in jax.tree.leaves(gradient)]
     if value is not None:
         flags.append(jnp.isfinite(value))
     return _all(flags)
 
 
-def _square(x: jax.Array) -> jax.Array:
-    """() float: the squared norm."""
-    return jnp.square(x.astype(jnp.promote_types(x.dtype, jnp.float32))).sum()
-
-
 def _smallest(tree: Any) -> Any:
-    """The array with the fewest numbers, of those that have any."""
+    """The array with the fewest numbers, among those that have any."""
     return min((x for x in jax.tree.leaves(tree) if x.size), key=lambda x: x.size, default=())
 
 
 def _all(flags: Iterable[jax.Array]) -> jax.Array:
     """The conjunction as a reduction of negations, which XLA computes once.
 
-    A chain of ``and``, and a plain reduction of a stack, which XLA turns into such a chain, is
-    fused into each of its uses: flags of all arrays into the update of each array. That took two
+    XLA fuses a chain of ``and``, and a plain reduction of a stack, which it turns into such a
+    chain, into each of its uses: flags of all arrays into the update of each array. That took two
     thirds of the time to compile a step of 65 arrays.
     """
     flags = list(flags)
@@ -214,7 +251,7 @@ def _all(flags: Iterable[jax.Array]) -> jax.Array:
 def _select(ok: jax.Array, new: Any, old: Any) -> Any:
     """``new`` where ok, else ``old``; counts of learning-rate schedules always go on."""
 
-    def one(new, old):
+    def select(new, old):
         if isinstance(new, optax.ScaleByScheduleState):
             return new
         if _is_injected(new):
@@ -224,11 +261,11 @@ def _select(ok: jax.Array, new: Any, old: Any) -> Any:
     def whole(node):
         return isinstance(node, optax.ScaleByScheduleState) or _is_injected(node)
 
-    return jax.tree.map(one, new, old, is_leaf=whole)
+    return jax.tree.map(select, new, old, is_leaf=whole)
 
 
 def _is_injected(node: Any) -> bool:
-    """The state of `optax.inject_hyperparams`."""
+    """Whether this is the state of `optax.inject_hyperparams`."""
     return isinstance(node, tuple) and {"hyperparams", "inner_state"} <= set(
         getattr(node, "_fields", ())
     )

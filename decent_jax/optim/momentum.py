@@ -1,6 +1,6 @@
-"""Momentum that knows of the neighbours: gossiped, quasi-global, and DecentLaM's."""
+"""Momentum that takes neighbours into account: gossiped, quasi-global, and DecentLaM's."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from decent_jax.gossip.wire import Wire
 from decent_jax.optim import guard, require
 from decent_jax.optim.accum_adam import bias_correction
 from decent_jax.optim.decentralized import Mixing
+from decent_jax.optim.declaration import Method
 from decent_jax.topology import Schedule
 
 
@@ -18,7 +19,6 @@ def gossiped_momentum(
     inner: optax.GradientTransformation,
     schedule: Schedule,
     axis_name: AxisName = "replica",
-    *,
     wire: Wire | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adapt-then-combine in which the momentum is averaged like the parameters.
@@ -30,9 +30,9 @@ def gossiped_momentum(
         x_i \leftarrow \sum_j W_{ij} (x_j - \eta u_j)
 
     In any other ``inner`` the first moment (``trace`` of `optax.trace`, ``mu`` of Adam) takes the
-    place of m; second moments stay local. Two messages of the model's size a step, no memory.
-    Valid on every doubly stochastic schedule; a fixed point is as far from the optimum as the
-    disagreement of m makes it (less than with local momentum).
+    place of m; second moments stay local. Two messages of the model's size per step, no memory.
+    Valid on every doubly stochastic schedule. The disagreement of m decides how far a fixed point
+    is from the optimum (less far than with local momentum).
 
     References:
       Ying et al., `Exponential Graph <https://arxiv.org/abs/2110.13363>`_, 2021, DmSGD; Yu et al.,
@@ -43,7 +43,7 @@ def gossiped_momentum(
     mixing = Mixing(schedule, axis_name, wire)
 
     def step(params, own, round, local):
-        moved = guard.add(params, local(params))
+        update, inner, ok = local(params)
 
         def mix_momentum(node):
             for name in _MOMENTA:
@@ -52,13 +52,13 @@ def gossiped_momentum(
                     return node._replace(**{name: mixed})
             return node
 
-        local.inner = jax.tree.map(mix_momentum, local.inner, is_leaf=_has_momentum)
-        return mixing(moved, round, local.count), own
+        inner = jax.tree.map(mix_momentum, inner, is_leaf=_has_momentum)
+        return mixing(guard.add(params, update), round, local.count), own, inner, ok
 
     tx = guard.method(inner, step)
 
     def init(params):
-        state = tx.init(params)
+        state: Any = tx.init(params)
         if not any(map(_has_momentum, jax.tree.leaves(state.inner, is_leaf=_has_momentum))):
             raise ValueError(
                 "gossiped_momentum needs an optimizer with momentum, such as "
@@ -76,63 +76,77 @@ def _has_momentum(node: Any) -> bool:
     return any(name in getattr(node, "_fields", ()) for name in _MOMENTA)
 
 
+class MomentumState(NamedTuple):
+    """Own state of `quasi_global_sgd` and `decentlam`."""
+
+    m: Any  # like params
+
+
 def quasi_global_sgd(
     learning_rate: optax.ScalarOrSchedule,
     schedule: Schedule,
     momentum: float = 0.9,
-    mu: float = 0.9,
     axis_name: AxisName = "replica",
-    *,
     gradient: optax.GradientTransformation | None = None,
     wire: Wire | None = None,
+    *,
+    mu: float = 0.9,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Quasi-global momentum: the momentum follows how the mixed model really moved.
+    r"""Quasi-global momentum: the momentum follows the movement of the mixed model.
 
     .. math::
         x_i^{+} = \sum_j W_{ij} \big(x_j - \eta (g_j + \beta m_j)\big), \qquad
         m_i \leftarrow \mu m_i + (1 - \mu) (x_i - x_i^{+}) / \eta
 
-    One message a step, one copy of the parameters (m). A step with :math:`\eta = 0` leaves m.
+    One message per step, one copy of the parameters (m). A step with :math:`\eta = 0` leaves m.
     Valid on every doubly stochastic schedule, with local steps (``round=None``) too.
 
     Args:
       learning_rate: :math:`\eta`, a float or an optax schedule of the step.
       schedule, axis_name, wire: as in `decentralized`.
-      momentum: :math:`\beta`.
-      mu: :math:`\mu`; the paper takes it equal to :math:`\beta`.
-      gradient: what is done to g first: clipping, L2 decay.
+      momentum: :math:`\beta`, in [0, 1).
+      gradient: applied to g first, such as clipping or L2 decay.
+      mu: :math:`\mu`, in [0, 1); the paper takes it equal to :math:`\beta`.
 
     References:
       Lin et al., `Quasi-Global Momentum <https://arxiv.org/abs/2102.04761>`_, 2021, Algorithm 1
       (heavy-ball form).
     """
     require.doubly_stochastic("quasi_global", schedule)
+    require.below_one(momentum=momentum, quasi_global__mu=mu)
     mixing = Mixing(schedule, axis_name, wire)
 
     def step(params, own, round, local):
         rate = guard.rate_at(learning_rate, local.count)
-        heading = guard.add(local(params), guard.scale(momentum, own["momentum"]))
-        after = mixing(guard.add(params, guard.scale(-rate, heading)), round, local.count)
-        moved = guard.subtract(params, after)
-        kept = _towards(own["momentum"], moved, mu, rate)
-        return after, {"momentum": kept}
+        g, inner, ok = local(params)
+        descent = guard.add(g, guard.scale(momentum, own.m))
+        after = mixing(guard.add(params, guard.scale(-rate, descent)), round, local.count)
+        m = _towards(own.m, guard.subtract(params, after), mu, jnp.asarray(rate))
+        return after, MomentumState(m), inner, ok
 
-    def own(params):
-        return {"momentum": guard.zeros(params)}
-
-    return guard.method(gradient or optax.identity(), step, own)
+    return guard.method(gradient or optax.identity(), step, _no_momentum)
 
 
-def _towards(momentum, moved, mu, rate):
+def _no_momentum(params: Any) -> MomentumState:
+    return MomentumState(guard.zeros(params))
+
+
+def _towards(m, moved, mu, rate):
     """``mu m + (1 - mu) moved / rate``, or m where the rate is 0."""
-    rate = jnp.asarray(rate)
-    stands = rate == 0
+    is_zero, rate = guard.divisor(rate)
 
-    def one(m, d):
-        by = jnp.where(stands, jnp.ones_like(rate), rate).astype(m.dtype)
-        return jnp.where(stands, m, jnp.asarray(mu, m.dtype) * m + (1 - mu) * d / by)
+    def follow(m, d):
+        new = jnp.asarray(mu, m.dtype) * m + (1 - mu) * d / rate.astype(m.dtype)
+        return jnp.where(is_zero, m, new)
 
-    return jax.tree.map(one, momentum, moved)
+    return jax.tree.map(follow, m, moved)
+
+
+class AdamState(NamedTuple):
+    """Own state of `quasi_global_adam`; both are shaped like the parameters."""
+
+    m: Any  # first moment
+    v: Any  # second moment
 
 
 def quasi_global_adam(
@@ -142,7 +156,6 @@ def quasi_global_adam(
     b2: float = 0.999,
     eps: float = 1e-8,
     axis_name: AxisName = "replica",
-    *,
     gradient: optax.GradientTransformation | None = None,
     wire: Wire | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -158,38 +171,37 @@ def quasi_global_adam(
         m \leftarrow \beta_1 m + (1-\beta_1) d, \quad v \leftarrow \beta_2 v + (1-\beta_2) d^2
 
     with the norm over all parameters of a replica. g enters with weight 1, as in the authors' code
-    and experiments, so good learning rates are smaller than Adam's. One message a step; two copies
-    of the parameters (m, v). Arguments as in `quasi_global_sgd`.
+    and experiments, so good learning rates are smaller than Adam's. One message per step; two
+    copies of the parameters (m, v). Arguments as in `quasi_global_sgd`.
 
     References:
       Lin et al., `Quasi-Global Momentum <https://arxiv.org/abs/2102.04761>`_, 2021, QG-DAdam.
     """
     require.doubly_stochastic("quasi_global", schedule)
+    require.below_one(b1=b1, b2=b2)
+    require.not_negative(eps=eps)
     mixing = Mixing(schedule, axis_name, wire)
 
     def step(params, own, round, local):
         rate = guard.rate_at(learning_rate, local.count)
-        g = local(params)
-        first_scale = 1 / bias_correction(b1, local.count + 1)
-        second_scale = 1 / bias_correction(b2, local.count + 1)
-        second = _moment(b2, own["nu"], g, 2)
+        g, inner, ok = local(params)
+        m_scale = 1 / bias_correction(b1, local.count + 1)
+        v_scale = 1 / bias_correction(b2, local.count + 1)
+        v_tilde = _moment(b2, own.v, g, 2)
 
         def descend(m, v, g):
-            m, v = (b1 * m + g) * first_scale, v * second_scale
+            m, v = (b1 * m + g) * m_scale, v * v_scale
             change = -jnp.asarray(rate, m.dtype) * m / (jnp.sqrt(v) + eps)
-            return jnp.where(local.ok, change, 0)  # old moments push nobody on by themselves
+            return jnp.where(ok, change, 0)  # old moments alone move no parameters
 
-        change = jax.tree.map(descend, own["mu"], second, g)
+        change = jax.tree.map(descend, own.m, v_tilde, g)
         after = mixing(guard.add(params, change), round, local.count)
         moved = guard.subtract(params, after)
-        heading = guard.scale(1 / (optax.tree.norm(moved) + 1e-8), moved)
-        return after, {
-            "mu": _moment(b1, own["mu"], heading, 1),
-            "nu": _moment(b2, own["nu"], heading, 2),
-        }
+        d = guard.scale(1 / (optax.tree.norm(moved) + 1e-8), moved)
+        return after, AdamState(_moment(b1, own.m, d, 1), _moment(b2, own.v, d, 2)), inner, ok
 
     def own(params):
-        return {"mu": guard.zeros(params), "nu": guard.zeros(params)}
+        return AdamState(guard.zeros(params), guard.zeros(params))
 
     return guard.method(gradient or optax.identity(), step, own)
 
@@ -203,7 +215,7 @@ def decentlam(
     schedule: Schedule,
     momentum: float = 0.9,
     axis_name: AxisName = "replica",
-    *,
+    mix_every: int = 1,
     gradient: optax.GradientTransformation | None = None,
     wire: Wire | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -213,30 +225,36 @@ def decentlam(
         \tilde g_i = \frac1\eta \Big(x_i - \sum_j W_{ij} (x_j - \eta g_j)\Big), \qquad
         m_i \leftarrow \beta m_i + \tilde g_i, \qquad x_i \leftarrow x_i - \eta m_i
 
-    Its limit is that of D-PSGD. One message a step, one copy of the parameters (m). Only on static
-    symmetric schedules: elsewhere the momentum of the disagreement diverges. A step with
+    Its limit is that of D-PSGD. One message per step, one copy of the parameters (m). Only on
+    static symmetric schedules: elsewhere the momentum of the disagreement diverges. A step with
     :math:`\eta = 0` mixes and leaves m. Arguments as in `quasi_global_sgd`.
 
     References:
       Yuan et al., `DecentLaM <https://arxiv.org/abs/2104.11981>`_, 2021, Algorithm 2.
     """
-    require.static_and_symmetric("decentlam", schedule)
+    require.static_and_symmetric("decentlam", schedule, mix_every)
+    require.below_one(momentum=momentum)
     mixing = Mixing(schedule, axis_name, wire)
 
     def step(params, own, round, local):
         if round is None:
             raise ValueError("decentlam mixes in every step; use mix_every=1")
         rate = jnp.asarray(guard.rate_at(learning_rate, local.count))
-        stands = rate == 0
-        by = jnp.where(stands, jnp.ones_like(rate), rate)
-        adapted = guard.add(params, guard.scale(-rate, local(params)))
-        mixed = mixing(adapted, round, local.count)
-        pseudo = guard.scale(1 / by, guard.subtract(params, mixed))
-        heading = guard.add(guard.scale(momentum, own["momentum"]), pseudo)
-        after = guard.add(params, guard.scale(-rate, heading))
-        return guard.choose(stands, (mixed, own), (after, {"momentum": heading}))
+        is_zero, divisor = guard.divisor(rate)
+        g, inner, ok = local(params)
+        mixed = mixing(guard.add(params, guard.scale(-rate, g)), round, local.count)
+        g_tilde = guard.scale(1 / divisor, guard.subtract(params, mixed))
+        m = guard.add(guard.scale(momentum, own.m), g_tilde)
+        after = guard.add(params, guard.scale(-rate, m))
+        after, m = guard.choose(is_zero, (mixed, own.m), (after, m))
+        return after, MomentumState(m), inner, ok
 
-    def own(params):
-        return {"momentum": guard.zeros(params)}
+    return guard.method(gradient or optax.identity(), step, _no_momentum)
 
-    return guard.method(gradient or optax.identity(), step, own)
+
+GOSSIPED_MOMENTUM = Method("gossiped_momentum", gossiped_momentum, messages=2)
+QUASI_GLOBAL_SGD = Method(
+    "quasi_global_sgd", quasi_global_sgd, optimizers=("sgd",), copies=1, section="quasi_global"
+)
+QUASI_GLOBAL_ADAM = Method("quasi_global_adam", quasi_global_adam, optimizers=("adam",), copies=2)
+DECENTLAM = Method("decentlam", decentlam, optimizers=("sgd",), copies=1)

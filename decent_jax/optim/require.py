@@ -1,6 +1,8 @@
-"""What a method asks of a schedule; each raises ValueError in a sentence that names both."""
+"""What methods ask of schedules and numbers; each raises ValueError in a sentence with both."""
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -10,9 +12,29 @@ _TOLERANCE = 1e-9
 _D2_BOUND = -1 / 3
 
 
+def not_negative(**numbers: Any) -> None:
+    """Each is at least 0; a schedule or a traced value passes. ``a__b`` is called a.b."""
+    for name, value in numbers.items():
+        if isinstance(value, float | int) and not value >= 0:
+            raise ValueError(f"{name.replace('__', '.')} must not be negative, got {value}")
+
+
+def below_one(**numbers: Any) -> None:
+    """Each is in [0, 1); as `not_negative`."""
+    for name, value in numbers.items():
+        if isinstance(value, float | int) and not 0 <= value < 1:
+            raise ValueError(f"{name.replace('__', '.')} must be in [0, 1), got {value}")
+
+
+def combine(order: str) -> None:
+    """An order that exists."""
+    if order not in ("with", "then"):
+        raise ValueError(f"combine must be 'with' or 'then', got {order!r}")
+
+
 def row_stochastic(method: str, schedule: Schedule) -> None:
     """Every replica's weights sum to 1: replicas that agree stay where they are."""
-    if not all(np.abs(one.matrix.sum(1) - 1).max() < _TOLERANCE for one in schedule.rounds):
+    if not all(np.abs(rnd.matrix.sum(1) - 1).max() < _TOLERANCE for rnd in schedule.rounds):
         raise ValueError(
             f"{method} averages, but on {schedule.name} the weights of what a replica receives do "
             "not sum to 1; use push_sum there, or a doubly stochastic schedule such as one_peer_exp"
@@ -20,8 +42,8 @@ def row_stochastic(method: str, schedule: Schedule) -> None:
 
 
 def column_stochastic(method: str, schedule: Schedule) -> None:
-    """Every sender's shares sum to 1: the sum over replicas stays."""
-    if not all(np.abs(one.matrix.sum(0) - 1).max() < _TOLERANCE for one in schedule.rounds):
+    """Every sender's shares sum to 1: the sum over replicas is kept."""
+    if not all(np.abs(rnd.matrix.sum(0) - 1).max() < _TOLERANCE for rnd in schedule.rounds):
         raise ValueError(
             f"{method} must not lose what a replica sends, but on {schedule.name} a sender's "
             "shares do not sum to 1; use a doubly or column stochastic schedule"
@@ -29,13 +51,13 @@ def column_stochastic(method: str, schedule: Schedule) -> None:
 
 
 def doubly_stochastic(method: str, schedule: Schedule) -> None:
-    """Rows and columns sum to 1: the mean over replicas is kept and is where they agree."""
+    """Rows and columns sum to 1: the mean over replicas is kept, and is the consensus."""
     row_stochastic(method, schedule)
     column_stochastic(method, schedule)
 
 
 def static_and_symmetric(method: str, schedule: Schedule, mix_every: int = 1) -> None:
-    """One round, every step, in which what i gives to j is what j gives to i."""
+    """One round, in every step, in which i gives to j as much as j gives to i."""
     doubly_stochastic(method, schedule)
     if schedule.period > 1 or mix_every > 1:
         what = f"mix_every={mix_every}" if mix_every > 1 else schedule.name
@@ -54,8 +76,8 @@ def static_and_symmetric(method: str, schedule: Schedule, mix_every: int = 1) ->
 def stable_diffusion(method: str, schedule: Schedule, mix_every: int = 1) -> None:
     """The disagreement of ``x+ = (I + W)/2 (2 x - x-)`` does not grow over a period.
 
-    It is what exact diffusion does between gradients. On a symmetric static W it always shrinks; on
-    other schedules it is computed, from the eigenvalues of a period on (x, x-).
+    This is exact diffusion without gradients. On a symmetric static W the disagreement always
+    shrinks; elsewhere its growth is computed, from the eigenvalues of a period on (x, x-).
     """
     doubly_stochastic(method, schedule)
 
@@ -73,38 +95,10 @@ def stable_diffusion(method: str, schedule: Schedule, mix_every: int = 1) -> Non
         )
 
 
-def stable_delay(schedule: Schedule, gamma: float, mix_every: int = 1) -> None:
-    """``x+ = x + gamma (W - I) x-`` reaches consensus: what delayed mixing does between gradients.
-
-    With a static symmetric W it does for gamma up to 1/2 (its eigenvalues l solve
-    l^2 - l + gamma (1 - m) = 0 for those of W, m); elsewhere it is computed, from the eigenvalues
-    of a period on (x, x-) without the mean. Before a round that follows a step without one x- is x.
-    """
-    doubly_stochastic("combine='delayed'", schedule)
-    n = schedule.num_replicas
-    centre = np.kron(np.eye(2), np.eye(n) - 1 / n)
-
-    def coefficients(matrix):
-        pull = gamma * (matrix - np.eye(n))
-        return (np.eye(n), pull) if mix_every == 1 else (np.eye(n) + pull, 0 * pull)
-
-    growth = _growth_of_pairs(schedule, mix_every, coefficients, centre)
-    if growth > 1 - 1e-9:
-        how = f" with mix_every={mix_every}" if mix_every > 1 else ""
-        raise ValueError(
-            f"combine='delayed' with gamma={gamma:g} never reaches consensus on {schedule.name}"
-            f"{how}: disagreement is multiplied by {growth:.4f} a step; use gamma=0.5 or less, or "
-            "combine='with'"
-        )
-
-
-def _growth_of_pairs(schedule, mix_every, coefficients, onto=None) -> float:
-    """The factor a step, in the long run, of ``x+ = A x + B x-``, (A, B) = coefficients(W).
-
-    onto: (2 n, 2 n) projection of (x, x-) that every step commutes with; None: all of it.
-    """
+def _growth_of_pairs(schedule: Schedule, mix_every: int, coefficients: Callable) -> float:
+    """The factor per step, in the long run, of ``x+ = A x + B x-``, (A, B) = coefficients(W)."""
     eye = np.eye(schedule.num_replicas)
-    period = np.eye(2 * len(eye)) if onto is None else onto
+    period = np.eye(2 * len(eye))
     steps = schedule.period * mix_every
     for t in range(steps):
         r = schedule.round_at(t, mix_every)
@@ -129,7 +123,7 @@ def static_messages(method: str, schedule: Schedule) -> None:
 
 
 def eigenvalues_above_minus_a_third(method: str, schedule: Schedule) -> None:
-    """Smallest eigenvalue of W above -1/3; warns where it is there within 1e-6 (Tang 2018)."""
+    """Smallest eigenvalue of W above -1/3; warns within 1e-6 of this bound (Tang 2018)."""
     smallest = float(np.linalg.eigvalsh(schedule.matrix(0)).min())
     if smallest < _D2_BOUND - 1e-6:
         raise ValueError(
@@ -146,7 +140,7 @@ def eigenvalues_above_minus_a_third(method: str, schedule: Schedule) -> None:
 
 def averages(method: str, schedule: Schedule, *, always: bool) -> None:
     """Some rounds (or all) average over all replicas at once, as ``complete`` does."""
-    whole = [one.group_size == schedule.num_replicas for one in schedule.rounds]
+    whole = [rnd.group_size == schedule.num_replicas for rnd in schedule.rounds]
     if schedule.num_replicas > 1 and not (all(whole) if always else any(whole)):
         wanted = "complete" if always else "complete, or periodic_average(one_peer_exp, every=8)"
         raise ValueError(
@@ -156,11 +150,11 @@ def averages(method: str, schedule: Schedule, *, always: bool) -> None:
 
 
 def matchings(method: str, schedule: Schedule) -> None:
-    """In every round replicas meet in pairs and give each other 1/2, or idle."""
-    for one in schedule.rounds:
-        off = one.matrix - np.diag(np.diag(one.matrix))
+    """In every round replicas average in pairs, 1/2 each, or idle."""
+    for rnd in schedule.rounds:
+        off = rnd.matrix - np.diag(np.diag(rnd.matrix))
         pairs = np.isin(off, (0.0, 0.5)).all() and (off == off.T).all()
-        if not pairs or (off > 0).sum(1).max() > 1 or one.group_size > 1:
+        if not pairs or (off > 0).sum(1).max() > 1 or rnd.group_size > 1:
             raise ValueError(
                 f"{method} lets replicas meet in pairs, and {schedule.name} is not made of pairs; "
                 "use random_matching, hypercube or ring"

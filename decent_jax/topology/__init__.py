@@ -1,8 +1,8 @@
-"""Who averages with whom: schedules of mixing matrices. Pure NumPy and SciPy, no jax.
+"""Who averages with whom: schedules of mixing matrices, in NumPy and SciPy, without jax.
 
 A **round** is one mixing matrix W (n x n): replica i replaces its parameters by
 ``sum_j W[i, j] x_j``, so row i holds the weights replica i gives to what it receives. A
-**schedule** cycles through its rounds. Besides its matrix a round says how it is communicated: an
+**schedule** cycles through its rounds. Besides its matrix a round holds how it is communicated: an
 average inside groups of consecutive replicas, then a few permutations (`Send`), which is what
 `decent_jax.gossip` turns into collectives.
 
@@ -18,7 +18,9 @@ array([0.5, 0. , 0. , 0. , 0. , 0. , 0.5, 0. ])
 4
 """
 
-from decent_jax.topology.make import COLUMN_STOCHASTIC, NAMES, make, repeat
+from typing import TYPE_CHECKING
+
+from decent_jax.topology.make import COLUMN_STOCHASTIC, NAMES, make, register, repeat
 from decent_jax.topology.rounds import Round, Send
 from decent_jax.topology.schedule import Schedule
 from decent_jax.topology.weights import metropolis_hastings
@@ -31,5 +33,21 @@ __all__ = [
     "Send",
     "make",
     "metropolis_hastings",
+    "plot",
+    "register",
     "repeat",
 ]
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def plot(schedule: Schedule) -> "Figure":
+    """Every round (the first twelve) as a graph and as its matrix; a matplotlib figure.
+
+    An arrow points from sender to receiver, a line without a head goes both ways; the thicker, the
+    larger the weight.
+    """
+    from decent_jax.topology.drawing import draw  # matplotlib takes a while to import
+
+    return draw(schedule)

@@ -75,12 +75,12 @@ def _simple(n: int, k: int) -> list[np.ndarray]:
 
 
 def _hand_over(matrix: np.ndarray, part: np.ndarray, remaining: int, k: int) -> None:
-    """Every replica after ``part`` meets one replica of each of its sets, in ``matrix``.
+    """Every replica after ``part`` averages with one replica of each of its sets, in ``matrix``.
 
     All of the part hold its mean, and those after it are fewer than a set has members. With the
     weight |part| / (a remaining), ``remaining`` the replicas of the part and after it, those after
     it get the mean of both on average, and so does each set, which then averages inside. The
-    replicas that meet nobody average among themselves, k+1 at a time.
+    replicas without a partner average among themselves, k+1 at a time.
     """
     count, size = part.shape
     after = np.arange(part[-1, -1] + 1, part[0, 0] + remaining)

@@ -1,4 +1,4 @@
-"""The named schedules that need no chance: complete graphs, rings, exponential graphs, grids."""
+"""The named schedules that are not random: complete graphs, rings, exponential graphs, grids."""
 
 import math
 
@@ -88,8 +88,8 @@ def torus(n: int, *, rows: int | None = None) -> list[Round]:
 
 
 def _lattice(name: str, n: int, rows: int | None, wraps: bool) -> Round:
-    """Replica i in row ``i // columns`` and column ``i % columns`` hears those beside it."""
-    if rows is None:  # as square as n allows; a prime n makes one line of it
+    """Replica i in row ``i // columns`` and column ``i % columns`` receives from its neighbours."""
+    if rows is None:  # as square as n allows; a prime n makes one line
         rows = max(r for r in range(1, math.isqrt(n) + 1) if n % r == 0)
     if rows < 1 or n % rows:
         raise ValueError(f"{name}: rows must divide the {n} replicas, got {rows}")
@@ -98,7 +98,7 @@ def _lattice(name: str, n: int, rows: int | None, wraps: bool) -> Round:
     for axis in (0, 1):
         after = np.roll(place, -1, axis=axis)
         here, there = place, after
-        if not wraps:  # the last of a line has nobody after it
+        if not wraps:  # the last of a line has no successor
             keep = slice(-1) if axis == 0 else (slice(None), slice(-1))
             here, there = place[keep], after[keep]
         neighbours[here, there] = neighbours[there, here] = True

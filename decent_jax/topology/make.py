@@ -18,7 +18,7 @@ def make(name: str, num_replicas: int, *, local_size: int = 1, **parameters) -> 
 
     | name, with its parameters | a round | replicas |
     |---|---|---|
-    | ``complete`` | everybody averages with everybody | any |
+    | ``complete`` | all replicas average | any |
     | ``ring`` | disjoint neighbouring pairs, alternating sides (Decent-DP's ring) | even |
     | ``bidirectional_ring`` | both neighbours and oneself, 1/3 each | any |
     | ``one_peer_exp`` | i receives from i - 2^r, weight 1/2 (Ying et al. 2021) | any |
@@ -26,20 +26,20 @@ def make(name: str, num_replicas: int, *, local_size: int = 1, **parameters) -> 
     | ``alternating_exp_ring`` | a node averages inside, or with node XOR 2^i | local_size x 2^k |
     | ``static_exp`` | i receives from every i - 2^k, equal weights (Ying et al. 2021) | any |
     | ``base_k(max_degree=1)`` | groups of up to max_degree + 1 (Takezawa et al. 2023) | any |
-    | ``grid(rows=...)`` | those beside one in a rectangle | any |
-    | ``torus(rows=...)`` | those beside one in a rectangle that wraps around | any |
+    | ``grid(rows=...)`` | the neighbours in a rectangle | any |
+    | ``torus(rows=...)`` | the neighbours in a rectangle that wraps around | any |
     | ``star`` | replica 0 and each other | any |
     | ``random_matching(rounds=8, seed=0, degree=..., meet=1)`` | random pairs (SwarmSGD) | any |
     | ``random_regular(degree=4, seed=0)`` | a random graph of equal degrees | n x degree even |
     | ``erdos_renyi(probability=..., seed=0)`` | a random graph of independent edges | any |
-    | ``equi_dynamic(rounds=8, seed=0)`` | i hears i - u, random u (Song et al. 2022) | any |
+    | ``equi_dynamic(rounds=8, seed=0)`` | i receives from i - u, u random (Song 2022) | any |
     | ``hierarchical(complete, one_peer_exp)`` | inner in each node, outer across | nodes |
     | ``periodic_average(one_peer_exp, every=8)`` | inner, and each 8th round complete | any |
     | ``random_out(degree=2, seed=0)`` | i sends to random others; for push-sum | any |
 
-    Parameters are written in the name or given as keywords: ``make("base_k(max_degree=2)", 7)`` is
-    ``make("base_k", 7, max_degree=2)``. `Schedule.name` holds those that were given and makes the
-    same schedule again. One replica is the identity under every name.
+    Write parameters in the name or pass them as keywords: ``make("base_k(max_degree=2)", 7)`` is
+    ``make("base_k", 7, max_degree=2)``. `Schedule.name` holds those you pass and makes the same
+    schedule again. One replica is the identity under every name.
 
     - ``grid``, ``torus``, ``star``, ``random_regular`` and ``erdos_renyi`` are one round with
       Metropolis-Hastings weights. ``rows`` is by default the largest divisor of n up to its root
@@ -59,14 +59,14 @@ def make(name: str, num_replicas: int, *, local_size: int = 1, **parameters) -> 
       With ``complete`` inside it is a mean over the node and outer's messages; an inner schedule of
       d messages makes (d + 1)(d_outer + 1) - 1 of them.
 
-    - ``random_matching(degree=r)`` takes pairs from one random r-regular graph (who finds no free
-      neighbour idles), and with ``meet=p`` a pair meets with probability p: local steps between
-      meetings are then geometric with mean 1/p.
+    - ``random_matching(degree=r)`` takes pairs from one random r-regular graph (a replica
+      without a free neighbour idles), and with ``meet=p`` a pair meets with probability p: local
+      steps between meetings are then geometric with mean 1/p.
     - ``periodic_average(inner, every)`` is Gossip-PGA (Chen et al. 2021). Rounds that repeat are
       compiled once.
-    - ``random_out`` is column stochastic only: `decent_jax.optim.push_sum` alone can use it.
+    - ``random_out`` is column stochastic only: for `decent_jax.optim.push_sum`.
 
-    ``local_size`` (replicas a node; a node's replicas are consecutive) matters to
+    ``local_size`` (replicas per node; a node's replicas are consecutive) matters to
     ``alternating_exp_ring`` and ``hierarchical`` only. Numbers to choose by: `Schedule.summary` and
     ``docs/topologies.md``.
 
@@ -87,23 +87,21 @@ def make(name: str, num_replicas: int, *, local_size: int = 1, **parameters) -> 
     if num_replicas == 1:
         return Schedule(str(spec), 1, (round_of(np.ones((1, 1))),))
     schedule = Schedule(str(spec), num_replicas, tuple(build(num_replicas, local_size)))
-    for r, one in enumerate(schedule.rounds):
-        check_matrix(
-            one.matrix, num_replicas, r, column_stochastic_only=spec.name in COLUMN_STOCHASTIC
-        )
+    for r, rnd in enumerate(schedule.rounds):
+        check_matrix(rnd.matrix, num_replicas, r, column_stochastic_only=spec.name in _PUSH_ONLY)
     check_connected(schedule)
     return schedule
 
 
 def repeat(schedule: Schedule, times: int) -> Schedule:
-    """The same schedule with its period ``times`` over, each round one of its own.
+    """The schedule with its period repeated ``times`` times, as distinct rounds.
 
-    For methods that do something else in each (`decent_jax.optim.diloco` with fragments).
+    For methods that treat each differently (`decent_jax.optim.diloco` with fragments).
 
     >>> repeat(make("complete", 4), 3).period
     3
     """
-    rounds = tuple(dataclasses.replace(one) for _ in range(times) for one in schedule.rounds)
+    rounds = tuple(dataclasses.replace(rnd) for _ in range(times) for rnd in schedule.rounds)
     return dataclasses.replace(schedule, rounds=rounds)
 
 
@@ -168,6 +166,30 @@ _BUILDERS: dict[str, Callable[..., list[Round]]] = {
 
 COLUMN_STOCHASTIC = ("random_out",)  # rows do not sum to 1: for push-sum only
 NAMES = tuple(name for name in _BUILDERS if name not in COLUMN_STOCHASTIC)
+_PUSH_ONLY: set[str] = set(COLUMN_STOCHASTIC)
+
+
+def register(
+    name: str, builder: Callable[..., list[Round]], *, column_stochastic: bool = False
+) -> None:
+    """Make a topology of your own known to `make`, and so to configs, by its name.
+
+    Args:
+      name: a word that no schedule has.
+      builder: ``builder(n, *, parameter=default) -> rounds``; the keyword-only parameters, with
+        their types, are those of the name. One called ``local_size`` receives the config's.
+      column_stochastic: rows need not sum to 1, for `decent_jax.optim.push_sum` only.
+
+    Raises:
+      ValueError: the name is taken, or is not a word.
+    """
+    if name in _BUILDERS or not name.isidentifier():
+        raise ValueError(
+            f"there is a schedule {name!r} already, or it is not a word; choose another"
+        )
+    _BUILDERS[name] = builder
+    if column_stochastic:
+        _PUSH_ONLY.add(name)
 
 
 def _parse(name: str) -> Spec:
@@ -181,7 +203,7 @@ def _unknown(name: str) -> str:
 
 
 def _bound(spec: Spec, keywords: Mapping[str, object]) -> tuple[Spec, Callable]:
-    """The schedule as it is named again, and ``build(n, local_size)``.
+    """The spec of `Schedule.name`, and ``build(n, local_size)``.
 
     Checks all that does not depend on n, in the schedules inside it too.
     """

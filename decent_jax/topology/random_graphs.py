@@ -1,8 +1,8 @@
-"""The schedules that are drawn by chance, once, from a seed.
+"""The random schedules, drawn once, from a seed.
 
 Every round is compiled, so a random schedule is a cycle like any other: its rounds are drawn when
 it is made. NumPy's `RandomState` never changes what it draws, so a seed means the same schedule in
-every process, on every machine and after a resume. What is drawn but does not connect all replicas
+every process, on every machine and after a resume. A draw that does not connect all replicas
 over a period is drawn again.
 """
 
@@ -31,24 +31,24 @@ def random_matching(
     if degree is not None:
         graph = _regular_graph("random_matching", n, degree, rng)
 
-    def one():
+    def pairs():
         partner = _matching(n, rng) if graph is None else _matching_of(graph, rng)
         if meet == 1:
             return partner
         kept = rng.random_sample(n) < meet
-        lower = np.minimum(partner, np.arange(n))  # a pair meets when its lower number draws so
+        lower = np.minimum(partner, np.arange(n))  # the lower number of a pair decides
         return np.where((partner >= 0) & kept[lower], partner, -1)
 
     def draw():
-        return np.stack([one() for _ in range(1 if n == 2 and meet == 1 else rounds)])
+        return np.stack([pairs() for _ in range(1 if n == 2 and meet == 1 else rounds)])
 
     hint = f"with {rounds} rounds; use more rounds"
     sources = _connected("random_matching", n, draw, _arrows, hint)
-    return [pairwise(one) for one in sources]
+    return [pairwise(row) for row in sources]
 
 
 def random_out(n: int, *, degree: int | None = None, seed: int = 0) -> list[Round]:
-    """Column stochastic only: everybody sends to ``degree`` others, and hears whoever chose it."""
+    """Column stochastic only: each replica sends to ``degree`` others."""
     if degree is None:
         degree = min(2, n - 1)
     if not 1 <= degree < n:
@@ -56,15 +56,15 @@ def random_out(n: int, *, degree: int | None = None, seed: int = 0) -> list[Roun
     rng = _random_state("random_out", seed)
 
     def draw():
-        hears = np.zeros((n, n), bool)
+        receives = np.zeros((n, n), bool)
         for sender in range(n):
             others = np.delete(np.arange(n), sender)
-            hears[rng.permutation(others)[:degree], sender] = True
-        return hears
+            receives[rng.permutation(others)[:degree], sender] = True
+        return receives
 
     hint = f"with degree {degree}; use a larger degree"
-    hears = _connected("random_out", n, draw, lambda drawn: drawn, hint)
-    return [round_of((hears + np.eye(n)) / (degree + 1))]
+    receives = _connected("random_out", n, draw, lambda drawn: drawn, hint)
+    return [round_of((receives + np.eye(n)) / (degree + 1))]
 
 
 def equi_dynamic(n: int, *, rounds: int = 8, seed: int = 0) -> list[Round]:
@@ -78,7 +78,7 @@ def equi_dynamic(n: int, *, rounds: int = 8, seed: int = 0) -> list[Round]:
 
     hint = f"with {rounds} rounds; use more rounds"
     sources = _connected("equi_dynamic", n, draw, _arrows, hint)
-    return [pairwise(one) for one in sources]
+    return [pairwise(row) for row in sources]
 
 
 def random_regular(n: int, *, degree: int | None = None, seed: int = 0) -> list[Round]:
@@ -107,7 +107,7 @@ def erdos_renyi(n: int, *, probability: float | None = None, seed: int = 0) -> l
 
 
 def _regular_graph(name: str, n: int, degree: int, rng: np.random.RandomState) -> np.ndarray:
-    """(n, n) bool: a random connected graph in which everybody has ``degree`` neighbours."""
+    """(n, n) bool: a random connected graph in which every replica has ``degree`` neighbours."""
     if not min(2, n - 1) <= degree < n or n * degree % 2:
         raise ValueError(
             f"{name} needs a degree from 2 to n - 1, even where n is odd, got degree "
@@ -141,11 +141,11 @@ def _connected(name: str, n: int, draw: Callable, graph_of: Callable, hint: str)
 
 
 def _arrows(sources: np.ndarray) -> np.ndarray:
-    """(rounds, n) sources as the graph (n, n) of who hears whom over a period."""
+    """(rounds, n) sources as the graph (n, n) of receivers and senders over a period."""
     receivers = np.broadcast_to(np.arange(sources.shape[1]), sources.shape)
-    heard = sources >= 0
+    active = sources >= 0
     graph = np.zeros((sources.shape[1],) * 2, bool)
-    graph[receivers[heard], sources[heard]] = True
+    graph[receivers[active], sources[active]] = True
     return graph
 
 
@@ -168,10 +168,10 @@ def _matching_of(graph: np.ndarray, rng: np.random.RandomState) -> np.ndarray:
 
 
 def _regular(n: int, degree: int, rng: np.random.RandomState) -> np.ndarray:
-    """(n, n) bool: a random simple graph in which everybody has ``degree`` neighbours.
+    """(n, n) bool: a random simple graph in which every replica has ``degree`` neighbours.
 
     Free ends of edges are joined at random; ends that may not be joined (oneself, or a neighbour
-    already) are mixed and joined again, and all is begun anew where no two of them may be. This is
+    already) are mixed and joined again, and all starts over if no two of them may be. This is
     uniform over all such graphs up to an error that vanishes with n (Steger and Wormald 1999).
     """
     while True:

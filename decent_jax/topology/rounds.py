@@ -10,9 +10,9 @@ from scipy.sparse.csgraph import maximum_bipartite_matching
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Send:
-    """One message a replica: a (partial) permutation of the replicas.
+    """One message per replica: a (partial) permutation of the replicas.
 
-    sources: (n,) int; replica i receives from ``sources[i]``, or from nobody where it is -1. No
+    sources: (n,) int; replica i receives from ``sources[i]``, or idles where that is -1. No
         replica appears twice.
     weights: (n,) float64; what replica i multiplies the received parameters by (0 where idle).
     """
@@ -44,17 +44,17 @@ class Round:
 
     @functools.cached_property
     def between_groups(self) -> "Round | None":
-        """What the groups' means go through, a round of n / group_size replicas: one a group.
+        """The round of the groups' means, of n / group_size replicas, one for each group.
 
         ``matrix = between_groups.matrix (x) mean of a group``. A group then needs to send each
-        message once, in parts of 1 / group_size, not once a member. None where there are no groups,
-        where they send nothing, or where members of a group hear different groups.
+        message once, in parts of 1 / group_size, not once per member. None without groups, if they
+        send nothing, or if members of a group receive from different groups.
         """
         g = self.group_size
         if g == 1 or not self.sends:
             return None
         weights = [self.self_weights, *(send.weights for send in self.sends)]
-        sources = [_group_heard(send.sources, g) for send in self.sends]
+        sources = [_sender_groups(send.sources, g) for send in self.sends]
         tables = [table.reshape(-1, g) for table in (*weights, *sources)]
         if any((table != table[:, :1]).any() for table in tables):
             return None
@@ -75,7 +75,7 @@ class Round:
         return float(self._sent_over(np.arange(len(self.self_weights))).max())
 
     def models_sent_by_nodes(self, local_size: int) -> float:
-        """What the busiest node sends to other nodes, in units of one model.
+        """Parameters the busiest node sends to other nodes, in units of one model.
 
         Replicas ``[0, local_size), [local_size, 2 local_size), ...`` share a node. A group counts
         as a ring over its replicas in order.
@@ -100,12 +100,12 @@ class Round:
             if self.between_groups is None:
                 count(send.sources, 1)
             else:  # member k of a group sends its part to member k of another
-                count(_group_heard(send.sources, g) * g + replicas % g, 1 / g)
+                count(_sender_groups(send.sources, g) * g + replicas % g, 1 / g)
         return sent
 
 
-def _group_heard(sources: np.ndarray, g: int) -> np.ndarray:
-    """(n,) the group each replica hears, -1 where it is idle."""
+def _sender_groups(sources: np.ndarray, g: int) -> np.ndarray:
+    """(n,) the group each replica receives from, -1 where it is idle."""
     return np.where(sources >= 0, sources // g, -1)
 
 
@@ -159,9 +159,9 @@ def round_of(matrix: np.ndarray) -> Round:
 def kron(outer: Round, inner: Round) -> Round:
     """Nodes mix by ``outer`` while the replicas inside each mix by ``inner``: ``outer (x) inner``.
 
-    Replica l of node a is replica ``a * local + l``; replica l of a node hears replica l of others.
-    A mean of inner groups stays one mean. The permutations are one for each pair of an outer and an
-    inner term (its sends and its own copy), ``(d_outer + 1)(d_inner + 1) - 1`` of them.
+    Replica l of node a is replica ``a * local + l``; it receives from replicas l of other
+    nodes. A mean of inner groups stays one mean. The permutations are one for each pair of an outer
+    and an inner term (its sends and its own copy), ``(d_outer + 1)(d_inner + 1) - 1`` of them.
     """
     matrix = np.kron(outer.matrix, inner.matrix)
     local = len(inner.matrix)
@@ -173,13 +173,13 @@ def kron(outer: Round, inner: Round) -> Round:
     _, *terms = [(nodes, replicas) for nodes in _terms(outer) for replicas in _terms(inner)]
     sends = [_both(nodes, replicas, local) for nodes, replicas in terms]
     own_weights = np.multiply.outer(outer.self_weights, inner.self_weights).ravel()
-    heard = tuple(send for send in sends if send.weights.any())
-    return Round(group_size, own_weights, heard, matrix)
+    used = tuple(send for send in sends if send.weights.any())
+    return Round(group_size, own_weights, used, matrix)
 
 
-def _terms(one: Round) -> list[Send]:
+def _terms(rnd: Round) -> list[Send]:
     """The own copy, as a message to oneself, and the sends."""
-    return [Send(np.arange(len(one.matrix)), one.self_weights), *one.sends]
+    return [Send(np.arange(len(rnd.matrix)), rnd.self_weights), *rnd.sends]
 
 
 def _both(nodes: Send, replicas: Send, local: int) -> Send:

@@ -1,9 +1,9 @@
-"""A cycle of rounds: what it does to disagreement, what it sends, and what is refused."""
+"""A cycle of rounds: how it shrinks disagreement, what it sends, and which matrices it refuses."""
 
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -11,9 +11,6 @@ from scipy.sparse.csgraph import connected_components
 
 from decent_jax.topology.rounds import Round, round_of
 from decent_jax.topology.weights import balanced, metropolis_hastings
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SUM_TOLERANCE = 1e-9
 
@@ -57,24 +54,24 @@ class Schedule:
 
     @functools.cached_property
     def _first(self) -> list[int]:
-        """For each round the first that is the very same."""
+        """For each round the number of the first that is the same object."""
         where = {}
-        return [where.setdefault(id(one), r) for r, one in enumerate(self.rounds)]
+        return [where.setdefault(id(rnd), r) for r, rnd in enumerate(self.rounds)]
 
-    def bytes_sent(self, model_bytes: int, r: int | None = None) -> float:
+    def bytes_sent(self, model_bytes: float, r: int | None = None) -> float:
         """Bytes the busiest replica sends in round ``r``; the mean over a period when r is None."""
         rounds = self.rounds if r is None else (self.rounds[r],)
         return model_bytes * sum(one.models_sent() for one in rounds) / len(rounds)
 
     def bytes_sent_by_nodes(self, model_bytes: float, local_size: int) -> float:
-        """Bytes the busiest node of ``local_size`` replicas sends to others, a round on average."""
-        models = [one.models_sent_by_nodes(local_size) for one in self.rounds]
+        """Bytes the busiest node of ``local_size`` replicas sends out per round, on average."""
+        models = [rnd.models_sent_by_nodes(local_size) for rnd in self.rounds]
         return model_bytes * sum(models) / len(models)
 
     def period_matrix(self) -> np.ndarray:
         """``W_{T-1} ... W_1 W_0``: what one period does, round 0 first."""
         return functools.reduce(
-            lambda product, one: one.matrix @ product, self.rounds, np.eye(self.num_replicas)
+            lambda product, rnd: rnd.matrix @ product, self.rounds, np.eye(self.num_replicas)
         )
 
     def spectral_gap(self) -> float:
@@ -97,9 +94,9 @@ class Schedule:
     def mean_square_rate(self) -> float:
         """Largest eigenvalue of the average over rounds of ``W' W - J``.
 
-        The factor by which the squared consensus distance shrinks in a round taken at random.
+        The factor by which the squared consensus distance shrinks in a random round.
         """
-        gram = sum(one.matrix.T @ one.matrix for one in self.rounds) / self.period
+        gram = sum(rnd.matrix.T @ rnd.matrix for rnd in self.rounds) / self.period
         return max(0.0, float(np.linalg.eigvalsh(gram - 1 / self.num_replicas).max()))
 
     def rounds_to_consensus(self, tol: float = 1e-6, limit: int = 1_000_000) -> int:
@@ -120,7 +117,7 @@ class Schedule:
     def exact_after(self) -> int | None:
         """The number of rounds, from round 0, after which all replicas hold exactly the mean.
 
-        None where they only come ever closer. Exact is up to rounding: within 1e-12, from more than
+        None if they only approach it. Exact is up to rounding: within 1e-12, from more than
         1e-6 one round before.
         """
         n = self.num_replicas
@@ -131,7 +128,7 @@ class Schedule:
             left = np.abs(product - 1 / n).max()
             if left < 1e-12:
                 return k
-            if left < 1e-6:  # close without being there: contraction, which goes on for ever
+            if left < 1e-6:  # close but not exact: a contraction, which never ends
                 return None
             product = self.matrix(k % self.period) @ product
         return None
@@ -140,8 +137,8 @@ class Schedule:
         """The schedule in numbers, by name, for a row of a table.
 
         ``period``, ``degree`` (the largest of its rounds), ``spectral_gap``, ``consensus_rate``,
-        ``exact_after`` (rounds; None: never) and ``models_sent``, what the busiest replica sends a
-        step on average, in models; with ``model_bytes`` also ``bytes_sent``.
+        ``exact_after`` (rounds; None: never) and ``models_sent``, what the busiest replica sends
+        per step on average, in models; with ``model_bytes`` also ``bytes_sent``.
 
         >>> from decent_jax import topology
         >>> topology.make("one_peer_exp", 8).summary(model_bytes=1000)
@@ -152,7 +149,7 @@ class Schedule:
             "name": self.name,
             "num_replicas": self.num_replicas,
             "period": self.period,
-            "degree": max(one.degree for one in self.rounds),
+            "degree": max(rnd.degree for rnd in self.rounds),
             "spectral_gap": self.spectral_gap(),
             "consensus_rate": self.consensus_rate(),
             "exact_after": self.exact_after(),
@@ -162,23 +159,13 @@ class Schedule:
             numbers["bytes_sent"] = self.bytes_sent(model_bytes)
         return numbers
 
-    def plot(self) -> "Figure":
-        """Every round (the first twelve) as a graph and as its matrix; a matplotlib figure.
-
-        An arrow points from sender to receiver, a line without a head goes both ways; the thicker,
-        the larger the weight.
-        """
-        from decent_jax.topology.plot import draw
-
-        return draw(self)
-
     @property
     def partial_groups(self) -> bool:
         """Whether a round averages in groups smaller than the whole.
 
         Such a mean exists in `jax.shard_map` only with ``check_vma=False``.
         """
-        return any(1 < one.group_size < self.num_replicas for one in self.rounds)
+        return any(1 < rnd.group_size < self.num_replicas for rnd in self.rounds)
 
     @staticmethod
     def from_matrices(
@@ -217,7 +204,7 @@ class Schedule:
         return schedule
 
     @staticmethod
-    def from_networkx(graph, name: str | None = None) -> "Schedule":
+    def from_networkx(graph: Any, name: str = "") -> "Schedule":
         """One static round over any networkx graph; replica i is the i-th of ``graph.nodes``.
 
         An undirected graph gets Metropolis-Hastings weights. In a directed one an edge (u, v) lets
@@ -233,17 +220,17 @@ class Schedule:
         0.5
         """
         index = {node: i for i, node in enumerate(graph.nodes)}
-        hears = np.zeros((len(index), len(index)), bool)
+        receives = np.zeros((len(index), len(index)), bool)
         for sender, receiver in graph.edges():
-            hears[index[receiver], index[sender]] = True
+            receives[index[receiver], index[sender]] = True
         name = name or getattr(graph, "name", "") or "networkx"
         if not index:
             raise ValueError(f"schedule {name!r} needs a graph with at least one node, got none")
         if not graph.is_directed():
-            hears |= hears.T
-        _check_strongly_connected(hears, name)
+            receives |= receives.T
+        _check_strongly_connected(receives, name)
         weights = balanced if graph.is_directed() else metropolis_hastings
-        return Schedule.from_matrices([weights(hears)], name)
+        return Schedule.from_matrices([weights(receives)], name)
 
 
 def check_matrix(
@@ -253,6 +240,7 @@ def check_matrix(
     row_stochastic_only: bool = False,
     column_stochastic_only: bool = False,
 ) -> None:
+    """Raises ValueError where ``matrix``, of round ``r``, is not a mixing matrix of n replicas."""
     if matrix.ndim != 2 or matrix.shape != (n, n) or n == 0:
         raise ValueError(
             f"round {r}: a mixing matrix must be square and alike in every round, "
@@ -277,12 +265,13 @@ def check_matrix(
 
 
 def check_connected(schedule: Schedule) -> None:
-    union = sum(one.matrix for one in schedule.rounds) > 0
+    """Raises ValueError where information does not reach every replica over a period."""
+    union = np.sum([rnd.matrix for rnd in schedule.rounds], axis=0) > 0
     _check_strongly_connected(union, schedule.name)
 
 
-def _check_strongly_connected(hears: np.ndarray, name: str) -> None:
-    count, label = connected_components(csr_array(hears), directed=True, connection="strong")
+def _check_strongly_connected(receives: np.ndarray, name: str) -> None:
+    count, label = connected_components(csr_array(receives), directed=True, connection="strong")
     if count > 1:
         parts = [np.flatnonzero(label == k).tolist() for k in range(count)]
         raise ValueError(

@@ -13,7 +13,9 @@ import inspect
 import itertools
 import re
 from collections.abc import Iterable, Mapping
-from typing import Union
+from typing import Any, Union
+
+import numpy as np
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>[-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)"
@@ -25,7 +27,7 @@ Value = Union[int, float, "Spec"]
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A schedule's name, and (name of the parameter or None, value) of what it was given."""
+    """A schedule's name, and its arguments: (name of the parameter or None, value)."""
 
     name: str
     arguments: tuple[tuple[str | None, Value], ...] = ()
@@ -65,7 +67,7 @@ class _Reader:
         self.start = self.end
         match = _TOKEN.match(self.text, self.start)
         if match:
-            self.end, self.kind, self.token = match.end(), match.lastgroup, match[match.lastgroup]
+            self.end, self.kind, self.token = match.end(), match.lastgroup, match[0].strip()
         else:
             self.kind, self.token = "other" if self.text[self.start :].strip() else "end", ""
 
@@ -115,12 +117,12 @@ class _Reader:
 def bind(
     spec: Spec, parameters: Mapping[str, inspect.Parameter], keywords: Mapping[str, object]
 ) -> dict[str, Value]:
-    """What ``spec`` and ``keywords`` give to ``parameters``, checked, in the parameters' order.
+    """The values that ``spec`` and ``keywords`` give to ``parameters``, checked, in their order.
 
     Raises:
       ValueError: a parameter that is unknown, given twice, unnamed or of another type.
     """
-    schedules = [key for key, one in parameters.items() if one.annotation is Spec]
+    schedules = [key for key, parameter in parameters.items() if parameter.annotation is Spec]
     given = {}
     for key, value in [*spec.arguments, *keywords.items()]:
         if key is None:
@@ -139,7 +141,7 @@ def bind(
 
 
 def unnamed(given: Mapping[str, Value], order: Iterable[str]) -> tuple:
-    """What was given, as the arguments of a `Spec`: the first schedules without their names."""
+    """The given values as the arguments of a `Spec`: the first schedules without their names."""
     first = list(itertools.takewhile(lambda key: isinstance(given.get(key), Spec), order))
     return tuple((None if key in first else key, value) for key, value in given.items())
 
@@ -148,8 +150,8 @@ def _takes(parameters: Mapping[str, inspect.Parameter]) -> str:
     return f"takes {', '.join(parameters)}" if parameters else "takes no parameters"
 
 
-def _read(name: str, key: str, value: object, annotation) -> Value:
-    """``value`` as the type of the parameter; NumPy's numbers are numbers."""
+def _read(name: str, key: str, value: object, annotation: Any) -> Value:
+    """``value`` in the type of the parameter; scalars of NumPy are accepted."""
     if annotation is Spec:
         value = parse(value) if isinstance(value, str) else value
         if isinstance(value, Spec):
@@ -157,7 +159,7 @@ def _read(name: str, key: str, value: object, annotation) -> Value:
         wanted = "a schedule"
     else:
         wanted = "a number" if float in _union(annotation) else "a whole number"
-        number = value.item() if hasattr(value, "item") else value
+        number = value.item() if isinstance(value, np.generic) else value
         if isinstance(number, int) and not isinstance(number, bool):
             return number
         if isinstance(number, float) and float in _union(annotation):
@@ -166,5 +168,5 @@ def _read(name: str, key: str, value: object, annotation) -> Value:
     raise ValueError(f"{name}: {key} must be {wanted}, got {got}")
 
 
-def _union(annotation) -> tuple:
+def _union(annotation: Any) -> tuple:
     return getattr(annotation, "__args__", (annotation,))

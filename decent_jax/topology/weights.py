@@ -8,8 +8,8 @@ SCALINGS = 10_000
 def metropolis_hastings(neighbours: np.ndarray) -> np.ndarray:
     """Metropolis-Hastings weights of an undirected graph, doubly stochastic on any.
 
-    ``W[i, j] = 1 / (1 + max(d_i, d_j))`` for neighbours i and j of degrees d_i and d_j; what is
-    left of a row is the replica's weight to itself (Xiao, Boyd and Lall 2005).
+    ``W[i, j] = 1 / (1 + max(d_i, d_j))`` for neighbours i and j of degrees d_i and d_j; the
+    rest of a row is the replica's weight to itself (Xiao, Boyd and Lall 2005).
 
     Args:
       neighbours: (n, n) bool, symmetric; its diagonal is ignored.
@@ -29,8 +29,8 @@ def metropolis_hastings(neighbours: np.ndarray) -> np.ndarray:
     if (neighbours != neighbours.T).any():
         i, j = np.argwhere(neighbours & ~neighbours.T)[0].tolist()
         raise ValueError(
-            f"metropolis_hastings needs a symmetric graph, but replica {i} hears {j} and {j} does "
-            f"not hear {i}"
+            f"metropolis_hastings needs a symmetric graph, but replica {i} receives from {j} and "
+            f"{j} not from {i}"
         )
     np.fill_diagonal(neighbours, False)
     degree = neighbours.sum(axis=1)
@@ -43,21 +43,21 @@ def balanced(neighbours: np.ndarray) -> np.ndarray:
     """Doubly stochastic weights of a strongly connected directed graph, and of no other.
 
     Rows and columns of (graph + identity) are scaled in turn until all sum to 1 (Sinkhorn and
-    Knopp 1967). With the identity every arrow lies on a permutation inside the graph, which is
-    what makes the scaling converge without losing an arrow. 1 / (1 + d) where all degrees are d.
+    Knopp 1967). With the identity every arrow lies on a permutation inside the graph, so the
+    scaling converges and loses no arrow. The weights are 1 / (1 + d) if all degrees are d.
 
     Args:
-      neighbours: (n, n) bool; row i is True where replica i hears.
+      neighbours: (n, n) bool; row i is True at the senders to replica i.
 
     Returns:
       (n, n) float64.
 
     Raises:
-      ValueError: where the scaling does not get there.
+      ValueError: if the scaling does not converge.
     """
     pattern = np.array(neighbours, float)
     np.fill_diagonal(pattern, 1.0)
-    columns = np.ones(len(pattern))
+    columns = sums = np.ones(len(pattern))
     for _ in range(SCALINGS):
         rows = 1 / (pattern @ columns)
         sums = rows @ pattern

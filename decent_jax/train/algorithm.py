@@ -8,12 +8,11 @@ import optax
 from ml_collections import ConfigDict
 
 from decent_jax import optim, topology
-from decent_jax.gossip import wire
+from decent_jax.errors import ConfigError
+from decent_jax.gossip import AxisName, wire
 from decent_jax.optim import METHODS, Method, Parts
 from decent_jax.text import format_number
 from decent_jax.topology import Schedule
-
-SECTIONS = ("slowmo", "diloco", "choco", "swarm")  # of the config, named like their method
 
 
 def transformation(
@@ -21,7 +20,7 @@ def transformation(
     schedule: Schedule,
     rate: optax.ScalarOrSchedule,
     decay_mask: Any = None,
-    axis_name: Any = "replica",
+    axis_name: AxisName = "replica",
 ) -> optax.GradientTransformationExtraArgs:
     """The transformation of one replica.
 
@@ -37,25 +36,28 @@ def parts(
     schedule: Schedule,
     rate: optax.ScalarOrSchedule,
     decay_mask: Any = None,
-    axis_name: Any = "replica",
+    axis_name: AxisName = "replica",
 ) -> Parts:
-    """What the config's method is made of."""
-    method, chosen = METHODS[config.algorithm], config.optimizer
+    """What the config gives to its method; a method's numbers are those of its section."""
+    method = METHODS[config.algorithm]
+    clip, decay = _gradient_steps(config, decay_mask)
+    if method.own_momentum and config.optimizer.decoupled and config.optimizer.weight_decay:
+        raise ValueError(
+            f"algorithm {config.algorithm} adds weight decay to the gradient: set "
+            "optimizer.decoupled=False, or optimizer.weight_decay=0"
+        )
     return Parts(
         schedule,
         rate,
-        _local_optimizer(config, method, rate, decay_mask),
+        _local_optimizer(config, rate, decay_mask),
         axis_name,
         config.combine,
         config.mix_every,
         wire.of_dtype(config.comm_dtype),
-        gradient=_gradient(config, decay_mask) if method.own_momentum else None,
-        momentum=chosen.momentum,
-        b1=chosen.b1,
-        b2=chosen.b2,
-        eps=chosen.eps,
+        gradient=optax.chain(clip, decay),
+        optimizer=config.optimizer.to_dict(),
         identical_start=config.identical_start,
-        numbers=_numbers(config, method, rate),
+        numbers=_numbers(config, method),
     )
 
 
@@ -80,86 +82,68 @@ class Cost:
 
 
 def cost(config: ConfigDict, schedule: Schedule, state: Any) -> Cost:
-    """Of a `TrainState`, or shapes of one, with the leading replica dimension."""
-    method = METHODS[config.algorithm]
+    """The cost of a `TrainState`, or of its shapes, with the leading replica dimension."""
     own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
-    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(own))
+    held, model = (
+        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+        for tree in (own, own.params)
+    )
+    every = 1
     if config.algorithm == "all_reduce":
-        mean = topology.make("complete", schedule.num_replicas)
-        model = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(own.params))
-        by_node = mean.bytes_sent_by_nodes(model, config.local_size)
-        return Cost(mean.bytes_sent(model), by_node, held)
-    made_of = parts(config, schedule, 1.0)
-    by_node = method.bytes_sent_by_nodes(own.params, made_of, config.local_size)
-    return Cost(method.bytes_sent(own.params, made_of), by_node, held)
+        schedule = topology.make("complete", schedule.num_replicas)
+    else:
+        method = METHODS[config.algorithm]
+        model = method.message_bytes(own.params, parts(config, schedule, 1.0))
+        every = config.mix_every
+    by_node = schedule.bytes_sent_by_nodes(model, config.local_size)
+    return Cost(schedule.bytes_sent(model) / every, by_node / every, held)
 
 
 def describe(config: ConfigDict, schedule: Schedule, cost: Cost) -> str:
     """What the algorithm sends and keeps, in one sentence for the start of a run."""
-
-    def megabytes(number):
-        return f"{format_number(number / 1e6)} MB"
-
+    sent, by_node, state = (
+        f"{format_number(number / 1e6)} MB" for number in dataclasses.astuple(cost)
+    )
     over = "" if config.algorithm == "all_reduce" else f" over {schedule.name}"
     node = ""
     if config.local_size > 1:
-        node = (
-            f" (a node of {config.local_size} sends {megabytes(cost.sent_by_node)} to other nodes)"
-        )
+        node = f" (a node of {config.local_size} sends {by_node} to other nodes)"
     return (
-        f"{config.algorithm}{over}: a replica sends {megabytes(cost.sent_a_step)} a step{node} and "
-        f"keeps {megabytes(cost.state)} of parameters and optimizer"
+        f"{config.algorithm}{over}: a replica sends {sent} a step{node} and "
+        f"keeps {state} of parameters and optimizer"
     )
 
 
-def _local_optimizer(config, method: Method, rate, decay_mask):
-    chosen, name = config.optimizer, optimizer_name(config)
-    if name == "sgd":
-        return optax.chain(
-            _clipping(config),
-            optax.identity() if chosen.decoupled else _decay(config, decay_mask),
-            optax.trace(chosen.momentum) if chosen.momentum else optax.identity(),
-            _decay(config, decay_mask) if chosen.decoupled else optax.identity(),
-            optax.scale_by_learning_rate(rate),
+def _numbers(config: ConfigDict, method: Method) -> dict[str, Any]:
+    if not method.numbers:
+        return {}
+    name = method.config_section
+    if name and name not in config:
+        raise ConfigError(
+            f"the config has no section {name!r}, whose numbers {method.name} needs; import the "
+            "module that registers it before default_config() is called"
         )
+    section = config[name] if name else config
+    return {number: section[number] for number in method.numbers}
+
+
+def _local_optimizer(config: ConfigDict, rate: optax.ScalarOrSchedule, decay_mask: Any):
+    chosen, name = config.optimizer, optimizer_name(config)
+    clip, decay = _gradient_steps(config, decay_mask)
+    if name == "sgd":
+        before, after = (optax.identity(), decay) if chosen.decoupled else (decay, optax.identity())
+        trace = optax.trace(chosen.momentum) if chosen.momentum else optax.identity()
+        return optax.chain(clip, before, trace, after, optax.scale_by_learning_rate(rate))
     make = optim.accum_adamw if chosen.decoupled else optim.accum_adam
     window = config.accum_steps if name == "accum_adam" else 1
     inner = make(rate, chosen.b1, chosen.b2, chosen.eps, chosen.weight_decay, decay_mask, window)
-    return optax.chain(_clipping(config), inner) if chosen.clip_norm else inner
+    return optax.chain(clip, inner) if chosen.clip_norm else inner
 
 
-def _gradient(config, decay_mask):
-    """What is done to the gradient of a method with a momentum of its own."""
-    if config.optimizer.decoupled and config.optimizer.weight_decay:
-        raise ValueError(
-            f"algorithm {config.algorithm} adds weight decay to the gradient: set "
-            "optimizer.decoupled=False, or optimizer.weight_decay=0"
-        )
-    return optax.chain(_clipping(config), _decay(config, decay_mask))
-
-
-def _clipping(config):
-    norm = config.optimizer.clip_norm
-    return optax.clip_by_global_norm(norm) if norm else optax.identity()
-
-
-def _decay(config, decay_mask):
-    decay = config.optimizer.weight_decay
-    return optax.add_decayed_weights(decay, decay_mask) if decay else optax.identity()
-
-
-def _numbers(config, method: Method, rate) -> dict[str, Any]:
-    numbers = config[config.algorithm].to_dict() if config.algorithm in SECTIONS else {}
-    if "mu" in method.numbers:
-        numbers["mu"] = config.quasi_global.mu
-    if "gamma" in method.numbers and config.algorithm not in SECTIONS:
-        numbers["gamma"] = _consensus_factor(config, rate)
-    return numbers
-
-
-def _consensus_factor(config, rate):
-    """``gamma``, or ``gamma (rate / peak) ** gamma_power`` of the step (DSGD-AC)."""
-    if not config.gamma_power:
-        return config.gamma
-    peak = config.learning_rate or 1.0
-    return lambda count: config.gamma * (rate(count) / peak) ** config.gamma_power
+def _gradient_steps(config: ConfigDict, decay_mask: Any):
+    """(clipping, weight decay), each the identity where the config has none."""
+    norm, decay = config.optimizer.clip_norm, config.optimizer.weight_decay
+    return (
+        optax.clip_by_global_norm(norm) if norm else optax.identity(),
+        optax.add_decayed_weights(decay, decay_mask) if decay else optax.identity(),
+    )

@@ -30,6 +30,11 @@ from decent_jax.train.step import TrainState
 
 log = logging.getLogger(__name__)
 
+# The own state of a method was a dict (until 0.1); its keys, and the fields they are now.
+_NAMES_BEFORE = {"public": "x_hat", "around": "s", "adapted": "psi", "tracked": "q"}
+_NAMES_BEFORE |= {"gradient": "g", "weight": "w", "momentum": "m", "mu": "m", "nu": "v"}
+_NAMES_BEFORE |= {"start": "x_0", "slow": "u", "outer": "theta", "distance": "y"}
+
 FOLDER, BEST, DAMAGED = "checkpoints", "best", "damaged"
 
 
@@ -177,6 +182,10 @@ class Checkpointer:
         had_ema = bool(meta["config"]["eval.ema_decay"])
         wants_ema = like.ema is not None
         like = like._replace(ema=like.params if had_ema else None)
+        own = like.opt_state.own
+        names = self._names_before(step, own)
+        if names is not None:
+            like = _with_own(like, {old: getattr(own, new) for old, new in names.items()})
         whole = n_old % placement.mesh.shape["replica"] == 0
 
         def target(x):
@@ -194,9 +203,25 @@ class Checkpointer:
         state = restored["rest"]._replace(params=restored["params"])
         if _checksums(state) != meta["checksums"]:
             raise ValueError("its arrays do not match the checksums taken when it was saved")
+        if names is not None:
+            found = state.opt_state.own
+            own = own._replace(**{new: found[old] for old, new in names.items()})
+            state = _with_own(state, own)
         if wants_ema != had_ema:  # a moving average begins here, or is no longer wanted
             state = state._replace(ema=jax.tree.map(jnp.copy, state.params) if wants_ema else None)
         return state, meta
+
+    def _names_before(self, step, own) -> dict[str, str] | None:
+        """{name in the checkpoint: field of ``own``} where a version before wrote a dict."""
+        if not own:
+            return None
+        logging.getLogger("absl").setLevel(logging.ERROR)  # orbax warns of an item read on its own
+        with ocp.PyTreeCheckpointer() as reader:
+            rest = reader.metadata(self.workdir / FOLDER / str(step) / "rest")
+        stored = rest.item_metadata.tree["opt_state"]["own"]
+        if set(stored) == set(own._fields):
+            return None
+        return {name: _NAMES_BEFORE.get(name, name) for name in stored}
 
     def _change_replicas(self, state, placement, accum_steps):
         @jax.jit
@@ -297,6 +322,10 @@ def read_item(item: Path, part: str | None = None) -> Any:
     except Exception as error:  # orbax and tensorstore raise many kinds
         raise CheckpointError(f"{item} cannot be read: {_reason(error)}") from None
     return found[part] if part else found
+
+
+def _with_own(state: TrainState, own: Any) -> TrainState:
+    return state._replace(opt_state=state.opt_state._replace(own=own))
 
 
 def _manager(folder: Path, keep: int | None, read_only: bool = False) -> ocp.CheckpointManager:

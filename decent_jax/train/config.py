@@ -4,9 +4,10 @@ A config is an `ml_collections.ConfigDict` with the same fields for every task, 
 ``model`` and ``data``, which the task declares.
 """
 
-import functools
 import importlib
 import importlib.util
+import inspect
+import re
 from collections.abc import Mapping
 from types import ModuleType
 
@@ -17,7 +18,7 @@ from decent_jax.errors import ConfigError
 from decent_jax.fields import Field, in_steps, parse_duration
 from decent_jax.gossip.wire import COMM_DTYPES
 from decent_jax.json_files import flat
-from decent_jax.optim import METHODS
+from decent_jax.optim import METHODS, Method
 from decent_jax.topology import plan_file
 from decent_jax.topology.plan_file import Plan
 
@@ -41,14 +42,6 @@ FIELDS = {
     ),
     "mix_every": Field(1, "steps from one round to the next", at_least=1),
     "comm_dtype": Field("float32", "format of messages", choices=COMM_DTYPES),
-    "gamma": Field(
-        1.0,
-        "consensus factor of decentralized_* and accum_adam: (1 - gamma) own + gamma mixed",
-        at_least=0,
-    ),
-    "gamma_power": Field(
-        0.0, "multiplies gamma by (learning rate / peak) ** gamma_power", at_least=0
-    ),
     "local_size": Field(
         1,
         "replicas per node, for alternating_exp_ring and hierarchical",
@@ -64,19 +57,6 @@ FIELDS = {
         at_least=0,
         may_change=True,
     ),
-    # --- Numbers of single algorithms ---
-    "quasi_global.mu": Field(0.9, "share of the momentum that is kept", at_least=0, below=1),
-    "slowmo.alpha": Field(1.0, "slow learning rate", at_least=0),
-    "slowmo.beta": Field(0.7, "slow momentum", at_least=0, below=1),
-    "diloco.outer_learning_rate": Field(0.7, "learning rate of the outer step", at_least=0),
-    "diloco.outer_momentum": Field(0.9, "Nesterov momentum of it", at_least=0, below=1),
-    "diloco.fragments": Field(1, "parts of the model, averaged in turn, one every mix_every steps"),
-    "diloco.delay": Field(0, "steps that a message takes, less than mix_every"),
-    "diloco.alpha": Field(0.0, "share of its own parameters that a replica keeps"),
-    "choco.compressor": Field("top_k", "top_k, random_k or int8"),
-    "choco.fraction": Field(0.1, "share of the numbers that top_k and random_k send"),
-    "choco.gamma": Field(0.2, "consensus step size"),
-    "swarm.bits": Field(32, "bits sent per parameter; 8 and 16: quantised by position"),
     # --- How long, how much ---
     "steps": Field(1000, "updates of each replica", at_least=0, may_change=True),
     "epochs": Field(
@@ -216,7 +196,9 @@ FIELDS = {
 }
 
 # Fields of earlier versions: a run that has another value than the default cannot be resumed.
-REMOVED: dict[str, Field] = {}
+REMOVED = {
+    "gamma_power": Field(0.0, "power of the learning rate in the consensus factor"),
+}
 
 
 def task_module(name: str) -> ModuleType:
@@ -226,9 +208,8 @@ def task_module(name: str) -> ModuleType:
     return importlib.import_module(f"decent_jax.tasks.{name}")
 
 
-@functools.cache
 def fields_of(task: str) -> Mapping[str, Field]:
-    """Every field of a config for ``task``, by dotted name.
+    """Every field of a config for ``task``, by dotted name: `FIELDS`, methods' and the task's own.
 
     Raises:
       ConfigError: there is no such task.
@@ -240,7 +221,22 @@ def fields_of(task: str) -> Mapping[str, Field]:
         name: Field(default, "", may_change=name in may_change)
         for name, default in flat(own).items()
     }
-    return {**FIELDS, "task": Field(task, FIELDS["task"].doc), **table}
+    methods = {k: v for method in METHODS.values() for k, v in _fields_of_method(method).items()}
+    return {**FIELDS, "task": Field(task, FIELDS["task"].doc), **methods, **table}
+
+
+def _fields_of_method(method: Method) -> dict[str, Field]:
+    """The numbers of a method: its factory's keyword-only parameters, as its docstring has them.
+
+    The factory itself refuses values that are out of range.
+    """
+    section = method.config_section and f"{method.config_section}."
+    described = inspect.getdoc(method.make) or ""
+    table = {}
+    for number, default in method.numbers.items():
+        found = re.search(rf"^ +(?:\w+, )*{number}(?:, \w+)*: ([^.;:]+)", described, re.MULTILINE)
+        table[section + number] = Field(default, " ".join(found[1].split()) if found else "")
+    return table
 
 
 def table_of(config: ConfigDict) -> Mapping[str, Field]:
@@ -428,9 +424,8 @@ def _check_algorithm(config: ConfigDict, schedule: topology.Schedule) -> None:
         algorithm.transformation(config, schedule, 1.0)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    for name in ("gamma", "gamma_power"):
-        if config[name] != (name == "gamma") and "gamma" not in method.numbers:
-            raise ConfigError(f"{name} is not a number of algorithm {config.algorithm}")
+    if config.gamma != 1 and (method.config_section or "gamma" not in method.numbers):
+        raise ConfigError(f"gamma is not a number of algorithm {config.algorithm}")
     if config.max_consensus_distance and method.copies:
         raise ConfigError(
             f"max_consensus_distance averages parameters only, and {config.algorithm} keeps copies "

@@ -1,4 +1,4 @@
-"""A schedule drawn round by round: who hears whom on a circle, and the mixing matrix below."""
+"""A schedule drawn round by round: the replicas on a circle, and the mixing matrix below."""
 
 import numpy as np
 from matplotlib.collections import LineCollection
@@ -12,8 +12,8 @@ BLUE, INK, PALE = "#0072B2", "#222222", "#e6e6e6"
 
 
 def draw(schedule: Schedule) -> Figure:
-    """The figure of `Schedule.plot`: two panels a round, at most six rounds beside each other."""
-    matrices = [one.matrix for one in schedule.rounds[:MOST_ROUNDS]]
+    """The figure of `decent_jax.topology.plot`: two panels per round, six rounds in a row."""
+    matrices = [rnd.matrix for rnd in schedule.rounds[:MOST_ROUNDS]]
     columns = min(COLUMNS, len(matrices))
     bands = -(-len(matrices) // columns)
     figure = Figure(figsize=(max(2.2 * columns, 4.8), 4.4 * bands + 0.6), layout="constrained")
@@ -21,11 +21,12 @@ def draw(schedule: Schedule) -> Figure:
     for axes in panels.flat:
         axes.set_axis_off()
     largest = max(matrix.max() for matrix in matrices)
+    images = []
     for r, matrix in enumerate(matrices):
         band, column = divmod(r, columns)
         _graph(panels[2 * band, column], matrix, f"round {r}")
-        image = _matrix(panels[2 * band + 1, column], matrix, largest)
-    bar = figure.colorbar(image, ax=panels, shrink=0.5, aspect=30, pad=0.02)
+        images.append(_matrix(panels[2 * band + 1, column], matrix, largest))
+    bar = figure.colorbar(images[0], ax=panels, shrink=0.5, aspect=30, pad=0.02)
     bar.outline.set_visible(False)
     bar.set_label("weight", color=INK)
     shown = "" if len(matrices) == schedule.period else f", of which the first {MOST_ROUNDS}"

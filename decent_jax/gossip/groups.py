@@ -1,0 +1,181 @@
+"""Means of groups of consecutive replicas, and the rounds in which groups send to each other."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from decent_jax.cpu import pair_sums
+from decent_jax.gossip import permute
+from decent_jax.gossip.axes import ReplicaAxis, beside
+from decent_jax.topology import Round
+from decent_jax.topology.rounds import kron, round_of
+
+
+def mean(
+    rows: jax.Array, rnd: Round, axis: ReplicaAxis, finite: jax.Array | None = None
+) -> jax.Array:
+    """The mean over each replica's group: (block, ...) to (block, ...).
+
+    finite: (block,) bool, or None. A finite replica keeps the weight of members that are not; one
+      that is not takes the mean of its finite members, NaN where there are none.
+    """
+    g = rnd.group_size
+    if g == 1:
+        return rows
+    if finite is None:
+        return _sum(rows, g, axis) / g
+    ok = beside(finite, rows)
+    total = _sum(jnp.where(ok, rows, jnp.zeros_like(rows)), g, axis)
+    count = beside(_sum(finite.astype(rows.dtype), g, axis), rows)
+    return jnp.where(ok, (total + (g - count) * rows) / g, total / count)
+
+
+def any_finite(finite: jax.Array, rnd: Round, axis: ReplicaAxis) -> jax.Array:
+    """(block,) bool: whether a replica is finite after its group's mean, as any member was."""
+    if rnd.group_size == 1:
+        return finite
+    return _sum(finite.astype(jnp.float32), rnd.group_size, axis) > 0
+
+
+def mix(
+    tree: Any, rnd: Round, axis: ReplicaAxis, finite: jax.Array | None = None, after: Any = None
+) -> Any:
+    """A round in which groups average inside, then mix their means: one message per group.
+
+    All members of a group hold its mean, so it is enough that each of the c devices of a group
+    moves 1/c of it: reduce-scatter inside the group, permutes of the parts between groups,
+    all-gather inside. A group sends one model per message to other devices, not group_size of them.
+
+    A **part** is what one device holds of one group: a group's mean where it holds whole groups
+    (nothing is scattered then), 1/c of it elsewhere, as a flat array. Parts mix with each other as
+    replicas do, so the rest is as for permutations.
+
+    Args:
+      tree: one replica's arrays.
+      rnd: a round with `Round.between_groups`.
+      axis: where its replicas are.
+      finite: (block,) bool, or None. A group counts as one replica: its value is the mean of its
+        finite members, and it is finite if any of them is.
+      after: arrays that the last stage waits for, or None.
+    """
+    assert rnd.between_groups is not None
+    groups = _Groups.of(rnd.group_size, axis)
+    parts = groups.parts()
+    between = kron(rnd.between_groups, round_of(np.eye(groups.devices)))
+    count = None if finite is None else groups.count(finite)
+    weights = permute.coefficients(between, parts, None if count is None else count > 0)
+    never = None if after is None else axis.lift(_never(after)).any()
+
+    def mix_leaf(leaf):
+        rows = axis.lift(leaf)
+        if finite is not None:
+            rows = jnp.where(beside(finite, rows), rows, jnp.zeros_like(rows))
+        total = groups.sums(rows)
+        size = rnd.group_size if count is None else beside(count, total)
+        own = total / jnp.asarray(size, total.dtype)  # 0 / 0 if no member is finite: weight 0
+        received = [permute.receive(own, send, parts) for send in between.sends]
+        mixed = permute.weighted_sum([own, *received], weights, finite is not None)
+        if never is not None:
+            mixed = jnp.where(never, jnp.zeros_like(mixed), mixed)
+        return groups.given_back(mixed, leaf.shape)
+
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(permute.together(mix_leaf, leaves, axis))
+
+
+def _never(after: Any) -> jax.Array:
+    """() bool, False, but unknown until ``after`` is: whether a squared norm is negative.
+
+    XLA must not see that it is constant, and the norms of gradients are needed anyway. XLA on GPUs
+    begins a collective as soon as its operands are known. Without this the all-gather inside groups
+    would occupy the stream, and wait for the permutes, before the gradient is computed.
+    """
+    return (jnp.stack([squared_norm(x) for x in jax.tree.leaves(after)]) < 0).any()
+
+
+def squared_norm(x: jax.Array) -> jax.Array:
+    """() float32 or wider: the sum of squares."""
+    return jnp.square(x.astype(jnp.promote_types(x.dtype, jnp.float32))).sum()
+
+
+def _sum(rows: jax.Array, g: int, axis: ReplicaAxis) -> jax.Array:
+    """Sums over consecutive groups of g replicas, given back to every member: (block, ...)."""
+    groups = _Groups.of(g, axis)
+    local = groups.local_sums(rows)
+    if groups.devices == 1:
+        members = jnp.broadcast_to(local[:, None], (len(local), g, *local.shape[1:]))
+        return members.reshape(rows.shape)
+    members = None if groups.devices == axis.devices else groups.members(rows)
+    total = jax.lax.psum(local, axis.device_axis, axis_index_groups=members)
+    return jnp.broadcast_to(total, rows.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Groups:
+    """Groups of ``size`` consecutive replicas, each of which lies on ``devices`` devices."""
+
+    size: int
+    devices: int
+    axis: ReplicaAxis
+
+    @staticmethod
+    def of(size: int, axis: ReplicaAxis) -> "_Groups":
+        b = axis.block
+        if b % size and size % b:
+            raise ValueError(
+                f"groups of {size} replicas neither fill nor divide the {b} replicas a device "
+                f"holds; put {size} or a divisor of {size} replicas on a device"
+            )
+        return _Groups(size, max(1, size // b), axis)
+
+    def parts(self) -> ReplicaAxis:
+        """Where the parts are: one on each device of a group, or several groups on a device."""
+        return dataclasses.replace(self.axis, block=max(1, self.axis.block // self.size))
+
+    def members(self, x: jax.Array) -> list[list[int]]:
+        """The devices of every group, as ``axis_index_groups`` of collectives of ``x``."""
+        if self.axis.checks_vma(x):
+            raise ValueError(
+                f"a mean over groups of {self.size} replicas needs jax.shard_map(..., "
+                "check_vma=False); schedule.partial_groups says which schedules do"
+            )
+        return np.arange(self.axis.devices).reshape(-1, self.devices).tolist()
+
+    def count(self, finite: jax.Array) -> jax.Array:
+        """(parts,) float32: how many members of each part's group are finite."""
+        local = self.local_sums(finite.astype(jnp.float32))
+        if self.devices == 1:
+            return local
+        members = self.members(local)
+        return jax.lax.psum(local, self.axis.device_axis, axis_index_groups=members)
+
+    def sums(self, rows: jax.Array) -> jax.Array:
+        """(block, ...) to this device's parts of the groups' sums: (parts, ...), or (1, flat).
+
+        Zeros fill an array up to a multiple of the group's devices, at most devices - 1 of them.
+        """
+        local = self.local_sums(rows)
+        if self.devices == 1:
+            return local
+        flat = jnp.pad(local.reshape(-1), (0, -local.size % self.devices))
+        members = self.members(flat)
+        scatter = jax.lax.psum_scatter
+        return scatter(flat, self.axis.device_axis, axis_index_groups=members, tiled=True)[None]
+
+    def given_back(self, parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Each replica's own copy of its group's array, of that shape."""
+        if self.devices == 1:
+            row = jax.lax.axis_index(self.axis.block_axis) // self.size
+            return jax.lax.dynamic_index_in_dim(parts, row, keepdims=False)
+        members, gather = self.members(parts), jax.lax.all_gather
+        whole = gather(parts[0], self.axis.device_axis, axis_index_groups=members, tiled=True)
+        return whole[: math.prod(shape)].reshape(shape)
+
+    def local_sums(self, rows: jax.Array) -> jax.Array:
+        """The sum over the rows of each group on this device, (max(1, block / size), ...)."""
+        width = min(self.size, len(rows))
+        return pair_sums.sum_rows(rows.reshape(-1, width, *rows.shape[1:]), axis=1)

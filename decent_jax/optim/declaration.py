@@ -1,0 +1,149 @@
+"""What a method declares beside its factory: what it works with, sends and keeps.
+
+A factory's signature says the rest. Its positional parameters come from the run, by their names
+(`Parts`). Its keyword-only parameters are the method's own numbers, with their defaults; the
+factory refuses those that are out of range.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+
+from decent_jax.gossip import AxisName
+from decent_jax.gossip.wire import Wire
+from decent_jax.topology import Schedule
+
+BOTH = ("with", "then")
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What a run gives to its method; a factory takes the fields it names.
+
+    schedule: of the rounds that ``update`` will be given.
+    learning_rate: a float or an optax schedule of the step.
+    inner: the local optimizer with this learning rate, for the methods that take one.
+    axis_name, wire: as in `decent_jax.optim.decentralized`.
+    combine: as there; "" is the method's first order.
+    mix_every: steps between two rounds in the caller's loop.
+    gradient: applied to gradients first, in the methods with a momentum of their own.
+    optimizer: numbers of the local optimizer, for these methods: momentum, b1, b2, eps.
+    identical_start: whether all replicas begin with the same parameters.
+    numbers: the method's own, see `Method.numbers`.
+    """
+
+    schedule: Schedule
+    learning_rate: optax.ScalarOrSchedule
+    inner: optax.GradientTransformation
+    axis_name: AxisName = "replica"
+    combine: str = ""
+    mix_every: int = 1
+    wire: Wire | None = None
+    gradient: optax.GradientTransformation | None = None
+    optimizer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    identical_start: bool = True
+    numbers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def model_bytes(params: Any, wire: Wire | None, numbers: Mapping[str, Any]) -> float:
+    """Bytes of a message of all parameters in this format; what most methods send."""
+    del numbers
+    return sum(
+        4 * leaf.size if wire is None else wire.bytes_sent(leaf.shape)
+        for leaf in jax.tree.leaves(params)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A method, and what it declares.
+
+    name: in `METHODS` and configs.
+    make: the factory, from what it names of `Parts` and its own numbers to the transformation.
+    optimizers: local optimizers it works with (the first is its default): "adam", "accum_adam",
+      "sgd". Where the factory takes no ``inner`` they name the method's own form.
+    orders: combine orders it has, the first its default.
+    messages: arrays of the parameters' size that a replica sends to each neighbour in a round.
+    copies: arrays of the parameters' size in its state, besides the local optimizer's; a number, or
+      a function of the parts and all numbers.
+    any_wire: whether ``comm_dtype`` may be other than float32.
+    section: the section of a config with its numbers; None: called like it; "": no section.
+    sent: bytes of one message, from the parameters, the format and all numbers.
+    """
+
+    name: str
+    make: Callable[..., optax.GradientTransformationExtraArgs]
+    optimizers: tuple[str, ...] = ("sgd", "adam", "accum_adam")
+    orders: tuple[str, ...] = ("then",)
+    messages: int = 1
+    copies: int | Callable[[Parts, Mapping[str, Any]], int] = 0
+    any_wire: bool = True
+    section: str | None = None
+    sent: Callable[[Any, Wire | None, Mapping[str, Any]], float] = model_bytes
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """Its own numbers and their defaults: the factory's keyword-only parameters."""
+        parameters = inspect.signature(self.make).parameters.values()
+        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+    @property
+    def config_section(self) -> str:
+        """The section of a config that holds its numbers; "" for the config itself."""
+        return self.name if self.section is None else self.section
+
+    @property
+    def own_momentum(self) -> bool:
+        """Whether it is an optimizer itself, and takes gradients in place of ``inner``."""
+        return "inner" not in inspect.signature(self.make).parameters
+
+    def build(self, parts: Parts) -> optax.GradientTransformationExtraArgs:
+        """The method as an optax transformation.
+
+        Raises:
+          ValueError: a number it does not have or that is out of range, an order, a format or a
+            schedule it is not valid with; the sentence names both.
+        """
+        unknown = sorted(parts.numbers.keys() - self.numbers.keys())
+        if unknown:
+            raise ValueError(
+                f"{self.name} has no number {unknown[0]!r}; it has "
+                f"{', '.join(self.numbers) or 'none'}"
+            )
+        if parts.combine and parts.combine not in self.orders:
+            raise ValueError(
+                f"{self.name} has only combine={' or '.join(map(repr, self.orders))}, got "
+                f"{parts.combine!r}; leave combine empty"
+            )
+        if parts.wire is not None and not self.any_wire:
+            raise ValueError(f"{self.name} sends float32 or a format of its own: leave comm_dtype")
+        given = {**parts.optimizer, **vars(parts), "combine": parts.combine or self.orders[0]}
+        takes = inspect.signature(self.make).parameters.values()
+        of_run = {p.name for p in takes if p.kind is not p.KEYWORD_ONLY} & given.keys()
+        return self.make(**{name: given[name] for name in of_run}, **parts.numbers)
+
+    def memory_copies(self, parts: Parts) -> int:
+        """Copies of the parameters in the state, besides the local optimizer's."""
+        if callable(self.copies):
+            return self.copies(parts, {**self.numbers, **parts.numbers})
+        return self.copies
+
+    def message_bytes(self, params: Any, parts: Parts) -> float:
+        """Bytes a replica sends to one neighbour in a round, for parameters of these shapes.
+
+        Flags, weights and checksums of a few bytes are not counted.
+        """
+        return self.messages * self.sent(params, parts.wire, {**self.numbers, **parts.numbers})
+
+    def bytes_sent(self, params: Any, parts: Parts) -> float:
+        """Bytes the busiest replica sends per step, averaged over a period of the schedule."""
+        return parts.schedule.bytes_sent(self.message_bytes(params, parts)) / parts.mix_every
+
+    def bytes_sent_by_nodes(self, params: Any, parts: Parts, local_size: int) -> float:
+        """Bytes the busiest node of ``local_size`` replicas sends to others, in the same way."""
+        model = self.message_bytes(params, parts)
+        return parts.schedule.bytes_sent_by_nodes(model, local_size) / parts.mix_every

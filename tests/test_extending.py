@@ -1,0 +1,104 @@
+"""A method and a topology of somebody else's, registered from outside the package."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from ml_collections import ConfigDict
+
+from decent_jax import optim, topology
+from decent_jax.errors import ConfigError
+from decent_jax.optim import guard, methods
+from decent_jax.optim.decentralized import Mixing
+from decent_jax.topology.make import _BUILDERS
+from decent_jax.topology.rounds import pairwise
+from decent_jax.train import algorithm
+from decent_jax.train import config as config_lib
+
+
+class SlowState(NamedTuple):
+    z: Any  # like params
+
+
+def slow_gossip(inner, schedule, axis_name="replica", wire=None, *, gamma: float = 0.7):
+    """Mixes a copy that follows the parameters with weight gamma."""
+    if not 0 < gamma <= 1:
+        raise ValueError(f"slow_gossip.gamma must be in (0, 1], got {gamma}")
+    mixing = Mixing(schedule, axis_name, wire)
+
+    def step(params, own, round, local):
+        update, inner, ok = local(params)
+        z = guard.add(own.z, guard.scale(gamma, guard.subtract(params, own.z)))
+        return guard.add(mixing(z, round, local.count), update), SlowState(z), inner, ok
+
+    return guard.method(inner, step, lambda params: SlowState(guard.copy(params)))
+
+
+def every_other(n, *, step: int = 1):
+    return [pairwise((np.arange(n) - step) % n)]
+
+
+@pytest.fixture
+def registered():
+    topology.register("every_other", every_other)
+    yield optim.register(optim.Method("slow_gossip", slow_gossip, copies=1))
+    del _BUILDERS["every_other"], methods._METHODS["slow_gossip"]
+
+
+def test_a_topology_from_outside(registered):
+    schedule = topology.make("every_other(step=3)", 4)
+    assert schedule.name == "every_other(step=3)"
+    np.testing.assert_array_equal(schedule.matrix(0)[0], [0.5, 0.5, 0, 0])
+    assert topology.make("hierarchical(complete, every_other)", 8, local_size=2).period == 1
+    with pytest.raises(ValueError, match="every_other has no parameter 'rows'; it takes step"):
+        topology.make("every_other(rows=2)", 4)
+    with pytest.raises(ValueError, match="needs a word of its own as its name, got 'ring'"):
+        topology.register("ring", every_other)
+
+
+def test_a_method_from_outside(registered):
+    schedule = topology.make("every_other", 4)
+    parts = optim.Parts(schedule, 0.1, optax.sgd(0.0), numbers={"gamma": 1.0})
+    tx = registered.build(parts)
+    x = jnp.arange(4.0)
+    updates, state = jax.vmap(
+        lambda x, state: tx.update(x, state, x, round=0), axis_name="replica"
+    )(x, jax.vmap(tx.init)(x))
+    np.testing.assert_allclose(x + updates, schedule.matrix(0) @ np.arange(4.0))
+    np.testing.assert_allclose(state.own.z, x)
+    assert methods.numbers("slow_gossip") == {"gamma": 0.7}
+    assert methods.sections()["slow_gossip"] == {"gamma": 0.7}
+    with pytest.raises(ValueError, match="there is a method 'slow_gossip' already"):
+        optim.register(registered)
+
+
+def test_its_numbers_come_from_its_section(registered):
+    """None is ignored, and none is taken from a field of the same name elsewhere."""
+    config = config_lib.default_config()
+    config.algorithm, config.gamma = "slow_gossip", 0.5
+    schedule = topology.make("every_other", config.num_replicas)
+    with pytest.raises(ConfigError, match="no section 'slow_gossip', whose numbers slow_gossip"):
+        algorithm.parts(config, schedule, 0.1)
+    with config.unlocked():
+        config.slow_gossip = ConfigDict({"gamma": 0.123})
+    assert algorithm.parts(config, schedule, 0.1).numbers == {"gamma": 0.123}
+    config.slow_gossip.gamma = 2.0
+    with pytest.raises(ValueError, match=r"slow_gossip.gamma must be in \(0, 1\], got 2"):
+        algorithm.transformation(config, schedule, 0.1)
+
+
+@pytest.mark.parametrize("name", methods.METHODS)
+def test_every_number_of_every_method_is_reached_from_the_config(name):
+    method = methods.METHODS[name]
+    config = config_lib.default_config()
+    config.algorithm = name
+    schedule = topology.make("complete", config.num_replicas)
+    for number, default in method.numbers.items():
+        section = config[method.config_section] if method.config_section else config
+        assert section[number] == default
+        changed = "int8" if isinstance(default, str) else default + 1
+        section[number] = changed
+        assert algorithm.parts(config, schedule, 0.1).numbers[number] == changed
