@@ -1,4 +1,4 @@
-"""Draw the README's figure: who receives from whom, how replicas agree, how training goes.
+"""Draw the README's figure: who hears from whom, how replicas agree, what training comes to.
 
     python benchmarks/figure.py GOSSIP_RUN ALL_REDUCE_RUN [--out docs/figures/overview.png]
 
@@ -63,7 +63,7 @@ def _rounds(axes, n: int = 8) -> None:
         ).set_zorder(4)
     axes.set(xlim=(-1.25, 1.25), ylim=(-1.2, 1.2), aspect="equal")
     axes.axis("off")
-    axes.set_title("Each replica receives from one other per step", loc="left", size=12, color=INK)
+    axes.set_title("Each replica hears from one other a step", loc="left", size=12, color=INK)
     axes.legend(
         loc="upper center", bbox_to_anchor=(0.5, 0.02), ncols=3, frameon=False, handlelength=1.2
     )
@@ -134,7 +134,7 @@ def _training(axes, gossip_run, all_reduce_run) -> None:
         title="validation loss", title_fontsize=11, frameon=False, alignment="left", fontsize=11
     )
     axes.set_xlabel("step")
-    _frame(axes, "Training: loss, nats per byte")
+    _frame(axes, "Training: loss, nats a byte")
 
 
 def _frame(axes, title: str) -> None:
