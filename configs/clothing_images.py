@@ -1,13 +1,13 @@
 """A narrow ResNet-18 on 1,000 photographs of clothes, by gossip and by all-reduce.
 
 Source: a subset of https://github.com/alexeygrigorev/clothing-dataset-small (CC0): 10 classes, 100
-training images each, 282 for validation, at most some 400 x 533 pixels; laid out as
-train/<class>/*.jpg and val/<class>/*.jpg. The set is small, so look at several seeds.
+training images each and 282 for validation, some 400 x 533 pixels at most, in the folders
+train/<class>/*.jpg and val/<class>/*.jpg. The set is small, so compare several seeds.
 
 Command: python train.py --config configs/clothing_images.py:accum_adam --workdir runs/clothing \\
     --config.data.path=CLOTHING_IMAGES
-with one of all_reduce, accum_adam, accum_adam_ring (alternating_exp_ring on nodes of 2) and
-momentum_sgd (one_peer_exp) after the colon.
+After the colon comes one of all_reduce, accum_adam, accum_adam_ring (alternating_exp_ring on nodes
+of 2) and momentum_sgd (one_peer_exp).
 
 Hardware and result: see docs/images.md.
 """

@@ -1,25 +1,25 @@
 """GPT-2 small on OpenWebText: the language-modelling task of "From Promise to Practice".
 
 Source: Wang et al., ICLR 2025 (arXiv 2410.11998), its published training code; the recipe is
-nanoGPT's. Both arms: 480 x 1024 tokens a step, 600,000 steps, warm-up 2,000 steps to 6e-4, cosine
-to 6e-5, weight decay 0.1 on matrices, clipping at 1.0, no biases, vocabulary 50304 (124,373,760
-parameters). `decentralized`: 16 replicas on nodes of 4, accumulated AdamW over windows of 8 steps,
-betas (0.9, 0.98), alternating_exp_ring. `all_reduce`: AdamW, betas (0.9, 0.95).
+nanoGPT's. Both arms: 480 x 1024 tokens per step, 600,000 steps, warm-up over 2,000 steps to 6e-4,
+cosine to 6e-5, weight decay 0.1 on matrices, clipping at 1.0, no biases, vocabulary 50304
+(124,373,760 parameters). `decentralized`: 16 replicas on nodes of 4, accumulated AdamW over windows
+of 8 steps, betas (0.9, 0.98), alternating_exp_ring. `all_reduce`: AdamW, betas (0.9, 0.95).
 
-Unlike the reference, clipping is of a replica's whole gradient (there: of each 100 MB bucket), and
-compute is bfloat16 (there: float16 with loss scaling).
+Unlike the reference, this config clips a replica's whole gradient (there: each 100 MB bucket) and
+computes in bfloat16 (there: float16 with loss scaling).
 
 Data: python -m decent_jax.prepare text --tokenizer gpt2 --input OPENWEBTEXT --out data/owt
-Command (16 GPUs on 4 nodes, one process a GPU, under srun or with config.cluster.*):
+Command (16 GPUs on 4 nodes, one process per GPU, under srun or with config.cluster.*):
     python train.py --config configs/gpt2_openwebtext.py:decentralized --workdir runs/owt
-On another number of GPUs set num_replicas and local_size (GPUs a node); batch_size 480 must be a
-multiple of num_replicas, and micro_batches cuts a replica's share to what fits the card.
+On another number of GPUs set num_replicas and local_size (GPUs per node). batch_size 480 must be a
+multiple of num_replicas, and micro_batches cuts a replica's share into parts that fit the card.
 `:runlocal` (or `:decentralized,runlocal`) shrinks everything for a laptop and reads any folder
-that prepare text wrote.
+that `prepare text` wrote.
 
 Hardware and result, as published: 16 A100 (4 nodes, 100 Gb InfiniBand), about 35 h; validation loss
-2.841 and 2.846 for the two arms, in nats a token (which is which is not stated). The same code's
-log shows 177.9 ms a step. Not reproduced by this project yet.
+2.841 and 2.846 nats per token for the two arms (the source does not say which is which). The log of
+the same code shows 177.9 ms per step. Not reproduced by this project yet.
 """
 
 from decent_jax import train

@@ -1,12 +1,12 @@
-"""Eight replicas that never all-reduce a gradient learn Python's own standard library.
+"""Eight replicas learn Python's own standard library without all-reducing a gradient.
 
 Source: none; a first look that downloads nothing. The corpus is the standard library of the
-running interpreter (sources and the prose of ``help()``) as bytes, split by file; the model a GPT
-of 0.17M parameters, small enough for 3,000 steps on two cores.
+running interpreter (sources and the texts of ``help()``) as bytes, split by file. The model is a
+GPT of 0.17M parameters, small enough for 3,000 steps on two cores.
 
 Command: python train.py --config configs/quickstart.py --workdir runs/quickstart
-Beside it: --config.algorithm=all_reduce, the same budget with a synchronized gradient.
-Hardware, time and result: see the table in README.md.
+For comparison: --config.algorithm=all_reduce, the same budget with a synchronized gradient.
+Hardware, time and result: see docs/results.md.
 """
 
 from decent_jax import train

@@ -1,28 +1,28 @@
 """ResNet-50 on ImageNet-1K: the image task of "From Promise to Practice".
 
 Source: Wang et al., ICLR 2025 (arXiv 2410.11998), Table 3 and its published training code: 90
-epochs, 1,024 images a step (112,590 steps), warm-up of 5 epochs, then a cosine to 1e-5; Adam with
-betas (0.9, 0.999), L2 decay of 2^-15 on all but batch-norm scales and biases, label smoothing 0.1;
-training crops of 176 pixels, evaluation of 224 out of 256. Arms, after the colon:
+epochs, 1,024 images per step (112,590 steps), warm-up over 5 epochs, then a cosine to 1e-5; Adam
+with betas (0.9, 0.999), L2 decay of 2^-15 on all but batch-norm scales and biases, label smoothing
+0.1; training crops of 176 pixels, evaluation of 224 out of 256. Arms, after the colon:
 
     accum_adam           Accumulated Adam, windows of 8 steps, peak 1.5e-3, alternating_exp_ring
     decentralized_adam   Adam, alternating_exp_ring; its peak is not published: 1e-3, as all_reduce
     all_reduce           Adam on the mean gradient, peak 1e-3
-    momentum_sgd         decentralized momentum SGD, which the source has not: peak 0.1 for each 256
-                         images, decay 1e-4, as in configs/resnet50_imagenet_expgraph.py
+    momentum_sgd         decentralized momentum SGD, not in the source: peak 0.1 per 256 images,
+                         decay 1e-4, as in configs/resnet50_imagenet_expgraph.py
 
-Unlike the reference: it decayed the scales of four batch norms by mistake, evaluated each replica's
-own model on its own share of the validation set (here: the consensus model on all of it), and
-computed in float16 with loss scaling (here: bfloat16).
+Differences from the reference: it decayed the scales of four batch norms by mistake, evaluated each
+replica's own model on its own share of the validation set (here: the consensus model on all of it),
+and computed in float16 with loss scaling (here: bfloat16).
 
 Data: ImageNet's own archives, unpacked or not, packed once:
     python -m decent_jax.prepare images --input IMAGENET --out data/imagenet
-Command (32 GPUs on 4 nodes, one process a GPU, under srun or with config.cluster.*):
+Command (32 GPUs on 4 nodes, one process per GPU, under srun or with config.cluster.*):
     python train.py --config configs/resnet50_imagenet.py:accum_adam --workdir runs/resnet50
-On another number of GPUs set num_replicas and local_size (GPUs a node). `:accum_adam,runlocal`
+On another number of GPUs set num_replicas and local_size (GPUs per node). `:accum_adam,runlocal`
 shrinks everything for a laptop, on generated pictures.
 
-Hardware and result, as published: 32 workers, 8 a node; top-1 / top-5: all_reduce 76.01 / 93.05,
+Hardware and result, as published: 32 workers, 8 per node; top-1 / top-5: all_reduce 76.01 / 93.05,
 decentralized_adam 75.31 / 92.54, accum_adam 76.54 / 93.18. Not reproduced by this project yet.
 """
 
@@ -50,7 +50,7 @@ def get_config(arguments: str = "accum_adam"):
     config.data.image_size = 176
     config.data.eval_size = 224
     config.data.eval_resize = 256
-    config.data.prefetch = 8  # by as many threads of each process; one decodes 1,500 images/s
+    config.data.prefetch = 8  # and as many threads per process; one decodes 1,500 images/s
 
     config.batch_size = 1024
     config.epochs = 90.0

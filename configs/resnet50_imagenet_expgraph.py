@@ -2,25 +2,25 @@
 
 Source: Ying et al., "Exponential Graph is Provably Efficient for Decentralized Deep Training"
 (NeurIPS 2021, arXiv 2110.13363), whose protocol is that of Goyal et al. (2017, arXiv 1706.02677):
-90 epochs; the learning rate is 0.1 for each 256 images of a step, rises linearly for 5 epochs, and
-falls to a tenth after 30, 60 and 80; momentum 0.9, decay 1e-4 on all but batch-norm scales and
-biases; 32 images a replica, 4 machines of 8 GPUs. Momentum stays with the replica, and parameters
-are mixed after the step (combine="then"), as in their code. After the colon:
+90 epochs; the learning rate is 0.1 per 256 images of a step, rises linearly for 5 epochs, and falls
+to a tenth after 30, 60 and 80; momentum 0.9, decay 1e-4 on all but batch-norm scales and biases; 32
+images per replica, 4 machines with 8 GPUs each. Momentum stays local, and replicas mix their
+parameters after the step (combine="then"), as in the authors' code. After the colon:
 
-    one_peer_exp     one neighbour a step, 2^k places away, in turn
+    one_peer_exp     one neighbour per step, 2^k places away, in turn
     static_exp       all of these neighbours in each step
     ring             both neighbours on a circle
     all_reduce       momentum SGD on the mean gradient
 
-Their crops are of 224 pixels in training too. There is no label smoothing.
+Training crops have 224 pixels too. There is no label smoothing.
 
 Data: as configs/resnet50_imagenet.py.
-Command (32 GPUs, one process a GPU, under srun or with config.cluster.*):
+Command (32 GPUs, one process per GPU, under srun or with config.cluster.*):
     python train.py --config configs/resnet50_imagenet_expgraph.py:one_peer_exp \\
         --workdir runs/expgraph
 `:one_peer_exp,runlocal` shrinks everything for a laptop, on generated pictures.
 
-Hardware and result: not run by this project on ImageNet yet; in the paper one-peer and static
+Hardware and result: this project has not run it on ImageNet yet. In the paper one-peer and static
 exponential graphs reach the accuracy of all-reduce.
 """
 
@@ -53,7 +53,7 @@ def get_config(arguments: str = "one_peer_exp"):
     config.data.path = "data/imagenet"
     config.data.image_size = 224
     config.data.eval_resize = 256
-    config.data.prefetch = 8  # by as many threads of each process; one decodes 1,500 images/s
+    config.data.prefetch = 8  # and as many threads per process; one decodes 1,500 images/s
 
     config.num_replicas = 32
     config.schedule = SCHEDULES[graphs[0]]

@@ -8,7 +8,7 @@ Data, from char-rnn's input.txt cut in two (the last tenth is for validation):
 Command:
     python train.py --config configs/shakespeare.py --workdir runs/shakespeare
 
-Hardware: made for one machine with a few cores. Expected result: not measured yet.
+Hardware: one machine with a few cores. Expected result: not measured yet.
 """
 
 from decent_jax import train

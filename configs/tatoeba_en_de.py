@@ -1,20 +1,20 @@
 """A small Transformer on 165,000 short English-German pairs, by gossip and by all-reduce.
 
-Source: pairs of https://tatoeba.org (CC BY 2.0 FR) as prepared with a joint vocabulary of 2000:
+Source: pairs of https://tatoeba.org (CC BY 2.0 FR), prepared with a joint vocabulary of 2000:
     python -m decent_jax.prepare translation --input TATOEBA --source_lang en \\
         --target_lang de --vocab_size 2000 --out data/tatoeba_en_de
 
 Command: python train.py --config configs/tatoeba_en_de.py:accum_adam --workdir runs/tatoeba
-with one of all_reduce, accum_adam (one_peer_exp), accum_adam_ring (alternating_exp_ring on nodes of
-2) and accum_adam_complete after the colon.
+After the colon comes one of all_reduce, accum_adam (one_peer_exp), accum_adam_ring
+(alternating_exp_ring on nodes of 2) and accum_adam_complete.
 
-Hardware: one core for 65 minutes. Result: BLEU of the test set 30.3 with all_reduce, 30.1, 30.8 and
-31.0 with the others (one seed; see docs/translation.md).
+Hardware: one core for 65 minutes. Result: BLEU on the test set 30.3 with all_reduce, and 30.1, 30.8
+and 31.0 with the others (one seed; see docs/translation.md).
 """
 
 from decent_jax import train
 
-ARMS = {  # by schedule
+ARMS = {  # arm: its schedule
     "all_reduce": "one_peer_exp",  # not used
     "accum_adam": "one_peer_exp",
     "accum_adam_ring": "alternating_exp_ring",

@@ -6,25 +6,25 @@ training code. After the colon, in any order and separated by commas:
     base, big                                       the size; published for this pair: base
     accum_adam, decentralized_adam, all_reduce      the algorithm
     8, 16, 32                                       replicas, on nodes of 4; published: 16
-    runlocal                                        shrinks everything, on numbers in words
+    runlocal                                        shrinks everything, on number words
 
-All: some 25,000 source and 25,000 target tokens a step, 130,000 steps, linear warm-up of 4,000 and
-then the inverse square root, dropout and label smoothing 0.1, eps 1e-9, no decay, no clipping.
+All: some 25,000 source and 25,000 target tokens per step, 130,000 steps, linear warm-up over 4,000
+and then the inverse square root, dropout and label smoothing 0.1, eps 1e-9, no decay, no clipping.
 all_reduce: Adam, peak 7e-4, betas (0.9, 0.98). decentralized_adam: betas (0.974, 0.999), peak 2e-3,
 2.8e-3, 3.8e-3 for 8, 16, 32 replicas. accum_adam: betas (0.9, 0.999), windows of n / 2 steps, peak
 8e-4 for 8 and 7e-4 for more replicas (32: not published).
 
-Unlike the reference: validation is newstest2013, not a part of the training data; pairs are
-normalised, filtered and without duplicates; batches are drawn anew in every epoch.
+Differences from the reference: the validation set is newstest2013, not a part of the training data;
+pairs are normalised, filtered and without duplicates; every epoch draws new batches.
 
 Data: the archives of statmt.org/wmt14 with dev.tgz and test-full.tgz in a folder ARCHIVES, then
     python -m decent_jax.prepare translation --input ARCHIVES --source_lang en \\
         --target_lang de --out data/wmt14_ende
-Command (16 GPUs on 4 nodes, one process a GPU, under srun or with config.cluster.*):
+Command (16 GPUs on 4 nodes, one process per GPU, under srun or with config.cluster.*):
     python train.py --config configs/transformer_wmt14_ende.py:base,accum_adam --workdir runs/ende
 
 Hardware and result, as published: 16 workers, BLEU 27.79 for all_reduce, 27.58 for
-decentralized_adam, 27.71 for accum_adam, of tokenised text and most likely without a beam, so not
+decentralized_adam, 27.71 for accum_adam, on tokenised text and most likely without a beam, so not
 comparable with sacreBLEU. Not reproduced by this project yet.
 """
 
@@ -32,7 +32,7 @@ from decent_jax import train
 
 SIZES = ("base", "big")
 ALGORITHMS = ("accum_adam", "decentralized_adam", "all_reduce")
-PEAKS = {  # by algorithm and number of replicas
+PEAKS = {  # peak learning rates by algorithm and number of replicas
     "all_reduce": {8: 7e-4, 16: 7e-4, 32: 7e-4},
     "decentralized_adam": {8: 2.0e-3, 16: 2.8e-3, 32: 3.8e-3},
     "accum_adam": {8: 8e-4, 16: 7e-4, 32: 7e-4},
@@ -60,7 +60,7 @@ def get_config(arguments: str = "base,accum_adam"):
     config.algorithm = algorithm
     config.accum_steps = max(n // 2, 1)
 
-    config.batch_size = 25_600  # tokens of sources, and as many of targets: 800 a replica of 32
+    config.batch_size = 25_600  # source tokens, and as many target tokens: 800 per replica of 32
     config.steps = 130_000
     config.learning_rate = PEAKS[algorithm][n]
     config.lr_schedule.name = "inverse_sqrt"

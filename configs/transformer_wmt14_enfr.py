@@ -1,4 +1,4 @@
-"""Transformer on WMT14 English-French, as configs/transformer_wmt14_ende.py, which has the words.
+"""Transformer on WMT14 English-French; configs/transformer_wmt14_ende.py explains the arguments.
 
 Source: the same paper and code; published for this pair: big, 16 workers.
 
@@ -6,11 +6,11 @@ Data: the archives of statmt.org/wmt14 (also training-parallel-un.tgz and traini
 with dev.tgz and test-full.tgz in a folder ARCHIVES, then
     python -m decent_jax.prepare translation --input ARCHIVES --source_lang en \\
         --target_lang fr --vocab_size 32000 --out data/wmt14_enfr
-Command (16 GPUs on 4 nodes, one process a GPU, under srun or with config.cluster.*):
+Command (16 GPUs on 4 nodes, one process per GPU, under srun or with config.cluster.*):
     python train.py --config configs/transformer_wmt14_enfr.py:big,accum_adam --workdir runs/enfr
 
 Hardware and result, as published: 16 workers, BLEU 45.70 for all_reduce, 45.60 for
-decentralized_adam, 46.05 for accum_adam, of tokenised text and most likely without a beam, so not
+decentralized_adam, 46.05 for accum_adam, on tokenised text and most likely without a beam, so not
 comparable with sacreBLEU. The number of steps is not published: 302,600 are five epochs, as in the
 published code. Not reproduced by this project yet.
 """
