@@ -106,14 +106,8 @@ class Run:
         return jax.device_get(jax.jit(replicas.consensus_mean)(state))
 
     def evaluated_state(self, task: tasks.Task) -> Any:
-        config = self.config
-        evaluator = Evaluator(
-            task,
-            replicas.place(config.num_replicas, jax.local_devices()[:1]),
-            config.eval.batch_size or config.batch_size,
-            config.eval.batches,
-            config.data.workers,
-        )
+        placement = replicas.place(self.config.num_replicas, jax.local_devices()[:1])
+        evaluator = Evaluator(self.config, task, placement)
         return jax.device_get(evaluator.consensus_state(self.params, self.model_state))
 
 

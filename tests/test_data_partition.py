@@ -369,7 +369,7 @@ def run(tmp_path, texts, monkeypatch, compile_once):
 
 @pytest.mark.slow
 def test_a_run_resumed_elsewhere_and_with_fewer_replicas(run, tmp_path, capfd):
-    """6 steps, and as many on one device and then on four: the same losses, so the same records."""
+    """6 steps, and as many with a resume on one device and another on four: the same records."""
     summary = run("straight", steps=6)
     said = capfd.readouterr().err
     assert "data.partition dirichlet, alpha 0.1, over 3 classes: 4 replicas of" in said
@@ -378,9 +378,11 @@ def test_a_run_resumed_elsewhere_and_with_fewer_replicas(run, tmp_path, capfd):
     assert json.loads((tmp_path / "straight/summary.json").read_text())["partition"]
     own = summary["partition"]["records_per_replica"]
 
-    run("resumed", steps=3)
-    run("resumed", steps=6, mesh={"devices": 4})
     losses = tiny.losses(tmp_path / "straight")
+    run("resumed", steps=2)
+    run("resumed", steps=4)
+    np.testing.assert_array_equal(tiny.losses(tmp_path / "resumed"), losses[:4])
+    run("resumed", steps=6, mesh={"devices": 4})
     np.testing.assert_allclose(tiny.losses(tmp_path / "resumed"), losses, rtol=1e-5)
     shared = run("iid", data={"partition": "iid"}, steps=1)
     assert shared["partition"] == {"name": "iid"}

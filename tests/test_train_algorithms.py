@@ -125,7 +125,7 @@ def test_what_a_replica_and_a_node_send(changes, replica, node, data):
     cost = algorithm.cost(one, schedule, step_lib.TrainState(params, (), (), None))
     assert (cost.sent_a_step, cost.sent_by_node) == pytest.approx((replica * 1e6, node * 1e6))
     said = algorithm.describe(one, schedule, cost)
-    assert f"sends {format_number(replica)} MB a step (a node of 4 sends " in said
+    assert f"sends {format_number(replica)} MB per step (a node of 4 sends " in said
     assert f"{format_number(node)} MB to other nodes) and keeps 1.00 MB of parameters" in said
     one.local_size = 1
     if one.schedule == "one_peer_exp":

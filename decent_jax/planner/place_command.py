@@ -139,7 +139,7 @@ def _stages(options: argparse.Namespace, network: Network) -> None:
             raise ConfigError(f"{options.device_memory} is not JSON: {error}") from None
     found = search.place(network, job, memory_bytes=memory, **inputs.search_of(options))
     print(
-        f"{found.costs.total_s:.4f} s a step: data-parallel {found.costs.data_parallel_s:.4f}, "
+        f"{found.costs.total_s:.4f} s per step: data-parallel {found.costs.data_parallel_s:.4f}, "
         f"pipeline 2 x {found.costs.pipeline_s:.4f}"
         + (" (proved optimal)" if found.is_optimal else "")
         + f"; at least {found.lower_bound.total_s:.4f}; {found.num_candidates} candidates in "

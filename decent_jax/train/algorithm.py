@@ -109,7 +109,7 @@ def describe(config: ConfigDict, schedule: Schedule, cost: Cost) -> str:
     if config.local_size > 1:
         node = f" (a node of {config.local_size} sends {by_node} to other nodes)"
     return (
-        f"{config.algorithm}{over}: a replica sends {sent} a step{node} and "
+        f"{config.algorithm}{over}: a replica sends {sent} per step{node} and "
         f"keeps {state} of parameters and optimizer"
     )
 
