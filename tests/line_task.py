@@ -3,17 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 
-MAY_CHANGE = ("data.shown",)
+from decent_jax.fields import Field
 
-
-def default_model():
-    return ConfigDict({"slope": 0.0})  # to begin with
-
-
-def default_data():
-    return ConfigDict({"points": 64, "shown": 1})
+FIELDS = {
+    "model.slope": Field(0.0, "at the start"),
+    "data.points": Field(64, "on the line"),
+    "data.shown": Field(1, "predictions at the end", may_change=True),
+}
 
 
 def validate(config):

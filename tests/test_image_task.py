@@ -234,7 +234,9 @@ def test_recomputed_statistics(model, devices):
     """Those of the first training batches, whatever the replicas' are, on any number of devices."""
     task = make_task(model__batch_norm_consensus="recompute", model__batch_norm_batches=5)
     params, _ = model
-    evaluator = Evaluator(task, replicas.place(2, jax.devices()[:devices]), 8, 0, 0)
+    evaluator = Evaluator(
+        tiny_config(batch_size=8), task, replicas.place(2, jax.devices()[:devices])
+    )
     wrong = jax.tree.map(lambda x: x * jnp.nan, model[1])
     got = evaluator.consensus_state(params, wrong)
     # Five batches of 8 are the 40 training images, once each: the first batch norm's statistics do
@@ -254,7 +256,7 @@ def test_recomputed_statistics(model, devices):
 
 def test_averaged_statistics(task, model):
     """The default: the replicas' mean is used as it is, and every image counts once."""
-    evaluator = Evaluator(task, replicas.place(2, jax.devices()[:1]), 8, 0, 0)
+    evaluator = Evaluator(tiny_config(batch_size=8), task, replicas.place(2, jax.devices()[:1]))
     result = evaluator.consensus(*model)
     assert result.keys() == {"loss", "top1", "top5"}
     for name, value in numpy_metrics(task, *model, task.eval_source).items():
@@ -345,7 +347,7 @@ def test_presets_and_changes():
         ("data__path", "x", "data.path: there is no folder 'x'; name one with train.*'generated'"),
         ("data__eval_resize", 12, "data.eval_resize must be at least the crop of 16 pixels"),
         ("data__trivial_augment", True, "trivial_augment is for photographs, not for generated"),
-        ("data__mixup", -0.1, "data.mixup must be at least 0, got -0.1"),
+        ("data__mixup", -0.1, "data.mixup must not be negative, got -0.1"),
         ("model__preset", "resnet", "model.preset must be one of tiny, .*, got 'resnet'"),
         (
             "model__batch_norm_consensus",
@@ -353,7 +355,7 @@ def test_presets_and_changes():
             "must be one of average, recompute, mix, got 'none'",
         ),
         ("model__batch_norm_batches", 0, "model.batch_norm_batches must be at least 1, got 0"),
-        ("model__width", -1, "model.width must be at least 0, got -1"),
+        ("model__width", -1, "model.width must not be negative, got -1"),
         ("model__blocks", "2,x", "model.blocks must be numbers such as '2,2,2,2', got '2,x'"),
         ("model__blocks", "2,0", r"model.blocks must be at least 1 for each stage, got \(2, 0\)"),
         ("model__batch_norm_momentum", 1.0, r"momentum must be in \[0, 1\), got 1.0"),
@@ -361,7 +363,7 @@ def test_presets_and_changes():
         ("model__dtype", "int8", "model.dtype must be one of .*, got 'int8'"),
         ("data__val_images", 0, "data.val_images must be at least 1, got 0"),
         ("data__image_size", 8, "data.image_size must be at least 16, got 8"),
-        ("data__shift", -1, "data.shift must be at least 0, got -1"),
+        ("data__shift", -1, "data.shift must not be negative, got -1"),
     ],
 )
 def test_config_errors(name, value, message):

@@ -28,7 +28,7 @@ ARROWS = {
     "planner": {"topology"},
     "simulate": {"topology", "planner"},
 }
-# Started by users (`python -m decent_jax.NAME`): they may import anything, and no room imports them.
+# Started by users (`python -m decent_jax.NAME`): they may import all, and no room imports them.
 COMMANDS = {"sample", "export", "translate", "preflight", "prepare", "saved_model"}
 COMMAND_FILES = {
     "planner/inputs.py",  # the flags of the planner, among them --config

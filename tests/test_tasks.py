@@ -27,7 +27,7 @@ def outside(tmp_path, monkeypatch):
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "task.py").write_text("from line_task import *  # noqa\n")
-    (package / "empty.py").write_text("MAY_CHANGE = ()\n")
+    (package / "empty.py").write_text("FIELDS = {}\n")
     (package / "broken.py").write_text("import a_module_that_is_missing\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(tasks, "TASKS", dict(tasks.TASKS))
@@ -71,7 +71,7 @@ def test_a_task_says_what_may_change(outside):
         ("chess", "task must be one of language_modeling, .*, got 'chess'; .*'mypackage.chess'"),
         ("lines.chess", "task: there is no module 'lines.chess'"),
         ("no_package.chess", "task: there is no module 'no_package.chess'"),
-        ("lines.empty", "'lines.empty' has no 'default_model', so it is no task"),
+        ("lines.empty", "'lines.empty' has no 'validate', so it is no task"),
     ],
 )
 def test_what_is_no_task(outside, name, message):

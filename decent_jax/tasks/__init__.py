@@ -8,13 +8,14 @@ path, such as ``"mypackage.chess"``, or a name that `register` gave it.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from ml_collections import ConfigDict
 
 from decent_jax.errors import ConfigError
+from decent_jax.fields import Field
 
 if TYPE_CHECKING:
     import jax
@@ -49,7 +50,7 @@ def find(name: str) -> TaskModule:
         if error.name is None or not f"{path}.".startswith(f"{error.name}."):
             raise
         raise ConfigError(f"task: there is no module {path!r}") from None
-    for member in ("MAY_CHANGE", "default_model", "default_data", "validate", "make"):
+    for member in ("FIELDS", "validate", "make"):
         if not hasattr(module, member):
             raise ConfigError(f"task: the module {path!r} has no {member!r}, so it is no task")
     return cast(TaskModule, module)
@@ -65,15 +66,7 @@ class TaskModule(Protocol):
     of sentences. The planner calls ``count_parameters(config)``.
     """
 
-    MAY_CHANGE: tuple[str, ...]  # its fields, such as "data.beam", that a resumed run may change
-
-    def default_model(self) -> ConfigDict:
-        """The section ``model`` of the config."""
-        ...
-
-    def default_data(self) -> ConfigDict:
-        """The section ``data`` of the config."""
-        ...
+    FIELDS: Mapping[str, Field]  # its part of the config: "model.NAME" and "data.NAME"
 
     def validate(self, config: ConfigDict) -> None:
         """Raises ConfigError, one sentence with both values, before anything compiles."""

@@ -12,12 +12,12 @@ from ml_collections import ConfigDict
 
 from decent_jax.data.images import crops, generated_images, image_folder
 from decent_jax.errors import ConfigError, DataError
+from decent_jax.fields import Field
 from decent_jax.models import resnet, resnet_weights
 from decent_jax.models.losses import cross_entropy
 from decent_jax.progress import announce as announce_on_stderr
 from decent_jax.tasks import Run
 
-MAY_CHANGE = ()
 GENERATED = "generated"
 CONSENSUS = ("average", "recompute", "mix")
 
@@ -26,63 +26,59 @@ _DEMO_BATCH = 100
 _DEMO_BATCHES = 10
 
 
-def default_model() -> ConfigDict:
-    """ResNet-50 in bfloat16; a width of 0 and empty blocks are the preset's."""
-    model = ConfigDict()
-    model.preset = "resnet50"  # tiny, resnet18, resnet34, resnet50, resnet101, resnet152
-    model.blocks = ""  # residual blocks per stage, such as "2,2,2,2"; empty: the preset's
-    model.width = 0  # channels of the first stage; 0: the preset's
-    model.small_images = False  # True: a stem for images of about 32 pixels (tiny has it anyway)
-    model.zero_init = True  # blocks begin as the identity
-    model.dtype = "bfloat16"  # of activations; parameters and statistics are float32
-    model.label_smoothing = 0.1  # of the training loss; the validation loss has none
-    model.batch_norm_momentum = 0.9
-    # Batch-norm statistics belong to a replica. Those of the consensus model: "average": the
-    # replicas' mean; "recompute": of batch_norm_batches training batches under its parameters;
-    # "mix": their mean, and in every round replicas mix them like parameters.
-    model.batch_norm_consensus = "average"
-    model.batch_norm_batches = 16
-    return model
-
-
-def default_data() -> ConfigDict:
-    """Generated pictures of 32 pixels."""
-    data = ConfigDict()
-    # A folder: train/<class>/*.jpg, ImageNet's archives, prepared by us or by TFDS
-    # (decent_jax/data/images/image_folder.py); "generated": pictures drawn by generated_images.py
-    data.path = GENERATED
-    data.image_size = 32  # pixels, height and width of a training image
-    data.flip = True  # mirror every other training image
-    data.shift = 0  # move training images by up to this many pixels
-    data.mixup = 0.0  # mix pairs of training images by a share of Beta(mixup, mixup); 0: no
-    # Of a folder: training images are random-resized crops.
-    data.eval_size = 0  # pixels of a centre crop for evaluation; 0: image_size
-    data.eval_resize = 0  # the shorter side before that crop; 0: 8/7 of eval_size
-    data.trivial_augment = False  # distort each training image by one random operation
+FIELDS = {
+    "model.preset": Field("resnet50", "shape of the ResNet", choices=tuple(resnet.PRESETS)),
+    "model.blocks": Field("", 'residual blocks per stage, such as "2,2,2,2"; empty: the preset\'s'),
+    "model.width": Field(0, "channels of the first stage; 0: the preset's", at_least=0),
+    "model.small_images": Field(
+        False, "a stem for images of about 32 pixels, which the preset tiny has anyway"
+    ),
+    "model.zero_init": Field(True, "blocks begin as the identity"),
+    "model.dtype": Field("bfloat16", "of activations; parameters and statistics are float32"),
+    "model.label_smoothing": Field(
+        0.1, "of the training loss; the validation loss has none", at_least=0, below=1
+    ),
+    "model.batch_norm_momentum": Field(
+        0.9, "share of its statistics that batch norm keeps per step", at_least=0, below=1
+    ),
+    # Batch-norm statistics belong to a replica. These are the consensus model's.
+    "model.batch_norm_consensus": Field(
+        "average",
+        "average: the mean of the replicas' statistics; recompute: of batch_norm_batches training "
+        "batches under the consensus model; mix: their mean, and every round mixes them like "
+        "parameters",
+        choices=CONSENSUS,
+    ),
+    "model.batch_norm_batches": Field(16, "training batches that recompute reads", at_least=1),
+    "data.path": Field(
+        GENERATED,
+        "folder with train/<class>/*.jpg, with ImageNet's archives, or made by `python -m "
+        'decent_jax.prepare images` or TFDS; "generated": pictures drawn at the start',
+    ),
+    "data.image_size": Field(32, "pixels, height and width of a training image", at_least=16),
+    "data.flip": Field(True, "mirror every other training image"),
+    "data.shift": Field(0, "move training images by up to this many pixels", at_least=0),
+    "data.mixup": Field(
+        0.0, "mix pairs of training images by a share of Beta(mixup, mixup); 0: no", at_least=0
+    ),
+    # Of a folder, whose training images are random-resized crops.
+    "data.eval_size": Field(0, "pixels of a centre crop for evaluation; 0: image_size", at_least=0),
+    "data.eval_resize": Field(
+        0, "pixels of the shorter side before that crop; 0: 8/7 of eval_size", at_least=0
+    ),
+    "data.trivial_augment": Field(False, "distort each training image by one random operation"),
     # Of the generator.
-    data.train_images = 20000
-    data.val_images = 2000
-    data.seed = 0  # of the pictures; config.seed is that of the training
-    return data
+    "data.train_images": Field(20000, "generated for training", at_least=1),
+    "data.val_images": Field(2000, "generated for validation", at_least=1),
+    "data.seed": Field(
+        0, "seed of the generated pictures; config.seed is that of the training", at_least=0
+    ),
+}
 
 
 def validate(config: ConfigDict) -> None:
     """Raises ConfigError for missing data, an impossible shape or an unknown policy."""
-    model, data = config.model, config.data
-    choices = {
-        "model.preset": (model.preset, tuple(resnet.PRESETS)),
-        "model.batch_norm_consensus": (model.batch_norm_consensus, CONSENSUS),
-    }
-    for name, (value, known) in choices.items():
-        if value not in known:
-            raise ConfigError(f"{name} must be one of {', '.join(known)}, got {value!r}")
-    least = {"data.train_images": 1, "data.val_images": 1, "data.image_size": 16}
-    least |= {"data.seed": 0, "data.shift": 0, "data.mixup": 0, "data.eval_size": 0}
-    least |= {"data.eval_resize": 0, "model.batch_norm_batches": 1, "model.width": 0}
-    for name, smallest in least.items():
-        section, key = name.split(".")
-        if config[section][key] < smallest:
-            raise ConfigError(f"{name} must be at least {smallest}, got {config[section][key]}")
+    data = config.data
     size, resize = eval_sizes(data)
     if resize < size:
         raise ConfigError(
@@ -97,9 +93,6 @@ def validate(config: ConfigDict) -> None:
         )
     if data.path == GENERATED and data.trivial_augment:
         raise ConfigError("data.trivial_augment is for photographs, not for generated pictures")
-    for name in ("label_smoothing", "batch_norm_momentum"):
-        if not 0 <= model[name] < 1:
-            raise ConfigError(f"model.{name} must be in [0, 1), got {model[name]}")
     model_config(config, len(generated_images.CLASS_NAMES))
 
 

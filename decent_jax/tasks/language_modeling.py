@@ -13,49 +13,47 @@ from ml_collections import ConfigDict
 
 from decent_jax.data.text import stdlib_corpus, token_folder, tokenizers
 from decent_jax.errors import ConfigError, DataError
+from decent_jax.fields import Field
 from decent_jax.models import generate, gpt2, gpt2_weights
 from decent_jax.models.losses import cross_entropy
 from decent_jax.progress import announce as announce_on_stderr
 from decent_jax.tasks import Run, opened
 
-MAY_CHANGE = ("data.prompt",)
 STDLIB = "stdlib"
 _STDLIB_VOCAB = 256  # bytes
 
 
-def default_model() -> ConfigDict:
-    """GPT-2 small in bfloat16; a shape of 0 is the preset's."""
-    model = ConfigDict()
-    model.preset = "small"  # small, medium, large, xl
-    model.layers = 0  # 0: the preset's
-    model.heads = 0
-    model.width = 0
-    model.context = 1024  # tokens per training sequence
-    model.vocab_size = 0  # 0: the tokenizer's; 50304 is faster than 50257 on GPUs
-    model.bias = True  # biases in linear layers and LayerNorms
-    model.dropout = 0.0
-    model.dtype = "bfloat16"  # of activations; parameters are float32
-    model.remat = False  # recompute blocks in the backward pass: less memory
-    model.attention = "auto"  # cudnn where it can, else xla
-    model.init_std = 0.02  # of the initial weights; narrow models want about width ** -0.5
-    model.init_from = ""  # published GPT-2 weights, a .safetensors file
-    return model
-
-
-def default_data() -> ConfigDict:
-    """A folder made by ``python -m decent_jax.prepare text``."""
-    data = ConfigDict()
-    data.path = ""  # folder with train.bin, val.bin, manifest.json; "stdlib": Python's own library
-    data.prompt = ""  # the sample at the end continues it; empty: it begins a document
-    return data
+FIELDS = {
+    "model.preset": Field("small", "shape of GPT-2", choices=tuple(gpt2.PRESETS)),
+    "model.layers": Field(0, "blocks; 0: the preset's", at_least=0),
+    "model.heads": Field(0, "attention heads per block; 0: the preset's", at_least=0),
+    "model.width": Field(0, "size of the residual stream; 0: the preset's", at_least=0),
+    "model.context": Field(1024, "tokens per training sequence", at_least=1),
+    "model.vocab_size": Field(
+        0, "0: the tokenizer's; 50304 is faster than 50257 on GPUs", at_least=0
+    ),
+    "model.bias": Field(True, "biases in linear layers and LayerNorms"),
+    "model.dropout": Field(0.0, "share of activations set to zero in training"),
+    "model.dtype": Field("bfloat16", "of activations; parameters are float32"),
+    "model.remat": Field(False, "recompute blocks in the backward pass: less memory"),
+    "model.attention": Field("auto", "cudnn where it can, else xla"),
+    "model.init_std": Field(
+        0.02, "of the initial weights; narrow models want about width ** -0.5", at_least=0
+    ),
+    "model.init_from": Field("", "published GPT-2 weights, a .safetensors file"),
+    "data.path": Field(
+        "",
+        "folder made by `python -m decent_jax.prepare text`, with train.bin, val.bin and "
+        'manifest.json; "stdlib": Python\'s own library',
+    ),
+    "data.prompt": Field(
+        "", "the sample at the end continues it; empty: it begins a document", may_change=True
+    ),
+}
 
 
 def validate(config: ConfigDict) -> None:
     """Raises ConfigError for a missing data folder, an impossible shape, a wrong vocabulary."""
-    if config.model.preset not in gpt2.PRESETS:
-        raise ConfigError(
-            f"model.preset must be one of {', '.join(gpt2.PRESETS)}, got {config.model.preset!r}"
-        )
     path, init_from = config.data.path, config.model.init_from
     if init_from and not Path(init_from).is_file():
         raise ConfigError(f"model.init_from: there is no file {init_from!r}")

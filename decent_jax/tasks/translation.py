@@ -14,67 +14,63 @@ from ml_collections import ConfigDict
 from decent_jax.data.translation import number_words, subwords
 from decent_jax.data.translation.pair_folder import PairBlocks, TranslationPairs
 from decent_jax.errors import ConfigError, DataError
+from decent_jax.fields import Field
 from decent_jax.models import transformer
 from decent_jax.models.losses import cross_entropy
 from decent_jax.progress import announce as announce_on_stderr
 from decent_jax.tasks import Run, opened
 from decent_jax.tasks.translator import Translator, bleu, meteor
 
-MAY_CHANGE = ("data.bleu_sentences", "data.beam")
 NUMBERS = "numbers"
 AVERAGES = ("all", "replica")
 
 _SHOWN = 5  # translations at the end
 
 
-def default_model() -> ConfigDict:
-    """The base model; zeros are the preset's."""
-    model = ConfigDict()
-    model.preset = "base"  # tiny, small, base, big
-    model.layers = 0  # layers of the encoder, and again of the decoder
-    model.heads = 0
-    model.width = 0
-    model.ff = 0
-    model.norm = "post"  # "post": as published; "pre": needs no warm-up to train deep
-    model.dropout = 0.1
-    model.dtype = "bfloat16"  # of activations; parameters are float32
-    model.remat = False  # recompute layers in the backward pass: less memory
-    model.attention = "auto"  # cudnn where it can, else xla
-    model.label_smoothing = 0.1  # of the training loss; the validation loss has none
-    # A replica's loss is its sum over real target tokens, divided by their number: "all": the mean
-    # over replicas, so that each token weighs the same; "replica": the replica's own.
-    model.loss_average = "all"
-    return model
-
-
-def default_data() -> ConfigDict:
-    """A folder made by ``python -m decent_jax.prepare translation``.
-
-    ``config.batch_size`` is the number of source tokens, and of target tokens, over all replicas.
-    """
-    data = ConfigDict()
-    data.path = ""  # that folder; "numbers": numbers spelled out in English and German
-    data.shapes = 16  # at most this many shapes of batches; each compiles once per round
-    data.bleu_sentences = 200  # translated at every evaluation; 0: none
-    data.beam = 4
-    return data
+# ``config.batch_size`` is the number of source tokens, and of target tokens, over all replicas.
+FIELDS = {
+    "model.preset": Field("base", "shape of the Transformer", choices=tuple(transformer.PRESETS)),
+    "model.layers": Field(
+        0, "of the encoder, and again of the decoder; 0: the preset's", at_least=0
+    ),
+    "model.heads": Field(0, "attention heads per layer; 0: the preset's", at_least=0),
+    "model.width": Field(0, "size of the residual stream; 0: the preset's", at_least=0),
+    "model.ff": Field(0, "size of the feed-forward layers; 0: the preset's", at_least=0),
+    "model.norm": Field("post", "post: as published; pre: needs no warm-up to train deep"),
+    "model.dropout": Field(0.1, "share of activations set to zero in training"),
+    "model.dtype": Field("bfloat16", "of activations; parameters are float32"),
+    "model.remat": Field(False, "recompute layers in the backward pass: less memory"),
+    "model.attention": Field("auto", "cudnn where it can, else xla"),
+    "model.label_smoothing": Field(
+        0.1, "of the training loss; the validation loss has none", at_least=0, below=1
+    ),
+    "model.loss_average": Field(
+        "all",
+        "a replica's loss is its sum over real target tokens divided by their number: all: the "
+        "mean over replicas, so that each token weighs the same; replica: the replica's own",
+        choices=AVERAGES,
+    ),
+    "data.path": Field(
+        "",
+        'folder made by `python -m decent_jax.prepare translation`; "numbers": numbers spelled '
+        "out in English and German",
+    ),
+    "data.shapes": Field(
+        16, "largest number of batch shapes; each compiles once per round", at_least=1
+    ),
+    "data.bleu_sentences": Field(
+        200,
+        "validation sentences translated at every evaluation; 0: none",
+        at_least=0,
+        may_change=True,
+    ),
+    "data.beam": Field(4, "beams of these translations", at_least=1, may_change=True),
+}
 
 
 def validate(config: ConfigDict) -> None:
     """Raises ConfigError for missing data or an impossible shape."""
-    model, data = config.model, config.data
-    if model.preset not in transformer.PRESETS:
-        known = ", ".join(transformer.PRESETS)
-        raise ConfigError(f"model.preset must be one of {known}, got {model.preset!r}")
-    if model.loss_average not in AVERAGES:
-        raise ConfigError(
-            f"model.loss_average must be one of {', '.join(AVERAGES)}, got {model.loss_average!r}"
-        )
-    for name, least in (("shapes", 1), ("bleu_sentences", 0), ("beam", 1)):
-        if data[name] < least:
-            raise ConfigError(f"data.{name} must be at least {least}, got {data[name]}")
-    if not 0 <= model.label_smoothing < 1:
-        raise ConfigError(f"model.label_smoothing must be in [0, 1), got {model.label_smoothing}")
+    data = config.data
     if config.micro_batches != 1:
         raise ConfigError(
             "micro_batches must be 1 for translation, whose batches have several shapes; use a "
@@ -296,7 +292,7 @@ class Source:
     Args:
       pairs: of a split.
       shapes: of batches, at most.
-      average: "all" or "replica", see `default_model`.
+      average: "all" or "replica", see `FIELDS`.
     """
 
     def __init__(self, pairs: TranslationPairs, shapes: int, average: str = "all"):
