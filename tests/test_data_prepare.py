@@ -78,6 +78,7 @@ def test_the_former_command_still_answers(kind, tmp_path, capsys, monkeypatch):
     given = ["--input", *write_input(kind, tmp_path / "in"), "--out", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", ["prepare", *given])
     with pytest.raises(SystemExit, match="0"):
+        monkeypatch.delitem(sys.modules, f"decent_jax.data.prepare_{kind}", raising=False)
         runpy.run_module(f"decent_jax.data.prepare_{kind}", run_name="__main__")
     said = capsys.readouterr()
     assert f"now called `python -m decent_jax.prepare {kind}`" in said.err.splitlines()[0]
