@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 # Eight CPU devices on two cores: each waiting device holds a thread of XLA's pool, which is as
-# large as the core count, so a collective can wait for ever (DESIGN 4.13). Before jax starts.
+# large as the core count, so a collective can wait for ever. Before jax starts.
 os.environ.setdefault("PJRT_NPROC", "32")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # leave the user's alone

@@ -51,7 +51,7 @@ def choco(
       inner, schedule, axis_name: as in `decentralized`.
       identical_start: public copies begin at the parameters, which are then the same on all
         replicas; False: at zero, as in the paper.
-      compressor: ``"top_k"``, ``"random_k"``, ``"int8"``, or a `decent_jax.gossip.wire.Wire`.
+      compressor: ``"top_k"``, ``"random_k"`` or ``"int8"``; or a `decent_jax.gossip.wire.Wire`.
       fraction: how much of each array ``"top_k"`` and ``"random_k"`` send, in (0, 1].
       gamma: consensus step size; the coarser C, the smaller, and too large diverges. On a ring of 8
         without gradients the largest that converged of 0.02, 0.05, 0.1, 0.2, 0.3, 0.5 was 0.3 for

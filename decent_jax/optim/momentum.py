@@ -106,7 +106,7 @@ def quasi_global_sgd(
       schedule, axis_name, wire: as in `decentralized`.
       momentum: :math:`\beta`, in [0, 1).
       gradient: applied to g first, such as clipping or L2 decay.
-      mu: :math:`\mu`, in [0, 1); the paper takes it equal to :math:`\beta`.
+      mu: share of the momentum that is kept, in [0, 1); the paper takes it equal to :math:`\beta`.
 
     References:
       Lin et al., `Quasi-Global Momentum <https://arxiv.org/abs/2102.04761>`_, 2021, Algorithm 1

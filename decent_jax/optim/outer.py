@@ -130,7 +130,7 @@ def diloco(
       outer: the outer optimizer; None: SGD with Nesterov momentum and the two numbers below.
       axis_name: as in `decentralized`.
       mix_every: steps between two rounds in the caller's loop; needed for ``delay``.
-      fragments: F; 1 is DiLoCo, more is streaming DiLoCo.
+      fragments: parts of the model, averaged in turn (F); 1 is DiLoCo, more is streaming DiLoCo.
       delay: steps that a message takes, less than ``mix_every``.
       alpha: the share of its own parameters that a replica keeps, in [0, 1].
       outer_learning_rate, outer_momentum: of the outer optimizer, as in the papers.

@@ -42,7 +42,9 @@ def _fields_of_method(method: Method) -> dict[str, Field]:
     table = {}
     for number, default in method.numbers.items():
         found = re.search(rf"^ +(?:\w+, )*{number}(?:, \w+)*: ([^.;:]+)", described, re.MULTILINE)
-        table[section + number] = Field(default, " ".join(found[1].split()) if found else "")
+        table[section + number] = Field(
+            default, " ".join(found[1].replace("``", "").split()) if found else ""
+        )
     return table
 
 
