@@ -101,10 +101,10 @@ def changes_of_file(calls: list[tuple[float, int, str, str]]) -> int:
 
 def write_config(folder: Path) -> Path:
     """A config file for train.py, and the data it names."""
-    from decent_jax.data import token_files, tokenizers
+    from decent_jax.data.text import token_folder, tokenizers
 
     tokenizer = tokenizers.load("bytes")
-    with token_files.TokenFolderWriter(folder / "data", tokenizer) as writer:
+    with token_folder.TokenFolderWriter(folder / "data", tokenizer) as writer:
         writer.add("train", tokenizer.encode("to be or not to be " * 200))
         writer.add("val", tokenizer.encode("that is the question " * 10))
         writer.commit()
