@@ -411,9 +411,10 @@ def test_groups_across_blocks():
         trace("block", 6, 3, topology.make("alternating_exp_ring", 6, local_size=3), 1)
 
 
-def test_mean_in_a_block():
+@pytest.mark.parametrize("devices", [3, 2])  # blocks of two, and of three: an odd row is added too
+def test_mean_in_a_block(devices):
     x = tree_for(6, np.float32)
-    got = on_stack(lambda axis, x: gossip.mean(x, axis), "block", 6, 3)(x)
+    got = on_stack(lambda axis, x: gossip.mean(x, axis), "block", 6, devices)(x)
     for key, leaf in x.items():
         wanted = np.broadcast_to(leaf.mean(0), leaf.shape)
         np.testing.assert_allclose(got[key], wanted, atol=1e-6)
