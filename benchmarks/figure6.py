@@ -20,7 +20,7 @@ import commands
 import numpy as np
 
 from decent_jax import topology
-from decent_jax.planner import fit, network, outputs, runtime, simulator
+from decent_jax.planner import measured, network, outputs, runtime, simulator
 from decent_jax.planner.compute_times import LogNormal
 from decent_jax.planner.network import ETHERNET_25G, INFINIBAND_100G, NVLINK, PCIE, Link, Network
 from decent_jax.planner.runtime import AllReduce, Gossip, Workload
@@ -100,8 +100,8 @@ CLUSTERS = (
 )
 
 
-def measured(cluster: Cluster, algorithms=(ALL_REDUCE, SGP, EXP, AER)) -> list[fit.Row]:
-    """The published numbers as rows for `fit.fit`."""
+def published(cluster: Cluster, algorithms=(ALL_REDUCE, SGP, EXP, AER)) -> list[measured.Row]:
+    """The published numbers as rows for `measured.fit`."""
     return [
         {"algorithm": name, "num_replicas": n, "step_time_s": milliseconds / 1e3}
         for name in algorithms
@@ -123,7 +123,7 @@ def nodes(cluster: Cluster, n: int, ports: int) -> Network:
 
 def predict_s(
     cluster: Cluster,
-    row: fit.Row,
+    row: measured.Row,
     gpu_seconds: float,
     overhead_s: float,
     sigma: float,
@@ -166,28 +166,30 @@ def predict_s(
 
 def constants_of(cluster: Cluster, **simulation) -> dict[str, float]:
     """Three constants from the rows of `FITTED`, and SGP's from its first size."""
-    found = fit.fit(
-        measured(cluster, FITTED),
+    found = measured.fit(
+        published(cluster, FITTED),
         lambda row, **constants: predict_s(cluster, row, **constants, **simulation),
         cluster.start,
         {"overhead_s": (1e-3, 1.0), "sigma": (0.005, 0.5)},
     )
-    sgp = fit.fit(
-        measured(cluster, [SGP])[:1],
+    sgp = measured.fit(
+        published(cluster, [SGP])[:1],
         lambda row, **constant: predict_s(cluster, row, **found, **constant, **simulation),
         {"sgp_s": 0.1 * cluster.published_ms[SGP][0] / 1e3},
     )
     return found | sgp
 
 
-def predicted_rows(cluster: Cluster, constants: dict[str, float], **simulation) -> list[fit.Row]:
+def predicted_rows(
+    cluster: Cluster, constants: dict[str, float], **simulation
+) -> list[measured.Row]:
     """All twelve rows with ``predicted_s``, ``error`` and ``fitted``."""
     rows = []
-    for row in measured(cluster):
+    for row in published(cluster):
         seconds = predict_s(cluster, row, **constants, **simulation)
         first_sgp = row["algorithm"] == SGP and row["num_replicas"] == cluster.sizes[0]
         fitted = row["algorithm"] in FITTED or first_sgp
-        rows.append(fit.compared(row | {"cluster": cluster.name}, seconds, fitted))
+        rows.append(measured.compared(row | {"cluster": cluster.name}, seconds, fitted))
     return rows
 
 
@@ -246,15 +248,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         commands.write_rows(options.json, rows)
     if options.out:
-        from decent_jax.planner import timeline
+        from decent_jax.planner import plots
 
-        picture = [
-            row
-            | {"group": row["cluster"], "series": row["algorithm"]}
-            | {"measured_s": row["step_time_s"]}
-            for row in rows
-        ]
-        outputs.save_picture(timeline.draw_against_measured(picture, "Figure 6"), options.out)
+        picture = [row | {"group": row["cluster"], "series": row["algorithm"]} for row in rows]
+        outputs.save_picture(plots.draw_against_measured(picture, "Figure 6"), options.out)
     return 0
 
 

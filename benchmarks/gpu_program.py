@@ -42,7 +42,7 @@ from variant import Parts, override
 
 from decent_jax import replicas
 from decent_jax.planner import outputs
-from decent_jax.planner.inputs import names_of
+from decent_jax.text import split_outside_brackets
 from decent_jax.train import ConfigError, default_config, xla
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
@@ -77,7 +77,10 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--json", type=outputs.file, metavar="FILE", help="for the JSON lines")
     parser.add_argument("--hlo", type=Path, metavar="FOLDER", help="for the programs' text")
     parsed, overrides = parser.parse_known_args(arguments)
-    configs = {name: config_of(name, parsed, overrides) for name in names_of(parsed.algorithms)}
+    configs = {
+        name: config_of(name, parsed, overrides)
+        for name in split_outside_brackets(parsed.algorithms)
+    }
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         cases = [(name, own) for name in configs for own in (False, True)]

@@ -34,7 +34,7 @@ SMALL = {
     "model.dropout": 0.1,
     "num_replicas": 4,
     "batch_size": 8,
-    "accum_steps": 3,
+    "optimizer.window": 3,
     "log.every": 5,
     "eval.every": 0,
     "eval.batches": 2,

@@ -19,12 +19,16 @@ pictures: how the searches converge, and a placement and a schedule drawn on the
 Seconds of search depend on the machine; on a busy one compare the CPU seconds.
 """
 
+import itertools
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import commands
 import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
 from decent_jax import plot_style, topology
 from decent_jax.planner import network as networks
@@ -34,7 +38,8 @@ from decent_jax.planner.gossip_placement import PlacedSchedule, evaluate, place_
 from decent_jax.planner.network import ETHERNET_25G, NVLINK, Network
 from decent_jax.planner.placement import DTFM_JOB, Job, Partition, Problem
 from decent_jax.planner.placement import evaluate as cost_of
-from decent_jax.planner.search import place
+from decent_jax.planner.search import Placement, place
+from decent_jax.plot_style import COLOURS, GREY, INK
 
 MODEL_BYTES = 4 * 124_439_808
 # Best and mean of ten seeds of DT-FM's own search.
@@ -113,12 +118,48 @@ def compare_stages(seconds: float, seeds: int, out: Path) -> list[dict]:
             flush=True,
         )
     reference = {name: best for name, (best, _) in DTFM_SEARCH.items()}
-    plot_style.save(plots.draw_convergence(runs, reference), out / "convergence.png")
+    plot_style.save(draw_convergence(runs, reference), out / "convergence.png")
     for name in ("case 2", "64 in 10 regions"):
         best = min(runs[name], key=lambda found: found.costs.total_s)
         figure = plots.draw_placement(stage_problems()[name][0], best)
         plot_style.save(figure, out / f"placement_{name.replace(' ', '_')}.png")
     return rows
+
+
+def draw_convergence(
+    runs: Mapping[str, Sequence[Placement]], reference: Mapping[str, float]
+) -> Figure:
+    """The best cost by time; a panel per problem, a line per seed.
+
+    Args:
+      reference: costs that others reached, drawn as dashed lines.
+    """
+    rows, columns = -(-len(runs) // 4), min(4, len(runs))
+    figure = plot_style.new_figure(3.5 * columns, 2.8 * rows)
+    panels = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes, (name, placements) in zip(panels, runs.items(), strict=False):
+        best = min(placement.costs.total_s for placement in placements)
+        for placement, colour in zip(placements, itertools.cycle(COLOURS)):
+            seconds, _, cost = (list(column) for column in zip(*placement.history, strict=True))
+            seconds = [max(1e-3, t) for t in seconds] + [max(placement.seconds, seconds[-1])]
+            axes.step(seconds, [*cost, cost[-1]], where="post", color=colour, lw=1.5)
+        low, high = best, max(placement.history[0][2] for placement in placements)
+        if name in reference:
+            axes.axhline(reference[name], color=GREY, lw=1, ls="--")
+            axes.annotate(
+                "DT-FM's search", (1, reference[name]), xycoords=("axes fraction", "data"),
+                xytext=(0, 3), textcoords="offset points", ha="right", color=GREY, size=9,
+            )  # fmt: skip
+            low, high = min(low, reference[name]), max(high, reference[name])
+        margin = 0.08 * (high - low) or 0.05 * best
+        axes.set(xscale="log", ylim=(low - margin, high + margin))
+        axes.xaxis.set_minor_locator(NullLocator())
+        plot_style.frame(axes, f"{name}: {best:.4g} s")
+    for axes in panels[len(runs) :]:
+        axes.axis("off")
+    figure.supxlabel("seconds of search", size=10, color=INK)
+    figure.supylabel("best cost, s", size=10, color=INK)
+    return figure
 
 
 def _random_mean_s(network: Network, job: Job, draws: int = 200) -> float:

@@ -12,16 +12,21 @@ than half of the work that they would do alone; its steps count as much as those
 
 import itertools
 import sys
+from collections.abc import Mapping, Sequence
 
 import commands
 import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 from tqdm import tqdm
 
-from decent_jax import topology
+from decent_jax import plot_style, topology
 from decent_jax.planner import network, outputs, predict
 from decent_jax.planner.compute_times import LogNormal
 from decent_jax.planner.network import Network
+from decent_jax.planner.plots import LOG_TICKS
 from decent_jax.planner.runtime import Gossip, Workload
+from decent_jax.plot_style import COLOURS, GREY, MARKS
 
 DEVICES_PER_NODE = 8
 SIZES = tuple(2**k for k in range(3, 13))
@@ -96,6 +101,45 @@ def step_s(name: str, whole: Network, work: Workload) -> float | None:
     return predict.step_s(whole, work, gossip, steps=100, warm_up=100)
 
 
+def draw_scaling(
+    panels: Mapping[str, Mapping[str, tuple[Sequence[int], Sequence[float]]]],
+    *,
+    columns: int = 3,
+    ideal_s: Mapping[str, float] | None = None,
+) -> Figure:
+    """Step time over replicas, a panel for each case and a line for each algorithm.
+
+    Args:
+      panels: title -> algorithm -> (replicas, seconds).
+      ideal_s: title -> seconds per step without communication, drawn dashed.
+    """
+    lines = -(-len(panels) // columns)
+    figure = plot_style.new_figure(4.3 * columns, 3.3 * lines + 0.4)
+    grid = figure.subplots(lines, columns, squeeze=False, sharex=True)
+    names = list(dict.fromkeys(name for panel in panels.values() for name in panel))
+    for axes, (title, panel) in zip(grid.flat, panels.items(), strict=False):
+        for name, (replicas, seconds) in panel.items():
+            k = names.index(name)
+            look = {"color": COLOURS[k], "marker": MARKS[k], "ms": 4, "lw": 1.5}
+            axes.plot(replicas, seconds, label=name, **look)
+        if ideal_s:
+            axes.axhline(ideal_s[title], color=GREY, ls="--", lw=1, label="compute alone")
+        axes.set(xscale="log", yscale="log")
+        plot_style.plain_numbers(axes.xaxis)
+        axes.xaxis.set_major_locator(LogLocator(base=2, subs=(1,), numticks=12))
+        plot_style.plain_numbers(axes.yaxis, LOG_TICKS)
+        plot_style.frame(axes, title)
+        axes.tick_params(axis="x", labelrotation=45)
+    for axes in grid.flat[len(panels) :]:
+        axes.axis("off")
+    for axes in grid[:, 0]:
+        axes.set_ylabel("seconds per step", color=GREY)
+    for axes in grid[-1]:
+        axes.set_xlabel("replicas", color=GREY)
+    plot_style.legend_outside(figure, grid[0, 0], columns=4)
+    return figure
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = commands.parser(__doc__)
     parser.add_argument("--out", type=outputs.picture, metavar="FILE.png", help="also draw it")
@@ -132,8 +176,6 @@ def main(arguments: list[str] | None = None) -> int:
         ]
         commands.write_rows(options.json, rows)
     if options.out:
-        from decent_jax.planner import timeline
-
         panels, ideal = {}, {}
         for model, title in itertools.product(MODELS, NETWORKS):
             panel = f"{model}, {title}"
@@ -142,7 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
             for name in ALGORITHMS:
                 sizes = [n for n in SIZES if (model, title, name, n) in seconds]
                 panels[panel][name] = sizes, [seconds[model, title, name, n] for n in sizes]
-        outputs.save_picture(timeline.draw_scaling(panels, ideal_s=ideal), options.out)
+        outputs.save_picture(draw_scaling(panels, ideal_s=ideal), options.out)
     return 0
 
 

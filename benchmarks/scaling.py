@@ -27,7 +27,7 @@ import commands
 from tqdm import tqdm
 
 from decent_jax.planner import outputs
-from decent_jax.planner.inputs import names_of
+from decent_jax.text import split_outside_brackets
 
 ALGORITHMS = "none,all_reduce,complete,ring,one_peer_exp,hypercube,alternating_exp_ring"
 LAYOUTS = ("devices", "one device")
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> None:
     sizes = [2**k for k in range(parsed.largest.bit_length())]
     cases = [
         (algorithm, layout, n)
-        for algorithm in names_of(parsed.algorithms)
+        for algorithm in split_outside_brackets(parsed.algorithms)
         for layout in LAYOUTS
         for n in sizes
         if n >= smallest(algorithm)

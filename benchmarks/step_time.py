@@ -26,7 +26,7 @@ from variant import Variant, override
 
 from decent_jax.cluster import start as cluster
 from decent_jax.planner import outputs
-from decent_jax.planner.inputs import names_of
+from decent_jax.text import split_outside_brackets
 from decent_jax.topology import NAMES
 from decent_jax.train import ConfigError, default_config
 from decent_jax.train import config as config_lib
@@ -50,7 +50,10 @@ def main(arguments: list[str]) -> None:
         parser.error(
             f"--steps and --repeats must be at least 1, got {parsed.steps} and {parsed.repeats}"
         )
-    configs = {name: config_of(name, parsed, overrides) for name in names_of(parsed.algorithms)}
+    configs = {
+        name: config_of(name, parsed, overrides)
+        for name in split_outside_brackets(parsed.algorithms)
+    }
     cluster.start(next(iter(configs.values())))
     with tempfile.TemporaryDirectory() as folder:
         variants = measure(configs, folder, parsed)

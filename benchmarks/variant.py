@@ -63,7 +63,7 @@ class Variant:
         parts = Parts.of(config, folder, placement, placement.local_replicas)
         self.schedule = parts.schedule
         self.state = step_lib.init_state(config, parts.task, parts.tx, placement)
-        self.cost = algorithm.cost(config, self.schedule, self.state)
+        self.cost = algorithm.cost(config, self.schedule, self.state, config.local_size)
         self.batch = placement.put(parts.batch)
         step = parts.step(config, placement)
         self.steps, self.compile_s = [], []

@@ -47,7 +47,7 @@ def get_config(arm: str = "accum_adam"):
     else:
         config.algorithm = "accum_adam"
         config.schedule = "one_peer_exp"
-        config.accum_steps = 4
+        config.optimizer.window = 4
         config.learning_rate = 2e-3
     if arm == "accum_adam_ring":
         config.schedule = "alternating_exp_ring"

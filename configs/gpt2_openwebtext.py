@@ -4,7 +4,10 @@ Source: Wang et al., ICLR 2025 (arXiv 2410.11998), its published training code; 
 nanoGPT's. Both arms: 480 x 1024 tokens per step, 600,000 steps, warm-up over 2,000 steps to 6e-4,
 cosine to 6e-5, weight decay 0.1 on matrices, clipping at 1.0, no biases, vocabulary 50304
 (124,373,760 parameters). `decentralized`: 16 replicas on nodes of 4, accumulated AdamW over windows
-of 8 steps, betas (0.9, 0.98), alternating_exp_ring. `all_reduce`: AdamW, betas (0.9, 0.95).
+of 8 steps, betas (0.9, 0.98). `all_reduce`: AdamW, betas (0.9, 0.95). The schedule suits the hosts
+(auto); `--config.schedule=alternating_exp_ring` is the published one. `peers` is not in the paper:
+the optimizer of `decentralized` on 16 peers of one GPU each, which average in random pairs after
+every 8 steps and wait for nobody (docs/peers.md).
 
 Unlike the reference, this config clips a replica's whole gradient (there: each 100 MB bucket) and
 computes in bfloat16 (there: float16 with loss scaling).
@@ -12,8 +15,10 @@ computes in bfloat16 (there: float16 with loss scaling).
 Data: python -m decent_jax.prepare text --tokenizer gpt2 --input OPENWEBTEXT --out data/owt
 Command (16 GPUs on 4 nodes, one process per GPU, under srun or with config.cluster.*):
     python train.py --config configs/gpt2_openwebtext.py:decentralized --workdir runs/owt
-On another number of GPUs set num_replicas and local_size (GPUs per node). batch_size 480 must be a
-multiple of num_replicas, and micro_batches cuts a replica's share into parts that fit the card.
+Peers, on a Ray cluster (launch/slurm_peers.sbatch, launch/kuberay_peers.yaml):
+    python train.py --config configs/gpt2_openwebtext.py:peers --workdir /shared/runs/owt
+On another number of GPUs set num_replicas. batch_size 480 must be a multiple of it, and
+micro_batches cuts a replica's share into parts that fit the card.
 `:runlocal` (or `:decentralized,runlocal`) shrinks everything for a laptop and reads any folder
 that `prepare text` wrote.
 
@@ -24,7 +29,7 @@ the same code shows 177.9 ms per step. Not reproduced by this project yet.
 
 from decent_jax import train
 
-ARGUMENTS = ("decentralized", "all_reduce", "runlocal")
+ARGUMENTS = ("decentralized", "all_reduce", "peers", "runlocal")
 
 
 def get_config(arguments: str = "decentralized"):
@@ -57,14 +62,23 @@ def get_config(arguments: str = "decentralized"):
 
     config.num_replicas = 16
     config.local_size = 4
-    config.schedule = "alternating_exp_ring"
+    config.schedule = "auto"  # published: alternating_exp_ring
     if "all_reduce" in chosen:
         config.algorithm = "all_reduce"
         config.optimizer.b2 = 0.95
     else:
         config.algorithm = "accum_adam"
-        config.accum_steps = 8
+        config.optimizer.window = 8
         config.optimizer.b2 = 0.98
+    if "peers" in chosen:
+        config.peers.use = True
+        config.peers.address = "auto"
+        config.peers.gpus = 1.0
+        config.peers.meet_s = 30.0  # a copy is 497 MB
+        config.algorithm = "swarm"
+        config.optimizer.name = "accum_adam"
+        config.schedule = "random_matching"
+        config.mix_every = 8
 
     config.eval.every = 1000
     config.eval.batches = 200
@@ -86,4 +100,6 @@ def get_config(arguments: str = "decentralized"):
         config.eval.every = 10
         config.eval.batches = 4
         config.log.every = 5
+        config.peers.address = ""
+        config.peers.gpus = 0.0
     return config

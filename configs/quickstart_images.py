@@ -24,7 +24,7 @@ def get_config():
     config.num_replicas = 8
     config.algorithm = "accum_adam"
     config.schedule = "one_peer_exp"
-    config.accum_steps = 2
+    config.optimizer.window = 2
     config.batch_size = 64
     config.steps = 600
     config.learning_rate = 6e-3

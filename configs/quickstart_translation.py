@@ -26,7 +26,7 @@ def get_config():
     config.num_replicas = 8
     config.algorithm = "accum_adam"
     config.schedule = "one_peer_exp"
-    config.accum_steps = 2
+    config.optimizer.window = 2
     config.batch_size = 4096
     config.steps = 450
     config.learning_rate = 4e-3

@@ -29,7 +29,7 @@ def get_config():
     config.num_replicas = 8
     config.algorithm = "accum_adam"
     config.schedule = "one_peer_exp"
-    config.accum_steps = 4
+    config.optimizer.window = 4
     config.batch_size = 32
     config.steps = 2000
     config.learning_rate = 3e-3

@@ -38,7 +38,7 @@ def get_config(arm: str = "accum_adam"):
     config.num_replicas = 8
     config.algorithm = "all_reduce" if arm == "all_reduce" else "accum_adam"
     config.schedule = ARMS[arm]
-    config.accum_steps = 2  # published is n / 2 = 4, for 13 times as many steps
+    config.optimizer.window = 2  # published is n / 2 = 4, for 13 times as many steps
     if arm == "accum_adam_ring":
         config.local_size = 2
     config.batch_size = 4096

@@ -1,3 +1,26 @@
-"""Data-parallel training without all-reduce: replicas that gossip, in JAX."""
+"""Data-parallel training without all-reduce: replicas that gossip, in JAX.
+
+`topology`, `gossip`, `replicas` and `optim` are for a loop of your own and need jax, optax, NumPy
+and SciPy only; `planner`, `simulate`, `train` and what it is made of need ``decent_jax[train]``.
+"""
+
+import importlib
+from types import ModuleType
 
 __version__ = "0.1.0"
+
+_ROOMS = (
+    *("gossip", "models", "optim", "planner", "replicas", "saved_model", "simulate"),
+    *("tasks", "topology", "train"),
+)
+
+
+def __getattr__(name: str) -> ModuleType:
+    """``import decent_jax; decent_jax.topology`` imports the room that is asked for."""
+    if name not in _ROOMS:
+        raise AttributeError(f"module 'decent_jax' has no attribute {name!r}")
+    return importlib.import_module(f"decent_jax.{name}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_ROOMS])

@@ -1,23 +1,38 @@
-"""How a run is refused, and how one ends when it does not end well."""
+"""How a run is refused, and how one ends when it does not end well.
+
+Their messages are for a terminal: one line of at most ``longest`` characters, without the middle
+where what a user has given is longer, and without what would move a cursor.
+"""
+
+from decent_jax.text import printable, shorten
 
 
-class ConfigError(ValueError):
+class _Sentence(Exception):
+    longest = 600  # characters: those about files name paths, and what libraries say of them
+
+    def __init__(self, message: object = ""):
+        super().__init__(shorten(printable(" ".join(str(message).splitlines())), self.longest))
+
+
+class ConfigError(_Sentence, ValueError):
     """A config that cannot be run; the message is one sentence that says why and what to do."""
 
+    longest = 270  # with the name of the command before them at most 300
 
-class DataError(ValueError):
+
+class DataError(_Sentence, ValueError):
     """Data or a folder that cannot be used; the message says why and what to do."""
 
 
-class RunError(Exception):
+class RunError(_Sentence):
     """A run folder that cannot be read; the message says why in a sentence."""
 
 
-class TrainingFailed(RuntimeError):
+class TrainingFailed(_Sentence, RuntimeError):
     """Training cannot go on; the message names the step and the last good checkpoint."""
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(_Sentence, RuntimeError):
     """No checkpoint can be used; the message says which were tried and why each failed."""
 
 
@@ -32,5 +47,5 @@ class Interrupted(RuntimeError):
 PEER_LOST = 75  # exit code (EX_TEMPFAIL): this process is well, another was lost; start again
 
 
-class PeerLost(RuntimeError):
+class PeerLost(_Sentence, RuntimeError):
     """An exchange with other processes failed; where the lost one is known, the process ends."""

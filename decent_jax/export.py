@@ -34,16 +34,39 @@ def export(workdir: str | Path, out: str | Path, which: str = "last") -> Path:
     if out.suffix != ".safetensors":
         raise ConfigError(f"--out must end in .safetensors, got {str(out)!r}")
     folder = out.absolute().parent
-    if not folder.is_dir():
-        raise ConfigError(f"--out: there is no folder {str(folder)!r}")
+    if (folder / "metrics.jsonl").exists() and folder.resolve() != Path(workdir).resolve():
+        raise ConfigError(
+            f"--out: {folder} is the folder of another run, whose config.json would be lost; name "
+            "another folder"
+        )
     if folder.resolve() == Path(workdir).resolve():
         raise ConfigError(
             "--out: a config.json is written beside the model, and in --workdir that is the run's; "
             "name another folder"
         )
-    text = saved_model.Run(workdir, which).call("export", "be exported", out)
+    _check_replaceable(out)
+    run = saved_model.Run(workdir, which)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = run.call("export", "be exported", out)
     out.with_name("config.json").write_text(text)
     return out
+
+
+def _check_replaceable(out: Path) -> None:
+    """Raises ConfigError where a file would be lost that no export has written."""
+    if out.is_dir():
+        raise ConfigError(f"--out {out} is a folder; name a file in it")
+    if out.exists():
+        with out.open("rb") as file:
+            head = file.read(1 << 16)
+        if b'"__metadata__"' in head and b'"which"' in head:
+            return  # and so is the config.json beside it
+    for path in (out, out.with_name("config.json")):
+        if path.exists():
+            raise ConfigError(
+                f"--out: {path} exists and was not written by an export of this file; name another "
+                "folder"
+            )
 
 
 if __name__ == "__main__":

@@ -21,6 +21,11 @@ from typing import Any
 from ml_collections import ConfigDict, FieldReference
 
 from decent_jax.errors import ConfigError
+from decent_jax.text import shown
+
+# Nothing counts or measures more than this unless its field says so.
+LARGEST = {int: 2**31 - 1, float: 1e15}
+_LONGEST_TEXT = 4096  # characters; file systems allow no longer path
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class Field:
       default: its value where nobody sets it; its type is the field's type.
       doc: what it means, with the unit, in a line.
       at_least: smallest value; None: no bound.
+      at_most: largest value; None: `LARGEST` of the type.
       above: the value must be larger than this one.
       below: the value must be smaller than this one.
       choices: the values it may have.
@@ -41,6 +47,7 @@ class Field:
     default: Any
     doc: str
     at_least: float | None = None
+    at_most: float | None = None
     above: float | None = None
     below: float | None = None
     choices: Sequence[Any] | None = None
@@ -56,26 +63,35 @@ class Field:
         is_int = isinstance(value, int) and not isinstance(value, bool)
         if type(value) is not kind and not (kind is float and is_int):
             raise ConfigError(
-                f"{name} must be of type {kind.__name__} (such as {self.default!r}), got {value!r}"
+                f"{name} must be of type {kind.__name__} (such as {self.default!r}), got "
+                f"{shown(value)}"
             )
         if self.choices is not None and value not in self.choices:
             named = ", ".join(str(choice) for choice in self.choices if choice != "")
             otherwise = " or left empty, " if "" in self.choices else ", "
-            raise ConfigError(f"{name} must be one of {named}{otherwise}got {value!r}")
+            raise ConfigError(f"{name} must be one of {named}{otherwise}got {shown(value)}")
         wanted = self._missed(value)
         if wanted:
-            raise ConfigError(f"{name} must {wanted}, got {value}")
+            raise ConfigError(f"{name} must {wanted}, got {shown(value)}")
 
     def _missed(self, value: Any) -> str | None:
         """The bound that a value of the right type does not keep, in words."""
+        if isinstance(value, str):
+            long = len(value) > _LONGEST_TEXT
+            return f"have at most {_LONGEST_TEXT} characters" if long else None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
         if self.below is not None and not (self.at_least or 0) <= value < self.below:
             return f"be in [{self.at_least or 0}, {self.below})"
         if self.above is not None and not self.above < value < math.inf:
             return f"be above {self.above} and finite"
-        if self.at_least is not None and not value >= self.at_least:
-            return f"be at least {self.at_least}" if self.at_least else "not be negative"
         if isinstance(value, float) and not math.isfinite(value):
             return "be finite"
+        if self.at_least is not None and not value >= self.at_least:
+            return f"be at least {self.at_least}" if self.at_least else "not be negative"
+        largest = LARGEST[type(self.default)] if self.at_most is None else self.at_most
+        if abs(value) > largest:
+            return f"be at most {largest}"
         return None
 
 
@@ -126,29 +142,33 @@ def parse(field: Field, name: str, text: str) -> Any:
         return kind(text)
     except (ValueError, KeyError):
         raise ConfigError(
-            f"{name} must be of type {kind.__name__} (such as {field.default!r}), got {text!r}"
+            f"{name} must be of type {kind.__name__} (such as {field.default!r}), got {shown(text)}"
         ) from None
 
 
 def unknown_field(name: str, known: Mapping[str, Any]) -> str:
     """The sentence for a field that does not exist."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else "; train.py --show prints them all"
-    return f"the config has no field {name!r}{hint}"
+    hint = f"; did you mean {near[0]!r}?" if near else "; --show prints them all"
+    return f"the config has no field {shown(name)}{hint}"
 
 
 def parse_duration(name: str, value: int | str) -> tuple[float, str]:
     """(number, unit) of a duration; the unit is "step", "epoch" or "%"."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value, "step"
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(step|epoch|%)?s?\s*", str(value))
-    unit = (match[2] or "step") if match else ""
-    if match is None or (unit == "step" and "." in match[1]):
-        raise ConfigError(
-            f"{name} must be a number of steps, or a string such as '2 epochs' or '5%' (of the "
-            f"run), got {value!r}"
-        )
-    return float(match[1]), unit
+        number, unit = value, "step"
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(step|epoch|%)?s?\s*", str(value)[:100])
+        unit = (match[2] or "step") if match else ""
+        if match is None or (unit == "step" and "." in match[1]):
+            raise ConfigError(
+                f"{name} must be a number of steps, or a string such as '2 epochs' or '5%' (of the "
+                f"run), got {shown(value)}"
+            )
+        number = float(match[1])
+    if number > LARGEST[int]:
+        raise ConfigError(f"{name} must be at most {LARGEST[int]}, got {shown(value)}")
+    return number, unit
 
 
 def in_steps(name: str, value: int | str, steps_per_epoch: int, steps: int) -> int:

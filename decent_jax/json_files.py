@@ -1,11 +1,31 @@
-"""Files that are whole or not there, JSON ones and others (`write_atomic`)."""
+"""JSON files, read or refused in a sentence, and files that are whole or not there."""
 
 import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+from decent_jax.errors import DataError
+
+
+def read_json(path: str | Path, otherwise: str = "not readable as JSON") -> Any:
+    """What a JSON file holds.
+
+    Raises:
+      FileNotFoundError, NotADirectoryError: there is none; the caller knows what that means.
+      DataError: it cannot be read, or it is ``otherwise``.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError):  # not UTF-8, not JSON, nested too deep
+        raise DataError(f"{path}: {otherwise}") from None
 
 
 def write_json_atomic(path, obj):

@@ -1,31 +1,49 @@
 """Draw the curves of one run, or compare several.
 
-    python -m decent_jax.plot RUN [RUN ...] [--out FILE.png]
+    decent-jax plot RUN [RUN ...] [--out FILE.png] [--mean] [--style paper] [--csv FILE]
 
-One run is drawn into RUN/curves.png, several into comparison.png in the current folder.
+One run is drawn into RUN/curves.png, several into comparison.png in the current folder. With --mean
+runs that differ in their seed become one line with a band, against steps, time and bytes sent;
+--style paper draws the same for a page, with --out FILE.pdf. --csv writes these numbers.
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from decent_jax import extras
+
+extras.need("train", "matplotlib")
+
 from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
+from decent_jax import plot_means as means
 from decent_jax import plot_style as style
+from decent_jax.command_line import Parser
 from decent_jax.errors import RunError
 from decent_jax.plot_style import COLOURS, GREY, GRID, INK
 from decent_jax.run_folder import Run, label_runs, load_run, smoothed
 from decent_jax.text import format_number
+from decent_jax.written import check_replaceable
 
 __all__ = ["COLOURS", "GREY", "GRID", "INK", "draw", "plot_runs"]
 
 DOTS = {"marker": "o", "ms": 4.5, "mec": "white", "mew": 0.7, "lw": 1.8, "zorder": 4}
+
+COMPARISON = Path("comparison.png")  # in the current folder
+SCORES = {
+    "eval/top1": "Top-1, % of the validation images",
+    "eval/bleu": "BLEU of the validation sentences",
+}
 
 Label = tuple[str, np.ndarray, str]  # a text, the values of the line it belongs to, its colour
 
@@ -41,8 +59,24 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path | None = None) -> Path
     loaded = [load_run(run) for run in runs]
     label_runs(loaded)
     figure = draw(loaded)
-    default = loaded[0].path / "curves.png" if len(loaded) == 1 else Path("comparison.png")
+    default = loaded[0].path / "curves.png" if len(loaded) == 1 else COMPARISON
     return style.save(figure, out or default, dpi=150)
+
+
+def plot_means(
+    runs: Sequence[str | Path], out: str | Path | None, look: str, table: str | None
+) -> list[Path]:
+    """As `plot_runs`, with a line per group of runs that differ in their seed (`plot_means`).
+
+    Args:
+      runs, out: as there.
+      look: of `plot_means.LOOKS`.
+      table: a CSV file for the numbers; None: no table.
+    """
+    curves = means.curves_of([load_run(run) for run in runs])
+    figure = means.draw(curves, means.LOOKS[look])
+    written = [style.save(figure, out or COMPARISON, dpi=150 if look == "screen" else 300)]
+    return written + ([means.write_csv(curves, table)] if table else [])
 
 
 def draw(runs: Sequence[Run]) -> Figure:
@@ -55,7 +89,7 @@ def draw(runs: Sequence[Run]) -> Figure:
         raise RunError(f"{runs[0].path} has no metric that this command draws.")
     columns = 3 if len(panels) == 3 else min(2, len(panels))
     rows = -(-len(panels) // columns)
-    legend_columns = 2 if len(runs) in (2, 4) else 3
+    legend_columns = _legend_columns(runs, 5.6 * columns)
     legend_rows = -(-len(runs) // legend_columns) if len(runs) > 1 else 0
     height = 3.3 * rows + 0.5 + 0.25 * legend_rows
     spacing = {"w_pad": 0.12, "h_pad": 0.12, "wspace": 0.03, "hspace": 0.04}
@@ -73,6 +107,13 @@ def draw(runs: Sequence[Run]) -> Figure:
     return figure
 
 
+def _legend_columns(runs: Sequence[Run], width: float) -> int:
+    """As many columns of labels as fit into ``width`` inches, at most 3."""
+    longest = max(len(run.label) for run in runs)
+    fit = int(width / (0.6 + 0.083 * longest))  # inches of a line, and of a letter of 10 points
+    return max(1, min(fit, 2 if len(runs) in (2, 4) else 3))
+
+
 def _panels(runs: Sequence[Run]) -> list[tuple[Callable[..., None], tuple[str, ...]]]:
     """The panels that these runs have something for: (function, its further arguments)."""
 
@@ -84,6 +125,9 @@ def _panels(runs: Sequence[Run]) -> list[tuple[Callable[..., None], tuple[str, .
         panels.append((_loss, ("step",)))
         if any_has("perf/wall_time_s"):
             panels.append((_loss, ("time",)))
+    for name, title in SCORES.items():
+        if any_has(name):
+            panels.append((_score, (name, title)))
     distance, relative = "train/consensus_distance", "train/consensus_distance_relative"
     if any_has(distance, relative):
         everywhere = all(run.has(relative) for run in runs if run.has(distance))
@@ -97,6 +141,8 @@ def _panels(runs: Sequence[Run]) -> list[tuple[Callable[..., None], tuple[str, .
         if all(run.has(name) for run in runs) or (name == "perf/step_time_s" and any_has(name)):
             panels.append((_speed, (name, title, unit)))
             break
+    if len(runs) == 1 and _slots(runs[0]):
+        panels.append((_lanes, ()))
     return panels
 
 
@@ -130,6 +176,19 @@ def _loss(axes: Axes, runs: Sequence[Run], x: str) -> None:
     elif x == "step":
         wanted = "validation" if any(name == "validation" for name, *_ in lines) else "train"
         _end_labels(axes, [(_last(v), v, c) for name, v, c in lines if name == wanted])
+
+
+def _score(axes: Axes, runs: Sequence[Run], name: str, title: str) -> None:
+    """A score of the consensus model at each evaluation."""
+    scale = 100 if name == "eval/top1" else 1  # a fraction
+    labels: list[Label] = []
+    for run in runs:
+        steps, score = run.series(name)
+        if len(steps):
+            axes.plot(steps, scale * score, color=run.colour, ls=run.dashes, **DOTS)
+            labels.append((f"{scale * score[-1]:.1f}", scale * score, run.colour))
+    _frame(axes, title, "")
+    _end_labels(axes, labels)
 
 
 def _time_unit(runs: Sequence[Run]) -> tuple[str, int]:
@@ -188,6 +247,45 @@ def _speed(axes: Axes, runs: Sequence[Run], name: str, title: str, unit: str) ->
     _end_labels(axes, labels)
 
 
+def _slots(run: Run) -> list[int]:
+    """Of a run of peers (docs/peers.md): the places that peers have had."""
+    names = {name for row in run.rows for name in row}
+    return sorted(int(n.split("/")[1]) for n in names if re.fullmatch(r"peers/\d+/steps", n))
+
+
+def _lanes(axes: Axes, runs: Sequence[Run]) -> None:
+    """A lane for each peer: when it trained, its steps, and the age of the copies it averaged."""
+    (run,) = runs
+    slots = _slots(run)
+    every = [row["step"] for row in run.rows if any(f"peers/{k}/steps" in row for k in slots)]
+    shown = Normalize(0, max(1, *(run.series(f"peers/{k}/stale")[1].max() for k in slots)))
+    for lane, slot in enumerate(slots):
+        steps, made = run.series(f"peers/{slot}/steps")
+        _, incarnation = run.series(f"peers/{slot}/incarnation")
+        _, stale = run.series(f"peers/{slot}/stale")
+        place = np.searchsorted(every, steps)
+        ends = np.flatnonzero((np.diff(place) > 1) | (np.diff(incarnation) != 0))
+        for part in np.split(np.arange(len(steps)), ends + 1):
+            x = steps[part]
+            axes.plot(x, np.full(len(x), lane), color=GRID, lw=7, solid_capstyle="butt", zorder=1)
+            axes.scatter(
+                x, np.full(len(x), lane), c=stale[part], norm=shown, cmap="viridis_r", s=9, zorder=2
+            )
+            if place[part[0]] > 0:
+                axes.plot(x[0], lane, ">", color=COLOURS[2], ms=7, zorder=3)
+            if place[part[-1]] < len(every) - 1:
+                axes.plot(x[-1], lane, "X", color=COLOURS[1], ms=8, mec="white", zorder=3)
+        axes.annotate(
+            f"{made[-1]:.0f} steps", (1.0, lane), xycoords=("axes fraction", "data"),
+            xytext=(5, 0), textcoords="offset points", va="center", color=INK, size=9,
+            annotation_clip=False,
+        )  # fmt: skip
+    oldest = shown.vmax or 0
+    _frame(axes, "Peers", f"triangle: joins, cross: dies; age of copies to {oldest:.0f} steps")
+    axes.set_yticks(range(len(slots)), [f"peer {slot}" for slot in slots])
+    axes.set_ylim(len(slots) - 0.4, -0.6)
+
+
 def _frame(axes: Axes, title: str, aside: str) -> None:
     style.frame(axes, title, pad=9)
     axes.set_title(aside, loc="right", size=8.5, color=GREY, pad=9)
@@ -204,6 +302,10 @@ def _log_axis(axes: Axes, values: np.ndarray) -> None:
         axes.set_yticks([])
         return
     low, high = values.min(), values.max()
+    # What rounding leaves of an all-reduce, 1e-7 of a distance, would take most of the axis.
+    real = values[values > 1e-4 * high]
+    if len(real) and low < real.min():
+        low = real.min() / 3
     widen = max(1.15, (10 * low / high) ** 0.5)
     axes.set(yscale="log", ylim=(low / widen, high * widen))
     style.plain_numbers(axes.yaxis, (1, 2, 5) if high / low < 300 else (1,))
@@ -263,15 +365,34 @@ def _text(label: str) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit status."""
-    parser = argparse.ArgumentParser(
-        "python -m decent_jax.plot", description="Draw the curves of one run, or compare several."
+    parser = Parser(
+        prog="decent-jax plot",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="the --workdir of a run")
     where = "default: RUN/curves.png, or comparison.png here for several runs"
-    parser.add_argument("--out", metavar="FILE.png", help=where)
-    options = parser.parse_args(arguments)
+    parser.add_argument("--out", metavar="FILE", help=f"a .png, .pdf or .svg; {where}")
+    parser.add_argument(
+        "--mean",
+        action="store_true",
+        help="a line with a band for runs that differ in the seed",
+    )
+    parser.add_argument(
+        "--style", choices=tuple(means.LOOKS), default="screen", help="paper: for a page; as --mean"
+    )
+    parser.add_argument("--csv", metavar="FILE", help="also write the numbers of --mean")
     try:
-        print(plot_runs(options.runs, options.out))
+        options = parser.parse_args(arguments)
+        averages = options.mean or options.csv or options.style != "screen"
+        if options.out or averages or len(options.runs) > 1:
+            check_replaceable(options.out or COMPARISON, "--out")
+        if options.csv:
+            check_replaceable(options.csv, "--csv")
+        if averages:
+            print(*plot_means(options.runs, options.out, options.style, options.csv), sep="\n")
+        else:
+            print(plot_runs(options.runs, options.out))
     except (RunError, OSError, ValueError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2

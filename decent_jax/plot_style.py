@@ -4,6 +4,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from decent_jax import extras
+from decent_jax.written import MARK
+
+extras.need("train", "matplotlib")
+
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
@@ -59,5 +64,6 @@ def save(figure: Figure, path: str | Path, dpi: int = 120) -> Path:
     """Write the figure, make its folder if need be, and return its path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=dpi, facecolor="white")
+    key = {".png": "Software", ".pdf": "Creator", ".svg": "Creator"}.get(path.suffix.lower())
+    figure.savefig(path, dpi=dpi, facecolor="white", metadata={key: MARK} if key else None)
     return path

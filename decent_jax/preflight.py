@@ -13,22 +13,18 @@ every process to every other, between the first device of each, and saves them f
 import argparse
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 import jax
 import numpy as np
 from ml_collections import ConfigDict
 
 from decent_jax.cluster import preflight, start, watch
+from decent_jax.command_line import Parser
 from decent_jax.errors import PEER_LOST, ConfigError, PeerLost
 from decent_jax.planner import network
 from decent_jax.train import config as config_lib
 from decent_jax.train import flags
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} ({self.prog} --help shows how)")
+from decent_jax.written import check_replaceable
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -47,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, ConfigDict]:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m decent_jax.preflight",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -66,6 +62,7 @@ def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, ConfigDict]
         raise ConfigError(f"--megabytes must be from 0.01 to 10000, got {options.megabytes:g}")
     if options.repeats < 1:
         raise ConfigError(f"--repeats must be at least 1, got {options.repeats}")
+    check_replaceable(options.save, "--save")
     if not Path(options.save).absolute().parent.is_dir():
         raise ConfigError(f"--save {options.save}: there is no such folder")
     if options.config:
@@ -79,7 +76,7 @@ def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, ConfigDict]
 
 
 def _run(options: argparse.Namespace, config: ConfigDict) -> None:
-    started = start.start(config)
+    started = start.start(config, Path(options.save).absolute().parent)
     if jax.process_count() == 1:
         raise ConfigError(f"{started}: there is nothing to compare or to measure")
     devices = preflight.check_devices(start.hosts())

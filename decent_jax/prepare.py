@@ -8,8 +8,9 @@ import argparse
 import importlib
 import sys
 
+from decent_jax.command_line import Parser
 from decent_jax.data import worker_pool
-from decent_jax.errors import DataError
+from decent_jax.errors import ConfigError, DataError
 
 KINDS = ("text", "images", "translation")
 
@@ -17,7 +18,15 @@ KINDS = ("text", "images", "translation")
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code: 0, 2 for bad input, 130 when interrupted."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
+    try:
+        return _run(argv)
+    except ConfigError as error:
+        print(f"prepare: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(argv: list[str]) -> int:
+    parser = Parser(
         prog="python -m decent_jax.prepare",
         description="Prepares data for training, once; `... KIND --help` lists a kind's arguments.",
     )
@@ -51,8 +60,8 @@ def former(name: str) -> int:
     return main([name, *sys.argv[1:]])
 
 
-def _parser(name: str, kind) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser(name: str, kind) -> Parser:
+    parser = Parser(
         prog=f"python -m decent_jax.prepare {name}",
         description=kind.DESCRIPTION,
         epilog=kind.EXAMPLE,

@@ -2,36 +2,76 @@
 
 import contextlib
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
+
+from decent_jax import extras
+
+extras.need("train", "tqdm")
 
 from tqdm import tqdm
 
+from decent_jax.errors import CheckpointError, ConfigError, DataError
 from decent_jax.text import format_duration
 
 
 @contextlib.contextmanager
-def announce(message: str, *, quiet: bool = False, stream: TextIO | None = None) -> Iterator[None]:
+def announce(
+    message: str, *, quiet: bool = False, stream: TextIO | None = None, after_s: float = 1.0
+) -> Iterator[None]:
     """Print what the user waits for, and afterwards how long it took.
 
     `with announce("compiling the step for round 0 of 3"): ...` prints
     "compiling the step for round 0 of 3 ... done in 4.2 s".
+
+    Args:
+      quiet: print nothing.
+      stream: stderr unless given.
+      after_s: seconds before the first words. What is refused sooner says only why.
     """
+    if quiet:
+        yield
+        return
     stream = sys.stderr if stream is None else stream
+    begun = threading.Event()
 
-    def say(text, end):
-        if not quiet:
-            print(text, end=end, file=stream, flush=True)
+    def begin():
+        begun.set()
+        print(f"{message} ...", end=" ", file=stream, flush=True)
 
-    say(f"{message} ...", end=" ")
+    def end(word):
+        if not begun.is_set():
+            begin()
+        print(f"{word} {format_duration(time.monotonic() - started)}", file=stream, flush=True)
+
     started = time.monotonic()
     try:
-        yield
-    except BaseException:
-        say(f"failed after {format_duration(time.monotonic() - started)}", end="\n")
+        with _later(after_s, begin):
+            yield
+    except BaseException as error:
+        if begun.is_set() or not isinstance(error, ConfigError | DataError | CheckpointError):
+            end("failed after")
         raise
-    say(f"done in {format_duration(time.monotonic() - started)}", end="\n")
+    end("done in")
+
+
+@contextlib.contextmanager
+def _later(seconds: float, action: Callable[[], None]) -> Iterator[None]:
+    """A context in which ``action()`` happens once, unless the context ends before that."""
+    if not seconds:
+        action()
+        yield
+        return
+    timer = threading.Timer(seconds, action)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 def progress_bar(total: float | None, show: bool, **options: Any) -> tqdm:

@@ -6,6 +6,7 @@ plain functions of arrays: call them under `jax.jit` on sharded arrays, or as th
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from decent_jax.gossip.permute import clean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +222,7 @@ def take(stacked: Any, replica: int) -> Any:
 def finite(stacked: Any) -> jax.Array:
     """(n,) bool: which replicas hold finite numbers only."""
     flags = [
-        jnp.isfinite(x).reshape(x.shape[0], -1).all(axis=1)
+        jnp.isfinite(x).reshape(len(x), math.prod(x.shape[1:])).all(axis=1)
         for x in jax.tree.leaves(stacked)
         if jnp.issubdtype(x.dtype, jnp.inexact)
     ]
@@ -227,14 +230,19 @@ def finite(stacked: Any) -> jax.Array:
 
 
 def consensus_mean(stacked: Any) -> Any:
-    """The consensus model: the mean over replicas, leaving out those that are not finite."""
+    """The consensus model: the mean over replicas, leaving out those that are not finite.
+
+    Of whole numbers, such as counts of steps, it is the largest.
+    """
     ok = finite(stacked)
 
     def mean(x):
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x.max(axis=0)
         # As a product with a row of ones, since XLA's CPU sum over replicas is 100 times slower.
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        clean = jnp.where(_expand(ok, x), x, jnp.zeros_like(x)).astype(wide)
-        total = jnp.tensordot(ok.astype(wide), clean, axes=1, precision=jax.lax.Precision.HIGHEST)
+        rows = clean(x, ok).astype(wide)
+        total = jnp.tensordot(ok.astype(wide), rows, axes=1, precision=jax.lax.Precision.HIGHEST)
         return (total / ok.sum().astype(wide)).astype(x.dtype)
 
     return jax.tree.map(mean, stacked)
@@ -254,8 +262,8 @@ def consensus_distance(stacked: Any) -> Consensus:
     mean = consensus_mean(stacked)
 
     def squares(x, centre):
-        gap = jnp.where(_expand(ok, x), x - centre[None], 0).astype(jnp.float32)
-        return jnp.square(gap).reshape(x.shape[0], -1).sum(axis=1)
+        gap = clean(x - centre[None], ok).astype(jnp.float32)
+        return jnp.square(gap).reshape(len(x), math.prod(x.shape[1:])).sum(axis=1)
 
     per_replica = jnp.asarray(sum(jax.tree.leaves(jax.tree.map(squares, stacked, mean))))
     norm = sum(jnp.square(x.astype(jnp.float32)).sum() for x in jax.tree.leaves(mean))
@@ -266,18 +274,5 @@ def consensus_distance(stacked: Any) -> Consensus:
 
 
 def resize(stacked: Any, num_replicas: int) -> Any:
-    """Another number of replicas, all equal: floats become the old mean, counts the old maximum.
-
-    Replicas with a number that is not finite are left out of the mean.
-    """
-    leaves, structure = jax.tree.flatten(stacked)
-    is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
-    means = iter(consensus_mean([x for x, float_ in zip(leaves, is_float, strict=True) if float_]))
-    merged = [
-        next(means) if float_ else x.max(axis=0) for x, float_ in zip(leaves, is_float, strict=True)
-    ]
-    return broadcast(structure.unflatten(merged), num_replicas)
-
-
-def _expand(flags: jax.Array, x: jax.Array) -> jax.Array:
-    return flags.reshape(flags.shape + (1,) * (x.ndim - 1))
+    """Another number of replicas, all equal: see `consensus_mean`."""
+    return broadcast(consensus_mean(stacked), num_replicas)

@@ -13,10 +13,11 @@ from decent_jax.errors import RunError
 from decent_jax.json_files import flat
 
 METRICS = "metrics.jsonl"
+_LARGEST = 2**62  # more than any step or count
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 # Config fields that name an experiment, the most informative first, by the last part of the name.
-NAMING = ("algorithm", "schedule", "combine", "mix_every", "accum_steps", "num_replicas")
+NAMING = ("algorithm", "schedule", "combine", "mix_every", "window", "num_replicas")
 NAMING += ("batch_size", "learning_rate", "seed")
 SHOWN_SETTINGS = 4
 # Sections and fields that say where and how often something is written, not what is trained.
@@ -29,6 +30,7 @@ class Run:
 
     rows: of metrics.jsonl.
     config: flat, ``{"model.layers": 12}``.
+    bytes_sent_per_step: by a replica on average, as summary.json has it; None: not known.
     label, colour, dashes: of its lines in a figure.
     """
 
@@ -38,6 +40,7 @@ class Run:
     label: str = ""
     colour: str = ""
     dashes: str = "-"
+    bytes_sent_per_step: float | None = None
 
     def series(self, name: str, x: str = "step") -> tuple[np.ndarray, np.ndarray]:
         """The steps (or with ``x="time"`` training seconds) and values of a metric.
@@ -48,11 +51,19 @@ class Run:
         steps = np.array([row["step"] for row in rows], float)
         values = np.array([row[name] for row in rows], float)
         if x == "time":
-            known_steps, seconds = self.series("perf/wall_time_s")
-            if len(seconds) == 0:
-                return seconds, seconds
-            steps = np.interp(steps, known_steps, seconds)
+            seconds = self.seconds_at(steps)
+            return (values[:0], values[:0]) if seconds is None else (seconds, values)
         return steps, values
+
+    def seconds_at(self, steps: np.ndarray) -> np.ndarray | None:
+        """Training seconds until each of the steps; None where the run did not record them."""
+        known_steps, seconds = self.series("perf/wall_time_s")
+        return np.interp(steps, known_steps, seconds) if len(seconds) else None
+
+    def bytes_at(self, steps: np.ndarray) -> np.ndarray | None:
+        """Bytes that a replica has sent until each of the steps; None where that is not known."""
+        sent = self.bytes_sent_per_step
+        return None if sent is None else sent * steps
 
     def has(self, name: str) -> bool:
         """Whether the metric has some finite value."""
@@ -76,11 +87,19 @@ def load_run(path: str | Path) -> Run:
     if not rows:
         raise RunError(f"{path}: metrics.jsonl has no complete row yet.")
     folder = path if path.is_dir() else path.parent
+    config, summary = _dict_in(folder / "config.json"), _dict_in(folder / "summary.json")
+    sent = summary.get("bytes_sent_per_step")
+    is_number = isinstance(sent, int | float) and 0 <= sent < _LARGEST
+    return Run(folder, rows, flat(config), bytes_sent_per_step=sent if is_number else None)
+
+
+def _dict_in(path: Path) -> dict[str, Any]:
+    """What a JSON file holds; empty where it is missing, damaged or something else."""
     try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        config = {}
-    return Run(folder, rows, flat(config) if isinstance(config, dict) else {})
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def read_metrics(path: str | Path) -> list[dict]:
@@ -101,7 +120,9 @@ def read_metrics(path: str | Path) -> list[dict]:
             row = json.loads(line)
             if not isinstance(row.get("step"), int):
                 raise ValueError
-        except (ValueError, AttributeError):
+            if any(isinstance(v, int) and abs(v) > _LARGEST for v in row.values()):
+                raise ValueError  # NumPy cannot hold it
+        except (ValueError, AttributeError, RecursionError):
             if number == len(lines):
                 break
             raise ValueError(f"{path} line {number} is not a JSON object with a step.") from None
@@ -137,13 +158,17 @@ def label_runs(runs: Sequence[Run]) -> None:
     fields = {field for run in runs for field in run.config}
     fields = {field for field in fields if not set(field.split(".")) & set(IGNORED)}
     if len(runs) == 1:
-        shown = [field for field in fields if _last_part(field) in NAMING]
+        config = runs[0].config
+        shown = [f for f in fields if _last_part(f) in NAMING and config[f] != ""]
     else:
         shown = [field for field in fields if len({str(run.config.get(field)) for run in runs}) > 1]
     shown = sorted(shown, key=order)[:SHOWN_SETTINGS]
     for run in runs:
         settings = [(_last_part(field), run.config.get(field)) for field in shown]
-        run.label = ", ".join(_words(name, v) for name, v in settings if v is not None)
+        ignored = ("schedule",) if run.config.get("algorithm") == "all_reduce" else ()
+        run.label = ", ".join(
+            _words(name, v) for name, v in settings if v not in (None, "") and name not in ignored
+        )
     labels = [run.label for run in runs]
     for run in runs:
         folder = run.path.resolve().name

@@ -3,10 +3,12 @@
 python -m decent_jax.sample --workdir runs/quickstart --prompt "def main("
 """
 
+import math
 import sys
 
 from decent_jax import saved_model
 from decent_jax.errors import ConfigError
+from decent_jax.text import shown
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -18,8 +20,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (0.8)")
     parser.add_argument("--top_k", type=int, default=0, help="of the k likeliest tokens; 0: all")
     parser.add_argument("--seed", type=int, default=0)
-    options = vars(parser.parse_args(arguments))
     try:
+        options = vars(parser.parse_args(arguments))
+        for name, largest in (("tokens", 10**6), ("samples", 10**4), ("seed", 2**63 - 1)):
+            if not 0 <= options[name] <= largest:
+                raise ConfigError(
+                    f"--{name} must be from 0 to {largest}, got {shown(options[name])}"
+                )
+        if not 0 <= options["temperature"] < math.inf:
+            raise ConfigError(
+                f"--temperature must be finite and at least 0, got {options['temperature']}"
+            )
         run = saved_model.Run(options.pop("workdir"), options.pop("which"))
         for text in run.call("sample", "continue a prompt", **options):
             print(text, "-" * 80, sep="\n")

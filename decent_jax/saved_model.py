@@ -6,16 +6,17 @@
 
 import argparse
 import functools
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from ml_collections import ConfigDict
 
 from decent_jax import replicas, tasks
+from decent_jax.command_line import Parser
 from decent_jax.errors import CheckpointError, ConfigError, DataError
 from decent_jax.train import checkpoint
+from decent_jax.train import config as config_lib
 from decent_jax.train.evaluation import Evaluator
 
 
@@ -33,9 +34,9 @@ def load(workdir: str | Path, which: str = "last") -> Any:
     return Run(workdir, which).call("load", "be loaded")
 
 
-def parser(command: str, description: str | None) -> argparse.ArgumentParser:
+def parser(command: str, description: str | None) -> Parser:
     """The flags by which a command of this package chooses a model."""
-    result = argparse.ArgumentParser(
+    result = Parser(
         prog=f"python -m decent_jax.{command}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -63,10 +64,7 @@ class Run:
 
     def __init__(self, workdir: str | Path, which: str = "last"):
         self.workdir, self.which = Path(workdir), which
-        try:
-            self.config = ConfigDict(json.loads((self.workdir / "config.json").read_text()))
-        except (OSError, ValueError):
-            raise ConfigError(f"{workdir} holds no run: there is no readable config.json") from None
+        self.config = config_lib.load_saved(workdir)
 
     def call(self, name: str, purpose: str, *args: Any, **options: Any) -> Any:
         """Calls the function ``name`` of the run's task with this run and the arguments.
@@ -75,15 +73,20 @@ class Run:
           ConfigError: the task has no such function, and so "cannot ``purpose``"; or the run's
             checkpoints or data cannot be read.
         """
+        function = self.function(name, purpose)
+        try:
+            return function(self, *args, **options)
+        except (DataError, CheckpointError) as error:
+            raise ConfigError(str(error)) from None
+
+    def function(self, name: str, purpose: str) -> Callable[..., Any]:
+        """The function ``name`` of the run's task; ConfigError as in `call` where it has none."""
         function = getattr(tasks.find(self.config.task), name, None)
         if function is None:
             raise ConfigError(
                 f"{self.workdir} is a run of the task {self.config.task!r}, which cannot {purpose}"
             )
-        try:
-            return function(self, *args, **options)
-        except (DataError, CheckpointError) as error:
-            raise ConfigError(str(error)) from None
+        return function
 
     @property
     def step(self) -> int:
@@ -95,6 +98,12 @@ class Run:
 
     @functools.cached_property
     def _restored(self) -> tuple[Any, dict]:
+        if self.config.pipeline.stages:
+            from decent_jax.pipelines import files
+
+            found = files.restore_model(self.workdir, self.which)
+            if found is not None:
+                return found
         return checkpoint.restore_model(self.workdir, self.which)
 
     @property

@@ -20,6 +20,18 @@ def format_number(value, digits=3):
     return f"{value / 1000**power:#.{digits}g}".rstrip(".") + ("", "k", "M", "G", "T")[power]
 
 
+def format_bytes(value):
+    """A number of bytes in megabytes, or from a thousand of them in gigabytes.
+
+    >>> format_bytes(674_000), format_bytes(1.99e9)
+    ('0.674 MB', '1.99 GB')
+    """
+    for unit, size in (("TB", 1e12), ("GB", 1e9)):
+        if value >= size:
+            return f"{format_number(value / size)} {unit}"
+    return f"{format_number(value / 1e6)} MB"
+
+
 def format_duration(seconds):
     """How long something took.
 
@@ -46,6 +58,40 @@ def format_clock(seconds):
     return f"{days}d " * (days > 0) + f"{hours}:{minutes:02}:{seconds:02}"
 
 
+def shorten(text: str, limit: int) -> str:
+    """``text``, without its middle where it is longer than ``limit`` characters.
+
+    >>> shorten("seed must be an int, got 123456789123456789", 30)
+    'seed must be an i ... 23456789'
+    """
+    if len(text) <= limit:
+        return text
+    after = (limit - 5) // 3
+    return f"{text[: limit - 5 - after]} ... {text[-after:]}"
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it: its ``repr``, without the middle of a long one.
+
+    >>> len(shown("x" * 5000)), shown(0.5)
+    (60, '0.5')
+    """
+    if isinstance(value, int) and value.bit_length() > 200:  # Python refuses to print large ones
+        return f"an integer of about {round(value.bit_length() * 0.30103)} digits"
+    return shorten(repr(value), 60)
+
+
+def printable(text: str) -> str:
+    r"""``text`` without characters that a terminal obeys: Python's escapes stand for them.
+
+    >>> print(printable("red \x1b[31m"))
+    red \x1b[31m
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def name_all(processes: list[int], hosts: list[str]) -> str:
     """``"processes 0 (a) and 2 (c)"``."""
     words = [f"{process} ({hosts[process]})" if hosts else str(process) for process in processes]
@@ -55,3 +101,19 @@ def name_all(processes: list[int], hosts: list[str]) -> str:
     if rest:
         return f"processes {', '.join(shown)} and {rest}"
     return f"processes {', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def split_outside_brackets(text: str) -> list[str]:
+    """What stands between commas; those inside brackets separate nothing.
+
+    >>> split_outside_brackets("ring,hierarchical(complete, one_peer_exp), star")
+    ['ring', 'hierarchical(complete, one_peer_exp)', 'star']
+    """
+    names, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and depth == 0:
+            names.append("")
+        else:
+            names[-1] += letter
+    return [name.strip() for name in names]

@@ -9,10 +9,13 @@ import contextlib
 import itertools
 import sys
 import time
+from collections.abc import Iterator
+from typing import TextIO
 
 from decent_jax import saved_model
 from decent_jax.errors import ConfigError
 
+_LONGEST = 20_000  # characters
 _AT_A_TIME = 512  # sentences, which the task sorts by length
 
 
@@ -21,16 +24,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser = saved_model.parser("translate", __doc__)
     parser.add_argument("--input", metavar="FILE", help="UTF-8 text (default: standard input)")
     parser.add_argument("--beam", type=int, default=4, help="hypotheses kept; 1 is greedy (4)")
-    parsed = parser.parse_args(arguments)
-    began, count, path = 0.0, 0, parsed.input
+    began, count = 0.0, 0
     try:
+        parsed = parser.parse_args(arguments)
+        path = parsed.input
         with open(path, encoding="utf-8") if path else contextlib.nullcontext(sys.stdin) as file:
-            lines = (line.rstrip("\r\n") for line in file)
+            lines = _lines(file)
             run = saved_model.Run(parsed.workdir, parsed.which)
+            run.function("translator", "translate")  # or refused, before anything is read
+            sentences = list(itertools.islice(lines, _AT_A_TIME))  # may be refused, so before
             translate = run.call("translator", "translate", parsed.beam)
-            while sentences := list(itertools.islice(lines, _AT_A_TIME)):
+            while sentences:
                 print("\n".join(translate(sentences)), flush=True)
                 began, count = began or time.monotonic(), count + len(sentences)
+                sentences = list(itertools.islice(lines, _AT_A_TIME))
     except (ConfigError, OSError, ValueError) as error:
         print(f"translate: {error}", file=sys.stderr)
         return 2
@@ -38,6 +45,16 @@ def main(arguments: list[str] | None = None) -> int:
         rate = (count - _AT_A_TIME) / (time.monotonic() - began)
         print(f"{count} sentences, {rate:.1f} per second", file=sys.stderr)
     return 0
+
+
+def _lines(file: TextIO) -> Iterator[str]:
+    """The lines without their ends; ConfigError for one that no sentence is as long as."""
+    number = 0
+    while line := file.readline(_LONGEST + 1):
+        number += 1
+        if len(line) > _LONGEST:
+            raise ConfigError(f"line {number} has more than {_LONGEST} characters; split it")
+        yield line.rstrip("\r\n")
 
 
 if __name__ == "__main__":

@@ -29,5 +29,7 @@ if [[ $# -lt 2 ]]; then
 fi
 shift
 export COORDINATOR=${COORDINATOR:-$(hostname):9876}
-exec mpirun "${before[@]}" -x COORDINATOR -x LOCAL_GPUS="${LOCAL_GPUS:-one}" -x PATH -x PYTHONPATH \
-    --bind-to none "$0" --as-process "$@"
+# Processes know each other by a secret.
+export DECENT_JAX_SECRET=${DECENT_JAX_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
+exec mpirun "${before[@]}" -x COORDINATOR -x DECENT_JAX_SECRET -x LOCAL_GPUS="${LOCAL_GPUS:-one}" \
+    -x PATH -x PYTHONPATH --bind-to none "$0" --as-process "$@"

@@ -12,13 +12,16 @@ of four processes is gone, num_replicas and batch_size become three quarters, an
 steps stay. A schedule that the new number of replicas does not allow becomes one_peer_exp.
 
 A mistake in the config (exit code 2), failed training (1) and an interruption (130, 143) end the
-run with that code. The terminal shows process 0; the others write WORKDIR/process-K.log.
+run with that code. The terminal shows process 0; the others write WORKDIR/process-K.log. However
+the supervisor itself ends, its processes end within cluster.heartbeat_s, after saving a checkpoint
+if there is time.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import os
+import secrets
 import shlex
 import signal
 import socket
@@ -29,8 +32,11 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from decent_jax.cluster import secret, supervised
+from decent_jax.command_line import Parser
 from decent_jax.errors import PEER_LOST, ConfigError
 from decent_jax.json_files import flat
+from decent_jax.text import shown
 from decent_jax.train import config as config_lib
 from decent_jax.train import flags
 
@@ -63,7 +69,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="supervise.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -88,6 +94,12 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         raise ConfigError("say what to start after --, such as: -- train.py --config FILE ...")
     if options.hosts is None and options.processes < 1:
         raise ConfigError(f"--processes must be at least 1, got {options.processes}")
+    started = options.processes if options.hosts is None else len(options.hosts.split(","))
+    if not 1 <= options.fewest <= started:
+        raise ConfigError(
+            f"--fewest must be from 1 to {started}, the processes that are started, "
+            f"got {options.fewest}"
+        )
     return options, program
 
 
@@ -97,7 +109,12 @@ def _members(options: argparse.Namespace) -> list[Member]:
     members = []
     for entry in options.hosts.split(","):
         name, _, address = entry.strip().partition("=")
-        argv = shlex.split(options.via.format(host=name))
+        try:
+            argv = shlex.split(options.via.format(host=name))
+        except (ValueError, KeyError, IndexError, AttributeError):
+            raise ConfigError(
+                f"--via must be a command in which {{host}} is the host, got {shown(options.via)}"
+            ) from None
         members.append(Member(name, address or name, argv))
     return members
 
@@ -122,7 +139,7 @@ def _supervise(options, program, config, workdir: Path, members: list[Member]) -
         if code is not None:
             return code
         left = _without_the_lost(members, codes, options.again, time.monotonic() - began)
-        if len(left) < max(options.fewest, 1):
+        if len(left) < options.fewest:
             return _say(f"{len(left)} of {first} processes are left: giving up", 1)
         members = left
     return _say(f"the run was started again {options.restarts} times: giving up", 1)
@@ -170,18 +187,29 @@ def fit(config: ConfigDict, before: int, after: int) -> tuple[dict[str, object],
 
 
 def _start(members: list[Member], command: list[str], workdir: Path) -> list[subprocess.Popen]:
-    processes = []
+    processes, environment = [], os.environ.copy()
+    if not members[0].argv:  # on other hosts, they find their secret in the working directory
+        environment.setdefault(secret.VARIABLE, secrets.token_hex(32))
     for index, member in enumerate(members):
-        own = [f"--config.cluster.num_processes={len(members)}"]
-        own = [*command, *own, f"--config.cluster.process_id={index}"]
+        own = ["env", f"{supervised.VARIABLE}=1", *command]
+        own += [f"--config.cluster.num_processes={len(members)}"]
+        own += [f"--config.cluster.process_id={index}"]
         argv = [*member.argv, shlex.join(own)] if member.argv else own
         with contextlib.ExitStack() as stack:
             words = None  # process 0 writes to the terminal
             if index:
                 words = stack.enter_context((workdir / f"process-{index}.log").open("a"))
-            processes.append(
-                subprocess.Popen(argv, stdout=words, stderr=words, start_new_session=True)
+            process = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE,  # never closed while this process lives
+                stdout=words,
+                stderr=words,
+                env=environment,
+                start_new_session=True,
             )
+        processes.append(process)
+        with contextlib.suppress(BrokenPipeError):  # it has ended already
+            os.write(process.stdin.fileno(), supervised.GREETING)
     return processes
 
 
@@ -195,15 +223,19 @@ def _wait(
       start again.
     """
     asked, stopped, deadline = [], 0, None
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
+        numbers.remove(signal.SIGHUP)
     before = {
-        number: signal.signal(number, lambda number, _: asked.append(number))
-        for number in (signal.SIGTERM, signal.SIGINT)
+        number: signal.signal(number, lambda number, _: asked.append(number)) for number in numbers
     }
     try:
         while None in [process.poll() for process in processes]:
             while asked:  # the processes save a checkpoint and end
                 stopped = asked[-1]
-                _signal(processes, asked.pop())
+                number = asked.pop()
+                # The terminal is lost to the supervisor, and train.py knows only these two.
+                _signal(processes, signal.SIGTERM if number == signal.SIGHUP else number)
             failed = next((p.returncode for p in processes if p.returncode), None)
             if failed is not None and deadline is None:
                 first = failed
@@ -217,6 +249,8 @@ def _wait(
         _signal(processes, signal.SIGKILL)
         for process in processes:
             process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
         for number, handler in before.items():
             signal.signal(number, handler)
     if deadline is None:

@@ -51,6 +51,11 @@ def memory_copies(name, *args, **given):
     return METHODS[name].memory_copies(parts_of(*args, **given))
 
 
+def phases(name, numbers=None):
+    """Rounds that a method treats differently."""
+    return METHODS[name].phases({**METHODS[name].numbers, **(numbers or {})})
+
+
 def own(state, name=None):
     """What the method itself keeps, or one entry of it."""
     return state.own if name is None else getattr(state.own, name)
@@ -153,7 +158,9 @@ def simulated(tx, gradient, x, data, matrices):
 
         return jax.lax.scan(step, (x, jax.vmap(tx.init)(x)), (matrices, data))[1]
 
-    return jax.tree.map(np.asarray, jax.jit(jax.vmap(one_run))(x, matrices))
+    # One after the other: another `vmap` would take longer to trace than this takes to run.
+    run = jax.jit(lambda *runs: jax.lax.map(lambda run: one_run(*run), runs))
+    return jax.tree.map(np.asarray, run(x, matrices))
 
 
 def stepper(tx, gradient, **options):

@@ -120,39 +120,14 @@ def write_devkit(path, *, packed=True, ids=None):
 
 def write_tfds(path, file_name=True):
     """A prepared folder of TFDS, shuffled over two shards; returns the folder of the version."""
-    folder = path / "imagenet2012" / "5.1.0"
-    folder.mkdir(parents=True)
-    splits = []
+    examples = {}
     for split, stored in (("train", "train"), ("val", "validation")):
-        examples = []
+        own = []
         for (wnid, name), data in images()[split].items():
             example = {"image": data, "label": WNIDS.index(wnid)}
-            examples.append(
-                encode_example(example | ({"file_name": name.encode()} if file_name else {}))
-            )
-        order = np.random.default_rng(1).permutation(len(examples))
-        shards = np.array_split(order, 2)
-        for number, shard in enumerate(shards):
-            file = folder / f"imagenet2012-{stored}.array_record-{number:05}-of-00002"
-            writer = ArrayRecordWriter(str(file), "group_size:1")
-            for index in shard:
-                writer.write(examples[index])
-            writer.close()
-        splits.append(
-            {
-                "name": stored,
-                "filepathTemplate": "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}",
-                "numBytes": str(sum(map(len, examples))),
-                "shardLengths": [str(len(shard)) for shard in shards],
-            }
-        )
-    info = {
-        "name": "imagenet2012",
-        "version": "5.1.0",
-        "fileFormat": "array_record",
-        "moduleName": "tensorflow_datasets.image_classification.imagenet",
-        "splits": splits,
-    }
+            own.append(example | ({"file_name": name.encode()} if file_name else {}))
+        order = np.random.default_rng(1).permutation(len(own))
+        examples[stored] = [own[i] for i in order]
     prefix = "tensorflow_datasets.core.features"
     features = {
         "image": {
@@ -174,9 +149,40 @@ def write_tfds(path, file_name=True):
         "pythonClassName": f"{prefix}.features_dict.FeaturesDict",
         "featuresDict": {"features": features},
     }
-    (folder / "dataset_info.json").write_text(json.dumps(info))
-    (folder / "features.json").write_text(json.dumps(content))
+    folder = write_tfds_folder(
+        path / "imagenet2012" / "5.1.0",
+        {"name": "imagenet2012", "moduleName": "tensorflow_datasets.image_classification.imagenet"},
+        examples,
+        content,
+    )
     (folder / "label.labels.txt").write_text("".join(f"{wnid}\n" for wnid in WNIDS))
+    return folder
+
+
+def write_tfds_folder(folder, info, examples, features):
+    """What TFDS prepares: {split: examples} in two shards each, and their description."""
+    folder.mkdir(parents=True)
+    splits = []
+    for split, own in examples.items():
+        records = list(map(encode_example, own))
+        shards = np.array_split(np.arange(len(records)), 2)
+        for number, shard in enumerate(shards):
+            name = f"{info['name']}-{split}.array_record-{number:05}-of-00002"
+            writer = ArrayRecordWriter(str(folder / name), "group_size:1")
+            for index in shard:
+                writer.write(records[index])
+            writer.close()
+        splits.append(
+            {
+                "name": split,
+                "filepathTemplate": "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}",
+                "numBytes": str(sum(map(len, records))),
+                "shardLengths": [str(len(shard)) for shard in shards],
+            }
+        )
+    more = {"version": folder.name, "fileFormat": "array_record", "splits": splits}
+    (folder / "dataset_info.json").write_text(json.dumps(info | more))
+    (folder / "features.json").write_text(json.dumps(features))
     return folder
 
 

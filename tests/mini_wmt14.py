@@ -6,13 +6,8 @@ tests; the test sets are the same SGML, which is no proper XML.
 
 import gzip
 import html
-import io
-import json
-import tarfile
 
-import numpy as np
-from array_record.python.array_record_module import ArrayRecordWriter
-from mini_imagenet import encode_example
+from mini_imagenet import tar_bytes, write_tfds_folder
 
 from decent_jax.data.translation import number_words
 
@@ -69,7 +64,7 @@ def write_archives(folder, other="de", test="test-full"):
         _tgz(folder / "training-parallel-un.tgz", both("un", "un/undoc.2000.{other}-en.{lang}"))
         giga = both("giga", "giga-fren.release2.fixed.{lang}.gz")
         giga = {name: gzip.compress(data) for name, data in giga.items()}
-        (folder / "training-giga-fren.tar").write_bytes(_tar(giga))
+        (folder / "training-giga-fren.tar").write_bytes(tar_bytes(giga))
     dev = {f"dev/newstest2012-src.{lang}.sgm": b'<seg id="1">no</seg>' for lang in ("en", other)}
     for lang, side in zip(("en", other), zip(*pairs("dev", other), strict=True), strict=True):
         dev[f"dev/newstest2013.{lang}"] = _lines(side)
@@ -105,42 +100,27 @@ def write_table(path, found):
 
 def write_tfds(folder, other="de"):
     """A prepared folder of TFDS's wmt14_translate; returns the folder of the version."""
-    folder = folder / "wmt14_translate" / f"{other}-en" / "1.0.0"
-    folder.mkdir(parents=True)
-    splits = []
-    contents = {"train": training_pairs(other), "validation": pairs("dev", other)}
-    for split, found in (contents | {"test": pairs("test", other)}).items():
-        records = [encode_example({"en": en.encode(), other: de.encode()}) for en, de in found]
-        shards = np.array_split(np.arange(len(records)), 2)
-        for number, shard in enumerate(shards):
-            name = f"wmt14_translate-{split}.array_record-{number:05}-of-00002"
-            writer = ArrayRecordWriter(str(folder / name), "group_size:1")
-            for index in shard:
-                writer.write(records[index])
-            writer.close()
-        splits.append(
-            {
-                "name": split,
-                "filepathTemplate": "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}",
-                "numBytes": str(sum(map(len, records))),
-                "shardLengths": [str(len(shard)) for shard in shards],
-            }
-        )
-    info = {
-        "name": "wmt14_translate",
-        "version": "1.0.0",
-        "configName": f"{other}-en",
-        "fileFormat": "array_record",
-        "moduleName": "tensorflow_datasets.translate.wmt14",
-        "splits": splits,
+    contents = {
+        "train": training_pairs(other),
+        "validation": pairs("dev", other),
+        "test": pairs("test", other),
     }
-    features = {
-        "pythonClassName": "tensorflow_datasets.core.features.translation_feature.Translation",
-        "translation": {"languages": [other, "en"]},
-    }
-    (folder / "dataset_info.json").write_text(json.dumps(info))
-    (folder / "features.json").write_text(json.dumps(features))
-    return folder
+    return write_tfds_folder(
+        folder / "wmt14_translate" / f"{other}-en" / "1.0.0",
+        {
+            "name": "wmt14_translate",
+            "configName": f"{other}-en",
+            "moduleName": "tensorflow_datasets.translate.wmt14",
+        },
+        {
+            split: [{"en": en.encode(), other: de.encode()} for en, de in found]
+            for split, found in contents.items()
+        },
+        {
+            "pythonClassName": "tensorflow_datasets.core.features.translation_feature.Translation",
+            "translation": {"languages": [other, "en"]},
+        },
+    )
 
 
 def _lines(sentences):
@@ -157,15 +137,5 @@ def _sgm(sentences, kind, lang):
     return "\n".join([*lines, "</p>", "</doc>", f"</{tag}>"]).encode() + b"\n"
 
 
-def _tar(members):
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as archive:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    return file.getvalue()
-
-
 def _tgz(path, members):
-    path.write_bytes(gzip.compress(_tar(members), mtime=0))
+    path.write_bytes(gzip.compress(tar_bytes(members), mtime=0))

@@ -16,6 +16,7 @@ files, without ``test_`` and ``.py`` (or a path, for doctests), and pytest's opt
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
 import os
 import queue
 import re
@@ -108,29 +109,26 @@ def run_tests(tests: tuple[str, ...], root: Path) -> tuple[int, str]:
     return done.returncode, failed[1] if failed else lines[-1] if lines else ""
 
 
-def attempt(mutation: Mutation, root: Path) -> Result:
-    """Apply a mutation to the copy in `root`, run its tests, and restore the copy."""
+def attempt(mutation: Mutation, root: Path, mutated: bool = True) -> Result:
+    """Apply a mutation to the copy in `root`, run its tests, and restore the copy.
+
+    Not ``mutated``, the tests must pass, or they prove nothing.
+    """
     path = target(mutation, root)
     if isinstance(path, str):
         return Result(False, path)
     whole, began = path.read_text(), time.monotonic()
-    path.write_text(whole.replace(mutation.find, mutation.replace))
+    if mutated:
+        path.write_text(whole.replace(mutation.find, mutation.replace))
     try:
         code, text = run_tests(mutation.tests, root)
     finally:
         path.write_text(whole)
+    if not mutated:
+        said = text if code == 0 else f"fails without the mutation: {text}"
+        return Result(code == 0, said, time.monotonic() - began)
     said = {0: "SURVIVES", 1: text, 5: "its tests do not exist"}.get(code, f"pytest fails: {text}")
     return Result(code == 1, said, time.monotonic() - began)
-
-
-def check(mutation: Mutation, root: Path) -> Result:
-    """Run the tests of a mutation without it: they must pass, or they prove nothing."""
-    path, began = target(mutation, root), time.monotonic()
-    if isinstance(path, str):
-        return Result(False, path)
-    code, text = run_tests(mutation.tests, root)
-    said = text if code == 0 else f"fails without the mutation: {text}"
-    return Result(code == 0, said, time.monotonic() - began)
 
 
 def run_all(mutations: list[Mutation], run, jobs: int) -> bool:
@@ -192,7 +190,7 @@ def main() -> int:
             where = path if isinstance(path, str) else path.relative_to(ROOT / PACKAGE)
             print(f"{mutation.name:<50} {where}  {shlex.join(mutation.tests)}")
         return 0
-    run = check if arguments.check else attempt
+    run = functools.partial(attempt, mutated=not arguments.check)
     return 0 if run_all(mutations, run, arguments.jobs) else 1
 
 

@@ -20,9 +20,12 @@ def run(method, matrices, grad, x0, steps, lr, **numbers):
 
     ``matrices(t)`` is the receive matrix of the 0-based step t (row i is what replica i takes), or
     None where the step does not communicate. ``grad(x, t)`` is (n, d), row i the gradient of
-    replica i at x_i. ``lr`` is a float or a function of the step. ``numbers`` belong to the method.
+    replica i at x_i. ``lr`` is a float or a function of the step. ``numbers`` belong to the method,
+    a name of `METHODS` or a generator like those.
     """
-    replicas = METHODS[method](np.array(x0, np.float64), **numbers)
+    replicas = (METHODS[method] if isinstance(method, str) else method)(
+        np.array(x0, np.float64), **numbers
+    )
     x = next(replicas)
     history = np.empty((steps, *x.shape))
     for t in range(steps):
@@ -227,8 +230,10 @@ def d2(x):
         before, moved, x = x, lr * g, after
 
 
-def gradient_tracking(x, mixes="previous"):
+def gradient_tracking(x, mixes="previous", combine="with"):
     """Gradient tracking (DIGing, Nedic et al. 2017): x+ = W x - lr q, q following the mean of g.
+
+    "then": q_t = W_t (q_{t-1} + g_t - g_{t-1}); x+ = W_t (x - lr q_t).
 
     "previous": step t mixes x_t and q_{t-1}: q_t = W_t q_{t-1} + g_t - g_{t-1}, q_0 = g_0.
     "current": step t mixes x_t and q_t, as DIGing does: q_{t+1} = W_t q_t + g_{t+1} - g_t.
@@ -238,6 +243,10 @@ def gradient_tracking(x, mixes="previous"):
     while True:
         previous = W
         g, W, lr, _ = yield x
+        if combine == "then":
+            q, before = mix(W, q + g - before), g
+            x = mix(W, x - lr * q)
+            continue
         q = mix(W if mixes == "previous" else previous, q) + g - before
         before = g
         x = mix(W, x) - lr * q

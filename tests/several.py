@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -15,13 +16,13 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-@pytest.fixture
-def start_process(tmp_path):
-    """Starts processes that write to files, and kills those that still run at the end."""
+@contextlib.contextmanager
+def starting(folder):
+    """Starts processes that write to files in it, and kills those that still run at the end."""
     started = []
 
     def start(arguments, **variables):
-        path = tmp_path / f"{len(started)}.txt"
+        path = folder / f"{len(started)}.txt"
         env = os.environ | {"JAX_NUM_CPU_DEVICES": "1"} | variables
         with path.open("w") as words:
             process = subprocess.Popen(
@@ -31,11 +32,39 @@ def start_process(tmp_path):
         started.append(process)
         return process
 
-    yield start
-    for process in started:
-        with contextlib.suppress(ProcessLookupError):
+    try:
+        yield start
+    finally:
+        for process in started:
             process.kill()
-        process.wait()
+            process.wait()
+
+
+@pytest.fixture
+def start_process(tmp_path):
+    """See `starting`."""
+    with starting(tmp_path) as start:
+        yield start
+
+
+def wait_for_rows(group, workdir, count: int, timeout: float = 240) -> None:
+    """Until the run's metrics.jsonl has ``count`` rows."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end and all(process.poll() is None for process in group):
+        with contextlib.suppress(FileNotFoundError):
+            if (workdir / "metrics.jsonl").read_text().count("\n") >= count:
+                return
+        time.sleep(0.01)
+    raise AssertionError("\n".join(process.words.read_text()[-3000:] for process in group))
+
+
+def finish(group, codes: list[int], timeout: float = 300) -> str:
+    """The output of all processes, which must end in time with these exit codes."""
+    end = time.monotonic() + timeout
+    found = [process.wait(timeout=max(end - time.monotonic(), 0.1)) for process in group]
+    words = "\n".join(process.words.read_text() for process in group)
+    assert found == codes, words
+    return words
 
 
 def said(process) -> str:

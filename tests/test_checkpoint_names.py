@@ -40,6 +40,7 @@ def test_states_are_restored(name, before, tmp_path):
     placement = replicas.place(n, jax.devices()[:1])
     writer = Checkpointer(tmp_path, 1)
     meta = {"num_replicas": n, "config": {"eval.ema_decay": 0.0}}
+    meta |= {"examples": 12, "seconds": 1.0, "best": float("inf")}
     writer.save(3, jax.device_put(saved, placement.stacked), meta)
     writer.close()
 

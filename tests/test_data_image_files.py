@@ -203,6 +203,15 @@ def end_between_members(data):
     return data[: 512 + -(-size // 512) * 512]
 
 
+def negative_size(data):
+    """The tar file's first member says that it has -1 bytes, by a right check sum."""
+    header = bytearray(data[:512])
+    header[124:136] = b"\xff" * 12
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header) + data[512:]
+
+
 def change_json(file, **changes):
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
@@ -288,6 +297,9 @@ CASES = {
     "tar damaged": (mini.write_tars,
         lambda p: edit(p / "train.tar", lambda data: data[:100] + b"\7" + data[101:]), "train",
         "train.tar: no readable tar file at byte 0"),
+    "tar member of negative size": (mini.write_tars,
+        lambda p: edit(p / "train.tar", negative_size), "train",
+        "train.tar: the tar file is cut short at"),
     "unknown class in a tar": (mini.write_tars,
         lambda p: (p / "val.tar").write_bytes(mini.tar_bytes({"n7/b.jpg": b""})), "val",
         "val.tar: holds 1 class that the training images do not have: n7"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import small_runs
 import tiny
 
 from decent_jax import plot, train
@@ -280,7 +281,9 @@ def test_folders_that_do_not_say(tmp_path):
         ('{"names": ["a"], "splits": {"train": [[0, 8]]}}', r"does not belong to train\.bin"),
         ('{"names": [], "splits": {"train": [[0, 9]]}}', r"does not belong to train\.bin"),
         ('{"names": ["a"]}', r"sources\.json: damaged"),
-        ("[", r"sources\.json: damaged"),
+        ('{"names": "a", "splits": {"train": {"0": 9}}}', r"sources\.json: damaged"),
+        ('{"names": ["a"], "splits": {"train": [[-1, 9]]}}', r"does not belong to train\.bin"),
+        ("[" * 100_000, r"sources\.json: damaged"),
     ):
         (tmp_path / "new/sources.json").write_text(content)
         with pytest.raises(DataError, match=message):
@@ -334,6 +337,7 @@ def test_the_standard_librarys_sources_are_packages(tmp_path):
     (tmp_path / "out/manifest.json").write_text(
         json.dumps({k: v for k, v in manifest.items() if k != "sources"})
     )
+    (tmp_path / "out/sources.json").unlink()
     assert "sources" in stdlib_corpus.build(tmp_path / "out")  # of an earlier version: made again
 
 
@@ -360,7 +364,7 @@ def run(tmp_path, texts, monkeypatch, compile_once):
     monkeypatch.setattr(plot, "plot_runs", lambda paths: None)
 
     def run(name, data=None, **changes):
-        config = tiny.config(texts, **changes)
+        config = tiny.config(texts, schedule="complete", **changes)  # one round to compile
         config.data.update({"partition": "dirichlet", "alpha": 0.1} | (data or {}))
         return train.run(config, tmp_path / name)
 
@@ -369,8 +373,8 @@ def run(tmp_path, texts, monkeypatch, compile_once):
 
 @pytest.mark.slow
 def test_a_run_resumed_elsewhere_and_with_fewer_replicas(run, tmp_path, capfd):
-    """6 steps, and as many with a resume on one device and another on four: the same records."""
-    summary = run("straight", steps=6)
+    """4 steps, and as many with a resume on four devices: the same records."""
+    summary = run("straight", steps=4, checkpoint={"every": 2})
     said = capfd.readouterr().err
     assert "data.partition dirichlet, alpha 0.1, over 3 classes: 4 replicas of" in said
     assert "  a.jsonl" in said and "\n      all " in said
@@ -379,16 +383,15 @@ def test_a_run_resumed_elsewhere_and_with_fewer_replicas(run, tmp_path, capfd):
     own = summary["partition"]["records_per_replica"]
 
     losses = tiny.losses(tmp_path / "straight")
-    run("resumed", steps=2)
-    run("resumed", steps=4)
-    np.testing.assert_array_equal(tiny.losses(tmp_path / "resumed"), losses[:4])
-    run("resumed", steps=6, mesh={"devices": 4})
+    small_runs.killed_after(2, tmp_path / "straight", tmp_path / "resumed")
+    run("resumed", steps=4, mesh={"devices": 4})
+    np.testing.assert_array_equal(tiny.losses(tmp_path / "resumed")[:2], losses[:2])
     np.testing.assert_allclose(tiny.losses(tmp_path / "resumed"), losses, rtol=1e-5)
     shared = run("iid", data={"partition": "iid"}, steps=1)
     assert shared["partition"] == {"name": "iid"}
     assert not np.allclose(tiny.losses(tmp_path / "iid"), losses[:1])
 
-    fewer = run("resumed", num_replicas=2, steps=7)
+    fewer = run("resumed", num_replicas=2, steps=5)
     assert fewer["partition"]["records_per_replica"] in (2 * own, 2 * own + 1)
 
 

@@ -154,6 +154,16 @@ def test_split_is_by_document(tmp_path):
     assert splits["once", 0] == splits["twice", 0] != splits["once", 1]
 
 
+def test_a_single_text_is_split_by_position(tmp_path):
+    (tmp_path / "book.txt").write_text("abcdefghij")
+    manifest = prepare(tmp_path / "book.txt", tmp_path / "out", "bytes", val_fraction=0.2)
+    assert texts_of(tmp_path / "out", "train") == ["abcdefgh"]
+    assert texts_of(tmp_path / "out", "val") == ["ij"]
+    assert manifest["splits"]["val"]["documents"] == 1
+    prepare(tmp_path / "book.txt", tmp_path / "small", "bytes")  # at least one token for each
+    assert texts_of(tmp_path / "small", "val") == ["j"]
+
+
 def test_val_input_keeps_its_documents_out_of_train(tmp_path):
     a = write_jsonl(tmp_path / "a.jsonl", [*TEXTS[:20], ""])
     b = write_jsonl(tmp_path / "b.jsonl", [*TEXTS[18:25], "\0"])
@@ -175,7 +185,7 @@ def test_separators_and_odd_characters_in_the_text(tmp_path):
 
 CASES = {
     "missing path": ("none.jsonl", None, r"none\.jsonl: no such file or folder"),
-    "extension": ("x.csv", b"a,b", r"x\.csv: not a \.txt, .* or \.parquet file"),
+    "extension": ("x.csv", b"a,b", r"x\.csv: not a \.txt, .* or \.arrow file"),
     "no readable file": ("folder/x.md", b"a", r"folder: holds no \.txt, .* file"),
     "bad json": ("x.jsonl", b'{"text": "a"}\n\n{"text" "b"}\n',
         r"x\.jsonl, line 3: not valid JSON"),
@@ -192,7 +202,7 @@ CASES = {
         "validation split is empty: none of 1 docu"),
     "no documents": ("x.jsonl", b'{"text": ""}\n\n', "no document with any text"),
     "empty file": ("x.jsonl", b"", "no document with any text"),
-    "one text": ("x.txt", b"abc", "one document, which cannot be split"),
+    "one character": ("x.txt", b"a", "validation split is empty: none of 1 documents"),
 }  # fmt: skip
 
 

@@ -1,7 +1,6 @@
 """The plan of batches by tokens: every pair once, static shapes, balanced, padding as counted."""
 
 import pickle
-import time
 
 import numpy as np
 import pytest
@@ -198,12 +197,3 @@ def test_bad_arguments():
     for step, replica in ((-1, 0), (0, 1), (0, -1)):
         with pytest.raises(IndexError):
             batches.block(step, replica)
-
-
-@pytest.mark.slow
-def test_millions_of_pairs_take_seconds():
-    batches = TokenBatches(like_sentences(4_500_000), tokens=25_000, num_replicas=8, seed=0)
-    start = time.process_time()
-    batches.block(0, 0)
-    batches.block(3 * batches.steps_per_epoch, 0)
-    assert time.process_time() - start < 10

@@ -1,6 +1,7 @@
 """Both tokenizers there and back, and GPT-2's ids against values known from elsewhere."""
 
 import json
+import pickle
 import shutil
 
 import numpy as np
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 from shared import shared
 
 from decent_jax.data.text import tokenizers
+from decent_jax.data.text.prepare import prepare
+from decent_jax.data.text.token_folder import TokenWindows
 from decent_jax.errors import DataError
 
 
@@ -116,6 +119,66 @@ def test_bad_folders(gpt2, tmp_path):
     (tmp_path / "encoder.json").write_text('{"a": ')
     with pytest.raises(DataError, match="damaged"):
         tokenizers.load("gpt2", tmp_path)
+
+
+def read_by_transformers(tokenizer, folder):
+    """`AutoTokenizer` of the files beside an exported model."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    for name, content in tokenizer.hf_files().items():
+        (folder / name).write_bytes(content)
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def test_gpt2_is_read_by_transformers(gpt2, tmp_path):
+    read = read_by_transformers(gpt2, tmp_path)
+    text = "Gossip, don't all-reduce!  naïve"
+    assert read(text)["input_ids"] == gpt2.encode(text).tolist()
+    assert read.eos_token_id == gpt2.end_of_text
+
+
+def small_tokenizer(path, size=0, end="</s>"):
+    """A tokenizer.json of words, with `size` words that no text has."""
+    tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers")
+    words = ["<unk>", "to", "be", "or", "not", *(f"w{i}" for i in range(size))]
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>")
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens([end])
+    made.save(str(path))
+    return path
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(0, "uint16"), (70_000, "uint32")])
+def test_a_tokenizer_of_hugging_face(tmp_path, size, dtype):
+    """Prepared, read back, and the folder needs nothing else; ids beyond 65,535 survive."""
+    path = small_tokenizer(tmp_path / "words.json", size)
+    last = f"w{size - 1}" if size else "not"
+    (tmp_path / "book.txt").write_text(f"to be or not to be </s> {last} or {last}")
+    manifest = prepare(tmp_path / "book.txt", tmp_path / "out", str(path), val_fraction=0.3)
+    assert manifest["dtype"] == f"{dtype}, little-endian"
+    tokenizer = tokenizers.from_manifest(tmp_path / "out")
+    assert tokenizer.vocab_size == 6 + size and tokenizer.end_of_text == 5 + size
+    windows = TokenWindows(tmp_path / "out" / "val.bin", 3)
+    assert windows.num_tokens == 4  # and the end of the text
+    assert windows[0].tolist() == [4 + size, 3, 4 + size, tokenizer.end_of_text]
+    train = TokenWindows(tmp_path / "out" / "train.bin", 7)[0]
+    assert tokenizer.end_of_text not in train[:-1].tolist()  # the text of the separator is text
+    assert pickle.loads(pickle.dumps(tokenizer)).encode("be not").tolist() == [2, 4]
+    assert read_by_transformers(tokenizer, tmp_path)("be not")["input_ids"] == [2, 4]
+    with pytest.raises(ValueError, match="token id 99999 is outside"):
+        tokenizer.decode([99_999])
+
+
+def test_files_that_are_no_tokenizer(tmp_path):
+    path = small_tokenizer(tmp_path / "words.json", end="stop")
+    with pytest.raises(DataError, match="has none of the tokens that end a document"):
+        tokenizers.load(str(path))
+    path.write_text("{}")
+    with pytest.raises(DataError, match=r"tokenizer.json is damaged, or no tokenizer"):
+        tokenizers.load(str(path))
+    with pytest.raises(DataError, match=r"none.json: cannot be read"):
+        tokenizers.load(str(tmp_path / "none.json"))
 
 
 def test_from_manifest(gpt2, tmp_path):

@@ -4,6 +4,7 @@ import re
 import textwrap
 from pathlib import Path
 
+import nbformat
 import numpy as np
 import pytest
 
@@ -14,8 +15,11 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/library.md")
 DOCUMENTS += ("docs/topologies.md", "docs/algorithms.md", "docs/images.md")
 DOCUMENTS += ("docs/clusters.md", "docs/gpus.md", "docs/results.md", "docs/translation.md")
+DOCUMENTS += ("docs/peers.md", "docs/pipelines.md", "docs/text.md", "docs/from_ddp.md")
+DOCUMENTS += ("docs/planner.md",)
 COMMANDS = (
-    "pip install -e . && python train.py --config configs/quickstart.py --workdir runs/quickstart",
+    "pip install -e '.[train]' && python train.py --config configs/quickstart.py "
+    "--workdir runs/quickstart",
     "pip install -e '.[test]' && pytest",
 )
 SCREEN = 50  # lines
@@ -77,12 +81,26 @@ def test_the_checks_of_this_file_find_something():
     assert list(python_blocks("a\n```python\nb\n```\n```\nc\n```\n")) == ["\n\nb\n"]
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "docs" / "figures").glob("*")), ids=lambda p: p.name
-)
+FIGURES = [*(ROOT / "docs" / "figures").glob("*"), *(ROOT / "docs" / "notebooks").glob("*.png")]
+
+
+@pytest.mark.parametrize("path", sorted(FIGURES), ids=lambda p: p.name)
 def test_figures_are_small(path):
-    assert path.suffix == ".png"
-    assert path.stat().st_size < 200_000
+    limits = {".png": 300_000, ".gif": 2_000_000}  # bytes; photographs are the largest
+    assert path.stat().st_size < limits[path.suffix]
+
+
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs" / "notebooks").glob("*.md")), ids=lambda p: p.stem
+)
+def test_pages_of_notebooks_are_of_today(page):
+    """benchmarks/render_notebooks.py writes them; every figure that a page shows is there."""
+    path, text = ROOT / "notebooks" / f"{page.stem}.ipynb", page.read_text()
+    for cell in nbformat.read(path, as_version=4).cells:
+        assert cell.source in text, f"run python benchmarks/render_notebooks.py {path.name}"
+    shown = re.findall(r"!\[.*\]\((\S+\.png)\)", text)
+    assert shown
+    assert sorted(shown) == sorted(p.name for p in page.parent.glob(f"{page.stem}_*.png"))
 
 
 # --- docs/topologies.md ---------------------------------------------------------------------------
@@ -191,7 +209,7 @@ def test_the_table_of_combine(name):
 
 
 @pytest.mark.slow
-def test_the_code_of_library_md_runs(capsys):
+def test_the_code_of_library_md_runs(capsys, compile_once):
     document = ROOT / "docs" / "library.md"
     space = {"__name__": "library"}
     blocks = list(python_blocks(document.read_text()))

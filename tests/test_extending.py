@@ -1,6 +1,6 @@
 """A method and a topology of somebody else's, registered from outside the package."""
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +9,10 @@ import optax
 import pytest
 from ml_collections import ConfigDict
 
-from decent_jax import optim, topology
+from decent_jax import optim, tasks, topology
 from decent_jax.errors import ConfigError
+from decent_jax.fields import Field
 from decent_jax.optim import guard, methods
-from decent_jax.optim.decentralized import Mixing
 from decent_jax.topology.make import _BUILDERS
 from decent_jax.topology.rounds import pairwise
 from decent_jax.train import algorithm
@@ -27,7 +27,7 @@ def slow_gossip(inner, schedule, axis_name="replica", wire=None, *, gamma: float
     """Mixes a copy that follows the parameters with weight gamma."""
     if not 0 < gamma <= 1:
         raise ValueError(f"slow_gossip.gamma must be in (0, 1], got {gamma}")
-    mixing = Mixing(schedule, axis_name, wire)
+    mixing = guard.Mixing(schedule, axis_name, wire)
 
     def step(params, own, round, local):
         update, inner, ok = local(params)
@@ -104,5 +104,24 @@ def test_every_number_of_every_method_is_reached_from_the_config(name):
         section = config[method.config_section] if method.config_section else config
         assert section[number] == default
         changed = "int8" if isinstance(default, str) else default + 1
+        if isinstance(default, bool):
+            changed = not default
         section[number] = changed
         assert algorithm.parts(config, schedule, 0.1).numbers[number] == changed
+
+
+def test_a_task_may_be_any_object():
+    """As in a notebook, where there is no module to name."""
+
+    class Task:
+        FIELDS: ClassVar = {"model.width": Field(3, "of the only layer")}
+        validate = make = staticmethod(lambda *_: None)
+
+    tasks.register("chess", Task)
+    try:
+        assert config_lib.default_config("chess").model.width == 3
+        tasks.register("chess", object())
+        with pytest.raises(ConfigError, match="task: 'chess' has no 'FIELDS', so it is no task"):
+            tasks.find("chess")
+    finally:
+        del tasks.TASKS["chess"]

@@ -4,36 +4,35 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from networks import drawn
 
 from decent_jax.models import gpt2
 from decent_jax.models.generate import generate
 
 TINY = gpt2.GPT2Config(vocab_size=20, context=8, layers=2, heads=2, width=16, dtype="float32")
+pytestmark = pytest.mark.usefixtures("compile_once")
+apply = jax.jit(gpt2.apply, static_argnums=0)
 
 
 @pytest.fixture(scope="module")
 def params():
-    """Ten times the usual scale: predictions that depend on every token seen."""
-    params = jax.jit(gpt2.init, static_argnums=0)(TINY, jax.random.key(0))
-    return jax.tree.map(lambda x: 10 * x if x.ndim == 2 else x, params)
+    """Predictions that depend on every token seen."""
+    return drawn(gpt2, TINY)
 
 
 def recompute(params, prompt, num_tokens):
     """Greedy continuation, the whole model for every token; padded behind, which compiles once."""
-    call = jax.jit(gpt2.apply, static_argnums=0)
     tokens = np.asarray(prompt)
     for _ in range(num_tokens):
         window = tokens[:, -TINY.context :]
         length = window.shape[1]
-        logits = call(TINY, params, np.pad(window, ((0, 0), (0, TINY.context - length))))
+        logits = apply(TINY, params, np.pad(window, ((0, 0), (0, TINY.context - length))))
         new = np.argmax(logits[:, length - 1 : length], -1).astype(np.int32)
         tokens = np.concatenate([tokens, new], 1)
     return tokens
 
 
-@pytest.mark.parametrize(
-    ("prompt", "num_tokens"), [(3, 0), (3, 4), (3, 12), (8, 1), (8, 3), (11, 2)]
-)
+@pytest.mark.parametrize(("prompt", "num_tokens"), [(3, 0), (3, 4), (3, 12), (8, 3), (11, 2)])
 def test_greedy_equals_recomputation(params, prompt, num_tokens):
     """Within the context (cache), past it (sliding window), and from one to the other."""
     start = jax.random.randint(jax.random.key(prompt), (3, prompt), 0, 20)
@@ -46,7 +45,7 @@ def test_sampling_follows_the_model(params):
     """Frequencies of 8000 samples of one prompt against the softmax, at temperature 2."""
     start = jnp.tile(jnp.array([[1, 2, 3]]), (8000, 1))
     sample = generate(TINY, params, start, 1, jax.random.key(7), temperature=2.0)[:, -1]
-    wanted = jax.nn.softmax(gpt2.apply(TINY, params, start[:1])[0, -1] / 2.0)
+    wanted = jax.nn.softmax(apply(TINY, params, start[:1])[0, -1] / 2.0)
     got = np.bincount(sample, minlength=20) / len(sample)
     assert np.abs(got - wanted).max() < 0.02  # 3.5 standard deviations of p = 1/2
 
@@ -57,7 +56,7 @@ def test_top_k_and_key(params):
         generate(TINY, params, start, 1, jax.random.key(k), temperature=9.0, top_k=3)[:, -1]
         for k in (0, 1)
     )
-    likeliest = jax.lax.top_k(gpt2.apply(TINY, params, start[:1])[0, -1], 3)[1]
+    likeliest = jax.lax.top_k(apply(TINY, params, start[:1])[0, -1], 3)[1]
     assert set(a.tolist()) == set(likeliest.tolist())
     assert (a != b).any()
 

@@ -24,11 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from networks import drawn
 
 from decent_jax.models import gpt2, gpt2_weights
-from decent_jax.models.losses import cross_entropy
+from decent_jax.models.pieces import cross_entropy
 
 TINY = gpt2.GPT2Config(vocab_size=96, context=32, layers=2, heads=2, width=32, dtype="float32")
+pytestmark = pytest.mark.usefixtures("compile_once")
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +129,7 @@ def test_padded_vocabulary(golden, published, file):
 @pytest.mark.parametrize("bias", [True, False])
 def test_round_trip(tmp_path, bias):
     config = dataclasses.replace(TINY, bias=bias, dropout=0.1, remat=True)
-    params = gpt2.init(config, jax.random.key(0))
+    params = drawn(gpt2, config)
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"an older file")
     gpt2_weights.save_safetensors(path, params, config, {"step": "7"})
@@ -140,6 +142,7 @@ def test_round_trip(tmp_path, bias):
     with safetensors.safe_open(path, framework="numpy") as stored:
         assert stored.metadata()["step"] == "7" and stored.metadata()["format"] == "pt"
         assert "h.1.mlp.c_proj.weight" in stored.keys()  # noqa: SIM118
+        assert "ln_f.bias" in stored.keys()  # noqa: SIM118  (transformers wants them all)
 
 
 def test_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
@@ -151,7 +154,7 @@ def test_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="disk full"):
-        gpt2_weights.save_safetensors(path, gpt2.init(TINY, jax.random.key(0)), TINY)
+        gpt2_weights.save_safetensors(path, drawn(gpt2, TINY), TINY)
     assert path.read_bytes() == b"an older file"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -204,6 +207,6 @@ def test_smaller_vocabulary_is_refused(file):
 
 
 def test_save_refuses_stacked_parameters(tmp_path):
-    params = jax.tree.map(lambda x: x[None], gpt2.init(TINY, jax.random.key(0)))
+    params = jax.tree.map(lambda x: x[None], drawn(gpt2, TINY))
     with pytest.raises(ValueError, match=r"'h.0.attn.c_attn.bias' has the shape \(1, 96\)"):
         gpt2_weights.save_safetensors(tmp_path / "x.safetensors", params, TINY)

@@ -1,7 +1,6 @@
 """Crops of photographs: which part, where its pixels lie, and the same batches from any reader."""
 
 import io
-import pickle
 
 import cv2
 import jax
@@ -281,20 +280,18 @@ def batches(source, steps, **options):
 @pytest.fixture(scope="module")
 def wanted(source):
     """Eight steps, across an epoch, read in the calling thread."""
-    return batches(source, 8)
+    made = batches(source, 8)
+    for batch in made:
+        assert batch["image"].shape == (REPLICAS, BATCH // REPLICAS, SIZE, SIZE, 3)
+        assert batch["image"].dtype == np.uint8
+        assert batch["label"].shape == (REPLICAS, BATCH // REPLICAS)
+        assert batch["label"].dtype == np.int32
+    return made
 
 
 def assert_equal(made, wanted):
     assert len(made) == len(wanted)
     jax.tree.map(np.testing.assert_array_equal, made, wanted)
-
-
-def test_batches(wanted):
-    for batch in wanted:
-        assert batch["image"].shape == (REPLICAS, BATCH // REPLICAS, SIZE, SIZE, 3)
-        assert batch["image"].dtype == np.uint8
-        assert batch["label"].shape == (REPLICAS, BATCH // REPLICAS)
-        assert batch["label"].dtype == np.int32
 
 
 def test_crops_differ_between_epochs_and_seeds(folder):
@@ -336,14 +333,8 @@ def test_the_examples_do_not_depend_on_the_number_of_replicas(source, wanted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers, start", [(1, 0), (2, 3)])
-def test_worker_processes_give_the_same_batches(source, wanted, workers, start):
-    made = batches(source, 8 - start, workers=workers, prefetch=2, start_step=start)
-    assert_equal(made, wanted[start:])
-
-
-def test_a_copy_for_a_worker_process_is_the_same_source(source, wanted):
-    assert_equal(batches(pickle.loads(pickle.dumps(source)), 2), wanted[:2])
+def test_worker_processes_give_the_same_batches(source, wanted):
+    assert_equal(batches(source, 5, workers=2, prefetch=2, start_step=3), wanted[3:])
 
 
 # --- damaged files --------------------------------------------------------------------------------

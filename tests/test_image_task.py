@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_runs
 import tiny
 from tiny import rows
 
@@ -18,24 +19,13 @@ from decent_jax.tasks import image_classification as task_lib
 from decent_jax.train import config as config_lib
 from decent_jax.train.evaluation import Evaluator
 
+SOURCES = {"data__train_images": 40, "data__val_images": 21}
+
 
 def tiny_config(**changes):
-    """2 replicas, a ResNet of one block on pictures of 16 pixels."""
-    config = train.default_config("image_classification")
-    config.num_replicas = 2
-    config.batch_size = 8
-    config.steps = 4
-    config.lr_schedule.update(name="constant", warmup=1)
-    config.model.update(preset="tiny", blocks="1", width=4, dtype="float32")
-    config.data.update(image_size=16, train_images=40, val_images=21)
-    config.mesh.devices = 1
-    config.eval.every = 0
-    config.checkpoint.every_minutes = 0.0
-    config.log.every = 1
-    for name, value in changes.items():
-        section, _, key = name.rpartition("__")
-        (config[section] if section else config)[key] = value
-    return config
+    """Pictures of 16 pixels."""
+    changes = small_runs.RESNET | SOURCES | changes
+    return small_runs.config("image_classification", **changes)
 
 
 def make_task(**changes):
@@ -266,38 +256,31 @@ def test_averaged_statistics(task, model):
 # --- A run --------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_run_learns_and_resumes_bit_by_bit(tmp_path):
-    folder = tiny.run(tiny_config(steps=2), tmp_path / "whole")
-    whole = json.loads((folder / "summary.json").read_text())
-    assert {"eval/loss", "eval/top1", "eval/top5"} <= whole["final"].keys()
-    assert whole["parameters"] == resnet.num_params(make_task().config)
-    assert "perf/examples_per_s" in rows(folder)[0]
-    (best,) = (folder / "best").glob("[0-9]*")
-    assert (best / "model_state").is_dir() and (best / "params").is_dir()
-    tiny.run(tiny_config(steps=1), tmp_path / "parts")
-    tiny.run(tiny_config(steps=2), tmp_path / "parts")
-    parts = json.loads((tmp_path / "parts" / "summary.json").read_text())
-    for name in ("eval/loss", "eval/top1", "eval/top5", "eval/consensus_distance"):
-        assert parts["final"][name] == whole["final"][name]  # so the statistics are restored too
-    config = json.loads((folder / "config.json").read_text())
-    assert config["model"]["batch_norm_consensus"] == "average"
-
-
-@pytest.mark.parametrize("algorithm", ["decentralized_adam", "all_reduce"])
-def test_mixed_statistics(algorithm, tmp_path):
+@pytest.mark.parametrize(
+    "algorithm, policies",
+    [("decentralized_adam", ("mix", "average")), ("all_reduce", ("mix",))],
+    ids=["decentralized_adam", "all_reduce"],
+)
+def test_a_run_and_mixed_statistics(algorithm, policies, tmp_path):
     """Where every round is a whole average all replicas keep the same statistics; else they differ.
 
     The replicas' batches differ, so nothing but mixing makes them equal.
     """
-    for policy in ("mix", "average"):
+    for policy in policies:
         config = tiny_config(steps=1, model__batch_norm_consensus=policy, eval__batches=1)
-        config.algorithm, config.schedule, config.combine = algorithm, "complete", "then"
-        saved = tiny.saved(tiny.run(config, tmp_path / policy), 1)
-        statistics = [x for name, x in saved.items() if "model_state" in name]
+        config.algorithm, config.schedule = algorithm, "complete"
+        config.combine = "" if algorithm == "all_reduce" else "then"
+        folder = tiny.run(config, tmp_path / policy)
+        statistics = [x for name, x in tiny.saved(folder, 1).items() if "model_state" in name]
         assert statistics
         spread = max(np.abs(x - x[:1]).max() for x in statistics)
         assert spread < 1e-6 if policy == "mix" else spread > 1e-4
+        summary = json.loads((folder / "summary.json").read_text())
+        assert {"eval/loss", "eval/top1", "eval/top5"} <= summary["final"].keys()
+        assert summary["parameters"] == resnet.num_params(make_task().config)
+        assert "perf/examples_per_s" in rows(folder)[0]
+        (best,) = (folder / "best").glob("[0-9]*")
+        assert (best / "model_state").is_dir() and (best / "params").is_dir()
 
 
 def test_demonstrate(task, model):
@@ -330,6 +313,7 @@ def test_class_table():
 def test_presets_and_changes():
     config = train.default_config("image_classification")
     config_lib.validate(config)
+    assert config.model.batch_norm_consensus == "average"
     assert task_lib.model_config(config, 1000) == resnet.PRESETS["resnet50"]
     config.model.update(blocks="2, 3", width=8, small_images=True, zero_init=False)
     config.model.update(batch_norm_momentum=0.5, dtype="float32")

@@ -7,7 +7,21 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1] / "decent_jax"
 
 # Importable by all.
-GROUND = {"errors", "text", "json_files", "progress", "fields", "plot_style", "run_folder"}
+GROUND = {
+    "command_line",
+    "config_files",
+    "errors",
+    "extras",
+    "text",
+    "json_files",
+    "progress",
+    "fields",
+    "machine",
+    "plot_style",
+    "plot_means",
+    "run_folder",
+    "written",
+}
 
 # room: what it may import besides the ground and itself.
 ARROWS = {
@@ -27,9 +41,23 @@ ARROWS = {
     "cpu": {"gossip", "replicas", "optim"},
     "planner": {"topology"},
     "simulate": {"topology", "planner"},
+    "peers": {"train", "tasks", "data", "cluster", "replicas", "topology", "simulate", "plot"},
+    "pipelines": {
+        *("train", "tasks", "models", "data", "optim", "gossip", "replicas", "topology"),
+        *("cluster", "peers", "plot"),
+    },
 }
 # Started by users (`python -m decent_jax.NAME`): they may import all, and no room imports them.
-COMMANDS = {"sample", "export", "translate", "preflight", "prepare", "saved_model"}
+COMMANDS = {
+    "sample",
+    "export",
+    "translate",
+    "preflight",
+    "prepare",
+    "saved_model",
+    "command",
+    "sweep",
+}
 COMMAND_FILES = {
     "planner/inputs.py",  # the flags of the planner, among them --config
     *(f"data/prepare_{kind}.py" for kind in ("text", "images", "translation")),  # as before 0.2

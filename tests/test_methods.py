@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import warnings
+from collections.abc import Callable
 
 import harness
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import oracles
+import oracles_seldom
 import pytest
 
 from decent_jax import optim, topology
@@ -18,7 +20,7 @@ from decent_jax.gossip import wire
 N, D, STEPS, MOMENTUM = 8, 6, 8, 0.9
 MASK = {"one": True, "two": False}
 
-pytestmark = pytest.mark.usefixtures("x64")
+pytestmark = pytest.mark.usefixtures("x64", "unoptimized")
 
 
 def rate(step):
@@ -39,7 +41,7 @@ class Case:
     """A method with its numbers, and its name and numbers among the oracles."""
 
     method: str
-    oracle: str
+    oracle: str | Callable
     inner: optax.GradientTransformation = SGD
     combine: str = ""
     numbers: dict = dataclasses.field(default_factory=dict)
@@ -97,7 +99,17 @@ CASES = {
     "exact_diffusion": Case("exact_diffusion", "exact_diffusion"),
     "d2": Case("d2", "d2"),
     "gradient_tracking": Case("gradient_tracking", "gradient_tracking"),
+    "gradient_tracking-then": Case(
+        "gradient_tracking", "gradient_tracking", combine="then", wanted={"combine": "then"}
+    ),
     "push_sum": Case("push_sum", "push_sum"),
+    "noloco": Case("noloco", oracles_seldom.noloco),
+    "gasloc": Case(
+        "gasloc",
+        oracles_seldom.gasloc,
+        numbers={"alpha": 0.6, "eta": 0.8, "gamma": 0.4},
+        wanted={"alpha": 0.6, "eta": 0.8, "gamma": 0.4},
+    ),
     "slowmo": Case(
         "slowmo", "slowmo", numbers={"alpha": 0.9, "beta": 0.6}, wanted={"alpha": 0.9, "beta": 0.6}
     ),
@@ -139,9 +151,14 @@ REFUSED = dict.fromkeys(CASES, NOT_PUSH) | {
 }
 
 
+@functools.cache
+def schedule_of(name, n=N):
+    return topology.make(name, n, local_size=2)
+
+
 def build(case, name, mix_every=1, n=N, **changes):
     given = {"combine": case.combine, "numbers": case.numbers} | changes
-    schedule = topology.make(name, n, local_size=2)
+    schedule = schedule_of(name, n)
     with warnings.catch_warnings():  # the ring of 8 is at the bound of D2, see test_d2_at_its_bound
         warnings.filterwarnings("ignore", message=".*the bound of its")
         return schedule, harness.build(
@@ -150,7 +167,7 @@ def build(case, name, mix_every=1, n=N, **changes):
             case.inner,
             rate,
             mix_every=mix_every,
-            identical_start=False,
+            identical_start=case.method == "sparseloco",
             **given,
         )
 
@@ -195,16 +212,18 @@ def data_of(given):
 
 
 def test_every_method_has_a_case():
-    """DiLoCo and SwarmSGD have files of their own; the rest is here."""
+    """DiLoCo and SwarmSGD have files of their own, those that read rounds are in test_outer."""
     tested = {case.method for case in CASES.values()}
-    assert tested | {"all_reduce", "diloco", "swarm"} == set(harness.NAMES)
+    elsewhere = {"all_reduce", "diloco", "swarm", "sparseloco", "des_loc", "sparta"}
+    assert tested | elsewhere == set(harness.NAMES)
 
 
 # Every schedule by name, mixing in every step and in every second one.
 SCHEDULES = [(name, every) for name in (*topology.NAMES, "random_out") for every in (1, 2)]
 # What a method runs on; methods with conditions run on fewer.
 ENOUGH = dict.fromkeys(CASES, 33) | {"push_sum": 35, "exact_diffusion": 17}
-ENOUGH |= {"d2": 3, "decentlam": 4, "choco": 4}
+ENOUGH |= {"d2": 3, "decentlam": 4, "choco": 4, "noloco": 17, "gasloc": 17}
+KEEPS = ("choco", "noloco", "gasloc")  # act in rounds only, which no matrix says
 
 
 def accepted(case):
@@ -223,10 +242,10 @@ def test_it_is_the_recursion(name):
     """On all schedules in one program, whose data are the matrices.
 
     SlowMo reads the number of a round, so it runs on devices below. CHOCO in a step that does not
-    mix keeps what it has sent, which no matrix says; it runs there too.
+    mix keeps what it has sent, which no matrix says; it runs there too, and so do outer steps.
     """
     case, given = CASES[name], problem()
-    runs = [run for run in accepted(case) if name != "choco" or run[1] == 1]
+    runs = [run for run in accepted(case) if name not in KEEPS or run[1] == 1]
     assert len(runs) >= ENOUGH[name]
     matrices = np.stack([harness.matrices_of(schedule, STEPS, every) for schedule, every in runs])
     schedule = runs[0][0]
@@ -244,16 +263,18 @@ def test_it_is_the_recursion(name):
 # Rounds themselves, and steps without one. A layout lives in `gossip` only, so one schedule for
 # each method is enough; (form, replicas, devices, schedule, mix_every).
 LAYOUTS = {
-    ("devices", 4, 4, "one_peer_exp", 2): [
+    ("devices", 4, 4, "bidirectional_ring", 2): [
         *("gamma", "dmsgd-then", "accum_adam-with", "adam-then", "gossiped_momentum"),
-        *("quasi_global_sgd", "quasi_global_adam", "exact_diffusion", "gradient_tracking"),
+        *("quasi_global_sgd", "gradient_tracking", "choco", "noloco", "gasloc"),
     ],
-    ("devices", 4, 4, "bidirectional_ring", 1): ["d2", "decentlam"],
-    ("devices", 4, 4, "bidirectional_ring", 2): ["choco"],
+    ("devices", 4, 4, "bidirectional_ring", 1): ["d2", "decentlam", "exact_diffusion"],
     ("devices", 4, 4, "periodic_average(hypercube, every=2)", 1): ["slowmo"],
     ("devices", 4, 4, "random_out", 2): ["push_sum"],
     ("vmap", 4, 1, "complete", 2): ["slowmo"],
-    ("block", 8, 4, "hierarchical", 1): ["accum_adamw-with", "dmsgd-then"],
+    ("block", 8, 4, "hierarchical", 1): ["dmsgd-then"],
+    ("block", 8, 4, "bidirectional_ring", 1): [
+        *("accum_adamw-with", "gradient_tracking", "quasi_global_adam"),
+    ],
 }
 
 
@@ -297,7 +318,9 @@ def test_refusals_name_the_method_and_the_schedule(name, kind):
     case = CASES[name]
     with pytest.raises(ValueError, match=REFUSED[name][kind]) as error:
         build(case, *KINDS[kind])
-    family = "decentralized" if case.oracle in ("dpsgd", "dmsgd", "accum_adam") else case.oracle
+    family = case.method
+    if case.oracle in ("dpsgd", "dmsgd", "accum_adam"):
+        family = "decentralized"
     assert str(error.value).startswith(family.removesuffix("_sgd").removesuffix("_adam"))
 
 
@@ -335,7 +358,16 @@ def test_d2_at_its_bound():
     ("method", "changes", "message"),
     [
         ("d2", {"combine": "with"}, "d2 has only combine='then', got 'with'"),
-        ("gradient_tracking", {"combine": "then"}, "gradient_tracking has only combine='with'"),
+        ("noloco", {"combine": "with"}, "noloco has only combine='then', got 'with'"),
+        ("gasloc", {"numbers": {"alpha": 0}}, "gasloc.alpha must be above 0 and at most 1, got 0"),
+        ("gasloc", {"numbers": {"gamma": 1}}, r"gasloc.gamma must be in \[0, 1\), got 1"),
+        ("sparseloco", {}, "sparseloco moves its outer .*bidirectional_ring does not do"),
+        ("sparseloco", {"numbers": {"decay": 2}}, r"sparseloco.decay must be in \[0, 1\], got 2"),
+        ("sparseloco", {"numbers": {"bits": 8}}, "bits must be 2 or 32 .*, got 8"),
+        ("sparseloco", {"numbers": {"density": 0}}, "density must be above 0 .* got 0"),
+        ("sparta", {"numbers": {"fraction": 2}}, "sparta.fraction must be above 0 .* got 2"),
+        ("des_loc", {}, "des_loc with first 3 and second 6 needs .* multiple of 6 rounds, got one"),
+        ("des_loc", {"numbers": {"first": 0}}, "des_loc.first must be from 1 to 16, got 0"),
         ("push_sum", {"wire": wire.BFloat16()}, "push_sum sends float32"),
         ("slowmo", {"numbers": {"gamma": 1}}, "slowmo has no number 'gamma'; it has alpha, beta"),
         ("d2", {"numbers": {"beta": 1}}, "d2 has no number 'beta'; it has none"),
@@ -358,7 +390,7 @@ def test_d2_at_its_bound():
 def test_impossible_pairings(method, changes, message):
     case = Case(method, method)
     with pytest.raises(ValueError, match=message):
-        averages = method in ("diloco", "slowmo") and changes
+        averages = method in ("diloco", "slowmo", "sparseloco") and changes
         build(case, "complete" if averages else "bidirectional_ring", **changes)
 
 

@@ -1,6 +1,7 @@
 """What every method declares that it sends, and that it composes: formats, layouts, another n."""
 
 import functools
+import math
 import re
 
 import harness
@@ -9,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from decent_jax import gossip, optim, replicas, topology
 from decent_jax.gossip import permute, wire
@@ -21,22 +21,28 @@ N = 8
 SHAPES = {"kernel": (2, 5), "scale": (7,), "bias": (3,)}
 SCHEDULES = {"slowmo": "complete", "diloco": "complete", "swarm": "hypercube"}
 SCHEDULES |= {"push_sum": "random_out", "decentralized_adam": "one_peer_exp"}
+SCHEDULES |= {"sparseloco": "complete"}
 NAMES = [name for name in harness.NAMES if name != "all_reduce"]
 INNER = {"sgd": optax.sgd(0.01, momentum=0.9), "adam": optax.adam(0.01)}
 INNER["accum_adam"] = optim.accum_adam(0.01)
 NUMBERS = {"choco": [{"fraction": 0.2}, {"compressor": "random_k"}, {"compressor": "int8"}]}
-NUMBERS |= {"swarm": [{"bits": 32}, {"bits": 8}, {"bits": 16}]}
+NUMBERS["choco"] += [{"compressor": "chunked_top_k", "fraction": 0.2}]
+NUMBERS |= {"swarm": [{"bits": 32}, {"bits": 8}, {"bits": 16}], "sparta": [{"fraction": 0.2}]}
+NUMBERS |= {"des_loc": [{"first": 1, "second": 2}]}
+NUMBERS |= {"sparseloco": [{"density": 0.2, "chunk": 4}, {"density": 0.2, "bits": 32}]}
 VARIANTS = [(name, numbers) for name in NAMES for numbers in NUMBERS.get(name, [{}])]
 
 
-def schedule_of(name, n=N):
-    return topology.make(SCHEDULES.get(name, "bidirectional_ring"), n)
+def schedule_of(name, n=N, numbers=None):
+    schedule = topology.make(SCHEDULES.get(name, "bidirectional_ring"), n)
+    return topology.repeat(schedule, harness.phases(name, numbers))
 
 
 def parts(name, numbers=None, n=N, **changes):
     """Arguments of `harness.build` after the name."""
     given = {"inner": INNER[harness.optimizers_of(name)[0]], "learning_rate": 0.01}
-    return {"schedule": schedule_of(name, n), "numbers": numbers or {}} | given | changes
+    schedule = schedule_of(name, n, numbers)
+    return {"schedule": schedule, "numbers": numbers or {}} | given | changes
 
 
 def build(name, *args, **given):
@@ -54,6 +60,11 @@ def towards_zero(x, speed):
     return jax.tree.map(lambda a: speed * a, x)
 
 
+def all_towards_zero(xs, speed):
+    """Of several methods, see `harness.together`."""
+    return {name: towards_zero(x, speed) for name, x in xs.items()}
+
+
 def nothing(x):
     return jax.tree.map(jnp.zeros_like, x)
 
@@ -66,49 +77,47 @@ SPEED = jnp.linspace(0.1, 0.8, N)
 WIDTH = {"f32": 4, "bf16": 2, "s32": 4, "u32": 4, "s8": 1, "u8": 1, "u16": 2, "pred": 1}
 
 
-def sent_bytes(text):
-    """[bytes of each array of more than 4 numbers or 4 bytes] in collective-permutes."""
-    found = []
-    for line in text.splitlines():
-        match = re.search(r"= (.*?) collective-permute(-start)?\(", line)
-        if match:
-            for kind, shape in re.findall(r"\b([a-z]+[0-9]*)\[([0-9,]*)\]", match[1]):
-                size = int(np.prod([int(k) for k in shape.split(",") if k]))
-                found.append((kind, size))
-    return found
+def sent(text, kind):
+    """[(dtype, size)] of the arrays that the collectives of a kind send."""
+    found = re.findall(rf"= (.*?) {kind}(?:-start)?\(", text)
+    shapes = [pair for types in found for pair in re.findall(r"\b([a-z]+\d*)\[([\d,]*)\]", types)]
+    return [(dtype, math.prod(int(k) for k in shape.split(",") if k)) for dtype, shape in shapes]
 
 
 @pytest.mark.parametrize(("name", "numbers"), VARIANTS)
 def test_hlo_sends_what_is_declared(name, numbers, monkeypatch):
     """Bytes to a neighbour in a round, read off the compiled step; nothing else travels."""
     monkeypatch.setattr(permute, "SMALL", 0)  # scalars apart from arrays
-    tx = build(name, numbers)
-    x = stacked()
-    state = jax.vmap(tx.init)(x)
-    step = harness.on_stack(harness.step_of(tx, towards_zero, 0), "devices", N, N)
-    text = step.lower(x, state, SPEED).compile().as_text()
-    others = [k for k in ("all-gather", "all-to-all", "reduce-scatter") if f" {k}(" in text]
-    assert not others
+    tx, x = build(name, numbers), stacked()
+    phases = harness.phases(name, numbers)
+    text = ""  # of the rounds that the method treats differently
+    for r in range(phases):
+        step = harness.on_stack(harness.step_of(tx, towards_zero, r), "devices", N, N)
+        text += step.lower(x, jax.eval_shape(jax.vmap(tx.init), x), SPEED).compile().as_text()
+    gathers = ["all-gather"] if name != "sparseloco" else []
+    for kind in (*gathers, "all-to-all", "reduce-scatter"):
+        assert f" {kind}(" not in text
+    messages, sums = sent(text, "collective-permute"), sent(text, "all-reduce")
     own = jax.tree.map(lambda a: a[0], x)
-    declared = harness.message_bytes(name, own, **parts(name, numbers))
+    given = parts(name, numbers)
+    declared = phases * harness.message_bytes(name, own, **given)
     one = schedule_of(name).rounds[0]
-    if one.group_size > 1:  # a mean of all: one all-reduce an array
-        assert not sent_bytes(text) and " all-reduce(" in text
-        sizes = [
-            int(np.prod([int(k) for k in shape.split(",") if k]))
-            for line in text.splitlines()
-            if (match := re.search(r"= (.*?) all-reduce(-start)?\(", line))
-            for shape in re.findall(r"f32\[([0-9,]*)\]", match[1])
-        ]
-        assert 4 * sum(size for size in sizes if size > 1) == declared
+    if name == "sparseloco":  # each sends its own part of what all have in the end to N - 1 others
+        gathered = sum(WIDTH[dtype] * size for dtype, size in sent(text, "all-gather"))
+        assert not messages and not sums
+        assert gathered / N * (N - 1) == harness.bytes_sent(name, own, **given)
         return
-    assert " all-reduce(" not in text
+    if one.group_size > 1:  # a mean of all: one all-reduce an array
+        assert not messages
+        assert sum(WIDTH[dtype] * size for dtype, size in sums if size > 1) == declared
+        return
+    assert not sums
     # Flags, weights, checksums and steps of a lattice are scalars; so is what top-k keeps of 3.
-    scalars = 1 if name != "choco" else 0
-    total = sum(WIDTH[kind] * size for kind, size in sent_bytes(text) if size > scalars)
-    if name == "choco" and numbers.get("compressor") != "int8":
-        flags = [kind for kind, _ in sent_bytes(text) if kind == "pred"]
-        total -= len(flags)
+    coded = name in ("choco", "sparta")
+    scalars = 0 if coded else 1
+    total = sum(WIDTH[dtype] * size for dtype, size in messages if size > scalars)
+    if coded and numbers.get("compressor") not in ("int8", "chunked_top_k"):
+        total -= [dtype for dtype, _ in messages].count("pred")
     assert total == declared * len(one.sends)
 
 
@@ -128,7 +137,8 @@ def test_bytes_a_step():
 @pytest.mark.parametrize("name", NAMES)
 def test_memory_is_what_is_declared(name):
     given = {"numbers": {"delay": 2}, "mix_every": 3} if name == "diloco" else {}
-    state = build(name, **given).init(jax.tree.map(lambda a: a[0], stacked()))
+    own = jax.tree.map(lambda a: a[0], stacked())
+    state = jax.eval_shape(build(name, **given).init, own)
     kept = sum(leaf.size for leaf in jax.tree.leaves(harness.own(state)) if leaf.ndim) / 20
     if name == "diloco":
         assert kept == 3  # the outer parameters, outer momentum, what is sent
@@ -138,36 +148,27 @@ def test_memory_is_what_is_declared(name):
 # --- layouts --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "numbers"),
-    [
-        ("quasi_global_adam", {}),  # one message
-        ("gradient_tracking", {}),  # two
-        ("choco", {"compressor": "random_k"}),  # coded, by a key and the replica's number
-        ("swarm", {"bits": 8}),  # pairs
-    ],
-)
-def test_blocks_and_devices_agree(name, numbers):
-    """A replica a device, two a device and all on one give the same three steps.
-
-    A layout is a matter of `gossip` alone, so what it can do to a method is shown by these four.
-    """
-    x = stacked()
-    if name == "choco":  # it begins with equal replicas
-        x = jax.tree.map(lambda a: jnp.broadcast_to(a[:1], a.shape), x)
+def test_coded_messages_do_not_depend_on_the_layout(unoptimized):
+    """Two replicas a device and all on one give the same three steps: messages coded by a key and
+    the replica's number, and in pairs. test_methods has the others."""
+    coded = {"choco": {"compressor": "int8"}, "swarm": {"bits": 8}}
+    coded |= {"sparseloco": {"density": 0.5, "chunk": 4}, "sparta": {"fraction": 0.5}}
+    own = stacked()["kernel"]
+    equal = jnp.broadcast_to(own[:1], own.shape)  # as choco and sparseloco begin
 
     def steps(form, devices):
-        tx = build(name, numbers, axis_name=harness.axis_of(form))
-        params, state = x, jax.vmap(tx.init)(x)
-        one = harness.on_stack(harness.step_of(tx, towards_zero, 0), form, N, devices)
+        axis_name = harness.axis_of(form)
+        tx = harness.together({k: build(k, v, axis_name=axis_name) for k, v in coded.items()})
+        params = {"choco": equal, "swarm": own, "sparseloco": equal, "sparta": own}
+        state = jax.jit(jax.vmap(tx.init))(params)
+        one = harness.on_stack(harness.step_of(tx, all_towards_zero, 0), form, N, devices)
         for _ in range(3):
             params, state = one(params, state, SPEED)
         return params
 
-    alone, devices, blocks = steps("vmap", 1), steps("devices", N), steps("block", 4)
-    for key in SHAPES:
-        np.testing.assert_allclose(devices[key], alone[key], rtol=2e-5, atol=2e-6)
-        np.testing.assert_allclose(blocks[key], alone[key], rtol=2e-5, atol=2e-6)
+    alone, blocks = steps("vmap", 1), steps("block", 4)
+    for name, x in alone.items():
+        np.testing.assert_allclose(blocks[name], x, rtol=2e-5, atol=2e-6, err_msg=name)
 
 
 # --- formats of messages --------------------------------------------------------------------------
@@ -175,35 +176,34 @@ def test_blocks_and_devices_agree(name, numbers):
 WIRES = {"bfloat16": wire.BFloat16(), "int8": wire.Int8()}
 
 
-@pytest.mark.parametrize("guarded", [False, True])
-@pytest.mark.parametrize("dtype", WIRES)
-def test_a_format_keeps_the_mean_and_reaches_consensus(dtype, guarded):
+def test_a_format_keeps_the_mean_and_reaches_consensus():
     """Differences of decoded arrays: the mean stays, and what is left is below a rounding."""
-    schedule = topology.make("one_peer_exp", N)
+    schedule = topology.make("bidirectional_ring", N)
     x = {k: a + 3 for k, a in stacked().items()}
 
-    def mix(tree, key, r):
-        finite = jnp.isfinite(tree["bias"]).all() if guarded else None
-        return gossip.mix(tree, schedule, r, wire=WIRES[dtype], key=key, finite=finite)
+    def mixed(forms, state, key):
+        out = {}
+        for (dtype, guarded), tree in forms.items():
+            finite = jnp.isfinite(tree["bias"]).all() if guarded else None
+            options = {"wire": WIRES[dtype], "key": key, "finite": finite}
+            out[dtype, guarded] = gossip.mix(tree, schedule, 0, **options)
+        return out, state
 
-    runs = [
-        jax.jit(jax.vmap(functools.partial(mix, r=r), (0, None), axis_name="replica"))
-        for r in range(3)
-    ]
-    now = x
-    for t in range(60):
-        now = runs[t % 3](now, jax.random.key(t))
-    for key in SHAPES:
-        np.testing.assert_allclose(now[key].mean(0), x[key].mean(0), atol=2e-5)
-        spread = np.abs(now[key] - now[key].mean(0, keepdims=True)).max()
-        assert spread < (2**-7 if dtype == "bfloat16" else 2 / 127) * np.abs(x[key]).max()
+    forms = {(dtype, guarded): x for dtype in WIRES for guarded in (False, True)}
+    last = jax.tree.map(lambda a: a[-1], gossiped(mixed, forms, jnp.zeros(N), 60))
+    for (dtype, guarded), now in last.items():
+        for key, leaf in now.items():
+            message = f"{dtype} {guarded} {key}"
+            np.testing.assert_allclose(leaf.mean(0), x[key].mean(0), atol=2e-5, err_msg=message)
+            spread = np.abs(leaf - leaf.mean(0, keepdims=True)).max()
+            limit = 2**-7 if dtype == "bfloat16" else 2 / 127
+            assert spread < limit * np.abs(x[key]).max(), message
 
 
 def test_int8_is_unbiased():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 50)), jnp.float32)
-    draws = jax.vmap(lambda k: wire.Int8().decode(wire.Int8().encode(x, k, 0), x, k))(
-        jax.random.split(jax.random.key(0), 4000)
-    )
+    decoded = jax.jit(jax.vmap(lambda k: wire.Int8().decode(wire.Int8().encode(x, k, 0), x, k)))
+    draws = decoded(jax.random.split(jax.random.key(0), 4000))
     step = np.abs(x).max(1, keepdims=True) / 127
     error = np.asarray(draws.mean(0) - x) / np.asarray(step)
     assert np.abs(error).max() < 5 * 0.5 / np.sqrt(4000)
@@ -238,7 +238,7 @@ def by_choco(tx, x, steps):
     return gossiped(step, x, jax.vmap(tx.init)(x), steps)
 
 
-def test_naive_int8_stalls_where_choco_goes_on():
+def test_naive_int8_stalls_where_choco_goes_on(unoptimized):
     """Sending rounded parameters leaves a rounding's worth; sending differences does not."""
     schedule = topology.make("bidirectional_ring", N)
     rng = np.random.default_rng(1)
@@ -257,26 +257,15 @@ def test_naive_int8_stalls_where_choco_goes_on():
     assert left["naive"] > 1e-2 and left["choco"] < 1e-3
 
 
-@pytest.mark.parametrize(
-    ("compressor", "gamma"), [(wire.TopK(0.1), 0.2), (wire.RandomK(0.2), 0.1), (wire.Int8(), 0.5)]
-)
-def test_choco_reaches_consensus_on_the_mean(compressor, gamma):
+def test_choco_reaches_consensus_on_the_mean(unoptimized):
     x = jnp.asarray(np.random.default_rng(2).normal(size=(4, 40)), jnp.float32)
-    tx = choco(topology.make("bidirectional_ring", 4), compressor, gamma)
+    ring = topology.make("bidirectional_ring", 4)
+    kinds = [(wire.TopK(0.1), 0.2), (wire.RandomK(0.2), 0.1), (wire.Int8(), 0.5)]
+    txs = {type(compressor).__name__: choco(ring, compressor, gamma) for compressor, gamma in kinds}
+    history = by_choco(harness.together(txs), dict.fromkeys(txs, x), 2000)
     wanted = np.broadcast_to(x.mean(0), x.shape)
-    np.testing.assert_allclose(by_choco(tx, x, 2000)[-1], wanted, atol=1e-3)
-
-
-def test_choco_gossip_of_the_notes(x64):
-    """../shared/ALGORITHMS.md 4: top-1 of 3 on a ring of 4."""
-    x = jnp.array([[4.0, 0, 1], [0, 8, 2], [1, 1, 12], [16, 2, 0]])
-    tx = choco(topology.make("bidirectional_ring", 4), wire.TopK(0.3), 0.3)
-    history = np.asarray(by_choco(tx, x, 100))
-    mean = np.asarray(x.mean(0))
-    np.testing.assert_allclose(history.mean(1), np.tile(mean, (100, 1)), rtol=1e-13)
-    errors = np.abs(history - mean).max((1, 2))
-    assert errors[9] == pytest.approx(0.668, abs=5e-4)
-    assert errors[99] == pytest.approx(1.6e-10, rel=0.05)
+    for kind, xs in history.items():
+        np.testing.assert_allclose(xs[-1], wanted, atol=1e-3, err_msg=kind)
 
 
 def test_a_format_of_group_means_is_refused():
@@ -290,26 +279,25 @@ def test_a_format_of_group_means_is_refused():
 # --- another number of replicas -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_goes_on_with_another_number_of_replicas(name):
-    """`replicas.resize` makes all equal, parameters and state, and the method goes on."""
+def test_every_method_goes_on_with_another_number_of_replicas(unoptimized):
+    """`replicas.resize` makes all equal, parameters and state, and the methods go on."""
 
-    def after(n, x, state, steps):
-        tx = build(name, n=n)
-        step = jax.vmap(harness.step_of(tx, towards_zero, 0), axis_name="replica")
-        state = jax.vmap(tx.init)(x) if state is None else state
-        run = jax.jit(
-            lambda *carry: jax.lax.scan(
-                lambda c, _: (step(*c, SPEED[:n]), None), carry, length=steps
-            )[0]
-        )
+    def after(n, steps, x, state=None):
+        tx = harness.together({name: build(name, n=n) for name in NAMES})
+        step = jax.vmap(harness.step_of(tx, all_towards_zero, 0), axis_name="replica")
+        state = jax.jit(jax.vmap(tx.init))(x) if state is None else state
+
+        @jax.jit
+        def run(*carry):
+            return jax.lax.scan(lambda c, _: (step(*c, SPEED[:n]), None), carry, length=steps)[0]
+
         return run(x, state)
 
-    x = jax.tree.map(lambda a: jnp.broadcast_to(a[:1], a.shape), stacked())
-    x, state = replicas.resize(after(N, x, None, 3), 4)
-    far = float(optax.tree.norm(x))
-    x, _ = after(4, x, state, 400)
-    assert float(optax.tree.norm(x)) < 0.6 * far
+    x = jnp.broadcast_to(stacked()["kernel"][:1], (N, 2, 5))
+    x, state = jax.jit(replicas.resize, static_argnums=1)(after(N, 3, dict.fromkeys(NAMES, x)), 4)
+    far, (x, _) = {name: optax.tree.norm(x[name]) for name in NAMES}, after(4, 400, x, state)
+    for name in NAMES:
+        assert optax.tree.norm(x[name]) < 0.6 * far[name], name
 
 
 # --- a matrix in place of a round -----------------------------------------------------------------
@@ -326,20 +314,15 @@ def test_a_matrix_is_a_round():
         by_number = gossip.mix(x, schedule, 1, finite=finite)
         return by_number, gossip.mix(x, schedule, gossip.Simulated(0, matrix), finite=finite)
 
-    by_number, by_matrix = jax.vmap(both, (0, 0, None), axis_name="replica")(x, finite, matrix)
+    run = jax.jit(jax.vmap(both, (0, 0, None), axis_name="replica"))
+    by_number, by_matrix = run(x, finite, matrix)
     for key in SHAPES:
         np.testing.assert_allclose(by_matrix[key], by_number[key], rtol=1e-6, atol=1e-6)
 
 
-def test_a_matrix_is_refused_on_devices(mesh8):
-    schedule = topology.make("one_peer_exp", N)
-    mix = jax.shard_map(
-        lambda x: gossip.mix(x, schedule, gossip.Simulated(0, jnp.eye(N))),
-        mesh=mesh8,
-        in_specs=P("replica"),
-        out_specs=P("replica"),
-    )
-    with pytest.raises(
-        ValueError, match=r"Simulated round needs all replicas on one device: use jax\.vmap"
-    ):
-        jax.jit(mix)(jnp.ones((N, 2)))
+def test_a_matrix_is_refused_on_devices():
+    simulated = gossip.Simulated(0, jnp.eye(N))
+    mix = functools.partial(gossip.mix, schedule=schedule_of("choco"), round=simulated)
+    message = r"Simulated round needs all replicas on one device: use jax\.vmap"
+    with pytest.raises(ValueError, match=message):
+        harness.on_stack(mix, "devices", N, N)(jnp.ones((N, 2)))

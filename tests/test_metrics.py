@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from decent_jax.json_files import write_json_atomic
+from decent_jax.train import metrics
 from decent_jax.train.metrics import MetricWriter, read_metrics
 
 
@@ -27,31 +28,15 @@ def steps_of(workdir):
 
 
 def test_scalars_of_every_kind_become_short_plain_numbers(tmp_path):
-    scalars = {
-        "python": 2.5,
-        "int": 3,
-        "bool": True,
-        "numpy": np.float32(2.3),
-        "jax": jnp.float32(2.3),
-        "bfloat16": jnp.bfloat16(0.5),
-        "one": np.array([[4]]),
-        "any key, with spaces/µ": 1,
-    }
+    scalars = {"python": 2.5, "int": 3, "bool": True, "numpy": np.float32(2.3)}
+    scalars |= {"jax": jnp.float32(2.3), "bfloat16": jnp.bfloat16(0.5), "one": np.array([[4]])}
     with MetricWriter(tmp_path) as writer:
-        writer.write(jnp.int32(10), scalars)
+        writer.write(jnp.int32(10), scalars | {"any key, with spaces/µ": 1})
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert '"numpy": 2.3,' in line and '"jax": 2.3,' in line
-    assert json.loads(line) == {
-        "step": 10,
-        "python": 2.5,
-        "int": 3,
-        "bool": 1,
-        "numpy": 2.3,
-        "jax": 2.3,
-        "bfloat16": 0.5,
-        "one": 4,
-        "any key, with spaces/µ": 1,
-    }
+    words = '{"step": 10, "python": 2.5, "int": 3, "bool": 1, "numpy": 2.3, "jax": 2.3, '
+    assert line.startswith(words) and json.loads(line) == json.loads(
+        words + '"bfloat16": 0.5, "one": 4, "any key, with spaces/µ": 1}'
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,10 +134,8 @@ def test_json_is_replaced_whole_or_not_at_all(tmp_path):
     with pytest.raises(TypeError):
         write_json_atomic(path, {"loss": object()})
     write_json_atomic(tmp_path / "config.json", {"path": tmp_path, 3: jnp.arange(2)})
-    assert json.loads((tmp_path / "config.json").read_text()) == {
-        "path": str(tmp_path),
-        "3": [0, 1],
-    }
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written == {"path": str(tmp_path), "3": [0, 1]}
     assert path.read_text() == before
     assert sorted(os.listdir(tmp_path)) == ["config.json", "summary.json"]
 
@@ -199,3 +182,25 @@ def test_a_quiet_writer_writes_nothing(tmp_path):
         writer.write(1, {"a": 1.0})
         writer.flush()
     assert os.listdir(tmp_path) == []
+
+
+def test_a_row_averages_the_finite_losses_of_its_steps():
+    """Against float64 NumPy: five steps of four replicas, some of them without a loss."""
+    rng = np.random.default_rng(0)
+    loss, norm = rng.uniform(1, 30, (2, 5, 4)).astype(np.float32)
+    loss[[2, 3, 3, 3], [3, 0, 1, 3]] = np.nan
+    zeros = np.zeros(4, np.int32)
+    last = {"learning_rate": np.float32(0.1), "skipped": zeros, "failing": zeros}
+    sums = None
+    for t in range(5):
+        sums = metrics._add(sums, {"loss": loss[t], "grad_norm": norm[t]})
+    row = metrics._summarize(sums, last)
+    exact, of_replicas = loss.astype(float), np.nanmean(loss.astype(float), axis=0)
+    wanted = {
+        "loss": np.nanmean(exact),
+        "loss_max": of_replicas.max(),
+        "loss_min": of_replicas.min(),
+        "grad_norm": norm.astype(float)[np.isfinite(exact)].mean(),
+    }
+    for name, value in wanted.items():
+        np.testing.assert_allclose(row[name], value, rtol=1e-6, err_msg=name)

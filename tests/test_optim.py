@@ -1,20 +1,17 @@
-"""Optimizers and schedules one by one: windows, rejected updates, boundaries, refusals."""
+"""What wraps an optimizer: updates that are rejected, parameters that recover, refusals."""
 
 import functools
-import math
 
 import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import oracles
 import pytest
 
 from decent_jax import optim, topology
 from decent_jax.gossip import groups
 from decent_jax.optim import guard
-from decent_jax.optim.accum_adam import bias_correction
 
 N = 4
 
@@ -147,32 +144,25 @@ def test_bad_update_is_rejected(combine, how):
 
 
 @pytest.mark.parametrize("shape", [(7,), (1000,), (2, 4096), (257, 131)])
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_one_bad_number_anywhere_is_found(shape, value):
+def test_one_bad_number_anywhere_is_found(shape):
     """In arrays long enough for the vector code of a reduction, and in what is left over."""
-    all_finite = jax.jit(guard.all_finite)
+    all_finite = jax.jit(lambda xs: jax.lax.map(lambda x: guard.all_finite([x, jnp.ones(3)]), xs))
     good = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    assert all_finite([good])
-    for place in np.linspace(0, good.size - 1, 60).astype(int):
-        bad = good.copy()
-        bad.reshape(-1)[place] = value
-        assert not all_finite([good, bad]), place
+    places = np.linspace(0, good.size - 1, 60).astype(int)
+    bad = np.tile(good.reshape(-1), (61, 1))
+    bad[np.arange(60), places] = np.resize([np.nan, np.inf, -np.inf], 60)
+    found = all_finite(bad.reshape(61, *shape))
+    np.testing.assert_array_equal(found, np.arange(61) == 60)
 
 
-def test_large_gradient_is_not_rejected():
-    tx = replicas_of(INNER, "ring")
+def test_only_what_overflows_is_rejected():
+    """A large gradient is not; a finite gradient of a finite loss is, where lr * g overflows."""
     params = start()
-    grads = poison(gradients(), 2, 1e15)
+    tx, grads = replicas_of(INNER, "ring"), poison(gradients(), 2, 1e15)
     _, state = tx.step(params, tx.init(params), grads, 0)
     assert state.skipped.tolist() == [0, 0, 0, 0]
-
-
-def test_update_that_overflows_is_rejected():
-    """A finite gradient of a finite loss, but lr * g is not finite."""
-    tx = replicas_of(optax.sgd(1e30), "ring")
-    params = start()
-    grads = poison(jax.tree.map(jnp.zeros_like, params), 1, 1e10)
-    got, state = tx.step(params, tx.init(params), grads, 0)
+    tx, grads = replicas_of(optax.sgd(1e30), "ring"), jax.tree.map(jnp.zeros_like, params)
+    got, state = tx.step(params, tx.init(params), poison(grads, 1, 1e10), 0)
     assert state.skipped.tolist() == [0, 1, 0, 0]
     assert_close(got, dense(topology.make("ring", N), 0, params))
 
@@ -381,63 +371,6 @@ def test_apply_updates():
     assert_equal(optim.apply_updates(clean, updates), optax.apply_updates(clean, updates))
 
 
-# --- accumulated Adam -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("decoupled", [False, True])
-@pytest.mark.parametrize("s", [1, 2, 3, 5])
-def test_windows(s, decoupled, x64):
-    """Parameters and state after every one of 11 steps, float64."""
-    rng = np.random.default_rng(s)
-    x, grads = rng.normal(size=4), rng.normal(size=(11, 4)) * np.float64([1, 1e-3, 10, 1e-9])
-    given = {"b1": 0.9, "b2": 0.98, "eps": 1e-6, "weight_decay": 0.2, "accum_steps": s}
-    make = optim.accum_adamw if decoupled else optim.accum_adam
-    tx, kept = make(0.03, **given), []
-    given |= {"decoupled": decoupled, "record": kept}
-    wanted = oracles.run(
-        "accum_adam", lambda t: None, lambda _, t: grads[t][None], x[None], 11, 0.03, **given
-    )
-
-    @jax.jit
-    def step(g, params, state):
-        updates, state = tx.update(g, state, params)
-        return optax.apply_updates(params, updates), state
-
-    params, state = jnp.asarray(x), tx.init(jnp.asarray(x))
-    for t, (x, (m, v, a)) in enumerate(zip(wanted[:, 0], kept, strict=True), start=1):
-        params, state = step(grads[t - 1], params, state)
-        adam = state[0 if decoupled else 1]
-        assert isinstance(adam, optim.ScaleByAccumAdamState)
-        np.testing.assert_allclose(params, x, rtol=1e-12)
-        # With s = 1 a window is a step, and is not kept.
-        assert adam.count == t and (adam.window is None) == (s == 1)
-        np.testing.assert_allclose(adam.mu, m[0], rtol=1e-12, atol=1e-20)
-        np.testing.assert_allclose(adam.nu, v[0], rtol=1e-12, atol=1e-25)
-        if s > 1:
-            np.testing.assert_allclose(adam.window, a[0], rtol=1e-12, atol=1e-20)
-            assert (t % s == 0) == (not adam.window.any())
-
-
-def test_a_window_of_one_is_adam():
-    x, grads = jnp.float32([1, -2, 3]), np.random.default_rng(0).normal(size=(5, 3))
-
-    def last(tx):
-        params, state = x, tx.init(x)
-        for g in grads:
-            updates, state = tx.update(jnp.asarray(g, jnp.float32), state, params)
-            params = optax.apply_updates(params, updates)
-        return np.asarray(params)
-
-    given = {"b1": 0.8, "b2": 0.95, "eps": 1e-3, "weight_decay": 0.1}
-    np.testing.assert_allclose(
-        last(optim.accum_adamw(0.1, accum_steps=1, **given)),
-        last(optax.adamw(0.1, **given)),
-        rtol=1e-6,
-    )
-    window_of_two = last(optim.accum_adamw(0.1, accum_steps=2, **given))
-    assert abs(window_of_two - last(optax.adamw(0.1, **given))).max() > 1e-3
-
-
 @pytest.mark.parametrize("after", [3, 4, 5])
 def test_drop_window(after):
     """As if the last completed window had been the end; whatever the state is nested in."""
@@ -455,98 +388,3 @@ def test_drop_window(after):
     rest = state._replace(inner=(adam, *state.inner[1:]))
     assert_equal(got, rest)
     assert_equal((adam.mu, adam.nu), (old.mu, old.nu))
-
-
-@pytest.mark.parametrize("decay", [0.9, 0.999, 0.99999])
-def test_bias_correction_in_float32(decay):
-    """A float32 power has a relative error of 1e-4 and more where 1 - b is small."""
-    for count in (1, 2, 100, 100_000):
-        got = bias_correction(decay, jnp.int32(count))
-        assert got.dtype == jnp.float32
-        np.testing.assert_allclose(got, 1 - decay**count, rtol=1e-6)
-
-
-def test_moments_are_shaped_and_typed_like_the_parameters():
-    params = {"a": jnp.zeros((2, 3), jnp.bfloat16), "b": jnp.zeros(4)}
-    state = optim.scale_by_accum_adam(accum_steps=2).init(params)
-    for part in (state.mu, state.nu, state.window):
-        assert jax.tree.map(lambda x: (x.shape, x.dtype), part) == jax.tree.map(
-            lambda x: (x.shape, x.dtype), params
-        )
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"b1": 1.0}, r"b1 must be in \[0, 1\), got 1.0"),
-        ({"b2": -0.1}, r"b2 must be in \[0, 1\), got -0.1"),
-        ({"b2": 1}, r"b2 must be in \[0, 1\), got 1"),
-        ({"eps": -1e-8}, "eps must not be negative, got -1e-08"),
-        ({"accum_steps": 0}, "accum_steps must be a whole number of at least 1, got 0"),
-        ({"accum_steps": 2.5}, r"accum_steps must be a whole number of at least 1, got 2\.5"),
-    ],
-)
-@pytest.mark.parametrize("make", [optim.accum_adam, optim.accum_adamw])
-def test_accum_adam_refuses(make, given, message):
-    with pytest.raises(ValueError, match=message):
-        make(0.1, **given)
-
-
-# --- learning rates -------------------------------------------------------------------------------
-
-
-def test_inverse_sqrt_schedule():
-    """REFERENCE E1: .99 (step + 1) / 4000 + .01 below step 4000, else sqrt(4000 / (step + 1))."""
-    schedule = optim.inverse_sqrt_schedule(7e-4, 4000)
-    for step in (0, 1, 1999, 3998, 3999, 4000, 4001, 15_999, 129_999):
-        factor = 0.99 * (step + 1) / 4000 + 0.01 if step < 4000 else math.sqrt(4000 / (step + 1))
-        assert float(schedule(step)) == pytest.approx(7e-4 * factor, rel=1e-6), step
-        assert float(schedule(jnp.int32(step))) == float(schedule(step))
-    assert float(schedule(3999)) == pytest.approx(7e-4, rel=1e-6)  # the peak
-    assert float(schedule(15_999)) == pytest.approx(3.5e-4, rel=1e-6)
-    values = [float(schedule(step)) for step in (3998, 3999, 4000)]
-    assert values[0] < values[1] > values[2]
-
-
-def test_inverse_sqrt_schedule_of_one_step():
-    schedule = optim.inverse_sqrt_schedule(1.0, 1)
-    assert [float(schedule(t)) for t in (0, 3)] == pytest.approx([1, 0.5])
-
-
-def test_warmup_cosine_schedule():
-    """REFERENCE E3: from 1/2000 of the peak over 2000 steps, then a cosine over 598k to 6e-5."""
-    peak, end = 6e-4, 6e-5
-    schedule = optim.linear_warmup_cosine_schedule(
-        peak, 2000, 600_000, start_factor=1 / 2000, end=end
-    )
-    for step in (0, 1, 1000, 1999, 2000, 2001, 301_000, 599_999, 600_000, 700_000):
-        if step < 2000:
-            wanted = peak * (1 / 2000 + (1 - 1 / 2000) * step / 2000)
-        else:
-            done = min(1, (step - 2000) / 598_000)
-            wanted = end + (peak - end) * (1 + math.cos(math.pi * done)) / 2
-        assert float(schedule(step)) == pytest.approx(wanted, rel=1e-5, abs=3e-7 * peak), step
-    assert float(schedule(0)) == pytest.approx(3e-7, rel=1e-4)
-    assert float(schedule(2000)) == pytest.approx(peak)
-    assert float(schedule(301_000)) == pytest.approx((peak + end) / 2)
-    assert float(schedule(600_000)) == float(schedule(10**6)) == pytest.approx(end)
-
-
-def test_warmup_cosine_schedule_at_its_edges():
-    none = optim.linear_warmup_cosine_schedule(1.0, 0, 10, end=0.1)
-    assert [float(none(t)) for t in (0, 5, 10, 11)] == pytest.approx([1, 0.55, 0.1, 0.1])
-    all_of_it = optim.linear_warmup_cosine_schedule(1.0, 4, 4)
-    assert [float(all_of_it(t)) for t in (0, 1, 3, 4)] == pytest.approx([0, 0.25, 0.75, 1])
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: optim.linear_warmup_cosine_schedule(1, 11, 10), "of 11 steps .*into 10 steps"),
-        (lambda: optim.linear_warmup_cosine_schedule(1, -1, 10), "of -1 steps .*into 10 steps"),
-        (lambda: optim.inverse_sqrt_schedule(1, 0), "at least one warm-up step, got 0"),
-    ],
-)
-def test_schedules_refuse(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

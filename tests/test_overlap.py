@@ -3,8 +3,12 @@
 That the same runs in processes of their own is in test_multiprocess.
 """
 
-from functools import partial
+import contextlib
+import functools
+import math
+from types import SimpleNamespace
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,9 +18,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_hlo import collectives
 
-from decent_jax import gossip, optim, replicas, tasks, topology
+from decent_jax import gossip, replicas, topology
 from decent_jax.cpu import overlap, pair_sums
-from decent_jax.data import loader
+from decent_jax.gossip import permute
 from decent_jax.train import algorithm, xla
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
@@ -27,9 +31,17 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.int8, jnp.uint8, jnp.int32, bool)
 INVOLUTIONS = ([1, 0, 3, 2, 5, 4, 7, 6], [4, 5, 6, 7, 0, 1, 2, 3], [7, 6, 5, 4, 3, 2, 1, 0])
 
 
+@contextlib.contextmanager
+def as_if(over_gloo):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(permute, "over_gloo", lambda: over_gloo)
+        yield
+
+
 @pytest.fixture
-def as_if_over_gloo(monkeypatch):
-    monkeypatch.setattr(pair_sums, "over_gloo", lambda: True)
+def as_if_over_gloo():
+    with as_if(True):
+        yield
 
 
 def drawn(dtype, shape, rng):
@@ -47,47 +59,35 @@ def bits_of(x):
     return np.asarray(x).view(np.uint8)
 
 
-@pytest.mark.parametrize("partners", INVOLUTIONS)
-def test_a_swap_is_a_permutation_bit_for_bit(partners, mesh8):
-    rng = np.random.default_rng(sum(partners[:2]))
-    shapes = [(8,), (8, 1), (8, 3), (8, 2, 5)]
-    x = {f"{np.dtype(d)}{s}": drawn(d, s, rng) for d in DTYPES for s in shapes}
-    pairs = [(source, device) for device, source in enumerate(partners)]
+def test_a_swap_is_a_permutation_bit_for_bit():
+    rng = np.random.default_rng(0)
+    x = {f"{np.dtype(d)}{s}": drawn(d, s, rng) for d in DTYPES for s in [(8,), (8, 3, 5)]}
 
-    def both(x):
-        swapped = jax.tree.map(lambda x: pair_sums.swap(x, pairs, "replica"), x)
-        return swapped, jax.tree.map(lambda x: jax.lax.ppermute(x, "replica", pairs), x)
+    def swapped(x):
+        pairs = [[(source, device) for device, source in enumerate(p)] for p in INVOLUTIONS]
+        return [jax.tree.map(lambda x, p=p: pair_sums.swap(x, p, "replica"), x) for p in pairs]
 
-    run = jax.shard_map(
-        both, mesh=mesh8, in_specs=P("replica"), out_specs=P("replica"), check_vma=False
-    )
-    swapped, permuted = jax.jit(run)(x)
-    for name, wanted in permuted.items():
-        got = swapped[name]
-        assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
-        np.testing.assert_array_equal(bits_of(got), bits_of(wanted), err_msg=name)
-        np.testing.assert_array_equal(bits_of(got), bits_of(np.asarray(x[name])[partners]), name)
+    run = harness.on_stack(swapped, "devices", 8, 8, check_vma=False)
+    for partners, got in zip(INVOLUTIONS, run(x), strict=True):
+        for name, given in x.items():
+            assert (got[name].dtype, got[name].shape) == (given.dtype, given.shape)
+            wanted = bits_of(np.asarray(given)[partners])
+            np.testing.assert_array_equal(bits_of(got[name]), wanted, err_msg=name)
 
 
 @pytest.mark.parametrize(
-    ("name", "local_size", "sums"),
-    [("hypercube", 1, 3), ("one_peer_exp", 1, 1), ("ring", 1, 2), ("bidirectional_ring", 1, 0)],
+    ("name", "sums"),
+    [("hypercube", 3), ("one_peer_exp", 1), ("ring", 2), ("bidirectional_ring", 0)],
 )
-def test_only_rounds_of_pairs_are_sums(name, local_size, sums, mesh8, as_if_over_gloo):
-    schedule = topology.make(name, 8, local_size=local_size)
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 5, 3)), jnp.float32)
-    kinds = []
-    for round in range(schedule.period):
-        run = jax.shard_map(
-            lambda x, round=round: gossip.mix(x[0], schedule, round)[None],
-            mesh=mesh8,
-            in_specs=P("replica"),
-            out_specs=P("replica"),
-            check_vma=gossip.allows_check_vma(schedule),
-        )
-        compiled = jax.jit(run).lower(x).compile()
+def test_only_rounds_of_pairs_are_sums(name, sums, as_if_over_gloo):
+    schedule, kinds = topology.make(name, 8), []
+    x = np.random.default_rng(0).normal(size=(8, 5, 3)).astype(np.float32)
+    for r in range(schedule.period):
+        mix = functools.partial(gossip.mix, schedule=schedule, round=r)
+        run = harness.on_stack(mix, "devices", 8, 8, gossip.allows_check_vma(schedule))
+        compiled = run.lower(x).compile()
         kinds += {kind for kind, _, _ in collectives(compiled.as_text())}
-        mixed = np.einsum("ij,j...->i...", schedule.matrix(round), np.asarray(x, np.float64))
+        mixed = np.einsum("ij,j...->i...", schedule.matrix(r), x.astype(np.float64))
         np.testing.assert_allclose(compiled(x), mixed, rtol=1e-6, atol=1e-6)
     assert kinds.count("all-reduce") == sums
     assert kinds.count("collective-permute") == schedule.period - sums
@@ -118,163 +118,171 @@ def test_shards_of_a_replica_are_permuted_as_they_are(as_if_over_gloo):
 
 # --- the step in three parts ---------------------------------------------------------------------
 
+# Rounds of two kinds; several replicas a device, coded messages and decay in the gradient; nodes,
+# mixing by half, and a state of the model that is mixed too.
+CASES = {
+    "plain": {"eval": {"ema_decay": 0.9}},
+    "l2": {
+        "schedule": "bidirectional_ring",
+        "comm_dtype": "int8",
+        "mesh": {"devices": 2},
+        "optimizer": {"decoupled": False},
+    },
+    "sgd": {
+        "schedule": "hierarchical",
+        "local_size": 2,
+        "algorithm": "decentralized_sgd",
+        "gamma": 0.5,
+    },
+}
+
+
+class Layers:
+    """A task of two layers, see `decent_jax.tasks.Task`; a batch is (B, 32) float32.
+
+    Dropout reads the number of the step and of the replica.
+    """
+
+    def __init__(self, mixes_state):
+        self.mixes_state = mixes_state
+
+    def init(self, key):
+        shapes = {"one": (32, 64), "bias": (64,), "two": (64, 8)}
+        drawn = {name: jnp.cos(jnp.arange(math.prod(shape))) for name, shape in shapes.items()}
+        params = {name: x.reshape(shapes[name]) / 8 for name, x in drawn.items()}
+        return params, {"mean": jnp.zeros(())}
+
+    def load_params(self):
+        return None
+
+    def decay_mask(self, params):
+        return {"one": True, "bias": False, "two": True}
+
+    def loss(self, params, model_state, batch, key):
+        kept = jnp.where(jax.random.bernoulli(key, 0.9, batch.shape), batch, 0)
+        out = jnp.tanh(kept @ params["one"] + params["bias"][None]) @ params["two"]
+        return jnp.square(out - 1).mean(), {"mean": 0.9 * model_state["mean"] + 0.1 * out.mean()}
+
+
+def trainer(**changes):
+    """Steps of 4 replicas in one program and, as if gloo sent their messages, in parts."""
+    config = tiny.config("no data", **{"mesh": {"devices": 4}} | changes)
+    placement = replicas.place(4, jax.devices()[: config.mesh.devices])
+    schedule = config_lib.make_schedule(config)
+    task = Layers(mixes_state=config.schedule == "hierarchical")
+    tx = algorithm.transformation(
+        config, schedule, lambda t: 0.01, task.decay_mask, placement.axis_name
+    )
+
+    def make_step():
+        return step_lib.make_step(config, task, tx, lambda t: 0.01, schedule, placement)
+
+    with as_if(False):
+        whole = make_step()
+    with as_if(True):
+        parts = make_step()
+    return SimpleNamespace(**locals())
+
+
+def compiled(made):
+    """Adds to `trainer`'s steps: a state, six batches, and the programs of each by their rounds."""
+    state = made.state = step_lib.init_state(made.config, made.task, made.tx, made.placement)
+    rng = np.random.default_rng(0)
+    rows = [rng.normal(size=(4, 2, 32)).astype(np.float32) for _ in range(6)]
+    made.batches = [made.placement.put(x) for x in rows]
+    made.bytes = sum(x.nbytes for x in jax.tree.leaves(state.params)) // 4  # of a replica
+
+    def program(step, r):
+        return step.lower(state, made.batches[0], np.int32(0), round=r).compile()
+
+    made.rounds = [*range(made.schedule.period), *([None] if made.task.mixes_state else [])]
+    with as_if(False):
+        made.whole_programs = {r: program(made.whole, r) for r in made.rounds}
+    with as_if(True):
+        made.programs = {r: program(made.parts, r) for r in made.rounds}
+    return made
+
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return tiny.write_data(tmp_path_factory.mktemp("data") / "text")
+def case():
+    """``case(name)``: one of CASES, compiled once."""
+    return functools.cache(lambda name: compiled(trainer(**CASES[name])))
 
 
-def trainer(data, schedule="one_peer_exp", replicas_a_device=1, **changes):
-    """(step, state, batches, period of the schedule): of 4 replicas."""
-    config = tiny.config(data, schedule=schedule, **changes)
-    placement = replicas.place(4, jax.devices()[: 4 // replicas_a_device])
-    task = tasks.find(config.task).make(config, None, lambda *_, **__: None)
-    made = config_lib.make_schedule(config)
-    tx = algorithm.transformation(
-        config, made, lambda t: 0.01, task.decay_mask, placement.axis_name
-    )
-    step = step_lib.make_step(config, task, tx, lambda t: 0.01, made, placement)
-    state = step_lib.init_state(config, task, tx, placement)
-    with loader.train_batches(
-        task.train_source, seed=0, num_replicas=4, batch_size=8, replicas=placement.local_replicas
-    ) as batches:
-        return step, state, [placement.put(next(batches)) for _ in range(6)], made.period
+def copy(tree):
+    """Of what a program may donate."""
+    return jax.tree.map(jnp.copy, tree)
 
 
-def programs_of(step, state, batches, period):
-    """The program of each of six steps; steps 2 and 5 do not communicate."""
-    rounds = [None if t % 3 == 2 else t % period for t in range(6)]
-    made = {r: step.lower(state, batches[0], np.int32(0), round=r).compile() for r in {*rounds}}
-    return [made[r] for r in rounds]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"replicas_a_device": 2},
-        {"schedule": "hierarchical", "local_size": 2},
-        {"comm_dtype": "int8"},
-        {"algorithm": "decentralized_sgd", "eval": {"ema_decay": 0.9}},
-    ],
-    ids=str,
-)
-def test_three_parts_make_the_step_of_one(changes, data, monkeypatch):
-    """Each of six steps, bit for bit but for the order of an addition; metrics, moments and moving
-    average too. Both begin with the same state: rounding to int8 enlarges the smallest gap."""
-    step, state, batches, period = trainer(data, **changes)
-    whole = programs_of(step, state, batches, period)
-    monkeypatch.setattr(pair_sums, "over_gloo", lambda: True)
-    step, *_ = trainer(data, **changes)
-    assert isinstance(step, overlap.Step)
-    parts = programs_of(step, state, batches, period)
-    for t, batch in enumerate(batches):
-        copy = jax.tree.map(jnp.copy, state)
-        other = jax.device_get(parts[t](copy, batch, np.int32(t)))
-        state, metrics = whole[t](state, batch, np.int32(t))
+@pytest.mark.parametrize("name", CASES)
+def test_three_parts_make_the_step_of_one(name, case):
+    """Each of six steps, without communication too, bit for bit but for the order of an addition;
+    metrics, moments and moving average too. Both begin with the same state: rounding to int8
+    enlarges the smallest gap."""
+    made = case(name)
+    assert isinstance(made.parts, overlap.Step) and not isinstance(made.whole, overlap.Step)
+    state = copy(made.state)
+    for t, batch in enumerate(made.batches):
+        r = made.rounds[t % len(made.rounds)]
+        other = jax.device_get(made.programs[r](copy(state), batch, np.int32(t)))
+        state, metrics = made.whole_programs[r](state, batch, np.int32(t))
         one = jax.device_get((state, metrics))
         assert jax.tree.structure(one) == jax.tree.structure(other)
         for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
             np.testing.assert_allclose(b, a, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("loss", [1.0, np.nan])
-@pytest.mark.parametrize(
-    ("algorithm_name", "changes"),
-    [
-        ("decentralized_adam", {}),
-        ("decentralized_adam", {"weight_decay": 0.0, "decoupled": False}),
-        ("accum_adam", {}),
-        ("accum_adam", {"clip_norm": 0.1}),
-        ("decentralized_sgd", {"momentum": 0.9}),
-        ("decentralized_sgd", {"momentum": 0.0}),
-    ],
-)
-def test_only_decay_reads_the_parameters(algorithm_name, changes, loss, data):
-    """The identity that the first program relies on, of every local optimizer of a config."""
-    config = tiny.config(data, algorithm=algorithm_name, optimizer=changes, num_replicas=1)
-    task = tasks.find(config.task).make(config, None, lambda *_, **__: None)
-    rate = step_lib.learning_rate(config, 12, 2, [])
-    tx = algorithm.transformation(config, topology.make("ring", 1), rate, task.decay_mask)
-    direct = algorithm.transformation(
-        config, topology.make("ring", 1), lambda count: 1.0, task.decay_mask
-    )
-    x, _ = task.init(jax.random.key(0))
-    x_hat = jax.tree.map(lambda x: x + 0.1, x)
-    zero = jax.tree.map(jnp.zeros_like, x)
-    grads = jax.tree.map(lambda x: 3 * x - 0.2, x)
-    state, value = tx.init(x), jnp.float32(loss)
-    for t in range(3):
-        whole = step_lib.update(tx, x, state, value, grads, 0, x_hat)
-        minus_u, state, metrics = step_lib.update(direct, zero, state, value, grads, 0, zero)
-        eta = jnp.asarray(rate(t) if np.isfinite(loss) else 0.0)
-        decay = jax.tree.map(lambda yes: config.optimizer.weight_decay * yes, task.decay_mask(x))
-        params = jax.tree.map(partial(overlap._combine, eta), x, x_hat, minus_u, decay)
-        jax.tree.map(np.testing.assert_array_equal, (params, state, metrics), whole)
-
-
-def test_parts_are_compiled_once(data, as_if_over_gloo):
+def test_parts_are_compiled_once(case, as_if_over_gloo):
     """The gradient for each shape of a batch, the other parts for each round."""
-    step, state, batches, _ = trainer(data)
-    half = jax.tree.map(lambda x: x[:, :1], batches[0])
-
-    def program(batch, round):
-        return step.lower(state, batch, np.int32(0), round=round).compile()
-
-    one, other, short = program(batches[0], 0), program(batches[0], 1), program(half, 0)
+    made = case("plain")
+    half = jax.tree.map(lambda x: x[:, :1], made.batches[0])
+    short = made.parts.lower(made.state, half, np.int32(0), round=0).compile()
+    one, other = made.programs[0], made.programs[1]
     assert one.begin is other.begin and one.begin is not short.begin
     assert one.mix is short.mix and one.mix is not other.mix
     assert one.finish is short.finish and one.finish is not other.finish
-    short(state, half, np.int32(0))
+    short(copy(made.state), half, np.int32(0))
 
 
-def test_a_replica_that_is_not_finite_is_brought_back(data, as_if_over_gloo):
-    step, state, batches, _ = trainer(data)
+def test_a_replica_that_is_not_finite_is_brought_back(case):
+    made = case("plain")
+    state = copy(made.state)
     bad = jax.tree.map(lambda x: x.at[1].set(jnp.nan), state.params)
-    program = step.lower(state, batches[0], np.int32(0), round=0).compile()
-    new, metrics = program(state._replace(params=bad), batches[0], np.int32(0))
+    new, metrics = made.programs[0](state._replace(params=bad), made.batches[0], np.int32(0))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(new.params))
     assert metrics["skipped"].tolist() == [0, 1, 0, 0]
 
 
-@pytest.mark.parametrize("ema", [0.0, 0.9])
-def test_what_each_part_waits_for(ema, data, as_if_over_gloo):
-    """The gradient communicates nothing, the mix computes nothing of the model; moments are made
-    with the gradient, and what is done last is to add what has come and the step, in place."""
-    step, state, batches, _ = trainer(data, eval={"ema_decay": ema})
-    program = step.lower(state, batches[0], np.int32(0), round=1).compile()
+def test_what_each_part_waits_for(case):
+    """The gradient communicates nothing, the mix computes nothing of the model, and the update is
+    made in place, up to some arrays."""
+    made = case("plain")
+    program = made.programs[1]
     mix, gradient, finish = (
         part.as_text() for part in (program.mix, program.begin, program.finish)
     )
     assert not collectives(gradient) and not collectives(finish)
     sizes = [size for _, found, _ in collectives(mix) for size in found]
-    model = sum(x.size for x in jax.tree.leaves(state.params)) // 4
+    model = made.bytes // 4
     assert model <= sum(sizes) <= model + 1  # and the flag
     assert " dot(" in gradient and " dot(" not in mix and " dot(" not in finish
-    assert " sqrt(" in gradient and " sqrt(" not in finish
+    assert " sqrt(" in finish
     last = program.finish.memory_analysis()
-    assert last.temp_size_in_bytes < 0.01 * 4 * model
+    assert last.temp_size_in_bytes < 1.1 * made.bytes
     assert last.output_size_in_bytes == pytest.approx(last.alias_size_in_bytes, rel=0.01)
-
-
-def test_an_update_that_is_all_late_is_in_place_too(data, as_if_over_gloo):
-    """Decay in the gradient (L2) makes all of an update wait for the mixed parameters; all that
-    is new is the gradient with the decay."""
-    step, state, batches, _ = trainer(data, optimizer={"decoupled": False})
-    finish = step.lower(state, batches[0], np.int32(0), round=1).compile().finish
-    assert " sqrt(" in finish.as_text()
-    params = sum(x.nbytes for x in jax.tree.leaves(state.params)) // 4
-    assert finish.memory_analysis().temp_size_in_bytes < 1.1 * params
-
-
-def test_memory_of_three_parts(data, as_if_over_gloo):
-    step, state, batches, _ = trainer(data)
-    program = step.lower(state, batches[0], np.int32(0), round=0).compile()
     memory = xla.memory_of(program)
-    held = sum(x.nbytes for x in jax.tree.leaves((state, batches[0]))) // 4
-    params = sum(x.nbytes for x in jax.tree.leaves(state.params)) // 4
+    held = sum(x.nbytes for x in jax.tree.leaves((made.state, made.batches[0]))) // 4
     assert memory.state == pytest.approx(held, rel=0.01)  # and t, without counts that are new
-    assert memory.temporary >= 2 * params  # the gradient, and what arrives
+    assert memory.temporary >= 2 * made.bytes  # the gradient, and what arrives
+
+
+def test_an_update_that_is_all_late_is_in_place_too(case):
+    """Decay in the gradient (L2) makes all of an update wait for the mixed parameters; all that
+    is new is the gradient with the decay, of two replicas."""
+    made = case("l2")
+    finish = made.programs[0].finish
+    assert " sqrt(" in finish.as_text()
+    assert finish.memory_analysis().temp_size_in_bytes < 1.1 * 2 * made.bytes
 
 
 @pytest.mark.parametrize(
@@ -282,31 +290,5 @@ def test_memory_of_three_parts(data, as_if_over_gloo):
     [{"combine": "then"}, {"algorithm": "all_reduce"}, {"algorithm": "push_sum"}],
     ids=str,
 )
-def test_what_is_not_known_at_the_beginning_is_one_program(changes, data, as_if_over_gloo):
-    step, *_ = trainer(data, **changes)
-    assert not isinstance(step, overlap.Step)
-
-
-def test_one_process_has_one_program(data):
-    assert not pair_sums.over_gloo()
-    step, *_ = trainer(data)
-    assert not isinstance(step, overlap.Step)
-
-
-def test_early_mixing_is_the_update_of_one(mesh8):
-    """`EarlyMixing` by itself: mix, then update with what it gave."""
-    schedule = topology.make("one_peer_exp", 8)
-    tx = optim.decentralized(optim.accum_adamw(0.1, weight_decay=0.1), schedule, gamma=0.5)
-    assert isinstance(tx, optim.EarlyMixing)
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
-    state = jax.vmap(tx.init)(x)
-
-    def at_once(x, state):
-        return tx.update(2 * x, state, x, round=1)
-
-    def early(x, state):
-        return tx.update(2 * x, state, x, round=1, mixed=tx.mix(x, state.count, 1))
-
-    one, other = (jax.vmap(fn, axis_name="replica")(x, state) for fn in (at_once, early))
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        np.testing.assert_array_equal(a, b)
+def test_what_is_not_known_at_the_beginning_is_one_program(changes):
+    assert not isinstance(trainer(**changes).parts, overlap.Step)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from decent_jax.planner import __main__ as cli
-from decent_jax.planner import network
+from decent_jax.planner import flags, network
 from decent_jax.topology import plan_file
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "gpt2_openwebtext.py"
@@ -183,8 +183,12 @@ def test_place_puts_stages_where_the_paper_puts_them(capsys, tmp_path):
     """DT-FM's case 4 by its published total; a device without memory is left out."""
     arguments = ["place", "--network", "dtfm_case4", "--parameters", "1.3e9", "--stages", 8]
     arguments += ["--replicas", 8, "--pipeline_bytes", "0.47124922275543213e9"]
-    out = works(capsys, *arguments, "--time_limit_s", 2)
+    path = tmp_path / "plan.json"
+    out = works(capsys, *arguments, "--time_limit_s", 2, "--plan", path)
     assert float(out.split()[0]) == pytest.approx(34.8020, abs=0.01)
+    plan = plan_file.load(path)
+    assert (plan.stages, plan.schedule.num_replicas) == (8, 8)
+    assert f"stage 0: {' '.join(plan.devices[::8])}" in out  # of the eight replicas
     memory = tmp_path / "memory.json"
     memory.write_text(json.dumps([1e9] + [8e9] * 63))
     small = ["--device_memory", memory, "--stage_memory", "2e9"]
@@ -225,7 +229,7 @@ def test_the_examples_of_the_help_run(capsys, tmp_path, monkeypatch):
             for name, time in rows
         )
     )
-    text = "".join(cli.EXAMPLES.values()).replace("\\\n", " ")
+    text = "".join(flags.EXAMPLES.values()).replace("\\\n", " ")
     commands = re.findall(r"^  python -m decent_jax\.planner (.*)$", text, re.MULTILINE)
     assert len(commands) >= 12
     for command in commands:
@@ -273,10 +277,10 @@ def test_a_bad_network_is_one_sentence(capsys, measured_network, command):
         (["predict", *CLUSTER, "--nodes", "two", *MODEL], "--nodes takes"),
         (["predict", *TWO], "give the model"),
         (["predict", *TWO, "--parameters", "1e6"], "give the compute time"),
-        (["predict", *TWO, "--parameters", "0", "--compute_s", "1"], "least 1"),
+        (["predict", *TWO, "--parameters", "0", "--compute_s", "1"], "from 1 to"),
         (["predict", *TWO, "--parameters", "x"], "invalid float"),
-        (["predict", *TWO, *PLACED, "--compute_s", "-1"], "above 0, got -1"),
-        (["predict", *TWO, *PLACED, "--compute_s", "nan"], "above 0, got nan"),
+        (["predict", *TWO, *PLACED, "--compute_s", "-1"], "--compute_s must be from 1e-09"),
+        (["predict", *TWO, *PLACED, "--compute_s", "nan"], "to 100000, got nan"),
         (["predict", *TWO, *MODEL, "--update_s", "-1"], "--update_s"),
         (["predict", *TWO, *MODEL, "--bucket_bytes", "-1"], "--bucket_bytes"),
         (["predict", *TWO, *MODEL, "--late_parameters", "-1"], "--late_para"),
@@ -297,12 +301,15 @@ def test_a_bad_network_is_one_sentence(capsys, measured_network, command):
         (["place", *TWO], "--parameters"),
         (["place", *TWO, "--parameters", "nan"], "--parameters must be"),
         (["place", *TWO, *PLACED, "--compute_s", "-1"], "--compute_s must not"),
-        (["place", *TWO, *PLACED, "--seed", "-1"], "--seed must not"),
+        (["place", *TWO, *PLACED, "--seed", "-1"], "--seed must be from 0"),
         (["place", *TWO, *PLACED, "--schedule", "web"], "'web'"),
         (["place", *CLUSTER, "--nodes", "3", *PLACED, "--schedule", "hypercube"], "power of two"),
         (["place", *TWO, *PLACED, "--time_limit_s", "0"], "--time_limit_s"),
         (["place", *TWO, *PLACED, "--stages", "2"], "also needs"),
-        (["place", *TWO, *PLACED, *STAGES, "--plan", "x"], "no pipeline"),
+        (
+            ["place", *TWO, *PLACED, *STAGES, "--plan", "x", "--schedule", "built"],
+            "one device each",
+        ),
         (["place", *CLUSTER, "--nodes", "1", *PLACED, *STAGES], "need 8 devices"),
         (["place", *TWO, *PLACED, *STAGES, "--device_memory", "no"], "no"),
     ],

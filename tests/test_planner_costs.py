@@ -24,6 +24,10 @@ def flat(n, latency_s=1e-4, bytes_per_s=1e9):
     return network.cluster([1] * n, INSIDE, Link(latency_s, bytes_per_s))
 
 
+def permute_s(whole, sources, num_bytes):
+    return costs.total_s([costs.permute_stage(whole, sources, num_bytes)])
+
+
 # --- transfers ----------------------------------------------------------------------------------
 
 
@@ -31,21 +35,21 @@ def test_one_transfer_alone_takes_latency_and_bytes_over_bandwidth():
     whole = cluster(2, 4)
     sources = np.full(8, -1)
     sources[5] = 1
-    assert costs.permute_s(whole, sources, MODEL) == pytest.approx(1e-4 + 1.0)
-    assert costs.permute_s(whole, sources, MODEL) == pytest.approx(whole.transfer_s(1, 5, MODEL))
+    assert permute_s(whole, sources, MODEL) == pytest.approx(1e-4 + 1.0)
+    assert permute_s(whole, sources, MODEL) == pytest.approx(whole.transfer_s(1, 5, MODEL))
 
 
 def test_transfers_share_the_card_of_a_node_and_not_its_inside():
     whole = cluster(2, 4)
     across = (np.arange(8) + 4) % 8  # all four devices of each node at once, both directions
-    assert costs.permute_s(whole, across, MODEL) == pytest.approx(1e-4 + 4.0)
+    assert permute_s(whole, across, MODEL) == pytest.approx(1e-4 + 4.0)
     inside = np.arange(8) ^ 1
-    assert costs.permute_s(whole, inside, MODEL) == pytest.approx(1e-6 + 0.01)
+    assert permute_s(whole, inside, MODEL) == pytest.approx(1e-6 + 0.01)
 
 
 def test_replicas_that_receive_nothing_or_their_own_take_no_time():
     whole = cluster(2, 2)
-    assert costs.permute_s(whole, [-1, 1, -1, -1], MODEL) == 0
+    assert permute_s(whole, [-1, 1, -1, -1], MODEL) == 0
     stage = costs.permute_stage(whole, [-1, 0, -1, -1], MODEL)
     assert stage.duration_s[2] == stage.duration_s[3] == 0
     assert stage.duration_s[0] == stage.duration_s[1] > 0  # the sender is busy as long

@@ -15,7 +15,8 @@ from decent_jax.planner import network
 
 BENCHMARKS = str(Path(__file__).resolve().parents[1] / "benchmarks")
 sys.path.insert(0, BENCHMARKS)
-figure6, scaling = map(importlib.import_module, ("figure6", "planner_scaling"))
+names = ("figure6", "placement", "planner_scaling")
+figure6, placement, scaling = map(importlib.import_module, names)
 sys.path.remove(BENCHMARKS)
 # Too long by 15% to 16%: two long rounds follow each other, and the model lets a bucket wait for
 # the round before where the published run kept the network busier.
@@ -150,3 +151,10 @@ def test_scaling_prints_a_table_and_draws(capsys, tmp_path, monkeypatch):
     assert large["alternating_exp_ring, every 8 steps"].startswith("beyond")
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert len(rows.read_text().splitlines()) == 2 * (3 * 6 - 3)
+
+
+def test_the_convergence_of_searches_is_drawn(tmp_path):
+    network, job = placement.stage_problems()["case 1"]
+    found = placement.place(network, job, generations=2, time_limit_s=60)
+    figure = placement.draw_convergence({"mine": [found, found]}, {"mine": 30.0})
+    assert placement.plot_style.save(figure, tmp_path / "c.png").stat().st_size > 10_000

@@ -114,7 +114,7 @@ def test_optional_fields_may_be_missing(tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", "is not JSON"),
+        ("{", "not readable as JSON"),
         ("[1, 2]", 'does not say "format"'),
         ('{"format": "something else"}', 'does not say "format"'),
         (json.dumps({"format": networks.FORMAT, "latency_s": [[0]]}), "lacks bandwidth_bytes"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from decent_jax import plot
 from decent_jax.json_files import write_json_atomic
@@ -61,17 +62,33 @@ def test_one_run(tmp_path, capsys):
     width, height = size_of_png(run / "curves.png")
     assert width > height > 800
     figure = figure_of(run)
-    assert titles(figure) == [
-        "Loss by step",
-        "Loss by time",
-        "Consensus distance",
-        "Tokens per second",
-    ]
+    first = ["Loss by step", "Loss by time", "Consensus distance"]
+    assert titles(figure) == [*first, "Tokens per second"]
     assert [len(axes.lines) for axes in figure.axes] == [3, 3, 1, 2]
     assert figure.axes[1].get_xlim() == pytest.approx((0.5, 30), abs=0.5)  # seconds
     assert figure.axes[2].get_yscale() == "log"
     assert figure.get_suptitle() == "my_run: gossip, ring, 8 replicas"
     assert [text.get_text() for text in figure.axes[0].texts] == ["train 2.020", "validation 2.220"]
+
+
+def test_a_run_of_peers_has_a_lane_for_each(tmp_path):
+    """Peer 0 trains throughout, peer 1 dies and is replaced, peer 2 joins late."""
+    folder = make_run(tmp_path / "run", perf__wall_time_s=None)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        s = row["step"]
+        alive = {0: True, 1: s < 20 or s > 30, 2: s > 40}
+        for k in (k for k in alive if alive[k]):
+            row |= {f"peers/{k}/steps": 4.0 * s, f"peers/{k}/stale": float(s % 5)}
+            row[f"peers/{k}/incarnation"] = float(k == 1 and s > 30)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lanes = figure_of(folder).axes[-1]
+    assert lanes.get_title(loc="left") == "Peers"
+    marks = {(line.get_marker(), *line.get_xydata()[0].tolist()) for line in lanes.lines}
+    marks = {mark for mark in marks if mark[0] in ">X"}
+    assert marks == {("X", 19.0, 1.0), (">", 31.0, 1.0), (">", 41.0, 2.0)}
+    assert [text.get_text() for text in lanes.texts] == ["240 steps"] * 3
+    assert [label.get_text() for label in lanes.get_yticklabels()] == ["peer 0", "peer 1", "peer 2"]
 
 
 def test_several_runs_are_compared_under_their_differences(tmp_path, monkeypatch, capsys):
@@ -83,7 +100,7 @@ def test_several_runs_are_compared_under_their_differences(tmp_path, monkeypatch
     figure = figure_of(*runs)
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == [
-        "all_reduce, ring",
+        "all_reduce",
         "gossip, ring, learning rate 0.0003",
         "gossip, one_peer_exp",
     ]
@@ -193,5 +210,36 @@ def test_what_cannot_be_drawn_is_one_sentence_and_exit_2(tmp_path, capsys):
         assert words in error and error.count("\n") == 1
     assert plot.main([str(good), "--out", str(tmp_path / "curves.xyz")]) == 2
     assert "xyz" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        plot.main([])
+    assert plot.main([]) == 2
+    assert "arguments are required: RUN" in capsys.readouterr().err
+
+
+def test_scores_of_images_and_translations_get_a_panel(tmp_path):
+    run = make_run(tmp_path / "a")
+    with MetricWriter(run, start_step=60) as writer:
+        writer.write(60, {"eval/top1": 0.75, "eval/bleu": 21.5})
+    figure = figure_of(run)
+    panels = {axes.get_title(loc="left"): axes for axes in figure.axes}
+    words = [panels[name].texts[0].get_text() for name in plot.SCORES.values()]
+    assert words == ["75.0", "21.5"]
+
+
+def test_a_legend_stays_inside_the_figure(tmp_path):
+    runs = [
+        make_run(tmp_path / f"{i}", config={"schedule": f"hierarchical(complete, graph_{i})" * 2})
+        for i in range(3)
+    ]
+    figure = figure_of(*runs)
+    FigureCanvasAgg(figure).draw()  # makes the layout
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
+
+
+def test_what_rounding_leaves_of_all_reduce_does_not_stretch_the_axis(tmp_path):
+    gossip = make_run(tmp_path / "a")
+    name = "train__consensus_distance_relative"
+    exact = make_run(tmp_path / "b", config={"algorithm": "all_reduce"}, **{name: lambda s: 6e-8})
+    axes = figure_of(gossip, exact).axes[2]
+    low, high = axes.get_ylim()
+    assert 1e-5 < low < 0.03 / 60 and 0.03 < high < 0.1

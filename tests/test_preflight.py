@@ -115,7 +115,7 @@ def test_three_processes_that_slurm_starts(start_process, tmp_path, tiny_data, c
         ("optax", "optax: HERE on process 0 (HOST), 5 on process 1 (HOST)"),
     ],
 )
-def test_processes_that_differ(monkeypatch, capsys, name, difference):
+def test_processes_that_differ(monkeypatch, capsys, tmp_path, name, difference):
     """The command is process 0, a thread is process 1."""
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # start() appends to them
     collectives = jax.config.values["jax_cpu_collectives_implementation"]
@@ -125,13 +125,14 @@ def test_processes_that_differ(monkeypatch, capsys, name, difference):
 
     def process_1():
         with pytest.raises(ConfigError) as refusal:
-            rendezvous.barrier(f"localhost:{port}", 2, 1, description, 20)
+            rendezvous.barrier(f"localhost:{port}", 2, 1, description, 20, tmp_path)
         received.append(str(refusal.value))
 
     thread = threading.Thread(target=process_1)
     thread.start()
     try:
-        assert command.main(cluster_flags(port, 2, 0)) == 2
+        save = f"--save={tmp_path / 'network.json'}"
+        assert command.main([save, *cluster_flags(port, 2, 0)]) == 2
     finally:
         jax.config.update("jax_cpu_collectives_implementation", collectives)
         thread.join()

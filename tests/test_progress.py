@@ -6,14 +6,18 @@ import os
 import pty
 import re
 import struct
+import sys
 import termios
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from decent_jax import progress
+from decent_jax.errors import ConfigError
 from decent_jax.progress import announce
-from decent_jax.train.metrics import Progress
+from decent_jax.train import bar
+from decent_jax.train.bar import Progress
 
 
 @pytest.fixture
@@ -77,7 +81,8 @@ def test_time_left_counts_neither_earlier_sessions_nor_compilation_nor_waits(clo
     with Progress(1000, start_step=500, stream=stream) as shown:
         with shown.announce("compiling"):
             clock[0] += 300
-        clock[0] += 60  # the first step compiles too
+        shown.update(501)
+        clock[0] += 60  # the first steps compile too
         shown.update(501, {"loss": 1.0})
         clock[0] += 10
         with shown.announce("restoring"):
@@ -93,7 +98,7 @@ def test_time_left_counts_neither_earlier_sessions_nor_compilation_nor_waits(clo
 
 def test_announce_says_what_happened(clock):
     stream = io.StringIO()
-    with announce("compiling the step for round 0 of 3", stream=stream):
+    with announce("compiling the step for round 0 of 3", stream=stream, after_s=0):
         assert stream.getvalue() == "compiling the step for round 0 of 3 ... "
         clock[0] += 4.2
     with pytest.raises(KeyError), announce("restoring", stream=stream):
@@ -102,6 +107,31 @@ def test_announce_says_what_happened(clock):
         "compiling the step for round 0 of 3 ... done in 4.2 s",
         "restoring ... failed after 0.00 s",
     ]
+
+
+def test_what_is_refused_at_once_says_only_why():
+    stream = io.StringIO()
+    with pytest.raises(ConfigError), announce("looking for images", stream=stream, after_s=60):
+        raise ConfigError("there are none")
+    assert stream.getvalue() == ""
+    with announce("looking for images", stream=stream, after_s=60):
+        pass
+    assert re.fullmatch(r"looking for images \.\.\. done in .* s\n", stream.getvalue())
+
+
+def test_a_wait_is_announced_while_it_lasts():
+    told = threading.Event()
+
+    class Stream(io.StringIO):
+        def write(self, text):
+            told.set()
+            return super().write(text)
+
+    stream = Stream()
+    with pytest.raises(ConfigError), announce("looking", stream=stream, after_s=0.01):
+        assert told.wait(30)
+        raise ConfigError("there are none")
+    assert re.fullmatch(r"looking \.\.\. failed after .* s\n", stream.getvalue())
 
 
 def test_notes_inside_an_announcement_get_lines_of_their_own(clock):
@@ -136,6 +166,7 @@ def test_a_terminal_gets_a_bar_that_notes_do_not_break(terminal):
         with bar.announce("compiling the step"):
             pass
         bar.update(101)
+        bar.update(200, {"loss": 2.6})
         bar.update(300, {"loss": 2.413, "tokens/s": 81234.0})
         bar.note("saved the checkpoint of step 300")
         bar.update(600, {"loss": 2.112, "tokens/s": 81234.0})
@@ -156,3 +187,33 @@ def test_a_terminal_without_a_size_gets_lines(terminal):
     with Progress(600, stream=stream) as bar:
         bar.update(1, {"loss": 2.0})
     assert shown() == "step 1/600  loss 2.000\r\n"
+
+
+@pytest.mark.parametrize(
+    "columns, shown_words",
+    [
+        (60, "0:00:0. left  loss 2.413"),
+        (80, "0:00:0. left  loss 2.413  consensus 0.01200"),
+        (200, "0:00:0. left  loss 2.413  consensus 0.01200  81.2k tokens/s"),
+    ],
+)
+def test_a_bar_keeps_ten_columns_and_whole_words(terminal, columns, shown_words):
+    stream, shown = terminal
+    size = struct.pack("HHHH", 24, columns, 0, 0)
+    fcntl.ioctl(stream.fileno(), termios.TIOCSWINSZ, size)
+    with Progress(600, stream=stream) as bar:
+        bar.update(1, {"loss": 3.0})
+        bar.update(300, {"loss": 2.413, "consensus": 0.012, "tokens/s": 81234.0})
+        bar.note("word " * 30 + "optimizer")
+    lines = re.split(r"[\r\n]+", shown())
+    bars = [line for line in lines if "300/600, " in line]
+    assert re.fullmatch(rf" 50% \|(.{{10,}})\| 300/600, {shown_words} *", bars[0])
+    assert max(map(len, lines)) <= columns
+    assert "optimizer" in {word for line in lines for word in line.split()}
+
+
+def test_a_notebook_without_widgets_gets_lines(monkeypatch):
+    kernel = SimpleNamespace(get_ipython=lambda: SimpleNamespace(config={"IPKernelApp": {}}))
+    monkeypatch.setitem(sys.modules, "IPython", kernel)
+    monkeypatch.setattr(bar.importlib.util, "find_spec", lambda name: None)
+    assert bar._notebook_bar() is None

@@ -1,4 +1,4 @@
-"""ResNet: published counts, NumPy beside it, and every transform a training step uses."""
+"""The ResNet alone: published counts, and NumPy beside it. See `test_models`."""
 
 import dataclasses
 from functools import partial
@@ -7,18 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
-from jax.sharding import PartitionSpec as P
+from networks import assert_close, shapes_of
 
 from decent_jax.cpu import convolution
 from decent_jax.models import resnet
-from decent_jax.models.losses import cross_entropy
 
 TINY = dataclasses.replace(
     resnet.PRESETS["tiny"], blocks=(1, 1), width=4, num_classes=6, dtype="float32"
 )
 DEEP = dataclasses.replace(TINY, bottleneck=True, blocks=(2, 1), zero_init=False)
-N = 8
 pytestmark = pytest.mark.usefixtures("compile_once")
 init = jax.jit(resnet.init, static_argnums=0)
 logits_of = jax.jit(resnet.logits_of, static_argnums=0)
@@ -29,12 +26,6 @@ batch_moments = jax.jit(resnet.batch_moments, static_argnums=0)
 @pytest.fixture(scope="module")
 def images():
     return jax.random.normal(jax.random.key(1), (4, 8, 8, 3))
-
-
-def assert_close(got, wanted, rtol=1e-5):
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        g, w = np.asarray(g, np.float64), np.asarray(w, np.float64)
-        assert np.max(np.abs(g - w)) <= rtol * np.max(np.abs(w))
 
 
 # --- Counts -------------------------------------------------------------------------------------
@@ -53,12 +44,8 @@ def assert_close(got, wanted, rtol=1e-5):
 def test_published_counts(name, parameters, multiply_adds):
     """Torchvision's: parameters, and billions of multiply-adds of an image of 224 pixels."""
     config = resnet.PRESETS[name]
-    shapes, statistics = jax.eval_shape(partial(resnet.init, config), jax.random.key(0))
-    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == parameters
     assert resnet.num_params(config) == parameters
     assert round(resnet.flops_per_image(config) / 6e9, 2) == multiply_adds
-    leaves = jax.tree.leaves((shapes, statistics))
-    assert all(leaf.dtype == jnp.float32 for leaf in leaves)
 
 
 @pytest.mark.parametrize("size", [32, 33])
@@ -130,12 +117,14 @@ def numpy_model(params, x, moments, strides):
 
 def random_params(config, seed=0):
     """Nothing at 0 or 1, so that every parameter matters."""
-    params, statistics = init(config, jax.random.key(seed))
     rng = np.random.default_rng(seed)
+    shapes, statistics = shapes_of(resnet, config)
     params = jax.tree.map(
-        lambda x: np.asarray(x) + rng.normal(0, 0.2, x.shape).astype(np.float32), params
+        lambda x: rng.normal(len(x.shape) == 1, 0.3, x.shape).astype(np.float32), shapes
     )
-    return params, statistics
+    return params, resnet._each_batch_norm(
+        lambda mean, var: (np.zeros(mean.shape, "f"), np.ones(var.shape, "f")), statistics
+    )
 
 
 def test_training_forward_and_statistics_equal_numpy(images):
@@ -181,23 +170,31 @@ def test_moments_of_batches_are_those_of_their_union(images):
     assert_close(one, train_logits(own, params, zeros, images)[1], rtol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [(8, 7), (2, 2), (1, 4)])
-@pytest.mark.parametrize("stride", [1, 2, 3])
-@pytest.mark.parametrize("size", [1, 3, 7])
-def test_convolution_equals_numpy_and_its_gradient_jax(size, stride, shape):
-    keys = jax.random.split(jax.random.key(0), 3)
-    x = jax.random.normal(keys[0], (3, *shape, 4))
-    kernel = jax.random.normal(keys[1], (size, size, 4, 5))
-    cotangent = jax.random.normal(keys[2], (3, *(-(-length // stride) for length in shape), 5))
+def test_convolution_equals_numpy_and_its_gradient_jax():
+    """Nine of 27 cases: every pair of a size, a stride and a shape occurs in one of them."""
+    shapes = (8, 7), (2, 2), (1, 4)
+    cases = [
+        (size, j + 1, shapes[(i + j) % 3]) for i, size in enumerate((1, 3, 7)) for j in range(3)
+    ]
+    rng = np.random.default_rng(0)
+    inputs = []
+    for size, stride, shape in cases:
+        out = [-(-length // stride) for length in shape]
+        of = (3, *shape, 4), (size, size, 4, 5), (3, *out, 5)
+        inputs.append([rng.normal(size=x).astype(np.float32) for x in of])
 
     @partial(jax.jit, static_argnums=0)
-    def run(conv):
-        y, backward = jax.vjp(lambda x, kernel: conv(x, kernel, stride), x, kernel)
-        return y, backward(cotangent)
+    def run(conv, inputs):
+        results = []
+        for (_, stride, _), (x, kernel, cotangent) in zip(cases, inputs, strict=True):
+            y, backward = jax.vjp(partial(conv, stride=stride), x, kernel)
+            results.append((y, backward(cotangent)))
+        return results
 
-    y, gradients = run(convolution.conv)
-    assert_close(y, numpy_conv(np.asarray(x, np.float64), np.asarray(kernel), stride))
-    assert_close((y, gradients), run(convolution._forward))
+    found = run(convolution.conv, inputs)
+    assert_close(found, run(convolution._forward, inputs))
+    for (_, stride, _), (x, kernel, _), (y, _) in zip(cases, inputs, found, strict=True):
+        assert_close(y, numpy_conv(np.asarray(x, np.float64), kernel, stride))
 
 
 def test_convolution_is_left_to_jax_on_gpus(monkeypatch):
@@ -219,40 +216,40 @@ def test_strides_of_version_1_5():
     config = dataclasses.replace(DEEP, blocks=(1, 1), small_images=False)
     strides = [stride for _, _, stride in resnet._branch(config, 1, 2)]
     assert strides == [1, 2, 1]
-    params, statistics = init(config, jax.random.key(0))
-    model = resnet.merge(config, params, statistics)
+    model = resnet.merge(config, *random_params(config))
     assert model.conv1.stride == 2 and model.conv1.kernel.shape == (7, 7, 3, 4)
     assert model.layer2["0"].downsample["conv"].stride == 2
     assert model.layer1["0"].downsample["conv"].stride == 1  # 4 channels become 16
-    small = init(dataclasses.replace(config, small_images=True), jax.random.key(0))[0]
+    small = shapes_of(resnet, dataclasses.replace(config, small_images=True))[0]
     assert small["conv1"]["kernel"].shape == (3, 3, 3, 4)
 
 
 def test_max_pool_of_the_large_stem(images):
     """Windows of 3, every other pixel, padded by one: as pooling does in NumPy."""
-    config = dataclasses.replace(TINY, blocks=(1,), small_images=False, zero_init=True)
-    params, statistics = init(config, jax.random.key(0))
+    config = dataclasses.replace(TINY, blocks=(1,), small_images=False)
+    params, statistics = random_params(config)
+    params["layer1"]["0"]["bn2"] = {"scale": np.zeros(4, "f"), "bias": np.zeros(4, "f")}
     x = np.random.default_rng(0).normal(size=(2, 14, 14, 3)).astype(np.float32)
-    stem = numpy_conv(x.astype(np.float64), np.asarray(params["conv1"]["kernel"]), 2)
-    stem = np.maximum(stem / np.sqrt(1 + 1e-5), 0)  # initial statistics: mean 0, variance 1
+    stem = numpy_conv(x.astype(np.float64), params["conv1"]["kernel"], 2)
+    stem = np.maximum(numpy_norm(stem, params["bn1"], mean=0, var=1), 0)
     padded = np.pad(stem, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=-np.inf)
     pooled = np.max(
         [padded[:, i : i + 7 : 2, j : j + 7 : 2] for i in range(3) for j in range(3)], axis=0
     )
-    # The block is the identity at the start (zero_init), so the rest is a mean and a matrix.
-    wanted = pooled.mean(axis=(1, 2)) @ np.asarray(params["fc"]["kernel"])
+    # The block is the identity, so the rest is a mean and a matrix.
+    wanted = pooled.mean(axis=(1, 2)) @ params["fc"]["kernel"] + params["fc"]["bias"]
     assert_close(logits_of(config, params, statistics, x), wanted)
 
 
 def test_zero_init():
-    for config, last in ((TINY, "bn2"), (dataclasses.replace(DEEP, zero_init=True), "bn3")):
+    basic, deep = (dataclasses.replace(config, blocks=(1,)) for config in (TINY, DEEP))
+    zeroed = dataclasses.replace(deep, zero_init=True)
+    for config, last in ((basic, "bn2"), (zeroed, "bn3"), (deep, None)):
         params, _ = init(config, jax.random.key(0))
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             if path[-1].key == "scale":
                 zero = path[-2].key == last
                 np.testing.assert_array_equal(leaf, 0.0 if zero else 1.0)
-    params, _ = init(DEEP, jax.random.key(0))
-    assert float(params["layer1"]["0"]["bn3"]["scale"].min()) == 1
 
 
 def test_init_scales():
@@ -266,15 +263,6 @@ def test_init_scales():
     assert type(params["layer1"]) is dict
     assert float(jnp.abs(statistics["bn1"]["mean"]).max()) == 0
     assert float(statistics["bn1"]["var"].min()) == 1
-
-
-def test_decay_mask_is_by_kind():
-    params, _ = jax.eval_shape(partial(resnet.init, DEEP), jax.random.key(0))
-    mask = resnet.decay_mask(params)
-    assert mask == jax.tree.map(lambda x: x.ndim > 1, params)
-    assert not mask["layer1"]["0"]["downsample"]["bn"]["scale"]
-    stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), params)
-    assert resnet.decay_mask(stacked) == mask
 
 
 def test_bfloat16_is_close_to_float32_and_keeps_float32_statistics(images):
@@ -298,64 +286,8 @@ def test_bfloat16_normalises_with_float32_statistics():
     assert float(y[0, 0, 0, 0]) == pytest.approx(-0.7, abs=0.01)
 
 
-# --- Transforms ---------------------------------------------------------------------------------
-
-
-def step(config, params, statistics, images, labels):
-    """Loss, new statistics and gradient of one replica."""
-
-    def loss(params):
-        logits, new = resnet.train_logits(config, params, statistics, images)
-        return cross_entropy(logits, labels).mean(), new
-
-    return jax.value_and_grad(loss, has_aux=True)(params)
-
-
-@pytest.mark.parametrize("config", [TINY, pytest.param(DEEP, marks=pytest.mark.slow)])
-def test_transforms_agree(mesh8, config):
-    """A loop over replicas == vmap == lax.map == shard_map over 8 devices; DEEP under vmap."""
-    keys = jax.random.split(jax.random.key(2), N)
-    params, statistics = jax.jit(jax.vmap(partial(resnet.init, config)))(keys)
-    images = jax.random.normal(jax.random.key(3), (N, 3, 8, 8, 3))
-    labels = jax.random.randint(jax.random.key(4), (N, 3), 0, config.num_classes)
-    replicated = params, statistics, images, labels
-    one = partial(step, config)
-    pick = jax.jit(lambda i: one(*jax.tree.map(lambda x: x[i], replicated)))
-    loop = jax.tree.map(lambda *x: jnp.stack(x), *[pick(i) for i in range(N)])
-
-    def mapped(*args):
-        return lax.map(lambda a: one(*a), args)
-
-    def per_device(*args):
-        local = jax.tree.map(lambda x: x[0], args)
-        return jax.tree.map(lambda x: x[None], one(*local))
-
-    specs = {"in_specs": P("replica"), "out_specs": P("replica")}
-    sharded = jax.shard_map(per_device, mesh=mesh8, **specs)
-    for form in [jax.vmap(one), mapped, sharded] if config is TINY else [jax.vmap(one)]:
-        other = jax.device_get(jax.jit(form)(*replicated))
-        assert_close(other, loop, rtol=2e-4)  # batch norms amplify the rounding of small batches
-
-
-# --- Errors -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"blocks": ()}, r"blocks must be at least 1 for each stage, got \(\)"),
-        ({"blocks": (2, 0)}, r"blocks must be at least 1 for each stage, got \(2, 0\)"),
-        ({"width": 0}, "width must be at least 1, got 0"),
-        ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
-        ({"dtype": "int8"}, "dtype must be one of .*, got 'int8'"),
-    ],
-)
-def test_config_errors(changes, message):
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(TINY, **changes)
-
-
 def test_images_must_have_three_channels():
-    params, statistics = init(TINY, jax.random.key(0))
     with pytest.raises(ValueError, match=r"\(batch, height, width, 3\), got \(2, 8, 8, 1\)"):
-        logits_of(TINY, params, statistics, jnp.zeros((2, 8, 8, 1)))
+        jax.eval_shape(
+            partial(resnet.logits_of, TINY), *shapes_of(resnet, TINY), jnp.zeros((2, 8, 8, 1))
+        )

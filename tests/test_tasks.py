@@ -3,21 +3,17 @@
 import json
 
 import pytest
+import small_runs
 import tiny
 
-from decent_jax import export, sample, saved_model, tasks, train, translate
+from decent_jax import export, sample, saved_model, tasks, translate
 from decent_jax.errors import ConfigError
 from decent_jax.train import config as config_lib
 
 
 def line_config(task, **changes):
-    config = train.default_config(task)
-    config.update(num_replicas=2, batch_size=8, steps=2, learning_rate=0.1)
-    config.lr_schedule.update(name="constant", warmup=0)
-    config.mesh.devices = 1
-    config.checkpoint.every_minutes = 0.0
-    config.update(changes)
-    return config
+    changes = {"steps": 2, "learning_rate": 0.1, "lr_schedule__warmup": 0} | changes
+    return small_runs.config(task, **changes)
 
 
 @pytest.fixture

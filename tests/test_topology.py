@@ -13,43 +13,30 @@ from decent_jax.topology import NAMES, make, repeat
 quick = settings(database=None, deadline=None, max_examples=60)
 
 
-# Every schedule at a few sizes it exists for; (name, n, local_size).
+def exists(name, n, local):
+    try:
+        return bool(make(name, n, local_size=local))
+    except ValueError:
+        return False
+
+
+# (name, n, local_size): every schedule at the sizes it exists for, and with parameters.
 CASES = [
-    *(("complete", n, 1) for n in (1, 2, 3, 7, 8)),
-    *(("ring", n, 1) for n in (1, 2, 4, 6, 8, 14)),
-    *(("bidirectional_ring", n, 1) for n in (1, 2, 3, 4, 5, 8)),
-    *(("one_peer_exp", n, 1) for n in (1, 2, 3, 5, 6, 8, 12, 16)),
-    *(("hypercube", n, 1) for n in (1, 2, 4, 8, 16)),
-    *(("alternating_exp_ring", n, 2) for n in (1, 4, 8, 16)),
-    *(("alternating_exp_ring", n, 4) for n in (1, 8, 16, 32)),
-    ("alternating_exp_ring", 6, 3),
-    *(("static_exp", n, 1) for n in (1, 2, 3, 4, 5, 6, 8, 9, 16)),
-    *(("base_k", n, 1) for n in (1, 2, 3, 5, 6, 7, 8, 12, 25)),
-    *(("base_k(max_degree=2)", n, 1) for n in (1, 2, 3, 5, 7, 24)),
-    ("base_k(max_degree=9)", 25, 1),
-    *(("grid", n, 1) for n in (1, 2, 3, 4, 6, 7, 12)),
-    ("grid(rows=3)", 6, 1),
-    *(("torus", n, 1) for n in (1, 2, 3, 4, 5, 6, 9, 12)),
-    ("torus(rows=8)", 8, 1),
-    *(("star", n, 1) for n in (1, 2, 3, 4, 8)),
-    *(("random_matching", n, 1) for n in (1, 2, 3, 4, 7, 8, 16)),
-    ("random_matching(rounds=5, seed=2)", 9, 1),
-    *(("random_regular", n, 1) for n in (1, 2, 3, 4, 5, 8, 13)),
+    *((name, n, 2) for name in NAMES for n in (1, 2, 3, 4, 6, 7, 8, 16) if exists(name, n, 2)),
+    *((name, n, 4) for name in ("alternating_exp_ring", "hierarchical") for n in (8, 16, 32)),
+    *(("static_exp", 9, 1), ("base_k", 25, 1), ("grid", 12, 1), ("torus", 9, 1), ("torus", 12, 1)),
+    *(("base_k(max_degree=2)", 24, 1), ("base_k(max_degree=9)", 25, 1), ("grid(rows=3)", 6, 1)),
+    *(("torus(rows=8)", 8, 1), ("random_matching(rounds=5, seed=2)", 9, 1)),
+    *(("random_matching(seed=3, degree=3)", 8, 1), ("equi_dynamic(rounds=3, seed=4)", 12, 1)),
+    ("random_matching(rounds=12, degree=2, meet=0.5)", 7, 1),
     ("random_regular(degree=2, seed=3)", 9, 1),
     ("random_regular(degree=7)", 8, 1),
-    *(("erdos_renyi", n, 1) for n in (1, 2, 3, 5, 8, 13)),
     ("erdos_renyi(probability=0.4, seed=1)", 10, 1),
-    *(("equi_dynamic", n, 1) for n in (1, 2, 3, 5, 8, 16)),
-    ("equi_dynamic(rounds=3, seed=4)", 12, 1),
-    *(("hierarchical", n, 2) for n in (1, 2, 4, 6, 10)),
-    ("hierarchical", 16, 4),
+    ("alternating_exp_ring", 6, 3),
     ("hierarchical(ring, one_peer_exp)", 12, 4),
     ("hierarchical(complete, complete)", 6, 3),
     ("hierarchical(one_peer_exp, complete)", 9, 3),
     ("hierarchical(base_k(max_degree=2), random_matching(rounds=4, seed=1))", 15, 3),
-    ("random_matching(seed=3, degree=3)", 8, 1),
-    ("random_matching(rounds=12, degree=2, meet=0.5)", 7, 1),
-    *(("periodic_average", n, 1) for n in (1, 2, 3, 8)),
     ("periodic_average(base_k(max_degree=2), every=3)", 5, 1),
     ("periodic_average(bidirectional_ring, every=4)", 6, 1),
 ]
@@ -93,14 +80,12 @@ def test_rounds_are_doubly_stochastic_and_say_how_they_are_sent(name, n, local):
             assert not send.weights[send.sources < 0].any()
         senders = (matrix - np.diag(np.diag(matrix)) > 0).sum(1)
         assert schedule.degree(r) == senders.max()
-    assert norm(product(schedule, range(schedule.period))) < 1
-    np.testing.assert_allclose(
-        schedule.period_matrix(), product(schedule, range(schedule.period)), atol=1e-15
-    )
-
-
-def test_cases_name_every_schedule():
-    assert {name.partition("(")[0] for name, _, _ in CASES} == set(NAMES)
+    whole = product(schedule, range(schedule.period))
+    assert norm(whole) < 1
+    np.testing.assert_allclose(schedule.period_matrix(), whole, atol=1e-15)
+    if norm(whole) > 1e-9:
+        gap = 1 - norm(whole) ** (1 / schedule.period)
+        assert schedule.spectral_gap() == pytest.approx(gap, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -212,17 +197,9 @@ def test_a_node_of_one_replica_sends_what_a_replica_sends(case):
             np.testing.assert_allclose(rebuild(between), between.matrix, atol=1e-15)
 
 
-@pytest.mark.parametrize(
-    ("name", "n", "local", "wanted"),
-    [
-        ("complete", 8, 1, False),
-        ("one_peer_exp", 8, 1, False),
-        ("alternating_exp_ring", 8, 4, True),
-        ("alternating_exp_ring", 1, 4, False),
-    ],
-)
-def test_partial_groups(name, n, local, wanted):
-    assert make(name, n, local_size=local).partial_groups is wanted
+def test_partial_groups():
+    assert make("alternating_exp_ring", 8, local_size=4).partial_groups
+    assert not make("complete", 8).partial_groups and not make("one_peer_exp", 8).partial_groups
 
 
 # --- closed forms and published values ------------------------------------------------------------
@@ -288,47 +265,20 @@ def test_one_peer_exp_closed_form(n):
     assert schedule.mean_square_rate() == pytest.approx(mean_square.mean(0).max(), abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("n", "norm_of_period", "rounds"),
-    [
-        (3, 0.25, 20),
-        (5, 0.202254, 26),
-        (6, 0.216506, 28),
-        (7, 0.125, 21),
-        (9, 0.117462, 27),
-        (10, 0.192355, 35),
-        (12, 0.209129, 36),
-        (14, 0.121866, 28),
-        (20, 0.189987, 44),
-        (24, 0.207340, 45),
-        (48, 0.206896, 54),
-        (96, 0.206785, 63),
-    ],
-)
-def test_one_peer_exp_iterations(n, norm_of_period, rounds):
-    schedule = make("one_peer_exp", n)
-    assert norm(schedule.period_matrix()) == pytest.approx(norm_of_period, abs=6e-7)
-    assert schedule.rounds_to_consensus(1e-6) == rounds
+def test_one_peer_exp_iterations():
+    rounds = {3: 20, 5: 26, 6: 28, 7: 21, 9: 27, 10: 35, 12: 36, 14: 28, 20: 44, 24: 45, 48: 54}
+    rounds[96] = 63
+    assert {n: make("one_peer_exp", n).rounds_to_consensus(1e-6) for n in rounds} == rounds
 
 
-@pytest.mark.parametrize(("n", "rounds"), [(8, 3), (16, 4), (32, 5), (64, 6)])
-def test_powers_of_two_are_exact_after_one_period(n, rounds):
+@pytest.mark.parametrize("rounds", [3, 4, 5, 6])
+def test_powers_of_two_are_exact_after_one_period(rounds):
     for name in ("one_peer_exp", "hypercube"):
-        schedule = make(name, n)
+        schedule = make(name, 2**rounds)
         assert schedule.period == schedule.rounds_to_consensus() == rounds
         assert schedule.spectral_gap() == 1 and schedule.consensus_rate() == 0
         assert {schedule.degree(r) for r in range(rounds)} == {1}
-
-
-@pytest.mark.parametrize("name", ["one_peer_exp", "hypercube"])
-def test_any_order_of_rounds_is_exact(name):
-    orders = list(itertools.permutations(range(4)))
-    assert len(orders) == 24
-    for order in orders:
-        np.testing.assert_allclose(product(make(name, 16), order), np.full((16, 16), 1 / 16))
-    for missing in range(4):  # one round left out is far from exact
-        rest = [r for r in range(4) if r != missing]
-        assert norm(product(make(name, 16), rest)) > 0.5
+        assert schedule.mean_square_rate() == pytest.approx(1 - 1 / rounds)
 
 
 def test_hypercube_lists():
@@ -383,11 +333,6 @@ def test_alternating_exp_ring_is_exact_after_one_period(n, local, nodes_log, mea
         assert norm(one_later) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize(("n", "rate"), [(8, 2 / 3), (16, 3 / 4)])
-def test_hypercube_mean_square_rate(n, rate):
-    assert make("hypercube", n).mean_square_rate() == pytest.approx(rate)
-
-
 def test_rounds_to_consensus_gives_up():
     message = r"ring does not come within 1e-06 of consensus in 3 rounds"
     with pytest.raises(ValueError, match=message):
@@ -418,7 +363,7 @@ def test_make_refuses(name, n, options, message):
         make(name, n, **options)
 
 
-@pytest.mark.parametrize("every", [0, -1])
-def test_round_at_refuses(every):
-    with pytest.raises(ValueError, match=f"mix_every must be at least 1, got {every}"):
-        make("ring", 4).round_at(3, mix_every=every)
+def test_round_at_refuses():
+    for every in (0, -1):
+        with pytest.raises(ValueError, match=f"mix_every must be at least 1, got {every}"):
+            make("ring", 4).round_at(3, mix_every=every)

@@ -4,10 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
-from mixing import group_list, groups, metropolis, norm, product
+from mixing import group_list, groups, metropolis, norm
 
-from decent_jax.topology import NAMES, Schedule, make, metropolis_hastings
-from decent_jax.topology.base_graph import _hyper_hypercube, _simple
+from decent_jax.topology import NAMES, make, metropolis_hastings
+from decent_jax.topology.base_graph import _base, _hyper_hypercube, _simple
 
 
 def hears(matrix):
@@ -22,8 +22,8 @@ GAPS |= {17: 0.452379, 33: 0.3922, 4: 2 / 3, 8: 1 / 2, 12: 2 / 5, 16: 2 / 5, 32:
 
 
 def test_gap_of_static_exp():
-    """2 / (1 + ceil(log2 n)) for even n, more for odd n > 1, n = 2 to 129 (Ying et al. 2021)."""
-    for n in range(2, 130):
+    """2 / (1 + ceil(log2 n)) for even n, more for odd n > 1, n = 2 to 65 (Ying et al. 2021)."""
+    for n in range(2, 66):
         tau = int(np.ceil(np.log2(n)))
         schedule = make("static_exp", n)
         gap = schedule.spectral_gap()
@@ -40,22 +40,14 @@ def test_gap_of_static_exp():
     assert make("static_exp", 3).exact_after() == 1
 
 
-@pytest.mark.parametrize(
-    ("n", "row", "rate"),
-    [
-        (4, [0, 1, 2], 1 / 3),
-        (8, [0, 1, 2, 4], 0.5),
-        (12, [0, 1, 2, 4, 8], 0.6),
-    ],
-)
-def test_rows_of_static_exp(n, row, rate):
+@pytest.mark.parametrize(("n", "row"), [(4, [0, 1, 2]), (8, [0, 1, 2, 4]), (12, [0, 1, 2, 4, 8])])
+def test_rows_of_static_exp(n, row):
     """Whom replica 0 sends to, and that all get the same."""
     matrix = make("static_exp", n).matrix(0)
     assert np.flatnonzero(matrix[:, 0]).tolist() == row
     assert set(matrix[matrix > 0].tolist()) == {1 / len(row)}
     for i in range(n):
         np.testing.assert_array_equal(np.roll(matrix[:, 0], i), matrix[:, i])
-    assert norm(matrix) == pytest.approx(rate, abs=1e-12)
 
 
 @pytest.mark.parametrize(("n", "messages"), [(8, 60), (16, 112), (32, 175), (64, 252)])
@@ -64,28 +56,11 @@ def test_messages_of_static_exp(n, messages):
     assert schedule.rounds_to_consensus(1e-6) * schedule.degree(0) == messages
 
 
-def test_one_peer_exp_is_exact_iff_a_power_of_two():
-    for n in range(2, 130):
-        schedule = make("one_peer_exp", n)
-        assert schedule.exact_after() == (n.bit_length() - 1 if n & (n - 1) == 0 else None)
-
-
 # --- Base-(k+1) -----------------------------------------------------------------------------------
 
 # Rounds to the exact mean with a degree of at most 1, 2 and 4.
-BASE_ROUNDS = {
-    3: (3, 1, 1),
-    5: (5, 3, 1),
-    6: (4, 2, 2),
-    7: (5, 4, 3),
-    8: (3, 3, 2),
-    9: (7, 2, 2),
-    10: (6, 4, 2),
-    12: (5, 3, 2),
-    16: (4, 4, 2),
-    24: (6, 4, 3),
-    25: (9, 6, 2),
-}
+BASE_ROUNDS = {3: (3, 1, 1), 5: (5, 3, 1), 6: (4, 2, 2), 7: (5, 4, 3), 8: (3, 3, 2), 9: (7, 2, 2)}
+BASE_ROUNDS |= {10: (6, 4, 2), 12: (5, 3, 2), 16: (4, 4, 2), 24: (6, 4, 3), 25: (9, 6, 2)}
 
 
 @pytest.mark.parametrize("n", BASE_ROUNDS)
@@ -96,24 +71,22 @@ def test_rounds_of_base_k(n):
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 6, 98])
 def test_base_k_is_exact(k):
-    """After one period, to rounding; symmetric; nobody hears more than k. Other n for each k."""
-    drawn = np.random.default_rng(k).choice(np.arange(10, 100), 11, replace=False).tolist()
-    for n in [*range(1, 10), *drawn]:
-        schedule = make("base_k", n, max_degree=k)
-        whole = np.linalg.multi_dot([np.eye(n)] * 2 + [one.matrix for one in schedule.rounds[::-1]])
-        assert np.abs(whole - 1 / n).max() < 1e-15, n
-        for one in schedule.rounds:
-            assert (one.matrix == one.matrix.T).all()
-            assert hears(one.matrix).sum(1).max(initial=0) <= k
-            assert len(one.sends) <= k
-            if n > 1:
-                assert hears(one.matrix).any()
-        if n > 1:  # no round to spare
-            assert norm(product(schedule, range(schedule.period - 1))) > 1e-3
+    """After one period, to rounding, for n = 1 to 99; symmetric; nobody hears more than k."""
+    for n in range(1, 100):
+        matrices, whole, before = _base(n, k), np.eye(n), np.eye(n)
+        for matrix in matrices:
+            whole, before = matrix @ whole, whole
+            assert (matrix == matrix.T).all() and 0 < hears(matrix).sum(1).max() <= k
+        assert np.abs(whole - 1 / n).max() < 1e-14, n
+        assert n == 1 or np.linalg.norm(before - 1 / n) > 1e-3  # no round to spare
         # log_{k+1} n rounds are needed; Takezawa et al. promise 2 log_{k+1} n + 2.
-        assert (
-            np.log(n) / np.log(k + 1) - 1e-9 <= schedule.period <= 2 * np.log(n) / np.log(k + 1) + 2
-        )
+        least = np.log(n) / np.log(k + 1)
+        assert least - 1e-9 <= len(matrices) <= 2 * least + 2
+    for n in np.random.default_rng(k).integers(2, 100, 8).tolist():
+        schedule = make("base_k", n, max_degree=k)
+        for one, matrix in zip(schedule.rounds, _base(n, k), strict=True):
+            np.testing.assert_array_equal(one.matrix, matrix)
+            assert len(one.sends) <= k
 
 
 def test_base_2_over_six():
@@ -128,25 +101,6 @@ def test_base_2_over_six():
     weights = [schedule.matrix(r)[tuple(pairs[r][0])] for r in range(4)]
     np.testing.assert_allclose(weights, [1 / 2, 2 / 3, 1 / 2, 1 / 2])
     np.testing.assert_allclose(np.diag(schedule.matrix(1)), [1, 1 / 3, 1 / 3] * 2)
-
-
-def test_base_2_over_five_by_hand():
-    """Four replicas agree in two rounds, replica 3 meets 4, and the four agree again."""
-    x = np.array([1.0, 2.0, 3.0, 6.0, 8.0])
-    schedule = make("base_k", 5)
-    wanted = [
-        [1.5, 1.5, 4.5, 4.5, 8],
-        [3, 3, 3, 3, 8],
-        [3, 3, 3, 7, 4],  # with weights 1/5 and 4/5
-        [3, 3, 5, 5, 4],
-        [4, 4, 4, 4, 4],
-    ]
-    for r, row in enumerate(wanted):
-        x = schedule.matrix(r) @ x
-        np.testing.assert_allclose(x, row, atol=1e-14)
-    # Replicas that are not met average among themselves, though they agree already.
-    met = np.argwhere(np.triu(hears(schedule.matrix(2)))).tolist()
-    assert met == [[0, 1], [3, 4]]
 
 
 @pytest.mark.parametrize("n", [2, 4, 8, 16, 32])
@@ -176,39 +130,21 @@ def test_base_graph_is_the_shorter_of_two():
     assert (len(_simple(12, 1)), len(_simple(3, 1)), make("base_k", 12).period) == (7, 3, 5)
 
 
-@pytest.mark.parametrize("k", [0, -2])
-def test_base_k_refuses(k):
-    with pytest.raises(ValueError, match=f"base_k: max_degree must be at least 1, got {k}$"):
-        make("base_k", 8, max_degree=k)
+def test_base_k_refuses():
+    for k in (0, -2):
+        with pytest.raises(ValueError, match=f"base_k: max_degree must be at least 1, got {k}$"):
+            make("base_k", 8, max_degree=k)
 
 
 # --- grids, tori, stars ---------------------------------------------------------------------------
 
 
-def test_grid_2x3():
-    rows = [
-        [5 / 12, 1 / 4, 0, 1 / 3, 0, 0],
-        [1 / 4, 1 / 4, 1 / 4, 0, 1 / 4, 0],
-        [0, 1 / 4, 5 / 12, 0, 0, 1 / 3],
-        [1 / 3, 0, 0, 5 / 12, 1 / 4, 0],
-        [0, 1 / 4, 0, 1 / 4, 1 / 4, 1 / 4],
-        [0, 0, 1 / 3, 0, 1 / 4, 5 / 12],
-    ]
-    for schedule in (make("grid", 6), make("grid(rows=2)", 6)):
-        np.testing.assert_allclose(schedule.matrix(0), rows, atol=1e-15)
-        assert schedule.spectral_gap() == pytest.approx(1 - 0.75)
-
-
-def test_star_of_4():
-    schedule = make("star", 4)
-    np.testing.assert_allclose(schedule.matrix(0)[0], [1 / 4] * 4)
-    np.testing.assert_allclose(schedule.matrix(0)[2], [1 / 4, 0, 3 / 4, 0])
-    assert norm(schedule.matrix(0)) == pytest.approx(0.75)
-
-
-@pytest.mark.parametrize("n", [2, 3, 5, 16, 33])
-def test_rate_of_a_star(n):
-    assert make("star", n).consensus_rate() == pytest.approx(1 - 1 / n if n > 2 else 0)
+@pytest.mark.parametrize("n", [2, 3, 4, 16, 33])
+def test_star(n):
+    star = make("star", n)
+    wanted = metropolis([(0, leaf) for leaf in range(1, n)], n)
+    np.testing.assert_allclose(star.matrix(0), wanted, atol=1e-15)
+    assert star.consensus_rate() == pytest.approx(1 - 1 / n if n > 2 else 0)
 
 
 @pytest.mark.parametrize(("n", "rows"), [(9, 3), (12, 3), (16, 4), (25, 5), (20, 4), (24, 4)])
@@ -333,16 +269,6 @@ def test_equi_dynamic_over_all_shifts(n):
     shifts = {int((0 - one.sends[0].sources[0]) % n) for one in schedule.rounds}
     assert shifts == set(range(1, n))
     assert schedule.mean_square_rate() == pytest.approx((n - 2) / (2 * (n - 1)))
-    # (1 - eta) I + eta A with A = 1/n on oneself, (n - 1)/n on the shift (Song et al. 2022): no eta
-    # does better than the one with weights 1/2, n / (2 (n - 1)).
-    rates = {}
-    for eta in (0.4, 0.5, n / (2 * (n - 1)), 0.7):
-        weight = eta * (n - 1) / n
-        shifted = [np.roll(np.eye(n), u, axis=0) for u in range(1, n)]
-        matrices = [(1 - weight) * np.eye(n) + weight * one for one in shifted]
-        rates[eta] = Schedule.from_matrices(matrices).mean_square_rate()
-        assert rates[eta] == pytest.approx((1 - eta) ** 2 + eta**2 * (n - 2) / n)
-    assert min(rates, key=rates.get) == n / (2 * (n - 1))
 
 
 @pytest.mark.parametrize(
@@ -388,11 +314,7 @@ def test_erdos_renyi_edges():
     [
         ("random_matching(rounds=0)", 8, "random_matching: rounds must be at least 1, got 0"),
         ("equi_dynamic(rounds=0)", 8, "equi_dynamic: rounds must be at least 1, got 0"),
-        (
-            "random_matching(rounds=1)",
-            8,
-            "100 draws left 8 replicas unconnected with 1 rounds; use",
-        ),
+        ("random_matching(rounds=1)", 8, "100 draws left 8 replicas unconnected with 1 rounds; us"),
         ("random_matching(rounds=1)", 3, "left 3 replicas unconnected with 1 rounds; use more"),
         ("random_regular(degree=1)", 8, "degree from 2 to n - 1.*got degree 1 for n = 8 replicas"),
         ("random_regular(degree=0)", 2, "got degree 0 for n = 2 replicas"),
@@ -462,12 +384,7 @@ def test_hierarchical_is_few_messages():
 @pytest.mark.parametrize(
     ("name", "n", "local", "message"),
     [
-        (
-            "hierarchical",
-            8,
-            1,
-            "local_size >= 2 .*got 8 replicas with local_size 1; set local_size",
-        ),
+        ("hierarchical", 8, 1, "local_size >= 2 .*got 8 replicas with local_size 1; set local"),
         ("hierarchical", 8, 3, "got 8 replicas with local_size 3"),
         ("hierarchical", 2, 4, "got 2 replicas with local_size 4"),
         (

@@ -44,18 +44,10 @@ def test_exact_from_another_phase():
     assert later.consensus_rate() == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "n"),
-    [
-        ("ring", 8),
-        ("one_peer_exp", 6),
-        ("random_matching(rounds=64)", 6),  # 1e-12 away after a period; halves never make sixths
-        ("static_exp", 9),
-        ("star", 3),
-    ],
-)
-def test_close_is_not_exact(name, n):
-    assert make(name, n).exact_after() is None
+def test_close_is_not_exact():
+    """64 random matchings are 1e-12 away after a period; halves never make sixths."""
+    for n, name in (8, "ring"), (9, "static_exp"), (3, "star"), (6, "random_matching(rounds=64)"):
+        assert make(name, n).exact_after() is None
 
 
 # --- summaries ------------------------------------------------------------------------------------
@@ -96,14 +88,7 @@ def test_summary_of_every_schedule(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "n", "rounds"),
-    [
-        ("one_peer_exp", 8, 3),
-        ("static_exp", 1, 1),
-        ("star", 20, 1),
-        ("base_k", 25, 9),
-        ("hierarchical", 8, 1),
-    ],
+    ("name", "n", "rounds"), [("static_exp", 1, 1), ("base_k", 25, 9), ("hierarchical", 8, 1)]
 )
 def test_plot(name, n, rounds):
     figure = plot(make(name, n, local_size=4))
@@ -143,8 +128,9 @@ def test_arrows_point_to_the_receiver():
     assert lines == {frozenset((1, 2))}
 
 
-def test_importing_the_schedules_imports_neither_jax_nor_matplotlib():
-    code = "import sys, decent_jax.topology as t; t.make('base_k', 6); print(*sys.modules)"
+def test_schedules_and_simulations_import_neither_jax_nor_matplotlib():
+    code = "import sys, decent_jax.simulate, decent_jax.topology as t; t.make('base_k', 6)"
+    code += "; print(*sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(out.stdout.split())
     assert "numpy" in loaded and not {"jax", "matplotlib", "networkx"} & loaded

@@ -1,6 +1,6 @@
 """A run that follows a plan of `decent_jax.planner`."""
 
-# ruff: noqa: F401, F811  (fixtures of other modules)
+# ruff: noqa: F401, F811  (a fixture of another module)
 
 import json
 import socket
@@ -8,13 +8,13 @@ import socket
 import numpy as np
 import pytest
 import tiny
-from test_train import no_plot, run
+from test_train import run
 
 from decent_jax import topology
 from decent_jax.topology.plan_file import Plan
 from decent_jax.train import ConfigError
 
-pytestmark = pytest.mark.usefixtures("compile_once", "no_plot")
+pytestmark = pytest.mark.usefixtures("compile_once")
 HERE = [f"{socket.gethostname()}/{k}" for k in range(4)]
 
 
@@ -26,14 +26,12 @@ def save(folder, devices, schedule, mix_every=1):
 
 def test_the_order_of_devices_changes_no_number(run, tmp_path, capsys):
     settings = {"steps": 4, "mesh": {"devices": 4}, "mix_every": 2}
-    plain, _ = run("plain", **settings)
+    plain = run("plain", **settings)
     plan = save(tmp_path, [HERE[k] for k in (2, 0, 3, 1)], topology.make("one_peer_exp", 4), 2)
     # What the config says of schedule and mix_every gives way to the plan.
-    planned, summary = run(
-        "planned", **settings | {"mix_every": 1, "schedule": "ring"}, cluster=plan
-    )
+    planned = run("planned", **settings | {"mix_every": 1, "schedule": "ring"}, cluster=plan)
     np.testing.assert_allclose(tiny.losses(planned), tiny.losses(plain), rtol=1e-5)
-    assert summary["schedule"] == "one_peer_exp"
+    assert tiny.summary(planned)["schedule"] == "one_peer_exp"
     saved = json.loads((planned / "config.json").read_text())
     assert saved["schedule"] == "one_peer_exp" and saved["mix_every"] == 2
     table = capsys.readouterr().err.rpartition("replicas  process")[2].splitlines()[1:5]
@@ -44,8 +42,8 @@ def test_a_schedule_built_for_the_network(run, tmp_path):
     """Matrices that no name stands for: with these, every round is the mean of all."""
     built = topology.Schedule.from_matrices([np.full((4, 4), 0.25)], "built for two racks")
     plan = save(tmp_path, HERE, built)
-    folder, summary = run("r", steps=3, combine="then", mesh={"devices": 4}, cluster=plan)
-    assert summary["schedule"] == "built for two racks"
+    folder = run(steps=3, combine="then", mesh={"devices": 4}, cluster=plan)
+    assert tiny.summary(folder)["schedule"] == "built for two racks"
     assert tiny.rows(folder)[-1]["train/consensus_distance_relative"] < 1e-6
 
 
@@ -60,10 +58,10 @@ def test_a_schedule_built_for_the_network(run, tmp_path):
 def test_a_plan_for_another_cluster_is_refused(run, tmp_path, devices, settings, words):
     plan = save(tmp_path, devices, topology.make("ring", 4))
     with pytest.raises(ConfigError, match=words):
-        run("r", **{"mesh": {"devices": 4}} | settings, cluster=plan)
-    assert not (tmp_path / "r").exists()
+        run(**{"mesh": {"devices": 4}} | settings, cluster=plan)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_plan_that_cannot_be_read_is_refused(run, tmp_path):
     with pytest.raises(ConfigError, match=r"cluster.plan: cannot read the plan .*nowhere.json"):
-        run("r", cluster={"plan": str(tmp_path / "nowhere.json")})
+        run(cluster={"plan": str(tmp_path / "nowhere.json")})

@@ -1,64 +1,27 @@
-"""The Transformer against an independent NumPy version, and against itself."""
+"""The Transformer alone: against an independent NumPy version, counts, masks. See `test_models`."""
 
 import dataclasses
-import re
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from networks import assert_close, drawn, shapes_of
 
 from decent_jax.models import transformer
-from decent_jax.models.losses import cross_entropy
+from decent_jax.models.pieces import cross_entropy
 from decent_jax.models.transformer import PAD, START
 
 TINY = transformer.TransformerConfig(
     vocab_size=20, width=16, heads=2, layers=2, ff=24, dropout=0.0, dtype="float32"
 )
-PRE = dataclasses.replace(TINY, norm="pre")
 ONE = dataclasses.replace(TINY, layers=1)  # compiles faster
 # Compiling is what these tests spend their time on.
 pytestmark = pytest.mark.usefixtures("compile_once")
-apply = jax.jit(transformer.apply, static_argnums=0)
-init = jax.jit(transformer.init, static_argnums=0)
 
 SOURCE = np.array([[5, 9, 4, 12, 3], [7, 6, 3, 0, 0], [8, 0, 0, 0, 0]], np.int32)
 TARGET_IN = np.array([[2, 11, 4, 4], [2, 13, 0, 0], [2, 5, 19, 0]], np.int32)
-
-
-@pytest.fixture(scope="module")
-def params():
-    """Larger than initial ones, so that attention is not uniform; scales not 1, biases not 0."""
-    return perturbed(TINY)
-
-
-def perturbed(config):
-    """Parameters as NumPy draws them, which compiles nothing."""
-    rng = np.random.default_rng(9)
-
-    def draw(path, shape):
-        noise = rng.normal(size=shape.shape)
-        if path[-1].key in ("scale", "bias"):
-            return np.float32((path[-1].key == "scale") + 0.3 * noise)
-        return np.float32(1.5 * noise * shape.shape[-1] ** -0.5)
-
-    shapes = jax.eval_shape(partial(transformer.init, config), jax.random.key(0))
-    return jax.tree_util.tree_map_with_path(draw, shapes)
-
-
-def loss_fn(config, params, source, target_in, target, rng=None):
-    logits = transformer.apply(config, params, source, target_in, rng)
-    losses = cross_entropy(logits, target) * (target != PAD)
-    return losses.sum() / (target != PAD).sum()
-
-
-def assert_close(got, wanted, rtol=1e-5):
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        g, w = np.asarray(g, np.float64), np.asarray(w, np.float64)
-        assert np.max(np.abs(g - w)) <= rtol * np.max(np.abs(w))
-
 
 # --- Counts -------------------------------------------------------------------------------------
 
@@ -81,20 +44,11 @@ def test_parameter_count_of_big_by_hand():
     all_layers = 6 * (3 * attention + 2 * feed_forward + 5 * norm)
     big = transformer.PRESETS["big"]
     assert transformer.num_params(big) == 32000 * 1024 + all_layers == 209_051_648
-    english_german = dataclasses.replace(big, vocab_size=37120)
-    assert transformer.num_params(english_german) == 37120 * 1024 + all_layers == 214_294_528
-
-
-@pytest.mark.parametrize("config", [TINY, PRE])
-def test_the_count_is_that_of_the_initial_parameters(config):
-    shapes = jax.eval_shape(partial(transformer.init, config), jax.random.key(0))
-    assert transformer.num_params(config) == sum(leaf.size for leaf in jax.tree.leaves(shapes))
-    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(shapes))
+    assert 37120 * 1024 + all_layers == 214_294_528
 
 
 def test_one_embedding():
-    shapes = jax.eval_shape(partial(transformer.init, TINY), jax.random.key(0))
-    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    leaves = jax.tree_util.tree_leaves_with_path(shapes_of(transformer, TINY))
     with_vocabulary = [path[-1].key for path, leaf in leaves if TINY.vocab_size in leaf.shape]
     assert with_vocabulary == ["embedding"]
     biases = {path[-2].key for path, _ in leaves if path[-1].key == "bias"}
@@ -102,7 +56,8 @@ def test_one_embedding():
 
 
 def test_init_scales():
-    params = init(dataclasses.replace(ONE, width=64, ff=256, vocab_size=900), jax.random.key(3))
+    config = dataclasses.replace(ONE, width=64, ff=256, vocab_size=900)
+    params = jax.jit(transformer.init, static_argnums=0)(config, jax.random.key(3))
     layer = params["decoder"]["0"]
     assert float(params["shared"]["embedding"].std()) == pytest.approx(1 / 8, rel=0.03)
     for kernel, inputs, outputs in [
@@ -114,12 +69,6 @@ def test_init_scales():
         assert float(kernel.std()) == pytest.approx(bound / np.sqrt(3), rel=0.05)
     assert float(jnp.abs(layer["ff_in"]["bias"]).max()) == 0
     assert float(layer["self_norm"]["scale"].min()) == 1
-
-
-def test_decay_mask_is_by_kind(params):
-    mask = transformer.decay_mask(params)
-    stacked = transformer.decay_mask(jax.tree.map(lambda x: np.stack([x, x]), params))
-    assert mask == stacked == jax.tree.map(lambda x: x.ndim == 2, params)
 
 
 def test_flops_per_pair_by_hand():
@@ -208,14 +157,18 @@ def numpy_forward(config, params, source, target_in):
     return [sentence(s[s != PAD], t[t != PAD]) for s, t in zip(source, target_in, strict=True)]
 
 
-@pytest.mark.parametrize("config", [TINY, PRE], ids=["post", "pre"])
-def test_forward_and_attention_against_numpy(config):
+@pytest.mark.parametrize("norm", ["post", "pre"])
+def test_forward_and_attention_against_numpy(norm):
     """Without any padding in the NumPy version: so padding has no influence either."""
-    params = perturbed(config)
-    logits = apply(config, params, SOURCE, TARGET_IN)
-    weights = jax.jit(transformer.attention_weights, static_argnums=0)(
-        config, params, SOURCE, TARGET_IN
-    )
+    config = dataclasses.replace(TINY, norm=norm)
+    params = drawn(transformer, config)
+
+    @jax.jit
+    def both(params):
+        args = config, params, SOURCE, TARGET_IN
+        return transformer.apply(*args), transformer.attention_weights(*args)
+
+    logits, weights = both(params)
     assert logits.shape == (3, 4, 20) and weights.shape == (3, 2, 2, 4, 5)
     np.testing.assert_allclose(weights.sum(-1), 1.0, rtol=1e-5)
     for b, (wanted, wanted_weights) in enumerate(numpy_forward(config, params, SOURCE, TARGET_IN)):
@@ -235,160 +188,39 @@ def test_sinusoids_of_any_length():
     np.testing.assert_allclose(got[:3, ::2], np.sin(positions[:3, None] * rates), atol=1e-5)
 
 
-# --- Masks --------------------------------------------------------------------------------------
-
-
-def test_causal(params):
-    changed = TARGET_IN.copy()
-    changed[:, 2] = 17
-    before, after = (apply(TINY, params, SOURCE, t) for t in (TARGET_IN, changed))
-    np.testing.assert_array_equal(before[:, :2], after[:, :2])
-    assert bool((jnp.abs(before[:, 2:] - after[:, 2:]).max(-1) > 0).all())
-
-
-def test_more_padding_changes_nothing(params):
-    source, target_in = (np.pad(x, ((0, 0), (0, 3))) for x in (SOURCE, TARGET_IN))
-    narrow, wide = apply(TINY, params, SOURCE, TARGET_IN), apply(TINY, params, source, target_in)
-    for b, length in enumerate((TARGET_IN != PAD).sum(-1)):
-        assert_close(wide[b, :length], narrow[b, :length], rtol=1e-6)
-
-
-def test_memory_at_padding_is_never_read(params):
+def test_memory_at_padding_is_never_read():
     mask = SOURCE != PAD
     memory = np.random.default_rng(0).normal(size=(3, 5, 16)).astype(np.float32)
     noisy = np.where(mask[:, :, None], memory, np.float32(1e3))
-    decode = jax.jit(transformer.decode, static_argnums=0)
-    a, b = (decode(TINY, params, TARGET_IN, m, mask) for m in (memory, noisy))
+    params = drawn(transformer, ONE)
+    decode = jax.jit(lambda memory: transformer.merge(ONE, params).decode(TARGET_IN, memory, mask))
+    a, b = decode(memory), decode(noisy)
     np.testing.assert_array_equal(a, b)
 
 
-def test_gradient_does_not_depend_on_padding_and_a_row_of_padding_is_finite(params):
-    """Rows of padding fill up a batch: no NaN, forward or backward."""
-    grad = jax.jit(jax.value_and_grad(partial(loss_fn, TINY)))
-    target = np.where(TARGET_IN == PAD, PAD, 7)
-    plain = grad(params, SOURCE, TARGET_IN, target)
-    padded = [np.pad(x, ((0, 1), (0, 2))) for x in (SOURCE, TARGET_IN, target)]
-    assert_close(grad(params, *padded), plain, rtol=1e-4)
-
-
-# --- Dropout, dtypes, gradients -----------------------------------------------------------------
-
-
-def test_dropout(params):
-    config = dataclasses.replace(TINY, dropout=0.2)
-    plain = apply(TINY, params, SOURCE, TARGET_IN)
-    a, a_again, b = (apply(config, params, SOURCE, TARGET_IN, jax.random.key(k)) for k in (1, 1, 2))
-    np.testing.assert_array_equal(a, a_again)
-    assert float(jnp.abs(a - b).max()) > 0
-    np.testing.assert_array_equal(apply(config, params, SOURCE, TARGET_IN), plain)
-    np.testing.assert_array_equal(apply(TINY, params, SOURCE, TARGET_IN, jax.random.key(1)), plain)
-
-
-def test_attention_with_dropout_is_the_same_attention(params):
-    """At a vanishing rate nothing is dropped, and the explicit form must equal the fused one."""
-    config = dataclasses.replace(TINY, dropout=1e-9)
-    got = apply(config, params, SOURCE, TARGET_IN, jax.random.key(0))
-    assert_close(got, apply(TINY, params, SOURCE, TARGET_IN))
-
-
-@pytest.mark.parametrize("norm", ["post", "pre"])
-def test_bfloat16_and_gradients_of_all_parameters(norm):
-    wide = dataclasses.replace(ONE, norm=norm)
-    half = dataclasses.replace(wide, dtype="bfloat16")
-    params = perturbed(wide)
-    grad = jax.jit(jax.value_and_grad(loss_fn, argnums=1), static_argnums=0)
-    target = np.where(TARGET_IN == PAD, PAD, 7)
-    (loss, grads), (half_loss, half_grads) = (
-        grad(c, params, SOURCE, TARGET_IN, target) for c in (wide, half)
-    )
-    logits = jax.eval_shape(partial(transformer.apply, half), params, SOURCE, TARGET_IN)
-    assert logits.dtype == jnp.bfloat16
-    assert float(half_loss) == pytest.approx(float(loss), rel=0.02)
-    for tree in (grads, half_grads):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            assert leaf.dtype == jnp.float32 and bool(jnp.isfinite(leaf).all()), path
-            assert float(jnp.abs(leaf).max()) > 0, path
-
-
-def test_remat_gives_the_same_gradients():
-    grad = jax.jit(jax.value_and_grad(loss_fn, argnums=1), static_argnums=0)
-    # The generator that compiles fastest.
-    key = jax.random.key(5, impl="unsafe_rbg")
-    args = SOURCE, TARGET_IN, np.where(TARGET_IN == PAD, PAD, 7), key
-    one = perturbed(ONE)
-    config = dataclasses.replace(ONE, dropout=0.3)
-    remat = dataclasses.replace(config, remat=True)
-    assert_close(grad(remat, one, *args), grad(config, one, *args))
-    jaxpr = str(jax.make_jaxpr(lambda p: transformer.apply(remat, p, *args[:2]))(one))
-    assert len(re.findall(r"= (remat|checkpoint)", jaxpr)) == 2
-
-
-def test_stacked_replicas():
-    """`vmap` over parameters, data and dropout keys, as the trainer does it, is a loop."""
-    config = dataclasses.replace(ONE, dropout=0.1)
-    one = perturbed(config)
-    stacked = jax.tree.map(lambda x: np.stack([x, 0.5 * x, x[..., ::-1]]), one)
-    rng = np.random.default_rng(0)
-    source, target_in, target = rng.integers(4, 20, (3, 3, 2, 5)).astype(np.int32)
-    source[1, 0, 2:] = PAD
-    args = stacked, source, target_in, target, jax.random.split(jax.random.key(4), 3)
-    grad = jax.jit(jax.value_and_grad(partial(loss_fn, config)))
-    vmapped = jax.jit(jax.vmap(jax.value_and_grad(partial(loss_fn, config))))(*args)
-    for i in range(3):
-        one = jax.tree.map(lambda x, i=i: x[i], args)
-        assert_close(jax.tree.map(lambda x, i=i: x[i], vmapped), grad(*one))
-
-
-@pytest.mark.parametrize("norm", ["post", "pre"])
-def test_learns_to_copy(norm):
+def test_learns_to_copy():
     """Fresh sentences at every step: only attention to the right source position helps."""
     config = transformer.TransformerConfig(
-        vocab_size=14, width=32, heads=2, layers=1, ff=64, dropout=0.0, dtype="float32", norm=norm
+        vocab_size=14, width=32, heads=2, layers=1, ff=64, dropout=0.0, dtype="float32"
     )
     tx = optax.adam(optax.linear_schedule(0.0, 1e-2, 40))
 
+    def loss_of(params, source):
+        target_in = jnp.pad(source[:, :-1], ((0, 0), (1, 0)), constant_values=START)
+        logits = transformer.apply(config, params, source, target_in)
+        return cross_entropy(logits, source).mean()
+
     def step(carry, key):
         params, state = carry
-        source = jax.random.randint(key, (64, 6), 4, 14)
-        target_in = jnp.pad(source[:, :-1], ((0, 0), (1, 0)), constant_values=START)
-        loss, grads = jax.value_and_grad(partial(loss_fn, config))(
-            params, source, target_in, source
-        )
+        source = jax.random.randint(key, (48, 4), 4, 14)
+        loss, grads = jax.value_and_grad(loss_of)(params, source)
         updates, state = tx.update(grads, state, params)
         return (optax.apply_updates(params, updates), state), loss
 
     def train(key):
         params = transformer.init(config, key)
-        return jax.lax.scan(step, (params, tx.init(params)), jax.random.split(key, 300))[1]
+        return jax.lax.scan(step, (params, tx.init(params)), jax.random.split(key, 200))[1]
 
     losses = jax.jit(train)(jax.random.key(0))
     assert float(losses[0]) > 2.3  # log 10 is 2.30
     assert float(losses[-10:].mean()) < 0.1
-
-
-# --- Errors -------------------------------------------------------------------------------------
-
-
-def test_sentences_must_be_a_matrix(params):
-    with pytest.raises(ValueError, match=r"source must have .* got \(5,\)"):
-        transformer.apply(TINY, params, SOURCE[0], TARGET_IN)
-    with pytest.raises(ValueError, match=r"target_in must have .* got \(4,\)"):
-        transformer.apply(TINY, params, SOURCE, TARGET_IN[0])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"width": 30, "heads": 4}, "width 30 is not divisible by heads 4"),
-        ({"width": 15, "heads": 3}, "width must be even, for sines and cosines, got 15"),
-        ({"layers": 0}, "layers must be at least 1, got 0"),
-        ({"vocab_size": 3}, "vocab_size must be at least 4, the special ids, got 3"),
-        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
-        ({"norm": "middle"}, "norm must be one of post, pre, got 'middle'"),
-        ({"dtype": "int8"}, "dtype must be one of .*, got 'int8'"),
-        ({"attention": "flash"}, "attention must be one of auto, xla, cudnn, got 'flash'"),
-    ],
-)
-def test_config_errors(changes, message):
-    with pytest.raises(ValueError, match=message):
-        transformer.TransformerConfig(**changes)

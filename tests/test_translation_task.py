@@ -9,15 +9,17 @@ import jax.numpy as jnp
 import mini_wmt14
 import numpy as np
 import pytest
+import small_runs
 import tiny
+from networks import drawn
 from tiny import rows
 
 from decent_jax import sample, saved_model, train, translate
 from decent_jax.data import loader
 from decent_jax.data.translation import prepare
 from decent_jax.data.translation.pair_batches import TokenBatches
-from decent_jax.data.translation.pair_folder import TranslationPairs
-from decent_jax.errors import ConfigError
+from decent_jax.data.translation.pair_folder import TranslationPairs, pad_block
+from decent_jax.errors import ConfigError, DataError
 from decent_jax.models import transformer
 from decent_jax.tasks import translation as task_lib
 from decent_jax.tasks import translator
@@ -28,6 +30,14 @@ ROOT = Path(__file__).resolve().parents[1]
 TOKENS = 240
 
 pytestmark = pytest.mark.usefixtures("compile_once")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_width():
+    """Sources of one width compile one beam search."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(translator, "_WIDTHS", (64,))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -41,20 +51,12 @@ def folder(tmp_path_factory):
 
 
 def config_of(path, **changes):
-    """2 replicas, a Transformer of one layer."""
-    config = train.default_config("translation")
-    config.update(num_replicas=2, batch_size=TOKENS, steps=2)
-    config.lr_schedule.update(name="constant", warmup=1)
-    config.model.update(preset="tiny", layers=1, width=16, heads=2, ff=16, dtype="float32")
-    config.data.update(path=str(path), shapes=2, bleu_sentences=3, beam=2)
-    config.mesh.devices = 1
-    config.eval.every = 0
-    config.checkpoint.every_minutes = 0.0
-    config.log.every = 1
-    for name, value in changes.items():
-        section, _, key = name.rpartition("__")
-        (config[section] if section else config)[key] = value
-    return config
+    """A Transformer of one layer."""
+    model = {"preset": "tiny", "layers": 1, "width": 16, "heads": 2, "ff": 16, "dtype": "float32"}
+    model = {f"model__{name}": value for name, value in model.items()}
+    data = {"data__path": str(path), "data__shapes": 2, "data__bleu_sentences": 3, "data__beam": 2}
+    sizes = {"batch_size": TOKENS, "steps": 2}
+    return small_runs.config("translation", **sizes | model | data | changes)
 
 
 def make_task(folder, **changes):
@@ -81,13 +83,16 @@ def test_loss_of_a_known_batch(folder):
     """Label-smoothed cross-entropy in float64, over real tokens alone, each with its share."""
     task = make_task(folder, model__dropout=0.0, model__label_smoothing=0.2)
     block = task.train_source.train_blocks(2, TOKENS, 0)[3]
-    params, state = jax.jit(task.init)(jax.random.key(0))
-    loss, new_state = jax.jit(task.loss)(params, state, block, jax.random.key(1))
+    params = drawn(transformer, task.config)
+
+    @jax.jit
+    def both(params):
+        logits = transformer.apply(task.config, params, block["source"], block["target"][:, :-1])
+        return task.loss(params, {}, block, jax.random.key(1)), jax.nn.log_softmax(logits)
+
+    (loss, new_state), log_p = both(params)
     assert new_state == {}
-    logits = jax.jit(transformer.apply, static_argnums=0)(
-        task.config, params, block["source"], block["target"][:, :-1]
-    )
-    log_p = np.asarray(jax.nn.log_softmax(logits), np.float64)
+    log_p = np.asarray(log_p, np.float64)
     total = 0.0
     for row, share in enumerate(block["share"]):
         for place, token in enumerate(block["target"][row, 1:]):
@@ -101,42 +106,38 @@ def test_loss_of_a_known_batch(folder):
 def test_dropout_follows_the_key(folder):
     task = make_task(folder, model__dropout=0.3)
     block = task.train_source.train_blocks(2, TOKENS, 0)[0]
-    params, state = jax.jit(task.init)(jax.random.key(0))
-    loss = jax.jit(lambda key: task.loss(params, state, block, key)[0])
+    params = drawn(transformer, task.config)
+    loss = jax.jit(lambda key: task.loss(params, {}, block, key)[0])
     one, again, other = (float(loss(jax.random.key(k))) for k in (0, 0, 1))
     assert one == again != other
 
 
 def test_evaluation_counts_each_token_once(folder):
-    """For 1, 2 and 3 replicas the same sums, those of a plain loop over the pairs."""
-    task = make_task(folder)
-    params, _ = jax.jit(task.init)(jax.random.key(0))
-    evaluate = jax.jit(task.evaluate)
-    apply = jax.jit(transformer.apply, static_argnums=0)
+    """For 1 and 3 replicas the same sums, those of a plain loop over the pairs."""
+    task = make_task(folder, data__shapes=1)
+    params = drawn(transformer, task.config)
     pairs = task.eval_source.pairs
+    # Padded to one length; test_transformer proves that it is not seen.
+    block = pad_block(pairs, np.arange(len(pairs)), *(pairs.lengths.max(axis=0) + np.array([0, 2])))
+    apply = jax.jit(transformer.apply, static_argnums=0)
+    logits = apply(task.config, params, block["source"], block["target"][:, :-1])
+    logits = np.asarray(logits, np.float64)
+    log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     loss = right = count = 0
-    longest = pairs.lengths.max(axis=0) + np.array([0, 1])
-    for source, target in (pairs[i] for i in range(len(pairs))):
-        ids = np.array([2, *target, 3], np.int32)
-        # Padded to one length, which compiles once; test_transformer proves that it is not seen.
-        sides = (
-            np.pad(x, (0, n - len(x))) for x, n in zip((source, ids[:-1]), longest, strict=True)
-        )
-        logits = apply(task.config, params, *(side[None].astype(np.int32) for side in sides))
-        log_p = np.asarray(jax.nn.log_softmax(logits[0, : len(ids) - 1]), np.float64)
-        loss -= log_p[np.arange(len(ids) - 1), ids[1:]].sum()
-        right += (log_p.argmax(axis=-1) == ids[1:]).sum()
-        count += len(ids) - 1
-    for n in (1, 2, 3):
+    for row, (_, target) in zip(log_p, (pairs[i] for i in range(len(pairs))), strict=True):
+        for place, token in enumerate([*target, 3]):
+            loss -= row[place, token]
+            right += row[place].argmax() == token
+            count += 1
+    evaluate = jax.jit(jax.vmap(task.evaluate, in_axes=(None, None, 0, 0)))
+    for n in (1, 3):
         total = {"loss": 0.0, "accuracy": 0.0, "count": 0.0}
         source = task.eval_source
         with loader.eval_batches(source, num_replicas=n, batch_size=TOKENS * n) as batches:
             for block, weights in batches:
                 assert weights.shape == block["source"].shape[:2]
-                for replica in range(n):
-                    one = jax.tree.map(lambda x, r=replica: x[r], block)
-                    sums = evaluate(params, {}, one, weights[replica])
-                    total = {name: total[name] + float(sums[name]) for name in total}
+                sums = evaluate(params, {}, block, weights)
+                total = {name: total[name] + float(sums[name].sum()) for name in total}
         assert total["count"] == count
         assert total["loss"] == pytest.approx(loss, rel=1e-5)
         assert total["accuracy"] == right
@@ -197,20 +198,12 @@ def test_meteor(monkeypatch):
     """Of m equal words: 1 less the penalty for one chunk, (1 / m) ** 3 / 2."""
     monkeypatch.setattr("nltk.corpus.wordnet", WordNet())
     assert translator.meteor(["a b c d"], ["a b c d"], "en")[0] == pytest.approx(1 - 0.5 / 64)
-    assert translator.meteor(["a b", "x"], ["a b", "y"], "en")[0] == pytest.approx(
-        (1 - 0.5 / 8) / 2
-    )
-
-
-def test_meteor_of_other_languages_needs_no_wordnet(monkeypatch):
-    monkeypatch.setattr("nltk.corpus.wordnet", WordNet(missing=True))
-    assert translator.meteor(["Häuser"], ["Haus"], "de") == (0.5, "words, german stems")
-    assert translator.meteor(["Häuser"], ["Haus"], "cs") == (0, "words")
-
-
-def test_meteor_without_wordnet_is_left_out(monkeypatch):
+    half = translator.meteor(["a b", "x"], ["a b", "y"], "en")[0]
+    assert half == pytest.approx((1 - 0.5 / 8) / 2)
     monkeypatch.setattr("nltk.corpus.wordnet", WordNet(missing=True))
     assert translator.meteor(["a"], ["a"], "en") is None
+    assert translator.meteor(["Häuser"], ["Haus"], "de") == (0.5, "words, german stems")
+    assert translator.meteor(["Häuser"], ["Haus"], "cs") == (0, "words")
 
 
 # --- A run --------------------------------------------------------------------------------------
@@ -218,10 +211,10 @@ def test_meteor_without_wordnet_is_left_out(monkeypatch):
 
 @pytest.fixture(scope="module")
 def run(folder, tmp_path_factory):
-    """A run of 2 steps, and the same in two parts."""
+    """A run of 2 steps, and the same killed after the first and resumed."""
     root = tmp_path_factory.mktemp("run")
-    tiny.run(config_of(folder), root / "whole")
-    tiny.run(config_of(folder, steps=1), root / "parts")
+    tiny.run(config_of(folder, checkpoint__every=1), root / "whole")
+    small_runs.killed_after(1, root / "whole", root / "parts")
     tiny.run(config_of(folder), root / "parts")
     return root
 
@@ -242,21 +235,21 @@ def test_a_run_resumes_bit_by_bit(run):
 def test_the_published_recipe_from_archives_to_bleu(folder, tmp_path):
     """Everything as in the config but the size: post-LN, smoothing, inverse square root, AER."""
     config = flags.load(f"{ROOT}/configs/transformer_wmt14_ende.py:base,accum_adam,8")
-    config.data.update(path=str(folder), shapes=2, bleu_sentences=3)
+    config.data.update(path=str(folder), shapes=1, bleu_sentences=3, beam=2)
     config.model.update(preset="tiny", layers=1, width=16, heads=2, ff=16, dtype="float32")
-    config.update(batch_size=8 * TOKENS, steps=2)
+    config.update(batch_size=8 * TOKENS, steps=1)  # one round to compile
     config.lr_schedule.warmup = 1
     config.mesh.devices = 1
     config.eval.every = 1
     tiny.run(config, tmp_path / "run")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["schedule"].startswith("alternating_exp_ring")
+    assert summary["schedule"].startswith("one_peer_exp")  # auto, on one host
     assert summary["languages"] == ["en", "de"]
     assert summary["val_pairs"] == mini_wmt14.SIZES["dev"]
     test = summary["test"]
     assert test["split"] == "test" and test["sentences"] == mini_wmt14.SIZES["test"]
     evaluated = [row for row in rows(tmp_path / "run") if "eval/loss" in row]
-    assert [row["step"] for row in evaluated] == [1, 2]
+    assert [row["step"] for row in evaluated] == [1]
     assert all(np.isfinite(row["eval/loss"]) and "eval/bleu" in row for row in evaluated)
 
 
@@ -319,6 +312,15 @@ def test_the_vocabulary_of_another_run_is_refused(run, tmp_path):
 def test_config_errors(folder, changes, message):
     with pytest.raises(ConfigError, match=message):
         config_lib.validate(config_of(folder, **changes))
+
+
+def test_numbers_that_fit_no_pair(folder):
+    with pytest.raises(DataError, match=r"batch_size must be at least [0-9]+ tokens, .* got 2"):
+        make_task(folder, batch_size=2)
+    with pytest.raises(ConfigError, match=r"subwords, .* is longer than 1024; split it"):
+        make_task(folder).translator(None, ["a short one", "word " * 3000])
+    with pytest.raises(ConfigError, match="line 2 has more than 20000 characters"):
+        list(translate._lines(io.StringIO("short\n" + "long " * 5000)))
 
 
 def test_flops_and_throughput_count_real_tokens(folder):

@@ -5,6 +5,7 @@
 """
 
 import json
+import os
 from pathlib import Path
 
 import jax
@@ -14,6 +15,7 @@ import pytest
 
 from decent_jax import plot, train
 from decent_jax.data.text import token_folder, tokenizers
+from decent_jax.train import loop
 
 CONTEXT = 8
 
@@ -33,20 +35,29 @@ def write_data(folder: Path) -> Path:
 def config(data, **changes):
     """4 replicas for 12 steps; ``changes`` are fields, or dicts of fields for a section."""
     result = train.default_config()
-    result.num_replicas = 4
-    result.batch_size = 8
-    result.steps = 12
-    result.learning_rate = 1e-2
-    result.accum_steps = 3
-    result.lr_schedule.update(name="constant", warmup=2)  # compiled alike for any number of steps
-    result.optimizer.weight_decay = 0.1
-    result.optimizer.clip_norm = 1.0
     result.data.path = str(data)
     result.model.update(
         {"layers": 1, "heads": 2, "width": 16, "context": CONTEXT, "bias": False},
         dtype="float32",
         dropout=0.1,  # so that the random state matters
     )
+    return _with_settings(result, changes)
+
+
+def waves(**changes):
+    """`config` for the task `toys.waves`, whose steps compile in a tenth of the time."""
+    return _with_settings(train.default_config("toys.waves"), changes)
+
+
+def _with_settings(result, changes):
+    result.num_replicas = 4
+    result.batch_size = 8
+    result.steps = 12
+    result.learning_rate = 1e-2
+    result.optimizer.window = 3
+    result.lr_schedule.update(name="constant", warmup=2)  # compiled alike for any number of steps
+    result.optimizer.weight_decay = 0.1
+    result.optimizer.clip_norm = 1.0
     result.mesh.devices = 1
     result.eval.every = 0
     result.checkpoint.every_minutes = 0.0
@@ -65,14 +76,14 @@ sys.path.insert(0, {folder!r})
 import tiny
 
 def get_config():
-    return tiny.config({data!r})
+    return {config}
 """
 
 
-def write_config(path: Path, data) -> Path:
-    """``config(data)`` as a file for the command line."""
-    folder = str(Path(__file__).parent)
-    path.write_text(CONFIG_FILE.format(folder=folder, data=str(data)))
+def write_config(path: Path, data: Path | None = None) -> Path:
+    """``config(data)``, or `waves` without data, as a file for the command line."""
+    made = f"tiny.config({str(data)!r})" if data else "tiny.waves()"
+    path.write_text(CONFIG_FILE.format(folder=str(Path(__file__).parent), config=made))
     return path
 
 
@@ -84,6 +95,11 @@ def run(config, folder: Path) -> Path:
     return folder
 
 
+def summary(workdir) -> dict:
+    """What is in summary.json."""
+    return json.loads((Path(workdir) / "summary.json").read_text())
+
+
 def rows(workdir) -> list[dict]:
     """The rows of metrics.jsonl, as they are in the file."""
     return [json.loads(line) for line in (Path(workdir) / "metrics.jsonl").read_text().splitlines()]
@@ -92,6 +108,18 @@ def rows(workdir) -> list[dict]:
 def losses(workdir) -> np.ndarray:
     """The training loss of every step."""
     return np.array([row["train/loss"] for row in rows(workdir)])
+
+
+def send_signal_at(monkeypatch, step: int, number: int) -> None:
+    """Runs of this process get the signal when ``step`` steps are done."""
+    due = loop.due
+
+    def with_signal(experiment, saver, signals, done, logs):
+        if done == step:
+            os.kill(os.getpid(), number)
+        return due(experiment, saver, signals, done, logs)
+
+    monkeypatch.setattr(loop, "due", with_signal)
 
 
 def saved_steps(workdir) -> list[int]:

@@ -168,16 +168,17 @@ def report(latency_s: np.ndarray, bandwidth: np.ndarray, names: list[str]) -> st
     longest latency: 50.0 us, gpu1/0 -> gpu2/0 (median of all links 50.0 us)
     slowest link: 10.0 Gbit/s, gpu1/0 -> gpu2/0 (median of all links 15.0 Gbit/s)
     """
-    microseconds, gbits = latency_s * 1e6, bandwidth / _BYTES_PER_GBIT
     links = ~np.eye(len(names), dtype=bool)
+    unit, scale = ("ms", 1e3) if latency_s[links].max(initial=0) >= 1e-3 else ("us", 1e6)
+    latency, gbits = latency_s * scale, bandwidth / _BYTES_PER_GBIT
     lines = []
     if len(names) <= _WIDEST:
-        lines += ["latency, us (half a round trip)", *_table(microseconds, names)]
+        lines += [f"latency, {unit} (half a round trip)", *_table(latency, names)]
         lines += ["bandwidth, Gbit/s (a row sends to the columns)", *_table(gbits, names)]
-    worst = np.unravel_index(np.where(links, microseconds, -1).argmax(), links.shape)
+    worst = np.unravel_index(np.where(links, latency, -1).argmax(), links.shape)
     slowest = np.unravel_index(np.where(links, gbits, np.inf).argmin(), links.shape)
     lines += [
-        _worst("longest latency", microseconds, "us", worst, links, names),
+        _worst("longest latency", latency, unit, worst, links, names),
         _worst("slowest link", gbits, "Gbit/s", slowest, links, names),
     ]
     return "\n".join(lines)

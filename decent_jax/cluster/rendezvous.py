@@ -4,25 +4,49 @@ jax's start-up ends a process that waits in vain with a stack trace and one that
 a segmentation fault, and lets processes with different configs hang or train nonsense. So process 0
 first listens at the coordinator's port itself. The others send it a **description** of themselves
 (versions and config); it compares them, answers every process, and frees the port for jax.
+
+Anybody may reach that port. So both sides first prove that they know the run's secret (`secret`),
+each by an HMAC over two nonces, one of either side, and process 0 interprets nothing that comes
+before the proof. It serves all connections side by side, each until a deadline of its own:
+
+    process 0 -> other   nonce (32 bytes)
+    other -> process 0   nonce, HMAC("process", both nonces)
+    process 0 -> other   HMAC("process 0", both nonces)
+    other -> process 0   a line of JSON: its number, the count, its host and its description
+    process 0 -> other   when all have come, a line of JSON: all hosts, or why they cannot start
 """
 
+import contextlib
+import hmac
 import importlib.metadata
-import json
 import platform
+import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from decent_jax.cluster import secret
+from decent_jax.cluster.door import (
+    ANSWER_S,
+    LARGEST_MESSAGE,
+    NONCE,
+    Door,
+    listen,
+    parse,
+    printed_facts,
+    printed_name,
+    send,
+)
 from decent_jax.errors import ConfigError
-from decent_jax.text import name_all
+from decent_jax.text import name_all, shorten, shown
 
 _PACKAGES = ("decent_jax", "jax", "jaxlib", "flax", "optax")
 _OWN_FIELDS = ("cluster.coordinator", "cluster.process_id")  # every process has its own
-_LARGEST_MESSAGE = 1 << 20
 _RESOLVE_S = 60  # a host name may appear late (Kubernetes), but not later than this
-_ANSWER_S = 10  # time for one message between two processes that both run
 _SHOWN = 3  # differences in one sentence
+_LONGEST_VALUE = 40  # characters of a value in which processes differ
 
 
 def describe(config: Mapping[str, object]) -> dict[str, str]:
@@ -50,7 +74,10 @@ def difference(descriptions: list[dict[str, str]], hosts: list[str]) -> str | No
         for process, own in enumerate(descriptions):
             by_value.setdefault(own.get(name, "missing"), []).append(process)
         if len(by_value) > 1:
-            sides = (f"{value} on {name_all(by_value[value], hosts)}" for value in by_value)
+            sides = (
+                f"{shorten(value, _LONGEST_VALUE)} on {name_all(by_value[value], hosts)}"
+                for value in by_value
+            )
             differing.append(f"{name}: {', '.join(sides)}")
     if not differing:
         return None
@@ -59,7 +86,12 @@ def difference(descriptions: list[dict[str, str]], hosts: list[str]) -> str | No
 
 
 def barrier(
-    address: str, count: int, index: int, description: dict[str, str], timeout_s: float
+    address: str,
+    count: int,
+    index: int,
+    description: dict[str, str],
+    timeout_s: float,
+    folder: str | Path,
 ) -> list[str]:
     """Wait for all processes and compare their descriptions; each of them calls this.
 
@@ -69,6 +101,7 @@ def barrier(
       index: number of this process.
       description: what must be equal on all processes, see `describe`.
       timeout_s: seconds to wait for the others.
+      folder: where the processes find their secret if no variable has it, see `secret`.
 
     Returns:
       The host name of every process.
@@ -77,103 +110,94 @@ def barrier(
       ConfigError: a process did not come, or differs; the address cannot be used.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"cluster.coordinator must be host:port, got {address!r}")
+    if not host or not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 65536:
+        raise ConfigError(f"cluster.coordinator must be host:port, got {shown(address)}")
+    folder = Path(folder).absolute()
     # These keys stay, so that processes with different versions can still say so.
-    hello = {"process": index, "count": count, "host": socket.gethostname(), "facts": description}
+    host_name = printed_name(socket.gethostname())
+    facts = printed_facts(description)
+    hello = {"process": index, "count": count, "host": host_name, "facts": facts}
     end = time.monotonic() + timeout_s
     if index == 0:
-        answer = _gather(int(port), hello, end, timeout_s)
+        with secret.offered(folder, int(port)) as own:
+            answer = _gather(int(port), hello, own, end, timeout_s)
     else:
-        answer = _report(host.strip("[]"), int(port), hello, end, timeout_s)
+        answer = _report(host.strip("[]"), int(port), hello, folder, end, timeout_s)
     if "refusal" in answer:
         raise ConfigError(answer["refusal"])
-    return answer["hosts"]
+    return [printed_name(host) for host in answer["hosts"]]
 
 
-def _gather(port: int, own: dict, end: float, timeout_s: float) -> dict[str, Any]:
-    """Listen as process 0; returns the answer that every process received."""
-    hellos, connections = {0: own}, []
-    refusal = None
-    with _listen(port) as server:
+def _gather(port: int, own: dict, known: bytes, end: float, timeout_s: float) -> dict[str, Any]:
+    """Listen as process 0 until all have come; returns the answer that every process received."""
+    with listen(port) as server, Door(server, own, known) as door:
+        while len(door.hellos) < own["count"] and door.refusal is None:
+            if time.monotonic() > end:
+                door.refusal = door.missing(timeout_s)
+                break
+            door.serve(min(end, door.next_deadline()))
+        ordered = [door.hellos[process] for process in sorted(door.hellos)]
+        hosts = [hello["host"] for hello in ordered]
+        refusal = door.refusal or difference([hello["facts"] for hello in ordered], hosts)
+        answer = {"hosts": hosts} if refusal is None else {"refusal": refusal}
+        for connection in door.members.values():
+            with contextlib.suppress(OSError):  # it died meanwhile; jax's start-up will miss it
+                send(connection, answer)
+        return answer
+
+
+def _report(
+    host: str, port: int, hello: dict, folder: Path, end: float, timeout_s: float
+) -> dict[str, Any]:
+    """Send the description as another process; returns the answer of process 0."""
+    trouble = None  # with what listened there; it may be another program, or an earlier start
+    while True:
         try:
-            while len(hellos) < own["count"] and refusal is None:
-                server.settimeout(max(end - time.monotonic(), 0.001))
-                try:
-                    connection, _ = server.accept()
-                except TimeoutError:
-                    refusal = _missing(hellos, own["count"], timeout_s)
-                    break
-                hello = _receive(connection, _ANSWER_S)
-                if not isinstance(hello, dict) or not own.keys() <= hello.keys():
-                    connection.close()  # a stranger: a port scanner, a health check
-                    continue
-                connections.append(connection)
-                refusal = _misfit(hello, hellos)
-                hellos.setdefault(hello["process"], hello)
-            if refusal is None:
-                ordered = [hellos[process] for process in range(own["count"])]
-                hosts = [hello["host"] for hello in ordered]
-                refusal = difference([hello["facts"] for hello in ordered], hosts)
-            answer = {"hosts": hosts} if refusal is None else {"refusal": refusal}
-            for connection in connections:
-                try:
-                    _send(connection, answer)
-                except OSError:  # it died meanwhile; jax's start-up will miss it
-                    continue
-            return answer
-        finally:
-            for connection in connections:
-                connection.close()
-
-
-def _misfit(hello: dict, hellos: dict[int, dict]) -> str | None:
-    """Why this process cannot join the others; None: it can."""
-    process, count = hello["process"], hellos[0]["count"]
-    if hello["count"] != count:
-        return (
-            f"process {process} ({hello['host']}) was told of {hello['count']} processes and "
-            f"process 0 ({hellos[0]['host']}) of {count}"
-        )
-    if process in hellos:
-        return (
-            f"two processes, on {hellos[process]['host']} and on {hello['host']}, say that they "
-            f"are process {process}; each needs a cluster.process_id of its own"
-        )
-    return None
-
-
-def _missing(hellos: dict[int, dict], count: int, timeout_s: float) -> str:
-    absent = [process for process in range(count) if process not in hellos]
-    return (
-        f"{name_all(absent, [])} of {count} did not come within {timeout_s:g} s "
-        "(cluster.timeout_s); start all of them, and see that they can reach process 0"
+            connection = _connect(host, port, end, timeout_s)
+        except ConfigError:
+            if trouble is None:
+                raise
+            break
+        with connection:
+            known = secret.find(folder, port)  # a new one if process 0 has started once more
+            if known is not None and _prove(connection, known):
+                return _exchange(connection, hello, end, f"{host}:{port}", timeout_s)
+        trouble = "does not know the secret of this run"
+        if known is None:
+            trouble = f"answers, but {secret.file_in(folder, port)}, its secret, is not there"
+        if time.monotonic() > end:
+            break
+        time.sleep(0.2)
+    raise ConfigError(
+        f"process 0 at {host}:{port} {trouble}; start all processes with the same "
+        f"{secret.VARIABLE}, or in a folder that all of them see"
     )
 
 
-def _listen(port: int) -> socket.socket:
+def _prove(connection: socket.socket, known: bytes) -> bool:
+    """Prove to process 0 that this process knows the secret; whether it proves the same."""
+    own = secrets.token_bytes(NONCE)
     try:
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server(("", port))
-    except OSError as error:
-        raise ConfigError(
-            f"process 0 ({socket.gethostname()}) cannot listen on port {port} of "
-            f"cluster.coordinator: {error.strerror or error}; take another port"
-        ) from None
+        nonce = _receive(connection, ANSWER_S, lambda data: len(data) >= NONCE)
+        connection.sendall(own + secret.proof(known, "process", nonce, own))
+        given = _receive(connection, ANSWER_S, lambda data: len(data) >= NONCE)
+    except OSError:
+        return False
+    return hmac.compare_digest(given, secret.proof(known, "process 0", nonce, own))
 
 
-def _report(host: str, port: int, hello: dict, end: float, timeout_s: float) -> dict[str, Any]:
-    """Send the description as another process; returns the answer of process 0."""
-    with _connect(host, port, end, timeout_s) as connection:
-        try:
-            _send(connection, hello)
-            answer = _receive(connection, max(end - time.monotonic(), 0) + _ANSWER_S)
-        except OSError:
-            answer = None
+def _exchange(
+    connection: socket.socket, hello: dict, end: float, address: str, timeout_s: float
+) -> dict[str, Any]:
+    """Send the description; what process 0 answers when all have come."""
+    answer = None
+    with contextlib.suppress(OSError):
+        send(connection, hello)
+        patience = max(end - time.monotonic(), 0) + ANSWER_S
+        answer = parse(_receive(connection, patience, lambda data: data.endswith(b"\n")))
     if not isinstance(answer, dict) or not answer.keys() & {"hosts", "refusal"}:
         raise ConfigError(
-            f"process 0 at {host}:{port} went away, or waits for other processes longer than "
+            f"process 0 at {address} went away, or waits for other processes longer than "
             f"{timeout_s:g} s (cluster.timeout_s); see what it says itself"
         )
     return answer
@@ -183,11 +207,12 @@ def _connect(host: str, port: int, end: float, timeout_s: float) -> socket.socke
     began = time.monotonic()
     while True:
         try:
-            return socket.create_connection((host, port), timeout=_ANSWER_S)
+            return socket.create_connection((host, port), timeout=ANSWER_S)
         except socket.gaierror as error:
             if time.monotonic() > min(end, began + _RESOLVE_S):
                 raise ConfigError(
-                    f"the host {host!r} of cluster.coordinator cannot be found: {error.strerror}"
+                    f"the host {shown(host)} of cluster.coordinator cannot be found: "
+                    f"{error.strerror}"
                 ) from None
         except OSError as error:
             if time.monotonic() > end:
@@ -198,22 +223,13 @@ def _connect(host: str, port: int, end: float, timeout_s: float) -> socket.socke
         time.sleep(0.2)
 
 
-def _send(connection: socket.socket, message: dict) -> None:
-    connection.settimeout(_ANSWER_S)
-    connection.sendall(json.dumps(message).encode() + b"\n")
-
-
-def _receive(connection: socket.socket, timeout_s: float) -> Any:
-    """The next message, or None if none comes in time."""
-    end = time.monotonic() + timeout_s
-    data = b""
-    try:
-        while not data.endswith(b"\n") and len(data) < _LARGEST_MESSAGE:
-            connection.settimeout(max(end - time.monotonic(), 0.001))
-            part = connection.recv(1 << 16)
-            if not part:
-                return None
-            data += part
-        return json.loads(data)
-    except (OSError, ValueError):
-        return None
+def _receive(connection: socket.socket, timeout_s: float, whole: Callable[[bytes], bool]) -> bytes:
+    """The next message; raises OSError where none comes in time."""
+    end, data = time.monotonic() + timeout_s, b""
+    while not whole(data):
+        connection.settimeout(max(end - time.monotonic(), 0.001))
+        part = connection.recv(1 << 16)
+        data += part
+        if not part or len(data) > LARGEST_MESSAGE:
+            raise ConnectionError("the connection was closed, or carried too much")
+    return data

@@ -5,6 +5,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -12,16 +13,17 @@ import numpy as np
 from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
-from decent_jax.cluster import rendezvous, watch
+from decent_jax.cluster import rendezvous, supervised, watch
 from decent_jax.errors import ConfigError, PeerLost
 from decent_jax.json_files import flat
 from decent_jax.progress import announce
+from decent_jax.text import printable, shown
 from decent_jax.topology.plan_file import Plan
 
 Device = Any  # jax.Device, which type checkers cannot resolve
 
 # The variable that identifies a launcher, and the one that has the number of processes, if any.
-_LAUNCHERS = {
+LAUNCHERS = {
     "SLURM": ("SLURM_STEP_ID", "SLURM_NTASKS"),
     "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     "Kubernetes": ("JOB_COMPLETION_INDEX", None),
@@ -29,14 +31,18 @@ _LAUNCHERS = {
 _hosts: list[str] = []  # the host name of every process; empty before `start`
 
 
-def start(config: ConfigDict) -> str:
+def start(config: ConfigDict, folder: str | Path = ".") -> str:
     """Start jax as ``config.cluster`` and ``config.mesh`` say; returns a line for the log.
 
-    Joins other processes if the config names a coordinator, or if SLURM (`srun`), Open MPI or
-    Kubernetes started this process together with others. All of them first pass the start-up
-    barrier (`rendezvous`), which checks that they run the same config and versions; from then on
-    they watch each other (`watch`). A launcher that is there but does not work is an error. A
-    second call in a process changes nothing.
+    Joins other processes if the config names a coordinator, if SLURM (`srun`), Open MPI or
+    Kubernetes started this process together with others, or on a pod of Cloud TPUs. All of them
+    first pass the start-up barrier (`rendezvous`), which checks that they run the same config and
+    versions; from then on they watch each other (`watch`). A launcher that is there but does not
+    work is an error. A second call in a process changes nothing.
+
+    Args:
+      config: of the run.
+      folder: one that all processes see, where they find their secret (`secret`).
 
     Raises:
       ConfigError: jax has already started with other devices than ``mesh.simulate`` asks for;
@@ -44,6 +50,7 @@ def start(config: ConfigDict) -> str:
       PeerLost: jax could not join processes that had all come.
     """
     cluster = config.cluster
+    supervised.end_with_supervisor(cluster.heartbeat_s)
     if config.mesh.simulate:
         _simulate(config.mesh.simulate)
     launcher = detect_launcher()
@@ -55,12 +62,12 @@ def start(config: ConfigDict) -> str:
     check_interface(os.environ.get("NCCL_SOCKET_IFNAME", ""))
     # CPU devices of several processes exchange data over gloo; GPUs ignore this setting.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    _limit_exchanges(cluster.exchange_s)
+    limit_exchanges(cluster.exchange_s)
     waiting = f"waiting for {place.count} processes at {place.address}"
     with announce(waiting, quiet=place.index != 0):
         description = rendezvous.describe(flat(config))
         _hosts[:] = rendezvous.barrier(
-            place.address, place.count, place.index, description, cluster.timeout_s
+            place.address, place.count, place.index, description, cluster.timeout_s, folder
         )
     jax.config.update("jax_enable_recoverability", True)  # for `watch`
     try:
@@ -92,8 +99,10 @@ class _Place(NamedTuple):
 
 def _place(cluster: ConfigDict, launcher: str | None) -> _Place:
     """The place that the config names, or that jax reads off the launcher's variables."""
-    devices = os.environ.get("JAX_LOCAL_DEVICE_IDS")
-    devices = [int(number) for number in devices.split(",")] if devices else None
+    listed = os.environ.get("JAX_LOCAL_DEVICE_IDS", "")
+    devices = [
+        _number("JAX_LOCAL_DEVICE_IDS", word) for word in listed.split(",") if listed
+    ] or None
     if cluster.coordinator:
         return _Place(cluster.coordinator, cluster.num_processes, cluster.process_id, devices)
     # `jax.distributed.initialize` detects the launcher only while it connects, and the start-up
@@ -143,7 +152,7 @@ def check_interface(wanted: str) -> None:
         )
 
 
-def _limit_exchanges(seconds: int) -> None:
+def limit_exchanges(seconds: int) -> None:
     """Let an exchange between processes fail after ``seconds``; by default it never does on a GPU.
 
     XLA reads its flags when jax creates the first device. Flags that the user has set stay.
@@ -171,10 +180,31 @@ def lost_peers_told() -> Iterator[None]:
 
 def detect_launcher() -> str | None:
     """The name of the launcher that started this process together with others, if any."""
-    for name, (variable, size) in _LAUNCHERS.items():
-        if variable in os.environ and (size is None or int(os.environ.get(size, "1")) > 1):
+    for name, (variable, size) in LAUNCHERS.items():
+        if variable not in os.environ:
+            continue
+        if size is None or _number(size, os.environ.get(size, "1")) > 1:
             return name
-    return None
+    return "Cloud TPU" if _on_several_tpu_hosts() else None
+
+
+def _on_several_tpu_hosts() -> bool:
+    """Whether this is a host of a TPU pod; jax reads its variables or the machine's metadata."""
+    from jax._src import cloud_tpu_init, clusters
+
+    if not cloud_tpu_init.running_in_cloud_tpu_vm:
+        return False
+    here = (env for env in clusters.ClusterEnv._cluster_types if "tpu" in env.name)
+    found = next((env for env in here if env.is_env_present()), None)
+    return found is not None and found.get_process_count() > 1
+
+
+def _number(variable: str, text: str) -> int:
+    """The number that a variable of the environment holds, or one of those that it lists."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{variable} must hold whole numbers, got {shown(text)}") from None
 
 
 def _simulate(count: int) -> None:
@@ -272,7 +302,7 @@ def hosts() -> list[str]:
     if jax.process_count() > 1:  # the user's own program has joined them
         names = multihost_utils.process_allgather(np.frombuffer(name, np.uint8)).tobytes()
         names = [names[i : i + width] for i in range(0, len(names), width)]
-    return [name.decode(errors="replace").strip() for name in names]
+    return [printable(name.decode(errors="replace").strip()) for name in names]
 
 
 def any_process(flag: bool) -> bool:

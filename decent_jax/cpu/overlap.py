@@ -5,17 +5,9 @@ them at the top of the step (`decent_jax.train.xla`). On CPUs XLA waits for each
 it sends it, and runs the programs of one thread one after the other, so a step takes the time of
 the gradient plus that of the messages. Here a step is three programs instead:
 
-- ``begin`` computes the gradient, and of the update all that does not read the mixed parameters;
-  a second thread starts it;
+- ``begin`` computes the gradient, in a second thread;
 - ``mix`` sends and receives the messages meanwhile;
-- ``finish`` adds the two results.
-
-With :math:`\hat x` the mixed parameters, :math:`\eta` the learning rate and :math:`\lambda` the
-decoupled weight decay (0 for some arrays), the optimizers of a config compute
-:math:`x \leftarrow \hat x - \eta (u + \lambda \hat x)`, where the direction :math:`u` and the new
-moments do not depend on :math:`\hat x`. So ``begin`` computes :math:`-u`: the update that the same
-method makes at :math:`\hat x = 0` with :math:`\eta = 1`. Decay in the gradient (L2) makes all of an
-update depend on :math:`\hat x`: then ``finish`` computes the whole update.
+- ``finish`` makes the update where the messages have come to.
 """
 
 from collections.abc import Callable
@@ -25,10 +17,9 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from decent_jax.cpu import pair_sums
+from decent_jax.gossip import permute
 from decent_jax.optim import EarlyMixing
 from decent_jax.replicas import Placement
 
@@ -38,7 +29,7 @@ def needed(tx: Any, placement: Placement) -> bool:
 
     Not for replicas of several devices, whose gradients communicate too.
     """
-    return pair_sums.over_gloo() and isinstance(tx, EarlyMixing) and placement.fsdp == 1
+    return permute.over_gloo() and isinstance(tx, EarlyMixing) and placement.fsdp == 1
 
 
 class Parts(NamedTuple):
@@ -46,12 +37,8 @@ class Parts(NamedTuple):
 
     tx: EarlyMixing
     gradients: Callable  # (params, model_state, batch, t) of a device -> loss, model_state, grads
-    update: Callable  # one replica's (params, opt_state, loss, grads, round, mixed)
-    direct: Callable | None  # the same at learning rate 1; None: decay is in the gradient (L2)
-    follow: Callable  # one replica's (params, model_state, ema, round) -> model_state, ema
+    finish: Callable  # one replica's (state, gradients, mixed, rnd) -> state, metrics
     with_rate: Callable  # ((state, metrics), t) -> the same with the learning rate
-    rate: Callable  # (t) -> learning rate
-    decay: Callable  # (params) -> weight decay of each array
 
 
 class Step:
@@ -68,7 +55,7 @@ class Step:
     def __init__(
         self, whole: Any, parts: Parts, placement: Placement, check_vma: bool, options: dict
     ):
-        self._whole, self._parts, self._placement = whole, parts, placement
+        self._whole, self._placement = whole, placement
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gradient")
         self._compiled = {}  # rounds share ``begin``, shapes of a batch the other two
         rows = P("replica")
@@ -78,69 +65,22 @@ class Step:
 
         @partial(jax.jit, static_argnames="round")
         def mix(params, count, *, round):
-            return on_devices(partial(self._mix, round=round), rows, rows)(params, count)
+            run = placement.per_replica(lambda x, count: parts.tx.mix(x, count, round))
+            return on_devices(run, rows, rows)(params, count)
 
-        @partial(jax.jit, donate_argnums=0, compiler_options=options)
-        def begin(inner, state, batch, t):
-            return on_devices(self._begin, rows, rows, rows, P())(inner, state, batch, t)
+        @partial(jax.jit, compiler_options=options)
+        def begin(params, model_state, batch, t):
+            run = on_devices(parts.gradients, rows, rows, rows, P())
+            return run(params, model_state, batch, t)
 
         @partial(
             jax.jit, static_argnames="round", donate_argnums=(0, 1, 2), compiler_options=options
         )
-        def finish(state, kept, mixed, t, *, round):
-            run = on_devices(partial(self._finish, round=round), rows, rows, rows, P())
-            return parts.with_rate(run(state, kept, mixed, t), t)
+        def finish(state, found, mixed, t, *, round):
+            run = placement.per_replica(partial(parts.finish, rnd=round))
+            return parts.with_rate(on_devices(run, rows, rows, rows)(state, found, mixed), t)
 
         self._programs = {"mix": mix, "begin": begin, "finish": finish}
-
-    # --- The programs, as the code of one device ----------------------------------------------
-
-    def _mix(self, params, count, *, round):
-        return self._placement.per_replica(
-            lambda params, count: self._parts.tx.mix(params, count, round)
-        )(params, count)
-
-    def _begin(self, inner, state, batch, t):
-        """(model_state, opt_state, -u and metrics), or with L2 (.., .., loss and gradient)."""
-        direct, opt_state = self._parts.direct, state.opt_state._replace(inner=inner)
-        loss, model_state, grads = self._parts.gradients(state.params, state.model_state, batch, t)
-        if direct is None:
-            return model_state, opt_state, (loss, grads)
-
-        def direction(opt_state, loss, grads):
-            zero = jax.tree.map(jnp.zeros_like, grads)
-            minus_u, opt_state, metrics = direct(zero, opt_state, loss, grads, 0, zero)
-            return opt_state, (minus_u, metrics)
-
-        with jax.named_scope("update"):
-            return model_state, *self._placement.per_replica(direction)(opt_state, loss, grads)
-
-    def _finish(self, state, kept, mixed, t, *, round):
-        """The new state and metrics, from a state of which only params and ema are old."""
-        parts = self._parts
-
-        def finish(state, kept, mixed):
-            if parts.direct is None:
-                loss, grads = kept
-                params, opt_state, metrics = parts.update(
-                    state.params, state.opt_state, loss, grads, 0, mixed
-                )
-            else:
-                (minus_u, metrics), opt_state = kept, state.opt_state
-                eta = jnp.where(opt_state.failing == 0, parts.rate(t), 0)  # 0: rejected
-                params = jax.tree.map(
-                    partial(_combine, eta), state.params, mixed, minus_u, parts.decay(mixed)
-                )
-            model_state, ema = parts.follow(params, state.model_state, state.ema, round)
-            state = state._replace(
-                params=params, model_state=model_state, opt_state=opt_state, ema=ema
-            )
-            return state, metrics
-
-        with jax.named_scope("update"):
-            return self._placement.per_replica(finish)(state, kept, mixed)
-
-    # --- Compiling and running ------------------------------------------------------------------
 
     def lower(self, state: Any, batch: Any, t: Any, *, round: int | None) -> Any:
         """As of `jax.jit`; compiled are only the programs that another call has not compiled."""
@@ -149,25 +89,20 @@ class Step:
         return SimpleNamespace(compile=lambda: self._compile(state, batch, t, round))
 
     def _compile(self, state, batch, t, round) -> "Program":
-        sharding = self._placement.stacked
-        inner, rest = _apart(state)
         programs, compiled = self._programs, self._compiled
-
-        def result_of(fn, *args):
-            return jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-                jax.eval_shape(fn, *args),
-            )
 
         def lower(name):
             if name == "mix":
                 return programs[name].lower(state.params, state.opt_state.count, round=round)
+            begin = state.params, state.model_state, batch, t
             if name == "begin":
-                return programs[name].lower(inner, rest, batch, t)
-            model_state, opt_state, kept = result_of(programs["begin"], inner, rest, batch, t)
-            begun = state._replace(model_state=model_state, opt_state=opt_state)
-            mixed = result_of(lambda x: x, state.params)
-            return programs[name].lower(begun, kept, mixed, t, round=round)
+                return programs[name].lower(*begin)
+            found = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._placement.stacked),
+                jax.eval_shape(programs["begin"], *begin),
+            )
+            old = state._replace(model_state=None)
+            return programs[name].lower(old, found, state.params, t, round=round)
 
         shapes = tuple(x.shape for x in jax.tree.leaves(batch))
         keys = {"mix": round, "begin": shapes, "finish": round}
@@ -176,19 +111,6 @@ class Step:
                 compiled[key] = lower(key[0]).compile()
         held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves((state, batch)))
         return Program(self._thread, held, *(compiled[key] for key in keys.items()))
-
-
-def _apart(state: Any) -> tuple[Any, Any]:
-    """The local optimizer's state, which ``begin`` donates, and what it reads besides."""
-    opt_state = state.opt_state._replace(inner=None)
-    return state.opt_state.inner, state._replace(opt_state=opt_state, ema=None)
-
-
-def _combine(eta, x, x_hat, minus_u, decay):
-    """``x_hat - eta * (u + decay * x_hat)``, rounded as `decent_jax.train.step.update` does it."""
-    change = -eta.astype(x.dtype) * (decay * x_hat - minus_u)
-    x = jnp.where(jnp.isfinite(x), x, 0)
-    return x + ((x_hat + jnp.where(jnp.isfinite(change), change, 0)) - x)
 
 
 class Program(NamedTuple):
@@ -203,12 +125,9 @@ class Program(NamedTuple):
     def __call__(self, state: Any, batch: Any, t: Any) -> tuple[Any, Any]:
         # The main thread starts all programs that communicate: XLA executes what one thread starts
         # in that order, so each finds its counterpart in the other processes.
-        inner, rest = _apart(state)
-        begun = self.thread.submit(self.begin, inner, rest, batch, t)
+        found = self.thread.submit(self.begin, state.params, state.model_state, batch, t)
         mixed = self.mix(state.params, state.opt_state.count)
-        model_state, opt_state, kept = begun.result()
-        state = state._replace(model_state=model_state, opt_state=opt_state)
-        return self.finish(state, kept, mixed, t)
+        return self.finish(state._replace(model_state=None), found.result(), mixed, t)
 
     def memory_analysis(self) -> SimpleNamespace:
         """Bytes on one device, under the names that jax's own analysis has for them."""

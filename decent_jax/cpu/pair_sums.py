@@ -7,25 +7,18 @@ import jax
 import jax.numpy as jnp
 
 
-def over_gloo() -> bool:
-    """Whether arrays travel between processes through gloo, jax's library for CPUs."""
-    implementation = jax.config.jax_cpu_collectives_implementation  # pyright: ignore (untyped)
-    return jax.process_count() > 1 and jax.default_backend() == "cpu" and implementation == "gloo"
-
-
 def are_faster(pairs: list[tuple[int, int]], devices: int) -> bool:
-    """Whether `swap` is faster than this ``ppermute``: over gloo, with all devices in pairs.
+    """Whether `swap` is faster over gloo than this ``ppermute``: with all devices in pairs.
 
     Args:
       pairs: (source, destination), as of ``jax.lax.ppermute``.
       devices: how many the axis has.
     """
     partner = dict(pairs)
-    in_pairs = len(partner) == devices and all(a != b == partner.get(a) for b, a in pairs)
-    return in_pairs and over_gloo()
+    return len(partner) == devices and all(a != b == partner.get(a) for b, a in pairs)
 
 
-def swap(x: jax.Array, pairs: list[tuple[int, int]], axis: str) -> jax.Array:
+def swap(x: jax.Array, pairs: list[tuple[int, int]], axis: str | tuple[str, ...]) -> jax.Array:
     """The result of ``ppermute`` for devices in pairs, bit for bit, as a sum over each pair.
 
     In gloo a device cannot ask its partner for a message while it sends one: the request waits

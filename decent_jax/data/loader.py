@@ -98,13 +98,11 @@ def train_batches(
         raise ValueError(f"start_step must be at least 0, got {start_step}")
     if seed < 0:
         raise ValueError(f"seed must be at least 0, got {seed}")
-    if hasattr(source, "train_blocks"):
-        rows = source.train_blocks(num_replicas, batch_size, seed)
-    elif partition is None:
-        rows = _rows(source, np.random.SeedSequence(seed), batch_size // num_replicas)
+    if partition is None or hasattr(source, "train_blocks"):
+        rows = train_rows(source, seed=seed, num_replicas=num_replicas, batch_size=batch_size)
     else:
         rows = _OwnRows(source, seed, batch_size // num_replicas, replicas, partition, num_replicas)
-    blocks = _TrainBlocks(rows, num_replicas, replicas, start_step)
+    blocks = _Blocks(rows, num_replicas, replicas, start_step)
     return _iterate(grain.MapDataset.source(blocks), prefetch, num_threads, workers)
 
 
@@ -131,12 +129,25 @@ def eval_batches(
     import grain
 
     replicas = _checked(source, num_replicas, batch_size, replicas)
-    if hasattr(source, "eval_blocks"):
-        own = source.eval_blocks(num_replicas, batch_size)
-        blocks: Any = _OwnEvalBlocks(own, num_replicas, replicas, max_batches)
+    own = hasattr(source, "eval_blocks")
+    if own:
+        rows = source.eval_blocks(num_replicas, batch_size)
     else:
-        blocks = _EvalBlocks(source, batch_size, batch_size // num_replicas, replicas, max_batches)
-    return _iterate(grain.MapDataset.source(blocks), prefetch, num_threads, workers)
+        rows = _EvalRows(source, num_replicas, batch_size // num_replicas)
+    steps = min(rows.steps, max_batches) if max_batches > 0 else rows.steps
+    dataset = grain.MapDataset.source(_Blocks(rows, num_replicas, replicas))[:steps]
+    dataset = dataset.map(_without_weight) if own else dataset
+    return _iterate(dataset, prefetch, num_threads, workers)
+
+
+def train_rows(source, *, seed: int, num_replicas: int, batch_size: int) -> Any:
+    """A sequence whose item ``step * num_replicas + replica`` is a replica's block (B, ...).
+
+    Arguments as for `train_batches`, without a partition.
+    """
+    if hasattr(source, "train_blocks"):
+        return source.train_blocks(num_replicas, batch_size, seed)
+    return _rows(source, np.random.SeedSequence(seed), batch_size // num_replicas)
 
 
 def steps_per_epoch(source, batch_size: int, num_replicas: int = 1, seed: int = 0) -> int:
@@ -207,10 +218,10 @@ class _Subset:
         return f"{len(self)} of the records of {self.source!r}"
 
 
-class _TrainBlocks:
+class _Blocks:
     """Item t: the rows of `replicas` at step `start + t`, of which `rows[step * n + r]` is one."""
 
-    def __init__(self, rows, num_replicas, replicas, start):
+    def __init__(self, rows, num_replicas, replicas, start=0):
         self.rows, self.num_replicas, self.replicas = rows, num_replicas, replicas
         self.start = start
 
@@ -225,51 +236,31 @@ class _TrainBlocks:
         return jax.tree.map(lambda *leaves: np.stack(leaves), *blocks)
 
 
-class _EvalBlocks:
-    """Item t: the rows of `replicas` in evaluation batch t, with their weights."""
+class _EvalRows:
+    """Item `t * n + r`: (records, weights) of replica r in evaluation batch t."""
 
-    def __init__(self, source, batch_size, per_replica, replicas, max_batches):
-        self.source = source
-        self.batch_size = batch_size
-        self.shape = (len(replicas), per_replica)
-        self.offsets = (np.array(replicas)[:, None] * per_replica + np.arange(per_replica)).ravel()
-        batches = -(-len(source) // batch_size)
-        self.batches = min(batches, max_batches) if max_batches > 0 else batches
+    def __init__(self, source, num_replicas, per_replica):
+        self.source, self.num_replicas, self.per_replica = source, num_replicas, per_replica
+        self.steps = -(-len(source) // (num_replicas * per_replica))
 
     def __len__(self) -> int:
-        return self.batches
+        return self.steps * self.num_replicas
 
-    def __getitem__(self, step: int):
+    def __getitem__(self, index: int):
         import jax
 
-        indices = step * self.batch_size + self.offsets
+        indices = index * self.per_replica + np.arange(self.per_replica)
         real = indices < len(self.source)
         padding = None if real.all() else jax.tree.map(np.zeros_like, self.source[0])
         records = [
             self.source[int(i)] if exists else padding
             for i, exists in zip(indices, real, strict=True)
         ]
-        stacked = jax.tree.map(lambda *leaves: self._block(np.stack(leaves)), *records)
-        return stacked, self._block(real.astype(np.float32))
-
-    def _block(self, rows: np.ndarray) -> np.ndarray:
-        return rows.reshape(self.shape + rows.shape[1:])
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *records), real.astype(np.float32)
 
 
-class _OwnEvalBlocks:
-    """Item t: the blocks of `replicas` in evaluation batch t, with their `weight` taken out."""
-
-    def __init__(self, blocks, num_replicas, replicas, max_batches):
-        self.blocks, self.num_replicas, self.replicas = blocks, num_replicas, replicas
-        self.batches = min(blocks.steps, max_batches) if max_batches > 0 else blocks.steps
-
-    def __len__(self) -> int:
-        return self.batches
-
-    def __getitem__(self, step: int):
-        own = [self.blocks[step * self.num_replicas + replica] for replica in self.replicas]
-        stacked = {name: np.stack([block[name] for block in own]) for name in own[0]}
-        return stacked, stacked.pop("weight")
+def _without_weight(block: dict) -> tuple[dict, np.ndarray]:
+    return block, block.pop("weight")
 
 
 def _checked(source, num_replicas, batch_size, replicas) -> list[int]:

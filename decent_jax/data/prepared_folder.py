@@ -1,10 +1,12 @@
 """Prepared folders: what their manifests say, and writing one so that it appears by one rename."""
 
 import contextlib
+import functools
 import glob
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import time
@@ -15,9 +17,10 @@ from typing import IO, Any, NamedTuple
 
 from decent_jax.data.reading import one_sentence
 from decent_jax.errors import DataError
-from decent_jax.json_files import write_atomic
+from decent_jax.json_files import read_json, write_atomic
 
 _LOCK = "owner.lock"
+_TEMPORARY = re.compile(r"\..+\.\d+\.tmp")  # of `write_atomic`
 _YOUNG_S = 60.0  # a draft this young may not have its lock yet
 
 
@@ -27,6 +30,8 @@ class Kind(NamedTuple):
     command: str  # `python -m decent_jax.prepare COMMAND` makes it
     format: str  # the entry `format` of its manifest, with a version
     noun: str  # for messages
+    beside: str = ""  # regular expression of files that it holds besides those in its manifest
+    draft: str = ""  # the same, of the files of its drafts that `beside` has not
 
 
 def read_manifest(folder: str | Path, kind: Kind) -> dict[str, Any]:
@@ -34,15 +39,11 @@ def read_manifest(folder: str | Path, kind: Kind) -> dict[str, Any]:
     path = Path(folder) / "manifest.json"
     make = f"`python -m decent_jax.prepare {kind.command}`"
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = read_json(path, "not readable as JSON; prepare the folder again")
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(
             f"{folder}: no manifest.json, so this is no prepared folder; make one with {make}"
         ) from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError:
-        raise DataError(f"{path}: not readable as JSON; prepare the folder again") from None
     found = manifest.get("format") if isinstance(manifest, dict) else None
     if found != kind.format:
         raise DataError(
@@ -57,7 +58,7 @@ def is_whole(folder: str | Path, kind: Kind) -> bool:
     try:
         files = _recorded_files(read_manifest(folder, kind))
         return all(sha256_file(Path(folder) / name) == sha256 for name, sha256 in files)
-    except (DataError, OSError):
+    except (DataError, OSError, TypeError):  # a name may be anything
         return False
 
 
@@ -105,6 +106,19 @@ def check_out(out: Path, kind: Kind, *, overwrite: bool) -> None:
         ) from None
     if not overwrite:
         raise DataError(f"{out}: already prepared; pass --overwrite to replace it")
+    recorded = {name for name, _ in _recorded_files(read_manifest(out, kind))}
+    _check_only(out, lambda name: name in recorded or bool(re.fullmatch(kind.beside, name)))
+
+
+def _check_only(folder: Path, is_ours: Callable[[str], bool]) -> None:
+    """DataError where the folder holds anything but our own files, which may be removed."""
+    for path in sorted(folder.iterdir()):
+        name = path.name
+        own = name in ("manifest.json", _LOCK, f"{_LOCK}.new") or _TEMPORARY.fullmatch(name)
+        if path.is_dir() or not (own or is_ours(name)):
+            raise DataError(
+                f"{path}: was not made by this command, and would be lost; move it elsewhere"
+            )
 
 
 class Draft:
@@ -125,8 +139,8 @@ class Draft:
       folder: where the files are written.
 
     Raises:
-      DataError: `out` exists and may not be replaced, its parent cannot be written, or another
-        run holds the one draft.
+      DataError: `out` exists and may not be replaced, its parent cannot be written, another run
+        holds the one draft, or a folder that would be removed holds a file that no run has made.
     """
 
     def __init__(self, out: str | Path, kind: Kind, *, overwrite: bool, resume: bool = False):
@@ -138,10 +152,11 @@ class Draft:
         self._files: dict[str, _HashedFile] = {}
         try:
             self.out.parent.mkdir(parents=True, exist_ok=True)
-            _remove_leftovers(self.out)
+            _remove_leftovers(self.out, kind)
             if resume:
                 self.folder = self.out.with_name(f".{self.out.name}.unfinished")
                 self.folder.mkdir(exist_ok=True)
+                _check_only(self.folder, functools.partial(_is_of_draft, kind))
                 self._lock = self._take_lock()
             else:
                 self.folder = _temporary_sibling(self.out)
@@ -257,7 +272,11 @@ def _json(manifest: dict[str, Any]) -> bytes:
         return (json.dumps(manifest, indent=2) + "\n").encode()
 
 
-def _remove_leftovers(out: Path) -> None:
+def _is_of_draft(kind: Kind, name: str) -> bool:
+    return bool(re.fullmatch(f"{kind.beside}|{kind.draft}", name))
+
+
+def _remove_leftovers(out: Path, kind: Kind) -> None:
     """Removes the drafts of `out` whose runs are dead."""
     for folder in out.parent.glob(f".{glob.escape(out.name)}.tmp-*"):
         dead = False
@@ -268,6 +287,8 @@ def _remove_leftovers(out: Path) -> None:
             with contextlib.suppress(OSError):
                 dead = time.time() - folder.stat().st_mtime > _YOUNG_S
         if dead:
+            if not (folder / "manifest.json").exists():  # else an old folder, checked before
+                _check_only(folder, functools.partial(_is_of_draft, kind))
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -6,8 +6,10 @@ import tarfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from decent_jax.errors import DataError
+from decent_jax.text import format_bytes
 
 
 @contextlib.contextmanager
@@ -26,6 +28,39 @@ def one_sentence(place: str | Path) -> Iterator[None]:
     except OSError as error:
         where = error.filename or place
         raise DataError(f"{where}: cannot be read ({error.strerror or error})") from None
+
+
+@contextlib.contextmanager
+def entries_of(path: str | Path, otherwise: str) -> Iterator[None]:
+    """Context that looks up entries of a JSON file: DataError where one is missing or absurd."""
+    try:
+        yield
+    except DataError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, MemoryError):
+        raise DataError(f"{path}: {otherwise}") from None
+
+
+def read_at_most(file: IO[bytes], most: int, place: str | Path) -> bytes:
+    """All that is left of a file; DataError where that is more than `most` bytes.
+
+    A small compressed file may unpack to more than the memory of any machine.
+    """
+    parts, left = [], most
+    while part := file.read(1 << 20):
+        parts.append(part)
+        left -= len(part)
+        if left < 0:
+            raise DataError(f"{place}: unpacks to more than {format_bytes(most)}; split it")
+    return b"".join(parts)
+
+
+def read_line(file: IO[bytes], most: int, place: str) -> bytes:
+    """The next line with its end, empty after the last; DataError if it is longer than `most`."""
+    line = file.readline(most + 1)
+    if len(line) > most:
+        raise DataError(f"{place}: is longer than {format_bytes(most)}; split it or take it out")
+    return line
 
 
 def short(error: Exception) -> str:

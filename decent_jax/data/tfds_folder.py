@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from decent_jax import extras
 from decent_jax.data.reading import short
 from decent_jax.errors import DataError
 
@@ -15,6 +16,7 @@ def open_builder(folder: str | Path) -> Any:
     Raises:
       DataError: TFDS cannot read the folder, or its records are not array_record.
     """
+    extras.need("train", "tensorflow_datasets")
     import tensorflow_datasets as tfds
 
     try:

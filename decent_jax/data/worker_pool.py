@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from decent_jax.errors import DataError
 
+_MOST = 32  # processes per core
 SMALL_BYTES = 8 << 20  # starting workers takes longer than working on less than this
 
 Task = TypeVar("Task")
@@ -31,7 +32,7 @@ def how_many(workers: int | None, most: int | None = None) -> int:
       most: limits that default.
 
     Raises:
-      DataError: `workers` is less than 1.
+      DataError: `workers` is less than 1, or more than this machine should run.
     """
     if workers is None:
         here = hasattr(os, "sched_getaffinity")  # not on macOS
@@ -39,6 +40,11 @@ def how_many(workers: int | None, most: int | None = None) -> int:
         return cores if most is None else min(cores, most)
     if workers < 1:
         raise DataError(f"workers must be at least 1, got {workers}")
+    if workers > _MOST * (os.cpu_count() or 1):
+        raise DataError(
+            f"workers must be at most {_MOST} per core, {_MOST * (os.cpu_count() or 1)} on this "
+            f"machine, got {workers}"
+        )
     return workers
 
 

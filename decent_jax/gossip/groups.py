@@ -10,40 +10,38 @@ import numpy as np
 
 from decent_jax.cpu import pair_sums
 from decent_jax.gossip import permute
-from decent_jax.gossip.axes import ReplicaAxis, expand
+from decent_jax.gossip.permute import ReplicaAxis, expand, squared_norm
 from decent_jax.topology import Round
 from decent_jax.topology.rounds import kron, round_of
 
 
-def mean(
-    rows: jax.Array, rnd: Round, axis: ReplicaAxis, finite: jax.Array | None = None
-) -> jax.Array:
-    """The mean over each replica's group: (block, ...) to (block, ...).
+def means(
+    rows: list[jax.Array], g: int, axis: ReplicaAxis, finite: jax.Array | None
+) -> tuple[list[jax.Array], jax.Array | None]:
+    """The mean over each replica's group of g, of arrays (block, ...), and which are finite then.
 
     finite: (block,) bool, or None. A finite replica keeps the weight of members that are not; one
       that is not takes the mean of its finite members, NaN where there are none.
     """
-    g = rnd.group_size
-    if g == 1:
-        return rows
     if finite is None:
-        return _sum(rows, g, axis) / g
-    ok = expand(finite, rows)
-    total = _sum(jnp.where(ok, rows, jnp.zeros_like(rows)), g, axis)
-    count = expand(_sum(finite.astype(rows.dtype), g, axis), rows)
-    return jnp.where(ok, (total + (g - count) * rows) / g, total / count)
+        return [_sum(x, g, axis) / g for x in rows], None
 
+    def mean(x):
+        ok = expand(finite, x)
+        total = _sum(permute.clean(x, finite), g, axis)
+        count = expand(_sum(finite.astype(x.dtype), g, axis), x)
+        return jnp.where(ok, (total + (g - count) * x) / g, total / count)
 
-def any_finite(finite: jax.Array, rnd: Round, axis: ReplicaAxis) -> jax.Array:
-    """(block,) bool: whether a replica is finite after its group's mean, as any member was."""
-    if rnd.group_size == 1:
-        return finite
-    return _sum(finite.astype(jnp.float32), rnd.group_size, axis) > 0
+    return [mean(x) for x in rows], _sum(finite.astype(jnp.float32), g, axis) > 0
 
 
 def mix(
-    tree: Any, rnd: Round, axis: ReplicaAxis, finite: jax.Array | None = None, after: Any = None
-) -> Any:
+    leaves: list[jax.Array],
+    rnd: Round,
+    axis: ReplicaAxis,
+    finite: jax.Array | None = None,
+    after: Any = None,
+) -> list[jax.Array]:
     """A round in which groups average inside, then mix their means: one message per group.
 
     All members of a group hold its mean, so it is enough that each of the c devices of a group
@@ -55,7 +53,7 @@ def mix(
     replicas do, so the rest is as for permutations.
 
     Args:
-      tree: one replica's arrays.
+      leaves: one replica's arrays.
       rnd: a round with `Round.between_groups`.
       axis: where its replicas are.
       finite: (block,) bool, or None. A group counts as one replica: its value is the mean of its
@@ -66,15 +64,12 @@ def mix(
     groups = _Groups.of(rnd.group_size, axis)
     parts = groups.parts()
     between = kron(rnd.between_groups, round_of(np.eye(groups.devices)))
-    count = None if finite is None else groups.count(finite)
+    count = None if finite is None else groups.totals(finite.astype(jnp.float32))
     weights = permute.coefficients(between, parts, None if count is None else count > 0)
     never = None if after is None else axis.lift(_never(after)).any()
 
     def mix_leaf(leaf):
-        rows = axis.lift(leaf)
-        if finite is not None:
-            rows = jnp.where(expand(finite, rows), rows, jnp.zeros_like(rows))
-        total = groups.sums(rows)
+        total = groups.sums(permute.clean(axis.lift(leaf), finite))
         size = rnd.group_size if count is None else expand(count, total)
         own = total / jnp.asarray(size, total.dtype)  # 0 / 0 if no member is finite: weight 0
         received = [permute.receive(own, send, parts) for send in between.sends]
@@ -83,8 +78,7 @@ def mix(
             mixed = jnp.where(never, jnp.zeros_like(mixed), mixed)
         return groups.given_back(mixed, leaf.shape)
 
-    leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten(permute.together(mix_leaf, leaves, axis))
+    return permute.together(mix_leaf, leaves, axis)
 
 
 def _never(after: Any) -> jax.Array:
@@ -97,21 +91,11 @@ def _never(after: Any) -> jax.Array:
     return (jnp.stack([squared_norm(x) for x in jax.tree.leaves(after)]) < 0).any()
 
 
-def squared_norm(x: jax.Array) -> jax.Array:
-    """() float32 or wider: the sum of squares."""
-    return jnp.square(x.astype(jnp.promote_types(x.dtype, jnp.float32))).sum()
-
-
 def _sum(rows: jax.Array, g: int, axis: ReplicaAxis) -> jax.Array:
     """Sums over consecutive groups of g replicas, given back to every member: (block, ...)."""
-    groups = _Groups.of(g, axis)
-    local = groups.local_sums(rows)
-    if groups.devices == 1:
-        members = jnp.broadcast_to(local[:, None], (len(local), g, *local.shape[1:]))
-        return members.reshape(rows.shape)
-    members = None if groups.devices == axis.devices else groups.members(rows)
-    total = jax.lax.psum(local, axis.device_axis, axis_index_groups=members)
-    return jnp.broadcast_to(total, rows.shape)
+    total = _Groups.of(g, axis).totals(rows)
+    members = (len(total), len(rows) // len(total), *total.shape[1:])
+    return jnp.broadcast_to(total[:, None], members).reshape(rows.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,12 +129,12 @@ class _Groups:
             )
         return np.arange(self.axis.devices).reshape(-1, self.devices).tolist()
 
-    def count(self, finite: jax.Array) -> jax.Array:
-        """(parts,) float32: how many members of each part's group are finite."""
-        local = self.local_sums(finite.astype(jnp.float32))
+    def totals(self, rows: jax.Array) -> jax.Array:
+        """(block, ...) to (parts, ...): the sum over each part's group, on all its devices."""
+        local = self.local_sums(rows)
         if self.devices == 1:
             return local
-        members = self.members(local)
+        members = None if self.devices == self.axis.devices else self.members(rows)
         return jax.lax.psum(local, self.axis.device_axis, axis_index_groups=members)
 
     def sums(self, rows: jax.Array) -> jax.Array:
@@ -162,8 +146,7 @@ class _Groups:
         if self.devices == 1:
             return local
         flat = jnp.pad(local.reshape(-1), (0, -local.size % self.devices))
-        members = self.members(flat)
-        scatter = jax.lax.psum_scatter
+        members, scatter = self.members(flat), jax.lax.psum_scatter
         return scatter(flat, self.axis.device_axis, axis_index_groups=members, tiled=True)[None]
 
     def given_back(self, parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:

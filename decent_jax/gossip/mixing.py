@@ -8,21 +8,27 @@
   ``shard_map(check_vma=False)``, and ``axis_name=("replica", "block")``; replica ``i`` is row
   ``i % b`` of device ``i // b``.
 
+`on_mesh` and `mix_on` wrap it for stacked arrays inside `jax.jit`.
+
 Rounds are static: one executable per round. `decent_jax.gossip.permute` turns its permutations into
 collectives, `decent_jax.gossip.groups` its groups that send to each other. To *simulate* many
 graphs, or lost messages, in one executable, a round may also be `Simulated`.
 """
 
+import operator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
 
 from decent_jax.cpu import pair_sums
 from decent_jax.gossip import groups, permute
-from decent_jax.gossip.axes import AxisName, ReplicaAxis, expand
-from decent_jax.gossip.wire import Wire
-from decent_jax.topology import Round, Schedule
+from decent_jax.gossip.permute import AxisName, ReplicaAxis
+from decent_jax.gossip.wire import ChunkedTopK, RandomK, TopK, Wire
+from decent_jax.topology import Round, Schedule, Send
 
 
 class Simulated(NamedTuple):
@@ -40,8 +46,22 @@ class Simulated(NamedTuple):
 
 
 def number(round: Any) -> Any:
-    """The static number of a round, an int; None for None."""
-    return round.round if isinstance(round, Simulated) else round
+    """The static number of a round, an int; None for None.
+
+    Raises:
+      TypeError: for a traced number, or no whole one.
+    """
+    if round is None:
+        return None
+    given = round.round if isinstance(round, Simulated) else round
+    try:
+        return operator.index(given)
+    except TypeError:  # of jax too, for a traced array
+        what = "a traced array" if isinstance(given, jax.Array) else repr(given)
+        raise TypeError(
+            f"round must be a Python int, got {what}; make it static in jax.jit: "
+            "static_argnames='round' (docs/library.md shows it inside jax.lax.scan)"
+        ) from None
 
 
 @jax.named_scope("mix")
@@ -59,10 +79,11 @@ def mix(
     """``x_i <- sum_j W_ij x_j`` with W the matrix of ``round``; None communicates nothing.
 
     Args:
-      tree: pytree of floating-point arrays, one replica's own.
+      tree: pytree of floating-point arrays, one replica's own; empty ones stay.
       schedule: its number of replicas must be the product of the axes' sizes.
       round: static Python int in [0, period); or `Simulated`.
-      axis_name: the axis, or (mesh axis, vmapped axis), that counts replicas.
+      axis_name: the axis that counts replicas, or (mesh axes ..., vmapped axis): several mesh axes
+        count as one, the last the fastest.
       finite: optional boolean scalar, whether this replica's ``tree`` is finite (it travels with
         the message). Parameters that are not are never mixed in: their weight goes to the
         receiver's own copy. A replica whose own copy is not finite takes the renormalised average
@@ -70,7 +91,8 @@ def mix(
         each other a group counts as one replica, whose value is the mean of its finite members.
       wire: format of the messages; None sends arrays as they are. With Q the rounding of the
         format, ``x_i <- x_i + sum_j W_ij Q(x_j) - Q(x_i)``: the mean over replicas stays exactly
-        what it was, whatever Q loses. Not for rounds with group means.
+        what it was, whatever Q loses. Not for rounds with group means, nor for top-k. `RandomK`
+        mixes the numbers at its places, in any round, and leaves the others.
       key: for formats that are random; the same on all replicas, another in every step.
       after: optional arrays, such as the gradients of this step. In a round in which groups send to
         each other, the last stage (inside the groups) waits for them, so that the messages may
@@ -82,20 +104,154 @@ def mix(
     Raises:
       ValueError: axes that do not hold ``schedule.num_replicas`` replicas; a round out of range; a
         schedule with grouped means, or a vmapped block, inside ``shard_map(check_vma=True)``;
-        a ``wire`` for a group mean.
+        a ``wire`` for a group mean; top-k; random-k without a key.
+      TypeError: a traced round, or an array that is not floating-point.
     """
     if round is None:
         return tree
-    if wire is None:
-        return _mixed(tree, schedule, round, axis_name, finite, after)
-    arrived, own = mix_coded(tree, schedule, round, axis_name, wire, key, finite=finite)
+    leaves, put_back = mixable(tree)
+    if isinstance(wire, RandomK):
+        if key is None:
+            raise ValueError("RandomK draws its places: give mix a key, the same on all replicas")
+        keys = [jax.random.fold_in(key, k) for k in range(len(leaves))]
+        parts = [wire.encode(x, k, 0)[0] for x, k in zip(leaves, keys, strict=True)]
+        parts = mix(parts, schedule, round, axis_name, finite=finite, after=after)
+        return put_back(map(wire.replaced, leaves, parts, keys))
+    if isinstance(wire, TopK | ChunkedTopK):
+        raise ValueError(
+            f"{type(wire).__name__} of parameters never sends the small ones, so replicas would "
+            "not agree; use optim.choco or optim.sparseloco, which send differences and keep the "
+            "rest"
+        )
+    if wire is not None:
+        arrived, own = mix_coded(leaves, schedule, round, axis_name, wire, key, finite=finite)
 
-    def moved(x, arrived, own):
-        # A replica that is not finite has nothing to keep: it takes what arrived.
-        kept = x - own if finite is None else jnp.where(finite, x - own, jnp.zeros_like(x))
-        return arrived + kept
+        def moved(x, arrived, own):
+            # A replica that is not finite has nothing to keep: it takes what arrived.
+            kept = x - own if finite is None else jnp.where(finite, x - own, jnp.zeros_like(x))
+            return arrived + kept
 
-    return jax.tree.map(moved, tree, arrived, own)
+        return put_back(map(moved, leaves, arrived, own))
+    axis = ReplicaAxis.of(schedule, axis_name)
+    flag = None if finite is None else axis.lift(finite)
+    if isinstance(round, Simulated):
+        return put_back(_mixed_by_matrix(leaves, round.matrix, axis, finite, flag))
+    rnd = _round(schedule, round)
+    if rnd.between_groups is not None:
+        return put_back(groups.mix(leaves, rnd, axis, flag, after))
+    rows = [axis.lift(leaf) for leaf in leaves]
+    if rnd.group_size > 1:
+        rows, flag = groups.means(rows, rnd.group_size, axis, flag)
+    weights = permute.coefficients(rnd, axis, flag)
+    received = [permute.receive_all(rows, send, axis) for send in rnd.sends]
+    mixed = [
+        axis.drop(permute.weighted_sum(blocks, weights, flag is not None))
+        for blocks in zip(rows, *received, strict=True)
+    ]
+    return put_back(mixed)
+
+
+def mixable(tree: Any) -> tuple[list[jax.Array], Callable[[Iterable], Any]]:
+    """The arrays of a tree that can be mixed, and a function that puts others in their place.
+
+    Empty arrays are left out, and stay as they are.
+
+    Raises:
+      TypeError: for an array that is not floating-point, naming it.
+    """
+    paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+    for path, leaf in paths:
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            name, kind = jax.tree_util.keystr(path) or "this one", jnp.result_type(leaf)
+            raise TypeError(
+                f"replicas mix floating-point arrays only, and {name} is of type {kind}; keep it "
+                "out of the tree (nnx.Param selects the parameters of an nnx model)"
+            )
+    leaves = [leaf for _, leaf in paths]
+
+    def put_back(mixed):
+        new = iter(mixed)
+        return structure.unflatten([next(new) if jnp.size(x) else x for x in leaves])
+
+    return [x for x in leaves if jnp.size(x)], put_back
+
+
+def on_mesh(fn: Callable, mesh: Mesh | AbstractMesh, axis_name: AxisName = "replica") -> Callable:
+    """Code for one replica as a function of stacked trees (n, ...), for use inside `jax.jit`.
+
+    It is `jax.vmap` inside a `jax.shard_map`, so that each device sends only what its replicas
+    send. Under `jax.vmap` alone XLA would bring all replicas to every device. Arrays may be sharded
+    over other axes of the mesh, too, and these may be of any type.
+
+    Args:
+      fn: takes and returns trees of one replica; it may call `mix`, `mean` or ``tx.update``.
+      mesh: its axes in ``axis_name`` divide the first dimension of all arguments and results.
+      axis_name: as in `mix`, and the one that ``fn`` gives to it; a name that is not of the mesh
+        counts the replicas of one device.
+
+    Raises:
+      ValueError: where a device holds several replicas and no name counts them.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from decent_jax import gossip, topology
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> ring, axes = topology.make("ring", 8), ("data", "row")
+      >>> swap = gossip.on_mesh(lambda x: gossip.mix(x, ring, 0, axes), mesh, axes)
+      >>> print(jax.jit(swap)(jnp.arange(8.0)))
+      [0.5 0.5 2.5 2.5 4.5 4.5 6.5 6.5]
+    """
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    devices = tuple(name for name in names if name in mesh.axis_names)
+    block = next((name for name in names if name not in devices), None)
+
+    def body(*stacked):
+        rows = len(jax.tree.leaves(stacked)[0])
+        if block is None and rows > 1:
+            raise ValueError(
+                f"each device of {axis_name!r} holds {rows} replicas; name what counts them, here "
+                f"and where they are mixed: axis_name={(*devices, 'block')!r}"
+            )
+        return jax.vmap(fn, axis_name=block)(*stacked)
+
+    split = P(devices)
+    # Blocks and group means are not possible with check_vma=True, and nothing here needs it.
+    return jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=split,
+        out_specs=split,
+        axis_names=set(devices),
+        check_vma=False,
+    )
+
+
+def mix_on(
+    mesh: Mesh | AbstractMesh,
+    tree: Any,
+    schedule: Schedule,
+    round: int | None,
+    axis_name: AxisName = "replica",
+    *,
+    finite: jax.Array | None = None,
+    wire: Wire | None = None,
+    key: jax.Array | None = None,
+) -> Any:
+    """`mix` of stacked arrays (n, ...) that lie along a mesh axis, for use inside `jax.jit`.
+
+    With ``tx.update(..., mixed=...)`` (`decent_jax.optim.EarlyMixing`) the rest of a step needs no
+    `jax.shard_map`. Methods that mix inside their update go into `on_mesh` as a whole.
+
+    Args:
+      mesh, axis_name: see `on_mesh`.
+      finite: (n,) bool, `decent_jax.replicas.finite` of the tree; None: all are taken for finite.
+      tree, schedule, round, wire, key: as in `mix`.
+    """
+
+    def one(tree, finite):
+        return mix(tree, schedule, round, axis_name, finite=finite, wire=wire, key=key)
+
+    return tree if round is None else on_mesh(one, mesh, axis_name)(tree, finite)
 
 
 def mix_coded(
@@ -114,7 +270,7 @@ def mix_coded(
     """
     axis = ReplicaAxis.of(schedule, axis_name)
     replica = axis.replica()
-    leaves, structure = jax.tree.flatten(tree)
+    leaves, put_back = mixable(tree)
     keys = [None if key is None else jax.random.fold_in(key, k) for k in range(len(leaves))]
     # The barrier keeps XLA from rounding the own copy again, and differently from what is sent.
     sent = jax.lax.optimization_barrier(
@@ -122,27 +278,18 @@ def mix_coded(
     )
     own = [wire.decode(p, x, k) for p, x, k in zip(sent, leaves, keys, strict=True)]
     if isinstance(round, Simulated):
-        mixed = _mixed(own, schedule, round, axis_name, finite)
-        return structure.unflatten(mixed), structure.unflatten(own)
+        mixed = mix(own, schedule, round, axis_name, finite=finite)
+        return put_back(mixed), put_back(own)
     rnd = _round(schedule, round)
     check_coded(schedule)
     flag = None if finite is None else axis.lift(finite)
     weights = permute.coefficients(rnd, axis, flag)
-
-    parts, of_leaf = jax.tree.flatten(sent)
-    lifted = [axis.lift(x) for x in parts]
-    received = [
-        of_leaf.unflatten(map(axis.drop, permute.receive_all(lifted, send, axis)))
-        for send in rnd.sends
-    ]
-
-    def mix_leaf(own, like, key, *arrived):
-        decoded = [axis.lift(wire.decode(parts, like, key)) for parts in arrived]
-        blocks = [axis.lift(own), *decoded]
-        return axis.drop(permute.weighted_sum(blocks, weights, flag is not None))
-
-    mixed = [mix_leaf(*each) for each in zip(own, leaves, keys, *received, strict=True)]
-    return structure.unflatten(mixed), structure.unflatten(own)
+    received = [_received(sent, send, axis) for send in rnd.sends]
+    mixed = []
+    for x, like, k, *arrived in zip(own, leaves, keys, *received, strict=True):
+        blocks = [axis.lift(part) for part in (x, *(wire.decode(p, like, k) for p in arrived))]
+        mixed.append(axis.drop(permute.weighted_sum(blocks, weights, flag is not None)))
+    return put_back(mixed), put_back(own)
 
 
 def receive(
@@ -153,19 +300,23 @@ def receive(
     For methods that look at what arrives before they use it; `mix` is their weighted sum.
     """
     axis = ReplicaAxis.of(schedule, axis_name)
-    rnd = _round(schedule, round.round if isinstance(round, Simulated) else round)
-    leaves, structure = jax.tree.flatten(tree)
-    lifted = [axis.lift(x) for x in leaves]
+    rnd = _round(schedule, round)
 
     def arrive(send):
-        brought = structure.unflatten(map(axis.drop, permute.receive_all(lifted, send, axis)))
         weight = axis.drop(axis.rows(send.weights))
         if isinstance(round, Simulated):  # a message that is lost has no weight in its matrix
             sender = axis.drop(axis.rows(send.sources))
             weight = jnp.where(sender >= 0, round.matrix[axis.replica(), sender], 0)
-        return brought, weight
+        return _received(tree, send, axis), weight
 
     return [arrive(send) for send in rnd.sends]
+
+
+def _received(tree: Any, send: Send, axis: ReplicaAxis) -> Any:
+    """One replica's ``tree`` as its sender has it."""
+    leaves, structure = jax.tree.flatten(tree)
+    rows = permute.receive_all([axis.lift(x) for x in leaves], send, axis)
+    return structure.unflatten(map(axis.drop, rows))
 
 
 def mean(tree: Any, axis_name: AxisName = "replica") -> Any:
@@ -181,40 +332,45 @@ def mean(tree: Any, axis_name: AxisName = "replica") -> Any:
     return jax.tree.map(mean_leaf, tree)
 
 
+def mean_coded(
+    tree: Any, axis_name: AxisName, wire: Wire, key: jax.Array | None = None
+) -> tuple[Any, Any]:
+    """``(mean over all replicas of Q(x_j), Q(x_i))``, the mean bit for bit equal on all of them.
+
+    Every replica receives the message of every other and adds them in the same order.
+    """
+    axis = ReplicaAxis.over(axis_name)
+    leaves, put_back = mixable(tree)
+    replicas = axis.devices * axis.block
+    keys = [None if key is None else jax.random.fold_in(key, k) for k in range(len(leaves))]
+    sent = jax.lax.optimization_barrier(
+        [wire.encode(x, k, axis.replica()) for x, k in zip(leaves, keys, strict=True)]
+    )
+
+    def mean_leaf(x, k, parts):
+        rows = jax.tree.map(axis.gathered, parts)
+        total, _ = jax.lax.scan(
+            lambda total, part: (total + wire.decode(part, x, k), None), 0 * x, rows
+        )
+        return total / replicas
+
+    means = [mean_leaf(x, k, parts) for x, k, parts in zip(leaves, keys, sent, strict=True)]
+    own = [wire.decode(parts, x, k) for x, k, parts in zip(leaves, keys, sent, strict=True)]
+    return put_back(means), put_back(own)
+
+
 def allows_check_vma(schedule: Schedule) -> bool:
     """Whether `mix` may be inside ``jax.shard_map(check_vma=True)``, and is no slower there."""
-    return not (schedule.partial_groups or pair_sums.over_gloo())
+    return not (schedule.partial_groups or permute.over_gloo())
 
 
-def check_coded(schedule: Schedule) -> None:
+def check_coded(schedule: Schedule, wire: Wire | None = None) -> None:
     """Raises ValueError where a schedule's messages cannot be coded, since some are sums."""
-    if any(rnd.group_size > 1 for rnd in schedule.rounds):
+    if not isinstance(wire, RandomK) and any(rnd.group_size > 1 for rnd in schedule.rounds):
         raise ValueError(
             f"{schedule.name} averages in groups, which adds arrays on their way: they travel as "
             "they are; use comm_dtype='float32', or a schedule of permutations such as one_peer_exp"
         )
-
-
-def _mixed(tree, schedule, round, axis_name, finite, after=None):
-    """`mix` without a format."""
-    axis = ReplicaAxis.of(schedule, axis_name)
-    flag = None if finite is None else axis.lift(finite)
-    if isinstance(round, Simulated):
-        return _mixed_by_matrix(tree, round.matrix, axis, finite, flag)
-    rnd = _round(schedule, round)
-    if rnd.between_groups is not None:
-        return groups.mix(tree, rnd, axis, flag, after)
-    grouped_flag = None if flag is None else groups.any_finite(flag, rnd, axis)
-    weights = permute.coefficients(rnd, axis, grouped_flag)
-
-    leaves, structure = jax.tree.flatten(tree)
-    own = [groups.mean(axis.lift(leaf), rnd, axis, flag) for leaf in leaves]
-    received = [permute.receive_all(own, send, axis) for send in rnd.sends]
-    mixed = [
-        axis.drop(permute.weighted_sum(blocks, weights, flag is not None))
-        for blocks in zip(own, *received, strict=True)
-    ]
-    return structure.unflatten(mixed)
 
 
 def _mixed_by_matrix(tree, matrix, axis, finite, flag):
@@ -232,18 +388,17 @@ def _mixed_by_matrix(tree, matrix, axis, finite, flag):
         weights = jnp.where(finite, others.at[i].set(kept), others / others.sum())
 
     def mix_leaf(leaf):
-        rows = axis.lift(leaf)
-        if flag is not None:
-            rows = jnp.where(expand(flag, rows), rows, jnp.zeros_like(rows))
+        rows = permute.clean(axis.lift(leaf), flag)
         return jnp.tensordot(weights.astype(rows.dtype), rows, 1, precision="highest")
 
     return jax.tree.map(mix_leaf, tree)
 
 
-def _round(schedule: Schedule, round: int) -> Round:
-    if not 0 <= round < schedule.period:
+def _round(schedule: Schedule, round: Any) -> Round:
+    last, round = len(schedule.rounds) - 1, number(round)
+    if not 0 <= round <= last:
         raise ValueError(
-            f"{schedule.name} has rounds 0 to {schedule.period - 1}, got round {round}; "
+            f"{schedule.name} has rounds 0 to {last}, got round {round}; "
             "schedule.round_at(step) gives the round of a step"
         )
     return schedule.rounds[round]

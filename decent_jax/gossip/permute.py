@@ -1,10 +1,12 @@
-"""A permutation of replicas as slices and ``ppermute``, and the weights of the received rows.
+"""Where the replicas are, a permutation of them as slices and ``ppermute``, and weights of rows.
 
 Where replicas live on devices of their own a permutation is one ``ppermute`` per array; where a
 device holds several it is slices, and one ``ppermute`` for each permutation of devices in it.
 """
 
+import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Sequence
 
 import jax
@@ -12,10 +14,139 @@ import jax.numpy as jnp
 import numpy as np
 
 from decent_jax.cpu import pair_sums
-from decent_jax.gossip.axes import ReplicaAxis, expand
-from decent_jax.topology import Round, Send
+from decent_jax.topology import Round, Schedule, Send
 
+AxisName = str | Sequence[str]
 SMALL = 64 * 1024  # bytes; arrays below it travel together
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaAxis:
+    """The axis that counts the replicas: ``devices`` on mesh axes, ``block`` rows on each.
+
+    Replica i is row ``i % block`` of device ``i // block``.
+    """
+
+    device_axis: str | tuple[str, ...] | None
+    block_axis: str | None
+    devices: int
+    block: int
+
+    @staticmethod
+    def of(schedule: Schedule, axis_name: AxisName) -> "ReplicaAxis":
+        """The axis ``axis_name``, which must hold the schedule's replicas."""
+        axis = ReplicaAxis.over(axis_name)
+        held = axis.devices * axis.block
+        if held != schedule.num_replicas:
+            raise ValueError(
+                f"the schedule {schedule.name!r} is for {schedule.num_replicas} replicas, but "
+                f"axis {axis_name!r} holds {held}; make the schedule for {held}, or vmap the rest "
+                "with an axis of its own and pass axis_name=(mesh axis, vmapped axis)"
+            )
+        return axis
+
+    @staticmethod
+    def over(axis_name: AxisName) -> "ReplicaAxis":
+        """The axis of that name, or of those: mesh axes, a vmapped axis, or both in this order.
+
+        Several mesh axes count as one, the last the fastest.
+        """
+        names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        on_mesh = tuple(name for name in names if name in manual)
+        vmapped = tuple(name for name in names if name not in manual)
+        if not names or names != on_mesh + vmapped or len(vmapped) > 1:
+            raise ValueError(
+                "axis_name must be one axis, or mesh axes followed by a vmapped axis, "
+                f"got {axis_name!r}"
+            )
+        device = (on_mesh[0] if len(on_mesh) == 1 else on_mesh) or None
+        block = vmapped[0] if vmapped else None
+        devices, rows = (jax.lax.axis_size(name) if name else 1 for name in (device, block))
+        return ReplicaAxis(device, block, devices, rows)
+
+    def lift(self, x: jax.Array) -> jax.Array:
+        """This device's rows (block, ...): under vmap the batched array itself, not a message."""
+        if self.block_axis is None:
+            return x[None]
+        if self.checks_vma(x):  # jax 0.10-0.12: all_gather over vmap fails there
+            raise ValueError(
+                f"replicas vmapped over {self.block_axis!r} inside jax.shard_map need "
+                "jax.shard_map(..., check_vma=False)"
+            )
+        rows = jax.lax.all_gather(x, self.block_axis)
+        if self.device_axis is None:
+            _check_one_device(rows, self.block_axis)
+        return rows
+
+    def gathered(self, x: jax.Array) -> jax.Array:
+        """The rows of all replicas, (devices block, ...), on every device."""
+        rows = self.lift(x)
+        if self.device_axis is None:
+            return rows
+        return jax.lax.all_gather(rows, self.device_axis, tiled=True)
+
+    def drop(self, rows: jax.Array) -> jax.Array:
+        """The replica's own row of (block, ...)."""
+        if self.block_axis is None:
+            return rows[0]
+        row = jax.lax.axis_index(self.block_axis)
+        return jax.lax.dynamic_index_in_dim(rows, row, keepdims=False)
+
+    def replica(self) -> jax.Array:
+        """() int32: the number of this replica."""
+        row = 0 if self.block_axis is None else jax.lax.axis_index(self.block_axis)
+        if self.device_axis is None:
+            return jnp.asarray(row)
+        return jax.lax.axis_index(self.device_axis) * self.block + row
+
+    def rows(self, per_replica: np.ndarray) -> jax.Array:
+        """This device's (block,) part of a constant given for every replica (n,)."""
+        table = jnp.asarray(per_replica).reshape(self.devices, self.block)
+        if self.device_axis is None:
+            return table[0]
+        return table[jax.lax.axis_index(self.device_axis)]
+
+    def checks_vma(self, x: jax.Array) -> bool:
+        """Whether ``x`` is traced inside ``shard_map(check_vma=True)`` over the mesh axis."""
+        # `mat` is not documented (jax 0.10 to 0.12). Once jax says by a public function which axes
+        # a traced array varies over, or `all_gather` over a vmapped axis works there, use that.
+        axes = self.device_axis if isinstance(self.device_axis, tuple) else (self.device_axis,)
+        return not jax.typeof(x).mat.varying.isdisjoint(axes)
+
+
+def _check_one_device(rows: jax.Array, name: str) -> None:
+    """Warns where vmapped replicas seem to lie on several devices; raises where they surely do.
+
+    The type of a traced array says how Explicit axes of a mesh divide it, but nothing of Auto axes.
+    Of these one in the mesh in context with the name of the vmapped one is taken as the sign.
+    """
+    told = (
+        f"the replicas vmapped over {name!r} lie on several devices, and each would gather all of "
+        "them; mix with gossip.mix_on(mesh, ...), or in jax.shard_map (docs/library.md)"
+    )
+    spec, mesh = jax.typeof(rows).sharding.spec, jax.sharding.get_abstract_mesh()
+    if spec and spec[0] is not None:
+        raise ValueError(told)
+    if name in mesh.auto_axes and mesh.shape[name] > 1:
+        warnings.warn(told, stacklevel=2)
+
+
+def expand(flags: jax.Array, rows: jax.Array) -> jax.Array:
+    """(block,) reshaped to broadcast with (block, ...), so that no rank is promoted."""
+    return flags.reshape(flags.shape + (1,) * (rows.ndim - 1))
+
+
+def clean(rows: jax.Array, finite: jax.Array | None) -> jax.Array:
+    """(block, ...) with zeros for replicas that are not finite; None: as they are."""
+    if finite is None:
+        return rows
+    return jnp.where(expand(finite, rows), rows, jnp.zeros_like(rows))
+
+
+def squared_norm(x: jax.Array) -> jax.Array:
+    """() float32 or wider: the sum of squares."""
+    return jnp.square(x.astype(jnp.promote_types(x.dtype, jnp.float32))).sum()
 
 
 def receive(rows: jax.Array, send: Send, axis: ReplicaAxis) -> jax.Array:
@@ -29,21 +160,19 @@ def receive(rows: jax.Array, send: Send, axis: ReplicaAxis) -> jax.Array:
     Returns:
       (block, ...).
     """
-    if axis.devices == 1:
-        own = np.arange(axis.block)
-        return _take(rows, np.where(send.sources < 0, own, send.sources))
-    pieces = route(send.sources, axis.devices, axis.block)
-    if pieces is None:
-        return _receive_unevenly(rows, send.sources, axis)
-    received, order = [], []
-    for device_map, to_rows, from_rows in pieces:
-        taken = _take(rows, from_rows)
+    d, b = axis.devices, axis.block
+    if d == 1:
+        return _take(rows, np.where(send.sources < 0, np.arange(b), send.sources)[None], axis)
+    received, place = [], np.zeros((d, b + 1), int)  # where each row is among the received ones
+    for device_map, to_rows, from_rows in route(send.sources, d, b):
+        taken = _take(rows, from_rows, axis)
         if any(source not in (-1, device) for device, source in enumerate(device_map)):
             pairs = [(source, device) for device, source in enumerate(device_map) if source >= 0]
             taken = _ppermute(taken, pairs, axis)
+        begin = sum(map(len, received))
+        np.put_along_axis(place, to_rows, begin + np.arange(len(taken))[None], axis=1)
         received.append(taken)
-        order.extend(to_rows)
-    return _take(_concatenate(received), np.argsort(order))
+    return _take(_concatenate(received), place[:, :b], axis)
 
 
 def receive_all(arrays: Sequence[jax.Array], send: Send, axis: ReplicaAxis) -> list[jax.Array]:
@@ -65,9 +194,13 @@ def together(
       axis: with one device nothing travels, so nothing is packed.
       leading: how many dimensions all arrays share.
     """
-    packs = _packs(arrays, leading) if axis.devices > 1 else [[k] for k in range(len(arrays))]
+    packs: dict[object, list[int]] = {}  # small arrays by dtype, the others alone
+    for k, x in enumerate(arrays):
+        size = math.prod(x.shape[leading:]) * x.dtype.itemsize
+        is_small = axis.devices > 1 and size < SMALL and not _sharded()
+        packs.setdefault(x.dtype if is_small else k, []).append(k)
     moved: dict[int, jax.Array] = {}
-    for pack in packs:
+    for pack in packs.values():
         if len(pack) == 1:
             moved[pack[0]] = move(arrays[pack[0]])
             continue
@@ -100,8 +233,8 @@ def coefficients(rnd: Round, axis: ReplicaAxis, finite: jax.Array | None) -> lis
     arrived = jnp.stack([receive(finite, send, axis) for send in rnd.sends])
     weights = jnp.stack(given)
     kept = jnp.where(arrived, weights, 0)
-    lost = pair_sums.sum_rows(jnp.where(arrived, 0, weights))
-    total = pair_sums.sum_rows(kept)
+    lost = jnp.where(arrived, 0, weights).sum(axis=0)
+    total = kept.sum(axis=0)
     # 0 / 0: no sender is finite, so the replica stays NaN and is ignored by its receivers.
     own = jnp.where(finite, own + lost, total / total * 0)
     return [own, *jnp.where(finite[None], kept, kept / total[None])]
@@ -121,20 +254,18 @@ def weighted_sum(blocks: Sequence[jax.Array], weights: Sequence, guarded: bool) 
     return total
 
 
-def _packs(arrays: Sequence[jax.Array], leading: int) -> list[list[int]]:
-    """Which arrays travel together: those below `SMALL` bytes, by dtype; the others alone."""
-    packs: dict[object, list[int]] = {}
-    for k, x in enumerate(arrays):
-        small = math.prod(x.shape[leading:]) * x.dtype.itemsize < SMALL and not _sharded()
-        packs.setdefault(x.dtype if small else k, []).append(k)
-    return list(packs.values())
-
-
 def _ppermute(x: jax.Array, pairs: list[tuple[int, int]], axis: ReplicaAxis) -> jax.Array:
     assert axis.device_axis is not None
-    if pair_sums.are_faster(pairs, axis.devices) and not (axis.checks_vma(x) or _sharded()):
+    may_sum = over_gloo() and not (axis.checks_vma(x) or _sharded())
+    if may_sum and pair_sums.are_faster(pairs, axis.devices):
         return pair_sums.swap(x, pairs, axis.device_axis)
     return jax.lax.ppermute(x, axis.device_axis, pairs)
+
+
+def over_gloo() -> bool:
+    """Whether arrays travel between processes through gloo, jax's library for CPUs."""
+    implementation = jax.config.jax_cpu_collectives_implementation  # pyright: ignore (untyped)
+    return jax.process_count() > 1 and jax.default_backend() == "cpu" and implementation == "gloo"
 
 
 def _sharded() -> bool:
@@ -142,8 +273,13 @@ def _sharded() -> bool:
     return bool(jax.sharding.get_abstract_mesh().auto_axes)
 
 
-def route(sources: np.ndarray, d: int, b: int) -> list[tuple[tuple, list[int], list[int]]] | None:
-    """Rows grouped by the permutation of devices that brings them, or None if there is none.
+def route(
+    sources: np.ndarray, d: int, b: int
+) -> list[tuple[tuple[int, ...], np.ndarray, np.ndarray]]:
+    """Rows grouped by the permutation of devices that brings them.
+
+    Where there is none, since the rows of a device go to different rows of others or to several
+    devices at once, by the cyclic shift of devices, with rows that fill the tables.
 
     Args:
       sources: (d b,) int, the sender to each replica, or -1.
@@ -151,59 +287,53 @@ def route(sources: np.ndarray, d: int, b: int) -> list[tuple[tuple, list[int], l
 
     Returns:
       [(device_map, to_rows, from_rows)]: device D receives from ``device_map[D]`` (-1: from none)
-      its rows ``to_rows``, which lie there in ``from_rows``.
+      its rows ``to_rows[D]`` (b: no row), which are the rows ``from_rows[S]`` of their sender S;
+      both (d, rows that travel).
     """
     table = np.asarray(sources).reshape(d, b)
-    pieces: dict[tuple, tuple[list[int], list[int]]] = {}
-    for row in range(b):
-        wanted = table[:, row]
+    pieces: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    for row, wanted in enumerate(table.T):
         senders = wanted[wanted >= 0]
-        sender_rows = set((senders % b).tolist())
-        if len(np.unique(senders // b)) < len(senders) or len(sender_rows) > 1:
-            return None
+        from_rows = set((senders % b).tolist())
+        if len(np.unique(senders // b)) < len(senders) or len(from_rows) > 1:
+            return _by_shifts(table)
         device_map = tuple(np.where(wanted >= 0, wanted // b, -1).tolist())
-        to_rows, from_rows = pieces.setdefault(device_map, ([], []))
-        to_rows.append(row)
-        from_rows.append(sender_rows.pop() if sender_rows else row)
-    return [(device_map, to_rows, taken) for device_map, (to_rows, taken) in pieces.items()]
+        pieces.setdefault(device_map, []).append((row, min(from_rows, default=row)))
+    return [
+        (device_map, *np.broadcast_to(np.array(rows).T[:, None], (2, d, len(rows))))
+        for device_map, rows in pieces.items()
+    ]
 
 
-def _receive_unevenly(rows: jax.Array, sources: np.ndarray, axis: ReplicaAxis) -> jax.Array:
-    """The general case: one cyclic shift of devices per distance a row travels, padded tables."""
-    d, b = axis.devices, axis.block
-    wanted: dict[int, list[list[tuple[int, int]]]] = {}
-    for replica, source in enumerate(np.asarray(sources).tolist()):
-        if source >= 0:
-            shift = (replica // b - source // b) % d
-            edges = wanted.setdefault(shift, [[] for _ in range(d)])
-            edges[replica // b].append((replica % b, source % b))
-    received = jnp.zeros_like(rows)
-    assert axis.device_axis is not None
-    device = jax.lax.axis_index(axis.device_axis)
-    for shift, edges in sorted(wanted.items()):
-        width = max(map(len, edges))
-        to_row = np.full((d, width), b)  # b is out of range, so it is dropped
-        from_row = np.zeros((d, width), np.int64)
-        for receiver, pairs in enumerate(edges):
-            for k, (row, source_row) in enumerate(pairs):
-                to_row[receiver, k] = row
-                from_row[(receiver - shift) % d, k] = source_row
-        taken = rows[jnp.asarray(from_row)[device]]
-        if shift:
-            pairs = [((receiver - shift) % d, receiver) for receiver in range(d)]
-            taken = _ppermute(taken, pairs, axis)
-        received = received.at[jnp.asarray(to_row)[device]].set(taken, mode="drop")
-    return received
+def _by_shifts(table: np.ndarray) -> list[tuple[tuple[int, ...], np.ndarray, np.ndarray]]:
+    """`route` in the general case; table: (d, b) senders."""
+    d, b = table.shape
+    shifts = np.where(table >= 0, (np.arange(d)[:, None] - table // b) % d, -1)
+    pieces = []
+    for shift in np.unique(shifts[shifts >= 0]):
+        comes = shifts == shift
+        to_rows = np.full((d, comes.sum(axis=1).max()), b)
+        from_rows = np.zeros_like(to_rows)
+        device_map = (np.arange(d) - shift) % d
+        for receiver, sender in enumerate(device_map):
+            (rows,) = np.nonzero(comes[receiver])
+            to_rows[receiver, : len(rows)] = rows
+            from_rows[sender, : len(rows)] = table[receiver, rows] % b
+        pieces.append((tuple(device_map.tolist()), to_rows, from_rows))
+    return pieces
 
 
-def _take(rows: jax.Array, which: Sequence[int] | np.ndarray) -> jax.Array:
-    """``rows[which]`` for static indices; a few slices of runs cost less than a gather."""
-    which = np.asarray(which)
-    if len(which) == len(rows) and (which == np.arange(len(which))).all():
+def _take(rows: jax.Array, which: np.ndarray, axis: ReplicaAxis) -> jax.Array:
+    """Each device's ``rows[which[device]]``; a few slices of runs cost less than a gather."""
+    if (which != which[0]).any():
+        assert axis.device_axis is not None
+        return rows[jnp.asarray(which)[jax.lax.axis_index(axis.device_axis)]]
+    order = which[0]
+    if len(order) == len(rows) and (order == np.arange(len(order))).all():
         return rows
-    runs = np.split(which, np.flatnonzero(np.diff(which) != 1) + 1)
+    runs = np.split(order, np.flatnonzero(np.diff(order) != 1) + 1)
     if len(runs) > 8:
-        return rows[which]
+        return rows[order]
     return _concatenate([rows[run[0] : run[-1] + 1] for run in runs])
 
 

@@ -9,10 +9,13 @@ A format sees one array of one replica at a time. `decent_jax.gossip.mix` sends 
 | `BFloat16` | 2 N bytes | relative 2^-9, nearest |
 | `Int8` | N bytes + 4 per row of the last axis | unbiased, below 1/127 of the row's largest |
 | `TopK(f)` | 8 f N bytes: values and places | all but the largest f N dropped |
+| `ChunkedTopK(f, c)` | (2 + log2 c) f N / 8 + 4 N / c bytes | the same in chunks of c, in 2 bits |
 | `RandomK(f)` | 4 f N bytes: the places are the same everywhere | all but f N at random dropped |
 
-The last two are compressors for `decent_jax.optim.choco`; parameters mixed with them directly would
-lose what they drop.
+Top-k is for differences whose rest is kept and sent later (`decent_jax.optim.choco`, `sparseloco`);
+`decent_jax.gossip.mix` refuses it for parameters, of which it would never send the small ones. Of
+parameters `RandomK` mixes those at its places only, exactly; every place has its turn
+(`decent_jax.optim.sparta`).
 """
 
 import dataclasses
@@ -104,6 +107,71 @@ class TopK:
 
 
 @dataclasses.dataclass(frozen=True)
+class ChunkedTopK:
+    """The ``density`` of largest magnitude of every chunk, at least one number, in ``bits`` each.
+
+    An array is cut into chunks of ``chunk`` numbers (one of its size if it is smaller; zeros fill
+    the last). With 2 bits a number becomes its sign, and whether its magnitude is at least the mean
+    of those sent from its chunk; it is decoded as the mean of its half, a bfloat16 per half and
+    chunk. This never enlarges an error: what is decoded is nearer to x than zero is.
+
+    The defaults are those of SparseLoCo (Sarfi et al. 2025), 64 of 4096: 116 bytes for 16,384.
+    """
+
+    density: float = 1 / 64
+    chunk: int = 4096
+    bits: int = 2
+
+    def __post_init__(self):
+        if not 0 < self.density <= 1:
+            raise ValueError(f"density must be above 0 and at most 1, got {self.density}")
+        if self.chunk < 1:
+            raise ValueError(f"chunk must be at least 1, got {self.chunk}")
+        if self.bits not in (2, 32):
+            raise ValueError(f"bits must be 2 or 32 (not quantised), got {self.bits}")
+
+    def encode(self, x, key, replica):
+        del key, replica
+        count, width, kept = self._sizes(x.size)
+        chunks = jnp.pad(x.reshape(-1), (0, count * width - x.size)).reshape(count, width)
+        _, places = jax.lax.top_k(jnp.abs(chunks), kept)
+        values = jnp.take_along_axis(chunks, places, axis=1)
+        packed = _pack(places, _bits_for(width))
+        if self.bits == 32:
+            return values, packed
+        size = jnp.abs(values)
+        large = size >= size.mean(axis=1, keepdims=True)
+        means = [_mean_where(size, half) for half in (large, ~large)]
+        scales = jnp.stack(means, axis=1).astype(jnp.bfloat16)
+        codes = 2 * (values < 0).astype(jnp.int32) + large
+        return _pack(codes, 2), packed, jax.lax.bitcast_convert_type(scales, jnp.uint16)
+
+    def decode(self, parts, like, key):
+        del key
+        count, width, kept = self._sizes(like.size)
+        places = _unpack(parts[1], _bits_for(width), kept)
+        values = parts[0]
+        if self.bits == 2:
+            codes = _unpack(parts[0], 2, kept)
+            scales = jax.lax.bitcast_convert_type(parts[2], jnp.bfloat16).astype(like.dtype)
+            size = jnp.where(codes % 2 == 1, scales[:, :1], scales[:, 1:])
+            values = jnp.where(codes >= 2, -size, size)
+        rows = jnp.arange(count)[:, None]
+        chunks = jnp.zeros((count, width), like.dtype).at[rows, places].set(values)
+        return chunks.reshape(-1)[: like.size].reshape(like.shape)
+
+    def bytes_sent(self, shape):
+        count, width, kept = self._sizes(math.prod(shape))
+        places = -(-_bits_for(width) * kept // 8)
+        return count * (places + (4 * kept if self.bits == 32 else -(-kept // 4) + 4))
+
+    def _sizes(self, size):
+        """(chunks, numbers per chunk, of them sent)."""
+        width = min(self.chunk, size)
+        return -(-size // width), width, _kept(self.density, width)
+
+
+@dataclasses.dataclass(frozen=True)
 class RandomK:
     """A random ``fraction``, at least one number; receivers draw the same places from the key."""
 
@@ -114,8 +182,11 @@ class RandomK:
         return (x.reshape(-1)[self._places(x, key)],)
 
     def decode(self, parts, like, key):
-        places = self._places(like, key)
-        return jnp.zeros_like(like).reshape(-1).at[places].set(parts[0]).reshape(like.shape)
+        return self.replaced(jnp.zeros_like(like), parts[0], key)
+
+    def replaced(self, x: jax.Array, values: jax.Array, key: jax.Array) -> jax.Array:
+        """``x`` with these values at the places of this key."""
+        return x.reshape(-1).at[self._places(x, key)].set(values).reshape(x.shape)
 
     def bytes_sent(self, shape):
         return 4 * _kept(self.fraction, math.prod(shape))
@@ -134,3 +205,25 @@ def of_dtype(comm_dtype: str) -> Wire | None:
 
 def _kept(fraction: float, size: int) -> int:
     return max(1, round(fraction * size))
+
+
+def _bits_for(width: int) -> int:
+    """Bits of a place in a chunk."""
+    return max(1, (width - 1).bit_length())
+
+
+def _pack(numbers: jax.Array, bits: int) -> jax.Array:
+    """(rows, k) whole numbers below 2^bits to (rows, ceil(bits k / 8)) uint8."""
+    digits = (numbers[..., None] >> jnp.arange(bits)[None, None]) & 1
+    return jnp.packbits(digits.reshape(len(numbers), -1).astype(jnp.uint8), axis=1)
+
+
+def _unpack(packed: jax.Array, bits: int, k: int) -> jax.Array:
+    """The (rows, k) int32 of `_pack`."""
+    digits = jnp.unpackbits(packed, axis=1, count=bits * k).reshape(len(packed), k, bits)
+    return (digits.astype(jnp.int32) << jnp.arange(bits)[None, None]).sum(axis=2)
+
+
+def _mean_where(x: jax.Array, chosen: jax.Array) -> jax.Array:
+    """Means of the chosen numbers of every row, 0 where there are none."""
+    return jnp.where(chosen, x, 0).sum(axis=1) / jnp.maximum(chosen.sum(axis=1), 1)

@@ -1,1 +1,5 @@
 """Models in Flax NNX, each behind a functional adapter: ``init`` and ``apply`` on plain pytrees."""
+
+from decent_jax import extras
+
+extras.need("train", "flax", "safetensors")

@@ -1,17 +1,18 @@
-"""Sampling from a GPT-2."""
+"""Sampling from a GPT-2 or a Llama."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 
-from decent_jax.models import gpt2
+from decent_jax.models import decoders
+from decent_jax.models.pieces import Params
 
 
 @functools.partial(jax.jit, static_argnames=("config", "num_tokens", "top_k"))
 def generate(
-    config: gpt2.GPT2Config,
-    params: gpt2.Params,
+    config: decoders.Config,
+    params: Params,
     prompt_tokens: jax.Array,
     num_tokens: int,
     key: jax.Array,
@@ -22,11 +23,11 @@ def generate(
 
     A token is predicted from the ``context`` tokens before it. As long as everything fits the
     context, keys and values are kept and a step costs one token; past it the window slides, every
-    token changes its (learned) position, and each step runs the model over the whole window.
+    token changes its position, and each step runs the model over the whole window.
 
     Args:
       config: of the model (static).
-      params: as `gpt2.init` returns them.
+      params: as the ``init`` of the model returns them.
       prompt_tokens: ``(B, P)`` integers, ``P >= 1``; may be longer than the context.
       num_tokens: how many to add (static: another number compiles again).
       key: for sampling; unused at temperature 0.
@@ -47,7 +48,7 @@ def generate(
             f"got {num_tokens} and {top_k}"
         )
     batch, prompt = prompt_tokens.shape
-    model = gpt2.merge(config, params)
+    model = decoders.model(config).merge(config, params)
     tokens = jnp.pad(prompt_tokens, ((0, 0), (0, num_tokens)))
 
     def put(tokens, position, logits):
@@ -68,7 +69,7 @@ def generate(
     total = prompt + num_tokens
     fitting = min(total, config.context + 1)  # positions [prompt, fitting) need no sliding
     if num_tokens and prompt < fitting:
-        shape = (batch, fitting - 1, config.heads, config.width // config.heads)
+        shape = (batch, fitting - 1, config.kv_heads, config.width // config.heads)
         empty = jnp.zeros(shape, config.dtype)
         cache = [(empty, empty) for _ in range(config.layers)]
         logits, cache = _extend(model, prompt_tokens, 0, cache)
@@ -88,7 +89,7 @@ def _extend(model, tokens, start, cache):
     new_cache = []
     for i, (keys, values) in enumerate(cache):
         block = model.h[str(i)]
-        query, key, value = block.attn.qkv(block.ln_1(x))
+        query, key, value = block.attn.qkv(block.ln_1(x), positions)
         keys = jax.lax.dynamic_update_slice_in_dim(keys, key, start, axis=1)
         values = jax.lax.dynamic_update_slice_in_dim(values, value, start, axis=1)
         y = jax.nn.dot_product_attention(

@@ -12,7 +12,9 @@ They work inside ``jit``, ``vmap`` over stacked parameters, ``shard_map``, ``lax
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +44,7 @@ class GPT2Config:
         cuDNN where it applies.
       init_std: of the initial matrices and embeddings; a narrow model learns faster from larger
         ones, about ``width ** -0.5``.
+      tied: the token embedding is also the output layer, as published.
     """
 
     vocab_size: int = 50257
@@ -55,6 +58,7 @@ class GPT2Config:
     remat: bool = False
     attention: str = "auto"
     init_std: float = 0.02
+    tied: bool = True
 
     def __post_init__(self):
         pieces.at_least_one(self, "vocab_size", "context", "layers", "heads", "width")
@@ -62,6 +66,11 @@ class GPT2Config:
         pieces.check_dtype(self)
         if not self.init_std > 0:
             raise ValueError(f"init_std must be above 0, got {self.init_std}")
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values; a query has its own."""
+        return self.heads
 
 
 PRESETS = {
@@ -76,21 +85,39 @@ PRESETS = {
 
 
 class GPT2(nnx.Module):
-    """Pre-LayerNorm decoder with learned positions and a tied embedding.
+    """Pre-LayerNorm decoder with learned positions, or a part of one.
+
+    A part has the parameters of its blocks; the first also has the embeddings, and the last the
+    final LayerNorm and the output layer (where it is tied, the token embedding).
 
     Args:
       config: shape and numerics.
       rngs: key for the initial parameters; used here only, nothing random is kept.
+      start, stop: the blocks of a part, ``start <= i < stop``; ``stop=None`` is all of them.
     """
 
-    def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
+    def __init__(
+        self, config: GPT2Config, *, rngs: nnx.Rngs, start: int = 0, stop: int | None = None
+    ):
         self.config = config
+        self.start, self.stop = start, config.layers if stop is None else stop
+        is_last = self.stop == config.layers
         normal = nnx.initializers.normal(config.init_std)
-        self.wte = nnx.Embed(config.vocab_size, config.width, embedding_init=normal, rngs=rngs)
-        self.wpe = nnx.Embed(config.context, config.width, embedding_init=normal, rngs=rngs)
+
+        def table(rows):
+            return nnx.Embed(rows, config.width, embedding_init=normal, rngs=rngs)
+
+        if start == 0 or (is_last and config.tied):
+            self.wte = table(config.vocab_size)
+        if start == 0:
+            self.wpe = table(config.context)
         # String keys, not a list: paths then survive JSON, checkpoints and flax's own dicts.
-        self.h = nnx.Dict({str(i): Block(config, rngs=rngs) for i in range(config.layers)})
-        self.ln_f = layer_norm(config, rngs, bias=config.bias)
+        blocks = range(self.start, self.stop)
+        self.h = nnx.Dict({str(i): Block(config, rngs=rngs) for i in blocks})
+        if is_last:
+            self.ln_f = layer_norm(config, rngs, bias=config.bias)
+            if not config.tied:
+                self.lm_head = table(config.vocab_size)
 
     def __call__(self, tokens: jax.Array, *, dropout_rng: jax.Array | None = None) -> jax.Array:
         """Next-token logits of every position.
@@ -110,21 +137,27 @@ class GPT2(nnx.Module):
 
     def hidden(self, tokens: jax.Array, *, dropout_rng: jax.Array | None = None) -> jax.Array:
         """The last hidden vectors, ``(B, T, width)``, before the output layer."""
+        return self.ln_f(self.blocks(self.begin(tokens, dropout_rng), dropout_rng))
+
+    def begin(self, tokens: jax.Array, dropout_rng: jax.Array | None = None) -> jax.Array:
+        """What goes into the first block, ``(B, T, width)``."""
         if tokens.ndim != 2:
             raise ValueError(f"tokens must have the shape (batch, time), got {tokens.shape}")
         if tokens.shape[1] > self.config.context:
             raise ValueError(
                 f"{tokens.shape[1]} tokens do not fit the context of {self.config.context}"
             )
-        if self.config.dropout == 0.0:
-            dropout_rng = None
         x = self.embed(tokens, jnp.arange(tokens.shape[1]))
-        x = dropout(x, self.config.dropout, fold_in(dropout_rng, self.config.layers))
-        for i in range(self.config.layers):
-            rng = fold_in(dropout_rng, i)
+        rng = fold_in(self._rng(dropout_rng), self.config.layers)
+        return dropout(x, self.config.dropout, rng)
+
+    def blocks(self, x: jax.Array, dropout_rng: jax.Array | None = None) -> jax.Array:
+        """The blocks of this part, one after the other: ``(B, T, width)`` to the same."""
+        for i in range(self.start, self.stop):
+            rng = fold_in(self._rng(dropout_rng), i)
             block = self.h[str(i)]
             x = remat_call(block, x, rng) if self.config.remat else block(x, rng)
-        return self.ln_f(x)
+        return x
 
     def embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """Embeddings of tokens ``(B, T)`` at positions ``(T,)``: ``(B, T, width)`` in dtype.
@@ -137,7 +170,11 @@ class GPT2(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """The output layer: ``(..., width)`` to ``(..., vocab_size)``."""
-        return x @ self.wte.embedding[...].T.astype(x.dtype)
+        table = self.wte if self.config.tied else self.lm_head
+        return x @ table.embedding[...].T.astype(x.dtype)
+
+    def _rng(self, dropout_rng: jax.Array | None) -> jax.Array | None:
+        return None if self.config.dropout == 0.0 else dropout_rng
 
 
 class Block(nnx.Module):
@@ -169,8 +206,12 @@ class Attention(nnx.Module):
         y = attention(self.config, *self.qkv(x), causal=True, rng=dropout_rng)
         return self.c_proj(y.reshape(x.shape))
 
-    def qkv(self, x: jax.Array) -> list[jax.Array]:
-        """``(B, T, width)`` to three arrays ``(B, T, heads, width / heads)``."""
+    def qkv(self, x: jax.Array, positions: jax.Array | None = None) -> list[jax.Array]:
+        """``(B, T, width)`` to three arrays ``(B, T, heads, width / heads)``.
+
+        ``positions`` is what a Llama needs here; the embedding has added them already.
+        """
+        del positions
         parts = jnp.split(self.c_attn(x), 3, axis=-1)
         return [part.reshape(*x.shape[:2], self.config.heads, -1) for part in parts]
 
@@ -211,9 +252,25 @@ def apply(
     return merge(config, params)(tokens, dropout_rng=dropout_rng)
 
 
-def merge(config: GPT2Config, params: Params) -> GPT2:
-    """The module around ``params``; to be used within one trace, as `apply` does."""
-    return pieces.merge(GPT2, config, params)
+def merge(config: GPT2Config, params: Params, start: int = 0, stop: int | None = None) -> GPT2:
+    """The module, or a part of it, around ``params``; to be used within one trace."""
+    return pieces.merge(_part(start, stop), config, params)
+
+
+def part(config: GPT2Config, params: Params, start: int, stop: int) -> Params:
+    """The parameters of the part of blocks ``start`` to ``stop - 1``, out of those of all."""
+
+    def taken(shape, params):
+        if not isinstance(shape, dict):
+            return params
+        return {name: taken(below, params[name]) for name, below in shape.items()}
+
+    return taken(pieces.shapes(_part(start, stop), config), params)
+
+
+@functools.cache
+def _part(start: int, stop: int | None) -> Callable[..., GPT2]:
+    return functools.partial(GPT2, start=start, stop=stop)
 
 
 decay_mask = pieces.decay_mask
@@ -223,7 +280,7 @@ decay_mask = pieces.decay_mask
 
 
 def num_params(config: GPT2Config) -> int:
-    """Number of parameters, the tied embedding counted once.
+    """Number of parameters, a tied embedding counted once.
 
     Example:
       >>> num_params(PRESETS["small"])
@@ -237,9 +294,10 @@ def flops_per_token(config: GPT2Config, seq_len: int) -> int:
 
     ``6 N + 12 * layers * width * seq_len`` (PaLM, appendix B): 2 operations per parameter forward
     and 4 backward, and the two products of attention, not halved for causality. ``N`` leaves out
-    the position embedding, which multiplies nothing, and keeps the token embedding, which is the
-    output layer. Recomputation (``remat``) does not count: this is the numerator of model FLOPs
-    utilisation (MFU).
+    embeddings that are only looked up and multiply nothing: that of positions, and that of tokens
+    where the output layer has its own (``tied=False``). Recomputation (``remat``) does not count:
+    this is the numerator of model FLOPs utilisation (MFU).
     """
-    n = num_params(config) - config.context * config.width
+    looked_up = config.context + (0 if config.tied else config.vocab_size)
+    n = num_params(config) - looked_up * config.width
     return 6 * n + 12 * config.layers * config.width * seq_len

@@ -18,7 +18,7 @@ import safetensors.numpy
 from decent_jax.json_files import write_atomic
 from decent_jax.models import gpt2
 
-_PREFIX = "transformer."
+_PREFIX, _HEAD = "transformer.", "lm_head.weight"
 _LEAVES = {"embedding": "weight", "kernel": "weight", "scale": "weight", "bias": "bias"}
 _CONFIG_KEY = "decent_jax.gpt2_config"
 
@@ -27,8 +27,8 @@ def load_safetensors(path: str | os.PathLike, config: gpt2.GPT2Config) -> gpt2.P
     """Reads GPT-2 weights, published ones or those `save_safetensors` wrote.
 
     Names may carry the prefix ``transformer.``. The causal masks some files hold
-    (``h.*.attn.bias``, ``h.*.attn.masked_bias``) and ``lm_head.weight``, which is the token
-    embedding again, are ignored.
+    (``h.*.attn.bias``, ``h.*.attn.masked_bias``) are ignored, and so is a tied model's
+    ``lm_head.weight``, which is the token embedding again.
 
     Where ``config.vocab_size`` is larger than the file's (50304 against 50257), the embedding is
     padded with copies of its mean row. The logit of a padding token is then the mean logit, which
@@ -45,17 +45,19 @@ def load_safetensors(path: str | os.PathLike, config: gpt2.GPT2Config) -> gpt2.P
 
     Raises:
       ValueError: a tensor is missing, has another shape, or is not part of this config (more
-        layers, biases where it has none); the first one is named.
+        layers, biases other than zeros where it has none); the first one is named.
     """
     with safetensors.safe_open(path, framework="numpy") as file:
         stored = _stored_names(file.keys())
+        if config.tied:
+            stored.pop(_HEAD, None)
 
         def read(tree_path, leaf):
             name = _name(tree_path)
             if name not in stored:
                 raise ValueError(f"{path} has no tensor {name!r}")
             value = np.asarray(file.get_tensor(stored.pop(name)), np.float32)
-            if name == "wte.weight" and value.ndim == 2:
+            if name in ("wte.weight", _HEAD) and value.ndim == 2:
                 missing = max(0, leaf.shape[0] - value.shape[0])
                 padding = np.tile(value.mean(0, dtype=np.float64).astype(np.float32), (missing, 1))
                 value = np.concatenate([value, padding])
@@ -67,6 +69,11 @@ def load_safetensors(path: str | os.PathLike, config: gpt2.GPT2Config) -> gpt2.P
             return value
 
         params = jax.tree_util.tree_map_with_path(read, _shapes(config))
+        if not config.bias:  # biases of zeros are none; `save_safetensors` writes them
+            zeros = [n for n, key in stored.items() if n.endswith("bias")]
+            for name in zeros:
+                if not np.any(file.get_tensor(stored[name])):
+                    del stored[name]
     if stored:
         raise ValueError(
             f"{path} has a tensor {min(stored)!r} that the config has no place for: {config}"
@@ -84,8 +91,7 @@ def save_safetensors(
 
     The file appears whole or not at all (it is written under another name and renamed).
     ``transformers`` reads it as ``model.safetensors`` next to a ``config.json`` that holds
-    `hf_config`; with ``bias=False`` it reports the biases as newly initialised, which are zeros,
-    and that is the same model.
+    `hf_config`; it knows no GPT-2 without biases, so with ``bias=False`` they are written as zeros.
 
     Args:
       path: of the file; its folder exists.
@@ -104,7 +110,11 @@ def save_safetensors(
             shape = np.shape(given[name]) if name in given else None
             raise ValueError(f"parameter {name!r} has the shape {shape}, wanted {leaf.shape}")
         tensors[name] = np.ascontiguousarray(given[name], np.float32)
-
+    with_biases = _shapes(dataclasses.replace(config, bias=True))
+    for tree_path, leaf in jax.tree_util.tree_leaves_with_path(with_biases):
+        tensors.setdefault(_name(tree_path), np.zeros(leaf.shape, np.float32))
+    if not config.tied:  # beside an output layer of its own, the rest has its full name
+        tensors = {n if n == _HEAD else _PREFIX + n: x for n, x in tensors.items()}
     stored_config = json.dumps(dataclasses.asdict(config))
     metadata = {"format": "pt", **(metadata or {}), _CONFIG_KEY: stored_config}
     # Not `save_file`, which makes files that only their owner may read.
@@ -159,7 +169,7 @@ def hf_config(config: gpt2.GPT2Config) -> dict:
         "n_head": config.heads,
         "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": config.tied,
         "resid_pdrop": config.dropout,
         "embd_pdrop": config.dropout,
         "attn_pdrop": config.dropout,
@@ -182,5 +192,5 @@ def _name(tree_path) -> str:
 def _stored_names(keys) -> dict[str, str]:
     """Names without prefix -> names in the file, of the tensors that are parameters."""
     names = {key.removeprefix(_PREFIX): key for key in keys}
-    ignored = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
+    ignored = (".attn.bias", ".attn.masked_bias")
     return {name: key for name, key in names.items() if not name.endswith(ignored)}

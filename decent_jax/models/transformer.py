@@ -106,7 +106,19 @@ class Transformer(nnx.Module):
             self.decoder_norm = layer_norm(config, rngs)
 
     def encode(self, source: jax.Array, rng: jax.Array | None = None) -> jax.Array:
-        """See the function `encode`."""
+        """The encoder.
+
+        Args:
+          source: ``(B, S)`` integers in ``[0, vocab_size)``, `PAD` behind the sentence. A token
+            beyond the vocabulary gives NaN.
+          rng: key for dropout; None, or ``config.dropout == 0``, is evaluation.
+
+        Returns:
+          The memory, ``(B, S, width)`` in ``config.dtype``; meaningless at padding.
+
+        Raises:
+          ValueError: ``source`` is not a matrix.
+        """
         if source.ndim != 2:
             raise ValueError(f"source must have the shape (batch, time), got {source.shape}")
         rng = rng if self.config.dropout else None
@@ -124,7 +136,20 @@ class Transformer(nnx.Module):
         source_mask: jax.Array,
         rng: jax.Array | None = None,
     ) -> jax.Array:
-        """See the function `decode`."""
+        """The decoder on given targets.
+
+        Args:
+          target_in: ``(B, T)`` integers, `START` and the target without its last token, then `PAD`.
+          memory: ``(B, S, width)``, of `encode`.
+          source_mask: ``(B, S)`` booleans, ``source != PAD``; True first, then False.
+          rng: key for dropout; not the one given to `encode`.
+
+        Returns:
+          Logits of the next token, ``(B, T, vocab_size)`` in ``config.dtype``.
+
+        Raises:
+          ValueError: ``target_in`` is not a matrix.
+        """
         if target_in.ndim != 2:
             raise ValueError(f"target_in must have the shape (batch, time), got {target_in.shape}")
         rng = rng if self.config.dropout else None
@@ -285,54 +310,6 @@ def init(config: TransformerConfig, key: jax.Array) -> Params:
     return pieces.init(Transformer, config, key)
 
 
-def encode(
-    config: TransformerConfig, params: Params, source: jax.Array, rng: jax.Array | None = None
-) -> jax.Array:
-    """The encoder.
-
-    Args:
-      config: of the model.
-      params: as `init` returns them.
-      source: ``(B, S)`` integers in ``[0, vocab_size)``, `PAD` behind the sentence. A token
-        beyond the vocabulary gives NaN.
-      rng: key for dropout; None, or ``config.dropout == 0``, is evaluation.
-
-    Returns:
-      The memory, ``(B, S, width)`` in ``config.dtype``; meaningless at padding.
-
-    Raises:
-      ValueError: ``source`` is not a matrix.
-    """
-    return merge(config, params).encode(source, rng)
-
-
-def decode(
-    config: TransformerConfig,
-    params: Params,
-    target_in: jax.Array,
-    memory: jax.Array,
-    source_mask: jax.Array,
-    rng: jax.Array | None = None,
-) -> jax.Array:
-    """The decoder on given targets.
-
-    Args:
-      config: of the model.
-      params: as `init` returns them.
-      target_in: ``(B, T)`` integers, `START` and the target without its last token, then `PAD`.
-      memory: ``(B, S, width)``, of `encode`.
-      source_mask: ``(B, S)`` booleans, ``source != PAD``; True first, then False.
-      rng: key for dropout; not the one given to `encode`.
-
-    Returns:
-      Logits of the next token, ``(B, T, vocab_size)`` in ``config.dtype``.
-
-    Raises:
-      ValueError: ``target_in`` is not a matrix.
-    """
-    return merge(config, params).decode(target_in, memory, source_mask, rng)
-
-
 def apply(
     config: TransformerConfig,
     params: Params,
@@ -340,7 +317,7 @@ def apply(
     target_in: jax.Array,
     rng: jax.Array | None = None,
 ) -> jax.Array:
-    """`encode`, then `decode`: logits ``(B, T, vocab_size)`` in ``config.dtype``."""
+    """`Transformer.encode`, then `decode`; same arguments, shapes and errors."""
     model = merge(config, params)
     memory = model.encode(source, fold_in(rng, 0))
     return model.decode(target_in, memory, source != PAD, fold_in(rng, 1))

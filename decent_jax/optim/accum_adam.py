@@ -76,40 +76,32 @@ def scale_by_accum_adam(
     is_adam = isinstance(accum_steps, int) and accum_steps == 1
 
     def init(params):
-        def zeros():
-            return jax.tree.map(jnp.zeros_like, params)
-
-        return ScaleByAccumAdamState(
-            jnp.zeros((), jnp.int32), zeros(), zeros(), None if is_adam else zeros()
-        )
+        mu, nu, window = (optax.tree.zeros_like(params) for _ in range(3))
+        return ScaleByAccumAdamState(jnp.zeros((), jnp.int32), mu, nu, None if is_adam else window)
 
     def update(updates, state, params=None):
         del params
         g = updates
         count = jnp.asarray(optax.safe_increment(state.count))
         windows = (count + accum_steps - 1) // accum_steps
-        mu = moment(b1, state.mu, g, 1)
-        nu = moment(b2, state.nu, g, 2)
-        scale = 1 / bias_correction(b1, windows)
-        nu_scale = 1 / bias_correction(b2, windows)
-        direction = jax.tree.map(
-            lambda m, v: _cast(scale, m) * m / (jnp.sqrt(v * _cast(nu_scale, v)) + _cast(eps, v)),
-            mu,
-            nu,
-        )
+        mu, nu = moment(b1, state.mu, g, 1), moment(b2, state.nu, g, 2)
+        m_scale, v_scale = (1 / bias_correction(b, windows) for b in (b1, b2))
+
+        def direction_of(m, v):
+            return _cast(m_scale, m) * m / (jnp.sqrt(v * _cast(v_scale, v)) + _cast(eps, v))
+
+        direction = jax.tree.map(direction_of, mu, nu)
         if is_adam:
             return direction, ScaleByAccumAdamState(count, mu, nu, None)
         window = jax.tree.map(lambda a, g: a + g / _cast(accum_steps, a), state.window, g)
+        ended = (
+            moment(b1, state.mu, window, 1),
+            moment(b2, state.nu, window, 2),
+            optax.tree.zeros_like(window),
+        )
         closes = count % accum_steps == 0
-
-        def commit(new, old):
-            return jax.tree.map(lambda n, o: jnp.where(closes, n, o), new, old)
-
         return direction, ScaleByAccumAdamState(
-            count,
-            commit(moment(b1, state.mu, window, 1), state.mu),
-            commit(moment(b2, state.nu, window, 2), state.nu),
-            commit(jax.tree.map(jnp.zeros_like, window), window),
+            count, *optax.tree.where(closes, ended, (state.mu, state.nu, window))
         )
 
     return optax.GradientTransformation(init, update)

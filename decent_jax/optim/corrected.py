@@ -9,8 +9,7 @@ import optax
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.wire import Wire
 from decent_jax.optim import guard, require
-from decent_jax.optim.decentralized import Mixing
-from decent_jax.optim.declaration import Method
+from decent_jax.optim.declaration import BOTH, Method
 from decent_jax.topology import Schedule
 
 
@@ -47,7 +46,7 @@ def exact_diffusion(
       Yuan et al., `Exact Diffusion, Part I <https://arxiv.org/abs/1702.05122>`_, 2018.
     """
     require.stable_diffusion("exact_diffusion", schedule, mix_every)
-    return _diffusion(inner, Mixing(schedule, axis_name, wire), half=True)
+    return _diffusion(inner, guard.Mixing(schedule, axis_name, wire), half=True)
 
 
 def d2(
@@ -69,7 +68,7 @@ def d2(
     """
     require.static_and_symmetric("d2", schedule, mix_every)
     require.eigenvalues_above_minus_a_third("d2", schedule)
-    return _diffusion(inner, Mixing(schedule, axis_name, wire), half=False)
+    return _diffusion(inner, guard.Mixing(schedule, axis_name, wire), half=False)
 
 
 def _diffusion(inner, mixing, half):
@@ -84,7 +83,7 @@ def _diffusion(inner, mixing, half):
             mixed = guard.scale(0.5, guard.add(phi, mixed))
         return mixed, DiffusionState(psi), inner, ok
 
-    return guard.method(inner, step, lambda params: DiffusionState(guard.copy(params)))
+    return guard.method(inner, step, guard.filled(DiffusionState, guard.copy))
 
 
 class TrackingState(NamedTuple):
@@ -97,40 +96,54 @@ class TrackingState(NamedTuple):
 def gradient_tracking(
     inner: optax.GradientTransformation,
     schedule: Schedule,
+    combine: str = "with",
     axis_name: AxisName = "replica",
     wire: Wire | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Every replica tracks the average gradient and steps along it.
 
     .. math::
-        q_i \leftarrow \sum_j W_{ij} q_j + g_i - g_i^{-}, \qquad
-        x_i \leftarrow \sum_j W_{ij} x_j + \Delta_i(q_i)
+        \text{with:}\quad & q_i \leftarrow \sum_j W_{ij} q_j + g_i - g_i^{-}, \qquad
+            x_i \leftarrow \sum_j W_{ij} x_j + \Delta_i(q_i) \\
+        \text{then:}\quad & q_i \leftarrow \sum_j W_{ij} (q_j + g_j - g_j^{-}), \qquad
+            x_i \leftarrow \sum_j W_{ij} \big(x_j + \Delta_j(q_j)\big)
 
     with :math:`q = g^{-} = 0` before the first step, so that :math:`\sum_i q_i = \sum_i g_i`
-    always. Both messages are known when the step begins. Two messages per step, two copies of the
-    parameters (q and the last gradient). ``inner`` sees q: clipping in it clips q. Valid on every
-    doubly stochastic schedule.
+    always. The messages of "with" are known when the step begins. Two messages per step, two copies
+    of the parameters (q and the last gradient). ``inner`` sees q: clipping in it clips q. Valid on
+    every doubly stochastic schedule.
+
+    With Muon inside it tracks before it orthogonalises, as it must: averages of orthogonalised
+    local gradients vanish in other places than the average gradient. "with" is then SUDA-Muon with
+    tracking as its backbone; "then", without Nesterov momentum, is on static graphs DeMuon, whose
+    momentum before tracking and this one after it are the same.
 
     References:
       Di Lorenzo and Scutari, `NEXT <https://arxiv.org/abs/1602.00591>`_, 2016; Nedic et al.,
-      `DIGing <https://arxiv.org/abs/1607.03218>`_, 2017.
+      `DIGing <https://arxiv.org/abs/1607.03218>`_, 2017; `DeMuon
+      <https://arxiv.org/abs/2510.01377>`_, 2025; `SUDA-Muon <https://arxiv.org/abs/2604.23980>`_,
+      2026.
     """
+    require.combine(combine)
     require.doubly_stochastic("gradient_tracking", schedule)
-    mixing = Mixing(schedule, axis_name, wire)
+    mixing = guard.Mixing(schedule, axis_name, wire)
 
     def step(params, own, round, local):
-        x, q = mixing((params, own.q), round, local.count)
         # A gradient that is not finite changes nothing: the sum of q stays that of the last ones.
         fine = guard.acceptable(local.grads, None)
-        g = guard.choose(fine, local.grads, own.g)
-        q = guard.add(q, optax.tree.sub(g, own.g))
-        update, inner, ok = local(x, q, fine=fine)
-        return guard.add(x, update), TrackingState(g, q), inner, ok
+        g = optax.tree.where(fine, local.grads, own.g)
+        change = optax.tree.sub(g, own.g)
+        if combine == "with":
+            x, q = mixing((params, own.q), round, local.count)
+            q = guard.add(q, change)
+            update, inner, ok = local(x, q, fine=fine)
+            return guard.add(x, update), TrackingState(g, q), inner, ok
+        q = mixing(guard.add(own.q, change), round, local.count)
+        update, inner, ok = local(params, q, fine=fine)
+        x = mixing(guard.add(params, update), round, local.count)
+        return x, TrackingState(g, q), inner, ok
 
-    def own(params):
-        return TrackingState(optax.tree.zeros_like(params), optax.tree.zeros_like(params))
-
-    return guard.method(inner, step, own)
+    return guard.method(inner, step, guard.filled(TrackingState))
 
 
 class PushSumState(NamedTuple):
@@ -166,7 +179,7 @@ def push_sum(
     require.column_stochastic("push_sum", schedule)
     if wire is not None:
         raise ValueError("push_sum sends shares that must arrive whole; use comm_dtype='float32'")
-    mixing = Mixing(schedule, axis_name, None)
+    mixing = guard.Mixing(schedule, axis_name, None)
 
     def step(params, own, round, local):
         update, inner, ok = local(params)
@@ -174,16 +187,12 @@ def push_sum(
         x, w = mixing((x, own.w), round, local.count)
         return guard.scale(1 / w, x), PushSumState(w), inner, ok
 
-    def own(params):
-        del params
-        return PushSumState(jnp.ones((), jnp.result_type(float)))
-
-    return guard.method(inner, step, own)
+    return guard.method(inner, step, lambda params: PushSumState(jnp.ones((), float)))
 
 
-EXACT_DIFFUSION = Method("exact_diffusion", exact_diffusion, copies=1)
-D2 = Method("d2", d2, copies=1)
-GRADIENT_TRACKING = Method(
-    "gradient_tracking", gradient_tracking, orders=("with",), messages=2, copies=2
+METHODS = (
+    Method("exact_diffusion", exact_diffusion, copies=1),
+    Method("d2", d2, copies=1),
+    Method("gradient_tracking", gradient_tracking, orders=BOTH, messages=2, copies=2),
+    Method("push_sum", push_sum, any_wire=False),
 )
-PUSH_SUM = Method("push_sum", push_sum, any_wire=False)

@@ -49,13 +49,18 @@ class Parts:
     numbers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def model_bytes(params: Any, wire: Wire | None, numbers: Mapping[str, Any]) -> float:
-    """Bytes of a message of all parameters in this format; what most methods send."""
-    del numbers
+def coded_bytes(params: Any, wire: Wire | None) -> float:
+    """Bytes of a message of all parameters in this format; None: float32."""
     return sum(
         4 * leaf.size if wire is None else wire.bytes_sent(leaf.shape)
         for leaf in jax.tree.leaves(params)
     )
+
+
+def model_bytes(params: Any, parts: Parts, numbers: Mapping[str, Any]) -> float:
+    """Bytes of a message of all parameters in the run's format; what most methods send."""
+    del numbers
+    return coded_bytes(params, parts.wire)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,25 +70,29 @@ class Method:
     name: in `METHODS` and configs.
     make: the factory: from the parts it names and its own numbers to the transformation.
     optimizers: local optimizers it works with (the first is its default): "adam", "accum_adam",
-      "sgd". Where the factory takes no ``inner`` they name the method's own form.
+      "sgd", "muon". Where the factory takes no ``inner`` they name the method's own form.
     orders: combine orders it has, the first its default.
     messages: arrays of the parameters' size that a replica sends to each neighbour in a round.
     copies: arrays of the parameters' size in its state, besides the local optimizer's; a number, or
       a function of the parts and all numbers.
     any_wire: whether ``comm_dtype`` may be other than float32.
     section: the section of a config with its numbers; None: called like it; "": no section.
-    sent: bytes of one message, from the parameters, the format and all numbers.
+    sent: bytes of one message, from the parameters, the parts and all numbers; the mean over
+      rounds where they differ.
+    phases: rounds of a static schedule that the method treats differently, from all its numbers;
+      configs repeat the schedule so often.
     """
 
     name: str
     make: Callable[..., optax.GradientTransformationExtraArgs]
-    optimizers: tuple[str, ...] = ("sgd", "adam", "accum_adam")
+    optimizers: tuple[str, ...] = ("sgd", "adam", "accum_adam", "muon")
     orders: tuple[str, ...] = ("then",)
     messages: int = 1
     copies: int | Callable[[Parts, Mapping[str, Any]], int] = 0
     any_wire: bool = True
     section: str | None = None
-    sent: Callable[[Any, Wire | None, Mapping[str, Any]], float] = model_bytes
+    sent: Callable[[Any, Parts, Mapping[str, Any]], float] = model_bytes
+    phases: Callable[[Mapping[str, Any]], int] = lambda numbers: 1
 
     @property
     def numbers(self) -> dict[str, Any]:
@@ -137,7 +146,7 @@ class Method:
 
         Flags, weights and checksums of a few bytes are not counted.
         """
-        return self.messages * self.sent(params, parts.wire, {**self.numbers, **parts.numbers})
+        return self.messages * self.sent(params, parts, {**self.numbers, **parts.numbers})
 
     def bytes_sent(self, params: Any, parts: Parts) -> float:
         """Bytes the busiest replica sends per step, averaged over a period of the schedule."""

@@ -1,4 +1,4 @@
-"""The state that all methods share, and one replica's own update, rejected where not finite.
+"""What all methods are made of, and the two that need no more: `decentralized` and `all_reduce`.
 
 Every method guards the parameters: an update from a loss or a gradient that is not finite is
 rejected where it arises, single numbers of it that overflow are left out, and neighbours never mix
@@ -20,7 +20,11 @@ import optax
 
 from decent_jax import gossip
 from decent_jax.gossip import AxisName
-from decent_jax.gossip.groups import squared_norm
+from decent_jax.gossip.permute import squared_norm
+from decent_jax.gossip.wire import Wire
+from decent_jax.optim import require
+from decent_jax.optim.declaration import BOTH, Method
+from decent_jax.topology import Schedule
 
 
 class GuardedState(NamedTuple):
@@ -34,40 +38,35 @@ class GuardedState(NamedTuple):
     own: Any  # the method's own state, a NamedTuple; () for most
 
 
-class LocalUpdate(NamedTuple):
-    """One replica's own update."""
-
-    update: Any  # like params: zeros where it is rejected
-    inner: Any  # the local optimizer's state after it
-    ok: jax.Array  # shape=(), dtype=bool: whether it is accepted
-
-
 @dataclasses.dataclass(frozen=True)
 class Local:
     """Makes one replica's own update in one step: ``update, inner, ok = local(params)``.
 
     grads: the gradients as they came.
-    count: () int32, the 0-based number of this update.
-    mixed: parameters that the caller mixed before the gradient was known, or None.
     value: the loss, or None.
-    active: () bool, whether this replica makes an update in this step; None: it does.
-    inner: the local optimizer's state before the step.
+    mixed: parameters that the caller mixed before the gradient was known, or None.
+    active: () bool, whether this replica makes an update in this step.
+    state: the method's state before the step.
     optimizer: the local optimizer.
     extra: further arguments for it.
     """
 
     grads: Any
-    count: jax.Array
-    mixed: Any
     value: jax.Array | None
-    active: jax.Array | None
-    inner: Any
+    mixed: Any
+    active: jax.Array | bool
+    state: GuardedState
     optimizer: optax.GradientTransformationExtraArgs
     extra: dict[str, Any]
 
+    @property
+    def count(self) -> jax.Array:
+        """() int32, the 0-based number of this update."""
+        return self.state.count
+
     def __call__(
         self, params: Any, grads: Any = None, value: Any = None, fine: Any = True
-    ) -> LocalUpdate:
+    ) -> tuple[Any, Any, jax.Array]:
         """The local optimizer's update at ``params``; zeros where it is rejected, or not fine.
 
         The update must be accepted or rejected before anything is written, so every array we check
@@ -83,34 +82,35 @@ class Local:
           params: where the update is taken.
           grads, value: instead of the replica's own.
           fine: () bool, a further condition.
+
+        Returns:
+          The update, like ``params``; the local optimizer's state after it; and () bool, whether it
+          is accepted.
         """
         grads = self.grads if grads is None else grads
         value = self.value if value is None else value
-        change, inner = self.optimizer.update(grads, self.inner, params, value=value, **self.extra)
-        ok = acceptable(grads, value) & all_finite(_smallest(change)) & fine
-        ok = ok if self.active is None else ok & self.active
+        old = self.state.inner
+        given = self.extra if value is None else {"value": value, **self.extra}
+        change, inner = self.optimizer.update(grads, old, params, **given)
+        ok = acceptable(grads, value) & all_finite(_smallest(change)) & fine & self.active
         update = jax.tree.map(
             lambda u: jnp.where(ok & jnp.isfinite(u), u, jnp.zeros_like(u)), change
         )
-        return LocalUpdate(update, _select(ok, inner, self.inner), ok)
-
-    def mean_value(self, axis_name: AxisName) -> jax.Array | None:
-        """The loss, averaged over all replicas."""
-        return None if self.value is None else gossip.mean(self.value, axis_name)
+        return update, _select(ok, inner, old), ok
 
 
 Step = Callable[[Any, Any, Any, Local], tuple[Any, Any, Any, jax.Array]]
 
 
 def method(
-    inner: optax.GradientTransformation,
+    inner: optax.GradientTransformation | None,
     step: Step,
     own: Callable[[Any], Any] = lambda params: (),
 ) -> optax.GradientTransformationExtraArgs:
     """A method from one step of it, the code of one replica.
 
     Args:
-      inner: the local optimizer.
+      inner: the local optimizer; None leaves gradients as they are.
       step: ``step(params, own, round, local) -> (new params, new own, inner, ok)``, the last two as
         ``local(params)`` returns them.
       own: the method's own state at the start, from the parameters.
@@ -120,22 +120,24 @@ def method(
       this replica's loss, ``active``, False for a replica that makes no update of its own in this
       step, and ``mixed``, see `EarlyMixing`.
     """
-    optimizer = optax.with_extra_args_support(inner)
+    optimizer = optax.with_extra_args_support(inner or optax.identity())
 
     def init(params):
+        gossip.mixable(params)  # refuses the arrays that it must not get, by their names
         zero = jnp.zeros((), jnp.int32)
         return GuardedState(optimizer.init(params), zero, zero, zero, own(params))
 
-    def update(updates, state, params=None, *, round, value=None, active=None, mixed=None, **extra):
+    def update(updates, state, params=None, *, round, value=None, active=True, mixed=None, **extra):
         if params is None:
             raise ValueError(
                 "replicas mix parameters and got none; call "
                 "update(grads, state, params, round=schedule.round_at(step))"
             )
-        local = Local(updates, state.count, mixed, value, active, state.inner, optimizer, extra)
+        gossip.number(round)  # refuses a traced one before a method looks at it
+        local = Local(updates, value, mixed, active, state, optimizer, extra)
         after, kept, inner, ok = step(params, state.own, round, local)
         change = jax.tree.map(lambda new, old: new - _or_zero(old), after, params)
-        failed = ~ok if active is None else ~ok & active
+        failed = ~ok & active
         return change, GuardedState(
             inner,
             state.count + 1,
@@ -152,19 +154,208 @@ class EarlyMixing(optax.GradientTransformationExtraArgs):
 
     ``mix(params, count, round)``, ``count`` of the state, gives the mixed parameters of a round;
     ``update(..., round=round, mixed=mixed)`` uses them instead of mixing, with the same result, and
-    communicates nothing.
+    communicates nothing. It takes ``mixed`` as it is: `decent_jax.gossip.mix_on` gives the same
+    for a method without ``wire`` and ``gamma``.
     """
 
     mix: Callable[[Any, jax.Array, Any], Any]
 
-    def __new__(
-        cls,
-        tx: optax.GradientTransformationExtraArgs,
-        mix: Callable[[Any, jax.Array, Any], Any],
-    ) -> "EarlyMixing":
-        self = super().__new__(cls, *tx)
-        self.mix = mix
-        return self
+
+class Mixing:
+    """The communication of a method: over which schedule and axis, and in which format."""
+
+    def __init__(self, schedule: Schedule, axis_name: AxisName, wire: Wire | None, seed: int = 0):
+        if wire is not None:
+            gossip.check_coded(schedule, wire)
+        self.schedule, self.axis_name, self.wire, self.seed = schedule, axis_name, wire, seed
+
+    def __call__(self, tree: Any, round: Any, count: jax.Array, after: Any = None) -> Any:
+        """One round of `decent_jax.gossip.mix`, which ignores replicas that are not finite."""
+        if round is None:
+            return tree
+        return gossip.mix(
+            tree,
+            self.schedule,
+            round,
+            self.axis_name,
+            finite=all_finite(tree),
+            wire=self.wire,
+            key=self.key(count),
+            after=after,
+        )
+
+    def key(self, count: jax.Array) -> jax.Array | None:
+        """The key of step ``count``, the same on all replicas; None where nothing is coded."""
+        return None if self.wire is None else jax.random.fold_in(jax.random.key(self.seed), count)
+
+
+def decentralized(
+    inner: optax.GradientTransformation,
+    schedule: Schedule,
+    combine: str = "with",
+    axis_name: AxisName = "replica",
+    wire: Wire | None = None,
+    *,
+    gamma: optax.ScalarOrSchedule = 1.0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Local optimizer steps, and one round of averaging with neighbours instead of all-reduce.
+
+    Replica i holds its own :math:`x_i` and its own state of ``inner``; only parameters are sent.
+    With :math:`W` the matrix of the round and :math:`\Delta_i(\cdot)` the update of ``inner``,
+    whose gradient is always taken at :math:`x_i`:
+
+    .. math::
+        \text{with:}\quad \hat x_i = \sum_j W_{ij} x_j, \qquad
+            x_i \leftarrow \hat x_i + \Delta_i(\hat x_i)
+        \qquad\qquad
+        \text{then:}\quad x_i \leftarrow \sum_j W_{ij} \big(x_j + \Delta_j(x_j)\big)
+
+    ``"with"`` (adapt-with-combine) sends parameters that are known when the step begins, so the
+    messages travel during the forward and backward pass; ``inner`` sees the mixed parameters
+    (weight decay applies to them). ``"then"`` (adapt-then-combine) sends the result of the update,
+    so no computation can hide it.
+
+    `optax.MultiSteps` belongs inside: ``MultiSteps(decentralized(...), k)`` mixes in every step and
+    keeps what every k-th gives, so of the rounds ``round_at(t)`` it may use only one.
+
+    ``update`` takes ``round`` (required), a static Python int in ``[0, schedule.period)`` from
+    ``schedule.round_at(step)``, or None for a step without communication; and optionally ``value``,
+    this replica's loss. A local update is rejected when the loss, the norm of the gradient or the
+    update of the smallest array is not finite: the parameters are then only mixed, and the state of
+    ``inner`` stays, but for the counts of learning-rate schedules, which go on with the step. Other
+    numbers of an update that are not finite are left out.
+
+    Apply the result with `decent_jax.optim.apply_updates` (or `optax.apply_updates`, which cannot
+    bring back a replica whose parameters are not finite).
+
+    With ``inner = optax.sgd(lr)`` this is D-PSGD (Lian et al. 2017; "then" is also called
+    adapt-then-combine or DSGD), with momentum inside DmSGD with local momentum, with
+    `optax.adamw` or `accum_adamw` decentralized and Accumulated Adam; over ``complete`` every H
+    steps local SGD, and over ``periodic_average(..., every=H)`` Gossip-PGA (Chen et al. 2021).
+
+    Args:
+      inner: any optax transformation; clipping belongs in here.
+      schedule: of as many replicas as the axes hold; every replica's weights sum to 1.
+      combine: ``"with"`` or ``"then"``.
+      axis_name: see `decent_jax.gossip.mix`.
+      wire: format of the messages, see `decent_jax.gossip.wire`.
+      gamma: consensus factor :math:`\gamma`, a number or an optax schedule of the step:
+        :math:`(1-\gamma) x_i + \gamma \sum_j W_{ij} x_j` instead of the mix (DSGD-AC,
+        arXiv 2602.02899, takes the learning rate over its peak, to a power).
+
+    Returns:
+      A transformation whose state is a `GuardedState`; ``init`` communicates nothing. With
+      ``"with"`` it is an `EarlyMixing`.
+
+    Raises:
+      ValueError: an unknown ``combine``; a negative gamma; a schedule on which not every replica's
+        weights sum to 1.
+      TypeError: an ``update`` without ``round``, or with a traced one.
+
+    Example:
+      Four replicas on one device, each with its own target, agree on the mean of the targets:
+
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from decent_jax import optim, topology
+      >>> schedule = topology.make("one_peer_exp", 4)
+      >>> tx = optim.decentralized(optax.sgd(0.01), schedule)
+      >>> def step(x, state, target, round):
+      ...     updates, state = tx.update(x - target, state, x, round=round)
+      ...     return optim.apply_updates(x, updates), state
+      >>> def all_steps(*args, round):
+      ...     return jax.vmap(lambda *own: step(*own, round), axis_name="replica")(*args)
+      >>> run = jax.jit(all_steps, static_argnames="round")
+      >>> x, targets = jnp.zeros(4), jnp.array([0.0, 1.0, 2.0, 5.0])
+      >>> state = jax.vmap(tx.init)(x)
+      >>> for t in range(1000):
+      ...     x, state = run(x, state, targets, round=schedule.round_at(t))
+      >>> [f"{value:.1f}" for value in x]
+      ['2.0', '2.0', '2.0', '2.0']
+
+    References:
+      Wang et al., `From Promise to Practice <https://arxiv.org/abs/2410.11998>`_, 2025,
+      Algorithms 1 and 3. Unlike Decent-DP the first step mixes, clipping is of the whole replica,
+      and a rejected step rejects the whole update, not a bucket's.
+    """
+    require.combine(combine)
+    require.not_negative("gamma", gamma)
+    require.row_stochastic("decentralized", schedule)
+    mixing = Mixing(schedule, axis_name, wire)
+
+    def mix(params, round, count, after=None):
+        mixed = mixing(params, round, count, after)
+        if round is None or (not callable(gamma) and gamma == 1.0):
+            return mixed
+        factor = rate_at(gamma, count)
+
+        def part(x, mixed):  # a replica that is not finite takes all of its neighbours' average
+            kept = x + jnp.asarray(factor, x.dtype) * (mixed - x)
+            return jnp.where(jnp.isfinite(x), kept, mixed)
+
+        return jax.tree.map(part, params, mixed)
+
+    def adapt_with_combine(params, own, round, local):
+        x_hat = local.mixed
+        if x_hat is None:
+            x_hat = mix(params, round, local.count, after=local.grads)
+        update, inner, ok = local(x_hat)
+        return add(x_hat, update), own, inner, ok
+
+    def adapt_then_combine(params, own, round, local):
+        update, inner, ok = local(params)
+        return mix(add(params, update), round, local.count), own, inner, ok
+
+    if combine == "then":
+        return method(inner, adapt_then_combine)
+    early = EarlyMixing(*method(inner, adapt_with_combine))
+    early.mix = lambda params, count, round: mix(params, round, count)
+    return early
+
+
+def all_reduce(
+    inner: optax.GradientTransformation, axis_name: AxisName = "replica"
+) -> optax.GradientTransformationExtraArgs:
+    r"""The baseline: every replica applies ``inner`` to the mean gradient.
+
+    .. math:: g = \frac1n \sum_i \nabla f_i(x), \qquad x \leftarrow x + \Delta(g)
+
+    Replicas that begin equal stay equal. ``inner`` clips the mean gradient. A mean that is not
+    finite is rejected by all replicas alike, as in `decentralized`, whose extra arguments are
+    accepted so that the two can be swapped (``round`` is ignored).
+    """
+
+    def step(params, own, round, local):
+        del round
+        mean, value = gossip.mean((local.grads, local.value), axis_name)
+        update, inner, ok = local(params, mean, value)
+        return add(params, update), own, inner, ok
+
+    tx = method(inner, step)
+
+    def update(updates, state, params=None, *, round=None, **extra):
+        del round
+        return tx.update(updates, state, params, round=None, **extra)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+METHODS = (
+    Method(
+        "all_reduce",
+        all_reduce,
+        optimizers=("adam", "sgd", "accum_adam", "muon"),
+        orders=BOTH,
+        any_wire=False,
+    ),
+    *(
+        Method(name, decentralized, optimizers=optimizers, orders=BOTH, section="")
+        for name, optimizers in (
+            ("decentralized_adam", ("adam",)),
+            ("accum_adam", ("accum_adam",)),
+            ("decentralized_sgd", ("sgd", "muon")),
+        )
+    ),
+)
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
@@ -186,14 +377,14 @@ def scale(factor: Any, tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(factor, x.dtype) * x, tree)
 
 
-def choose(condition: jax.Array, a: Any, b: Any) -> Any:
-    """``a`` where the scalar condition holds, else ``b``."""
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), a, b)
-
-
 def copy(tree: Any) -> Any:
     """Equal arrays in buffers of their own: a donated state must not hold one array twice."""
     return jax.tree.map(jnp.array, tree)
+
+
+def filled(state: Any, fill: Callable[[Any], Any] = optax.tree.zeros_like) -> Callable[[Any], Any]:
+    """A method's own state at the start: a NamedTuple with ``fill(params)`` in every field."""
+    return lambda params: state._make(fill(params) for _ in state._fields)
 
 
 def rate_at(learning_rate: optax.ScalarOrSchedule, count: jax.Array) -> Any:
@@ -240,25 +431,16 @@ def _all(flags: Iterable[jax.Array]) -> jax.Array:
 
 def _select(ok: jax.Array, new: Any, old: Any) -> Any:
     """``new`` where ok, else ``old``; counts of learning-rate schedules always go on."""
+    counts, injected = optax.ScaleByScheduleState, optax.InjectStatefulHyperparamsState
 
     def select(new, old):
-        if isinstance(new, optax.ScaleByScheduleState):
+        if isinstance(new, counts):
             return new
-        if _is_injected(new):
+        if isinstance(new, injected):
             return new._replace(inner_state=_select(ok, new.inner_state, old.inner_state))
         return jnp.where(ok, new, old)
 
-    def whole(node):
-        return isinstance(node, optax.ScaleByScheduleState) or _is_injected(node)
-
-    return jax.tree.map(select, new, old, is_leaf=whole)
-
-
-def _is_injected(node: Any) -> bool:
-    """Whether this is the state of `optax.inject_hyperparams`."""
-    return isinstance(node, tuple) and {"hyperparams", "inner_state"} <= set(
-        getattr(node, "_fields", ())
-    )
+    return jax.tree.map(select, new, old, is_leaf=lambda x: isinstance(x, (counts, injected)))
 
 
 def _or_zero(x: jax.Array) -> jax.Array:

@@ -14,34 +14,20 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from decent_jax.optim.choco import CHOCO
-from decent_jax.optim.corrected import D2, EXACT_DIFFUSION, GRADIENT_TRACKING, PUSH_SUM
-from decent_jax.optim.decentralized import (
-    ACCUM_ADAM,
-    ALL_REDUCE,
-    DECENTRALIZED_ADAM,
-    DECENTRALIZED_SGD,
-)
+from decent_jax.optim.choco import METHODS as CHOCO
+from decent_jax.optim.corrected import METHODS as CORRECTED
 from decent_jax.optim.declaration import Method, Parts
-from decent_jax.optim.momentum import (
-    DECENTLAM,
-    GOSSIPED_MOMENTUM,
-    QUASI_GLOBAL_ADAM,
-    QUASI_GLOBAL_SGD,
-)
-from decent_jax.optim.outer import DILOCO, SLOWMO
-from decent_jax.optim.swarm import SWARM
+from decent_jax.optim.guard import METHODS as GUARDED
+from decent_jax.optim.momentum import METHODS as MOMENTUM
+from decent_jax.optim.outer import METHODS as OUTER
+from decent_jax.optim.slowmo import METHODS as SLOWMO
+from decent_jax.optim.sparta import METHODS as SPARTA
+from decent_jax.optim.swarm import METHODS as SWARM
 
 __all__ = ["METHODS", "Method", "Parts", "numbers", "register"]
 
-_METHODS = {
-    method.name: method
-    for method in (
-        *(ALL_REDUCE, DECENTRALIZED_ADAM, ACCUM_ADAM, DECENTRALIZED_SGD),
-        *(GOSSIPED_MOMENTUM, QUASI_GLOBAL_SGD, QUASI_GLOBAL_ADAM, DECENTLAM),
-        *(EXACT_DIFFUSION, D2, GRADIENT_TRACKING, PUSH_SUM, SLOWMO, DILOCO, CHOCO, SWARM),
-    )
-}
+_DECLARED = (*GUARDED, *MOMENTUM, *CORRECTED, *SLOWMO, *OUTER, *CHOCO, *SPARTA, *SWARM)
+_METHODS = {method.name: method for method in _DECLARED}
 METHODS: Mapping[str, Method] = MappingProxyType(_METHODS)
 
 

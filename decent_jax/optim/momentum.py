@@ -1,17 +1,19 @@
 """Momentum that takes neighbours into account: gossiped, quasi-global, and DecentLaM's."""
 
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from decent_jax import gossip
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.wire import Wire
 from decent_jax.optim import guard, require
 from decent_jax.optim.accum_adam import bias_correction, moment
-from decent_jax.optim.decentralized import Mixing
-from decent_jax.optim.declaration import Method
+from decent_jax.optim.declaration import Method, model_bytes
 from decent_jax.topology import Schedule
 
 
@@ -40,40 +42,129 @@ def gossiped_momentum(
       <https://arxiv.org/abs/1905.03817>`_, 2019, Algorithm 2.
     """
     require.doubly_stochastic("gossiped_momentum", schedule)
-    mixing = Mixing(schedule, axis_name, wire)
+    mixing = guard.Mixing(schedule, axis_name, wire)
+    return _with_moments(
+        inner,
+        mixing,
+        {name: lambda round: round for name in _MOMENTA},
+        "gossiped_momentum needs an optimizer with momentum, such as optax.sgd(lr, momentum=0.9) "
+        "or optax.adam(lr); without any use decentralized",
+    )
+
+
+def des_loc(
+    inner: optax.GradientTransformation,
+    schedule: Schedule,
+    axis_name: AxisName = "replica",
+    *,
+    first: int = 3,
+    second: int = 6,
+) -> optax.GradientTransformationExtraArgs:
+    r"""DES-LOC: Adam's moments are averaged, too, but less often than the parameters.
+
+    Adapt-then-combine; with ``mix_every=K`` the parameters are averaged every K steps, the first
+    moments every ``first`` K, the second moments every ``second`` K:
+
+    .. math::
+        x_i \leftarrow \sum_j W_{ij} (x_j + \Delta_j), \qquad
+        m_i \leftarrow \sum_j W_{ij} m_j, \qquad v_i \leftarrow \sum_j W_{ij} v_j
+
+    The moments take the rounds of the schedule in turn, too, each at its own pace. With ``first =
+    1`` and no second moments it is `gossiped_momentum`. 1 + 1 / ``first`` + 1 / ``second`` messages
+    of the model's size per round on average, no memory. Valid on every doubly stochastic schedule.
+
+    Messages are float32: a coded difference can take more from a small second moment than it has.
+
+    Args:
+      inner: Adam or Accumulated Adam, or another with states called ``mu`` and ``nu``.
+      schedule: ``complete`` in the paper; with a number of rounds that ``first`` and ``second``
+        divide, since they differ (`decent_jax.topology.repeat`).
+      axis_name: as in `decentralized`.
+      first: rounds per average of the first moments.
+      second: rounds per average of the second moments.
+
+    Raises:
+      ValueError: a number out of range, a schedule without rounds enough, an optimizer without
+        second moments.
+
+    References:
+      Iacob et al., `DES-LOC <https://arxiv.org/abs/2505.22549>`_, 2026, periods from a
+      transcription.
+    """
+    require.doubly_stochastic("des_loc", schedule)
+    for name, rounds in (("first", first), ("second", second)):
+        if not 1 <= rounds <= _MOST_PHASES:
+            raise ValueError(f"des_loc.{name} must be from 1 to {_MOST_PHASES}, got {rounds}")
+    phases = math.lcm(first, second)
+    if schedule.period % phases:
+        raise ValueError(
+            f"des_loc with first {first} and second {second} needs a schedule of a multiple of "
+            f"{phases} rounds, got one of {schedule.period}; use topology.repeat(schedule, "
+            f"{phases})"
+        )
+
+    def every(k: int) -> Callable[[Any], int | None]:
+        def due(round):
+            nth, rest = divmod(gossip.number(round) + 1, k)
+            return None if rest else nth - 1
+
+        return due
+
+    return _with_moments(
+        inner,
+        guard.Mixing(schedule, axis_name, None),
+        {"mu": every(first), "nu": every(second)},
+        "des_loc averages both moments of Adam: use optax.adam(lr) or accum_adam; with momentum "
+        "alone use gossiped_momentum",
+        all_of_them=True,
+    )
+
+
+_MOST_PHASES = 16
+_MOMENTA = ("trace", "mu")
+
+
+def _with_moments(
+    inner: optax.GradientTransformation,
+    mixing: guard.Mixing,
+    due: dict[str, Callable[[Any], Any]],
+    needs: str,
+    all_of_them: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """Adapt-then-combine in which parts of the local optimizer's state are mixed, too.
+
+    due: by the name of a part, from the round of the parameters to its own, or None for no message.
+    needs: what to say of an optimizer that has none of them (or, with ``all_of_them``, not all).
+    """
+
+    def named(node: Any) -> list[str]:
+        return [name for name in due if name in getattr(node, "_fields", ())]
 
     def step(params, own, round, local):
         update, inner, ok = local(params)
 
-        def mix_momentum(node):
-            for name in _MOMENTA:
-                if name in getattr(node, "_fields", ()):
-                    mixed = mixing(getattr(node, name), round, local.count)
-                    return node._replace(**{name: mixed})
+        def mix_parts(node):
+            for name in named(node):
+                part = getattr(node, name)
+                if round is not None:
+                    part = mixing(part, due[name](round), local.count)
+                node = node._replace(**{name: part})
             return node
 
-        inner = jax.tree.map(mix_momentum, inner, is_leaf=_has_momentum)
+        inner = jax.tree.map(mix_parts, inner, is_leaf=lambda node: bool(named(node)))
         return mixing(guard.add(params, update), round, local.count), own, inner, ok
 
     tx = guard.method(inner, step)
 
     def init(params):
         state: Any = tx.init(params)
-        if not any(map(_has_momentum, jax.tree.leaves(state.inner, is_leaf=_has_momentum))):
-            raise ValueError(
-                "gossiped_momentum needs an optimizer with momentum, such as "
-                "optax.sgd(lr, momentum=0.9) or optax.adam(lr); without any use decentralized"
-            )
+        nodes = jax.tree.leaves(state.inner, is_leaf=lambda node: bool(named(node)))
+        found = {name for node in nodes for name in named(node)}
+        if not found or (all_of_them and len(found) < len(due)):
+            raise ValueError(needs)
         return state
 
     return optax.GradientTransformationExtraArgs(init, tx.update)
-
-
-_MOMENTA = ("trace", "mu")
-
-
-def _has_momentum(node: Any) -> bool:
-    return any(name in getattr(node, "_fields", ()) for name in _MOMENTA)
 
 
 class MomentumState(NamedTuple):
@@ -115,32 +206,23 @@ def quasi_global_sgd(
     require.doubly_stochastic("quasi_global", schedule)
     require.below_one("momentum", momentum)
     require.below_one("quasi_global.mu", mu)
-    mixing = Mixing(schedule, axis_name, wire)
+    mixing = guard.Mixing(schedule, axis_name, wire)
 
     def step(params, own, round, local):
         rate = guard.rate_at(learning_rate, local.count)
         g, inner, ok = local(params)
         descent = guard.add(g, guard.scale(momentum, own.m))
         after = mixing(guard.add(params, guard.scale(-rate, descent)), round, local.count)
-        m = _towards(own.m, optax.tree.sub(params, after), mu, jnp.asarray(rate))
+        is_zero, divisor = guard.divisor(jnp.asarray(rate))
+
+        def follow(m, d):
+            new = jnp.asarray(mu, m.dtype) * m + (1 - mu) * d / divisor.astype(m.dtype)
+            return jnp.where(is_zero, m, new)
+
+        m = jax.tree.map(follow, own.m, optax.tree.sub(params, after))
         return after, MomentumState(m), inner, ok
 
-    return guard.method(gradient or optax.identity(), step, _no_momentum)
-
-
-def _no_momentum(params: Any) -> MomentumState:
-    return MomentumState(optax.tree.zeros_like(params))
-
-
-def _towards(m, moved, mu, rate):
-    """``mu m + (1 - mu) moved / rate``, or m where the rate is 0."""
-    is_zero, rate = guard.divisor(rate)
-
-    def follow(m, d):
-        new = jnp.asarray(mu, m.dtype) * m + (1 - mu) * d / rate.astype(m.dtype)
-        return jnp.where(is_zero, m, new)
-
-    return jax.tree.map(follow, m, moved)
+    return guard.method(gradient, step, guard.filled(MomentumState))
 
 
 class AdamState(NamedTuple):
@@ -182,7 +264,7 @@ def quasi_global_adam(
     require.below_one("b1", b1)
     require.below_one("b2", b2)
     require.not_negative("eps", eps)
-    mixing = Mixing(schedule, axis_name, wire)
+    mixing = guard.Mixing(schedule, axis_name, wire)
 
     def step(params, own, round, local):
         rate = guard.rate_at(learning_rate, local.count)
@@ -202,10 +284,7 @@ def quasi_global_adam(
         d = guard.scale(1 / (optax.tree.norm(moved) + 1e-8), moved)
         return after, AdamState(moment(b1, own.m, d, 1), moment(b2, own.v, d, 2)), inner, ok
 
-    def own(params):
-        return AdamState(optax.tree.zeros_like(params), optax.tree.zeros_like(params))
-
-    return guard.method(gradient or optax.identity(), step, own)
+    return guard.method(gradient, step, guard.filled(AdamState))
 
 
 def decentlam(
@@ -232,7 +311,7 @@ def decentlam(
     """
     require.static_and_symmetric("decentlam", schedule, mix_every)
     require.below_one("momentum", momentum)
-    mixing = Mixing(schedule, axis_name, wire)
+    mixing = guard.Mixing(schedule, axis_name, wire)
 
     def step(params, own, round, local):
         if round is None:
@@ -244,15 +323,27 @@ def decentlam(
         g_tilde = guard.scale(1 / divisor, optax.tree.sub(params, mixed))
         m = guard.add(guard.scale(momentum, own.m), g_tilde)
         after = guard.add(params, guard.scale(-rate, m))
-        after, m = guard.choose(is_zero, (mixed, own.m), (after, m))
+        after, m = optax.tree.where(is_zero, (mixed, own.m), (after, m))
         return after, MomentumState(m), inner, ok
 
-    return guard.method(gradient or optax.identity(), step, _no_momentum)
+    return guard.method(gradient, step, guard.filled(MomentumState))
 
 
-GOSSIPED_MOMENTUM = Method("gossiped_momentum", gossiped_momentum, messages=2)
-QUASI_GLOBAL_SGD = Method(
-    "quasi_global_sgd", quasi_global_sgd, optimizers=("sgd",), copies=1, section="quasi_global"
+METHODS = (
+    Method("gossiped_momentum", gossiped_momentum, messages=2),
+    Method(
+        "des_loc",
+        des_loc,
+        optimizers=("adam", "accum_adam"),
+        any_wire=False,
+        phases=lambda own: math.lcm(own["first"], own["second"]),
+        sent=lambda params, parts, own: (
+            model_bytes(params, parts, own) * (1 + 1 / own["first"] + 1 / own["second"])
+        ),
+    ),
+    Method(
+        "quasi_global_sgd", quasi_global_sgd, optimizers=("sgd",), copies=1, section="quasi_global"
+    ),
+    Method("quasi_global_adam", quasi_global_adam, optimizers=("adam",), copies=2),
+    Method("decentlam", decentlam, optimizers=("sgd",), copies=1),
 )
-QUASI_GLOBAL_ADAM = Method("quasi_global_adam", quasi_global_adam, optimizers=("adam",), copies=2)
-DECENTLAM = Method("decentlam", decentlam, optimizers=("sgd",), copies=1)

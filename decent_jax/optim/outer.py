@@ -1,5 +1,10 @@
-"""An outer optimizer over many local steps: SlowMo, DiLoCo and streaming DiLoCo."""
+"""An outer step over many local steps: DiLoCo, its gossip relatives, and sparse messages.
 
+All of them are `_outer`: local steps, then a rule that moves the outer parameters, in fragments and
+with messages that may take a while. A `Rule` is one method's own part of this.
+"""
+
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -9,85 +14,33 @@ import optax
 
 from decent_jax import gossip
 from decent_jax.gossip import AxisName
-from decent_jax.gossip.wire import Wire
+from decent_jax.gossip.wire import ChunkedTopK, Wire
 from decent_jax.optim import guard, require
-from decent_jax.optim.decentralized import Mixing
-from decent_jax.optim.declaration import Method, model_bytes
+from decent_jax.optim.declaration import Method, Parts, model_bytes
 from decent_jax.topology import Schedule
 
-
-class SlowmoState(NamedTuple):
-    """Own state of `slowmo`; both are shaped like the parameters."""
-
-    u: Any  # slow momentum
-    x_0: Any  # the parameters after the last average
+Arrays = list[jax.Array]
 
 
-def slowmo(
-    inner: optax.GradientTransformation,
-    schedule: Schedule,
-    learning_rate: optax.ScalarOrSchedule,
-    axis_name: AxisName = "replica",
-    wire: Wire | None = None,
-    *,
-    alpha: float = 1.0,
-    beta: float = 0.7,
-) -> optax.GradientTransformationExtraArgs:
-    r"""Slow momentum over the steps between two averages of all replicas.
+class Rule(NamedTuple):
+    """How the outer parameters of one fragment move; theta, x and results are lists of arrays.
 
-    Every step is adapt-then-combine. After a round that averages all replicas (``complete`` every
-    H steps, or those of ``periodic_average(one_peer_exp, every=H)``), with :math:`\bar x` the
-    average and :math:`x_0` the parameters after the one before:
-
-    .. math::
-        u \leftarrow \beta u + (x_0 - \bar x) / \eta, \qquad
-        x \leftarrow x_0 - \alpha \eta u
-
-    One message per step (that of the schedule), two copies of the parameters (:math:`x_0`, u),
-    equal on all replicas if they begin equal. :math:`\beta = 0, \alpha = 1` is `decentralized`.
-
-    Args:
-      inner: the local optimizer; its state is kept over an average (the paper's "maintain").
-      schedule, axis_name, wire: as in `decentralized`.
-      learning_rate: :math:`\eta`, that of ``inner`` (an average at :math:`\eta = 0` leaves u).
-      alpha: slow learning rate, at least 0.
-      beta: slow momentum, in [0, 1).
-
-    References:
-      Wang et al., `SlowMo <https://arxiv.org/abs/1910.00643>`_, 2020, Algorithm 1.
+    init: from theta to the rule's state of this fragment.
+    step: ``(theta, x, state, mix) -> (theta, state)`` with x the replica's parameters as sent, and
+      ``mix`` a round of averaging with others.
     """
-    require.not_negative("slowmo.alpha", alpha)
-    require.below_one("slowmo.beta", beta)
-    require.doubly_stochastic("slowmo", schedule)
-    require.averages("slowmo", schedule, always=False)
-    mixing = Mixing(schedule, axis_name, wire)
 
-    def step(params, own, round, local):
-        update, inner, ok = local(params)
-        x = mixing(guard.add(params, update), round, local.count)
-        r = gossip.number(round)
-        if r is None or schedule.rounds[r].group_size != schedule.num_replicas:
-            return x, own, inner, ok
-        rate = jnp.asarray(guard.rate_at(learning_rate, local.count))
-        is_zero, divisor = guard.divisor(rate)
-        moved = guard.scale(1 / divisor, optax.tree.sub(own.x_0, x))
-        u = guard.add(guard.scale(beta, own.u), moved)
-        jumped = guard.add(own.x_0, guard.scale(-alpha * rate, u))
-        x, u = guard.choose(is_zero, (x, own.u), (jumped, u))
-        return x, SlowmoState(u, x), inner, ok
-
-    def own(params):
-        return SlowmoState(optax.tree.zeros_like(params), guard.copy(params))
-
-    return guard.method(inner, step, own)
+    init: Callable[[Arrays], Any]
+    step: Callable[[Arrays, Arrays, Any, Callable[[Arrays], Arrays]], tuple[Any, Any]]
 
 
-class DilocoState(NamedTuple):
-    """Own state of `diloco`."""
+class OuterState(NamedTuple):
+    """Own state of the methods of this file."""
 
     theta: Any  # like params: the outer parameters
     sent: Any  # like params: x of step t - delay, under way; None for a delay of 0 or 1
-    states: tuple  # the outer optimizer's state of each fragment
+    states: tuple  # the rule's state of each fragment
+    steps: tuple | None = None  # shape=() each: updates since a fragment's round; None unless used
 
 
 def diloco(
@@ -100,6 +53,8 @@ def diloco(
     fragments: int = 1,
     delay: int = 0,
     alpha: float = 0.0,
+    carry: bool = False,
+    weighted: bool = False,
     outer_learning_rate: float = 0.7,
     outer_momentum: float = 0.9,
 ) -> optax.GradientTransformationExtraArgs:
@@ -116,9 +71,16 @@ def diloco(
         x_i \leftarrow \alpha\, x_i^{(t)} + (1 - \alpha)\, \theta
 
     A delay of 1 sends the parameters that are known when the step begins, so the message travels
-    during it; a longer one sends those of an earlier step, of which a copy is kept. With
-    ``outer = optax.sgd(1.0)`` and one fragment it is local SGD; with ``optax.sgd(alpha, momentum)``
-    and a fixed learning rate SlowMo on local steps.
+    during it; a longer one sends those of an earlier step, of which a copy is kept. What a replica
+    learned in these steps is lost with :math:`\alpha = 0`; ``carry`` adds it to :math:`\theta`:
+    :math:`\theta + x_i^{(t)} - x_i^{(t - \tau)}`, the merge of LOSCAR.
+
+    ``weighted`` counts a replica's movement by the updates that it made since the last round, where
+    these differ (``active`` of ``update``, rejected updates): the weights of Decoupled DiLoCo,
+    tokens times tokens per step, for steps of equally many tokens.
+
+    With ``outer = optax.sgd(1.0)`` and one fragment it is local SGD; with ``optax.sgd(alpha,
+    momentum)`` and a fixed learning rate SlowMo on local steps; with Muon inside MuLoCo.
 
     One message of a fragment's size every ``mix_every`` steps. It keeps the parameters
     (:math:`\theta`), the outer optimizer's state (one copy for momentum), and for a delay above 1
@@ -133,6 +95,8 @@ def diloco(
       fragments: parts of the model, averaged in turn (F); 1 is DiLoCo, more is streaming DiLoCo.
       delay: steps that a message takes, less than ``mix_every``.
       alpha: the share of its own parameters that a replica keeps, in [0, 1].
+      carry: whether a replica keeps what it learned while the message travelled.
+      weighted: whether replicas that made more updates count for more.
       outer_learning_rate, outer_momentum: of the outer optimizer, as in the papers.
 
     Raises:
@@ -140,51 +104,267 @@ def diloco(
         fragments than arrays.
 
     References:
-      Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, 2023, Algorithm 1, and
-      `Streaming DiLoCo <https://arxiv.org/abs/2501.18512>`_, 2025, Algorithm 2.
+      Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, 2023, Algorithm 1;
+      `Streaming DiLoCo <https://arxiv.org/abs/2501.18512>`_, 2025, Algorithm 2; `Decoupled DiLoCo
+      <https://arxiv.org/abs/2604.21428>`_, 2026; `LOSCAR <https://arxiv.org/abs/2605.20866>`_,
+      2026.
     """
     require.averages("diloco", schedule, always=True)
-    if fragments < 1 or schedule.period % fragments:
+    require.not_negative("diloco.outer_learning_rate", outer_learning_rate)
+    require.below_one("diloco.outer_momentum", outer_momentum)
+    outer = outer or optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
+    mixing = guard.Mixing(schedule, axis_name, None)
+    given = (mix_every, fragments, delay, alpha, carry, weighted)
+    return _outer("diloco", inner, mixing, _towards_average(outer), *given)
+
+
+def noloco(
+    inner: optax.GradientTransformation,
+    schedule: Schedule,
+    axis_name: AxisName = "replica",
+    mix_every: int = 1,
+    wire: Wire | None = None,
+    *,
+    fragments: int = 1,
+    delay: int = 0,
+    alpha: float = 0.0,
+    carry: bool = False,
+    weighted: bool = False,
+    outer_learning_rate: float = 0.7,
+    outer_momentum: float = 0.5,
+) -> optax.GradientTransformationExtraArgs:
+    r"""NoLoCo: `diloco` that averages with neighbours, such as a random partner, instead of all.
+
+    Every replica has outer parameters :math:`\theta_i` and a momentum of its own:
+
+    .. math::
+        m_i \leftarrow \mu\, m_i + \eta \Big(\sum_j W_{ij} x_j - \theta_i\Big), \qquad
+        \theta_i \leftarrow \theta_i + m_i, \qquad x_i \leftarrow \theta_i
+
+    The paper writes the bracket as the pair's mean movement, :math:`\sum_j W_{ij} (x_j -
+    \theta_j)`, plus a pull towards the pair's mean, :math:`\sum_j W_{ij} \theta_j - \theta_i`,
+    and sends both. Its code gives both the factor :math:`\eta`, so their sum is enough: one message
+    per round instead of two. On ``complete`` it is `diloco` with heavy-ball momentum. With
+    :math:`\mu = 0, \eta = 1` the outer parameters are the neighbours' mean, and with
+    ``mix_every=1`` it is then D-PSGD.
+
+    One message of a fragment's size every ``mix_every`` steps, two copies of the parameters
+    (:math:`\theta` and m; three with a delay above 1). Valid on every doubly stochastic schedule.
+
+    Args:
+      inner, axis_name, mix_every, fragments, delay, alpha, carry, weighted: as in `diloco`.
+      schedule: ``random_matching`` in the paper; with a round for every fragment.
+      wire: as in `decentralized`.
+      outer_learning_rate: the factor :math:`\eta`, beta in the paper.
+      outer_momentum: the factor :math:`\mu`, alpha in the paper, in [0, 1).
+
+    References:
+      Kolehmainen et al., `NoLoCo <https://arxiv.org/abs/2506.10911>`_, 2025, equations as in the
+      authors' code.
+    """
+    require.doubly_stochastic("noloco", schedule)
+    require.not_negative("noloco.outer_learning_rate", outer_learning_rate)
+    require.below_one("noloco.outer_momentum", outer_momentum)
+    mixing = guard.Mixing(schedule, axis_name, wire)
+    rule = _towards_average(optax.sgd(outer_learning_rate, outer_momentum))
+    given = (mix_every, fragments, delay, alpha, carry, weighted)
+    return _outer("noloco", inner, mixing, rule, *given)
+
+
+def gasloc(
+    inner: optax.GradientTransformation,
+    schedule: Schedule,
+    axis_name: AxisName = "replica",
+    wire: Wire | None = None,
+    *,
+    alpha: float = 1.0,
+    eta: float = 0.7,
+    gamma: float = 0.5,
+) -> optax.GradientTransformationExtraArgs:
+    r"""GASLoC: local steps, an averaging step with neighbours, and momentum of the whole movement.
+
+    With :math:`x_i` the parameters after the local steps, :math:`\theta_i` those before them:
+
+    .. math::
+        y_i = \theta_i + \eta\, (x_i - \theta_i), \qquad
+        \theta_i \leftarrow y_i + \alpha \Big(\sum_j W_{ij} y_j - y_i\Big)
+            + \gamma\, (y_i - y_i^{-}), \qquad x_i \leftarrow \theta_i
+
+    with :math:`y^{-}` the y of the last round, at first :math:`\theta`. I - W is the weighted
+    Laplacian of the round's graph. With :math:`\gamma = 0, \alpha = \eta = 1` it is local SGD over
+    the schedule, with ``mix_every=1`` D-PSGD.
+
+    One message per round, two copies of the parameters (:math:`\theta` and y). Valid on every
+    doubly stochastic schedule.
+
+    Args:
+      inner, schedule, axis_name, wire: as in `decentralized`.
+      alpha: averaging step size, in (0, 1].
+      eta: outer learning rate.
+      gamma: outer momentum, in [0, 1). The default and that of ``eta`` are NoLoCo's numbers.
+
+    References:
+      `GASLoC <https://arxiv.org/abs/2606.11081>`_, 2026, equations from a transcription.
+    """
+    require.doubly_stochastic("gasloc", schedule)
+    if not 0 < alpha <= 1:
+        raise ValueError(f"gasloc.alpha must be above 0 and at most 1, got {alpha}")
+    require.not_negative("gasloc.eta", eta)
+    require.below_one("gasloc.gamma", gamma)
+
+    def step(theta, x, before, mix):
+        y = guard.add(guard.scale(1 - eta, theta), guard.scale(eta, x))
+        mixed = mix(y)
+        fine = guard.all_finite(y)  # else the neighbours' average is all there is
+        pull = guard.scale(alpha, optax.tree.sub(mixed, y))
+        moved = guard.scale(gamma, optax.tree.sub(y, before))
+        after = optax.tree.where(fine, guard.add(y, pull, moved), mixed)
+        return after, optax.tree.where(fine, y, mixed)
+
+    return _outer("gasloc", inner, guard.Mixing(schedule, axis_name, wire), Rule(guard.copy, step))
+
+
+def sparseloco(
+    inner: optax.GradientTransformation,
+    schedule: Schedule,
+    axis_name: AxisName = "replica",
+    identical_start: bool = True,
+    *,
+    density: float = 1 / 64,
+    chunk: int = 4096,
+    bits: int = 2,
+    decay: float = 0.95,
+    outer_learning_rate: float = 1.0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""SparseLoCo: DiLoCo whose messages are the largest parts of the movement, with feedback.
+
+    With :math:`\theta` the outer parameters, equal on all replicas, and C the largest numbers of
+    every chunk in 2 bits each (`decent_jax.gossip.wire.ChunkedTopK`):
+
+    .. math::
+        e_i \leftarrow \beta e_i + \theta - x_i, \qquad q_i = C(e_i), \qquad
+        e_i \leftarrow e_i - q_i, \qquad
+        \theta \leftarrow \theta - \eta\, \tfrac1n \textstyle\sum_j q_j, \qquad
+        x_i \leftarrow \theta
+
+    What C drops stays in e and is sent later; e is also the momentum, so there is none outside.
+    With a density of 1 and 32 bits nothing is dropped: it is `diloco` without outer momentum.
+
+    Coded messages cannot be added on their way, so every replica receives those of all others, and
+    sends its own n - 1 times: fewer bytes than a float32 average where n is below 280 at the
+    published numbers. Two copies of the parameters (:math:`\theta` and e).
+
+    Args:
+      inner, axis_name: as in `diloco`.
+      schedule: ``complete``. On another graph :math:`\theta` would drift apart, since replicas
+        exchange movements only; `choco` corrects this with the same compressor.
+      identical_start: must be True, for the same reason.
+      density: the share of every chunk that is sent, in (0, 1].
+      chunk: numbers per chunk.
+      bits: 2 or 32 per number sent.
+      decay: the share of what was not sent that is kept (:math:`\beta`), in [0, 1].
+      outer_learning_rate: the factor :math:`\eta`.
+
+    References:
+      Sarfi et al., `SparseLoCo <https://arxiv.org/abs/2508.15706>`_, 2025, equations from a
+      transcription. The 2-bit code is ours: signs and two magnitudes per chunk.
+    """
+    require.averages("sparseloco", schedule, always=True)
+    if not identical_start:
         raise ValueError(
-            f"diloco with {fragments} fragments needs a schedule with a round for each, got one of "
-            f"{schedule.period}; use topology.repeat(schedule, {fragments})"
+            "sparseloco exchanges movements only, so replicas that begin apart stay apart; use "
+            "identical_start=True, or noloco"
+        )
+    if not 0 <= decay <= 1:
+        raise ValueError(f"sparseloco.decay must be in [0, 1], got {decay}")
+    require.not_negative("sparseloco.outer_learning_rate", outer_learning_rate)
+    wire = ChunkedTopK(density, chunk, bits)
+
+    def step(theta, x, e, mix):
+        del mix
+        moved = optax.tree.sub(theta, x)
+        moved = optax.tree.where(guard.all_finite(moved), moved, optax.tree.zeros_like(moved))
+        e = guard.add(guard.scale(decay, e), moved)
+        mean, sent = gossip.mean_coded(e, axis_name, wire)
+        theta = guard.add(theta, guard.scale(-outer_learning_rate, mean))
+        return theta, optax.tree.sub(e, sent)
+
+    mixing = guard.Mixing(schedule, axis_name, None)
+    return _outer("sparseloco", inner, mixing, Rule(optax.tree.zeros_like, step))
+
+
+def _towards_average(outer: optax.GradientTransformation) -> Rule:
+    """The outer optimizer, on the way from the average back to theta."""
+
+    def step(theta, x, state, mix):
+        change, state = outer.update(optax.tree.sub(theta, mix(x)), state, theta)
+        return optax.apply_updates(theta, change), state
+
+    return Rule(outer.init, step)
+
+
+def _outer(
+    name: str,
+    inner: optax.GradientTransformation,
+    mixing: guard.Mixing,
+    rule: Rule,
+    mix_every: int = 1,
+    fragments: int = 1,
+    delay: int = 0,
+    alpha: float = 0.0,
+    carry: bool = False,
+    weighted: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """Local steps, and the rule on one fragment per round; numbers as in `diloco`."""
+    period = mixing.schedule.period
+    if fragments < 1 or period % fragments:
+        raise ValueError(
+            f"{name} with {fragments} fragments needs a schedule with a round for each, got one of "
+            f"{period}; use topology.repeat(schedule, {fragments})"
         )
     if not 0 <= delay <= max(mix_every - 1, 0):
         raise ValueError(f"delay must be from 0 to mix_every - 1 = {mix_every - 1}, got {delay}")
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha must be in [0, 1], got {alpha}")
-    require.not_negative("diloco.outer_learning_rate", outer_learning_rate)
-    require.below_one("diloco.outer_momentum", outer_momentum)
-    outer = outer or optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
-    mixing = Mixing(schedule, axis_name, None)
 
     def step(params, own, round, local):
         update, inner, ok = local(params)
-        x, sent = guard.add(params, update), own.sent
+        x, sent, steps = guard.add(params, update), own.sent, own.steps
+        if weighted:
+            steps = tuple(count + ok for count in steps)
         if delay > 1:  # from now on the parameters of this step are under way
             is_due = (local.count + 1 + delay) % mix_every == 0
-            sent = guard.choose(is_due, x, own.sent)
+            sent = optax.tree.where(is_due, x, own.sent)
         if round is None:
-            return x, own._replace(sent=sent), inner, ok
-        late = (x, params, own.sent)[min(delay, 2)]  # x of step t - delay
+            return x, own._replace(sent=sent, steps=steps), inner, ok
         f = gossip.number(round) % fragments
         which = _fragments(params, fragments)[f]
-        theta = _taken(own.theta, which)
-        delta = optax.tree.sub(theta, mixing(_taken(late, which), round, local.count))
-        change, state = outer.update(delta, own.states[f], theta)
-        theta: Any = optax.apply_updates(theta, change)
-        new = theta
+        now, late = (_taken(tree, which) for tree in (x, (x, params, own.sent)[min(delay, 2)]))
+        old = _taken(own.theta, which)
+
+        def mix(tree):
+            if not weighted:
+                return mixing(tree, round, local.count)
+            total, weight = mixing((guard.scale(steps[f], tree), steps[f]), round, local.count)
+            known = weight > 0
+            average = guard.scale(1 / jnp.where(known, weight, 1), total)
+            return optax.tree.where(known, average, old)
+
+        theta, state = rule.step(old, late, own.states[f], mix)
+        new = guard.add(theta, optax.tree.sub(now, late)) if carry and delay else theta
         if alpha:
-            pairs = zip(_taken(x, which), theta, strict=True)
-            new = [alpha * a + (1 - alpha) * b for a, b in pairs]
+            new = [alpha * a + (1 - alpha) * b for a, b in zip(now, new, strict=True)]
         states = (*own.states[:f], state, *own.states[f + 1 :])
-        own = DilocoState(_replaced(own.theta, which, theta), sent, states)
+        if weighted:
+            steps = (*steps[:f], jnp.zeros_like(steps[f]), *steps[f + 1 :])
+        own = OuterState(_replaced(own.theta, which, theta), sent, states, steps)
         return _replaced(x, which, new), own, inner, ok
 
     def own(params):
-        states = [outer.init(_taken(params, which)) for which in _fragments(params, fragments)]
+        states = [rule.init(_taken(params, which)) for which in _fragments(params, fragments)]
         sent = guard.copy(params) if delay > 1 else None
-        return DilocoState(guard.copy(params), sent, tuple(states))
+        steps = tuple(jnp.zeros((), float) for _ in states) if weighted else None
+        return OuterState(guard.copy(params), sent, tuple(states), steps)
 
     return guard.method(inner, step, own)
 
@@ -221,16 +401,46 @@ def _fragments(params: Any, count: int) -> list[list[int]]:
     return [np.flatnonzero(of == k).tolist() for k in range(count)]
 
 
-def _sent(params, wire, numbers):
-    return model_bytes(params, wire, numbers) / numbers["fragments"]
+_ALL = ("adam", "sgd", "accum_adam", "muon")
 
 
-SLOWMO = Method("slowmo", slowmo, copies=2, any_wire=False)
-DILOCO = Method(
-    "diloco",
-    diloco,
-    optimizers=("adam", "sgd", "accum_adam"),
-    copies=lambda parts, numbers: 2 + (numbers["delay"] > 1),
-    any_wire=False,
-    sent=_sent,
+def _in_fragments(params: Any, parts: Parts, own: Mapping[str, Any]) -> float:
+    return model_bytes(params, parts, own) / own["fragments"]
+
+
+METHODS = (
+    Method(
+        "diloco",
+        diloco,
+        optimizers=_ALL,
+        copies=lambda parts, own: 2 + (own["delay"] > 1),
+        any_wire=False,
+        phases=lambda own: own["fragments"],
+        sent=_in_fragments,
+    ),
+    Method(
+        "noloco",
+        noloco,
+        optimizers=_ALL,
+        copies=lambda parts, own: 2 + (own["delay"] > 1),
+        phases=lambda own: own["fragments"],
+        sent=_in_fragments,
+    ),
+    Method("gasloc", gasloc, optimizers=_ALL, copies=2),
+    Method(
+        "sparseloco",
+        sparseloco,
+        optimizers=_ALL,
+        copies=2,
+        any_wire=False,
+        # Each of n - 1 others receives the message; an average counts as 2 (n - 1) / n models.
+        sent=lambda params, parts, own: (
+            parts.schedule.num_replicas
+            / 2
+            * sum(
+                ChunkedTopK(own["density"], own["chunk"], own["bits"]).bytes_sent(leaf.shape)
+                for leaf in jax.tree.leaves(params)
+            )
+        ),
+    ),
 )

@@ -144,5 +144,5 @@ def matchings(method: str, schedule: Schedule) -> None:
         if not pairs or (off > 0).sum(1).max() > 1 or rnd.group_size > 1:
             raise ValueError(
                 f"{method} lets replicas meet in pairs, and {schedule.name} is not made of pairs; "
-                "use random_matching, hypercube or ring"
+                "use random_matching"
             )

@@ -48,8 +48,7 @@ class Lattice:
 
     def side(self, tree: Any, y: jax.Array) -> jax.Array:
         """s, float32 (): for the distance y, and so large that x / s is exact in float32."""
-        largest = jnp.stack([jnp.abs(x).max() for x in jax.tree.leaves(tree)]).max()
-        least = jnp.maximum(largest * 2.0**-21, jnp.finfo(jnp.float32).tiny)
+        least = jnp.maximum(_largest(tree) * 2.0**-21, jnp.finfo(jnp.float32).tiny)
         return jnp.maximum(2 * y / (self.colours - 1), least).astype(jnp.float32)
 
     def points(self, tree: Any, side: jax.Array) -> Any:
@@ -166,8 +165,8 @@ def swarm(
             farther = jnp.where(read_by_them, y, _GROW * y)
             y = jnp.where(weight > 0, jnp.where(meets, nearer, farther), y)
         pull = guard.scale(0.5, optax.tree.sub(theirs, decoded))
-        x = guard.add(x, guard.choose(meets, pull, optax.tree.zeros_like(pull)))
-        published = None if blocking else guard.choose(weight > 0, x, own.published)
+        x = guard.add(x, optax.tree.where(meets, pull, optax.tree.zeros_like(pull)))
+        published = None if blocking else optax.tree.where(weight > 0, x, own.published)
         return x, SwarmState(y, published), inner, ok
 
     def _receive(tree, round):
@@ -185,7 +184,11 @@ def _integers(x: jax.Array, side: jax.Array) -> jax.Array:
 
 
 def _largest(tree: Any) -> jax.Array:
-    return jnp.stack([jnp.abs(x).max() for x in jax.tree.leaves(tree)]).max().astype(jnp.float32)
+    return (
+        jnp.stack([jnp.abs(x).max() for x in jax.tree.leaves(tree) if x.size])
+        .max()
+        .astype(jnp.float32)
+    )
 
 
 def _checksum(points: Any) -> jax.Array:
@@ -198,15 +201,13 @@ def _checksum(points: Any) -> jax.Array:
     return total
 
 
-def _sent(params, wire, numbers):
-    return model_bytes(params, wire, numbers) * numbers["bits"] / 32
-
-
-SWARM = Method(
-    "swarm",
-    swarm,
-    orders=BOTH,
-    copies=lambda parts, numbers: int((parts.combine or "with") == "with"),
-    any_wire=False,
-    sent=_sent,
+METHODS = (
+    Method(
+        "swarm",
+        swarm,
+        orders=BOTH,
+        copies=lambda parts, own: int((parts.combine or "with") == "with"),
+        any_wire=False,
+        sent=lambda params, parts, own: model_bytes(params, parts, own) * own["bits"] / 32,
+    ),
 )

@@ -10,8 +10,8 @@
 | `predict`, `recommend` | which algorithm and schedule, and when it pays |
 | `gossip_placement`, `build_schedule` | which replica where; which schedule for this very network |
 | `placement`, `search` | which pipeline stage and data-parallel group where (DT-FM) |
-| `fit`, `measured` | constants of a cluster from measured step times |
-| `plots`, `timeline` | pictures of all this |
+| `measured` | constants of a cluster from measured step times |
+| `plots` | pictures of all this |
 
 NumPy and SciPy only, and of this package `decent_jax.topology`, whose `plan_file` has the file that
 ``train.py --config.cluster.plan=FILE`` follows. Only the command imports the trainer, where
@@ -28,3 +28,7 @@ NumPy and SciPy only, and of this package `decent_jax.topology`, whose `plan_fil
 >>> round(placed.mean_round_s, 1)
 7.9
 """
+
+from decent_jax import extras
+
+extras.need("train", "tqdm")

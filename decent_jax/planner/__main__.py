@@ -11,120 +11,53 @@ Each says more with --help. None of them needs a GPU or the cluster.
 import argparse
 import dataclasses
 import sys
-from typing import NoReturn
+from pathlib import Path
+from typing import Any
 
+from decent_jax import topology
+from decent_jax.command_line import Parser
 from decent_jax.errors import ConfigError
 from decent_jax.planner import (
-    fit,
+    build_schedule,
+    flags,
     gossip_placement,
     inputs,
     measured,
     outputs,
-    place_command,
+    placement,
     predict,
     recommend,
+    search,
 )
-from decent_jax.planner.network import PRESETS, Network
-from decent_jax.planner.runtime import WIRE_BYTES, AllReduce, Workload
-from decent_jax.topology import NAMES
-
-EXAMPLES = {
-    "network": """\
-examples:
-  python -m decent_jax.planner network --network nvlink_25gbe --nodes 4 --devices_per_node 8
-      an imagined cluster: four machines of eight GPUs on NVLink, 25 Gbit/s between them
-  python -m decent_jax.planner network --network network.json
-      a file: checked (units, missing entries, asymmetry), then summarised
-  python -m decent_jax.planner network --network two_racks_25gbe --nodes 4 --devices_per_node 2 \\
-      --save two_racks.json
-      write it as JSON, to edit by hand or to use as a plan's network
-
-For a plan that train.py follows, the names in the file must be those of the cluster: HOST/k, the
-name of a host and the number of the device in it (node0/0 becomes gpu17/0).
-
-presets: {presets}
-""",
-    "predict": """\
-examples:
-  python -m decent_jax.planner predict --network nvlink_25gbe --nodes 2,4,8 --devices_per_node 4 \\
-      --parameters 124e6 --compute_s 0.2 --sigma 0.1
-      GPT-2 small on two to eight nodes, 200 ms forward and backward a replica, 10% variation
-  python -m decent_jax.planner predict --network nvlink_25gbe --devices_per_node 4 \\
-      --config configs/gpt2_openwebtext.py:decentralized --compute_s 0.178 --out predicted.png
-      model and number of replicas from a config; the bars as a picture
-  python -m decent_jax.planner predict --network network.json --parameters 124e6 \\
-      --trace runs/alone --timeline step.png
-      compute time and its variation from a run of one replica; a Gantt chart of a few steps
-  python -m decent_jax.planner predict --network network.json --parameters 4.2e6 \\
-      --measured rows.jsonl --fit compute_s,sigma --fit_on all_reduce
-      against measured step times, two constants fitted to the all_reduce rows
-
-reading the table: compute is what one replica would take alone; exposed communication is what
-nothing hides; stragglers is what is lost to compute times that vary. They add up to the step.
-""",
-    "recommend": """\
-examples:
-  python -m decent_jax.planner recommend --network nvlink_25gbe --nodes 4 --devices_per_node 8 \\
-      --parameters 124e6 --compute_s 0.2 --sigma 0.1
-  python -m decent_jax.planner recommend --network dtfm_case5 --parameters 1.3e9 --compute_s 2 \\
-      --wires float32,bfloat16,int8 --largest_slow_down 2
-      64 machines around the world, compressed messages allowed
-  python -m decent_jax.planner recommend --network network.json \\
-      --config configs/gpt2_openwebtext.py:decentralized --compute_s 0.178 --plan plan.json
-      then: train.py --config ... --config.cluster.plan=plan.json
-
-Least (seconds a step) x (steps, relative to all-reduce). The second factor is a model calibrated on
-published runs of 4 and 8 replicas; pydoc decent_jax.planner.recommend says how, and what it does
-not know. --largest_slow_down is the quality you ask for.
-""",
-    "place": place_command.EXAMPLES,
-}
-
-
-class _Parser(argparse.ArgumentParser):
-    """Mistakes in flags are one sentence too."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} ({self.prog} --help shows how)")
+from decent_jax.planner.gossip_placement import PlacedSchedule
+from decent_jax.planner.network import Network
+from decent_jax.planner.runtime import WIRE_BYTES, AllReduce
+from decent_jax.text import split_outside_brackets
+from decent_jax.topology import plan_file
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; 0, or 2 with one sentence on stderr."""
     layout = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-    parser = _Parser(prog="python -m decent_jax.planner", description=__doc__, **layout)
+    parser = Parser(prog="python -m decent_jax.planner", description=__doc__, **layout)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, add in (
-        ("network", _add_network),
-        ("predict", _add_predict),
-        ("recommend", _add_recommend),
-        ("place", place_command.add),
-    ):
-        examples = EXAMPLES[name].format(presets=", ".join(PRESETS))
-        words = {"help": add.__doc__, "description": add.__doc__, "epilog": examples}
-        add(commands.add_parser(name, **words, **layout))
+    runs = {"network": _network, "predict": _predict, "recommend": _recommend, "place": _place}
+    for name, run in runs.items():
+        words = {"help": run.__doc__, "description": run.__doc__, "epilog": flags.EXAMPLES[name]}
+        flags.add(commands.add_parser(name, **words, **layout), name)
     try:
         options = parser.parse_args(arguments)
-        options.run(options)
-    except (ConfigError, ValueError, OSError) as error:
-        print(f"planner: {error}", file=sys.stderr)
+        flags.check(options)
+        runs[options.command](options)
+    except (ValueError, OSError) as error:
+        print(f"planner: {ConfigError(error)}", file=sys.stderr)
         return 2
     return 0
 
 
-# --- network ------------------------------------------------------------------------------------
-
-
-def _add_network(parser: argparse.ArgumentParser) -> None:
-    """Check and summarise a network."""
-    inputs.add_network(parser)
-    parser.add_argument(
-        "--save", type=outputs.json_file, metavar="FILE.json", help="write it as JSON"
-    )
-    parser.set_defaults(run=_network)
-
-
 def _network(options: argparse.Namespace) -> None:
-    network = inputs.one_network(options)
+    """Check and summarise a network."""
+    network = inputs.networks_of(options)[0]
     print(inputs.describe(network))
     if options.save:
         network.save(options.save)
@@ -134,38 +67,15 @@ def _network(options: argparse.Namespace) -> None:
 # --- predict ------------------------------------------------------------------------------------
 
 
-def _add_predict(parser: argparse.ArgumentParser) -> None:
-    """Step time of every algorithm, its parts, and the speed-up over all-reduce."""
-    inputs.add_network(parser, many=True)
-    inputs.add_workload(parser)
-    add, picture = parser.add_argument, {"type": outputs.picture, "metavar": "FILE.png"}
-    known = ", ".join((*predict.ALL_REDUCES, *NAMES))
-    add("--algorithms", metavar="A,B", help=f"of {known}, with parameters if need be (all)")
-    add(
-        "--scaling",
-        choices=("weak", "strong"),
-        default="weak",
-        help="with several --nodes: a replica's share of the batch stays as it is at the first, "
-        "or shrinks because the batch is one for all (weak)",
-    )
-    add("--mix_every", type=int, default=1, metavar="H", help="steps a round (1)")
-    add("--wire", choices=tuple(WIRE_BYTES), default="float32", help="of gossip")
-    add("--out", **picture, help="draw the table as bars")
-    add("--timeline", **picture, help="draw a few steps as a Gantt chart")
-    add("--measured", metavar="FILE", help="JSON lines of measured step times")
-    add("--fit", metavar="A,B", help="of compute_s, sigma, bandwidth: to measured")
-    add("--fit_on", metavar="A,B", default="all_reduce", help="rows to fit")
-    parser.set_defaults(run=_predict)
-
-
 def _predict(options: argparse.Namespace) -> None:
+    """Step time of every algorithm, its parts, and the speed-up over all-reduce."""
     if options.measured:
         _against_measured(options)
         return
     if options.fit:
         raise ConfigError("--fit needs --measured FILE, the step times to fit to")
     model = inputs.model_of(options)
-    names = inputs.names_of(options.algorithms) if options.algorithms else None
+    names = split_outside_brackets(options.algorithms) if options.algorithms else None
     tuning = {"bucket_bytes": options.bucket_bytes}
     gossip = {"mix_every": options.mix_every, "wire": options.wire}
     networks = inputs.networks_of(options, model)
@@ -177,26 +87,26 @@ def _predict(options: argparse.Namespace) -> None:
             workload = inputs.workload_of(options, model, shrink)
         rows += predict.compare(network, workload, names, **tuning, **gossip)
     print(predict.format_table(rows))
-    if options.out or options.timeline:
-        from decent_jax.planner import timeline
+    if options.out:
+        from decent_jax.planner import plots
 
-        if options.out:
-            outputs.save_picture(timeline.draw_predictions(rows), options.out)
-        if not options.timeline:
-            return
+        outputs.save_picture(plots.draw_predictions(rows), options.out)
+    if options.timeline:
+        from decent_jax.planner import plots
+
         known = [row.label for row in rows if row.num_nodes == network.num_nodes]
         shown = ("all_reduce", "one_peer_exp", "alternating_exp_ring")
         algorithms = {
             name: predict.algorithm_of(name, network, workload, **tuning)
             for name in names or [name for name in shown if name in known]
         }
-        figure = timeline.draw_gantt(network, workload, algorithms)
+        figure = plots.draw_gantt(network, workload, algorithms)
         outputs.save_picture(figure, options.timeline)
 
 
 def _against_measured(options: argparse.Namespace) -> None:
     """Predict measured rows; fit a few constants to some of them where asked to."""
-    rows = fit.read_rows(options.measured)
+    rows = measured.read_rows(options.measured)
     alone = [row["step_time_s"] for row in rows if row["algorithm"] == "none"]
     rows = [row for row in rows if row["algorithm"] != "none"]
     if not rows:
@@ -216,101 +126,61 @@ def _against_measured(options: argparse.Namespace) -> None:
         n: inputs.networks_of(options, dataclasses.replace(model, num_replicas=n), alone=True)[0]
         for n in {row["num_replicas"] for row in rows}
     }
-    constants, compared = measured.compare(
-        rows,
-        networks,
-        inputs.workload_of(options, model),
-        fitted=fitted,
-        fitted_to=inputs.names_of(options.fit_on),
-        bucket_bytes=options.bucket_bytes,
-    )
+    try:
+        constants, compared = measured.compare(
+            rows,
+            networks,
+            inputs.workload_of(options, model),
+            fitted=fitted,
+            fitted_to=split_outside_brackets(options.fit_on),
+            bucket_bytes=options.bucket_bytes,
+        )
+    except ValueError as error:  # a schedule that does not exist, or not for so many replicas
+        raise ConfigError(f"{options.measured}: {error}") from None
     if constants:
         print(", ".join(f"{name} = {value:.4g}" for name, value in constants.items()) + "\n")
     print(measured.format_table(compared))
     if options.out:
-        from decent_jax.planner import timeline
+        from decent_jax.planner import plots
 
         picture = [
-            row
-            | {"group": row["algorithm"], "series": f"{row['num_replicas']} replicas"}
-            | {"measured_s": row["step_time_s"]}
+            row | {"group": row["algorithm"], "series": f"{row['num_replicas']} replicas"}
             for row in compared
         ]
-        figure = timeline.draw_against_measured(picture, "Predicted against measured")
+        figure = plots.draw_against_measured(picture, "Predicted against measured")
         outputs.save_picture(figure, options.out)
 
 
 # --- recommend ----------------------------------------------------------------------------------
 
 
-def _add_recommend(parser: argparse.ArgumentParser) -> None:
-    """The schedule and its settings that reach the same quality soonest, and why."""
-    inputs.add_network(parser)
-    inputs.add_workload(parser)
-    add, tokens = parser.add_argument, recommend.TOKENS_PER_PARAMETER
-    add("--schedules", metavar="A,B", help=f"of {', '.join(NAMES)} (all)")
-    add("--mix_every", default="1,2,4,8", metavar="H,H", help="steps a round to try (1,2,4,8)")
-    add("--wires", default="float32", metavar="W,W", help=f"of {', '.join(WIRE_BYTES)} (float32)")
-    add(
-        "--tokens_per_parameter",
-        type=float,
-        default=tokens,
-        metavar="D",
-        help=f"how long the run is; the longer, the less gossip loses ({tokens:g})",
-    )
-    add(
-        "--largest_slow_down",
-        type=float,
-        default=1.5,
-        metavar="S",
-        help="consider what needs at most S times the steps of all-reduce (1.5)",
-    )
-    inputs.add_search(parser)
-    parser.set_defaults(run=_recommend)
-
-
 def _recommend(options: argparse.Namespace) -> None:
+    """The schedule and its settings that reach the same quality soonest, and why."""
     model = inputs.model_of(options)
     network = inputs.networks_of(options, model)[0]
     workload = inputs.workload_of(options, model)
     wires = options.wires.split(",")
     if set(wires) - set(WIRE_BYTES):
         raise ConfigError(f"--wires takes {', '.join(WIRE_BYTES)}, got {options.wires!r}")
-    try:
-        mix_every = [int(text) for text in options.mix_every.split(",")]
-    except ValueError:
-        raise ConfigError(
-            f"--mix_every takes numbers of steps such as 1,2,4, got {options.mix_every!r}"
-        ) from None
-    tokens, slow_down = options.tokens_per_parameter, options.largest_slow_down
-    if not tokens > 0:
-        raise ConfigError(f"--tokens_per_parameter must be above 0, got {tokens:g}")
-    if not slow_down >= 1:
-        raise ConfigError(f"--largest_slow_down must be at least 1, got {slow_down:g}")
     found = recommend.choices(
         network,
         workload,
-        schedules=inputs.names_of(options.schedules) if options.schedules else None,
-        mix_every=mix_every,
+        schedules=split_outside_brackets(options.schedules) if options.schedules else None,
+        mix_every=inputs.counts_of(options.mix_every, "--mix_every", "steps such as 1,2,4", 1000),
         wires=wires,
         executions=("hierarchical", "plain"),
         bucket_bytes=options.bucket_bytes,
-        tokens_per_parameter=tokens,
-        largest_slow_down=slow_down,
+        tokens_per_parameter=options.tokens_per_parameter,
+        largest_slow_down=options.largest_slow_down,
     )
     print(recommend.explain(found), end="\n\n")
     print(recommend.format_table(found), end="\n\n")
     print("In the config:")
     for line in recommend.config_lines(found[0], model.algorithm):
         print(f"    {line}")
-    if options.plan:
-        _plan(options, network, workload, found[0])
-
-
-def _plan(
-    options: argparse.Namespace, network: Network, workload: Workload, best: recommend.Choice
-) -> None:
-    gossip = best.algorithm
+    if not options.plan:
+        return
+    best, gossip = found[0], found[0].algorithm
     if isinstance(gossip, AllReduce):
         raise ConfigError(
             f"{options.plan} is not written: all_reduce, which is recommended, follows no plan"
@@ -324,7 +194,116 @@ def _plan(
         "step_s_in_the_order_of_the_network": best.prediction.step_s,
         "steps_relative_to_all_reduce": best.slow_down,
     }
-    inputs.write_plan(options, network, placed, gossip.mix_every, expected)
+    _write_plan(options.plan, network, placed, gossip.mix_every, expected)
+
+
+def _write_plan(
+    path: Path, network: Network, placed: PlacedSchedule, mix_every: int, expected: dict[str, Any]
+) -> None:
+    """Replica i goes on device ``placed.order[i]``."""
+    devices = tuple(network.names[device] for device in placed.order)
+    plan_file.Plan(devices, placed.schedule, mix_every, expected).save(path)
+    print(f"\n{path}: train.py --config.cluster.plan={path} follows it")
+
+
+# --- place --------------------------------------------------------------------------------------
+
+
+def _place(options: argparse.Namespace) -> None:
+    """Which replica, or which pipeline stage, goes on which device."""
+    network = inputs.networks_of(options)[0]
+    if options.parameters is None:
+        raise ConfigError("give the model: --parameters P")
+    (_place_replicas if options.stages is None else _place_stages)(options, network)
+
+
+def _place_replicas(options: argparse.Namespace, network: Network) -> None:
+    num_bytes = 4 * options.parameters
+    compute, limits = {"compute_s": options.compute_s}, inputs.search_of(options)
+    found = {}
+    if options.schedule == build_schedule.NAME:
+        placed = build_schedule.build_schedule(
+            network, num_bytes, max_degree=options.max_degree, **compute, **limits
+        )
+    else:
+        size = predict.local_size(network)
+        schedule = topology.make(options.schedule, network.num_devices, local_size=size)
+        found["as the network lists them"] = gossip_placement.evaluate(
+            network, schedule, num_bytes, **compute
+        )
+        placed = gossip_placement.place_schedule(network, schedule, num_bytes, **compute, **limits)
+    rows = [
+        (
+            words,
+            f"{placing.mean_round_s:.4g}",
+            " ".join(f"{seconds:.3g}" for seconds in placing.round_s),
+            f"{placing.disagreement_s:.4g}",
+            f"{placing.consensus_per_s:.4g}",
+        )
+        for words, placing in (found | {"placed": placed}).items()
+    ]
+    headings = ("", "mean round s", "rounds s", "disagreement s", "consensus a second")
+    print(outputs.table(headings, rows))
+    print("\nreplica: device")
+    for replica, device in enumerate(placed.order):
+        print(f"{replica:7}: {network.names[device]}")
+    if options.out:
+        from decent_jax.planner import plots
+
+        outputs.save_picture(plots.draw_gossip(network, placed), options.out)
+    if options.plan:
+        expected = {
+            "mean_round_s": placed.mean_round_s,
+            "round_s": list(placed.round_s),
+            "disagreement_s": placed.disagreement_s,
+        }
+        _write_plan(options.plan, network, placed, 1, expected)
+
+
+def _place_stages(options: argparse.Namespace, network: Network) -> None:
+    if options.replicas is None or options.pipeline_bytes is None:
+        raise ConfigError("--stages also needs --replicas R and --pipeline_bytes B")
+    schedule = None
+    if options.plan:
+        if options.schedule == build_schedule.NAME:
+            raise ConfigError(
+                f"--schedule {build_schedule.NAME} is for replicas of one device each"
+            )
+        schedule = topology.make(options.schedule, options.replicas)
+    job = placement.Job(
+        options.stages,
+        options.replicas,
+        4 * options.parameters / max(options.stages, 1),
+        options.pipeline_bytes,
+        options.stage_memory,
+    )
+    memory = None
+    if options.device_memory:
+        memory = inputs.memory_of(options.device_memory, network.num_devices)
+    found = search.place(network, job, memory_bytes=memory, **inputs.search_of(options))
+    print(
+        f"{found.costs.total_s:.4f} s per step: data-parallel {found.costs.data_parallel_s:.4f}, "
+        f"pipeline 2 x {found.costs.pipeline_s:.4f}"
+        + (" (proved optimal)" if found.is_optimal else "")
+        + f"; at least {found.lower_bound.total_s:.4f}; {found.num_candidates} candidates in "
+        f"{found.seconds:.1f} s"
+    )
+    for stage, devices in enumerate(found.stages):
+        print(f"stage {stage}: {' '.join(network.names[device] for device in devices)}")
+    if options.out:
+        from decent_jax.planner import plots
+
+        outputs.save_picture(plots.draw_placement(network, found), options.out)
+    if schedule is not None:
+        devices = tuple(network.names[device] for device in found.stages.T.reshape(-1))
+        expected = {
+            "data_parallel_s": found.costs.data_parallel_s,
+            "pipeline_s": found.costs.pipeline_s,
+            "total_s": found.costs.total_s,
+        }
+        plan = plan_file.Plan(devices, schedule, 1, expected, options.stages)
+        plan.save(options.plan)
+        print(f"\n{options.plan}: train.py --config.cluster.plan={options.plan} follows it")
 
 
 if __name__ == "__main__":

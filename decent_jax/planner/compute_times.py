@@ -2,8 +2,8 @@
 
 A distribution is of a factor with mean 1 on the time that forward and backward take on one
 replica; replicas and steps draw independently. All-reduce loses the expected maximum over all
-replicas to it. ``sample(rng, shape)`` draws, ``sd()`` is the standard deviation, ``cdf(x)`` the
-probability of at most x, and ``exceeded(p)`` the value that a draw exceeds with probability p.
+replicas to it. ``sample(rng, shape)`` draws, ``cdf(x)`` is the probability of at most x, and
+``exceeded(p)`` the value that a draw exceeds with probability p.
 
 >>> jitter = ShiftedExponential(0.9)                  # 0.9 + 0.1 x Exp(1)
 >>> round(expected_max(jitter, 4), 4)                 # 0.9 + 0.1 (1 + 1/2 + 1/3 + 1/4)
@@ -12,7 +12,6 @@ probability of at most x, and ``exceeded(p)`` the value that a draw exceeds with
 
 import dataclasses
 import functools
-import json
 import math
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +19,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy import special
+
+from decent_jax.run_folder import read_metrics
 
 # With fewer step times the parameters of a curve say more than a histogram.
 ENOUGH_FOR_EMPIRICAL = 100
@@ -34,9 +35,6 @@ class Constant:
     def sample(self, rng: np.random.Generator, shape: Shape) -> np.ndarray:
         return np.ones(shape)
 
-    def sd(self) -> float:
-        return 0.0
-
 
 @dataclasses.dataclass(frozen=True)
 class LogNormal:
@@ -50,9 +48,6 @@ class LogNormal:
 
     def sample(self, rng: np.random.Generator, shape: Shape) -> np.ndarray:
         return np.exp(self.sigma * rng.standard_normal(shape) - self.sigma**2 / 2)
-
-    def sd(self) -> float:
-        return math.sqrt(math.expm1(self.sigma**2))
 
     def cdf(self, x: np.ndarray) -> np.ndarray:
         return special.ndtr((np.log(np.maximum(x, 1e-300)) + self.sigma**2 / 2) / self.sigma)
@@ -75,9 +70,6 @@ class ShiftedExponential:
     def sample(self, rng: np.random.Generator, shape: Shape) -> np.ndarray:
         return self.shift + (1 - self.shift) * rng.standard_exponential(shape)
 
-    def sd(self) -> float:
-        return 1 - self.shift
-
     def cdf(self, x: np.ndarray) -> np.ndarray:
         return -np.expm1(-np.maximum(x - self.shift, 0) / (1 - self.shift))
 
@@ -99,9 +91,6 @@ class Empirical:
 
     def sample(self, rng: np.random.Generator, shape: Shape) -> np.ndarray:
         return rng.choice(np.asarray(self.values), shape)
-
-    def sd(self) -> float:
-        return float(np.std(self.values))
 
 
 CONSTANT = Constant()
@@ -233,18 +222,14 @@ def read_trace(path: str | Path) -> tuple[np.ndarray, int]:
     Raises:
       ValueError: no such file, or fewer than three rows with ``perf/step_time_s``.
     """
-    path = Path(path)
-    path = path / "metrics.jsonl" if path.is_dir() else path
-    rows = []
     try:
-        for line in path.read_text().splitlines():
-            row = json.loads(line)
-            if isinstance(row.get("perf/step_time_s"), int | float):
-                rows.append((row["step"], row["perf/step_time_s"]))
+        rows = [
+            (row["step"], row["perf/step_time_s"])
+            for row in read_metrics(path)
+            if type(row.get("perf/step_time_s")) in (int, float)
+        ]
     except OSError as error:
         raise ValueError(f"cannot read the trace {path}: {error.strerror or error}") from None
-    except (ValueError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} is not a metrics.jsonl: {error}") from None
     if len(rows) < 3:
         raise ValueError(
             f"{path} has {len(rows)} rows with perf/step_time_s; a trace needs at least 3 "

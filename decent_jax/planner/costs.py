@@ -138,11 +138,6 @@ def permute_stage(network: Network, sources: ArrayLike, num_bytes: float) -> Sta
     return Stage(duration, sources=wanted)
 
 
-def permute_s(network: Network, sources: ArrayLike, num_bytes: float) -> float:
-    """Seconds until all replicas have received ``num_bytes`` from ``sources[i]`` (-1: none)."""
-    return float(permute_stage(network, sources, num_bytes).duration_s.max())
-
-
 # --- means of groups ----------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Flags of the planner's commands: a network, a model, and the compute of a step.
+"""What the planner's flags say: a network, a model, and the compute of a step.
 
 Only `model_of`, and only where a config file is given, imports the trainer and jax.
 """
@@ -6,19 +6,19 @@ Only `model_of`, and only where a config file is given, imports the trainer and 
 import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from decent_jax.errors import ConfigError
-from decent_jax.planner import compute_times, network, outputs, predict
-from decent_jax.planner.gossip_placement import PlacedSchedule
+from decent_jax.errors import ConfigError, DataError
+from decent_jax.json_files import read_json
+from decent_jax.planner import compute_times, network, predict
 from decent_jax.planner.network import Network
 from decent_jax.planner.runtime import Workload
-from decent_jax.topology import plan_file
+from decent_jax.text import shown
 
+LARGEST_MEMORY = 1e15  # bytes of a device
 FORWARD = 1 / 3  # of forward and backward: the backward pass multiplies twice as often
 
 
@@ -38,46 +38,7 @@ class Model:
     algorithm: str = "accum_adam"
 
 
-def add_network(parser: argparse.ArgumentParser, many: bool = False) -> None:
-    """``--network``, ``--nodes``, ``--devices_per_node``; ``many``: several numbers of nodes."""
-    add = parser.add_argument
-    add(
-        "--network",
-        required=True,
-        metavar="NAME|FILE",
-        help="a preset, or the JSON or .npz of a measured network",
-    )
-    words = "machines of a preset; of a file the first so many are taken (all)"
-    add("--nodes", metavar="N,N" if many else "N", help=words)
-    words = "of a preset; default: config.local_size"
-    add("--devices_per_node", type=int, metavar="L", help=words)
-
-
-def add_workload(parser: argparse.ArgumentParser) -> None:
-    """The model, and the time that a replica computes."""
-    add = parser.add_argument
-    add("--config", metavar="FILE[:ARGUMENTS]", help="config file of train.py")
-    add("--parameters", type=float, metavar="P", help="of the model")
-    add(
-        "--late_parameters",
-        type=float,
-        metavar="P",
-        help="of them, those whose gradient is complete only at the end of the backward pass: a "
-        "tied embedding, which all-reduce cannot hide (0, or from --config)",
-    )
-    words = "forward and backward of one replica, seconds"
-    add("--compute_s", type=float, metavar="S", help=words)
-    add("--update_s", type=float, default=0.0, metavar="S", help="optimizer, seconds (0)")
-    add(
-        "--trace",
-        metavar="DIR|FILE",
-        help="--workdir of a run without communication: its step times instead of --compute_s "
-        "and --sigma",
-    )
-    words = "compute times are lognormal with this spread: 0.1 is about 10%% (0)"
-    add("--sigma", type=float, default=0.0, metavar="S", help=words)
-    words = "of all-reduce's gradients; inf: all after the backward pass (whichever is fastest)"
-    add("--bucket_bytes", type=float, metavar="B", help=words)
+NO_MODEL = Model(0)
 
 
 def model_of(options: argparse.Namespace) -> Model:
@@ -85,10 +46,8 @@ def model_of(options: argparse.Namespace) -> Model:
     parameters, late = options.parameters, options.late_parameters
     if parameters is None and not options.config:
         raise ConfigError("give the model: --parameters P, or --config FILE")
-    model = _model_of_config(options.config) if options.config else Model(0)
+    model = _model_of_config(options.config) if options.config else NO_MODEL
     if parameters is not None:
-        if not parameters >= 1:
-            raise ConfigError(f"--parameters must be at least 1, got {parameters:g}")
         model = dataclasses.replace(model, parameters=parameters, late_parameters=0.0)
     if late is not None:
         if not 0 <= late <= model.parameters:
@@ -112,13 +71,8 @@ def _model_of_config(path: str) -> Model:
             "--parameters and the size of the network instead of --config"
         )
     parameters, late_parameters = count(config)
-    return Model(
-        parameters,
-        late_parameters,
-        config.num_replicas,
-        config.local_size,
-        config.algorithm,
-    )
+    sizes = config.num_replicas, config.local_size
+    return Model(parameters, late_parameters, *sizes, config.algorithm)
 
 
 def workload_of(options: argparse.Namespace, model: Model, compute_share: float = 1.0) -> Workload:
@@ -136,20 +90,10 @@ def workload_of(options: argparse.Namespace, model: Model, compute_share: float 
             )
     elif options.compute_s is not None:
         compute_s = options.compute_s
-        if not compute_s > 0:
-            raise ConfigError(
-                f"--compute_s, forward and backward, must be above 0, got {compute_s:g}"
-            )
-        if not 0 <= options.sigma < 5:
-            raise ConfigError(f"--sigma must be in [0, 5), got {options.sigma}")
         if options.sigma:
             distribution = compute_times.LogNormal(options.sigma)
     else:
         raise ConfigError("give the compute time: --compute_s SECONDS, or --trace DIR")
-    if options.update_s < 0:
-        raise ConfigError(f"--update_s must not be negative, got {options.update_s:g}")
-    if options.bucket_bytes is not None and not options.bucket_bytes > 0:
-        raise ConfigError(f"--bucket_bytes must be above 0, got {options.bucket_bytes:g}")
     compute_s *= compute_share
     return Workload(
         4 * model.parameters,
@@ -161,126 +105,94 @@ def workload_of(options: argparse.Namespace, model: Model, compute_share: float 
     )
 
 
-def one_network(options: argparse.Namespace) -> Network:
-    """The network of flags alone."""
-    return networks_of(options, Model(0))[0]
-
-
-def networks_of(options: argparse.Namespace, model: Model, alone: bool = False) -> list[Network]:
+def networks_of(
+    options: argparse.Namespace, model: Model = NO_MODEL, alone: bool = False
+) -> list[Network]:
     """One for each number of ``--nodes``; without the flag, what the config's replicas need.
 
     Args:
       alone: for exactly ``model.num_replicas`` replicas, whatever ``--nodes`` says.
     """
-    counts = None if alone or not options.nodes else _counts(options.nodes)
-    if options.network in network.PRESETS:
-        return _preset(options, model, counts)
-    if not Path(options.network).is_file():
+    name, n = options.network, model.num_replicas
+    counts: list[int] = []
+    if options.nodes and not alone:
+        counts = counts_of(options.nodes, "--nodes", "machines such as 2 or 2,4,8", 2**20)
+    if name.startswith("dtfm_case") and name in network.PRESETS:
+        whole = network.preset(name, counts[0] if counts else None, options.devices_per_node)
+    elif name in network.PRESETS:
+        size = options.devices_per_node or model.local_size or 1
+        return [
+            network.preset(name, count, size) for count in counts or [_nodes_for(n, size, name)]
+        ]
+    elif Path(name).is_file():
+        whole = network.load(name)
+    else:
         raise ConfigError(
-            f"--network {options.network!r} is neither a file nor a preset "
-            f"({', '.join(network.PRESETS)}); network --save writes a file from a preset"
+            f"--network {name!r} is neither a file nor a preset ({', '.join(network.PRESETS)}); "
+            "network --save writes a file from a preset"
         )
-    whole = network.load(options.network)
     if counts:
         if max(counts) > whole.num_nodes:
             raise ConfigError(
-                f"--nodes {options.nodes}: the network in {options.network} has "
-                f"{whole.num_nodes} nodes"
+                f"--nodes {options.nodes}: the network in {name} has {whole.num_nodes} nodes"
             )
         return [whole.take(np.flatnonzero(whole.node < count)) for count in counts]
-    return [_of_size(whole, model.num_replicas)]
-
-
-def _preset(
-    options: argparse.Namespace, model: Model, counts: Sequence[int] | None
-) -> list[Network]:
-    if options.network.startswith("dtfm_case"):
-        if counts or options.devices_per_node:
-            raise ConfigError(f"{options.network} has 64 devices; leave the sizes out")
-        return [_of_size(network.preset(options.network), model.num_replicas)]
-    asked = options.devices_per_node
-    size = (model.local_size or 1) if asked is None else asked
-    if size < 1:
-        raise ConfigError(f"--devices_per_node must be at least 1, got {size}")
-    if counts is None:
-        if model.num_replicas is None:
-            raise ConfigError(f"{options.network} needs --nodes N (machines)")
-        if model.num_replicas % size:
-            raise ConfigError(
-                f"{model.num_replicas} replicas do not fill nodes of {size} devices; give "
-                "--devices_per_node"
-            )
-        counts = [model.num_replicas // size]
-    return [network.preset(options.network, count, size) for count in counts]
-
-
-def _of_size(whole: Network, num_replicas: int | None) -> Network:
-    """The first devices of a network, one per replica."""
-    if num_replicas is None or num_replicas == whole.num_devices:
-        return whole
-    if num_replicas > whole.num_devices:
+    if n is None or n == whole.num_devices:
+        return [whole]
+    if n > whole.num_devices:
         raise ConfigError(
-            f"{num_replicas} replicas do not fit on a network of {whole.num_devices} devices; "
-            "the planner counts one replica a device"
+            f"{n} replicas do not fit on a network of {whole.num_devices} devices; the planner "
+            "counts one replica a device"
         )
-    return whole.take(range(num_replicas))
+    return [whole.take(range(n))]
 
 
-def names_of(text: str) -> list[str]:
-    """Names between commas, which may have parameters of their own.
-
-    >>> names_of("ring,hierarchical(complete, one_peer_exp), star")
-    ['ring', 'hierarchical(complete, one_peer_exp)', 'star']
-    """
-    names, depth = [""], 0
-    for letter in text:
-        depth += (letter == "(") - (letter == ")")
-        if letter == "," and depth == 0:
-            names.append("")
-        else:
-            names[-1] += letter
-    return [name.strip() for name in names]
+def _nodes_for(num_replicas: int | None, size: int, name: str) -> int:
+    """How many nodes of this size the replicas of a config fill."""
+    if num_replicas is None:
+        raise ConfigError(f"{name} needs --nodes N (machines)")
+    if num_replicas % size:
+        raise ConfigError(
+            f"{num_replicas} replicas do not fill nodes of {size} devices; give --devices_per_node"
+        )
+    return num_replicas // size
 
 
-def _counts(text: str) -> list[int]:
+def counts_of(text: str, flag: str, words: str, most: int) -> list[int]:
+    """Whole numbers from 1 to ``most`` between commas; ``words`` say of what."""
     try:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
         counts = [0]
-    if min(counts) < 1:
-        raise ConfigError(f"--nodes takes numbers of machines such as 2 or 2,4,8, got {text!r}")
+    if min(counts) < 1 or max(counts) > most:
+        raise ConfigError(f"{flag} takes numbers of {words}, at most {most}, got {shown(text)}")
     return counts
 
 
-def add_search(parser: argparse.ArgumentParser) -> None:
-    """``--plan``, and the limits of the search that makes it."""
-    add, words = parser.add_argument, "write the plan for train.py"
-    add("--plan", type=outputs.file, metavar="FILE.json", help=words)
-    add("--time_limit_s", type=float, default=5.0, metavar="S", help="of the search (5)")
-    add("--seed", type=int, default=0, help="of the search (0)")
+def memory_of(path: str, num_devices: int) -> list[float]:
+    """The bytes of every device, from a JSON file.
+
+    Raises:
+      DataError: the file is not a list of as many numbers.
+    """
+    try:
+        found = read_json(path)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DataError(f"--device_memory {path}: {error.strerror}") from None
+    numbers = found if isinstance(found, list) else []
+    good = [x for x in numbers if isinstance(x, int | float) and 0 <= x <= LARGEST_MEMORY]
+    if len(numbers) != num_devices or len(good) < num_devices:
+        raise DataError(
+            f"--device_memory {path} must be a list of bytes, one number for each of "
+            f"{num_devices} devices"
+        )
+    return [float(x) for x in good]
 
 
 def search_of(options: argparse.Namespace) -> dict[str, Any]:
     """Arguments of a search."""
-    if not options.time_limit_s > 0:
-        raise ConfigError(f"--time_limit_s must be above 0, got {options.time_limit_s:g}")
-    if options.seed < 0:
-        raise ConfigError(f"--seed must not be negative, got {options.seed}")
     limits = {"time_limit_s": options.time_limit_s, "seed": options.seed}
     return limits | {"progress": sys.stderr.isatty()}
-
-
-def write_plan(
-    options: argparse.Namespace,
-    network: Network,
-    placed: PlacedSchedule,
-    mix_every: int,
-    expected: dict[str, Any],
-) -> None:
-    """Write the file of ``--plan``: replica i on device ``placed.order[i]``."""
-    devices = tuple(network.names[device] for device in placed.order)
-    plan_file.Plan(devices, placed.schedule, mix_every, expected).save(options.plan)
-    print(f"\n{options.plan}: train.py --config.cluster.plan={options.plan} follows it")
 
 
 def describe(whole: Network) -> str:

@@ -1,21 +1,150 @@
-"""Predictions compared with step times that were measured on the same network."""
+"""Predictions compared with step times that were measured, and constants fitted to them.
+
+At most four constants per cluster, such as the compute time, a fixed overhead, how much compute
+varies, and a bandwidth. Rows that are not fitted are held out: their errors test the model.
+
+>>> rows = [{"num_replicas": n, "step_time_s": 0.5 / n + 0.02} for n in (1, 2, 4)]
+>>> model = lambda row, compute_s, overhead_s: compute_s / row["num_replicas"] + overhead_s
+>>> found = fit(rows, model, {"compute_s": 1.0, "overhead_s": 0.1})
+>>> round(found["compute_s"], 4), round(found["overhead_s"], 4)
+(0.5, 0.02)
+"""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from decent_jax.planner import fit, outputs, predict
+import numpy as np
+from scipy.optimize import least_squares
+
+from decent_jax.planner import flags, outputs, predict
 from decent_jax.planner.compute_times import LogNormal
 from decent_jax.planner.network import Network
-from decent_jax.planner.runtime import Workload
+from decent_jax.planner.runtime import WIRE_BYTES, Workload
+from decent_jax.text import shown
 
 # What may be fitted, where the search begins, and between which limits it stays.
 START = {"compute_s": None, "sigma": 0.1, "bandwidth": 1.0}
 LIMITS = {"sigma": (0.001, 1.0), "bandwidth": (0.01, 100.0)}
+MOST_CONSTANTS = 4
+NEEDED = {"algorithm", "num_replicas", "step_time_s"}
 OF_GOSSIP = ("mix_every", "combine", "execution")
+EXECUTIONS = ("hierarchical", "plain", "all_reduce")
+
+Row = dict[str, Any]
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 1 <= value <= 2**20
+
+
+def _is_seconds(value: Any) -> bool:
+    return type(value) in (int, float) and flags.SECONDS[1](value)
+
+
+# Entries of a row that are read: in words, and as a test.
+ENTRIES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "algorithm": ("a name", lambda value: isinstance(value, str)),
+    "num_replicas": ("a whole number, at least 1", _is_count),
+    "step_time_s": ("seconds above 0", _is_seconds),
+    "compute_s": ("seconds above 0", _is_seconds),
+    "local_size": ("a whole number, at least 1", _is_count),
+    "mix_every": ("from 1 to 1000", lambda value: _is_count(value) and value <= 1000),
+    "combine": ("with or then", lambda value: value in ("with", "then")),
+    "execution": ("hierarchical, plain or all_reduce", lambda value: value in EXECUTIONS),
+    "comm_dtype": (", ".join(WIRE_BYTES), lambda value: value in tuple(WIRE_BYTES)),
+}
+
+
+def fit(
+    rows: Sequence[Row],
+    predict_s: Callable[..., float],
+    start: Mapping[str, float],
+    limits: Mapping[str, tuple[float, float]] | None = None,
+) -> dict[str, float]:
+    """The constants under which ``predict_s(row, **constants)`` is nearest to the rows.
+
+    Least squares of ``log(predicted / row["step_time_s"])``, so a tenth too much counts the same
+    on a short and on a long step. Constants are positive; ``limits`` bounds some of them.
+
+    Raises:
+      ValueError: more than four constants, or fewer rows than constants.
+    """
+    names = list(start)
+    if not 1 <= len(names) <= MOST_CONSTANTS:
+        raise ValueError(
+            f"between 1 and {MOST_CONSTANTS} constants are fitted, got {len(names)}: "
+            f"{', '.join(names)}"
+        )
+    if len(rows) < len(names):
+        raise ValueError(
+            f"{len(names)} constants ({', '.join(names)}) cannot be fitted to {len(rows)} rows; "
+            "fix some of them or measure more"
+        )
+    measured = np.array([row["step_time_s"] for row in rows])
+
+    def residuals(logarithms: np.ndarray) -> np.ndarray:
+        constants = dict(zip(names, np.exp(logarithms).tolist(), strict=True))
+        return np.log([predict_s(row, **constants) for row in rows]) - np.log(measured)
+
+    low, high = np.transpose([(limits or {}).get(name, (1e-300, 1e300)) for name in names])
+    solution = least_squares(
+        residuals,
+        np.log([start[name] for name in names]),
+        bounds=(np.log(low), np.log(high)),
+        x_scale=0.3,
+        diff_step=0.02,  # wider than the wiggles of a simulation
+        max_nfev=40,
+    )
+    return dict(zip(names, np.exp(solution.x).tolist(), strict=True))
+
+
+def compared(row: Row, predicted_s: float, fitted: bool) -> Row:
+    """The row with ``predicted_s``, ``fitted``, and the ``error``: 0.1 is 10% too long."""
+    error = predicted_s / row["step_time_s"] - 1
+    return row | {"predicted_s": predicted_s, "error": error, "fitted": fitted}
+
+
+def read_rows(path: str | Path) -> list[Row]:
+    """Measured step times from JSON lines.
+
+    Each has at least ``algorithm`` (all_reduce, none, or the name of a schedule), ``num_replicas``
+    and ``step_time_s``.
+
+    Raises:
+      ValueError: a bad row; the message names the file, the line and the mistake.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as reason:
+        raise ValueError(f"cannot read {path}: {reason.strerror or reason}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8 text") from None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        place = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            raise ValueError(f"{place} is not JSON: {line[:60]!r}") from None
+        if not (isinstance(row, dict) and row.keys() >= NEEDED):
+            raise ValueError(f"{place} needs algorithm, num_replicas and step_time_s")
+        for name, (words, test) in ENTRIES.items():
+            if name in row and not test(row[name]):
+                raise ValueError(f"{place}: {name} must be {words}, got {shown(row[name])}")
+        rows.append(row)
+    if not rows:
+        raise ValueError(f"{path} has no rows")
+    return rows
 
 
 def predict_s(
-    row: fit.Row,
+    row: Row,
     network: Network,
     workload: Workload,
     *,
@@ -24,7 +153,7 @@ def predict_s(
     sigma: float | None = None,
     bandwidth: float = 1.0,
 ) -> float:
-    """Seconds of a step for one row of `fit.read_rows`.
+    """Seconds of a step for one row of `read_rows`.
 
     A row may also say ``compute_s`` (of its own run), ``local_size``, ``mix_every``, ``combine``,
     ``execution`` and ``comm_dtype``.
@@ -56,14 +185,14 @@ def predict_s(
 
 
 def compare(
-    rows: Sequence[fit.Row],
+    rows: Sequence[Row],
     networks: Mapping[int, Network],
     workload: Workload,
     *,
     fitted: Sequence[str] = (),
     fitted_to: Sequence[str] = (),
     bucket_bytes: float | None = None,
-) -> tuple[dict[str, float], list[fit.Row]]:
+) -> tuple[dict[str, float], list[Row]]:
     """The constants, and the rows with ``predicted_s``, ``error`` and ``fitted``.
 
     Args:
@@ -79,27 +208,19 @@ def compare(
             f"what can be fitted is {', '.join(START)}, got {', '.join(sorted(unknown))}"
         )
 
-    def seconds(row: fit.Row, **constants: float) -> float:
+    def seconds(row: Row, **constants: float) -> float:
         network = networks[row["num_replicas"]]
         return predict_s(row, network, workload, bucket_bytes=bucket_bytes, **constants)
 
     constants = {}
+    basis = [row for row in rows if fitted and row["algorithm"] in fitted_to]
     if fitted:
         start = START | {"compute_s": workload.compute_s}
-        constants = fit.fit(
-            [row for row in rows if row["algorithm"] in fitted_to],
-            seconds,
-            {name: start[name] for name in fitted},
-            LIMITS,
-        )
-    compared = [
-        fit.compared(row, seconds(row, **constants), bool(fitted) and row["algorithm"] in fitted_to)
-        for row in rows
-    ]
-    return constants, compared
+        constants = fit(basis, seconds, {name: start[name] for name in fitted}, LIMITS)
+    return constants, [compared(row, seconds(row, **constants), row in basis) for row in rows]
 
 
-def format_table(rows: Sequence[fit.Row]) -> str:
+def format_table(rows: Sequence[Row]) -> str:
     """What `compare` returned, for people."""
     headings = ("algorithm", "replicas", "measured ms", "predicted ms", "error", "")
     cells = [

@@ -17,17 +17,20 @@ import json
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from decent_jax.json_files import write_json_atomic
+from decent_jax import machine
+from decent_jax.errors import ConfigError, DataError
+from decent_jax.json_files import read_json, write_json_atomic
 from decent_jax.planner import network_checks as checks
 
 FORMAT = "decent_jax.network/1"
 BYTES_PER_GBIT = 1e9 / 8
 
+_COPIES = 20  # of a matrix of all pairs, in memory at a time
 LATENCY_NOISE_S = 50e-6  # by which two directions may differ: the clock's, not the network's
 
 
@@ -121,10 +124,9 @@ def load(path: str | Path) -> Network:
     path = Path(path)
     try:
         if path.suffix == ".npz":
-            with np.load(path) as arrays:
-                fields = {key: arrays[key].tolist() for key in arrays.files}
+            fields = _arrays(path)
         else:
-            fields = json.loads(path.read_text())
+            fields = read_json(path)
             if not isinstance(fields, dict) or fields.get("format") != FORMAT:
                 raise ValueError(f'it does not say "format": "{FORMAT}"')
         missing = {"latency_s", "bandwidth_bytes_per_s"} - set(fields)
@@ -138,10 +140,24 @@ def load(path: str | Path) -> Network:
         )
     except OSError as error:
         raise ValueError(f"cannot read the network {path}: {error.strerror or error}") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    except (ValueError, zipfile.BadZipFile) as error:
+    except DataError:  # which names the file
+        raise
+    except ValueError as error:
         raise ValueError(f"{path} is not a network: {error}") from None
+
+
+def _arrays(path: Path) -> dict[str, Any]:
+    """The arrays of a .npz file."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            needed = _COPIES * sum(part.file_size for part in archive.infolist())
+            machine.check_memory(needed, str(path))
+        with np.load(path) as arrays:
+            return {key: np.asarray(arrays[key]) for key in arrays.files}
+    except (OSError, ConfigError):
+        raise
+    except Exception as error:  # zipfile, zlib and NumPy raise many kinds
+        raise ValueError(f"it cannot be read ({type(error).__name__})") from None
 
 
 def from_matrices(
@@ -178,10 +194,8 @@ def from_matrices(
     names = checks.different_names(names, n)
     np.fill_diagonal(latency, 0.0)
     np.fill_diagonal(bandwidth, np.inf)
-    checks.present(latency, "latency", names)
-    checks.present(bandwidth, "bandwidth", names)
     checks.connected(bandwidth, names)
-    checks.units(latency, bandwidth, names)
+    checks.entries(latency, bandwidth, names)
     if symmetrise:
         latency = np.maximum(latency, latency.T)
         bandwidth = np.minimum(bandwidth, bandwidth.T)
@@ -252,6 +266,7 @@ def preset(name: str, num_nodes: int | None = None, devices_per_node: int | None
             f"{name} needs num_nodes and devices_per_node of at least 1, "
             f"got {num_nodes} and {devices_per_node}"
         )
+    _check_size(devices_per_node * num_nodes)
     sizes = [devices_per_node] * num_nodes
     if name in _CLUSTERS:
         return cluster(sizes, *_CLUSTERS[name])
@@ -277,6 +292,7 @@ def cluster(
         another rack gets a device's equal share of that, as when all devices send there at once;
         this underrates a single transfer, and with it a ring or tree that crosses only once.
     """
+    _check_size(sum(devices_per_node))
     sizes = np.asarray(devices_per_node, np.int64)
     if sizes.ndim != 1 or len(sizes) == 0 or sizes.min() < 1 or not 1 <= racks <= len(sizes):
         raise ValueError(
@@ -323,6 +339,7 @@ def regions(counts: Mapping[str, int], devices_per_node: int = 1) -> Network:
 def _region_network(pairs: dict, counts: Mapping[str, int], devices_per_node: int = 1) -> Network:
     links = {frozenset(pair.split("-")): (ms, gbps) for pair, (ms, gbps) in pairs.items()}
     links |= {frozenset([region]): _region_table()["inside"] for region in counts}
+    _check_size(sum(counts.values()) * devices_per_node)
     machines = [region for region, count in counts.items() for _ in range(count)]
     table = np.array([[links[frozenset((a, b))] for b in machines] for a in machines])
     node = np.repeat(np.arange(len(machines)), devices_per_node)
@@ -369,6 +386,10 @@ def _dtfm_case(number: int) -> Network:
         nic_bytes_per_s=nic * BYTES_PER_GBIT,
         names=_numbered(place.tolist()),
     )
+
+
+def _check_size(num_devices: int) -> None:
+    machine.check_memory(8 * _COPIES * num_devices**2, f"a network of {num_devices} devices")
 
 
 @functools.cache

@@ -30,7 +30,7 @@ def _numbers(values: object, what: str) -> np.ndarray:
     """A new float64 array; None becomes NaN."""
     try:
         return np.array(values, np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{what} must hold numbers only, in rows of one length") from None
 
 
@@ -47,17 +47,22 @@ def nodes(node: ArrayLike | None, n: int) -> tuple[np.ndarray, int]:
     """(n,) the machine of each device, and how many machines there are."""
     if node is None:
         return np.arange(n), n
-    numbers = np.asarray(node)
+    try:
+        numbers = np.asarray(node)
+    except ValueError:  # rows of different lengths
+        numbers = np.zeros(0)
     if numbers.shape != (n,) or numbers.dtype.kind not in "iu":
         raise ValueError(f"node needs the machine's number for each of {n} devices, got {node}")
     count = int(numbers.max()) + 1
-    if set(numbers.tolist()) != set(range(count)):
+    if count > n or set(numbers.tolist()) != set(range(count)):
         raise ValueError(f"nodes must be numbered from 0 without gaps, got {numbers.tolist()}")
     return numbers.astype(np.int64), count
 
 
 def different_names(names: Sequence[str], n: int) -> tuple[str, ...]:
     """The names, after a check that there are n different ones."""
+    if not isinstance(names, Sequence | np.ndarray) or isinstance(names, str):
+        raise ValueError(f"names must be a list of {n} different names")
     names = tuple(str(name) for name in names)
     if len(names) != n or len(set(names)) != n:
         raise ValueError(
@@ -78,62 +83,52 @@ def nic(nic_bytes_per_s: ArrayLike, num_nodes: int) -> np.ndarray:
     return numbers
 
 
-def present(matrix: np.ndarray, what: str, names: tuple[str, ...]) -> None:
-    """Every entry is a number, and none is negative or (off the diagonal) infinite."""
-    off_diagonal = ~np.eye(len(matrix), dtype=bool)
-    wrong = np.argwhere(off_diagonal & ~np.isfinite(matrix))
-    if len(wrong):
-        i, j = wrong[0]
-        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        raise ValueError(
-            f"the {what} from {names[i]} to {names[j]}{more} is missing or not finite; measure it"
-        )
-    i, j = np.unravel_index(np.where(off_diagonal, matrix, 0.0).argmin(), matrix.shape)
-    if matrix[i, j] < 0:
-        raise ValueError(
-            f"the {what} from {names[i]} to {names[j]} is negative: {matrix[i, j]:g}; measure it "
-            "again"
-        )
-
-
 def connected(bandwidth: np.ndarray, names: tuple[str, ...]) -> None:
-    """No bandwidth is 0."""
-    none = np.argwhere(bandwidth == 0)
-    if len(none) == 0:
-        return
-    parts, label = connected_components(csr_array(bandwidth > 0), connection="strong")
+    """Data flow from every device to every other, if through others; only 0 is no link."""
+    parts, label = connected_components(csr_array(bandwidth != 0), connection="strong")
     if parts > 1:
         first, second = (names[int((label == label.max() - k).argmax())] for k in (1, 0))
         raise ValueError(
             f"the network falls into {parts} parts between which no data flow: {first} and "
             f"{second} do not reach each other; connect them, or plan for one part"
         )
-    i, j = none[0]
-    raise ValueError(
-        f"the bandwidth from {names[i]} to {names[j]} is 0; every pair of devices must reach each "
-        "other: measure it again, or enter what the detour through another device gives"
+
+
+def entries(latency: np.ndarray, bandwidth: np.ndarray, names: tuple[str, ...]) -> None:
+    """Every entry off the diagonal is a number, and in its unit one that a network has.
+
+    That is a latency of at most 1 s and (but for a neglected one, 0) at least 10 ns, and between
+    two devices a bandwidth of at least 1 kB/s and at most 10 TB/s.
+    """
+    missing = "{more} is missing or not finite; measure it"
+    negative = " is negative: {value:g}; measure it again"
+    none = (
+        " is 0; every pair of devices must reach each other: measure it again, or enter what the "
+        "detour through another device gives"
     )
-
-
-def units(latency: np.ndarray, bandwidth: np.ndarray, names: tuple[str, ...]) -> None:
-    """No network has a latency above 1 s or (but for a neglected one, 0) below 10 ns, or carries
-    less than 1 kB/s or more than 10 TB/s between two devices."""
-    off_diagonal = ~np.eye(len(latency), dtype=bool)
+    unit = (
+        " is {value:g} {unit}, which no network has and looks like %s; give seconds and bytes per "
+        "second (1 Gbit/s = 1.25e8 bytes/s)"
+    )
     checks = (
-        (latency, latency > 1, "latency", "s", "milliseconds or microseconds"),
-        (latency, (latency < 1e-8) & (latency > 0), "latency", "s", "another unit than seconds"),
-        (bandwidth, bandwidth < 1e3, "bandwidth", "bytes/s", "Gbit/s, Mbit/s or GB/s"),
-        (bandwidth, bandwidth > 1e13, "bandwidth", "bytes/s", "another unit than bytes/s"),
+        ("latency", ~np.isfinite(latency), missing),
+        ("latency", latency < 0, negative),
+        ("bandwidth", ~np.isfinite(bandwidth), missing),
+        ("bandwidth", bandwidth < 0, negative),
+        ("bandwidth", bandwidth == 0, none),
+        ("latency", latency > 1, unit % "milliseconds or microseconds"),
+        ("latency", (latency < 1e-8) & (latency > 0), unit % "another unit than seconds"),
+        ("bandwidth", bandwidth < 1e3, unit % "Gbit/s, Mbit/s or GB/s"),
+        ("bandwidth", bandwidth > 1e13, unit % "another unit than bytes/s"),
     )
-    for matrix, wrong, what, unit, guess in checks:
-        entries = np.argwhere(wrong & off_diagonal)
-        if len(entries):
-            i, j = entries[0]
-            raise ValueError(
-                f"the {what} from {names[i]} to {names[j]} is {matrix[i, j]:g} {unit}, which no "
-                f"network has and looks like {guess}; give seconds and bytes per second "
-                "(1 Gbit/s = 1.25e8 bytes/s)"
-            )
+    for what, wrong, words in checks:
+        found = np.argwhere(wrong & ~np.eye(len(latency), dtype=bool))
+        if len(found):
+            i, j = found[0]
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            matrix, name = (latency, "s") if what == "latency" else (bandwidth, "bytes/s")
+            words = words.format(more=more, value=matrix[i, j], unit=name)
+            raise ValueError(f"the {what} from {names[i]} to {names[j]}{words}")
 
 
 def symmetric(

@@ -1,4 +1,4 @@
-"""Pictures of a network and of a placement on it, and of how a search converges."""
+"""Pictures: a step as a Gantt chart, predictions, and a placement on its network."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -8,17 +8,190 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Rectangle
-from matplotlib.ticker import NullLocator
+from matplotlib.patches import Patch, Rectangle
 from numpy.typing import ArrayLike
 
 from decent_jax import plot_style as style
+from decent_jax.planner import predict, simulator
 from decent_jax.planner.gossip_placement import PlacedSchedule
+from decent_jax.planner.measured import Row
 from decent_jax.planner.network import BYTES_PER_GBIT, Network
+from decent_jax.planner.runtime import Algorithm, Workload
 from decent_jax.planner.search import Placement
-from decent_jax.plot_style import BLUE, COLOURS, GREY, INK, ORANGE
+from decent_jax.plot_style import BLUE, COLOURS, GREEN, GREY, GRID, INK, MARKS, ORANGE, PINK
 
 TITLE = {"loc": "left", "size": 11, "color": INK}
+KINDS = {
+    "forward": BLUE,
+    "backward": "#7fb8dc",
+    "update": GREEN,
+    "communicate": ORANGE,
+    "wait": "#dddddd",
+}
+LOG_TICKS = (1, 1.5, 2, 3, 5, 7)
+
+
+# --- predictions --------------------------------------------------------------------------------
+
+
+def draw_gantt(
+    network: Network,
+    workload: Workload,
+    algorithms: Mapping[str, Algorithm],
+    *,
+    replicas: Sequence[int] | None = None,
+    steps: int = 3,
+    warm_up: int = 20,
+) -> Figure:
+    """A few steps of each algorithm, two lines per replica: compute above, network below.
+
+    Args:
+      replicas: to draw; default: one or two of each node, at most eight nodes.
+    """
+    if replicas is None:
+        per_node = 2 if network.num_nodes <= 4 else 1
+        replicas = [
+            int(device)
+            for node in range(min(network.num_nodes, 8))
+            for device in np.flatnonzero(network.node == node)[:per_node]
+        ]
+    runs = {
+        label: simulator.simulate(
+            network, workload, algorithm, steps=steps, warm_up=warm_up, record=True
+        )
+        for label, algorithm in algorithms.items()
+    }
+    height = 0.8 + len(runs) * (0.75 + 0.34 * len(replicas))
+    figure = style.new_figure(11, height)
+    panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
+    longest = 0.0
+    for axes, (label, run) in zip(panels, runs.items(), strict=True):
+        first = len(run.ends_s) - steps
+        begin = float(run.ends_s[first - 1, list(replicas)].min()) if first else 0.0
+        end = float(run.ends_s[first + steps - 1, list(replicas)].max())
+        longest = max(longest, end - begin)
+        _gantt(axes, run, replicas, begin, end, range(first, first + steps))
+        mean = predict.step_s(network, workload, algorithms[label])
+        style.frame(axes, f"{label}: {1e3 * mean:.0f} ms per step in the long run")
+        names = [network.names[replica] for replica in replicas]
+        axes.set_yticks(range(len(replicas)), names, size=8)
+    panels[0].set_xlim(0, 1e3 * longest * 1.01)
+    some = f"{len(replicas)} of {network.num_devices} replicas"
+    panels[-1].set_xlabel(f"milliseconds ({some})", color=GREY)
+    figure.legend(
+        handles=[Patch(color=colour, label=kind) for kind, colour in KINDS.items()],
+        loc="outside upper right",
+        ncols=len(KINDS),
+        frameon=False,
+        fontsize=9,
+    )
+    return figure
+
+
+def _gantt(
+    axes: Axes,
+    run: simulator.Run,
+    replicas: Sequence[int],
+    begin: float,
+    end: float,
+    shown_steps: Sequence[int],
+) -> None:
+    line = {replica: y for y, replica in enumerate(replicas)}
+    for event in run.events:
+        if event.replica not in line or event.end_s <= begin or event.start_s >= end:
+            continue
+        below = event.kind == "communicate"
+        left, right = max(event.start_s, begin), min(event.end_s, end)
+        axes.broken_barh(
+            [(1e3 * (left - begin), 1e3 * (right - left))],
+            (line[event.replica] + (0.02 if below else -0.4), 0.36 if below else 0.4),
+            color=KINDS[event.kind],
+            ec="white",
+            lw=0.3,
+        )
+    for step in shown_steps:
+        for replica, y in line.items():
+            x = 1e3 * (run.ends_s[step, replica] - begin)
+            axes.plot([x, x], [y - 0.42, y + 0.4], color=INK, lw=1)
+    axes.set_ylim(len(replicas) - 0.45, -0.55)
+
+
+def draw_against_measured(rows: Sequence[Row], title: str = "") -> Figure:
+    """Predicted over measured step times, a panel each for milliseconds and for the error.
+
+    Args:
+      rows: of `measured.compare`, each with ``group`` (a colour) and ``series`` (a mark); fitted
+        ones are hollow.
+    """
+    figure = style.new_figure(12, 5)
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
+    groups = list(dict.fromkeys(row["group"] for row in rows))
+    series = list(dict.fromkeys(row["series"] for row in rows))
+    for row in rows:
+        colour = COLOURS[groups.index(row["group"])]
+        look = {
+            "marker": MARKS[series.index(row["series"])],
+            "color": colour,
+            "mfc": "white" if row["fitted"] else colour,
+            "ms": 7,
+            "ls": "none",
+        }
+        measured, predicted = row["step_time_s"], row["predicted_s"]
+        left.plot(1e3 * measured, 1e3 * predicted, **look)
+        right.plot(1e3 * measured, 100 * (predicted / measured - 1), **look)
+    values = [1e3 * row[key] for row in rows for key in ("step_time_s", "predicted_s")]
+    ends = np.array([0.85 * min(values), 1.18 * max(values)])
+    left.plot(ends, ends, color=INK, lw=0.8, zorder=0)
+    left.fill_between(ends, 0.85 * ends, 1.15 * ends, color=GRID, zorder=-1)
+    left.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    left.set_ylabel("predicted, ms per step", color=GREY)
+    right.axhspan(-15, 15, color=GRID, zorder=-1)
+    right.axhline(0, color=INK, lw=0.8, zorder=0)
+    right.set(xscale="log", xlim=ends)
+    right.set_ylabel("error of the prediction, %", color=GREY)
+    for axes in (left, right):
+        axes.set_xlabel("measured, ms per step", color=GREY)
+        style.plain_numbers(axes.xaxis, LOG_TICKS)
+    style.plain_numbers(left.yaxis, LOG_TICKS)
+    style.frame(left, title)
+    style.frame(right, "band: 15% either way")
+    for name in groups:
+        right.plot([], [], "s", color=COLOURS[groups.index(name)], ms=7, label=name)
+    for name in series:
+        right.plot([], [], MARKS[series.index(name)], color=GREY, ms=7, label=name)
+    right.plot([], [], "o", color=GREY, mfc="white", ms=7, label="fitted")
+    right.plot([], [], "o", color=GREY, ms=7, label="held out")
+    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    return figure
+
+
+def draw_predictions(rows: Sequence[predict.Prediction]) -> Figure:
+    """Step times as stacked bars: compute, exposed communication, stragglers."""
+    sizes = list(dict.fromkeys(row.num_replicas for row in rows))
+    deepest = max(sum(row.num_replicas == size for row in rows) for size in sizes)
+    figure = style.new_figure(min(4.2 * len(sizes) + 1.5, 17), 0.9 + 0.32 * deepest)
+    panels = figure.subplots(1, len(sizes), squeeze=False, sharex=True)[0]
+    parts = (
+        ("compute_s", BLUE, "compute"),
+        ("exposed_s", ORANGE, "exposed communication"),
+        ("waiting_s", PINK, "stragglers"),
+    )
+    for axes, size in zip(panels, sizes, strict=True):
+        shown = [row for row in rows if row.num_replicas == size]
+        left = np.zeros(len(shown))
+        for part, colour, word in parts:
+            width = np.array([1e3 * getattr(row, part) for row in shown])
+            axes.barh(range(len(shown)), width, left=left, color=colour, label=word, height=0.7)
+            left += width
+        axes.invert_yaxis()
+        axes.set_xlabel("milliseconds per step", color=GREY)
+        style.frame(axes, f"{size} replicas, {shown[0].num_nodes} nodes")
+        axes.set_yticks(range(len(shown)), [row.label for row in shown], size=8)
+    style.legend_outside(figure, panels[0], columns=3)
+    return figure
+
+
+# --- placements --------------------------------------------------------------------------------
 
 
 def draw_placement(network: Network, placement: Placement) -> Figure:
@@ -77,42 +250,6 @@ def draw_gossip(network: Network, placed: PlacedSchedule) -> Figure:
     right.set(xlabel="round", ylabel="seconds")
     disagreement = f"disagreement {placed.disagreement_s:.3g} s"
     style.frame(right, f"{placed.mean_round_s:.3g} s per round, {disagreement}")
-    return figure
-
-
-def draw_convergence(
-    runs: Mapping[str, Sequence[Placement]], reference: Mapping[str, float]
-) -> Figure:
-    """The best cost by time; a panel per problem, a line per seed.
-
-    Args:
-      reference: costs that others reached, drawn as dashed lines.
-    """
-    rows, columns = -(-len(runs) // 4), min(4, len(runs))
-    figure = style.new_figure(3.5 * columns, 2.8 * rows)
-    panels = figure.subplots(rows, columns, squeeze=False).ravel()
-    for axes, (name, placements) in zip(panels, runs.items(), strict=False):
-        best = min(placement.costs.total_s for placement in placements)
-        for placement, colour in zip(placements, itertools.cycle(COLOURS)):
-            seconds, _, cost = (list(column) for column in zip(*placement.history, strict=True))
-            seconds = [max(1e-3, t) for t in seconds] + [max(placement.seconds, seconds[-1])]
-            axes.step(seconds, [*cost, cost[-1]], where="post", color=colour, lw=1.5)
-        low, high = best, max(placement.history[0][2] for placement in placements)
-        if name in reference:
-            axes.axhline(reference[name], color=GREY, lw=1, ls="--")
-            axes.annotate(
-                "DT-FM's search", (1, reference[name]), xycoords=("axes fraction", "data"),
-                xytext=(0, 3), textcoords="offset points", ha="right", color=GREY, size=9,
-            )  # fmt: skip
-            low, high = min(low, reference[name]), max(high, reference[name])
-        margin = 0.08 * (high - low) or 0.05 * best
-        axes.set(xscale="log", ylim=(low - margin, high + margin))
-        axes.xaxis.set_minor_locator(NullLocator())
-        style.frame(axes, f"{name}: {best:.4g} s")
-    for axes in panels[len(runs) :]:
-        axes.axis("off")
-    figure.supxlabel("seconds of search", size=10, color=INK)
-    figure.supylabel("best cost, s", size=10, color=INK)
     return figure
 
 

@@ -161,54 +161,44 @@ def _label(algorithm: Gossip) -> str:
 
 def explain(found: Sequence[Choice]) -> str:
     """The first choice in words, with the numbers behind it and when it would be another."""
-    best = found[0]
-    rival = next(
-        (choice for choice in found if _is_all_reduce(choice) is not _is_all_reduce(best)), None
-    )
+    best, others = found[0], [choice for choice in found[1:] if not _is_all_reduce(choice)]
     sentences = [f"Take {best.prediction.label}: {_step(best)}"]
-    if not _is_all_reduce(best):
+    if isinstance(best.algorithm, AllReduce):
+        sentences.append("No gossip schedule stays within the slow-down that is allowed.")
+        if others:
+            rival = others[0]
+            sentences[1] = (
+                f"The best gossip, {rival.prediction.label}: {_step(rival)} It would need "
+                f"{rival.slow_down:.2f} times the steps, {_ms(rival.cost_s)} for the same progress."
+            )
+    else:
+        rival = next(filter(_is_all_reduce, found))
         sentences[0] += (
             f" At {best.slow_down:.2f} times the steps of all-reduce that is as good as "
             f"{_ms(best.cost_s)} a step."
         )
-    if rival is None:
-        sentences.append("No gossip schedule stays within the slow-down that is allowed.")
-    elif _is_all_reduce(best):
-        sentences.append(
-            f"The best gossip, {rival.prediction.label}: {_step(rival)} It would need "
-            f"{rival.slow_down:.2f} times the steps, {_ms(rival.cost_s)} for the same progress."
-        )
-    else:
         sentences.append(
             f"{rival.prediction.label} is {rival.cost_s / best.cost_s:.2f} times as slow: "
             f"{_step(rival)} It would win only if gossip needed more than "
             f"{rival.prediction.step_s / best.prediction.step_s:.2f} times its steps."
         )
-    plainly = _carried_out_plainly(best, found)
-    if plainly is not None:
-        sentences.append(
-            "Between nodes a replica sends its shard alone (reduce-scatter in the node, permute, "
-            "all-gather); with whole models it would be "
-            f"{_ms(plainly.prediction.step_s)} a step."
-        )
-    others = [c for c in found[1:] if c is not rival and not _is_all_reduce(c)]
-    if others and not _is_all_reduce(best):
-        second = others[0]
-        sentences.append(
-            f"Next best: {second.prediction.label}, {_ms(second.prediction.step_s)} x "
-            f"{second.slow_down:.2f} = {_ms(second.cost_s)}."
-        )
+        plain = dataclasses.replace(best.algorithm, execution="plain")
+        for choice in others:
+            if choice.algorithm == plain:
+                sentences.append(
+                    "Between nodes a replica sends its shard alone (reduce-scatter in the node, "
+                    "permute, all-gather); with whole models it would be "
+                    f"{_ms(choice.prediction.step_s)} a step."
+                )
+        if others:
+            second = others[0]
+            sentences.append(
+                f"Next best: {second.prediction.label}, {_ms(second.prediction.step_s)} x "
+                f"{second.slow_down:.2f} = {_ms(second.cost_s)}."
+            )
     if best.prediction.num_replicas > 8:
         sentences.append("How many more steps gossip needs is extrapolated from 4 and 8 replicas.")
     return "\n".join(sentences)
-
-
-def _carried_out_plainly(best: Choice, found: Sequence[Choice]) -> Choice | None:
-    """The same as ``best`` but not hierarchical, where it was tried."""
-    if not isinstance(best.algorithm, Gossip):
-        return None
-    plain = dataclasses.replace(best.algorithm, execution="plain")
-    return next((c for c in found if c is not best and c.algorithm == plain), None)
 
 
 def _step(choice: Choice) -> str:

@@ -148,6 +148,9 @@ class Gossip:
 Algorithm = AllReduce | Gossip
 
 
+MOST_BUCKETS = 2_000_000  # a step of so many takes some ten seconds to predict
+
+
 class Bucket(NamedTuple):
     """A part of the model that is communicated in one go."""
 
@@ -164,6 +167,11 @@ def buckets(workload: Workload, algorithm: Algorithm) -> list[Bucket]:
         return [Bucket(workload.model_bytes, 1.0)]
     early = workload.model_bytes - workload.late_bytes
     count = max(1, math.ceil(early / algorithm.bucket_bytes - 1e-9))
+    if count > MOST_BUCKETS:
+        raise ValueError(
+            f"bucket_bytes {algorithm.bucket_bytes:g} cuts {workload.model_bytes:g} bytes of "
+            f"gradients into {count} buckets; choose it so that they are at most {MOST_BUCKETS}"
+        )
     late = [Bucket(workload.late_bytes, 0.0)] if workload.late_bytes else []
     return [Bucket(early / count, 1 / count)] * count + late
 

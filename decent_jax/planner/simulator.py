@@ -134,11 +134,9 @@ class _Simulation:
         self._compute("update", self.workload.update_s, -1)
 
     def _gossip_step(self, factor: np.ndarray) -> None:
-        mixes = self._round(self.step_number) is not None
         for bucket, part in enumerate(self.parts):
             self._compute("backward", factor * self.workload.backward_s * part.backward, bucket)
-            if mixes:
-                self._wait(self.arrived[bucket], bucket)
+            self._wait(self.arrived[bucket], bucket)
             share = part.num_bytes / self.workload.model_bytes
             self._compute("update", self.workload.update_s * share, bucket)
             self._send_parameters(self.step_number + 1, bucket)
@@ -146,21 +144,16 @@ class _Simulation:
     def _then_step(self, factor: np.ndarray) -> None:
         self._compute("backward", factor * self.workload.backward_s, -1)
         self._compute("update", self.workload.update_s, -1)
-        r = self._round(self.step_number)
-        if r is not None:
-            for bucket in range(len(self.parts)):
-                self.arrived[bucket] = self._communicate(r, bucket)
-            self._wait(self.arrived[-1], -1)
+        for bucket in range(len(self.parts)):
+            self._send_parameters(self.step_number, bucket)
+        self._wait(self.arrived[-1], -1)
 
     def _send_parameters(self, step: int, bucket: int) -> None:
-        """Begin the round of ``step``, if it has one."""
-        r = self._round(step)
+        """Begin the round of ``step``; without one nothing new arrives."""
+        assert isinstance(self.algorithm, Gossip)
+        r = self.algorithm.schedule.round_at(step, self.algorithm.mix_every)
         if r is not None:
             self.arrived[bucket] = self._communicate(r, bucket)
-
-    def _round(self, step: int) -> int | None:
-        assert isinstance(self.algorithm, Gossip)
-        return self.algorithm.schedule.round_at(step, self.algorithm.mix_every)
 
     # --- the two streams of a replica -----------------------------------------------------------
 

@@ -12,6 +12,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from decent_jax import extras
+
+extras.need("train", "ml_collections")
+
 from ml_collections import ConfigDict
 
 from decent_jax.errors import ConfigError
@@ -20,15 +24,20 @@ from decent_jax.fields import Field
 if TYPE_CHECKING:
     import jax
 
-TASKS = {
+TASKS: dict[str, Any] = {
     "language_modeling": "decent_jax.tasks.language_modeling",
     "image_classification": "decent_jax.tasks.image_classification",
     "translation": "decent_jax.tasks.translation",
 }
 
 
-def register(name: str, module: str) -> None:
-    """Makes ``config.task = name`` stand for the module with this dotted path, in this process."""
+def register(name: str, module: Any) -> None:
+    """Makes ``config.task = name`` stand for ``module``, in this process.
+
+    Args:
+      name: for configs.
+      module: the dotted path of a module, or the module itself, or any object with its members.
+    """
     TASKS[name] = module
 
 
@@ -39,6 +48,8 @@ def find(name: str) -> TaskModule:
       ConfigError: there is no such module, or it lacks a member of `TaskModule`.
     """
     path = TASKS.get(name, name)
+    if not isinstance(path, str):
+        return _checked(path, repr(name))
     if "." not in path:
         raise ConfigError(
             f"task must be one of {', '.join(TASKS)}, got {name!r}; give a module of your own by "
@@ -50,9 +61,13 @@ def find(name: str) -> TaskModule:
         if error.name is None or not f"{path}.".startswith(f"{error.name}."):
             raise
         raise ConfigError(f"task: there is no module {path!r}") from None
+    return _checked(module, f"the module {path!r}")
+
+
+def _checked(module: Any, name: str) -> TaskModule:
     for member in ("FIELDS", "validate", "make"):
         if not hasattr(module, member):
-            raise ConfigError(f"task: the module {path!r} has no {member!r}, so it is no task")
+            raise ConfigError(f"task: {name} has no {member!r}, so it is no task")
     return cast(TaskModule, module)
 
 

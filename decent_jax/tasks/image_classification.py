@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
+from decent_jax import machine
 from decent_jax.data.images import crops, generated_images, image_folder
 from decent_jax.errors import ConfigError, DataError
 from decent_jax.fields import Field
 from decent_jax.models import resnet, resnet_weights
-from decent_jax.models.losses import cross_entropy
+from decent_jax.models.pieces import cross_entropy
 from decent_jax.progress import announce as announce_on_stderr
 from decent_jax.tasks import Run
 
@@ -29,7 +30,9 @@ _DEMO_BATCHES = 10
 FIELDS = {
     "model.preset": Field("resnet50", "shape of the ResNet", choices=tuple(resnet.PRESETS)),
     "model.blocks": Field("", 'residual blocks per stage, such as "2,2,2,2"; empty: the preset\'s'),
-    "model.width": Field(0, "channels of the first stage; 0: the preset's", at_least=0),
+    "model.width": Field(
+        0, "channels of the first stage; 0: the preset's", at_least=0, at_most=2**16
+    ),
     "model.small_images": Field(
         False, "a stem for images of about 32 pixels, which the preset tiny has anyway"
     ),
@@ -55,23 +58,35 @@ FIELDS = {
         "folder with train/<class>/*.jpg, with ImageNet's archives, or made by `python -m "
         'decent_jax.prepare images` or TFDS; "generated": pictures drawn at the start',
     ),
-    "data.image_size": Field(32, "pixels, height and width of a training image", at_least=16),
+    "data.image_size": Field(
+        32, "pixels, height and width of a training image", at_least=16, at_most=2**14
+    ),
     "data.flip": Field(True, "mirror every other training image"),
-    "data.shift": Field(0, "move training images by up to this many pixels", at_least=0),
+    "data.shift": Field(
+        0, "move training images by up to this many pixels", at_least=0, at_most=2**14
+    ),
     "data.mixup": Field(
         0.0, "mix pairs of training images by a share of Beta(mixup, mixup); 0: no", at_least=0
     ),
     # Of a folder, whose training images are random-resized crops.
-    "data.eval_size": Field(0, "pixels of a centre crop for evaluation; 0: image_size", at_least=0),
+    "data.eval_size": Field(
+        0, "pixels of a centre crop for evaluation; 0: image_size", at_least=0, at_most=2**14
+    ),
     "data.eval_resize": Field(
-        0, "pixels of the shorter side before that crop; 0: 8/7 of eval_size", at_least=0
+        0,
+        "pixels of the shorter side before that crop; 0: 8/7 of eval_size",
+        at_least=0,
+        at_most=2**14,
     ),
     "data.trivial_augment": Field(False, "distort each training image by one random operation"),
     # Of the generator.
     "data.train_images": Field(20000, "generated for training", at_least=1),
     "data.val_images": Field(2000, "generated for validation", at_least=1),
     "data.seed": Field(
-        0, "seed of the generated pictures; config.seed is that of the training", at_least=0
+        0,
+        "seed of the generated pictures; config.seed is that of the training",
+        at_least=0,
+        at_most=2**63 - 1,
     ),
 }
 
@@ -90,6 +105,16 @@ def validate(config: ConfigDict) -> None:
             f"data.path: there is no folder {data.path!r}; name one with train/<class>/*.jpg, with "
             "ImageNet's archives, or made by `python -m decent_jax.prepare images`, or "
             f"{GENERATED!r}"
+        )
+    if data.shift > data.image_size:
+        raise ConfigError(
+            f"data.shift must be at most data.image_size, {data.image_size}, got {data.shift}"
+        )
+    if data.path == GENERATED:
+        images = data.train_images + data.val_images
+        machine.check_memory(
+            3 * images * data.image_size**2,
+            f"{images} images (data.train_images and val_images) of {data.image_size} pixels",
         )
     if data.path == GENERATED and data.trivial_augment:
         raise ConfigError("data.trivial_augment is for photographs, not for generated pictures")

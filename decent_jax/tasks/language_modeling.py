@@ -1,4 +1,4 @@
-"""Next-token prediction with a GPT-2 on a folder of tokens."""
+"""Next-token prediction with a GPT-2 or a Llama on a folder of tokens."""
 
 import dataclasses
 import json
@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
+from decent_jax.data.reading import short
 from decent_jax.data.text import stdlib_corpus, token_folder, tokenizers
 from decent_jax.errors import ConfigError, DataError
 from decent_jax.fields import Field
-from decent_jax.models import generate, gpt2, gpt2_weights
-from decent_jax.models.losses import cross_entropy
+from decent_jax.models import decoders, generate
+from decent_jax.models.pieces import cross_entropy
 from decent_jax.progress import announce as announce_on_stderr
 from decent_jax.tasks import Run, opened
 
@@ -24,23 +25,40 @@ _STDLIB_VOCAB = 256  # bytes
 
 
 FIELDS = {
-    "model.preset": Field("small", "shape of GPT-2", choices=tuple(gpt2.PRESETS)),
-    "model.layers": Field(0, "blocks; 0: the preset's", at_least=0),
-    "model.heads": Field(0, "attention heads per block; 0: the preset's", at_least=0),
-    "model.width": Field(0, "size of the residual stream; 0: the preset's", at_least=0),
-    "model.context": Field(1024, "tokens per training sequence", at_least=1),
-    "model.vocab_size": Field(
-        0, "0: the tokenizer's; 50304 is faster than 50257 on GPUs", at_least=0
+    "model.preset": Field(
+        "small", "shape of a GPT-2, or of a Llama", choices=tuple(decoders.PRESETS)
     ),
-    "model.bias": Field(True, "biases in linear layers and LayerNorms"),
-    "model.dropout": Field(0.0, "share of activations set to zero in training"),
+    "model.layers": Field(0, "blocks; 0: the preset's", at_least=0, at_most=2**16),
+    "model.heads": Field(
+        0, "attention heads per block; 0: the preset's", at_least=0, at_most=2**16
+    ),
+    "model.width": Field(
+        0, "size of the residual stream; 0: the preset's", at_least=0, at_most=2**20
+    ),
+    "model.kv_heads": Field(
+        0, "of a Llama, heads of keys and values; 0: the preset's", at_least=0, at_most=2**16
+    ),
+    "model.hidden": Field(
+        0, "of a Llama, size inside the MLP; 0: the preset's", at_least=0, at_most=2**20
+    ),
+    "model.context": Field(1024, "tokens per training sequence", at_least=1, at_most=2**24),
+    "model.vocab_size": Field(
+        0, "0: the tokenizer's; 50304 is faster than 50257 on GPUs", at_least=0, at_most=2**24
+    ),
+    "model.tied": Field(
+        True, "False: the output layer has a table of its own; True: as the preset says"
+    ),
+    "model.bias": Field(True, "of a GPT-2, biases in linear layers and LayerNorms"),
+    "model.dropout": Field(0.0, "of a GPT-2, share of activations set to zero in training"),
     "model.dtype": Field("bfloat16", "of activations; parameters are float32"),
     "model.remat": Field(False, "recompute blocks in the backward pass: less memory"),
     "model.attention": Field("auto", "cudnn where it can, else xla"),
     "model.init_std": Field(
         0.02, "of the initial weights; narrow models want about width ** -0.5", at_least=0
     ),
-    "model.init_from": Field("", "published GPT-2 weights, a .safetensors file"),
+    "model.init_from": Field(
+        "", "published weights, a .safetensors file, or the .index.json beside several"
+    ),
     "data.path": Field(
         "",
         "folder made by `python -m decent_jax.prepare text`, with train.bin, val.bin and "
@@ -74,25 +92,26 @@ def validate(config: ConfigDict) -> None:
         raise ConfigError(f"{error}") from None
 
 
-def model_config(config: ConfigDict, tokenizer_vocab: int) -> gpt2.GPT2Config:
+def model_config(config: ConfigDict, tokenizer_vocab: int) -> decoders.Config:
     """The model that ``config.model`` describes, for a tokenizer with this many tokens."""
     model = config.model
-    preset = gpt2.PRESETS[model.preset]
+    preset = decoders.PRESETS[model.preset]
     vocab_size = model.vocab_size or tokenizer_vocab
     if vocab_size < tokenizer_vocab:
         raise ConfigError(
             f"model.vocab_size {vocab_size} is smaller than the tokenizer's {tokenizer_vocab}"
         )
+    has = {field.name for field in dataclasses.fields(preset)}
+    for name in ("kv_heads", "hidden", "dropout"):
+        if model[name] and name not in has:
+            raise ConfigError(f"model.{name}: the model of preset {model.preset!r} has none")
+    shape = ("layers", "heads", "kv_heads", "width", "hidden")  # 0: the preset's
+    rest = ("context", "bias", "dropout", "dtype", "remat", "attention", "init_std")
+    given = {name: model[name] for name in shape if model[name]}
+    given |= {name: model[name] for name in rest if name in has}
+    given |= {} if model.tied else {"tied": False}
     try:
-        return dataclasses.replace(
-            preset,
-            layers=model.layers or preset.layers,
-            heads=model.heads or preset.heads,
-            width=model.width or preset.width,
-            vocab_size=vocab_size,
-            **{name: model[name] for name in ("context", "bias", "dropout", "dtype")},
-            **{name: model[name] for name in ("remat", "attention", "init_std")},
-        )
+        return dataclasses.replace(preset, **given, vocab_size=vocab_size)
     except ValueError as error:
         raise ConfigError(f"model.{error}") from None
 
@@ -108,7 +127,7 @@ def count_parameters(config: ConfigDict) -> tuple[int, int]:
             "model.vocab_size of the config comes from the data; give --parameters instead"
         )
     model = model_config(config, config.model.vocab_size or _STDLIB_VOCAB)
-    return gpt2.num_params(model), model.vocab_size * model.width
+    return decoders.model(model).num_params(model), model.vocab_size * model.width
 
 
 def make(config: ConfigDict, workdir: Path, announce: Callable) -> "LanguageModeling":
@@ -121,7 +140,11 @@ def make(config: ConfigDict, workdir: Path, announce: Callable) -> "LanguageMode
     if config.data.path == STDLIB:
         with announce("reading Python's standard library as the corpus"):
             stdlib_corpus.build(folder)
-    return LanguageModeling(config, folder)
+    task = LanguageModeling(config, folder)
+    if task.init_from and not (Path(workdir) / "checkpoints").exists():
+        with announce(f"reading {task.init_from}"):
+            task.load_params()  # a file that is damaged is refused before the run begins
+    return task
 
 
 def _data_folder(config: ConfigDict, workdir: Path) -> Path:
@@ -143,38 +166,44 @@ class LanguageModeling:
         context = config.model.context
         self.tokenizer, self.train_source, self.eval_source = _open(folder, context)
         self.config = model_config(config, _vocab_size(self.tokenizer))
-        self.init_from = config.model.init_from
+        self.model = decoders.model(self.config)
+        self.init_from, self.dropout = config.model.init_from, config.model.dropout
         self.prompt = config.data.prompt
         self.units_per_example = context
-        self.flops_per_example = gpt2.flops_per_token(self.config, context) * context
+        self.flops_per_example = self.model.flops_per_token(self.config, context) * context
         for name in token_folder.SPLITS:
             token_folder.check_vocab(folder / f"{name}.bin", self.config.vocab_size)
 
     def init(self, key):
-        return gpt2.init(self.config, key), {}
+        return self.model.init(self.config, key), {}
 
     def load_params(self):
         if not self.init_from:
             return None
-        return gpt2_weights.load_safetensors(self.init_from, self.config)
+        try:
+            return decoders.weights(self.config).load_safetensors(self.init_from, self.config)
+        except Exception as error:  # safetensors has kinds of its own
+            raise DataError(
+                f"model.init_from: {self.init_from} cannot be read ({short(error)})"
+            ) from None
 
     def loss(self, params, model_state, batch, key):
-        rng = key if self.config.dropout else None
-        logits = gpt2.apply(self.config, params, batch[:, :-1], rng)
+        rng = key if self.dropout else None
+        logits = self.model.apply(self.config, params, batch[:, :-1], rng)
         return cross_entropy(logits, batch[:, 1:]).mean(), model_state
 
     def evaluate(self, params, model_state, batch, weights):
-        logits = gpt2.apply(self.config, params, batch[:, :-1])
+        logits = self.model.apply(self.config, params, batch[:, :-1])
         losses = cross_entropy(logits, batch[:, 1:]).mean(axis=1)
         return {"loss": (losses * weights).sum(), "count": weights.sum()}
 
     def decay_mask(self, params):
-        return gpt2.decay_mask(params)
+        return self.model.decay_mask(params)
 
     def summary(self):
         manifest = _manifest(self.folder)
         return {
-            "parameters": gpt2.num_params(self.config),
+            "parameters": self.model.num_params(self.config),
             "tokenizer": self.tokenizer.name if self.tokenizer else "gpt2",
             "corpus_sha256": manifest.get("corpus_sha256", ""),
             "train_tokens": int(self.train_source.num_tokens),
@@ -196,24 +225,40 @@ class SavedModel(NamedTuple):
     """What `load` returns."""
 
     params: Any  # nested dict of float32 arrays, no replica dimension
-    config: gpt2.GPT2Config
+    config: decoders.Config
     tokenizer: tokenizers.Tokenizer | None  # None: the token folder names none
     step: int
 
 
 def load(run: Run) -> SavedModel:
     """The consensus model of a run; raises DataError where its token folder is gone."""
+    if not run.config.data.path:
+        raise DataError(f"{run.workdir}/config.json names no data.path; it is not the whole one")
     tokenizer = _tokenizer(_data_folder(run.config, run.workdir))
     config = model_config(run.config, _vocab_size(tokenizer))
     return SavedModel(run.params, config, tokenizer, run.step)
 
 
 def export(run: Run, out: Path) -> str:
-    """Writes the weights as published; returns the ``config.json`` that `transformers` reads."""
+    """Writes the weights as published, and the tokenizer where `transformers` has it.
+
+    Returns the ``config.json`` that `transformers` reads.
+    """
     model = load(run)
-    about = {"step": str(model.step), "which": run.which}
-    gpt2_weights.save_safetensors(out, model.params, model.config, about)
-    return json.dumps(gpt2_weights.hf_config(model.config), indent=2) + "\n"
+    origin = {"step": str(model.step), "which": run.which}
+    weights = decoders.weights(model.config)
+    weights.save_safetensors(out, model.params, model.config, origin)
+    about = weights.hf_config(model.config)
+    if model.tokenizer is not None:
+        end = model.tokenizer.end_of_text
+        ends = {"bos_token_id": end, "eos_token_id": end}
+        about |= ends
+        # Without a token to pad with, `generate` of `transformers` warns.
+        generation = json.dumps({**ends, "pad_token_id": end}, indent=2)
+        out.with_name("generation_config.json").write_text(generation + "\n")
+        for name, content in model.tokenizer.hf_files().items():
+            out.with_name(name).write_bytes(content)
+    return json.dumps(about, indent=2) + "\n"
 
 
 def sample(
@@ -293,4 +338,4 @@ def _tokenizer(folder: str | Path) -> tokenizers.Tokenizer | None:
 
 
 def _vocab_size(tokenizer: tokenizers.Tokenizer | None) -> int:
-    return tokenizer.vocab_size if tokenizer else gpt2.PRESETS["small"].vocab_size
+    return tokenizer.vocab_size if tokenizer else decoders.PRESETS["small"].vocab_size

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from decent_jax.data.translation.pair_folder import PairBlocks, TranslationPairs
 from decent_jax.errors import ConfigError, DataError
 from decent_jax.fields import Field
 from decent_jax.models import transformer
-from decent_jax.models.losses import cross_entropy
+from decent_jax.models.pieces import cross_entropy
 from decent_jax.progress import announce as announce_on_stderr
 from decent_jax.tasks import Run, opened
 from decent_jax.tasks.translator import Translator, bleu, meteor
@@ -31,11 +32,17 @@ _SHOWN = 5  # translations at the end
 FIELDS = {
     "model.preset": Field("base", "shape of the Transformer", choices=tuple(transformer.PRESETS)),
     "model.layers": Field(
-        0, "of the encoder, and again of the decoder; 0: the preset's", at_least=0
+        0, "of the encoder, and again of the decoder; 0: the preset's", at_least=0, at_most=2**16
     ),
-    "model.heads": Field(0, "attention heads per layer; 0: the preset's", at_least=0),
-    "model.width": Field(0, "size of the residual stream; 0: the preset's", at_least=0),
-    "model.ff": Field(0, "size of the feed-forward layers; 0: the preset's", at_least=0),
+    "model.heads": Field(
+        0, "attention heads per layer; 0: the preset's", at_least=0, at_most=2**16
+    ),
+    "model.width": Field(
+        0, "size of the residual stream; 0: the preset's", at_least=0, at_most=2**20
+    ),
+    "model.ff": Field(
+        0, "size of the feed-forward layers; 0: the preset's", at_least=0, at_most=2**20
+    ),
     "model.norm": Field("post", "post: as published; pre: needs no warm-up to train deep"),
     "model.dropout": Field(0.1, "share of activations set to zero in training"),
     "model.dtype": Field("bfloat16", "of activations; parameters are float32"),
@@ -64,7 +71,9 @@ FIELDS = {
         at_least=0,
         may_change=True,
     ),
-    "data.beam": Field(4, "beams of these translations", at_least=1, may_change=True),
+    "data.beam": Field(
+        4, "beams of these translations", at_least=1, at_most=2**10, may_change=True
+    ),
 }
 
 
@@ -126,7 +135,20 @@ def make(config: ConfigDict, workdir: Path, announce: Callable) -> "Translation"
 
 @opened.once
 def _open(folder: Path) -> tuple[TranslationPairs, TranslationPairs]:
-    return TranslationPairs(folder, "train"), TranslationPairs(folder, "val")
+    train, val = TranslationPairs(folder, "train"), TranslationPairs(folder, "val")
+    train.check()
+    val.check()
+    return train, val
+
+
+def _check_batch(config: ConfigDict, train: TranslationPairs) -> None:
+    """DataError where a batch is less than a pair of average length for every replica."""
+    side = (float(train.lengths.mean(dtype=np.float64)) * 2 + 1) / 2
+    if config.batch_size < config.num_replicas * side:
+        raise DataError(
+            f"batch_size must be at least {math.ceil(config.num_replicas * side)} tokens, a pair "
+            f"of average length for each of {config.num_replicas} replicas, got {config.batch_size}"
+        )
 
 
 def _keep_vocabulary(vocabulary: subwords.Subwords, workdir: Path) -> None:
@@ -152,6 +174,7 @@ class Translation:
 
     def __init__(self, config: ConfigDict, folder: Path):
         train, val = _open(folder)
+        _check_batch(config, train)
         self.train_source = Source(train, config.data.shapes, config.model.loss_average)
         self.eval_source = Source(val, config.data.shapes)
         self.vocabulary = train.vocabulary

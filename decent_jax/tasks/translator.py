@@ -7,11 +7,14 @@ import jax
 import numpy as np
 
 from decent_jax.data.translation.subwords import Subwords
+from decent_jax.errors import ConfigError
 from decent_jax.models import beam_search, transformer
 from decent_jax.progress import progress_bar
+from decent_jax.text import shown
 
 BEAM = 4
 ALPHA = 0.6  # exponent of the length penalty
+LONGEST = 1024  # subwords of a source; memory grows with the square
 MAX_EXTRA = 50  # tokens a translation may be longer than its source
 _WIDTHS = (16, 32, 64, 128)  # tokens sources are padded to, and multiples of the last
 _BATCH = 32
@@ -47,8 +50,18 @@ class Translator:
     def __call__(
         self, params: transformer.Params, sentences: Sequence[str], *, progress: bool = False
     ) -> list[str]:
-        """The best translation of each sentence, "" of an empty one."""
+        """The best translation of each sentence, "" of an empty one.
+
+        Raises:
+          ConfigError: a sentence has more than `LONGEST` subwords.
+        """
         ids = [self.vocabulary.encode(sentence) for sentence in sentences]
+        for sentence, own in zip(sentences, ids, strict=True):
+            if len(own) > LONGEST:
+                raise ConfigError(
+                    f"a sentence of {len(own)} subwords, {shown(sentence)}, is longer than "
+                    f"{LONGEST}; split it"
+                )
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
         order = [i for i in order if len(ids[i])]
         result = [""] * len(ids)

@@ -20,6 +20,7 @@ array([0.5, 0. , 0. , 0. , 0. , 0. , 0.5, 0. ])
 
 from typing import TYPE_CHECKING
 
+from decent_jax import extras
 from decent_jax.topology.make import COLUMN_STOCHASTIC as COLUMN_STOCHASTIC
 from decent_jax.topology.make import NAMES as NAMES
 from decent_jax.topology.make import make as make
@@ -40,6 +41,7 @@ def plot(schedule: Schedule) -> "Figure":
     An arrow points from sender to receiver, a line without a head goes both ways; the thicker, the
     larger the weight.
     """
+    extras.need("train", "matplotlib")
     from decent_jax.topology.drawing import draw  # here, as matplotlib takes a while to import
 
     return draw(schedule)

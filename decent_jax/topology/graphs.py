@@ -1,6 +1,7 @@
 """The named schedules that are not random: complete graphs, rings, exponential graphs, grids."""
 
 import math
+from collections.abc import Collection
 
 import numpy as np
 
@@ -25,17 +26,17 @@ def ring(n: int) -> list[Round]:
 
 
 def bidirectional_ring(n: int) -> list[Round]:
-    if n == 2:
-        return [pairwise(np.array([1, 0]))]
-    eye = np.eye(n)
-    return [round_of((eye + np.roll(eye, 1, axis=0) + np.roll(eye, -1, axis=0)) / 3)]
+    return [_equal_shifts(n, {1, n - 1})]
 
 
 def static_exp(n: int) -> list[Round]:
-    shifts = [2**k for k in range(math.ceil(math.log2(n)))]
-    eye = np.eye(n)
-    received = sum(np.roll(eye, shift, axis=0) for shift in shifts)
-    return [round_of((eye + received) / (len(shifts) + 1))]
+    return [_equal_shifts(n, [2**k for k in range(math.ceil(math.log2(n)))])]
+
+
+def _equal_shifts(n: int, shifts: Collection[int]) -> Round:
+    """Replica i averages with what every i - shift sends, in equal parts."""
+    received = sum(np.roll(np.eye(n), shift, axis=0) for shift in shifts)
+    return round_of((np.eye(n) + received) / (len(shifts) + 1))
 
 
 def one_peer_exp(n: int) -> list[Round]:
@@ -46,7 +47,8 @@ def one_peer_exp(n: int) -> list[Round]:
 def hypercube(n: int) -> list[Round]:
     if n & (n - 1):
         raise ValueError(
-            f"hypercube needs a power of two replicas, got {n}; use one_peer_exp or ring"
+            f"hypercube needs a power of two replicas, got {n}; use one_peer_exp"
+            f"{'' if n % 2 else ' or ring'}"
         )
     return [pairwise(np.arange(n) ^ 2**r) for r in range(n.bit_length() - 1)]
 
@@ -59,7 +61,8 @@ def alternating_exp_ring(n: int, *, local_size: int) -> list[Round]:
     if local_size < 2 or n % local_size or nodes < 2 or nodes & (nodes - 1):
         raise ValueError(
             "alternating_exp_ring needs local_size >= 2 and local_size x 2^k replicas (k >= 1), "
-            f"got {n} replicas with local_size {local_size}; use one_peer_exp or hypercube"
+            f"got {n} replicas with local_size {local_size}; use one_peer_exp"
+            f"{'' if n & (n - 1) else ' or hypercube'}"
         )
     rounds = []
     for i in range(nodes.bit_length() - 1):
@@ -95,11 +98,7 @@ def _lattice(name: str, n: int, rows: int | None, wraps: bool) -> Round:
         raise ValueError(f"{name}: rows must divide the {n} replicas, got {rows}")
     place = np.arange(n).reshape(rows, n // rows)
     neighbours = np.zeros((n, n), bool)
-    for axis in (0, 1):
-        after = np.roll(place, -1, axis=axis)
-        here, there = place, after
-        if not wraps:  # the last of a line has no successor
-            keep = slice(-1) if axis == 0 else (slice(None), slice(-1))
-            here, there = place[keep], after[keep]
+    for line in (*place, *place.T):  # the last of a line has no successor unless it wraps
+        here, there = (line, np.roll(line, -1)) if wraps else (line[:-1], line[1:])
         neighbours[here, there] = neighbours[there, here] = True
     return round_of(metropolis_hastings(neighbours))

@@ -4,9 +4,12 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
+from decent_jax import machine
+from decent_jax.text import shown
 from decent_jax.topology import base_graph, graphs, random_graphs
 from decent_jax.topology.rounds import Round, kron, round_of
 from decent_jax.topology.schedule import Schedule, check_connected, check_matrix
@@ -35,7 +38,7 @@ def make(name: str, num_replicas: int, *, local_size: int = 1, **parameters) -> 
     | ``equi_dynamic(rounds=8, seed=0)`` | i receives from i - u, u random (Song 2022) | any |
     | ``hierarchical(complete, one_peer_exp)`` | inner in each node, outer across | nodes |
     | ``periodic_average(one_peer_exp, every=8)`` | inner, and each 8th round complete | any |
-    | ``random_out(degree=2, seed=0)`` | i sends to random others; for push-sum | any |
+    | ``random_out(degree=..., seed=0)`` | i sends to random others; for push-sum | any |
 
     Write parameters in the name or pass them as keywords: ``make("base_k(max_degree=2)", 7)`` is
     ``make("base_k", 7, max_degree=2)``. `Schedule.name` holds those you pass and makes the same
@@ -43,7 +46,8 @@ def make(name: str, num_replicas: int, *, local_size: int = 1, **parameters) -> 
 
     - ``grid``, ``torus``, ``star``, ``random_regular`` and ``erdos_renyi`` are one round with
       Metropolis-Hastings weights. ``rows`` is by default the largest divisor of n up to its root
-      (a prime n makes a line, or a ring), ``probability`` 2 ln(n) / n.
+      (a prime n makes a line, or a ring), ``probability`` 2 ln(n) / n, and the ``degree`` of
+      ``random_out`` 2 up to 16 replicas, beyond about ln(n / 2).
     - Random schedules are drawn once from ``seed``, the same everywhere. ``random_matching`` and
       ``equi_dynamic`` are cycles of ``rounds`` rounds, and **each round is compiled on its own**: a
       step that compiles in a minute takes ``rounds`` minutes. On average a round multiplies the
@@ -79,7 +83,10 @@ def make(name: str, num_replicas: int, *, local_size: int = 1, **parameters) -> 
     >>> make("random_regular(seed=1, degree=3)", 8).name
     'random_regular(degree=3, seed=1)'
     """
-    spec, build = _bound(_parse(name), parameters)
+    # Without parameters the likelier mistake is the name, whatever it is made of.
+    is_plain = "(" not in name and name.strip() not in _BUILDERS
+    spec, build = _bound(Spec(name) if is_plain else parse(name), parameters)
+    machine.check_memory(4 * 8 * num_replicas**2, f"a schedule of {num_replicas} replicas")
     if num_replicas < 1:
         raise ValueError(f"a schedule needs at least one replica, got {num_replicas}")
     if local_size < 1:
@@ -89,26 +96,29 @@ def make(name: str, num_replicas: int, *, local_size: int = 1, **parameters) -> 
     schedule = Schedule(str(spec), num_replicas, tuple(build(num_replicas, local_size)))
     for r, rnd in enumerate(schedule.rounds):
         check_matrix(rnd.matrix, num_replicas, r, column_stochastic_only=spec.name in _PUSH_ONLY)
-    check_connected(schedule)
+    check_connected(schedule.name, [rnd.matrix for rnd in schedule.rounds])
     return schedule
 
 
 def repeat(schedule: Schedule, times: int) -> Schedule:
     """The schedule with its period repeated ``times`` times, as distinct rounds.
 
-    For methods that treat each differently (`decent_jax.optim.diloco` with fragments).
+    For methods that treat each differently (`decent_jax.optim.diloco` with fragments, `des_loc`).
 
     >>> repeat(make("complete", 4), 3).period
     3
     """
+    _check_rounds(schedule.name, times * schedule.period, schedule.num_replicas)
     rounds = tuple(dataclasses.replace(rnd) for _ in range(times) for rnd in schedule.rounds)
     return dataclasses.replace(schedule, rounds=rounds)
 
 
+_ROUND_BYTES = 10_000  # besides its matrix
+
 _COMPLETE, _ONE_PEER_EXP = Spec("complete"), Spec("one_peer_exp")
 
 
-def _hierarchical(
+def hierarchical(
     n: int, *, local_size: int, inner: Spec = _COMPLETE, outer: Spec = _ONE_PEER_EXP
 ) -> list[Round]:
     if local_size < 2 or n % local_size:
@@ -116,7 +126,7 @@ def _hierarchical(
             "hierarchical needs nodes of local_size >= 2 replicas that divide their number, got "
             f"{n} replicas with local_size {local_size}; set local_size to the replicas of a node"
         )
-    schedules = []
+    schedules: list[Schedule] = []
     for where, spec, size in (
         (f"inner, over the {local_size} replicas of a node", inner, local_size),
         (f"outer, over {n // local_size} nodes", outer, n // local_size),
@@ -126,13 +136,14 @@ def _hierarchical(
         except ValueError as error:
             raise ValueError(f"hierarchical's {where}: {error}") from None
     inside, across = schedules
+    _check_rounds("hierarchical", math.lcm(inside.period, across.period), n)
     return [
         kron(across.rounds[r % across.period], inside.rounds[r % inside.period])
         for r in range(math.lcm(inside.period, across.period))
     ]
 
 
-def _periodic_average(n: int, *, inner: Spec = _ONE_PEER_EXP, every: int = 8) -> list[Round]:
+def periodic_average(n: int, *, inner: Spec = _ONE_PEER_EXP, every: int = 8) -> list[Round]:
     if every < 1:
         raise ValueError(f"periodic_average: every must be at least 1, got {every}")
     (average,) = graphs.complete(n)
@@ -144,24 +155,14 @@ def _periodic_average(n: int, *, inner: Spec = _ONE_PEER_EXP, every: int = 8) ->
 
 
 _BUILDERS: dict[str, Callable[..., list[Round]]] = {
-    "complete": graphs.complete,
-    "ring": graphs.ring,
-    "bidirectional_ring": graphs.bidirectional_ring,
-    "one_peer_exp": graphs.one_peer_exp,
-    "hypercube": graphs.hypercube,
-    "alternating_exp_ring": graphs.alternating_exp_ring,
-    "static_exp": graphs.static_exp,
-    "base_k": base_graph.base_k,
-    "grid": graphs.grid,
-    "torus": graphs.torus,
-    "star": graphs.star,
-    "random_matching": random_graphs.random_matching,
-    "random_regular": random_graphs.random_regular,
-    "erdos_renyi": random_graphs.erdos_renyi,
-    "equi_dynamic": random_graphs.equi_dynamic,
-    "hierarchical": _hierarchical,
-    "periodic_average": _periodic_average,
-    "random_out": random_graphs.random_out,
+    build.__name__: build
+    for build in (
+        *(graphs.complete, graphs.ring, graphs.bidirectional_ring, graphs.one_peer_exp),
+        *(graphs.hypercube, graphs.alternating_exp_ring, graphs.static_exp, base_graph.base_k),
+        *(graphs.grid, graphs.torus, graphs.star, random_graphs.random_matching),
+        *(random_graphs.random_regular, random_graphs.erdos_renyi, random_graphs.equi_dynamic),
+        *(hierarchical, periodic_average, random_graphs.random_out),
+    )
 }
 
 COLUMN_STOCHASTIC = ("random_out",)  # rows do not sum to 1: for push-sum only
@@ -192,14 +193,11 @@ def register(
         _PUSH_ONLY.add(name)
 
 
-def _parse(name: str) -> Spec:
-    if "(" not in name and name.strip() not in _BUILDERS:  # the likelier mistake is the name
-        raise ValueError(_unknown(name))
-    return parse(name)
-
-
-def _unknown(name: str) -> str:
-    return f"unknown schedule {name!r}; choose one of {', '.join(_BUILDERS)}"
+def _check_rounds(name: str, rounds: Any, n: int) -> None:
+    """Raises ValueError where this machine cannot hold so many rounds."""
+    machine.check_memory(
+        rounds * (8 * n * n + _ROUND_BYTES), f"{name} with {shown(rounds)} rounds of {n} replicas"
+    )
 
 
 def _bound(spec: Spec, keywords: Mapping[str, object]) -> tuple[Spec, Callable]:
@@ -207,9 +205,11 @@ def _bound(spec: Spec, keywords: Mapping[str, object]) -> tuple[Spec, Callable]:
 
     Checks all that does not depend on n, in the schedules inside it too.
     """
-    if spec.name not in _BUILDERS:
-        raise ValueError(_unknown(spec.name))
-    builder = _BUILDERS[spec.name]
+    builder = _BUILDERS.get(spec.name)
+    if builder is None:
+        raise ValueError(
+            f"unknown schedule {shown(spec.name)}; choose one of {', '.join(_BUILDERS)}"
+        )
     kinds = dict(inspect.signature(builder).parameters)
     kinds.pop("n")
     needs_nodes = kinds.pop("local_size", None) is not None
@@ -221,6 +221,8 @@ def _bound(spec: Spec, keywords: Mapping[str, object]) -> tuple[Spec, Callable]:
                 raise ValueError(f"{spec.name}: {key} cannot be {value.name}, which has nodes too")
 
     def build(n: int, local_size: int) -> list[Round]:
+        for key in ("rounds", "every"):
+            _check_rounds(spec.name, given.get(key, 1), n)
         return builder(n, **({"local_size": local_size} if needs_nodes else {}), **given)
 
     return Spec(spec.name, unnamed(given, kinds)), build

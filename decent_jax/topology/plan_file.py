@@ -18,6 +18,8 @@ import numpy as np
 
 from decent_jax import topology
 from decent_jax.json_files import write_json_atomic
+from decent_jax.text import shown
+from decent_jax.topology.rounds import assembled
 
 FORMAT = "decent_jax.plan/1"
 
@@ -26,29 +28,41 @@ FORMAT = "decent_jax.plan/1"
 class Plan:
     """What a run has to do on a given cluster.
 
-    devices: names of the network's devices; replica i lives on ``devices[i]``.
-    schedule: over as many replicas.
+    devices: names of the network's devices; replica i lives on ``devices[i]``, or its stage s on
+      ``devices[i * stages + s]``.
+    schedule: of the replicas.
     mix_every: a round in every so many steps.
     expected: what was predicted, by name: numbers and words for the reader, which no run reads.
+    stages: of each replica, on a device each.
+    layers: of each stage; empty: the run divides them.
     """
 
     devices: tuple[str, ...]
     schedule: topology.Schedule
     mix_every: int = 1
     expected: dict = dataclasses.field(default_factory=dict)
+    stages: int = 1
+    layers: tuple[int, ...] = ()
 
     def __post_init__(self):
         if len(set(self.devices)) != len(self.devices):
             raise ValueError("a device occurs twice in the plan; every replica needs its own")
-        if len(self.devices) != self.schedule.num_replicas:
+        for name, value in (("stages", self.stages), *(("layers", x) for x in self.layers)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be whole numbers from 1 on, got {value!r}")
+        if self.layers and len(self.layers) != self.stages:
+            raise ValueError(f"the plan has {self.stages} stages, and layers of {len(self.layers)}")
+        if len(self.devices) != self.schedule.num_replicas * self.stages:
             raise ValueError(
-                f"the plan's schedule is for {self.schedule.num_replicas} replicas, but it names "
-                f"{len(self.devices)} devices"
+                f"the plan's schedule is for {self.schedule.num_replicas} replicas of "
+                f"{self.stages} stages, but it names {len(self.devices)} devices"
             )
         if isinstance(self.mix_every, bool) or not isinstance(self.mix_every, int):
             raise ValueError(f"mix_every must be a whole number, got {self.mix_every!r}")
         if self.mix_every < 1:
             raise ValueError(f"mix_every must be at least 1, got {self.mix_every}")
+        if self.mix_every >= 2**31:
+            raise ValueError(f"mix_every must be below 2^31, got {shown(self.mix_every)}")
 
     def device_order(self, devices: Sequence[str]) -> list[int]:
         """Where each replica goes: indices into ``devices``, the names of the cluster at hand.
@@ -82,6 +96,8 @@ class Plan:
                 "schedule": _schedule_to_json(self.schedule),
                 "mix_every": self.mix_every,
                 "expected": self.expected,
+                "stages": self.stages,
+                "layers": self.layers,
             },
         )
 
@@ -96,11 +112,14 @@ def load(path: str | Path) -> Plan:
         fields = json.loads(Path(path).read_text())
         if not isinstance(fields, dict) or fields.get("format") != FORMAT:
             raise ValueError(f'it does not say "format": "{FORMAT}"')
+        stages = fields.get("stages", 1)  # plans of earlier versions have none
         return Plan(
             tuple(str(name) for name in fields["devices"]),
-            _schedule_from_json(fields["schedule"], len(fields["devices"])),
+            _schedule_from_json(fields["schedule"], len(fields["devices"]) // stages),
             fields["mix_every"],
             fields.get("expected", {}),
+            stages,
+            tuple(fields.get("layers", ())),
         )
     except OSError as error:
         raise ValueError(f"cannot read the plan {path}: {error.strerror or error}") from None
@@ -108,7 +127,9 @@ def load(path: str | Path) -> Plan:
         raise ValueError(f"{path} is not JSON: {error}") from None
     except KeyError as error:
         raise ValueError(f"{path} is not a plan: it lacks {error}") from None
-    except (ValueError, TypeError, IndexError) as error:
+    except RecursionError:
+        raise ValueError(f"{path} is not a plan: it is nested too deep") from None
+    except (ValueError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{path} is not a plan: {error}") from None
 
 
@@ -149,19 +170,15 @@ def _round(fields: dict, n: int) -> topology.Round:
             f"a round needs groups that divide {n} replicas and a weight for each, got groups of "
             f"{group_size} and {len(self_weights)} weights"
         )
-    exchange = np.diag(self_weights)
     sends = []
     for send in fields["sends"]:
         sources = np.asarray(send["sources"], np.int64)
         weights = np.asarray(send["weights"], np.float64)
-        receiver = np.flatnonzero(sources >= 0)
-        senders = sources[receiver]
+        senders = sources[sources >= 0]
         if sources.shape != (n,) or weights.shape != (n,) or len(set(senders)) < len(senders):
             raise ValueError(f"a message needs {n} sources that are all different, and weights")
-        exchange[receiver, senders] += weights[receiver]
         sends.append(topology.Send(sources, weights))
-    inside = np.kron(np.eye(n // group_size), np.full((group_size, group_size), 1 / group_size))
-    return topology.Round(group_size, self_weights, tuple(sends), exchange @ inside)
+    return assembled(group_size, self_weights, sends)
 
 
 def _equal(first: topology.Schedule, second: topology.Schedule) -> bool:

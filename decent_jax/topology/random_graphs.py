@@ -10,10 +10,8 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import connected_components
 
-from decent_jax.topology.rounds import Round, pairwise, round_of
+from decent_jax.topology.rounds import Round, connected_parts, pairwise, round_of
 from decent_jax.topology.weights import metropolis_hastings
 
 DRAWS = 100
@@ -27,11 +25,9 @@ def random_matching(
     if not 0 < meet <= 1:
         raise ValueError(f"random_matching: meet must be above 0 and at most 1, got {meet}")
     rng = _random_state("random_matching", seed)
-    graph = None
-    if degree is not None:
-        graph = _regular_graph("random_matching", n, degree, rng)
+    graph = None if degree is None else _regular_graph("random_matching", n, degree, rng).matrix
 
-    def pairs():
+    def partners():
         partner = _matching(n, rng) if graph is None else _matching_of(graph, rng)
         if meet == 1:
             return partner
@@ -40,31 +36,28 @@ def random_matching(
         return np.where((partner >= 0) & kept[lower], partner, -1)
 
     def draw():
-        return np.stack([pairs() for _ in range(1 if n == 2 and meet == 1 else rounds)])
+        return [pairwise(partners()) for _ in range(1 if n == 2 and meet == 1 else rounds)]
 
-    hint = f"with {rounds} rounds; use more rounds"
-    sources = _connected("random_matching", n, draw, _arrows, hint)
-    return [pairwise(row) for row in sources]
+    return _connected("random_matching", draw, f"with {rounds} rounds; use more rounds")
 
 
 def random_out(n: int, *, degree: int | None = None, seed: int = 0) -> list[Round]:
     """Column stochastic only: each replica sends to ``degree`` others."""
     if degree is None:
-        degree = min(2, n - 1)
+        # Nobody may be left without a sender: 2 up to 16 replicas, then about ln n.
+        degree = min(max(2, math.ceil(math.log(n / 2.2))), n - 1)
     if not 1 <= degree < n:
         raise ValueError(f"random_out: degree must be from 1 to n - 1 = {n - 1}, got {degree}")
     rng = _random_state("random_out", seed)
 
     def draw():
-        receives = np.zeros((n, n), bool)
+        receives = np.eye(n)
         for sender in range(n):
             others = np.delete(np.arange(n), sender)
-            receives[rng.permutation(others)[:degree], sender] = True
-        return receives
+            receives[rng.permutation(others)[:degree], sender] = 1
+        return [round_of(receives / (degree + 1))]
 
-    hint = f"with degree {degree}; use a larger degree"
-    receives = _connected("random_out", n, draw, lambda drawn: drawn, hint)
-    return [round_of((receives + np.eye(n)) / (degree + 1))]
+    return _connected("random_out", draw, f"with degree {degree}; use a larger degree")
 
 
 def equi_dynamic(n: int, *, rounds: int = 8, seed: int = 0) -> list[Round]:
@@ -74,18 +67,15 @@ def equi_dynamic(n: int, *, rounds: int = 8, seed: int = 0) -> list[Round]:
 
     def draw():
         shifts = 1 + rng.permutation(n - 1)[:rounds]
-        return np.stack([(np.arange(n) - shift) % n for shift in shifts])
+        return [pairwise((np.arange(n) - shift) % n) for shift in shifts]
 
-    hint = f"with {rounds} rounds; use more rounds"
-    sources = _connected("equi_dynamic", n, draw, _arrows, hint)
-    return [pairwise(row) for row in sources]
+    return _connected("equi_dynamic", draw, f"with {rounds} rounds; use more rounds")
 
 
 def random_regular(n: int, *, degree: int | None = None, seed: int = 0) -> list[Round]:
     if degree is None:
         degree = min(4, n - 1)
-    graph = _regular_graph("random_regular", n, degree, _random_state("random_regular", seed))
-    return [round_of(metropolis_hastings(graph))]
+    return [_regular_graph("random_regular", n, degree, _random_state("random_regular", seed))]
 
 
 def erdos_renyi(n: int, *, probability: float | None = None, seed: int = 0) -> list[Round]:
@@ -99,15 +89,14 @@ def erdos_renyi(n: int, *, probability: float | None = None, seed: int = 0) -> l
 
     def draw():
         above = np.triu(rng.random_sample((n, n)) < probability, k=1)
-        return above | above.T
+        return [round_of(metropolis_hastings(above | above.T))]
 
     hint = f"with probability {probability:g}; use a larger probability"
-    neighbours = _connected("erdos_renyi", n, draw, lambda drawn: drawn, hint)
-    return [round_of(metropolis_hastings(neighbours))]
+    return _connected("erdos_renyi", draw, hint)
 
 
-def _regular_graph(name: str, n: int, degree: int, rng: np.random.RandomState) -> np.ndarray:
-    """(n, n) bool: a random connected graph in which every replica has ``degree`` neighbours."""
+def _regular_graph(name: str, n: int, degree: int, rng: np.random.RandomState) -> Round:
+    """The round of a random connected graph in which every replica has ``degree`` neighbours."""
     if not min(2, n - 1) <= degree < n or n * degree % 2:
         raise ValueError(
             f"{name} needs a degree from 2 to n - 1, even where n is odd, got degree "
@@ -116,12 +105,12 @@ def _regular_graph(name: str, n: int, degree: int, rng: np.random.RandomState) -
 
     def draw():
         if degree <= (n - 1) / 2:
-            return _regular(n, degree, rng)
+            return [round_of(metropolis_hastings(_regular(n, degree, rng)))]
         complement = _regular(n, n - 1 - degree, rng)
-        return ~complement & ~np.eye(n, dtype=bool)
+        return [round_of(metropolis_hastings(~complement))]
 
-    hint = f"with degree {degree}; use a larger degree"
-    return _connected(name, n, draw, lambda drawn: drawn, hint)
+    (rnd,) = _connected(name, draw, f"with degree {degree}; use a larger degree")
+    return rnd
 
 
 def _random_state(name: str, seed: int) -> np.random.RandomState:
@@ -130,23 +119,15 @@ def _random_state(name: str, seed: int) -> np.random.RandomState:
     return np.random.RandomState(seed)
 
 
-def _connected(name: str, n: int, draw: Callable, graph_of: Callable, hint: str) -> np.ndarray:
-    """The first draw whose graph (n, n) connects all replicas."""
+def _connected(name: str, draw: Callable[[], list[Round]], hint: str) -> list[Round]:
+    """The first drawn rounds that connect all replicas."""
+    rounds = []
     for _ in range(DRAWS):
-        drawn = draw()
-        graph = csr_array(graph_of(drawn))
-        if connected_components(graph, directed=True, connection="strong")[0] == 1:
-            return drawn
+        rounds = draw()
+        if connected_parts([rnd.matrix for rnd in rounds]).max() == 0:
+            return rounds
+    n = len(rounds[0].matrix)
     raise ValueError(f"{name}: {DRAWS} draws left {n} replicas unconnected {hint}")
-
-
-def _arrows(sources: np.ndarray) -> np.ndarray:
-    """(rounds, n) sources as the graph (n, n) of receivers and senders over a period."""
-    receivers = np.broadcast_to(np.arange(sources.shape[1]), sources.shape)
-    active = sources >= 0
-    graph = np.zeros((sources.shape[1],) * 2, bool)
-    graph[receivers[active], sources[active]] = True
-    return graph
 
 
 def _matching(n: int, rng: np.random.RandomState) -> np.ndarray:
@@ -161,7 +142,7 @@ def _matching(n: int, rng: np.random.RandomState) -> np.ndarray:
 def _matching_of(graph: np.ndarray, rng: np.random.RandomState) -> np.ndarray:
     """(n,) partners: edges of the graph in random order, each taken if both ends are free."""
     partner = np.full(len(graph), -1)
-    for i, j in rng.permutation(np.argwhere(np.triu(graph))):
+    for i, j in rng.permutation(np.argwhere(np.triu(graph, k=1))):
         if partner[i] < 0 and partner[j] < 0:
             partner[i], partner[j] = j, i
     return partner

@@ -2,10 +2,11 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 from scipy.sparse import csr_array
-from scipy.sparse.csgraph import maximum_bipartite_matching
+from scipy.sparse.csgraph import connected_components, maximum_bipartite_matching
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -19,6 +20,9 @@ class Send:
 
     sources: np.ndarray
     weights: np.ndarray
+
+    def __post_init__(self):
+        _freeze(self.sources, self.weights)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,6 +39,9 @@ class Round:
     self_weights: np.ndarray
     sends: tuple[Send, ...]
     matrix: np.ndarray
+
+    def __post_init__(self):
+        _freeze(self.self_weights, self.matrix)
 
     @property
     def degree(self) -> int:
@@ -59,12 +66,7 @@ class Round:
         if any((table != table[:, :1]).any() for table in tables):
             return None
         own, *given = (weight[::g] for weight in weights)
-        matrix = np.diag(own)
-        sends = [Send(source[::g], weight) for source, weight in zip(sources, given, strict=True)]
-        for send in sends:
-            receivers = np.flatnonzero(send.sources >= 0)
-            matrix[receivers, send.sources[receivers]] += send.weights[receivers]
-        return Round(1, own, tuple(sends), matrix)
+        return assembled(1, own, [Send(s[::g], w) for s, w in zip(sources, given, strict=True)])
 
     def models_sent(self) -> float:
         """Parameters the busiest replica sends in this round, in units of one model.
@@ -104,35 +106,42 @@ class Round:
         return sent
 
 
+def _freeze(*arrays: np.ndarray) -> None:
+    for x in arrays:
+        x.setflags(write=False)
+
+
 def _sender_groups(sources: np.ndarray, g: int) -> np.ndarray:
     """(n,) the group each replica receives from, -1 where it is idle."""
     return np.where(sources >= 0, sources // g, -1)
 
 
-def pairwise(sources: np.ndarray) -> Round:
+def assembled(group_size: int, self_weights: np.ndarray, sends: Sequence[Send]) -> Round:
+    """The round that communicates so, with the matrix that this amounts to."""
+    matrix = np.diag(self_weights)
+    for send in sends:
+        receivers = np.flatnonzero(send.sources >= 0)
+        matrix[receivers, send.sources[receivers]] += send.weights[receivers]
+    if group_size > 1:
+        group = np.full((group_size, group_size), 1 / group_size)
+        matrix = matrix @ np.kron(np.eye(len(matrix) // group_size), group)
+    return Round(group_size, self_weights, tuple(sends), matrix)
+
+
+def pairwise(sources: np.ndarray, group_size: int = 1) -> Round:
     """Replica i averages, 1/2 each, with what ``sources[i]`` sends; it idles where that is -1."""
     sources = np.asarray(sources)
     weights = np.where(sources >= 0, 0.5, 0.0)
-    matrix = np.diag(1 - weights)
-    receivers = np.flatnonzero(sources >= 0)
-    matrix[receivers, sources[receivers]] += 0.5
-    return Round(1, 1 - weights, (Send(sources, weights),), matrix)
+    return assembled(group_size, 1 - weights, [Send(sources, weights)])
 
 
 def grouped(n: int, group_size: int, partner: np.ndarray | None = None) -> Round:
     """Average inside consecutive groups; groups with a partner (>= 0) then average with it."""
-    groups = n // group_size
-    partner = np.full(groups, -1) if partner is None else partner
-    paired = np.repeat(partner >= 0, group_size)
-    sources = np.where(
-        paired, np.repeat(partner, group_size) * group_size + np.arange(n) % group_size, -1
-    )
-    weights = np.where(paired, 0.5, 0.0)
-    exchange = np.diag(1 - weights)
-    exchange[np.flatnonzero(paired), sources[paired]] += 0.5
-    inside = np.kron(np.eye(groups), np.full((group_size, group_size), 1 / group_size))
-    sends = (Send(sources, weights),) if paired.any() else ()
-    return Round(group_size, 1 - weights, sends, exchange @ inside)
+    sender = np.full(n, -1) if partner is None else np.repeat(partner, group_size)
+    sources = np.where(sender >= 0, sender * group_size + np.arange(n) % group_size, -1)
+    if (sources < 0).all():
+        return assembled(group_size, np.ones(n), [])
+    return pairwise(sources, group_size)
 
 
 def round_of(matrix: np.ndarray) -> Round:
@@ -170,16 +179,20 @@ def kron(outer: Round, inner: Round) -> Round:
         group_size = outer.group_size * local
     elif outer.group_size > 1:  # replicas l of several nodes are not consecutive: no group mean
         outer = round_of(outer.matrix)
-    _, *terms = [(nodes, replicas) for nodes in _terms(outer) for replicas in _terms(inner)]
-    sends = [_both(nodes, replicas, local) for nodes, replicas in terms]
-    own_weights = np.multiply.outer(outer.self_weights, inner.self_weights).ravel()
+    # The own copy is a message to oneself.
+    own, *sends = (
+        _both(nodes, replicas, local)
+        for nodes in (Send(np.arange(len(outer.matrix)), outer.self_weights), *outer.sends)
+        for replicas in (Send(np.arange(local), inner.self_weights), *inner.sends)
+    )
     used = tuple(send for send in sends if send.weights.any())
-    return Round(group_size, own_weights, used, matrix)
+    return Round(group_size, own.weights, used, matrix)
 
 
-def _terms(rnd: Round) -> list[Send]:
-    """The own copy, as a message to oneself, and the sends."""
-    return [Send(np.arange(len(rnd.matrix)), rnd.self_weights), *rnd.sends]
+def connected_parts(matrices: Sequence[np.ndarray]) -> np.ndarray:
+    """(n,) int: replicas of one number reach each other both ways, by what is above 0 in (n, n)."""
+    arrows = csr_array(np.sum(matrices, axis=0) > 0)
+    return connected_components(arrows, directed=True, connection="strong")[1]
 
 
 def _both(nodes: Send, replicas: Send, local: int) -> Send:

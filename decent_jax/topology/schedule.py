@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import connected_components
 
-from decent_jax.topology.rounds import Round, round_of
+from decent_jax.topology.rounds import Round, connected_parts, round_of
 from decent_jax.topology.weights import balanced, metropolis_hastings
 
 SUM_TOLERANCE = 1e-9
@@ -188,14 +186,14 @@ class Schedule:
         Raises:
           ValueError: naming the round and what is wrong with it.
         """
-        arrays = [np.asarray(matrix, np.float64) for matrix in matrices]
+        arrays = [np.array(matrix, np.float64) for matrix in matrices]  # the caller's may change
         if not arrays:
             raise ValueError("a schedule needs at least one mixing matrix, got none")
         n = arrays[0].shape[0] if arrays[0].ndim else 0
         for r, matrix in enumerate(arrays):
             check_matrix(matrix, n, r, row_stochastic_only, column_stochastic_only)
         schedule = Schedule(name, n, tuple(round_of(matrix) for matrix in arrays))
-        check_connected(schedule)
+        check_connected(name, arrays)
         if schedule.consensus_rate() > 1 - 1e-12:  # connected, but a period swaps or rotates
             raise ValueError(
                 f"schedule {name!r} never reaches consensus: one period leaves some disagreement "
@@ -228,7 +226,7 @@ class Schedule:
             raise ValueError(f"schedule {name!r} needs a graph with at least one node, got none")
         if not graph.is_directed():
             receives |= receives.T
-        _check_strongly_connected(receives, name)
+        check_connected(name, [receives])
         weights = balanced if graph.is_directed() else metropolis_hastings
         return Schedule.from_matrices([weights(receives)], name)
 
@@ -264,19 +262,14 @@ def check_matrix(
             )
 
 
-def check_connected(schedule: Schedule) -> None:
+def check_connected(name: str, matrices: Sequence[np.ndarray]) -> None:
     """Raises ValueError where information does not reach every replica over a period."""
-    union = np.sum([rnd.matrix for rnd in schedule.rounds], axis=0) > 0
-    _check_strongly_connected(union, schedule.name)
-
-
-def _check_strongly_connected(receives: np.ndarray, name: str) -> None:
-    count, label = connected_components(csr_array(receives), directed=True, connection="strong")
-    if count > 1:
-        parts = [np.flatnonzero(label == k).tolist() for k in range(count)]
+    label = connected_parts(matrices)
+    if label.max() > 0:
+        first, second = (np.flatnonzero(label == k).tolist() for k in (0, 1))
         raise ValueError(
             f"schedule {name!r} never reaches consensus: over one period information does "
-            f"not flow both ways between replicas {parts[0]} and {parts[1]}"
+            f"not flow both ways between replicas {first} and {second}"
         )
 
 

@@ -17,10 +17,14 @@ from typing import Any, Union
 
 import numpy as np
 
+from decent_jax.text import shown
+
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>[-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)"
     r"|(?P<name>[A-Za-z_]\w*)|(?P<mark>[(),=]))"
 )
+
+_LONGEST = 300  # characters, and so a bound on how deep schedules are nested
 
 Value = Union[int, float, "Spec"]
 
@@ -49,6 +53,10 @@ def parse(text: str) -> Spec:
     ((None, Spec(name='complete', arguments=())),
      (None, Spec(name='base_k', arguments=(('max_degree', 2),))))
     """
+    if len(text) > _LONGEST:
+        raise ValueError(
+            f"schedule {shown(text)} has {len(text)} characters; write at most {_LONGEST}"
+        )
     tokens, end = [], 0  # (kind, token, where it begins)
     while match := _TOKEN.match(text, end):
         token = match[0].strip()
@@ -61,9 +69,9 @@ def parse(text: str) -> Spec:
 
     def error() -> ValueError:
         rest = text[tokens[-1][2] :].strip()
-        where = f"at {rest!r}" if rest else "where it ends"
+        where = f"at {shown(rest)}" if rest else "where it ends"
         return ValueError(
-            f"schedule {text!r} cannot be read {where}; write a name, or name(parameter=value,"
+            f"schedule {shown(text)} cannot be read {where}; write a name, or name(parameter=value,"
             " ...), such as base_k(max_degree=2) or hierarchical(complete, one_peer_exp)"
         )
 
@@ -132,23 +140,18 @@ def _takes(parameters: Mapping[str, inspect.Parameter]) -> str:
     return f"takes {', '.join(parameters)}" if parameters else "takes no parameters"
 
 
-def _read(name: str, key: str, value: object, annotation: Any) -> Value:
+def _read(name: str, key: str, value: Any, annotation: Any) -> Value:
     """``value`` in the type of the parameter; scalars of NumPy are accepted."""
-    if annotation is Spec:
+    kinds = getattr(annotation, "__args__", (annotation,))
+    value = value.item() if isinstance(value, np.generic) else value
+    if Spec in kinds:
         value = parse(value) if isinstance(value, str) else value
-        if isinstance(value, Spec):
-            return value
-        wanted = "a schedule"
+        accepted, wanted = Spec, "a schedule"
+    elif float in kinds:
+        accepted, wanted = int | float, "a number"
     else:
-        wanted = "a number" if float in _union(annotation) else "a whole number"
-        number = value.item() if isinstance(value, np.generic) else value
-        if isinstance(number, int) and not isinstance(number, bool):
-            return number
-        if isinstance(number, float) and float in _union(annotation):
-            return number
+        accepted, wanted = int, "a whole number"
+    if isinstance(value, accepted) and not isinstance(value, bool):
+        return value
     got = value if isinstance(value, Spec) else repr(value)
     raise ValueError(f"{name}: {key} must be {wanted}, got {got}")
-
-
-def _union(annotation: Any) -> tuple:
-    return getattr(annotation, "__args__", (annotation,))

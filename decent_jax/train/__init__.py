@@ -6,6 +6,10 @@
 >>> summary = train.run(config, "runs/mine")      # doctest: +SKIP
 """
 
+from decent_jax import extras
+
+extras.need("train", "ml_collections", "flax", "grain", "orbax", "tqdm")
+
 from decent_jax.errors import CheckpointError, ConfigError, Interrupted, PeerLost, TrainingFailed
 from decent_jax.train.config import default_config, validate
 
@@ -19,12 +23,22 @@ def run(config, workdir):
         return loop.run(config, workdir)
 
 
+def check(config):
+    """Say what a run of ``config`` takes, and train nothing; see `decent_jax.train.needs.check`."""
+    from decent_jax.cluster.start import lost_peers_told
+    from decent_jax.train.needs import check
+
+    with lost_peers_told():
+        check(config)
+
+
 __all__ = [
     "CheckpointError",
     "ConfigError",
     "Interrupted",
     "PeerLost",
     "TrainingFailed",
+    "check",
     "default_config",
     "run",
     "validate",

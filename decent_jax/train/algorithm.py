@@ -8,11 +8,13 @@ import optax
 from ml_collections import ConfigDict
 
 from decent_jax import optim, topology
-from decent_jax.errors import ConfigError
 from decent_jax.gossip import AxisName, wire
-from decent_jax.optim import METHODS, Method, Parts
-from decent_jax.text import format_number
+from decent_jax.optim import METHODS, Parts
+from decent_jax.text import format_bytes
 from decent_jax.topology import Schedule
+from decent_jax.train import config as config_lib
+from decent_jax.train import named_optimizer
+from decent_jax.train.config_table import FIELDS
 
 
 def transformation(
@@ -57,13 +59,24 @@ def parts(
         gradient=optax.chain(clip, decay),
         optimizer=config.optimizer.to_dict(),
         identical_start=config.identical_start,
-        numbers=_numbers(config, method),
+        numbers=config_lib.numbers_of(config, method),
     )
 
 
 def optimizer_name(config: ConfigDict) -> str:
-    """The local optimizer: ``optimizer.name``, or where it is empty the algorithm's first."""
-    allowed, name = METHODS[config.algorithm].optimizers, config.optimizer.name
+    """The local optimizer: ``optimizer.name``, or where it is empty the algorithm's first.
+
+    Methods that differ from others in more than the optimizer take any that has a dotted name.
+    """
+    method, name = METHODS[config.algorithm], config.optimizer.name
+    allowed = method.optimizers
+    if named_optimizer.is_dotted(name):
+        if method.own_momentum or allowed == ("accum_adam",):
+            raise ValueError(
+                f"algorithm {config.algorithm} is an optimizer itself, got optimizer.name "
+                f"{name!r}; any optimizer works with decentralized_sgd, and with all_reduce"
+            )
+        return name
     if name and name not in allowed:
         raise ValueError(
             f"algorithm {config.algorithm} works with optimizer.name {' or '.join(allowed)}, got "
@@ -79,10 +92,17 @@ class Cost:
     sent_a_step: float  # by the busiest replica to all its neighbours, averaged over a period
     sent_by_node: float  # by the busiest node of ``local_size`` replicas to other nodes, likewise
     state: int  # parameters, optimizer and method
+    local_size: int
 
 
-def cost(config: ConfigDict, schedule: Schedule, state: Any) -> Cost:
-    """The cost of a `TrainState`, or of its shapes, with the leading replica dimension."""
+def cost(config: ConfigDict, schedule: Schedule, state: Any, local_size: int) -> Cost:
+    """The cost of a `TrainState`, or of its shapes, with the leading replica dimension.
+
+    Args:
+      config, schedule: of the run.
+      state: see above.
+      local_size: replicas per node.
+    """
     own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
     held, model = (
         sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
@@ -95,49 +115,61 @@ def cost(config: ConfigDict, schedule: Schedule, state: Any) -> Cost:
         method = METHODS[config.algorithm]
         model = method.message_bytes(own.params, parts(config, schedule, 1.0))
         every = config.mix_every
-    by_node = schedule.bytes_sent_by_nodes(model, config.local_size)
-    return Cost(schedule.bytes_sent(model) / every, by_node / every, held)
+    by_node = schedule.bytes_sent_by_nodes(model, local_size)
+    return Cost(schedule.bytes_sent(model) / every, by_node / every, held, local_size)
 
 
 def describe(config: ConfigDict, schedule: Schedule, cost: Cost) -> str:
     """What the algorithm sends and keeps, in one sentence for the start of a run."""
-    sent, by_node, state = (
-        f"{format_number(number / 1e6)} MB" for number in dataclasses.astuple(cost)
-    )
-    over = "" if config.algorithm == "all_reduce" else f" over {schedule.name}"
+    sent, by_node, state = map(format_bytes, (cost.sent_a_step, cost.sent_by_node, cost.state))
+    name = config.optimizer.name
+    over = f" with {name}" if named_optimizer.is_dotted(name) else ""
+    if config.algorithm != "all_reduce":
+        over += f" over {schedule.name}"
+    elif config.schedule not in (FIELDS["schedule"].default, "auto"):
+        over += f", which ignores schedule {config.schedule}"
     node = ""
-    if config.local_size > 1:
-        node = f" (a node of {config.local_size} sends {by_node} to other nodes)"
+    if cost.local_size > 1:
+        node = f" (a node of {cost.local_size} sends {by_node} to other nodes)"
     return (
         f"{config.algorithm}{over}: a replica sends {sent} per step{node} and "
         f"keeps {state} of parameters and optimizer"
     )
 
 
-def _numbers(config: ConfigDict, method: Method) -> dict[str, Any]:
-    if not method.numbers:
-        return {}
-    name = method.config_section
-    if name and name not in config:
-        raise ConfigError(
-            f"the config has no section {name!r}, whose numbers {method.name} needs; import the "
-            "module that registers it before default_config() is called"
-        )
-    section = config[name] if name else config
-    return {number: section[number] for number in method.numbers}
-
-
 def _local_optimizer(config: ConfigDict, rate: optax.ScalarOrSchedule, decay_mask: Any):
     chosen, name = config.optimizer, optimizer_name(config)
     clip, decay = _gradient_steps(config, decay_mask)
+    if named_optimizer.is_dotted(name):
+        decoupled = chosen.weight_decay if chosen.decoupled else 0.0
+        before = optax.identity() if chosen.decoupled else decay
+        return optax.chain(clip, before, named_optimizer.make(name, rate, decoupled, decay_mask))
     if name == "sgd":
         before, after = (optax.identity(), decay) if chosen.decoupled else (decay, optax.identity())
         trace = optax.trace(chosen.momentum) if chosen.momentum else optax.identity()
         return optax.chain(clip, before, trace, after, optax.scale_by_learning_rate(rate))
+    if name == "muon":
+        before = optax.identity() if chosen.decoupled else decay
+        decoupled = chosen.weight_decay if chosen.decoupled else 0.0
+        return optax.chain(clip, before, _muon(chosen, rate, decoupled, decay_mask))
     make = optim.accum_adamw if chosen.decoupled else optim.accum_adam
-    window = config.accum_steps if name == "accum_adam" else 1
+    window = config.optimizer.window if name == "accum_adam" else 1
     inner = make(rate, chosen.b1, chosen.b2, chosen.eps, chosen.weight_decay, decay_mask, window)
     return optax.chain(clip, inner) if chosen.clip_norm else inner
+
+
+def _muon(chosen: ConfigDict, rate: optax.ScalarOrSchedule, weight_decay: float, mask: Any):
+    """Muon for matrices, Adam for the rest, at one learning rate, which is of Adam's size."""
+    return optax.contrib.muon(
+        rate,
+        beta=chosen.momentum,
+        eps=chosen.eps,
+        weight_decay=weight_decay,
+        weight_decay_mask=mask,
+        adam_b1=chosen.b1,
+        adam_b2=chosen.b2,
+        consistent_rms=0.2,  # Liu et al. 2025: updates as large as Adam's
+    )
 
 
 def _gradient_steps(config: ConfigDict, decay_mask: Any):

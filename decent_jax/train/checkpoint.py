@@ -12,9 +12,11 @@ import gc
 import io
 import json
 import logging
+import re
 import sys
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from decent_jax import optim, replicas
-from decent_jax.errors import CheckpointError
+from decent_jax.errors import CheckpointError, ConfigError
+from decent_jax.json_files import read_json
 from decent_jax.replicas import Placement
+from decent_jax.text import shown
 from decent_jax.train.step import TrainState
 
 log = logging.getLogger(__name__)
@@ -36,6 +40,11 @@ _NAMES_BEFORE |= {"gradient": "g", "weight": "w", "momentum": "m", "mu": "m", "n
 _NAMES_BEFORE |= {"start": "x_0", "slow": "u", "outer": "theta", "distance": "y"}
 
 FOLDER, BEST, DAMAGED = "checkpoints", "best", "damaged"
+# Of orbax; then of `decent_jax.pipelines`.
+_ITEMS = re.compile(
+    "params|rest|meta|model_state|_CHECKPOINT_METADATA|commit_success.txt|"
+    r"stage-\d+\.replica-\d+\.npz|manifest\.json|\.manifest\.json\.\d+\.tmp"
+)
 
 
 class Checkpointer:
@@ -124,7 +133,7 @@ class Checkpointer:
                 say(f"the checkpoint of step {damaged} was moved to {self.workdir / DAMAGED}")
                 self._put_aside(damaged)
             if meta["num_replicas"] != placement.num_replicas:
-                state = self._change_replicas(state, placement, accum_steps)
+                state = change_replicas(state, placement, accum_steps)
                 say(
                     f"the checkpoint has {meta['num_replicas']} replicas and this run "
                     f"{placement.num_replicas}: every replica continues from the mean of the old "
@@ -145,6 +154,12 @@ class Checkpointer:
             self._manager.close()
             self._best.close()
 
+    def failed(self, error: BaseException) -> CheckpointError:
+        """The sentence for what a thread that writes has met."""
+        return CheckpointError(
+            f"a checkpoint could not be written to {self.workdir}: {_reason(error)}"
+        )
+
     def wait(self) -> None:
         """Wait until everything saved so far is on disk."""
         with _writing(self.workdir):
@@ -153,25 +168,15 @@ class Checkpointer:
 
     def _attempt(self, step, like, placement) -> tuple[TrainState, dict] | str:
         """The state and its meta, or why they cannot be used."""
-        # A read that fails leaves threads and coroutines of orbax that print their own tracebacks.
-        hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
-        try:
-            with contextlib.redirect_stderr(io.StringIO()):
-                try:
-                    return self._restore(step, like, placement)
-                except Exception as error:
-                    reason = _reason(error)
-                time.sleep(0.2)  # until they have met the end of their event loop
-                gc.collect()
-                return reason
-        finally:
-            sys.unraisablehook = hook
+        found, reason = _attempted(lambda: self._restore(step, like, placement))
+        return reason or found
 
     def _restore(self, step, like, placement):
         meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
         meta = meta["meta"]
-        if _checksum_of_meta(meta) != meta.get("checksum") or meta["step"] != step:
+        if not isinstance(meta, dict) or _checksum_of_meta(meta) != meta.get("checksum"):
             raise ValueError("its meta does not match the checksum taken when it was saved")
+        _check_meta(meta, step)
         n_old = meta["num_replicas"]
         had_ema = bool(meta["config"]["eval.ema_decay"])
         wants_ema = like.ema is not None
@@ -217,19 +222,6 @@ class Checkpointer:
             return None
         return {str(name): _NAMES_BEFORE.get(str(name), str(name)) for name in stored}
 
-    def _change_replicas(self, state, placement, accum_steps):
-        @jax.jit
-        def change(state):
-            skipped = state.opt_state.skipped.sum()
-            state = replicas.resize(state, placement.num_replicas)
-            opt_state = optim.drop_window(state.opt_state, accum_steps)
-            # Updates skipped since the start keep their sum; whose they were is forgotten.
-            none = jnp.zeros_like(opt_state.skipped)
-            opt_state = opt_state._replace(skipped=none.at[0].set(skipped))
-            return placement.place_all(state._replace(opt_state=opt_state))
-
-        return change(state)
-
     def _put_aside(self, step: int) -> None:
         if jax.process_index() == 0:
             target = self.workdir / DAMAGED / str(step)
@@ -241,6 +233,22 @@ class Checkpointer:
             (self.workdir / FOLDER / str(step)).rename(target)
         _barrier("damaged checkpoint put aside")
         self._manager.reload()
+
+
+def change_replicas(state: TrainState, placement: Placement, accum_steps: int) -> TrainState:
+    """Stacked state of another number of replicas: all at the mean, windows dropped."""
+
+    @jax.jit
+    def change(state):
+        skipped = state.opt_state.skipped.sum()
+        state = replicas.resize(state, placement.num_replicas)
+        opt_state = optim.drop_window(state.opt_state, accum_steps)
+        # Updates skipped since the start keep their sum; whose they were is forgotten.
+        none = jnp.zeros_like(opt_state.skipped)
+        opt_state = opt_state._replace(skipped=none.at[0].set(skipped))
+        return placement.place_all(state._replace(opt_state=opt_state))
+
+    return change(state)
 
 
 def restore_model(workdir: str | Path, which: str) -> tuple[Any, dict]:
@@ -258,34 +266,26 @@ def restore_model(workdir: str | Path, which: str) -> tuple[Any, dict]:
       CheckpointError: there is none.
     """
     folder = Path(workdir).absolute() / (BEST if which == "best" else FOLDER)
-    steps = []
-    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax warns of what read_only implies
-    if folder.is_dir():
-        with _manager(folder, None, read_only=True) as manager:
-            steps = sorted(manager.all_steps())
-            for step in reversed(steps):
-                try:
-                    found = manager.restore(
-                        step,
-                        args=ocp.args.Composite(
-                            params=ocp.args.StandardRestore(
-                                fallback_sharding=jax.sharding.SingleDeviceSharding(
-                                    jax.local_devices()[0]
-                                )
-                            ),
-                            meta=ocp.args.JsonRestore(),
-                        ),
-                    )
-                except Exception as error:
-                    log.warning("the %s checkpoint of step %d is damaged: %s", which, step, error)
-                    continue
-                params = found["params"]
-                if which != "best":
-                    params = jax.jit(replicas.consensus_mean)(params)
-                return jax.device_get(params), found["meta"]
+    steps = sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
+    failures = []
+    for step in reversed(steps):
+        try:
+            params = read_item(folder / str(step) / "params")
+            meta = read_json(folder / str(step) / "meta" / "metadata")
+            if not isinstance(meta, dict) or meta.get("step") != step:
+                raise ValueError("its meta is of another step")
+        except (CheckpointError, OSError, ValueError) as error:
+            failures.append(f"the {which} checkpoint of step {step} is damaged: {error}")
+            continue
+        for failure in failures:
+            log.warning(failure)
+        if which != "best":
+            params = jax.device_get(jax.jit(replicas.consensus_mean)(params))
+        return params, meta
+    found = f"; {failures[0]}" if failures else ""
     raise CheckpointError(
-        f"{folder} holds no checkpoint that can be read (found steps {steps}); train first, or "
-        "name another --workdir"
+        f"{folder} holds no checkpoint that can be read (found steps {steps}{found}); train first, "
+        "or name another --workdir"
     )
 
 
@@ -302,9 +302,13 @@ def read_item(item: Path, part: str | None = None) -> Any:
     if not item.is_dir():
         raise CheckpointError(f"there is no checkpoint {item}")
     logging.getLogger("absl").setLevel(logging.ERROR)  # orbax warns of an item read on its own
-    try:
+
+    def read():
         with ocp.PyTreeCheckpointer() as checkpointer:
-            like = checkpointer.metadata(item).item_metadata.tree
+            about = checkpointer.metadata(item).item_metadata
+            if about is None:
+                raise ValueError("its _METADATA is damaged")
+            like = about.tree
             if part:
                 like = {part: like[part]}
             arguments = ocp.args.PyTreeRestore(
@@ -313,23 +317,43 @@ def read_item(item: Path, part: str | None = None) -> Any:
                 partial_restore=True,
             )
             found = checkpointer.restore(item, args=arguments)
-    except Exception as error:  # orbax and tensorstore raise many kinds
-        raise CheckpointError(f"{item} cannot be read: {_reason(error)}") from None
-    return found[part] if part else found
+        return found[part] if part else found
+
+    found, reason = _attempted(read)
+    if reason:
+        raise CheckpointError(f"{item} cannot be read: {reason}")
+    return found
+
+
+def _attempted(read: Callable[[], Any]) -> tuple[Any, str]:
+    """(what ``read()`` returns, ""), or (None, why it failed).
+
+    A read that fails leaves threads and coroutines of orbax that print their own tracebacks.
+    """
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            try:
+                return read(), ""
+            except Exception as error:  # orbax and tensorstore raise many kinds
+                reason = _reason(error)
+            time.sleep(0.2)  # until they have met the end of their event loop
+            gc.collect()
+            return None, reason
+    finally:
+        sys.unraisablehook = hook
 
 
 def _with_own(state: TrainState, own: Any) -> TrainState:
     return state._replace(opt_state=state.opt_state._replace(own=own))
 
 
-def _manager(folder: Path, keep: int | None, read_only: bool = False) -> ocp.CheckpointManager:
-    options = ocp.CheckpointManagerOptions(
-        max_to_keep=keep,
-        create=not read_only,
-        read_only=read_only,
-        enable_async_checkpointing=not read_only,
-    )
-    return ocp.CheckpointManager(folder, options=options)
+def _manager(folder: Path, keep: int) -> ocp.CheckpointManager:
+    """Raises CheckpointError where orbax cannot make sense of what is there."""
+    try:
+        return ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(max_to_keep=keep))
+    except Exception as error:  # of many kinds
+        raise CheckpointError(f"{folder} cannot be read: {_reason(error)}") from None
 
 
 def _checksums(state: TrainState) -> list[int]:
@@ -370,9 +394,37 @@ def _reason(error: BaseException) -> str:
     while error.__cause__ is not None:  # orbax and tensorstore say it in several layers
         error = error.__cause__
     text = (str(error).splitlines() or [""])[0]
+    text = text.partition(" [tensorstore_spec=")[0]  # a page of JSON behind the cause
     if len(text) > 300:  # long paths stand in the middle, the cause at the end
         text = f"{text[:150]} ... {text[-150:]}"
     return f"{type(error).__name__}: {text}"
+
+
+def _check_meta(meta: dict, step: int) -> None:
+    """Raises ValueError where an entry cannot be what a run has saved."""
+    for name, least, most in (
+        ("step", step, step),
+        ("num_replicas", 1, 2**31),
+        ("examples", 0, 2**62),
+    ):
+        value = meta.get(name)
+        if type(value) is not int or not least <= value <= most:
+            raise ValueError(f"its {name} is {shown(value)}")
+    for name in ("seconds", "best"):
+        if type(meta.get(name)) not in (int, float):
+            raise ValueError(f"its {name} is {shown(meta.get(name))}")
+    if not 0 <= meta["seconds"] < 2**62:
+        raise ValueError(f"its seconds are {shown(meta['seconds'])}")
+
+
+def check_only_ours(workdir: Path) -> None:
+    """Raises ConfigError where a checkpoint holds a file of somebody else: it will be deleted."""
+    found = [path for name in (FOLDER, BEST) for path in (workdir / name).glob("*")]
+    for path in (part for step in found if step.name.isdigit() for part in step.glob("*")):
+        if not _ITEMS.fullmatch(path.name):
+            raise ConfigError(
+                f"{path} is no part of a checkpoint and would be deleted with it; move it elsewhere"
+            )
 
 
 def _checksum_of_meta(meta: dict) -> int:

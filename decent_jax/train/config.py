@@ -4,21 +4,30 @@ A config is an `ml_collections.ConfigDict` with the same fields for every task, 
 ``model`` and ``data``, which the task declares.
 """
 
+import functools
 import importlib.util
 import inspect
+import operator
 import re
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
 
 from decent_jax import fields, tasks, topology
-from decent_jax.errors import ConfigError
+from decent_jax.errors import ConfigError, DataError
 from decent_jax.fields import Field, in_steps, parse_duration
-from decent_jax.json_files import flat
+from decent_jax.json_files import flat, read_json
 from decent_jax.optim import METHODS, Method
-from decent_jax.topology import plan_file
+from decent_jax.text import shorten, shown
+from decent_jax.topology import matrices_file, plan_file
 from decent_jax.topology.plan_file import Plan
-from decent_jax.train.config_table import FIELDS, REMOVED
+from decent_jax.train import limits
+from decent_jax.train.config_table import FIELDS, REMOVED, RENAMED
+
+AUTO = "auto"  # a schedule that `decent_jax.train.hosts` chooses once the hosts are known
+ONE_HOST = "one_peer_exp"  # what it chooses within one host, and what stands for it before
 
 
 def fields_of(task: str) -> Mapping[str, Field]:
@@ -59,6 +68,33 @@ def default_config(task: str = "language_modeling") -> ConfigDict:
     return fields.build(fields_of(task)).lock()
 
 
+def load_saved(workdir: str | Path) -> ConfigDict:
+    """The config in a run folder; fields that are newer than the run have their defaults.
+
+    Raises:
+      ConfigError: there is none, or a value is not of its field's type or out of bounds.
+    """
+    path = Path(workdir) / "config.json"
+    try:
+        saved = read_json(path)
+        values = under_new_names(flat(saved)) if isinstance(saved, dict) else {}
+    except (OSError, DataError, RecursionError):
+        saved, values = None, {}
+    if not isinstance(saved, dict) or not isinstance(saved.get("task"), str):
+        raise ConfigError(f"{workdir} holds no run: there is no readable config.json")
+    try:
+        table = fields_of(saved["task"])
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    config = fields.build(table)
+    with config.ignore_type():
+        for name in table.keys() & values.keys():  # others were removed since
+            table[name].check(f"{path}: {name}", values[name])
+            *sections, last = name.split(".")
+            functools.reduce(operator.getitem, sections, config)[last] = values[name]
+    return config
+
+
 def validate(config: ConfigDict) -> None:
     """Check all that can be checked without a device.
 
@@ -77,7 +113,7 @@ def validate(config: ConfigDict) -> None:
 def resolve(config: ConfigDict) -> tuple[topology.Schedule, Plan | None]:
     """The schedule, and the plan if any, of a config in which all but the method is checked.
 
-    A run builds its method later, once, for its devices; building it checks it.
+    A run builds its method itself, once; building it checks it.
 
     Raises:
       ConfigError: as `validate`.
@@ -85,8 +121,9 @@ def resolve(config: ConfigDict) -> tuple[topology.Schedule, Plan | None]:
     fields.check(table_of(config), flat(config))
     if config.algorithm not in METHODS:
         raise ConfigError(
-            f"algorithm must be one of {', '.join(METHODS)}, got {config.algorithm!r}"
+            f"algorithm must be one of {', '.join(METHODS)}, got {shown(config.algorithm)}"
         )
+    limits.check(config)
     _check_lengths(config)
     for name, module in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
         if config.log[name] and importlib.util.find_spec(module) is None:
@@ -116,7 +153,8 @@ def _check_lengths(config: ConfigDict) -> None:
     ):
         if size % n:
             raise ConfigError(
-                f"{name} {size} cannot be shared out over {n} replicas; use a multiple of {n}"
+                f"{name} {size} cannot be shared out over {n} replicas; use a multiple of {n}, or "
+                "another num_replicas"
             )
     if (config.batch_size // n) % config.micro_batches:
         raise ConfigError(
@@ -124,8 +162,10 @@ def _check_lengths(config: ConfigDict) -> None:
             f"{n} replicas) cannot be cut into {config.micro_batches} micro_batches"
         )
     number, unit = parse_duration("lr_schedule.warmup", config.lr_schedule.warmup)
-    if config.lr_schedule.name == "cosine" and unit == "step" and not config.epochs:
-        check_warmup(number, config.steps)
+    if config.lr_schedule.name == "cosine" and not config.epochs and unit != "epoch":
+        check_warmup(number * (config.steps / 100 if unit == "%" else 1), config.steps)
+    if config.lr_schedule.name == "cosine" and unit == "%" and number > 100:
+        raise ConfigError(f"lr_schedule.warmup of {number:g}% does not fit into the run")
 
 
 def load_plan(config: ConfigDict) -> Plan | None:
@@ -141,11 +181,15 @@ def load_plan(config: ConfigDict) -> Plan | None:
         plan = plan_file.load(path)
     except ValueError as error:
         raise ConfigError(f"cluster.plan: {error}") from None
-    if len(plan.devices) != config.num_replicas:
-        raise ConfigError(
-            f"cluster.plan {path} is for {len(plan.devices)} replicas, but num_replicas is "
-            f"{config.num_replicas}; plan for this number, or leave cluster.plan out"
-        )
+    for name, planned, wanted in (
+        ("num_replicas", plan.schedule.num_replicas, config.num_replicas),
+        ("pipeline.stages", plan.stages, config.pipeline.stages or 1),
+    ):
+        if planned != wanted:
+            raise ConfigError(
+                f"cluster.plan {path} is for {planned} {name.partition('.')[2] or 'replicas'}, but "
+                f"{name} is {wanted}; plan for this number, or leave cluster.plan out"
+            )
     return plan
 
 
@@ -169,13 +213,39 @@ def make_schedule(config: ConfigDict, plan: Plan | None = None) -> topology.Sche
     if plan is not None:
         return plan.schedule
     try:
-        schedule = topology.make(config.schedule, config.num_replicas, local_size=config.local_size)
-        fragments = config.diloco.fragments if config.algorithm == "diloco" else 1
-        return topology.repeat(schedule, fragments) if fragments > 1 else schedule
+        schedule = _schedule(config)
+        method = METHODS[config.algorithm]
+        times = method.phases(numbers_of(config, method))
+        return topology.repeat(schedule, times) if times > 1 else schedule
     except ValueError as error:
         if config.algorithm == "all_reduce" and _names_a_schedule(config.schedule):
             return topology.make("complete", config.num_replicas)
         raise ConfigError(f"schedule: {error}") from None
+
+
+def numbers_of(config: ConfigDict, method: Method) -> dict[str, Any]:
+    """A method's own numbers, from its section of the config."""
+    if not method.numbers:
+        return {}
+    name = method.config_section
+    if name and name not in config:
+        raise ConfigError(
+            f"the config has no section {name!r}, whose numbers {method.name} needs; import the "
+            "module that registers it before default_config() is called"
+        )
+    section = config[name] if name else config
+    return {number: section[number] for number in method.numbers}
+
+
+def _schedule(config: ConfigDict) -> topology.Schedule:
+    """As ``schedule`` names it, or as the file has it."""
+    n = config.num_replicas
+    if config.schedule == AUTO:
+        return topology.make(ONE_HOST, n)
+    if config.schedule.endswith(".npy"):
+        push_sum = config.algorithm == "push_sum"
+        return matrices_file.load(config.schedule, n, column_stochastic_only=push_sum)
+    return topology.make(config.schedule, n, local_size=config.local_size)
 
 
 def _names_a_schedule(text: str) -> bool:
@@ -214,6 +284,19 @@ def check_warmup(warmup: float, steps: int) -> None:
         )
 
 
+def unknown_field(name: str, known: Mapping[str, object]) -> str:
+    """The sentence for a field that does not exist, or no longer under this name."""
+    if name not in RENAMED:
+        return fields.unknown_field(name, known)
+    now, meaning = RENAMED[name]
+    return f"{name} is called {now} now: {meaning}"
+
+
+def under_new_names(saved: Mapping[str, object]) -> dict:
+    """The flat config of a run folder, with the names that its fields have now."""
+    return {RENAMED.get(name, (name,))[0]: value for name, value in saved.items()}
+
+
 def refused_changes(old: dict, new: dict) -> list[str]:
     """Fields (flat) that differ and may not change in a resumed run, as "name: old -> new".
 
@@ -223,12 +306,15 @@ def refused_changes(old: dict, new: dict) -> list[str]:
     """
     table = {**fields_of(new["task"]), **REMOVED}
     defaults = {name: field.default for name, field in table.items()}
-    old, new = defaults | old, defaults | new
+    old, new = defaults | under_new_names(old), defaults | new
     may_change = {name for name, field in table.items() if field.may_change}
-    if old["batch_size"] * new["num_replicas"] == new["batch_size"] * old["num_replicas"]:
+    (b_old, n_old), (b_new, n_new) = (
+        (config["batch_size"], config["num_replicas"]) for config in (old, new)
+    )
+    if type(b_old) is type(n_old) is int and b_old * n_new == b_new * n_old:
         may_change.add("batch_size")
     return [
-        f"{name}: {old.get(name)!r} -> {new.get(name)!r}"
+        f"{name}: {shorten(shown(old.get(name)), 20)} -> {shorten(shown(new.get(name)), 20)}"
         for name in sorted(old.keys() | new.keys())
         if old.get(name) != new.get(name) and name not in may_change
     ]
@@ -249,8 +335,22 @@ def changeable(task: str) -> str:
 
 
 def _check_algorithm(config: ConfigDict) -> None:
-    """Refuse numbers that the method does not have; building it checks the rest."""
+    """Refuse what the method does not have or ignores; building it checks the rest."""
     method = METHODS[config.algorithm]
+    if config.algorithm == "all_reduce" and (config.combine or config.mix_every > 1):
+        raise ConfigError(
+            "all_reduce averages gradients in every step: leave combine empty and mix_every at 1, "
+            f"got {config.combine!r} and {config.mix_every}"
+        )
+    schedule = config.schedule.partition("(")[0].strip()
+    sums = config.algorithm in ("push_sum", "all_reduce")
+    if schedule in topology.COLUMN_STOCHASTIC and not sums:
+        raise ConfigError(
+            f"schedule {schedule} is for algorithm push_sum, whose weights need not sum to 1 at a "
+            f"receiver; {config.algorithm} needs another, such as one_peer_exp"
+        )
+    if config.gamma > 1:
+        raise ConfigError(f"gamma must be in [0, 1], got {shown(config.gamma)}")
     if config.gamma != 1 and (method.config_section or "gamma" not in method.numbers):
         raise ConfigError(f"gamma is not a number of algorithm {config.algorithm}")
     if config.max_consensus_distance and method.copies:
@@ -287,11 +387,13 @@ def check_cluster(config: ConfigDict) -> None:
     """Raises ConfigError where the fields of ``cluster`` do not go together."""
     cluster = config.cluster
     if bool(cluster.coordinator) != (cluster.num_processes > 0) or (
-        cluster.coordinator and not 0 <= cluster.process_id < cluster.num_processes
+        not 0 <= cluster.process_id < cluster.num_processes
+        if cluster.coordinator
+        else cluster.process_id != -1
     ):
         raise ConfigError(
             "cluster needs coordinator, num_processes and process_id (0 to num_processes - 1) "
-            f"together, got {cluster.coordinator!r}, {cluster.num_processes} and "
+            f"together, got {shown(cluster.coordinator)}, {cluster.num_processes} and "
             f"{cluster.process_id}"
         )
     if cluster.num_processes and config.num_replicas % cluster.num_processes:

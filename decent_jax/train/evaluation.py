@@ -39,18 +39,21 @@ class Evaluator:
         self.evaluates_replicas = config.eval.replicas
         self.mean = jax.jit(replicas.consensus_mean, out_shardings=placement.replicated)
         self.distance = jax.jit(replicas.consensus_distance, out_shardings=placement.replicated)
-        stacked, everywhere = P("replica"), P()
+
+        def run(on_device, *specs):
+            """Jitted; each device returns its part of a stacked array."""
+            body = placement.on_devices(on_device, specs, P("replica"), check_vma=False)
+            return jax.jit(body, out_shardings=placement.stacked)
+
+        def total(f, rows):
+            # One row after the other: evaluation never needs more memory than one replica's batch.
+            return jax.tree.map(lambda x: x.sum(axis=0)[None], jax.lax.map(f, rows))
 
         def consensus_on_device(params, model_state, batch, weights):
-            # One row after the other: evaluation never needs more memory than one replica's batch.
-            sums = jax.lax.map(
-                lambda row: task.evaluate(params, model_state, row[0], row[1]), (batch, weights)
-            )
-            return jax.tree.map(lambda x: x.sum(axis=0)[None], sums)
+            return total(lambda row: task.evaluate(params, model_state, *row), (batch, weights))
 
         def moments_on_device(params, batch):
-            sums = jax.lax.map(lambda row: cast(RecomputesState, task).moments(params, row), batch)
-            return jax.tree.map(lambda x: x.sum(axis=0)[None], sums)
+            return total(lambda row: cast(RecomputesState, task).moments(params, row), batch)
 
         def replicas_on_device(params, model_state, batch, weights):
             return jax.lax.map(
@@ -58,29 +61,10 @@ class Evaluator:
                 (params, model_state),
             )
 
-        self._consensus = jax.jit(
-            placement.on_devices(
-                consensus_on_device,
-                (everywhere, everywhere, stacked, stacked),
-                stacked,
-                check_vma=False,
-            ),
-            out_shardings=placement.stacked,
-        )
-        self._moments = jax.jit(
-            placement.on_devices(
-                moments_on_device, (everywhere, stacked), stacked, check_vma=False
-            ),
-            out_shardings=placement.stacked,
-        )
-        self._replicas = jax.jit(
-            placement.on_devices(
-                replicas_on_device,
-                (stacked, stacked, everywhere, everywhere),
-                stacked,
-                check_vma=False,
-            )
-        )
+        stacked, everywhere = P("replica"), P()
+        self._consensus = run(consensus_on_device, everywhere, everywhere, stacked, stacked)
+        self._moments = run(moments_on_device, everywhere, stacked)
+        self._replicas = run(replicas_on_device, stacked, stacked, everywhere, everywhere)
         self._add = jax.jit(
             lambda total, sums: jax.tree.map(lambda a, b: a + b.sum(axis=0), total, sums),
             out_shardings=placement.replicated,

@@ -8,56 +8,71 @@ import argparse
 import functools
 import importlib.util
 import operator
+import os
 import sys
-from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from decent_jax import fields
+from decent_jax import config_files, fields
+from decent_jax.command_line import Parser
+from decent_jax.config_files import NAMES
 from decent_jax.errors import ConfigError
+from decent_jax.extras import MissingExtra
 from decent_jax.json_files import flat
-from decent_jax.train.config import table_of
+from decent_jax.train.config import table_of, unknown_field
+from decent_jax.train.config_table import RENAMED
 
 _EPILOG = """\
 examples:
-  python train.py --config configs/quickstart.py --workdir runs/quickstart
-  python train.py --config configs/quickstart.py --config.algorithm=all_reduce --workdir runs/ar
-  python train.py --config configs/gpt2_openwebtext.py:decentralized --workdir runs/gpt2 \\
+  %(prog)s --config quickstart --workdir runs/quickstart
+  %(prog)s --config quickstart --config.algorithm=all_reduce --workdir runs/ar
+  %(prog)s --config gpt2_openwebtext:decentralized --workdir runs/gpt2 \\
       --config.data.path=DIR --config.batch_size=480
 
 Any field of the config is set by --config.NAME=VALUE (model.layers, data.path, eval.every, ...);
---show prints them all with their values. Durations are steps, "2 epochs" or "5%". Run the same
+--show prints them all with their values. Durations are steps, "2 epochs" or "5%%". Run the same
 command again to resume. Ctrl-C and SIGTERM save a checkpoint before leaving.
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise ConfigError(f"{message} (train.py --help shows how)")
+def parse(argv: list[str], prog: str = "train.py") -> tuple[ConfigDict, str | None]:
+    """The config with its overrides, and the working directory, None with ``--check``.
 
-
-def parse(argv: list[str]) -> tuple[ConfigDict, str]:
-    """The config with its overrides, and the working directory.
+    Args:
+      argv: of the command line.
+      prog: name of the command, for messages.
 
     Raises:
       ConfigError: for anything that is wrong with the command line or the config file.
       SystemExit: after ``--help`` or ``--show``.
     """
-    parser = _Parser(
-        prog="train.py",
+    parser = Parser(
+        prog=prog,
         description="Train a model on replicas that gossip instead of all-reducing gradients.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", required=True, metavar="FILE[:ARGUMENTS]", help="config file")
+    parser.add_argument(
+        "--config",
+        required=True,
+        metavar="FILE[:ARGUMENTS]",
+        help="config file, or the name of one that comes with the package: " + ", ".join(NAMES),
+    )
     parser.add_argument("--workdir", metavar="DIR", help="where the run leaves everything")
     parser.add_argument("--show", action="store_true", help="print the config and leave")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="open the data, compile and time a step, say what a run takes, and leave",
+    )
     known, rest = parser.parse_known_args(argv)
     config = override_all(load(known.config), rest)
     if known.show:
         print(_shown(config))
         sys.exit(0)
+    if known.check:
+        return config, None
     if not known.workdir:
         raise ConfigError("--workdir DIR is missing: the folder for metrics and checkpoints")
     return config, known.workdir
@@ -75,22 +90,28 @@ def _shown(config: ConfigDict) -> str:
 
 
 def load(path_and_arguments: str) -> ConfigDict:
-    """``get_config(arguments)`` of a config file; ``arguments`` is what follows the colon."""
-    path, _, arguments = path_and_arguments.partition(":")
-    if not Path(path).is_file():
-        raise ConfigError(f"there is no config file {path!r}")
+    """``get_config(arguments)`` of a config file; ``arguments`` is what follows the colon.
+
+    The file may be one that comes with the package, by its name: ``"quickstart"``.
+    """
+    name, _, arguments = path_and_arguments.partition(":")
+    # False, too, where the name is too long for a file
+    path = name if os.path.isfile(name) else config_files.find(name)
+    if path is None:
+        known = "" if name.endswith(".py") else f"; the package has {', '.join(NAMES)}"
+        raise ConfigError(f"there is no config file {name!r}{known}")
     spec = importlib.util.spec_from_file_location("_experiment", path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"{path!r} is not a Python file")
+        raise ConfigError(f"{name!r} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
         if not hasattr(module, "get_config"):
             raise ConfigError(f"{path} has no function get_config()")
         config = module.get_config(arguments) if arguments else module.get_config()
-    except ConfigError:
+    except (ConfigError, MissingExtra):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{path}: {type(error).__name__}: {_in_a_line(error)}") from error
     if not isinstance(config, ConfigDict):
         raise ConfigError(f"{path}: get_config() must return a ConfigDict, got {config!r:.80}")
@@ -108,7 +129,7 @@ def override(config: ConfigDict, name: str, text: str) -> None:
     """Set the field with the dotted ``name`` to ``text``, read as the type the field has."""
     table = table_of(config)
     if name not in table or name not in flat(config):
-        raise ConfigError(fields.unknown_field(name, table))
+        raise ConfigError(unknown_field(name, table))
     value = fields.parse(table[name], name, text)
     *groups, last = name.split(".")
     target = functools.reduce(operator.getitem, groups, config)
@@ -116,11 +137,14 @@ def override(config: ConfigDict, name: str, text: str) -> None:
         target[last] = value
 
 
-def _in_a_line(error: Exception) -> str:
+def _in_a_line(error: BaseException) -> str:
     """What an error says, without the list of all fields that a ConfigDict adds to it."""
     while error.args and isinstance(error.args[0], Exception):  # ConfigDict wraps a KeyError
         error = error.args[0]
     text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+    for name in RENAMED:
+        if text.startswith(f'Key "{name}" does not exist'):
+            return unknown_field(name, {})
     lines = [line for line in text.splitlines() if line.strip()]
     hint = f" {lines[-1]}" if len(lines) > 1 and lines[-1].startswith("Did you mean") else ""
     return (lines[0] if lines else "").partition(" Other fields present")[0] + hint
@@ -131,7 +155,7 @@ def _overrides(arguments: list[str]):
     while arguments:
         argument = arguments.pop(0)
         if not argument.startswith("--config."):
-            raise ConfigError(f"unknown argument {argument!r} (train.py --help shows how)")
+            raise ConfigError(f"unknown argument {argument!r} (--help shows how)")
         name, equals, text = argument.removeprefix("--config.").partition("=")
         if not equals:
             if not arguments or arguments[0].startswith("--"):

@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from decent_jax.cluster import start as cluster
 from decent_jax.data import loader
 from decent_jax.errors import DataError, Interrupted, TrainingFailed
 from decent_jax.text import format_number
-from decent_jax.train import algorithm
+from decent_jax.train import algorithm, hosts
 from decent_jax.train import step as step_lib
 from decent_jax.train.evaluation import Evaluator
 from decent_jax.train.finish import finish
@@ -45,14 +45,42 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
         return train_and_evaluate(experiment, work)
 
 
-def train_and_evaluate(experiment: Experiment, work: Workdir) -> dict[str, Any]:
-    """Train from the newest checkpoint, or from the beginning, to the end; the summary."""
+class Between(Protocol):
+    """What a peer does between its steps (`decent_jax.peers`); other runs have none."""
+
+    def begin(self, start: int) -> int:
+        """The step to begin with, where the newest checkpoint is of step ``start``."""
+        ...
+
+    def over(self, done: int) -> bool:
+        """Whether the run ends after ``done`` steps."""
+        ...
+
+    def step(
+        self, compiled: Any, state: TrainState, batch: Any, t: int
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """The step t, and what comes before it."""
+        ...
+
+    def end(self, done: int, state: TrainState) -> dict[str, Any]:
+        """The summary, after a checkpoint of the last step was saved."""
+        ...
+
+
+def train_and_evaluate(
+    experiment: Experiment, work: Workdir, between: Between | None = None
+) -> dict[str, Any]:
+    """Train from the newest checkpoint, or from the beginning, to the end; the summary.
+
+    With ``between`` the run is a peer, which neither evaluates nor writes a summary.
+    """
     config, task, placement = experiment.config, experiment.task, experiment.placement
     shapes = jax.eval_shape(lambda: init(experiment))
-    cost = algorithm.cost(config, experiment.schedule, shapes)
-    work.say(algorithm.describe(config, experiment.schedule, cost))
+    cost = announce_cost(experiment, work, shapes)
     with Saver(experiment, work.path) as saver:
         state, start = restore_or_init(experiment, shapes, work, saver)
+        if between is not None:
+            start = between.begin(start)
         work.write_config()
         steps = max(experiment.steps, start)
         if start >= experiment.steps:
@@ -80,19 +108,28 @@ def train_and_evaluate(experiment: Experiment, work: Workdir) -> dict[str, Any]:
                 batch = feed.next(saver, start, state) if start < steps else None
                 clock.restart()
                 for t in range(start, steps):
+                    if between is not None and between.over(t):
+                        steps = t
+                        break
                     key = programs.rounds[t % len(programs.rounds)], shapes_of(batch)
                     if key not in programs.compiled:
                         programs.compile(state, batch, *key)
                     if t in profile.turns:
                         profile.turn(t, state)
-                    state, metrics = programs.compiled[key](state, batch, np.int32(t))
+                    compiled = programs.compiled[key]
+                    if between is None:
+                        state, metrics = compiled(state, batch, np.int32(t))
+                    else:
+                        state, metrics = between.step(compiled, state, batch, t)
                     done = t + 1
                     if done < steps:
                         batch = feed.next(saver, done, state)
                     report.look_at_pending()
                     logs = done % config.log.every == 0 or done == steps
                     report.pend(done, metrics, state.params if logs else None)
-                    evaluates = done == steps or divides(experiment.every["eval.every"], done)
+                    evaluates = between is None and (
+                        done == steps or divides(experiment.every["eval.every"], done)
+                    )
                     saves, stops = due(experiment, saver, signals, done, logs)
                     # Averaging past the bound must not wait for the next step: a resumed run
                     # averages where the uninterrupted one does.
@@ -107,11 +144,13 @@ def train_and_evaluate(experiment: Experiment, work: Workdir) -> dict[str, Any]:
                     if stops and done < steps:
                         stop(done, work, saver, signals, clock)
                 profile.finish(steps, state)
-            if saver.evaluated.get("step") != steps:
+            if between is None and saver.evaluated.get("step") != steps:
                 evaluate(evaluator, state, steps, work, writer, saver)
             saver.save(steps, state, clock.seconds)
         with work.announce("waiting until the checkpoint is written"):
             saver.checkpoints.wait()
+        if between is not None:
+            return between.end(steps, state)
         return finish(
             *(experiment, work, evaluator, state, cost),
             steps=steps,
@@ -145,17 +184,17 @@ class Feed:
             partition=experiment.partition,
         )
 
-    def next(self, saver: Saver, done: int, state: TrainState) -> Any:
+    def next(self, saver: Saver | None, done: int, state: TrainState | None) -> Any:
         """The next batch.
 
         Raises:
-          TrainingFailed: a record cannot be used; ``state``, of ``done`` steps, is saved.
+          TrainingFailed: a record cannot be used; a ``saver`` saves ``state``, of ``done`` steps.
         """
         began = time.monotonic()
         try:
             block = next(self._batches)
         except DataError as error:  # such as a photograph that is cut short
-            saved = saver.rescue(done, state, self._clock.seconds)
+            saved = saver.rescue(done, state, self._clock.seconds) if saver and state else ""
             raise TrainingFailed(f"{error}{saved}") from None
         self._clock.waited += time.monotonic() - began
         if self._measure is not None:
@@ -252,7 +291,13 @@ class Watchdog:
 def due(
     experiment: Experiment, saver: Saver, signals: Signals, done: int, logs: bool
 ) -> tuple[bool, bool]:
-    """Whether to save and whether to stop after ``done`` steps; the same on all processes."""
+    """Whether to save and whether to stop after ``done`` steps; the same on all processes.
+
+    Raises:
+      CheckpointError: writing an earlier checkpoint in the background has failed.
+    """
+    if saver.failures.first is not None:
+        raise saver.checkpoints.failed(saver.failures.first)
     minutes = experiment.config.checkpoint.every_minutes
     late = minutes > 0 and minutes_since(saver.last_save) >= minutes
     stops = signals.received is not None
@@ -265,6 +310,18 @@ def due(
 def minutes_since(moment: float) -> float:
     """Minutes since a moment of `time.monotonic`."""
     return (time.monotonic() - moment) / 60
+
+
+def announce_cost(experiment: Experiment, work: Workdir, shapes: TrainState) -> algorithm.Cost:
+    """What a replica sends and keeps, and what another schedule would save between hosts."""
+    config, schedule, per_host = experiment.config, experiment.schedule, experiment.per_host
+    several = 1 < per_host < config.num_replicas
+    cost = algorithm.cost(config, schedule, shapes, per_host if several else config.local_size)
+    work.say(algorithm.describe(config, schedule, cost))
+    advice = hosts.advice(config, schedule, per_host, shapes)
+    if advice is not None:
+        work.say(advice)
+    return cost
 
 
 def init(experiment: Experiment) -> TrainState:
@@ -282,7 +339,7 @@ def restore_or_init(
     if saver.checkpoints.steps():
         with work.announce("restoring the newest checkpoint"):
             found = saver.checkpoints.restore_newest(
-                shapes, experiment.placement, experiment.config.accum_steps, say=work.say
+                shapes, experiment.placement, experiment.config.optimizer.window, say=work.say
             )
     if found is None:
         with work.announce("creating the replicas"):

@@ -1,4 +1,4 @@
-"""The numbers of a run: rows of metrics.jsonl and its mirrors, the terminal, and the clock.
+"""The numbers of a run: rows of metrics.jsonl and its mirrors, and the clock.
 
 >>> import tempfile
 >>> with tempfile.TemporaryDirectory() as workdir:
@@ -14,24 +14,21 @@ import contextlib
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from decent_jax.json_files import write_atomic
-from decent_jax.progress import announce
 from decent_jax.replicas import Consensus, Placement, consensus_distance
 from decent_jax.run_folder import METRICS, read_metrics
 from decent_jax.tasks import Task
-from decent_jax.text import format_clock, format_number
 from decent_jax.train import mirrors
+from decent_jax.train.bar import Progress
 
 
 class MetricWriter:
@@ -129,116 +126,6 @@ class MetricWriter:
         self.close()
 
 
-class Progress:
-    """Shows how far a run is, its numbers, and the time left: a bar on a terminal, lines elsewhere.
-
-    Args:
-      total_steps: the step at which the run ends.
-      start_step: steps that an earlier session has done (a resumed run).
-      quiet: show nothing; for every process but the first.
-      stream: where to write; None: `sys.stderr`.
-
-    The time left is estimated from the steps of this session after its first update, so neither
-    an earlier session nor the first step's compilation counts; nor do the waits in `announce`.
-    """
-
-    def __init__(
-        self,
-        total_steps: int,
-        start_step: int = 0,
-        quiet: bool = False,
-        stream: TextIO | None = None,
-    ):
-        self._stream = sys.stderr if stream is None else stream
-        self._total = total_steps
-        self._quiet = quiet
-        self._waits = 0  # announcements that are open
-        self._inside_line = False  # one of them left the cursor behind its message
-        self._waited = 0.0  # seconds spent in announcements since the first update
-        self._first = None  # (step, time) of the first update
-        self._bar = None
-        if not quiet and _has_room(self._stream):
-            self._bar = _Bar(
-                total=total_steps,
-                initial=start_step,
-                file=self._stream,
-                dynamic_ncols=True,
-                bar_format="{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt}{postfix}",
-            )
-
-    def update(self, step: int, metrics: dict[str, float] | None = None) -> None:
-        """Show that `step` steps are done.
-
-        `metrics` are shown as they are named: {"loss": 2.413, "tokens/s": 81234.0}. Without them
-        only the bar moves, which is cheap enough for every step.
-        """
-        if self._quiet:
-            return
-        left = self._time_left(step)
-        if self._bar is not None:
-            self._bar.update(step - self._bar.n)
-        if not metrics:
-            return
-        numbers = [_named(name, value) for name, value in metrics.items()]
-        time_left = []
-        if left is not None and step < self._total:
-            time_left = [f"{format_clock(left)} left"]
-        if self._bar is None:
-            self.note("  ".join([f"step {step}/{self._total}", *numbers, *time_left]))
-        else:  # the time first: a narrow terminal cuts the end
-            self._bar.set_postfix_str("  ".join(time_left + numbers))
-
-    def note(self, message: str) -> None:
-        """Print a line without breaking the bar."""
-        if self._quiet:
-            return
-        if self._bar is None or self._waits:
-            print("\n" * self._inside_line + str(message), file=self._stream, flush=True)
-            self._inside_line = False
-        else:
-            self._bar.write(str(message), file=self._stream)
-
-    @contextlib.contextmanager
-    def announce(self, message: str) -> Iterator[None]:
-        """`decent_jax.progress.announce` without breaking the bar; for rare waits."""
-        if self._bar is not None:
-            self._bar.clear()
-        started = time.monotonic()
-        self._waits += 1
-        self._inside_line = True
-        try:
-            with announce(message, quiet=self._quiet, stream=self._stream):
-                yield
-        finally:
-            self._waits -= 1
-            self._inside_line = False
-            if self._waits == 0 and self._first is not None:
-                self._waited += time.monotonic() - started
-            if self._bar is not None and self._waits == 0:
-                self._bar.refresh()
-
-    def close(self) -> None:
-        """Leave the bar as it is and end its line; closing twice is harmless."""
-        if self._bar is not None:
-            self._bar.close()
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
-
-    def _time_left(self, step):
-        """Seconds to go at the pace since the first update; None where there is none yet."""
-        now = time.monotonic()
-        if self._first is None:
-            self._first = (step, now)
-        first_step, first_time = self._first
-        if step <= first_step:
-            return None
-        return (now - first_time - self._waited) / (step - first_step) * (self._total - step)
-
-
 class Clock:
     """Seconds of training, without the pauses for evaluation, saving and compiling.
 
@@ -303,8 +190,10 @@ class Report:
         self._writer, self._progress = writer, progress
         self._measured, self._watch = measured, watch
         replicated = placement.replicated
+        self._add = jax.jit(_add)
         self._summarize = jax.jit(_summarize, out_shardings=replicated)
         self._distance = jax.jit(consensus_distance, out_shardings=replicated)
+        self._sums = None  # of the steps since the last row
         self._compiled = False
         self._pending = None  # (steps done, metrics, their summary where a row is due)
         self._steps = 0  # since the last row
@@ -313,10 +202,11 @@ class Report:
         """Look at this step later; with ``params`` for a row, whose reductions start now."""
         self._steps += 1
         summary = None
-        if params is not None:
-            with contextlib.nullcontext() if self._compiled else self._clock.pause():
-                summary = self._summarize(metrics), self._distance(params)
-            self._compiled = True
+        with contextlib.nullcontext() if self._compiled else self._clock.pause():
+            self._sums = self._add(self._sums, metrics)
+            if params is not None:
+                summary = self._summarize(self._sums, metrics), self._distance(params)
+                self._sums, self._compiled = None, True
         self._pending = done, metrics, summary
 
     def look_at_pending(self) -> bool:
@@ -350,18 +240,26 @@ class Report:
         return past_bound
 
 
-def _summarize(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Metrics per replica (n,) to those of a row of metrics.jsonl."""
-    loss, skipped = metrics["loss"], metrics["skipped"]
-    fine = jnp.isfinite(loss)
+def _add(sums: dict[str, jax.Array] | None, metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Sums of each replica's metrics, (n,), over its steps with a finite loss, and their number."""
+    fine = jnp.isfinite(metrics["loss"])
+    found = {name: jnp.where(fine, metrics[name], 0) for name in ("loss", "grad_norm")}
+    found["steps"] = fine.astype(jnp.int32)
+    return found if sums is None else jax.tree.map(jnp.add, sums, found)
+
+
+def _summarize(sums: dict[str, jax.Array], metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """A row of metrics.jsonl: means over its steps, and what the last of them says."""
+    steps = sums["steps"]
+    of_replicas = sums["loss"] / steps  # NaN where no step was finite
     return {
-        "loss": jnp.where(fine, loss, 0).sum() / fine.sum(),
-        "loss_max": loss.max(),
-        "loss_min": jnp.where(fine, loss, jnp.inf).min(),
-        "grad_norm": jnp.where(fine, metrics["grad_norm"], 0).sum() / fine.sum(),
+        "loss": sums["loss"].sum() / steps.sum(),
+        "loss_max": of_replicas.max(),
+        "loss_min": jnp.where(steps > 0, of_replicas, jnp.inf).min(),
+        "grad_norm": sums["grad_norm"].sum() / steps.sum(),
         "learning_rate": metrics["learning_rate"],
-        "skipped_updates": skipped.sum(),
-        "skipped": skipped,
+        "skipped_updates": metrics["skipped"].sum(),
+        "skipped": metrics["skipped"],
         "failing": metrics["failing"].min(),
     }
 
@@ -387,24 +285,3 @@ def _line(row):
 
     row = {name: strict(value) for name, value in row.items()}
     return json.dumps(row, allow_nan=False).encode() + b"\n"
-
-
-def _named(name: str, value) -> str:
-    """ "loss 2.413", but "81.2k tokens/s"."""
-    value = value if isinstance(value, int) else float(value)
-    return (
-        f"{format_number(value)} {name}"
-        if name.endswith("/s")
-        else f"{name} {format_number(value, digits=4)}"
-    )
-
-
-def _has_room(stream: TextIO) -> bool:
-    """Whether this is a terminal with a known size; some pseudo-terminals are 0 by 0."""
-    if not stream.isatty():
-        return False
-    return min(os.get_terminal_size(stream.fileno())) > 0
-
-
-class _Bar(tqdm):
-    monitor_interval = 0  # no thread that redraws the bar in the middle of an announcement

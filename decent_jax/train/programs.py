@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from decent_jax.text import format_number
+from decent_jax.text import format_bytes, format_number
 from decent_jax.train import algorithm, xla
 from decent_jax.train.metrics import Clock
 from decent_jax.train.setup import Experiment
@@ -54,7 +54,7 @@ class Programs:
             flops = task.flops_per_example * config.batch_size / config.num_replicas
             self._work.say(
                 f"a step: {self.memory}, {format_number(flops / 1e9)} GFLOP of the model and "
-                f"{format_number(self._cost.sent_a_step / 1e6)} MB sent per replica"
+                f"{format_bytes(self._cost.sent_a_step)} sent per replica"
             )
         self.compiled[rnd, shapes] = compiled
 

@@ -10,6 +10,7 @@ import jax
 
 from decent_jax import json_files
 from decent_jax.errors import CheckpointError
+from decent_jax.train.background import Failures, kept_failures
 from decent_jax.train.checkpoint import Checkpointer
 from decent_jax.train.evaluation import Model
 from decent_jax.train.setup import Experiment
@@ -21,6 +22,7 @@ class Saver:
 
     Attributes:
       checkpoints: on disk.
+      failures: of the threads that write them; the loop asks in each step whether there is one.
       evaluated: the last evaluation, a row with its ``step``.
       best: the lowest ``eval/loss`` so far.
       seconds: of training, in the sessions before this one.
@@ -34,6 +36,7 @@ class Saver:
         self.evaluated: dict[str, Any] = {}
         self.best, self.seconds, self.steps_ahead = math.inf, 0.0, 0
         self._experiment = experiment
+        self._kept, self.failures = contextlib.ExitStack(), Failures()
         self.last_save = time.monotonic()
 
     def restored(self, meta: dict[str, Any]) -> None:
@@ -81,9 +84,12 @@ class Saver:
         return "no checkpoint has been saved"
 
     def __enter__(self) -> "Saver":
+        self.failures = self._kept.enter_context(kept_failures())
         return self
 
     def __exit__(self, exc_type: type | None, *_) -> None:
         # After an error, a second one from closing must not hide it.
-        with contextlib.suppress(*[CheckpointError] if exc_type else []):
+        with self._kept, contextlib.suppress(*[CheckpointError] if exc_type else []):
             self.checkpoints.close()
+            if exc_type is None and self.failures.first is not None:
+                raise self.checkpoints.failed(self.failures.first)

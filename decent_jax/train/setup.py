@@ -13,11 +13,12 @@ from decent_jax import replicas, tasks
 from decent_jax.cluster import start as cluster
 from decent_jax.data import loader, partition
 from decent_jax.errors import ConfigError, DataError
+from decent_jax.fields import LARGEST
 from decent_jax.replicas import Placement
 from decent_jax.tasks import Task
 from decent_jax.topology import Schedule
 from decent_jax.topology.plan_file import Plan
-from decent_jax.train import algorithm, xla
+from decent_jax.train import algorithm, hosts, limits, xla
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
 from decent_jax.train.workdir import Workdir, open_workdir
@@ -35,6 +36,7 @@ class Experiment(NamedTuple):
     every: dict[str, int]  # the durations of the config, in steps
     rate: optax.Schedule
     tx: optax.GradientTransformationExtraArgs
+    per_host: int  # replicas on each host; 1 where hosts hold different numbers
 
 
 @contextlib.contextmanager
@@ -49,38 +51,59 @@ def open_experiment(
     schedule, plan = config_lib.resolve(config)
     if plan is not None:
         config = config_lib.config_of_plan(config, plan)
-    xla.use_cache()
-    started = cluster.start(config)
-    placement = _place(config, plan)
-    try:
-        # Tracing the first step asks for the rate and the mask; by then the task is there, too.
-        tx = algorithm.transformation(
-            config,
-            schedule,
-            lambda count: rate(count),
-            lambda params: task.decay_mask(params),
-            placement.axis_name,
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    with open_workdir(workdir, config) as work:
-        devices = list(placement.mesh.devices.reshape(-1, placement.fsdp)[:, 0])
-        work.say(f"{started}\n{cluster.table(devices, placement.block)}")
-        if placement.fsdp > 1:
-            work.say(
-                f"a replica is sharded over {placement.fsdp} devices; the table names the first"
+    # Built before other processes are waited for, so that a method that does not fit its schedule
+    # is refused at once. Tracing the first step asks for axes, rate and mask, which are known then.
+    axes: list[str] = []
+
+    def method(config: ConfigDict, schedule: Schedule) -> optax.GradientTransformationExtraArgs:
+        try:
+            return algorithm.transformation(
+                config,
+                schedule,
+                lambda count: rate(count),
+                lambda params: task.decay_mask(params),
+                axes,
             )
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+    tx = method(config, schedule)
+    xla.use_cache()
+    started = cluster.start(config, workdir)
+    placement = _place(config, plan)
+    per_host = hosts.replicas_per_host(placement)
+    if config.schedule == config_lib.AUTO:
+        config = hosts.settle(config, per_host, workdir)
+        if config.schedule != schedule.name:
+            schedule = config_lib.make_schedule(config)
+            tx = method(config, schedule)
+    named = placement.axis_name
+    axes += [named] if isinstance(named, str) else named
+    with open_workdir(workdir, config) as work:
         try:
             task = tasks.find(config.task).make(config, work.path, work.announce)
             shares = _partition(config, task)
         except DataError as error:
             raise ConfigError(str(error)) from None
+        steps, every, rate = durations(config, task)
+        _check_fits_the_model(config, task, tx, placement)
+        # Said only now, since a run that is refused says nothing else.
+        devices = list(placement.mesh.devices.reshape(-1, placement.fsdp)[:, 0])
+        work.say(f"{started}\n{cluster.table(devices, placement.block)}")
+        used, there = placement.mesh.devices.size, jax.device_count()
+        if used < there and not config.mesh.devices:
+            work.say(
+                f"{used} of {there} devices are used, the others idle: let num_replicas be a "
+                f"multiple of {there // placement.fsdp}"
+            )
+        if placement.fsdp > 1:
+            work.say(
+                f"a replica is sharded over {placement.fsdp} devices; the table names the first"
+            )
         if shares is not None:
             work.say(shares.report())
-        steps, every, rate = _durations(config, task)
-        _check_fits_the_model(config, task, tx)
         yield (
-            Experiment(config, task, schedule, placement, shares, steps, every, rate, tx),
+            Experiment(config, task, schedule, placement, shares, steps, every, rate, tx, per_host),
             work,
         )
 
@@ -114,7 +137,7 @@ def _partition(config: ConfigDict, task: Task) -> partition.Partition | None:
     )
 
 
-def _durations(config: ConfigDict, task: Task) -> tuple[int, dict[str, int], optax.Schedule]:
+def durations(config: ConfigDict, task: Task) -> tuple[int, dict[str, int], optax.Schedule]:
     """The steps of the run, its other durations in steps, and the learning rate."""
     epoch = loader.steps_per_epoch(
         task.train_source, config.batch_size, config.num_replicas, config.seed
@@ -122,6 +145,8 @@ def _durations(config: ConfigDict, task: Task) -> tuple[int, dict[str, int], opt
     steps = round(config.epochs * epoch) if config.epochs else config.steps
     if steps < 1:
         raise ConfigError(f"{config.epochs} epochs are less than a step, {epoch} are one epoch")
+    if steps > LARGEST[int]:
+        raise ConfigError(f"{config.epochs} epochs of {epoch} steps are more than {LARGEST[int]}")
     every = config_lib.durations(config, epoch, steps)
     warmup = every["lr_schedule.warmup"]
     if config.lr_schedule.name == "cosine":
@@ -130,10 +155,12 @@ def _durations(config: ConfigDict, task: Task) -> tuple[int, dict[str, int], opt
     return steps, every, step_lib.learning_rate(config, steps, warmup, drops)
 
 
-def _check_fits_the_model(config, task, tx) -> None:
-    """Refuse a method that cannot be used on parameters of these shapes."""
+def _check_fits_the_model(config, task, tx, placement) -> None:
+    """Refuse what this machine cannot hold, and a method that cannot be used on such parameters."""
     params, _ = jax.eval_shape(task.init, jax.random.key(0))
     try:
-        jax.eval_shape(tx.init, params)
+        kept = jax.eval_shape(tx.init, params)
     except ValueError as error:
         raise ConfigError(f"algorithm {config.algorithm}: {error}") from None
+    limits.check_state(placement, (params, kept))
+    limits.check_batch(config, task.train_source)

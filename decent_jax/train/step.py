@@ -18,7 +18,7 @@ from decent_jax.cpu import overlap
 from decent_jax.replicas import Placement
 from decent_jax.tasks import Task
 from decent_jax.topology import Schedule
-from decent_jax.train import algorithm, xla
+from decent_jax.train import xla
 
 
 class TrainState(NamedTuple):
@@ -163,8 +163,7 @@ def make_step(
 
     ``batch`` leaves are (n, B, ...), ``t`` the 0-based step (int32 scalar); the state is donated.
     Metrics are per replica, (n,): ``loss``, ``grad_norm``, ``skipped``, ``failing``; and
-    ``learning_rate``, (). Where `overlap.needed` it is an `overlap.Step`, for which ``tx`` must
-    have been made with a rate that is a function of the step.
+    ``learning_rate``, (). Where `overlap.needed` it is an `overlap.Step`.
     """
     key = jax.random.key(config.seed + 1)
     rows = P("replica")
@@ -182,25 +181,25 @@ def make_step(
             run = placement.per_replica_alone(of_replica, loop=config.mesh.loop)
             return run(params, model_state, batch, placement.replica_ids())
 
-    def follow(params, model_state, ema, rnd):
-        """Model state and moving average of one replica, once it has its new parameters."""
+    @jax.named_scope("update")
+    def finish(state, found, mixed=None, *, rnd):
+        """State and metrics of one replica, from its loss, model state and gradient."""
+        loss, model_state, grads = found
+        params, opt_state, metrics = update(
+            tx, state.params, state.opt_state, loss, grads, rnd, mixed
+        )
+        ema = state.ema
         if ema is not None:
             ema = moving_average(config.eval.ema_decay, ema, params)
         if task.mixes_state and config.algorithm == "all_reduce":
             model_state = gossip.mean(model_state, placement.axis_name)
         elif task.mixes_state:
             model_state = gossip.mix(model_state, schedule, rnd, placement.axis_name)
-        return model_state, ema
+        return TrainState(params, model_state, opt_state, ema), metrics
 
     def on_device(state, batch, t, *, rnd):
-        def of_replica(state, loss, model_state, grads):
-            params, opt_state, metrics = update(tx, state.params, state.opt_state, loss, grads, rnd)
-            model_state, ema = follow(params, model_state, state.ema, rnd)
-            return TrainState(params, model_state, opt_state, ema), metrics
-
         found = gradients(state.params, state.model_state, batch, t)
-        with jax.named_scope("update"):
-            return placement.per_replica(of_replica)(state, *found)
+        return placement.per_replica(partial(finish, rnd=rnd))(state, found)
 
     def with_rate(result, t):
         state, metrics = result
@@ -217,21 +216,5 @@ def make_step(
     if not overlap.needed(tx, placement):
         return step
     assert isinstance(tx, optim.EarlyMixing)
-    decay = config.optimizer.weight_decay
-    direct = None
-    if config.optimizer.decoupled or not decay:
-        at_rate_1 = algorithm.transformation(
-            config, schedule, lambda count: 1.0, task.decay_mask, placement.axis_name
-        )
-        direct = partial(update, at_rate_1)
-    parts = overlap.Parts(
-        tx=tx,
-        gradients=gradients,
-        update=partial(update, tx),
-        direct=direct,
-        follow=follow,
-        with_rate=with_rate,
-        rate=rate,
-        decay=lambda params: jax.tree.map(lambda yes: decay * yes, task.decay_mask(params)),
-    )
+    parts = overlap.Parts(tx, gradients, finish, with_rate)
     return overlap.Step(step, parts, placement, check_vma, options)

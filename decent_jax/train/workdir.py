@@ -21,10 +21,14 @@ from ml_collections import ConfigDict
 from decent_jax import json_files
 from decent_jax.errors import ConfigError
 from decent_jax.progress import announce
-from decent_jax.text import format_duration
+from decent_jax.run_folder import METRICS, read_metrics
+from decent_jax.text import format_duration, shorten
+from decent_jax.train import checkpoint
 from decent_jax.train import config as config_lib
-from decent_jax.train.metrics import MetricWriter, Progress
+from decent_jax.train.bar import Progress
+from decent_jax.train.metrics import MetricWriter
 
+_LONGEST_LIST = 60  # characters of the changes of a config in one sentence
 _PACKAGES = ("decent_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
@@ -37,7 +41,7 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Iterator["Workdir"]
         it cannot be written.
     """
     path = Path(workdir).absolute()
-    work = Workdir(path, config)
+    work, made = Workdir(path, config), not path.exists()
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = open(path / ".lock", "a+")  # noqa: SIM115 (held until the end)
@@ -49,8 +53,17 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Iterator["Workdir"]
                 _lock(lock, path)
             except OSError as error:
                 raise ConfigError(f"--workdir {path} cannot be written: {error.strerror}") from None
-        work.check_config()
-        yield work
+        try:
+            work.check_config()
+            work.check_metrics()
+            checkpoint.check_only_ours(path)
+            yield work
+        except ConfigError:  # refused: a folder that holds nothing but the lock was made for it
+            if made and not work.quiet:
+                with contextlib.suppress(OSError):
+                    (path / ".lock").unlink()
+                    path.rmdir()
+            raise
 
 
 class Workdir:
@@ -103,15 +116,32 @@ class Workdir:
         if not saved.exists():
             return
         try:
-            old = json_files.flat(json.loads(saved.read_text()))
-        except ValueError:
-            raise ConfigError(f"{saved} is damaged; repair it or take another --workdir") from None
-        changes = config_lib.refused_changes(old, json_files.flat(self.config))
+            old = json.loads(saved.read_text())
+        except (OSError, ValueError, RecursionError):
+            old = None
+        if not isinstance(old, dict):
+            raise ConfigError(f"{saved} is damaged; repair it or take another --workdir")
+        changes = config_lib.refused_changes(json_files.flat(old), json_files.flat(self.config))
         if changes:
+            listed = "; ".join(changes)
+            if len(changes) > 1 and len(listed) > _LONGEST_LIST:
+                listed = f"{changes[0]}; and {len(changes) - 1} more"
             raise ConfigError(
-                f"{self.path} holds a run with another config ({'; '.join(changes)}); take another "
-                f"--workdir, or change only {config_lib.changeable(self.config.task)}"
+                f"{shorten(str(self.path), 50)} holds a run with another config ({listed}); take "
+                "another --workdir, or change only "
+                f"{shorten(config_lib.changeable(self.config.task), 80)}"
             )
+
+    def check_metrics(self) -> None:
+        """Refuse to continue a metrics file that is damaged, before anything is compiled."""
+        path = self.path / METRICS
+        try:
+            if path.is_dir():
+                raise ConfigError(f"{path} is a folder; move it or take another --workdir")
+            if path.exists() and not self.quiet:
+                read_metrics(path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(str(error)) from None
 
     def write_config(self) -> None:
         """Write ``config.json``, before the first step."""

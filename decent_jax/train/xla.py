@@ -87,10 +87,11 @@ class Memory(NamedTuple):
     temporary: int  # gradients, activations, messages, and results that are not in place
 
     def __str__(self) -> str:
+        unit, scale = ("GB", 1e9) if sum(self) >= 1e9 else ("MB", 1e6)
         state, temporary, total = (
-            format_number(x / 1e6) for x in (self.state, self.temporary, sum(self))
+            format_number(x / scale) for x in (self.state, self.temporary, sum(self))
         )
-        return f"{total} MB of memory per device ({state} of state, {temporary} while it runs)"
+        return f"{total} {unit} of memory per device ({state} of state, {temporary} while it runs)"
 
 
 def memory_of(compiled: Any) -> Memory | None:

@@ -1,0 +1,5 @@
+"""Images: sources, decoding, crops."""
+
+from decent_jax import extras
+
+extras.need("images", "cv2", "PIL", "simplejpeg")

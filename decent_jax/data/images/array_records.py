@@ -21,10 +21,16 @@ from array_record.python.array_record_module import ArrayRecordReader
 
 from decent_jax.data import prepared_folder, tfds_folder
 from decent_jax.data.prepared_folder import Kind
-from decent_jax.data.reading import short
+from decent_jax.data.reading import entries_of, one_sentence, short
 from decent_jax.errors import DataError
 
-KIND = Kind("images", "decent_jax images 1", "prepared image folder")
+KIND = Kind(
+    "images",
+    "decent_jax images 1",
+    "prepared image folder",
+    beside=r"bad_files\.jsonl",
+    draft=r"(train|val)-\d{5,}-of-\d{5,}\.array_record(\.json)?",
+)
 SPLITS = ("train", "val")
 
 read_manifest = functools.partial(prepared_folder.read_manifest, kind=KIND)
@@ -62,23 +68,20 @@ class PreparedImages:
 
     def __init__(self, folder: str | Path, split: str):
         manifest = read_manifest(folder)
-        try:
+        path = f"{folder}/manifest.json"
+        with entries_of(path, "is damaged; prepare the images again"):
             self.class_names = tuple(manifest["class_names"])
             entry = manifest["splits"][split]
             counts = np.array(entry["class_counts"], np.int64)
             shards = [(shard["file"], shard["bytes"]) for shard in entry["shards"]]
             lengths = [shard["records"] for shard in entry["shards"]]
-        except (KeyError, TypeError, ValueError):
-            raise DataError(
-                f"{folder}/manifest.json: is damaged; prepare the images again"
-            ) from None
-        self.labels = np.repeat(np.arange(len(counts)), counts)
-        if len(self.labels) != sum(lengths) or len(counts) != len(self.class_names):
-            raise DataError(
-                f"{folder}/manifest.json: its counts disagree; prepare the images again"
-            )
-        for file, size in shards:
-            _check_size(Path(folder) / file, size)
+            agree = counts.sum() == sum(lengths) and len(counts) == len(self.class_names)
+            fits = [n * _HEADER.size <= size for n, (_, size) in zip(lengths, shards, strict=True)]
+            if not agree or not all(fits):
+                raise DataError(f"{path}: its counts disagree; prepare the images again")
+            for file, size in shards:
+                _check_size(Path(folder) / file, size)
+            self.labels = np.repeat(np.arange(len(counts)), counts)
         paths = [os.path.join(folder, file) for file, _ in shards]
         self._shards = _Shards(paths, lengths, advice="prepare the images again")
 
@@ -95,12 +98,10 @@ class PreparedImages:
 
 
 def _check_size(path: Path, wanted: int) -> None:
-    try:
+    if not path.exists():
+        raise DataError(f"{path}: the shard is missing; prepare the images again")
+    with one_sentence(path):
         size = path.stat().st_size
-    except FileNotFoundError:
-        raise DataError(f"{path}: the shard is missing; prepare the images again") from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     if size != wanted:
         what = "is cut short" if size < wanted else "has another size"
         raise DataError(

@@ -7,6 +7,7 @@ at an offset. On a shared file system a few archives are better than 1.3 million
 import contextlib
 import io
 import os
+import re
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -16,12 +17,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from decent_jax.data.reading import one_sentence
+from decent_jax.data.reading import one_sentence, read_at_most
 from decent_jax.errors import DataError
 
 DEVKIT = "ILSVRC2012_devkit_t12"
 
 _BLOCK = 512
+_LONGEST_NAME = 1 << 16  # bytes
+_LARGEST_TABLE = 1 << 26  # bytes, of a file of the devkit; they have 2 MB
 _THREADS = 16  # indexing waits for the disk most of the time
 _FILES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
 _LONG_NAME = tarfile.GNUTYPE_LONGNAME
@@ -154,8 +157,10 @@ def _walk(fd: int, start: int, stop: int, where: str) -> Iterator[tuple[str, int
             ) from None
         data = offset + _BLOCK
         offset = data + -(-info.size // _BLOCK) * _BLOCK
-        if data + info.size > stop:
+        if info.size < 0 or data + info.size > stop:
             raise _cut_short(where, stop - start)
+        if info.type in (_LONG_NAME, *_EXTENDED) and info.size > _LONGEST_NAME:
+            raise DataError(f"{where}: holds a name of {info.size} bytes; fetch it again")
         if info.type == _LONG_NAME:
             name = os.pread(fd, info.size, data).rstrip(b"\0").decode("utf-8", "surrogateescape")
         elif info.type in _EXTENDED:
@@ -172,17 +177,23 @@ def _cut_short(where: str, size: int) -> DataError:
 
 
 def _pax_name(records: bytes, where: str) -> str | None:
-    """The path in a pax header, which is lines "LENGTH KEY=VALUE" (POSIX.1-2001)."""
+    """The path in a pax header, which is lines "LENGTH KEY=VALUE" (POSIX.1-2001).
+
+    DataError where a line does not end where its length says, or gives the file another size.
+    """
+    path = None
     while records:
-        digits = records.partition(b" ")[0]
-        if not digits.isdigit() or digits == b"0":
+        digits = records[:20].partition(b" ")[0]
+        length = int(digits) if re.fullmatch(rb"[0-9]{1,9}", digits) else 0
+        record = records[:length]
+        key, equals, value = record[len(digits) + 1 :].partition(b"=")
+        whole = 0 < length == len(record) and equals and record.endswith(b"\n")
+        if not whole or key == b"size":
             raise DataError(f"{where}: holds a damaged pax header; fetch it again")
-        length = int(digits)
-        key, _, value = records[:length].partition(b" ")[2].partition(b"=")
         if key == b"path":
-            return value.removesuffix(b"\n").decode("utf-8", "surrogateescape")
-        records = records[length:]
-    return None
+            path = value.removesuffix(b"\n").decode("utf-8", "surrogateescape")
+        records = records[len(record) :]
+    return path
 
 
 def _devkit_file(folder, name: str) -> tuple[bytes, str]:
@@ -194,8 +205,11 @@ def _devkit_file(folder, name: str) -> tuple[bytes, str]:
             return unpacked.read_bytes(), str(unpacked)
     try:
         with tarfile.open(packed) as archive:
+            place = f"{packed}, {name}"
             member = archive.extractfile(f"{DEVKIT}/data/{name}")
-            return member.read() if member else b"", f"{packed}, {name}"
+            if member is None:
+                raise DataError(f"{place}: is a folder; fetch it again")
+            return read_at_most(member, _LARGEST_TABLE, place), place
     except FileNotFoundError:
         raise DataError(
             f"{folder}: its validation images are not in class folders, so their classes are read"

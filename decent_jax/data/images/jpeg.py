@@ -23,6 +23,8 @@ from PIL import Image, UnidentifiedImageError
 
 SHRINKS = (8, 4, 2, 1)
 
+_MOST_PIXELS = 1 << 26  # Pillow needs 11 bytes for each while it decodes
+
 _APP1, _START_OF_SCAN = 0xE1, 0xDA  # the segment that holds EXIF data, and that before pixels
 _EXIF = b"Exif\x00\x00"
 _BYTE_ORDERS = {b"II": "<", b"MM": ">"}  # of TIFF
@@ -49,6 +51,8 @@ def read_header(data: bytes) -> Header:
     except ValueError:
         with _open(data) as image:
             (width, height), turbo = image.size, False
+    if height * width > _MOST_PIXELS:
+        raise ValueError(f"has {width} x {height} pixels, more than {_MOST_PIXELS}")
     orientation = _orientation(data)
     if orientation >= 5:
         height, width = width, height

@@ -32,7 +32,7 @@ from decent_jax.data.images.array_records import KIND
 from decent_jax.data.images.image_folder import SPLITS, ImageFiles, open_images
 from decent_jax.data.prepared_folder import Draft, check_out, sha256_file
 from decent_jax.errors import DataError
-from decent_jax.json_files import write_json_atomic
+from decent_jax.json_files import read_json, write_json_atomic
 from decent_jax.progress import progress_bar
 
 BAD_FILES = "bad_files.jsonl"
@@ -191,7 +191,7 @@ def _make_shard(task: _Task, *, images: dict[str, ImageFiles], folder: Path) -> 
         "bad": bad,
     }
     write_json_atomic(sidecar, result)
-    return json.loads(sidecar.read_text())  # as a later run reads it
+    return read_json(sidecar)  # as a later run reads it
 
 
 def _key(task: _Task, files: ImageFiles) -> str:
@@ -208,7 +208,7 @@ def _key(task: _Task, files: ImageFiles) -> str:
 def _finished(path: Path, sidecar: Path, key: str) -> dict | None:
     """The content of a shard's sidecar, if the shard is whole and of the same images."""
     try:
-        found = json.loads(sidecar.read_text())
+        found = read_json(sidecar)
         shard = found["shard"]
         whole = (
             found["key"] == key

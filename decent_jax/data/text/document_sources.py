@@ -9,13 +9,14 @@ each run is [index of the name, tokens, separators included], in the order of th
 """
 
 import dataclasses
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
+from decent_jax.data.reading import entries_of
 from decent_jax.errors import DataError
+from decent_jax.json_files import read_json
 
 FILE = "sources.json"
 
@@ -66,19 +67,19 @@ def read(bin_file: str | Path, num_tokens: int) -> Sources:
     """
     bin_file = Path(bin_file)
     path = bin_file.parent / FILE
+    damaged = "damaged; prepare the folder again"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        names, runs = content["names"], content["splits"][bin_file.stem]
-        index, tokens = np.array(runs, np.int64).reshape(-1, 2).T
-        fits = tokens.sum() == num_tokens and index.max(initial=0) < len(names)
+        content = read_json(path, damaged)
     except FileNotFoundError:
         raise DataError(
             f"{bin_file.parent}: has no {FILE} that says which document source its tokens are"
             " from; prepare it again with `python -m decent_jax.prepare text`, or set"
             " data.partition to 'iid'"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError):
-        raise DataError(f"{path}: damaged; prepare the folder again") from None
-    if not fits:
+    with entries_of(path, damaged):
+        names, runs = tuple(map(str, content["names"])), content["splits"][bin_file.stem]
+        index, tokens = np.array(runs, np.int64).reshape(-1, 2).T
+    known = index.min(initial=0) >= 0 and index.max(initial=0) < len(names)
+    if tokens.sum() != num_tokens or tokens.min(initial=1) < 0 or not known:
         raise DataError(f"{path}: does not belong to {bin_file.name}; prepare the folder again")
-    return Sources(tuple(names), index, np.cumsum(tokens))
+    return Sources(names, index, np.cumsum(tokens))

@@ -1,4 +1,6 @@
-"""Text files as streams of documents: .txt, .jsonl (both also .gz), .parquet, TFDS folders.
+"""Text files as streams of documents: .txt, .jsonl (both also .gz), .parquet, .arrow, TFDS folders.
+
+A folder that Hugging Face's ``datasets`` saved (``save_to_disk``) is one of .arrow files.
 
 `chunks`, in the reading process, cuts the inputs into pieces of about a megabyte; `documents`, in a
 worker, turns a piece into texts. Neither holds more than a few pieces. Only a .txt file, which is
@@ -18,11 +20,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from decent_jax import extras, machine
 from decent_jax.data import tfds_folder
-from decent_jax.data.reading import one_sentence, short
+from decent_jax.data.reading import entries_of, one_sentence, read_at_most, read_line, short
 from decent_jax.errors import DataError
+from decent_jax.json_files import read_json
 
 CHUNK_BYTES = 1 << 20
+LONGEST_LINE = 1 << 28  # bytes: of a document in a .jsonl file
 ROWS = 256  # of a parquet or TFDS chunk
 
 _KINDS = {
@@ -31,8 +36,9 @@ _KINDS = {
     ".jsonl": "jsonl",
     ".jsonl.gz": "jsonl",
     ".parquet": "parquet",
+    ".arrow": "arrow",
 }
-_READABLE = ".txt, .txt.gz, .jsonl, .jsonl.gz or .parquet"
+_READABLE = ".txt, .txt.gz, .jsonl, .jsonl.gz, .parquet or .arrow"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +49,7 @@ class Source:
     """
 
     path: Path
-    kind: str  # "txt", "jsonl", "parquet" or "tfds"
+    kind: str  # "txt", "jsonl", "parquet", "arrow" or "tfds"
     name: str
     size: int
     split: str = ""  # of a TFDS folder
@@ -53,8 +59,8 @@ class Source:
 class Chunk:
     """Some documents of one source, or of several .txt files.
 
-    `data` is a list of sources (txt), bytes (jsonl), strings (parquet) or a range (tfds); `row` is
-    the first line or record, `offset` the first byte, `read` the bytes of progress.
+    `data` is a list of sources (txt), bytes (jsonl), strings (parquet, arrow) or a range (tfds);
+    `row` is the first line or record, `offset` the first byte, `read` the bytes of progress.
     """
 
     source: Source
@@ -67,8 +73,9 @@ class Chunk:
 def find_sources(inputs: Iterable[Path], *, validation: bool = False) -> list[Source]:
     """The readable files under `inputs`, folders in sorted order, each file once.
 
-    From a TFDS folder this takes the split `train`; with `validation`, the first of `validation`,
-    `test` and `train` that exists. It skips hidden files and folders.
+    From a TFDS folder, or one of Hugging Face's with several splits, this takes the split `train`;
+    with `validation`, the first of `validation`, `test` and `train` that exists. It skips hidden
+    files and folders.
 
     Raises:
       DataError: a missing path, a file of another kind, or a folder without a readable file.
@@ -102,9 +109,12 @@ def check_source(source: Source, field: str) -> None:
             documents(Chunk(source, range(min(count, 1)), 0), field)
         elif source.kind == "parquet":
             _parquet(source.path, field).close()
+        elif source.kind == "arrow":
+            with _arrow(source.path, field):
+                pass
         else:
             with _open(source.path) as (file, _):
-                line = file.readline()
+                line = read_line(file, LONGEST_LINE, f"{source.path}, line 1")
             documents(Chunk(source, line, 0, row=1), field)
 
 
@@ -134,7 +144,7 @@ def documents(chunk: Chunk, field: str) -> list[str]:
             text = _decode(chunk.data, path, chunk.offset).removeprefix("\ufeff")
             lines = enumerate(text.split("\n"), chunk.row)
             return [_json_text(line, path, row, field) for row, line in lines if line.strip()]
-        if chunk.source.kind == "parquet":
+        if chunk.source.kind in ("parquet", "arrow"):
             for row, text in enumerate(chunk.data, chunk.row):
                 if text is None:
                     raise DataError(f"{path}, row {row}: column {field!r} is null")
@@ -184,6 +194,10 @@ def _walk(folder: Path, validation: bool) -> Iterator[Source]:
             yield _tfds_source(here, str(relative), validation)
             continue
         folders[:] = sorted(f for f in folders if not f.startswith("."))
+        if "dataset_dict.json" in files:
+            folders[:] = [_split_of(here, folders, validation)]
+        if "state.json" in files and "dataset_info.json" in files:
+            files = _saved_by_datasets(here)
         for file in sorted(files):
             path = here / file
             if not file.startswith(".") and _kind(path) and path.is_file():
@@ -200,13 +214,25 @@ def _file(path: Path, name: str) -> Source:
 
 
 def _tfds_source(folder: Path, name: str, validation: bool) -> Source:
-    splits = tfds_folder.open_builder(folder).info.splits
+    split = _split_of(folder, tfds_folder.open_builder(folder).info.splits, validation)
+    size = sum(file.stat().st_size for file in tfds_folder.files(folder, split)[:-1])
+    return Source(folder, "tfds", name, size, split)
+
+
+def _saved_by_datasets(folder: Path) -> list[str]:
+    """The files of a data set; others in its folder are what `datasets` has cached there."""
+    damaged = "not the state.json of a saved data set; save it again"
+    content = read_json(folder / "state.json", damaged)
+    with entries_of(folder / "state.json", damaged):
+        return [str(file["filename"]) for file in content["_data_files"]]
+
+
+def _split_of(folder: Path, splits: Iterable[str], validation: bool) -> str:
     wanted = ("validation", "test", "train") if validation else ("train",)
     split = next((split for split in wanted if split in splits), None)
     if split is None:
         raise DataError(f"{folder}: has no split {wanted[0]!r}, only {', '.join(splits) or 'none'}")
-    size = sum(file.stat().st_size for file in tfds_folder.files(folder, split)[:-1])
-    return Source(folder, "tfds", name, size, split)
+    return split
 
 
 def _text_chunk(group: list[Source]) -> Iterator[Chunk]:
@@ -218,7 +244,7 @@ def _jsonl_chunks(source: Source, field: str) -> Iterator[Chunk]:
     row, offset, read = 1, 0, 0
     with _open(source.path) as (file, raw):
         while block := file.read(CHUNK_BYTES):
-            block += file.readline()
+            block += read_line(file, LONGEST_LINE, f"{source.path}, after line {row}")
             yield Chunk(source, block, raw.tell() - read, row, offset)
             row += block.count(b"\n")
             offset += len(block)
@@ -226,6 +252,7 @@ def _jsonl_chunks(source: Source, field: str) -> Iterator[Chunk]:
 
 
 def _parquet_chunks(source: Source, field: str) -> Iterator[Chunk]:
+    extras.need("text", "pyarrow")
     import pyarrow as pa
 
     row = 0
@@ -242,6 +269,24 @@ def _parquet_chunks(source: Source, field: str) -> Iterator[Chunk]:
         raise DataError(f"{source.path}: damaged after row {row} ({short(error)})") from None
 
 
+def _arrow_chunks(source: Source, field: str) -> Iterator[Chunk]:
+    """A chunk per batch of the file: ``datasets`` writes a thousand rows into each."""
+    extras.need("text", "pyarrow")
+    import pyarrow as pa
+
+    row = read = 0
+    try:
+        with _arrow(source.path, field) as batches:
+            for batch, position in batches:
+                texts = batch.column(field).to_pylist()
+                yield Chunk(source, texts, position - read, row)
+                row, read = row + len(texts), position
+    except UnicodeDecodeError:
+        raise DataError(f"{source.path}: invalid UTF-8 after row {row}") from None
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{source.path}: damaged after row {row} ({short(error)})") from None
+
+
 def _tfds_chunks(source: Source, field: str) -> Iterator[Chunk]:
     total = len(tfds_folder.records(source.path, source.split))
     for row in range(0, total, ROWS):
@@ -250,7 +295,12 @@ def _tfds_chunks(source: Source, field: str) -> Iterator[Chunk]:
         yield Chunk(source, range(row, stop), read, row)
 
 
-_CHUNKERS = {"jsonl": _jsonl_chunks, "parquet": _parquet_chunks, "tfds": _tfds_chunks}
+_CHUNKERS = {
+    "jsonl": _jsonl_chunks,
+    "parquet": _parquet_chunks,
+    "arrow": _arrow_chunks,
+    "tfds": _tfds_chunks,
+}
 
 
 @contextlib.contextmanager
@@ -266,7 +316,12 @@ def _open(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
 
 def _read_text(path: Path) -> str:
     with one_sentence(path), _open(path) as (file, _):
-        return _decode(file.read(), path, 0).removeprefix("\ufeff")
+        return _decode(read_at_most(file, _most_text(), path), path, 0).removeprefix("\ufeff")
+
+
+def _most_text() -> int:
+    """Bytes of a .txt file, which is held whole: as text, as bytes and as tokens."""
+    return machine.memory_bytes() // 16
 
 
 def _decode(data: bytes, path, offset: int) -> str:
@@ -295,6 +350,7 @@ def _json_text(line: str, path: Path, row: int, field: str) -> str:
 
 
 def _parquet(path: Path, field: str):
+    extras.need("text", "pyarrow")
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -302,18 +358,46 @@ def _parquet(path: Path, field: str):
         file = pq.ParquetFile(path)
     except pa.ArrowException as error:
         raise DataError(f"{path}: not a readable parquet file ({short(error)})") from None
-    schema = file.schema_arrow
-    if field not in schema.names:
+    try:
+        _check_column(path, file.schema_arrow, field)
+    except DataError:
         file.close()
+        raise
+    return file
+
+
+@contextlib.contextmanager
+def _arrow(path: Path, field: str) -> Iterator[Iterable[tuple[Any, int]]]:
+    """The record batches of an Arrow file, of either format, each with the byte where it ends."""
+    extras.need("text", "pyarrow")
+    import pyarrow as pa
+
+    with open(path, "rb") as raw:
+        try:
+            is_stream = raw.read(6) != b"ARROW1"
+            raw.seek(0)
+            reader = pa.ipc.open_stream(raw) if is_stream else pa.ipc.open_file(raw)
+        except pa.ArrowException as error:
+            raise DataError(f"{path}: not a readable Arrow file ({short(error)})") from None
+        _check_column(path, reader.schema, field)
+        if is_stream:
+            yield ((batch, raw.tell()) for batch in reader)
+        else:
+            count, size = reader.num_record_batches, path.stat().st_size
+            yield ((reader.get_batch(i), size * (i + 1) // count) for i in range(count))
+
+
+def _check_column(path: Path, schema: Any, field: str) -> None:
+    import pyarrow as pa
+
+    if field not in schema.names:
         names = ", ".join(map(repr, schema.names))
         raise DataError(f"{path}: no column {field!r}, only {names}; see --text_field")
     kind = schema.field(field).type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-        file.close()
         raise DataError(f"{path}: column {field!r} holds {kind}, not strings")
-    return file
 
 
 def _check_feature(folder: Path, field: str) -> None:

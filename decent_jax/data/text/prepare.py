@@ -51,9 +51,10 @@ def prepare(
     Args:
       inputs: files and folders.
       out: the folder to make.
-      tokenizer: `"gpt2"` or `"bytes"`.
+      tokenizer: `"gpt2"`, `"bytes"`, or the path of a tokenizer.json of Hugging Face.
       tokenizer_path: folder with GPT-2's `encoder.json` and `vocab.bpe`; None downloads them.
-      val_fraction: share of the documents, in (0, 1), that `val.bin` receives.
+      val_fraction: share of the documents, in (0, 1), that `val.bin` receives; of a single text
+        file, which is one document, its last part.
       val_inputs: files and folders for `val.bin`; `val_fraction` is then ignored.
       text_field: the JSON field, parquet column or TFDS feature with the text.
       workers: processes; None means one per core, and only this one for a few megabytes.
@@ -86,7 +87,8 @@ def prepare(
     )
     names = documents.distinct_names(sources) | documents.distinct_names(val_sources)
     held_out = set(val_sources)
-    split_of = _Splitter(None if val_sources else val_fraction)
+    by_position = len(sources) == 1 and sources[0].kind == "txt" and not val_sources
+    split_of = _Splitter(None if val_sources else val_fraction, by_position)
     work = functools.partial(_work, tokenizer=codec, field=text_field, seed=seed)
     with (
         TokenFolderWriter(out, codec, overwrite=overwrite) as writer,
@@ -98,9 +100,8 @@ def prepare(
             bar.update(chunk.read)
             origins = documents.document_sources(chunk)
             for source, (digest, ids) in zip(origins, result.documents(), strict=False):
-                split = split_of(digest, ids, role)
-                if split:
-                    writer.add(split, ids, names[source])
+                for split, part in split_of(digest, ids, role):
+                    writer.add(split, part, names[source])
         _check_counts(writer.documents, val_fraction, bool(val_sources))
         return writer.commit(
             seed=seed,
@@ -114,7 +115,7 @@ def prepare(
 
 
 class _Encoded(NamedTuple):
-    """The documents of a chunk: a digest each, and their tokens end to end (uint16)."""
+    """The documents of a chunk: a digest each, and their tokens end to end."""
 
     digests: list[bytes]
     lengths: list[int]
@@ -128,15 +129,27 @@ class _Encoded(NamedTuple):
 
 
 class _Splitter:
-    """Decides where a document goes: "train", "val" or "" for nowhere."""
+    """Decides where a document goes: all of it to "train" or "val", or nowhere.
 
-    def __init__(self, val_fraction: float | None):
-        self._val_fraction = val_fraction
+    Where there is one document, the text of a single file, its last part is for validation.
+    """
+
+    def __init__(self, val_fraction: float | None, by_position: bool):
+        self._val_fraction, self._by_position = val_fraction, by_position
         self._validation: set[bytes] = set()
         self.empty = 0
         self.dropped = 0
 
-    def __call__(self, digest: bytes, ids: np.ndarray, role: str) -> str:
+    def __call__(self, digest: bytes, ids: np.ndarray, role: str) -> list[tuple[str, np.ndarray]]:
+        """[(split, ids)], empty for nowhere."""
+        if self._by_position and len(ids) > 1:
+            assert self._val_fraction is not None
+            cut = min(max(round(len(ids) * (1 - self._val_fraction)), 1), len(ids) - 1)
+            return [("train", ids[:cut]), ("val", ids[cut:])]
+        split = self._of_document(digest, ids, role)
+        return [(split, ids)] if split else []
+
+    def _of_document(self, digest: bytes, ids: np.ndarray, role: str) -> str:
         if not len(ids):
             self.empty += 1
             return ""
@@ -153,7 +166,7 @@ class _Splitter:
 
 def _work(chunk: Chunk, *, tokenizer: Tokenizer, field: str, seed: int) -> _Encoded:
     """The documents of a chunk, encoded."""
-    digests, encoded = [], [np.zeros(0, np.uint16)]
+    digests, encoded = [], [np.zeros(0, tokenizer.dtype)]
     for text in documents.documents(chunk, field):
         # as the bytes tokenizer does, so that the split is the same for all tokenizers
         text = tokenizers.valid_unicode(text.replace("\0", ""))
@@ -172,11 +185,6 @@ def _check_sources(sources: list[Source], val_sources: list[Source], field: str)
     for source in val_sources:
         if (source.path.resolve(), source.split) in trained:
             raise DataError(f"{source.path}: is both in the training and the validation input")
-    if len(sources) == 1 and sources[0].kind == "txt" and not val_sources:
-        raise DataError(
-            f"{sources[0].path}: a .txt file is one document, which cannot be split; cut it in two"
-            " files and pass one as --val_input"
-        )
     for source in sources + val_sources:
         documents.check_source(source, field)
 
@@ -218,10 +226,10 @@ def _summary(sources: list[Source], workers: int) -> dict[str, Any]:
 # --- The command, see `decent_jax.prepare` --------------------------------------------------------
 
 DESCRIPTION = """\
-Tokenizes text into OUT/train.bin and OUT/val.bin (uint16, each document followed by the
-end-of-text id), with OUT/manifest.json and the tokenizer's files. OUT/sources.json records which
-tokens come from which input file, for replicas that train on different sources
-(config.data.partition=dirichlet).
+Tokenizes text into OUT/train.bin and OUT/val.bin (uint16, or uint32 for a vocabulary beyond
+65,536; each document followed by the end-of-text id), with OUT/manifest.json and the tokenizer's
+files. OUT/sources.json records which tokens come from which input file, for replicas that train on
+different sources (config.data.partition=dirichlet).
 
 Reads .txt (a file is a document), .jsonl (a line is a document), both also as .gz, .parquet (a
 row is a document), folders of these, and prepared TFDS folders stored as array_record.
@@ -239,7 +247,12 @@ INTERRUPTED = "nothing was written"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `prepare` that only text has."""
     add = parser.add_argument
-    add("--tokenizer", required=True, choices=tokenizers.NAMES, help="GPT-2's, or UTF-8 bytes")
+    add(
+        "--tokenizer",
+        required=True,
+        metavar="NAME",
+        help="gpt2, bytes (of UTF-8), or FILE.json: a tokenizer.json of Hugging Face",
+    )
     add(
         "--tokenizer_path",
         metavar="DIR",
@@ -251,7 +264,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0005,
         metavar="F",
-        help="share of the documents that go to val.bin (default: 0.0005)",
+        help="share of the documents, or of a single text file, that goes to val.bin "
+        "(default: 0.0005)",
     )
     val.add_argument(
         "--val_input",

@@ -1,8 +1,9 @@
 """Prepared folders of tokens: how they are written, and windows of tokens read from them.
 
-A prepared folder holds `train.bin` and `val.bin` (raw little-endian uint16, nanoGPT's layout, the
-tokenizer's `end_of_text` after each document), `manifest.json`, the tokenizer's own files, and
-`sources.json`, which records where the documents come from.
+A prepared folder holds `train.bin` and `val.bin` (raw little-endian uint16, nanoGPT's layout, or
+uint32 for a vocabulary beyond 65,536, the tokenizer's `end_of_text` after each document),
+`manifest.json`, the tokenizer's own files, and `sources.json`, which records where the documents
+come from.
 """
 
 import contextlib
@@ -17,13 +18,20 @@ import numpy as np
 import decent_jax
 from decent_jax.data import prepared_folder
 from decent_jax.data.prepared_folder import Draft, Kind
+from decent_jax.data.reading import entries_of, one_sentence
 from decent_jax.data.text import document_sources
 from decent_jax.data.text.tokenizers import Tokenizer
 from decent_jax.errors import DataError
 
-KIND = Kind("text", "decent_jax tokens 1", "prepared folder")
+KIND = Kind(
+    "text",
+    "decent_jax tokens 1",
+    "prepared folder",
+    beside=r"encoder\.json|vocab\.bpe|tokenizer\.json",
+    draft=r"(train|val)\.bin|sources\.json",
+)
 SPLITS = ("train", "val")
-TOKEN = np.dtype("<u2")
+_TYPES = {"uint16, little-endian": np.dtype("<u2"), "uint32, little-endian": np.dtype("<u4")}
 
 read_manifest = functools.partial(prepared_folder.read_manifest, kind=KIND)
 is_whole = functools.partial(prepared_folder.is_whole, kind=KIND)
@@ -37,11 +45,11 @@ class TokenWindows:
     is not full is left out. The file is memory-mapped; pickling reopens it.
 
     Args:
-      path: a file of raw little-endian uint16.
+      path: a file of raw little-endian uint16, or of the type that the manifest beside it names.
       seq_len: tokens that a model reads at once, at least 1.
 
     Raises:
-      DataError: the file is missing, has an odd number of bytes or is shorter than a window.
+      DataError: the file is missing, ends within a token or is shorter than a window.
     """
 
     def __init__(self, path: str | Path, seq_len: int):
@@ -49,9 +57,6 @@ class TokenWindows:
             raise ValueError(f"seq_len must be at least 1, got {seq_len}")
         self.path = str(path)
         self.seq_len = int(seq_len)
-        self._open()
-
-    def _open(self):
         self._tokens = _memmap(self.path)
         self._length = (len(self._tokens) - 1) // self.seq_len
         if self._length < 1:
@@ -97,12 +102,8 @@ class TokenWindows:
     def __repr__(self) -> str:
         return f"TokenWindows({self.path!r}, seq_len={self.seq_len})"
 
-    def __getstate__(self) -> dict:
-        return {"path": self.path, "seq_len": self.seq_len}
-
-    def __setstate__(self, state: dict):
-        self.__dict__.update(state)
-        self._open()
+    def __reduce__(self):
+        return TokenWindows, (self.path, self.seq_len)
 
 
 def check_vocab(path: str | Path, vocab_size: int) -> None:
@@ -112,10 +113,10 @@ def check_vocab(path: str | Path, vocab_size: int) -> None:
     """
     path = Path(path)
     largest = None
-    with contextlib.suppress(DataError):
+    with contextlib.suppress(DataError), entries_of(path, "not in a manifest"):
         for split in read_manifest(path.parent)["splits"].values():
             if split["file"] == path.name and split["bytes"] == path.stat().st_size:
-                largest = split["largest_id"]
+                largest = int(split["largest_id"])
     if largest is None:
         tokens = _memmap(path)
         step = 1 << 24
@@ -137,7 +138,7 @@ class TokenFolderWriter(Draft):
 
     def __init__(self, out: str | Path, tokenizer: Tokenizer, *, overwrite: bool = False):
         super().__init__(out, KIND, overwrite=overwrite)
-        self._end = np.array([tokenizer.end_of_text], TOKEN).tobytes()
+        self._end = np.array([tokenizer.end_of_text], tokenizer.dtype).tobytes()
         self._tokenizer = tokenizer
         tokenizer.save_files(self.folder)
         self._largest: dict[str, int] = dict.fromkeys(SPLITS, 0)
@@ -146,11 +147,13 @@ class TokenFolderWriter(Draft):
         self.tokens: dict[str, int] = dict.fromkeys(SPLITS, 0)  # separators included
 
     def add(self, split: str, ids: np.ndarray, source: str | None = None) -> None:
-        """Appends one document, uint16 ids of shape (tokens,) without a separator.
+        """Appends one document, integer ids of shape (tokens,) without a separator.
 
         `source` names where it comes from; `sources.json` is written if all documents have one.
         """
-        self.append(f"{split}.bin", ids.astype(TOKEN, copy=False).tobytes() + self._end)
+        self.append(
+            f"{split}.bin", ids.astype(self._tokenizer.dtype, copy=False).tobytes() + self._end
+        )
         self._sources.add(split, source, len(ids) + 1)
         self.documents[split] += 1
         self.tokens[split] += len(ids) + 1
@@ -173,7 +176,7 @@ class TokenFolderWriter(Draft):
             }
         manifest = {
             "format": KIND.format,
-            "dtype": "uint16, little-endian",
+            "dtype": f"{self._tokenizer.dtype.name}, little-endian",
             "tokenizer": self._tokenizer.to_json(),
             "splits": splits,
             **self._write_sources(),
@@ -198,15 +201,19 @@ class TokenFolderWriter(Draft):
 
 
 def _memmap(path: str | Path) -> np.ndarray:
-    try:
+    with one_sentence(path):
         size = os.path.getsize(path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-    if size % TOKEN.itemsize:
-        raise DataError(f"{path}: {size} bytes is an odd number, so these are not uint16 tokens")
-    if not size:
-        raise DataError(f"{path}: is empty")
-    try:
-        return np.memmap(path, TOKEN, "r")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+        token = _type_of(path)
+        if size % token.itemsize:
+            raise DataError(f"{path}: {size} bytes are no whole number of {token.name} tokens")
+        if not size:
+            raise DataError(f"{path}: is empty")
+        return np.memmap(path, token, "r")
+
+
+def _type_of(path: str | Path) -> np.dtype:
+    """Of the tokens in a file; uint16, as nanoGPT's, where no manifest says otherwise."""
+    with contextlib.suppress(DataError):
+        name = read_manifest(Path(path).parent).get("dtype")
+        return _TYPES.get(str(name), np.dtype("<u2"))
+    return np.dtype("<u2")

@@ -1,4 +1,4 @@
-"""Text to token ids and back: GPT-2's byte pair encoding and plain bytes; no network when local.
+"""Text to token ids and back: GPT-2's byte pair encoding, plain bytes, or any tokenizer.json.
 
 A prepared folder names its tokenizer in `manifest.json` and holds the tokenizer's files, so
 `from_manifest` rebuilds it on any machine.
@@ -18,7 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
+from decent_jax import extras
+from decent_jax.data.reading import entries_of, one_sentence
 from decent_jax.errors import DataError
+from decent_jax.json_files import read_json
 
 NAMES = ("gpt2", "bytes")
 GPT2_FILES = ("encoder.json", "vocab.bpe")
@@ -39,8 +42,8 @@ class Tokenizer:
     """The interface of all tokenizers.
 
     Attributes:
-      name: `"gpt2"` or `"bytes"`.
-      vocab_size: ids lie in `[0, vocab_size)`; at most 65536, so that an id fits in uint16.
+      name: `"gpt2"`, `"bytes"` or `"tokenizer.json"`.
+      vocab_size: ids lie in `[0, vocab_size)`.
       end_of_text: the id written after each document; no text encodes to it.
       files: file name -> bytes, needed to decode the tokens and kept in their folder.
     """
@@ -50,8 +53,13 @@ class Tokenizer:
     end_of_text: int
     files: dict[str, bytes]
 
+    @property
+    def dtype(self) -> np.dtype:
+        """Of ids and token files: uint16 where every id fits, else uint32."""
+        return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
+
     def encode(self, text: str) -> np.ndarray:
-        """The ids of `text`, uint16 of shape (tokens,), without a separator.
+        """The ids of `text`, `dtype` of shape (tokens,), without a separator.
 
         Lone surrogates, which a JSON string can hold, become U+FFFD.
         """
@@ -69,6 +77,10 @@ class Tokenizer:
             "end_of_text": self.end_of_text,
             "files": {name: hashlib.sha256(data).hexdigest() for name, data in self.files.items()},
         }
+
+    def hf_files(self) -> dict[str, bytes]:
+        """Files by which `transformers.AutoTokenizer` knows it; none where it has no such one."""
+        return {}
 
     def save_files(self, folder: str | Path) -> None:
         """Writes the files that `load` needs into `folder`; "bytes" needs none."""
@@ -90,7 +102,7 @@ class ByteTokenizer(Tokenizer):
         return np.frombuffer(data, np.uint8).astype(np.uint16)
 
     def decode(self, ids: Iterable[int]) -> str:
-        ids = _checked(ids, self.vocab_size)
+        ids = checked_ids(ids, self.vocab_size)
         return ids.astype(np.uint8).tobytes().decode(errors="replace")
 
 
@@ -104,6 +116,7 @@ class GPT2Tokenizer(Tokenizer):
     """
 
     def __init__(self, files: dict[str, bytes]):
+        extras.need("text", "tiktoken")
         import tiktoken
 
         self.name = "gpt2"
@@ -121,22 +134,31 @@ class GPT2Tokenizer(Tokenizer):
     def __reduce__(self):
         return GPT2Tokenizer, (self.files,)
 
+    def hf_files(self) -> dict[str, bytes]:
+        about = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False}
+        return {
+            "vocab.json": self.files["encoder.json"],
+            "merges.txt": self.files["vocab.bpe"],
+            "tokenizer_config.json": json.dumps(about).encode(),
+        }
+
     def encode(self, text: str) -> np.ndarray:
         encode_ordinary = self._encoding.encode_ordinary
         pieces = [encode_ordinary(piece) for piece in _pieces(valid_unicode(text))]
         return np.concatenate([np.array(piece, np.uint16) for piece in pieces])
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._encoding.decode(_checked(ids, self.vocab_size).tolist(), errors="replace")
+        return self._encoding.decode(checked_ids(ids, self.vocab_size).tolist(), errors="replace")
 
 
 def load(name: str, path: str | Path | None = None) -> Tokenizer:
     """The tokenizer named `name`.
 
     Args:
-      name: `"bytes"`, or `"gpt2"`.
-      path: for `"gpt2"` a folder with `encoder.json` and `vocab.bpe`; None downloads them
-        from OpenAI (once: tiktoken keeps them, in `TIKTOKEN_CACHE_DIR` where that is set).
+      name: `"bytes"`, `"gpt2"`, or the path of a tokenizer.json of Hugging Face.
+      path: for `"gpt2"` a folder with `encoder.json` and `vocab.bpe`; None downloads them from
+        OpenAI (once: tiktoken keeps them, in `TIKTOKEN_CACHE_DIR` where that is set). For a
+        tokenizer.json the folder that holds it, if it is not part of ``name``.
 
     Raises:
       DataError: an unknown name, a folder without the two files or with damaged ones, or a
@@ -146,7 +168,21 @@ def load(name: str, path: str | Path | None = None) -> Tokenizer:
         return ByteTokenizer()
     if name == "gpt2":
         return GPT2Tokenizer(_download() if path is None else _read(Path(path)))
-    raise DataError(f"unknown tokenizer {name!r}; choose one of {', '.join(NAMES)}")
+    if name.endswith(".json"):
+        from decent_jax.data.text.hf_tokenizer import HFTokenizer
+
+        file = Path(path or "") / name
+        try:
+            try:
+                return HFTokenizer(file.read_bytes())
+            except DataError as error:
+                raise DataError(f"{file}: {error}") from None
+        except OSError as error:
+            raise DataError(f"{file}: cannot be read ({error.strerror})") from None
+    raise DataError(
+        f"unknown tokenizer {name!r}; choose one of {', '.join(NAMES)}, or the path of a "
+        "tokenizer.json"
+    )
 
 
 def from_manifest(folder: str | Path) -> Tokenizer:
@@ -156,17 +192,17 @@ def from_manifest(folder: str | Path) -> Tokenizer:
       DataError: no manifest there, or tokenizer files that are not those of the manifest.
     """
     path = Path(folder) / "manifest.json"
+    otherwise = "not a manifest that says which tokenizer made it"
     try:
-        entry = json.loads(path.read_text(encoding="utf-8"))["tokenizer"]
-        name, wanted = entry["name"], entry["files"]
-    except FileNotFoundError:
+        manifest = read_json(path, otherwise)
+    except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"{folder}: no manifest.json, so this is no prepared folder") from None
-    except (ValueError, KeyError, TypeError):
-        raise DataError(f"{path}: not a manifest that says which tokenizer made it") from None
+    with entries_of(path, otherwise):
+        name, wanted = manifest["tokenizer"]["name"], manifest["tokenizer"]["files"]
     tokenizer = load(name, folder if wanted else None)
     if tokenizer.to_json()["files"] != wanted:
         raise DataError(
-            f"{folder}: encoder.json and vocab.bpe are not the ones these tokens were made with"
+            f"{folder}: {' and '.join(wanted)} are not the ones these tokens were made with"
         )
     return tokenizer
 
@@ -188,7 +224,8 @@ def _pieces(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _checked(ids: Iterable[int], vocab_size: int) -> np.ndarray:
+def checked_ids(ids: Iterable[int], vocab_size: int) -> np.ndarray:
+    """``ids`` as int64; ValueError for one that is outside the vocabulary."""
     ids = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64)
     bad = ids[(ids < 0) | (ids >= vocab_size)]
     if bad.size:
@@ -201,18 +238,17 @@ def _read(folder: Path) -> dict[str, bytes]:
         raise DataError(f"{folder}: no such folder; it should hold encoder.json and vocab.bpe")
     files = {}
     for name in GPT2_FILES:
-        try:
-            files[name] = (folder / name).read_bytes()
-        except FileNotFoundError:
+        if not (folder / name).exists():
             raise DataError(
                 f"{folder}: holds no {name}; the gpt2 tokenizer needs encoder.json and vocab.bpe"
-            ) from None
-        except OSError as error:
-            raise DataError(f"{folder / name}: cannot be read ({error.strerror})") from None
+            )
+        with one_sentence(folder / name):
+            files[name] = (folder / name).read_bytes()
     return files
 
 
 def _download() -> dict[str, bytes]:
+    extras.need("text", "tiktoken")
     from tiktoken.load import read_file_cached
 
     try:
@@ -236,7 +272,7 @@ def _mergeable_ranks(files: dict[str, bytes]) -> dict[bytes, int]:
         ranks = {bytes(byte_of[c] for c in token): rank for token, rank in encoder.items()}
         lines = files["vocab.bpe"].decode().split("\n")[1:-1]
         merges = [bytes(byte_of[c] for c in line if c != " ") for line in lines]
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise DataError("encoder.json or vocab.bpe is damaged, or not GPT-2's") from None
     singles = [bytes([b]) for b in printable + rest]
     if ranks != {token: rank for rank, token in enumerate(singles + merges)}:

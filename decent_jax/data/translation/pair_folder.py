@@ -20,12 +20,19 @@ import numpy as np
 import decent_jax
 from decent_jax.data import prepared_folder
 from decent_jax.data.prepared_folder import Draft, Kind
+from decent_jax.data.reading import entries_of, one_sentence
 from decent_jax.data.translation import subwords
 from decent_jax.data.translation.pair_batches import TokenBatches
 from decent_jax.data.translation.subwords import END, START, Subwords
 from decent_jax.errors import DataError
 
-KIND = Kind("translation", "decent_jax translation 1", "prepared translation folder")
+KIND = Kind(
+    "translation",
+    "decent_jax translation 1",
+    "prepared translation folder",
+    beside=r"vocabulary\.model",
+    draft=r"(train|val|test)\.[A-Za-z][A-Za-z0-9_-]*",
+)
 SPLITS = ("train", "val", "test")
 ID = LENGTH = np.dtype("<u2")
 OFFSET = np.dtype("<i8")
@@ -61,18 +68,21 @@ class TranslationPairs:
         self.folder = Path(folder)
         self.split = split
         self.manifest = read_manifest(folder)
-        self.languages = tuple(self.manifest["languages"])
-        if split not in self.manifest["splits"]:
-            names = ", ".join(self.manifest["splits"])
-            raise DataError(f"{folder}: has no split {split!r}, only {names}")
-        entry = self.manifest["splits"][split]
-        self._ids = self._open(entry["ids"], ID)
-        self._offsets = self._open(entry["offsets"], OFFSET)
-        self.lengths = self._open(entry["lengths"], LENGTH).reshape(-1, 2)
+        with entries_of(f"{folder}/manifest.json", "is damaged; prepare the data again"):
+            self.languages = tuple(self.manifest["languages"])
+            if split not in self.manifest["splits"]:
+                names = ", ".join(self.manifest["splits"])
+                raise DataError(f"{folder}: has no split {split!r}, only {names}")
+            entry = self.manifest["splits"][split]
+            self._ids = self._open(entry["ids"], ID)
+            self._offsets = self._open(entry["offsets"], OFFSET)
+            self.lengths = self._open(entry["lengths"], LENGTH).reshape(-1, 2)
+            if not entry["pairs"] == len(self.lengths) == len(self._offsets):
+                raise ValueError("counts disagree")
 
     def _open(self, entry: dict, dtype: np.dtype) -> np.ndarray:
         path = self.folder / entry["file"]
-        try:
+        with one_sentence(path):
             size = path.stat().st_size
             if size != entry["bytes"]:
                 raise DataError(
@@ -80,8 +90,25 @@ class TranslationPairs:
                     " data again"
                 )
             return np.memmap(path, dtype, "r")
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+
+    def check(self) -> None:
+        """DataError where lengths and offsets do not say where the ids are, or an id is too large.
+
+        Reads all of them once: a second for each gigabyte.
+        """
+        lengths = self.lengths.sum(1, dtype=np.int64)
+        ends = lengths.cumsum()
+        if not len(self) or ends[-1] != len(self._ids) or (self._offsets != ends - lengths).any():
+            raise DataError(
+                f"{self.folder}: the lengths and offsets of its split {self.split!r} are not those "
+                "of its ids; prepare the data again"
+            )
+        largest = max(int(self._ids[i : i + (1 << 24)].max()) for i in range(0, ends[-1], 1 << 24))
+        if largest >= self.vocabulary.size:
+            raise DataError(
+                f"{self.folder}: its split {self.split!r} holds id {largest}, its vocabulary has "
+                f"{self.vocabulary.size}; prepare the data again"
+            )
 
     @functools.cached_property
     def vocabulary(self) -> Subwords:
@@ -100,10 +127,8 @@ class TranslationPairs:
         if "text" not in entry:
             raise DataError(f"{self.folder}: keeps no text of its split {self.split!r}")
         path = self.folder / entry["text"][side]["file"]
-        try:
+        with one_sentence(path), entries_of(path, "is not UTF-8; prepare the data again"):
             lines = path.read_bytes().decode().split("\n")[:-1]
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror})") from None
         if len(lines) != len(self):
             raise DataError(f"{path}: has {len(lines)} lines for {len(self)} pairs")
         return lines
@@ -123,11 +148,8 @@ class TranslationPairs:
     def __repr__(self) -> str:
         return f"TranslationPairs({str(self.folder)!r}, {self.split!r})"
 
-    def __getstate__(self) -> dict:
-        return {"folder": self.folder, "split": self.split}
-
-    def __setstate__(self, state: dict):
-        self.__init__(**state)
+    def __reduce__(self):
+        return TranslationPairs, (self.folder, self.split)
 
 
 class PairBlocks:

@@ -98,6 +98,7 @@ def prepare(
     """
     inputs = [inputs] if isinstance(inputs, str | Path) else list(inputs)
     _check_arguments(inputs, source_lang, target_lang, val_fraction, test_fraction)
+    subwords.check_size(vocab_size)
     check_out(Path(os.path.abspath(out)), KIND, overwrite=overwrite)
     languages = source_lang, target_lang
     sources = sentence_pairs.find_inputs(inputs, languages, val, test)

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from decent_jax.data import tfds_folder
-from decent_jax.data.reading import one_sentence
+from decent_jax.data.reading import one_sentence, read_at_most, read_line
 from decent_jax.errors import DataError
 
 BLOCK_LINES = 5000
+_LONGEST_SENTENCE = 1 << 17  # bytes; 5000 of them are a block
+_LARGEST_SGM = 1 << 28  # WMT14's have a megabyte
 
 # Of WMT14: archive -> members, where OTHER is the language that is not English.
 # https://www.statmt.org/wmt14/translation-task.html
@@ -253,14 +255,17 @@ class _Side:
 
     def _lines(self, file) -> Iterator[bytes]:
         if self.member.endswith(".sgm"):
-            for segment in _SEGMENT.findall(file.read()):
+            for segment in _SEGMENT.findall(read_at_most(file, _LARGEST_SGM, self.place)):
                 try:
                     text = html.unescape(segment.decode())
                 except UnicodeDecodeError:
                     text = None
                 yield segment if text is None else " ".join(text.split()).encode()
             return
-        for line in file:
+        for number in itertools.count(1):
+            line = read_line(file, _LONGEST_SENTENCE, f"{self.place}, line {number}")
+            if not line:
+                return
             yield line.removesuffix(b"\n")
 
 

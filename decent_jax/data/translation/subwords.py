@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from decent_jax.data.reading import one_sentence
 from decent_jax.errors import DataError
 
 FILE = "vocabulary.model"
@@ -103,30 +104,31 @@ class Subwords:
             raise ValueError(f"token id {bad[0]} is outside the vocabulary of {self.size}")
         return self._processor.decode(ids[ids >= len(SPECIAL)].tolist())
 
-    def pieces(self, ids: Iterable[int]) -> list[str]:
-        """The piece of text of each id, for figures; `"▁"` begins a word."""
-        return [self._processor.id_to_piece(int(i)) for i in ids]
-
     def save(self, folder: str | Path) -> None:
         """Writes `vocabulary.model`."""
         (Path(folder) / FILE).write_bytes(self.model)
 
-    def __getstate__(self) -> dict:
-        return {"model": self.model}
-
-    def __setstate__(self, state: dict):
-        self.__init__(state["model"])
+    def __reduce__(self):
+        return Subwords, (self.model,)
 
 
 def load(folder: str | Path) -> Subwords:
     """The vocabulary saved in `folder`; DataError where there is none, or none that is whole."""
     path = Path(folder) / FILE
     try:
-        return Subwords(path.read_bytes())
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+        with one_sentence(path):
+            return Subwords(path.read_bytes())
     except RuntimeError:  # sentencepiece's only kind
         raise DataError(f"{path}: is damaged, or no model of sentencepiece") from None
+
+
+def check_size(size: int) -> None:
+    """Raises DataError where no vocabulary has so many ids."""
+    if not len(SPECIAL) + _BYTES < size <= LARGEST:
+        raise DataError(
+            f"a vocabulary has between {len(SPECIAL) + _BYTES + 1} and {LARGEST} ids, got"
+            f" --vocab_size {size}"
+        )
 
 
 def train(words: Mapping[str, int], size: int) -> Subwords:
@@ -138,11 +140,7 @@ def train(words: Mapping[str, int], size: int) -> Subwords:
     Raises:
       DataError: `size` is too small or too large for the words.
     """
-    if not len(SPECIAL) + _BYTES < size <= LARGEST:
-        raise DataError(
-            f"a vocabulary has between {len(SPECIAL) + _BYTES + 1} and {LARGEST} ids, got"
-            f" --vocab_size {size}"
-        )
+    check_size(size)
     if not words:
         raise DataError("the training text has no words to make a vocabulary of")
     lines = [f"{word}\t{count}" for word, count in sorted(words.items())]

@@ -1,0 +1,297 @@
+"""Loss against bytes: methods that send seldom or little, on real text, simulated on one device.
+
+    python -m decent_jax.prepare text --input TRAIN --val_input VALID --tokenizer bytes --out FOLDER
+    python benchmarks/methods.py --data FOLDER [--json FILE] [--out FIGURE.png]
+
+8 replicas train a small GPT on bytes, each method on the same batches in the same order, so with
+equal tokens. Methods with local steps average every 10 steps; their outer numbers are the published
+ones, or the library's defaults. The learning rate is tuned for each row at seed 0, by validation
+loss, among factors of 2, tried outwards until both neighbours are worse; then the other seeds run
+with it. It warms up for a tenth of the steps and falls along a cosine to a tenth. Adam has b2 0.95,
+gradients are clipped to norm 1.
+
+The loss is that of the consensus model, in nats per byte, on the same validation windows. Bytes are
+those that the busiest replica sends per step, as methods declare them (tests compare this with the
+compiled programs). A row of --json is written per run as it comes; --figure draws such a file.
+"""
+
+import functools
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import commands
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from decent_jax import optim, topology
+from decent_jax.data.text.token_folder import TokenWindows
+from decent_jax.gossip import Simulated
+from decent_jax.models import gpt2
+from decent_jax.models.pieces import cross_entropy
+from decent_jax.optim import METHODS, Parts
+from decent_jax.planner import outputs
+from decent_jax.plot_style import COLOURS, GREY, MARKS, frame, new_figure, plain_numbers, save
+from decent_jax.replicas import consensus_mean
+
+N, EVERY = 8, 10
+
+
+class Variant(NamedTuple):
+    """A row: a method with its numbers; ``centre`` is where the search of the rate begins."""
+
+    label: str
+    method: str
+    optimizer: str = "adam"
+    schedule: str = "complete"
+    every: int = EVERY
+    numbers: tuple = ()
+    centre: float = 4e-3
+
+
+PAIRS = "random_matching(rounds=64)"
+VARIANTS = (
+    Variant("all_reduce, Adam", "all_reduce", every=1),
+    Variant("accumulated Adam", "accum_adam", "accum_adam", "one_peer_exp", 1),
+    Variant("all_reduce, Muon", "all_reduce", "muon", every=1, centre=8e-3),
+    Variant("Muon, gossip", "decentralized_sgd", "muon", "one_peer_exp", 1, centre=8e-3),
+    Variant("DiLoCo", "diloco"),
+    Variant("MuLoCo", "diloco", "muon", centre=8e-3),
+    Variant("NoLoCo", "noloco", schedule=PAIRS),
+    Variant("NoLoCo, Muon", "noloco", "muon", PAIRS, centre=8e-3),
+    Variant("GASLoC", "gasloc", schedule=PAIRS),
+    Variant("DES-LOC", "des_loc"),
+    Variant("SparseLoCo", "sparseloco"),
+    Variant("SparseLoCo, Muon", "sparseloco", "muon", centre=8e-3),
+    Variant("SPARTA", "sparta", every=1),
+)
+
+
+class Task:
+    """The model, its data and a run of a variant."""
+
+    def __init__(self, folder: Path, steps: int, batch: int, width: int, layers: int, context: int):
+        self.steps, self.batch, self.programs = steps, batch, {}
+        self.windows = TokenWindows(folder / "train.bin", context)
+        held_out = TokenWindows(folder / "val.bin", context)
+        chosen = np.linspace(0, len(held_out) - 1, 512).astype(int)
+        self.held_out = jnp.asarray(np.stack([held_out[i] for i in chosen]), jnp.int32)
+        self.config = gpt2.GPT2Config(
+            vocab_size=256,
+            context=context,
+            layers=layers,
+            heads=4,
+            width=width,
+            bias=False,
+            dtype="float32",
+            attention="xla",
+            init_std=width**-0.5,
+        )
+
+    def loss(self, params, tokens):
+        logits = gpt2.apply(self.config, params, tokens[:, :-1])
+        return cross_entropy(logits, tokens[:, 1:]).mean()
+
+    def batches(self, seed: int) -> np.ndarray:
+        """(steps, N, batch, context + 1)."""
+        shape = (self.steps, N, self.batch)
+        drawn = np.random.default_rng(seed).integers(len(self.windows), size=math.prod(shape))
+        rows = np.stack([self.windows[i] for i in drawn]).astype(np.int32)
+        return rows.reshape(*shape, -1)
+
+    def parts(self, variant: Variant, schedule, rate) -> Parts:
+        inner = {
+            "adam": lambda: optax.adam(rate, b2=0.95),
+            "accum_adam": lambda: optim.accum_adamw(rate, b2=0.95, accum_steps=2),
+            "muon": lambda: optax.contrib.muon(rate, adam_b2=0.95, consistent_rms=0.2),
+        }[variant.optimizer]()
+        inner = optax.chain(optax.clip_by_global_norm(1.0), inner)
+        numbers = dict(variant.numbers)
+        return Parts(schedule, rate, inner, mix_every=variant.every, numbers=numbers)
+
+    def bytes_per_step(self, variant: Variant) -> float:
+        params = jax.eval_shape(lambda: gpt2.init(self.config, jax.random.key(0)))
+        if variant.method == "all_reduce":
+            return topology.make("complete", N).bytes_sent(4 * gpt2.num_params(self.config))
+        method, schedule = METHODS[variant.method], schedule_of(variant)
+        return method.bytes_sent(params, self.parts(variant, schedule, 0.1))
+
+    def run(self, variant: Variant, rate: float, seed: int) -> float:
+        """The validation loss of the consensus model at the end; inf where it diverged."""
+        if variant not in self.programs:
+            self.programs[variant] = self._program(variant)
+        program, phases = self.programs[variant]
+        schedule = schedule_of(variant)
+        cycle = phases * variant.every
+        cut = self.batches(seed).reshape(
+            self.steps // cycle, phases, variant.every, N, self.batch, -1
+        )
+        rounds = range(self.steps // variant.every)
+        mixing = np.stack([schedule.matrix(r % schedule.period) for r in rounds])
+        params = gpt2.init(self.config, jax.random.key(seed))
+        found = float(program(jnp.float32(rate), params, cut, mixing.reshape(-1, phases, N, N)))
+        return found if math.isfinite(found) else math.inf
+
+    def _program(self, variant: Variant):
+        """(jitted (rate, params, batches, matrices) -> loss, rounds of a cycle)."""
+        method, schedule = METHODS[variant.method], schedule_of(variant)
+        phases = method.phases({**method.numbers, **dict(variant.numbers)})
+        warmup = self.steps // 10
+
+        def run(rate, params, batches, mixing):
+            decay = optax.warmup_cosine_decay_schedule(0.0, 1.0, warmup, self.steps, 0.1)
+            tx = method.build(self.parts(variant, schedule, lambda t: rate * decay(t)))
+
+            def step(round, carry, tokens):
+                def one(x, state, tokens):
+                    loss, grads = jax.value_and_grad(self.loss)(x, tokens)
+                    updates, state = tx.update(grads, state, x, round=round, value=loss)
+                    return optim.apply_updates(x, updates), state
+
+                return jax.vmap(one, axis_name="replica")(*carry, tokens), None
+
+            def cycle(carry, given):
+                tokens, matrices = given
+                for k in range(phases):
+                    carry, _ = jax.lax.scan(
+                        functools.partial(step, None), carry, tokens[k, : variant.every - 1]
+                    )
+                    carry, _ = step(Simulated(k, matrices[k]), carry, tokens[k, -1])
+                return carry, None
+
+            x = jax.tree.map(lambda a: jnp.broadcast_to(a, (N, *a.shape)), params)
+            (x, _), _ = jax.lax.scan(cycle, (x, jax.vmap(tx.init)(x)), (batches, mixing))
+            return self.loss(consensus_mean(x), self.held_out)
+
+        return jax.jit(run), phases
+
+
+@functools.cache
+def schedule_of(variant: Variant):
+    method = METHODS[variant.method]
+    phases = method.phases({**method.numbers, **dict(variant.numbers)})
+    return topology.repeat(topology.make(variant.schedule, N), phases)
+
+
+def tune(task: Task, variant: Variant, emit) -> float:
+    """The best learning rate at seed 0."""
+    tried: dict[int, float] = {}
+
+    def at(k: int) -> float:
+        if k not in tried:
+            tried[k] = task.run(variant, variant.centre * 2.0**k, 0)
+            emit(variant, variant.centre * 2.0**k, 0, tried[k])
+        return tried[k]
+
+    best = 0
+    while (better := min((best, best - 1, best + 1), key=at)) != best:
+        best = better
+    return variant.centre * 2.0**best
+
+
+def best_rows(rows: list[dict]) -> dict[str, list[dict]]:
+    """By label, the runs of all seeds with the learning rate that is best at seed 0."""
+    found = {}
+    for label in dict.fromkeys(row["method"] for row in rows):
+        mine = [row for row in rows if row["method"] == label]
+        rate = min((r for r in mine if r["seed"] == 0), key=lambda r: r["loss"])["learning_rate"]
+        found[label] = [row for row in mine if row["learning_rate"] == rate]
+    return found
+
+
+def print_table(rows: list[dict]) -> None:
+    found = best_rows(rows)
+    base = found.get("all_reduce, Adam")
+    print("| method | schedule | learning rate | loss | kB per step | times fewer |")
+    print("|---|---|---|---|---|---|")
+    for label, mine in found.items():
+        losses = ", ".join(f"{row['loss']:.3f}" for row in mine)
+        sent = mine[0]["bytes_per_step"]
+        fewer = f"{base[0]['bytes_per_step'] / sent:.3g}" if base else ""
+        print(
+            f"| {label} | `{mine[0]['schedule']}` | {mine[0]['learning_rate']:g} | {losses} | "
+            f"{sent / 1e3:.3g} | {fewer} |"
+        )
+
+
+def draw(rows: list[dict]):
+    """A dot per seed and method, bytes on a logarithmic axis."""
+    figure = new_figure(8.4, 4.6)
+    axes = figure.subplots()
+    for k, (label, mine) in enumerate(best_rows(rows).items()):
+        sent = [row["bytes_per_step"] / 1e3 for row in mine]
+        axes.plot(
+            sent,
+            [row["loss"] for row in mine],
+            MARKS[k % len(MARKS)],
+            color=COLOURS[k % len(COLOURS)],
+            ms=7,
+            mec="white",
+            mew=0.7,
+            ls="",
+            label=label,
+        )
+    axes.set_xscale("log")
+    plain_numbers(axes.xaxis)
+    frame(axes, "Loss against bytes, equal tokens")
+    axes.set_xlabel("kB that a replica sends per step", color=GREY)
+    axes.set_ylabel("validation loss, nats per byte", color=GREY)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    return figure
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    parser = commands.parser(__doc__)
+    parser.add_argument("--data", type=Path, help="a folder of `prepare text --tokenizer bytes`")
+    parser.add_argument("--steps", type=int, default=600, help="a multiple of 60 (600)")
+    parser.add_argument("--batch", type=int, default=4, help="windows per replica and step (4)")
+    parser.add_argument("--width", type=int, default=32, help="of the model (32)")
+    parser.add_argument("--layers", type=int, default=2, help="of the model (2)")
+    parser.add_argument("--context", type=int, default=64, help="bytes (64)")
+    parser.add_argument("--seeds", type=int, default=3, help="(3)")
+    parser.add_argument("--only", default="", help="labels, separated by semicolons (all)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the numbers here")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw this, train nothing")
+    parser.add_argument("--out", type=outputs.picture, metavar="FIGURE.png", help="draw here")
+    options = parser.parse_args(arguments)
+    rows: list[dict] = []
+    if options.figure:
+        rows = [json.loads(line) for line in options.figure.read_text().splitlines()]
+    else:
+        if options.data is None or options.steps % 60 or options.steps < 60:
+            parser.error("--data is needed, and --steps must be a multiple of 60")
+        sizes = (options.batch, options.width, options.layers, options.context)
+        task = Task(options.data, options.steps, *sizes)
+
+        def emit(variant: Variant, rate: float, seed: int, loss: float) -> None:
+            row = {"method": variant.label, "schedule": variant.schedule, "learning_rate": rate}
+            row |= {"seed": seed, "loss": loss, "bytes_per_step": task.bytes_per_step(variant)}
+            rows.append(row | {"parameters": gpt2.num_params(task.config), **vars(options_of)})
+            print(f"{time.perf_counter() - began:.0f} s {row}", file=sys.stderr, flush=True)
+            if options.json:
+                with options.json.open("a") as file:
+                    file.write(json.dumps(rows[-1]) + "\n")
+
+        kept = ("steps", "batch", "width", "layers", "context")
+        options_of = type(options)(**{name: getattr(options, name) for name in kept})
+        began, wanted = time.perf_counter(), [label for label in options.only.split(";") if label]
+        for variant in VARIANTS:
+            if wanted and variant.label not in wanted:
+                continue
+            rate = tune(task, variant, emit)
+            for seed in range(1, options.seeds):
+                emit(variant, rate, seed, task.run(variant, rate, seed))
+    print_table(rows)
+    if options.out:
+        save(draw(rows), options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

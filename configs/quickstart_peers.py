@@ -1,0 +1,27 @@
+"""Four peers learn Python's own standard library without a common step; one may be slow, or die.
+
+Source: none; the data and the model are those of configs/quickstart.py. Every peer is a process of
+its own, which Ray starts on this machine; any two of them average copies after every 4 steps.
+
+Command: python train.py --config configs/quickstart_peers.py --workdir runs/peers
+Kill one of the processes called ray::Peer meanwhile: the others go on, and a new one joins.
+Hardware: 2 cores; expected result: see docs/peers.md.
+"""
+
+import importlib.util
+from pathlib import Path
+
+
+def get_config():
+    path = Path(__file__).with_name("quickstart.py")
+    spec = importlib.util.spec_from_file_location("_quickstart", path)
+    quickstart = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(quickstart)
+    config = quickstart.get_config()
+    config.peers.use = True
+    config.num_replicas = 4
+    config.algorithm = "swarm"
+    config.schedule = "random_matching"  # peers meet in random pairs, without rounds
+    config.optimizer.name = "accum_adam"
+    config.mix_every = 4
+    return config

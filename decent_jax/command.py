@@ -1,0 +1,140 @@
+"""The commands of this project under one name: ``decent-jax COMMAND ...``."""
+
+import importlib
+import sys
+from pathlib import Path
+
+from decent_jax.config_files import NAMES
+from decent_jax.errors import (
+    PEER_LOST,
+    CheckpointError,
+    ConfigError,
+    Interrupted,
+    PeerLost,
+    TrainingFailed,
+)
+from decent_jax.extras import MissingExtra
+
+# name: (module whose `main` it is, what it does).
+COMMANDS = {
+    "train": ("", "train a model on replicas that gossip"),
+    "sample": ("decent_jax.sample", "continue a prompt with a trained model"),
+    "translate": ("decent_jax.translate", "translate sentences with a trained model"),
+    "export": ("decent_jax.export", "write a trained model as .safetensors"),
+    "sweep": ("decent_jax.sweep", "train every combination of seeds, schedules, ..."),
+    "plot": ("decent_jax.plot", "draw the curves of a run, or compare several"),
+    "prepare": ("decent_jax.prepare", "turn text, images or sentence pairs into a data folder"),
+    "preflight": ("decent_jax.preflight", "check the processes of a cluster, measure its links"),
+    "planner": ("decent_jax.planner.__main__", "predict step times, recommend a schedule"),
+    "peers": ("decent_jax.peers.__main__", "replay or resize a run of peers that come and go"),
+}
+
+EXAMPLES = """\
+Train a small model on this Python's own library, look at it, use it (one to four minutes):
+  decent-jax train --config quickstart --workdir runs/quickstart
+  decent-jax plot runs/quickstart
+  decent-jax sample --workdir runs/quickstart --prompt "def main("
+
+Train on text of your own, with a config of your own:
+  decent-jax prepare text --input PATH --out data/mine --tokenizer bytes --val_fraction 0.01
+  decent-jax train --config quickstart --config.data.path=data/mine --workdir runs/mine
+  decent-jax train --config my_config.py --workdir runs/my
+
+`decent-jax COMMAND --help` explains a command; `decent-jax train --config NAME --show` prints every
+field of a config with its meaning. The configs that come with the package:
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The console script; returns the exit code of the command, 2 where there is none such."""
+    argv = sys.argv[1:] if argv is None else argv
+    known = {name: row for name, row in COMMANDS.items() if _is_there(row[0])}
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_help(known))
+        return 0
+    name, *rest = argv
+    if name not in known:
+        print(
+            f"decent-jax: there is no command {name!r}; choose one of {', '.join(known)}",
+            file=sys.stderr,
+        )
+        return 2
+    if name == "train":
+        return train(rest, "decent-jax train")
+    try:
+        return importlib.import_module(known[name][0]).main(rest)
+    except MissingExtra as error:
+        print(f"decent-jax {name}: {error}", file=sys.stderr)
+        return 2
+
+
+def console() -> None:
+    """What the installed ``decent-jax`` runs."""
+    leave(main())
+
+
+def train(argv: list[str], prog: str) -> int:
+    """Trains as the command line says; ``prog`` begins its messages.
+
+    Returns 0: done; 1: failed; 2: never started; 75: another process was lost; 128 + signal:
+    interrupted.
+    """
+    workdir = None
+    try:
+        from decent_jax.train import check, flags, run
+
+        config, workdir = flags.parse(argv, prog)
+        if workdir is None:
+            check(config)
+        elif config.get("peers", {}).get("use"):
+            importlib.import_module("decent_jax.peers").run(config, workdir)
+        elif config.get("pipeline", {}).get("stages"):
+            importlib.import_module("decent_jax.pipelines").run(config, workdir)
+        else:
+            run(config, workdir)
+    except (ConfigError, MissingExtra) as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 2
+    except (TrainingFailed, CheckpointError) as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 1
+    except PeerLost as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return PEER_LOST
+    except OSError as error:  # a full disk, a folder that went away
+        said = f"{type(error).__name__}: {error}, with --workdir {workdir}"  # not all name a file
+        print(f"{prog}: {said}; once mended, the same command continues", file=sys.stderr)
+        return 1
+    except Interrupted as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 128 + error.signal
+    except KeyboardInterrupt:  # outside the loop, which saves before it leaves
+        print(f"{prog}: interrupted; the same command continues", file=sys.stderr)
+        return 130
+    return 0
+
+
+def leave(code: int) -> None:
+    """Ends this process, also where other processes of a run are gone and jax would wait."""
+    if code and "decent_jax.cluster.watch" in sys.modules:  # where it is not, nothing is watched
+        from decent_jax.cluster import watch
+
+        watch.leave(code)
+    sys.exit(code)
+
+
+def _is_there(module: str) -> bool:
+    """Whether this version has the command: nothing is imported to know it."""
+    file = Path(__file__).parents[1] / f"{module.replace('.', '/')}.py"
+    return not module or file.is_file()
+
+
+def _help(known: dict[str, tuple[str, str]]) -> str:
+    lines = ["usage: decent-jax COMMAND ...", ""]
+    lines += ["Data-parallel training without all-reduce: replicas that gossip.", ""]
+    lines += [f"  {name:<10} {does}" for name, (_, does) in known.items()]
+    return "\n".join([*lines, "", EXAMPLES + "  " + ", ".join(NAMES)])
+
+
+if __name__ == "__main__":
+    console()

@@ -1,0 +1,63 @@
+"""Tokenizers of Hugging Face, from their one file ``tokenizer.json``."""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from decent_jax import extras
+from decent_jax.data.text.tokenizers import Tokenizer, checked_ids, valid_unicode
+from decent_jax.errors import DataError
+
+FILE = "tokenizer.json"
+# What published tokenizers call the end of a document, of which a file has one.
+_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+
+
+class HFTokenizer(Tokenizer):
+    """Any tokenizer that the library `tokenizers` runs.
+
+    The literal text of a special token is encoded as ordinary text.
+
+    Args:
+      content: of a ``tokenizer.json``.
+
+    Raises:
+      DataError: the file is damaged, or names no token that ends a document.
+    """
+
+    def __init__(self, content: bytes):
+        extras.need("text", "tokenizers")
+        import tokenizers
+
+        self.files = {FILE: content}
+        self.name = FILE
+        try:
+            made: Any = tokenizers.Tokenizer  # which has no types
+            self._tokenizer = made.from_str(content.decode())
+        except Exception as error:  # the library raises nothing more special
+            raise DataError(f"{FILE} is damaged, or no tokenizer: {str(error)[:80]}") from None
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_truncation()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        ends = [token for token in _END_OF_TEXT if token in vocabulary]
+        if not ends:
+            raise DataError(f"{FILE} has none of the tokens that end a document: {_END_OF_TEXT}")
+        self._end, self.end_of_text = ends[0], vocabulary[ends[0]]
+
+    def __reduce__(self):
+        return HFTokenizer, (self.files[FILE],)
+
+    def hf_files(self) -> dict[str, bytes]:
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self._end}
+        return {**self.files, "tokenizer_config.json": json.dumps(about).encode()}
+
+    def encode(self, text: str) -> np.ndarray:
+        ids = self._tokenizer.encode(valid_unicode(text), add_special_tokens=False).ids
+        return np.array(ids, self.dtype)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        ids = checked_ids(ids, self.vocab_size).tolist()
+        return self._tokenizer.decode(ids, skip_special_tokens=False)

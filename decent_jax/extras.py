@@ -1,0 +1,24 @@
+"""Packages that only a part of this project needs; an extra of pip installs them."""
+
+import importlib.util
+
+
+class MissingExtra(ImportError):
+    """A package is not installed; the message is one sentence with the command that installs it."""
+
+
+def need(extra: str, *packages: str) -> None:
+    """Call it before the first import of packages that ``pip install decent_jax`` does not bring.
+
+    Args:
+      extra: of pyproject.toml, which lists the packages.
+      packages: their top-level names; nothing is imported.
+
+    Raises:
+      MissingExtra: naming those that are not installed.
+    """
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        names = " and ".join(missing)
+        are = "is" if len(missing) == 1 else "are"
+        raise MissingExtra(f"{names} {are} not installed: pip install 'decent_jax[{extra}]'")

@@ -1,0 +1,38 @@
+"""What this machine has, and refusals of what it cannot hold, before anything is allocated."""
+
+import os
+import resource
+from pathlib import Path
+
+from decent_jax.errors import ConfigError
+from decent_jax.text import format_number
+
+
+def memory_bytes() -> int:
+    """The memory of this machine, or of the container that the process runs in."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([total, *_limits("/sys/fs/cgroup/memory.max")])
+
+
+def most_threads() -> int:
+    """How many threads the processes of this user may have."""
+    found = _limits("/sys/fs/cgroup/pids.max") + _limits("/proc/sys/kernel/threads-max")
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    return min([2**31, *found, *([soft] if soft != resource.RLIM_INFINITY else [])])
+
+
+def check_memory(needed: float, what: str) -> None:
+    """Raises ConfigError where ``what`` needs more bytes than this machine has."""
+    if needed > memory_bytes():
+        raise ConfigError(
+            f"{what} needs at least {format_number(needed)}B of memory, and this machine has "
+            f"{format_number(memory_bytes())}B"
+        )
+
+
+def _limits(path: str) -> list[int]:
+    """The number in a file of the kernel, or none."""
+    try:
+        return [int(Path(path).read_text())]
+    except (OSError, ValueError):  # not this kernel; "max"
+        return []

@@ -1,0 +1,265 @@
+"""What the training loop of a peer calls between its steps; nothing here waits for a message."""
+
+import math
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import numpy as np
+
+from decent_jax.peers import events
+from decent_jax.peers.boundary import Boundary, number, on_host
+from decent_jax.peers.rule import Meetings
+from decent_jax.peers.setup import Place
+from decent_jax.train.setup import Experiment
+from decent_jax.train.step import TrainState
+
+
+class Pulse:
+    """Common progress as this peer knows it: the steps of all slots together.
+
+    Args:
+      peers_per_step: steps of peers that are one step of the run, ``num_replicas``.
+      steps: of the run.
+    """
+
+    def __init__(self, peers_per_step: int, steps: int):
+        self._peers_per_step, self._steps = peers_per_step, steps
+        self._lock = threading.Lock()
+        self._all, self._own_then, self._pace = 0, 0, 1
+        self.own = 0  # steps made in this slot
+
+    def heard(self, all_steps: int, own_then: int) -> None:
+        """The roster knew of so many steps when it knew of ``own_then`` of this slot's."""
+        with self._lock:
+            self._all, self._own_then = all_steps, own_then
+
+    def lost(self, live: int) -> None:
+        """No roster any more: estimate that all live peers go on as this one does."""
+        with self._lock:
+            self._all = self._now()
+            self._own_then, self._pace = self.own, max(live, 1)
+
+    def progress(self) -> int:
+        """Common progress in steps of the run."""
+        with self._lock:
+            return self._now() // self._peers_per_step
+
+    def over(self) -> bool:
+        """Whether all peers together have made the steps of the run."""
+        with self._lock:
+            return self._now() >= self._steps * self._peers_per_step
+
+    def _now(self) -> int:
+        return self._all + self._pace * (self.own - self._own_then)
+
+
+class Joined:
+    """The state of another peer."""
+
+    def __init__(self, donor: str, t: int, progress: int, arrays: list[np.ndarray]):
+        self.donor, self.t, self.progress, self.arrays = donor, t, progress, arrays
+
+
+class Between:
+    """See `decent_jax.train.loop.Between`.
+
+    Args:
+      experiment: of the peer.
+      place: which peer it is.
+      pulse: common progress.
+      meetings: of the peer.
+      jobs: takes functions that a thread calls one after the other.
+      ask: one of them: ask a neighbour to meet.
+      join: begins to copy the state of another peer, which gives a `Joined`, or None where nobody
+        could give one; called before the first step, when all is compiled. None: not joining.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        place: Place,
+        pulse: Pulse,
+        meetings: Meetings,
+        jobs: Any,
+        ask: Any,
+        join: "Callable[[], Future[Joined | None]] | None",
+    ):
+        peers = place.config["peers"]
+        self._experiment, self._place, self._pulse = experiment, place, pulse
+        self._meetings, self._jobs, self._ask = meetings, jobs, ask
+        self._boundary = Boundary(experiment)
+        self._join = join
+        self._joining: Future[Joined | None] | None = None
+        self._every, self._meet_s = place.config["mix_every"], peers["meet_s"]
+        self._geometric = peers["geometric"]
+        self._random = random.Random()
+        self._due = 0  # the step before which to ask next
+        self._log: events.EventLog | None = None
+        self._origin: dict[str, Any] | None = None
+        self._published = False
+        self._end_by = math.inf  # when to end at the latest; infinite until the end has come
+        self._met_before = 0
+        self._shown: tuple[int, Any] = -1, None  # progress, rate
+        self._wanted: list[Future] = []
+        self.incarnation = place.incarnation
+        self.leaving: str | None = None  # "leave": after a last meeting; "stop": at once
+        self.metrics: dict[str, Any] | None = None  # of the last step
+        self.stale = 0  # steps of progress since the copy averaged last was published
+        self.final: list[np.ndarray] | None = None
+        self.ready = False  # whether it trains
+
+    # --- Called by the loop -----------------------------------------------------------------------
+
+    def begin(self, start: int) -> int:
+        """See `decent_jax.train.loop.Between`."""
+        if start:
+            self._origin = self._checkpointed(start)
+        if self._place.start is not None:
+            start = self._place.start
+        self._pulse.own = start
+        self._pulse.heard(self._place.all_steps, start)
+        self._due = start + self._gap()
+        return start
+
+    def over(self, done: int) -> bool:
+        """See `decent_jax.train.loop.Between`."""
+        self._pulse.own = done
+        if self.leaving is None and not self._pulse.over():
+            return False
+        if math.isinf(self._end_by):
+            self._end_by = time.monotonic() + self._meet_s
+            self._due, self._met_before = done, self._meetings.counts["met"]
+        late = time.monotonic() > self._end_by
+        # Who leaves meets once more, so that what it has learned stays with the others.
+        if late or self.leaving != "leave" or self._meetings.counts["met"] > self._met_before:
+            self._meetings.no_more()
+        # Halves that partners add must be added here, too.
+        return late or (self._meetings.closed and self._meetings.idle())
+
+    def step(
+        self, compiled: Any, state: TrainState, batch: Any, t: int
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """See `decent_jax.train.loop.Between`."""
+        state = self._joined(state, t)
+        log = self._log
+        if log is None:
+            log = self._begin_log(t)
+        progress = self._pulse.progress()
+        taken = self._meetings.take()
+        for met in taken:
+            log.met(t, met, progress)
+            self.stale = progress - met.progress
+            state = self._boundary.add(state, met.half)
+        if taken or not self._published:
+            self._publish(state, t, progress)
+        self._give(state, t, progress)
+        log.write(t=t, rate=progress)
+        if t >= self._due:
+            self._due = t + self._gap()
+            self._jobs.put(self._ask)
+        if progress != self._shown[0]:
+            self._shown = progress, self._boundary.rate(progress)
+        state = self._boundary.at_progress(state, progress)
+        state, metrics = compiled(state, batch, number(self._place.slot, t))
+        self.metrics, self.ready = metrics, self._joining is None
+        return state, metrics | {"learning_rate": self._shown[1]}
+
+    def end(self, done: int, state: TrainState) -> dict[str, Any]:
+        """See `decent_jax.train.loop.Between`."""
+        arrays = on_host(self._boundary.averaged(state))
+        self.final = arrays
+        if self._log is not None:
+            self._log.end(done, crc=events.crc(arrays))
+        self._meetings.withdraw()
+        self._refuse()
+        return {"steps": done, "how": self.leaving or "end"}
+
+    # --- Called by other threads ------------------------------------------------------------------
+
+    def want_state(self) -> "Future[Joined]":
+        """The state at the next step boundary, for a peer that joins."""
+        wanted: Future[Joined] = Future()
+        self._wanted.append(wanted)
+        if self.final is not None:
+            self._refuse()
+        return wanted
+
+    def replace(self, joined: "Future[Joined | None]", incarnation: int) -> None:
+        """Go on as another incarnation with the state of another peer."""
+        self.incarnation, self.ready = incarnation, False
+        self._joining = joined
+
+    # --- Parts of a step --------------------------------------------------------------------------
+
+    def _joined(self, state: TrainState, t: int) -> TrainState:
+        """The state of another peer, where this one begins, or begins again, with it."""
+        if self._join is not None:
+            self._joining, self._join = self._join(), None
+        joining = self._joining
+        if joining is None or (self._log is not None and not joining.done()):
+            return state
+        joined = joining.result()
+        if self._log is not None:  # it was silent for too long
+            self._log.end(t)
+            self._log = None
+            self._origin = {"peer": self._meetings.me, "t": t, "when": "checkpoint"}
+        self._meetings.renamed(f"{self._place.slot}.{self.incarnation}")
+        self._joining, self._published = None, False
+        if joined is None:
+            return state
+        self._origin = {"peer": joined.donor, "t": joined.t, "when": "boundary"}
+        return self._boundary.put([x[None] for x in joined.arrays], state)
+
+    def _begin_log(self, t: int) -> events.EventLog:
+        self._log = events.EventLog(self._place.folder, self.incarnation)
+        self._log.write(start=t, origin=self._origin)
+        return self._log
+
+    def _publish(self, state: TrainState, t: int, progress: int) -> None:
+        """Hand a copy to the other thread, which waits for the device and shows it to others."""
+        self._published = True
+        copied = self._boundary.copy(self._boundary.averaged(state))
+        log, meetings = self._log, self._meetings
+        assert log is not None
+
+        def publish():
+            arrays = on_host(copied)
+            if self._joining is not None or log is not self._log:
+                return
+            log.write(t=t, version=meetings.version, crc=events.crc(arrays))
+            meetings.publish(arrays, progress)
+
+        self._jobs.put(publish)
+
+    def _give(self, state: TrainState, t: int, progress: int) -> None:
+        wanted, self._wanted = self._wanted, []
+        if wanted:
+            copied = self._boundary.copy(state)
+            for one in wanted:
+                one.set_result(Joined(self._meetings.me, t, progress, copied))
+
+    def _refuse(self) -> None:
+        wanted, self._wanted = self._wanted, []
+        for one in wanted:
+            one.set_exception(RuntimeError("this peer has ended"))
+
+    def _gap(self) -> int:
+        if not self._geometric or self._every == 1:
+            return self._every
+        # P(k) = (1 - 1/H)^(k - 1) / H
+        return 1 + int(np.log1p(-self._random.random()) / np.log1p(-1 / self._every))
+
+    def _checkpointed(self, t: int) -> dict[str, Any] | None:
+        """Which incarnation of this slot wrote the checkpoint of step t."""
+        folder = self._place.folder
+        for incarnation in reversed(events.incarnations(folder)):
+            logged = events.read(events.path(folder, incarnation))
+            if any(event.get("t") == t - 1 and "rate" in event for event in logged):
+                name = f"{self._place.slot}.{incarnation}"
+                return {"peer": name, "t": t, "when": "checkpoint"}
+        return {"peer": f"{self._place.slot}.?", "t": t, "when": "checkpoint"}

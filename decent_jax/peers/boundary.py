@@ -1,0 +1,76 @@
+"""What happens to a peer's state between two steps; the live run and its replay share it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from decent_jax.peers.formats import Arrays
+from decent_jax.train.setup import Experiment
+from decent_jax.train.step import TrainState
+
+_STEPS_PER_STREAM = 2**20  # between the random numbers of two streams
+
+
+class Boundary:
+    """The operations on a `TrainState` of one replica, (1, ...), between its steps."""
+
+    def __init__(self, experiment: Experiment):
+        self.placement = experiment.placement
+        self._mixes_state = experiment.task.mixes_state
+        self._rate = jax.jit(lambda t: jnp.asarray(experiment.rate(t), jnp.float32))
+        place_all = self.placement.place_all
+        self._add = jax.jit(
+            lambda tree, half: place_all(
+                jax.tree.map(lambda x, h: x + h.astype(x.dtype), tree, half)
+            ),
+            donate_argnums=0,
+        )
+        self.copy = jax.jit(lambda tree: place_all(jax.tree.map(jnp.copy, tree)))
+
+    def averaged(self, state: TrainState) -> Any:
+        """The part of the state that peers average."""
+        return state.params, state.model_state if self._mixes_state else {}
+
+    def add(self, state: TrainState, half: Arrays) -> TrainState:
+        """The state with half of a difference added."""
+        old = self.averaged(state)
+        half = [x[None] for x in half]
+        params, model_state = self._add(old, jax.tree.unflatten(jax.tree.structure(old), half))
+        state = state._replace(params=params)
+        return state._replace(model_state=model_state) if self._mixes_state else state
+
+    def at_progress(self, state: TrainState, progress: int) -> TrainState:
+        """The state whose next update has the learning rate of this common progress, in steps."""
+
+        def is_count(node):
+            return isinstance(node, optax.ScaleByScheduleState)
+
+        def replaced(node):
+            if not is_count(node):
+                return node
+            count = jax.device_put(np.full((1,), progress, np.int32), self.placement.sharding((1,)))
+            return node._replace(count=count)
+
+        return state._replace(opt_state=jax.tree.map(replaced, state.opt_state, is_leaf=is_count))
+
+    def rate(self, progress: int) -> jax.Array:
+        """() float32: the learning rate."""
+        return self._rate(np.int32(progress))
+
+    def put(self, arrays: Arrays, like: Any) -> Any:
+        """Host arrays (1, ...) as a tree on the devices."""
+        leaves = [jax.device_put(x, self.placement.sharding(x.shape)) for x in arrays]
+        return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def number(stream: int, t: int) -> np.int32:
+    """The number that draws the random numbers (dropout) of a step, different in each stream."""
+    return np.int32((stream * _STEPS_PER_STREAM + t) % 2**31)
+
+
+def on_host(tree: Any) -> Arrays:
+    """Leaves without the replica dimension; they may be shared with the device, so do not write."""
+    return [np.asarray(x)[0] for x in jax.tree.leaves(tree)]

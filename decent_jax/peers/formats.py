@@ -1,0 +1,137 @@
+"""Formats of the messages in which peers exchange copies, encoded and decoded on the host.
+
+| format | bytes for N numbers | error |
+|---|---|---|
+| ``float32`` | 4 N | none |
+| ``bfloat16`` | 2 N | relative 2^-9, nearest |
+| ``int8`` | N + 4 per row of the last axis | unbiased, below 1/127 of the row's largest |
+| ``lattice8``, ``lattice16`` | N, 2 N | at most side / 2; a failure to decode is detected |
+
+The first three are those of `decent_jax.gossip.wire`, the others that of
+`decent_jax.simulate.LatticeQuantizer`. A sender knows exactly which arrays its partner decodes, so
+that what a message adds on one side is subtracted on the other.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from decent_jax.simulate import LatticeQuantizer
+
+FORMATS = ("float32", "bfloat16", "int8", "lattice8", "lattice16")
+# y, the distance for which a lattice is made, grows much faster than it shrinks, since one of many
+# partners may be far (as in `decent_jax.optim.swarm`).
+GROW, SHRINK, SLACK, FIRST = 4.0, 0.97, 2.0, 1e-3
+
+Arrays = list[np.ndarray]
+
+
+class Message(NamedTuple):
+    """A copy in a format: what is sent for every array, and the side of the lattice or 0."""
+
+    parts: list[Any]
+    side: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """One of `FORMATS`.
+
+    >>> message, sent = Format("bfloat16").encode([np.float32([1.0, 2.001])], seed=(0,))
+    >>> Format("bfloat16").decode(message, sent)
+    ([array([1., 2.], dtype=float32)], True)
+    """
+
+    name: str
+
+    @property
+    def is_lattice(self) -> bool:
+        """Whether the receiver decodes relative to its own copy."""
+        return self.name.startswith("lattice")
+
+    def side(self, copy: Arrays, y: float) -> float:
+        """The side of the lattice for copies at most ``y`` apart; 0 for the other formats."""
+        if not self.is_lattice:
+            return 0.0
+        largest = max(float(np.abs(x).max(initial=0)) for x in copy)
+        least = max(largest * 2.0**-24, float(np.finfo(np.float32).tiny))
+        return max(2 * y / (self._colours - 1), least)
+
+    def encode(
+        self, copy: Arrays, *, side: float = 0.0, seed: tuple[int, ...] = ()
+    ) -> tuple[Message, Arrays]:
+        """The message for a copy, and the arrays that a partner decodes.
+
+        Args:
+          copy: floating-point arrays.
+          side: of the lattice, see `side`.
+          seed: of the stochastic rounding of ``int8``: the sender and its version.
+        """
+        if self.name == "float32":
+            parts, sent = list(copy), list(copy)
+        elif self.is_lattice:
+            quantizer = LatticeQuantizer(side, self._colours)
+            both = [quantizer.encode(x.reshape(-1)) for x in copy]
+            parts = [message for message, _ in both]
+            sent = [
+                y.reshape(x.shape).astype(x.dtype) for (_, y), x in zip(both, copy, strict=True)
+            ]
+        else:
+            random = np.random.default_rng(seed)
+            parts = [self._rounded(x, random) for x in copy]
+            sent = self._plain(parts, copy)
+        return Message(parts, side), sent
+
+    def decode(self, message: Message, own: Arrays) -> tuple[Arrays, bool]:
+        """The partner's arrays, and whether they are finite and what the partner has encoded."""
+        if not self.is_lattice:
+            arrays = self._plain(message.parts, own)
+            return arrays, all(bool(np.isfinite(x).all()) for x in arrays)
+        quantizer = LatticeQuantizer(message.side, self._colours)
+        decoded = [
+            quantizer.decode(part, z.reshape(-1))
+            for part, z in zip(message.parts, own, strict=True)
+        ]
+        arrays = [
+            d.value.reshape(z.shape).astype(z.dtype) for d, z in zip(decoded, own, strict=True)
+        ]
+        return arrays, all(d.ok for d in decoded)
+
+    def bytes_sent(self, shapes: list[tuple[int, ...]]) -> int:
+        """The bytes of a message for float32 arrays of these shapes, without its head."""
+        per_number = {"float32": 4, "bfloat16": 2, "lattice16": 2}.get(self.name, 1)
+        rows = sum(math.prod(shape[:-1]) for shape in shapes) if self.name == "int8" else 0
+        return per_number * sum(map(math.prod, shapes)) + 4 * rows
+
+    @property
+    def _colours(self) -> int:
+        return 2 ** int(self.name.removeprefix("lattice"))
+
+    def _rounded(self, x: np.ndarray, random: np.random.Generator) -> Any:
+        if self.name == "bfloat16":
+            return x.astype(ml_dtypes.bfloat16).view(np.uint16)
+        scale = np.abs(x).max(axis=-1, keepdims=True, initial=0) if x.ndim else np.abs(x)
+        scaled = 127 * x / np.where(scale > 0, scale, 1)
+        codes = np.floor(scaled + random.random(x.shape, np.float32))
+        return np.clip(codes, -127, 127).astype(np.int8), scale.astype(np.float32)
+
+    def _plain(self, parts: list[Any], like: Arrays) -> Arrays:
+        if self.name == "float32":
+            return parts
+        if self.name == "bfloat16":
+            return [
+                part.view(ml_dtypes.bfloat16).astype(x.dtype)
+                for part, x in zip(parts, like, strict=True)
+            ]
+        return [
+            (codes * (scale / np.float32(127))).astype(x.dtype)
+            for (codes, scale), x in zip(parts, like, strict=True)
+        ]
+
+
+def largest_difference(ours: Arrays, theirs: Arrays) -> float:
+    """The largest |difference| of a number."""
+    return max(float(np.abs(a - b).max(initial=0)) for a, b in zip(ours, theirs, strict=True))

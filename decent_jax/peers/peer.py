@@ -1,0 +1,309 @@
+"""A peer: a Ray actor that trains in one of its threads and meets others in the rest."""
+
+import contextlib
+import math
+import os
+import queue
+import random
+import signal
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+
+from decent_jax.peers.formats import Format, Message
+from decent_jax.peers.partners import chances
+from decent_jax.peers.rule import Meetings, Offer, relative
+from decent_jax.peers.setup import Place, forget, leave_launcher
+
+
+class Peer:
+    """One peer. Ray calls its methods from threads of a pool; `train` takes one of them for good.
+
+    Args:
+      place: which peer it is.
+      roster: the actor of `decent_jax.peers.roster.Roster`.
+    """
+
+    def __init__(self, place: Place, roster: Any):
+        place.folder.mkdir(parents=True, exist_ok=True)
+        words = os.open(place.folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(words, 1)
+        os.dup2(words, 2)
+        leave_launcher()
+        self._place, self._roster = place, roster
+        self._peers = place.config["peers"]
+        self._meetings = Meetings(place.name, Format(self._peers["wire"]), self._peers["meet_s"])
+        self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._members: list[tuple[str, Any]] = []
+        self._avoided: dict[str, float] = {}  # until when, after it gave no answer
+        self._seconds: dict[str, float] = {}  # that a meeting with a peer takes, as far as measured
+        self._doubtful: list[tuple[str, Any]] = []
+        self._stopped = threading.Event()
+        self._between: Any = None
+        self._pulse: Any = None
+        self._leaving: str | None = None
+        self._distance = 0.0  # relative, to the partner of the last meeting
+        signal.signal(signal.SIGTERM, lambda *_: self.leave("leave"))
+
+    # --- Called by others -------------------------------------------------------------------------
+
+    def train(self) -> dict[str, Any]:
+        """The whole run of this peer; how it ended and after how many steps."""
+        from decent_jax.peers.between import Between, Pulse
+        from decent_jax.peers.setup import open_peer
+        from decent_jax.train import loop
+
+        place = self._place
+        join = None
+        if place.start is not None:
+            forget(place.folder, place.start)
+            join = self._begin_joining
+        with open_peer(place) as (experiment, work):
+            n = place.config["num_replicas"]
+            self._pulse = Pulse(n, experiment.steps // n)
+            between = Between(
+                experiment, place, self._pulse, self._meetings, self._jobs, self._ask, join
+            )
+            between.leaving = self._leaving
+            self._between = between
+            threads = [
+                threading.Thread(target=target, daemon=True) for target in (self._beat, self._work)
+            ]
+            for thread in threads:
+                thread.start()
+            try:
+                return loop.train_and_evaluate(experiment, work, between)
+            finally:
+                self._stopped.set()
+                self._jobs.put(None)
+
+    def meet(self, offer: Offer, message: list[Any]) -> tuple[Offer, list[Any]] | None:
+        """The answer to another peer's question, or None: not now."""
+        if self._leaving == "stop" or not self._meetings.agree(offer.meeting):
+            return None
+        try:
+            theirs: Message = ray.get(message[0], timeout=self._peers["meet_s"])
+        except RayError:
+            self._meetings.give_up(offer.meeting, "lost")
+            return None
+        reply = self._meetings.answer(offer, theirs)
+        if reply is None:
+            return None
+        return reply[0], [ray.put(reply[1])]
+
+    def settle(self, meeting: str, understood: bool) -> bool:
+        """Whether this peer adds its half of a meeting that it has answered."""
+        return self._meetings.settle(meeting, understood)
+
+    def state(self) -> tuple[str, int, int, list[Any]]:
+        """(name, step, progress, arrays) at the next step boundary, for a peer that joins."""
+        import jax
+        import numpy as np
+
+        if self._between is None or not self._between.ready:
+            raise RuntimeError("this peer does not train yet")
+        found = self._between.want_state().result(timeout=self._peers["join_s"])
+        arrays = [np.asarray(x)[0] for x in jax.tree.leaves(found.arrays)]
+        return found.donor, found.t, found.progress, arrays
+
+    def published(self) -> list[Any] | None:
+        """The arrays published last, or at the end the last ones."""
+        if self._between is not None and self._between.final is not None:
+            return self._between.final
+        copy = self._meetings.copy
+        return None if copy is None else copy.arrays
+
+    def report(self) -> dict[str, Any]:
+        """What the roster is told."""
+        import numpy as np
+
+        between = self._between
+        found = {"steps": self._pulse.own if self._pulse else 0, **self._meetings.counts}
+        metrics = between and between.metrics
+        if metrics is not None:
+            with contextlib.suppress(RuntimeError):  # donated meanwhile
+                found["loss"] = float(np.asarray(metrics["loss"])[0])
+            found["stale"] = between.stale
+        return found | {"distance": self._distance, "seconds": dict(self._seconds)}
+
+    def leave(self, how: str) -> None:
+        """End in good order: "leave" after a last meeting, "stop" at once."""
+        self._leaving = how
+        if self._between is not None:
+            self._between.leaving = how
+
+    # --- Its own threads --------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        """Publish and ask, one after the other."""
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception as error:  # must not end the thread: others would wait for ever
+                self._say(f"{type(error).__name__}: {error}")
+
+    def _ask(self) -> None:
+        """Ask a random neighbour to meet, and meet."""
+        self._look_at_doubtful()
+        partner = self._partner()
+        asked = self._meetings.ask() if partner else None
+        if partner is None or asked is None:
+            return
+        offer, message = asked
+        name, handle = partner
+        began = time.monotonic()
+        ends = began + self._peers["meet_s"]
+
+        def left():
+            return max(ends - time.monotonic(), 0.01)
+
+        try:
+            reply = ray.get(handle.meet.remote(offer, [ray.put(message)]), timeout=left())
+            if reply is None:
+                self._meetings.give_up(offer.meeting, "declined")
+                return
+            theirs: Any = ray.get(reply[1][0], timeout=left())
+            self._measured(name, time.monotonic() - began)
+            understood = self._meetings.hear(reply[0], theirs)
+            settled = handle.settle.remote(offer.meeting, understood)
+        except RayError as error:
+            self._meetings.give_up(offer.meeting, "lost")
+            self._avoid(name, error)
+            return
+        try:
+            accepted: Any = ray.get(settled, timeout=left())
+        except GetTimeoutError as error:
+            self._meetings.close(offer.meeting, None)
+            self._doubtful.append((offer.meeting, settled))
+            self._avoid(name, error)
+        except RayError as error:
+            self._meetings.close(offer.meeting, False)
+            self._avoid(name, error)
+        else:
+            self._meetings.close(offer.meeting, accepted)
+
+    def _measured(self, name: str, seconds: float) -> None:
+        """Both messages of a meeting took so long; one that took longer by chance counts less."""
+        self._seconds[name] = min(seconds, (self._seconds.get(name, seconds) + seconds) / 2)
+
+    def _look_at_doubtful(self) -> None:
+        """Partners that were silent when a meeting was settled may have spoken since."""
+        waiting, self._doubtful = self._doubtful, []
+        for meeting, settled in waiting:
+            try:
+                accepted: Any = ray.get(settled, timeout=0)
+                self._meetings.close(meeting, accepted)
+            except GetTimeoutError:
+                self._doubtful.append((meeting, settled))
+            except RayError:
+                self._meetings.close(meeting, False)
+
+    def _partner(self) -> tuple[str, Any] | None:
+        members = dict(self._members)
+        me = f"{self._place.slot}.{self._between.incarnation}"
+        now = time.monotonic()
+        asked = chances(me, list(members), self._peers["neighbours"], self._seconds)
+        asked = {name: p for name, p in asked.items() if self._avoided.get(name, 0) < now}
+        if not asked:
+            return None
+        (name,) = random.choices(list(asked), list(asked.values()))
+        return name, members[name]
+
+    def _avoid(self, name: str, error: Exception) -> None:
+        self._avoided[name] = time.monotonic() + self._peers["silent_s"]
+        gone = isinstance(error, RayActorError)
+        self._say(f"peer {name} {'is dead' if gone else 'gives no answer'}; others are asked")
+
+    def _beat(self) -> None:
+        """Report to the roster, and learn of all peers' progress and of who is alive."""
+        peers, slot = self._peers, self._place.slot
+        between, version = self._between, -1
+        reached, heard = 0, math.inf  # progress at the last answer, and when it came
+        while not self._stopped.wait(peers["beat_s"]):
+            if not between.ready:
+                continue
+            report = self.report()
+            call = self._roster.beat.remote(slot, between.incarnation, report)
+            try:
+                answer = ray.get(call, timeout=peers["silent_s"])
+                if answer is None:
+                    self._say("another peer has this slot now")
+                    self.leave("stop")
+                    return
+                all_steps, now = answer
+                if now != version:
+                    self._members = ray.get(
+                        self._roster.members.remote(), timeout=peers["silent_s"]
+                    )
+                    version = now
+            except GetTimeoutError:
+                continue
+            except RayError:
+                live = len(self._members)
+                self._say(f"the roster is lost: {live} peers go on with the list they have")
+                self._pulse.lost(live)
+                return
+            self._pulse.heard(all_steps, report["steps"])
+            progress = self._pulse.progress()
+            silent = time.monotonic() - heard > peers["silent_s"]
+            if silent and progress - reached > peers["max_lag"]:
+                self._join_again(progress - reached)
+            reached, heard = progress, time.monotonic()
+            copy = self._meetings.copy
+            if copy is not None and self._meetings.last_distance:
+                self._distance = relative(self._meetings.last_distance, copy.arrays)
+
+    def _join_again(self, lag: int) -> None:
+        """Go on as a new peer, after a silence in which others went too far."""
+        incarnation = ray.get(
+            self._roster.rejoin.remote(self._place.slot, self._between.incarnation)
+        )
+        if incarnation is None:
+            return
+        self._say(
+            f"the others made {lag} steps of progress while this peer was silent (peers.max_lag is "
+            f"{self._peers['max_lag']}): it joins again as {self._place.slot}.{incarnation}"
+        )
+        self._meetings.withdraw()
+        self._between.replace(self._begin_joining(), incarnation)
+
+    def _begin_joining(self) -> "Future[Any]":
+        """Copy the state of a random live peer, in a thread of its own."""
+        found: Future[Any] = Future()
+
+        def copy():
+            try:
+                found.set_result(self._copied())
+            except BaseException as error:
+                found.set_exception(error)
+
+        threading.Thread(target=copy, daemon=True).start()
+        return found
+
+    def _copied(self) -> Any:
+        from decent_jax.peers.between import Joined
+
+        members = ray.get(self._roster.members.remote(), timeout=self._peers["join_s"])
+        members = [m for m in members if m[0].partition(".")[0] != str(self._place.slot)]
+        random.shuffle(members)
+        for name, handle in members:
+            began = time.monotonic()
+            try:
+                donor, t, progress, arrays = ray.get(
+                    handle.state.remote(), timeout=self._peers["join_s"]
+                )
+            except (RayError, RuntimeError) as error:
+                self._say(f"peer {name} gives no copy ({type(error).__name__})")
+                continue
+            seconds = time.monotonic() - began
+            self._say(f"joins with a copy of peer {donor} at step {t} ({seconds:.1f} s)")
+            return Joined(donor, t, progress, arrays)
+        self._say("nobody gives a copy: begins with its own parameters")
+        return None
+
+    def _say(self, message: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} {message}", flush=True)

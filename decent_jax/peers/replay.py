@@ -1,0 +1,278 @@
+"""Repeat a run of peers from their event logs, in one process, and compare every bit.
+
+    python -m decent_jax.peers.replay --workdir DIR
+
+Every peer logs what decided its parameters (`decent_jax.peers.events`): the learning rate of each
+step, which copies it averaged, and when. The replay makes the same steps on the same data, in any
+order that the copies allow. It compares each published copy and the last parameters of each peer
+with the numbers in the log, and names the first that differs. Exit status: 0 all are identical, 1
+some differ, 2 there is nothing to replay.
+"""
+
+import contextlib
+import io
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from decent_jax.command_line import Parser
+from decent_jax.data import loader
+from decent_jax.errors import CheckpointError, ConfigError, DataError, RunError
+from decent_jax.peers import events
+from decent_jax.peers import manifest as manifest_lib
+from decent_jax.peers.boundary import Boundary, number, on_host
+from decent_jax.peers.formats import Format
+from decent_jax.peers.rule import halves, sent_of
+from decent_jax.peers.setup import FOLDER, Place, open_peer
+from decent_jax.train import config as config_lib
+from decent_jax.train import loop
+from decent_jax.train.setup import Experiment
+from decent_jax.train.step import TrainState, make_step
+
+
+class Replayed(NamedTuple):
+    """One incarnation after its replay."""
+
+    peer: str  # "slot.incarnation"
+    steps: tuple[int, int]  # the first, and after the last
+    meetings: int
+    versions: int
+    differs: str  # the first thing that differs from the log; "" where nothing does
+    survived: bool  # it logged its end
+    params: Any  # host arrays of what peers average, without the replica dimension
+
+
+class Log:
+    """The events of an incarnation, by step."""
+
+    def __init__(self, slot: int, incarnation: int, lines: list[dict[str, Any]]):
+        self.slot, self.name = slot, f"{slot}.{incarnation}"
+        self.start, self.origin = lines[0]["start"], lines[0]["origin"]
+        self.rates: dict[int, int] = {}
+        self.met: dict[int, list[dict[str, Any]]] = defaultdict(list)
+        self.versions: dict[int, tuple[int, int]] = {}  # version and sum of bits
+        self.last: int | None = None  # sum of the bits of the last parameters
+        self.end = self.start
+        for line in lines[1:]:
+            if "rate" in line:
+                self.rates[line["t"]] = line["rate"]
+                self.end = max(self.end, line["t"] + 1)
+            elif "met" in line:
+                self.met[line["t"]].append(line)
+                self.end = line["t"] + 1  # it may have died before the step
+            elif "version" in line:
+                self.versions[line["t"]] = line["version"], line["crc"]
+                self.end = max(self.end, line["t"] + 1)
+            elif "end" in line:
+                self.end, self.last = line["end"], line.get("crc")
+        if self.end - self.start > len(lines):
+            raise RunError(
+                f"the log of peer {self.name} ends after step {self.end} and has only {len(lines)} "
+                "lines; it is damaged"
+            )
+
+
+def read_logs(workdir: Path) -> list[Log]:
+    """The logs of all incarnations of all peers.
+
+    Raises:
+      RunError: there are none.
+    """
+    logs = []
+    slots = [path for path in (workdir / FOLDER).glob("*") if path.name.isdecimal()]
+    for folder in sorted(slots, key=lambda path: int(path.name)):
+        for incarnation in events.incarnations(folder):
+            lines = events.read(events.path(folder, incarnation))
+            if lines:
+                logs.append(Log(int(folder.name), incarnation, lines))
+    if not logs:
+        raise RunError(f"{workdir} holds no run of peers: there is no {FOLDER}/*/events-*.jsonl")
+    return logs
+
+
+def replay(
+    workdir: str | Path,
+    say: Callable[[str], None] = lambda _: None,
+    observe: Callable[[str, int, list[np.ndarray]], None] = lambda *_: None,
+) -> list[Replayed]:
+    """Replay the run in ``workdir``, which must have ended or been interrupted.
+
+    Args:
+      say: called with a line for each peer.
+      observe: called with each published copy: of which peer, before which step, the arrays.
+
+    Raises:
+      RunError: there are no logs, or one names a copy that no log explains.
+      ConfigError: the run or its data cannot be opened.
+    """
+    workdir = Path(workdir)
+    logs = read_logs(workdir)
+    config = config_lib.load_saved(workdir).to_dict()
+    manifest = manifest_lib.read(workdir, ConfigDict(config))
+    if not manifest:
+        raise RunError(f"{workdir} has no {manifest_lib.MANIFEST}, which every run of peers has")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))  # where replicas are
+        experiments = {
+            slot: stack.enter_context(
+                open_peer(Place(config, str(workdir), slot, 0, None, manifest["streams"]))
+            )[0]
+            for slot in sorted({log.slot for log in logs})
+        }
+        return _Replay(ConfigDict(config), experiments, logs, say, observe).run()
+
+
+class _Replay:
+    def __init__(self, config, experiments: dict[int, Experiment], logs: list[Log], say, observe):
+        self.experiments, self.logs, self.say, self.observe = experiments, logs, say, observe
+        self.seed, self.form = config.seed, Format(config.peers.wire)
+        first = next(iter(experiments.values()))
+        self.placement, self.boundary = first.placement, Boundary(first)
+        self.step = make_step(
+            *(first.config, first.task, first.tx, first.rate, first.schedule, first.placement)
+        )
+        self.compiled: dict[Any, Any] = {}
+        self.copies: dict[tuple[str, int], list[np.ndarray]] = {}  # by peer and version
+        self.states: dict[tuple[str, int, str], TrainState] = {}  # by peer, step and moment
+        origins = [log.origin for log in logs if log.origin]
+        self.wanted_states = {(o["peer"], o["t"], o["when"]) for o in origins}
+        self.uses = Counter(  # of each copy; forgotten after the last
+            use
+            for log in logs
+            for meetings in log.met.values()
+            for met in meetings
+            for use in ((log.name, met["mine"]), (met["with"], met["theirs"]))
+        )
+        self.done: list[Replayed] = []
+
+    def run(self) -> list[Replayed]:
+        waiting = {log.name: self._replay(log) for log in self.logs}
+        needs: dict[str, Any] = {}
+        while waiting:
+            moved = False
+            for name, peer in list(waiting.items()):
+                if name in needs and not self._there(needs[name]):
+                    continue
+                moved = True
+                try:
+                    needs[name] = next(peer)
+                except StopIteration:
+                    del waiting[name]
+            if not moved:
+                name = next(iter(waiting))
+                raise RunError(f"peer {name} used {needs[name]}, which no log explains")
+        return sorted(self.done, key=lambda one: tuple(map(int, one.peer.split("."))))
+
+    def _there(self, need: tuple) -> bool:
+        return need in self.copies or need in self.states
+
+    def _replay(self, log: Log) -> Iterator[tuple]:
+        """One incarnation; yields what it has to wait for."""
+        experiment, boundary = self.experiments[log.slot], self.boundary
+        if log.origin:
+            need = (log.origin["peer"], log.origin["t"], log.origin["when"])
+            while not self._there(need):
+                yield need
+            state = boundary.copy(self.states[need])
+        else:
+            state = loop.init(experiment)
+        differs, count = "", 0
+        with loader.train_batches(
+            experiment.task.train_source,
+            seed=self.seed,
+            num_replicas=1,
+            batch_size=experiment.config.batch_size,
+            start_step=log.start,
+            prefetch=0,
+        ) as batches:
+            for t in range(log.start, log.end):
+                self._keep(log, t, "checkpoint", state)
+                for met in log.met.get(t, ()):
+                    for use in ((log.name, met["mine"]), (met["with"], met["theirs"])):
+                        while not self._there(use):
+                            yield use
+                    state = boundary.add(state, self._half(log, met))
+                    count += 1
+                if t in log.versions:
+                    version, crc = log.versions[t]
+                    arrays = on_host(boundary.copy(boundary.averaged(state)))
+                    if events.crc(arrays) != crc and not differs:
+                        differs = f"version {version}, published before step {t}"
+                    self.observe(log.name, t, arrays)
+                    if self.uses[log.name, version]:
+                        self.copies[log.name, version] = arrays
+                self._keep(log, t, "boundary", state)
+                if t in log.rates:
+                    state = self._step(state, next(batches), log, t)
+        self._keep(log, log.end, "checkpoint", state)
+        arrays = on_host(boundary.averaged(state))
+        if log.last is not None and events.crc(arrays) != log.last and not differs:
+            differs = f"the last parameters, after step {log.end}"
+        steps, survived = (log.start, log.end), log.last is not None
+        self.done.append(
+            Replayed(log.name, steps, count, len(log.versions), differs, survived, arrays)
+        )
+        self.say(_line(self.done[-1]))
+
+    def _half(self, log: Log, met: dict[str, Any]) -> list[np.ndarray]:
+        sent = []
+        uses = (log.name, met["mine"]), (met["with"], met["theirs"])
+        for (peer, version), side in zip(uses, met["sides"], strict=True):
+            sent.append(sent_of(self.form, peer, version, self.copies[peer, version], side))
+            self.uses[peer, version] -= 1
+            if not self.uses[peer, version]:
+                del self.copies[peer, version]
+        return halves(*sent)
+
+    def _keep(self, log: Log, t: int, when: str, state: TrainState) -> None:
+        if (log.name, t, when) in self.wanted_states:
+            self.states[log.name, t, when] = self.boundary.copy(state)
+
+    def _step(self, state: TrainState, block: Any, log: Log, t: int) -> TrainState:
+        state = self.boundary.at_progress(state, log.rates[t])
+        batch = self.placement.put(block)
+        shapes = loop.shapes_of(batch)
+        if shapes not in self.compiled:
+            lowered = self.step.lower(state, batch, np.int32(0), round=0)
+            self.compiled[shapes] = lowered.compile()
+        return self.compiled[shapes](state, batch, number(log.slot, t))[0]
+
+
+def _line(one: Replayed) -> str:
+    words = f"differs: {one.differs}" if one.differs else "identical"
+    end = "" if one.survived else " (died, or joined again)"
+    first, last = one.steps
+    return (
+        f"peer {one.peer}: steps {first} to {last}, {one.meetings} meetings, "
+        f"{one.versions} versions{end}: {words}"
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    parser = Parser(
+        "python -m decent_jax.peers.replay",
+        description="Repeat a run of peers from their event logs and compare every bit.",
+    )
+    parser.add_argument("--workdir", required=True, metavar="DIR", help="of the run")
+    try:
+        found = replay(parser.parse_args(arguments).workdir, print)
+    except (RunError, ConfigError, DataError, CheckpointError, OSError) as error:
+        print(f"peers replay: {error}", file=sys.stderr)
+        return 2
+    survivors = [one for one in found if one.survived]
+    different = [one for one in found if one.differs]
+    print(
+        f"{len(found)} peers replayed, {len(survivors)} of which ended in good order: "
+        + (f"{len(different)} differ" if different else "every parameter is identical")
+    )
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""The roster: who is alive, how far each peer is, and how far all are together."""
+
+import dataclasses
+import time
+from typing import Any
+
+
+@dataclasses.dataclass
+class _Entry:
+    """A slot and the peer that has it, or had it last."""
+
+    incarnation: int
+    steps: int  # made in this slot, by all of its peers
+    handle: Any = None
+    alive: bool = False
+    heard: float | None = None  # when it reported last; None: it does not train yet
+    report: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Roster:
+    """A Ray actor; single-threaded, and none of its methods waits.
+
+    Args:
+      silent_s: without a report for so long, a peer is met by nobody.
+      known: {slot: steps made in it} before this session.
+      clock: seconds.
+    """
+
+    def __init__(self, silent_s: float, known: dict[int, int], clock=time.monotonic):
+        self._silent_s, self._clock = silent_s, clock
+        self._slots = {slot: _Entry(-1, steps) for slot, steps in known.items()}
+        self._members: list[int] = []
+        self._version = 0
+
+    def add(self, slot: int, incarnation: int, handle: Any) -> None:
+        """A peer takes the slot."""
+        steps = self._slots[slot].steps if slot in self._slots else 0
+        self._slots[slot] = _Entry(incarnation, steps, handle, alive=True)
+
+    def remove(self, slot: int, incarnation: int) -> None:
+        """The peer has died, left or ended."""
+        entry = self._slots.get(slot)
+        if entry is not None and entry.incarnation == incarnation:
+            entry.alive = False
+        self._refresh()
+
+    def beat(self, slot: int, incarnation: int, report: dict[str, Any]) -> tuple[int, int] | None:
+        """A peer's report. (steps of all slots, version of the members); None: it is removed."""
+        entry = self._slots.get(slot)
+        if entry is None or entry.incarnation != incarnation or not entry.alive:
+            return None
+        entry.heard, entry.steps, entry.report = self._clock(), report["steps"], report
+        self._refresh()
+        return sum(entry.steps for entry in self._slots.values()), self._version
+
+    def rejoin(self, slot: int, incarnation: int) -> int | None:
+        """The next incarnation, for a peer that was silent for too long; None: it is removed."""
+        entry = self._slots.get(slot)
+        if entry is None or entry.incarnation != incarnation or not entry.alive:
+            return None
+        entry.incarnation += 1
+        entry.heard = None
+        self._refresh()
+        return entry.incarnation
+
+    def members(self) -> list[tuple[str, Any]]:
+        """(name, handle) of the peers that train."""
+        self._refresh()
+        entries = [(slot, self._slots[slot]) for slot in self._members]
+        return [(f"{slot}.{entry.incarnation}", entry.handle) for slot, entry in entries]
+
+    def look(self) -> dict[int, dict[str, Any]]:
+        """{slot: report}, with the incarnation and whether it is alive, trains, is not silent."""
+        self._refresh()
+        return {
+            slot: {
+                **entry.report,
+                "slot": slot,
+                "incarnation": entry.incarnation,
+                "steps": entry.steps,
+                "alive": entry.alive,
+                "ready": entry.heard is not None,
+                "member": slot in self._members,
+            }
+            for slot, entry in self._slots.items()
+        }
+
+    def _refresh(self) -> None:
+        now = self._clock()
+        members = [
+            slot
+            for slot, entry in self._slots.items()
+            if entry.alive and entry.heard is not None and now - entry.heard <= self._silent_s
+        ]
+        if members != self._members:
+            self._members = members
+            self._version += 1

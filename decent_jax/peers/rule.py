@@ -1,0 +1,332 @@
+r"""The rule by which two peers meet: who may, what is exchanged, and what each adds.
+
+Non-blocking SwarmSGD (Nadiradze et al. 2021), both sides. Peers i and j bring the copies S that
+they published last, and add to what they have become since, each at its next step boundary:
+
+.. math:: x_i \leftarrow x_i + \tfrac12 \big(Q(S_j) - Q(S_i)\big), \qquad S_i \leftarrow x_i
+
+`Meetings` is one peer's side of it. It knows neither threads nor Ray; the peer calls it from any
+thread. A meeting of asker A and answerer B is three messages, so that a pair of which one did not
+understand the other does not average on either side::
+
+    A.ask() -> offer            B.agree(meeting), or "not now"
+                                B.answer(offer) -> reply
+    A.hear(reply)
+                                B.settle(...) -> accepted       (B adds its half from here on)
+    A.close(accepted)                                            (A adds its half from here on)
+
+B settles once, and only within its patience, so that A and B add opposite halves or none at all,
+however long the messages take. Only a death in between leaves a half alone.
+"""
+
+import threading
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from decent_jax.peers.formats import (
+    FIRST,
+    GROW,
+    SHRINK,
+    SLACK,
+    Arrays,
+    Format,
+    Message,
+    largest_difference,
+)
+
+
+class Copy(NamedTuple):
+    """A published copy S of a peer's parameters."""
+
+    version: int  # counts from 0 in each incarnation
+    arrays: Arrays
+    progress: int  # common progress, in steps, at which it was published
+
+
+class Offer(NamedTuple):
+    """What either side brings to a meeting, without the message itself."""
+
+    meeting: str  # its name: the asker and a number
+    peer: str  # who brings it, "slot.incarnation"
+    version: int
+    progress: int
+    understood: bool  # whether this side decoded the other's message (True for an asker)
+
+
+class Met(NamedTuple):
+    """A meeting that is settled: what this side adds at its next step boundary."""
+
+    meeting: str
+    partner: str
+    mine: int  # versions
+    theirs: int
+    sides: tuple[float, float]  # of the lattices, mine and theirs
+    progress: int  # at which the partner published its copy
+    half: Arrays  # (Q(theirs) - Q(mine)) / 2
+    distance: float  # ||theirs - mine||
+
+
+class _Meeting:
+    """One that is under way."""
+
+    def __init__(self, name: str, copy: Copy, expires: float):
+        self.name, self.copy, self.expires = name, copy, expires
+        self.message: Message
+        self.sent: Arrays  # what the partner decodes of my message
+        self.met: Met | None = None
+        self.heard_by_them = True
+        self.apart = 0.0  # the largest difference of a number
+
+
+class Meetings:
+    """One peer's meetings, at most one at a time, from any thread.
+
+    Args:
+      me: "slot.incarnation".
+      form: of messages.
+      patience_s: how long an answerer waits for `settle`.
+      clock: seconds.
+
+    >>> ours, theirs = (Meetings(name, Format("float32"), 1.0) for name in ("0.0", "1.0"))
+    >>> _ = ours.publish([np.float32([1.0])], progress=0)
+    >>> _ = theirs.publish([np.float32([3.0])], progress=0)
+    >>> offer, message = ours.ask()
+    >>> theirs.agree(offer.meeting)
+    True
+    >>> reply = theirs.answer(offer, message)
+    >>> understood = ours.hear(*reply)
+    >>> ours.close(offer.meeting, theirs.settle(offer.meeting, understood))
+    >>> ours.take()[0].half, theirs.take()[0].half
+    ([array([1.], dtype=float32)], [array([-1.], dtype=float32)])
+    """
+
+    def __init__(self, me: str, form: Format, patience_s: float, clock=time.monotonic):
+        self.me, self._form, self._patience, self._clock = me, form, patience_s, clock
+        self._lock = threading.Lock()
+        self._copy: Copy | None = None  # None until the first, and from `take` to `publish`
+        self._now: _Meeting | None = None
+        self._doubtful: dict[str, _Meeting] = {}  # whose settlement nobody has confirmed yet
+        self._settled: list[Met] = []
+        self.closed = False
+        self._y, self._number, self._version = FIRST, 0, 0
+        self.last_distance = 0.0  # to the partner of the last meeting
+        self.counts = {"met": 0, "declined": 0, "not_understood": 0, "lost": 0}
+
+    # --- The training thread: never waits ---------------------------------------------------------
+
+    def take(self) -> list[Met]:
+        """What to add now; if there is any, this peer is busy until it publishes again."""
+        with self._lock:
+            taken, self._settled = self._settled, []
+            if taken:
+                self._copy = None
+            return taken
+
+    def withdraw(self) -> None:
+        """Meet nobody until the next `publish`."""
+        with self._lock:
+            self._copy = self._now = None
+            self._doubtful.clear()
+            self._settled = []
+
+    def publish(self, arrays: Arrays, progress: int) -> Copy:
+        """S <- x."""
+        with self._lock:
+            self._copy = Copy(self._version, arrays, progress)
+            self._version += 1
+            return self._copy
+
+    def renamed(self, me: str) -> None:
+        """Begin again as another incarnation."""
+        self.withdraw()
+        with self._lock:
+            self.me, self._version, self._number = me, 0, 0
+
+    def no_more(self) -> None:
+        """Begin no meeting any more; those under way come to their end."""
+        self.closed = True
+
+    def idle(self) -> bool:
+        """Whether no meeting is under way or waits for the step boundary."""
+        with self._lock:
+            self._expire()
+            return self._now is None and not self._settled and not self._doubtful
+
+    @property
+    def version(self) -> int:
+        """Of the next copy."""
+        return self._version
+
+    @property
+    def copy(self) -> Copy | None:
+        """The copy published last, if it may be used."""
+        return self._copy
+
+    # --- The asker --------------------------------------------------------------------------------
+
+    def ask(self) -> tuple[Offer, Message] | None:
+        """What to send to a neighbour; None: busy."""
+        begun = self._begin(None)
+        if begun is None:
+            return None
+        self._encode(begun)
+        return self._offer(begun, True), begun.message
+
+    def hear(self, reply: Offer, message: Message) -> bool:
+        """Whether the answerer's message was understood; to be told to it, see `settle`."""
+        begun = self._now
+        if begun is None or begun.name != reply.meeting:
+            return False
+        begun.heard_by_them = reply.understood
+        return self._decode(begun, reply, message)
+
+    def close(self, meeting: str, accepted: bool | None) -> None:
+        """The answerer has accepted, or not; None: no answer in time, and it may come later."""
+        with self._lock:
+            begun = self._doubtful.pop(meeting, None) or self._now
+            if begun is None or begun.name != meeting:
+                return
+            if accepted is None:
+                self._doubtful[meeting] = begun
+                self._now = None
+                return
+            self._end(begun, accepted)
+
+    def give_up(self, meeting: str, why: str) -> None:
+        """No meeting came about: ``why`` is one of ``counts``."""
+        with self._lock:
+            if self._now is not None and self._now.name == meeting:
+                self._now = None
+                self.counts[why] += 1
+
+    # --- The answerer -----------------------------------------------------------------------------
+
+    def agree(self, meeting: str) -> bool:
+        """Whether this peer takes part; from then on it is busy, while the message travels.
+
+        Otherwise, peers that ask more often than a message takes would all be asking whenever a
+        message arrives, and nobody would ever meet.
+        """
+        return self._begin(meeting) is not None
+
+    def answer(self, offer: Offer, message: Message) -> tuple[Offer, Message] | None:
+        """The reply, or None where the message came too late."""
+        begun = self._now
+        if begun is None or begun.name != offer.meeting:
+            return None
+        self._encode(begun)
+        return self._offer(begun, self._decode(begun, offer, message)), begun.message
+
+    def settle(self, meeting: str, understood: bool) -> bool:
+        """Whether both add their halves: the asker understood, this side did, and it is in time.
+
+        The second time, or too late, it is not accepted.
+        """
+        with self._lock:
+            self._expire()
+            begun = self._now
+            if begun is None or begun.name != meeting:
+                return False
+            begun.heard_by_them = understood
+            return self._end(begun, understood and begun.met is not None)
+
+    # --- Both -------------------------------------------------------------------------------------
+
+    def busy(self) -> bool:
+        """Whether a meeting is under way, or nothing is published."""
+        with self._lock:
+            self._expire()
+            return not self._free()
+
+    def _begin(self, name: str | None) -> _Meeting | None:
+        with self._lock:
+            self._expire()
+            if self._copy is None or not self._free():
+                return None
+            expires = np.inf
+            if name is None:
+                name = f"{self.me}-{self._number}"
+                self._number += 1
+            else:
+                expires = self._clock() + self._patience
+            self._now = _Meeting(name, self._copy, expires)
+            return self._now
+
+    def _free(self) -> bool:
+        under_way = self._now is not None or self._settled
+        return self._copy is not None and not under_way and not self.closed
+
+    def _expire(self) -> None:
+        if self._now is not None and self._clock() > self._now.expires:
+            self._now = None
+            self.counts["lost"] += 1
+
+    def _offer(self, begun: _Meeting, understood: bool) -> Offer:
+        copy = begun.copy
+        return Offer(begun.name, self.me, copy.version, copy.progress, understood)
+
+    def _encode(self, begun: _Meeting) -> None:
+        copy = begun.copy
+        side = self._form.side(copy.arrays, self._y)
+        seed = seed_of(self.me, copy.version)
+        begun.message, begun.sent = self._form.encode(copy.arrays, side=side, seed=seed)
+
+    def _decode(self, begun: _Meeting, offer: Offer, message: Message) -> bool:
+        copy = begun.copy
+        theirs, understood = self._form.decode(message, copy.arrays)
+        if not understood:
+            return False
+        half = halves(begun.sent, theirs)
+        begun.met = Met(
+            begun.name,
+            offer.peer,
+            copy.version,
+            offer.version,
+            (begun.message.side, message.side),
+            offer.progress,
+            half,
+            2 * float(np.sqrt(sum(float(np.square(h, dtype=np.float64).sum()) for h in half))),
+        )
+        begun.apart = largest_difference(copy.arrays, theirs) if self._form.is_lattice else 0.0
+        return True
+
+    def _end(self, begun: _Meeting, both: bool) -> bool:
+        """Settle: add the half at the next boundary where both sides do."""
+        if self._now is begun:
+            self._now = None
+        if not begun.heard_by_them:
+            # Only the sender that was not understood widens its lattice; if the receiver did, too,
+            # one failure would cause others.
+            self._y *= GROW
+        if not both or begun.met is None:
+            self.counts["not_understood"] += 1
+            return False
+        self._y = max(SLACK * begun.apart, SHRINK * self._y)
+        self.counts["met"] += 1
+        self.last_distance = begun.met.distance
+        self._settled.append(begun.met)
+        return True
+
+
+def halves(mine: Arrays, theirs: Arrays) -> Arrays:
+    """(theirs - mine) / 2, exactly the negative of what the partner computes."""
+    return [(b - a) * a.dtype.type(0.5) for a, b in zip(mine, theirs, strict=True)]
+
+
+def seed_of(peer: str, version: int) -> tuple[int, ...]:
+    """The seed of a message's rounding."""
+    slot, incarnation = map(int, peer.split("."))
+    return slot, incarnation, version
+
+
+def sent_of(form: Format, peer: str, version: int, arrays: Arrays, side: float) -> Arrays:
+    """Q(S), the arrays that partners decode of a version, from the copy itself."""
+    return form.encode(arrays, side=side, seed=seed_of(peer, version))[1]
+
+
+def relative(distance: float, arrays: Arrays) -> Any:
+    """A distance over the norm of a copy."""
+    norm = np.sqrt(sum(float(np.square(x, dtype=np.float64).sum()) for x in arrays))
+    return distance / norm if norm else 0.0

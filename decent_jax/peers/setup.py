@@ -1,0 +1,172 @@
+"""What a run of peers is made of: its checks, its time-outs, and the run of one replica in each."""
+
+import contextlib
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from decent_jax.cluster import start as cluster
+from decent_jax.errors import ConfigError
+from decent_jax.peers import partners
+from decent_jax.peers.streams import Stream
+from decent_jax.train import algorithm
+from decent_jax.train import config as config_lib
+from decent_jax.train.setup import Experiment, open_experiment
+from decent_jax.train.workdir import Workdir
+
+FOLDER = "peers"  # of a run: peers/SLOT/ is the run of a peer
+
+
+class Place(NamedTuple):
+    """Which peer an actor is."""
+
+    config: dict[str, Any]  # of the whole run
+    workdir: str  # of the whole run
+    slot: int  # also its stream of data
+    incarnation: int  # counts the peers that a slot has had
+    start: int | None  # the step to begin with as a copy of a live peer; None: its own checkpoint
+    num_streams: int
+    all_steps: int = 0  # of all slots together, by then
+
+    @property
+    def name(self) -> str:
+        """ "slot.incarnation"."""
+        return f"{self.slot}.{self.incarnation}"
+
+    @property
+    def folder(self) -> Path:
+        """Of the peer's own run."""
+        return Path(self.workdir) / FOLDER / str(self.slot)
+
+
+def check(config: ConfigDict) -> None:
+    """Check all that can be checked before anything starts.
+
+    Raises:
+      ConfigError: naming the field, its value and what was expected.
+    """
+    pairs = ConfigDict(config.to_dict())
+    pairs.schedule = "random_matching"  # peers use no schedule, but swarm asks for one
+    config_lib.validate(pairs)
+    for name, value, wanted in (
+        ("algorithm", config.algorithm, ("swarm",)),
+        ("combine", config.combine, ("", "with")),
+        ("comm_dtype", config.comm_dtype, ("float32",)),
+        ("swarm.bits", config.swarm.bits, (32,)),
+        ("data.partition", config.data.partition, ("iid",)),
+        ("max_consensus_distance", config.max_consensus_distance, (0,)),
+        ("eval.ema_decay", config.eval.ema_decay, (0,)),
+        ("cluster.coordinator", config.cluster.coordinator, ("",)),
+        ("cluster.plan", config.cluster.plan, ("",)),
+    ):
+        if value not in wanted:
+            hint = "; peers.wire is the format" if name in ("comm_dtype", "swarm.bits") else ""
+            raise ConfigError(
+                f"peers.use needs {name} {wanted[-1]!r}, got {value!r}{hint}; or set peers.use to "
+                "False"
+            )
+    partners.check(config.peers.neighbours)
+    _check_seconds(config.peers)
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("peers.use needs Ray: pip install 'decent_jax[peers]'")
+
+
+def _check_seconds(peers: ConfigDict) -> None:
+    """Time-outs that contradict each other are the first complaint of users of such systems."""
+    for shorter, longer, factor in (
+        ("beat_s", "silent_s", 3),  # a report or two may come late
+        ("silent_s", "start_s", 1),
+        ("meet_s", "join_s", 1),  # a join copies more than a meeting
+        ("meet_s", "stop_s", 1),  # who leaves in good order meets once more
+    ):
+        if factor * peers[shorter] > peers[longer]:
+            times = f"{factor} times " if factor > 1 else ""
+            raise ConfigError(
+                f"peers.{longer} must be at least {times}peers.{shorter} ({peers[shorter]:g} s), "
+                f"got {peers[longer]:g}"
+            )
+
+
+def count_of(config: ConfigDict) -> int:
+    """The number of peers that should train."""
+    return config.peers.count or config.num_replicas
+
+
+def forget(folder: Path, first: int) -> None:
+    """Remove the checkpoints of a run folder from step ``first`` on: they are made anew."""
+    for path in (folder / "checkpoints").glob("*"):
+        number = path.name.partition(".")[0]  # of a step, or of one that is being written
+        if number.isdecimal() and int(number) >= first:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def leave_launcher() -> None:
+    """Forget that SLURM or another launcher started this process with others: Ray joins them."""
+    for variable, _ in cluster.LAUNCHERS.values():
+        os.environ.pop(variable, None)
+
+
+def quieten_ray() -> None:
+    """Set what Ray reads from the environment when it is imported."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # `train.py` says itself which peer has died.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
+
+
+@contextlib.contextmanager
+def open_run(config: ConfigDict, workdir: str | Path) -> Iterator[tuple[Experiment, Workdir]]:
+    """The run of one replica with the steps, durations and learning rate of the whole run.
+
+    Its optimizer averages with nobody, and takes its rate from the counts that
+    `Boundary.at_progress` sets.
+
+    Raises:
+      ConfigError: see `open_experiment`; or the task has a state that cannot be averaged.
+    """
+    leave_launcher()
+    alone = ConfigDict(config.to_dict())
+    alone.update(num_replicas=1, schedule="one_peer_exp")
+    alone.mesh.devices = 0
+    with open_experiment(alone.lock(), workdir) as (experiment, work):
+        task = experiment.task
+        _, model_state = jax.eval_shape(task.init, jax.random.key(0))
+        leaves = jax.tree.leaves(model_state)
+        averaged = task.mixes_state and all(jnp.issubdtype(x.dtype, jnp.floating) for x in leaves)
+        if leaves and not averaged and not getattr(task, "recompute_batches", 0):
+            raise ConfigError(
+                f"peers.use: task {config.task} has a model state that cannot be averaged between "
+                "peers; set peers.use to False"
+            )
+        own = ConfigDict(alone.to_dict())
+        own.update(combine="then", mix_every=1)
+        tx = algorithm.transformation(
+            own,
+            experiment.schedule,
+            experiment.rate,
+            task.decay_mask,
+            experiment.placement.axis_name,
+        )
+        yield experiment._replace(config=own, tx=tx), work
+
+
+@contextlib.contextmanager
+def open_peer(place: Place) -> Iterator[tuple[Experiment, Workdir]]:
+    """The run of one peer: its stream of data, its share of the batch, its folder."""
+    config = ConfigDict(place.config)
+    with open_run(config, place.folder) as (experiment, work):
+        size = config.batch_size // config.num_replicas
+        task = experiment.task
+        task.train_source = Stream(task.train_source, place.slot, place.num_streams, size)
+        own = ConfigDict(experiment.config.to_dict())
+        own.batch_size = size
+        # No peer makes more steps than all of them together.
+        steps = experiment.steps * config.num_replicas
+        yield experiment._replace(config=own, steps=steps), work

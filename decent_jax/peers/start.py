@@ -1,0 +1,115 @@
+"""Ray: started on this machine, or found at an address, and left as it was."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import ray
+from ml_collections import ConfigDict
+
+from decent_jax.errors import ConfigError
+from decent_jax.peers import guard
+from decent_jax.peers.setup import count_of
+from decent_jax.train import loop
+from decent_jax.train.setup import Experiment
+
+_STORE = 128 * 2**20  # bytes of a local object store at least; each state is in it a few times
+_COPIES = 4
+
+
+@contextlib.contextmanager
+def ray_of(config: ConfigDict, experiment: Experiment) -> Iterator[None]:
+    """Ray, on this machine or the cluster that ``peers.address`` names; nothing is left running."""
+    state = jax.eval_shape(lambda: loop.init(experiment))
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    with ray_at("peers", config.peers.address, _COPIES * held * count_of(config)):
+        check_resources(config, "peers", count_of(config))
+        yield
+
+
+@contextlib.contextmanager
+def ray_at(section: str, address: str, store: int) -> Iterator[None]:
+    """Ray at the address that a section of the config names; empty: started on this machine.
+
+    Args:
+      section: "peers" or "pipeline".
+      address: "auto", "host:port" or empty.
+      store: bytes of the objects of a Ray that is started here.
+
+    Raises:
+      ConfigError: no Ray answers there.
+    """
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if not address:
+        options |= {"include_dashboard": False, "object_store_memory": max(_STORE, store)}
+    try:
+        with warnings.catch_warnings():  # Ray forks; the child calls exec at once
+            warnings.simplefilter("ignore", RuntimeWarning)
+            ray.init(address=address or "local", **options)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        line = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{section}.address {address!r}: no Ray cluster answers ({line})"
+        ) from None
+    with _guarded() if not address else contextlib.nullcontext():
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextlib.contextmanager
+def _guarded() -> Iterator[None]:
+    """Processes of Ray end with this one, even if it is killed; see `decent_jax.peers.guard`."""
+    if sys.platform != "linux":  # elsewhere Ray does that
+        yield
+        return
+    pids = map(str, _descendants(os.getpid()))
+    command = [sys.executable, "-S", guard.__file__, *pids]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):
+        yield
+
+
+def _descendants(pid: int) -> list[int]:
+    children = [
+        int(child)
+        for path in Path(f"/proc/{pid}/task").glob("*/children")
+        for child in path.read_text().split()
+    ]
+    return children + [one for child in children for one in _descendants(child)]
+
+
+def check_address(section: str, address: str) -> None:
+    """Refuse an address at which nobody listens; Ray itself tries for minutes."""
+    if address in ("", "auto"):
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f'{section}.address must be auto or "host:port", got {address!r}')
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError as error:
+        raise ConfigError(
+            f"{section}.address {address}: nobody listens there ({error}); start Ray on it with "
+            f"ray start --head --port={port}, or leave {section}.address empty"
+        ) from None
+
+
+def check_resources(config: ConfigDict, section: str, count: int) -> None:
+    """Refuse more actors than Ray has room for."""
+    found = ray.cluster_resources()
+    for name, resource in (("cpus", "CPU"), ("gpus", "GPU")):
+        each = config[section][name]
+        needed, there = count * each, found.get(resource, 0.0)
+        if needed > there:
+            raise ConfigError(
+                f"{count} {section} actors of {section}.{name} {each:g} need {needed:g} "
+                f"{resource}, and Ray has {there:g}; use fewer, or a smaller {section}.{name}"
+            )

@@ -1,0 +1,109 @@
+"""The run as a whole: rows of metrics.jsonl from all peers, and the consensus of their copies."""
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import ray
+from ml_collections import ConfigDict
+from ray.exceptions import RayError
+
+from decent_jax import replicas
+from decent_jax.train import loop
+from decent_jax.train.setup import Experiment
+from decent_jax.train.step import TrainState
+
+
+class Whole:
+    """What is computed from the reports and the copies of all peers.
+
+    Args:
+      config: of the run.
+      experiment: of one replica, on this process's devices.
+    """
+
+    def __init__(self, config: ConfigDict, experiment: Experiment):
+        self._config, self._experiment = config, experiment
+        self.template = loop.init(experiment)
+
+    def row(
+        self, peers: list[dict[str, Any]], step: int, steps: int, seconds: float
+    ) -> dict[str, float]:
+        """The row of ``step``, ``steps`` and ``seconds`` after the one before.
+
+        Args:
+          peers: reports of those that are alive.
+        """
+        task, config = self._experiment.task, self._config
+        losses = [one["loss"] for one in peers if np.isfinite(one.get("loss", np.nan))]
+        losses = losses or [np.nan]
+        squares = [one["distance"] ** 2 for one in peers if one.get("distance")]
+        n = max(len(peers), 1)
+        # Of two random peers: E ||x_i - x_j||^2 = 2 n / (n - 1) mean_i ||x_i - mean||^2
+        spread = float(np.sqrt(np.mean(squares) * (n - 1) / (2 * n))) if squares else 0.0
+        examples = steps * config.batch_size
+        return {
+            "train/loss": float(np.mean(losses)),
+            "train/loss_max": float(np.max(losses)),
+            "train/loss_min": float(np.min(losses)),
+            "train/learning_rate": float(np.asarray(self._experiment.rate(step))),
+            "train/consensus_distance_relative": spread,
+            "perf/step_time_s": seconds / max(steps, 1),
+            f"perf/{task.unit}_per_s": examples * task.units_per_example / max(seconds, 1e-9),
+            "peers/live": float(len(peers)),
+            **{
+                f"peers/{name}": float(sum(one.get(name, 0) for one in peers))
+                for name in ("met", "declined", "not_understood", "lost")
+            },
+            **{
+                f"peers/{one['slot']}/{name}": float(one.get(name, 0))
+                for one in peers
+                for name in ("steps", "incarnation", "stale")
+            },
+        }
+
+    def shown(self, row: dict[str, float]) -> dict[str, float]:
+        """What the progress bar shows of a row."""
+        speed = f"{self._experiment.task.unit}/s"
+        return {
+            "loss": row["train/loss"],
+            "consensus": row["train/consensus_distance_relative"],
+            "peers": int(row["peers/live"]),
+            speed: row[f"perf/{self._experiment.task.unit}_per_s"],
+        }
+
+    def state(self, handles: list[Any], seconds: float) -> TrainState | None:
+        """The copies that these peers have published, stacked (m, ...); None without any.
+
+        No peer waits for this, and whoever gives none within ``seconds`` is left out.
+        """
+        calls = [handle.published.remote() for handle in handles]
+        ready, _ = ray.wait(calls, num_returns=len(calls), timeout=seconds) if calls else ([], [])
+        copies = []
+        for call in ready:
+            with contextlib.suppress(RayError):
+                copies.append(ray.get(call, timeout=seconds))
+        copies = [copy for copy in copies if copy is not None]
+        if not copies:
+            return None
+        template, mixes = self.template, self._experiment.task.mixes_state
+        like = template.params, template.model_state if mixes else {}
+        stacked = [jnp.asarray(np.stack(leaves)) for leaves in zip(*copies, strict=True)]
+        params, model_state = jax.tree.unflatten(jax.tree.structure(like), stacked)
+        if not mixes:
+            one = replicas.take(template.model_state, 0)
+            model_state = replicas.broadcast(one, len(copies))
+        return template._replace(params=params, model_state=model_state)
+
+    def consensus(self, state: TrainState) -> TrainState:
+        """The mean of stacked copies as the state of one replica, for a checkpoint."""
+        place_all = self._experiment.placement.place_all
+
+        @jax.jit
+        def mean(tree):
+            return place_all(replicas.broadcast(replicas.consensus_mean(tree), 1))
+
+        params, model_state = mean((state.params, state.model_state))
+        return self.template._replace(params=params, model_state=model_state)

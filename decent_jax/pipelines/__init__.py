@@ -1,0 +1,23 @@
+"""Pipelines: replicas of several machines, each of which holds a stage of the model.
+
+A run is a grid of D replicas and S stages. Each cell is a Ray actor with its own jax. Activations
+travel along a pipeline, from stage to stage; between pipelines, equal stages gossip or all-reduce
+as the replicas of any other run do (`decent_jax.optim`). See docs/pipelines.md.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+
+def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
+    """Train pipelines, in the folder ``workdir``; see `decent_jax.pipelines.driver.run`."""
+    from decent_jax.peers.setup import quieten_ray
+    from decent_jax.pipelines import part
+
+    part.check(config)
+    quieten_ray()  # before anything imports it
+    from decent_jax.pipelines import driver
+
+    return driver.run(config, workdir)

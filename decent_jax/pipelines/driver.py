@@ -1,0 +1,315 @@
+"""The process of `train.py`: starts the cells, lets them train, and shows the run as a whole."""
+
+import contextlib
+import math
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import ray
+from ml_collections import ConfigDict
+
+from decent_jax import json_files
+from decent_jax.errors import CheckpointError, ConfigError, Interrupted, TrainingFailed
+from decent_jax.peers.start import check_address, check_resources, ray_at
+from decent_jax.pipelines import files
+from decent_jax.pipelines.part import bytes_between_stages
+from decent_jax.pipelines.placing import strategies
+from decent_jax.pipelines.setup import Run, open_run
+from decent_jax.pipelines.watched import Watched
+from decent_jax.pipelines.worker import Span
+from decent_jax.text import format_bytes
+from decent_jax.train import algorithm, loop
+from decent_jax.train.evaluation import Evaluator
+from decent_jax.train.finish import finish
+from decent_jax.train.step import TrainState
+from decent_jax.train.workdir import Signals
+
+_LONGEST_SPAN_S = 5.0  # steps that cells make without a word from here
+_MESSAGES = 4  # of activations that a Ray of this machine may hold per micro-batch
+
+
+def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
+    """Train pipelines as ``config`` says, in ``workdir``; resume the run that is there.
+
+    Returns, raises: as `decent_jax.train.run`.
+    """
+    check_address("pipeline", config.pipeline.address)
+    with open_run(config, workdir) as made:
+        config = made.experiment.config
+        each = bytes_between_stages(config, made.model)
+        cells = config.num_replicas * len(made.counts)
+        with ray_at("pipeline", config.pipeline.address, _MESSAGES * cells * each):
+            check_resources(config, "pipeline", cells)
+            placed = strategies(made.plan, ray.nodes(), cells)
+            with Watched(config, made.work.path, made.counts, placed) as actors:
+                return _Driver(made, actors).run()
+
+
+class _Driver:
+    """One session of a run."""
+
+    def __init__(self, made: Run, actors: Watched):
+        self.experiment, self.work, self.actors = made.experiment, made.work, actors
+        self.counts, self.config = made.counts, made.experiment.config
+        self.model = made.model
+        self.folder, self.best_folder = (self.work.path / n for n in (files.FOLDER, files.BEST))
+        self.seconds, self.best, self.ahead = 0.0, math.inf, 0
+        self.evaluated: dict[str, Any] = {}
+        self._writing: tuple[Path, dict[str, Any], list[Any]] | None = None
+        self._saved = -1
+        self._last_save = time.monotonic()
+
+    def run(self) -> dict[str, Any]:
+        experiment, work, actors = self.experiment, self.work, self.actors
+        cost = self._cost()
+        work.say(self._describe(cost))
+        start, checkpoint = self._newest()
+        with work.announce(f"starting {len(actors.cells)} cells"):
+            actors.open(checkpoint, self.ahead)
+        work.write_config()
+        if start:
+            work.say(f"resuming after step {start}")
+        steps = max(experiment.steps, start)
+        with (
+            work.open_metrics(start) as writer,
+            work.show_progress(steps, start) as progress,
+            Signals() as signals,
+        ):
+            done = start
+            pace = math.inf  # seconds per step
+            row_steps, row_seconds = 0, 0.0
+            while done < steps:
+                stop = self._next(done, steps, pace)
+                is_row = loop.divides(self.config.log.every, stop) or stop == steps
+                began = time.monotonic()
+                spans: list[Span] = actors.all("train", done, stop, is_row)
+                seconds = time.monotonic() - began
+                if done > start:  # the first step compiles
+                    self.seconds += seconds
+                    row_seconds += seconds
+                    row_steps += stop - done
+                    pace = seconds / (stop - done)
+                done = stop
+                progress.update(done)
+                self._check(spans, done)
+                if is_row:
+                    row = self._row(spans, done, row_seconds / row_steps if row_steps else seconds)
+                    row_steps, row_seconds = 0, 0.0
+                    writer.write(done, row)
+                    progress.update(done, self._shown(row))
+                if loop.divides(experiment.every["eval.every"], done) and done < steps:
+                    self._evaluate(done, writer)
+                stops = signals.received is not None and done < steps
+                if stops or self._due(done):
+                    self._save(done)
+                if stops:
+                    self._finish_saving()
+                    work.summary(
+                        steps=done, interrupted=True, training_seconds=round(self.seconds, 3)
+                    )
+                    raise Interrupted(
+                        f"interrupted after step {done}; a checkpoint is saved, the same command "
+                        "resumes",
+                        signals.received or 15,
+                    )
+            self._evaluate(steps, writer)
+            self._save(steps)
+            with work.announce("waiting until the checkpoint is written"):
+                self._finish_saving()
+        return self._finish(steps, cost)
+
+    # --- Parts of a run ---------------------------------------------------------------------------
+
+    def _next(self, done: int, steps: int, pace: float) -> int:
+        """The step up to which the cells train without a word from here."""
+        every = self.experiment.every
+        periods = (self.config.log.every, every["eval.every"], every["checkpoint.every"])
+        ends = [done + period - done % period for period in periods if period]
+        return min([steps, *ends, done + max(1, int(_LONGEST_SPAN_S / pace))])
+
+    def _check(self, spans: list[Span], done: int) -> None:
+        failing = min(int(span.failing.min()) for span in spans)
+        if failing >= self.config.max_failing_steps:
+            raise TrainingFailed(
+                f"no replica has made a finite update in the last {failing} steps, up to step "
+                f"{done}. Lower the learning rate, or clip gradients (optimizer.clip_norm)"
+            )
+
+    def _row(self, spans: list[Span], done: int, seconds: float) -> dict[str, Any]:
+        """The row of metrics.jsonl, of the last step."""
+        both = list(zip(self.actors.cells, spans, strict=True))
+        of_replicas = [span for cell, span in both if cell.stage == 0]
+        losses = np.concatenate([span.losses[-1] for span in of_replicas])
+        norms = np.concatenate([span.norms[-1] for span in of_replicas])
+        skipped = sum(int(span.skipped.sum()) for span in of_replicas)
+        fine = np.isfinite(losses)
+        squares = [span.distance for cell, span in both if cell.replica == 0]
+        distance, norm = np.sqrt(np.sum(np.array(squares, float), axis=0))
+        task, examples = self.experiment.task, self.config.batch_size / seconds
+        return {
+            "train/loss": losses[fine].mean() if fine.any() else np.nan,
+            "train/loss_max": losses.max(),
+            "train/loss_min": losses[fine].min() if fine.any() else np.nan,
+            "train/grad_norm": norms[fine].mean() if fine.any() else np.nan,
+            "train/learning_rate": float(np.asarray(self.experiment.rate(done - 1))),
+            "train/skipped_updates": skipped,
+            "train/consensus_distance": distance,
+            "train/consensus_distance_relative": distance / norm if norm else 0.0,
+            "perf/step_time_s": seconds,
+            f"perf/{task.unit}_per_s": examples * task.units_per_example,
+            "perf/wall_time_s": self.seconds,
+        }
+
+    def _shown(self, row: dict[str, Any]) -> dict[str, float]:
+        speed = f"{self.experiment.task.unit}/s"
+        return {
+            "loss": float(row["train/loss"]),
+            "consensus": float(row["train/consensus_distance_relative"]),
+            speed: row[f"perf/{speed.removesuffix('/s')}_per_s"],
+        }
+
+    def _evaluate(self, done: int, writer: Any) -> None:
+        with self.work.announce("evaluating the consensus model", once=True):
+            sums = [found for found in self.actors.all("evaluate") if found is not None]
+        total, count = np.sum(sums, axis=0)
+        loss = total / count
+        row = {"eval/loss": loss}
+        writer.write(done, row)
+        self.work.say(f"step {done}: validation loss {loss:.4f} of the consensus model")
+        self.evaluated = {"step": done, **row}
+        if loss < self.best:
+            self.best = loss
+            folder = self._empty(self.best_folder / str(done))
+            self.actors.all("write_model", str(folder))
+            meta = {"num_replicas": 1, "eval_loss": self.best}
+            files.finish(folder, self._meta(done) | meta, keep=1)
+
+    def _due(self, done: int) -> bool:
+        minutes = self.config.checkpoint.every_minutes
+        late = minutes > 0 and loop.minutes_since(self._last_save) >= minutes
+        return late or loop.divides(self.experiment.every["checkpoint.every"], done)
+
+    # --- Checkpoints ------------------------------------------------------------------------------
+
+    def _newest(self) -> tuple[int, tuple[str, dict] | None]:
+        """The step of the newest checkpoint that is whole, its folder and manifest."""
+        failures = []
+        for step in reversed(files.steps(self.folder)):
+            folder = self.folder / str(step)
+            try:
+                meta = files.check(folder)
+            except CheckpointError as error:
+                self.work.say(f"the checkpoint of step {step} is damaged: {error}")
+                failures.append(str(error))
+                continue
+            self.seconds, self.best = meta["seconds"], meta["best"] or math.inf
+            self.ahead = meta["examples"] // self.config.batch_size - step
+            if meta["num_replicas"] != self.config.num_replicas:
+                self.work.say(
+                    f"the checkpoint has {meta['num_replicas']} replicas and this run "
+                    f"{self.config.num_replicas}: every replica continues from the mean of the old "
+                    "ones (parameters and moments); an unfinished window of gradients is dropped"
+                )
+            for later in files.steps(self.best_folder):
+                if later > step:
+                    shutil.rmtree(self.best_folder / str(later))
+            return step, (str(folder), meta)
+        if failures:
+            raise CheckpointError(
+                f"no checkpoint in {self.folder} can be read: {'; '.join(failures)}"
+            )
+        if any(self.folder.glob("*/params")):
+            raise ConfigError(
+                f"{self.work.path} holds a run without stages; take another --workdir, or set "
+                "pipeline.stages to 0"
+            )
+        return 0, None
+
+    def _save(self, done: int) -> None:
+        """Copy the state of all cells, and let them write it while training goes on."""
+        if done == self._saved:
+            return
+        self._finish_saving()
+        self._saved, self._last_save = done, time.monotonic()
+        folder = self._empty(self.folder / str(done))
+        self.actors.all("snapshot")
+        self._writing = folder, self._meta(done), self.actors.begin("write", str(folder))
+
+    def _finish_saving(self) -> None:
+        if self._writing is None:
+            return
+        (folder, meta, calls), self._writing = self._writing, None
+        try:
+            self.actors.wait(calls)
+        except TrainingFailed as error:
+            raise CheckpointError(f"a checkpoint could not be written: {error}") from None
+        files.finish(folder, meta, self.config.checkpoint.keep)
+
+    def _meta(self, done: int) -> dict[str, Any]:
+        config = self.config
+        return {
+            "step": done,
+            "stages": len(self.counts),
+            "layers": self.counts,
+            "num_replicas": config.num_replicas,
+            "schedule": self.experiment.schedule.name,
+            "batch_size": config.batch_size,
+            "examples": (done + self.ahead) * config.batch_size,
+            "seconds": self.seconds,
+            "best": self.best if math.isfinite(self.best) else None,
+            "config": json_files.flat(config),
+        }
+
+    @staticmethod
+    def _empty(folder: Path) -> Path:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        return folder
+
+    # --- The end ----------------------------------------------------------------------------------
+
+    def _finish(self, steps: int, cost: algorithm.Cost) -> dict[str, Any]:
+        found = files.restore_model(self.work.path, "last")
+        assert found is not None
+        params = jax.tree.map(lambda x: jnp.asarray(x)[None], found[0])
+        evaluator = Evaluator(self.config, self.experiment.task, self.experiment.placement)
+        return finish(
+            *(self.experiment, self.work, evaluator, TrainState(params, {}, (), None), cost),
+            steps=steps,
+            final=self.evaluated,
+            best_eval_loss=self.best,
+            training_seconds=round(self.seconds, 3),
+            pipeline={
+                "layers": self.counts,
+                "order": self.config.pipeline.order,
+                "micro_batches": self.config.pipeline.micro_batches,
+                "wire": self.config.pipeline.wire,
+                "bytes_between_stages_per_step": self._crossing(),
+            },
+        )
+
+    def _cost(self) -> algorithm.Cost:
+        """Of whole replicas; of several stages each sends its share."""
+        experiment, n = self.experiment, self.config.num_replicas
+        params, _ = jax.eval_shape(experiment.task.init, jax.random.key(0))
+        state = TrainState(params, {}, jax.eval_shape(experiment.tx.init, params), None)
+        stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), state)
+        return algorithm.cost(self.config, experiment.schedule, stacked, experiment.per_host)
+
+    def _crossing(self) -> int:
+        return bytes_between_stages(self.config, self.model)
+
+    def _describe(self, cost: algorithm.Cost) -> str:
+        pipeline, layers = self.config.pipeline, " + ".join(map(str, self.counts))
+        return (
+            f"{algorithm.describe(self.config, self.experiment.schedule, cost)}, in "
+            f"{len(self.counts)} stages of {layers} layers; {pipeline.micro_batches} micro-batches "
+            f"per step ({pipeline.order}) bring {format_bytes(self._crossing())} from stage to "
+            f"stage and as much back ({pipeline.wire})"
+        )

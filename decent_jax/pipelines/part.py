@@ -1,0 +1,161 @@
+"""What a stage is made of: its part of the model, its place among the replicas, its method."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from ml_collections import ConfigDict
+
+from decent_jax import optim, replicas
+from decent_jax.errors import ConfigError
+from decent_jax.models import gpt2
+from decent_jax.optim.guard import METHODS as METHODS
+from decent_jax.pipelines import orders
+from decent_jax.replicas import Placement
+from decent_jax.topology import Schedule
+from decent_jax.train import algorithm
+
+TABLE = "wte"  # the token embedding, which a tied output layer shares
+
+
+class Part(NamedTuple):
+    """A stage's part of the model, with the members of a task that `init_state` asks for.
+
+    Every parameter belongs to one stage. A tied output layer borrows the token embedding of the
+    first stage, which gets the gradient back.
+    """
+
+    task: Any  # of the whole model
+    stage: int
+    counts: list[int]  # layers of each stage
+
+    @property
+    def start(self) -> int:
+        """The first block."""
+        return sum(self.counts[: self.stage])
+
+    @property
+    def stop(self) -> int:
+        """The block after the last one."""
+        return self.start + self.counts[self.stage]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it has the embeddings."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has the output layer and the loss."""
+        return self.stage == len(self.counts) - 1
+
+    @property
+    def lends(self) -> bool:
+        """Whether its token embedding is the output layer of another stage."""
+        return self.task.config.tied and self.is_first and not self.is_last
+
+    @property
+    def borrows(self) -> bool:
+        """Whether its output layer is the token embedding of another stage."""
+        return self.task.config.tied and self.is_last and not self.is_first
+
+    def of_whole(self, params: Any) -> Any:
+        """The parameters that belong to it, out of those of the whole model."""
+        own = gpt2.part(self.task.config, params, self.start, self.stop)
+        return {name: own[name] for name in own if not (self.borrows and name == TABLE)}
+
+    def init(self, key: jax.Array) -> tuple[Any, Any]:
+        """Its initial parameters; under `jax.jit` nothing else is drawn."""
+        params, model_state = self.task.init(key)
+        return self.of_whole(params), model_state
+
+    def load_params(self) -> Any | None:
+        """Its part of the parameters to begin from, or None."""
+        loaded = self.task.load_params()
+        return None if loaded is None else self.of_whole(loaded)
+
+
+def layers_of(config: ConfigDict, model: gpt2.GPT2Config) -> list[int]:
+    """The layers of each stage, as ``config.pipeline`` says.
+
+    The output layer counts as many layers as its matrix has parameters for each of a block's.
+    """
+    last_costs = model.vocab_size * model.width / (12 * model.width**2)
+    pipeline = config.pipeline
+    return orders.layers_of(pipeline.layers, model.layers, pipeline.stages, last_costs)
+
+
+def method(
+    config: ConfigDict, schedule: Schedule, rate: optax.Schedule, placement: Placement
+) -> optax.GradientTransformationExtraArgs:
+    """The method of one stage of a replica, which gets gradients that are clipped already.
+
+    The norm that clips is that of all stages together. For the same reason ``all_reduce`` gets
+    gradients that are averaged already; then it is a method without rounds.
+    """
+    unclipped = ConfigDict(config.to_dict())
+    unclipped.optimizer.clip_norm = 0.0
+    mask = gpt2.decay_mask
+    if config.algorithm == "all_reduce":
+        parts = algorithm.parts(unclipped, schedule, rate, mask, placement.axis_name)
+        return optim.decentralized(parts.inner, schedule, axis_name=placement.axis_name)
+    return algorithm.transformation(unclipped, schedule, rate, mask, placement.axis_name)
+
+
+def check(config: ConfigDict) -> None:
+    """Check what does not depend on the model or the cluster.
+
+    Raises:
+      ConfigError: naming the field, its value and what was expected.
+    """
+    names = [method.name for method in METHODS]
+    for name, value, wanted in (
+        ("task", config.task, ["language_modeling"]),
+        ("algorithm", config.algorithm, names),
+        ("micro_batches", config.micro_batches, [1]),
+        ("mesh.fsdp", config.mesh.fsdp, [1]),
+        ("data.partition", config.data.partition, ["iid"]),
+        ("max_consensus_distance", config.max_consensus_distance, [0]),
+        ("eval.ema_decay", config.eval.ema_decay, [0]),
+        ("eval.replicas", config.eval.replicas, [False]),
+        ("cluster.coordinator", config.cluster.coordinator, [""]),
+        ("peers.use", config.peers.use, [False]),
+    ):
+        if value not in wanted:
+            hint = " (pipeline.micro_batches cuts the batch)" if name == "micro_batches" else ""
+            raise ConfigError(
+                f"pipeline.stages needs {name} {' or '.join(map(str, wanted))}{hint}, got "
+                f"{value!r}; or set pipeline.stages to 0"
+            )
+    if config.model.preset not in gpt2.PRESETS:
+        raise ConfigError(
+            f"pipeline.stages cuts a GPT-2 into stages, and model.preset {config.model.preset!r} "
+            "is none; set pipeline.stages to 0, or use one of " + ", ".join(gpt2.PRESETS)
+        )
+    each, cuts = config.batch_size // config.num_replicas, config.pipeline.micro_batches
+    if each % cuts:
+        raise ConfigError(
+            f"a replica's {each} examples (batch_size {config.batch_size} over "
+            f"{config.num_replicas} replicas) cannot be cut into {cuts} pipeline.micro_batches"
+        )
+
+
+def bytes_between_stages(config: ConfigDict, model: gpt2.GPT2Config) -> int:
+    """Bytes of the activations that one stage sends to the next in a step, one way."""
+    rows = config.batch_size // config.num_replicas * model.context
+    per_number = {"float32": 4, "bfloat16": 2, "int8": 1}[config.pipeline.wire]
+    return rows * (model.width * per_number + (4 if per_number == 1 else 0))
+
+
+def place(num_replicas: int) -> Placement:
+    """A row for each replica: one in each process of a stage, or all on this one's device."""
+    count = jax.process_count()
+    devices = [jax.local_devices(process_index=p)[0] for p in range(count)]
+    return replicas.place(num_replicas, devices)
+
+
+def total_norm(squares: list[float]) -> float:
+    """The norm of a gradient whose stages have these sums of squares."""
+    total = math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan
+    return math.sqrt(total)

@@ -1,0 +1,116 @@
+"""What a run of pipelines is made of: in the process of `train.py`, and in each of its cells."""
+
+import contextlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from ml_collections import ConfigDict
+
+from decent_jax import replicas, tasks
+from decent_jax.errors import ConfigError, DataError
+from decent_jax.models.gpt2 import GPT2Config
+from decent_jax.peers.setup import leave_launcher
+from decent_jax.pipelines import part as parts
+from decent_jax.pipelines.part import Part
+from decent_jax.pipelines.stage import Grid
+from decent_jax.progress import announce as announce_on_stderr
+from decent_jax.topology.plan_file import Plan
+from decent_jax.train import config as config_lib
+from decent_jax.train import limits, setup, xla
+from decent_jax.train.setup import Experiment
+from decent_jax.train.workdir import Workdir, open_workdir
+
+LOGS = "cells"  # of a run: cells/REPLICA-STAGE.txt
+
+
+class Cell(NamedTuple):
+    """Which cell of the grid an actor is."""
+
+    config: dict[str, Any]
+    workdir: str
+    replica: int
+    stage: int
+    counts: list[int]  # layers of each stage
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"stage {self.stage} of replica {self.replica}"
+
+    @property
+    def log(self) -> Path:
+        """Where its words go."""
+        return Path(self.workdir) / LOGS / f"{self.replica}-{self.stage}.txt"
+
+
+class Run(NamedTuple):
+    """A run of pipelines as the process of `train.py` knows it."""
+
+    experiment: Experiment  # whose placement is this process's device, for one replica
+    work: Workdir
+    plan: Plan | None
+    model: GPT2Config
+    counts: list[int]  # layers of each stage
+
+
+@contextlib.contextmanager
+def open_run(config: ConfigDict, workdir: str | Path) -> Iterator[Run]:
+    """Check the config, and open the run directory and the data.
+
+    Raises:
+      ConfigError: see `decent_jax.train.loop.run`.
+    """
+    parts.check(config)
+    config_lib.validate(config)
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("pipeline.stages needs Ray: pip install 'decent_jax[peers]'")
+    leave_launcher()
+    plan = config_lib.load_plan(config)
+    schedule = config_lib.make_schedule(config, plan)
+    if plan is not None:
+        config = config_lib.config_of_plan(config, plan)
+    with open_workdir(workdir, config) as work:
+        task = _task(config, work.path, work.announce)
+        counts = layers_of(config, plan, task)
+        steps, every, rate = setup.durations(config, task)
+        placement = replicas.place(1, jax.local_devices()[:1])
+        tx = parts.method(config, schedule, rate, placement)
+        made = Experiment(config, task, schedule, placement, None, steps, every, rate, tx, 1)
+        yield Run(made, work, plan, task.config, counts)
+
+
+def layers_of(config: ConfigDict, plan: Plan | None, task: Any) -> list[int]:
+    """The layers of each stage: those of the config, else those of the plan."""
+    named = ConfigDict({"pipeline": config.pipeline.to_dict()})
+    if plan is not None and plan.layers and not config.pipeline.layers:
+        named.pipeline.layers = ",".join(map(str, plan.layers))
+    return parts.layers_of(named, task.config)
+
+
+def open_cell(cell: Cell) -> tuple[Grid, Part]:
+    """What the programs of a cell are made of, where jax has been started with its replicas.
+
+    Raises:
+      ConfigError: its machine has too little memory, or its data cannot be used.
+    """
+    config = ConfigDict(cell.config)
+    xla.use_cache()
+    schedule = config_lib.make_schedule(config)
+    task = _task(config, Path(cell.workdir), announce_on_stderr)
+    rate = setup.durations(config, task)[2]
+    placement = parts.place(config.num_replicas)
+    tx = parts.method(config, schedule, rate, placement)
+    part = Part(task, cell.stage, cell.counts)
+    params, _ = jax.eval_shape(part.init, jax.random.key(0))
+    limits.check_state(placement, (params, jax.eval_shape(tx.init, params)))
+    return Grid(config, schedule, placement, tx), part
+
+
+def _task(config: ConfigDict, workdir: Path, announce: Callable) -> Any:
+    try:
+        return tasks.find(config.task).make(config, workdir, announce)
+    except DataError as error:
+        raise ConfigError(str(error)) from None

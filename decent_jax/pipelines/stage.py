@@ -1,0 +1,301 @@
+"""The compiled programs of a stage: forward, backward with recomputation, and update.
+
+Arrays are stacked over the replicas of this process, (L, ...). What belongs to all replicas, the
+state, is stacked over all of them, (n, ...); one device holds the L rows of this process.
+"""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
+
+from decent_jax import gossip, optim, replicas
+from decent_jax.gossip import wire
+from decent_jax.models import gpt2
+from decent_jax.models.pieces import cross_entropy
+from decent_jax.pipelines.part import TABLE, Part
+from decent_jax.replicas import Placement
+from decent_jax.topology import Schedule
+from decent_jax.train import step as step_lib
+from decent_jax.train.step import TrainState
+
+_MESSAGES = 2**30  # keys for their rounding, apart from those of the blocks for dropout
+
+
+class Grid(NamedTuple):
+    """What the stages of a run have in common."""
+
+    config: ConfigDict
+    schedule: Schedule
+    placement: Placement
+    tx: Any  # of `decent_jax.pipelines.part.method`
+
+
+class Stage:
+    """One stage of the replicas of this process.
+
+    Programs in which replicas communicate are started by one thread, in the same order in all
+    processes of a stage; on a CPU they wait for each other while another thread computes.
+
+    Attributes:
+      state: a `TrainState` of this stage's parameters, (n, ...) over all replicas.
+      part: of the model.
+    """
+
+    def __init__(self, grid: Grid, part: Part):
+        self.grid, self.part = grid, part
+        config, self._model = grid.config, part.task.config
+        self._together = ThreadPoolExecutor(1, thread_name_prefix="replicas")
+        self._wire = wire.of_dtype(config.pipeline.wire)
+        self._cuts = config.pipeline.micro_batches
+        self._key = jax.random.key(config.seed + 1)
+        self._ids = np.array(grid.placement.local_replicas, np.int32)
+        rows = grid.placement.per_replica_alone
+        self._forward = jax.jit(self._over_rows(self._forward_one))
+        self._backward = jax.jit(self._over_rows(self._backward_one), donate_argnums=4)
+        self._zeros = jax.jit(lambda x: jax.tree.map(jnp.zeros_like, x))
+        self._squares = jax.jit(rows(lambda x: sum(jnp.vdot(g, g) for g in jax.tree.leaves(x))))
+        self._evaluate = jax.jit(self._evaluate_one)
+        self._start_programs()
+        self.state: TrainState = self._init()
+
+    # --- One micro-batch --------------------------------------------------------------------------
+
+    def forward(self, params: Any, borrowed: Any, x: Any, tokens: Any, t: int, k: int) -> Any:
+        """What the next stage gets of micro-batch k of step t.
+
+        Args:
+          params: of this process's rows, see `rows`.
+          borrowed: {"wte": ...} where the stage borrows a table, else {}.
+          x: from the stage before; None in the first.
+          tokens: (L, b, T + 1), in the first and the last stage.
+          t, k: numbers of the step and the micro-batch.
+        """
+        return self._forward(params, borrowed, x, tokens, self._ids, np.int32(t), np.int32(k))
+
+    def backward(
+        self,
+        params: Any,
+        borrowed: Any,
+        x: Any,
+        tokens: Any,
+        total: Any,
+        dy: Any,
+        t: int,
+        k: int,
+    ) -> tuple[Any, Any]:
+        """``total`` with micro-batch k added, and what the stage before gets.
+
+        Args:
+          total: see `zeros`; donated.
+          dy: from the stage after; None in the last.
+          params, borrowed, x, tokens, t, k: as in `forward`.
+        """
+        numbers = self._ids, np.int32(t), np.int32(k)
+        return self._backward(params, borrowed, x, tokens, total, dy, *numbers)
+
+    def zeros(self, params: Any, borrowed: Any) -> Any:
+        """(loss, (gradient of ``params``, gradient of ``borrowed``)) before the first."""
+        loss = jnp.zeros((len(self._ids),), jnp.float32)
+        return loss, self._zeros((params, borrowed))
+
+    def evaluate(self, params: Any, borrowed: Any, x: Any, tokens: Any, weights: Any) -> Any:
+        """Of one model, not stacked: what the next stage gets; from the last, sums over a batch."""
+        return self._evaluate(params, borrowed, x, tokens, weights)
+
+    # --- One step of the replicas -----------------------------------------------------------------
+
+    def rows(self, tree: Any) -> Any:
+        """This process's rows (L, ...) of stacked arrays (n, ...), on its device."""
+        return jax.tree.map(lambda x: x.addressable_data(0), tree)
+
+    def put(self, tree: Any) -> Any:
+        """Host arrays (L, ...) of this process's rows as stacked arrays (n, ...)."""
+        return self._all(jax.tree.map(jnp.array, tree))
+
+    def begin_mix(self, rnd: int | None) -> "Future | None":
+        """Send the parameters of a round on their way, where the method knows them now."""
+        state, mix = self.state, self._mix
+        if rnd is None or mix is None:
+            return None
+        return self._together.submit(mix, state.params, state.opt_state.count, rnd=rnd)
+
+    def mean(self, loss: Any, grads: Any) -> tuple[Any, Any]:
+        """Loss and gradients (L, ...) averaged over all replicas, for ``all_reduce``."""
+        return self.rows(self._together.submit(self._mean, self._all((loss, grads))).result())
+
+    def squares(self, grads: Any) -> np.ndarray:
+        """(L,) sums of squares of gradients (L, ...)."""
+        return np.asarray(self._squares(grads))
+
+    def update(
+        self,
+        loss: np.ndarray,
+        norm: np.ndarray,
+        grads: Any,
+        rnd: int | None,
+        mixed: "Future | None",
+    ) -> None:
+        """The update of all replicas.
+
+        Args:
+          loss: (L,) of each replica, over its batch.
+          norm: (L,) of each replica's gradient, over all stages.
+          grads: (L, ...) of this stage.
+          rnd: of the schedule; None: a step without communication.
+          mixed: what `begin_mix` gave.
+        """
+        given = (*self.put((loss, norm)), self._all(grads))
+        known = None if mixed is None else mixed.result()
+        rnd = rnd if known is None else 0  # one program for all rounds
+        self.state = self._together.submit(
+            self._update, self.state, known, *given, rnd=rnd
+        ).result()
+
+    def skipped(self) -> tuple[np.ndarray, np.ndarray]:
+        """(L,) updates that each replica has rejected so far, and the last ones in a row."""
+        state = self.state.opt_state
+        skipped, failing = self.rows((state.skipped, state.failing))
+        return np.asarray(skipped), np.asarray(failing)
+
+    def consensus(self) -> tuple[float, float]:
+        """Sums of squares: mean_i ||x_i - mean||^2 of this stage's parameters, and ||mean||^2."""
+        found = self._together.submit(self._distance, self.state.params).result()
+        distance, relative = (float(x.addressable_data(0)) for x in (found[0], found[1]))
+        return distance**2, (distance / relative) ** 2 if relative else 0.0
+
+    def consensus_model(self) -> Any:
+        """The mean of all replicas: parameters without a replica dimension."""
+        return self.rows(self._together.submit(self._consensus, self.state.params).result())
+
+    # --- Their code, for one replica --------------------------------------------------------------
+
+    def _over_rows(self, fn):
+        """``fn`` of one replica over the rows; the numbers t and k are those of all rows."""
+
+        def run(*args):
+            *stacked, t, k = args
+            return self.grid.placement.per_replica_alone(partial(fn, t, k))(*stacked)
+
+        return run
+
+    def _rng(self, t, k, replica):
+        """As in a run without stages, where `step.gradient` cuts the batch."""
+        key = jax.random.fold_in(jax.random.fold_in(self._key, t), replica)
+        return key if self._cuts == 1 else jax.random.fold_in(key, k)
+
+    def _output(self, params, borrowed, x, tokens, rng):
+        """Hidden vectors for the next stage; from the last the mean loss."""
+        part = self.part
+        model = gpt2.merge(self._model, {**params, **borrowed}, part.start, part.stop)
+        x = model.begin(tokens[:, :-1], rng) if part.is_first else x
+        x = model.blocks(x, rng)
+        if not part.is_last:
+            return x
+        return cross_entropy(model.logits(model.ln_f(x)), tokens[:, 1:]).mean()
+
+    def _forward_one(self, t, k, params, borrowed, x, tokens, replica):
+        rng = self._rng(t, k, replica)
+        y = self._output(params, borrowed, self._decoded(x), tokens, rng)
+        return self._encoded(y, rng, 0, replica)
+
+    def _backward_one(self, t, k, params, borrowed, x, tokens, total, dy, replica):
+        rng = self._rng(t, k, replica)
+        is_last = self.part.is_last
+        y, pull_back = jax.vjp(
+            lambda params, borrowed, x: self._output(params, borrowed, x, tokens, rng),
+            params,
+            borrowed,
+            self._decoded(x),
+        )
+        *grads, dx = pull_back(jnp.ones_like(y) if is_last else self._decoded(dy))
+        new = (y if is_last else jnp.zeros((), jnp.float32)), tuple(grads)
+        total = jax.tree.map(lambda sums, g: sums + g / self._cuts, total, new)
+        if self.part.is_first:
+            return total, None
+        return total, self._encoded(dx, rng, 1, replica)
+
+    def _encoded(self, x, rng, way, replica):
+        if self._wire is None:
+            return (x,)
+        key = jax.random.fold_in(rng, _MESSAGES + 2 * self.part.stage + way)
+        return self._wire.encode(x.astype(jnp.float32), key, replica)
+
+    def _decoded(self, message):
+        if message is None:
+            return None
+        if self._wire is None:
+            return message[0]
+        return self._wire.decode(message, jnp.zeros((), self._model.dtype), None)
+
+    def _evaluate_one(self, params, borrowed, x, tokens, weights):
+        part = self.part
+        model = gpt2.merge(self._model, {**params, **borrowed}, part.start, part.stop)
+        x = model.begin(tokens[:, :-1]) if part.is_first else x
+        x = model.blocks(x)
+        if not part.is_last:
+            return x
+        losses = cross_entropy(model.logits(model.ln_f(x)), tokens[:, 1:]).mean(axis=1)
+        return (losses * weights).sum(), weights.sum()
+
+    # --- Programs of all replicas -----------------------------------------------------------------
+
+    def _init(self) -> TrainState:
+        grid = self.grid
+        task: Any = self.part  # the part of one that is asked for here
+        made = self._together.submit(
+            step_lib.init_state, grid.config, task, grid.tx, grid.placement
+        )
+        return made.result()
+
+    def _start_programs(self) -> None:
+        grid, rows = self.grid, P("replica")
+        tx, axis, clip = grid.tx, grid.placement.axis_name, grid.config.optimizer.clip_norm
+        is_early = isinstance(tx, optim.EarlyMixing)
+
+        def program(fn, count, **options):
+            """Jitted, of one replica's code with ``count`` arguments and a static round."""
+
+            @partial(jax.jit, static_argnames="rnd", **options)
+            def run(*args, rnd=None):
+                body = grid.placement.per_replica(partial(fn, rnd=rnd))
+                return grid.placement.on_devices(body, (rows,) * count, rows, check_vma=False)(
+                    *args
+                )
+
+            return run
+
+        def update(state, mixed, loss, norm, grads, *, rnd):
+            if clip:  # as optax.clip_by_global_norm
+                grads = jax.tree.map(lambda g: jnp.where(norm < clip, g, g / norm * clip), grads)
+            value = jnp.where(jnp.isfinite(norm), loss, jnp.nan)  # rejected by all stages alike
+            own = tx, state.params, state.opt_state, value, grads, rnd
+            params, opt_state, _ = step_lib.update(*own, mixed)
+            return state._replace(params=params, opt_state=opt_state)
+
+        self._mix = program(lambda x, count, rnd: tx.mix(x, count, rnd), 2) if is_early else None
+        self._mean = program(lambda x, rnd: gossip.mean(x, axis), 1)
+        self._update = program(update, 5, donate_argnums=0)
+        everywhere = grid.placement.replicated
+        self._distance = jax.jit(replicas.consensus_distance, out_shardings=everywhere)
+        self._consensus = jax.jit(replicas.consensus_mean, out_shardings=everywhere)
+
+    def _all(self, tree: Any) -> Any:
+        """Rows (L, ...) of this process as stacked arrays (n, ...)."""
+        placement = self.grid.placement
+
+        def put(x):
+            shape = (placement.num_replicas, *x.shape[1:])
+            return jax.make_array_from_single_device_arrays(shape, placement.stacked, [x])
+
+        return jax.tree.map(put, tree)
+
+
+def table_of(params: Any) -> Any:
+    """The token embedding that a stage lends."""
+    return {TABLE: params[TABLE]}

@@ -1,0 +1,146 @@
+"""The actors of all cells: started, called together, and watched while they work."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+from ml_collections import ConfigDict
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from decent_jax.errors import CheckpointError, ConfigError, TrainingFailed
+from decent_jax.pipelines.actor import Actor
+from decent_jax.pipelines.setup import LOGS, Cell
+
+_LOOK_S = 0.5
+_NOTICED_S = 2.0  # in which Ray knows of a dead actor
+_THREADS = 16  # of an actor: messages, heartbeats, training
+
+
+class Watched:
+    """The actors of a grid; a context that leaves none of them running.
+
+    Attributes:
+      cells: replica by replica, as results of `all`.
+
+    Args:
+      config: of the run.
+      workdir: of the run.
+      counts: layers of each stage.
+      placed: Ray's scheduling strategy for each cell.
+    """
+
+    def __init__(self, config: ConfigDict, workdir: Path, counts: list[int], placed: list[Any]):
+        self._config, self._workdir = config, workdir
+        given = config.to_dict(), str(workdir)
+        self.cells = [
+            Cell(*given, i, s, counts)
+            for i in range(config.num_replicas)
+            for s in range(len(counts))
+        ]
+        actor = ray.remote(Actor)
+        self._actors: list[Any] = [
+            actor.options(
+                num_cpus=config.pipeline.cpus,
+                num_gpus=config.pipeline.gpus,
+                max_concurrency=_THREADS,
+                scheduling_strategy=where,
+            ).remote(cell)
+            for cell, where in zip(self.cells, placed, strict=True)
+        ]
+        self._beats: dict[int, tuple[Any, float]] = {}
+
+    def open(self, checkpoint: tuple[str, dict] | None, ahead: int) -> None:
+        """Start jax in all cells, and make their programs; see `Actor.open`."""
+        addresses = self.wait([actor.address.remote() for actor in self._actors])
+        stages = max(cell.stage for cell in self.cells) + 1
+        calls = []
+        for cell, actor in zip(self.cells, self._actors, strict=True):
+            first = cell.replica * stages
+            row = self._actors[first : first + stages]
+            calls.append(actor.open.remote(addresses[cell.stage], row, checkpoint, ahead))
+        self.wait(calls)
+
+    def all(self, name: str, *args: Any) -> list[Any]:
+        """What the method of that name returns, of each cell."""
+        return self.wait(self.begin(name, *args))
+
+    def begin(self, name: str, *args: Any) -> list[Any]:
+        """Call the method of that name of each cell."""
+        return [getattr(actor, name).remote(*args) for actor in self._actors]
+
+    def wait(self, calls: list[Any]) -> list[Any]:
+        """The results of one call for each cell.
+
+        Raises:
+          TrainingFailed: a cell was killed, has failed or is silent; it is named.
+          ConfigError: a cell cannot do what the config asks of it.
+        """
+        waiting = list(calls)
+        while waiting:
+            done, waiting = ray.wait(waiting, timeout=_LOOK_S)
+            for call in done:
+                try:
+                    ray.get(call)
+                except RayError as error:
+                    self._fail(self.cells[calls.index(call)], error)
+            self._listen()
+        return ray.get(calls)
+
+    def _listen(self) -> None:
+        """Ask each cell whether it lives, and name one that has not answered in time."""
+        now, limit = time.monotonic(), self._config.cluster.heartbeat_s
+        for k, actor in enumerate(self._actors):
+            if k in self._beats:
+                call, asked = self._beats[k]
+                if not ray.wait([call], timeout=0)[0]:
+                    if now - asked > limit:
+                        raise TrainingFailed(
+                            f"{self.cells[k].name} has been silent for cluster.heartbeat_s "
+                            f"({limit} s); {self._advice(self.cells[k])}"
+                        )
+                    continue
+                try:
+                    ray.get(call)
+                except RayError as error:
+                    self._fail(self.cells[k], error)
+            self._beats[k] = actor.beat.remote(), now
+
+    def _fail(self, cell: Cell, error: RayError) -> None:
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        if isinstance(cause, (ConfigError, CheckpointError)):
+            raise type(cause)(f"{cell.name}: {cause}") from None
+        dead = cell if isinstance(error, RayActorError) else self._dead()
+        if dead is not None:
+            raise TrainingFailed(f"{dead.name} was killed; {self._advice(dead)}") from None
+        line = (str(cause).splitlines() or [""])[0]
+        raise TrainingFailed(
+            f"{cell.name} has failed ({type(cause).__name__}: {line}); {self._advice(cell)}"
+        ) from None
+
+    def _dead(self) -> Cell | None:
+        """The cell that is gone: others notice it in an exchange before Ray does."""
+        ends = time.monotonic() + _NOTICED_S
+        while time.monotonic() < ends:
+            for cell, actor in zip(self.cells, self._actors, strict=True):
+                try:
+                    ray.get(actor.beat.remote(), timeout=_LOOK_S)
+                except RayActorError:
+                    return cell
+                except RayError:  # no answer yet
+                    continue
+            time.sleep(_LOOK_S / 5)
+        return None
+
+    def _advice(self, cell: Cell) -> str:
+        return (
+            "the same command goes on from the newest checkpoint; its last words are in "
+            f"{self._workdir / LOGS / cell.log.name}"
+        )
+
+    def __enter__(self) -> "Watched":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for actor in self._actors:
+            ray.kill(actor)

@@ -1,0 +1,202 @@
+"""What a stage does in a step: its order of micro-batches, messages, and then the update."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from decent_jax.data import loader
+from decent_jax.pipelines import orders
+from decent_jax.pipelines.messages import Key, Mailbox
+from decent_jax.pipelines.part import TABLE, total_norm
+from decent_jax.pipelines.stage import Stage, table_of
+
+Send = Callable[[int, Key, Any], None]  # to a stage of the same replicas; does not wait
+
+
+class Span(NamedTuple):
+    """What a stage reports of several steps; arrays are (L,), of its process's replicas."""
+
+    losses: list[np.ndarray]  # of every step
+    norms: list[np.ndarray]  # of the gradients of all stages
+    skipped: np.ndarray
+    failing: np.ndarray
+    distance: tuple[float, float] | None  # see `Stage.consensus`; None where not asked for
+
+
+class Worker:
+    """Trains one stage of the replicas of this process.
+
+    Args:
+      stage: its programs and state.
+      mailbox: where other stages put messages for it.
+      send: to other stages.
+      start: the step that `train` begins with.
+      ahead: data position minus step count, in steps.
+    """
+
+    def __init__(self, stage: Stage, mailbox: Mailbox, send: Send, start: int = 0, ahead: int = 0):
+        self.stage, self._mailbox, self._send = stage, mailbox, send
+        self.config, self.part = stage.grid.config, stage.part
+        self._stages = len(self.part.counts)
+        self._evaluations = itertools.count()
+        pipeline = self.config.pipeline
+        self._cuts = pipeline.micro_batches
+        # The last stage computes nothing forward, so it need not wait for all inputs in any order.
+        name = "1f1b" if self.part.is_last else pipeline.order
+        self._order = orders.order(name, self._stages, self._cuts, self.part.stage)
+        self._reads = self.part.is_first or self.part.is_last  # tokens, or targets
+        self._batches = self._open(start + ahead) if self._reads else None
+
+    def close(self) -> None:
+        """Stop the threads that read data."""
+        if self._batches is not None:
+            self._batches.close()
+
+    # --- Training ---------------------------------------------------------------------------------
+
+    def train(self, start: int, stop: int, row: bool) -> Span:
+        """The steps from ``start`` to ``stop - 1``, and what else a ``row`` of metrics needs."""
+        both = [self._step(t) for t in range(start, stop)]
+        losses, norms = ([one[i] for one in both] for i in (0, 1))
+        distance = self.stage.consensus() if row else None
+        return Span(losses, norms, *self.stage.skipped(), distance)
+
+    def _step(self, t: int) -> tuple[np.ndarray, np.ndarray]:
+        """One step; (L,) losses and norms of gradients."""
+        stage, part = self.stage, self.part
+        synchronous = self.config.algorithm == "all_reduce"
+        rnd = None if synchronous else stage.grid.schedule.round_at(t, self.config.mix_every)
+        mixed = stage.begin_mix(rnd)  # travels while the micro-batches are computed
+        params = stage.rows(stage.state.params)
+        borrowed = self._lend(params, "table", t)
+        loss, (grads, back) = self._micro_batches(params, borrowed, t)
+        del params  # the update donates them
+        if part.borrows:
+            self._send(0, self._key("table gradient", t), back[TABLE])
+        if part.lends:
+            table = self._take("table gradient", t, sender=self._stages - 1)
+            grads = {**grads, TABLE: jax.tree.map(lambda a, b: a + b, grads[TABLE], table)}
+        value = loss
+        if synchronous:
+            value, grads = stage.mean(loss, grads)
+        loss, value, norm = self._meet(loss, value, stage.squares(grads), t)
+        stage.update(value, norm, grads, rnd, mixed)
+        return loss, norm
+
+    def _micro_batches(self, params: Any, borrowed: Any, t: int) -> Any:
+        """Forward and backward with all of them: (loss, gradients), see `Stage.zeros`."""
+        stage, part = self.stage, self.part
+        tokens = next(self._batches) if self._batches is not None else None
+        total = stage.zeros(params, borrowed)
+        kept: dict[int, Any] = {}
+        for action, k in self._order:
+            cut = None if tokens is None else tokens[:, k :: self._cuts]
+            if action == "forward":
+                x = None if part.is_first else self._take("activation", t, k, part.stage - 1)
+                kept[k] = x
+                if not part.is_last:  # the last one's backward computes the loss, too
+                    y = stage.forward(params, borrowed, x, cut, t, k)
+                    self._send(part.stage + 1, self._key("activation", t, k), y)
+                continue
+            dy = None if part.is_last else self._take("gradient", t, k, part.stage + 1)
+            total, dx = stage.backward(params, borrowed, kept.pop(k), cut, total, dy, t, k)
+            if not part.is_first:
+                self._send(part.stage - 1, self._key("gradient", t, k), dx)
+        return total
+
+    def _meet(self, loss: Any, value: Any, squares: np.ndarray, t: int) -> Any:
+        """Losses and norms of the replicas, from and for all of their stages.
+
+        A replica's update is one, so its stages must clip, accept or reject it alike.
+        """
+        own = (np.asarray(loss), np.asarray(value), squares)
+        found = {self.part.stage: own}
+        others = [s for s in range(self._stages) if s != self.part.stage]
+        for other in others:
+            self._send(other, self._key("norm", t), own)
+        for other in others:
+            found[other] = self._take("norm", t, sender=other)
+        losses, values, _ = found[self._stages - 1]
+        rows = zip(*(found[s][2] for s in range(self._stages)), strict=True)
+        norms = [total_norm([float(one) for one in row]) for row in rows]
+        return losses, values, np.array(norms, np.float32)
+
+    def _lend(self, params: Any, kind: str, t: int) -> Any:
+        """Send the shared table, or wait for it; what this stage borrows."""
+        if self.part.lends:
+            copy = jax.tree.map(jnp.copy, table_of(params))  # the update donates the table
+            self._send(self._stages - 1, self._key(kind, t), copy)
+        return self._take(kind, t, sender=0) if self.part.borrows else {}
+
+    # --- Evaluation -------------------------------------------------------------------------------
+
+    def evaluate(self) -> np.ndarray | None:
+        """The loss of the consensus model on the validation source, as sums from the last stage.
+
+        Returns:
+          (2,) sum of losses and count over the rows of this process; None from the other stages.
+        """
+        stage, part = self.stage, self.part
+        number = next(self._evaluations)
+        model = stage.consensus_model()
+        borrowed = self._lend(model, "table to evaluate", number)
+        total = np.zeros(2)
+        with self._validation() as batches:
+            for k, (tokens, weights) in enumerate(batches):
+                tokens, weights = (x.reshape(-1, *x.shape[2:]) for x in (tokens, weights))
+                if part.is_first and not part.is_last and k >= self._allowed:
+                    self._take("credit", number, k - self._allowed, self._stages - 1)
+                x = None
+                if not part.is_first:
+                    x = self._take("evaluated activation", number, k, part.stage - 1)
+                y = stage.evaluate(model, borrowed, x, tokens, weights)
+                if not part.is_last:
+                    self._send(part.stage + 1, self._key("evaluated activation", number, k), y)
+                    continue
+                total += np.array(jax.device_get(y))
+                if not part.is_first:
+                    self._send(0, self._key("credit", number, k), None)
+            if part.is_first and not part.is_last:  # none may be left for the next evaluation
+                for j in range(max(0, k + 1 - self._allowed), k + 1):
+                    self._take("credit", number, j, self._stages - 1)
+        return total if part.is_last else None
+
+    @property
+    def _allowed(self) -> int:
+        """Batches of an evaluation that may be under way."""
+        return 2 * self._stages
+
+    # --- Data and messages ------------------------------------------------------------------------
+
+    def _open(self, start: int) -> loader.Batches:
+        config, task = self.config, self.part.task
+        return loader.train_batches(
+            task.train_source,
+            seed=config.seed,
+            num_replicas=config.num_replicas,
+            batch_size=config.batch_size,
+            replicas=self.stage.grid.placement.local_replicas,
+            start_step=start,
+            prefetch=config.data.prefetch,
+            workers=config.data.workers,
+        )
+
+    def _validation(self) -> loader.Batches:
+        config = self.config
+        return loader.eval_batches(
+            self.part.task.eval_source,
+            num_replicas=config.num_replicas,
+            batch_size=config.eval.batch_size or config.batch_size,
+            max_batches=config.eval.batches,
+            replicas=self.stage.grid.placement.local_replicas,
+        )
+
+    def _key(self, kind: str, t: int, k: int = 0) -> Key:
+        return Key(kind, t, k, self.part.stage)
+
+    def _take(self, kind: str, t: int, k: int = 0, sender: int = 0) -> Any:
+        return self._mailbox.take(Key(kind, t, k, sender), self.config.cluster.exchange_s)

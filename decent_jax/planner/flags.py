@@ -1,0 +1,255 @@
+"""The planner's commands in words: their flags, what a value must be, and their examples."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from decent_jax.errors import ConfigError
+from decent_jax.planner import outputs, predict, recommend
+from decent_jax.planner.build_schedule import NAME as BUILT
+from decent_jax.planner.network import PRESETS
+from decent_jax.planner.runtime import WIRE_BYTES
+from decent_jax.text import shown
+from decent_jax.topology import NAMES
+from decent_jax.written import check_replaceable
+
+EXAMPLES = {
+    "network": f"""\
+examples:
+  python -m decent_jax.planner network --network nvlink_25gbe --nodes 4 --devices_per_node 8
+      an imagined cluster: four machines of eight GPUs on NVLink, 25 Gbit/s between them
+  python -m decent_jax.planner network --network network.json
+      a file: checked (units, missing entries, asymmetry), then summarised
+  python -m decent_jax.planner network --network two_racks_25gbe --nodes 4 --devices_per_node 2 \\
+      --save two_racks.json
+      write it as JSON, to edit by hand or to use as a plan's network
+
+For a plan that train.py follows, the names in the file must be those of the cluster: HOST/k, the
+name of a host and the number of the device in it (node0/0 becomes gpu17/0).
+
+presets: {", ".join(PRESETS)}
+""",
+    "predict": """\
+examples:
+  python -m decent_jax.planner predict --network nvlink_25gbe --nodes 2,4,8 --devices_per_node 4 \\
+      --parameters 124e6 --compute_s 0.2 --sigma 0.1
+      GPT-2 small on two to eight nodes, 200 ms forward and backward a replica, 10% variation
+  python -m decent_jax.planner predict --network nvlink_25gbe --devices_per_node 4 \\
+      --config configs/gpt2_openwebtext.py:decentralized --compute_s 0.178 --out predicted.png
+      model and number of replicas from a config; the bars as a picture
+  python -m decent_jax.planner predict --network network.json --parameters 124e6 \\
+      --trace runs/alone --timeline step.png
+      compute time and its variation from a run of one replica; a Gantt chart of a few steps
+  python -m decent_jax.planner predict --network network.json --parameters 4.2e6 \\
+      --measured rows.jsonl --fit compute_s,sigma --fit_on all_reduce
+      against measured step times, two constants fitted to the all_reduce rows
+
+reading the table: compute is what one replica would take alone; exposed communication is what
+nothing hides; stragglers is what is lost to compute times that vary. They add up to the step.
+""",
+    "recommend": """\
+examples:
+  python -m decent_jax.planner recommend --network nvlink_25gbe --nodes 4 --devices_per_node 8 \\
+      --parameters 124e6 --compute_s 0.2 --sigma 0.1
+  python -m decent_jax.planner recommend --network dtfm_case5 --parameters 1.3e9 --compute_s 2 \\
+      --wires float32,bfloat16,int8 --largest_slow_down 2
+      64 machines around the world, compressed messages allowed
+  python -m decent_jax.planner recommend --network network.json \\
+      --config configs/gpt2_openwebtext.py:decentralized --compute_s 0.178 --plan plan.json
+      then: train.py --config ... --config.cluster.plan=plan.json
+
+Least (seconds a step) x (steps, relative to all-reduce). The second factor is a model calibrated on
+published runs of 4 and 8 replicas; pydoc decent_jax.planner.recommend says how, and what it does
+not know. --largest_slow_down is the quality you ask for.
+""",
+    "place": """\
+examples:
+  python -m decent_jax.planner place --network dtfm_case5 --parameters 124e6 \\
+      --schedule one_peer_exp --time_limit_s 2
+      eight regions: order the replicas so that the schedule's rounds use fast links
+  python -m decent_jax.planner place --network network.json --parameters 124e6 --schedule built \\
+      --compute_s 0.2 --time_limit_s 2 --plan plan.json
+      a schedule made for this network; then: train.py --config.cluster.plan=plan.json
+  python -m decent_jax.planner place --network dtfm_case5 --parameters 1.3e9 --stages 8 \\
+      --replicas 8 --pipeline_bytes 0.471e9 --time_limit_s 2 --plan plan.json
+      DT-FM: eight pipeline stages in data-parallel groups of eight; then: train.py with
+      --config.pipeline.stages=8 --config.num_replicas=8 --config.cluster.plan=plan.json
+
+disagreement is the age of the drift between replicas that mixing leaves: less is better.
+""",
+}
+
+# What a value must be: in words, and as a test, which NaN never passes.
+Bound = tuple[str, Callable[[float], bool]]
+
+
+def within(low: float, high: float) -> Bound:
+    """From ``low`` to ``high``."""
+    return f"must be from {low:g} to {high:g}", lambda value: low <= value <= high
+
+
+LONGEST_S, SHORTEST_S = 1e5, 1e-9  # of a step: a day, a cycle of a processor
+SECONDS = within(SHORTEST_S, LONGEST_S)
+NOT_NEGATIVE_S: Bound = (
+    f"must not be negative, and be at most {LONGEST_S:g}",
+    lambda value: 0 <= value <= LONGEST_S,
+)
+COUNT = within(1, 2**20)
+STEPS = within(1, 1000)  # per round
+PARAMETERS = within(1, 1e13)
+BYTES = within(0, 1e15)
+SEED = within(0, 2**63 - 1)
+IN_0_5: Bound = ("must be in [0, 5)", lambda value: 0 <= value < 5)
+
+
+class Flag(NamedTuple):
+    """How a flag is read, and what its value must be."""
+
+    metavar: str | None
+    help: str
+    type: Callable[[str], Any] = str
+    bound: Bound | None = None
+    default: Any = None
+    choices: tuple[str, ...] | None = None
+
+
+NETWORK = {
+    "network": Flag("NAME|FILE", "a preset, or the JSON or .npz of a measured network"),
+    "nodes": Flag("N", "machines of a preset; of a file the first so many are taken (all)"),
+    "devices_per_node": Flag("L", "of a preset; default: config.local_size", int, COUNT),
+}
+WORKLOAD = {
+    "config": Flag("FILE[:ARGUMENTS]", "config file of train.py"),
+    "parameters": Flag("P", "of the model", float, PARAMETERS),
+    "late_parameters": Flag(
+        "P",
+        "of them, those whose gradient is complete only at the end of the backward pass: a "
+        "tied embedding, which all-reduce cannot hide (0, or from --config)",
+        float,
+        within(0, 1e13),
+    ),
+    "compute_s": Flag("S", "forward and backward of one replica, seconds", float, SECONDS),
+    "update_s": Flag("S", "optimizer, seconds (0)", float, NOT_NEGATIVE_S, 0.0),
+    "trace": Flag(
+        "DIR|FILE",
+        "--workdir of a run without communication: its step times instead of --compute_s "
+        "and --sigma",
+    ),
+    "sigma": Flag(
+        "S",
+        "compute times are lognormal with this spread: 0.1 is about 10%% (0)",
+        float,
+        IN_0_5,
+        0.0,
+    ),
+    "bucket_bytes": Flag(
+        "B",
+        "of all-reduce's gradients; inf: all after the backward pass (whichever is fastest)",
+        float,
+        ("must be at least 1000", lambda value: value >= 1000),
+    ),
+}
+SEARCH = {
+    "plan": Flag("FILE.json", "write the plan for train.py", outputs.file),
+    "time_limit_s": Flag("S", "of the search (5)", float, SECONDS, 5.0),
+    "seed": Flag(None, "of the search (0)", int, SEED, 0),
+}
+_EVERYTHING = ", ".join((*predict.ALL_REDUCES, *NAMES))
+COMMANDS: dict[str, dict[str, dict[str, Flag]]] = {  # command: group of flags: flag
+    "network": {"": NETWORK | {"save": Flag("FILE.json", "write it as JSON", outputs.json_file)}},
+    "predict": {
+        "": NETWORK
+        | {"nodes": NETWORK["nodes"]._replace(metavar="N,N")}
+        | WORKLOAD
+        | {
+            "algorithms": Flag("A,B", f"of {_EVERYTHING}, with parameters if need be (all)"),
+            "scaling": Flag(
+                None,
+                "with several --nodes: a replica's share of the batch stays as it is at the first, "
+                "or shrinks because the batch is one for all (weak)",
+                default="weak",
+                choices=("weak", "strong"),
+            ),
+            "mix_every": Flag("H", "steps a round (1)", int, STEPS, 1),
+            "wire": Flag(None, "of gossip", default="float32", choices=tuple(WIRE_BYTES)),
+            "out": Flag("FILE.png", "draw the table as bars", outputs.picture),
+            "timeline": Flag("FILE.png", "draw a few steps as a Gantt chart", outputs.picture),
+            "measured": Flag("FILE", "JSON lines of measured step times"),
+            "fit": Flag("A,B", "of compute_s, sigma, bandwidth: to measured"),
+            "fit_on": Flag("A,B", "rows to fit", default="all_reduce"),
+        }
+    },
+    "recommend": {
+        "": NETWORK
+        | WORKLOAD
+        | {
+            "schedules": Flag("A,B", f"of {', '.join(NAMES)} (all)"),
+            "mix_every": Flag("H,H", "steps a round to try (1,2,4,8)", default="1,2,4,8"),
+            "wires": Flag("W,W", f"of {', '.join(WIRE_BYTES)} (float32)", default="float32"),
+            "tokens_per_parameter": Flag(
+                "D",
+                "how long the run is; the longer, the less gossip loses "
+                f"({recommend.TOKENS_PER_PARAMETER:g})",
+                float,
+                within(1e-6, 1e9),
+                recommend.TOKENS_PER_PARAMETER,
+            ),
+            "largest_slow_down": Flag(
+                "S",
+                "consider what needs at most S times the steps of all-reduce (1.5)",
+                float,
+                within(1, 1e6),
+                1.5,
+            ),
+        }
+        | SEARCH
+    },
+    "place": {
+        "": NETWORK
+        | {"parameters": WORKLOAD["parameters"]}
+        | {"out": Flag("FILE.png", "draw it on a map of the network", outputs.picture)}
+        | SEARCH,
+        "gossip: order the replicas of a schedule": {
+            "schedule": Flag(
+                "NAME",
+                f"of {', '.join(NAMES)}; or {BUILT}: one made for this network (one_peer_exp)",
+                default="one_peer_exp",
+            ),
+            "max_degree": Flag(None, f"of {BUILT}: messages a round (1)", int, COUNT, 1),
+            "compute_s": Flag("S", "a round hides behind it (0)", float, NOT_NEGATIVE_S, 0.0),
+        },
+        "pipeline stages in data-parallel groups (DT-FM)": {
+            "stages": Flag("K", "pipeline stages", int, COUNT),
+            "replicas": Flag("R", "pipelines; K x R devices", int, COUNT),
+            "pipeline_bytes": Flag("B", "between two stages", float, BYTES),
+            "device_memory": Flag("FILE.json", "list of bytes, one a device of the network"),
+            "stage_memory": Flag("B", "bytes needed", float, BYTES, 0.0),
+        },
+    },
+}
+
+
+def add(parser: argparse.ArgumentParser, command: str) -> None:
+    """The flags of a command."""
+    for title, flags in COMMANDS[command].items():
+        group = parser.add_argument_group(title) if title else parser
+        for name, flag in flags.items():
+            how = {"metavar": flag.metavar, "type": flag.type, "choices": flag.choices}
+            words = {"help": flag.help, "default": flag.default, "required": name == "network"}
+            group.add_argument(f"--{name}", **how, **words)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuse values out of their bounds, and files that would be lost.
+
+    Raises:
+      ConfigError: one sentence that names the flag.
+    """
+    for flags in COMMANDS[options.command].values():
+        for name, flag in flags.items():
+            value = getattr(options, name)
+            if flag.bound and value is not None and not flag.bound[1](value):
+                raise ConfigError(f"--{name} {flag.bound[0]}, got {shown(value)}")
+            if isinstance(value, Path):
+                check_replaceable(value, f"--{name}")

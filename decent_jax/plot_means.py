@@ -1,0 +1,238 @@
+"""Runs that differ in their seed as one line: the mean, with a band of one standard deviation.
+
+What `decent-jax plot --mean` and `--style paper` draw: loss against steps, training time and bytes
+sent, and the consensus distance; `--csv` writes the same numbers.
+"""
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from decent_jax import extras
+
+extras.need("train", "matplotlib")
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from decent_jax import plot_style as style
+from decent_jax.errors import RunError
+from decent_jax.plot_style import COLOURS, GREY, INK
+from decent_jax.run_folder import IGNORED, Run, label_runs, smoothed
+
+CONSENSUS = "train/consensus_distance_relative"
+ROUNDING = 1e-6  # the relative distance of replicas that are equal but for float32
+# Sections and fields in which runs of one line may differ: the seed, and where and how they ran.
+_ELSEWHERE = {*IGNORED, "seed", "mesh", "cluster", "eval"}
+
+
+class Look(NamedTuple):
+    """The sizes of a figure: of a panel in inches, of text and lines in points."""
+
+    width: float
+    height: float
+    text: float
+    line: float
+    family: str
+
+
+# Two panels of PAPER are as wide as the text of a page (5.5 inches), in the size of its footnotes.
+LOOKS = {
+    "screen": Look(5.6, 3.3, 11, 1.8, "sans-serif"),
+    "paper": Look(2.75, 1.9, 8, 1.2, "serif"),
+}
+
+
+class Curve(NamedTuple):
+    """A metric of one group of runs, at the steps that all of them recorded; arrays (m,)."""
+
+    label: str
+    steps: np.ndarray
+    seconds: np.ndarray | None  # of training, mean over the runs; None: not recorded
+    sent: np.ndarray | None  # bytes per replica, likewise
+    mean: np.ndarray
+    deviation: np.ndarray | None  # sample standard deviation over the runs; None: a single run
+    runs: int
+
+
+def groups_of(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs whose settings agree but for the seed, in the order of the first of each; labelled."""
+    groups: dict[tuple, list[Run]] = {}
+    for run in runs:
+        kept = {k: v for k, v in run.config.items() if not set(k.split(".")) & _ELSEWHERE}
+        groups.setdefault(tuple(sorted((k, str(v)) for k, v in kept.items())), []).append(run)
+    first = [
+        Run(group[0].path, group[0].rows, {k: v for k, v in group[0].config.items() if k != "seed"})
+        for group in groups.values()
+    ]
+    label_runs(first)
+    for one, group in zip(first, groups.values(), strict=True):
+        for run in group:
+            run.label = one.label
+    return list(groups.values())
+
+
+def curve(group: Sequence[Run], name: str) -> Curve | None:
+    """The mean of a metric over the runs of a group; None where they share no step of it."""
+    each = [dict(zip(*run.series(name), strict=True)) for run in group]
+    steps = np.array(sorted(set.intersection(*map(set, each))), float)
+    if not len(steps):
+        return None
+    values = np.array([[found[step] for step in steps] for found in each])  # (runs, m)
+    if name == "train/loss":  # of single batches
+        values = np.array([smoothed(row) for row in values])
+    return Curve(
+        group[0].label,
+        steps,
+        _mean_of([run.seconds_at(steps) for run in group]),
+        _mean_of([run.bytes_at(steps) for run in group]),
+        values.mean(axis=0),
+        values.std(axis=0, ddof=1) if len(group) > 1 else None,
+        len(group),
+    )
+
+
+def _mean_of(rows: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    known = [row for row in rows if row is not None]
+    return np.mean(known, axis=0) if len(known) == len(rows) else None
+
+
+def loss_name(runs: Sequence[Run]) -> str:
+    """The validation loss where every run has a curve of it, else the training loss."""
+    several = all(len(run.series("eval/loss")[0]) > 1 for run in runs)
+    return "eval/loss" if several else "train/loss"
+
+
+def curves_of(runs: Sequence[Run]) -> dict[str, list[Curve]]:
+    """By metric, a curve per group of runs.
+
+    Raises:
+      RunError: no run has a loss.
+    """
+    groups = groups_of(runs)
+    found = {
+        name: [made for group in groups if (made := curve(group, name)) is not None]
+        for name in (loss_name(runs), CONSENSUS)
+    }
+    if not any(found.values()):
+        raise RunError(f"{runs[0].path} has no metric that this command draws.")
+    return {name: curves for name, curves in found.items() if curves}
+
+
+def draw(curves: dict[str, list[Curve]], look: Look) -> Figure:
+    """The figure of `curves_of`."""
+    panels = []
+    for name, of_metric in curves.items():
+        panels.append((name, "steps"))
+        if name != CONSENSUS:
+            for axis in ("seconds", "sent"):
+                if all(getattr(made, axis) is not None for made in of_metric):
+                    panels.append((name, axis))
+    columns = 1 if len(panels) == 1 else 2
+    rows = -(-len(panels) // columns)
+    labels = list(dict.fromkeys(made.label for of_metric in curves.values() for made in of_metric))
+    entries, legend_columns = _legend(labels, curves, columns * look.width, look)
+    height = rows * look.height + 0.025 * look.text * -(-len(entries) // legend_columns)
+    with matplotlib.rc_context({"font.family": look.family, "mathtext.fontset": "dejavuserif"}):
+        figure = style.new_figure(columns * look.width, height, w_pad=0.04, h_pad=0.06)
+        for k, (name, axis) in enumerate(panels):
+            _panel(figure.add_subplot(rows, columns, k + 1), curves[name], name, axis, labels, look)
+        figure.legend(
+            [Line2D([], [], **_line(labels.index(label), look)) for label in labels],
+            entries, loc="outside upper left", ncols=legend_columns, frameon=False,
+            fontsize=look.text, labelcolor=INK,
+        )  # fmt: skip
+        figure.canvas.draw()  # with this font, also where it is saved later
+    return figure
+
+
+def _legend(
+    labels: Sequence[str], curves: dict[str, list[Curve]], width: float, look: Look
+) -> tuple[list[str], int]:
+    """What the legend says of each line, and in how many columns that fits ``width`` inches."""
+    runs = {made.label: made.runs for of_metric in curves.values() for made in of_metric}
+    entries = [
+        f"{label.replace('$', chr(92) + '$')} ({runs[label]} seeds)" if runs[label] > 1 else label
+        for label in labels
+    ]
+    widest = 0.55 * look.text / 72 * (max(map(len, entries)) + 6)  # of an average letter: 0.55
+    return entries, max(1, min(len(entries), int(width / widest)))
+
+
+def _line(k: int, look: Look) -> dict[str, Any]:
+    dashes = ("-", "--", ":", "-.")[k // len(COLOURS) % 4]
+    return {"color": COLOURS[k % len(COLOURS)], "ls": dashes, "lw": look.line}
+
+
+def _panel(
+    axes: Axes, curves: Sequence[Curve], name: str, axis: str, labels: Sequence[str], look: Look
+) -> None:
+    """The curves of one metric against ``steps``, ``seconds`` or bytes ``sent``."""
+    unit, scale = _unit(axis, max(float(getattr(made, axis)[-1]) for made in curves))
+    apart = [made for made in curves if name != CONSENSUS or made.mean.max() > ROUNDING]
+    hidden, curves = len(apart) < len(curves) and len(apart) > 0, apart or curves
+    for made in curves:
+        x = getattr(made, axis) / scale
+        line = _line(labels.index(made.label), look)
+        marker = {"marker": "o", "ms": 2 * look.line} if len(x) < 30 else {}
+        axes.plot(x, made.mean, **line, **marker)
+        if made.deviation is not None:
+            band = made.mean - made.deviation, made.mean + made.deviation
+            axes.fill_between(x, *band, color=line["color"], alpha=0.18, lw=0)
+    kinds = {"eval/loss": "Validation loss", "train/loss": "Training loss"}
+    style.frame(axes, kinds.get(name, "Consensus distance"), size=look.text, pad=3)
+    axes.set_xlabel(unit, color=GREY, size=look.text - 1)
+    axes.tick_params(labelsize=look.text - 1)
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=(1, 2, 2.5, 5, 10)))
+    if hidden:
+        axes.set_title("without those at 0", loc="right", size=look.text - 2, color=GREY, pad=3)
+    if name == CONSENSUS:
+        values = np.concatenate([made.mean for made in curves])
+        values = values[values > 0]
+        if len(values):  # a band may reach down to 0
+            axes.set(yscale="log", ylim=(values.min() / 2, 2 * values.max()))
+            style.plain_numbers(axes.yaxis)
+    else:  # without the steep start, which would flatten what follows
+        late = [made.mean[len(made.mean) // 10 :] for made in curves]
+        values = np.concatenate(late)
+        values = values[np.isfinite(values)]
+        if len(values):
+            low, high = values.min(), values.max()
+            margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
+            axes.set_ylim(low - margin, high + margin)
+
+
+def _unit(axis: str, largest: float) -> tuple[str, float]:
+    """The words of an axis, and what its numbers are divided by."""
+    if axis == "steps":
+        return "step", 1
+    if axis == "seconds":
+        unit, size = ("h", 3600) if largest > 7200 else ("min", 60) if largest > 120 else ("s", 1)
+        return f"training time ({unit})", size
+    for unit, size in (("TB", 1e12), ("GB", 1e9)):
+        if largest >= size:
+            return f"sent per replica ({unit})", size
+    return "sent per replica (MB)", 1e6
+
+
+def write_csv(curves: dict[str, list[Curve]], path: str | Path) -> Path:
+    """A row per curve and step: label, runs, metric, step, seconds, bytes, mean, deviation."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    heads = ("runs_of", "runs", "metric", "step", "training_seconds", "bytes_sent_per_replica")
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow((*heads, "mean", "standard_deviation"))
+        for name, of_metric in curves.items():
+            for made in of_metric:
+                columns = (made.seconds, made.sent, made.mean, made.deviation)
+                for k, step in enumerate(made.steps):
+                    row = ["" if column is None else float(column[k]) for column in columns]
+                    writer.writerow([made.label, made.runs, name, int(step), *row])
+    return path

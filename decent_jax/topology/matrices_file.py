@@ -1,0 +1,43 @@
+"""A schedule of your own: its mixing matrices in a file of NumPy's."""
+
+from pathlib import Path
+
+import numpy as np
+
+from decent_jax.topology.schedule import Schedule
+
+
+def load(path: str, num_replicas: int, *, column_stochastic_only: bool = False) -> Schedule:
+    """The schedule whose matrices ``numpy.save`` wrote; they are read once and never change.
+
+    Args:
+      path: of a ``.npy`` file of shape (n, n), one round, or (rounds, n, n); row i of a matrix
+        holds the weights that replica i gives to what it receives.
+      num_replicas: n.
+      column_stochastic_only: see `Schedule.from_matrices`.
+
+    Raises:
+      ValueError: the file cannot be read, is for another number of replicas, or its matrices make
+        no schedule.
+    """
+    try:
+        matrices = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        why = "there is no such file" if not Path(path).exists() else f"it is no .npy file: {error}"
+        raise ValueError(f"{path}: {why}") from None
+    if matrices.ndim == 2:
+        matrices = matrices[None]
+    if matrices.ndim != 3 or matrices.shape[1:] != (num_replicas, num_replicas):
+        raise ValueError(
+            f"{path}: matrices of {num_replicas} replicas have the shape ({num_replicas}, "
+            f"{num_replicas}) or (rounds, {num_replicas}, {num_replicas}), got {matrices.shape}"
+        )
+    if not np.issubdtype(matrices.dtype, np.floating):
+        raise ValueError(f"{path}: weights must be floating-point numbers, got {matrices.dtype}")
+    matrices = matrices.astype(np.float64)
+    try:
+        return Schedule.from_matrices(
+            list(matrices), Path(path).name, column_stochastic_only=column_stochastic_only
+        )
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None

@@ -1,0 +1,106 @@
+"""Which replicas share a host, and the schedule that suits this: ``schedule=auto``.
+
+Links between hosts are slow, those inside a host are fast. Where every host holds several replicas,
+all equally many, averaging inside the hosts first (`WITHIN_HOSTS`) sends one model per host and
+round; `ONE_HOST` sends up to as many models as the host has replicas. The planner, which knows the
+links, chooses the same where a host can send about one model per step (tests/test_hosts.py). On
+slower links it leaves out steps, on faster ones it also sends more.
+"""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from decent_jax import topology
+from decent_jax.cluster import start as cluster
+from decent_jax.errors import ConfigError
+from decent_jax.replicas import Placement
+from decent_jax.text import format_bytes
+from decent_jax.topology import Schedule
+from decent_jax.train import algorithm
+from decent_jax.train.config import AUTO, ONE_HOST, make_schedule
+
+WITHIN_HOSTS = "hierarchical(complete, one_peer_exp)"
+
+
+def replicas_per_host(placement: Placement) -> int:
+    """Replicas on each host, if all hosts hold equally many, one after the other; else 1.
+
+    All processes must call it at the same point.
+    """
+    names = cluster.hosts()
+    first_devices = placement.mesh.devices.reshape(-1, placement.fsdp)[:, 0]
+    on = [names[device.process_index] for device in first_devices for _ in range(placement.block)]
+    sizes = {len(list(same)) for _, same in itertools.groupby(on)}
+    return sizes.pop() if len(sizes) == 1 else 1
+
+
+def settle(config: ConfigDict, per_host: int, folder: str | Path) -> ConfigDict:
+    """The config with the schedule that ``auto`` stands for, and its ``local_size``.
+
+    It is the one of the run in ``folder``, if that run has as many replicas; else the choice for
+    hosts of ``per_host`` replicas, or `ONE_HOST` if the method or a sharded replica refuses that.
+    """
+    chosen = _of_run(folder, config.num_replicas)
+    if chosen is None:
+        suits = suggestion(config, per_host)
+        chosen = (suits, per_host) if suits else (ONE_HOST, config.local_size)
+    return _with(config, *chosen)
+
+
+def suggestion(config: ConfigDict, per_host: int) -> str | None:
+    """`WITHIN_HOSTS`, where several hosts hold several replicas each and the method takes it."""
+    n = config.num_replicas
+    if not 1 < per_host < n or config.mesh.fsdp > 1 or config.algorithm == "all_reduce":
+        return None
+    try:
+        within = _with(config, WITHIN_HOSTS, per_host)
+        algorithm.transformation(within, make_schedule(within), 1.0)
+    except (ConfigError, ValueError):
+        return None
+    return WITHIN_HOSTS
+
+
+def advice(config: ConfigDict, schedule: Schedule, per_host: int, shapes: Any) -> str | None:
+    """A line on what ``schedule=auto`` would save between hosts; None where it saves nothing.
+
+    Args:
+      config: of the run, with the ``schedule`` that it uses.
+      schedule: that one.
+      per_host: see `replicas_per_host`.
+      shapes: of its `TrainState`.
+    """
+    name = suggestion(config, per_host)
+    if name is None:
+        return None
+    better = topology.make(name, config.num_replicas, local_size=per_host)
+    now, then = (
+        algorithm.cost(config, each, shapes, per_host).sent_by_node for each in (schedule, better)
+    )
+    if then >= now:
+        return None
+    return (
+        f"over {schedule.name} a host of {per_host} replicas sends {format_bytes(now)} per step to "
+        f"other hosts; over {name}, which --config.schedule=auto takes here, {format_bytes(then)}"
+    )
+
+
+def _with(config: ConfigDict, schedule: str, local_size: int) -> ConfigDict:
+    config = ConfigDict(config.to_dict())
+    config.schedule, config.local_size = schedule, local_size
+    return config.lock()
+
+
+def _of_run(folder: str | Path, num_replicas: int) -> tuple[str, int] | None:
+    """(schedule, local_size) of the run in a folder; a damaged one is refused later."""
+    try:
+        saved = json.loads((Path(folder) / "config.json").read_text())
+        found = saved["schedule"], saved["local_size"]
+        same = saved["num_replicas"] == num_replicas
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return None
+    is_one = same and isinstance(found[0], str) and isinstance(found[1], int)
+    return found if is_one and found[0] != AUTO else None

@@ -1,0 +1,26 @@
+"""A hostile command in this process: it must end with one sentence, and nothing may be lost."""
+
+import re
+
+
+def assert_refused(main, arguments, words, folder, capsys):
+    """``main(arguments)`` returns 2 after one short line with these words (a regular expression).
+
+    All files in ``folder`` are still there, as they were.
+    """
+    before = snapshot(folder)
+    capsys.readouterr()  # what was said while the folder was made
+    try:
+        code = main(arguments)
+    except SystemExit as end:
+        code = end.code
+    said = capsys.readouterr()
+    assert (code, said.out) == (2, ""), said
+    [line] = said.err.splitlines()
+    assert re.search(words, line), line
+    assert len(line.replace(str(folder), "")) <= 300 and line.isprintable(), len(line)
+    assert before.items() <= snapshot(folder).items()
+
+
+def snapshot(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -1,0 +1,143 @@
+"""Recursions of the methods of 2025 and 2026, in NumPy float64; see `oracles` for their form."""
+
+import ml_dtypes
+import numpy as np
+from oracles import mix
+
+
+def noloco(x, outer_lr=0.7, momentum=0.5):
+    """NoLoCo (2025), both of its messages: the neighbours' mean movement and their mean phi.
+
+    m+ = momentum m + b W (x - phi) + b (W phi - phi); phi+ = phi + m+; x+ = phi+.
+    """
+    phi, m = x, np.zeros_like(x)
+    while True:
+        g, W, lr, _ = yield x
+        x = x - lr * g
+        if W is not None:
+            pull = mix(W, phi) - phi
+            m = momentum * m + outer_lr * mix(W, x - phi) + outer_lr * pull
+            x = phi = phi + m
+
+
+def gasloc(x, alpha=1.0, eta=0.7, gamma=0.5):
+    """GASLoC (2026): y = theta + eta (x - theta); theta+ = y - alpha L y + gamma (y - y_before)."""
+    theta = before = x
+    while True:
+        g, W, lr, _ = yield x
+        x = x - lr * g
+        if W is not None:
+            y = theta + eta * (x - theta)
+            x = theta = y - alpha * (y - mix(W, y)) + gamma * (y - before)
+            before = y
+
+
+def diloco_merged(x, delay, outer_lr, momentum, carry=False, weighted=False, active=None, every=4):
+    """DiLoCo with Nesterov outside, one fragment, and what is kept or weighted at a round.
+
+    A round follows step c if c % every == 0, and concerns x of step c - delay. carry (LOSCAR):
+    x+ = X+ + x[c] - x[c - delay]. weighted (Decoupled DiLoCo): the mean of x counts replica i as
+    tokens_i (tokens_i / steps_i), of steps since the last round; ``active(t)`` (n,) says who made
+    one, of 7 tokens each.
+    """
+    X, v, past = x[0].copy(), np.zeros_like(x[0]), [x]
+    steps = np.zeros(len(x))
+    while True:
+        g, _, lr, t = yield x
+        made = np.ones(len(x)) if active is None else active(t)
+        x = x - lr * g * made[:, None]
+        past.append(x)
+        steps += made
+        if (t + 1) % every:
+            continue
+        late = past[t + 1 - delay]
+        tokens = 7 * steps
+        w = np.ones(len(x)) if not weighted else tokens * tokens / np.maximum(steps, 1)
+        p = X - (w[:, None] * late).sum(0) / w.sum()
+        v = momentum * v + p
+        X = X - outer_lr * (p + momentum * v)
+        x = X + (x - late if carry else 0 * x)
+        steps = np.zeros(len(x))
+
+
+def sparseloco(x, compress, decay=0.95, outer_lr=1.0):
+    """SparseLoCo (2025): e = b e + theta - x; q = C(e); e = e - q; theta = theta - a mean q."""
+    assert np.all(x == x[0]), "replicas exchange movements only"
+    theta, e = x[0], np.zeros_like(x)
+    while True:
+        g, W, lr, _ = yield x
+        x = x - lr * g
+        if W is not None:
+            e = decay * e + theta - x
+            q = np.stack([compress(row) for row in e])
+            e = e - q
+            theta = theta - outer_lr * q.mean(0)
+            x = np.tile(theta, (len(x), 1))
+
+
+def largest_of_chunks(width, kept, bits):
+    """The ``kept`` largest of every ``width`` numbers; in 2 bits: sign times one of two means."""
+
+    def of_chunk(chunk):
+        out = np.zeros_like(chunk)
+        places = np.argsort(-np.abs(chunk), kind="stable")[:kept]
+        size = np.abs(chunk[places])
+        if bits == 2:
+            large = size >= size.mean()
+            for half in (large, ~large):
+                if half.any():
+                    mean = np.float32(size[half].mean()).astype(ml_dtypes.bfloat16)
+                    size[half] = np.float64(mean)
+        out[places] = np.where(chunk[places] < 0, -size, size)
+        return out
+
+    def compress(row):
+        whole = np.pad(row, (0, -len(row) % width)).reshape(-1, width)
+        return np.concatenate([of_chunk(chunk) for chunk in whole])[: len(row)]
+
+    return compress
+
+
+def des_loc(x, rounds, first=3, second=6, b1=0.9, b2=0.999, eps=1e-8):
+    """DES-LOC (2026) with Adam: x is mixed in every round, m in every first, v in every second.
+
+    ``rounds(k)`` is the schedule's k-th matrix: the k-th time that moments are mixed, they take it.
+    """
+    m, v, k = np.zeros_like(x), np.zeros_like(x), 0
+    while True:
+        g, W, lr, t = yield x
+        m = b1 * m + (1 - b1) * g
+        v = b2 * v + (1 - b2) * g**2
+        x = x - lr * m / (1 - b1 ** (t + 1)) / (np.sqrt(v / (1 - b2 ** (t + 1))) + eps)
+        if W is not None:
+            x, k = mix(W, x), k + 1
+            if k % first == 0:
+                m = mix(rounds(k // first - 1), m)
+            if k % second == 0:
+                v = mix(rounds(k // second - 1), v)
+
+
+def sparta(x, places):
+    """SPARTA: x+ = x - lr g, of which only the coordinates ``places(t)`` are mixed."""
+    while True:
+        g, W, lr, t = yield x
+        x = x - lr * g
+        if W is not None:
+            now = places(t)
+            x[:, now] = mix(W, x)[:, now]
+
+
+def msgn(V):
+    """U V' of the thin singular value decompositions of (n, a, b)."""
+    u, _, vt = np.linalg.svd(V, full_matrices=False)
+    return u @ vt
+
+
+def demuon(x, shape, keep=0.9):
+    """DeMuon (2025): M+ = keep M + (1 - keep) g; V+ = W (V + M+ - M); X+ = W (X - lr msgn(V+))."""
+    M, V = np.zeros_like(x), np.zeros_like(x)
+    while True:
+        g, W, lr, _ = yield x
+        before, M = M, keep * M + (1 - keep) * g
+        V = mix(W, V + M - before)
+        x = mix(W, x - lr * msgn(V.reshape(-1, *shape)).reshape(x.shape))

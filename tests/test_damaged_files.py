@@ -1,0 +1,110 @@
+"""Mutated real files at their readers: a result, or one short sentence that names the file."""
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from decent_jax import run_folder, saved_model, topology
+from decent_jax.cluster import door
+from decent_jax.errors import ConfigError, DataError, RunError
+from decent_jax.topology import plan_file
+from decent_jax.train import config as config_lib
+from decent_jax.train import workdir
+
+ROWS = [{"step": k, "train/loss": 2.5 / (k + 1), "perf/wall_time_s": float(k)} for k in range(4)]
+METRICS = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+
+
+def real_files(folder):
+    """{name: the bytes of a file as the package writes it}"""
+    plan_file.Plan(("a/0", "b/0"), topology.make("one_peer_exp", 2)).save(folder / "plan.json")
+    return {
+        "config.json": json.dumps(config_lib.default_config().to_dict()).encode(),
+        "metrics.jsonl": METRICS,
+        "plan.json": (folder / "plan.json").read_bytes(),
+    }
+
+
+def read_run(path):
+    run = run_folder.load_run(path.parent)
+    run_folder.label_runs([run])
+    run.series("train/loss", x="time")
+
+
+def resume(path):
+    work = workdir.Workdir(path.parent, config_lib.default_config())
+    work.check_config()
+    work.check_metrics()
+
+
+READERS = {
+    "config.json": (resume, lambda path: saved_model.Run(path.parent)),
+    "metrics.jsonl": (resume, read_run),
+    "plan.json": (plan_file.load,),
+}
+NUMBERS = [b"1e999", b"-1", b"0", b"9" * 5000, b"1e400", b"NaN", b"2.5", b"9" * 20, b"-Infinity"]
+VALUES = [*NUMBERS, b"null", b"[]", b"{}", b'""', b"true", b"[" * 20_000, b'"\\u001b[31m"', b"\xff"]
+
+
+@st.composite
+def mutated(draw, original):
+    """The file cut short, with bytes changed, or with one of its values replaced."""
+    kind = draw(st.sampled_from(["cut", "bytes", "value", "twice", "other"]))
+    where = draw(st.integers(0, len(original)))
+    if kind == "cut":
+        return original[:where]
+    if kind == "bytes":
+        return original[:where] + draw(st.binary(max_size=8)) + original[where + 2 :]
+    if kind == "twice":
+        return original[:where] + original
+    value = draw(st.sampled_from(VALUES))
+    if kind == "other":
+        return value
+    ends = [k for k, byte in enumerate(original) if byte in b",}]\n"]
+    end = draw(st.sampled_from(ends))
+    begin = max(original.rfind(b": ", 0, end), original.rfind(b", ", 0, end)) + 2
+    return original[:begin] + value + original[end:]
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_damaged_file_is_read_or_refused_in_a_sentence(name, tmp_path):
+    original = real_files(tmp_path)[name]
+    folder = tmp_path / "run"
+    folder.mkdir()
+    path = folder / name
+
+    @settings(
+        max_examples=300,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(mutated(original))
+    def check(content):
+        path.write_bytes(content)
+        for read in READERS[name]:
+            try:
+                read(path)
+            except (ConfigError, DataError, RunError) as error:
+                assert str(error).isprintable() and len(str(error)) <= 600
+                assert name in str(error) or str(folder)[:20] in str(error), error
+            except ValueError as error:  # `ConfigError` around it shortens it
+                assert str(path) in str(error) and type(error) is ValueError
+
+    path.write_bytes(original)
+    for read in READERS[name]:
+        read(path)
+    check()
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(st.binary(max_size=200) | mutated(b'{"process": 1, "count": 2, "host": "h", "facts": {}}'))
+def test_what_a_process_says_about_itself(line):
+    hello = door._hello(line)
+    if hello is not None:
+        assert type(hello["process"]) is int and type(hello["count"]) is int
+        assert hello["host"].isprintable() and len(hello["host"]) <= 64
+        assert all(k.isprintable() and v.isprintable() for k, v in hello["facts"].items())

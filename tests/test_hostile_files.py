@@ -1,0 +1,337 @@
+"""Hostile files and numbers through planner, prepare, peers and what overwrites a file.
+
+A row is (name, command, words of the sentence). `FILES` says what is in the folder in which the
+command of a row runs: bytes, text, or None for a folder. See `test_hostile` for those of train.py.
+"""
+
+import gzip
+import json
+import os
+import shlex
+
+import mini_imagenet
+import numpy as np
+import pytest
+from hostile import assert_refused
+
+from decent_jax import command, machine
+from decent_jax.data.translation import number_words
+
+DEEP, NINES = "[" * 100_000, "9" * 5000
+CLUSTER = "--network nvlink_25gbe --nodes 2 --devices_per_node 2"
+MODEL = "--parameters 1e6 --compute_s 0.1"
+STAGES = "--parameters 1e6 --stages 2 --replicas 2 --pipeline_bytes 1e6 --stage_memory 5"
+PLANNER = [  # what follows "planner "
+    ("network deep", "network --network n.json", r"n\.json"),
+    ("network a list", "network --network n.json", r"n\.json"),
+    ("network no UTF-8", "network --network n.json", r"n\.json"),
+    ("network node of a billion", "network --network n.json", r"n\.json.*without gaps"),
+    ("network nodes ragged", "network --network n.json", r"n\.json.*machine's number"),
+    ("network names a number", "network --network n.json", r"n\.json.*list of 3"),
+    ("network 400 digits", "network --network n.json", r"n\.json.*numbers only"),
+    ("network npy", "network --network n.npz", r"n\.npz is not a network: it cannot be read"),
+    ("network zip", "network --network n.npz", r"n\.npz is not a network"),
+    ("network shape bomb", "network --network n.npz", r"n\.npz is not a network: it cannot be"),
+    ("network empty", "network --network n.npz", r"n\.npz is not a network"),
+    ("million", f"predict --network nvlink_25gbe --nodes 1000000 {MODEL}", "1000000 devices needs"),
+    ("nodes", f"predict {CLUSTER} {MODEL} --nodes {NINES}", "--nodes takes numbers of machines"),
+    ("parameters", f"predict {CLUSTER} --parameters 1e300 --compute_s 1", "--parameters must be"),
+    ("compute", f"predict {CLUSTER} --parameters 1e6 --compute_s inf", "--compute_s must be from"),
+    ("bucket", f"predict {CLUSTER} {MODEL} --bucket_bytes 5e-324", "--bucket_bytes must be"),
+    ("late", f"predict {CLUSTER} {MODEL} --late_parameters=-1", "--late_parameters must be"),
+    ("every", f"predict {CLUSTER} {MODEL} --mix_every=-1", "--mix_every must be from 1"),
+    ("every", f"recommend {CLUSTER} {MODEL} --mix_every=-1", "--mix_every takes"),
+    ("tokens", f"recommend {CLUSTER} {MODEL} --tokens_per_parameter 5e-324", "--tokens_per_para"),
+    ("seed", f"place {CLUSTER} --parameters 1e6 --seed {'9' * 30}", "--seed must be from 0"),
+    ("forever", f"place {CLUSTER} --parameters 1e6 --time_limit_s inf", "--time_limit_s must be"),
+    ("inf", f"place {CLUSTER} {STAGES} --pipeline_bytes inf", "--pipeline_bytes must be"),
+    ("nan", f"place {CLUSTER} {STAGES} --pipeline_bytes nan", "--pipeline_bytes must be"),
+    ("flag", f"predict {CLUSTER} --{NINES}", "unrecognized arguments"),
+    ("choice", f"predict {CLUSTER} {MODEL} --wire {NINES}", "invalid choice"),
+    (
+        "memory text",
+        f"place {CLUSTER} {STAGES} --device_memory m.json",
+        r"m\.json must be a",
+    ),
+    ("memory deep", f"place {CLUSTER} {STAGES} --device_memory m.json", r"m\.json"),
+    ("memory nan", f"place {CLUSTER} {STAGES} --device_memory m.json", r"m\.json must be a"),
+]
+PLANNER += [
+    (f"measured {name}", f"predict {CLUSTER} {MODEL} --measured r.jsonl", rf"r\.jsonl.*{words}")
+    for name, words in (
+        ("replicas a billion", "num_replicas must be"),
+        ("algorithm null", "algorithm must be a name, got None"),
+        ("algorithm unknown", "unknown schedule"),
+        ("time of 400 digits", "step_time_s must be seconds"),
+        ("local_size", "local_size must be"),
+        ("compute_s", "compute_s must be"),
+        ("wire a list", "comm_dtype must be"),
+        ("deep", "is not JSON"),
+        ("no UTF-8", "is not UTF-8"),
+    )
+]
+PLANNER += [
+    (f"trace {name}", f"predict {CLUSTER} --parameters 1e6 --trace t.jsonl", rf"t\.jsonl.*{words}")
+    for name, words in (
+        ("step a string", "line 1 is not"),
+        ("nested", "line 1 is not"),
+        ("times strings", "0 rows"),
+    )
+]
+TEXT = "text --input in --out out --tokenizer bytes --val_fraction 0.3"
+IMAGES = "images --input in --out out --workers 1"
+PAIRS = "translation --input in --out out --source_lang en --target_lang de --vocab_size 300"
+UNFINISHED = IMAGES.replace("--out out", "--out new")
+PREPARE = [  # what follows "prepare "
+    ("nothing", "", "arguments are required: kind"),
+    ("a long kind", NINES, "invalid choice"),
+    ("text", f"{TEXT} --workers 100000", "workers must be at most"),
+    ("text", f"{TEXT} --workers {NINES}", "argument --workers: invalid int value"),
+    ("text", f"{TEXT} --seed {NINES}", "argument --seed: invalid int value"),
+    ("text line bomb", TEXT, r"a\.jsonl\.gz, line 1: is longer than"),
+    ("text bomb", TEXT, r"a\.txt\.gz: unpacks to more than"),
+    ("text tokenizer", TEXT.replace("bytes", "t.json"), r"t\.json: .*none of the tokens"),
+    ("text thesis", f"{TEXT} --overwrite", r"out/thesis\.txt: was not made by this command"),
+    ("text folder", f"{TEXT} --overwrite", "out/own: was not made by this command"),
+    ("text draft", TEXT, r"\.out\.tmp-1/thesis\.txt: was not made by this command"),
+    ("images thesis", f"{IMAGES} --overwrite", r"out/train\.txt: was not made by this command"),
+    ("images unfinished", UNFINISHED, r"\.new\.unfinished/thesis\.txt: was not made by this"),
+    ("images pax zero", IMAGES, r"train\.tar: holds a damaged pax header"),
+    ("images pax letters", IMAGES, r"train\.tar: holds a damaged pax header"),
+    ("images pax too long", IMAGES, r"train\.tar: holds a damaged pax header"),
+    ("images pax no line", IMAGES, r"train\.tar: holds a damaged pax header"),
+    ("images pax digits", IMAGES, r"train\.tar: holds a damaged pax header"),
+    ("images long name", IMAGES, r"train\.tar: holds a name of 1048576 bytes"),
+    ("images negative size", IMAGES, r"train\.tar: the tar file is cut short"),
+    ("pairs", f"{PAIRS} --vocab_size 0", "a vocabulary has between 261"),
+    (
+        "pairs line bomb",
+        f"{PAIRS} --workers 1 --val_fraction 0.1",
+        r"train\.en\.gz, line 1: is longer than",
+    ),
+    ("pairs thesis", f"{PAIRS} --overwrite", r"out/val\.txt: was not made by this command"),
+]
+REPLAY = "replay --workdir run"
+PEERS = [  # what follows "peers "
+    ("no run", REPLAY, "holds no run of peers"),
+    ("nothing", "replay", "arguments are required: --workdir"),
+    ("count", f"resize --workdir run --count {NINES}", "argument --count: invalid int"),
+    ("count", "resize --workdir run --count 0", "--count must be from 1"),
+    ("count", "resize --workdir run --count 1000000000", "--count must be from 1"),
+    ("a folder called peers", "resize --workdir run --count 2", "holds no run of peers"),
+    ("log deep", REPLAY, r"events-0\.jsonl line 1 is not an event"),
+    ("log without start", REPLAY, r"events-0\.jsonl line 1 is not an event"),
+    ("log negative", REPLAY, r"events-0\.jsonl line 1 is not an event"),
+    ("log origin", REPLAY, r"events-0\.jsonl line 1 is not an event"),
+    ("log sides", REPLAY, r"events-0\.jsonl line 2 is not an event"),
+    ("log version", REPLAY, r"events-0\.jsonl line 2 is not an event"),
+    ("log end", REPLAY, "ends after step 1000000000000 and has only 3 lines"),
+    ("config gone", REPLAY, "no readable config.json"),
+    ("config wrong", REPLAY, r"config\.json: num_replicas must be"),
+    ("manifest deep", REPLAY, r"peers\.json is damaged"),
+    ("manifest streams", REPLAY, r"peers\.json is damaged"),
+    ("manifest peers", REPLAY, r"peers\.json is damaged"),
+    ("manifest gone", REPLAY, r"has no peers\.json"),
+]
+KEPT = [  # a file of the user's is where a command would write
+    (f"planner network {CLUSTER} --save thesis.json", "--save thesis.json exists and was not"),
+    (f"planner place {CLUSTER} --parameters 1e6 --plan thesis.json", "--plan thesis.json exists"),
+    (f"planner predict {CLUSTER} {MODEL} --out thesis.png", "--out thesis.png exists and was not"),
+    (f"planner predict {CLUSTER} {MODEL} --timeline thesis.png", "--timeline thesis.png exists"),
+    ("preflight --save thesis.json", "--save thesis.json exists and was not"),
+    ("plot run --out thesis.png", "--out thesis.png exists and was not"),
+    ("export --workdir run --out x.safetensors", r"config\.json exists and was not written"),
+    ("export --workdir run --out y.safetensors", r"y\.safetensors exists and was not written"),
+]
+
+
+def network(**changes):
+    ones = [[1e-5] * 3] * 3
+    fields = {"latency_s": ones, "bandwidth_bytes_per_s": [[1e9] * 3] * 3}
+    return json.dumps({"format": "decent_jax.network/1"} | fields | changes)
+
+
+def measured(**changes):
+    row = {"algorithm": "one_peer_exp", "num_replicas": 4, "step_time_s": 0.2}
+    return json.dumps(row | changes) + "\n"
+
+
+def trace(**changes):
+    row = {"step": 1, "perf/step_time_s": 0.1}
+    return (json.dumps(row | changes) + "\n") * 5
+
+
+def tar_header(name, size, kind=b"0"):
+    header = bytearray(512)
+    header[: len(name)], header[124:136], header[156:157] = name, size, kind
+    header[100:108] = header[108:116] = header[116:124] = b"0000644\0"
+    header[136:148], header[257:265] = b"00000000000\0", b"ustar\x0000"
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header)
+
+
+def tar(pax=None, size=b"00000000004\0", name_bytes=0):
+    parts = [tar_header(b"a/0.jpg", b"00000000004\0"), b"jpeg".ljust(512, b"\0")]
+    if pax is not None:
+        parts += [tar_header(b"pax", b"%011o\0" % len(pax), b"x"), pax.ljust(8192, b"\0")[:8192]]
+        parts[-1] = parts[-1][: -(-len(pax) // 512) * 512]
+    if name_bytes:
+        parts += [tar_header(b"././@LongLink", b"%011o\0" % name_bytes, b"L"), b"a" * name_bytes]
+    parts += [tar_header(b"a/1.jpg", size), b"jpeg".ljust(512, b"\0"), bytes(1024)]
+    return b"".join(parts)
+
+
+def npy_header(shape):
+    text = f"{{'descr': '<f8', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
+
+
+START = '{"start": 0, "origin": null}\n'
+RUN = {
+    "run/config.json": '{"task": "language_modeling"}',
+    "run/peers.json": json.dumps(
+        {"step": 1, "seconds": 1.0, "best": None, "streams": 8, "batch": 8}
+        | {"peers": {"0": {"steps": 1, "alive": True}}}
+    ),
+    "run/peers/0/events-0.jsonl": START + '{"t": 0, "rate": 0}\n{"end": 1, "crc": 5}\n',
+}
+LOG, MANIFEST = "run/peers/0/events-0.jsonl", "run/peers.json"
+FILES = {
+    "network deep": {"n.json": DEEP},
+    "network a list": {"n.json": "[]"},
+    "network no UTF-8": {"n.json": b"\xff\xfe"},
+    "network node of a billion": {"n.json": network(node=[0, 1, 10**9])},
+    "network nodes ragged": {"n.json": network(node=[[0], 1, 2])},
+    "network names a number": {"n.json": network(names=5)},
+    "network 400 digits": {"n.json": network(latency_s=[[10**400] * 3] * 3)},
+    "network empty": {"n.npz": b""},
+    "memory text": {"m.json": '["a", "b", "c", "d"]'},
+    "memory deep": {"m.json": DEEP},
+    "memory nan": {"m.json": "[NaN, 1, 1, 1]"},
+    "measured replicas a billion": {"r.jsonl": measured(num_replicas=10**9)},
+    "measured algorithm null": {"r.jsonl": measured(algorithm=None)},
+    "measured algorithm unknown": {"r.jsonl": measured(algorithm="\x1b[31m")},
+    "measured time of 400 digits": {"r.jsonl": measured(step_time_s=10**400)},
+    "measured local_size": {"r.jsonl": measured(local_size="a")},
+    "measured compute_s": {"r.jsonl": measured(compute_s=-1)},
+    "measured wire a list": {"r.jsonl": measured(comm_dtype=[])},
+    "measured deep": {"r.jsonl": DEEP},
+    "measured no UTF-8": {"r.jsonl": b"\xff"},
+    "trace step a string": {"t.jsonl": trace(step="a")},
+    "trace nested": {"t.jsonl": f"{DEEP}\n{{}}\n"},
+    "trace times strings": {"t.jsonl": trace(**{"perf/step_time_s": "a"})},
+    "text line bomb": {"in/a.jsonl.gz": gzip.compress(b"a" * (1 << 20), 1)},
+    "text bomb": {"in/a.txt.gz": gzip.compress(b"a" * (4 << 20), 1)},
+    "text tokenizer": {
+        "t.json": '{"model": {"type": "BPE", "vocab": {}, "merges": []}}',
+        "in/a.txt": "text",
+    },
+    "text": {"in/a.txt": "text"},
+    "text draft": {"in/a.txt": "text", ".out.tmp-1/thesis.txt": "my thesis"},
+    "images pax zero": {"in/train.tar": tar(b"0 path=b\n")},
+    "images pax letters": {"in/train.tar": tar(b"xx path=b\n")},
+    "images pax too long": {"in/train.tar": tar(b"999 path=b/1.jpg\n")},
+    "images pax no line": {"in/train.tar": tar(b"12 path=b/1.j")},
+    "images pax digits": {"in/train.tar": tar(b"9" * 6000)},
+    "images long name": {"in/train.tar": tar(name_bytes=1 << 20)},
+    "images negative size": {"in/train.tar": tar(size=b"\xff" * 12)},
+    "pairs line bomb": {
+        f"in/train.{language}.gz": gzip.compress(b"a" * (1 << 20), 1) for language in ("en", "de")
+    },
+    "log deep": RUN | {LOG: f"{DEEP}\n{{}}\n"},
+    "log without start": RUN | {LOG: '{"t": 0, "rate": 0}\n{}\n'},
+    "log negative": RUN | {LOG: '{"start": -5, "origin": null}\n{}\n'},
+    "log origin": RUN | {LOG: '{"start": 0, "origin": {"peer": 5}}\n{}\n'},
+    "log sides": RUN | {LOG: START + '{"t": 0, "met": "a", "mine": 0, "sides": 5}\n{}'},
+    "log version": RUN | {LOG: START + '{"t": 0, "version": "a", "crc": 1}\n{}\n'},
+    "log end": RUN | {LOG: START + '{"end": 1000000000000, "crc": 1}\n{"end": 1000000000000}\n'},
+    "config gone": {name: text for name, text in RUN.items() if "config" not in name},
+    "config wrong": RUN | {"run/config.json": '{"task": "language_modeling", "num_replicas": []}'},
+    "manifest deep": RUN | {MANIFEST: DEEP},
+    "manifest streams": RUN | {MANIFEST: RUN[MANIFEST].replace('"streams": 8', '"streams": 0')},
+    "manifest peers": RUN | {MANIFEST: RUN[MANIFEST].replace('"steps": 1', '"steps": -1')},
+    "manifest gone": {name: text for name, text in RUN.items() if name != MANIFEST},
+    "a folder called peers": {"run/peers/thesis.txt": "my thesis"},
+    "nothing": {},
+    "count": RUN,
+}
+STRANGERS = {
+    "text thesis": "out/thesis.txt",
+    "text folder": "out/own/",
+    "pairs thesis": "out/val.txt",
+}
+STRANGERS |= {"pairs thesis": "out/val.txt", "images thesis": "out/train.txt"}
+STRANGERS |= {"images unfinished": ".new.unfinished/thesis.txt"}
+ROWS = [(name, f"planner {rest}", words) for name, rest, words in PLANNER]
+ROWS += [(name, f"prepare {rest}", words) for name, rest, words in PREPARE]
+ROWS += [(name, f"peers {rest}", words) for name, rest, words in PEERS]
+ROWS += [("kept", rest, words) for rest, words in KEPT]
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    """A small machine: a bomb of a few megabytes is too much for it."""
+    monkeypatch.setattr(machine, "memory_bytes", lambda: 32 << 20)
+    monkeypatch.setattr("decent_jax.data.text.documents.LONGEST_LINE", 1 << 18)
+
+
+@pytest.mark.parametrize(("name", "line", "words"), ROWS, ids=[row[1][:60] for row in ROWS])
+def test_one_sentence(name, line, words, tmp_path, capsys, monkeypatch, limits):
+    monkeypatch.chdir(tmp_path)
+    write(name, tmp_path)
+    assert_refused(command.main, shlex.split(line), words, tmp_path, capsys)
+
+
+def write(name, folder):
+    """What the row ``name`` finds in its folder."""
+    files = dict(FILES.get(name, {}))
+    if name == "kept":
+        files = dict.fromkeys(("thesis.json", "thesis.png", "y.safetensors"), "my thesis")
+        files |= {"config.json": '{"mine": 1}', "run/metrics.jsonl": '{"step": 1}\n{"step": 2}\n'}
+    if name.startswith("images pax") or name in ("images long name", "images negative size"):
+        files["in/val.tar"] = tar()
+    if name in STRANGERS:
+        prepare_something(name.split()[0], folder)
+        files[STRANGERS[name]] = "my thesis"
+    if name in ("network npy", "network shape bomb"):
+        np.save(folder / "n.npy", np.eye(3))
+        (folder / "n.npy").rename(folder / "n.npz")
+    if name == "network shape bomb":
+        np.savez(folder / "n.npz", latency_s=1)
+        content = {"latency_s.npy": npy_header((10**9, 10**9))}
+        write_zip(folder / "n.npz", content)
+    if name == "network zip":
+        write_zip(folder / "n.npz", {"latency_s.npy": b"text"})
+    for path, content in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        if path.endswith("/"):
+            (folder / path).mkdir()
+        elif isinstance(content, bytes):
+            (folder / path).write_bytes(content)
+        else:
+            (folder / path).write_text(content)
+    if name == "text draft":
+        os.utime(folder / ".out.tmp-1", (1, 1))  # old enough that its run is dead
+
+
+def write_zip(path, content):
+    import zipfile
+
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in content.items():
+            archive.writestr(name, data)
+
+
+def prepare_something(kind, folder):
+    """``in`` and, prepared from it, ``out``."""
+    if kind == "images":
+        mini_imagenet.write_folders(folder / "in")
+    elif kind == "pairs":
+        number_words.write_files(folder / "in", train=60, val=5, test=5, seed=0)
+    else:
+        (folder / "in").mkdir()
+        lines = (json.dumps({"text": f"document {i}"}) + "\n" for i in range(40))
+        (folder / "in/a.jsonl").write_text("".join(lines))
+    line = {"text": TEXT, "images": IMAGES, "pairs": PAIRS}[kind]
+    assert command.main(["prepare", *shlex.split(line), "--workers", "1"]) == 0

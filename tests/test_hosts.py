@@ -1,0 +1,147 @@
+"""Which replicas share a host, and the schedule that ``schedule=auto`` takes there."""
+
+import json
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from decent_jax.cluster import start as cluster
+from decent_jax.planner import network, recommend
+from decent_jax.planner.runtime import Workload
+from decent_jax.train import ConfigError, hosts
+from decent_jax.train import config as config_lib
+from decent_jax.train import step as step_lib
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+
+WITHIN = "hierarchical(complete, one_peer_exp)"
+
+
+@pytest.mark.parametrize(
+    ("names", "processes", "block", "fsdp", "wanted"),
+    [
+        ("a", [0] * 8, 1, 1, 8),
+        ("ab", [0, 0, 0, 1, 1, 1], 1, 1, 3),
+        ("ab", [0, 1], 4, 1, 4),
+        ("ab", [0, 0, 0, 0, 1, 1, 1, 1], 1, 2, 2),
+        ("aabb", [0, 1, 2, 3], 1, 1, 2),
+        ("abcd", [0, 1, 2, 3], 1, 1, 1),
+        ("aab", [0, 1, 2], 1, 1, 1),  # different numbers
+        ("abab", [0, 1, 2, 3], 1, 1, 1),  # a plan's order: those of a host are not neighbours
+    ],
+)
+def test_replicas_per_host(names, processes, block, fsdp, wanted, monkeypatch):
+    monkeypatch.setattr(cluster, "hosts", lambda: list(names))
+    devices = np.array([SimpleNamespace(process_index=p) for p in processes], object)
+    mesh = SimpleNamespace(devices=devices.reshape(-1, fsdp) if fsdp > 1 else devices)
+    placement = SimpleNamespace(mesh=mesh, fsdp=fsdp, block=block)
+    assert hosts.replicas_per_host(placement) == wanted
+
+
+@pytest.mark.parametrize(("nodes", "devices"), [(2, 2), (2, 4), (3, 4), (4, 4), (4, 1), (8, 1)])
+def test_the_planner_chooses_the_same(nodes, devices, tmp_path):
+    """GPT-2 small on 25 Gbit/s, as in the README, with a round per step in float32.
+
+    Among schedules that the planner finds equally good, such as hypercube and one_peer_exp, auto's
+    must be one.
+    """
+    n = nodes * devices
+    there = network.cluster([devices] * nodes, network.NVLINK, network.ETHERNET_25G)
+    workload = Workload(model_bytes=4 * 124e6, forward_s=0.06, backward_s=0.12)
+    found = [
+        choice
+        for choice in recommend.choices(there, workload, mix_every=(1,))
+        if not recommend._is_all_reduce(choice)
+    ]
+    config = tiny.waves(num_replicas=n, batch_size=n, schedule="auto")
+    auto = hosts.settle(config, devices, tmp_path)
+    name = auto.schedule.partition("(")[0]  # its brackets hold the defaults
+    ours = next(choice for choice in found if choice.algorithm.name == name)
+    assert ours.cost_s <= 1.001 * found[0].cost_s, [c.algorithm.name for c in found[:3]]
+
+
+# Runs of one device and four replicas, on hosts as the test says.
+def on_hosts_of(monkeypatch, per_host):
+    monkeypatch.setattr(hosts, "replicas_per_host", lambda placement: per_host)
+
+
+def chosen(folder):
+    saved = json.loads((folder / "config.json").read_text())
+    assert tiny.summary(folder)["schedule"] == saved["schedule"]
+    return saved["schedule"], saved["local_size"]
+
+
+def test_auto_suits_the_hosts_and_a_resumed_run_keeps_it(tmp_path, monkeypatch, capsys):
+    folder, small = tmp_path / "run", {"steps": 2, "schedule": "auto"}
+    on_hosts_of(monkeypatch, 2)
+    tiny.run(tiny.waves(**small), folder)
+    assert chosen(folder) == (WITHIN, 2)
+    assert "(a node of 2 sends " in capsys.readouterr().err
+    on_hosts_of(monkeypatch, 4)
+    tiny.run(tiny.waves(**small), folder)  # a run that has ended compiles nothing
+    assert chosen(folder) == (WITHIN, 2)
+    tiny.run(tiny.waves(**small | {"steps": 3, "num_replicas": 2, "batch_size": 4}), folder)
+    assert chosen(folder) == ("one_peer_exp", 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "per_host", "numbers"),
+    [
+        # Of 8 replicas with 1 MB: shifts by 1, 2 and 4, of which 1, 2 and 4 leave a host of 4.
+        ({"schedule": "one_peer_exp"}, 4, ("2.33 MB", "1.00 MB")),
+        ({"schedule": "one_peer_exp", "mix_every": 2}, 4, ("1.17 MB", "0.500 MB")),
+        ({"schedule": WITHIN, "local_size": 4}, 4, None),
+        ({"schedule": "one_peer_exp"}, 8, None),
+        ({"schedule": "one_peer_exp"}, 1, None),
+        ({"algorithm": "all_reduce"}, 4, None),
+    ],
+)
+def test_the_numbers_of_the_advice(settings, per_host, numbers):
+    config = tiny.waves(num_replicas=8, **settings)
+    params = {"w": jax.ShapeDtypeStruct((8, 250_000), jnp.float32)}
+    shapes = step_lib.TrainState(params, (), (), None)
+    told = hosts.advice(config, config_lib.make_schedule(config), per_host, shapes)
+    if numbers is None:
+        assert told is None
+    else:
+        assert told == (
+            f"over one_peer_exp a host of 4 replicas sends {numbers[0]} per step to other hosts; "
+            f"over {WITHIN}, which --config.schedule=auto takes here, {numbers[1]}"
+        )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"mesh": {"fsdp": 2}}, {"algorithm": "all_reduce"}],
+)
+def test_auto_within_one_host_where_the_other_schedule_cannot_be(settings, tmp_path):
+    config = tiny.waves(schedule="auto", **settings)
+    auto = hosts.settle(config, 2, tmp_path)
+    assert (auto.schedule, auto.local_size) == ("one_peer_exp", 1)
+
+
+def test_a_method_that_needs_another_schedule_says_so_at_once(tmp_path):
+    with pytest.raises(ConfigError, match="swarm"):
+        tiny.run(tiny.waves(schedule="auto", algorithm="swarm"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_tpu_pod_is_left_to_jax(count, monkeypatch):
+    """The variables of a pod on GKE; a host by itself is one process."""
+    for module in ("cloud_tpu_init", "clusters.cloud_tpu_cluster", "clusters.cluster"):
+        monkeypatch.setattr(f"jax._src.{module}.running_in_cloud_tpu_vm", True)
+    for name in ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", ",".join(["localhost", "other"][:count]))
+    monkeypatch.setenv("TPU_WORKER_ID", str(count - 1))
+    launcher = cluster.detect_launcher()
+    assert launcher == (None if count == 1 else "Cloud TPU")
+    if launcher:
+        place = cluster._place(config_lib.default_config().cluster, launcher)
+        assert place == ("localhost:8482", 2, 1, None)

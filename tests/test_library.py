@@ -1,0 +1,351 @@
+"""What people write in their own loops: the cheap way is cheap, and what would be wrong is said."""
+
+import functools
+import re
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_docs import ROOT, python_blocks
+
+from decent_jax import gossip, optim, replicas, topology
+from decent_jax.gossip.wire import Int8, RandomK
+
+N = 8
+KINDS = ("collective-permute", "all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+SHAPES = {"kernel": (200, 120), "table": (160, 110)}  # larger than what travels together
+
+
+def mesh_of(axis_type, shape=(N,), names=("data",)):
+    return jax.make_mesh(shape, names, axis_types=(axis_type,) * len(shape))
+
+
+def placed(mesh, tree, names="data"):
+    return jax.device_put(tree, NamedSharding(mesh, P(names)))
+
+
+def random_tree(seed=0):
+    rng = np.random.default_rng(seed)
+    return {k: rng.normal(size=(N, *shape)).astype(np.float32) for k, shape in SHAPES.items()}
+
+
+def count(kind, text):
+    return len(re.findall(rf" {kind}(?:-start)?\(", text))
+
+
+# --- jit without shard_map ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_a_step_in_jit_sends_one_message_for_each_array(axis_type):
+    """As docs/library.md shows it; the numbers are those of one device."""
+    schedule, mesh = topology.make("one_peer_exp", N), mesh_of(axis_type)
+    tx = optim.decentralized(optax.sgd(0.1), schedule, axis_name="data")
+
+    def update(grads, state, params, mixed=None):
+        updates, state = tx.update(grads, state, params, round=1, mixed=mixed)
+        return optim.apply_updates(params, updates), state
+
+    def step(params, state):
+        mixed = gossip.mix_on(mesh, params, schedule, 1, "data", finite=replicas.finite(params))
+        grads = jax.tree.map(jnp.sign, params)
+        return jax.vmap(update)(grads, state, params, mixed)
+
+    params = random_tree()
+    params["kernel"][3, 0, 0] = np.nan
+    state = jax.jit(jax.vmap(tx.init))(params)
+    here = jax.jit(jax.vmap(update, axis_name="data"))
+    wanted, _ = here(jax.tree.map(jnp.sign, params), state, params)
+    params, state = placed(mesh, params), placed(mesh, state)
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(step).lower(params, state).compile()
+    text = compiled.as_text()
+    assert count("collective-permute", text) == len(SHAPES) + 1  # and the flags
+    assert count("all-(?:gather|reduce|to-all)", text) == 0
+    got, _ = compiled(params, state)
+    for key in SHAPES:
+        np.testing.assert_allclose(got[key], wanted[key], rtol=1e-5, atol=1e-6)
+    assert np.isfinite(got["kernel"]).all()
+
+
+def test_mix_on_needs_one_receive_buffer():
+    schedule, mesh = topology.make("one_peer_exp", N), mesh_of(AxisType.Auto)
+    x = jax.ShapeDtypeStruct((N, 512, 256), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    mix = jax.jit(lambda x: gossip.mix_on(mesh, x, schedule, 0, "data"))
+    compiled = mix.lower(x).compile()
+    assert count("collective-permute", compiled.as_text()) == 1
+    buffer = 512 * 256 * 4
+    assert compiled.memory_analysis().temp_size_in_bytes <= 1.1 * buffer
+
+
+def test_methods_that_mix_inside_go_into_on_mesh_as_a_whole():
+    """Four devices of two replicas each, beside an axis that divides each replica."""
+    schedule, axes = topology.make("one_peer_exp", N), ("data", "row")
+    mesh = mesh_of(AxisType.Auto, (4, 2), ("data", "tensor"))
+    params = random_tree()
+
+    def updated(axis_name, over):
+        tx = optim.gradient_tracking(optax.sgd(0.1), schedule, axis_name=axis_name)
+
+        def update(params, state):
+            return tx.update(jax.tree.map(jnp.sign, params), state, params, round=2)[0]
+
+        return over(update), jax.jit(jax.vmap(tx.init))(params)
+
+    alone, state = updated("data", lambda fn: jax.vmap(fn, axis_name="data"))
+    wanted = jax.jit(alone)(params, state)
+    fn, state = updated(axes, lambda fn: gossip.on_mesh(fn, mesh, axes))
+    place = NamedSharding(mesh, P("data", "tensor"))
+    compiled = jax.jit(fn).lower(jax.device_put(params, place), state).compile()
+    assert count("all-gather", compiled.as_text()) == 0
+    got = compiled(jax.device_put(params, place), state)
+    for key in SHAPES:
+        np.testing.assert_allclose(got[key], wanted[key], rtol=1e-5, atol=1e-6)
+
+
+def test_vmapped_replicas_on_several_devices_are_noticed():
+    schedule = topology.make("one_peer_exp", N)
+    x = jnp.ones((N, 2))
+    mix = jax.vmap(lambda x: gossip.mix(x, schedule, 0, "data"), axis_name="data")
+    mix(x)  # on one device: nothing to say
+    said = r"'data' lie on several devices.*gossip\.mix_on"
+    with jax.set_mesh(mesh_of(AxisType.Auto)), pytest.warns(UserWarning, match=said):
+        jax.jit(mix).lower(x)
+    with pytest.raises(ValueError, match=said):
+        jax.jit(mix).lower(placed(mesh_of(AxisType.Explicit), x))
+
+
+def test_a_device_with_several_replicas_needs_a_name_for_them():
+    schedule, mesh = topology.make("one_peer_exp", 4), mesh_of(AxisType.Auto, (4,))
+    with pytest.raises(ValueError, match=r"holds 2 replicas.*axis_name=\('data', 'block'\)"):
+        gossip.mix_on(mesh, jnp.ones((N, 2)), schedule, 0, "data")
+
+
+# --- rounds ---------------------------------------------------------------------------------------
+
+
+def test_multi_steps_belongs_inside_or_takes_the_round_of_its_updates():
+    """Parameters after every window; ``round_at(t)`` outside never connects the graph."""
+    schedule, k, steps = topology.make("one_peer_exp", 16), 4, 256
+    targets = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
+    data = np.broadcast_to(targets, (steps, *targets.shape))
+    x = np.zeros((1, 16, 3), np.float32)
+
+    def run(tx, rounds):
+        eye = np.eye(16)
+        matrices = np.stack([eye if r is None else schedule.matrix(r) for r in rounds])
+        matrices = matrices[None].astype(np.float32)
+        got = harness.simulated(tx, lambda x, target: x - target, x, data, matrices)
+        return np.asarray(got)[0, k - 1 :: k]
+
+    inner = optax.sgd(0.02)
+    inside = optim.decentralized(optax.MultiSteps(inner, k), schedule)
+    outside = optax.MultiSteps(optim.decentralized(inner, schedule), k)
+    right = run(inside, [schedule.round_at(t, mix_every=k) for t in range(steps)])
+    np.testing.assert_allclose(
+        run(outside, [schedule.round_at(t // k) for t in range(steps)]), right, atol=1e-6
+    )
+    trap = run(outside, [schedule.round_at(t) for t in range(steps)])
+    assert (np.ptp(trap[-1], axis=0) > 4 * np.ptp(right[-1], axis=0)).all()
+
+
+@pytest.mark.parametrize(
+    ("tx", "schedule"),
+    [
+        (optim.decentralized, "one_peer_exp"),
+        (functools.partial(optim.slowmo, learning_rate=0.1), "complete"),
+        (optim.diloco, "complete"),
+        (optim.swarm, "random_matching"),
+        (None, "one_peer_exp"),
+    ],
+)
+def test_a_traced_round_is_refused_in_a_sentence(tx, schedule):
+    schedule = topology.make(schedule, 4)
+
+    def step(x, round):
+        if tx is None:
+            return gossip.mix(x, schedule, round)
+        made = tx(optax.sgd(0.1), schedule)
+        return made.update(x, made.init(x), x, round=round)
+
+    def run(x, round):
+        return jax.vmap(lambda x: step(x, round), axis_name="replica")(x)
+
+    with pytest.raises(TypeError, match=r"^round must be a Python int, got a traced array; make"):
+        jax.eval_shape(run, jnp.ones((4, 2)), jnp.int32(0))
+    with pytest.raises(TypeError, match=r"^round must be a Python int, got 0\.5; make"):
+        jax.eval_shape(lambda x: run(x, 0.5), jnp.ones((4, 2)))
+
+
+def test_a_scan_over_periods_is_the_loop_over_steps():
+    schedule = topology.make("one_peer_exp", 4)
+    tx = optim.decentralized(optax.sgd(0.1, momentum=0.9), schedule)
+
+    def step(x, state, target, round):
+        updates, state = tx.update(x - target, state, x, round=round)
+        return optim.apply_updates(x, updates), state
+
+    @functools.partial(jax.jit, static_argnames="round")
+    def train_step(x, state, target, round):
+        one = functools.partial(step, round=round)
+        return jax.vmap(one, axis_name="replica")(x, state, target)
+
+    def one_period(carry, targets):
+        for r in range(schedule.period):
+            carry = train_step(*carry, targets[r], round=schedule.round_at(r))
+        return carry, None
+
+    targets = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
+    start = (jnp.zeros(4), jax.vmap(tx.init)(jnp.zeros(4)))
+    carry = start
+    for t in range(6):
+        carry = train_step(*carry, targets[t], round=schedule.round_at(t))
+    scanned, _ = jax.lax.scan(one_period, start, targets.reshape(3, schedule.period, 4))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), scanned, carry)
+
+
+# --- Flax -----------------------------------------------------------------------------------------
+
+
+def test_nnx_optimizer_of_the_document_brings_a_replica_back():
+    """`nnx.Optimizer` itself does not: it adds the update to the NaN."""
+    (document,) = [
+        block
+        for block in python_blocks((ROOT / "docs" / "library.md").read_text())
+        if "class GossipOptimizer" in block
+    ]
+    definition = document[: document.index("@functools")]
+    exec(definition, space := {"nnx": nnx, "optim": optim})
+    schedule = topology.make("one_peer_exp", 4)
+    tx = optim.decentralized(optax.sgd(0.1), schedule)
+
+    def finite_after_a_step(kind):
+        def one(weight):
+            model = nnx.Linear(1, 1, use_bias=False, rngs=nnx.Rngs(0))
+            model.kernel[...] = weight
+            optimizer = kind(model, tx, wrt=nnx.Param)
+            grads = nnx.grad(lambda model: (model(jnp.ones(1)) ** 2).sum())(model)
+            optimizer.update(model, grads, round=0)
+            return model.kernel[...], optimizer.opt_state.skipped[...]
+
+        weights = jnp.array([0, 1, jnp.nan, 3]).reshape(4, 1, 1)
+        kernel, skipped = jax.jit(jax.vmap(one, axis_name="replica"))(weights)
+        assert skipped.tolist() == [0, 0, 1, 0]
+        return jnp.isfinite(kernel.reshape(4)).tolist()
+
+    assert finite_after_a_step(space["GossipOptimizer"]) == [True] * 4
+    assert finite_after_a_step(nnx.Optimizer) == [True, True, False, True]
+
+
+# --- arrays and optimizers ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leaf", [jax.random.key(0), jnp.arange(3), np.array(True)], ids=str)
+def test_an_array_that_cannot_be_mixed_is_named(leaf):
+    schedule = topology.make("one_peer_exp", 4)
+    tree = {"kernel": jnp.zeros(3), "noise": leaf}
+    with pytest.raises(TypeError, match=r"floating-point arrays only, and \['noise'\] is of type"):
+        optim.decentralized(optax.adam(0.1), schedule).init(tree)
+    stacked = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * 4), tree)
+    with pytest.raises(TypeError, match=r"floating-point arrays only, and \['noise'\] is of type"):
+        jax.vmap(lambda x: gossip.mix(x, schedule, 0), axis_name="replica")(stacked)
+
+
+def test_empty_arrays_are_mixed_like_others():
+    tree = {"a": jnp.arange(8.0).reshape(4, 2), "b": jnp.zeros((4, 0)), "c": jnp.zeros((4, 3, 0))}
+    names = ["complete", "hierarchical(complete, ring)"]
+    cases = [(name, None) for name in names] + [("ring", w) for w in (Int8(), RandomK(0.1))]
+
+    def mix(tree):
+        key = jax.random.key(0)
+        made = [(topology.make(name, 4, local_size=2), wire) for name, wire in cases]
+        return [gossip.mix(tree, each, 0, wire=wire, key=key) for each, wire in made]
+
+    def both(tree):
+        return mix(tree), mix({"a": tree["a"]})
+
+    @jax.jit
+    def run(tree):
+        distance = replicas.consensus_distance(tree).distance
+        return jax.vmap(both, axis_name="replica")(tree), replicas.finite(tree), distance
+
+    (got, alone), finite, distance = run(tree)
+    for each, wanted in zip(got, alone, strict=True):
+        np.testing.assert_array_equal(each["a"], wanted["a"])
+        assert (each["b"].shape, each["c"].shape) == ((4, 0), (4, 3, 0))
+    assert finite.all()
+    np.testing.assert_allclose(distance, np.sqrt(10), rtol=1e-6)
+
+
+def test_a_schedule_keeps_its_numbers():
+    own = np.full((4, 4), 0.25)
+    schedule = topology.Schedule.from_matrices([own])
+    own[0] = 0
+    np.testing.assert_array_equal(schedule.matrix(0), np.full((4, 4), 0.25))
+    (send, *_) = schedule.rounds[0].sends
+    for array in (schedule.matrix(0), send.weights, schedule.rounds[0].self_weights):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0
+
+
+def run_alone(inner, extra, combine="then"):
+    """Where 30 steps on a quadratic with its minimum at 3 end; four replicas, all alike."""
+    tx = optim.decentralized(inner, topology.make("complete", 4), combine)
+
+    def loss(x):
+        return ((x - 3) ** 2).sum()
+
+    def step(carry, _):
+        x, state = carry
+        value, grads = jax.value_and_grad(loss)(x)
+        updates, state = tx.update(grads, state, x, round=0, **extra(loss, value, grads))
+        return (optim.apply_updates(x, updates), state), None
+
+    def run(x):
+        return jax.lax.scan(step, (x, tx.init(x)), length=30)[0][0]
+
+    return jax.jit(jax.vmap(run, axis_name="replica"))(jnp.zeros((4, 2)))
+
+
+def test_optimizers_of_optax_that_take_more_or_less_than_the_loss():
+    away = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+    sam = optax.contrib.sam(optax.sgd(0.2), away, opaque_mode=True)
+    got = run_alone(sam, lambda loss, value, grads: {"grad_fn": lambda x, i: jax.grad(loss)(x)})
+    np.testing.assert_allclose(got, 3, atol=0.1)
+    got = run_alone(
+        optax.lbfgs(),
+        lambda loss, value, grads: {"value": value, "grad": grads, "value_fn": loss},
+    )
+    np.testing.assert_allclose(got, 3, atol=1e-3)
+
+
+# --- several mesh axes ----------------------------------------------------------------------------
+
+
+def test_several_mesh_axes_count_as_one():
+    """All kinds of rounds, with the same numbers and messages as over one axis of 8 devices."""
+    names = ("one_peer_exp", "complete", "hierarchical(complete, ring)")
+    schedules = [topology.make(name, N, local_size=2) for name in names]
+    x = np.random.default_rng(0).normal(size=(N, 6)).astype(np.float32)
+
+    def run(mesh, axes):
+        @jax.jit
+        def mix(x):
+            mixed = [gossip.mix_on(mesh, x, each, 0, axes) for each in schedules]
+            return mixed, gossip.on_mesh(lambda x: gossip.mean(x, axes), mesh, axes)(x)
+
+        compiled = mix.lower(placed(mesh, x, axes)).compile()
+        kinds = [count(kind, compiled.as_text()) for kind in KINDS]
+        return compiled(placed(mesh, x, axes)), kinds
+
+    wanted, kinds = run(mesh_of(AxisType.Auto), "data")
+    got, same = run(mesh_of(AxisType.Auto, (2, 4), ("dcn", "data")), ("dcn", "data"))
+    assert same == kinds
+    assert kinds[0] == 2  # a permute for each round that has one
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)

@@ -1,0 +1,242 @@
+"""The Llama decoder: against `transformers` on random weights, its cache, its files, a run."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+import tiny
+
+from decent_jax import saved_model, tasks, train
+from decent_jax.models import decoders, generate, llama, llama_weights
+from decent_jax.models.pieces import cross_entropy
+from decent_jax.progress import announce
+from decent_jax.train import config as config_lib
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+TINY = llama.LlamaConfig(
+    vocab_size=37,
+    context=12,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    width=16,
+    hidden=24,
+    rope_theta=100.0,
+    dtype="float32",
+    init_std=0.3,
+)
+TOKENS = np.random.default_rng(0).integers(0, 37, (2, 12))
+
+
+@pytest.fixture(scope="module")
+def params():
+    return llama.init(TINY, jax.random.key(0))
+
+
+def scaled(params):
+    """With norms that are not 1, which a mistake in their place would not change."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: x * np.linspace(0.5, 2, x.size) if path[-1].key == "scale" else x, params
+    )
+
+
+def by_hand(config, params, tokens):
+    """The logits (T, V) of one sequence, in NumPy and float64, with complex rotations."""
+    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    size, steps = config.width // config.heads, len(tokens)
+    turn = config.rope_theta ** (-np.arange(size // 2) / (size // 2))
+    phase = np.exp(1j * np.arange(steps)[:, None] * turn)[:, None]
+
+    def norm(x, scale):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_epsilon) * scale["scale"]
+
+    def rotated(x):
+        z = (x[..., : size // 2] + 1j * x[..., size // 2 :]) * phase
+        return np.concatenate([z.real, z.imag], -1)
+
+    x = p["wte"]["embedding"][tokens]
+    for i in range(config.layers):
+        block = p["h"][str(i)]
+        y, a = norm(x, block["ln_1"]), block["attn"]
+        query, key, value = (
+            (y @ a[name]["kernel"]).reshape(steps, -1, size)
+            for name in ("q_proj", "k_proj", "v_proj")
+        )
+        group = config.heads // config.kv_heads
+        key, value = (np.repeat(z, group, axis=1) for z in (rotated(key), value))
+        scores = np.einsum("thd,shd->hts", rotated(query), key) / np.sqrt(size)
+        scores = np.where(np.tri(steps, dtype=bool), scores, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        read = np.einsum("hts,shd->thd", weights, value).reshape(steps, -1)
+        x = x + read @ a["c_proj"]["kernel"]
+        y, m = norm(x, block["ln_2"]), block["mlp"]
+        gate = y @ m["gate_proj"]["kernel"]
+        inside = gate / (1 + np.exp(-gate)) * (y @ m["up_proj"]["kernel"])
+        x = x + inside @ m["down_proj"]["kernel"]
+    x = norm(x, p["ln_f"])
+    return x @ (p["wte"]["embedding"].T if config.tied else p["lm_head"]["kernel"])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_are_those_of_the_formulas(tied):
+    config = dataclasses.replace(TINY, tied=tied, remat=tied)
+    params = scaled(llama.init(config, jax.random.key(1)))
+    assert llama.num_params(config) == sum(x.size for x in jax.tree.leaves(params))
+    found = jax.jit(lambda p: llama.apply(config, p, TOKENS))(params)
+    for row, tokens in zip(found, TOKENS, strict=True):
+        np.testing.assert_allclose(row, by_hand(config, params, tokens), atol=2e-5)
+
+
+def test_a_cache_of_keys_and_values_changes_no_logit(params):
+    params = scaled(params)
+    wanted = jax.jit(lambda x: llama.apply(TINY, params, x))(TOKENS)
+
+    @jax.jit
+    def extend(tokens, start, cache):
+        return generate._extend(llama.merge(TINY, params), tokens, start, cache)
+
+    empty = jnp.zeros((2, 12, TINY.kv_heads, 4))
+    logits, cache = extend(TOKENS[:, :3], 0, [(empty, empty)] * TINY.layers)
+    for end in range(3, 12):
+        np.testing.assert_allclose(logits, wanted[:, end - 1], atol=2e-5)
+        logits, cache = extend(TOKENS[:, end : end + 1], end, cache)
+
+
+def test_sampling_with_a_cache_is_sampling_without(params):
+    """Greedy, within the context and past it."""
+    prompt = jnp.asarray(TOKENS[:, :3])
+    found = generate.generate(TINY, params, prompt, 11, jax.random.key(0), temperature=0.0)
+    logits = jax.jit(lambda x: llama.apply(TINY, params, x))
+    for end in (3, 7, 12, 13):  # no position is predicted from more than the context
+        before = found[:, max(0, end - 12) : end]
+        padded = jnp.pad(before, ((0, 0), (0, 12 - before.shape[1])))
+        wanted = logits(padded)[:, before.shape[1] - 1].argmax(-1)
+        np.testing.assert_array_equal(found[:, end], wanted)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_files_keep_every_number(tmp_path, tied):
+    config = dataclasses.replace(TINY, tied=tied)
+    params = scaled(llama.init(config, jax.random.key(2)))
+    path = tmp_path / "model.safetensors"
+    llama_weights.save_safetensors(path, params, config, {"step": "3"})
+    jax.tree.map(
+        np.testing.assert_array_equal, llama_weights.load_safetensors(path, config), params
+    )
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"anything": "model.safetensors"}}))
+    again = llama_weights.load_safetensors(index, config)
+    np.testing.assert_array_equal(again["wte"]["embedding"], params["wte"]["embedding"])
+    with pytest.raises(ValueError, match=r"'model.layers.0.mlp.down_proj.weight' .*\(24, 16\)"):
+        llama_weights.load_safetensors(path, dataclasses.replace(config, hidden=32))
+    with pytest.raises(ValueError, match=r"has a tensor 'model.layers.1.*' that the config has no"):
+        llama_weights.load_safetensors(path, dataclasses.replace(config, layers=1))
+    with pytest.raises(ValueError, match=r"has no tensor 'model.layers.2"):
+        llama_weights.load_safetensors(path, dataclasses.replace(config, layers=3))
+    del params["ln_f"]
+    with pytest.raises(ValueError, match=r"'model.norm.weight' has the shape None, wanted"):
+        llama_weights.save_safetensors(path, params, config)
+
+
+def test_published_weights_are_bfloat16(tmp_path, params):
+    llama_weights.save_safetensors(tmp_path / "float32", params, TINY)
+    tensors = safetensors.numpy.load_file(tmp_path / "float32")
+    half = {name: value.astype(jnp.bfloat16) for name, value in tensors.items()}
+    safetensors.numpy.save_file(half, tmp_path / "model.safetensors")
+    found = llama_weights.load_safetensors(tmp_path / "model.safetensors", TINY)
+    kernel = found["h"]["0"]["mlp"]["up_proj"]["kernel"]
+    wanted = params["h"]["0"]["mlp"]["up_proj"]["kernel"].astype(jnp.bfloat16)
+    assert kernel.dtype == np.float32
+    np.testing.assert_array_equal(kernel, np.asarray(wanted, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_heads": 3}, "heads 4 is not divisible by kv_heads 3"),
+        ({"width": 20}, "width 20 must be an even multiple of heads 4"),
+        ({"kv_heads": 0}, "kv_heads must be at least 1, got 0"),
+        ({"rope_theta": 0.0}, "rope_theta and norm_epsilon must be above 0"),
+        ({"attention": "flash"}, "attention must be one of auto, xla, cudnn"),
+    ],
+)
+def test_shapes_that_cannot_be(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(TINY, **changes)
+
+
+def llama_config(data, **changes):
+    shape = {"layers": 1, "heads": 4, "kv_heads": 2, "hidden": 24}
+    model = {"preset": "llama_125m", "dropout": 0.0, **shape}
+    return tiny.config(data, model=model, steps=2, log={"every": 2}, **changes)
+
+
+@pytest.mark.slow
+def test_a_run_trains_is_exported_and_begins_another(tiny_data, tmp_path):
+    train.run(llama_config(tiny_data), tmp_path / "run")
+    run = saved_model.Run(tmp_path / "run")
+    out = tmp_path / "model.safetensors"
+    hf = json.loads(run.call("export", "be exported", out))
+    assert hf["model_type"] == "llama" and hf["num_key_value_heads"] == 2
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    assert set(generation.values()) == {hf["eos_token_id"]} and "pad_token_id" in generation
+    model = saved_model.load(tmp_path / "run")
+    assert model.config.hidden == 24
+    config = llama_config(tiny_data)
+    config.model.init_from = str(out)
+    task = tasks.find("language_modeling").make(config, tmp_path, announce)
+    jax.tree.map(np.testing.assert_array_equal, task.load_params(), model.params)
+    batch = jnp.asarray(TOKENS[:, :9])
+    loss, _ = jax.jit(task.loss)(model.params, {}, batch, jax.random.key(0))
+    assert np.isfinite(loss)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"preset": "llama_1b", "dropout": 0.1}, "model.dropout: the model of preset 'llama_1b'"),
+        ({"preset": "small", "dropout": 0.0, "hidden": 9}, "model.hidden: the model of preset 's"),
+        ({"preset": "llama_1b", "dropout": 0.0, "heads": 3}, "model.width 16 must be an even"),
+        ({"preset": "llama", "dropout": 0.0}, "model.preset must be one of small, .*, llama_125m"),
+    ],
+)
+def test_models_that_a_config_cannot_have(tiny_data, model, message):
+    with pytest.raises(train.ConfigError, match=message):
+        config_lib.validate(tiny.config(tiny_data, model=model))
+
+
+def test_presets_are_the_published_shapes():
+    sizes = {name: llama.num_params(config) for name, config in llama.PRESETS.items()}
+    assert sizes["llama_1b"] == 1_235_814_400  # Llama 3.2 1B
+    assert sizes["llama_3b"] == 3_212_749_824  # Llama 3.2 3B
+    assert sizes["llama_8b"] == 8_030_261_248  # Llama 3 8B
+    assert decoders.model(llama.PRESETS["llama_1b"]) is llama
+    tied, own = (dataclasses.replace(TINY, tied=tied) for tied in (True, False))
+    assert llama.flops_per_token(tied, 8) == llama.flops_per_token(own, 8)
+
+
+def test_logits_and_loss_are_those_of_transformers(tmp_path):
+    """And `AutoModelForCausalLM` reads the export without a warning."""
+    torch = pytest.importorskip("torch", reason="needs torch and transformers")
+    transformers = pytest.importorskip("transformers", reason="needs torch and transformers")
+    for tied in (True, False):
+        config = dataclasses.replace(TINY, tied=tied)
+        params = scaled(llama.init(config, jax.random.key(3)))
+        llama_weights.save_safetensors(tmp_path / "model.safetensors", params, config)
+        (tmp_path / "config.json").write_text(json.dumps(llama_weights.hf_config(config)))
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, output_loading_info=True
+        )
+        assert not any(report.values()), report
+        tokens = torch.tensor(TOKENS)
+        with torch.no_grad():
+            wanted = model(tokens, labels=tokens)
+        logits = llama.apply(config, params, jnp.asarray(TOKENS))
+        np.testing.assert_allclose(logits, wanted.logits.numpy(), atol=3e-5)
+        loss = cross_entropy(logits[:, :-1], jnp.asarray(TOKENS[:, 1:])).mean()
+        assert float(loss) == pytest.approx(float(wanted.loss), abs=2e-6)

@@ -1,0 +1,294 @@
+"""What GPT-2, the Transformer and the ResNet must all do, and the pieces they share."""
+
+import dataclasses
+import re
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from networks import assert_close, drawn, shapes_of
+
+from decent_jax.models import gpt2, pieces, resnet, transformer
+from decent_jax.models.pieces import cross_entropy
+
+# Compiling is what these tests spend their time on: one layer each, and few programs.
+pytestmark = pytest.mark.usefixtures("compile_once")
+GPT2 = gpt2.GPT2Config(vocab_size=40, context=16, layers=1, heads=2, width=16, dtype="float32")
+POST = transformer.TransformerConfig(
+    vocab_size=20, width=16, heads=2, layers=1, ff=24, dropout=0.0, dtype="float32"
+)
+PRE = dataclasses.replace(POST, norm="pre")
+BOTTLENECK = resnet.ResNetConfig(
+    (1, 1), width=4, num_classes=6, small_images=True, zero_init=False, dtype="float32"
+)
+SOURCE = np.array([[5, 9, 4, 12, 3], [7, 6, 3, 0, 0], [8, 0, 0, 0, 0]], np.int32)
+TARGET = np.array([[2, 11, 4, 4, 7], [2, 13, 3, 0, 0], [2, 5, 19, 3, 0]], np.int32)
+
+
+class Network(NamedTuple):
+    """A module of `decent_jax.models`, a config of it, and sentences to try it with."""
+
+    module: Any
+    config: Any
+    sentences: tuple  # of arrays (B, T)
+
+
+TOKENS = np.random.default_rng(1).integers(0, 40, (2, 12)).astype(np.int32)
+NETWORKS = {
+    "gpt2": Network(gpt2, GPT2, (TOKENS,)),
+    "post": Network(transformer, POST, (SOURCE, TARGET)),
+    "pre": Network(transformer, PRE, (SOURCE, TARGET)),
+}
+every = pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
+each = pytest.mark.parametrize("network", [*NETWORKS.values()][:2], ids=["gpt2", "transformer"])
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def logits_of(module, config, params, sentences, key=None):
+    *source, target = sentences
+    return module.apply(config, params, *source, target[:, :-1], key)
+
+
+def loss_of(module, config, params, sentences, key=None):
+    """The mean over real tokens of the last sentences' tokens, each predicted from those before."""
+    target = sentences[-1][:, 1:]
+    real = target != transformer.PAD
+    losses = cross_entropy(logits_of(module, config, params, sentences, key), target)
+    return (losses * real).sum() / real.sum()
+
+
+grad = jax.jit(jax.value_and_grad(loss_of, argnums=2), static_argnums=(0, 1))
+
+# --- Parameters ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "module, config", [(gpt2, GPT2), (transformer, POST), (transformer, PRE), (resnet, BOTTLENECK)]
+)
+def test_counts_dtypes_and_what_decays(module, config):
+    shapes = shapes_of(module, config)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(shapes))
+    params = shapes[0] if module is resnet else shapes
+    assert module.num_params(config) == sum(leaf.size for leaf in jax.tree.leaves(params))
+    mask = module.decay_mask(params)
+    stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), params)
+    assert mask == module.decay_mask(stacked) == jax.tree.map(lambda x: len(x.shape) > 1, params)
+
+
+# --- Behaviour ----------------------------------------------------------------------------------
+
+
+@each
+def test_causal(network):
+    module, config, (*source, target) = network
+    changed = target.copy()
+    changed[:, 2] = 17
+    params = drawn(module, config)
+    before, after = (logits_of(module, config, params, (*source, t)) for t in (target, changed))
+    np.testing.assert_array_equal(before[:, :2], after[:, :2])
+    assert bool((jnp.abs(before[:, 2:] - after[:, 2:]).max(-1) > 0).all())
+
+
+@each
+def test_dropout(network):
+    module, config, sentences = network
+    params = drawn(module, config)
+    some = dataclasses.replace(config, dropout=0.2)
+    a, again, b = (logits_of(module, some, params, sentences, jax.random.key(k)) for k in (1, 1, 2))
+    np.testing.assert_array_equal(a, again)
+    assert float(jnp.abs(a - b).max()) > 0
+    remat = dataclasses.replace(some, remat=True)
+    assert_close(logits_of(module, remat, params, sentences, jax.random.key(1)), a)
+
+    def draws(config, key):
+        traced = jax.make_jaxpr(partial(logits_of, module, config))(params, sentences, key)
+        return "random_bits" in str(traced)
+
+    assert draws(some, jax.random.key(1))
+    assert not draws(some, None) and not draws(config, jax.random.key(1))  # evaluation
+
+
+@each
+def test_dropout_attention_is_the_same_attention(network):
+    """At a vanishing rate nothing is dropped, and the explicit form must equal the fused one."""
+    module, config, sentences = network
+    params = drawn(module, config)
+    some = dataclasses.replace(config, dropout=1e-9)
+    got = logits_of(module, some, params, sentences, jax.random.key(0))
+    assert_close(got, logits_of(module, config, params, sentences))
+
+
+@every
+def test_bfloat16_and_gradients_of_all_parameters(network):
+    module, config, sentences = network
+    half, params = dataclasses.replace(config, dtype="bfloat16"), drawn(module, config)
+    wide = jax.jit(loss_of, static_argnums=(0, 1))(module, config, params, sentences)
+    loss, grads = grad(module, half, params, sentences)
+    shapes = jax.eval_shape(partial(logits_of, module, half), params, sentences)
+    assert shapes.dtype == jnp.bfloat16
+    assert float(loss) == pytest.approx(float(wide), rel=0.02)
+    assert_all_learn(grads)
+
+
+def assert_all_learn(grads):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+        assert leaf.dtype == jnp.float32 and bool(jnp.isfinite(leaf).all()), path
+        assert float(jnp.abs(leaf).max()) > 0, path
+
+
+def test_gradient_does_not_depend_on_padding_and_a_row_of_padding_is_finite():
+    """Rows of padding fill up a batch: no NaN, forward or backward."""
+    params = drawn(transformer, POST)
+    padded = tuple(np.pad(x, ((0, 1), (0, 2))) for x in (SOURCE, TARGET))
+    wanted = grad(transformer, POST, params, (SOURCE, TARGET))
+    assert_all_learn(wanted[1])
+    assert_close(grad(transformer, POST, params, padded), wanted, rtol=1e-4)
+
+
+# --- Transforms ---------------------------------------------------------------------------------
+
+
+def nested(fn, mesh, count):
+    """``fn`` of ``count`` replicas under shard_map, in it `lax.map`, in it vmap over pairs."""
+    devices = mesh.size
+    pairs = count // devices // 2
+
+    def own(*args):
+        split = jax.tree.map(lambda x: x.reshape(pairs, 2, *x.shape[1:]), args)
+        found = jax.lax.map(lambda two: jax.vmap(fn)(*two), split)
+        return jax.tree.map(lambda x: x.reshape(pairs * 2, *x.shape[2:]), found)
+
+    specs = {"in_specs": P("replica"), "out_specs": P("replica")}
+    return jax.jit(jax.shard_map(own, mesh=mesh, **specs))
+
+
+def assert_transforms_agree(one, plain, args, rtol=1e-5):
+    """``one`` nested in every transform on two devices is a loop over ``plain``."""
+    mesh = jax.make_mesh(
+        (2,), ("replica",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
+    )
+    together = jax.device_get(nested(one, mesh, 8)(*args))
+    for i in range(8):
+        alone = plain(*jax.tree.map(lambda x, i=i: x[i], args))
+        assert_close(jax.tree.map(lambda x, i=i: x[i], together), alone, rtol)
+
+
+@pytest.mark.parametrize("name, rate", [("gpt2", 0.2), ("post", 0.0)])
+def test_transforms_agree(name, rate):
+    """Loss and gradients; the transformed program recomputes (``remat``) as well."""
+    module, config, sentences = NETWORKS[name]
+    config = dataclasses.replace(config, dropout=rate)
+    remat = dataclasses.replace(config, remat=True)
+    keys = jax.random.split(jax.random.key(4), 8)
+    params = jax.tree.map(lambda *x: np.stack(x), *[drawn(module, config, i) for i in range(8)])
+    args = params, tuple(np.stack([np.roll(x, i, 0) for i in range(8)]) for x in sentences), keys
+    one = jax.value_and_grad(partial(loss_of, module, remat))
+    assert_transforms_agree(one, partial(grad, module, config), args)
+    two = dataclasses.replace(remat, layers=2)
+    jaxpr = jax.make_jaxpr(partial(logits_of, module, two))(drawn(module, two), sentences)
+    layers = {"gpt2": 2, "post": 4}[name]
+    assert len(re.findall(r"= (remat|checkpoint)", str(jaxpr))) == layers
+
+
+def test_transforms_agree_on_a_resnet():
+    """Loss, new statistics and gradient; batch norms amplify the rounding of small batches."""
+    rng = np.random.default_rng(3)
+    images = rng.normal(size=(8, 3, 8, 8, 3)).astype(np.float32)
+    labels = rng.integers(0, BOTTLENECK.num_classes, (8, 3))
+    shapes, statistics = shapes_of(resnet, BOTTLENECK)
+    params = jax.tree.map(
+        lambda x: rng.normal(len(x.shape) == 1, 0.3, (8, *x.shape)).astype(np.float32), shapes
+    )
+    statistics = jax.tree.map(lambda x: np.ones((8, *x.shape), np.float32), statistics)
+
+    def one(params, statistics, images, labels):
+        def loss(params):
+            logits, new = resnet.train_logits(BOTTLENECK, params, statistics, images)
+            return cross_entropy(logits, labels).mean(), new
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    args = params, statistics, images, labels
+    assert_transforms_agree(one, jax.jit(one), args, rtol=2e-4)
+
+
+# --- Pieces -------------------------------------------------------------------------------------
+
+
+def test_dropout_keeps_the_mean():
+    x = pieces.dropout(jnp.ones((200, 200)), 0.25, jax.random.key(0))
+    np.testing.assert_allclose(np.unique(x), [0.0, 1 / 0.75], rtol=1e-6)
+    assert float(x.mean()) == pytest.approx(1.0, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    "model", [gpt2.PRESETS["small"], transformer.PRESETS["base"]], ids=["gpt2", "transformer"]
+)
+def test_attention_choice(model, monkeypatch):
+    assert pieces.implementation(model) == "xla"  # on CPU
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert pieces.implementation(model) == "cudnn"
+    assert pieces.implementation(dataclasses.replace(model, dtype="float32")) == "xla"
+    four_wide = dataclasses.replace(model, heads=model.width // 4)
+    assert pieces.implementation(four_wide) == "xla"
+    assert pieces.implementation(dataclasses.replace(model, attention="xla")) == "xla"
+
+
+# --- Errors -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "args", "message"),
+    [
+        (gpt2, [(1, 17)], "17 tokens do not fit the context of 16"),
+        (gpt2, [(5,)], r"\(batch, time\), got \(5,\)"),
+        (transformer, [(5,), (3, 4)], r"source must have .* got \(5,\)"),
+        (transformer, [(3, 5), (4,)], r"target_in must have .* got \(4,\)"),
+    ],
+)
+def test_sentences_must_be_a_matrix(module, args, message):
+    config = {gpt2: GPT2, transformer: POST}[module]
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(
+            partial(module.apply, config),
+            shapes_of(module, config),
+            *(jnp.zeros(shape, jnp.int32) for shape in args),
+        )
+
+
+@pytest.mark.parametrize("config", [GPT2, POST], ids=["gpt2", "transformer"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"width": 30, "heads": 4}, "width 30 is not divisible by heads 4"),
+        ({"layers": 0}, "layers must be at least 1, got 0"),
+        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
+        ({"dtype": "int8"}, "dtype must be one of .*, got 'int8'"),
+        ({"attention": "flash"}, "attention must be one of auto, xla, cudnn, got 'flash'"),
+    ],
+)
+def test_config_errors(config, changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(config, **changes)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (POST, {"width": 15, "heads": 3}, "width must be even, for sines and cosines, got 15"),
+        (POST, {"vocab_size": 3}, "vocab_size must be at least 4, the special ids, got 3"),
+        (POST, {"norm": "middle"}, "norm must be one of post, pre, got 'middle'"),
+        (BOTTLENECK, {"blocks": ()}, r"blocks must be at least 1 for each stage, got \(\)"),
+        (BOTTLENECK, {"blocks": (2, 0)}, r"must be at least 1 for each stage, got \(2, 0\)"),
+        (BOTTLENECK, {"width": 0}, "width must be at least 1, got 0"),
+        (BOTTLENECK, {"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
+        (BOTTLENECK, {"dtype": "int8"}, "dtype must be one of .*, got 'int8'"),
+    ],
+)
+def test_config_errors_of_one_network(config, changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(config, **changes)

@@ -1,0 +1,443 @@
+"""Outer steps over graphs and sparse messages, moments that travel less often, Muon: against
+`oracles_seldom`, and in the special cases that are other methods."""
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracles
+import oracles_seldom
+import pytest
+from jax.sharding import PartitionSpec as P
+from oracles_seldom import largest_of_chunks
+
+from decent_jax import gossip, optim, replicas, topology, train
+from decent_jax.gossip.wire import ChunkedTopK, RandomK, TopK
+from decent_jax.train import algorithm
+
+pytestmark = pytest.mark.usefixtures("x64", "unoptimized")
+N, D, LR, STEPS = 4, 6, 0.1, 24
+SGD = optax.sgd(LR)
+
+
+def problem(n=N, equal=True):
+    """A start, and for every step each replica's (a, b): the gradient is a (x - b)."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(n, D))
+    return (
+        np.tile(x[:1], (n, 1)) if equal else x,
+        rng.uniform(0.2, 1, (n, 1)),
+        rng.normal(size=(STEPS, n, D)),
+    )
+
+
+def trajectories(txs, schedule, mix_every=1, equal=True, active=None):
+    """{key: (steps, n, D)}: every method from the same start, in one program per round."""
+    n = schedule.num_replicas
+    x0, a, b = problem(n, equal)
+    active = np.ones((STEPS, n), bool) if active is None else active
+    tx = harness.together(txs)
+
+    def make(r):
+        def step(xs, state, a, b, active):
+            grads = jax.tree.map(lambda x: a * (x - b), xs)
+            updates, state = tx.update(grads, state, xs, round=r, active=active)
+            return optim.apply_updates(xs, updates), state
+
+        return jax.jit(jax.vmap(step, axis_name="replica"))
+
+    x = dict.fromkeys(txs, jnp.asarray(x0))
+    state, runs, history = jax.vmap(tx.init)(x), {}, []
+    for t in range(STEPS):
+        r = schedule.round_at(t, mix_every)
+        if r not in runs:
+            runs[r] = make(r)
+        x, state = runs[r](x, state, a[:, 0], b[t], active[t])
+        history.append(x)
+    return {key: np.stack([x[key] for x in history]) for key in txs}
+
+
+def wanted(method, schedule, mix_every=1, equal=True, **numbers):
+    n = schedule.num_replicas
+    x0, a, b = problem(n, equal)
+
+    def matrices(t):
+        r = schedule.round_at(t, mix_every)
+        return None if r is None else schedule.matrix(r)
+
+    return oracles.run(method, matrices, lambda x, t: a * (x - b[t]), x0, STEPS, LR, **numbers)
+
+
+# --- DiLoCo and NoLoCo ----------------------------------------------------------------------------
+
+
+def test_merges_and_weights_are_the_recursion():
+    """LOSCAR's merge of late averages, and Decoupled DiLoCo's weights where replicas pause."""
+    schedule = topology.make("complete", N)
+    active = np.random.default_rng(1).random((STEPS, N)) < 0.6
+    cases = [
+        (delay, carry, weighted)
+        for delay in (0, 1, 2)
+        for carry in (False, True)
+        for weighted in (False, True)
+    ]
+    txs = {
+        case: optim.diloco(
+            SGD, schedule, mix_every=4, delay=case[0], carry=case[1], weighted=case[2]
+        )
+        for case in cases
+    }
+    got = trajectories(txs, schedule, 4, active=active)
+    numbers = {"outer_lr": 0.7, "momentum": 0.9, "active": lambda t: active[t]}
+    for case in cases:
+        given = dict(zip(("delay", "carry", "weighted"), case, strict=True))
+        right = wanted(oracles_seldom.diloco_merged, schedule, **given, **numbers)
+        oracles.assert_same(got[case], right)
+    assert np.abs(got[2, True, False] - got[2, False, False]).max() > 0.1
+    assert np.abs(got[0, False, True] - got[0, False, False]).max() > 0.01
+
+
+def test_noloco_with_two_replicas_is_diloco_of_its_outer_rule():
+    pair, whole = topology.make("hypercube", 2), topology.make("complete", 2)
+    heavy_ball = optax.sgd(0.7, momentum=0.5)
+    one = trajectories({0: optim.noloco(SGD, pair, mix_every=3)}, pair, 3)[0]
+    other = trajectories({0: optim.diloco(SGD, whole, heavy_ball, mix_every=3)}, whole, 3)[0]
+    oracles.assert_same(one, other)
+
+
+def test_noloco_without_momentum_takes_the_mean_of_the_pair():
+    """alpha = 0, beta = 1; and after every step it is D-PSGD, as GASLoC without momentum is."""
+    schedule = topology.make("random_matching(rounds=3)", N)
+    plain = {"outer_momentum": 0.0, "outer_learning_rate": 1.0}
+    noloco = optim.noloco(SGD, schedule, mix_every=3, **plain)
+    got = trajectories({0: noloco}, schedule, 3, equal=False)[0]
+    a, b = problem(equal=False)[1:]
+    for t in range(2, STEPS, 3):
+        moved = got[t - 1] - LR * a * (got[t - 1] - b[t])
+        oracles.assert_same(got[t], schedule.matrix(schedule.round_at(t, 3)) @ moved)
+    txs = {
+        "noloco": optim.noloco(SGD, schedule, **plain),
+        "gasloc": optim.gasloc(SGD, schedule, alpha=1.0, eta=1.0, gamma=0.0),
+    }
+    right = wanted("dpsgd", schedule, equal=False)
+    for got in trajectories(txs, schedule, equal=False).values():
+        oracles.assert_same(got, right)
+
+
+def test_outer_steps_survive_a_replica_that_is_not_finite():
+    """It takes the outer parameters of the others, who ignore it."""
+    complete, ring = topology.make("complete", N), topology.make("bidirectional_ring", N)
+    txs = {
+        "diloco": optim.diloco(SGD, complete),
+        "noloco": optim.noloco(SGD, ring),
+        "gasloc": optim.gasloc(SGD, ring),
+        "sparseloco": optim.sparseloco(SGD, complete, density=1.0),
+    }
+    tx = harness.together(txs)
+
+    def step(x, state, broken):
+        grads = jax.tree.map(lambda x: 0.1 * x, x)
+        updates, state = tx.update(grads, state, x, round=0)
+        moved = optim.apply_updates(x, updates)
+        return jax.tree.map(lambda x: jnp.where(broken, jnp.nan, x), moved), state
+
+    run = jax.jit(jax.vmap(step, axis_name="replica"))
+    x = dict.fromkeys(txs, jnp.ones((N, 3)))
+    state = jax.vmap(tx.init)(x)
+    for t in range(40):
+        x, state = run(x, state, (jnp.arange(N) == 2) & (t == 3))
+    for key, rows in x.items():
+        assert np.isfinite(rows).all() and np.abs(rows).max() < 0.9, key
+
+
+# --- sparse messages ------------------------------------------------------------------------------
+
+
+def test_sparseloco_is_the_recursion():
+    schedule = topology.make("complete", N)
+    txs = {
+        bits: optim.sparseloco(
+            SGD, schedule, density=0.5, chunk=4, bits=bits, decay=0.8, outer_learning_rate=0.6
+        )
+        for bits in (2, 32)
+    }
+    for bits, got in trajectories(txs, schedule, 2).items():
+        numbers = {"compress": largest_of_chunks(4, 2, bits), "decay": 0.8, "outer_lr": 0.6}
+        right = wanted(oracles_seldom.sparseloco, schedule, 2, **numbers)
+        # 2 bits: a mean just between two bfloat16 may be rounded either way.
+        np.testing.assert_allclose(got, right, rtol=0, atol=1e-12 if bits == 32 else 1e-3)
+
+
+def test_sparseloco_that_drops_nothing_is_diloco_without_outer_momentum():
+    schedule = topology.make("complete", N)
+    plain = {"outer_learning_rate": 0.6}
+    txs = {
+        "sparse": optim.sparseloco(SGD, schedule, density=1.0, bits=32, **plain),
+        "whole": optim.diloco(SGD, schedule, mix_every=3, outer_momentum=0.0, **plain),
+    }
+    got = trajectories(txs, schedule, 3)
+    oracles.assert_same(got["sparse"], got["whole"])
+
+
+def test_sparseloco_needs_an_identical_start():
+    with pytest.raises(ValueError, match=r"sparseloco exchanges movements only.*identical_start=T"):
+        optim.sparseloco(SGD, topology.make("complete", N), identical_start=False)
+
+
+@pytest.mark.parametrize("bits", [2, 32])
+@pytest.mark.parametrize(
+    ("size", "chunk", "density"), [(1, 4, 0.5), (23, 5, 0.6), (40, 64, 0.1), (12, 3, 1.0)]
+)
+def test_chunks_are_what_numpy_keeps(size, chunk, density, bits):
+    """No error is enlarged, and the bytes are those of the arrays that travel."""
+    wire = ChunkedTopK(density, chunk, bits)
+    x = np.random.default_rng(size).normal(size=size) * np.geomspace(1, 1e-3, size)
+    x[1::4] = 0  # as of rows of an embedding that no token names
+
+    @jax.jit
+    def there_and_back(x):
+        parts = wire.encode(x, None, 0)
+        return parts, wire.decode(parts, x, None)
+
+    parts, got = there_and_back(jnp.asarray(x, jnp.float32))
+    assert sum(part.nbytes for part in parts) == wire.bytes_sent((size,))
+    width = min(chunk, size)
+    kept = max(1, round(density * width))
+    np.testing.assert_allclose(got, largest_of_chunks(width, kept, bits)(x), rtol=8e-3, atol=1e-7)
+    assert np.square(x - got).sum() <= np.square(x).sum() * (1 + 1e-6)
+
+
+def test_published_bytes_of_a_chunk():
+    assert ChunkedTopK().bytes_sent((4096,)) == 96 + 16 + 4  # places, codes, two magnitudes
+
+
+def test_top_k_of_parameters_is_refused_since_it_stalls():
+    """What is small is never sent: differences between replicas in it stay for ever."""
+    ring = topology.make("bidirectional_ring", N)
+    for wire in (TopK(0.5), ChunkedTopK(0.5)):
+        with pytest.raises(ValueError, match="of parameters never sends the small ones"):
+            jax.vmap(lambda x, wire=wire: gossip.mix(x, ring, 0, wire=wire), axis_name="replica")(
+                jnp.ones((N, 3))
+            )
+    x = np.random.default_rng(0).normal(size=(N, D)) * [1, 1, 1, 100, 100, 100] + 1000 * (
+        np.arange(D) > 2
+    )
+    begin = x.copy()
+    for _ in range(500):
+        sent = np.stack([oracles.top(3)(row) for row in x])
+        x = x + ring.matrix(0) @ sent - sent
+    np.testing.assert_array_equal(x[:, :3], begin[:, :3])
+    assert np.ptp(x[:, 3:], axis=0).max() < 1e-6
+
+
+# --- SPARTA ---------------------------------------------------------------------------------------
+
+
+def test_sparta_mixes_the_places_of_the_step():
+    schedule = topology.make("one_peer_exp", N)
+    wire, like = RandomK(0.5), jnp.zeros(D)
+
+    def places(t):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), t), 0)
+        return np.flatnonzero(wire.decode((jnp.ones(3),), like, key))
+
+    txs = {
+        fraction: optim.sparta(SGD, schedule, "then", fraction=fraction) for fraction in (0.5, 1.0)
+    }
+    got = trajectories(txs, schedule, 2, equal=False)
+    assert len({tuple(places(t)) for t in range(12)}) > 5 and len(places(0)) == 3
+    right = wanted(oracles_seldom.sparta, schedule, 2, equal=False, places=places)
+    oracles.assert_same(got[0.5], right)
+    oracles.assert_same(got[1.0], wanted("dpsgd", schedule, 2, equal=False, combine="then"))
+
+
+def test_sparta_reaches_consensus_over_complete():
+    """Averages of groups too: a part of the parameters is added on its way like the whole."""
+    schedule = topology.make("complete", N)
+    tx = optim.sparta(optax.sgd(0.0), schedule, fraction=0.2)
+    x = jnp.asarray(problem(equal=False)[0])
+
+    @jax.jit
+    def run(x):
+        step = jax.vmap(harness.step_of(tx, jnp.zeros_like, 0), axis_name="replica")
+        return jax.lax.scan(lambda c, _: (step(*c), None), (x, jax.vmap(tx.init)(x)), length=60)[0]
+
+    np.testing.assert_allclose(run(x)[0], np.tile(x.mean(0), (N, 1)), atol=1e-12)
+
+
+# --- DES-LOC --------------------------------------------------------------------------------------
+
+ADAM = {"b1": 0.8, "b2": 0.9, "eps": 1e-3}
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 3), (1, 1)])
+def test_des_loc_is_the_recursion(first, second):
+    """Moments take the rounds in turn, each at its pace; equal periods gossip both moments."""
+    base = topology.make("one_peer_exp", N)
+    phases = harness.phases("des_loc", {"first": first, "second": second})
+    schedule = topology.repeat(base, phases)
+    assert phases == first * second
+    tx = optim.des_loc(optax.adam(LR, **ADAM), schedule, first=first, second=second)
+    got = trajectories({0: tx}, schedule, equal=False)[0]
+    numbers = {"first": first, "second": second, "rounds": lambda k: base.matrix(k % base.period)}
+    right = wanted(oracles_seldom.des_loc, schedule, equal=False, **numbers, **ADAM)
+    oracles.assert_same(got, right)
+
+
+def test_des_loc_with_accumulated_adam_mixes_its_moments():
+    schedule = topology.repeat(topology.make("complete", N), 2)
+    tx = optim.des_loc(optim.accum_adam(LR, accum_steps=2), schedule, first=1, second=2)
+    x, a, b = problem()
+    x, state = jnp.asarray(x), jax.vmap(tx.init)(jnp.asarray(x))
+    for t in range(2):
+        step = harness.step_of(tx, lambda x, a, b: a * (x - b), schedule.round_at(t))
+        x, state = jax.jit(jax.vmap(step, axis_name="replica"))(x, state, a[:, 0], b[t])
+    mu, nu, window = state.inner[1].mu, state.inner[1].nu, state.inner[1].window
+    assert np.ptp(mu, axis=0).max() < 1e-15 < np.abs(mu).min()  # a window has closed
+    assert np.ptp(nu, axis=0).max() < 1e-15 < np.abs(nu).min()
+    assert not np.asarray(window).any()
+
+
+def test_more_rounds_than_the_machine_holds_are_refused():
+    """Periods whose least common multiple is astronomic, before the rounds are made."""
+    with pytest.raises(ValueError, match="rounds of 4 replicas needs at least"):
+        topology.repeat(topology.make("complete", N), 10**12)
+
+
+def test_des_loc_needs_both_moments():
+    schedule = topology.repeat(topology.make("complete", N), 6)
+    with pytest.raises(ValueError, match=r"des_loc averages both moments of Adam: use optax\.adam"):
+        optim.des_loc(optax.sgd(0.1, momentum=0.9), schedule).init(jnp.zeros(3))
+
+
+# --- Muon -----------------------------------------------------------------------------------------
+
+SHAPE = (3, 2)
+
+
+def exact_muon(rate, beta=0.9, nesterov=False):
+    """Muon whose Newton-Schulz iteration converges: x (3 - x' x) / 2, often enough."""
+    scale = optax.contrib.scale_by_muon(
+        (1.5, -0.5, 0.0),
+        24,
+        beta,
+        eps=1e-30,
+        nesterov=nesterov,
+        weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(),
+    )
+    return optax.chain(scale, optax.scale_by_learning_rate(rate))
+
+
+def matrices_to(targets, tx, steps, x=None):
+    """Where replicas end whose gradients lead to matrices of their own, (n, 3, 2)."""
+    x = jnp.zeros_like(targets) if x is None else x
+
+    def one(carry, _):
+        step = harness.step_of(tx, lambda x, b: x - b, 0)
+        return jax.vmap(step, axis_name="replica")(*carry, targets), carry[0]
+
+    run = jax.jit(lambda c: jax.lax.scan(one, c, length=steps))
+    (x, _), history = run((x, jax.vmap(tx.init)(x)))
+    return np.concatenate([history[1:], x[None]])
+
+
+def test_tracking_before_muon_is_demuon_on_a_static_graph():
+    ring = topology.make("bidirectional_ring", 5)
+    targets = jnp.asarray(np.random.default_rng(3).normal(size=(5, *SHAPE)))
+    got = matrices_to(targets, optim.gradient_tracking(exact_muon(LR), ring, "then"), 12)
+    right = oracles.run(
+        oracles_seldom.demuon,
+        lambda t: ring.matrix(0),
+        lambda x, t: x - np.asarray(targets).reshape(5, -1),
+        np.zeros((5, 6)),
+        12,
+        LR,
+        shape=SHAPE,
+    )
+    # To single precision; tracking after orthogonalising differs in the second digit.
+    np.testing.assert_allclose(got.reshape(12, 5, 6), right, rtol=0, atol=5e-6)
+
+
+def test_local_orthogonalising_then_averaging_goes_to_the_wrong_place():
+    """Three of four replicas have one optimum: their signs outvote the fourth's gradient."""
+    apart = np.zeros((4, *SHAPE))
+    apart[3] = [[4, 0], [0, 4], [0, 0]]
+    targets, whole = jnp.asarray(apart), topology.make("complete", 4)
+
+    def rate(t):
+        return 0.2 / (1 + t / 10)
+
+    muon = exact_muon(rate, beta=0.0)
+    local = matrices_to(targets, optim.decentralized(muon, whole, "then"), 300)[-1]
+    ends = {
+        combine: matrices_to(targets, optim.gradient_tracking(muon, whole, combine), 300)[-1]
+        for combine in ("with", "then")
+    }
+    optimum = apart.mean(0)
+    assert np.abs(local - optimum).max() > 0.9  # near the median, 0, and not the mean, 1
+    for end in ends.values():
+        assert np.abs(end - optimum).max() < 0.02
+
+
+def test_muon_of_a_config_on_one_replica_is_optax_s():
+    config = train.default_config()
+    config.num_replicas, config.algorithm, config.schedule = 1, "decentralized_sgd", "complete"
+    config.optimizer.update(name="muon", momentum=0.8, weight_decay=0.1)
+    mask = {"kernel": True, "bias": False}
+    schedule = topology.make("complete", 1)
+    tx = algorithm.transformation(config, schedule, 0.05, mask)
+    own = optax.contrib.muon(
+        0.05, beta=0.8, weight_decay=0.1, weight_decay_mask=mask, consistent_rms=0.2
+    )
+    rng = np.random.default_rng(0)
+    x = {"kernel": jnp.asarray(rng.normal(size=(4, 3))), "bias": jnp.asarray(rng.normal(size=3))}
+    stacked = jax.tree.map(lambda x: x[None], x)
+    state, state_own = jax.vmap(tx.init)(stacked), own.init(x)
+    step = jax.jit(jax.vmap(harness.step_of(tx, lambda x: x, 0), axis_name="replica"))
+    for _ in range(4):
+        stacked, state = step(stacked, state)
+        updates, state_own = own.update(x, state_own, x)
+        x = optax.apply_updates(x, updates)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a[0], b, rtol=1e-12), stacked, x)
+
+
+def test_muon_of_sharded_and_of_stacked_replicas_is_the_same():
+    """mesh.fsdp: each replica's matrices lie on two devices; and all replicas on one."""
+    ring = topology.make("hypercube", 2)
+    tx = optim.decentralized(optax.contrib.muon(LR, consistent_rms=0.2), ring, "then")
+    step = harness.step_of(tx, lambda x, b: jax.tree.map(jnp.subtract, x, b), 0)
+    rng = np.random.default_rng(5)
+    shapes = {"kernel": (2, 8, 6), "bias": (2, 6)}
+    x, targets = ({k: jnp.asarray(rng.normal(size=s)) for k, s in shapes.items()} for _ in "ab")
+
+    def run(stacked, x, targets):
+        state = jax.vmap(tx.init)(x)
+        for _ in range(3):
+            x, state = jax.jit(stacked)(x, state, targets)
+        return x
+
+    placement = replicas.place(2, jax.devices()[:4], fsdp=2)
+    spread = [
+        jax.tree.map(lambda a: jax.device_put(a, placement.sharding(a.shape)), tree)
+        for tree in (x, targets)
+    ]
+    body = placement.per_replica(step)
+    sharded = run(placement.on_devices(body, P("replica"), P("replica")), *spread)
+    assert not sharded["kernel"].sharding.is_fully_replicated
+    alone = run(jax.vmap(step, axis_name="replica"), x, targets)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), sharded, alone)
+
+
+def test_muon_inside_diloco():
+    """MuLoCo: H local steps of Muon, then the outer step on their mean."""
+    schedule = topology.make("complete", N)
+    targets = jnp.asarray(np.random.default_rng(4).normal(size=(N, *SHAPE)))
+    tx = optim.diloco(exact_muon(LR), schedule, optax.sgd(0.5))
+    got = matrices_to(targets, tx, 3)
+    momentum, x = np.zeros((N, *SHAPE)), np.zeros((N, *SHAPE))
+    for after in got:
+        momentum = 0.9 * momentum + 0.1 * (x - np.asarray(targets))
+        moved = x - LR * oracles_seldom.msgn(momentum)
+        x = np.broadcast_to((0.5 * x + 0.5 * moved.mean(0)), x.shape)
+        np.testing.assert_allclose(after, x, rtol=0, atol=5e-6)

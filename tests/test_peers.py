@@ -1,0 +1,304 @@
+"""Peers on a real Ray: kills, silences, joins, resizes, and a replay bit by bit."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from decent_jax import train
+from decent_jax.peers import resize, setup
+from decent_jax.train import ConfigError
+
+ROOT = Path(__file__).resolve().parents[1]
+TRAIN = ROOT / "train.py"
+
+CONFIG = """
+from decent_jax import train
+
+def get_config():
+    config = train.default_config("points.task")
+    config.peers.use = True
+    config.algorithm = "swarm"
+    config.optimizer.name = "adam"
+    config.num_replicas = 3
+    config.batch_size = 12
+    config.steps = 100000
+    config.learning_rate = 0.01
+    config.mix_every = 2
+    config.lr_schedule.name = "constant"
+    config.lr_schedule.warmup = 10
+    config.log.every = 20
+    config.eval.every = 100
+    config.data.sleep_s = 0.002
+    config.data.prefetch = 2
+    config.checkpoint.every = 0
+    config.checkpoint.every_minutes = 0.05
+    config.peers.silent_s = 2.0
+    config.peers.meet_s = 2.0
+    config.peers.max_lag = 20
+    return config
+"""
+
+
+@pytest.fixture(scope="module")
+def variables(tmp_path_factory, cache_folder):
+    """Of the environment of `train.py`; its config is ``config.py`` in the folder PEERS_TEST."""
+    folder = tmp_path_factory.mktemp("peers")
+    (folder / "points").mkdir()
+    (folder / "points" / "__init__.py").touch()
+    (folder / "points" / "task.py").write_text("from peers_task import *  # noqa\n")
+    (folder / "config.py").write_text(CONFIG)
+    paths = [str(ROOT), str(ROOT / "tests"), str(folder)]
+    return {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "JAX_ENABLE_COMPILATION_CACHE": "true",
+        "JAX_COMPILATION_CACHE_DIR": cache_folder,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PEERS_TEST": str(folder),
+    }
+
+
+def command(variables, workdir, **fields):
+    flags = [f"--config.{name.replace('__', '.')}={value}" for name, value in fields.items()]
+    return [TRAIN, "--config", f"{variables['PEERS_TEST']}/config.py", "--workdir", workdir, *flags]
+
+
+def until(true, seconds=200.0, process=None):
+    """Wait until something is true; where it never is, show what the process said."""
+    ends = time.monotonic() + seconds
+    while not true():
+        alive = process is None or process.poll() is None
+        words = process.words.read_text() if process else ""
+        assert time.monotonic() < ends and alive, words
+        time.sleep(0.1)
+
+
+def look(workdir):
+    """peers.json, or nothing yet."""
+    with contextlib.suppress(FileNotFoundError):
+        return json.loads((workdir / "peers.json").read_text())["peers"]
+    return {}
+
+
+def actors(process):
+    """{slot: process} of the peers, by their log file."""
+    found = {}
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error, OSError):
+            path = os.readlink(f"/proc/{child.pid}/fd/1")
+            if path.endswith("log.txt"):
+                found[Path(path).parent.name] = child
+    return found
+
+
+def words_of(workdir, slot):
+    return (workdir / "peers" / slot / "log.txt").read_text()
+
+
+def events(workdir, slot, incarnation=0):
+    path = workdir / "peers" / slot / f"events-{incarnation}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def newest(workdir, slot):
+    """The last incarnation of a peer; on a busy machine one may lag, and so join, once more."""
+    return max(int(p.stem[7:]) for p in (workdir / "peers" / slot).glob("events-*.jsonl"))
+
+
+def living(workdir):
+    return {f"{slot}.{newest(workdir, slot)}" for slot in "0123"}
+
+
+def nothing_is_left(children):
+    _, alive = psutil.wait_procs(children, timeout=30)
+    alive = [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    assert not alive, alive
+
+
+def replay(workdir, variables):
+    path = workdir / "config.json"
+    path.write_text(path.read_text().replace('"sleep_s": 0.002', '"sleep_s": 0.0'))
+    return subprocess.run(
+        [sys.executable, "-m", "decent_jax.peers.replay", "--workdir", str(workdir)],
+        env=os.environ | {"JAX_NUM_CPU_DEVICES": "1"} | variables,
+        capture_output=True,
+        text=True,
+    )
+
+
+def both_sides_are_in_the_logs(workdir):
+    """In these logs a meeting has two halves, of the same versions, unless one side was killed."""
+    halves = {}
+    alive = living(workdir)
+    for path in (workdir / "peers").glob("*/events-*.jsonl"):
+        me = f"{path.parent.name}.{path.stem[7:]}"
+        for line in map(json.loads, path.read_text().splitlines()):
+            if "met" in line:
+                mine, theirs = (me, line["mine"]), (line["with"], line["theirs"])
+                halves.setdefault(line["met"], []).append((mine, theirs))
+    whole = [sides for sides in halves.values() if len(sides) == 2]
+    assert len(whole) > 20 and all(a == b[::-1] for a, b in whole)
+    alone = [sides[0] for sides in halves.values() if len(sides) == 1]
+    # With one that was killed, or stopped and begun anew.
+    assert not any({mine[0], theirs[0]} <= alive for mine, theirs in alone)
+    assert {mine[0] for sides in whole for mine, _ in sides} >= alive
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    return tmp_path_factory.mktemp("run") / "peers"
+
+
+def test_a_run_in_which_everything_happens(start_process, variables, workdir):
+    """Two are killed at once, one is stopped and returns, one joins, one leaves; then Ctrl-C."""
+    process = start_process(command(variables, workdir), **variables)
+    trains = lambda k, n=0: len(events(workdir, k, n)) > 30  # noqa: E731
+    until(lambda: all(trains(k) for k in "012"), process=process)
+    peers = actors(process)
+    assert len(peers) == 3
+    peers["1"].kill()
+    peers["2"].kill()
+    until(lambda: trains("1", 1) and trains("2", 1), process=process)
+    for k in "12":
+        start = events(workdir, k, 1)[0]
+        assert start["origin"]["when"] == "boundary" and start["start"] > 10
+    # One more joins.
+    assert resize.main(["--workdir", str(workdir), "--count", "4"]) == 0
+    until(lambda: trains("3"), process=process)
+    # One is silent for longer than max_lag allows.
+    peers = actors(process)
+    before = len(events(workdir, "0"))
+    peers["1"].suspend()
+    until(lambda: "peer 1 is silent" in process.words.read_text(), process=process)
+    assert len(events(workdir, "0")) > before
+    until(lambda: len(events(workdir, "0")) > before + 100, process=process)
+    peers["1"].resume()
+    until(lambda: newest(workdir, "1") > 1 and trains("1", newest(workdir, "1")), process=process)
+    assert "joins again as 1.2" in words_of(workdir, "1")
+    # One leaves in good order.
+    peers["3"].terminate()
+    until(lambda: "peer 3 has left" in process.words.read_text(), process=process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130, process.words.read_text()
+    nothing_is_left(children)
+    said = process.words.read_text()
+    assert "raylet" not in said  # Ray's own words on the dead
+    assert "peer 1 was killed" in said and "peer 2 was killed" in said
+    assert "the same command resumes" in said
+    both_sides_are_in_the_logs(workdir)
+
+
+def test_its_replay_is_bit_identical(workdir, variables):
+    found = replay(workdir, variables)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "every parameter is identical" in found.stdout
+    survived = [line for line in found.stdout.splitlines() if "identical" in line]
+    for name in living(workdir):  # Ctrl-C lets the living end in good order
+        (line,) = [line for line in survived if line.startswith(f"peer {name}:")]
+        assert "died" not in line and " 0 meetings" not in line
+    # A log that says otherwise is noticed.
+    path = workdir / "peers" / "0" / "events-0.jsonl"
+    kept = path.read_text()
+    lines = [json.loads(line) for line in kept.splitlines()]
+    next(line for line in lines if line.get("rate", 0) > 2)["rate"] = 1
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = replay(workdir, variables)
+    assert found.returncode == 1 and "peer 0.0" in found.stdout and "differs" in found.stdout
+    path.write_text(kept)
+
+
+def test_it_resumes_with_another_number_and_without_a_roster(start_process, variables, workdir):
+    steps = json.loads((workdir / "peers.json").read_text())["step"]
+    fields = {"peers__count": 2, "steps": steps + 150, "peers__wire": "float32"}
+    begun = newest(workdir, "0") + 1
+    process = start_process(command(variables, workdir, **fields), **variables)
+    until(lambda: len(actors(process)) == 2, process=process)
+    until(lambda: len(events(workdir, "0", begun)) > 30, process=process)
+    roster = [
+        child
+        for child in psutil.Process(process.pid).children(recursive=True)
+        if "Roster" in child.name() or "Roster" in " ".join(child.cmdline())
+    ]
+    assert len(roster) == 1
+    roster[0].kill()
+    until(lambda: "the roster is lost" in process.words.read_text(), process=process)
+    assert process.wait(200) == 0, process.words.read_text()
+    assert events(workdir, "0", begun)[0]["origin"]["when"] == "checkpoint"
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert summary["steps"] == steps + 150
+    assert summary["final"]["eval/loss"] < 1.0
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
+    found = replay(workdir, variables)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_a_killed_train_py_leaves_nothing_running(start_process, variables, tmp_path):
+    workdir = tmp_path / "run"
+    fields = {"peers__count": 2, "peers__wire": "lattice8"}
+    process = start_process(command(variables, workdir, **fields), **variables)
+    until(lambda: len(events(workdir, "0")) > 60 < len(events(workdir, "1")), process=process)
+    assert any("met" in line for line in events(workdir, "0"))
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.wait()
+    nothing_is_left(children)
+    found = replay(workdir, variables)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def config(**fields):
+    result = train.default_config()
+    result.peers.use = True
+    result.algorithm = "swarm"
+    result.num_replicas = 4
+    result.data.path = "stdlib"
+    for name, value in fields.items():
+        section, _, last = name.rpartition("__")
+        (result[section] if section else result)[last] = value
+    return result
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"algorithm": "accum_adam"}, "peers.use needs algorithm 'swarm', got 'accum_adam'"),
+        ({"comm_dtype": "int8"}, "leave comm_dtype"),
+        ({"peers__neighbours": "ring"}, "peers.neighbours must be all"),
+        ({"peers__silent_s": 0.3}, "peers.silent_s must be at least 3 times peers.beat_s (0.2 s)"),
+        ({"peers__join_s": 1.0}, "peers.join_s must be at least peers.meet_s (10 s), got 1"),
+        ({"batch_size": 63}, "batch_size 63 cannot be shared out over 4 replicas"),
+        ({"eval__ema_decay": 0.9}, "eval.ema_decay"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused(fields, words):
+    with pytest.raises(ConfigError) as refused:
+        setup.check(config(**fields))
+    assert words in str(refused.value)
+
+
+def test_no_ray_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(setup.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'decent_jax\[peers\]'"):
+        setup.check(config())
+
+
+def test_an_address_where_nobody_listens_ends_with_2(variables, tmp_path):
+    found = subprocess.run(
+        [sys.executable, *command(variables, tmp_path / "run", peers__address="127.0.0.1:9")],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 2 and found.stderr.count("\n") == 1
+    assert "peers.address 127.0.0.1:9: nobody listens there" in found.stderr
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,243 @@
+"""What peers do to the mean and to the spread, from their logs: real steps, real meetings, no Ray.
+
+The peers are those of a run, `Between` and all, but stepped and connected by a loop of this file,
+in a random order, with messages that take a random time.
+"""
+
+import contextlib
+import json
+import queue
+
+import noise_task
+import numpy as np
+import pytest
+
+from decent_jax import simulate, tasks, train
+from decent_jax.data import loader
+from decent_jax.peers import replay
+from decent_jax.peers.between import Between, Pulse
+from decent_jax.peers.boundary import on_host
+from decent_jax.peers.formats import FORMATS, Format
+from decent_jax.peers.rule import Meetings
+from decent_jax.peers.setup import Place, open_peer
+from decent_jax.train import loop
+from decent_jax.train.step import make_step
+
+RATE, BATCH, SIZE = 0.01, 2, 500
+PACES = (1.0, 1.0, 0.7, 0.2)  # of the peers, relative to the fastest
+
+
+class InProcess:
+    """A peer without Ray."""
+
+    def __init__(self, place, experiment, steps):
+        n = place.config["num_replicas"]
+        self.place, self.experiment = place, experiment
+        self.meetings = Meetings(place.name, Format(place.config["peers"]["wire"]), 1e9)
+        self.pulse = Pulse(n, steps)
+        self.jobs = queue.SimpleQueue()
+        self.asks = 0
+        self.between = Between(
+            experiment, place, self.pulse, self.meetings, self.jobs, self._ask, None
+        )
+        self.state, self.t = loop.init(experiment), self.between.begin(0)
+        self.first = self.params()
+        self.moved = np.zeros(SIZE)  # by its own steps
+        self.batches = loader.train_batches(
+            experiment.task.train_source,
+            seed=place.config["seed"],
+            num_replicas=1,
+            batch_size=BATCH,
+            prefetch=0,
+        )
+
+    def _ask(self):
+        self.asks += 1
+
+    def params(self):
+        return np.array(on_host(self.state.params)[0], np.float64)
+
+    def step(self, compiled):
+        def measured(state, batch, t):
+            before = np.array(on_host(state.params)[0], np.float64)
+            state, metrics = compiled(state, batch, t)
+            self.moved += np.array(on_host(state.params)[0], np.float64) - before
+            return state, metrics
+
+        batch = self.experiment.placement.put(next(self.batches))
+        self.state, _ = self.between.step(measured, self.state, batch, self.t)
+        self.t += 1
+
+
+def meeting(asker, answerer):
+    """The messages of a meeting, one after the other."""
+    asked = asker.meetings.ask()
+    if asked is None:
+        return
+    yield
+    if not answerer.meetings.agree(asked[0].meeting):
+        asker.meetings.give_up(asked[0].meeting, "declined")
+        return
+    yield
+    reply = answerer.meetings.answer(*asked)
+    yield
+    understood = asker.meetings.hear(*reply)
+    yield
+    accepted = answerer.meetings.settle(asked[0].meeting, understood)
+    yield
+    asker.meetings.close(asked[0].meeting, accepted)
+
+
+def config_of(form, steps):
+    config = train.default_config("noise")
+    config.peers.use, config.peers.wire = True, form
+    config.algorithm, config.optimizer.name, config.optimizer.momentum = "swarm", "sgd", 0.0
+    config.num_replicas, config.batch_size = len(PACES), BATCH * len(PACES)
+    config.steps, config.learning_rate, config.mix_every = steps, RATE, 2
+    config.lr_schedule.name, config.lr_schedule.warmup = "constant", 0
+    config.model.size, config.data.points = SIZE, 10**6
+    return config
+
+
+def train_in_process(workdir, form, steps):
+    """A whole run; its peers afterwards, and what a replay needs in the folder."""
+    config = config_of(form, steps)
+    random = np.random.default_rng(0)
+    with contextlib.ExitStack() as stack:
+        peers = []
+        for slot in range(len(PACES)):
+            place = Place(config.to_dict(), str(workdir), slot, 0, None, len(PACES))
+            experiment, _ = stack.enter_context(open_peer(place))
+            peers.append(InProcess(place, experiment, steps))
+            stack.enter_context(peers[-1].batches)
+        first = peers[0].experiment
+        step = make_step(
+            *(first.config, first.task, first.tx, first.rate, first.schedule, first.placement)
+        )
+        batch = first.placement.put(np.zeros((1, BATCH, SIZE), np.float32))
+        compiled = step.lower(peers[0].state, batch, np.int32(0), round=0).compile()
+        under_way, training = [], list(peers)
+        while training:
+            for peer in peers:
+                peer.pulse.heard(sum(one.t for one in peers), peer.t)
+            k = random.choice(len(peers), p=np.array(PACES) / sum(PACES))
+            peer = peers[k]
+            if peer in training:
+                if peer.between.over(peer.t):
+                    training.remove(peer)
+                    peer.between.end(peer.t, peer.state)
+                else:
+                    peer.step(compiled)
+            for one in peers:
+                if not one.jobs.empty() and random.random() < 0.7:
+                    one.jobs.get()()
+                for _ in range(one.asks):
+                    others = [other for other in peers if other is not one]
+                    under_way.append(meeting(one, others[random.integers(len(others))]))
+                one.asks = 0
+            for one in list(under_way):
+                if random.random() < 0.8 and next(one, one) is one:
+                    under_way.remove(one)
+    workdir.joinpath("config.json").write_text(json.dumps(config.to_dict()))
+    each = config.batch_size // config.num_replicas
+    manifest = {"batch": each, "streams": len(PACES), "best": None, "seconds": 0.0, "peers": {}}
+    workdir.joinpath("peers.json").write_text(json.dumps(manifest))
+    return peers
+
+
+@pytest.fixture(autouse=True)
+def noise(monkeypatch, compile_once):
+    monkeypatch.setitem(tasks.TASKS, "noise", noise_task)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_log_has_every_change_and_keeps_the_mean(form, tmp_path):
+    peers = train_in_process(tmp_path, form, 80)
+    copies = {}
+    versions = [0] * len(peers)
+
+    def observe(name, t, arrays):
+        slot = int(name[0])
+        copies[name, versions[slot]] = arrays
+        versions[slot] += 1
+
+    found = replay.replay(tmp_path, observe=observe)
+    assert all(one.survived and not one.differs for one in found)
+    halves, form_ = {}, Format(form)
+    added = np.zeros((len(peers), SIZE))
+    for k, log in enumerate(replay.read_logs(tmp_path)):
+        for met in (met for group in log.met.values() for met in group):
+            uses = (log.name, met["mine"]), (met["with"], met["theirs"])
+            mine, theirs = (
+                replay.sent_of(form_, *use, copies[use], side)
+                for use, side in zip(uses, met["sides"], strict=True)
+            )
+            half = (theirs[0] - mine[0]) * np.float32(0.5)
+            added[k] += half
+            halves.setdefault(met["met"], []).append(half)
+    assert len(halves) > 20 and all(len(both) == 2 for both in halves.values())
+    assert all((a == -b).all() for a, b in halves.values())
+    for k, peer in enumerate(peers):
+        rest = peer.params() - peer.first - peer.moved - added[k]
+        assert np.abs(rest).max() < 1e-5  # a hundred sums in float32
+    mean = np.mean([peer.params() - peer.first - peer.moved for peer in peers], axis=0)
+    assert np.abs(mean).max() < 2e-6 and np.abs(added).max() > 1e-2
+
+
+def interactions(logs):
+    """What happened, for `decent_jax.simulate.swarm`: meetings in an order that all peers agree on.
+
+    Each with the steps of both peers before which its halves were added.
+    """
+    number = {log.name: k for k, log in enumerate(logs)}
+    waiting = [[(t, met["met"]) for t in sorted(log.met) for met in log.met[t]] for log in logs]
+    partner = {
+        (log.name, m["met"]): m["with"] for log in logs for ms in log.met.values() for m in ms
+    }
+    since = [log.start for log in logs]
+    found = []
+    while any(waiting):
+        before = len(found)
+        for i, log in enumerate(logs):
+            while waiting[i]:
+                t, name = waiting[i][0]
+                j = number[partner[log.name, name]]
+                if not waiting[j] or waiting[j][0][1] != name:
+                    break
+                u, _ = waiting[j].pop(0)
+                waiting[i].pop(0)
+                time = 2 * (len(found) + 1) / len(logs)
+                met = simulate.Interaction(i, j, t - since[i], u - since[j], time)
+                found.append((met, (t, u)))
+                since[i], since[j] = t, u
+        if len(found) == before:
+            raise AssertionError("the logs name meetings in orders that contradict each other")
+    return found
+
+
+def test_the_logged_meetings_predict_the_spread(tmp_path):
+    train_in_process(tmp_path, "float32", 250)
+    published = {}
+    replay.replay(tmp_path, observe=lambda name, t, arrays: published.update({(name, t): arrays}))
+    logs = replay.read_logs(tmp_path)
+    sequence = interactions(logs)
+    x = np.array([published[log.name, 0][0] for log in logs], np.float64)
+    measured = []
+    for (i, j, *_), (t, u) in sequence:
+        both = (logs[i].name, t), (logs[j].name, u)
+        if not published.keys() >= {*both}:
+            break  # the last copies of a run are not published any more
+        x[i], x[j] = (published[copy][0] for copy in both)
+        measured.append(np.square(x - x.mean(axis=0)).sum())
+    predicted = simulate.swarm(
+        np.zeros((len(logs), 4 * SIZE)),
+        [met for met, _ in sequence],
+        lambda i, x, k, rng: rng.standard_normal(x.shape) / np.sqrt(BATCH),
+        RATE,
+        averaging="both",
+        blocking=False,
+    ).spread[1:]
+    assert len(measured) > 80
+    late = slice(len(measured) // 5, len(measured))
+    ratio = np.mean(measured[late]) / (np.mean(predicted[late]) / 4)
+    assert abs(ratio - 1) < 0.05, ratio

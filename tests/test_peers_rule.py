@@ -1,0 +1,243 @@
+"""The rule by which peers meet: against the exact simulation, in every format, and what fails."""
+
+import numpy as np
+import pytest
+
+from decent_jax import simulate
+from decent_jax.peers import partners
+from decent_jax.peers.formats import FORMATS, Format
+from decent_jax.peers.rule import Meetings
+
+D = 37
+
+
+def answer(answerer, offer, message):
+    """The reply to a message that takes no time, or None: "not now"."""
+    return answerer.answer(offer, message) if answerer.agree(offer.meeting) else None
+
+
+def meet(asker, answerer):
+    """A whole meeting; whether it came about on the asker's side, and on the answerer's."""
+    offer, message = asker.ask()
+    reply = answer(answerer, offer, message)
+    if reply is None:
+        asker.give_up(offer.meeting, "declined")
+        return None
+    understood = asker.hear(*reply)
+    accepted = answerer.settle(offer.meeting, understood)
+    asker.close(offer.meeting, accepted)
+    return accepted
+
+
+def peers(x, form, clock=lambda: 0.0):
+    group = [Meetings(f"{k}.0", Format(form), 5.0, clock) for k in range(len(x))]
+    for one, row in zip(group, x, strict=True):
+        one.publish([row.copy()], 0)
+    return group
+
+
+def add(x, k, meetings):
+    """The step boundary of peer k."""
+    for met in meetings.take():
+        x[k] += met.half[0]
+    meetings.publish([x[k].copy()], 0)
+
+
+def replayed(form, sequence, x0, noise):
+    """The models after a sequence of interactions with given local updates (float64)."""
+    x = x0.copy()
+    group = peers(x, form)
+    came_about = 0
+    for number, (i, j, *_) in enumerate(sequence):
+        x[i] -= noise[number, 0]
+        x[j] -= noise[number, 1]
+        came_about += bool(meet(group[i], group[j]))
+        for k in (i, j):
+            if group[k].busy():
+                add(x, k, group[k])
+    return x, came_about
+
+
+def updates(sequence, seed=0):
+    return 0.01 * np.random.default_rng(seed).normal(size=(len(sequence), 2, D))
+
+
+def test_it_is_the_simulated_recursion():
+    sequence = simulate.interactions(5, 300, seed=3)
+    x0 = np.random.default_rng(1).normal(size=(5, D))
+    noise = updates(sequence)
+    turn = {i: iter([]) for i in range(5)}
+    for i in range(5):
+        own = [noise[t, (a, b).index(i)] for t, (a, b, *_) in enumerate(sequence) if i in (a, b)]
+        turn[i] = iter(own)
+    wanted = simulate.swarm(
+        x0, sequence, lambda i, x, k, rng: next(turn[i]), 1.0, averaging="both", blocking=False
+    )
+    x, came_about = replayed("float32", sequence, x0, noise)
+    assert came_about == 300
+    np.testing.assert_allclose(x, wanted.models, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_keeps_the_mean_and_its_peers_together(form):
+    n = 6
+    sequence = simulate.interactions(n, 400, seed=5)
+    x0 = np.tile(0.2 * np.random.default_rng(2).normal(size=D), (n, 1))
+    noise = updates(sequence)
+    x, came_about = replayed(form, sequence, x0, noise)
+    moved = x.mean(axis=0) - x0.mean(axis=0) + noise.sum(axis=(0, 1)) / n
+    assert np.abs(moved).max() < 1e-13
+    exact = replayed("float32", sequence, x0, noise)[0]
+    spread, wanted = (np.square(y - y.mean(axis=0)).sum() for y in (x, exact))
+    assert 0.8 * wanted < spread < 1.3 * wanted
+    assert 320 < came_about <= 400
+
+
+def test_the_halves_are_opposite_to_the_last_bit():
+    x = np.random.default_rng(0).normal(size=(2, D)).astype(np.float32)
+    for form in FORMATS:
+        one, other = peers(np.stack([x[0], x[0] + 1e-4]).astype(np.float32), form)
+        while not meet(one, other):  # a lattice widens until it is understood
+            pass
+        (mine,), (theirs,) = one.take(), other.take()
+        assert mine.half[0].dtype == np.float32 and mine.half[0].any()
+        np.testing.assert_array_equal(mine.half[0], -theirs.half[0])
+
+
+def test_a_message_that_one_side_does_not_understand_moves_neither():
+    one, other = peers(np.array([np.zeros(D), np.full(D, 50.0)]), "lattice8")
+    assert meet(one, other) is False
+    assert one.take() == other.take() == [] and not one.busy() and not other.busy()
+    assert one.counts["not_understood"] == other.counts["not_understood"] == 1
+    tries = 0
+    while not meet(one, other):
+        tries += 1
+    assert tries < 15 and one.take() and other.take()
+
+
+def test_numbers_that_are_not_finite_do_not_spread():
+    one, other = peers(np.array([np.full(D, np.nan), np.zeros(D)]), "float32")
+    assert meet(one, other) is False and meet(other, one) is False
+    assert one.take() == other.take() == []
+
+
+def test_one_meeting_at_a_time():
+    one, other, third = peers(np.zeros((3, D)), "float32")
+    offer, message = one.ask()
+    assert one.ask() is None and one.busy()
+    assert answer(one, *third.ask()) is None  # "not now"
+    reply = answer(other, offer, message)
+    assert other.ask() is None
+    one.close(offer.meeting, other.settle(offer.meeting, one.hear(*reply)))
+    assert one.ask() is None and other.ask() is None  # until the step boundary
+    one.take()
+    assert one.ask() is None  # until it has published again
+    one.publish([np.zeros(D)], 7)
+    assert one.ask()[0].version == 1
+
+
+def test_peers_meet_though_they_ask_more_often_than_a_message_takes():
+    """Each asks at every tick; a message takes three. Agreed is agreed before it has arrived."""
+    random = np.random.default_rng(0)
+    group = peers(np.random.default_rng(1).normal(size=(4, D)), "float32")
+    under_way, met = [], 0
+
+    def meeting(asker, answerer):
+        offer, message = asker.ask()
+        if not answerer.agree(offer.meeting):
+            asker.give_up(offer.meeting, "declined")
+            return
+        yield from range(3)
+        reply = answerer.answer(offer, message)
+        yield from range(3)
+        asker.close(offer.meeting, answerer.settle(offer.meeting, asker.hear(*reply)))
+
+    for _ in range(200):
+        for k in random.permutation(4):
+            for one in group:
+                if halves := one.take():
+                    met += len(halves)
+                    one.publish([np.zeros(D)], 0)
+            if not group[k].busy():
+                others = [one for one in group if one is not group[k]]
+                under_way.append(meeting(group[k], others[random.integers(3)]))
+            under_way = [one for one in under_way if next(one, None) is not None]
+    assert met > 50
+
+
+def test_an_asker_that_comes_too_late_averages_no_more_than_its_partner():
+    now = [0.0]
+    one, other = peers(np.array([np.zeros(D), np.ones(D)]), "float32", lambda: now[0])
+    offer, message = one.ask()
+    understood = one.hear(*answer(other, offer, message))
+    now[0] = 6.0  # past the patience of 5 s
+    assert not other.busy() and other.counts["lost"] == 1
+    assert other.settle(offer.meeting, understood) is False
+    one.close(offer.meeting, False)
+    assert one.take() == other.take() == []
+
+
+def test_a_late_acceptance_still_adds_the_half_that_the_partner_added():
+    one, other, third = peers(np.array([np.zeros(D), np.ones(D), np.ones(D)]), "float32")
+    offer, message = one.ask()
+    accepted = other.settle(offer.meeting, one.hear(*answer(other, offer, message)))
+    one.close(offer.meeting, None)  # the answer has not come
+    assert meet(one, third)  # which hinders nobody
+    one.close(offer.meeting, accepted)
+    assert accepted and sorted(met.partner for met in one.take()) == ["1.0", "2.0"]
+    assert other.settle(offer.meeting, True) is False  # not twice
+
+
+def test_who_ends_finishes_what_is_under_way_and_begins_nothing():
+    one, other = peers(np.array([np.zeros(D), np.ones(D)]), "float32")
+    offer, message = one.ask()
+    one.no_more()
+    assert not one.idle()
+    one.close(offer.meeting, other.settle(offer.meeting, one.hear(*answer(other, offer, message))))
+    assert not one.idle() and one.take() and one.idle()
+    one.publish([np.zeros(D)], 0)
+    assert one.ask() is None and answer(one, *peers(np.zeros((1, D)), "float32")[0].ask()) is None
+
+
+NAMES = [f"{k}.0" for k in range(8)]
+
+
+def test_an_overlay_is_the_same_for_all_and_connected():
+    graph = partners.overlay(NAMES, 3)
+    assert (graph == graph.T).all() and (graph.sum(axis=0) == 3).all()
+    for k, name in enumerate(NAMES):
+        asked = partners.chances(name, NAMES[::-1], "regular(3)", {})
+        assert list(asked) == [NAMES[j] for j in np.nonzero(graph[k])[0]]
+        assert set(asked.values()) == {round(1 / 3, 12)}
+    assert 0 < partners.reduction(NAMES, "regular(3)", {}) < 1 / 7
+    few = partners.chances("0.0", NAMES[:4], "regular(3)", {})
+    assert len(few) == 3  # too few for a regular graph: all
+
+
+def test_weighted_partners_are_near_and_all_the_same_connected():
+    """Two sites of four: a meeting between them takes ten times as long."""
+    near = lambda i, j: (int(i[0]) < 4) == (int(j[0]) < 4)  # noqa: E731
+    seconds = {i: {j: 0.01 if near(i, j) else 0.1 for j in NAMES if j != i} for i in NAMES}
+    asked = partners.chances("1.0", NAMES, "weighted", seconds["1.0"])
+    assert sum(asked.values()) == pytest.approx(1)
+    assert asked["2.0"] > 4 * asked["5.0"] > 0.1
+    assert partners.chances("1.0", NAMES, "weighted", {})["5.0"] == pytest.approx(1 / 7)
+    # The promised reduction is that of the worst disagreement, over all meetings there may be.
+    chance = {i: partners.chances(i, NAMES, "weighted", seconds[i]) for i in NAMES}
+    reductions = []
+    sites = np.array([1.0] * 4 + [-1.0] * 4)
+    for x in (sites, *np.random.default_rng(0).normal(size=(20, 8))):
+        x = x - x.mean()
+        left = 0.0
+        for i, me in enumerate(NAMES):
+            for name, p in chance[me].items():
+                y = x.copy()
+                y[[i, NAMES.index(name)]] = (x[i] + x[NAMES.index(name)]) / 2
+                left += p / len(NAMES) * np.square(y).sum()
+        reductions.append(1 - left / np.square(x).sum())
+    promised = partners.reduction(NAMES, "weighted", seconds)
+    assert reductions[0] == pytest.approx(promised) and min(reductions) >= promised - 1e-9
+    words = partners.links(seconds)
+    assert "10 ms between" in words and "100 ms between" in words and "14.3%" in words
+    del seconds["0.0"]["7.0"], seconds["7.0"]["0.0"]
+    assert partners.links(seconds) == ""  # these two have not met

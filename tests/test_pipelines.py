@@ -1,0 +1,95 @@
+"""Pipelines against the run without stages, in one process."""
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from pipeline_threads import Threads
+
+from decent_jax.train import loop, setup
+from decent_jax.train.step import make_step
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+STEPS = 20
+
+
+def config_of(data, stages, cuts=1, **changes):
+    """A run of 20 steps; with ``stages`` 0 the same run without stages."""
+    settings = {"num_replicas": 2, "batch_size": 16, "steps": STEPS}
+    settings["learning_rate"] = 2e-3  # larger ones amplify what is rounded in another order
+    config = tiny.config(data, **(settings | changes))
+    config.optimizer.eps = 1e-6  # where a gradient is 0, Adam would turn its rounding into steps
+    config.optimizer.clip_norm = 0.5  # clips: the norms are 0.3 to 3
+    config.cluster.exchange_s = 200  # a stage that fails must not let others wait for ever
+    if config.algorithm != "accum_adam":  # whose programs take long to compile
+        config.optimizer.name = "sgd"
+    if stages:
+        config.pipeline.update(stages=stages, micro_batches=cuts, wire="float32")
+    else:
+        config.micro_batches = cuts
+    return config
+
+
+def without_stages(config, workdir):
+    """(losses (steps, n), state, evaluator) of the ordinary run."""
+    with setup.open_experiment(config, workdir) as (experiment, _):
+        step = make_step(
+            *(experiment.config, experiment.task, experiment.tx, experiment.rate),
+            *(experiment.schedule, experiment.placement),
+        )
+        state, losses = loop.init(experiment), []
+        with loop.Feed(experiment, 0, loop.Clock(0.0)) as feed:
+            for t in range(STEPS):
+                rnd = None
+                if config.algorithm != "all_reduce":
+                    rnd = experiment.schedule.round_at(t, config.mix_every)
+                state, metrics = step(state, feed.next(None, t, None), np.int32(t), round=rnd)
+                losses.append(np.asarray(metrics["loss"]))
+        evaluator = loop.Evaluator(config, experiment.task, experiment.placement)
+        return np.array(losses), state, evaluator
+
+
+def assert_close(got, wanted, rtol):
+    """max|error| / max|wanted| of every array."""
+    for name, value in wanted.items():
+        error = np.abs(got[name] - value).max() / np.abs(value).max()
+        assert error < rtol, (name, error)
+
+
+def flat(tree):
+    found = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in found}
+
+
+# Stages, micro-batches, order, tied, replicas, algorithm, dropout.
+CASES = [
+    (2, 4, "1f1b", True, 2, "accum_adam", 0.0),
+    (4, 8, "1f1b", True, 1, "all_reduce", 0.0),
+    (4, 4, "gpipe", False, 2, "decentralized_sgd", 0.0),
+    (2, 1, "gpipe", False, 2, "all_reduce", 0.1),
+    (1, 8, "1f1b", True, 2, "all_reduce", 0.0),
+]
+
+
+@pytest.mark.parametrize(("stages", "cuts", "order", "tied", "n", "algorithm", "dropout"), CASES)
+def test_losses_and_parameters_equal_the_run_without_stages(
+    stages, cuts, order, tied, n, algorithm, dropout, tiny_data, tmp_path
+):
+    model = {"tied": tied, "layers": max(stages, 2), "dropout": dropout}
+    changes = {"num_replicas": n, "algorithm": algorithm, "model": model}
+    plain = config_of(tiny_data, 0, cuts, **changes)
+    losses, state, evaluator = without_stages(plain, tmp_path / "run")
+    config = config_of(tiny_data, stages, cuts, **changes)
+    config.pipeline.order = order
+    whole = algorithm == "accum_adam"
+    with Threads(config, tmp_path) as threads:
+        spans = threads.train(0, 7) + threads.train(7, STEPS, row=whole)
+        got = np.array(spans[0].losses + spans[-1].losses)
+        np.testing.assert_allclose(got, losses, rtol=1e-5)
+        assert_close(threads.params(), flat(state.params), rtol=1e-5)
+        if whole:
+            squares = np.sum([span.distance for span in spans[stages:]], axis=0)
+            row = evaluator.row(state)[0]
+            wanted = row["eval/consensus_distance"]
+            np.testing.assert_allclose(squares[0] ** 0.5, wanted, rtol=1e-3)
+            assert threads.evaluate() == pytest.approx(row["eval/loss"], rel=1e-5)

@@ -1,0 +1,243 @@
+"""Parts of pipelines: the bubble, checkpoints of another cut, gradients, and what is refused."""
+
+import itertools
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tiny
+from pipeline_threads import Threads
+from test_pipelines import assert_close, config_of, flat
+
+from decent_jax import command, topology
+from decent_jax.peers import start
+from decent_jax.pipelines import files, placing, setup
+from decent_jax.pipelines.messages import Key, Mailbox
+from decent_jax.pipelines.part import Part
+from decent_jax.pipelines.worker import Worker
+from decent_jax.topology.plan_file import Plan
+from decent_jax.train import ConfigError, PeerLost
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+
+
+FORWARD_S = 0.15
+
+
+class Sleeper:
+    """A stage whose micro-batches only take time, as long backward as forward."""
+
+    def __init__(self, config, stage):
+        self.grid = SimpleNamespace(config=config)
+        task = SimpleNamespace(config=SimpleNamespace(tied=False))
+        self.part = Part(task, stage, [1] * config.pipeline.stages)
+        self.state = SimpleNamespace(params={})
+        self.busy = 0.0  # seconds; a loaded machine wakes late
+
+    def sleep(self, seconds):
+        began = time.monotonic()
+        time.sleep(seconds)
+        self.busy += time.monotonic() - began
+
+    def rows(self, tree):
+        return tree
+
+    def begin_mix(self, rnd):
+        return None
+
+    def zeros(self, params, borrowed):
+        return np.zeros(1), ({}, {})
+
+    def forward(self, *_):
+        self.sleep(FORWARD_S)
+        return ()
+
+    def backward(self, params, borrowed, x, tokens, total, *_):
+        # The last one's includes its forward.
+        self.sleep(2 * FORWARD_S if self.part.is_last else FORWARD_S)
+        return total, ()
+
+    def mean(self, loss, grads):
+        return loss, grads
+
+    def squares(self, grads):
+        return np.ones(1)
+
+    def update(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("order", ["1f1b", "gpipe"])
+def test_bubble_of_equal_stages(order, tiny_data, monkeypatch):
+    """A share (S - 1) / (M + S - 1) of a step, within 10 percent; cores do not matter to sleep."""
+    stages, cuts = 4, 4
+    config = config_of(tiny_data, stages, cuts, algorithm="all_reduce")
+    config.pipeline.order = order
+    endless = itertools.repeat(np.zeros((1, cuts, 1)))
+    monkeypatch.setattr(Worker, "_open", lambda self, start: endless)
+    boxes = [Mailbox() for _ in range(stages)]
+    workers = [
+        Worker(Sleeper(config, s), boxes[s], lambda to, key, value: boxes[to].put(key, value))
+        for s in range(stages)
+    ]
+    shares = []
+    with ThreadPoolExecutor(stages) as threads:
+        for t in range(2):
+            for worker in workers:
+                worker.stage.busy = 0.0
+            began = time.monotonic()
+            for call in [threads.submit(worker._step, t) for worker in workers]:
+                call.result()
+            busy = np.mean([worker.stage.busy for worker in workers])
+            shares.append(1 - busy / (time.monotonic() - began))
+    assert min(shares) == pytest.approx((stages - 1) / (cuts + stages - 1), rel=0.1)
+
+
+def test_a_message_that_does_not_come_is_named():
+    with pytest.raises(PeerLost, match=r"stage 3 has sent no activation of step 7 within"):
+        Mailbox().take(Key("activation", 7, 0, 3), 0.01)
+
+
+def write(threads, folder, step):
+    """A checkpoint of all stages."""
+    for stage in threads.stages:
+        for replica, arrays in enumerate(files.snapshot(stage)):
+            files.write_part(folder, stage.part.stage, replica, arrays)
+    n = threads.stages[0].grid.placement.num_replicas
+    meta = {"step": step, "stages": len(threads.stages), "num_replicas": n}
+    files.finish(folder, meta, keep=2)
+    return meta
+
+
+def test_another_number_of_stages_and_replicas_goes_on_from_a_checkpoint(tiny_data, tmp_path):
+    """Three steps on, two stages as before give the same bits, one stage the same numbers."""
+
+    def made(stages, n=2, start=3):
+        model = {"layers": 2, "dropout": 0.0}
+        config = config_of(
+            tiny_data, stages, 2, num_replicas=n, algorithm="decentralized_sgd", model=model
+        )
+        return Threads(config, tmp_path, start)
+
+    folder = tmp_path / "checkpoints" / "3"
+    with made(2, start=0) as whole:
+        whole.train(0, 3)
+        meta = write(whole, folder, 3)
+        saved = whole.params()
+        whole.train(3, 6)
+        after = whole.params()
+    with made(2) as again:
+        for stage in again.stages:
+            files.restore(stage, folder, meta)
+        again.train(3, 6)
+        for name, value in again.params().items():
+            np.testing.assert_array_equal(value, after[name], err_msg=name)
+    with made(1) as one:
+        files.restore(one.stages[0], folder, meta)
+        one.train(3, 6)
+        assert_close(one.params(), after, rtol=1e-6)
+    with made(2, n=1) as mean:
+        for stage in mean.stages:
+            files.restore(stage, folder, meta)
+        assert_close(mean.params(), {k: x.mean(0, keepdims=True) for k, x in saved.items()}, 1e-6)
+    params, _ = files.restore_model(tmp_path, "last")
+    assert_close(flat(params), {k: x.mean(axis=0) for k, x in saved.items()}, rtol=1e-6)
+    (folder / "stage-1.replica-0.npz").write_bytes(b"PK damaged")
+    with pytest.raises(files.CheckpointError, match=r"stage-1\.replica-0\.npz is damaged"):
+        files.check(folder)
+
+
+@pytest.mark.parametrize(("wire", "bound"), [("bfloat16", 0.02), ("int8", 0.06)])
+def test_rounded_activations_give_nearly_the_same_gradient(wire, bound, tiny_data, tmp_path):
+    """A step of plain SGD, relative to its norm; int8 rounds to 1/127 of a row's largest."""
+
+    def parameters(stages, wire):
+        model = {"layers": 2, "dropout": 0.0}
+        config = config_of(tiny_data, stages, 2, algorithm="decentralized_sgd", model=model)
+        config.update(num_replicas=1, mix_every=100)
+        config.optimizer.update(momentum=0.0, weight_decay=0.0, clip_norm=0.0)
+        config.pipeline.wire = wire
+        with Threads(config, tmp_path) as threads:
+            before = threads.params()
+            threads.train(0, 1)
+            after = threads.params()
+        return np.concatenate([(after[k] - before[k]).ravel() for k in sorted(before)])
+
+    exact, rounded = parameters(1, "float32"), parameters(2, wire)
+    error = np.linalg.norm(rounded - exact) / np.linalg.norm(exact)
+    assert 1e-4 < error < bound
+
+
+# --- Refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"pipeline__stages": 3}, "pipeline.stages 3 is more than the model's 2 layers"),
+        ({"pipeline__micro_batches": 3}, "8 examples .* cannot be cut into 3 pipeline.micro_b"),
+        ({"micro_batches": 2}, r"needs micro_batches 1 \(pipeline.micro_batches cuts"),
+        ({"model__preset": "llama_125m"}, "model.preset 'llama_125m' is none"),
+        ({"algorithm": "gradient_tracking"}, "needs algorithm all_reduce or decentralized_adam"),
+        ({"pipeline__layers": "2,1"}, "'2,1' are 3 layers, but the model has 2"),
+        ({"eval__ema_decay": 0.9}, "needs eval.ema_decay 0, got 0.9"),
+        ({"cluster__plan": "PLAN"}, "is for 3 stages, but pipeline.stages is 2"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(
+    changes, words, tiny_data, tmp_path, capsys
+):
+    plan = tmp_path / "plan.json"
+    names = tuple(f"host{k}/0" for k in range(6))
+    Plan(names, topology.make("one_peer_exp", 2), stages=3).save(plan)
+    path = tiny.write_config(tmp_path / "config.py", tiny_data)
+    settings = {"num_replicas": 2, "batch_size": 16, "model__layers": 2, "pipeline__stages": 2}
+    settings |= changes
+    flags = [f"--config.{k.replace('__', '.')}={v}" for k, v in settings.items()]
+    flags = [flag.replace("=PLAN", f"={plan}") for flag in flags]
+    argv = ["--config", str(path), "--workdir", str(tmp_path / "run"), *flags]
+    assert command.train(argv, "train.py") == 2
+    err = capsys.readouterr().err
+    assert err.startswith("train.py: ") and err.count("\n") == 1, err
+    assert re.search(words, err), err
+
+
+def test_a_plan_puts_cells_on_its_machines_and_is_refused_elsewhere():
+    plan = Plan(("a/0", "b/0"), topology.make("one_peer_exp", 1), stages=2, layers=(1, 3))
+    node = {"Alive": True, "NodeManagerHostname": "b", "NodeID": "bb" * 28}
+    nodes = [node, node | {"NodeName": "a", "NodeManagerHostname": "x", "NodeID": "aa" * 28}]
+    found = placing.strategies(plan, nodes, 2)
+    assert [one.node_id for one in found] == ["aa" * 28, "bb" * 28]
+    assert placing.strategies(None, nodes, 2) == ["SPREAD", "SPREAD"]
+    with pytest.raises(ConfigError, match="other machines: it names a, and the Ray cluster has b;"):
+        placing.strategies(plan, [node], 2)
+
+
+def test_a_plan_is_read_as_it_was_written(tmp_path):
+    plan = Plan(("a/0", "b/0"), topology.make("one_peer_exp", 1), stages=2, layers=(1, 3))
+    plan.save(tmp_path / "plan.json")
+    again = topology.plan_file.load(tmp_path / "plan.json")
+    assert (again.devices, again.stages, again.layers) == (plan.devices, 2, (1, 3))
+    with pytest.raises(ValueError, match="1 replicas of 3 stages, but it names 2 devices"):
+        Plan(plan.devices, plan.schedule, stages=3)
+
+
+def test_too_few_machines_are_refused(tiny_data, monkeypatch):
+    monkeypatch.setattr(start.ray, "cluster_resources", lambda: {"CPU": 3.0})
+    config = config_of(tiny_data, 2)
+    config.pipeline.cpus = 1.0
+    with pytest.raises(ConfigError, match=r"4 pipeline actors .* need 4 CPU, and Ray has 3"):
+        start.check_resources(config, "pipeline", 4)
+
+
+def test_layers_of_the_plan_are_used_unless_the_config_names_others(tiny_data):
+    config = config_of(tiny_data, 2, model={"layers": 4})
+    task = SimpleNamespace(config=SimpleNamespace(layers=4, vocab_size=256, width=16))
+    plan = Plan(("a/0", "b/0"), topology.make("one_peer_exp", 1), stages=2, layers=(1, 3))
+    assert setup.layers_of(config, plan, task) == [1, 3]
+    assert setup.layers_of(config, None, task) == [3, 1]  # the output layer is 256 / (12 * 16)
+    config.pipeline.layers = "2,2"
+    assert setup.layers_of(config, plan, task) == [2, 2]

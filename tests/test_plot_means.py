@@ -1,0 +1,119 @@
+"""Runs that differ in their seed as one line: means, bands, axes and the CSV."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+from test_plot import make_run, size_of_png
+
+from decent_jax import plot, plot_means
+from decent_jax.json_files import write_json_atomic
+from decent_jax.run_folder import load_run
+
+
+def sweep_of(folder, *, seeds=(0, 1, 2), schedules=("ring", "one_peer_exp"), sent=1000):
+    """Runs whose loss is 2 + seed, from step 1 to 60; the validation loss 2.2 + 8 exp(-s / 10)."""
+    runs = []
+    for schedule in schedules:
+        for seed in seeds:
+            run = make_run(
+                folder / f"{schedule}{seed}",
+                config={"schedule": schedule, "seed": seed, "log": {"every": seed}},
+                train__loss=lambda s, seed=seed: 2.0 + seed,
+                train__consensus_distance_relative=lambda s, seed=seed: 0.01 * (seed + 1),
+                perf__wall_time_s=lambda s, seed=seed: (1 + seed) * s,
+            )
+            write_json_atomic(run / "summary.json", {"bytes_sent_per_step": sent})
+            runs.append(run)
+    return runs
+
+
+def test_a_curve_is_the_mean_over_seeds(tmp_path):
+    runs = [load_run(run) for run in sweep_of(tmp_path)]
+    curves = plot_means.curves_of(runs)
+    assert list(curves) == ["eval/loss", plot_means.CONSENSUS]
+    assert [made.label for made in curves["eval/loss"]] == ["ring", "one_peer_exp"]
+    ring = curves[plot_means.CONSENSUS][0]
+    assert ring.runs == 3 and len(ring.steps) == 60
+    np.testing.assert_allclose(ring.mean, 0.02)
+    np.testing.assert_allclose(ring.deviation, 0.01)  # of 0.01, 0.02, 0.03 with n - 1
+    np.testing.assert_allclose(ring.seconds, 2 * ring.steps)
+    np.testing.assert_allclose(ring.sent, 1000 * ring.steps)
+
+
+def test_only_steps_that_all_seeds_have(tmp_path):
+    whole, short = make_run(tmp_path / "a", config={"seed": 0}), tmp_path / "b"
+    make_run(short, steps=10, config={"seed": 1})
+    curves = plot_means.curves_of([load_run(whole), load_run(short)])
+    (loss,) = curves["train/loss"]  # a single validation of one run is no curve
+    assert loss.steps.tolist() == list(range(1, 11))
+    assert loss.sent is None  # no summary
+
+
+def test_panels_and_labels(tmp_path):
+    curves = plot_means.curves_of([load_run(run) for run in sweep_of(tmp_path)])
+    figure = plot_means.draw(curves, plot_means.LOOKS["paper"])
+    assert [axes.get_xlabel() for axes in figure.axes] == [
+        *("step", "training time (s)", "sent per replica (MB)", "step")
+    ]
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [
+        *["Validation loss"] * 3,
+        "Consensus distance",
+    ]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "ring (3 seeds)",
+        "one_peer_exp (3 seeds)",
+    ]
+    assert all(len(axes.lines) == len(axes.collections) == 2 for axes in figure.axes)
+    assert figure.get_figwidth() == 5.5  # a page of text
+    box = legend.get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
+
+
+def test_replicas_that_are_equal_do_not_stretch_the_distances(tmp_path):
+    distances = {"ring": lambda s: 0.01, "complete": lambda s: 1e-8}
+    runs = [
+        load_run(
+            make_run(
+                tmp_path / name,
+                config={"schedule": name},
+                train__consensus_distance_relative=distance,
+            )
+        )
+        for name, distance in distances.items()
+    ]
+    figure = plot_means.draw(plot_means.curves_of(runs), plot_means.LOOKS["screen"])
+    panel = figure.axes[-1]
+    assert len(panel.lines) == 1 and panel.get_ylim() == pytest.approx((0.005, 0.02))
+    assert panel.get_title(loc="right") == "without those at 0"
+    only = plot_means.curves_of(runs[1:])
+    assert len(plot_means.draw(only, plot_means.LOOKS["screen"]).axes[-1].lines) == 1
+
+
+@pytest.mark.parametrize("name", ["mean.png", "mean.pdf", "mean.svg"])
+def test_the_command(name, tmp_path, capsys):
+    runs = sweep_of(tmp_path, seeds=(0, 1), schedules=("ring",), sent=None)
+    out, table = tmp_path / name, tmp_path / "new" / "table.csv"
+    style = ["--style", "paper"] if name != "mean.png" else ["--mean"]
+    told = ["--out", str(out), "--csv", str(table), *style]
+    assert plot.main([*map(str, runs), *told]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(out), str(table)]
+    if name == "mean.png":
+        size_of_png(out)
+    else:
+        assert out.read_bytes().lstrip()[:5] in (b"%PDF-", b"<?xml")
+    with table.open() as lines:
+        rows = [row for row in csv.DictReader(lines) if row["metric"] == plot_means.CONSENSUS]
+    assert len(rows) == 60 and rows[9]["step"] == "10"
+    assert (rows[9]["runs"], rows[9]["bytes_sent_per_replica"]) == ("2", "")
+    assert float(rows[9]["training_seconds"]) == pytest.approx(15)
+    assert float(rows[9]["mean"]) == pytest.approx(0.015)
+    assert float(rows[9]["standard_deviation"]) == pytest.approx(0.01 / 2**0.5)
+
+
+def test_runs_without_a_loss_are_refused(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "other": 2}) + "\n")
+    assert plot.main([str(tmp_path), "--mean"]) == 2
+    assert "has no metric that this command draws" in capsys.readouterr().err

@@ -1,0 +1,172 @@
+"""What a run takes from outside: an optimizer by its dotted name, matrices of a file."""
+
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+
+from decent_jax import command, topology, train
+from decent_jax.errors import ConfigError
+from decent_jax.topology import matrices_file
+from decent_jax.train import algorithm, named_optimizer
+from decent_jax.train import config as config_lib
+
+
+def updates_of(tx, params, grads):
+    state = tx.init(params)
+    return tx.update(grads, state, params)[0]
+
+
+def test_an_optimizer_of_optax_by_its_name():
+    """With its arguments, the run's learning rate, decay and mask, and behind the clipping."""
+    config = train.default_config()
+    config.algorithm, config.optimizer.name = "decentralized_sgd", "optax.lion(b1=0.7)"
+    config.optimizer.weight_decay, config.optimizer.clip_norm = 0.1, 1.0
+    mask = {"kernel": True, "bias": False}
+    tx = algorithm._local_optimizer(config, 0.5, mask)
+    wanted = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.lion(0.5, b1=0.7, weight_decay=0.1, mask=mask)
+    )
+    params = {"kernel": jnp.ones(3), "bias": jnp.ones(2)}
+    grads = {"kernel": jnp.array([1.0, -2.0, 0.0]), "bias": jnp.ones(2)}
+    found, expected = updates_of(tx, params, grads), updates_of(wanted, params, grads)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_no_weight_decay_but_the_config_s():
+    """Optax's Lion decays by default."""
+    config = train.default_config()
+    config.algorithm, config.optimizer.name = "decentralized_sgd", "optax.lion"
+    tx = algorithm._local_optimizer(config, 1.0, None)
+    assert updates_of(tx, jnp.array([4.0]), jnp.array([1.0])).tolist() == [-1.0]
+
+
+def test_decay_that_is_not_decoupled_is_in_the_gradient():
+    config = train.default_config()
+    config.optimizer.update(name="optax.sgd", weight_decay=0.25, decoupled=False, clip_norm=0.5)
+    config.algorithm = "decentralized_sgd"
+    tx = algorithm._local_optimizer(config, 1.0, None)
+    assert updates_of(tx, jnp.array([4.0]), jnp.array([1.0])).tolist() == [-1.5]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "name", "message"),
+    [
+        ("accum_adam", "optax.lion", "accum_adam is an optimizer itself, got optimizer.name"),
+        ("quasi_global_sgd", "optax.lion", "quasi_global_sgd is an optimizer itself"),
+        ("decentralized_sgd", "optax.lyon", "optax has no function 'lyon'; did you mean 'lion'"),
+        ("decentralized_sgd", "optaxx.lion", "there is no module 'optaxx'"),
+        ("decentralized_sgd", "optax.lion(beta=1)", "optax.lion has no argument 'beta'; it takes"),
+        ("decentralized_sgd", "optax.lion(0.5)", "write a dotted name, and arguments by name"),
+        ("decentralized_sgd", "optax.lion(b1=jnp)", "write a dotted name, and arguments by name"),
+        ("decentralized_sgd", "optax.lion(learning_rate=1)", "set learning_rate of the config"),
+        ("decentralized_sgd", "optax.trace", "optax.trace takes no learning_rate"),
+        ("decentralized_sgd", "optax.lion(weight_decay=1)", "is given its weight_decay twice"),
+        ("decentralized_sgd", "optax.sgd", "optax.sgd has none: set optimizer.weight_decay=0"),
+        ("decentralized_sgd", "optax.inject_hyperparams", "takes no learning_rate"),
+    ],
+)
+def test_optimizers_that_cannot_be(algorithm, name, message, tiny_data):
+    config = tiny.config(tiny_data, algorithm=algorithm, optimizer={"name": name})
+    config.optimizer.decoupled = algorithm != "quasi_global_sgd"
+    with pytest.raises(ConfigError, match=message):
+        config_lib.validate(config)
+
+
+@pytest.mark.slow
+def test_a_run_with_muon_over_matrices_of_a_file(tiny_data, tmp_path, compile_once):
+    """It trains, says so, and resumes."""
+    np.save(tmp_path / "graph.npy", np.full((4, 4), 0.25))
+    config = tiny.config(
+        tiny_data,
+        algorithm="decentralized_sgd",
+        schedule=str(tmp_path / "graph.npy"),
+        optimizer={"name": "optax.contrib.muon(ns_steps=2)"},
+        steps=3,
+        log={"every": 3},
+    )
+    first = train.run(config, tmp_path / "run")
+    config.steps = 5
+    summary = train.run(config, tmp_path / "run")
+    assert summary["steps"] == 5 and np.isfinite(first["final"]["eval/loss"])
+
+
+def test_matrices_of_a_file(tmp_path):
+    path = str(tmp_path / "graph.npy")
+    ring = [topology.make("ring", 4).matrix(r) for r in range(2)]
+    np.save(path, ring)
+    schedule = matrices_file.load(path, 4)
+    assert schedule.period == 2 and schedule.name == "graph.npy"
+    np.testing.assert_array_equal(schedule.matrix(1), ring[1])
+    with pytest.raises(ValueError, match="read-only"):
+        schedule.matrix(0)[0] = 1
+    config = train.default_config()
+    config.num_replicas, config.schedule = 4, path
+    assert config_lib.make_schedule(config).period == 2
+    shares = np.array([[0.5, 0, 0.5], [0.5, 0.5, 0], [0, 0.5, 0.5]]) * [[1.2], [1], [0.8]]
+    np.save(path, shares / shares.sum(0))
+    config.num_replicas, config.algorithm = 3, "push_sum"
+    assert config_lib.make_schedule(config).period == 1
+
+
+@pytest.mark.parametrize(
+    ("matrices", "message"),
+    [
+        (None, "graph.npy: there is no such file"),
+        (b"PK", "it is no .npy file"),
+        (np.eye(3), r"of 4 replicas have the shape \(4, 4\) or .*, got \(1, 3, 3\)"),
+        (np.ones((4, 4)), "graph.npy: round 0: row 0 must sum to 1, got 4"),
+        (np.eye(4), "never reaches consensus"),
+        (np.eye(4, dtype=int), "weights must be floating-point numbers, got int64"),
+        (np.full((4, 4), None), "it is no .npy file: Object arrays cannot be loaded"),
+    ],
+)
+def test_files_that_hold_no_schedule(tmp_path, matrices, message):
+    path = tmp_path / "graph.npy"
+    if isinstance(matrices, bytes):
+        path.write_bytes(matrices)
+    elif matrices is not None:
+        np.save(path, matrices)
+    config = train.default_config()
+    config.num_replicas, config.schedule = 4, str(path)
+    with pytest.raises(ConfigError, match=message):
+        config_lib.make_schedule(config)
+
+
+def test_the_name_is_read_as_python(tmp_path):
+    assert named_optimizer.parse(" optax.adafactor( multiply_by_parameter_scale = False ) ") == (
+        "optax.adafactor",
+        {"multiply_by_parameter_scale": False},
+    )
+    assert not named_optimizer.is_dotted("adam") and named_optimizer.is_dotted("optax.adam(b1=.9)")
+
+
+def test_check_says_what_a_run_takes_and_leaves_nothing(
+    tiny_data, tmp_path, capsys, monkeypatch, compile_once
+):
+    path = tiny.write_config(tmp_path / "tiny_config.py", tiny_data)
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    assert command.main(["train", "--config", str(path), "--check", "--config.batch_size=9"]) == 2
+    assert "batch_size 9 cannot be shared out" in capsys.readouterr().err
+    assert command.main(["train", "--config", str(path), "--check"]) == 0
+    said = capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
+    assert "the config is good for 12 steps; 2 rounds to compile" in said
+    (ms,) = re.findall(r"a step takes (\S+) ms here, 12 of them \S+ s", said)
+    assert 0 < float(ms) < 60_000
+    (kept,) = re.findall(r"keeps (\S+) MB of parameters and optimizer", said)
+    (state,) = re.findall(r"a step: .* MB of memory per device \((\S+) of state", said)
+    assert float(state) == pytest.approx(4 * float(kept), rel=0.02)  # of four replicas, and a batch
+
+
+def test_a_state_that_does_not_fit_is_refused_before_it_is_allocated(tiny_data, monkeypatch):
+    monkeypatch.setattr(os, "sysconf", lambda name: 50 if "PAGES" in name else 4096)
+    config = tiny.config(tiny_data)
+    with pytest.raises(ConfigError, match=r"4 replicas needs at least .*B of memory, and this"):
+        train.check(config)

@@ -1,0 +1,71 @@
+"""A task for whole runs in tests: some hundred numbers, with dropout, which compile in no time."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from line_task import Line
+
+from decent_jax.fields import Field
+
+FIELDS = {
+    "model.dropout": Field(0.1, "probability that a wave is left out"),
+    "model.waves": Field(16, "hidden units"),
+    "data.pause": Field(0.0, "seconds before each step, for signals to arrive", may_change=True),
+}
+
+
+def validate(config):
+    pass
+
+
+def make(config, workdir, announce):
+    return Waves(config)
+
+
+class Points:
+    """``count`` points of a curve with noise: arrays [x, y]."""
+
+    def __init__(self, count, seed):
+        x, noise = np.random.default_rng(seed).normal(size=(2, count))
+        self.points = np.stack([x, 3 * x + np.sin(3 * x) + noise / 4], 1).astype(np.float32)
+
+    def __len__(self):
+        return len(self.points)
+
+    def __getitem__(self, index):
+        return self.points[index]
+
+
+class Waves(Line):
+    """``y = slope x + out tanh(in x)``."""
+
+    def __init__(self, config):
+        self.waves, self.dropout = config.model.waves, config.model.dropout
+        self.pause = config.data.pause
+        self.train_source, self.eval_source = Points(400, 0), Points(20, 1)
+
+    def init(self, key):
+        drawn = jax.random.normal(key, (2, self.waves))
+        return {"slope": jnp.float32(0), "in": drawn[0], "out": drawn[1]}, {}
+
+    def _errors(self, params, batch, key=None):
+        waves = jnp.tanh(jnp.outer(batch[:, 0], params["in"]))
+        if key is not None and self.dropout:
+            waves *= jax.random.bernoulli(key, 1 - self.dropout, waves.shape)
+        predicted = params["slope"] * batch[:, 0] + waves @ params["out"]
+        return jnp.square(predicted - batch[:, 1])
+
+    def measure(self, block):
+        time.sleep(self.pause)
+        return {}
+
+    def loss(self, params, model_state, batch, key):
+        return self._errors(params, batch, key).mean(), model_state
+
+    def summary(self):
+        return {"parameters": 2 * self.waves + 1}
+
+    def decay_mask(self, params):
+        return {"slope": False, "in": True, "out": True}
