@@ -41,7 +41,7 @@ def get_config():
     config.checkpoint.every = 0
     config.checkpoint.every_minutes = 0.05
     config.peers.silent_s = 2.0
-    config.peers.meet_s = 2.0
+    config.peers.meet_s = 8.0  # on busy machines a message may take seconds
     config.peers.max_lag = 20
     return config
 """

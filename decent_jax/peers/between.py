@@ -132,7 +132,8 @@ class Between:
         if self.leaving is None and not self._pulse.over():
             return False
         if math.isinf(self._end_by):
-            self._end_by = time.monotonic() + self._meet_s
+            # A meeting takes meet_s at most, and until it is known to be settled as long again.
+            self._end_by = time.monotonic() + 2 * self._meet_s
             self._due, self._met_before = done, self._meetings.counts["met"]
         late = time.monotonic() > self._end_by
         # Who leaves meets once more, so that what it has learned stays with the others.

@@ -84,7 +84,7 @@ def _check_seconds(peers: ConfigDict) -> None:
         ("beat_s", "silent_s", 3),  # a report or two may come late
         ("silent_s", "start_s", 1),
         ("meet_s", "join_s", 1),  # a join copies more than a meeting
-        ("meet_s", "stop_s", 1),  # who leaves in good order meets once more
+        ("meet_s", "stop_s", 2),  # who leaves in good order meets once more, and both settle
     ):
         if factor * peers[shorter] > peers[longer]:
             times = f"{factor} times " if factor > 1 else ""
