@@ -109,7 +109,8 @@ WINDOW = 400  # steps at the end
 
 
 def rate_on_quadratic(variant: Variant) -> float:
-    adam = "adam" in variant.optimizer or variant.method == "quasi_global_adam"
+    adam = variant.optimizer in ("adam", "accum_adam", "muon")
+    adam = adam or variant.method == "quasi_global_adam"
     return 0.01 if adam else 0.1
 
 
@@ -335,6 +336,7 @@ def main(arguments: list[str] | None = None) -> int:
     names = (*PARTS, "all")
     parser.add_argument("parts", nargs="+", metavar="PART", choices=names, help=", ".join(names))
     parser.add_argument("--quick", action="store_true", help="a little of it, in a minute")
+    parser.add_argument("--only", metavar="METHODS", help="rows of the tables, separated by ;")
     parser.add_argument("--seeds", type=int, metavar="N", help="means of so many (3; quick: 1)")
     parser.add_argument("--warmup", type=float, default=0.0, metavar="FRACTION",
                         help="of the steps on images, with a rising learning rate (0)")  # fmt: skip
@@ -346,6 +348,12 @@ def main(arguments: list[str] | None = None) -> int:
         if options.seeds < 1:
             parser.error(f"--seeds must be at least 1, got {options.seeds}")
         scale = scale._replace(seeds=options.seeds, losses_drawn=options.seeds + 2)
+    if options.only:
+        wanted = tuple(options.only.split(";"))
+        for label in wanted:
+            if label not in BY_LABEL:
+                parser.error(f"--only: no method {label!r}; there are {'; '.join(BY_LABEL)}")
+        scale = scale._replace(methods=wanted)
     if not 0 <= options.warmup <= 1:
         parser.error(f"--warmup must be in [0, 1], got {options.warmup:g}")
     scale = scale._replace(warmup=options.warmup)

@@ -2,15 +2,16 @@
 
     python benchmarks/peers.py slow|links|kills|loss|costs [--out FOLDER] [--seconds 20]
 
-Each run is one that a user would start, `train.py` on a Ray cluster of four network namespaces
-(benchmarks/hosts.sh) with one peer each, or `run_on_hosts.py train.py` on the same hosts. Needs
-root. A row per run goes to FOLDER/NAME.jsonl; runs that have a row there are not made again, so an
-interrupted benchmark continues. At the end the table is printed.
+Each run is one that a user would start, `train.py` on a Ray cluster of network namespaces
+(benchmarks/hosts.sh, four if --hosts does not say otherwise) with one peer each, or
+`run_on_hosts.py train.py` on the same hosts. Needs root. A row per run goes to FOLDER/NAME.jsonl;
+runs that have a row there are not made again, so an interrupted benchmark continues. At the end the
+table is printed.
 
 slow    one host in four computes 2 or 10 times slower. Links of 1 Gbit/s.
-links   75 Mbit/s, questions after H steps, float32 and 8 bits (--mbit: other links).
+links   questions after H steps, float32 and 8 bits, on links of --mbit between --hosts.
 kills   a random process is killed every 30 s (--seconds: how long altogether), for peers and for
-        launch/supervise.py: examples trained and kept, over those of an undisturbed run.
+        launch/supervise.py: examples trained and kept per second, over those of an undisturbed run.
 loss    the quickstart's model on links of 75 Mbit/s with one host at half speed: loss by time. It
         trains for 300 steps, and a step sleeps for 0.1 s.
 costs   memory and processor time of Ray on each host, and bytes on the wire.
@@ -34,14 +35,14 @@ from pathlib import Path
 from typing import Any
 
 import commands
-from peers_tables import COMPUTE_S, HOSTS, NEVER, draw, table
+from peers_tables import COMPUTE_S, NEVER, draw, table
 from run_on_hosts import names_of_hosts
 from tqdm import tqdm
 
 from decent_jax.run_folder import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
-HEAD, PORT, KILL_S = "10.77.0.1", 6379, 30.0
+HEAD, PORT, KILL_S, UNDISTURBED_S = "10.77.0.1", 6379, 30.0, 120.0
 TEXT = """
 import importlib.util
 from decent_jax import train
@@ -91,7 +92,11 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 
 
 def cases_of(table: str, parsed) -> list[dict[str, Any]]:
-    """The runs of a table; ``mbit`` is the rate of links, the rest are fields of the config."""
+    """The runs of a table: hosts, the rate of their links in Mbit/s, and fields of the config."""
+    return [{"hosts": parsed.hosts, **case} for case in _cases_of(table, parsed)]
+
+
+def _cases_of(table: str, parsed) -> list[dict[str, Any]]:
     if table == "slow":
         factors = {"none": "", "2": "1:2", "10": "1:10"}
         alone = {"program": "peers", "slow": "none", "mbit": 1000, "mix_every": NEVER}
@@ -136,10 +141,10 @@ def cases_of(table: str, parsed) -> list[dict[str, Any]]:
 
 def measured(case: dict[str, Any], folder: Path, seconds: float) -> dict[str, Any]:
     """Make a run, stop it after ``seconds`` of training, and read what it wrote."""
-    own = {"program", "mbit", "slow", "kills", "costs", "text"}
+    own = {"program", "hosts", "mbit", "slow", "kills", "costs", "text"}
     fields = PROGRAMS[case["program"]] | {k: v for k, v in case.items() if k not in own}
     config = folder / "config.py"
-    words = {"hosts": HOSTS, "compute_s": COMPUTE_S}
+    words = {"hosts": case["hosts"], "compute_s": COMPUTE_S}
     words["quickstart"] = ROOT / "configs" / "quickstart.py"
     config.write_text((TEXT if case.get("text") else CONFIG).format(**words))
     workdir = folder / "run"
@@ -155,6 +160,7 @@ def measured(case: dict[str, Any], folder: Path, seconds: float) -> dict[str, An
             process.wait()
             return found | {"rows": losses(workdir)}
         if "kills" in case:
+            seconds = seconds if case["kills"] else min(seconds, UNDISTURBED_S)
             found["killed"] = disturb(process, workdir, seconds, case["kills"], case["program"])
         else:
             watch(process, folder, seconds)
@@ -164,7 +170,7 @@ def measured(case: dict[str, Any], folder: Path, seconds: float) -> dict[str, An
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(60)
-    return found | steps_of(workdir, case["program"] == "peers")
+    return found | steps_of(workdir, case["hosts"], case["program"] == "peers")
 
 
 def losses(workdir: Path) -> list[tuple[int, float, float]]:
@@ -181,11 +187,11 @@ def progress(workdir: Path, seconds: float) -> dict[str, Any]:
     return {"steps": read_metrics(workdir)[-1]["step"], "after_s": seconds}
 
 
-def steps_of(workdir: Path, peers: bool) -> dict[str, Any]:
+def steps_of(workdir: Path, hosts: int, peers: bool) -> dict[str, Any]:
     """Seconds of a step of each peer, or of the program; and meetings of a peer per step."""
     if not peers:
         return {"step_s": {"run": step_s(workdir)}}
-    rows = [row for row in read_metrics(workdir) if row.get("peers/live") == HOSTS]
+    rows = [row for row in read_metrics(workdir) if row.get("peers/live") == hosts]
     if len(rows) < 2:
         return {"step_s": {}}
     last = {name: rows[-1][name] - rows[0][name] for name in rows[0] if name in rows[-1]}
@@ -212,12 +218,12 @@ def step_s(folder: Path) -> float | None:
 
 
 @contextlib.contextmanager
-def hosts(mbit: float) -> Iterator[None]:
+def hosts(count: int, mbit: float) -> Iterator[None]:
     """Namespaces with links of this rate and a Ray node in each; nothing of them is left."""
     script = str(ROOT / "benchmarks" / "hosts.sh")
     if names_of_hosts():
         sys.exit("there are hosts already, perhaps of another benchmark; benchmarks/hosts.sh down")
-    subprocess.run([script, "up", str(HOSTS), f"{mbit:g}mbit"], check=True, stdout=sys.stderr)
+    subprocess.run([script, "up", str(count), f"{mbit:g}mbit"], check=True, stdout=sys.stderr)
     try:
         for k, host in enumerate(names_of_hosts()):
             where = ["--head", f"--port={PORT}", "--include-dashboard=false"]
@@ -366,7 +372,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--out", type=Path, default=Path("peers_out"), metavar="FOLDER")
     parser.add_argument("--seconds", type=float, default=20.0, help="of training in each run")
     parser.add_argument("--figure", type=Path, metavar="FILE.png", help="of the table loss")
-    parser.add_argument("--mbit", type=float, default=75.0, help="of links")
+    parser.add_argument("--mbit", type=float, default=75.0, help="of links, for the table links")
+    parser.add_argument("--hosts", type=int, default=4, help="of the table links")
     parsed = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     parsed.out.mkdir(parents=True, exist_ok=True)
@@ -377,7 +384,7 @@ def main(arguments: list[str]) -> None:
     missing = [case for case in cases if case not in known]
     with contextlib.ExitStack() as stack:
         if missing:
-            stack.enter_context(hosts(missing[0]["mbit"]))
+            stack.enter_context(hosts(parsed.hosts, missing[0]["mbit"]))
         for case in tqdm(missing, file=sys.stderr):
             with tempfile.TemporaryDirectory() as folder:
                 row = case | {"case": list(case)} | measured(case, Path(folder), parsed.seconds)

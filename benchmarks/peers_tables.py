@@ -12,31 +12,32 @@ from decent_jax.peers.formats import Format
 from decent_jax.planner import network, runtime
 from decent_jax.plot_style import BLUE, GREY, ORANGE, frame, new_figure, save
 
-HOSTS, COMPUTE_S, SIZE = 4, 0.2, 500_000
+COMPUTE_S, SIZE = 0.2, 500_000
 FIRST, LAST = math.log(256), 1.449  # validation losses of the quickstart: of guessing, at its end
 NEVER = 10**6  # steps between questions
 
 
 def predicted(row: dict[str, Any], alone_s: float) -> float:
     """Seconds of a step of a fast host, by the planner; ``alone_s``: without messages."""
+    n = row["hosts"]
     slow = dict(pair.split(":") for pair in row.get("data.slow", "").split(",") if pair)
-    factors = [float(slow.get(str(k), 1.0)) for k in range(HOSTS)]
+    factors = [float(slow.get(str(k), 1.0)) for k in range(n)]
     # The rest of a step, which is no sleep, is as fast everywhere.
     sleeps = [(alone_s + COMPUTE_S * (factor - 1)) / alone_s for factor in factors]
     link = network.Link(100e-6, row["mbit"] * 1e6 / 8)
-    hosts = network.cluster([1] * HOSTS, network.Link(5e-6, 300e9), link)
+    hosts = network.cluster([1] * n, network.Link(5e-6, 300e9), link)
     work = runtime.Workload(4.0 * SIZE, alone_s / 3, 2 * alone_s / 3, slowness=tuple(sleeps))
     if row["program"] != "peers":
         algorithm: Any = runtime.AllReduce(bucket_bytes=float("inf"))
         if row["program"] != "all_reduce":
-            schedule = topology.make(row["program"], HOSTS)
+            schedule = topology.make(row["program"], n)
             algorithm = runtime.Gossip(schedule, execution="plain")
         return simulate.planner_timing(hosts, work, algorithm).step_s
     even = runtime.Workload(4.0 * SIZE, alone_s / 3, 2 * alone_s / 3)
     if row["mix_every"] == NEVER:
         return alone_s
     # Each of two asks after H steps, so a peer meets somebody after H / 2.
-    drawn = simulate.interactions(HOSTS, 2000, local_steps=max(1, row["mix_every"] // 2))
+    drawn = simulate.interactions(n, 2000, local_steps=max(1, row["mix_every"] // 2))
     size = Format(row.get("peers.wire", "float32")).bytes_sent([(SIZE,)])
     return simulate.swarm_timing(drawn, hosts, even, message_bytes=size, blocking=False).step_s
 
@@ -53,30 +54,47 @@ def table(name: str, rows: list[dict[str, Any]]) -> str:
 
 
 def _waiting(rows):
-    (alone,) = (row for row in rows if row.get("mix_every") == NEVER)
-    base = statistics.median(alone["step_s"].values())
+    alone = {where(row): row for row in rows if row.get("mix_every") == NEVER}
     lines = []
     for row in rows:
+        base = statistics.median(alone[where(row)]["step_s"].values())
+        n = row["hosts"]
         steps = sorted(row["step_s"].values())
         slowness = float(row.get("data.slow", "").rpartition(":")[2] or 1)
-        ideal = (HOSTS - 1) / base + 1 / (base + (slowness - 1) * COMPUTE_S)
-        rate = sum(1 / s for s in steps) if row["program"] == "peers" else HOSTS / steps[0]
-        fast = statistics.median(steps[: HOSTS - 1])
-        every = "never" if row is alone else row.get("mix_every", "")
-        cells = [row["program"], f"{slowness:g}", every, row.get("peers.wire", "")]
+        ideal = (n - 1) / base + 1 / (base + (slowness - 1) * COMPUTE_S)
+        rate = sum(1 / s for s in steps) if row["program"] == "peers" else n / steps[0]
+        fast = statistics.median(steps[: n - 1])
+        every = "never" if row.get("mix_every") == NEVER else row.get("mix_every", "")
+        cells = [n, f"{row['mbit']:g}", row["program"], f"{slowness:g}", every]
+        cells += [row.get("peers.wire", "")]
         cells += [f"{fast / base:.3f}", f"{predicted(row, base) / base:.3f}", f"{rate / ideal:.3f}"]
         lines.append([*cells, f"{row['met']:.2f}" if "met" in row else ""])
-    heads = ["program", "host 1 slower", "H", "format", "a fast host's step, of alone", "planner"]
+    heads = [
+        "hosts",
+        "Mbit/s",
+        "program",
+        "host 1 slower",
+        "H",
+        "format",
+        "a fast host's step, of alone",
+        "planner",
+    ]
     return [*heads, "examples of all, of each alone", "meetings per step"], lines
+
+
+def where(row: dict[str, Any]) -> tuple[int, float]:
+    """On which hosts a run was."""
+    return row["hosts"], row["mbit"]
 
 
 def _kills(rows):
     lines = []
     for row in rows:
         (whole,) = (r for r in rows if r["program"] == row["program"] and not r["kills"])
-        part = f"{row['steps'] / whole['steps']:.0%}"
-        lines.append([row["program"], row["killed"], row["steps"], f"{row['after_s']:.0f}", part])
-    return ["program", "killed", "steps kept", "seconds with start", "of undisturbed"], lines
+        seconds = row["after_s"] - row["start_s"]
+        part = row["steps"] / seconds / (whole["steps"] / (whole["after_s"] - whole["start_s"]))
+        lines.append([row["program"], row["killed"], row["steps"], f"{seconds:.0f}", f"{part:.0%}"])
+    return ["program", "killed", "steps kept", "seconds", "of undisturbed"], lines
 
 
 def _losses(rows):
@@ -98,8 +116,8 @@ def _costs(rows):
         [name, len(found), *(f"{statistics.mean(x):.3g}" for x in zip(*found, strict=True))]
         for name, found in sorted(sums.items())
     ]
-    sent = sum(one.get("sent_mb", 0.0) for one in row["costs"].values()) / HOSTS / seconds
-    lines.append(["sent by a host, MB/s", HOSTS, f"{sent:.3g}", ""])
+    sent = sum(one.get("sent_mb", 0.0) for one in row["costs"].values()) / row["hosts"] / seconds
+    lines.append(["sent by a host, MB/s", row["hosts"], f"{sent:.3g}", ""])
     return ["process", "number", "MB of memory, each", "cores, each"], lines
 
 

@@ -55,7 +55,12 @@ class Variant:
 
     @property
     def numbered(self) -> bool:
-        return self.every > 1 or self.method in ("slowmo", "diloco", "swarm")
+        return self.phases > 1 or self.method in ("slowmo", "swarm")
+
+    @property
+    def phases(self) -> int:
+        method = METHODS[self.method]
+        return method.phases({**method.numbers, **dict(self.numbers)})
 
     def build(self, schedule: Schedule, rate: optax.ScalarOrSchedule):
         """The transformation; ValueError where the method is not valid on the schedule."""
@@ -64,6 +69,7 @@ class Variant:
             "momentum": lambda: optax.sgd(rate, momentum=MOMENTUM),
             "adam": lambda: optax.adam(rate),
             "accum_adam": lambda: optim.accum_adamw(rate, weight_decay=0.0, accum_steps=2),
+            "muon": lambda: optax.contrib.muon(rate, consistent_rms=0.2),
         }[self.optimizer]()
         return METHODS[self.method].build(self.parts(schedule, rate, inner))
 
@@ -80,10 +86,9 @@ class Variant:
 
     def cycle(self, schedule: Schedule) -> tuple[int | None, ...]:
         """The rounds that are compiled, one after the other."""
-        if not self.numbered:
-            return (0,)
-        steps = schedule.period * self.every
-        return tuple(schedule.round_at(t, self.every) for t in range(steps))
+        period = schedule.period if self.numbered else 1
+        rounds = (schedule.round_at(t, self.every) for t in range(period * self.every))
+        return tuple(None if r is None else r % period for r in rounds)
 
     def models_sent(self, schedule: Schedule, params) -> float:
         """By the busiest replica, a step, in sizes of the model; a ring all-reduce sends two."""
@@ -99,6 +104,8 @@ PAIRS = ("random_matching",)
 TOP = (("compressor", "top_k"), ("fraction", 0.1), ("gamma", 0.3))
 INT8 = (("compressor", "int8"), ("gamma", 0.3))
 WHOLE = {"own": ("complete",), "every": 4}
+OUTER = {"own": ("random_matching(rounds=64)",), "every": 4}
+SEPARATE = (("first", 2), ("second", 4))  # 640 steps are no multiple of 4 * 6
 
 VARIANTS = (
     Variant("all_reduce", "all_reduce", own=("complete",), centre=1.0),
@@ -132,6 +139,16 @@ VARIANTS = (
     Variant("decentralized Adam", "decentralized_adam", "adam", "with", centre=0.03),
     Variant("accumulated Adam", "accum_adam", "accum_adam", "with", centre=0.03),
     Variant("quasi-global Adam", "quasi_global_adam", centre=0.003),
+    Variant("NoLoCo", "noloco", **OUTER),
+    Variant("GASLoC", "gasloc", **OUTER),
+    Variant("SparseLoCo", "sparseloco", **WHOLE),
+    Variant("DES-LOC", "des_loc", "adam", numbers=SEPARATE, centre=0.03, **WHOLE),
+    Variant("SPARTA, Adam", "sparta", "adam", "with", own=("complete",), centre=0.03),
+    Variant("all_reduce, Muon", "all_reduce", "muon", own=("complete",), centre=0.03),
+    Variant("Muon, with", "decentralized_sgd", "muon", "with", centre=0.03),
+    Variant("MuLoCo", "diloco", "muon", centre=0.03, **WHOLE),
+    Variant("SUDA-Muon", "gradient_tracking", "muon", "with", centre=0.03),
+    Variant("DeMuon", "gradient_tracking", "muon", "then", centre=0.03),
 )
 
 
@@ -145,7 +162,7 @@ class Pair(NamedTuple):
 
 
 def pair(variant: Variant, name: str, n: int) -> Pair:
-    schedule = topology.make(name, n)
+    schedule = topology.repeat(topology.make(name, n), variant.phases)
     try:
         with warnings.catch_warnings():  # the ring of an even n is at the bound of D2's stability
             warnings.filterwarnings("ignore", message=".*the bound of its")
