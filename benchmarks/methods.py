@@ -75,17 +75,18 @@ VARIANTS = (
 class Task:
     """The model, its data and a run of a variant."""
 
-    def __init__(self, folder: Path, steps: int, batch: int, width: int, layers: int, context: int):
+    def __init__(self, folder: Path, steps: int, batch: int, width: int, layers: int, context: int,
+                 vocab: int):  # fmt: skip
         self.steps, self.batch, self.programs = steps, batch, {}
         self.windows = TokenWindows(folder / "train.bin", context)
         held_out = TokenWindows(folder / "val.bin", context)
         chosen = np.linspace(0, len(held_out) - 1, 512).astype(int)
         self.held_out = jnp.asarray(np.stack([held_out[i] for i in chosen]), jnp.int32)
         self.config = gpt2.GPT2Config(
-            vocab_size=256,
+            vocab_size=vocab,
             context=context,
             layers=layers,
-            heads=4,
+            heads=max(1, width // 32),
             width=width,
             bias=False,
             dtype="float32",
@@ -178,16 +179,18 @@ def schedule_of(variant: Variant):
     return topology.repeat(topology.make(variant.schedule, N), phases)
 
 
-def tune(task: Task, variant: Variant, emit) -> float:
-    """The best learning rate at seed 0."""
-    tried: dict[int, float] = {}
+def tune(task: Task, variant: Variant, emit, factors: list[float]) -> float:
+    """The best learning rate at seed 0, among these factors of the first if there are any."""
+    tried: dict[float, float] = {}
 
-    def at(k: int) -> float:
+    def at(k: float) -> float:
         if k not in tried:
             tried[k] = task.run(variant, variant.centre * 2.0**k, 0)
             emit(variant, variant.centre * 2.0**k, 0, tried[k])
         return tried[k]
 
+    if factors:
+        return variant.centre * 2.0 ** min(map(math.log2, factors), key=at)
     best = 0
     while (better := min((best, best - 1, best + 1), key=at)) != best:
         best = better
@@ -254,6 +257,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--width", type=int, default=32, help="of the model (32)")
     parser.add_argument("--layers", type=int, default=2, help="of the model (2)")
     parser.add_argument("--context", type=int, default=64, help="bytes (64)")
+    parser.add_argument("--vocab", type=int, default=256, help="of the tokenizer (256)")
+    parser.add_argument("--rates", type=float, nargs="+", default=[], metavar="FACTOR",
+                        help="try these factors of a method's first rate, no others")  # fmt: skip
     parser.add_argument("--seeds", type=int, default=3, help="(3)")
     parser.add_argument("--only", default="", help="labels, separated by semicolons (all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the numbers here")
@@ -266,7 +272,7 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         if options.data is None or options.steps % 60 or options.steps < 60:
             parser.error("--data is needed, and --steps must be a multiple of 60")
-        sizes = (options.batch, options.width, options.layers, options.context)
+        sizes = (options.batch, options.width, options.layers, options.context, options.vocab)
         task = Task(options.data, options.steps, *sizes)
 
         def emit(variant: Variant, rate: float, seed: int, loss: float) -> None:
@@ -278,13 +284,13 @@ def main(arguments: list[str] | None = None) -> int:
                 with options.json.open("a") as file:
                     file.write(json.dumps(rows[-1]) + "\n")
 
-        kept = ("steps", "batch", "width", "layers", "context")
+        kept = ("steps", "batch", "width", "layers", "context", "vocab")
         options_of = type(options)(**{name: getattr(options, name) for name in kept})
         began, wanted = time.perf_counter(), [label for label in options.only.split(";") if label]
         for variant in VARIANTS:
             if wanted and variant.label not in wanted:
                 continue
-            rate = tune(task, variant, emit)
+            rate = tune(task, variant, emit, options.rates)
             for seed in range(1, options.seeds):
                 emit(variant, rate, seed, task.run(variant, rate, seed))
     print_table(rows)
