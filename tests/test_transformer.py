@@ -203,7 +203,7 @@ def test_learns_to_copy():
     config = transformer.TransformerConfig(
         vocab_size=14, width=32, heads=2, layers=1, ff=64, dropout=0.0, dtype="float32"
     )
-    tx = optax.adam(optax.linear_schedule(0.0, 1e-2, 40))
+    tx = optax.adam(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 40, 200))
 
     def loss_of(params, source):
         target_in = jnp.pad(source[:, :-1], ((0, 0), (1, 0)), constant_values=START)
