@@ -5,6 +5,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from decent_jax.run_folder import read_metrics
+
 
 def parser(doc: str | None, **options: bool) -> argparse.ArgumentParser:
     """A parser whose help is the module's docstring, which also has the usage."""
@@ -19,3 +21,12 @@ def parser(doc: str | None, **options: bool) -> argparse.ArgumentParser:
 def write_rows(path: Path, rows: Iterable[dict]) -> None:
     """Write one JSON object per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def last_step(workdir: Path) -> int:
+    """The step of the last row of a run's metrics; 0: there is none yet."""
+    try:
+        rows = read_metrics(workdir)
+    except FileNotFoundError:
+        return 0
+    return rows[-1]["step"] if rows else 0

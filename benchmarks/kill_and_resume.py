@@ -95,25 +95,17 @@ def run(command, workdir: Path, kill_at: int | None = None, delay: float = 0.0) 
                 raise SystemExit(log_of(workdir))
             return None
         deadline = time.monotonic() + 600
-        while process.poll() is None and last_step(workdir) < kill_at:
+        while process.poll() is None and commands.last_step(workdir) < kill_at:
             if time.monotonic() > deadline:
                 raise SystemExit(log_of(workdir))
             time.sleep(0.005)
         time.sleep(delay)
         os.kill(process.pid, signal.SIGKILL)
-        return last_step(workdir)
+        return commands.last_step(workdir)
 
 
 def log_of(workdir: Path) -> str:
     return workdir.with_suffix(".log").read_text()
-
-
-def last_step(workdir: Path) -> int:
-    try:
-        rows = read_metrics(workdir)
-    except FileNotFoundError:
-        return 0
-    return rows[-1]["step"] if rows else 0
 
 
 def final_arrays(workdir: Path, step: int) -> list[np.ndarray]:

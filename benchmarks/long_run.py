@@ -21,7 +21,6 @@ import commands
 import numpy as np
 
 from decent_jax import plot_style
-from decent_jax.train.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = {
@@ -77,21 +76,12 @@ def look(steps: int) -> Iterator[dict[str, float]]:
         with log.open("wb") as file, subprocess.Popen(command, stderr=file) as process:
             while process.poll() is None:
                 time.sleep(0.5)
-                step = reached(workdir)
+                step = commands.last_step(workdir)
                 if step >= last + EVERY and (found := of_process(process.pid)):
                     last = step
                     yield {"step": step, "seconds": round(time.monotonic() - began, 1)} | found
         if process.returncode:
             raise SystemExit(log.read_text())
-
-
-def reached(workdir: Path) -> int:
-    """The step of the last row of the metrics file; 0: there is none yet."""
-    try:
-        rows = read_metrics(workdir)
-    except FileNotFoundError:
-        return 0
-    return rows[-1]["step"] if rows else 0
 
 
 def of_process(pid: int) -> dict[str, float]:

@@ -95,6 +95,11 @@ class Field:
         return None
 
 
+def size_of_preset(doc: str, at_most: int = 2**16) -> Field:
+    """A size of a model; 0, its default, is that of the preset."""
+    return Field(0, f"{doc}; 0: the preset's", at_least=0, at_most=at_most)
+
+
 def build(table: Mapping[str, Field]) -> ConfigDict:
     """The defaults of a table as nested ConfigDicts, not locked."""
     config = ConfigDict()

@@ -65,15 +65,14 @@ DRIVER = """
 import sys, time
 import jax, numpy as np
 from jax.sharding import PartitionSpec as P
-sys.path.append(sys.argv[1])
-import tiny
 from decent_jax.cluster import start as cluster, watch
 from decent_jax.errors import PEER_LOST, PeerLost
+from decent_jax.train import default_config
 
-index, count, heartbeat_s = map(int, sys.argv[3:6])
-end, code = sys.argv[6], 0
-config = tiny.config("DATA")
-config.cluster.update(coordinator=sys.argv[2], num_processes=count, process_id=index)
+index, count, heartbeat_s = map(int, sys.argv[2:5])
+end, code = sys.argv[5], 0
+config = default_config()
+config.cluster.update(coordinator=sys.argv[1], num_processes=count, process_id=index)
 config.cluster.heartbeat_s = heartbeat_s
 watch._TOGETHER_S = 2
 try:
@@ -108,7 +107,7 @@ watch.leave(code)
 def start_group(start_process, tmp_path, count, end=""):
     driver = tmp_path / "driver.py"
     driver.write_text(DRIVER)
-    common = [driver, ROOT / "tests", f"localhost:{free_port()}"]
+    common = [driver, f"localhost:{free_port()}"]
     return [start_process([*common, k, count, HEARTBEAT_S, end]) for k in range(count)]
 
 

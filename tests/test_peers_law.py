@@ -184,6 +184,18 @@ def test_the_log_has_every_change_and_keeps_the_mean(form, tmp_path):
     assert np.abs(mean).max() < 2e-6 and np.abs(added).max() > 1e-2
 
 
+def test_a_log_that_says_otherwise_is_noticed(tmp_path, capsys):
+    """Such as one in which a half of the last meeting was never added."""
+    train_in_process(tmp_path, "float32", 20)
+    path = tmp_path / "peers" / "0" / "events-0.jsonl"
+    lines = path.read_text().splitlines()
+    lines.remove([line for line in lines if '"met"' in line][-1])
+    path.write_text("\n".join(lines) + "\n")
+    assert replay.main(["--workdir", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "peer 0.0" in said and "differs: " in said
+
+
 def interactions(logs):
     """What happened, for `decent_jax.simulate.swarm`: meetings in an order that all peers agree on.
 

@@ -1,4 +1,4 @@
-"""Pipelines on a real Ray: 2 stages x 2 replicas, resumed bit by bit, and killed."""
+"""Pipelines on a real Ray: 2 stages x 2 replicas, killed, and resumed bit by bit."""
 
 import contextlib
 import os
@@ -23,31 +23,23 @@ from decent_jax.topology.plan_file import Plan
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 4
 
-CONFIG = """
-import sys
-sys.path.insert(0, {folder!r})
-import test_pipelines
-
-def get_config():
-    return test_pipelines.config_of({data!r}, 2, 2, steps={steps}, **{changes!r})
-"""
 CHANGES = {
     "algorithm": "decentralized_sgd",
     "model": {"layers": 2, "dropout": 0.0},
-    "checkpoint": {"every": "2", "keep": 3, "every_minutes": 0.0},
+    "checkpoint": {"every": "2", "keep": 1000, "every_minutes": 0.0},
 }
 
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory, tiny_data, compile_once, cache_folder):
-    """``start(workdir, *flags)`` starts `train.py`."""
-    path = tmp_path_factory.mktemp("pipelines") / "config.py"
-    own = {"folder": str(ROOT / "tests"), "data": str(tiny_data), "changes": CHANGES}
-    path.write_text(CONFIG.format(**own, steps=STEPS))
+    """``start(workdir, steps, *flags)`` starts `train.py`."""
+    config = config_of(str(tiny_data), 2, 2, **CHANGES)
+    path = tiny.write(config, tmp_path_factory.mktemp("pipelines") / "config.py")
     env = os.environ | compile_once | {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
 
-    def start(workdir, *flags):
+    def start(workdir, steps, *flags):
         words = [sys.executable, "train.py", "--config", str(path), "--workdir", str(workdir)]
+        words.append(f"--config.steps={steps}")
         with open(f"{workdir}.txt", "w") as output:
             process = subprocess.Popen(
                 [*words, *flags], cwd=ROOT, env=env, stdout=output, stderr=output
@@ -59,15 +51,46 @@ def start(tmp_path_factory, tiny_data, compile_once, cache_folder):
 
 
 @pytest.fixture(scope="module")
-def workdir(start, tmp_path_factory):
-    """A run that has ended, placed by a plan for this machine."""
-    workdir = tmp_path_factory.mktemp("run") / "whole"
+def killed(start, tmp_path_factory):
+    """A run placed by a plan for this machine, of which a stage was killed after some steps."""
+    workdir = tmp_path_factory.mktemp("run") / "killed"
     plan = workdir.with_name("plan.json")
     names = tuple(f"{socket.gethostname()}/{k}" for k in range(4))
     Plan(names, topology.make("one_peer_exp", 2), stages=2, layers=(1, 1)).save(plan)
-    process = start(workdir, f"--config.cluster.plan={plan}")
+    process = start(workdir, 1_000_000, f"--config.cluster.plan={plan}")
+    ends = time.monotonic() + 200
+    while not (workdir / "checkpoints" / str(STEPS + 2)).exists():
+        assert time.monotonic() < ends and process.poll() is None, process.words.read_text()
+        time.sleep(0.2)
+    children = psutil.Process(process.pid).children(recursive=True)
+    cells = {}
+    for child in children:
+        with contextlib.suppress(psutil.Error, OSError):
+            cells[Path(os.readlink(f"/proc/{child.pid}/fd/1")).name] = child
+    os.kill(cells["0-1.txt"].pid, signal.SIGKILL)
+    assert process.wait(60) == 1
+    return workdir, process.words.read_text(), children
+
+
+@pytest.fixture(scope="module")
+def workdir(killed, start):
+    """The same, resumed to its end as if it had been killed behind the checkpoint of step 2."""
+    workdir = killed[0].with_name("resumed")
+    shutil.copytree(killed[0], workdir)
+    for path in (workdir / "checkpoints").iterdir():
+        if path.name.isdigit() and int(path.name) > 2:
+            shutil.rmtree(path)
+    process = start(workdir, STEPS)
     assert process.wait(200) == 0, process.words.read_text()
+    assert "resuming after step 2" in process.words.read_text()
     return workdir
+
+
+def test_a_killed_stage_is_named_and_nothing_is_left(killed):
+    _, words, children = killed
+    assert "train.py: stage 1 of replica 0 was killed; the same" in words
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
 def arrays(workdir, step):
@@ -76,6 +99,14 @@ def arrays(workdir, step):
         with np.load(path) as stored:
             found |= {(path.name, name): stored[name] for name in stored.files}
     return found
+
+
+def test_a_resumed_run_has_the_same_bits(workdir, killed):
+    ours, theirs = arrays(workdir, STEPS), arrays(killed[0], STEPS)
+    assert ours.keys() == theirs.keys() and len({name for name, _ in ours}) == 4
+    for name, value in theirs.items():
+        np.testing.assert_array_equal(ours[name], value, err_msg=str(name))
+    assert tiny.losses(workdir).tolist() == tiny.losses(killed[0])[:STEPS].tolist()
 
 
 def test_processes_train_as_threads_do_and_as_without_stages(workdir, tiny_data, tmp_path):
@@ -92,40 +123,3 @@ def test_processes_train_as_threads_do_and_as_without_stages(workdir, tiny_data,
     assert run.step == STEPS and run.params["h"].keys() == {"0", "1"}
     assert saved_model.Run(workdir, "best").params["wte"]["embedding"].shape == (256, 16)
     assert saved_model.load(workdir).step == STEPS
-
-
-def test_a_resumed_run_has_the_same_bits(workdir, start, tmp_path):
-    """As a kill behind the checkpoint of step 2 would have left the folder."""
-    copy = tmp_path / "resumed"
-    shutil.copytree(workdir, copy)
-    for path in (copy / "checkpoints").iterdir():
-        if int(path.name) > 2:
-            shutil.rmtree(path)
-    shutil.rmtree(copy / "best")
-    process = start(copy)
-    assert process.wait(200) == 0, process.words.read_text()
-    assert "resuming after step 2" in process.words.read_text()
-    ours, theirs = arrays(copy, STEPS), arrays(workdir, STEPS)
-    assert ours.keys() == theirs.keys() and len({name for name, _ in ours}) == 4
-    for name, value in theirs.items():
-        np.testing.assert_array_equal(ours[name], value, err_msg=str(name))
-    assert tiny.losses(copy).tolist() == tiny.losses(workdir).tolist()
-
-
-def test_a_killed_stage_is_named_and_nothing_is_left(start, tmp_path):
-    process = start(tmp_path / "killed", "--config.steps=1000000")
-    rows = tmp_path / "killed" / "metrics.jsonl"
-    ends = time.monotonic() + 200
-    while not (rows.exists() and rows.read_text()):
-        assert time.monotonic() < ends and process.poll() is None, process.words.read_text()
-        time.sleep(0.2)
-    children = psutil.Process(process.pid).children(recursive=True)
-    cells = {}
-    for child in children:
-        with contextlib.suppress(psutil.Error, OSError):
-            cells[Path(os.readlink(f"/proc/{child.pid}/fd/1")).name] = child
-    os.kill(cells["0-1.txt"].pid, signal.SIGKILL)
-    assert process.wait(60) == 1
-    assert "train.py: stage 1 of replica 0 was killed; the same" in process.words.read_text()
-    _, alive = psutil.wait_procs(children, timeout=30)
-    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]

@@ -73,17 +73,25 @@ def _with_settings(result, changes):
 CONFIG_FILE = """
 import sys
 sys.path.insert(0, {folder!r})
-import tiny
 
 def get_config():
-    return {config}
+    from ml_collections import ConfigDict
+    from decent_jax import train
+    config = train.default_config({task!r})
+    config.update(ConfigDict({fields!r}))
+    return config
 """
 
 
 def write_config(path: Path, data: Path | None = None) -> Path:
     """``config(data)``, or `waves` without data, as a file for the command line."""
-    made = f"tiny.config({str(data)!r})" if data else "tiny.waves()"
-    path.write_text(CONFIG_FILE.format(folder=str(Path(__file__).parent), config=made))
+    return write(config(str(data)) if data else waves(), path)
+
+
+def write(config, path: Path) -> Path:
+    """A config as a file; it imports no test, so that a process that reads it starts soon."""
+    folder = str(Path(__file__).parent)
+    path.write_text(CONFIG_FILE.format(folder=folder, task=config.task, fields=config.to_dict()))
     return path
 
 

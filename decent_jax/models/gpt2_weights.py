@@ -13,10 +13,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import safetensors
-import safetensors.numpy
 
-from decent_jax.json_files import write_atomic
-from decent_jax.models import gpt2
+from decent_jax.models import gpt2, pieces, weight_files
 
 _PREFIX, _HEAD = "transformer.", "lm_head.weight"
 _LEAVES = {"embedding": "weight", "kernel": "weight", "scale": "weight", "bias": "bias"}
@@ -52,32 +50,19 @@ def load_safetensors(path: str | os.PathLike, config: gpt2.GPT2Config) -> gpt2.P
         if config.tied:
             stored.pop(_HEAD, None)
 
-        def read(tree_path, leaf):
-            name = _name(tree_path)
-            if name not in stored:
-                raise ValueError(f"{path} has no tensor {name!r}")
-            value = np.asarray(file.get_tensor(stored.pop(name)), np.float32)
+        def read(name, shape):
+            value = np.asarray(file.get_tensor(stored[name]), np.float32)
             if name in ("wte.weight", _HEAD) and value.ndim == 2:
-                missing = max(0, leaf.shape[0] - value.shape[0])
+                missing = max(0, shape[0] - value.shape[0])
                 padding = np.tile(value.mean(0, dtype=np.float64).astype(np.float32), (missing, 1))
                 value = np.concatenate([value, padding])
-            if value.shape != leaf.shape:
-                raise ValueError(
-                    f"tensor {name!r} of {path} has the shape {value.shape}, "
-                    f"the config wants {leaf.shape}"
-                )
             return value
 
-        params = jax.tree_util.tree_map_with_path(read, _shapes(config))
+        params, left = weight_files.tree_of(path, stored, read, _shapes(config), _name)
         if not config.bias:  # biases of zeros are none; `save_safetensors` writes them
-            zeros = [n for n, key in stored.items() if n.endswith("bias")]
-            for name in zeros:
-                if not np.any(file.get_tensor(stored[name])):
-                    del stored[name]
-    if stored:
-        raise ValueError(
-            f"{path} has a tensor {min(stored)!r} that the config has no place for: {config}"
-        )
+            zeros = [name for name in left if name.endswith("bias")]
+            left -= {name for name in zeros if not np.any(file.get_tensor(stored[name]))}
+    weight_files.check_rest(path, left, config)
     return params
 
 
@@ -102,23 +87,14 @@ def save_safetensors(
     Raises:
       ValueError: a parameter is missing or has another shape than ``config`` says.
     """
-    tensors = {}
-    given = {_name(p): leaf for p, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    for tree_path, leaf in jax.tree_util.tree_leaves_with_path(_shapes(config)):
-        name = _name(tree_path)
-        if name not in given or np.shape(given[name]) != leaf.shape:
-            shape = np.shape(given[name]) if name in given else None
-            raise ValueError(f"parameter {name!r} has the shape {shape}, wanted {leaf.shape}")
-        tensors[name] = np.ascontiguousarray(given[name], np.float32)
+    tensors = weight_files.tensors_of(params, _shapes(config), _name)
     with_biases = _shapes(dataclasses.replace(config, bias=True))
     for tree_path, leaf in jax.tree_util.tree_leaves_with_path(with_biases):
         tensors.setdefault(_name(tree_path), np.zeros(leaf.shape, np.float32))
     if not config.tied:  # beside an output layer of its own, the rest has its full name
         tensors = {n if n == _HEAD else _PREFIX + n: x for n, x in tensors.items()}
-    stored_config = json.dumps(dataclasses.asdict(config))
-    metadata = {"format": "pt", **(metadata or {}), _CONFIG_KEY: stored_config}
-    # Not `save_file`, which makes files that only their owner may read.
-    write_atomic(Path(path), safetensors.numpy.save(tensors, metadata))
+    stored_config = {_CONFIG_KEY: json.dumps(dataclasses.asdict(config))}
+    weight_files.write(path, tensors, {**(metadata or {}), **stored_config})
 
 
 def config_from_safetensors(path: str | os.PathLike) -> gpt2.GPT2Config:
@@ -179,8 +155,7 @@ def hf_config(config: gpt2.GPT2Config) -> dict:
 
 
 def _shapes(config):
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    return jax.eval_shape(lambda key: gpt2.init(config, key), key)
+    return pieces.shapes(gpt2.GPT2, config)
 
 
 def _name(tree_path) -> str:

@@ -10,13 +10,10 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import jax
 import numpy as np
 import safetensors
-import safetensors.numpy
 
-from decent_jax.json_files import write_atomic
-from decent_jax.models import llama, pieces
+from decent_jax.models import llama, pieces, weight_files
 
 _MODULES = {
     "wte": "model.embed_tokens",
@@ -47,26 +44,17 @@ def load_safetensors(path: str | os.PathLike, config: llama.LlamaConfig) -> llam
     if config.tied:  # some files hold the embedding twice
         files.pop("lm_head.weight", None)
 
-    def read(tree_path, leaf):
-        name = _name(tree_path)
-        if name not in files:
-            raise ValueError(f"{path} has no tensor {name!r}")
-        with safetensors.safe_open(files.pop(name), framework="numpy") as file:
-            value = np.asarray(file.get_tensor(name), np.float32)  # published ones are bfloat16
-        value = value.T if tree_path[-1].key == "kernel" else value
-        if value.shape != leaf.shape:
-            raise ValueError(
-                f"tensor {name!r} of {path} has the shape {value.shape} (a matrix transposed), "
-                f"the config wants {leaf.shape}"
-            )
-        return np.ascontiguousarray(value)
+    def read(name, _):
+        with safetensors.safe_open(files[name], framework="numpy") as file:
+            return file.get_tensor(name)  # published ones are bfloat16
 
-    params = jax.tree_util.tree_map_with_path(read, pieces.shapes(llama.Llama, config))
-    rest = [name for name in files if not name.endswith("rotary_emb.inv_freq")]
-    if rest:
-        raise ValueError(
-            f"{path} has a tensor {min(rest)!r} that the config has no place for: {config}"
-        )
+    params, left = weight_files.tree_of(
+        *(path, files, read, pieces.shapes(llama.Llama, config), _name),
+        turned=_turned,
+        back=_turned,
+    )
+    rest = [name for name in left if not name.endswith("rotary_emb.inv_freq")]
+    weight_files.check_rest(path, rest, config)
     return params
 
 
@@ -84,20 +72,9 @@ def save_safetensors(
     Raises:
       ValueError: a parameter is missing or has another shape than ``config`` says.
     """
-    tensors = {}
-    given = {_name(p): leaf for p, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    shapes = pieces.shapes(llama.Llama, config)
-    for tree_path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
-        name = _name(tree_path)
-        if name not in given or np.shape(given[name]) != leaf.shape:
-            shape = np.shape(given[name]) if name in given else None
-            raise ValueError(f"parameter {name!r} has the shape {shape}, wanted {leaf.shape}")
-        value = np.asarray(given[name], np.float32)
-        value = value.T if tree_path[-1].key == "kernel" else value
-        tensors[name] = np.ascontiguousarray(value)
-    stored_config = json.dumps(dataclasses.asdict(config))
-    metadata = {"format": "pt", **(metadata or {}), _CONFIG_KEY: stored_config}
-    write_atomic(Path(path), safetensors.numpy.save(tensors, metadata))
+    tensors = weight_files.tensors_of(params, pieces.shapes(llama.Llama, config), _name, _turned)
+    stored_config = {_CONFIG_KEY: json.dumps(dataclasses.asdict(config))}
+    weight_files.write(path, tensors, {**(metadata or {}), **stored_config})
 
 
 def hf_config(config: llama.LlamaConfig) -> dict:
@@ -143,3 +120,8 @@ def _name(tree_path) -> str:
     """``h / 0 / attn / c_proj / kernel`` -> ``model.layers.0.self_attn.o_proj.weight``."""
     *modules, _ = (str(entry.key) for entry in tree_path)
     return ".".join([*(_MODULES.get(module, module) for module in modules), "weight"])
+
+
+def _turned(tree_path, x: np.ndarray) -> np.ndarray:
+    """A linear layer's (inputs, outputs) to (outputs, inputs), and back."""
+    return x.T if tree_path[-1].key == "kernel" else x

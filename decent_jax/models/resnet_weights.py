@@ -11,15 +11,12 @@ width, the stem for small images) are named by the same rule.
 import json
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import jax
 import numpy as np
 import safetensors
-import safetensors.numpy
 
-from decent_jax.json_files import write_atomic
-from decent_jax.models import resnet
+from decent_jax.models import resnet, weight_files
 from decent_jax.models.resnet import Params, ResNetConfig, Statistics
 
 _LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}
@@ -50,19 +47,10 @@ def save(
     Raises:
       ValueError: a tensor is missing or has another shape than ``config`` says.
     """
-    given = jax.tree_util.tree_leaves_with_path((params, statistics))
-    given = {_name(tree_path): leaf for tree_path, leaf in given}
-    tensors = {}
-    for tree_path, leaf in jax.tree_util.tree_leaves_with_path(_shapes(config)):
-        name = _name(tree_path)
-        shape = np.shape(given[name]) if name in given else None
-        if shape != leaf.shape:
-            raise ValueError(f"{name!r} has the shape {shape}, wanted {leaf.shape}")
-        tensors[name] = np.ascontiguousarray(_turned(np.asarray(given[name], np.float32)))
-        if name.endswith("running_var"):
-            tensors[name.replace("running_var", _COUNT)] = np.array(step, np.int64)
-    contents = safetensors.numpy.save(tensors, {"format": "pt", **(metadata or {})})
-    write_atomic(Path(path), contents)
+    tensors = weight_files.tensors_of((params, statistics), _shapes(config), _name, _turned)
+    for name in [name for name in tensors if name.endswith("running_var")]:
+        tensors[name.replace("running_var", _COUNT)] = np.array(step, np.int64)
+    weight_files.write(path, tensors, metadata or {})
 
 
 def load(path: str | os.PathLike, config: ResNetConfig) -> tuple[Params, Statistics]:
@@ -80,29 +68,14 @@ def load(path: str | os.PathLike, config: ResNetConfig) -> tuple[Params, Statist
         first one is named.
     """
     with safetensors.safe_open(path, framework="numpy") as file:
-        left = {name for name in file.keys() if not name.endswith(_COUNT)}  # noqa: SIM118
-
-        def read(tree_path, leaf):
-            name = _name(tree_path)
-            if name not in left:
-                raise ValueError(f"{path} has no tensor {name!r}")
-            left.remove(name)
-            stored = np.asarray(file.get_tensor(name), np.float32)
-            value = np.ascontiguousarray(_turned_back(stored))
-            if value.shape != leaf.shape:
-                wanted = _turned(np.empty(leaf.shape)).shape
-                raise ValueError(
-                    f"tensor {name!r} of {path} has the shape {stored.shape}, the config wants "
-                    f"{wanted}"
-                )
-            return value
-
-        params, statistics = jax.tree_util.tree_map_with_path(read, _shapes(config))
-    if left:
-        raise ValueError(
-            f"{path} has a tensor {min(left)!r} that the config has no place for: {config}"
+        stored = [name for name in file.keys() if not name.endswith(_COUNT)]  # noqa: SIM118
+        model, left = weight_files.tree_of(
+            *(path, stored, lambda name, _: file.get_tensor(name), _shapes(config), _name),
+            turned=_turned,
+            back=_turned_back,
         )
-    return params, statistics
+    weight_files.check_rest(path, left, config)
+    return model
 
 
 def architecture(config: ResNetConfig) -> str | None:
@@ -185,10 +158,10 @@ def _name(tree_path) -> str:
     return ".".join([*modules, _LEAVES[leaf]])
 
 
-def _turned(x: np.ndarray) -> np.ndarray:
+def _turned(_, x: np.ndarray) -> np.ndarray:
     """A convolution's HWIO to OIHW, the last layer's (I, O) to (O, I); vectors as they are."""
     return x.transpose({4: (3, 2, 0, 1), 2: (1, 0), 1: (0,)}[x.ndim])
 
 
-def _turned_back(x: np.ndarray) -> np.ndarray:
+def _turned_back(_, x: np.ndarray) -> np.ndarray:
     return x.transpose({4: (2, 3, 1, 0), 2: (1, 0)}.get(x.ndim, tuple(range(x.ndim))))

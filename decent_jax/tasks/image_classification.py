@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from decent_jax import machine
 from decent_jax.data.images import crops, generated_images, image_folder
 from decent_jax.errors import ConfigError, DataError
-from decent_jax.fields import Field
+from decent_jax.fields import Field, size_of_preset
 from decent_jax.models import resnet, resnet_weights
 from decent_jax.models.pieces import cross_entropy
 from decent_jax.progress import announce as announce_on_stderr
@@ -30,9 +30,7 @@ _DEMO_BATCHES = 10
 FIELDS = {
     "model.preset": Field("resnet50", "shape of the ResNet", choices=tuple(resnet.PRESETS)),
     "model.blocks": Field("", 'residual blocks per stage, such as "2,2,2,2"; empty: the preset\'s'),
-    "model.width": Field(
-        0, "channels of the first stage; 0: the preset's", at_least=0, at_most=2**16
-    ),
+    "model.width": size_of_preset("channels of the first stage"),
     "model.small_images": Field(
         False, "a stem for images of about 32 pixels, which the preset tiny has anyway"
     ),

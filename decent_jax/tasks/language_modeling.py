@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from decent_jax.data.reading import short
 from decent_jax.data.text import stdlib_corpus, token_folder, tokenizers
 from decent_jax.errors import ConfigError, DataError
-from decent_jax.fields import Field
+from decent_jax.fields import Field, size_of_preset
 from decent_jax.models import decoders, generate
 from decent_jax.models.pieces import cross_entropy
 from decent_jax.progress import announce as announce_on_stderr
@@ -28,19 +28,11 @@ FIELDS = {
     "model.preset": Field(
         "small", "shape of a GPT-2, or of a Llama", choices=tuple(decoders.PRESETS)
     ),
-    "model.layers": Field(0, "blocks; 0: the preset's", at_least=0, at_most=2**16),
-    "model.heads": Field(
-        0, "attention heads per block; 0: the preset's", at_least=0, at_most=2**16
-    ),
-    "model.width": Field(
-        0, "size of the residual stream; 0: the preset's", at_least=0, at_most=2**20
-    ),
-    "model.kv_heads": Field(
-        0, "of a Llama, heads of keys and values; 0: the preset's", at_least=0, at_most=2**16
-    ),
-    "model.hidden": Field(
-        0, "of a Llama, size inside the MLP; 0: the preset's", at_least=0, at_most=2**20
-    ),
+    "model.layers": size_of_preset("blocks"),
+    "model.heads": size_of_preset("attention heads per block"),
+    "model.width": size_of_preset("size of the residual stream", 2**20),
+    "model.kv_heads": size_of_preset("of a Llama, heads of keys and values"),
+    "model.hidden": size_of_preset("of a Llama, size inside the MLP", 2**20),
     "model.context": Field(1024, "tokens per training sequence", at_least=1, at_most=2**24),
     "model.vocab_size": Field(
         0, "0: the tokenizer's; 50304 is faster than 50257 on GPUs", at_least=0, at_most=2**24

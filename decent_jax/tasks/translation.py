@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from decent_jax.data.translation import number_words, subwords
 from decent_jax.data.translation.pair_folder import PairBlocks, TranslationPairs
 from decent_jax.errors import ConfigError, DataError
-from decent_jax.fields import Field
+from decent_jax.fields import Field, size_of_preset
 from decent_jax.models import transformer
 from decent_jax.models.pieces import cross_entropy
 from decent_jax.progress import announce as announce_on_stderr
@@ -31,18 +31,10 @@ _SHOWN = 5  # translations at the end
 # ``config.batch_size`` is the number of source tokens, and of target tokens, over all replicas.
 FIELDS = {
     "model.preset": Field("base", "shape of the Transformer", choices=tuple(transformer.PRESETS)),
-    "model.layers": Field(
-        0, "of the encoder, and again of the decoder; 0: the preset's", at_least=0, at_most=2**16
-    ),
-    "model.heads": Field(
-        0, "attention heads per layer; 0: the preset's", at_least=0, at_most=2**16
-    ),
-    "model.width": Field(
-        0, "size of the residual stream; 0: the preset's", at_least=0, at_most=2**20
-    ),
-    "model.ff": Field(
-        0, "size of the feed-forward layers; 0: the preset's", at_least=0, at_most=2**20
-    ),
+    "model.layers": size_of_preset("of the encoder, and again of the decoder"),
+    "model.heads": size_of_preset("attention heads per layer"),
+    "model.width": size_of_preset("size of the residual stream", 2**20),
+    "model.ff": size_of_preset("size of the feed-forward layers", 2**20),
     "model.norm": Field("post", "post: as published; pre: needs no warm-up to train deep"),
     "model.dropout": Field(0.1, "share of activations set to zero in training"),
     "model.dtype": Field("bfloat16", "of activations; parameters are float32"),

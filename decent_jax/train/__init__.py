@@ -8,7 +8,7 @@
 
 from decent_jax import extras
 
-extras.need("train", "ml_collections", "flax", "grain", "orbax", "tqdm")
+extras.need("train", "ml_collections", "flax", "grain", "matplotlib", "orbax", "tqdm")
 
 from decent_jax.errors import CheckpointError, ConfigError, Interrupted, PeerLost, TrainingFailed
 from decent_jax.train.config import default_config, validate

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from decent_jax import plot
 from decent_jax.errors import RunError
 from decent_jax.train.algorithm import Cost
 from decent_jax.train.evaluation import Evaluator, local
@@ -52,6 +51,8 @@ def finish(
     )
     if work.quiet:
         return summary
+    from decent_jax import plot  # here, since matplotlib is a third of what a start imports
+
     try:
         plot.plot_runs([work.path])
     except (RunError, OSError) as error:
