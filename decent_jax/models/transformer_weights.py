@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
@@ -56,7 +57,8 @@ def save_safetensors(
       ValueError: a parameter is missing or has another shape than ``config`` says.
     """
     given = dict(jax.tree_util.tree_leaves_with_path(params))
-    tensors = {"final_logits_bias": np.zeros((1, config.vocab_size), np.float32)}
+    no_bias = np.zeros((1, config.vocab_size), np.float32)
+    tensors: dict[str, np.ndarray] = {"final_logits_bias": no_bias}
     shapes = pieces.shapes(transformer.Transformer, config)
     for tree_path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         shape = np.shape(given[tree_path]) if tree_path in given else None
@@ -66,9 +68,9 @@ def save_safetensors(
         tensors[name] = _reordered(tree_path, np.asarray(given[tree_path], np.float32))
         if name.endswith("_proj.weight"):
             tensors[name.replace("weight", "bias")] = np.zeros(config.width, np.float32)
-    sines = transformer.sinusoids(np.arange(POSITIONS), config.width)
+    sines = np.asarray(transformer.sinusoids(jnp.arange(POSITIONS), config.width))
     for side in ("encoder", "decoder"):
-        tensors[f"model.{side}.embed_positions.weight"] = np.asarray(sines)[:, _order(config.width)]
+        tensors[f"model.{side}.embed_positions.weight"] = sines[:, _order(config.width)]
     tensors = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
     stored_config = json.dumps(dataclasses.asdict(config))
     metadata = {"format": "pt", **(metadata or {}), _CONFIG_KEY: stored_config}

@@ -308,7 +308,7 @@ def export(run: Run, out: Path) -> str:
     generation = transformer_weights.special_ids() | {
         "num_beams": BEAM,
         "length_penalty": ALPHA,
-        "max_length": LONGEST,
+        "max_new_tokens": LONGEST,
         "suppress_tokens": [transformer.PAD, transformer.START],
     }
     files = hf_tokenizer.hf_files(model.vocabulary, LONGEST)
