@@ -3,9 +3,10 @@
     python -m decent_jax.export --workdir runs/quickstart --out model.safetensors
 
 A GPT-2 is named as in `transformers`, which loads it as ``model.safetensors`` beside the
-``config.json`` that is written with it. A ResNet is named as in torchvision, with the batch-norm
-statistics it was evaluated with; its ``config.json`` names the architecture, the classes, and how
-images are normalised.
+``config.json`` that is written with it; so is a Llama. A Transformer that translates is a Marian
+model there, or a Pegasus if its LayerNorms come first. A ResNet is named as in torchvision, with
+the batch-norm statistics it was evaluated with; its ``config.json`` names the architecture, the
+classes, and how images are normalised.
 """
 
 import sys

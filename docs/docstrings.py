@@ -16,6 +16,7 @@ class Docstrings(Extension):
 def markdown(text: str) -> str:
     """The same text with Markdown's formulas, links and section of examples."""
     text = re.sub(r":math:`([^`]*)`", lambda m: rf"\({m[1]}\)", text)
+    text = re.sub(r"^( *)\.\. math:: +(\S.*)$", r"\1$$\n\1\2\n\1$$", text, flags=re.M)
     text = re.sub(r"^( *)\.\. math::\n\n?((?:\1 +.*\n|\n(?=\1 +))+)", _display, text, flags=re.M)
     text = re.sub(r"`([^`<]+?)\s*<(https?://[^>]+)>`_+", r"[\1](\2)", text)
     return re.sub(r"^( *)Example:$", r"\1Examples:", text, flags=re.M)

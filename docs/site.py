@@ -4,11 +4,13 @@ mkdocs runs this (`hooks` of mkdocs.yml). Each page comes from where its content
 nothing is written twice.
 """
 
+import html
 import importlib
 import posixpath
 import re
 from pathlib import Path
 
+from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
 
 from decent_jax import tasks
@@ -61,6 +63,17 @@ def on_page_markdown(markdown: str, page, config, files: Files) -> str:
     if page.file.src_uri == "config.md":
         return markdown.replace("<!-- fields -->", _fields())
     return _links_of_site(markdown, posixpath.join("docs", posixpath.dirname(page.file.src_uri)))
+
+
+def on_page_content(content: str, **_) -> str:
+    """Write formulas as MathML, which browsers show without a script."""
+    formula = r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>'
+    return re.sub(formula, _mathml, content, flags=re.DOTALL)
+
+
+def _mathml(match: re.Match) -> str:
+    tag, formula = match.groups()
+    return convert(html.unescape(formula).strip(), display="block" if tag == "div" else "inline")
 
 
 def _api(module: str) -> str:

@@ -183,10 +183,23 @@ def test_separators_and_odd_characters_in_the_text(tmp_path):
     assert texts_of(tmp_path / "out", "train") == ["ab", "<|endoftext|>", "�", *texts[3:]]
 
 
+def test_other_kinds_of_text_are_read_where_they_are_named(tmp_path):
+    """Not in a folder, whose README.md is no document of it."""
+    folder, held_out = tmp_path / "in", tmp_path / "val.txt"
+    folder.mkdir()
+    for path, text in {"in/a.md": "# One", "in/b.py": "b = 2", "in/c.txt": "three"}.items():
+        (tmp_path / path).write_text(text)
+    held_out.write_text("four")
+    prepare([folder / "a.md", folder / "b.py"], tmp_path / "named", "bytes", val_inputs=[held_out])
+    assert texts_of(tmp_path / "named", "train") == ["# One", "b = 2"]
+    prepare([folder], tmp_path / "all", "bytes", val_inputs=[held_out])
+    assert texts_of(tmp_path / "all", "train") == ["three"]
+
+
 CASES = {
     "missing path": ("none.jsonl", None, r"none\.jsonl: no such file or folder"),
     "extension": ("x.csv", b"a,b", r"x\.csv: not a \.txt, .* or \.arrow file"),
-    "no readable file": ("folder/x.md", b"a", r"folder: holds no \.txt, .* file"),
+    "no readable file": ("folder/x.md", b"a", r"folder: holds no \.txt, .* name the files: .*\.md"),
     "bad json": ("x.jsonl", b'{"text": "a"}\n\n{"text" "b"}\n',
         r"x\.jsonl, line 3: not valid JSON"),
     "no object": ("x.jsonl", b'{"text": "a"}\n[1]\n', r"line 2: not a JSON object"),

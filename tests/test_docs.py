@@ -160,6 +160,13 @@ def test_the_code_of_topologies_md_runs(capsys):
 # --- docs/algorithms.md ---------------------------------------------------------------------------
 
 
+def test_readme_and_page_give_the_same_advice():
+    head = "| what you have | algorithm |\n"
+    readme, page = ((ROOT / name).read_text() for name in ("README.md", "docs/algorithms.md"))
+    advice = page[page.index(head) :].partition("\n\n")[0]
+    assert f"\n\n{advice}\n\n" in readme
+
+
 def test_every_algorithm_is_in_the_table_with_what_it_declares():
     text = (ROOT / "docs" / "algorithms.md").read_text()
     for name, method in METHODS.items():

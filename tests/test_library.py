@@ -325,6 +325,37 @@ def test_optimizers_of_optax_that_take_more_or_less_than_the_loss():
     np.testing.assert_allclose(got, 3, atol=1e-3)
 
 
+def test_some_parameters_are_shared_and_others_stay_own():
+    tx = optim.decentralized(optax.sgd(0.0), topology.make("complete", 4))
+    tx = optax.partition({"shared": tx, "own": optax.sgd(0.0)}, {"a": "shared", "b": "own"})
+
+    def step(x):
+        return optim.apply_updates(x, tx.update(x, tx.init(x), x, round=0)[0])
+
+    own = jnp.arange(4.0)
+    got = jax.vmap(step, axis_name="replica")({"a": own, "b": own})
+    np.testing.assert_allclose(got["a"], 1.5)
+    np.testing.assert_array_equal(got["b"], own)
+
+
+def test_a_state_of_optax_goes_on_in_gossip():
+    """Equal replicas of equal data go where the one model would have gone."""
+    adam = optax.adam(0.1)
+
+    def steps(tx, x, state, **extra):
+        for _ in range(3):
+            updates, state = tx.update(2 * x, state, x, **extra)
+            x = optim.apply_updates(x, updates)
+        return x, state
+
+    x, state = steps(adam, jnp.array([3.0, -1.0]), adam.init(jnp.zeros(2)))
+    wanted, _ = steps(adam, x, state)
+    tx = optim.decentralized(adam, topology.make("ring", 4))
+    begun = replicas.broadcast((x, tx.init(x)._replace(inner=state)), 4)
+    got, _ = jax.vmap(lambda x, s: steps(tx, x, s, round=0), axis_name="replica")(*begun)
+    np.testing.assert_allclose(got, np.tile(wanted, (4, 1)), rtol=1e-6)
+
+
 # --- several mesh axes ----------------------------------------------------------------------------
 
 

@@ -316,7 +316,7 @@ def test_export_says_what_is_wrong(tmp_path, capsys):
     config = images_config("average")
     (run / "config.json").write_text(config.to_json())
     assert "holds no checkpoint that can be read" in said(run, out)
-    config.task = "translation"
+    config.task = "toys.waves"
     (run / "config.json").write_text(config.to_json())
-    assert "task 'translation', which cannot be exported" in said(run, out)
+    assert "task 'toys.waves', which cannot be exported" in said(run, out)
     assert not out.exists() and not (tmp_path / "config.json").exists()

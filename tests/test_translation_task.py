@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import mini_wmt14
 import numpy as np
 import pytest
+import safetensors.numpy
 import small_runs
 import tiny
 from networks import drawn
 from tiny import rows
 
-from decent_jax import sample, saved_model, train, translate
+from decent_jax import export, sample, saved_model, train, translate
 from decent_jax.data import loader
 from decent_jax.data.translation import prepare
 from decent_jax.data.translation.pair_batches import TokenBatches
@@ -28,6 +29,7 @@ from decent_jax.train import flags
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENS = 240
+EXPORTED = ("config.json", "generation_config.json", "tokenizer.json")
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -274,6 +276,18 @@ def test_translate_reads_lines_and_prints_as_many(run, folder, tmp_path, capsys,
     assert refusal in capsys.readouterr().err
     model = saved_model.load(run / "whole")
     assert model.step == 2 and model.vocabulary.size == 320
+
+
+@pytest.mark.slow
+def test_what_is_exported_is_the_model(run, tmp_path):
+    path = export.export(run / "whole", tmp_path / "out" / "model.safetensors")
+    model = saved_model.load(run / "whole")
+    table = safetensors.numpy.load_file(path)["model.shared.weight"]
+    np.testing.assert_array_equal(table[:, 0], model.params["shared"]["embedding"][:, 0])
+    written = {name: json.loads(path.with_name(name).read_text()) for name in EXPORTED}
+    assert written["config.json"]["architectures"] == ["MarianMTModel"]
+    assert written["generation_config.json"]["decoder_start_token_id"] == transformer.START
+    assert len(written["tokenizer.json"]["model"]["vocab"]) == model.vocabulary.size
 
 
 @pytest.mark.slow

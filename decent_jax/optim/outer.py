@@ -155,8 +155,8 @@ def noloco(
       inner, axis_name, mix_every, fragments, delay, alpha, carry, weighted: as in `diloco`.
       schedule: ``random_matching`` in the paper; with a round for every fragment.
       wire: as in `decentralized`.
-      outer_learning_rate: the factor :math:`\eta`, beta in the paper.
-      outer_momentum: the factor :math:`\mu`, alpha in the paper, in [0, 1).
+      outer_learning_rate: the factor eta of the movement, beta in the paper.
+      outer_momentum: the factor mu of the last movement, alpha in the paper, in [0, 1).
 
     References:
       Kolehmainen et al., `NoLoCo <https://arxiv.org/abs/2506.10911>`_, 2025, equations as in the
@@ -262,8 +262,8 @@ def sparseloco(
       density: the share of every chunk that is sent, in (0, 1].
       chunk: numbers per chunk.
       bits: 2 or 32 per number sent.
-      decay: the share of what was not sent that is kept (:math:`\beta`), in [0, 1].
-      outer_learning_rate: the factor :math:`\eta`.
+      decay: the share beta of what was not sent that is kept, in [0, 1].
+      outer_learning_rate: the factor eta of the movement.
 
     References:
       Sarfi et al., `SparseLoCo <https://arxiv.org/abs/2508.15706>`_, 2025, equations from a

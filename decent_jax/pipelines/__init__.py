@@ -10,6 +10,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from decent_jax import extras
+
 
 def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
     """Train pipelines, in the folder ``workdir``; see `decent_jax.pipelines.driver.run`."""
@@ -17,6 +19,7 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
     from decent_jax.pipelines import part
 
     part.check(config)
+    extras.need("peers", "ray")
     quieten_ray()  # before anything imports it
     from decent_jax.pipelines import driver
 

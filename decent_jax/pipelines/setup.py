@@ -1,7 +1,6 @@
 """What a run of pipelines is made of: in the process of `train.py`, and in each of its cells."""
 
 import contextlib
-import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,8 +64,6 @@ def open_run(config: ConfigDict, workdir: str | Path) -> Iterator[Run]:
     """
     parts.check(config)
     config_lib.validate(config)
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError("pipeline.stages needs Ray: pip install 'decent_jax[peers]'")
     leave_launcher()
     plan = config_lib.load_plan(config)
     schedule = config_lib.make_schedule(config, plan)

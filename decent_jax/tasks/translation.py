@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -12,15 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from decent_jax.data.translation import number_words, subwords
+from decent_jax.data.translation import hf_tokenizer, number_words, subwords
 from decent_jax.data.translation.pair_folder import PairBlocks, TranslationPairs
 from decent_jax.errors import ConfigError, DataError
 from decent_jax.fields import Field, size_of_preset
-from decent_jax.models import transformer
+from decent_jax.models import transformer, transformer_weights
 from decent_jax.models.pieces import cross_entropy
 from decent_jax.progress import announce as announce_on_stderr
 from decent_jax.tasks import Run, opened
-from decent_jax.tasks.translator import Translator, bleu, meteor
+from decent_jax.tasks.translator import ALPHA, BEAM, LONGEST, Translator, bleu, meteor
 
 NUMBERS = "numbers"
 AVERAGES = ("all", "replica")
@@ -286,6 +287,27 @@ def load(run: Run) -> SavedModel:
     vocabulary = subwords.load(run.workdir)
     config = model_config(run.config, vocabulary.size)
     return SavedModel(run.params, config, vocabulary, run.step)
+
+
+def export(run: Run, out: Path) -> str:
+    """Writes the weights, and the tokenizer and the beam search for `transformers`.
+
+    Returns the ``config.json`` that it reads.
+    """
+    model = load(run)
+    origin = {"step": str(model.step), "which": run.which}
+    transformer_weights.save_safetensors(out, model.params, model.config, origin)
+    generation = transformer_weights.special_ids() | {
+        "num_beams": BEAM,
+        "length_penalty": ALPHA,
+        "max_new_tokens": LONGEST,
+        "suppress_tokens": [transformer.PAD, transformer.START],
+    }
+    files = hf_tokenizer.hf_files(model.vocabulary, LONGEST)
+    files["generation_config.json"] = (json.dumps(generation, indent=2) + "\n").encode()
+    for name, content in files.items():
+        out.with_name(name).write_bytes(content)
+    return json.dumps(transformer_weights.hf_config(model.config), indent=2) + "\n"
 
 
 def translator(run: Run, beam: int) -> Callable[[list[str]], list[str]]:

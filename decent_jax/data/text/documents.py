@@ -38,6 +38,7 @@ _KINDS = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
+_NAMED = (".md", ".py", ".html", ".rst", ".tex")  # text, too, but only where the file is named
 _READABLE = ".txt, .txt.gz, .jsonl, .jsonl.gz, .parquet or .arrow"
 
 
@@ -85,11 +86,15 @@ def find_sources(inputs: Iterable[Path], *, validation: bool = False) -> list[So
         if given.is_dir():
             sources = list(_walk(given, validation))
             if not sources:
-                raise DataError(f"{given}: holds no {_READABLE} file and no prepared TFDS folder")
+                raise DataError(
+                    f"{given}: holds no {_READABLE} file and no prepared TFDS folder; of other "
+                    f"kinds of text name the files: {given}/*{_NAMED[0]}"
+                )
         elif given.exists():
-            if _kind(given) is None:
-                raise DataError(f"{given}: not a {_READABLE} file")
-            sources = [_file(given, given.name)]
+            kind = _kind(given) or ("txt" if given.suffix.lower() in _NAMED else None)
+            if kind is None:
+                raise DataError(f"{given}: not a {_READABLE} file, nor one of {', '.join(_NAMED)}")
+            sources = [_file(given, given.name, kind)]
         else:
             raise DataError(f"{given}: no such file or folder")
         for source in sources:  # one that is given twice is read once
@@ -200,8 +205,9 @@ def _walk(folder: Path, validation: bool) -> Iterator[Source]:
             files = _saved_by_datasets(here)
         for file in sorted(files):
             path = here / file
-            if not file.startswith(".") and _kind(path) and path.is_file():
-                yield _file(path, str(relative / file))
+            kind = _kind(path)
+            if not file.startswith(".") and kind and path.is_file():
+                yield _file(path, str(relative / file), kind)
 
 
 def _kind(path: Path) -> str | None:
@@ -209,8 +215,8 @@ def _kind(path: Path) -> str | None:
     return next((kind for suffix, kind in _KINDS.items() if name.endswith(suffix)), None)
 
 
-def _file(path: Path, name: str) -> Source:
-    return Source(path, _kind(path) or "", name, path.stat().st_size)
+def _file(path: Path, name: str, kind: str) -> Source:
+    return Source(path, kind, name, path.stat().st_size)
 
 
 def _tfds_source(folder: Path, name: str, validation: bool) -> Source:

@@ -36,19 +36,17 @@ _MANY_WORDS = 200_000  # trained in a process that can be interrupted
 
 # Characters that one writer types and another one's word processor changes. Guillemets and the dash
 # "–" stay: good French and German use them, and BLEU compares with the original reference.
-_SAME = {
+SAME = {
     "'": "`\u00b4\u2018\u2019\u201a\u201b\u2032",
     '"': "\u201c\u201d\u201e\u201f\u2033",
     "-": "\u2010\u2011\u2212",  # hyphens and the minus sign
     "\u2013": "\u2014\u2015",  # dashes
     " ": "\u2581",  # sentencepiece's own sign for a space
 }
-_REPLACEMENT = {character: plain for plain, others in _SAME.items() for character in others}
+_REPLACEMENT = {character: plain for plain, others in SAME.items() for character in others}
 # control characters but white space, soft hyphens, zero widths, directions, byte order marks
-_INVISIBLE = (
-    "\0-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\ufeff"
-)
-_CHANGED = re.compile("[" + "".join(_REPLACEMENT) + _INVISIBLE + "]")
+REMOVED = "\0-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\ufeff"
+_CHANGED = re.compile("[" + "".join(_REPLACEMENT) + REMOVED + "]")
 
 
 def normalise(text: str) -> str:
@@ -103,6 +101,10 @@ class Subwords:
         if bad.size:
             raise ValueError(f"token id {bad[0]} is outside the vocabulary of {self.size}")
         return self._processor.decode(ids[ids >= len(SPECIAL)].tolist())
+
+    def pieces(self) -> list[str]:
+        """The text of each id, with "\u2581" for a space; a single byte is "<0x41>"."""
+        return [self._processor.id_to_piece(i) for i in range(self.size)]
 
     def save(self, folder: str | Path) -> None:
         """Writes `vocabulary.model`."""
