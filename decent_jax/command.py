@@ -14,6 +14,7 @@ from decent_jax.errors import (
     TrainingFailed,
 )
 from decent_jax.extras import MissingExtra
+from decent_jax.text import shorten, shown
 
 # name: (module whose `main` it is, what it does).
 COMMANDS = {
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     name, *rest = argv
     if name not in known:
         print(
-            f"decent-jax: there is no command {name!r}; choose one of {', '.join(known)}",
+            f"decent-jax: there is no command {shown(name)}; choose one of {', '.join(known)}",
             file=sys.stderr,
         )
         return 2
@@ -81,14 +82,16 @@ def train(argv: list[str], prog: str) -> int:
     """
     workdir = None
     try:
+        from decent_jax.json_files import flat
         from decent_jax.train import check, flags, run
 
         config, workdir = flags.parse(argv, prog)
+        values = flat(config)
         if workdir is None:
             check(config)
-        elif config.get("peers", {}).get("use"):
+        elif values.get("peers.use"):
             importlib.import_module("decent_jax.peers").run(config, workdir)
-        elif config.get("pipeline", {}).get("stages"):
+        elif values.get("pipeline.stages"):
             importlib.import_module("decent_jax.pipelines").run(config, workdir)
         else:
             run(config, workdir)
@@ -102,7 +105,8 @@ def train(argv: list[str], prog: str) -> int:
         print(f"{prog}: {error}", file=sys.stderr)
         return PEER_LOST
     except OSError as error:  # a full disk, a folder that went away
-        said = f"{type(error).__name__}: {error}, with --workdir {workdir}"  # not all name a file
+        said = shorten(f"{type(error).__name__}: {error}", 200)
+        said += f", with --workdir {workdir}"  # not all name a file
         print(f"{prog}: {said}; once mended, the same command continues", file=sys.stderr)
         return 1
     except Interrupted as error:

@@ -15,6 +15,10 @@ from pathlib import Path
 from decent_jax import saved_model
 from decent_jax.errors import ConfigError
 
+# What an export may write beside the weights.
+_BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+_BESIDE += ("vocab.json", "merges.txt")
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns 0, or 2 after one sentence on stderr."""
@@ -23,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         path = export(**vars(parser.parse_args(arguments)))
     except (ConfigError, OSError) as error:
-        print(f"export: {error}", file=sys.stderr)
+        print(f"export: {ConfigError(error)}", file=sys.stderr)
         return 2
     print(f"wrote {path} and {path.with_name('config.json')}")
     return 0
@@ -62,7 +66,7 @@ def _check_replaceable(out: Path) -> None:
             head = file.read(1 << 16)
         if b'"__metadata__"' in head and b'"which"' in head:
             return  # and so is the config.json beside it
-    for path in (out, out.with_name("config.json")):
+    for path in (out, *(out.with_name(name) for name in _BESIDE)):
         if path.exists():
             raise ConfigError(
                 f"--out: {path} exists and was not written by an export of this file; name another "

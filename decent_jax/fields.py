@@ -141,7 +141,7 @@ def parse(field: Field, name: str, text: str) -> Any:
     kind = type(field.default)
     try:
         if field.duration:
-            return int(text) if text.strip().isdigit() else text
+            return int(text) if text.strip().isdecimal() else text
         if kind is bool:
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
         return kind(text)

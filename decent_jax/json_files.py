@@ -10,6 +10,17 @@ import numpy as np
 
 from decent_jax.errors import DataError
 
+MOST_BYTES = 1 << 28  # of a JSON file that is read whole
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a file; ValueError where it is not UTF-8, or endless, as a device may be."""
+    with open(path, "rb") as file:
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"it has more than {MOST_BYTES} bytes")
+    return data.decode()
+
 
 def read_json(path: str | Path, otherwise: str = "not readable as JSON") -> Any:
     """What a JSON file holds.
@@ -19,7 +30,7 @@ def read_json(path: str | Path, otherwise: str = "not readable as JSON") -> Any:
       DataError: it cannot be read, or it is ``otherwise``.
     """
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return json.loads(read_text(path))
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:

@@ -29,7 +29,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from decent_jax import plot_means as means
 from decent_jax import plot_style as style
 from decent_jax.command_line import Parser
-from decent_jax.errors import RunError
+from decent_jax.errors import ConfigError, RunError
 from decent_jax.plot_style import COLOURS, GREY, GRID, INK
 from decent_jax.run_folder import Run, label_runs, load_run, smoothed
 from decent_jax.text import format_number
@@ -384,17 +384,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--csv", metavar="FILE", help="also write the numbers of --mean")
     try:
         options = parser.parse_args(arguments)
-        averages = options.mean or options.csv or options.style != "screen"
-        if options.out or averages or len(options.runs) > 1:
-            check_replaceable(options.out or COMPARISON, "--out")
-        if options.csv:
+        averages = options.mean or options.csv is not None or options.style != "screen"
+        if options.out is not None or averages or len(options.runs) > 1:
+            check_replaceable(COMPARISON if options.out is None else options.out, "--out")
+        if options.csv is not None:
             check_replaceable(options.csv, "--csv")
         if averages:
             print(*plot_means(options.runs, options.out, options.style, options.csv), sep="\n")
         else:
             print(plot_runs(options.runs, options.out))
     except (RunError, OSError, ValueError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        print(f"{parser.prog}: {ConfigError(error)}", file=sys.stderr)
         return 2
     return 0
 

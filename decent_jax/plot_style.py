@@ -1,5 +1,6 @@
 """How every figure of this project looks: colours, frames, logarithmic axes, legends."""
 
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -65,5 +66,6 @@ def save(figure: Figure, path: str | Path, dpi: int = 120) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     key = {".png": "Software", ".pdf": "Creator", ".svg": "Creator"}.get(path.suffix.lower())
-    figure.savefig(path, dpi=dpi, facecolor="white", metadata={key: MARK} if key else None)
+    with warnings.catch_warnings(action="ignore"):  # of a legend that fills the page, of a glyph
+        figure.savefig(path, dpi=dpi, facecolor="white", metadata={key: MARK} if key else None)
     return path

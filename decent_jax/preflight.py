@@ -22,9 +22,12 @@ from decent_jax.cluster import preflight, start, watch
 from decent_jax.command_line import Parser
 from decent_jax.errors import PEER_LOST, ConfigError, PeerLost
 from decent_jax.planner import network
+from decent_jax.text import shown
 from decent_jax.train import config as config_lib
 from decent_jax.train import flags
 from decent_jax.written import check_replaceable
+
+MOST_REPEATS = 10_000
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         with start.lost_peers_told():
             _run(options, config)
     except (ConfigError, OSError) as error:
-        print(f"preflight: {error}", file=sys.stderr)
+        print(f"preflight: {ConfigError(error)}", file=sys.stderr)
         return 2
     except PeerLost as error:
         print(f"preflight: {error}", file=sys.stderr)
@@ -60,8 +63,10 @@ def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, ConfigDict]
     options, rest = parser.parse_known_args(arguments)
     if not 0.01 <= options.megabytes <= 10_000:
         raise ConfigError(f"--megabytes must be from 0.01 to 10000, got {options.megabytes:g}")
-    if options.repeats < 1:
-        raise ConfigError(f"--repeats must be at least 1, got {options.repeats}")
+    if not 1 <= options.repeats <= MOST_REPEATS:
+        raise ConfigError(
+            f"--repeats must be from 1 to {MOST_REPEATS}, got {shown(options.repeats)}"
+        )
     check_replaceable(options.save, "--save")
     if not Path(options.save).absolute().parent.is_dir():
         raise ConfigError(f"--save {options.save}: there is no such folder")

@@ -42,7 +42,8 @@ def _run(argv: list[str]) -> int:
             print(f"prepare {name}: {error}", file=sys.stderr)
             return 2
         except OSError as error:  # of the output: a full disk, for instance
-            print(f"prepare {name}: {out}: {error.strerror or error}", file=sys.stderr)
+            said = ConfigError(f"{out}: {error.strerror or error}")
+            print(f"prepare {name}: {said}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
             print(f"prepare {name}: interrupted; {kind.INTERRUPTED}", file=sys.stderr)

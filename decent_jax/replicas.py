@@ -229,10 +229,15 @@ def finite(stacked: Any) -> jax.Array:
     return jnp.stack(flags).all(axis=0)
 
 
-def consensus_mean(stacked: Any) -> Any:
+def consensus_mean(stacked: Any, weights: jax.Array | None = None) -> Any:
     """The consensus model: the mean over replicas, leaving out those that are not finite.
 
     Of whole numbers, such as counts of steps, it is the largest.
+
+    Args:
+      stacked: arrays (n, ...).
+      weights: (n,) how much each replica counts, see `decent_jax.optim.consensus_weights`; None:
+        alike.
     """
     ok = finite(stacked)
 
@@ -242,8 +247,9 @@ def consensus_mean(stacked: Any) -> Any:
         # As a product with a row of ones, since XLA's CPU sum over replicas is 100 times slower.
         wide = jnp.promote_types(x.dtype, jnp.float32)
         rows = clean(x, ok).astype(wide)
-        total = jnp.tensordot(ok.astype(wide), rows, axes=1, precision=jax.lax.Precision.HIGHEST)
-        return (total / ok.sum().astype(wide)).astype(x.dtype)
+        counts = ok.astype(wide) if weights is None else jnp.where(ok, weights, 0).astype(wide)
+        total = jnp.tensordot(counts, rows, axes=1, precision=jax.lax.Precision.HIGHEST)
+        return (total / counts.sum()).astype(x.dtype)
 
     return jax.tree.map(mean, stacked)
 
@@ -257,7 +263,7 @@ class Consensus(NamedTuple):
 
 
 def consensus_distance(stacked: Any) -> Consensus:
-    """Distances of the replicas from the consensus model, in float32, over all leaves at once."""
+    """Distances of the replicas from their mean, in float32, over all leaves at once."""
     ok = finite(stacked)
     mean = consensus_mean(stacked)
 
@@ -273,6 +279,6 @@ def consensus_distance(stacked: Any) -> Consensus:
     )
 
 
-def resize(stacked: Any, num_replicas: int) -> Any:
+def resize(stacked: Any, num_replicas: int, weights: jax.Array | None = None) -> Any:
     """Another number of replicas, all equal: see `consensus_mean`."""
-    return broadcast(consensus_mean(stacked), num_replicas)
+    return broadcast(consensus_mean(stacked, weights), num_replicas)

@@ -11,9 +11,11 @@ import numpy as np
 
 from decent_jax.errors import RunError
 from decent_jax.json_files import flat
+from decent_jax.text import printable, shorten
 
 METRICS = "metrics.jsonl"
 _LARGEST = 2**62  # more than any step or count
+_MOST_DRAWN = 1e100  # more than any value
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 # Config fields that name an experiment, the most informative first, by the last part of the name.
@@ -50,6 +52,8 @@ class Run:
         rows = [row for row in self.rows if isinstance(row.get(name), (int, float))]
         steps = np.array([row["step"] for row in rows], float)
         values = np.array([row[name] for row in rows], float)
+        values[np.abs(values) > _MOST_DRAWN] = np.nan  # no axis reaches so far
+        values[np.abs(values) < 1 / _MOST_DRAWN] = 0
         if x == "time":
             seconds = self.seconds_at(steps)
             return (values[:0], values[:0]) if seconds is None else (seconds, values)
@@ -87,19 +91,19 @@ def load_run(path: str | Path) -> Run:
     if not rows:
         raise RunError(f"{path}: metrics.jsonl has no complete row yet.")
     folder = path if path.is_dir() else path.parent
-    config, summary = _dict_in(folder / "config.json"), _dict_in(folder / "summary.json")
+    config, summary = _entries(folder / "config.json"), _entries(folder / "summary.json")
     sent = summary.get("bytes_sent_per_step")
     is_number = isinstance(sent, int | float) and 0 <= sent < _LARGEST
-    return Run(folder, rows, flat(config), bytes_sent_per_step=sent if is_number else None)
+    return Run(folder, rows, config, bytes_sent_per_step=sent if is_number else None)
 
 
-def _dict_in(path: Path) -> dict[str, Any]:
-    """What a JSON file holds; empty where it is missing, damaged or something else."""
+def _entries(path: Path) -> dict[str, Any]:
+    """What a JSON file holds, flat; empty where it is missing, damaged or something else."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
+        found = flat(json.loads(path.read_text()))
+        return {name: value for name, value in found.items() if not isinstance(value, list)}
+    except (OSError, ValueError, AttributeError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def read_metrics(path: str | Path) -> list[dict]:
@@ -185,7 +189,7 @@ def _last_part(field: str) -> str:
 def _words(name: str, value: object) -> str:
     """ "one_peer_exp", "8 replicas", "learning rate 0.0003"."""
     if isinstance(value, str):
-        return value
+        return printable(shorten(value, 100))
     if name == "num_replicas":
         return f"{value} replicas"
     return f"{name.replace('_', ' ')} {value}"

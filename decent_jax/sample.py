@@ -22,7 +22,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     try:
         options = vars(parser.parse_args(arguments))
-        for name, largest in (("tokens", 10**6), ("samples", 10**4), ("seed", 2**63 - 1)):
+        most = {"tokens": 10**6, "samples": 10**4, "top_k": 2**24, "seed": 2**63 - 1}
+        for name, largest in most.items():
             if not 0 <= options[name] <= largest:
                 raise ConfigError(
                     f"--{name} must be from 0 to {largest}, got {shown(options[name])}"
@@ -35,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
         for text in run.call("sample", "continue a prompt", **options):
             print(text, "-" * 80, sep="\n")
     except (ConfigError, ValueError) as error:
-        print(f"sample: {error}", file=sys.stderr)
+        print(f"sample: {ConfigError(error)}", file=sys.stderr)
         return 2
     return 0
 

@@ -39,6 +39,7 @@ from decent_jax.text import format_number, printable, split_outside_brackets
 from decent_jax.train import config as config_lib
 from decent_jax.train import flags
 from decent_jax.train.workdir import Signals
+from decent_jax.written import check_replaceable
 
 MOST_RUNS = 10_000
 _LOOK_S = 1.0  # seconds between two looks at a run's metrics
@@ -68,7 +69,7 @@ class SweptRun:
         """What ``summary.json`` holds; empty before the end of the run."""
         try:
             summary = json.loads((self.folder / "summary.json").read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         has_ended = isinstance(summary, dict) and not summary.get("interrupted")
         return summary if has_ended else {}
@@ -89,14 +90,15 @@ def main(arguments: list[str] | None = None) -> int:
         options, common = _parse(prog, arguments)
         runs = runs_of(options.over, Path(options.out))
         _check(options.config, common, runs)
-        if options.slurm:
+        _check_files(options, runs)
+        if options.slurm is not None:
             write_slurm_array(Path(options.slurm), options.config, common, runs)
             print(f"{options.slurm}: {len(runs)} runs; set what your cluster needs, then sbatch it")
             return 0
         failed = [] if options.table else train_all(options.config, common, runs)
         print(write_table(runs, Path(options.out) / "table.csv"))
     except (ConfigError, OSError) as error:
-        print(f"{prog}: {error}", file=sys.stderr)
+        print(f"{prog}: {ConfigError(error)}", file=sys.stderr)
         return 2
     except Interrupted as error:
         print(f"{prog}: {error}", file=sys.stderr)
@@ -163,6 +165,22 @@ def _parse(prog: str, arguments: list[str] | None) -> tuple[argparse.Namespace, 
     parser.add_argument("--slurm", metavar="FILE", help="write a SLURM array, train nothing")
     parser.add_argument("--table", action="store_true", help="write the table, train nothing")
     return parser.parse_known_args(arguments)
+
+
+def _check_files(options: argparse.Namespace, runs: Sequence[SweptRun]) -> None:
+    """Raises ConfigError where what the command writes cannot be written, or would be lost."""
+    out = Path(options.out)
+    for folder in (out, *(run.folder for run in runs)):
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"--out: {folder} is a file, and a folder of the sweep has its name")
+        if (folder / "log.txt").is_dir():
+            raise ConfigError(f"--out: {folder / 'log.txt'} is a folder; move it away")
+    if options.slurm is None:
+        check_replaceable(out / "table.csv", "--out")
+        return
+    check_replaceable(options.slurm, "--slurm")
+    if not Path(options.slurm).absolute().parent.is_dir():
+        raise ConfigError(f"--slurm {options.slurm}: there is no such folder")
 
 
 def _check(config: str, common: Sequence[str], runs: Sequence[SweptRun]) -> None:
@@ -319,9 +337,8 @@ def _over_seeds(runs: Sequence[SweptRun], fields: list[str]) -> list[list[str]]:
 
 def _entry(summary: dict, key: str) -> float | int | str:
     section, _, name = key.rpartition(".")
-    if section:
-        summary = summary.get(section) or {}
-    value = summary.get(name, "")
+    group = summary.get(section) if section else summary
+    value = group.get(name, "") if isinstance(group, dict) else ""
     is_number = isinstance(value, float | int) and abs(value) <= LARGEST[float]
     return value if is_number else ""
 

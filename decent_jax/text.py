@@ -78,7 +78,10 @@ def shown(value: object) -> str:
     """
     if isinstance(value, int) and value.bit_length() > 200:  # Python refuses to print large ones
         return f"an integer of about {round(value.bit_length() * 0.30103)} digits"
-    return shorten(repr(value), 60)
+    try:
+        return shorten(repr(value), 60)
+    except RecursionError:  # from a file
+        return f"a {type(value).__name__} that is nested too deep"
 
 
 def printable(text: str) -> str:

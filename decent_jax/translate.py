@@ -28,7 +28,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         parsed = parser.parse_args(arguments)
         path = parsed.input
-        with open(path, encoding="utf-8") if path else contextlib.nullcontext(sys.stdin) as file:
+        with (
+            open(path, encoding="utf-8")
+            if path is not None
+            else contextlib.nullcontext(sys.stdin) as file
+        ):
             lines = _lines(file)
             run = saved_model.Run(parsed.workdir, parsed.which)
             run.function("translator", "translate")  # or refused, before anything is read
@@ -39,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
                 began, count = began or time.monotonic(), count + len(sentences)
                 sentences = list(itertools.islice(lines, _AT_A_TIME))
     except (ConfigError, OSError, ValueError) as error:
-        print(f"translate: {error}", file=sys.stderr)
+        print(f"translate: {ConfigError(error)}", file=sys.stderr)
         return 2
     if count > _AT_A_TIME:  # the first ones also compile
         rate = (count - _AT_A_TIME) / (time.monotonic() - began)

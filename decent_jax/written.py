@@ -1,12 +1,19 @@
 """Whose a file is: a command replaces files that this package wrote, and no others."""
 
+import re
 from pathlib import Path
 
 from decent_jax.errors import ConfigError
 
 MARK = "decent_jax"  # in the metadata of pictures, and in the format of JSON files
-_BEGINNINGS = (b"{", b"\x89PNG", b"%PDF", b"<?xml")
-_TABLE = b"runs_of,runs,metric,step,"  # of `plot --csv`: plain columns leave no room for a mark
+_OURS = re.compile(
+    rb"(\{|\x89PNG|%PDF|<\?xml).*"
+    + MARK.encode()
+    # Plain columns leave no room for a mark: `plot --csv`, and the table of `sweep`.
+    + rb"|runs_of,runs,metric,step,|[^\n]*,state,steps,validation_loss,"
+    + rb"|#!/bin/bash\n# \d+ runs of `decent-jax sweep`",
+    re.DOTALL,
+)
 
 
 def check_replaceable(path: str | Path, flag: str) -> None:
@@ -26,8 +33,7 @@ def check_replaceable(path: str | Path, flag: str) -> None:
         return
     except OSError as error:
         raise ConfigError(f"{flag} {path}: {error.strerror}; name another file") from None
-    marked = content.startswith(_BEGINNINGS) and MARK.encode() in content
-    if content and not marked and not content.startswith(_TABLE):
+    if content and not _OURS.match(content):
         raise ConfigError(
             f"{flag} {path} exists and was not written by this command; name another file, or move "
             "that one away"

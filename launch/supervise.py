@@ -23,6 +23,7 @@ import dataclasses
 import os
 import secrets
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -40,6 +41,7 @@ from decent_jax.text import shown
 from decent_jax.train import config as config_lib
 from decent_jax.train import flags
 
+MOST_PROCESSES = 1024  # on one machine
 FALLBACK = "one_peer_exp"  # a schedule for any number of replicas
 _ENDS = (1, 2, 130, 143)  # exit codes of train.py after which another start changes nothing
 # Exit codes of a process that lost another: after its sentence, or by jax's abort; 1: processes
@@ -62,7 +64,18 @@ def main(arguments: list[str]) -> int:
     try:
         options, program = _parse(arguments)
         config, workdir = flags.parse(program[1:])
+        if workdir is None:
+            raise ConfigError("--check starts no run: check it without supervise.py")
         members = _members(options)
+        if members[0].argv and shutil.which(members[0].argv[0]) is None:
+            raise ConfigError(f"--via: there is no command {shown(members[0].argv[0])}")
+        fit(config, len(members), len(members))  # refused before the folder is made
+        if options.hosts is None:  # the data of other hosts may be there alone
+            config_lib.validate(config)
+        try:
+            Path(workdir).mkdir(parents=True, exist_ok=True)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--workdir {workdir} cannot be made: {error}") from None
         return _supervise(options, program, config, Path(workdir), members)
     except ConfigError as error:
         return _say(str(error), 2)
@@ -92,8 +105,17 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     program = options.program[options.program[:1] == ["--"] :]
     if not program or not Path(program[0]).is_file():
         raise ConfigError("say what to start after --, such as: -- train.py --config FILE ...")
-    if options.hosts is None and options.processes < 1:
-        raise ConfigError(f"--processes must be at least 1, got {options.processes}")
+    for name, least, most in (
+        ("processes", 1, MOST_PROCESSES),
+        ("port", 1, 2**16 - 101),
+        ("again", 0, 10**6),
+        ("restarts", 0, 10**6),
+    ):
+        value = getattr(options, name)
+        if value is not None and not least <= value <= most:
+            raise ConfigError(
+                f"--{name} must be at least {least} and at most {most}, got {shown(value)}"
+            )
     started = options.processes if options.hosts is None else len(options.hosts.split(","))
     if not 1 <= options.fewest <= started:
         raise ConfigError(
@@ -109,19 +131,22 @@ def _members(options: argparse.Namespace) -> list[Member]:
     members = []
     for entry in options.hosts.split(","):
         name, _, address = entry.strip().partition("=")
+        if not name:
+            raise ConfigError(f"--hosts must be names between commas, got {shown(options.hosts)}")
         try:
             argv = shlex.split(options.via.format(host=name))
         except (ValueError, KeyError, IndexError, AttributeError):
+            argv = []
+        if not argv:
             raise ConfigError(
                 f"--via must be a command in which {{host}} is the host, got {shown(options.via)}"
-            ) from None
+            )
         members.append(Member(name, address or name, argv))
     return members
 
 
 def _supervise(options, program, config, workdir: Path, members: list[Member]) -> int:
     first = len(members)
-    workdir.mkdir(parents=True, exist_ok=True)
     for attempt in range(options.restarts + 1):
         changes, notes = fit(config, first, len(members))
         if options.hosts is None:

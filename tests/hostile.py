@@ -6,9 +6,9 @@ import re
 def assert_refused(main, arguments, words, folder, capsys):
     """``main(arguments)`` returns 2 after one short line with these words (a regular expression).
 
-    All files in ``folder`` are still there, as they were.
+    All files in ``folder`` are still there, as they were, and only hidden ones are new.
     """
-    before = snapshot(folder)
+    before, there = snapshot(folder), set(folder.rglob("*"))
     capsys.readouterr()  # what was said while the folder was made
     try:
         code = main(arguments)
@@ -20,6 +20,8 @@ def assert_refused(main, arguments, words, folder, capsys):
     assert re.search(words, line), line
     assert len(line.replace(str(folder), "")) <= 300 and line.isprintable(), len(line)
     assert before.items() <= snapshot(folder).items()
+    new = set(folder.rglob("*")) - there
+    assert not [path for path in new if "/." not in str(path.relative_to(folder.parent))]
 
 
 def snapshot(folder):

@@ -3,8 +3,10 @@
 import json
 
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
+from decent_jax import machine
 from decent_jax.data.text import token_folder, tokenizers
 from decent_jax.data.text.documents import chunks, documents, find_sources
 from decent_jax.data.text.prepare import prepare
@@ -62,6 +64,22 @@ def test_a_single_file_of_the_other_format(tmp_path):
     with pa.ipc.new_file(str(path), table.schema) as writer:
         writer.write_table(table, max_chunksize=7)
     assert [text for c in chunks(find_sources([path]), "text") for text in c.data] == TEXTS
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_dictionary_is_unpacked_in_pieces_that_the_machine_can_hold(kind, tmp_path, monkeypatch):
+    """Twenty rows of one text of a megabyte take a file of a megabyte, or less."""
+    monkeypatch.setattr(machine, "memory_bytes", lambda: 64 << 20)
+    path, texts = tmp_path / f"a.{kind}", pa.array([2**20 * "x"] * 20)
+    if kind == "parquet":
+        pa.parquet.write_table(pa.table({"text": texts}), path, use_dictionary=True)
+    else:
+        table = pa.table({"text": texts.dictionary_encode()})
+        with pa.ipc.new_file(str(path), table.schema) as writer:
+            writer.write_table(table)
+    found = list(chunks(find_sources([path]), "text"))
+    assert {len(text) for chunk in found for text in chunk.data} == {2**20}
+    assert sum(len(chunk.data) for chunk in found) == 20 and max(len(c.data) for c in found) <= 4
 
 
 @pytest.mark.parametrize(

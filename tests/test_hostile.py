@@ -64,8 +64,16 @@ TRAIN = [  # what follows "train.py --config CONFIG --workdir RUN/run --config."
     ("cluster.num_processes=-1", "cluster.num_processes must not be negative"),
     ("NINES=1", "the config has no field '999"),
     ("data.path=NINES", "data.path"),
+    ("model.init_from=" + 300 * "x", "File name too long"),
+    ("model.dtype=float64", "model.dtype float64 needs the variable JAX_ENABLE_X64=1"),
+    ("task=..", "task: '..' is not the dotted path of a module"),
+    (
+        "algorithm=decentralized_sgd --config.optimizer.name=.adam",
+        "optimizer.name '.adam' cannot be",
+    ),
 ]
 DEEP = "[" * 100_000
+OF_TRAIN = "train.py --config CONFIG --workdir RUN/new"
 WEIGHTS = "--config.model.init_from=RUN/run/m.safetensors"
 OTHER = [
     ("config.json a list", "train", "config.json is damaged"),
@@ -73,6 +81,7 @@ OTHER = [
     ("config.json deep", "train", "config.json is damaged"),
     ("config.json no UTF-8", "train", "config.json is damaged"),
     ("config.json a folder", "train", "config.json is damaged"),
+    ("config.json nested", "train", "config.json is damaged|with another config"),
     ("config.json empty", "train", "holds a run with another config (.*; and [0-9]+ more)"),
     ("config.json replicas a list", "train", "holds a run with another config"),
     ("config.json a long text", "train", "holds a run with another config"),
@@ -82,6 +91,10 @@ OTHER = [
     ("metrics.jsonl a step of 400 digits", "train", "metrics.jsonl line 1 is not"),
     ("metrics.jsonl a folder", "train", "metrics.jsonl is a folder"),
     ("a workdir that is a file", "train", "cannot be written"),
+    ("a long workdir", f"train.py --config CONFIG --workdir {300 * 'x'}", "cannot be written"),
+    ("a placeholder", "train.py --config RUN/run/c.py --workdir RUN/new", "RequiredValueError"),
+    ("nothing but an archive", "train --config.schedule=RUN/run/g.npy", "is no .npy file"),
+    ("matrices of terabytes", "train --config.schedule=RUN/run/g.npy", "is no .npy file"),
     ("a stranger's checkpoint", "train", r"4/thesis\.txt is no part of a checkpoint"),
     ("a stranger's best", "train", r"4/thesis\.txt is no part of a checkpoint"),
     ("weights empty", f"train {WEIGHTS}", r"m\.safetensors cannot be read"),
@@ -92,8 +105,23 @@ OTHER = [
     ("alone", "preflight --save RUN/n.json", "there is nothing to compare or to measure"),
     ("long", "preflight --save RUN/n.json --repeats NINES", "argument --repeats: invalid int"),
     ("inf", "preflight --save RUN/n.json --megabytes inf", "--megabytes must be from 0.01"),
+    ("often", "preflight --save RUN/n.json --repeats 999999999", "--repeats must be from 1 to"),
     ("folder", "preflight --save RUN", "is a folder"),
-    ("none", "supervise --processes 0 -- train.py", "--processes must be at least 1, got 0"),
+    (
+        "none",
+        "supervise --processes 0 -- train.py",
+        "--processes must be at least 1 and at most 1024",
+    ),
+    (
+        "a million",
+        "supervise --processes 1000000 -- train.py",
+        "--processes must be at least 1 and",
+    ),
+    ("again", "supervise --processes 2 --again -1 -- train.py", "--again must be at least 0"),
+    ("check", "supervise --processes 2 -- train.py --config CONFIG --check", "starts no run"),
+    ("three", f"supervise --processes 3 -- {OF_TRAIN}", "4 replicas cannot be spread evenly"),
+    ("no name", f"supervise --hosts a,,b -- {OF_TRAIN}", "--hosts must be names between commas"),
+    ("no command", f"supervise --hosts a --via nothing -- {OF_TRAIN}", "there is no command"),
     ("nothing", "supervise --processes 2", "say what to start after --"),
     ("fewest", "supervise --processes 2 --fewest 9 -- train.py", "--fewest must be from 1 to 2"),
     ("fewest 0", "supervise --processes 2 --fewest 0 -- train.py", "--fewest must be from 1 to 2"),
@@ -122,6 +150,7 @@ OTHER += [
     ("metrics.jsonl a step of 400 digits", "plot RUN/run", "metrics.jsonl line 1 is not a JSON"),
     ("metrics.jsonl a folder", "plot RUN/run", "metrics.jsonl"),
     ("out", "plot RUN/run --out RUN", "is a folder; name a file in it"),
+    ("micro-batches", "train --config.pipeline.stages=1 --config.pipeline.micro_batches=0", "must"),
     ("plan deep", "train --config.cluster.plan=RUN/run/plan", "is not a plan: it is nested"),
     ("plan a list", "train --config.cluster.plan=RUN/run/plan", "plan"),
     ("plan a folder", "train --config.cluster.plan=RUN", "cannot read the plan"),
@@ -133,6 +162,15 @@ OTHER += [
         "JAX_LOCAL_DEVICE_IDS must hold whole numbers, got 'a'",
     ),
 ]
+PLACEHOLDER = b"""
+from ml_collections import ConfigDict, config_dict
+def get_config():
+    return ConfigDict({"steps": config_dict.required_placeholder(int)})
+"""
+HEADER = (
+    b"{'descr': '<f8', 'fortran_order': False, 'shape': (4, 1000000, 1000000)}".ljust(118) + b"\n"
+)
+BOMB = b"\x93NUMPY\x01\x00" + len(HEADER).to_bytes(2, "little") + HEADER
 VARIABLES = {
     "SLURM": {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "two"},
     "devices": {"JAX_LOCAL_DEVICE_IDS": "0,a"},
@@ -150,6 +188,10 @@ FILES = {  # what is in RUN/run
     "config.json wrong type": {
         "config.json": b'{"task": "language_modeling", "model": {"width": []}}'
     },
+    "config.json nested": {"config.json": b'{"a":' * 900 + b"1" + b"}" * 900},
+    "a placeholder": {"c.py": PLACEHOLDER},
+    "nothing but an archive": {"g.npy": b"PK\x05\x06" + bytes(18)},
+    "matrices of terabytes": {"g.npy": BOMB},
     "plan deep": {"plan": DEEP.encode()},
     "plan a list": {"plan": b"[1]"},
     "metrics.jsonl binary": {"metrics.jsonl": b"\x80\n{}\n"},

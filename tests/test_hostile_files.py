@@ -28,6 +28,10 @@ PLANNER = [  # what follows "planner "
     ("network node of a billion", "network --network n.json", r"n\.json.*without gaps"),
     ("network nodes ragged", "network --network n.json", r"n\.json.*machine's number"),
     ("network names a number", "network --network n.json", r"n\.json.*list of 3"),
+    ("network names nested", "network --network n.json", r"n\.json.*printable texts"),
+    ("network names escape", "network --network n.json", r"n\.json.*printable texts"),
+    ("network nic", "network --network n.json", r"n\.json.*at least 1000 bytes per second"),
+    ("network complex", "network --network n.npz", r"n\.npz.*numbers only"),
     ("network 400 digits", "network --network n.json", r"n\.json.*numbers only"),
     ("network npy", "network --network n.npz", r"n\.npz is not a network: it cannot be read"),
     ("network zip", "network --network n.npz", r"n\.npz is not a network"),
@@ -76,6 +80,7 @@ PLANNER += [
         ("step a string", "line 1 is not"),
         ("nested", "line 1 is not"),
         ("times strings", "0 rows"),
+        ("times of ages", "up to 100000 s"),
     )
 ]
 TEXT = "text --input in --out out --tokenizer bytes --val_fraction 0.3"
@@ -90,6 +95,7 @@ PREPARE = [  # what follows "prepare "
     ("text", f"{TEXT} --seed {NINES}", "argument --seed: invalid int value"),
     ("text line bomb", TEXT, r"a\.jsonl\.gz, line 1: is longer than"),
     ("text bomb", TEXT, r"a\.txt\.gz: unpacks to more than"),
+    ("text many fields", TEXT, r"line 1: no field 'text', only 'f0', 'f1'.*see --text_field"),
     ("text tokenizer", TEXT.replace("bytes", "t.json"), r"t\.json: .*none of the tokens"),
     ("text thesis", f"{TEXT} --overwrite", r"out/thesis\.txt: was not made by this command"),
     ("text folder", f"{TEXT} --overwrite", "out/own: was not made by this command"),
@@ -121,11 +127,12 @@ PEERS = [  # what follows "peers "
     ("a folder called peers", "resize --workdir run --count 2", "holds no run of peers"),
     ("log deep", REPLAY, r"events-0\.jsonl line 1 is not an event"),
     ("log without start", REPLAY, r"events-0\.jsonl line 1 is not an event"),
+    ("log huge", REPLAY, r"events-0\.jsonl line 1 is not an event"),
     ("log negative", REPLAY, r"events-0\.jsonl line 1 is not an event"),
     ("log origin", REPLAY, r"events-0\.jsonl line 1 is not an event"),
     ("log sides", REPLAY, r"events-0\.jsonl line 2 is not an event"),
     ("log version", REPLAY, r"events-0\.jsonl line 2 is not an event"),
-    ("log end", REPLAY, "ends after step 1000000000000 and has only 3 lines"),
+    ("log end", REPLAY, "ends after step 2000000000 and has only 3 lines"),
     ("config gone", REPLAY, "no readable config.json"),
     ("config wrong", REPLAY, r"config\.json: num_replicas must be"),
     ("manifest deep", REPLAY, r"peers\.json is damaged"),
@@ -138,8 +145,12 @@ KEPT = [  # a file of the user's is where a command would write
     (f"planner place {CLUSTER} --parameters 1e6 --plan thesis.json", "--plan thesis.json exists"),
     (f"planner predict {CLUSTER} {MODEL} --out thesis.png", "--out thesis.png exists and was not"),
     (f"planner predict {CLUSTER} {MODEL} --timeline thesis.png", "--timeline thesis.png exists"),
+    ("sweep --config quickstart --over seed=1 --out o --slurm thesis.json", "--slurm thesis.json"),
+    ("sweep --config quickstart --over seed=1 --out mine", "mine/table.csv exists and was not"),
+    ("sweep --config quickstart --over seed=1 --out thesis.json", "thesis.json is a file"),
     ("preflight --save thesis.json", "--save thesis.json exists and was not"),
     ("plot run --out thesis.png", "--out thesis.png exists and was not"),
+    ("export --workdir run --out mine/x.safetensors", r"tokenizer\.json exists and was not"),
     ("export --workdir run --out x.safetensors", r"config\.json exists and was not written"),
     ("export --workdir run --out y.safetensors", r"y\.safetensors exists and was not written"),
 ]
@@ -204,6 +215,9 @@ FILES = {
     "network node of a billion": {"n.json": network(node=[0, 1, 10**9])},
     "network nodes ragged": {"n.json": network(node=[[0], 1, 2])},
     "network names a number": {"n.json": network(names=5)},
+    "network names nested": {"n.json": network(names=["a", "b", ["c"]])},
+    "network names escape": {"n.json": network(names=["a", "b", "\x1b[2J"])},
+    "network nic": {"n.json": network(nic_bytes_per_s=[1e-300, 1, 1])},
     "network 400 digits": {"n.json": network(latency_s=[[10**400] * 3] * 3)},
     "network empty": {"n.npz": b""},
     "memory text": {"m.json": '["a", "b", "c", "d"]'},
@@ -220,9 +234,11 @@ FILES = {
     "measured no UTF-8": {"r.jsonl": b"\xff"},
     "trace step a string": {"t.jsonl": trace(step="a")},
     "trace nested": {"t.jsonl": f"{DEEP}\n{{}}\n"},
+    "trace times of ages": {"t.jsonl": trace(**{"perf/step_time_s": 1e300})},
     "trace times strings": {"t.jsonl": trace(**{"perf/step_time_s": "a"})},
     "text line bomb": {"in/a.jsonl.gz": gzip.compress(b"a" * (1 << 20), 1)},
     "text bomb": {"in/a.txt.gz": gzip.compress(b"a" * (4 << 20), 1)},
+    "text many fields": {"in/a.jsonl": json.dumps({f"f{k}": 1 for k in range(999)})},
     "text tokenizer": {
         "t.json": '{"model": {"type": "BPE", "vocab": {}, "merges": []}}',
         "in/a.txt": "text",
@@ -241,11 +257,12 @@ FILES = {
     },
     "log deep": RUN | {LOG: f"{DEEP}\n{{}}\n"},
     "log without start": RUN | {LOG: '{"t": 0, "rate": 0}\n{}\n'},
+    "log huge": RUN | {LOG: '{"start": 4611686018427387903, "origin": null}\n{}\n'},
     "log negative": RUN | {LOG: '{"start": -5, "origin": null}\n{}\n'},
     "log origin": RUN | {LOG: '{"start": 0, "origin": {"peer": 5}}\n{}\n'},
     "log sides": RUN | {LOG: START + '{"t": 0, "met": "a", "mine": 0, "sides": 5}\n{}'},
     "log version": RUN | {LOG: START + '{"t": 0, "version": "a", "crc": 1}\n{}\n'},
-    "log end": RUN | {LOG: START + '{"end": 1000000000000, "crc": 1}\n{"end": 1000000000000}\n'},
+    "log end": RUN | {LOG: START + '{"end": 2000000000, "crc": 1}\n{"end": 2000000000}\n'},
     "config gone": {name: text for name, text in RUN.items() if "config" not in name},
     "config wrong": RUN | {"run/config.json": '{"task": "language_modeling", "num_replicas": []}'},
     "manifest deep": RUN | {MANIFEST: DEEP},
@@ -288,6 +305,7 @@ def write(name, folder):
     files = dict(FILES.get(name, {}))
     if name == "kept":
         files = dict.fromkeys(("thesis.json", "thesis.png", "y.safetensors"), "my thesis")
+        files |= {"mine/table.csv": "my thesis", "mine/tokenizer.json": "{}"}
         files |= {"config.json": '{"mine": 1}', "run/metrics.jsonl": '{"step": 1}\n{"step": 2}\n'}
     if name.startswith("images pax") or name in ("images long name", "images negative size"):
         files["in/val.tar"] = tar()
@@ -301,6 +319,9 @@ def write(name, folder):
         np.savez(folder / "n.npz", latency_s=1)
         content = {"latency_s.npy": npy_header((10**9, 10**9))}
         write_zip(folder / "n.npz", content)
+    if name == "network complex":
+        ones = np.ones((3, 3))
+        np.savez(folder / "n.npz", latency_s=1e-5j * ones, bandwidth_bytes_per_s=1e9 * ones)
     if name == "network zip":
         write_zip(folder / "n.npz", {"latency_s.npy": b"text"})
     for path, content in files.items():

@@ -17,6 +17,7 @@ GROUND = {
     "progress",
     "fields",
     "machine",
+    "named_modules",
     "plot_style",
     "plot_means",
     "run_folder",

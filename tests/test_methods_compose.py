@@ -207,7 +207,15 @@ def test_int8_is_unbiased():
     step = np.abs(x).max(1, keepdims=True) / 127
     error = np.asarray(draws.mean(0) - x) / np.asarray(step)
     assert np.abs(error).max() < 5 * 0.5 / np.sqrt(4000)
-    assert np.abs(np.asarray(draws - x[None])).max() <= 1.001 * step.max()
+    assert np.abs(np.asarray(draws - x[None])).max() <= 1.01 * step.max()
+
+
+def test_int8_decodes_without_rounding():
+    """Else a fused product on one side of a message moves the mean, further in every round."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(40, 50)), jnp.float32)
+    codes, scale = parts = wire.Int8().encode(x, jax.random.key(0), 0)
+    exact = np.asarray(codes, np.float64) * np.asarray(scale, np.float64)
+    np.testing.assert_array_equal(wire.Int8().decode(parts, x, None), exact)
 
 
 def test_replicas_round_by_different_chance():

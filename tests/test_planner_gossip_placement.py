@@ -97,6 +97,9 @@ def test_no_round_is_shorter_than_the_step_that_hides_it():
 
 SIX = networks.regions({"Oregon": 1, "Tokyo": 2, "London": 3})
 FOUR = networks.regions({"Oregon": 2, "Ohio": 1, "Tokyo": 1})
+ODD = networks.from_matrices(  # no two links are alike
+    np.full((7, 7), 1e-3), 10 ** np.add.outer(x := np.random.default_rng(0).uniform(3, 5, 7), x)
+)
 CARDS = networks.cluster([4, 1, 1], networks.PCIE, networks.ETHERNET_25G)
 
 
@@ -107,9 +110,10 @@ CARDS = networks.cluster([4, 1, 1], networks.PCIE, networks.ETHERNET_25G)
         (shuffled(SIX, 1), topology.make("ring", 6), 600),
         (shuffled(SIX, 1), topology.make("bidirectional_ring", 6), 600),
         (shuffled(FOUR, 2), topology.make("alternating_exp_ring", 4, local_size=2), 60),
+        (ODD, topology.make("bidirectional_ring", 7), 600),
         (shuffled(CARDS, 3), topology.make("one_peer_exp", 6), 600),
     ],
-    ids=["pairs", "ring", "two neighbours", "groups", "shared cards"],
+    ids=["pairs", "ring", "two neighbours", "groups", "odd", "shared cards"],
 )
 def test_the_best_of_all_orders_is_found(network, schedule, steps):
     orders = itertools.permutations(range(network.num_devices))

@@ -192,8 +192,8 @@ def test_small_asymmetry_stays_and_large_can_be_symmetrised():
         ({"node": [0, 2, 2]}, "without gaps"),
         ({"node": [0, 1]}, "for each of 3 devices"),
         ({"node": [0, 0.5, 1]}, "for each of 3 devices"),
-        ({"nic_bytes_per_s": [1e9, 0, 1e9]}, "a positive number for each of 3 nodes"),
-        ({"nic_bytes_per_s": [1e9]}, "a positive number for each of 3 nodes"),
+        ({"nic_bytes_per_s": [1e9, 0, 1e9]}, "at least 1000 bytes per second for each of 3"),
+        ({"nic_bytes_per_s": [1e9]}, "at least 1000 bytes per second for each of 3"),
         ({"names": ["a", "a", "b"]}, "3 different names"),
     ],
 )

@@ -3,10 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from decent_jax import gossip, replicas, topology
+from decent_jax import gossip, optim, replicas, topology
+from decent_jax.train import checkpoint
+from decent_jax.train.step import TrainState
 
 
 def init(key):
@@ -221,3 +224,26 @@ def test_on_devices_keeps_check_vma_where_it_can():
         mixing(replicas.place(8))
     assert mixing(replicas.place(8), check_vma=False) == (8, 2)
     assert mixing(replicas.place(8, jax.devices()[:4])) == (8, 2)
+
+
+def test_push_sum_is_resized_to_what_it_conserves():
+    """sum(w z) / sum(w), which no round changes; the plain mean of z does change."""
+    schedule = topology.make("random_out(seed=1)", 4)
+    tx = optim.push_sum(optax.sgd(0.0), schedule)
+    z = {"x": jax.random.normal(jax.random.key(0), (4, 5))}
+    state, kept = jax.vmap(tx.init)(z), z["x"].mean(0)
+
+    def step(z, state):
+        updates, state = tx.update(jax.tree.map(jnp.zeros_like, z), state, z, round=0)
+        return optim.apply_updates(z, updates), state
+
+    z, state = jax.vmap(step, axis_name="replica")(z, state)
+    weights = optim.consensus_weights(state)
+    assert np.ptp(weights) > 0.1
+    mean = replicas.consensus_mean(z, weights)["x"]
+    np.testing.assert_allclose(mean, kept, atol=1e-6)
+    assert abs(replicas.consensus_mean(z)["x"] - kept).max() > 1e-3
+    state = TrainState(z, {}, state, None)
+    resized = checkpoint.change_replicas(state, replicas.place(2, jax.devices()[:1]), 1)
+    np.testing.assert_allclose(resized.params["x"], np.stack([kept] * 2), atol=1e-6)
+    np.testing.assert_array_equal(resized.opt_state.own.w, np.ones(2))

@@ -191,6 +191,16 @@ def test_lattice_agrees_with_the_simulators():
     np.testing.assert_allclose(got * 2.0**-10, other.decode(theirs, y).value, atol=1e-12)
 
 
+def test_lattice_reads_up_to_its_distance():
+    """Nearly s (q - 1) / 2 in each coordinate; rounding both sides took half a side of that."""
+    lattice, side = optim.Lattice(8), jnp.float32(2.0**-10)
+    x = jnp.asarray(np.random.default_rng(3).normal(size=20_000), jnp.float32)
+    for sign in (-1, 1):
+        points = lattice.points(x, side)
+        _, fine = lattice.decode(lattice.encode(points, side), x + sign * 127.4 * side)
+        assert bool(fine)
+
+
 def test_a_message_from_too_far_is_noticed():
     lattice = optim.Lattice(8)
     rng = np.random.default_rng(2)

@@ -121,6 +121,9 @@ HALF = np.full((2, 2), 0.5)
         ([HALF, [[1.5, -0.5], [-0.5, 1.5]]], {}, "round 1: weights must be non-neg.*got -0.5"),
         ([[[np.nan, 1.0], [1.0, 0.0]]], {}, "round 0: weights must be non-negative, got nan"),
         ([[[np.inf, 1.0], [1.0, 0.0]]], {}, "round 0: weights must be"),
+        ([HALF, HALF + 0j], {}, r"round 1: weights must be real numbers \(type complex128\)"),
+        ([[["a", "b"], ["b", "a"]]], {}, "round 0: weights must be real numbers"),
+        ([[[0.5, 0.5], [1.0]]], {}, "round 0: weights must be real numbers"),
         ([HALF, [[0.5, 0.5], [0.5, 0.4]]], {}, "round 1: row 1 must sum to 1, got 0.9"),
         ([[[0.5, 0.5], [0.5, 0.5 + 1e-8]]], {}, "round 0: row 1 must sum to 1, got 1.00000001"),
         ([[[1.0, 0.0], [0.5, 0.5]]], {}, "round 0: column 0 must sum to 1, got 1.5; .*weighted"),
@@ -146,3 +149,10 @@ def test_from_matrices_refuses(matrices, options, message):
 
 def test_sums_may_be_off_by_rounding():
     Schedule.from_matrices([[[0.5, 0.5], [0.5, 0.5 + 5e-10]]])
+
+
+def test_a_weight_that_rounding_left_below_0_is_0():
+    given = np.kron(np.eye(2), HALF)
+    given[0, 3] = -2e-16
+    rnd, _ = Schedule.from_matrices([given, np.roll(given, (1, 1), (0, 1))]).rounds
+    assert rnd.matrix.min() == 0 and rnd.degree == 1 and given[0, 3] < 0

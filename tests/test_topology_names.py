@@ -439,3 +439,9 @@ def test_any_n_or_a_sentence(name):
         "alternating_exp_ring": [2, 3, 5, 6, 7, 9, 10, 11, 12],
     }
     assert refused == wanted.get(name, [])
+
+
+@pytest.mark.parametrize("n", [2.0, "4", None, True])
+def test_the_number_of_replicas_is_a_whole_number(n):
+    with pytest.raises(ValueError, match="num_replicas of a schedule must be a whole number, got"):
+        make("ring", n)

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import os
 import socket
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,9 +111,11 @@ def _place(cluster: ConfigDict, launcher: str | None) -> _Place:
     from jax._src.clusters import ClusterEnv
 
     try:
-        found = ClusterEnv.auto_detect_unset_distributed_params(
-            os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, devices, None, cluster.timeout_s
-        )
+        with warnings.catch_warnings(action="ignore"):  # such as of a package for Kubernetes
+            found = ClusterEnv.auto_detect_unset_distributed_params(
+                *(os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, devices, None),
+                cluster.timeout_s,
+            )
     except (RuntimeError, KeyError, ValueError) as error:
         raise ConfigError(
             f"{launcher} started this process, but its variables cannot be used "

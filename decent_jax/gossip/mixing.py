@@ -90,9 +90,10 @@ def mix(
         of its finite senders, or stays NaN where there are none. In a round in which groups send to
         each other a group counts as one replica, whose value is the mean of its finite members.
       wire: format of the messages; None sends arrays as they are. With Q the rounding of the
-        format, ``x_i <- x_i + sum_j W_ij Q(x_j) - Q(x_i)``: the mean over replicas stays exactly
-        what it was, whatever Q loses. Not for rounds with group means, nor for top-k. `RandomK`
-        mixes the numbers at its places, in any round, and leaves the others.
+        format, ``x_i <- x_i + sum_j W_ij Q(x_j) - Q(x_i)``: the mean over replicas stays what it
+        was, whatever Q loses, up to the rounding of these sums. Not for rounds with group means,
+        nor for top-k. `RandomK` mixes the numbers at its places, in any round, and leaves the
+        others.
       key: for formats that are random; the same on all replicas, another in every step.
       after: optional arrays, such as the gradients of this step. In a round in which groups send to
         each other, the last stage (inside the groups) waits for them, so that the messages may

@@ -7,7 +7,7 @@ A format sees one array of one replica at a time. `decent_jax.gossip.mix` sends 
 | format | sent for N numbers | error |
 |---|---|---|
 | `BFloat16` | 2 N bytes | relative 2^-9, nearest |
-| `Int8` | N bytes + 4 per row of the last axis | unbiased, below 1/127 of the row's largest |
+| `Int8` | N bytes + 4 per row of the last axis | unbiased, below 1/126 of the row's largest |
 | `TopK(f)` | 8 f N bytes: values and places | all but the largest f N dropped |
 | `ChunkedTopK(f, c)` | (2 + log2 c) f N / 8 + 4 N / c bytes | the same in chunks of c, in 2 bits |
 | `RandomK(f)` | 4 f N bytes: the places are the same everywhere | all but f N at random dropped |
@@ -62,24 +62,27 @@ class BFloat16:
 class Int8:
     r"""8-bit integers with a float32 scale per row of the last axis, rounded stochastically.
 
-    :math:`c = \lfloor 127\,x / s + u \rfloor`, :math:`s = \max |x|` over the row and u uniform in
-    [0, 1): :math:`\mathbb E[c\,s/127] = x`. Without a key it rounds to nearest, which is biased.
+    :math:`c = \lfloor x / s + u \rfloor` with u uniform in [0, 1): :math:`\mathbb E[c\,s] = x`.
+    Without a key it rounds to nearest, which is biased. The scale s is :math:`\max |x| / 127` over
+    the row, rounded up to 8 significant bits, so that c s and sums of a few are exact in float32:
+    a product that one side rounds, and the other does not, would move the mean in each round.
     """
 
     def encode(self, x, key, replica):
-        scale = jnp.abs(x).max(axis=-1, keepdims=True) if x.ndim else jnp.abs(x)
-        scaled = 127 * x / jnp.where(scale > 0, scale, jnp.ones_like(scale))
+        largest = jnp.abs(x).max(axis=-1, keepdims=True) if x.ndim else jnp.abs(x)
+        scale = jax.lax.reduce_precision((1 + 2**-8) / 127 * largest.astype(jnp.float32), 8, 7)
+        scaled = x / jnp.where(scale > 0, scale, jnp.ones_like(scale)).astype(x.dtype)
         if key is None:
             codes = jnp.round(scaled)
         else:
             noise = jax.random.uniform(jax.random.fold_in(key, replica), x.shape, jnp.float32)
             codes = jnp.floor(scaled + noise.astype(x.dtype))
-        return jnp.clip(codes, -127, 127).astype(jnp.int8), scale.astype(jnp.float32)
+        return jnp.clip(codes, -127, 127).astype(jnp.int8), scale
 
     def decode(self, parts, like, key):
         del key
         codes, scale = parts
-        return codes.astype(like.dtype) * (scale.astype(like.dtype) / 127)
+        return codes.astype(like.dtype) * scale.astype(like.dtype)
 
     def bytes_sent(self, shape):
         return math.prod(shape) + 4 * math.prod(shape[:-1])

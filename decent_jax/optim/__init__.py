@@ -6,10 +6,12 @@ from decent_jax.optim.accum_adam import accum_adamw as accum_adamw
 from decent_jax.optim.accum_adam import drop_window as drop_window
 from decent_jax.optim.accum_adam import scale_by_accum_adam as scale_by_accum_adam
 from decent_jax.optim.choco import choco as choco
+from decent_jax.optim.corrected import consensus_weights as consensus_weights
 from decent_jax.optim.corrected import d2 as d2
 from decent_jax.optim.corrected import exact_diffusion as exact_diffusion
 from decent_jax.optim.corrected import gradient_tracking as gradient_tracking
 from decent_jax.optim.corrected import push_sum as push_sum
+from decent_jax.optim.corrected import with_equal_weights as with_equal_weights
 from decent_jax.optim.guard import EarlyMixing as EarlyMixing
 from decent_jax.optim.guard import GuardedState as GuardedState
 from decent_jax.optim.guard import all_reduce as all_reduce

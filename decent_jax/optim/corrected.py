@@ -113,6 +113,10 @@ def gradient_tracking(
     of the parameters (q and the last gradient). ``inner`` sees q: clipping in it clips q. Valid on
     every doubly stochastic schedule.
 
+    Unlike in DIGing, q is mixed by the round of the step that uses it, not by the round before; on
+    a schedule of one round that is the same. The limit is the same on all schedules, the learning
+    rates that are stable are not.
+
     With Muon inside it tracks before it orthogonalises, as it must: averages of orthogonalised
     local gradients vanish in other places than the average gradient. "with" is then SUDA-Muon with
     tracking as its backbone; "then", without Nesterov momentum, is on static graphs DeMuon, whose
@@ -170,7 +174,8 @@ def push_sum(
 
     ``params`` are z; the state holds w only. One message and one scalar per step, no memory. On a
     doubly stochastic schedule w stays 1 and this is `decentralized` with ``combine="then"``. The
-    weighted mean :math:`\frac1n \sum_i w_i z_i` moves as SGD's does.
+    weighted mean :math:`\frac1n \sum_i w_i z_i` moves as SGD's does; it is the consensus model
+    (`consensus_weights`).
 
     References:
       Assran et al., `Stochastic Gradient Push <https://arxiv.org/abs/1811.10792>`_, 2019,
@@ -188,6 +193,21 @@ def push_sum(
         return guard.scale(1 / w, x), PushSumState(w), inner, ok
 
     return guard.method(inner, step, lambda params: PushSumState(jnp.ones((), float)))
+
+
+def consensus_weights(opt_state: Any) -> jax.Array | None:
+    """How much each replica counts in the consensus model, (n,): w of `push_sum`; else None, alike.
+
+    Args:
+      opt_state: states of a method, stacked over replicas.
+    """
+    own = getattr(opt_state, "own", None)
+    return own.w if isinstance(own, PushSumState) else None
+
+
+def with_equal_weights(own: Any) -> Any:
+    """The own states of replicas that are all at the consensus model."""
+    return own._replace(w=jnp.ones_like(own.w)) if isinstance(own, PushSumState) else own
 
 
 METHODS = (

@@ -66,10 +66,10 @@ class Lattice:
         """(the points nearest to ``own`` with these colours; () bool, whether they were sent)."""
         colours, checksum, side = message
 
-        def read(c, z):
-            nearest = _integers(z, side)
-            away = jnp.mod(c.astype(jnp.int32) - nearest + self.colours // 2, self.colours)
-            return nearest + away - self.colours // 2
+        def read(c, z):  # z is not rounded: that would take half a side from the distance
+            scaled, c = z.astype(jnp.float32) / side, c.astype(jnp.int32)
+            quotient = jnp.round((scaled - c) / self.colours).astype(jnp.int32)
+            return self.colours * quotient + c
 
         points = jax.tree.map(read, colours, own)
         return points, _checksum(points) == checksum

@@ -90,9 +90,10 @@ def _is_event(event: Any, first: bool) -> bool:
     """Whether it is a line of the table above, and the first one a start."""
     if not isinstance(event, dict) or first != ("start" in event):
         return False
-    counts = ("start", "end", "t", "rate", "mine", "theirs", "version", "crc")
-    if any(type(event[k]) is not int or not 0 <= event[k] < 2**62 for k in counts if k in event):
-        return False
+    for k in ("start", "end", "t", "rate", "mine", "theirs", "version", "crc"):
+        most = 2**32 if k == "crc" else 2**31
+        if k in event and not (type(event[k]) is int and 0 <= event[k] < most):
+            return False
     if first:
         origin = event.get("origin")
         return origin is None or (

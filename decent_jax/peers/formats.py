@@ -4,7 +4,7 @@
 |---|---|---|
 | ``float32`` | 4 N | none |
 | ``bfloat16`` | 2 N | relative 2^-9, nearest |
-| ``int8`` | N + 4 per row of the last axis | unbiased, below 1/127 of the row's largest |
+| ``int8`` | N + 4 per row of the last axis | unbiased, below 1/126 of the row's largest |
 | ``lattice8``, ``lattice16`` | N, 2 N | at most side / 2; a failure to decode is detected |
 
 The first three are those of `decent_jax.gossip.wire`, the others that of
@@ -113,10 +113,11 @@ class Format:
     def _rounded(self, x: np.ndarray, random: np.random.Generator) -> Any:
         if self.name == "bfloat16":
             return x.astype(ml_dtypes.bfloat16).view(np.uint16)
-        scale = np.abs(x).max(axis=-1, keepdims=True, initial=0) if x.ndim else np.abs(x)
-        scaled = 127 * x / np.where(scale > 0, scale, 1)
+        largest = np.abs(x).max(axis=-1, keepdims=True, initial=0) if x.ndim else np.abs(x)
+        scale = ((1 + 2**-8) / 127 * largest).astype(ml_dtypes.bfloat16).astype(np.float32)
+        scaled = x / np.where(scale > 0, scale, 1)
         codes = np.floor(scaled + random.random(x.shape, np.float32))
-        return np.clip(codes, -127, 127).astype(np.int8), scale.astype(np.float32)
+        return np.clip(codes, -127, 127).astype(np.int8), scale
 
     def _plain(self, parts: list[Any], like: Arrays) -> Arrays:
         if self.name == "float32":
@@ -127,8 +128,7 @@ class Format:
                 for part, x in zip(parts, like, strict=True)
             ]
         return [
-            (codes * (scale / np.float32(127))).astype(x.dtype)
-            for (codes, scale), x in zip(parts, like, strict=True)
+            (codes * scale).astype(x.dtype) for (codes, scale), x in zip(parts, like, strict=True)
         ]
 
 

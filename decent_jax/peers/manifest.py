@@ -89,4 +89,4 @@ def known_steps(workdir: Path, manifest: dict[str, Any]) -> dict[int, int]:
 
 def saved_steps(folder: Path) -> list[int]:
     """Of the checkpoints of a peer's folder."""
-    return [int(p.name) for p in (folder / "checkpoints").glob("*") if p.name.isdigit()]
+    return [int(p.name) for p in (folder / "checkpoints").glob("*") if p.name.isdecimal()]

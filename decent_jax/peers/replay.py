@@ -263,7 +263,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         found = replay(parser.parse_args(arguments).workdir, print)
     except (RunError, ConfigError, DataError, CheckpointError, OSError) as error:
-        print(f"peers replay: {error}", file=sys.stderr)
+        print(f"peers replay: {ConfigError(error)}", file=sys.stderr)
         return 2
     survivors = [one for one in found if one.survived]
     different = [one for one in found if one.differs]

@@ -13,7 +13,7 @@ from decent_jax.errors import ConfigError
 from decent_jax.json_files import write_json_atomic
 from decent_jax.text import shown
 
-MOST = 2**16  # peers
+MOST = 2**16  # peers, as in the config
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise ConfigError(f"--workdir {options.workdir} holds no run of peers")
         write_json_atomic(folder / "count.json", {"count": options.count})
     except (ConfigError, OSError) as error:
-        print(f"peers resize: {error}", file=sys.stderr)
+        print(f"peers resize: {ConfigError(error)}", file=sys.stderr)
         return 2
     return 0
 

@@ -53,7 +53,8 @@ def check(config: ConfigDict) -> None:
       ConfigError: naming the field, its value and what was expected.
     """
     pairs = ConfigDict(config.to_dict())
-    pairs.schedule = "random_matching"  # peers use no schedule, but swarm asks for one
+    if config.schedule == config_lib.AUTO or config_lib.names_a_schedule(config.schedule):
+        pairs.schedule = "random_matching"  # peers use no schedule, but swarm asks for one
     config_lib.validate(pairs)
     for name, value, wanted in (
         ("algorithm", config.algorithm, ("swarm",)),
@@ -65,6 +66,7 @@ def check(config: ConfigDict) -> None:
         ("eval.ema_decay", config.eval.ema_decay, (0,)),
         ("cluster.coordinator", config.cluster.coordinator, ("",)),
         ("cluster.plan", config.cluster.plan, ("",)),
+        ("pipeline.stages", config.pipeline.stages, (0,)),
     ):
         if value not in wanted:
             hint = "; peers.wire is the format" if name in ("comm_dtype", "swarm.bits") else ""

@@ -14,6 +14,7 @@ import jax
 import ray
 from ml_collections import ConfigDict
 
+from decent_jax import machine
 from decent_jax.errors import ConfigError
 from decent_jax.peers import guard
 from decent_jax.peers.setup import count_of
@@ -22,6 +23,7 @@ from decent_jax.train.setup import Experiment
 
 _STORE = 128 * 2**20  # bytes of a local object store at least; each state is in it a few times
 _COPIES = 4
+_ACTOR = 150e6  # bytes of a Python that has imported jax
 
 
 @contextlib.contextmanager
@@ -29,25 +31,28 @@ def ray_of(config: ConfigDict, experiment: Experiment) -> Iterator[None]:
     """Ray, on this machine or the cluster that ``peers.address`` names; nothing is left running."""
     state = jax.eval_shape(lambda: loop.init(experiment))
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
-    with ray_at("peers", config.peers.address, _COPIES * held * count_of(config)):
-        check_resources(config, "peers", count_of(config))
+    count = count_of(config)
+    with ray_at("peers", config.peers.address, _COPIES * held * count, count):
+        check_resources(config, "peers", count)
         yield
 
 
 @contextlib.contextmanager
-def ray_at(section: str, address: str, store: int) -> Iterator[None]:
+def ray_at(section: str, address: str, store: int, count: int) -> Iterator[None]:
     """Ray at the address that a section of the config names; empty: started on this machine.
 
     Args:
       section: "peers" or "pipeline".
       address: "auto", "host:port" or empty.
       store: bytes of the objects of a Ray that is started here.
+      count: actors that it will have.
 
     Raises:
-      ConfigError: no Ray answers there.
+      ConfigError: no Ray answers there, or this machine cannot hold the actors.
     """
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if not address:
+        machine.check_memory(count * _ACTOR + store, f"a Ray of {count} {section} actors")
         options |= {"include_dashboard": False, "object_store_memory": max(_STORE, store)}
     try:
         with warnings.catch_warnings():  # Ray forks; the child calls exec at once
@@ -91,11 +96,11 @@ def check_address(section: str, address: str) -> None:
     if address in ("", "auto"):
         return
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal():
         raise ConfigError(f'{section}.address must be auto or "host:port", got {address!r}')
     try:
         socket.create_connection((host, int(port)), timeout=5).close()
-    except OSError as error:
+    except (OSError, OverflowError, ValueError) as error:  # also no port, or no name of a host
         raise ConfigError(
             f"{section}.address {address}: nobody listens there ({error}); start Ray on it with "
             f"ray start --head --port={port}, or leave {section}.address empty"

@@ -43,7 +43,7 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
         config = made.experiment.config
         each = bytes_between_stages(config, made.model)
         cells = config.num_replicas * len(made.counts)
-        with ray_at("pipeline", config.pipeline.address, _MESSAGES * cells * each):
+        with ray_at("pipeline", config.pipeline.address, _MESSAGES * cells * each, cells):
             check_resources(config, "pipeline", cells)
             placed = strategies(made.plan, ray.nodes(), cells)
             with Watched(config, made.work.path, made.counts, placed) as actors:

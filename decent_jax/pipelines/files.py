@@ -42,7 +42,9 @@ def finish(folder: Path, meta: dict[str, Any], keep: int) -> None:
 def steps(folder: Path) -> list[int]:
     """Steps of the checkpoints in ``checkpoints`` or ``best``, the oldest first."""
     return sorted(
-        int(path.parent.name) for path in folder.glob(f"*/{MANIFEST}") if path.parent.name.isdigit()
+        int(path.parent.name)
+        for path in folder.glob(f"*/{MANIFEST}")
+        if path.parent.name.isdecimal()
     )
 
 

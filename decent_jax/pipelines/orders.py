@@ -81,7 +81,7 @@ def layers_of(text: str, layers: int, stages: int, last_costs: float) -> list[in
     if not text:
         return found
     words = text.split(",")
-    counts = [int(word) for word in words if word.strip().isdigit()]
+    counts = [int(word) for word in words if word.strip().isdecimal()]
     if len(counts) != len(words) or len(counts) != stages or min(counts) < 1:
         raise ConfigError(
             f"pipeline.layers must be empty or {stages} numbers from 1 on separated by commas, one "

@@ -7,14 +7,16 @@ import jax
 import optax
 from ml_collections import ConfigDict
 
-from decent_jax import optim, replicas
+from decent_jax import fields, optim, replicas
 from decent_jax.errors import ConfigError
+from decent_jax.json_files import flat
 from decent_jax.models import gpt2
 from decent_jax.optim.guard import METHODS as METHODS
 from decent_jax.pipelines import orders
 from decent_jax.replicas import Placement
 from decent_jax.topology import Schedule
 from decent_jax.train import algorithm
+from decent_jax.train import config as config_lib
 
 TABLE = "wte"  # the token embedding, which a tied output layer shares
 
@@ -109,6 +111,7 @@ def check(config: ConfigDict) -> None:
     Raises:
       ConfigError: naming the field, its value and what was expected.
     """
+    fields.check(config_lib.table_of(config), flat(config))
     names = [method.name for method in METHODS]
     for name, value, wanted in (
         ("task", config.task, ["language_modeling"]),

@@ -122,11 +122,11 @@ def _against_measured(options: argparse.Namespace) -> None:
                 "give --compute_s, --trace, --fit compute_s, or a measured row of algorithm none"
             )
     model = inputs.model_of(options)
-    networks = {
-        n: inputs.networks_of(options, dataclasses.replace(model, num_replicas=n), alone=True)[0]
-        for n in {row["num_replicas"] for row in rows}
-    }
     try:
+        networks = {
+            n: inputs.networks_of(options, dataclasses.replace(model, num_replicas=n), True)[0]
+            for n in {row["num_replicas"] for row in rows}
+        }
         constants, compared = measured.compare(
             rows,
             networks,

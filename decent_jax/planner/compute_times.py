@@ -24,6 +24,7 @@ from decent_jax.run_folder import read_metrics
 
 # With fewer step times the parameters of a curve say more than a histogram.
 ENOUGH_FOR_EMPIRICAL = 100
+LONGEST_S = 1e5  # of a step: a day
 
 Shape = int | tuple[int, ...]
 
@@ -193,10 +194,11 @@ def fit(times_s: ArrayLike, steps_per_time: int = 1) -> Fit:
       ValueError: fewer than two times, or one that is not positive.
     """
     times = np.asarray(times_s, float)
-    if times.ndim != 1 or len(times) < 2 or not (np.isfinite(times) & (times > 0)).all():
+    if times.ndim != 1 or len(times) < 2 or not ((times > 0) & (times <= LONGEST_S)).all():
+        found = f"{times.min():g} to {times.max():g}" if len(times) else "none"
         raise ValueError(
-            f"a trace needs at least two positive step times in seconds, got {len(times)} with "
-            f"the smallest {times.min() if len(times) else 'missing'}"
+            f"a trace needs at least two positive step times, up to {LONGEST_S:g} s, got "
+            f"{len(times)}: {found}"
         )
     mean = float(times.mean())
     x = np.sort(times / mean)

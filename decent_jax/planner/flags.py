@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from decent_jax.errors import ConfigError
 from decent_jax.planner import outputs, predict, recommend
 from decent_jax.planner.build_schedule import NAME as BUILT
+from decent_jax.planner.compute_times import LONGEST_S
 from decent_jax.planner.network import PRESETS
 from decent_jax.planner.runtime import WIRE_BYTES
 from decent_jax.text import shown
@@ -89,7 +90,7 @@ def within(low: float, high: float) -> Bound:
     return f"must be from {low:g} to {high:g}", lambda value: low <= value <= high
 
 
-LONGEST_S, SHORTEST_S = 1e5, 1e-9  # of a step: a day, a cycle of a processor
+SHORTEST_S = 1e-9  # of a step: a cycle of a processor
 SECONDS = within(SHORTEST_S, LONGEST_S)
 NOT_NEGATIVE_S: Bound = (
     f"must not be negative, and be at most {LONGEST_S:g}",

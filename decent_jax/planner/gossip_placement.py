@@ -35,6 +35,8 @@ from decent_jax.planner import costs
 from decent_jax.planner.network import Network
 from decent_jax.topology import Round, Schedule, Send
 
+_FEW = 8  # devices, of which there are 40,320 orders
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlacedSchedule:
@@ -149,8 +151,9 @@ def place_schedule(
 ) -> PlacedSchedule:
     """The schedule in the order of the replicas in which a period takes least, as far as found.
 
-    Simulated annealing (Kirkpatrick et al. 1983) from the best of several regular orders, by
-    exchanging two replicas or two evenly spaced rows of replicas. If the network's own order
+    Of up to 8 devices (or groups of them) that is the best of all orders. Of more, simulated
+    annealing (Kirkpatrick et al. 1983) from the best of several regular orders, by exchanging two
+    replicas or two evenly spaced rows of replicas. If the network's own order
     leaves less disagreement than the one found, the result has the network's.
 
     Args:
@@ -179,13 +182,26 @@ def place_schedule(
         cost = _Permutes(_network_of(seconds), between, 0.0, hidden_s)
         first = [np.arange(len(groups))]
         with clock(time_limit_s, steps, "placing groups", progress) as parts:
-            starts.append(groups[_anneal(first, cost, rng, parts)].ravel())
+            starts.append(groups[_best_order(first, cost, rng, parts)].ravel())
     cost = _period_cost(network, schedule, num_bytes, compute_s)
     with clock(time_limit_s, steps, "placing replicas", progress) as parts:
-        best = _anneal(starts, cost, rng, parts)
+        best = _best_order(starts, cost, rng, parts)
     found = evaluate(network, schedule, num_bytes, best, compute_s=compute_s)
     own = evaluate(network, schedule, num_bytes, compute_s=compute_s)
     return min(found, own, key=lambda placed: placed.disagreement_s)
+
+
+def _best_order(
+    starts: Sequence[np.ndarray],
+    cost: Callable[[np.ndarray], float],
+    rng: np.random.Generator,
+    parts: Iterable[float],
+) -> np.ndarray:
+    """The best of all orders where they are few, and can be compared at once; else `_anneal`."""
+    if len(starts[0]) > _FEW or not isinstance(cost, _Permutes):
+        return _anneal(starts, cost, rng, parts)
+    orders = np.array([*starts, *itertools.permutations(range(len(starts[0])))])
+    return orders[cost.period_s(orders).argmin()]
 
 
 def _anneal(
@@ -266,21 +282,31 @@ class _Permutes:
         self.first_of_round = np.flatnonzero(np.diff(round_of_send, prepend=-1))
 
     def __call__(self, order: np.ndarray) -> float:
-        network = self.network
-        source, target = order[self.source], order[self.target]
+        seconds = self._transfers_s(order[None])
+        rounds = self._rounds_s(seconds)
+        return float(rounds.sum() + 0.01 * rounds.size * seconds.mean())
+
+    def period_s(self, orders: np.ndarray) -> np.ndarray:
+        """(m,) seconds of a period in each of the orders (m, n), without what is added."""
+        return self._rounds_s(self._transfers_s(orders)).sum(axis=1)
+
+    def _transfers_s(self, orders: np.ndarray) -> np.ndarray:
+        network, nodes = self.network, self.network.num_nodes
+        source, target = orders[:, self.source], orders[:, self.target]
         rate = network.bandwidth_bytes_per_s[source, target]
-        nodes = network.num_nodes
         out, into = network.node[source], network.node[target]
         leaves = out != into
+        send = self.send + len(self.first) * np.arange(len(orders))[:, None]
         for node in (out, into):
-            key = self.send * nodes + node
-            users = np.bincount(key[leaves], minlength=nodes * len(self.first))
+            key = send * nodes + node
+            users = np.bincount(key[leaves], minlength=nodes * len(self.first) * len(orders))
             share = network.nic_bytes_per_s[node] / np.maximum(users[key], 1)
             rate = np.where(leaves, np.minimum(rate, share), rate)
-        seconds = network.latency_s[source, target] + self.num_bytes / rate
-        slowest = np.maximum.reduceat(seconds, self.first)
-        rounds = np.maximum(np.add.reduceat(slowest, self.first_of_round), self.compute_s)
-        return float(rounds.sum() + 0.01 * len(rounds) * seconds.mean())
+        return network.latency_s[source, target] + self.num_bytes / rate
+
+    def _rounds_s(self, seconds: np.ndarray) -> np.ndarray:
+        slowest = np.maximum.reduceat(seconds, self.first, axis=1)
+        return np.maximum(np.add.reduceat(slowest, self.first_of_round, axis=1), self.compute_s)
 
 
 def _exchanged(order: np.ndarray, rng: np.random.Generator) -> np.ndarray:

@@ -81,7 +81,11 @@ def workload_of(options: argparse.Namespace, model: Model, compute_share: float 
     if options.trace:
         if options.compute_s is not None or options.sigma:
             raise ConfigError("--trace says compute time and variation; leave the others out")
-        found = compute_times.fit(*compute_times.read_trace(options.trace))
+        times_s, steps_per_time = compute_times.read_trace(options.trace)
+        try:
+            found = compute_times.fit(times_s, steps_per_time)
+        except ValueError as error:
+            raise ConfigError(f"--trace {options.trace}: {error}") from None
         compute_s, distribution = found.mean_s - options.update_s, found.distribution
         if not compute_s > 0:
             raise ConfigError(

@@ -10,8 +10,12 @@ from numpy.typing import ArrayLike
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
+from decent_jax.text import shown
+
 # Directions of a link that differ by a larger factor were measured under different load.
 LARGEST_ASYMMETRY = 1.25
+SLOWEST = 1e3  # bytes per second that a network has
+_LONGEST_NAME = 300  # characters; of a host at most 253
 
 
 def square_pair(latency_s: ArrayLike, bandwidth: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
@@ -29,7 +33,10 @@ def square_pair(latency_s: ArrayLike, bandwidth: ArrayLike) -> tuple[np.ndarray,
 def _numbers(values: object, what: str) -> np.ndarray:
     """A new float64 array; None becomes NaN."""
     try:
-        return np.array(values, np.float64)
+        given = np.asarray(values)
+        if given.dtype.kind not in "biufO":  # such as complex numbers, dates, texts
+            raise TypeError
+        return given.astype(np.float64)
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{what} must hold numbers only, in rows of one length") from None
 
@@ -63,7 +70,13 @@ def different_names(names: Sequence[str], n: int) -> tuple[str, ...]:
     """The names, after a check that there are n different ones."""
     if not isinstance(names, Sequence | np.ndarray) or isinstance(names, str):
         raise ValueError(f"names must be a list of {n} different names")
-    names = tuple(str(name) for name in names)
+    given = names.tolist() if isinstance(names, np.ndarray) else names
+    names = tuple(str(name) if type(name) is int else name for name in given)
+    wrong = next((name for name in names if not _is_name(name)), None)
+    if wrong is not None:
+        raise ValueError(
+            f"names must be printable texts of up to {_LONGEST_NAME} characters, got {shown(wrong)}"
+        )
     if len(names) != n or len(set(names)) != n:
         raise ValueError(
             f"names must be {n} different names, got {len(names)} of which {len(set(names))} differ"
@@ -71,14 +84,18 @@ def different_names(names: Sequence[str], n: int) -> tuple[str, ...]:
     return names
 
 
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and name.isprintable() and len(name) <= _LONGEST_NAME
+
+
 def nic(nic_bytes_per_s: ArrayLike, num_nodes: int) -> np.ndarray:
     """(num_nodes,) bytes per second of each network card, infinite for None."""
     numbers = _numbers(nic_bytes_per_s, "nic_bytes_per_s")
     numbers = np.where(np.isnan(numbers), np.inf, numbers)  # None in JSON
-    if numbers.shape != (num_nodes,) or (numbers <= 0).any():
+    if numbers.shape != (num_nodes,) or (numbers < SLOWEST).any():
         raise ValueError(
-            f"nic_bytes_per_s needs a positive number for each of {num_nodes} nodes, "
-            f"got {numbers.tolist()}"
+            f"nic_bytes_per_s needs a number of at least {SLOWEST:g} bytes per second for each of "
+            f"{num_nodes} nodes, got {shown(numbers.tolist())}"
         )
     return numbers
 
@@ -118,7 +135,7 @@ def entries(latency: np.ndarray, bandwidth: np.ndarray, names: tuple[str, ...]) 
         ("bandwidth", bandwidth == 0, none),
         ("latency", latency > 1, unit % "milliseconds or microseconds"),
         ("latency", (latency < 1e-8) & (latency > 0), unit % "another unit than seconds"),
-        ("bandwidth", bandwidth < 1e3, unit % "Gbit/s, Mbit/s or GB/s"),
+        ("bandwidth", bandwidth < SLOWEST, unit % "Gbit/s, Mbit/s or GB/s"),
         ("bandwidth", bandwidth > 1e13, unit % "another unit than bytes/s"),
     )
     for what, wrong, words in checks:

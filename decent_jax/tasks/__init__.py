@@ -7,7 +7,6 @@ path, such as ``"mypackage.chess"``, or a name that `register` gave it.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -20,6 +19,7 @@ from ml_collections import ConfigDict
 
 from decent_jax.errors import ConfigError
 from decent_jax.fields import Field
+from decent_jax.named_modules import module_named
 
 if TYPE_CHECKING:
     import jax
@@ -55,13 +55,7 @@ def find(name: str) -> TaskModule:
             f"task must be one of {', '.join(TASKS)}, got {name!r}; give a module of your own by "
             f"its dotted path, such as 'mypackage.{name}'"
         )
-    try:
-        module = importlib.import_module(path)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{path}.".startswith(f"{error.name}."):
-            raise
-        raise ConfigError(f"task: there is no module {path!r}") from None
-    return _checked(module, f"the module {path!r}")
+    return _checked(module_named(path, "task"), f"the module {path!r}")
 
 
 def _checked(module: Any, name: str) -> TaskModule:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
+from decent_jax import machine
 from decent_jax.data.reading import short
 from decent_jax.data.text import stdlib_corpus, token_folder, tokenizers
 from decent_jax.errors import ConfigError, DataError
@@ -287,6 +288,11 @@ def _continue(
 ) -> list[str]:
     tokenizer = model.tokenizer
     assert tokenizer is not None
+    if top_k > model.config.vocab_size:
+        raise ConfigError(
+            f"top_k must be at most {model.config.vocab_size}, the model's vocabulary, got {top_k}"
+        )
+    _check_memory(model.config, tokens, samples)
     ids = jnp.asarray([tokenizer.end_of_text, *tokenizer.encode(prompt)], jnp.int32)
     drawn = generate.generate(
         model.config,
@@ -300,6 +306,15 @@ def _continue(
     # A padded vocabulary has ids without a token, and an untrained model may draw them.
     rows = np.asarray(drawn)[:, 1:].tolist()
     return [tokenizer.decode([i for i in row if i < tokenizer.vocab_size]) for row in rows]
+
+
+def _check_memory(config: decoders.Config, tokens: int, samples: int) -> None:
+    """Raises ConfigError where this machine cannot hold the samples, their keys and values."""
+    width = config.kv_heads * config.width // config.heads
+    cache = 2 * config.layers * width * min(tokens, config.context)
+    item = jnp.dtype(config.dtype).itemsize
+    held = samples * (item * cache + 4 * (tokens + config.vocab_size))
+    machine.check_memory(held, f"sampling {samples} times {tokens} tokens")
 
 
 # --- The token folder ---------------------------------------------------------------------------

@@ -314,10 +314,9 @@ def translator(run: Run, beam: int) -> Callable[[list[str]], list[str]]:
     """A function that translates a list of sentences with the consensus model of a run.
 
     Raises:
-      ValueError: a beam below 1.
+      ConfigError: a beam out of range.
     """
-    if beam < 1:
-        raise ValueError(f"beam must be at least 1, got {beam}")
+    FIELDS["data.beam"].check("beam", beam)
     with announce_on_stderr("loading the model"):
         model = load(run)
     return functools.partial(Translator(model.config, model.vocabulary, beam), model.params)

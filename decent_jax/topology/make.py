@@ -83,6 +83,11 @@ def make(name: str, num_replicas: int, *, local_size: int = 1, **parameters) -> 
     >>> make("random_regular(seed=1, degree=3)", 8).name
     'random_regular(degree=3, seed=1)'
     """
+    if not isinstance(name, str):
+        raise ValueError(f"the name of a schedule must be a text, got {shown(name)}")
+    for what, value in (("num_replicas", num_replicas), ("local_size", local_size)):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise ValueError(f"{what} of a schedule must be a whole number, got {shown(value)}")
     # Without parameters the likelier mistake is the name, whatever it is made of.
     is_plain = "(" not in name and name.strip() not in _BUILDERS
     spec, build = _bound(Spec(name) if is_plain else parse(name), parameters)

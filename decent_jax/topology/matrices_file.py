@@ -1,9 +1,11 @@
 """A schedule of your own: its mixing matrices in a file of NumPy's."""
 
+import warnings
 from pathlib import Path
 
 import numpy as np
 
+from decent_jax.text import shorten
 from decent_jax.topology.schedule import Schedule
 
 
@@ -20,11 +22,15 @@ def load(path: str, num_replicas: int, *, column_stochastic_only: bool = False) 
       ValueError: the file cannot be read, is for another number of replicas, or its matrices make
         no schedule.
     """
-    try:
-        matrices = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        why = "there is no such file" if not Path(path).exists() else f"it is no .npy file: {error}"
-        raise ValueError(f"{path}: {why}") from None
+    try:  # mapped, since a header may ask for more memory than there is
+        with warnings.catch_warnings(action="ignore"):  # of sizes that overflow
+            matrices = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: there is no such file") from None
+    except Exception as error:  # NumPy raises many kinds
+        raise ValueError(f"{path}: it is no .npy file: {shorten(str(error), 80)}") from None
+    if not isinstance(matrices, np.ndarray):
+        raise ValueError(f"{path}: it is no .npy file, but an archive of several arrays")
     if matrices.ndim == 2:
         matrices = matrices[None]
     if matrices.ndim != 3 or matrices.shape[1:] != (num_replicas, num_replicas):

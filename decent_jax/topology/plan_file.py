@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from decent_jax import topology
-from decent_jax.json_files import write_json_atomic
+from decent_jax.json_files import read_text, write_json_atomic
 from decent_jax.text import shown
 from decent_jax.topology.rounds import assembled
 
@@ -109,7 +109,7 @@ def load(path: str | Path) -> Plan:
       ValueError: one sentence that names the file and says what is wrong with it.
     """
     try:
-        fields = json.loads(Path(path).read_text())
+        fields = json.loads(read_text(path))
         if not isinstance(fields, dict) or fields.get("format") != FORMAT:
             raise ValueError(f'it does not say "format": "{FORMAT}"')
         stages = fields.get("stages", 1)  # plans of earlier versions have none

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from decent_jax.text import shorten
 from decent_jax.topology.rounds import Round, connected_parts, round_of
 from decent_jax.topology.weights import balanced, metropolis_hastings
 
@@ -175,18 +176,19 @@ class Schedule:
     ) -> "Schedule":
         """A schedule of your own mixing matrices (row i: the weights replica i gives).
 
-        Every matrix must be square and non-negative with rows and columns that sum to 1 within
-        1e-9, and the schedule must reach consensus. ``row_stochastic_only=True`` drops the demand
-        on columns; such a schedule converges to a weighted mean, not to the mean.
-        ``column_stochastic_only=True`` drops that on rows, for `decent_jax.optim.push_sum`: column
-        j holds the shares of itself that replica j sends.
+        Every matrix must be square and non-negative with rows and columns that sum to 1, and the
+        schedule must reach consensus. Sums may be off by 1e-9, and a weight that rounding has left
+        as much below 0 counts as 0. ``row_stochastic_only=True`` drops the demand on columns; such
+        a schedule converges to a weighted mean, not to the mean. ``column_stochastic_only=True``
+        drops that on rows, for `decent_jax.optim.push_sum`: column j holds the shares of itself
+        that replica j sends.
 
         Each matrix is sent as d permutations, d its largest in- or out-degree (König's theorem).
 
         Raises:
           ValueError: naming the round and what is wrong with it.
         """
-        arrays = [np.array(matrix, np.float64) for matrix in matrices]  # the caller's may change
+        arrays = [_real(matrix, r) for r, matrix in enumerate(matrices)]
         if not arrays:
             raise ValueError("a schedule needs at least one mixing matrix, got none")
         n = arrays[0].shape[0] if arrays[0].ndim else 0
@@ -260,6 +262,21 @@ def check_matrix(
                 f"round {r}: {line} {worst} must sum to 1, got {sums[worst]:.9g}"
                 + (hint if axis == 0 else "")
             )
+
+
+def _real(matrix: Any, r: int) -> np.ndarray:
+    """A float64 copy of a round's matrix, since the caller's may change."""
+    try:
+        given = np.asarray(matrix)
+        if not np.can_cast(given.dtype, np.float64, "same_kind"):
+            raise TypeError(f"type {given.dtype}")
+        copy = given.astype(np.float64)
+    except (TypeError, ValueError) as error:  # such as complex numbers, or rows of two lengths
+        raise ValueError(
+            f"round {r}: weights must be real numbers ({shorten(str(error), 80)})"
+        ) from None
+    copy[(copy >= -SUM_TOLERANCE) & (copy < 0)] = 0
+    return copy
 
 
 def check_connected(name: str, matrices: Sequence[np.ndarray]) -> None:

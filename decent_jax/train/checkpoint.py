@@ -241,7 +241,9 @@ def change_replicas(state: TrainState, placement: Placement, accum_steps: int) -
     @jax.jit
     def change(state):
         skipped = state.opt_state.skipped.sum()
-        state = replicas.resize(state, placement.num_replicas)
+        weights = optim.consensus_weights(state.opt_state)
+        state = replicas.resize(state, placement.num_replicas, weights)
+        state = _with_own(state, optim.with_equal_weights(state.opt_state.own))
         opt_state = optim.drop_window(state.opt_state, accum_steps)
         # Updates skipped since the start keep their sum; whose they were is forgotten.
         none = jnp.zeros_like(opt_state.skipped)
@@ -266,7 +268,7 @@ def restore_model(workdir: str | Path, which: str) -> tuple[Any, dict]:
       CheckpointError: there is none.
     """
     folder = Path(workdir).absolute() / (BEST if which == "best" else FOLDER)
-    steps = sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
+    steps = sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
     failures = []
     for step in reversed(steps):
         try:
@@ -274,19 +276,30 @@ def restore_model(workdir: str | Path, which: str) -> tuple[Any, dict]:
             meta = read_json(folder / str(step) / "meta" / "metadata")
             if not isinstance(meta, dict) or meta.get("step") != step:
                 raise ValueError("its meta is of another step")
+            weights = _weights_of(folder / str(step), meta) if which != "best" else None
         except (CheckpointError, OSError, ValueError) as error:
             failures.append(f"the {which} checkpoint of step {step} is damaged: {error}")
             continue
         for failure in failures:
             log.warning(failure)
         if which != "best":
-            params = jax.device_get(jax.jit(replicas.consensus_mean)(params))
+            mean = jax.jit(replicas.consensus_mean)(params, weights)
+            params = jax.device_get(mean)
         return params, meta
     found = f"; {failures[0]}" if failures else ""
     raise CheckpointError(
         f"{folder} holds no checkpoint that can be read (found steps {steps}{found}); train first, "
         "or name another --workdir"
     )
+
+
+def _weights_of(folder: Path, meta: dict) -> Any:
+    """How much each replica counts in the consensus model of a checkpoint; None: alike."""
+    config = meta.get("config")
+    if not isinstance(config, dict) or config.get("algorithm") != "push_sum":
+        return None
+    own = read_item(folder / "rest", "opt_state")["own"]
+    return own["weight" if "weight" in own else "w"]
 
 
 def read_item(item: Path, part: str | None = None) -> Any:
@@ -395,8 +408,7 @@ def _reason(error: BaseException) -> str:
         error = error.__cause__
     text = (str(error).splitlines() or [""])[0]
     text = text.partition(" [tensorstore_spec=")[0]  # a page of JSON behind the cause
-    if len(text) > 300:  # long paths stand in the middle, the cause at the end
-        text = f"{text[:150]} ... {text[-150:]}"
+    text = f"{text[:90]} ... {text[-90:]}" if len(text) > 185 else text  # the cause is at the end
     return f"{type(error).__name__}: {text}"
 
 
@@ -420,7 +432,7 @@ def _check_meta(meta: dict, step: int) -> None:
 def check_only_ours(workdir: Path) -> None:
     """Raises ConfigError where a checkpoint holds a file of somebody else: it will be deleted."""
     found = [path for name in (FOLDER, BEST) for path in (workdir / name).glob("*")]
-    for path in (part for step in found if step.name.isdigit() for part in step.glob("*")):
+    for path in (part for step in found if step.name.isdecimal() for part in step.glob("*")):
         if not _ITEMS.fullmatch(path.name):
             raise ConfigError(
                 f"{path} is no part of a checkpoint and would be deleted with it; move it elsewhere"

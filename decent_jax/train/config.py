@@ -136,7 +136,10 @@ def resolve(config: ConfigDict) -> tuple[topology.Schedule, Plan | None]:
     check_cluster(config)
     if config.mesh.fsdp > 1:
         _check_fsdp(config, schedule)
-    tasks.find(config.task).validate(config)
+    try:
+        tasks.find(config.task).validate(config)
+    except OSError as error:  # of a path that is none
+        raise ConfigError(f"{shown(error.filename)}: {error.strerror}") from None
     return schedule, plan
 
 
@@ -218,7 +221,7 @@ def make_schedule(config: ConfigDict, plan: Plan | None = None) -> topology.Sche
         times = method.phases(numbers_of(config, method))
         return topology.repeat(schedule, times) if times > 1 else schedule
     except ValueError as error:
-        if config.algorithm == "all_reduce" and _names_a_schedule(config.schedule):
+        if config.algorithm == "all_reduce" and names_a_schedule(config.schedule):
             return topology.make("complete", config.num_replicas)
         raise ConfigError(f"schedule: {error}") from None
 
@@ -248,7 +251,8 @@ def _schedule(config: ConfigDict) -> topology.Schedule:
     return topology.make(config.schedule, n, local_size=config.local_size)
 
 
-def _names_a_schedule(text: str) -> bool:
+def names_a_schedule(text: str) -> bool:
+    """Whether there is such a schedule, for whatever number of replicas."""
     try:
         topology.make(text, 1)  # one replica fits every schedule
     except ValueError:
@@ -313,8 +317,12 @@ def refused_changes(old: dict, new: dict) -> list[str]:
     )
     if type(b_old) is type(n_old) is int and b_old * n_new == b_new * n_old:
         may_change.add("batch_size")
+
+    def short(value: object) -> str:
+        return shorten(shown(value), 20)
+
     return [
-        f"{name}: {shorten(shown(old.get(name)), 20)} -> {shorten(shown(new.get(name)), 20)}"
+        f"{shorten(name, 40)}: {short(old.get(name))} -> {short(new.get(name))}"
         for name in sorted(old.keys() | new.keys())
         if old.get(name) != new.get(name) and name not in may_change
     ]

@@ -141,6 +141,7 @@ FIELDS = {
         0,
         "peers that train; 0: num_replicas, which fixes a peer's batch",
         at_least=0,
+        at_most=2**16,
         may_change=True,
     ),
     "peers.geometric": Field(

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
-from decent_jax import replicas
+from decent_jax import optim, replicas
 from decent_jax.data import loader
 from decent_jax.replicas import Placement
 from decent_jax.tasks import RecomputesState, Task
@@ -78,13 +78,19 @@ class Evaluator:
         self._add_stacked = jax.jit(lambda total, sums: jax.tree.map(jnp.add, total, sums))
         self._gather = jax.jit(lambda x: x, out_shardings=placement.replicated)
 
+    def model(self, state: TrainState) -> Model:
+        """The consensus model."""
+        weights = optim.consensus_weights(state.opt_state)
+        return Model(*self.mean((state.params, state.model_state), weights))
+
     def row(self, state: TrainState) -> tuple[dict[str, float], Model]:
         """The ``eval/`` metrics of a step, and the mean of the replicas that they are of."""
-        model = Model(*self.mean((state.params, state.model_state)))
+        model = self.model(state)
         result = self.consensus(*model)
         row = {f"eval/{name}": value for name, value in result.items()}
         if state.ema is not None:
-            result = self.consensus(self.mean(state.ema), model.model_state)
+            ema = self.mean(state.ema, optim.consensus_weights(state.opt_state))
+            result = self.consensus(ema, model.model_state)
             row |= {f"eval/ema_{name}": value for name, value in result.items()}
         score = getattr(self.task, "score", None)
         if score is not None:

@@ -32,7 +32,7 @@ def finish(
       What ``summary.json`` holds.
     """
     task, shares = experiment.task, experiment.partition
-    mean, model_state = evaluator.mean((state.params, state.model_state))
+    mean, model_state = evaluator.model(state)
     model_state = evaluator.consensus_state(mean, model_state)
     test = getattr(task, "test", None)
     tested = {}

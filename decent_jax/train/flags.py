@@ -12,6 +12,7 @@ import os
 import sys
 
 from ml_collections import ConfigDict
+from ml_collections.config_dict import RequiredValueError
 
 from decent_jax import config_files, fields
 from decent_jax.command_line import Parser
@@ -19,6 +20,7 @@ from decent_jax.config_files import NAMES
 from decent_jax.errors import ConfigError
 from decent_jax.extras import MissingExtra
 from decent_jax.json_files import flat
+from decent_jax.text import shown
 from decent_jax.train.config import table_of, unknown_field
 from decent_jax.train.config_table import RENAMED
 
@@ -84,7 +86,7 @@ def _shown(config: ConfigDict) -> str:
     lines = []
     for name, value in flat(config).items():
         doc = table[name].doc if name in table else ""
-        line = f"{name} = {value!r}"
+        line = f"{name} = {shown(value) if isinstance(value, int) else repr(value)}"
         lines.append(f"{line:<36}  # {doc}" if doc else line)
     return "\n".join(lines)
 
@@ -114,7 +116,14 @@ def load(path_and_arguments: str) -> ConfigDict:
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{path}: {type(error).__name__}: {_in_a_line(error)}") from error
     if not isinstance(config, ConfigDict):
-        raise ConfigError(f"{path}: get_config() must return a ConfigDict, got {config!r:.80}")
+        kind = type(config).__name__
+        raise ConfigError(f"{path}: get_config() must return a ConfigDict, got a {kind}")
+    try:
+        flat(config)
+        with config.ignore_type():  # as an override does
+            pass
+    except (RequiredValueError, RecursionError) as error:  # a placeholder; nested without end
+        raise ConfigError(f"{path}: {type(error).__name__}: {_in_a_line(error)}") from None
     return config
 
 
@@ -141,7 +150,10 @@ def _in_a_line(error: BaseException) -> str:
     """What an error says, without the list of all fields that a ConfigDict adds to it."""
     while error.args and isinstance(error.args[0], Exception):  # ConfigDict wraps a KeyError
         error = error.args[0]
-    text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+    try:
+        text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+    except Exception:  # of its own
+        return "it cannot be printed"
     for name in RENAMED:
         if text.startswith(f'Key "{name}" does not exist'):
             return unknown_field(name, {})

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from decent_jax import replicas
+from decent_jax import optim, replicas
 from decent_jax.cluster import start as cluster
 from decent_jax.data import loader
 from decent_jax.errors import DataError, Interrupted, TrainingFailed
@@ -225,8 +225,8 @@ class Watchdog:
         self._skipped = np.asarray(counts(state.opt_state.skipped))  # (n,) as last reported
         self._drifting: int | None = None  # the replica last reported, until it is back
         self._average = jax.jit(
-            lambda params: placement.place_all(
-                replicas.broadcast(replicas.consensus_mean(params), placement.num_replicas)
+            lambda params, weights: placement.place_all(
+                replicas.resize(params, placement.num_replicas, weights)
             ),
             donate_argnums=0,
         )
@@ -282,7 +282,8 @@ class Watchdog:
 
     def average(self, state: TrainState) -> TrainState:
         """The state with all replicas at their mean; donates the old parameters."""
-        return state._replace(params=self._average(state.params))
+        weights = optim.consensus_weights(state.opt_state)
+        return state._replace(params=self._average(state.params, weights))
 
 
 # --- The parts of a run ---------------------------------------------------------------------------

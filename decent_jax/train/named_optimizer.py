@@ -8,12 +8,14 @@
 
 import ast
 import difflib
-import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import optax
+
+from decent_jax.named_modules import module_named
+from decent_jax.text import shown
 
 
 def is_dotted(name: str) -> bool:
@@ -34,10 +36,10 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
             raise ValueError
         given = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
         return ast.unparse(call.func), given
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         raise ValueError(
-            f"optimizer.name {text!r} cannot be read: write a dotted name, and arguments by name "
-            "as Python literals, such as 'optax.contrib.muon(beta=0.9)'"
+            f"optimizer.name {shown(text)} cannot be read: write a dotted name, and arguments by "
+            "name as Python literals, such as 'optax.contrib.muon(beta=0.9)'"
         ) from None
 
 
@@ -75,8 +77,8 @@ def make(
                 given.setdefault(mask, decay_mask)
     try:
         made = factory(learning_rate=rate, **given)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"optimizer.name {text}: {error}") from None
+    except Exception as error:  # of anybody's code
+        raise ValueError(f"optimizer.name {shown(text)}: {error}") from None
     if not isinstance(made, optax.GradientTransformation):
         raise ValueError(f"optimizer.name {path} makes no optax.GradientTransformation")
     return made
@@ -84,12 +86,7 @@ def make(
 
 def _find(path: str) -> Callable[..., Any]:
     module_path, _, name = path.rpartition(".")
-    try:
-        module = importlib.import_module(module_path)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_path}.".startswith(f"{error.name}."):
-            raise
-        raise ValueError(f"optimizer.name: there is no module {error.name!r}") from None
+    module = module_named(module_path, "optimizer.name")
     found = getattr(module, name, None)
     if not callable(found):
         near = difflib.get_close_matches(name, dir(module), n=1)

@@ -41,12 +41,14 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Iterator["Workdir"]
         it cannot be written.
     """
     path = Path(workdir).absolute()
-    work, made = Workdir(path, config), not path.exists()
+    work, made = Workdir(path, config), False
     try:
+        made = not path.exists()
         path.mkdir(parents=True, exist_ok=True)
         lock = open(path / ".lock", "a+")  # noqa: SIM115 (held until the end)
-    except OSError as error:
-        raise ConfigError(f"--workdir {path} cannot be written: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # ValueError: no path at all
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--workdir {shorten(str(path), 100)} cannot be written: {why}") from None
     with lock:
         if not work.quiet:
             try:
@@ -116,12 +118,10 @@ class Workdir:
         if not saved.exists():
             return
         try:
-            old = json.loads(saved.read_text())
-        except (OSError, ValueError, RecursionError):
-            old = None
-        if not isinstance(old, dict):
-            raise ConfigError(f"{saved} is damaged; repair it or take another --workdir")
-        changes = config_lib.refused_changes(json_files.flat(old), json_files.flat(self.config))
+            old = json_files.flat(json.loads(saved.read_text()))
+        except (OSError, ValueError, AttributeError, RecursionError):
+            raise ConfigError(f"{saved} is damaged; repair it or take another --workdir") from None
+        changes = config_lib.refused_changes(old, json_files.flat(self.config))
         if changes:
             listed = "; ".join(changes)
             if len(changes) > 1 and len(listed) > _LONGEST_LIST:

@@ -25,6 +25,7 @@ from decent_jax.data import tfds_folder
 from decent_jax.data.reading import entries_of, one_sentence, read_at_most, read_line, short
 from decent_jax.errors import DataError
 from decent_jax.json_files import read_json
+from decent_jax.text import shorten, shown
 
 CHUNK_BYTES = 1 << 20
 LONGEST_LINE = 1 << 28  # bytes: of a document in a .jsonl file
@@ -265,7 +266,8 @@ def _parquet_chunks(source: Source, field: str) -> Iterator[Chunk]:
     try:
         with contextlib.closing(_parquet(source.path, field)) as file:
             total = file.metadata.num_rows
-            for batch in file.iter_batches(batch_size=ROWS, columns=[field]):
+            rows = _rows_at_once(file.metadata, field)
+            for batch in file.iter_batches(batch_size=rows, columns=[field]):
                 read = source.size * (row + len(batch)) // total - source.size * row // total
                 yield Chunk(source, batch.column(0).to_pylist(), read, row)
                 row += len(batch)
@@ -273,6 +275,17 @@ def _parquet_chunks(source: Source, field: str) -> Iterator[Chunk]:
         raise DataError(f"{source.path}: invalid UTF-8 after row {row}") from None
     except pa.ArrowException as error:
         raise DataError(f"{source.path}: damaged after row {row} ({short(error)})") from None
+
+
+def _rows_at_once(metadata: Any, field: str) -> int:
+    """Rows of a parquet file that this machine can hold, up to `ROWS`.
+
+    A row may be as large as its column in a row group: a dictionary says a text once for all rows.
+    """
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    columns = [group.column(k) for group in groups for k in range(group.num_columns)]
+    sizes = [c.total_uncompressed_size for c in columns if c.path_in_schema == field]
+    return max(min(_most_text() // max([1, *sizes]), ROWS), 1)
 
 
 def _arrow_chunks(source: Source, field: str) -> Iterator[Chunk]:
@@ -284,13 +297,26 @@ def _arrow_chunks(source: Source, field: str) -> Iterator[Chunk]:
     try:
         with _arrow(source.path, field) as batches:
             for batch, position in batches:
-                texts = batch.column(field).to_pylist()
-                yield Chunk(source, texts, position - read, row)
-                row, read = row + len(texts), position
+                for part in _parts(batch.column(field)):
+                    texts = part.to_pylist()
+                    yield Chunk(source, texts, position - read, row)
+                    row, read = row + len(texts), position
     except UnicodeDecodeError:
         raise DataError(f"{source.path}: invalid UTF-8 after row {row}") from None
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{source.path}: damaged after row {row} ({short(error)})") from None
+
+
+def _parts(column: Any) -> list[Any]:
+    """The column; one with a dictionary, which may be much larger as texts, in pieces."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if not pa.types.is_dictionary(column.type):
+        return [column]
+    longest = pc.max(pc.binary_length(column.dictionary)).as_py() or 1
+    rows = max(_most_text() // longest, 1)
+    return [column.slice(k, rows) for k in range(0, len(column), rows)]
 
 
 def _tfds_chunks(source: Source, field: str) -> Iterator[Chunk]:
@@ -326,7 +352,7 @@ def _read_text(path: Path) -> str:
 
 
 def _most_text() -> int:
-    """Bytes of a .txt file, which is held whole: as text, as bytes and as tokens."""
+    """Bytes that are held at once, such as of a .txt file: as text, as bytes and as tokens."""
     return machine.memory_bytes() // 16
 
 
@@ -348,8 +374,10 @@ def _json_text(line: str, path: Path, row: int, field: str) -> str:
     if not isinstance(record, dict):
         raise DataError(f"{path}, line {row}: not a JSON object")
     if field not in record:
-        names = ", ".join(map(repr, record)) or "no field"
-        raise DataError(f"{path}, line {row}: no field {field!r}, only {names}; see --text_field")
+        names = shorten(", ".join(map(repr, record)) or "no field", 100)
+        raise DataError(
+            f"{path}, line {row}: no field {shown(field)}, only {names}; see --text_field"
+        )
     if not isinstance(record[field], str):
         raise DataError(f"{path}, line {row}: field {field!r} is not a string")
     return record[field]
@@ -397,8 +425,8 @@ def _check_column(path: Path, schema: Any, field: str) -> None:
     import pyarrow as pa
 
     if field not in schema.names:
-        names = ", ".join(map(repr, schema.names))
-        raise DataError(f"{path}: no column {field!r}, only {names}; see --text_field")
+        names = shorten(", ".join(map(repr, schema.names)), 100)
+        raise DataError(f"{path}: no column {shown(field)}, only {names}; see --text_field")
     kind = schema.field(field).type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
@@ -411,7 +439,7 @@ def _check_feature(folder: Path, field: str) -> None:
 
     features = tfds_folder.open_builder(folder).info.features
     if field not in features:
-        names = ", ".join(map(repr, features))
-        raise DataError(f"{folder}: no feature {field!r}, only {names}; see --text_field")
+        names = shorten(", ".join(map(repr, features)), 100)
+        raise DataError(f"{folder}: no feature {shown(field)}, only {names}; see --text_field")
     if not isinstance(features[field], tfds.features.Text):
         raise DataError(f"{folder}: feature {field!r} is not text")

@@ -1,7 +1,8 @@
 """Tokenizers of Hugging Face, from their one file ``tokenizer.json``."""
 
+import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,20 @@ from decent_jax.data.text.tokenizers import Tokenizer, checked_ids, valid_unicod
 from decent_jax.errors import DataError
 
 FILE = "tokenizer.json"
+LARGEST = 2**24  # vocabulary, as of `model.vocab_size`
 # What published tokenizers call the end of a document, of which a file has one.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+
+
+@contextlib.contextmanager
+def _one_sentence(what: str) -> Iterator[None]:
+    """DataError for what the library raises: exceptions without a kind, and panics of its Rust."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise DataError(f"{FILE} {what}: {str(error)[:80]}") from None
+        raise
 
 
 class HFTokenizer(Tokenizer):
@@ -33,15 +46,17 @@ class HFTokenizer(Tokenizer):
 
         self.files = {FILE: content}
         self.name = FILE
-        try:
-            made: Any = tokenizers.Tokenizer  # which has no types
+        made: Any = tokenizers.Tokenizer  # which has no types
+        with _one_sentence("is damaged, or no tokenizer"):
             self._tokenizer = made.from_str(content.decode())
-        except Exception as error:  # the library raises nothing more special
-            raise DataError(f"{FILE} is damaged, or no tokenizer: {str(error)[:80]}") from None
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        if self.vocab_size > LARGEST:
+            raise DataError(
+                f"{FILE} has a token of number {self.vocab_size - 1}; use below {LARGEST}"
+            )
         ends = [token for token in _END_OF_TEXT if token in vocabulary]
         if not ends:
             raise DataError(f"{FILE} has none of the tokens that end a document: {_END_OF_TEXT}")
@@ -55,7 +70,8 @@ class HFTokenizer(Tokenizer):
         return {**self.files, "tokenizer_config.json": json.dumps(about).encode()}
 
     def encode(self, text: str) -> np.ndarray:
-        ids = self._tokenizer.encode(valid_unicode(text), add_special_tokens=False).ids
+        with _one_sentence("cannot encode the text"):
+            ids = self._tokenizer.encode(valid_unicode(text), add_special_tokens=False).ids
         return np.array(ids, self.dtype)
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -199,6 +199,8 @@ def from_manifest(folder: str | Path) -> Tokenizer:
         raise DataError(f"{folder}: no manifest.json, so this is no prepared folder") from None
     with entries_of(path, otherwise):
         name, wanted = manifest["tokenizer"]["name"], manifest["tokenizer"]["files"]
+        if not (isinstance(name, str) and isinstance(wanted, dict)):
+            raise TypeError
     tokenizer = load(name, folder if wanted else None)
     if tokenizer.to_json()["files"] != wanted:
         raise DataError(

@@ -27,6 +27,7 @@ from decent_jax.data.translation.sentence_pairs import Block, Source
 from decent_jax.data.translation.subwords import Subwords, normalise
 from decent_jax.errors import DataError
 from decent_jax.progress import progress_bar
+from decent_jax.text import shown
 
 VOCAB_SIZE = 37120  # the reference's, for English and German
 MAX_SUBWORDS = 156  # the reference's, which cuts longer sentences off
@@ -322,7 +323,7 @@ def _check_arguments(inputs, source_lang, target_lang, val_fraction, test_fracti
         raise DataError("no input given")
     for language in (source_lang, target_lang):
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", language):
-            raise DataError(f"a language is named like en or de, got {language!r}")
+            raise DataError(f"a language is named like en or de, got {shown(language)}")
     if source_lang == target_lang:
         raise DataError(f"source and target are the same language, {source_lang!r}")
     for name, value in {"val_fraction": val_fraction, "test_fraction": test_fraction}.items():

@@ -119,7 +119,10 @@ def load(folder: str | Path) -> Subwords:
     path = Path(folder) / FILE
     try:
         with one_sentence(path):
-            return Subwords(path.read_bytes())
+            model = path.read_bytes()
+        if not model:  # of which sentencepiece says nothing
+            raise RuntimeError
+        return Subwords(model)
     except RuntimeError:  # sentencepiece's only kind
         raise DataError(f"{path}: is damaged, or no model of sentencepiece") from None
 

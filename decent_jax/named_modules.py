@@ -1,0 +1,29 @@
+"""The module that a config names by its dotted path."""
+
+import importlib
+from types import ModuleType
+
+from decent_jax.errors import ConfigError
+from decent_jax.extras import MissingExtra
+from decent_jax.text import shown
+
+
+def module_named(path: str, field: str) -> ModuleType:
+    """Imports ``path``, which the field of a config names.
+
+    Raises:
+      ConfigError: there is no such module, or it fails while it is imported.
+    """
+    if not all(part.isidentifier() for part in path.split(".")):
+        raise ConfigError(f"{field}: {shown(path)} is not the dotted path of a module")
+    try:
+        return importlib.import_module(path)
+    except MissingExtra:
+        raise
+    except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{path}.".startswith(f"{missing}."):
+            raise ConfigError(f"{field}: there is no module {shown(path)}") from None
+        raise ConfigError(
+            f"{field}: the module {shown(path)} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
