@@ -45,7 +45,7 @@ class Lines(line_task.Line):
         return {"w": jax.random.normal(key, (SIZE,)), "b": jnp.float32(1.0)}, {}
 
     def _errors(self, params, batch):
-        return jnp.square(params["w"] * batch[:, 0] + params["b"] - batch[:, 1]).mean(axis=-1)
+        return jnp.square(params["w"][None] * batch[:, 0] + params["b"] - batch[:, 1]).mean(axis=-1)
 
     def demonstrate(self, params, model_state):
         return f"b = {float(params['b']):.2f}"

@@ -230,10 +230,8 @@ def wait_until(condition, process, seconds=300):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_three_processes_one_is_killed_two_end_the_run(
-    start_process, tmp_path, tiny_data, compile_once
-):
-    path = tiny.write_config(tmp_path / "config_file.py", tiny_data)
+def test_three_processes_one_is_killed_two_end_the_run(start_process, tmp_path, compile_once):
+    path = tiny.write_config(tmp_path / "config_file.py")
     workdir = tmp_path / "run"
     flags = ["--config", path, "--workdir", workdir, "--config.schedule=static_exp"]
     flags += [
@@ -242,6 +240,7 @@ def test_three_processes_one_is_killed_two_end_the_run(
         "--config.steps=16",
         "--config.checkpoint.every=4",
         "--config.checkpoint.keep=9",
+        "--config.data.pause=0.25",  # time to die in
     ]
     flags += ["--config.mesh.devices=0", "--config.cluster.heartbeat_s=5", "--config.log.every=1"]
     program = [LAUNCH / "supervise.py", "--processes", 3, "--", ROOT / "train.py", *flags]

@@ -13,7 +13,7 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-SIZE = re.compile(r'^(\w+) = int\(os\.environ\.get\("\1", (\d+)\)\)', re.MULTILINE)
+SIZE = re.compile(r'^(\w+) = int\(os\.environ\.get\("\1", ([\d_]+)\)\)', re.MULTILINE)
 
 
 def test_there_are_notebooks():
@@ -49,6 +49,7 @@ sys.modules["ipywidgets"] = None  # the plain figures; the sliders have a test o
 os.environ |= {sizes}
 matplotlib.rcdefaults()
 jax.config.update("jax_enable_x64", False)
+%config InlineBackend.print_figure_kwargs = {{"bbox_inches": None}}  # "tight" draws twice
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 %reset -f"""
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_runs
 import tiny
 
 from decent_jax.text import format_number
@@ -32,8 +33,8 @@ def test_resumes_bit_for_bit_and_with_another_number(name, tmp_path):
         changes |= ALGORITHMS[name] | {"model": {"waves": 1000}}
         return tiny.run(tiny.waves(algorithm=name, steps=steps, **changes), tmp_path / folder)
 
-    whole = run("whole", 6)
-    run("halves", 3)
+    whole = run("whole", 6, checkpoint={"every": 3})
+    small_runs.killed_after(3, whole, tmp_path / "halves")
     halves = run("halves", 6)
     tiny.assert_same_state(whole, halves, 6)
     losses = tiny.losses(whole)

@@ -4,8 +4,8 @@ import time
 
 import jax
 import jax.numpy as jnp
+import line_task
 import numpy as np
-from line_task import Line
 
 from decent_jax.fields import Field
 
@@ -14,10 +14,7 @@ FIELDS = {
     "model.waves": Field(16, "hidden units"),
     "data.pause": Field(0.0, "seconds before each step, for signals to arrive", may_change=True),
 }
-
-
-def validate(config):
-    pass
+validate = line_task.validate
 
 
 def make(config, workdir, announce):
@@ -38,7 +35,7 @@ class Points:
         return self.points[index]
 
 
-class Waves(Line):
+class Waves(line_task.Line):
     """``y = slope x + out tanh(in x)``."""
 
     def __init__(self, config):
