@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decent_jax import optim, topology
-from decent_jax.optim.outer import _fragments
+from decent_jax.optim.fragments import cut
 
 pytestmark = pytest.mark.usefixtures("x64", "unoptimized")
 N, LR = 4, 0.1
@@ -106,13 +106,13 @@ def test_a_rate_of_zero_divides_nothing():
 @settings(max_examples=200, deadline=None)
 def test_fragments_are_all_of_it_in_order(sizes, data):
     count = data.draw(st.integers(1, len(sizes)))
-    fragments = _fragments([np.zeros(size) for size in sizes], count)
+    fragments = cut([np.zeros(size) for size in sizes], count)
     assert [k for part in fragments for k in part] == list(range(len(sizes)))
     assert len(fragments) == count and all(fragments)
 
 
 def test_equal_arrays_are_cut_evenly():
-    assert _fragments([np.zeros(5)] * 6, 3) == [[0, 1], [2, 3], [4, 5]]
+    assert cut([np.zeros(5)] * 6, 3) == [[0, 1], [2, 3], [4, 5]]
 
 
 @pytest.mark.parametrize(

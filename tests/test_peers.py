@@ -245,7 +245,8 @@ def config(**fields):
 @pytest.mark.parametrize(
     "fields, words",
     [
-        ({"algorithm": "accum_adam"}, "peers.use needs algorithm 'swarm', got 'accum_adam'"),
+        ({"algorithm": "accum_adam"}, "peers.use needs algorithm noloco or swarm, got 'accum_adam"),
+        ({"algorithm": "noloco", "noloco__fragments": 2}, "needs noloco.fragments 1, got 2"),
         ({"comm_dtype": "int8"}, "leave comm_dtype"),
         ({"peers__neighbours": "ring"}, "peers.neighbours must be all"),
         ({"peers__silent_s": 0.3}, "peers.silent_s must be at least 3 times peers.beat_s (0.2 s)"),

@@ -19,7 +19,7 @@ from decent_jax.peers.between import Between, Pulse
 from decent_jax.peers.boundary import on_host
 from decent_jax.peers.formats import FORMATS, Format
 from decent_jax.peers.rule import Meetings
-from decent_jax.peers.setup import Place, open_peer
+from decent_jax.peers.setup import Place, is_weighted, open_peer
 from decent_jax.train import loop
 from decent_jax.train.step import make_step
 
@@ -33,7 +33,8 @@ class InProcess:
     def __init__(self, place, experiment, steps):
         n = place.config["num_replicas"]
         self.place, self.experiment = place, experiment
-        self.meetings = Meetings(place.name, Format(place.config["peers"]["wire"]), 1e9)
+        form, weighted = Format(place.config["peers"]["wire"]), is_weighted(place.config)
+        self.meetings = Meetings(place.name, form, 1e9, weighted=weighted)
         self.pulse = Pulse(n, steps)
         self.jobs = queue.SimpleQueue()
         self.asks = 0
@@ -88,20 +89,21 @@ def meeting(asker, answerer):
     asker.meetings.close(asked[0].meeting, accepted)
 
 
-def config_of(form, steps):
+def config_of(form, steps, algorithm, weighted):
     config = train.default_config("noise")
     config.peers.use, config.peers.wire = True, form
-    config.algorithm, config.optimizer.name, config.optimizer.momentum = "swarm", "sgd", 0.0
+    config.algorithm, config.optimizer.name, config.optimizer.momentum = algorithm, "sgd", 0.0
     config.num_replicas, config.batch_size = len(PACES), BATCH * len(PACES)
     config.steps, config.learning_rate, config.mix_every = steps, RATE, 2
+    config.noloco.weighted = weighted
     config.lr_schedule.name, config.lr_schedule.warmup = "constant", 0
     config.model.size, config.data.points = SIZE, 10**6
     return config
 
 
-def train_in_process(workdir, form, steps):
+def train_in_process(workdir, form, steps, algorithm="swarm", weighted=False):
     """A whole run; its peers afterwards, and what a replay needs in the folder."""
-    config = config_of(form, steps)
+    config = config_of(form, steps, algorithm, weighted)
     random = np.random.default_rng(0)
     with contextlib.ExitStack() as stack:
         peers = []
@@ -150,35 +152,46 @@ def noise(monkeypatch, compile_once):
     monkeypatch.setitem(tasks.TASKS, "noise", noise_task)
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_the_log_has_every_change_and_keeps_the_mean(form, tmp_path):
-    peers = train_in_process(tmp_path, form, 80)
-    copies = {}
-    versions = [0] * len(peers)
+def meetings_of(workdir, form, count):
+    """[[(name, own copy, share of the difference)]] of each peer, by its log.
+
+    After a replay, which must be identical.
+    """
+    copies, versions = {}, [0] * count
 
     def observe(name, t, arrays):
         slot = int(name[0])
         copies[name, versions[slot]] = arrays
         versions[slot] += 1
 
-    found = replay.replay(tmp_path, observe=observe)
-    assert all(one.survived and not one.differs for one in found)
-    halves, form_ = {}, Format(form)
-    added = np.zeros((len(peers), SIZE))
-    for k, log in enumerate(replay.read_logs(tmp_path)):
-        for met in (met for group in log.met.values() for met in group):
+    found = replay.replay(workdir, observe=observe)
+    assert len(found) == count and all(one.survived and not one.differs for one in found)
+    met_by, form = [], Format(form)
+    for log in replay.read_logs(workdir):
+        met_by.append([])
+        for met in (met for t in sorted(log.met) for met in log.met[t]):
             uses = (log.name, met["mine"]), (met["with"], met["theirs"])
             mine, theirs = (
-                replay.sent_of(form_, *use, copies[use], side)
+                replay.sent_of(form, *use, copies[use], side)
                 for use, side in zip(uses, met["sides"], strict=True)
             )
-            half = (theirs[0] - mine[0]) * np.float32(0.5)
-            added[k] += half
-            halves.setdefault(met["met"], []).append(half)
+            part = (theirs[0] - mine[0]) * np.float32(met["share"])
+            met_by[-1].append((met["met"], copies[uses[0]][0], part))
+    return met_by
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_log_has_every_change_and_keeps_the_mean(form, tmp_path):
+    peers = train_in_process(tmp_path, form, 80)
+    met_by = meetings_of(tmp_path, form, len(peers))
+    halves = {}
+    for name, _, half in (met for group in met_by for met in group):
+        halves.setdefault(name, []).append(half)
     assert len(halves) > 20 and all(len(both) == 2 for both in halves.values())
     assert all((a == -b).all() for a, b in halves.values())
-    for k, peer in enumerate(peers):
-        rest = peer.params() - peer.first - peer.moved - added[k]
+    added = np.array([np.sum([half for *_, half in group], axis=0) for group in met_by])
+    for peer, half in zip(peers, added, strict=True):
+        rest = peer.params() - peer.first - peer.moved - half
         assert np.abs(rest).max() < 1e-5  # a hundred sums in float32
     mean = np.mean([peer.params() - peer.first - peer.moved for peer in peers], axis=0)
     assert np.abs(mean).max() < 2e-6 and np.abs(added).max() > 1e-2
@@ -194,6 +207,25 @@ def test_a_log_that_says_otherwise_is_noticed(tmp_path, capsys):
     assert replay.main(["--workdir", str(tmp_path)]) == 1
     said = capsys.readouterr().out
     assert "peer 0.0" in said and "differs: " in said
+
+
+def test_the_log_has_every_outer_step(tmp_path):
+    """No step of a peer makes one, and its replay is identical, with the state that is not sent."""
+    peers = train_in_process(tmp_path, "lattice16", 40, "noloco", weighted=True)
+    met_by = meetings_of(tmp_path, "lattice16", len(peers))
+    shares = [met["share"] for log in replay.read_logs(tmp_path) for [met] in log.met.values()]
+    assert min(shares) < 0.3 and max(shares) > 0.7  # PACES
+    for peer, group in zip(peers, met_by, strict=True):
+        assert len(group) > 4
+        theta, m, pulled = peer.first, 0.0, 0.0
+        for _, copy, part in group:
+            m = 0.5 * m + 0.7 * (copy + part - theta)
+            theta = theta + m
+            pulled += theta - copy
+        outer = np.array(on_host(peer.state.opt_state.own.theta)[0], np.float64)
+        assert np.abs(outer - theta).max() < 1e-5
+        assert np.abs(peer.params() - peer.first - peer.moved - pulled).max() < 1e-5
+        assert np.abs(pulled).max() > 1e-2
 
 
 def interactions(logs):

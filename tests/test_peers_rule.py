@@ -1,9 +1,13 @@
 """The rule by which peers meet: against the exact simulation, in every format, and what fails."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
+import oracles_seldom
 import pytest
 
-from decent_jax import simulate
+from decent_jax import optim, simulate, topology
 from decent_jax.peers import partners
 from decent_jax.peers.formats import FORMATS, Format
 from decent_jax.peers.rule import Meetings
@@ -29,8 +33,8 @@ def meet(asker, answerer):
     return accepted
 
 
-def peers(x, form, clock=lambda: 0.0):
-    group = [Meetings(f"{k}.0", Format(form), 5.0, clock) for k in range(len(x))]
+def peers(x, form, clock=lambda: 0.0, weighted=False):
+    group = [Meetings(f"{k}.0", Format(form), 5.0, clock, weighted) for k in range(len(x))]
     for one, row in zip(group, x, strict=True):
         one.publish([row.copy()], 0)
     return group
@@ -43,10 +47,25 @@ def add(x, k, meetings):
     meetings.publish([x[k].copy()], 0)
 
 
-def replayed(form, sequence, x0, noise):
+def outer(x0, **numbers):
+    """The same by the meetings of `optim.noloco` with these numbers."""
+    method = optim.METHODS["noloco"]
+    meet = jax.jit(method.meeting(method.numbers | numbers))
+    tx = optim.noloco(optax.identity(), topology.make("random_matching", 1))
+    own = [tx.init(jnp.asarray(row)).own for row in x0]
+
+    def boundary(x, k, meetings):
+        for met in meetings.take():
+            x[k], own[k] = meet(x[k], own[k], met.copy[0], met.half[0])
+        meetings.publish([x[k].copy()], 0, steps=k + 2)
+
+    return boundary
+
+
+def replayed(form, sequence, x0, noise, add=add, weighted=False):
     """The models after a sequence of interactions with given local updates (float64)."""
     x = x0.copy()
-    group = peers(x, form)
+    group = peers(x, form, weighted=weighted)
     came_about = 0
     for number, (i, j, *_) in enumerate(sequence):
         x[i] -= noise[number, 0]
@@ -76,6 +95,36 @@ def test_it_is_the_simulated_recursion():
     x, came_about = replayed("float32", sequence, x0, noise)
     assert came_about == 300
     np.testing.assert_allclose(x, wanted.models, rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("weighted", [False, True])
+def test_outer_steps_are_the_recursion(weighted):
+    """Weighted, peer k's copies hold k + 2 steps, but for the first, which counts as one."""
+    sequence = simulate.interactions(3, 40, seed=4)
+    x0 = np.random.default_rng(1).normal(size=(3, D))
+    noise = updates(sequence)
+    numbers = {"outer_learning_rate": 0.6, "outer_momentum": 0.4}
+    x, came_about = replayed("float32", sequence, x0, noise, outer(x0, **numbers), weighted)
+    pairs = [(i, j) for i, j, *_ in sequence]
+    steps = [2.0, 3.0, 4.0] if weighted else None
+    wanted = oracles_seldom.noloco_of_peers(x0, pairs, -noise, 0.6, 0.4, steps)
+    assert came_about == 40
+    np.testing.assert_allclose(x, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("form", ["float32", "lattice8"])
+def test_outer_steps_without_momentum_are_swarm(form):
+    """At a rate of 1, and whatever the messages lose."""
+    sequence = simulate.interactions(3, 40, seed=4)
+    x0 = np.tile(0.2 * np.random.default_rng(2).normal(size=D), (3, 1))
+    noise = updates(sequence)
+    plain = outer(x0, outer_learning_rate=1.0, outer_momentum=0.0)
+    x, came_about = replayed(form, sequence, x0, noise, plain)
+    wanted, also = replayed(form, sequence, x0, noise)
+    assert came_about == also > 20
+    np.testing.assert_allclose(x, wanted, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -19,6 +19,8 @@ from decent_jax.topology import Schedule
 
 BOTH = ("with", "then")
 
+Meet = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
@@ -81,6 +83,11 @@ class Method:
       rounds where they differ.
     phases: rounds of a static schedule that the method treats differently, from all its numbers;
       configs repeat the schedule so often.
+    meeting: what a peer without a common step (`decent_jax.peers`) does with a partner's copy, from
+      all its numbers; None: the method needs rounds. It gives ``meet(x, own, copy, half) -> (x,
+      own)``: x and the method's own state as they are now; the copy S that the peer brought; and
+      half of the difference of the partner's copy to S (or the share at which it counts), so that
+      ``copy + half`` is their mean.
     """
 
     name: str
@@ -93,6 +100,7 @@ class Method:
     section: str | None = None
     sent: Callable[[Any, Parts, Mapping[str, Any]], float] = model_bytes
     phases: Callable[[Mapping[str, Any]], int] = lambda numbers: 1
+    meeting: Callable[[Mapping[str, Any]], Meet] | None = None
 
     @property
     def numbers(self) -> dict[str, Any]:

@@ -330,11 +330,14 @@ def all_reduce(
         update, inner, ok = local(params, mean, value)
         return add(params, update), own, inner, ok
 
-    tx = method(inner, step)
+    return no_rounds(method(inner, step))
 
-    def update(updates, state, params=None, *, round=None, **extra):
-        del round
-        return tx.update(updates, state, params, round=None, **extra)
+
+def no_rounds(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+    """The method in a step without a round, whatever ``round`` says."""
+
+    def update(updates, state, params=None, **given):
+        return tx.update(updates, state, params, **given | {"round": None})
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
 

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from decent_jax import gossip
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.wire import ChunkedTopK, Wire
 from decent_jax.optim import guard, require
-from decent_jax.optim.declaration import Method, Parts, model_bytes
+from decent_jax.optim.declaration import Meet, Method, Parts, model_bytes
+from decent_jax.optim.fragments import cut, replaced, taken
 from decent_jax.topology import Schedule
 
 Arrays = list[jax.Array]
@@ -149,7 +149,8 @@ def noloco(
     ``mix_every=1`` it is then D-PSGD.
 
     One message of a fragment's size every ``mix_every`` steps, two copies of the parameters
-    (:math:`\theta` and m; three with a delay above 1). Valid on every doubly stochastic schedule.
+    (:math:`\theta` and m; three with a delay above 1). Valid on every doubly stochastic schedule,
+    and between peers, which have none (`decent_jax.peers.rule`).
 
     Args:
       inner, axis_name, mix_every, fragments, delay, alpha, carry, weighted: as in `diloco`.
@@ -169,6 +170,10 @@ def noloco(
     rule = _towards_average(optax.sgd(outer_learning_rate, outer_momentum))
     given = (mix_every, fragments, delay, alpha, carry, weighted)
     return _outer("noloco", inner, mixing, rule, *given)
+
+
+def _noloco_meeting(own: Mapping[str, Any]) -> Meet:
+    return _meeting(_towards_average(optax.sgd(own["outer_learning_rate"], own["outer_momentum"])))
 
 
 def gasloc(
@@ -338,9 +343,9 @@ def _outer(
         if round is None:
             return x, own._replace(sent=sent, steps=steps), inner, ok
         f = gossip.number(round) % fragments
-        which = _fragments(params, fragments)[f]
-        now, late = (_taken(tree, which) for tree in (x, (x, params, own.sent)[min(delay, 2)]))
-        old = _taken(own.theta, which)
+        which = cut(params, fragments)[f]
+        now, late = (taken(tree, which) for tree in (x, (x, params, own.sent)[min(delay, 2)]))
+        old = taken(own.theta, which)
 
         def mix(tree):
             if not weighted:
@@ -357,11 +362,11 @@ def _outer(
         states = (*own.states[:f], state, *own.states[f + 1 :])
         if weighted:
             steps = (*steps[:f], jnp.zeros_like(steps[f]), *steps[f + 1 :])
-        own = OuterState(_replaced(own.theta, which, theta), sent, states, steps)
-        return _replaced(x, which, new), own, inner, ok
+        own = OuterState(replaced(own.theta, which, theta), sent, states, steps)
+        return replaced(x, which, new), own, inner, ok
 
     def own(params):
-        states = [rule.init(_taken(params, which)) for which in _fragments(params, fragments)]
+        states = [rule.init(taken(params, which)) for which in cut(params, fragments)]
         sent = guard.copy(params) if delay > 1 else None
         steps = tuple(jnp.zeros((), float) for _ in states) if weighted else None
         return OuterState(guard.copy(params), sent, tuple(states), steps)
@@ -369,36 +374,23 @@ def _outer(
     return guard.method(inner, step, own)
 
 
-def _taken(tree: Any, which: list[int]) -> list[jax.Array]:
-    """The leaves of these numbers."""
-    leaves = jax.tree.leaves(tree)
-    return [leaves[k] for k in which]
+def _meeting(rule: Rule) -> Meet:
+    """The rule on the whole model at a meeting of peers, with LOSCAR's merge.
 
+    The copy S was on its way since it was published; what the peer learned meanwhile, x - S, is
+    added to the new outer parameters.
+    """
 
-def _replaced(tree: Any, which: list[int], new: list[jax.Array]) -> Any:
-    """The tree with new leaves at these numbers."""
-    leaves, structure = jax.tree.flatten(tree)
-    for k, leaf in zip(which, new, strict=True):
-        leaves[k] = leaf
-    return structure.unflatten(leaves)
-
-
-def _fragments(params: Any, count: int) -> list[list[int]]:
-    """The numbers of the leaves in each fragment: consecutive, of about equal size."""
-    sizes = np.array([leaf.size for leaf in jax.tree.leaves(params)])
-    if count > len(sizes):
-        raise ValueError(
-            f"{count} fragments are more than the {len(sizes)} arrays of the parameters"
+    def meet(x, own, copy, half):
+        sent, half = jax.tree.leaves(copy), jax.tree.leaves(half)
+        theta, state = rule.step(
+            jax.tree.leaves(own.theta), sent, own.states[0], lambda tree: guard.add(tree, half)
         )
-    middle = (np.cumsum(sizes) - sizes / 2) / sizes.sum()
-    of = np.minimum((middle * count).astype(int), count - 1)
-    for k in range(count):  # a large array may fill several fragments; leave none empty
-        of[k] = min(of[k], k)
-        of[-1 - k] = max(of[-1 - k], count - 1 - k)
-    of = np.maximum.accumulate(of)
-    for k in range(1, len(of)):
-        of[k] = min(of[k], of[k - 1] + 1)
-    return [np.flatnonzero(of == k).tolist() for k in range(count)]
+        pull = optax.tree.sub(theta, sent)
+        theta, pull = (jax.tree.unflatten(jax.tree.structure(x), tree) for tree in (theta, pull))
+        return guard.add(x, pull), own._replace(theta=theta, states=(state,))
+
+    return meet
 
 
 _ALL = ("adam", "sgd", "accum_adam", "muon")
@@ -425,6 +417,7 @@ METHODS = (
         copies=lambda parts, own: 2 + (own["delay"] > 1),
         phases=lambda own: own["fragments"],
         sent=_in_fragments,
+        meeting=_noloco_meeting,
     ),
     Method("gasloc", gasloc, optimizers=_ALL, copies=2),
     Method(

@@ -179,6 +179,12 @@ def swarm(
     return guard.method(inner, step, own)
 
 
+def _add_half(x: Any, own: SwarmState, copy: Any, half: Any) -> tuple[Any, SwarmState]:
+    """What `swarm` does in a round, of a peer without a common step."""
+    del copy
+    return guard.add(x, half), own
+
+
 def _integers(x: jax.Array, side: jax.Array) -> jax.Array:
     return jnp.round(x.astype(jnp.float32) / side).astype(jnp.int32)
 
@@ -209,5 +215,6 @@ METHODS = (
         copies=lambda parts, own: int((parts.combine or "with") == "with"),
         any_wire=False,
         sent=lambda params, parts, own: model_bytes(params, parts, own) * own["bits"] / 32,
+        meeting=lambda own: _add_half,
     ),
 )

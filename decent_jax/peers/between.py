@@ -101,7 +101,7 @@ class Between:
         self._due = 0  # the step before which to ask next
         self._log: events.EventLog | None = None
         self._origin: dict[str, Any] | None = None
-        self._published = False
+        self._published: int | None = None  # the step before which it was, the last time
         self._end_by = math.inf  # when to end at the latest; infinite until the end has come
         self._met_before = 0
         self._shown: tuple[int, Any] = -1, None  # progress, rate
@@ -155,8 +155,8 @@ class Between:
         for met in taken:
             log.met(t, met, progress)
             self.stale = progress - met.progress
-            state = self._boundary.add(state, met.half)
-        if taken or not self._published:
+            state = self._boundary.meet(state, met.copy, met.half)
+        if taken or self._published is None:
             self._publish(state, t, progress)
         self._give(state, t, progress)
         log.write(t=t, rate=progress)
@@ -210,7 +210,7 @@ class Between:
             self._log = None
             self._origin = {"peer": self._meetings.me, "t": t, "when": "checkpoint"}
         self._meetings.renamed(f"{self._place.slot}.{self.incarnation}")
-        self._joining, self._published = None, False
+        self._joining, self._published = None, None
         if joined is None:
             return state
         self._origin = {"peer": joined.donor, "t": joined.t, "when": "boundary"}
@@ -223,7 +223,8 @@ class Between:
 
     def _publish(self, state: TrainState, t: int, progress: int) -> None:
         """Hand a copy to the other thread, which waits for the device and shows it to others."""
-        self._published = True
+        steps = 0 if self._published is None else t - self._published
+        self._published = t
         copied = self._boundary.copy(self._boundary.averaged(state))
         log, meetings = self._log, self._meetings
         assert log is not None
@@ -233,7 +234,7 @@ class Between:
             if self._joining is not None or log is not self._log:
                 return
             log.write(t=t, version=meetings.version, crc=events.crc(arrays))
-            meetings.publish(arrays, progress)
+            meetings.publish(arrays, progress, steps)
 
         self._jobs.put(publish)
 

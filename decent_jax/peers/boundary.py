@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from decent_jax.optim import METHODS, guard
 from decent_jax.peers.formats import Arrays
+from decent_jax.train import config as config_lib
 from decent_jax.train.setup import Experiment
 from decent_jax.train.step import TrainState
 
@@ -22,24 +24,36 @@ class Boundary:
         self._mixes_state = experiment.task.mixes_state
         self._rate = jax.jit(lambda t: jnp.asarray(experiment.rate(t), jnp.float32))
         place_all = self.placement.place_all
-        self._add = jax.jit(
-            lambda tree, half: place_all(
-                jax.tree.map(lambda x, h: x + h.astype(x.dtype), tree, half)
-            ),
-            donate_argnums=0,
-        )
+        method = METHODS[experiment.config.algorithm]
+        assert method.meeting is not None  # `decent_jax.peers.setup.check`
+        meet = jax.vmap(method.meeting(config_lib.numbers_of(experiment.config, method)))
+
+        def met(averaged, own, copy, half):
+            (params, model_state), (params_half, model_state_half) = averaged, half
+            params, own = meet(params, own, copy[0], params_half)
+            return place_all(((params, guard.add(model_state, model_state_half)), own))
+
+        self._meet = jax.jit(met, donate_argnums=(0, 1))
         self.copy = jax.jit(lambda tree: place_all(jax.tree.map(jnp.copy, tree)))
 
     def averaged(self, state: TrainState) -> Any:
         """The part of the state that peers average."""
         return state.params, state.model_state if self._mixes_state else {}
 
-    def add(self, state: TrainState, half: Arrays) -> TrainState:
-        """The state with half of a difference added."""
-        old = self.averaged(state)
-        half = [x[None] for x in half]
-        params, model_state = self._add(old, jax.tree.unflatten(jax.tree.structure(old), half))
-        state = state._replace(params=params)
+    def meet(self, state: TrainState, copy: Arrays, half: Arrays) -> TrainState:
+        """The state after a meeting; donates the old one.
+
+        Args:
+          copy: what this peer brought.
+          half: of the difference of the partner's copy to it, as far as their messages say.
+        """
+        old, own = self.averaged(state), state.opt_state.own
+        copy, half = (
+            jax.tree.unflatten(jax.tree.structure(old), [x[None] for x in arrays])
+            for arrays in (copy, half)
+        )
+        (params, model_state), own = self._meet(old, own, copy, half)
+        state = state._replace(params=params, opt_state=state.opt_state._replace(own=own))
         return state._replace(model_state=model_state) if self._mixes_state else state
 
     def at_progress(self, state: TrainState, progress: int) -> TrainState:

@@ -401,11 +401,14 @@ class _Driver:
         every = f"{config.mix_every} steps" + (" on average" if config.peers.geometric else "")
         names = [f"{k}.0" for k in range(setup.count_of(config))]
         rate = reduction(names, config.peers.neighbours, {})
-        return (
-            f"swarm over peers: each asks one of {config.peers.neighbours} others after {every} to "
-            f"average copies of {self._message_bytes() / 1e6:.3g} MB ({config.peers.wire}); "
-            f"a meeting reduces the spread by {rate:.1%} at least"
+        words = (
+            f"{config.algorithm} over peers: each asks one of {config.peers.neighbours} others "
+            f"after {every} to average copies of {self._message_bytes() / 1e6:.3g} MB "
+            f"({config.peers.wire})"
         )
+        if config.algorithm != "swarm":  # its momentum may enlarge the spread for a while
+            return words
+        return f"{words}; a meeting reduces the spread by {rate:.1%} at least"
 
 
 def _cause(error: RayError) -> str:

@@ -45,7 +45,7 @@ class EventLog:
     def met(self, t: int, met: Met, progress: int) -> None:
         """The half of a meeting that is added before step t."""
         names = {"met": met.meeting, "with": met.partner, "mine": met.mine, "theirs": met.theirs}
-        self.write(t=t, **names, sides=met.sides, stale=progress - met.progress)
+        self.write(t=t, **names, sides=met.sides, share=met.share, stale=progress - met.progress)
 
     def end(self, t: int, **event: Any) -> None:
         """No step after ``t - 1`` belongs to this incarnation."""
@@ -111,6 +111,7 @@ def _is_event(event: Any, first: bool) -> bool:
             and isinstance(sides, list)
             and len(sides) == 2
             and all(type(side) in (int, float) for side in sides)
+            and type(event.get("share", 0.5)) is float
         )
     return "end" in event or any(
         {"t", *names} <= event.keys() for names in (("rate",), ("version", "crc"))

@@ -17,7 +17,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from decent_jax.peers.formats import Format, Message
 from decent_jax.peers.partners import chances
 from decent_jax.peers.rule import Meetings, Offer, relative
-from decent_jax.peers.setup import Place, forget, leave_launcher
+from decent_jax.peers.setup import Place, forget, is_weighted, leave_launcher
 
 
 class Peer:
@@ -36,7 +36,8 @@ class Peer:
         leave_launcher()
         self._place, self._roster = place, roster
         self._peers = place.config["peers"]
-        self._meetings = Meetings(place.name, Format(self._peers["wire"]), self._peers["meet_s"])
+        form, weighted = Format(self._peers["wire"]), is_weighted(place.config)
+        self._meetings = Meetings(place.name, form, self._peers["meet_s"], weighted=weighted)
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._members: list[tuple[str, Any]] = []
         self._avoided: dict[str, float] = {}  # until when, after it gave no answer

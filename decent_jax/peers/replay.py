@@ -196,7 +196,8 @@ class _Replay:
                     for use in ((log.name, met["mine"]), (met["with"], met["theirs"])):
                         while not self._there(use):
                             yield use
-                    state = boundary.add(state, self._half(log, met))
+                    mine = self.copies[log.name, met["mine"]]
+                    state = boundary.meet(state, mine, self._half(log, met))
                     count += 1
                 if t in log.versions:
                     version, crc = log.versions[t]
@@ -227,7 +228,7 @@ class _Replay:
             self.uses[peer, version] -= 1
             if not self.uses[peer, version]:
                 del self.copies[peer, version]
-        return halves(*sent)
+        return halves(*sent, met.get("share", 0.5))  # older logs have none
 
     def _keep(self, log: Log, t: int, when: str, state: TrainState) -> None:
         if (log.name, t, when) in self.wanted_states:

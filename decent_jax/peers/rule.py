@@ -1,9 +1,19 @@
-r"""The rule by which two peers meet: who may, what is exchanged, and what each adds.
+r"""The rule by which two peers meet: who may, what is exchanged, and what each gets.
 
-Non-blocking SwarmSGD (Nadiradze et al. 2021), both sides. Peers i and j bring the copies S that
-they published last, and add to what they have become since, each at its next step boundary:
+Peers i and j bring the copies S that they published last. Each gets half of the difference,
+:math:`h_i = \tfrac12 (Q(S_j) - Q(S_i))`, and uses it at its next step boundary, where it has become
+x (``Method.meeting`` in `decent_jax.optim`). Non-blocking SwarmSGD (Nadiradze et al. 2021), both
+sides, adds it. NoLoCo moves its outer parameters towards the mean of the copies and keeps what was
+learned since:
 
-.. math:: x_i \leftarrow x_i + \tfrac12 \big(Q(S_j) - Q(S_i)\big), \qquad S_i \leftarrow x_i
+.. math::
+    \text{swarm:}\quad & x_i \leftarrow x_i + h_i, \qquad S_i \leftarrow x_i \\
+    \text{noloco:}\quad & m_i \leftarrow \mu m_i + \eta\, (S_i + h_i - \theta_i), \qquad
+        \theta_i \leftarrow \theta_i + m_i, \qquad
+        x_i \leftarrow x_i + \theta_i - S_i, \qquad S_i \leftarrow x_i
+
+Where copies count by the steps :math:`k` that they hold, of equally many tokens (the weights of
+Decoupled DiLoCo), :math:`k_j / (k_i + k_j)` stands for 1/2.
 
 `Meetings` is one peer's side of it. It knows neither threads nor Ray; the peer calls it from any
 thread. A meeting of asker A and answerer B is three messages, so that a pair of which one did not
@@ -43,6 +53,7 @@ class Copy(NamedTuple):
     version: int  # counts from 0 in each incarnation
     arrays: Arrays
     progress: int  # common progress, in steps, at which it was published
+    steps: int  # that the peer had made since the copy before, at least 1
 
 
 class Offer(NamedTuple):
@@ -53,6 +64,7 @@ class Offer(NamedTuple):
     version: int
     progress: int
     understood: bool  # whether this side decoded the other's message (True for an asker)
+    steps: int  # of the copy
 
 
 class Met(NamedTuple):
@@ -64,7 +76,9 @@ class Met(NamedTuple):
     theirs: int
     sides: tuple[float, float]  # of the lattices, mine and theirs
     progress: int  # at which the partner published its copy
-    half: Arrays  # (Q(theirs) - Q(mine)) / 2
+    copy: Arrays  # that this side brought
+    share: float  # of the partner's copy in the mean
+    half: Arrays  # share (Q(theirs) - Q(mine)), half of it unless weighted
     distance: float  # ||theirs - mine||
 
 
@@ -88,6 +102,7 @@ class Meetings:
       form: of messages.
       patience_s: how long an answerer waits for `settle`.
       clock: seconds.
+      weighted: whether the copies count by their steps.
 
     >>> ours, theirs = (Meetings(name, Format("float32"), 1.0) for name in ("0.0", "1.0"))
     >>> _ = ours.publish([np.float32([1.0])], progress=0)
@@ -102,8 +117,11 @@ class Meetings:
     ([array([1.], dtype=float32)], [array([-1.], dtype=float32)])
     """
 
-    def __init__(self, me: str, form: Format, patience_s: float, clock=time.monotonic):
+    def __init__(
+        self, me: str, form: Format, patience_s: float, clock=time.monotonic, weighted=False
+    ):
         self.me, self._form, self._patience, self._clock = me, form, patience_s, clock
+        self._weighted = weighted
         self._lock = threading.Lock()
         self._copy: Copy | None = None  # None until the first, and from `take` to `publish`
         self._now: _Meeting | None = None
@@ -131,10 +149,10 @@ class Meetings:
             self._doubtful.clear()
             self._settled = []
 
-    def publish(self, arrays: Arrays, progress: int) -> Copy:
-        """S <- x."""
+    def publish(self, arrays: Arrays, progress: int, steps: int = 1) -> Copy:
+        """S <- x, after so many steps since the copy before."""
         with self._lock:
-            self._copy = Copy(self._version, arrays, progress)
+            self._copy = Copy(self._version, arrays, progress, max(steps, 1))
             self._version += 1
             return self._copy
 
@@ -265,7 +283,7 @@ class Meetings:
 
     def _offer(self, begun: _Meeting, understood: bool) -> Offer:
         copy = begun.copy
-        return Offer(begun.name, self.me, copy.version, copy.progress, understood)
+        return Offer(begun.name, self.me, copy.version, copy.progress, understood, copy.steps)
 
     def _encode(self, begun: _Meeting) -> None:
         copy = begun.copy
@@ -278,7 +296,8 @@ class Meetings:
         theirs, understood = self._form.decode(message, copy.arrays)
         if not understood:
             return False
-        half = halves(begun.sent, theirs)
+        share = offer.steps / (copy.steps + offer.steps) if self._weighted else 0.5
+        half = halves(begun.sent, theirs, share)
         begun.met = Met(
             begun.name,
             offer.peer,
@@ -286,8 +305,10 @@ class Meetings:
             offer.version,
             (begun.message.side, message.side),
             offer.progress,
+            copy.arrays,
+            share,
             half,
-            2 * float(np.sqrt(sum(float(np.square(h, dtype=np.float64).sum()) for h in half))),
+            float(np.sqrt(sum(float(np.square(h, dtype=np.float64).sum()) for h in half))) / share,
         )
         begun.apart = largest_difference(copy.arrays, theirs) if self._form.is_lattice else 0.0
         return True
@@ -310,9 +331,9 @@ class Meetings:
         return True
 
 
-def halves(mine: Arrays, theirs: Arrays) -> Arrays:
-    """(theirs - mine) / 2, exactly the negative of what the partner computes."""
-    return [(b - a) * a.dtype.type(0.5) for a, b in zip(mine, theirs, strict=True)]
+def halves(mine: Arrays, theirs: Arrays, share: float = 0.5) -> Arrays:
+    """share (theirs - mine); at 1/2 exactly the negative of what the partner computes."""
+    return [(b - a) * a.dtype.type(share) for a, b in zip(mine, theirs, strict=True)]
 
 
 def seed_of(peer: str, version: int) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 
 from decent_jax.cluster import start as cluster
 from decent_jax.errors import ConfigError
+from decent_jax.optim import METHODS, guard
 from decent_jax.peers import partners
 from decent_jax.peers.streams import Stream
 from decent_jax.train import algorithm
@@ -54,13 +55,21 @@ def check(config: ConfigDict) -> None:
     """
     pairs = ConfigDict(config.to_dict())
     if config.schedule == config_lib.AUTO or config_lib.names_a_schedule(config.schedule):
-        pairs.schedule = "random_matching"  # peers use no schedule, but swarm asks for one
+        pairs.schedule = "random_matching"  # peers use no schedule, but methods ask for one
     config_lib.validate(pairs)
+    those = [name for name, method in METHODS.items() if method.meeting]
+    if config.algorithm not in those:
+        raise ConfigError(
+            f"peers.use needs algorithm {' or '.join(those)}, got {config.algorithm!r}; or set "
+            "peers.use to False"
+        )
     for name, value, wanted in (
-        ("algorithm", config.algorithm, ("swarm",)),
-        ("combine", config.combine, ("", "with")),
+        ("combine", config.combine, ("with", "")),
         ("comm_dtype", config.comm_dtype, ("float32",)),
         ("swarm.bits", config.swarm.bits, (32,)),
+        ("noloco.fragments", config.noloco.fragments, (1,)),
+        ("noloco.delay", config.noloco.delay, (0,)),
+        ("noloco.alpha", config.noloco.alpha, (0,)),
         ("data.partition", config.data.partition, ("iid",)),
         ("max_consensus_distance", config.max_consensus_distance, (0,)),
         ("eval.ema_decay", config.eval.ema_decay, (0,)),
@@ -96,6 +105,11 @@ def _check_seconds(peers: ConfigDict) -> None:
             )
 
 
+def is_weighted(config: Any) -> bool:
+    """Whether copies count by their steps, see `decent_jax.peers.rule`."""
+    return config["algorithm"] == "noloco" and config["noloco"]["weighted"]
+
+
 def count_of(config: ConfigDict) -> int:
     """The number of peers that should train."""
     return config.peers.count or config.num_replicas
@@ -127,8 +141,8 @@ def quieten_ray() -> None:
 def open_run(config: ConfigDict, workdir: str | Path) -> Iterator[tuple[Experiment, Workdir]]:
     """The run of one replica with the steps, durations and learning rate of the whole run.
 
-    Its optimizer averages with nobody, and takes its rate from the counts that
-    `Boundary.at_progress` sets.
+    Its optimizer makes local steps only, and takes its rate from the counts that
+    `Boundary.at_progress` sets; `Boundary.meet` does what a method does in a round.
 
     Raises:
       ConfigError: see `open_experiment`; or the task has a state that cannot be averaged.
@@ -149,6 +163,7 @@ def open_run(config: ConfigDict, workdir: str | Path) -> Iterator[tuple[Experime
             )
         own = ConfigDict(alone.to_dict())
         own.update(combine="then", mix_every=1)
+        own.noloco.weighted = False  # a round would count steps; `Between` does here
         tx = algorithm.transformation(
             own,
             experiment.schedule,
@@ -156,7 +171,7 @@ def open_run(config: ConfigDict, workdir: str | Path) -> Iterator[tuple[Experime
             task.decay_mask,
             experiment.placement.axis_name,
         )
-        yield experiment._replace(config=own, tx=tx), work
+        yield experiment._replace(config=own, tx=guard.no_rounds(tx)), work
 
 
 @contextlib.contextmanager
