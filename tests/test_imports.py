@@ -42,7 +42,17 @@ ARROWS = {
     "cpu": {"gossip", "replicas", "optim"},
     "planner": {"topology"},
     "simulate": {"topology", "planner"},
-    "peers": {"train", "tasks", "data", "cluster", "replicas", "topology", "simulate", "plot"},
+    "peers": {
+        "train",
+        "tasks",
+        "data",
+        "cluster",
+        "replicas",
+        "optim",
+        "topology",
+        "simulate",
+        "plot",
+    },
     "pipelines": {
         *("train", "tasks", "models", "data", "optim", "gossip", "replicas", "topology"),
         *("cluster", "peers", "plot"),

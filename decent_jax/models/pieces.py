@@ -34,7 +34,7 @@ def one_of(config: Any, name: str, *known: str) -> None:
 def check_dtype(config: Any) -> None:
     """Raises ValueError where ``dtype`` names no type of activations."""
     one_of(config, "dtype", "bfloat16", "float16", "float32", "float64")
-    if config.dtype == "float64" and not jax.config.jax_enable_x64:
+    if config.dtype == "float64" and not jax.config.values["jax_enable_x64"]:
         raise ValueError("dtype float64 needs the variable JAX_ENABLE_X64=1; use float32")
 
 

@@ -221,14 +221,15 @@ class _Replay:
         self.say(_line(self.done[-1]))
 
     def _half(self, log: Log, met: dict[str, Any]) -> list[np.ndarray]:
-        sent = []
+        brought = []
         uses = (log.name, met["mine"]), (met["with"], met["theirs"])
         for (peer, version), side in zip(uses, met["sides"], strict=True):
-            sent.append(sent_of(self.form, peer, version, self.copies[peer, version], side))
+            brought.append(sent_of(self.form, peer, version, self.copies[peer, version], side))
             self.uses[peer, version] -= 1
             if not self.uses[peer, version]:
                 del self.copies[peer, version]
-        return halves(*sent, met.get("share", 0.5))  # older logs have none
+        mine, theirs = brought
+        return halves(mine, theirs, met.get("share", 0.5))  # older logs have none
 
     def _keep(self, log: Log, t: int, when: str, state: TrainState) -> None:
         if (log.name, t, when) in self.wanted_states:

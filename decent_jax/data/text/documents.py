@@ -314,7 +314,8 @@ def _parts(column: Any) -> list[Any]:
 
     if not pa.types.is_dictionary(column.type):
         return [column]
-    longest = pc.max(pc.binary_length(column.dictionary)).as_py() or 1
+    lengths = pc.call_function("binary_length", [column.dictionary])
+    longest = pc.call_function("max", [lengths]).as_py() or 1
     rows = max(_most_text() // longest, 1)
     return [column.slice(k, rows) for k in range(0, len(column), rows)]
 
