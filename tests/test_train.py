@@ -29,6 +29,7 @@ def run(tmp_path):
     """Trains `tiny.waves` with changes; returns the folder."""
 
     def run(name="run", **changes):
+        changes = {"schedule": "bidirectional_ring"} | changes  # one round to compile
         return tiny.run(tiny.waves(**changes), tmp_path / name)
 
     return run
@@ -43,7 +44,10 @@ LAYOUTS = {
 }
 NODES = {"schedule": "alternating_exp_ring", "local_size": 2}
 CASES = {
-    "one_peer_exp": ({}, ["2 devices, one after the other", "a device each"]),
+    "one_peer_exp": (
+        {"schedule": "one_peer_exp"},
+        ["2 devices, one after the other", "a device each"],
+    ),
     "nodes of 2": (NODES, ["2 devices", "a device each"]),
     "complete": ({"schedule": "complete"}, ["a device each"]),
     "all_reduce": ({"algorithm": "all_reduce"}, ["2 devices"]),
@@ -414,6 +418,7 @@ def test_what_a_run_leaves_behind(tmp_path, tiny_data, capsys):
     assert on_disk["best_eval_loss"] == min(losses)
     wanted = {"steps": 12, "num_replicas": 4, "schedule": "complete", "algorithm": "accum_adam"}
     assert wanted.items() <= on_disk.items()
+    assert on_disk["partition"] == {"name": "iid"}
     assert on_disk["training_seconds"] > 0 and on_disk["session_seconds"] > 0
     assert on_disk["versions"]["jax"] == jax.__version__ and "cpu" in on_disk["devices"]
     manifest = token_folder.read_manifest(tiny_data)
