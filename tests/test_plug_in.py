@@ -123,7 +123,7 @@ def test_matrices_of_a_file(tmp_path):
         (np.ones((4, 4)), "graph.npy: round 0: row 0 must sum to 1, got 4"),
         (np.eye(4), "never reaches consensus"),
         (np.eye(4, dtype=int), "weights must be floating-point numbers, got int64"),
-        (np.full((4, 4), None), "it is no .npy file: Object arrays cannot be loaded"),
+        (np.full((4, 4), None), "it is no .npy file: .*Python objects"),
     ],
 )
 def test_files_that_hold_no_schedule(tmp_path, matrices, message):

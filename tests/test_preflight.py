@@ -69,7 +69,7 @@ def test_a_large_cluster_gets_no_table():
     ("arguments", "sentence"),
     [
         (["--megabytes=0"], "--megabytes must be from 0.01 to 10000, got 0"),
-        (["--repeats=0"], "--repeats must be at least 1, got 0"),
+        (["--repeats=0"], "--repeats must be from 1 to 10000, got 0"),
         (["--save=no/such/folder.json"], "--save no/such/folder.json: there is no such folder"),
         (["--config=nothing.py"], "there is no config file 'nothing.py'"),
         (["--config.cluster.num_processes=3"], "cluster needs coordinator, num_processes and"),
