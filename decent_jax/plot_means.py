@@ -199,13 +199,20 @@ def _panel(
             axes.set(yscale="log", ylim=(values.min() / 2, 2 * values.max()))
             style.plain_numbers(axes.yaxis)
     else:  # without the steep start, which would flatten what follows
-        late = [made.mean[len(made.mean) // 10 :] for made in curves]
-        values = np.concatenate(late)
+        values = np.concatenate([_late(made) for made in curves])
         values = values[np.isfinite(values)]
         if len(values):
             low, high = values.min(), values.max()
             margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
             axes.set_ylim(low - margin, high + margin)
+
+
+def _late(made: Curve) -> np.ndarray:
+    """The heights that a panel must hold: the mean and the band, but for the first of them."""
+    start, half = len(made.mean) // 10, len(made.mean) // 2
+    deviation = np.zeros_like(made.mean) if made.deviation is None else made.deviation
+    band = (made.mean - deviation)[start:], (made.mean + deviation)[half:]
+    return np.concatenate([made.mean[start:], *band])
 
 
 def _unit(axis: str, largest: float) -> tuple[str, float]:
@@ -215,10 +222,10 @@ def _unit(axis: str, largest: float) -> tuple[str, float]:
     if axis == "seconds":
         unit, size = ("h", 3600) if largest > 7200 else ("min", 60) if largest > 120 else ("s", 1)
         return f"training time ({unit})", size
-    for unit, size in (("TB", 1e12), ("GB", 1e9)):
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if largest >= size:
             return f"sent per replica ({unit})", size
-    return "sent per replica (MB)", 1e6
+    return "sent per replica (kB)", 1e3
 
 
 def write_csv(curves: dict[str, list[Curve]], path: str | Path) -> Path:

@@ -291,7 +291,9 @@ def table(devices: list[Device], block: int) -> str:
         last = (k + 1) * block - 1
         replicas = f"{k * block}" if block == 1 else f"{k * block}-{last}"
         host = names_of[device.process_index]
-        lines.append(f"{replicas:<8}  {device.process_index:<7}  {host:<20}  {device}")
+        own = device.local_hardware_id  # jax counts CPUs from 2048 k in process k
+        name = str(device) if own is None else f"{str(device).partition(':')[0]}:{own}"
+        lines.append(f"{replicas:<8}  {device.process_index:<7}  {host:<20}  {name}")
     return "\n".join(lines)
 
 
