@@ -11,9 +11,8 @@ from decent_jax import optim, replicas
 from decent_jax.errors import ConfigError
 from decent_jax.models import gpt2
 from decent_jax.optim.guard import METHODS as METHODS
-from decent_jax.pipelines import orders
 from decent_jax.replicas import Placement
-from decent_jax.topology import Schedule
+from decent_jax.topology import Schedule, orders
 from decent_jax.train import algorithm
 
 TABLE = "wte"  # the token embedding, which a tied output layer shares

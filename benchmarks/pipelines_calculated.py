@@ -1,6 +1,6 @@
 """Calculated seconds per step of DT-FM's job: layouts, orders, gossip against all-reduce.
 
-    python benchmarks/pipelines.py --case dtfm_case4
+    python benchmarks/pipelines_calculated.py --case dtfm_case4
 
 Nothing is trained and nothing is measured: `decent_jax.planner.pipeline_time` follows every message
 of 64 micro-batches of 8 MiB through 8 stages of 12.4 ms forward and twice as much backward, on the
@@ -8,17 +8,19 @@ links of the case. All-reduce has DT-FM's cost, gossip that of the slowest messa
 """
 
 import argparse
+import dataclasses
 
 import numpy as np
 
 from decent_jax import topology
-from decent_jax.pipelines.orders import ORDERS, order
 from decent_jax.planner import network, outputs, placement, search
-from decent_jax.planner.pipeline_time import links_of, pipeline_s, step_s
+from decent_jax.planner.pipeline_time import steps
+from decent_jax.topology.orders import ORDERS
 
 JOB = placement.DTFM_JOB
 MICRO_BATCHES, MESSAGE_BYTES, FORWARD_S = 64, 2**23, 0.0124
 STAGES, REPLICAS = JOB.num_stages, JOB.num_replicas
+SENT = dataclasses.replace(JOB, pipeline_bytes=MICRO_BATCHES * MESSAGE_BYTES)
 
 
 def layouts(net, seed, time_limit_s):
@@ -35,41 +37,6 @@ def layouts(net, seed, time_limit_s):
     }
 
 
-def gossip_s(net, stages):
-    """The slowest message of a round of one_peer_exp, averaged over its rounds."""
-    rounds = topology.make("one_peer_exp", REPLICAS).rounds
-    slowest = [
-        max(
-            net.transfer_s(int(row[source]), int(row[i]), JOB.data_parallel_bytes)
-            for row in stages
-            for send in rnd.sends
-            for i, source in enumerate(send.sources)
-        )
-        for rnd in rounds
-    ]
-    return float(np.mean(slowest))
-
-
-def times(net, stages, name):
-    """(pipelines, with all_reduce, with gossip), seconds."""
-    lists = [order(name, STAGES, MICRO_BATCHES, s) for s in range(STAGES)]
-    alone = [
-        pipeline_s(
-            lists,
-            [FORWARD_S] * STAGES,
-            [2 * FORWARD_S] * STAGES,
-            links_of(net, column.tolist(), MESSAGE_BYTES),
-        )
-        for column in stages.T
-    ]
-    reduced = placement.evaluate(net, JOB, stages).data_parallel_s
-    return (
-        max(alone),
-        step_s(alone, reduced, hidden=False),
-        step_s(alone, gossip_s(net, stages), hidden=True),
-    )
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", default="dtfm_case4", help="a network of the planner")
@@ -77,10 +44,15 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="of the random layouts")
     options = parser.parse_args()
     net = network.preset(options.case)
-    rows = []
+    schedule = topology.make("one_peer_exp", REPLICAS)
+    forward, rows = np.full((STAGES, REPLICAS), FORWARD_S), []
     for words, several in layouts(net, options.seed, options.time_limit_s).items():
         for name in ORDERS:
-            mean = np.mean([times(net, stages, name) for stages in several], axis=0)
+            found = [
+                steps(net, SENT, stages, schedule, name, MICRO_BATCHES, forward)
+                for stages in several
+            ]
+            mean = np.mean(found, axis=0)
             rows.append((words, name, *(f"{seconds:.1f}" for seconds in mean)))
     headings = ("layout", "order", "pipelines alone", "all_reduce", "gossip")
     print(outputs.table(headings, rows))
