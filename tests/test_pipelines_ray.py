@@ -112,9 +112,16 @@ def test_a_resumed_run_has_the_same_bits(workdir, start, tmp_path):
     assert tiny.losses(copy).tolist() == tiny.losses(workdir).tolist()
 
 
-def test_a_killed_stage_is_named_and_nothing_is_left(start, tmp_path):
-    process = start(tmp_path / "killed", "--config.steps=1000000")
-    rows = tmp_path / "killed" / "metrics.jsonl"
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (signal.SIGKILL, "was killed; the same"),
+        (signal.SIGSTOP, "has been silent for cluster.heartbeat_s (8 s); the same"),
+    ],
+)
+def test_a_lost_stage_is_named_and_nothing_is_left(number, words, start, tmp_path):
+    process = start(tmp_path / "lost", "--config.steps=1000000", "--config.cluster.heartbeat_s=8")
+    rows = tmp_path / "lost" / "metrics.jsonl"
     ends = time.monotonic() + 200
     while not (rows.exists() and rows.read_text()):
         assert time.monotonic() < ends and process.poll() is None, process.words.read_text()
@@ -124,8 +131,12 @@ def test_a_killed_stage_is_named_and_nothing_is_left(start, tmp_path):
     for child in children:
         with contextlib.suppress(psutil.Error, OSError):
             cells[Path(os.readlink(f"/proc/{child.pid}/fd/1")).name] = child
-    os.kill(cells["0-1.txt"].pid, signal.SIGKILL)
+    os.kill(cells["0-1.txt"].pid, number)
+    began = time.monotonic()
+    while "train.py: " not in process.words.read_text():
+        assert time.monotonic() < began + 8 + 8, "it is named later than heartbeat_s"
+        time.sleep(0.1)
     assert process.wait(60) == 1
-    assert "train.py: stage 1 of replica 0 was killed; the same" in process.words.read_text()
+    assert f"train.py: stage 1 of replica 0 {words}" in process.words.read_text()
     _, alive = psutil.wait_procs(children, timeout=30)
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
