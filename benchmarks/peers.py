@@ -35,13 +35,13 @@ from typing import Any
 
 import commands
 from peers_tables import COMPUTE_S, HOSTS, NEVER, draw, table
+from ray_hosts import HEAD, PORT, ROOT, environment, hosts, inside
 from run_on_hosts import names_of_hosts
 from tqdm import tqdm
 
 from decent_jax.run_folder import read_metrics
 
-ROOT = Path(__file__).resolve().parents[1]
-HEAD, PORT, KILL_S = "10.77.0.1", 6379, 30.0
+KILL_S = 30.0
 TEXT = """
 import importlib.util
 from decent_jax import train
@@ -212,38 +212,6 @@ def step_s(folder: Path) -> float | None:
 
 
 @contextlib.contextmanager
-def hosts(mbit: float) -> Iterator[None]:
-    """Namespaces with links of this rate and a Ray node in each; nothing of them is left."""
-    script = str(ROOT / "benchmarks" / "hosts.sh")
-    if names_of_hosts():
-        sys.exit("there are hosts already, perhaps of another benchmark; benchmarks/hosts.sh down")
-    subprocess.run([script, "up", str(HOSTS), f"{mbit:g}mbit"], check=True, stdout=sys.stderr)
-    try:
-        for k, host in enumerate(names_of_hosts()):
-            where = ["--head", f"--port={PORT}", "--include-dashboard=false"]
-            where = where if k == 0 else [f"--address={HEAD}:{PORT}"]
-            command = ["ray", "start", *where, f"--node-ip-address=10.77.0.{k + 1}"]
-            command += ["--num-cpus=1", f"--object-store-memory={128 * 2**20}"]
-            subprocess.run(inside(host, command), env=environment(), check=True,
-                           stdout=subprocess.DEVNULL)  # fmt: skip
-        yield
-    finally:
-        subprocess.run([script, "down"], check=True)
-
-
-def inside(host: str, command: list[str]) -> list[str]:
-    return ["ip", "netns", "exec", host, *command]
-
-
-def environment() -> dict[str, str]:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    tokens = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
-    own = {"PATH": path, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", **tokens}
-    own |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    return os.environ | own
-
-
-@contextlib.contextmanager
 def started(case, flags: list[str], folder: Path) -> Iterator[subprocess.Popen]:
     """`train.py` on the hosts; killed at the end, with all that is left of it."""
     names = names_of_hosts()
@@ -377,7 +345,7 @@ def main(arguments: list[str]) -> None:
     missing = [case for case in cases if case not in known]
     with contextlib.ExitStack() as stack:
         if missing:
-            stack.enter_context(hosts(missing[0]["mbit"]))
+            stack.enter_context(hosts(HOSTS, missing[0]["mbit"]))
         for case in tqdm(missing, file=sys.stderr):
             with tempfile.TemporaryDirectory() as folder:
                 row = case | {"case": list(case)} | measured(case, Path(folder), parsed.seconds)
