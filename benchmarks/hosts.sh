@@ -3,6 +3,7 @@
 #
 #   benchmarks/hosts.sh up 4 200mbit     four hosts, djhost0 ... djhost3, 10.77.0.1 ... 10.77.0.4
 #   benchmarks/hosts.sh up 4 200mbit PAIRS   the same, and rates of their own for some pairs
+#   benchmarks/hosts.sh pairs 200mbit PAIRS  other rates for pairs of the hosts that are there
 #   benchmarks/hosts.sh down             removes them, also what an interrupted "up" left behind
 #
 # PAIRS is a file of lines "FROM TO RATE" such as "0 3 20mbit", from host 0 to host 3; what goes to
@@ -15,7 +16,7 @@ set -euo pipefail
 BRIDGE=djbridge
 
 usage() {
-    sed -n '2,12s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,13s/^# \{0,1\}//p' "$0" >&2
     exit 2
 }
 
@@ -69,11 +70,19 @@ rates_by_destination() {
         [[ $from == "$k" ]] || continue
         local class
         class=1:$(printf '%x' $((to + 1)))
-        $tc class add dev eth0 parent 1: classid "$class" htb rate "$own" burst 256kb cburst 256kb \
+        $tc class add dev eth0 parent 1: classid "$class" htb rate "$own" burst 80kb cburst 80kb \
             quantum 60000
         $tc filter add dev eth0 parent 1: protocol ip u32 match ip dst "10.77.0.$((to + 1))/32" \
             flowid "$class"
     done <"$3"
+}
+
+pairs() {
+    local k
+    for k in $(ip netns list | sed -n 's/^djhost\([0-9]*\).*/\1/p'); do
+        ip netns exec "djhost$k" tc qdisc del dev eth0 root
+        rates_by_destination "$k" "$1" "$2"
+    done
 }
 
 [[ $# -ge 1 ]] || usage
@@ -83,6 +92,10 @@ case $1 in
         [[ ($# -eq 3 || ($# -eq 4 && -r $4)) && $2 =~ ^[1-9][0-9]?$ ]] || usage
         down
         up "$2" "$3" "${4:-}"
+        ;;
+    pairs)
+        [[ $# -eq 3 && -r $3 ]] || usage
+        pairs "$2" "$3"
         ;;
     down) down ;;
     *) usage ;;

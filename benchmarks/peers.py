@@ -36,13 +36,13 @@ from typing import Any
 
 import commands
 from peers_tables import COMPUTE_S, NEVER, draw, table
+from ray_hosts import HEAD, PORT, ROOT, environment, hosts, inside
 from run_on_hosts import names_of_hosts
 from tqdm import tqdm
 
 from decent_jax.run_folder import read_metrics
 
-ROOT = Path(__file__).resolve().parents[1]
-HEAD, PORT, KILL_S, UNDISTURBED_S = "10.77.0.1", 6379, 30.0, 120.0
+KILL_S, UNDISTURBED_S = 30.0, 120.0
 TEXT = """
 import importlib.util
 from decent_jax import train
@@ -215,38 +215,6 @@ def step_s(folder: Path) -> float | None:
 
 
 # --- Hosts, Ray on them, and programs -------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def hosts(count: int, mbit: float) -> Iterator[None]:
-    """Namespaces with links of this rate and a Ray node in each; nothing of them is left."""
-    script = str(ROOT / "benchmarks" / "hosts.sh")
-    if names_of_hosts():
-        sys.exit("there are hosts already, perhaps of another benchmark; benchmarks/hosts.sh down")
-    subprocess.run([script, "up", str(count), f"{mbit:g}mbit"], check=True, stdout=sys.stderr)
-    try:
-        for k, host in enumerate(names_of_hosts()):
-            where = ["--head", f"--port={PORT}", "--include-dashboard=false"]
-            where = where if k == 0 else [f"--address={HEAD}:{PORT}"]
-            command = ["ray", "start", *where, f"--node-ip-address=10.77.0.{k + 1}"]
-            command += ["--num-cpus=1", f"--object-store-memory={128 * 2**20}"]
-            subprocess.run(inside(host, command), env=environment(), check=True,
-                           stdout=subprocess.DEVNULL)  # fmt: skip
-        yield
-    finally:
-        subprocess.run([script, "down"], check=True)
-
-
-def inside(host: str, command: list[str]) -> list[str]:
-    return ["ip", "netns", "exec", host, *command]
-
-
-def environment() -> dict[str, str]:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    tokens = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
-    own = {"PATH": path, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", **tokens}
-    own |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    return os.environ | own
 
 
 @contextlib.contextmanager

@@ -1,90 +1,116 @@
-"""Calculated seconds per step of DT-FM's job: layouts, orders, gossip against all-reduce.
+"""Pipelines on hosts made of this machine: the tables of docs/pipelines.md.
 
-    python benchmarks/pipelines.py --case dtfm_case4
+    python benchmarks/pipelines.py [--out FOLDER] [--only TABLE,...]
 
-Nothing is trained and nothing is measured: `decent_jax.planner.pipeline_time` follows every message
-of 64 micro-batches of 8 MiB through 8 stages of 12.4 ms forward and twice as much backward, on the
-links of the case. All-reduce has DT-FM's cost, gossip that of the slowest message of a round.
+Eight network namespaces (benchmarks/hosts.sh) with a Ray node and a cell each; needs root. Their
+links are those of scaled-down copies of DT-FM's networks (benchmarks/pipeline_cases.py), computing
+is a sleep (benchmarks/pipeline_cells.py), and all else is that of `train.py`. A row per run goes to
+FOLDER/rows.jsonl; runs that have a row there are not made again. At the end the tables are printed.
+
+layouts    seconds per step of the plan, two layouts along the list and five random ones
+averaging  all_reduce beside gossip between the pipelines, at the plan
+orders     gpipe, 1f1b, and gpipe with sends that wait until the message has arrived
+slow       one machine at half speed: equal layers and planned ones
+bubble     without limits of the network
 """
 
-import argparse
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
 
-import numpy as np
+import commands
+from ray_hosts import ROOT, environment, hosts, inside
 
-from decent_jax import topology
-from decent_jax.pipelines.orders import ORDERS, order
-from decent_jax.planner import network, outputs, placement, search
-from decent_jax.planner.pipeline_time import links_of, pipeline_s, step_s
+sys.path.insert(0, str(ROOT))
+from benchmarks.pipeline_cases import LAYER_S, LAYERS, MACHINES, REPLICAS, STAGES, layouts
+from benchmarks.pipeline_tables import TABLES
+from decent_jax.topology.orders import divide
 
-JOB = placement.DTFM_JOB
-MICRO_BATCHES, MESSAGE_BYTES, FORWARD_S = 64, 2**23, 0.0124
-STAGES, REPLICAS = JOB.num_stages, JOB.num_replicas
-
-
-def layouts(net, seed, time_limit_s):
-    """{name: arrays of stages (S, D)}."""
-    listed = np.arange(JOB.num_devices).reshape(STAGES, REPLICAS)
-    random = np.random.default_rng(seed)
-    return {
-        "plan": [search.place(net, JOB, time_limit_s=time_limit_s).stages],
-        "stages along the list": [listed],
-        "pipelines along the list": [listed.T],
-        "random, mean of 5": [
-            random.permutation(JOB.num_devices).reshape(listed.shape) for _ in range(5)
-        ],
-    }
+GOSSIP, REDUCE = "decentralized_adam", "all_reduce"
+EVEN = [[1.0] * STAGES] * REPLICAS
+SLOW = [[1.0, 2.0, 1.0, 1.0], [1.0] * STAGES]
 
 
-def gossip_s(net, stages):
-    """The slowest message of a round of one_peer_exp, averaged over its rounds."""
-    rounds = topology.make("one_peer_exp", REPLICAS).rounds
-    slowest = [
-        max(
-            net.transfer_s(int(row[source]), int(row[i]), JOB.data_parallel_bytes)
-            for row in stages
-            for send in rnd.sends
-            for i, source in enumerate(send.sources)
-        )
-        for rnd in rounds
+def jobs() -> list[dict[str, Any]]:
+    """All runs, those with the same algorithm and layers after each other."""
+    equal = divide(LAYERS, STAGES)
+    plain = {"order": "gpipe", "blocking": False, "slowness": EVEN, "layers": equal}
+    plain |= {"layer_s": LAYER_S}
+
+    def of(algorithm: str, wire: str, case: str) -> list[dict[str, Any]]:
+        own = {"algorithm": algorithm, "wire": wire, "case": case, "table": "layouts"}
+        return [
+            plain | own | {"layout": layout, "stages": stages.tolist()}
+            for layout, stages in layouts(case, wire).items()
+        ]
+
+    found = [one for case in MACHINES for one in of(GOSSIP, "int8", case)]
+    plans = [one for one in found if one["layout"] == "plan"]
+    for one in plans:
+        found.append(one | {"table": "orders", "order": "1f1b"})
+        found.append(one | {"table": "orders", "blocking": True})
+    limits = {"case": "no limits", "layer_s": 4 * LAYER_S}
+    (limitless,) = (one | limits for one in plans if one["case"] == "case 4")
+    found += [limitless | {"table": "bubble", "order": name} for name in ("gpipe", "1f1b")]
+    planned = divide(LAYERS, STAGES, speeds=[1, 0.5, 1, 1])
+    found += [
+        limitless | {"table": "slow", "slowness": SLOW, "layers": layers}
+        for layers in (equal, planned)
     ]
-    return float(np.mean(slowest))
-
-
-def times(net, stages, name):
-    """(pipelines, with all_reduce, with gossip), seconds."""
-    lists = [order(name, STAGES, MICRO_BATCHES, s) for s in range(STAGES)]
-    alone = [
-        pipeline_s(
-            lists,
-            [FORWARD_S] * STAGES,
-            [2 * FORWARD_S] * STAGES,
-            links_of(net, column.tolist(), MESSAGE_BYTES),
-        )
-        for column in stages.T
+    reduced = [one for case in MACHINES for one in of(REDUCE, "float32", case)]
+    found += [
+        one
+        for one in reduced
+        if one["case"] in ("case 4", "case 5") or not one["layout"].startswith("random")
     ]
-    reduced = placement.evaluate(net, JOB, stages).data_parallel_s
-    return (
-        max(alone),
-        step_s(alone, reduced, hidden=False),
-        step_s(alone, gossip_s(net, stages), hidden=True),
-    )
+    return found + [one | {"table": "averaging", "wire": "float32"} for one in plans]
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--case", default="dtfm_case4", help="a network of the planner")
-    parser.add_argument("--time_limit_s", type=float, default=2.0, help="of the search for a plan")
-    parser.add_argument("--seed", type=int, default=0, help="of the random layouts")
-    options = parser.parse_args()
-    net = network.preset(options.case)
-    rows = []
-    for words, several in layouts(net, options.seed, options.time_limit_s).items():
-        for name in ORDERS:
-            mean = np.mean([times(net, stages, name) for stages in several], axis=0)
-            rows.append((words, name, *(f"{seconds:.1f}" for seconds in mean)))
-    headings = ("layout", "order", "pipelines alone", "all_reduce", "gossip")
-    print(outputs.table(headings, rows))
+def session(one: dict[str, Any]) -> tuple[str, ...]:
+    """What all jobs of a session have in common."""
+    return one["algorithm"], one["wire"], str(one["layers"])
+
+
+def main(arguments: list[str]) -> None:
+    parser = commands.parser(__doc__)
+    parser.add_argument("--out", type=Path, default=Path("pipelines_out"), metavar="FOLDER")
+    parser.add_argument("--only", help="tables, or cases such as 'case 4', between commas")
+    options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / "rows.jsonl"
+    rows = read(path)
+    known = [{name: row[name] for name in row["job"]} for row in rows]
+    wanted = options.only.split(",") if options.only else None
+    missing = [
+        one
+        for one in jobs()
+        if one not in known and (wanted is None or {one["table"], one["case"]} & set(wanted))
+    ]
+    if missing:
+        with hosts(STAGES * REPLICAS, 1000, cpus=0):  # whose cells need none
+            for _, some in itertools.groupby(missing, session):
+                run(list(some), path)
+    rows = read(path)
+    for name, table in TABLES.items():
+        print(f"\n{name}\n\n{table(rows)}")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def run(some: list[dict[str, Any]], path: Path) -> None:
+    """A session of cells that makes these jobs."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump([one | {"job": list(one)} for one in some], file)
+        file.flush()
+        module = [sys.executable, "-m", "benchmarks.pipeline_session", file.name, str(path)]
+        subprocess.run(inside("djhost0", module), env=environment(), cwd=ROOT, check=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

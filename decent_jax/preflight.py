@@ -8,11 +8,16 @@ with --config.cluster.coordinator, num_processes and process_id. Versions, the c
 number of devices must be the same on all processes. Then it measures latency and bandwidth from
 every process to every other, between the first device of each, and saves them for
 `python -m decent_jax.planner ... --network network.json`.
+
+For pipelines, start it once: it measures between the nodes of the Ray cluster that
+--config.pipeline.address names ("auto" or HOST:PORT).
 """
 
 import argparse
+import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -81,6 +86,9 @@ def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, ConfigDict]
 
 
 def _run(options: argparse.Namespace, config: ConfigDict) -> None:
+    if config.pipeline.address:
+        _report(options, *_links_of_ray(options, config))
+        return
     started = start.start(config, Path(options.save).absolute().parent)
     if jax.process_count() == 1:
         raise ConfigError(f"{started}: there is nothing to compare or to measure")
@@ -90,11 +98,29 @@ def _run(options: argparse.Namespace, config: ConfigDict) -> None:
     quiet = jax.process_index() != 0
     if not quiet:
         print(f"{started}\n{preflight.agreement(config, len(devices))}", flush=True)
-    num_bytes = int(options.megabytes * 1e6)
-    latency, bandwidth = preflight.measure(devices, num_bytes, options.repeats, quiet)
+    found = preflight.measure(devices, _num_bytes(options), options.repeats, quiet)
     if not quiet:
-        print(preflight.report(latency, bandwidth, names))
-        print(save(latency, bandwidth, names, options.save))
+        _report(options, *found, names)
+
+
+def _links_of_ray(options: argparse.Namespace, config: ConfigDict) -> tuple[Any, Any, list[str]]:
+    from decent_jax.peers.setup import quieten_ray
+
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("pipeline.address needs Ray: pip install 'decent_jax[peers]'")
+    quieten_ray()  # before anything imports it
+    from decent_jax.pipelines import links
+
+    return links.measure(config, _num_bytes(options), options.repeats)
+
+
+def _num_bytes(options: argparse.Namespace) -> int:
+    return int(options.megabytes * 1e6)
+
+
+def _report(options: argparse.Namespace, latency: Any, bandwidth: Any, names: list[str]) -> None:
+    print(preflight.report(latency, bandwidth, names))
+    print(save(latency, bandwidth, names, options.save))
 
 
 def save(latency_s: np.ndarray, bandwidth: np.ndarray, names: list[str], path: str) -> str:

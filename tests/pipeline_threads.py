@@ -43,6 +43,16 @@ class Threads:
         """The spans of all stages."""
         return self._all("train", start, stop, row)
 
+    def gradient(self):
+        """{path: (n, ...)} of the gradient of step 0, which training makes again."""
+        found = {}
+        for worker, (_, grads) in zip(self.workers, self._all("gradient", 0), strict=True):
+            for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+                found[jax.tree_util.keystr(path)] = np.asarray(leaf)
+            worker.close()
+            worker._batches = worker._open(0) if worker._reads else None
+        return found
+
     def evaluate(self):
         """The loss of the consensus model."""
         total, count = self._all("evaluate")[-1]

@@ -7,7 +7,7 @@ import tiny
 from pipeline_threads import Threads
 
 from decent_jax.train import loop, setup
-from decent_jax.train.step import make_step
+from decent_jax.train.step import gradient, make_step
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 STEPS = 20
@@ -30,23 +30,38 @@ def config_of(data, stages, cuts=1, **changes):
     return config
 
 
-def without_stages(config, workdir):
-    """(losses (steps, n), state, evaluator) of the ordinary run."""
+def without_stages(config, workdir, gradients):
+    """Losses (steps, n), state, evaluator and, if asked for, gradient of step 0 of such a run."""
     with setup.open_experiment(config, workdir) as (experiment, _):
         step = make_step(
             *(experiment.config, experiment.task, experiment.tx, experiment.rate),
             *(experiment.schedule, experiment.placement),
         )
-        state, losses = loop.init(experiment), []
+        state, losses, first = loop.init(experiment), [], None
         with loop.Feed(experiment, 0, loop.Clock(0.0)) as feed:
             for t in range(STEPS):
                 rnd = None
                 if config.algorithm != "all_reduce":
                     rnd = experiment.schedule.round_at(t, config.mix_every)
-                state, metrics = step(state, feed.next(None, t, None), np.int32(t), round=rnd)
+                batch = feed.next(None, t, None)
+                if gradients and t == 0:
+                    first = gradient_of(experiment, state.params, batch)
+                state, metrics = step(state, batch, np.int32(t), round=rnd)
                 losses.append(np.asarray(metrics["loss"]))
         evaluator = loop.Evaluator(config, experiment.task, experiment.placement)
-        return np.array(losses), state, evaluator
+        return np.array(losses), state, evaluator, first
+
+
+def gradient_of(experiment, params, batch):
+    """(n, ...) of step 0."""
+    config = experiment.config
+    key = jax.random.fold_in(jax.random.key(config.seed + 1), 0)
+
+    def of_replica(params, batch, replica):
+        rng = jax.random.fold_in(key, replica)
+        return gradient(experiment.task.loss, config.micro_batches, params, {}, batch, rng)[2]
+
+    return jax.jit(jax.vmap(of_replica))(params, batch, np.arange(config.num_replicas))
 
 
 def assert_close(got, wanted, rtol):
@@ -78,11 +93,13 @@ def test_losses_and_parameters_equal_the_run_without_stages(
     model = {"tied": tied, "layers": max(stages, 2), "dropout": dropout}
     changes = {"num_replicas": n, "algorithm": algorithm, "model": model}
     plain = config_of(tiny_data, 0, cuts, **changes)
-    losses, state, evaluator = without_stages(plain, tmp_path / "run")
+    whole = algorithm == "accum_adam"
+    losses, state, evaluator, first = without_stages(plain, tmp_path / "run", gradients=whole)
     config = config_of(tiny_data, stages, cuts, **changes)
     config.pipeline.order = order
-    whole = algorithm == "accum_adam"
     with Threads(config, tmp_path) as threads:
+        if whole:
+            assert_close(threads.gradient(), flat(first), rtol=1e-6)
         spans = threads.train(0, 7) + threads.train(7, STEPS, row=whole)
         got = np.array(spans[0].losses + spans[-1].losses)
         np.testing.assert_allclose(got, losses, rtol=1e-5)

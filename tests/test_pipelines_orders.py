@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from decent_jax.pipelines import orders
+from decent_jax.topology import orders
 from decent_jax.train import ConfigError
 
 SIZES = [(s, m) for s in range(1, 9) for m in (*range(1, 10), 16, 31, 32)]
@@ -48,7 +48,8 @@ def test_every_size_ends_in_the_time_of_the_bubble(name):
         seconds, most = run(name, stages, micro_batches, forward=1.0, backward=2.0)
         assert seconds == 3.0 * (micro_batches + stages - 1), (stages, micro_batches)
         for s in range(stages):
-            bound = micro_batches if name == "gpipe" else min(stages - s, micro_batches)
+            waits = name == "gpipe" and s < stages - 1
+            bound = micro_batches if waits else min(stages - s, micro_batches)
             assert most[s] == bound, (stages, micro_batches, s)
 
 

@@ -1,11 +1,13 @@
 """Parts of pipelines: the bubble, checkpoints of another cut, gradients, and what is refused."""
 
 import itertools
+import queue
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import ml_dtypes
 import numpy as np
 import pytest
 import tiny
@@ -15,6 +17,7 @@ from test_pipelines import assert_close, config_of, flat
 from decent_jax import command, topology
 from decent_jax.peers import start
 from decent_jax.pipelines import files, placing, setup
+from decent_jax.pipelines.channels import Channel, Door
 from decent_jax.pipelines.messages import Key, Mailbox
 from decent_jax.pipelines.part import Part
 from decent_jax.pipelines.worker import Worker
@@ -99,6 +102,27 @@ def test_bubble_of_equal_stages(order, tiny_data, monkeypatch):
 def test_a_message_that_does_not_come_is_named():
     with pytest.raises(PeerLost, match=r"stage 3 has sent no activation of step 7 within"):
         Mailbox().take(Key("activation", 7, 0, 3), 0.01)
+
+
+def test_messages_keep_their_order_and_a_stranger_sends_none():
+    box, secret = queue.SimpleQueue(), b"secret"
+    door = Door("127.0.0.1", secret, lambda *message: box.put(message))
+    stranger, friend = Channel(door.address, b"other"), Channel(door.address, secret)
+    keys = [Key("activation", 7, k, 0) for k in range(3)]
+    sent = np.arange(100_000, dtype=ml_dtypes.bfloat16).reshape(2, -1)
+    stranger.send(keys[0], None)
+    for key in keys:
+        friend.send(key, (sent + key.k,))
+    for key in keys:
+        got, (value,) = box.get(timeout=10)
+        assert got == key
+        np.testing.assert_array_equal(value, sent + key.k)
+    ends = time.monotonic() + 10
+    with pytest.raises(PeerLost, match="activation of step 7 could not be sent"):
+        while time.monotonic() < ends:
+            stranger.send(keys[1], None)
+            time.sleep(0.01)
+    assert box.empty()
 
 
 def write(threads, folder, step):

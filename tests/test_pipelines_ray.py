@@ -21,7 +21,7 @@ from decent_jax import saved_model, topology
 from decent_jax.topology.plan_file import Plan
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS = 4
+STEPS, HEARTBEAT_S = 4, 8
 
 CHANGES = {
     "algorithm": "decentralized_sgd",
@@ -39,7 +39,7 @@ def start(tmp_path_factory, tiny_data, compile_once, cache_folder):
 
     def start(workdir, steps, *flags):
         words = [sys.executable, "train.py", "--config", str(path), "--workdir", str(workdir)]
-        words.append(f"--config.steps={steps}")
+        words += [f"--config.steps={steps}", f"--config.cluster.heartbeat_s={HEARTBEAT_S}"]
         with open(f"{workdir}.txt", "w") as output:
             process = subprocess.Popen(
                 [*words, *flags], cwd=ROOT, env=env, stdout=output, stderr=output
@@ -58,8 +58,13 @@ def killed(start, tmp_path_factory):
     names = tuple(f"{socket.gethostname()}/{k}" for k in range(4))
     Plan(names, topology.make("one_peer_exp", 2), stages=2, layers=(1, 1)).save(plan)
     process = start(workdir, 1_000_000, f"--config.cluster.plan={plan}")
+    return workdir, *lost(process, workdir, STEPS + 2, signal.SIGKILL)
+
+
+def lost(process, workdir, step, number):
+    """(words, children) of a run of which a stage gets a signal once a checkpoint is there."""
     ends = time.monotonic() + 200
-    while not (workdir / "checkpoints" / str(STEPS + 2)).exists():
+    while not (workdir / "checkpoints" / str(step)).exists():
         assert time.monotonic() < ends and process.poll() is None, process.words.read_text()
         time.sleep(0.2)
     children = psutil.Process(process.pid).children(recursive=True)
@@ -67,9 +72,13 @@ def killed(start, tmp_path_factory):
     for child in children:
         with contextlib.suppress(psutil.Error, OSError):
             cells[Path(os.readlink(f"/proc/{child.pid}/fd/1")).name] = child
-    os.kill(cells["0-1.txt"].pid, signal.SIGKILL)
-    assert process.wait(60) == 1
-    return workdir, process.words.read_text(), children
+    os.kill(cells["0-1.txt"].pid, number)
+    began = time.monotonic()
+    while "train.py: " not in process.words.read_text():
+        assert time.monotonic() < began + HEARTBEAT_S + 12, "it is named later than heartbeat_s"
+        time.sleep(0.1)
+    assert process.wait(90) == 1
+    return process.words.read_text(), children
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +98,18 @@ def workdir(killed, start):
 def test_a_killed_stage_is_named_and_nothing_is_left(killed):
     _, words, children = killed
     assert "train.py: stage 1 of replica 0 was killed; the same" in words
+    nothing_is_left(children)
+
+
+def test_a_stopped_stage_is_named_and_nothing_is_left(start, tmp_path):
+    process = start(tmp_path / "stopped", 1_000_000)
+    words, children = lost(process, tmp_path / "stopped", 2, signal.SIGSTOP)
+    silent = f"has been silent for cluster.heartbeat_s ({HEARTBEAT_S} s); the same"
+    assert f"train.py: stage 1 of replica 0 {silent}" in words
+    nothing_is_left(children)
+
+
+def nothing_is_left(children):
     _, alive = psutil.wait_procs(children, timeout=30)
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 

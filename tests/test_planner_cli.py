@@ -183,12 +183,20 @@ def test_place_puts_stages_where_the_paper_puts_them(capsys, tmp_path):
     """DT-FM's case 4 by its published total; a device without memory is left out."""
     arguments = ["place", "--network", "dtfm_case4", "--parameters", "1.3e9", "--stages", 8]
     arguments += ["--replicas", 8, "--pipeline_bytes", "0.47124922275543213e9"]
-    path = tmp_path / "plan.json"
-    out = works(capsys, *arguments, "--time_limit_s", 2, "--plan", path)
+    path, speeds = tmp_path / "plan.json", tmp_path / "speeds.json"
+    speeds.write_text(json.dumps([0.5] + [1] * 63))
+    steps = ["--micro_batches", 64, "--compute_s", 19, "--layers", 24, "--speeds", speeds]
+    out = works(capsys, *arguments, *steps, "--time_limit_s", 2, "--plan", path)
     assert float(out.split()[0]) == pytest.approx(34.8020, abs=0.01)
     plan = plan_file.load(path)
     assert (plan.stages, plan.schedule.num_replicas) == (8, 8)
     assert f"stage 0: {' '.join(plan.devices[::8])}" in out  # of the eight replicas
+    slow = plan.devices.index("Virginia/0") % 8
+    assert sum(plan.layers) == 24 and max(plan.layers) == 4 >= 2 * plan.layers[slow]
+    assert f"layers of the stages: {','.join(map(str, plan.layers))}\n" in out
+    times = re.search(r"^\| gpipe +\| ([0-9.]+) +\| ([0-9.]+) +\| ([0-9.]+) +\|$", out, re.M)
+    alone, reduced, gossip = map(float, times.groups())
+    assert 19 / 8 < alone <= gossip < reduced
     memory = tmp_path / "memory.json"
     memory.write_text(json.dumps([1e9] + [8e9] * 63))
     small = ["--device_memory", memory, "--stage_memory", "2e9"]
@@ -306,6 +314,8 @@ def test_a_bad_network_is_one_sentence(capsys, measured_network, command):
         (["place", *CLUSTER, "--nodes", "3", *PLACED, "--schedule", "hypercube"], "power of two"),
         (["place", *TWO, *PLACED, "--time_limit_s", "0"], "--time_limit_s"),
         (["place", *TWO, *PLACED, "--stages", "2"], "also needs"),
+        (["place", *TWO, *PLACED, *STAGES, "--micro_batches", "4"], "also needs --compute_s"),
+        (["place", *TWO, *PLACED, *STAGES, "--layers", "1"], "2 is more than the model's 1"),
         (
             ["place", *TWO, *PLACED, *STAGES, "--plan", "x", "--schedule", "built"],
             "one device each",

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from decent_jax.pipelines.orders import order
 from decent_jax.planner import network
-from decent_jax.planner.pipeline_time import Link, links_of, pipeline_s, step_s
+from decent_jax.planner.pipeline_time import Link, finished_s, links_of, step_s
+from decent_jax.topology.orders import order
 
 
 @pytest.mark.parametrize(("gbit", "latency", "wanted"), [(10, 0, 0.93), (2, 0.005, 2.48)])
@@ -14,7 +14,7 @@ def test_a_forward_pass_takes_what_was_calculated_by_hand(gbit, latency, wanted)
     stages, count, tau = 8, 64, 0.0124
     link = Link(latency, 2**23 / (gbit * 1e9 / 8))
     lists = [[("forward", k) for k in range(count)]] * stages
-    got = pipeline_s(lists, [tau] * stages, [0.0] * stages, [link] * (stages - 1))
+    got = max(finished_s(lists, [tau] * stages, [0.0] * stages, [link] * (stages - 1)))
     bottleneck = max(tau, link.transfer_s)
     exact = stages * tau + (stages - 1) * sum(link) + (count - 1) * bottleneck
     assert got == pytest.approx(exact, rel=1e-12) and round(got, 2) == wanted
@@ -23,15 +23,17 @@ def test_a_forward_pass_takes_what_was_calculated_by_hand(gbit, latency, wanted)
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
 def test_without_links_only_the_bubble_is_added(name):
     lists = [order(name, 5, 12, s) for s in range(5)]
-    got = pipeline_s(lists, [1.0] * 5, [2.0] * 5, [Link(0, 0)] * 4)
-    assert got == 3.0 * (12 + 4)
+    got = finished_s(lists, [1.0] * 5, [2.0] * 5, [Link(0, 0)] * 4)
+    assert max(got) == got[0] == 3.0 * (12 + 4)
 
 
 def test_slow_links_cost_1f1b_more_than_gpipe():
     """Its few inputs under way do not cover a long latency; gpipe's do entirely."""
     one, pipe = (
-        pipeline_s(
-            [order(name, 4, 16, s) for s in range(4)], [1.0] * 4, [1.0] * 4, [Link(5, 0.1)] * 3
+        max(
+            finished_s(
+                [order(name, 4, 16, s) for s in range(4)], [1.0] * 4, [1.0] * 4, [Link(5, 0.1)] * 3
+            )
         )
         for name in ("1f1b", "gpipe")
     )
@@ -49,12 +51,15 @@ def test_links_are_those_of_the_slower_direction():
     assert link == (0.011, pytest.approx(1e9 / slower[1, 0]))
 
 
-def test_averaging_hides_behind_the_pipelines_or_not():
-    assert step_s([3.0, 4.0], 2.0, hidden=True) == 4.0
-    assert step_s([3.0, 4.0], 5.0, hidden=True) == 5.0
-    assert step_s([3.0, 4.0], 2.0, hidden=False) == 6.0
+def test_averaging_hides_behind_the_pipelines_or_follows_its_stage():
+    """Two pipelines of two stages: the last stage is done first, and then averages meanwhile."""
+    finished = [[3.0, 2.5], [4.0, 3.5]]
+    assert step_s(finished, [2.0, 1.0], hidden=True) == 4.0
+    assert step_s(finished, [1.0, 5.0], hidden=True) == 5.0
+    assert step_s(finished, [1.0, 1.0], hidden=False) == 5.0
+    assert step_s(finished, [1.0, 2.0], hidden=False) == 5.5
 
 
 def test_lists_that_never_end_are_refused():
     with pytest.raises(ValueError, match="for ever"):
-        pipeline_s([[("forward", 0)], [("forward", 1)]], [1.0] * 2, [1.0] * 2, [Link(0, 0)])
+        finished_s([[("forward", 0)], [("forward", 1)]], [1.0] * 2, [1.0] * 2, [Link(0, 0)])

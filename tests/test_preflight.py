@@ -73,6 +73,7 @@ def test_a_large_cluster_gets_no_table():
         (["--save=no/such/folder.json"], "--save no/such/folder.json: there is no such folder"),
         (["--config=nothing.py"], "there is no config file 'nothing.py'"),
         (["--config.cluster.num_processes=3"], "cluster needs coordinator, num_processes and"),
+        (["--config.pipeline.address=localhost:1"], "pipeline.address localhost:1: nobody listens"),
         (["--typo"], "unknown argument '--typo'"),
         ([], "one process (no coordinator in the config, no launcher detected): there is nothing"),
     ],

@@ -1,9 +1,7 @@
 """A cell of the grid as a Ray actor: one stage of one replica."""
 
 import os
-import queue
 import socket
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +9,8 @@ import numpy as np
 import ray
 
 from decent_jax.cluster.start import limit_exchanges
-from decent_jax.errors import PeerLost
 from decent_jax.peers.setup import leave_launcher
+from decent_jax.pipelines.channels import Address, Channel, Door
 from decent_jax.pipelines.messages import Key, Mailbox
 from decent_jax.pipelines.setup import Cell
 
@@ -32,25 +30,34 @@ class Actor:
         leave_launcher()
         os.environ.setdefault("PJRT_NPROC", str(max(4, os.cpu_count() or 1)))  # messages wait in it
         self._cell, self._mailbox = cell, Mailbox()
-        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._broken: Exception | None = None
+        self._door: Door | None = None
+        self._channels: list[Channel] = []
         self._worker: Any = None
         self._snapshot: list[dict[str, np.ndarray]] = []
 
-    def address(self) -> str:
-        """A free port of its machine, as "host:port"; its replica 0 coordinates the stage."""
+    def addresses(self, secret: bytes) -> tuple[str, Address]:
+        """A free port of its machine, as "host:port", where its replica 0 coordinates the stage;
+        and where messages of stages that know the secret arrive."""
+        host = ray.util.get_node_ip_address()
+        self._door = Door(host, secret, lambda key, value: self.deliver(key, value))
         with socket.socket() as free:
             free.bind(("", 0))
-            return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+            return f"{host}:{free.getsockname()[1]}", self._door.address
 
     def open(
-        self, coordinator: str, stages: list[Any], checkpoint: tuple[str, dict] | None, ahead: int
+        self,
+        coordinator: str,
+        doors: list[Address],
+        secret: bytes,
+        checkpoint: tuple[str, dict] | None,
+        ahead: int,
     ) -> None:
         """Start jax, and make the programs.
 
         Args:
-          coordinator: what `address` of replica 0 of its stage gave.
-          stages: the actors of its replica.
+          coordinator: the first of `addresses` of replica 0 of its stage.
+          doors: the second of `addresses` of the stages of its replica.
+          secret: that `addresses` got.
           checkpoint: folder and manifest to go on from, or None.
           ahead: data position minus step count, in steps.
         """
@@ -73,13 +80,14 @@ class Actor:
                 heartbeat_timeout_seconds=2 * cluster["heartbeat_s"] + 10,
             )
         stage = Stage(*open_cell(self._cell))
+        if count > 1:
+            _meet(cluster["timeout_s"])
         start = 0
         if checkpoint is not None:
             folder, meta = checkpoint
             files.restore(stage, Path(folder), meta)
             start = meta["step"]
-        self._stages = stages
-        threading.Thread(target=self._send_all, daemon=True).start()
+        self._channels = [Channel(door, secret) for door in doors]
         self._worker = Worker(stage, self._mailbox, self._send, start, ahead)
 
     def deliver(self, key: Key, value: Any) -> None:
@@ -122,22 +130,19 @@ class Actor:
         """Its process id: it lives."""
         return os.getpid()
 
-    # --- Its own thread ---------------------------------------------------------------------------
-
     def _send(self, stage: int, key: Key, value: Any) -> None:
-        if self._broken is not None:
-            raise PeerLost(f"{self._cell.name} could not send: {self._broken}")
-        self._outbox.put((stage, key, value))
+        self._channels[stage].send(key, value)
 
-    def _send_all(self) -> None:
-        """Wait for the device, and push; meanwhile the other thread computes."""
-        import jax
 
-        while True:
-            stage, key, value = self._outbox.get()
-            try:
-                on_host = jax.tree.map(np.asarray, value)
-                self._stages[stage].deliver.remote(key, on_host)
-            except Exception as error:  # told by the next message, in the thread that trains
-                self._broken = error
-                return
+def _meet(timeout_s: int) -> None:
+    """Wait for the other replicas of the stage, and exchange a number.
+
+    gloo connects when processes first exchange something, and gives the slower one 30 s: too few
+    where one of them compiles a program meanwhile, and this one compiles at once.
+    """
+    from jax._src.distributed import global_state
+    from jax.experimental import multihost_utils
+
+    client: Any = global_state.client
+    client.wait_at_barrier("decent_jax: the stage is open", 1000 * timeout_s)
+    multihost_utils.sync_global_devices("open")

@@ -30,7 +30,6 @@ from decent_jax.train.step import TrainState
 from decent_jax.train.workdir import Signals
 
 _LONGEST_SPAN_S = 5.0  # steps that cells make without a word from here
-_MESSAGES = 4  # of activations that a Ray of this machine may hold per micro-batch
 
 
 def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
@@ -41,9 +40,8 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
     check_address("pipeline", config.pipeline.address)
     with open_run(config, workdir) as made:
         config = made.experiment.config
-        each = bytes_between_stages(config, made.model)
         cells = config.num_replicas * len(made.counts)
-        with ray_at("pipeline", config.pipeline.address, _MESSAGES * cells * each, cells):
+        with ray_at("pipeline", config.pipeline.address, 0, cells):
             check_resources(config, "pipeline", cells)
             placed = strategies(made.plan, ray.nodes(), cells)
             with Watched(config, made.work.path, made.counts, placed) as actors:

@@ -12,9 +12,8 @@ from decent_jax.errors import ConfigError
 from decent_jax.json_files import flat
 from decent_jax.models import gpt2
 from decent_jax.optim.guard import METHODS as METHODS
-from decent_jax.pipelines import orders
 from decent_jax.replicas import Placement
-from decent_jax.topology import Schedule
+from decent_jax.topology import Schedule, orders
 from decent_jax.train import algorithm
 from decent_jax.train import config as config_lib
 

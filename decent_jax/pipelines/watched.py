@@ -1,5 +1,6 @@
 """The actors of all cells: started, called together, and watched while they work."""
 
+import secrets
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from decent_jax.pipelines.setup import LOGS, Cell
 
 _LOOK_S = 0.5
 _NOTICED_S = 2.0  # in which Ray knows of a dead actor
-_THREADS = 16  # of an actor: messages, heartbeats, training
+_THREADS = 4  # of an actor: heartbeats, training, what is written
 
 
 class Watched:
@@ -49,16 +50,19 @@ class Watched:
             for cell, where in zip(self.cells, placed, strict=True)
         ]
         self._beats: dict[int, tuple[Any, float]] = {}
+        self._begun: set[int] = set()  # cells that have answered once
 
     def open(self, checkpoint: tuple[str, dict] | None, ahead: int) -> None:
         """Start jax in all cells, and make their programs; see `Actor.open`."""
-        addresses = self.wait([actor.address.remote() for actor in self._actors])
+        secret = secrets.token_bytes(32)
+        addresses = self.wait([actor.addresses.remote(secret) for actor in self._actors])
         stages = max(cell.stage for cell in self.cells) + 1
         calls = []
         for cell, actor in zip(self.cells, self._actors, strict=True):
             first = cell.replica * stages
-            row = self._actors[first : first + stages]
-            calls.append(actor.open.remote(addresses[cell.stage], row, checkpoint, ahead))
+            doors = [door for _, door in addresses[first : first + stages]]
+            coordinator, _ = addresses[cell.stage]
+            calls.append(actor.open.remote(coordinator, doors, secret, checkpoint, ahead))
         self.wait(calls)
 
     def all(self, name: str, *args: Any) -> list[Any]:
@@ -88,22 +92,27 @@ class Watched:
         return ray.get(calls)
 
     def _listen(self) -> None:
-        """Ask each cell whether it lives, and name one that has not answered in time."""
-        now, limit = time.monotonic(), self._config.cluster.heartbeat_s
+        """Ask each cell whether it lives, and name one that has not answered in time.
+
+        The first answer of a cell comes when its process has been started.
+        """
+        now, cluster = time.monotonic(), self._config.cluster
         for k, actor in enumerate(self._actors):
             if k in self._beats:
                 call, asked = self._beats[k]
+                name = "heartbeat_s" if k in self._begun else "timeout_s"
                 if not ray.wait([call], timeout=0)[0]:
-                    if now - asked > limit:
+                    if now - asked > cluster[name]:
                         raise TrainingFailed(
-                            f"{self.cells[k].name} has been silent for cluster.heartbeat_s "
-                            f"({limit} s); {self._advice(self.cells[k])}"
+                            f"{self.cells[k].name} has been silent for cluster.{name} "
+                            f"({cluster[name]} s); {self._advice(self.cells[k])}"
                         )
                     continue
                 try:
                     ray.get(call)
                 except RayError as error:
                     self._fail(self.cells[k], error)
+                self._begun.add(k)
             self._beats[k] = actor.beat.remote(), now
 
     def _fail(self, cell: Cell, error: RayError) -> None:

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from decent_jax.data import loader
-from decent_jax.pipelines import orders
 from decent_jax.pipelines.messages import Key, Mailbox
 from decent_jax.pipelines.part import TABLE, total_norm
 from decent_jax.pipelines.stage import Stage, table_of
+from decent_jax.topology import orders
 
 Send = Callable[[int, Key, Any], None]  # to a stage of the same replicas; does not wait
 
@@ -45,9 +45,7 @@ class Worker:
         self._evaluations = itertools.count()
         pipeline = self.config.pipeline
         self._cuts = pipeline.micro_batches
-        # The last stage computes nothing forward, so it need not wait for all inputs in any order.
-        name = "1f1b" if self.part.is_last else pipeline.order
-        self._order = orders.order(name, self._stages, self._cuts, self.part.stage)
+        self._order = orders.order(pipeline.order, self._stages, self._cuts, self.part.stage)
         self._reads = self.part.is_first or self.part.is_last  # tokens, or targets
         self._batches = self._open(start + ahead) if self._reads else None
 
@@ -67,25 +65,30 @@ class Worker:
 
     def _step(self, t: int) -> tuple[np.ndarray, np.ndarray]:
         """One step; (L,) losses and norms of gradients."""
-        stage, part = self.stage, self.part
+        stage = self.stage
         synchronous = self.config.algorithm == "all_reduce"
         rnd = None if synchronous else stage.grid.schedule.round_at(t, self.config.mix_every)
         mixed = stage.begin_mix(rnd)  # travels while the micro-batches are computed
-        params = stage.rows(stage.state.params)
-        borrowed = self._lend(params, "table", t)
-        loss, (grads, back) = self._micro_batches(params, borrowed, t)
-        del params  # the update donates them
-        if part.borrows:
-            self._send(0, self._key("table gradient", t), back[TABLE])
-        if part.lends:
-            table = self._take("table gradient", t, sender=self._stages - 1)
-            grads = {**grads, TABLE: jax.tree.map(lambda a, b: a + b, grads[TABLE], table)}
+        loss, grads = self.gradient(t)
         value = loss
         if synchronous:
             value, grads = stage.mean(loss, grads)
         loss, value, norm = self._meet(loss, value, stage.squares(grads), t)
         stage.update(value, norm, grads, rnd, mixed)
         return loss, norm
+
+    def gradient(self, t: int) -> tuple[Any, Any]:
+        """(L,) losses over the batches of step ``t``, and gradients (L, ...) of this stage."""
+        stage, part = self.stage, self.part
+        params = stage.rows(stage.state.params)
+        borrowed = self._lend(params, "table", t)
+        loss, (grads, back) = self._micro_batches(params, borrowed, t)
+        if part.borrows:
+            self._send(0, self._key("table gradient", t), back[TABLE])
+        if part.lends:
+            table = self._take("table gradient", t, sender=self._stages - 1)
+            grads = {**grads, TABLE: jax.tree.map(lambda a, b: a + b, grads[TABLE], table)}
+        return loss, grads
 
     def _micro_batches(self, params: Any, borrowed: Any, t: int) -> Any:
         """Forward and backward with all of them: (loss, gradients), see `Stage.zeros`."""

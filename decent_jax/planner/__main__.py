@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from decent_jax import topology
 from decent_jax.command_line import Parser
 from decent_jax.errors import ConfigError
@@ -24,6 +26,7 @@ from decent_jax.planner import (
     inputs,
     measured,
     outputs,
+    pipeline_time,
     placement,
     predict,
     recommend,
@@ -33,7 +36,7 @@ from decent_jax.planner.gossip_placement import PlacedSchedule
 from decent_jax.planner.network import Network
 from decent_jax.planner.runtime import WIRE_BYTES, AllReduce
 from decent_jax.text import split_outside_brackets
-from decent_jax.topology import plan_file
+from decent_jax.topology import orders, plan_file
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -263,13 +266,11 @@ def _place_replicas(options: argparse.Namespace, network: Network) -> None:
 def _place_stages(options: argparse.Namespace, network: Network) -> None:
     if options.replicas is None or options.pipeline_bytes is None:
         raise ConfigError("--stages also needs --replicas R and --pipeline_bytes B")
-    schedule = None
-    if options.plan:
-        if options.schedule == build_schedule.NAME:
-            raise ConfigError(
-                f"--schedule {build_schedule.NAME} is for replicas of one device each"
-            )
-        schedule = topology.make(options.schedule, options.replicas)
+    if options.micro_batches and not options.compute_s:
+        raise ConfigError("--micro_batches also needs --compute_s S")
+    if options.schedule == build_schedule.NAME:
+        raise ConfigError(f"--schedule {build_schedule.NAME} is for replicas of one device each")
+    schedule = topology.make(options.schedule, options.replicas)
     job = placement.Job(
         options.stages,
         options.replicas,
@@ -280,6 +281,11 @@ def _place_stages(options: argparse.Namespace, network: Network) -> None:
     memory = None
     if options.device_memory:
         memory = inputs.memory_of(options.device_memory, network.num_devices)
+    speeds = np.ones(network.num_devices)
+    if options.speeds:
+        speeds = np.array(inputs.speeds_of(options.speeds, network.num_devices))
+    if options.layers:
+        orders.divide(options.layers, options.stages)  # refuses too few before the search
     found = search.place(network, job, memory_bytes=memory, **inputs.search_of(options))
     print(
         f"{found.costs.total_s:.4f} s per step: data-parallel {found.costs.data_parallel_s:.4f}, "
@@ -294,16 +300,56 @@ def _place_stages(options: argparse.Namespace, network: Network) -> None:
         from decent_jax.planner import plots
 
         outputs.save_picture(plots.draw_placement(network, found), options.out)
-    if schedule is not None:
+    layers = _layers(options, speeds[found.stages])
+    if options.micro_batches:
+        _print_steps(options, network, job, found.stages, schedule, layers, speeds[found.stages])
+    if options.plan:
         devices = tuple(network.names[device] for device in found.stages.T.reshape(-1))
         expected = {
             "data_parallel_s": found.costs.data_parallel_s,
             "pipeline_s": found.costs.pipeline_s,
             "total_s": found.costs.total_s,
         }
-        plan = plan_file.Plan(devices, schedule, 1, expected, options.stages)
+        plan = plan_file.Plan(devices, schedule, 1, expected, options.stages, tuple(layers or ()))
         plan.save(options.plan)
         print(f"\n{options.plan}: train.py --config.cluster.plan={options.plan} follows it")
+
+
+def _layers(options: argparse.Namespace, speeds: np.ndarray) -> list[int] | None:
+    """Layers of each stage, as fast as the slowest of its devices; None if not asked for."""
+    if not options.layers:
+        return None
+    slowest = speeds.min(axis=1).tolist()
+    layers = orders.divide(options.layers, options.stages, options.output_layers, slowest)
+    print(f"layers of the stages: {','.join(map(str, layers))}")
+    return layers
+
+
+def _print_steps(
+    options: argparse.Namespace,
+    network: Network,
+    job: placement.Job,
+    stages: np.ndarray,
+    schedule: topology.Schedule,
+    layers: list[int] | None,
+    speeds: np.ndarray,
+) -> None:
+    """Seconds per step, by order of micro-batches."""
+    costs = np.array(layers or [1.0] * job.num_stages, float)
+    costs[-1] += options.output_layers if layers else 0.0
+    shares = inputs.FORWARD * options.compute_s / options.micro_batches * costs / costs.sum()
+    rows = [
+        (name, *(f"{seconds:.4g}" for seconds in found))
+        for name in orders.ORDERS
+        for found in [
+            pipeline_time.steps(
+                *(network, job, stages, schedule, name, options.micro_batches),
+                shares[:, None] / speeds,
+            )
+        ]
+    ]
+    headings = ("s per step", "pipelines alone", "all_reduce", f"gossip over {schedule.name}")
+    print("\n" + outputs.table(headings, rows))
 
 
 if __name__ == "__main__":

@@ -76,6 +76,10 @@ examples:
       --replicas 8 --pipeline_bytes 0.471e9 --time_limit_s 2 --plan plan.json
       DT-FM: eight pipeline stages in data-parallel groups of eight; then: train.py with
       --config.pipeline.stages=8 --config.num_replicas=8 --config.cluster.plan=plan.json
+  python -m decent_jax.planner place --network dtfm_case4 --parameters 1.3e9 --stages 8 \
+      --replicas 8 --pipeline_bytes 0.537e9 --time_limit_s 2 --micro_batches 64 --compute_s 19 \
+      --layers 24 --output_layers 2
+      the same, and what a step takes by order of micro-batches and by what averages
 
 disagreement is the age of the drift between replicas that mixing leaves: less is better.
 """,
@@ -226,6 +230,18 @@ COMMANDS: dict[str, dict[str, dict[str, Flag]]] = {  # command: group of flags: 
             "pipeline_bytes": Flag("B", "between two stages", float, BYTES),
             "device_memory": Flag("FILE.json", "list of bytes, one a device of the network"),
             "stage_memory": Flag("B", "bytes needed", float, BYTES, 0.0),
+            "micro_batches": Flag(
+                "M",
+                "of a pipeline; with --compute_s, forward and backward of a pipeline's batch on "
+                "one device, says what a step takes",
+                int,
+                COUNT,
+            ),
+            "layers": Flag("L", "of the model: how many each stage gets (equal)", int, COUNT),
+            "output_layers": Flag(
+                "X", "what the output layer costs, in layers (0)", float, within(0, 1e4), 0.0
+            ),
+            "speeds": Flag("FILE.json", "list of relative speeds, one a device of the network"),
         },
     },
 }

@@ -179,16 +179,30 @@ def memory_of(path: str, num_devices: int) -> list[float]:
     Raises:
       DataError: the file is not a list of as many numbers.
     """
+    return _numbers_of(path, "--device_memory", "bytes", num_devices, 0, LARGEST_MEMORY)
+
+
+def speeds_of(path: str, num_devices: int) -> list[float]:
+    """The relative speed of every device, from a JSON file.
+
+    Raises:
+      DataError: the file is not a list of as many numbers.
+    """
+    return _numbers_of(path, "--speeds", "speeds from 0.001 to 1000", num_devices, 1e-3, 1e3)
+
+
+def _numbers_of(
+    path: str, flag: str, words: str, count: int, least: float, most: float
+) -> list[float]:
     try:
         found = read_json(path)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise DataError(f"--device_memory {path}: {error.strerror}") from None
+        raise DataError(f"{flag} {path}: {error.strerror}") from None
     numbers = found if isinstance(found, list) else []
-    good = [x for x in numbers if isinstance(x, int | float) and 0 <= x <= LARGEST_MEMORY]
-    if len(numbers) != num_devices or len(good) < num_devices:
+    good = [x for x in numbers if isinstance(x, int | float) and least <= x <= most]
+    if len(numbers) != count or len(good) < count:
         raise DataError(
-            f"--device_memory {path} must be a list of bytes, one number for each of "
-            f"{num_devices} devices"
+            f"{flag} {path} must be a list of {words}, one number for each of {count} devices"
         )
     return [float(x) for x in good]
 

@@ -5,15 +5,22 @@ computed, and a link carries one message after the other in each direction.
 
 >>> forward = [[("forward", k) for k in range(64)]] * 8
 >>> link = Link(latency_s=0.005, transfer_s=0.0335544)    # 8 MiB at 2 Gbit/s
->>> round(pipeline_s(forward, [0.0124] * 8, [0.0] * 8, [link] * 7), 2)
+>>> round(max(finished_s(forward, [0.0124] * 8, [0.0] * 8, [link] * 7)), 2)
 2.48
 """
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
+from decent_jax.planner import placement
 from decent_jax.planner.network import Network
+from decent_jax.planner.placement import Job
+from decent_jax.topology import Schedule
+from decent_jax.topology.orders import order
 
 Order = Sequence[tuple[str, int]]  # ("forward" or "backward", micro-batch)
 
@@ -36,13 +43,13 @@ def links_of(network: Network, devices: Sequence[int], message_bytes: float) -> 
     return [link(i, j) for i, j in itertools.pairwise(devices)]
 
 
-def pipeline_s(
+def finished_s(
     orders: Sequence[Order],
     forward_s: Sequence[float],
     backward_s: Sequence[float],
     links: Sequence[Link],
-) -> float:
-    """Seconds until every stage has done its list.
+) -> list[float]:
+    """Seconds until each stage has done its list.
 
     Args:
       orders: of each stage.
@@ -77,16 +84,83 @@ def pipeline_s(
                     arrived[way, target, k] = sent + link.latency_s
     if any(place < len(order) for place, order in zip(places, orders, strict=True)):
         raise ValueError("the stages wait for each other for ever: a list lacks a micro-batch")
-    return max(clocks)
+    return clocks
 
 
-def step_s(pipelines_s: Sequence[float], averaging_s: float, hidden: bool) -> float:
+def step_s(
+    finished: Sequence[Sequence[float]], averaging_s: Sequence[float], hidden: bool
+) -> float:
     """A step of several pipelines, which average stage by stage.
 
     Args:
-      pipelines_s: of each pipeline.
-      averaging_s: of the slowest stage.
-      hidden: whether it travels during the pipelines (gossip with ``combine="with"``).
+      finished: for each pipeline, what `finished_s` gave.
+      averaging_s: of each stage.
+      hidden: whether it travels during the pipelines (gossip with ``combine="with"``); otherwise a
+        stage begins to average when it has done its list in all pipelines.
     """
-    slowest = max(pipelines_s)
-    return max(slowest, averaging_s) if hidden else slowest + averaging_s
+    slowest = [max(clocks) for clocks in zip(*finished, strict=True)]  # of each stage
+    if hidden:
+        return max(*slowest, *averaging_s)
+    return max(clock + s for clock, s in zip(slowest, averaging_s, strict=True))
+
+
+def all_reduce_s(network: Network, job: Job, stages: np.ndarray) -> list[float]:
+    """Of each stage, in DT-FM's cost."""
+    one = dataclasses.replace(job, num_stages=1)
+    return [placement.evaluate(network, one, row[None]).data_parallel_s for row in stages]
+
+
+def gossip_s(network: Network, job: Job, stages: np.ndarray, schedule: Schedule) -> list[float]:
+    """Of each stage the slowest message of a round, averaged over the rounds."""
+
+    def round_s(row: np.ndarray, rnd: int) -> float:
+        pairs = (
+            (int(row[source]), int(row[i]))
+            for send in schedule.rounds[rnd].sends
+            for i, source in enumerate(send.sources)
+            if source >= 0
+        )
+        seconds = [network.transfer_s(*pair, job.data_parallel_bytes) for pair in pairs]
+        return max(seconds, default=0.0)
+
+    rounds = range(schedule.period)
+    return [float(np.mean([round_s(row, rnd) for rnd in rounds])) for row in stages]
+
+
+class Steps(NamedTuple):
+    """Seconds per step, by what pipelines do to average."""
+
+    nothing_s: float
+    all_reduce_s: float
+    gossip_s: float
+
+
+def steps(
+    network: Network,
+    job: Job,
+    stages: np.ndarray,
+    schedule: Schedule,
+    name: str,
+    micro_batches: int,
+    forward_s: np.ndarray,
+) -> Steps:
+    """What a step takes in which backward takes twice as long as forward.
+
+    Args:
+      stages: (S, D) devices.
+      schedule: of gossip between the pipelines.
+      name: order of the micro-batches, of `decent_jax.topology.orders.ORDERS`.
+      forward_s: (S, D) of a micro-batch.
+    """
+    count = job.num_stages
+    lists = [order(name, count, micro_batches, s) for s in range(count)]
+    message = job.pipeline_bytes / micro_batches
+    finished = [
+        finished_s(lists, forward, 2 * forward, links_of(network, column.tolist(), message))
+        for column, forward in zip(stages.T, forward_s.T, strict=True)
+    ]
+    return Steps(
+        max(map(max, finished)),
+        step_s(finished, all_reduce_s(network, job, stages), hidden=False),
+        step_s(finished, gossip_s(network, job, stages, schedule), hidden=True),
+    )

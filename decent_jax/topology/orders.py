@@ -17,9 +17,9 @@ def order(name: str, stages: int, micro_batches: int, stage: int) -> list[tuple[
     """What a stage does in a step: ("forward" or "backward", micro-batch), one after the other.
 
     ``gpipe`` (Huang et al., 2019) goes forward with all micro-batches before it goes backward, so a
-    stage keeps all their inputs. ``1f1b`` (Narayanan et al., 2019) goes forward with one only after
-    it went backward with another, and keeps at most ``stages - stage`` inputs; in the same time, if
-    links take none.
+    stage keeps all their inputs; the last stage can go backward at once. ``1f1b`` (Narayanan et
+    al., 2019) goes forward with one only after it went backward with another, and keeps at most
+    ``stages - stage`` inputs; in the same time, if links take none.
 
     Args:
       name: of `ORDERS`.
@@ -27,7 +27,8 @@ def order(name: str, stages: int, micro_batches: int, stage: int) -> list[tuple[
       micro_batches: M.
       stage: 0 to S - 1.
     """
-    ahead = micro_batches if name == "gpipe" else min(stages - 1 - stage, micro_batches)
+    all_first = name == "gpipe" and stage < stages - 1
+    ahead = micro_batches if all_first else min(stages - 1 - stage, micro_batches)
     actions = [("forward", k) for k in range(ahead)]
     for k in range(micro_batches):
         if ahead + k < micro_batches:

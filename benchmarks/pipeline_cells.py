@@ -1,0 +1,133 @@
+"""The cells of benchmarks/pipelines.py: computing is a sleep, all else is that of any other run.
+
+Messages, their order, norms, the update, gossip and all-reduce are real, with gradients of 0. What
+a stage sends has the size that it would have. Two cores can so be eight machines.
+
+The kernel of the machine in use may lack netem. A message between stages is therefore held back at
+its receiver for the latency of the link; messages of gossip and all-reduce are not.
+"""
+
+import threading
+import time
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from decent_jax.pipelines.actor import Actor
+from decent_jax.pipelines.messages import Key
+from decent_jax.topology import orders
+
+RECEIPT = "receipt"
+
+
+class Conditions(NamedTuple):
+    """What a run is like; the same for all cells."""
+
+    order: str
+    layer_s: float  # seconds forward of a layer with a micro-batch; backward takes twice as long
+    slowness: list[list[float]]  # (D, S) factors of that time
+    latency_s: list[list[list[float]]]  # (D, S, S) from stage to stage
+    blocking: bool  # whether a stage waits until its message has arrived
+
+
+class Report(NamedTuple):
+    """What a cell saw since the conditions were set."""
+
+    actions: list[tuple[str, int, float, float]]  # what, micro-batch, seconds from and to
+    arrivals: list[tuple[str, int, float]]  # what, micro-batch, seconds
+    kept: int  # inputs kept for the backward pass, at most
+    parameter_bytes: int
+
+
+class Sleeping(Actor):
+    """A cell that sleeps in place of computing."""
+
+    def __init__(self, cell: Any):
+        super().__init__(cell)
+        self._computed: tuple[Any, Any] = (None, None)  # the programs that are not run
+        self._outputs: dict[int, Any] = {}
+        self._seconds, self._delay_s, self._blocking = 0.0, [0.0] * len(cell.counts), False
+        self._actions: list[Any] = []
+        self._arrivals: list[Any] = []
+        self._kept = self._most = 0
+
+    def open(self, *args: Any) -> None:
+        """See `Actor.open`."""
+        super().open(*args)
+        stage = self._worker.stage
+        self._computed = stage.forward, stage.backward
+        stage.forward, stage.backward = self._forward, self._backward
+
+    def prepare(self, conditions: Conditions) -> None:
+        """Set the conditions of the next steps, and forget what was seen before."""
+        cell, worker = self._cell, self._worker
+        layers = cell.counts[cell.stage]
+        self._seconds = conditions.layer_s * layers * conditions.slowness[cell.replica][cell.stage]
+        self._delay_s = [row[cell.stage] for row in conditions.latency_s[cell.replica]]
+        self._blocking = conditions.blocking
+        cuts = worker.config.pipeline.micro_batches
+        worker._order = orders.order(conditions.order, len(cell.counts), cuts, cell.stage)
+        self._actions, self._arrivals = [], []
+        self._kept = self._most = 0
+
+    def report(self) -> Report:
+        """What was seen since."""
+        params = self._worker.stage.rows(self._worker.stage.state.params)
+        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+        return Report(self._actions, self._arrivals, self._most, num_bytes)
+
+    # --- In place of computing --------------------------------------------------------------------
+
+    def _forward(self, *args: Any) -> Any:
+        self._begin(args[-1])
+        return self._like(0, *args)
+
+    def _backward(self, *args: Any) -> Any:
+        if self._worker.part.is_last:  # which has not gone forward before
+            self._begin(args[-1])
+        self._sleep("backward", args[-1], 2 * self._seconds)
+        self._kept -= 1
+        total = args[4]
+        return total, self._like(1, *args)[1]
+
+    def _begin(self, k: int) -> None:
+        self._kept += 1
+        self._most = max(self._most, self._kept)
+        self._sleep("forward", k, self._seconds)
+
+    def _sleep(self, action: str, k: int, seconds: float) -> None:
+        began = time.time()
+        time.sleep(seconds)
+        self._actions.append((action, k, began, time.time()))
+
+    def _like(self, which: int, *args: Any) -> Any:
+        """Zeros like the result of the program."""
+        *arrays, t, k = args
+        if which not in self._outputs:
+            program = self._computed[which]
+            shapes = jax.eval_shape(lambda *given: program(*given, t, k), *arrays)
+            shapes = (None, shapes[1]) if which else shapes  # not the gradients
+            self._outputs[which] = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+        return self._outputs[which]
+
+    # --- Messages ---------------------------------------------------------------------------------
+
+    def deliver(self, key: Key, value: Any) -> None:
+        """A message of another stage, after the latency of the link."""
+        if key.kind == RECEIPT:
+            super().deliver(key, value)
+        else:
+            threading.Timer(self._delay_s[key.sender], self._put, (key, value)).start()
+
+    def _put(self, key: Key, value: Any) -> None:
+        self._arrivals.append((key.kind, key.k, time.time()))
+        super().deliver(key, value)
+        if self._blocking:
+            receipt = key._replace(kind=RECEIPT, sender=self._cell.stage)
+            super()._send(key.sender, receipt, None)
+
+    def _send(self, stage: int, key: Key, value: Any) -> None:
+        super()._send(stage, key, value)
+        if self._blocking:
+            self._mailbox.take(key._replace(kind=RECEIPT, sender=stage), 600)

@@ -1,0 +1,97 @@
+"""Connections between the stages of a replica, on which one message follows the other.
+
+Were messages to travel as arguments of calls of Ray, those to one stage would share its link: all
+would arrive late, and not the first one soon.
+"""
+
+import contextlib
+import os
+import pickle
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+from decent_jax.errors import PeerLost
+from decent_jax.pipelines.messages import Key
+
+Address = tuple[str, int]  # IP address and port
+
+
+class Door:
+    """Where the messages of other stages arrive.
+
+    Attributes:
+      address: for their `Channel`.
+
+    Args:
+      host: IP address of this machine.
+      secret: that they must know.
+      deliver: gets each message, in a thread for each of them.
+    """
+
+    def __init__(self, host: str, secret: bytes, deliver: Callable[[Key, Any], None]):
+        self._deliver = deliver
+        self._listener = Listener((host, 0), backlog=16, authkey=secret)
+        self.address: Address = self._listener.address  # pyright: ignore (its type is wider)
+        threading.Thread(target=self._open, daemon=True).start()
+
+    def _open(self) -> None:
+        while True:
+            with contextlib.suppress(AuthenticationError, EOFError, OSError):  # strangers
+                connection = self._listener.accept()
+                threading.Thread(target=self._read, args=(connection,), daemon=True).start()
+
+    def _read(self, connection: Connection) -> None:
+        with contextlib.suppress(EOFError, OSError):  # `Watched` says who has died
+            while True:
+                self._deliver(*pickle.loads(connection.recv_bytes()))
+
+
+class Channel:
+    """Sends messages to one stage, in their order; a thread waits for the device and the network.
+
+    Args:
+      address: of its `Door`; the first message connects.
+      secret: that it asks for.
+    """
+
+    def __init__(self, address: Address, secret: bytes):
+        self._address, self._secret = address, secret
+        self._messages: queue.SimpleQueue[tuple[Key, Any]] = queue.SimpleQueue()
+        self._broken: Exception | None = None
+        threading.Thread(target=self._send_all, daemon=True).start()
+
+    def send(self, key: Key, value: Any) -> None:
+        """Send arrays, which may still be computed.
+
+        Raises:
+          PeerLost: an earlier message could not be sent.
+        """
+        if self._broken is not None:
+            raise PeerLost(f"{key.kind} of step {key.t} could not be sent: {self._broken}")
+        self._messages.put((key, value))
+
+    def _send_all(self) -> None:
+        import jax
+        import numpy as np
+
+        try:
+            key, value = self._messages.get()
+            with Client(self._address, authkey=self._secret) as connection:
+                _at_once(connection)
+                while True:
+                    on_host = jax.tree.map(np.asarray, value)
+                    connection.send_bytes(pickle.dumps((key, on_host), protocol=5))
+                    key, value = self._messages.get()
+        except Exception as error:  # told by the next message, in the thread that trains
+            self._broken = error
+
+
+def _at_once(connection: Connection) -> None:
+    """Let the end of a message not wait for the receipt of its beginning."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as link:
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,0 +1,91 @@
+"""The links between the nodes of a Ray cluster, measured by an actor on each."""
+
+import os
+import socket
+from typing import Any
+
+import numpy as np
+import ray
+from ml_collections import ConfigDict
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from decent_jax.cluster.start import limit_exchanges
+from decent_jax.errors import ConfigError, PeerLost
+from decent_jax.peers.setup import leave_launcher
+from decent_jax.peers.start import check_address, ray_at
+
+
+class _Probe:
+    """A process of jax on one node, as the cells of a run are."""
+
+    def address(self) -> str:
+        """A free port of its machine, as "host:port"."""
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+
+    def measure(
+        self, place: tuple[str, int, int], exchange_s: int, num_bytes: int, repeats: int
+    ) -> Any:
+        """See `decent_jax.cluster.preflight.measure`; ``place``: coordinator, count, index."""
+        os.environ.setdefault("PJRT_NPROC", "4")
+        leave_launcher()
+        import jax
+
+        from decent_jax.cluster import preflight
+
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        limit_exchanges(exchange_s)
+        jax.distributed.initialize(*place, cluster_detection_method="deactivate")
+        devices = [jax.local_devices(process_index=p)[0] for p in range(jax.process_count())]
+        return preflight.measure(devices, num_bytes, repeats, quiet=True)
+
+
+def measure(
+    config: ConfigDict, num_bytes: int, repeats: int
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Latency and bandwidth between the nodes, and their names, for a plan of pipelines.
+
+    Args:
+      config: its ``pipeline.address`` is that of the cluster.
+      num_bytes, repeats: see `decent_jax.cluster.preflight.measure`.
+
+    Raises:
+      ConfigError: no cluster answers there, or it has one node.
+      PeerLost: a node failed meanwhile.
+    """
+    pipeline = config.pipeline
+    check_address("pipeline", pipeline.address)
+    with ray_at("pipeline", pipeline.address, 0):
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        if len(nodes) < 2:
+            raise ConfigError(
+                f"pipeline.address {pipeline.address}: the Ray cluster has one node, so there is "
+                "no link to measure"
+            )
+        names = [node.get("NodeName") or node["NodeManagerHostname"] for node in nodes]
+        probe: Any = ray.remote(_Probe)
+        probes = [
+            probe.options(
+                num_cpus=pipeline.cpus,
+                num_gpus=pipeline.gpus,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+            ).remote()
+            for node in nodes
+        ]
+        try:
+            coordinator = ray.get(probes[0].address.remote())
+            own = config.cluster.exchange_s, num_bytes, repeats
+            calls = [
+                one.measure.remote((coordinator, len(probes), k), *own)
+                for k, one in enumerate(probes)
+            ]
+            latency, bandwidth = ray.get(calls)[0]
+        except RayError as error:
+            line = (str(error).splitlines() or [""])[-1]
+            raise PeerLost(f"the links could not be measured: {line}") from None
+        finally:
+            for one in probes:
+                ray.kill(one)
+    return latency, bandwidth, [f"{name}/0" for name in names]
