@@ -57,7 +57,7 @@ def measure(
     """
     pipeline = config.pipeline
     check_address("pipeline", pipeline.address)
-    with ray_at("pipeline", pipeline.address, 0):
+    with ray_at("pipeline", pipeline.address, 0, 0):
         nodes = [node for node in ray.nodes() if node["Alive"]]
         if len(nodes) < 2:
             raise ConfigError(
