@@ -55,7 +55,7 @@ def test_panels_and_labels(tmp_path):
     curves = plot_means.curves_of([load_run(run) for run in sweep_of(tmp_path)])
     figure = plot_means.draw(curves, plot_means.LOOKS["paper"])
     assert [axes.get_xlabel() for axes in figure.axes] == [
-        *("step", "training time (s)", "sent per replica (MB)", "step")
+        *("step", "training time (s)", "sent per replica (kB)", "step")
     ]
     assert [axes.get_title(loc="left") for axes in figure.axes] == [
         *["Validation loss"] * 3,

@@ -25,7 +25,7 @@ def save(folder, devices, schedule, mix_every=1):
 
 
 def test_the_order_of_devices_changes_no_number(run, tmp_path, capsys):
-    settings = {"steps": 4, "mesh": {"devices": 4}, "mix_every": 2}
+    settings = {"steps": 4, "mesh": {"devices": 4}, "mix_every": 2, "schedule": "one_peer_exp"}
     plain = run("plain", **settings)
     plan = save(tmp_path, [HERE[k] for k in (2, 0, 3, 1)], topology.make("one_peer_exp", 4), 2)
     # What the config says of schedule and mix_every gives way to the plan.

@@ -291,9 +291,7 @@ def table(devices: list[Device], block: int) -> str:
         last = (k + 1) * block - 1
         replicas = f"{k * block}" if block == 1 else f"{k * block}-{last}"
         host = names_of[device.process_index]
-        own = device.local_hardware_id  # jax counts CPUs from 2048 k in process k
-        name = str(device) if own is None else f"{str(device).partition(':')[0]}:{own}"
-        lines.append(f"{replicas:<8}  {device.process_index:<7}  {host:<20}  {name}")
+        lines.append(f"{replicas:<8}  {device.process_index:<7}  {host:<20}  {device}")
     return "\n".join(lines)
 
 
