@@ -3,8 +3,7 @@
 ``checkpoints/STEP`` holds three items: ``params`` (stacked, so that a model can be exported
 without its optimizer), ``rest`` (model state, optimizer state, moving average) and ``meta`` (step,
 replicas, config, position, a checksum of every array). ``best/STEP`` holds the consensus model
-with the lowest validation loss. A checkpoint appears under its name only once it is whole (orbax
-renames it); one that was damaged afterwards does not match its checksums.
+with the lowest validation loss. orbax gives a checkpoint its name once it is whole.
 """
 
 import contextlib
