@@ -32,6 +32,7 @@ import optax
 from decent_jax import optim, topology
 from decent_jax.data.text.token_folder import TokenWindows
 from decent_jax.gossip import Simulated
+from decent_jax.gossip.wire import of_dtype
 from decent_jax.models import gpt2
 from decent_jax.models.pieces import cross_entropy
 from decent_jax.optim import METHODS, Parts
@@ -52,14 +53,19 @@ class Variant(NamedTuple):
     every: int = EVERY
     numbers: tuple = ()
     centre: float = 4e-3
+    wire: str = "float32"
 
 
 PAIRS = "random_matching(rounds=64)"
+MUON_INT8 = Variant("", "decentralized_sgd", "muon", "one_peer_exp", 1, (), 8e-3, "int8")
 VARIANTS = (
     Variant("all_reduce, Adam", "all_reduce", every=1),
     Variant("accumulated Adam", "accum_adam", "accum_adam", "one_peer_exp", 1),
     Variant("all_reduce, Muon", "all_reduce", "muon", every=1, centre=8e-3),
     Variant("Muon, gossip", "decentralized_sgd", "muon", "one_peer_exp", 1, centre=8e-3),
+    MUON_INT8._replace(label="Muon, gossip, int8"),
+    MUON_INT8._replace(label="Muon, gossip every 4, int8", every=4),
+    MUON_INT8._replace(label="Muon, gossip every 8, int8", every=8),
     Variant("DiLoCo", "diloco"),
     Variant("MuLoCo", "diloco", "muon", centre=8e-3),
     Variant("NoLoCo", "noloco", schedule=PAIRS),
@@ -112,8 +118,14 @@ class Task:
             "muon": lambda: optax.contrib.muon(rate, adam_b2=0.95, consistent_rms=0.2),
         }[variant.optimizer]()
         inner = optax.chain(optax.clip_by_global_norm(1.0), inner)
-        numbers = dict(variant.numbers)
-        return Parts(schedule, rate, inner, mix_every=variant.every, numbers=numbers)
+        return Parts(
+            schedule,
+            rate,
+            inner,
+            mix_every=variant.every,
+            wire=of_dtype(variant.wire),
+            numbers=dict(variant.numbers),
+        )
 
     def bytes_per_step(self, variant: Variant) -> float:
         params = jax.eval_shape(lambda: gpt2.init(self.config, jax.random.key(0)))

@@ -40,8 +40,8 @@ def _is_plan(row: Row) -> bool:
 
 
 def layouts(rows: list[Row]) -> str:
-    """The plan, the two along the list and the mean of random ones: predicted / measured."""
-    names = ("plan", "pipelines along the list", "stages along the list", "random")
+    """Predicted / measured; DT-FM's cost is given where its layout is not the plan."""
+    names = ("plan", "DT-FM's cost", "pipelines along the list", "stages along the list", "random")
     lines = []
     for (algorithm, words), case in itertools.product(WORDS.items(), MACHINES):
         found = [row for row in rows if row["table"] == "layouts"]

@@ -7,7 +7,8 @@ links are those of scaled-down copies of DT-FM's networks (benchmarks/pipeline_c
 is a sleep (benchmarks/pipeline_cells.py), and all else is that of `train.py`. A row per run goes to
 FOLDER/rows.jsonl; runs that have a row there are not made again. At the end the tables are printed.
 
-layouts    seconds per step of the plan, two layouts along the list and five random ones
+layouts    seconds per step of the plan, of DT-FM's where it is another, of two layouts along the
+           list and of five random ones
 averaging  all_reduce beside gossip between the pipelines, at the plan
 orders     gpipe, 1f1b, and gpipe with sends that wait until the message has arrived
 slow       one machine at half speed: equal layers and planned ones

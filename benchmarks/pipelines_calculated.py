@@ -14,7 +14,7 @@ import numpy as np
 
 from decent_jax import topology
 from decent_jax.planner import network, outputs, placement, search
-from decent_jax.planner.pipeline_time import steps
+from decent_jax.planner.pipeline_time import StepTime
 from decent_jax.topology.orders import ORDERS
 
 JOB = placement.DTFM_JOB
@@ -48,11 +48,8 @@ def main():
     forward, rows = np.full((STAGES, REPLICAS), FORWARD_S), []
     for words, several in layouts(net, options.seed, options.time_limit_s).items():
         for name in ORDERS:
-            found = [
-                steps(net, SENT, stages, schedule, name, MICRO_BATCHES, forward)
-                for stages in several
-            ]
-            mean = np.mean(found, axis=0)
+            times = StepTime(net, SENT, schedule, name, MICRO_BATCHES)
+            mean = np.mean([times(stages, forward) for stages in several], axis=0)
             rows.append((words, name, *(f"{seconds:.1f}" for seconds in mean)))
     headings = ("layout", "order", "pipelines alone", "all_reduce", "gossip")
     print(outputs.table(headings, rows))

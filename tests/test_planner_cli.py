@@ -197,6 +197,11 @@ def test_place_puts_stages_where_the_paper_puts_them(capsys, tmp_path):
     times = re.search(r"^\| gpipe +\| ([0-9.]+) +\| ([0-9.]+) +\| ([0-9.]+) +\|$", out, re.M)
     alone, reduced, gossip = map(float, times.groups())
     assert 19 / 8 < alone <= gossip < reduced
+    exchanged = re.search(
+        r"^exchanged until .* gossip .* 1f1b takes ([0-9.]+) s instead of ([0-9.]+)", out, re.M
+    )
+    assert re.search(rf"^\| 1f1b .* {exchanged[1]} +\|$", out, re.M)
+    assert float(exchanged[1]) < float(exchanged[2])
     memory = tmp_path / "memory.json"
     memory.write_text(json.dumps([1e9] + [8e9] * 63))
     small = ["--device_memory", memory, "--stage_memory", "2e9"]
@@ -315,6 +320,7 @@ def test_a_bad_network_is_one_sentence(capsys, measured_network, command):
         (["place", *TWO, *PLACED, "--time_limit_s", "0"], "--time_limit_s"),
         (["place", *TWO, *PLACED, "--stages", "2"], "also needs"),
         (["place", *TWO, *PLACED, *STAGES, "--micro_batches", "4"], "also needs --compute_s"),
+        (["place", *TWO, *PLACED, *STAGES, "--averaging", "none"], "'gossip', 'all_reduce'"),
         (["place", *TWO, *PLACED, *STAGES, "--layers", "1"], "2 is more than the model's 1"),
         (
             ["place", *TWO, *PLACED, *STAGES, "--plan", "x", "--schedule", "built"],

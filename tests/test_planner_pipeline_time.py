@@ -1,10 +1,22 @@
 """Predicted times of pipelines against closed forms."""
 
+import itertools
+
 import numpy as np
 import pytest
 
-from decent_jax.planner import network
-from decent_jax.planner.pipeline_time import Link, finished_s, links_of, step_s
+from decent_jax import topology
+from decent_jax.planner import network, placement
+from decent_jax.planner.pipeline_time import (
+    Link,
+    StepTime,
+    all_reduce_s,
+    exchanged,
+    finished_s,
+    gossip_s,
+    links_of,
+    step_s,
+)
 from decent_jax.topology.orders import order
 
 
@@ -63,3 +75,58 @@ def test_averaging_hides_behind_the_pipelines_or_follows_its_stage():
 def test_lists_that_never_end_are_refused():
     with pytest.raises(ValueError, match="for ever"):
         finished_s([[("forward", 0)], [("forward", 1)]], [1.0] * 2, [1.0] * 2, [Link(0, 0)])
+
+
+@pytest.fixture
+def three_regions():
+    """Stages and pipelines of 3 x 2 on seven machines of DT-FM's case 4, of regions 3, 2 and 2."""
+    net = network.preset("dtfm_case4").take([0, 1, 2, 16, 17, 32, 33])
+    job = placement.Job(3, 2, data_parallel_bytes=4e8, pipeline_bytes=8 * 2**23)
+    return net, job, topology.make("one_peer_exp", 2)
+
+
+def test_steps_are_those_of_the_parts_that_layouts_share(three_regions):
+    net, job, schedule = three_regions
+    times = StepTime(net, job, schedule, "1f1b", 8)
+    forward = np.array([[0.01, 0.02], [0.01, 0.01], [0.03, 0.01]])
+    lists = [order("1f1b", 3, 8, s) for s in range(3)]
+    for stages in (np.arange(6).reshape(3, 2), np.array([[6, 1], [0, 2], [4, 3]])):
+        finished = [
+            finished_s(lists, way, 2 * way, links_of(net, column, 2**23))
+            for column, way in zip(stages.T, forward.T, strict=True)
+        ]
+        got = times(stages, forward)
+        assert got.nothing_s == max(map(max, finished))
+        assert got.all_reduce_s == step_s(finished, all_reduce_s(net, job, stages), hidden=False)
+        assert got.gossip_s == step_s(finished, gossip_s(net, job, stages, schedule), hidden=True)
+
+
+@pytest.mark.parametrize("what", ["all_reduce_s", "gossip_s"])
+def test_exchanges_end_at_the_fastest_of_all_layouts(three_regions, what):
+    """One machine too many, and one of half the speed: all 5040 layouts are compared."""
+    net, job, schedule = three_regions
+    times = StepTime(net, job, schedule, "gpipe", 8)
+    forward = 0.0124 / np.array([1, 1, 0.5, 1, 1, 1, 1])
+
+    def seconds_of(stages):
+        return getattr(times(stages, forward[stages]), what)
+
+    every = [np.array(one).reshape(3, 2) for one in itertools.permutations(range(7), 6)]
+    best = min(map(seconds_of, every))
+    slowest = max(every, key=seconds_of)
+    got = exchanged(slowest, range(7), seconds_of, time_limit_s=60)
+    assert sorted({*got.ravel()}) == sorted(got.ravel())
+    assert seconds_of(got) == pytest.approx(best, rel=1e-9) and best < 0.9 * seconds_of(slowest)
+
+
+def test_exchanges_stop_when_the_time_is_up(three_regions):
+    net, job, schedule = three_regions
+    times = StepTime(net, job, schedule, "gpipe", 8)
+    calls = []
+
+    def seconds_of(stages):
+        calls.append(stages)
+        return times(stages, np.full((3, 2), 0.01)).gossip_s
+
+    got = exchanged(np.arange(6).reshape(3, 2), range(7), seconds_of, time_limit_s=0.0)
+    assert len(calls) == 3 and got.shape == (3, 2)

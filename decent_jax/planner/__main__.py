@@ -294,6 +294,9 @@ def _place_stages(options: argparse.Namespace, network: Network) -> None:
         + f"; at least {found.lower_bound.total_s:.4f}; {found.num_candidates} candidates in "
         f"{found.seconds:.1f} s"
     )
+    if options.micro_batches:
+        devices = placement.usable_devices(network, job, memory).tolist()
+        found = _exchanged(options, network, job, found, devices, schedule, speeds)
     for stage, devices in enumerate(found.stages):
         print(f"stage {stage}: {' '.join(network.names[device] for device in devices)}")
     if options.out:
@@ -301,8 +304,10 @@ def _place_stages(options: argparse.Namespace, network: Network) -> None:
 
         outputs.save_picture(plots.draw_placement(network, found), options.out)
     layers = _layers(options, speeds[found.stages])
+    if layers:
+        print(f"layers of the stages: {','.join(map(str, layers))}")
     if options.micro_batches:
-        _print_steps(options, network, job, found.stages, schedule, layers, speeds[found.stages])
+        _print_steps(options, network, job, found.stages, schedule, speeds)
     if options.plan:
         devices = tuple(network.names[device] for device in found.stages.T.reshape(-1))
         expected = {
@@ -315,14 +320,46 @@ def _place_stages(options: argparse.Namespace, network: Network) -> None:
         print(f"\n{options.plan}: train.py --config.cluster.plan={options.plan} follows it")
 
 
+def _exchanged(
+    options: argparse.Namespace,
+    network: Network,
+    job: placement.Job,
+    found: search.Placement,
+    devices: list[int],
+    schedule: topology.Schedule,
+    speeds: np.ndarray,
+) -> search.Placement:
+    """What the search has found, with exchanges that make the predicted step shorter."""
+    times = pipeline_time.StepTime(network, job, schedule, options.order, options.micro_batches)
+
+    def seconds_of(stages: np.ndarray) -> float:
+        predicted = times(stages, _forward_s(options, speeds[stages]))
+        return predicted.gossip_s if options.averaging == "gossip" else predicted.all_reduce_s
+
+    before_s = seconds_of(found.stages)
+    stages = pipeline_time.exchanged(found.stages, devices, seconds_of, options.time_limit_s)
+    after_s = seconds_of(stages)
+    what = f"a step with {options.averaging} in the order {options.order}"
+    if after_s < before_s:
+        print(f"exchanged until {what} takes {after_s:.4g} s instead of {before_s:.4g}")
+    return dataclasses.replace(found, stages=stages, costs=placement.evaluate(network, job, stages))
+
+
 def _layers(options: argparse.Namespace, speeds: np.ndarray) -> list[int] | None:
     """Layers of each stage, as fast as the slowest of its devices; None if not asked for."""
     if not options.layers:
         return None
     slowest = speeds.min(axis=1).tolist()
-    layers = orders.divide(options.layers, options.stages, options.output_layers, slowest)
-    print(f"layers of the stages: {','.join(map(str, layers))}")
-    return layers
+    return orders.divide(options.layers, options.stages, options.output_layers, slowest)
+
+
+def _forward_s(options: argparse.Namespace, speeds: np.ndarray) -> np.ndarray:
+    """(S, D) of a micro-batch, on stages of these speeds."""
+    layers = _layers(options, speeds)
+    costs = np.array(layers or [1.0] * options.stages, float)
+    costs[-1] += options.output_layers if layers else 0.0
+    shares = inputs.FORWARD * options.compute_s / options.micro_batches * costs / costs.sum()
+    return shares[:, None] / speeds
 
 
 def _print_steps(
@@ -331,23 +368,13 @@ def _print_steps(
     job: placement.Job,
     stages: np.ndarray,
     schedule: topology.Schedule,
-    layers: list[int] | None,
     speeds: np.ndarray,
 ) -> None:
     """Seconds per step, by order of micro-batches."""
-    costs = np.array(layers or [1.0] * job.num_stages, float)
-    costs[-1] += options.output_layers if layers else 0.0
-    shares = inputs.FORWARD * options.compute_s / options.micro_batches * costs / costs.sum()
-    rows = [
-        (name, *(f"{seconds:.4g}" for seconds in found))
-        for name in orders.ORDERS
-        for found in [
-            pipeline_time.steps(
-                *(network, job, stages, schedule, name, options.micro_batches),
-                shares[:, None] / speeds,
-            )
-        ]
-    ]
+    forward_s, rows = _forward_s(options, speeds[stages]), []
+    for name in orders.ORDERS:
+        times = pipeline_time.StepTime(network, job, schedule, name, options.micro_batches)
+        rows.append((name, *(f"{seconds:.4g}" for seconds in times(stages, forward_s))))
     headings = ("s per step", "pipelines alone", "all_reduce", f"gossip over {schedule.name}")
     print("\n" + outputs.table(headings, rows))
 

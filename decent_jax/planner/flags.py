@@ -13,6 +13,7 @@ from decent_jax.planner.network import PRESETS
 from decent_jax.planner.runtime import WIRE_BYTES
 from decent_jax.text import shown
 from decent_jax.topology import NAMES
+from decent_jax.topology.orders import ORDERS
 from decent_jax.written import check_replaceable
 
 EXAMPLES = {
@@ -79,7 +80,7 @@ examples:
   python -m decent_jax.planner place --network dtfm_case4 --parameters 1.3e9 --stages 8 \
       --replicas 8 --pipeline_bytes 0.537e9 --time_limit_s 2 --micro_batches 64 --compute_s 19 \
       --layers 24 --output_layers 2
-      the same, and what a step takes by order of micro-batches and by what averages
+      the same, with machines exchanged until a step is shortest, and what it takes then
 
 disagreement is the age of the drift between replicas that mixing leaves: less is better.
 """,
@@ -233,9 +234,19 @@ COMMANDS: dict[str, dict[str, dict[str, Flag]]] = {  # command: group of flags: 
             "micro_batches": Flag(
                 "M",
                 "of a pipeline; with --compute_s, forward and backward of a pipeline's batch on "
-                "one device, says what a step takes",
+                "one device, says what a step takes, and exchanges machines until it is shortest "
+                "(as long again as --time_limit_s at most)",
                 int,
                 COUNT,
+            ),
+            "averaging": Flag(
+                None,
+                "what that step does (gossip)",
+                default="gossip",
+                choices=("gossip", "all_reduce"),
+            ),
+            "order": Flag(
+                None, "its order of micro-batches (1f1b)", default="1f1b", choices=ORDERS
             ),
             "layers": Flag("L", "of the model: how many each stage gets (equal)", int, COUNT),
             "output_layers": Flag(

@@ -11,7 +11,8 @@ computed, and a link carries one message after the other in each direction.
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from decent_jax.planner.placement import Job
 from decent_jax.topology import Schedule
 from decent_jax.topology.orders import order
 
+ROUNDS = 50  # of random exchanges after the first descents
 Order = Sequence[tuple[str, int]]  # ("forward" or "backward", micro-batch)
 
 
@@ -135,32 +137,117 @@ class Steps(NamedTuple):
     gossip_s: float
 
 
-def steps(
-    network: Network,
-    job: Job,
+class StepTime:
+    """Predicts the step of one job on one network, for many layouts.
+
+    Pipelines and groups that layouts have in common are calculated once.
+
+    Args:
+      schedule: of gossip between the pipelines.
+      name: order of the micro-batches, of `decent_jax.topology.orders.ORDERS`.
+    """
+
+    def __init__(
+        self, network: Network, job: Job, schedule: Schedule, name: str, micro_batches: int
+    ) -> None:
+        self._network, self._job, self._schedule = network, job, schedule
+        self._lists = [order(name, job.num_stages, micro_batches, s) for s in range(job.num_stages)]
+        self._message_bytes = job.pipeline_bytes / micro_batches
+        self._pipelines: dict[tuple, list[float]] = {}
+        self._groups: dict[tuple, tuple[float, float]] = {}
+
+    def __call__(self, stages: np.ndarray, forward_s: np.ndarray) -> Steps:
+        """What a step takes in which backward takes twice as long as forward.
+
+        Args:
+          stages: (S, D) devices.
+          forward_s: (S, D) of a micro-batch.
+        """
+        finished = [
+            self._finished_s(tuple(column), tuple(forward))
+            for column, forward in zip(stages.T.tolist(), forward_s.T.tolist(), strict=True)
+        ]
+        reduced, gossiped = zip(*map(self._averaging_s, map(tuple, stages.tolist())), strict=True)
+        return Steps(
+            max(map(max, finished)),
+            step_s(finished, reduced, hidden=False),
+            step_s(finished, gossiped, hidden=True),
+        )
+
+    def _finished_s(self, devices: tuple[int, ...], forward_s: tuple[float, ...]) -> list[float]:
+        key = devices, forward_s
+        if key not in self._pipelines:
+            links = links_of(self._network, devices, self._message_bytes)
+            backward = [2 * s for s in forward_s]
+            self._pipelines[key] = finished_s(self._lists, forward_s, backward, links)
+        return self._pipelines[key]
+
+    def _averaging_s(self, group: tuple[int, ...]) -> tuple[float, float]:
+        if group not in self._groups:
+            row = np.array([group])
+            (reduced,) = all_reduce_s(self._network, self._job, row)
+            (gossiped,) = gossip_s(self._network, self._job, row, self._schedule)
+            self._groups[group] = reduced, gossiped
+        return self._groups[group]
+
+
+def exchanged(
     stages: np.ndarray,
-    schedule: Schedule,
-    name: str,
-    micro_batches: int,
-    forward_s: np.ndarray,
-) -> Steps:
-    """What a step takes in which backward takes twice as long as forward.
+    devices: Sequence[int],
+    seconds_of: Callable[[np.ndarray], float],
+    time_limit_s: float,
+) -> np.ndarray:
+    """A layout at least as fast as ``stages``, by exchanges of two devices.
+
+    DT-FM's cost adds up all messages as if nothing overlapped, so the layout that it likes best is
+    not always the fastest. This descends from there, and from pipelines and stages along the list
+    of devices, until no exchange helps; then from the best again after a few random exchanges, as
+    often as `ROUNDS` says.
 
     Args:
       stages: (S, D) devices.
-      schedule: of gossip between the pipelines.
-      name: order of the micro-batches, of `decent_jax.topology.orders.ORDERS`.
-      forward_s: (S, D) of a micro-batch.
+      devices: that may be used, at least S x D.
+      seconds_of: of a layout (S, D); deterministic.
+      time_limit_s: after which the best so far is taken.
     """
-    count = job.num_stages
-    lists = [order(name, count, micro_batches, s) for s in range(count)]
-    message = job.pipeline_bytes / micro_batches
-    finished = [
-        finished_s(lists, forward, 2 * forward, links_of(network, column.tolist(), message))
-        for column, forward in zip(stages.T, forward_s.T, strict=True)
+    deadline, rng = time.perf_counter() + time_limit_s, np.random.default_rng(0)
+    spare = [device for device in devices if device not in stages]
+    listed = np.array(devices)
+    pipelines = listed[: stages.size].reshape(stages.T.shape).T.ravel()
+    starts = [
+        np.concatenate([stages.ravel(), spare]).astype(int),
+        np.concatenate([pipelines, listed[stages.size :]]),
+        listed,
     ]
-    return Steps(
-        max(map(max, finished)),
-        step_s(finished, all_reduce_s(network, job, stages), hidden=False),
-        step_s(finished, gossip_s(network, job, stages, schedule), hidden=True),
-    )
+
+    def descended(slots: np.ndarray) -> tuple[float, np.ndarray]:
+        """Slots are the stages, row by row, and then the devices without one."""
+
+        def cut(slots: np.ndarray) -> np.ndarray:
+            return slots[: stages.size].reshape(stages.shape)
+
+        best_s, improved = seconds_of(cut(slots)), True
+        while improved:
+            improved = False
+            for i, j in itertools.product(range(stages.size), range(len(slots))):
+                if time.perf_counter() > deadline:
+                    return best_s, slots
+                tried = slots.copy()
+                tried[[i, j]] = tried[[j, i]]
+                tried_s = seconds_of(cut(tried))
+                if tried_s < best_s * (1 - 1e-9):
+                    best_s, slots, improved = tried_s, tried, True
+        return best_s, slots
+
+    best_s, slots = min(map(descended, starts), key=lambda one: one[0])
+    for _ in range(ROUNDS):
+        if time.perf_counter() > deadline:
+            break
+        tried = slots.copy()
+        for _ in range(rng.integers(2, 5)):
+            pair = [rng.integers(stages.size), rng.integers(len(slots))]
+            tried[pair] = tried[pair[::-1]]
+        tried_s, tried = descended(tried)
+        if tried_s < best_s:
+            best_s, slots = tried_s, tried
+    return slots[: stages.size].reshape(stages.shape)
