@@ -73,7 +73,9 @@ VARIANTS = (
     Variant("GASLoC", "gasloc", schedule=PAIRS),
     Variant("DES-LOC", "des_loc"),
     Variant("SparseLoCo", "sparseloco"),
+    Variant("SparseLoCo every 2", "sparseloco", every=2),
     Variant("SparseLoCo, Muon", "sparseloco", "muon", centre=8e-3),
+    Variant("SparseLoCo every 2, Muon", "sparseloco", "muon", every=2, centre=8e-3),
     Variant("SPARTA", "sparta", every=1),
 )
 

@@ -1,5 +1,7 @@
 """The rule by which peers meet: against the exact simulation, in every format, and what fails."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from decent_jax import optim, simulate, topology
 from decent_jax.peers import partners
 from decent_jax.peers.formats import FORMATS, Format
 from decent_jax.peers.rule import Meetings
+from decent_jax.peers.setup import enter
 
 D = 37
 
@@ -290,3 +293,12 @@ def test_weighted_partners_are_near_and_all_the_same_connected():
     assert "10 ms between" in words and "100 ms between" in words and "14.3%" in words
     del seconds["0.0"]["7.0"], seconds["7.0"]["0.0"]
     assert partners.links(seconds) == ""  # these two have not met
+
+
+def test_an_actor_reads_relative_paths_from_where_train_py_was_started(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    enter(str(tmp_path / "there"))
+    assert Path.cwd() == tmp_path / "there"
+    enter(str(tmp_path / "only on another machine"))
+    assert Path.cwd() == tmp_path / "there"

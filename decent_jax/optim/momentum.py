@@ -75,6 +75,10 @@ def des_loc(
 
     Messages are float32: a coded difference can take more from a small second moment than it has.
 
+    With ``second`` larger than ``first``, take a larger ``eps`` where gradients are often exactly 0
+    (rectifiers, rare tokens): a coordinate whose gradients were all 0 on a replica so far has v = 0
+    there, and moves by m / eps once m, but not yet v, has been averaged.
+
     Args:
       inner: Adam or Accumulated Adam, or another with states called ``mu`` and ``nu``.
       schedule: ``complete`` in the paper; with a number of rounds that ``first`` and ``second``

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,7 @@ class _Driver:
             steps if copy else None,
             self.manifest.get("streams", self.config.num_replicas),
             self.step() * self.per_step,
+            os.getcwd(),
         )
         peers = self.config.peers
         actor = ray.remote(Peer).options(

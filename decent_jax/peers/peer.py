@@ -17,7 +17,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from decent_jax.peers.formats import Format, Message
 from decent_jax.peers.partners import chances
 from decent_jax.peers.rule import Meetings, Offer, relative
-from decent_jax.peers.setup import Place, forget, is_weighted, leave_launcher
+from decent_jax.peers.setup import Place, enter, forget, is_weighted
 
 
 class Peer:
@@ -33,7 +33,7 @@ class Peer:
         words = os.open(place.folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(words, 1)
         os.dup2(words, 2)
-        leave_launcher()
+        enter(place.launched_from)
         self._place, self._roster = place, roster
         self._peers = place.config["peers"]
         form, weighted = Format(self._peers["wire"]), is_weighted(place.config)

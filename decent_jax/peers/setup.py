@@ -35,6 +35,7 @@ class Place(NamedTuple):
     start: int | None  # the step to begin with as a copy of a live peer; None: its own checkpoint
     num_streams: int
     all_steps: int = 0  # of all slots together, by then
+    launched_from: str = ""  # working directory of `train.py`
 
     @property
     def name(self) -> str:
@@ -121,6 +122,17 @@ def forget(folder: Path, first: int) -> None:
         number = path.name.partition(".")[0]  # of a step, or of one that is being written
         if number.isdecimal() and int(number) >= first:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def enter(launched_from: str) -> None:
+    """Make an actor's process one of this run.
+
+    A relative path of the config is then the same file as for `train.py`, unless this machine has
+    not got the folder that `train.py` was started in.
+    """
+    if os.path.isdir(launched_from):
+        os.chdir(launched_from)
+    leave_launcher()
 
 
 def leave_launcher() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import ray
 
 from decent_jax.cluster.start import limit_exchanges
-from decent_jax.peers.setup import leave_launcher
+from decent_jax.peers.setup import enter
 from decent_jax.pipelines.channels import Address, Channel, Door
 from decent_jax.pipelines.messages import Key, Mailbox
 from decent_jax.pipelines.setup import Cell
@@ -27,7 +27,7 @@ class Actor:
         words = os.open(cell.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(words, 1)
         os.dup2(words, 2)
-        leave_launcher()
+        enter(cell.launched_from)
         os.environ.setdefault("PJRT_NPROC", str(max(4, os.cpu_count() or 1)))  # messages wait in it
         self._cell, self._mailbox = cell, Mailbox()
         self._door: Door | None = None

@@ -64,7 +64,7 @@ def measure(
                 f"pipeline.address {pipeline.address}: the Ray cluster has one node, so there is "
                 "no link to measure"
             )
-        names = [node.get("NodeName") or node["NodeManagerHostname"] for node in nodes]
+        nodes.sort(key=_name)
         probe: Any = ray.remote(_Probe)
         probes = [
             probe.options(
@@ -88,4 +88,8 @@ def measure(
         finally:
             for one in probes:
                 ray.kill(one)
-    return latency, bandwidth, [f"{name}/0" for name in names]
+    return latency, bandwidth, [f"{_name(node)}/0" for node in nodes]
+
+
+def _name(node: dict[str, Any]) -> str:
+    return node.get("NodeName") or node["NodeManagerHostname"]

@@ -33,6 +33,7 @@ class Cell(NamedTuple):
     replica: int
     stage: int
     counts: list[int]  # layers of each stage
+    launched_from: str  # working directory of `train.py`
 
     @property
     def name(self) -> str:

@@ -1,5 +1,6 @@
 """The actors of all cells: started, called together, and watched while they work."""
 
+import os
 import secrets
 import time
 from pathlib import Path
@@ -35,7 +36,7 @@ class Watched:
         self._config, self._workdir = config, workdir
         given = config.to_dict(), str(workdir)
         self.cells = [
-            Cell(*given, i, s, counts)
+            Cell(*given, i, s, counts, os.getcwd())
             for i in range(config.num_replicas)
             for s in range(len(counts))
         ]
