@@ -75,7 +75,23 @@ VARIANTS = (
     Variant("SparseLoCo", "sparseloco"),
     Variant("SparseLoCo every 2", "sparseloco", every=2),
     Variant("SparseLoCo, Muon", "sparseloco", "muon", centre=8e-3),
-    Variant("SparseLoCo every 2, Muon", "sparseloco", "muon", every=2, centre=8e-3),
+    Variant("SparseLoCo every 2, Muon", "sparseloco", "muon", every=2, centre=3.2e-2),
+    Variant(
+        "SparseLoCo of 2.2% every 2, Muon",
+        "sparseloco",
+        "muon",
+        every=2,
+        numbers=(("density", 0.022),),
+        centre=3.2e-2,
+    ),
+    Variant(
+        "SparseLoCo of 1% every step, Muon",
+        "sparseloco",
+        "muon",
+        every=1,
+        numbers=(("density", 0.0105),),
+        centre=3.2e-2,
+    ),
     Variant("SPARTA", "sparta", every=1),
 )
 
