@@ -88,14 +88,15 @@ def columns(stream: TextIO) -> int:
 def fitted(text: str, stream: TextIO, room: int = 0) -> str:
     """``text`` with no word divided between two lines, where ``stream`` is a terminal.
 
-    The last ``room`` columns stay free.
+    The last ``room`` columns stay free. A line with a longer word, such as a path, stays as it is.
     """
     width = columns(stream) - room
     if width <= 0:
         return text
-    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
     return "\n".join(
-        line if len(line) <= width else textwrap.fill(line, width, **options)
+        line
+        if len(line) <= width or max(map(len, line.split()), default=0) > width
+        else textwrap.fill(line, width, break_on_hyphens=False)
         for line in text.split("\n")
     )
 

@@ -219,6 +219,8 @@ def test_what_is_said_before_the_bar_keeps_whole_words(terminal):
     with announce("reading the standard library of Python as the corpus", stream=stream, after_s=0):
         pass
     print(progress.fitted(f"short\n{one} {other}", stream), file=stream)
+    path = "curves       " + "/x" * 31
+    assert progress.fitted(path, stream) == path
     text = shown()
     assert text.endswith(f"short\r\n{one}\r\n{other}\r\n")
     assert text.startswith("reading the standard library of Python as the\r\ncorpus ... done")
