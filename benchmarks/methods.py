@@ -1,6 +1,6 @@
 """Loss against bytes: methods that send seldom or little, on real text, simulated on one device.
 
-    python -m decent_jax.prepare text --input TRAIN --val_input VALID --tokenizer bytes --out FOLDER
+    decent-jax prepare text --input TRAIN --val_input VALID --tokenizer bytes --out FOLDER
     python benchmarks/methods.py --data FOLDER [--json FILE] [--out FIGURE.png]
 
 8 replicas train a small GPT on bytes, each method on the same batches in the same order, so with

@@ -12,7 +12,7 @@ every 8 steps and wait for nobody (docs/peers.md).
 Unlike the reference, this config clips a replica's whole gradient (there: each 100 MB bucket) and
 computes in bfloat16 (there: float16 with loss scaling).
 
-Data: python -m decent_jax.prepare text --tokenizer gpt2 --input OPENWEBTEXT --out data/owt
+Data: decent-jax prepare text --tokenizer gpt2 --input OPENWEBTEXT --out data/owt
 Command (16 GPUs on 4 nodes, one process per GPU, under srun or with config.cluster.*):
     python train.py --config configs/gpt2_openwebtext.py:decentralized --workdir runs/owt
 Peers, on a Ray cluster (launch/slurm_peers.sbatch, launch/kuberay_peers.yaml):

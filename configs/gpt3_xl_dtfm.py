@@ -6,7 +6,7 @@ cosine to 10% over 260B tokens, clipping at 1.0, weight decay 0.1. The grid of 8
 micro-batches of one sequence are those of Yuan et al., NeurIPS 2022 (arXiv 2206.01288). The table's
 24 heads of 128 do not make 2048; this config has 16. The vocabulary is padded to 50304.
 
-Data: python -m decent_jax.prepare text --tokenizer gpt2 --input TEXT --out data/text
+Data: decent-jax prepare text --tokenizer gpt2 --input TEXT --out data/text
 Command (64 machines in a Ray cluster, one GPU each, placed by the planner):
     decent-jax planner place --network network.json --parameters 1.3e9 --stages 8 --replicas 8 \\
         --pipeline_bytes 0.5e9 --plan plan.json

@@ -4,7 +4,7 @@ Source: none; a first look that downloads nothing. A grammar generates the pairs
 (``data.path = "numbers"``); no number of the validation set is in the training set.
 
 Command: python train.py --config configs/quickstart_translation.py --workdir runs/numbers
-Then: echo "twenty-one thousand and seven" | python -m decent_jax.translate --workdir runs/numbers
+Then: echo "twenty-one thousand and seven" | decent-jax translate --workdir runs/numbers
 Hardware and result: 2 cores; 2 min 22 s, of which 47 s are compilation (which the next start
 reuses); BLEU 98.0 on unseen numbers.
 """

@@ -17,7 +17,7 @@ replica's own model on its own share of the validation set (here: the consensus 
 and computed in float16 with loss scaling (here: bfloat16).
 
 Data: ImageNet's own archives, unpacked or not, packed once:
-    python -m decent_jax.prepare images --input IMAGENET --out data/imagenet
+    decent-jax prepare images --input IMAGENET --out data/imagenet
 Command (32 GPUs on 4 nodes, one process per GPU, under srun or with config.cluster.*):
     python train.py --config configs/resnet50_imagenet.py:accum_adam --workdir runs/resnet50
 On another number of GPUs set num_replicas. `:accum_adam,runlocal` shrinks everything for a laptop,

@@ -3,7 +3,7 @@
 Source: the small example of nanoGPT (char-rnn's tiny Shakespeare, 1.1 MB), here as bytes.
 Data, from char-rnn's input.txt cut in two (the last tenth is for validation):
     head -c 1003854 input.txt > train.txt && tail -c +1003855 input.txt > val.txt
-    python -m decent_jax.prepare text --tokenizer bytes --input train.txt \\
+    decent-jax prepare text --tokenizer bytes --input train.txt \\
         --val_input val.txt --out data/shakespeare
 Command:
     python train.py --config configs/shakespeare.py --workdir runs/shakespeare

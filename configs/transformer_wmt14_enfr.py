@@ -4,7 +4,7 @@ Source: the same paper and code; published for this pair: big, 16 workers.
 
 Data: the archives of statmt.org/wmt14 (also training-parallel-un.tgz and training-giga-fren.tar)
 with dev.tgz and test-full.tgz in a folder ARCHIVES, then
-    python -m decent_jax.prepare translation --input ARCHIVES --source_lang en \\
+    decent-jax prepare translation --input ARCHIVES --source_lang en \\
         --target_lang fr --vocab_size 32000 --out data/wmt14_enfr
 Command (16 GPUs on 4 nodes, one process per GPU, under srun or with config.cluster.*):
     python train.py --config configs/transformer_wmt14_enfr.py:big,accum_adam --workdir runs/enfr

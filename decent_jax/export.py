@@ -1,6 +1,6 @@
 """Write the consensus model of a run as one .safetensors file, in its model's published names.
 
-    python -m decent_jax.export --workdir runs/quickstart --out model.safetensors
+    decent-jax export --workdir runs/quickstart --out model.safetensors
 
 A GPT-2 is named as in `transformers`, which loads it as ``model.safetensors`` beside the
 ``config.json`` that is written with it; so is a Llama. A Transformer that translates is a Marian

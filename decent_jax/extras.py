@@ -19,6 +19,7 @@ def need(extra: str, *packages: str) -> None:
     """
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        names = " and ".join(missing)
+        others, last = ", ".join(missing[:-1]), missing[-1]
+        names = f"{others} and {last}" if others else last
         are = "is" if len(missing) == 1 else "are"
         raise MissingExtra(f"{names} {are} not installed: pip install 'decent_jax[{extra}]'")

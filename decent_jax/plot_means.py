@@ -29,7 +29,7 @@ from decent_jax.run_folder import IGNORED, Run, label_runs, smoothed
 CONSENSUS = "train/consensus_distance_relative"
 ROUNDING = 1e-6  # the relative distance of replicas that are equal but for float32
 # Sections and fields in which runs of one line may differ: the seed, and where and how they ran.
-_ELSEWHERE = {*IGNORED, "seed", "mesh", "cluster", "eval"}
+_ELSEWHERE = {*IGNORED, "seed", "mesh", "cluster"}
 
 
 class Look(NamedTuple):

@@ -1,13 +1,13 @@
 """Before a long run: do all processes agree, and how fast are the links between them?
 
     srun --nodes=4 --ntasks-per-node=4 --gpus-per-node=4 \\
-        python -m decent_jax.preflight --config configs/gpt2_openwebtext.py --save network.json
+        decent-jax preflight --config configs/gpt2_openwebtext.py --save network.json
 
 Start it as you will start train.py, on the same hosts: with `srun`, `mpirun` or Kubernetes, or
 with --config.cluster.coordinator, num_processes and process_id. Versions, the config, and kind and
 number of devices must be the same on all processes. Then it measures latency and bandwidth from
 every process to every other, between the first device of each, and saves them for
-`python -m decent_jax.planner ... --network network.json`.
+`decent-jax planner ... --network network.json`.
 
 For pipelines, start it once: it measures between the nodes of the Ray cluster that
 --config.pipeline.address names ("auto" or HOST:PORT).
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, ConfigDict]:
     parser = Parser(
-        prog="python -m decent_jax.preflight",
+        prog="decent-jax preflight",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -137,7 +137,7 @@ def save(latency_s: np.ndarray, bandwidth: np.ndarray, names: list[str], path: s
         found = network.from_matrices(latency_s, bandwidth, node=node, names=names, symmetrise=True)
         note = "; where the two ways of a link differ, the slower counts for both"
     found.save(path)
-    return f"saved {path} for python -m decent_jax.planner{note}"
+    return f"saved {path} for decent-jax planner{note}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Prepares data for training: `python -m decent_jax.prepare text|images|translation --help`.
+"""Prepares data for training: `decent-jax prepare text|images|translation --help`.
 
 What all kinds share is here: the arguments, one sentence per error, exit codes, Ctrl-C. Each kind
 is the module `decent_jax.data.KIND.prepare`, with a function `prepare` for scripts.
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     parser = Parser(
-        prog="python -m decent_jax.prepare",
+        prog="decent-jax prepare",
         description="Prepares data for training, once; `... KIND --help` lists a kind's arguments.",
     )
     parser.add_argument("kind", choices=KINDS)
@@ -56,14 +56,14 @@ def _run(argv: list[str]) -> int:
 
 def former(name: str) -> int:
     """What `python -m decent_jax.data.prepare_KIND` did until 0.1; goes with the next release."""
-    new = f"python -m decent_jax.prepare {name}"
+    new = f"decent-jax prepare {name}"
     print(f"this command is now called `{new}`; the old name goes soon", file=sys.stderr)
     return main([name, *sys.argv[1:]])
 
 
 def _parser(name: str, kind) -> Parser:
     parser = Parser(
-        prog=f"python -m decent_jax.prepare {name}",
+        prog=f"decent-jax prepare {name}",
         description=kind.DESCRIPTION,
         epilog=kind.EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,

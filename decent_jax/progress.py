@@ -1,7 +1,9 @@
 """What the user sees while a command works: what it waits for, or a bar."""
 
 import contextlib
+import os
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,17 +36,18 @@ def announce(
     if quiet:
         yield
         return
-    stream = sys.stderr if stream is None else stream
+    out: TextIO = sys.stderr if stream is None else stream
+    words = fitted(f"{message} ...", out, room=len(" done in 0.1 s"))
     begun = threading.Event()
 
     def begin():
         begun.set()
-        print(f"{message} ...", end=" ", file=stream, flush=True)
+        print(words, end=" ", file=out, flush=True)
 
     def end(word):
         if not begun.is_set():
             begin()
-        print(f"{word} {format_duration(time.monotonic() - started)}", file=stream, flush=True)
+        print(f"{word} {format_duration(time.monotonic() - started)}", file=out, flush=True)
 
     started = time.monotonic()
     try:
@@ -72,6 +75,30 @@ def _later(seconds: float, action: Callable[[], None]) -> Iterator[None]:
     finally:
         timer.cancel()
         timer.join()
+
+
+def columns(stream: TextIO) -> int:
+    """The width of a terminal; 0 where ``stream`` is none, or has no size (some are 0 by 0)."""
+    if not stream.isatty():
+        return 0
+    size = os.get_terminal_size(stream.fileno())
+    return size.columns if size.lines > 0 else 0
+
+
+def fitted(text: str, stream: TextIO, room: int = 0) -> str:
+    """``text`` with no word divided between two lines, where ``stream`` is a terminal.
+
+    The last ``room`` columns stay free. A line with a longer word, such as a path, stays as it is.
+    """
+    width = columns(stream) - room
+    if width <= 0:
+        return text
+    return "\n".join(
+        line
+        if len(line) <= width or max(map(len, line.split()), default=0) > width
+        else textwrap.fill(line, width, break_on_hyphens=False)
+        for line in text.split("\n")
+    )
 
 
 def progress_bar(total: float | None, show: bool, **options: Any) -> tqdm:

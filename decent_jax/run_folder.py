@@ -22,8 +22,8 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 NAMING = ("algorithm", "schedule", "combine", "mix_every", "window", "num_replicas")
 NAMING += ("batch_size", "learning_rate", "seed")
 SHOWN_SETTINGS = 4
-# Sections and fields that say where and how often something is written, not what is trained.
-IGNORED = ("workdir", "log", "checkpoint", "profile")
+# Sections and fields that say where and how often something is looked at, not what is trained.
+IGNORED = ("workdir", "log", "eval", "checkpoint", "profile")
 
 
 @dataclasses.dataclass

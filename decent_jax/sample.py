@@ -1,6 +1,6 @@
 """Continue a prompt with the consensus model of a run.
 
-python -m decent_jax.sample --workdir runs/quickstart --prompt "def main("
+decent-jax sample --workdir runs/quickstart --prompt "def main("
 """
 
 import math

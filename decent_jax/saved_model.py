@@ -37,7 +37,7 @@ def load(workdir: str | Path, which: str = "last") -> Any:
 def parser(command: str, description: str | None) -> Parser:
     """The flags by which a command of this package chooses a model."""
     result = Parser(
-        prog=f"python -m decent_jax.{command}",
+        prog=f"decent-jax {command}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,6 +1,6 @@
 """Translate sentences with the consensus model of a run, one per line.
 
-    python -m decent_jax.translate --workdir runs/numbers < sentences.en > sentences.de
+    decent-jax translate --workdir runs/numbers < sentences.en > sentences.de
 
 Lines are translated as they come, some hundred at a time; an empty line stays empty.
 """

@@ -73,6 +73,7 @@ def on_page_content(content: str, **_) -> str:
 
 def _mathml(match: re.Match) -> str:
     tag, formula = match.groups()
+    formula = formula.replace("{aligned}", "{split}")  # the same; latex2mathml has no aligned
     return convert(html.unescape(formula).strip(), display="block" if tag == "div" else "inline")
 
 

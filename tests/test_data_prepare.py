@@ -1,4 +1,4 @@
-"""`python -m decent_jax.prepare`: arguments, old folders, kills, publishing, for every kind."""
+"""`decent-jax prepare`: arguments, old folders, kills, publishing, for every kind."""
 
 import functools
 import json
@@ -62,7 +62,7 @@ def test_arguments(kind, tmp_path, capsys):
     with pytest.raises(SystemExit, match="0"):
         main([kind, "--help"])
     said = capsys.readouterr().out
-    assert "example, " in said and f"python -m decent_jax.prepare {kind} " in said
+    assert "example, " in said and f"decent-jax prepare {kind} " in said
 
 
 def test_kinds(capsys):
@@ -82,7 +82,7 @@ def test_the_former_command_still_answers(kind, tmp_path, capsys, monkeypatch):
         monkeypatch.delitem(sys.modules, f"decent_jax.data.prepare_{kind}", raising=False)
         runpy.run_module(f"decent_jax.data.prepare_{kind}", run_name="__main__")
     said = capsys.readouterr()
-    assert f"now called `python -m decent_jax.prepare {kind}`" in said.err.splitlines()[0]
+    assert f"now called `decent-jax prepare {kind}`" in said.err.splitlines()[0]
     assert said.out.endswith(f"wrote {tmp_path / 'out'}\n") and is_whole(tmp_path / "out", kind)
 
 
@@ -148,10 +148,10 @@ def test_damaged_manifests(tmp_path):
     kind = Kind("text", "the format", "prepared folder")
     path = tmp_path / "manifest.json"
     for content, message in (
-        (None, "no manifest.json, .* make one with `python -m decent_jax.prepare text`"),
+        (None, "no manifest.json, .* make one with `decent-jax prepare text`"),
         ("{", "not readable as JSON"),
         ("[" * 100_000, "not readable as JSON"),
-        ("[]", "the format is None, expected 'the format'; give a folder that `python -m"),
+        ("[]", "the format is None, expected 'the format'; give a folder that `decent-jax"),
         ('{"format": "other"}', "the format is 'other', expected 'the format'"),
     ):
         if content is not None:

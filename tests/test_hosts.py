@@ -42,6 +42,28 @@ def test_replicas_per_host(names, processes, block, fsdp, wanted, monkeypatch):
     assert hosts.replicas_per_host(placement) == wanted
 
 
+def test_a_device_is_named_by_its_process_and_its_place_there(monkeypatch):
+    """jax numbers the CPUs of the second process from 2048."""
+    devices = [
+        SimpleNamespace(process_index=p, platform="cpu", id=2048 * p + k)
+        for p in (0, 1)
+        for k in (0, 1)
+    ]
+    monkeypatch.setattr(cluster, "hosts", lambda: ["a", "b"])
+    monkeypatch.setattr(
+        cluster.jax,
+        "local_devices",
+        lambda process_index: [one for one in devices if one.process_index == process_index],
+    )
+    lines = cluster.table([devices[k] for k in (3, 0, 1, 2)], 2).splitlines()[1:]
+    assert [line.split() for line in lines] == [
+        ["0-1", "1", "b", "cpu:1"],
+        ["2-3", "0", "a", "cpu:0"],
+        ["4-5", "0", "a", "cpu:1"],
+        ["6-7", "1", "b", "cpu:0"],
+    ]
+
+
 @pytest.mark.parametrize(("nodes", "devices"), [(2, 2), (2, 4), (3, 4), (4, 4), (4, 1), (8, 1)])
 def test_the_planner_chooses_the_same(nodes, devices, tmp_path):
     """GPT-2 small on 25 Gbit/s, as in the README, with a round per step in float32.

@@ -353,7 +353,7 @@ def damaged(tmp_path):
 def test_a_damaged_file_is_named(damaged):
     folder, name = damaged
     source = TrainImages(open_images(folder, "train"), SIZE)
-    message = rf"{name} cannot be decoded \(.*truncated.*\); `python -m decent_jax.*damaged files"
+    message = rf"{name} cannot be decoded \(.*truncated.*\); `decent-jax .*damaged files"
     with pytest.raises(DataError, match=message):
         source.augment(source[0], np.random.default_rng(0))
     for options in ({}, {"prefetch": 2, "num_threads": 2}):

@@ -102,7 +102,7 @@ def check(workdir, words, launcher, schedule):
     """Two processes of two replicas trained together; the schedule suits their hosts."""
     assert f"process 0 of 2 ({launcher})" in words, words
     assert re.search(r"^0-1 +0 ", words, re.MULTILINE), words
-    assert re.search(r"^2-3 +1 ", words, re.MULTILINE), words
+    assert re.search(r"^2-3 +1 .* cpu:0$", words, re.MULTILINE), words
     assert tiny.summary(workdir)["processes"] == 2
     assert tiny.summary(workdir)["schedule"] == schedule
     assert [row["step"] for row in tiny.rows(workdir)] == [1, 2, 3]

@@ -91,7 +91,7 @@ print(command.main(["plot", "w"]))
     hint = "pip install 'decent_jax[train]'"
     assert done.stdout.splitlines() == [f"matplotlib is not installed: {hint}", "2", "2"]
     trained, plotted = done.stderr.splitlines()
-    missing = " and ".join(["ml_collections", "flax", "grain", "matplotlib", "orbax", "tqdm"])
+    missing = "ml_collections, flax, grain, matplotlib, orbax and tqdm"
     assert trained == f"decent-jax train: {missing} are not installed: {hint}"
     assert plotted == f"decent-jax plot: matplotlib is not installed: {hint}"
 

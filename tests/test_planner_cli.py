@@ -223,7 +223,7 @@ def test_help_teaches_with_examples(capsys, command):
     with pytest.raises(SystemExit) as left:
         cli.main([*command.split(), "--help"])
     assert left.value.code == 0
-    assert "python -m decent_jax.planner" in capsys.readouterr().out
+    assert "decent-jax planner" in capsys.readouterr().out
 
 
 def test_the_examples_of_the_help_run(capsys, tmp_path, monkeypatch):
@@ -243,7 +243,7 @@ def test_the_examples_of_the_help_run(capsys, tmp_path, monkeypatch):
         )
     )
     text = "".join(flags.EXAMPLES.values()).replace("\\\n", " ")
-    commands = re.findall(r"^  python -m decent_jax\.planner (.*)$", text, re.MULTILINE)
+    commands = re.findall(r"^  decent-jax planner (.*)$", text, re.MULTILINE)
     assert len(commands) >= 12
     for command in commands:
         searches = command.startswith(("place", "recommend"))

@@ -126,6 +126,7 @@ def test_equal_settings_are_labelled_by_folder_and_odd_names_are_drawn(tmp_path)
 def test_labels_say_what_was_trained_and_not_where():
     cosine = {"seed": 0, "lr_schedule.name": "cosine", "log.every": 1, "workdir": "/a"}
     constant = cosine | {"lr_schedule.name": "constant", "log.every": 9, "workdir": "/b"}
+    cosine["eval.every"], constant["eval.every"] = 30, 1000
     runs = [Run(Path(name), [], settings) for name, settings in (("a", cosine), ("b", constant))]
     label_runs(runs)
     assert [run.label for run in runs] == ["cosine", "constant"]

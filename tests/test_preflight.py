@@ -1,4 +1,4 @@
-"""`python -m decent_jax.preflight` names differences and measures links for the planner."""
+"""`decent-jax preflight` names differences and measures links for the planner."""
 
 import importlib.metadata
 import itertools
@@ -43,7 +43,7 @@ def matrices(slowest=1e9):
 def test_what_is_saved_is_what_was_measured(tmp_path):
     latency, bandwidth = matrices(slowest=0.9e9)
     sentence = command.save(latency, bandwidth, ["a/0", "a/1", "b/0"], tmp_path / "n.json")
-    assert sentence == f"saved {tmp_path / 'n.json'} for python -m decent_jax.planner"
+    assert sentence == f"saved {tmp_path / 'n.json'} for decent-jax planner"
     found = network.load(tmp_path / "n.json")
     assert found.names == ("a/0", "a/1", "b/0") and found.node.tolist() == [0, 0, 1]
     np.testing.assert_array_equal(found.bandwidth_bytes_per_s, bandwidth)

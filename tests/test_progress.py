@@ -212,6 +212,20 @@ def test_a_bar_keeps_ten_columns_and_whole_words(terminal, columns, shown_words)
     assert "optimizer" in {word for line in lines for word in line.split()}
 
 
+def test_what_is_said_before_the_bar_keeps_whole_words(terminal):
+    stream, shown = terminal
+    fcntl.ioctl(stream.fileno(), termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    one, other = "accum_adam: a replica sends 0.674 MB per step and keeps", "21.69 MB of state"
+    with announce("reading the standard library of Python as the corpus", stream=stream, after_s=0):
+        pass
+    print(progress.fitted(f"short\n{one} {other}", stream), file=stream)
+    path = "curves       " + "/x" * 31
+    assert progress.fitted(path, stream) == path
+    text = shown()
+    assert text.endswith(f"short\r\n{one}\r\n{other}\r\n")
+    assert text.startswith("reading the standard library of Python as the\r\ncorpus ... done")
+
+
 def test_a_notebook_without_widgets_gets_lines(monkeypatch):
     kernel = SimpleNamespace(get_ipython=lambda: SimpleNamespace(config={"IPKernelApp": {}}))
     monkeypatch.setitem(sys.modules, "IPython", kernel)

@@ -1,6 +1,6 @@
 """Do all processes agree, and how fast are the links between them?
 
-`python -m decent_jax.preflight` asks both before a long run.
+`decent-jax preflight` asks both before a long run.
 """
 
 import hashlib

@@ -290,8 +290,11 @@ def table(devices: list[Device], block: int) -> str:
     for k, device in enumerate(devices):
         last = (k + 1) * block - 1
         replicas = f"{k * block}" if block == 1 else f"{k * block}-{last}"
-        host = names_of[device.process_index]
-        lines.append(f"{replicas:<8}  {device.process_index:<7}  {host:<20}  {device}")
+        process = device.process_index
+        # jax counts the CPUs of process p from 2048 p.
+        own = jax.local_devices(process_index=process).index(device)
+        name = f"{device.platform}:{own}"
+        lines.append(f"{replicas:<8}  {process:<7}  {names_of[process]:<20}  {name}")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""The former name of `python -m decent_jax.prepare text`."""
+"""The former name of `decent-jax prepare text`."""
 
 import sys
 

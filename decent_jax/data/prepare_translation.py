@@ -1,4 +1,4 @@
-"""The former name of `python -m decent_jax.prepare translation`."""
+"""The former name of `decent-jax prepare translation`."""
 
 import sys
 

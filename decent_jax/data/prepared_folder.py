@@ -27,7 +27,7 @@ _YOUNG_S = 60.0  # a draft this young may not have its lock yet
 class Kind(NamedTuple):
     """A kind of prepared folder."""
 
-    command: str  # `python -m decent_jax.prepare COMMAND` makes it
+    command: str  # `decent-jax prepare COMMAND` makes it
     format: str  # the entry `format` of its manifest, with a version
     noun: str  # for messages
     beside: str = ""  # regular expression of files that it holds besides those in its manifest
@@ -37,7 +37,7 @@ class Kind(NamedTuple):
 def read_manifest(folder: str | Path, kind: Kind) -> dict[str, Any]:
     """The manifest of a prepared folder; DataError where there is none or it is another kind's."""
     path = Path(folder) / "manifest.json"
-    make = f"`python -m decent_jax.prepare {kind.command}`"
+    make = f"`decent-jax prepare {kind.command}`"
     try:
         manifest = read_json(path, "not readable as JSON; prepare the folder again")
     except (FileNotFoundError, NotADirectoryError):

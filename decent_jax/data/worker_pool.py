@@ -1,4 +1,4 @@
-"""Worker processes of `python -m decent_jax.prepare`, and how that command is interrupted."""
+"""Worker processes of `decent-jax prepare`, and how that command is interrupted."""
 
 import collections
 import contextlib

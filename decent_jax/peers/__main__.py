@@ -1,4 +1,4 @@
-"""Look after a run of peers: ``python -m decent_jax.peers replay|resize --workdir DIR ...``."""
+"""Look after a run of peers: ``decent-jax peers replay|resize --workdir DIR ...``."""
 
 import sys
 
@@ -10,7 +10,8 @@ COMMANDS = {"replay": replay, "resize": resize}
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status of the command that the first argument names, else 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    helps = f"usage: peers {'|'.join(COMMANDS)} --workdir DIR ... (--help after either explains it)"
+    names = "|".join(COMMANDS)
+    helps = f"usage: decent-jax peers {names} --workdir DIR ... (--help after either explains it)"
     if arguments[:1] in (["-h"], ["--help"]):
         print(
             f"{helps}\ndecent-jax train --config quickstart_peers --workdir DIR starts such a run"

@@ -282,7 +282,7 @@ class _Driver:
             self.work.say(f"peer {slot} starts again and joins with a copy of a live peer")
 
     def _resize(self) -> None:
-        """Follow ``python -m decent_jax.peers.resize``."""
+        """Follow ``decent-jax peers resize``."""
         path = self.work.path / FOLDER / COUNT
         if not path.exists() or not self._roster_lives():
             return

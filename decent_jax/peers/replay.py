@@ -1,6 +1,6 @@
 """Repeat a run of peers from their event logs, in one process, and compare every bit.
 
-    python -m decent_jax.peers.replay --workdir DIR
+    decent-jax peers replay --workdir DIR
 
 Every peer logs what decided its parameters (`decent_jax.peers.events`): the learning rate of each
 step, which copies it averaged, and when. The replay makes the same steps on the same data, in any
@@ -258,7 +258,7 @@ def _line(one: Replayed) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = Parser(
-        "python -m decent_jax.peers.replay",
+        "decent-jax peers replay",
         description="Repeat a run of peers from their event logs and compare every bit.",
     )
     parser.add_argument("--workdir", required=True, metavar="DIR", help="of the run")

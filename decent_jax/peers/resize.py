@@ -1,6 +1,6 @@
 """Change the number of peers of a run that is under way.
 
-    python -m decent_jax.peers.resize --workdir DIR --count N
+    decent-jax peers resize --workdir DIR --count N
 
 New peers join with a copy of a live one; peers that are too many leave after a last meeting.
 """
@@ -19,7 +19,7 @@ MOST = 2**16  # peers, as in the config
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = Parser(
-        "python -m decent_jax.peers.resize",
+        "decent-jax peers resize",
         description="Change the number of peers of a run that is under way.",
     )
     parser.add_argument("--workdir", required=True, metavar="DIR", help="of the run")

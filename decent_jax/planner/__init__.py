@@ -1,6 +1,6 @@
 """Predict and plan before renting a cluster: which algorithm, which schedule, what goes where.
 
-    python -m decent_jax.planner --help
+    decent-jax planner --help
 
 | module | question |
 |---|---|

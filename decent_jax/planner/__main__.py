@@ -1,9 +1,9 @@
 """Plan a training run before renting the cluster.
 
-    python -m decent_jax.planner network     what a network looks like; check or convert a file
-    python -m decent_jax.planner predict     step time of every algorithm, and what dominates it
-    python -m decent_jax.planner recommend   which schedule, how often, in which format
-    python -m decent_jax.planner place       which replica or pipeline stage on which device
+    decent-jax planner network     what a network looks like; check or convert a file
+    decent-jax planner predict     step time of every algorithm, and what dominates it
+    decent-jax planner recommend   which schedule, how often, in which format
+    decent-jax planner place       which replica or pipeline stage on which device
 
 Each says more with --help. None of them needs a GPU or the cluster.
 """
@@ -42,7 +42,7 @@ from decent_jax.topology import orders, plan_file
 def main(arguments: list[str] | None = None) -> int:
     """The command; 0, or 2 with one sentence on stderr."""
     layout = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-    parser = Parser(prog="python -m decent_jax.planner", description=__doc__, **layout)
+    parser = Parser(prog="decent-jax planner", description=__doc__, **layout)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     runs = {"network": _network, "predict": _predict, "recommend": _recommend, "place": _place}
     for name, run in runs.items():

@@ -19,11 +19,11 @@ from decent_jax.written import check_replaceable
 EXAMPLES = {
     "network": f"""\
 examples:
-  python -m decent_jax.planner network --network nvlink_25gbe --nodes 4 --devices_per_node 8
+  decent-jax planner network --network nvlink_25gbe --nodes 4 --devices_per_node 8
       an imagined cluster: four machines of eight GPUs on NVLink, 25 Gbit/s between them
-  python -m decent_jax.planner network --network network.json
+  decent-jax planner network --network network.json
       a file: checked (units, missing entries, asymmetry), then summarised
-  python -m decent_jax.planner network --network two_racks_25gbe --nodes 4 --devices_per_node 2 \\
+  decent-jax planner network --network two_racks_25gbe --nodes 4 --devices_per_node 2 \\
       --save two_racks.json
       write it as JSON, to edit by hand or to use as a plan's network
 
@@ -34,16 +34,16 @@ presets: {", ".join(PRESETS)}
 """,
     "predict": """\
 examples:
-  python -m decent_jax.planner predict --network nvlink_25gbe --nodes 2,4,8 --devices_per_node 4 \\
+  decent-jax planner predict --network nvlink_25gbe --nodes 2,4,8 --devices_per_node 4 \\
       --parameters 124e6 --compute_s 0.2 --sigma 0.1
       GPT-2 small on two to eight nodes, 200 ms forward and backward a replica, 10% variation
-  python -m decent_jax.planner predict --network nvlink_25gbe --devices_per_node 4 \\
+  decent-jax planner predict --network nvlink_25gbe --devices_per_node 4 \\
       --config configs/gpt2_openwebtext.py:decentralized --compute_s 0.178 --out predicted.png
       model and number of replicas from a config; the bars as a picture
-  python -m decent_jax.planner predict --network network.json --parameters 124e6 \\
+  decent-jax planner predict --network network.json --parameters 124e6 \\
       --trace runs/alone --timeline step.png
       compute time and its variation from a run of one replica; a Gantt chart of a few steps
-  python -m decent_jax.planner predict --network network.json --parameters 4.2e6 \\
+  decent-jax planner predict --network network.json --parameters 4.2e6 \\
       --measured rows.jsonl --fit compute_s,sigma --fit_on all_reduce
       against measured step times, two constants fitted to the all_reduce rows
 
@@ -52,12 +52,12 @@ nothing hides; stragglers is what is lost to compute times that vary. They add u
 """,
     "recommend": """\
 examples:
-  python -m decent_jax.planner recommend --network nvlink_25gbe --nodes 4 --devices_per_node 8 \\
+  decent-jax planner recommend --network nvlink_25gbe --nodes 4 --devices_per_node 8 \\
       --parameters 124e6 --compute_s 0.2 --sigma 0.1
-  python -m decent_jax.planner recommend --network dtfm_case5 --parameters 1.3e9 --compute_s 2 \\
+  decent-jax planner recommend --network dtfm_case5 --parameters 1.3e9 --compute_s 2 \\
       --wires float32,bfloat16,int8 --largest_slow_down 2
       64 machines around the world, compressed messages allowed
-  python -m decent_jax.planner recommend --network network.json \\
+  decent-jax planner recommend --network network.json \\
       --config configs/gpt2_openwebtext.py:decentralized --compute_s 0.178 --plan plan.json
       then: train.py --config ... --config.cluster.plan=plan.json
 
@@ -67,17 +67,17 @@ not know. --largest_slow_down is the quality you ask for.
 """,
     "place": """\
 examples:
-  python -m decent_jax.planner place --network dtfm_case5 --parameters 124e6 \\
+  decent-jax planner place --network dtfm_case5 --parameters 124e6 \\
       --schedule one_peer_exp --time_limit_s 2
       eight regions: order the replicas so that the schedule's rounds use fast links
-  python -m decent_jax.planner place --network network.json --parameters 124e6 --schedule built \\
+  decent-jax planner place --network network.json --parameters 124e6 --schedule built \\
       --compute_s 0.2 --time_limit_s 2 --plan plan.json
       a schedule made for this network; then: train.py --config.cluster.plan=plan.json
-  python -m decent_jax.planner place --network dtfm_case5 --parameters 1.3e9 --stages 8 \\
+  decent-jax planner place --network dtfm_case5 --parameters 1.3e9 --stages 8 \\
       --replicas 8 --pipeline_bytes 0.471e9 --time_limit_s 2 --plan plan.json
       DT-FM: eight pipeline stages in data-parallel groups of eight; then: train.py with
       --config.pipeline.stages=8 --config.num_replicas=8 --config.cluster.plan=plan.json
-  python -m decent_jax.planner place --network dtfm_case4 --parameters 1.3e9 --stages 8 \
+  decent-jax planner place --network dtfm_case4 --parameters 1.3e9 --stages 8 \
       --replicas 8 --pipeline_bytes 0.537e9 --time_limit_s 2 --micro_batches 64 --compute_s 19 \
       --layers 24 --output_layers 2
       the same, with machines exchanged until a step is shortest, and what it takes then

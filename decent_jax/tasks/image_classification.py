@@ -101,7 +101,7 @@ def validate(config: ConfigDict) -> None:
     if data.path != GENERATED and not Path(data.path).is_dir():
         raise ConfigError(
             f"data.path: there is no folder {data.path!r}; name one with train/<class>/*.jpg, with "
-            "ImageNet's archives, or made by `python -m decent_jax.prepare images`, or "
+            "ImageNet's archives, or made by `decent-jax prepare images`, or "
             f"{GENERATED!r}"
         )
     if data.shift > data.image_size:

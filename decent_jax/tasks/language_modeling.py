@@ -54,7 +54,7 @@ FIELDS = {
     ),
     "data.path": Field(
         "",
-        "folder made by `python -m decent_jax.prepare text`, with train.bin, val.bin and "
+        "folder made by `decent-jax prepare text`, with train.bin, val.bin and "
         'manifest.json; "stdlib": Python\'s own library',
     ),
     "data.prompt": Field(
@@ -70,8 +70,7 @@ def validate(config: ConfigDict) -> None:
         raise ConfigError(f"model.init_from: there is no file {init_from!r}")
     if not path:
         raise ConfigError(
-            "data.path is empty: name a folder made by `python -m decent_jax.prepare text`, "
-            "or 'stdlib'"
+            "data.path is empty: name a folder made by `decent-jax prepare text`, or 'stdlib'"
         )
     vocab_size = _STDLIB_VOCAB
     try:
@@ -338,7 +337,9 @@ def _tokenizer(folder: str | Path) -> tokenizers.Tokenizer | None:
     """The manifest's; None for a folder of nanoGPT's, whose tokens are GPT-2's."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise DataError(f"data.path: there is no folder {str(folder)!r}")
+        raise DataError(
+            f"data.path: there is no folder {str(folder)!r}; make it with `decent-jax prepare text`"
+        )
     if not (folder / "manifest.json").exists() and (folder / "train.bin").exists():
         return None
     return tokenizers.from_manifest(folder)

@@ -52,7 +52,7 @@ FIELDS = {
     ),
     "data.path": Field(
         "",
-        'folder made by `python -m decent_jax.prepare translation`; "numbers": numbers spelled '
+        'folder made by `decent-jax prepare translation`; "numbers": numbers spelled '
         "out in English and German",
     ),
     "data.shapes": Field(

@@ -2,16 +2,14 @@
 
 import contextlib
 import importlib.util
-import os
 import sys
-import textwrap
 import time
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import TextIO
 
 from tqdm import tqdm
 
-from decent_jax.progress import announce
+from decent_jax.progress import announce, columns, fitted
 from decent_jax.text import format_clock, format_number
 
 
@@ -46,7 +44,7 @@ class Progress:
         self._waited = 0.0  # seconds spent in announcements since the first row
         self._first = None  # (step, time) of the first row
         self._bar = None
-        kind = _Bar if _has_room(self._stream) else _notebook_bar() if stream is None else None
+        kind = _Bar if columns(self._stream) else _notebook_bar() if stream is None else None
         if not quiet and kind is not None:
             self._bar = kind(
                 total=total_steps,
@@ -86,8 +84,7 @@ class Progress:
             print("\n" * self._inside_line + str(message), file=self._stream, flush=True)
             self._inside_line = False
         elif isinstance(self._bar, _Bar):
-            width = os.get_terminal_size(self._stream.fileno()).columns
-            self._bar.write(_wrapped(str(message), width), file=self._stream)
+            self._bar.write(fitted(str(message), self._stream), file=self._stream)
         else:
             print(message)  # a notebook's stderr is red
 
@@ -125,8 +122,7 @@ class Progress:
         """Those that leave a bar of ten columns on this terminal, the first first."""
         if not isinstance(self._bar, _Bar):
             return words
-        room = os.get_terminal_size(self._stream.fileno()).columns
-        room -= len(f"100% |{10 * '#'}| {self._total}/{self._total}, ")
+        room = columns(self._stream) - len(f"100% |{10 * '#'}| {self._total}/{self._total}, ")
         fitting: list[str] = []
         for word in words:
             if len("  ".join([*fitting, word])) <= room:
@@ -151,22 +147,6 @@ def _named(name: str, value) -> str:
         f"{format_number(value)} {name}"
         if name.endswith("/s")
         else f"{name} {format_number(value, digits=4)}"
-    )
-
-
-def _has_room(stream: TextIO) -> bool:
-    """Whether this is a terminal with a known size; some pseudo-terminals are 0 by 0."""
-    if not stream.isatty():
-        return False
-    return min(os.get_terminal_size(stream.fileno())) > 0
-
-
-def _wrapped(text: str, width: int) -> str:
-    """The same text with no word of it divided between two lines of a terminal."""
-    lines = text.split("\n")
-    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-    return "\n".join(
-        line if len(line) <= width else textwrap.fill(line, width, **options) for line in lines
     )
 
 

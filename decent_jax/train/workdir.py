@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 
 from decent_jax import json_files
 from decent_jax.errors import ConfigError
-from decent_jax.progress import announce
+from decent_jax.progress import announce, fitted
 from decent_jax.run_folder import METRICS, read_metrics
 from decent_jax.text import format_duration, shorten
 from decent_jax.train import checkpoint
@@ -92,7 +92,7 @@ class Workdir:
         if self.progress is not None:
             self.progress.note(message)
         else:
-            print(message, file=sys.stderr, flush=True)
+            print(fitted(message, sys.stderr), file=sys.stderr, flush=True)
 
     def announce(self, message: str, once: bool = False) -> AbstractContextManager:
         """A context that prints what the user waits for; ``once``: the first time only."""

@@ -183,6 +183,6 @@ def _naming(name: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise DataError(
-            f"{name} {error}; `python -m decent_jax.prepare images` packs a data set without"
+            f"{name} {error}; `decent-jax prepare images` packs a data set without"
             " its damaged files"
         ) from None

@@ -106,7 +106,7 @@ class ImageFiles:
 def open_images(path: str | Path, split: str) -> ImageFiles:
     """The images of one split of a folder in any of these layouts, tried in this order.
 
-    * prepared: made by `python -m decent_jax.prepare images`.
+    * prepared: made by `decent-jax prepare images`.
     * class folders: `train/CLASS/*.jpg` and `val/CLASS/*.jpg` (or `validation/`); also .jpeg and
       .png, in capitals or not. Hidden files and folders are ignored.
     * archives: `ILSVRC2012_img_train.tar` and `ILSVRC2012_img_val.tar` as ImageNet distributes

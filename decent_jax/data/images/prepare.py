@@ -1,4 +1,4 @@
-"""Packs labelled images into a few large files: `python -m decent_jax.prepare images`.
+"""Packs labelled images into a few large files: `decent-jax prepare images`.
 
 Training reads images in random order. Reading a million small files that way is slow on a file
 server or a hard disk; reading ArrayRecord shards is not. Each image is decoded once to check that
@@ -297,7 +297,7 @@ downloaded, not unpacked, or train.tar and val.tar with members CLASS/NAME.jpg.
 """
 EXAMPLE = """\
 example, ImageNet from the original archives:
-  python -m decent_jax.prepare images --input imagenet_archives/ --out data/imagenet
+  decent-jax prepare images --input imagenet_archives/ --out data/imagenet
 
 OUT appears when it is whole, and needs as much space as the images. After a kill, start the same
 command again: it goes on after the shards that are finished, in .OUT.unfinished next to OUT.

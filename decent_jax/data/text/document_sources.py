@@ -73,7 +73,7 @@ def read(bin_file: str | Path, num_tokens: int) -> Sources:
     except FileNotFoundError:
         raise DataError(
             f"{bin_file.parent}: has no {FILE} that says which document source its tokens are"
-            " from; prepare it again with `python -m decent_jax.prepare text`, or set"
+            " from; prepare it again with `decent-jax prepare text`, or set"
             " data.partition to 'iid'"
         ) from None
     with entries_of(path, damaged):

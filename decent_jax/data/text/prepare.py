@@ -1,4 +1,4 @@
-"""Turns text into `train.bin` and `val.bin`: `python -m decent_jax.prepare text`.
+"""Turns text into `train.bin` and `val.bin`: `decent-jax prepare text`.
 
 All cores read and tokenize documents, which are then written in the order of the inputs, so the
 output is the same byte for byte for any number of workers. Memory does not grow with the corpus.
@@ -236,7 +236,7 @@ row is a document), folders of these, and prepared TFDS folders stored as array_
 """
 EXAMPLE = """\
 example, 1 % of the documents of a folder of .jsonl.gz files for validation:
-  python -m decent_jax.prepare text --input corpus/ --out data/corpus \\
+  decent-jax prepare text --input corpus/ --out data/corpus \\
       --tokenizer gpt2 --tokenizer_path gpt2_bpe/ --val_fraction 0.01
 
 OUT appears when it is whole. After a kill, start the same command again.

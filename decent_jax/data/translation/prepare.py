@@ -1,4 +1,4 @@
-"""Turns sentence pairs into token ids for training: `python -m decent_jax.prepare translation`.
+"""Turns sentence pairs into token ids for training: `decent-jax prepare translation`.
 
 All cores read the input twice: once to clean, count and hash the pairs, which gives the vocabulary
 and the duplicates; once to write the remaining pairs as ids. Results are taken in the order of the
@@ -384,7 +384,7 @@ with a side that is too long or far longer than the other; the manifest counts t
 """
 EXAMPLE = """\
 example, WMT14 from the original archives:
-  python -m decent_jax.prepare translation --source_lang en --target_lang de \\
+  decent-jax prepare translation --source_lang en --target_lang de \\
       --input wmt14_archives/ --out data/wmt14_ende
 
 OUT appears when it is whole. After a kill, start the same command again.
