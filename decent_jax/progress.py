@@ -19,7 +19,12 @@ from decent_jax.text import format_duration
 
 @contextlib.contextmanager
 def announce(
-    message: str, *, quiet: bool = False, stream: TextIO | None = None, after_s: float = 1.0
+    message: str,
+    *,
+    quiet: bool = False,
+    stream: TextIO | None = None,
+    after_s: float = 1.0,
+    kept: list[str] | None = None,
 ) -> Iterator[None]:
     """Print what the user waits for, and afterwards how long it took.
 
@@ -30,6 +35,7 @@ def announce(
       quiet: print nothing.
       stream: stderr unless given.
       after_s: seconds before the first words. What is refused sooner says only why.
+      kept: takes the line about what is done sooner, for the caller to print.
     """
     if quiet:
         yield
@@ -42,9 +48,13 @@ def announce(
         print(f"{message} ...", end=" ", file=stream, flush=True)
 
     def end(word):
+        words = f"{word} {format_duration(time.monotonic() - started)}"
+        if kept is not None and not begun.is_set():
+            kept.append(f"{message} ... {words}")
+            return
         if not begun.is_set():
             begin()
-        print(f"{word} {format_duration(time.monotonic() - started)}", file=stream, flush=True)
+        print(words, file=stream, flush=True)
 
     started = time.monotonic()
     try:

@@ -73,6 +73,7 @@ TRAIN = [  # what follows "train.py --config CONFIG --workdir RUN/run --config."
     ),
 ]
 DEEP = "[" * 100_000
+PICTURES = "train.py --config quickstart_images --workdir RUN/new --config.data.train_images=64"
 OF_TRAIN = "train.py --config CONFIG --workdir RUN/new"
 WEIGHTS = "--config.model.init_from=RUN/run/m.safetensors"
 OTHER = [
@@ -151,6 +152,7 @@ OTHER += [
     ("metrics.jsonl a folder", "plot RUN/run", "metrics.jsonl"),
     ("out", "plot RUN/run --out RUN", "is a folder; name a file in it"),
     ("micro-batches", "train --config.pipeline.stages=1 --config.pipeline.micro_batches=0", "must"),
+    ("pictures", f"{PICTURES} --config.batch_size=800", "batch_size must be at most 64"),
     ("plan deep", "train --config.cluster.plan=RUN/run/plan", "is not a plan: it is nested"),
     ("plan a list", "train --config.cluster.plan=RUN/run/plan", "plan"),
     ("plan a folder", "train --config.cluster.plan=RUN", "cannot read the plan"),

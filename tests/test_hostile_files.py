@@ -135,10 +135,16 @@ PEERS = [  # what follows "peers "
     ("log end", REPLAY, "ends after step 2000000000 and has only 3 lines"),
     ("config gone", REPLAY, "no readable config.json"),
     ("config wrong", REPLAY, r"config\.json: num_replicas must be"),
-    ("manifest deep", REPLAY, r"peers\.json is damaged"),
+    ("manifest deep", REPLAY, r"peers\.json: is damaged"),
     ("manifest streams", REPLAY, r"peers\.json is damaged"),
     ("manifest peers", REPLAY, r"peers\.json is damaged"),
     ("manifest gone", REPLAY, r"has no peers\.json"),
+]
+ON_PEERS = "train --config quickstart_peers --workdir run"
+TRAIN = [
+    ("manifest slot", ON_PEERS, r"peers\.json is damaged"),
+    ("manifest best", ON_PEERS, r"peers\.json is damaged"),
+    ("manifest batch", ON_PEERS, "a peer's batch is 7 examples"),
 ]
 KEPT = [  # a file of the user's is where a command would write
     (f"planner network {CLUSTER} --save thesis.json", "--save thesis.json exists and was not"),
@@ -268,6 +274,9 @@ FILES = {
     "manifest deep": RUN | {MANIFEST: DEEP},
     "manifest streams": RUN | {MANIFEST: RUN[MANIFEST].replace('"streams": 8', '"streams": 0')},
     "manifest peers": RUN | {MANIFEST: RUN[MANIFEST].replace('"steps": 1', '"steps": -1')},
+    "manifest slot": {MANIFEST: RUN[MANIFEST].replace('"0"', f'"{NINES}"')},
+    "manifest best": {MANIFEST: RUN[MANIFEST].replace("null", "1" + "0" * 400)},
+    "manifest batch": {MANIFEST: RUN[MANIFEST].replace('"batch": 8', '"batch": 7')},
     "manifest gone": {name: text for name, text in RUN.items() if name != MANIFEST},
     "a folder called peers": {"run/peers/thesis.txt": "my thesis"},
     "nothing": {},
@@ -283,6 +292,7 @@ STRANGERS |= {"images unfinished": ".new.unfinished/thesis.txt"}
 ROWS = [(name, f"planner {rest}", words) for name, rest, words in PLANNER]
 ROWS += [(name, f"prepare {rest}", words) for name, rest, words in PREPARE]
 ROWS += [(name, f"peers {rest}", words) for name, rest, words in PEERS]
+ROWS += TRAIN
 ROWS += [("kept", rest, words) for rest, words in KEPT]
 
 

@@ -95,6 +95,8 @@ class _Driver:
                 done = stop
                 progress.update(done)
                 self._check(spans, done)
+                if self._writing is not None and actors.over(self._writing[2]):
+                    self._finish_saving()  # a checkpoint counts, or fails, as soon as it is written
                 if is_row:
                     row = self._row(spans, done, row_seconds / row_steps if row_steps else seconds)
                     row_steps, row_seconds = 0, 0.0

@@ -225,11 +225,16 @@ class SavedModel(NamedTuple):
 
 def load(run: Run) -> SavedModel:
     """The consensus model of a run; raises DataError where its token folder is gone."""
+    tokenizer, config = _described(run)
+    return SavedModel(run.params, config, tokenizer, run.step)
+
+
+def _described(run: Run) -> tuple[tokenizers.Tokenizer | None, decoders.Config]:
+    """The tokenizer and the model of a run, without its checkpoint."""
     if not run.config.data.path:
         raise DataError(f"{run.workdir}/config.json names no data.path; it is not the whole one")
     tokenizer = _tokenizer(_data_folder(run.config, run.workdir))
-    config = model_config(run.config, _vocab_size(tokenizer))
-    return SavedModel(run.params, config, tokenizer, run.step)
+    return tokenizer, model_config(run.config, _vocab_size(tokenizer))
 
 
 def export(run: Run, out: Path) -> str:
@@ -275,10 +280,16 @@ def sample(
             "tokens and samples must be at least 1 and temperature not negative, "
             f"got {tokens}, {samples} and {temperature}"
         )
-    with announce_on_stderr("loading the model"):
-        model = load(run)
-    if model.tokenizer is None:
+    tokenizer, config = _described(run)
+    if tokenizer is None:
         raise DataError("the run's token folder has no manifest.json that names its tokenizer")
+    _check_memory(config, tokens, samples)
+    if top_k > config.vocab_size:
+        raise ConfigError(
+            f"top_k must be at most {config.vocab_size}, the model's vocabulary, got {top_k}"
+        )
+    with announce_on_stderr("loading the model"):
+        model = SavedModel(run.params, config, tokenizer, run.step)
     with announce_on_stderr("sampling"):
         return _continue(model, prompt, tokens, samples, temperature, top_k, seed)
 
@@ -288,11 +299,6 @@ def _continue(
 ) -> list[str]:
     tokenizer = model.tokenizer
     assert tokenizer is not None
-    if top_k > model.config.vocab_size:
-        raise ConfigError(
-            f"top_k must be at most {model.config.vocab_size}, the model's vocabulary, got {top_k}"
-        )
-    _check_memory(model.config, tokens, samples)
     ids = jnp.asarray([tokenizer.end_of_text, *tokenizer.encode(prompt)], jnp.int32)
     drawn = generate.generate(
         model.config,

@@ -84,6 +84,7 @@ class Workdir:
         self.progress: Progress | None = None
         self._began = time.time()
         self._announced = set()
+        self._kept: list[str] | None = []  # announcements before `accept`
 
     def say(self, message: str) -> None:
         """Print a line, above the progress bar if there is one."""
@@ -101,7 +102,13 @@ class Workdir:
         self._announced.add(message)
         if self.progress is not None:
             return self.progress.announce(message)
-        return announce(message, quiet=self.quiet)
+        return announce(message, quiet=self.quiet, kept=self._kept)
+
+    def accept(self) -> None:
+        """Print the announcements so far: the run is not refused, which leaves nothing but why."""
+        kept, self._kept = self._kept or [], None
+        for line in kept:
+            self.say(line)
 
     @contextlib.contextmanager
     def show_progress(self, steps: int, start: int) -> Iterator[Progress]:
@@ -118,7 +125,7 @@ class Workdir:
         if not saved.exists():
             return
         try:
-            old = json_files.flat(json.loads(saved.read_text()))
+            old = json_files.flat(json.loads(json_files.read_text(saved)))
         except (OSError, ValueError, AttributeError, RecursionError):
             raise ConfigError(f"{saved} is damaged; repair it or take another --workdir") from None
         changes = config_lib.refused_changes(old, json_files.flat(self.config))

@@ -30,6 +30,7 @@ from decent_jax.text import shorten, shown
 CHUNK_BYTES = 1 << 20
 LONGEST_LINE = 1 << 28  # bytes: of a document in a .jsonl file
 ROWS = 256  # of a parquet or TFDS chunk
+_COPIES = 4  # of a chunk: with its dictionary, as a list, encoded, and on its way to a worker
 
 _KINDS = {
     ".txt": "txt",
@@ -268,9 +269,10 @@ def _parquet_chunks(source: Source, field: str) -> Iterator[Chunk]:
             total = file.metadata.num_rows
             rows = _rows_at_once(file.metadata, field)
             for batch in file.iter_batches(batch_size=rows, columns=[field]):
-                read = source.size * (row + len(batch)) // total - source.size * row // total
-                yield Chunk(source, batch.column(0).to_pylist(), read, row)
-                row += len(batch)
+                for part in _parts(batch.column(0)):
+                    read = source.size * (row + len(part)) // total - source.size * row // total
+                    yield Chunk(source, part.to_pylist(), read, row)
+                    row += len(part)
     except UnicodeDecodeError:
         raise DataError(f"{source.path}: invalid UTF-8 after row {row}") from None
     except pa.ArrowException as error:
@@ -278,14 +280,13 @@ def _parquet_chunks(source: Source, field: str) -> Iterator[Chunk]:
 
 
 def _rows_at_once(metadata: Any, field: str) -> int:
-    """Rows of a parquet file that this machine can hold, up to `ROWS`.
-
-    A row may be as large as its column in a row group: a dictionary says a text once for all rows.
-    """
-    groups = map(metadata.row_group, range(metadata.num_row_groups))
-    columns = [group.column(k) for group in groups for k in range(group.num_columns)]
-    sizes = [c.total_uncompressed_size for c in columns if c.path_in_schema == field]
-    return max(min(_most_text() // max([1, *sizes]), ROWS), 1)
+    """Rows of a parquet file that this machine can hold, up to `ROWS`: few of long texts."""
+    longest = 1.0
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        columns = map(group.column, range(group.num_columns))
+        sizes = [c.total_uncompressed_size for c in columns if c.path_in_schema == field]
+        longest = max(longest, sum(sizes) / max(group.num_rows, 1))
+    return max(min(int(_most_text() / _COPIES / longest), ROWS), 1)
 
 
 def _arrow_chunks(source: Source, field: str) -> Iterator[Chunk]:
@@ -297,6 +298,7 @@ def _arrow_chunks(source: Source, field: str) -> Iterator[Chunk]:
     try:
         with _arrow(source.path, field) as batches:
             for batch, position in batches:
+                batch.column(field).validate(full=True)  # offsets beyond the end crash Arrow
                 for part in _parts(batch.column(field)):
                     texts = part.to_pylist()
                     yield Chunk(source, texts, position - read, row)
@@ -308,7 +310,7 @@ def _arrow_chunks(source: Source, field: str) -> Iterator[Chunk]:
 
 
 def _parts(column: Any) -> list[Any]:
-    """The column; one with a dictionary, which may be much larger as texts, in pieces."""
+    """The column; one with a dictionary, which says a text once for all rows, in pieces."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -316,7 +318,7 @@ def _parts(column: Any) -> list[Any]:
         return [column]
     lengths = pc.call_function("binary_length", [column.dictionary])
     longest = pc.call_function("max", [lengths]).as_py() or 1
-    rows = max(_most_text() // longest, 1)
+    rows = max(_most_text() // _COPIES // longest, 1)
     return [column.slice(k, rows) for k in range(0, len(column), rows)]
 
 
@@ -390,7 +392,8 @@ def _parquet(path: Path, field: str):
     import pyarrow.parquet as pq
 
     try:
-        file = pq.ParquetFile(path)
+        # Texts that many rows share take their place once, until `_parts` cuts the rows.
+        file = pq.ParquetFile(path, read_dictionary=[field])
     except pa.ArrowException as error:
         raise DataError(f"{path}: not a readable parquet file ({short(error)})") from None
     try:
