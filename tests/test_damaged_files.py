@@ -138,6 +138,16 @@ def test_a_damaged_file_is_read_or_refused_in_a_sentence(name, tmp_path):
     check()
 
 
+def test_a_replica_that_lacks_an_array_is_not_averaged(tmp_path):
+    """The mean of the others would be too small."""
+    folder = tmp_path / "checkpoints" / "4"
+    files.write_part(folder, 0, 0, {".params['x']": np.ones(2)})
+    files.write_part(folder, 0, 1, {".count": np.ones(2)})
+    files.finish(folder, META | {"num_replicas": 2}, keep=1)
+    with pytest.raises(CheckpointError, match="other arrays of replica 1 than of 0"):
+        files.restore_model(tmp_path, "last")
+
+
 def test_files_without_an_end(tmp_path):
     """A device, and a pipe that nobody writes into."""
     (tmp_path / "zero.json").symlink_to("/dev/zero")

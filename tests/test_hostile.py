@@ -154,6 +154,7 @@ OTHER += [
     ("micro-batches", "train --config.pipeline.stages=1 --config.pipeline.micro_batches=0", "must"),
     ("pictures", f"{PICTURES} --config.batch_size=800", "batch_size must be at most 64"),
     ("plan deep", "train --config.cluster.plan=RUN/run/plan", "is not a plan: it is nested"),
+    ("plan name", "train --config.cluster.plan=RUN/run/plan", "is not a plan: the name of its"),
     ("plan a list", "train --config.cluster.plan=RUN/run/plan", "plan"),
     ("plan a folder", "train --config.cluster.plan=RUN", "cannot read the plan"),
     ("SLURM", "train", "SLURM_NTASKS must hold whole numbers, got 'two'"),
@@ -196,6 +197,9 @@ FILES = {  # what is in RUN/run
     "matrices of terabytes": {"g.npy": BOMB},
     "plan deep": {"plan": DEEP.encode()},
     "plan a list": {"plan": b"[1]"},
+    "plan name": {
+        "plan": b'{"format": "decent_jax.plan/1", "devices": ["a"], "schedule": {"name": []}}'
+    },
     "metrics.jsonl binary": {"metrics.jsonl": b"\x80\n{}\n"},
     "metrics.jsonl a list": {"metrics.jsonl": b"[]\n{}\n"},
     "metrics.jsonl deep": {"metrics.jsonl": f"{DEEP}\n{{}}\n".encode()},

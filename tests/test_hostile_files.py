@@ -50,6 +50,7 @@ PLANNER = [  # what follows "planner "
     ("forever", f"place {CLUSTER} --parameters 1e6 --time_limit_s inf", "--time_limit_s must be"),
     ("inf", f"place {CLUSTER} {STAGES} --pipeline_bytes inf", "--pipeline_bytes must be"),
     ("nan", f"place {CLUSTER} {STAGES} --pipeline_bytes nan", "--pipeline_bytes must be"),
+    ("one", f"predict {CLUSTER} {MODEL} --out x.png --timeline x.png", "are one file, x.png"),
     ("flag", f"predict {CLUSTER} --{NINES}", "unrecognized arguments"),
     ("choice", f"predict {CLUSTER} {MODEL} --wire {NINES}", "invalid choice"),
     (
@@ -146,6 +147,7 @@ TRAIN = [
     ("manifest best", ON_PEERS, r"peers\.json is damaged"),
     ("manifest batch", ON_PEERS, "a peer's batch is 7 examples"),
 ]
+TRAIN += [("metrics", "plot run --mean --out x.svg --csv x.svg", "are one file, x.svg")]
 KEPT = [  # a file of the user's is where a command would write
     (f"planner network {CLUSTER} --save thesis.json", "--save thesis.json exists and was not"),
     (f"planner place {CLUSTER} --parameters 1e6 --plan thesis.json", "--plan thesis.json exists"),
@@ -281,6 +283,7 @@ FILES = {
     "a folder called peers": {"run/peers/thesis.txt": "my thesis"},
     "nothing": {},
     "count": RUN,
+    "metrics": {"run/metrics.jsonl": '{"step": 1}\n{"step": 2}\n'},
 }
 STRANGERS = {
     "text thesis": "out/thesis.txt",

@@ -27,7 +27,7 @@ from decent_jax.train import algorithm, loop
 from decent_jax.train.evaluation import Evaluator
 from decent_jax.train.finish import finish
 from decent_jax.train.step import TrainState
-from decent_jax.train.workdir import Signals
+from decent_jax.train.workdir import Signals, check_there
 
 _LONGEST_SPAN_S = 5.0  # steps that cells make without a word from here
 
@@ -235,6 +235,7 @@ class _Driver:
         if done == self._saved:
             return
         self._finish_saving()
+        check_there(self.work.path)
         self._saved, self._last_save = done, time.monotonic()
         folder = self._empty(self.folder / str(done))
         self.actors.all("snapshot")

@@ -8,6 +8,7 @@ model in the same way.
 """
 
 import contextlib
+import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from decent_jax.json_files import read_json, write_json_atomic
 from decent_jax.pipelines.stage import Stage
 from decent_jax.text import shorten
 from decent_jax.train.checkpoint import BEST, FOLDER, change_replicas
+
+log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 _COUNTS = ("stages", "num_replicas")
@@ -162,9 +165,13 @@ def restore_model(workdir: Path, which: str) -> tuple[Any, dict[str, Any]] | Non
         folder = parent / str(step)
         try:
             meta = read_meta(folder)
-            return _mean_of_parameters(folder, meta), meta
+            params = _mean_of_parameters(folder, meta)
         except CheckpointError as error:
             failures.append(str(error))
+            continue
+        for failure in failures:
+            log.warning(f"a checkpoint is damaged, and the one before is taken: {failure}")
+        return params, meta
     if failures:
         raise CheckpointError(f"no checkpoint in {parent} can be read: {'; '.join(failures)}")
     return None
@@ -173,13 +180,18 @@ def restore_model(workdir: Path, which: str) -> tuple[Any, dict[str, Any]] | Non
 def _mean_of_parameters(folder: Path, meta: dict[str, Any]) -> Any:
     """Parameters, averaged over the replicas, as a nested dict."""
     params: dict[str, Any] = {}
-    n = meta["num_replicas"]
+    n, of_all = meta["num_replicas"], None
     for replica in range(n):
+        names: set[str] = set()
         for path in _files(folder, meta, replica):
             with _arrays_of(path) as stored:
-                for name in stored.files:
-                    if name.startswith(".params"):
-                        _add(params, name, stored[name].astype(np.float64) / n)
+                own = {name for name in stored.files if name.startswith(".params")} - names
+                for name in own:
+                    _add(params, name, stored[name].astype(np.float64) / n)
+            names |= own
+        if of_all is not None and names != of_all:
+            raise CheckpointError(f"{folder} has other arrays of replica {replica} than of 0")
+        of_all = names
     return jax.tree.map(lambda x: x.astype(np.float32), params)
 
 
@@ -195,10 +207,12 @@ def _add(tree: dict[str, Any], name: str, value: np.ndarray) -> None:
 def _arrays_of(path: Path, advice: str = "") -> Iterator[Any]:
     """A file of arrays, open; CheckpointError with ``advice`` where it is damaged."""
     try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
+        with open(path, "rb") as file:
+            stored = np.load(file, allow_pickle=False)
             if isinstance(stored, np.ndarray):  # a .npy file of that name
                 raise ValueError("it is no archive of arrays")
-            yield stored
+            with stored:
+                yield stored
     except Exception as error:  # zipfile, zlib and NumPy raise many kinds
         why = shorten(str(error), 100) or type(error).__name__
         raise CheckpointError(f"{path} is damaged ({why}){advice}") from None

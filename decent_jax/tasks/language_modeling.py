@@ -1,6 +1,7 @@
 """Next-token prediction with a GPT-2 or a Llama on a folder of tokens."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -225,8 +226,7 @@ class SavedModel(NamedTuple):
 
 def load(run: Run) -> SavedModel:
     """The consensus model of a run; raises DataError where its token folder is gone."""
-    tokenizer, config = _described(run)
-    return SavedModel(run.params, config, tokenizer, run.step)
+    return _saved(run, *_described(run))
 
 
 def _described(run: Run) -> tuple[tokenizers.Tokenizer | None, decoders.Config]:
@@ -235,6 +235,17 @@ def _described(run: Run) -> tuple[tokenizers.Tokenizer | None, decoders.Config]:
         raise DataError(f"{run.workdir}/config.json names no data.path; it is not the whole one")
     tokenizer = _tokenizer(_data_folder(run.config, run.workdir))
     return tokenizer, model_config(run.config, _vocab_size(tokenizer))
+
+
+def _saved(run: Run, tokenizer: tokenizers.Tokenizer | None, config: decoders.Config) -> SavedModel:
+    init = functools.partial(decoders.model(config).init, config)
+    wanted = jax.tree.map(lambda x: x.shape, jax.eval_shape(init, jax.random.key(0)))
+    if jax.tree.map(jnp.shape, run.params) != wanted:
+        raise DataError(
+            f"{run.workdir}: the checkpoint of step {run.step} holds another model than config.json"
+            " describes"
+        )
+    return SavedModel(run.params, config, tokenizer, run.step)
 
 
 def export(run: Run, out: Path) -> str:
@@ -289,7 +300,7 @@ def sample(
             f"top_k must be at most {config.vocab_size}, the model's vocabulary, got {top_k}"
         )
     with announce_on_stderr("loading the model"):
-        model = SavedModel(run.params, config, tokenizer, run.step)
+        model = _saved(run, tokenizer, config)
     with announce_on_stderr("sampling"):
         return _continue(model, prompt, tokens, samples, temperature, top_k, seed)
 

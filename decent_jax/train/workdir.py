@@ -19,7 +19,7 @@ import jax
 from ml_collections import ConfigDict
 
 from decent_jax import json_files
-from decent_jax.errors import ConfigError
+from decent_jax.errors import CheckpointError, ConfigError
 from decent_jax.progress import announce
 from decent_jax.run_folder import METRICS, read_metrics
 from decent_jax.text import format_duration, shorten
@@ -28,6 +28,7 @@ from decent_jax.train import config as config_lib
 from decent_jax.train.bar import Progress
 from decent_jax.train.metrics import MetricWriter
 
+_LOCK = ".lock"
 _LONGEST_LIST = 60  # characters of the changes of a config in one sentence
 _PACKAGES = ("decent_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -45,7 +46,7 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Iterator["Workdir"]
     try:
         made = not path.exists()
         path.mkdir(parents=True, exist_ok=True)
-        lock = open(path / ".lock", "a+")  # noqa: SIM115 (held until the end)
+        lock = open(path / _LOCK, "a+")  # noqa: SIM115 (held until the end)
     except (OSError, ValueError) as error:  # ValueError: no path at all
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"--workdir {shorten(str(path), 100)} cannot be written: {why}") from None
@@ -63,9 +64,18 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Iterator["Workdir"]
         except ConfigError:  # refused: a folder that holds nothing but the lock was made for it
             if made and not work.quiet:
                 with contextlib.suppress(OSError):
-                    (path / ".lock").unlink()
+                    (path / _LOCK).unlink()
                     path.rmdir()
             raise
+
+
+def check_there(path: Path) -> None:
+    """Raises CheckpointError where the directory of a run was moved: a new one would be made."""
+    if not (path / _LOCK).exists():
+        raise CheckpointError(
+            f"a checkpoint could not be written to {path}: the folder has gone; put it back, and "
+            "the same command continues"
+        )
 
 
 class Workdir:

@@ -392,16 +392,12 @@ def _parquet(path: Path, field: str):
     import pyarrow.parquet as pq
 
     try:
+        with pq.ParquetFile(path) as file:
+            _check_column(path, file.schema_arrow, field)
         # Texts that many rows share take their place once, until `_parts` cuts the rows.
-        file = pq.ParquetFile(path, read_dictionary=[field])
+        return pq.ParquetFile(path, read_dictionary=[field])
     except pa.ArrowException as error:
         raise DataError(f"{path}: not a readable parquet file ({short(error)})") from None
-    try:
-        _check_column(path, file.schema_arrow, field)
-    except DataError:
-        file.close()
-        raise
-    return file
 
 
 @contextlib.contextmanager
@@ -431,6 +427,8 @@ def _check_column(path: Path, schema: Any, field: str) -> None:
     if field not in schema.names:
         names = shorten(", ".join(map(repr, schema.names)), 100)
         raise DataError(f"{path}: no column {shown(field)}, only {names}; see --text_field")
+    if schema.names.count(field) > 1:
+        raise DataError(f"{path}: several columns are called {field!r}; leave one")
     kind = schema.field(field).type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type

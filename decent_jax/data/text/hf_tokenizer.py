@@ -1,5 +1,6 @@
 """Tokenizers of Hugging Face, from their one file ``tokenizer.json``."""
 
+import base64
 import contextlib
 import json
 import re
@@ -92,25 +93,32 @@ def _check(found: Any) -> None:
     """Raises ValueError for what makes the library panic, which prints lines of Rust by itself."""
     model = found["model"]
     merges, vocabulary = model.get("merges") or [], model.get("vocab")
-    unprefixed = len(model.get("continuing_subword_prefix") or "")
+    prefix = model.get("continuing_subword_prefix") or ""
     for merge in merges:
         if isinstance(merge, str) and merge.startswith("#version"):
             continue
         left, right = merge.split(" ") if isinstance(merge, str) else merge
-        if not {left, right, left + right[unprefixed:]} <= vocabulary.keys():
+        both = left + right.removeprefix(prefix)
+        if not (right.startswith(prefix) and {left, right, both} <= vocabulary.keys()):
             raise ValueError(f"the vocabulary lacks a part of the merge {shown(merge)}")
+    for part in _parts(found.get("normalizer")):
+        if part.get("type") == "Precompiled":
+            table = base64.b64decode(part["precompiled_charsmap"], validate=True)
+            size = int.from_bytes(table[:4], "little")  # of a trie; then the texts
+            if size % 4 or not 4 <= size <= len(table) - 4:
+                raise ValueError("precompiled_charsmap is cut short")
+            table[4 + size :].decode()
     for name in ("normalizer", "pre_tokenizer", "decoder"):
-        for pattern in _patterns(found.get(name)):
-            twice = _REPEATED_TWICE.search(pattern)
+        for part in _parts(found.get(name)):
+            twice = _REPEATED_TWICE.search(str(part.get("Regex", "")))
             if twice:
                 raise ValueError(f"a pattern repeats a repetition, {shown(twice[0])}")
 
 
-def _patterns(part: Any) -> Iterator[str]:
-    """The regular expressions of a part of a tokenizer."""
+def _parts(part: Any) -> Iterator[dict[str, Any]]:
+    """The objects within a part of a tokenizer, and itself."""
     if isinstance(part, dict):
-        if isinstance(part.get("Regex"), str):
-            yield part["Regex"]
+        yield part
         part = list(part.values())
     for inner in part if isinstance(part, list) else ():
-        yield from _patterns(inner)
+        yield from _parts(inner)
