@@ -4,9 +4,7 @@ A folder that Hugging Face's ``datasets`` saved (``save_to_disk``) is one of .ar
 
 `chunks`, in the reading process, cuts the inputs into pieces of about a megabyte; `documents`, in a
 worker, turns a piece into texts. Neither holds more than a few pieces. Only a .txt file, which is
-one document, is held whole.
-
-JSON lines are read by hand: pyarrow's reader cannot name the line that is wrong.
+one document, is held whole. JSON lines are read by hand: pyarrow's reader cannot name a wrong line.
 """
 
 import collections
@@ -281,12 +279,16 @@ def _parquet_chunks(source: Source, field: str) -> Iterator[Chunk]:
 
 def _rows_at_once(metadata: Any, field: str) -> int:
     """Rows of a parquet file that this machine can hold, up to `ROWS`: few of long texts."""
-    longest = 1.0
-    for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        columns = map(group.column, range(group.num_columns))
-        sizes = [c.total_uncompressed_size for c in columns if c.path_in_schema == field]
-        longest = max(longest, sum(sizes) / max(group.num_rows, 1))
-    return max(min(int(_most_text() / _COPIES / longest), ROWS), 1)
+    columns = _columns(metadata, field)
+    sizes = [column.total_uncompressed_size / max(column.num_values, 1) for column in columns]
+    return max(min(int(_most_text() / _COPIES / max([1, *sizes])), ROWS), 1)
+
+
+def _columns(metadata: Any, field: str) -> list[Any]:
+    """What the footer of a parquet file says of a column, for each row group."""
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    columns = (group.column(k) for group in groups for k in range(group.num_columns))
+    return [column for column in columns if column.path_in_schema == field]
 
 
 def _arrow_chunks(source: Source, field: str) -> Iterator[Chunk]:
@@ -311,10 +313,9 @@ def _arrow_chunks(source: Source, field: str) -> Iterator[Chunk]:
 
 def _parts(column: Any) -> list[Any]:
     """The column; one with a dictionary, which says a text once for all rows, in pieces."""
-    import pyarrow as pa
     import pyarrow.compute as pc
 
-    if not pa.types.is_dictionary(column.type):
+    if not hasattr(column, "dictionary"):
         return [column]
     lengths = pc.call_function("binary_length", [column.dictionary])
     longest = pc.call_function("max", [lengths]).as_py() or 1
@@ -394,8 +395,10 @@ def _parquet(path: Path, field: str):
     try:
         with pq.ParquetFile(path) as file:
             _check_column(path, file.schema_arrow, field)
+            encodings = str([column.encodings for column in _columns(file.metadata, field)])
         # Texts that many rows share take their place once, until `_parts` cuts the rows.
-        return pq.ParquetFile(path, read_dictionary=[field])
+        shared = "DICTIONARY" in encodings and "DELTA" not in encodings  # which Arrow cannot mix
+        return pq.ParquetFile(path, read_dictionary=[field] if shared else None)
     except pa.ArrowException as error:
         raise DataError(f"{path}: not a readable parquet file ({short(error)})") from None
 
