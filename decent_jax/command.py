@@ -1,6 +1,9 @@
 """The commands of this project under one name: ``decent-jax COMMAND ...``."""
 
 import importlib
+import io
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -71,7 +74,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def console() -> None:
     """What the installed ``decent-jax`` runs."""
-    leave(main())
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that shows ASCII only
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush
+        code = 128 + signal.SIGPIPE
+    leave(code)
 
 
 def train(argv: list[str], prog: str) -> int:

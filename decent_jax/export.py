@@ -9,6 +9,7 @@ the batch-norm statistics it was evaluated with; its ``config.json`` names the a
 classes, and how images are normalised.
 """
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -51,8 +52,15 @@ def export(workdir: str | Path, out: str | Path, which: str = "last") -> Path:
         )
     _check_replaceable(out)
     run = saved_model.Run(workdir, which)
+    made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    text = run.call("export", "be exported", out)
+    try:
+        text = run.call("export", "be exported", out)
+    except ConfigError:
+        with contextlib.suppress(OSError):  # not empty
+            for parent in made:
+                parent.rmdir()
+        raise
     out.with_name("config.json").write_text(text)
     return out
 

@@ -1,5 +1,6 @@
 """JSON files, read or refused in a sentence, and files that are whole or not there."""
 
+import errno
 import json
 import math
 import os
@@ -10,16 +11,23 @@ import numpy as np
 
 from decent_jax.errors import DataError
 
-MOST_BYTES = 1 << 28  # of a JSON file that is read whole
+MOST_BYTES = 1 << 28  # of a file that is read whole, unless its reader says otherwise
+
+
+def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
+    """All of a file; OSError where it is endless, as a device may be, or a pipe of that name."""
+    if Path(path).is_fifo() and not str(path).startswith("/dev/"):  # where shells keep theirs
+        raise OSError(errno.EINVAL, "it is a pipe", str(path))
+    with open(path, "rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
+    return data
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a file; ValueError where it is not UTF-8, or endless, as a device may be."""
-    with open(path, "rb") as file:
-        data = file.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise ValueError(f"it has more than {MOST_BYTES} bytes")
-    return data.decode()
+    """The text of a file; OSError as `read_bytes`, ValueError where it is not UTF-8."""
+    return read_bytes(path).decode()
 
 
 def read_json(path: str | Path, otherwise: str = "not readable as JSON") -> Any:

@@ -389,6 +389,8 @@ def main(arguments: list[str] | None = None) -> int:
             check_replaceable(COMPARISON if options.out is None else options.out, "--out")
         if options.csv is not None:
             check_replaceable(options.csv, "--csv")
+            if options.csv == options.out:
+                raise ConfigError(f"--out and --csv are one file, {options.out}; name two")
         if averages:
             print(*plot_means(options.runs, options.out, options.style, options.csv), sep="\n")
         else:

@@ -21,7 +21,12 @@ from decent_jax.text import format_duration
 
 @contextlib.contextmanager
 def announce(
-    message: str, *, quiet: bool = False, stream: TextIO | None = None, after_s: float = 1.0
+    message: str,
+    *,
+    quiet: bool = False,
+    stream: TextIO | None = None,
+    after_s: float = 1.0,
+    kept: list[str] | None = None,
 ) -> Iterator[None]:
     """Print what the user waits for, and afterwards how long it took.
 
@@ -32,6 +37,7 @@ def announce(
       quiet: print nothing.
       stream: stderr unless given.
       after_s: seconds before the first words. What is refused sooner says only why.
+      kept: takes the line about what is done sooner, for the caller to print.
     """
     if quiet:
         yield
@@ -45,9 +51,13 @@ def announce(
         print(words, end=" ", file=out, flush=True)
 
     def end(word):
+        took = f"{word} {format_duration(time.monotonic() - started)}"
+        if kept is not None and not begun.is_set():
+            kept.append(f"{message} ... {took}")
+            return
         if not begun.is_set():
             begin()
-        print(f"{word} {format_duration(time.monotonic() - started)}", file=out, flush=True)
+        print(took, file=out, flush=True)
 
     started = time.monotonic()
     try:

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from decent_jax.errors import RunError
-from decent_jax.json_files import flat
+from decent_jax.json_files import flat, read_bytes, read_text
 from decent_jax.text import printable, shorten
 
 METRICS = "metrics.jsonl"
 _LARGEST = 2**62  # more than any step or count
+_MOST_BYTES = 1 << 30  # of metrics.jsonl
 _MOST_DRAWN = 1e100  # more than any value
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -100,7 +101,7 @@ def load_run(path: str | Path) -> Run:
 def _entries(path: Path) -> dict[str, Any]:
     """What a JSON file holds, flat; empty where it is missing, damaged or something else."""
     try:
-        found = flat(json.loads(path.read_text()))
+        found = flat(json.loads(read_text(path)))
         return {name: value for name, value in found.items() if not isinstance(value, list)}
     except (OSError, ValueError, AttributeError, RecursionError):
         return {}
@@ -117,7 +118,7 @@ def read_metrics(path: str | Path) -> list[dict]:
     path = Path(path)
     if path.is_dir():
         path = path / METRICS
-    lines = path.read_bytes().splitlines()
+    lines = read_bytes(path, _MOST_BYTES).splitlines()
     rows = []
     for number, line in enumerate(lines, start=1):
         try:

@@ -34,6 +34,7 @@ from decent_jax.cluster import supervised
 from decent_jax.command_line import Parser
 from decent_jax.errors import ConfigError, Interrupted
 from decent_jax.fields import LARGEST
+from decent_jax.json_files import read_text
 from decent_jax.run_folder import read_metrics
 from decent_jax.text import format_number, printable, split_outside_brackets
 from decent_jax.train import config as config_lib
@@ -68,7 +69,7 @@ class SweptRun:
     def summary(self) -> dict:
         """What ``summary.json`` holds; empty before the end of the run."""
         try:
-            summary = json.loads((self.folder / "summary.json").read_text())
+            summary = json.loads(read_text(self.folder / "summary.json"))
         except (OSError, ValueError, RecursionError):
             return {}
         has_ended = isinstance(summary, dict) and not summary.get("interrupted")

@@ -19,7 +19,7 @@ import pytest
 import tiny
 from several import finish, wait_for_rows
 
-from decent_jax.train import ConfigError, Interrupted, checkpoint, loop
+from decent_jax.train import CheckpointError, ConfigError, Interrupted, checkpoint, loop, saver
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 20
@@ -404,6 +404,19 @@ def test_a_disk_that_is_full_is_a_sentence(command, tmp_path):
     (said,) = [line for line in said.splitlines() if line.startswith("train.py: ")]
     assert said.startswith(f"train.py: a checkpoint could not be written to {tmp_path / 'run'}: ")
     assert "File too large" in said
+
+
+def test_a_folder_that_was_moved_away_is_not_made_anew(tmp_path, monkeypatch):
+    save = saver.Saver.save
+
+    def move_first(self, *args):
+        (tmp_path / "run").rename(tmp_path / "away")
+        save(self, *args)
+
+    monkeypatch.setattr(saver.Saver, "save", move_first)
+    with pytest.raises(CheckpointError, match="the folder has gone; put it back"):
+        tiny.run(config(), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_cause_of_a_failed_write_survives_the_shortening():

@@ -1,26 +1,47 @@
 """Mutated real files at their readers: a result, or one short sentence that names the file."""
 
 import json
+import os
 
+import jax
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from decent_jax import run_folder, saved_model, topology
+from decent_jax import json_files, run_folder, saved_model, topology
 from decent_jax.cluster import door
-from decent_jax.errors import ConfigError, DataError, RunError
+from decent_jax.errors import CheckpointError, ConfigError, DataError, RunError
+from decent_jax.peers import events, manifest
+from decent_jax.pipelines import files
+from decent_jax.planner import network
 from decent_jax.topology import plan_file
 from decent_jax.train import config as config_lib
 from decent_jax.train import workdir
 
 ROWS = [{"step": k, "train/loss": 2.5 / (k + 1), "perf/wall_time_s": float(k)} for k in range(4)]
 METRICS = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+PEERS = {"step": 9, "seconds": 1.5, "best": 2.5, "streams": 8, "batch": 2}
+PEERS |= {"peers": {"0": {"steps": 1, "alive": True}, "1": {"steps": 2, "alive": False}}}
+START = {"start": 2, "origin": {"peer": "0.0", "t": 2, "when": "boundary"}}
+MET = {"t": 2, "met": "a", "with": "1.0", "mine": 0, "theirs": 1, "sides": [1, -1], "share": 0.5}
+EVENTS = [START, MET, {"t": 2, "version": 1, "crc": 5}, {"t": 2, "rate": 9}, {"end": 3, "crc": 7}]
+PART = {"['x']": np.ones((2, 3), np.float32), "['count']": np.int32(4)}
+META = {"step": 4, "stages": 1, "num_replicas": 1, "examples": 8, "seconds": 1.5, "best": None}
+STAGE = "stage-0.replica-0.npz"
 
 
 def real_files(folder):
     """{name: the bytes of a file as the package writes it}"""
     plan_file.Plan(("a/0", "b/0"), topology.make("one_peer_exp", 2)).save(folder / "plan.json")
+    network.from_matrices(np.full((3, 3), 1e-5), np.full((3, 3), 1e9)).save(folder / "network.json")
+    files.write_part(folder, 0, 0, PART)
     return {
+        "peers.json": json.dumps(PEERS).encode(),
+        "events-0.jsonl": "".join(json.dumps(event) + "\n" for event in EVENTS).encode(),
+        "network.json": (folder / "network.json").read_bytes(),
+        "4/manifest.json": json.dumps(META).encode(),
+        f"4/{STAGE}": (folder / STAGE).read_bytes(),
         "config.json": json.dumps(config_lib.default_config().to_dict()).encode(),
         "metrics.jsonl": METRICS,
         "plan.json": (folder / "plan.json").read_bytes(),
@@ -39,10 +60,27 @@ def resume(path):
     work.check_metrics()
 
 
+def read_manifest(path):
+    config = config_lib.default_config()
+    config.update(batch_size=8, num_replicas=4)
+    manifest.known_steps(path.parent, manifest.read(path.parent, config))
+
+
+def read_part(path):
+    shapes = {"x": ((2, 3), "float32"), "count": ((), "int32")}
+    like = {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items()}
+    files.read_like(path.parent, like, META, 0)
+
+
 READERS = {
     "config.json": (resume, lambda path: saved_model.Run(path.parent)),
     "metrics.jsonl": (resume, read_run),
     "plan.json": (plan_file.load,),
+    "peers.json": (read_manifest,),
+    "events-0.jsonl": (events.read,),
+    "network.json": (network.load,),
+    "4/manifest.json": (lambda path: files.read_meta(path.parent),),
+    f"4/{STAGE}": (read_part,),
 }
 NUMBERS = [b"1e999", b"-1", b"0", b"9" * 5000, b"1e400", b"NaN", b"2.5", b"9" * 20, b"-Infinity"]
 VALUES = [*NUMBERS, b"null", b"[]", b"{}", b'""', b"true", b"[" * 20_000, b'"\\u001b[31m"', b"\xff"]
@@ -72,8 +110,8 @@ def mutated(draw, original):
 def test_a_damaged_file_is_read_or_refused_in_a_sentence(name, tmp_path):
     original = real_files(tmp_path)[name]
     folder = tmp_path / "run"
-    folder.mkdir()
     path = folder / name
+    path.parent.mkdir(parents=True)
 
     @settings(
         max_examples=300,
@@ -88,9 +126,9 @@ def test_a_damaged_file_is_read_or_refused_in_a_sentence(name, tmp_path):
         for read in READERS[name]:
             try:
                 read(path)
-            except (ConfigError, DataError, RunError) as error:
+            except (CheckpointError, ConfigError, DataError, RunError) as error:
                 assert str(error).isprintable() and len(str(error)) <= 600
-                assert name in str(error) or str(folder)[:20] in str(error), error
+                assert path.name in str(error) or str(folder)[:20] in str(error), error
             except ValueError as error:  # `ConfigError` around it shortens it
                 assert str(path) in str(error) and type(error) is ValueError
 
@@ -98,6 +136,26 @@ def test_a_damaged_file_is_read_or_refused_in_a_sentence(name, tmp_path):
     for read in READERS[name]:
         read(path)
     check()
+
+
+def test_a_replica_that_lacks_an_array_is_not_averaged(tmp_path):
+    """The mean of the others would be too small."""
+    folder = tmp_path / "checkpoints" / "4"
+    files.write_part(folder, 0, 0, {".params['x']": np.ones(2)})
+    files.write_part(folder, 0, 1, {".count": np.ones(2)})
+    files.finish(folder, META | {"num_replicas": 2}, keep=1)
+    with pytest.raises(CheckpointError, match="other arrays of replica 1 than of 0"):
+        files.restore_model(tmp_path, "last")
+
+
+def test_files_without_an_end(tmp_path):
+    """A device, and a pipe that nobody writes into."""
+    (tmp_path / "zero.json").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(OSError, match=r"it has more than 1000 bytes: .*zero\.json"):
+        json_files.read_bytes(tmp_path / "zero.json", 1000)
+    with pytest.raises(RunError, match=r"it is a pipe: .*metrics\.jsonl"):
+        run_folder.load_run(tmp_path)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)

@@ -66,6 +66,13 @@ def test_a_single_file_of_the_other_format(tmp_path):
     assert [text for c in chunks(find_sources([path]), "text") for text in c.data] == TEXTS
 
 
+@pytest.mark.parametrize("encoding", ["PLAIN", "DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"])
+def test_parquet_files_without_a_dictionary(encoding, tmp_path):
+    table, path = pa.table({"text": TEXTS}), tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(table, path, use_dictionary=False, column_encoding=encoding)
+    assert read(path) == TEXTS
+
+
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_a_dictionary_is_unpacked_in_pieces_that_the_machine_can_hold(kind, tmp_path, monkeypatch):
     """Twenty rows of one text of a megabyte take a file of a megabyte, or less."""

@@ -258,12 +258,14 @@ def test_bad_input_parquet(tmp_path):
         pa.string(), 1, [None, pa.py_buffer(np.array([0, 1], np.int32)), pa.py_buffer(b"\xff")]
     )
     write_parquet(tmp_path / "utf.parquet", raw)
+    pq.write_table(pa.Table.from_arrays([texts] * 2, ["text"] * 2), tmp_path / "twice.parquet")
     damaged = write_parquet(tmp_path / "damaged.parquet", TEXTS).read_bytes()
     (tmp_path / "damaged.parquet").write_bytes(damaged[:50] + b"\xff" * 900 + damaged[950:])
     for name, message in {
         "null": "row 1: column 'text' is null",
         "int": "column 'text' holds int64, not strings",
         "name": "no column 'text', only 'body'; see --text_field",
+        "twice": "several columns are called 'text'",
         "utf": "invalid UTF-8 after row 0",
         "damaged": "damaged.parquet: ",
     }.items():

@@ -181,6 +181,42 @@ def test_files_that_are_no_tokenizer(tmp_path):
         tokenizers.load(str(tmp_path / "none.json"))
 
 
+def test_a_tokenizer_s_padding_and_truncation_are_left_out(tmp_path):
+    """They are for batches; a document has the tokens that it has."""
+    path = small_tokenizer(tmp_path / "words.json")
+    wanted = tokenizers.load(str(path)).encode("to be or not").tolist()
+    padding = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None}
+    padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "<unk>"}
+    cut = {"max_length": 2, "stride": 0, "strategy": "LongestFirst", "direction": "Right"}
+    saved = json.loads(path.read_text()) | {"padding": padding, "truncation": cut}
+    path.write_text(json.dumps(saved))
+    assert tokenizers.load(str(path)).encode("to be or not").tolist() == wanted
+
+
+MERGES = {"type": "BPE", "vocab": {"</s>": 0, "a": 1, "aa": 2}}
+SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": MERGES | {"merges": ["a a", "aa a"]}}, "lacks a part of the merge 'aa a'"),
+        ({"model": MERGES | {"merges": [["a", "b"]]}}, "lacks a part of the merge"),
+        (
+            {"pre_tokenizer": SPLIT | {"pattern": {"Regex": r"x(?:\p{L}+)+$"}}},
+            "repeats a repetition",
+        ),
+    ],
+)
+def test_what_would_make_the_library_panic(changes, words, tmp_path, capfd):
+    """A panic prints lines of Rust by itself."""
+    path = small_tokenizer(tmp_path / "words.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(DataError, match=words):
+        tokenizers.load(str(path)).encode("a" * 30 + "!")
+    assert capfd.readouterr().err == ""
+
+
 def test_from_manifest(gpt2, tmp_path):
     with pytest.raises(DataError, match=r"no manifest\.json"):
         tokenizers.from_manifest(tmp_path)

@@ -73,6 +73,7 @@ TRAIN = [  # what follows "train.py --config CONFIG --workdir RUN/run --config."
     ),
 ]
 DEEP = "[" * 100_000
+PICTURES = "train.py --config quickstart_images --workdir RUN/new --config.data.train_images=64"
 OF_TRAIN = "train.py --config CONFIG --workdir RUN/new"
 WEIGHTS = "--config.model.init_from=RUN/run/m.safetensors"
 OTHER = [
@@ -151,7 +152,9 @@ OTHER += [
     ("metrics.jsonl a folder", "plot RUN/run", "metrics.jsonl"),
     ("out", "plot RUN/run --out RUN", "is a folder; name a file in it"),
     ("micro-batches", "train --config.pipeline.stages=1 --config.pipeline.micro_batches=0", "must"),
+    ("pictures", f"{PICTURES} --config.batch_size=800", "batch_size must be at most 64"),
     ("plan deep", "train --config.cluster.plan=RUN/run/plan", "is not a plan: it is nested"),
+    ("plan name", "train --config.cluster.plan=RUN/run/plan", "is not a plan: the name of its"),
     ("plan a list", "train --config.cluster.plan=RUN/run/plan", "plan"),
     ("plan a folder", "train --config.cluster.plan=RUN", "cannot read the plan"),
     ("SLURM", "train", "SLURM_NTASKS must hold whole numbers, got 'two'"),
@@ -194,6 +197,9 @@ FILES = {  # what is in RUN/run
     "matrices of terabytes": {"g.npy": BOMB},
     "plan deep": {"plan": DEEP.encode()},
     "plan a list": {"plan": b"[1]"},
+    "plan name": {
+        "plan": b'{"format": "decent_jax.plan/1", "devices": ["a"], "schedule": {"name": []}}'
+    },
     "metrics.jsonl binary": {"metrics.jsonl": b"\x80\n{}\n"},
     "metrics.jsonl a list": {"metrics.jsonl": b"[]\n{}\n"},
     "metrics.jsonl deep": {"metrics.jsonl": f"{DEEP}\n{{}}\n".encode()},

@@ -50,6 +50,7 @@ PLANNER = [  # what follows "planner "
     ("forever", f"place {CLUSTER} --parameters 1e6 --time_limit_s inf", "--time_limit_s must be"),
     ("inf", f"place {CLUSTER} {STAGES} --pipeline_bytes inf", "--pipeline_bytes must be"),
     ("nan", f"place {CLUSTER} {STAGES} --pipeline_bytes nan", "--pipeline_bytes must be"),
+    ("one", f"predict {CLUSTER} {MODEL} --out x.png --timeline x.png", "are one file, x.png"),
     ("flag", f"predict {CLUSTER} --{NINES}", "unrecognized arguments"),
     ("choice", f"predict {CLUSTER} {MODEL} --wire {NINES}", "invalid choice"),
     (
@@ -135,11 +136,18 @@ PEERS = [  # what follows "peers "
     ("log end", REPLAY, "ends after step 2000000000 and has only 3 lines"),
     ("config gone", REPLAY, "no readable config.json"),
     ("config wrong", REPLAY, r"config\.json: num_replicas must be"),
-    ("manifest deep", REPLAY, r"peers\.json is damaged"),
+    ("manifest deep", REPLAY, r"peers\.json: is damaged"),
     ("manifest streams", REPLAY, r"peers\.json is damaged"),
     ("manifest peers", REPLAY, r"peers\.json is damaged"),
     ("manifest gone", REPLAY, r"has no peers\.json"),
 ]
+ON_PEERS = "train --config quickstart_peers --workdir run"
+TRAIN = [
+    ("manifest slot", ON_PEERS, r"peers\.json is damaged"),
+    ("manifest best", ON_PEERS, r"peers\.json is damaged"),
+    ("manifest batch", ON_PEERS, "a peer's batch is 7 examples"),
+]
+TRAIN += [("metrics", "plot run --mean --out x.svg --csv x.svg", "are one file, x.svg")]
 KEPT = [  # a file of the user's is where a command would write
     (f"planner network {CLUSTER} --save thesis.json", "--save thesis.json exists and was not"),
     (f"planner place {CLUSTER} --parameters 1e6 --plan thesis.json", "--plan thesis.json exists"),
@@ -268,10 +276,14 @@ FILES = {
     "manifest deep": RUN | {MANIFEST: DEEP},
     "manifest streams": RUN | {MANIFEST: RUN[MANIFEST].replace('"streams": 8', '"streams": 0')},
     "manifest peers": RUN | {MANIFEST: RUN[MANIFEST].replace('"steps": 1', '"steps": -1')},
+    "manifest slot": {MANIFEST: RUN[MANIFEST].replace('"0"', f'"{NINES}"')},
+    "manifest best": {MANIFEST: RUN[MANIFEST].replace("null", "1" + "0" * 400)},
+    "manifest batch": {MANIFEST: RUN[MANIFEST].replace('"batch": 8', '"batch": 7')},
     "manifest gone": {name: text for name, text in RUN.items() if name != MANIFEST},
     "a folder called peers": {"run/peers/thesis.txt": "my thesis"},
     "nothing": {},
     "count": RUN,
+    "metrics": {"run/metrics.jsonl": '{"step": 1}\n{"step": 2}\n'},
 }
 STRANGERS = {
     "text thesis": "out/thesis.txt",
@@ -283,6 +295,7 @@ STRANGERS |= {"images unfinished": ".new.unfinished/thesis.txt"}
 ROWS = [(name, f"planner {rest}", words) for name, rest, words in PLANNER]
 ROWS += [(name, f"prepare {rest}", words) for name, rest, words in PREPARE]
 ROWS += [(name, f"peers {rest}", words) for name, rest, words in PEERS]
+ROWS += TRAIN
 ROWS += [("kept", rest, words) for rest, words in KEPT]
 
 

@@ -1,6 +1,7 @@
 """What pip installs: the core alone, the extras, every package of the wheel, one command."""
 
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
@@ -39,6 +40,18 @@ INSTALLED_AS = {  # top-level module: distributions
     for module, names in importlib.metadata.packages_distributions().items()
 }
 WITH_OTHERS = {"jaxlib", "ml-dtypes", "absl-py", "array-record"}  # jax, jax; grain and TFDS
+
+
+def test_a_reader_of_the_output_that_leaves_is_no_error(monkeypatch):
+    """`decent-jax --help | head -1`"""
+    reading, writing = os.pipe()
+    os.close(reading)
+    monkeypatch.setattr(sys, "argv", ["decent-jax"])
+    with open(writing, "w", encoding="ascii") as out, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", out)
+        with pytest.raises(SystemExit) as end:
+            command.console()
+    assert end.value.code == 141
 
 
 def test_the_wheel_has_every_package():

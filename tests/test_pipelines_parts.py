@@ -132,6 +132,7 @@ def write(threads, folder, step):
             files.write_part(folder, stage.part.stage, replica, arrays)
     n = threads.stages[0].grid.placement.num_replicas
     meta = {"step": step, "stages": len(threads.stages), "num_replicas": n}
+    meta |= {"examples": 0, "seconds": 0.0, "best": None}
     files.finish(folder, meta, keep=2)
     return meta
 

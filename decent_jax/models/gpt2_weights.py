@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import safetensors
 
+from decent_jax.json_files import read_text
 from decent_jax.models import gpt2, pieces, weight_files
 
 _PREFIX, _HEAD = "transformer.", "lm_head.weight"
@@ -118,7 +119,7 @@ def config_from_safetensors(path: str | os.PathLike) -> gpt2.GPT2Config:
         context, _ = file.get_slice(stored["wpe.weight"]).get_shape()
     beside = Path(path).with_name("config.json")
     if beside.exists():
-        heads = json.loads(beside.read_text())["n_head"]
+        heads = json.loads(read_text(beside))["n_head"]
     elif width % 64 == 0:
         heads = width // 64
     else:

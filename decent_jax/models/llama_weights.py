@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import safetensors
 
+from decent_jax.json_files import read_text
 from decent_jax.models import llama, pieces, weight_files
 
 _MODULES = {
@@ -107,7 +108,7 @@ def _files(path: Path) -> list[Path]:
         return [path]
     return [
         path.with_name(name)
-        for name in sorted({*json.loads(path.read_text())["weight_map"].values()})
+        for name in sorted({*json.loads(read_text(path))["weight_map"].values()})
     ]
 
 

@@ -43,10 +43,11 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
     """
     setup.check(config)
     check_address("peers", config.peers.address)
+    before = manifest.read(Path(workdir), config)
     with setup.open_run(config, workdir) as (experiment, work):
         work.config = config
         with ray_of(config, experiment):
-            return _Driver(config, experiment, work).run()
+            return _Driver(config, experiment, work, before).run()
 
 
 class _Live:
@@ -58,16 +59,18 @@ class _Live:
 
 
 class _Driver:
-    """One session of a run."""
+    """One session of a run; ``before`` is the manifest of those before it."""
 
-    def __init__(self, config: ConfigDict, experiment: Experiment, work: Workdir):
+    def __init__(
+        self, config: ConfigDict, experiment: Experiment, work: Workdir, before: dict[str, Any]
+    ):
         self.config, self.experiment, self.work = config, experiment, work
         self.per_step = config.num_replicas  # steps of peers that are one step of the run
         self.live: dict[int, _Live] = {}
         self.restarts: dict[int, int] = {}
         self.ended: list[Any] = []  # handles of peers at the end of the run
         self.looked: dict[int, dict[str, Any]] = {}
-        self.manifest = manifest.read(work.path, config)
+        self.manifest = before
         self.known = manifest.known_steps(work.path, self.manifest)
         self.gone: set[int] = set()  # slots whose peers died or left, and were not replaced
         self._reached = 0

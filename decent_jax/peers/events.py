@@ -24,7 +24,10 @@ from typing import Any
 import numpy as np
 
 from decent_jax.errors import RunError
+from decent_jax.json_files import read_bytes
 from decent_jax.peers.rule import Met
+
+_MOST_BYTES = 1 << 30  # of a log
 
 
 class EventLog:
@@ -72,7 +75,7 @@ def read(file: Path) -> list[dict[str, Any]]:
       RunError: a line is none of those above; the message names it.
     """
     events = []
-    lines = file.read_bytes().splitlines()
+    lines = read_bytes(file, _MOST_BYTES).splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             event = json.loads(line)

@@ -1,6 +1,5 @@
 """``peers.json``: how far a run of peers is, who was alive, and which streams of data there are."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +33,12 @@ def read(workdir: Path, config: ConfigDict) -> dict[str, Any]:
     Raises:
       ConfigError: it is damaged, or of peers with another batch.
     """
-    manifest: Any = None
     try:
-        manifest = read_json(workdir / MANIFEST)
-    except FileNotFoundError:
+        manifest = read_json(workdir / MANIFEST, "is damaged; take another --workdir")
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    except DataError:
-        pass
+    except DataError as error:
+        raise ConfigError(str(error)) from None
     if not _is_manifest(manifest):
         raise ConfigError(f"{workdir / MANIFEST} is damaged; take another --workdir")
     size = config.batch_size // config.num_replicas
@@ -61,11 +59,12 @@ def _is_manifest(found: Any) -> bool:
     seconds: Any = found.get("seconds")
     return (
         all(type(found.get(k)) is int and 1 <= found[k] < 2**31 for k in ("batch", "streams"))
-        and (best is None or (type(best) in (int, float) and math.isfinite(best)))
+        and (best is None or (type(best) in (int, float) and abs(best) < 1e300))
         and type(seconds) in (int, float)
         and 0 <= seconds < 2**31
         and all(
             slot.isdecimal()
+            and len(slot) < 10
             and isinstance(one, dict)
             and type(one.get("steps")) is int
             and 0 <= one["steps"] < 2**62

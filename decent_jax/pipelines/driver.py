@@ -27,7 +27,7 @@ from decent_jax.train import algorithm, loop
 from decent_jax.train.evaluation import Evaluator
 from decent_jax.train.finish import finish
 from decent_jax.train.step import TrainState
-from decent_jax.train.workdir import Signals
+from decent_jax.train.workdir import Signals, check_there
 
 _LONGEST_SPAN_S = 5.0  # steps that cells make without a word from here
 
@@ -95,6 +95,8 @@ class _Driver:
                 done = stop
                 progress.update(done)
                 self._check(spans, done)
+                if self._writing is not None and actors.over(self._writing[2]):
+                    self._finish_saving()  # a checkpoint counts, or fails, as soon as it is written
                 if is_row:
                     row = self._row(spans, done, row_seconds / row_steps if row_steps else seconds)
                     row_steps, row_seconds = 0, 0.0
@@ -233,6 +235,7 @@ class _Driver:
         if done == self._saved:
             return
         self._finish_saving()
+        check_there(self.work.path)
         self._saved, self._last_save = done, time.monotonic()
         folder = self._empty(self.folder / str(done))
         self.actors.all("snapshot")

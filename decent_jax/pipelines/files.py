@@ -7,9 +7,9 @@ without a ``manifest.json`` is no checkpoint. ``best/STEP`` holds the parameters
 model in the same way.
 """
 
-import json
+import contextlib
+import logging
 import shutil
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from decent_jax.errors import CheckpointError
-from decent_jax.json_files import write_json_atomic
+from decent_jax.errors import CheckpointError, DataError
+from decent_jax.json_files import read_json, write_json_atomic
 from decent_jax.pipelines.stage import Stage
+from decent_jax.text import shorten
 from decent_jax.train.checkpoint import BEST, FOLDER, change_replicas
 
+log = logging.getLogger(__name__)
+
 MANIFEST = "manifest.json"
-_DAMAGED = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
+_COUNTS = ("stages", "num_replicas")
+_MOST = 2**16  # stages or replicas
 
 
 def write_part(folder: Path, stage: int, replica: int, arrays: dict[str, Any]) -> None:
@@ -41,11 +45,8 @@ def finish(folder: Path, meta: dict[str, Any], keep: int) -> None:
 
 def steps(folder: Path) -> list[int]:
     """Steps of the checkpoints in ``checkpoints`` or ``best``, the oldest first."""
-    return sorted(
-        int(path.parent.name)
-        for path in folder.glob(f"*/{MANIFEST}")
-        if path.parent.name.isdecimal()
-    )
+    names = (path.parent.name for path in folder.glob(f"*/{MANIFEST}"))
+    return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
@@ -55,12 +56,30 @@ def read_meta(folder: Path) -> dict[str, Any]:
       CheckpointError: it cannot be read.
     """
     try:
-        meta = json.loads((folder / MANIFEST).read_text())
-        if not (isinstance(meta, dict) and {"step", "stages", "num_replicas"} <= meta.keys()):
-            raise ValueError("it lacks an entry")
-        return meta
-    except _DAMAGED as error:
-        raise CheckpointError(f"{folder / MANIFEST} cannot be read ({error})") from None
+        meta = read_json(folder / MANIFEST)
+    except (OSError, DataError) as error:
+        raise CheckpointError(str(error)) from None
+    if not _is_manifest(meta, int(folder.name)):
+        raise CheckpointError(f"{folder / MANIFEST} is no manifest of a checkpoint of this step")
+    return meta
+
+
+def _is_manifest(meta: Any, step: int) -> bool:
+    """Whether it has the entries that are read, with values that a run has."""
+    if not isinstance(meta, dict):
+        return False
+    best: Any = meta.get("best")
+    seconds: Any = meta.get("seconds")
+    return (
+        type(meta.get("step")) is int
+        and meta["step"] == step
+        and all(type(meta.get(k)) is int and 1 <= meta[k] <= _MOST for k in _COUNTS)
+        and type(meta.get("examples")) is int
+        and 0 <= meta["examples"] < 2**62
+        and (best is None or (type(best) in (int, float) and abs(best) < 1e300))
+        and type(seconds) in (int, float)
+        and 0 <= seconds < 2**31
+    )
 
 
 def check(folder: Path) -> dict[str, Any]:
@@ -74,11 +93,8 @@ def check(folder: Path) -> dict[str, Any]:
     meta = read_meta(folder)
     for replica in range(meta["num_replicas"]):
         for path in _files(folder, meta, replica):
-            try:
-                with np.load(path, allow_pickle=False) as stored:
-                    stored.files  # noqa: B018 (reads the directory at the end of the file)
-            except _DAMAGED as error:
-                raise CheckpointError(f"{path} is damaged ({error})") from None
+            with _arrays_of(path):  # reads the directory at the end of the file
+                pass
     return meta
 
 
@@ -102,17 +118,13 @@ def read_like(folder: Path, like: Any, meta: dict[str, Any], replica: int) -> An
     """
     wanted, found = by_path(like), {}
     for path in _files(folder, meta, replica):
-        try:
-            with np.load(path, allow_pickle=False) as stored:
-                for name in wanted.keys() & set(stored.files) - found.keys():
-                    found[name] = stored[name]
-        except _DAMAGED as error:
-            raise CheckpointError(
-                f"{path} is damaged ({error}); remove {folder} to go on from the one before"
-            ) from None
+        with _arrays_of(path, f"; remove {folder} to go on from the one before") as stored:
+            for name in wanted.keys() & set(stored.files) - found.keys():
+                found[name] = stored[name]
     for name, leaf in wanted.items():
-        if name not in found or found[name].shape != leaf.shape:
-            raise CheckpointError(f"{folder} has no array {name} of the shape {leaf.shape}")
+        x = found.get(name)
+        if x is None or (x.shape, x.dtype) != (leaf.shape, leaf.dtype):
+            raise CheckpointError(f"{folder} has no array {name} of {leaf.dtype}{leaf.shape}")
     return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in wanted])
 
 
@@ -153,9 +165,13 @@ def restore_model(workdir: Path, which: str) -> tuple[Any, dict[str, Any]] | Non
         folder = parent / str(step)
         try:
             meta = read_meta(folder)
-            return _mean_of_parameters(folder, meta), meta
+            params = _mean_of_parameters(folder, meta)
         except CheckpointError as error:
             failures.append(str(error))
+            continue
+        for failure in failures:
+            log.warning(f"a checkpoint is damaged, and the one before is taken: {failure}")
+        return params, meta
     if failures:
         raise CheckpointError(f"no checkpoint in {parent} can be read: {'; '.join(failures)}")
     return None
@@ -164,16 +180,18 @@ def restore_model(workdir: Path, which: str) -> tuple[Any, dict[str, Any]] | Non
 def _mean_of_parameters(folder: Path, meta: dict[str, Any]) -> Any:
     """Parameters, averaged over the replicas, as a nested dict."""
     params: dict[str, Any] = {}
-    n = meta["num_replicas"]
+    n, of_all = meta["num_replicas"], None
     for replica in range(n):
+        names: set[str] = set()
         for path in _files(folder, meta, replica):
-            try:
-                with np.load(path, allow_pickle=False) as stored:
-                    for name in stored.files:
-                        if name.startswith(".params"):
-                            _add(params, name, stored[name].astype(np.float64) / n)
-            except _DAMAGED as error:
-                raise CheckpointError(f"{path} is damaged ({error})") from None
+            with _arrays_of(path) as stored:
+                own = {name for name in stored.files if name.startswith(".params")} - names
+                for name in own:
+                    _add(params, name, stored[name].astype(np.float64) / n)
+            names |= own
+        if of_all is not None and names != of_all:
+            raise CheckpointError(f"{folder} has other arrays of replica {replica} than of 0")
+        of_all = names
     return jax.tree.map(lambda x: x.astype(np.float32), params)
 
 
@@ -183,6 +201,21 @@ def _add(tree: dict[str, Any], name: str, value: np.ndarray) -> None:
     for key in above:
         tree = tree.setdefault(key, {})
     tree[last] = tree[last] + value if last in tree else value
+
+
+@contextlib.contextmanager
+def _arrays_of(path: Path, advice: str = "") -> Iterator[Any]:
+    """A file of arrays, open; CheckpointError with ``advice`` where it is damaged."""
+    try:
+        with open(path, "rb") as file:
+            stored = np.load(file, allow_pickle=False)
+            if isinstance(stored, np.ndarray):  # a .npy file of that name
+                raise ValueError("it is no archive of arrays")
+            with stored:
+                yield stored
+    except Exception as error:  # zipfile, zlib and NumPy raise many kinds
+        why = shorten(str(error), 100) or type(error).__name__
+        raise CheckpointError(f"{path} is damaged ({why}){advice}") from None
 
 
 def _files(folder: Path, meta: dict[str, Any], replica: int) -> Iterator[Path]:

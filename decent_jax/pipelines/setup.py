@@ -77,6 +77,7 @@ def open_run(config: ConfigDict, workdir: str | Path) -> Iterator[Run]:
         placement = replicas.place(1, jax.local_devices()[:1])
         tx = parts.method(config, schedule, rate, placement)
         made = Experiment(config, task, schedule, placement, None, steps, every, rate, tx, 1)
+        work.accept()
         yield Run(made, work, plan, task.config, counts)
 
 

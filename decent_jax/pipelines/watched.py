@@ -92,6 +92,15 @@ class Watched:
             self._listen()
         return ray.get(calls)
 
+    def over(self, calls: list[Any]) -> bool:
+        """Whether all of these calls have ended, or one has failed, which `wait` then says."""
+        done, waiting = ray.wait(calls, num_returns=len(calls), timeout=0)
+        try:
+            ray.get(done)
+        except RayError:
+            return True
+        return not waiting
+
     def _listen(self) -> None:
         """Ask each cell whether it lives, and name one that has not answered in time.
 

@@ -75,6 +75,8 @@ def _predict(options: argparse.Namespace) -> None:
     if options.measured:
         _against_measured(options)
         return
+    if options.timeline and options.timeline == options.out:
+        raise ConfigError(f"--out and --timeline are one file, {options.out}; name two")
     if options.fit:
         raise ConfigError("--fit needs --measured FILE, the step times to fit to")
     model = inputs.model_of(options)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
+from decent_jax.json_files import read_text
 from decent_jax.planner import flags, outputs, predict
 from decent_jax.planner.compute_times import LogNormal
 from decent_jax.planner.network import Network
@@ -118,7 +119,7 @@ def read_rows(path: str | Path) -> list[Row]:
     """
     path = Path(path)
     try:
-        lines = path.read_text().splitlines()
+        lines = read_text(path).splitlines()
     except OSError as reason:
         raise ValueError(f"cannot read {path}: {reason.strerror or reason}") from None
     except UnicodeDecodeError:

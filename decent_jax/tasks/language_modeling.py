@@ -1,6 +1,7 @@
 """Next-token prediction with a GPT-2 or a Llama on a folder of tokens."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -224,10 +225,25 @@ class SavedModel(NamedTuple):
 
 def load(run: Run) -> SavedModel:
     """The consensus model of a run; raises DataError where its token folder is gone."""
+    return _saved(run, *_described(run))
+
+
+def _described(run: Run) -> tuple[tokenizers.Tokenizer | None, decoders.Config]:
+    """The tokenizer and the model of a run, without its checkpoint."""
     if not run.config.data.path:
         raise DataError(f"{run.workdir}/config.json names no data.path; it is not the whole one")
     tokenizer = _tokenizer(_data_folder(run.config, run.workdir))
-    config = model_config(run.config, _vocab_size(tokenizer))
+    return tokenizer, model_config(run.config, _vocab_size(tokenizer))
+
+
+def _saved(run: Run, tokenizer: tokenizers.Tokenizer | None, config: decoders.Config) -> SavedModel:
+    init = functools.partial(decoders.model(config).init, config)
+    wanted = jax.tree.map(lambda x: x.shape, jax.eval_shape(init, jax.random.key(0)))
+    if jax.tree.map(jnp.shape, run.params) != wanted:
+        raise DataError(
+            f"{run.workdir}: the checkpoint of step {run.step} holds another model than config.json"
+            " describes"
+        )
     return SavedModel(run.params, config, tokenizer, run.step)
 
 
@@ -274,10 +290,16 @@ def sample(
             "tokens and samples must be at least 1 and temperature not negative, "
             f"got {tokens}, {samples} and {temperature}"
         )
-    with announce_on_stderr("loading the model"):
-        model = load(run)
-    if model.tokenizer is None:
+    tokenizer, config = _described(run)
+    if tokenizer is None:
         raise DataError("the run's token folder has no manifest.json that names its tokenizer")
+    _check_memory(config, tokens, samples)
+    if top_k > config.vocab_size:
+        raise ConfigError(
+            f"top_k must be at most {config.vocab_size}, the model's vocabulary, got {top_k}"
+        )
+    with announce_on_stderr("loading the model"):
+        model = _saved(run, tokenizer, config)
     with announce_on_stderr("sampling"):
         return _continue(model, prompt, tokens, samples, temperature, top_k, seed)
 
@@ -287,11 +309,6 @@ def _continue(
 ) -> list[str]:
     tokenizer = model.tokenizer
     assert tokenizer is not None
-    if top_k > model.config.vocab_size:
-        raise ConfigError(
-            f"top_k must be at most {model.config.vocab_size}, the model's vocabulary, got {top_k}"
-        )
-    _check_memory(model.config, tokens, samples)
     ids = jnp.asarray([tokenizer.end_of_text, *tokenizer.encode(prompt)], jnp.int32)
     drawn = generate.generate(
         model.config,

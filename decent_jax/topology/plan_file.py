@@ -154,6 +154,8 @@ def _schedule_to_json(schedule: topology.Schedule) -> dict:
 
 
 def _schedule_from_json(fields: dict, num_replicas: int) -> topology.Schedule:
+    if not isinstance(fields["name"], str):
+        raise TypeError("the name of its schedule is no text")
     if "rounds" not in fields:
         return topology.make(fields["name"], num_replicas, local_size=fields["local_size"])
     rounds = tuple(_round(one, num_replicas) for one in fields["rounds"])

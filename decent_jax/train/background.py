@@ -25,10 +25,11 @@ class Failures(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the record may be printed."""
-        if not record.exc_info or not record.exc_info[1]:
-            return True
         if record.name == "absl" and "orbax" not in record.pathname:
             return True
+        if not record.exc_info or not record.exc_info[1]:
+            # What orbax warns of, such as a folder that went away, fails soon after.
+            return record.name != "absl" or record.levelno >= logging.ERROR
         if record.name == "absl" and record.funcName in _WRITERS and self.first is None:
             self.first = record.exc_info[1]
         return False

@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 from decent_jax import topology
 from decent_jax.cluster import start as cluster
 from decent_jax.errors import ConfigError
+from decent_jax.json_files import read_text
 from decent_jax.replicas import Placement
 from decent_jax.text import format_bytes
 from decent_jax.topology import Schedule
@@ -97,7 +98,7 @@ def _with(config: ConfigDict, schedule: str, local_size: int) -> ConfigDict:
 def _of_run(folder: str | Path, num_replicas: int) -> tuple[str, int] | None:
     """(schedule, local_size) of the run in a folder; a damaged one is refused later."""
     try:
-        saved = json.loads((Path(folder) / "config.json").read_text())
+        saved = json.loads(read_text(Path(folder) / "config.json"))
         found = saved["schedule"], saved["local_size"]
         same = saved["num_replicas"] == num_replicas
     except (OSError, ValueError, RecursionError, KeyError, TypeError):

@@ -15,6 +15,7 @@ from decent_jax.train.checkpoint import Checkpointer
 from decent_jax.train.evaluation import Model
 from decent_jax.train.setup import Experiment
 from decent_jax.train.step import TrainState
+from decent_jax.train.workdir import check_there
 
 
 class Saver:
@@ -48,6 +49,7 @@ class Saver:
 
     def save(self, done: int, state: TrainState, seconds: float) -> None:
         """Save the state after ``done`` steps and ``seconds`` of training, in the background."""
+        check_there(self.checkpoints.workdir)
         config = self._experiment.config
         self.last_save = time.monotonic()
         meta = {

@@ -88,6 +88,7 @@ def open_experiment(
         steps, every, rate = durations(config, task)
         _check_fits_the_model(config, task, tx, placement)
         # Said only now, since a run that is refused says nothing else.
+        work.accept()
         devices = list(placement.mesh.devices.reshape(-1, placement.fsdp)[:, 0])
         work.say(f"{started}\n{cluster.table(devices, placement.block)}")
         used, there = placement.mesh.devices.size, jax.device_count()

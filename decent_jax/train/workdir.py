@@ -19,7 +19,7 @@ import jax
 from ml_collections import ConfigDict
 
 from decent_jax import json_files
-from decent_jax.errors import ConfigError
+from decent_jax.errors import CheckpointError, ConfigError
 from decent_jax.progress import announce, fitted
 from decent_jax.run_folder import METRICS, read_metrics
 from decent_jax.text import format_duration, shorten
@@ -28,6 +28,7 @@ from decent_jax.train import config as config_lib
 from decent_jax.train.bar import Progress
 from decent_jax.train.metrics import MetricWriter
 
+_LOCK = ".lock"
 _LONGEST_LIST = 60  # characters of the changes of a config in one sentence
 _PACKAGES = ("decent_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -45,7 +46,7 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Iterator["Workdir"]
     try:
         made = not path.exists()
         path.mkdir(parents=True, exist_ok=True)
-        lock = open(path / ".lock", "a+")  # noqa: SIM115 (held until the end)
+        lock = open(path / _LOCK, "a+")  # noqa: SIM115 (held until the end)
     except (OSError, ValueError) as error:  # ValueError: no path at all
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"--workdir {shorten(str(path), 100)} cannot be written: {why}") from None
@@ -63,9 +64,18 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Iterator["Workdir"]
         except ConfigError:  # refused: a folder that holds nothing but the lock was made for it
             if made and not work.quiet:
                 with contextlib.suppress(OSError):
-                    (path / ".lock").unlink()
+                    (path / _LOCK).unlink()
                     path.rmdir()
             raise
+
+
+def check_there(path: Path) -> None:
+    """Raises CheckpointError where the directory of a run was moved: a new one would be made."""
+    if not (path / _LOCK).exists():
+        raise CheckpointError(
+            f"a checkpoint could not be written to {path}: the folder has gone; put it back, and "
+            "the same command continues"
+        )
 
 
 class Workdir:
@@ -84,6 +94,7 @@ class Workdir:
         self.progress: Progress | None = None
         self._began = time.time()
         self._announced = set()
+        self._kept: list[str] | None = []  # announcements before `accept`
 
     def say(self, message: str) -> None:
         """Print a line, above the progress bar if there is one."""
@@ -101,7 +112,13 @@ class Workdir:
         self._announced.add(message)
         if self.progress is not None:
             return self.progress.announce(message)
-        return announce(message, quiet=self.quiet)
+        return announce(message, quiet=self.quiet, kept=self._kept)
+
+    def accept(self) -> None:
+        """Print the announcements so far: the run is not refused, which leaves nothing but why."""
+        kept, self._kept = self._kept or [], None
+        for line in kept:
+            self.say(line)
 
     @contextlib.contextmanager
     def show_progress(self, steps: int, start: int) -> Iterator[Progress]:
@@ -118,7 +135,7 @@ class Workdir:
         if not saved.exists():
             return
         try:
-            old = json_files.flat(json.loads(saved.read_text()))
+            old = json_files.flat(json.loads(json_files.read_text(saved)))
         except (OSError, ValueError, AttributeError, RecursionError):
             raise ConfigError(f"{saved} is damaged; repair it or take another --workdir") from None
         changes = config_lib.refused_changes(old, json_files.flat(self.config))

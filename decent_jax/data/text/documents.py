@@ -4,9 +4,7 @@ A folder that Hugging Face's ``datasets`` saved (``save_to_disk``) is one of .ar
 
 `chunks`, in the reading process, cuts the inputs into pieces of about a megabyte; `documents`, in a
 worker, turns a piece into texts. Neither holds more than a few pieces. Only a .txt file, which is
-one document, is held whole.
-
-JSON lines are read by hand: pyarrow's reader cannot name the line that is wrong.
+one document, is held whole. JSON lines are read by hand: pyarrow's reader cannot name a wrong line.
 """
 
 import collections
@@ -30,6 +28,7 @@ from decent_jax.text import shorten, shown
 CHUNK_BYTES = 1 << 20
 LONGEST_LINE = 1 << 28  # bytes: of a document in a .jsonl file
 ROWS = 256  # of a parquet or TFDS chunk
+_COPIES = 4  # of a chunk: with its dictionary, as a list, encoded, and on its way to a worker
 
 _KINDS = {
     ".txt": "txt",
@@ -268,9 +267,10 @@ def _parquet_chunks(source: Source, field: str) -> Iterator[Chunk]:
             total = file.metadata.num_rows
             rows = _rows_at_once(file.metadata, field)
             for batch in file.iter_batches(batch_size=rows, columns=[field]):
-                read = source.size * (row + len(batch)) // total - source.size * row // total
-                yield Chunk(source, batch.column(0).to_pylist(), read, row)
-                row += len(batch)
+                for part in _parts(batch.column(0)):
+                    read = source.size * (row + len(part)) // total - source.size * row // total
+                    yield Chunk(source, part.to_pylist(), read, row)
+                    row += len(part)
     except UnicodeDecodeError:
         raise DataError(f"{source.path}: invalid UTF-8 after row {row}") from None
     except pa.ArrowException as error:
@@ -278,14 +278,17 @@ def _parquet_chunks(source: Source, field: str) -> Iterator[Chunk]:
 
 
 def _rows_at_once(metadata: Any, field: str) -> int:
-    """Rows of a parquet file that this machine can hold, up to `ROWS`.
+    """Rows of a parquet file that this machine can hold, up to `ROWS`: few of long texts."""
+    columns = _columns(metadata, field)
+    sizes = [column.total_uncompressed_size / max(column.num_values, 1) for column in columns]
+    return max(min(int(_most_text() / _COPIES / max([1, *sizes])), ROWS), 1)
 
-    A row may be as large as its column in a row group: a dictionary says a text once for all rows.
-    """
+
+def _columns(metadata: Any, field: str) -> list[Any]:
+    """What the footer of a parquet file says of a column, for each row group."""
     groups = map(metadata.row_group, range(metadata.num_row_groups))
-    columns = [group.column(k) for group in groups for k in range(group.num_columns)]
-    sizes = [c.total_uncompressed_size for c in columns if c.path_in_schema == field]
-    return max(min(_most_text() // max([1, *sizes]), ROWS), 1)
+    columns = (group.column(k) for group in groups for k in range(group.num_columns))
+    return [column for column in columns if column.path_in_schema == field]
 
 
 def _arrow_chunks(source: Source, field: str) -> Iterator[Chunk]:
@@ -297,6 +300,7 @@ def _arrow_chunks(source: Source, field: str) -> Iterator[Chunk]:
     try:
         with _arrow(source.path, field) as batches:
             for batch, position in batches:
+                batch.column(field).validate(full=True)  # offsets beyond the end crash Arrow
                 for part in _parts(batch.column(field)):
                     texts = part.to_pylist()
                     yield Chunk(source, texts, position - read, row)
@@ -308,15 +312,14 @@ def _arrow_chunks(source: Source, field: str) -> Iterator[Chunk]:
 
 
 def _parts(column: Any) -> list[Any]:
-    """The column; one with a dictionary, which may be much larger as texts, in pieces."""
-    import pyarrow as pa
+    """The column; one with a dictionary, which says a text once for all rows, in pieces."""
     import pyarrow.compute as pc
 
-    if not pa.types.is_dictionary(column.type):
+    if not hasattr(column, "dictionary"):
         return [column]
     lengths = pc.call_function("binary_length", [column.dictionary])
     longest = pc.call_function("max", [lengths]).as_py() or 1
-    rows = max(_most_text() // longest, 1)
+    rows = max(_most_text() // _COPIES // longest, 1)
     return [column.slice(k, rows) for k in range(0, len(column), rows)]
 
 
@@ -390,15 +393,14 @@ def _parquet(path: Path, field: str):
     import pyarrow.parquet as pq
 
     try:
-        file = pq.ParquetFile(path)
+        with pq.ParquetFile(path) as file:
+            _check_column(path, file.schema_arrow, field)
+            encodings = str([column.encodings for column in _columns(file.metadata, field)])
+        # Texts that many rows share take their place once, until `_parts` cuts the rows.
+        shared = "DICTIONARY" in encodings and "DELTA" not in encodings  # which Arrow cannot mix
+        return pq.ParquetFile(path, read_dictionary=[field] if shared else None)
     except pa.ArrowException as error:
         raise DataError(f"{path}: not a readable parquet file ({short(error)})") from None
-    try:
-        _check_column(path, file.schema_arrow, field)
-    except DataError:
-        file.close()
-        raise
-    return file
 
 
 @contextlib.contextmanager
@@ -428,6 +430,8 @@ def _check_column(path: Path, schema: Any, field: str) -> None:
     if field not in schema.names:
         names = shorten(", ".join(map(repr, schema.names)), 100)
         raise DataError(f"{path}: no column {shown(field)}, only {names}; see --text_field")
+    if schema.names.count(field) > 1:
+        raise DataError(f"{path}: several columns are called {field!r}; leave one")
     kind = schema.field(field).type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type

@@ -1,7 +1,9 @@
 """Tokenizers of Hugging Face, from their one file ``tokenizer.json``."""
 
+import base64
 import contextlib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -10,10 +12,15 @@ import numpy as np
 from decent_jax import extras
 from decent_jax.data.text.tokenizers import Tokenizer, checked_ids, valid_unicode
 from decent_jax.errors import DataError
+from decent_jax.text import shown
 
 FILE = "tokenizer.json"
 LARGEST = 2**24  # vocabulary, as of `model.vocab_size`
 # What published tokenizers call the end of a document, of which a file has one.
+# A repetition of nothing but a repetition, such as (a+)+: its time is exponential in the text.
+_REPEATED_TWICE = re.compile(
+    r"\((\?:)?(\\[pP]\{[^}]*\}|\\.|\[(\\.|[^\]\\])*\]|[^\\\[\]()|*+?{}])[*+]\)[*+]"
+)
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 
 
@@ -48,9 +55,12 @@ class HFTokenizer(Tokenizer):
         self.name = FILE
         made: Any = tokenizers.Tokenizer  # which has no types
         with _one_sentence("is damaged, or no tokenizer"):
-            self._tokenizer = made.from_str(content.decode())
+            text = content.decode()
+            _check(json.loads(text))
+            self._tokenizer = made.from_str(text)
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         if self.vocab_size > LARGEST:
@@ -77,3 +87,38 @@ class HFTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         ids = checked_ids(ids, self.vocab_size).tolist()
         return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def _check(found: Any) -> None:
+    """Raises ValueError for what makes the library panic, which prints lines of Rust by itself."""
+    model = found["model"]
+    merges, vocabulary = model.get("merges") or [], model.get("vocab")
+    prefix = model.get("continuing_subword_prefix") or ""
+    for merge in merges:
+        if isinstance(merge, str) and merge.startswith("#version"):
+            continue
+        left, right = merge.split(" ") if isinstance(merge, str) else merge
+        both = left + right.removeprefix(prefix)
+        if not (right.startswith(prefix) and {left, right, both} <= vocabulary.keys()):
+            raise ValueError(f"the vocabulary lacks a part of the merge {shown(merge)}")
+    for part in _parts(found.get("normalizer")):
+        if part.get("type") == "Precompiled":
+            table = base64.b64decode(part["precompiled_charsmap"], validate=True)
+            size = int.from_bytes(table[:4], "little")  # of a trie; then the texts
+            if size % 4 or not 4 <= size <= len(table) - 4:
+                raise ValueError("precompiled_charsmap is cut short")
+            table[4 + size :].decode()
+    for name in ("normalizer", "pre_tokenizer", "decoder"):
+        for part in _parts(found.get(name)):
+            twice = _REPEATED_TWICE.search(str(part.get("Regex", "")))
+            if twice:
+                raise ValueError(f"a pattern repeats a repetition, {shown(twice[0])}")
+
+
+def _parts(part: Any) -> Iterator[dict[str, Any]]:
+    """The objects within a part of a tokenizer, and itself."""
+    if isinstance(part, dict):
+        yield part
+        part = list(part.values())
+    for inner in part if isinstance(part, list) else ():
+        yield from _parts(inner)

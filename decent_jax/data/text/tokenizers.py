@@ -21,7 +21,7 @@ import numpy as np
 from decent_jax import extras
 from decent_jax.data.reading import entries_of, one_sentence
 from decent_jax.errors import DataError
-from decent_jax.json_files import read_json
+from decent_jax.json_files import read_bytes, read_json
 
 NAMES = ("gpt2", "bytes")
 GPT2_FILES = ("encoder.json", "vocab.bpe")
@@ -174,7 +174,7 @@ def load(name: str, path: str | Path | None = None) -> Tokenizer:
         file = Path(path or "") / name
         try:
             try:
-                return HFTokenizer(file.read_bytes())
+                return HFTokenizer(read_bytes(file))
             except DataError as error:
                 raise DataError(f"{file}: {error}") from None
         except OSError as error:
@@ -245,7 +245,7 @@ def _read(folder: Path) -> dict[str, bytes]:
                 f"{folder}: holds no {name}; the gpt2 tokenizer needs encoder.json and vocab.bpe"
             )
         with one_sentence(folder / name):
-            files[name] = (folder / name).read_bytes()
+            files[name] = read_bytes(folder / name)
     return files
 
 
