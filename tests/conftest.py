@@ -1,7 +1,6 @@
 """One process with eight simulated devices, and no tolerance for silent broadcasting."""
 
-import contextlib
-import functools
+import gc
 import json
 import os
 import signal
@@ -30,16 +29,37 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_traceback_in_locations_limit", 1)  # pytest's own frames are a hundred
 
-EMITTERS = "xla_cpu_use_fusion_emitters"
 SECONDS = Path(__file__).with_name("seconds.json")
+
+# Programs of tests run for a few steps, for which LLVM's optimizations do not pay: XLA compiles the
+# gradient of a GPT-2 layer in 0.7 instead of 14 s. They change no HLO, and so no message.
+jax.config.update("jax_disable_most_optimizations", True)
+# Without them, the former emitters of the CPU backend take a third of the newer ones' time, but
+# fuse otherwise: `users_hlo` switches them off. jaxlib 0.12 has the newer ones only.
+EMITTERS = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 12) else {}
+_options, _changed = compiler.get_compile_options, dict(EMITTERS)
+
+
+def _fast_options(*args, env_options_overrides=None, **kwargs):
+    changed = _changed | (env_options_overrides or {})
+    return _options(*args, env_options_overrides=changed, **kwargs)
+
+
+compiler.get_compile_options = _fast_options
+
+KEPT = 1000  # programs, before jax's caches are cleared
 _programs: list[str] = []  # that this process compiled
+_kept = 0  # of them, since the caches were cleared
 _seconds: Counter[str] = Counter()
 
 
 def _note(event, _, fun_name="", **__):
+    global _kept
     if event == "/jax/core/compile/backend_compile_duration":
         _programs.append(fun_name)
+        _kept += 1
 
 
 jax.monitoring.register_event_duration_secs_listener(_note)
@@ -72,6 +92,12 @@ def pytest_collection_modifyitems(items):
     items.sort(key=order)
 
 
+def pytest_collection_finish():
+    """What was imported lives as long as the process: the collector need not look at it again."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_runtest_logreport(report):
     _seconds[report.nodeid] += report.duration
 
@@ -92,8 +118,11 @@ def pytest_sessionfinish(session):
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs():
     """jax keeps 8192 of the calls it has compiled; full, it keeps no new one, and all are slow."""
+    global _kept
     yield
-    jax.clear_caches()
+    if _kept > KEPT:
+        jax.clear_caches()
+        _kept = 0
 
 
 @pytest.fixture
@@ -117,42 +146,12 @@ def cache_folder(tmp_path_factory):
     return os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(shared / "cache")
 
 
-@functools.cache
-def _former_emitters():
-    """XLA's option for them; {} where it has no such option any more (jaxlib 0.12)."""
-    try:
-        jax.jit(lambda x: x).lower(0.0).compile({EMITTERS: False})
-    except jax.errors.JaxRuntimeError:
-        return {}
-    return {EMITTERS: False}
-
-
-@contextlib.contextmanager
-def _compiling_fast():
-    """XLA compiles a gradient of a GPT-2 layer in 0.7 instead of 14 s, of a ResNet in 0.5 of 3.7.
-
-    Without optimizations the former emitters of its CPU backend take a third of the newer ones'
-    time. The programs are slower.
-    """
-    options = compiler.get_compile_options
-    emitters = _former_emitters()
-
-    def with_former_emitters(*args, env_options_overrides=None, **kwargs):
-        changed = emitters | (env_options_overrides or {})
-        return options(*args, env_options_overrides=changed, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "get_compile_options", with_former_emitters)
-        jax.config.update("jax_disable_most_optimizations", True)
-        yield
-        jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.fixture(scope="module")
 def compile_once(cache_folder):
-    """Compiling takes most of a tiny run: done fast, and once for all runs of a session.
+    """Compiling takes most of a tiny run: done once for all runs of a session.
 
-    Yields the same settings as environment variables, for processes that a test starts.
+    Yields these settings, and those of fast compilation, as environment variables, for processes
+    that a test starts.
     """
     wanted = {
         "jax_enable_compilation_cache": True,
@@ -165,20 +164,19 @@ def compile_once(cache_folder):
         jax.config.update(name, value)
     compilation_cache.reset_cache()
     variables = {name.upper(): str(value) for name, value in wanted.items()}
-    flags = "".join(f"--{name}=false" for name in _former_emitters())
-    variables |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "true", "XLA_FLAGS": flags}
-    with _compiling_fast():
-        yield variables
+    options = " ".join(f"--{name}={str(value).lower()}" for name, value in EMITTERS.items())
+    yield variables | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "true", "XLA_FLAGS": options}
     for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
 
 
 @pytest.fixture
-def unoptimized():
-    """For numbers of large programs that run a few steps; not where HLO is read."""
-    with _compiling_fast():
-        yield
+def users_hlo():
+    """For what is read off a compiled program: it is the one that users have."""
+    _changed.clear()
+    yield
+    _changed.update(EMITTERS)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 
@@ -47,15 +48,32 @@ def start_process(tmp_path):
         yield start
 
 
-def wait_for_rows(group, workdir, count: int, timeout: float = 240) -> None:
+def until(true, *processes, seconds: float = 300) -> None:
+    """Wait until something is true while these run; else show what they said."""
+    ends = time.monotonic() + seconds
+    while not true():
+        alive = all(process.poll() is None for process in processes)
+        if not alive or time.monotonic() > ends:
+            words = "\n".join(process.words.read_text()[-3000:] for process in processes)
+            pytest.fail(words or "nothing happened")
+        time.sleep(0.05)
+
+
+def wait_for_rows(group, workdir, count: int) -> None:
     """Until the run's metrics.jsonl has ``count`` rows."""
-    end = time.monotonic() + timeout
-    while time.monotonic() < end and all(process.poll() is None for process in group):
-        with contextlib.suppress(FileNotFoundError):
-            if (workdir / "metrics.jsonl").read_text().count("\n") >= count:
-                return
-        time.sleep(0.01)
-    raise AssertionError("\n".join(process.words.read_text()[-3000:] for process in group))
+    path = workdir / "metrics.jsonl"
+    until(lambda: path.exists() and path.read_text().count("\n") >= count, *group)
+
+
+def children_of(process) -> list[psutil.Process]:
+    """Its children, and theirs."""
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def nothing_is_left(children) -> None:
+    _, alive = psutil.wait_procs(children, timeout=30)
+    alive = [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+    assert not alive, alive
 
 
 def finish(group, codes: list[int], timeout: float = 300) -> str:

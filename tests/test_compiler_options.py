@@ -14,6 +14,8 @@ from decent_jax.train import algorithm, xla
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
 
+pytestmark = pytest.mark.usefixtures("users_hlo")
+
 
 @pytest.fixture(autouse=True)
 def no_flags(monkeypatch):

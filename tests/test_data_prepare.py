@@ -8,10 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import mini_imagenet
 import pytest
+from several import children_of, nothing_is_left, until
 
 from decent_jax.data import prepared_folder, worker_pool
 from decent_jax.data.images import prepare as prepare_images
@@ -164,27 +164,6 @@ def test_damaged_manifests(tmp_path):
 # --- kills ----------------------------------------------------------------------------------------
 
 
-def _children(pid):
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                with open(f"/proc/{entry}/stat") as file:
-                    fields = file.read().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[1]) == pid and fields[0] != "Z":
-                found.append(int(entry))
-    return found
-
-
-def _wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.02)
-
-
 # Images take long to check, in whichever process; texts and pairs come out of a pipe that does not
 # end: so a kill always hits the middle.
 _SLOW = """
@@ -227,14 +206,14 @@ def test_a_killed_run(kind, number, tmp_path):
     )
     with open(pipe, "rb" if kind == "images" else "wb"):  # a pipe: once the run has opened it
         if kind == "images":
-            _wait_for(lambda: len(list(unfinished.glob("*.json"))) >= 2)
-        _wait_for(lambda: len(_children(run.pid)) >= 3)  # two workers, the resource tracker
-        workers = _children(run.pid)
+            until(lambda: len(list(unfinished.glob("*.json"))) >= 2, seconds=60)
+        until(lambda: len(children_of(run)) >= 3, seconds=60)  # two workers, the resource tracker
+        workers = children_of(run)
         run.send_signal(number)
         if number != signal.SIGKILL:
             run.wait(60)
     said = run.communicate(timeout=60)[1]
-    _wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in workers))
+    nothing_is_left(workers)
     assert not out.exists()
     drafts = [path for path in tmp_path.iterdir() if path.name.startswith(".out.tmp-")]
     if number == signal.SIGKILL:

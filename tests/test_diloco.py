@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from decent_jax import optim, topology
 from decent_jax.optim.fragments import cut
 
-pytestmark = pytest.mark.usefixtures("x64", "unoptimized")
+pytestmark = pytest.mark.usefixtures("x64")
 N, LR = 4, 0.1
 
 

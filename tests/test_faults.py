@@ -4,13 +4,12 @@ import os
 import runpy
 import signal
 import socket
-import time
 from pathlib import Path
 
 import jax
 import pytest
 import tiny
-from several import cluster_flags, free_port, said
+from several import cluster_flags, free_port, said, until
 
 from decent_jax.cluster import start as cluster
 from decent_jax.cluster import watch
@@ -112,12 +111,7 @@ def start_group(start_process, tmp_path, count, end=""):
 
 
 def wait_until_ready(group):
-    end = time.monotonic() + 120
-    while not all("ready" in process.words.read_text() for process in group):
-        assert time.monotonic() < end and all(process.poll() is None for process in group), "".join(
-            process.words.read_text() for process in group
-        )
-        time.sleep(0.05)
+    until(lambda: all("ready" in process.words.read_text() for process in group), *group)
 
 
 def lost(process, why):

@@ -63,7 +63,7 @@ SCHEDULES = {"one-peer-exp": "hypercube", "alternating-exp-ring": "alternating_e
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_decentralized_trajectories(name, x64, unoptimized):
+def test_decentralized_trajectories(name, x64):
     """The reference's rounds are none, 1, 3, 4, 5, ... (it skips one); see the golden README."""
     data = np.load(shared("golden/decent_dp_4_replicas.npz"))
     case = RUNS[name]

@@ -105,7 +105,7 @@ FORMS = [
 
 
 @pytest.mark.parametrize(("form", "n", "devices"), FORMS)
-def test_mix_is_the_matrix(form, n, devices, x64, unoptimized):
+def test_mix_is_the_matrix(form, n, devices, x64):
     """All schedules and rounds of a size in one executable, and with replicas that are not finite.
 
     Guarded, a replica's tree holds a pattern of bad replicas per row.
@@ -198,7 +198,7 @@ GROUP_FORMS = [("vmap", 8, 1), ("devices", 8, 8), ("block", 8, 4), ("block", 24,
 
 
 @pytest.mark.parametrize(("form", "n", "devices"), GROUP_FORMS)
-def test_groups_that_send_are_the_matrix_in_float32(form, n, devices, unoptimized):
+def test_groups_that_send_are_the_matrix_in_float32(form, n, devices):
     """Leaves of any size, also such as the devices of a group do not divide, of two dtypes."""
     names = ("alternating_exp_ring", "hierarchical", "hierarchical(complete, bidirectional_ring)")
     schedules = {}

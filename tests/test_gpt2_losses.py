@@ -87,7 +87,7 @@ def test_residuals_are_narrow():
     }
 
 
-def test_compiled_gradient_writes_float32_logits_at_most_once():
+def test_compiled_gradient_writes_float32_logits_at_most_once(users_hlo):
     """Outside fusions, whose insides live in registers. The CPU's reductions want a float32 copy
     in the forward pass; the gradient must come from the narrow logits straight."""
     logits, targets = random_case("bfloat16", (256, 512))

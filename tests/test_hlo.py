@@ -30,6 +30,9 @@ KINDS = (
 )
 
 
+pytestmark = pytest.mark.usefixtures("users_hlo")
+
+
 @pytest.fixture(autouse=True)
 def arrays_apart(monkeypatch):
     """Each array is a message of its own, however small, but in the tests of packing."""

@@ -8,6 +8,7 @@ import gzip
 import json
 import os
 import shlex
+import zipfile
 
 import mini_imagenet
 import numpy as np
@@ -289,9 +290,9 @@ STRANGERS = {
     "text thesis": "out/thesis.txt",
     "text folder": "out/own/",
     "pairs thesis": "out/val.txt",
+    "images thesis": "out/train.txt",
+    "images unfinished": ".new.unfinished/thesis.txt",
 }
-STRANGERS |= {"pairs thesis": "out/val.txt", "images thesis": "out/train.txt"}
-STRANGERS |= {"images unfinished": ".new.unfinished/thesis.txt"}
 ROWS = [(name, f"planner {rest}", words) for name, rest, words in PLANNER]
 ROWS += [(name, f"prepare {rest}", words) for name, rest, words in PREPARE]
 ROWS += [(name, f"peers {rest}", words) for name, rest, words in PEERS]
@@ -306,7 +307,7 @@ def limits(monkeypatch):
     monkeypatch.setattr("decent_jax.data.text.documents.LONGEST_LINE", 1 << 18)
 
 
-@pytest.mark.parametrize(("name", "line", "words"), ROWS, ids=[row[1][:60] for row in ROWS])
+@pytest.mark.parametrize(("name", "line", "words"), ROWS, ids=[", ".join(r[:2])[:60] for r in ROWS])
 def test_one_sentence(name, line, words, tmp_path, capsys, monkeypatch, limits):
     monkeypatch.chdir(tmp_path)
     write(name, tmp_path)
@@ -350,8 +351,6 @@ def write(name, folder):
 
 
 def write_zip(path, content):
-    import zipfile
-
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in content.items():
             archive.writestr(name, data)

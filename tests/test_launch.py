@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import tiny
 import yaml
-from several import slurm
+from several import slurm, until
 
 from decent_jax import json_files, topology
 from decent_jax.cluster import start
@@ -170,15 +170,12 @@ def test_processes_end_with_their_supervisor_however_it_ends(start_process, tmp_
     flags = ["--config", config, f"--workdir={tmp_path}"]
     process = start_process([LAUNCH / "supervise.py", "--processes", 2, "--", program, *flags])
     files = [tmp_path / f"{k}.txt" for k in range(2)]
-    wait_until(lambda: all(path.exists() and path.read_text() for path in files), process)
+    until(lambda: all(path.exists() and path.read_text() for path in files), process)
     pids, secrets = zip(*(path.read_text().split() for path in files), strict=True)
     assert len(set(secrets)) == 1 and len(secrets[0]) == 64
     process.kill()
     process.wait()
-    end = time.monotonic() + 60
-    while any(Path("/proc", pid).exists() for pid in pids):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    until(lambda: not any(Path("/proc", pid).exists() for pid in pids), seconds=60)
     log = (tmp_path / "process-1.log").read_text()
     assert log == "program.py: the supervisor is gone: stopping\n"
 
@@ -221,13 +218,6 @@ def test_mistakes_of_the_supervisor_are_a_sentence(capsys):
 # --- A host is lost -------------------------------------------------------------------------------
 
 
-def wait_until(condition, process, seconds=300):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end and process.poll() is None, process.words.read_text()[-3000:]
-        time.sleep(0.05)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_three_processes_one_is_killed_two_end_the_run(start_process, tmp_path, compile_once):
@@ -246,11 +236,11 @@ def test_three_processes_one_is_killed_two_end_the_run(start_process, tmp_path, 
     program = [LAUNCH / "supervise.py", "--processes", 3, "--", ROOT / "train.py", *flags]
     process = start_process(program, **compile_once)
     saved = workdir / "checkpoints" / "8"
-    wait_until(saved.exists, process)
+    until(saved.exists, process)
     pids = re.search(r"3 processes started \(pids (.*?)\)", process.words.read_text())[1]
     victim = int(pids.split(", ")[2])
     os.kill(victim, signal.SIGKILL)
-    wait_until(lambda: "2 processes started" in process.words.read_text(), process)
+    until(lambda: "2 processes started" in process.words.read_text(), process)
     assert process.wait(timeout=300) == 0, process.words.read_text()[-3000:]
     words = process.words.read_text()
     assert "process 2 (first 2) died of SIGKILL after" in words

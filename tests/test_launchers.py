@@ -16,7 +16,7 @@ import tiny
 from several import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
-SLURM = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "unshare")
+SLURM = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "srun", "scontrol", "scancel")
 # Each has a host name of its own. Processes look for process 0 at the first, in alphabetical order.
 NODES = ("node1", "node2")
 START = 'mount --bind "$1" /etc/hosts && hostname "$0" && exec slurmd -D -f "$2"'
@@ -48,7 +48,7 @@ def train(tmp_path, compile_once):
 @pytest.fixture
 def slurm_conf(tmp_path):
     """The configuration of a running SLURM: two nodes of two cores, both this machine."""
-    path = found(*SLURM)
+    path = found(*SLURM, "unshare")
     if os.geteuid():
         pytest.skip("SLURM's daemons need root")
     folder = tmp_path / "slurm"
@@ -113,15 +113,20 @@ def test_slurm(train, slurm_conf, tmp_path):
     arguments, environment, workdir = train
     conf, path, daemons = slurm_conf
     log = tmp_path / "job.log"
-    flags = ["--wait", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--gres=none"]
+    flags = ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--gres=none", "--parsable"]
     flags += ["--time=4", f"--output={log}", f"--chdir={ROOT}", "--export=ALL"]
     environment |= {"SLURM_CONF": str(conf), "PATH": path}
-    done = subprocess.run(
-        ["sbatch", *flags, str(ROOT / "launch" / "slurm.sbatch"), *arguments],
-        env=environment, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    words = log.read_text() if log.exists() else ""
-    assert done.returncode == 0, done.stderr + words + daemons.read_text()
+
+    def said(*command):
+        given = {"env": environment, "capture_output": True, "text": True, "timeout": 60}
+        return subprocess.run(command, **given).stdout.strip()
+
+    job = said("sbatch", *flags, str(ROOT / "launch" / "slurm.sbatch"), *arguments)
+    ends = time.monotonic() + 200
+    while said("squeue", "--noheader", f"--jobs={job}") and time.monotonic() < ends:
+        time.sleep(0.2)  # sbatch --wait looks every 32 s in the end
+    words = log.read_text() if log.exists() else daemons.read_text()
+    assert "ExitCode=0:0" in said("scontrol", "show", "job", job), words
     check(workdir, words, "SLURM", "hierarchical(complete, one_peer_exp)")
 
 

@@ -17,6 +17,7 @@ from test_docs import ROOT, python_blocks
 from decent_jax import gossip, optim, replicas, topology
 from decent_jax.gossip.wire import Int8, RandomK
 
+pytestmark = pytest.mark.usefixtures("users_hlo")
 N = 8
 KINDS = ("collective-permute", "all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 SHAPES = {"kernel": (200, 120), "table": (160, 110)}  # larger than what travels together

@@ -20,7 +20,7 @@ from decent_jax.gossip import wire
 N, D, STEPS, MOMENTUM = 8, 6, 8, 0.9
 MASK = {"one": True, "two": False}
 
-pytestmark = pytest.mark.usefixtures("x64", "unoptimized")
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def rate(step):

@@ -85,7 +85,7 @@ def sent(text, kind):
 
 
 @pytest.mark.parametrize(("name", "numbers"), VARIANTS)
-def test_hlo_sends_what_is_declared(name, numbers, monkeypatch):
+def test_hlo_sends_what_is_declared(name, numbers, monkeypatch, users_hlo):
     """Bytes to a neighbour in a round, read off the compiled step; nothing else travels."""
     monkeypatch.setattr(permute, "SMALL", 0)  # scalars apart from arrays
     tx, x = build(name, numbers), stacked()
@@ -148,7 +148,7 @@ def test_memory_is_what_is_declared(name):
 # --- layouts --------------------------------------------------------------------------------------
 
 
-def test_coded_messages_do_not_depend_on_the_layout(unoptimized):
+def test_coded_messages_do_not_depend_on_the_layout():
     """Two replicas a device and all on one give the same three steps: messages coded by a key and
     the replica's number, and in pairs. test_methods has the others."""
     coded = {"choco": {"compressor": "int8"}, "swarm": {"bits": 8}}
@@ -246,7 +246,7 @@ def by_choco(tx, x, steps):
     return gossiped(step, x, jax.vmap(tx.init)(x), steps)
 
 
-def test_naive_int8_stalls_where_choco_goes_on(unoptimized):
+def test_naive_int8_stalls_where_choco_goes_on():
     """Sending rounded parameters leaves a rounding's worth; sending differences does not."""
     schedule = topology.make("bidirectional_ring", N)
     rng = np.random.default_rng(1)
@@ -265,7 +265,7 @@ def test_naive_int8_stalls_where_choco_goes_on(unoptimized):
     assert left["naive"] > 1e-2 and left["choco"] < 1e-3
 
 
-def test_choco_reaches_consensus_on_the_mean(unoptimized):
+def test_choco_reaches_consensus_on_the_mean():
     x = jnp.asarray(np.random.default_rng(2).normal(size=(4, 40)), jnp.float32)
     ring = topology.make("bidirectional_ring", 4)
     kinds = [(wire.TopK(0.1), 0.2), (wire.RandomK(0.2), 0.1), (wire.Int8(), 0.5)]
@@ -287,7 +287,7 @@ def test_a_format_of_group_means_is_refused():
 # --- another number of replicas -------------------------------------------------------------------
 
 
-def test_every_method_goes_on_with_another_number_of_replicas(unoptimized):
+def test_every_method_goes_on_with_another_number_of_replicas():
     """`replicas.resize` makes all equal, parameters and state, and the methods go on."""
 
     def after(n, steps, x, state=None):

@@ -22,12 +22,10 @@ CHANGES = {"steps": STEPS, "eval": {"every": 4}}
 FLAGS = [f"--config.steps={STEPS}", "--config.eval.every=4", "--config.mesh.devices=0"]
 FLAGS += ["--config.checkpoint.every=1", "--config.cluster.heartbeat_s=5"]
 SLOW = ["--config.data.pause=0.3"]  # steps long enough to die in
-LAYOUTS = {
-    # Reduce-scatter, permutes of parts and all-gather, two replicas per node.
-    "hierarchical": {"schedule": "hierarchical", "local_size": 2},
-    # Bytes swapped in pairs.
-    "int8": {"schedule": "hypercube", "comm_dtype": "int8"},
-}
+# Bytes swapped in pairs.
+INT8 = {"schedule": "hypercube", "comm_dtype": "int8"}
+# Reduce-scatter, permutes of parts and all-gather, two replicas per node.
+NODES = {"schedule": "hierarchical", "local_size": 2}
 BOUND_S = 40  # seconds within which the others end after one has died
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -70,24 +68,25 @@ def start(tmp_path_factory, compile_once):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, compile_once):
-    """The run of one process with one device."""
-    return tiny.run(tiny.waves(**CHANGES), tmp_path_factory.mktemp("alone") / "run")
+    """``alone(name, **changes)``: the run of one process with one device."""
+    folder = tmp_path_factory.mktemp("alone")
+    return lambda name, **changes: tiny.run(tiny.waves(**CHANGES, **changes), folder / name)
 
 
 @pytest.fixture(scope="module")
 def four(start, tmp_path_factory):
-    """(folder of runs, their flags, output of process 0): runs of four processes.
+    """(folder of runs, flags of "whole" and "killed", output of each process) of four processes.
 
-    In the first, "whole", replicas live where a plan puts them, out of the order of the processes.
-    In the last, "killed", process 2 is.
+    In these two, replicas live where a plan puts them, out of the order of the processes. In the
+    last, "killed", process 2 is.
     """
     folder = tmp_path_factory.mktemp("four")
     here = [f"{socket.gethostname()}/{k}" for k in (2, 0, 3, 1)]
-    Plan(tuple(here), topology.make("one_peer_exp", 4)).save(folder / "plan.json")
+    Plan(tuple(here), topology.make(INT8["schedule"], 4)).save(folder / "plan.json")
     planned = [f"--config.cluster.plan={folder / 'plan.json'}"]
-    runs = [(folder / "whole", planned)]
-    for name, changes in LAYOUTS.items():
-        runs.append((folder / name, [f"--config.{k}={v}" for k, v in changes.items()]))
+    planned += [f"--config.comm_dtype={INT8['comm_dtype']}"]
+    nodes = [f"--config.{name}={value}" for name, value in NODES.items()]
+    runs = (folder / "whole", planned), (folder / "nodes", nodes)
     group = start(*runs, (folder / "killed", planned + SLOW))
     wait_for_rows(group, folder / "killed", 3)
     group[2].send_signal(signal.SIGKILL)
@@ -95,10 +94,9 @@ def four(start, tmp_path_factory):
     return folder, planned, [process.words.read_text() for process in group]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_several_processes_give_the_losses_of_one(name, four, tmp_path):
-    alone = tiny.run(tiny.waves(**CHANGES, **LAYOUTS[name]), tmp_path / "alone")
-    np.testing.assert_allclose(tiny.losses(four[0] / name), tiny.losses(alone), rtol=1e-5)
+def test_nodes_of_two_processes_give_the_losses_of_one(four, alone):
+    one = alone("nodes", **NODES)
+    np.testing.assert_allclose(tiny.losses(four[0] / "nodes"), tiny.losses(one), rtol=1e-5)
 
 
 def assert_same_model(together, alone):
@@ -117,7 +115,7 @@ def assert_same_model(together, alone):
 
 def test_four_processes_give_the_model_of_one(four, alone):
     folder, _, words = four
-    assert_same_model(folder / "whole", alone)
+    assert_same_model(folder / "whole", alone("int8", **INT8))
     # Only process 0 writes, and prints where every replica lives.
     assert "process 0 of 4 (coordinator localhost:" in words[0]
     for line in ("0         2        ", "3         1        "):
@@ -148,13 +146,13 @@ def test_one_of_four_processes_dies_and_all_resume(start, four):
 def test_shards_in_two_processes_and_a_signal_to_one_of_them(start, alone, tmp_path):
     """Four replicas of two devices; after a signal both save one checkpoint, which one resumes."""
     shards = ["--config.mesh.fsdp=2"]
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    whole, stopped, one = tmp_path / "whole", tmp_path / "stopped", alone("one_peer_exp")
     group = start((whole, shards), (stopped, shards + SLOW), count=2, devices=4)
     wait_for_rows(group, stopped, 3)
     group[1].send_signal(signal.SIGTERM)
     words = finish(group, [143, 143])
     assert "a replica is sharded over 2 devices" in words and "Traceback" not in words
-    assert_same_model(whole, alone)
+    assert_same_model(whole, one)
     step = tiny.saved_steps(stopped)[-1]
     assert step < STEPS and f"interrupted after step {step}; a checkpoint is saved" in words
-    assert_same_model(tiny.run(tiny.waves(**CHANGES), stopped), alone)
+    assert_same_model(tiny.run(tiny.waves(**CHANGES), stopped), one)

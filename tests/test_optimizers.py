@@ -13,8 +13,6 @@ import pytest
 from decent_jax import optim, topology
 from decent_jax.optim.accum_adam import bias_correction
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 N, STEPS, MIX_EVERY, WINDOW = 8, 8, 2, 3
 HYPER = {"b1": 0.8, "b2": 0.9, "eps": 1e-3, "weight_decay": 0.1}
 MASK = {"kernel": True, "bias": False}

@@ -16,7 +16,7 @@ from decent_jax import gossip, optim, replicas, topology, train
 from decent_jax.gossip.wire import ChunkedTopK, RandomK, TopK
 from decent_jax.train import algorithm
 
-pytestmark = pytest.mark.usefixtures("x64", "unoptimized")
+pytestmark = pytest.mark.usefixtures("x64")
 N, D, LR, STEPS = 4, 6, 0.1, 24
 SGD = optax.sgd(LR)
 

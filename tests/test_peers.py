@@ -4,11 +4,11 @@ import contextlib
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from several import children_of, nothing_is_left, until
 
 from decent_jax import command, train
 from decent_jax.peers import replay, resize, setup
@@ -46,7 +46,7 @@ def get_config():
 
 
 @pytest.fixture(scope="module")
-def variables(tmp_path_factory, cache_folder):
+def variables(tmp_path_factory, compile_once):
     """Of the environment of `train.py`; its config is ``config.py`` in the folder PEERS_TEST."""
     folder = tmp_path_factory.mktemp("peers")
     (folder / "points").mkdir()
@@ -54,14 +54,8 @@ def variables(tmp_path_factory, cache_folder):
     (folder / "points" / "task.py").write_text("from peers_task import *  # noqa\n")
     (folder / "config.py").write_text(CONFIG)
     paths = [str(ROOT), str(ROOT / "tests"), str(folder)]
-    return {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "JAX_ENABLE_COMPILATION_CACHE": "true",
-        "JAX_COMPILATION_CACHE_DIR": cache_folder,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "PEERS_TEST": str(folder),
-    }
+    own = {"PYTHONPATH": os.pathsep.join(paths), "PEERS_TEST": str(folder)}
+    return compile_once | own | {"RAY_USAGE_STATS_ENABLED": "0"}
 
 
 def train_py(variables, workdir, **fields):
@@ -69,27 +63,10 @@ def train_py(variables, workdir, **fields):
     return [TRAIN, "--config", f"{variables['PEERS_TEST']}/config.py", "--workdir", workdir, *flags]
 
 
-def until(true, seconds=200.0, process=None):
-    """Wait until something is true; where it never is, show what the process said."""
-    ends = time.monotonic() + seconds
-    while not true():
-        alive = process is None or process.poll() is None
-        words = process.words.read_text() if process else ""
-        assert time.monotonic() < ends and alive, words
-        time.sleep(0.1)
-
-
-def look(workdir):
-    """peers.json, or nothing yet."""
-    with contextlib.suppress(FileNotFoundError):
-        return json.loads((workdir / "peers.json").read_text())["peers"]
-    return {}
-
-
 def actors(process):
     """{slot: process} of the peers, by their log file."""
     found = {}
-    for child in psutil.Process(process.pid).children(recursive=True):
+    for child in children_of(process):
         with contextlib.suppress(psutil.Error, OSError):
             path = os.readlink(f"/proc/{child.pid}/fd/1")
             if path.endswith("log.txt"):
@@ -113,12 +90,6 @@ def newest(workdir, slot):
 
 def living(workdir):
     return {f"{slot}.{newest(workdir, slot)}" for slot in "0123"}
-
-
-def nothing_is_left(children):
-    _, alive = psutil.wait_procs(children, timeout=30)
-    alive = [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
-    assert not alive, alive
 
 
 def both_sides_are_in_the_logs(workdir):
@@ -148,14 +119,14 @@ def test_a_run_in_which_everything_happens(start_process, variables, workdir):
     """Two are killed at once, one is stopped and returns, one joins, one leaves; then Ctrl-C."""
     process = start_process(train_py(variables, workdir), **variables)
     trains = lambda k, n=0: len(events(workdir, k, n)) > 30  # noqa: E731
-    until(lambda: all(trains(k) for k in "012"), process=process)
+    until(lambda: all(trains(k) for k in "012"), process)
     peers = actors(process)
     assert len(peers) == 3
     peers["1"].kill()
     peers["2"].kill()
     # One more joins.
     assert resize.main(["--workdir", str(workdir), "--count", "4"]) == 0
-    until(lambda: trains("1", 1) and trains("2", 1) and trains("3"), process=process)
+    until(lambda: trains("1", 1) and trains("2", 1) and trains("3"), process)
     for k in "12":
         start = events(workdir, k, 1)[0]
         assert start["origin"]["when"] == "boundary" and start["start"] > 10
@@ -163,15 +134,15 @@ def test_a_run_in_which_everything_happens(start_process, variables, workdir):
     peers = actors(process)
     before = len(events(workdir, "0"))
     peers["1"].suspend()
-    until(lambda: "peer 1 is silent" in process.words.read_text(), process=process)
-    until(lambda: len(events(workdir, "0")) > before + 100, process=process)
+    until(lambda: "peer 1 is silent" in process.words.read_text(), process)
+    until(lambda: len(events(workdir, "0")) > before + 100, process)
     peers["1"].resume()
-    until(lambda: newest(workdir, "1") > 1 and trains("1", newest(workdir, "1")), process=process)
+    until(lambda: newest(workdir, "1") > 1 and trains("1", newest(workdir, "1")), process)
     assert "joins again as 1.2" in words_of(workdir, "1")
     # One leaves in good order.
     peers["3"].terminate()
-    until(lambda: "peer 3 has left" in process.words.read_text(), process=process)
-    children = psutil.Process(process.pid).children(recursive=True)
+    until(lambda: "peer 3 has left" in process.words.read_text(), process)
+    children = children_of(process)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130, process.words.read_text()
     nothing_is_left(children)
@@ -187,16 +158,16 @@ def test_it_resumes_with_another_number_and_without_a_roster(start_process, vari
     fields = {"peers__count": 2, "steps": steps + 100, "peers__wire": "float32"}
     begun = newest(workdir, "0") + 1
     process = start_process(train_py(variables, workdir, **fields), **variables)
-    until(lambda: len(actors(process)) == 2, process=process)
-    until(lambda: any("met" in line for line in events(workdir, "0", begun)), process=process)
+    until(lambda: len(actors(process)) == 2, process)
+    until(lambda: any("met" in line for line in events(workdir, "0", begun)), process)
     roster = [
         child
-        for child in psutil.Process(process.pid).children(recursive=True)
+        for child in children_of(process)
         if "Roster" in child.name() or "Roster" in " ".join(child.cmdline())
     ]
     assert len(roster) == 1
     roster[0].kill()
-    until(lambda: "the roster is lost" in process.words.read_text(), process=process)
+    until(lambda: "the roster is lost" in process.words.read_text(), process)
     assert process.wait(200) == 0, process.words.read_text()
     assert events(workdir, "0", begun)[0]["origin"]["when"] == "checkpoint"
     summary = json.loads((workdir / "summary.json").read_text())
@@ -219,12 +190,30 @@ def test_the_replay_of_both_is_bit_identical(workdir, variables, monkeypatch, ca
     assert sum(" 0 meetings" not in line for line in ended) >= 4
 
 
-def test_a_killed_train_py_leaves_nothing_running(start_process, variables, tmp_path):
-    workdir = tmp_path / "run"
-    fields = {"peers__count": 2, "peers__wire": "lattice8"}
-    process = start_process(train_py(variables, workdir, **fields), **variables)
-    until(lambda: any("met" in line for line in events(workdir, "0")), process=process)
-    children = psutil.Process(process.pid).children(recursive=True)
+# What train.py does with Ray, and an actor that waits, as a peer does.
+HOLDS_RAY = """
+import time
+import ray
+from decent_jax.peers import start
+
+@ray.remote
+class Waits:
+    def ready(self):
+        return True
+
+with start.ray_at("peers", "", 0, 1):
+    actor = Waits.options(num_cpus=0).remote()
+    assert ray.get(actor.ready.remote())
+    print("an actor waits", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_killed_process_leaves_no_ray_running(start_process, variables):
+    process = start_process(["-c", HOLDS_RAY], **variables)
+    until(lambda: "an actor waits" in process.words.read_text(), process)
+    children = children_of(process)
+    assert len(children) > 5
     process.kill()
     process.wait()
     nothing_is_left(children)

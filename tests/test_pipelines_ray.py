@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ import psutil
 import pytest
 import tiny
 from pipeline_threads import Threads
+from several import children_of, nothing_is_left, until
 from test_pipelines import config_of
 
 from decent_jax import saved_model, topology
@@ -63,20 +63,14 @@ def killed(start, tmp_path_factory):
 
 def lost(process, workdir, step, number):
     """(words, children) of a run of which a stage gets a signal once a checkpoint is there."""
-    ends = time.monotonic() + 200
-    while not (workdir / "checkpoints" / str(step)).exists():
-        assert time.monotonic() < ends and process.poll() is None, process.words.read_text()
-        time.sleep(0.2)
-    children = psutil.Process(process.pid).children(recursive=True)
+    until((workdir / "checkpoints" / str(step)).exists, process)
+    children = children_of(process)
     cells = {}
     for child in children:
         with contextlib.suppress(psutil.Error, OSError):
             cells[Path(os.readlink(f"/proc/{child.pid}/fd/1")).name] = child
     os.kill(cells["0-1.txt"].pid, number)
-    began = time.monotonic()
-    while "train.py: " not in process.words.read_text():
-        assert time.monotonic() < began + HEARTBEAT_S + 12, "it is named later than heartbeat_s"
-        time.sleep(0.1)
+    until(lambda: "train.py: " in process.words.read_text(), seconds=HEARTBEAT_S + 12)
     assert process.wait(90) == 1
     return process.words.read_text(), children
 
@@ -102,16 +96,12 @@ def test_a_killed_stage_is_named_and_nothing_is_left(killed):
 
 
 def test_a_stopped_stage_is_named_and_nothing_is_left(start, tmp_path):
-    process = start(tmp_path / "stopped", 1_000_000)
+    """Of a single replica, which starts sooner."""
+    process = start(tmp_path / "stopped", 1_000_000, "--config.num_replicas=1")
     words, children = lost(process, tmp_path / "stopped", 2, signal.SIGSTOP)
     silent = f"has been silent for cluster.heartbeat_s ({HEARTBEAT_S} s); the same"
     assert f"train.py: stage 1 of replica 0 {silent}" in words
     nothing_is_left(children)
-
-
-def nothing_is_left(children):
-    _, alive = psutil.wait_procs(children, timeout=30)
-    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
 def arrays(workdir, step):

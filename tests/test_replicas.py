@@ -201,7 +201,7 @@ def test_placements_agree(devices, loop):
 
 
 @pytest.mark.parametrize("devices", [8, 4])
-def test_what_is_donated_is_updated_in_place(devices):
+def test_what_is_donated_is_updated_in_place(devices, users_hlo):
     placement = replicas.place(8, jax.devices()[:devices])
     update = placement.per_replica(lambda x, g: jnp.where(jnp.isfinite(x), x, 0) - 0.1 * g)
     run = placement.on_devices(update, P("replica"), P("replica"))

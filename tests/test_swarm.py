@@ -15,7 +15,7 @@ from decent_jax.topology import rounds as topology_rounds
 N, D, RATE = 8, 5, 0.1
 
 
-pytestmark = pytest.mark.usefixtures("x64", "unoptimized")
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def problem(seed=0):

@@ -39,8 +39,9 @@ def test_resumes_bit_for_bit_and_with_another_number(name, tmp_path):
     tiny.assert_same_state(whole, halves, 6)
     losses = tiny.losses(whole)
     np.testing.assert_array_equal(tiny.losses(halves), losses)
-    run("halves", 8, num_replicas=2)
-    assert len(tiny.losses(halves)) == 8 and np.isfinite(tiny.losses(halves)).all()
+    if name in ("diloco", "push_sum", "swarm"):  # test_methods_compose has all methods
+        run("halves", 8, num_replicas=2)
+        assert len(tiny.losses(halves)) == 8 and np.isfinite(tiny.losses(halves)).all()
     # What is reported is what the algorithm declares.
     summary = tiny.summary(whole)
     factor = {
