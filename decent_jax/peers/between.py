@@ -99,6 +99,7 @@ class Between:
         self._geometric = peers["geometric"]
         self._random = random.Random()
         self._due = 0  # the step before which to ask next
+        self._ask_after = 0.0  # and the time; infinite while a question is under way
         self._log: events.EventLog | None = None
         self._origin: dict[str, Any] | None = None
         self._published: int | None = None  # the step before which it was, the last time
@@ -160,9 +161,9 @@ class Between:
             self._publish(state, t, progress)
         self._give(state, t, progress)
         log.write(t=t, rate=progress)
-        if t >= self._due:
-            self._due = t + self._gap()
-            self._jobs.put(self._ask)
+        if t >= self._due and time.monotonic() >= self._ask_after:
+            self._due, self._ask_after = t + self._gap(), math.inf
+            self._jobs.put(self._ask_and_rest)
         if progress != self._shown[0]:
             self._shown = progress, self._boundary.rate(progress)
         state = self._boundary.at_progress(state, progress)
@@ -194,6 +195,18 @@ class Between:
         """Go on as another incarnation with the state of another peer."""
         self.incarnation, self.ready = incarnation, False
         self._joining = joined
+
+    def _ask_and_rest(self) -> None:
+        """Ask, and then be free for the questions of others about as long as that took.
+
+        Peers that asked all the time would be busy whenever they are asked: nobody would meet.
+        """
+        began = time.monotonic()
+        try:
+            self._ask()
+        finally:
+            now = time.monotonic()
+            self._ask_after = now + 2 * self._random.random() * (now - began)
 
     # --- Parts of a step --------------------------------------------------------------------------
 
