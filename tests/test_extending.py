@@ -54,7 +54,7 @@ def config():
     return config_lib.default_config()
 
 
-def test_a_topology_from_outside(registered):
+def test_a_topology_from_outside(registered, monkeypatch):
     schedule = topology.make("every_other(step=3)", 4)
     assert schedule.name == "every_other(step=3)"
     np.testing.assert_array_equal(schedule.matrix(0)[0], [0.5, 0.5, 0, 0])
@@ -63,6 +63,11 @@ def test_a_topology_from_outside(registered):
         topology.make("every_other(rows=2)", 4)
     with pytest.raises(ValueError, match="there is a schedule 'ring' already"):
         topology.register("ring", every_other)
+    with pytest.raises(ValueError, match="'mine' must take n, the replicas, first"):
+        topology.register("mine", lambda replicas: [])
+    monkeypatch.setitem(_BUILDERS, "no_rounds", lambda n: None)
+    with pytest.raises(ValueError, match="no_rounds must give a list of rounds, got None"):
+        topology.make("no_rounds", 4)
 
 
 def test_a_method_from_outside(registered):

@@ -273,14 +273,15 @@ def test_a_process_that_does_not_see_the_folder(folder, tmp_path):
     assert f"{path}, its secret, is not there" in group.leave()[1]
 
 
-def test_a_process_that_comes_once_more_is_the_same(folder):
+@pytest.mark.parametrize("others", [(1, 2), (2, 1)])  # who comes last
+def test_a_process_that_comes_once_more_is_the_same(folder, others):
     group = Group(folder, 3).come(0)
     with proved(group) as first:  # dies, and is started again
         first.sendall(json.dumps(HELLO | {"count": 3}).encode() + b"\n")
         time.sleep(0.2)
-    group.come(1)
+    group.come(others[0])
     time.sleep(0.2)
-    group.come(2)
+    group.come(others[1])
     assert group.leave() == dict.fromkeys(range(3), [HERE] * 3)
 
 

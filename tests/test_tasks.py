@@ -24,6 +24,8 @@ def outside(tmp_path, monkeypatch):
     (package / "__init__.py").touch()
     (package / "task.py").write_text("from line_task import *  # noqa\n")
     (package / "empty.py").write_text("FIELDS = {}\n")
+    (package / "list.py").write_text("FIELDS = ['model.x']\nvalidate = make = print\n")
+    (package / "number.py").write_text("FIELDS = {}\nvalidate, make = 5, print\n")
     (package / "broken.py").write_text("import a_module_that_is_missing\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(tasks, "TASKS", dict(tasks.TASKS))
@@ -68,6 +70,8 @@ def test_a_task_says_what_may_change(outside):
         ("lines.chess", "task: there is no module 'lines.chess'"),
         ("no_package.chess", "task: there is no module 'no_package.chess'"),
         ("lines.empty", "'lines.empty' has no 'validate', so it is no task"),
+        ("lines.list", r"FIELDS of the module 'lines\.list' must map names"),
+        ("lines.number", r"validate and make of the module 'lines\.number' must be functions"),
     ],
 )
 def test_what_is_no_task(outside, name, message):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from decent_jax import topology
@@ -47,6 +47,7 @@ SPECS = st.recursive(
 @given(SPECS)
 @quick
 def test_written_and_read_again(spec):
+    assume(len(str(spec)) <= 300)  # a longer one is refused
     assert parse(str(spec)) == spec
 
 

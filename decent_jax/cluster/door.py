@@ -85,6 +85,15 @@ class Door:
             if guest.deadline <= now:
                 self._leave_out(connection, f"was silent for {ANSWER_S} s")
 
+    def all_there(self) -> bool:
+        """Whether all have come, and none has died since: one that has may come once more."""
+        if len(self.hellos) < self.hellos[0]["count"]:
+            return False
+        gone = [process for process, member in self.members.items() if _has_left(member)]
+        for process in gone:
+            self._drop(process)
+        return not gone
+
     def missing(self, timeout_s: float) -> str:
         """The sentence for processes that have not come."""
         count = self.hellos[0]["count"]
@@ -166,8 +175,7 @@ class Door:
             return
         self._forget(connection)
         if process in self.members and _has_left(self.members[process]):  # it comes once more
-            self.members.pop(process).close()
-            del self.hellos[process]
+            self._drop(process)
         self.refusal = self.refusal or _misfit(hello, self.hellos)
         if process in self.members:
             with contextlib.suppress(OSError):
@@ -176,6 +184,11 @@ class Door:
             return
         self.members[process] = connection
         self.hellos.setdefault(process, hello)
+
+    def _drop(self, process: int) -> None:
+        """Forget a process that has died."""
+        self.members.pop(process).close()
+        del self.hellos[process]
 
     def _leave_out(self, connection: socket.socket, why: str) -> None:
         """Close the connection of a stranger, and name the first ones."""

@@ -131,7 +131,7 @@ def barrier(
 def _gather(port: int, own: dict, known: bytes, end: float, timeout_s: float) -> dict[str, Any]:
     """Listen as process 0 until all have come; returns the answer that every process received."""
     with listen(port) as server, Door(server, own, known) as door:
-        while len(door.hellos) < own["count"] and door.refusal is None:
+        while door.refusal is None and not door.all_there():
             if time.monotonic() > end:
                 door.refusal = door.missing(timeout_s)
                 break

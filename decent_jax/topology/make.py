@@ -187,12 +187,14 @@ def register(
       column_stochastic: rows need not sum to 1, for `decent_jax.optim.push_sum` only.
 
     Raises:
-      ValueError: the name is taken, or is not a word.
+      ValueError: the name is taken, or is not a word; or the function does not take ``n``.
     """
     if name in _BUILDERS or not name.isidentifier():
         raise ValueError(
             f"there is a schedule {name!r} already, or it is not a word; choose another"
         )
+    if next(iter(inspect.signature(builder).parameters), "") != "n":
+        raise ValueError(f"the function of schedule {name!r} must take n, the replicas, first")
     _BUILDERS[name] = builder
     if column_stochastic:
         _PUSH_ONLY.add(name)
@@ -228,6 +230,9 @@ def _bound(spec: Spec, keywords: Mapping[str, object]) -> tuple[Spec, Callable]:
     def build(n: int, local_size: int) -> list[Round]:
         for key in ("rounds", "every"):
             _check_rounds(spec.name, given.get(key, 1), n)
-        return builder(n, **({"local_size": local_size} if needs_nodes else {}), **given)
+        rounds = builder(n, **({"local_size": local_size} if needs_nodes else {}), **given)
+        if not isinstance(rounds, list) or not all(isinstance(rnd, Round) for rnd in rounds):
+            raise ValueError(f"{spec.name} must give a list of rounds, got {shown(rounds)}")
+        return rounds
 
     return Spec(spec.name, unnamed(given, kinds)), build
