@@ -70,10 +70,17 @@ def children_of(process) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
+def lives(process: psutil.Process) -> bool:
+    """Whether it runs; one that has ended may wait long for its new parent to notice."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def nothing_is_left(children) -> None:
-    _, alive = psutil.wait_procs(children, timeout=30)
-    alive = [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
-    assert not alive, alive
+    """All of these end soon."""
+    until(lambda: not any(map(lives, children)), seconds=30)
 
 
 def finish(group, codes: list[int], timeout: float = 300) -> str:
