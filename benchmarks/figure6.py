@@ -164,10 +164,17 @@ def predict_s(
     return run.step_s
 
 
-def constants_of(cluster: Cluster, **simulation) -> dict[str, float]:
+def is_fitted(cluster: Cluster, row: dict, largest: bool) -> bool:
+    """Whether constants are fitted to a row; ``largest``: also to those of the most GPUs."""
+    if row["algorithm"] == SGP:
+        return row["num_replicas"] == cluster.sizes[0]
+    return row["algorithm"] in FITTED and (largest or row["num_replicas"] < cluster.sizes[-1])
+
+
+def constants_of(cluster: Cluster, largest: bool = True, **simulation) -> dict[str, float]:
     """Three constants from the rows of `FITTED`, and SGP's from its first size."""
     found = measured.fit(
-        published(cluster, FITTED),
+        [row for row in published(cluster, FITTED) if is_fitted(cluster, row, largest)],
         lambda row, **constants: predict_s(cluster, row, **constants, **simulation),
         cluster.start,
         {"overhead_s": (1e-3, 1.0), "sigma": (0.005, 0.5)},
@@ -181,14 +188,13 @@ def constants_of(cluster: Cluster, **simulation) -> dict[str, float]:
 
 
 def predicted_rows(
-    cluster: Cluster, constants: dict[str, float], **simulation
+    cluster: Cluster, constants: dict[str, float], largest: bool = True, **simulation
 ) -> list[measured.Row]:
     """All twelve rows with ``predicted_s``, ``error`` and ``fitted``."""
     rows = []
     for row in published(cluster):
         seconds = predict_s(cluster, row, **constants, **simulation)
-        first_sgp = row["algorithm"] == SGP and row["num_replicas"] == cluster.sizes[0]
-        fitted = row["algorithm"] in FITTED or first_sgp
+        fitted = is_fitted(cluster, row, largest)
         rows.append(measured.compared(row | {"cluster": cluster.name}, seconds, fitted))
     return rows
 
@@ -206,17 +212,21 @@ def main(arguments: list[str] | None = None) -> int:
         "--out", type=outputs.picture, metavar="FILE.png", help="also draw the comparison"
     )
     parser.add_argument("--json", type=outputs.file, metavar="FILE", help="also write the rows")
+    parser.add_argument(
+        "--without_largest", action="store_true", help="fit nothing to the most GPUs of a cluster"
+    )
     options = parser.parse_args(arguments)
+    largest = not options.without_largest
     rows, notes = [], []
     print("| cluster | GPUs | algorithm | published ms | predicted ms | error | |")
     print("|---|---|---|---|---|---|---|")
     for cluster in CLUSTERS:
-        constants = constants_of(cluster)
+        constants = constants_of(cluster, largest)
         notes.append(
             f"{cluster.name}: "
             + ", ".join(f"{name} {value:.4g}" for name, value in constants.items())
         )
-        own = predicted_rows(cluster, constants, steps=400, warm_up=200)
+        own = predicted_rows(cluster, constants, largest, steps=400, warm_up=200)
         for row in own:
             print(
                 f"| {row['cluster']} | {row['num_replicas']} | {row['algorithm']} "
@@ -224,9 +234,18 @@ def main(arguments: list[str] | None = None) -> int:
                 f"| {100 * row['error']:+.1f}% | {'fitted' if row['fitted'] else 'held out'} |"
             )
         rows += own
-    held = [row for row in rows if not row["fitted"] and row["algorithm"] != SGP]
+    held = [row for row in rows if not row["fitted"] and row["algorithm"] == EXP]
+    beyond = [
+        row
+        for cluster in CLUSTERS
+        for row in rows
+        if (row["cluster"], row["num_replicas"]) == (cluster.name, cluster.sizes[-1])
+    ]
     sgp = [row for row in rows if not row["fitted"] and row["algorithm"] == SGP]
-    for text, group in (("Exp, held out", held), ("SGP, held out", sgp)):
+    groups = [("Exp, held out", held), ("SGP, held out", sgp)]
+    if not largest:
+        groups.append(("the most GPUs, held out", beyond))
+    for text, group in groups:
         within = sum(abs(row["error"]) <= 0.15 for row in group)
         worst = max(group, key=lambda row: abs(row["error"]))
         print(
