@@ -97,7 +97,8 @@ def test_pages_of_notebooks_are_of_today(page):
     """benchmarks/render_notebooks.py writes them; every figure that a page shows is there."""
     path, text = ROOT / "notebooks" / f"{page.stem}.ipynb", page.read_text()
     for cell in nbformat.read(path, as_version=4).cells:
-        assert cell.source in text, f"run python benchmarks/render_notebooks.py {path.name}"
+        command = f"python benchmarks/render_notebooks.py notebooks/{path.name}"
+        assert cell.source in text, f"run {command}"
     shown = re.findall(r"!\[.*\]\((\S+\.png)\)", text)
     assert shown
     assert sorted(shown) == sorted(p.name for p in page.parent.glob(f"{page.stem}_*.png"))
