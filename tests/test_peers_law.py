@@ -8,6 +8,7 @@ import contextlib
 import json
 import queue
 
+import jax.numpy as jnp
 import noise_task
 import numpy as np
 import pytest
@@ -189,7 +190,9 @@ def test_nobody_asks_while_a_question_is_under_way(tmp_path):
         peer = InProcess(place, experiment, 8)
         for asks in (1, 2):
             for _ in range(3):
-                peer.between.step(lambda state, *_: (state, {}), peer.state, None, peer.t)
+                peer.between.step(
+                    lambda state, *_: (state, {"loss": jnp.zeros(1)}), peer.state, None, peer.t
+                )
                 peer.t += 1
             while not peer.jobs.empty():
                 peer.jobs.get()()

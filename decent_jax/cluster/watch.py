@@ -148,7 +148,7 @@ def concerns_an_exchange(error: BaseException | None) -> bool:
 
 
 def leave(code: int) -> None:
-    """End a process that failed, without its threads: orbax's wait minutes for a folder to write to.
+    """End a process that failed, without its threads: orbax's may wait minutes for a folder.
 
     Processes that fail for the same reason leave together, each with its own exit code. Where the
     others go on, this one does not wait for them, and they lose it.

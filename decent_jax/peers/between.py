@@ -4,6 +4,7 @@ import math
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -110,6 +111,7 @@ class Between:
         self.incarnation = place.incarnation
         self.leaving: str | None = None  # "leave": after a last meeting; "stop": at once
         self.metrics: dict[str, Any] | None = None  # of the last step
+        self._under_way: deque[jax.Array] = deque()  # ready when a step is done; of the last steps
         self.stale = 0  # steps of progress since the copy averaged last was published
         self.final: list[np.ndarray] | None = None
         self.ready = False  # whether it trains
@@ -147,6 +149,10 @@ class Between:
         self, compiled: Any, state: TrainState, batch: Any, t: int
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """See `decent_jax.train.loop.Between`."""
+        # Otherwise the host would be dozens of steps ahead of the device. What it adds would be as
+        # stale when it counts, and the copy that it publishes as late.
+        if len(self._under_way) > 1:
+            self._under_way.popleft().block_until_ready()
         state = self._joined(state, t)
         log = self._log
         if log is None:
@@ -168,6 +174,7 @@ class Between:
             self._shown = progress, self._boundary.rate(progress)
         state = self._boundary.at_progress(state, progress)
         state, metrics = compiled(state, batch, number(self._place.slot, t))
+        self._under_way.append(metrics["loss"] + 0)  # the loop may donate the loss itself
         self.metrics, self.ready = metrics, self._joining is None
         return state, metrics | {"learning_rate": self._shown[1]}
 
