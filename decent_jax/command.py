@@ -130,8 +130,8 @@ def train(argv: list[str], prog: str) -> int:
 
 
 def leave(code: int) -> None:
-    """Ends this process, also where jax would wait for others, or orbax for a folder."""
-    if code and "decent_jax.cluster.watch" in sys.modules:  # where it is not, nobody waits
+    """Ends this process, also where other processes of a run are gone and jax would wait."""
+    if code and "decent_jax.cluster.watch" in sys.modules:  # where it is not, nothing is watched
         from decent_jax.cluster import watch
 
         watch.leave(code)

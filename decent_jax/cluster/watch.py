@@ -148,14 +148,14 @@ def concerns_an_exchange(error: BaseException | None) -> bool:
 
 
 def leave(code: int) -> None:
-    """End a process that failed, without its threads: orbax's may wait minutes for a folder.
+    """End a process that failed, if it is one of several; a process alone returns.
 
     Processes that fail for the same reason leave together, each with its own exit code. Where the
     others go on, this one does not wait for them, and they lose it.
     """
     if _watch is not None:
         _watch.leave_together(_TOGETHER_S)
-    _exit(code)
+        _exit(code)
 
 
 def _exit(code: int) -> None:

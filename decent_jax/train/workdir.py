@@ -70,12 +70,22 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Iterator["Workdir"]
 
 
 def check_there(path: Path) -> None:
-    """Raises CheckpointError where the directory of a run was moved: a new one would be made."""
+    """Raises CheckpointError where nothing can be written to the directory of a run.
+
+    If it was moved, a new one would be made. Without permission, orbax's threads would keep the
+    process for minutes after it has failed.
+    """
     if not (path / _LOCK).exists():
         raise CheckpointError(
             f"a checkpoint could not be written to {path}: the folder has gone; put it back, and "
             "the same command continues"
         )
+    for folder in (path, path / "checkpoints", path / "best"):
+        if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
+            raise CheckpointError(
+                f"a checkpoint could not be written to {folder}: permission denied; give it back, "
+                "and the same command continues"
+            )
 
 
 class Workdir:
