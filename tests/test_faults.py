@@ -105,7 +105,8 @@ watch.leave(code)
 
 def start_group(start_process, tmp_path, count, end=""):
     driver = tmp_path / "driver.py"
-    driver.write_text(DRIVER)
+    if not driver.exists():  # a process of another group may be about to read it
+        driver.write_text(DRIVER)
     common = [driver, f"localhost:{free_port()}"]
     return [start_process([*common, k, count, HEARTBEAT_S, end]) for k in range(count)]
 
