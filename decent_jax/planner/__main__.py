@@ -339,7 +339,10 @@ def _exchanged(
         return predicted.gossip_s if options.averaging == "gossip" else predicted.all_reduce_s
 
     before_s = seconds_of(found.stages)
-    stages = pipeline_time.exchanged(found.stages, devices, seconds_of, options.time_limit_s)
+    stages = pipeline_time.exchanged(
+        *(found.stages, devices, seconds_of, options.time_limit_s),
+        progress=sys.stderr.isatty(),
+    )
     after_s = seconds_of(stages)
     what = f"a step with {options.averaging} in the order {options.order}"
     if after_s < before_s:

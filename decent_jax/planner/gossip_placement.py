@@ -197,14 +197,14 @@ def _best_order(
     rng: np.random.Generator,
     parts: Iterable[float],
 ) -> np.ndarray:
-    """The best of all orders where they are few, and can be compared at once; else `_anneal`."""
+    """The best of all orders where they are few, and can be compared at once; else `anneal`."""
     if len(starts[0]) > _FEW or not isinstance(cost, _Permutes):
-        return _anneal(starts, cost, rng, parts)
+        return anneal(starts, cost, rng, parts)
     orders = np.array([*starts, *itertools.permutations(range(len(starts[0])))])
     return orders[cost.period_s(orders).argmin()]
 
 
-def _anneal(
+def anneal(
     starts: Sequence[np.ndarray],
     cost: Callable[[np.ndarray], float],
     rng: np.random.Generator,

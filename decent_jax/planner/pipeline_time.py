@@ -11,19 +11,18 @@ computed, and a link carries one message after the other in each direction.
 
 import dataclasses
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from decent_jax.planner import placement
+from decent_jax.planner.gossip_placement import anneal, clock
 from decent_jax.planner.network import Network
 from decent_jax.planner.placement import Job
 from decent_jax.topology import Schedule
 from decent_jax.topology.orders import order
 
-ROUNDS = 50  # of random exchanges after the first descents
 Order = Sequence[tuple[str, int]]  # ("forward" or "backward", micro-batch)
 
 
@@ -196,21 +195,22 @@ def exchanged(
     devices: Sequence[int],
     seconds_of: Callable[[np.ndarray], float],
     time_limit_s: float,
+    steps: int | None = None,
+    progress: bool = False,
 ) -> np.ndarray:
-    """A layout at least as fast as ``stages``, by exchanges of two devices.
+    """A layout at least as fast as ``stages``, by exchanges of devices.
 
     DT-FM's cost adds up all messages as if nothing overlapped, so the layout that it likes best is
-    not always the fastest. This descends from there, and from pipelines and stages along the list
-    of devices, until no exchange helps; then from the best again after a few random exchanges, as
-    often as `ROUNDS` says.
+    not always the fastest. The search begins at the fastest of this one, of pipelines along the
+    list of devices, and of stages along it.
 
     Args:
       stages: (S, D) devices.
       devices: that may be used, at least S x D.
-      seconds_of: of a layout (S, D); deterministic.
-      time_limit_s: after which the best so far is taken.
+      seconds_of: of a layout (S, D).
+      time_limit_s, steps: of the search, whichever ends first.
+      progress: show a bar.
     """
-    deadline, rng = time.perf_counter() + time_limit_s, np.random.default_rng(0)
     spare = [device for device in devices if device not in stages]
     listed = np.array(devices)
     pipelines = listed[: stages.size].reshape(stages.T.shape).T.ravel()
@@ -220,34 +220,10 @@ def exchanged(
         listed,
     ]
 
-    def descended(slots: np.ndarray) -> tuple[float, np.ndarray]:
+    def cut(slots: np.ndarray) -> np.ndarray:
         """Slots are the stages, row by row, and then the devices without one."""
+        return slots[: stages.size].reshape(stages.shape)
 
-        def cut(slots: np.ndarray) -> np.ndarray:
-            return slots[: stages.size].reshape(stages.shape)
-
-        best_s, improved = seconds_of(cut(slots)), True
-        while improved:
-            improved = False
-            for i, j in itertools.product(range(stages.size), range(len(slots))):
-                if time.perf_counter() > deadline:
-                    return best_s, slots
-                tried = slots.copy()
-                tried[[i, j]] = tried[[j, i]]
-                tried_s = seconds_of(cut(tried))
-                if tried_s < best_s * (1 - 1e-9):
-                    best_s, slots, improved = tried_s, tried, True
-        return best_s, slots
-
-    best_s, slots = min(map(descended, starts), key=lambda one: one[0])
-    for _ in range(ROUNDS):
-        if time.perf_counter() > deadline:
-            break
-        tried = slots.copy()
-        for _ in range(rng.integers(2, 5)):
-            pair = [rng.integers(stages.size), rng.integers(len(slots))]
-            tried[pair] = tried[pair[::-1]]
-        tried_s, tried = descended(tried)
-        if tried_s < best_s:
-            best_s, slots = tried_s, tried
-    return slots[: stages.size].reshape(stages.shape)
+    rng = np.random.default_rng(0)
+    with clock(time_limit_s, steps, "exchanging machines", progress) as parts:
+        return cut(anneal(starts, lambda slots: seconds_of(cut(slots)), rng, parts))
