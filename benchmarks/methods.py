@@ -58,6 +58,7 @@ class Variant(NamedTuple):
 
 PAIRS = "random_matching(rounds=64)"
 MUON_INT8 = Variant("", "decentralized_sgd", "muon", "one_peer_exp", 1, (), 8e-3, "int8")
+SPARSE_MUON = Variant("", "sparseloco", "muon", every=2, centre=3.2e-2)
 VARIANTS = (
     Variant("all_reduce, Adam", "all_reduce", every=1),
     Variant("accumulated Adam", "accum_adam", "accum_adam", "one_peer_exp", 1),
@@ -75,22 +76,10 @@ VARIANTS = (
     Variant("SparseLoCo", "sparseloco"),
     Variant("SparseLoCo every 2", "sparseloco", every=2),
     Variant("SparseLoCo, Muon", "sparseloco", "muon", centre=8e-3),
-    Variant("SparseLoCo every 2, Muon", "sparseloco", "muon", every=2, centre=3.2e-2),
-    Variant(
-        "SparseLoCo of 2.2% every 2, Muon",
-        "sparseloco",
-        "muon",
-        every=2,
-        numbers=(("density", 0.022),),
-        centre=3.2e-2,
-    ),
-    Variant(
-        "SparseLoCo of 1% every step, Muon",
-        "sparseloco",
-        "muon",
-        every=1,
-        numbers=(("density", 0.0105),),
-        centre=3.2e-2,
+    SPARSE_MUON._replace(label="SparseLoCo every 2, Muon"),
+    SPARSE_MUON._replace(label="SparseLoCo of 2.2% every 2, Muon", numbers=(("density", 0.022),)),
+    SPARSE_MUON._replace(
+        label="SparseLoCo of 1% every step, Muon", every=1, numbers=(("density", 0.0105),)
     ),
     Variant("SPARTA", "sparta", every=1),
 )

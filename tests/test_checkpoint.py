@@ -19,7 +19,15 @@ import pytest
 import tiny
 from several import finish, wait_for_rows
 
-from decent_jax.train import CheckpointError, ConfigError, Interrupted, checkpoint, loop, saver
+from decent_jax.train import (
+    CheckpointError,
+    ConfigError,
+    Interrupted,
+    checkpoint,
+    loop,
+    saver,
+    workdir,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 20
@@ -417,6 +425,18 @@ def test_a_folder_that_was_moved_away_is_not_made_anew(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="the folder has gone; put it back"):
         tiny.run(config(), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("folder", [".", "checkpoints", "best"])
+def test_a_folder_without_permission_is_a_sentence(tmp_path, monkeypatch, folder):
+    """Found before orbax begins, whose threads would wait. Root may always write: so pretended."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "best").mkdir()
+    (tmp_path / workdir._LOCK).touch()
+    workdir.check_there(tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / folder)
+    with pytest.raises(CheckpointError, match=r"could not be written to .*: permission denied"):
+        workdir.check_there(tmp_path)
 
 
 def test_the_cause_of_a_failed_write_survives_the_shortening():

@@ -200,6 +200,36 @@ def test_nobody_asks_while_a_question_is_under_way(tmp_path):
         peer.between.end(peer.t, peer.state)
 
 
+class Loss:
+    """Of a step that the device has not done yet."""
+
+    def __init__(self, awaited):
+        self.awaited = awaited
+
+    def __add__(self, _):
+        return self
+
+    def block_until_ready(self):
+        self.awaited.append(self)
+
+
+def test_a_peer_is_at_most_two_steps_ahead_of_its_device(tmp_path):
+    config = config_of("float32", 8, "swarm", weighted=False)
+    place = Place(config.to_dict(), str(tmp_path), 0, 0, None, len(PACES))
+    losses, awaited = [], []
+
+    def compiled(state, *_):
+        losses.append(Loss(awaited))
+        return state, {"loss": losses[-1]}
+
+    with open_peer(place) as (experiment, _):
+        peer = InProcess(place, experiment, 8)
+        for t in range(5):
+            peer.between.step(compiled, peer.state, None, t)
+            assert awaited == losses[: max(t - 1, 0)]
+        peer.between.end(5, peer.state)
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_the_log_has_every_change_and_keeps_the_mean(form, tmp_path):
     peers = train_in_process(tmp_path, form, 80)

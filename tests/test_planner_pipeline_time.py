@@ -88,9 +88,10 @@ def three_regions():
 def test_steps_are_those_of_the_parts_that_layouts_share(three_regions):
     net, job, schedule = three_regions
     times = StepTime(net, job, schedule, "1f1b", 8)
-    forward = np.array([[0.01, 0.02], [0.01, 0.01], [0.03, 0.01]])
+    given = np.array([[0.01, 0.02], [0.01, 0.01], [0.03, 0.01]])
     lists = [order("1f1b", 3, 8, s) for s in range(3)]
-    for stages in (np.arange(6).reshape(3, 2), np.array([[6, 1], [0, 2], [4, 3]])):
+    listed, other = np.arange(6).reshape(3, 2), np.array([[6, 1], [0, 2], [4, 3]])
+    for stages, forward in ((listed, given), (other, given), (listed, 2 * given)):
         finished = [
             finished_s(lists, way, 2 * way, links_of(net, column, 2**23))
             for column, way in zip(stages.T, forward.T, strict=True)

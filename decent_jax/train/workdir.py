@@ -80,7 +80,7 @@ def check_there(path: Path) -> None:
             f"a checkpoint could not be written to {path}: the folder has gone; put it back, and "
             "the same command continues"
         )
-    for folder in (path, path / "checkpoints", path / "best"):
+    for folder in (path, path / checkpoint.FOLDER, path / checkpoint.BEST):
         if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
             raise CheckpointError(
                 f"a checkpoint could not be written to {folder}: permission denied; give it back, "
