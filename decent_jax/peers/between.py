@@ -4,7 +4,6 @@ import math
 import random
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -111,7 +110,7 @@ class Between:
         self.incarnation = place.incarnation
         self.leaving: str | None = None  # "leave": after a last meeting; "stop": at once
         self.metrics: dict[str, Any] | None = None  # of the last step
-        self._under_way: deque[jax.Array] = deque()  # ready when a step is done; of the last steps
+        self._last_loss: jax.Array | None = None  # ready when the last step is made
         self.stale = 0  # steps of progress since the copy averaged last was published
         self.final: list[np.ndarray] | None = None
         self.ready = False  # whether it trains
@@ -149,15 +148,19 @@ class Between:
         self, compiled: Any, state: TrainState, batch: Any, t: int
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """See `decent_jax.train.loop.Between`."""
-        # Otherwise the host would be dozens of steps ahead of the device. What it adds would be as
-        # stale when it counts, and the copy that it publishes as late.
-        if len(self._under_way) > 1:
-            self._under_way.popleft().block_until_ready()
         state = self._joined(state, t)
         log = self._log
         if log is None:
             log = self._begin_log(t)
         progress = self._pulse.progress()
+        if progress != self._shown[0]:
+            self._shown = progress, self._boundary.rate(progress)
+        state = self._boundary.at_progress(state, progress)
+        log.write(t=t, rate=progress)
+        # A host that is ahead of its device publishes late, meets nobody until then, and adds what
+        # is older. All that the next step needs but the meetings is ready here.
+        if self._last_loss is not None:
+            self._last_loss.block_until_ready()
         taken = self._meetings.take()
         for met in taken:
             log.met(t, met, progress)
@@ -166,15 +169,11 @@ class Between:
         if taken or self._published is None:
             self._publish(state, t, progress)
         self._give(state, t, progress)
-        log.write(t=t, rate=progress)
         if t >= self._due and time.monotonic() >= self._ask_after:
             self._due, self._ask_after = t + self._gap(), math.inf
             self._jobs.put(self._ask_and_rest)
-        if progress != self._shown[0]:
-            self._shown = progress, self._boundary.rate(progress)
-        state = self._boundary.at_progress(state, progress)
         state, metrics = compiled(state, batch, number(self._place.slot, t))
-        self._under_way.append(metrics["loss"] + 0)  # the loop may donate the loss itself
+        self._last_loss = metrics["loss"] + 0  # the loop may donate the loss itself
         self.metrics, self.ready = metrics, self._joining is None
         return state, metrics | {"learning_rate": self._shown[1]}
 
