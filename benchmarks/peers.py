@@ -13,7 +13,7 @@ links   questions after H steps, float32 and 8 bits, on links of --mbit between 
 kills   a random process is killed every 30 s (--seconds: how long altogether), for peers and for
         launch/supervise.py: examples trained and kept per second, over those of an undisturbed run.
 loss    the quickstart's model on links of 75 Mbit/s with one host at half speed: loss by time. It
-        trains for 300 steps, and a step sleeps for 0.1 s.
+        trains for 800 steps, and a step sleeps for 0.1 s.
 costs   memory and processor time of Ray on each host, and bytes on the wire.
 
 There are fewer cores than hosts, so computing is a sleep of 0.2 s (benchmarks/waiting.py): what is
@@ -53,8 +53,8 @@ def get_config():
     spec.loader.exec_module(quickstart)
     config = train.default_config("benchmarks.waiting_text")
     config.update(quickstart.get_config().to_dict())
-    config.task, config.num_replicas, config.steps = "benchmarks.waiting_text", {hosts}, 300
-    config.eval.every, config.eval.batches, config.log.every = 20, 20, 10
+    config.task, config.num_replicas, config.steps = "benchmarks.waiting_text", {hosts}, 800
+    config.eval.every, config.eval.batches, config.log.every = 40, 20, 10
     config.checkpoint.every, config.checkpoint.every_minutes = 0, 0.0
     config.data.compute_s = 0.1
     return config
@@ -128,7 +128,7 @@ def _cases_of(table: str, parsed) -> list[dict[str, Any]]:
         ]
     if table == "loss":
         even = {"text": True, "mbit": 75, "data.slow": "1:2"}
-        of_peers = {"mix_every": 4, "optimizer.name": "accum_adam"}
+        of_peers = {"mix_every": 1, "optimizer.name": "accum_adam"}
         return [
             {"program": "peers", **of_peers, **even},
             {"program": "one_peer_exp", "algorithm": "accum_adam", **even},

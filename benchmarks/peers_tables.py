@@ -98,13 +98,23 @@ def _kills(rows):
 
 
 def _losses(rows):
-    target = FIRST - 0.6 * (FIRST - LAST)
+    targets = [FIRST - part * (FIRST - LAST) for part in (0.6, 0.8)]
     lines = []
     for row in rows:
         _, seconds, losses = np.array(row["rows"]).T
-        reached = np.interp(target, losses[::-1], seconds[::-1])
-        lines.append([row["program"], f"{reached:.0f}", f"{seconds[-1]:.0f}", f"{losses[-1]:.3f}"])
-    return ["program", f"seconds to {target:.2f}", "seconds", "last validation loss"], lines
+        since = seconds - seconds[0]  # what comes before is compiling, of each peer for itself
+        best = np.minimum.accumulate(losses)
+        reached = np.interp(targets, best[::-1], since[::-1], left=np.nan)
+        lines.append(
+            [
+                row["program"],
+                *(f"{s:.0f}" for s in reached),
+                f"{since[-1]:.0f}",
+                f"{losses[-1]:.3f}",
+            ]
+        )
+    names = [f"seconds to {target:.2f}" for target in targets]
+    return ["program", *names, "seconds", "last validation loss"], lines
 
 
 def _costs(rows):
@@ -127,8 +137,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     axes = figure.subplots()
     for row, colour in zip(rows, (BLUE, ORANGE, GREY), strict=True):
         _, seconds, losses = np.array(row["rows"]).T
-        axes.plot(seconds, losses, "o-", color=colour, ms=3.5, lw=1.8, label=row["program"])
-    axes.set_xlabel("seconds of training", color=GREY)
+        since = seconds - seconds[0]
+        axes.plot(since, losses, "o-", color=colour, ms=3.5, lw=1.8, label=row["program"])
+    axes.set_xlabel("seconds since the first evaluation", color=GREY)
     axes.set_ylabel("validation loss", color=GREY)
     frame(axes, "Four hosts, links of 75 Mbit/s, one host at half speed")
     axes.legend(frameon=False)
