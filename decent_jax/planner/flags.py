@@ -77,8 +77,8 @@ examples:
       --replicas 8 --pipeline_bytes 0.471e9 --time_limit_s 2 --plan plan.json
       DT-FM: eight pipeline stages in data-parallel groups of eight; then: train.py with
       --config.pipeline.stages=8 --config.num_replicas=8 --config.cluster.plan=plan.json
-  decent-jax planner place --network dtfm_case4 --parameters 1.3e9 --stages 8 \
-      --replicas 8 --pipeline_bytes 0.537e9 --time_limit_s 2 --micro_batches 64 --compute_s 19 \
+  decent-jax planner place --network dtfm_case4 --parameters 1.3e9 --stages 8 \\
+      --replicas 8 --pipeline_bytes 0.537e9 --time_limit_s 2 --micro_batches 64 --compute_s 19 \\
       --layers 24 --output_layers 2
       the same, with machines exchanged until a step is shortest, and what it takes then
 
