@@ -195,7 +195,7 @@ def compare_gossip(seconds: float, out: Path) -> list[dict]:
         "64 in 10 uneven regions": (networks.regions(TEN_REGIONS), 8),
     }
     print(
-        "| network | schedule | order | s a round | disagreement s | consensus a second | "
+        "| network | schedule | order | s per round | disagreement s | consensus per second | "
         "s to 1/1000 |\n" + "|---" * 7 + "|"
     )
     rows = []

@@ -247,7 +247,7 @@ def _place_replicas(options: argparse.Namespace, network: Network) -> None:
         )
         for words, placing in (found | {"placed": placed}).items()
     ]
-    headings = ("", "mean round s", "rounds s", "disagreement s", "consensus a second")
+    headings = ("", "mean round s", "rounds s", "disagreement s", "consensus per second")
     print(outputs.table(headings, rows))
     print("\nreplica: device")
     for replica, device in enumerate(placed.order):

@@ -36,7 +36,7 @@ presets: {", ".join(PRESETS)}
 examples:
   decent-jax planner predict --network nvlink_25gbe --nodes 2,4,8 --devices_per_node 4 \\
       --parameters 124e6 --compute_s 0.2 --sigma 0.1
-      GPT-2 small on two to eight nodes, 200 ms forward and backward a replica, 10% variation
+      GPT-2 small on two to eight nodes, 200 ms forward and backward per replica, 10% variation
   decent-jax planner predict --network nvlink_25gbe --devices_per_node 4 \\
       --config configs/gpt2_openwebtext.py:decentralized --compute_s 0.178 --out predicted.png
       model and number of replicas from a config; the bars as a picture
@@ -61,7 +61,7 @@ examples:
       --config configs/gpt2_openwebtext.py:decentralized --compute_s 0.178 --plan plan.json
       then: train.py --config ... --config.cluster.plan=plan.json
 
-Least (seconds a step) x (steps, relative to all-reduce). The second factor is a model calibrated on
+Least (seconds per step) x (steps, relative to all-reduce). The second factor is a model calibrated on
 published runs of 4 and 8 replicas; pydoc decent_jax.planner.recommend says how, and what it does
 not know. --largest_slow_down is the quality you ask for.
 """,
@@ -177,7 +177,7 @@ COMMANDS: dict[str, dict[str, dict[str, Flag]]] = {  # command: group of flags: 
                 default="weak",
                 choices=("weak", "strong"),
             ),
-            "mix_every": Flag("H", "steps a round (1)", int, STEPS, 1),
+            "mix_every": Flag("H", "steps per round (1)", int, STEPS, 1),
             "wire": Flag(None, "of gossip", default="float32", choices=tuple(WIRE_BYTES)),
             "out": Flag("FILE.png", "draw the table as bars", outputs.picture),
             "timeline": Flag("FILE.png", "draw a few steps as a Gantt chart", outputs.picture),
@@ -191,7 +191,7 @@ COMMANDS: dict[str, dict[str, dict[str, Flag]]] = {  # command: group of flags: 
         | WORKLOAD
         | {
             "schedules": Flag("A,B", f"of {', '.join(NAMES)} (all)"),
-            "mix_every": Flag("H,H", "steps a round to try (1,2,4,8)", default="1,2,4,8"),
+            "mix_every": Flag("H,H", "steps per round to try (1,2,4,8)", default="1,2,4,8"),
             "wires": Flag("W,W", f"of {', '.join(WIRE_BYTES)} (float32)", default="float32"),
             "tokens_per_parameter": Flag(
                 "D",
@@ -222,14 +222,14 @@ COMMANDS: dict[str, dict[str, dict[str, Flag]]] = {  # command: group of flags: 
                 f"of {', '.join(NAMES)}; or {BUILT}: one made for this network (one_peer_exp)",
                 default="one_peer_exp",
             ),
-            "max_degree": Flag(None, f"of {BUILT}: messages a round (1)", int, COUNT, 1),
+            "max_degree": Flag(None, f"of {BUILT}: messages per round (1)", int, COUNT, 1),
             "compute_s": Flag("S", "a round hides behind it (0)", float, NOT_NEGATIVE_S, 0.0),
         },
         "pipeline stages in data-parallel groups (DT-FM)": {
             "stages": Flag("K", "pipeline stages", int, COUNT),
             "replicas": Flag("R", "pipelines; K x R devices", int, COUNT),
             "pipeline_bytes": Flag("B", "between two stages", float, BYTES),
-            "device_memory": Flag("FILE.json", "list of bytes, one a device of the network"),
+            "device_memory": Flag("FILE.json", "list of bytes, one per device of the network"),
             "stage_memory": Flag("B", "bytes needed", float, BYTES, 0.0),
             "micro_batches": Flag(
                 "M",
@@ -252,7 +252,7 @@ COMMANDS: dict[str, dict[str, dict[str, Flag]]] = {  # command: group of flags: 
             "output_layers": Flag(
                 "X", "what the output layer costs, in layers (0)", float, within(0, 1e4), 0.0
             ),
-            "speeds": Flag("FILE.json", "list of relative speeds, one a device of the network"),
+            "speeds": Flag("FILE.json", "list of relative speeds, one per device of the network"),
         },
     },
 }

@@ -218,7 +218,7 @@ def describe(whole: Network) -> str:
     same_node = whole.node[:, None] == whole.node
     off_diagonal = ~np.eye(whole.num_devices, dtype=bool)
     size = predict.local_size(whole)
-    regular = f", {size} consecutive devices a node" if size > 1 else ""
+    regular = f", {size} consecutive devices per node" if size > 1 else ""
     lines = [f"{whole.num_devices} devices in {whole.num_nodes} nodes{regular}"]
     for words, pairs in (
         ("inside a node", same_node & off_diagonal),
