@@ -60,7 +60,7 @@ def times(metrics: list[dict]) -> dict[str, float]:
     timed = [row for row in metrics if "perf/step_time_s" in row][1:]  # the first warms up
     step = statistics.median(row["perf/step_time_s"] for row in timed)
     waiting = statistics.mean(row["perf/data_wait_s"] for row in timed)
-    return {"ms a step": 1000 * step, "waiting %": 100 * waiting / step}
+    return {"ms per step": 1000 * step, "waiting %": 100 * waiting / step}
 
 
 def _table(rows: dict[tuple[str, float], list[dict]], rates: bool) -> str:

@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> None:
 def report(variants: dict[str, Variant], n: int) -> None:
     base = variants["without mixing"].seconds
     print(
-        f"{'variant':<16} {'ms a step':>10} {'of no mixing':>13} {'of n x one':>11}",
+        f"{'variant':<16} {'ms per step':>11} {'of no mixing':>13} {'of n x one':>11}",
         file=sys.stderr,
     )
     for name, variant in variants.items():
@@ -70,7 +70,7 @@ def report(variants: dict[str, Variant], n: int) -> None:
         of_single = statistics.median(a / (n * b) for a, b in single)
         median = statistics.median(variant.seconds)
         print(
-            f"{name:<16} {1e3 * median:>10.1f} {ratio:>13.3f} {of_single:>11.3f}", file=sys.stderr
+            f"{name:<16} {1e3 * median:>11.1f} {ratio:>13.3f} {of_single:>11.3f}", file=sys.stderr
         )
         row = {"variant": name, "step_time_s": median, "of_no_mixing": ratio}
         print(json.dumps(row | {"of_n_single": of_single}))

@@ -108,7 +108,7 @@ def report(variants: dict[str, Variant], parsed) -> None:
     if jax.process_index():
         return
     alone = statistics.median(variants["none"].seconds) if "none" in variants else None
-    heads = ("ms a step", "tokens/s", "exposed ms", "of none", "MB sent", "of limit")
+    heads = ("ms per step", "tokens/s", "exposed ms", "of none", "MB sent", "of limit")
     print(f"{'algorithm':<22}{''.join(f'{head:>12}' for head in heads)}", file=sys.stderr)
     rows = []
     for name, variant in variants.items():

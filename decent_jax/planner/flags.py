@@ -61,8 +61,8 @@ examples:
       --config configs/gpt2_openwebtext.py:decentralized --compute_s 0.178 --plan plan.json
       then: train.py --config ... --config.cluster.plan=plan.json
 
-Least (seconds per step) x (steps, relative to all-reduce). The second factor is a model calibrated on
-published runs of 4 and 8 replicas; pydoc decent_jax.planner.recommend says how, and what it does
+Least (seconds per step) x (steps, relative to all-reduce). The second factor is a model calibrated
+on published runs of 4 and 8 replicas; pydoc decent_jax.planner.recommend says how, and what it does
 not know. --largest_slow_down is the quality you ask for.
 """,
     "place": """\

@@ -175,7 +175,7 @@ def explain(found: Sequence[Choice]) -> str:
         rival = next(filter(_is_all_reduce, found))
         sentences[0] += (
             f" At {best.slow_down:.2f} times the steps of all-reduce that is as good as "
-            f"{_ms(best.cost_s)} a step."
+            f"{_ms(best.cost_s)} per step."
         )
         sentences.append(
             f"{rival.prediction.label} is {rival.cost_s / best.cost_s:.2f} times as slow: "
@@ -188,7 +188,7 @@ def explain(found: Sequence[Choice]) -> str:
                 sentences.append(
                     "Between nodes a replica sends its shard alone (reduce-scatter in the node, "
                     "permute, all-gather); with whole models it would be "
-                    f"{_ms(choice.prediction.step_s)} a step."
+                    f"{_ms(choice.prediction.step_s)} per step."
                 )
         if others:
             second = others[0]
@@ -208,7 +208,7 @@ def _step(choice: Choice) -> str:
         parts.append(f"{_ms(row.exposed_s)} communication that nothing hides")
     if row.waiting_s > 0.005 * row.step_s:
         parts.append(f"{_ms(row.waiting_s)} waiting for others")
-    return f"{_ms(row.step_s)} a step, of which {', '.join(parts)}."
+    return f"{_ms(row.step_s)} per step, of which {', '.join(parts)}."
 
 
 def _is_all_reduce(choice: Choice) -> bool:
