@@ -40,15 +40,15 @@ def export(workdir: str | Path, out: str | Path, which: str = "last") -> Path:
     if out.suffix != ".safetensors":
         raise ConfigError(f"--out must end in .safetensors, got {str(out)!r}")
     folder = out.absolute().parent
-    if (folder / "metrics.jsonl").exists() and folder.resolve() != Path(workdir).resolve():
-        raise ConfigError(
-            f"--out: {folder} is the folder of another run, whose config.json would be lost; name "
-            "another folder"
-        )
     if folder.resolve() == Path(workdir).resolve():
         raise ConfigError(
             "--out: a config.json is written beside the model, and in --workdir that is the run's; "
             "name another folder"
+        )
+    if (folder / "metrics.jsonl").exists():
+        raise ConfigError(
+            f"--out: {folder} is the folder of another run, whose config.json would be lost; name "
+            "another folder"
         )
     _check_replaceable(out)
     run = saved_model.Run(workdir, which)

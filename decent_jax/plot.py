@@ -149,7 +149,8 @@ def _panels(runs: Sequence[Run]) -> list[tuple[Callable[..., None], tuple[str, .
 def _loss(axes: Axes, runs: Sequence[Run], x: str) -> None:
     """Training loss (a light raw trace, a smooth line) and validation loss (dots)."""
     alone = len(runs) == 1
-    unit, scale = _time_unit(runs) if x == "time" else ("", 1)
+    longest = max(run.series("perf/wall_time_s")[1].max(initial=0.0) for run in runs)
+    unit, scale = style.time_unit(longest) if x == "time" else ("", 1)
     lines: list[Label] = []
     aside = "line: train, dots: validation"
     for run in runs:
@@ -189,12 +190,6 @@ def _score(axes: Axes, runs: Sequence[Run], name: str, title: str) -> None:
             labels.append((f"{scale * score[-1]:.1f}", scale * score, run.colour))
     _frame(axes, title, "")
     _end_labels(axes, labels)
-
-
-def _time_unit(runs: Sequence[Run]) -> tuple[str, int]:
-    """A unit of time that suits the longest run, and its seconds."""
-    longest = max(run.series("perf/wall_time_s")[1].max(initial=0.0) for run in runs)
-    return ("h", 3600) if longest > 7200 else ("min", 60) if longest > 120 else ("s", 1)
 
 
 def _line(run: Run, x: np.ndarray) -> dict[str, Any]:
@@ -318,12 +313,7 @@ def _limit(axes: Axes, heights: Sequence[np.ndarray]) -> None:
     trace may leave the panel at the top.
     """
     late = [values[len(values) // 10 if len(values) >= 40 else 0 :] for values in heights]
-    values = np.concatenate([*late, []])
-    values = values[np.isfinite(values)]
-    if len(values):
-        low, high = values.min(), values.max()
-        margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
-        axes.set_ylim(low - margin, high + margin)
+    style.hold(axes, np.concatenate([*late, []]))
 
 
 def _end_labels(axes: Axes, labels: Sequence[Label]) -> None:

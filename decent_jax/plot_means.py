@@ -199,12 +199,7 @@ def _panel(
             axes.set(yscale="log", ylim=(values.min() / 2, 2 * values.max()))
             style.plain_numbers(axes.yaxis)
     else:  # without the steep start, which would flatten what follows
-        values = np.concatenate([_late(made) for made in curves])
-        values = values[np.isfinite(values)]
-        if len(values):
-            low, high = values.min(), values.max()
-            margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
-            axes.set_ylim(low - margin, high + margin)
+        style.hold(axes, np.concatenate([_late(made) for made in curves]))
 
 
 def _late(made: Curve) -> np.ndarray:
@@ -220,7 +215,7 @@ def _unit(axis: str, largest: float) -> tuple[str, float]:
     if axis == "steps":
         return "step", 1
     if axis == "seconds":
-        unit, size = ("h", 3600) if largest > 7200 else ("min", 60) if largest > 120 else ("s", 1)
+        unit, size = style.time_unit(largest)
         return f"training time ({unit})", size
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if largest >= size:

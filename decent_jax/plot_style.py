@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from decent_jax import extras
 from decent_jax.written import MARK
 
@@ -51,6 +53,20 @@ def plain_numbers(axis: Axis, multiples: Iterable[float] = (1, 2, 5)) -> None:
     axis.set_major_locator(LogLocator(subs=tuple(multiples), numticks=12))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_locator(NullLocator())
+
+
+def hold(axes: Axes, values: np.ndarray) -> None:
+    """Limit a linear y axis to those of the values that are finite, with a margin."""
+    values = values[np.isfinite(values)]
+    if len(values):
+        low, high = values.min(), values.max()
+        margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
+        axes.set_ylim(low - margin, high + margin)
+
+
+def time_unit(seconds: float) -> tuple[str, int]:
+    """A unit that suits times up to ``seconds``, and its seconds."""
+    return ("h", 3600) if seconds > 7200 else ("min", 60) if seconds > 120 else ("s", 1)
 
 
 def legend_outside(figure: Figure, axes: Axes, columns: int) -> None:

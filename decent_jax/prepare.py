@@ -6,6 +6,7 @@ is the module `decent_jax.data.KIND.prepare`, with a function `prepare` for scri
 
 import argparse
 import importlib
+import signal
 import sys
 
 from decent_jax.command_line import Parser
@@ -35,15 +36,14 @@ def _run(argv: list[str]) -> int:
     kind = importlib.import_module(f"decent_jax.data.{name}.prepare")  # the libraries of one kind
     args = vars(_parser(name, kind).parse_args(argv[1:]))
     inputs, out = args.pop("input"), args.pop("out")
-    with worker_pool.terminated_politely():
+    # Schedulers send SIGTERM: it cleans up as Ctrl-C does.
+    with worker_pool.handled(signal.SIGTERM, signal.default_int_handler):
         try:
             manifest = kind.prepare(inputs, out, **args, progress=True)
-        except DataError as error:
+        except (DataError, OSError) as error:
+            if isinstance(error, OSError):  # of the output: a full disk, for instance
+                error = ConfigError(f"{out}: {error.strerror or error}")
             print(f"prepare {name}: {error}", file=sys.stderr)
-            return 2
-        except OSError as error:  # of the output: a full disk, for instance
-            said = ConfigError(f"{out}: {error.strerror or error}")
-            print(f"prepare {name}: {said}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
             print(f"prepare {name}: interrupted; {kind.INTERRUPTED}", file=sys.stderr)

@@ -61,10 +61,13 @@ class SweptRun:
     values: dict[str, str]
     folder: Path
 
+    def overrides(self, common: Sequence[str]) -> list[str]:
+        """Those that change the config."""
+        return [*common, *(f"--config.{name}={value}" for name, value in self.values.items())]
+
     def arguments(self, config: str, common: Sequence[str]) -> list[str]:
         """Of ``decent-jax train``."""
-        own = [f"--config.{name}={value}" for name, value in self.values.items()]
-        return ["--config", config, *common, *own, "--workdir", str(self.folder)]
+        return ["--config", config, *self.overrides(common), "--workdir", str(self.folder)]
 
     def summary(self) -> dict:
         """What ``summary.json`` holds; empty before the end of the run."""
@@ -187,9 +190,8 @@ def _check_files(options: argparse.Namespace, runs: Sequence[SweptRun]) -> None:
 def _check(config: str, common: Sequence[str], runs: Sequence[SweptRun]) -> None:
     """Raises ConfigError where one of the runs would be refused, before the first begins."""
     for run in runs:
-        own = [f"--config.{name}={value}" for name, value in run.values.items()]
         try:
-            config_lib.validate(flags.override_all(flags.load(config), [*common, *own]))
+            config_lib.validate(flags.override_all(flags.load(config), run.overrides(common)))
         except ConfigError as error:
             raise ConfigError(f"{run.folder.name}: {error}") from None
 

@@ -13,6 +13,7 @@ import numpy as np
 import scipy.io
 from array_record.python.array_record_module import ArrayRecordWriter
 from PIL import Image
+from tensorflow_datasets.proto import tf_example_pb2
 
 WNIDS = ("n01440764", "n01443537", "n02119789", "n03000134", "n12998815")
 TRAIN_IMAGES, VAL_IMAGES = 6, 3  # of a class
@@ -218,24 +219,10 @@ def _encoded(picture, kind, **options):
 
 
 def encode_example(values):
-    """The bytes of a tf.train.Example, by the wire format of protobuf."""
-    features = b""
+    """The bytes of a tf.train.Example."""
+    example = tf_example_pb2.Example()
     for name, value in values.items():
-        if isinstance(value, bytes):
-            feature = _field(1, _field(1, value))  # bytes_list
-        else:
-            feature = _field(3, _field(1, _varint(value)))  # int64_list, packed
-        features += _field(1, _field(1, name.encode()) + _field(2, feature))
-    return _field(1, features)
-
-
-def _field(number, content):
-    return _varint(number << 3 | 2) + _varint(len(content)) + content
-
-
-def _varint(value):
-    encoded = b""
-    while value >= 128:
-        encoded += bytes([value & 127 | 128])
-        value >>= 7
-    return encoded + bytes([value])
+        feature = example.features.feature[name]
+        kind = feature.bytes_list if isinstance(value, bytes) else feature.int64_list
+        kind.value.append(value)
+    return example.SerializeToString()

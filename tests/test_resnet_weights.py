@@ -250,7 +250,9 @@ def test_what_is_exported_is_what_was_evaluated(run, which, tmp_path, capsys):
     loss = -log_p[np.arange(21), val.labels].mean()
     assert loss == pytest.approx(losses[step], rel=1e-5)
 
-    config = resnet_weights.config_from(described)
+    names = ("bottleneck", "width", "num_classes", "small_images")
+    shape = {name: described[name] for name in names}
+    config = resnet.ResNetConfig(tuple(described["blocks"]), **shape, dtype="float32")
     again = resnet_weights.load(path, config)
     ours = jax.jit(resnet.logits_of, static_argnums=0)(config, *again, images.astype(np.float32))
     np.testing.assert_allclose(ours, logits, rtol=1e-4, atol=1e-5)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
@@ -107,7 +108,9 @@ def measure(
             for source, target in pairs:
                 if source == index:
                     seconds[target, k] = np.median(times)
-    seconds = _all_rows(mesh, seconds)
+    # as bytes: jax would make them float32
+    rows = multihost_utils.process_allgather(np.frombuffer(seconds.tobytes(), np.uint8))
+    seconds = np.frombuffer(rows.tobytes()).reshape(n, n, 2)
     short, long = seconds[..., 0], seconds[..., 1]
     latency = np.minimum(short, short.T) / 2
     # Noise may hide the additional bytes: they take at least a tenth of the whole time.
@@ -139,16 +142,6 @@ def _time(exchange: Callable, message: jax.Array) -> float:
     return time.perf_counter() - began
 
 
-def _all_rows(mesh: jax.sharding.Mesh, row: np.ndarray) -> np.ndarray:
-    """The rows of all processes, (n, ...) float64, on each of them."""
-    bits = np.frombuffer(row[None].astype(np.float64).tobytes(), np.uint32).reshape(1, -1)
-    sharding = jax.NamedSharding(mesh, jax.P("device"))
-    rows = jax.make_array_from_process_local_data(sharding, bits)
-    gather = jax.jit(lambda x: x, out_shardings=jax.NamedSharding(mesh, jax.P()))
-    rows = np.asarray(gather(rows).addressable_data(0))
-    return np.frombuffer(rows.tobytes(), np.float64).reshape(len(rows), *row.shape)
-
-
 # --- Reporting ----------------------------------------------------------------------------------
 
 
@@ -175,12 +168,17 @@ def report(latency_s: np.ndarray, bandwidth: np.ndarray, names: list[str]) -> st
     if len(names) <= _WIDEST:
         lines += [f"latency, {unit} (half a round trip)", *_table(latency, names)]
         lines += ["bandwidth, Gbit/s (a row sends to the columns)", *_table(gbits, names)]
-    worst = np.unravel_index(np.where(links, latency, -1).argmax(), links.shape)
-    slowest = np.unravel_index(np.where(links, gbits, np.inf).argmin(), links.shape)
-    lines += [
-        _worst("longest latency", latency, unit, worst, links, names),
-        _worst("slowest link", gbits, "Gbit/s", slowest, links, names),
-    ]
+
+    def worst(what: str, matrix: np.ndarray, unit: str, link: np.intp) -> str:
+        source, target = np.unravel_index(link, links.shape)
+        value, median = float(matrix[source, target]), float(np.median(matrix[links]))
+        return (
+            f"{what}: {format_number(value)} {unit}, {names[source]} -> {names[target]} "
+            f"(median of all links {format_number(median)} {unit})"
+        )
+
+    lines.append(worst("longest latency", latency, unit, np.where(links, latency, -1).argmax()))
+    lines.append(worst("slowest link", gbits, "Gbit/s", np.where(links, gbits, np.inf).argmin()))
     return "\n".join(lines)
 
 
@@ -196,18 +194,3 @@ def _table(matrix: np.ndarray, names: list[str]) -> list[str]:
     for head, row in zip(heads, cells, strict=True):
         lines.append(f"{head:<{left}}" + "".join(f"  {cell:>{width}}" for cell in row))
     return lines
-
-
-def _worst(
-    what: str,
-    matrix: np.ndarray,
-    unit: str,
-    link: tuple[np.intp, ...],
-    links: np.ndarray,
-    names: list[str],
-) -> str:
-    source, target = link
-    return (
-        f"{what}: {format_number(float(matrix[link]))} {unit}, {names[source]} -> {names[target]} "
-        f"(median of all links {format_number(float(np.median(matrix[links])))} {unit})"
-    )

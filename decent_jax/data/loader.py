@@ -103,7 +103,7 @@ def train_batches(
     else:
         rows = _OwnRows(source, seed, batch_size // num_replicas, replicas, partition, num_replicas)
     blocks = _Blocks(rows, num_replicas, replicas, start_step)
-    return _iterate(grain.MapDataset.source(blocks), prefetch, num_threads, workers)
+    return _iterate(grain.MapDataset.source(blocks), workers, prefetch, num_threads)
 
 
 def eval_batches(
@@ -113,8 +113,6 @@ def eval_batches(
     batch_size: int,
     max_batches: int = 0,
     replicas: Sequence[int] | None = None,
-    prefetch: int = 4,
-    num_threads: int | None = None,
     workers: int = 0,
 ) -> Batches:
     """Every record of `source` once, in order; the last batch is padded with zeros.
@@ -137,7 +135,7 @@ def eval_batches(
     steps = min(rows.steps, max_batches) if max_batches > 0 else rows.steps
     dataset = grain.MapDataset.source(_Blocks(rows, num_replicas, replicas))[:steps]
     dataset = dataset.map(_without_weight) if own else dataset
-    return _iterate(dataset, prefetch, num_threads, workers)
+    return _iterate(dataset, workers)
 
 
 def train_rows(source, *, seed: int, num_replicas: int, batch_size: int) -> Any:
@@ -277,7 +275,7 @@ def _checked(source, num_replicas, batch_size, replicas) -> list[int]:
     return replicas
 
 
-def _iterate(dataset, prefetch: int, num_threads: int | None, workers: int) -> Batches:
+def _iterate(dataset, workers: int, prefetch: int = 4, num_threads: int | None = None) -> Batches:
     import grain
 
     if num_threads is None:

@@ -126,9 +126,9 @@ class Partition:
 
     def _table(self) -> str:
         shown = np.argsort(-self.class_sizes, kind="stable")[:_SHOWN_CLASSES]
-        names = [_short(self.class_names[k]) for k in shown]
         others = len(self.class_names) > len(shown)
-        widths = [max(len(name), 6) for name in [*names, *["others"] * others]]
+        names = [_short(self.class_names[k]) for k in shown] + ["others"] * others
+        widths = [max(len(name), 6) for name in names]
 
         def row(head, distribution):
             cells = [100 * distribution[k] for k in shown]
@@ -136,8 +136,7 @@ class Partition:
             cells = [f"{abs(x):{width}.1f}" for x, width in zip(cells, widths, strict=True)]
             return "  ".join([f"{head:>9}", *cells])
 
-        titles = [*names, *["others"] * others]
-        titles = [f"{title:>{width}}" for title, width in zip(titles, widths, strict=True)]
+        titles = [f"{name:>{width}}" for name, width in zip(names, widths, strict=True)]
         lines = ["  ".join(["replica %", *titles])]
         lines += [row(i, share) for i, share in enumerate(self._shares()[:_SHOWN_REPLICAS])]
         if self.num_replicas > _SHOWN_REPLICAS:

@@ -1,8 +1,6 @@
 """The former name of `decent-jax prepare images`."""
 
-import sys
-
-from decent_jax import prepare
+from decent_jax.prepare import former
 
 if __name__ == "__main__":
-    sys.exit(prepare.former("images"))
+    raise SystemExit(former("images"))

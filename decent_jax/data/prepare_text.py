@@ -1,8 +1,6 @@
 """The former name of `decent-jax prepare text`."""
 
-import sys
-
-from decent_jax import prepare
+from decent_jax.prepare import former
 
 if __name__ == "__main__":
-    sys.exit(prepare.former("text"))
+    raise SystemExit(former("text"))

@@ -1,26 +1,28 @@
 """Prepared folders: what their manifests say, and writing one so that it appears by one rename."""
 
 import contextlib
-import functools
 import glob
 import hashlib
 import json
 import os
+import platform
 import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from decent_jax.data.reading import one_sentence
+import decent_jax
+from decent_jax.data.reading import objects_within, one_sentence
 from decent_jax.errors import DataError
 from decent_jax.json_files import read_json, write_atomic
 
 _LOCK = "owner.lock"
-_TEMPORARY = re.compile(r"\..+\.\d+\.tmp")  # of `write_atomic`
+_OWN = rf"manifest\.json|{re.escape(_LOCK)}(\.new)?|\..+\.\d+\.tmp"  # last: of `write_atomic`
 _YOUNG_S = 60.0  # a draft this young may not have its lock yet
 
 
@@ -62,15 +64,10 @@ def is_whole(folder: str | Path, kind: Kind) -> bool:
         return False
 
 
-def _recorded_files(entry: Any) -> Iterator[tuple[str, str]]:
-    """(name, hash) of every entry with "file" and "sha256" within `entry`."""
-    if isinstance(entry, dict):
-        if "file" in entry and "sha256" in entry:
-            yield entry["file"], entry["sha256"]
-        entry = list(entry.values())
-    if isinstance(entry, list):
-        for part in entry:
-            yield from _recorded_files(part)
+def _recorded_files(manifest: dict[str, Any]) -> list[tuple[str, str]]:
+    """(name, hash) of every file that a manifest records."""
+    entries = objects_within(manifest)
+    return [(x["file"], x["sha256"]) for x in entries if "file" in x and "sha256" in x]
 
 
 def find_or_make(
@@ -106,16 +103,15 @@ def check_out(out: Path, kind: Kind, *, overwrite: bool) -> None:
         ) from None
     if not overwrite:
         raise DataError(f"{out}: already prepared; pass --overwrite to replace it")
-    recorded = {name for name, _ in _recorded_files(read_manifest(out, kind))}
-    _check_only(out, lambda name: name in recorded or bool(re.fullmatch(kind.beside, name)))
+    recorded = (re.escape(str(name)) for name, _ in _recorded_files(read_manifest(out, kind)))
+    _check_only(out, kind.beside, *recorded)
 
 
-def _check_only(folder: Path, is_ours: Callable[[str], bool]) -> None:
+def _check_only(folder: Path, *patterns: str) -> None:
     """DataError where the folder holds anything but our own files, which may be removed."""
+    ours = re.compile("|".join([_OWN, *patterns]))
     for path in sorted(folder.iterdir()):
-        name = path.name
-        own = name in ("manifest.json", _LOCK, f"{_LOCK}.new") or _TEMPORARY.fullmatch(name)
-        if path.is_dir() or not (own or is_ours(name)):
+        if path.is_dir() or not ours.fullmatch(path.name):
             raise DataError(
                 f"{path}: was not made by this command, and would be lost; move it elsewhere"
             )
@@ -156,7 +152,7 @@ class Draft:
             if resume:
                 self.folder = self.out.with_name(f".{self.out.name}.unfinished")
                 self.folder.mkdir(exist_ok=True)
-                _check_only(self.folder, functools.partial(_is_of_draft, kind))
+                _check_only(self.folder, kind.beside, kind.draft)
                 self._lock = self._take_lock()
             else:
                 self.folder = _temporary_sibling(self.out)
@@ -265,15 +261,17 @@ class _HashedFile:
         return {"file": self._path.name, "bytes": self._bytes, "sha256": self._hash.hexdigest()}
 
 
+def versions(*packages: str) -> dict[str, str]:
+    """The entry `versions` of a manifest: of this package, of Python and of `packages`."""
+    own = {"decent_jax": decent_jax.__version__, "python": platform.python_version()}
+    return own | {name: metadata.version(name) for name in packages}
+
+
 def _json(manifest: dict[str, Any]) -> bytes:
     try:
         return (json.dumps(manifest, indent=2, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:  # the name of a file that is not UTF-8
         return (json.dumps(manifest, indent=2) + "\n").encode()
-
-
-def _is_of_draft(kind: Kind, name: str) -> bool:
-    return bool(re.fullmatch(f"{kind.beside}|{kind.draft}", name))
 
 
 def _remove_leftovers(out: Path, kind: Kind) -> None:
@@ -288,7 +286,7 @@ def _remove_leftovers(out: Path, kind: Kind) -> None:
                 dead = time.time() - folder.stat().st_mtime > _YOUNG_S
         if dead:
             if not (folder / "manifest.json").exists():  # else an old folder, checked before
-                _check_only(folder, functools.partial(_is_of_draft, kind))
+                _check_only(folder, kind.beside, kind.draft)
             shutil.rmtree(folder, ignore_errors=True)
 
 

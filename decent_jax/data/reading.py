@@ -6,7 +6,7 @@ import tarfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from decent_jax.errors import DataError
 from decent_jax.text import format_bytes
@@ -39,6 +39,15 @@ def entries_of(path: str | Path, otherwise: str) -> Iterator[None]:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, MemoryError):
         raise DataError(f"{path}: {otherwise}") from None
+
+
+def objects_within(tree: Any) -> Iterator[dict[str, Any]]:
+    """The objects within what a JSON file holds, the outermost first."""
+    if isinstance(tree, dict):
+        yield tree
+        tree = list(tree.values())
+    for inner in tree if isinstance(tree, list) else ():
+        yield from objects_within(inner)
 
 
 def read_at_most(file: IO[bytes], most: int, place: str | Path) -> bytes:

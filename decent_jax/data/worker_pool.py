@@ -75,7 +75,7 @@ def results(
         workers, mp_context=context, initializer=_start, initargs=(work, stop)
     )
     try:
-        with _interrupts_ignored():  # inherited: a worker that is still starting stays silent
+        with handled(signal.SIGINT, signal.SIG_IGN):  # of starting workers, too
             for _ in range(workers):
                 pool.submit(os.getpid)
         yield _in_order(pool, tasks, 2 * workers)
@@ -123,24 +123,8 @@ def _die_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    with _handler(signal.SIGINT, signal.SIG_IGN):
-        yield
-
-
-@contextlib.contextmanager
-def terminated_politely() -> Iterator[None]:
-    """Context in which SIGTERM, which schedulers send, cleans up as Ctrl-C does."""
-
-    def interrupt(signum, frame):
-        raise KeyboardInterrupt
-
-    with _handler(signal.SIGTERM, interrupt):
-        yield
-
-
-@contextlib.contextmanager
-def _handler(number: int, handler: Any) -> Iterator[None]:
+def handled(number: int, handler: Any) -> Iterator[None]:
+    """Context in which a signal has another handler, as it has in processes that start there."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return

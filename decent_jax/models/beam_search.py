@@ -109,7 +109,7 @@ def _search(config, params, source, alpha, beam, max_extra, stop_early=True):
         log_probs, cache = decode(state.alive_tokens, state.step, state.cache)
         totals = state.alive_scores[:, :, None] + log_probs
         # Greedy search has no second best: once it ends nothing is alive.
-        totals, best = lax.top_k(_flat(totals), 2 * beam if beam > 1 else 1)
+        totals, best = lax.top_k(totals.reshape(len(totals), -1), 2 * beam if beam > 1 else 1)
         parents, chosen = best // config.vocab_size, best % config.vocab_size
         tokens = _take(state.alive_tokens, parents).at[:, :, state.step + 1].set(chosen)
         ended = chosen == END
@@ -220,10 +220,6 @@ def _attend_cache(layer, step, kept, new_cache, h, rng):
 
 def _attend_memory(layer, memory, lengths, h, rng):
     return layer.cross_attention(h, *memory, lengths=lengths)
-
-
-def _flat(x):
-    return x.reshape(x.shape[0], -1)
 
 
 def _take(x, indices):

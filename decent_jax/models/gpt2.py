@@ -141,12 +141,7 @@ class GPT2(nnx.Module):
 
     def begin(self, tokens: jax.Array, dropout_rng: jax.Array | None = None) -> jax.Array:
         """What goes into the first block, ``(B, T, width)``."""
-        if tokens.ndim != 2:
-            raise ValueError(f"tokens must have the shape (batch, time), got {tokens.shape}")
-        if tokens.shape[1] > self.config.context:
-            raise ValueError(
-                f"{tokens.shape[1]} tokens do not fit the context of {self.config.context}"
-            )
+        pieces.check_tokens(self.config, tokens)
         x = self.embed(tokens, jnp.arange(tokens.shape[1]))
         rng = fold_in(self._rng(dropout_rng), self.config.layers)
         return dropout(x, self.config.dropout, rng)

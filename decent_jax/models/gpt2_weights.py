@@ -5,21 +5,17 @@ The names are those of Hugging Face's ``GPT2LMHeadModel``, in whose linear layer
 """
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 import jax
 import numpy as np
 import safetensors
 
-from decent_jax.json_files import read_text
 from decent_jax.models import gpt2, pieces, weight_files
 
 _PREFIX, _HEAD = "transformer.", "lm_head.weight"
 _LEAVES = {"embedding": "weight", "kernel": "weight", "scale": "weight", "bias": "bias"}
-_CONFIG_KEY = "decent_jax.gpt2_config"
 
 
 def load_safetensors(path: str | os.PathLike, config: gpt2.GPT2Config) -> gpt2.Params:
@@ -37,7 +33,7 @@ def load_safetensors(path: str | os.PathLike, config: gpt2.GPT2Config) -> gpt2.P
 
     Args:
       path: a ``.safetensors`` file.
-      config: shapes to expect; `config_from_safetensors` reads them from the file.
+      config: shapes to expect.
 
     Returns:
       A nested dict of float32 NumPy arrays, as `gpt2.init` shapes it.
@@ -94,44 +90,7 @@ def save_safetensors(
         tensors.setdefault(_name(tree_path), np.zeros(leaf.shape, np.float32))
     if not config.tied:  # beside an output layer of its own, the rest has its full name
         tensors = {n if n == _HEAD else _PREFIX + n: x for n, x in tensors.items()}
-    stored_config = {_CONFIG_KEY: json.dumps(dataclasses.asdict(config))}
-    weight_files.write(path, tensors, {**(metadata or {}), **stored_config})
-
-
-def config_from_safetensors(path: str | os.PathLike) -> gpt2.GPT2Config:
-    """The config of a file: as `save_safetensors` stored it, else from the tensors' shapes.
-
-    Shapes do not determine the number of heads: it is read from a ``config.json`` beside the file
-    where there is one, else a head is 64 wide as in every published GPT-2.
-
-    Raises:
-      ValueError: the file holds no GPT-2, or the number of heads is not known.
-    """
-    with safetensors.safe_open(path, framework="numpy") as file:
-        metadata = file.metadata() or {}
-        if _CONFIG_KEY in metadata:
-            return gpt2.GPT2Config(**json.loads(metadata[_CONFIG_KEY]))
-        stored = _stored_names(file.keys())
-        for name in ("wte.weight", "wpe.weight"):
-            if name not in stored:
-                raise ValueError(f"{path} has no tensor {name!r}")
-        vocab_size, width = file.get_slice(stored["wte.weight"]).get_shape()
-        context, _ = file.get_slice(stored["wpe.weight"]).get_shape()
-    beside = Path(path).with_name("config.json")
-    if beside.exists():
-        heads = json.loads(read_text(beside))["n_head"]
-    elif width % 64 == 0:
-        heads = width // 64
-    else:
-        raise ValueError(f"cannot tell the number of heads of {path}, whose width is {width}")
-    return gpt2.GPT2Config(
-        vocab_size=vocab_size,
-        context=context,
-        layers=len({name.split(".")[1] for name in stored if name.startswith("h.")}),
-        heads=heads,
-        width=width,
-        bias="ln_f.bias" in stored,
-    )
+    weight_files.write(path, tensors, metadata, gpt2_config=config)
 
 
 def hf_config(config: gpt2.GPT2Config) -> dict:

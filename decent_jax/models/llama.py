@@ -110,12 +110,7 @@ class Llama(nnx.Module):
 
     def hidden(self, tokens: jax.Array) -> jax.Array:
         """The last hidden vectors, ``(B, T, width)``, before the output layer."""
-        if tokens.ndim != 2:
-            raise ValueError(f"tokens must have the shape (batch, time), got {tokens.shape}")
-        if tokens.shape[1] > self.config.context:
-            raise ValueError(
-                f"{tokens.shape[1]} tokens do not fit the context of {self.config.context}"
-            )
+        pieces.check_tokens(self.config, tokens)
         positions = jnp.arange(tokens.shape[1])
         x = self.embed(tokens, positions)
         for i in range(self.config.layers):

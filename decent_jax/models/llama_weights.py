@@ -4,7 +4,6 @@ The names are those of Hugging Face's ``LlamaForCausalLM``, whose linear layers 
 ``(outputs, inputs)``: the transpose of ours.
 """
 
-import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -25,7 +24,6 @@ _MODULES = {
     "ln_2": "post_attention_layernorm",
     "ln_f": "model.norm",
 }
-_CONFIG_KEY = "decent_jax.llama_config"
 
 
 def load_safetensors(path: str | os.PathLike, config: llama.LlamaConfig) -> llama.Params:
@@ -74,8 +72,7 @@ def save_safetensors(
       ValueError: a parameter is missing or has another shape than ``config`` says.
     """
     tensors = weight_files.tensors_of(params, pieces.shapes(llama.Llama, config), _name, _turned)
-    stored_config = {_CONFIG_KEY: json.dumps(dataclasses.asdict(config))}
-    weight_files.write(path, tensors, {**(metadata or {}), **stored_config})
+    weight_files.write(path, tensors, metadata, llama_config=config)
 
 
 def hf_config(config: llama.LlamaConfig) -> dict:

@@ -97,8 +97,12 @@ class ResNet(nnx.Module):
         size, stride = (3, 1) if config.small_images else (7, 2)
         self.conv1 = Conv(3, config.width, size, stride, rngs)
         self.bn1 = BatchNorm(config, config.width)
-        for stage in range(len(config.blocks)):
-            setattr(self, f"layer{stage + 1}", _stage(config, stage, rngs))
+        # String keys, not lists: paths then survive JSON, checkpoints and flax's own dicts.
+        stages = [{} for _ in config.blocks]
+        for stage, block, inputs, stride in _blocks(config):
+            stages[stage][str(block)] = Block(config, inputs, stage, stride, rngs)
+        for number, blocks in enumerate(stages, start=1):
+            setattr(self, f"layer{number}", nnx.Dict(blocks))
         features = _outputs(config, len(config.blocks) - 1)
         self.fc = nnx.Linear(
             features,
@@ -214,14 +218,13 @@ def _moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return mean, jnp.maximum(jnp.square(wide).mean(axes) - jnp.square(mean), 0)
 
 
-def _stage(config: ResNetConfig, stage: int, rngs: nnx.Rngs) -> nnx.Dict:
-    # String keys, not a list: paths then survive JSON, checkpoints and flax's own dicts.
-    blocks = {}
-    for block in range(config.blocks[stage]):
-        stride = _stride(stage, block)
-        inputs = _inputs(config, stage, block)
-        blocks[str(block)] = Block(config, inputs, stage, stride, rngs)
-    return nnx.Dict(blocks)
+def _blocks(config: ResNetConfig) -> Iterator[tuple[int, int, int, int]]:
+    """(stage, number in the stage, channels of the inputs, stride) of each block."""
+    inputs = config.width
+    for stage, count in enumerate(config.blocks):
+        for block in range(count):
+            yield stage, block, inputs, 2 if stage and not block else 1
+            inputs = _outputs(config, stage)
 
 
 def _branch(config: ResNetConfig, stage: int, stride: int) -> list[tuple[int, int, int]]:
@@ -234,16 +237,6 @@ def _branch(config: ResNetConfig, stage: int, stride: int) -> list[tuple[int, in
 
 def _outputs(config: ResNetConfig, stage: int) -> int:
     return config.width * 2**stage * (4 if config.bottleneck else 1)
-
-
-def _inputs(config: ResNetConfig, stage: int, block: int) -> int:
-    if block:
-        return _outputs(config, stage)
-    return _outputs(config, stage - 1) if stage else config.width
-
-
-def _stride(stage: int, block: int) -> int:
-    return 2 if stage and not block else 1
 
 
 def _wide(dtype) -> jnp.dtype:
@@ -350,14 +343,12 @@ def _convolutions(config: ResNetConfig) -> Iterator[tuple[int, int, int, int]]:
     size, scale = (3, 1) if config.small_images else (7, 2)
     yield 3, config.width, size, scale
     scale = 1 if config.small_images else 4
-    for stage, blocks in enumerate(config.blocks):
-        for block in range(blocks):
-            stride, inputs = _stride(stage, block), _inputs(config, stage, block)
-            channels, before = inputs, scale
-            scale *= stride
-            for outputs, size, step in _branch(config, stage, stride):
-                before *= step
-                yield channels, outputs, size, before
-                channels = outputs
-            if stride != 1 or inputs != channels:
-                yield inputs, channels, 1, scale
+    for stage, _, inputs, stride in _blocks(config):
+        channels, before = inputs, scale
+        scale *= stride
+        for outputs, size, step in _branch(config, stage, stride):
+            before *= step
+            yield channels, outputs, size, before
+            channels = outputs
+        if stride != 1 or inputs != channels:
+            yield inputs, channels, 1, scale

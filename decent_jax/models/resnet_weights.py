@@ -9,6 +9,7 @@ width, the stem for small images) are named by the same rule.
 """
 
 import json
+import operator
 import os
 from collections.abc import Mapping, Sequence
 
@@ -50,7 +51,7 @@ def save(
     tensors = weight_files.tensors_of((params, statistics), _shapes(config), _name, _turned)
     for name in [name for name in tensors if name.endswith("running_var")]:
         tensors[name.replace("running_var", _COUNT)] = np.array(step, np.int64)
-    weight_files.write(path, tensors, metadata or {})
+    weight_files.write(path, tensors, metadata)
 
 
 def load(path: str | os.PathLike, config: ResNetConfig) -> tuple[Params, Statistics]:
@@ -85,14 +86,9 @@ def architecture(config: ResNetConfig) -> str | None:
       >>> architecture(resnet.PRESETS["resnet50"])
       'resnet50'
     """
-    for name, preset in resnet.PRESETS.items():
-        same = all(
-            getattr(config, field) == getattr(preset, field)
-            for field in ("blocks", "bottleneck", "width", "small_images")
-        )
-        if same and not preset.small_images:
-            return name
-    return None
+    shape = operator.attrgetter("blocks", "bottleneck", "width", "small_images")
+    names = {shape(preset): name for name, preset in resnet.PRESETS.items()}
+    return None if config.small_images else names.get(shape(config))
 
 
 def description(
@@ -125,18 +121,6 @@ def description(
         "std": list(resnet.STD),
         "batch_norm_eps": resnet.EPSILON,
     }
-
-
-def config_from(described: Mapping) -> ResNetConfig:
-    """The network that a `description` read from JSON describes, with float32 activations."""
-    return ResNetConfig(
-        blocks=tuple(described["blocks"]),
-        bottleneck=described["bottleneck"],
-        width=described["width"],
-        num_classes=described["num_classes"],
-        small_images=described["small_images"],
-        dtype="float32",
-    )
 
 
 def dumps(described: Mapping) -> str:

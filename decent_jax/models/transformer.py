@@ -180,13 +180,15 @@ class Transformer(nnx.Module):
 
 
 class _Layer(nnx.Module):
-    """What both kinds of layers share: residual branches and a feed-forward block."""
+    """What both kinds of layers share: self-attention, a feed-forward block, residual branches."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.ff_in = _linear(config, config.width, config.ff, rngs, bias=True)
         self.ff_out = _linear(config, config.ff, config.width, rngs, bias=True)
         self.ff_norm = layer_norm(config, rngs)
+        self.self_attention = Attention(config, rngs=rngs)
+        self.self_norm = layer_norm(config, rngs)
 
     def feed_forward(self, x: jax.Array, rng: jax.Array | None) -> jax.Array:
         hidden = jax.nn.relu(self.ff_in(x))
@@ -203,11 +205,6 @@ class _Layer(nnx.Module):
 class EncoderLayer(_Layer):
     """Self-attention over the real positions of the source, then the feed-forward block."""
 
-    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        super().__init__(config, rngs=rngs)
-        self.self_attention = Attention(config, rngs=rngs)
-        self.self_norm = layer_norm(config, rngs)
-
     def __call__(self, x, lengths, rng=None) -> jax.Array:
         def attend(h, rng):
             keys, values = self.self_attention.keys_values(h)
@@ -222,8 +219,6 @@ class DecoderLayer(_Layer):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
-        self.self_attention = Attention(config, rngs=rngs)
-        self.self_norm = layer_norm(config, rngs)
         self.cross_attention = Attention(config, rngs=rngs)
         self.cross_norm = layer_norm(config, rngs)
 

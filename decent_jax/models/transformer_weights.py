@@ -6,8 +6,6 @@ hidden vector and the cosines in the second, where ours alternate, so every hidd
 in that order. Their linear layers hold ``(outputs, inputs)``, and biases that ours lack are zeros.
 """
 
-import dataclasses
-import json
 import os
 from collections.abc import Mapping
 
@@ -35,7 +33,6 @@ _MODULES = {
     "decoder_norm": "decoder.layer_norm",
 }
 _INTO_HIDDEN = ("out", "ff_out")  # layers whose outputs are hidden vectors
-_CONFIG_KEY = "decent_jax.transformer_config"
 
 
 def save_safetensors(
@@ -61,8 +58,7 @@ def save_safetensors(
     for side in ("encoder", "decoder"):
         positions = np.ascontiguousarray(sines[:, _order(config.width)])
         tensors[f"model.{side}.embed_positions.weight"] = positions
-    stored_config = json.dumps(dataclasses.asdict(config))
-    weight_files.write(path, tensors, {**(metadata or {}), _CONFIG_KEY: stored_config})
+    weight_files.write(path, tensors, metadata, transformer_config=config)
 
 
 def hf_config(config: TransformerConfig) -> dict:

@@ -4,6 +4,8 @@ The module of a model gives two functions: ``name(tree_path)`` of a tensor in th
 the file holds it another way round, ``turned(tree_path, x)``.
 """
 
+import dataclasses
+import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -85,7 +87,18 @@ def check_rest(path: Any, left: Iterable[str], config: Any) -> None:
         )
 
 
-def write(path: Any, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
-    """The file appears whole or not at all, and not only its owner may read it."""
-    contents = safetensors.numpy.save(dict(tensors), {"format": "pt", **metadata})
+def write(
+    path: Any,
+    tensors: Mapping[str, np.ndarray],
+    metadata: Mapping[str, str] | None,
+    **configs: Any,
+) -> None:
+    """The file appears whole or not at all, and not only its owner may read it.
+
+    Its metadata are those given, and under ``decent_jax.NAME`` each config, a dataclass.
+    """
+    about = {"format": "pt", **(metadata or {})}
+    for name, config in configs.items():
+        about[f"decent_jax.{name}"] = json.dumps(dataclasses.asdict(config))
+    contents = safetensors.numpy.save(dict(tensors), about)
     write_atomic(Path(path), contents)

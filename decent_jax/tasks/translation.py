@@ -332,7 +332,8 @@ class Source:
     """
 
     def __init__(self, pairs: TranslationPairs, shapes: int, average: str = "all"):
-        self.pairs, self.shapes, self.average = pairs, shapes, average
+        self.pairs, self.average = pairs, average
+        self._blocks = functools.partial(PairBlocks, pairs, shapes=shapes)
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -340,21 +341,13 @@ class Source:
     @functools.cache  # noqa: B019 (sources live as long as the run)
     def train_blocks(self, num_replicas: int, tokens: int, seed: int) -> "SharedBlocks":
         """Training batches: shuffled, without end."""
-        blocks = PairBlocks(
-            self.pairs, tokens=tokens, num_replicas=num_replicas, seed=seed, shapes=self.shapes
-        )
+        blocks = self._blocks(tokens=tokens, num_replicas=num_replicas, seed=seed)
         return SharedBlocks(blocks, self.average)
 
     @functools.cache  # noqa: B019
     def eval_blocks(self, num_replicas: int, tokens: int) -> PairBlocks:
         """Evaluation batches: each pair once."""
-        return PairBlocks(
-            self.pairs,
-            tokens=tokens,
-            num_replicas=num_replicas,
-            shapes=self.shapes,
-            evaluation=True,
-        )
+        return self._blocks(tokens=tokens, num_replicas=num_replicas, evaluation=True)
 
 
 class SharedBlocks:

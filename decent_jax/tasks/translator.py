@@ -1,6 +1,7 @@
 """Sentences in, translations out: batches for beam search and scores against references."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -62,11 +63,9 @@ class Translator:
                     f"a sentence of {len(own)} subwords, {shown(sentence)}, is longer than "
                     f"{LONGEST}; split it"
                 )
-        order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
-        order = [i for i in order if len(ids[i])]
-        result = [""] * len(ids)
+        lengths, result = list(map(len, ids)), [""] * len(ids)
         # The longest first, so that the remaining time the bar shows falls and does not rise.
-        order.reverse()
+        order = sorted((i for i, n in enumerate(lengths) if n), key=lengths.__getitem__)[::-1]
         with progress_bar(len(order), progress, desc="translating", unit=" sentences") as bar:
             for start in range(0, len(order), _BATCH):
                 rows = order[start : start + _BATCH]
@@ -111,8 +110,8 @@ def meteor(
     from nltk.translate.meteor_score import meteor_score
     from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
 
-    stemmer: Any = _NoStems
-    synonyms: Any = _NoSynonyms
+    stemmer: Any = SimpleNamespace(stem=str)  # the word itself
+    synonyms: Any = SimpleNamespace(synsets=lambda _: [])
     matches = "words"
     if language == "en":
         try:
@@ -129,15 +128,3 @@ def meteor(
         for t, r in zip(translations, references, strict=True)
     ]
     return float(np.mean(scores)), matches
-
-
-class _NoStems:
-    @staticmethod
-    def stem(word: str) -> str:
-        return word
-
-
-class _NoSynonyms:
-    @staticmethod
-    def synsets(word: str) -> list:
-        return []

@@ -6,13 +6,10 @@ A prepared folder holds `train-00000-of-00012.array_record`, ..., the same for `
 the order of `image_folder`, so the manifest's count of each class gives all labels.
 """
 
-import collections
 import functools
 import os
 import struct
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -193,15 +190,13 @@ class _Shards:
     """
 
     def __init__(self, paths: list[str], lengths: list[int], advice: str):
-        self._paths = paths
-        self._lengths = lengths
-        self._ends = np.fromiter(accumulate(lengths), np.int64, len(lengths))
-        self._advice = advice
-        self._forget()
+        self._paths, self._lengths, self._advice = paths, lengths, advice
+        self._ends = np.cumsum(lengths, dtype=np.int64)
+        # A reader is closed once it is out of the cache and no thread reads from it.
+        self._reader = functools.lru_cache(_OPEN_FILES)(_reader)
 
-    def _forget(self):
-        self._readers = collections.OrderedDict()  # the least recently used first
-        self._lock = threading.Lock()
+    def __reduce__(self):
+        return _Shards, (self._paths, self._lengths, self._advice)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -211,7 +206,7 @@ class _Shards:
         for path, length in zip(self._paths, self._lengths, strict=True):
             if not os.path.exists(path):
                 raise DataError(f"{path}: the shard is missing; {self._advice}")
-            found = ArrayRecordReader(path, **_READER).num_records()  # 0 where it is damaged
+            found = _reader(path).num_records()  # 0 where it is damaged
             if found != length:
                 raise DataError(
                     f"{path}: the shard is cut short, {found} readable records of {length};"
@@ -222,7 +217,7 @@ class _Shards:
         """A record; DataError where its shard is damaged."""
         shard, position = self._locate(index)
         try:
-            return self._reader(shard).read([position])[0]
+            return self._reader(self._paths[shard]).read([position])[0]
         except (RuntimeError, IndexError) as error:
             raise self.error(index, error) from None
 
@@ -238,19 +233,6 @@ class _Shards:
         shard = int(np.searchsorted(self._ends, index, side="right"))
         return shard, index - (int(self._ends[shard - 1]) if shard else 0)
 
-    def _reader(self, shard: int) -> ArrayRecordReader:
-        with self._lock:
-            reader = self._readers.get(shard)
-            if reader is None:
-                reader = self._readers[shard] = ArrayRecordReader(self._paths[shard], **_READER)
-                if len(self._readers) > _OPEN_FILES:
-                    self._readers.popitem(last=False)  # closed once no thread reads from it
-            self._readers.move_to_end(shard)
-            return reader
 
-    def __getstate__(self) -> dict:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_readers", "_lock")}
-
-    def __setstate__(self, state: dict):
-        self.__dict__.update(state)
-        self._forget()
+def _reader(path: str) -> ArrayRecordReader:
+    return ArrayRecordReader(path, **_READER)

@@ -8,6 +8,7 @@ the order of theirs, one class after another. So every layout of the same data g
 record at the same index with the same label, except TFDS, which stores records shuffled.
 """
 
+import itertools
 import operator
 import os
 import threading
@@ -18,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from decent_jax.data.images import array_records, imagenet_archives
+from decent_jax.data.images.imagenet_archives import Members
 from decent_jax.data.reading import one_sentence
 from decent_jax.errors import DataError
 
@@ -193,7 +195,8 @@ def _train(place: str):
                 " CLASS.tar of each class; pack the archive anew"
             )
         return _ArchiveStorage(place, "train", _sorted_classes(place, found), found)
-    return _class_folders(place, "train", _class_names(place))
+    class_names = _class_names(place)
+    return _class_folders(place, "train", class_names, class_names)
 
 
 def _val(place: str, class_names: tuple[str, ...]):
@@ -210,13 +213,12 @@ def _val(place: str, class_names: tuple[str, ...]):
     folders = _subfolders(place)
     if folders:
         _check_known(place, folders, class_names)
-        return _class_folders(place, "val", class_names, present=folders)
-    files = imagenet_archives.Members(_images(place), np.zeros(0), np.zeros(0))
+        return _class_folders(place, "val", class_names, folders)
+    files = Members(_images(place))
     if not files.names:
         raise DataError(f"{place}: holds no class folder and no {', '.join(SUFFIXES)} file")
     found = _by_ground_truth(place, files, class_names)
-    names = [found[name].names if name in found else [] for name in class_names]
-    return _FolderStorage(place, "val", class_names, names, flat=True)
+    return _FolderStorage(place, "val", class_names, found, flat=True)
 
 
 def _class_names(place: str) -> tuple[str, ...]:
@@ -245,12 +247,8 @@ def _sorted_classes(place: str, found: dict) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def _class_folders(place: str, split: str, class_names, present=None):
-    present = set(class_names if present is None else present)
-
+def _class_folders(place: str, split: str, class_names, folders):
     def images(name):
-        if name not in present:
-            return []
         folder = os.path.join(place, name)
         found = _images(folder)
         if not found:
@@ -258,11 +256,11 @@ def _class_folders(place: str, split: str, class_names, present=None):
                 f"{folder}: the class folder holds no {', '.join(SUFFIXES)} file; put the images of"
                 " the class there or remove the folder"
             )
-        return found
+        return Members(found)
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        names = list(pool.map(images, class_names))
-    return _FolderStorage(place, split, class_names, names)
+        found = dict(zip(folders, pool.map(images, folders), strict=True))
+    return _FolderStorage(place, split, class_names, found)
 
 
 def _check_known(place: str, found: list[str], class_names: tuple[str, ...]) -> None:
@@ -276,7 +274,7 @@ def _check_known(place: str, found: list[str], class_names: tuple[str, ...]) -> 
         )
 
 
-def _by_ground_truth(place: str, files: imagenet_archives.Members, class_names) -> dict:
+def _by_ground_truth(place: str, files: Members, class_names) -> dict[str, Members]:
     """Flat validation images sorted into their classes."""
     wnids = imagenet_archives.ground_truth(os.path.dirname(place))
     if len(wnids) != len(files.names):
@@ -289,7 +287,7 @@ def _by_ground_truth(place: str, files: imagenet_archives.Members, class_names) 
     for position, wnid in enumerate(wnids):
         places.setdefault(wnid, []).append(position)
     return {
-        wnid: imagenet_archives.Members(
+        wnid: Members(
             [files.names[i] for i in positions],
             *(column[positions] if len(column) else column for column in files[1:]),
         )
@@ -316,12 +314,15 @@ class _Storage:
 
     layout: str
 
-    def __init__(self, place: str, split: str, class_names, names: list[list[str]]):
+    def __init__(self, place: str, split: str, class_names, found: dict[str, Members]):
         self.class_names = tuple(class_names)
-        self.labels = np.repeat(np.arange(len(names)), [len(of_class) for of_class in names])
-        self._place = place
-        self._split = split
-        self._names = _Names([name for of_class in names for name in of_class])
+        members = [found.get(name, Members([])) for name in class_names]
+        names = [own.names for own in members]
+        self.labels = np.repeat(np.arange(len(names)), list(map(len, names)))
+        self._place, self._split = place, split
+        self._names = _Names(list(itertools.chain(*names)))
+        self._offsets = np.concatenate([own.offsets for own in members])
+        self._sizes = np.concatenate([own.sizes for own in members])
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -340,8 +341,8 @@ class _Storage:
 class _FolderStorage(_Storage):
     """Files in class folders, or all in one folder."""
 
-    def __init__(self, place: str, split: str, class_names, names, flat: bool = False):
-        super().__init__(place, split, class_names, names)
+    def __init__(self, place: str, split: str, class_names, found, flat: bool = False):
+        super().__init__(place, split, class_names, found)
         self.layout = "flat folder" if flat else "class folders"
         self._flat = flat
 
@@ -366,11 +367,8 @@ class _ArchiveStorage(_Storage):
 
     layout = "archive"
 
-    def __init__(self, place: str, split: str, class_names, found: dict):
-        members = [found.get(name, imagenet_archives.NO_MEMBERS) for name in class_names]
-        super().__init__(place, split, class_names, [of_class.names for of_class in members])
-        self._offsets = np.concatenate([of_class.offsets for of_class in members])
-        self._sizes = np.concatenate([of_class.sizes for of_class in members])
+    def __init__(self, place: str, split: str, class_names, found):
+        super().__init__(place, split, class_names, found)
         self._file = _SharedFile(place)
 
     def _read(self, index: int) -> bytes:

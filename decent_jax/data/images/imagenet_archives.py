@@ -32,14 +32,11 @@ _EXTENDED = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
 
 
 class Members(NamedTuple):
-    """The files of one class in an archive, sorted by name: lists and arrays of equal length."""
+    """The files of one class, sorted by name, and in an archive where they are."""
 
     names: list[str]
-    offsets: np.ndarray  # (files,) int64, in bytes from the beginning of the archive
-    sizes: np.ndarray  # (files,) int64
-
-
-NO_MEMBERS = Members([], np.zeros(0, np.int64), np.zeros(0, np.int64))
+    offsets: np.ndarray = np.zeros(0, np.int64)  # (files,), bytes from the archive's beginning
+    sizes: np.ndarray = np.zeros(0, np.int64)  # (files,)
 
 
 def index_archive(

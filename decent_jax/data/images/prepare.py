@@ -16,21 +16,18 @@ import hashlib
 import json
 import math
 import os
-import platform
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
-import decent_jax
 from decent_jax.data import worker_pool
 from decent_jax.data.images import array_records, jpeg
 from decent_jax.data.images.array_records import KIND
 from decent_jax.data.images.image_folder import SPLITS, ImageFiles, open_images
-from decent_jax.data.prepared_folder import Draft, check_out, sha256_file
+from decent_jax.data.prepared_folder import Draft, check_out, sha256_file, versions
 from decent_jax.errors import DataError
 from decent_jax.json_files import read_json, write_json_atomic
 from decent_jax.progress import progress_bar
@@ -223,13 +220,9 @@ def _finished(path: Path, sidecar: Path, key: str) -> dict | None:
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[Callable[[bytes], None]]:
     """`with _writing(path) as write:`; the shard is on the disk afterwards."""
-    writer = None
     try:
-        writer = ArrayRecordWriter(str(path), _WRITER)
-        try:
+        with contextlib.closing(ArrayRecordWriter(str(path), _WRITER)) as writer:
             yield writer.write
-        finally:
-            writer.close()
     except RuntimeError as error:  # array_record's only kind
         reason = str(error).partition(";")[0]
         raise OSError(f"{path}: cannot be written ({reason})") from None
@@ -276,11 +269,7 @@ def _manifest(images: dict[str, ImageFiles], made: list[dict]) -> dict:
             for name in ("records", "bytes", "bad")
         },
         "bad_files": BAD_FILES,
-        "versions": {
-            "decent_jax": decent_jax.__version__,
-            "python": platform.python_version(),
-            "array_record": metadata.version("array_record"),
-        },
+        "versions": versions("array_record"),
     }
 
 

@@ -257,24 +257,41 @@ def _jsonl_chunks(source: Source, field: str) -> Iterator[Chunk]:
             read = raw.tell()
 
 
-def _parquet_chunks(source: Source, field: str) -> Iterator[Chunk]:
+def _row_chunks(source: Source, field: str) -> Iterator[Chunk]:
+    """Of a parquet or Arrow file, column by column, of which each ends at a byte of the file."""
     extras.need("text", "pyarrow")
     import pyarrow as pa
 
-    row = 0
+    columns, damage = _arrow_columns, (pa.ArrowException, OSError)
+    if source.kind == "parquet":  # whose OSError names what its codec says
+        columns, damage = _parquet_columns, (pa.ArrowException,)
+    row = read = 0
     try:
-        with contextlib.closing(_parquet(source.path, field)) as file:
-            total = file.metadata.num_rows
-            rows = _rows_at_once(file.metadata, field)
-            for batch in file.iter_batches(batch_size=rows, columns=[field]):
-                for part in _parts(batch.column(0)):
-                    read = source.size * (row + len(part)) // total - source.size * row // total
-                    yield Chunk(source, part.to_pylist(), read, row)
-                    row += len(part)
+        for column, end in columns(source, field):
+            for part in _parts(column):
+                yield Chunk(source, part.to_pylist(), end - read, row)
+                row, read = row + len(part), end
     except UnicodeDecodeError:
         raise DataError(f"{source.path}: invalid UTF-8 after row {row}") from None
-    except pa.ArrowException as error:
+    except damage as error:
         raise DataError(f"{source.path}: damaged after row {row} ({short(error)})") from None
+
+
+def _parquet_columns(source: Source, field: str) -> Iterator[tuple[Any, int]]:
+    row = 0
+    with contextlib.closing(_parquet(source.path, field)) as file:
+        rows = _rows_at_once(file.metadata, field)
+        for batch in file.iter_batches(batch_size=rows, columns=[field]):
+            row += len(batch)
+            yield batch.column(0), source.size * row // file.metadata.num_rows
+
+
+def _arrow_columns(source: Source, field: str) -> Iterator[tuple[Any, int]]:
+    """One per batch of the file: ``datasets`` writes a thousand rows into each."""
+    with _arrow(source.path, field) as batches:
+        for batch, end in batches:
+            batch.column(field).validate(full=True)  # offsets beyond the end crash Arrow
+            yield batch.column(field), end
 
 
 def _rows_at_once(metadata: Any, field: str) -> int:
@@ -289,26 +306,6 @@ def _columns(metadata: Any, field: str) -> list[Any]:
     groups = map(metadata.row_group, range(metadata.num_row_groups))
     columns = (group.column(k) for group in groups for k in range(group.num_columns))
     return [column for column in columns if column.path_in_schema == field]
-
-
-def _arrow_chunks(source: Source, field: str) -> Iterator[Chunk]:
-    """A chunk per batch of the file: ``datasets`` writes a thousand rows into each."""
-    extras.need("text", "pyarrow")
-    import pyarrow as pa
-
-    row = read = 0
-    try:
-        with _arrow(source.path, field) as batches:
-            for batch, position in batches:
-                batch.column(field).validate(full=True)  # offsets beyond the end crash Arrow
-                for part in _parts(batch.column(field)):
-                    texts = part.to_pylist()
-                    yield Chunk(source, texts, position - read, row)
-                    row, read = row + len(texts), position
-    except UnicodeDecodeError:
-        raise DataError(f"{source.path}: invalid UTF-8 after row {row}") from None
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{source.path}: damaged after row {row} ({short(error)})") from None
 
 
 def _parts(column: Any) -> list[Any]:
@@ -333,8 +330,8 @@ def _tfds_chunks(source: Source, field: str) -> Iterator[Chunk]:
 
 _CHUNKERS = {
     "jsonl": _jsonl_chunks,
-    "parquet": _parquet_chunks,
-    "arrow": _arrow_chunks,
+    "parquet": _row_chunks,
+    "arrow": _row_chunks,
     "tfds": _tfds_chunks,
 }
 
@@ -378,13 +375,15 @@ def _json_text(line: str, path: Path, row: int, field: str) -> str:
     if not isinstance(record, dict):
         raise DataError(f"{path}, line {row}: not a JSON object")
     if field not in record:
-        names = shorten(", ".join(map(repr, record)) or "no field", 100)
-        raise DataError(
-            f"{path}, line {row}: no field {shown(field)}, only {names}; see --text_field"
-        )
+        raise _lacks(f"{path}, line {row}", "field", field, record)
     if not isinstance(record[field], str):
         raise DataError(f"{path}, line {row}: field {field!r} is not a string")
     return record[field]
+
+
+def _lacks(place: Path | str, kind: str, field: str, names: Iterable[str]) -> DataError:
+    found = shorten(", ".join(map(repr, names)) or f"no {kind}", 100)
+    return DataError(f"{place}: no {kind} {shown(field)}, only {found}; see --text_field")
 
 
 def _parquet(path: Path, field: str):
@@ -428,8 +427,7 @@ def _check_column(path: Path, schema: Any, field: str) -> None:
     import pyarrow as pa
 
     if field not in schema.names:
-        names = shorten(", ".join(map(repr, schema.names)), 100)
-        raise DataError(f"{path}: no column {shown(field)}, only {names}; see --text_field")
+        raise _lacks(path, "column", field, schema.names)
     if schema.names.count(field) > 1:
         raise DataError(f"{path}: several columns are called {field!r}; leave one")
     kind = schema.field(field).type
@@ -444,7 +442,6 @@ def _check_feature(folder: Path, field: str) -> None:
 
     features = tfds_folder.open_builder(folder).info.features
     if field not in features:
-        names = shorten(", ".join(map(repr, features)), 100)
-        raise DataError(f"{folder}: no feature {shown(field)}, only {names}; see --text_field")
+        raise _lacks(folder, "feature", field, features)
     if not isinstance(features[field], tfds.features.Text):
         raise DataError(f"{folder}: feature {field!r} is not text")

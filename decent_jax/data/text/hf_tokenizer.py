@@ -10,17 +10,18 @@ from typing import Any
 import numpy as np
 
 from decent_jax import extras
+from decent_jax.data.reading import objects_within
 from decent_jax.data.text.tokenizers import Tokenizer, checked_ids, valid_unicode
 from decent_jax.errors import DataError
 from decent_jax.text import shown
 
 FILE = "tokenizer.json"
 LARGEST = 2**24  # vocabulary, as of `model.vocab_size`
-# What published tokenizers call the end of a document, of which a file has one.
 # A repetition of nothing but a repetition, such as (a+)+: its time is exponential in the text.
 _REPEATED_TWICE = re.compile(
     r"\((\?:)?(\\[pP]\{[^}]*\}|\\.|\[(\\.|[^\]\\])*\]|[^\\\[\]()|*+?{}])[*+]\)[*+]"
 )
+# What published tokenizers call the end of a document, of which a file has one.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 
 
@@ -101,7 +102,7 @@ def _check(found: Any) -> None:
         both = left + right.removeprefix(prefix)
         if not (right.startswith(prefix) and {left, right, both} <= vocabulary.keys()):
             raise ValueError(f"the vocabulary lacks a part of the merge {shown(merge)}")
-    for part in _parts(found.get("normalizer")):
+    for part in objects_within(found.get("normalizer")):
         if part.get("type") == "Precompiled":
             table = base64.b64decode(part["precompiled_charsmap"], validate=True)
             size = int.from_bytes(table[:4], "little")  # of a trie; then the texts
@@ -109,16 +110,7 @@ def _check(found: Any) -> None:
                 raise ValueError("precompiled_charsmap is cut short")
             table[4 + size :].decode()
     for name in ("normalizer", "pre_tokenizer", "decoder"):
-        for part in _parts(found.get(name)):
+        for part in objects_within(found.get(name)):
             twice = _REPEATED_TWICE.search(str(part.get("Regex", "")))
             if twice:
                 raise ValueError(f"a pattern repeats a repetition, {shown(twice[0])}")
-
-
-def _parts(part: Any) -> Iterator[dict[str, Any]]:
-    """The objects within a part of a tokenizer, and itself."""
-    if isinstance(part, dict):
-        yield part
-        part = list(part.values())
-    for inner in part if isinstance(part, list) else ():
-        yield from _parts(inner)

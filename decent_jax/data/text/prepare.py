@@ -12,7 +12,7 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -95,11 +95,11 @@ def prepare(
         worker_pool.results(work, chunks, workers) as results,
         progress_bar(total, progress, unit="B", unit_scale=True, desc="tokenizing") as bar,
     ):
-        for chunk, result in results:
+        for chunk, (digests, tokens, cuts) in results:
             role = "val" if chunk.source in held_out else "train"
             bar.update(chunk.read)
-            origins = documents.document_sources(chunk)
-            for source, (digest, ids) in zip(origins, result.documents(), strict=False):
+            origins, parts = documents.document_sources(chunk), np.split(tokens, cuts)
+            for source, digest, ids in zip(origins, digests, parts, strict=False):
                 for split, part in split_of(digest, ids, role):
                     writer.add(split, part, names[source])
         _check_counts(writer.documents, val_fraction, bool(val_sources))
@@ -112,20 +112,6 @@ def prepare(
             inputs=_summary(sources, workers),
             val_inputs=_summary(val_sources, workers),
         )
-
-
-class _Encoded(NamedTuple):
-    """The documents of a chunk: a digest each, and their tokens end to end."""
-
-    digests: list[bytes]
-    lengths: list[int]
-    tokens: np.ndarray
-
-    def documents(self) -> Iterator[tuple[bytes, np.ndarray]]:
-        """(digest, ids) of each document."""
-        ends = list(itertools.accumulate(self.lengths))
-        for digest, length, end in zip(self.digests, self.lengths, ends, strict=True):
-            yield digest, self.tokens[end - length : end]
 
 
 class _Splitter:
@@ -142,30 +128,27 @@ class _Splitter:
 
     def __call__(self, digest: bytes, ids: np.ndarray, role: str) -> list[tuple[str, np.ndarray]]:
         """[(split, ids)], empty for nowhere."""
-        if self._by_position and len(ids) > 1:
-            assert self._val_fraction is not None
-            cut = min(max(round(len(ids) * (1 - self._val_fraction)), 1), len(ids) - 1)
-            return [("train", ids[:cut]), ("val", ids[cut:])]
-        split = self._of_document(digest, ids, role)
-        return [(split, ids)] if split else []
-
-    def _of_document(self, digest: bytes, ids: np.ndarray, role: str) -> str:
         if not len(ids):
             self.empty += 1
-            return ""
-        if self._val_fraction is not None:
-            draw = int.from_bytes(digest[:8], "big") / 2**64
-            return "val" if draw < self._val_fraction else "train"
-        if role == "val":
-            self._validation.add(digest)
-        elif digest in self._validation:
-            self.dropped += 1
-            return ""
-        return role
+            return []
+        if self._val_fraction is None:
+            if role == "val":
+                self._validation.add(digest)
+            elif digest in self._validation:
+                self.dropped += 1
+                return []
+            return [(role, ids)]
+        if self._by_position and len(ids) > 1:
+            cut = min(max(round(len(ids) * (1 - self._val_fraction)), 1), len(ids) - 1)
+            return [("train", ids[:cut]), ("val", ids[cut:])]
+        draw = int.from_bytes(digest[:8], "big") / 2**64
+        return [("val" if draw < self._val_fraction else "train", ids)]
 
 
-def _work(chunk: Chunk, *, tokenizer: Tokenizer, field: str, seed: int) -> _Encoded:
-    """The documents of a chunk, encoded."""
+def _work(
+    chunk: Chunk, *, tokenizer: Tokenizer, field: str, seed: int
+) -> tuple[list[bytes], np.ndarray, np.ndarray]:
+    """Of a chunk: a digest of each document, all tokens end to end, and where to cut them."""
     digests, encoded = [], [np.zeros(0, tokenizer.dtype)]
     for text in documents.documents(chunk, field):
         # as the bytes tokenizer does, so that the split is the same for all tokenizers
@@ -173,7 +156,8 @@ def _work(chunk: Chunk, *, tokenizer: Tokenizer, field: str, seed: int) -> _Enco
         digest = hashlib.blake2b(text.encode(), digest_size=16, key=str(seed).encode()[:64])
         digests.append(digest.digest())
         encoded.append(tokenizer.encode(text))
-    return _Encoded(digests, [len(ids) for ids in encoded[1:]], np.concatenate(encoded))
+    ends = np.cumsum([len(ids) for ids in encoded[1:]], dtype=np.int64)
+    return digests, np.concatenate(encoded), ends[:-1]
 
 
 def _paths(given: str | Path | Iterable[str | Path]) -> list[Path]:

@@ -68,7 +68,8 @@ def _write(out: Path, files: list[tuple[str, Path, int]], fingerprint: str) -> d
                 continue
             seen.add(digest)
             corpus.update(hashlib.sha256(name.encode()).digest() + digest)
-            writer.add(_split(name), ids, _source(name))
+            source = name.split("/")[0].removesuffix(".py")
+            writer.add(_split(name), ids, source)
         if not all(writer.documents.values()):
             raise DataError("this Python comes without the sources of its standard library")
         return writer.commit(
@@ -117,11 +118,6 @@ def _documents(files: list[tuple[str, Path, int]]) -> Iterator[tuple[str, str]]:
 def _fingerprint(files: list[tuple[str, Path, int]]) -> str:
     entries = [sys.version, [(name, size) for name, _, size in files]]
     return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
-
-
-def _source(name: str) -> str:
-    """The module or package of the library that a document belongs to."""
-    return name.split("/")[0].removesuffix(".py")
 
 
 def _split(name: str) -> str:

@@ -10,12 +10,10 @@ import contextlib
 import functools
 import json
 import os
-import platform
 from pathlib import Path
 
 import numpy as np
 
-import decent_jax
 from decent_jax.data import prepared_folder
 from decent_jax.data.prepared_folder import Draft, Kind
 from decent_jax.data.reading import entries_of, one_sentence
@@ -118,11 +116,7 @@ def check_vocab(path: str | Path, vocab_size: int) -> None:
             if split["file"] == path.name and split["bytes"] == path.stat().st_size:
                 largest = int(split["largest_id"])
     if largest is None:
-        tokens = _memmap(path)
-        step = 1 << 24
-        largest = max(
-            (int(tokens[i : i + step].max()) for i in range(0, len(tokens), step)), default=0
-        )
+        largest = int(_memmap(path).max())
     if largest >= vocab_size:
         raise DataError(f"{path}: holds token id {largest}, the model's vocabulary is {vocab_size}")
 
@@ -181,11 +175,7 @@ class TokenFolderWriter(Draft):
             "splits": splits,
             **self._write_sources(),
             **entries,
-            "versions": {
-                "decent_jax": decent_jax.__version__,
-                "python": platform.python_version(),
-                "numpy": np.__version__,
-            },
+            "versions": prepared_folder.versions("numpy"),
         }
         self.publish(manifest)
         return manifest

@@ -91,10 +91,9 @@ class Tokenizer:
 class ByteTokenizer(Tokenizer):
     """UTF-8 bytes; 0 separates documents, so NULs are dropped from the text."""
 
+    name, vocab_size, end_of_text = "bytes", 256, 0
+
     def __init__(self):
-        self.name = "bytes"
-        self.vocab_size = 256
-        self.end_of_text = 0
         self.files = {}
 
     def encode(self, text: str) -> np.ndarray:
@@ -115,13 +114,12 @@ class GPT2Tokenizer(Tokenizer):
       files: the contents of `encoder.json` and `vocab.bpe`, as OpenAI published them.
     """
 
+    name, vocab_size, end_of_text = "gpt2", 50257, 50256
+
     def __init__(self, files: dict[str, bytes]):
         extras.need("text", "tiktoken")
         import tiktoken
 
-        self.name = "gpt2"
-        self.vocab_size = 50257
-        self.end_of_text = 50256
         self.files = files
         self._encoding = tiktoken.Encoding(
             "gpt2",
@@ -173,10 +171,9 @@ def load(name: str, path: str | Path | None = None) -> Tokenizer:
 
         file = Path(path or "") / name
         try:
-            try:
-                return HFTokenizer(read_bytes(file))
-            except DataError as error:
-                raise DataError(f"{file}: {error}") from None
+            return HFTokenizer(read_bytes(file))
+        except DataError as error:
+            raise DataError(f"{file}: {error}") from None
         except OSError as error:
             raise DataError(f"{file}: cannot be read ({error.strerror})") from None
     raise DataError(

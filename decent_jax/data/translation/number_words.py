@@ -244,16 +244,10 @@ def _year(draw):
 
 def _comparison(draw):
     a, b = draw(0, 1000), draw(0, 1000)
+    more, mehr = ("more than", "mehr als") if a > b else ("less than", "weniger als")
     if a == b:
-        return (
-            f"{english(a)} is as much as {english(b)}",
-            f"{german(a)} ist so viel wie {german(b)}",
-        )
-    words = ("more", "mehr") if a > b else ("less", "weniger")
-    return (
-        f"{english(a)} is {words[0]} than {english(b)}",
-        f"{german(a)} ist {words[1]} als {german(b)}",
-    )
+        more, mehr = "as much as", "so viel wie"
+    return f"{english(a)} is {more} {english(b)}", f"{german(a)} ist {mehr} {german(b)}"
 
 
 _TEMPLATES = (_count, _count, _price, _ordinal, _year, _comparison)

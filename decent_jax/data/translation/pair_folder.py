@@ -11,13 +11,10 @@ for `val` and `test` the original sentences, `val.en` and so on, one per line; t
 """
 
 import functools
-import platform
-from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 
-import decent_jax
 from decent_jax.data import prepared_folder
 from decent_jax.data.prepared_folder import Draft, Kind
 from decent_jax.data.reading import entries_of, one_sentence
@@ -103,7 +100,7 @@ class TranslationPairs:
                 f"{self.folder}: the lengths and offsets of its split {self.split!r} are not those "
                 "of its ids; prepare the data again"
             )
-        largest = max(int(self._ids[i : i + (1 << 24)].max()) for i in range(0, ends[-1], 1 << 24))
+        largest = int(self._ids.max())
         if largest >= self.vocabulary.size:
             raise DataError(
                 f"{self.folder}: its split {self.split!r} holds id {largest}, its vocabulary has "
@@ -298,12 +295,7 @@ class TranslationFolderWriter(Draft):
             "vocab_sha256": vocabulary.sha256,
             "splits": {split: self._entry(split) for split in SPLITS if self.pairs[split]},
             **entries,
-            "versions": {
-                "decent_jax": decent_jax.__version__,
-                "python": platform.python_version(),
-                "numpy": np.__version__,
-                "sentencepiece": metadata.version("sentencepiece"),
-            },
+            "versions": prepared_folder.versions("numpy", "sentencepiece"),
         }
         self.append(subwords.FILE, vocabulary.model)
         self.publish(manifest)

@@ -175,7 +175,8 @@ class _Task(NamedTuple):
 
 def _survey(streams: list[tuple[str, Source]], share: _Share, workers: int, bar) -> _Survey:
     words: collections.Counter[str] = collections.Counter()
-    found: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in streams]
+    found: list[tuple[np.ndarray, np.ndarray]] = []  # hashes and fates of each block
+    counts = [0] * len(streams)
     tasks = (
         _Task(i, split, block)
         for i, (split, source) in enumerate(streams)
@@ -184,22 +185,16 @@ def _survey(streams: list[tuple[str, Source]], share: _Share, workers: int, bar)
     work = functools.partial(_survey_block, share=share)
     with worker_pool.results(work, tasks, workers) as surveyed:
         for task, (own_hashes, own_fates, own_words) in surveyed:
-            found[task.stream].append((own_hashes, own_fates))
+            found.append((own_hashes, own_fates))
+            counts[task.stream] += len(own_fates)
             words.update(own_words)
             if len(words) > _MOST_WORDS:
                 words = collections.Counter({w: n for w, n in words.items() if n > 1})
             bar.update(task.block.read)
-    hashes = [np.concatenate([pair[0] for pair in own]) for own in found]
-    fates = [np.concatenate([pair[1] for pair in own]) for own in found]
-    training = [i for i, (split, _) in enumerate(streams) if split == "train"]
-    held_out = [hashes[i] for i in range(len(streams)) if i not in training]
-    _drop_repeated(
-        [hashes[i] for i in training],
-        [fates[i] for i in training],
-        np.concatenate([np.zeros(0, np.uint64), *held_out]),
-    )
-    counts = {source: len(own) for (_, source), own in zip(streams, fates, strict=True)}
-    return _Survey(fates, dict(words), counts)
+    hashes, fates = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+    _drop_repeated(hashes, fates, np.repeat([split == "train" for split, _ in streams], counts))
+    sizes = dict(zip([source for _, source in streams], counts, strict=True))
+    return _Survey(np.split(fates, np.cumsum(counts)[:-1]), dict(words), sizes)
 
 
 def _survey_block(task: _Task, share: _Share) -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
@@ -227,25 +222,16 @@ def _first_fate(source: str, target: str, split: str, share: _Share) -> int:
     return share.fate(source) if share.val or share.test else _TRAIN
 
 
-def _drop_repeated(hashes: list[np.ndarray], fates: list[np.ndarray], held_out) -> None:
-    """Marks pairs that occurred before or are held out.
+def _drop_repeated(hashes: np.ndarray, fates: np.ndarray, training: np.ndarray) -> None:
+    """Marks training pairs that occurred before or are held out; arrays (pairs,).
 
     64 bits suffice: among 36 million pairs, any two different ones share a hash with a probability
     of 1 in 28000.
     """
-    if not hashes:
-        return
-    candidates = [np.flatnonzero(own < _EMPTY) for own in fates]
-    everything = np.concatenate([own[at] for own, at in zip(hashes, candidates, strict=True)])
-    _, first = np.unique(everything, return_index=True)
-    repeated = np.ones(len(everything), bool)
-    repeated[first] = False
-    forbidden = np.isin(everything, held_out)
-    ends = np.cumsum([len(at) for at in candidates])[:-1]
-    parts = zip(np.split(repeated, ends), np.split(forbidden, ends), strict=True)
-    for own, at, (again, known) in zip(fates, candidates, parts, strict=True):
-        own[at[again]] = _DUPLICATE
-        own[at[known]] = _HELD_OUT
+    candidates = np.flatnonzero(training & (fates < _EMPTY))
+    _, first = np.unique(hashes[candidates], return_index=True)
+    fates[np.delete(candidates, first)] = _DUPLICATE
+    fates[candidates[np.isin(hashes[candidates], hashes[~training])]] = _HELD_OUT
 
 
 def _encode(

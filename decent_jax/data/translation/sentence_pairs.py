@@ -254,19 +254,20 @@ class _Side:
         raise DataError(f"{self.path}: holds no {self.member}; is it cut short? fetch it again")
 
     def _lines(self, file) -> Iterator[bytes]:
-        if self.member.endswith(".sgm"):
-            for segment in _SEGMENT.findall(read_at_most(file, _LARGEST_SGM, self.place)):
-                try:
-                    text = html.unescape(segment.decode())
-                except UnicodeDecodeError:
-                    text = None
-                yield segment if text is None else " ".join(text.split()).encode()
-            return
-        for number in itertools.count(1):
-            line = read_line(file, _LONGEST_SENTENCE, f"{self.place}, line {number}")
-            if not line:
+        with one_sentence(self.place):  # not that of the other side, which is open, too
+            if self.member.endswith(".sgm"):
+                for segment in _SEGMENT.findall(read_at_most(file, _LARGEST_SGM, self.place)):
+                    try:
+                        text = html.unescape(segment.decode())
+                    except UnicodeDecodeError:
+                        text = None
+                    yield segment if text is None else " ".join(text.split()).encode()
                 return
-            yield line.removesuffix(b"\n")
+            for number in itertools.count(1):
+                line = read_line(file, _LONGEST_SENTENCE, f"{self.place}, line {number}")
+                if not line:
+                    return
+                yield line.removesuffix(b"\n")
 
 
 class _Pair(Source):
@@ -282,20 +283,13 @@ class _Pair(Source):
         places = self.sides[0].place, self.sides[1].place
         counts, read = [0, 0], 0
         with self.sides[0].open() as (sources, raw1), self.sides[1].open() as (targets, raw2):
-            while True:
-                two = []
-                for place, lines in zip(places, (sources, targets), strict=True):
-                    with one_sentence(place):
-                        two.append(list(itertools.islice(lines, BLOCK_LINES)))
-                if len(two[0]) != len(two[1]) or not two[0]:
-                    break
+            pairs = itertools.zip_longest(sources, targets)
+            while some := list(itertools.islice(pairs, BLOCK_LINES)):
+                two = [[x for x in side if x is not None] for side in zip(*some, strict=True)]
                 before, read = read, raw1.tell() + raw2.tell()
-                yield Block(two[0], two[1], places, counts[0] + 1, read - before)
-                counts = [count + len(two[0]) for count in counts]
-            rests = zip(places, (sources, targets), two, strict=True)
-            for side, (place, lines, block) in enumerate(rests):
-                with one_sentence(place):
-                    counts[side] += len(block) + sum(1 for _ in lines)
+                if counts[0] == counts[1] and len(two[0]) == len(two[1]):
+                    yield Block(two[0], two[1], places, counts[0] + 1, read - before)
+                counts = [count + len(side) for count, side in zip(counts, two, strict=True)]
         for place, count in zip(places, counts, strict=True):
             if not count:
                 raise DataError(f"{place}: is empty")

@@ -16,7 +16,6 @@ import io
 import multiprocessing
 import re
 import signal
-import threading
 import unicodedata
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,6 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from decent_jax.data.reading import one_sentence
+from decent_jax.data.text.tokenizers import checked_ids
+from decent_jax.data.worker_pool import handled
 from decent_jax.errors import DataError
 
 FILE = "vocabulary.model"
@@ -96,10 +97,7 @@ class Subwords:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; special ids are left out, a torn character shows as U+FFFD."""
-        ids = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64)
-        bad = ids[(ids < 0) | (ids >= self.size)]
-        if bad.size:
-            raise ValueError(f"token id {bad[0]} is outside the vocabulary of {self.size}")
+        ids = checked_ids(ids, self.size)
         return self._processor.decode(ids[ids >= len(SPECIAL)].tolist())
 
     def pieces(self) -> list[str]:
@@ -187,11 +185,7 @@ def _in_a_process(lines: list[str], size: int) -> tuple[bytes, str]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_send_trained, args=(theirs, lines, size), daemon=True)
-    if threading.current_thread() is threading.main_thread():
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is ours alone
-        child.start()
-        signal.signal(signal.SIGINT, handler)
-    else:
+    with handled(signal.SIGINT, signal.SIG_IGN):  # inherited: Ctrl-C is ours alone
         child.start()
     theirs.close()
     try:
