@@ -80,7 +80,7 @@ def test_a_method_from_outside(registered):
     )(x, jax.vmap(tx.init)(x))
     np.testing.assert_allclose(x + updates, schedule.matrix(0) @ np.arange(4.0))
     np.testing.assert_allclose(state.own.z, x)
-    assert methods.numbers("slow_gossip") == {"gamma": 0.7}
+    assert registered.numbers == {"gamma": 0.7}
     with pytest.raises(ValueError, match="there is a method 'slow_gossip' already"):
         optim.register(registered)
 

@@ -218,12 +218,7 @@ def on_mesh(fn: Callable, mesh: Mesh | AbstractMesh, axis_name: AxisName = "repl
     split = P(devices)
     # Blocks and group means are not possible with check_vma=True, and nothing here needs it.
     return jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=split,
-        out_specs=split,
-        axis_names=set(devices),
-        check_vma=False,
+        body, mesh=mesh, in_specs=split, out_specs=split, axis_names=set(devices), check_vma=False
     )
 
 
@@ -270,14 +265,8 @@ def mix_coded(
     Arguments as in `mix`.
     """
     axis = ReplicaAxis.of(schedule, axis_name)
-    replica = axis.replica()
     leaves, put_back = mixable(tree)
-    keys = [None if key is None else jax.random.fold_in(key, k) for k in range(len(leaves))]
-    # The barrier keeps XLA from rounding the own copy again, and differently from what is sent.
-    sent = jax.lax.optimization_barrier(
-        [wire.encode(x, k, replica) for x, k in zip(leaves, keys, strict=True)]
-    )
-    own = [wire.decode(p, x, k) for p, x, k in zip(sent, leaves, keys, strict=True)]
+    keys, sent, own = _coded(leaves, axis, wire, key)
     if isinstance(round, Simulated):
         mixed = mix(own, schedule, round, axis_name, finite=finite)
         return put_back(mixed), put_back(own)
@@ -343,10 +332,7 @@ def mean_coded(
     axis = ReplicaAxis.over(axis_name)
     leaves, put_back = mixable(tree)
     replicas = axis.devices * axis.block
-    keys = [None if key is None else jax.random.fold_in(key, k) for k in range(len(leaves))]
-    sent = jax.lax.optimization_barrier(
-        [wire.encode(x, k, axis.replica()) for x, k in zip(leaves, keys, strict=True)]
-    )
+    keys, sent, own = _coded(leaves, axis, wire, key)
 
     def mean_leaf(x, k, parts):
         rows = jax.tree.map(axis.gathered, parts)
@@ -355,9 +341,20 @@ def mean_coded(
         )
         return total / replicas
 
-    means = [mean_leaf(x, k, parts) for x, k, parts in zip(leaves, keys, sent, strict=True)]
-    own = [wire.decode(parts, x, k) for x, k, parts in zip(leaves, keys, sent, strict=True)]
-    return put_back(means), put_back(own)
+    return put_back(map(mean_leaf, leaves, keys, sent)), put_back(own)
+
+
+def _coded(
+    leaves: list[jax.Array], axis: ReplicaAxis, wire: Wire, key: jax.Array | None
+) -> tuple[list, list, list]:
+    """For each array its key, the parts that are sent, and the own copy, decoded from these."""
+    replica = axis.replica()
+    keys = [None if key is None else jax.random.fold_in(key, k) for k in range(len(leaves))]
+    # The barrier keeps XLA from rounding the own copy again, and differently from what is sent.
+    sent = jax.lax.optimization_barrier(
+        [wire.encode(x, k, replica) for x, k in zip(leaves, keys, strict=True)]
+    )
+    return keys, sent, list(map(wire.decode, sent, leaves, keys))
 
 
 def allows_check_vma(schedule: Schedule) -> bool:

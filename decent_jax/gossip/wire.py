@@ -47,11 +47,9 @@ class BFloat16:
     """The nearest bfloat16, as its bits: XLA's CPU would send a float32 for each bfloat16."""
 
     def encode(self, x, key, replica):
-        del key, replica
         return (jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16),)
 
     def decode(self, parts, like, key):
-        del key
         return jax.lax.bitcast_convert_type(parts[0], jnp.bfloat16).astype(like.dtype)
 
     def bytes_sent(self, shape):
@@ -80,7 +78,6 @@ class Int8:
         return jnp.clip(codes, -127, 127).astype(jnp.int8), scale
 
     def decode(self, parts, like, key):
-        del key
         codes, scale = parts
         return codes.astype(like.dtype) * scale.astype(like.dtype)
 
@@ -95,13 +92,11 @@ class TopK:
     fraction: float
 
     def encode(self, x, key, replica):
-        del key, replica
         flat = x.reshape(-1)
         _, places = jax.lax.top_k(jnp.abs(flat), _kept(self.fraction, flat.size))
         return flat[places], places.astype(jnp.int32)
 
     def decode(self, parts, like, key):
-        del key
         values, places = parts
         return jnp.zeros_like(like).reshape(-1).at[places].set(values).reshape(like.shape)
 
@@ -134,7 +129,6 @@ class ChunkedTopK:
             raise ValueError(f"bits must be 2 or 32 (not quantised), got {self.bits}")
 
     def encode(self, x, key, replica):
-        del key, replica
         count, width, kept = self._sizes(x.size)
         chunks = jnp.pad(x.reshape(-1), (0, count * width - x.size)).reshape(count, width)
         _, places = jax.lax.top_k(jnp.abs(chunks), kept)
@@ -150,7 +144,6 @@ class ChunkedTopK:
         return _pack(codes, 2), packed, jax.lax.bitcast_convert_type(scales, jnp.uint16)
 
     def decode(self, parts, like, key):
-        del key
         count, width, kept = self._sizes(like.size)
         places = _unpack(parts[1], _bits_for(width), kept)
         values = parts[0]
@@ -181,7 +174,6 @@ class RandomK:
     fraction: float
 
     def encode(self, x, key, replica):
-        del replica
         return (x.reshape(-1)[self._places(x, key)],)
 
     def decode(self, parts, like, key):

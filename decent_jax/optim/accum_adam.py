@@ -80,7 +80,6 @@ def scale_by_accum_adam(
         return ScaleByAccumAdamState(jnp.zeros((), jnp.int32), mu, nu, None if is_adam else window)
 
     def update(updates, state, params=None):
-        del params
         g = updates
         count = jnp.asarray(optax.safe_increment(state.count))
         windows = (count + accum_steps - 1) // accum_steps

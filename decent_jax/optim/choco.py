@@ -112,7 +112,6 @@ METHODS = (
         "choco",
         choco,
         copies=2,
-        any_wire=False,
         sent=lambda params, _, own: coded_bytes(
             params, compressor_of(own["compressor"], own["fraction"])
         ),

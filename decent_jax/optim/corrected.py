@@ -157,10 +157,7 @@ class PushSumState(NamedTuple):
 
 
 def push_sum(
-    inner: optax.GradientTransformation,
-    schedule: Schedule,
-    axis_name: AxisName = "replica",
-    wire: Wire | None = None,
+    inner: optax.GradientTransformation, schedule: Schedule, axis_name: AxisName = "replica"
 ) -> optax.GradientTransformationExtraArgs:
     r"""Stochastic gradient push: averaging over directed graphs, whose rows need not sum to 1.
 
@@ -182,8 +179,6 @@ def push_sum(
       Algorithm 1.
     """
     require.column_stochastic("push_sum", schedule)
-    if wire is not None:
-        raise ValueError("push_sum sends shares that must arrive whole; use comm_dtype='float32'")
     mixing = guard.Mixing(schedule, axis_name, None)
 
     def step(params, own, round, local):
@@ -214,5 +209,5 @@ METHODS = (
     Method("exact_diffusion", exact_diffusion, copies=1),
     Method("d2", d2, copies=1),
     Method("gradient_tracking", gradient_tracking, orders=BOTH, messages=2, copies=2),
-    Method("push_sum", push_sum, any_wire=False),
+    Method("push_sum", push_sum),
 )

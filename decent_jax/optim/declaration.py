@@ -18,6 +18,7 @@ from decent_jax.gossip.wire import Wire
 from decent_jax.topology import Schedule
 
 BOTH = ("with", "then")
+ADAM_FIRST = ("adam", "sgd", "accum_adam", "muon")
 
 Meet = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 
@@ -61,7 +62,6 @@ def coded_bytes(params: Any, wire: Wire | None) -> float:
 
 def model_bytes(params: Any, parts: Parts, numbers: Mapping[str, Any]) -> float:
     """Bytes of a message of all parameters in the run's format; what most methods send."""
-    del numbers
     return coded_bytes(params, parts.wire)
 
 
@@ -77,7 +77,6 @@ class Method:
     messages: arrays of the parameters' size that a replica sends to each neighbour in a round.
     copies: arrays of the parameters' size in its state, besides the local optimizer's; a number, or
       a function of the parts and all numbers.
-    any_wire: whether ``comm_dtype`` may be other than float32.
     section: the section of a config with its numbers; None: called like it; "": no section.
     sent: bytes of one message, from the parameters, the parts and all numbers; the mean over
       rounds where they differ.
@@ -96,7 +95,6 @@ class Method:
     orders: tuple[str, ...] = ("then",)
     messages: int = 1
     copies: int | Callable[[Parts, Mapping[str, Any]], int] = 0
-    any_wire: bool = True
     section: str | None = None
     sent: Callable[[Any, Parts, Mapping[str, Any]], float] = model_bytes
     phases: Callable[[Mapping[str, Any]], int] = lambda numbers: 1
@@ -117,6 +115,11 @@ class Method:
     def own_momentum(self) -> bool:
         """Whether it is an optimizer itself, and takes gradients instead of an ``inner``."""
         return "inner" not in inspect.signature(self.make).parameters
+
+    @property
+    def any_wire(self) -> bool:
+        """Whether ``comm_dtype`` may be other than float32: whether the factory takes ``wire``."""
+        return "wire" in inspect.signature(self.make).parameters
 
     def build(self, parts: Parts) -> optax.GradientTransformationExtraArgs:
         """The method as an optax transformation.

@@ -23,7 +23,7 @@ from decent_jax.gossip import AxisName
 from decent_jax.gossip.permute import squared_norm
 from decent_jax.gossip.wire import Wire
 from decent_jax.optim import require
-from decent_jax.optim.declaration import BOTH, Method
+from decent_jax.optim.declaration import ADAM_FIRST, BOTH, Method
 from decent_jax.topology import Schedule
 
 
@@ -164,10 +164,10 @@ class EarlyMixing(optax.GradientTransformationExtraArgs):
 class Mixing:
     """The communication of a method: over which schedule and axis, and in which format."""
 
-    def __init__(self, schedule: Schedule, axis_name: AxisName, wire: Wire | None, seed: int = 0):
+    def __init__(self, schedule: Schedule, axis_name: AxisName, wire: Wire | None):
         if wire is not None:
             gossip.check_coded(schedule, wire)
-        self.schedule, self.axis_name, self.wire, self.seed = schedule, axis_name, wire, seed
+        self.schedule, self.axis_name, self.wire = schedule, axis_name, wire
 
     def __call__(self, tree: Any, round: Any, count: jax.Array, after: Any = None) -> Any:
         """One round of `decent_jax.gossip.mix`, which ignores replicas that are not finite."""
@@ -186,7 +186,7 @@ class Mixing:
 
     def key(self, count: jax.Array) -> jax.Array | None:
         """The key of step ``count``, the same on all replicas; None where nothing is coded."""
-        return None if self.wire is None else jax.random.fold_in(jax.random.key(self.seed), count)
+        return None if self.wire is None else jax.random.fold_in(jax.random.key(0), count)
 
 
 def decentralized(
@@ -325,7 +325,6 @@ def all_reduce(
     """
 
     def step(params, own, round, local):
-        del round
         mean, value = gossip.mean((local.grads, local.value), axis_name)
         update, inner, ok = local(params, mean, value)
         return add(params, update), own, inner, ok
@@ -343,21 +342,10 @@ def no_rounds(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransf
 
 
 METHODS = (
-    Method(
-        "all_reduce",
-        all_reduce,
-        optimizers=("adam", "sgd", "accum_adam", "muon"),
-        orders=BOTH,
-        any_wire=False,
-    ),
-    *(
-        Method(name, decentralized, optimizers=optimizers, orders=BOTH, section="")
-        for name, optimizers in (
-            ("decentralized_adam", ("adam",)),
-            ("accum_adam", ("accum_adam",)),
-            ("decentralized_sgd", ("sgd", "muon")),
-        )
-    ),
+    Method("all_reduce", all_reduce, ADAM_FIRST, BOTH),
+    Method("decentralized_adam", decentralized, ("adam",), BOTH, section=""),
+    Method("accum_adam", decentralized, ("accum_adam",), BOTH, section=""),
+    Method("decentralized_sgd", decentralized, ("sgd", "muon"), BOTH, section=""),
 )
 
 

@@ -6,13 +6,12 @@
 >>> tx = METHODS["gradient_tracking"].build(parts)
 >>> METHODS["gradient_tracking"].messages, METHODS["gradient_tracking"].copies
 (2, 2)
->>> numbers("slowmo")
+>>> METHODS["slowmo"].numbers
 {'alpha': 1.0, 'beta': 0.7}
 """
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 from decent_jax.optim.choco import METHODS as CHOCO
 from decent_jax.optim.corrected import METHODS as CORRECTED
@@ -24,7 +23,7 @@ from decent_jax.optim.slowmo import METHODS as SLOWMO
 from decent_jax.optim.sparta import METHODS as SPARTA
 from decent_jax.optim.swarm import METHODS as SWARM
 
-__all__ = ["METHODS", "Method", "Parts", "numbers", "register"]
+__all__ = ["METHODS", "Method", "Parts", "register"]
 
 _DECLARED = (*GUARDED, *MOMENTUM, *CORRECTED, *SLOWMO, *OUTER, *CHOCO, *SPARTA, *SWARM)
 _METHODS = {method.name: method for method in _DECLARED}
@@ -44,8 +43,3 @@ def register(method: Method) -> Method:
         raise ValueError(f"there is a method {method.name!r} already; give yours another name")
     _METHODS[method.name] = method
     return method
-
-
-def numbers(name: str) -> dict[str, Any]:
-    """The own numbers of the method of that name, and their defaults."""
-    return METHODS[name].numbers

@@ -1,7 +1,6 @@
 """Momentum that takes neighbours into account: gossiped, quasi-global, and DecentLaM's."""
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -46,7 +45,8 @@ def gossiped_momentum(
     return _with_moments(
         inner,
         mixing,
-        {name: lambda round: round for name in _MOMENTA},
+        {"trace": 1, "mu": 1},
+        1,
         "gossiped_momentum needs an optimizer with momentum, such as optax.sgd(lr, momentum=0.9) "
         "or optax.adam(lr); without any use decentralized",
     )
@@ -106,52 +106,48 @@ def des_loc(
             f"{phases} rounds, got one of {schedule.period}; use topology.repeat(schedule, "
             f"{phases})"
         )
-
-    def every(k: int) -> Callable[[Any], int | None]:
-        def due(round):
-            nth, rest = divmod(gossip.number(round) + 1, k)
-            return None if rest else nth - 1
-
-        return due
-
     return _with_moments(
         inner,
         guard.Mixing(schedule, axis_name, None),
-        {"mu": every(first), "nu": every(second)},
+        {"mu": first, "nu": second},
+        2,
         "des_loc averages both moments of Adam: use optax.adam(lr) or accum_adam; with momentum "
         "alone use gossiped_momentum",
-        all_of_them=True,
     )
 
 
 _MOST_PHASES = 16
-_MOMENTA = ("trace", "mu")
 
 
 def _with_moments(
     inner: optax.GradientTransformation,
     mixing: guard.Mixing,
-    due: dict[str, Callable[[Any], Any]],
+    every: dict[str, int],
+    least: int,
     needs: str,
-    all_of_them: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Adapt-then-combine in which parts of the local optimizer's state are mixed, too.
 
-    due: by the name of a part, from the round of the parameters to its own, or None for no message.
-    needs: what to say of an optimizer that has none of them (or, with ``all_of_them``, not all).
+    every: by the name of a part, the rounds of the parameters per message of it.
+    least: how many of these parts the optimizer must have.
+    needs: what to say of one that has fewer.
     """
 
     def named(node: Any) -> list[str]:
-        return [name for name in due if name in getattr(node, "_fields", ())]
+        return [name for name in every if name in getattr(node, "_fields", ())]
+
+    def due(round: Any, k: int) -> Any:
+        if round is None or k == 1:
+            return round
+        nth, rest = divmod(gossip.number(round) + 1, k)
+        return None if rest else nth - 1
 
     def step(params, own, round, local):
         update, inner, ok = local(params)
 
         def mix_parts(node):
             for name in named(node):
-                part = getattr(node, name)
-                if round is not None:
-                    part = mixing(part, due[name](round), local.count)
+                part = mixing(getattr(node, name), due(round, every[name]), local.count)
                 node = node._replace(**{name: part})
             return node
 
@@ -164,7 +160,7 @@ def _with_moments(
         state: Any = tx.init(params)
         nodes = jax.tree.leaves(state.inner, is_leaf=lambda node: bool(named(node)))
         found = {name for node in nodes for name in named(node)}
-        if not found or (all_of_them and len(found) < len(due)):
+        if len(found) < least:
             raise ValueError(needs)
         return state
 
@@ -339,7 +335,6 @@ METHODS = (
         "des_loc",
         des_loc,
         optimizers=("adam", "accum_adam"),
-        any_wire=False,
         phases=lambda own: math.lcm(own["first"], own["second"]),
         sent=lambda params, parts, own: (
             model_bytes(params, parts, own) * (1 + 1 / own["first"] + 1 / own["second"])

@@ -15,7 +15,7 @@ from decent_jax import gossip
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.wire import ChunkedTopK, Wire
 from decent_jax.optim import guard, require
-from decent_jax.optim.declaration import Meet, Method, Parts, model_bytes
+from decent_jax.optim.declaration import ADAM_FIRST, Meet, Method, Parts, coded_bytes, model_bytes
 from decent_jax.optim.fragments import cut, replaced, taken
 from decent_jax.topology import Schedule
 
@@ -172,8 +172,25 @@ def noloco(
     return _outer("noloco", inner, mixing, rule, *given)
 
 
-def _noloco_meeting(own: Mapping[str, Any]) -> Meet:
-    return _meeting(_towards_average(optax.sgd(own["outer_learning_rate"], own["outer_momentum"])))
+def _noloco_meeting(numbers: Mapping[str, Any]) -> Meet:
+    """The rule on the whole model at a meeting of peers, with LOSCAR's merge.
+
+    The copy S was on its way since it was published; what the peer learned meanwhile, x - S, is
+    added to the new outer parameters.
+    """
+    outer = optax.sgd(numbers["outer_learning_rate"], numbers["outer_momentum"])
+    rule = _towards_average(outer)
+
+    def meet(x, own, copy, half):
+        sent, half = jax.tree.leaves(copy), jax.tree.leaves(half)
+        theta, state = rule.step(
+            jax.tree.leaves(own.theta), sent, own.states[0], lambda tree: guard.add(tree, half)
+        )
+        pull = optax.tree.sub(theta, sent)
+        theta, pull = (jax.tree.unflatten(jax.tree.structure(x), tree) for tree in (theta, pull))
+        return guard.add(x, pull), own._replace(theta=theta, states=(state,))
+
+    return meet
 
 
 def gasloc(
@@ -286,7 +303,6 @@ def sparseloco(
     wire = ChunkedTopK(density, chunk, bits)
 
     def step(theta, x, e, mix):
-        del mix
         moved = optax.tree.sub(theta, x)
         moved = optax.tree.where(guard.all_finite(moved), moved, optax.tree.zeros_like(moved))
         e = guard.add(guard.scale(decay, e), moved)
@@ -374,66 +390,20 @@ def _outer(
     return guard.method(inner, step, own)
 
 
-def _meeting(rule: Rule) -> Meet:
-    """The rule on the whole model at a meeting of peers, with LOSCAR's merge.
-
-    The copy S was on its way since it was published; what the peer learned meanwhile, x - S, is
-    added to the new outer parameters.
-    """
-
-    def meet(x, own, copy, half):
-        sent, half = jax.tree.leaves(copy), jax.tree.leaves(half)
-        theta, state = rule.step(
-            jax.tree.leaves(own.theta), sent, own.states[0], lambda tree: guard.add(tree, half)
-        )
-        pull = optax.tree.sub(theta, sent)
-        theta, pull = (jax.tree.unflatten(jax.tree.structure(x), tree) for tree in (theta, pull))
-        return guard.add(x, pull), own._replace(theta=theta, states=(state,))
-
-    return meet
+def _sparse_bytes(params: Any, parts: Parts, own: Mapping[str, Any]) -> float:
+    """Each of n - 1 others receives the message; an average counts as 2 (n - 1) / n models."""
+    wire = ChunkedTopK(own["density"], own["chunk"], own["bits"])
+    return parts.schedule.num_replicas / 2 * coded_bytes(params, wire)
 
 
-_ALL = ("adam", "sgd", "accum_adam", "muon")
-
-
-def _in_fragments(params: Any, parts: Parts, own: Mapping[str, Any]) -> float:
-    return model_bytes(params, parts, own) / own["fragments"]
-
-
+_IN_FRAGMENTS: dict[str, Any] = {
+    "copies": lambda parts, own: 2 + (own["delay"] > 1),
+    "phases": lambda own: own["fragments"],
+    "sent": lambda params, parts, own: model_bytes(params, parts, own) / own["fragments"],
+}
 METHODS = (
-    Method(
-        "diloco",
-        diloco,
-        optimizers=_ALL,
-        copies=lambda parts, own: 2 + (own["delay"] > 1),
-        any_wire=False,
-        phases=lambda own: own["fragments"],
-        sent=_in_fragments,
-    ),
-    Method(
-        "noloco",
-        noloco,
-        optimizers=_ALL,
-        copies=lambda parts, own: 2 + (own["delay"] > 1),
-        phases=lambda own: own["fragments"],
-        sent=_in_fragments,
-        meeting=_noloco_meeting,
-    ),
-    Method("gasloc", gasloc, optimizers=_ALL, copies=2),
-    Method(
-        "sparseloco",
-        sparseloco,
-        optimizers=_ALL,
-        copies=2,
-        any_wire=False,
-        # Each of n - 1 others receives the message; an average counts as 2 (n - 1) / n models.
-        sent=lambda params, parts, own: (
-            parts.schedule.num_replicas
-            / 2
-            * sum(
-                ChunkedTopK(own["density"], own["chunk"], own["bits"]).bytes_sent(leaf.shape)
-                for leaf in jax.tree.leaves(params)
-            )
-        ),
-    ),
+    Method("diloco", diloco, ADAM_FIRST, **_IN_FRAGMENTS),
+    Method("noloco", noloco, ADAM_FIRST, **_IN_FRAGMENTS, meeting=_noloco_meeting),
+    Method("gasloc", gasloc, ADAM_FIRST, copies=2),
+    Method("sparseloco", sparseloco, ADAM_FIRST, copies=2, sent=_sparse_bytes),
 )

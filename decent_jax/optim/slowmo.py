@@ -7,7 +7,6 @@ import optax
 
 from decent_jax import gossip
 from decent_jax.gossip import AxisName
-from decent_jax.gossip.wire import Wire
 from decent_jax.optim import guard, require
 from decent_jax.optim.declaration import Method
 from decent_jax.topology import Schedule
@@ -25,7 +24,6 @@ def slowmo(
     schedule: Schedule,
     learning_rate: optax.ScalarOrSchedule,
     axis_name: AxisName = "replica",
-    wire: Wire | None = None,
     *,
     alpha: float = 1.0,
     beta: float = 0.7,
@@ -45,7 +43,7 @@ def slowmo(
 
     Args:
       inner: the local optimizer; its state is kept over an average (the paper's "maintain").
-      schedule, axis_name, wire: as in `decentralized`.
+      schedule, axis_name: as in `decentralized`.
       learning_rate: :math:`\eta`, that of ``inner`` (an average at :math:`\eta = 0` leaves u).
       alpha: slow learning rate, at least 0.
       beta: slow momentum, in [0, 1).
@@ -57,7 +55,7 @@ def slowmo(
     require.below_one("slowmo.beta", beta)
     require.doubly_stochastic("slowmo", schedule)
     require.averages("slowmo", schedule, always=False)
-    mixing = guard.Mixing(schedule, axis_name, wire)
+    mixing = guard.Mixing(schedule, axis_name, None)
 
     def step(params, own, round, local):
         update, inner, ok = local(params)
@@ -78,4 +76,4 @@ def slowmo(
     )
 
 
-METHODS = (Method("slowmo", slowmo, copies=2, any_wire=False),)
+METHODS = (Method("slowmo", slowmo, copies=2),)

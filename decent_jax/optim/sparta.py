@@ -5,7 +5,7 @@ import optax
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.wire import RandomK
 from decent_jax.optim import guard
-from decent_jax.optim.declaration import BOTH, Method, coded_bytes
+from decent_jax.optim.declaration import ADAM_FIRST, BOTH, Method, coded_bytes
 from decent_jax.topology import Schedule
 
 
@@ -44,9 +44,8 @@ METHODS = (
     Method(
         "sparta",
         sparta,
-        optimizers=("adam", "sgd", "accum_adam", "muon"),
-        orders=BOTH,
-        any_wire=False,
+        ADAM_FIRST,
+        BOTH,
         sent=lambda params, _, own: coded_bytes(params, RandomK(own["fraction"])),
     ),
 )

@@ -53,8 +53,12 @@ class Lattice:
 
     def points(self, tree: Any, side: jax.Array) -> Any:
         """The nearest multiples of ``side``, as integers (int32)."""
+
+        def rounded(x):
+            return jnp.round(x.astype(jnp.float32) / side).astype(jnp.int32)
+
         # The barrier keeps XLA from rounding the own copy again, and differently from what is sent.
-        return jax.lax.optimization_barrier(jax.tree.map(lambda x: _integers(x, side), tree))
+        return jax.lax.optimization_barrier(jax.tree.map(rounded, tree))
 
     def encode(self, points: Any, side: jax.Array) -> tuple:
         """The message: (colours of every array, checksum, side)."""
@@ -181,20 +185,12 @@ def swarm(
 
 def _add_half(x: Any, own: SwarmState, copy: Any, half: Any) -> tuple[Any, SwarmState]:
     """What `swarm` does in a round, of a peer without a common step."""
-    del copy
     return guard.add(x, half), own
 
 
-def _integers(x: jax.Array, side: jax.Array) -> jax.Array:
-    return jnp.round(x.astype(jnp.float32) / side).astype(jnp.int32)
-
-
 def _largest(tree: Any) -> jax.Array:
-    return (
-        jnp.stack([jnp.abs(x).max() for x in jax.tree.leaves(tree) if x.size])
-        .max()
-        .astype(jnp.float32)
-    )
+    each = [jnp.abs(x).max() for x in jax.tree.leaves(tree) if x.size]
+    return jnp.stack(each).max().astype(jnp.float32)
 
 
 def _checksum(points: Any) -> jax.Array:
@@ -213,7 +209,6 @@ METHODS = (
         swarm,
         orders=BOTH,
         copies=lambda parts, own: int((parts.combine or "with") == "with"),
-        any_wire=False,
         sent=lambda params, parts, own: model_bytes(params, parts, own) * own["bits"] / 32,
         meeting=lambda own: _add_half,
     ),

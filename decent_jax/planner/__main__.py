@@ -11,6 +11,7 @@ Each says more with --help. None of them needs a GPU or the cluster.
 import argparse
 import dataclasses
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ from decent_jax.planner import (
     recommend,
     search,
 )
-from decent_jax.planner.gossip_placement import PlacedSchedule
 from decent_jax.planner.network import Network
 from decent_jax.planner.runtime import WIRE_BYTES, AllReduce
 from decent_jax.text import split_outside_brackets
@@ -92,21 +92,23 @@ def _predict(options: argparse.Namespace) -> None:
             workload = inputs.workload_of(options, model, shrink)
         rows += predict.compare(network, workload, names, **tuning, **gossip)
     print(predict.format_table(rows))
-    if options.out:
-        from decent_jax.planner import plots
-
-        outputs.save_picture(plots.draw_predictions(rows), options.out)
+    _draw(options.out, lambda plots: plots.draw_predictions(rows))
     if options.timeline:
-        from decent_jax.planner import plots
-
         known = [row.label for row in rows if row.num_nodes == network.num_nodes]
         shown = ("all_reduce", "one_peer_exp", "alternating_exp_ring")
         algorithms = {
             name: predict.algorithm_of(name, network, workload, **tuning)
             for name in names or [name for name in shown if name in known]
         }
-        figure = plots.draw_gantt(network, workload, algorithms)
-        outputs.save_picture(figure, options.timeline)
+        _draw(options.timeline, lambda plots: plots.draw_gantt(network, workload, algorithms))
+
+
+def _draw(path: Path | None, draw: Callable[[Any], Any]) -> None:
+    """Save what a function of `decent_jax.planner.plots` draws, where it is asked for."""
+    if path:
+        from decent_jax.planner import plots  # here, as matplotlib takes a while to import
+
+        outputs.save_picture(draw(plots), path)
 
 
 def _against_measured(options: argparse.Namespace) -> None:
@@ -145,15 +147,12 @@ def _against_measured(options: argparse.Namespace) -> None:
     if constants:
         print(", ".join(f"{name} = {value:.4g}" for name, value in constants.items()) + "\n")
     print(measured.format_table(compared))
-    if options.out:
-        from decent_jax.planner import plots
-
-        picture = [
-            row | {"group": row["algorithm"], "series": f"{row['num_replicas']} replicas"}
-            for row in compared
-        ]
-        figure = plots.draw_against_measured(picture, "Predicted against measured")
-        outputs.save_picture(figure, options.out)
+    rows = [
+        row | {"group": row["algorithm"], "series": f"{row['num_replicas']} replicas"}
+        for row in compared
+    ]
+    title = "Predicted against measured"
+    _draw(options.out, lambda plots: plots.draw_against_measured(rows, title))
 
 
 # --- recommend ----------------------------------------------------------------------------------
@@ -199,15 +198,15 @@ def _recommend(options: argparse.Namespace) -> None:
         "step_s_in_the_order_of_the_network": best.prediction.step_s,
         "steps_relative_to_all_reduce": best.slow_down,
     }
-    _write_plan(options.plan, network, placed, gossip.mix_every, expected)
+    _write_plan(options.plan, network, placed.order, placed.schedule, gossip.mix_every, expected)
 
 
 def _write_plan(
-    path: Path, network: Network, placed: PlacedSchedule, mix_every: int, expected: dict[str, Any]
+    path: Path, network: Network, order: np.ndarray, schedule: topology.Schedule, *rest: Any
 ) -> None:
-    """Replica i goes on device ``placed.order[i]``."""
-    devices = tuple(network.names[device] for device in placed.order)
-    plan_file.Plan(devices, placed.schedule, mix_every, expected).save(path)
+    """Replica i, or its stage s, goes on device ``order[i]``; the rest as of `plan_file.Plan`."""
+    devices = tuple(network.names[device] for device in order)
+    plan_file.Plan(devices, schedule, *rest).save(path)
     print(f"\n{path}: train.py --config.cluster.plan={path} follows it")
 
 
@@ -252,17 +251,14 @@ def _place_replicas(options: argparse.Namespace, network: Network) -> None:
     print("\nreplica: device")
     for replica, device in enumerate(placed.order):
         print(f"{replica:7}: {network.names[device]}")
-    if options.out:
-        from decent_jax.planner import plots
-
-        outputs.save_picture(plots.draw_gossip(network, placed), options.out)
+    _draw(options.out, lambda plots: plots.draw_gossip(network, placed))
     if options.plan:
         expected = {
             "mean_round_s": placed.mean_round_s,
             "round_s": list(placed.round_s),
             "disagreement_s": placed.disagreement_s,
         }
-        _write_plan(options.plan, network, placed, 1, expected)
+        _write_plan(options.plan, network, placed.order, placed.schedule, 1, expected)
 
 
 def _place_stages(options: argparse.Namespace, network: Network) -> None:
@@ -280,12 +276,10 @@ def _place_stages(options: argparse.Namespace, network: Network) -> None:
         options.pipeline_bytes,
         options.stage_memory,
     )
-    memory = None
-    if options.device_memory:
-        memory = inputs.memory_of(options.device_memory, network.num_devices)
-    speeds = np.ones(network.num_devices)
-    if options.speeds:
-        speeds = np.array(inputs.speeds_of(options.speeds, network.num_devices))
+    memory = inputs.device_numbers(options, "device_memory", network.num_devices)
+    speeds = inputs.device_numbers(options, "speeds", network.num_devices)
+    if speeds is None:
+        speeds = np.ones(network.num_devices)
     if options.layers:
         orders.divide(options.layers, options.stages)  # refuses too few before the search
     found = search.place(network, job, memory_bytes=memory, **inputs.search_of(options))
@@ -301,25 +295,20 @@ def _place_stages(options: argparse.Namespace, network: Network) -> None:
         found = _exchanged(options, network, job, found, devices, schedule, speeds)
     for stage, devices in enumerate(found.stages):
         print(f"stage {stage}: {' '.join(network.names[device] for device in devices)}")
-    if options.out:
-        from decent_jax.planner import plots
-
-        outputs.save_picture(plots.draw_placement(network, found), options.out)
+    _draw(options.out, lambda plots: plots.draw_placement(network, found))
     layers = _layers(options, speeds[found.stages])
     if layers:
         print(f"layers of the stages: {','.join(map(str, layers))}")
     if options.micro_batches:
         _print_steps(options, network, job, found.stages, schedule, speeds)
     if options.plan:
-        devices = tuple(network.names[device] for device in found.stages.T.reshape(-1))
         expected = {
             "data_parallel_s": found.costs.data_parallel_s,
             "pipeline_s": found.costs.pipeline_s,
             "total_s": found.costs.total_s,
         }
-        plan = plan_file.Plan(devices, schedule, 1, expected, options.stages, tuple(layers or ()))
-        plan.save(options.plan)
-        print(f"\n{options.plan}: train.py --config.cluster.plan={options.plan} follows it")
+        order, rest = found.stages.T.reshape(-1), (options.stages, tuple(layers or ()))
+        _write_plan(options.plan, network, order, schedule, 1, expected, *rest)
 
 
 def _exchanged(

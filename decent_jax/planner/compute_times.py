@@ -131,9 +131,9 @@ def expected_max(distribution: Distribution, n: int, slowness: ArrayLike | None 
 
 
 @functools.cache
-def _nodes(count: int = 200) -> tuple[np.ndarray, np.ndarray]:
+def _nodes() -> tuple[np.ndarray, np.ndarray]:
     """Probabilities of exceeding, close together near 0, where a tail needs them."""
-    node, weight = np.polynomial.legendre.leggauss(count)
+    node, weight = np.polynomial.legendre.leggauss(200)
     half, weight = (node + 1) / 2, weight / 2
     return half**4, weight * 4 * half**3
 

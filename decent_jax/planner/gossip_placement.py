@@ -33,7 +33,8 @@ from tqdm import tqdm
 
 from decent_jax.planner import costs
 from decent_jax.planner.network import Network
-from decent_jax.topology import Round, Schedule, Send
+from decent_jax.topology import Schedule
+from decent_jax.topology.rounds import assembled
 
 _FEW = 8  # devices, of which there are 40,320 orders
 
@@ -334,30 +335,16 @@ def _regular_orders(network: Network, num_bytes: float) -> list[np.ndarray]:
 
 
 def _between_groups(schedule: Schedule) -> Schedule | None:
-    """The schedule between groups, where whole groups of one size exchange with each other.
-
-    That is where member k of a group receives from members k of other groups alone, and from the
-    same groups as all members of its group. Elsewhere None.
-    """
+    """The schedule between groups, where whole groups of one size exchange with each other."""
     group_size, n = schedule.rounds[0].group_size, schedule.num_replicas
-    if not 1 < group_size < n:
+    if group_size == 1 or any(rnd.group_size != group_size for rnd in schedule.rounds):
         return None
-    member = np.arange(n) % group_size
-    rounds = []
-    for rnd in schedule.rounds:
-        sends = []
-        for send in rnd.sends:
-            source = send.sources[::group_size] // group_size  # -1 stays -1
-            of_members = np.repeat(source, group_size)
-            whole = np.where(of_members < 0, -1, of_members * group_size + member)
-            if not np.array_equal(whole, send.sources):
-                return None
-            sends.append(Send(source, send.weights[::group_size]))
-        if rnd.group_size != group_size:
-            return None
-        weights = rnd.self_weights[::group_size]
-        rounds.append(Round(1, weights, tuple(sends), rnd.matrix[::group_size, ::group_size]))
-    return Schedule(schedule.name, n // group_size, tuple(rounds))
+    nothing = assembled(1, np.ones(n // group_size), [])
+    found = [rnd.between_groups if rnd.sends else nothing for rnd in schedule.rounds]
+    rounds = tuple(rnd for rnd in found if rnd is not None)
+    if len(rounds) < len(found) or all(rnd is nothing for rnd in rounds):
+        return None
+    return Schedule(schedule.name, n // group_size, rounds)
 
 
 def grouped_order(network: Network, group_size: int, num_bytes: float) -> tuple[np.ndarray, float]:

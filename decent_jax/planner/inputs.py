@@ -18,7 +18,6 @@ from decent_jax.planner.network import Network
 from decent_jax.planner.runtime import Workload
 from decent_jax.text import shown
 
-LARGEST_MEMORY = 1e15  # bytes of a device
 FORWARD = 1 / 3  # of forward and backward: the backward pass multiplies twice as often
 
 
@@ -173,38 +172,34 @@ def counts_of(text: str, flag: str, words: str, most: int) -> list[int]:
     return counts
 
 
-def memory_of(path: str, num_devices: int) -> list[float]:
-    """The bytes of every device, from a JSON file.
+# Of lists of a number for each device: in words, the least and the most.
+DEVICE_NUMBERS = {
+    "device_memory": ("bytes", 0.0, 1e15),
+    "speeds": ("speeds from 0.001 to 1000", 1e-3, 1e3),
+}
+
+
+def device_numbers(options: argparse.Namespace, name: str, num_devices: int) -> np.ndarray | None:
+    """(n,) what the JSON file of a flag says of every device; None without the flag.
 
     Raises:
       DataError: the file is not a list of as many numbers.
     """
-    return _numbers_of(path, "--device_memory", "bytes", num_devices, 0, LARGEST_MEMORY)
-
-
-def speeds_of(path: str, num_devices: int) -> list[float]:
-    """The relative speed of every device, from a JSON file.
-
-    Raises:
-      DataError: the file is not a list of as many numbers.
-    """
-    return _numbers_of(path, "--speeds", "speeds from 0.001 to 1000", num_devices, 1e-3, 1e3)
-
-
-def _numbers_of(
-    path: str, flag: str, words: str, count: int, least: float, most: float
-) -> list[float]:
+    path, flag = getattr(options, name), f"--{name}"
+    if not path:
+        return None
+    words, least, most = DEVICE_NUMBERS[name]
     try:
         found = read_json(path)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DataError(f"{flag} {path}: {error.strerror}") from None
     numbers = found if isinstance(found, list) else []
     good = [x for x in numbers if isinstance(x, int | float) and least <= x <= most]
-    if len(numbers) != count or len(good) < count:
+    if not len(numbers) == len(good) == num_devices:
         raise DataError(
-            f"{flag} {path} must be a list of {words}, one number for each of {count} devices"
+            f"{flag} {path} must be a list of {words}, one number for each of {num_devices} devices"
         )
-    return [float(x) for x in good]
+    return np.array(good, float)
 
 
 def search_of(options: argparse.Namespace) -> dict[str, Any]:

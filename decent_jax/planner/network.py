@@ -93,9 +93,9 @@ class Network:
             tuple(self.names[device] for device in devices.tolist()),
         )
 
-    def to_json(self) -> dict:
-        """What `save` writes: lists of numbers; None on the diagonal and where nothing limits."""
-        return {
+    def save(self, path: str | Path) -> None:
+        """Write JSON that `load` reads; None on the diagonal and where nothing limits."""
+        fields = {
             "format": FORMAT,
             "names": list(self.names),
             "node": self.node.tolist(),
@@ -105,10 +105,7 @@ class Network:
                 _none_for_infinite(row) for row in self.bandwidth_bytes_per_s
             ],
         }
-
-    def save(self, path: str | Path) -> None:
-        """Write the network as JSON that `load` reads."""
-        write_json_atomic(path, self.to_json())
+        write_json_atomic(path, fields)
 
 
 def load(path: str | Path) -> Network:

@@ -20,10 +20,10 @@ import copy
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy.optimize import linear_sum_assignment
 
 from decent_jax.planner.network import Network
@@ -112,7 +112,7 @@ def evaluate(network: Network, job: Job, stages: np.ndarray) -> Costs:
     return Costs(float(data_parallel), float(pipeline))
 
 
-def usable_devices(network: Network, job: Job, memory_bytes: Sequence[float] | None) -> np.ndarray:
+def usable_devices(network: Network, job: Job, memory_bytes: ArrayLike | None) -> np.ndarray:
     """The devices whose memory (one number each, if given) is enough for a stage.
 
     Raises:
@@ -213,9 +213,7 @@ class Problem:
     kind: (m,) int; devices of one kind can be exchanged without any cost changing.
     """
 
-    def __init__(
-        self, network: Network, job: Job, memory_bytes: Sequence[float] | None = None
-    ) -> None:
+    def __init__(self, network: Network, job: Job, memory_bytes: ArrayLike | None = None) -> None:
         self.network, self.job = network, job
         self.devices = usable_devices(network, job, memory_bytes)
         part = network.take(self.devices)
@@ -312,18 +310,13 @@ class Partition:
     def costs(self) -> Costs:
         return Costs(float(self.group_s.max()), self.path_s)
 
-    def group_of(self, slot: int) -> int | None:
-        """The group of a slot; None for a device left out."""
-        job = self.problem.job
-        return slot // job.num_replicas if slot < job.num_devices else None
-
     def swap(self, first: int, second: int) -> None:
         """Exchange the devices in two slots; only what the two groups touch is computed again."""
         self.slots[[first, second]] = self.slots[[second, first]]
-        for a in {self.group_of(first), self.group_of(second)}:
-            if a is not None:
-                self.group_s[a] = self.problem.group_s(self.groups[a])
-                self._update_edges(a)
+        groups = self.groups
+        for a in {slot // groups.shape[1] for slot in (first, second) if slot < groups.size}:
+            self.group_s[a] = self.problem.group_s(groups[a])
+            self._update_edges(a)
         self._update_order()
 
     def stages(self) -> np.ndarray:

@@ -28,6 +28,7 @@ KINDS = {
     "communicate": ORANGE,
     "wait": "#dddddd",
 }
+STEPS = 3  # of a Gantt chart
 LOG_TICKS = (1, 1.5, 2, 3, 5, 7)
 
 
@@ -40,8 +41,6 @@ def draw_gantt(
     algorithms: Mapping[str, Algorithm],
     *,
     replicas: Sequence[int] | None = None,
-    steps: int = 3,
-    warm_up: int = 20,
 ) -> Figure:
     """A few steps of each algorithm, two lines per replica: compute above, network below.
 
@@ -57,7 +56,7 @@ def draw_gantt(
         ]
     runs = {
         label: simulator.simulate(
-            network, workload, algorithm, steps=steps, warm_up=warm_up, record=True
+            network, workload, algorithm, steps=STEPS, warm_up=20, record=True
         )
         for label, algorithm in algorithms.items()
     }
@@ -66,11 +65,11 @@ def draw_gantt(
     panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
     longest = 0.0
     for axes, (label, run) in zip(panels, runs.items(), strict=True):
-        first = len(run.ends_s) - steps
-        begin = float(run.ends_s[first - 1, list(replicas)].min()) if first else 0.0
-        end = float(run.ends_s[first + steps - 1, list(replicas)].max())
+        first = len(run.ends_s) - STEPS
+        begin = float(run.ends_s[first - 1, list(replicas)].min())
+        end = float(run.ends_s[-1, list(replicas)].max())
         longest = max(longest, end - begin)
-        _gantt(axes, run, replicas, begin, end, range(first, first + steps))
+        _gantt(axes, run, replicas, begin, end, range(first, len(run.ends_s)))
         mean = predict.step_s(network, workload, algorithms[label])
         style.frame(axes, f"{label}: {1e3 * mean:.0f} ms per step in the long run")
         names = [network.names[replica] for replica in replicas]

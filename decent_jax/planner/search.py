@@ -17,9 +17,9 @@ amount in every generation.
 
 import dataclasses
 import time
-from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import ArrayLike
 from tqdm import tqdm
 
 from decent_jax.planner.network import Network
@@ -59,7 +59,7 @@ def place(
     network: Network,
     job: Job,
     *,
-    memory_bytes: Sequence[float] | None = None,
+    memory_bytes: ArrayLike | None = None,
     seed: int = 0,
     time_limit_s: float = 5.0,
     generations: int | None = None,

@@ -38,7 +38,6 @@ def interactions(
     graph: np.ndarray | None = None,
     local_steps: float = 1,
     geometric: bool = False,
-    initiator_only: bool = False,
     seed: int = 0,
 ) -> list[Interaction]:
     """``count`` interactions, each on an edge drawn uniformly from a graph of n replicas.
@@ -50,7 +49,6 @@ def interactions(
       local_steps: H, the number of local steps of each partner.
       geometric: draw that number from Geometric(1/H), on 1, 2, ..., with mean H: the steps that a
         replica has taken when its random clock rings.
-      initiator_only: only i steps, j contributes its model as it is.
       seed: of NumPy's `RandomState`, which draws the same list on every machine.
 
     Either partner is i with probability 1/2.
@@ -66,8 +64,6 @@ def interactions(
     turned = random.randint(2, size=count) == 1
     pairs[turned] = pairs[turned, ::-1]
     steps = _local_steps(random, (count, 2), local_steps, geometric)
-    if initiator_only:
-        steps[:, 1] = 0
     times = 2 * np.arange(1, count + 1) / n
     return _as_list(pairs, steps, times)
 
@@ -113,28 +109,21 @@ def pulls(
     return drawn
 
 
-def rounds(flat: Iterable[Interaction], *, earliest: bool = False) -> list[Round]:
+def rounds(flat: Iterable[Interaction]) -> list[Round]:
     """Interactions grouped into rounds of disjoint pairs, which have the same effect in turn.
 
     Consecutive interactions fill a round until a replica would be in it twice, so that the models
     after a round are those after as many interactions of the list.
 
-    Args:
-      earliest: put each interaction into the first round after the last one of both its replicas
-          instead. Fewer rounds, and the same models at the end, but not in between.
-
     >>> flat = [Interaction(i, j, 1, 1, 0.0) for i, j in ((0, 1), (1, 2), (3, 4), (0, 2), (3, 5))]
     >>> [[(one.i, one.j) for one in group] for group in rounds(flat)]
     [[(0, 1)], [(1, 2), (3, 4)], [(0, 2), (3, 5)]]
-    >>> [[(one.i, one.j) for one in group] for group in rounds(flat, earliest=True)]
-    [[(0, 1), (3, 4)], [(1, 2), (3, 5)], [(0, 2)]]
     """
     grouped: list[Round] = []
     last: dict[int, int] = {}  # the round in which a replica last took part
     for interaction in flat:
         i, j = interaction[:2]
-        after = max(last.get(i, -1), last.get(j, -1))
-        r = after + 1 if earliest else max(after + 1, len(grouped) - 1)
+        r = max(last.get(i, -1) + 1, last.get(j, -1) + 1, len(grouped) - 1)
         if r == len(grouped):
             grouped.append([])
         grouped[r].append(interaction)

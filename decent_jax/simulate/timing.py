@@ -142,13 +142,10 @@ class _Clocks:
             )
         compute_i, compute_j = self._compute(i, steps_i), self._compute(j, steps_j)
         message_s = self.message_s[j, i]
-        if not self.blocking:
-            self._exchange(i, compute_i, max(0.0, message_s - compute_i))
-            self._exchange(j, compute_j, max(0.0, message_s - compute_j) if self.both else 0.0)
-            return
-        self._exchange(i, compute_i, message_s)
-        self._exchange(j, compute_j, message_s if self.both else 0.0)
-        if self.both:
+        hidden_i, hidden_j = (0.0, 0.0) if self.blocking else (compute_i, compute_j)
+        self._exchange(i, compute_i, max(0.0, message_s - hidden_i))
+        self._exchange(j, compute_j, max(0.0, message_s - hidden_j) if self.both else 0.0)
+        if self.blocking and self.both:
             self.now[[i, j]] = max(self.now[i], self.now[j])
 
     def _exchange(self, i: int, compute_s: float, transfer_s: float) -> None:
@@ -164,13 +161,7 @@ class _Clocks:
 
 
 def planner_timing(
-    network: Network,
-    workload: Workload,
-    algorithm: Algorithm,
-    *,
-    steps: int = 400,
-    warm_up: int = 100,
-    seed: int = 0,
+    network: Network, workload: Workload, algorithm: Algorithm, *, steps: int = 400
 ) -> Timing:
     """All-reduce or gossip in the same terms, by `decent_jax.planner.simulator`.
 
@@ -181,12 +172,9 @@ def planner_timing(
     """
     even = dataclasses.replace(workload, compute=CONSTANT, slowness=None)
     alone_s = workload.compute_s + workload.update_s
-    without_variation = simulator.simulate(network, even, algorithm, steps=1, warm_up=warm_up)
-    transfer_s = max(0.0, without_variation.step_s - alone_s)
+    step_s = simulator.simulate(network, even, algorithm, steps=1).step_s
+    transfer_s = max(0.0, step_s - alone_s)
     compute_s = workload.compute_s * workload.factors(network.num_devices).mean()
-    step_s = without_variation.step_s
     if even != workload:
-        step_s = simulator.simulate(
-            network, workload, algorithm, steps=steps, warm_up=warm_up, seed=seed
-        ).step_s
+        step_s = simulator.simulate(network, workload, algorithm, steps=steps).step_s
     return Timing(step_s, float(compute_s) + workload.update_s, transfer_s)

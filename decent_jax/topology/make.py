@@ -131,20 +131,20 @@ def hierarchical(
             "hierarchical needs nodes of local_size >= 2 replicas that divide their number, got "
             f"{n} replicas with local_size {local_size}; set local_size to the replicas of a node"
         )
-    schedules: list[Schedule] = []
-    for where, spec, size in (
-        (f"inner, over the {local_size} replicas of a node", inner, local_size),
-        (f"outer, over {n // local_size} nodes", outer, n // local_size),
-    ):
+
+    def part(where: str, spec: Spec, size: int) -> Schedule:
         try:
-            schedules.append(make(str(spec), size))
+            return make(str(spec), size)
         except ValueError as error:
             raise ValueError(f"hierarchical's {where}: {error}") from None
-    inside, across = schedules
-    _check_rounds("hierarchical", math.lcm(inside.period, across.period), n)
+
+    inside = part(f"inner, over the {local_size} replicas of a node", inner, local_size)
+    across = part(f"outer, over {n // local_size} nodes", outer, n // local_size)
+    period = math.lcm(inside.period, across.period)
+    _check_rounds("hierarchical", period, n)
     return [
         kron(across.rounds[r % across.period], inside.rounds[r % inside.period])
-        for r in range(math.lcm(inside.period, across.period))
+        for r in range(period)
     ]
 
 

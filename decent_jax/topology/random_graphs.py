@@ -103,11 +103,11 @@ def _regular_graph(name: str, n: int, degree: int, rng: np.random.RandomState) -
             f"{degree} for n = {n} replicas; use complete or random_matching"
         )
 
+    few = min(degree, n - 1 - degree)  # a dense graph is drawn as its complement
+
     def draw():
-        if degree <= (n - 1) / 2:
-            return [round_of(metropolis_hastings(_regular(n, degree, rng)))]
-        complement = _regular(n, n - 1 - degree, rng)
-        return [round_of(metropolis_hastings(~complement))]
+        graph = _regular(n, few, rng)
+        return [round_of(metropolis_hastings(graph if few == degree else ~graph))]
 
     (rnd,) = _connected(name, draw, f"with degree {degree}; use a larger degree")
     return rnd

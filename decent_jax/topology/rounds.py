@@ -74,7 +74,7 @@ class Round:
         A group of g counts as a reduce-scatter and an all-gather, 2 (g - 1) / g, and a message
         between groups (`between_groups`) as 1 / g.
         """
-        return float(self._sent_over(np.arange(len(self.self_weights))).max())
+        return self.models_sent_by_nodes(1)
 
     def models_sent_by_nodes(self, local_size: int) -> float:
         """Parameters the busiest node sends to other nodes, in units of one model.
@@ -84,26 +84,23 @@ class Round:
         """
         if local_size < 1:
             raise ValueError(f"local_size must be at least 1, got {local_size}")
-        return float(self._sent_over(np.arange(len(self.self_weights)) // local_size).max())
-
-    def _sent_over(self, place: np.ndarray) -> np.ndarray:
-        """(places,) models that each place sends to others, ``place[i]`` being replica i's."""
-        n, g = len(place), self.group_size
-        sent = np.zeros(place.max() + 1)
+        n, g = len(self.self_weights), self.group_size
+        replicas = np.arange(n)
+        node = replicas // local_size
+        sent = np.zeros(node[-1] + 1)
 
         def count(sources, models):
             receivers = np.flatnonzero(sources >= 0)
-            leaves = place[sources[receivers]] != place[receivers]
-            np.add.at(sent, place[sources[receivers[leaves]]], models)
+            leaves = node[sources[receivers]] != node[receivers]
+            np.add.at(sent, node[sources[receivers[leaves]]], models)
 
-        replicas = np.arange(n)
         count(replicas // g * g + (replicas - 1) % g, 2 * (g - 1) / g)
         for send in self.sends:
             if self.between_groups is None:
                 count(send.sources, 1)
             else:  # member k of a group sends its part to member k of another
                 count(_sender_groups(send.sources, g) * g + replicas % g, 1 / g)
-        return sent
+        return float(sent.max())
 
 
 def _freeze(*arrays: np.ndarray) -> None:

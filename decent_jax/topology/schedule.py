@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,16 +70,23 @@ class Schedule:
 
     def period_matrix(self) -> np.ndarray:
         """``W_{T-1} ... W_1 W_0``: what one period does, round 0 first."""
-        return functools.reduce(
-            lambda product, rnd: rnd.matrix @ product, self.rounds, np.eye(self.num_replicas)
-        )
+        return next(itertools.islice(self._products(), self.period, None))
+
+    def _products(self) -> Iterator[np.ndarray]:
+        """``I``, ``W_0``, ``W_1 W_0``, ... without end."""
+        product = np.eye(self.num_replicas)
+        for rnd in itertools.cycle(self.rounds):
+            yield product
+            product = rnd.matrix @ product
 
     def spectral_gap(self) -> float:
         """``1 - ||W_{T-1} ... W_0 - J||_2 ** (1/T)``, J the average; 1 when a period is exact.
 
         For a static schedule (T = 1) this is the usual ``1 - ||W - J||_2`` (Ying et al. 2021).
         """
-        return 1.0 - _snap(_norm(self.period_matrix())) ** (1 / self.period)
+        left = _norm(self.period_matrix())
+        # Rounding error of an exact average counts as zero.
+        return 1.0 if left < 1e-12 else 1.0 - left ** (1 / self.period)
 
     def consensus_rate(self) -> float:
         """The factor per round by which disagreement shrinks in the long run.
@@ -90,14 +98,6 @@ class Schedule:
         centred = self.period_matrix() - 1 / self.num_replicas
         return float(np.abs(np.linalg.eigvals(centred)).max()) ** (1 / self.period)
 
-    def mean_square_rate(self) -> float:
-        """Largest eigenvalue of the average over rounds of ``W' W - J``.
-
-        The factor by which the squared consensus distance shrinks in a random round.
-        """
-        gram = sum(rnd.matrix.T @ rnd.matrix for rnd in self.rounds) / self.period
-        return max(0.0, float(np.linalg.eigvalsh(gram - 1 / self.num_replicas).max()))
-
     def rounds_to_consensus(self, tol: float = 1e-6, limit: int = 1_000_000) -> int:
         """The number of rounds, from round 0, after which ``||W ... W_0 - J||_2 <= tol``.
 
@@ -106,11 +106,9 @@ class Schedule:
         columns = self.period_matrix().sum(axis=0)
         if np.abs(columns - 1).max() > 1e-6:
             raise ValueError(f"{self.name} converges to a weighted mean, not to the mean")
-        product = np.eye(self.num_replicas)
-        for k in range(limit + 1):
+        for k, product in enumerate(itertools.islice(self._products(), limit + 1)):
             if _norm(product) <= tol:
                 return k
-            product = self.matrix(k % self.period) @ product
         raise ValueError(f"{self.name} does not come within {tol:g} of consensus in {limit} rounds")
 
     def exact_after(self) -> int | None:
@@ -120,16 +118,15 @@ class Schedule:
         1e-6 one round before.
         """
         n = self.num_replicas
-        product = np.eye(n)
         # If some T = period consecutive rounds give the average, 2 T from any round do. Even where
         # none do, the powers of a period may: those of a de Bruijn graph do, after log2 n.
-        for k in range(self.period * max(2, n.bit_length()) + 1):
+        most = self.period * max(2, n.bit_length())
+        for k, product in enumerate(itertools.islice(self._products(), most + 1)):
             left = np.abs(product - 1 / n).max()
             if left < 1e-12:
                 return k
             if left < 1e-6:  # close but not exact: a contraction, which never ends
                 return None
-            product = self.matrix(k % self.period) @ product
         return None
 
     def summary(self, model_bytes: float | None = None) -> dict[str, str | int | float | None]:
@@ -292,8 +289,3 @@ def check_connected(name: str, matrices: Sequence[np.ndarray]) -> None:
 
 def _norm(product: np.ndarray) -> float:
     return float(np.linalg.norm(product - 1 / len(product), 2))
-
-
-def _snap(value: float) -> float:
-    """Rounding error of an exact average counts as zero."""
-    return 0.0 if value < 1e-12 else value
