@@ -82,7 +82,7 @@ def start(config: ConfigDict, folder: str | Path = ".") -> str:
             heartbeat_timeout_seconds=cluster.heartbeat_s,
         )
     except jax.errors.JaxRuntimeError as error:
-        line = str(error).splitlines()[0]
+        line = str(error).partition("\n")[0]
         raise PeerLost(f"all processes came, but jax could not join them: {line}") from None
     watch.watch(_hosts, cluster.heartbeat_s)
     how = f"coordinator {cluster.coordinator}" if cluster.coordinator else launcher

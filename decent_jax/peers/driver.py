@@ -418,4 +418,5 @@ class _Driver:
 
 def _cause(error: RayError) -> str:
     cause = getattr(error, "cause", None) or error
-    return f"failed ({type(cause).__name__}: {str(cause).splitlines()[0]})"
+    first = str(cause).partition("\n")[0]
+    return f"failed ({type(cause).__name__}: {first})"

@@ -59,7 +59,7 @@ def ray_at(section: str, address: str, store: int, count: int) -> Iterator[None]
             warnings.simplefilter("ignore", RuntimeWarning)
             ray.init(address=address or "local", **options)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        line = str(error).splitlines()[0]
+        line = str(error).partition("\n")[0]
         raise ConfigError(
             f"{section}.address {address!r}: no Ray cluster answers ({line})"
         ) from None
