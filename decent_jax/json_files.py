@@ -47,6 +47,16 @@ def read_json(path: str | Path, otherwise: str = "not readable as JSON") -> Any:
         raise DataError(f"{path}: {otherwise}") from None
 
 
+def is_whole(value: Any, least: int = 0, most: int = 2**31 - 1) -> bool:
+    """Whether an entry of a file is a whole number in these bounds."""
+    return type(value) is int and least <= value <= most
+
+
+def is_real(value: Any, least: float = -1e300, most: float = 1e300) -> bool:
+    """Whether an entry of a file is a finite number in these bounds."""
+    return type(value) in (int, float) and least <= value <= most
+
+
 def write_json_atomic(path, obj):
     """Write `obj` as readable JSON so that a reader finds the old file or the new, never a half.
 

@@ -59,7 +59,7 @@ def outer(x0, **numbers):
 
     def boundary(x, k, meetings):
         for met in meetings.take():
-            x[k], own[k] = meet(x[k], own[k], met.copy[0], met.half[0])
+            x[k], own[k] = meet(x[k], own[k], met.mine.arrays[0], met.half[0])
         meetings.publish([x[k].copy()], 0, steps=k + 2)
 
     return boundary
@@ -75,7 +75,7 @@ def replayed(form, sequence, x0, noise, add=add, weighted=False):
         x[j] -= noise[number, 1]
         came_about += bool(meet(group[i], group[j]))
         for k in (i, j):
-            if group[k].busy():
+            if not group[k].idle():
                 add(x, k, group[k])
     return x, came_about
 
@@ -159,7 +159,7 @@ def test_the_halves_are_opposite_to_the_last_bit():
 def test_a_message_that_one_side_does_not_understand_moves_neither():
     one, other = peers(np.array([np.zeros(D), np.full(D, 50.0)]), "lattice8")
     assert meet(one, other) is False
-    assert one.take() == other.take() == [] and not one.busy() and not other.busy()
+    assert one.take() == other.take() == [] and one.idle() and other.idle()
     assert one.counts["not_understood"] == other.counts["not_understood"] == 1
     tries = 0
     while not meet(one, other):
@@ -176,7 +176,7 @@ def test_numbers_that_are_not_finite_do_not_spread():
 def test_one_meeting_at_a_time():
     one, other, third = peers(np.zeros((3, D)), "float32")
     offer, message = one.ask()
-    assert one.ask() is None and one.busy()
+    assert one.ask() is None and not one.idle()
     assert answer(one, *third.ask()) is None  # "not now"
     reply = answer(other, offer, message)
     assert other.ask() is None
@@ -210,7 +210,7 @@ def test_peers_meet_though_they_ask_more_often_than_a_message_takes():
                 if halves := one.take():
                     met += len(halves)
                     one.publish([np.zeros(D)], 0)
-            if not group[k].busy():
+            if group[k].idle():
                 others = [one for one in group if one is not group[k]]
                 under_way.append(meeting(group[k], others[random.integers(3)]))
             under_way = [one for one in under_way if next(one, None) is not None]
@@ -223,7 +223,7 @@ def test_an_asker_that_comes_too_late_averages_no_more_than_its_partner():
     offer, message = one.ask()
     understood = one.hear(*answer(other, offer, message))
     now[0] = 6.0  # past the patience of 5 s
-    assert not other.busy() and other.counts["lost"] == 1
+    assert other.idle() and other.counts["lost"] == 1
     assert other.settle(offer.meeting, understood) is False
     one.close(offer.meeting, False)
     assert one.take() == other.take() == []
@@ -236,14 +236,14 @@ def test_a_late_acceptance_still_adds_the_half_that_the_partner_added():
     one.close(offer.meeting, None)  # the answer has not come
     assert meet(one, third)  # which hinders nobody
     one.close(offer.meeting, accepted)
-    assert accepted and sorted(met.partner for met in one.take()) == ["1.0", "2.0"]
+    assert accepted and sorted(met.theirs.peer for met in one.take()) == ["1.0", "2.0"]
     assert other.settle(offer.meeting, True) is False  # not twice
 
 
 def test_who_ends_finishes_what_is_under_way_and_begins_nothing():
     one, other = peers(np.array([np.zeros(D), np.ones(D)]), "float32")
     offer, message = one.ask()
-    one.no_more()
+    one.closed = True
     assert not one.idle()
     one.close(offer.meeting, other.settle(offer.meeting, one.hear(*answer(other, offer, message))))
     assert not one.idle() and one.take() and one.idle()

@@ -13,7 +13,7 @@ import numpy as np
 
 from decent_jax.peers import events
 from decent_jax.peers.boundary import Boundary, number, on_host
-from decent_jax.peers.rule import Meetings
+from decent_jax.peers.rule import Joined, Meetings
 from decent_jax.peers.setup import Place
 from decent_jax.train.setup import Experiment
 from decent_jax.train.step import TrainState
@@ -56,13 +56,6 @@ class Pulse:
 
     def _now(self) -> int:
         return self._all + self._pace * (self.own - self._own_then)
-
-
-class Joined:
-    """The state of another peer."""
-
-    def __init__(self, donor: str, t: int, progress: int, arrays: list[np.ndarray]):
-        self.donor, self.t, self.progress, self.arrays = donor, t, progress, arrays
 
 
 class Between:
@@ -140,7 +133,7 @@ class Between:
         late = time.monotonic() > self._end_by
         # Who leaves meets once more, so that what it has learned stays with the others.
         if late or self.leaving != "leave" or self._meetings.counts["met"] > self._met_before:
-            self._meetings.no_more()
+            self._meetings.closed = True
         # Halves that partners add must be added here, too.
         return late or (self._meetings.closed and self._meetings.idle())
 
@@ -164,11 +157,11 @@ class Between:
         taken = self._meetings.take()
         for met in taken:
             log.met(t, met, progress)
-            self.stale = progress - met.progress
-            state = self._boundary.meet(state, met.copy, met.half)
+            self.stale = progress - met.theirs.progress
+            state = self._boundary.meet(state, met.mine.arrays, met.half)
         if taken or self._published is None:
             self._publish(state, t, progress)
-        self._give(state, t, progress)
+        self._give(state, t)
         if t >= self._due and time.monotonic() >= self._ask_after:
             self._due, self._ask_after = t + self._gap(), math.inf
             self._jobs.put(self._ask_and_rest)
@@ -257,12 +250,12 @@ class Between:
 
         self._jobs.put(publish)
 
-    def _give(self, state: TrainState, t: int, progress: int) -> None:
+    def _give(self, state: TrainState, t: int) -> None:
         wanted, self._wanted = self._wanted, []
         if wanted:
             copied = self._boundary.copy(state)
             for one in wanted:
-                one.set_result(Joined(self._meetings.me, t, progress, copied))
+                one.set_result(Joined(self._meetings.me, t, copied))
 
     def _refuse(self) -> None:
         wanted, self._wanted = self._wanted, []

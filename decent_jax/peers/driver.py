@@ -2,31 +2,33 @@
 
 import contextlib
 import dataclasses
+import math
 import os
 import time
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import ray
 from ml_collections import ConfigDict
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from decent_jax.errors import Interrupted, TrainingFailed
-from decent_jax.json_files import read_json
+from decent_jax.json_files import read_json, write_json_atomic
 from decent_jax.peers import events, manifest, resize, setup
 from decent_jax.peers.formats import Format
 from decent_jax.peers.partners import links, reduction
 from decent_jax.peers.peer import Peer
 from decent_jax.peers.roster import Roster
 from decent_jax.peers.setup import FOLDER, Place
-from decent_jax.peers.start import check_address, ray_of
-from decent_jax.peers.whole import Whole
+from decent_jax.peers.start import check_address, ray_of, start_actor
+from decent_jax.peers.whole import Whole, counts_of
 from decent_jax.train import algorithm, loop
 from decent_jax.train.bar import Progress
 from decent_jax.train.evaluation import Evaluator
 from decent_jax.train.finish import finish
+from decent_jax.train.metrics import MetricWriter, shown
 from decent_jax.train.saver import Saver
 from decent_jax.train.setup import Experiment
 from decent_jax.train.step import TrainState
@@ -34,6 +36,7 @@ from decent_jax.train.workdir import Signals, Workdir
 
 COUNT = "count.json"
 _LOOK_S, _SAVE_S = 0.2, 2.0
+_THREADS = 32  # of a peer: it trains, is asked to meet, gives copies
 
 
 def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
@@ -41,7 +44,6 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
 
     Returns, raises: as `decent_jax.train.run`.
     """
-    setup.check(config)
     check_address("peers", config.peers.address)
     before = manifest.read(Path(workdir), config)
     with setup.open_run(config, workdir) as (experiment, work):
@@ -50,12 +52,11 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
             return _Driver(config, experiment, work, before).run()
 
 
-class _Live:
+class _Live(NamedTuple):
     """A peer that the driver has started."""
 
-    def __init__(self, place: Place, handle: Any):
-        self.place, self.handle = place, handle
-        self.future = handle.train.remote()
+    handle: Any
+    future: Any  # of `Peer.train`
 
 
 class _Driver:
@@ -64,60 +65,53 @@ class _Driver:
     def __init__(
         self, config: ConfigDict, experiment: Experiment, work: Workdir, before: dict[str, Any]
     ):
-        self.config, self.experiment, self.work = config, experiment, work
-        self.per_step = config.num_replicas  # steps of peers that are one step of the run
-        self.live: dict[int, _Live] = {}
-        self.restarts: dict[int, int] = {}
-        self.ended: list[Any] = []  # handles of peers at the end of the run
-        self.looked: dict[int, dict[str, Any]] = {}
-        self.manifest = before
-        self.known = manifest.known_steps(work.path, self.manifest)
-        self.gone: set[int] = set()  # slots whose peers died or left, and were not replaced
-        self._reached = 0
-        self.roster: Any = None
+        self.config, self.experiment, self.work, self.manifest = config, experiment, work, before
         self.whole = Whole(config, experiment)
-        self._saved = 0.0
+        self.evaluator = Evaluator(experiment.config, experiment.task, experiment.placement)
+        self.live: dict[int, _Live] = {}
+        self.deaths: Counter[int] = Counter()
+        self.ended: list[Any] = []  # handles of peers at the end of the run
+        self.gone: set[int] = set()  # slots whose peers died or left, and were not replaced
         self._said: set[str] = set()
+        self._reached, self._saved = 0, 0.0
+        known = config.peers.silent_s, manifest.known_steps(work.path, before)
+        self.looked = Roster(*known).look()
+        roster: Any = ray.remote(Roster)
+        self.roster = roster.options(num_cpus=0).remote(*known)
+        self.start = min(self.step(), experiment.steps)
+        setup.forget(work.path, self.start + 1)
+        self.saver = Saver(experiment, work.path)
+        self.saver.restored(
+            {
+                "seconds": before.get("seconds", 0.0),
+                "best": before.get("best") or math.inf,
+                "examples": self.start * config.batch_size,
+                "step": self.start,
+            }
+        )
+        self.began = time.monotonic()
 
     # --- The run ----------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
-        config, experiment, work = self.config, self.experiment, self.work
-        start = min(self.step(), experiment.steps)
+        work, steps = self.work, self.experiment.steps
         work.write_config()
-        if start:
-            work.say(f"resuming after step {start} of all peers together")
+        if self.start:
+            work.say(f"resuming after step {self.start} of all peers together")
         work.say(self._describe())
-        evaluator = Evaluator(experiment.config, experiment.task, experiment.placement)
-        roster = ray.remote(Roster).options(num_cpus=0, max_concurrency=1)
-        self.roster = roster.remote(config.peers.silent_s, self.known)
-        setup.forget(work.path, start + 1)
-        with Saver(experiment, work.path) as saver:
-            saver.restored(
-                {
-                    "seconds": self.manifest.get("seconds", 0.0),
-                    "best": self.manifest.get("best") or float("inf"),
-                    "examples": start * config.batch_size,
-                    "step": start,
-                }
-            )
-            self.seconds_before, self.began = saver.seconds, time.monotonic()
+        with self.saver:
             with (
-                work.open_metrics(start) as writer,
-                work.show_progress(experiment.steps, start) as progress,
+                work.open_metrics(self.start) as writer,
+                work.show_progress(steps, self.start) as progress,
                 Signals() as signals,
             ):
-                self._start_peers(start)
-                self._watch(evaluator, saver, writer, progress, signals, start)
-                steps = experiment.steps
-                state = self._state(self.ended)
-                loop.evaluate(evaluator, state, steps, work, writer, saver)
-                if steps not in saver.checkpoints.steps():  # a run that had ended before
-                    saver.save(steps, self.whole.consensus(state), self._seconds())
-            self._write_manifest(saver)
-            return self._finish(evaluator, saver, state, steps)
+                self._start_peers()
+                self._watch(writer, progress, signals)
+                state = self._evaluate(self.ended, steps, writer)
+            self._write_manifest()
+            return self._finish(state)
 
-    def _start_peers(self, start: int) -> None:
+    def _start_peers(self) -> None:
         wanted = setup.count_of(self.config)
         entries = self.manifest.get("peers", {})
         of_before = [int(k) for k, v in entries.items() if v["alive"] and self._has_saved(k)]
@@ -125,10 +119,10 @@ class _Driver:
         slots += manifest.free_slots(slots, wanted - len(slots))
         with self.work.announce(f"starting {wanted} peers"):
             for slot in slots:
-                self._start(slot, copy=bool(start) and slot not in of_before)
+                self._start(slot, copy=self.start > 0 and slot not in of_before)
             ends = time.monotonic() + self.config.peers.start_s
-            while not self.ended and not any(one.get("ready") for one in self._look().values()):
-                self._collect(_LOOK_S)
+            while not self.ended and not any(one["ready"] for one in self._look().values()):
+                self._collect()
                 if not (self.live or self.ended) or time.monotonic() > ends:
                     raise TrainingFailed(
                         f"no peer has begun to train within peers.start_s "
@@ -138,87 +132,81 @@ class _Driver:
     def _has_saved(self, slot: str) -> bool:
         return bool(manifest.saved_steps(self.work.path / FOLDER / slot))
 
-    def _watch(self, evaluator, saver, writer, progress: Progress, signals, start: int) -> None:
+    def _watch(self, writer: MetricWriter, progress: Progress, signals: Signals) -> None:
         """Until all peers have ended."""
-        log_every, eval_every = self.config.log.every, self.experiment.every["eval.every"]
-        logged, evaluated = start, start
-        stopping: float | None = None
+        steps, log_every = self.experiment.steps, self.config.log.every
+        eval_every = self.experiment.every["eval.every"]
+        logged = evaluated = self.start
+        stop_by = math.inf
         last = time.monotonic(), self.step()
         while self.live:
-            self._collect(_LOOK_S)
+            self._collect()
             self._look()
-            step = min(self.step(), self.experiment.steps)
-            if signals.received is not None and stopping is None:
-                stopping = time.monotonic() + self.config.peers.stop_s
-                for one in self.live.values():
-                    one.handle.leave.remote("stop")
-            if step >= self.experiment.steps and stopping is None:
-                stopping = time.monotonic() + self.config.peers.stop_s
-            silent = not any(self.looked.get(slot, {}).get("member") for slot in self.live)
-            if stopping is not None and (time.monotonic() > stopping or (self.ended and silent)):
+            now, step = time.monotonic(), min(self.step(), steps)
+            if (signals.received is not None or step >= steps) and math.isinf(stop_by):
+                stop_by = now + self.config.peers.stop_s
+                if signals.received is not None:
+                    for one in self.live.values():
+                        one.handle.leave.remote("stop")
+            trains = any(self._of(slot)["member"] for slot in self.live)
+            silent = self._roster_lives() and not trains  # without a roster nobody knows
+            if now > stop_by or (stop_by < math.inf and self.ended and silent):
                 self._end_the_rest()
-            if step >= logged + log_every or (step == self.experiment.steps and step > logged):
-                now = time.monotonic(), step
-                known = [one for one in self.looked.values() if "met" in one]
-                alive = [one for one in known if one["alive"]]
-                row = self.whole.row(alive or known, step, now[1] - last[1], now[0] - last[0])
+            if step >= logged + log_every or (step == steps and step > logged):
+                known = self.looked.values()
+                row = self.whole.row(known, step, step - last[1], now - last[0])
                 row["perf/wall_time_s"] = self._seconds()
-                logged = step if step == self.experiment.steps else step - step % log_every
-                last = now
+                logged, last = step if step == steps else step - step % log_every, (now, step)
                 writer.write(step, row)
-                progress.update(step, self.whole.shown(row))
+                live = int(row["peers/live"])
+                progress.update(step, shown(row, self.experiment.task.unit, peers=live))
             else:
                 progress.update(step)
-            if eval_every and step >= evaluated + eval_every and step < self.experiment.steps:
+            if eval_every and evaluated + eval_every <= step < steps:
                 evaluated = step - step % eval_every
-                state = self._state([one.handle for one in self.live.values()])
-                if state is not None:
-                    loop.evaluate(evaluator, state, step, self.work, writer, saver)
-                    saver.save(step, self.whole.consensus(state), self._seconds())
-            if time.monotonic() > self._saved + _SAVE_S:
+                self._evaluate([one.handle for one in self.live.values()], step, writer)
+            if now > self._saved + _SAVE_S:
                 self._resize()
-                self._write_manifest(saver)
+                self._write_manifest()
         self._look()
+        self._write_manifest()
         if signals.received is not None:
-            self._write_manifest(saver)
             raise Interrupted(
                 f"interrupted after step {self.step()}; every peer has saved a checkpoint, the "
                 "same command resumes",
                 signals.received,
             )
         if not self.ended:
-            self._write_manifest(saver)
             raise TrainingFailed(
                 f"no peer is left after step {self.step()}; the same command resumes from their "
                 f"checkpoints. See {self.work.path / FOLDER}/*/log.txt"
             )
 
-    def _finish(self, evaluator, saver: Saver, state: TrainState, steps: int) -> dict[str, Any]:
-        saver.checkpoints.wait()
-        held = algorithm.cost(
-            self.experiment.config, self.experiment.schedule, self.whole.template, 1
-        )
+    def _evaluate(self, handles: list[Any], step: int, writer: MetricWriter) -> Any:
+        """Evaluate and save the consensus of these peers' copies, which it returns, if any."""
+        state = self.whole.state(handles, self.config.peers.meet_s)
+        if state is not None:
+            loop.evaluate(self.evaluator, state, step, self.work, writer, self.saver)
+            if step not in self.saver.checkpoints.steps():  # of a run that had ended before
+                self.saver.save(step, self.whole.consensus(state), self._seconds())
+        return state
+
+    def _finish(self, state: TrainState) -> dict[str, Any]:
+        self.saver.checkpoints.wait()
+        experiment = self.experiment
+        held = algorithm.cost(experiment.config, experiment.schedule, self.whole.template, 1)
         sent = 2 * self._message_bytes() / self.config.mix_every
-        counts = {
-            name: sum(one.get(name, 0) for one in self.looked.values())
-            for name in ("met", "declined", "not_understood", "lost")
-        }
         return finish(
-            *(
-                self.experiment,
-                self.work,
-                evaluator,
-                state,
-                dataclasses.replace(held, sent_a_step=sent),
-            ),
-            steps=steps,
-            final=saver.evaluated,
-            best_eval_loss=saver.best,
+            *(experiment, self.work, self.evaluator, state),
+            dataclasses.replace(held, sent_a_step=sent),
+            steps=experiment.steps,
+            final=self.saver.evaluated,
+            best_eval_loss=self.saver.best,
             training_seconds=round(self._seconds(), 3),
             peers={
                 "slots": {slot: one["steps"] for slot, one in sorted(self.looked.items())},
-                "died": sum(self.restarts.values()),
-                "meetings": counts,
+                "died": self.deaths.total(),
+                "meetings": counts_of(self.looked.values()),
             },
         )
 
@@ -227,40 +215,31 @@ class _Driver:
     def _start(self, slot: int, copy: bool) -> None:
         """Start a peer in the slot; with ``copy`` it joins as a copy of a live one."""
         folder = self.work.path / FOLDER / str(slot)
-        incarnation = max([-1, *events.incarnations(folder)]) + 1
-        incarnation = max(incarnation, self.looked.get(slot, {}).get("incarnation", -1) + 1)
-        steps = max(self.known.get(slot, 0), self.looked.get(slot, {}).get("steps", 0))
+        before = self._of(slot)
+        incarnation = max([before["incarnation"], *events.incarnations(folder)]) + 1
         place = Place(
             self.config.to_dict(),
             str(self.work.path),
             slot,
             incarnation,
-            steps if copy else None,
-            self.manifest.get("streams", self.config.num_replicas),
-            self.step() * self.per_step,
+            before["steps"] if copy else None,
+            self._streams(),
+            self.step() * self.config.num_replicas,
             os.getcwd(),
         )
-        peers = self.config.peers
-        actor = ray.remote(Peer).options(
-            num_cpus=peers.cpus,
-            num_gpus=peers.gpus,
-            max_concurrency=32,
-            scheduling_strategy="SPREAD",
-        )
-        handle = actor.remote(place, self.roster)
+        handle = start_actor(Peer, self.config.peers, "SPREAD", _THREADS, place, self.roster)
         self.roster.add.remote(slot, incarnation, handle)
-        self.live[slot] = _Live(place, handle)
+        self.live[slot] = _Live(handle, handle.train.remote())
         self.gone.discard(slot)
 
-    def _collect(self, seconds: float) -> None:
-        """Wait for peers that end, and replace those that died."""
-        futures = {one.future: slot for slot, one in self.live.items()}
-        done, _ = ray.wait(list(futures), timeout=seconds) if futures else ([], [])
+    def _collect(self) -> None:
+        """Wait a moment for peers that end, and replace those that died."""
+        slots = {one.future: slot for slot, one in self.live.items()}
+        done, _ = ray.wait(list(slots), timeout=_LOOK_S) if slots else ([], [])
         for future in done:
-            slot = futures[future]
+            slot = slots[future]
             one = self.live.pop(slot)
-            incarnation = self.looked.get(slot, {}).get("incarnation", one.place.incarnation)
-            self.roster.remove.remote(slot, incarnation)
+            self.roster.remove.remote(slot)
             try:
                 result = ray.get(future)
             except RayError as error:
@@ -275,12 +254,11 @@ class _Driver:
 
     def _died(self, slot: int, error: RayError) -> None:
         why = "was killed" if isinstance(error, RayActorError) else _cause(error)
-        count = self.restarts[slot] = self.restarts.get(slot, 0) + 1
+        self.deaths[slot] += 1
         self.work.say(f"peer {slot} {why}; {len(self.live)} go on")
         self.gone.add(slot)
-        if count > self.config.peers.restarts or not self.live:
-            return
-        if self.step() < self.experiment.steps and self._roster_lives():
+        may = self.live and self._roster_lives() and self.deaths[slot] <= self.config.peers.restarts
+        if may and self.step() < self.experiment.steps:
             self._start(slot, copy=True)
             self.work.say(f"peer {slot} starts again and joins with a copy of a live peer")
 
@@ -302,7 +280,7 @@ class _Driver:
         for slot in manifest.free_slots(list(self.live), missing):
             self.work.say(f"peer {slot} starts and joins with a copy of a live peer")
             self._start(slot, copy=True)
-        for slot in sorted(self.live)[wanted:] if missing < 0 else []:
+        for slot in sorted(self.live)[wanted:]:
             self.live[slot].handle.leave.remote("leave")
 
     def _end_the_rest(self) -> None:
@@ -315,7 +293,8 @@ class _Driver:
 
     def _look(self) -> dict[int, dict[str, Any]]:
         try:
-            self.looked = ray.get(self.roster.look.remote(), timeout=self.config.peers.silent_s)
+            looked: Any = ray.get(self.roster.look.remote(), timeout=self.config.peers.silent_s)
+            self.looked = looked
         except GetTimeoutError:
             pass
         except RayError:
@@ -327,7 +306,7 @@ class _Driver:
             for slot, one in self.live.items():
                 with contextlib.suppress(RayError):
                     report: Any = ray.get(one.handle.report.remote(), timeout=1.0)
-                    self.looked[slot] = self.looked.get(slot, {}) | report
+                    self.looked[slot] = self._of(slot) | report
         for slot, one in self.looked.items():
             self._say_changes(slot, one)
         if self.config.peers.neighbours == "weighted":
@@ -365,36 +344,42 @@ class _Driver:
     def _roster_lives(self) -> bool:
         return "the roster" not in self._said
 
+    def _of(self, slot: int) -> dict[str, Any]:
+        """What is known of a slot, see `Roster.look`."""
+        nobody = {"incarnation": -1, "steps": 0, "alive": False, "ready": False, "member": False}
+        return self.looked.get(slot, {"slot": slot, **nobody})
+
     def step(self) -> int:
         """Common progress in steps of the run."""
-        steps = self.known | {slot: one["steps"] for slot, one in self.looked.items()}
-        self._reached = max(self._reached, sum(steps.values()) // self.per_step)
+        steps = sum(one["steps"] for one in self.looked.values())
+        self._reached = max(self._reached, steps // self.config.num_replicas)
         return self._reached
 
-    def _state(self, handles: list[Any]) -> Any:
-        return self.whole.state(handles, self.config.peers.meet_s)
+    def _streams(self) -> int:
+        return self.manifest.get("streams", self.config.num_replicas)
 
-    # --- Files ------------------------------------------------------------------------------------
-
-    def _write_manifest(self, saver: Saver) -> None:
+    def _write_manifest(self) -> None:
         self._saved = time.monotonic()
-        slots = {slot: {"steps": steps, "alive": False} for slot, steps in self.known.items()}
-        for slot, one in self.looked.items():
-            alive = slot not in self.gone and one["incarnation"] >= 0
-            slots[slot] = {"steps": one["steps"], "alive": alive}
-        manifest.write(
-            self.work.path,
-            step=self.step(),
-            examples=self.step() * self.config.batch_size,
-            seconds=self._seconds(),
-            best=saver.best if np.isfinite(saver.best) else None,
-            streams=self.manifest.get("streams", self.config.num_replicas),
-            batch=self.config.batch_size // self.config.num_replicas,
-            peers={str(slot): slots[slot] for slot in sorted(slots)},
-        )
+        best = self.saver.best
+        entries = {
+            "step": self.step(),
+            "examples": self.step() * self.config.batch_size,
+            "seconds": self._seconds(),
+            "best": best if math.isfinite(best) else None,
+            "streams": self._streams(),
+            "batch": self.config.batch_size // self.config.num_replicas,
+            "peers": {
+                str(slot): {
+                    "steps": one["steps"],
+                    "alive": slot not in self.gone and one["incarnation"] >= 0,
+                }
+                for slot, one in sorted(self.looked.items())
+            },
+        }
+        write_json_atomic(self.work.path / manifest.MANIFEST, entries)
 
     def _seconds(self) -> float:
-        return self.seconds_before + time.monotonic() - self.began
+        return self.saver.seconds + time.monotonic() - self.began
 
     def _message_bytes(self) -> int:
         leaves = jax.tree.leaves(self.whole.template.params)

@@ -24,10 +24,11 @@ from typing import Any
 import numpy as np
 
 from decent_jax.errors import RunError
-from decent_jax.json_files import read_bytes
+from decent_jax.json_files import is_real, is_whole, read_bytes
 from decent_jax.peers.rule import Met
 
 _MOST_BYTES = 1 << 30  # of a log
+_WHOLE = ("start", "end", "t", "rate", "mine", "theirs", "version", "crc")  # numbers of a line
 
 
 class EventLog:
@@ -47,8 +48,10 @@ class EventLog:
 
     def met(self, t: int, met: Met, progress: int) -> None:
         """The half of a meeting that is added before step t."""
-        names = {"met": met.meeting, "with": met.partner, "mine": met.mine, "theirs": met.theirs}
-        self.write(t=t, **names, sides=met.sides, share=met.share, stale=progress - met.progress)
+        theirs, stale = met.theirs, progress - met.theirs.progress
+        names = {"met": theirs.meeting, "with": theirs.peer, "mine": met.mine.version}
+        names |= {"theirs": theirs.version}
+        self.write(t=t, **names, sides=met.sides, share=met.share, stale=stale)
 
     def end(self, t: int, **event: Any) -> None:
         """No step after ``t - 1`` belongs to this incarnation."""
@@ -93,32 +96,30 @@ def _is_event(event: Any, first: bool) -> bool:
     """Whether it is a line of the table above, and the first one a start."""
     if not isinstance(event, dict) or first != ("start" in event):
         return False
-    for k in ("start", "end", "t", "rate", "mine", "theirs", "version", "crc"):
-        most = 2**32 if k == "crc" else 2**31
-        if k in event and not (type(event[k]) is int and 0 <= event[k] < most):
+    names = event.keys()
+    for k in names & set(_WHOLE):
+        if not is_whole(event[k], most=2**32 - 1 if k == "crc" else 2**31 - 1):
             return False
     if first:
         origin = event.get("origin")
         return origin is None or (
             isinstance(origin, dict)
             and isinstance(origin.get("peer"), str)
-            and type(origin.get("t")) is int
+            and is_whole(origin.get("t"))
             and origin.get("when") in ("checkpoint", "boundary")
         )
     if "met" in event:
         sides = event.get("sides")
         return (
-            {"t", "mine", "theirs"} <= event.keys()
+            names >= {"t", "mine", "theirs"}
             and isinstance(event["met"], str)
             and isinstance(event.get("with"), str)
             and isinstance(sides, list)
             and len(sides) == 2
-            and all(type(side) in (int, float) for side in sides)
+            and all(map(is_real, sides))
             and type(event.get("share", 0.5)) is float
         )
-    return "end" in event or any(
-        {"t", *names} <= event.keys() for names in (("rate",), ("version", "crc"))
-    )
+    return "end" in names or names >= {"t", "rate"} or names >= {"t", "version", "crc"}
 
 
 def crc(arrays: list[np.ndarray]) -> int:

@@ -1,30 +1,22 @@
 """``peers.json``: how far a run of peers is, who was alive, and which streams of data there are."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from decent_jax.errors import ConfigError, DataError
-from decent_jax.json_files import read_json, write_json_atomic
+from decent_jax.json_files import is_real, is_whole, read_json
 from decent_jax.peers.setup import FOLDER
 
 MANIFEST = "peers.json"
 
 
-def write(workdir: Path, **entries: Any) -> None:
-    """Write the manifest; a reader finds the old one or the new."""
-    write_json_atomic(workdir / MANIFEST, entries)
-
-
 def free_slots(taken: list[int], count: int) -> list[int]:
     """The lowest slots that are free."""
-    free, slot = [], 0
-    while len(free) < count:
-        if slot not in taken:
-            free.append(slot)
-        slot += 1
-    return free
+    free = (slot for slot in itertools.count() if slot not in taken)
+    return list(itertools.islice(free, max(count, 0)))
 
 
 def read(workdir: Path, config: ConfigDict) -> dict[str, Any]:
@@ -54,22 +46,17 @@ def _is_manifest(found: Any) -> bool:
     """Whether it has the entries that are read, with values that a run has."""
     if not isinstance(found, dict) or not isinstance(found.get("peers"), dict):
         return False
-    entries = found["peers"]
-    best: Any = found.get("best")
-    seconds: Any = found.get("seconds")
     return (
-        all(type(found.get(k)) is int and 1 <= found[k] < 2**31 for k in ("batch", "streams"))
-        and (best is None or (type(best) in (int, float) and abs(best) < 1e300))
-        and type(seconds) in (int, float)
-        and 0 <= seconds < 2**31
+        all(is_whole(found.get(k), 1) for k in ("batch", "streams"))
+        and (found.get("best") is None or is_real(found["best"]))
+        and is_real(found.get("seconds"), 0, 2**31)
         and all(
             slot.isdecimal()
             and len(slot) < 10
             and isinstance(one, dict)
-            and type(one.get("steps")) is int
-            and 0 <= one["steps"] < 2**62
+            and is_whole(one.get("steps"), most=2**62)
             and isinstance(one.get("alive"), bool)
-            for slot, one in entries.items()
+            for slot, one in found["peers"].items()
         )
     )
 

@@ -2,22 +2,25 @@
 
 import contextlib
 import math
-import os
 import queue
 import random
 import signal
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
+from decent_jax.peers.between import Between, Pulse
+from decent_jax.peers.boundary import on_host
 from decent_jax.peers.formats import Format, Message
 from decent_jax.peers.partners import chances
-from decent_jax.peers.rule import Meetings, Offer, relative
-from decent_jax.peers.setup import Place, enter, forget, is_weighted
+from decent_jax.peers.rule import Joined, Meetings, Offer
+from decent_jax.peers.setup import Place, enter, forget, is_weighted, open_peer, write_to
+from decent_jax.train import loop
 
 
 class Peer:
@@ -29,10 +32,7 @@ class Peer:
     """
 
     def __init__(self, place: Place, roster: Any):
-        place.folder.mkdir(parents=True, exist_ok=True)
-        words = os.open(place.folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(words, 1)
-        os.dup2(words, 2)
+        write_to(place.folder / "log.txt")
         enter(place.launched_from)
         self._place, self._roster = place, roster
         self._peers = place.config["peers"]
@@ -44,20 +44,15 @@ class Peer:
         self._seconds: dict[str, float] = {}  # that a meeting with a peer takes, as far as measured
         self._doubtful: list[tuple[str, Any]] = []
         self._stopped = threading.Event()
-        self._between: Any = None
-        self._pulse: Any = None
+        self._between: Any = None  # a `Between`, and
+        self._pulse: Any = None  # its `Pulse`, once the run is open
         self._leaving: str | None = None
-        self._distance = 0.0  # relative, to the partner of the last meeting
         signal.signal(signal.SIGTERM, lambda *_: self.leave("leave"))
 
     # --- Called by others -------------------------------------------------------------------------
 
     def train(self) -> dict[str, Any]:
         """The whole run of this peer; how it ended and after how many steps."""
-        from decent_jax.peers.between import Between, Pulse
-        from decent_jax.peers.setup import open_peer
-        from decent_jax.train import loop
-
         place = self._place
         join = None
         if place.start is not None:
@@ -100,16 +95,12 @@ class Peer:
         """Whether this peer adds its half of a meeting that it has answered."""
         return self._meetings.settle(meeting, understood)
 
-    def state(self) -> tuple[str, int, int, list[Any]]:
-        """(name, step, progress, arrays) at the next step boundary, for a peer that joins."""
-        import jax
-        import numpy as np
-
+    def state(self) -> Joined:
+        """Its state at the next step boundary, for a peer that joins."""
         if self._between is None or not self._between.ready:
             raise RuntimeError("this peer does not train yet")
         found = self._between.want_state().result(timeout=self._peers["join_s"])
-        arrays = [np.asarray(x)[0] for x in jax.tree.leaves(found.arrays)]
-        return found.donor, found.t, found.progress, arrays
+        return found._replace(arrays=on_host(found.arrays))
 
     def published(self) -> list[Any] | None:
         """The arrays published last, or at the end the last ones."""
@@ -120,8 +111,6 @@ class Peer:
 
     def report(self) -> dict[str, Any]:
         """What the roster is told."""
-        import numpy as np
-
         between = self._between
         found = {"steps": self._pulse.own if self._pulse else 0, **self._meetings.counts}
         metrics = between and between.metrics
@@ -129,7 +118,7 @@ class Peer:
             with contextlib.suppress(RuntimeError):  # donated meanwhile
                 found["loss"] = float(np.asarray(metrics["loss"])[0])
             found["stale"] = between.stale
-        return found | {"distance": self._distance, "seconds": dict(self._seconds)}
+        return found | {"distance": self._meetings.distance, "seconds": dict(self._seconds)}
 
     def leave(self, how: str) -> None:
         """End in good order: "leave" after a last meeting, "stop" at once."""
@@ -149,7 +138,9 @@ class Peer:
 
     def _ask(self) -> None:
         """Ask a random neighbour to meet, and meet."""
-        self._look_at_doubtful()
+        waiting, self._doubtful = self._doubtful, []
+        for meeting, settled in waiting:  # partners that were silent may have spoken since
+            self._close(meeting, settled, 0)
         partner = self._partner()
         asked = self._meetings.ask() if partner else None
         if partner is None or asked is None:
@@ -168,40 +159,31 @@ class Peer:
                 self._meetings.give_up(offer.meeting, "declined")
                 return
             theirs: Any = ray.get(reply[1][0], timeout=left())
-            self._measured(name, time.monotonic() - began)
+            seconds = time.monotonic() - began  # one that took longer by chance counts less
+            self._seconds[name] = min(seconds, (self._seconds.get(name, seconds) + seconds) / 2)
             understood = self._meetings.hear(reply[0], theirs)
             settled = handle.settle.remote(offer.meeting, understood)
         except RayError as error:
             self._meetings.give_up(offer.meeting, "lost")
             self._avoid(name, error)
             return
+        error = self._close(offer.meeting, settled, left())
+        if error is not None:
+            self._avoid(name, error)
+
+    def _close(self, meeting: str, settled: Any, seconds: float) -> RayError | None:
+        """Add the half if the partner says that it does; else why it says nothing."""
+        accepted: Any = None
+        error = None
         try:
-            accepted: Any = ray.get(settled, timeout=left())
-        except GetTimeoutError as error:
-            self._meetings.close(offer.meeting, None)
-            self._doubtful.append((offer.meeting, settled))
-            self._avoid(name, error)
-        except RayError as error:
-            self._meetings.close(offer.meeting, False)
-            self._avoid(name, error)
-        else:
-            self._meetings.close(offer.meeting, accepted)
-
-    def _measured(self, name: str, seconds: float) -> None:
-        """Both messages of a meeting took so long; one that took longer by chance counts less."""
-        self._seconds[name] = min(seconds, (self._seconds.get(name, seconds) + seconds) / 2)
-
-    def _look_at_doubtful(self) -> None:
-        """Partners that were silent when a meeting was settled may have spoken since."""
-        waiting, self._doubtful = self._doubtful, []
-        for meeting, settled in waiting:
-            try:
-                accepted: Any = ray.get(settled, timeout=0)
-                self._meetings.close(meeting, accepted)
-            except GetTimeoutError:
-                self._doubtful.append((meeting, settled))
-            except RayError:
-                self._meetings.close(meeting, False)
+            accepted = ray.get(settled, timeout=seconds)
+        except GetTimeoutError as late:
+            error = late
+            self._doubtful.append((meeting, settled))
+        except RayError as lost:
+            error, accepted = lost, False
+        self._meetings.close(meeting, accepted)
+        return error
 
     def _partner(self) -> tuple[str, Any] | None:
         members = dict(self._members)
@@ -254,9 +236,6 @@ class Peer:
             if silent and progress - reached > peers["max_lag"]:
                 self._join_again(progress - reached)
             reached, heard = progress, time.monotonic()
-            copy = self._meetings.copy
-            if copy is not None and self._meetings.last_distance:
-                self._distance = relative(self._meetings.last_distance, copy.arrays)
 
     def _join_again(self, lag: int) -> None:
         """Go on as a new peer, after a silence in which others went too far."""
@@ -272,37 +251,26 @@ class Peer:
         self._meetings.withdraw()
         self._between.replace(self._begin_joining(), incarnation)
 
-    def _begin_joining(self) -> "Future[Any]":
+    def _begin_joining(self) -> "Future[Joined | None]":
         """Copy the state of a random live peer, in a thread of its own."""
-        found: Future[Any] = Future()
+        return ThreadPoolExecutor(1).submit(self._copied)
 
-        def copy():
-            try:
-                found.set_result(self._copied())
-            except BaseException as error:
-                found.set_exception(error)
-
-        threading.Thread(target=copy, daemon=True).start()
-        return found
-
-    def _copied(self) -> Any:
-        from decent_jax.peers.between import Joined
-
+    def _copied(self) -> Joined | None:
         members = ray.get(self._roster.members.remote(), timeout=self._peers["join_s"])
         members = [m for m in members if m[0].partition(".")[0] != str(self._place.slot)]
         random.shuffle(members)
         for name, handle in members:
             began = time.monotonic()
             try:
-                donor, t, progress, arrays = ray.get(
-                    handle.state.remote(), timeout=self._peers["join_s"]
-                )
+                joined: Any = ray.get(handle.state.remote(), timeout=self._peers["join_s"])
             except (RayError, RuntimeError) as error:
                 self._say(f"peer {name} gives no copy ({type(error).__name__})")
                 continue
             seconds = time.monotonic() - began
-            self._say(f"joins with a copy of peer {donor} at step {t} ({seconds:.1f} s)")
-            return Joined(donor, t, progress, arrays)
+            self._say(
+                f"joins with a copy of peer {joined.donor} at step {joined.t} ({seconds:.1f} s)"
+            )
+            return joined
         self._say("nobody gives a copy: begins with its own parameters")
         return None
 

@@ -61,20 +61,23 @@ class Log:
         for line in lines[1:]:
             if "rate" in line:
                 self.rates[line["t"]] = line["rate"]
-                self.end = max(self.end, line["t"] + 1)
             elif "met" in line:
                 self.met[line["t"]].append(line)
-                self.end = line["t"] + 1  # it may have died before the step
             elif "version" in line:
                 self.versions[line["t"]] = line["version"], line["crc"]
-                self.end = max(self.end, line["t"] + 1)
-            elif "end" in line:
+            if "end" in line:
                 self.end, self.last = line["end"], line.get("crc")
+            else:  # it may have died before the step
+                self.end = max(self.end, line["t"] + 1)
         if self.end - self.start > len(lines):
             raise RunError(
                 f"the log of peer {self.name} ends after step {self.end} and has only {len(lines)} "
                 "lines; it is damaged"
             )
+
+    def uses(self, met: dict[str, Any]) -> tuple[tuple[str, int], tuple[str, int]]:
+        """The copies (peer, version) of a meeting, the own one first."""
+        return (self.name, met["mine"]), (met["with"], met["theirs"])
 
 
 def read_logs(workdir: Path) -> list[Log]:
@@ -146,38 +149,27 @@ class _Replay:
             for log in logs
             for meetings in log.met.values()
             for met in meetings
-            for use in ((log.name, met["mine"]), (met["with"], met["theirs"]))
+            for use in log.uses(met)
         )
         self.done: list[Replayed] = []
 
     def run(self) -> list[Replayed]:
-        waiting = {log.name: self._replay(log) for log in self.logs}
-        needs: dict[str, Any] = {}
-        while waiting:
-            moved = False
-            for name, peer in list(waiting.items()):
-                if name in needs and not self._there(needs[name]):
-                    continue
-                moved = True
-                try:
-                    needs[name] = next(peer)
-                except StopIteration:
-                    del waiting[name]
-            if not moved:
-                name = next(iter(waiting))
-                raise RunError(f"peer {name} used {needs[name]}, which no log explains")
+        peers = {log.name: self._replay(log) for log in self.logs}
+        needs = {name: next(peer, None) for name, peer in peers.items()}  # None: it has ended
+        while waiting := {name: need for name, need in needs.items() if need}:
+            ready = [k for k, need in waiting.items() if need in self.copies or need in self.states]
+            if not ready:
+                name, need = next(iter(waiting.items()))
+                raise RunError(f"peer {name} used {need}, which no log explains")
+            needs |= {name: next(peers[name], None) for name in ready}
         return sorted(self.done, key=lambda one: tuple(map(int, one.peer.split("."))))
 
-    def _there(self, need: tuple) -> bool:
-        return need in self.copies or need in self.states
-
     def _replay(self, log: Log) -> Iterator[tuple]:
-        """One incarnation; yields what it has to wait for."""
+        """One incarnation; yields each copy and state that it needs to go on."""
         experiment, boundary = self.experiments[log.slot], self.boundary
         if log.origin:
             need = (log.origin["peer"], log.origin["t"], log.origin["when"])
-            while not self._there(need):
-                yield need
+            yield need
             state = boundary.copy(self.states[need])
         else:
             state = loop.init(experiment)
@@ -193,9 +185,7 @@ class _Replay:
             for t in range(log.start, log.end):
                 self._keep(log, t, "checkpoint", state)
                 for met in log.met.get(t, ()):
-                    for use in ((log.name, met["mine"]), (met["with"], met["theirs"])):
-                        while not self._there(use):
-                            yield use
+                    yield from log.uses(met)
                     mine = self.copies[log.name, met["mine"]]
                     state = boundary.meet(state, mine, self._half(log, met))
                     count += 1
@@ -222,8 +212,7 @@ class _Replay:
 
     def _half(self, log: Log, met: dict[str, Any]) -> list[np.ndarray]:
         brought = []
-        uses = (log.name, met["mine"]), (met["with"], met["theirs"])
-        for (peer, version), side in zip(uses, met["sides"], strict=True):
+        for (peer, version), side in zip(log.uses(met), met["sides"], strict=True):
             brought.append(sent_of(self.form, peer, version, self.copies[peer, version], side))
             self.uses[peer, version] -= 1
             if not self.uses[peer, version]:

@@ -23,11 +23,10 @@ class Roster:
     Args:
       silent_s: without a report for so long, a peer is met by nobody.
       known: {slot: steps made in it} before this session.
-      clock: seconds.
     """
 
-    def __init__(self, silent_s: float, known: dict[int, int], clock=time.monotonic):
-        self._silent_s, self._clock = silent_s, clock
+    def __init__(self, silent_s: float, known: dict[int, int]):
+        self._silent_s = silent_s
         self._slots = {slot: _Entry(-1, steps) for slot, steps in known.items()}
         self._members: list[int] = []
         self._version = 0
@@ -37,26 +36,24 @@ class Roster:
         steps = self._slots[slot].steps if slot in self._slots else 0
         self._slots[slot] = _Entry(incarnation, steps, handle, alive=True)
 
-    def remove(self, slot: int, incarnation: int) -> None:
-        """The peer has died, left or ended."""
-        entry = self._slots.get(slot)
-        if entry is not None and entry.incarnation == incarnation:
-            entry.alive = False
+    def remove(self, slot: int) -> None:
+        """The peer that has the slot has died, left or ended."""
+        self._slots[slot].alive = False
         self._refresh()
 
     def beat(self, slot: int, incarnation: int, report: dict[str, Any]) -> tuple[int, int] | None:
         """A peer's report. (steps of all slots, version of the members); None: it is removed."""
-        entry = self._slots.get(slot)
-        if entry is None or entry.incarnation != incarnation or not entry.alive:
+        entry = self._living(slot, incarnation)
+        if entry is None:
             return None
-        entry.heard, entry.steps, entry.report = self._clock(), report["steps"], report
+        entry.heard, entry.steps, entry.report = time.monotonic(), report["steps"], report
         self._refresh()
         return sum(entry.steps for entry in self._slots.values()), self._version
 
     def rejoin(self, slot: int, incarnation: int) -> int | None:
         """The next incarnation, for a peer that was silent for too long; None: it is removed."""
-        entry = self._slots.get(slot)
-        if entry is None or entry.incarnation != incarnation or not entry.alive:
+        entry = self._living(slot, incarnation)
+        if entry is None:
             return None
         entry.incarnation += 1
         entry.heard = None
@@ -85,8 +82,12 @@ class Roster:
             for slot, entry in self._slots.items()
         }
 
+    def _living(self, slot: int, incarnation: int) -> _Entry | None:
+        entry = self._slots[slot]
+        return entry if entry.alive and entry.incarnation == incarnation else None
+
     def _refresh(self) -> None:
-        now = self._clock()
+        now = time.monotonic()
         members = [
             slot
             for slot, entry in self._slots.items()

@@ -29,6 +29,7 @@ B settles once, and only within its patience, so that A and B add opposite halve
 however long the messages take. Only a death in between leaves a half alone.
 """
 
+import math
 import threading
 import time
 from typing import Any, NamedTuple
@@ -70,16 +71,19 @@ class Offer(NamedTuple):
 class Met(NamedTuple):
     """A meeting that is settled: what this side adds at its next step boundary."""
 
-    meeting: str
-    partner: str
-    mine: int  # versions
-    theirs: int
+    mine: Copy
+    theirs: Offer
     sides: tuple[float, float]  # of the lattices, mine and theirs
-    progress: int  # at which the partner published its copy
-    copy: Arrays  # that this side brought
     share: float  # of the partner's copy in the mean
     half: Arrays  # share (Q(theirs) - Q(mine)), half of it unless weighted
-    distance: float  # ||theirs - mine||
+
+
+class Joined(NamedTuple):
+    """The state of another peer, for one that joins."""
+
+    donor: str
+    t: int  # its step
+    arrays: Any  # a `TrainState` on the donor's devices; as it travels, its host arrays
 
 
 class _Meeting:
@@ -92,6 +96,7 @@ class _Meeting:
         self.met: Met | None = None
         self.heard_by_them = True
         self.apart = 0.0  # the largest difference of a number
+        self.distance = 0.0  # ||theirs - mine|| / ||mine||
 
 
 class Meetings:
@@ -103,6 +108,13 @@ class Meetings:
       patience_s: how long an answerer waits for `settle`.
       clock: seconds.
       weighted: whether the copies count by their steps.
+
+    Attributes:
+      copy: published last; None until the first, and from `take` to `publish`.
+      version: of the next copy.
+      closed: whether it begins no meeting any more; those under way come to their end.
+      distance: to the partner of the last meeting, relative to the own copy.
+      counts: of what became of the meetings.
 
     >>> ours, theirs = (Meetings(name, Format("float32"), 1.0) for name in ("0.0", "1.0"))
     >>> _ = ours.publish([np.float32([1.0])], progress=0)
@@ -123,13 +135,13 @@ class Meetings:
         self.me, self._form, self._patience, self._clock = me, form, patience_s, clock
         self._weighted = weighted
         self._lock = threading.Lock()
-        self._copy: Copy | None = None  # None until the first, and from `take` to `publish`
+        self.copy: Copy | None = None
         self._now: _Meeting | None = None
         self._doubtful: dict[str, _Meeting] = {}  # whose settlement nobody has confirmed yet
         self._settled: list[Met] = []
         self.closed = False
-        self._y, self._number, self._version = FIRST, 0, 0
-        self.last_distance = 0.0  # to the partner of the last meeting
+        self._y, self._number, self.version = FIRST, 0, 0
+        self.distance = 0.0
         self.counts = {"met": 0, "declined": 0, "not_understood": 0, "lost": 0}
 
     # --- The training thread: never waits ---------------------------------------------------------
@@ -139,48 +151,34 @@ class Meetings:
         with self._lock:
             taken, self._settled = self._settled, []
             if taken:
-                self._copy = None
+                self.copy = None
             return taken
 
     def withdraw(self) -> None:
         """Meet nobody until the next `publish`."""
         with self._lock:
-            self._copy = self._now = None
+            self.copy = self._now = None
             self._doubtful.clear()
             self._settled = []
 
     def publish(self, arrays: Arrays, progress: int, steps: int = 1) -> Copy:
         """S <- x, after so many steps since the copy before."""
         with self._lock:
-            self._copy = Copy(self._version, arrays, progress, max(steps, 1))
-            self._version += 1
-            return self._copy
+            self.copy = Copy(self.version, arrays, progress, max(steps, 1))
+            self.version += 1
+            return self.copy
 
     def renamed(self, me: str) -> None:
         """Begin again as another incarnation."""
         self.withdraw()
         with self._lock:
-            self.me, self._version, self._number = me, 0, 0
-
-    def no_more(self) -> None:
-        """Begin no meeting any more; those under way come to their end."""
-        self.closed = True
+            self.me, self.version, self._number = me, 0, 0
 
     def idle(self) -> bool:
         """Whether no meeting is under way or waits for the step boundary."""
         with self._lock:
             self._expire()
             return self._now is None and not self._settled and not self._doubtful
-
-    @property
-    def version(self) -> int:
-        """Of the next copy."""
-        return self._version
-
-    @property
-    def copy(self) -> Copy | None:
-        """The copy published last, if it may be used."""
-        return self._copy
 
     # --- The asker --------------------------------------------------------------------------------
 
@@ -206,11 +204,12 @@ class Meetings:
             begun = self._doubtful.pop(meeting, None) or self._now
             if begun is None or begun.name != meeting:
                 return
-            if accepted is None:
-                self._doubtful[meeting] = begun
-                self._now = None
+            if accepted is not None:
+                self._end(begun, accepted)
                 return
-            self._end(begun, accepted)
+            self._doubtful[meeting] = begun
+            if self._now is begun:
+                self._now = None
 
     def give_up(self, meeting: str, why: str) -> None:
         """No meeting came about: ``why`` is one of ``counts``."""
@@ -252,16 +251,10 @@ class Meetings:
 
     # --- Both -------------------------------------------------------------------------------------
 
-    def busy(self) -> bool:
-        """Whether a meeting is under way, or nothing is published."""
-        with self._lock:
-            self._expire()
-            return not self._free()
-
     def _begin(self, name: str | None) -> _Meeting | None:
         with self._lock:
             self._expire()
-            if self._copy is None or not self._free():
+            if self.copy is None or self._now is not None or self._settled or self.closed:
                 return None
             expires = np.inf
             if name is None:
@@ -269,12 +262,8 @@ class Meetings:
                 self._number += 1
             else:
                 expires = self._clock() + self._patience
-            self._now = _Meeting(name, self._copy, expires)
+            self._now = _Meeting(name, self.copy, expires)
             return self._now
-
-    def _free(self) -> bool:
-        under_way = self._now is not None or self._settled
-        return self._copy is not None and not under_way and not self.closed
 
     def _expire(self) -> None:
         if self._now is not None and self._clock() > self._now.expires:
@@ -298,18 +287,8 @@ class Meetings:
             return False
         share = offer.steps / (copy.steps + offer.steps) if self._weighted else 0.5
         half = halves(begun.sent, theirs, share)
-        begun.met = Met(
-            begun.name,
-            offer.peer,
-            copy.version,
-            offer.version,
-            (begun.message.side, message.side),
-            offer.progress,
-            copy.arrays,
-            share,
-            half,
-            float(np.sqrt(sum(float(np.square(h, dtype=np.float64).sum()) for h in half))) / share,
-        )
+        begun.met = Met(copy, offer, (begun.message.side, message.side), share, half)
+        begun.distance = _norm(half) / share / (_norm(copy.arrays) or np.inf)
         begun.apart = largest_difference(copy.arrays, theirs) if self._form.is_lattice else 0.0
         return True
 
@@ -326,7 +305,7 @@ class Meetings:
             return False
         self._y = max(SLACK * begun.apart, SHRINK * self._y)
         self.counts["met"] += 1
-        self.last_distance = begun.met.distance
+        self.distance = begun.distance
         self._settled.append(begun.met)
         return True
 
@@ -347,7 +326,5 @@ def sent_of(form: Format, peer: str, version: int, arrays: Arrays, side: float) 
     return form.encode(arrays, side=side, seed=seed_of(peer, version))[1]
 
 
-def relative(distance: float, arrays: Arrays) -> Any:
-    """A distance over the norm of a copy."""
-    norm = np.sqrt(sum(float(np.square(x, dtype=np.float64).sum()) for x in arrays))
-    return distance / norm if norm else 0.0
+def _norm(arrays: Arrays) -> float:
+    return math.sqrt(sum(float(np.square(x, dtype=np.float64).sum()) for x in arrays))

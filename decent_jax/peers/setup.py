@@ -124,6 +124,14 @@ def forget(folder: Path, first: int) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def write_to(log: Path) -> None:
+    """Let what this process and its libraries print go to the file."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
 def enter(launched_from: str) -> None:
     """Make an actor's process one of this run.
 

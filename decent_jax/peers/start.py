@@ -70,6 +70,23 @@ def ray_at(section: str, address: str, store: int, count: int) -> Iterator[None]
             ray.shutdown()
 
 
+def start_actor(kind: type, section: ConfigDict, where: Any, threads: int, *args: Any) -> Any:
+    """Start an actor ``kind(*args)``; its handle.
+
+    Args:
+      section: of the config, whose ``cpus`` and ``gpus`` Ray reserves for it.
+      where: Ray's scheduling strategy.
+      threads: in which Ray calls its methods.
+    """
+    remote: Any = ray.remote(kind)
+    return remote.options(
+        num_cpus=section.cpus,
+        num_gpus=section.gpus,
+        max_concurrency=threads,
+        scheduling_strategy=where,
+    ).remote(*args)
+
+
 @contextlib.contextmanager
 def _guarded() -> Iterator[None]:
     """Processes of Ray end with this one, even if it is killed; see `decent_jax.peers.guard`."""

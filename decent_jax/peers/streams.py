@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import grain
+
 from decent_jax.data import loader
 
 _ANOTHER_DRAW = 1_000_003  # between the seeds of streams 0 to n - 1, n to 2 n - 1, and so on
@@ -32,23 +34,10 @@ class Stream:
             raise AttributeError(name)
         return getattr(self._source, name)
 
-    def train_blocks(self, num_replicas: int, batch_size: int, seed: int) -> "_Blocks":
-        """The stream's blocks for a run of one replica; see `decent_jax.data.loader`."""
+    def train_blocks(self, num_replicas: int, batch_size: int, seed: int) -> grain.MapDataset:
+        """Item t: the stream's block of step t; see `decent_jax.data.loader`."""
         del num_replicas, batch_size  # of the peer's own run
         seed += self._draw * _ANOTHER_DRAW
         n = self._num_streams
         rows = loader.train_rows(self._source, seed=seed, num_replicas=n, batch_size=self._size * n)
-        return _Blocks(rows, self._stream, n)
-
-
-class _Blocks:
-    """Item t: the stream's block of step t."""
-
-    def __init__(self, rows: Any, stream: int, num_streams: int):
-        self._rows, self._stream, self._num_streams = rows, stream, num_streams
-
-    def __len__(self) -> int:
-        return len(self._rows) // self._num_streams
-
-    def __getitem__(self, step: int) -> Any:
-        return self._rows[step * self._num_streams + self._stream]
+        return grain.MapDataset.source(rows)[self._stream :: n]

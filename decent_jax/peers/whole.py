@@ -1,6 +1,7 @@
 """The run as a whole: rows of metrics.jsonl from all peers, and the consensus of their copies."""
 
 import contextlib
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -29,14 +30,16 @@ class Whole:
         self.template = loop.init(experiment)
 
     def row(
-        self, peers: list[dict[str, Any]], step: int, steps: int, seconds: float
+        self, peers: Collection[dict[str, Any]], step: int, steps: int, seconds: float
     ) -> dict[str, float]:
         """The row of ``step``, ``steps`` and ``seconds`` after the one before.
 
         Args:
-          peers: reports of those that are alive.
+          peers: as `Roster.look` has them; those count that are alive, or were where none is.
         """
         task, config = self._experiment.task, self._config
+        reported = [one for one in peers if "met" in one]
+        peers = [one for one in reported if one["alive"]] or reported
         losses = [one["loss"] for one in peers if np.isfinite(one.get("loss", np.nan))]
         losses = losses or [np.nan]
         squares = [one["distance"] ** 2 for one in peers if one.get("distance")]
@@ -53,25 +56,12 @@ class Whole:
             "perf/step_time_s": seconds / max(steps, 1),
             f"perf/{task.unit}_per_s": examples * task.units_per_example / max(seconds, 1e-9),
             "peers/live": float(len(peers)),
-            **{
-                f"peers/{name}": float(sum(one.get(name, 0) for one in peers))
-                for name in ("met", "declined", "not_understood", "lost")
-            },
+            **{f"peers/{name}": float(count) for name, count in counts_of(peers).items()},
             **{
                 f"peers/{one['slot']}/{name}": float(one.get(name, 0))
                 for one in peers
                 for name in ("steps", "incarnation", "stale")
             },
-        }
-
-    def shown(self, row: dict[str, float]) -> dict[str, float]:
-        """What the progress bar shows of a row."""
-        speed = f"{self._experiment.task.unit}/s"
-        return {
-            "loss": row["train/loss"],
-            "consensus": row["train/consensus_distance_relative"],
-            "peers": int(row["peers/live"]),
-            speed: row[f"perf/{self._experiment.task.unit}_per_s"],
         }
 
     def state(self, handles: list[Any], seconds: float) -> TrainState | None:
@@ -107,3 +97,9 @@ class Whole:
 
         params, model_state = mean((state.params, state.model_state))
         return self.template._replace(params=params, model_state=model_state)
+
+
+def counts_of(peers: Collection[dict[str, Any]]) -> dict[str, int]:
+    """What came of the questions of all of them, see `Meetings.counts`."""
+    names = ("met", "declined", "not_understood", "lost")
+    return {name: sum(one.get(name, 0) for one in peers) for name in names}

@@ -1,18 +1,22 @@
 """A cell of the grid as a Ray actor: one stage of one replica."""
 
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import ray
+from jax._src.distributed import global_state
+from jax.experimental import multihost_utils
 
-from decent_jax.cluster.start import limit_exchanges
-from decent_jax.peers.setup import enter
+from decent_jax.peers.setup import enter, write_to
+from decent_jax.pipelines import files
 from decent_jax.pipelines.channels import Address, Channel, Door
 from decent_jax.pipelines.messages import Key, Mailbox
-from decent_jax.pipelines.setup import Cell
+from decent_jax.pipelines.setup import Cell, free_address, join, open_cell
+from decent_jax.pipelines.stage import Stage
+from decent_jax.pipelines.worker import Worker
 
 
 class Actor:
@@ -23,16 +27,13 @@ class Actor:
     """
 
     def __init__(self, cell: Cell):
-        cell.log.parent.mkdir(parents=True, exist_ok=True)
-        words = os.open(cell.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(words, 1)
-        os.dup2(words, 2)
+        write_to(cell.log)
         enter(cell.launched_from)
         os.environ.setdefault("PJRT_NPROC", str(max(4, os.cpu_count() or 1)))  # messages wait in it
         self._cell, self._mailbox = cell, Mailbox()
         self._door: Door | None = None
         self._channels: list[Channel] = []
-        self._worker: Any = None
+        self._worker: Any = None  # a `Worker`, once it is open
         self._snapshot: list[dict[str, np.ndarray]] = []
 
     def addresses(self, secret: bytes) -> tuple[str, Address]:
@@ -40,9 +41,7 @@ class Actor:
         and where messages of stages that know the secret arrive."""
         host = ray.util.get_node_ip_address()
         self._door = Door(host, secret, lambda key, value: self.deliver(key, value))
-        with socket.socket() as free:
-            free.bind(("", 0))
-            return f"{host}:{free.getsockname()[1]}", self._door.address
+        return free_address(host), self._door.address
 
     def open(
         self,
@@ -61,20 +60,11 @@ class Actor:
           checkpoint: folder and manifest to go on from, or None.
           ahead: data position minus step count, in steps.
         """
-        import jax
-
-        from decent_jax.pipelines import files
-        from decent_jax.pipelines.setup import open_cell
-        from decent_jax.pipelines.stage import Stage
-        from decent_jax.pipelines.worker import Worker
-
         cluster, count = self._cell.config["cluster"], self._cell.config["num_replicas"]
         if count > 1:
-            jax.config.update("jax_cpu_collectives_implementation", "gloo")
-            limit_exchanges(cluster["exchange_s"])
-            jax.distributed.initialize(
+            join(
                 *(coordinator, count, self._cell.replica),
-                cluster_detection_method="deactivate",
+                cluster["exchange_s"],
                 initialization_timeout=cluster["timeout_s"],
                 # Later than `Watched`, which can say which cell is silent.
                 heartbeat_timeout_seconds=2 * cluster["heartbeat_s"] + 10,
@@ -104,23 +94,15 @@ class Actor:
 
     def snapshot(self) -> None:
         """Copy the state to the host; `write` writes this copy, while training goes on."""
-        from decent_jax.pipelines import files
-
         self._snapshot = files.snapshot(self._worker.stage)
 
     def write(self, folder: str) -> None:
         """Write the copy of the state."""
-        from decent_jax.pipelines import files
-
         (row,), self._snapshot = self._snapshot, []
         files.write_part(Path(folder), self._cell.stage, self._cell.replica, row)
 
     def write_model(self, folder: str) -> None:
         """Write this stage of the consensus model; all replicas of a stage must call it."""
-        import jax
-
-        from decent_jax.pipelines import files
-
         model = jax.tree.map(np.asarray, self._worker.stage.consensus_model())
         if self._cell.replica == 0:
             arrays = {f".params{name}": x for name, x in files.by_path(model).items()}
@@ -140,9 +122,6 @@ def _meet(timeout_s: int) -> None:
     gloo connects when processes first exchange something, and gives the slower one 30 s: too few
     where one of them compiles a program meanwhile, and this one compiles at once.
     """
-    from jax._src.distributed import global_state
-    from jax.experimental import multihost_utils
-
     client: Any = global_state.client
     client.wait_at_barrier("decent_jax: the stage is open", 1000 * timeout_s)
     multihost_utils.sync_global_devices("open")

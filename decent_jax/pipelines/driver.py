@@ -1,6 +1,5 @@
 """The process of `train.py`: starts the cells, lets them train, and shows the run as a whole."""
 
-import contextlib
 import math
 import shutil
 import time
@@ -14,7 +13,7 @@ import ray
 from ml_collections import ConfigDict
 
 from decent_jax import json_files
-from decent_jax.errors import CheckpointError, ConfigError, Interrupted, TrainingFailed
+from decent_jax.errors import CheckpointError, ConfigError, TrainingFailed
 from decent_jax.peers.start import check_address, check_resources, ray_at
 from decent_jax.pipelines import files
 from decent_jax.pipelines.part import bytes_between_stages
@@ -24,8 +23,10 @@ from decent_jax.pipelines.watched import Watched
 from decent_jax.pipelines.worker import Span
 from decent_jax.text import format_bytes
 from decent_jax.train import algorithm, loop
+from decent_jax.train.checkpoint import change_of
 from decent_jax.train.evaluation import Evaluator
 from decent_jax.train.finish import finish
+from decent_jax.train.metrics import shown
 from decent_jax.train.step import TrainState
 from decent_jax.train.workdir import Signals, check_there
 
@@ -101,7 +102,7 @@ class _Driver:
                     row = self._row(spans, done, row_seconds / row_steps if row_steps else seconds)
                     row_steps, row_seconds = 0, 0.0
                     writer.write(done, row)
-                    progress.update(done, self._shown(row))
+                    progress.update(done, shown(row, experiment.task.unit))
                 if loop.divides(experiment.every["eval.every"], done) and done < steps:
                     self._evaluate(done, writer)
                 stops = signals.received is not None and done < steps
@@ -109,14 +110,7 @@ class _Driver:
                     self._save(done)
                 if stops:
                     self._finish_saving()
-                    work.summary(
-                        steps=done, interrupted=True, training_seconds=round(self.seconds, 3)
-                    )
-                    raise Interrupted(
-                        f"interrupted after step {done}; a checkpoint is saved, the same command "
-                        "resumes",
-                        signals.received or 15,
-                    )
+                    loop.stop(done, work, signals, self.seconds)
             self._evaluate(steps, writer)
             self._save(steps)
             with work.announce("waiting until the checkpoint is written"):
@@ -165,14 +159,6 @@ class _Driver:
             "perf/wall_time_s": self.seconds,
         }
 
-    def _shown(self, row: dict[str, Any]) -> dict[str, float]:
-        speed = f"{self.experiment.task.unit}/s"
-        return {
-            "loss": float(row["train/loss"]),
-            "consensus": float(row["train/consensus_distance_relative"]),
-            speed: row[f"perf/{speed.removesuffix('/s')}_per_s"],
-        }
-
     def _evaluate(self, done: int, writer: Any) -> None:
         with self.work.announce("evaluating the consensus model", once=True):
             sums = [found for found in self.actors.all("evaluate") if found is not None]
@@ -198,37 +184,23 @@ class _Driver:
 
     def _newest(self) -> tuple[int, tuple[str, dict] | None]:
         """The step of the newest checkpoint that is whole, its folder and manifest."""
-        failures = []
-        for step in reversed(files.steps(self.folder)):
-            folder = self.folder / str(step)
-            try:
-                meta = files.check(folder)
-            except CheckpointError as error:
-                self.work.say(f"the checkpoint of step {step} is damaged: {error}")
-                failures.append(str(error))
-                continue
-            self.seconds, self.best = meta["seconds"], meta["best"] or math.inf
-            self.ahead = meta["examples"] // self.config.batch_size - step
-            if meta["num_replicas"] != self.config.num_replicas:
-                self.work.say(
-                    f"the checkpoint has {meta['num_replicas']} replicas and this run "
-                    f"{self.config.num_replicas}: every replica continues from the mean of the old "
-                    "ones (parameters and moments); an unfinished window of gradients is dropped"
+        meta = files.newest(self.folder, files.check, self.work.say)
+        if meta is None:
+            if any(self.folder.glob("*/params")):
+                raise ConfigError(
+                    f"{self.work.path} holds a run without stages; take another --workdir, or set "
+                    "pipeline.stages to 0"
                 )
-            for later in files.steps(self.best_folder):
-                if later > step:
-                    shutil.rmtree(self.best_folder / str(later))
-            return step, (str(folder), meta)
-        if failures:
-            raise CheckpointError(
-                f"no checkpoint in {self.folder} can be read: {'; '.join(failures)}"
-            )
-        if any(self.folder.glob("*/params")):
-            raise ConfigError(
-                f"{self.work.path} holds a run without stages; take another --workdir, or set "
-                "pipeline.stages to 0"
-            )
-        return 0, None
+            return 0, None
+        step = meta["step"]
+        self.seconds, self.best = meta["seconds"], meta["best"] or math.inf
+        self.ahead = meta["examples"] // self.config.batch_size - step
+        if meta["num_replicas"] != self.config.num_replicas:
+            self.work.say(change_of(meta["num_replicas"], self.config.num_replicas))
+        for later in files.steps(self.best_folder):
+            if later > step:
+                shutil.rmtree(self.best_folder / str(later))
+        return step, (str(self.folder / str(step)), meta)
 
     def _save(self, done: int) -> None:
         """Copy the state of all cells, and let them write it while training goes on."""
@@ -268,7 +240,7 @@ class _Driver:
 
     @staticmethod
     def _empty(folder: Path) -> Path:
-        with contextlib.suppress(FileNotFoundError):
+        if folder.exists():
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
         return folder

@@ -10,7 +10,7 @@ model in the same way.
 import contextlib
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from decent_jax.errors import CheckpointError, DataError
-from decent_jax.json_files import read_json, write_json_atomic
+from decent_jax.json_files import is_real, is_whole, read_json, write_json_atomic
 from decent_jax.pipelines.stage import Stage
 from decent_jax.text import shorten
 from decent_jax.train.checkpoint import BEST, FOLDER, change_replicas
@@ -26,7 +26,6 @@ from decent_jax.train.checkpoint import BEST, FOLDER, change_replicas
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-_COUNTS = ("stages", "num_replicas")
 _MOST = 2**16  # stages or replicas
 
 
@@ -49,6 +48,28 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 
 
+def newest(parent: Path, read: Callable[[Path], Any], say: Callable[[str], object]) -> Any:
+    """What ``read`` returns of the newest checkpoint in ``parent`` that it can read; None: none is.
+
+    Raises:
+      CheckpointError: it can read none of those that are there.
+    """
+    failures = {}
+    for step in reversed(steps(parent)):
+        try:
+            found = read(parent / str(step))
+        except CheckpointError as error:
+            failures[step] = str(error)
+            continue
+        for damaged, why in failures.items():
+            say(f"the checkpoint of step {damaged} is damaged: {why}")
+        return found
+    if failures:
+        why = "; ".join(failures.values())
+        raise CheckpointError(f"no checkpoint in {parent} can be read: {why}")
+    return None
+
+
 def read_meta(folder: Path) -> dict[str, Any]:
     """The manifest of one checkpoint.
 
@@ -66,19 +87,13 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 def _is_manifest(meta: Any, step: int) -> bool:
     """Whether it has the entries that are read, with values that a run has."""
-    if not isinstance(meta, dict):
-        return False
-    best: Any = meta.get("best")
-    seconds: Any = meta.get("seconds")
     return (
-        type(meta.get("step")) is int
-        and meta["step"] == step
-        and all(type(meta.get(k)) is int and 1 <= meta[k] <= _MOST for k in _COUNTS)
-        and type(meta.get("examples")) is int
-        and 0 <= meta["examples"] < 2**62
-        and (best is None or (type(best) in (int, float) and abs(best) < 1e300))
-        and type(seconds) in (int, float)
-        and 0 <= seconds < 2**31
+        isinstance(meta, dict)
+        and is_whole(meta.get("step"), step, step)
+        and all(is_whole(meta.get(k), 1, _MOST) for k in ("stages", "num_replicas"))
+        and is_whole(meta.get("examples"), most=2**62)
+        and (meta.get("best") is None or is_real(meta["best"]))
+        and is_real(meta.get("seconds"), 0, 2**31)
     )
 
 
@@ -159,22 +174,12 @@ def restore_model(workdir: Path, which: str) -> tuple[Any, dict[str, Any]] | Non
 
     None where the newest checkpoint is none of a pipeline.
     """
-    parent = Path(workdir) / (BEST if which == "best" else FOLDER)
-    failures = []
-    for step in reversed(steps(parent)):
-        folder = parent / str(step)
-        try:
-            meta = read_meta(folder)
-            params = _mean_of_parameters(folder, meta)
-        except CheckpointError as error:
-            failures.append(str(error))
-            continue
-        for failure in failures:
-            log.warning(f"a checkpoint is damaged, and the one before is taken: {failure}")
-        return params, meta
-    if failures:
-        raise CheckpointError(f"no checkpoint in {parent} can be read: {'; '.join(failures)}")
-    return None
+
+    def read(folder):
+        meta = read_meta(folder)
+        return _mean_of_parameters(folder, meta), meta
+
+    return newest(Path(workdir) / (BEST if which == "best" else FOLDER), read, log.warning)
 
 
 def _mean_of_parameters(folder: Path, meta: dict[str, Any]) -> Any:

@@ -1,29 +1,28 @@
 """The links between the nodes of a Ray cluster, measured by an actor on each."""
 
 import os
-import socket
 from typing import Any
 
+import jax
 import numpy as np
 import ray
 from ml_collections import ConfigDict
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from decent_jax.cluster.start import limit_exchanges
+from decent_jax.cluster import preflight
 from decent_jax.errors import ConfigError, PeerLost
 from decent_jax.peers.setup import leave_launcher
-from decent_jax.peers.start import check_address, ray_at
+from decent_jax.peers.start import check_address, ray_at, start_actor
+from decent_jax.pipelines.setup import free_address, join
 
 
 class _Probe:
     """A process of jax on one node, as the cells of a run are."""
 
     def address(self) -> str:
-        """A free port of its machine, as "host:port"."""
-        with socket.socket() as free:
-            free.bind(("", 0))
-            return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+        """See `free_address`."""
+        return free_address(ray.util.get_node_ip_address())
 
     def measure(
         self, place: tuple[str, int, int], exchange_s: int, num_bytes: int, repeats: int
@@ -31,13 +30,7 @@ class _Probe:
         """See `decent_jax.cluster.preflight.measure`; ``place``: coordinator, count, index."""
         os.environ.setdefault("PJRT_NPROC", "4")
         leave_launcher()
-        import jax
-
-        from decent_jax.cluster import preflight
-
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        limit_exchanges(exchange_s)
-        jax.distributed.initialize(*place, cluster_detection_method="deactivate")
+        join(*place, exchange_s)
         devices = [jax.local_devices(process_index=p)[0] for p in range(jax.process_count())]
         return preflight.measure(devices, num_bytes, repeats, quiet=True)
 
@@ -65,15 +58,8 @@ def measure(
                 "no link to measure"
             )
         nodes.sort(key=_name)
-        probe: Any = ray.remote(_Probe)
-        probes = [
-            probe.options(
-                num_cpus=pipeline.cpus,
-                num_gpus=pipeline.gpus,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
-            ).remote()
-            for node in nodes
-        ]
+        on = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
+        probes = [start_actor(_Probe, pipeline, where, 1) for where in on]
         try:
             coordinator = ray.get(probes[0].address.remote())
             own = config.cluster.exchange_s, num_bytes, repeats

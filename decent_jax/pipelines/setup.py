@@ -1,6 +1,7 @@
 """What a run of pipelines is made of: in the process of `train.py`, and in each of its cells."""
 
 import contextlib
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ import jax
 from ml_collections import ConfigDict
 
 from decent_jax import replicas, tasks
+from decent_jax.cluster.start import limit_exchanges
 from decent_jax.errors import ConfigError, DataError
 from decent_jax.models.gpt2 import GPT2Config
 from decent_jax.peers.setup import leave_launcher
@@ -63,7 +65,6 @@ def open_run(config: ConfigDict, workdir: str | Path) -> Iterator[Run]:
     Raises:
       ConfigError: see `decent_jax.train.loop.run`.
     """
-    parts.check(config)
     config_lib.validate(config)
     leave_launcher()
     plan = config_lib.load_plan(config)
@@ -106,6 +107,22 @@ def open_cell(cell: Cell) -> tuple[Grid, Part]:
     params, _ = jax.eval_shape(part.init, jax.random.key(0))
     limits.check_state(placement, (params, jax.eval_shape(tx.init, params)))
     return Grid(config, schedule, placement, tx), part
+
+
+def free_address(host: str) -> str:
+    """ "host:port" with a port of this machine, the ``host``, that is free."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return f"{host}:{free.getsockname()[1]}"
+
+
+def join(coordinator: str, count: int, index: int, exchange_s: int, **options: Any) -> None:
+    """Let jax join the processes of other actors, as number ``index``; gloo connects CPUs."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    limit_exchanges(exchange_s)
+    jax.distributed.initialize(
+        *(coordinator, count, index), cluster_detection_method="deactivate", **options
+    )
 
 
 def _task(config: ConfigDict, workdir: Path, announce: Callable) -> Any:

@@ -127,7 +127,7 @@ class Stage:
 
     def mean(self, loss: Any, grads: Any) -> tuple[Any, Any]:
         """Loss and gradients (L, ...) averaged over all replicas, for ``all_reduce``."""
-        return self.rows(self._together.submit(self._mean, self._all((loss, grads))).result())
+        return self.rows(self._run(self._mean, self._all((loss, grads))))
 
     def squares(self, grads: Any) -> np.ndarray:
         """(L,) sums of squares of gradients (L, ...)."""
@@ -153,9 +153,7 @@ class Stage:
         given = (*self.put((loss, norm)), self._all(grads))
         known = None if mixed is None else mixed.result()
         rnd = rnd if known is None else 0  # one program for all rounds
-        self.state = self._together.submit(
-            self._update, self.state, known, *given, rnd=rnd
-        ).result()
+        self.state = self._run(self._update, self.state, known, *given, rnd=rnd)
 
     def skipped(self) -> tuple[np.ndarray, np.ndarray]:
         """(L,) updates that each replica has rejected so far, and the last ones in a row."""
@@ -165,13 +163,13 @@ class Stage:
 
     def consensus(self) -> tuple[float, float]:
         """Sums of squares: mean_i ||x_i - mean||^2 of this stage's parameters, and ||mean||^2."""
-        found = self._together.submit(self._distance, self.state.params).result()
+        found = self._run(self._distance, self.state.params)
         distance, relative = (float(x.addressable_data(0)) for x in (found[0], found[1]))
         return distance**2, (distance / relative) ** 2 if relative else 0.0
 
     def consensus_model(self) -> Any:
         """The mean of all replicas: parameters without a replica dimension."""
-        return self.rows(self._together.submit(self._consensus, self.state.params).result())
+        return self.rows(self._run(self._consensus, self.state.params))
 
     # --- Their code, for one replica --------------------------------------------------------------
 
@@ -245,13 +243,14 @@ class Stage:
 
     # --- Programs of all replicas -----------------------------------------------------------------
 
+    def _run(self, program, *args, **static) -> Any:
+        """What a program of all replicas returns."""
+        return self._together.submit(program, *args, **static).result()
+
     def _init(self) -> TrainState:
         grid = self.grid
         task: Any = self.part  # the part of one that is asked for here
-        made = self._together.submit(
-            step_lib.init_state, grid.config, task, grid.tx, grid.placement
-        )
-        return made.result()
+        return self._run(step_lib.init_state, grid.config, task, grid.tx, grid.placement)
 
     def _start_programs(self) -> None:
         grid, rows = self.grid, P("replica")

@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from decent_jax.errors import CheckpointError, ConfigError, TrainingFailed
+from decent_jax.peers.start import start_actor
 from decent_jax.pipelines.actor import Actor
 from decent_jax.pipelines.setup import LOGS, Cell
 
@@ -40,17 +41,12 @@ class Watched:
             for i in range(config.num_replicas)
             for s in range(len(counts))
         ]
-        actor = ray.remote(Actor)
-        self._actors: list[Any] = [
-            actor.options(
-                num_cpus=config.pipeline.cpus,
-                num_gpus=config.pipeline.gpus,
-                max_concurrency=_THREADS,
-                scheduling_strategy=where,
-            ).remote(cell)
+        self._actors = [
+            start_actor(Actor, config.pipeline, where, _THREADS, cell)
             for cell, where in zip(self.cells, placed, strict=True)
         ]
-        self._beats: dict[int, tuple[Any, float]] = {}
+        now = time.monotonic()
+        self._beats = [(actor.beat.remote(), now) for actor in self._actors]  # and when asked
         self._begun: set[int] = set()  # cells that have answered once
 
     def open(self, checkpoint: tuple[str, dict] | None, ahead: int) -> None:
@@ -85,10 +81,7 @@ class Watched:
         while waiting:
             done, waiting = ray.wait(waiting, timeout=_LOOK_S)
             for call in done:
-                try:
-                    ray.get(call)
-                except RayError as error:
-                    self._fail(self.cells[calls.index(call)], error)
+                self._result(calls.index(call), call)
             self._listen()
         return ray.get(calls)
 
@@ -107,23 +100,25 @@ class Watched:
         The first answer of a cell comes when its process has been started.
         """
         now, cluster = time.monotonic(), self._config.cluster
-        for k, actor in enumerate(self._actors):
-            if k in self._beats:
-                call, asked = self._beats[k]
-                name = "heartbeat_s" if k in self._begun else "timeout_s"
-                if not ray.wait([call], timeout=0)[0]:
-                    if now - asked > cluster[name]:
-                        raise TrainingFailed(
-                            f"{self.cells[k].name} has been silent for cluster.{name} "
-                            f"({cluster[name]} s); {self._advice(self.cells[k])}"
-                        )
-                    continue
-                try:
-                    ray.get(call)
-                except RayError as error:
-                    self._fail(self.cells[k], error)
+        for k, (call, asked) in enumerate(self._beats):
+            if ray.wait([call], timeout=0)[0]:
+                self._result(k, call)
                 self._begun.add(k)
-            self._beats[k] = actor.beat.remote(), now
+                self._beats[k] = self._actors[k].beat.remote(), now
+                continue
+            name = "heartbeat_s" if k in self._begun else "timeout_s"
+            if now - asked > cluster[name]:
+                raise TrainingFailed(
+                    f"{self.cells[k].name} has been silent for cluster.{name} "
+                    f"({cluster[name]} s); {self._advice(self.cells[k])}"
+                )
+
+    def _result(self, k: int, call: Any) -> None:
+        """Raises what became of a call of cell k, if it has failed."""
+        try:
+            ray.get(call)
+        except RayError as error:
+            self._fail(self.cells[k], error)
 
     def _fail(self, cell: Cell, error: RayError) -> None:
         cause = error.cause if isinstance(error, RayTaskError) else error

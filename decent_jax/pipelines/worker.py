@@ -13,6 +13,8 @@ from decent_jax.pipelines.messages import Key, Mailbox
 from decent_jax.pipelines.part import TABLE, total_norm
 from decent_jax.pipelines.stage import Stage, table_of
 from decent_jax.topology import orders
+from decent_jax.train.evaluation import eval_batches
+from decent_jax.train.setup import train_batches
 
 Send = Callable[[int, Key, Any], None]  # to a stage of the same replicas; does not wait
 
@@ -144,15 +146,15 @@ class Worker:
           (2,) sum of losses and count over the rows of this process; None from the other stages.
         """
         stage, part = self.stage, self.part
-        number = next(self._evaluations)
+        number, allowed = next(self._evaluations), 2 * self._stages  # batches under way
         model = stage.consensus_model()
         borrowed = self._lend(model, "table to evaluate", number)
         total = np.zeros(2)
-        with self._validation() as batches:
+        with eval_batches(self.config, part.task, stage.grid.placement) as batches:
             for k, (tokens, weights) in enumerate(batches):
                 tokens, weights = (x.reshape(-1, *x.shape[2:]) for x in (tokens, weights))
-                if part.is_first and not part.is_last and k >= self._allowed:
-                    self._take("credit", number, k - self._allowed, self._stages - 1)
+                if part.is_first and not part.is_last and k >= allowed:
+                    self._take("credit", number, k - allowed, self._stages - 1)
                 x = None
                 if not part.is_first:
                     x = self._take("evaluated activation", number, k, part.stage - 1)
@@ -164,39 +166,14 @@ class Worker:
                 if not part.is_first:
                     self._send(0, self._key("credit", number, k), None)
             if part.is_first and not part.is_last:  # none may be left for the next evaluation
-                for j in range(max(0, k + 1 - self._allowed), k + 1):
+                for j in range(max(0, k + 1 - allowed), k + 1):
                     self._take("credit", number, j, self._stages - 1)
         return total if part.is_last else None
-
-    @property
-    def _allowed(self) -> int:
-        """Batches of an evaluation that may be under way."""
-        return 2 * self._stages
 
     # --- Data and messages ------------------------------------------------------------------------
 
     def _open(self, start: int) -> loader.Batches:
-        config, task = self.config, self.part.task
-        return loader.train_batches(
-            task.train_source,
-            seed=config.seed,
-            num_replicas=config.num_replicas,
-            batch_size=config.batch_size,
-            replicas=self.stage.grid.placement.local_replicas,
-            start_step=start,
-            prefetch=config.data.prefetch,
-            workers=config.data.workers,
-        )
-
-    def _validation(self) -> loader.Batches:
-        config = self.config
-        return loader.eval_batches(
-            self.part.task.eval_source,
-            num_replicas=config.num_replicas,
-            batch_size=config.eval.batch_size or config.batch_size,
-            max_batches=config.eval.batches,
-            replicas=self.stage.grid.placement.local_replicas,
-        )
+        return train_batches(self.config, self.part.task, self.stage.grid.placement, start)
 
     def _key(self, kind: str, t: int, k: int = 0) -> Key:
         return Key(kind, t, k, self.part.stage)

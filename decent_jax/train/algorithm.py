@@ -140,17 +140,15 @@ def describe(config: ConfigDict, schedule: Schedule, cost: Cost) -> str:
 def _local_optimizer(config: ConfigDict, rate: optax.ScalarOrSchedule, decay_mask: Any):
     chosen, name = config.optimizer, optimizer_name(config)
     clip, decay = _gradient_steps(config, decay_mask)
+    # Weight decay enters the gradient, or the update.
+    before, after = (optax.identity(), decay) if chosen.decoupled else (decay, optax.identity())
+    decoupled = chosen.weight_decay if chosen.decoupled else 0.0
     if named_optimizer.is_dotted(name):
-        decoupled = chosen.weight_decay if chosen.decoupled else 0.0
-        before = optax.identity() if chosen.decoupled else decay
         return optax.chain(clip, before, named_optimizer.make(name, rate, decoupled, decay_mask))
     if name == "sgd":
-        before, after = (optax.identity(), decay) if chosen.decoupled else (decay, optax.identity())
         trace = optax.trace(chosen.momentum) if chosen.momentum else optax.identity()
         return optax.chain(clip, before, trace, after, optax.scale_by_learning_rate(rate))
     if name == "muon":
-        before = optax.identity() if chosen.decoupled else decay
-        decoupled = chosen.weight_decay if chosen.decoupled else 0.0
         return optax.chain(clip, before, _muon(chosen, rate, decoupled, decay_mask))
     make = optim.accum_adamw if chosen.decoupled else optim.accum_adam
     window = config.optimizer.window if name == "accum_adam" else 1

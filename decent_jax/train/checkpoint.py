@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from decent_jax import optim, replicas
 from decent_jax.errors import CheckpointError, ConfigError
@@ -122,10 +123,10 @@ class Checkpointer:
         """
         failures = []
         for step in reversed(self.steps()):
-            found = self._attempt(step, like, placement)
-            if isinstance(found, str):
-                failures.append(f"step {step} ({found})")
-                say(f"the checkpoint of step {step} is damaged: {found}")
+            found, reason = _attempted(self._restore, step, like, placement)
+            if reason:
+                failures.append(f"step {step} ({reason})")
+                say(f"the checkpoint of step {step} is damaged: {reason}")
                 continue
             state, meta = found
             for damaged in [s for s in self.steps() if s > step]:
@@ -133,11 +134,7 @@ class Checkpointer:
                 self._put_aside(damaged)
             if meta["num_replicas"] != placement.num_replicas:
                 state = change_replicas(state, placement, accum_steps)
-                say(
-                    f"the checkpoint has {meta['num_replicas']} replicas and this run "
-                    f"{placement.num_replicas}: every replica continues from the mean of the old "
-                    "ones (parameters and moments); an unfinished window of gradients is dropped"
-                )
+                say(change_of(meta["num_replicas"], placement.num_replicas))
             self._saved = step
             return state, meta
         if failures:
@@ -153,22 +150,11 @@ class Checkpointer:
             self._manager.close()
             self._best.close()
 
-    def failed(self, error: BaseException) -> CheckpointError:
-        """The sentence for what a thread that writes has met."""
-        return CheckpointError(
-            f"a checkpoint could not be written to {self.workdir}: {_reason(error)}"
-        )
-
     def wait(self) -> None:
         """Wait until everything saved so far is on disk."""
         with _writing(self.workdir):
             self._manager.wait_until_finished()
             self._best.wait_until_finished()
-
-    def _attempt(self, step, like, placement) -> tuple[TrainState, dict] | str:
-        """The state and its meta, or why they cannot be used."""
-        found, reason = _attempted(lambda: self._restore(step, like, placement))
-        return reason or found
 
     def _restore(self, step, like, placement):
         meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
@@ -230,8 +216,17 @@ class Checkpointer:
                 number += 1
                 target = target.with_name(f"{step}-{number}")
             (self.workdir / FOLDER / str(step)).rename(target)
-        _barrier("damaged checkpoint put aside")
+        multihost_utils.sync_global_devices("damaged checkpoint put aside")
         self._manager.reload()
+
+
+def change_of(before: int, now: int) -> str:
+    """What `change_replicas` does, for the log."""
+    return (
+        f"the checkpoint has {before} replicas and this run {now}: every replica continues from "
+        "the mean of the old ones (parameters and moments); an unfinished window of gradients is "
+        "dropped"
+    )
 
 
 def change_replicas(state: TrainState, placement: Placement, accum_steps: int) -> TrainState:
@@ -337,8 +332,8 @@ def read_item(item: Path, part: str | None = None) -> Any:
     return found
 
 
-def _attempted(read: Callable[[], Any]) -> tuple[Any, str]:
-    """(what ``read()`` returns, ""), or (None, why it failed).
+def _attempted(read: Callable[..., Any], *args: Any) -> tuple[Any, str]:
+    """(what ``read(*args)`` returns, ""), or (None, why it failed).
 
     A read that fails leaves threads and coroutines of orbax that print their own tracebacks.
     """
@@ -346,7 +341,7 @@ def _attempted(read: Callable[[], Any]) -> tuple[Any, str]:
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             try:
-                return read(), ""
+                return read(*args), ""
             except Exception as error:  # orbax and tensorstore raise many kinds
                 reason = _reason(error)
             time.sleep(0.2)  # until they have met the end of their event loop
@@ -397,9 +392,12 @@ def _writing(workdir: Path):
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(
-            f"a checkpoint could not be written to {workdir}: {_reason(error)}"
-        ) from error
+        raise failed(workdir, error) from error
+
+
+def failed(workdir: Path, error: BaseException) -> CheckpointError:
+    """The sentence for what has kept a checkpoint from being written."""
+    return CheckpointError(f"a checkpoint could not be written to {workdir}: {_reason(error)}")
 
 
 def _reason(error: BaseException) -> str:
@@ -441,10 +439,3 @@ def check_only_ours(workdir: Path) -> None:
 def _checksum_of_meta(meta: dict) -> int:
     own = {name: value for name, value in meta.items() if name != "checksum"}
     return zlib.crc32(json.dumps(own, sort_keys=True).encode())
-
-
-def _barrier(name: str) -> None:
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(name)

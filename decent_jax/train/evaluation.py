@@ -34,9 +34,7 @@ class Evaluator:
 
     def __init__(self, config: ConfigDict, task: Task, placement: Placement):
         self.task, self.placement = task, placement
-        self.batch_size = config.eval.batch_size or config.batch_size
-        self.max_batches, self.workers = config.eval.batches, config.data.workers
-        self.evaluates_replicas = config.eval.replicas
+        self._config = config
         self.mean = jax.jit(replicas.consensus_mean, out_shardings=placement.replicated)
         self.distance = jax.jit(replicas.consensus_distance, out_shardings=placement.replicated)
 
@@ -95,7 +93,7 @@ class Evaluator:
         score = getattr(self.task, "score", None)
         if score is not None:
             row |= {f"eval/{name}": value for name, value in score(local(model.params)).items()}
-        if self.evaluates_replicas:
+        if self._config.eval.replicas:
             losses = self.each_replica(state.params, state.model_state)
             row["eval/replica_loss_mean"] = float(losses.mean())
             row["eval/replica_loss_best"] = float(losses.min())
@@ -108,7 +106,7 @@ class Evaluator:
     def consensus(self, params: Any, model_state: Any) -> dict[str, float]:
         """Metrics of one model (params without the replica dimension), e.g. ``{"loss": 2.1}``."""
         model_state = self.consensus_state(params, model_state)
-        with self._batches(self.placement.local_replicas) as batches:
+        with eval_batches(self._config, self.task, self.placement) as batches:
             total = self._total(
                 self._consensus(params, model_state, *self.placement.put(rows)) for rows in batches
             )
@@ -122,7 +120,15 @@ class Evaluator:
         count = getattr(self.task, "recompute_batches", 0)
         if not count:
             return model_state
-        with self._train_batches() as batches:
+        train_batches = loader.train_batches(
+            self.task.train_source,
+            seed=0,
+            num_replicas=self.placement.num_replicas,
+            batch_size=self._config.eval.batch_size or self._config.batch_size,
+            replicas=self.placement.local_replicas,
+            workers=self._config.data.workers,
+        )
+        with train_batches as batches:
             total = self._total(
                 self._moments(params, self.placement.put(batch))
                 for batch in itertools.islice(batches, count)
@@ -133,7 +139,7 @@ class Evaluator:
     def each_replica(self, params: Any, model_state: Any) -> np.ndarray:
         """(n,) float: the loss of each replica's own model on the same records."""
         total = None
-        with self._batches(None) as batches:
+        with eval_batches(self._config, self.task, self.placement, of_all=True) as batches:
             for rows in batches:
                 merged = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
                 sums = self._replicas(params, model_state, *self._put_everywhere(merged))
@@ -149,29 +155,23 @@ class Evaluator:
             total = self._add(total, sums)
         return total
 
-    def _train_batches(self):
-        return loader.train_batches(
-            self.task.train_source,
-            seed=0,
-            num_replicas=self.placement.num_replicas,
-            batch_size=self.batch_size,
-            replicas=self.placement.local_replicas,
-            workers=self.workers,
-        )
-
-    def _batches(self, local_replicas: list[int] | None):
-        return loader.eval_batches(
-            self.task.eval_source,
-            num_replicas=self.placement.num_replicas,
-            batch_size=self.batch_size,
-            max_batches=self.max_batches,
-            replicas=local_replicas,
-            workers=self.workers,
-        )
-
     def _put_everywhere(self, tree):
         replicated = self.placement.replicated
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(replicated, x), tree)
+
+
+def eval_batches(
+    config: ConfigDict, task: Task, placement: Placement, of_all: bool = False
+) -> loader.Batches:
+    """The validation batches of this process's replicas, or ``of_all``."""
+    return loader.eval_batches(
+        task.eval_source,
+        num_replicas=placement.num_replicas,
+        batch_size=config.eval.batch_size or config.batch_size,
+        max_batches=config.eval.batches,
+        replicas=None if of_all else placement.local_replicas,
+        workers=config.data.workers,
+    )
 
 
 def _averages(sums: dict) -> dict:

@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,6 @@ from ml_collections import ConfigDict
 
 from decent_jax import optim, replicas
 from decent_jax.cluster import start as cluster
-from decent_jax.data import loader
 from decent_jax.errors import DataError, Interrupted, TrainingFailed
 from decent_jax.text import format_number
 from decent_jax.train import algorithm, hosts
@@ -22,7 +21,7 @@ from decent_jax.train.metrics import Clock, MetricWriter, Report
 from decent_jax.train.profile import Profile
 from decent_jax.train.programs import Programs
 from decent_jax.train.saver import Saver
-from decent_jax.train.setup import Experiment, open_experiment
+from decent_jax.train.setup import Experiment, open_experiment, train_batches
 from decent_jax.train.step import TrainState
 from decent_jax.train.workdir import Signals, Workdir
 
@@ -142,7 +141,8 @@ def train_and_evaluate(
                             if saves or stops:
                                 saver.save(done, state, clock.seconds)
                     if stops and done < steps:
-                        stop(done, work, saver, signals, clock)
+                        saver.checkpoints.wait()
+                        stop(done, work, signals, clock.seconds)
                 profile.finish(steps, state)
             if between is None and saver.evaluated.get("step") != steps:
                 evaluate(evaluator, state, steps, work, writer, saver)
@@ -168,20 +168,12 @@ class Feed:
     """The batches of this process on their way to the devices; a context that stops its threads."""
 
     def __init__(self, experiment: Experiment, start_step: int, clock: Clock):
-        config, task = experiment.config, experiment.task
+        task = experiment.task
         self._placement, self._clock = experiment.placement, clock
         self._measure = getattr(task, "measure", None)
         self._measured: list[dict[str, float]] = []  # of the batches that no row contains yet
-        self._batches = loader.train_batches(
-            task.train_source,
-            seed=config.seed,
-            num_replicas=config.num_replicas,
-            batch_size=config.batch_size,
-            replicas=experiment.placement.local_replicas,
-            start_step=start_step,
-            prefetch=config.data.prefetch,
-            workers=config.data.workers,
-            partition=experiment.partition,
+        self._batches = train_batches(
+            *(experiment.config, task, experiment.placement), start_step, experiment.partition
         )
 
     def next(self, saver: Saver | None, done: int, state: TrainState | None) -> Any:
@@ -297,8 +289,7 @@ def due(
     Raises:
       CheckpointError: writing an earlier checkpoint in the background has failed.
     """
-    if saver.failures.first is not None:
-        raise saver.checkpoints.failed(saver.failures.first)
+    saver.check()
     minutes = experiment.config.checkpoint.every_minutes
     late = minutes > 0 and minutes_since(saver.last_save) >= minutes
     stops = signals.received is not None
@@ -367,10 +358,9 @@ def evaluate(
     saver.evaluation(done, row, model)
 
 
-def stop(done: int, work: Workdir, saver: Saver, signals: Signals, clock: Clock) -> None:
-    """Leave after a signal, once the checkpoint is written."""
-    saver.checkpoints.wait()
-    work.summary(steps=done, interrupted=True, training_seconds=round(clock.seconds, 3))
+def stop(done: int, work: Workdir, signals: Signals, seconds: float) -> NoReturn:
+    """Leave after a signal and ``seconds`` of training, when the checkpoint has been written."""
+    work.summary(steps=done, interrupted=True, training_seconds=round(seconds, 3))
     raise Interrupted(
         f"interrupted after step {done}; a checkpoint is saved, the same command resumes",
         signals.received or 15,

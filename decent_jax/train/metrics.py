@@ -12,7 +12,6 @@
 
 import contextlib
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decent_jax.json_files import write_atomic
+from decent_jax.json_files import plain, write_atomic
 from decent_jax.replicas import Consensus, Placement, consensus_distance
 from decent_jax.run_folder import METRICS, read_metrics
 from decent_jax.tasks import Task
@@ -35,7 +34,7 @@ class MetricWriter:
     """Appends scalars to `workdir/metrics.jsonl`; steps are unique and never go back.
 
     A row is with the operating system when `write` returns, so a killed process loses nothing; a
-    second `write` of the same step is merged into its row. `flush` also puts it on the disk.
+    second `write` of the same step is merged into its row. `close` also puts them on the disk.
 
     When the file exists (a resumed run), a torn last line and the rows past `start_step` are
     dropped first: the run is about to write those steps again.
@@ -101,19 +100,11 @@ class MetricWriter:
         for mirror in self._mirrors:
             mirror.write(step, scalars)
 
-    def flush(self) -> None:
-        """Put every row on the disk: after this, not even a power failure loses them."""
-        if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        for mirror in self._mirrors:
-            mirror.flush()
-
     def close(self) -> None:
-        """Flush and close; closing twice is harmless."""
+        """Put every row on the disk, and close; closing twice is harmless."""
         if self._file is None:
             return
-        self.flush()
+        os.fsync(self._file.fileno())
         self._file.close()
         self._file = None
         for mirror in self._mirrors:
@@ -235,9 +226,18 @@ class Report:
         row |= self._measured(steps)
         past_bound = self._watch(done, consensus, failing, skipped)
         self._writer.write(done, row)
-        shown = {"loss": float(row["train/loss"]), "consensus": float(consensus.relative)}
-        self._progress.update(done, shown | {f"{self._task.unit}/s": rate})
+        self._progress.update(done, shown(row, self._task.unit))
         return past_bound
+
+
+def shown(row: dict[str, Any], unit: str, **more: float) -> dict[str, float]:
+    """What the progress bar shows of a row; ``unit`` is that of the throughput."""
+    return {
+        "loss": float(row["train/loss"]),
+        "consensus": float(row["train/consensus_distance_relative"]),
+        **more,
+        f"{unit}/s": row[f"perf/{unit}_per_s"],
+    }
 
 
 def _add(sums: dict[str, jax.Array] | None, metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -278,10 +278,4 @@ def _number(name, value):
 
 
 def _line(row):
-    def strict(value):
-        if isinstance(value, float) and not math.isfinite(value):
-            return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-        return value
-
-    row = {name: strict(value) for name, value in row.items()}
-    return json.dumps(row, allow_nan=False).encode() + b"\n"
+    return json.dumps(plain(row), allow_nan=False).encode() + b"\n"

@@ -1,4 +1,7 @@
-"""Copies of the rows of metrics.jsonl for TensorBoard and Weights & Biases."""
+"""Copies of the rows of metrics.jsonl for TensorBoard and Weights & Biases.
+
+`decent_jax.train.config` has checked that their packages are there.
+"""
 
 import json
 import os
@@ -13,21 +16,14 @@ class TensorBoard:
     """The same scalars as event files in `workdir/tensorboard`."""
 
     def __init__(self, workdir: Path, start_step: int):
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError as error:
-            raise ImportError(
-                "TensorBoard output needs tensorboardX: pip install 'decent_jax[tensorboard]'."
-            ) from error
+        from tensorboardX import SummaryWriter
+
         # purge_step hides what an earlier session wrote past the step it is resumed from.
         self._writer = SummaryWriter(str(workdir / "tensorboard"), purge_step=start_step + 1)
 
     def write(self, step: int, scalars: dict[str, Any]) -> None:
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
-
-    def flush(self) -> None:
-        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
@@ -37,12 +33,8 @@ class WandB:
     """The same scalars in a Weights & Biases run; a resumed run continues it."""
 
     def __init__(self, workdir: Path):
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ImportError(
-                "Weights & Biases output needs wandb: pip install 'decent_jax[wandb]'."
-            ) from error
+        import wandb  # pyright: ignore[reportMissingImports]
+
         id_file = workdir / "wandb_run_id.txt"
         if not id_file.exists():
             write_atomic(id_file, uuid.uuid4().hex.encode())
@@ -58,9 +50,6 @@ class WandB:
 
     def write(self, step: int, scalars: dict[str, Any]) -> None:
         self._run.log(scalars, step=step)
-
-    def flush(self) -> None:
-        """Nothing to do: a thread of wandb sends what is logged."""
 
     def close(self) -> None:
         self._run.finish()

@@ -11,7 +11,7 @@ import jax
 from decent_jax import json_files
 from decent_jax.errors import CheckpointError
 from decent_jax.train.background import Failures, kept_failures
-from decent_jax.train.checkpoint import Checkpointer
+from decent_jax.train.checkpoint import Checkpointer, failed
 from decent_jax.train.evaluation import Model
 from decent_jax.train.setup import Experiment
 from decent_jax.train.step import TrainState
@@ -63,6 +63,11 @@ class Saver:
         }
         self.checkpoints.save(done, state, meta)
 
+    def check(self) -> None:
+        """Raises CheckpointError where a thread could not write an earlier checkpoint."""
+        if self.failures.first is not None:
+            raise failed(self.checkpoints.workdir, self.failures.first)
+
     def rescue(self, done: int, state: TrainState, seconds: float) -> str:
         """Save before the run fails, where this process can do so by itself; words about it."""
         if jax.process_count() > 1 or not done:
@@ -93,5 +98,5 @@ class Saver:
         # After an error, a second one from closing must not hide it.
         with self._kept, contextlib.suppress(*[CheckpointError] if exc_type else []):
             self.checkpoints.close()
-            if exc_type is None and self.failures.first is not None:
-                raise self.checkpoints.failed(self.failures.first)
+            if exc_type is None:
+                self.check()

@@ -156,6 +156,27 @@ def durations(config: ConfigDict, task: Task) -> tuple[int, dict[str, int], opta
     return steps, every, step_lib.learning_rate(config, steps, warmup, drops)
 
 
+def train_batches(
+    config: ConfigDict,
+    task: Task,
+    placement: Placement,
+    start_step: int,
+    partition: partition.Partition | None = None,
+) -> loader.Batches:
+    """The training batches of this process from ``start_step`` on."""
+    return loader.train_batches(
+        task.train_source,
+        seed=config.seed,
+        num_replicas=config.num_replicas,
+        batch_size=config.batch_size,
+        replicas=placement.local_replicas,
+        start_step=start_step,
+        prefetch=config.data.prefetch,
+        workers=config.data.workers,
+        partition=partition,
+    )
+
+
 def _check_fits_the_model(config, task, tx, placement) -> None:
     """Refuse what this machine cannot hold, and a method that cannot be used on such parameters."""
     params, _ = jax.eval_shape(task.init, jax.random.key(0))

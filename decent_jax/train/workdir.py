@@ -177,16 +177,13 @@ class Workdir:
 
     def open_metrics(self, start_step: int) -> MetricWriter:
         """The writer of ``metrics.jsonl``; it drops the rows past ``start_step``."""
-        try:
-            return MetricWriter(
-                self.path,
-                tensorboard=self.config.log.tensorboard,
-                wandb=self.config.log.wandb,
-                start_step=start_step,
-                quiet=self.quiet,
-            )
-        except (ImportError, ValueError) as error:  # not installed; a damaged metrics file
-            raise ConfigError(str(error)) from None
+        return MetricWriter(
+            self.path,
+            tensorboard=self.config.log.tensorboard,
+            wandb=self.config.log.wandb,
+            start_step=start_step,
+            quiet=self.quiet,
+        )
 
     def summary(self, **entries: Any) -> dict[str, Any]:
         """Write ``summary.json``: ``entries``, and the hardware and versions of the run."""
