@@ -198,14 +198,16 @@ class Between:
     def _ask_and_rest(self) -> None:
         """Ask, and then be free for the questions of others about as long as that took.
 
-        Peers that asked all the time would be busy whenever they are asked: nobody would meet.
+        Peers that asked all the time would be busy whenever they are asked: nobody would meet. Who
+        waited for an answer in vain was busy for ``meet_s``, and asks the next one at once.
         """
         began = time.monotonic()
         try:
             self._ask()
         finally:
             now = time.monotonic()
-            self._ask_after = now + 2 * self._random.random() * (now - began)
+            took = now - began if now - began < self._meet_s else 0.0
+            self._ask_after = now + 2 * self._random.random() * took
 
     # --- Parts of a step --------------------------------------------------------------------------
 
