@@ -7,6 +7,7 @@ in a random order, with messages that take a random time.
 import contextlib
 import json
 import queue
+import types
 
 import jax.numpy as jnp
 import noise_task
@@ -15,7 +16,7 @@ import pytest
 
 from decent_jax import simulate, tasks, train
 from decent_jax.data import loader
-from decent_jax.peers import replay
+from decent_jax.peers import between, replay
 from decent_jax.peers.between import Between, Pulse
 from decent_jax.peers.boundary import on_host
 from decent_jax.peers.formats import FORMATS, Format
@@ -198,6 +199,30 @@ def test_nobody_asks_while_a_question_is_under_way(tmp_path):
                 peer.jobs.get()()
             assert peer.asks == asks
         peer.between.end(peer.t, peer.state)
+
+
+@pytest.mark.parametrize(("seconds", "rests"), [(1.0, True), (11.0, False)])
+def test_a_peer_rests_after_an_answer_but_not_after_silence(seconds, rests, tmp_path, monkeypatch):
+    """A question is given up after peers.meet_s, 10 s; the rest after it would be lost as well."""
+    now = [0.0]
+    monkeypatch.setattr(between, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    config = config_of("float32", 8, "swarm", weighted=False)
+    config.mix_every = 1
+    place = Place(config.to_dict(), str(tmp_path), 0, 0, None, len(PACES))
+
+    def compiled(state, *_):
+        return state, {"loss": jnp.zeros(1)}
+
+    with open_peer(place) as (experiment, _):
+        peer = InProcess(place, experiment, 8)
+        monkeypatch.setattr(peer.between, "_ask", lambda: now.append(now.pop() + seconds))
+        peer.between.step(compiled, peer.state, None, 0)
+        peer.between.step(compiled, peer.state, None, 1)
+        while not peer.jobs.empty():
+            peer.jobs.get()()
+        peer.between.step(compiled, peer.state, None, 2)
+        assert peer.jobs.empty() is rests
+        peer.between.end(3, peer.state)
 
 
 class Loss:
