@@ -43,22 +43,14 @@ from tqdm import tqdm
 from decent_jax.run_folder import read_metrics
 
 KILL_S, UNDISTURBED_S = 30.0, 120.0
-TEXT = """
-import importlib.util
-from decent_jax import train
-
-def get_config():
-    spec = importlib.util.spec_from_file_location("quickstart", "{quickstart}")
-    quickstart = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(quickstart)
-    config = train.default_config("benchmarks.waiting_text")
-    config.update(quickstart.get_config().to_dict())
-    config.task, config.num_replicas, config.steps = "benchmarks.waiting_text", {hosts}, 800
-    config.eval.every, config.eval.batches, config.log.every = 40, 20, 10
-    config.checkpoint.every, config.checkpoint.every_minutes = 0, 0.0
-    config.data.compute_s = 0.1
-    return config
-"""
+TEXT = {
+    "steps": 800,
+    "eval.every": 40,
+    "eval.batches": 20,
+    "log.every": 10,
+    "checkpoint.every": 0,
+    "checkpoint.every_minutes": 0.0,
+}
 CONFIG = """
 from decent_jax import train
 
@@ -144,9 +136,10 @@ def measured(case: dict[str, Any], folder: Path, seconds: float) -> dict[str, An
     own = {"program", "hosts", "mbit", "slow", "kills", "costs", "text"}
     fields = PROGRAMS[case["program"]] | {k: v for k, v in case.items() if k not in own}
     config = folder / "config.py"
-    words = {"hosts": case["hosts"], "compute_s": COMPUTE_S}
-    words["quickstart"] = ROOT / "configs" / "quickstart.py"
-    config.write_text((TEXT if case.get("text") else CONFIG).format(**words))
+    config.write_text(CONFIG.format(hosts=case["hosts"], compute_s=COMPUTE_S))
+    if case.get("text"):
+        config = ROOT / "benchmarks" / "quickstart_waiting.py"
+        fields |= TEXT | {"num_replicas": case["hosts"]}
     workdir = folder / "run"
     flags = ["--config", str(config), "--workdir", str(workdir)]
     flags += [f"--config.{name}={value}" for name, value in fields.items()]

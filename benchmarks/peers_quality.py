@@ -37,31 +37,16 @@ PROGRAMS: dict[str, dict] = {
     "swarm": SWARM,
     "peers": SWARM | {"peers.use": True},
 }
-CONFIG = """
-import importlib.util
-from decent_jax import train
-
-def get_config():
-    spec = importlib.util.spec_from_file_location("quickstart", "{quickstart}")
-    quickstart = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(quickstart)
-    config = train.default_config("{task}")
-    config.update(quickstart.get_config().to_dict())
-    config.task = "{task}"
-    return config
-"""
 
 
 def result_of(program: str, steps: int, seed: int, compute_s: float) -> dict:
     """Nats per byte of the consensus model at the end of a run, and meetings per step and peer."""
     fields = PROGRAMS[program] | {"steps": steps, "seed": seed, "eval.every": steps}
-    task = "language_modeling"
+    config = ROOT / "configs" / "quickstart.py"
     if compute_s:
-        task, fields["data.compute_s"] = "benchmarks.waiting_text", compute_s
+        config = ROOT / "benchmarks" / "quickstart_waiting.py"
+        fields["data.compute_s"] = compute_s
     with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder, "config.py")
-        quickstart = ROOT / "configs" / "quickstart.py"
-        config.write_text(CONFIG.format(quickstart=quickstart, task=task))
         workdir = Path(folder, "run")
         command = [sys.executable, str(ROOT / "train.py"), "--workdir", str(workdir)]
         command += ["--config", str(config)]
