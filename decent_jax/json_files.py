@@ -52,9 +52,9 @@ def is_whole(value: Any, least: int = 0, most: int = 2**31 - 1) -> bool:
     return type(value) is int and least <= value <= most
 
 
-def is_real(value: Any, least: float = -1e300, most: float = 1e300) -> bool:
-    """Whether an entry of a file is a finite number in these bounds."""
-    return type(value) in (int, float) and least <= value <= most
+def is_real(value: Any, least: float = -math.inf, below: float = math.inf) -> bool:
+    """Whether an entry of a file is a number in these bounds that is not absurdly large."""
+    return type(value) in (int, float) and least <= value < below and abs(value) < 1e300
 
 
 def write_json_atomic(path, obj):

@@ -148,6 +148,29 @@ def test_a_replica_that_lacks_an_array_is_not_averaged(tmp_path):
         files.restore_model(tmp_path, "last")
 
 
+@pytest.mark.parametrize("x", [np.ones((2, 3)), np.ones((3, 2), np.float32)])
+def test_an_array_of_a_stage_that_is_another_one(x, tmp_path):
+    """In float64, or of the same size but another shape."""
+    (tmp_path / "4").mkdir()
+    files.write_part(tmp_path / "4", 0, 0, PART | {"['x']": x})
+    with pytest.raises(CheckpointError, match=r"no array \['x'\] of float32\(2, 3\)"):
+        read_part(tmp_path / "4" / STAGE)
+
+
+@pytest.mark.parametrize(
+    ("value", "accepted"), [(0, True), (2**62 - 1, True), (2**62, False), (-1, False), (1.0, False)]
+)
+def test_the_bounds_of_what_a_manifest_counts(value, accepted, tmp_path):
+    path = tmp_path / "4" / "manifest.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(META | {"examples": value}))
+    if accepted:
+        assert files.read_meta(path.parent)["examples"] == value
+    else:
+        with pytest.raises(CheckpointError, match="manifest"):
+            files.read_meta(path.parent)
+
+
 def test_files_without_an_end(tmp_path):
     """A device, and a pipe that nobody writes into."""
     (tmp_path / "zero.json").symlink_to("/dev/zero")

@@ -54,7 +54,7 @@ def _is_manifest(found: Any) -> bool:
             slot.isdecimal()
             and len(slot) < 10
             and isinstance(one, dict)
-            and is_whole(one.get("steps"), most=2**62)
+            and is_whole(one.get("steps"), most=2**62 - 1)
             and isinstance(one.get("alive"), bool)
             for slot, one in found["peers"].items()
         )

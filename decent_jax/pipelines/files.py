@@ -91,7 +91,7 @@ def _is_manifest(meta: Any, step: int) -> bool:
         isinstance(meta, dict)
         and is_whole(meta.get("step"), step, step)
         and all(is_whole(meta.get(k), 1, _MOST) for k in ("stages", "num_replicas"))
-        and is_whole(meta.get("examples"), most=2**62)
+        and is_whole(meta.get("examples"), most=2**62 - 1)
         and (meta.get("best") is None or is_real(meta["best"]))
         and is_real(meta.get("seconds"), 0, 2**31)
     )
