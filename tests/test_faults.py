@@ -15,6 +15,7 @@ from decent_jax.cluster import start as cluster
 from decent_jax.cluster import watch
 from decent_jax.errors import PEER_LOST
 from decent_jax.train import ConfigError
+from decent_jax.train import config as config_lib
 
 ROOT = Path(__file__).resolve().parents[1]
 HEARTBEAT_S = 4
@@ -157,6 +158,20 @@ def test_how_groups_end(start_process, tmp_path):
     for group, code in zip(alike, (2, 0), strict=True):  # for the same reason: each keeps its code
         assert [process.wait(timeout=60) for process in group] == [code] * 2
         assert [said(process) for process in group] == [""] * 2
+
+
+@pytest.mark.parametrize(("flag", "threads"), [("", 8 * 4), ("device_count=12", 12 * 4)])
+def test_simulated_devices_find_threads_to_wait_in(flag, threads, monkeypatch):
+    """Asked for by jax's own option (8 in these tests) or XLA's, without ``mesh.simulate``.
+
+    With a thread per core the evaluation of four devices on two cores would end in an abort.
+    """
+    monkeypatch.setenv("PJRT_NPROC", "")  # restored at the end of the test
+    monkeypatch.delenv("PJRT_NPROC")
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_{flag}")
+    cluster.start(config_lib.default_config())
+    assert os.environ["PJRT_NPROC"] == str(threads)
 
 
 def test_train_names_a_host_that_never_comes(monkeypatch, tmp_path, tiny_data, capsys):

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import os
+import re
 import socket
 import warnings
 from collections.abc import Iterator, Sequence
@@ -52,6 +53,7 @@ def start(config: ConfigDict, folder: str | Path = ".") -> str:
     """
     cluster = config.cluster
     supervised.end_with_supervisor(cluster.heartbeat_s)
+    _threads_for(config.mesh.simulate or _simulated_by_user())
     if config.mesh.simulate:
         _simulate(config.mesh.simulate)
     launcher = detect_launcher()
@@ -210,10 +212,23 @@ def _number(variable: str, text: str) -> int:
         raise ConfigError(f"{variable} must hold whole numbers, got {shown(text)}") from None
 
 
+def _simulated_by_user() -> int:
+    """CPU devices that the environment asks jax for; 0 or less: none."""
+    flag = re.search(r"device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    return max(jax.config.values["jax_num_cpu_devices"], int(flag[1]) if flag else 0)
+
+
+def _threads_for(count: int) -> None:
+    """Let this many CPU devices wait for each other.
+
+    Each device that waits in a collective holds a thread of a pool as large as the core count. With
+    fewer cores than devices, none would be left for the device they wait for.
+    """
+    if count > 1:
+        os.environ.setdefault("PJRT_NPROC", str(max(4 * count, os.cpu_count() or 1)))
+
+
 def _simulate(count: int) -> None:
-    # Each device that waits in a collective holds a thread of a pool as large as the core count.
-    # With fewer cores than devices, none would be left for the device they wait for.
-    os.environ.setdefault("PJRT_NPROC", str(max(4 * count, os.cpu_count() or 1)))
     try:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
