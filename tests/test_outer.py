@@ -252,6 +252,15 @@ def test_sparta_mixes_the_places_of_the_step():
     oracles.assert_same(got[1.0], wanted("dpsgd", schedule, 2, equal=False, combine="then"))
 
 
+@pytest.mark.parametrize(("size", "sent"), [(7, 3), (5, 5), (6, 1), (9, 4)])
+def test_random_places_are_distinct_and_equally_frequent(size, sent):
+    draw = jax.vmap(lambda key: RandomK(sent / size)._places(jnp.zeros(size), key))
+    drawn = np.asarray(draw(jax.random.split(jax.random.key(3), 20_000)))
+    assert drawn.shape == (20_000, sent) and all(len(set(row)) == sent for row in drawn)
+    found = np.bincount(drawn.ravel(), minlength=size) / len(drawn)
+    np.testing.assert_allclose(found, sent / size, atol=4 * (0.25 / len(drawn)) ** 0.5)
+
+
 def test_sparta_reaches_consensus_over_complete():
     """Averages of groups too: a part of the parameters is added on its way like the whole."""
     schedule = topology.make("complete", N)
