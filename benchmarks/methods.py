@@ -12,7 +12,8 @@ gradients are clipped to norm 1.
 
 The loss is that of the consensus model, in nats per byte, on the same validation windows. Bytes are
 those that the busiest replica sends per step, as methods declare them (tests compare this with the
-compiled programs). A row of --json is written per run as it comes; --figure draws such a file.
+compiled programs). A row of --json is written per run as it comes, and a run that stands there
+already, with the same sizes, is not run again; --figure draws such a file.
 """
 
 import functools
@@ -198,15 +199,11 @@ def schedule_of(variant: Variant):
     return topology.repeat(topology.make(variant.schedule, N), phases)
 
 
-def tune(task: Task, variant: Variant, emit, factors: list[float]) -> float:
+def tune(measure, variant: Variant, factors: list[float]) -> float:
     """The best learning rate at seed 0, among these factors of the first if there are any."""
-    tried: dict[float, float] = {}
 
     def at(k: float) -> float:
-        if k not in tried:
-            tried[k] = task.run(variant, variant.centre * 2.0**k, 0)
-            emit(variant, variant.centre * 2.0**k, 0, tried[k])
-        return tried[k]
+        return measure(variant, variant.centre * 2.0**k, 0)
 
     if factors:
         return variant.centre * 2.0 ** min(map(math.log2, factors), key=at)
@@ -294,24 +291,36 @@ def main(arguments: list[str] | None = None) -> int:
         sizes = (options.batch, options.width, options.layers, options.context, options.vocab)
         task = Task(options.data, options.steps, *sizes)
 
-        def emit(variant: Variant, rate: float, seed: int, loss: float) -> None:
-            row = {"method": variant.label, "schedule": variant.schedule, "learning_rate": rate}
-            row |= {"seed": seed, "loss": loss, "bytes_per_step": task.bytes_per_step(variant)}
-            rows.append(row | {"parameters": gpt2.num_params(task.config), **vars(options_of)})
-            print(f"{time.perf_counter() - began:.0f} s {row}", file=sys.stderr, flush=True)
-            if options.json:
-                with options.json.open("a") as file:
-                    file.write(json.dumps(rows[-1]) + "\n")
-
         kept = ("steps", "batch", "width", "layers", "context", "vocab")
-        options_of = type(options)(**{name: getattr(options, name) for name in kept})
-        began, wanted = time.perf_counter(), [label for label in options.only.split(";") if label]
+        same = {name: getattr(options, name) for name in kept}
+        began, known = time.perf_counter(), {}
+        if options.json and options.json.exists():
+            for row in map(json.loads, options.json.read_text().splitlines()):
+                if same.items() <= row.items():
+                    known[row["method"], row["learning_rate"], row["seed"]] = row
+
+        def measure(variant: Variant, rate: float, seed: int) -> float:
+            if (row := known.get((variant.label, rate, seed))) is None:
+                row = {"method": variant.label, "schedule": variant.schedule}
+                row |= {"learning_rate": rate, "seed": seed}
+                row |= {"loss": task.run(variant, rate, seed)}
+                row |= {"bytes_per_step": task.bytes_per_step(variant)}
+                row |= {"parameters": gpt2.num_params(task.config), **same}
+                known[variant.label, rate, seed] = row
+                print(f"{time.perf_counter() - began:.0f} s {row}", file=sys.stderr, flush=True)
+                if options.json:
+                    with options.json.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+            if row not in rows:
+                rows.append(row)
+            return row["loss"]
+
+        wanted = [label for label in options.only.split(";") if label]
         for variant in VARIANTS:
-            if wanted and variant.label not in wanted:
-                continue
-            rate = tune(task, variant, emit, options.rates)
-            for seed in range(1, options.seeds):
-                emit(variant, rate, seed, task.run(variant, rate, seed))
+            if not wanted or variant.label in wanted:
+                rate = tune(measure, variant, options.rates)
+                for seed in range(1, options.seeds):
+                    measure(variant, rate, seed)
     print_table(rows)
     if options.out:
         save(draw(rows), options.out)
