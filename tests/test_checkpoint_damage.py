@@ -90,9 +90,9 @@ def restore(whole):
     with setup.open_experiment(config(), whole) as (experiment, _):
         shapes = jax.eval_shape(lambda: loop.init(experiment))
 
-    def restore(folder):
+    def restore(folder, like=lambda shapes: shapes):
         said, checkpoints = [], checkpoint.Checkpointer(folder, 3)
-        found = checkpoints.restore_newest(shapes, experiment.placement, 3, said.append)
+        found = checkpoints.restore_newest(like(shapes), experiment.placement, 3, said.append)
         checkpoints.close()
         return *found, "\n".join(said)
 
@@ -148,6 +148,14 @@ def test_no_checkpoint_that_can_be_read(copy):
     assert sentence.startswith(f"no checkpoint in {folder / 'checkpoints'} can be read: step 20 (")
     assert "step 16 (" in sentence and "step 12 (" in sentence and "\n" not in sentence
     assert tiny.saved_steps(folder) == [12, 16, 20]  # nothing was moved or overwritten
+
+
+def test_a_checkpoint_of_another_optimizer(copy, restore):
+    def of_another(state):
+        return state._replace(opt_state=state.opt_state._replace(inner=()))
+
+    with pytest.raises(CheckpointError, match=r"step 20 \(another optimizer, or .* --workdir\)"):
+        restore(copy(), of_another)
 
 
 @pytest.mark.parametrize(

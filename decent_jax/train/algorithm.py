@@ -16,6 +16,9 @@ from decent_jax.train import config as config_lib
 from decent_jax.train import named_optimizer
 from decent_jax.train.config_table import FIELDS
 
+# First or last names on the way to arrays that Muon leaves to Adam: embeddings and output layers.
+NOT_HIDDEN = {"embedding", "lm_head", "fc"}
+
 
 def transformation(
     config: ConfigDict,
@@ -145,28 +148,44 @@ def _local_optimizer(config: ConfigDict, rate: optax.ScalarOrSchedule, decay_mas
     decoupled = chosen.weight_decay if chosen.decoupled else 0.0
     if named_optimizer.is_dotted(name):
         return optax.chain(clip, before, named_optimizer.make(name, rate, decoupled, decay_mask))
-    if name == "sgd":
+    if name in ("sgd", "muon"):
         trace = optax.trace(chosen.momentum) if chosen.momentum else optax.identity()
-        return optax.chain(clip, before, trace, after, optax.scale_by_learning_rate(rate))
-    if name == "muon":
-        return optax.chain(clip, before, _muon(chosen, rate, decoupled, decay_mask))
+        direction = trace if name == "sgd" else _muon(chosen)
+        return optax.chain(clip, before, direction, after, optax.scale_by_learning_rate(rate))
     make = optim.accum_adamw if chosen.decoupled else optim.accum_adam
     window = config.optimizer.window if name == "accum_adam" else 1
     inner = make(rate, chosen.b1, chosen.b2, chosen.eps, chosen.weight_decay, decay_mask, window)
     return optax.chain(clip, inner) if chosen.clip_norm else inner
 
 
-def _muon(chosen: ConfigDict, rate: optax.ScalarOrSchedule, weight_decay: float, mask: Any):
-    """Muon for matrices, Adam for the rest, at one learning rate, which is of Adam's size."""
+def hidden_matrices(params: Any) -> Any:
+    """Which arrays Muon orthogonalises, and along which axes; None: Adam updates them.
+
+    These are the matrices of hidden layers, and kernels of convolutions (height, width, in, out) as
+    matrices (height width in, out). As Jordan et al. 2024 recommend, embeddings and output layers
+    stay with Adam; they are known by their names, `NOT_HIDDEN`.
+    """
+    axes = {2: ((0,), (1,)), 4: ((0, 1, 2), (3,))}
+
+    def of(path, x):
+        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        if x.ndim not in axes or NOT_HIDDEN & {names[0], names[-1]}:
+            return None
+        return optax.contrib.MuonDimensionNumbers(*axes[x.ndim])
+
+    return jax.tree_util.tree_map_with_path(of, params)
+
+
+def _muon(chosen: ConfigDict) -> optax.GradientTransformation:
+    """Muon for hidden matrices, Adam for the rest, both with steps of Adam's size."""
     return optax.contrib.muon(
-        rate,
+        -1.0,  # the learning rate and its sign, and weight decay, follow
         beta=chosen.momentum,
         eps=chosen.eps,
-        weight_decay=weight_decay,
-        weight_decay_mask=mask,
         adam_b1=chosen.b1,
         adam_b2=chosen.b2,
         consistent_rms=0.2,  # Liu et al. 2025: updates as large as Adam's
+        muon_weight_dimension_numbers=hidden_matrices,
     )
 
 

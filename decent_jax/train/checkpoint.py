@@ -404,6 +404,8 @@ def _reason(error: BaseException) -> str:
     while error.__cause__ is not None:  # orbax and tensorstore say it in several layers
         error = error.__cause__
     text = (str(error).splitlines() or [""])[0]
+    if "tree structures do not match" in text:
+        return "another optimizer, or another version of it, wrote it; take another --workdir"
     text = text.partition(" [tensorstore_spec=")[0]  # a page of JSON behind the cause
     text = f"{text[:90]} ... {text[-90:]}" if len(text) > 185 else text  # the cause is at the end
     return f"{type(error).__name__}: {text}"
