@@ -4,11 +4,11 @@
     python benchmarks/methods.py --data FOLDER [--json FILE] [--out FIGURE.png]
 
 8 replicas train a small GPT on bytes, each method on the same batches in the same order, so with
-equal tokens. Methods with local steps average every 10 steps; their outer numbers are the published
-ones, or the library's defaults. The learning rate is tuned for each row at seed 0, by validation
-loss, among factors of 2, tried outwards until both neighbours are worse; then the other seeds run
-with it. It warms up for a tenth of the steps and falls along a cosine to a tenth. Adam has b2 0.95,
-gradients are clipped to norm 1.
+equal tokens. Methods with local steps average every 10 steps (--every); their outer numbers are the
+published ones, or the library's defaults. All-reduce is computed as one replica with all batches.
+The learning rate is tuned for each row at seed 0, by validation loss, among factors of 2, tried
+outwards until both neighbours are worse; then the other seeds run with it. It warms up for a tenth
+of the steps and falls along a cosine to a tenth. Adam has b2 0.95, gradients are clipped to norm 1.
 
 The loss is that of the consensus model, in nats per byte, on the same validation windows. Bytes are
 those that the busiest replica sends per step, as methods declare them (tests compare this with the
@@ -40,8 +40,11 @@ from decent_jax.optim import METHODS, Parts
 from decent_jax.planner import outputs
 from decent_jax.plot_style import COLOURS, GREY, MARKS, frame, new_figure, plain_numbers, save
 from decent_jax.replicas import consensus_mean
+from decent_jax.train.algorithm import hidden_matrices
 
 N, EVERY = 8, 10
+HELD_OUT = 2**15  # tokens of validation
+LARGE = 10**6  # parameters above which replicas are computed one after the other
 
 
 class Variant(NamedTuple):
@@ -94,7 +97,7 @@ class Task:
         self.steps, self.batch, self.programs = steps, batch, {}
         self.windows = TokenWindows(folder / "train.bin", context)
         held_out = TokenWindows(folder / "val.bin", context)
-        chosen = np.linspace(0, len(held_out) - 1, 512).astype(int)
+        chosen = np.linspace(0, len(held_out) - 1, HELD_OUT // context).astype(int)
         self.held_out = jnp.asarray(np.stack([held_out[i] for i in chosen]), jnp.int32)
         self.config = gpt2.GPT2Config(
             vocab_size=vocab,
@@ -107,6 +110,12 @@ class Task:
             attention="xla",
             init_std=width**-0.5,
         )
+
+        self.large = gpt2.num_params(self.config) > LARGE
+
+    def one_by_one(self, f):
+        """``f``, in a large model such that `jax.vmap` loops: its arrays stay in the caches."""
+        return jax.custom_batching.sequential_vmap(f) if self.large else f
 
     def loss(self, params, tokens):
         logits = gpt2.apply(self.config, params, tokens[:, :-1])
@@ -123,9 +132,15 @@ class Task:
         inner = {
             "adam": lambda: optax.adam(rate, b2=0.95),
             "accum_adam": lambda: optim.accum_adamw(rate, b2=0.95, accum_steps=2),
-            "muon": lambda: optax.contrib.muon(rate, adam_b2=0.95, consistent_rms=0.2),
+            "muon": lambda: optax.contrib.muon(
+                rate,
+                adam_b2=0.95,
+                consistent_rms=0.2,
+                muon_weight_dimension_numbers=hidden_matrices,
+            ),
         }[variant.optimizer]()
         inner = optax.chain(optax.clip_by_global_norm(1.0), inner)
+        inner = optax.GradientTransformation(inner.init, self.one_by_one(inner.update))
         return Parts(
             schedule,
             rate,
@@ -148,20 +163,21 @@ class Task:
             self.programs[variant] = self._program(variant)
         program, phases = self.programs[variant]
         schedule = schedule_of(variant)
-        cycle = phases * variant.every
+        cycle, n = phases * variant.every, schedule.num_replicas
         cut = self.batches(seed).reshape(
-            self.steps // cycle, phases, variant.every, N, self.batch, -1
+            self.steps // cycle, phases, variant.every, n, self.batch * N // n, -1
         )
         rounds = range(self.steps // variant.every)
         mixing = np.stack([schedule.matrix(r % schedule.period) for r in rounds])
         params = gpt2.init(self.config, jax.random.key(seed))
-        found = float(program(jnp.float32(rate), params, cut, mixing.reshape(-1, phases, N, N)))
+        found = float(program(jnp.float32(rate), params, cut, mixing.reshape(-1, phases, n, n)))
         return found if math.isfinite(found) else math.inf
 
     def _program(self, variant: Variant):
         """(jitted (rate, params, batches, matrices) -> loss, rounds of a cycle)."""
         method, schedule = METHODS[variant.method], schedule_of(variant)
         phases = method.phases({**method.numbers, **dict(variant.numbers)})
+        n = schedule.num_replicas
         warmup = self.steps // 10
 
         def run(rate, params, batches, mixing):
@@ -170,7 +186,7 @@ class Task:
 
             def step(round, carry, tokens):
                 def one(x, state, tokens):
-                    loss, grads = jax.value_and_grad(self.loss)(x, tokens)
+                    loss, grads = self.one_by_one(jax.value_and_grad(self.loss))(x, tokens)
                     updates, state = tx.update(grads, state, x, round=round, value=loss)
                     return optim.apply_updates(x, updates), state
 
@@ -185,18 +201,21 @@ class Task:
                     carry, _ = step(Simulated(k, matrices[k]), carry, tokens[k, -1])
                 return carry, None
 
-            x = jax.tree.map(lambda a: jnp.broadcast_to(a, (N, *a.shape)), params)
+            x = jax.tree.map(lambda a: jnp.broadcast_to(a, (n, *a.shape)), params)
             (x, _), _ = jax.lax.scan(cycle, (x, jax.vmap(tx.init)(x)), (batches, mixing))
-            return self.loss(consensus_mean(x), self.held_out)
+            held_out = self.held_out.reshape(16, -1, self.held_out.shape[1])
+            return jax.lax.map(functools.partial(self.loss, consensus_mean(x)), held_out).mean()
 
         return jax.jit(run), phases
 
 
 @functools.cache
 def schedule_of(variant: Variant):
+    """The schedule of a cycle; all_reduce is one replica with the batches of all."""
     method = METHODS[variant.method]
     phases = method.phases({**method.numbers, **dict(variant.numbers)})
-    return topology.repeat(topology.make(variant.schedule, N), phases)
+    n = 1 if variant.method == "all_reduce" else N
+    return topology.repeat(topology.make(variant.schedule, n), phases)
 
 
 def tune(measure, variant: Variant, factors: list[float]) -> float:
@@ -274,6 +293,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=2, help="of the model (2)")
     parser.add_argument("--context", type=int, default=64, help="bytes (64)")
     parser.add_argument("--vocab", type=int, default=256, help="of the tokenizer (256)")
+    parser.add_argument("--every", type=int, default=EVERY, help=f"local steps ({EVERY})")
     parser.add_argument("--rates", type=float, nargs="+", default=[], metavar="FACTOR",
                         help="try these factors of a method's first rate, no others")  # fmt: skip
     parser.add_argument("--seeds", type=int, default=3, help="(3)")
@@ -291,7 +311,7 @@ def main(arguments: list[str] | None = None) -> int:
         sizes = (options.batch, options.width, options.layers, options.context, options.vocab)
         task = Task(options.data, options.steps, *sizes)
 
-        kept = ("steps", "batch", "width", "layers", "context", "vocab")
+        kept = ("steps", "batch", "width", "layers", "context", "vocab", "every")
         same = {name: getattr(options, name) for name in kept}
         began, known = time.perf_counter(), {}
         if options.json and options.json.exists():
@@ -318,6 +338,8 @@ def main(arguments: list[str] | None = None) -> int:
         wanted = [label for label in options.only.split(";") if label]
         for variant in VARIANTS:
             if not wanted or variant.label in wanted:
+                if variant.every == EVERY:
+                    variant = variant._replace(every=options.every)
                 rate = tune(measure, variant, options.rates)
                 for seed in range(1, options.seeds):
                     measure(variant, rate, seed)
