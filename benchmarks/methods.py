@@ -242,44 +242,54 @@ def best_rows(rows: list[dict]) -> dict[str, list[dict]]:
     return found
 
 
-def print_table(rows: list[dict]) -> None:
-    found = best_rows(rows)
-    base = found.get("all_reduce, Adam")
-    print("| method | schedule | learning rate | loss | kB per step | times fewer |")
-    print("|---|---|---|---|---|---|")
-    for label, mine in found.items():
-        losses = ", ".join(f"{row['loss']:.3f}" for row in mine)
-        sent = mine[0]["bytes_per_step"]
-        fewer = f"{base[0]['bytes_per_step'] / sent:.3g}" if base else ""
-        print(
-            f"| {label} | `{mine[0]['schedule']}` | {mine[0]['learning_rate']:g} | {losses} | "
-            f"{sent / 1e3:.3g} | {fewer} |"
-        )
+def by_size(rows: list[dict]) -> dict[int, list[dict]]:
+    """The rows of each model, by its number of parameters."""
+    sizes = sorted({row["parameters"] for row in rows})
+    return {size: [row for row in rows if row["parameters"] == size] for size in sizes}
+
+
+def print_tables(rows: list[dict]) -> None:
+    """A table for each model."""
+    for size, of_size in by_size(rows).items():
+        found = best_rows(of_size)
+        base = found.get("all_reduce, Adam")
+        print(f"{size:,} parameters\n")
+        print("| method | schedule | learning rate | loss | kB per step | times fewer |")
+        print("|---|---|---|---|---|---|")
+        for label, mine in found.items():
+            losses = ", ".join(f"{row['loss']:.3f}" for row in mine)
+            sent = mine[0]["bytes_per_step"]
+            fewer = f"{base[0]['bytes_per_step'] / sent:.3g}" if base else ""
+            print(
+                f"| {label} | `{mine[0]['schedule']}` | {mine[0]['learning_rate']:g} | {losses} | "
+                f"{sent / 1e3:.3g} | {fewer} |"
+            )
 
 
 def draw(rows: list[dict]):
-    """A dot per seed and method, bytes on a logarithmic axis."""
-    figure = new_figure(8.4, 4.6)
-    axes = figure.subplots()
-    for k, (label, mine) in enumerate(best_rows(rows).items()):
-        sent = [row["bytes_per_step"] / 1e3 for row in mine]
-        axes.plot(
-            sent,
-            [row["loss"] for row in mine],
-            MARKS[k % len(MARKS)],
-            color=COLOURS[k % len(COLOURS)],
-            ms=7,
-            mec="white",
-            mew=0.7,
-            ls="",
-            label=label,
-        )
-    axes.set_xscale("log")
-    plain_numbers(axes.xaxis)
-    frame(axes, "Loss against bytes, equal tokens")
-    axes.set_xlabel("kB that a replica sends per step", color=GREY)
-    axes.set_ylabel("validation loss, nats per byte", color=GREY)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    """A dot per seed and method, bytes on a logarithmic axis; a panel for each model."""
+    panels = by_size(rows)
+    labels = [v.label for v in VARIANTS if any(v.label == row["method"] for row in rows)]
+    figure = new_figure(3.6 + 4.2 * len(panels), 4.6)
+    for axes, (size, of_size) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
+    ):
+        for label, mine in best_rows(of_size).items():
+            k = labels.index(label)
+            sent = [row["bytes_per_step"] / 1e6 for row in mine]
+            look = {"marker": MARKS[k % len(MARKS)], "color": COLOURS[k % len(COLOURS)]}
+            look |= {"ms": 7, "mec": "white", "mew": 0.7, "ls": "", "label": label}
+            axes.plot(sent, [row["loss"] for row in mine], **look)
+        axes.set_xscale("log")
+        plain_numbers(axes.xaxis, (1,))
+        frame(axes, f"{size / 1e6:.2g}M parameters, equal tokens")
+        axes.set_xlabel("MB that a replica sends per step", color=GREY)
+        unit = "byte" if of_size[0]["vocab"] == 256 else "token"
+        axes.set_ylabel(f"validation loss, nats per {unit}", color=GREY)
+    handles = {h.get_label(): h for axes in figure.axes for h in axes.lines}
+    shown = [label for label in labels if label in handles]
+    figure.legend([handles[label] for label in shown], shown, loc="outside right upper",
+                  frameon=False, fontsize=9)  # fmt: skip
     return figure
 
 
@@ -343,7 +353,7 @@ def main(arguments: list[str] | None = None) -> int:
                 rate = tune(measure, variant, options.rates)
                 for seed in range(1, options.seeds):
                     measure(variant, rate, seed)
-    print_table(rows)
+    print_tables(rows)
     if options.out:
         save(draw(rows), options.out)
     return 0
