@@ -115,7 +115,7 @@ def _legend_columns(runs: Sequence[Run], width: float) -> int:
 
 
 def _panels(runs: Sequence[Run]) -> list[tuple[Callable[..., None], tuple[str, ...]]]:
-    """The panels that these runs have something for: (function, its further arguments)."""
+    """The panels for which these runs have data: (function, its further arguments)."""
 
     def any_has(*names: str) -> bool:
         return any(run.has(name) for run in runs for name in names)
@@ -243,7 +243,7 @@ def _speed(axes: Axes, runs: Sequence[Run], name: str, title: str, unit: str) ->
 
 
 def _slots(run: Run) -> list[int]:
-    """Of a run of peers (docs/peers.md): the places that peers have had."""
+    """The slots of a run of peers (docs/peers.md)."""
     names = {name for row in run.rows for name in row}
     return sorted(int(n.split("/")[1]) for n in names if re.fullmatch(r"peers/\d+/steps", n))
 

@@ -55,7 +55,7 @@ def _run(argv: list[str]) -> int:
 
 
 def former(name: str) -> int:
-    """What `python -m decent_jax.data.prepare_KIND` did until 0.1; goes with the next release."""
+    """The command `python -m decent_jax.data.prepare_KIND`, which the next release removes."""
     new = f"decent-jax prepare {name}"
     print(f"this command is now called `{new}`; the old name goes soon", file=sys.stderr)
     return main([name, *sys.argv[1:]])

@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _lines(file: TextIO) -> Iterator[str]:
-    """The lines without their ends; ConfigError for one that no sentence is as long as."""
+    """The lines without their ends; ConfigError for one longer than any sentence."""
     number = 0
     while line := file.readline(_LONGEST + 1):
         number += 1
