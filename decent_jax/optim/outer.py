@@ -100,8 +100,8 @@ def diloco(
       outer_learning_rate, outer_momentum: of the outer optimizer, as in the papers.
 
     Raises:
-      ValueError: a number out of range, a schedule without whole averages or rounds enough, more
-        fragments than arrays.
+      ValueError: a number out of range, a schedule without whole averages or with too few rounds,
+        more fragments than arrays.
 
     References:
       Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, 2023, Algorithm 1;
