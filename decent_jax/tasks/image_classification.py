@@ -334,7 +334,7 @@ def ranks_of(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def _unless_not_finite(new, old):
-    """``new``, or all of ``old`` where a number of ``new`` is not finite: it would stay so."""
+    """``new``, or all of ``old`` if a number of ``new`` is not finite, since it would stay so."""
     ok = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(new)]).all()
     return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
 
