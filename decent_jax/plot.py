@@ -4,7 +4,7 @@
 
 One run is drawn into RUN/curves.png, several into comparison.png in the current folder. With --mean
 runs that differ in their seed become one line with a band, against steps, time and bytes sent;
---style paper draws the same for a page, with --out FILE.pdf. --csv writes these numbers.
+--style paper draws the same for print, with --out FILE.pdf. --csv writes these numbers.
 """
 
 import argparse
@@ -369,7 +369,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="a line with a band for runs that differ in the seed",
     )
     parser.add_argument(
-        "--style", choices=tuple(means.LOOKS), default="screen", help="paper: for a page; as --mean"
+        "--style", choices=tuple(means.LOOKS), default="screen", help="paper: for print; as --mean"
     )
     parser.add_argument("--csv", metavar="FILE", help="also write the numbers of --mean")
     try:

@@ -75,7 +75,7 @@ def _parser(name: str, kind) -> Parser:
     add("--out", required=True, metavar="DIR", help="the folder to make")
     kind.add_arguments(parser)
     add("--workers", type=int, metavar="N", help="processes (default: one per core)")
-    add("--overwrite", action="store_true", help="replace OUT where it is an earlier result")
+    add("--overwrite", action="store_true", help="replace OUT if it is an earlier result")
     return parser
 
 

@@ -134,7 +134,7 @@ def runs_of(over: Sequence[str], out: Path) -> list[SweptRun]:
     for choices in values.values():
         count *= len(choices)
     if count > MOST_RUNS:
-        raise ConfigError(f"--over asks for {count} runs; at most {MOST_RUNS} are one sweep")
+        raise ConfigError(f"--over asks for {count} runs; a sweep has at most {MOST_RUNS}")
     runs = []
     for combination in itertools.product(*values.values()):
         chosen = dict(zip(values, combination, strict=True))

@@ -398,7 +398,7 @@ class _Driver:
         )
         if config.algorithm != "swarm":  # its momentum may enlarge the spread for a while
             return words
-        return f"{words}; a meeting reduces the spread by {rate:.1%} at least"
+        return f"{words}; a meeting reduces the spread by at least {rate:.1%}"
 
 
 def _cause(error: RayError) -> str:

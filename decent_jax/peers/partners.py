@@ -106,7 +106,7 @@ def links(seconds: Mapping[str, Mapping[str, float]]) -> str:
     return (
         f"a meeting takes {1e3 * took[near]:.0f} ms between peers {' and '.join(near)}, "
         f"{1e3 * took[far]:.0f} ms between {' and '.join(far)}; near ones meet more often, and it "
-        f"reduces the spread by {rate:.1%} at least ({even:.1%} if all met alike)"
+        f"reduces the spread by at least {rate:.1%} ({even:.1%} if all met equally often)"
     )
 
 

@@ -122,7 +122,7 @@ class Flag(NamedTuple):
 
 NETWORK = {
     "network": Flag("NAME|FILE", "a preset, or the JSON or .npz of a measured network"),
-    "nodes": Flag("N", "machines of a preset; of a file the first so many are taken (all)"),
+    "nodes": Flag("N", "machines of a preset; of a file the first N are taken (all)"),
     "devices_per_node": Flag("L", "of a preset; default: config.local_size", int, COUNT),
 }
 WORKLOAD = {
@@ -203,7 +203,7 @@ COMMANDS: dict[str, dict[str, dict[str, Flag]]] = {  # command: group of flags: 
             ),
             "largest_slow_down": Flag(
                 "S",
-                "consider what needs at most S times the steps of all-reduce (1.5)",
+                "consider schedules that need at most S times the steps of all-reduce (1.5)",
                 float,
                 within(1, 1e6),
                 1.5,

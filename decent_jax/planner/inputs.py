@@ -145,7 +145,7 @@ def networks_of(
     if n > whole.num_devices:
         raise ConfigError(
             f"{n} replicas do not fit on a network of {whole.num_devices} devices; the planner "
-            "counts one replica a device"
+            "counts one replica per device"
         )
     return [whole.take(range(n))]
 

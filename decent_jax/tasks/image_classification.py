@@ -53,8 +53,8 @@ FIELDS = {
     "model.batch_norm_batches": Field(16, "training batches that recompute reads", at_least=1),
     "data.path": Field(
         GENERATED,
-        "folder with train/<class>/*.jpg, with ImageNet's archives, or made by `python -m "
-        'decent_jax.prepare images` or TFDS; "generated": pictures drawn at the start',
+        "folder with train/<class>/*.jpg, with ImageNet's archives, or made by `decent-jax prepare "
+        'images` or TFDS; "generated": pictures drawn at the start',
     ),
     "data.image_size": Field(
         32, "pixels, height and width of a training image", at_least=16, at_most=2**14

@@ -82,8 +82,8 @@ def validate(config: ConfigDict) -> None:
         raise ConfigError("data.partition must be 'iid' for translation: pairs have no labels")
     if not data.path:
         raise ConfigError(
-            "data.path is empty: name a folder made by `python -m "
-            f"decent_jax.prepare translation`, or {NUMBERS!r}"
+            "data.path is empty: name a folder made by `decent-jax prepare translation`, "
+            f"or {NUMBERS!r}"
         )
     size = 1000
     if data.path != NUMBERS:

@@ -20,8 +20,8 @@ FIELDS = {
     "algorithm": Field("accum_adam", "how replicas train and communicate; see docs/algorithms.md"),
     "schedule": Changeable(
         "one_peer_exp",
-        "who averages with whom, round by round; see docs/topologies.md; auto: as suits the hosts; "
-        "or a file of your own matrices, graph.npy; all_reduce ignores it",
+        "who averages with whom, round by round; see docs/topologies.md; auto: what suits the "
+        "hosts; or a file of your own matrices, graph.npy; all_reduce ignores it",
     ),
     "combine": Field(
         "",
@@ -62,7 +62,7 @@ FIELDS = {
         choices=("cosine", "inverse_sqrt", "step", "constant"),
     ),
     "lr_schedule.warmup": Field("10%", "linear warm-up", duration=True),
-    "lr_schedule.end_factor": Field(0.1, "cosine ends at this times the peak", at_least=0),
+    "lr_schedule.end_factor": Field(0.1, "cosine ends at this multiple of the peak", at_least=0),
     "lr_schedule.drops": Field(
         "30%, 60%, 90%", "durations after which the shape step multiplies the rate by drop_factor"
     ),
@@ -184,7 +184,7 @@ FIELDS = {
         1, "parts of a replica's batch that are on their way through the stages", at_least=1
     ),
     "pipeline.layers": Changeable(
-        "", 'layers of each stage, such as "4,4,3"; empty: so that all take as long'
+        "", 'layers of each stage, such as "4,4,3"; empty: all take equally long'
     ),
     "pipeline.order": Changeable(
         "1f1b", "of micro-batches; gpipe: all forward first", choices=("1f1b", "gpipe")
