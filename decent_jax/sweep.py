@@ -157,7 +157,7 @@ def _parse(prog: str, arguments: list[str] | None) -> tuple[argparse.Namespace, 
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", required=True, metavar="FILE[:ARGUMENTS]", help="as of train")
+    parser.add_argument("--config", required=True, metavar="FILE[:ARGUMENTS]", help="as for train")
     parser.add_argument(
         "--over",
         action="append",
