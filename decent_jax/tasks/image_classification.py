@@ -35,9 +35,9 @@ FIELDS = {
         False, "a stem for images of about 32 pixels, which the preset tiny has anyway"
     ),
     "model.zero_init": Field(True, "blocks begin as the identity"),
-    "model.dtype": Field("bfloat16", "of activations; parameters and statistics are float32"),
+    "model.dtype": Field("bfloat16", "type of activations; parameters and statistics are float32"),
     "model.label_smoothing": Field(
-        0.1, "of the training loss; the validation loss has none", at_least=0, below=1
+        0.1, "smoothing in the training loss; the validation loss has none", at_least=0, below=1
     ),
     "model.batch_norm_momentum": Field(
         0.9, "share of its statistics that batch norm keeps per step", at_least=0, below=1
