@@ -56,7 +56,7 @@ BY_LABEL = {variant.label: variant for variant in VARIANTS}
 
 
 class Scale(NamedTuple):
-    """The sizes of all parts; --quick does little of everything."""
+    """The sizes of all parts; those of --quick are small."""
 
     quadratic_steps: int = 4000
     image_steps: int = 640
@@ -75,7 +75,7 @@ class Scale(NamedTuple):
         return self._task(self.replicas, self.image_steps, alpha, seed)
 
     def iid_task(self, n: int, seed: int) -> ImageTask:
-        """As many pictures in all for any number of replicas."""
+        """The same total of pictures for any number of replicas."""
         return self._task(n, self.image_steps * self.replicas // n, math.inf, seed)
 
     def _task(self, n: int, steps: int, alpha: float, seed: int) -> ImageTask:
@@ -270,7 +270,7 @@ def _drops_on_quadratic(one: Pair, loss: float, scale: Scale, seed: int) -> dict
 
 
 def hub_of_a_star(rule: str, rate: float = 0.1, draws: int = 400_000) -> float:
-    """What the hub of 4 counts in the mean that replicas agree on; 1/4 is right.
+    """The weight of the hub of 4 in the mean that replicas agree on; 1/4 is right.
 
     The left eigenvector, of eigenvalue 1, of the expected matrix.
     """
@@ -293,7 +293,7 @@ PARTS = {
 
 
 def count_rows(part: str, scale: Scale) -> int:
-    """How many rows a part will emit, for the bar."""
+    """The number of rows that a part will emit, for the bar."""
     quadratic, images = list(quadratic_pairs(scale)), list(image_pairs(scale))
     if part == "quadratic":
         return len(quadratic)

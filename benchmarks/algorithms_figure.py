@@ -11,7 +11,7 @@ LINE_INCHES = 0.21
 
 
 def draw(rows: list[dict]) -> Figure:
-    """The figure of the rows of some parts; a dot a seed, and lines of means for topologies."""
+    """The figure of the rows of some parts; a dot per seed, and lines of means for topologies."""
     panels = [panel for part, panel in PANELS.items() if any(row["part"] == part for row in rows)]
     heights = [_lines(panel, rows) * LINE_INCHES + 1.1 for panel in panels]
     figure = new_figure(6.4 * len(panels), max(heights))
@@ -34,13 +34,13 @@ def _lines(panel, rows: list[dict]) -> int:
 
 
 def _name(row: dict) -> str:
-    """Of a line: quadratic has a line a method, its schedules are the colours."""
+    """The name of a line: quadratic has a line per method, and its schedules are the colours."""
     schedule = row["schedule"].replace("bidirectional_ring", "ring").replace("one_peer_exp", "exp")
     return row["method"] if row["part"] == "quadratic" else f"{row['method']}  ·  {schedule}"
 
 
 def _dots(axes, rows: list[dict], value, series, labels: dict) -> None:
-    """A line a name, a dot a row: ``value(row)``, coloured by ``series(row)``."""
+    """A line per name, a dot per row: ``value(row)``, coloured by ``series(row)``."""
     names = list(dict.fromkeys(map(_name, rows)))
     for k, (key, label) in enumerate(labels.items()):
         mine = [row for row in rows if series(row) == key]

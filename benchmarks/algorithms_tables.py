@@ -45,8 +45,8 @@ def print_images(rows: list[dict]) -> None:
     names = [f"alpha {alpha:g}" for alpha in alphas]
     print(
         "\n### images: accuracy of the consensus model (mean of single replicas) in %, and the "
-        "consensus distance relative to the model in %\n\n| method | schedule | models sent a step "
-        f"| rate | {' | '.join(names)} | distance: {' | '.join(names)} |\n"
+        "consensus distance relative to the model in %\n\n| method | schedule | models sent per "
+        f"step | rate | {' | '.join(names)} | distance: {' | '.join(names)} |\n"
         + "|---" * (4 + 2 * len(names))
         + "|"
     )

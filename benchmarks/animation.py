@@ -32,7 +32,7 @@ END_S, FRAMES_PER_S, SPEED = 12.0, 4, 1.5  # simulated; of the film; simulated s
 
 
 def hosts() -> network.Network:
-    """Eight hosts, on which a model takes `MESSAGE_S` but over the slow link."""
+    """Eight hosts; a model takes `MESSAGE_S` on all links except the slow one."""
     even = network.cluster([1] * N, network.NVLINK, network.Link(1e-6, MODEL_BYTES / MESSAGE_S))
     bandwidth = even.bandwidth_bytes_per_s.copy()
     bandwidth[SLOW] /= SLOWER

@@ -20,7 +20,7 @@ def compare(
     changes: Sequence[str],
     results: Callable[[dict, list[dict]], dict[str, float]],
 ) -> None:
-    """Runs what is not done yet in ``parsed.workdir``; prints JSON lines and a Markdown table.
+    """Runs those that are missing in ``parsed.workdir``; prints JSON lines and a Markdown table.
 
     Args:
       config: a config file that takes an arm after the colon.
@@ -48,7 +48,7 @@ def compare(
 
 
 def add_arguments(parser: argparse.ArgumentParser, arms: Sequence[str], seeds: Sequence[int]):
-    """What every comparison takes."""
+    """The flags of every comparison."""
     parser.add_argument("--workdir", required=True, type=Path, help="of all runs")
     parser.add_argument("--arms", nargs="+", choices=arms, default=arms)
     parser.add_argument("--seeds", nargs="+", type=int, default=seeds)

@@ -24,7 +24,7 @@ def write_rows(path: Path, rows: Iterable[dict]) -> None:
 
 
 def last_step(workdir: Path) -> int:
-    """The step of the last row of a run's metrics; 0: there is none yet."""
+    """The step of the last row of a run's metrics; 0 if there is none yet."""
     try:
         rows = read_metrics(workdir)
     except FileNotFoundError:

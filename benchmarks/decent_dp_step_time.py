@@ -97,8 +97,9 @@ def loss_of(model, tokens: torch.Tensor) -> torch.Tensor:
 
 
 class GPT(nn.Module):
-    """As `decent_jax.models.gpt2` without biases, but for an output layer of its own (65,536 more
-    parameters): Decent-DP wants each parameter to be used once."""
+    """As `decent_jax.models.gpt2` without biases, except that the output layer has its own 65,536
+    parameters: Decent-DP needs each parameter to be used once.
+    """
 
     def __init__(self):
         super().__init__()

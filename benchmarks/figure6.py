@@ -110,7 +110,7 @@ def published(cluster: Cluster, algorithms=(ALL_REDUCE, SGP, EXP, AER)) -> list[
 
 
 def nodes(cluster: Cluster, n: int, ports: int) -> Network:
-    """The cluster with ``ports`` ports a node in use, none faster than its nominal rate."""
+    """The cluster with ``ports`` ports per node in use, none faster than its nominal rate."""
     between = cluster.port.bytes_per_s * cluster.ports_of_one
     alone = network.cluster(
         [cluster.devices_per_node] * (n // cluster.devices_per_node),
@@ -200,7 +200,7 @@ def predicted_rows(
 
 
 def leaves_node(cluster: Cluster, n: int) -> float:
-    """Bytes that leave a node a step under Exp: rounds between nodes, a whole model a GPU."""
+    """Bytes that leave a node per step under Exp: rounds between nodes, a whole model per GPU."""
     rounds = n.bit_length() - 1
     inside = cluster.devices_per_node.bit_length() - 1
     return cluster.devices_per_node * MODEL_BYTES * (rounds - inside) / rounds

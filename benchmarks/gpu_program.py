@@ -114,7 +114,7 @@ def config_of(name: str, parsed, overrides: list[str]):
 
 
 def gpus(processes: int, each: int) -> list[jax.Device]:
-    """H100s that are not there, so many of each process."""
+    """Descriptions of H100s, the same number for each process."""
     try:
         description = topologies.get_topology_desc(
             "", "cuda", topology=f"1x{processes}x{each}", target_config=H100
@@ -127,7 +127,7 @@ def gpus(processes: int, each: int) -> list[jax.Device]:
 
 
 def compiled(config, folder: str, round: int, own_options: bool):
-    """The text of the program of a round, and what is known without it."""
+    """The text of the program of a round, and the numbers that are known without it."""
     n, k = config.num_replicas, config.mesh.fsdp
     placement = replicas.place(n, gpus(n, k), k)
     parts = Parts.of(config, folder, placement, range(config.num_replicas))

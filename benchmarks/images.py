@@ -56,7 +56,7 @@ NOT_INSTALLED = "not installed"
 
 
 class Job(NamedTuple):
-    """An encoded picture, the part of it that a training crop is of, and the scale to decode at."""
+    """An encoded picture, the part of it that a training crop shows, and the scale to decode at."""
 
     data: bytes
     height: int
@@ -135,7 +135,7 @@ def job(part: str, random: np.random.Generator, data: bytes) -> Job:
 
 
 def train_ways() -> dict[str, Way | None]:
-    """Each makes (TRAIN, TRAIN, 3) uint8 of a job, but for torchvision; None: not installed."""
+    """Each makes (TRAIN, TRAIN, 3) uint8 from a job, except torchvision; None: not installed."""
 
     def ours(job: Job) -> np.ndarray:
         header = jpeg.read_header(job.data)
@@ -163,7 +163,7 @@ def train_ways() -> dict[str, Way | None]:
 
 
 def eval_ways() -> dict[str, Way | None]:
-    """Each makes (EVAL, EVAL, 3) uint8 of a job."""
+    """Each makes (EVAL, EVAL, 3) uint8 from a job."""
 
     def ours(job: Job) -> np.ndarray:
         return crops.centre_crop(job.data, EVAL, RESIZE)
@@ -267,7 +267,7 @@ def differences(ways: dict[str, Way | None], jobs: list[Job]) -> dict[str, Diffe
 
 
 def measure_pipeline(files, repeats: int, batches: int) -> dict[str, list[float]]:
-    """Seconds of so many batches, for each pipeline and repetition."""
+    """Seconds of this many batches, for each pipeline and repetition."""
     source = crops.TrainImages(files, TRAIN)
     seconds = {name: [] for name in PIPELINES}
     for repeat in range(repeats):
@@ -288,7 +288,7 @@ def measure_pipeline(files, repeats: int, batches: int) -> dict[str, list[float]
 
 
 class Rates(NamedTuple):
-    """Images a second."""
+    """Images per second."""
 
     median: float
     lowest: float

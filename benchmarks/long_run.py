@@ -1,4 +1,4 @@
-"""Train a tiny model for many steps, and watch what its process holds: nothing may grow.
+"""Train a tiny model for many steps, and watch the resources of its process: none may grow.
 
     python benchmarks/long_run.py [--steps 20000] [--out long_run.jsonl] [--picture FILE.png]
 
@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
 
 
 def look(steps: int) -> Iterator[dict[str, float]]:
-    """Runs train.py; yields what its process holds, about every `EVERY` steps."""
+    """Runs train.py; yields the resources of its process, about every `EVERY` steps."""
     with tempfile.TemporaryDirectory() as folder:
         workdir, last = Path(folder) / "run", 0
         command = [sys.executable, str(ROOT / "train.py"), "--workdir", str(workdir)]
@@ -85,7 +85,7 @@ def look(steps: int) -> Iterator[dict[str, float]]:
 
 
 def of_process(pid: int) -> dict[str, float]:
-    """What a process holds; empty where it has just ended."""
+    """The resources of a process; empty if it has just ended."""
     try:
         status = dict(
             line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()

@@ -16,9 +16,9 @@ loss    the quickstart's model on links of 75 Mbit/s with one host at half speed
         trains for 800 steps, and a step sleeps for 0.1 s.
 costs   memory and processor time of Ray on each host, and bytes on the wire.
 
-There are fewer cores than hosts, so computing is a sleep of 0.2 s (benchmarks/waiting.py): what is
-measured is waiting, and what the messages themselves cost. A step alone is that of peers that
-never meet.
+There are fewer cores than hosts, so computing is a sleep of 0.2 s (benchmarks/waiting.py): the
+benchmark measures waiting and the cost of the messages themselves. A step alone is that of peers
+that never meet.
 """
 
 import contextlib
@@ -176,7 +176,7 @@ def losses(workdir: Path) -> list[tuple[int, float, float]]:
 
 
 def progress(workdir: Path, seconds: float) -> dict[str, Any]:
-    """How far the run is, from its start on."""
+    """The progress of a run, counted from its start."""
     return {"steps": read_metrics(workdir)[-1]["step"], "after_s": seconds}
 
 
@@ -212,7 +212,7 @@ def step_s(folder: Path) -> float | None:
 
 @contextlib.contextmanager
 def started(case, flags: list[str], folder: Path) -> Iterator[subprocess.Popen]:
-    """`train.py` on the hosts; killed at the end, with all that is left of it."""
+    """`train.py` on the hosts; killed at the end, with everything that it started."""
     names = names_of_hosts()
     train = [str(ROOT / "train.py"), *flags]
     if case["program"] == "peers":
@@ -253,7 +253,7 @@ def watch(process, folder: Path, seconds: float) -> None:
 
 
 def disturb(process, workdir: Path, seconds: float, kills: bool, program: str) -> int:
-    """Kill a random process of the run every `KILL_S`; how many were killed."""
+    """Kill a random process of the run every `KILL_S`; returns how many."""
     ends, next_at, count = time.monotonic() + seconds, time.monotonic() + KILL_S / 2, 0
     draw = random.Random(0)
     while time.monotonic() < ends and process.poll() is None:
@@ -292,7 +292,7 @@ def pids_of(host: str) -> list[int]:
 
 
 def usage() -> dict[str, dict[str, Any]]:
-    """Of each host and process: MB of memory of its own, seconds of processor time; bytes sent."""
+    """By host and process: MB of unshared memory, seconds of processor time; bytes sent."""
     tick, found = os.sysconf("SC_CLK_TCK"), {}
     for host in names_of_hosts():
         for pid in pids_of(host):
@@ -319,7 +319,7 @@ def usage() -> dict[str, dict[str, Any]]:
 
 
 def difference(before, after) -> dict[str, dict[str, Any]]:
-    """What happened in between; memory is that at the end."""
+    """The differences of two usages; memory is that at the end."""
     kept = {"mb", "name"}
     return {
         key: {k: v if k in kept else v - before.get(key, {}).get(k, 0.0) for k, v in one.items()}

@@ -3,12 +3,12 @@
     python benchmarks/peers_quality.py --out FOLDER [--steps 3000] [--seeds 3]
 
 Each run is `train.py` with configs/quickstart.py on this machine; peers are eight processes that
-meet after every step. They have no eight hosts here, so a step of a peer also sleeps for
---compute_s (benchmarks/waiting_text.py): without it, a meeting of eight processes on two cores
-takes longer than several steps. Beside them stands `swarm`, the same recursion in one synchronous
-program. The validation losses of the consensus models, and the meetings per step of a peer, go to
-FOLDER/quality.jsonl, a row per run. Runs that have a row are not made again. At the end the table
-is printed.
+meet after every step. There are not eight hosts, so a step of a peer also sleeps for --compute_s
+(benchmarks/waiting_text.py): without the sleep, a meeting of eight processes on two cores takes
+longer than several steps. `swarm`, the same recursion in one synchronous program, is there for
+comparison. The validation losses of the consensus models, and the meetings per step of a peer, go
+to FOLDER/quality.jsonl, a row per run. Runs that have a row are not made again. At the end the
+table is printed.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Scaled-down copies of DT-FM's networks, layouts on them, and what the planner predicts.
 
 Eight machines in place of 64, two pipelines of four stages in place of eight of eight. A message of
-a micro-batch has 0.75 MiB in place of 8 MiB; rates are so much lower, and a little more, that all
-takes `SLOWER` times as long: 12.4 ms of computing forward, 8 MiB at 2 Gbit/s, and latencies.
+a micro-batch has 0.75 MiB in place of 8 MiB; rates are lower such that everything takes `SLOWER`
+times as long: 12.4 ms of computing forward, 8 MiB at 2 Gbit/s, and latencies.
 """
 
 import dataclasses

@@ -1,10 +1,10 @@
 """The cells of benchmarks/pipelines.py: computing is a sleep, all else is that of any other run.
 
-Messages, their order, norms, the update, gossip and all-reduce are real, with gradients of 0. What
-a stage sends has the size that it would have. Two cores can so be eight machines.
+Messages, their order, norms, the update, gossip and all-reduce are real, with gradients of 0.
+Messages of a stage have their real size. In this way two cores can be eight machines.
 
-The kernel of the machine in use may lack netem. A message between stages is therefore held back at
-its receiver for the latency of the link; messages of gossip and all-reduce are not.
+The kernel of the machine in use may lack netem. The receiver of a message between stages therefore
+holds it back for the latency of the link, but not messages of gossip and all-reduce.
 """
 
 import threading
@@ -22,7 +22,7 @@ RECEIPT = "receipt"
 
 
 class Conditions(NamedTuple):
-    """What a run is like; the same for all cells."""
+    """The conditions of a run, the same for all cells."""
 
     order: str
     layer_s: float  # seconds forward of a layer with a micro-batch; backward takes twice as long
@@ -32,7 +32,7 @@ class Conditions(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a cell saw since the conditions were set."""
+    """What a cell measured since its conditions were set."""
 
     actions: list[tuple[str, int, float, float]]  # what, micro-batch, seconds from and to
     arrivals: list[tuple[str, int, float]]  # what, micro-batch, seconds
@@ -60,7 +60,7 @@ class Sleeping(Actor):
         stage.forward, stage.backward = self._forward, self._backward
 
     def prepare(self, conditions: Conditions) -> None:
-        """Set the conditions of the next steps, and forget what was seen before."""
+        """Set the conditions of the next steps, and forget earlier measurements."""
         cell, worker = self._cell, self._worker
         layers = cell.counts[cell.stage]
         self._seconds = conditions.layer_s * layers * conditions.slowness[cell.replica][cell.stage]
@@ -72,7 +72,7 @@ class Sleeping(Actor):
         self._kept = self._most = 0
 
     def report(self) -> Report:
-        """What was seen since."""
+        """The measurements since then."""
         params = self._worker.stage.rows(self._worker.stage.state.params)
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         return Report(self._actions, self._arrivals, self._most, num_bytes)

@@ -1,8 +1,8 @@
-"""Runs on hosts that are there, with the same cells: what benchmarks/pipelines.py starts on one.
+"""Runs on existing hosts, with the same cells; benchmarks/pipelines.py starts it on one of them.
 
     ip netns exec djhost0 python -m benchmarks.pipeline_session JOBS.json ROWS.jsonl
 
-All jobs have the same algorithm and layers. Between two of them the links change, and not the
+All jobs have the same algorithm and layers. Between two of them the links change, but not the
 cells: the cell of stage s and replica i stays on its host, which gets the links of the machine that
 the layout of the job has there.
 """
@@ -43,7 +43,7 @@ STEPS = 2  # measured of each job
 
 
 def config_of(job: dict[str, Any], plan: Path) -> ConfigDict:
-    """Of all jobs of a session."""
+    """The config of all jobs of a session."""
     config = train.default_config("language_modeling")
     config.data.path, config.model.tied = "stdlib", False
     config.model.update(layers=LAYERS, heads=4, width=WIDTH, context=CONTEXT)

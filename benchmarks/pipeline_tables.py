@@ -16,9 +16,9 @@ def _markdown(heads: list[str], lines: list[list[Any]]) -> str:
 
 
 def update_s(rows: list[Row]) -> float:
-    """What follows the pipelines, of eight cells on the cores of this machine: norms and update.
+    """Seconds of norms and update, after the pipelines, of eight cells on this machine's cores.
 
-    Measured where the network has no limits; all predictions have it added.
+    Measured without limits of the network, and added to all predictions.
     """
     (row,) = [row for row in rows if row["table"] == "bubble" and row["order"] == "gpipe"]
     return row["step_s"] - predicted_s(row, row["parameter_bytes"])

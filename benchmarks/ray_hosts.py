@@ -17,7 +17,7 @@ HEAD, PORT = "10.77.0.1", 6391
 
 @contextlib.contextmanager
 def hosts(count: int, mbit: float, cpus: int = 1) -> Iterator[None]:
-    """Namespaces with links of this rate and a Ray node in each; nothing of them is left.
+    """Namespaces with links of this rate and a Ray node in each; all are removed at the end.
 
     The Ray nodes have the names of the hosts.
     """
@@ -52,7 +52,7 @@ def inside(host: str, command: list[str]) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """That programs on the hosts need to find Ray and this project."""
+    """The environment in which programs on the hosts find Ray and this project."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     tokens = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
     own = {"PATH": path, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", **tokens}

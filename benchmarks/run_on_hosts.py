@@ -76,7 +76,7 @@ def start(index, host, count, program, words) -> subprocess.Popen:
 
 
 def wait(processes: list[subprocess.Popen]) -> int | None:
-    """Until all have ended, or one has failed: its index."""
+    """Wait until all have ended or one has failed; returns the index of that one."""
     while True:
         codes = [process.poll() for process in processes]
         for k, code in enumerate(codes):

@@ -126,7 +126,7 @@ def measure(algorithm: str, layout: str, n: int) -> dict:
 
 
 def table(rows: list[dict], layout: str, sizes: list[int]) -> str:
-    """Markdown of a layout: a line an algorithm and column, a number for each n."""
+    """Markdown of a layout: a line per algorithm and column, a number for each n."""
     lines = [f"| {layout} | | {' | '.join(f'n = {n}' for n in sizes)} |"]
     lines.append("|---" * (2 + len(sizes)) + "|")
     for algorithm in dict.fromkeys(row["algorithm"] for row in rows):

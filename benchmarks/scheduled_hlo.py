@@ -12,7 +12,7 @@ _MATMULS = ("__triton_gemm", "__triton_nested_gemm", "__cublas", "__cudnn$fmha")
 
 
 class Instruction(NamedTuple):
-    """One of the entry computation; those that run nothing are left out."""
+    """An instruction of the entry computation; those that run nothing are left out."""
 
     name: str
     opcode: str

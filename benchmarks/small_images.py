@@ -96,7 +96,7 @@ def image_problem(steps: int, warmup: float = 0.0) -> Problem:
 
 @dataclasses.dataclass(frozen=True)
 class ImageTask:
-    """Replicas with pictures of their own, and so many steps.
+    """Replicas with their own pictures, and a number of steps.
 
     alpha: of the Dirichlet partition; infinity: pictures dealt out at random.
     warmup: part of the steps in which the learning rate rises.

@@ -91,7 +91,7 @@ class Variant:
         return tuple(None if r is None else r % period for r in rounds)
 
     def models_sent(self, schedule: Schedule, params) -> float:
-        """By the busiest replica, a step, in sizes of the model; a ring all-reduce sends two."""
+        """By the busiest replica per step, in sizes of the model; a ring all-reduce sends two."""
         size = 4 * sum(leaf.size for leaf in jax.tree.leaves(params))
         if self.method == "all_reduce":
             return 2 * (1 - 1 / schedule.num_replicas)
@@ -200,7 +200,7 @@ class Problem(NamedTuple):
     """gradient: (params, one replica's inputs of a step) -> (loss, gradients).
 
     decay: the factor of the learning rate at a 0-based step.
-    observe: of the stacked parameters, recorded every so many steps.
+    observe: of the stacked parameters, recorded at regular steps.
     """
 
     gradient: Callable

@@ -187,7 +187,7 @@ def simulated(row: dict, n: int) -> float:
     """The same by the planner's simulator, over many more steps."""
     from decent_jax import topology
 
-    far = np.full((n, n), 1e12)  # bytes a second
+    far = np.full((n, n), 1e12)  # bytes per second
     free = network.from_matrices(np.zeros((n, n)), far, names=[f"p{k}/0" for k in range(n)])
     slow = row["case"] == "slow"
     law = compute_times.ShiftedExponential(1 - RANDOM)

@@ -57,7 +57,7 @@ PAIRS, IN_TURN, EDGES = "swarm pairs", "swarm edges, waits", "swarm edges"
 
 
 class Case(NamedTuple):
-    """A line of the tables; H is 0 where there are no local steps to speak of."""
+    """A line of the tables; H is 0 for methods without local steps."""
 
     algorithm: str
     local_steps: int = 0
@@ -182,7 +182,7 @@ class Outcome(NamedTuple):
 
 
 class Trainer:
-    """The same examples and number of examples for every algorithm."""
+    """Trains every algorithm on the same examples, and on equally many."""
 
     def __init__(self, train: Examples, n: int, rate: float, epochs: int, seed: int):
         self.train, self.n, self.seed = train, n, seed

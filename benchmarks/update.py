@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> None:
 
 
 def arrays_of(parameters: float) -> dict:
-    """Of 12 width^2 parameters a layer, the matrices of GPT-2 without biases."""
+    """The matrices of GPT-2 without biases, with 12 width^2 parameters per layer."""
     width, layers = 768, max(1, round(parameters / (12 * 768**2)))
     shapes = {"qkv": (width, 3 * width), "out": (width, width), "norm": (width,)}
     shapes |= {"widen": (width, 4 * width), "narrow": (4 * width, width)}
@@ -81,7 +81,7 @@ def arrays_of(parameters: float) -> dict:
 
 
 class Case:
-    """A compiled program, its donated state, and the bytes it has to move."""
+    """A compiled program, its donated state, and the bytes that it has to move."""
 
     def __init__(self, program, state, fixed, nbytes: int):
         self.nbytes, self._state, self._fixed = nbytes, state, fixed

@@ -80,7 +80,7 @@ class Variant:
         self.seconds.clear()
 
     def run(self, steps: int) -> None:
-        """Time so many steps, the rounds in turn; ``seconds`` gets the mean."""
+        """Time this many steps, with the rounds in turn; ``seconds`` gets the mean."""
         jax.block_until_ready(self.state)
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("measure")

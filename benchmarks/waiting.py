@@ -2,7 +2,7 @@
 
 The loss is that of noise (its gradient is the batch), over as many parameters as ``model.size``
 says. Each step sleeps for ``data.compute_s`` inside the compiled program, times the factor of this
-host in ``data.slow``, which knows its number by its address.
+host in ``data.slow``; the host knows its number by its address.
 """
 
 import socket
@@ -30,7 +30,7 @@ def make(config, workdir, announce):
 
 
 def seconds_of(config):
-    """That a step of this host sleeps."""
+    """The seconds that a step of this host sleeps."""
     slow = dict(pair.split(":") for pair in config.data.slow.split(",") if pair)
     if not slow:
         return config.data.compute_s
@@ -39,7 +39,7 @@ def seconds_of(config):
 
 
 def sleep(number, seconds):
-    """float32 (): ``number``, after so many seconds."""
+    """float32 (): ``number``, after this many seconds."""
 
     def wait(value):
         time.sleep(seconds)
@@ -50,7 +50,7 @@ def sleep(number, seconds):
 
 
 class Numbers:
-    """Records that say nothing: their number."""
+    """Records without information: each is its own number."""
 
     def __len__(self):
         return 10**6

@@ -6,8 +6,8 @@ cosine to 6e-5, weight decay 0.1 on matrices, clipping at 1.0, no biases, vocabu
 (124,373,760 parameters). `decentralized`: 16 replicas on nodes of 4, accumulated AdamW over windows
 of 8 steps, betas (0.9, 0.98). `all_reduce`: AdamW, betas (0.9, 0.95). The schedule suits the hosts
 (auto); `--config.schedule=alternating_exp_ring` is the published one. `peers` is not in the paper:
-the optimizer of `decentralized` on 16 peers of one GPU each, which average in random pairs after
-every 8 steps and wait for nobody (docs/peers.md).
+it trains 16 peers of one GPU each with the optimizer of `decentralized`; they average in random
+pairs after every 8 steps and wait for nobody (docs/peers.md).
 
 Unlike the reference, this config clips a replica's whole gradient (there: each 100 MB bucket) and
 computes in bfloat16 (there: float16 with loss scaling).

@@ -12,7 +12,7 @@ Command (64 machines in a Ray cluster, one GPU each, placed by the planner):
         --pipeline_bytes 0.5e9 --plan plan.json
     python train.py --config configs/gpt3_xl_dtfm.py --workdir runs/gpt3_xl \\
         --config.pipeline.address=auto --config.cluster.plan=plan.json
-As DT-FM averages: --config.algorithm=all_reduce.
+To average as DT-FM does: --config.algorithm=all_reduce.
 
 Hardware and result: never run at this size by this project.
 """

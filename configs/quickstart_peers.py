@@ -4,7 +4,7 @@ Source: none; the data and the model are those of configs/quickstart.py. Every p
 its own, which Ray starts on this machine; any two of them average copies after every 4 steps.
 
 Command: python train.py --config configs/quickstart_peers.py --workdir runs/peers
-Kill one of the processes called ray::Peer meanwhile: the others go on, and a new one joins.
+Kill one of the processes called ray::Peer while they train: the others go on, and a new one joins.
 Hardware: 2 cores; expected result: see docs/peers.md.
 """
 

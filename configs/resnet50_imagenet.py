@@ -11,7 +11,7 @@ with betas (0.9, 0.999), L2 decay of 2^-15 on all but batch-norm scales and bias
     momentum_sgd         decentralized momentum SGD, not in the source: peak 0.1 per 256 images,
                          decay 1e-4, as in configs/resnet50_imagenet_expgraph.py
 
-The schedule suits the hosts (auto); `--config.schedule=alternating_exp_ring` is the published one.
+The schedule, auto, suits the hosts; `--config.schedule=alternating_exp_ring` is the published one.
 Differences from the reference: it decayed the scales of four batch norms by mistake, evaluated each
 replica's own model on its own share of the validation set (here: the consensus model on all of it),
 and computed in float16 with loss scaling (here: bfloat16).

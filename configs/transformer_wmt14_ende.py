@@ -14,7 +14,7 @@ all_reduce: Adam, peak 7e-4, betas (0.9, 0.98). decentralized_adam: betas (0.974
 2.8e-3, 3.8e-3 for 8, 16, 32 replicas. accum_adam: betas (0.9, 0.999), windows of n / 2 steps, peak
 8e-4 for 8 and 7e-4 for more replicas (32: not published).
 
-The schedule suits the hosts (auto); `--config.schedule=alternating_exp_ring` is the published one.
+The schedule, auto, suits the hosts; `--config.schedule=alternating_exp_ring` is the published one.
 Differences from the reference: the validation set is newstest2013, not a part of the training data;
 pairs are normalised, filtered and without duplicates; every epoch draws new batches.
 

@@ -1,7 +1,8 @@
 """Data-parallel training without all-reduce: replicas that gossip, in JAX.
 
 `topology`, `gossip`, `replicas` and `optim` are for a loop of your own and need jax, optax, NumPy
-and SciPy only; `planner`, `simulate`, `train` and what it is made of need ``decent_jax[train]``.
+and SciPy only; `planner`, `simulate`, `train` and the rooms that `train` uses need
+``decent_jax[train]``.
 """
 
 import importlib
@@ -16,7 +17,7 @@ _ROOMS = (
 
 
 def __getattr__(name: str) -> ModuleType:
-    """``import decent_jax; decent_jax.topology`` imports the room that is asked for."""
+    """Import a room at its first use: ``import decent_jax; decent_jax.topology``."""
     if name not in _ROOMS:
         raise AttributeError(f"module 'decent_jax' has no attribute {name!r}")
     return importlib.import_module(f"decent_jax.{name}")

@@ -50,7 +50,7 @@ field of a config with its meaning. The configs that come with the package:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The console script; returns the exit code of the command, 2 where there is none such."""
+    """The console script; returns the exit code of the command, 2 if there is no such command."""
     argv = sys.argv[1:] if argv is None else argv
     known = {name: row for name, row in COMMANDS.items() if _is_there(row[0])}
     if not argv or argv[0] in ("-h", "--help"):
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def console() -> None:
-    """What the installed ``decent-jax`` runs."""
+    """The entry point of the installed ``decent-jax``."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that shows ASCII only
     try:
@@ -130,7 +130,7 @@ def train(argv: list[str], prog: str) -> int:
 
 
 def leave(code: int) -> None:
-    """Ends this process, also where other processes of a run are gone and jax would wait."""
+    """End this process, even if other processes of its run are gone and jax would wait for them."""
     if code and "decent_jax.cluster.watch" in sys.modules:  # where it is not, nothing is watched
         from decent_jax.cluster import watch
 
@@ -139,7 +139,7 @@ def leave(code: int) -> None:
 
 
 def _is_there(module: str) -> bool:
-    """Whether this version has the command: nothing is imported to know it."""
+    """Whether this version has the command; found out without an import."""
     file = Path(__file__).parents[1] / f"{module.replace('.', '/')}.py"
     return not module or file.is_file()
 

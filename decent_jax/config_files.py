@@ -11,5 +11,5 @@ NAMES = tuple(_FILES)
 
 
 def find(name: str) -> Path | None:
-    """The file of a config that comes with the package, such as ``"quickstart"``; None: no such."""
+    """The file of a config that comes with the package, such as ``"quickstart"``, or None."""
     return _FILES.get(name)

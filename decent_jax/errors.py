@@ -1,7 +1,7 @@
-"""How a run is refused, and how one ends when it does not end well.
+"""The errors with which a run is refused, or ends early.
 
-Their messages are for a terminal: one line of at most ``longest`` characters, without the middle
-where what a user has given is longer, and without what would move a cursor.
+Their messages are for a terminal: one line of at most ``longest`` characters. A longer one, which
+quotes a long value of the user, loses its middle; characters that would move a cursor are escaped.
 """
 
 from decent_jax.text import printable, shorten

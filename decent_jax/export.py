@@ -1,4 +1,4 @@
-"""Write the consensus model of a run as one .safetensors file, in its model's published names.
+"""Write the consensus model of a run as one .safetensors file, under the model's published names.
 
     decent-jax export --workdir runs/quickstart --out model.safetensors
 
@@ -66,7 +66,7 @@ def export(workdir: str | Path, out: str | Path, which: str = "last") -> Path:
 
 
 def _check_replaceable(out: Path) -> None:
-    """Raises ConfigError where a file would be lost that no export has written."""
+    """Raises ConfigError if the export would replace a file that no export has written."""
     if out.is_dir():
         raise ConfigError(f"--out {out} is a folder; name a file in it")
     if out.exists():

@@ -8,7 +8,7 @@ class MissingExtra(ImportError):
 
 
 def need(extra: str, *packages: str) -> None:
-    """Call it before the first import of packages that ``pip install decent_jax`` does not bring.
+    """Check for packages that ``pip install decent_jax`` does not bring, before their first import.
 
     Args:
       extra: of pyproject.toml, which lists the packages.

@@ -1,6 +1,6 @@
 """Fields of a config: each one's default, meaning, bound, and whether a resumed run may change it.
 
-A table of fields is a dict from dotted names to `Field`; nothing else knows any of the four.
+A table of fields is a dict from dotted names to `Field`, and the only place with any of the four.
 
 >>> table = {"steps": Field(1000, "updates", at_least=1), "log.every": Field(10, "steps")}
 >>> config = build(table)
@@ -136,7 +136,7 @@ def parse(field: Field, name: str, text: str) -> Any:
     """The value that ``text``, from a command line, gives to a field.
 
     Raises:
-      ConfigError: it is none of the field's type.
+      ConfigError: ``text`` is no value of the field's type.
     """
     kind = type(field.default)
     try:

@@ -1,4 +1,4 @@
-"""JSON files, read or refused in a sentence, and files that are whole or not there."""
+"""JSON files, read or refused in one sentence, and files that are written whole or not at all."""
 
 import errno
 import json
@@ -15,7 +15,7 @@ MOST_BYTES = 1 << 28  # of a file that is read whole, unless its reader says oth
 
 
 def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
-    """All of a file; OSError where it is endless, as a device may be, or a pipe of that name."""
+    """All bytes of a file; OSError if it may be endless, as a device or a named pipe."""
     if Path(path).is_fifo() and not str(path).startswith("/dev/"):  # where shells keep theirs
         raise OSError(errno.EINVAL, "it is a pipe", str(path))
     with open(path, "rb") as file:
@@ -58,7 +58,7 @@ def is_real(value: Any, least: float = -math.inf, below: float = math.inf) -> bo
 
 
 def write_json_atomic(path, obj):
-    """Write `obj` as readable JSON so that a reader finds the old file or the new, never a half.
+    """Write `obj` as readable JSON so that a reader finds the old file or the whole new one.
 
     NumPy and JAX numbers, tuples and paths are accepted; numbers that are not finite become
     strings, as in the metrics file.

@@ -1,4 +1,4 @@
-"""What this machine has, and refusals of what it cannot hold, before anything is allocated."""
+"""The resources of this machine, and checks against them before anything is allocated."""
 
 import os
 import resource

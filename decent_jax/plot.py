@@ -4,7 +4,7 @@
 
 One run is drawn into RUN/curves.png, several into comparison.png in the current folder. With --mean
 runs that differ in their seed become one line with a band, against steps, time and bytes sent;
---style paper draws the same for a page, with --out FILE.pdf. --csv writes these numbers.
+--style paper draws the same for print, with --out FILE.pdf. --csv writes these numbers.
 """
 
 import argparse
@@ -115,7 +115,7 @@ def _legend_columns(runs: Sequence[Run], width: float) -> int:
 
 
 def _panels(runs: Sequence[Run]) -> list[tuple[Callable[..., None], tuple[str, ...]]]:
-    """The panels that these runs have something for: (function, its further arguments)."""
+    """The panels for which these runs have data: (function, its further arguments)."""
 
     def any_has(*names: str) -> bool:
         return any(run.has(name) for run in runs for name in names)
@@ -243,7 +243,7 @@ def _speed(axes: Axes, runs: Sequence[Run], name: str, title: str, unit: str) ->
 
 
 def _slots(run: Run) -> list[int]:
-    """Of a run of peers (docs/peers.md): the places that peers have had."""
+    """The slots of a run of peers (docs/peers.md)."""
     names = {name for row in run.rows for name in row}
     return sorted(int(n.split("/")[1]) for n in names if re.fullmatch(r"peers/\d+/steps", n))
 
@@ -369,7 +369,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="a line with a band for runs that differ in the seed",
     )
     parser.add_argument(
-        "--style", choices=tuple(means.LOOKS), default="screen", help="paper: for a page; as --mean"
+        "--style", choices=tuple(means.LOOKS), default="screen", help="paper: for print; as --mean"
     )
     parser.add_argument("--csv", metavar="FILE", help="also write the numbers of --mean")
     try:

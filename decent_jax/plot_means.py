@@ -62,7 +62,7 @@ class Curve(NamedTuple):
 
 
 def groups_of(runs: Sequence[Run]) -> list[list[Run]]:
-    """Runs whose settings agree but for the seed, in the order of the first of each; labelled."""
+    """Groups of runs that differ only in their seed, in the order of their first runs; labelled."""
     groups: dict[tuple, list[Run]] = {}
     for run in runs:
         kept = {k: v for k, v in run.config.items() if not set(k.split(".")) & _ELSEWHERE}
@@ -79,7 +79,7 @@ def groups_of(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def curve(group: Sequence[Run], name: str) -> Curve | None:
-    """The mean of a metric over the runs of a group; None where they share no step of it."""
+    """The mean of a metric over the runs of a group; None if they have no step of it in common."""
     each = [dict(zip(*run.series(name), strict=True)) for run in group]
     steps = np.array(sorted(set.intersection(*map(set, each))), float)
     if not len(steps):

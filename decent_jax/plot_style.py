@@ -56,7 +56,7 @@ def plain_numbers(axis: Axis, multiples: Iterable[float] = (1, 2, 5)) -> None:
 
 
 def hold(axes: Axes, values: np.ndarray) -> None:
-    """Limit a linear y axis to those of the values that are finite, with a margin."""
+    """Limit a linear y axis to the finite ones of these values, with a margin."""
     values = values[np.isfinite(values)]
     if len(values):
         low, high = values.min(), values.max()

@@ -55,7 +55,7 @@ def _run(argv: list[str]) -> int:
 
 
 def former(name: str) -> int:
-    """What `python -m decent_jax.data.prepare_KIND` did until 0.1; goes with the next release."""
+    """The command `python -m decent_jax.data.prepare_KIND`, which the next release removes."""
     new = f"decent-jax prepare {name}"
     print(f"this command is now called `{new}`; the old name goes soon", file=sys.stderr)
     return main([name, *sys.argv[1:]])
@@ -75,7 +75,7 @@ def _parser(name: str, kind) -> Parser:
     add("--out", required=True, metavar="DIR", help="the folder to make")
     kind.add_arguments(parser)
     add("--workers", type=int, metavar="N", help="processes (default: one per core)")
-    add("--overwrite", action="store_true", help="replace OUT where it is an earlier result")
+    add("--overwrite", action="store_true", help="replace OUT if it is an earlier result")
     return parser
 
 

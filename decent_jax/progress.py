@@ -36,8 +36,8 @@ def announce(
     Args:
       quiet: print nothing.
       stream: stderr unless given.
-      after_s: seconds before the first words. What is refused sooner says only why.
-      kept: takes the line about what is done sooner, for the caller to print.
+      after_s: seconds before the first words, so that a command refused sooner says only why.
+      kept: receives the line about work that is done sooner, for the caller to print.
     """
     if quiet:
         yield
@@ -88,7 +88,7 @@ def _later(seconds: float, action: Callable[[], None]) -> Iterator[None]:
 
 
 def columns(stream: TextIO) -> int:
-    """The width of a terminal; 0 where ``stream`` is none, or has no size (some are 0 by 0)."""
+    """The width of a terminal; 0 if ``stream`` is none, or has no size (some are 0 by 0)."""
     if not stream.isatty():
         return 0
     size = os.get_terminal_size(stream.fileno())

@@ -56,8 +56,8 @@ class Placement:
     def sharding(self, shape: tuple[int, ...]) -> NamedSharding:
         """The sharding of a stacked array (n, ...) of the training state.
 
-        Over the devices of one replica the largest dimension that they divide is sharded (the
-        first of equal ones); an array without such a dimension is whole on each of them.
+        The devices of one replica shard the largest dimension that they divide (the first of equal
+        ones); each holds an array without such a dimension as a whole.
         """
         return self._sharded(shape, range(1, len(shape)))
 
@@ -91,7 +91,7 @@ class Placement:
         return [k * self.block + row for k in local for row in range(self.block)]
 
     def put(self, local: Any) -> Any:
-        """Arrays stacked over `local_replicas` (L, B, ...) to the global ones (n, B, ...).
+        """The global arrays (n, B, ...) of arrays stacked over `local_replicas`, (L, B, ...).
 
         The B examples of a replica are divided over its devices, if these divide B.
         """
@@ -232,7 +232,7 @@ def finite(stacked: Any) -> jax.Array:
 def consensus_mean(stacked: Any, weights: jax.Array | None = None) -> Any:
     """The consensus model: the mean over replicas, leaving out those that are not finite.
 
-    Of whole numbers, such as counts of steps, it is the largest.
+    For whole numbers, such as counts of steps, it is the largest.
 
     Args:
       stacked: arrays (n, ...).

@@ -14,12 +14,13 @@ from decent_jax.text import shown
 def main(arguments: list[str] | None = None) -> int:
     """Returns 0, or 2 after one sentence on stderr."""
     parser = saved_model.parser("sample", __doc__)
-    parser.add_argument("--prompt", default="", help="empty: begin a document")
-    parser.add_argument("--tokens", type=int, default=200, help="how many to add (200)")
-    parser.add_argument("--samples", type=int, default=1, help="how many continuations (1)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (0.8)")
-    parser.add_argument("--top_k", type=int, default=0, help="of the k likeliest tokens; 0: all")
-    parser.add_argument("--seed", type=int, default=0)
+    add = parser.add_argument
+    add("--prompt", default="", help="text to continue (default: begin a document)")
+    add("--tokens", type=int, default=200, help="tokens to add (default: 200)")
+    add("--samples", type=int, default=1, help="number of continuations (default: 1)")
+    add("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
+    add("--top_k", type=int, default=0, help="draw from the k likeliest tokens (default: 0, all)")
+    add("--seed", type=int, default=0, help="seed of the draws (default: 0)")
     try:
         options = vars(parser.parse_args(arguments))
         most = {"tokens": 10**6, "samples": 10**4, "top_k": 2**24, "seed": 2**63 - 1}

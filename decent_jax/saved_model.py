@@ -41,12 +41,12 @@ def parser(command: str, description: str | None) -> Parser:
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    result.add_argument("--workdir", required=True, metavar="DIR", help="of a training run")
+    result.add_argument("--workdir", required=True, metavar="DIR", help="folder of a run")
     result.add_argument(
         "--which",
         choices=("last", "best"),
         default="last",
-        help="the consensus of the newest checkpoint, or the one with the best validation loss",
+        help="consensus of the newest checkpoint (default), or that with the best validation loss",
     )
     return result
 

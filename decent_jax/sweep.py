@@ -62,11 +62,11 @@ class SweptRun:
     folder: Path
 
     def overrides(self, common: Sequence[str]) -> list[str]:
-        """Those that change the config."""
+        """The flags that change the config."""
         return [*common, *(f"--config.{name}={value}" for name, value in self.values.items())]
 
     def arguments(self, config: str, common: Sequence[str]) -> list[str]:
-        """Of ``decent-jax train``."""
+        """The arguments of ``decent-jax train``."""
         return ["--config", config, *self.overrides(common), "--workdir", str(self.folder)]
 
     def summary(self) -> dict:
@@ -134,7 +134,7 @@ def runs_of(over: Sequence[str], out: Path) -> list[SweptRun]:
     for choices in values.values():
         count *= len(choices)
     if count > MOST_RUNS:
-        raise ConfigError(f"--over asks for {count} runs; at most {MOST_RUNS} are one sweep")
+        raise ConfigError(f"--over asks for {count} runs; a sweep has at most {MOST_RUNS}")
     runs = []
     for combination in itertools.product(*values.values()):
         chosen = dict(zip(values, combination, strict=True))
@@ -145,7 +145,7 @@ def runs_of(over: Sequence[str], out: Path) -> list[SweptRun]:
 
 
 def _name(values: dict[str, str]) -> str:
-    """Of a folder: values as in the command, without what a shell or a path reads."""
+    """The name of a folder: values as in the command, without the signs of shells and paths."""
     words = (f"{name.rpartition('.')[2]}={value}" for name, value in values.items())
     return re.sub(r"[^\w.=,+-]+", "-", ",".join(words)).strip("-")[:200]
 
@@ -157,7 +157,7 @@ def _parse(prog: str, arguments: list[str] | None) -> tuple[argparse.Namespace, 
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", required=True, metavar="FILE[:ARGUMENTS]", help="as of train")
+    parser.add_argument("--config", required=True, metavar="FILE[:ARGUMENTS]", help="as for train")
     parser.add_argument(
         "--over",
         action="append",
@@ -200,10 +200,10 @@ def _check(config: str, common: Sequence[str], runs: Sequence[SweptRun]) -> None
 
 
 def train_all(config: str, common: Sequence[str], runs: Sequence[SweptRun]) -> list[SweptRun]:
-    """Train what has not ended, one run after the other; returns those that failed.
+    """Train the runs that have not ended, one after the other; returns those that failed.
 
     Raises:
-      Interrupted: a signal came; the run that it met has saved a checkpoint.
+      Interrupted: a signal came; the run under way has saved a checkpoint.
     """
     failed = []
     bar = tqdm(total=len(runs), unit="run", dynamic_ncols=True, smoothing=0)
@@ -220,7 +220,7 @@ def train_all(config: str, common: Sequence[str], runs: Sequence[SweptRun]) -> l
 
 
 def _train(run: SweptRun, arguments: Sequence[str], signals: Signals, bar: tqdm) -> int:
-    """The exit code of the run, to which a signal is passed on."""
+    """Train a run, passing signals on to it; returns its exit code."""
     run.folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "decent_jax.command", "train", *arguments]
     with (
@@ -248,7 +248,7 @@ def _train(run: SweptRun, arguments: Sequence[str], signals: Signals, bar: tqdm)
 
 
 def _show(run: SweptRun, bar: tqdm) -> None:
-    """The newest row of a run, behind the bar."""
+    """Show the newest row of a run behind the bar."""
     words = [run.folder.name]
     with contextlib.suppress(OSError, ValueError, IndexError):
         row = read_metrics(run.folder)[-1]
@@ -301,7 +301,7 @@ def write_slurm_array(
 
 
 def write_table(runs: Sequence[SweptRun], path: Path) -> str:
-    """Write a row per run as CSV; returns it for people, and means over seeds where they vary."""
+    """Write a row per run as CSV; returns the table as text, with means over seeds if they vary."""
     fields = list(runs[0].values)
     heads = [*fields, "state", *(name for name, _ in RESULTS)]
     rows = []

@@ -85,7 +85,7 @@ def shown(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    r"""``text`` without characters that a terminal obeys: Python's escapes stand for them.
+    r"""``text`` with Python's escapes in place of characters that a terminal obeys.
 
     >>> print(printable("red \x1b[31m"))
     red \x1b[31m
@@ -107,7 +107,7 @@ def name_all(processes: list[int], hosts: list[str]) -> str:
 
 
 def split_outside_brackets(text: str) -> list[str]:
-    """What stands between commas; those inside brackets separate nothing.
+    """The parts between commas; commas inside brackets do not separate.
 
     >>> split_outside_brackets("ring,hierarchical(complete, one_peer_exp), star")
     ['ring', 'hierarchical(complete, one_peer_exp)', 'star']

@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns 0, or 2 after one sentence on stderr."""
     parser = saved_model.parser("translate", __doc__)
     parser.add_argument("--input", metavar="FILE", help="UTF-8 text (default: standard input)")
-    parser.add_argument("--beam", type=int, default=4, help="hypotheses kept; 1 is greedy (4)")
+    parser.add_argument("--beam", type=int, default=4, help="beams; 1 is greedy (default: 4)")
     began, count = 0.0, 0
     try:
         parsed = parser.parse_args(arguments)
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _lines(file: TextIO) -> Iterator[str]:
-    """The lines without their ends; ConfigError for one that no sentence is as long as."""
+    """The lines without their ends; ConfigError for one longer than any sentence."""
     number = 0
     while line := file.readline(_LONGEST + 1):
         number += 1

@@ -1,4 +1,4 @@
-"""Whose a file is: a command replaces files that this package wrote, and no others."""
+"""Who wrote a file: a command replaces files that this package wrote, and no others."""
 
 import re
 from pathlib import Path

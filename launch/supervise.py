@@ -89,17 +89,18 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--processes", type=int, metavar="N", help="on this machine")
+    where.add_argument("--processes", type=int, metavar="N", help="processes on this machine")
     where.add_argument("--hosts", metavar="NAME[=ADDRESS],...", help="one process on each")
     parser.add_argument(
-        "--via", default="ssh {host}", help="how to start a shell command there (%(default)s)"
+        "--via",
+        default="ssh {host}",
+        help="how to start a shell command on a host (default: %(default)s)",
     )
-    parser.add_argument("--port", type=int, default=9876, help="of process 0, with --hosts")
-    parser.add_argument("--again", type=int, default=0, help="restarts of a process that died (0)")
-    parser.add_argument("--restarts", type=int, default=20, help="of the run, at most (20)")
-    parser.add_argument(
-        "--fewest", type=int, default=1, metavar="N", help="give up with fewer processes (1)"
-    )
+    add = parser.add_argument
+    add("--port", type=int, default=9876, help="port of process 0, with --hosts (default: 9876)")
+    add("--again", type=int, default=0, help="restarts of a process that died (default: 0)")
+    add("--restarts", type=int, default=20, help="restarts of the run, at most (default: 20)")
+    add("--fewest", type=int, default=1, metavar="N", help="give up below N (default: 1)")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="-- train.py and its flags")
     options = parser.parse_args(arguments)
     program = options.program[options.program[:1] == ["--"] :]

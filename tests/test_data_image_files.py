@@ -261,7 +261,7 @@ CASES = {
     "an id without a class": (flat, lambda p: mini.write_devkit(p, ids=[1] * 14 + [77]), "val",
         "ground_truth.txt: names the class id 77, which .*meta.mat does not explain"),
     "no number": (flat, lambda p: mini.write_devkit(p, ids=[1] * 14 + ["dog"]), "val",
-        "ground_truth.txt: is not one number a line"),
+        "ground_truth.txt: is not one number per line"),
     "tar cut short": (mini.write_archives, lambda p: edit(p / TRAIN, lambda data: data[:-20000]),
         "train", "img_train.tar: the tar file is cut short at .* bytes; fetch it again"),
     "tar cut short between members": (mini.write_archives,

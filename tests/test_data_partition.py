@@ -166,7 +166,7 @@ def test_sources_that_cannot_be_shared_out():
         )
 
     assert make(Labelled(np.arange(8) % 2)).counts.sum() == 8
-    with pytest.raises(DataError, match=r"needs records with labels, which .* has not; set data"):
+    with pytest.raises(DataError, match=r"needs records with labels, which .* lacks; set data"):
         make([1, 2, 3])
     with pytest.raises(DataError, match=r"at least two classes .*, all 9 have the same \(odd\)"):
         make(Labelled(np.ones(9, int)))

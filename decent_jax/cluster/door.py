@@ -32,7 +32,7 @@ _LONGEST_NAME = 64  # characters of a host name
 
 @dataclasses.dataclass
 class _Guest:
-    """A connection that has not said yet which process it is."""
+    """A connection whose process is not known yet."""
 
     address: str
     deadline: float
@@ -69,11 +69,11 @@ class Door:
             connection.close()
 
     def next_deadline(self) -> float:
-        """When the next guest has had its time."""
+        """When the time of the next guest is over."""
         return min((guest.deadline for guest in self._guests.values()), default=float("inf"))
 
     def serve(self, until: float) -> None:
-        """Do what can be done for the connections that have sent something, by ``until``."""
+        """Serve the connections that have sent something; returns by ``until``."""
         for key, _ in self._selector.select(max(until - time.monotonic(), 0)):
             connection = key.fileobj
             if connection is self._server:
@@ -86,7 +86,7 @@ class Door:
                 self._leave_out(connection, f"was silent for {ANSWER_S} s")
 
     def all_there(self) -> bool:
-        """Whether all have come, and none has died since: one that has may come once more."""
+        """Whether all have come and none has died since; one that has died may come once more."""
         if len(self.hellos) < self.hellos[0]["count"]:
             return False
         gone = [process for process, member in self.members.items() if _has_left(member)]

@@ -1,9 +1,10 @@
 """A start-up barrier before jax's own: what is wrong becomes one sentence on every process.
 
-jax's start-up ends a process that waits in vain with a stack trace and one that cannot listen with
-a segmentation fault, and lets processes with different configs hang or train nonsense. So process 0
-first listens at the coordinator's port itself. The others send it a **description** of themselves
-(versions and config); it compares them, answers every process, and frees the port for jax.
+In jax's own start-up a process that waits in vain ends with a stack trace, one that cannot listen
+ends with a segmentation fault, and processes with different configs hang or train nonsense. So
+process 0 first listens at the coordinator's port itself. The others send it a **description** of
+themselves (versions and config); it compares them, answers every process, and frees the port for
+jax.
 
 Anybody may reach that port. So both sides first prove that they know the run's secret (`secret`),
 each by an HMAC over two nonces, one of either side, and process 0 interprets nothing that comes
@@ -175,7 +176,7 @@ def _report(
 
 
 def _prove(connection: socket.socket, known: bytes) -> bool:
-    """Prove to process 0 that this process knows the secret; whether it proves the same."""
+    """Prove to process 0 that this process knows the secret; returns whether process 0 does."""
     own = secrets.token_bytes(NONCE)
     try:
         nonce = _receive(connection, ANSWER_S, lambda data: len(data) >= NONCE)
@@ -189,7 +190,7 @@ def _prove(connection: socket.socket, known: bytes) -> bool:
 def _exchange(
     connection: socket.socket, hello: dict, end: float, address: str, timeout_s: float
 ) -> dict[str, Any]:
-    """Send the description; what process 0 answers when all have come."""
+    """Send the description; returns the answer of process 0 once all have come."""
     answer = None
     with contextlib.suppress(OSError):
         send(connection, hello)

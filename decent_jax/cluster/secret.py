@@ -1,4 +1,4 @@
-"""The secret of a run, by which its processes know each other from strangers at the same port.
+"""The secret of a run, by which its processes tell each other from strangers at the same port.
 
 A launcher hands it over in the variable `VARIABLE`. Without one, process 0 writes a new one into a
 folder that all processes see, readable by its owner only, and removes it when all have come.
@@ -79,7 +79,7 @@ def file_in(folder: Path, port: int) -> Path:
 
 
 def proof(secret: bytes, of: str, *nonces: bytes) -> bytes:
-    """32 bytes that only who knows the secret can make, for these nonces and one side."""
+    """32 bytes that nobody can make without the secret, for these nonces and one side."""
     return hmac.digest(secret, b"|".join([of.encode(), *nonces]), hashlib.sha256)
 
 

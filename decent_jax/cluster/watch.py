@@ -5,7 +5,7 @@ aborts all of them when one is lost; with ``jax_enable_recoverability`` it answe
 thread of every process keeps asking. When a process is missing from the answer, the thread names it
 and ends its own process with exit code `PEER_LOST`, which also frees a main thread that hangs in a
 collective. When process 0 itself is lost, nobody answers, and jax aborts the others (exit code 134)
-unless this thread is faster. The supervisor takes both for survivors.
+unless this thread is faster. The supervisor counts both as survivors.
 """
 
 import atexit
@@ -118,7 +118,7 @@ def explain(lost: list[int], hosts: list[str], why: str) -> str:
 def await_verdict(error: Exception) -> None:
     """After a failed exchange, wait until the watch names the lost process and ends this one.
 
-    A connection breaks at once, but who broke it is known only after ``heartbeat_s``.
+    A connection breaks at once, but which process broke it is known only after ``heartbeat_s``.
 
     Args:
       error: of this process; if it does not concern an exchange, nothing happens.
@@ -150,8 +150,8 @@ def concerns_an_exchange(error: BaseException | None) -> bool:
 def leave(code: int) -> None:
     """End a process that failed, if it is one of several; a process alone returns.
 
-    Processes that fail for the same reason leave together, each with its own exit code. Where the
-    others go on, this one does not wait for them, and they lose it.
+    Processes that fail for the same reason leave together, each with its own exit code. If the
+    others go on, this one does not wait for them, and they see that it is lost.
     """
     if _watch is not None:
         _watch.leave_together(_TOGETHER_S)

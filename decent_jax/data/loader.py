@@ -7,7 +7,7 @@ same records in every layout.
 
 With a partition there is one such stream per replica, of its own records: row j at step t is its
 example `t * B + j`. It does not depend on which processes and devices hold the replicas, but
-another number of replicas is another partition.
+another number of replicas has another partition.
 
 A source may also cut its batches itself, into blocks of several shapes. Such a source has the
 methods `train_blocks(num_replicas, batch_size, seed)` and `eval_blocks(num_replicas, batch_size)`,

@@ -209,8 +209,8 @@ def for_run(source, *, num_replicas: int, batch_size: int, alpha: float, seed: i
     """
     if not hasattr(source, "labels"):
         raise DataError(
-            f"data.partition 'dirichlet' needs records with labels, which {source!r} has not; set"
-            " data.partition to 'iid'"
+            f"data.partition 'dirichlet' needs records with labels, which {source!r} lacks; set "
+            "data.partition to 'iid'"
         )
     labels = np.asarray(source.labels)
     class_names = getattr(source, "class_names", None)

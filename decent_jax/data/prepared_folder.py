@@ -88,7 +88,7 @@ def find_or_make(
 
 
 def check_out(out: Path, kind: Kind, *, overwrite: bool) -> None:
-    """DataError unless `out` is free, an empty folder, or of this kind and to be replaced."""
+    """DataError unless `out` does not exist, is empty, or is of this kind and to be replaced."""
     if not os.path.lexists(out):
         return
     if not out.is_dir():

@@ -21,7 +21,7 @@ def means(
     """The mean over each replica's group of g, of arrays (block, ...), and which are finite then.
 
     finite: (block,) bool, or None. A finite replica keeps the weight of members that are not; one
-      that is not takes the mean of its finite members, NaN where there are none.
+      that is not finite takes the mean of its finite members, NaN if there are none.
     """
     if finite is None:
         return [_sum(x, g, axis) / g for x in rows], None

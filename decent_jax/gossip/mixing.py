@@ -49,7 +49,7 @@ def number(round: Any) -> Any:
     """The static number of a round, an int; None for None.
 
     Raises:
-      TypeError: for a traced number, or no whole one.
+      TypeError: for a traced number, or one that is not whole.
     """
     if round is None:
         return None
@@ -83,9 +83,9 @@ def mix(
       schedule: its number of replicas must be the product of the axes' sizes.
       round: static Python int in [0, period); or `Simulated`.
       axis_name: the axis that counts replicas, or (mesh axes ..., vmapped axis): several mesh axes
-        count as one, the last the fastest.
+        count as one, of which the last varies fastest.
       finite: optional boolean scalar, whether this replica's ``tree`` is finite (it travels with
-        the message). Parameters that are not are never mixed in: their weight goes to the
+        the message). Parameters that are not finite are never mixed in: their weight goes to the
         receiver's own copy. A replica whose own copy is not finite takes the renormalised average
         of its finite senders, or stays NaN where there are none. In a round in which groups send to
         each other a group counts as one replica, whose value is the mean of its finite members.

@@ -49,7 +49,7 @@ class ReplicaAxis:
     def over(axis_name: AxisName) -> "ReplicaAxis":
         """The axis of that name, or of those: mesh axes, a vmapped axis, or both in this order.
 
-        Several mesh axes count as one, the last the fastest.
+        Several mesh axes count as one, of which the last varies fastest.
         """
         names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
         manual = jax.sharding.get_abstract_mesh().manual_axes
@@ -118,8 +118,8 @@ class ReplicaAxis:
 def _check_one_device(rows: jax.Array, name: str) -> None:
     """Warns where vmapped replicas seem to lie on several devices; raises where they surely do.
 
-    The type of a traced array says how Explicit axes of a mesh divide it, but nothing of Auto axes.
-    Of these one in the mesh in context with the name of the vmapped one is taken as the sign.
+    The type of a traced array says how Explicit axes of a mesh divide it, but nothing about Auto
+    axes. For those, the sign is an axis in the mesh in context with the name of the vmapped one.
     """
     told = (
         f"the replicas vmapped over {name!r} lie on several devices, and each would gather all of "

@@ -186,7 +186,7 @@ class BatchNorm(nnx.Module):
 
     Flax's own rounds the running statistics to the activations' dtype in evaluation. Variances
     are those of the batch, ``mean((x - mean)**2)``, also in the running ones; PyTorch's running
-    ones are larger by a factor of ``m / (m - 1)``, ``m`` values a channel.
+    ones are larger by a factor of ``m / (m - 1)``, ``m`` values per channel.
     """
 
     def __init__(self, config: ResNetConfig, channels: int, scale: float = 1.0):

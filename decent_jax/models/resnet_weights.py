@@ -4,8 +4,8 @@ A file holds what ``state_dict()`` of torchvision's ``resnet18`` to ``resnet152`
 stride in the 3x3 convolution) holds: ``conv1.weight``, ``bn1.running_mean``,
 ``layer1.0.downsample.0.weight``, ``fc.weight`` and so on, all float32. Convolutions are
 ``(outputs, inputs, height, width)`` there and ``(height, width, inputs, outputs)`` here, the last
-layer is ``(outputs, inputs)`` there. Networks that torchvision has not (other blocks, another
-width, the stem for small images) are named by the same rule.
+layer is ``(outputs, inputs)`` there. Networks that torchvision lacks (other blocks, another width,
+the stem for small images) are named by the same rule.
 """
 
 import json

@@ -77,11 +77,11 @@ class Method:
     messages: arrays of the parameters' size that a replica sends to each neighbour in a round.
     copies: arrays of the parameters' size in its state, besides the local optimizer's; a number, or
       a function of the parts and all numbers.
-    section: the section of a config with its numbers; None: called like it; "": no section.
+    section: the section of a config with its numbers; None: named like the method; "": no section.
     sent: bytes of one message, from the parameters, the parts and all numbers; the mean over
       rounds where they differ.
     phases: rounds of a static schedule that the method treats differently, from all its numbers;
-      configs repeat the schedule so often.
+      configs repeat the schedule that many times.
     meeting: what a peer without a common step (`decent_jax.peers`) does with a partner's copy, from
       all its numbers; None: the method needs rounds. It gives ``meet(x, own, copy, half) -> (x,
       own)``: x and the method's own state as they are now; the copy S that the peer brought; and

@@ -152,10 +152,10 @@ def method(
 class EarlyMixing(optax.GradientTransformationExtraArgs):
     """A method whose messages depend only on the old parameters, so the caller may send them early.
 
-    ``mix(params, count, round)``, ``count`` of the state, gives the mixed parameters of a round;
-    ``update(..., round=round, mixed=mixed)`` uses them instead of mixing, with the same result, and
-    communicates nothing. It takes ``mixed`` as it is: `decent_jax.gossip.mix_on` gives the same
-    for a method without ``wire`` and ``gamma``.
+    ``mix(params, count, round)``, with ``count`` from the state, gives the mixed parameters of a
+    round; ``update(..., round=round, mixed=mixed)`` uses them instead of mixing, with the same
+    result, and communicates nothing. It takes ``mixed`` as it is: `decent_jax.gossip.mix_on` gives
+    the same for a method without ``wire`` and ``gamma``.
     """
 
     mix: Callable[[Any, jax.Array, Any], Any]
@@ -215,15 +215,15 @@ def decentralized(
     (weight decay applies to them). ``"then"`` (adapt-then-combine) sends the result of the update,
     so no computation can hide it.
 
-    `optax.MultiSteps` belongs inside: ``MultiSteps(decentralized(...), k)`` mixes in every step and
-    keeps what every k-th gives, so of the rounds ``round_at(t)`` it may use only one.
+    `optax.MultiSteps` belongs inside: ``MultiSteps(decentralized(...), k)`` mixes in every step but
+    keeps only every k-th result, so it may use only one of the rounds ``round_at(t)``.
 
     ``update`` takes ``round`` (required), a static Python int in ``[0, schedule.period)`` from
     ``schedule.round_at(step)``, or None for a step without communication; and optionally ``value``,
     this replica's loss. A local update is rejected when the loss, the norm of the gradient or the
     update of the smallest array is not finite: the parameters are then only mixed, and the state of
-    ``inner`` stays, but for the counts of learning-rate schedules, which go on with the step. Other
-    numbers of an update that are not finite are left out.
+    ``inner`` stays, except for the counts of learning-rate schedules, which advance with the step.
+    Other numbers of an update that are not finite are left out.
 
     Apply the result with `decent_jax.optim.apply_updates` (or `optax.apply_updates`, which cannot
     bring back a replica whose parameters are not finite).
@@ -333,7 +333,7 @@ def all_reduce(
 
 
 def no_rounds(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-    """The method in a step without a round, whatever ``round`` says."""
+    """The method as in steps without a round, whatever ``round`` says."""
 
     def update(updates, state, params=None, **given):
         return tx.update(updates, state, params, **given | {"round": None})
@@ -384,7 +384,7 @@ def rate_at(learning_rate: optax.ScalarOrSchedule, count: jax.Array) -> Any:
 
 
 def divisor(rate: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(whether the rate is 0, the rate or 1 in its place): for updates divided by the rate."""
+    """(whether the rate is 0, the rate or then 1): for updates that are divided by the rate."""
     is_zero = rate == 0
     return is_zero, jnp.where(is_zero, jnp.ones_like(rate), rate)
 

@@ -90,8 +90,8 @@ def des_loc(
       second: rounds per average of the second moments.
 
     Raises:
-      ValueError: a number out of range, a schedule without rounds enough, an optimizer without
-        second moments.
+      ValueError: a number out of range, a schedule with too few rounds, an optimizer without second
+        moments.
 
     References:
       Iacob et al., `DES-LOC <https://arxiv.org/abs/2505.22549>`_, 2026, periods from a
@@ -132,7 +132,7 @@ def _with_moments(
 
     every: by the name of a part, the rounds of the parameters per message of it.
     least: how many of these parts the optimizer must have.
-    needs: what to say of one that has fewer.
+    needs: the message about an optimizer that has fewer.
     """
 
     def named(node: Any) -> list[str]:

@@ -97,11 +97,12 @@ def diloco(
       alpha: the share of its own parameters that a replica keeps, in [0, 1].
       carry: whether a replica keeps what it learned while the message travelled.
       weighted: whether replicas that made more updates count for more.
-      outer_learning_rate, outer_momentum: of the outer optimizer, as in the papers.
+      outer_learning_rate: that of the outer optimizer, as in the papers.
+      outer_momentum: that of the outer optimizer, as in the papers.
 
     Raises:
-      ValueError: a number out of range, a schedule without whole averages or rounds enough, more
-        fragments than arrays.
+      ValueError: a number out of range, a schedule without whole averages or with too few rounds,
+        more fragments than arrays.
 
     References:
       Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, 2023, Algorithm 1;

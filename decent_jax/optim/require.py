@@ -65,7 +65,7 @@ def static_and_symmetric(method: str, schedule: Schedule, mix_every: int = 1) ->
     matrix = schedule.matrix(0)
     if np.abs(matrix - matrix.T).max() > _TOLERANCE:
         raise ValueError(
-            f"{method} needs a symmetric mixing matrix, which {schedule.name} has not; use an "
+            f"{method} needs a symmetric mixing matrix, which {schedule.name} lacks; use an "
             "undirected graph such as bidirectional_ring, or gradient_tracking"
         )
 
@@ -88,8 +88,8 @@ def stable_diffusion(method: str, schedule: Schedule, mix_every: int = 1) -> Non
     if growth > 1 + 1e-4:  # 1 is a double eigenvalue, which rounding splits
         how = f" with mix_every={mix_every}" if mix_every > 1 else ""
         raise ValueError(
-            f"{method} diverges on {schedule.name}{how}: its disagreement grows by {growth:.4f} a "
-            "step; mix in every step over a static graph such as bidirectional_ring, or use "
+            f"{method} diverges on {schedule.name}{how}: its disagreement grows by {growth:.4f} "
+            "per step; mix in every step over a static graph such as bidirectional_ring, or use "
             "gradient_tracking"
         )
 

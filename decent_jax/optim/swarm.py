@@ -184,7 +184,7 @@ def swarm(
 
 
 def _add_half(x: Any, own: SwarmState, copy: Any, half: Any) -> tuple[Any, SwarmState]:
-    """What `swarm` does in a round, of a peer without a common step."""
+    """What a peer without a common step does in place of a round of `swarm`."""
     return guard.add(x, half), own
 
 

@@ -34,7 +34,7 @@ class Pulse:
         self.own = 0  # steps made in this slot
 
     def heard(self, all_steps: int, own_then: int) -> None:
-        """The roster knew of so many steps when it knew of ``own_then`` of this slot's."""
+        """Note the roster's count of all steps, and its count of this slot's at the same time."""
         with self._lock:
             self._all, self._own_then = all_steps, own_then
 
@@ -198,8 +198,9 @@ class Between:
     def _ask_and_rest(self) -> None:
         """Ask, and then be free for the questions of others about as long as that took.
 
-        Peers that asked all the time would be busy whenever they are asked: nobody would meet. Who
-        waited for an answer in vain was busy for ``meet_s``, and asks the next one at once.
+        Peers that asked all the time would be busy whenever they are asked: nobody would meet. A
+        peer that waited for an answer in vain was busy for ``meet_s``, and asks the next one at
+        once.
         """
         began = time.monotonic()
         try:

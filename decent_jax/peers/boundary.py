@@ -81,7 +81,7 @@ class Boundary:
 
 
 def number(stream: int, t: int) -> np.int32:
-    """The number that draws the random numbers (dropout) of a step, different in each stream."""
+    """The seed of a step's random numbers (dropout), different in each stream."""
     return np.int32((stream * _STEPS_PER_STREAM + t) % 2**31)
 
 

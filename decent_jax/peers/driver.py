@@ -133,7 +133,7 @@ class _Driver:
         return bool(manifest.saved_steps(self.work.path / FOLDER / slot))
 
     def _watch(self, writer: MetricWriter, progress: Progress, signals: Signals) -> None:
-        """Until all peers have ended."""
+        """Watch the peers until all have ended."""
         steps, log_every = self.experiment.steps, self.config.log.every
         eval_every = self.experiment.every["eval.every"]
         logged = evaluated = self.start
@@ -398,7 +398,7 @@ class _Driver:
         )
         if config.algorithm != "swarm":  # its momentum may enlarge the spread for a while
             return words
-        return f"{words}; a meeting reduces the spread by {rate:.1%} at least"
+        return f"{words}; a meeting reduces the spread by at least {rate:.1%}"
 
 
 def _cause(error: RayError) -> str:

@@ -11,8 +11,8 @@
 | ``{"end": t, "crc": c}`` | the parameters after the last step |
 
 A copy of another peer is of its step t, either as its checkpoint has it (``"checkpoint"``) or after
-the halves of that boundary were added (``"boundary"``). A line is with the operating system before
-anybody else can know of what it says, so a killed process loses none that matters.
+the halves of that boundary were added (``"boundary"``). A line reaches the operating system before
+any other process can learn what it says, so a killed process loses no line that matters.
 """
 
 import json
@@ -66,7 +66,7 @@ def path(folder: Path, incarnation: int) -> Path:
 
 
 def incarnations(folder: Path) -> list[int]:
-    """Of a slot, in order."""
+    """The incarnations of a slot, in order."""
     found = (p.stem.partition("-")[2] for p in folder.glob("events-*.jsonl"))
     return sorted(int(number) for number in found if number.isdecimal())
 
@@ -123,7 +123,7 @@ def _is_event(event: Any, first: bool) -> bool:
 
 
 def crc(arrays: list[np.ndarray]) -> int:
-    """A number of the bits of all arrays."""
+    """A checksum of the bits of all arrays."""
     value = 0
     for x in arrays:
         value = zlib.crc32(np.ascontiguousarray(x).tobytes(), value)

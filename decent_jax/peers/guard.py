@@ -1,8 +1,8 @@
 """Ends Ray's processes on this machine when the `train.py` that started them is gone.
 
-Ray's processes end with `train.py`, however that ends. Its two agents, though, first tell a service
-that has ended as well, and give up only after 60 s, which no option of Ray changes. Started by
-`decent_jax.peers.start`, with a pipe from `train.py` as standard input::
+Ray's processes end with `train.py`, however that ends. Its two agents, though, first report to a
+service that has ended as well, and give up only after 60 s, which no option of Ray changes. Started
+by `decent_jax.peers.start`, with a pipe from `train.py` as standard input::
 
     python guard.py PID ...
 """

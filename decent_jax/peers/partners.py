@@ -1,4 +1,4 @@
-"""Whom a peer asks to meet, and how fast that brings all peers together."""
+"""Which peers a peer asks to meet, and how fast that brings all peers together."""
 
 import itertools
 import re
@@ -22,8 +22,8 @@ def chances(
 ) -> dict[str, float]:
     """The probability with which peer ``me`` asks each of its neighbours.
 
-    ``all`` and ``regular(d)`` ask all neighbours alike. ``weighted`` asks in proportion to
-    1 / seconds, and a fifth of the time anybody, so that the graph stays complete.
+    ``all`` and ``regular(d)`` ask all neighbours equally often. ``weighted`` asks in proportion to
+    1 / seconds, and for a fifth of the questions anybody, so that the graph stays complete.
 
     Args:
       members: names of the peers that train; everybody computes the same overlay from the same
@@ -62,7 +62,8 @@ def overlay(names: list[str], degree: int) -> np.ndarray:
 def reduction(
     names: list[str], neighbours: str, seconds: Mapping[str, Mapping[str, float]]
 ) -> float:
-    r"""By which part a meeting reduces the expected spread at least, if all peers ask equally.
+    r"""The least part by which a meeting reduces the expected spread, if all peers ask equally
+    often.
 
     Peers i and j are the next to meet with probability :math:`q_{ij} = (p_{ij} + p_{ji}) / n`. A
     meeting of i and j takes :math:`(x_i - x_j)^2 / 2` from the spread, on average
@@ -105,7 +106,7 @@ def links(seconds: Mapping[str, Mapping[str, float]]) -> str:
     return (
         f"a meeting takes {1e3 * took[near]:.0f} ms between peers {' and '.join(near)}, "
         f"{1e3 * took[far]:.0f} ms between {' and '.join(far)}; near ones meet more often, and it "
-        f"reduces the spread by {rate:.1%} at least ({even:.1%} if all met alike)"
+        f"reduces the spread by at least {rate:.1%} ({even:.1%} if all met equally often)"
     )
 
 

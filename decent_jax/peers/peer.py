@@ -110,7 +110,7 @@ class Peer:
         return None if copy is None else copy.arrays
 
     def report(self) -> dict[str, Any]:
-        """What the roster is told."""
+        """This peer's report to the roster."""
         between = self._between
         found = {"steps": self._pulse.own if self._pulse else 0, **self._meetings.counts}
         metrics = between and between.metrics
@@ -172,7 +172,7 @@ class Peer:
             self._avoid(name, error)
 
     def _close(self, meeting: str, settled: Any, seconds: float) -> RayError | None:
-        """Add the half if the partner says that it does; else why it says nothing."""
+        """Add the half if the partner says that it adds its own; returns why there is no answer."""
         accepted: Any = None
         error = None
         try:
@@ -238,7 +238,7 @@ class Peer:
             reached, heard = progress, time.monotonic()
 
     def _join_again(self, lag: int) -> None:
-        """Go on as a new peer, after a silence in which others went too far."""
+        """Go on as a new peer, after a silence in which the others went too far ahead."""
         incarnation = ray.get(
             self._roster.rejoin.remote(self._place.slot, self._between.incarnation)
         )

@@ -21,7 +21,7 @@ class Roster:
     """A Ray actor; single-threaded, and none of its methods waits.
 
     Args:
-      silent_s: without a report for so long, a peer is met by nobody.
+      silent_s: seconds without a report after which nobody meets a peer.
       known: {slot: steps made in it} before this session.
     """
 

@@ -16,8 +16,8 @@ Where copies count by the steps :math:`k` that they hold, of equally many tokens
 Decoupled DiLoCo), :math:`k_j / (k_i + k_j)` stands for 1/2.
 
 `Meetings` is one peer's side of it. It knows neither threads nor Ray; the peer calls it from any
-thread. A meeting of asker A and answerer B is three messages, so that a pair of which one did not
-understand the other does not average on either side::
+thread. A meeting of asker A and answerer B is three messages, so that neither side averages if one
+did not understand the other::
 
     A.ask() -> offer            B.agree(meeting), or "not now"
                                 B.answer(offer) -> reply
@@ -112,9 +112,9 @@ class Meetings:
     Attributes:
       copy: published last; None until the first, and from `take` to `publish`.
       version: of the next copy.
-      closed: whether it begins no meeting any more; those under way come to their end.
+      closed: whether it begins no further meetings; those under way come to their end.
       distance: to the partner of the last meeting, relative to the own copy.
-      counts: of what became of the meetings.
+      counts: of the meetings, by outcome.
 
     >>> ours, theirs = (Meetings(name, Format("float32"), 1.0) for name in ("0.0", "1.0"))
     >>> _ = ours.publish([np.float32([1.0])], progress=0)
@@ -191,7 +191,7 @@ class Meetings:
         return self._offer(begun, True), begun.message
 
     def hear(self, reply: Offer, message: Message) -> bool:
-        """Whether the answerer's message was understood; to be told to it, see `settle`."""
+        """Whether this side understood the answerer's message, which `settle` must be told."""
         begun = self._now
         if begun is None or begun.name != reply.meeting:
             return False

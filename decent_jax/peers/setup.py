@@ -125,7 +125,7 @@ def forget(folder: Path, first: int) -> None:
 
 
 def write_to(log: Path) -> None:
-    """Let what this process and its libraries print go to the file."""
+    """Send what this process and its libraries print to the file."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as file:
         os.dup2(file.fileno(), 1)
@@ -135,8 +135,8 @@ def write_to(log: Path) -> None:
 def enter(launched_from: str) -> None:
     """Make an actor's process one of this run.
 
-    A relative path of the config is then the same file as for `train.py`, unless this machine has
-    not got the folder that `train.py` was started in.
+    A relative path of the config is then the same file as for `train.py`, unless this machine lacks
+    the folder in which `train.py` was started.
     """
     if os.path.isdir(launched_from):
         os.chdir(launched_from)

@@ -10,7 +10,7 @@ _ANOTHER_DRAW = 1_000_003  # between the seeds of streams 0 to n - 1, n to 2 n -
 
 
 class Stream:
-    """A source of which a run of one replica reads the batches of a stream, from any step on.
+    """A source from which a run of one replica reads the batches of a stream, from any step on.
 
     Streams 0 to n - 1 are those of the replicas of a synchronous run: together they read every
     record once per epoch. Stream ``k >= n`` is stream ``k % n`` of another draw of the order.

@@ -35,7 +35,8 @@ class Whole:
         """The row of ``step``, ``steps`` and ``seconds`` after the one before.
 
         Args:
-          peers: as `Roster.look` has them; those count that are alive, or were where none is.
+          peers: as `Roster.look` has them; those that are alive count, or if none is, those that
+            were.
         """
         task, config = self._experiment.task, self._config
         reported = [one for one in peers if "met" in one]
@@ -67,7 +68,7 @@ class Whole:
     def state(self, handles: list[Any], seconds: float) -> TrainState | None:
         """The copies that these peers have published, stacked (m, ...); None without any.
 
-        No peer waits for this, and whoever gives none within ``seconds`` is left out.
+        No peer waits for this; a peer that gives none within ``seconds`` is left out.
         """
         calls = [handle.published.remote() for handle in handles]
         ready, _ = ray.wait(calls, num_returns=len(calls), timeout=seconds) if calls else ([], [])
@@ -100,6 +101,6 @@ class Whole:
 
 
 def counts_of(peers: Collection[dict[str, Any]]) -> dict[str, int]:
-    """What came of the questions of all of them, see `Meetings.counts`."""
+    """The outcomes of all peers' questions, see `Meetings.counts`."""
     names = ("met", "declined", "not_understood", "lost")
     return {name: sum(one.get(name, 0) for one in peers) for name in names}

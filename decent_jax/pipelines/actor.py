@@ -109,7 +109,7 @@ class Actor:
             files.write_part(Path(folder), self._cell.stage, 0, arrays)
 
     def beat(self) -> int:
-        """Its process id: it lives."""
+        """Its process id, as a sign of life."""
         return os.getpid()
 
     def _send(self, stage: int, key: Key, value: Any) -> None:
@@ -119,8 +119,8 @@ class Actor:
 def _meet(timeout_s: int) -> None:
     """Wait for the other replicas of the stage, and exchange a number.
 
-    gloo connects when processes first exchange something, and gives the slower one 30 s: too few
-    where one of them compiles a program meanwhile, and this one compiles at once.
+    gloo connects when processes first exchange something, and gives the slower one 30 s. That is
+    too little if it compiles a large program meanwhile; this small one compiles at once.
     """
     client: Any = global_state.client
     client.wait_at_barrier("decent_jax: the stage is open", 1000 * timeout_s)

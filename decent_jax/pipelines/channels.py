@@ -1,7 +1,7 @@
-"""Connections between the stages of a replica, on which one message follows the other.
+"""Connections between the stages of a replica; each carries one message after the other.
 
-Were messages to travel as arguments of calls of Ray, those to one stage would share its link: all
-would arrive late, and not the first one soon.
+If messages travelled as arguments of calls of Ray, those to one stage would share its link: all
+would arrive late, instead of the first one early.
 """
 
 import contextlib
@@ -92,6 +92,6 @@ class Channel:
 
 
 def _at_once(connection: Connection) -> None:
-    """Let the end of a message not wait for the receipt of its beginning."""
+    """Send the end of a message without waiting for the receipt of its beginning."""
     with socket.socket(fileno=os.dup(connection.fileno())) as link:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -120,7 +120,7 @@ class _Driver:
     # --- Parts of a run ---------------------------------------------------------------------------
 
     def _next(self, done: int, steps: int, pace: float) -> int:
-        """The step up to which the cells train without a word from here."""
+        """The step up to which the cells train without a call from this process."""
         every = self.experiment.every
         periods = (self.config.log.every, every["eval.every"], every["checkpoint.every"])
         ends = [done + period - done % period for period in periods if period]
@@ -268,7 +268,7 @@ class _Driver:
         )
 
     def _cost(self) -> algorithm.Cost:
-        """Of whole replicas; of several stages each sends its share."""
+        """The cost of whole replicas; each of several stages sends its share."""
         experiment, n = self.experiment, self.config.num_replicas
         params, _ = jax.eval_shape(experiment.task.init, jax.random.key(0))
         state = TrainState(params, {}, jax.eval_shape(experiment.tx.init, params), None)

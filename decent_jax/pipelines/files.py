@@ -98,9 +98,9 @@ def _is_manifest(meta: Any, step: int) -> bool:
 
 
 def check(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose files are all there and have their ends.
+    """The manifest of a checkpoint whose files are all there and not cut short.
 
-    What is in them is compared with its checksums by the cells that read them.
+    The cells that read the files compare their contents with the checksums.
 
     Raises:
       CheckpointError: it is not whole.

@@ -80,7 +80,7 @@ class Part(NamedTuple):
 def layers_of(config: ConfigDict, model: gpt2.GPT2Config) -> list[int]:
     """The layers of each stage, as ``config.pipeline`` says.
 
-    The output layer counts as many layers as its matrix has parameters for each of a block's.
+    The output layer counts in proportion: parameters of its matrix over those of a block.
     """
     last_costs = model.vocab_size * model.width / (12 * model.width**2)
     pipeline = config.pipeline
@@ -90,10 +90,10 @@ def layers_of(config: ConfigDict, model: gpt2.GPT2Config) -> list[int]:
 def method(
     config: ConfigDict, schedule: Schedule, rate: optax.Schedule, placement: Placement
 ) -> optax.GradientTransformationExtraArgs:
-    """The method of one stage of a replica, which gets gradients that are clipped already.
+    """The method of one stage of a replica; its gradients are clipped already.
 
-    The norm that clips is that of all stages together. For the same reason ``all_reduce`` gets
-    gradients that are averaged already; then it is a method without rounds.
+    The norm for clipping is that of all stages together. For the same reason ``all_reduce`` gets
+    gradients that are averaged already, and is then a method without rounds.
     """
     unclipped = ConfigDict(config.to_dict())
     unclipped.optimizer.clip_norm = 0.0

@@ -44,7 +44,7 @@ class Cell(NamedTuple):
 
     @property
     def log(self) -> Path:
-        """Where its words go."""
+        """The file of its output."""
         return Path(self.workdir) / LOGS / f"{self.replica}-{self.stage}.txt"
 
 

@@ -63,7 +63,7 @@ class Watched:
         self.wait(calls)
 
     def all(self, name: str, *args: Any) -> list[Any]:
-        """What the method of that name returns, of each cell."""
+        """What the method of that name returns for each cell."""
         return self.wait(self.begin(name, *args))
 
     def begin(self, name: str, *args: Any) -> list[Any]:
@@ -86,7 +86,7 @@ class Watched:
         return ray.get(calls)
 
     def over(self, calls: list[Any]) -> bool:
-        """Whether all of these calls have ended, or one has failed, which `wait` then says."""
+        """Whether all of these calls have ended, or one has failed; `wait` then says which."""
         done, waiting = ray.wait(calls, num_returns=len(calls), timeout=0)
         try:
             ray.get(done)
@@ -133,7 +133,7 @@ class Watched:
         ) from None
 
     def _dead(self) -> Cell | None:
-        """The cell that is gone: others notice it in an exchange before Ray does."""
+        """The cell that is gone; others notice its end in an exchange before Ray does."""
         ends = time.monotonic() + _NOTICED_S
         while time.monotonic() < ends:
             for cell, actor in zip(self.cells, self._actors, strict=True):

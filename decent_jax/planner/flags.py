@@ -122,21 +122,23 @@ class Flag(NamedTuple):
 
 NETWORK = {
     "network": Flag("NAME|FILE", "a preset, or the JSON or .npz of a measured network"),
-    "nodes": Flag("N", "machines of a preset; of a file the first so many are taken (all)"),
-    "devices_per_node": Flag("L", "of a preset; default: config.local_size", int, COUNT),
+    "nodes": Flag("N", "machines of a preset; of a file, the first N are taken (default: all)"),
+    "devices_per_node": Flag(
+        "L", "devices per machine of a preset (default: config.local_size)", int, COUNT
+    ),
 }
 WORKLOAD = {
     "config": Flag("FILE[:ARGUMENTS]", "config file of train.py"),
-    "parameters": Flag("P", "of the model", float, PARAMETERS),
+    "parameters": Flag("P", "number of parameters of the model", float, PARAMETERS),
     "late_parameters": Flag(
         "P",
-        "of them, those whose gradient is complete only at the end of the backward pass: a "
-        "tied embedding, which all-reduce cannot hide (0, or from --config)",
+        "number of those whose gradient is complete only at the end of the backward pass: a tied "
+        "embedding, which all-reduce cannot hide (default: 0, or from --config)",
         float,
         within(0, 1e13),
     ),
-    "compute_s": Flag("S", "forward and backward of one replica, seconds", float, SECONDS),
-    "update_s": Flag("S", "optimizer, seconds (0)", float, NOT_NEGATIVE_S, 0.0),
+    "compute_s": Flag("S", "seconds of forward and backward of one replica", float, SECONDS),
+    "update_s": Flag("S", "seconds of the optimizer (default: 0)", float, NOT_NEGATIVE_S, 0.0),
     "trace": Flag(
         "DIR|FILE",
         "--workdir of a run without communication: its step times instead of --compute_s "
@@ -144,66 +146,89 @@ WORKLOAD = {
     ),
     "sigma": Flag(
         "S",
-        "compute times are lognormal with this spread: 0.1 is about 10%% (0)",
+        "compute times are lognormal with this spread: 0.1 is about 10%% (default: 0)",
         float,
         IN_0_5,
         0.0,
     ),
     "bucket_bytes": Flag(
         "B",
-        "of all-reduce's gradients; inf: all after the backward pass (whichever is fastest)",
+        "bytes per bucket of all-reduce's gradients; inf: all after the backward pass (default: "
+        "whichever is fastest)",
         float,
         ("must be at least 1000", lambda value: value >= 1000),
     ),
 }
 SEARCH = {
     "plan": Flag("FILE.json", "write the plan for train.py", outputs.file),
-    "time_limit_s": Flag("S", "of the search (5)", float, SECONDS, 5.0),
-    "seed": Flag(None, "of the search (0)", int, SEED, 0),
+    "time_limit_s": Flag("S", "seconds that the search may take (default: 5)", float, SECONDS, 5.0),
+    "seed": Flag(None, "seed of the search (default: 0)", int, SEED, 0),
 }
 _EVERYTHING = ", ".join((*predict.ALL_REDUCES, *NAMES))
 COMMANDS: dict[str, dict[str, dict[str, Flag]]] = {  # command: group of flags: flag
-    "network": {"": NETWORK | {"save": Flag("FILE.json", "write it as JSON", outputs.json_file)}},
+    "network": {
+        "": NETWORK | {"save": Flag("FILE.json", "write the network as JSON", outputs.json_file)}
+    },
     "predict": {
         "": NETWORK
         | {"nodes": NETWORK["nodes"]._replace(metavar="N,N")}
         | WORKLOAD
         | {
-            "algorithms": Flag("A,B", f"of {_EVERYTHING}, with parameters if need be (all)"),
+            "algorithms": Flag(
+                "A,B", f"some of {_EVERYTHING}, with their parameters if any (default: all)"
+            ),
             "scaling": Flag(
                 None,
-                "with several --nodes: a replica's share of the batch stays as it is at the first, "
-                "or shrinks because the batch is one for all (weak)",
+                "with several --nodes: weak: a replica's share of the batch stays; strong: it "
+                "shrinks as replicas are added, since the whole batch stays (default: weak)",
                 default="weak",
                 choices=("weak", "strong"),
             ),
-            "mix_every": Flag("H", "steps per round (1)", int, STEPS, 1),
-            "wire": Flag(None, "of gossip", default="float32", choices=tuple(WIRE_BYTES)),
+            "mix_every": Flag("H", "steps per round (default: 1)", int, STEPS, 1),
+            "wire": Flag(
+                None,
+                "format of gossip's messages (default: float32)",
+                default="float32",
+                choices=tuple(WIRE_BYTES),
+            ),
             "out": Flag("FILE.png", "draw the table as bars", outputs.picture),
             "timeline": Flag("FILE.png", "draw a few steps as a Gantt chart", outputs.picture),
             "measured": Flag("FILE", "JSON lines of measured step times"),
-            "fit": Flag("A,B", "of compute_s, sigma, bandwidth: to measured"),
-            "fit_on": Flag("A,B", "rows to fit", default="all_reduce"),
+            "fit": Flag(
+                "A,B", "which of compute_s, sigma, bandwidth to fit to the measured step times"
+            ),
+            "fit_on": Flag(
+                "A,B",
+                "algorithms whose rows are fitted (default: all_reduce)",
+                default="all_reduce",
+            ),
         }
     },
     "recommend": {
         "": NETWORK
         | WORKLOAD
         | {
-            "schedules": Flag("A,B", f"of {', '.join(NAMES)} (all)"),
-            "mix_every": Flag("H,H", "steps per round to try (1,2,4,8)", default="1,2,4,8"),
-            "wires": Flag("W,W", f"of {', '.join(WIRE_BYTES)} (float32)", default="float32"),
+            "schedules": Flag("A,B", f"some of {', '.join(NAMES)} (default: all)"),
+            "mix_every": Flag(
+                "H,H", "steps per round to try (default: 1,2,4,8)", default="1,2,4,8"
+            ),
+            "wires": Flag(
+                "W,W",
+                f"formats of messages to try, of {', '.join(WIRE_BYTES)} (default: float32)",
+                default="float32",
+            ),
             "tokens_per_parameter": Flag(
                 "D",
-                "how long the run is; the longer, the less gossip loses "
-                f"({recommend.TOKENS_PER_PARAMETER:g})",
+                "length of the run; the longer, the less gossip loses "
+                f"(default: {recommend.TOKENS_PER_PARAMETER:g})",
                 float,
                 within(1e-6, 1e9),
                 recommend.TOKENS_PER_PARAMETER,
             ),
             "largest_slow_down": Flag(
                 "S",
-                "consider what needs at most S times the steps of all-reduce (1.5)",
+                "consider schedules that need at most S times the steps of all-reduce "
+                "(default: 1.5)",
                 float,
                 within(1, 1e6),
                 1.5,
@@ -214,43 +239,59 @@ COMMANDS: dict[str, dict[str, dict[str, Flag]]] = {  # command: group of flags: 
     "place": {
         "": NETWORK
         | {"parameters": WORKLOAD["parameters"]}
-        | {"out": Flag("FILE.png", "draw it on a map of the network", outputs.picture)}
+        | {"out": Flag("FILE.png", "draw the placement on the network", outputs.picture)}
         | SEARCH,
         "gossip: order the replicas of a schedule": {
             "schedule": Flag(
                 "NAME",
-                f"of {', '.join(NAMES)}; or {BUILT}: one made for this network (one_peer_exp)",
+                f"one of {', '.join(NAMES)}; or {BUILT}: one made for this network (default: "
+                "one_peer_exp)",
                 default="one_peer_exp",
             ),
-            "max_degree": Flag(None, f"of {BUILT}: messages per round (1)", int, COUNT, 1),
-            "compute_s": Flag("S", "a round hides behind it (0)", float, NOT_NEGATIVE_S, 0.0),
+            "max_degree": Flag(
+                None, f"with {BUILT}: messages per round (default: 1)", int, COUNT, 1
+            ),
+            "compute_s": Flag(
+                "S",
+                "seconds of computing that hide a round (default: 0)",
+                float,
+                NOT_NEGATIVE_S,
+                0.0,
+            ),
         },
         "pipeline stages in data-parallel groups (DT-FM)": {
             "stages": Flag("K", "pipeline stages", int, COUNT),
-            "replicas": Flag("R", "pipelines; K x R devices", int, COUNT),
-            "pipeline_bytes": Flag("B", "between two stages", float, BYTES),
+            "replicas": Flag("R", "pipelines; they take K x R devices", int, COUNT),
+            "pipeline_bytes": Flag(
+                "B", "bytes of activations per step from one stage to the next", float, BYTES
+            ),
             "device_memory": Flag("FILE.json", "list of bytes, one per device of the network"),
-            "stage_memory": Flag("B", "bytes needed", float, BYTES, 0.0),
+            "stage_memory": Flag("B", "bytes that a stage needs (default: 0)", float, BYTES, 0.0),
             "micro_batches": Flag(
                 "M",
-                "of a pipeline; with --compute_s, forward and backward of a pipeline's batch on "
-                "one device, says what a step takes, and exchanges machines until it is shortest "
-                "(as long again as --time_limit_s at most)",
+                "micro-batches of a pipeline. With --compute_s, the seconds of forward and "
+                "backward of a pipeline's batch on one device, place predicts the time of a step, "
+                "and exchanges machines until it is shortest (for at most --time_limit_s more)",
                 int,
                 COUNT,
             ),
             "averaging": Flag(
                 None,
-                "what that step does (gossip)",
+                "averaging between the pipelines in that step (default: gossip)",
                 default="gossip",
                 choices=("gossip", "all_reduce"),
             ),
             "order": Flag(
-                None, "its order of micro-batches (1f1b)", default="1f1b", choices=ORDERS
+                None,
+                "order of micro-batches in that step (default: 1f1b)",
+                default="1f1b",
+                choices=ORDERS,
             ),
-            "layers": Flag("L", "of the model: how many each stage gets (equal)", int, COUNT),
+            "layers": Flag(
+                "L", "layers of the model: also say how many each stage should get", int, COUNT
+            ),
             "output_layers": Flag(
-                "X", "what the output layer costs, in layers (0)", float, within(0, 1e4), 0.0
+                "X", "cost of the output layer, in layers (default: 0)", float, within(0, 1e4), 0.0
             ),
             "speeds": Flag("FILE.json", "list of relative speeds, one per device of the network"),
         },

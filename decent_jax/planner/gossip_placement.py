@@ -16,8 +16,8 @@ For rounds of equal length t it is
 averaged over the starting phase: 3/2 t for `complete`, t (1/2 + mean_i 1 / (1 - lambda_i^2)) for
 one symmetric W. Unlike -log(consensus_rate) / t, disagreement is finite for schedules that become
 exact (one_peer_exp, hypercube, alternating_exp_ring), and unlike the contraction of a single round
-it gives them credit for that. A round that takes little time may do little, and static and varying
-schedules are measured alike. The order of the replicas matters only through time.
+it gives them credit for that. A round that takes little time may do little, and the measure is the
+same for static and varying schedules. The order of the replicas matters only through time.
 """
 
 import contextlib

@@ -41,7 +41,7 @@ NO_MODEL = Model(0)
 
 
 def model_of(options: argparse.Namespace) -> Model:
-    """From ``--config``, ``--parameters`` and ``--late_parameters``; flags have the last word."""
+    """From ``--config``, ``--parameters`` and ``--late_parameters``; flags take precedence."""
     parameters, late = options.parameters, options.late_parameters
     if parameters is None and not options.config:
         raise ConfigError("give the model: --parameters P, or --config FILE")
@@ -145,7 +145,7 @@ def networks_of(
     if n > whole.num_devices:
         raise ConfigError(
             f"{n} replicas do not fit on a network of {whole.num_devices} devices; the planner "
-            "counts one replica a device"
+            "counts one replica per device"
         )
     return [whole.take(range(n))]
 
@@ -180,7 +180,7 @@ DEVICE_NUMBERS = {
 
 
 def device_numbers(options: argparse.Namespace, name: str, num_devices: int) -> np.ndarray | None:
-    """(n,) what the JSON file of a flag says of every device; None without the flag.
+    """(n,) the number that the JSON file of a flag has for every device; None without the flag.
 
     Raises:
       DataError: the file is not a list of as many numbers.

@@ -175,8 +175,8 @@ def from_matrices(
     Args:
       node: the machine of each device; default: every device is a machine of its own.
       nic_bytes_per_s: of each machine, None or infinite where nothing is shared; default: the
-        fastest link that leaves the machine (links are measured one at a time, and no
-        measurement says that two go through faster than one).
+        fastest link that leaves the machine (links are measured one at a time, so no measurement
+        shows that two transfers together are faster than one).
       symmetrise: let the slower direction of every pair count for both.
 
     Raises:

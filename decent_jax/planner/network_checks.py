@@ -45,7 +45,7 @@ def _square(values: ArrayLike, what: str) -> np.ndarray:
     matrix = _numbers(values, what)
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or len(matrix) == 0:
         raise ValueError(
-            f"{what} must be square, a row and a column a device, got shape {matrix.shape}"
+            f"{what} must be square, a row and a column per device, got shape {matrix.shape}"
         )
     return matrix
 

@@ -186,7 +186,7 @@ def explain(found: Sequence[Choice]) -> str:
         for choice in others:
             if choice.algorithm == plain:
                 sentences.append(
-                    "Between nodes a replica sends its shard alone (reduce-scatter in the node, "
+                    "Between nodes a replica sends only its shard (reduce-scatter in the node, "
                     "permute, all-gather); with whole models it would be "
                     f"{_ms(choice.prediction.step_s)} per step."
                 )

@@ -2,9 +2,9 @@
 
 Three things make gossip faster than all-reduce (Wang et al., ICLR 2025): it hides behind the whole
 step and not only behind the backward pass; it can keep to fast links; and a replica waits for its
-neighbours, not for the slowest of all. The paper's own equations were not to be had; these follow
-from the schedule that its code implements. F, B, U are the times of forward, backward and update,
-X the factor by which compute varies, C the time to communicate the whole model:
+neighbours, not for the slowest of all. The paper's own equations were not available; these follow
+from the schedule that its code implements. F, B, U are the times of forward, backward and update, X
+the factor by which compute varies, C the time to communicate the whole model:
 
 - all-reduce: a replica sends a bucket as soon as it has its gradients, and all replicas begin the
   next step together. With k equal buckets, one factor X per replica and step, and C' for gradients

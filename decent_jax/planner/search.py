@@ -2,9 +2,9 @@
 
 A candidate is a balanced partition; `placement` gives its cost exactly. A generation makes one,
 constructed anew (`construct`), out of the groups of two parents (`combine`) or by a few random
-exchanges (`perturb`), improves it by a local search, and lets it take the place of the worst of
-the population. As in Kernighan and Lin (1970) a pass of the local search makes the best exchange
-of two devices even if it is a loss, locks both, and at the end keeps the best state it has seen.
+exchanges (`perturb`), improves it by a local search, and lets it replace the worst of the
+population. As in Kernighan and Lin (1970) a pass of the local search makes the best exchange of two
+devices even if it is a loss, locks both, and at the end keeps the best state it has seen.
 
 All exchanges are judged at once (`_Exchanges`): exactly in their data-parallel cost; in their
 pipeline cost with the path's order as it is, and by the bound that a matching costs at least as

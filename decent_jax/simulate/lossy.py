@@ -8,7 +8,7 @@ RULES = ("receiver", "sender", "renormalise")
 def lose(
     matrix: np.ndarray, rate: float, rng: np.random.Generator, *, rule: str = "receiver"
 ) -> np.ndarray:
-    """Mixing matrices in which each message is lost by chance; a replica's own copy never is.
+    """Mixing matrices in which messages are lost at random; a replica's own copy never is.
 
     An entry (i, j) away from the diagonal is a message from j to i. Where it is lost, its weight
     goes, by ``rule``:

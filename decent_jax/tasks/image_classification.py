@@ -35,9 +35,9 @@ FIELDS = {
         False, "a stem for images of about 32 pixels, which the preset tiny has anyway"
     ),
     "model.zero_init": Field(True, "blocks begin as the identity"),
-    "model.dtype": Field("bfloat16", "of activations; parameters and statistics are float32"),
+    "model.dtype": Field("bfloat16", "type of activations; parameters and statistics are float32"),
     "model.label_smoothing": Field(
-        0.1, "of the training loss; the validation loss has none", at_least=0, below=1
+        0.1, "smoothing in the training loss; the validation loss has none", at_least=0, below=1
     ),
     "model.batch_norm_momentum": Field(
         0.9, "share of its statistics that batch norm keeps per step", at_least=0, below=1
@@ -53,8 +53,8 @@ FIELDS = {
     "model.batch_norm_batches": Field(16, "training batches that recompute reads", at_least=1),
     "data.path": Field(
         GENERATED,
-        "folder with train/<class>/*.jpg, with ImageNet's archives, or made by `python -m "
-        'decent_jax.prepare images` or TFDS; "generated": pictures drawn at the start',
+        "folder with train/<class>/*.jpg, with ImageNet's archives, or made by `decent-jax prepare "
+        'images` or TFDS; "generated": pictures drawn at the start',
     ),
     "data.image_size": Field(
         32, "pixels, height and width of a training image", at_least=16, at_most=2**14
@@ -334,7 +334,7 @@ def ranks_of(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def _unless_not_finite(new, old):
-    """``new``, or all of ``old`` where a number of ``new`` is not finite: it would stay so."""
+    """``new``, or all of ``old`` if a number of ``new`` is not finite, since it would stay so."""
     ok = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(new)]).all()
     return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
 

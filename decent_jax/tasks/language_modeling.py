@@ -33,22 +33,27 @@ FIELDS = {
     "model.layers": size_of_preset("blocks"),
     "model.heads": size_of_preset("attention heads per block"),
     "model.width": size_of_preset("size of the residual stream", 2**20),
-    "model.kv_heads": size_of_preset("of a Llama, heads of keys and values"),
-    "model.hidden": size_of_preset("of a Llama, size inside the MLP", 2**20),
+    "model.kv_heads": size_of_preset("heads of keys and values of a Llama"),
+    "model.hidden": size_of_preset("size inside the MLP of a Llama", 2**20),
     "model.context": Field(1024, "tokens per training sequence", at_least=1, at_most=2**24),
     "model.vocab_size": Field(
-        0, "0: the tokenizer's; 50304 is faster than 50257 on GPUs", at_least=0, at_most=2**24
+        0,
+        "size of the vocabulary; 0: the tokenizer's; 50304 is faster than 50257 on GPUs",
+        at_least=0,
+        at_most=2**24,
     ),
     "model.tied": Field(
         True, "False: the output layer has a table of its own; True: as the preset says"
     ),
-    "model.bias": Field(True, "of a GPT-2, biases in linear layers and LayerNorms"),
-    "model.dropout": Field(0.0, "of a GPT-2, share of activations set to zero in training"),
-    "model.dtype": Field("bfloat16", "of activations; parameters are float32"),
+    "model.bias": Field(True, "biases in linear layers and LayerNorms of a GPT-2"),
+    "model.dropout": Field(0.0, "share of activations of a GPT-2 set to zero in training"),
+    "model.dtype": Field("bfloat16", "type of activations; parameters are float32"),
     "model.remat": Field(False, "recompute blocks in the backward pass: less memory"),
-    "model.attention": Field("auto", "cudnn where it can, else xla"),
+    "model.attention": Field("auto", "xla, cudnn, or auto: cudnn where it can, else xla"),
     "model.init_std": Field(
-        0.02, "of the initial weights; narrow models want about width ** -0.5", at_least=0
+        0.02,
+        "standard deviation of the initial weights; narrow models want about width ** -0.5",
+        at_least=0,
     ),
     "model.init_from": Field(
         "", "published weights, a .safetensors file, or the .index.json beside several"
@@ -59,7 +64,9 @@ FIELDS = {
         'manifest.json; "stdlib": Python\'s own library',
     ),
     "data.prompt": Field(
-        "", "the sample at the end continues it; empty: it begins a document", may_change=True
+        "",
+        "text that the sample at the end continues; empty: it begins a document",
+        may_change=True,
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Folders of data that are opened once per run, though both its config and its task need them."""
+"""Folders of data: opened once per run, although both its config and its task need them."""
 
 import functools
 from collections.abc import Callable

@@ -32,17 +32,17 @@ _SHOWN = 5  # translations at the end
 # ``config.batch_size`` is the number of source tokens, and of target tokens, over all replicas.
 FIELDS = {
     "model.preset": Field("base", "shape of the Transformer", choices=tuple(transformer.PRESETS)),
-    "model.layers": size_of_preset("of the encoder, and again of the decoder"),
+    "model.layers": size_of_preset("layers of the encoder, and as many of the decoder"),
     "model.heads": size_of_preset("attention heads per layer"),
     "model.width": size_of_preset("size of the residual stream", 2**20),
     "model.ff": size_of_preset("size of the feed-forward layers", 2**20),
     "model.norm": Field("post", "post: as published; pre: needs no warm-up to train deep"),
     "model.dropout": Field(0.1, "share of activations set to zero in training"),
-    "model.dtype": Field("bfloat16", "of activations; parameters are float32"),
+    "model.dtype": Field("bfloat16", "type of activations; parameters are float32"),
     "model.remat": Field(False, "recompute layers in the backward pass: less memory"),
-    "model.attention": Field("auto", "cudnn where it can, else xla"),
+    "model.attention": Field("auto", "xla, cudnn, or auto: cudnn where it can, else xla"),
     "model.label_smoothing": Field(
-        0.1, "of the training loss; the validation loss has none", at_least=0, below=1
+        0.1, "smoothing in the training loss; the validation loss has none", at_least=0, below=1
     ),
     "model.loss_average": Field(
         "all",
@@ -65,7 +65,7 @@ FIELDS = {
         may_change=True,
     ),
     "data.beam": Field(
-        4, "beams of these translations", at_least=1, at_most=2**10, may_change=True
+        4, "beam width of these translations", at_least=1, at_most=2**10, may_change=True
     ),
 }
 
@@ -82,8 +82,8 @@ def validate(config: ConfigDict) -> None:
         raise ConfigError("data.partition must be 'iid' for translation: pairs have no labels")
     if not data.path:
         raise ConfigError(
-            "data.path is empty: name a folder made by `python -m "
-            f"decent_jax.prepare translation`, or {NUMBERS!r}"
+            "data.path is empty: name a folder made by `decent-jax prepare translation`, "
+            f"or {NUMBERS!r}"
         )
     size = 1000
     if data.path != NUMBERS:

@@ -2,7 +2,7 @@
 
 Takezawa, Sato, Bao, Niwa and Yamada, "Beyond Exponential Graph: Communication-Efficient Topologies
 for Decentralized Learning via Finite-time Convergence" (NeurIPS 2023). Three constructions, each
-of the one before; all matrices are symmetric and doubly stochastic:
+made of the one before; all matrices are symmetric and doubly stochastic:
 
 - **hyper-hypercube**, where n has no prime factor above k+1: replicas are numbers in a mixed radix
   with digits n_1, ..., n_L <= k+1, and round l averages those that differ in digit l only;

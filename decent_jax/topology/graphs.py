@@ -34,7 +34,7 @@ def static_exp(n: int) -> list[Round]:
 
 
 def _equal_shifts(n: int, shifts: Collection[int]) -> Round:
-    """Replica i averages with what every i - shift sends, in equal parts."""
+    """Replica i averages with equal weights with all replicas i - shift."""
     received = sum(np.roll(np.eye(n), shift, axis=0) for shift in shifts)
     return round_of((np.eye(n) + received) / (len(shifts) + 1))
 

@@ -19,7 +19,7 @@ def order(name: str, stages: int, micro_batches: int, stage: int) -> list[tuple[
     ``gpipe`` (Huang et al., 2019) goes forward with all micro-batches before it goes backward, so a
     stage keeps all their inputs; the last stage can go backward at once. ``1f1b`` (Narayanan et
     al., 2019) goes forward with one only after it went backward with another, and keeps at most
-    ``stages - stage`` inputs; in the same time, if links take none.
+    ``stages - stage`` inputs. It takes the same time if links take none.
 
     Args:
       name: of `ORDERS`.

@@ -1,7 +1,7 @@
 """The plan that `train.py --config.cluster.plan=FILE` follows: who is where, who mixes with whom.
 
-A plan belongs to one cluster. It names the devices in the order of the replicas, and is refused by
-a run that has other devices or another number of replicas.
+A plan belongs to one cluster. It names the devices in the order of the replicas; a run that has
+other devices or another number of replicas refuses it.
 
 >>> plan = Plan(("b/0", "a/0"), topology.make("one_peer_exp", 2))
 >>> plan.device_order(["a/0", "b/0"])       # replica 0 goes on the second device, b/0
@@ -31,8 +31,8 @@ class Plan:
     devices: names of the network's devices; replica i lives on ``devices[i]``, or its stage s on
       ``devices[i * stages + s]``.
     schedule: of the replicas.
-    mix_every: a round in every so many steps.
-    expected: what was predicted, by name: numbers and words for the reader, which no run reads.
+    mix_every: steps from one round to the next.
+    expected: predictions by name, numbers and words for people; no run reads them.
     stages: of each replica, on a device each.
     layers: of each stage; empty: the run divides them.
     """

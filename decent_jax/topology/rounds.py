@@ -114,7 +114,7 @@ def _sender_groups(sources: np.ndarray, g: int) -> np.ndarray:
 
 
 def assembled(group_size: int, self_weights: np.ndarray, sends: Sequence[Send]) -> Round:
-    """The round that communicates so, with the matrix that this amounts to."""
+    """The round with this communication, and with the matrix that it amounts to."""
     matrix = np.diag(self_weights)
     for send in sends:
         receivers = np.flatnonzero(send.sources >= 0)
@@ -187,7 +187,7 @@ def kron(outer: Round, inner: Round) -> Round:
 
 
 def connected_parts(matrices: Sequence[np.ndarray]) -> np.ndarray:
-    """(n,) int: replicas of one number reach each other both ways, by what is above 0 in (n, n)."""
+    """(n,) int: replicas with equal numbers reach each other both ways by entries above 0."""
     arrows = csr_array(np.sum(matrices, axis=0) > 0)
     return connected_components(arrows, directed=True, connection="strong")[1]
 

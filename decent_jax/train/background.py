@@ -1,6 +1,7 @@
-"""What threads of orbax meet while they write, such as a full disk: kept instead of printed.
+"""Errors in orbax's threads while they write, such as a full disk: kept instead of printed.
 
-orbax logs it with a traceback and says so once more, if at all, when the next checkpoint is saved.
+orbax logs such an error with a traceback; if it reports the error at all, it does so when the next
+checkpoint is saved.
 """
 
 import logging

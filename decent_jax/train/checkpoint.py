@@ -98,7 +98,7 @@ class Checkpointer:
             )
 
     def drop_best_after(self, step: int) -> bool:
-        """Forget best models of steps that a resumed run has yet to reach; whether one is left."""
+        """Forget best models of steps yet to be reached by a resumed run; whether one is left."""
         steps = self._best.all_steps()
         for later in [s for s in steps if s > step]:
             self._best.delete(later)
@@ -196,7 +196,7 @@ class Checkpointer:
         return state, meta
 
     def _names_before(self, step, own) -> dict[str, str] | None:
-        """{name in the checkpoint: field of ``own``} where a version before wrote a dict."""
+        """{name in the checkpoint: field of ``own``} where an earlier version wrote a dict."""
         if not own:
             return None
         logging.getLogger("absl").setLevel(logging.ERROR)  # orbax warns of an item read on its own
@@ -364,7 +364,7 @@ def _manager(folder: Path, keep: int) -> ocp.CheckpointManager:
 
 
 def _checksums(state: TrainState) -> list[int]:
-    """One number an array, of its bits: a damaged file cannot pass for what was saved."""
+    """One number per array, from its bits, which shows that a file is damaged."""
     return np.asarray(_sums_of_bits(state)).tolist()
 
 
@@ -386,7 +386,7 @@ def _sums_of_bits(state):
 
 @contextlib.contextmanager
 def _writing(workdir: Path):
-    """One sentence for what a thread of orbax has met, such as a full disk."""
+    """One sentence about an error in a thread of orbax, such as a full disk."""
     try:
         yield
     except CheckpointError:
@@ -429,7 +429,7 @@ def _check_meta(meta: dict, step: int) -> None:
 
 
 def check_only_ours(workdir: Path) -> None:
-    """Raises ConfigError where a checkpoint holds a file of somebody else: it will be deleted."""
+    """Raises ConfigError if a checkpoint, to be deleted, holds a file of somebody else."""
     found = [path for name in (FOLDER, BEST) for path in (workdir / name).glob("*")]
     for path in (part for step in found if step.name.isdecimal() for part in step.glob("*")):
         if not _ITEMS.fullmatch(path.name):

@@ -1,6 +1,6 @@
 """The fields of a config, and every check of them that needs no device.
 
-A config is an `ml_collections.ConfigDict` with the same fields for every task, but for those of
+A config is an `ml_collections.ConfigDict` with the same fields for every task, except those of
 ``model`` and ``data``, which the task declares.
 """
 
@@ -241,7 +241,7 @@ def numbers_of(config: ConfigDict, method: Method) -> dict[str, Any]:
 
 
 def _schedule(config: ConfigDict) -> topology.Schedule:
-    """As ``schedule`` names it, or as the file has it."""
+    """The schedule that ``schedule`` names, or that its file holds."""
     n = config.num_replicas
     if config.schedule == AUTO:
         return topology.make(ONE_HOST, n)
@@ -304,9 +304,9 @@ def under_new_names(saved: Mapping[str, object]) -> dict:
 def refused_changes(old: dict, new: dict) -> list[str]:
     """Fields (flat) that differ and may not change in a resumed run, as "name: old -> new".
 
-    A field that is newer than the old run has its default there, one that has been removed since
-    (`REMOVED`) has it here. ``batch_size`` may follow ``num_replicas``, so that a replica keeps its
-    share.
+    A field that is newer than the old run counts with its default there, one that has been removed
+    since (`REMOVED`) with its default here. ``batch_size`` may follow ``num_replicas``, so that a
+    replica keeps its share.
     """
     table = {**fields_of(new["task"]), **REMOVED}
     defaults = {name: field.default for name, field in table.items()}

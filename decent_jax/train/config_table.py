@@ -16,12 +16,12 @@ FIELDS = {
         0, "seed of parameters, dropout and the order of the data", at_least=0, at_most=2**63 - 1
     ),
     # --- Who averages with whom ---
-    "num_replicas": Changeable(8, "models with parameters of their own", at_least=1),
+    "num_replicas": Changeable(8, "models, each with its own parameters", at_least=1),
     "algorithm": Field("accum_adam", "how replicas train and communicate; see docs/algorithms.md"),
     "schedule": Changeable(
         "one_peer_exp",
-        "who averages with whom, round by round; see docs/topologies.md; auto: as suits the hosts; "
-        "or a file of your own matrices, graph.npy; all_reduce ignores it",
+        "who averages with whom, round by round; see docs/topologies.md; auto: what suits the "
+        "hosts; or a file of your own matrices, graph.npy; all_reduce ignores it",
     ),
     "combine": Field(
         "",
@@ -43,7 +43,7 @@ FIELDS = {
     "steps": Changeable(1000, "updates of each replica", at_least=0),
     "epochs": Changeable(0.0, "passes over the data, in place of steps when above 0", at_least=0),
     "batch_size": Field(
-        64, "examples per step of all replicas together; of translation, tokens", at_least=1
+        64, "examples per step of all replicas together; in translation, tokens", at_least=1
     ),
     "micro_batches": Field(
         1,
@@ -55,18 +55,18 @@ FIELDS = {
         20, "steps in a row without a finite update on any replica that end the run", at_least=1
     ),
     # --- Optimizer, the same on every replica ---
-    "learning_rate": Field(1e-3, "the peak", at_least=0),
+    "learning_rate": Field(1e-3, "peak of the learning rate", at_least=0),
     "lr_schedule.name": Field(
         "cosine",
         "shape of the learning rate",
         choices=("cosine", "inverse_sqrt", "step", "constant"),
     ),
-    "lr_schedule.warmup": Field("10%", "linear warm-up", duration=True),
-    "lr_schedule.end_factor": Field(0.1, "cosine ends at this times the peak", at_least=0),
+    "lr_schedule.warmup": Field("10%", "length of the linear warm-up", duration=True),
+    "lr_schedule.end_factor": Field(0.1, "cosine ends at this multiple of the peak", at_least=0),
     "lr_schedule.drops": Field(
         "30%, 60%, 90%", "durations after which the shape step multiplies the rate by drop_factor"
     ),
-    "lr_schedule.drop_factor": Field(0.1, "see drops", at_least=0),
+    "lr_schedule.drop_factor": Field(0.1, "factor of each of the drops", at_least=0),
     "optimizer.name": Field(
         "",
         "adam, accum_adam, sgd or muon; empty: the algorithm's; or any of optax or your own by its "
@@ -74,15 +74,15 @@ FIELDS = {
     ),
     "optimizer.window": Field(
         4,
-        "of accum_adam: steps whose gradients it averages before they enter its moments; gradient "
+        "steps whose gradients accum_adam averages before they enter its moments; gradient "
         "accumulation is micro_batches",
         at_least=1,
     ),
-    "optimizer.momentum": Field(0.9, "of sgd and muon", at_least=0, below=1),
+    "optimizer.momentum": Field(0.9, "momentum of sgd and muon", at_least=0, below=1),
     "optimizer.b1": Field(0.9, "decay rate of Adam's first moment", at_least=0, below=1),
     "optimizer.b2": Field(0.999, "decay rate of Adam's second moment", at_least=0, below=1),
     "optimizer.eps": Field(1e-8, "added to the root of Adam's second moment", at_least=0),
-    "optimizer.weight_decay": Field(0.0, "per step, times the learning rate", at_least=0),
+    "optimizer.weight_decay": Field(0.0, "decay per step, times the learning rate", at_least=0),
     "optimizer.decoupled": Field(
         True, "True: AdamW; False: weight decay is added to the gradient (L2)"
     ),
@@ -119,7 +119,7 @@ FIELDS = {
     "cluster.num_processes": Changeable(0, "processes of the run", at_least=0),
     "cluster.process_id": Changeable(-1, "number of this process, from 0", at_least=-1),
     "cluster.plan": Changeable(
-        "", "file of decent_jax.planner: order of devices, schedule, mix_every"
+        "", "plan of the planner, a file: order of devices, schedule, mix_every"
     ),
     "cluster.timeout_s": Changeable(
         300, "seconds to wait for all processes at the start", at_least=1
@@ -184,10 +184,10 @@ FIELDS = {
         1, "parts of a replica's batch that are on their way through the stages", at_least=1
     ),
     "pipeline.layers": Changeable(
-        "", 'layers of each stage, such as "4,4,3"; empty: so that all take as long'
+        "", 'layers of each stage, such as "4,4,3"; empty: all take equally long'
     ),
     "pipeline.order": Changeable(
-        "1f1b", "of micro-batches; gpipe: all forward first", choices=("1f1b", "gpipe")
+        "1f1b", "order of micro-batches; gpipe: all forward first", choices=("1f1b", "gpipe")
     ),
     "pipeline.wire": Field(
         "bfloat16", "format of activations and their gradients", choices=COMM_DTYPES
@@ -198,15 +198,19 @@ FIELDS = {
     "pipeline.cpus": Changeable(0.0, "cores that Ray reserves for a stage; 0: none", at_least=0),
     "pipeline.gpus": Changeable(0.0, "GPUs that Ray gives to a stage", at_least=0),
     # --- What is kept and reported ---
-    "checkpoint.every": Changeable(1000, "0: never by steps", duration=True),
-    "checkpoint.every_minutes": Changeable(10.0, "0: never by time", at_least=0),
+    "checkpoint.every": Changeable(
+        1000, "steps between checkpoints; 0: never by steps", duration=True
+    ),
+    "checkpoint.every_minutes": Changeable(
+        10.0, "minutes between checkpoints; 0: never by time", at_least=0
+    ),
     "checkpoint.keep": Changeable(
         2, "newest checkpoints kept, besides the one of the best model", at_least=1
     ),
-    "eval.every": Changeable(500, "0: at the end only", duration=True),
-    "eval.batches": Changeable(0, "batches of the validation set; 0: all of it", at_least=0),
+    "eval.every": Changeable(500, "steps between evaluations; 0: at the end only", duration=True),
+    "eval.batches": Changeable(0, "batches of the validation set to evaluate; 0: all", at_least=0),
     "eval.batch_size": Changeable(
-        0, "examples of all replicas together; 0: as in training", at_least=0
+        0, "examples per evaluation batch of all replicas together; 0: as in training", at_least=0
     ),
     "eval.replicas": Changeable(False, "also evaluate every replica by itself"),
     "eval.ema_decay": Changeable(

@@ -61,12 +61,12 @@ def parse(argv: list[str], prog: str = "train.py") -> tuple[ConfigDict, str | No
         metavar="FILE[:ARGUMENTS]",
         help="config file, or the name of one that comes with the package: " + ", ".join(NAMES),
     )
-    parser.add_argument("--workdir", metavar="DIR", help="where the run leaves everything")
+    parser.add_argument("--workdir", metavar="DIR", help="folder of all that the run writes")
     parser.add_argument("--show", action="store_true", help="print the config and leave")
     parser.add_argument(
         "--check",
         action="store_true",
-        help="open the data, compile and time a step, say what a run takes, and leave",
+        help="open the data, compile and time a step, print what a run takes, and leave",
     )
     known, rest = parser.parse_known_args(argv)
     config = override_all(load(known.config), rest)

@@ -51,7 +51,7 @@ def make(
     Args:
       text: see `parse`; the function takes ``learning_rate``.
       rate: the run's learning rate.
-      weight_decay: decoupled; handed to the function where it has a ``weight_decay``.
+      weight_decay: decoupled; given to the function if it takes ``weight_decay``.
       decay_mask: of the parameters that decay, where the function takes a mask.
 
     Raises:

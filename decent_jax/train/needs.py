@@ -17,7 +17,7 @@ TIMES = 3
 
 
 def check(config: ConfigDict) -> None:
-    """Do all that a run does before its second step, and no more.
+    """Do what a run does before its second step, and no more.
 
     Opens the data, places the replicas, compiles the first step, and prints what a replica sends
     and keeps and what a step takes; then times that step. The working directory stays as it is.

@@ -69,7 +69,7 @@ class Saver:
             raise failed(self.checkpoints.workdir, self.failures.first)
 
     def rescue(self, done: int, state: TrainState, seconds: float) -> str:
-        """Save before the run fails, where this process can do so by itself; words about it."""
+        """Save before the run fails, if this process can do so alone; returns words about it."""
         if jax.process_count() > 1 or not done:
             return ""
         self.save(done, state, seconds)

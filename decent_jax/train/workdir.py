@@ -72,8 +72,8 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Iterator["Workdir"]
 def check_there(path: Path) -> None:
     """Raises CheckpointError where nothing can be written to the directory of a run.
 
-    If it was moved, a new one would be made. Without permission, orbax's threads would keep the
-    process for minutes after it has failed.
+    If the directory was moved, orbax would make a new one. Without permission, orbax's threads
+    would keep the process alive for minutes after it has failed.
     """
     if not (path / _LOCK).exists():
         raise CheckpointError(
@@ -125,7 +125,7 @@ class Workdir:
         return announce(message, quiet=self.quiet, kept=self._kept)
 
     def accept(self) -> None:
-        """Print the announcements so far: the run is not refused, which leaves nothing but why."""
+        """Print the announcements so far; a run that is refused prints only the reason."""
         kept, self._kept = self._kept or [], None
         for line in kept:
             self.say(line)

@@ -52,7 +52,7 @@ def options_of_step(placement: Placement, schedule: Schedule, tx: Any) -> dict[s
 
 
 def _starts_early(placement, schedule, tx) -> bool:
-    """Whether messages that start at the top of the step do good.
+    """Whether it helps to start messages at the top of the step.
 
     Not where a replica has several devices: XLA gathers its arrays as the gradient needs them, on
     the stream that messages to other replicas would then occupy. Nor where groups send to each

@@ -99,7 +99,9 @@ def ground_truth(folder: str | Path) -> list[str]:
         ids = [int(line) for line in truth.split()]
         return [wnids[number] for number in ids]
     except ValueError:
-        raise DataError(f"{truth_path}: is not one number a line; fetch the devkit again") from None
+        raise DataError(
+            f"{truth_path}: is not one number per line; fetch the devkit again"
+        ) from None
     except KeyError as error:
         raise DataError(
             f"{truth_path}: names the class id {error}, which {meta_path} does not explain;"

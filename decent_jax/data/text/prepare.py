@@ -215,8 +215,9 @@ Tokenizes text into OUT/train.bin and OUT/val.bin (uint16, or uint32 for a vocab
 files. OUT/sources.json records which tokens come from which input file, for replicas that train on
 different sources (config.data.partition=dirichlet).
 
-Reads .txt (a file is a document), .jsonl (a line is a document), both also as .gz, .parquet (a
-row is a document), folders of these, and prepared TFDS folders stored as array_record.
+Reads .txt (a file is a document), .jsonl (a line is a document), both also as .gz, .parquet and
+.arrow (a row is a document), folders of these, data sets that Hugging Face's datasets saved, and
+prepared TFDS folders stored as array_record.
 """
 EXAMPLE = """\
 example, 1 % of the documents of a folder of .jsonl.gz files for validation:
