@@ -102,7 +102,7 @@ class Between:
         self._wanted: list[Future] = []
         self.incarnation = place.incarnation
         self.leaving: str | None = None  # "leave": after a last meeting; "stop": at once
-        self.metrics: dict[str, Any] | None = None  # of the last step
+        self.loss: jax.Array | None = None  # of the last step that the device has made
         self._last_loss: jax.Array | None = None  # ready when the last step is made
         self.stale = 0  # steps of progress since the copy averaged last was published
         self.final: list[np.ndarray] | None = None
@@ -154,6 +154,7 @@ class Between:
         # is older. All that the next step needs but the meetings is ready here.
         if self._last_loss is not None:
             self._last_loss.block_until_ready()
+            self.loss = self._last_loss
         taken = self._meetings.take()
         for met in taken:
             log.met(t, met, progress)
@@ -167,7 +168,7 @@ class Between:
             self._jobs.put(self._ask_and_rest)
         state, metrics = compiled(state, batch, number(self._place.slot, t))
         self._last_loss = metrics["loss"] + 0  # the loop may donate the loss itself
-        self.metrics, self.ready = metrics, self._joining is None
+        self.ready = self._joining is None
         return state, metrics | {"learning_rate": self._shown[1]}
 
     def end(self, done: int, state: TrainState) -> dict[str, Any]:

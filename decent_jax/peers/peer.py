@@ -1,6 +1,5 @@
 """A peer: a Ray actor that trains in one of its threads and meets others in the rest."""
 
-import contextlib
 import math
 import queue
 import random
@@ -113,11 +112,9 @@ class Peer:
         """What the roster is told."""
         between = self._between
         found = {"steps": self._pulse.own if self._pulse else 0, **self._meetings.counts}
-        metrics = between and between.metrics
-        if metrics is not None:
-            with contextlib.suppress(RuntimeError):  # donated meanwhile
-                found["loss"] = float(np.asarray(metrics["loss"])[0])
-            found["stale"] = between.stale
+        if between is not None and between.loss is not None:
+            # Without waiting for the device: steps may take longer than peers.silent_s.
+            found |= {"loss": float(np.asarray(between.loss)[0]), "stale": between.stale}
         return found | {"distance": self._meetings.distance, "seconds": dict(self._seconds)}
 
     def leave(self, how: str) -> None:
