@@ -1,9 +1,14 @@
 """What could go wrong between peers, and does not; stand-ins take the place of Ray."""
 
+import contextlib
+import queue
+import threading
+
 import numpy as np
 import pytest
 from test_peers_law import PACES, InProcess, config_of, noise  # noqa: F401 (a fixture)
 
+from decent_jax.peers.between import NotJoined
 from decent_jax.peers.peer import Peer
 from decent_jax.peers.setup import Place, open_peer
 
@@ -57,3 +62,32 @@ def test_a_report_does_not_wait_for_the_device(in_process):
             lambda state, _, t: (state, {"loss": Loss(t)}), in_process.state, None, t
         )
         assert actor.report().get("loss") == (t - 1 if t else None)
+
+
+@pytest.mark.parametrize("leaving", ["stop", "leave", None])
+def test_who_ends_before_it_has_joined_saves_nothing(leaving, in_process, monkeypatch):
+    """Its parameters are those of the seed or an old checkpoint; a resumed run would meet them."""
+    peer = in_process
+    monkeypatch.setattr(peer.between, "_join", lambda: pytest.fail("it must end first"))
+    assert not peer.between.over(0)
+    peer.between.leaving = leaving
+    peer.pulse.heard(8 * len(PACES) if leaving is None else 0, 0)  # all steps are done
+    with pytest.raises(NotJoined):
+        peer.between.over(0)
+
+
+def test_a_peer_that_has_not_joined_takes_no_part_in_the_end(in_process, monkeypatch):
+    def trains(*_):
+        raise NotJoined
+
+    @contextlib.contextmanager
+    def opened(place):
+        yield in_process.experiment, None
+
+    monkeypatch.setattr("decent_jax.peers.peer.open_peer", opened)
+    monkeypatch.setattr("decent_jax.peers.peer.loop.train_and_evaluate", trains)
+    place = in_process.place._replace(start=5)
+    actor = actor_of(
+        in_process, _place=place, _stopped=threading.Event(), _jobs=queue.SimpleQueue()
+    )
+    assert actor.train() == {"steps": 5, "how": "stop"}  # "end" would count it as the result

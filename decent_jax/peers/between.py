@@ -58,6 +58,10 @@ class Pulse:
         return self._all + self._pace * (self.own - self._own_then)
 
 
+class NotJoined(Exception):
+    """A peer must end before it has got the state of another one; it has nothing to save."""
+
+
 class Between:
     """See `decent_jax.train.loop.Between`.
 
@@ -122,10 +126,16 @@ class Between:
         return start
 
     def over(self, done: int) -> bool:
-        """See `decent_jax.train.loop.Between`."""
+        """See `decent_jax.train.loop.Between`.
+
+        Raises:
+          NotJoined: it ends, and the state is not that of a peer yet.
+        """
         self._pulse.own = done
         if self.leaving is None and not self._pulse.over():
             return False
+        if self._join is not None:
+            raise NotJoined
         if math.isinf(self._end_by):
             # A meeting takes meet_s at most, and until it is known to be settled as long again.
             self._end_by = time.monotonic() + 2 * self._meet_s

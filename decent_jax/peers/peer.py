@@ -13,7 +13,7 @@ import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
-from decent_jax.peers.between import Between, Pulse
+from decent_jax.peers.between import Between, NotJoined, Pulse
 from decent_jax.peers.boundary import on_host
 from decent_jax.peers.formats import Format, Message
 from decent_jax.peers.partners import chances
@@ -72,6 +72,8 @@ class Peer:
                 thread.start()
             try:
                 return loop.train_and_evaluate(experiment, work, between)
+            except NotJoined:  # the run goes on, or resumes, without what it has begun with
+                return {"steps": place.start, "how": self._leaving or "stop"}
             finally:
                 self._stopped.set()
                 self._jobs.put(None)
