@@ -91,3 +91,13 @@ def test_a_peer_that_has_not_joined_takes_no_part_in_the_end(in_process, monkeyp
         in_process, _place=place, _stopped=threading.Event(), _jobs=queue.SimpleQueue()
     )
     assert actor.train() == {"steps": 5, "how": "stop"}  # "end" would count it as the result
+
+
+def test_a_peer_that_stops_with_all_others_does_not_leave(in_process):
+    """A launcher that ends a job sends SIGTERM to `train.py` and to each peer, in any order."""
+    actor = actor_of(in_process)
+    actor.leave("leave")
+    assert in_process.between.leaving == "leave"
+    actor.leave("stop")
+    actor.leave("leave")
+    assert in_process.between.leaving == actor._leaving == "stop"

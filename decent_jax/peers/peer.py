@@ -63,8 +63,8 @@ class Peer:
             between = Between(
                 experiment, place, self._pulse, self._meetings, self._jobs, self._ask, join
             )
-            between.leaving = self._leaving
             self._between = between
+            between.leaving = self._leaving  # `leave` sets this one first, and may be in between
             threads = [
                 threading.Thread(target=target, daemon=True) for target in (self._beat, self._work)
             ]
@@ -120,10 +120,11 @@ class Peer:
         return found | {"distance": self._meetings.distance, "seconds": dict(self._seconds)}
 
     def leave(self, how: str) -> None:
-        """End in good order: "leave" after a last meeting, "stop" at once."""
-        self._leaving = how
+        """End in good order: "leave" after a last meeting, "stop" at once, and for good."""
+        if self._leaving != "stop":
+            self._leaving = how
         if self._between is not None:
-            self._between.leaving = how
+            self._between.leaving = self._leaving
 
     # --- Its own threads --------------------------------------------------------------------------
 
