@@ -3,6 +3,7 @@
 import contextlib
 import queue
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from test_peers_law import PACES, InProcess, config_of, noise  # noqa: F401 (a f
 
 from decent_jax.peers.between import NotJoined
 from decent_jax.peers.peer import Peer
+from decent_jax.peers.roster import Roster
+from decent_jax.peers.rule import Joined
 from decent_jax.peers.setup import Place, open_peer
 
 
@@ -101,3 +104,55 @@ def test_a_peer_that_stops_with_all_others_does_not_leave(in_process):
     actor.leave("stop")
     actor.leave("leave")
     assert in_process.between.leaving == actor._leaving == "stop"
+
+
+class Remote:
+    """An object as a handle of Ray: calls do nothing until `get` asks for their results."""
+
+    def __init__(self, there):
+        self._there = there
+
+    def __getattr__(self, name):
+        method = getattr(self._there, name)
+        return types.SimpleNamespace(remote=lambda *args: lambda: method(*args))
+
+
+@pytest.fixture
+def no_ray(monkeypatch):
+    def get(call, timeout=None):
+        return call()
+
+    monkeypatch.setattr("decent_jax.peers.peer.ray", types.SimpleNamespace(get=get))
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_a_peer_that_joins_waits_for_one_that_trains(in_process):
+    """At the start of a resumed run the others restore and compile, perhaps for longer than it."""
+    roster = Roster(5.0, {})
+    roster.add(0, 0, Remote(types.SimpleNamespace(state=lambda: Joined("0.0", 7, []))), False)
+    roster.add(1, 0, None, True)
+    place = in_process.place._replace(slot=1)
+    actor = actor_of(in_process, _roster=Remote(roster), _place=place)
+    joining = actor._begin_joining(30.0)
+    with pytest.raises(TimeoutError):
+        joining.result(0.5)
+    roster.beat(0, 0, {"steps": 7})
+    assert joining.result(10.0).donor == "0.0"
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_peers_that_all_join_begin_with_what_they_have(in_process):
+    roster = Roster(5.0, {})
+    roster.add(0, 0, None, False)
+    roster.add(1, 0, None, True)
+    place = in_process.place._replace(slot=1)
+    actor = actor_of(in_process, _roster=Remote(roster), _place=place)
+    joining = actor._begin_joining(30.0)
+    roster.remove(0)  # both were killed at once, and both wait for each other
+    roster.add(0, 1, None, True)
+    assert joining.result(10.0) is None
+    roster.add(2, 0, None, False)
+    assert actor._begin_joining(0.3).result(10.0) is None
+    actor.leave("stop")
+    with pytest.raises(NotJoined):
+        actor._begin_joining(30.0).result(10.0)

@@ -228,7 +228,7 @@ class _Driver:
             os.getcwd(),
         )
         handle = start_actor(Peer, self.config.peers, "SPREAD", _THREADS, place, self.roster)
-        self.roster.add.remote(slot, incarnation, handle)
+        self.roster.add.remote(slot, incarnation, handle, copy)
         self.live[slot] = _Live(handle, handle.train.remote())
         self.gone.discard(slot)
 

@@ -1,5 +1,6 @@
 """A peer: a Ray actor that trains in one of its threads and meets others in the rest."""
 
+import functools
 import math
 import queue
 import random
@@ -56,7 +57,7 @@ class Peer:
         join = None
         if place.start is not None:
             forget(place.folder, place.start)
-            join = self._begin_joining
+            join = functools.partial(self._begin_joining, self._peers["start_s"])
         with open_peer(place) as (experiment, work):
             n = place.config["num_replicas"]
             self._pulse = Pulse(n, experiment.steps // n)
@@ -249,13 +250,27 @@ class Peer:
             f"{self._peers['max_lag']}): it joins again as {self._place.slot}.{incarnation}"
         )
         self._meetings.withdraw()
-        self._between.replace(self._begin_joining(), incarnation)
+        self._between.replace(self._begin_joining(0.0), incarnation)
 
-    def _begin_joining(self) -> "Future[Joined | None]":
+    def _begin_joining(self, patience_s: float) -> "Future[Joined | None]":
         """Copy the state of a random live peer, in a thread of its own."""
-        return ThreadPoolExecutor(1).submit(self._copied)
+        return ThreadPoolExecutor(1).submit(self._joined, patience_s)
+
+    def _joined(self, patience_s: float) -> Joined | None:
+        """The state of a peer; waits for one that trains, unless all others wait, too."""
+        ends = time.monotonic() + patience_s
+        while (joined := self._copied()) is None:
+            hopeful = ray.get(self._roster.is_hopeful.remote(), timeout=self._peers["join_s"])
+            if not hopeful or time.monotonic() >= ends:
+                self._say("nobody gives a copy: begins with its own parameters")
+                return None
+            if self._leaving is not None:
+                raise NotJoined
+            time.sleep(self._peers["beat_s"])
+        return joined
 
     def _copied(self) -> Joined | None:
+        """The state of a random live peer, if one gives it."""
         members = ray.get(self._roster.members.remote(), timeout=self._peers["join_s"])
         members = [m for m in members if m[0].partition(".")[0] != str(self._place.slot)]
         random.shuffle(members)
@@ -271,7 +286,6 @@ class Peer:
                 f"joins with a copy of peer {joined.donor} at step {joined.t} ({seconds:.1f} s)"
             )
             return joined
-        self._say("nobody gives a copy: begins with its own parameters")
         return None
 
     def _say(self, message: str) -> None:
