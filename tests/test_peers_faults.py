@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from test_peers_law import PACES, InProcess, config_of, noise  # noqa: F401 (a fixture)
 
+from decent_jax.peers import manifest
 from decent_jax.peers.between import NotJoined
+from decent_jax.peers.driver import _Driver
 from decent_jax.peers.peer import Peer
 from decent_jax.peers.roster import Roster
 from decent_jax.peers.rule import Joined
@@ -156,3 +158,32 @@ def test_peers_that_all_join_begin_with_what_they_have(in_process):
     actor.leave("stop")
     with pytest.raises(NotJoined):
         actor._begin_joining(30.0).result(10.0)
+
+
+def started(workdir, entries):
+    """{slot: whether it joins}, of the peers that a resumed run of three starts."""
+    before = {"peers": entries}
+    config = config_of("float32", 100, "swarm", weighted=False)
+    config.peers.count = 3
+    work = types.SimpleNamespace(path=workdir, announce=lambda _: contextlib.nullcontext())
+    slots = {}
+    driver = types.SimpleNamespace(
+        **{"config": config, "work": work, "manifest": before, "start": 7, "live": {}, "ended": []},
+        **{
+            "_look": lambda: {0: {"ready": True}},
+            "_start": lambda k, copy: slots.update({k: copy}),
+        },
+    )
+    _Driver._start_peers(driver)  # pyright: ignore
+    return slots, manifest.known_steps(workdir, before)
+
+
+def test_a_run_whose_peers_have_all_left_resumes_from_their_checkpoints(tmp_path):
+    """They save when they leave. As peers that join they would forget these checkpoints."""
+    for slot, step in (("0", 12), ("1", 15)):
+        (tmp_path / "peers" / slot / "checkpoints" / str(step)).mkdir(parents=True)
+    entries = {"0": {"alive": False, "steps": 11}, "1": {"alive": False, "steps": 14}}
+    entries["2"] = {"alive": False, "steps": 9}
+    assert started(tmp_path, entries) == ({0: False, 1: False, 2: True}, {0: 12, 1: 15, 2: 9})
+    entries["1"]["alive"] = True  # it has what 0 left to the others
+    assert started(tmp_path, entries) == ({0: True, 1: False, 2: True}, {0: 11, 1: 15, 2: 9})

@@ -113,8 +113,7 @@ class _Driver:
 
     def _start_peers(self) -> None:
         wanted = setup.count_of(self.config)
-        entries = self.manifest.get("peers", {})
-        of_before = [int(k) for k, v in entries.items() if v["alive"] and self._has_saved(k)]
+        of_before = manifest.resumed(self.work.path, self.manifest)
         slots = sorted(of_before)[:wanted]
         slots += manifest.free_slots(slots, wanted - len(slots))
         with self.work.announce(f"starting {wanted} peers"):
@@ -128,9 +127,6 @@ class _Driver:
                         f"no peer has begun to train within peers.start_s "
                         f"({self.config.peers.start_s:g} s): {self.work.path}/{FOLDER}/*/log.txt"
                     )
-
-    def _has_saved(self, slot: str) -> bool:
-        return bool(manifest.saved_steps(self.work.path / FOLDER / slot))
 
     def _watch(self, writer: MetricWriter, progress: Progress, signals: Signals) -> None:
         """Until all peers have ended."""
