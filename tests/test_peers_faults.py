@@ -4,14 +4,16 @@ import contextlib
 import queue
 import threading
 import types
+from collections import Counter
 
 import numpy as np
 import pytest
+from ray.exceptions import RayActorError
 from test_peers_law import PACES, InProcess, config_of, noise  # noqa: F401 (a fixture)
 
-from decent_jax.peers import manifest
+from decent_jax.peers import manifest, resize
 from decent_jax.peers.between import NotJoined
-from decent_jax.peers.driver import _Driver
+from decent_jax.peers.driver import _Driver, _Live
 from decent_jax.peers.peer import Peer
 from decent_jax.peers.roster import Roster
 from decent_jax.peers.rule import Joined
@@ -187,3 +189,59 @@ def test_a_run_whose_peers_have_all_left_resumes_from_their_checkpoints(tmp_path
     assert started(tmp_path, entries) == ({0: False, 1: False, 2: True}, {0: 12, 1: 15, 2: 9})
     entries["1"]["alive"] = True  # it has what 0 left to the others
     assert started(tmp_path, entries) == ({0: True, 1: False, 2: True}, {0: 11, 1: 15, 2: 9})
+
+
+class Handle:
+    """Of a peer's actor; notes what it is told."""
+
+    def __init__(self):
+        self.told = []
+        self.leave = types.SimpleNamespace(remote=self.told.append)
+
+
+@pytest.fixture
+def driver(tmp_path, monkeypatch):
+    """A driver of four peers that train, and what ends of them next: ``ends``."""
+    config = config_of("float32", 100, "swarm", weighted=False)
+    made = _Driver.__new__(_Driver)
+    made.config, made.ends = config, []  # pyright: ignore
+    made.work = types.SimpleNamespace(path=tmp_path, say=lambda _: None)  # pyright: ignore
+    made.experiment = types.SimpleNamespace(steps=100)  # pyright: ignore
+    nothing = types.SimpleNamespace(remote=lambda *_: None)
+    made.roster = types.SimpleNamespace(remove=nothing)
+    made.live = {slot: _Live(Handle(), slot) for slot in range(4)}
+    made.deaths, made.ended, made.gone, made.leaving = Counter(), [], set(), set()
+    made._said, made._reached, made.looked = set(), 0, {}
+    made.killed = []  # pyright: ignore
+
+    def start(slot, copy):
+        made.live[slot] = _Live(Handle(), slot)
+
+    def get(slot):
+        raise RayActorError
+
+    monkeypatch.setattr(made, "_start", start)
+    wait = lambda futures, timeout: (made.ends, futures)  # noqa: E731 # pyright: ignore
+    fake = types.SimpleNamespace(wait=wait, get=get, kill=made.killed.append)  # pyright: ignore
+    monkeypatch.setattr("decent_jax.peers.driver.ray", fake)
+    (tmp_path / "peers").mkdir()
+    (tmp_path / "config.json").touch()
+    return made
+
+
+def resized(driver, count):
+    assert resize.main(["--workdir", str(driver.work.path), "--count", str(count)]) == 0
+    driver._resize()
+
+
+def test_peers_that_leave_are_replaced_where_more_are_wanted_again(driver):
+    resized(driver, 2)
+    assert [driver.live[slot].handle.told for slot in range(4)] == [[], [], ["leave"], ["leave"]]
+    resized(driver, 3)  # the two have not left yet
+    assert sorted(driver.live) == [0, 1, 2, 3, 4]
+    driver.ends = [3]
+    driver._collect()  # it was killed on its way out, and is not replaced
+    assert sorted(driver.live) == [0, 1, 2, 4]
+    driver.ends = [1]
+    driver._collect()
+    assert sorted(driver.live) == [0, 1, 2, 4] and driver.leaving == {2}

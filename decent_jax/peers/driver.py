@@ -72,6 +72,7 @@ class _Driver:
         self.deaths: Counter[int] = Counter()
         self.ended: list[Any] = []  # handles of peers at the end of the run
         self.gone: set[int] = set()  # slots whose peers died or left, and were not replaced
+        self.leaving: set[int] = set()  # slots whose peers `resize` has told to leave
         self._said: set[str] = set()
         self._reached, self._saved = 0, 0.0
         known = config.peers.silent_s, manifest.known_steps(work.path, before)
@@ -236,10 +237,12 @@ class _Driver:
             slot = slots[future]
             one = self.live.pop(slot)
             self.roster.remove.remote(slot)
+            leaves = slot in self.leaving
+            self.leaving.discard(slot)
             try:
                 result = ray.get(future)
             except RayError as error:
-                self._died(slot, error)
+                self._died(slot, error, leaves)
                 continue
             if result["how"] == "end":
                 self.ended.append(one.handle)
@@ -248,13 +251,13 @@ class _Driver:
                 left = f"peer {slot} has left after {result['steps']} steps; {len(self.live)} go on"
                 self.work.say(left)
 
-    def _died(self, slot: int, error: RayError) -> None:
+    def _died(self, slot: int, error: RayError, leaves: bool) -> None:
         why = "was killed" if isinstance(error, RayActorError) else _cause(error)
         self.deaths[slot] += 1
         self.work.say(f"peer {slot} {why}; {len(self.live)} go on")
         self.gone.add(slot)
         may = self.live and self._roster_lives() and self.deaths[slot] <= self.config.peers.restarts
-        if may and self.step() < self.experiment.steps:
+        if may and not leaves and self.step() < self.experiment.steps:
             self._start(slot, copy=True)
             self.work.say(f"peer {slot} starts again and joins with a copy of a live peer")
 
@@ -272,11 +275,12 @@ class _Driver:
                 self.work.say(f"{path} holds no number of peers; it is ignored")
             return
         path.unlink()
-        missing = wanted - len(self.live)
-        for slot in manifest.free_slots(list(self.live), missing):
+        stay = sorted(self.live.keys() - self.leaving)
+        for slot in manifest.free_slots(list(self.live), wanted - len(stay)):
             self.work.say(f"peer {slot} starts and joins with a copy of a live peer")
             self._start(slot, copy=True)
-        for slot in sorted(self.live)[wanted:]:
+        for slot in stay[wanted:]:
+            self.leaving.add(slot)
             self.live[slot].handle.leave.remote("leave")
 
     def _end_the_rest(self) -> None:
