@@ -1,9 +1,11 @@
 """What could go wrong between peers, and does not; stand-ins take the place of Ray."""
 
 import contextlib
+import gc
 import queue
 import threading
 import types
+import weakref
 from collections import Counter
 
 import numpy as np
@@ -245,3 +247,23 @@ def test_peers_that_leave_are_replaced_where_more_are_wanted_again(driver):
     driver.ends = [1]
     driver._collect()
     assert sorted(driver.live) == [0, 1, 2, 4] and driver.leaving == {2}
+
+
+def test_of_a_peer_that_has_failed_no_process_stays(driver):
+    """Ray also says that an actor is lost when its host cannot be reached for a while."""
+    handle = driver.live[1].handle
+    driver.ends = [1]
+    driver._collect()
+    assert driver.killed == [handle] and driver.live[1].handle is not handle
+
+
+def test_the_roster_keeps_no_handle_of_a_peer_that_has_left():
+    """Its process, and what Ray reserves for it, would stay until another one takes the slot."""
+    roster, handle = Roster(5.0, {}), Handle()
+    roster.add(0, 0, handle, False)
+    roster.beat(0, 0, {"steps": 3})
+    roster.remove(0)
+    gone = weakref.ref(handle)
+    del handle
+    gc.collect()
+    assert gone() is None and roster.look()[0]["steps"] == 3

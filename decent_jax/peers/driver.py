@@ -242,6 +242,7 @@ class _Driver:
             try:
                 result = ray.get(future)
             except RayError as error:
+                ray.kill(one.handle)  # it may have failed only to answer, and another comes
                 self._died(slot, error, leaves)
                 continue
             if result["how"] == "end":

@@ -39,7 +39,8 @@ class Roster:
 
     def remove(self, slot: int) -> None:
         """The peer that has the slot has died, left or ended."""
-        self._slots[slot].alive = False
+        entry = self._slots[slot]
+        entry.alive, entry.handle = False, None  # Ray ends an actor of which nobody has a handle
         self._refresh()
 
     def beat(self, slot: int, incarnation: int, report: dict[str, Any]) -> tuple[int, int] | None:
