@@ -267,3 +267,29 @@ def test_the_roster_keeps_no_handle_of_a_peer_that_has_left():
     del handle
     gc.collect()
     assert gone() is None and roster.look()[0]["steps"] == 3
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_a_roster_that_is_lost_while_a_peer_joins_again_is_lost(in_process):
+    """The thread that reports must not end without a word: the peer would never know the end."""
+    answers = [(0, 0), (800, 0)]  # the others went on while it was silent
+
+    class Lost:
+        def beat(self, *_):
+            if not answers:
+                raise RayActorError
+            return answers.pop(0)
+
+        def members(self):
+            return [("0.0", None), ("1.0", None)]
+
+        def rejoin(self, *_):
+            raise RayActorError
+
+    peers = in_process.place.config["peers"] | {"beat_s": 0.01, "silent_s": 0.001, "max_lag": 1}
+    actor = actor_of(in_process, _roster=Remote(Lost()), _peers=peers, _stopped=threading.Event())
+    actor._between.ready = True
+    actor._beat()
+    before = in_process.pulse.progress()
+    in_process.pulse.own += len(PACES)
+    assert in_process.pulse.progress() == before + 2  # it estimates what both of them do

@@ -235,7 +235,10 @@ class Peer:
             progress = self._pulse.progress()
             silent = time.monotonic() - heard > peers["silent_s"]
             if silent and progress - reached > peers["max_lag"]:
-                self._join_again(progress - reached)
+                try:
+                    self._join_again(progress - reached)
+                except RayError:
+                    continue  # the next report finds no roster either
             reached, heard = progress, time.monotonic()
 
     def _join_again(self, lag: int) -> None:
