@@ -16,9 +16,10 @@ from test_peers_law import PACES, InProcess, config_of, noise  # noqa: F401 (a f
 from decent_jax.peers import manifest, resize
 from decent_jax.peers.between import NotJoined
 from decent_jax.peers.driver import _Driver, _Live
+from decent_jax.peers.formats import Format
 from decent_jax.peers.peer import Peer
 from decent_jax.peers.roster import Roster
-from decent_jax.peers.rule import Joined
+from decent_jax.peers.rule import Joined, Meetings
 from decent_jax.peers.setup import Place, open_peer
 
 
@@ -128,7 +129,9 @@ def no_ray(monkeypatch):
     def get(call, timeout=None):
         return call()
 
-    monkeypatch.setattr("decent_jax.peers.peer.ray", types.SimpleNamespace(get=get))
+    monkeypatch.setattr(
+        "decent_jax.peers.peer.ray", types.SimpleNamespace(get=get, put=lambda x: x)
+    )
 
 
 @pytest.mark.usefixtures("no_ray")
@@ -293,3 +296,19 @@ def test_a_roster_that_is_lost_while_a_peer_joins_again_is_lost(in_process):
     before = in_process.pulse.progress()
     in_process.pulse.own += len(PACES)
     assert in_process.pulse.progress() == before + 2  # it estimates what both of them do
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_a_question_that_fails_leaves_no_meeting_under_way(in_process):
+    """An asker waits without a limit of its own, so it would never meet anybody again."""
+    partner = types.SimpleNamespace(meet=lambda *_: ("no offer", [lambda: None]))
+    actor = actor_of(in_process, _doubtful=[], _avoided={}, _members=[("1.0", Remote(partner))])
+    in_process.meetings.publish([np.zeros(3, np.float32)], 0)
+    with pytest.raises(AttributeError):
+        actor._ask()
+    assert in_process.meetings.idle() and in_process.meetings.counts["lost"] == 1
+    lattice = Meetings("0.0", Format("lattice8"), 5.0)
+    lattice.publish([np.float32([np.inf])], 0)
+    with pytest.raises(ValueError, match="above 0, got inf"):
+        lattice.ask()
+    assert lattice.idle()

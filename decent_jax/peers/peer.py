@@ -168,6 +168,9 @@ class Peer:
             self._meetings.give_up(offer.meeting, "lost")
             self._avoid(name, error)
             return
+        except Exception:  # it would be busy for ever
+            self._meetings.give_up(offer.meeting, "lost")
+            raise
         error = self._close(offer.meeting, settled, left())
         if error is not None:
             self._avoid(name, error)
