@@ -312,3 +312,21 @@ def test_a_question_that_fails_leaves_no_meeting_under_way(in_process):
     with pytest.raises(ValueError, match="above 0, got inf"):
         lattice.ask()
     assert lattice.idle()
+
+
+def test_a_state_that_is_wanted_during_a_boundary_is_given_at_the_next(in_process):
+    """It was lost between two operations of the other thread, and waited for peers.join_s."""
+    between = in_process.between
+    boundary = threading.Thread(target=between._give, args=(in_process.state, 3))
+
+    class Interrupted(list):
+        def append(self, one):
+            boundary.start()
+            boundary.join(0.2)
+            super().append(one)
+
+    between._wanted = Interrupted()
+    wanted = between.want_state()
+    boundary.join()
+    between._give(in_process.state, 4)
+    assert wanted.done()

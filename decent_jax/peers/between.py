@@ -104,6 +104,7 @@ class Between:
         self._met_before = 0
         self._shown: tuple[int, Any] = -1, None  # progress, rate
         self._wanted: list[Future] = []
+        self._wanting = threading.Lock()  # for `_wanted`
         self.incarnation = place.incarnation
         self.leaving: str | None = None  # "leave": after a last meeting; "stop": at once
         self.loss: jax.Array | None = None  # of the last step that the device has made
@@ -196,7 +197,8 @@ class Between:
     def want_state(self) -> "Future[Joined]":
         """The state at the next step boundary, for a peer that joins."""
         wanted: Future[Joined] = Future()
-        self._wanted.append(wanted)
+        with self._wanting:
+            self._wanted.append(wanted)
         if self.final is not None:
             self._refuse()
         return wanted
@@ -264,16 +266,19 @@ class Between:
         self._jobs.put(publish)
 
     def _give(self, state: TrainState, t: int) -> None:
-        wanted, self._wanted = self._wanted, []
-        if wanted:
+        if wanted := self._taken():
             copied = self._boundary.copy(state)
             for one in wanted:
                 one.set_result(Joined(self._meetings.me, t, copied))
 
     def _refuse(self) -> None:
-        wanted, self._wanted = self._wanted, []
-        for one in wanted:
+        for one in self._taken():
             one.set_exception(RuntimeError("this peer has ended"))
+
+    def _taken(self) -> list[Future]:
+        with self._wanting:
+            wanted, self._wanted = self._wanted, []
+        return wanted
 
     def _gap(self) -> int:
         if not self._geometric or self._every == 1:
