@@ -7,6 +7,7 @@ import threading
 import types
 import weakref
 from collections import Counter
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -330,3 +331,20 @@ def test_a_state_that_is_wanted_during_a_boundary_is_given_at_the_next(in_proces
     boundary.join()
     between._give(in_process.state, 4)
     assert wanted.done()
+
+
+def test_no_copy_is_published_while_a_peer_joins_again(in_process, monkeypatch):
+    """Halves of meetings with it would be lost on this side, and its version stand in no log."""
+    peer, publish = in_process, in_process.meetings.publish
+    replaces = threading.Thread(target=peer.between.replace, args=(Future(), 1))
+
+    def interrupted(*args):
+        replaces.start()
+        replaces.join(0.2)
+        return publish(*args)
+
+    monkeypatch.setattr(peer.meetings, "publish", interrupted)
+    peer.between.step(lambda state, *_: (state, {"loss": Loss(0)}), peer.state, None, 0)
+    peer.jobs.get()()
+    replaces.join()
+    assert peer.meetings.version == 1 and peer.meetings.copy is None

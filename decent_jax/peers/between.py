@@ -105,6 +105,7 @@ class Between:
         self._shown: tuple[int, Any] = -1, None  # progress, rate
         self._wanted: list[Future] = []
         self._wanting = threading.Lock()  # for `_wanted`
+        self._renaming = threading.Lock()  # no copy of one incarnation is published by the next
         self.incarnation = place.incarnation
         self.leaving: str | None = None  # "leave": after a last meeting; "stop": at once
         self.loss: jax.Array | None = None  # of the last step that the device has made
@@ -204,9 +205,11 @@ class Between:
         return wanted
 
     def replace(self, joined: "Future[Joined | None]", incarnation: int) -> None:
-        """Go on as another incarnation with the state of another peer."""
-        self.incarnation, self.ready = incarnation, False
-        self._joining = joined
+        """Go on as another incarnation with the state of another peer; until then, meet nobody."""
+        with self._renaming:
+            self._meetings.withdraw()
+            self.incarnation, self.ready = incarnation, False
+            self._joining = joined
 
     def _ask_and_rest(self) -> None:
         """Ask, and then be free for the questions of others about as long as that took.
@@ -232,12 +235,13 @@ class Between:
         if joining is None or (self._log is not None and not joining.done()):
             return state
         joined = joining.result()
-        if self._log is not None:  # it was silent for too long
-            self._log.end(t)
-            self._log = None
-            self._origin = {"peer": self._meetings.me, "t": t, "when": "checkpoint"}
-        self._meetings.renamed(f"{self._place.slot}.{self.incarnation}")
-        self._joining, self._published = None, None
+        with self._renaming:
+            if self._log is not None:  # it was silent for too long
+                self._log.end(t)
+                self._log = None
+                self._origin = {"peer": self._meetings.me, "t": t, "when": "checkpoint"}
+            self._meetings.renamed(f"{self._place.slot}.{self.incarnation}")
+            self._joining, self._published = None, None
         if joined is None:
             return state
         self._origin = {"peer": joined.donor, "t": joined.t, "when": "boundary"}
@@ -258,10 +262,11 @@ class Between:
 
         def publish():
             arrays = on_host(copied)
-            if self._joining is not None or log is not self._log:
-                return
-            log.write(t=t, version=meetings.version, crc=events.crc(arrays))
-            meetings.publish(arrays, progress, steps)
+            crc = events.crc(arrays)
+            with self._renaming:
+                if self._joining is None and log is self._log:
+                    log.write(t=t, version=meetings.version, crc=crc)
+                    meetings.publish(arrays, progress, steps)
 
         self._jobs.put(publish)
 

@@ -255,7 +255,6 @@ class Peer:
             f"the others made {lag} steps of progress while this peer was silent (peers.max_lag is "
             f"{self._peers['max_lag']}): it joins again as {self._place.slot}.{incarnation}"
         )
-        self._meetings.withdraw()
         self._between.replace(self._begin_joining(0.0), incarnation)
 
     def _begin_joining(self, patience_s: float) -> "Future[Joined | None]":
