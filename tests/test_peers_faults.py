@@ -274,7 +274,7 @@ def test_the_roster_keeps_no_handle_of_a_peer_that_has_left():
 
 
 @pytest.mark.usefixtures("no_ray")
-def test_a_roster_that_is_lost_while_a_peer_joins_again_is_lost(in_process):
+def test_a_roster_that_is_lost_while_a_peer_joins_again_is_lost(in_process, monkeypatch):
     """The thread that reports must not end without a word: the peer would never know the end."""
     answers = [(0, 0), (800, 0)]  # the others went on while it was silent
 
@@ -297,6 +297,10 @@ def test_a_roster_that_is_lost_while_a_peer_joins_again_is_lost(in_process):
     before = in_process.pulse.progress()
     in_process.pulse.own += len(PACES)
     assert in_process.pulse.progress() == before + 2  # it estimates what both of them do
+    monkeypatch.setattr(Lost, "members", Lost.rejoin)
+    assert actor._begin_joining(0.0).result(10.0) is None  # it trains on, as it did
+    with pytest.raises(RayActorError):
+        actor._begin_joining(1.0).result(10.0)
 
 
 @pytest.mark.usefixtures("no_ray")

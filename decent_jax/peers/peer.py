@@ -259,7 +259,16 @@ class Peer:
 
     def _begin_joining(self, patience_s: float) -> "Future[Joined | None]":
         """Copy the state of a random live peer, in a thread of its own."""
-        return ThreadPoolExecutor(1).submit(self._joined, patience_s)
+        return ThreadPoolExecutor(1).submit(self._joined_or_not, patience_s)
+
+    def _joined_or_not(self, patience_s: float) -> Joined | None:
+        try:
+            return self._joined(patience_s)
+        except RayError as error:
+            if patience_s:
+                raise  # without a roster nobody can join
+            self._say(f"no roster ({type(error).__name__}): goes on with its own parameters")
+            return None
 
     def _joined(self, patience_s: float) -> Joined | None:
         """The state of a peer; waits for one that trains, unless all others wait, too."""
