@@ -3,6 +3,7 @@
 import itertools
 import queue
 import re
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from test_pipelines import assert_close, config_of, flat
 
 from decent_jax import command, topology
 from decent_jax.peers import start
-from decent_jax.pipelines import files, placing, setup
+from decent_jax.pipelines import channels, files, placing, setup
 from decent_jax.pipelines.channels import Channel, Door
 from decent_jax.pipelines.messages import Key, Mailbox
 from decent_jax.pipelines.part import Part
@@ -123,6 +124,19 @@ def test_messages_keep_their_order_and_a_stranger_sends_none():
             stranger.send(keys[1], None)
             time.sleep(0.01)
     assert box.empty()
+
+
+def test_a_silent_stranger_keeps_no_stage_waiting(monkeypatch):
+    """Such as a scan of ports. It is left alone after a while."""
+    monkeypatch.setattr(channels, "_ANSWER_S", 1)
+    box, secret = queue.SimpleQueue(), b"secret"
+    door = Door("127.0.0.1", secret, lambda *message: box.put(message))
+    with socket.create_connection(door.address) as stranger:
+        Channel(door.address, secret).send(Key("activation", 7, 0, 0), None)
+        assert box.get(timeout=10)[1] is None
+        stranger.settimeout(10)
+        while stranger.recv(1000):  # the question, and then the end
+            pass
 
 
 def write(threads, folder, step):
