@@ -1,6 +1,7 @@
 """Parts of pipelines: the bubble, checkpoints of another cut, gradients, and what is refused."""
 
 import itertools
+import math
 import queue
 import re
 import socket
@@ -19,6 +20,7 @@ from decent_jax import command, topology
 from decent_jax.peers import start
 from decent_jax.pipelines import channels, files, placing, setup
 from decent_jax.pipelines.channels import Channel, Door
+from decent_jax.pipelines.driver import _Driver
 from decent_jax.pipelines.messages import Key, Mailbox
 from decent_jax.pipelines.part import Part
 from decent_jax.pipelines.worker import Worker
@@ -208,6 +210,33 @@ def test_rounded_activations_give_nearly_the_same_gradient(wire, bound, tiny_dat
     exact, rounded = parameters(1, "float32"), parameters(2, wire)
     error = np.linalg.norm(rounded - exact) / np.linalg.norm(exact)
     assert 1e-4 < error < bound
+
+
+def saved(folder, step, **entries):
+    files.write_part(folder / str(step), 0, 0, {"x": np.zeros(3)})
+    meta = {"step": step, "stages": 1, "num_replicas": 1, "examples": 8 * step, "seconds": 1.0}
+    files.finish(folder / str(step), meta | {"best": None} | entries, keep=1)
+
+
+def test_a_damaged_checkpoint_is_not_kept_instead_of_the_next(tmp_path):
+    """As the newest one by its number it was, and with it the run lost its only whole one."""
+    folder = tmp_path / "checkpoints"
+    said = []
+    driver = _Driver.__new__(_Driver)
+    driver.folder, driver.best_folder = folder, tmp_path / "best"
+    driver.work = SimpleNamespace(path=tmp_path, say=said.append)  # pyright: ignore
+    driver.config = SimpleNamespace(batch_size=8, num_replicas=1)  # pyright: ignore
+    saved(folder, 10, best=2.5)
+    (folder / "20").mkdir()
+    (folder / "20" / "manifest.json").write_text("{}")
+    saved(tmp_path / "best", 20)  # of a step that is to come
+    assert driver._newest()[0] == 10
+    assert said[-1].startswith("the checkpoint of step 20 was moved") and files.steps(folder) == [
+        10
+    ]
+    assert driver.best == math.inf and not files.steps(tmp_path / "best")  # the next is the best
+    saved(folder, 15)
+    assert files.steps(folder) == [15]
 
 
 # --- Refusals -------------------------------------------------------------------------------------
