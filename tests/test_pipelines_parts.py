@@ -2,11 +2,13 @@
 
 import itertools
 import math
+import os
 import queue
 import re
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -237,6 +239,17 @@ def test_a_damaged_checkpoint_is_not_kept_instead_of_the_next(tmp_path):
     assert driver.best == math.inf and not files.steps(tmp_path / "best")  # the next is the best
     saved(folder, 15)
     assert files.steps(folder) == [15]
+
+
+def test_the_arrays_are_on_the_disk_before_the_manifest(tmp_path, monkeypatch):
+    """A host may lose its power; then older checkpoints have been removed already."""
+    on_disk = []
+    readlink = lambda file: on_disk.append(Path(os.readlink(f"/proc/self/fd/{file}")))  # noqa: E731
+    monkeypatch.setattr(os, "fsync", readlink)
+    saved(tmp_path, 10)
+    names = [path.name for path in on_disk]
+    assert names[0] == "stage-0.replica-0.npz" and "manifest" in names[1]
+    files.check(tmp_path / "10")
 
 
 # --- Refusals -------------------------------------------------------------------------------------

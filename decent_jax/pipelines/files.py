@@ -9,6 +9,7 @@ model in the same way.
 
 import contextlib
 import logging
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,9 +31,12 @@ _MOST = 2**16  # stages or replicas
 
 
 def write_part(folder: Path, stage: int, replica: int, arrays: dict[str, Any]) -> None:
-    """Write the arrays of a stage of a replica, by path."""
+    """Write the arrays of a stage of a replica, by path, and wait until they are on the disk."""
     folder.mkdir(parents=True, exist_ok=True)
-    np.savez(folder / f"stage-{stage}.replica-{replica}.npz", **arrays)
+    with (folder / f"stage-{stage}.replica-{replica}.npz").open("wb") as file:
+        np.savez(file, **arrays)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def finish(folder: Path, meta: dict[str, Any], keep: int) -> None:
