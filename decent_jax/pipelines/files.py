@@ -40,10 +40,15 @@ def write_part(folder: Path, stage: int, replica: int, arrays: dict[str, Any]) -
 
 
 def finish(folder: Path, meta: dict[str, Any], keep: int) -> None:
-    """Make a checkpoint of the files in ``folder``; remove all but the newest ``keep``."""
+    """Make a checkpoint of the files in ``folder``; remove all but the newest ``keep``.
+
+    Those before it that were never finished are removed, too.
+    """
     write_json_atomic(folder / MANIFEST, meta)
-    for step in steps(folder.parent)[:-keep]:
-        shutil.rmtree(folder.parent / str(step))
+    kept = steps(folder.parent)[-keep:]
+    for path in folder.parent.iterdir():
+        if path.name.isdecimal() and int(path.name) < kept[-1] and int(path.name) not in kept:
+            shutil.rmtree(path)
 
 
 def steps(folder: Path) -> list[int]:
