@@ -2,19 +2,23 @@
 
 import contextlib
 import gc
+import os
 import queue
+import socket
+import subprocess
 import threading
 import types
 import weakref
 from collections import Counter
 from concurrent.futures import Future
+from pathlib import Path
 
 import numpy as np
 import pytest
 from ray.exceptions import RayActorError
 from test_peers_law import PACES, InProcess, config_of, noise  # noqa: F401 (a fixture)
 
-from decent_jax.peers import manifest, resize
+from decent_jax.peers import manifest, resize, start
 from decent_jax.peers.between import NotJoined
 from decent_jax.peers.driver import _Driver, _Live
 from decent_jax.peers.formats import Format
@@ -352,3 +356,33 @@ def test_no_copy_is_published_while_a_peer_joins_again(in_process, monkeypatch):
     peer.jobs.get()()
     replaces.join()
     assert peer.meetings.version == 1 and peer.meetings.copy is None
+
+
+def test_the_processes_of_ray_are_found_while_others_of_its_end(monkeypatch):
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        read = Path.read_text
+        ended = []
+
+        def read_text(path):
+            if not ended:
+                ended.append(path)
+                raise ProcessLookupError(3, "No such process")
+            return read(path)
+
+        monkeypatch.setattr(Path, "read_text", read_text)
+        with_one_lost = start._descendants(os.getpid())
+        monkeypatch.setattr(Path, "read_text", read)
+        assert {*with_one_lost} <= {*start._descendants(os.getpid())} >= {child.pid}
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_an_address_may_be_one_of_ipv6():
+    try:
+        server = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with server:
+        start.check_address("peers", f"[::1]:{server.getsockname()[1]}")
