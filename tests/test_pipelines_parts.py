@@ -1,5 +1,6 @@
 """Parts of pipelines: the bubble, checkpoints of another cut, gradients, and what is refused."""
 
+import contextlib
 import itertools
 import math
 import os
@@ -16,11 +17,12 @@ import numpy as np
 import pytest
 import tiny
 from pipeline_threads import Threads
+from ray.exceptions import GetTimeoutError
 from test_pipelines import assert_close, config_of, flat
 
 from decent_jax import command, topology
 from decent_jax.peers import start
-from decent_jax.pipelines import channels, files, placing, setup
+from decent_jax.pipelines import channels, files, links, placing, setup
 from decent_jax.pipelines.channels import Channel, Door
 from decent_jax.pipelines.driver import _Driver
 from decent_jax.pipelines.messages import Key, Mailbox
@@ -313,6 +315,27 @@ def test_too_few_machines_are_refused(tiny_data, monkeypatch):
     config.pipeline.cpus = 1.0
     with pytest.raises(ConfigError, match=r"4 pipeline actors .* need 4 CPU, and Ray has 3"):
         start.check_resources(config, "pipeline", 4)
+
+
+def test_a_node_that_starts_no_process_is_not_waited_for_without_end(tiny_data, monkeypatch):
+    """It may have fewer cores than the config asks for; Ray itself never gives up."""
+    killed = []
+
+    def get(calls, timeout=None):
+        if timeout is None:
+            pytest.fail("this would wait for ever")
+        raise GetTimeoutError
+
+    node = {"Alive": True, "NodeManagerHostname": "a", "NodeID": "aa" * 28}
+    nodes = lambda: [node, node | {"NodeManagerHostname": "b"}]  # noqa: E731
+    fake = SimpleNamespace(nodes=nodes, get=get, kill=killed.append)
+    monkeypatch.setattr(links, "ray", fake)
+    monkeypatch.setattr(links, "ray_at", lambda *_: contextlib.nullcontext())
+    actor = SimpleNamespace(address=SimpleNamespace(remote=lambda: None))
+    monkeypatch.setattr(links, "start_actor", lambda *_: actor)
+    with pytest.raises(PeerLost, match=r"no process within cluster.timeout_s \(300 s\)"):
+        links.measure(config_of(tiny_data, 2), 1000, 1)
+    assert len(killed) == 2
 
 
 def test_layers_of_the_plan_are_used_unless_the_config_names_others(tiny_data):
