@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 from test_peers_law import PACES, InProcess, config_of, noise  # noqa: F401 (a fixture)
 
 from decent_jax.peers import manifest, resize, start
@@ -234,7 +234,7 @@ def driver(tmp_path, monkeypatch):
     wait = lambda futures, timeout: (made.ends, futures)  # noqa: E731 # pyright: ignore
     fake = types.SimpleNamespace(wait=wait, get=get, kill=made.killed.append)  # pyright: ignore
     monkeypatch.setattr("decent_jax.peers.driver.ray", fake)
-    (tmp_path / "peers").mkdir()
+    (tmp_path / "peers").mkdir(exist_ok=True)
     (tmp_path / "config.json").touch()
     return made
 
@@ -386,3 +386,34 @@ def test_an_address_may_be_one_of_ipv6():
         pytest.skip("this machine has no IPv6")
     with server:
         start.check_address("peers", f"[::1]:{server.getsockname()[1]}")
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_a_roster_that_is_out_of_reach_for_a_while_is_not_lost(in_process, driver, monkeypatch):
+    """A lost one never comes back: nobody would report to it, or be replaced, any more."""
+    answers = [(5, 0), None, (6, 0)]
+
+    class Unreachable:
+        def beat(self, *_):
+            if not answers:
+                actor._stopped.set()
+            answer = answers.pop(0) if answers else (7, 0)
+            if answer is None:
+                raise ActorUnavailableError("no route", None)
+            return answer
+
+        def members(self):
+            return []
+
+        def look(self):
+            raise ActorUnavailableError("no route", None)
+
+    peers = in_process.place.config["peers"] | {"beat_s": 0.01}
+    actor = actor_of(in_process, _roster=Remote(Unreachable()), _peers=peers)
+    actor._stopped, actor._between.ready = threading.Event(), True
+    actor._beat()
+    assert not answers
+    driver.roster = Remote(Unreachable())
+    monkeypatch.setattr("decent_jax.peers.driver.ray.get", lambda call, timeout: call())
+    driver._look()
+    assert driver._roster_lives()

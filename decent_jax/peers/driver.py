@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import ray
 from ml_collections import ConfigDict
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
 from decent_jax.errors import Interrupted, TrainingFailed
 from decent_jax.json_files import read_json, write_json_atomic
@@ -296,7 +296,7 @@ class _Driver:
         try:
             looked: Any = ray.get(self.roster.look.remote(), timeout=self.config.peers.silent_s)
             self.looked = looked
-        except GetTimeoutError:
+        except (GetTimeoutError, ActorUnavailableError):
             pass
         except RayError:
             if self._first("the roster"):

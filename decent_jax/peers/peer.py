@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
 from decent_jax.peers.between import Between, NotJoined, Pulse
 from decent_jax.peers.boundary import on_host
@@ -227,7 +227,7 @@ class Peer:
                         self._roster.members.remote(), timeout=peers["silent_s"]
                     )
                     version = now
-            except GetTimeoutError:
+            except (GetTimeoutError, ActorUnavailableError):  # a network may come back
                 continue
             except RayError:
                 live = len(self._members)
