@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import math
 import os
 import queue
 import socket
@@ -18,6 +19,7 @@ import pytest
 from ray.exceptions import ActorUnavailableError, RayActorError
 from test_peers_law import PACES, InProcess, config_of, noise  # noqa: F401 (a fixture)
 
+from decent_jax.errors import Interrupted, TrainingFailed
 from decent_jax.peers import manifest, resize, start
 from decent_jax.peers.between import NotJoined
 from decent_jax.peers.driver import _Driver, _Live
@@ -417,3 +419,28 @@ def test_a_roster_that_is_out_of_reach_for_a_while_is_not_lost(in_process, drive
     monkeypatch.setattr("decent_jax.peers.driver.ray.get", lambda call, timeout: call())
     driver._look()
     assert driver._roster_lives()
+
+
+def test_an_interrupted_run_says_how_many_peers_have_not_saved(driver, monkeypatch):
+    driver.config.peers.stop_s, driver.unsaved = 1e-3, 0
+    driver.experiment = types.SimpleNamespace(steps=100, every={"eval.every": 0})
+    driver.start, driver._saved = 0, math.inf
+    monkeypatch.setattr(driver, "_look", dict)
+    monkeypatch.setattr(driver, "_write_manifest", lambda: None)
+    progress = types.SimpleNamespace(update=lambda *_: None)
+    with pytest.raises(Interrupted, match="; all but 4 peers have saved a checkpoint, the same"):
+        driver._watch(None, progress, types.SimpleNamespace(received=2))
+    assert len(driver.killed) == 4
+
+
+def test_an_end_without_parameters_is_one_sentence(driver, monkeypatch):
+    """Such as when the hosts of all peers end with the run."""
+    for name in ("_start_peers", "_watch", "_evaluate", "_write_manifest", "_describe"):
+        monkeypatch.setattr(driver, name, lambda *_: None)
+    driver.start, driver.saver = 0, contextlib.nullcontext()
+    nothing = lambda *_: contextlib.nullcontext()  # noqa: E731
+    driver.work = types.SimpleNamespace(
+        write_config=nothing, say=nothing, open_metrics=nothing, show_progress=nothing
+    )
+    with pytest.raises(TrainingFailed, match="none gave its last parameters; the same command"):
+        driver.run()

@@ -72,6 +72,7 @@ class _Driver:
         self.deaths: Counter[int] = Counter()
         self.ended: list[Any] = []  # handles of peers at the end of the run
         self.gone: set[int] = set()  # slots whose peers died or left, and were not replaced
+        self.unsaved = 0  # peers that were killed because they did not end
         self.leaving: set[int] = set()  # slots whose peers `resize` has told to leave
         self._said: set[str] = set()
         self._reached, self._saved = 0, 0.0
@@ -110,6 +111,11 @@ class _Driver:
                 self._watch(writer, progress, signals)
                 state = self._evaluate(self.ended, steps, writer)
             self._write_manifest()
+            if state is None:
+                raise TrainingFailed(
+                    "all peers have ended, and none gave its last parameters; the same command "
+                    "takes them from their checkpoints"
+                )
             return self._finish(state)
 
     def _start_peers(self) -> None:
@@ -168,9 +174,10 @@ class _Driver:
         self._look()
         self._write_manifest()
         if signals.received is not None:
+            of = f"all but {self.unsaved} peers have" if self.unsaved else "every peer has"
             raise Interrupted(
-                f"interrupted after step {self.step()}; every peer has saved a checkpoint, the "
-                "same command resumes",
+                f"interrupted after step {self.step()}; {of} saved a checkpoint, the same command "
+                "resumes",
                 signals.received,
             )
         if not self.ended:
@@ -285,6 +292,7 @@ class _Driver:
             self.live[slot].handle.leave.remote("leave")
 
     def _end_the_rest(self) -> None:
+        self.unsaved += len(self.live)
         for slot, one in list(self.live.items()):
             self.work.say(f"peer {slot} did not end within peers.stop_s and is killed")
             ray.kill(one.handle)
