@@ -188,7 +188,7 @@ def started(workdir, entries):
             "_start": lambda k, copy: slots.update({k: copy}),
         },
     )
-    _Driver._start_peers(driver)  # pyright: ignore
+    _Driver._start_peers(driver)
     return slots, manifest.known_steps(workdir, before)
 
 
@@ -216,15 +216,15 @@ def driver(tmp_path, monkeypatch):
     """A driver of four peers that train, and what ends of them next: ``ends``."""
     config = config_of("float32", 100, "swarm", weighted=False)
     made = _Driver.__new__(_Driver)
-    made.config, made.ends = config, []  # pyright: ignore
-    made.work = types.SimpleNamespace(path=tmp_path, say=lambda _: None)  # pyright: ignore
-    made.experiment = types.SimpleNamespace(steps=100)  # pyright: ignore
+    made.config, made.ends = config, []
+    made.work = types.SimpleNamespace(path=tmp_path, say=lambda _: None)
+    made.experiment = types.SimpleNamespace(steps=100)
     nothing = types.SimpleNamespace(remote=lambda *_: None)
     made.roster = types.SimpleNamespace(remove=nothing)
     made.live = {slot: _Live(Handle(), slot) for slot in range(4)}
     made.deaths, made.ended, made.gone, made.leaving = Counter(), [], set(), set()
     made._said, made._reached, made.looked = set(), 0, {}
-    made.killed = []  # pyright: ignore
+    made.killed = []
 
     def start(slot, copy):
         made.live[slot] = _Live(Handle(), slot)
@@ -233,8 +233,8 @@ def driver(tmp_path, monkeypatch):
         raise RayActorError
 
     monkeypatch.setattr(made, "_start", start)
-    wait = lambda futures, timeout: (made.ends, futures)  # noqa: E731 # pyright: ignore
-    fake = types.SimpleNamespace(wait=wait, get=get, kill=made.killed.append)  # pyright: ignore
+    wait = lambda futures, timeout: (made.ends, futures)  # noqa: E731
+    fake = types.SimpleNamespace(wait=wait, get=get, kill=made.killed.append)
     monkeypatch.setattr("decent_jax.peers.driver.ray", fake)
     (tmp_path / "peers").mkdir(exist_ok=True)
     (tmp_path / "config.json").touch()

@@ -228,8 +228,8 @@ def test_a_damaged_checkpoint_is_not_kept_instead_of_the_next(tmp_path):
     said = []
     driver = _Driver.__new__(_Driver)
     driver.folder, driver.best_folder = folder, tmp_path / "best"
-    driver.work = SimpleNamespace(path=tmp_path, say=said.append)  # pyright: ignore
-    driver.config = SimpleNamespace(batch_size=8, num_replicas=1)  # pyright: ignore
+    driver.work = SimpleNamespace(path=tmp_path, say=said.append)
+    driver.config = SimpleNamespace(batch_size=8, num_replicas=1)
     saved(folder, 10, best=2.5)
     (folder / "20").mkdir()
     (folder / "20" / "manifest.json").write_text("{}")

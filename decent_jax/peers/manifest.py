@@ -79,7 +79,7 @@ def known_steps(workdir: Path, manifest: dict[str, Any]) -> dict[int, int]:
     if not known:  # killed before any peer has saved: all begin anew
         return {}
     entries = manifest.get("peers", {})
-    return {int(slot): known.get(int(slot), entry["steps"]) for slot, entry in entries.items()}
+    return {int(slot): entry["steps"] for slot, entry in entries.items()} | known
 
 
 def saved_steps(folder: Path) -> list[int]:
