@@ -212,6 +212,7 @@ class Peer:
         reached, heard = 0, math.inf  # progress at the last answer, and when it came
         while not self._stopped.wait(peers["beat_s"]):
             if not between.ready:
+                heard = math.inf  # it copies a state, for as long as that takes
                 continue
             report = self.report()
             call = self._roster.beat.remote(slot, between.incarnation, report)
