@@ -1,10 +1,15 @@
 """Parts of pipelines: the bubble, checkpoints of another cut, gradients, and what is refused."""
 
+import contextlib
 import itertools
+import math
+import os
 import queue
 import re
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -12,12 +17,14 @@ import numpy as np
 import pytest
 import tiny
 from pipeline_threads import Threads
+from ray.exceptions import GetTimeoutError
 from test_pipelines import assert_close, config_of, flat
 
 from decent_jax import command, topology
 from decent_jax.peers import start
-from decent_jax.pipelines import files, placing, setup
+from decent_jax.pipelines import channels, files, links, placing, setup
 from decent_jax.pipelines.channels import Channel, Door
+from decent_jax.pipelines.driver import _Driver
 from decent_jax.pipelines.messages import Key, Mailbox
 from decent_jax.pipelines.part import Part
 from decent_jax.pipelines.worker import Worker
@@ -125,6 +132,19 @@ def test_messages_keep_their_order_and_a_stranger_sends_none():
     assert box.empty()
 
 
+def test_a_silent_stranger_keeps_no_stage_waiting(monkeypatch):
+    """Such as a scan of ports. It is left alone after a while."""
+    monkeypatch.setattr(channels, "_ANSWER_S", 1)
+    box, secret = queue.SimpleQueue(), b"secret"
+    door = Door("127.0.0.1", secret, lambda *message: box.put(message))
+    with socket.create_connection(door.address) as stranger:
+        Channel(door.address, secret).send(Key("activation", 7, 0, 0), None)
+        assert box.get(timeout=10)[1] is None
+        stranger.settimeout(10)
+        while stranger.recv(1000):  # the question, and then the end
+            pass
+
+
 def write(threads, folder, step):
     """A checkpoint of all stages."""
     for stage in threads.stages:
@@ -196,6 +216,45 @@ def test_rounded_activations_give_nearly_the_same_gradient(wire, bound, tiny_dat
     assert 1e-4 < error < bound
 
 
+def saved(folder, step, **entries):
+    files.write_part(folder / str(step), 0, 0, {"x": np.zeros(3)})
+    meta = {"step": step, "stages": 1, "num_replicas": 1, "examples": 8 * step, "seconds": 1.0}
+    files.finish(folder / str(step), meta | {"best": None} | entries, keep=1)
+
+
+def test_a_damaged_checkpoint_is_not_kept_instead_of_the_next(tmp_path):
+    """As the newest one by its number it was, and with it the run lost its only whole one."""
+    folder = tmp_path / "checkpoints"
+    said = []
+    driver = _Driver.__new__(_Driver)
+    driver.folder, driver.best_folder = folder, tmp_path / "best"
+    driver.work = SimpleNamespace(path=tmp_path, say=said.append)
+    driver.config = SimpleNamespace(batch_size=8, num_replicas=1)
+    saved(folder, 10, best=2.5)
+    (folder / "20").mkdir()
+    (folder / "20" / "manifest.json").write_text("{}")
+    saved(tmp_path / "best", 20)  # of a step that is to come
+    assert driver._newest()[0] == 10
+    assert said[-1].startswith("the checkpoint of step 20 was moved") and files.steps(folder) == [
+        10
+    ]
+    files.write_part(folder / "12", 0, 0, {})  # of a session that was killed meanwhile
+    assert driver.best == math.inf and not files.steps(tmp_path / "best")  # the next is the best
+    saved(folder, 15)
+    assert [path.name for path in folder.iterdir()] == ["15"]
+
+
+def test_the_arrays_are_on_the_disk_before_the_manifest(tmp_path, monkeypatch):
+    """A host may lose its power; then older checkpoints have been removed already."""
+    on_disk = []
+    readlink = lambda file: on_disk.append(Path(os.readlink(f"/proc/self/fd/{file}")))  # noqa: E731
+    monkeypatch.setattr(os, "fsync", readlink)
+    saved(tmp_path, 10)
+    names = [path.name for path in on_disk]
+    assert names[0] == "stage-0.replica-0.npz" and "manifest" in names[1]
+    files.check(tmp_path / "10")
+
+
 # --- Refusals -------------------------------------------------------------------------------------
 
 
@@ -256,6 +315,27 @@ def test_too_few_machines_are_refused(tiny_data, monkeypatch):
     config.pipeline.cpus = 1.0
     with pytest.raises(ConfigError, match=r"4 pipeline actors .* need 4 CPU, and Ray has 3"):
         start.check_resources(config, "pipeline", 4)
+
+
+def test_a_node_that_starts_no_process_is_not_waited_for_without_end(tiny_data, monkeypatch):
+    """It may have fewer cores than the config asks for; Ray itself never gives up."""
+    killed = []
+
+    def get(calls, timeout=None):
+        if timeout is None:
+            pytest.fail("this would wait for ever")
+        raise GetTimeoutError
+
+    node = {"Alive": True, "NodeManagerHostname": "a", "NodeID": "aa" * 28}
+    nodes = lambda: [node, node | {"NodeManagerHostname": "b"}]  # noqa: E731
+    fake = SimpleNamespace(nodes=nodes, get=get, kill=killed.append)
+    monkeypatch.setattr(links, "ray", fake)
+    monkeypatch.setattr(links, "ray_at", lambda *_: contextlib.nullcontext())
+    actor = SimpleNamespace(address=SimpleNamespace(remote=lambda: None))
+    monkeypatch.setattr(links, "start_actor", lambda *_: actor)
+    with pytest.raises(PeerLost, match=r"no process within cluster.timeout_s \(300 s\)"):
+        links.measure(config_of(tiny_data, 2), 1000, 1)
+    assert len(killed) == 2
 
 
 def test_layers_of_the_plan_are_used_unless_the_config_names_others(tiny_data):

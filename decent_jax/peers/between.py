@@ -58,6 +58,10 @@ class Pulse:
         return self._all + self._pace * (self.own - self._own_then)
 
 
+class NotJoined(Exception):
+    """A peer must end before it has got the state of another one; it has nothing to save."""
+
+
 class Between:
     """See `decent_jax.train.loop.Between`.
 
@@ -100,9 +104,11 @@ class Between:
         self._met_before = 0
         self._shown: tuple[int, Any] = -1, None  # progress, rate
         self._wanted: list[Future] = []
+        self._wanting = threading.Lock()  # for `_wanted`
+        self._renaming = threading.Lock()  # no copy of one incarnation is published by the next
         self.incarnation = place.incarnation
         self.leaving: str | None = None  # "leave": after a last meeting; "stop": at once
-        self.metrics: dict[str, Any] | None = None  # of the last step
+        self.loss: jax.Array | None = None  # of the last step that the device has made
         self._last_loss: jax.Array | None = None  # ready when the last step is made
         self.stale = 0  # steps of progress since the copy averaged last was published
         self.final: list[np.ndarray] | None = None
@@ -122,10 +128,16 @@ class Between:
         return start
 
     def over(self, done: int) -> bool:
-        """See `decent_jax.train.loop.Between`."""
+        """See `decent_jax.train.loop.Between`.
+
+        Raises:
+          NotJoined: it ends, and the state is not that of a peer yet.
+        """
         self._pulse.own = done
         if self.leaving is None and not self._pulse.over():
             return False
+        if self._join is not None:
+            raise NotJoined
         if math.isinf(self._end_by):
             # A meeting takes meet_s at most, and until it is known to be settled as long again.
             self._end_by = time.monotonic() + 2 * self._meet_s
@@ -154,6 +166,7 @@ class Between:
         # is older. All that the next step needs but the meetings is ready here.
         if self._last_loss is not None:
             self._last_loss.block_until_ready()
+            self.loss = self._last_loss
         taken = self._meetings.take()
         for met in taken:
             log.met(t, met, progress)
@@ -167,7 +180,7 @@ class Between:
             self._jobs.put(self._ask_and_rest)
         state, metrics = compiled(state, batch, number(self._place.slot, t))
         self._last_loss = metrics["loss"] + 0  # the loop may donate the loss itself
-        self.metrics, self.ready = metrics, self._joining is None
+        self.ready = self._joining is None
         return state, metrics | {"learning_rate": self._shown[1]}
 
     def end(self, done: int, state: TrainState) -> dict[str, Any]:
@@ -185,15 +198,18 @@ class Between:
     def want_state(self) -> "Future[Joined]":
         """The state at the next step boundary, for a peer that joins."""
         wanted: Future[Joined] = Future()
-        self._wanted.append(wanted)
+        with self._wanting:
+            self._wanted.append(wanted)
         if self.final is not None:
             self._refuse()
         return wanted
 
     def replace(self, joined: "Future[Joined | None]", incarnation: int) -> None:
-        """Go on as another incarnation with the state of another peer."""
-        self.incarnation, self.ready = incarnation, False
-        self._joining = joined
+        """Go on as another incarnation with the state of another peer; until then, meet nobody."""
+        with self._renaming:
+            self._meetings.withdraw()
+            self.incarnation, self.ready = incarnation, False
+            self._joining = joined
 
     def _ask_and_rest(self) -> None:
         """Ask, and then be free for the questions of others about as long as that took.
@@ -220,12 +236,13 @@ class Between:
         if joining is None or (self._log is not None and not joining.done()):
             return state
         joined = joining.result()
-        if self._log is not None:  # it was silent for too long
-            self._log.end(t)
-            self._log = None
-            self._origin = {"peer": self._meetings.me, "t": t, "when": "checkpoint"}
-        self._meetings.renamed(f"{self._place.slot}.{self.incarnation}")
-        self._joining, self._published = None, None
+        with self._renaming:
+            if self._log is not None:  # it was silent for too long
+                self._log.end(t)
+                self._log = None
+                self._origin = {"peer": self._meetings.me, "t": t, "when": "checkpoint"}
+            self._meetings.renamed(f"{self._place.slot}.{self.incarnation}")
+            self._joining, self._published = None, None
         if joined is None:
             return state
         self._origin = {"peer": joined.donor, "t": joined.t, "when": "boundary"}
@@ -246,24 +263,28 @@ class Between:
 
         def publish():
             arrays = on_host(copied)
-            if self._joining is not None or log is not self._log:
-                return
-            log.write(t=t, version=meetings.version, crc=events.crc(arrays))
-            meetings.publish(arrays, progress, steps)
+            crc = events.crc(arrays)
+            with self._renaming:
+                if self._joining is None and log is self._log:
+                    log.write(t=t, version=meetings.version, crc=crc)
+                    meetings.publish(arrays, progress, steps)
 
         self._jobs.put(publish)
 
     def _give(self, state: TrainState, t: int) -> None:
-        wanted, self._wanted = self._wanted, []
-        if wanted:
+        if wanted := self._taken():
             copied = self._boundary.copy(state)
             for one in wanted:
                 one.set_result(Joined(self._meetings.me, t, copied))
 
     def _refuse(self) -> None:
-        wanted, self._wanted = self._wanted, []
-        for one in wanted:
+        for one in self._taken():
             one.set_exception(RuntimeError("this peer has ended"))
+
+    def _taken(self) -> list[Future]:
+        with self._wanting:
+            wanted, self._wanted = self._wanted, []
+        return wanted
 
     def _gap(self) -> int:
         if not self._geometric or self._every == 1:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import ray
 from ml_collections import ConfigDict
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
 from decent_jax.errors import Interrupted, TrainingFailed
 from decent_jax.json_files import read_json, write_json_atomic
@@ -72,6 +72,8 @@ class _Driver:
         self.deaths: Counter[int] = Counter()
         self.ended: list[Any] = []  # handles of peers at the end of the run
         self.gone: set[int] = set()  # slots whose peers died or left, and were not replaced
+        self.unsaved = 0  # peers that were killed because they did not end
+        self.leaving: set[int] = set()  # slots whose peers `resize` has told to leave
         self._said: set[str] = set()
         self._reached, self._saved = 0, 0.0
         known = config.peers.silent_s, manifest.known_steps(work.path, before)
@@ -109,12 +111,16 @@ class _Driver:
                 self._watch(writer, progress, signals)
                 state = self._evaluate(self.ended, steps, writer)
             self._write_manifest()
+            if state is None:
+                raise TrainingFailed(
+                    "all peers have ended, and none gave its last parameters; the same command "
+                    "takes them from their checkpoints"
+                )
             return self._finish(state)
 
     def _start_peers(self) -> None:
         wanted = setup.count_of(self.config)
-        entries = self.manifest.get("peers", {})
-        of_before = [int(k) for k, v in entries.items() if v["alive"] and self._has_saved(k)]
+        of_before = manifest.resumed(self.work.path, self.manifest)
         slots = sorted(of_before)[:wanted]
         slots += manifest.free_slots(slots, wanted - len(slots))
         with self.work.announce(f"starting {wanted} peers"):
@@ -128,9 +134,6 @@ class _Driver:
                         f"no peer has begun to train within peers.start_s "
                         f"({self.config.peers.start_s:g} s): {self.work.path}/{FOLDER}/*/log.txt"
                     )
-
-    def _has_saved(self, slot: str) -> bool:
-        return bool(manifest.saved_steps(self.work.path / FOLDER / slot))
 
     def _watch(self, writer: MetricWriter, progress: Progress, signals: Signals) -> None:
         """Watch the peers until all have ended."""
@@ -171,9 +174,10 @@ class _Driver:
         self._look()
         self._write_manifest()
         if signals.received is not None:
+            of = f"all but {self.unsaved} peers have" if self.unsaved else "every peer has"
             raise Interrupted(
-                f"interrupted after step {self.step()}; every peer has saved a checkpoint, the "
-                "same command resumes",
+                f"interrupted after step {self.step()}; {of} saved a checkpoint, the same command "
+                "resumes",
                 signals.received,
             )
         if not self.ended:
@@ -228,7 +232,7 @@ class _Driver:
             os.getcwd(),
         )
         handle = start_actor(Peer, self.config.peers, "SPREAD", _THREADS, place, self.roster)
-        self.roster.add.remote(slot, incarnation, handle)
+        self.roster.add.remote(slot, incarnation, handle, copy)
         self.live[slot] = _Live(handle, handle.train.remote())
         self.gone.discard(slot)
 
@@ -240,10 +244,13 @@ class _Driver:
             slot = slots[future]
             one = self.live.pop(slot)
             self.roster.remove.remote(slot)
+            leaves = slot in self.leaving
+            self.leaving.discard(slot)
             try:
                 result = ray.get(future)
             except RayError as error:
-                self._died(slot, error)
+                ray.kill(one.handle)  # it may have failed only to answer, and another comes
+                self._died(slot, error, leaves)
                 continue
             if result["how"] == "end":
                 self.ended.append(one.handle)
@@ -252,13 +259,13 @@ class _Driver:
                 left = f"peer {slot} has left after {result['steps']} steps; {len(self.live)} go on"
                 self.work.say(left)
 
-    def _died(self, slot: int, error: RayError) -> None:
+    def _died(self, slot: int, error: RayError, leaves: bool) -> None:
         why = "was killed" if isinstance(error, RayActorError) else _cause(error)
         self.deaths[slot] += 1
         self.work.say(f"peer {slot} {why}; {len(self.live)} go on")
         self.gone.add(slot)
         may = self.live and self._roster_lives() and self.deaths[slot] <= self.config.peers.restarts
-        if may and self.step() < self.experiment.steps:
+        if may and not leaves and self.step() < self.experiment.steps:
             self._start(slot, copy=True)
             self.work.say(f"peer {slot} starts again and joins with a copy of a live peer")
 
@@ -276,14 +283,16 @@ class _Driver:
                 self.work.say(f"{path} holds no number of peers; it is ignored")
             return
         path.unlink()
-        missing = wanted - len(self.live)
-        for slot in manifest.free_slots(list(self.live), missing):
+        stay = sorted(self.live.keys() - self.leaving)
+        for slot in manifest.free_slots(list(self.live), wanted - len(stay)):
             self.work.say(f"peer {slot} starts and joins with a copy of a live peer")
             self._start(slot, copy=True)
-        for slot in sorted(self.live)[wanted:]:
+        for slot in stay[wanted:]:
+            self.leaving.add(slot)
             self.live[slot].handle.leave.remote("leave")
 
     def _end_the_rest(self) -> None:
+        self.unsaved += len(self.live)
         for slot, one in list(self.live.items()):
             self.work.say(f"peer {slot} did not end within peers.stop_s and is killed")
             ray.kill(one.handle)
@@ -295,7 +304,7 @@ class _Driver:
         try:
             looked: Any = ray.get(self.roster.look.remote(), timeout=self.config.peers.silent_s)
             self.looked = looked
-        except GetTimeoutError:
+        except (GetTimeoutError, ActorUnavailableError):
             pass
         except RayError:
             if self._first("the roster"):

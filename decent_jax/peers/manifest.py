@@ -61,16 +61,25 @@ def _is_manifest(found: Any) -> bool:
     )
 
 
-def known_steps(workdir: Path, manifest: dict[str, Any]) -> dict[int, int]:
-    """{slot: steps}: those of the newest checkpoint where the slot goes on from it."""
+def resumed(workdir: Path, manifest: dict[str, Any]) -> dict[int, int]:
+    """{slot: step of its newest checkpoint}: the peers that go on from their own.
+
+    Those that were alive; where none of them has saved, those that had died or left, too.
+    """
     entries = manifest.get("peers", {})
     saved = {slot: saved_steps(workdir / FOLDER / slot) for slot in entries}
-    if not any(saved.values()):  # killed before any peer has saved: all begin anew
+    slots = [slot for slot in entries if saved[slot]]
+    alive = [slot for slot in slots if entries[slot]["alive"]]
+    return {int(slot): max(saved[slot]) for slot in alive or slots}
+
+
+def known_steps(workdir: Path, manifest: dict[str, Any]) -> dict[int, int]:
+    """{slot: steps}: those of the newest checkpoint where the slot goes on from it."""
+    known = resumed(workdir, manifest)
+    if not known:  # killed before any peer has saved: all begin anew
         return {}
-    return {
-        int(slot): max(saved[slot]) if entry["alive"] and saved[slot] else entry["steps"]
-        for slot, entry in entries.items()
-    }
+    entries = manifest.get("peers", {})
+    return {int(slot): entry["steps"] for slot, entry in entries.items()} | known
 
 
 def saved_steps(folder: Path) -> list[int]:

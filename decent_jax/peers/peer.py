@@ -1,6 +1,6 @@
 """A peer: a Ray actor that trains in one of its threads and meets others in the rest."""
 
-import contextlib
+import functools
 import math
 import queue
 import random
@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
-from decent_jax.peers.between import Between, Pulse
+from decent_jax.peers.between import Between, NotJoined, Pulse
 from decent_jax.peers.boundary import on_host
 from decent_jax.peers.formats import Format, Message
 from decent_jax.peers.partners import chances
@@ -57,15 +57,15 @@ class Peer:
         join = None
         if place.start is not None:
             forget(place.folder, place.start)
-            join = self._begin_joining
+            join = functools.partial(self._begin_joining, self._peers["start_s"])
         with open_peer(place) as (experiment, work):
             n = place.config["num_replicas"]
             self._pulse = Pulse(n, experiment.steps // n)
             between = Between(
                 experiment, place, self._pulse, self._meetings, self._jobs, self._ask, join
             )
-            between.leaving = self._leaving
             self._between = between
+            between.leaving = self._leaving  # `leave` sets this one first, and may be in between
             threads = [
                 threading.Thread(target=target, daemon=True) for target in (self._beat, self._work)
             ]
@@ -73,6 +73,8 @@ class Peer:
                 thread.start()
             try:
                 return loop.train_and_evaluate(experiment, work, between)
+            except NotJoined:  # the run goes on, or resumes, without what it has begun with
+                return {"steps": place.start, "how": self._leaving or "stop"}
             finally:
                 self._stopped.set()
                 self._jobs.put(None)
@@ -113,18 +115,17 @@ class Peer:
         """This peer's report to the roster."""
         between = self._between
         found = {"steps": self._pulse.own if self._pulse else 0, **self._meetings.counts}
-        metrics = between and between.metrics
-        if metrics is not None:
-            with contextlib.suppress(RuntimeError):  # donated meanwhile
-                found["loss"] = float(np.asarray(metrics["loss"])[0])
-            found["stale"] = between.stale
+        if between is not None and between.loss is not None:
+            # Without waiting for the device: steps may take longer than peers.silent_s.
+            found |= {"loss": float(np.asarray(between.loss)[0]), "stale": between.stale}
         return found | {"distance": self._meetings.distance, "seconds": dict(self._seconds)}
 
     def leave(self, how: str) -> None:
-        """End in good order: "leave" after a last meeting, "stop" at once."""
-        self._leaving = how
+        """End in good order: "leave" after a last meeting, "stop" at once, and for good."""
+        if self._leaving != "stop":
+            self._leaving = how
         if self._between is not None:
-            self._between.leaving = how
+            self._between.leaving = self._leaving
 
     # --- Its own threads --------------------------------------------------------------------------
 
@@ -167,6 +168,9 @@ class Peer:
             self._meetings.give_up(offer.meeting, "lost")
             self._avoid(name, error)
             return
+        except Exception:  # it would be busy for ever
+            self._meetings.give_up(offer.meeting, "lost")
+            raise
         error = self._close(offer.meeting, settled, left())
         if error is not None:
             self._avoid(name, error)
@@ -208,6 +212,7 @@ class Peer:
         reached, heard = 0, math.inf  # progress at the last answer, and when it came
         while not self._stopped.wait(peers["beat_s"]):
             if not between.ready:
+                heard = math.inf  # it copies a state, for as long as that takes
                 continue
             report = self.report()
             call = self._roster.beat.remote(slot, between.incarnation, report)
@@ -223,7 +228,7 @@ class Peer:
                         self._roster.members.remote(), timeout=peers["silent_s"]
                     )
                     version = now
-            except GetTimeoutError:
+            except (GetTimeoutError, ActorUnavailableError):  # a network may come back
                 continue
             except RayError:
                 live = len(self._members)
@@ -234,7 +239,10 @@ class Peer:
             progress = self._pulse.progress()
             silent = time.monotonic() - heard > peers["silent_s"]
             if silent and progress - reached > peers["max_lag"]:
-                self._join_again(progress - reached)
+                try:
+                    self._join_again(progress - reached)
+                except RayError:
+                    continue  # the next report finds no roster either
             reached, heard = progress, time.monotonic()
 
     def _join_again(self, lag: int) -> None:
@@ -248,14 +256,36 @@ class Peer:
             f"the others made {lag} steps of progress while this peer was silent (peers.max_lag is "
             f"{self._peers['max_lag']}): it joins again as {self._place.slot}.{incarnation}"
         )
-        self._meetings.withdraw()
-        self._between.replace(self._begin_joining(), incarnation)
+        self._between.replace(self._begin_joining(0.0), incarnation)
 
-    def _begin_joining(self) -> "Future[Joined | None]":
+    def _begin_joining(self, patience_s: float) -> "Future[Joined | None]":
         """Copy the state of a random live peer, in a thread of its own."""
-        return ThreadPoolExecutor(1).submit(self._copied)
+        return ThreadPoolExecutor(1).submit(self._joined_or_not, patience_s)
+
+    def _joined_or_not(self, patience_s: float) -> Joined | None:
+        try:
+            return self._joined(patience_s)
+        except RayError as error:
+            if patience_s:
+                raise  # without a roster nobody can join
+            self._say(f"no roster ({type(error).__name__}): goes on with its own parameters")
+            return None
+
+    def _joined(self, patience_s: float) -> Joined | None:
+        """The state of a peer; waits for one that trains, unless all others wait, too."""
+        ends = time.monotonic() + patience_s
+        while (joined := self._copied()) is None:
+            hopeful = ray.get(self._roster.is_hopeful.remote(), timeout=self._peers["join_s"])
+            if not hopeful or time.monotonic() >= ends:
+                self._say("nobody gives a copy: begins with its own parameters")
+                return None
+            if self._leaving is not None:
+                raise NotJoined
+            time.sleep(self._peers["beat_s"])
+        return joined
 
     def _copied(self) -> Joined | None:
+        """The state of a random live peer, if one gives it."""
         members = ray.get(self._roster.members.remote(), timeout=self._peers["join_s"])
         members = [m for m in members if m[0].partition(".")[0] != str(self._place.slot)]
         random.shuffle(members)
@@ -271,7 +301,6 @@ class Peer:
                 f"joins with a copy of peer {joined.donor} at step {joined.t} ({seconds:.1f} s)"
             )
             return joined
-        self._say("nobody gives a copy: begins with its own parameters")
         return None
 
     def _say(self, message: str) -> None:

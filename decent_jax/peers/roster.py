@@ -13,6 +13,7 @@ class _Entry:
     steps: int  # made in this slot, by all of its peers
     handle: Any = None
     alive: bool = False
+    joins: bool = False  # it waits for the state of another peer
     heard: float | None = None  # when it reported last; None: it does not train yet
     report: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -31,14 +32,15 @@ class Roster:
         self._members: list[int] = []
         self._version = 0
 
-    def add(self, slot: int, incarnation: int, handle: Any) -> None:
+    def add(self, slot: int, incarnation: int, handle: Any, joins: bool) -> None:
         """A peer takes the slot."""
         steps = self._slots[slot].steps if slot in self._slots else 0
-        self._slots[slot] = _Entry(incarnation, steps, handle, alive=True)
+        self._slots[slot] = _Entry(incarnation, steps, handle, alive=True, joins=joins)
 
     def remove(self, slot: int) -> None:
         """The peer that has the slot has died, left or ended."""
-        self._slots[slot].alive = False
+        entry = self._slots[slot]
+        entry.alive, entry.handle = False, None  # Ray ends an actor of which nobody has a handle
         self._refresh()
 
     def beat(self, slot: int, incarnation: int, report: dict[str, Any]) -> tuple[int, int] | None:
@@ -47,6 +49,7 @@ class Roster:
         if entry is None:
             return None
         entry.heard, entry.steps, entry.report = time.monotonic(), report["steps"], report
+        entry.joins = False
         self._refresh()
         return sum(entry.steps for entry in self._slots.values()), self._version
 
@@ -65,6 +68,10 @@ class Roster:
         self._refresh()
         entries = [(slot, self._slots[slot]) for slot in self._members]
         return [(f"{slot}.{entry.incarnation}", entry.handle) for slot, entry in entries]
+
+    def is_hopeful(self) -> bool:
+        """Whether a peer that joins may yet find one that trains: not all of them wait for it."""
+        return any(entry.alive and not entry.joins for entry in self._slots.values())
 
     def look(self) -> dict[int, dict[str, Any]]:
         """{slot: report}, with the incarnation and whether it is alive, trains, is not silent."""

@@ -187,7 +187,11 @@ class Meetings:
         begun = self._begin(None)
         if begun is None:
             return None
-        self._encode(begun)
+        try:
+            self._encode(begun)
+        except Exception:
+            self.give_up(begun.name, "lost")
+            raise
         return self._offer(begun, True), begun.message
 
     def hear(self, reply: Offer, message: Message) -> bool:

@@ -100,11 +100,11 @@ def _guarded() -> Iterator[None]:
 
 
 def _descendants(pid: int) -> list[int]:
-    children = [
-        int(child)
-        for path in Path(f"/proc/{pid}/task").glob("*/children")
-        for child in path.read_text().split()
-    ]
+    children = []
+    with contextlib.suppress(OSError):  # the process has ended meanwhile, or one of its threads
+        for path in list(Path(f"/proc/{pid}/task").glob("*/children")):
+            with contextlib.suppress(OSError):
+                children += map(int, path.read_text().split())
     return children + [one for child in children for one in _descendants(child)]
 
 
@@ -116,7 +116,7 @@ def check_address(section: str, address: str) -> None:
     if not host or not port.isdecimal():
         raise ConfigError(f'{section}.address must be auto or "host:port", got {address!r}')
     try:
-        socket.create_connection((host, int(port)), timeout=5).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
     except (OSError, OverflowError, ValueError) as error:  # also no port, or no name of a host
         raise ConfigError(
             f"{section}.address {address}: nobody listens there ({error}); start Ray on it with "

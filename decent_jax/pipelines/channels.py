@@ -9,16 +9,25 @@ import os
 import pickle
 import queue
 import socket
+import struct
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import (
+    Client,
+    Connection,
+    Listener,
+    answer_challenge,
+    deliver_challenge,
+)
 from typing import Any
 
 from decent_jax.errors import PeerLost
 from decent_jax.pipelines.messages import Key
 
 Address = tuple[str, int]  # IP address and port
+_ANSWER_S = 10  # for the answer to "do you know the secret?"
 
 
 class Door:
@@ -34,19 +43,27 @@ class Door:
     """
 
     def __init__(self, host: str, secret: bytes, deliver: Callable[[Key, Any], None]):
-        self._deliver = deliver
-        self._listener = Listener((host, 0), backlog=16, authkey=secret)
+        self._secret, self._deliver = secret, deliver
+        self._listener = Listener((host, 0), backlog=16)  # asked for an authkey, it waits for one
         self.address: Address = self._listener.address  # pyright: ignore (its type is wider)
         threading.Thread(target=self._open, daemon=True).start()
 
     def _open(self) -> None:
         while True:
-            with contextlib.suppress(AuthenticationError, EOFError, OSError):  # strangers
+            try:
                 connection = self._listener.accept()
-                threading.Thread(target=self._read, args=(connection,), daemon=True).start()
+            except OSError:  # it left at once, or this process has no more file descriptors
+                time.sleep(0.1)
+                continue
+            threading.Thread(target=self._read, args=(connection,), daemon=True).start()
 
     def _read(self, connection: Connection) -> None:
-        with contextlib.suppress(EOFError, OSError):  # `Watched` says who has died
+        # Strangers; `Watched` says who has died.
+        with connection, contextlib.suppress(AuthenticationError, EOFError, OSError):
+            _wait_at_most(connection, _ANSWER_S)
+            deliver_challenge(connection, self._secret)
+            answer_challenge(connection, self._secret)
+            _wait_at_most(connection, 0)
             while True:
                 self._deliver(*pickle.loads(connection.recv_bytes()))
 
@@ -93,5 +110,14 @@ class Channel:
 
 def _at_once(connection: Connection) -> None:
     """Send the end of a message without waiting for the receipt of its beginning."""
+    _set(connection, socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _wait_at_most(connection: Connection, seconds: int) -> None:
+    """Let reading fail after this many seconds without a byte; 0: never."""
+    _set(connection, socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
+
+
+def _set(connection: Connection, *option: Any) -> None:
     with socket.socket(fileno=os.dup(connection.fileno())) as link:
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link.setsockopt(*option)

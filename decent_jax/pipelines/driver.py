@@ -23,7 +23,7 @@ from decent_jax.pipelines.watched import Watched
 from decent_jax.pipelines.worker import Span
 from decent_jax.text import format_bytes
 from decent_jax.train import algorithm, loop
-from decent_jax.train.checkpoint import change_of
+from decent_jax.train.checkpoint import DAMAGED, change_of, put_aside
 from decent_jax.train.evaluation import Evaluator
 from decent_jax.train.finish import finish
 from decent_jax.train.metrics import shown
@@ -191,16 +191,28 @@ class _Driver:
                     f"{self.work.path} holds a run without stages; take another --workdir, or set "
                     "pipeline.stages to 0"
                 )
+            self._forget_after(0)
             return 0, None
         step = meta["step"]
-        self.seconds, self.best = meta["seconds"], meta["best"] or math.inf
+        self.seconds, self.best = meta["seconds"], meta["best"]
+        if not self._forget_after(step) or self.best is None:
+            self.best = math.inf
         self.ahead = meta["examples"] // self.config.batch_size - step
         if meta["num_replicas"] != self.config.num_replicas:
             self.work.say(change_of(meta["num_replicas"], self.config.num_replicas))
+        return step, (str(self.folder / str(step)), meta)
+
+    def _forget_after(self, step: int) -> bool:
+        """Keep nothing of later steps, which are to come; whether there is a best model."""
+        for later in files.steps(self.folder):
+            if later > step:  # it is damaged, and would be kept as the newest one
+                aside = self.work.path / DAMAGED
+                self.work.say(f"the checkpoint of step {later} was moved to {aside}")
+                put_aside(self.work.path, later)
         for later in files.steps(self.best_folder):
             if later > step:
                 shutil.rmtree(self.best_folder / str(later))
-        return step, (str(self.folder / str(step)), meta)
+        return bool(files.steps(self.best_folder))
 
     def _save(self, done: int) -> None:
         """Copy the state of all cells, and let them write it while training goes on."""

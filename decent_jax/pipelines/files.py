@@ -9,6 +9,7 @@ model in the same way.
 
 import contextlib
 import logging
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,16 +31,24 @@ _MOST = 2**16  # stages or replicas
 
 
 def write_part(folder: Path, stage: int, replica: int, arrays: dict[str, Any]) -> None:
-    """Write the arrays of a stage of a replica, by path."""
+    """Write the arrays of a stage of a replica, by path, and wait until they are on the disk."""
     folder.mkdir(parents=True, exist_ok=True)
-    np.savez(folder / f"stage-{stage}.replica-{replica}.npz", **arrays)
+    with (folder / f"stage-{stage}.replica-{replica}.npz").open("wb") as file:
+        np.savez(file, **arrays)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def finish(folder: Path, meta: dict[str, Any], keep: int) -> None:
-    """Make a checkpoint of the files in ``folder``; remove all but the newest ``keep``."""
+    """Make a checkpoint of the files in ``folder``; remove all but the newest ``keep``.
+
+    Those before it that were never finished are removed, too.
+    """
     write_json_atomic(folder / MANIFEST, meta)
-    for step in steps(folder.parent)[:-keep]:
-        shutil.rmtree(folder.parent / str(step))
+    kept = steps(folder.parent)[-keep:]
+    for path in folder.parent.iterdir():
+        if path.name.isdecimal() and int(path.name) < kept[-1] and int(path.name) not in kept:
+            shutil.rmtree(path)
 
 
 def steps(folder: Path) -> list[int]:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import ray
 from ml_collections import ConfigDict
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from decent_jax.cluster import preflight
@@ -61,13 +61,19 @@ def measure(
         on = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
         probes = [start_actor(_Probe, pipeline, where, 1) for where in on]
         try:
-            coordinator = ray.get(probes[0].address.remote())
+            started = [one.address.remote() for one in probes]
+            coordinator, *_ = ray.get(started, timeout=config.cluster.timeout_s)
             own = config.cluster.exchange_s, num_bytes, repeats
             calls = [
                 one.measure.remote((coordinator, len(probes), k), *own)
                 for k, one in enumerate(probes)
             ]
             latency, bandwidth = ray.get(calls)[0]
+        except GetTimeoutError:  # such as of a node that has not got pipeline.cpus
+            raise PeerLost(
+                "the links could not be measured: a node has started no process within "
+                f"cluster.timeout_s ({config.cluster.timeout_s} s)"
+            ) from None
         except RayError as error:
             line = (str(error).splitlines() or [""])[-1]
             raise PeerLost(f"the links could not be measured: {line}") from None

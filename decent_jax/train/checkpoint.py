@@ -209,15 +209,20 @@ class Checkpointer:
 
     def _put_aside(self, step: int) -> None:
         if jax.process_index() == 0:
-            target = self.workdir / DAMAGED / str(step)
-            target.parent.mkdir(exist_ok=True)
-            number = 1
-            while target.exists():
-                number += 1
-                target = target.with_name(f"{step}-{number}")
-            (self.workdir / FOLDER / str(step)).rename(target)
+            put_aside(self.workdir, step)
         multihost_utils.sync_global_devices("damaged checkpoint put aside")
         self._manager.reload()
+
+
+def put_aside(workdir: Path, step: int) -> None:
+    """Move a damaged checkpoint out of the way of those to come."""
+    target = workdir / DAMAGED / str(step)
+    target.parent.mkdir(exist_ok=True)
+    number = 1
+    while target.exists():
+        number += 1
+        target = target.with_name(f"{step}-{number}")
+    (workdir / FOLDER / str(step)).rename(target)
 
 
 def change_of(before: int, now: int) -> str:

@@ -1,0 +1,299 @@
+"""What could go wrong between peers, and does not; stand-ins take the place of Ray."""
+
+import contextlib
+import queue
+import threading
+import types
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+from ray.exceptions import ActorUnavailableError, RayActorError
+from test_peers_law import PACES, InProcess, config_of, noise  # noqa: F401 (a fixture)
+
+from decent_jax.peers.between import NotJoined
+from decent_jax.peers.formats import Format
+from decent_jax.peers.peer import Peer
+from decent_jax.peers.roster import Roster
+from decent_jax.peers.rule import Joined, Meetings
+from decent_jax.peers.setup import Place, open_peer
+
+
+@pytest.fixture
+def in_process(tmp_path):
+    """A peer without Ray, of a run of 8 steps, at its beginning."""
+    config = config_of("float32", 8, "swarm", weighted=False)
+    place = Place(config.to_dict(), str(tmp_path), 0, 0, None, len(PACES))
+    with open_peer(place) as (experiment, _):
+        peer = InProcess(place, experiment, 8)
+        yield peer
+        peer.between.end(peer.t, peer.state)
+
+
+def actor_of(peer, **attributes):
+    """The actor of a peer, with what these tests need of it."""
+    actor = Peer.__new__(Peer)
+    actor._place, actor._peers = peer.place, peer.place.config["peers"]
+    actor._between, actor._pulse, actor._meetings = peer.between, peer.pulse, peer.meetings
+    actor._seconds, actor._leaving = {}, None
+    actor.__dict__ |= attributes
+    return actor
+
+
+class Loss:
+    """Of a step that the device makes when somebody waits for it."""
+
+    made = False
+
+    def __init__(self, t):
+        self.t = t
+
+    def __add__(self, _):
+        return self
+
+    def block_until_ready(self):
+        self.made = True
+
+    def __array__(self, dtype=None, copy=None):
+        assert self.made, "a report must not wait for a step"
+        return np.array([self.t], dtype)
+
+
+def test_a_report_does_not_wait_for_the_device(in_process):
+    """Otherwise a peer whose steps take longer than peers.silent_s is silent during each."""
+    actor = actor_of(in_process)
+    assert "loss" not in actor.report()
+    for t in range(3):
+        in_process.between.step(
+            lambda state, _, t: (state, {"loss": Loss(t)}), in_process.state, None, t
+        )
+        assert actor.report().get("loss") == (t - 1 if t else None)
+
+
+@pytest.mark.parametrize("leaving", ["stop", "leave", None])
+def test_who_ends_before_it_has_joined_saves_nothing(leaving, in_process, monkeypatch):
+    """Its parameters are those of the seed or an old checkpoint; a resumed run would meet them."""
+    peer = in_process
+    monkeypatch.setattr(peer.between, "_join", lambda: pytest.fail("it must end first"))
+    assert not peer.between.over(0)
+    peer.between.leaving = leaving
+    peer.pulse.heard(8 * len(PACES) if leaving is None else 0, 0)  # all steps are done
+    with pytest.raises(NotJoined):
+        peer.between.over(0)
+
+
+def test_a_peer_that_has_not_joined_takes_no_part_in_the_end(in_process, monkeypatch):
+    def trains(*_):
+        raise NotJoined
+
+    @contextlib.contextmanager
+    def opened(place):
+        yield in_process.experiment, None
+
+    monkeypatch.setattr("decent_jax.peers.peer.open_peer", opened)
+    monkeypatch.setattr("decent_jax.peers.peer.loop.train_and_evaluate", trains)
+    place = in_process.place._replace(start=5)
+    actor = actor_of(
+        in_process, _place=place, _stopped=threading.Event(), _jobs=queue.SimpleQueue()
+    )
+    assert actor.train() == {"steps": 5, "how": "stop"}  # "end" would count it as the result
+
+
+def test_a_peer_that_stops_with_all_others_does_not_leave(in_process):
+    """A launcher that ends a job sends SIGTERM to `train.py` and to each peer, in any order."""
+    actor = actor_of(in_process)
+    actor.leave("leave")
+    assert in_process.between.leaving == "leave"
+    actor.leave("stop")
+    actor.leave("leave")
+    assert in_process.between.leaving == actor._leaving == "stop"
+
+
+class Remote:
+    """An object as a handle of Ray: calls do nothing until `get` asks for their results."""
+
+    def __init__(self, there):
+        self._there = there
+
+    def __getattr__(self, name):
+        method = getattr(self._there, name)
+        return types.SimpleNamespace(remote=lambda *args: lambda: method(*args))
+
+
+@pytest.fixture
+def no_ray(monkeypatch):
+    def get(call, timeout=None):
+        return call()
+
+    monkeypatch.setattr(
+        "decent_jax.peers.peer.ray", types.SimpleNamespace(get=get, put=lambda x: x)
+    )
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_a_peer_that_joins_waits_for_one_that_trains(in_process):
+    """At the start of a resumed run the others restore and compile, perhaps for longer than it."""
+    roster = Roster(5.0, {})
+    roster.add(0, 0, Remote(types.SimpleNamespace(state=lambda: Joined("0.0", 7, []))), False)
+    roster.add(1, 0, None, True)
+    place = in_process.place._replace(slot=1)
+    actor = actor_of(in_process, _roster=Remote(roster), _place=place)
+    joining = actor._begin_joining(30.0)
+    with pytest.raises(TimeoutError):
+        joining.result(0.5)
+    roster.beat(0, 0, {"steps": 7})
+    assert joining.result(10.0).donor == "0.0"
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_peers_that_all_join_begin_with_what_they_have(in_process):
+    roster = Roster(5.0, {})
+    roster.add(0, 0, None, False)
+    roster.add(1, 0, None, True)
+    place = in_process.place._replace(slot=1)
+    actor = actor_of(in_process, _roster=Remote(roster), _place=place)
+    joining = actor._begin_joining(30.0)
+    roster.remove(0)  # both were killed at once, and both wait for each other
+    roster.add(0, 1, None, True)
+    assert joining.result(10.0) is None
+    roster.add(2, 0, None, False)
+    assert actor._begin_joining(0.3).result(10.0) is None
+    actor.leave("stop")
+    with pytest.raises(NotJoined):
+        actor._begin_joining(30.0).result(10.0)
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_a_roster_that_is_lost_while_a_peer_joins_again_is_lost(in_process, monkeypatch):
+    """The thread that reports must not end without a word: the peer would never know the end."""
+    answers = [(0, 0), (800, 0)]  # the others went on while it was silent
+
+    class Lost:
+        def beat(self, *_):
+            if not answers:
+                raise RayActorError
+            return answers.pop(0)
+
+        def members(self):
+            return [("0.0", None), ("1.0", None)]
+
+        def rejoin(self, *_):
+            raise RayActorError
+
+    peers = in_process.place.config["peers"] | {"beat_s": 0.01, "silent_s": 0.001, "max_lag": 1}
+    actor = actor_of(in_process, _roster=Remote(Lost()), _peers=peers, _stopped=threading.Event())
+    actor._between.ready = True
+    actor._beat()
+    before = in_process.pulse.progress()
+    in_process.pulse.own += len(PACES)
+    assert in_process.pulse.progress() == before + 2  # it estimates what both of them do
+    monkeypatch.setattr(Lost, "members", Lost.rejoin)
+    assert actor._begin_joining(0.0).result(10.0) is None  # it trains on, as it did
+    with pytest.raises(RayActorError):
+        actor._begin_joining(1.0).result(10.0)
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_a_question_that_fails_leaves_no_meeting_under_way(in_process):
+    """An asker waits without a limit of its own, so it would never meet anybody again."""
+    partner = types.SimpleNamespace(meet=lambda *_: ("no offer", [lambda: None]))
+    actor = actor_of(in_process, _doubtful=[], _avoided={}, _members=[("1.0", Remote(partner))])
+    in_process.meetings.publish([np.zeros(3, np.float32)], 0)
+    with pytest.raises(AttributeError):
+        actor._ask()
+    assert in_process.meetings.idle() and in_process.meetings.counts["lost"] == 1
+    lattice = Meetings("0.0", Format("lattice8"), 5.0)
+    lattice.publish([np.float32([np.inf])], 0)
+    with pytest.raises(ValueError, match="above 0, got inf"):
+        lattice.ask()
+    assert lattice.idle()
+
+
+def test_a_state_that_is_wanted_during_a_boundary_is_given_at_the_next(in_process):
+    """It was lost between two operations of the other thread, and waited for peers.join_s."""
+    between = in_process.between
+    boundary = threading.Thread(target=between._give, args=(in_process.state, 3))
+
+    class Interrupted(list):
+        def append(self, one):
+            boundary.start()
+            boundary.join(0.2)
+            super().append(one)
+
+    between._wanted = Interrupted()
+    wanted = between.want_state()
+    boundary.join()
+    between._give(in_process.state, 4)
+    assert wanted.done()
+
+
+def test_no_copy_is_published_while_a_peer_joins_again(in_process, monkeypatch):
+    """Halves of meetings with it would be lost on this side, and its version stand in no log."""
+    peer, publish = in_process, in_process.meetings.publish
+    replaces = threading.Thread(target=peer.between.replace, args=(Future(), 1))
+
+    def interrupted(*args):
+        replaces.start()
+        replaces.join(0.2)
+        return publish(*args)
+
+    monkeypatch.setattr(peer.meetings, "publish", interrupted)
+    peer.between.step(lambda state, *_: (state, {"loss": Loss(0)}), peer.state, None, 0)
+    peer.jobs.get()()
+    replaces.join()
+    assert peer.meetings.version == 1 and peer.meetings.copy is None
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_a_roster_that_is_out_of_reach_for_a_while_is_not_lost(in_process):
+    """A lost one never comes back: nobody would report to it, or be replaced, any more."""
+    answers = [(5, 0), None, (6, 0)]
+
+    class Unreachable:
+        def beat(self, *_):
+            if not answers:
+                actor._stopped.set()
+            answer = answers.pop(0) if answers else (7, 0)
+            if answer is None:
+                raise ActorUnavailableError("no route", None)
+            return answer
+
+        def members(self):
+            return []
+
+    peers = in_process.place.config["peers"] | {"beat_s": 0.01}
+    actor = actor_of(in_process, _roster=Remote(Unreachable()), _peers=peers)
+    actor._stopped, actor._between.ready = threading.Event(), True
+    actor._beat()
+    assert not answers
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_a_peer_that_joins_again_is_not_silent_meanwhile(in_process, monkeypatch):
+    """Where a copy took longer than peers.silent_s, it joined again for ever."""
+    answers, joined = [(0, 0), (800, 0), (1600, 0), (1600, 0)], []
+
+    class Others:
+        def beat(self, *_):
+            if len(answers) == 1:
+                actor._stopped.set()
+            return answers.pop(0)
+
+        def members(self):
+            return []
+
+        def rejoin(self, slot, incarnation):
+            return incarnation + 1
+
+    def replace(future, incarnation):
+        joined.append(incarnation)
+        actor._between.ready = False
+        threading.Timer(0.1, setattr, (actor._between, "ready", True)).start()
+
+    peers = in_process.place.config["peers"] | {"beat_s": 0.01, "silent_s": 0.001, "max_lag": 1}
+    actor = actor_of(in_process, _roster=Remote(Others()), _peers=peers, _stopped=threading.Event())
+    monkeypatch.setattr(actor, "_begin_joining", lambda patience_s: None)
+    monkeypatch.setattr(actor._between, "replace", replace)
+    actor._between.ready = True
+    actor._beat()
+    assert joined == [1]
