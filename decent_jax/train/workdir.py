@@ -102,7 +102,7 @@ class Workdir:
         self.path, self.config = path, config
         self.quiet = jax.process_index() != 0
         self.progress: Progress | None = None
-        self._began = time.time()
+        self._began = time.monotonic()
         self._announced = set()
         self._kept: list[str] | None = []  # announcements before `accept`
 
@@ -191,7 +191,7 @@ class Workdir:
             "task": self.config.task,
             "algorithm": self.config.algorithm,
             "num_replicas": self.config.num_replicas,
-            "session_seconds": round(time.time() - self._began, 3),
+            "session_seconds": round(time.monotonic() - self._began, 3),
             "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
             "processes": jax.process_count(),
             "python": platform.python_version(),
