@@ -10,10 +10,11 @@ The learning rate is tuned for each row at seed 0, by validation loss, among fac
 outwards until both neighbours are worse; then the other seeds run with it. It warms up for a tenth
 of the steps and falls along a cosine to a tenth. Adam has b2 0.95, gradients are clipped to norm 1.
 
-The loss is that of the consensus model, in nats per byte, on the same validation windows. Bytes are
-those that the busiest replica sends per step, as methods declare them (tests compare this with the
-compiled programs). A row of --json is written per run as it comes, and a run that stands there
-already, with the same sizes, is not run again; --figure draws such a file.
+The loss is that of the consensus model, in nats per token, on the same validation windows. Bytes
+are those that the busiest replica sends per step, as methods declare them (tests compare this with
+the compiled programs). A row of --json is written per run as it comes, and a run that stands there
+already, with the same sizes, is not run again; --figure draws such a file, as it did methods.jsonl
+beside this script, whose rows stand in docs/algorithms.md.
 """
 
 import functools
@@ -255,20 +256,25 @@ def print_tables(rows: list[dict]) -> None:
         found = best_rows(of_size)
         base = found.get("all_reduce, Adam")
         print(f"{size:,} parameters\n")
-        print("| method | schedule | learning rate | loss | kB per step | times fewer |")
-        print("|---|---|---|---|---|---|")
+        print("| method | schedule | learning rate | of | loss | MB per step | times fewer |")
+        print("|---|---|---|---|---|---|---|")
         for label, mine in found.items():
+            tried = sorted({row["learning_rate"] for row in of_size if row["method"] == label})
             losses = ", ".join(f"{row['loss']:.3f}" for row in mine)
             sent = mine[0]["bytes_per_step"]
             fewer = f"{base[0]['bytes_per_step'] / sent:.3g}" if base else ""
             print(
-                f"| {label} | `{mine[0]['schedule']}` | {mine[0]['learning_rate']:g} | {losses} | "
-                f"{sent / 1e3:.3g} | {fewer} |"
+                f"| {label} | `{mine[0]['schedule']}` | {mine[0]['learning_rate']:g} | "
+                f"{', '.join(map('{:g}'.format, tried))} | {losses} | {sent / 1e6:.3g} | {fewer} |"
             )
 
 
 def draw(rows: list[dict]):
-    """A dot per seed and method, bytes on a logarithmic axis; a panel for each model."""
+    """A dot per seed and method, bytes on a logarithmic axis; a panel for each model.
+
+    Runs that diverged, which end above the loss of equal chances, are left out.
+    """
+    rows = [row for row in rows if row["loss"] < math.log(row["vocab"])]
     panels = by_size(rows)
     labels = [v.label for v in VARIANTS if any(v.label == row["method"] for row in rows)]
     figure = new_figure(3.6 + 4.2 * len(panels), 4.6)
@@ -278,8 +284,9 @@ def draw(rows: list[dict]):
         for label, mine in best_rows(of_size).items():
             k = labels.index(label)
             sent = [row["bytes_per_step"] / 1e6 for row in mine]
-            look = {"marker": MARKS[k % len(MARKS)], "color": COLOURS[k % len(COLOURS)]}
-            look |= {"ms": 7, "mec": "white", "mew": 0.7, "ls": "", "label": label}
+            mark = MARKS[k % len(MARKS)]
+            look = {"marker": mark, "color": COLOURS[k % len(COLOURS)], "ms": 7 + 4 * (mark == "*")}
+            look |= {"mec": "white", "mew": 0.7, "ls": "", "label": label}
             axes.plot(sent, [row["loss"] for row in mine], **look)
         axes.set_xscale("log")
         plain_numbers(axes.xaxis, (1,))
