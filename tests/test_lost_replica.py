@@ -31,6 +31,15 @@ CASES = {
     "swarm": Case("swarm", "hypercube", "with"),
     "swarm, lattice": Case("swarm", "hypercube", "with", {"bits": 8}),
     "swarm, blocking, lattice": Case("swarm", "hypercube", "then", {"bits": 8}, returns=False),
+    "quasi_global_sgd": Case("quasi_global_sgd"),
+    "quasi_global_adam": Case("quasi_global_adam"),
+    "decentlam": Case("decentlam"),
+    "exact_diffusion": Case("exact_diffusion"),
+    "d2": Case("d2", "star"),
+    "choco": Case("choco"),
+    "diloco, alpha": Case("diloco", "complete", numbers={"alpha": 0.5}),
+    "noloco, alpha": Case("noloco", numbers={"alpha": 0.5}),
+    "noloco, carry": Case("noloco", numbers={"carry": True, "delay": 1}),
 }
 
 
@@ -40,7 +49,12 @@ def test_a_lost_replica_comes_back(case):
     schedule = topology.make(case.schedule, N)
     numbers = {"momentum": 0.5, "b1": 0.9, "b2": 0.99, "eps": 1e-3}
     inner = optax.sgd(0.05, momentum=0.5)
-    given = {"combine": case.combine, "numbers": case.numbers, "optimizer": numbers}
+    given = {
+        "mix_every": 1 + case.numbers.get("delay", 0),
+        "combine": case.combine,
+        "numbers": case.numbers,
+        "optimizer": numbers,
+    }
     tx = harness.build(case.method, schedule, inner, 0.05, **given)
     targets = jnp.arange(N * 3.0).reshape(N, 3) / 10
     lost = jnp.zeros((N, 3), bool).at[LOST, :2].set(True)

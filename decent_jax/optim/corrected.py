@@ -78,10 +78,13 @@ def _diffusion(inner, mixing, half):
         update, inner, ok = local(params)
         psi = guard.add(params, update)
         phi = guard.add(psi, optax.tree.sub(params, own.psi))
-        mixed = mixing(phi, round, local.count)
+        mixed = x = mixing(phi, round, local.count)
         if half:
-            mixed = guard.scale(0.5, guard.add(phi, mixed))
-        return mixed, DiffusionState(psi), inner, ok
+            x = guard.scale(0.5, guard.add(phi, mixed))
+        # A replica that is not finite begins again from the neighbours' average.
+        fine = guard.all_finite(phi)
+        x, psi = optax.tree.where(fine, (x, psi), (mixed, mixed))
+        return x, DiffusionState(psi), inner, ok
 
     return guard.method(inner, step, guard.filled(DiffusionState, guard.copy))
 
