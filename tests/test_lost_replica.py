@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from decent_jax import optim, topology
+from decent_jax.gossip import wire
 
 N, LOST = 8, 2
 
@@ -83,3 +84,37 @@ def test_a_lost_replica_comes_back(case):
     assert np.abs(x[rows] - 1.15).max() < 2  # from 4; the mean of the targets is 1.15
     if case.returns:
         assert state.skipped[LOST] <= schedule.period + 1
+
+
+@pytest.mark.parametrize("combine", ["with", "then"])
+def test_tracked_gradients_keep_their_sum(combine):
+    """sum_i q_i = sum_i g_i, also where the parameters of a replica were lost."""
+    schedule = topology.make("bidirectional_ring", N)
+    tx = optim.gradient_tracking(optax.sgd(0.1), schedule, combine)
+    x = jnp.square(jnp.arange(2.0 * N)).reshape(N, 2)
+    state = jax.vmap(tx.init)(x)
+    step = harness.on_stack(harness.step_of(tx, lambda x: x, 0), "vmap", N)
+    for t in range(5):
+        x, state = step(x.at[LOST].set(jnp.nan) if t == 2 else x, state)
+    np.testing.assert_allclose(
+        harness.own(state, "q").sum(0), harness.own(state, "g").sum(0), rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("method", ["gradient_tracking", "gossiped_momentum"])
+def test_messages_of_a_step_have_noise_of_their_own(method):
+    """Two equal arrays are rounded to 8 bits at random, and differently."""
+    tx = harness.build(
+        method,
+        topology.make("hypercube", 2),
+        optax.sgd(0.0, momentum=1.0),
+        combine="then",
+        wire=wire.Int8(),
+    )
+    x = jnp.stack([jnp.linspace(1, 2, 50), jnp.zeros(50)])
+    state = jax.vmap(tx.init)(x)
+    x, state = harness.on_stack(harness.step_of(tx, lambda x: x, 0), "vmap", 2)(x, state)
+    is_tracking = method == "gradient_tracking"
+    sent = harness.own(state, "q") if is_tracking else optax.tree.get(state.inner, "trace")
+    np.testing.assert_allclose(sent, x, atol=0.02)
+    assert (np.abs(sent - x) > 1e-3).sum() > 10

@@ -141,11 +141,12 @@ def gradient_tracking(
         g = optax.tree.where(fine, local.grads, own.g)
         change = optax.tree.sub(g, own.g)
         if combine == "with":
-            x, q = mixing((params, own.q), round, local.count)
-            q = guard.add(q, change)
+            # With flags of their own: q of a replica whose x is lost still counts in the sum.
+            x = mixing(params, round, local.count)
+            q = guard.add(mixing(own.q, round, local.count, nth=1), change)
             update, inner, ok = local(x, q, fine=fine)
             return guard.add(x, update), TrackingState(g, q), inner, ok
-        q = mixing(guard.add(own.q, change), round, local.count)
+        q = mixing(guard.add(own.q, change), round, local.count, nth=1)
         update, inner, ok = local(params, q, fine=fine)
         x = mixing(guard.add(params, update), round, local.count)
         return x, TrackingState(g, q), inner, ok

@@ -146,8 +146,9 @@ def _with_moments(
         update, inner, ok = local(params)
 
         def mix_parts(node):
-            for name in named(node):
-                part = mixing(getattr(node, name), due(round, every[name]), local.count)
+            for nth, name in enumerate(named(node), start=1):
+                part, r = getattr(node, name), due(round, every[name])
+                part = mixing(part, r, local.count, nth=nth)
                 node = node._replace(**{name: part})
             return node
 
