@@ -101,6 +101,14 @@ def test_tracked_gradients_keep_their_sum(combine):
     )
 
 
+def test_a_lost_replica_takes_the_whole_average():
+    """With a consensus factor, too, and where the replica still has finite numbers."""
+    tx = optim.decentralized(optax.sgd(0.0), topology.make("complete", 4), gamma=0.1)
+    x = jnp.zeros((4, 2)).at[LOST].set(jnp.array([jnp.nan, 100.0]))
+    step = harness.on_stack(harness.step_of(tx, jnp.zeros_like, 0), "vmap", 4)
+    np.testing.assert_array_equal(step(x, jax.vmap(tx.init)(x))[0], np.zeros((4, 2)))
+
+
 @pytest.mark.parametrize("method", ["gradient_tracking", "gossiped_momentum"])
 def test_messages_of_a_step_have_noise_of_their_own(method):
     """Two equal arrays are rounded to 8 bits at random, and differently."""

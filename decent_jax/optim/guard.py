@@ -289,15 +289,11 @@ def decentralized(
 
     def mix(params, round, count, after=None):
         mixed = mixing(params, round, count, after)
-        if round is None or (not callable(gamma) and gamma == 1.0):
+        if round is None or (isinstance(gamma, float | int) and gamma == 1):
             return mixed
-        factor = rate_at(gamma, count)
-
-        def part(x, mixed):  # a replica that is not finite takes all of its neighbours' average
-            kept = x + jnp.asarray(factor, x.dtype) * (mixed - x)
-            return jnp.where(jnp.isfinite(x), kept, mixed)
-
-        return jax.tree.map(part, params, mixed)
+        kept = add(params, scale(rate_at(gamma, count), optax.tree.sub(mixed, params)))
+        # A replica that is not finite takes all of its neighbours' average.
+        return optax.tree.where(all_finite(params), kept, mixed)
 
     def adapt_with_combine(params, own, round, local):
         x_hat = local.mixed
