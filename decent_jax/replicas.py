@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from decent_jax.gossip.permute import clean
+from decent_jax.gossip.permute import at_least_float32, clean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,18 +240,19 @@ def consensus_mean(stacked: Any, weights: jax.Array | None = None) -> Any:
         alike.
     """
     ok = finite(stacked)
+    return jax.tree.map(lambda x: _mean(x, ok, weights).astype(x.dtype), stacked)
 
-    def mean(x):
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return x.max(axis=0)
-        # As a product with a row of ones, since XLA's CPU sum over replicas is 100 times slower.
-        wide = jnp.promote_types(x.dtype, jnp.float32)
-        rows = clean(x, ok).astype(wide)
-        counts = ok.astype(wide) if weights is None else jnp.where(ok, weights, 0).astype(wide)
-        total = jnp.tensordot(counts, rows, axes=1, precision=jax.lax.Precision.HIGHEST)
-        return (total / counts.sum()).astype(x.dtype)
 
-    return jax.tree.map(mean, stacked)
+def _mean(x: jax.Array, ok: jax.Array, weights: jax.Array | None = None) -> jax.Array:
+    """The mean of the rows that are ``ok``, in float32 at least; of whole numbers the largest."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x.max(axis=0)
+    # As a product with a row of ones, since XLA's CPU sum over replicas is 100 times slower.
+    wide = at_least_float32(x)
+    rows = clean(x, ok).astype(wide)
+    counts = ok.astype(wide) if weights is None else jnp.where(ok, weights, 0).astype(wide)
+    total = jnp.tensordot(counts, rows, axes=1, precision=jax.lax.Precision.HIGHEST)
+    return total / counts.sum()
 
 
 class Consensus(NamedTuple):
@@ -265,14 +266,14 @@ class Consensus(NamedTuple):
 def consensus_distance(stacked: Any) -> Consensus:
     """Distances of the replicas from their mean, in float32, over all leaves at once."""
     ok = finite(stacked)
-    mean = consensus_mean(stacked)
+    mean = jax.tree.map(lambda x: _mean(x, ok), stacked)
 
     def squares(x, centre):
-        gap = clean(x - centre[None], ok).astype(jnp.float32)
+        gap = jnp.abs(clean(x - centre[None], ok)).astype(jnp.float32)
         return jnp.square(gap).reshape(len(x), math.prod(x.shape[1:])).sum(axis=1)
 
     per_replica = jnp.asarray(sum(jax.tree.leaves(jax.tree.map(squares, stacked, mean))))
-    norm = sum(jnp.square(x.astype(jnp.float32)).sum() for x in jax.tree.leaves(mean))
+    norm = sum(jnp.square(jnp.abs(x).astype(jnp.float32)).sum() for x in jax.tree.leaves(mean))
     distance = jnp.sqrt(per_replica.sum() / ok.sum())
     return Consensus(
         distance, distance / jnp.sqrt(norm), jnp.where(ok, jnp.sqrt(per_replica), jnp.inf)

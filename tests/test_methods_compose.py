@@ -210,6 +210,13 @@ def test_int8_is_unbiased():
     assert np.abs(np.asarray(draws - x[None])).max() <= 1.01 * step.max()
 
 
+def test_int8_of_bfloat16_draws_in_float32():
+    """A scale of 1 leaves whole numbers; in bfloat16 100 + 0.8 is 101."""
+    x = jnp.full(200, 100.0, jnp.bfloat16).at[0].set(127)
+    codes, scale = wire.Int8().encode(x, jax.random.key(0), 0)
+    assert scale.tolist() == [1.0] and set(codes[1:].tolist()) == {100}
+
+
 def test_int8_decodes_without_rounding():
     """Else a fused product on one side of a message moves the mean, further in every round."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(40, 50)), jnp.float32)

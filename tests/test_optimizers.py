@@ -288,6 +288,16 @@ def test_inject_hyperparams(x64):
     np.testing.assert_allclose(rate, np.full(N, learning_rate(STEPS - 1)))
 
 
+def test_inject_hyperparams_around_decentralized():
+    """Its consensus factor becomes a traced number then, also where it is left at 1."""
+    schedule = topology.make("ring", 2)
+    x = jnp.array([0.0, 8.0])
+    for given, wanted in (({}, [4.0, 4.0]), ({"gamma": 0.25}, [1.0, 7.0])):
+        tx = optax.inject_hyperparams(optim.decentralized)(optax.sgd(0.1), schedule, **given)
+        step = harness.on_stack(harness.step_of(tx, jnp.zeros_like, 0), "vmap", 2)
+        assert step(x, jax.vmap(tx.init)(x))[0].tolist() == wanted
+
+
 # --- side by side --------------------------------------------------------------------------------
 
 

@@ -112,7 +112,15 @@ def test_distance_is_computed_in_float32():
     stacked = {"a": jnp.bfloat16(np.tile([[1.0], [1.0078125]], (1, 300)))}
     consensus = replicas.consensus_distance(stacked)
     assert consensus.distance.dtype == jnp.float32
+    # Both are as far from a mean that bfloat16 cannot hold.
+    np.testing.assert_allclose(consensus.per_replica, 0.00390625 * 300**0.5, rtol=1e-5)
     assert replicas.consensus_mean(stacked)["a"].dtype == jnp.bfloat16
+
+
+def test_distance_of_complex_numbers():
+    stacked = {"a": jnp.array([[3 + 4j], [3 - 4j]])}
+    assert replicas.consensus_distance(stacked).distance == 4
+    assert replicas.consensus_mean(stacked)["a"].tolist() == [3]
 
 
 # --- another number -------------------------------------------------------------------------------

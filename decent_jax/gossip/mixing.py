@@ -386,8 +386,9 @@ def _mixed_by_matrix(tree, matrix, axis, finite, flag):
         weights = jnp.where(finite, others.at[i].set(kept), others / others.sum())
 
     def mix_leaf(leaf):
-        rows = permute.clean(axis.lift(leaf), flag)
-        return jnp.tensordot(weights.astype(rows.dtype), rows, 1, precision="highest")
+        wide = permute.at_least_float32(leaf)
+        rows = permute.clean(axis.lift(leaf), flag).astype(wide)
+        return jnp.tensordot(weights.astype(wide), rows, 1, precision="highest").astype(leaf.dtype)
 
     return jax.tree.map(mix_leaf, tree)
 

@@ -69,12 +69,14 @@ class Int8:
     def encode(self, x, key, replica):
         largest = jnp.abs(x).max(axis=-1, keepdims=True) if x.ndim else jnp.abs(x)
         scale = jax.lax.reduce_precision((1 + 2**-8) / 127 * largest.astype(jnp.float32), 8, 7)
-        scaled = x / jnp.where(scale > 0, scale, jnp.ones_like(scale)).astype(x.dtype)
+        # In bfloat16 sums of 100 and a noise below 1 would be multiples of 1/2, and rounded up.
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        scaled = x.astype(wide) / jnp.where(scale > 0, scale, jnp.ones_like(scale)).astype(wide)
         if key is None:
             codes = jnp.round(scaled)
         else:
             noise = jax.random.uniform(jax.random.fold_in(key, replica), x.shape, jnp.float32)
-            codes = jnp.floor(scaled + noise.astype(x.dtype))
+            codes = jnp.floor(scaled + noise.astype(wide))
         return jnp.clip(codes, -127, 127).astype(jnp.int8), scale
 
     def decode(self, parts, like, key):

@@ -75,15 +75,18 @@ def choco(
         y = guard.add(params, update)
         if round is None:
             return y, own, inner, ok
-        # A replica that is not finite sends zeros: its public copy stays as it was.
+        # A replica that is not finite sends zeros, so that its public copy stays as it was, and
+        # continues from the average of the public copies.
         gap = optax.tree.sub(y, own.x_hat)
-        gap = optax.tree.where(guard.all_finite(gap), gap, optax.tree.zeros_like(gap))
+        fine = guard.all_finite(gap)
+        gap = optax.tree.where(fine, gap, optax.tree.zeros_like(gap))
         mixed_q, q = gossip.mix_coded(
             gap, schedule, round, axis_name, wire, mixing.key(local.count)
         )
         x_hat = guard.add(own.x_hat, q)
         s = guard.add(own.s, mixed_q)
         x = guard.add(y, guard.scale(gamma, optax.tree.sub(s, x_hat)))
+        x = optax.tree.where(fine, x, s)
         return x, ChocoState(s, x_hat), inner, ok
 
     begin = guard.copy if identical_start else optax.tree.zeros_like

@@ -78,10 +78,13 @@ def _diffusion(inner, mixing, half):
         update, inner, ok = local(params)
         psi = guard.add(params, update)
         phi = guard.add(psi, optax.tree.sub(params, own.psi))
-        mixed = mixing(phi, round, local.count)
+        mixed = x = mixing(phi, round, local.count)
         if half:
-            mixed = guard.scale(0.5, guard.add(phi, mixed))
-        return mixed, DiffusionState(psi), inner, ok
+            x = guard.scale(0.5, guard.add(phi, mixed))
+        # A replica that is not finite begins again from the neighbours' average.
+        fine = guard.all_finite(phi)
+        x, psi = optax.tree.where(fine, (x, psi), (mixed, mixed))
+        return x, DiffusionState(psi), inner, ok
 
     return guard.method(inner, step, guard.filled(DiffusionState, guard.copy))
 
@@ -138,11 +141,12 @@ def gradient_tracking(
         g = optax.tree.where(fine, local.grads, own.g)
         change = optax.tree.sub(g, own.g)
         if combine == "with":
-            x, q = mixing((params, own.q), round, local.count)
-            q = guard.add(q, change)
+            # With flags of their own: q of a replica whose x is lost still counts in the sum.
+            x = mixing(params, round, local.count)
+            q = guard.add(mixing(own.q, round, local.count, nth=1), change)
             update, inner, ok = local(x, q, fine=fine)
             return guard.add(x, update), TrackingState(g, q), inner, ok
-        q = mixing(guard.add(own.q, change), round, local.count)
+        q = mixing(guard.add(own.q, change), round, local.count, nth=1)
         update, inner, ok = local(params, q, fine=fine)
         x = mixing(guard.add(params, update), round, local.count)
         return x, TrackingState(g, q), inner, ok

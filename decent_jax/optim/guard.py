@@ -169,8 +169,13 @@ class Mixing:
             gossip.check_coded(schedule, wire)
         self.schedule, self.axis_name, self.wire = schedule, axis_name, wire
 
-    def __call__(self, tree: Any, round: Any, count: jax.Array, after: Any = None) -> Any:
-        """One round of `decent_jax.gossip.mix`, which ignores replicas that are not finite."""
+    def __call__(
+        self, tree: Any, round: Any, count: jax.Array, after: Any = None, nth: int = 0
+    ) -> Any:
+        """One round of `decent_jax.gossip.mix`, which ignores replicas that are not finite.
+
+        ``nth`` counts the calls of a step, so that each draws its own random numbers.
+        """
         if round is None:
             return tree
         return gossip.mix(
@@ -180,13 +185,13 @@ class Mixing:
             self.axis_name,
             finite=all_finite(tree),
             wire=self.wire,
-            key=self.key(count),
+            key=self.key(count, nth),
             after=after,
         )
 
-    def key(self, count: jax.Array) -> jax.Array | None:
+    def key(self, count: jax.Array, nth: int = 0) -> jax.Array | None:
         """The key of step ``count``, the same on all replicas; None where nothing is coded."""
-        return None if self.wire is None else jax.random.fold_in(jax.random.key(0), count)
+        return None if self.wire is None else jax.random.fold_in(jax.random.key(nth), count)
 
 
 def decentralized(
@@ -284,15 +289,11 @@ def decentralized(
 
     def mix(params, round, count, after=None):
         mixed = mixing(params, round, count, after)
-        if round is None or (not callable(gamma) and gamma == 1.0):
+        if round is None or (isinstance(gamma, float | int) and gamma == 1):
             return mixed
-        factor = rate_at(gamma, count)
-
-        def part(x, mixed):  # a replica that is not finite takes all of its neighbours' average
-            kept = x + jnp.asarray(factor, x.dtype) * (mixed - x)
-            return jnp.where(jnp.isfinite(x), kept, mixed)
-
-        return jax.tree.map(part, params, mixed)
+        kept = add(params, scale(rate_at(gamma, count), optax.tree.sub(mixed, params)))
+        # A replica that is not finite takes all of its neighbours' average.
+        return optax.tree.where(all_finite(params), kept, mixed)
 
     def adapt_with_combine(params, own, round, local):
         x_hat = local.mixed

@@ -148,8 +148,9 @@ def _with_moments(
         update, inner, ok = local(params)
 
         def mix_parts(node):
-            for name in named(node):
-                part = mixing(getattr(node, name), due(round, every[name]), local.count)
+            for nth, name in enumerate(named(node), start=1):
+                part, r = getattr(node, name), due(round, every[name])
+                part = mixing(part, r, local.count, nth=nth)
                 node = node._replace(**{name: part})
             return node
 
@@ -219,7 +220,8 @@ def quasi_global_sgd(
 
         def follow(m, d):
             new = jnp.asarray(mu, m.dtype) * m + (1 - mu) * d / divisor.astype(m.dtype)
-            return jnp.where(is_zero, m, new)
+            # A replica that is not finite moves by no number that its momentum could follow.
+            return jnp.where(is_zero | ~jnp.isfinite(d), m, new)
 
         m = jax.tree.map(follow, own.m, optax.tree.sub(params, after))
         return after, MomentumState(m), inner, ok
@@ -283,8 +285,11 @@ def quasi_global_adam(
         change = jax.tree.map(descend, own.m, v_tilde, g)
         after = mixing(guard.add(params, change), round, local.count)
         moved = optax.tree.sub(params, after)
-        d = guard.scale(1 / (optax.tree.norm(moved) + 1e-8), moved)
-        return after, AdamState(moment(b1, own.m, d, 1), moment(b2, own.v, d, 2)), inner, ok
+        norm = optax.tree.norm(moved)
+        d = guard.scale(1 / (norm + 1e-8), moved)
+        moments = AdamState(moment(b1, own.m, d, 1), moment(b2, own.v, d, 2))
+        # A replica that is not finite moves by no number that its moments could follow.
+        return after, optax.tree.where(jnp.isfinite(norm), moments, own), inner, ok
 
     return guard.method(gradient, step, guard.filled(AdamState))
 
@@ -321,11 +326,13 @@ def decentlam(
         rate = jnp.asarray(guard.rate_at(learning_rate, local.count))
         is_zero, divisor = guard.divisor(rate)
         g, inner, ok = local(params)
-        mixed = mixing(guard.add(params, guard.scale(-rate, g)), round, local.count)
+        adapted = guard.add(params, guard.scale(-rate, g))
+        mixed = mixing(adapted, round, local.count)
         g_tilde = guard.scale(1 / divisor, optax.tree.sub(params, mixed))
         m = guard.add(guard.scale(momentum, own.m), g_tilde)
         after = guard.add(params, guard.scale(-rate, m))
-        after, m = optax.tree.where(is_zero, (mixed, own.m), (after, m))
+        only_mixes = is_zero | ~guard.all_finite(adapted)
+        after, m = optax.tree.where(only_mixes, (mixed, own.m), (after, m))
         return after, MomentumState(m), inner, ok
 
     return guard.method(gradient, step, guard.filled(MomentumState))

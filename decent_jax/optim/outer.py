@@ -376,6 +376,8 @@ def _outer(
         new = guard.add(theta, optax.tree.sub(now, late)) if carry and delay else theta
         if alpha:
             new = [alpha * a + (1 - alpha) * b for a, b in zip(now, new, strict=True)]
+        if alpha or (carry and delay):  # a replica that is not finite has nothing to keep
+            new = optax.tree.where(guard.all_finite((now, late)), new, theta)
         states = (*own.states[:f], state, *own.states[f + 1 :])
         if weighted:
             steps = (*steps[:f], jnp.zeros_like(steps[f]), *steps[f + 1 :])

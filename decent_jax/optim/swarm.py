@@ -117,6 +117,9 @@ def swarm(
     probability 1/H per step; any numbers with ``active`` (a replica with ``active=False`` makes no
     update in that step).
 
+    A replica whose parameters are not finite takes its partner's copy. With a lattice and "then" it
+    cannot decode one, and stays as it is; the others ignore it.
+
     One message per meeting (8 or 16 bits per parameter with a lattice); one copy of the parameters
     (S) with ``combine="with"``.
 
@@ -151,26 +154,33 @@ def swarm(
         if round is None or not schedule.rounds[gossip.number(round)].sends:
             return x, own, inner, ok
         mine, y = x if blocking else own.published, own.y
+        fine = guard.all_finite(mine)
         if lattice is None:
-            (theirs, fine), weight = _receive((mine, guard.all_finite(mine)), round)
-            decoded, meets = mine, fine & guard.all_finite(mine) & (weight > 0)
+            (theirs, read), weight = _receive((mine, fine), round)
+            decoded, meets = mine, read & fine & (weight > 0)
         else:
-            side = lattice.side(mine, y)
+            # A side that is not finite says that the copy is not, whatever its points decode to.
+            side = jnp.where(fine, lattice.side(mine, y), jnp.nan)
             points = lattice.points(mine, side)
             decoded = places(points, side, mine)
             message, weight = _receive(lattice.encode(points, side), round)
+            both_fine = fine & jnp.isfinite(message[2])
             points, read = lattice.decode(message, mine)
+            read &= both_fine
             theirs = places(points, message[2], mine)
             (read_by_them,), _ = _receive((read,), round)
             meets = read & read_by_them & (weight > 0)
             nearer = jnp.maximum(_SLACK * _largest(optax.tree.sub(theirs, mine)), _SHRINK * y)
             # Only the sender that was not decoded widens its lattice; if the receiver did, too, one
             # failure would cause others.
-            farther = jnp.where(read_by_them, y, _GROW * y)
+            farther = jnp.where(read_by_them | ~both_fine, y, _GROW * y)
             y = jnp.where(weight > 0, jnp.where(meets, nearer, farther), y)
         pull = guard.scale(0.5, optax.tree.sub(theirs, decoded))
-        x = guard.add(x, optax.tree.where(meets, pull, optax.tree.zeros_like(pull)))
-        published = None if blocking else optax.tree.where(weight > 0, x, own.published)
+        after = guard.add(x, optax.tree.where(meets, pull, optax.tree.zeros_like(pull)))
+        is_lost = ~(fine if blocking else guard.all_finite(x))
+        x = optax.tree.where(is_lost & read & (weight > 0), theirs, after)
+        publishes = (weight > 0) & (read | ~is_lost)
+        published = None if blocking else optax.tree.where(publishes, x, own.published)
         return x, SwarmState(y, published), inner, ok
 
     def _receive(tree, round):
