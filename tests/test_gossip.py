@@ -408,6 +408,7 @@ def test_the_last_stage_waits_for_after_and_is_what_it_was(form, devices, monkey
     """Between groups only; elsewhere there is one stage. That it waits shows where it is stopped:
     the flag that is always False, and is computed from ``after``, is ``after`` itself here."""
     assert not any(groups._never(jnp.array([1.0, bad])) for bad in (0, jnp.nan, jnp.inf, -jnp.inf))
+    assert not groups._never(jnp.array([2j]))  # whose square is below 0
     monkeypatch.setattr(groups, "_never", lambda after: after)
     schedule = topology.make("alternating_exp_ring", 8, local_size=4)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 5)), jnp.float32)

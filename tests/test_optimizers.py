@@ -102,6 +102,17 @@ def test_bias_correction_in_float32(decay):
         np.testing.assert_allclose(got, 1 - decay**count, rtol=1e-6)
 
 
+def test_complex_numbers_as_in_optax():
+    x, g = jnp.array([1 + 1j, 2j]), jnp.array([3 + 4j, -2j])
+    both = []
+    for tx in (optim.accum_adamw(0.1, accum_steps=1), optax.adam(0.1)):
+        state = tx.init(x)
+        for _ in range(2):
+            updates, state = tx.update(g, state, x)
+        both.append(updates)
+    np.testing.assert_allclose(*both, rtol=1e-5)
+
+
 def test_moments_are_shaped_and_typed_like_the_parameters():
     params = {"a": jnp.zeros((2, 3), jnp.bfloat16), "b": jnp.zeros(4)}
     state = optim.scale_by_accum_adam(accum_steps=2).init(params)

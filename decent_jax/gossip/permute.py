@@ -150,8 +150,9 @@ def at_least_float32(x: jax.Array) -> jnp.dtype:
 
 
 def squared_norm(x: jax.Array) -> jax.Array:
-    """() float32 or wider: the sum of squares."""
-    return jnp.square(x.astype(at_least_float32(x))).sum()
+    """() float32 or wider: the sum of squares, of complex numbers those of the magnitudes."""
+    magnitude = jnp.abs(x) if jnp.iscomplexobj(x) else x
+    return jnp.square(magnitude.astype(at_least_float32(magnitude))).sum()
 
 
 def receive(rows: jax.Array, send: Send, axis: ReplicaAxis) -> jax.Array:

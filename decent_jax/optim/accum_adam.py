@@ -179,10 +179,16 @@ def drop_window(state: Any, accum_steps: int) -> Any:
 
 
 def moment(decay: Any, old: Any, value: Any, order: int) -> Any:
-    """``decay * old + (1 - decay) * value ** order``, leaf by leaf, in the dtypes of ``old``."""
-    return jax.tree.map(
-        lambda m, g: _cast(decay, m) * m + _cast(1 - decay, m) * g**order, old, value
-    )
+    """``decay * old + (1 - decay) * value ** order``, leaf by leaf, in the dtypes of ``old``.
+
+    The second power of a complex number is that of its magnitude.
+    """
+
+    def mixed(m, g):
+        g = jnp.abs(g) if order == 2 and jnp.iscomplexobj(g) else g
+        return _cast(decay, m) * m + _cast(1 - decay, m) * g**order
+
+    return jax.tree.map(mixed, old, value)
 
 
 def bias_correction(decay: Any, count: jax.Array) -> jax.Array:
