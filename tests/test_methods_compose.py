@@ -132,6 +132,17 @@ def test_bytes_a_step():
     assert sent("diloco", {"fragments": 2}) == 80 / 2 * 2 * 7 / 8
     assert sent("decentralized_adam", wire=wire.BFloat16()) == 40
     assert sent("swarm", {"bits": 8}) == 20
+    # 7 / 4 models in every step, over whatever schedule.
+    given = parts("decentralized_adam", mix_every=4)
+    assert harness.bytes_sent("all_reduce", x, **given) == 80 * 7 / 4
+
+
+def test_bytes_of_narrow_and_of_empty_arrays():
+    x = {"a": jnp.zeros((3, 4), jnp.bfloat16), "none": jnp.zeros((0, 3))}
+    for name, number in (("decentralized_adam", 24), ("swarm", 24), ("sparta", 4), ("choco", 8)):
+        assert harness.message_bytes(name, x, **parts(name)) == number
+    assert harness.message_bytes("swarm", x, **parts("swarm", {"bits": 8})) == 12
+    assert harness.bytes_sent("sparseloco", x, **parts("sparseloco")) > 0
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -15,7 +15,7 @@ import optax
 
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.wire import Wire
-from decent_jax.topology import Schedule
+from decent_jax.topology import Schedule, make
 
 BOTH = ("with", "then")
 ADAM_FIRST = ("adam", "sgd", "accum_adam", "muon")
@@ -53,10 +53,11 @@ class Parts:
 
 
 def coded_bytes(params: Any, wire: Wire | None) -> float:
-    """Bytes of a message of all parameters in this format; None: float32."""
+    """Bytes of a message of all parameters in this format; None: as they are."""
     return sum(
-        4 * leaf.size if wire is None else wire.bytes_sent(leaf.shape)
+        leaf.size * leaf.dtype.itemsize if wire is None else wire.bytes_sent(leaf.shape)
         for leaf in jax.tree.leaves(params)
+        if leaf.size  # empty arrays are not sent
     )
 
 
@@ -160,5 +161,11 @@ class Method:
         return self.messages * self.sent(params, parts, {**self.numbers, **parts.numbers})
 
     def bytes_sent(self, params: Any, parts: Parts) -> float:
-        """Bytes the busiest replica sends per step, averaged over a period of the schedule."""
-        return parts.schedule.bytes_sent(self.message_bytes(params, parts)) / parts.mix_every
+        """Bytes the busiest replica sends per step, averaged over a period of the schedule.
+
+        A method that takes no schedule averages all replicas in every step.
+        """
+        schedule, every = parts.schedule, parts.mix_every
+        if "schedule" not in inspect.signature(self.make).parameters:
+            schedule, every = make("complete", schedule.num_replicas), 1
+        return schedule.bytes_sent(self.message_bytes(params, parts)) / every

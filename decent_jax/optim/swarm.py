@@ -1,6 +1,7 @@
 """SwarmSGD: replicas meet in random pairs, after different numbers of local steps."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ import optax
 from decent_jax import gossip
 from decent_jax.gossip import AxisName
 from decent_jax.optim import guard, require
-from decent_jax.optim.declaration import BOTH, Method, model_bytes
+from decent_jax.optim.declaration import BOTH, Method, Parts, model_bytes
 from decent_jax.topology import Schedule
 
 # y grows much faster than it shrinks, since one of many partners may be far.
@@ -130,7 +131,7 @@ def swarm(
       combine: ``"with"`` averages what was published, ``"then"`` the parameters of this step.
       axis_name: as in `decentralized`.
       lattice: quantises the messages; None: `Lattice` of these bits, or none.
-      bits: 8, 16 or 32 per parameter; 32 sends float32.
+      bits: 8, 16 or 32 per parameter; 32 sends parameters as they are.
 
     Raises:
       ValueError: a schedule that is not made of pairs, or other bits.
@@ -198,6 +199,12 @@ def _add_half(x: Any, own: SwarmState, copy: Any, half: Any) -> tuple[Any, Swarm
     return guard.add(x, half), own
 
 
+def _sent(params: Any, parts: Parts, own: Mapping[str, Any]) -> float:
+    if own["bits"] == 32:
+        return model_bytes(params, parts, own)
+    return sum(x.size for x in jax.tree.leaves(params)) * own["bits"] / 8
+
+
 def _largest(tree: Any) -> jax.Array:
     each = [jnp.abs(x).max() for x in jax.tree.leaves(tree) if x.size]
     return jnp.stack(each).max().astype(jnp.float32)
@@ -219,7 +226,7 @@ METHODS = (
         swarm,
         orders=BOTH,
         copies=lambda parts, own: int((parts.combine or "with") == "with"),
-        sent=lambda params, parts, own: model_bytes(params, parts, own) * own["bits"] / 32,
+        sent=_sent,
         meeting=lambda own: _add_half,
     ),
 )
