@@ -4,6 +4,8 @@ test_oracles_outer holds the oracle against torchft's and MaxText's runs and aga
 test_methods holds SlowMo against its oracle.
 """
 
+from functools import partial
+
 import harness
 import jax
 import jax.numpy as jnp
@@ -118,7 +120,8 @@ def test_equal_arrays_are_cut_evenly():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"fragments": 2}, "2 fragments needs a schedule with a round for each, got one of 1"),
+        ({"fragments": 2}, "2 fragments needs a schedule of a multiple of 2 rounds, got one of 1"),
+        ({"fragments": 0}, "diloco.fragments must be at least 1, got 0"),
         ({"delay": 1}, "delay must be from 0 to mix_every - 1 = 0, got 1"),
         ({"alpha": 1.5}, r"alpha must be in \[0, 1\], got 1.5"),
     ],
@@ -126,6 +129,17 @@ def test_equal_arrays_are_cut_evenly():
 def test_refusals(options, message):
     with pytest.raises(ValueError, match=message):
         optim.diloco(optax.sgd(1.0), complete(4), **options)
+
+
+def test_rounds_that_are_the_same_cannot_be_counted():
+    """`Schedule.round_at` gives the first of them, so that a fragment would never be averaged."""
+    schedule = topology.make("periodic_average(one_peer_exp, every=2)", 8)
+    assert [schedule.round_at(t) for t in range(6)] == [0, 1, 2, 1, 4, 1]
+    message = "a multiple of 6 rounds, got one of 6, some of them the same; use topology.repeat"
+    for make in (partial(optim.noloco, fragments=6), optim.des_loc):
+        with pytest.raises(ValueError, match=message):
+            make(optax.adam(1.0), schedule)
+        make(optax.adam(1.0), topology.repeat(schedule, 6))
 
 
 def test_more_fragments_than_arrays():

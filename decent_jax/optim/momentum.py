@@ -102,12 +102,7 @@ def des_loc(
         if not 1 <= rounds <= _MOST_PHASES:
             raise ValueError(f"des_loc.{name} must be from 1 to {_MOST_PHASES}, got {rounds}")
     phases = math.lcm(first, second)
-    if schedule.period % phases:
-        raise ValueError(
-            f"des_loc with first {first} and second {second} needs a schedule of a multiple of "
-            f"{phases} rounds, got one of {schedule.period}; use topology.repeat(schedule, "
-            f"{phases})"
-        )
+    require.phases(f"des_loc with first {first} and second {second}", schedule, phases)
     return _with_moments(
         inner,
         guard.Mixing(schedule, axis_name, None),

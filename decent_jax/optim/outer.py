@@ -338,12 +338,9 @@ def _outer(
     weighted: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Local steps, and the rule on one fragment per round; numbers as in `diloco`."""
-    period = mixing.schedule.period
-    if fragments < 1 or period % fragments:
-        raise ValueError(
-            f"{name} with {fragments} fragments needs a schedule with a round for each, got one of "
-            f"{period}; use topology.repeat(schedule, {fragments})"
-        )
+    if fragments < 1:
+        raise ValueError(f"{name}.fragments must be at least 1, got {fragments}")
+    require.phases(f"{name} with {fragments} fragments", mixing.schedule, fragments)
     if not 0 <= delay <= max(mix_every - 1, 0):
         raise ValueError(f"delay must be from 0 to mix_every - 1 = {mix_every - 1}, got {delay}")
     if not 0 <= alpha <= 1:

@@ -136,6 +136,17 @@ def averages(method: str, schedule: Schedule, *, always: bool) -> None:
         )
 
 
+def phases(method: str, schedule: Schedule, count: int) -> None:
+    """A multiple of ``count`` rounds, each known by its number, for methods that count them."""
+    distinct = len({id(rnd) for rnd in schedule.rounds}) == schedule.period
+    if count > 1 and (schedule.period % count or not distinct):
+        has = schedule.period if distinct else f"{schedule.period}, some of them the same"
+        raise ValueError(
+            f"{method} needs a schedule of a multiple of {count} rounds, got one of {has}; use "
+            f"topology.repeat(schedule, {count})"
+        )
+
+
 def matchings(method: str, schedule: Schedule) -> None:
     """In every round replicas average in pairs, 1/2 each, or idle."""
     for rnd in schedule.rounds:
