@@ -330,6 +330,8 @@ def test_init_communicates_nothing_and_counts_from_zero():
         assert isinstance(state, optim.GuardedState)
         assert (int(state.skipped), int(state.failing)) == (0, 0)
         assert_equal(state.inner, INNER.init(params))
+        counts = state._replace(inner=None)  # a donated state must not hold one array twice
+        jax.jit(lambda state: state, donate_argnums=0)(counts)
 
 
 def test_inner_sees_the_loss():

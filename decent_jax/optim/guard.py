@@ -124,8 +124,8 @@ def method(
 
     def init(params):
         gossip.mixable(params)  # refuses the arrays that it must not get, by their names
-        zero = jnp.zeros((), jnp.int32)
-        return GuardedState(optimizer.init(params), zero, zero, zero, own(params))
+        zeros = (jnp.zeros((), jnp.int32) for _ in range(3))  # three buffers: a state is donated
+        return GuardedState(optimizer.init(params), *zeros, own(params))
 
     def update(updates, state, params=None, *, round, value=None, active=True, mixed=None, **extra):
         if params is None:
