@@ -390,3 +390,10 @@ def test_drop_window(after):
     rest = state._replace(inner=(adam, *state.inner[1:]))
     assert_equal(got, rest)
     assert_equal((adam.mu, adam.nu), (old.mu, old.nu))
+
+
+def test_drop_window_leaves_adam():
+    """`optimizer.window` of a config means nothing to Adam, whose count goes with its moments."""
+    state = optim.accum_adamw(0.1, accum_steps=1).init(jnp.ones(3))
+    state = (state[0]._replace(count=jnp.int32(7)), *state[1:])
+    assert optim.drop_window(state, 4)[0].count == 7

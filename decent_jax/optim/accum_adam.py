@@ -166,11 +166,11 @@ def drop_window(state: Any, accum_steps: int) -> Any:
     """An optimizer state (of any nesting) in which no window of accumulated gradients has begun.
 
     For a change of the number of replicas, whose windows hold different gradients: ``window``
-    becomes zero, and the count that of the last completed window.
+    becomes zero, and the count that of the last completed window. Adam, ``accum_steps=1``, has none.
     """
 
     def drop(node):
-        if not isinstance(node, ScaleByAccumAdamState):
+        if not isinstance(node, ScaleByAccumAdamState) or node.window is None:
             return node
         window = jax.tree.map(jnp.zeros_like, node.window)
         return node._replace(count=node.count - node.count % accum_steps, window=window)
