@@ -166,7 +166,7 @@ def drop_window(state: Any, accum_steps: int) -> Any:
     """An optimizer state (of any nesting) in which no window of accumulated gradients has begun.
 
     For a change of the number of replicas, whose windows hold different gradients: ``window``
-    becomes zero, and the count that of the last completed window. Adam, ``accum_steps=1``, has none.
+    becomes zero, and the count that of the last completed window. Adam has no windows.
     """
 
     def drop(node):

@@ -124,8 +124,9 @@ def method(
 
     def init(params):
         gossip.mixable(params)  # refuses the arrays that it must not get, by their names
-        zeros = (jnp.zeros((), jnp.int32) for _ in range(3))  # three buffers: a state is donated
-        return GuardedState(optimizer.init(params), *zeros, own(params))
+        # Arrays of their own: a donated state must not hold one twice.
+        count, skipped, failing = (jnp.zeros((), jnp.int32) for _ in range(3))
+        return GuardedState(optimizer.init(params), count, skipped, failing, own(params))
 
     def update(updates, state, params=None, *, round, value=None, active=True, mixed=None, **extra):
         if params is None:
