@@ -232,7 +232,7 @@ def finite(stacked: Any) -> jax.Array:
 def consensus_mean(stacked: Any, weights: jax.Array | None = None) -> Any:
     """The consensus model: the mean over replicas, leaving out those that are not finite.
 
-    For whole numbers, such as counts of steps, it is the largest.
+    For whole numbers, such as counts of steps, it is the largest; for random keys the first.
 
     Args:
       stacked: arrays (n, ...).
@@ -245,6 +245,8 @@ def consensus_mean(stacked: Any, weights: jax.Array | None = None) -> Any:
 
 def _mean(x: jax.Array, ok: jax.Array, weights: jax.Array | None = None) -> jax.Array:
     """The mean of the rows that are ``ok``, in float32 at least; of whole numbers the largest."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x[0]
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x.max(axis=0)
     # As a product with a row of ones, since XLA's CPU sum over replicas is 100 times slower.

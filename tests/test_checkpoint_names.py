@@ -49,3 +49,36 @@ def test_states_are_restored(name, before, tmp_path):
     reader.close()
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     jax.tree.map(np.testing.assert_array_equal, restored, state)
+
+
+@pytest.mark.parametrize("n", [4, 2])
+def test_random_keys_and_complex_numbers_are_restored(n, tmp_path):
+    """Of optimizers that draw, such as `optax.noisy_sgd`; on other replicas they keep the key."""
+    tx = METHODS["decentralized_sgd"].build(
+        Parts(topology.make("ring", 4), 0.1, optax.noisy_sgd(0.1, key=jax.random.key(3)))
+    )
+
+    def state_of(n):
+        params = {"a": jnp.full((n, 3), 1 + 2j)}
+        return TrainState(params, {}, jax.vmap(tx.init)(params), None)
+
+    state, placement = state_of(4), replicas.place(4, jax.devices()[:1])
+    writer = Checkpointer(tmp_path, 1)
+    meta = {"num_replicas": 4, "config": {"eval.ema_decay": 0.0}}
+    meta |= {"examples": 12, "seconds": 1.0, "best": float("inf")}
+    writer.save(3, jax.device_put(state, placement.stacked), meta)
+    writer.close()
+
+    reader = Checkpointer(tmp_path, 1)
+    placement = replicas.place(n, jax.devices()[:1])
+    restored, _ = reader.restore_newest(jax.eval_shape(lambda: state_of(n)), placement, 1)
+    reader.close()
+    jax.tree.map(
+        lambda got, wanted: np.testing.assert_array_equal(*map(bits, (got, wanted))),
+        restored,
+        state_of(n),
+    )
+
+
+def bits(x):
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x

@@ -376,6 +376,10 @@ def _checksums(state: TrainState) -> list[int]:
 @jax.jit
 def _sums_of_bits(state):
     def one(x):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        if jnp.iscomplexobj(x):
+            x = jnp.stack([x.real, x.imag])
         if x.dtype == jnp.bool_:
             x = x.astype(jnp.uint8)
         bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
