@@ -394,11 +394,12 @@ def test_groups_across_blocks():
 
 @pytest.mark.parametrize("devices", [3, 2])  # blocks of two, and of three: an odd row is added too
 def test_mean_in_a_block(devices):
-    x = tree_for(6, np.float32)
+    x = tree_for(6, np.float32) | {"steps": np.full(6, 4, np.int32)}
     got = on_stack(lambda axis, x: gossip.mean(x, axis), "block", 6, devices)(x)
     for key, leaf in x.items():
         wanted = np.broadcast_to(leaf.mean(0), leaf.shape)
         np.testing.assert_allclose(got[key], wanted, atol=1e-6)
+        assert got[key].dtype == leaf.dtype
 
 
 @pytest.mark.parametrize(

@@ -317,7 +317,7 @@ def mean(tree: Any, axis_name: AxisName = "replica") -> Any:
         total = pair_sums.sum_rows(axis.lift(leaf))
         if axis.device_axis is not None:
             total = jax.lax.psum(total, axis.device_axis)
-        return total / (axis.devices * axis.block)
+        return (total / (axis.devices * axis.block)).astype(leaf.dtype)
 
     return jax.tree.map(mean_leaf, tree)
 
