@@ -325,6 +325,23 @@ def alone(tx, x, noise):
     return jax.jit(lambda x: jax.lax.scan(step, (x, tx.init(x)), noise)[1])(x)
 
 
+def test_all_reduce_of_the_active_replicas():
+    """The others take the update, too: all stay equal. Nobody's gradient changes nothing."""
+    tx = optim.all_reduce(optax.sgd(0.1, momentum=0.9))
+    x, grads = jnp.ones((4, 2)), jnp.arange(8.0).reshape(4, 2).at[3].set(jnp.nan)
+
+    def step(x, state, g, active):
+        updates, state = tx.update(g, state, x, value=g.sum(), active=active)
+        return optim.apply_updates(x, updates), state
+
+    run = harness.on_stack(step, "vmap", 4)
+    x, state = run(x, jax.vmap(tx.init)(x), grads, jnp.array([True, False, True, False]))
+    np.testing.assert_allclose(x, np.tile([0.8, 0.7], (4, 1)), rtol=1e-6)
+    same, state = run(x, state, grads, jnp.zeros(4, bool))
+    np.testing.assert_array_equal(same, x)
+    assert state.skipped.tolist() == [0] * 4
+
+
 def test_all_reduce_is_the_optimizer_of_the_mean_gradient(x64):
     """Different data, equal start; the gradient's mean, neither its sum nor the replica's own."""
     x, noise = problem(equal=True)[0], problem(seed=4)[1]

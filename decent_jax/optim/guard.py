@@ -321,13 +321,20 @@ def all_reduce(
 
     .. math:: g = \frac1n \sum_i \nabla f_i(x), \qquad x \leftarrow x + \Delta(g)
 
-    Replicas that begin equal stay equal. ``inner`` clips the mean gradient. A mean that is not
+    Replicas that begin equal stay equal. With ``active`` of ``update`` the mean is that over the
+    active replicas, and all take the update. ``inner`` clips the mean gradient. A mean that is not
     finite is rejected by all replicas alike, as in `decentralized`, whose extra arguments are
     accepted so that the two can be swapped (``round`` is ignored).
     """
 
     def step(params, own, round, local):
-        mean, value = gossip.mean((local.grads, local.value), axis_name)
+        given = (local.grads, local.value)
+        if local.active is not True:
+            share = gossip.mean(jnp.asarray(local.active, jnp.float32), axis_name)
+            zeros = optax.tree.zeros_like(given)
+            given = scale(1 / share, optax.tree.where(local.active, given, zeros))
+            local = dataclasses.replace(local, active=share > 0)
+        mean, value = gossip.mean(given, axis_name)
         update, inner, ok = local(params, mean, value)
         return add(params, update), own, inner, ok
 
