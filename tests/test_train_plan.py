@@ -13,6 +13,7 @@ from test_train import run
 from decent_jax import topology
 from decent_jax.topology.plan_file import Plan
 from decent_jax.train import ConfigError
+from decent_jax.train.config import make_schedule
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 HERE = [f"{socket.gethostname()}/{k}" for k in range(4)]
@@ -45,6 +46,14 @@ def test_a_schedule_built_for_the_network(run, tmp_path):
     folder = run(steps=3, combine="then", mesh={"devices": 4}, cluster=plan)
     assert tiny.summary(folder)["schedule"] == "built for two racks"
     assert tiny.rows(folder)[-1]["train/consensus_distance_relative"] < 1e-6
+
+
+def test_rounds_are_repeated_for_methods_that_count_them():
+    plan = Plan(tuple(HERE), topology.make("one_peer_exp", 4))
+    config = tiny.config("data", num_replicas=4, algorithm="decentralized_adam")
+    assert make_schedule(config, plan) is plan.schedule
+    config.algorithm = "des_loc"
+    assert make_schedule(config, plan).period == 12
 
 
 @pytest.mark.parametrize(

@@ -213,10 +213,8 @@ def make_schedule(config: ConfigDict, plan: Plan | None = None) -> topology.Sche
       plan: the one that ``cluster.plan`` names, where the caller has read it.
     """
     plan = plan or load_plan(config)
-    if plan is not None:
-        return plan.schedule
     try:
-        schedule = _schedule(config)
+        schedule = _schedule(config) if plan is None else plan.schedule
         method = METHODS[config.algorithm]
         times = method.phases(numbers_of(config, method))
         return topology.repeat(schedule, times) if times > 1 else schedule
