@@ -78,7 +78,7 @@ model.preset=tiny | model.preset must be one of small, .*, llama_8b, got 'tiny'
 model.dtype=int8 | model.dtype must be .*got 'int8'
 model.attention=flash | model.attention must be .*got 'flash'
 schedule=stars | schedule: unknown schedule .*'stars'
-schedule=base_k(max_degree | schedule: .*cannot be read where it ends
+schedule=base_k(max_degree | schedule: .*cannot be read; write a name
 schedule=base_k(degree=2) | schedule: base_k has no parameter 'degree'; it takes .*
 schedule=base_k(max_degree=0) | schedule: base_k: max_degree must .*1, got 0
 schedule=hierarchical | schedule: hierarchical needs .*4 replicas with local_size 1
