@@ -113,7 +113,7 @@ class Placement:
         shape = (self.num_replicas, *x.shape[1:])
         return jax.make_array_from_process_local_data(self.sharding_of_batch(shape), x, shape)
 
-    def on_devices(self, body: Callable, in_specs, out_specs, check_vma: bool = True) -> Callable:
+    def on_devices(self, body: Callable, in_specs, out_specs) -> Callable:
         """``jax.shard_map`` of code for one device, which sees (block, ...) of stacked arrays.
 
         For replicas of several devices it is code for one replica, whose arrays XLA partitions.
@@ -123,9 +123,8 @@ class Placement:
             mesh=self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
-            # Inside a nested shard_map over the devices of one replica, arrays carry no such types.
-            check_vma=check_vma and self.block == self.fsdp == 1,
             axis_names={"replica"},
+            check_vma=False,  # as blocks and means of groups need
         )
 
     def per_replica(self, fn: Callable) -> Callable:

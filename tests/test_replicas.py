@@ -219,21 +219,6 @@ def test_what_is_donated_is_updated_in_place(devices, users_hlo):
     assert memory.temp_size_in_bytes == 0
 
 
-def test_on_devices_keeps_check_vma_where_it_can():
-    """A block cannot be checked; one replica a device is, unless asked otherwise."""
-    ring = topology.make("alternating_exp_ring", 8, local_size=4)
-
-    def mixing(placement, **options):
-        mix = placement.per_replica(lambda x: gossip.mix(x, ring, 0, placement.axis_name))
-        step = placement.on_devices(mix, P("replica"), P("replica"), **options)
-        return jax.eval_shape(step, jnp.zeros((8, 2))).shape
-
-    with pytest.raises(ValueError, match="check_vma=False"):
-        mixing(replicas.place(8))
-    assert mixing(replicas.place(8), check_vma=False) == (8, 2)
-    assert mixing(replicas.place(8, jax.devices()[:4])) == (8, 2)
-
-
 def test_push_sum_is_resized_to_what_it_conserves():
     """sum(w z) / sum(w), which no round changes; the plain mean of z does change."""
     schedule = topology.make("random_out(seed=1)", 4)

@@ -357,11 +357,6 @@ def _coded(
     return keys, sent, list(map(wire.decode, sent, leaves, keys))
 
 
-def allows_check_vma(schedule: Schedule) -> bool:
-    """Whether `mix` may be inside ``jax.shard_map(check_vma=True)``, and is no slower there."""
-    return not (schedule.partial_groups or permute.over_gloo())
-
-
 def check_coded(schedule: Schedule, wire: Wire | None = None) -> None:
     """Raises ValueError where a schedule's messages cannot be coded, since some are sums."""
     if not isinstance(wire, RandomK) and any(rnd.group_size > 1 for rnd in schedule.rounds):
