@@ -14,7 +14,7 @@ import jax
 import optax
 
 from decent_jax.gossip import AxisName
-from decent_jax.gossip.wire import Wire
+from decent_jax.gossip.wire import Wire, bytes_sent
 from decent_jax.topology import Schedule, make
 
 BOTH = ("with", "then")
@@ -55,7 +55,7 @@ class Parts:
 def coded_bytes(params: Any, wire: Wire | None) -> float:
     """Bytes of a message of all parameters in this format; None: as they are."""
     return sum(
-        leaf.size * leaf.dtype.itemsize if wire is None else wire.bytes_sent(leaf.shape)
+        leaf.size * leaf.dtype.itemsize if wire is None else bytes_sent(wire, leaf.shape)
         for leaf in jax.tree.leaves(params)
         if leaf.size  # empty arrays are not sent
     )
