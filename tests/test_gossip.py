@@ -239,7 +239,7 @@ def test_groups_of_which_members_hear_different_groups(x64):
     exchange[receivers, sources[receivers]] += 0.25
     matrix = exchange @ np.kron(np.eye(n // g), np.full((g, g), 1 / g))
     one = topology.Round(g, 1 - weights, (topology.Send(sources, weights),), matrix)
-    assert one.between_groups is None and one.models_sent() == 2
+    assert one.between_groups is None and one.models_sent_by_nodes() == 2
     schedule = Schedule("of one's own", n, (one,))
     x = np.random.default_rng(0).normal(size=(n, 3))
     for form, devices in (("vmap", 1), ("devices", 8), ("block", 4)):

@@ -36,7 +36,7 @@ def test_plans_are_read_back_as_they_were(tmp_path):
         assert (again.schedule.name, again.schedule.period) == (schedule.name, schedule.period)
         for r in range(schedule.period):
             np.testing.assert_allclose(again.schedule.matrix(r), schedule.matrix(r), atol=1e-15)
-            assert again.schedule.rounds[r].models_sent() == schedule.rounds[r].models_sent()
+        assert again.schedule.bytes_sent(1) == schedule.bytes_sent(1)
         named = schedule.name in topology.NAMES and schedule is not odd
         assert ("rounds" in json.loads(path.read_text())["schedule"]) != named
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from decent_jax import gossip
@@ -16,7 +17,6 @@ from decent_jax.gossip import AxisName
 from decent_jax.gossip.wire import ChunkedTopK, Wire
 from decent_jax.optim import guard, require
 from decent_jax.optim.declaration import ADAM_FIRST, Meet, Method, Parts, coded_bytes, model_bytes
-from decent_jax.optim.fragments import cut, replaced, taken
 from decent_jax.topology import Schedule
 
 Arrays = list[jax.Array]
@@ -357,9 +357,9 @@ def _outer(
         if round is None:
             return x, own._replace(sent=sent, steps=steps), inner, ok
         f = gossip.number(round) % fragments
-        which = cut(params, fragments)[f]
-        now, late = (taken(tree, which) for tree in (x, (x, params, own.sent)[min(delay, 2)]))
-        old = taken(own.theta, which)
+        which = fragments_of(params, fragments)[f]
+        now, late = (_taken(tree, which) for tree in (x, (x, params, own.sent)[min(delay, 2)]))
+        old = _taken(own.theta, which)
 
         def mix(tree):
             if not weighted:
@@ -378,16 +378,45 @@ def _outer(
         states = (*own.states[:f], state, *own.states[f + 1 :])
         if weighted:
             steps = (*steps[:f], jnp.zeros_like(steps[f]), *steps[f + 1 :])
-        own = OuterState(replaced(own.theta, which, theta), sent, states, steps)
-        return replaced(x, which, new), own, inner, ok
+        own = OuterState(_replaced(own.theta, which, theta), sent, states, steps)
+        return _replaced(x, which, new), own, inner, ok
 
     def own(params):
-        states = [rule.init(taken(params, which)) for which in cut(params, fragments)]
+        states = [rule.init(_taken(params, which)) for which in fragments_of(params, fragments)]
         sent = guard.copy(params) if delay > 1 else None
         steps = tuple(jnp.zeros((), float) for _ in states) if weighted else None
         return OuterState(guard.copy(params), sent, tuple(states), steps)
 
     return guard.method(inner, step, own)
+
+
+def fragments_of(params: Any, count: int) -> list[list[int]]:
+    """The numbers of the leaves in each fragment: consecutive, of about equal size."""
+    sizes = np.array([leaf.size for leaf in jax.tree.leaves(params)])
+    if count > len(sizes):
+        raise ValueError(
+            f"{count} fragments are more than the {len(sizes)} arrays of the parameters"
+        )
+    middle = (np.cumsum(sizes) - sizes / 2) / sizes.sum()
+    wanted = np.minimum((middle * count).astype(int), count - 1).tolist()
+    of = [0]
+    for k in range(1, len(sizes)):  # a large array may fill several fragments; leave none empty
+        of.append(min(max(wanted[k], count - len(sizes) + k), of[-1] + 1))
+    return [np.flatnonzero(np.equal(of, k)).tolist() for k in range(count)]
+
+
+def _taken(tree: Any, which: list[int]) -> list[jax.Array]:
+    """The leaves of these numbers."""
+    leaves = jax.tree.leaves(tree)
+    return [leaves[k] for k in which]
+
+
+def _replaced(tree: Any, which: list[int], new: list[jax.Array]) -> Any:
+    """The tree with new leaves at these numbers."""
+    leaves, structure = jax.tree.flatten(tree)
+    for k, leaf in zip(which, new, strict=True):
+        leaves[k] = leaf
+    return structure.unflatten(leaves)
 
 
 def _sparse_bytes(params: Any, parts: Parts, own: Mapping[str, Any]) -> float:

@@ -38,9 +38,6 @@ def load(path: str, num_replicas: int, *, column_stochastic_only: bool = False) 
             f"{path}: matrices of {num_replicas} replicas have the shape ({num_replicas}, "
             f"{num_replicas}) or (rounds, {num_replicas}, {num_replicas}), got {matrices.shape}"
         )
-    if not np.issubdtype(matrices.dtype, np.floating):
-        raise ValueError(f"{path}: weights must be floating-point numbers, got {matrices.dtype}")
-    matrices = matrices.astype(np.float64)
     try:
         return Schedule.from_matrices(
             list(matrices), Path(path).name, column_stochastic_only=column_stochastic_only

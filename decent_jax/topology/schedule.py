@@ -61,7 +61,7 @@ class Schedule:
     def bytes_sent(self, model_bytes: float, r: int | None = None) -> float:
         """Bytes the busiest replica sends in round ``r``; the mean over a period when r is None."""
         rounds = self.rounds if r is None else (self.rounds[r],)
-        return model_bytes * sum(one.models_sent() for one in rounds) / len(rounds)
+        return model_bytes * sum(rnd.models_sent_by_nodes() for rnd in rounds) / len(rounds)
 
     def bytes_sent_by_nodes(self, model_bytes: float, local_size: int) -> float:
         """Bytes the busiest node of ``local_size`` replicas sends out per round, on average."""
