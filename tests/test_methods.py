@@ -369,8 +369,6 @@ def test_d2_at_its_bound():
         ("des_loc", {}, "des_loc with first 3 and second 6 needs .* multiple of 6 rounds, got one"),
         ("des_loc", {"numbers": {"first": 0}}, "des_loc.first must be from 1 to 16, got 0"),
         ("push_sum", {"wire": wire.BFloat16()}, "push_sum sends float32"),
-        ("slowmo", {"numbers": {"gamma": 1}}, "slowmo has no number 'gamma'; it has alpha, beta"),
-        ("d2", {"numbers": {"beta": 1}}, "d2 has no number 'beta'; it has none"),
         ("choco", {"numbers": {"compressor": "zip"}}, "compressor must be one of top_k"),
         ("choco", {"numbers": {"fraction": 0}}, "fraction must be above 0 .* got 0"),
         ("choco", {"numbers": {"gamma": 2}}, "gamma must be above 0 and at most 1, got 2"),

@@ -64,11 +64,11 @@ def choco(
       Koloskova et al., `CHOCO-SGD <https://arxiv.org/abs/1902.00340>`_, 2019, Algorithm 2, with the
       gradient step first.
     """
-    require.static_messages("choco", schedule)
     if not 0 < gamma <= 1:
         raise ValueError(f"choco.gamma must be above 0 and at most 1, got {gamma}")
     wire = compressor_of(compressor, fraction)
-    mixing = guard.Mixing(schedule, axis_name, wire)
+    require.static_messages("choco", schedule)
+    mixing = guard.Mixing(schedule, axis_name, wire, "choco")
 
     def step(params, own, round, local):
         update, inner, ok = local(params)

@@ -40,11 +40,9 @@ def gossiped_momentum(
       `On the Linear Speedup of Communication Efficient Momentum SGD
       <https://arxiv.org/abs/1905.03817>`_, 2019, Algorithm 2.
     """
-    require.doubly_stochastic("gossiped_momentum", schedule)
-    mixing = guard.Mixing(schedule, axis_name, wire)
     return _with_moments(
         inner,
-        mixing,
+        guard.Mixing(schedule, axis_name, wire, "gossiped_momentum"),
         {"trace": 1, "mu": 1},
         1,
         "gossiped_momentum needs an optimizer with momentum, such as optax.sgd(lr, momentum=0.9) "
@@ -97,7 +95,7 @@ def des_loc(
       Iacob et al., `DES-LOC <https://arxiv.org/abs/2505.22549>`_, 2026, periods from a
       transcription.
     """
-    require.doubly_stochastic("des_loc", schedule)
+    mixing = guard.Mixing(schedule, axis_name, method="des_loc")
     for name, rounds in (("first", first), ("second", second)):
         if not 1 <= rounds <= _MOST_PHASES:
             raise ValueError(f"des_loc.{name} must be from 1 to {_MOST_PHASES}, got {rounds}")
@@ -105,7 +103,7 @@ def des_loc(
     require.phases(f"des_loc with first {first} and second {second}", schedule, phases)
     return _with_moments(
         inner,
-        guard.Mixing(schedule, axis_name, None),
+        mixing,
         {"mu": first, "nu": second},
         2,
         "des_loc averages both moments of Adam: use optax.adam(lr) or accum_adam; with momentum "
@@ -201,10 +199,9 @@ def quasi_global_sgd(
       Lin et al., `Quasi-Global Momentum <https://arxiv.org/abs/2102.04761>`_, 2021, Algorithm 1
       (heavy-ball form).
     """
-    require.doubly_stochastic("quasi_global", schedule)
+    mixing = guard.Mixing(schedule, axis_name, wire, "quasi_global")
     require.below_one("momentum", momentum)
     require.below_one("quasi_global.mu", mu)
-    mixing = guard.Mixing(schedule, axis_name, wire)
 
     def step(params, own, round, local):
         rate = guard.rate_at(learning_rate, local.count)
@@ -259,11 +256,10 @@ def quasi_global_adam(
     References:
       Lin et al., `Quasi-Global Momentum <https://arxiv.org/abs/2102.04761>`_, 2021, QG-DAdam.
     """
-    require.doubly_stochastic("quasi_global", schedule)
+    mixing = guard.Mixing(schedule, axis_name, wire, "quasi_global")
     require.below_one("b1", b1)
     require.below_one("b2", b2)
     require.not_negative("eps", eps)
-    mixing = guard.Mixing(schedule, axis_name, wire)
 
     def step(params, own, round, local):
         rate = guard.rate_at(learning_rate, local.count)
@@ -311,9 +307,9 @@ def decentlam(
     References:
       Yuan et al., `DecentLaM <https://arxiv.org/abs/2104.11981>`_, 2021, Algorithm 2.
     """
+    mixing = guard.Mixing(schedule, axis_name, wire, "decentlam")
     require.static_and_symmetric("decentlam", schedule, mix_every)
     require.below_one("momentum", momentum)
-    mixing = guard.Mixing(schedule, axis_name, wire)
 
     def step(params, own, round, local):
         if round is None:

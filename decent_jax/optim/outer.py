@@ -114,9 +114,9 @@ def diloco(
     require.not_negative("diloco.outer_learning_rate", outer_learning_rate)
     require.below_one("diloco.outer_momentum", outer_momentum)
     outer = outer or optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
-    mixing = guard.Mixing(schedule, axis_name, None)
+    mixing = guard.Mixing(schedule, axis_name, method="diloco")
     given = (mix_every, fragments, delay, alpha, carry, weighted)
-    return _outer("diloco", inner, mixing, _towards_average(outer), *given)
+    return _outer(inner, mixing, _towards_average(outer), *given)
 
 
 def noloco(
@@ -164,13 +164,12 @@ def noloco(
       Kolehmainen et al., `NoLoCo <https://arxiv.org/abs/2506.10911>`_, 2025, equations as in the
       authors' code.
     """
-    require.doubly_stochastic("noloco", schedule)
+    mixing = guard.Mixing(schedule, axis_name, wire, "noloco")
     require.not_negative("noloco.outer_learning_rate", outer_learning_rate)
     require.below_one("noloco.outer_momentum", outer_momentum)
-    mixing = guard.Mixing(schedule, axis_name, wire)
     rule = _towards_average(optax.sgd(outer_learning_rate, outer_momentum))
     given = (mix_every, fragments, delay, alpha, carry, weighted)
-    return _outer("noloco", inner, mixing, rule, *given)
+    return _outer(inner, mixing, rule, *given)
 
 
 def _noloco_meeting(numbers: Mapping[str, Any]) -> Meet:
@@ -229,7 +228,7 @@ def gasloc(
     References:
       `GASLoC <https://arxiv.org/abs/2606.11081>`_, 2026, equations from a transcription.
     """
-    require.doubly_stochastic("gasloc", schedule)
+    mixing = guard.Mixing(schedule, axis_name, wire, "gasloc")
     if not 0 < alpha <= 1:
         raise ValueError(f"gasloc.alpha must be above 0 and at most 1, got {alpha}")
     require.not_negative("gasloc.eta", eta)
@@ -244,7 +243,7 @@ def gasloc(
         after = optax.tree.where(fine, guard.add(y, pull, moved), mixed)
         return after, optax.tree.where(fine, y, mixed)
 
-    return _outer("gasloc", inner, guard.Mixing(schedule, axis_name, wire), Rule(guard.copy, step))
+    return _outer(inner, mixing, Rule(guard.copy, step))
 
 
 def sparseloco(
@@ -311,8 +310,8 @@ def sparseloco(
         theta = guard.add(theta, guard.scale(-outer_learning_rate, mean))
         return theta, optax.tree.sub(e, sent)
 
-    mixing = guard.Mixing(schedule, axis_name, None)
-    return _outer("sparseloco", inner, mixing, Rule(optax.tree.zeros_like, step))
+    mixing = guard.Mixing(schedule, axis_name, method="sparseloco")
+    return _outer(inner, mixing, Rule(optax.tree.zeros_like, step))
 
 
 def _towards_average(outer: optax.GradientTransformation) -> Rule:
@@ -326,7 +325,6 @@ def _towards_average(outer: optax.GradientTransformation) -> Rule:
 
 
 def _outer(
-    name: str,
     inner: optax.GradientTransformation,
     mixing: guard.Mixing,
     rule: Rule,
@@ -339,8 +337,8 @@ def _outer(
 ) -> optax.GradientTransformationExtraArgs:
     """Local steps, and the rule on one fragment per round; numbers as in `diloco`."""
     if fragments < 1:
-        raise ValueError(f"{name}.fragments must be at least 1, got {fragments}")
-    require.phases(f"{name} with {fragments} fragments", mixing.schedule, fragments)
+        raise ValueError(f"{mixing.method}.fragments must be at least 1, got {fragments}")
+    require.phases(f"{mixing.method} with {fragments} fragments", mixing.schedule, fragments)
     if not 0 <= delay <= max(mix_every - 1, 0):
         raise ValueError(f"delay must be from 0 to mix_every - 1 = {mix_every - 1}, got {delay}")
     if not 0 <= alpha <= 1:

@@ -53,9 +53,8 @@ def slowmo(
     """
     require.not_negative("slowmo.alpha", alpha)
     require.below_one("slowmo.beta", beta)
-    require.doubly_stochastic("slowmo", schedule)
+    mixing = guard.Mixing(schedule, axis_name, method="slowmo")
     require.averages("slowmo", schedule, always=False)
-    mixing = guard.Mixing(schedule, axis_name, None)
 
     def step(params, own, round, local):
         update, inner, ok = local(params)
