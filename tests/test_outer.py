@@ -124,32 +124,6 @@ def test_noloco_without_momentum_takes_the_mean_of_the_pair():
         oracles.assert_same(got, right)
 
 
-def test_outer_steps_survive_a_replica_that_is_not_finite():
-    """It takes the outer parameters of the others, who ignore it."""
-    complete, ring = topology.make("complete", N), topology.make("bidirectional_ring", N)
-    txs = {
-        "diloco": optim.diloco(SGD, complete),
-        "noloco": optim.noloco(SGD, ring),
-        "gasloc": optim.gasloc(SGD, ring),
-        "sparseloco": optim.sparseloco(SGD, complete, density=1.0),
-    }
-    tx = harness.together(txs)
-
-    def step(x, state, broken):
-        grads = jax.tree.map(lambda x: 0.1 * x, x)
-        updates, state = tx.update(grads, state, x, round=0)
-        moved = optim.apply_updates(x, updates)
-        return jax.tree.map(lambda x: jnp.where(broken, jnp.nan, x), moved), state
-
-    run = jax.jit(jax.vmap(step, axis_name="replica"))
-    x = dict.fromkeys(txs, jnp.ones((N, 3)))
-    state = jax.vmap(tx.init)(x)
-    for t in range(40):
-        x, state = run(x, state, (jnp.arange(N) == 2) & (t == 3))
-    for key, rows in x.items():
-        assert np.isfinite(rows).all() and np.abs(rows).max() < 0.9, key
-
-
 # --- sparse messages ------------------------------------------------------------------------------
 
 
