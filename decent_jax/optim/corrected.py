@@ -187,7 +187,7 @@ def push_sum(
       Assran et al., `Stochastic Gradient Push <https://arxiv.org/abs/1811.10792>`_, 2019,
       Algorithm 1.
     """
-    mixing = guard.Mixing(schedule, axis_name, method="push_sum", rows=False)
+    mixing = guard.Mixing(schedule, axis_name, rows=False)
 
     def step(params, own, round, local):
         update, inner, ok = local(params)

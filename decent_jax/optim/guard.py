@@ -155,7 +155,7 @@ class Mixing:
     """The communication of a method: over which schedule and axis, and in which format.
 
     method: its name, in messages.
-    rows, columns: whether their sums must be 1 in every round.
+    rows: whether a replica's weights must sum to 1.
     """
 
     schedule: Schedule
@@ -163,10 +163,10 @@ class Mixing:
     wire: Wire | None = None
     method: str = "the method"
     rows: bool = True
-    columns: bool = True
 
     def __post_init__(self):
-        require.stochastic(self.method, self.schedule, self.rows, self.columns)
+        if self.rows:
+            require.row_stochastic(self.method, self.schedule)
         if self.wire is not None:
             gossip.check_coded(self.schedule, self.wire)
 
@@ -283,7 +283,7 @@ def decentralized(
     """
     require.combine(combine)
     require.not_negative("gamma", gamma)
-    mixing = Mixing(schedule, axis_name, wire, "decentralized", columns=False)
+    mixing = Mixing(schedule, axis_name, wire, "decentralized")
 
     def mix(params, round, count, after=None):
         mixed = mixing(params, round, count, after)

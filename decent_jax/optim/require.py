@@ -29,20 +29,13 @@ def combine(order: str) -> None:
         raise ValueError(f"combine must be 'with' or 'then', got {order!r}")
 
 
-def stochastic(method: str, schedule: Schedule, rows: bool, columns: bool) -> None:
-    """Rows sum to 1: replicas that agree stay where they are. Columns do: their sum is kept."""
-    for rnd in schedule.rounds:
-        if rows and np.abs(rnd.matrix.sum(1) - 1).max() > _TOLERANCE:
-            raise ValueError(
-                f"{method} averages, but on {schedule.name} the weights of what a replica receives "
-                "do not sum to 1; use push_sum there, or a doubly stochastic schedule such as "
-                "one_peer_exp"
-            )
-        if columns and np.abs(rnd.matrix.sum(0) - 1).max() > _TOLERANCE:
-            raise ValueError(
-                f"{method} must not lose what a replica sends, but on {schedule.name} a sender's "
-                "shares do not sum to 1; use a doubly or column stochastic schedule"
-            )
+def row_stochastic(method: str, schedule: Schedule) -> None:
+    """Every replica's weights sum to 1, as a sender's shares do on all schedules."""
+    if any(np.abs(rnd.matrix.sum(1) - 1).max() > _TOLERANCE for rnd in schedule.rounds):
+        raise ValueError(
+            f"{method} averages, but on {schedule.name} the weights of what a replica receives do "
+            "not sum to 1; use push_sum there, or a doubly stochastic schedule such as one_peer_exp"
+        )
 
 
 def static_and_symmetric(method: str, schedule: Schedule, mix_every: int = 1) -> None:

@@ -103,9 +103,6 @@ class Schedule:
 
         Raises ValueError when `limit` rounds are not enough.
         """
-        columns = self.period_matrix().sum(axis=0)
-        if np.abs(columns - 1).max() > 1e-6:
-            raise ValueError(f"{self.name} converges to a weighted mean, not to the mean")
         for k, product in enumerate(itertools.islice(self._products(), limit + 1)):
             if _norm(product) <= tol:
                 return k
@@ -168,17 +165,14 @@ class Schedule:
         matrices: Sequence[np.ndarray],
         name: str = "custom",
         *,
-        row_stochastic_only: bool = False,
         column_stochastic_only: bool = False,
     ) -> "Schedule":
         """A schedule of your own mixing matrices (row i: the weights replica i gives).
 
         Every matrix must be square and non-negative with rows and columns that sum to 1, and the
         schedule must reach consensus. Sums may be off by 1e-9, and a weight that rounding has left
-        as much below 0 counts as 0. ``row_stochastic_only=True`` drops the demand on columns; such
-        a schedule converges to a weighted mean, not to the mean. ``column_stochastic_only=True``
-        drops that on rows, for `decent_jax.optim.push_sum`: column j holds the shares of itself
-        that replica j sends.
+        as much below 0 counts as 0. ``column_stochastic_only=True`` drops the demand on rows, for
+        `decent_jax.optim.push_sum`: column j holds the shares of itself that replica j sends.
 
         Each matrix is sent as d permutations, d its largest in- or out-degree (König's theorem).
 
@@ -190,7 +184,7 @@ class Schedule:
             raise ValueError("a schedule needs at least one mixing matrix, got none")
         n = arrays[0].shape[0] if arrays[0].ndim else 0
         for r, matrix in enumerate(arrays):
-            check_matrix(matrix, n, r, row_stochastic_only, column_stochastic_only)
+            check_matrix(matrix, n, r, column_stochastic_only)
         schedule = Schedule(name, n, tuple(round_of(matrix) for matrix in arrays))
         check_connected(name, arrays)
         if schedule.consensus_rate() > 1 - 1e-12:  # connected, but a period swaps or rotates
@@ -230,13 +224,7 @@ class Schedule:
         return Schedule.from_matrices([weights(receives)], name)
 
 
-def check_matrix(
-    matrix: np.ndarray,
-    n: int,
-    r: int,
-    row_stochastic_only: bool = False,
-    column_stochastic_only: bool = False,
-) -> None:
+def check_matrix(matrix: np.ndarray, n: int, r: int, column_stochastic_only: bool = False) -> None:
     """Raises ValueError where ``matrix``, of round ``r``, is not a mixing matrix of n replicas."""
     if matrix.ndim != 2 or matrix.shape != (n, n) or n == 0:
         raise ValueError(
@@ -245,19 +233,14 @@ def check_matrix(
         )
     if not np.isfinite(matrix).all() or matrix.min() < 0:
         raise ValueError(f"round {r}: weights must be non-negative, got {matrix.min():g}")
-    for axis, line in ((1, "row"), (0, "column")):
-        if row_stochastic_only if axis == 0 else column_stochastic_only:
-            continue
+    hint = "; replicas would converge to a weighted mean: use Metropolis-Hastings weights"
+    lines = [(0, "column", hint)]
+    for axis, line, hint in lines if column_stochastic_only else [(1, "row", ""), *lines]:
         sums = matrix.sum(axis=axis)
         worst = int(np.abs(sums - 1).argmax())
         if abs(sums[worst] - 1) > SUM_TOLERANCE:
-            hint = (
-                "; replicas would converge to a weighted mean: use Metropolis-Hastings weights, "
-                "or pass row_stochastic_only=True if that is meant"
-            )
             raise ValueError(
-                f"round {r}: {line} {worst} must sum to 1, got {sums[worst]:.9g}"
-                + (hint if axis == 0 else "")
+                f"round {r}: {line} {worst} must sum to 1, got {sums[worst]:.9g}{hint}"
             )
 
 
