@@ -9,7 +9,7 @@ from decent_jax.gossip import AxisName
 from decent_jax.gossip import wire as wires
 from decent_jax.gossip.wire import Wire
 from decent_jax.optim import guard, require
-from decent_jax.optim.declaration import Method, coded_bytes
+from decent_jax.optim.declaration import Method, coded_bytes, register
 from decent_jax.topology import Schedule
 
 
@@ -110,7 +110,7 @@ def compressor_of(name: str | Wire, fraction: float) -> Wire:
     return named[name]
 
 
-METHODS = (
+register(
     Method(
         "choco",
         choco,
@@ -118,5 +118,5 @@ METHODS = (
         sent=lambda params, _, own: coded_bytes(
             params, compressor_of(own["compressor"], own["fraction"])
         ),
-    ),
+    )
 )

@@ -10,7 +10,7 @@ import optax
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.wire import Wire
 from decent_jax.optim import guard, require
-from decent_jax.optim.declaration import BOTH, Method
+from decent_jax.optim.declaration import BOTH, Method, register
 from decent_jax.topology import Schedule
 
 
@@ -213,9 +213,7 @@ def with_equal_weights(own: Any) -> Any:
     return own._replace(w=jnp.ones_like(own.w)) if isinstance(own, PushSumState) else own
 
 
-METHODS = (
-    Method("exact_diffusion", exact_diffusion, copies=1),
-    Method("d2", d2, copies=1),
-    Method("gradient_tracking", gradient_tracking, orders=BOTH, messages=2, copies=2),
-    Method("push_sum", push_sum),
-)
+register(Method("exact_diffusion", exact_diffusion, copies=1))
+register(Method("d2", d2, copies=1))
+register(Method("gradient_tracking", gradient_tracking, orders=BOTH, messages=2, copies=2))
+register(Method("push_sum", push_sum))

@@ -3,11 +3,22 @@
 A factory's signature says the rest. Its positional parameters come from the run, by their names
 (`Parts`). Its keyword-only parameters are the method's own numbers, with their defaults; the
 factory refuses those that are out of range.
+
+>>> import optax
+>>> from decent_jax import topology
+>>> from decent_jax.optim import METHODS
+>>> parts = Parts(topology.make("bidirectional_ring", 8), 0.1, optax.sgd(0.1))
+>>> tx = METHODS["gradient_tracking"].build(parts)
+>>> METHODS["gradient_tracking"].messages, METHODS["gradient_tracking"].copies
+(2, 2)
+>>> METHODS["slowmo"].numbers
+{'alpha': 1.0, 'beta': 0.7}
 """
 
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -161,3 +172,22 @@ class Method:
         if "schedule" not in self.takes:
             schedule, every = make("complete", schedule.num_replicas), 1
         return schedule.bytes_sent(self.message_bytes(params, parts)) / every
+
+
+_METHODS: dict[str, Method] = {}
+METHODS: Mapping[str, Method] = MappingProxyType(_METHODS)  # every method by its name
+
+
+def register(method: Method) -> Method:
+    """Make a method known by its name, in `METHODS` and in configs.
+
+    Call it in the module of the method. A config file imports the module of a method of your own;
+    the config then has a section with the method's numbers.
+
+    Raises:
+      ValueError: the name is taken.
+    """
+    if method.name in _METHODS:
+        raise ValueError(f"there is a method {method.name!r} already; give yours another name")
+    _METHODS[method.name] = method
+    return method

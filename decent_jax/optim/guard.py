@@ -23,7 +23,7 @@ from decent_jax.gossip import AxisName
 from decent_jax.gossip.permute import squared_norm
 from decent_jax.gossip.wire import Wire
 from decent_jax.optim import require
-from decent_jax.optim.declaration import ADAM_FIRST, BOTH, Method
+from decent_jax.optim.declaration import ADAM_FIRST, BOTH, Method, register
 from decent_jax.topology import Schedule
 
 
@@ -347,12 +347,10 @@ def no_rounds(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransf
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
-METHODS = (
-    Method("all_reduce", all_reduce, ADAM_FIRST, BOTH),
-    Method("decentralized_adam", decentralized, ("adam",), BOTH, section=""),
-    Method("accum_adam", decentralized, ("accum_adam",), BOTH, section=""),
-    Method("decentralized_sgd", decentralized, ("sgd", "muon"), BOTH, section=""),
-)
+register(Method("all_reduce", all_reduce, ADAM_FIRST, BOTH))
+register(Method("decentralized_adam", decentralized, ("adam",), BOTH, section=""))
+register(Method("accum_adam", decentralized, ("accum_adam",), BOTH, section=""))
+register(Method("decentralized_sgd", decentralized, ("sgd", "muon"), BOTH, section=""))
 
 
 def apply_updates(params: Any, updates: Any) -> Any:

@@ -12,7 +12,7 @@ from decent_jax.gossip import AxisName
 from decent_jax.gossip.wire import Wire
 from decent_jax.optim import guard, require
 from decent_jax.optim.accum_adam import bias_correction, moment
-from decent_jax.optim.declaration import Method, model_bytes
+from decent_jax.optim.declaration import Method, model_bytes, register
 from decent_jax.topology import Schedule
 
 
@@ -329,8 +329,8 @@ def decentlam(
     return guard.method(gradient, step, guard.filled(MomentumState))
 
 
-METHODS = (
-    Method("gossiped_momentum", gossiped_momentum, messages=2),
+register(Method("gossiped_momentum", gossiped_momentum, messages=2))
+register(
     Method(
         "des_loc",
         des_loc,
@@ -339,10 +339,12 @@ METHODS = (
         sent=lambda params, parts, own: (
             model_bytes(params, parts, own) * (1 + 1 / own["first"] + 1 / own["second"])
         ),
-    ),
+    )
+)
+register(
     Method(
         "quasi_global_sgd", quasi_global_sgd, optimizers=("sgd",), copies=1, section="quasi_global"
-    ),
-    Method("quasi_global_adam", quasi_global_adam, optimizers=("adam",), copies=2),
-    Method("decentlam", decentlam, optimizers=("sgd",), copies=1),
+    )
 )
+register(Method("quasi_global_adam", quasi_global_adam, optimizers=("adam",), copies=2))
+register(Method("decentlam", decentlam, optimizers=("sgd",), copies=1))

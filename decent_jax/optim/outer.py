@@ -16,7 +16,15 @@ from decent_jax import gossip
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.wire import ChunkedTopK, Wire
 from decent_jax.optim import guard, require
-from decent_jax.optim.declaration import ADAM_FIRST, Meet, Method, Parts, coded_bytes, model_bytes
+from decent_jax.optim.declaration import (
+    ADAM_FIRST,
+    Meet,
+    Method,
+    Parts,
+    coded_bytes,
+    model_bytes,
+    register,
+)
 from decent_jax.topology import Schedule
 
 Arrays = list[jax.Array]
@@ -428,9 +436,7 @@ _IN_FRAGMENTS: dict[str, Any] = {
     "phases": lambda own: own["fragments"],
     "sent": lambda params, parts, own: model_bytes(params, parts, own) / own["fragments"],
 }
-METHODS = (
-    Method("diloco", diloco, ADAM_FIRST, **_IN_FRAGMENTS),
-    Method("noloco", noloco, ADAM_FIRST, **_IN_FRAGMENTS, meeting=_noloco_meeting),
-    Method("gasloc", gasloc, ADAM_FIRST, copies=2),
-    Method("sparseloco", sparseloco, ADAM_FIRST, copies=2, sent=_sparse_bytes),
-)
+register(Method("diloco", diloco, ADAM_FIRST, **_IN_FRAGMENTS))
+register(Method("noloco", noloco, ADAM_FIRST, **_IN_FRAGMENTS, meeting=_noloco_meeting))
+register(Method("gasloc", gasloc, ADAM_FIRST, copies=2))
+register(Method("sparseloco", sparseloco, ADAM_FIRST, copies=2, sent=_sparse_bytes))

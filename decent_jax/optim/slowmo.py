@@ -8,7 +8,7 @@ import optax
 from decent_jax import gossip
 from decent_jax.gossip import AxisName
 from decent_jax.optim import guard, require
-from decent_jax.optim.declaration import Method
+from decent_jax.optim.declaration import Method, register
 from decent_jax.topology import Schedule
 
 
@@ -75,4 +75,4 @@ def slowmo(
     )
 
 
-METHODS = (Method("slowmo", slowmo, copies=2),)
+register(Method("slowmo", slowmo, copies=2))

@@ -5,7 +5,7 @@ import optax
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.wire import RandomK
 from decent_jax.optim import guard
-from decent_jax.optim.declaration import ADAM_FIRST, BOTH, Method, coded_bytes
+from decent_jax.optim.declaration import ADAM_FIRST, BOTH, Method, coded_bytes, register
 from decent_jax.topology import Schedule
 
 
@@ -40,12 +40,12 @@ def sparta(
     return guard.decentralized(inner, schedule, combine, axis_name, RandomK(fraction))
 
 
-METHODS = (
+register(
     Method(
         "sparta",
         sparta,
         ADAM_FIRST,
         BOTH,
         sent=lambda params, _, own: coded_bytes(params, RandomK(own["fraction"])),
-    ),
+    )
 )
