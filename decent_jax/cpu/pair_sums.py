@@ -18,7 +18,7 @@ def are_faster(pairs: list[tuple[int, int]], devices: int) -> bool:
     return len(partner) == devices and all(a != b == partner.get(a) for b, a in pairs)
 
 
-def swap(x: jax.Array, pairs: list[tuple[int, int]], axis: str | tuple[str, ...]) -> jax.Array:
+def swap(x: jax.Array, pairs: list[tuple[int, int]], axis: tuple[str, ...]) -> jax.Array:
     """The result of ``ppermute`` for devices in pairs, bit for bit, as a sum over each pair.
 
     In gloo a device cannot ask its partner for a message while it sends one: the request waits
