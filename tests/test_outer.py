@@ -97,33 +97,6 @@ def test_merges_and_weights_are_the_recursion():
     assert np.abs(got[0, False, True] - got[0, False, False]).max() > 0.01
 
 
-def test_noloco_with_two_replicas_is_diloco_of_its_outer_rule():
-    pair, whole = topology.make("hypercube", 2), topology.make("complete", 2)
-    heavy_ball = optax.sgd(0.7, momentum=0.5)
-    one = trajectories({0: optim.noloco(SGD, pair, mix_every=3)}, pair, 3)[0]
-    other = trajectories({0: optim.diloco(SGD, whole, heavy_ball, mix_every=3)}, whole, 3)[0]
-    oracles.assert_same(one, other)
-
-
-def test_noloco_without_momentum_takes_the_mean_of_the_pair():
-    """alpha = 0, beta = 1; and after every step it is D-PSGD, as GASLoC without momentum is."""
-    schedule = topology.make("random_matching(rounds=3)", N)
-    plain = {"outer_momentum": 0.0, "outer_learning_rate": 1.0}
-    noloco = optim.noloco(SGD, schedule, mix_every=3, **plain)
-    got = trajectories({0: noloco}, schedule, 3, equal=False)[0]
-    a, b = problem(equal=False)[1:]
-    for t in range(2, STEPS, 3):
-        moved = got[t - 1] - LR * a * (got[t - 1] - b[t])
-        oracles.assert_same(got[t], schedule.matrix(schedule.round_at(t, 3)) @ moved)
-    txs = {
-        "noloco": optim.noloco(SGD, schedule, **plain),
-        "gasloc": optim.gasloc(SGD, schedule, alpha=1.0, eta=1.0, gamma=0.0),
-    }
-    right = wanted("dpsgd", schedule, equal=False)
-    for got in trajectories(txs, schedule, equal=False).values():
-        oracles.assert_same(got, right)
-
-
 # --- sparse messages ------------------------------------------------------------------------------
 
 
@@ -140,17 +113,6 @@ def test_sparseloco_is_the_recursion():
         right = wanted(oracles_seldom.sparseloco, schedule, 2, **numbers)
         # 2 bits: a mean just between two bfloat16 may be rounded either way.
         np.testing.assert_allclose(got, right, rtol=0, atol=1e-12 if bits == 32 else 1e-3)
-
-
-def test_sparseloco_that_drops_nothing_is_diloco_without_outer_momentum():
-    schedule = topology.make("complete", N)
-    plain = {"outer_learning_rate": 0.6}
-    txs = {
-        "sparse": optim.sparseloco(SGD, schedule, density=1.0, bits=32, **plain),
-        "whole": optim.diloco(SGD, schedule, mix_every=3, outer_momentum=0.0, **plain),
-    }
-    got = trajectories(txs, schedule, 3)
-    oracles.assert_same(got["sparse"], got["whole"])
 
 
 def test_sparseloco_needs_an_identical_start():
@@ -183,23 +145,14 @@ def test_published_bytes_of_a_chunk():
     assert bytes_sent(ChunkedTopK(), (4096,)) == 96 + 16 + 4  # places, codes, two magnitudes
 
 
-def test_top_k_of_parameters_is_refused_since_it_stalls():
-    """What is small is never sent: differences between replicas in it stay for ever."""
+def test_top_k_of_parameters_is_refused():
+    """What is small would never be sent."""
     ring = topology.make("bidirectional_ring", N)
     for wire in (TopK(0.5), ChunkedTopK(0.5)):
         with pytest.raises(ValueError, match="of parameters never sends the small ones"):
             jax.vmap(lambda x, wire=wire: gossip.mix(x, ring, 0, wire=wire), axis_name="replica")(
                 jnp.ones((N, 3))
             )
-    x = np.random.default_rng(0).normal(size=(N, D)) * [1, 1, 1, 100, 100, 100] + 1000 * (
-        np.arange(D) > 2
-    )
-    begin = x.copy()
-    for _ in range(500):
-        sent = np.stack([oracles.top(3)(row) for row in x])
-        x = x + ring.matrix(0) @ sent - sent
-    np.testing.assert_array_equal(x[:, :3], begin[:, :3])
-    assert np.ptp(x[:, 3:], axis=0).max() < 1e-6
 
 
 # --- SPARTA ---------------------------------------------------------------------------------------
