@@ -45,16 +45,6 @@ def test_pairs_drop_both_and_keep_the_mean(name):
     assert gone == pytest.approx(1 - (1 - RATE) ** 2, abs=0.02)
 
 
-def test_directed_messages_are_lost_one_by_one():
-    """static_exp(8): 0 and 4 give each other 1/4 as a pair; 1 hears 0, but not 0 1."""
-    given = rounds("static_exp")[0]
-    lossy = draws(given, "receiver")
-    both = 1 - (1 - RATE) ** 2
-    assert (given > 0)[0, 4] and (given > 0)[4, 0] and (given > 0)[1, 0] and not (given > 0)[0, 1]
-    assert (lossy[:, 4, 0] == 0).mean() == pytest.approx(both, abs=0.015)
-    assert (lossy[:, 1, 0] == 0).mean() == pytest.approx(RATE, abs=0.015)
-
-
 def expectation(matrix, rate, rule):
     """E of `lose` in closed form, where no two replicas are a pair, or all that meet are."""
     off = matrix * (1 - np.eye(len(matrix)))

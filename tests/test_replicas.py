@@ -53,15 +53,6 @@ def test_create_a_draw_each():
     assert (abs(gaps).max(-1) + np.eye(3) > 0.1).all()
 
 
-def test_take_and_broadcast_keep_dtypes():
-    tree = {"a": jnp.bfloat16([1, 2]), "count": jnp.int32(3), "flag": jnp.array(True)}
-    stacked = replicas.broadcast(tree, 4)
-    assert jax.tree.map(jnp.shape, stacked) == {"a": (4, 2), "count": (4,), "flag": (4,)}
-    assert_equal(replicas.take(stacked, 3), tree)
-    assert jax.tree.map(lambda x: x.dtype, stacked) == jax.tree.map(lambda x: x.dtype, tree)
-    assert int(replicas.take({"i": jnp.arange(4)}, 2)["i"]) == 2
-
-
 # --- mean and distance ----------------------------------------------------------------------------
 
 

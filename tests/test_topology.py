@@ -92,7 +92,7 @@ def test_one_replica_is_the_identity(name):
         schedule = make(name, 1, local_size=local)
         assert schedule.period == 1 and schedule.degree(0) == 0
         np.testing.assert_array_equal(schedule.matrix(0), [[1.0]])
-        assert schedule.bytes_sent(100) == schedule.bytes_sent(100, 0) == 0
+        assert schedule.bytes_sent(100) == 0
         assert schedule.rounds_to_consensus() == 0
         assert schedule.spectral_gap() == 1 and schedule.consensus_rate() == 0
         assert not schedule.rounds[0].sends and not schedule.partial_groups
@@ -146,9 +146,7 @@ def test_round_at_is_its_definition(step, every, case):
 )
 def test_bytes_sent(name, n, local, wanted):
     schedule = make(name, n, local_size=local)
-    assert [schedule.bytes_sent(1000, r) for r in range(schedule.period)] == [
-        pytest.approx(1000 * models) for models in wanted
-    ]
+    assert [rnd.models_sent_by_nodes() for rnd in schedule.rounds] == pytest.approx(wanted)
     assert schedule.bytes_sent(1000) == pytest.approx(1000 * np.mean(wanted))
 
 
@@ -171,9 +169,9 @@ def test_bytes_sent_by_nodes(name, n, local, wanted):
     schedule = make(name, n, local_size=local)
     got = [one.models_sent_by_nodes(local) for one in schedule.rounds]
     assert got[: len(wanted)] == pytest.approx(wanted)
-    assert schedule.bytes_sent_by_nodes(1000, local) == pytest.approx(1000 * np.mean(got))
+    assert schedule.bytes_sent(1000, local_size=local) == pytest.approx(1000 * np.mean(got))
     with pytest.raises(ValueError, match="local_size must be at least 1, got 0"):
-        schedule.bytes_sent_by_nodes(1000, 0)
+        schedule.bytes_sent(1000, local_size=0)
 
 
 @given(case=st.sampled_from(CASES))

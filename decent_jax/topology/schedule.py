@@ -58,13 +58,11 @@ class Schedule:
         where = {}
         return [where.setdefault(id(rnd), r) for r, rnd in enumerate(self.rounds)]
 
-    def bytes_sent(self, model_bytes: float, r: int | None = None) -> float:
-        """Bytes the busiest replica sends in round ``r``; the mean over a period when r is None."""
-        rounds = self.rounds if r is None else (self.rounds[r],)
-        return model_bytes * sum(rnd.models_sent_by_nodes() for rnd in rounds) / len(rounds)
+    def bytes_sent(self, model_bytes: float, *, local_size: int = 1) -> float:
+        """Bytes the busiest node of ``local_size`` replicas sends to others per round, on average.
 
-    def bytes_sent_by_nodes(self, model_bytes: float, local_size: int) -> float:
-        """Bytes the busiest node of ``local_size`` replicas sends out per round, on average."""
+        With the default, bytes the busiest replica sends.
+        """
         models = [rnd.models_sent_by_nodes(local_size) for rnd in self.rounds]
         return model_bytes * sum(models) / len(models)
 
