@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mixing import metropolis
 
 from decent_jax import gossip, topology
 from decent_jax.gossip import groups, permute
@@ -18,12 +19,6 @@ def on_stack(fn, form, n, devices=1, check_vma=None):
     """``fn(axis_name, *replica's own trees)`` as a jitted function of stacked trees."""
     fn = functools.partial(fn, harness.axis_of(form))
     return harness.on_stack(fn, form, n, devices, check_vma)
-
-
-def metropolis_star(n):
-    matrix = np.eye(n)
-    matrix[0, 1:] = matrix[1:, 0] = 1 / n
-    return matrix + np.diag(1 - matrix.sum(1))
 
 
 def birkhoff(n, seed, count=3):
@@ -64,7 +59,7 @@ def schedules_of(n):
             except ValueError:
                 continue
     if n > 2:
-        matrices = [birkhoff(n, seed=n), metropolis_star(n)]
+        matrices = [birkhoff(n, seed=n), metropolis([(0, leaf) for leaf in range(1, n)], n)]
         found["matrices", 1] = Schedule.from_matrices(matrices)
     return found
 
