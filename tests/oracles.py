@@ -90,18 +90,9 @@ def hypercube(n):
     return cycle([pairs(n, *((i, i ^ s) for i in range(n) if i < i ^ s)) for s in shifts])
 
 
-def average_every(n, every, otherwise=None):
-    """J at steps t with (t + 1) % every == 0, else nothing (local SGD) or ``otherwise(t)``.
-
-    With ``otherwise`` this is Gossip-PGA (Chen et al. 2021): gossip, and J every H steps.
-    """
-
-    def matrices(t):
-        if (t + 1) % every == 0:
-            return average(n)
-        return otherwise(t) if otherwise else None
-
-    return matrices
+def average_every(n, every):
+    """J at steps t with (t + 1) % every == 0, else nothing: local SGD."""
+    return lambda t: None if (t + 1) % every else average(n)
 
 
 # Gossip of parameters.
