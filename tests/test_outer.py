@@ -32,28 +32,16 @@ def problem(n=N, equal=True):
 
 def trajectories(txs, schedule, mix_every=1, equal=True, active=None):
     """{key: (steps, n, D)}: every method from the same start, in one program per round."""
-    n = schedule.num_replicas
-    x0, a, b = problem(n, equal)
-    active = np.ones((STEPS, n), bool) if active is None else active
+    x0, a, b = problem(schedule.num_replicas, equal)
+
+    def gradient(xs, given):
+        a, b = given
+        return jax.tree.map(lambda x: a * (x - b), xs)
+
+    x, data = dict.fromkeys(txs, jnp.asarray(x0)), [(a[:, 0], rows) for rows in b]
     tx = harness.together(txs)
-
-    def make(r):
-        def step(xs, state, a, b, active):
-            grads = jax.tree.map(lambda x: a * (x - b), xs)
-            updates, state = tx.update(grads, state, xs, round=r, active=active)
-            return optim.apply_updates(xs, updates), state
-
-        return jax.jit(jax.vmap(step, axis_name="replica"))
-
-    x = dict.fromkeys(txs, jnp.asarray(x0))
-    state, runs, history = jax.vmap(tx.init)(x), {}, []
-    for t in range(STEPS):
-        r = schedule.round_at(t, mix_every)
-        if r not in runs:
-            runs[r] = make(r)
-        x, state = runs[r](x, state, a[:, 0], b[t], active[t])
-        history.append(x)
-    return {key: np.stack([x[key] for x in history]) for key in txs}
+    history = harness.trajectory(tx, gradient, schedule, x, data, mix_every, active)
+    return {key: np.stack([x[key] for x, _ in history]) for key in txs}
 
 
 def wanted(method, schedule, mix_every=1, equal=True, **numbers):

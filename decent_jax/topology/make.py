@@ -100,7 +100,7 @@ def make(name: str, num_replicas: int, *, local_size: int = 1, **parameters) -> 
         return Schedule(str(spec), 1, (round_of(np.ones((1, 1))),))
     schedule = Schedule(str(spec), num_replicas, tuple(build(num_replicas, local_size)))
     for r, rnd in enumerate(schedule.rounds):
-        check_matrix(rnd.matrix, num_replicas, r, column_stochastic_only=spec.name in _PUSH_ONLY)
+        check_matrix(rnd.matrix, num_replicas, r, spec.name in COLUMN_STOCHASTIC)
     check_connected(schedule.name, [rnd.matrix for rnd in schedule.rounds])
     return schedule
 
@@ -162,9 +162,8 @@ _BUILDERS: dict[str, Callable[..., list[Round]]] = {
     )
 }
 
-COLUMN_STOCHASTIC = ("random_out",)  # rows do not sum to 1: for push-sum only
+COLUMN_STOCHASTIC = {"random_out"}  # rows do not sum to 1: for push-sum only
 NAMES = tuple(name for name in _BUILDERS if name not in COLUMN_STOCHASTIC)
-_PUSH_ONLY: set[str] = set(COLUMN_STOCHASTIC)
 
 
 def register(
@@ -189,7 +188,7 @@ def register(
         raise ValueError(f"the function of schedule {name!r} must take n, the replicas, first")
     _BUILDERS[name] = builder
     if column_stochastic:
-        _PUSH_ONLY.add(name)
+        COLUMN_STOCHASTIC.add(name)
 
 
 def _check_rounds(name: str, rounds: Any, n: int) -> None:
