@@ -11,7 +11,7 @@ import pytest
 from mixing import metropolis
 
 from decent_jax import gossip, topology
-from decent_jax.gossip import groups, permute
+from decent_jax.gossip import groups
 from decent_jax.topology import Schedule
 
 
@@ -149,23 +149,6 @@ def test_mix_is_the_matrix(form, n, devices, x64):
             if not pattern.all() and key[0] == "complete":
                 assert np.isfinite(y[:, p]).all()
         assert np.isnan(y).any()  # all bad stays NaN
-
-
-def test_some_case_takes_the_uneven_route():
-    """So that the table above covers routes by shifts, whose rows differ from device to device."""
-
-    def is_uneven(sources, devices):
-        pieces = permute.route(sources, devices, len(sources) // devices)
-        return any((rows != rows[0]).any() for _, *tables in pieces for rows in tables)
-
-    def uneven(n, devices):
-        rounds = schedules_of(n)["matrices", 1].rounds
-        return any(is_uneven(send.sources, devices) for one in rounds for send in one.sends)
-
-    blocks = [(n, devices) for form, n, devices in FORMS if form == "block" and n > 2]
-    assert all(uneven(n, devices) for n, devices in blocks)
-    ring = topology.make("bidirectional_ring", 12).rounds[0].sends
-    assert any(not is_uneven(send.sources, 4) for send in ring)
 
 
 @pytest.mark.parametrize(("form", "n", "devices"), [("vmap", 8, 1), ("block", 12, 4)])
