@@ -95,25 +95,20 @@ class Placement:
 
         The B examples of a replica are divided over its devices, if these divide B.
         """
-        if self.fsdp > 1:
-            return jax.tree.map(self._put_examples, local)
-        devices = [d for d in self.mesh.devices if d.process_index == jax.process_index()]
+        rows = {replica: row for row, replica in enumerate(self.local_replicas)}
 
         def put(x):
-            shards = [
-                jax.device_put(rows, device)
-                for rows, device in zip(np.split(x, len(devices)), devices, strict=True)
-            ]
             shape = (self.num_replicas, *x.shape[1:])
-            return jax.make_array_from_single_device_arrays(shape, self.stacked, shards)
+
+            def shard(index):
+                row = rows[index[0].start or 0]
+                return x[row : row + self.block, *index[1:]]
+
+            return jax.make_array_from_callback(shape, self.sharding_of_batch(shape), shard)
 
         return jax.tree.map(put, local)
 
-    def _put_examples(self, x):
-        shape = (self.num_replicas, *x.shape[1:])
-        return jax.make_array_from_process_local_data(self.sharding_of_batch(shape), x, shape)
-
-    def on_devices(self, body: Callable, in_specs, out_specs, check_vma: bool = True) -> Callable:
+    def on_devices(self, body: Callable, in_specs, out_specs) -> Callable:
         """``jax.shard_map`` of code for one device, which sees (block, ...) of stacked arrays.
 
         For replicas of several devices it is code for one replica, whose arrays XLA partitions.
@@ -123,9 +118,8 @@ class Placement:
             mesh=self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
-            # Inside a nested shard_map over the devices of one replica, arrays carry no such types.
-            check_vma=check_vma and self.block == self.fsdp == 1,
             axis_names={"replica"},
+            check_vma=False,  # as blocks and means of groups need
         )
 
     def per_replica(self, fn: Callable) -> Callable:

@@ -78,14 +78,14 @@ def together(txs: Mapping) -> optax.GradientTransformationExtraArgs:
 
 
 def step_of(tx, gradient, round, apply=optim.apply_updates, has_value=False):
-    """``step(params, state, *data)`` of one replica.
+    """``step(params, state, *data, **extra)`` of one replica; extra arguments are ``update``'s.
 
     ``gradient(params, *data)`` is a tree, or (loss, tree) with ``has_value``.
     """
 
-    def step(params, state, *data):
+    def step(params, state, *data, **extra):
         value, grads = gradient(params, *data) if has_value else (None, gradient(params, *data))
-        updates, state = tx.update(grads, state, params, round=round, value=value)
+        updates, state = tx.update(grads, state, params, round=round, value=value, **extra)
         return apply(params, updates), state
 
     return step
@@ -177,10 +177,10 @@ def stepper(tx, gradient, **options):
     return step
 
 
-def trajectory(tx, gradient, schedule, x, data, mix_every=1):
+def trajectory(tx, gradient, schedule, x, data, mix_every=1, active=None):
     """(parameters, state) after every step on one device, with static rounds as in training.
 
-    ``data`` is a list of trees, one for each step.
+    ``data`` is a list of trees, one for each step; ``active`` (steps, n), or None: all are.
     """
     runs, history = {}, []
     state = jax.vmap(tx.init)(x)
@@ -188,6 +188,6 @@ def trajectory(tx, gradient, schedule, x, data, mix_every=1):
         r = schedule.round_at(t, mix_every)
         if r not in runs:
             runs[r] = on_stack(step_of(tx, gradient, r), "vmap", schedule.num_replicas)
-        x, state = runs[r](x, state, now)
+        x, state = runs[r](x, state, now, **({} if active is None else {"active": active[t]}))
         history.append((x, state))
     return history

@@ -53,9 +53,3 @@ def metropolis(edges, n):
     for i, j in edges:
         matrix[i, j] = matrix[j, i] = 1 / max(degree[i] + 1, degree[j] + 1)
     return matrix + np.diag(1 - matrix.sum(1))
-
-
-def mean_square_rate(schedule):
-    """The factor by which a random round shrinks the squared consensus distance, at most."""
-    gram = sum(one.matrix.T @ one.matrix for one in schedule.rounds) / schedule.period
-    return np.linalg.eigvalsh(gram - 1 / schedule.num_replicas).max()

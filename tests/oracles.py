@@ -90,18 +90,9 @@ def hypercube(n):
     return cycle([pairs(n, *((i, i ^ s) for i in range(n) if i < i ^ s)) for s in shifts])
 
 
-def average_every(n, every, otherwise=None):
-    """J at steps t with (t + 1) % every == 0, else nothing (local SGD) or ``otherwise(t)``.
-
-    With ``otherwise`` this is Gossip-PGA (Chen et al. 2021): gossip, and J every H steps.
-    """
-
-    def matrices(t):
-        if (t + 1) % every == 0:
-            return average(n)
-        return otherwise(t) if otherwise else None
-
-    return matrices
+def average_every(n, every):
+    """J at steps t with (t + 1) % every == 0, else nothing: local SGD."""
+    return lambda t: None if (t + 1) % every else average(n)
 
 
 # Gossip of parameters.
@@ -153,35 +144,30 @@ def quasi_global_sgd(x, momentum=0.9, mu=0.9):
         m = mu * m + (1 - mu) * (old - x) / lr
 
 
-def quasi_global_adam(
-    x, b1=0.9, b2=0.999, eps=1e-8, gradient_weight=1.0, norm_eps=1e-8, bias_correction=True
-):
+def quasi_global_adam(x, b1=0.9, b2=0.999, eps=1e-8):
     """QG-DAdam (Lin et al. 2021): Adam whose kept moments are those of the mixed step.
 
     At step k = t + 1, from the kept moments M and V (0 at first):
-    m = b1 M + c g, c the ``gradient_weight``; v = b2 V + (1 - b2) g^2;
+    m = b1 M + g; v = b2 V + (1 - b2) g^2;
     x+ = W (x - lr / (1 - b1^k) * m / (sqrt(v / (1 - b2^k)) + eps));
-    d = (x - x+) / (|x - x+|_2 + norm_eps), the norm over all parameters of one replica;
+    d = (x - x+) / (|x - x+|_2 + 1e-8), the norm over all parameters of one replica;
     M+ = b1 M + (1 - b1) d; V+ = b2 V + (1 - b2) d^2.
 
     Read in the authors' code (epfml/quasi-global-momentum, code/pcode/optim/
-    decentralized_qg_adam.py): the difference is normalised so, with 1e-8 added to the norm, and not
-    divided by lr; both bias corrections are used, k counting the steps. There c = 1, not 1 - b1,
-    and issue 1 of that repository has the authors' word that this is meant and is what their
-    experiments used; hence the default. Their files _v1 (which also normalises the gradient) and
-    _v2 have c = 1 - b1: pass ``gradient_weight=1 - b1``. The paper's listing was not at hand.
+    decentralized_qg_adam.py): the difference is normalised so, and not divided by lr; both bias
+    corrections are used, k counting the steps. There g has the weight 1, not 1 - b1, and issue 1 of
+    that repository has the authors' word that this is meant and is what their experiments used.
+    The paper's listing was not at hand.
     """
     M, V = np.zeros_like(x), np.zeros_like(x)
     while True:
         g, W, lr, t = yield x
-        m = b1 * M + gradient_weight * g
-        v = b2 * V + (1 - b2) * g**2
-        if bias_correction:
-            m, v = m / (1 - b1 ** (t + 1)), v / (1 - b2 ** (t + 1))
+        m = (b1 * M + g) / (1 - b1 ** (t + 1))
+        v = (b2 * V + (1 - b2) * g**2) / (1 - b2 ** (t + 1))
         old = x
         x = mix(W, x - lr * m / (np.sqrt(v) + eps))
         d = old - x
-        d = d / (np.linalg.norm(d, axis=1, keepdims=True) + norm_eps)
+        d = d / (np.linalg.norm(d, axis=1, keepdims=True) + 1e-8)
         M = b1 * M + (1 - b1) * d
         V = b2 * V + (1 - b2) * d**2
 
@@ -230,26 +216,19 @@ def d2(x):
         before, moved, x = x, lr * g, after
 
 
-def gradient_tracking(x, mixes="previous", combine="with"):
-    """Gradient tracking (DIGing, Nedic et al. 2017): x+ = W x - lr q, q following the mean of g.
+def gradient_tracking(x, combine="with"):
+    """Gradient tracking (after DIGing, Nedic et al. 2017), q following the mean of g.
 
+    "with": q_t = W_t q_{t-1} + g_t - g_{t-1}; x+ = W_t x - lr q_t. (DIGing mixes q_{t-1} by
+    W_{t-1}, which is the same where W is fixed.)
     "then": q_t = W_t (q_{t-1} + g_t - g_{t-1}); x+ = W_t (x - lr q_t).
-
-    "previous": step t mixes x_t and q_{t-1}: q_t = W_t q_{t-1} + g_t - g_{t-1}, q_0 = g_0.
-    "current": step t mixes x_t and q_t, as DIGing does: q_{t+1} = W_t q_t + g_{t+1} - g_t.
-    They are the same where W is fixed.
     """
-    q, before, W = np.zeros_like(x), np.zeros_like(x), None
+    q, before = np.zeros_like(x), np.zeros_like(x)
     while True:
-        previous = W
         g, W, lr, _ = yield x
-        if combine == "then":
-            q, before = mix(W, q + g - before), g
-            x = mix(W, x - lr * q)
-            continue
-        q = mix(W if mixes == "previous" else previous, q) + g - before
+        q = mix(W, q) + g - before if combine == "with" else mix(W, q + g - before)
+        x = _combine(W, x, lr * q, combine)
         before = g
-        x = mix(W, x) - lr * q
 
 
 def push_sum(x):
@@ -294,6 +273,9 @@ def diloco(
     outer_momentum=0.0,
     nesterov=False,
     record=None,
+    carry=False,
+    weighted=False,
+    active=None,
 ):
     """DiLoCo (Douillard et al. 2023) and Streaming DiLoCo (2025) over SGD; ignores the matrices.
 
@@ -303,23 +285,31 @@ def diloco(
     p = X - mean_i x_i[c - delay]; v+ = outer_momentum v + p;
     X+ = X - outer_lr v+, or with Nesterov X - outer_lr (p + outer_momentum v+);
     x_i = alpha x_i + (1 - alpha) X+.
+    carry (LOSCAR): x_i = X+ + x_i[c] - x_i[c - delay]. ``active(t)`` (n,) says who makes an update
+    of 7 tokens; ``weighted`` (Decoupled DiLoCo) counts a replica as tokens_i (tokens_i / steps_i)
+    in the mean, of its updates since the last sync.
     Replicas must start equal. ``record``, a list, receives X after every step.
     """
     assert np.all(x == x[0]), "DiLoCo starts from equal replicas"
     fragments = [list(range(x.shape[1]))] if fragments is None else fragments
     assert 0 <= delay < sync_every // len(fragments)
-    whole, v, past = x[0].copy(), np.zeros_like(x[0]), [x]
+    whole, v, past, steps = x[0].copy(), np.zeros_like(x[0]), [x], np.zeros(len(x))
     while True:
         g, _, lr, t = yield x
-        x = x - lr * g
+        made = np.ones(len(x)) if active is None else active(t)
+        x, steps = x - lr * g * made[:, None], steps + made
         past.append(x.copy())
         for f, part in enumerate(fragments):
             if (t + 1 - (f + 1) * sync_every // len(fragments)) % sync_every:
                 continue
-            p = whole[part] - past[t + 1 - delay][:, part].mean(0)
+            late, tokens = past[t + 1 - delay][:, part], 7 * steps
+            w = tokens * tokens / np.maximum(steps, 1) if weighted else np.ones(len(x))
+            p = whole[part] - (w[:, None] * late).sum(0) / w.sum()
             v[part] = outer_momentum * v[part] + p
             whole[part] -= outer_lr * (p + outer_momentum * v[part] if nesterov else v[part])
-            x[:, part] = alpha * x[:, part] + (1 - alpha) * whole[part]
+            kept = x[:, part] - late if carry else 0
+            x[:, part] = alpha * x[:, part] + (1 - alpha) * (whole[part] + kept)
+            steps = np.zeros(len(x))
         if record is not None:
             record.append(whole.copy())
 

@@ -55,34 +55,6 @@ def gasloc(x, alpha=1.0, eta=0.7, gamma=0.5):
             before = y
 
 
-def diloco_merged(x, delay, outer_lr, momentum, carry=False, weighted=False, active=None, every=4):
-    """DiLoCo with Nesterov outside, one fragment, and what is kept or weighted at a round.
-
-    A round follows step c if c % every == 0, and concerns x of step c - delay. carry (LOSCAR):
-    x+ = X+ + x[c] - x[c - delay]. weighted (Decoupled DiLoCo): the mean of x counts replica i as
-    tokens_i (tokens_i / steps_i), of steps since the last round; ``active(t)`` (n,) says who made
-    one, of 7 tokens each.
-    """
-    X, v, past = x[0].copy(), np.zeros_like(x[0]), [x]
-    steps = np.zeros(len(x))
-    while True:
-        g, _, lr, t = yield x
-        made = np.ones(len(x)) if active is None else active(t)
-        x = x - lr * g * made[:, None]
-        past.append(x)
-        steps += made
-        if (t + 1) % every:
-            continue
-        late = past[t + 1 - delay]
-        tokens = 7 * steps
-        w = np.ones(len(x)) if not weighted else tokens * tokens / np.maximum(steps, 1)
-        p = X - (w[:, None] * late).sum(0) / w.sum()
-        v = momentum * v + p
-        X = X - outer_lr * (p + momentum * v)
-        x = X + (x - late if carry else 0 * x)
-        steps = np.zeros(len(x))
-
-
 def sparseloco(x, compress, decay=0.95, outer_lr=1.0):
     """SparseLoCo (2025): e = b e + theta - x; q = C(e); e = e - q; theta = theta - a mean q."""
     assert np.all(x == x[0]), "replicas exchange movements only"

@@ -78,10 +78,10 @@ model.preset=tiny | model.preset must be one of small, .*, llama_8b, got 'tiny'
 model.dtype=int8 | model.dtype must be .*got 'int8'
 model.attention=flash | model.attention must be .*got 'flash'
 schedule=stars | schedule: unknown schedule .*'stars'
-schedule=base_k(max_degree | schedule: .*cannot be read where it ends
+schedule=base_k(max_degree | schedule: .*cannot be read; write a name
 schedule=base_k(degree=2) | schedule: base_k has no parameter 'degree'; it takes .*
-schedule=base_k(max_degree=0) | schedule: base_k: max_degree must .*1, got 0
-schedule=hierarchical | schedule: hierarchical needs .*4 replicas with local_size 1
+schedule=base_k(max_degree=0) | schedule: base_k of .*: max_degree must .*1, got 0
+schedule=hierarchical | schedule: hierarchical of 4 replicas: needs .*, got local_size 1
 # numbers
 num_replicas=0 | num_replicas must be at least 1, got 0
 optimizer.window=0 | optimizer.window must be at least 1, got 0
@@ -110,7 +110,7 @@ eval.batch_size=6 | eval.batch_size 6 cannot be shared out over 4 replicas; use 
   or another num_replicas
 micro_batches=3 | a replica's 2 examples (batch_size 8 over 4 replicas) cannot be cut into 3
   micro_batches
-num_replicas=6 batch_size=12 schedule=hypercube | schedule: hypercube .*got 6
+num_replicas=6 batch_size=12 schedule=hypercube | schedule: hypercube of 6 .*: needs a power of two
 num_replicas=3 batch_size=12 schedule=ring | schedule: ring .*3
 schedule=alternating_exp_ring | schedule: alternating_exp_ring .*local_size.*1
 schedule=alternating_exp_ring local_size=3 | schedule: .*3

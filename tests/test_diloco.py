@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decent_jax import optim, topology
-from decent_jax.optim.fragments import cut
+from decent_jax.optim.outer import fragments_of
 
 pytestmark = pytest.mark.usefixtures("x64")
 N, LR = 4, 0.1
@@ -108,13 +108,13 @@ def test_a_rate_of_zero_divides_nothing():
 @settings(max_examples=200, deadline=None)
 def test_fragments_are_all_of_it_in_order(sizes, data):
     count = data.draw(st.integers(1, len(sizes)))
-    fragments = cut([np.zeros(size) for size in sizes], count)
+    fragments = fragments_of([np.zeros(size) for size in sizes], count)
     assert [k for part in fragments for k in part] == list(range(len(sizes)))
     assert len(fragments) == count and all(fragments)
 
 
 def test_equal_arrays_are_cut_evenly():
-    assert cut([np.zeros(5)] * 6, 3) == [[0, 1], [2, 3], [4, 5]]
+    assert fragments_of([np.zeros(5)] * 6, 3) == [[0, 1], [2, 3], [4, 5]]
 
 
 @pytest.mark.parametrize(

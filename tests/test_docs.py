@@ -124,7 +124,7 @@ def of_size(name, n):
 
 def summary_row(name):
     schedule = of_size(name, 24)
-    numbers, by_node = schedule.summary(), schedule.bytes_sent_by_nodes(1, 4)
+    numbers, by_node = schedule.summary(), schedule.bytes_sent(1, local_size=4)
     cells = [f"{numbers['models_sent']:.3g}", f"{by_node:.3g}", f"{numbers['spectral_gap']:.3f}"]
     cells = [numbers["period"], numbers["degree"], *cells, f"{numbers['consensus_rate']:.3f}"]
     return f"| `{name}` | {' | '.join(map(str, cells))} | {numbers['exact_after'] or ''} |"

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from decent_jax import optim, tasks, topology
 from decent_jax.errors import ConfigError
 from decent_jax.fields import Field
-from decent_jax.optim import guard, methods
+from decent_jax.optim import declaration, guard
 from decent_jax.topology.make import _BUILDERS
 from decent_jax.topology.rounds import pairwise
 from decent_jax.train import algorithm
@@ -45,7 +45,7 @@ def every_other(n, *, step: int = 1):
 def registered():
     topology.register("every_other", every_other)
     yield optim.register(optim.Method("slow_gossip", slow_gossip, copies=1))
-    del _BUILDERS["every_other"], methods._METHODS["slow_gossip"]
+    del _BUILDERS["every_other"], declaration._METHODS["slow_gossip"]
 
 
 @pytest.fixture
@@ -99,9 +99,9 @@ def test_its_numbers_come_from_its_section(config, registered):
         algorithm.transformation(config, schedule, 0.1)
 
 
-@pytest.mark.parametrize("name", methods.METHODS)
+@pytest.mark.parametrize("name", declaration.METHODS)
 def test_every_number_of_every_method_is_reached_from_the_config(name):
-    method = methods.METHODS[name]
+    method = declaration.METHODS[name]
     config = config_lib.default_config()
     config.algorithm = name
     schedule = topology.make("complete", config.num_replicas)

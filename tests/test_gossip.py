@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mixing import metropolis
 
 from decent_jax import gossip, topology
-from decent_jax.gossip import groups, permute
+from decent_jax.gossip import groups
 from decent_jax.topology import Schedule
 
 
@@ -18,12 +19,6 @@ def on_stack(fn, form, n, devices=1, check_vma=None):
     """``fn(axis_name, *replica's own trees)`` as a jitted function of stacked trees."""
     fn = functools.partial(fn, harness.axis_of(form))
     return harness.on_stack(fn, form, n, devices, check_vma)
-
-
-def metropolis_star(n):
-    matrix = np.eye(n)
-    matrix[0, 1:] = matrix[1:, 0] = 1 / n
-    return matrix + np.diag(1 - matrix.sum(1))
 
 
 def birkhoff(n, seed, count=3):
@@ -64,7 +59,7 @@ def schedules_of(n):
             except ValueError:
                 continue
     if n > 2:
-        matrices = [birkhoff(n, seed=n), metropolis_star(n)]
+        matrices = [birkhoff(n, seed=n), metropolis([(0, leaf) for leaf in range(1, n)], n)]
         found["matrices", 1] = Schedule.from_matrices(matrices)
     return found
 
@@ -156,23 +151,6 @@ def test_mix_is_the_matrix(form, n, devices, x64):
         assert np.isnan(y).any()  # all bad stays NaN
 
 
-def test_some_case_takes_the_uneven_route():
-    """So that the table above covers routes by shifts, whose rows differ from device to device."""
-
-    def is_uneven(sources, devices):
-        pieces = permute.route(sources, devices, len(sources) // devices)
-        return any((rows != rows[0]).any() for _, *tables in pieces for rows in tables)
-
-    def uneven(n, devices):
-        rounds = schedules_of(n)["matrices", 1].rounds
-        return any(is_uneven(send.sources, devices) for one in rounds for send in one.sends)
-
-    blocks = [(n, devices) for form, n, devices in FORMS if form == "block" and n > 2]
-    assert all(uneven(n, devices) for n, devices in blocks)
-    ring = topology.make("bidirectional_ring", 12).rounds[0].sends
-    assert any(not is_uneven(send.sources, 4) for send in ring)
-
-
 @pytest.mark.parametrize(("form", "n", "devices"), [("vmap", 8, 1), ("block", 12, 4)])
 def test_dtypes_are_kept(form, n, devices):
     pairs, complete = topology.make("one_peer_exp", n), topology.make("complete", n)
@@ -239,7 +217,7 @@ def test_groups_of_which_members_hear_different_groups(x64):
     exchange[receivers, sources[receivers]] += 0.25
     matrix = exchange @ np.kron(np.eye(n // g), np.full((g, g), 1 / g))
     one = topology.Round(g, 1 - weights, (topology.Send(sources, weights),), matrix)
-    assert one.between_groups is None and one.models_sent() == 2
+    assert one.between_groups is None and one.models_sent_by_nodes() == 2
     schedule = Schedule("of one's own", n, (one,))
     x = np.random.default_rng(0).normal(size=(n, 3))
     for form, devices in (("vmap", 1), ("devices", 8), ("block", 4)):

@@ -45,16 +45,6 @@ def test_pairs_drop_both_and_keep_the_mean(name):
     assert gone == pytest.approx(1 - (1 - RATE) ** 2, abs=0.02)
 
 
-def test_directed_messages_are_lost_one_by_one():
-    """static_exp(8): 0 and 4 give each other 1/4 as a pair; 1 hears 0, but not 0 1."""
-    given = rounds("static_exp")[0]
-    lossy = draws(given, "receiver")
-    both = 1 - (1 - RATE) ** 2
-    assert (given > 0)[0, 4] and (given > 0)[4, 0] and (given > 0)[1, 0] and not (given > 0)[0, 1]
-    assert (lossy[:, 4, 0] == 0).mean() == pytest.approx(both, abs=0.015)
-    assert (lossy[:, 1, 0] == 0).mean() == pytest.approx(RATE, abs=0.015)
-
-
 def expectation(matrix, rate, rule):
     """E of `lose` in closed form, where no two replicas are a pair, or all that meet are."""
     off = matrix * (1 - np.eye(len(matrix)))
@@ -89,34 +79,6 @@ def test_expectation(name, n, rule):
     np.testing.assert_allclose(mean, wanted, atol=0.01)
     if rule != "renormalise":  # columns keep their sums in expectation: the mean is not biased
         np.testing.assert_allclose(wanted.sum(0), given.sum(0), rtol=1e-12)
-
-
-def limit_weights(matrices):
-    """(n,): where replicas agree after these rounds, as weights of what they began with."""
-    product = np.eye(matrices.shape[-1])
-    for one in matrices:
-        product = one @ product
-    np.testing.assert_allclose(product, np.broadcast_to(product[0], product.shape), atol=1e-9)
-    return product[0]
-
-
-def test_renormalising_is_biased_on_a_star():
-    """At 10% loss the hub of 4 counts 0.2375 in place of 1/4: 5% less."""
-    star, rate = rounds("star", 4)[0], 0.1
-    values, vectors = np.linalg.eig(expectation(star, rate, "renormalise").T)
-    weights = np.real(vectors[:, np.argmax(np.real(values))])
-    weights /= weights.sum()
-    np.testing.assert_allclose(weights, [0.2375, 0.25417, 0.25417, 0.25417], atol=1e-4)
-    assert weights[0] / 0.25 - 1 == pytest.approx(-0.05, abs=1e-3)
-    found = [limit_weights(one) for one in runs(star, "renormalise", 200)]
-    np.testing.assert_allclose(np.mean(found, axis=0), weights, atol=0.004)
-    for one in runs(star, "receiver", 20):
-        np.testing.assert_allclose(limit_weights(one), 0.25, atol=1e-9)
-
-
-def runs(matrix, rule, count, rate=0.1, length=120):
-    """(count, length, n, n)"""
-    return draws(matrix, rule, count * length, rate).reshape(count, length, *matrix.shape)
 
 
 def test_edges_of_the_rate():

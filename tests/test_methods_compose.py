@@ -264,25 +264,6 @@ def by_choco(tx, x, steps):
     return gossiped(step, x, jax.vmap(tx.init)(x), steps)
 
 
-def test_naive_int8_stalls_where_choco_goes_on():
-    """Sending rounded parameters leaves a rounding's worth; sending differences does not."""
-    schedule = topology.make("bidirectional_ring", N)
-    rng = np.random.default_rng(1)
-    x = jnp.asarray(rng.normal(size=(N, 30)) + 10, jnp.float32)
-
-    def naive(x, state, key):
-        return gossip.mix(x, schedule, 0, wire=wire.Int8(), key=key), state
-
-    last = {
-        "naive": gossiped(naive, x, jnp.zeros(N), 200)[-1],
-        "choco": by_choco(choco(schedule, wire.Int8(), 0.8), x, 200)[-1],
-    }
-    for now in last.values():
-        np.testing.assert_allclose(now.mean(0), x.mean(0), atol=1e-3)
-    left = {name: np.abs(now - now.mean(0, keepdims=True)).max() for name, now in last.items()}
-    assert left["naive"] > 1e-2 and left["choco"] < 1e-3
-
-
 def test_choco_reaches_consensus_on_the_mean():
     x = jnp.asarray(np.random.default_rng(2).normal(size=(4, 40)), jnp.float32)
     ring = topology.make("bidirectional_ring", 4)

@@ -63,27 +63,6 @@ def test_tracking_before_muon_is_demuon_on_a_static_graph():
     np.testing.assert_allclose(got.reshape(12, 5, 6), right, rtol=0, atol=5e-6)
 
 
-def test_local_orthogonalising_then_averaging_goes_to_the_wrong_place():
-    """Three of four replicas have one optimum: their signs outvote the fourth's gradient."""
-    apart = np.zeros((4, *SHAPE))
-    apart[3] = [[4, 0], [0, 4], [0, 0]]
-    targets, whole = jnp.asarray(apart), topology.make("complete", 4)
-
-    def rate(t):
-        return 0.2 / (1 + t / 10)
-
-    muon = exact_muon(rate, beta=0.0)
-    local = matrices_to(targets, optim.decentralized(muon, whole, "then"), 300)[-1]
-    ends = {
-        combine: matrices_to(targets, optim.gradient_tracking(muon, whole, combine), 300)[-1]
-        for combine in ("with", "then")
-    }
-    optimum = apart.mean(0)
-    assert np.abs(local - optimum).max() > 0.9  # near the median, 0, and not the mean, 1
-    for end in ends.values():
-        assert np.abs(end - optimum).max() < 0.02
-
-
 def test_muon_of_a_config_on_one_replica_is_optax_s():
     config = train.default_config()
     config.num_replicas, config.algorithm, config.schedule = 1, "decentralized_sgd", "complete"

@@ -149,41 +149,19 @@ def test_inverse_sqrt_schedule():
         factor = 0.99 * (step + 1) / 4000 + 0.01 if step < 4000 else math.sqrt(4000 / (step + 1))
         assert float(schedule(step)) == pytest.approx(7e-4 * factor, rel=1e-6), step
         assert float(schedule(jnp.int32(step))) == float(schedule(step))
-    assert float(schedule(3999)) == pytest.approx(7e-4, rel=1e-6)  # the peak
-    assert float(schedule(15_999)) == pytest.approx(3.5e-4, rel=1e-6)
-    values = [float(schedule(step)) for step in (3998, 3999, 4000)]
-    assert values[0] < values[1] > values[2]
-
-
-def test_inverse_sqrt_schedule_of_one_step():
-    schedule = optim.inverse_sqrt_schedule(1.0, 1)
-    assert [float(schedule(t)) for t in (0, 3)] == pytest.approx([1, 0.5])
 
 
 def test_warmup_cosine_schedule():
     """REFERENCE E3: from 1/2000 of the peak over 2000 steps, then a cosine over 598k to 6e-5."""
-    peak, end = 6e-4, 6e-5
-    schedule = optim.linear_warmup_cosine_schedule(
-        peak, 2000, 600_000, start_factor=1 / 2000, end=end
-    )
-    for step in (0, 1, 1000, 1999, 2000, 2001, 301_000, 599_999, 600_000, 700_000):
-        if step < 2000:
-            wanted = peak * (1 / 2000 + (1 - 1 / 2000) * step / 2000)
-        else:
-            done = min(1, (step - 2000) / 598_000)
-            wanted = end + (peak - end) * (1 + math.cos(math.pi * done)) / 2
-        assert float(schedule(step)) == pytest.approx(wanted, rel=1e-5, abs=3e-7 * peak), step
-    assert float(schedule(0)) == pytest.approx(3e-7, rel=1e-4)
-    assert float(schedule(2000)) == pytest.approx(peak)
-    assert float(schedule(301_000)) == pytest.approx((peak + end) / 2)
-    assert float(schedule(600_000)) == float(schedule(10**6)) == pytest.approx(end)
-
-
-def test_warmup_cosine_schedule_at_its_edges():
-    none = optim.linear_warmup_cosine_schedule(1.0, 0, 10, end=0.1)
-    assert [float(none(t)) for t in (0, 5, 10, 11)] == pytest.approx([1, 0.55, 0.1, 0.1])
-    all_of_it = optim.linear_warmup_cosine_schedule(1.0, 4, 4)
-    assert [float(all_of_it(t)) for t in (0, 1, 3, 4)] == pytest.approx([0, 0.25, 0.75, 1])
+    make = optim.linear_warmup_cosine_schedule
+    schedule = make(6e-4, 2000, 600_000, start_factor=1 / 2000, end=6e-5)
+    wanted = {0: 3e-7, 1000: 3e-4, 2000: 6e-4, 301_000: 3.3e-4, 600_000: 6e-5, 700_000: 6e-5}
+    for step, rate in wanted.items():
+        assert float(schedule(step)) == pytest.approx(rate, rel=1e-3), step
+    without = make(1.0, 0, 10, end=0.1)
+    assert [float(without(t)) for t in (0, 5, 10, 11)] == pytest.approx([1, 0.55, 0.1, 0.1])
+    nothing_else = make(1.0, 4, 4)
+    assert [float(nothing_else(t)) for t in (0, 1, 3, 4)] == pytest.approx([0, 0.25, 0.75, 1])
 
 
 @pytest.mark.parametrize(
@@ -254,25 +232,20 @@ def test_clipping_inside_is_of_each_replicas_own_norm(x64):
 
 
 def test_inject_hyperparams(x64):
-    """A learning rate changed by hand, accum_steps traced or static, and both nestings; and a
+    """A learning rate changed by hand, with accum_steps traced outside and static inside; and a
     schedule with a callable mask."""
     schedule, given = schedule_of("hypercube"), HYPER | {"accum_steps": WINDOW}
     inject = optax.inject_hyperparams
 
-    def outside(*static):
-        def make(learning_rate, b1, b2, eps, weight_decay, accum_steps):
-            adam = optim.accum_adamw(learning_rate, b1, b2, eps, weight_decay, MASK, accum_steps)
-            return optim.decentralized(adam, schedule)
+    def outside(learning_rate, b1, b2, eps, weight_decay, accum_steps):
+        adam = optim.accum_adamw(learning_rate, b1, b2, eps, weight_decay, MASK, accum_steps)
+        return optim.decentralized(adam, schedule)
 
-        return inject(make, static_args=static)(learning_rate=0.1, **given)
-
-    def inside(*static):
-        make = inject(optim.accum_adamw, static_args=static)
-        return optim.decentralized(make(learning_rate=0.1, mask=MASK, **given), schedule)
-
-    changed = {"outside traced": outside(), "inside traced": inside()}
-    changed["outside static"] = outside("accum_steps", "b1", "b2")
-    changed["inside static"] = inside("accum_steps")
+    inside = inject(optim.accum_adamw, static_args="accum_steps")
+    changed = {
+        "outside": inject(outside)(learning_rate=0.1, **given),
+        "inside": optim.decentralized(inside(learning_rate=0.1, mask=MASK, **given), schedule),
+    }
     scheduled = inject(optim.accum_adam, static_args=("mask", "accum_steps"))(
         learning_rate=learning_rate, mask=lambda params: dict(MASK), **given
     )
@@ -286,7 +259,7 @@ def test_inject_hyperparams(x64):
 
     def change(t, states):
         for key in changed if t == 5 else ():
-            injected = states[key] if key.startswith("outside") else states[key].inner
+            injected = states[key] if key == "outside" else states[key].inner
             rate = injected.hyperparams["learning_rate"]
             injected.hyperparams["learning_rate"] = jnp.full_like(rate, 0.02)
         return states

@@ -78,17 +78,6 @@ def test_maxtext_replay():
         assert_same(before[0] - local.mean(0), wanted, 5.1e-7)
 
 
-@pytest.mark.parametrize("every", [1, 4])
-def test_diloco_with_a_plain_outer_step_is_local_sgd(every):
-    x0, grad = random_problem()
-    x0 = np.tile(x0[0], (8, 1))
-    wanted = run("dpsgd", oracles.average_every(8, every), grad, x0, 12, LR)
-    got = run("diloco", never, grad, x0, 12, LR, sync_every=every)
-    assert_same(got, wanted)
-    if every == 1:
-        assert_same(got, run("dpsgd", lambda t: oracles.average(8), grad, x0, 12, LR))
-
-
 def test_slowmo_over_local_sgd_is_diloco():
     """At a constant rate lr u is the outer momentum of the pseudo-gradients."""
     x0, grad = random_problem()
@@ -96,29 +85,3 @@ def test_slowmo_over_local_sgd_is_diloco():
     slow = run("slowmo", oracles.average_every(8, 3), grad, x0, 13, LR, alpha=0.7, beta=0.6)
     numbers = {"sync_every": 3, "outer_lr": 0.7, "outer_momentum": 0.6}
     assert_same(slow, run("diloco", never, grad, x0, 13, LR, **numbers))
-
-
-def test_slowmo_over_gossip():
-    """Piece by piece, at a rate that varies: D-PSGD from x_start to an average, then the step."""
-    start, grad = random_problem()
-    matrices = oracles.average_every(8, 4, oracles.one_peer_exp(8))
-
-    def lr(t):
-        return 0.2 / (1 + t)
-
-    history = run("slowmo", matrices, grad, start, 12, lr, alpha=0.7, beta=0.6)
-    u = 0
-    for k in range(3):
-        first = 4 * k
-        piece = run(
-            "dpsgd",
-            lambda t, first=first: matrices(first + t),
-            lambda x, t, first=first: grad(x, first + t),
-            start,
-            4,
-            lambda t, first=first: lr(first + t),
-        )
-        assert_same(history[first : first + 3], piece[:3])
-        u = 0.6 * u + (start - piece[3]) / lr(first + 3)
-        start = start - 0.7 * lr(first + 3) * u
-        assert_same(history[first + 3], start)

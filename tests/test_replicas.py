@@ -53,15 +53,6 @@ def test_create_a_draw_each():
     assert (abs(gaps).max(-1) + np.eye(3) > 0.1).all()
 
 
-def test_take_and_broadcast_keep_dtypes():
-    tree = {"a": jnp.bfloat16([1, 2]), "count": jnp.int32(3), "flag": jnp.array(True)}
-    stacked = replicas.broadcast(tree, 4)
-    assert jax.tree.map(jnp.shape, stacked) == {"a": (4, 2), "count": (4,), "flag": (4,)}
-    assert_equal(replicas.take(stacked, 3), tree)
-    assert jax.tree.map(lambda x: x.dtype, stacked) == jax.tree.map(lambda x: x.dtype, tree)
-    assert int(replicas.take({"i": jnp.arange(4)}, 2)["i"]) == 2
-
-
 # --- mean and distance ----------------------------------------------------------------------------
 
 
@@ -217,21 +208,6 @@ def test_what_is_donated_is_updated_in_place(devices, users_hlo):
     memory = jax.jit(run, donate_argnums=0).lower(x, x).compile().memory_analysis()
     assert memory.alias_size_in_bytes == x.nbytes // devices
     assert memory.temp_size_in_bytes == 0
-
-
-def test_on_devices_keeps_check_vma_where_it_can():
-    """A block cannot be checked; one replica a device is, unless asked otherwise."""
-    ring = topology.make("alternating_exp_ring", 8, local_size=4)
-
-    def mixing(placement, **options):
-        mix = placement.per_replica(lambda x: gossip.mix(x, ring, 0, placement.axis_name))
-        step = placement.on_devices(mix, P("replica"), P("replica"), **options)
-        return jax.eval_shape(step, jnp.zeros((8, 2))).shape
-
-    with pytest.raises(ValueError, match="check_vma=False"):
-        mixing(replicas.place(8))
-    assert mixing(replicas.place(8), check_vma=False) == (8, 2)
-    assert mixing(replicas.place(8, jax.devices()[:4])) == (8, 2)
 
 
 def test_push_sum_is_resized_to_what_it_conserves():

@@ -1,12 +1,10 @@
 """Schedules against closed forms, published lists and tables, and their own definitions."""
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mixing import group_list, groups, mean_square_rate, norm, product, rebuild
+from mixing import group_list, groups, norm, product, rebuild
 
 from decent_jax.topology import NAMES, make, repeat
 
@@ -94,7 +92,7 @@ def test_one_replica_is_the_identity(name):
         schedule = make(name, 1, local_size=local)
         assert schedule.period == 1 and schedule.degree(0) == 0
         np.testing.assert_array_equal(schedule.matrix(0), [[1.0]])
-        assert schedule.bytes_sent(100) == schedule.bytes_sent(100, 0) == 0
+        assert schedule.bytes_sent(100) == 0
         assert schedule.rounds_to_consensus() == 0
         assert schedule.spectral_gap() == 1 and schedule.consensus_rate() == 0
         assert not schedule.rounds[0].sends and not schedule.partial_groups
@@ -124,12 +122,6 @@ def test_round_at_is_its_definition(step, every, case):
         assert got == (step // every) % schedule.period and type(got) is int
     else:
         assert got is None
-    # Seen from a window of steps: one mixing step in every H, each a round after the one before.
-    window = range(step, step + 3 * every)
-    mixes = [t for t in window if schedule.round_at(t, every) is not None]
-    rounds = [schedule.round_at(t, every) for t in mixes]
-    assert len(mixes) == 3 and set(np.diff(mixes).tolist()) == {every}
-    assert all((b - a - 1) % schedule.period == 0 for a, b in itertools.pairwise(rounds))
 
 
 @pytest.mark.parametrize(
@@ -154,9 +146,7 @@ def test_round_at_is_its_definition(step, every, case):
 )
 def test_bytes_sent(name, n, local, wanted):
     schedule = make(name, n, local_size=local)
-    assert [schedule.bytes_sent(1000, r) for r in range(schedule.period)] == [
-        pytest.approx(1000 * models) for models in wanted
-    ]
+    assert [rnd.models_sent_by_nodes() for rnd in schedule.rounds] == pytest.approx(wanted)
     assert schedule.bytes_sent(1000) == pytest.approx(1000 * np.mean(wanted))
 
 
@@ -179,16 +169,15 @@ def test_bytes_sent_by_nodes(name, n, local, wanted):
     schedule = make(name, n, local_size=local)
     got = [one.models_sent_by_nodes(local) for one in schedule.rounds]
     assert got[: len(wanted)] == pytest.approx(wanted)
-    assert schedule.bytes_sent_by_nodes(1000, local) == pytest.approx(1000 * np.mean(got))
+    assert schedule.bytes_sent(1000, local_size=local) == pytest.approx(1000 * np.mean(got))
     with pytest.raises(ValueError, match="local_size must be at least 1, got 0"):
-        schedule.bytes_sent_by_nodes(1000, 0)
+        schedule.bytes_sent(1000, local_size=0)
 
 
 @given(case=st.sampled_from(CASES))
 @quick
-def test_a_node_of_one_replica_sends_what_a_replica_sends(case):
+def test_groups_that_send_are_the_round_of_their_means(case):
     for one in make(case[0], case[1], local_size=case[2]).rounds:
-        assert one.models_sent_by_nodes(1) == one.models_sent()
         between = one.between_groups
         if between is not None:
             g = one.group_size
@@ -206,10 +195,7 @@ def test_partial_groups():
 
 
 def test_complete_is_exact_in_one_round():
-    schedule = make("complete", 7)
-    np.testing.assert_allclose(schedule.matrix(0), np.full((7, 7), 1 / 7), atol=1e-16)
-    assert schedule.degree(0) == 6 and schedule.spectral_gap() == 1
-    assert mean_square_rate(schedule) == pytest.approx(0, abs=1e-12)
+    np.testing.assert_allclose(make("complete", 7).matrix(0), np.full((7, 7), 1 / 7), atol=1e-16)
 
 
 @pytest.mark.parametrize("n", range(3, 34))
@@ -218,30 +204,19 @@ def test_bidirectional_ring_rate(n):
     wanted = 1 / 3 + 2 / 3 * np.cos(2 * np.pi / n)  # for n=3 this is 0
     assert schedule.spectral_gap() == pytest.approx(1 - wanted, abs=1e-12)
     assert schedule.consensus_rate() == pytest.approx(wanted, abs=1e-12)
-    assert mean_square_rate(schedule) == pytest.approx(wanted**2, abs=1e-12)
     row = np.zeros(n)
     row[[0, 1, -1]] = 1 / 3
     np.testing.assert_allclose(schedule.matrix(0)[0], row, atol=1e-16)
 
 
-def test_ring_lists():
-    assert groups(make("ring", 8).matrix(0)) == group_list("0,1 2,3 4,5 6,7")
-    assert groups(make("ring", 8).matrix(1)) == group_list("0,7 1,2 3,4 5,6")
-
-
 @pytest.mark.parametrize("n", [4, 6, 8, 10, 16, 30])
 def test_ring_rates(n):
-    schedule = make("ring", n)
-    assert schedule.period == 2
-    assert norm(schedule.period_matrix()) == pytest.approx(abs(np.cos(2 * np.pi / n)), abs=1e-12)
-    assert mean_square_rate(schedule) == pytest.approx((1 + np.cos(2 * np.pi / n)) / 2)
-    printed = {8: (0.707107, 0.854), 16: (0.923880, 0.962)}.get(n)
-    if printed:
-        assert norm(schedule.period_matrix()) == pytest.approx(printed[0], abs=1e-6)
-        assert mean_square_rate(schedule) == pytest.approx(printed[1], abs=5e-4)
-        assert schedule.spectral_gap() == pytest.approx(1 - printed[0] ** 0.5, abs=1e-6)
-        # The period's spectral radius is the square of its norm: it is not a normal matrix.
-        assert schedule.consensus_rate() == pytest.approx(printed[0], abs=1e-6)
+    schedule, wanted = make("ring", n), abs(np.cos(2 * np.pi / n))
+    wanted = wanted if n > 4 else 0  # but for rounding
+    assert norm(schedule.period_matrix()) == pytest.approx(wanted, abs=1e-12)
+    assert schedule.spectral_gap() == pytest.approx(1 - wanted**0.5)
+    # The period's spectral radius is the square of its norm: it is not a normal matrix.
+    assert schedule.consensus_rate() == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("n", range(2, 66))
@@ -261,8 +236,6 @@ def test_one_peer_exp_closed_form(n):
     assert schedule.consensus_rate() == pytest.approx(
         wanted ** (1 / tau) if wanted > 1e-12 else 0, abs=1e-9
     )
-    mean_square = np.cos(np.outer(2 ** np.arange(tau), modes)) ** 2
-    assert mean_square_rate(schedule) == pytest.approx(mean_square.mean(0).max(), abs=1e-12)
 
 
 def test_one_peer_exp_iterations():
@@ -278,59 +251,43 @@ def test_powers_of_two_are_exact_after_one_period(rounds):
         assert schedule.period == schedule.rounds_to_consensus() == rounds
         assert schedule.spectral_gap() == 1 and schedule.consensus_rate() == 0
         assert {schedule.degree(r) for r in range(rounds)} == {1}
-        assert mean_square_rate(schedule) == pytest.approx(1 - 1 / rounds)
-
-
-def test_hypercube_lists():
-    schedule = make("hypercube", 16)
-    got = [groups(schedule.matrix(r)) for r in range(schedule.period)]
-    assert got == [
-        group_list("0,1 2,3 4,5 6,7 8,9 10,11 12,13 14,15"),
-        group_list("0,2 1,3 4,6 5,7 8,10 9,11 12,14 13,15"),
-        group_list("0,4 1,5 2,6 3,7 8,12 9,13 10,14 11,15"),
-        group_list("0,8 1,9 2,10 3,11 4,12 5,13 6,14 7,15"),
-    ]
 
 
 @pytest.mark.parametrize(
-    ("n", "local", "lists"),
+    ("name", "n", "lists"),
     [
-        (8, 4, ["0-3 4-7", "0-7"]),
+        ("ring", 8, ["0,1 2,3 4,5 6,7", "0,7 1,2 3,4 5,6"]),
+        ("hypercube", 8, ["0,1 2,3 4,5 6,7", "0,2 1,3 4,6 5,7", "0,4 1,5 2,6 3,7"]),
+        ("alternating_exp_ring", 8, ["0-3 4-7", "0-7"]),
         (
+            "alternating_exp_ring",
             16,
-            4,
             ["0-3 4-7 8-15", "0-7 8-11 12-15", "0-3 8-11 4-7,12-15", "0-3,8-11 4-7 12-15"],
         ),
     ],
 )
-def test_alternating_exp_ring_lists(n, local, lists):
-    schedule = make("alternating_exp_ring", n, local_size=local)
+def test_published_lists(name, n, lists):
+    schedule = make(name, n, local_size=4)
     got = [groups(schedule.matrix(r)) for r in range(schedule.period)]
     assert got == [group_list(text) for text in lists]
-    for r in range(schedule.period):  # the mean of a group, not only its members
-        for group in got[r]:
+    for r, rnd in enumerate(got):  # the mean of a group, not only its members
+        for group in rnd:
             rows = schedule.matrix(r)[np.ix_(group, group)]
             np.testing.assert_allclose(rows, 1 / len(group), atol=1e-16)
 
 
 @pytest.mark.parametrize(
-    ("n", "local", "nodes_log", "mean_square"),
-    [(8, 4, 1, 0.5), (16, 4, 2, 0.75), (32, 8, 2, 0.75), (32, 4, 3, 5 / 6), (64, 8, 3, 5 / 6)],
+    ("n", "local", "nodes_log"), [(8, 4, 1), (16, 4, 2), (32, 8, 2), (32, 4, 3), (64, 8, 3)]
 )
-def test_alternating_exp_ring_is_exact_after_one_period(n, local, nodes_log, mean_square):
+def test_alternating_exp_ring_is_exact_after_one_period(n, local, nodes_log):
     schedule = make("alternating_exp_ring", n, local_size=local)
-    assert schedule.period == 2 * nodes_log
-    assert norm(schedule.period_matrix()) < 1e-12
-    assert schedule.rounds_to_consensus() == schedule.period
-    assert mean_square_rate(schedule) == pytest.approx(mean_square)
+    assert schedule.period == schedule.rounds_to_consensus() == 2 * nodes_log
     one_later = product(schedule, [(r + 1) % schedule.period for r in range(schedule.period)])
     if nodes_log == 1:
         assert norm(one_later) < 1e-12
     else:  # exact one round later from an odd phase
         assert norm(one_later) > 0.1
         assert norm(schedule.matrix(1) @ one_later) < 1e-12
-    if nodes_log == 2:
-        assert norm(one_later) == pytest.approx(0.5)
 
 
 def test_rounds_to_consensus_gives_up():
@@ -349,13 +306,13 @@ def test_rounds_to_consensus_gives_up():
         ("ring", 0, {}, "at least one replica, got 0"),
         ("complete", -3, {}, "at least one replica, got -3"),
         ("complete", 4, {"local_size": 0}, "local_size must be at least 1, got 0"),
-        ("ring", 7, {}, "ring needs an even number of replicas, got 7; use one_peer_exp or bidir"),
-        ("hypercube", 6, {}, "hypercube needs a power of two replicas, got 6; use one_peer_exp"),
-        ("alternating_exp_ring", 8, {}, "local_size >= 2 .*got 8 replicas with local_size 1; use"),
-        ("alternating_exp_ring", 9, {"local_size": 2}, "got 9 replicas with local_size 2"),
-        ("alternating_exp_ring", 12, {"local_size": 2}, "got 12 replicas with local_size 2"),
-        ("alternating_exp_ring", 4, {"local_size": 4}, "k >= 1.*got 4 replicas with local_size 4"),
-        ("alternating_exp_ring", 2, {"local_size": 4}, "got 2 replicas with local_size 4"),
+        ("ring", 7, {}, "ring of 7 replicas: needs an even number; use one_peer_exp or bidir"),
+        ("hypercube", 6, {}, "hypercube of 6 replicas: needs a power of two; use one_peer_exp"),
+        ("alternating_exp_ring", 8, {}, "of 8 .*needs local_size >= 2 .*got local_size 1; use"),
+        ("alternating_exp_ring", 9, {"local_size": 2}, "of 9 replicas: .*got local_size 2"),
+        ("alternating_exp_ring", 12, {"local_size": 2}, "of 12 replicas: .*got local_size 2"),
+        ("alternating_exp_ring", 4, {"local_size": 4}, "of 4 .*k >= 1.*got local_size 4"),
+        ("alternating_exp_ring", 2, {"local_size": 4}, "of 2 replicas: .*got local_size 4"),
     ],
 )
 def test_make_refuses(name, n, options, message):

@@ -36,7 +36,7 @@ def test_plans_are_read_back_as_they_were(tmp_path):
         assert (again.schedule.name, again.schedule.period) == (schedule.name, schedule.period)
         for r in range(schedule.period):
             np.testing.assert_allclose(again.schedule.matrix(r), schedule.matrix(r), atol=1e-15)
-            assert again.schedule.rounds[r].models_sent() == schedule.rounds[r].models_sent()
+        assert again.schedule.bytes_sent(1) == schedule.bytes_sent(1)
         named = schedule.name in topology.NAMES and schedule is not odd
         assert ("rounds" in json.loads(path.read_text())["schedule"]) != named
 
@@ -75,8 +75,8 @@ def edited(path, schedule, change):
         ({"devices": [HOSTS[0]] * 8}, "a device occurs twice"),
         ({"schedule": {"name": "starfish", "local_size": 1}}, "unknown schedule 'starfish'"),
         ({"schedule": None}, "is not a plan: "),
-        ({"mix_every": 0}, "mix_every must be at least 1, got 0"),
-        ({"mix_every": 1.5}, "mix_every must be a whole number, got 1.5"),
+        ({"mix_every": 0}, "mix_every must be a whole number from 1 to .*, got 0"),
+        ({"mix_every": 1.5}, "mix_every must be a whole number from 1 to .*, got 1.5"),
         ({"mix_every": None}, "mix_every must be a whole number"),
         (lambda rnd: rnd["self_weights"].pop(), "a weight for each"),
         (lambda rnd: rnd.update(group_size=3), "groups that divide 8"),

@@ -1,5 +1,7 @@
 """Names with parameters: how they are read, and what is said of those that cannot be."""
 
+import keyword
+
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -20,7 +22,7 @@ quick = settings(database=None, deadline=None, max_examples=40)
         ("a(b=1, c=-2.5)", Spec("a", (("b", 1), ("c", -2.5)))),
         ("a ( b = 1e-3 )", Spec("a", (("b", 0.001),))),
         ("a(b, c(d=1))", Spec("a", ((None, Spec("b")), (None, Spec("c", (("d", 1),)))))),
-        ("a(b=c, 3)", Spec("a", (("b", Spec("c")), (None, 3)))),
+        ("a(3, b=c)", Spec("a", ((None, 3), ("b", Spec("c"))))),
     ],
 )
 def test_read(text, wanted):
@@ -30,16 +32,21 @@ def test_read(text, wanted):
 
 
 NUMBERS = st.integers(-(10**9), 10**9) | st.floats(-1e6, 1e6, allow_nan=False)
-WORDS = st.from_regex(r"[a-z_][a-z0-9_]{0,5}", fullmatch=True)
+WORDS = st.from_regex(r"[a-z_][a-z0-9_]{0,5}", fullmatch=True).filter(
+    lambda word: not keyword.iskeyword(word)
+)
+
+
+def arguments(inner):
+    """Those without a name come first."""
+    unnamed = st.lists(st.tuples(st.none(), NUMBERS | inner), max_size=3)
+    named = st.lists(st.tuples(WORDS, NUMBERS | inner), max_size=3)
+    return st.builds(lambda first, then: (*first, *then), unnamed, named)
+
+
 SPECS = st.recursive(
     st.builds(Spec, WORDS),
-    lambda inner: st.builds(
-        Spec,
-        WORDS,
-        st.lists(st.tuples(WORDS, NUMBERS | inner) | st.tuples(st.none(), NUMBERS | inner)).map(
-            tuple
-        ),
-    ),
+    lambda inner: st.builds(Spec, WORDS, arguments(inner)),
     max_leaves=6,
 )
 
@@ -61,22 +68,14 @@ def test_any_text_is_read_or_refused(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "where"),
+    "text",
     [
-        ("ring(", "where it ends"),
-        ("a(b=", "where it ends"),
-        ("a(b=1))", r"at '\)'"),
-        ("a(b=1,)", r"at '\)'"),
-        ("a(b 1)", r"at '1\)'"),
-        ("a(b=1) c", "at 'c'"),
-        ("one-peer(a=1)", r"at '-peer\(a=1\)'"),
-        ("__import__('os')", r"""at "'os'\)\""""),
-        ("a(b={1: 2})", r"at '{1: 2}\)'"),
-        ("1(a)", r"at '1\(a\)'"),
+        *("ring(", "a(b=", "a(b=1))", "a(b 1)", "a(b=1) c", "one-peer(a=1)", "__import__('os')"),
+        *("a(b={1: 2})", "1(a)", "a(b)(c)", "a(True)", "a(b=-True)", "a.b(c=1)", "a(1j)"),
     ],
 )
-def test_cannot_be_read(text, where):
-    with pytest.raises(ValueError, match=f"cannot be read {where}; write a name, or name"):
+def test_cannot_be_read(text):
+    with pytest.raises(ValueError, match="cannot be read; write a name, or name"):
         make(text, 8)
 
 

@@ -48,20 +48,17 @@ class Step:
       whole: the jitted step, for steps without communication.
       parts: the functions that ``whole`` is made of.
       placement: where the replicas live.
-      check_vma: of `Placement.on_devices`.
       options: XLA's, for all three programs.
     """
 
-    def __init__(
-        self, whole: Any, parts: Parts, placement: Placement, check_vma: bool, options: dict
-    ):
+    def __init__(self, whole: Any, parts: Parts, placement: Placement, options: dict):
         self._whole, self._placement = whole, placement
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gradient")
         self._compiled = {}  # rounds share ``begin``, shapes of a batch the other two
         rows = P("replica")
 
         def on_devices(body, *in_specs):
-            return placement.on_devices(body, in_specs, rows, check_vma)
+            return placement.on_devices(body, in_specs, rows)
 
         @partial(jax.jit, static_argnames="round")
         def mix(params, count, *, round):

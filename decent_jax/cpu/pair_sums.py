@@ -18,7 +18,7 @@ def are_faster(pairs: list[tuple[int, int]], devices: int) -> bool:
     return len(partner) == devices and all(a != b == partner.get(a) for b, a in pairs)
 
 
-def swap(x: jax.Array, pairs: list[tuple[int, int]], axis: str | tuple[str, ...]) -> jax.Array:
+def swap(x: jax.Array, pairs: list[tuple[int, int]], axis: tuple[str, ...]) -> jax.Array:
     """The result of ``ppermute`` for devices in pairs, bit for bit, as a sum over each pair.
 
     In gloo a device cannot ask its partner for a message while it sends one: the request waits
@@ -51,18 +51,11 @@ def sum_rows(rows: jax.Array, axis: int = 0) -> jax.Array:
 
 def _words(x: jax.Array) -> jax.Array:
     """The bits of an array in 32-bit words; XLA would widen narrower integers for a sum."""
-    size = x.dtype.itemsize
-    if size >= 4:
-        return jax.lax.bitcast_convert_type(x, jnp.uint32)
-    narrow = x.astype(jnp.uint8) if x.dtype == bool else x
-    flat = jnp.pad(narrow.reshape(-1), (0, -x.size % (4 // size)))
-    return jax.lax.bitcast_convert_type(flat.reshape(-1, 4 // size), jnp.uint32)
+    flat = (x.astype(jnp.uint8) if x.dtype == bool else x).reshape(-1)
+    return jnp.pad(flat, (0, -x.size % max(1, 4 // x.dtype.itemsize))).view(jnp.uint32)
 
 
 def _unworded(bits: jax.Array, like: jax.Array) -> jax.Array:
     """The array of `_words`, in the shape and dtype of ``like``."""
-    dtype = jnp.uint8 if like.dtype == bool else like.dtype
-    x = jax.lax.bitcast_convert_type(bits, dtype)
-    if like.dtype.itemsize < 4:
-        x = x.reshape(-1)[: like.size].reshape(like.shape)
-    return x.astype(like.dtype)
+    x = bits.view(jnp.uint8 if like.dtype == bool else like.dtype)
+    return x[: like.size].reshape(like.shape).astype(like.dtype)

@@ -9,7 +9,6 @@
 """
 
 from decent_jax.gossip.mixing import Simulated as Simulated
-from decent_jax.gossip.mixing import allows_check_vma as allows_check_vma
 from decent_jax.gossip.mixing import check_coded as check_coded
 from decent_jax.gossip.mixing import mean as mean
 from decent_jax.gossip.mixing import mean_coded as mean_coded

@@ -315,7 +315,7 @@ def mean(tree: Any, axis_name: AxisName = "replica") -> Any:
 
     def mean_leaf(leaf):
         total = pair_sums.sum_rows(axis.lift(leaf))
-        if axis.device_axis is not None:
+        if axis.device_axis:
             total = jax.lax.psum(total, axis.device_axis)
         return (total / (axis.devices * axis.block)).astype(leaf.dtype)
 
@@ -357,11 +357,6 @@ def _coded(
     return keys, sent, list(map(wire.decode, sent, leaves, keys))
 
 
-def allows_check_vma(schedule: Schedule) -> bool:
-    """Whether `mix` may be inside ``jax.shard_map(check_vma=True)``, and is no slower there."""
-    return not (schedule.partial_groups or permute.over_gloo())
-
-
 def check_coded(schedule: Schedule, wire: Wire | None = None) -> None:
     """Raises ValueError where a schedule's messages cannot be coded, since some are sums."""
     if not isinstance(wire, RandomK) and any(rnd.group_size > 1 for rnd in schedule.rounds):
@@ -373,7 +368,7 @@ def check_coded(schedule: Schedule, wire: Wire | None = None) -> None:
 
 def _mixed_by_matrix(tree, matrix, axis, finite, flag):
     """Rows weighted by a traced matrix; weights of copies that are not finite as in `mix`."""
-    if axis.device_axis is not None:
+    if axis.device_axis:
         raise ValueError(
             "a Simulated round needs all replicas on one device: use jax.vmap without "
             "jax.shard_map, or the number of the round"

@@ -27,7 +27,7 @@ class ReplicaAxis:
     Replica i is row ``i % block`` of device ``i // block``.
     """
 
-    device_axis: str | tuple[str, ...] | None
+    device_axis: tuple[str, ...]
     block_axis: str | None
     devices: int
     block: int
@@ -60,10 +60,9 @@ class ReplicaAxis:
                 "axis_name must be one axis, or mesh axes followed by a vmapped axis, "
                 f"got {axis_name!r}"
             )
-        device = (on_mesh[0] if len(on_mesh) == 1 else on_mesh) or None
         block = vmapped[0] if vmapped else None
-        devices, rows = (jax.lax.axis_size(name) if name else 1 for name in (device, block))
-        return ReplicaAxis(device, block, devices, rows)
+        devices, rows = (jax.lax.axis_size(name) if name else 1 for name in (on_mesh, block))
+        return ReplicaAxis(on_mesh, block, devices, rows)
 
     def lift(self, x: jax.Array) -> jax.Array:
         """This device's rows (block, ...): under vmap the batched array itself, not a message."""
@@ -75,14 +74,14 @@ class ReplicaAxis:
                 "jax.shard_map(..., check_vma=False)"
             )
         rows = jax.lax.all_gather(x, self.block_axis)
-        if self.device_axis is None:
+        if not self.device_axis:
             _check_one_device(rows, self.block_axis)
         return rows
 
     def gathered(self, x: jax.Array) -> jax.Array:
         """The rows of all replicas, (devices block, ...), on every device."""
         rows = self.lift(x)
-        if self.device_axis is None:
+        if not self.device_axis:
             return rows
         return jax.lax.all_gather(rows, self.device_axis, tiled=True)
 
@@ -96,23 +95,20 @@ class ReplicaAxis:
     def replica(self) -> jax.Array:
         """() int32: the number of this replica."""
         row = 0 if self.block_axis is None else jax.lax.axis_index(self.block_axis)
-        if self.device_axis is None:
+        if not self.device_axis:
             return jnp.asarray(row)
         return jax.lax.axis_index(self.device_axis) * self.block + row
 
     def rows(self, per_replica: np.ndarray) -> jax.Array:
         """This device's (block,) part of a constant given for every replica (n,)."""
         table = jnp.asarray(per_replica).reshape(self.devices, self.block)
-        if self.device_axis is None:
-            return table[0]
-        return table[jax.lax.axis_index(self.device_axis)]
+        return table[jax.lax.axis_index(self.device_axis) if self.device_axis else 0]
 
     def checks_vma(self, x: jax.Array) -> bool:
         """Whether ``x`` is traced inside ``shard_map(check_vma=True)`` over the mesh axis."""
         # `mat` is not documented (jax 0.10 to 0.12). Once jax says by a public function which axes
         # a traced array varies over, or `all_gather` over a vmapped axis works there, use that.
-        axes = self.device_axis if isinstance(self.device_axis, tuple) else (self.device_axis,)
-        return not jax.typeof(x).mat.varying.isdisjoint(axes)
+        return not jax.typeof(x).mat.varying.isdisjoint(self.device_axis)
 
 
 def _check_one_device(rows: jax.Array, name: str) -> None:
@@ -264,7 +260,6 @@ def weighted_sum(blocks: Sequence[jax.Array], weights: Sequence, guarded: bool) 
 
 
 def _ppermute(x: jax.Array, pairs: list[tuple[int, int]], axis: ReplicaAxis) -> jax.Array:
-    assert axis.device_axis is not None
     may_sum = over_gloo() and not (axis.checks_vma(x) or _sharded())
     if may_sum and pair_sums.are_faster(pairs, axis.devices):
         return pair_sums.swap(x, pairs, axis.device_axis)
@@ -335,7 +330,6 @@ def _by_shifts(table: np.ndarray) -> list[tuple[tuple[int, ...], np.ndarray, np.
 def _take(rows: jax.Array, which: np.ndarray, axis: ReplicaAxis) -> jax.Array:
     """Each device's ``rows[which[device]]``; a few slices of runs cost less than a gather."""
     if (which != which[0]).any():
-        assert axis.device_axis is not None
         return rows[jnp.asarray(which)[jax.lax.axis_index(axis.device_axis)]]
     order = which[0]
     if len(order) == len(rows) and (order == np.arange(len(order))).all():

@@ -19,7 +19,7 @@ parameters `RandomK` mixes those at its places only, exactly; every place has it
 """
 
 import dataclasses
-import math
+import functools
 from typing import Protocol
 
 import jax
@@ -37,9 +37,15 @@ class Wire(Protocol):
         """The array a receiver makes of them, with the shape and dtype of ``like``."""
         ...
 
-    def bytes_sent(self, shape: tuple[int, ...]) -> int:
-        """The bytes of `encode`'s parts for a float32 array of this shape."""
-        ...
+
+@functools.cache
+def bytes_sent(wire: Wire, shape: tuple[int, ...]) -> int:
+    """The bytes of `Wire.encode`'s parts for a float32 array of this shape."""
+
+    def parts():
+        return wire.encode(jnp.zeros(shape, jnp.float32), jax.random.key(0), jnp.int32(0))
+
+    return sum(part.size * part.dtype.itemsize for part in jax.eval_shape(parts))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +57,6 @@ class BFloat16:
 
     def decode(self, parts, like, key):
         return jax.lax.bitcast_convert_type(parts[0], jnp.bfloat16).astype(like.dtype)
-
-    def bytes_sent(self, shape):
-        return 2 * math.prod(shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +86,6 @@ class Int8:
         codes, scale = parts
         return codes.astype(like.dtype) * scale.astype(like.dtype)
 
-    def bytes_sent(self, shape):
-        return math.prod(shape) + 4 * math.prod(shape[:-1])
-
 
 @dataclasses.dataclass(frozen=True)
 class TopK:
@@ -101,9 +101,6 @@ class TopK:
     def decode(self, parts, like, key):
         values, places = parts
         return jnp.zeros_like(like).reshape(-1).at[places].set(values).reshape(like.shape)
-
-    def bytes_sent(self, shape):
-        return 8 * _kept(self.fraction, math.prod(shape))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,11 +155,6 @@ class ChunkedTopK:
         chunks = jnp.zeros((count, width), like.dtype).at[rows, places].set(values)
         return chunks.reshape(-1)[: like.size].reshape(like.shape)
 
-    def bytes_sent(self, shape):
-        count, width, kept = self._sizes(math.prod(shape))
-        places = -(-_bits_for(width) * kept // 8)
-        return count * (places + (4 * kept if self.bits == 32 else -(-kept // 4) + 4))
-
     def _sizes(self, size):
         """(chunks, numbers per chunk, of them sent)."""
         width = min(self.chunk, size)
@@ -189,9 +181,6 @@ class RandomK:
     def replaced(self, x: jax.Array, values: jax.Array, key: jax.Array) -> jax.Array:
         """``x`` with these values at the places of this key."""
         return x.reshape(-1).at[self._places(x, key)].set(values).reshape(x.shape)
-
-    def bytes_sent(self, shape):
-        return 4 * _kept(self.fraction, math.prod(shape))
 
     def _places(self, x, key):
         sent = min(_kept(self.fraction, x.size), x.size)

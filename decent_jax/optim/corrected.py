@@ -1,5 +1,6 @@
 """Methods that converge to the optimum itself, however different the replicas' data are."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ import optax
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.wire import Wire
 from decent_jax.optim import guard, require
-from decent_jax.optim.declaration import BOTH, Method
+from decent_jax.optim.declaration import BOTH, Method, register
 from decent_jax.topology import Schedule
 
 
@@ -45,8 +46,9 @@ def exact_diffusion(
     References:
       Yuan et al., `Exact Diffusion, Part I <https://arxiv.org/abs/1702.05122>`_, 2018.
     """
+    mixing = guard.Mixing(schedule, axis_name, wire, "exact_diffusion")
     require.stable_diffusion("exact_diffusion", schedule, mix_every)
-    return _diffusion(inner, guard.Mixing(schedule, axis_name, wire), half=True)
+    return _diffusion(inner, mixing, half=True)
 
 
 def d2(
@@ -66,9 +68,10 @@ def d2(
     References:
       Tang et al., `D2 <https://arxiv.org/abs/1803.07068>`_, 2018, Algorithm 1.
     """
+    mixing = guard.Mixing(schedule, axis_name, wire, "d2")
     require.static_and_symmetric("d2", schedule, mix_every)
     require.eigenvalues_above_minus_a_third("d2", schedule)
-    return _diffusion(inner, guard.Mixing(schedule, axis_name, wire), half=False)
+    return _diffusion(inner, mixing, half=False)
 
 
 def _diffusion(inner, mixing, half):
@@ -132,8 +135,7 @@ def gradient_tracking(
       2026.
     """
     require.combine(combine)
-    require.doubly_stochastic("gradient_tracking", schedule)
-    mixing = guard.Mixing(schedule, axis_name, wire)
+    mixing = guard.Mixing(schedule, axis_name, wire, "gradient_tracking")
 
     def step(params, own, round, local):
         # A gradient that is not finite changes nothing: the sum of q stays that of the last ones.
@@ -144,11 +146,14 @@ def gradient_tracking(
             # With flags of their own: q of a replica whose x is lost still counts in the sum.
             x = mixing(params, round, local.count)
             q = guard.add(mixing(own.q, round, local.count, nth=1), change)
-            update, inner, ok = local(x, q, fine=fine)
-            return guard.add(x, update), TrackingState(g, q), inner, ok
-        q = mixing(guard.add(own.q, change), round, local.count, nth=1)
-        update, inner, ok = local(params, q, fine=fine)
-        x = mixing(guard.add(params, update), round, local.count)
+        else:
+            x = params
+            q = mixing(guard.add(own.q, change), round, local.count, nth=1)
+        tracked = dataclasses.replace(local, grads=q, active=local.active & fine)
+        update, inner, ok = tracked(x)
+        x = guard.add(x, update)
+        if combine == "then":
+            x = mixing(x, round, local.count)
         return x, TrackingState(g, q), inner, ok
 
     return guard.method(inner, step, guard.filled(TrackingState))
@@ -182,8 +187,7 @@ def push_sum(
       Assran et al., `Stochastic Gradient Push <https://arxiv.org/abs/1811.10792>`_, 2019,
       Algorithm 1.
     """
-    require.column_stochastic("push_sum", schedule)
-    mixing = guard.Mixing(schedule, axis_name, None)
+    mixing = guard.Mixing(schedule, axis_name, rows=False)
 
     def step(params, own, round, local):
         update, inner, ok = local(params)
@@ -209,9 +213,7 @@ def with_equal_weights(own: Any) -> Any:
     return own._replace(w=jnp.ones_like(own.w)) if isinstance(own, PushSumState) else own
 
 
-METHODS = (
-    Method("exact_diffusion", exact_diffusion, copies=1),
-    Method("d2", d2, copies=1),
-    Method("gradient_tracking", gradient_tracking, orders=BOTH, messages=2, copies=2),
-    Method("push_sum", push_sum),
-)
+register(Method("exact_diffusion", exact_diffusion, copies=1))
+register(Method("d2", d2, copies=1))
+register(Method("gradient_tracking", gradient_tracking, orders=BOTH, messages=2, copies=2))
+register(Method("push_sum", push_sum))

@@ -3,18 +3,29 @@
 A factory's signature says the rest. Its positional parameters come from the run, by their names
 (`Parts`). Its keyword-only parameters are the method's own numbers, with their defaults; the
 factory refuses those that are out of range.
+
+>>> import optax
+>>> from decent_jax import topology
+>>> from decent_jax.optim import METHODS
+>>> parts = Parts(topology.make("bidirectional_ring", 8), 0.1, optax.sgd(0.1))
+>>> tx = METHODS["gradient_tracking"].build(parts)
+>>> METHODS["gradient_tracking"].messages, METHODS["gradient_tracking"].copies
+(2, 2)
+>>> METHODS["slowmo"].numbers
+{'alpha': 1.0, 'beta': 0.7}
 """
 
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import optax
 
 from decent_jax.gossip import AxisName
-from decent_jax.gossip.wire import Wire
+from decent_jax.gossip.wire import Wire, bytes_sent
 from decent_jax.topology import Schedule, make
 
 BOTH = ("with", "then")
@@ -55,7 +66,7 @@ class Parts:
 def coded_bytes(params: Any, wire: Wire | None) -> float:
     """Bytes of a message of all parameters in this format; None: as they are."""
     return sum(
-        leaf.size * leaf.dtype.itemsize if wire is None else wire.bytes_sent(leaf.shape)
+        leaf.size * leaf.dtype.itemsize if wire is None else bytes_sent(wire, leaf.shape)
         for leaf in jax.tree.leaves(params)
         if leaf.size  # empty arrays are not sent
     )
@@ -102,10 +113,14 @@ class Method:
     meeting: Callable[[Mapping[str, Any]], Meet] | None = None
 
     @property
+    def takes(self) -> Mapping[str, inspect.Parameter]:
+        """The factory's parameters."""
+        return inspect.signature(self.make).parameters
+
+    @property
     def numbers(self) -> dict[str, Any]:
         """Its own numbers and their defaults: the factory's keyword-only parameters."""
-        parameters = inspect.signature(self.make).parameters.values()
-        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        return {p.name: p.default for p in self.takes.values() if p.kind is p.KEYWORD_ONLY}
 
     @property
     def config_section(self) -> str:
@@ -115,36 +130,24 @@ class Method:
     @property
     def own_momentum(self) -> bool:
         """Whether it is an optimizer itself, and takes gradients instead of an ``inner``."""
-        return "inner" not in inspect.signature(self.make).parameters
-
-    @property
-    def any_wire(self) -> bool:
-        """Whether ``comm_dtype`` may be other than float32: whether the factory takes ``wire``."""
-        return "wire" in inspect.signature(self.make).parameters
+        return "inner" not in self.takes
 
     def build(self, parts: Parts) -> optax.GradientTransformationExtraArgs:
         """The method as an optax transformation.
 
         Raises:
-          ValueError: a number it does not have or that is out of range, an order, a format or a
-            schedule it is not valid with; the sentence names both.
+          ValueError: a number out of range, an order, a format or a schedule it is not valid with.
+          TypeError: a number it does not have.
         """
-        unknown = sorted(parts.numbers.keys() - self.numbers.keys())
-        if unknown:
-            raise ValueError(
-                f"{self.name} has no number {unknown[0]!r}; it has "
-                f"{', '.join(self.numbers) or 'none'}"
-            )
         if parts.combine and parts.combine not in self.orders:
             raise ValueError(
                 f"{self.name} has only combine={' or '.join(map(repr, self.orders))}, got "
                 f"{parts.combine!r}; leave combine empty"
             )
-        if parts.wire is not None and not self.any_wire:
+        if parts.wire is not None and "wire" not in self.takes:
             raise ValueError(f"{self.name} sends float32 or a format of its own: leave comm_dtype")
         given = {**parts.optimizer, **vars(parts), "combine": parts.combine or self.orders[0]}
-        takes = inspect.signature(self.make).parameters.values()
-        of_run = {p.name for p in takes if p.kind is not p.KEYWORD_ONLY} & given.keys()
+        of_run = (self.takes.keys() - self.numbers.keys()) & given.keys()
         return self.make(**{name: given[name] for name in of_run}, **parts.numbers)
 
     def memory_copies(self, parts: Parts) -> int:
@@ -166,6 +169,25 @@ class Method:
         A method that takes no schedule averages all replicas in every step.
         """
         schedule, every = parts.schedule, parts.mix_every
-        if "schedule" not in inspect.signature(self.make).parameters:
+        if "schedule" not in self.takes:
             schedule, every = make("complete", schedule.num_replicas), 1
         return schedule.bytes_sent(self.message_bytes(params, parts)) / every
+
+
+_METHODS: dict[str, Method] = {}
+METHODS: Mapping[str, Method] = MappingProxyType(_METHODS)  # every method by its name
+
+
+def register(method: Method) -> Method:
+    """Make a method known by its name, in `METHODS` and in configs.
+
+    Call it in the module of the method. A config file imports the module of a method of your own;
+    the config then has a section with the method's numbers.
+
+    Raises:
+      ValueError: the name is taken.
+    """
+    if method.name in _METHODS:
+        raise ValueError(f"there is a method {method.name!r} already; give yours another name")
+    _METHODS[method.name] = method
+    return method

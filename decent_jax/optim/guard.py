@@ -23,7 +23,7 @@ from decent_jax.gossip import AxisName
 from decent_jax.gossip.permute import squared_norm
 from decent_jax.gossip.wire import Wire
 from decent_jax.optim import require
-from decent_jax.optim.declaration import ADAM_FIRST, BOTH, Method
+from decent_jax.optim.declaration import ADAM_FIRST, BOTH, Method, register
 from decent_jax.topology import Schedule
 
 
@@ -64,10 +64,8 @@ class Local:
         """() int32, the 0-based number of this update."""
         return self.state.count
 
-    def __call__(
-        self, params: Any, grads: Any = None, value: Any = None, fine: Any = True
-    ) -> tuple[Any, Any, jax.Array]:
-        """The local optimizer's update at ``params``; zeros where it is rejected, or not fine.
+    def __call__(self, params: Any) -> tuple[Any, Any, jax.Array]:
+        """The local optimizer's update at ``params``; zeros where it is rejected, or not active.
 
         The update must be accepted or rejected before anything is written, so every array we check
         costs one more pass over memory. We check the gradient, whose norm we need anyway, and the
@@ -78,33 +76,23 @@ class Local:
         times the bytes of the parameters in decentralized Adam, and held one more copy of them
         (`benchmarks/gpu_program.py`).
 
-        Args:
-          params: where the update is taken.
-          grads, value: instead of the replica's own.
-          fine: () bool, a further condition.
-
         Returns:
           The update, like ``params``; the local optimizer's state after it; and () bool, whether it
           is accepted.
         """
-        grads = self.grads if grads is None else grads
-        value = self.value if value is None else value
         old = self.state.inner
-        given = self.extra if value is None else {"value": value, **self.extra}
-        change, inner = self.optimizer.update(grads, old, params, **given)
-        ok = acceptable(grads, value) & all_finite(_smallest(change)) & fine & self.active
+        given = self.extra if self.value is None else {"value": self.value, **self.extra}
+        change, inner = self.optimizer.update(self.grads, old, params, **given)
+        ok = acceptable(self.grads, self.value) & all_finite(_smallest(change)) & self.active
         update = jax.tree.map(
             lambda u: jnp.where(ok & jnp.isfinite(u), u, jnp.zeros_like(u)), change
         )
         return update, _select(ok, inner, old), ok
 
 
-Step = Callable[[Any, Any, Any, Local], tuple[Any, Any, Any, jax.Array]]
-
-
 def method(
     inner: optax.GradientTransformation | None,
-    step: Step,
+    step: Callable[[Any, Any, Any, Local], tuple[Any, Any, Any, jax.Array]],
     own: Callable[[Any], Any] = lambda params: (),
 ) -> optax.GradientTransformationExtraArgs:
     """A method from one step of it, the code of one replica.
@@ -162,13 +150,25 @@ class EarlyMixing(optax.GradientTransformationExtraArgs):
     mix: Callable[[Any, jax.Array, Any], Any]
 
 
+@dataclasses.dataclass(frozen=True)
 class Mixing:
-    """The communication of a method: over which schedule and axis, and in which format."""
+    """The communication of a method: over which schedule and axis, and in which format.
 
-    def __init__(self, schedule: Schedule, axis_name: AxisName, wire: Wire | None):
-        if wire is not None:
-            gossip.check_coded(schedule, wire)
-        self.schedule, self.axis_name, self.wire = schedule, axis_name, wire
+    method: its name, in messages.
+    rows: whether a replica's weights must sum to 1.
+    """
+
+    schedule: Schedule
+    axis_name: AxisName
+    wire: Wire | None = None
+    method: str = "the method"
+    rows: bool = True
+
+    def __post_init__(self):
+        if self.rows:
+            require.row_stochastic(self.method, self.schedule)
+        if self.wire is not None:
+            gossip.check_coded(self.schedule, self.wire)
 
     def __call__(
         self, tree: Any, round: Any, count: jax.Array, after: Any = None, nth: int = 0
@@ -177,8 +177,6 @@ class Mixing:
 
         ``nth`` counts the calls of a step, so that each draws its own random numbers.
         """
-        if round is None:
-            return tree
         return gossip.mix(
             tree,
             self.schedule,
@@ -285,8 +283,7 @@ def decentralized(
     """
     require.combine(combine)
     require.not_negative("gamma", gamma)
-    require.row_stochastic("decentralized", schedule)
-    mixing = Mixing(schedule, axis_name, wire)
+    mixing = Mixing(schedule, axis_name, wire, "decentralized")
 
     def mix(params, round, count, after=None):
         mixed = mixing(params, round, count, after)
@@ -328,14 +325,14 @@ def all_reduce(
     """
 
     def step(params, own, round, local):
-        given = (local.grads, local.value)
-        if local.active is not True:
-            share = gossip.mean(jnp.asarray(local.active, jnp.float32), axis_name)
+        given, active = (local.grads, local.value), local.active
+        if active is not True:
+            share = gossip.mean(jnp.asarray(active, jnp.float32), axis_name)
             zeros = optax.tree.zeros_like(given)
-            given = scale(1 / share, optax.tree.where(local.active, given, zeros))
-            local = dataclasses.replace(local, active=share > 0)
+            given, active = scale(1 / share, optax.tree.where(active, given, zeros)), share > 0
         mean, value = gossip.mean(given, axis_name)
-        update, inner, ok = local(params, mean, value)
+        local = dataclasses.replace(local, grads=mean, value=value, active=active)
+        update, inner, ok = local(params)
         return add(params, update), own, inner, ok
 
     return no_rounds(method(inner, step))
@@ -350,12 +347,10 @@ def no_rounds(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransf
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
-METHODS = (
-    Method("all_reduce", all_reduce, ADAM_FIRST, BOTH),
-    Method("decentralized_adam", decentralized, ("adam",), BOTH, section=""),
-    Method("accum_adam", decentralized, ("accum_adam",), BOTH, section=""),
-    Method("decentralized_sgd", decentralized, ("sgd", "muon"), BOTH, section=""),
-)
+register(Method("all_reduce", all_reduce, ADAM_FIRST, BOTH))
+register(Method("decentralized_adam", decentralized, ("adam",), BOTH, section=""))
+register(Method("accum_adam", decentralized, ("accum_adam",), BOTH, section=""))
+register(Method("decentralized_sgd", decentralized, ("sgd", "muon"), BOTH, section=""))
 
 
 def apply_updates(params: Any, updates: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Momentum that takes neighbours into account: gossiped, quasi-global, and DecentLaM's."""
+"""Momentum that takes neighbours into account: gossiped, quasi-global, DecentLaM's, SlowMo's."""
 
 import math
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from decent_jax.gossip import AxisName
 from decent_jax.gossip.wire import Wire
 from decent_jax.optim import guard, require
 from decent_jax.optim.accum_adam import bias_correction, moment
-from decent_jax.optim.declaration import Method, model_bytes
+from decent_jax.optim.declaration import Method, model_bytes, register
 from decent_jax.topology import Schedule
 
 
@@ -40,11 +40,9 @@ def gossiped_momentum(
       `On the Linear Speedup of Communication Efficient Momentum SGD
       <https://arxiv.org/abs/1905.03817>`_, 2019, Algorithm 2.
     """
-    require.doubly_stochastic("gossiped_momentum", schedule)
-    mixing = guard.Mixing(schedule, axis_name, wire)
     return _with_moments(
         inner,
-        mixing,
+        guard.Mixing(schedule, axis_name, wire, "gossiped_momentum"),
         {"trace": 1, "mu": 1},
         1,
         "gossiped_momentum needs an optimizer with momentum, such as optax.sgd(lr, momentum=0.9) "
@@ -97,7 +95,7 @@ def des_loc(
       Iacob et al., `DES-LOC <https://arxiv.org/abs/2505.22549>`_, 2026, periods from a
       transcription.
     """
-    require.doubly_stochastic("des_loc", schedule)
+    mixing = guard.Mixing(schedule, axis_name, method="des_loc")
     for name, rounds in (("first", first), ("second", second)):
         if not 1 <= rounds <= _MOST_PHASES:
             raise ValueError(f"des_loc.{name} must be from 1 to {_MOST_PHASES}, got {rounds}")
@@ -105,7 +103,7 @@ def des_loc(
     require.phases(f"des_loc with first {first} and second {second}", schedule, phases)
     return _with_moments(
         inner,
-        guard.Mixing(schedule, axis_name, None),
+        mixing,
         {"mu": first, "nu": second},
         2,
         "des_loc averages both moments of Adam: use optax.adam(lr) or accum_adam; with momentum "
@@ -201,10 +199,9 @@ def quasi_global_sgd(
       Lin et al., `Quasi-Global Momentum <https://arxiv.org/abs/2102.04761>`_, 2021, Algorithm 1
       (heavy-ball form).
     """
-    require.doubly_stochastic("quasi_global", schedule)
+    mixing = guard.Mixing(schedule, axis_name, wire, "quasi_global")
     require.below_one("momentum", momentum)
     require.below_one("quasi_global.mu", mu)
-    mixing = guard.Mixing(schedule, axis_name, wire)
 
     def step(params, own, round, local):
         rate = guard.rate_at(learning_rate, local.count)
@@ -259,11 +256,10 @@ def quasi_global_adam(
     References:
       Lin et al., `Quasi-Global Momentum <https://arxiv.org/abs/2102.04761>`_, 2021, QG-DAdam.
     """
-    require.doubly_stochastic("quasi_global", schedule)
+    mixing = guard.Mixing(schedule, axis_name, wire, "quasi_global")
     require.below_one("b1", b1)
     require.below_one("b2", b2)
     require.not_negative("eps", eps)
-    mixing = guard.Mixing(schedule, axis_name, wire)
 
     def step(params, own, round, local):
         rate = guard.rate_at(learning_rate, local.count)
@@ -311,9 +307,9 @@ def decentlam(
     References:
       Yuan et al., `DecentLaM <https://arxiv.org/abs/2104.11981>`_, 2021, Algorithm 2.
     """
+    mixing = guard.Mixing(schedule, axis_name, wire, "decentlam")
     require.static_and_symmetric("decentlam", schedule, mix_every)
     require.below_one("momentum", momentum)
-    mixing = guard.Mixing(schedule, axis_name, wire)
 
     def step(params, own, round, local):
         if round is None:
@@ -333,8 +329,71 @@ def decentlam(
     return guard.method(gradient, step, guard.filled(MomentumState))
 
 
-METHODS = (
-    Method("gossiped_momentum", gossiped_momentum, messages=2),
+class SlowmoState(NamedTuple):
+    """Own state of `slowmo`; both are shaped like the parameters."""
+
+    u: Any  # slow momentum
+    x_0: Any  # the parameters after the last average
+
+
+def slowmo(
+    inner: optax.GradientTransformation,
+    schedule: Schedule,
+    learning_rate: optax.ScalarOrSchedule,
+    axis_name: AxisName = "replica",
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.7,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Slow momentum over the steps between two averages of all replicas.
+
+    Every step is adapt-then-combine. After a round that averages all replicas (``complete`` every
+    H steps, or those of ``periodic_average(one_peer_exp, every=H)``), with :math:`\bar x` the
+    average and :math:`x_0` the parameters after the one before:
+
+    .. math::
+        u \leftarrow \beta u + (x_0 - \bar x) / \eta, \qquad
+        x \leftarrow x_0 - \alpha \eta u
+
+    One message per step (that of the schedule), two copies of the parameters (:math:`x_0`, u),
+    equal on all replicas if they begin equal. :math:`\beta = 0, \alpha = 1` is `decentralized`.
+
+    Args:
+      inner: the local optimizer; its state is kept over an average (the paper's "maintain").
+      schedule, axis_name: as in `decentralized`.
+      learning_rate: :math:`\eta`, that of ``inner`` (an average at :math:`\eta = 0` leaves u).
+      alpha: slow learning rate, at least 0.
+      beta: slow momentum, in [0, 1).
+
+    References:
+      Wang et al., `SlowMo <https://arxiv.org/abs/1910.00643>`_, 2020, Algorithm 1.
+    """
+    require.not_negative("slowmo.alpha", alpha)
+    require.below_one("slowmo.beta", beta)
+    mixing = guard.Mixing(schedule, axis_name, method="slowmo")
+    require.averages("slowmo", schedule, always=False)
+
+    def step(params, own, round, local):
+        update, inner, ok = local(params)
+        x = mixing(guard.add(params, update), round, local.count)
+        r = gossip.number(round)
+        if r is None or schedule.rounds[r].group_size != schedule.num_replicas:
+            return x, own, inner, ok
+        rate = jnp.asarray(guard.rate_at(learning_rate, local.count))
+        is_zero, divisor = guard.divisor(rate)
+        moved = guard.scale(1 / divisor, optax.tree.sub(own.x_0, x))
+        u = guard.add(guard.scale(beta, own.u), moved)
+        jumped = guard.add(own.x_0, guard.scale(-alpha * rate, u))
+        x, u = optax.tree.where(is_zero, (x, own.u), (jumped, u))
+        return x, SlowmoState(u, x), inner, ok
+
+    return guard.method(
+        inner, step, lambda params: SlowmoState(optax.tree.zeros_like(params), guard.copy(params))
+    )
+
+
+register(Method("gossiped_momentum", gossiped_momentum, messages=2))
+register(
     Method(
         "des_loc",
         des_loc,
@@ -343,10 +402,13 @@ METHODS = (
         sent=lambda params, parts, own: (
             model_bytes(params, parts, own) * (1 + 1 / own["first"] + 1 / own["second"])
         ),
-    ),
+    )
+)
+register(
     Method(
         "quasi_global_sgd", quasi_global_sgd, optimizers=("sgd",), copies=1, section="quasi_global"
-    ),
-    Method("quasi_global_adam", quasi_global_adam, optimizers=("adam",), copies=2),
-    Method("decentlam", decentlam, optimizers=("sgd",), copies=1),
+    )
 )
+register(Method("quasi_global_adam", quasi_global_adam, optimizers=("adam",), copies=2))
+register(Method("decentlam", decentlam, optimizers=("sgd",), copies=1))
+register(Method("slowmo", slowmo, copies=2))

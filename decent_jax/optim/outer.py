@@ -9,14 +9,22 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from decent_jax import gossip
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.wire import ChunkedTopK, Wire
 from decent_jax.optim import guard, require
-from decent_jax.optim.declaration import ADAM_FIRST, Meet, Method, Parts, coded_bytes, model_bytes
-from decent_jax.optim.fragments import cut, replaced, taken
+from decent_jax.optim.declaration import (
+    ADAM_FIRST,
+    Meet,
+    Method,
+    Parts,
+    coded_bytes,
+    model_bytes,
+    register,
+)
 from decent_jax.topology import Schedule
 
 Arrays = list[jax.Array]
@@ -114,9 +122,9 @@ def diloco(
     require.not_negative("diloco.outer_learning_rate", outer_learning_rate)
     require.below_one("diloco.outer_momentum", outer_momentum)
     outer = outer or optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
-    mixing = guard.Mixing(schedule, axis_name, None)
+    mixing = guard.Mixing(schedule, axis_name, method="diloco")
     given = (mix_every, fragments, delay, alpha, carry, weighted)
-    return _outer("diloco", inner, mixing, _towards_average(outer), *given)
+    return _outer(inner, mixing, _towards_average(outer), *given)
 
 
 def noloco(
@@ -164,13 +172,12 @@ def noloco(
       Kolehmainen et al., `NoLoCo <https://arxiv.org/abs/2506.10911>`_, 2025, equations as in the
       authors' code.
     """
-    require.doubly_stochastic("noloco", schedule)
+    mixing = guard.Mixing(schedule, axis_name, wire, "noloco")
     require.not_negative("noloco.outer_learning_rate", outer_learning_rate)
     require.below_one("noloco.outer_momentum", outer_momentum)
-    mixing = guard.Mixing(schedule, axis_name, wire)
     rule = _towards_average(optax.sgd(outer_learning_rate, outer_momentum))
     given = (mix_every, fragments, delay, alpha, carry, weighted)
-    return _outer("noloco", inner, mixing, rule, *given)
+    return _outer(inner, mixing, rule, *given)
 
 
 def _noloco_meeting(numbers: Mapping[str, Any]) -> Meet:
@@ -229,7 +236,7 @@ def gasloc(
     References:
       `GASLoC <https://arxiv.org/abs/2606.11081>`_, 2026, equations from a transcription.
     """
-    require.doubly_stochastic("gasloc", schedule)
+    mixing = guard.Mixing(schedule, axis_name, wire, "gasloc")
     if not 0 < alpha <= 1:
         raise ValueError(f"gasloc.alpha must be above 0 and at most 1, got {alpha}")
     require.not_negative("gasloc.eta", eta)
@@ -244,7 +251,7 @@ def gasloc(
         after = optax.tree.where(fine, guard.add(y, pull, moved), mixed)
         return after, optax.tree.where(fine, y, mixed)
 
-    return _outer("gasloc", inner, guard.Mixing(schedule, axis_name, wire), Rule(guard.copy, step))
+    return _outer(inner, mixing, Rule(guard.copy, step))
 
 
 def sparseloco(
@@ -311,8 +318,8 @@ def sparseloco(
         theta = guard.add(theta, guard.scale(-outer_learning_rate, mean))
         return theta, optax.tree.sub(e, sent)
 
-    mixing = guard.Mixing(schedule, axis_name, None)
-    return _outer("sparseloco", inner, mixing, Rule(optax.tree.zeros_like, step))
+    mixing = guard.Mixing(schedule, axis_name, method="sparseloco")
+    return _outer(inner, mixing, Rule(optax.tree.zeros_like, step))
 
 
 def _towards_average(outer: optax.GradientTransformation) -> Rule:
@@ -326,7 +333,6 @@ def _towards_average(outer: optax.GradientTransformation) -> Rule:
 
 
 def _outer(
-    name: str,
     inner: optax.GradientTransformation,
     mixing: guard.Mixing,
     rule: Rule,
@@ -339,8 +345,8 @@ def _outer(
 ) -> optax.GradientTransformationExtraArgs:
     """Local steps, and the rule on one fragment per round; numbers as in `diloco`."""
     if fragments < 1:
-        raise ValueError(f"{name}.fragments must be at least 1, got {fragments}")
-    require.phases(f"{name} with {fragments} fragments", mixing.schedule, fragments)
+        raise ValueError(f"{mixing.method}.fragments must be at least 1, got {fragments}")
+    require.phases(f"{mixing.method} with {fragments} fragments", mixing.schedule, fragments)
     if not 0 <= delay <= max(mix_every - 1, 0):
         raise ValueError(f"delay must be from 0 to mix_every - 1 = {mix_every - 1}, got {delay}")
     if not 0 <= alpha <= 1:
@@ -357,9 +363,9 @@ def _outer(
         if round is None:
             return x, own._replace(sent=sent, steps=steps), inner, ok
         f = gossip.number(round) % fragments
-        which = cut(params, fragments)[f]
-        now, late = (taken(tree, which) for tree in (x, (x, params, own.sent)[min(delay, 2)]))
-        old = taken(own.theta, which)
+        which = fragments_of(params, fragments)[f]
+        now, late = (_taken(tree, which) for tree in (x, (x, params, own.sent)[min(delay, 2)]))
+        old = _taken(own.theta, which)
 
         def mix(tree):
             if not weighted:
@@ -378,16 +384,45 @@ def _outer(
         states = (*own.states[:f], state, *own.states[f + 1 :])
         if weighted:
             steps = (*steps[:f], jnp.zeros_like(steps[f]), *steps[f + 1 :])
-        own = OuterState(replaced(own.theta, which, theta), sent, states, steps)
-        return replaced(x, which, new), own, inner, ok
+        own = OuterState(_replaced(own.theta, which, theta), sent, states, steps)
+        return _replaced(x, which, new), own, inner, ok
 
     def own(params):
-        states = [rule.init(taken(params, which)) for which in cut(params, fragments)]
+        states = [rule.init(_taken(params, which)) for which in fragments_of(params, fragments)]
         sent = guard.copy(params) if delay > 1 else None
         steps = tuple(jnp.zeros((), float) for _ in states) if weighted else None
         return OuterState(guard.copy(params), sent, tuple(states), steps)
 
     return guard.method(inner, step, own)
+
+
+def fragments_of(params: Any, count: int) -> list[list[int]]:
+    """The numbers of the leaves in each fragment: consecutive, of about equal size."""
+    sizes = np.array([leaf.size for leaf in jax.tree.leaves(params)])
+    if count > len(sizes):
+        raise ValueError(
+            f"{count} fragments are more than the {len(sizes)} arrays of the parameters"
+        )
+    middle = (np.cumsum(sizes) - sizes / 2) / sizes.sum()
+    wanted = np.minimum((middle * count).astype(int), count - 1).tolist()
+    of = [0]
+    for k in range(1, len(sizes)):  # a large array may fill several fragments; leave none empty
+        of.append(min(max(wanted[k], count - len(sizes) + k), of[-1] + 1))
+    return [np.flatnonzero(np.equal(of, k)).tolist() for k in range(count)]
+
+
+def _taken(tree: Any, which: list[int]) -> list[jax.Array]:
+    """The leaves of these numbers."""
+    leaves = jax.tree.leaves(tree)
+    return [leaves[k] for k in which]
+
+
+def _replaced(tree: Any, which: list[int], new: list[jax.Array]) -> Any:
+    """The tree with new leaves at these numbers."""
+    leaves, structure = jax.tree.flatten(tree)
+    for k, leaf in zip(which, new, strict=True):
+        leaves[k] = leaf
+    return structure.unflatten(leaves)
 
 
 def _sparse_bytes(params: Any, parts: Parts, own: Mapping[str, Any]) -> float:
@@ -401,9 +436,7 @@ _IN_FRAGMENTS: dict[str, Any] = {
     "phases": lambda own: own["fragments"],
     "sent": lambda params, parts, own: model_bytes(params, parts, own) / own["fragments"],
 }
-METHODS = (
-    Method("diloco", diloco, ADAM_FIRST, **_IN_FRAGMENTS),
-    Method("noloco", noloco, ADAM_FIRST, **_IN_FRAGMENTS, meeting=_noloco_meeting),
-    Method("gasloc", gasloc, ADAM_FIRST, copies=2),
-    Method("sparseloco", sparseloco, ADAM_FIRST, copies=2, sent=_sparse_bytes),
-)
+register(Method("diloco", diloco, ADAM_FIRST, **_IN_FRAGMENTS))
+register(Method("noloco", noloco, ADAM_FIRST, **_IN_FRAGMENTS, meeting=_noloco_meeting))
+register(Method("gasloc", gasloc, ADAM_FIRST, copies=2))
+register(Method("sparseloco", sparseloco, ADAM_FIRST, copies=2, sent=_sparse_bytes))

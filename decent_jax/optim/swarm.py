@@ -11,7 +11,7 @@ import optax
 from decent_jax import gossip
 from decent_jax.gossip import AxisName
 from decent_jax.optim import guard, require
-from decent_jax.optim.declaration import BOTH, Method, Parts, model_bytes
+from decent_jax.optim.declaration import BOTH, Method, Parts, model_bytes, register
 from decent_jax.topology import Schedule
 
 # y grows much faster than it shrinks, since one of many partners may be far.
@@ -220,7 +220,7 @@ def _checksum(points: Any) -> jax.Array:
     return total
 
 
-METHODS = (
+register(
     Method(
         "swarm",
         swarm,
@@ -228,5 +228,5 @@ METHODS = (
         copies=lambda parts, own: int((parts.combine or "with") == "with"),
         sent=_sent,
         meeting=lambda own: _add_half,
-    ),
+    )
 )

@@ -11,7 +11,6 @@ from decent_jax import fields, optim, replicas
 from decent_jax.errors import ConfigError
 from decent_jax.json_files import flat
 from decent_jax.models import gpt2
-from decent_jax.optim.guard import METHODS as METHODS
 from decent_jax.replicas import Placement
 from decent_jax.topology import Schedule, orders
 from decent_jax.train import algorithm
@@ -111,7 +110,8 @@ def check(config: ConfigDict) -> None:
       ConfigError: naming the field, its value and what was expected.
     """
     fields.check(config_lib.table_of(config), flat(config))
-    names = [method.name for method in METHODS]
+    makes = (optim.all_reduce, optim.decentralized)
+    names = [name for name, method in optim.METHODS.items() if method.make in makes]
     for name, value, wanted in (
         ("task", config.task, ["language_modeling"]),
         ("algorithm", config.algorithm, names),

@@ -263,9 +263,7 @@ class Stage:
             @partial(jax.jit, static_argnames="rnd", **options)
             def run(*args, rnd=None):
                 body = grid.placement.per_replica(partial(fn, rnd=rnd))
-                return grid.placement.on_devices(body, (rows,) * count, rows, check_vma=False)(
-                    *args
-                )
+                return grid.placement.on_devices(body, (rows,) * count, rows)(*args)
 
             return run
 

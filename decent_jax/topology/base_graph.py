@@ -22,7 +22,7 @@ from decent_jax.topology.rounds import Round, round_of
 
 def base_k(n: int, *, max_degree: int = 1) -> list[Round]:
     if max_degree < 1:
-        raise ValueError(f"base_k: max_degree must be at least 1, got {max_degree}")
+        raise ValueError(f"max_degree must be at least 1, got {max_degree}")
     return [round_of(matrix) for matrix in _base(n, max_degree)]
 
 

@@ -15,10 +15,7 @@ def complete(n: int) -> list[Round]:
 
 def ring(n: int) -> list[Round]:
     if n % 2:
-        raise ValueError(
-            f"ring needs an even number of replicas, got {n}; use one_peer_exp or "
-            "bidirectional_ring"
-        )
+        raise ValueError("needs an even number; use one_peer_exp or bidirectional_ring")
     replicas = np.arange(n)
     even = replicas ^ 1
     odd = np.where(replicas % 2 == 1, replicas + 1, replicas - 1) % n
@@ -46,10 +43,7 @@ def one_peer_exp(n: int) -> list[Round]:
 
 def hypercube(n: int) -> list[Round]:
     if n & (n - 1):
-        raise ValueError(
-            f"hypercube needs a power of two replicas, got {n}; use one_peer_exp"
-            f"{'' if n % 2 else ' or ring'}"
-        )
+        raise ValueError(f"needs a power of two; use one_peer_exp{'' if n % 2 else ' or ring'}")
     return [pairwise(np.arange(n) ^ 2**r) for r in range(n.bit_length() - 1)]
 
 
@@ -60,9 +54,8 @@ def alternating_exp_ring(n: int, *, local_size: int) -> list[Round]:
     nodes = n // local_size
     if local_size < 2 or n % local_size or nodes < 2 or nodes & (nodes - 1):
         raise ValueError(
-            "alternating_exp_ring needs local_size >= 2 and local_size x 2^k replicas (k >= 1), "
-            f"got {n} replicas with local_size {local_size}; use one_peer_exp"
-            f"{'' if n & (n - 1) else ' or hypercube'}"
+            "needs local_size >= 2 and local_size x 2^k replicas (k >= 1), got local_size "
+            f"{local_size}; use one_peer_exp{'' if n & (n - 1) else ' or hypercube'}"
         )
     rounds = []
     for i in range(nodes.bit_length() - 1):
@@ -83,19 +76,19 @@ def star(n: int) -> list[Round]:
 
 
 def grid(n: int, *, rows: int | None = None) -> list[Round]:
-    return [_lattice("grid", n, rows, wraps=False)]
+    return [_lattice(n, rows, wraps=False)]
 
 
 def torus(n: int, *, rows: int | None = None) -> list[Round]:
-    return [_lattice("torus", n, rows, wraps=True)]
+    return [_lattice(n, rows, wraps=True)]
 
 
-def _lattice(name: str, n: int, rows: int | None, wraps: bool) -> Round:
+def _lattice(n: int, rows: int | None, wraps: bool) -> Round:
     """Replica i in row ``i // columns`` and column ``i % columns`` receives from its neighbours."""
     if rows is None:  # as square as n allows; a prime n makes one line
         rows = max(r for r in range(1, math.isqrt(n) + 1) if n % r == 0)
     if rows < 1 or n % rows:
-        raise ValueError(f"{name}: rows must divide the {n} replicas, got {rows}")
+        raise ValueError(f"rows must divide them, got {rows}")
     place = np.arange(n).reshape(rows, n // rows)
     neighbours = np.zeros((n, n), bool)
     for line in (*place, *place.T):  # the last of a line has no successor unless it wraps

@@ -100,7 +100,7 @@ def make(name: str, num_replicas: int, *, local_size: int = 1, **parameters) -> 
         return Schedule(str(spec), 1, (round_of(np.ones((1, 1))),))
     schedule = Schedule(str(spec), num_replicas, tuple(build(num_replicas, local_size)))
     for r, rnd in enumerate(schedule.rounds):
-        check_matrix(rnd.matrix, num_replicas, r, column_stochastic_only=spec.name in _PUSH_ONLY)
+        check_matrix(rnd.matrix, num_replicas, r, spec.name in COLUMN_STOCHASTIC)
     check_connected(schedule.name, [rnd.matrix for rnd in schedule.rounds])
     return schedule
 
@@ -128,18 +128,10 @@ def hierarchical(
 ) -> list[Round]:
     if local_size < 2 or n % local_size:
         raise ValueError(
-            "hierarchical needs nodes of local_size >= 2 replicas that divide their number, got "
-            f"{n} replicas with local_size {local_size}; set local_size to the replicas of a node"
+            "needs nodes of local_size >= 2 replicas that divide their number, got local_size "
+            f"{local_size}; set local_size to the replicas of a node"
         )
-
-    def part(where: str, spec: Spec, size: int) -> Schedule:
-        try:
-            return make(str(spec), size)
-        except ValueError as error:
-            raise ValueError(f"hierarchical's {where}: {error}") from None
-
-    inside = part(f"inner, over the {local_size} replicas of a node", inner, local_size)
-    across = part(f"outer, over {n // local_size} nodes", outer, n // local_size)
+    inside, across = make(str(inner), local_size), make(str(outer), n // local_size)
     period = math.lcm(inside.period, across.period)
     _check_rounds("hierarchical", period, n)
     return [
@@ -150,7 +142,7 @@ def hierarchical(
 
 def periodic_average(n: int, *, inner: Spec = _ONE_PEER_EXP, every: int = 8) -> list[Round]:
     if every < 1:
-        raise ValueError(f"periodic_average: every must be at least 1, got {every}")
+        raise ValueError(f"every must be at least 1, got {every}")
     (average,) = graphs.complete(n)
     rounds = make(str(inner), n).rounds
     return [
@@ -170,9 +162,8 @@ _BUILDERS: dict[str, Callable[..., list[Round]]] = {
     )
 }
 
-COLUMN_STOCHASTIC = ("random_out",)  # rows do not sum to 1: for push-sum only
+COLUMN_STOCHASTIC = {"random_out"}  # rows do not sum to 1: for push-sum only
 NAMES = tuple(name for name in _BUILDERS if name not in COLUMN_STOCHASTIC)
-_PUSH_ONLY: set[str] = set(COLUMN_STOCHASTIC)
 
 
 def register(
@@ -197,7 +188,7 @@ def register(
         raise ValueError(f"the function of schedule {name!r} must take n, the replicas, first")
     _BUILDERS[name] = builder
     if column_stochastic:
-        _PUSH_ONLY.add(name)
+        COLUMN_STOCHASTIC.add(name)
 
 
 def _check_rounds(name: str, rounds: Any, n: int) -> None:
@@ -224,13 +215,14 @@ def _bound(spec: Spec, keywords: Mapping[str, object]) -> tuple[Spec, Callable]:
     for key, value in given.items():
         if isinstance(value, Spec):
             given[key], _ = _bound(value, {})
-            if "local_size" in inspect.signature(_BUILDERS[value.name]).parameters:
-                raise ValueError(f"{spec.name}: {key} cannot be {value.name}, which has nodes too")
 
     def build(n: int, local_size: int) -> list[Round]:
         for key in ("rounds", "every"):
             _check_rounds(spec.name, given.get(key, 1), n)
-        rounds = builder(n, **({"local_size": local_size} if needs_nodes else {}), **given)
+        try:
+            rounds = builder(n, **({"local_size": local_size} if needs_nodes else {}), **given)
+        except ValueError as error:
+            raise ValueError(f"{spec.name} of {n} replicas: {error}") from None
         if not isinstance(rounds, list) or not all(isinstance(rnd, Round) for rnd in rounds):
             raise ValueError(f"{spec.name} must give a list of rounds, got {shown(rounds)}")
         return rounds

@@ -47,9 +47,12 @@ class Plan:
     def __post_init__(self):
         if len(set(self.devices)) != len(self.devices):
             raise ValueError("a device occurs twice in the plan; every replica needs its own")
-        for name, value in (("stages", self.stages), *(("layers", x) for x in self.layers)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be whole numbers from 1 on, got {value!r}")
+        counts = [("stages", self.stages), ("mix_every", self.mix_every)]
+        for name, value in counts + [("layers", count) for count in self.layers]:
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+                raise ValueError(
+                    f"{name} must be a whole number from 1 to 2^31 - 1, got {shown(value)}"
+                )
         if self.layers and len(self.layers) != self.stages:
             raise ValueError(f"the plan has {self.stages} stages, and layers of {len(self.layers)}")
         if len(self.devices) != self.schedule.num_replicas * self.stages:
@@ -57,12 +60,6 @@ class Plan:
                 f"the plan's schedule is for {self.schedule.num_replicas} replicas of "
                 f"{self.stages} stages, but it names {len(self.devices)} devices"
             )
-        if isinstance(self.mix_every, bool) or not isinstance(self.mix_every, int):
-            raise ValueError(f"mix_every must be a whole number, got {self.mix_every!r}")
-        if self.mix_every < 1:
-            raise ValueError(f"mix_every must be at least 1, got {self.mix_every}")
-        if self.mix_every >= 2**31:
-            raise ValueError(f"mix_every must be below 2^31, got {shown(self.mix_every)}")
 
     def device_order(self, devices: Sequence[str]) -> list[int]:
         """Where each replica goes: indices into ``devices``, the names of the cluster at hand.

@@ -21,11 +21,11 @@ def random_matching(
     n: int, *, rounds: int = 8, seed: int = 0, degree: int | None = None, meet: float = 1.0
 ) -> list[Round]:
     if rounds < 1:
-        raise ValueError(f"random_matching: rounds must be at least 1, got {rounds}")
+        raise ValueError(f"rounds must be at least 1, got {rounds}")
     if not 0 < meet <= 1:
-        raise ValueError(f"random_matching: meet must be above 0 and at most 1, got {meet}")
-    rng = _random_state("random_matching", seed)
-    graph = None if degree is None else _regular_graph("random_matching", n, degree, rng).matrix
+        raise ValueError(f"meet must be above 0 and at most 1, got {meet}")
+    rng = _random_state(seed)
+    graph = None if degree is None else _regular_graph(n, degree, rng).matrix
 
     def partners():
         partner = _matching(n, rng) if graph is None else _matching_of(graph, rng)
@@ -38,7 +38,7 @@ def random_matching(
     def draw():
         return [pairwise(partners()) for _ in range(1 if n == 2 and meet == 1 else rounds)]
 
-    return _connected("random_matching", draw, f"with {rounds} rounds; use more rounds")
+    return _connected(draw, f"with {rounds} rounds; use more rounds")
 
 
 def random_out(n: int, *, degree: int | None = None, seed: int = 0) -> list[Round]:
@@ -47,8 +47,8 @@ def random_out(n: int, *, degree: int | None = None, seed: int = 0) -> list[Roun
         # Nobody may be left without a sender: 2 up to 16 replicas, then about ln n.
         degree = min(max(2, math.ceil(math.log(n / 2.2))), n - 1)
     if not 1 <= degree < n:
-        raise ValueError(f"random_out: degree must be from 1 to n - 1 = {n - 1}, got {degree}")
-    rng = _random_state("random_out", seed)
+        raise ValueError(f"degree must be from 1 to n - 1 = {n - 1}, got {degree}")
+    rng = _random_state(seed)
 
     def draw():
         receives = np.eye(n)
@@ -57,50 +57,47 @@ def random_out(n: int, *, degree: int | None = None, seed: int = 0) -> list[Roun
             receives[rng.permutation(others)[:degree], sender] = 1
         return [round_of(receives / (degree + 1))]
 
-    return _connected("random_out", draw, f"with degree {degree}; use a larger degree")
+    return _connected(draw, f"with degree {degree}; use a larger degree")
 
 
 def equi_dynamic(n: int, *, rounds: int = 8, seed: int = 0) -> list[Round]:
     if rounds < 1:
-        raise ValueError(f"equi_dynamic: rounds must be at least 1, got {rounds}")
-    rng = _random_state("equi_dynamic", seed)
+        raise ValueError(f"rounds must be at least 1, got {rounds}")
+    rng = _random_state(seed)
 
     def draw():
         shifts = 1 + rng.permutation(n - 1)[:rounds]
         return [pairwise((np.arange(n) - shift) % n) for shift in shifts]
 
-    return _connected("equi_dynamic", draw, f"with {rounds} rounds; use more rounds")
+    return _connected(draw, f"with {rounds} rounds; use more rounds")
 
 
 def random_regular(n: int, *, degree: int | None = None, seed: int = 0) -> list[Round]:
     if degree is None:
         degree = min(4, n - 1)
-    return [_regular_graph("random_regular", n, degree, _random_state("random_regular", seed))]
+    return [_regular_graph(n, degree, _random_state(seed))]
 
 
 def erdos_renyi(n: int, *, probability: float | None = None, seed: int = 0) -> list[Round]:
     if probability is None:
         probability = min(1.0, 2 * math.log(n) / n)  # twice where such graphs become connected
     if not 0 < probability <= 1:
-        raise ValueError(
-            f"erdos_renyi: probability must be above 0 and at most 1, got {probability}"
-        )
-    rng = _random_state("erdos_renyi", seed)
+        raise ValueError(f"probability must be above 0 and at most 1, got {probability}")
+    rng = _random_state(seed)
 
     def draw():
         above = np.triu(rng.random_sample((n, n)) < probability, k=1)
         return [round_of(metropolis_hastings(above | above.T))]
 
-    hint = f"with probability {probability:g}; use a larger probability"
-    return _connected("erdos_renyi", draw, hint)
+    return _connected(draw, f"with probability {probability:g}; use a larger probability")
 
 
-def _regular_graph(name: str, n: int, degree: int, rng: np.random.RandomState) -> Round:
+def _regular_graph(n: int, degree: int, rng: np.random.RandomState) -> Round:
     """The round of a random connected graph in which every replica has ``degree`` neighbours."""
     if not min(2, n - 1) <= degree < n or n * degree % 2:
         raise ValueError(
-            f"{name} needs a degree from 2 to n - 1, even where n is odd, got degree "
-            f"{degree} for n = {n} replicas; use complete or random_matching"
+            f"needs a degree from 2 to n - 1, even where n is odd, got degree {degree}; use "
+            "complete or random_matching"
         )
 
     few = min(degree, n - 1 - degree)  # a dense graph is drawn as its complement
@@ -109,25 +106,23 @@ def _regular_graph(name: str, n: int, degree: int, rng: np.random.RandomState) -
         graph = _regular(n, few, rng)
         return [round_of(metropolis_hastings(graph if few == degree else ~graph))]
 
-    (rnd,) = _connected(name, draw, f"with degree {degree}; use a larger degree")
+    (rnd,) = _connected(draw, f"with degree {degree}; use a larger degree")
     return rnd
 
 
-def _random_state(name: str, seed: int) -> np.random.RandomState:
+def _random_state(seed: int) -> np.random.RandomState:
     if not 0 <= seed < 2**32:
-        raise ValueError(f"{name}: seed must be from 0 to 2^32 - 1, got {seed}")
+        raise ValueError(f"seed must be from 0 to 2^32 - 1, got {seed}")
     return np.random.RandomState(seed)
 
 
-def _connected(name: str, draw: Callable[[], list[Round]], hint: str) -> list[Round]:
+def _connected(draw: Callable[[], list[Round]], hint: str) -> list[Round]:
     """The first drawn rounds that connect all replicas."""
-    rounds = []
     for _ in range(DRAWS):
         rounds = draw()
         if connected_parts([rnd.matrix for rnd in rounds]).max() == 0:
             return rounds
-    n = len(rounds[0].matrix)
-    raise ValueError(f"{name}: {DRAWS} draws left {n} replicas unconnected {hint}")
+    raise ValueError(f"{DRAWS} draws left them unconnected {hint}")
 
 
 def _matching(n: int, rng: np.random.RandomState) -> np.ndarray:

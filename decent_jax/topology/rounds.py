@@ -68,19 +68,12 @@ class Round:
         own, *given = (weight[::g] for weight in weights)
         return assembled(1, own, [Send(s[::g], w) for s, w in zip(sources, given, strict=True)])
 
-    def models_sent(self) -> float:
-        """Parameters the busiest replica sends in this round, in units of one model.
-
-        A group of g counts as a reduce-scatter and an all-gather, 2 (g - 1) / g, and a message
-        between groups (`between_groups`) as 1 / g.
-        """
-        return self.models_sent_by_nodes(1)
-
-    def models_sent_by_nodes(self, local_size: int) -> float:
+    def models_sent_by_nodes(self, local_size: int = 1) -> float:
         """Parameters the busiest node sends to other nodes, in units of one model.
 
-        Replicas ``[0, local_size), [local_size, 2 local_size), ...`` share a node. A group counts
-        as a ring over its replicas in order.
+        Replicas ``[0, local_size), [local_size, 2 local_size), ...`` share a node. A group of g
+        counts as a reduce-scatter and an all-gather in a ring over its replicas in order, 2 (g - 1)
+        / g for each of them, and a message between groups (`between_groups`) as 1 / g.
         """
         if local_size < 1:
             raise ValueError(f"local_size must be at least 1, got {local_size}")

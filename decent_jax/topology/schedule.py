@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import itertools
+import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,13 +60,11 @@ class Schedule:
         where = {}
         return [where.setdefault(id(rnd), r) for r, rnd in enumerate(self.rounds)]
 
-    def bytes_sent(self, model_bytes: float, r: int | None = None) -> float:
-        """Bytes the busiest replica sends in round ``r``; the mean over a period when r is None."""
-        rounds = self.rounds if r is None else (self.rounds[r],)
-        return model_bytes * sum(one.models_sent() for one in rounds) / len(rounds)
+    def bytes_sent(self, model_bytes: float, *, local_size: int = 1) -> float:
+        """Bytes the busiest node of ``local_size`` replicas sends to others per round, on average.
 
-    def bytes_sent_by_nodes(self, model_bytes: float, local_size: int) -> float:
-        """Bytes the busiest node of ``local_size`` replicas sends out per round, on average."""
+        With the default, bytes the busiest replica sends.
+        """
         models = [rnd.models_sent_by_nodes(local_size) for rnd in self.rounds]
         return model_bytes * sum(models) / len(models)
 
@@ -103,9 +103,6 @@ class Schedule:
 
         Raises ValueError when `limit` rounds are not enough.
         """
-        columns = self.period_matrix().sum(axis=0)
-        if np.abs(columns - 1).max() > 1e-6:
-            raise ValueError(f"{self.name} converges to a weighted mean, not to the mean")
         for k, product in enumerate(itertools.islice(self._products(), limit + 1)):
             if _norm(product) <= tol:
                 return k
@@ -168,17 +165,14 @@ class Schedule:
         matrices: Sequence[np.ndarray],
         name: str = "custom",
         *,
-        row_stochastic_only: bool = False,
         column_stochastic_only: bool = False,
     ) -> "Schedule":
         """A schedule of your own mixing matrices (row i: the weights replica i gives).
 
         Every matrix must be square and non-negative with rows and columns that sum to 1, and the
         schedule must reach consensus. Sums may be off by 1e-9, and a weight that rounding has left
-        as much below 0 counts as 0. ``row_stochastic_only=True`` drops the demand on columns; such
-        a schedule converges to a weighted mean, not to the mean. ``column_stochastic_only=True``
-        drops that on rows, for `decent_jax.optim.push_sum`: column j holds the shares of itself
-        that replica j sends.
+        as much below 0 counts as 0. ``column_stochastic_only=True`` drops the demand on rows, for
+        `decent_jax.optim.push_sum`: column j holds the shares of itself that replica j sends.
 
         Each matrix is sent as d permutations, d its largest in- or out-degree (König's theorem).
 
@@ -190,7 +184,7 @@ class Schedule:
             raise ValueError("a schedule needs at least one mixing matrix, got none")
         n = arrays[0].shape[0] if arrays[0].ndim else 0
         for r, matrix in enumerate(arrays):
-            check_matrix(matrix, n, r, row_stochastic_only, column_stochastic_only)
+            check_matrix(matrix, n, r, column_stochastic_only)
         schedule = Schedule(name, n, tuple(round_of(matrix) for matrix in arrays))
         check_connected(name, arrays)
         if schedule.consensus_rate() > 1 - 1e-12:  # connected, but a period swaps or rotates
@@ -199,6 +193,45 @@ class Schedule:
                 "as large as it was; give replicas a positive weight to themselves"
             )
         return schedule
+
+    @staticmethod
+    def from_file(
+        path: str, num_replicas: int, *, column_stochastic_only: bool = False
+    ) -> "Schedule":
+        """The schedule whose matrices ``numpy.save`` wrote; they are read once and never change.
+
+        Args:
+          path: of a ``.npy`` file of shape (n, n), one round, or (rounds, n, n); row i of a matrix
+            holds the weights that replica i gives to what it receives.
+          num_replicas: n.
+          column_stochastic_only: as in `from_matrices`.
+
+        Raises:
+          ValueError: the file cannot be read, is for another number of replicas, or its matrices
+            make no schedule.
+        """
+        try:  # mapped, since a header may ask for more memory than there is
+            with warnings.catch_warnings(action="ignore"):  # of sizes that overflow
+                matrices = np.load(path, mmap_mode="r", allow_pickle=False)
+        except FileNotFoundError:
+            raise ValueError(f"{path}: there is no such file") from None
+        except Exception as error:  # NumPy raises many kinds
+            raise ValueError(f"{path}: it is no .npy file: {shorten(str(error), 80)}") from None
+        if not isinstance(matrices, np.ndarray):
+            raise ValueError(f"{path}: it is no .npy file, but an archive of several arrays")
+        if matrices.ndim == 2:
+            matrices = matrices[None]
+        if matrices.ndim != 3 or matrices.shape[1:] != (num_replicas, num_replicas):
+            raise ValueError(
+                f"{path}: matrices of {num_replicas} replicas have the shape ({num_replicas}, "
+                f"{num_replicas}) or (rounds, {num_replicas}, {num_replicas}), got {matrices.shape}"
+            )
+        try:
+            return Schedule.from_matrices(
+                list(matrices), Path(path).name, column_stochastic_only=column_stochastic_only
+            )
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
 
     @staticmethod
     def from_networkx(graph: Any, name: str = "") -> "Schedule":
@@ -230,13 +263,7 @@ class Schedule:
         return Schedule.from_matrices([weights(receives)], name)
 
 
-def check_matrix(
-    matrix: np.ndarray,
-    n: int,
-    r: int,
-    row_stochastic_only: bool = False,
-    column_stochastic_only: bool = False,
-) -> None:
+def check_matrix(matrix: np.ndarray, n: int, r: int, column_stochastic_only: bool = False) -> None:
     """Raises ValueError where ``matrix``, of round ``r``, is not a mixing matrix of n replicas."""
     if matrix.ndim != 2 or matrix.shape != (n, n) or n == 0:
         raise ValueError(
@@ -245,19 +272,14 @@ def check_matrix(
         )
     if not np.isfinite(matrix).all() or matrix.min() < 0:
         raise ValueError(f"round {r}: weights must be non-negative, got {matrix.min():g}")
-    for axis, line in ((1, "row"), (0, "column")):
-        if row_stochastic_only if axis == 0 else column_stochastic_only:
-            continue
+    hint = "; replicas would converge to a weighted mean: use Metropolis-Hastings weights"
+    lines = [(0, "column", hint)]
+    for axis, line, hint in lines if column_stochastic_only else [(1, "row", ""), *lines]:
         sums = matrix.sum(axis=axis)
         worst = int(np.abs(sums - 1).argmax())
         if abs(sums[worst] - 1) > SUM_TOLERANCE:
-            hint = (
-                "; replicas would converge to a weighted mean: use Metropolis-Hastings weights, "
-                "or pass row_stochastic_only=True if that is meant"
-            )
             raise ValueError(
-                f"round {r}: {line} {worst} must sum to 1, got {sums[worst]:.9g}"
-                + (hint if axis == 0 else "")
+                f"round {r}: {line} {worst} must sum to 1, got {sums[worst]:.9g}{hint}"
             )
 
 

@@ -5,24 +5,21 @@
     value     =  whole number | decimal number | spec
 
 A parameter that is a schedule may stand without its name, in order: ``hierarchical(complete,
-one_peer_exp)``; a number always has one: ``base_k(max_degree=2)``. Nothing is evaluated.
+one_peer_exp)``; a number always has one: ``base_k(max_degree=2)``. Nothing is evaluated:
+it is a Python expression, of which only the syntax is read.
 """
 
+import ast
 import dataclasses
 import inspect
 import itertools
-import re
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, Union
 
 import numpy as np
 
 from decent_jax.text import shown
-
-_TOKEN = re.compile(
-    r"\s*(?:(?P<number>[-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)"
-    r"|(?P<name>[A-Za-z_]\w*)|(?P<mark>[(),=]))"
-)
 
 _LONGEST = 300  # characters, and so a bound on how deep schedules are nested
 
@@ -47,7 +44,7 @@ def parse(text: str) -> Spec:
     """The one schedule that ``text`` names.
 
     Raises:
-      ValueError: a sentence that says where it cannot be read.
+      ValueError: it cannot be read, or is too long.
 
     >>> parse("hierarchical(complete, base_k(max_degree=2))").arguments
     ((None, Spec(name='complete', arguments=())),
@@ -57,51 +54,33 @@ def parse(text: str) -> Spec:
         raise ValueError(
             f"schedule {shown(text)} has {len(text)} characters; write at most {_LONGEST}"
         )
-    tokens, end = [], 0  # (kind, token, where it begins)
-    while match := _TOKEN.match(text, end):
-        token = match[0].strip()
-        tokens.append((token if match["mark"] else match.lastgroup, token, end))
-        end = match.end()
-    tokens = [("end", "", end), *reversed(tokens)]
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of texts such as "1and"
+            return _spec(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ValueError(
+            f"schedule {shown(text)} cannot be read; write a name, or name(parameter=value, ...), "
+            "such as base_k(max_degree=2) or hierarchical(complete, one_peer_exp)"
+        ) from None
 
-    def take(kind: str) -> str | None:
-        return tokens.pop()[1] if tokens[-1][0] == kind else None
 
-    def error() -> ValueError:
-        rest = text[tokens[-1][2] :].strip()
-        where = f"at {shown(rest)}" if rest else "where it ends"
-        return ValueError(
-            f"schedule {shown(text)} cannot be read {where}; write a name, or name(parameter=value,"
-            " ...), such as base_k(max_degree=2) or hierarchical(complete, one_peer_exp)"
-        )
+def _spec(node: ast.expr) -> Spec:
+    match node:
+        case ast.Name(name):
+            return Spec(name)
+        case ast.Call(ast.Name(name), unnamed, named):
+            given = [(None, value) for value in unnamed] + [(k.arg, k.value) for k in named]
+            return Spec(name, tuple((key, _value(value)) for key, value in given))
+    raise ValueError
 
-    def spec() -> Spec:
-        name, arguments = take("name"), []
-        if not name:
-            raise error()
-        if take("("):
-            while not take(")"):
-                if arguments and not take(","):
-                    raise error()
-                arguments.append(argument())
-        return Spec(name, tuple(arguments))
 
-    def argument() -> tuple[str | None, Value]:
-        first = value()
-        if isinstance(first, Spec) and not first.arguments and take("="):
-            return first.name, value()
-        return None, first
-
-    def value() -> Value:
-        number = take("number")
-        if number is None:
-            return spec()
-        return int(number) if re.fullmatch(r"[-+]?\d+", number) else float(number)
-
-    found = spec()
-    if text[tokens[-1][2] :].strip():
-        raise error()
-    return found
+def _value(node: ast.expr) -> Value:
+    if isinstance(node, ast.Name | ast.Call):
+        return _spec(node)
+    number = ast.literal_eval(node)
+    if type(number) not in (int, float):
+        raise ValueError
+    return number
 
 
 def bind(

@@ -118,7 +118,7 @@ def cost(config: ConfigDict, schedule: Schedule, state: Any, local_size: int) ->
         method = METHODS[config.algorithm]
         model = method.message_bytes(own.params, parts(config, schedule, 1.0))
         every = config.mix_every
-    by_node = schedule.bytes_sent_by_nodes(model, local_size)
+    by_node = schedule.bytes_sent(model, local_size=local_size)
     return Cost(schedule.bytes_sent(model) / every, by_node / every, held, local_size)
 
 

@@ -21,7 +21,7 @@ from decent_jax.fields import Field, in_steps, parse_duration
 from decent_jax.json_files import flat, read_json
 from decent_jax.optim import METHODS, Method
 from decent_jax.text import shorten, shown
-from decent_jax.topology import matrices_file, plan_file
+from decent_jax.topology import plan_file
 from decent_jax.topology.plan_file import Plan
 from decent_jax.train import limits
 from decent_jax.train.config_table import FIELDS, REMOVED, RENAMED
@@ -245,7 +245,7 @@ def _schedule(config: ConfigDict) -> topology.Schedule:
         return topology.make(ONE_HOST, n)
     if config.schedule.endswith(".npy"):
         push_sum = config.algorithm == "push_sum"
-        return matrices_file.load(config.schedule, n, column_stochastic_only=push_sum)
+        return topology.Schedule.from_file(config.schedule, n, column_stochastic_only=push_sum)
     return topology.make(config.schedule, n, local_size=config.local_size)
 
 

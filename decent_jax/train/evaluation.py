@@ -40,7 +40,7 @@ class Evaluator:
 
         def run(on_device, *specs):
             """Jitted; each device returns its part of a stacked array."""
-            body = placement.on_devices(on_device, specs, P("replica"), check_vma=False)
+            body = placement.on_devices(on_device, specs, P("replica"))
             return jax.jit(body, out_shardings=placement.stacked)
 
         def total(f, rows):

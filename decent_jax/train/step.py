@@ -168,7 +168,6 @@ def make_step(
     key = jax.random.key(config.seed + 1)
     rows = P("replica")
     options = xla.options_of_step(placement, schedule, tx)
-    check_vma = gossip.allows_check_vma(schedule) or config.algorithm == "all_reduce"
 
     def gradients(params, model_state, batch, t):
         """Of the replicas of one device."""
@@ -208,13 +207,11 @@ def make_step(
 
     @partial(jax.jit, static_argnames="round", donate_argnums=0, compiler_options=options)
     def step(state, batch, t, *, round):
-        run = placement.on_devices(
-            partial(on_device, rnd=round), (rows, rows, P()), rows, check_vma
-        )
+        run = placement.on_devices(partial(on_device, rnd=round), (rows, rows, P()), rows)
         return with_rate(run(state, batch, t), t)
 
     if not overlap.needed(tx, placement):
         return step
     assert isinstance(tx, optim.EarlyMixing)
     parts = overlap.Parts(tx, gradients, finish, with_rate)
-    return overlap.Step(step, parts, placement, check_vma, options)
+    return overlap.Step(step, parts, placement, options)

@@ -1,4 +1,4 @@
-"""CHOCO: gossip of compressed differences, with error feedback."""
+"""Gossip in parts: of compressed differences (CHOCO), or of a few parameters per step (SPARTA)."""
 
 from typing import Any, NamedTuple
 
@@ -6,10 +6,9 @@ import optax
 
 from decent_jax import gossip
 from decent_jax.gossip import AxisName
-from decent_jax.gossip import wire as wires
-from decent_jax.gossip.wire import Wire
+from decent_jax.gossip.wire import ChunkedTopK, Int8, RandomK, TopK, Wire
 from decent_jax.optim import guard, require
-from decent_jax.optim.declaration import Method, coded_bytes
+from decent_jax.optim.declaration import ADAM_FIRST, BOTH, Method, coded_bytes, register
 from decent_jax.topology import Schedule
 
 
@@ -64,11 +63,11 @@ def choco(
       Koloskova et al., `CHOCO-SGD <https://arxiv.org/abs/1902.00340>`_, 2019, Algorithm 2, with the
       gradient step first.
     """
-    require.static_messages("choco", schedule)
     if not 0 < gamma <= 1:
         raise ValueError(f"choco.gamma must be above 0 and at most 1, got {gamma}")
     wire = compressor_of(compressor, fraction)
-    mixing = guard.Mixing(schedule, axis_name, wire)
+    require.static_messages("choco", schedule)
+    mixing = guard.Mixing(schedule, axis_name, wire, "choco")
 
     def step(params, own, round, local):
         update, inner, ok = local(params)
@@ -100,17 +99,48 @@ def compressor_of(name: str | Wire, fraction: float) -> Wire:
     if not 0 < fraction <= 1:
         raise ValueError(f"choco.fraction must be above 0 and at most 1, got {fraction}")
     named = {
-        "top_k": wires.TopK(fraction),
-        "chunked_top_k": wires.ChunkedTopK(fraction),
-        "random_k": wires.RandomK(fraction),
-        "int8": wires.Int8(),
+        "top_k": TopK(fraction),
+        "chunked_top_k": ChunkedTopK(fraction),
+        "random_k": RandomK(fraction),
+        "int8": Int8(),
     }
     if name not in named:
         raise ValueError(f"choco.compressor must be one of {', '.join(named)}, got {name!r}")
     return named[name]
 
 
-METHODS = (
+def sparta(
+    inner: optax.GradientTransformation,
+    schedule: Schedule,
+    combine: str = "with",
+    axis_name: AxisName = "replica",
+    *,
+    fraction: float = 0.005,
+) -> optax.GradientTransformationExtraArgs:
+    r"""`decentralized` that averages a random part of the parameters, another in every step.
+
+    With S the numbers of each array that all replicas draw from the same key in this step:
+
+    .. math:: x_{i,S} \leftarrow \sum_j W_{ij} x_{j,S}
+
+    in the order of ``combine``; the others stay. What is sent is averaged exactly, and on average
+    every parameter has its turn every 1 / ``fraction`` steps, so replicas reach consensus without
+    error feedback. One message of this fraction per step, no memory.
+
+    Args:
+      inner, combine, axis_name: as in `decentralized`.
+      schedule: ``complete`` in the source; any whose rows sum to 1.
+      fraction: part of each array that is averaged, in (0, 1]; 0.0005 to 0.005 in the source.
+
+    References:
+      EXO, SPARTA, 2025; here from its abstract.
+    """
+    if not 0 < fraction <= 1:
+        raise ValueError(f"sparta.fraction must be above 0 and at most 1, got {fraction}")
+    return guard.decentralized(inner, schedule, combine, axis_name, RandomK(fraction))
+
+
+register(
     Method(
         "choco",
         choco,
@@ -118,5 +148,14 @@ METHODS = (
         sent=lambda params, _, own: coded_bytes(
             params, compressor_of(own["compressor"], own["fraction"])
         ),
-    ),
+    )
+)
+register(
+    Method(
+        "sparta",
+        sparta,
+        ADAM_FIRST,
+        BOTH,
+        sent=lambda params, _, own: coded_bytes(params, RandomK(own["fraction"])),
+    )
 )
