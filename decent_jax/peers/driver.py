@@ -24,11 +24,12 @@ from decent_jax.peers.roster import Roster
 from decent_jax.peers.setup import FOLDER, Place
 from decent_jax.peers.start import check_address, ray_of, start_actor
 from decent_jax.peers.whole import Whole, counts_of
+from decent_jax.progress import Progress
 from decent_jax.train import algorithm, loop
-from decent_jax.train.bar import Progress
 from decent_jax.train.evaluation import Evaluator
 from decent_jax.train.finish import finish
-from decent_jax.train.metrics import MetricWriter, shown
+from decent_jax.train.metrics import MetricWriter
+from decent_jax.train.report import shown
 from decent_jax.train.saver import Saver
 from decent_jax.train.setup import Experiment
 from decent_jax.train.step import TrainState

@@ -24,12 +24,12 @@ def run(config, workdir):
 
 
 def check(config):
-    """Say what a run of ``config`` takes, and train nothing; see `decent_jax.train.needs.check`."""
+    """Say what a run of ``config`` takes, and train nothing; see `decent_jax.train.loop.check`."""
     from decent_jax.cluster.start import lost_peers_told
-    from decent_jax.train.needs import check
+    from decent_jax.train import loop
 
     with lost_peers_told():
-        check(config)
+        loop.check(config)
 
 
 __all__ = [

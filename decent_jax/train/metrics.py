@@ -1,4 +1,4 @@
-"""The numbers of a run: rows of metrics.jsonl and its mirrors, and the clock.
+"""The numbers of a run: rows of metrics.jsonl, and their copies elsewhere.
 
 >>> import tempfile
 >>> with tempfile.TemporaryDirectory() as workdir:
@@ -10,24 +10,16 @@
 [{'step': 10, 'train/loss': 2.5, 'eval/loss': 2.25}, {'step': 20, 'train/loss': nan}]
 """
 
-import contextlib
 import json
 import os
-import time
-from collections.abc import Callable, Iterator
+import uuid
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from decent_jax.json_files import plain, write_atomic
-from decent_jax.replicas import Consensus, Placement, consensus_distance
 from decent_jax.run_folder import METRICS, read_metrics
-from decent_jax.tasks import Task
-from decent_jax.train import mirrors
-from decent_jax.train.bar import Progress
 
 
 class MetricWriter:
@@ -69,9 +61,9 @@ class MetricWriter:
         workdir = Path(workdir)
         workdir.mkdir(parents=True, exist_ok=True)
         if tensorboard:
-            self._mirrors.append(mirrors.TensorBoard(workdir, start_step))
+            self._mirrors.append(_TensorBoard(workdir, start_step))
         if wandb:
-            self._mirrors.append(mirrors.WandB(workdir))
+            self._mirrors.append(_WandB(workdir))
         path = workdir / METRICS
         rows = read_metrics(path) if path.exists() else []
         kept = [row for row in rows if row["step"] <= start_step]
@@ -117,151 +109,47 @@ class MetricWriter:
         self.close()
 
 
-class Clock:
-    """Seconds of training, without the pauses for evaluation, saving and compiling.
+class _TensorBoard:
+    """The same scalars as event files in `workdir/tensorboard`."""
 
-    Attributes:
-      seconds: of all rows so far, in this session and those before.
-      waited: for data, since the last row.
-    """
+    def __init__(self, workdir: Path, start_step: int):
+        from tensorboardX import SummaryWriter
 
-    def __init__(self, seconds: float):
-        self.seconds, self.waited = seconds, 0.0
-        self._began, self._paused = time.monotonic(), 0.0
+        # purge_step hides what an earlier session wrote past the step it is resumed from.
+        self._writer = SummaryWriter(str(workdir / "tensorboard"), purge_step=start_step + 1)
 
-    def restart(self) -> None:
-        """Begin a row here."""
-        self.waited, self._began, self._paused = 0.0, time.monotonic(), 0.0
+    def write(self, step: int, scalars: dict[str, Any]) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
 
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """A context whose time does not count."""
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self._paused += time.monotonic() - began
-
-    def lap(self) -> tuple[float, float]:
-        """(seconds, seconds waited for data) of the row that ends here; begins the next."""
-        seconds = max(time.monotonic() - self._began - self._paused, 1e-9)
-        waited = self.waited
-        self.seconds += seconds
-        self.restart()
-        return seconds, waited
+    def close(self) -> None:
+        self._writer.close()
 
 
-class Report:
-    """Waits for the steps, one step late; writes their rows and shows their numbers.
+class _WandB:
+    """The same scalars in a Weights & Biases run; a resumed run continues it."""
 
-    Args:
-      task: names the unit of throughput.
-      batch_size: examples per step, over all replicas.
-      placement: where the replicas live.
-      clock: of the run.
-      writer: gets the rows.
-      progress: shows them.
-      measured: ``(steps)`` to the task's own measurements of the batches of so many steps.
-      watch: ``(done, consensus, failing, skipped)`` to whether the distance is past the bound.
-    """
+    def __init__(self, workdir: Path):
+        import wandb  # pyright: ignore[reportMissingImports]
 
-    def __init__(
-        self,
-        task: Task,
-        batch_size: int,
-        placement: Placement,
-        *,
-        clock: Clock,
-        writer: MetricWriter,
-        progress: Progress,
-        measured: Callable[[int], dict[str, float]],
-        watch: Callable[[int, Consensus, int, np.ndarray], bool],
-    ):
-        self._task, self._batch_size, self._clock = task, batch_size, clock
-        self._writer, self._progress = writer, progress
-        self._measured, self._watch = measured, watch
-        replicated = placement.replicated
-        self._add = jax.jit(_add)
-        self._summarize = jax.jit(_summarize, out_shardings=replicated)
-        self._distance = jax.jit(consensus_distance, out_shardings=replicated)
-        self._sums = None  # of the steps since the last row
-        self._compiled = False
-        self._pending = None  # (steps done, metrics, their summary where a row is due)
-        self._steps = 0  # since the last row
+        id_file = workdir / "wandb_run_id.txt"
+        if not id_file.exists():
+            write_atomic(id_file, uuid.uuid4().hex.encode())
+        config = workdir / "config.json"
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "decent_jax"),
+            name=workdir.resolve().name,
+            id=id_file.read_text().strip(),
+            resume="allow",
+            dir=str(workdir),
+            config=json.loads(config.read_text()) if config.exists() else None,
+        )
 
-    def pend(self, done: int, metrics: Any, params: Any) -> None:
-        """Look at this step later; with ``params`` for a row, whose reductions start now."""
-        self._steps += 1
-        summary = None
-        with contextlib.nullcontext() if self._compiled else self._clock.pause():
-            self._sums = self._add(self._sums, metrics)
-            if params is not None:
-                summary = self._summarize(self._sums, metrics), self._distance(params)
-                self._sums, self._compiled = None, True
-        self._pending = done, metrics, summary
+    def write(self, step: int, scalars: dict[str, Any]) -> None:
+        self._run.log(scalars, step=step)
 
-    def look_at_pending(self) -> bool:
-        """Wait for the step, write its row; whether its consensus distance is past the bound."""
-        if self._pending is None:
-            return False
-        (done, metrics, summary), self._pending = self._pending, None
-        jax.block_until_ready(metrics)
-        if summary is None:
-            self._progress.update(done)
-            return False
-        numbers, consensus = jax.device_get(summary)
-        skipped, failing = numbers.pop("skipped"), int(numbers.pop("failing"))
-        steps, self._steps = self._steps, 0
-        seconds, waited = self._clock.lap()
-        rate = self._batch_size * self._task.units_per_example * steps / seconds
-        row = {f"train/{name}": value for name, value in numbers.items()}
-        row |= {
-            "train/consensus_distance": float(consensus.distance),
-            "train/consensus_distance_relative": float(consensus.relative),
-            "perf/step_time_s": seconds / steps,
-            f"perf/{self._task.unit}_per_s": rate,
-            "perf/data_wait_s": waited / steps,
-            "perf/wall_time_s": self._clock.seconds,
-        }
-        row |= self._measured(steps)
-        past_bound = self._watch(done, consensus, failing, skipped)
-        self._writer.write(done, row)
-        self._progress.update(done, shown(row, self._task.unit))
-        return past_bound
-
-
-def shown(row: dict[str, Any], unit: str, **more: float) -> dict[str, float]:
-    """What the progress bar shows of a row; ``unit`` is that of the throughput."""
-    return {
-        "loss": float(row["train/loss"]),
-        "consensus": float(row["train/consensus_distance_relative"]),
-        **more,
-        f"{unit}/s": row[f"perf/{unit}_per_s"],
-    }
-
-
-def _add(sums: dict[str, jax.Array] | None, metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Sums of each replica's metrics, (n,), over its steps with a finite loss, and their number."""
-    fine = jnp.isfinite(metrics["loss"])
-    found = {name: jnp.where(fine, metrics[name], 0) for name in ("loss", "grad_norm")}
-    found["steps"] = fine.astype(jnp.int32)
-    return found if sums is None else jax.tree.map(jnp.add, sums, found)
-
-
-def _summarize(sums: dict[str, jax.Array], metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """A row of metrics.jsonl: means over its steps, and what the last of them says."""
-    steps = sums["steps"]
-    of_replicas = sums["loss"] / steps  # NaN where no step was finite
-    return {
-        "loss": sums["loss"].sum() / steps.sum(),
-        "loss_max": of_replicas.max(),
-        "loss_min": jnp.where(steps > 0, of_replicas, jnp.inf).min(),
-        "grad_norm": sums["grad_norm"].sum() / steps.sum(),
-        "learning_rate": metrics["learning_rate"],
-        "skipped_updates": metrics["skipped"].sum(),
-        "skipped": metrics["skipped"],
-        "failing": metrics["failing"].min(),
-    }
+    def close(self) -> None:
+        self._run.finish()
 
 
 def _number(name, value):

@@ -20,12 +20,11 @@ from ml_collections import ConfigDict
 
 from decent_jax import json_files
 from decent_jax.errors import CheckpointError, ConfigError
-from decent_jax.progress import announce, fitted
+from decent_jax.progress import Progress, announce, fitted
 from decent_jax.run_folder import METRICS, read_metrics
 from decent_jax.text import format_duration, shorten
 from decent_jax.train import checkpoint
 from decent_jax.train import config as config_lib
-from decent_jax.train.bar import Progress
 from decent_jax.train.metrics import MetricWriter
 
 _LOCK = ".lock"
