@@ -1,6 +1,7 @@
 """What the user sees while a command works: what it waits for, or a bar."""
 
 import contextlib
+import datetime
 import importlib.util
 import os
 import sys
@@ -17,7 +18,7 @@ extras.need("train", "tqdm")
 from tqdm import tqdm
 
 from decent_jax.errors import CheckpointError, ConfigError, DataError
-from decent_jax.text import format_clock, format_duration, format_number
+from decent_jax.text import format_duration, format_number
 
 
 @contextlib.contextmanager
@@ -181,7 +182,7 @@ class Progress:
         numbers = [_named(name, value) for name, value in metrics.items()]
         time_left = []
         if left is not None and step < self._total:
-            time_left = [f"{format_clock(left)} left"]
+            time_left = [f"{datetime.timedelta(seconds=round(left))} left"]
         if self._bar is None:
             self.note("  ".join([f"step {step}/{self._total}", *numbers, *time_left]))
         else:

@@ -2,7 +2,6 @@
 
 # ruff: noqa: F401, F811  (fixtures of another module)
 
-import json
 import shutil
 
 import jax
@@ -72,16 +71,9 @@ def parameters_of_another_step(folder, step):
     shutil.copytree(checkpoints / "16" / "params", checkpoints / str(step) / "params")
 
 
-def negative_examples(folder, step):
-    """With the right checksum, as only somebody who means it writes it."""
-    path = data_files(folder, step, "meta")[0]
-    meta = json.loads(path.read_text()) | {"examples": -4}
-    path.write_text(json.dumps(meta | {"checksum": checkpoint._checksum_of_meta(meta)}))
-
-
 DAMAGES = [parameters_of_another_step, truncate, empty, flip_a_byte_of_params]
 DAMAGES += [flip_a_byte_of_the_optimizer, delete_a_file, delete_the_parameters, delete_meta]
-DAMAGES += [change_meta, cut_meta, delete_everything, negative_examples]
+DAMAGES += [change_meta, cut_meta, delete_everything]
 
 
 @pytest.fixture(scope="module")

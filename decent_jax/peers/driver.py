@@ -27,7 +27,6 @@ from decent_jax.peers.whole import Whole, counts_of
 from decent_jax.progress import Progress
 from decent_jax.train import algorithm, loop
 from decent_jax.train.evaluation import Evaluator
-from decent_jax.train.finish import finish
 from decent_jax.train.metrics import MetricWriter
 from decent_jax.train.report import shown
 from decent_jax.train.saver import Saver
@@ -201,7 +200,7 @@ class _Driver:
         experiment = self.experiment
         held = algorithm.cost(experiment.config, experiment.schedule, self.whole.template, 1)
         sent = 2 * self._message_bytes() / self.config.mix_every
-        return finish(
+        return loop.finish(
             *(experiment, self.work, self.evaluator, state),
             dataclasses.replace(held, sent_a_step=sent),
             steps=experiment.steps,

@@ -327,17 +327,8 @@ def refused_changes(old: dict, new: dict) -> list[str]:
 
 
 def changeable(task: str) -> str:
-    """The fields that a resumed run may change; a section as ``mesh.*`` where all of it may."""
-    sections: dict[str, list[tuple[str, bool]]] = {}
-    for name, field in fields_of(task).items():
-        section = name.partition(".")[0]
-        sections.setdefault(section, []).append((name, field.may_change))
-    words = []
-    for section, members in sections.items():
-        names = [name for name, may_change in members if may_change]
-        whole = len(members) > 1 and len(names) == len(members)
-        words += [f"{section}.*"] if whole else names
-    return ", ".join(words)
+    """The fields that a resumed run may change."""
+    return ", ".join(name for name, field in fields_of(task).items() if field.may_change)
 
 
 def _check_algorithm(config: ConfigDict) -> None:
