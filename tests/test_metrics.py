@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from decent_jax.json_files import write_json_atomic
-from decent_jax.train import report
+from decent_jax.train import metrics
 from decent_jax.train.metrics import MetricWriter, read_metrics
 
 
@@ -182,8 +182,8 @@ def test_a_row_averages_the_finite_losses_of_its_steps():
     last = {"learning_rate": np.float32(0.1), "skipped": zeros, "failing": zeros}
     sums = None
     for t in range(5):
-        sums = report._add(sums, {"loss": loss[t], "grad_norm": norm[t]})
-    row = report._summarize(sums, last)
+        sums = metrics._add(sums, {"loss": loss[t], "grad_norm": norm[t]})
+    row = metrics._summarize(sums, last)
     exact, of_replicas = loss.astype(float), np.nanmean(loss.astype(float), axis=0)
     wanted = {
         "loss": np.nanmean(exact),

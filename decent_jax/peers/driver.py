@@ -27,8 +27,7 @@ from decent_jax.peers.whole import Whole, counts_of
 from decent_jax.progress import Progress
 from decent_jax.train import algorithm, loop
 from decent_jax.train.evaluation import Evaluator
-from decent_jax.train.metrics import MetricWriter
-from decent_jax.train.report import shown
+from decent_jax.train.metrics import MetricWriter, shown
 from decent_jax.train.saver import Saver
 from decent_jax.train.setup import Experiment
 from decent_jax.train.step import TrainState

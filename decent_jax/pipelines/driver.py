@@ -25,7 +25,7 @@ from decent_jax.text import format_bytes
 from decent_jax.train import algorithm, loop
 from decent_jax.train.checkpoint import DAMAGED, change_of, put_aside
 from decent_jax.train.evaluation import Evaluator
-from decent_jax.train.report import shown
+from decent_jax.train.metrics import shown
 from decent_jax.train.step import TrainState
 from decent_jax.train.workdir import Signals, check_there
 

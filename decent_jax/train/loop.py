@@ -16,9 +16,8 @@ from decent_jax.text import format_duration, format_number
 from decent_jax.train import algorithm, hosts
 from decent_jax.train import step as step_lib
 from decent_jax.train.evaluation import Evaluator, local
-from decent_jax.train.metrics import MetricWriter
-from decent_jax.train.programs import Programs
-from decent_jax.train.report import Clock, Profile, Report
+from decent_jax.train.metrics import Clock, MetricWriter, Report
+from decent_jax.train.programs import Profile, Programs
 from decent_jax.train.saver import Saver
 from decent_jax.train.setup import Experiment, open_experiment, train_batches
 from decent_jax.train.step import TrainState
@@ -132,11 +131,12 @@ def train_and_evaluate(
             Signals() as signals,
         ):
             report = Report(
-                *(experiment, work, saver, state),
+                *(config, task, placement, state),
                 clock=clock,
                 writer=writer,
                 progress=progress,
                 measured=feed.means,
+                newest=saver.newest,
             )
             with feed, profile:
                 batch = feed.next(saver, start, state) if start < steps else None
