@@ -4,10 +4,8 @@ A config is an `ml_collections.ConfigDict` with the same fields for every task, 
 ``model`` and ``data``, which the task declares.
 """
 
-import functools
 import importlib.util
 import inspect
-import operator
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -87,11 +85,11 @@ def load_saved(workdir: str | Path) -> ConfigDict:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     config = fields.build(table)
+    known = {name: value for name, value in values.items() if name in table}  # others were removed
+    for name, value in known.items():
+        table[name].check(f"{path}: {name}", value)
     with config.ignore_type():
-        for name in table.keys() & values.keys():  # others were removed since
-            table[name].check(f"{path}: {name}", values[name])
-            *sections, last = name.split(".")
-            functools.reduce(operator.getitem, sections, config)[last] = values[name]
+        config.update_from_flattened_dict(known)
     return config
 
 

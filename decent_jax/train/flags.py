@@ -5,9 +5,7 @@ every mistake is one sentence, before anything starts.
 """
 
 import argparse
-import functools
 import importlib.util
-import operator
 import os
 import sys
 
@@ -139,11 +137,8 @@ def override(config: ConfigDict, name: str, text: str) -> None:
     table = table_of(config)
     if name not in table or name not in flat(config):
         raise ConfigError(unknown_field(name, table))
-    value = fields.parse(table[name], name, text)
-    *groups, last = name.split(".")
-    target = functools.reduce(operator.getitem, groups, config)
-    with target.ignore_type():
-        target[last] = value
+    with config.ignore_type():
+        config.update_from_flattened_dict({name: fields.parse(table[name], name, text)})
 
 
 def _in_a_line(error: BaseException) -> str:
