@@ -24,22 +24,10 @@ def flip_a_byte_of_params(folder, step):
     flip(data_files(folder, step, "params")[0])
 
 
-def flip_a_byte_of_the_optimizer(folder, step):
-    flip(data_files(folder, step, "rest")[0])
-
-
 def flip(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 0x40
     path.write_bytes(data)
-
-
-def delete_a_file(folder, step):
-    data_files(folder, step, "params")[0].unlink()
-
-
-def delete_the_parameters(folder, step):
-    shutil.rmtree(folder / "checkpoints" / str(step) / "params")
 
 
 def delete_meta(folder, step):
@@ -51,11 +39,6 @@ def change_meta(folder, step):
     text = path.read_text()
     assert '"step": 20' in text
     path.write_text(text.replace('"step": 20', '"step": 10'))
-
-
-def cut_meta(folder, step):
-    path = data_files(folder, step, "meta")[0]
-    path.write_text(path.read_text()[:50])
 
 
 def delete_everything(folder, step):
@@ -72,8 +55,7 @@ def parameters_of_another_step(folder, step):
 
 
 DAMAGES = [parameters_of_another_step, truncate, empty, flip_a_byte_of_params]
-DAMAGES += [flip_a_byte_of_the_optimizer, delete_a_file, delete_the_parameters, delete_meta]
-DAMAGES += [change_meta, cut_meta, delete_everything]
+DAMAGES += [delete_meta, change_meta, delete_everything]
 
 
 @pytest.fixture(scope="module")

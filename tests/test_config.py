@@ -84,15 +84,7 @@ schedule=base_k(max_degree=0) | schedule: base_k: max_degree must .*1, got 0
 schedule=hierarchical | schedule: hierarchical needs .*4 replicas with local_size 1
 # numbers
 num_replicas=0 | num_replicas must be at least 1, got 0
-optimizer.window=0 | optimizer.window must be at least 1, got 0
 accum_steps=4 | accum_steps is called optimizer.window now: .* set micro_batches
-mix_every=0 | mix_every must be at least 1, got 0
-batch_size=0 | batch_size must be at least 1, got 0
-micro_batches=0 | micro_batches must be at least 1, got 0
-local_size=0 | local_size must be at least 1, got 0
-log.every=0 | log.every must be at least 1, got 0
-checkpoint.keep=0 | checkpoint.keep must be at least 1, got 0
-max_failing_steps=0 | max_failing_steps must be at least 1, got 0
 seed=-1 | seed must not be negative, got -1
 steps=0 | steps must be at least 1 (or epochs above 0), got 0
 steps=-5 | steps must not be negative, got -5
@@ -101,8 +93,6 @@ learning_rate=nan | learning_rate must be finite, got nan
 optimizer.b1=1 | optimizer.b1 must be in [0, 1), got 1.0
 eval.ema_decay=1.5 | eval.ema_decay must be in [0, 1), got 1.5
 epochs=0.001 | 0.001 epochs are less than a step, 50 are one epoch
-mesh.fsdp=0 | mesh.fsdp must be at least 1, got 0
-cluster.timeout_s=0 | cluster.timeout_s must be at least 1, got 0
 # combinations
 batch_size=10 | batch_size 10 cannot be shared out over 4 replicas; use a multiple of 4, or another
   num_replicas
@@ -220,6 +210,7 @@ MADE = "from decent_jax import train as t\ndef get_config(): c = t.default_confi
 @pytest.mark.parametrize(
     ("source", "message"),
     [
+        (MADE.format("c.accum_steps = 2"), r"accum_steps is called optimizer\.window now: "),
         ("def get_config(): raise KeyError('boom')", "broken.py: KeyError: boom$"),
         ("def get_config(): return {'steps': 3}", r"get_config\(\) must return a ConfigDict, got"),
         ("x = 1", r"has no function get_config\(\)"),
@@ -297,6 +288,16 @@ def test_the_command_itself_exits_with_2_and_without_a_traceback(tiny_data, tmp_
     assert done.returncode == 2
     assert one_sentence(done.stderr).startswith("batch_size 9 cannot be shared out over 4")
     assert done.stdout == "" and not (tmp_path / "run").exists()
+
+
+COUNTS = "optimizer.window mix_every batch_size micro_batches local_size log.every checkpoint.keep"
+COUNTS += " max_failing_steps mesh.fsdp cluster.timeout_s"
+
+
+@pytest.mark.parametrize("name", COUNTS.split())
+def test_nothing_counts_to_zero(name):
+    with pytest.raises(ConfigError, match=f"^{name} must be at least 1, got 0$"):
+        config_lib.FIELDS[name].check(name, 0)
 
 
 def test_durations():
@@ -377,16 +378,6 @@ def test_a_field_with_another_name_than_in_the_run(tmp_path):
     nested["accum_steps"] = nested["optimizer"].pop("window")
     (tmp_path / "config.json").write_text(json.dumps(nested))
     assert saved_model.Run(tmp_path).config.optimizer.window == 3
-
-
-def test_a_config_file_with_a_name_of_before(tmp_path):
-    file = tmp_path / "old.py"
-    file.write_text(
-        "from decent_jax import train\n\ndef get_config():\n    config = train.default_config()\n"
-        "    config.accum_steps = 2\n    return config\n"
-    )
-    with pytest.raises(ConfigError, match=r"accum_steps is called optimizer\.window now: .*"):
-        flags.load(str(file))
 
 
 def test_drops_are_durations():

@@ -40,13 +40,6 @@ def test_network_cards_that_are_not(monkeypatch, wanted):
 # --- Sentences ----------------------------------------------------------------------------------
 
 
-def test_lost_processes_are_named():
-    one = watch.explain([2], ["a", "b", "c"], "no sign of life for 30 s")
-    assert one.startswith("process 2 (c) was lost: no sign of life for 30 s; the same command")
-    two = watch.explain([1, 2], ["a", "b", "c"], "no sign of life for 30 s")
-    assert two.startswith("processes 1 (b) and 2 (c) were lost:")
-
-
 def test_errors_of_an_exchange_are_told_from_others():
     for yes in ("UNKNOWN: Gloo collective permute failed: Read", "INTERNAL: NCCL operation failed"):
         assert watch.concerns_an_exchange(ValueError(yes))

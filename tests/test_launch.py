@@ -21,8 +21,8 @@ from decent_jax import json_files, topology
 from decent_jax.cluster import start
 from decent_jax.errors import PEER_LOST
 from decent_jax.topology.plan_file import Plan
-from decent_jax.train import ConfigError, flags
 from decent_jax.train import config as config_lib
+from decent_jax.train import flags
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCH = ROOT / "launch"
@@ -77,11 +77,6 @@ def test_a_batch_may_follow_the_number_of_replicas_only():
     assert config_lib.refused_changes(old, follows) == []
     other = json_files.flat(tiny.config("DATA", num_replicas=3, batch_size=12))
     assert config_lib.refused_changes(old, other) == ["batch_size: 8 -> 12"]
-
-
-def test_replicas_that_do_not_fit():
-    with pytest.raises(ConfigError, match="4 replicas cannot be spread evenly over 3 processes"):
-        supervise.fit(tiny.config("DATA"), 3, 3)
 
 
 def member(name):
@@ -203,17 +198,6 @@ def test_hosts_and_the_command_for_them():
     first, second = supervise._members(options)
     assert (first.address, second.address) == ("10.0.0.1", "b")
     assert second.argv == ["ssh", "b", "cd /x &&"] and program == [str(ROOT / "train.py")]
-
-
-def test_mistakes_of_the_supervisor_are_a_sentence(capsys):
-    assert supervise.main(["--processes", "2", "--", "nothing.py"]) == 2
-    assert supervise.main(["--processes", "0", "--", str(ROOT / "train.py")]) == 2
-    assert supervise.main(["--processes", "2", "--", str(ROOT / "train.py")]) == 2
-    fewest = ["--processes", "2", "--fewest", "9", "--", str(ROOT / "train.py")]
-    assert supervise.main(fewest) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["supervise"] * 4
-    assert "--fewest must be from 1 to 2, the processes" in lines[3]
 
 
 # --- A host is lost -------------------------------------------------------------------------------

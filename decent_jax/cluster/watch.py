@@ -105,8 +105,8 @@ def watch(hosts: list[str], heartbeat_s: float) -> None:
 def explain(lost: list[int], hosts: list[str], why: str) -> str:
     """A sentence that names the lost processes.
 
-    >>> explain([2], ["a", "b", "c"], "no sign of life for 30 s").partition(";")[0]
-    'process 2 (c) was lost: no sign of life for 30 s'
+    >>> explain([1, 2], ["a", "b", "c"], "no sign of life for 30 s").partition(";")[0]
+    'processes 1 (b) and 2 (c) were lost: no sign of life for 30 s'
     """
     verb = "was" if len(lost) == 1 else "were"
     return (
