@@ -69,7 +69,7 @@ config.cluster.update(coordinator=sys.argv[1], num_processes=count, process_id=i
 config.cluster.heartbeat_s = heartbeat_s
 watch._TOGETHER_S = 2
 try:
-    with cluster.lost_peers_told():
+    with watch.lost_peers_told():
         cluster.start(config, sys.path[0])  # the folder of this file
         if end == "1 fails" and index == 1:
             raise ValueError("a mistake in the program of one process")

@@ -11,6 +11,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from decent_jax.cluster import start as cluster
+from decent_jax.cluster.watch import lost_peers_told
 from decent_jax.errors import DataError, Interrupted, RunError, TrainingFailed
 from decent_jax.text import format_duration, format_number
 from decent_jax.train import algorithm, hosts
@@ -26,6 +27,7 @@ from decent_jax.train.workdir import Signals, Workdir
 TIMED = 3  # steps of `check`
 
 
+@lost_peers_told()
 def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
     """Train as ``config`` says, in the directory ``workdir``; resume the run that is there.
 
@@ -42,6 +44,7 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
         return train_and_evaluate(experiment, work)
 
 
+@lost_peers_told()
 def check(config: ConfigDict) -> None:
     """Do what a run does before its second step, and no more: `decent-jax train --check`.
 
