@@ -251,7 +251,7 @@ class _Door:
 
     def _admit(self, connection: socket.socket, hello: dict) -> None:
         with self._lock:
-            refusal = _misfit(hello, self.hellos)
+            refusal = self.refusal or _misfit(hello, self.hellos)
             if refusal is None:
                 connection.setblocking(False)
                 self.members[hello["process"]] = connection

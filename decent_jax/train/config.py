@@ -162,11 +162,10 @@ def _check_lengths(config: ConfigDict) -> None:
             f"a replica's {config.batch_size // n} examples (batch_size {config.batch_size} over "
             f"{n} replicas) cannot be cut into {config.micro_batches} micro_batches"
         )
-    number, unit = parse_duration("lr_schedule.warmup", config.lr_schedule.warmup)
-    if config.lr_schedule.name == "cosine" and not config.epochs and unit != "epoch":
-        check_warmup(number * (config.steps / 100 if unit == "%" else 1), config.steps)
-    if config.lr_schedule.name == "cosine" and unit == "%" and number > 100:
-        raise ConfigError(f"lr_schedule.warmup of {number:g}% does not fit into the run")
+    if config.lr_schedule.name == "cosine" and not config.epochs:
+        warmup, steps_per_epoch = config.lr_schedule.warmup, 0  # once known, it is checked again
+        steps = in_steps("lr_schedule.warmup", warmup, steps_per_epoch, config.steps)
+        check_warmup(steps, config.steps)
 
 
 def load_plan(config: ConfigDict) -> Plan | None:
@@ -276,11 +275,11 @@ def _drops(config: ConfigDict) -> list[str]:
     return [drop for drop in config.lr_schedule.drops.split(",") if drop.strip()]
 
 
-def check_warmup(warmup: float, steps: int) -> None:
+def check_warmup(warmup: int, steps: int) -> None:
     """Raises ConfigError where a cosine would begin after the end of the run."""
     if warmup > steps:
         raise ConfigError(
-            f"lr_schedule.warmup of {warmup:g} steps does not fit into a run of {steps}"
+            f"lr_schedule.warmup of {warmup} steps does not fit into a run of {steps}"
         )
 
 
