@@ -29,6 +29,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from multiprocessing import AuthenticationError
 from pathlib import Path
 from typing import Any
 
@@ -154,10 +155,6 @@ def _gather(port: int, own: dict, known: bytes, end: float, timeout_s: float) ->
         return answer
 
 
-class _Stranger(Exception):
-    """Who has connected is no process of this run; the message says what it did."""
-
-
 class _Door:
     """Where process 0 admits the others and leaves strangers out.
 
@@ -224,8 +221,8 @@ class _Door:
             why = f"was silent for {ANSWER_S} s"
         except OSError:
             why = "left, sent too much, or was the oldest of too many"
-        except _Stranger as stranger:
-            why = str(stranger)
+        except AuthenticationError as error:
+            why = str(error)
         else:
             self._admit(connection, hello)
             return
@@ -245,7 +242,7 @@ class _Door:
                 if connection in self._guests:
                     self._guests.remove(connection)
         if not hmac.compare_digest(given, secret.proof(self._secret, "process", nonce, other)):
-            raise _Stranger("does not know the secret of this run")
+            raise AuthenticationError("does not know the secret of this run")
         connection.sendall(secret.proof(self._secret, "process 0", nonce, other))
         return json.loads(_receive(connection, end))
 
