@@ -1,7 +1,6 @@
 """What a user can get wrong in a config or on the command line, and the sentence that answers."""
 
 import errno
-import importlib.util
 import json
 import re
 import shlex
@@ -12,22 +11,16 @@ from pathlib import Path
 import pytest
 import tiny
 
-from decent_jax import fields, json_files, saved_model, train
+from decent_jax import command, fields, json_files, saved_model, train
 from decent_jax.train import ConfigError, flags, loop, setup
 from decent_jax.train import config as config_lib
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def load_command():
-    """The file train.py as a module."""
-    spec = importlib.util.spec_from_file_location("train_command", ROOT / "train.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-command = load_command()
+def main(argv):
+    """As train.py does."""
+    return command.train(argv, "train.py")
 
 
 @pytest.fixture
@@ -42,7 +35,7 @@ def call(tmp_path, tiny_data, capsys, monkeypatch):
 
     def call(*arguments, config=path, workdir=tmp_path / "run"):
         argv = ["--config", str(config), *arguments]
-        code = command.main(argv + (["--workdir", str(workdir)] if workdir else []))
+        code = main(argv + (["--workdir", str(workdir)] if workdir else []))
         return code, capsys.readouterr().err
 
     return call
@@ -254,7 +247,7 @@ def test_a_command_line_that_does_not_work(tiny_data, tmp_path, capsys, argv, me
     path, text = tiny.write_config(tmp_path / "c.py", tiny_data), tmp_path / "notes.txt"
     text.write_text("")
     argv = [arg.replace("CONFIG", str(path)).replace("TEXT", str(text)) for arg in argv]
-    assert command.main(argv) == 2
+    assert main(argv) == 2
     assert message in one_sentence(capsys.readouterr().err)
     assert not Path("w").exists()
 
@@ -262,7 +255,7 @@ def test_a_command_line_that_does_not_work(tiny_data, tmp_path, capsys, argv, me
 def test_show_prints_every_field_and_help_the_way(tiny_data, tmp_path, capsys):
     path = str(tiny.write_config(tmp_path / "c.py", tiny_data))
     with pytest.raises(SystemExit) as left:
-        command.main(["--config", path, "--config.steps=77", "--show"])
+        main(["--config", path, "--config.steps=77", "--show"])
     assert left.value.code == 0
     shown = capsys.readouterr().out.splitlines()
     values = [line.partition("  # ")[0].rstrip() for line in shown]
@@ -270,7 +263,7 @@ def test_show_prints_every_field_and_help_the_way(tiny_data, tmp_path, capsys):
     assert any(line.endswith("  # updates of each replica") for line in shown)
     assert len(shown) == len(json_files.flat(train.default_config()))
     with pytest.raises(SystemExit) as left:
-        command.main(["--help"])
+        main(["--help"])
     assert left.value.code == 0
     words = capsys.readouterr().out
     assert "--config.NAME=VALUE" in words and "--workdir" in words and "resume" in words

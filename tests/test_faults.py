@@ -1,23 +1,21 @@
 """What goes wrong between processes is one sentence that names the process, in bounded time."""
 
 import os
-import runpy
 import signal
 import socket
-from pathlib import Path
 
 import jax
 import pytest
 import tiny
 from several import cluster_flags, free_port, said, until
 
+from decent_jax import command
 from decent_jax.cluster import start as cluster
 from decent_jax.cluster import watch
 from decent_jax.errors import PEER_LOST
 from decent_jax.train import ConfigError
 from decent_jax.train import config as config_lib
 
-ROOT = Path(__file__).resolve().parents[1]
 HEARTBEAT_S = 4
 
 
@@ -174,7 +172,7 @@ def test_train_names_a_host_that_never_comes(monkeypatch, tmp_path, tiny_data, c
     flags = ["--config", str(path), "--workdir", str(tmp_path / "run")]
     flags += [*cluster_flags(free_port(), 2, 0), "--config.cluster.timeout_s=1"]
     try:
-        assert runpy.run_path(str(ROOT / "train.py"))["main"](flags) == 2
+        assert command.train(flags, "train.py") == 2
     finally:
         jax.config.update("jax_cpu_collectives_implementation", collectives)
     line = capsys.readouterr().err.splitlines()[-1]
