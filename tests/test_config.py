@@ -238,7 +238,7 @@ COMMAND_LINES = """
 --config CONFIG extra | unknown argument 'extra' (--help shows how)
 --config CONFIG --config.steps | --config.steps needs a value: --config.steps=
 --config CONFIG:fast --workdir w | get_config() takes 0 positional
---config TEXT --workdir w | is not a Python file
+--config TEXT --workdir w | notes.txt has no function get_config()
 """
 
 

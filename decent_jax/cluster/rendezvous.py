@@ -20,7 +20,6 @@ before the proof. A thread serves each connection, until a deadline of its own:
 import collections
 import contextlib
 import hmac
-import importlib.metadata
 import json
 import platform
 import secrets
@@ -33,6 +32,7 @@ from multiprocessing import AuthenticationError
 from pathlib import Path
 from typing import Any
 
+from decent_jax import extras
 from decent_jax.cluster import secret
 from decent_jax.errors import ConfigError
 from decent_jax.text import name_all, printable, shorten, shown
@@ -55,11 +55,7 @@ _TICK_S = 0.1  # between two looks at who is there
 def describe(config: Mapping[str, object]) -> dict[str, str]:
     """What must be equal on all processes: versions, and the fields of the (flat) config."""
     versions = {"Python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
+    versions |= {package: extras.version(package) for package in _PACKAGES}
     fields = {f"config.{k}": repr(value) for k, value in config.items() if k not in _OWN_FIELDS}
     return versions | fields
 
