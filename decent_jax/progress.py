@@ -8,7 +8,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 from decent_jax import extras
@@ -62,31 +62,21 @@ def announce(
         print(took, file=out, flush=True)
 
     started = time.monotonic()
+    timer = threading.Timer(after_s, begin)
+    timer.daemon = True
+    timer.start() if after_s else begin()
     try:
-        with _later(after_s, begin):
+        try:
             yield
+        finally:
+            timer.cancel()
+            if after_s:
+                timer.join()
     except BaseException as error:
         if begun.is_set() or not isinstance(error, ConfigError | DataError | CheckpointError):
             end("failed after")
         raise
     end("done in")
-
-
-@contextlib.contextmanager
-def _later(seconds: float, action: Callable[[], None]) -> Iterator[None]:
-    """A context in which ``action()`` happens once, unless the context ends before that."""
-    if not seconds:
-        action()
-        yield
-        return
-    timer = threading.Timer(seconds, action)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
 
 
 def columns(stream: TextIO) -> int:

@@ -74,16 +74,12 @@ def load_saved(workdir: str | Path) -> ConfigDict:
     """
     path = Path(workdir) / "config.json"
     try:
-        saved = read_json(path)
-        values = under_new_names(flat(saved)) if isinstance(saved, dict) else {}
-    except (OSError, DataError, RecursionError):
-        saved, values = None, {}
-    if not isinstance(saved, dict) or not isinstance(saved.get("task"), str):
-        raise ConfigError(f"{workdir} holds no run: there is no readable config.json")
-    try:
-        table = fields_of(saved["task"])
+        values = under_new_names(flat(read_json(path)))
+        table = fields_of(values["task"])
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+    except (OSError, DataError, RecursionError, AttributeError, KeyError, TypeError):
+        raise ConfigError(f"{workdir} holds no run: there is no readable config.json") from None
     config = fields.build(table)
     known = {name: value for name, value in values.items() if name in table}  # others were removed
     for name, value in known.items():

@@ -8,7 +8,6 @@ slower links it leaves out steps, on faster ones it also sends more.
 """
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,11 @@ from ml_collections import ConfigDict
 from decent_jax import topology
 from decent_jax.cluster import start as cluster
 from decent_jax.errors import ConfigError
-from decent_jax.json_files import read_text
 from decent_jax.replicas import Placement
 from decent_jax.text import format_bytes
 from decent_jax.topology import Schedule
 from decent_jax.train import algorithm
-from decent_jax.train.config import AUTO, ONE_HOST, make_schedule
+from decent_jax.train.config import AUTO, ONE_HOST, load_saved, make_schedule
 
 WITHIN_HOSTS = "hierarchical(complete, one_peer_exp)"
 
@@ -98,10 +96,8 @@ def _with(config: ConfigDict, schedule: str, local_size: int) -> ConfigDict:
 def _of_run(folder: str | Path, num_replicas: int) -> tuple[str, int] | None:
     """(schedule, local_size) of the run in a folder; a damaged one is refused later."""
     try:
-        saved = json.loads(read_text(Path(folder) / "config.json"))
-        found = saved["schedule"], saved["local_size"]
-        same = saved["num_replicas"] == num_replicas
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        saved = load_saved(folder)
+    except ConfigError:
         return None
-    is_one = same and isinstance(found[0], str) and isinstance(found[1], int)
-    return found if is_one and found[0] != AUTO else None
+    is_one = saved.num_replicas == num_replicas and saved.schedule != AUTO
+    return (saved.schedule, saved.local_size) if is_one else None
