@@ -191,10 +191,14 @@ def load_plan(config: ConfigDict) -> Plan | None:
 
 def config_of_plan(config: ConfigDict, plan: Plan) -> ConfigDict:
     """The config with the plan's ``schedule`` (by its name), ``local_size`` and ``mix_every``."""
+    name, local_size = plan.schedule.name, plan.schedule.rounds[0].group_size
+    return changed(config, schedule=name, local_size=local_size, mix_every=plan.mix_every)
+
+
+def changed(config: ConfigDict, **values: Any) -> ConfigDict:
+    """A locked copy of a config with other values of some fields."""
     config = ConfigDict(config.to_dict())
-    config.schedule = plan.schedule.name
-    config.local_size = plan.schedule.rounds[0].group_size
-    config.mix_every = plan.mix_every
+    config.update(values)
     return config.lock()
 
 
