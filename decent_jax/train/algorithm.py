@@ -16,6 +16,7 @@ import optax
 from ml_collections import ConfigDict
 
 from decent_jax import optim, topology
+from decent_jax.errors import ConfigError
 from decent_jax.gossip import AxisName, wire
 from decent_jax.named_modules import module_named
 from decent_jax.optim import METHODS, Parts
@@ -38,10 +39,13 @@ def transformation(
     """The transformation of one replica.
 
     Raises:
-      ValueError: a pairing that cannot be, in one sentence that names both sides.
+      ConfigError: a pairing that cannot be, in one sentence that names both sides.
     """
     method = METHODS[config.algorithm]
-    return method.build(parts(config, schedule, rate, decay_mask, axis_name))
+    try:
+        return method.build(parts(config, schedule, rate, decay_mask, axis_name))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def parts(

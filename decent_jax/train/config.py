@@ -98,10 +98,7 @@ def validate(config: ConfigDict) -> None:
     from decent_jax.train import algorithm
 
     schedule, _ = resolve(config)
-    try:
-        algorithm.transformation(config, schedule, 1.0)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    algorithm.transformation(config, schedule, 1.0)
 
 
 def resolve(config: ConfigDict) -> tuple[topology.Schedule, Plan | None]:

@@ -58,7 +58,7 @@ def suggestion(config: ConfigDict, per_host: int) -> ConfigDict | None:
     within = changed(config, schedule=WITHIN_HOSTS, local_size=per_host)
     try:
         algorithm.transformation(within, make_schedule(within), 1.0)
-    except ValueError:
+    except ConfigError:
         return None
     return within
 
