@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 
-import jax
 import pytest
 import tiny
 from several import cluster_flags, free_port, said, until
@@ -165,16 +164,12 @@ def test_simulated_devices_find_threads_to_wait_in(flag, threads, monkeypatch):
     assert os.environ["PJRT_NPROC"] == str(threads)
 
 
-def test_train_names_a_host_that_never_comes(monkeypatch, tmp_path, tiny_data, capsys):
-    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # start() appends to them
-    collectives = jax.config.values["jax_cpu_collectives_implementation"]
+@pytest.mark.usefixtures("joins")
+def test_train_names_a_host_that_never_comes(tmp_path, tiny_data, capsys):
     path = tiny.write_config(tmp_path / "config_file.py", tiny_data)
     flags = ["--config", str(path), "--workdir", str(tmp_path / "run")]
     flags += [*cluster_flags(free_port(), 2, 0), "--config.cluster.timeout_s=1"]
-    try:
-        assert command.train(flags, "train.py") == 2
-    finally:
-        jax.config.update("jax_cpu_collectives_implementation", collectives)
+    assert command.train(flags, "train.py") == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("train.py: process 1 of 2 did not come within 1 s")
     assert not (tmp_path / "run").exists()

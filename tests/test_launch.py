@@ -1,9 +1,9 @@
 """What starts processes: the supervisor, and the files for SLURM, Open MPI and Kubernetes."""
 
-import importlib.util
 import json
 import os
 import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -28,15 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAUNCH = ROOT / "launch"
 
 
-def _load(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses look it up
-    spec.loader.exec_module(module)
-    return module
-
-
-supervise = _load(LAUNCH / "supervise.py")
+supervise = SimpleNamespace(**runpy.run_path(str(LAUNCH / "supervise.py")))
 
 # --- What changes with the number of processes ----------------------------------------------------
 
