@@ -49,8 +49,8 @@ from small_problems import EXP, OPTIMUM, RING, VARIANTS, Pair, Variant, pair
 
 from decent_jax import topology
 from decent_jax.planner import outputs
+from decent_jax.progress import Progress
 from decent_jax.simulate import lose
-from decent_jax.train.bar import Progress
 
 BY_LABEL = {variant.label: variant for variant in VARIANTS}
 

@@ -5,7 +5,6 @@ import io
 import os
 import signal
 import sys
-from pathlib import Path
 
 from decent_jax.config_files import NAMES
 from decent_jax.errors import (
@@ -52,21 +51,20 @@ field of a config with its meaning. The configs that come with the package:
 def main(argv: list[str] | None = None) -> int:
     """The console script; returns the exit code of the command, 2 if there is no such command."""
     argv = sys.argv[1:] if argv is None else argv
-    known = {name: row for name, row in COMMANDS.items() if _is_there(row[0])}
     if not argv or argv[0] in ("-h", "--help"):
-        print(_help(known))
+        print(_help())
         return 0
     name, *rest = argv
-    if name not in known:
+    if name not in COMMANDS:
         print(
-            f"decent-jax: there is no command {shown(name)}; choose one of {', '.join(known)}",
+            f"decent-jax: there is no command {shown(name)}; choose one of {', '.join(COMMANDS)}",
             file=sys.stderr,
         )
         return 2
     if name == "train":
         return train(rest, "decent-jax train")
     try:
-        return importlib.import_module(known[name][0]).main(rest)
+        return importlib.import_module(COMMANDS[name][0]).main(rest)
     except MissingExtra as error:
         print(f"decent-jax {name}: {error}", file=sys.stderr)
         return 2
@@ -107,26 +105,23 @@ def train(argv: list[str], prog: str) -> int:
         else:
             run(config, workdir)
     except (ConfigError, MissingExtra) as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 2
+        said, code = str(error), 2
     except (TrainingFailed, CheckpointError) as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 1
+        said, code = str(error), 1
     except PeerLost as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return PEER_LOST
+        said, code = str(error), PEER_LOST
     except OSError as error:  # a full disk, a folder that went away
-        said = shorten(f"{type(error).__name__}: {error}", 200)
-        said += f", with --workdir {workdir}"  # not all name a file
-        print(f"{prog}: {said}; once mended, the same command continues", file=sys.stderr)
-        return 1
+        what = shorten(f"{type(error).__name__}: {error}", 200)  # not all name a file
+        said = f"{what}, with --workdir {workdir}; once mended, the same command continues"
+        code = 1
     except Interrupted as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 128 + error.signal
+        said, code = str(error), 128 + error.signal
     except KeyboardInterrupt:  # outside the loop, which saves before it leaves
-        print(f"{prog}: interrupted; the same command continues", file=sys.stderr)
-        return 130
-    return 0
+        said, code = "interrupted; the same command continues", 130
+    else:
+        return 0
+    print(f"{prog}: {said}", file=sys.stderr)
+    return code
 
 
 def leave(code: int) -> None:
@@ -138,16 +133,10 @@ def leave(code: int) -> None:
     sys.exit(code)
 
 
-def _is_there(module: str) -> bool:
-    """Whether this version has the command; found out without an import."""
-    file = Path(__file__).parents[1] / f"{module.replace('.', '/')}.py"
-    return not module or file.is_file()
-
-
-def _help(known: dict[str, tuple[str, str]]) -> str:
+def _help() -> str:
     lines = ["usage: decent-jax COMMAND ...", ""]
     lines += ["Data-parallel training without all-reduce: replicas that gossip.", ""]
-    lines += [f"  {name:<10} {does}" for name, (_, does) in known.items()]
+    lines += [f"  {name:<10} {does}" for name, (_, does) in COMMANDS.items()]
     return "\n".join([*lines, "", EXAMPLES + "  " + ", ".join(NAMES)])
 
 

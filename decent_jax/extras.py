@@ -1,5 +1,6 @@
 """Packages that only a part of this project needs; an extra of pip installs them."""
 
+import importlib.metadata
 import importlib.util
 
 
@@ -23,3 +24,11 @@ def need(extra: str, *packages: str) -> None:
         names = f"{others} and {last}" if others else last
         are = "is" if len(missing) == 1 else "are"
         raise MissingExtra(f"{names} {are} not installed: pip install 'decent_jax[{extra}]'")
+
+
+def version(package: str) -> str:
+    """The version of a distribution, or ``"not installed"``."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

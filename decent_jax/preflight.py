@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     """0 done; 2 processes do not agree or a flag is wrong; 75 another process was lost."""
     try:
         options, config = _parse(arguments)
-        with start.lost_peers_told():
+        with watch.lost_peers_told():
             _run(options, config)
     except (ConfigError, OSError) as error:
         print(f"preflight: {ConfigError(error)}", file=sys.stderr)

@@ -46,18 +46,6 @@ def format_duration(seconds):
     return f"{seconds // 3600} h {seconds % 3600 // 60} min"
 
 
-def format_clock(seconds):
-    """A time as hours, minutes and seconds.
-
-    >>> format_clock(80), format_clock(100_000)
-    ('0:01:20', '1d 3:46:40')
-    """
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    return f"{days}d " * (days > 0) + f"{hours}:{minutes:02}:{seconds:02}"
-
-
 def shorten(text: str, limit: int) -> str:
     """``text``, without its middle where it is longer than ``limit`` characters.
 

@@ -21,7 +21,7 @@ import tiny
 # is read once, and the tests of HLO need the options that users have.
 from jax._src import compiler
 from jax.experimental.compilation_cache import compilation_cache
-from several import start_process  # noqa: F401 (a fixture)
+from several import joins, start_process  # noqa: F401 (fixtures)
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and with them every
 # process they start; the tests of Ctrl-C need it.

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import psutil
 import pytest
 
@@ -46,6 +47,15 @@ def start_process(tmp_path):
     """See `starting`."""
     with starting(tmp_path) as start:
         yield start
+
+
+@pytest.fixture
+def joins(monkeypatch):
+    """For a test that calls `decent_jax.cluster.start`: its settings end with the test."""
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    collectives = jax.config.values["jax_cpu_collectives_implementation"]
+    yield
+    jax.config.update("jax_cpu_collectives_implementation", collectives)
 
 
 def until(true, *processes, seconds: float = 300) -> None:

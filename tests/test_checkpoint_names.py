@@ -23,6 +23,21 @@ BEFORE = {
 SCHEDULES = {"diloco": "complete", "push_sum": "random_out", "swarm": "hypercube"}
 
 
+def round_trip(folder, saved, like, n=4):
+    """What is restored, with the shapes of ``like``, for n replicas of the 4 that are saved."""
+    placement = replicas.place(4, jax.devices()[:1])
+    meta = {"num_replicas": 4, "config": {"eval.ema_decay": 0.0}}
+    meta |= {"examples": 12, "seconds": 1.0, "best": float("inf")}
+    writer = Checkpointer(folder, 1)
+    writer.save(3, jax.device_put(saved, placement.stacked), meta)
+    writer.close()
+    reader = Checkpointer(folder, 1)
+    placement = replicas.place(n, jax.devices()[:1])
+    restored, _ = reader.restore_newest(jax.eval_shape(lambda: like), placement, 1)
+    reader.close()
+    return restored
+
+
 @pytest.mark.parametrize("name", BEFORE)
 @pytest.mark.parametrize("before", [True, False])
 def test_states_are_restored(name, before, tmp_path):
@@ -37,16 +52,7 @@ def test_states_are_restored(name, before, tmp_path):
     if before:
         own = {old: getattr(state.opt_state.own, new) for old, new in BEFORE[name].items()}
         saved = state._replace(opt_state=state.opt_state._replace(own=own))
-    placement = replicas.place(n, jax.devices()[:1])
-    writer = Checkpointer(tmp_path, 1)
-    meta = {"num_replicas": n, "config": {"eval.ema_decay": 0.0}}
-    meta |= {"examples": 12, "seconds": 1.0, "best": float("inf")}
-    writer.save(3, jax.device_put(saved, placement.stacked), meta)
-    writer.close()
-
-    reader = Checkpointer(tmp_path, 1)
-    restored, _ = reader.restore_newest(jax.eval_shape(lambda: state), placement, 1)
-    reader.close()
+    restored = round_trip(tmp_path, saved, state)
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     jax.tree.map(np.testing.assert_array_equal, restored, state)
 
@@ -62,17 +68,7 @@ def test_random_keys_and_complex_numbers_are_restored(n, tmp_path):
         params = {"a": jnp.full((n, 3), 1 + 2j)}
         return TrainState(params, {}, jax.vmap(tx.init)(params), None)
 
-    state, placement = state_of(4), replicas.place(4, jax.devices()[:1])
-    writer = Checkpointer(tmp_path, 1)
-    meta = {"num_replicas": 4, "config": {"eval.ema_decay": 0.0}}
-    meta |= {"examples": 12, "seconds": 1.0, "best": float("inf")}
-    writer.save(3, jax.device_put(state, placement.stacked), meta)
-    writer.close()
-
-    reader = Checkpointer(tmp_path, 1)
-    placement = replicas.place(n, jax.devices()[:1])
-    restored, _ = reader.restore_newest(jax.eval_shape(lambda: state_of(n)), placement, 1)
-    reader.close()
+    restored = round_trip(tmp_path, state_of(4), state_of(n), n)
     jax.tree.map(
         lambda got, wanted: np.testing.assert_array_equal(*map(bits, (got, wanted))),
         restored,

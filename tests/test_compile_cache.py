@@ -1,7 +1,6 @@
 """Where compiled programs are kept, and that a second process finds them there."""
 
 import os
-import re
 import subprocess
 import sys
 import types
@@ -35,8 +34,8 @@ def call(home):
 
 def test_a_second_process_compiles_nothing(tmp_path):
     folder, hits = call(tmp_path)
-    assert re.fullmatch(r"\S+/decent_jax/compiled/[\w.]+-[0-9a-f]{12}", folder) and hits == 0
-    assert Path(folder).is_relative_to(tmp_path) and any(Path(folder).iterdir())
+    assert Path(folder) == tmp_path / "decent_jax" / "compiled" and hits == 0
+    assert any(Path(folder).iterdir())
     same, hits = call(tmp_path)
     assert same == folder and hits >= 1
 
@@ -70,13 +69,6 @@ def test_what_was_read_longest_ago_goes_first(tmp_path, monkeypatch):
     for _ in range(2):  # the second time it is below the limit
         xla._prune(tmp_path)
         assert sorted(path.name for path in (tmp_path / "cpu").iterdir()) == ["a", "b"]
-
-
-@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="another system")
-def test_other_cpus_have_another_folder(monkeypatch):
-    here = xla._cpu()
-    monkeypatch.setattr(Path, "read_text", lambda path: "flags : none")
-    assert xla._cpu() != here
 
 
 def test_nothing_is_kept_while_testing():

@@ -1,7 +1,6 @@
 """What a user can get wrong in a config or on the command line, and the sentence that answers."""
 
 import errno
-import importlib.util
 import json
 import re
 import shlex
@@ -12,22 +11,16 @@ from pathlib import Path
 import pytest
 import tiny
 
-from decent_jax import fields, json_files, saved_model, train
+from decent_jax import command, fields, json_files, saved_model, train
 from decent_jax.train import ConfigError, flags, loop, setup
 from decent_jax.train import config as config_lib
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def load_command():
-    """The file train.py as a module."""
-    spec = importlib.util.spec_from_file_location("train_command", ROOT / "train.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-command = load_command()
+def main(argv):
+    """As train.py does."""
+    return command.train(argv, "train.py")
 
 
 @pytest.fixture
@@ -42,7 +35,7 @@ def call(tmp_path, tiny_data, capsys, monkeypatch):
 
     def call(*arguments, config=path, workdir=tmp_path / "run"):
         argv = ["--config", str(config), *arguments]
-        code = command.main(argv + (["--workdir", str(workdir)] if workdir else []))
+        code = main(argv + (["--workdir", str(workdir)] if workdir else []))
         return code, capsys.readouterr().err
 
     return call
@@ -84,15 +77,7 @@ schedule=base_k(max_degree=0) | schedule: base_k of .*: max_degree must .*1, got
 schedule=hierarchical | schedule: hierarchical of 4 replicas: needs .*, got local_size 1
 # numbers
 num_replicas=0 | num_replicas must be at least 1, got 0
-optimizer.window=0 | optimizer.window must be at least 1, got 0
 accum_steps=4 | accum_steps is called optimizer.window now: .* set micro_batches
-mix_every=0 | mix_every must be at least 1, got 0
-batch_size=0 | batch_size must be at least 1, got 0
-micro_batches=0 | micro_batches must be at least 1, got 0
-local_size=0 | local_size must be at least 1, got 0
-log.every=0 | log.every must be at least 1, got 0
-checkpoint.keep=0 | checkpoint.keep must be at least 1, got 0
-max_failing_steps=0 | max_failing_steps must be at least 1, got 0
 seed=-1 | seed must not be negative, got -1
 steps=0 | steps must be at least 1 (or epochs above 0), got 0
 steps=-5 | steps must not be negative, got -5
@@ -101,8 +86,6 @@ learning_rate=nan | learning_rate must be finite, got nan
 optimizer.b1=1 | optimizer.b1 must be in [0, 1), got 1.0
 eval.ema_decay=1.5 | eval.ema_decay must be in [0, 1), got 1.5
 epochs=0.001 | 0.001 epochs are less than a step, 50 are one epoch
-mesh.fsdp=0 | mesh.fsdp must be at least 1, got 0
-cluster.timeout_s=0 | cluster.timeout_s must be at least 1, got 0
 # combinations
 batch_size=10 | batch_size 10 cannot be shared out over 4 replicas; use a multiple of 4, or another
   num_replicas
@@ -220,6 +203,7 @@ MADE = "from decent_jax import train as t\ndef get_config(): c = t.default_confi
 @pytest.mark.parametrize(
     ("source", "message"),
     [
+        (MADE.format("c.accum_steps = 2"), r"accum_steps is called optimizer\.window now: "),
         ("def get_config(): raise KeyError('boom')", "broken.py: KeyError: boom$"),
         ("def get_config(): return {'steps': 3}", r"get_config\(\) must return a ConfigDict, got"),
         ("x = 1", r"has no function get_config\(\)"),
@@ -254,7 +238,7 @@ COMMAND_LINES = """
 --config CONFIG extra | unknown argument 'extra' (--help shows how)
 --config CONFIG --config.steps | --config.steps needs a value: --config.steps=
 --config CONFIG:fast --workdir w | get_config() takes 0 positional
---config TEXT --workdir w | is not a Python file
+--config TEXT --workdir w | notes.txt has no function get_config()
 """
 
 
@@ -263,7 +247,7 @@ def test_a_command_line_that_does_not_work(tiny_data, tmp_path, capsys, argv, me
     path, text = tiny.write_config(tmp_path / "c.py", tiny_data), tmp_path / "notes.txt"
     text.write_text("")
     argv = [arg.replace("CONFIG", str(path)).replace("TEXT", str(text)) for arg in argv]
-    assert command.main(argv) == 2
+    assert main(argv) == 2
     assert message in one_sentence(capsys.readouterr().err)
     assert not Path("w").exists()
 
@@ -271,7 +255,7 @@ def test_a_command_line_that_does_not_work(tiny_data, tmp_path, capsys, argv, me
 def test_show_prints_every_field_and_help_the_way(tiny_data, tmp_path, capsys):
     path = str(tiny.write_config(tmp_path / "c.py", tiny_data))
     with pytest.raises(SystemExit) as left:
-        command.main(["--config", path, "--config.steps=77", "--show"])
+        main(["--config", path, "--config.steps=77", "--show"])
     assert left.value.code == 0
     shown = capsys.readouterr().out.splitlines()
     values = [line.partition("  # ")[0].rstrip() for line in shown]
@@ -279,7 +263,7 @@ def test_show_prints_every_field_and_help_the_way(tiny_data, tmp_path, capsys):
     assert any(line.endswith("  # updates of each replica") for line in shown)
     assert len(shown) == len(json_files.flat(train.default_config()))
     with pytest.raises(SystemExit) as left:
-        command.main(["--help"])
+        main(["--help"])
     assert left.value.code == 0
     words = capsys.readouterr().out
     assert "--config.NAME=VALUE" in words and "--workdir" in words and "resume" in words
@@ -297,6 +281,16 @@ def test_the_command_itself_exits_with_2_and_without_a_traceback(tiny_data, tmp_
     assert done.returncode == 2
     assert one_sentence(done.stderr).startswith("batch_size 9 cannot be shared out over 4")
     assert done.stdout == "" and not (tmp_path / "run").exists()
+
+
+COUNTS = "optimizer.window mix_every batch_size micro_batches local_size log.every checkpoint.keep"
+COUNTS += " max_failing_steps mesh.fsdp cluster.timeout_s"
+
+
+@pytest.mark.parametrize("name", COUNTS.split())
+def test_nothing_counts_to_zero(name):
+    with pytest.raises(ConfigError, match=f"^{name} must be at least 1, got 0$"):
+        config_lib.FIELDS[name].check(name, 0)
 
 
 def test_durations():
@@ -377,16 +371,6 @@ def test_a_field_with_another_name_than_in_the_run(tmp_path):
     nested["accum_steps"] = nested["optimizer"].pop("window")
     (tmp_path / "config.json").write_text(json.dumps(nested))
     assert saved_model.Run(tmp_path).config.optimizer.window == 3
-
-
-def test_a_config_file_with_a_name_of_before(tmp_path):
-    file = tmp_path / "old.py"
-    file.write_text(
-        "from decent_jax import train\n\ndef get_config():\n    config = train.default_config()\n"
-        "    config.accum_steps = 2\n    return config\n"
-    )
-    with pytest.raises(ConfigError, match=r"accum_steps is called optimizer\.window now: .*"):
-        flags.load(str(file))
 
 
 def test_drops_are_durations():

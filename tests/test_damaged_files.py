@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from decent_jax import json_files, run_folder, saved_model, topology
-from decent_jax.cluster import door
 from decent_jax.errors import CheckpointError, ConfigError, DataError, RunError
 from decent_jax.peers import events, manifest
 from decent_jax.pipelines import files
@@ -179,13 +178,3 @@ def test_files_without_an_end(tmp_path):
         json_files.read_bytes(tmp_path / "zero.json", 1000)
     with pytest.raises(RunError, match=r"it is a pipe: .*metrics\.jsonl"):
         run_folder.load_run(tmp_path)
-
-
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
-@given(st.binary(max_size=200) | mutated(b'{"process": 1, "count": 2, "host": "h", "facts": {}}'))
-def test_what_a_process_says_about_itself(line):
-    hello = door._hello(line)
-    if hello is not None:
-        assert type(hello["process"]) is int and type(hello["count"]) is int
-        assert hello["host"].isprintable() and len(hello["host"]) <= 64
-        assert all(k.isprintable() and v.isprintable() for k, v in hello["facts"].items())

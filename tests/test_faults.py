@@ -1,23 +1,20 @@
 """What goes wrong between processes is one sentence that names the process, in bounded time."""
 
 import os
-import runpy
 import signal
 import socket
-from pathlib import Path
 
-import jax
 import pytest
 import tiny
 from several import cluster_flags, free_port, said, until
 
+from decent_jax import command
 from decent_jax.cluster import start as cluster
 from decent_jax.cluster import watch
 from decent_jax.errors import PEER_LOST
 from decent_jax.train import ConfigError
 from decent_jax.train import config as config_lib
 
-ROOT = Path(__file__).resolve().parents[1]
 HEARTBEAT_S = 4
 
 
@@ -38,13 +35,6 @@ def test_network_cards_that_are_not(monkeypatch, wanted):
 
 
 # --- Sentences ----------------------------------------------------------------------------------
-
-
-def test_lost_processes_are_named():
-    one = watch.explain([2], ["a", "b", "c"], "no sign of life for 30 s")
-    assert one.startswith("process 2 (c) was lost: no sign of life for 30 s; the same command")
-    two = watch.explain([1, 2], ["a", "b", "c"], "no sign of life for 30 s")
-    assert two.startswith("processes 1 (b) and 2 (c) were lost:")
 
 
 def test_errors_of_an_exchange_are_told_from_others():
@@ -76,7 +66,7 @@ config.cluster.update(coordinator=sys.argv[1], num_processes=count, process_id=i
 config.cluster.heartbeat_s = heartbeat_s
 watch._TOGETHER_S = 2
 try:
-    with cluster.lost_peers_told():
+    with watch.lost_peers_told():
         cluster.start(config, sys.path[0])  # the folder of this file
         if end == "1 fails" and index == 1:
             raise ValueError("a mistake in the program of one process")
@@ -174,16 +164,12 @@ def test_simulated_devices_find_threads_to_wait_in(flag, threads, monkeypatch):
     assert os.environ["PJRT_NPROC"] == str(threads)
 
 
-def test_train_names_a_host_that_never_comes(monkeypatch, tmp_path, tiny_data, capsys):
-    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # start() appends to them
-    collectives = jax.config.values["jax_cpu_collectives_implementation"]
+@pytest.mark.usefixtures("joins")
+def test_train_names_a_host_that_never_comes(tmp_path, tiny_data, capsys):
     path = tiny.write_config(tmp_path / "config_file.py", tiny_data)
     flags = ["--config", str(path), "--workdir", str(tmp_path / "run")]
     flags += [*cluster_flags(free_port(), 2, 0), "--config.cluster.timeout_s=1"]
-    try:
-        assert runpy.run_path(str(ROOT / "train.py"))["main"](flags) == 2
-    finally:
-        jax.config.update("jax_cpu_collectives_implementation", collectives)
+    assert command.train(flags, "train.py") == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("train.py: process 1 of 2 did not come within 1 s")
     assert not (tmp_path / "run").exists()

@@ -118,6 +118,7 @@ OTHER = [
     ("no name", f"supervise --hosts a,,b -- {OF_TRAIN}", "--hosts must be names between commas"),
     ("no command", f"supervise --hosts a --via nothing -- {OF_TRAIN}", "there is no command"),
     ("nothing", "supervise --processes 2", "say what to start after --"),
+    ("no file", "supervise --processes 2 -- nothing.py", "say what to start after --"),
     ("fewest 0", "supervise --processes 2 --fewest 0 -- train.py", "--fewest must be from 1 to 2"),
     (
         "via",

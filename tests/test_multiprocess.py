@@ -3,7 +3,6 @@
 import json
 import signal
 import socket
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -16,7 +15,6 @@ from decent_jax.errors import PEER_LOST
 from decent_jax.topology.plan_file import Plan
 from decent_jax.train import checkpoint
 
-ROOT = Path(__file__).resolve().parents[1]
 STEPS = 8
 CHANGES = {"steps": STEPS, "eval": {"every": 4}}
 FLAGS = [f"--config.steps={STEPS}", "--config.eval.every=4", "--config.mesh.devices=0"]
@@ -32,16 +30,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 # What train.py does, several times in the same processes.
 SEVERAL_RUNS = """
-import importlib.util, json, sys
-from decent_jax.cluster import watch
-spec = importlib.util.spec_from_file_location("command", sys.argv[1])
-command = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(command)
-sys.argv[0] = sys.argv[1]  # its name stands before what the watch says
-for argv in json.loads(sys.argv[2]):
-    code = command.main(argv + sys.argv[3:])
+import json, sys
+from decent_jax import command
+sys.argv[0] = "train.py"  # its name stands before what the watch says
+for argv in json.loads(sys.argv[1]):
+    code = command.train(argv + sys.argv[2:], "train.py")
     if code:
-        watch.leave(code)
+        command.leave(code)
 """
 
 
@@ -55,7 +50,7 @@ def start(tmp_path_factory, compile_once):
         def start(*runs, count=4, devices=1):
             flags = ["--config", path, *FLAGS, "--workdir"]
             runs = json.dumps([[*flags, str(workdir), *own] for workdir, own in runs])
-            program = ["-c", SEVERAL_RUNS, ROOT / "train.py", runs]
+            program = ["-c", SEVERAL_RUNS, runs]
             environment = compile_once | {"JAX_NUM_CPU_DEVICES": str(devices)}
             port = free_port()
             return [

@@ -12,7 +12,7 @@ import tiny
 
 from decent_jax import command, topology, train
 from decent_jax.errors import ConfigError
-from decent_jax.train import algorithm, named_optimizer
+from decent_jax.train import algorithm
 from decent_jax.train import config as config_lib
 
 
@@ -138,11 +138,11 @@ def test_files_that_hold_no_schedule(tmp_path, matrices, message):
 
 
 def test_the_name_is_read_as_python(tmp_path):
-    assert named_optimizer.parse(" optax.adafactor( multiply_by_parameter_scale = False ) ") == (
+    assert algorithm.parse(" optax.adafactor( multiply_by_parameter_scale = False ) ") == (
         "optax.adafactor",
         {"multiply_by_parameter_scale": False},
     )
-    assert not named_optimizer.is_dotted("adam") and named_optimizer.is_dotted("optax.adam(b1=.9)")
+    assert not algorithm.is_dotted("adam") and algorithm.is_dotted("optax.adam(b1=.9)")
 
 
 def test_check_says_what_a_run_takes_and_leaves_nothing(

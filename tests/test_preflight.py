@@ -2,12 +2,10 @@
 
 import importlib.metadata
 import itertools
-import os
 import re
 import socket
 import threading
 
-import jax
 import numpy as np
 import pytest
 import tiny
@@ -116,10 +114,9 @@ def test_three_processes_that_slurm_starts(start_process, tmp_path, tiny_data, c
         ("optax", "optax: HERE on process 0 (HOST), 5 on process 1 (HOST)"),
     ],
 )
-def test_processes_that_differ(monkeypatch, capsys, tmp_path, name, difference):
+@pytest.mark.usefixtures("joins")
+def test_processes_that_differ(capsys, tmp_path, name, difference):
     """The command is process 0, a thread is process 1."""
-    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # start() appends to them
-    collectives = jax.config.values["jax_cpu_collectives_implementation"]
     port, received = free_port(), []
     _, config = command._parse(cluster_flags(port, 2, 1))
     description = rendezvous.describe(json_files.flat(config)) | {name: "5"}
@@ -131,12 +128,9 @@ def test_processes_that_differ(monkeypatch, capsys, tmp_path, name, difference):
 
     thread = threading.Thread(target=process_1)
     thread.start()
-    try:
-        save = f"--save={tmp_path / 'network.json'}"
-        assert command.main([save, *cluster_flags(port, 2, 0)]) == 2
-    finally:
-        jax.config.update("jax_cpu_collectives_implementation", collectives)
-        thread.join()
+    save = f"--save={tmp_path / 'network.json'}"
+    assert command.main([save, *cluster_flags(port, 2, 0)]) == 2
+    thread.join()
     here = importlib.metadata.version("optax")
     difference = difference.replace("HOST", socket.gethostname()).replace("HERE", here)
     assert received == [f"the processes differ in {difference}"]

@@ -15,9 +15,7 @@ import pytest
 
 from decent_jax import progress
 from decent_jax.errors import ConfigError
-from decent_jax.progress import announce
-from decent_jax.train import bar
-from decent_jax.train.bar import Progress
+from decent_jax.progress import Progress, announce
 
 
 @pytest.fixture
@@ -229,5 +227,5 @@ def test_what_is_said_before_the_bar_keeps_whole_words(terminal):
 def test_a_notebook_without_widgets_gets_lines(monkeypatch):
     kernel = SimpleNamespace(get_ipython=lambda: SimpleNamespace(config={"IPKernelApp": {}}))
     monkeypatch.setitem(sys.modules, "IPython", kernel)
-    monkeypatch.setattr(bar.importlib.util, "find_spec", lambda name: None)
-    assert bar._notebook_bar() is None
+    monkeypatch.setattr(progress.importlib.util, "find_spec", lambda name: None)
+    assert progress._notebook_bar() is None

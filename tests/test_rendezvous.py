@@ -11,7 +11,7 @@ import time
 import pytest
 from several import free_port
 
-from decent_jax.cluster import door, rendezvous, secret
+from decent_jax.cluster import rendezvous, secret
 from decent_jax.train import ConfigError
 
 HERE = socket.gethostname()
@@ -137,43 +137,26 @@ STRANGERS = {
     "http": b"GET / HTTP/1.1\r\n\r\n",
     "earlier version": json.dumps(HELLO).encode() + b"\n",
     "random": bytes(range(256)) * 40,
-    "oversized": b"x" * (door.LARGEST_MESSAGE + 100_000),
+    "oversized": b"x" * (rendezvous.LARGEST_MESSAGE + 100_000),
     "deep": b"[" * 100_000 + b"\n",
-    "a proof of zeros": bytes(2 * door.NONCE) + json.dumps(HELLO).encode() + b"\n",
-}
-# After a true proof: what only a broken process of the run can send.
-MALFORMED = {
-    "deep": b"[" * 100_000,
-    "no JSON": b"\xff{",
-    "a list": b"[]",
-    "a number as text": HELLO | {"process": "1"},
-    "a number as a list": HELLO | {"process": [1]},
-    "a negative number": HELLO | {"process": -1},
-    "its own number": HELLO | {"process": 0},
-    "a number out of range": HELLO | {"process": 10**300},
-    "a number with 5000 digits": b'{"process": ' + b"9" * 5000 + b"}",
-    "true": HELLO | {"process": True},
-    "facts null": HELLO | {"facts": None},
-    "facts a number": HELLO | {"facts": 7},
-    "facts unhashable": HELLO | {"facts": {"jax": ["1"]}},
-    "count null": HELLO | {"count": None},
+    "a proof of zeros": bytes(2 * rendezvous.NONCE) + json.dumps(HELLO).encode() + b"\n",
 }
 
 
 def proved(group):
     """A connection that has proved to belong to the run."""
     connection = group.connect()
-    nonce, own = connection.recv(door.NONCE), bytes(door.NONCE)
+    nonce, own = connection.recv(rendezvous.NONCE), bytes(rendezvous.NONCE)
     known = secret.find(group.folder, group.port)
     connection.sendall(own + secret.proof(known, "process", nonce, own))
-    assert connection.recv(door.NONCE) == secret.proof(known, "process 0", nonce, own)
+    assert connection.recv(rendezvous.NONCE) == secret.proof(known, "process 0", nonce, own)
     return connection
 
 
 def test_strangers_are_left_out_and_cost_no_time(folder, capsys, monkeypatch):
     """All at the same time, before the honest process comes; one trickles, four are silent."""
-    monkeypatch.setattr(door, "_GUESTS", 12)  # more than these come
-    monkeypatch.setattr(door, "ANSWER_S", 600)
+    monkeypatch.setattr(rendezvous, "_GUESTS", 12)  # more than these come
+    monkeypatch.setattr(rendezvous, "ANSWER_S", 600)
     group = Group(folder, timeout_s=60).come(0)
     with contextlib.ExitStack() as stack:
         for words in (*STRANGERS.values(), b"", b"", b""):
@@ -181,15 +164,9 @@ def test_strangers_are_left_out_and_cost_no_time(folder, capsys, monkeypatch):
             with contextlib.suppress(ConnectionError):
                 connection.sendall(words)
         trickle = stack.enter_context(group.connect())
-        for words in MALFORMED.values():
-            connection = stack.enter_context(proved(group))
-            words = words if isinstance(words, bytes) else json.dumps(words).encode()
-            connection.sendall(words + b"\n")
-            with contextlib.suppress(ConnectionError):
-                while connection.recv(1000):  # its refusal, then the end
-                    pass
-            with contextlib.suppress(ConnectionError):
-                trickle.send(b"x")
+        for _ in range(20):
+            trickle.send(b"x")
+            time.sleep(0.01)
         reset = group.connect()
         reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         reset.close()
@@ -203,10 +180,10 @@ def test_strangers_are_left_out_and_cost_no_time(folder, capsys, monkeypatch):
 def test_silent_strangers_have_a_deadline_and_are_named_when_nobody_comes(
     folder, monkeypatch, capsys
 ):
-    monkeypatch.setattr(door, "ANSWER_S", 0.3)
+    monkeypatch.setattr(rendezvous, "ANSWER_S", 0.3)
     group = Group(folder, timeout_s=1.5).come(0)
     with group.connect() as silent:
-        silent.recv(door.NONCE)
+        silent.recv(rendezvous.NONCE)
         assert silent.recv(1) == b""  # closed by process 0
         result = group.leave()[0]
     assert "did not come within 1.5 s" in result
@@ -228,7 +205,7 @@ def test_an_impostor_at_the_port_of_process_0(folder, monkeypatch):
             connection.sendall(words)
             told = connection.recv(1000)
             with contextlib.suppress(OSError):  # where the process has closed it
-                connection.sendall(bytes(door.NONCE))  # a proof made of nothing
+                connection.sendall(bytes(rendezvous.NONCE))  # a proof made of nothing
                 told += connection.recv(1000)
             heard.append(told)
             connection.close()
@@ -241,7 +218,7 @@ def test_an_impostor_at_the_port_of_process_0(folder, monkeypatch):
         group = Group(folder, port=port).come(1)
         with secret.offered(folder, port):
             thread.join()
-    assert max(map(len, heard)) <= 2 * door.NONCE
+    assert max(map(len, heard)) <= 2 * rendezvous.NONCE
     group.come(0)
     assert group.leave() == dict.fromkeys(range(2), [HERE] * 2)
 
@@ -249,8 +226,8 @@ def test_an_impostor_at_the_port_of_process_0(folder, monkeypatch):
 def test_a_stranger_with_a_wrong_proof_takes_no_place(folder):
     group = Group(folder, timeout_s=1).come(0)
     with group.connect() as connection:
-        connection.recv(door.NONCE)
-        connection.sendall(bytes(2 * door.NONCE) + json.dumps(HELLO).encode() + b"\n")
+        connection.recv(rendezvous.NONCE)
+        connection.sendall(bytes(2 * rendezvous.NONCE) + json.dumps(HELLO).encode() + b"\n")
         assert "process 1 of 2 did not come within 1 s" in group.leave()[0]
 
 

@@ -1,12 +1,11 @@
 """Start jax in one process or in many, and what these have to agree on."""
 
 import collections
-import contextlib
 import os
 import re
 import socket
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -167,20 +166,6 @@ def limit_exchanges(seconds: int) -> None:
         if name not in flags:
             flags += f" --{name}={seconds}"
     os.environ["XLA_FLAGS"] = flags.strip()
-
-
-@contextlib.contextmanager
-def lost_peers_told() -> Iterator[None]:
-    """In this context, an exchange that fails ends the process with the name of the lost one.
-
-    Raises:
-      PeerLost: an exchange failed, though all processes are alive.
-    """
-    try:
-        yield
-    except Exception as error:
-        watch.await_verdict(error)
-        raise
 
 
 def detect_launcher() -> str | None:

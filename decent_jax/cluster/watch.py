@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -105,8 +106,8 @@ def watch(hosts: list[str], heartbeat_s: float) -> None:
 def explain(lost: list[int], hosts: list[str], why: str) -> str:
     """A sentence that names the lost processes.
 
-    >>> explain([2], ["a", "b", "c"], "no sign of life for 30 s").partition(";")[0]
-    'process 2 (c) was lost: no sign of life for 30 s'
+    >>> explain([1, 2], ["a", "b", "c"], "no sign of life for 30 s").partition(";")[0]
+    'processes 1 (b) and 2 (c) were lost: no sign of life for 30 s'
     """
     verb = "was" if len(lost) == 1 else "were"
     return (
@@ -115,22 +116,26 @@ def explain(lost: list[int], hosts: list[str], why: str) -> str:
     )
 
 
-def await_verdict(error: Exception) -> None:
-    """After a failed exchange, wait until the watch names the lost process and ends this one.
+@contextlib.contextmanager
+def lost_peers_told() -> Iterator[None]:
+    """In this context, an exchange that fails ends the process with the name of the lost one.
 
-    A connection breaks at once, but which process broke it is known only after ``heartbeat_s``.
-
-    Args:
-      error: of this process; if it does not concern an exchange, nothing happens.
+    A connection breaks at once, but which process broke it is known only after ``heartbeat_s``:
+    this one waits until the watch ends it.
 
     Raises:
-      PeerLost: nobody is lost.
+      PeerLost: an exchange failed, though all processes are alive.
     """
-    if _watch is None or not concerns_an_exchange(error):
-        return
-    time.sleep(1.5 * _watch.heartbeat_s + 10)
-    line = (str(error).splitlines() or [type(error).__name__])[0]
-    raise PeerLost(f"an exchange with other processes failed, though all are alive: {line}")
+    try:
+        yield
+    except Exception as error:
+        if _watch is None or not concerns_an_exchange(error):
+            raise
+        time.sleep(1.5 * _watch.heartbeat_s + 10)
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise PeerLost(
+            f"an exchange with other processes failed, though all are alive: {line}"
+        ) from error
 
 
 def concerns_an_exchange(error: BaseException | None) -> bool:

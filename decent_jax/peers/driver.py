@@ -24,10 +24,9 @@ from decent_jax.peers.roster import Roster
 from decent_jax.peers.setup import FOLDER, Place
 from decent_jax.peers.start import check_address, ray_of, start_actor
 from decent_jax.peers.whole import Whole, counts_of
+from decent_jax.progress import Progress
 from decent_jax.train import algorithm, loop
-from decent_jax.train.bar import Progress
 from decent_jax.train.evaluation import Evaluator
-from decent_jax.train.finish import finish
 from decent_jax.train.metrics import MetricWriter, shown
 from decent_jax.train.saver import Saver
 from decent_jax.train.setup import Experiment
@@ -200,7 +199,7 @@ class _Driver:
         experiment = self.experiment
         held = algorithm.cost(experiment.config, experiment.schedule, self.whole.template, 1)
         sent = 2 * self._message_bytes() / self.config.mix_every
-        return finish(
+        return loop.finish(
             *(experiment, self.work, self.evaluator, state),
             dataclasses.replace(held, sent_a_step=sent),
             steps=experiment.steps,

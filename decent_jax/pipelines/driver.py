@@ -25,7 +25,6 @@ from decent_jax.text import format_bytes
 from decent_jax.train import algorithm, loop
 from decent_jax.train.checkpoint import DAMAGED, change_of, put_aside
 from decent_jax.train.evaluation import Evaluator
-from decent_jax.train.finish import finish
 from decent_jax.train.metrics import shown
 from decent_jax.train.step import TrainState
 from decent_jax.train.workdir import Signals, check_there
@@ -264,7 +263,7 @@ class _Driver:
         assert found is not None
         params = jax.tree.map(lambda x: jnp.asarray(x)[None], found[0])
         evaluator = Evaluator(self.config, self.experiment.task, self.experiment.placement)
-        return finish(
+        return loop.finish(
             *(self.experiment, self.work, evaluator, TrainState(params, {}, (), None), cost),
             steps=steps,
             final=self.evaluated,

@@ -16,20 +16,16 @@ from decent_jax.train.config import default_config, validate
 
 def run(config, workdir):
     """Train as ``config`` says, in the folder ``workdir``; see `decent_jax.train.loop.run`."""
-    from decent_jax.cluster.start import lost_peers_told
-    from decent_jax.train import loop  # import jax, for which a wrong flag need not wait
+    from decent_jax.train import loop  # imports jax, for which a wrong flag need not wait
 
-    with lost_peers_told():
-        return loop.run(config, workdir)
+    return loop.run(config, workdir)
 
 
 def check(config):
-    """Say what a run of ``config`` takes, and train nothing; see `decent_jax.train.needs.check`."""
-    from decent_jax.cluster.start import lost_peers_told
-    from decent_jax.train.needs import check
+    """Say what a run of ``config`` takes, and train nothing; see `decent_jax.train.loop.check`."""
+    from decent_jax.train import loop
 
-    with lost_peers_told():
-        check(config)
+    loop.check(config)
 
 
 __all__ = [

@@ -1,6 +1,14 @@
-"""The algorithm of a config as an optax transformation, and what it costs."""
+"""The algorithm of a config as an optax transformation, and what it costs.
 
+``optimizer.name`` is one of the project's own, or any by its dotted name, with arguments:
+``"optax.contrib.muon(beta=0.9)"``.
+"""
+
+import ast
 import dataclasses
+import difflib
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,12 +16,13 @@ import optax
 from ml_collections import ConfigDict
 
 from decent_jax import optim, topology
+from decent_jax.errors import ConfigError
 from decent_jax.gossip import AxisName, wire
+from decent_jax.named_modules import module_named
 from decent_jax.optim import METHODS, Parts
-from decent_jax.text import format_bytes
+from decent_jax.text import format_bytes, shown
 from decent_jax.topology import Schedule
 from decent_jax.train import config as config_lib
-from decent_jax.train import named_optimizer
 from decent_jax.train.config_table import FIELDS
 
 # First or last names on the way to arrays that Muon leaves to Adam: embeddings and output layers.
@@ -30,10 +39,13 @@ def transformation(
     """The transformation of one replica.
 
     Raises:
-      ValueError: a pairing that cannot be, in one sentence that names both sides.
+      ConfigError: a pairing that cannot be, in one sentence that names both sides.
     """
     method = METHODS[config.algorithm]
-    return method.build(parts(config, schedule, rate, decay_mask, axis_name))
+    try:
+        return method.build(parts(config, schedule, rate, decay_mask, axis_name))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def parts(
@@ -73,7 +85,7 @@ def optimizer_name(config: ConfigDict) -> str:
     """
     method, name = METHODS[config.algorithm], config.optimizer.name
     allowed = method.optimizers
-    if named_optimizer.is_dotted(name):
+    if is_dotted(name):
         if method.own_momentum or allowed == ("accum_adam",):
             raise ValueError(
                 f"algorithm {config.algorithm} is an optimizer itself, got optimizer.name "
@@ -126,7 +138,7 @@ def describe(config: ConfigDict, schedule: Schedule, cost: Cost) -> str:
     """What the algorithm sends and keeps, in one sentence for the start of a run."""
     sent, by_node, state = map(format_bytes, (cost.sent_a_step, cost.sent_by_node, cost.state))
     name = config.optimizer.name
-    over = f" with {name}" if named_optimizer.is_dotted(name) else ""
+    over = f" with {name}" if is_dotted(name) else ""
     if config.algorithm != "all_reduce":
         over += f" over {schedule.name}"
     elif config.schedule not in (FIELDS["schedule"].default, "auto"):
@@ -146,8 +158,8 @@ def _local_optimizer(config: ConfigDict, rate: optax.ScalarOrSchedule, decay_mas
     # Weight decay enters the gradient, or the update.
     before, after = (optax.identity(), decay) if chosen.decoupled else (decay, optax.identity())
     decoupled = chosen.weight_decay if chosen.decoupled else 0.0
-    if named_optimizer.is_dotted(name):
-        return optax.chain(clip, before, named_optimizer.make(name, rate, decoupled, decay_mask))
+    if is_dotted(name):
+        return optax.chain(clip, before, named_optimizer(name, rate, decoupled, decay_mask))
     if name in ("sgd", "muon"):
         trace = optax.trace(chosen.momentum) if chosen.momentum else optax.identity()
         direction = trace if name == "sgd" else _muon(chosen)
@@ -196,3 +208,86 @@ def _gradient_steps(config: ConfigDict, decay_mask: Any):
         optax.clip_by_global_norm(norm) if norm else optax.identity(),
         optax.add_decayed_weights(decay, decay_mask) if decay else optax.identity(),
     )
+
+
+# --- Optimizers by their dotted names -------------------------------------------------------------
+
+
+def is_dotted(name: str) -> bool:
+    """Whether ``optimizer.name`` is a dotted name, not one of the project's own."""
+    return "." in name.partition("(")[0]
+
+
+def parse(text: str) -> tuple[str, dict[str, Any]]:
+    """The dotted name of an optimizer, and the arguments, which are Python literals.
+
+    >>> parse("optax.contrib.muon(beta=0.9, ns_steps=3)")
+    ('optax.contrib.muon', {'beta': 0.9, 'ns_steps': 3})
+
+    Raises:
+      ValueError: it cannot be read.
+    """
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+        call = tree if isinstance(tree, ast.Call) else ast.Call(tree, [], [])
+        if call.args or any(keyword.arg is None for keyword in call.keywords):
+            raise ValueError
+        given = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        return ast.unparse(call.func), given
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        raise ValueError(
+            f"optimizer.name {shown(text)} cannot be read: write a dotted name, and arguments by "
+            "name as Python literals, such as 'optax.contrib.muon(beta=0.9)'"
+        ) from None
+
+
+def named_optimizer(
+    text: str, rate: optax.ScalarOrSchedule, weight_decay: float, decay_mask: Any
+) -> optax.GradientTransformation:
+    """Calls the function that ``text`` names.
+
+    Args:
+      text: see `parse`; the function takes ``learning_rate``.
+      rate: the run's learning rate.
+      weight_decay: decoupled; given to the function if it takes ``weight_decay``.
+      decay_mask: of the parameters that decay, where the function takes a mask.
+
+    Raises:
+      ValueError: there is no such function, or it does not take these arguments.
+    """
+    path, given = parse(text)
+    factory = _find(path)
+    takes = inspect.signature(factory).parameters
+    if "learning_rate" not in takes:
+        raise ValueError(f"optimizer.name {path} takes no learning_rate, so it is no optimizer")
+    if "learning_rate" in given:
+        raise ValueError(f"optimizer.name {path}: set learning_rate of the config instead")
+    unknown = sorted(given.keys() - takes.keys())
+    if unknown:
+        raise ValueError(f"{path} has no argument {unknown[0]!r}; it takes {', '.join(takes)}")
+    if weight_decay and ("weight_decay" in given or "weight_decay" not in takes):
+        has = "is given its weight_decay twice" if "weight_decay" in given else "has none"
+        raise ValueError(f"{path} {has}: set optimizer.weight_decay=0")
+    if "weight_decay" in takes:  # optax's own default is often not 0
+        given.setdefault("weight_decay", weight_decay)
+        for mask in ("mask", "weight_decay_mask"):
+            if mask in takes and decay_mask is not None:
+                given.setdefault(mask, decay_mask)
+    try:
+        made = factory(learning_rate=rate, **given)
+    except Exception as error:  # of anybody's code
+        raise ValueError(f"optimizer.name {shown(text)}: {error}") from None
+    if not isinstance(made, optax.GradientTransformation):
+        raise ValueError(f"optimizer.name {path} makes no optax.GradientTransformation")
+    return made
+
+
+def _find(path: str) -> Callable[..., Any]:
+    module_path, _, name = path.rpartition(".")
+    module = module_named(module_path, "optimizer.name")
+    found = getattr(module, name, None)
+    if not callable(found):
+        near = difflib.get_close_matches(name, dir(module), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"optimizer.name: {module_path} has no function {name!r}{hint}")
+    return found

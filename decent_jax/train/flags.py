@@ -5,10 +5,8 @@ every mistake is one sentence, before anything starts.
 """
 
 import argparse
-import functools
-import importlib.util
-import operator
 import os
+import runpy
 import sys
 
 from ml_collections import ConfigDict
@@ -102,15 +100,11 @@ def load(path_and_arguments: str) -> ConfigDict:
     if path is None:
         known = "" if name.endswith(".py") else f"; the package has {', '.join(NAMES)}"
         raise ConfigError(f"there is no config file {name!r}{known}")
-    spec = importlib.util.spec_from_file_location("_experiment", path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{name!r} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
-        if not hasattr(module, "get_config"):
+        get_config = runpy.run_path(str(path)).get("get_config")
+        if get_config is None:
             raise ConfigError(f"{path} has no function get_config()")
-        config = module.get_config(arguments) if arguments else module.get_config()
+        config = get_config(arguments) if arguments else get_config()
     except (ConfigError, MissingExtra):
         raise
     except (Exception, SystemExit) as error:
@@ -139,21 +133,15 @@ def override(config: ConfigDict, name: str, text: str) -> None:
     table = table_of(config)
     if name not in table or name not in flat(config):
         raise ConfigError(unknown_field(name, table))
-    value = fields.parse(table[name], name, text)
-    *groups, last = name.split(".")
-    target = functools.reduce(operator.getitem, groups, config)
-    with target.ignore_type():
-        target[last] = value
+    with config.ignore_type():
+        config.update_from_flattened_dict({name: fields.parse(table[name], name, text)})
 
 
 def _in_a_line(error: BaseException) -> str:
     """What an error says, without the list of all fields that a ConfigDict adds to it."""
     while error.args and isinstance(error.args[0], Exception):  # ConfigDict wraps a KeyError
         error = error.args[0]
-    try:
-        text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
-    except Exception:  # of its own
-        return "it cannot be printed"
+    text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
     for name in RENAMED:
         if text.startswith(f'Key "{name}" does not exist'):
             return unknown_field(name, {})

@@ -7,22 +7,20 @@ links, chooses the same where a host can send about one model per step (tests/te
 slower links it leaves out steps, on faster ones it also sends more.
 """
 
+import contextlib
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from decent_jax import topology
 from decent_jax.cluster import start as cluster
 from decent_jax.errors import ConfigError
-from decent_jax.json_files import read_text
 from decent_jax.replicas import Placement
 from decent_jax.text import format_bytes
 from decent_jax.topology import Schedule
 from decent_jax.train import algorithm
-from decent_jax.train.config import AUTO, ONE_HOST, make_schedule
+from decent_jax.train.config import AUTO, ONE_HOST, changed, load_saved, make_schedule
 
 WITHIN_HOSTS = "hierarchical(complete, one_peer_exp)"
 
@@ -45,24 +43,24 @@ def settle(config: ConfigDict, per_host: int, folder: str | Path) -> ConfigDict:
     It is the one of the run in ``folder``, if that run has as many replicas; else the choice for
     hosts of ``per_host`` replicas, or `ONE_HOST` if the method or a sharded replica refuses that.
     """
-    chosen = _of_run(folder, config.num_replicas)
-    if chosen is None:
-        suits = suggestion(config, per_host)
-        chosen = (suits, per_host) if suits else (ONE_HOST, config.local_size)
-    return _with(config, *chosen)
+    with contextlib.suppress(ConfigError):  # without a run; a damaged one is refused later
+        saved = load_saved(folder)
+        if saved.num_replicas == config.num_replicas and saved.schedule != AUTO:
+            return changed(config, schedule=saved.schedule, local_size=saved.local_size)
+    return suggestion(config, per_host) or changed(config, schedule=ONE_HOST)
 
 
-def suggestion(config: ConfigDict, per_host: int) -> str | None:
-    """`WITHIN_HOSTS`, where several hosts hold several replicas each and the method takes it."""
+def suggestion(config: ConfigDict, per_host: int) -> ConfigDict | None:
+    """With `WITHIN_HOSTS`, where several hosts hold several replicas and the method takes it."""
     n = config.num_replicas
     if not 1 < per_host < n or config.mesh.fsdp > 1 or config.algorithm == "all_reduce":
         return None
+    within = changed(config, schedule=WITHIN_HOSTS, local_size=per_host)
     try:
-        within = _with(config, WITHIN_HOSTS, per_host)
         algorithm.transformation(within, make_schedule(within), 1.0)
-    except (ConfigError, ValueError):
+    except ConfigError:
         return None
-    return WITHIN_HOSTS
+    return within
 
 
 def advice(config: ConfigDict, schedule: Schedule, per_host: int, shapes: Any) -> str | None:
@@ -74,34 +72,17 @@ def advice(config: ConfigDict, schedule: Schedule, per_host: int, shapes: Any) -
       per_host: see `replicas_per_host`.
       shapes: of its `TrainState`.
     """
-    name = suggestion(config, per_host)
-    if name is None:
+    within = suggestion(config, per_host)
+    if within is None:
         return None
-    better = topology.make(name, config.num_replicas, local_size=per_host)
     now, then = (
-        algorithm.cost(config, each, shapes, per_host).sent_by_node for each in (schedule, better)
+        algorithm.cost(config, each, shapes, per_host).sent_by_node
+        for each in (schedule, make_schedule(within))
     )
     if then >= now:
         return None
     return (
         f"over {schedule.name} a host of {per_host} replicas sends {format_bytes(now)} per step to "
-        f"other hosts; over {name}, which --config.schedule=auto takes here, {format_bytes(then)}"
+        f"other hosts; over {WITHIN_HOSTS}, which --config.schedule=auto takes here, "
+        f"{format_bytes(then)}"
     )
-
-
-def _with(config: ConfigDict, schedule: str, local_size: int) -> ConfigDict:
-    config = ConfigDict(config.to_dict())
-    config.schedule, config.local_size = schedule, local_size
-    return config.lock()
-
-
-def _of_run(folder: str | Path, num_replicas: int) -> tuple[str, int] | None:
-    """(schedule, local_size) of the run in a folder; a damaged one is refused later."""
-    try:
-        saved = json.loads(read_text(Path(folder) / "config.json"))
-        found = saved["schedule"], saved["local_size"]
-        same = saved["num_replicas"] == num_replicas
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
-        return None
-    is_one = same and isinstance(found[0], str) and isinstance(found[1], int)
-    return found if is_one and found[0] != AUTO else None

@@ -14,7 +14,6 @@ from decent_jax.replicas import Placement
 from decent_jax.text import format_number
 
 _THREADS = 4  # of XLA per simulated device
-_WORKER = 100e6  # bytes of a Python that has imported NumPy and grain
 _WORKERS = 32  # per core
 
 
@@ -30,7 +29,6 @@ def check(config: ConfigDict) -> None:
             f"mesh.simulate = {simulated} needs {_THREADS * simulated} threads, and this machine "
             f"allows {machine.most_threads()}"
         )
-    machine.check_memory(workers * _WORKER, f"data.workers = {workers}")
     cores = os.cpu_count() or 1
     if workers > _WORKERS * cores:
         raise ConfigError(

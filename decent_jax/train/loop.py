@@ -1,33 +1,33 @@
 """The training loop: dispatch a step, then look at the one before it while it runs."""
 
+import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from decent_jax import optim, replicas
 from decent_jax.cluster import start as cluster
-from decent_jax.errors import DataError, Interrupted, TrainingFailed
-from decent_jax.text import format_number
+from decent_jax.cluster.watch import lost_peers_told
+from decent_jax.errors import DataError, Interrupted, RunError, TrainingFailed
+from decent_jax.text import format_duration, format_number
 from decent_jax.train import algorithm, hosts
 from decent_jax.train import step as step_lib
-from decent_jax.train.evaluation import Evaluator
-from decent_jax.train.finish import finish
+from decent_jax.train.evaluation import Evaluator, local
 from decent_jax.train.metrics import Clock, MetricWriter, Report
-from decent_jax.train.profile import Profile
-from decent_jax.train.programs import Programs
+from decent_jax.train.programs import Profile, Programs
 from decent_jax.train.saver import Saver
 from decent_jax.train.setup import Experiment, open_experiment, train_batches
 from decent_jax.train.step import TrainState
 from decent_jax.train.workdir import Signals, Workdir
 
-DRIFT_FACTOR = 3.0  # a replica this many times as far from the mean as the median one drifts
+TIMED = 3  # steps of `check`
 
 
+@lost_peers_told()
 def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
     """Train as ``config`` says, in the directory ``workdir``; resume the run that is there.
 
@@ -42,6 +42,45 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
     """
     with open_experiment(config, workdir) as (experiment, work):
         return train_and_evaluate(experiment, work)
+
+
+@lost_peers_told()
+def check(config: ConfigDict) -> None:
+    """Do what a run does before its second step, and no more: `decent-jax train --check`.
+
+    Opens the data, places the replicas, compiles the first step, and prints what a replica sends
+    and keeps and what a step takes; then times that step. The working directory stays as it is.
+
+    Raises:
+      ConfigError: the run would be refused.
+    """
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open_experiment(config, folder) as (experiment, work),
+    ):
+        shapes = jax.eval_shape(lambda: init(experiment))
+        clock = Clock(0.0)
+        programs = Programs(experiment, work, clock, announce_cost(experiment, work, shapes))
+        with Feed(experiment, 0, clock) as feed:
+            batch = feed.next(None, 0, None)
+        key = programs.rounds[0], shapes_of(batch)
+        sharding = experiment.placement.sharding
+        placed = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(x.shape)), shapes
+        )
+        programs.compile(placed, batch, *key)
+        seconds, state = [], init(experiment)
+        for t in range(1 + TIMED):  # the first does not count
+            began = time.perf_counter()
+            state, metrics = programs.compiled[key](state, batch, np.int32(t))
+            jax.block_until_ready((state, metrics))
+            seconds.append(time.perf_counter() - began)
+        median = statistics.median(seconds[1:])
+        work.say(
+            f"the config is good for {experiment.steps} steps; {len(set(programs.rounds))} rounds "
+            f"to compile; a step takes {format_number(1e3 * median)} ms here, {experiment.steps} "
+            f"of them {format_duration(median * experiment.steps)}"
+        )
 
 
 class Between(Protocol):
@@ -88,7 +127,6 @@ def train_and_evaluate(
         clock = Clock(saver.seconds)
         feed = Feed(experiment, start + saver.steps_ahead, clock)
         programs = Programs(experiment, work, clock, cost)
-        watchdog = Watchdog(experiment, work, saver, state)
         profile = Profile(config.profile.count, work.path, work.say)
         with (
             work.open_metrics(start) as writer,
@@ -96,12 +134,12 @@ def train_and_evaluate(
             Signals() as signals,
         ):
             report = Report(
-                *(task, config.batch_size, placement),
+                *(config, task, placement, state),
                 clock=clock,
                 writer=writer,
                 progress=progress,
                 measured=feed.means,
-                watch=watchdog.look_at,
+                newest=saver.newest,
             )
             with feed, profile:
                 batch = feed.next(saver, start, state) if start < steps else None
@@ -134,7 +172,7 @@ def train_and_evaluate(
                     # averages where the uninterrupted one does.
                     if saves or evaluates or stops or (logs and config.max_consensus_distance):
                         if report.look_at_pending():
-                            state = watchdog.average(state)
+                            state = report.average(state)
                         with clock.pause():
                             if evaluates:
                                 evaluate(evaluator, state, done, work, writer, saver)
@@ -205,77 +243,6 @@ class Feed:
 
     def __exit__(self, *exc_info) -> None:
         self._batches.__exit__(*exc_info)
-
-
-class Watchdog:
-    """Reports what goes wrong, and gives up when no replica makes progress."""
-
-    def __init__(self, experiment: Experiment, work: Workdir, saver: Saver, state: TrainState):
-        self._config, self._work, self._saver = experiment.config, work, saver
-        placement = experiment.placement
-        counts = jax.jit(jnp.copy, out_shardings=placement.replicated)
-        self._skipped = np.asarray(counts(state.opt_state.skipped))  # (n,) as last reported
-        self._drifting: int | None = None  # the replica last reported, until it is back
-        self._average = jax.jit(
-            lambda params, weights: placement.place_all(
-                replicas.resize(params, placement.num_replicas, weights)
-            ),
-            donate_argnums=0,
-        )
-
-    def look_at(
-        self, done: int, consensus: replicas.Consensus, failing: int, skipped: np.ndarray
-    ) -> bool:
-        """Report skipped updates, drift and the bound; whether the distance is past the bound.
-
-        Args:
-          done: steps.
-          consensus: of the replicas after them.
-          failing: steps in a row in which no replica has made a finite update.
-          skipped: (n,) updates that each replica has rejected so far.
-
-        Raises:
-          TrainingFailed: ``failing`` has reached ``config.max_failing_steps``.
-        """
-        new, self._skipped = skipped - self._skipped, skipped
-        if new.any():
-            self._work.say(
-                f"step {done}: {new.sum()} updates were not finite and were skipped (replica "
-                f"{new.argmax()} most); {skipped.sum()} since the start"
-            )
-        if failing >= self._config.max_failing_steps:
-            raise TrainingFailed(
-                f"no replica has made a finite update in the last {failing} steps, up to step "
-                f"{done}; {self._saver.newest()}. Lower the learning rate, or clip gradients "
-                "(optimizer.clip_norm)"
-            )
-        self._look_for_drift(done, np.asarray(consensus.per_replica))
-        bound = self._config.max_consensus_distance
-        past_bound = bool(bound) and not consensus.relative <= bound
-        if past_bound:
-            self._work.say(
-                f"step {done}: the consensus distance {format_number(float(consensus.relative))} "
-                f"(relative) is past the bound {bound:g}: all replicas are averaged once"
-            )
-        return past_bound
-
-    def _look_for_drift(self, done, distances):
-        median = float(np.median(distances))
-        worst = int(distances.argmax())
-        # One of n that is far off draws the mean: it is at most n - 1 times as far as the others.
-        factor = min(DRIFT_FACTOR, 0.8 * (len(distances) - 1))
-        drifts = len(distances) > 2 and distances[worst] > factor * median > 0
-        if drifts and self._drifting != worst:
-            self._work.say(
-                f"step {done}: replica {worst} drifts: {format_number(float(distances[worst]))} "
-                f"from the consensus model, the median replica {format_number(median)}"
-            )
-        self._drifting = worst if drifts else None
-
-    def average(self, state: TrainState) -> TrainState:
-        """The state with all replicas at their mean; donates the old parameters."""
-        weights = optim.consensus_weights(state.opt_state)
-        return state._replace(params=self._average(state.params, weights))
 
 
 # --- The parts of a run ---------------------------------------------------------------------------
@@ -365,6 +332,62 @@ def stop(done: int, work: Workdir, signals: Signals, seconds: float) -> NoReturn
         f"interrupted after step {done}; a checkpoint is saved, the same command resumes",
         signals.received or 15,
     )
+
+
+def finish(
+    experiment: Experiment,
+    work: Workdir,
+    evaluator: Evaluator,
+    state: TrainState,
+    cost: algorithm.Cost,
+    **entries: Any,
+) -> dict[str, Any]:
+    """Test the consensus model, write the summary, draw the curves, show a sample.
+
+    Args:
+      experiment: the run.
+      work: its directory.
+      evaluator: that has evaluated it.
+      state: after the last step.
+      cost: of its algorithm.
+      **entries: of the summary.
+
+    Returns:
+      What ``summary.json`` holds.
+    """
+    task, shares = experiment.task, experiment.partition
+    mean, model_state = evaluator.model(state)
+    model_state = evaluator.consensus_state(mean, model_state)
+    test = getattr(task, "test", None)
+    tested = {}
+    if test is not None and not work.quiet:
+        tested = {"test": test(local(mean))}
+    summary = work.summary(
+        **entries,
+        schedule=experiment.schedule.name,
+        schedule_period=experiment.schedule.period,
+        bytes_sent_per_step=round(cost.sent_a_step),
+        bytes_sent_by_node_per_step=round(cost.sent_by_node),
+        state_bytes_per_replica=cost.state,
+        partition={"name": "iid"} if shares is None else shares.summary(),
+        **task.summary(),
+        **tested,
+    )
+    if work.quiet:
+        return summary
+    from decent_jax import plot  # here, since matplotlib is a third of what a start imports
+
+    try:
+        plot.plot_runs([work.path])
+    except (RunError, OSError) as error:
+        work.say(f"no curves were drawn: {error}")
+    with work.announce("looking at the consensus model"):
+        text = task.demonstrate(*local((mean, model_state)))
+    work.say(text)
+    for scores in tested.values():
+        work.say(", ".join(f"{name} {value}" for name, value in scores.items()))
+    work.say_where(summary)
+    return summary
 
 
 def shapes_of(batch: Any) -> tuple:

@@ -1,4 +1,4 @@
-"""The numbers of a run: rows of metrics.jsonl and its mirrors, and the clock.
+"""The numbers of a run: rows of metrics.jsonl and their copies, the clock, a report.
 
 >>> import tempfile
 >>> with tempfile.TemporaryDirectory() as workdir:
@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ml_collections import ConfigDict
 
+from decent_jax import optim, replicas
+from decent_jax.errors import TrainingFailed
 from decent_jax.json_files import plain, write_atomic
-from decent_jax.replicas import Consensus, Placement, consensus_distance
+from decent_jax.progress import Progress
+from decent_jax.replicas import Placement
 from decent_jax.run_folder import METRICS, read_metrics
 from decent_jax.tasks import Task
-from decent_jax.train import mirrors
-from decent_jax.train.bar import Progress
+from decent_jax.text import format_number
+
+DRIFT_FACTOR = 3.0  # a replica this many times as far from the mean as the median one drifts
 
 
 class MetricWriter:
@@ -69,9 +75,9 @@ class MetricWriter:
         workdir = Path(workdir)
         workdir.mkdir(parents=True, exist_ok=True)
         if tensorboard:
-            self._mirrors.append(mirrors.TensorBoard(workdir, start_step))
+            self._mirrors.append(_TensorBoard(workdir, start_step))
         if wandb:
-            self._mirrors.append(mirrors.WandB(workdir))
+            self._mirrors.append(_WandB(workdir))
         path = workdir / METRICS
         rows = read_metrics(path) if path.exists() else []
         kept = [row for row in rows if row["step"] <= start_step]
@@ -117,6 +123,66 @@ class MetricWriter:
         self.close()
 
 
+class _TensorBoard:
+    """The same scalars as event files in `workdir/tensorboard`."""
+
+    def __init__(self, workdir: Path, start_step: int):
+        from tensorboardX import SummaryWriter
+
+        # purge_step hides what an earlier session wrote past the step it is resumed from.
+        self._writer = SummaryWriter(str(workdir / "tensorboard"), purge_step=start_step + 1)
+
+    def write(self, step: int, scalars: dict[str, Any]) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WandB:
+    """The same scalars in a Weights & Biases run; a resumed run continues it."""
+
+    def __init__(self, workdir: Path):
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        id_file = workdir / "wandb_run_id.txt"
+        if not id_file.exists():
+            write_atomic(id_file, uuid.uuid4().hex.encode())
+        config = workdir / "config.json"
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "decent_jax"),
+            name=workdir.resolve().name,
+            id=id_file.read_text().strip(),
+            resume="allow",
+            dir=str(workdir),
+            config=json.loads(config.read_text()) if config.exists() else None,
+        )
+
+    def write(self, step: int, scalars: dict[str, Any]) -> None:
+        self._run.log(scalars, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _number(name, value):
+    """`value` as the plain int or float that is written in the fewest digits."""
+    if name == "step":
+        raise ValueError("'step' names the step of a row and cannot name a metric.")
+    if isinstance(value, str) or np.size(value) != 1:
+        shape = "text" if isinstance(value, str) else f"of shape {np.shape(value)}"
+        raise ValueError(f"metric {name!r} must be one number, it is {shape}.")
+    array = np.asarray(value).reshape(())
+    if array.dtype.kind in "iub":
+        return int(array)
+    return float(str(array[()]))  # float32 2.3 is written 2.3 and not 2.299999952316284
+
+
+def _line(row):
+    return json.dumps(plain(row), allow_nan=False).encode() + b"\n"
+
+
 class Clock:
     """Seconds of training, without the pauses for evaluation, saving and compiling.
 
@@ -152,42 +218,53 @@ class Clock:
 
 
 class Report:
-    """Waits for the steps, one step late; writes their rows and shows their numbers.
+    """Waits for the steps, one step late; writes their rows, shows them, tells what goes wrong.
 
     Args:
+      config: of the run.
       task: names the unit of throughput.
-      batch_size: examples per step, over all replicas.
       placement: where the replicas live.
+      state: at the start.
       clock: of the run.
       writer: gets the rows.
-      progress: shows them.
+      progress: shows their numbers, and what goes wrong.
       measured: ``(steps)`` to the task's own measurements of the batches of so many steps.
-      watch: ``(done, consensus, failing, skipped)`` to whether the distance is past the bound.
+      newest: ``()`` to words about the newest checkpoint.
     """
 
     def __init__(
         self,
+        config: ConfigDict,
         task: Task,
-        batch_size: int,
         placement: Placement,
+        state: Any,
         *,
         clock: Clock,
         writer: MetricWriter,
         progress: Progress,
         measured: Callable[[int], dict[str, float]],
-        watch: Callable[[int, Consensus, int, np.ndarray], bool],
+        newest: Callable[[], str],
     ):
-        self._task, self._batch_size, self._clock = task, batch_size, clock
+        self._config, self._task, self._clock = config, task, clock
         self._writer, self._progress = writer, progress
-        self._measured, self._watch = measured, watch
+        self._measured, self._newest = measured, newest
         replicated = placement.replicated
         self._add = jax.jit(_add)
         self._summarize = jax.jit(_summarize, out_shardings=replicated)
-        self._distance = jax.jit(consensus_distance, out_shardings=replicated)
+        self._distance = jax.jit(replicas.consensus_distance, out_shardings=replicated)
+        self._average = jax.jit(
+            lambda params, weights: placement.place_all(
+                replicas.resize(params, placement.num_replicas, weights)
+            ),
+            donate_argnums=0,
+        )
         self._sums = None  # of the steps since the last row
         self._compiled = False
         self._pending = None  # (steps done, metrics, their summary where a row is due)
         self._steps = 0  # since the last row
+        counts = jax.jit(jnp.copy, out_shardings=replicated)
+        self._skipped = np.asarray(counts(state.opt_state.skipped))  # (n,) as last reported
+        self._drifting: int | None = None  # the replica last reported, until it is back
 
     def pend(self, done: int, metrics: Any, params: Any) -> None:
         """Look at this step later; with ``params`` for a row, whose reductions start now."""
@@ -201,7 +278,11 @@ class Report:
         self._pending = done, metrics, summary
 
     def look_at_pending(self) -> bool:
-        """Wait for the step, write its row; whether its consensus distance is past the bound."""
+        """Wait for the step, write its row; whether its consensus distance is past the bound.
+
+        Raises:
+          TrainingFailed: no replica has made progress in ``config.max_failing_steps``.
+        """
         if self._pending is None:
             return False
         (done, metrics, summary), self._pending = self._pending, None
@@ -213,7 +294,7 @@ class Report:
         skipped, failing = numbers.pop("skipped"), int(numbers.pop("failing"))
         steps, self._steps = self._steps, 0
         seconds, waited = self._clock.lap()
-        rate = self._batch_size * self._task.units_per_example * steps / seconds
+        rate = self._config.batch_size * self._task.units_per_example * steps / seconds
         row = {f"train/{name}": value for name, value in numbers.items()}
         row |= {
             "train/consensus_distance": float(consensus.distance),
@@ -224,10 +305,58 @@ class Report:
             "perf/wall_time_s": self._clock.seconds,
         }
         row |= self._measured(steps)
-        past_bound = self._watch(done, consensus, failing, skipped)
+        past_bound = self._look_at(done, consensus, failing, skipped)
         self._writer.write(done, row)
         self._progress.update(done, shown(row, self._task.unit))
         return past_bound
+
+    def average(self, state: Any) -> Any:
+        """The `TrainState` with all replicas at their mean; donates the old parameters."""
+        weights = optim.consensus_weights(state.opt_state)
+        return state._replace(params=self._average(state.params, weights))
+
+    def _look_at(
+        self, done: int, consensus: replicas.Consensus, failing: int, skipped: np.ndarray
+    ) -> bool:
+        """Tell of skipped updates, drift and the bound; whether the distance is past it.
+
+        ``failing`` are steps in a row without a finite update on any replica, ``skipped``, (n,),
+        the updates that each has rejected so far.
+        """
+        new, self._skipped = skipped - self._skipped, skipped
+        if new.any():
+            self._progress.note(
+                f"step {done}: {new.sum()} updates were not finite and were skipped (replica "
+                f"{new.argmax()} most); {skipped.sum()} since the start"
+            )
+        if failing >= self._config.max_failing_steps:
+            raise TrainingFailed(
+                f"no replica has made a finite update in the last {failing} steps, up to step "
+                f"{done}; {self._newest()}. Lower the learning rate, or clip gradients "
+                "(optimizer.clip_norm)"
+            )
+        self._look_for_drift(done, np.asarray(consensus.per_replica))
+        bound = self._config.max_consensus_distance
+        past_bound = bool(bound) and not consensus.relative <= bound
+        if past_bound:
+            self._progress.note(
+                f"step {done}: the consensus distance {format_number(float(consensus.relative))} "
+                f"(relative) is past the bound {bound:g}: all replicas are averaged once"
+            )
+        return past_bound
+
+    def _look_for_drift(self, done, distances):
+        median = float(np.median(distances))
+        worst = int(distances.argmax())
+        # One of n that is far off draws the mean: it is at most n - 1 times as far as the others.
+        factor = min(DRIFT_FACTOR, 0.8 * (len(distances) - 1))
+        drifts = len(distances) > 2 and distances[worst] > factor * median > 0
+        if drifts and self._drifting != worst:
+            self._progress.note(
+                f"step {done}: replica {worst} drifts: {format_number(float(distances[worst]))} "
+                f"from the consensus model, the median replica {format_number(median)}"
+            )
+        self._drifting = worst if drifts else None
 
 
 def shown(row: dict[str, Any], unit: str, **more: float) -> dict[str, float]:
@@ -262,20 +391,3 @@ def _summarize(sums: dict[str, jax.Array], metrics: dict[str, jax.Array]) -> dic
         "skipped": metrics["skipped"],
         "failing": metrics["failing"].min(),
     }
-
-
-def _number(name, value):
-    """`value` as the plain int or float that is written in the fewest digits."""
-    if name == "step":
-        raise ValueError("'step' names the step of a row and cannot name a metric.")
-    if isinstance(value, str) or np.size(value) != 1:
-        shape = "text" if isinstance(value, str) else f"of shape {np.shape(value)}"
-        raise ValueError(f"metric {name!r} must be one number, it is {shape}.")
-    array = np.asarray(value).reshape(())
-    if array.dtype.kind in "iub":
-        return int(array)
-    return float(str(array[()]))  # float32 2.3 is written 2.3 and not 2.299999952316284
-
-
-def _line(row):
-    return json.dumps(plain(row), allow_nan=False).encode() + b"\n"

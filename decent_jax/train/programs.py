@@ -1,7 +1,10 @@
-"""The compiled programs of a run: one per round and shape of batches."""
+"""The compiled programs of a run, one per round and shape of batches; a trace of some steps."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from decent_jax.text import format_bytes, format_number
@@ -10,6 +13,8 @@ from decent_jax.train.metrics import Clock
 from decent_jax.train.setup import Experiment
 from decent_jax.train.step import TrainState, make_step
 from decent_jax.train.workdir import Workdir
+
+TRACED_AFTER = 10  # steps of a run before the trace; the first ones compile
 
 
 class Programs:
@@ -66,3 +71,42 @@ class Programs:
             arrays = ("x".join(map(str, shape)) for shape in shapes if len(shape) > 1)
             name += f", batches of {' and '.join(arrays)}"
         return name
+
+
+class Profile:
+    """Traces ``count`` steps after the first `TRACED_AFTER` of a run; 0 traces none.
+
+    Scopes are named ``forward_backward``, ``mix`` and ``update``. Every process writes its own file
+    under ``workdir/profile``.
+
+    Attributes:
+      turns: the 0-based steps before which `turn` must be called; empty without a trace.
+    """
+
+    def __init__(self, count: int, workdir: Path, say: Callable[[str], None]):
+        self.turns = {TRACED_AFTER, TRACED_AFTER + count} if count else set()
+        self._folder, self._say = workdir / "profile", say
+        self._tracing = False
+
+    def turn(self, t: int, state: Any) -> None:
+        """Begin or end the trace, once ``state`` is computed."""
+        self.finish(t, state)
+        if t == TRACED_AFTER:
+            jax.block_until_ready(state)
+            jax.profiler.start_trace(self._folder)
+            self._tracing = True
+
+    def finish(self, t: int, state: Any) -> None:
+        """End the trace, if there is one, after ``t`` steps of the run."""
+        if self._tracing:
+            jax.block_until_ready(state)
+            jax.profiler.stop_trace()
+            self._tracing = False
+            self._say(f"a trace of steps {TRACED_AFTER + 1} to {t} is in {self._folder}")
+
+    def __enter__(self) -> "Profile":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        if self._tracing:  # the run ended early: keep what there is
+            jax.profiler.stop_trace()

@@ -1,8 +1,11 @@
 """Checkpoints of a run, and the best model: what is saved with them, and restored."""
 
 import contextlib
+import logging
 import math
+import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +13,16 @@ import jax
 
 from decent_jax import json_files
 from decent_jax.errors import CheckpointError
-from decent_jax.train.background import Failures, kept_failures
 from decent_jax.train.checkpoint import Checkpointer, failed
 from decent_jax.train.evaluation import Model
 from decent_jax.train.setup import Experiment
 from decent_jax.train.step import TrainState
 from decent_jax.train.workdir import check_there
+
+# Errors in orbax's threads while they write, such as a full disk, are kept instead of printed.
+# orbax logs them with a traceback; if it reports them at all, it does so with the next checkpoint.
+_LOGGERS = ("absl", "asyncio")
+_WRITERS = ("run", "_finalize_checkpoint")  # functions of orbax whose failure loses a checkpoint
 
 
 class Saver:
@@ -100,3 +107,50 @@ class Saver:
             self.checkpoints.close()
             if exc_type is None:
                 self.check()
+
+
+class Failures(logging.Filter):
+    """Drops what orbax logs about exceptions, and keeps the first that loses a checkpoint.
+
+    Attributes:
+      first: that exception, or None.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.first: BaseException | None = None
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record may be printed."""
+        if record.name == "absl" and "orbax" not in record.pathname:
+            return True
+        if not record.exc_info or not record.exc_info[1]:
+            # What orbax warns of, such as a folder that went away, fails soon after.
+            return record.name != "absl" or record.levelno >= logging.ERROR
+        if record.name == "absl" and record.funcName in _WRITERS and self.first is None:
+            self.first = record.exc_info[1]
+        return False
+
+
+@contextlib.contextmanager
+def kept_failures() -> Iterator[Failures]:
+    """`Failures` of this context; once one is kept, also of what comes after it."""
+    failures = Failures()
+    for name in _LOGGERS:
+        logging.getLogger(name).addFilter(failures)
+    # tensorstore's threads print what they meet by this hook, once orbax has given up waiting.
+    shown, sys.unraisablehook = sys.unraisablehook, _without_late_writers(sys.unraisablehook)
+    yield failures
+    if failures.first is not None:
+        return  # threads of a failed checkpoint go on after the run has ended
+    sys.unraisablehook = shown
+    for name in _LOGGERS:
+        logging.getLogger(name).removeFilter(failures)
+
+
+def _without_late_writers(shown: Callable[..., object]) -> Callable[..., object]:
+    def hook(unraisable):
+        if str(unraisable.exc_value) != "Event loop is closed":
+            shown(unraisable)
+
+    return hook

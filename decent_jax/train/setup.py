@@ -56,16 +56,13 @@ def open_experiment(
     axes: list[str] = []
 
     def method(config: ConfigDict, schedule: Schedule) -> optax.GradientTransformationExtraArgs:
-        try:
-            return algorithm.transformation(
-                config,
-                schedule,
-                lambda count: rate(count),
-                lambda params: task.decay_mask(params),
-                axes,
-            )
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        return algorithm.transformation(
+            config,
+            schedule,
+            lambda count: rate(count),
+            lambda params: task.decay_mask(params),
+            axes,
+        )
 
     tx = method(config, schedule)
     xla.use_cache()

@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import importlib.metadata
 import json
 import os
 import platform
@@ -18,14 +17,13 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from decent_jax import json_files
+from decent_jax import extras, json_files
 from decent_jax.errors import CheckpointError, ConfigError
-from decent_jax.progress import announce, fitted
+from decent_jax.progress import Progress, announce, fitted
 from decent_jax.run_folder import METRICS, read_metrics
 from decent_jax.text import format_duration, shorten
 from decent_jax.train import checkpoint
 from decent_jax.train import config as config_lib
-from decent_jax.train.bar import Progress
 from decent_jax.train.metrics import MetricWriter
 
 _LOCK = ".lock"
@@ -195,7 +193,7 @@ class Workdir:
             "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
             "processes": jax.process_count(),
             "python": platform.python_version(),
-            "versions": {name: _version(name) for name in _PACKAGES},
+            "versions": {name: extras.version(name) for name in _PACKAGES},
         }
         if not self.quiet:
             json_files.write_json_atomic(self.path / "summary.json", summary)
@@ -254,10 +252,3 @@ def _lock(lock, path: Path) -> None:
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     lock.flush()
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

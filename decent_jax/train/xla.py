@@ -5,9 +5,7 @@ The options that the user sets in ``XLA_FLAGS`` take precedence over those here.
 
 import contextlib
 import functools
-import hashlib
 import os
-import platform
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,10 +104,10 @@ def memory_of(compiled: Any) -> Memory | None:
 def use_cache() -> Path | None:
     """Let jax keep compiled programs in the user's cache, so that a second start compiles nothing.
 
-    The folder is ``$XDG_CACHE_HOME/decent_jax/compiled/CPU``, by default in ``~/.cache``. Its last
-    part names what this machine's CPU can do: programs for another one may not run here, and hosts
-    often share a home. jax's own settings take precedence: ``JAX_COMPILATION_CACHE_DIR`` names
-    another folder, ``JAX_ENABLE_COMPILATION_CACHE=false`` keeps nothing.
+    The folder is ``$XDG_CACHE_HOME/decent_jax/compiled``, by default in ``~/.cache``. Hosts that
+    share a home share it: jax's keys depend on what a CPU can do. jax's own settings take
+    precedence: ``JAX_COMPILATION_CACHE_DIR`` names another folder,
+    ``JAX_ENABLE_COMPILATION_CACHE=false`` keeps nothing.
 
     Returns:
       The folder, or None where the user decided otherwise or it cannot be written.
@@ -118,32 +116,24 @@ def use_cache() -> Path | None:
     if settings["jax_compilation_cache_dir"] or not settings["jax_enable_compilation_cache"]:
         return None
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(home) / "decent_jax" / "compiled" / _cpu()
+    folder = Path(home) / "decent_jax" / "compiled"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:  # a read-only home, or none
         return None
     if not os.access(folder, os.W_OK):
         return None
-    _prune(folder.parent)
+    _prune(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_SECONDS)
     return folder
 
 
-def _cpu() -> str:
-    """A name for the instructions that this CPU has."""
-    flags = platform.processor()
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        flags = next((line for line in lines if line.startswith(("flags", "Features"))), flags)
-    return f"{platform.machine()}-{hashlib.sha256(flags.encode()).hexdigest()[:12]}"
-
-
 def _prune(folder: Path) -> None:
     """Remove the files read longest ago until three quarters of `CACHE_LIMIT` are left."""
     found = []
-    for path in folder.glob("*/*"):
+    # An earlier version had a folder for each kind of CPU.
+    for path in filter(Path.is_file, folder.rglob("*")):
         with contextlib.suppress(OSError):  # another process prunes as well
             stat = path.stat()
             found.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
