@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 from networks import drawn
 
-from decent_jax.models import gpt2
+from decent_jax.models import decoders, gpt2
 from decent_jax.models.generate import generate
 
 TINY = gpt2.GPT2Config(vocab_size=20, context=8, layers=2, heads=2, width=16, dtype="float32")
 pytestmark = pytest.mark.usefixtures("compile_once")
-apply = jax.jit(gpt2.apply, static_argnums=0)
+apply = jax.jit(decoders.apply, static_argnums=0)
 
 
 @pytest.fixture(scope="module")
 def params():
     """Predictions that depend on every token seen."""
-    return drawn(gpt2, TINY)
+    return drawn(decoders, TINY)
 
 
 def recompute(params, prompt, num_tokens):

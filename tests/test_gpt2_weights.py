@@ -26,7 +26,7 @@ import pytest
 import safetensors.numpy
 from networks import drawn
 
-from decent_jax.models import gpt2, gpt2_weights
+from decent_jax.models import decoders, gpt2, gpt2_weights
 from decent_jax.models.pieces import cross_entropy
 
 TINY = gpt2.GPT2Config(vocab_size=96, context=32, layers=2, heads=2, width=32, dtype="float32")
@@ -70,7 +70,7 @@ def test_equals_transformers(golden, file, dropout):
     params = gpt2_weights.load_safetensors(file, config)
 
     def loss_fn(params):
-        logits = gpt2.apply(config, params, golden["tokens"], jax.random.key(0))
+        logits = decoders.apply(config, params, golden["tokens"], jax.random.key(0))
         return cross_entropy(logits, jnp.asarray(golden["targets"])).mean(), logits
 
     (loss, logits), grads = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(params)
@@ -117,7 +117,7 @@ def test_padded_vocabulary(golden, published, file):
     for vocab_size in (96, 128):
         config = dataclasses.replace(TINY, vocab_size=vocab_size)
         params = gpt2_weights.load_safetensors(file, config)
-        logits = jax.jit(gpt2.apply, static_argnums=0)(config, params, golden["tokens"])
+        logits = jax.jit(decoders.apply, static_argnums=0)(config, params, golden["tokens"])
         losses.append(cross_entropy(logits, jnp.asarray(golden["targets"])).mean())
         embeddings.append(params["wte"]["embedding"])
     assert logits.max() < -50
@@ -129,7 +129,7 @@ def test_padded_vocabulary(golden, published, file):
 @pytest.mark.parametrize("bias", [True, False])
 def test_round_trip(tmp_path, bias):
     config = dataclasses.replace(TINY, bias=bias, dropout=0.1, remat=True)
-    params = drawn(gpt2, config)
+    params = drawn(decoders, config)
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"an older file")
     gpt2_weights.save_safetensors(path, params, config, {"step": "7"})
@@ -155,7 +155,7 @@ def test_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="disk full"):
-        gpt2_weights.save_safetensors(path, drawn(gpt2, TINY), TINY)
+        gpt2_weights.save_safetensors(path, drawn(decoders, TINY), TINY)
     assert path.read_bytes() == b"an older file"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -189,6 +189,6 @@ def test_smaller_vocabulary_is_refused(file):
 
 
 def test_save_refuses_stacked_parameters(tmp_path):
-    params = jax.tree.map(lambda x: x[None], drawn(gpt2, TINY))
+    params = jax.tree.map(lambda x: x[None], drawn(decoders, TINY))
     with pytest.raises(ValueError, match=r"'h.0.attn.c_attn.bias' has the shape \(1, 96\)"):
         gpt2_weights.save_safetensors(tmp_path / "x.safetensors", params, TINY)

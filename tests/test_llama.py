@@ -34,7 +34,7 @@ TOKENS = np.random.default_rng(0).integers(0, 37, (2, 12))
 
 @pytest.fixture(scope="module")
 def params():
-    return llama.init(TINY, jax.random.key(0))
+    return decoders.init(TINY, jax.random.key(0))
 
 
 def scaled(params):
@@ -85,20 +85,20 @@ def by_hand(config, params, tokens):
 @pytest.mark.parametrize("tied", [True, False])
 def test_logits_are_those_of_the_formulas(tied):
     config = dataclasses.replace(TINY, tied=tied, remat=tied)
-    params = scaled(llama.init(config, jax.random.key(1)))
-    assert llama.num_params(config) == sum(x.size for x in jax.tree.leaves(params))
-    found = jax.jit(lambda p: llama.apply(config, p, TOKENS))(params)
+    params = scaled(decoders.init(config, jax.random.key(1)))
+    assert decoders.num_params(config) == sum(x.size for x in jax.tree.leaves(params))
+    found = jax.jit(lambda p: decoders.apply(config, p, TOKENS))(params)
     for row, tokens in zip(found, TOKENS, strict=True):
         np.testing.assert_allclose(row, by_hand(config, params, tokens), atol=2e-5)
 
 
 def test_a_cache_of_keys_and_values_changes_no_logit(params):
     params = scaled(params)
-    wanted = jax.jit(lambda x: llama.apply(TINY, params, x))(TOKENS)
+    wanted = jax.jit(lambda x: decoders.apply(TINY, params, x))(TOKENS)
 
     @jax.jit
     def extend(tokens, start, cache):
-        return generate._extend(llama.merge(TINY, params), tokens, start, cache)
+        return generate._extend(decoders.merge(TINY, params), tokens, start, cache)
 
     empty = jnp.zeros((2, 12, TINY.kv_heads, 4))
     logits, cache = extend(TOKENS[:, :3], 0, [(empty, empty)] * TINY.layers)
@@ -111,7 +111,7 @@ def test_sampling_with_a_cache_is_sampling_without(params):
     """Greedy, within the context and past it."""
     prompt = jnp.asarray(TOKENS[:, :3])
     found = generate.generate(TINY, params, prompt, 11, jax.random.key(0), temperature=0.0)
-    logits = jax.jit(lambda x: llama.apply(TINY, params, x))
+    logits = jax.jit(lambda x: decoders.apply(TINY, params, x))
     for end in (3, 7, 12, 13):  # no position is predicted from more than the context
         before = found[:, max(0, end - 12) : end]
         padded = jnp.pad(before, ((0, 0), (0, 12 - before.shape[1])))
@@ -122,7 +122,7 @@ def test_sampling_with_a_cache_is_sampling_without(params):
 @pytest.mark.parametrize("tied", [True, False])
 def test_files_keep_every_number(tmp_path, tied):
     config = dataclasses.replace(TINY, tied=tied)
-    params = scaled(llama.init(config, jax.random.key(2)))
+    params = scaled(decoders.init(config, jax.random.key(2)))
     path = tmp_path / "model.safetensors"
     llama_weights.save_safetensors(path, params, config, {"step": "3"})
     jax.tree.map(
@@ -211,13 +211,12 @@ def test_models_that_a_config_cannot_have(tiny_data, model, message):
 
 
 def test_presets_are_the_published_shapes():
-    sizes = {name: llama.num_params(config) for name, config in llama.PRESETS.items()}
+    sizes = {name: decoders.num_params(config) for name, config in llama.PRESETS.items()}
     assert sizes["llama_1b"] == 1_235_814_400  # Llama 3.2 1B
     assert sizes["llama_3b"] == 3_212_749_824  # Llama 3.2 3B
     assert sizes["llama_8b"] == 8_030_261_248  # Llama 3 8B
-    assert decoders.model(llama.PRESETS["llama_1b"]) is llama
     tied, own = (dataclasses.replace(TINY, tied=tied) for tied in (True, False))
-    assert llama.flops_per_token(tied, 8) == llama.flops_per_token(own, 8)
+    assert decoders.flops_per_token(tied, 8) == decoders.flops_per_token(own, 8)
 
 
 def test_logits_and_loss_are_those_of_transformers(tmp_path):
@@ -226,7 +225,7 @@ def test_logits_and_loss_are_those_of_transformers(tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs torch and transformers")
     for tied in (True, False):
         config = dataclasses.replace(TINY, tied=tied)
-        params = scaled(llama.init(config, jax.random.key(3)))
+        params = scaled(decoders.init(config, jax.random.key(3)))
         llama_weights.save_safetensors(tmp_path / "model.safetensors", params, config)
         (tmp_path / "config.json").write_text(json.dumps(llama_weights.hf_config(config)))
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -236,7 +235,7 @@ def test_logits_and_loss_are_those_of_transformers(tmp_path):
         tokens = torch.tensor(TOKENS)
         with torch.no_grad():
             wanted = model(tokens, labels=tokens)
-        logits = llama.apply(config, params, jnp.asarray(TOKENS))
+        logits = decoders.apply(config, params, jnp.asarray(TOKENS))
         np.testing.assert_allclose(logits, wanted.logits.numpy(), atol=3e-5)
         loss = cross_entropy(logits[:, :-1], jnp.asarray(TOKENS[:, 1:])).mean()
         assert float(loss) == pytest.approx(float(wanted.loss), abs=2e-6)

@@ -15,10 +15,10 @@ import safetensors
 from decent_jax.models import gpt2, pieces, weight_files
 
 _PREFIX, _HEAD = "transformer.", "lm_head.weight"
-_LEAVES = {"embedding": "weight", "kernel": "weight", "scale": "weight", "bias": "bias"}
+_LAYOUT = weight_files.Layout({}, transposed=False)
 
 
-def load_safetensors(path: str | os.PathLike, config: gpt2.GPT2Config) -> gpt2.Params:
+def load_safetensors(path: str | os.PathLike, config: gpt2.GPT2Config) -> pieces.Params:
     """Reads GPT-2 weights, published ones or those `save_safetensors` wrote.
 
     Names may carry the prefix ``transformer.``. The causal masks some files hold
@@ -36,16 +36,20 @@ def load_safetensors(path: str | os.PathLike, config: gpt2.GPT2Config) -> gpt2.P
       config: shapes to expect.
 
     Returns:
-      A nested dict of float32 NumPy arrays, as `gpt2.init` shapes it.
+      A nested dict of float32 NumPy arrays, as `decoders.init` shapes it.
 
     Raises:
       ValueError: a tensor is missing, has another shape, or is not part of this config (more
         layers, biases other than zeros where it has none); the first one is named.
     """
     with safetensors.safe_open(path, framework="numpy") as file:
-        stored = _stored_names(file.keys())
-        if config.tied:
-            stored.pop(_HEAD, None)
+        stored = {key.removeprefix(_PREFIX): key for key in file.keys()}  # noqa: SIM118
+        ignored = (".attn.bias", ".attn.masked_bias", *[_HEAD] * config.tied)
+        stored = {name: key for name, key in stored.items() if not name.endswith(ignored)}
+        if not config.bias:  # biases of zeros are none; `save_safetensors` writes them
+            for name in [name for name in stored if name.endswith("bias")]:
+                if not np.any(file.get_tensor(stored[name])):
+                    del stored[name]
 
         def read(name, shape):
             value = np.asarray(file.get_tensor(stored[name]), np.float32)
@@ -55,17 +59,12 @@ def load_safetensors(path: str | os.PathLike, config: gpt2.GPT2Config) -> gpt2.P
                 value = np.concatenate([value, padding])
             return value
 
-        params, left = weight_files.tree_of(path, stored, read, _shapes(config), _name)
-        if not config.bias:  # biases of zeros are none; `save_safetensors` writes them
-            zeros = [name for name in left if name.endswith("bias")]
-            left -= {name for name in zeros if not np.any(file.get_tensor(stored[name]))}
-    weight_files.check_rest(path, left, config)
-    return params
+        return weight_files.tree_of(path, stored, read, config, _shapes(config), _LAYOUT)
 
 
 def save_safetensors(
     path: str | os.PathLike,
-    params: gpt2.Params,
+    params: pieces.Params,
     config: gpt2.GPT2Config,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
@@ -84,10 +83,10 @@ def save_safetensors(
     Raises:
       ValueError: a parameter is missing or has another shape than ``config`` says.
     """
-    tensors = weight_files.tensors_of(params, _shapes(config), _name)
+    tensors = weight_files.tensors_of(params, _shapes(config), _LAYOUT)
     with_biases = _shapes(dataclasses.replace(config, bias=True))
     for tree_path, leaf in jax.tree_util.tree_leaves_with_path(with_biases):
-        tensors.setdefault(_name(tree_path), np.zeros(leaf.shape, np.float32))
+        tensors.setdefault(_LAYOUT.name(tree_path), np.zeros(leaf.shape, np.float32))
     if not config.tied:  # beside an output layer of its own, the rest has its full name
         tensors = {n if n == _HEAD else _PREFIX + n: x for n, x in tensors.items()}
     weight_files.write(path, tensors, metadata, gpt2_config=config)
@@ -116,16 +115,3 @@ def hf_config(config: gpt2.GPT2Config) -> dict:
 
 def _shapes(config):
     return pieces.shapes(gpt2.GPT2, config)
-
-
-def _name(tree_path) -> str:
-    """``h / 0 / attn / c_attn / kernel`` -> ``h.0.attn.c_attn.weight``."""
-    *modules, leaf = (entry.key for entry in tree_path)
-    return ".".join([*modules, _LEAVES[leaf]])
-
-
-def _stored_names(keys) -> dict[str, str]:
-    """Names without prefix -> names in the file, of the tensors that are parameters."""
-    names = {key.removeprefix(_PREFIX): key for key in keys}
-    ignored = (".attn.bias", ".attn.masked_bias")
-    return {name: key for name, key in names.items() if not name.endswith(ignored)}

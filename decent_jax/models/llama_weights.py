@@ -9,24 +9,25 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import numpy as np
 import safetensors
 
 from decent_jax.json_files import read_text
 from decent_jax.models import llama, pieces, weight_files
 
-_MODULES = {
-    "wte": "model.embed_tokens",
-    "h": "model.layers",
-    "ln_1": "input_layernorm",
-    "attn": "self_attn",
-    "c_proj": "o_proj",
-    "ln_2": "post_attention_layernorm",
-    "ln_f": "model.norm",
-}
+_LAYOUT = weight_files.Layout(
+    {
+        "wte": "model.embed_tokens",
+        "h": "model.layers",
+        "ln_1": "input_layernorm",
+        "attn": "self_attn",
+        "c_proj": "o_proj",
+        "ln_2": "post_attention_layernorm",
+        "ln_f": "model.norm",
+    }
+)
 
 
-def load_safetensors(path: str | os.PathLike, config: llama.LlamaConfig) -> llama.Params:
+def load_safetensors(path: str | os.PathLike, config: llama.LlamaConfig) -> pieces.Params:
     """Reads Llama weights, published ones or those `save_safetensors` wrote.
 
     Args:
@@ -34,32 +35,30 @@ def load_safetensors(path: str | os.PathLike, config: llama.LlamaConfig) -> llam
       config: shapes to expect.
 
     Returns:
-      A nested dict of float32 NumPy arrays, as `llama.init` shapes it.
+      A nested dict of float32 NumPy arrays, as `decoders.init` shapes it.
 
     Raises:
       ValueError: a tensor is missing, has another shape, or is not part of this config.
     """
-    files = {name: file for file in _files(Path(path)) for name in _names_in(file)}
-    if config.tied:  # some files hold the embedding twice
-        files.pop("lm_head.weight", None)
+    ignored = ("rotary_emb.inv_freq", *["lm_head.weight"] * config.tied)  # the embedding again
+    files = {
+        name: file
+        for file in _files(Path(path))
+        for name in _names_in(file)
+        if not name.endswith(ignored)
+    }
 
     def read(name, _):
         with safetensors.safe_open(files[name], framework="numpy") as file:
             return file.get_tensor(name)  # published ones are bfloat16
 
-    params, left = weight_files.tree_of(
-        *(path, files, read, pieces.shapes(llama.Llama, config), _name),
-        turned=_turned,
-        back=_turned,
-    )
-    rest = [name for name in left if not name.endswith("rotary_emb.inv_freq")]
-    weight_files.check_rest(path, rest, config)
-    return params
+    shapes = pieces.shapes(llama.Llama, config)
+    return weight_files.tree_of(path, files, read, config, shapes, _LAYOUT)
 
 
 def save_safetensors(
     path: str | os.PathLike,
-    params: llama.Params,
+    params: pieces.Params,
     config: llama.LlamaConfig,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
@@ -71,7 +70,7 @@ def save_safetensors(
     Raises:
       ValueError: a parameter is missing or has another shape than ``config`` says.
     """
-    tensors = weight_files.tensors_of(params, pieces.shapes(llama.Llama, config), _name, _turned)
+    tensors = weight_files.tensors_of(params, pieces.shapes(llama.Llama, config), _LAYOUT)
     weight_files.write(path, tensors, metadata, llama_config=config)
 
 
@@ -112,14 +111,3 @@ def _files(path: Path) -> list[Path]:
 def _names_in(path: Path) -> Iterator[str]:
     with safetensors.safe_open(path, framework="numpy") as file:
         yield from file.keys()
-
-
-def _name(tree_path) -> str:
-    """``h / 0 / attn / c_proj / kernel`` -> ``model.layers.0.self_attn.o_proj.weight``."""
-    *modules, _ = (str(entry.key) for entry in tree_path)
-    return ".".join([*(_MODULES.get(module, module) for module in modules), "weight"])
-
-
-def _turned(tree_path, x: np.ndarray) -> np.ndarray:
-    """A linear layer's (inputs, outputs) to (outputs, inputs), and back."""
-    return x.T if tree_path[-1].key == "kernel" else x

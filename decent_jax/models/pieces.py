@@ -47,14 +47,6 @@ def check_attention(config: Any) -> None:
     one_of(config, "attention", "auto", "xla", "cudnn")
 
 
-def check_tokens(config: Any, tokens: jax.Array) -> None:
-    """Raises ValueError where ``tokens`` are no matrix, or longer than the context."""
-    if tokens.ndim != 2:
-        raise ValueError(f"tokens must have the shape (batch, time), got {tokens.shape}")
-    if tokens.shape[1] > config.context:
-        raise ValueError(f"{tokens.shape[1]} tokens do not fit the context of {config.context}")
-
-
 # --- The functional adapter -----------------------------------------------------------------------
 
 

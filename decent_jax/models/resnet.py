@@ -306,9 +306,6 @@ def _each_batch_norm(fn, statistics: Statistics) -> Statistics:
     return {name: _each_batch_norm(fn, part) for name, part in statistics.items()}
 
 
-decay_mask = pieces.decay_mask
-
-
 # --- Arithmetic ---------------------------------------------------------------------------------
 
 

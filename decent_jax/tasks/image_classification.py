@@ -15,7 +15,7 @@ from decent_jax.data.images import crops, generated_images, image_folder
 from decent_jax.errors import ConfigError, DataError
 from decent_jax.fields import Field, size_of_preset
 from decent_jax.models import resnet, resnet_weights
-from decent_jax.models.pieces import cross_entropy
+from decent_jax.models.pieces import cross_entropy, decay_mask
 from decent_jax.progress import announce as announce_on_stderr
 from decent_jax.tasks import Run
 
@@ -235,7 +235,7 @@ class ImageClassification:
         return resnet.from_moments(moments)
 
     def decay_mask(self, params):
-        return resnet.decay_mask(params)
+        return decay_mask(params)
 
     def summary(self):
         return {

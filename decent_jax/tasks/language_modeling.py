@@ -1,7 +1,6 @@
 """Next-token prediction with a GPT-2 or a Llama on a folder of tokens."""
 
 import dataclasses
-import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from decent_jax.data.text import stdlib_corpus, token_folder, tokenizers
 from decent_jax.errors import ConfigError, DataError
 from decent_jax.fields import Field, size_of_preset
 from decent_jax.models import decoders, generate
-from decent_jax.models.pieces import cross_entropy
+from decent_jax.models.pieces import cross_entropy, decay_mask
 from decent_jax.progress import announce as announce_on_stderr
 from decent_jax.tasks import Run, opened
 
@@ -127,7 +126,7 @@ def count_parameters(config: ConfigDict) -> tuple[int, int]:
             "model.vocab_size of the config comes from the data; give --parameters instead"
         )
     model = model_config(config, config.model.vocab_size or _STDLIB_VOCAB)
-    return decoders.model(model).num_params(model), model.vocab_size * model.width
+    return decoders.num_params(model), model.vocab_size * model.width
 
 
 def make(config: ConfigDict, workdir: Path, announce: Callable) -> "LanguageModeling":
@@ -166,16 +165,14 @@ class LanguageModeling:
         context = config.model.context
         self.tokenizer, self.train_source, self.eval_source = _open(folder, context)
         self.config = model_config(config, _vocab_size(self.tokenizer))
-        self.model = decoders.model(self.config)
-        self.init_from, self.dropout = config.model.init_from, config.model.dropout
-        self.prompt = config.data.prompt
+        self.init_from, self.prompt = config.model.init_from, config.data.prompt
         self.units_per_example = context
-        self.flops_per_example = self.model.flops_per_token(self.config, context) * context
+        self.flops_per_example = decoders.flops_per_token(self.config, context) * context
         for name in token_folder.SPLITS:
             token_folder.check_vocab(folder / f"{name}.bin", self.config.vocab_size)
 
     def init(self, key):
-        return self.model.init(self.config, key), {}
+        return decoders.init(self.config, key), {}
 
     def load_params(self):
         if not self.init_from:
@@ -188,22 +185,21 @@ class LanguageModeling:
             ) from None
 
     def loss(self, params, model_state, batch, key):
-        rng = key if self.dropout else None
-        logits = self.model.apply(self.config, params, batch[:, :-1], rng)
+        logits = decoders.apply(self.config, params, batch[:, :-1], key)
         return cross_entropy(logits, batch[:, 1:]).mean(), model_state
 
     def evaluate(self, params, model_state, batch, weights):
-        logits = self.model.apply(self.config, params, batch[:, :-1])
+        logits = decoders.apply(self.config, params, batch[:, :-1])
         losses = cross_entropy(logits, batch[:, 1:]).mean(axis=1)
         return {"loss": (losses * weights).sum(), "count": weights.sum()}
 
     def decay_mask(self, params):
-        return self.model.decay_mask(params)
+        return decay_mask(params)
 
     def summary(self):
         manifest = _manifest(self.folder)
         return {
-            "parameters": self.model.num_params(self.config),
+            "parameters": decoders.num_params(self.config),
             "tokenizer": self.tokenizer.name if self.tokenizer else "gpt2",
             "corpus_sha256": manifest.get("corpus_sha256", ""),
             "train_tokens": int(self.train_source.num_tokens),
@@ -244,8 +240,7 @@ def _described(run: Run) -> tuple[tokenizers.Tokenizer | None, decoders.Config]:
 
 
 def _saved(run: Run, tokenizer: tokenizers.Tokenizer | None, config: decoders.Config) -> SavedModel:
-    init = functools.partial(decoders.model(config).init, config)
-    wanted = jax.tree.map(lambda x: x.shape, jax.eval_shape(init, jax.random.key(0)))
+    wanted = jax.tree.map(lambda x: x.shape, decoders.shapes(config))
     if jax.tree.map(jnp.shape, run.params) != wanted:
         raise DataError(
             f"{run.workdir}: the checkpoint of step {run.step} holds another model than config.json"

@@ -18,7 +18,7 @@ from decent_jax.data.translation.pair_folder import PairBlocks, TranslationPairs
 from decent_jax.errors import ConfigError, DataError
 from decent_jax.fields import Field, size_of_preset
 from decent_jax.models import transformer, transformer_weights
-from decent_jax.models.pieces import cross_entropy
+from decent_jax.models.pieces import cross_entropy, decay_mask
 from decent_jax.progress import announce as announce_on_stderr
 from decent_jax.tasks import Run, opened
 from decent_jax.tasks.translator import ALPHA, BEAM, LONGEST, Translator, bleu, meteor
@@ -212,7 +212,7 @@ class Translation:
         return {name: (x * real).sum() for name, x in sums.items()} | {"count": real.sum()}
 
     def decay_mask(self, params):
-        return transformer.decay_mask(params)
+        return decay_mask(params)
 
     def measure(self, block):
         """``data/padding_fraction``, of sources and targets as the model reads them."""
