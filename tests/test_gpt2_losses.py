@@ -41,12 +41,6 @@ def test_equals_optax(dtype, rtol, eps):
             assert np.abs(got - wanted).max() / np.abs(wanted).max() < 3 * rtol
 
 
-def test_equals_optax_with_integer_labels():
-    logits, targets = random_case("float32")
-    wanted = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-    np.testing.assert_allclose(cross_entropy(logits, targets), wanted, rtol=1e-6)
-
-
 def value_and_grad(loss, *args, **options):
     """Of the loss ``loss(logits, *args)``, summed, at ``logits``; one program."""
     total = jax.value_and_grad(lambda x, *rest: loss(x, *rest, **options).sum())
