@@ -220,15 +220,11 @@ def test_hypotheses_without_an_end_come_back_only_if_none_has_one():
     np.testing.assert_array_equal(at_once.lengths[:, 0], 1)
 
 
-def test_stopping_early_is_sooner_and_the_same():
+def test_the_search_stops_early():
+    """That it loses nothing `test_equals_a_slow_beam_search` shows."""
     for alpha in ALPHAS:
-        params = biased_to_end(2.0)
-        args = TINY, params, SOURCE, alpha, 2, 10
-        (early, steps), (late, all_steps) = (beam_search._search(*args, s) for s in (True, False))
-        for a, b in zip(early, late, strict=True):  # two programs: scores differ by a rounding
-            np.testing.assert_allclose(a, b, rtol=1e-6)
-        assert all_steps == 3 + 10
-        assert steps < all_steps
+        _, steps = beam_search._search(TINY, biased_to_end(2.0), SOURCE, alpha, 2, 10)
+        assert steps < LIMITS.max() - EXTRA + 10
 
 
 def test_batch_and_padding_do_not_matter():

@@ -166,7 +166,7 @@ def test_padding_is_measured(folder):
         own = [blocks[2 * step + replica] for replica in range(2)]
         stacked = {name: np.stack([block[name] for block in own]) for name in own[0]}
         measured.append(task.measure(stacked)["data/padding_fraction"])
-    plan = blocks.pairs.batches
+    plan = blocks.batches
     assert isinstance(plan, TokenBatches)
     assert np.mean(measured) == pytest.approx(plan.padding_fraction, abs=0.1)
     assert all(0 <= share < 1 for share in measured)

@@ -85,9 +85,9 @@ class _State(NamedTuple):
     cache: list[tuple[jax.Array, jax.Array]]  # per layer: keys, values (B, beam, L, heads, D)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "beam", "max_extra", "stop_early"))
-def _search(config, params, source, alpha, beam, max_extra, stop_early=True):
-    """`Hypotheses`, and the number of steps taken; all steps without ``stop_early``."""
+@functools.partial(jax.jit, static_argnames=("config", "beam", "max_extra"))
+def _search(config, params, source, alpha, beam, max_extra):
+    """`Hypotheses`, and the number of steps taken."""
     # cuDNN gains nothing for queries this short.
     config = dataclasses.replace(config, attention="xla")
     model = transformer.merge(config, params)
@@ -102,8 +102,7 @@ def _search(config, params, source, alpha, beam, max_extra, stop_early=True):
         """Sentences ``(B,)`` that can still change. A log probability only falls, so the best an
         alive hypothesis can hope for is its present one over the largest penalty."""
         best_hope = state.alive_scores[:, 0] / penalty(limits)
-        hopeful = best_hope > state.finished_scores[:, -1] if stop_early else True
-        return (state.step < limits) & hopeful
+        return (state.step < limits) & (best_hope > state.finished_scores[:, -1])
 
     def extend(state):
         log_probs, cache = decode(state.alive_tokens, state.step, state.cache)

@@ -365,10 +365,10 @@ def num_params(config: TransformerConfig) -> int:
 def flops_per_pair(config: TransformerConfig, source_len: float, target_len: float) -> float:
     """Floating-point operations of the model for one sentence pair, forward and backward.
 
-    As `decoders.flops_per_token` counts: 6 per parameter and position it is used at, and 12 ``width``
-    per query-key pair of an attention, not halved for causality. The decoder's matrices for
-    keys and values of the memory are used at source positions, the shared embedding as the output
-    layer at target positions. Recomputation (``remat``) does not count.
+    As `decoders.flops_per_token` counts: 6 per parameter and position it is used at, and 12
+    ``width`` per query-key pair of an attention, not halved for causality. The decoder's matrices
+    for keys and values of the memory are used at source positions, the shared embedding as the
+    output layer at target positions. Recomputation (``remat``) does not count.
     """
     shapes = pieces.shapes(Transformer, config)
     encoder, decoder = (pieces.count(shapes[name]) for name in ("encoder", "decoder"))

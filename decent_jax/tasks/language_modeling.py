@@ -284,14 +284,9 @@ def sample(
     """The prompt and its continuations, ``samples`` of them; see `generate.generate`.
 
     Raises:
+      ConfigError: ``top_k`` is out of range, or the samples do not fit this machine.
       DataError: there is no tokenizer to read the prompt with.
-      ValueError: a number out of range.
     """
-    if tokens < 1 or samples < 1 or temperature < 0:
-        raise ValueError(
-            "tokens and samples must be at least 1 and temperature not negative, "
-            f"got {tokens}, {samples} and {temperature}"
-        )
     tokenizer, config = _described(run)
     if tokenizer is None:
         raise DataError("the run's token folder has no manifest.json that names its tokenizer")
