@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from networks import drawn
 
 from decent_jax import saved_model, tasks, train
 from decent_jax.models import decoders, llama, llama_weights
@@ -29,13 +30,6 @@ TINY = llama.LlamaConfig(
     init_std=0.3,
 )
 TOKENS = np.random.default_rng(0).integers(0, 37, (2, 12))
-
-
-def scaled(params):
-    """With norms that are not 1, which a mistake in their place would not change."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: x * np.linspace(0.5, 2, x.size) if path[-1].key == "scale" else x, params
-    )
 
 
 def by_hand(config, params, tokens):
@@ -79,7 +73,7 @@ def by_hand(config, params, tokens):
 @pytest.mark.parametrize("tied", [True, False])
 def test_logits_are_those_of_the_formulas(tied):
     config = dataclasses.replace(TINY, tied=tied, remat=tied)
-    params = scaled(decoders.init(config, jax.random.key(1)))
+    params = drawn(decoders, config)
     assert decoders.num_params(config) == sum(x.size for x in jax.tree.leaves(params))
     found = jax.jit(lambda p: decoders.apply(config, p, TOKENS))(params)
     for row, tokens in zip(found, TOKENS, strict=True):
@@ -89,7 +83,7 @@ def test_logits_are_those_of_the_formulas(tied):
 @pytest.mark.parametrize("tied", [True, False])
 def test_files_keep_every_number(tmp_path, tied):
     config = dataclasses.replace(TINY, tied=tied)
-    params = scaled(decoders.init(config, jax.random.key(2)))
+    params = drawn(decoders, config)
     path = tmp_path / "model.safetensors"
     llama_weights.save_safetensors(path, params, config, {"step": "3"})
     jax.tree.map(
@@ -180,7 +174,7 @@ def test_logits_and_loss_are_those_of_transformers(tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs torch and transformers")
     for tied in (True, False):
         config = dataclasses.replace(TINY, tied=tied)
-        params = scaled(decoders.init(config, jax.random.key(3)))
+        params = drawn(decoders, config)
         llama_weights.save_safetensors(tmp_path / "model.safetensors", params, config)
         (tmp_path / "config.json").write_text(json.dumps(llama_weights.hf_config(config)))
         model, report = transformers.AutoModelForCausalLM.from_pretrained(

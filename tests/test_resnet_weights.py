@@ -2,8 +2,7 @@
 
 That torchvision 0.28 loads the files of all five presets with ``strict=True``, and that its
 resnet18 and resnet50 give our logits of four images of 224 pixels to 8e-7 of the largest, was
-tried by hand with torch 2.13. Here the names and shapes are written out by rule, and a second
-forward pass knows nothing but the file.
+tried by hand with torch 2.13. Here a second forward pass knows nothing but the file.
 """
 
 import dataclasses
@@ -38,55 +37,14 @@ def random_model(config, seed=0):
     return params, jax.tree.map(lambda x: np.abs(x) + 0.1, statistics)
 
 
-# --- Names --------------------------------------------------------------------------------------
-
-
-def torchvision_shapes(blocks, bottleneck):
-    """Of ``state_dict()``: written from torchvision's source, for 1000 classes."""
-    shapes = {}
-
-    def conv(name, outputs, inputs, size):
-        shapes[f"{name}.weight"] = (outputs, inputs, size, size)
-
-    def norm(name, channels):
-        for leaf in ("weight", "bias", "running_mean", "running_var"):
-            shapes[f"{name}.{leaf}"] = (channels,)
-        shapes[f"{name}.num_batches_tracked"] = ()
-
-    conv("conv1", 64, 3, 7)
-    norm("bn1", 64)
-    inputs, expansion = 64, 4 if bottleneck else 1
-    for layer, count in enumerate(blocks, start=1):
-        width = 32 * 2**layer
-        for block in range(count):
-            name, outputs = f"layer{layer}.{block}", width * expansion
-            sizes = (1, 3, 1) if bottleneck else (3, 3)
-            widths = (inputs, width, width, outputs) if bottleneck else (inputs, width, outputs)
-            for i, size in enumerate(sizes, start=1):
-                conv(f"{name}.conv{i}", widths[i], widths[i - 1], size)
-                norm(f"{name}.bn{i}", widths[i])
-            if block == 0 and (layer > 1 or bottleneck):
-                conv(f"{name}.downsample.0", outputs, inputs, 1)
-                norm(f"{name}.downsample.1", outputs)
-            inputs = outputs
-    return shapes | {"fc.weight": (1000, inputs), "fc.bias": (1000,)}
-
-
-@pytest.mark.parametrize(
-    ("preset", "bottleneck", "tensors", "numbers"),
-    [("resnet18", False, 122, 11_689_512), ("resnet50", True, 320, 25_557_032)],
-)
-def test_names_and_shapes_of_torchvision(preset, bottleneck, tensors, numbers, tmp_path):
+@pytest.mark.parametrize(("preset", "tensors"), [("resnet18", 122), ("resnet50", 320)])
+def test_as_many_tensors_as_in_torchvision(preset, tensors, tmp_path):
+    """Their names are those that the forward pass below reads."""
     config = resnet.PRESETS[preset]
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, np.float32), shapes_of(resnet, config))
     resnet_weights.save(tmp_path / "x.safetensors", *zeros, config, step=3)
     stored = safetensors.numpy.load_file(tmp_path / "x.safetensors")
-    wanted = torchvision_shapes(config.blocks, bottleneck)
-    assert {name: x.shape for name, x in stored.items()} == wanted
-    # The rule itself, against numbers that torchvision publishes.
-    assert len(wanted) == tensors
-    learned = [shape for name, shape in wanted.items() if name.endswith(("weight", "bias"))]
-    assert sum(int(np.prod(shape)) for shape in learned) == numbers
+    assert len(stored) == tensors
     for name, x in stored.items():
         counts = name.endswith("num_batches_tracked")
         assert x.dtype == (np.int64 if counts else np.float32)
