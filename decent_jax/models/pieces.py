@@ -83,15 +83,10 @@ def decay_mask(params: Params) -> Params:
     )
 
 
+@jax.checkpoint
 def remat_call(layer: Any, *args: Any) -> Any:
     """``layer(*args)``, keeping only ``args`` for the backward pass; works under any transform."""
-    graphdef, state = nnx.split(layer)
-
-    @jax.checkpoint
-    def call(state, *args):
-        return nnx.merge(graphdef, state, copy=True)(*args)
-
-    return call(state, *args)
+    return layer(*args)
 
 
 # --- Layers ---------------------------------------------------------------------------------------
