@@ -280,6 +280,7 @@ def test_config_errors(config, changes, message):
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
+        (GPT2, {"init_std": 0.0}, "init_std must be above 0, got 0"),
         (POST, {"width": 15, "heads": 3}, "width must be even, for sines and cosines, got 15"),
         (POST, {"vocab_size": 3}, "vocab_size must be at least 4, the special ids, got 3"),
         (POST, {"norm": "middle"}, "norm must be one of post, pre, got 'middle'"),
