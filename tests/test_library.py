@@ -184,33 +184,6 @@ def test_a_traced_round_is_refused_in_a_sentence(tx, schedule):
         jax.eval_shape(lambda x: run(x, 0.5), jnp.ones((4, 2)))
 
 
-def test_a_scan_over_periods_is_the_loop_over_steps():
-    schedule = topology.make("one_peer_exp", 4)
-    tx = optim.decentralized(optax.sgd(0.1, momentum=0.9), schedule)
-
-    def step(x, state, target, round):
-        updates, state = tx.update(x - target, state, x, round=round)
-        return optim.apply_updates(x, updates), state
-
-    @functools.partial(jax.jit, static_argnames="round")
-    def train_step(x, state, target, round):
-        one = functools.partial(step, round=round)
-        return jax.vmap(one, axis_name="replica")(x, state, target)
-
-    def one_period(carry, targets):
-        for r in range(schedule.period):
-            carry = train_step(*carry, targets[r], round=schedule.round_at(r))
-        return carry, None
-
-    targets = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
-    start = (jnp.zeros(4), jax.vmap(tx.init)(jnp.zeros(4)))
-    carry = start
-    for t in range(6):
-        carry = train_step(*carry, targets[t], round=schedule.round_at(t))
-    scanned, _ = jax.lax.scan(one_period, start, targets.reshape(3, schedule.period, 4))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), scanned, carry)
-
-
 # --- Flax -----------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 import jax
+from flax import traverse_util
 
 from decent_jax.models import gpt2, gpt2_weights, llama, llama_weights, pieces
 from decent_jax.models.pieces import Params
@@ -49,13 +50,9 @@ def merge(config: Config, params: Params, start: int = 0, stop: int | None = Non
 
 def part(config: Config, params: Params, start: int, stop: int) -> Params:
     """The parameters of the part of blocks ``start`` to ``stop - 1``, out of those of all."""
-
-    def taken(shape, params):
-        if not isinstance(shape, dict):
-            return params
-        return {name: taken(below, params[name]) for name, below in shape.items()}
-
-    return taken(shapes(config, start, stop), params)
+    flat = traverse_util.flatten_dict(params)
+    own = traverse_util.flatten_dict(shapes(config, start, stop))
+    return traverse_util.unflatten_dict({path: flat[path] for path in own})
 
 
 def shapes(config: Config, start: int = 0, stop: int | None = None) -> Params:

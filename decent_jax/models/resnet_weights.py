@@ -8,7 +8,6 @@ layer is ``(outputs, inputs)`` there. Networks that torchvision lacks (other blo
 the stem for small images) are named by the same rule.
 """
 
-import json
 import operator
 import os
 from collections.abc import Mapping, Sequence
@@ -95,9 +94,3 @@ def description(
         "std": list(resnet.STD),
         "batch_norm_eps": resnet.EPSILON,
     }
-
-
-def dumps(described: Mapping) -> str:
-    """JSON with one line per field, for people to read too."""
-    lines = (f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in described.items())
-    return "{\n" + ",\n".join(lines) + "\n}\n"

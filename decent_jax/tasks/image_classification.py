@@ -1,6 +1,7 @@
 """Image classification with a ResNet, on photographs or on pictures made by a generator."""
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -398,7 +399,8 @@ def export(run: Run, out: Path) -> str:
     resnet_weights.save(
         out, model.params, model.statistics, model.config, step=model.step, metadata=about
     )
-    return resnet_weights.dumps(described | {"step": model.step, "which": run.which})
+    described |= {"step": model.step, "which": run.which}
+    return json.dumps(described, indent=2) + "\n"
 
 
 # --- At the end ---------------------------------------------------------------------------------
