@@ -1,4 +1,4 @@
-"""The Llama decoder: against formulas and `transformers` on random weights, its files, a run."""
+"""The Llama decoder: against formulas and `transformers` on random weights, and a run."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ import tiny
 from networks import drawn
 
 from decent_jax import saved_model, tasks, train
-from decent_jax.models import decoders, llama, llama_weights
+from decent_jax.models import decoder_weights, decoders, llama
 from decent_jax.models.pieces import cross_entropy
 from decent_jax.progress import announce
 from decent_jax.train import config as config_lib
@@ -78,30 +78,6 @@ def test_logits_are_those_of_the_formulas(tied):
     found = jax.jit(lambda p: decoders.apply(config, p, TOKENS))(params)
     for row, tokens in zip(found, TOKENS, strict=True):
         np.testing.assert_allclose(row, by_hand(config, params, tokens), atol=2e-5)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_files_keep_every_number(tmp_path, tied):
-    config = dataclasses.replace(TINY, tied=tied)
-    params = drawn(decoders, config)
-    path = tmp_path / "model.safetensors"
-    llama_weights.save_safetensors(path, params, config, {"step": "3"})
-    jax.tree.map(
-        np.testing.assert_array_equal, llama_weights.load_safetensors(path, config), params
-    )
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"anything": "model.safetensors"}}))
-    again = llama_weights.load_safetensors(index, config)
-    np.testing.assert_array_equal(again["wte"]["embedding"], params["wte"]["embedding"])
-    with pytest.raises(ValueError, match=r"'model.layers.0.mlp.down_proj.weight' .*\(16, 24\)"):
-        llama_weights.load_safetensors(path, dataclasses.replace(config, hidden=32))
-    with pytest.raises(ValueError, match=r"has a tensor 'model.layers.1.*' that the config has no"):
-        llama_weights.load_safetensors(path, dataclasses.replace(config, layers=1))
-    with pytest.raises(ValueError, match=r"has no tensor 'model.layers.2"):
-        llama_weights.load_safetensors(path, dataclasses.replace(config, layers=3))
-    del params["ln_f"]
-    with pytest.raises(ValueError, match=r"'model.norm.weight' has the shape None, wanted"):
-        llama_weights.save_safetensors(path, params, config)
 
 
 @pytest.mark.parametrize(
@@ -175,8 +151,8 @@ def test_logits_and_loss_are_those_of_transformers(tmp_path):
     for tied in (True, False):
         config = dataclasses.replace(TINY, tied=tied)
         params = drawn(decoders, config)
-        llama_weights.save_safetensors(tmp_path / "model.safetensors", params, config)
-        (tmp_path / "config.json").write_text(json.dumps(llama_weights.hf_config(config)))
+        decoder_weights.save_safetensors(tmp_path / "model.safetensors", params, config)
+        (tmp_path / "config.json").write_text(json.dumps(decoder_weights.hf_config(config)))
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path, output_loading_info=True
         )

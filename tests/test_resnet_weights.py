@@ -18,7 +18,7 @@ from networks import numpy_resnet, shapes_of
 
 from decent_jax import export, saved_model, train
 from decent_jax.data.images import generated_images
-from decent_jax.models import gpt2_weights, resnet, resnet_weights
+from decent_jax.models import decoder_weights, resnet, resnet_weights
 from decent_jax.train import ConfigError
 
 pytestmark = pytest.mark.usefixtures("compile_once")
@@ -162,7 +162,7 @@ def test_export_of_a_language_model(tmp_path):
     (tmp_path / "out").mkdir()
     path = export.export(workdir, tmp_path / "out" / "model.safetensors")
     model = saved_model.load(workdir)
-    again = gpt2_weights.load_safetensors(path, model.config)
+    again = decoder_weights.load_safetensors(path, model.config)
     jax.tree.map(np.testing.assert_array_equal, again, model.params)
     beside = json.loads((tmp_path / "out" / "config.json").read_text())
     assert beside["architectures"] == ["GPT2LMHeadModel"]

@@ -13,18 +13,15 @@ They work inside ``jit``, ``vmap`` over stacked parameters, ``shard_map``, ``lax
 
 import functools
 from collections.abc import Callable
-from types import ModuleType
 
 import jax
 from flax import traverse_util
 
-from decent_jax.models import gpt2, gpt2_weights, llama, llama_weights, pieces
+from decent_jax.models import gpt2, llama, pieces
 from decent_jax.models.pieces import Params
 
 Config = gpt2.GPT2Config | llama.LlamaConfig
 PRESETS: dict[str, Config] = {**gpt2.PRESETS, **llama.PRESETS}
-
-_WEIGHTS = {gpt2.GPT2Config: gpt2_weights, llama.LlamaConfig: llama_weights}
 
 
 def init(config: Config, key: jax.Array) -> Params:
@@ -64,11 +61,6 @@ def shapes(config: Config, start: int = 0, stop: int | None = None) -> Params:
 def _network(config: Config, start: int = 0, stop: int | None = None) -> Callable[..., gpt2.GPT2]:
     network = gpt2.GPT2 if isinstance(config, gpt2.GPT2Config) else llama.Llama
     return functools.partial(network, start=start, stop=stop)
-
-
-def weights(config: Config) -> ModuleType:
-    """`gpt2_weights` or `llama_weights`, which have the same functions."""
-    return _WEIGHTS[type(config)]
 
 
 def num_params(config: Config) -> int:

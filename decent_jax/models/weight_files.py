@@ -5,7 +5,7 @@ The module of a model gives a `Layout`: where the file differs from the tree of 
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,50 +59,6 @@ def tensors_of(tree: Any, shapes: Any, layout: Layout) -> dict[str, np.ndarray]:
         value = layout.turned(path, np.asarray(given[own], np.float32))
         tensors[own] = np.ascontiguousarray(value)
     return tensors
-
-
-def tree_of(
-    path: Any,
-    names: Iterable[str],
-    read: Callable[[str, tuple[int, ...]], Any],
-    config: Any,
-    shapes: Any,
-    layout: Layout,
-) -> Any:
-    """The parameters of a file in float32.
-
-    Args:
-      path: for messages.
-      names: of the tensors in the file.
-      read: a tensor by its name; told the shape that is wanted.
-      config: for messages.
-      shapes: of the tree.
-      layout: of the file, which has no convolutions.
-
-    Raises:
-      ValueError: one is missing, has another shape or no place in the tree; it is named.
-    """
-    left = set(names)
-
-    def leaf_of(tree_path, leaf):
-        own = layout.name(tree_path)
-        wanted = layout.turned(tree_path, np.broadcast_to(np.float32(0), leaf.shape)).shape
-        if own not in left:
-            raise ValueError(f"{path} has no tensor {own!r}")
-        left.remove(own)
-        value = np.asarray(read(own, wanted), np.float32)
-        if value.shape != wanted:
-            raise ValueError(
-                f"tensor {own!r} of {path} has the shape {value.shape}, the config wants {wanted}"
-            )
-        return np.ascontiguousarray(layout.turned(tree_path, value))
-
-    tree = jax.tree_util.tree_map_with_path(leaf_of, shapes)
-    if left:
-        raise ValueError(
-            f"{path} has a tensor {min(left)!r} that the config has no place for: {config}"
-        )
-    return tree
 
 
 def write(

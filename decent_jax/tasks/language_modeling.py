@@ -16,7 +16,7 @@ from decent_jax.data.reading import short
 from decent_jax.data.text import stdlib_corpus, token_folder, tokenizers
 from decent_jax.errors import ConfigError, DataError
 from decent_jax.fields import Field, size_of_preset
-from decent_jax.models import decoders, generate
+from decent_jax.models import decoder_weights, decoders, generate
 from decent_jax.models.pieces import cross_entropy, decay_mask
 from decent_jax.progress import announce as announce_on_stderr
 from decent_jax.tasks import Run, opened
@@ -178,7 +178,7 @@ class LanguageModeling:
         if not self.init_from:
             return None
         try:
-            return decoders.weights(self.config).load_safetensors(self.init_from, self.config)
+            return decoder_weights.load_safetensors(self.init_from, self.config)
         except Exception as error:  # safetensors has kinds of its own
             raise DataError(
                 f"model.init_from: {self.init_from} cannot be read ({short(error)})"
@@ -256,9 +256,8 @@ def export(run: Run, out: Path) -> str:
     """
     model = load(run)
     origin = {"step": str(model.step), "which": run.which}
-    weights = decoders.weights(model.config)
-    weights.save_safetensors(out, model.params, model.config, origin)
-    about = weights.hf_config(model.config)
+    decoder_weights.save_safetensors(out, model.params, model.config, origin)
+    about = decoder_weights.hf_config(model.config)
     if model.tokenizer is not None:
         end = model.tokenizer.end_of_text
         ends = {"bos_token_id": end, "eos_token_id": end}
