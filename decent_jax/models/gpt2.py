@@ -218,8 +218,8 @@ def linear(
 ) -> nnx.Linear:
     """A linear layer; one that writes into the residual stream begins smaller."""
     std = config.init_std / math.sqrt(2 * config.layers) if residual else config.init_std
-    normal = nnx.initializers.normal(std)
-    return pieces.linear(config, inputs, outputs, rngs, init=normal, bias=config.bias)
+    options = {"kernel_init": nnx.initializers.normal(std), "dtype": jnp.dtype(config.dtype)}
+    return nnx.Linear(inputs, outputs, use_bias=config.bias, rngs=rngs, **options)
 
 
 def table(config: Any, rows: int, rngs: nnx.Rngs) -> nnx.Embed:

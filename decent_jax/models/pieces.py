@@ -92,14 +92,6 @@ def remat_call(layer: Any, *args: Any) -> Any:
 # --- Layers ---------------------------------------------------------------------------------------
 
 
-def linear(
-    config: Any, inputs: int, outputs: int, rngs: nnx.Rngs, *, init: Any, bias: bool
-) -> nnx.Linear:
-    """A linear layer that multiplies in ``config.dtype``; ``init`` draws its kernel."""
-    dtype = jnp.dtype(config.dtype)
-    return nnx.Linear(inputs, outputs, use_bias=bias, kernel_init=init, dtype=dtype, rngs=rngs)
-
-
 def layer_norm(config: Any, rngs: nnx.Rngs, *, bias: bool = True) -> nnx.LayerNorm:
     """A LayerNorm over ``config.width``, with statistics in float32."""
     return nnx.LayerNorm(

@@ -268,8 +268,8 @@ class Attention(nnx.Module):
 
 
 def _linear(config, inputs, outputs, rngs, bias=False) -> nnx.Linear:
-    xavier = nnx.initializers.xavier_uniform()
-    return pieces.linear(config, inputs, outputs, rngs, init=xavier, bias=bias)
+    dtype, xavier = jnp.dtype(config.dtype), nnx.initializers.xavier_uniform()
+    return nnx.Linear(inputs, outputs, use_bias=bias, kernel_init=xavier, dtype=dtype, rngs=rngs)
 
 
 def sinusoids(positions: jax.Array, width: int) -> jax.Array:

@@ -256,8 +256,9 @@ class ImageClassification:
             ).argmax(axis=-1)
         )
         labels, predicted = [], []
-        sizes = {"num_replicas": 1, "batch_size": _DEMO_BATCH, "max_batches": _DEMO_BATCHES}
-        with loader.eval_batches(self.eval_source, **sizes) as batches:
+        with loader.eval_batches(
+            self.eval_source, num_replicas=1, batch_size=_DEMO_BATCH, max_batches=_DEMO_BATCHES
+        ) as batches:
             for batch, weights in batches:
                 real = weights[0] > 0
                 labels += batch["label"][0][real].tolist()
