@@ -35,7 +35,7 @@ from decent_jax import optim, topology
 from decent_jax.data.text.token_folder import TokenWindows
 from decent_jax.gossip import Simulated
 from decent_jax.gossip.wire import of_dtype
-from decent_jax.models import gpt2
+from decent_jax.models import decoders, gpt2
 from decent_jax.models.pieces import cross_entropy
 from decent_jax.optim import METHODS, Parts
 from decent_jax.planner import outputs
@@ -113,14 +113,14 @@ class Task:
             init_std=width**-0.5,
         )
 
-        self.large = gpt2.num_params(self.config) > LARGE
+        self.large = decoders.num_params(self.config) > LARGE
 
     def one_by_one(self, f):
         """``f``, in a large model such that `jax.vmap` loops: its arrays stay in the caches."""
         return jax.custom_batching.sequential_vmap(f) if self.large else f
 
     def loss(self, params, tokens):
-        logits = gpt2.apply(self.config, params, tokens[:, :-1])
+        logits = decoders.apply(self.config, params, tokens[:, :-1])
         return cross_entropy(logits, tokens[:, 1:]).mean()
 
     def batches(self, seed: int) -> np.ndarray:
@@ -153,9 +153,9 @@ class Task:
         )
 
     def bytes_per_step(self, variant: Variant) -> float:
-        params = jax.eval_shape(lambda: gpt2.init(self.config, jax.random.key(0)))
+        params = jax.eval_shape(lambda: decoders.init(self.config, jax.random.key(0)))
         if variant.method == "all_reduce":
-            return topology.make("complete", N).bytes_sent(4 * gpt2.num_params(self.config))
+            return topology.make("complete", N).bytes_sent(4 * decoders.num_params(self.config))
         method, schedule = METHODS[variant.method], schedule_of(variant)
         return method.bytes_sent(params, self.parts(variant, schedule, 0.1))
 
@@ -171,7 +171,7 @@ class Task:
         )
         rounds = range(self.steps // variant.every)
         mixing = np.stack([schedule.matrix(r % schedule.period) for r in rounds])
-        params = gpt2.init(self.config, jax.random.key(seed))
+        params = decoders.init(self.config, jax.random.key(seed))
         found = float(program(jnp.float32(rate), params, cut, mixing.reshape(-1, phases, n, n)))
         return found if math.isfinite(found) else math.inf
 
@@ -343,7 +343,7 @@ def main(arguments: list[str] | None = None) -> int:
                 row |= {"learning_rate": rate, "seed": seed}
                 row |= {"loss": task.run(variant, rate, seed)}
                 row |= {"bytes_per_step": task.bytes_per_step(variant)}
-                row |= {"parameters": gpt2.num_params(task.config), **same}
+                row |= {"parameters": decoders.num_params(task.config), **same}
                 known[variant.label, rate, seed] = row
                 print(f"{time.perf_counter() - began:.0f} s {row}", file=sys.stderr, flush=True)
                 if options.json:

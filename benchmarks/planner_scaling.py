@@ -38,7 +38,7 @@ NETWORKS = {
 FLOPS_PER_S = 0.4 * 312e12
 SIGMA = 0.1
 # parameters, of which the tied embedding, floating-point operations a token (6 N + 12 l d T, as
-# decent_jax.models.gpt2.flops_per_token), sequences of 1,024 tokens per replica
+# decent_jax.models.decoders.flops_per_token), sequences of 1,024 tokens per replica
 MODELS = {
     "GPT-2 124M": (124_439_808, 50257 * 768, 855.2e6, 32),
     "GPT-2 1.5B": (1_557_611_200, 50257 * 1600, 10_279e6, 8),

@@ -14,12 +14,11 @@ Hardware and result: see docs/images.md.
 
 from decent_jax import train
 
-ARMS = ("all_reduce", "accum_adam", "accum_adam_ring", "momentum_sgd")
+ARMS = ("accum_adam", "all_reduce", "accum_adam_ring", "momentum_sgd")
 
 
-def get_config(arm: str = "accum_adam"):
-    if arm not in ARMS:
-        raise train.ConfigError(f"clothing_images takes one of {', '.join(ARMS)}, got {arm!r}")
+def get_config(arguments: str = "accum_adam"):
+    (arm,) = train.chosen(arguments, ARMS)
     config = train.default_config("image_classification")
     config.data.path = "data/clothing_images"
     config.data.image_size = 64

@@ -29,16 +29,11 @@ the same code shows 177.9 ms per step. Not reproduced by this project yet.
 
 from decent_jax import train
 
-ARGUMENTS = ("decentralized", "all_reduce", "peers", "runlocal")
+ARMS = ("decentralized", "all_reduce", "peers")
 
 
 def get_config(arguments: str = "decentralized"):
-    chosen = arguments.split(",")
-    for argument in chosen:
-        if argument not in ARGUMENTS:
-            raise train.ConfigError(
-                f"gpt2_openwebtext takes {', '.join(ARGUMENTS)}, got {argument!r}"
-            )
+    arm, local = train.chosen(arguments, ARMS, ("", "runlocal"))
     config = train.default_config("language_modeling")
     config.seed = 42
 
@@ -63,14 +58,14 @@ def get_config(arguments: str = "decentralized"):
     config.num_replicas = 16
     config.local_size = 4
     config.schedule = "auto"  # published: alternating_exp_ring
-    if "all_reduce" in chosen:
+    if arm == "all_reduce":
         config.algorithm = "all_reduce"
         config.optimizer.b2 = 0.95
     else:
         config.algorithm = "accum_adam"
         config.optimizer.window = 8
         config.optimizer.b2 = 0.98
-    if "peers" in chosen:
+    if arm == "peers":
         config.peers.use = True
         config.peers.address = "auto"
         config.peers.gpus = 1.0
@@ -86,7 +81,7 @@ def get_config(arguments: str = "decentralized"):
     config.checkpoint.every_minutes = 30.0
     config.log.every = 20
 
-    if "runlocal" in chosen:
+    if local:
         config.model.layers = 2
         config.model.heads = 2
         config.model.width = 64

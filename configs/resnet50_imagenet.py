@@ -33,15 +33,7 @@ ARMS = ("accum_adam", "decentralized_adam", "all_reduce", "momentum_sgd")
 
 
 def get_config(arguments: str = "accum_adam"):
-    chosen = arguments.split(",")
-    for argument in chosen:
-        if argument not in (*ARMS, "runlocal"):
-            raise train.ConfigError(
-                f"resnet50_imagenet takes {', '.join(ARMS)} and runlocal, got {argument!r}"
-            )
-    arms = [argument for argument in chosen if argument != "runlocal"] or ["accum_adam"]
-    if len(arms) > 1:
-        raise train.ConfigError(f"resnet50_imagenet takes one arm, got {' and '.join(arms)}")
+    arm, local = train.chosen(arguments, ARMS, ("", "runlocal"))
     config = train.default_config("image_classification")
 
     config.model.preset = "resnet50"
@@ -63,14 +55,14 @@ def get_config(arguments: str = "accum_adam"):
     config.num_replicas = 32
     config.local_size = 8
     config.schedule = "auto"  # published: alternating_exp_ring
-    config.algorithm = arms[0]
-    if arms == ["momentum_sgd"]:
+    config.algorithm = arm
+    if arm == "momentum_sgd":
         config.algorithm = "decentralized_sgd"
         config.learning_rate = 0.1 * config.batch_size / 256
         config.optimizer.weight_decay = 1e-4
         config.lr_schedule.end_factor = 0.0
     else:
-        config.learning_rate = 1.5e-3 if arms == ["accum_adam"] else 1e-3
+        config.learning_rate = 1.5e-3 if arm == "accum_adam" else 1e-3
         config.lr_schedule.end_factor = 1e-5 / config.learning_rate
         config.optimizer.window = 8
 
@@ -79,7 +71,7 @@ def get_config(arguments: str = "accum_adam"):
     config.checkpoint.every_minutes = 30.0
     config.log.every = 50
 
-    if "runlocal" in chosen:
+    if local:
         config.model.update(width=8, small_images=True, dtype="float32")
         config.data.update(path="generated", train_images=2000, val_images=200)
         config.data.update(image_size=32, eval_size=0, eval_resize=0)

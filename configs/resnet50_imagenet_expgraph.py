@@ -35,16 +35,7 @@ SCHEDULES = {
 
 
 def get_config(arguments: str = "one_peer_exp"):
-    chosen = arguments.split(",")
-    for argument in chosen:
-        if argument not in (*SCHEDULES, "runlocal"):
-            raise train.ConfigError(
-                f"resnet50_imagenet_expgraph takes {', '.join(SCHEDULES)} and runlocal, got "
-                f"{argument!r}"
-            )
-    graphs = [argument for argument in chosen if argument != "runlocal"] or ["one_peer_exp"]
-    if len(graphs) > 1:
-        raise train.ConfigError(f"one graph at a time, got {' and '.join(graphs)}")
+    graph, local = train.chosen(arguments, [*SCHEDULES], ("", "runlocal"))
     config = train.default_config("image_classification")
 
     config.model.preset = "resnet50"
@@ -56,10 +47,10 @@ def get_config(arguments: str = "one_peer_exp"):
     config.data.prefetch = 8  # and as many threads per process; one decodes 1,500 images/s
 
     config.num_replicas = 32
-    config.schedule = SCHEDULES[graphs[0]]
+    config.schedule = SCHEDULES[graph]
     config.algorithm = "decentralized_sgd"
     config.combine = "then"
-    if graphs == ["all_reduce"]:
+    if graph == "all_reduce":
         config.algorithm = "all_reduce"
         config.optimizer.name = "sgd"
         config.combine = ""
@@ -80,7 +71,7 @@ def get_config(arguments: str = "one_peer_exp"):
     config.checkpoint.every_minutes = 30.0
     config.log.every = 50
 
-    if "runlocal" in chosen:
+    if local:
         config.model.update(width=8, small_images=True, dtype="float32")
         config.data.update(path="generated", train_images=2000, val_images=200)
         config.data.update(image_size=32, eval_resize=0)

@@ -31,12 +31,10 @@ comparable with sacreBLEU. Not reproduced by this project yet.
 
 from decent_jax import train
 
-SIZES = ("base", "big")
-ALGORITHMS = ("accum_adam", "decentralized_adam", "all_reduce")
 PEAKS = {  # peak learning rates by algorithm and number of replicas
+    "accum_adam": {8: 8e-4, 16: 7e-4, 32: 7e-4},
     "all_reduce": {8: 7e-4, 16: 7e-4, 32: 7e-4},
     "decentralized_adam": {8: 2.0e-3, 16: 2.8e-3, 32: 3.8e-3},
-    "accum_adam": {8: 8e-4, 16: 7e-4, 32: 7e-4},
 }
 BETAS = {
     "all_reduce": (0.9, 0.98),
@@ -46,7 +44,10 @@ BETAS = {
 
 
 def get_config(arguments: str = "base,accum_adam"):
-    size, algorithm, n, local = _chosen(arguments)
+    size, algorithm, replicas, local = train.chosen(
+        arguments, ("base", "big"), [*PEAKS], ("16", "8", "32"), ("", "runlocal")
+    )
+    n = int(replicas)
     config = train.default_config("translation")
     config.data.path = "data/wmt14_ende"
 
@@ -84,23 +85,3 @@ def get_config(arguments: str = "base,accum_adam"):
         config.eval.every = 20
         config.log.every = 5
     return config
-
-
-def _chosen(arguments: str) -> tuple[str, str, int, bool]:
-    """(size, algorithm, replicas, whether to run locally)."""
-    known = {"size": SIZES, "algorithm": ALGORITHMS, "replicas": ("8", "16", "32")}
-    found = {"size": "base", "algorithm": "accum_adam", "replicas": "16"}
-    named, local = set(), False
-    for argument in arguments.split(","):
-        if argument == "runlocal":
-            local = True
-            continue
-        kind = next((kind for kind, names in known.items() if argument in names), None)
-        if kind is None or kind in named:
-            raise train.ConfigError(
-                "transformer_wmt14 takes one of each of base, big; "
-                f"{', '.join(ALGORITHMS)}; 8, 16, 32; and runlocal, got {arguments!r}"
-            )
-        named.add(kind)
-        found[kind] = argument
-    return found["size"], found["algorithm"], int(found["replicas"]), local

@@ -131,31 +131,6 @@ def assert_same(got, wanted):
             assert tokens == wanted_tokens, (i, score, wanted_score)
 
 
-# --- Exact --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("model", [MODELS[0], MODELS[3], MODELS[4]], ids=str)
-def test_a_wide_beam_finds_everything_in_order(model):
-    """A beam of 160 holds every hypothesis of at most four tokens, so it must return just these:
-    all 1 + 4 + 16 + 64 that end, sorted by score."""
-    wide = functools.partial(search, random_params(*model), SOURCE[1:3], beam=160)
-    for alpha in ALPHAS:
-        hypotheses = wide(alpha=alpha)
-        for row, sentence in enumerate((1, 2)):
-            every = [
-                (*words, END)
-                for n in range(LIMITS[sentence])
-                for words in itertools.product([1, 4, 5, 6], repeat=n)
-            ]
-            scored = [
-                (log_probability(uncached(*model), sentence, t) / penalty(len(t), alpha), t)
-                for t in every
-            ]
-            got = unpadded(hypotheses, row)
-            assert len(got) == len(every) == {4: 85, 3: 21}[LIMITS[sentence]]
-            assert_same(got, sorted(scored, reverse=True))
-
-
 @pytest.mark.parametrize("beam", [2, 4])
 def test_equals_a_slow_beam_search(beam):
     """Which runs to the end, so stopping early loses nothing; of the uncached model.
@@ -171,6 +146,17 @@ def test_equals_a_slow_beam_search(beam):
             assert len({tokens for _, tokens in got}) == len(got)
             several += len(got) == beam  # fewer have ended in a peaked model
     assert several >= 48  # of 96
+
+
+@pytest.mark.parametrize("model", [MODELS[0], MODELS[3], MODELS[4]], ids=str)
+def test_a_wide_beam_finds_everything_in_order(model):
+    """A beam of 160 holds every hypothesis of at most four tokens."""
+    for alpha in ALPHAS:
+        hypotheses = search(random_params(*model), SOURCE[1:3], beam=160, alpha=alpha)
+        for row, number in ((0, 1 + 4 + 16 + 64), (1, 1 + 4 + 16)):
+            got = unpadded(hypotheses, row)
+            assert_same(got, slow_beam_search(uncached(*model), row + 1, 160, alpha))
+            assert len(got) == number
 
 
 def test_beam_1_is_greedy():
@@ -234,15 +220,11 @@ def test_hypotheses_without_an_end_come_back_only_if_none_has_one():
     np.testing.assert_array_equal(at_once.lengths[:, 0], 1)
 
 
-def test_stopping_early_is_sooner_and_the_same():
+def test_the_search_stops_early():
+    """That it loses nothing `test_equals_a_slow_beam_search` shows."""
     for alpha in ALPHAS:
-        params = biased_to_end(2.0)
-        args = TINY, params, SOURCE, alpha, 2, 10
-        (early, steps), (late, all_steps) = (beam_search._search(*args, s) for s in (True, False))
-        for a, b in zip(early, late, strict=True):  # two programs: scores differ by a rounding
-            np.testing.assert_allclose(a, b, rtol=1e-6)
-        assert all_steps == 3 + 10
-        assert steps < all_steps
+        _, steps = beam_search._search(TINY, biased_to_end(2.0), SOURCE, alpha, 2, 10)
+        assert steps < LIMITS.max() - EXTRA + 10
 
 
 def test_batch_and_padding_do_not_matter():

@@ -1,7 +1,6 @@
-"""Replicas of several devices: where their arrays are, what the mix sends, the same losses."""
+"""Replicas of several devices: where their arrays are, what a step sends, the same losses."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_runs
@@ -9,7 +8,7 @@ import tiny
 from jax.sharding import PartitionSpec as P
 from test_hlo import collectives, pairs_of
 
-from decent_jax import gossip, replicas, tasks, topology
+from decent_jax import replicas, tasks, topology
 from decent_jax.data import loader
 from decent_jax.topology.plan_file import Plan
 from decent_jax.train import ConfigError, algorithm
@@ -74,34 +73,6 @@ def test_a_device_holds_its_part_of_the_state(trainer):
     for tree in (state.params, state.opt_state):
         large = [x for x in jax.tree.leaves(tree) if x.size > 4]
         assert large and all(x.addressable_shards[0].data.size == x.size // 8 for x in large)
-
-
-@pytest.mark.parametrize("guarded", [False, True])
-def test_the_mix_is_one_permute_of_the_shard_an_array(guarded, trainer):
-    """Of a round of one_peer_exp, over the parameters of GPT-2; nothing is gathered."""
-    _, state, placement, _ = trainer
-
-    def mix(params):
-        flags = [jnp.isfinite(x).all() for x in jax.tree.leaves(params)]
-        ok = jnp.stack(flags).all() if guarded else None
-        return gossip.mix(params, SCHEDULE, 1, finite=ok)
-
-    run = placement.on_devices(placement.per_replica(mix), P("replica"), P("replica"))
-    compiled = jax.jit(run).lower(state.params).compile()
-    found = collectives(compiled.as_text())
-    permutes = [(sum(sizes), line) for kind, sizes, line in found if kind == "collective-permute"]
-    flags = [1] if guarded else []
-    assert sorted(size for size, _ in permutes) == sorted(shard_sizes(state.params) + flags)
-    assert all(pairs_of(line) == BETWEEN for _, line in permutes)
-    # Whether all shards are finite is known inside the replica: flags again, and nothing else.
-    others = [(kind, sum(sizes)) for kind, sizes, _ in found if kind != "collective-permute"]
-    assert {kind for kind, _ in others} == ({"all-reduce"} if guarded else set())
-    assert sum(size for _, size in others) <= len(jax.tree.leaves(state.params))
-    got = compiled(state.params)
-    for x, y in zip(jax.tree.leaves(state.params), jax.tree.leaves(got), strict=True):
-        mixed = np.tensordot(SCHEDULE.matrix(1), np.asarray(x, np.float64), 1)
-        np.testing.assert_allclose(y, mixed, rtol=1e-6, atol=1e-7)
-        assert y.sharding.is_equivalent_to(x.sharding, x.ndim)
 
 
 def a_batch(task, placement, batch_size):

@@ -1,4 +1,4 @@
-"""Our GPT-2 against Hugging Face's, and weights to and from files.
+"""Our GPT-2 against Hugging Face's, and weights of decoders to and from files.
 
 ``golden/gpt2_tiny.npz`` was made by torch 2.13.0 and transformers 5.23.0, in float64, stored as
 float32::
@@ -26,10 +26,14 @@ import pytest
 import safetensors.numpy
 from networks import drawn
 
-from decent_jax.models import gpt2, gpt2_weights
+from decent_jax.models import decoder_weights, decoders, gpt2, llama
 from decent_jax.models.pieces import cross_entropy
 
 TINY = gpt2.GPT2Config(vocab_size=96, context=32, layers=2, heads=2, width=32, dtype="float32")
+NO_BIAS = dataclasses.replace(TINY, bias=False, dropout=0.1, remat=True)
+LLAMA = llama.LlamaConfig(
+    vocab_size=96, context=32, layers=2, heads=4, kv_heads=2, width=32, hidden=24, dtype="float32"
+)
 pytestmark = pytest.mark.usefixtures("compile_once")
 
 
@@ -67,10 +71,10 @@ def relative_error(got, wanted):
 @pytest.mark.parametrize("dropout", [0.0, 1e-9])  # the fused attention, and the explicit one
 def test_equals_transformers(golden, file, dropout):
     config = dataclasses.replace(TINY, dropout=dropout)
-    params = gpt2_weights.load_safetensors(file, config)
+    params = decoder_weights.load_safetensors(file, config)
 
     def loss_fn(params):
-        logits = gpt2.apply(config, params, golden["tokens"], jax.random.key(0))
+        logits = decoders.apply(config, params, golden["tokens"], jax.random.key(0))
         return cross_entropy(logits, jnp.asarray(golden["targets"])).mean(), logits
 
     (loss, logits), grads = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(params)
@@ -94,7 +98,7 @@ def test_prefix_and_head_are_accepted(published, file, tmp_path):
     tensors["lm_head.weight"] = published["wte.weight"]
     prefixed = tmp_path / "prefixed.safetensors"
     safetensors.numpy.save_file(tensors, prefixed)
-    params = [gpt2_weights.load_safetensors(path, TINY) for path in (file, prefixed)]
+    params = [decoder_weights.load_safetensors(path, TINY) for path in (file, prefixed)]
     jax.tree.map(np.testing.assert_array_equal, *params)
 
 
@@ -102,7 +106,7 @@ def test_half_precision_files_load(published, tmp_path):
     path = tmp_path / "half.safetensors"
     tensors = {k: np.asarray(jnp.asarray(v, jnp.bfloat16)) for k, v in published.items()}
     safetensors.numpy.save_file(tensors, path)
-    params = gpt2_weights.load_safetensors(path, TINY)
+    params = decoder_weights.load_safetensors(path, TINY)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"float32"}
     assert relative_error(params["wte"]["embedding"], published["wte.weight"]) < 2**-8
 
@@ -116,8 +120,8 @@ def test_padded_vocabulary(golden, published, file):
     losses, embeddings = [], []
     for vocab_size in (96, 128):
         config = dataclasses.replace(TINY, vocab_size=vocab_size)
-        params = gpt2_weights.load_safetensors(file, config)
-        logits = jax.jit(gpt2.apply, static_argnums=0)(config, params, golden["tokens"])
+        params = decoder_weights.load_safetensors(file, config)
+        logits = jax.jit(decoders.apply, static_argnums=0)(config, params, golden["tokens"])
         losses.append(cross_entropy(logits, jnp.asarray(golden["targets"])).mean())
         embeddings.append(params["wte"]["embedding"])
     assert logits.max() < -50
@@ -126,24 +130,34 @@ def test_padded_vocabulary(golden, published, file):
     np.testing.assert_array_equal(embeddings[1][:96], embeddings[0])
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_round_trip(tmp_path, bias):
-    config = dataclasses.replace(TINY, bias=bias, dropout=0.1, remat=True)
-    params = drawn(gpt2, config)
+@pytest.mark.parametrize(
+    ("config", "kind", "shapes"),
+    [
+        (NO_BIAS, "gpt2", {"h.1.mlp.c_proj.weight": [128, 32], "ln_f.bias": [32]}),
+        (dataclasses.replace(TINY, tied=False), "gpt2", {"transformer.ln_f.bias": [32]}),
+        (LLAMA, "llama", {"model.layers.1.mlp.down_proj.weight": [32, 24]}),
+        (dataclasses.replace(LLAMA, tied=False), "llama", {"lm_head.weight": [96, 32]}),
+    ],
+)
+def test_round_trip(tmp_path, config, kind, shapes):
+    params = drawn(decoders, config)
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"an older file")
-    gpt2_weights.save_safetensors(path, params, config, {"step": "7"})
-    jax.tree.map(np.testing.assert_array_equal, gpt2_weights.load_safetensors(path, config), params)
+    decoder_weights.save_safetensors(path, params, config, {"step": "7"})
+    again = decoder_weights.load_safetensors(path, config)
+    jax.tree.map(np.testing.assert_array_equal, again, params)
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
-    beside = tmp_path / "beside"
-    beside.touch()
+    beside = tmp_path / "model.safetensors.index.json"
+    beside.write_text(json.dumps({"weight_map": {"anything": "model.safetensors"}}))
     assert path.stat().st_mode == beside.stat().st_mode  # readable by whom the umask lets
+    again = decoder_weights.load_safetensors(beside, config)
+    jax.tree.map(np.testing.assert_array_equal, again, params)
     with safetensors.safe_open(path, framework="numpy") as stored:
         about = stored.metadata()
         assert about["step"] == "7" and about["format"] == "pt"
-        assert json.loads(about["decent_jax.gpt2_config"]) == dataclasses.asdict(config)
-        assert "h.1.mlp.c_proj.weight" in stored.keys()  # noqa: SIM118
-        assert "ln_f.bias" in stored.keys()  # noqa: SIM118  (transformers wants them all)
+        assert json.loads(about[f"decent_jax.{kind}_config"]) == dataclasses.asdict(config)
+        # `transformers` wants all biases of a GPT-2, and a Llama's matrices transposed.
+        assert {name: stored.get_slice(name).get_shape() for name in shapes} == shapes
 
 
 def test_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
@@ -155,7 +169,7 @@ def test_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="disk full"):
-        gpt2_weights.save_safetensors(path, drawn(gpt2, TINY), TINY)
+        decoder_weights.save_safetensors(path, drawn(decoders, TINY), TINY)
     assert path.read_bytes() == b"an older file"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -180,15 +194,15 @@ def test_wrong_files_are_named(published, tmp_path, change, message):
     path = tmp_path / "model.safetensors"
     safetensors.numpy.save_file(tensors, path)
     with pytest.raises(ValueError, match=message):
-        gpt2_weights.load_safetensors(path, TINY)
+        decoder_weights.load_safetensors(path, TINY)
 
 
 def test_smaller_vocabulary_is_refused(file):
     with pytest.raises(ValueError, match=r"'wte.weight' .* shape \(96, 32\), .* \(90, 32\)"):
-        gpt2_weights.load_safetensors(file, dataclasses.replace(TINY, vocab_size=90))
+        decoder_weights.load_safetensors(file, dataclasses.replace(TINY, vocab_size=90))
 
 
 def test_save_refuses_stacked_parameters(tmp_path):
-    params = jax.tree.map(lambda x: x[None], drawn(gpt2, TINY))
+    params = jax.tree.map(lambda x: x[None], drawn(decoders, TINY))
     with pytest.raises(ValueError, match=r"'h.0.attn.c_attn.bias' has the shape \(1, 96\)"):
-        gpt2_weights.save_safetensors(tmp_path / "x.safetensors", params, TINY)
+        decoder_weights.save_safetensors(tmp_path / "x.safetensors", params, TINY)

@@ -1,4 +1,4 @@
-"""The Llama decoder: against `transformers` on random weights, its cache, its files, a run."""
+"""The Llama decoder: against formulas and `transformers` on random weights, and a run."""
 
 import dataclasses
 import json
@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors.numpy
 import tiny
+from networks import drawn
 
 from decent_jax import saved_model, tasks, train
-from decent_jax.models import decoders, generate, llama, llama_weights
+from decent_jax.models import decoder_weights, decoders, llama
 from decent_jax.models.pieces import cross_entropy
 from decent_jax.progress import announce
 from decent_jax.train import config as config_lib
@@ -30,18 +30,6 @@ TINY = llama.LlamaConfig(
     init_std=0.3,
 )
 TOKENS = np.random.default_rng(0).integers(0, 37, (2, 12))
-
-
-@pytest.fixture(scope="module")
-def params():
-    return llama.init(TINY, jax.random.key(0))
-
-
-def scaled(params):
-    """With norms that are not 1, which a mistake in their place would not change."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: x * np.linspace(0.5, 2, x.size) if path[-1].key == "scale" else x, params
-    )
 
 
 def by_hand(config, params, tokens):
@@ -85,74 +73,11 @@ def by_hand(config, params, tokens):
 @pytest.mark.parametrize("tied", [True, False])
 def test_logits_are_those_of_the_formulas(tied):
     config = dataclasses.replace(TINY, tied=tied, remat=tied)
-    params = scaled(llama.init(config, jax.random.key(1)))
-    assert llama.num_params(config) == sum(x.size for x in jax.tree.leaves(params))
-    found = jax.jit(lambda p: llama.apply(config, p, TOKENS))(params)
+    params = drawn(decoders, config)
+    assert decoders.num_params(config) == sum(x.size for x in jax.tree.leaves(params))
+    found = jax.jit(lambda p: decoders.apply(config, p, TOKENS))(params)
     for row, tokens in zip(found, TOKENS, strict=True):
         np.testing.assert_allclose(row, by_hand(config, params, tokens), atol=2e-5)
-
-
-def test_a_cache_of_keys_and_values_changes_no_logit(params):
-    params = scaled(params)
-    wanted = jax.jit(lambda x: llama.apply(TINY, params, x))(TOKENS)
-
-    @jax.jit
-    def extend(tokens, start, cache):
-        return generate._extend(llama.merge(TINY, params), tokens, start, cache)
-
-    empty = jnp.zeros((2, 12, TINY.kv_heads, 4))
-    logits, cache = extend(TOKENS[:, :3], 0, [(empty, empty)] * TINY.layers)
-    for end in range(3, 12):
-        np.testing.assert_allclose(logits, wanted[:, end - 1], atol=2e-5)
-        logits, cache = extend(TOKENS[:, end : end + 1], end, cache)
-
-
-def test_sampling_with_a_cache_is_sampling_without(params):
-    """Greedy, within the context and past it."""
-    prompt = jnp.asarray(TOKENS[:, :3])
-    found = generate.generate(TINY, params, prompt, 11, jax.random.key(0), temperature=0.0)
-    logits = jax.jit(lambda x: llama.apply(TINY, params, x))
-    for end in (3, 7, 12, 13):  # no position is predicted from more than the context
-        before = found[:, max(0, end - 12) : end]
-        padded = jnp.pad(before, ((0, 0), (0, 12 - before.shape[1])))
-        wanted = logits(padded)[:, before.shape[1] - 1].argmax(-1)
-        np.testing.assert_array_equal(found[:, end], wanted)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_files_keep_every_number(tmp_path, tied):
-    config = dataclasses.replace(TINY, tied=tied)
-    params = scaled(llama.init(config, jax.random.key(2)))
-    path = tmp_path / "model.safetensors"
-    llama_weights.save_safetensors(path, params, config, {"step": "3"})
-    jax.tree.map(
-        np.testing.assert_array_equal, llama_weights.load_safetensors(path, config), params
-    )
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"anything": "model.safetensors"}}))
-    again = llama_weights.load_safetensors(index, config)
-    np.testing.assert_array_equal(again["wte"]["embedding"], params["wte"]["embedding"])
-    with pytest.raises(ValueError, match=r"'model.layers.0.mlp.down_proj.weight' .*\(16, 24\)"):
-        llama_weights.load_safetensors(path, dataclasses.replace(config, hidden=32))
-    with pytest.raises(ValueError, match=r"has a tensor 'model.layers.1.*' that the config has no"):
-        llama_weights.load_safetensors(path, dataclasses.replace(config, layers=1))
-    with pytest.raises(ValueError, match=r"has no tensor 'model.layers.2"):
-        llama_weights.load_safetensors(path, dataclasses.replace(config, layers=3))
-    del params["ln_f"]
-    with pytest.raises(ValueError, match=r"'model.norm.weight' has the shape None, wanted"):
-        llama_weights.save_safetensors(path, params, config)
-
-
-def test_published_weights_are_bfloat16(tmp_path, params):
-    llama_weights.save_safetensors(tmp_path / "float32", params, TINY)
-    tensors = safetensors.numpy.load_file(tmp_path / "float32")
-    half = {name: value.astype(jnp.bfloat16) for name, value in tensors.items()}
-    safetensors.numpy.save_file(half, tmp_path / "model.safetensors")
-    found = llama_weights.load_safetensors(tmp_path / "model.safetensors", TINY)
-    kernel = found["h"]["0"]["mlp"]["up_proj"]["kernel"]
-    wanted = params["h"]["0"]["mlp"]["up_proj"]["kernel"].astype(jnp.bfloat16)
-    assert kernel.dtype == np.float32
-    np.testing.assert_array_equal(kernel, np.asarray(wanted, np.float32))
 
 
 @pytest.mark.parametrize(
@@ -211,13 +136,12 @@ def test_models_that_a_config_cannot_have(tiny_data, model, message):
 
 
 def test_presets_are_the_published_shapes():
-    sizes = {name: llama.num_params(config) for name, config in llama.PRESETS.items()}
+    sizes = {name: decoders.num_params(config) for name, config in llama.PRESETS.items()}
     assert sizes["llama_1b"] == 1_235_814_400  # Llama 3.2 1B
     assert sizes["llama_3b"] == 3_212_749_824  # Llama 3.2 3B
     assert sizes["llama_8b"] == 8_030_261_248  # Llama 3 8B
-    assert decoders.model(llama.PRESETS["llama_1b"]) is llama
     tied, own = (dataclasses.replace(TINY, tied=tied) for tied in (True, False))
-    assert llama.flops_per_token(tied, 8) == llama.flops_per_token(own, 8)
+    assert decoders.flops_per_token(tied, 8) == decoders.flops_per_token(own, 8)
 
 
 def test_logits_and_loss_are_those_of_transformers(tmp_path):
@@ -226,9 +150,9 @@ def test_logits_and_loss_are_those_of_transformers(tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs torch and transformers")
     for tied in (True, False):
         config = dataclasses.replace(TINY, tied=tied)
-        params = scaled(llama.init(config, jax.random.key(3)))
-        llama_weights.save_safetensors(tmp_path / "model.safetensors", params, config)
-        (tmp_path / "config.json").write_text(json.dumps(llama_weights.hf_config(config)))
+        params = drawn(decoders, config)
+        decoder_weights.save_safetensors(tmp_path / "model.safetensors", params, config)
+        (tmp_path / "config.json").write_text(json.dumps(decoder_weights.hf_config(config)))
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path, output_loading_info=True
         )
@@ -236,7 +160,7 @@ def test_logits_and_loss_are_those_of_transformers(tmp_path):
         tokens = torch.tensor(TOKENS)
         with torch.no_grad():
             wanted = model(tokens, labels=tokens)
-        logits = llama.apply(config, params, jnp.asarray(TOKENS))
+        logits = decoders.apply(config, params, jnp.asarray(TOKENS))
         np.testing.assert_allclose(logits, wanted.logits.numpy(), atol=3e-5)
         loss = cross_entropy(logits[:, :-1], jnp.asarray(TOKENS[:, 1:])).mean()
         assert float(loss) == pytest.approx(float(wanted.loss), abs=2e-6)

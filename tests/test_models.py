@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from networks import assert_close, drawn, shapes_of
 
-from decent_jax.models import gpt2, pieces, resnet, transformer
+from decent_jax.models import decoders, gpt2, pieces, resnet, transformer
 from decent_jax.models.pieces import cross_entropy
 
 # Compiling is what these tests spend their time on: one layer each, and few programs.
@@ -39,7 +39,7 @@ class Network(NamedTuple):
 
 TOKENS = np.random.default_rng(1).integers(0, 40, (2, 12)).astype(np.int32)
 NETWORKS = {
-    "gpt2": Network(gpt2, GPT2, (TOKENS,)),
+    "gpt2": Network(decoders, GPT2, (TOKENS,)),
     "post": Network(transformer, POST, (SOURCE, TARGET)),
     "pre": Network(transformer, PRE, (SOURCE, TARGET)),
 }
@@ -67,16 +67,17 @@ grad = jax.jit(jax.value_and_grad(loss_of, argnums=2), static_argnums=(0, 1))
 
 
 @pytest.mark.parametrize(
-    "module, config", [(gpt2, GPT2), (transformer, POST), (transformer, PRE), (resnet, BOTTLENECK)]
+    "module, config",
+    [(decoders, GPT2), (transformer, POST), (transformer, PRE), (resnet, BOTTLENECK)],
 )
 def test_counts_dtypes_and_what_decays(module, config):
     shapes = shapes_of(module, config)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(shapes))
     params = shapes[0] if module is resnet else shapes
     assert module.num_params(config) == sum(leaf.size for leaf in jax.tree.leaves(params))
-    mask = module.decay_mask(params)
+    mask = pieces.decay_mask(params)
     stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), params)
-    assert mask == module.decay_mask(stacked) == jax.tree.map(lambda x: len(x.shape) > 1, params)
+    assert mask == pieces.decay_mask(stacked) == jax.tree.map(lambda x: len(x.shape) > 1, params)
 
 
 # --- Behaviour ----------------------------------------------------------------------------------
@@ -244,14 +245,14 @@ def test_attention_choice(model, monkeypatch):
 @pytest.mark.parametrize(
     ("module", "args", "message"),
     [
-        (gpt2, [(1, 17)], "17 tokens do not fit the context of 16"),
-        (gpt2, [(5,)], r"\(batch, time\), got \(5,\)"),
+        (decoders, [(1, 17)], "17 tokens do not fit the context of 16"),
+        (decoders, [(5,)], r"\(batch, time\), got \(5,\)"),
         (transformer, [(5,), (3, 4)], r"source must have .* got \(5,\)"),
         (transformer, [(3, 5), (4,)], r"target_in must have .* got \(4,\)"),
     ],
 )
 def test_sentences_must_be_a_matrix(module, args, message):
-    config = {gpt2: GPT2, transformer: POST}[module]
+    config = {decoders: GPT2, transformer: POST}[module]
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(
             partial(module.apply, config),
@@ -279,6 +280,7 @@ def test_config_errors(config, changes, message):
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
+        (GPT2, {"init_std": 0.0}, "init_std must be above 0, got 0"),
         (POST, {"width": 15, "heads": 3}, "width must be even, for sines and cosines, got 15"),
         (POST, {"vocab_size": 3}, "vocab_size must be at least 4, the special ids, got 3"),
         (POST, {"norm": "middle"}, "norm must be one of post, pre, got 'middle'"),

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from decent_jax import optim, replicas, topology, train
-from decent_jax.models import gpt2, llama, resnet, transformer
+from decent_jax.models import decoders, gpt2, llama, resnet, transformer
 from decent_jax.train import algorithm
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -149,9 +149,9 @@ SMALL = {"vocab_size": 32, "layers": 1, "heads": 2, "width": 8}
 @pytest.mark.parametrize(
     "model, config, outside",
     [
-        (gpt2, gpt2.GPT2Config(**SMALL, context=4), {"wte.embedding", "wpe.embedding"}),
+        (decoders, gpt2.GPT2Config(**SMALL, context=4), {"wte.embedding", "wpe.embedding"}),
         (
-            llama,
+            decoders,
             llama.LlamaConfig(**SMALL, context=4, kv_heads=1, hidden=8, tied=False),
             {"wte.embedding", "lm_head.kernel"},
         ),

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from networks import assert_close, shapes_of
+import safetensors.numpy
+from networks import assert_close, numpy_conv, numpy_resnet, shapes_of
 
 from decent_jax.cpu import convolution
-from decent_jax.models import resnet
+from decent_jax.models import resnet, resnet_weights
 
 TINY = dataclasses.replace(
     resnet.PRESETS["tiny"], blocks=(1, 1), width=4, num_classes=6, dtype="float32"
@@ -75,46 +76,6 @@ def _equations(jaxpr):
 # --- Against NumPy ------------------------------------------------------------------------------
 
 
-def numpy_conv(x, kernel, stride):
-    """By the definition: a sum over the kernel's positions."""
-    half = kernel.shape[0] // 2
-    padded = np.pad(x, ((0, 0), (half, half), (half, half), (0, 0)))
-    height, width = (-(-size // stride) for size in x.shape[1:3])
-    out = np.zeros((len(x), height, width, kernel.shape[3]))
-    for i in range(kernel.shape[0]):
-        for j in range(kernel.shape[1]):
-            rows = slice(i, i + stride * (height - 1) + 1, stride)
-            columns = slice(j, j + stride * (width - 1) + 1, stride)
-            out += padded[:, rows, columns] @ kernel[i, j]
-    return out
-
-
-def numpy_norm(x, norm, mean=None, var=None):
-    if mean is None:
-        mean, var = x.mean(axis=(0, 1, 2)), x.var(axis=(0, 1, 2))
-    return (x - mean) / np.sqrt(var + 1e-5) * norm["scale"] + norm["bias"]
-
-
-def numpy_model(params, x, moments, strides):
-    """A ResNet of basic blocks; appends the (mean, var) of every batch norm's input."""
-
-    def conv_norm(x, conv, norm, stride=1):
-        x = numpy_conv(x, conv["kernel"], stride)
-        moments.append((x.mean(axis=(0, 1, 2)), x.var(axis=(0, 1, 2))))
-        return numpy_norm(x, norm)
-
-    x = np.maximum(conv_norm(x, params["conv1"], params["bn1"]), 0)
-    for stage, stride in enumerate(strides, start=1):
-        block = params[f"layer{stage}"]["0"]
-        shortcut = x
-        y = np.maximum(conv_norm(x, block["conv1"], block["bn1"], stride), 0)
-        y = conv_norm(y, block["conv2"], block["bn2"])
-        if "downsample" in block:
-            shortcut = conv_norm(x, block["downsample"]["conv"], block["downsample"]["bn"], stride)
-        x = np.maximum(shortcut + y, 0)
-    return x.mean(axis=(1, 2)) @ params["fc"]["kernel"] + params["fc"]["bias"]
-
-
 def random_params(config, seed=0):
     """Nothing at 0 or 1, so that every parameter matters."""
     rng = np.random.default_rng(seed)
@@ -127,32 +88,23 @@ def random_params(config, seed=0):
     )
 
 
-def test_training_forward_and_statistics_equal_numpy(images):
-    config = dataclasses.replace(TINY, momentum=0.75)
+@pytest.mark.parametrize("config", [TINY, DEEP], ids=["basic", "bottleneck"])
+def test_training_forward_and_statistics_equal_numpy(config, images, tmp_path):
+    config = dataclasses.replace(config, momentum=0.75)
     params, statistics = random_params(config)
     logits, new = train_logits(config, params, statistics, images)
-    moments = []
-    wide = jax.tree.map(lambda x: np.asarray(x, np.float64), (params, images))
-    wanted = numpy_model(*wide, moments, strides=(1, 2))
+    resnet_weights.save(tmp_path / "model.safetensors", params, new, config)
+    tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    moments = {}
+    wanted = numpy_resnet(tensors, images, moments)
     assert logits.dtype == jnp.float32
     assert_close(logits, wanted)
-    block_1, block_2 = new["layer1"]["0"], new["layer2"]["0"]
-    norms = [new["bn1"], block_1["bn1"], block_1["bn2"], block_2["bn1"], block_2["bn2"]]
-    norms.append(block_2["downsample"]["bn"])
-    assert len(moments) == 6 == len(jax.tree.leaves(new)) / 2
-    for norm, (mean, var) in zip(norms, moments, strict=True):
-        np.testing.assert_allclose(norm["mean"], 0.25 * mean, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(norm["var"], 0.75 + 0.25 * var, rtol=1e-5)
-
-
-def test_evaluation_uses_the_running_statistics(images):
-    """Statistics that are those of a batch give the same logits as training on it does."""
-    params, statistics = random_params(TINY)
-    own = dataclasses.replace(TINY, momentum=0.0)
-    logits, statistics = train_logits(own, params, statistics, images)
-    assert_close(logits_of(TINY, params, statistics, images), logits)
-    alone = logits_of(TINY, params, statistics, images[:1])  # whatever else is in the batch
-    assert_close(alone, logits[:1])
+    assert len(moments) == len(jax.tree.leaves(new)) / 2
+    for norm, (mean, var) in moments.items():
+        np.testing.assert_allclose(
+            tensors[f"{norm}.running_mean"], 0.25 * mean, rtol=1e-5, atol=1e-6
+        )
+        np.testing.assert_allclose(tensors[f"{norm}.running_var"], 0.75 + 0.25 * var, rtol=1e-5)
 
 
 def test_moments_of_batches_are_those_of_their_union(images):
@@ -209,36 +161,6 @@ def test_convolution_is_left_to_jax_on_gpus(monkeypatch):
 
 
 # --- Shapes, start, dtypes ----------------------------------------------------------------------
-
-
-def test_strides_of_version_1_5():
-    """The 3x3 convolution of a bottleneck has the stride; the stem and stages halve as they do."""
-    config = dataclasses.replace(DEEP, blocks=(1, 1), small_images=False)
-    strides = [stride for _, _, stride in resnet._branch(config, 1, 2)]
-    assert strides == [1, 2, 1]
-    model = resnet.merge(config, *random_params(config))
-    assert model.conv1.stride == 2 and model.conv1.kernel.shape == (7, 7, 3, 4)
-    assert model.layer2["0"].downsample["conv"].stride == 2
-    assert model.layer1["0"].downsample["conv"].stride == 1  # 4 channels become 16
-    small = shapes_of(resnet, dataclasses.replace(config, small_images=True))[0]
-    assert small["conv1"]["kernel"].shape == (3, 3, 3, 4)
-
-
-def test_max_pool_of_the_large_stem(images):
-    """Windows of 3, every other pixel, padded by one: as pooling does in NumPy."""
-    config = dataclasses.replace(TINY, blocks=(1,), small_images=False)
-    params, statistics = random_params(config)
-    params["layer1"]["0"]["bn2"] = {"scale": np.zeros(4, "f"), "bias": np.zeros(4, "f")}
-    x = np.random.default_rng(0).normal(size=(2, 14, 14, 3)).astype(np.float32)
-    stem = numpy_conv(x.astype(np.float64), params["conv1"]["kernel"], 2)
-    stem = np.maximum(numpy_norm(stem, params["bn1"], mean=0, var=1), 0)
-    padded = np.pad(stem, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=-np.inf)
-    pooled = np.max(
-        [padded[:, i : i + 7 : 2, j : j + 7 : 2] for i in range(3) for j in range(3)], axis=0
-    )
-    # The block is the identity, so the rest is a mean and a matrix.
-    wanted = pooled.mean(axis=(1, 2)) @ params["fc"]["kernel"] + params["fc"]["bias"]
-    assert_close(logits_of(config, params, statistics, x), wanted)
 
 
 def test_zero_init():

@@ -69,9 +69,9 @@ def test_a_task_says_what_may_change(outside):
         ("chess", "task must be one of language_modeling, .*, got 'chess'; .*'mypackage.chess'"),
         ("lines.chess", "task: there is no module 'lines.chess'"),
         ("no_package.chess", "task: there is no module 'no_package.chess'"),
-        ("lines.empty", "'lines.empty' has no 'validate', so it is no task"),
+        ("lines.empty", "'lines.empty' has no function 'validate', so it is no task"),
         ("lines.list", r"FIELDS of the module 'lines\.list' must map names"),
-        ("lines.number", r"validate and make of the module 'lines\.number' must be functions"),
+        ("lines.number", "the module 'lines.number' has no function 'validate', so it is no task"),
     ],
 )
 def test_what_is_no_task(outside, name, message):

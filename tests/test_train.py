@@ -17,7 +17,7 @@ from toys.waves import Waves
 
 from decent_jax import replicas, saved_model, topology, train
 from decent_jax.data.text import token_folder
-from decent_jax.models import gpt2
+from decent_jax.models import decoders
 from decent_jax.topology import plan_file
 from decent_jax.train import TrainingFailed, loop
 
@@ -372,7 +372,7 @@ def test_a_run_in_a_thread_leaves_signals_alone(run):
 def lm_loss_by_hand(model, windows):
     """Mean over all windows of the next token's cross entropy, in one batch."""
     windows = jnp.asarray(np.stack([windows[i] for i in range(len(windows))]))
-    logits = jax.jit(gpt2.apply, static_argnums=0)(model.config, model.params, windows[:, :-1])
+    logits = jax.jit(decoders.apply, static_argnums=0)(model.config, model.params, windows[:, :-1])
     logp = jax.nn.log_softmax(logits)
     return -float(jnp.take_along_axis(logp, windows[:, 1:, None], axis=-1).mean())
 

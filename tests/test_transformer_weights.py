@@ -20,8 +20,8 @@ pytestmark = pytest.mark.usefixtures("compile_once")
 TINY = TransformerConfig(
     vocab_size=20, width=16, heads=2, layers=2, ff=24, dropout=0.0, dtype="float32"
 )
-SOURCE = np.array([[5, 9, 4, 12, 7], [7, 6, 11, 0, 0]], np.int32)
-TARGET_IN = np.array([[2, 11, 4, 4], [2, 13, 5, 8]], np.int32)
+SOURCE = np.array([[5, 9, 4, 12, 3], [7, 6, 3, 0, 0], [8, 0, 0, 0, 0]], np.int32)
+TARGET_IN = np.array([[2, 11, 4, 4], [2, 13, 0, 0], [2, 5, 19, 0]], np.int32)
 
 
 def saved(tmp_path, norm):
@@ -33,12 +33,12 @@ def saved(tmp_path, norm):
     return config, params, safetensors.numpy.load_file(path)
 
 
-def ours(config, params):
-    return jax.jit(lambda p: transformer.apply(config, p, SOURCE, TARGET_IN))(params)
-
-
 def read_as_published(tensors, config, source, target_in):
-    """Logits of one sentence pair: Marian's and Pegasus's forward pass in NumPy, by their names."""
+    """Marian's and Pegasus's forward pass in NumPy, by their names, of one pair without padding.
+
+    Returns:
+      Its logits, and the weights of the cross attention ``(layers, heads, T, S)``.
+    """
     p = {name.removeprefix("model."): np.float64(value) for name, value in tensors.items()}
     table, heads = p["shared.weight"], config["encoder_attention_heads"]
     post = config["model_type"] == "marian"
@@ -51,7 +51,9 @@ def read_as_published(tensors, config, source, target_in):
         scaled = centred / np.sqrt(centred.var(-1, keepdims=True) + 1e-5)
         return scaled * p[f"{name}.weight"] + p[f"{name}.bias"]
 
-    def attend(name, x, memory, side="encoder"):
+    recorded = []
+
+    def attend(name, x, memory, side=None):
         query, key, value = (
             np.stack(np.split(linear(f"{name}.{part}_proj", y), heads, -1))
             for part, y in (("q", x), ("k", memory), ("v", memory))
@@ -60,6 +62,7 @@ def read_as_published(tensors, config, source, target_in):
         if side == "decoder":  # what has been written so far
             scores[:, *np.triu_indices(len(x), 1)] = -np.inf
         weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+        recorded.extend([weights] * (side is None))
         return linear(f"{name}.out_proj", np.concatenate(list(weights @ value), -1))
 
     def feed_forward(name, x):
@@ -81,15 +84,29 @@ def read_as_published(tensors, config, source, target_in):
             x = add(f"{at}.final_layer_norm", x, lambda h, n=at: feed_forward(n, h))
         return x if post else norm(f"{side}.layer_norm", x)
 
-    return stack("decoder", target_in, stack("encoder", source)) @ table.T + p["final_logits_bias"]
+    hidden = stack("decoder", target_in, stack("encoder", source))
+    return hidden @ table.T + p["final_logits_bias"], np.array(recorded)
 
 
 @pytest.mark.parametrize("norm", ["post", "pre"])
-def test_the_file_gives_our_logits(tmp_path, norm):
+def test_the_file_gives_our_logits_and_attention(tmp_path, norm):
+    """Sentence by sentence and without padding: so padding has no influence on ours."""
     config, params, tensors = saved(tmp_path, norm)
     hf = transformer_weights.hf_config(config)
-    for row, source, target_in in zip(ours(config, params), SOURCE, TARGET_IN, strict=True):
-        assert_close(row, read_as_published(tensors, hf, source[source != PAD], target_in))
+
+    @jax.jit
+    def both(params):
+        args = config, params, SOURCE, TARGET_IN
+        return transformer.apply(*args), transformer.attention_weights(*args)
+
+    logits, weights = both(params)
+    for b, (source, target_in) in enumerate(zip(SOURCE, TARGET_IN, strict=True)):
+        source, target_in = source[source != PAD], target_in[target_in != PAD]
+        wanted, wanted_weights = read_as_published(tensors, hf, source, target_in)
+        assert_close(logits[b, : len(target_in)], wanted)
+        assert_close(weights[b, :, :, : len(target_in), : len(source)], wanted_weights)
+        assert not np.any(weights[b, ..., len(source) :])
+    assert float(weights[0].std()) > 0.05  # a uniform attention would prove nothing
     del params["shared"]
     with pytest.raises(ValueError, match=r"'model.shared.weight' has the shape None, wanted"):
         transformer_weights.save_safetensors(tmp_path / "other", params, config)
@@ -112,7 +129,9 @@ def test_transformers_loads_it_without_a_warning(tmp_path, norm):
             attention_mask=torch.tensor(SOURCE != PAD),
             decoder_input_ids=torch.tensor(TARGET_IN),
         ).logits
-    np.testing.assert_allclose(ours(config, params), logits.numpy(), atol=3e-5)
+    ours = transformer.apply(config, params, SOURCE, TARGET_IN)
+    real = TARGET_IN != PAD
+    np.testing.assert_allclose(ours[real], logits.numpy()[real], atol=3e-5)
 
 
 WORDS = {"new": 30, "words": 20, "Größe": 9, "über": 5, "newer": 4, "wordsworth": 3, "aaaa": 3}

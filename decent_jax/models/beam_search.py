@@ -82,12 +82,11 @@ class _State(NamedTuple):
     alive_scores: jax.Array  # (B, beam) float32 log probabilities, best first
     finished_tokens: jax.Array
     finished_scores: jax.Array  # (B, beam) float32 over the penalty, best first; -inf is none
-    cache: list[tuple[jax.Array, jax.Array]]  # per layer: keys, values (B, beam, L, heads, D)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "beam", "max_extra", "stop_early"))
-def _search(config, params, source, alpha, beam, max_extra, stop_early=True):
-    """`Hypotheses`, and the number of steps taken; all steps without ``stop_early``."""
+@functools.partial(jax.jit, static_argnames=("config", "beam", "max_extra"))
+def _search(config, params, source, alpha, beam, max_extra):
+    """`Hypotheses`, and the number of steps taken."""
     # cuDNN gains nothing for queries this short.
     config = dataclasses.replace(config, attention="xla")
     model = transformer.merge(config, params)
@@ -102,11 +101,11 @@ def _search(config, params, source, alpha, beam, max_extra, stop_early=True):
         """Sentences ``(B,)`` that can still change. A log probability only falls, so the best an
         alive hypothesis can hope for is its present one over the largest penalty."""
         best_hope = state.alive_scores[:, 0] / penalty(limits)
-        hopeful = best_hope > state.finished_scores[:, -1] if stop_early else True
-        return (state.step < limits) & hopeful
+        return (state.step < limits) & (best_hope > state.finished_scores[:, -1])
 
-    def extend(state):
-        log_probs, cache = decode(state.alive_tokens, state.step, state.cache)
+    def extend(carry):
+        state, cache = carry
+        log_probs, cache = decode(state.alive_tokens, state.step, cache)
         totals = state.alive_scores[:, :, None] + log_probs
         # Greedy search has no second best: once it ends nothing is alive.
         totals, best = lax.top_k(totals.reshape(len(totals), -1), 2 * beam if beam > 1 else 1)
@@ -125,26 +124,26 @@ def _search(config, params, source, alpha, beam, max_extra, stop_early=True):
             alive_scores,
             _take(finished_tokens, finished),
             finished_scores,
-            cache=[],
         )
         # A sentence at its limit stays as it is, while longer ones of the batch go on.
         growing = state.step < limits
-        new = jax.tree.map(lambda n, o: _where(growing, n, o), new, state._replace(cache=[]))
+        new = jax.tree.map(lambda n, o: _where(growing, n, o), new, state)
         parents = jnp.take_along_axis(parents, alive, axis=1)
-        cache = jax.tree.map(lambda x: _take(x, parents), cache)
-        return new._replace(step=state.step + 1, cache=cache)
+        return new, jax.tree.map(lambda x: _take(x, parents), cache)
 
-    start = _start(config, source.shape, beam, max_extra)
-    state = lax.while_loop(lambda s: is_open(s).any(), extend, start)
+    batch, longest = source.shape[0], source.shape[1] + max_extra
+    # Per layer keys and values.
+    empty = jnp.zeros(
+        (batch, beam, longest, config.heads, config.width // config.heads), config.dtype
+    )
+    start = _start(batch, beam, longest), [(empty, empty) for _ in range(config.layers)]
+    state, _ = lax.while_loop(lambda carry: is_open(carry[0]).any(), extend, start)
     return _best(state, penalty(limits)), state.step
 
 
-def _start(config, source_shape, beam, max_extra) -> _State:
-    batch, longest = source_shape[0], source_shape[1] + max_extra
+def _start(batch: int, beam: int, longest: int) -> _State:
     tokens = jnp.full((batch, beam, 1 + longest), PAD, jnp.int32).at[:, :, 0].set(START)
     nothing = jnp.full((batch, beam), -jnp.inf, jnp.float32)
-    shape = (batch, beam, longest, config.heads, config.width // config.heads)
-    empty = jnp.zeros(shape, config.dtype)
     return _State(
         step=jnp.int32(0),
         alive_tokens=tokens,
@@ -152,7 +151,6 @@ def _start(config, source_shape, beam, max_extra) -> _State:
         alive_scores=nothing.at[:, 0].set(0.0),
         finished_tokens=tokens,
         finished_scores=nothing,
-        cache=[(empty, empty) for _ in range(config.layers)],
     )
 
 

@@ -48,7 +48,7 @@ def generate(
             f"got {num_tokens} and {top_k}"
         )
     batch, prompt = prompt_tokens.shape
-    model = decoders.model(config).merge(config, params)
+    model = decoders.merge(config, params)
     tokens = jnp.pad(prompt_tokens, ((0, 0), (0, num_tokens)))
 
     def put(tokens, position, logits):

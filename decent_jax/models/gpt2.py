@@ -1,27 +1,15 @@
-"""GPT-2 (Radford et al., 2019) in Flax NNX, and its functional adapter.
-
-The module holds parameters alone (no random state), so that a model *is* its parameters: a plain
-nested dict that can be stacked, mixed and saved. Three functions are all a training step needs::
-
-    config = PRESETS["small"]
-    params = init(config, jax.random.key(0))
-    logits = apply(config, params, tokens)
-
-They work inside ``jit``, ``vmap`` over stacked parameters, ``shard_map``, ``lax.map`` and
-``lax.scan``.
-"""
+"""GPT-2 (Radford et al., 2019) in Flax NNX. `decoders` has the functions that use it."""
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from decent_jax.models import pieces
-from decent_jax.models.pieces import Params, attention, dropout, fold_in, layer_norm, remat_call
+from decent_jax.models.pieces import attention, dropout, fold_in, layer_norm, remat_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,14 +69,11 @@ PRESETS = {
 }
 
 
-# --- The module ---------------------------------------------------------------------------------
-
-
 class GPT2(nnx.Module):
     """Pre-LayerNorm decoder with learned positions, or a part of one.
 
     A part has the parameters of its blocks; the first also has the embeddings, and the last the
-    final LayerNorm and the output layer (where it is tied, the token embedding).
+    final norm and the output layer (where it is tied, the token embedding).
 
     Args:
       config: shape and numerics.
@@ -96,28 +81,29 @@ class GPT2(nnx.Module):
       start, stop: the blocks of a part, ``start <= i < stop``; ``stop=None`` is all of them.
     """
 
-    def __init__(
-        self, config: GPT2Config, *, rngs: nnx.Rngs, start: int = 0, stop: int | None = None
-    ):
+    def __init__(self, config: Any, *, rngs: nnx.Rngs, start: int = 0, stop: int | None = None):
         self.config = config
         self.start, self.stop = start, config.layers if stop is None else stop
         is_last = self.stop == config.layers
-        normal = nnx.initializers.normal(config.init_std)
-
-        def table(rows):
-            return nnx.Embed(rows, config.width, embedding_init=normal, rngs=rngs)
-
         if start == 0 or (is_last and config.tied):
-            self.wte = table(config.vocab_size)
+            self.wte = table(config, config.vocab_size, rngs)
         if start == 0:
-            self.wpe = table(config.context)
+            self.add_positions(rngs)
         # String keys, not a list: paths then survive JSON, checkpoints and flax's own dicts.
-        blocks = range(self.start, self.stop)
-        self.h = nnx.Dict({str(i): Block(config, rngs=rngs) for i in blocks})
+        self.h = nnx.Dict({str(i): self.block(rngs) for i in range(self.start, self.stop)})
         if is_last:
-            self.ln_f = layer_norm(config, rngs, bias=config.bias)
-            if not config.tied:
-                self.lm_head = table(config.vocab_size)
+            self.add_head(rngs)
+
+    def add_positions(self, rngs: nnx.Rngs) -> None:
+        self.wpe = table(self.config, self.config.context, rngs)
+
+    def block(self, rngs: nnx.Rngs) -> "Block":
+        return Block(self.config, rngs, _norm, Attention, MLP)
+
+    def add_head(self, rngs: nnx.Rngs) -> None:
+        self.ln_f = _norm(self.config, rngs)
+        if not self.config.tied:
+            self.lm_head = table(self.config, self.config.vocab_size, rngs)
 
     def __call__(self, tokens: jax.Array, *, dropout_rng: jax.Array | None = None) -> jax.Array:
         """Next-token logits of every position.
@@ -141,8 +127,12 @@ class GPT2(nnx.Module):
 
     def begin(self, tokens: jax.Array, dropout_rng: jax.Array | None = None) -> jax.Array:
         """What goes into the first block, ``(B, T, width)``."""
-        pieces.check_tokens(self.config, tokens)
-        x = self.embed(tokens, jnp.arange(tokens.shape[1]))
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens must have the shape (batch, time), got {tokens.shape}")
+        length, context = tokens.shape[1], self.config.context
+        if length > context:
+            raise ValueError(f"{length} tokens do not fit the context of {context}")
+        x = self.embed(tokens, jnp.arange(length))
         rng = fold_in(self._rng(dropout_rng), self.config.layers)
         return dropout(x, self.config.dropout, rng)
 
@@ -173,14 +163,14 @@ class GPT2(nnx.Module):
 
 
 class Block(nnx.Module):
-    """``x + attention(ln_1(x))``, then ``x + mlp(ln_2(x))``."""
+    """``x + attn(ln_1(x))``, then ``x + mlp(ln_2(x))``."""
 
-    def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
+    def __init__(self, config: Any, rngs: nnx.Rngs, norm: Any, attention: Any, mlp: Any):
         self.dropout = config.dropout
-        self.ln_1 = layer_norm(config, rngs, bias=config.bias)
-        self.attn = Attention(config, rngs=rngs)
-        self.ln_2 = layer_norm(config, rngs, bias=config.bias)
-        self.mlp = MLP(config, rngs=rngs)
+        self.ln_1 = norm(config, rngs)
+        self.attn = attention(config, rngs)
+        self.ln_2 = norm(config, rngs)
+        self.mlp = mlp(config, rngs)
 
     def __call__(self, x: jax.Array, dropout_rng: jax.Array | None = None) -> jax.Array:
         a = self.attn(self.ln_1(x), fold_in(dropout_rng, 0))
@@ -192,19 +182,20 @@ class Block(nnx.Module):
 class Attention(nnx.Module):
     """Causal self-attention, queries, keys and values from one matrix."""
 
-    def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
+    def __init__(self, config: Any, rngs: nnx.Rngs):
         self.config = config
-        self.c_attn = _linear(config, config.width, 3 * config.width, rngs)
-        self.c_proj = _linear(config, config.width, config.width, rngs, residual=True)
+        self.c_attn = linear(config, config.width, 3 * config.width, rngs)
+        self.c_proj = linear(config, config.width, config.width, rngs, residual=True)
 
     def __call__(self, x: jax.Array, dropout_rng: jax.Array | None = None) -> jax.Array:
-        y = attention(self.config, *self.qkv(x), causal=True, rng=dropout_rng)
+        query, key, value = self.qkv(x, jnp.arange(x.shape[1]))
+        y = attention(self.config, query, key, value, causal=True, rng=dropout_rng)
         return self.c_proj(y.reshape(x.shape))
 
-    def qkv(self, x: jax.Array, positions: jax.Array | None = None) -> list[jax.Array]:
+    def qkv(self, x: jax.Array, positions: jax.Array) -> list[jax.Array]:
         """``(B, T, width)`` to three arrays ``(B, T, heads, width / heads)``.
 
-        ``positions`` is what a Llama needs here; the embedding has added them already.
+        ``positions`` ``(T,)`` is what a Llama needs here; the embedding has added them already.
         """
         del positions
         parts = jnp.split(self.c_attn(x), 3, axis=-1)
@@ -214,85 +205,28 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """Four times as wide inside, GELU in the tanh approximation."""
 
-    def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
-        self.c_fc = _linear(config, config.width, 4 * config.width, rngs)
-        self.c_proj = _linear(config, 4 * config.width, config.width, rngs, residual=True)
+    def __init__(self, config: GPT2Config, rngs: nnx.Rngs):
+        self.c_fc = linear(config, config.width, 4 * config.width, rngs)
+        self.c_proj = linear(config, 4 * config.width, config.width, rngs, residual=True)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.c_proj(jax.nn.gelu(self.c_fc(x), approximate=True))
 
 
-def _linear(config, inputs, outputs, rngs, residual=False) -> nnx.Linear:
+def linear(
+    config: Any, inputs: int, outputs: int, rngs: nnx.Rngs, residual: bool = False
+) -> nnx.Linear:
+    """A linear layer; one that writes into the residual stream begins smaller."""
     std = config.init_std / math.sqrt(2 * config.layers) if residual else config.init_std
-    normal = nnx.initializers.normal(std)
-    return pieces.linear(config, inputs, outputs, rngs, init=normal, bias=config.bias)
+    options = {"kernel_init": nnx.initializers.normal(std), "dtype": jnp.dtype(config.dtype)}
+    return nnx.Linear(inputs, outputs, use_bias=config.bias, rngs=rngs, **options)
 
 
-# --- The functional adapter ---------------------------------------------------------------------
+def table(config: Any, rows: int, rngs: nnx.Rngs) -> nnx.Embed:
+    """An embedding: ``rows`` hidden vectors."""
+    normal = nnx.initializers.normal(config.init_std)
+    return nnx.Embed(rows, config.width, embedding_init=normal, rngs=rngs)
 
 
-def init(config: GPT2Config, key: jax.Array) -> Params:
-    """Initial parameters: a nested dict of float32 arrays.
-
-    Normal with standard deviation ``init_std``, the matrices that write into the residual stream
-    scaled by ``1 / sqrt(2 * layers)``; biases 0, LayerNorm scales 1.
-    """
-    return pieces.init(GPT2, config, key)
-
-
-def apply(
-    config: GPT2Config, params: Params, tokens: jax.Array, dropout_rng: jax.Array | None = None
-) -> jax.Array:
-    """``GPT2.__call__`` on parameters as `init` returns them; same shapes and errors."""
-    return merge(config, params)(tokens, dropout_rng=dropout_rng)
-
-
-def merge(config: GPT2Config, params: Params, start: int = 0, stop: int | None = None) -> GPT2:
-    """The module, or a part of it, around ``params``; to be used within one trace."""
-    return pieces.merge(_part(start, stop), config, params)
-
-
-def part(config: GPT2Config, params: Params, start: int, stop: int) -> Params:
-    """The parameters of the part of blocks ``start`` to ``stop - 1``, out of those of all."""
-
-    def taken(shape, params):
-        if not isinstance(shape, dict):
-            return params
-        return {name: taken(below, params[name]) for name, below in shape.items()}
-
-    return taken(pieces.shapes(_part(start, stop), config), params)
-
-
-@functools.cache
-def _part(start: int, stop: int | None) -> Callable[..., GPT2]:
-    return functools.partial(GPT2, start=start, stop=stop)
-
-
-decay_mask = pieces.decay_mask
-
-
-# --- Arithmetic ---------------------------------------------------------------------------------
-
-
-def num_params(config: GPT2Config) -> int:
-    """Number of parameters, a tied embedding counted once.
-
-    Example:
-      >>> num_params(PRESETS["small"])
-      124439808
-    """
-    return pieces.count(pieces.shapes(GPT2, config))
-
-
-def flops_per_token(config: GPT2Config, seq_len: int) -> int:
-    """Floating-point operations of the model for one token, forward and backward.
-
-    ``6 N + 12 * layers * width * seq_len`` (PaLM, appendix B): 2 operations per parameter forward
-    and 4 backward, and the two products of attention, not halved for causality. ``N`` leaves out
-    embeddings that are only looked up and multiply nothing: that of positions, and that of tokens
-    where the output layer has its own (``tied=False``). Recomputation (``remat``) does not count:
-    this is the numerator of model FLOPs utilisation (MFU).
-    """
-    looked_up = config.context + (0 if config.tied else config.vocab_size)
-    n = num_params(config) - looked_up * config.width
-    return 6 * n + 12 * config.layers * config.width * seq_len
+def _norm(config: GPT2Config, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    return layer_norm(config, rngs, bias=config.bias)

@@ -1,23 +1,18 @@
-"""Llama (Touvron et al., 2023; Llama 3, 2024) in Flax NNX, and its functional adapter.
+"""Llama (Touvron et al., 2023; Llama 3, 2024) in Flax NNX.
 
-A decoder with rotary positions (RoPE), RMSNorm, SwiGLU and grouped queries, and without biases. As
-in `decent_jax.models.gpt2` a model is its parameters, and the same functions are all a training
-step needs::
-
-    config = PRESETS["llama_1b"]
-    params = init(config, jax.random.key(0))
-    logits = apply(config, params, tokens)
+A decoder with rotary positions (RoPE), RMSNorm, SwiGLU and grouped queries, and without biases and
+dropout; else a GPT-2. `decoders` has the functions that use it.
 """
 
 import dataclasses
-import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from decent_jax.models import pieces
-from decent_jax.models.pieces import Params, attention, remat_call
+from decent_jax.models import gpt2, pieces
+from decent_jax.models.gpt2 import linear
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +47,8 @@ class LlamaConfig:
     remat: bool = False
     attention: str = "auto"
     init_std: float = 0.02
+    bias: ClassVar = False
+    dropout: ClassVar = 0.0
 
     def __post_init__(self):
         sizes = ("vocab_size", "context", "layers", "heads", "kv_heads", "width", "hidden")
@@ -80,43 +77,19 @@ PRESETS = {
 }
 
 
-# --- The module ---------------------------------------------------------------------------------
+class Llama(gpt2.GPT2):
+    """Pre-RMSNorm decoder, or a part of one; the same arguments, and what follows is its own."""
 
+    def add_positions(self, rngs: nnx.Rngs) -> None:
+        """None: attention turns queries and keys."""
 
-class Llama(nnx.Module):
-    """Pre-RMSNorm decoder.
+    def block(self, rngs: nnx.Rngs) -> gpt2.Block:
+        return gpt2.Block(self.config, rngs, _rms_norm, Attention, MLP)
 
-    Args:
-      config: shape and numerics.
-      rngs: key for the initial parameters; used here only, nothing random is kept.
-    """
-
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        self.config = config
-        normal = nnx.initializers.normal(config.init_std)
-        self.wte = nnx.Embed(config.vocab_size, config.width, embedding_init=normal, rngs=rngs)
-        self.h = nnx.Dict({str(i): Block(config, rngs=rngs) for i in range(config.layers)})
-        self.ln_f = _rms_norm(config, rngs)
-        if not config.tied:
-            self.lm_head = _linear(config, config.width, config.vocab_size, rngs)
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Next-token logits ``(B, T, vocab_size)``, in ``config.dtype``, of tokens ``(B, T)``.
-
-        Raises:
-          ValueError: ``tokens`` is not a matrix or is longer than the context.
-        """
-        return self.logits(self.hidden(tokens))
-
-    def hidden(self, tokens: jax.Array) -> jax.Array:
-        """The last hidden vectors, ``(B, T, width)``, before the output layer."""
-        pieces.check_tokens(self.config, tokens)
-        positions = jnp.arange(tokens.shape[1])
-        x = self.embed(tokens, positions)
-        for i in range(self.config.layers):
-            block = self.h[str(i)]
-            x = remat_call(block, x, positions) if self.config.remat else block(x, positions)
-        return self.ln_f(x)
+    def add_head(self, rngs: nnx.Rngs) -> None:
+        self.ln_f = _rms_norm(self.config, rngs)
+        if not self.config.tied:
+            self.lm_head = linear(self.config, self.config.width, self.config.vocab_size, rngs)
 
     def embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """Embeddings of tokens ``(B, T)``: ``(B, T, width)`` in dtype; positions come later."""
@@ -125,39 +98,19 @@ class Llama(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """The output layer: ``(..., width)`` to ``(..., vocab_size)``."""
-        if self.config.tied:
-            return x @ self.wte.embedding[...].T.astype(x.dtype)
-        return self.lm_head(x)
+        return super().logits(x) if self.config.tied else self.lm_head(x)
 
 
-class Block(nnx.Module):
-    """``x + attention(ln_1(x))``, then ``x + mlp(ln_2(x))``."""
-
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        self.ln_1 = _rms_norm(config, rngs)
-        self.attn = Attention(config, rngs=rngs)
-        self.ln_2 = _rms_norm(config, rngs)
-        self.mlp = MLP(config, rngs=rngs)
-
-    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        x = x + self.attn(self.ln_1(x), positions)
-        return x + self.mlp(self.ln_2(x))
-
-
-class Attention(nnx.Module):
+class Attention(gpt2.Attention):
     """Causal self-attention whose queries share keys and values in groups."""
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
         self.config = config
         of_keys = config.width // config.heads * config.kv_heads
-        self.q_proj = _linear(config, config.width, config.width, rngs)
-        self.k_proj = _linear(config, config.width, of_keys, rngs)
-        self.v_proj = _linear(config, config.width, of_keys, rngs)
-        self.c_proj = _linear(config, config.width, config.width, rngs, residual=True)
-
-    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        y = attention(self.config, *self.qkv(x, positions), causal=True)
-        return self.c_proj(y.reshape(x.shape))
+        self.q_proj = linear(config, config.width, config.width, rngs)
+        self.k_proj = linear(config, config.width, of_keys, rngs)
+        self.v_proj = linear(config, config.width, of_keys, rngs)
+        self.c_proj = linear(config, config.width, config.width, rngs, residual=True)
 
     def qkv(self, x: jax.Array, positions: jax.Array) -> list[jax.Array]:
         """``(B, T, width)`` to ``(B, T, heads, D)`` and twice ``(B, T, kv_heads, D)``."""
@@ -170,10 +123,10 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        self.gate_proj = _linear(config, config.width, config.hidden, rngs)
-        self.up_proj = _linear(config, config.width, config.hidden, rngs)
-        self.down_proj = _linear(config, config.hidden, config.width, rngs, residual=True)
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
+        self.gate_proj = linear(config, config.width, config.hidden, rngs)
+        self.up_proj = linear(config, config.width, config.hidden, rngs)
+        self.down_proj = linear(config, config.hidden, config.width, rngs, residual=True)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -193,54 +146,6 @@ def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
-def _linear(config, inputs, outputs, rngs, residual=False) -> nnx.Linear:
-    std = config.init_std / math.sqrt(2 * config.layers) if residual else config.init_std
-    normal = nnx.initializers.normal(std)
-    return pieces.linear(config, inputs, outputs, rngs, init=normal, bias=False)
-
-
 def _rms_norm(config, rngs) -> nnx.RMSNorm:
     dtype = jnp.dtype(config.dtype)
     return nnx.RMSNorm(config.width, epsilon=config.norm_epsilon, dtype=dtype, rngs=rngs)
-
-
-# --- The functional adapter ---------------------------------------------------------------------
-
-
-def init(config: LlamaConfig, key: jax.Array) -> Params:
-    """Initial parameters, a nested dict of float32 arrays, drawn as in `gpt2.init`."""
-    return pieces.init(Llama, config, key)
-
-
-def apply(
-    config: LlamaConfig, params: Params, tokens: jax.Array, dropout_rng: jax.Array | None = None
-) -> jax.Array:
-    """``Llama.__call__`` on parameters as `init` returns them; there is no dropout."""
-    del dropout_rng
-    return merge(config, params)(tokens)
-
-
-def merge(config: LlamaConfig, params: Params) -> Llama:
-    """The module around ``params``; to be used within one trace, as `apply` does."""
-    return pieces.merge(Llama, config, params)
-
-
-decay_mask = pieces.decay_mask
-
-
-# --- Arithmetic ---------------------------------------------------------------------------------
-
-
-def num_params(config: LlamaConfig) -> int:
-    """Number of parameters, a tied embedding counted once.
-
-    >>> num_params(PRESETS["llama_1b"]), num_params(PRESETS["llama_8b"])
-    (1235814400, 8030261248)
-    """
-    return pieces.count(pieces.shapes(Llama, config))
-
-
-def flops_per_token(config: LlamaConfig, seq_len: int) -> int:
-    """As `gpt2.flops_per_token`; an embedding that is only looked up multiplies nothing."""
-    n = num_params(config) - (0 if config.tied else config.vocab_size * config.width)
-    return 6 * n + 12 * config.layers * config.width * seq_len

@@ -47,14 +47,6 @@ def check_attention(config: Any) -> None:
     one_of(config, "attention", "auto", "xla", "cudnn")
 
 
-def check_tokens(config: Any, tokens: jax.Array) -> None:
-    """Raises ValueError where ``tokens`` are no matrix, or longer than the context."""
-    if tokens.ndim != 2:
-        raise ValueError(f"tokens must have the shape (batch, time), got {tokens.shape}")
-    if tokens.shape[1] > config.context:
-        raise ValueError(f"{tokens.shape[1]} tokens do not fit the context of {config.context}")
-
-
 # --- The functional adapter -----------------------------------------------------------------------
 
 
@@ -91,26 +83,13 @@ def decay_mask(params: Params) -> Params:
     )
 
 
+@jax.checkpoint
 def remat_call(layer: Any, *args: Any) -> Any:
     """``layer(*args)``, keeping only ``args`` for the backward pass; works under any transform."""
-    graphdef, state = nnx.split(layer)
-
-    @jax.checkpoint
-    def call(state, *args):
-        return nnx.merge(graphdef, state, copy=True)(*args)
-
-    return call(state, *args)
+    return layer(*args)
 
 
 # --- Layers ---------------------------------------------------------------------------------------
-
-
-def linear(
-    config: Any, inputs: int, outputs: int, rngs: nnx.Rngs, *, init: Any, bias: bool
-) -> nnx.Linear:
-    """A linear layer that multiplies in ``config.dtype``; ``init`` draws its kernel."""
-    dtype = jnp.dtype(config.dtype)
-    return nnx.Linear(inputs, outputs, use_bias=bias, kernel_init=init, dtype=dtype, rngs=rngs)
 
 
 def layer_norm(config: Any, rngs: nnx.Rngs, *, bias: bool = True) -> nnx.LayerNorm:

@@ -15,7 +15,7 @@ padded alike on all sides, and named as torchvision's are, so its weights would 
 """
 
 import dataclasses
-from collections.abc import Iterator
+import math
 from typing import Any
 
 import jax
@@ -98,14 +98,16 @@ class ResNet(nnx.Module):
         self.conv1 = Conv(3, config.width, size, stride, rngs)
         self.bn1 = BatchNorm(config, config.width)
         # String keys, not lists: paths then survive JSON, checkpoints and flax's own dicts.
-        stages = [{} for _ in config.blocks]
-        for stage, block, inputs, stride in _blocks(config):
-            stages[stage][str(block)] = Block(config, inputs, stage, stride, rngs)
-        for number, blocks in enumerate(stages, start=1):
-            setattr(self, f"layer{number}", nnx.Dict(blocks))
-        features = _outputs(config, len(config.blocks) - 1)
+        channels = config.width
+        for stage, count in enumerate(config.blocks):
+            blocks = {}
+            for block in range(count):
+                stride = 2 if stage and not block else 1
+                blocks[str(block)] = Block(config, channels, stage, stride, rngs)
+                channels = _outputs(config, stage)
+            setattr(self, f"layer{stage + 1}", nnx.Dict(blocks))
         self.fc = nnx.Linear(
-            features,
+            channels,
             config.num_classes,
             kernel_init=nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform"),
             dtype=_wide(config.dtype),
@@ -218,15 +220,6 @@ def _moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return mean, jnp.maximum(jnp.square(wide).mean(axes) - jnp.square(mean), 0)
 
 
-def _blocks(config: ResNetConfig) -> Iterator[tuple[int, int, int, int]]:
-    """(stage, number in the stage, channels of the inputs, stride) of each block."""
-    inputs = config.width
-    for stage, count in enumerate(config.blocks):
-        for block in range(count):
-            yield stage, block, inputs, 2 if stage and not block else 1
-            inputs = _outputs(config, stage)
-
-
 def _branch(config: ResNetConfig, stage: int, stride: int) -> list[tuple[int, int, int]]:
     """(outputs, kernel size, stride) of a block's convolutions."""
     width, outputs = config.width * 2**stage, _outputs(config, stage)
@@ -306,9 +299,6 @@ def _each_batch_norm(fn, statistics: Statistics) -> Statistics:
     return {name: _each_batch_norm(fn, part) for name, part in statistics.items()}
 
 
-decay_mask = pieces.decay_mask
-
-
 # --- Arithmetic ---------------------------------------------------------------------------------
 
 
@@ -331,24 +321,21 @@ def flops_per_image(config: ResNetConfig, size: int = 224) -> int:
       config: the network.
       size: height and width of the images.
     """
-    multiply_adds = _outputs(config, len(config.blocks) - 1) * config.num_classes
-    for inputs, outputs, kernel, scale in _convolutions(config):
-        pixels = (-(-size // scale)) ** 2  # padded so that halving rounds up
-        multiply_adds += pixels * inputs * outputs * kernel**2
+    multiply_adds = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(pieces.shapes(ResNet, config)):
+        *modules, kind = (entry.key for entry in path)
+        if kind == "kernel":
+            # Padded so that halving rounds up; the last layer works on the mean of all pixels.
+            pixels = 1 if modules == ["fc"] else (-(-size // _shrunk(config, *modules))) ** 2
+            multiply_adds += pixels * math.prod(leaf.shape)
     return 6 * multiply_adds
 
 
-def _convolutions(config: ResNetConfig) -> Iterator[tuple[int, int, int, int]]:
-    """(inputs, outputs, kernel size, how many times smaller its output is than the image)."""
-    size, scale = (3, 1) if config.small_images else (7, 2)
-    yield 3, config.width, size, scale
-    scale = 1 if config.small_images else 4
-    for stage, _, inputs, stride in _blocks(config):
-        channels, before = inputs, scale
-        scale *= stride
-        for outputs, size, step in _branch(config, stage, stride):
-            before *= step
-            yield channels, outputs, size, before
-            channels = outputs
-        if stride != 1 or inputs != channels:
-            yield inputs, channels, 1, scale
+def _shrunk(config: ResNetConfig, module: str, block: str = "", conv: str = "", *_: str) -> int:
+    """How many times smaller than the image the output of a convolution is."""
+    if module == "conv1":
+        return 1 if config.small_images else 2
+    stage = int(module.removeprefix("layer")) - 1
+    # The stride of a bottleneck comes after its first convolution.
+    before = stage > 0 and config.bottleneck and (block, conv) == ("0", "conv1")
+    return (1 if config.small_images else 4) * 2 ** (stage - before)

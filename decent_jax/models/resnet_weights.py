@@ -1,4 +1,4 @@
-"""ResNet parameters and statistics to and from safetensors files, named as torchvision's are.
+"""ResNet parameters and statistics to safetensors files, named as torchvision's are.
 
 A file holds what ``state_dict()`` of torchvision's ``resnet18`` to ``resnet152`` (version 1.5, the
 stride in the 3x3 convolution) holds: ``conv1.weight``, ``bn1.running_mean``,
@@ -8,22 +8,17 @@ layer is ``(outputs, inputs)`` there. Networks that torchvision lacks (other blo
 the stem for small images) are named by the same rule.
 """
 
-import json
 import operator
 import os
 from collections.abc import Mapping, Sequence
 
-import jax
 import numpy as np
-import safetensors
+from flax import nnx
 
-from decent_jax.models import resnet, weight_files
+from decent_jax.models import pieces, resnet, weight_files
 from decent_jax.models.resnet import Params, ResNetConfig, Statistics
 
-_LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}
-_LEAVES |= {"mean": "running_mean", "var": "running_var"}
-_DOWNSAMPLE = {"conv": "0", "bn": "1"}
-_COUNT = "num_batches_tracked"  # of each batch norm; no arithmetic of the network reads it
+_LAYOUT = weight_files.Layout({"conv": "0", "bn": "1"})  # the two modules of a downsample
 
 
 def save(
@@ -48,35 +43,13 @@ def save(
     Raises:
       ValueError: a tensor is missing or has another shape than ``config`` says.
     """
-    tensors = weight_files.tensors_of((params, statistics), _shapes(config), _name, _turned)
+    tensors = {}
+    for kind, tree in ((nnx.Param, params), (nnx.BatchStat, statistics)):
+        shapes = pieces.shapes(resnet.ResNet, config, kind)
+        tensors |= weight_files.tensors_of(tree, shapes, _LAYOUT)
     for name in [name for name in tensors if name.endswith("running_var")]:
-        tensors[name.replace("running_var", _COUNT)] = np.array(step, np.int64)
+        tensors[name.replace("running_var", "num_batches_tracked")] = np.array(step, np.int64)
     weight_files.write(path, tensors, metadata)
-
-
-def load(path: str | os.PathLike, config: ResNetConfig) -> tuple[Params, Statistics]:
-    """Reads what `save` wrote, or torchvision's weights once they are a ``.safetensors`` file.
-
-    Args:
-      path: of the file.
-      config: shapes to expect.
-
-    Returns:
-      (params, statistics): nested dicts of float32 NumPy arrays, as `resnet.init` shapes them.
-
-    Raises:
-      ValueError: a tensor is missing, has another shape, or is not part of this config; the
-        first one is named.
-    """
-    with safetensors.safe_open(path, framework="numpy") as file:
-        stored = [name for name in file.keys() if not name.endswith(_COUNT)]  # noqa: SIM118
-        model, left = weight_files.tree_of(
-            *(path, stored, lambda name, _: file.get_tensor(name), _shapes(config), _name),
-            turned=_turned,
-            back=_turned_back,
-        )
-    weight_files.check_rest(path, left, config)
-    return model
 
 
 def architecture(config: ResNetConfig) -> str | None:
@@ -121,31 +94,3 @@ def description(
         "std": list(resnet.STD),
         "batch_norm_eps": resnet.EPSILON,
     }
-
-
-def dumps(described: Mapping) -> str:
-    """JSON with one line per field, for people to read too."""
-    lines = (f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in described.items())
-    return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def _shapes(config: ResNetConfig):
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    return jax.eval_shape(lambda key: resnet.init(config, key), key)
-
-
-def _name(tree_path) -> str:
-    """``layer1 / 0 / downsample / bn / mean`` -> ``layer1.0.downsample.1.running_mean``."""
-    *modules, leaf = (str(entry.key) for entry in tree_path[1:])  # 0: which of the two trees
-    if "downsample" in modules:
-        modules[-1] = _DOWNSAMPLE[modules[-1]]
-    return ".".join([*modules, _LEAVES[leaf]])
-
-
-def _turned(_, x: np.ndarray) -> np.ndarray:
-    """A convolution's HWIO to OIHW, the last layer's (I, O) to (O, I); vectors as they are."""
-    return x.transpose({4: (3, 2, 0, 1), 2: (1, 0), 1: (0,)}[x.ndim])
-
-
-def _turned_back(_, x: np.ndarray) -> np.ndarray:
-    return x.transpose({4: (2, 3, 1, 0), 2: (1, 0)}.get(x.ndim, tuple(range(x.ndim))))

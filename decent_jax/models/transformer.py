@@ -1,6 +1,6 @@
 """The encoder-decoder Transformer (Vaswani et al., 2017) in Flax NNX, and its functional adapter.
 
-As in `gpt2`, a model is its parameters, a plain nested dict, and pure functions of them::
+As in `decoders`, a model is its parameters, a plain nested dict, and pure functions of them::
 
     config = PRESETS["base"]
     params = init(config, jax.random.key(0))
@@ -268,8 +268,8 @@ class Attention(nnx.Module):
 
 
 def _linear(config, inputs, outputs, rngs, bias=False) -> nnx.Linear:
-    xavier = nnx.initializers.xavier_uniform()
-    return pieces.linear(config, inputs, outputs, rngs, init=xavier, bias=bias)
+    dtype, xavier = jnp.dtype(config.dtype), nnx.initializers.xavier_uniform()
+    return nnx.Linear(inputs, outputs, use_bias=bias, kernel_init=xavier, dtype=dtype, rngs=rngs)
 
 
 def sinusoids(positions: jax.Array, width: int) -> jax.Array:
@@ -349,9 +349,6 @@ def merge(config: TransformerConfig, params: Params) -> Transformer:
     return pieces.merge(Transformer, config, params)
 
 
-decay_mask = pieces.decay_mask
-
-
 # --- Arithmetic ---------------------------------------------------------------------------------
 
 
@@ -368,10 +365,10 @@ def num_params(config: TransformerConfig) -> int:
 def flops_per_pair(config: TransformerConfig, source_len: float, target_len: float) -> float:
     """Floating-point operations of the model for one sentence pair, forward and backward.
 
-    As `gpt2.flops_per_token` counts: 6 per parameter and position it is used at, and 12 ``width``
-    per query-key pair of an attention, not halved for causality. The decoder's matrices for
-    keys and values of the memory are used at source positions, the shared embedding as the output
-    layer at target positions. Recomputation (``remat``) does not count.
+    As `decoders.flops_per_token` counts: 6 per parameter and position it is used at, and 12
+    ``width`` per query-key pair of an attention, not halved for causality. The decoder's matrices
+    for keys and values of the memory are used at source positions, the shared embedding as the
+    output layer at target positions. Recomputation (``remat``) does not count.
     """
     shapes = pieces.shapes(Transformer, config)
     encoder, decoder = (pieces.count(shapes[name]) for name in ("encoder", "decoder"))

@@ -9,6 +9,7 @@ in that order. Their linear layers hold ``(outputs, inputs)``, and biases that o
 import os
 from collections.abc import Mapping
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,22 +18,26 @@ from decent_jax.models.transformer import END, PAD, START, TransformerConfig
 
 POSITIONS = 2048  # tokens that a sentence or its translation may have in `transformers`
 
-_MODULES = {
-    "self_attention": "self_attn",
-    "cross_attention": "encoder_attn",
-    "self_norm": "self_attn_layer_norm",
-    "cross_norm": "encoder_attn_layer_norm",
-    "ff_norm": "final_layer_norm",
-    "ff_in": "fc1",
-    "ff_out": "fc2",
-    "query": "q_proj",
-    "key": "k_proj",
-    "value": "v_proj",
-    "out": "out_proj",
-    "encoder_norm": "encoder.layer_norm",
-    "decoder_norm": "decoder.layer_norm",
-}
-_INTO_HIDDEN = ("out", "ff_out")  # layers whose outputs are hidden vectors
+_LAYOUT = weight_files.Layout(
+    {
+        "shared": "model.shared",
+        "encoder": "model.encoder.layers",
+        "decoder": "model.decoder.layers",
+        "self_attention": "self_attn",
+        "cross_attention": "encoder_attn",
+        "self_norm": "self_attn_layer_norm",
+        "cross_norm": "encoder_attn_layer_norm",
+        "ff_norm": "final_layer_norm",
+        "ff_in": "fc1",
+        "ff_out": "fc2",
+        "query": "q_proj",
+        "key": "k_proj",
+        "value": "v_proj",
+        "out": "out_proj",
+        "encoder_norm": "model.encoder.layer_norm",
+        "decoder_norm": "model.decoder.layer_norm",
+    }
+)
 
 
 def save_safetensors(
@@ -50,7 +55,8 @@ def save_safetensors(
       ValueError: a parameter is missing or has another shape than ``config`` says.
     """
     shapes = pieces.shapes(transformer.Transformer, config)
-    tensors = weight_files.tensors_of(params, shapes, _name, _reordered)
+    params = jax.tree_util.tree_map_with_path(_reordered, params)
+    tensors = weight_files.tensors_of(params, shapes, _LAYOUT)
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
         tensors[name.replace("weight", "bias")] = np.zeros(config.width, np.float32)
     tensors["final_logits_bias"] = np.zeros((1, config.vocab_size), np.float32)
@@ -101,21 +107,9 @@ def _order(width: int) -> np.ndarray:
 
 
 def _reordered(tree_path, value: np.ndarray) -> np.ndarray:
-    """The parameter as the file has it."""
+    """The parameter with the hidden vectors that it reads or writes in that order."""
     *_, module, leaf = (entry.key for entry in tree_path)
-    if leaf == "kernel":
-        value = value.T
     if module == "ff_in" and leaf == "bias":
         return value
-    hidden_first = value.ndim == 1 or module in _INTO_HIDDEN
-    order = _order(value.shape[0 if hidden_first else -1])
-    return value[order] if hidden_first else value[:, order]
-
-
-def _name(tree_path) -> str:
-    """``encoder / 0 / ff_in / kernel`` -> ``model.encoder.layers.0.fc1.weight``."""
-    *modules, leaf = (str(entry.key) for entry in tree_path)
-    if len(modules) > 1:
-        modules.insert(1, "layers")
-    leaf = "bias" if leaf == "bias" else "weight"
-    return ".".join(["model", *(_MODULES.get(module, module) for module in modules), leaf])
+    axis = 0 if leaf == "kernel" and module not in ("out", "ff_out") else -1
+    return np.take(value, _order(value.shape[axis]), axis)

@@ -1,14 +1,13 @@
 """What the weight files of all models share: tensors by name, checked against a config's shapes.
 
-The module of a model gives two functions: ``name(tree_path)`` of a tensor in the file, and, where
-the file holds it another way round, ``turned(tree_path, x)``.
+The module of a model gives a `Layout`: where the file differs from the tree of parameters.
 """
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,75 +15,50 @@ import safetensors.numpy
 
 from decent_jax.json_files import write_atomic
 
-Name = Callable[[tuple], str]
-Turn = Callable[[tuple, np.ndarray], np.ndarray]
+_LEAVES = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}
+_LEAVES |= {"mean": "running_mean", "var": "running_var"}
 
 
-def tensors_of(
-    tree: Any, shapes: Any, name: Name, turned: Turn = lambda _, x: x
-) -> dict[str, np.ndarray]:
+class Layout(NamedTuple):
+    """Names and axes of a file.
+
+    Attributes:
+      modules: names there of our modules, of those that have another one.
+      transposed: whether kernels begin with their outputs there: ``(I, O)`` is ``(O, I)``, and a
+        convolution's ``(H, W, I, O)`` is ``(O, I, H, W)``.
+    """
+
+    modules: Mapping[str, str]
+    transposed: bool = True
+
+    def name(self, tree_path: tuple) -> str:
+        """``h / 0 / attn / c_proj / kernel`` -> ``model.layers.0.self_attn.o_proj.weight``."""
+        *modules, leaf = (str(entry.key) for entry in tree_path)
+        return ".".join([*(self.modules.get(name, name) for name in modules), _LEAVES[leaf]])
+
+    def turned(self, tree_path: tuple, x: np.ndarray) -> np.ndarray:
+        """The parameter as the file has it; of a matrix also the way back."""
+        if not self.transposed or tree_path[-1].key != "kernel":
+            return x
+        return x.transpose(3, 2, 0, 1) if x.ndim == 4 else x.T
+
+
+def tensors_of(tree: Any, shapes: Any, layout: Layout) -> dict[str, np.ndarray]:
     """The tensors of one model, float32.
 
     Raises:
       ValueError: one is missing or has another shape than ``shapes`` says.
     """
-    given = {name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    given = {layout.name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
     tensors = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
-        own = name(path)
+        own = layout.name(path)
         shape = np.shape(given[own]) if own in given else None
         if shape != leaf.shape:
             raise ValueError(f"parameter {own!r} has the shape {shape}, wanted {leaf.shape}")
-        tensors[own] = np.ascontiguousarray(turned(path, np.asarray(given[own], np.float32)))
+        value = layout.turned(path, np.asarray(given[own], np.float32))
+        tensors[own] = np.ascontiguousarray(value)
     return tensors
-
-
-def tree_of(
-    path: Any,
-    names: Iterable[str],
-    read: Callable[[str, tuple[int, ...]], Any],
-    shapes: Any,
-    name: Name,
-    turned: Turn = lambda _, x: x,
-    back: Turn = lambda _, x: x,
-) -> tuple[Any, set[str]]:
-    """The parameters of a file in float32, and the names of the tensors that are left over.
-
-    Args:
-      path: for messages.
-      names: of the tensors in the file.
-      read: a tensor by its name; told the shape that is wanted.
-      shapes: of the tree.
-      name, turned: see above.
-      back: the inverse of ``turned``.
-
-    Raises:
-      ValueError: one is missing or has another shape; the first is named.
-    """
-    left = set(names)
-
-    def leaf_of(tree_path, leaf):
-        own = name(tree_path)
-        wanted = turned(tree_path, np.broadcast_to(np.float32(0), leaf.shape)).shape
-        if own not in left:
-            raise ValueError(f"{path} has no tensor {own!r}")
-        left.remove(own)
-        value = np.asarray(read(own, wanted), np.float32)
-        if value.shape != wanted:
-            raise ValueError(
-                f"tensor {own!r} of {path} has the shape {value.shape}, the config wants {wanted}"
-            )
-        return np.ascontiguousarray(back(tree_path, value))
-
-    return jax.tree_util.tree_map_with_path(leaf_of, shapes), left
-
-
-def check_rest(path: Any, left: Iterable[str], config: Any) -> None:
-    """Refuse a file with tensors that a config has no place for."""
-    if left:
-        raise ValueError(
-            f"{path} has a tensor {min(left)!r} that the config has no place for: {config}"
-        )
 
 
 def write(

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from decent_jax import fields, optim, replicas
 from decent_jax.errors import ConfigError
 from decent_jax.json_files import flat
-from decent_jax.models import gpt2
+from decent_jax.models import decoders, gpt2, pieces
 from decent_jax.replicas import Placement
 from decent_jax.topology import Schedule, orders
 from decent_jax.train import algorithm
@@ -62,7 +62,7 @@ class Part(NamedTuple):
 
     def of_whole(self, params: Any) -> Any:
         """The parameters that belong to it, out of those of the whole model."""
-        own = gpt2.part(self.task.config, params, self.start, self.stop)
+        own = decoders.part(self.task.config, params, self.start, self.stop)
         return {name: own[name] for name in own if not (self.borrows and name == TABLE)}
 
     def init(self, key: jax.Array) -> tuple[Any, Any]:
@@ -96,7 +96,7 @@ def method(
     """
     unclipped = ConfigDict(config.to_dict())
     unclipped.optimizer.clip_norm = 0.0
-    mask = gpt2.decay_mask
+    mask = pieces.decay_mask
     if config.algorithm == "all_reduce":
         parts = algorithm.parts(unclipped, schedule, rate, mask, placement.axis_name)
         return optim.decentralized(parts.inner, schedule, axis_name=placement.axis_name)

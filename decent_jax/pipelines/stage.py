@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from decent_jax import gossip, optim, replicas
 from decent_jax.gossip import wire
-from decent_jax.models import gpt2
+from decent_jax.models import decoders
 from decent_jax.models.pieces import cross_entropy
 from decent_jax.pipelines.part import TABLE, Part
 from decent_jax.replicas import Placement
@@ -190,7 +190,7 @@ class Stage:
     def _output(self, params, borrowed, x, tokens, rng):
         """Hidden vectors for the next stage; from the last the mean loss."""
         part = self.part
-        model = gpt2.merge(self._model, {**params, **borrowed}, part.start, part.stop)
+        model = decoders.merge(self._model, {**params, **borrowed}, part.start, part.stop)
         x = model.begin(tokens[:, :-1], rng) if part.is_first else x
         x = model.blocks(x, rng)
         if not part.is_last:
@@ -233,7 +233,7 @@ class Stage:
 
     def _evaluate_one(self, params, borrowed, x, tokens, weights):
         part = self.part
-        model = gpt2.merge(self._model, {**params, **borrowed}, part.start, part.stop)
+        model = decoders.merge(self._model, {**params, **borrowed}, part.start, part.stop)
         x = model.begin(tokens[:, :-1]) if part.is_first else x
         x = model.blocks(x)
         if not part.is_last:

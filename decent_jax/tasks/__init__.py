@@ -59,17 +59,15 @@ def find(name: str) -> TaskModule:
 
 
 def _checked(module: Any, name: str) -> TaskModule:
-    for member in ("FIELDS", "validate", "make"):
-        if not hasattr(module, member):
-            raise ConfigError(f"task: {name} has no {member!r}, so it is no task")
-    fields = module.FIELDS
+    for member in ("validate", "make"):
+        if not callable(getattr(module, member, None)):
+            raise ConfigError(f"task: {name} has no function {member!r}, so it is no task")
+    fields = getattr(module, "FIELDS", None)
     if not isinstance(fields, Mapping) or not all(
         str(key).startswith(("model.", "data.")) and isinstance(field, Field)
         for key, field in fields.items()
     ):
         raise ConfigError(f"task: FIELDS of {name} must map names such as 'model.width' to Field")
-    if not (callable(module.validate) and callable(module.make)):
-        raise ConfigError(f"task: validate and make of {name} must be functions")
     return cast(TaskModule, module)
 
 

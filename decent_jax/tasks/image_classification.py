@@ -1,6 +1,7 @@
 """Image classification with a ResNet, on photographs or on pictures made by a generator."""
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,11 +12,12 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from decent_jax import machine
+from decent_jax.data import loader
 from decent_jax.data.images import crops, generated_images, image_folder
 from decent_jax.errors import ConfigError, DataError
 from decent_jax.fields import Field, size_of_preset
 from decent_jax.models import resnet, resnet_weights
-from decent_jax.models.pieces import cross_entropy
+from decent_jax.models.pieces import cross_entropy, decay_mask
 from decent_jax.progress import announce as announce_on_stderr
 from decent_jax.tasks import Run
 
@@ -98,7 +100,8 @@ def validate(config: ConfigDict) -> None:
             f"data.eval_resize must be at least the crop of {size} pixels (data.eval_size), got "
             f"{resize}"
         )
-    if data.path != GENERATED and not Path(data.path).is_dir():
+    generated = data.path == GENERATED
+    if not generated and not Path(data.path).is_dir():
         raise ConfigError(
             f"data.path: there is no folder {data.path!r}; name one with train/<class>/*.jpg, with "
             "ImageNet's archives, or made by `decent-jax prepare images`, or "
@@ -108,14 +111,14 @@ def validate(config: ConfigDict) -> None:
         raise ConfigError(
             f"data.shift must be at most data.image_size, {data.image_size}, got {data.shift}"
         )
-    if data.path == GENERATED:
+    if generated:
         images = data.train_images + data.val_images
         machine.check_memory(
             3 * images * data.image_size**2,
             f"{images} images (data.train_images and val_images) of {data.image_size} pixels",
         )
-    if data.path == GENERATED and data.trivial_augment:
-        raise ConfigError("data.trivial_augment is for photographs, not for generated pictures")
+        if data.trivial_augment:
+            raise ConfigError("data.trivial_augment is for photographs, not for generated pictures")
     model_config(config, len(generated_images.CLASS_NAMES))
 
 
@@ -235,7 +238,7 @@ class ImageClassification:
         return resnet.from_moments(moments)
 
     def decay_mask(self, params):
-        return resnet.decay_mask(params)
+        return decay_mask(params)
 
     def summary(self):
         return {
@@ -252,11 +255,16 @@ class ImageClassification:
                 self.config, params, model_state, normalize(images)
             ).argmax(axis=-1)
         )
-        batches = list(_batches(self.eval_source))
-        predicted = np.concatenate([predict(batch["image"]) for batch in batches])
-        labels = np.concatenate([batch["label"] for batch in batches])
+        labels, predicted = [], []
+        with loader.eval_batches(
+            self.eval_source, num_replicas=1, batch_size=_DEMO_BATCH, max_batches=_DEMO_BATCHES
+        ) as batches:
+            for batch, weights in batches:
+                real = weights[0] > 0
+                labels += batch["label"][0][real].tolist()
+                predicted += np.asarray(predict(batch["image"][0]))[real].tolist()
         title = f"the consensus model on {len(labels)} validation images:\n"
-        return title + class_table(labels, predicted, self.class_names)
+        return title + class_table(np.array(labels), np.array(predicted), self.class_names)
 
 
 # --- On the device ------------------------------------------------------------------------------
@@ -392,18 +400,11 @@ def export(run: Run, out: Path) -> str:
     resnet_weights.save(
         out, model.params, model.statistics, model.config, step=model.step, metadata=about
     )
-    return resnet_weights.dumps(described | {"step": model.step, "which": run.which})
+    described |= {"step": model.step, "which": run.which}
+    return json.dumps(described, indent=2) + "\n"
 
 
 # --- At the end ---------------------------------------------------------------------------------
-
-
-def _batches(source):
-    """Yields the first records of a source in batches."""
-    count = min(len(source), _DEMO_BATCHES * _DEMO_BATCH)
-    for start in range(0, count, _DEMO_BATCH):
-        records = [source[i] for i in range(start, min(start + _DEMO_BATCH, count))]
-        yield jax.tree.map(lambda *leaves: np.stack(leaves), *records)
 
 
 def class_table(labels: np.ndarray, predicted: np.ndarray, names) -> str:

@@ -1,7 +1,6 @@
 """Next-token prediction with a GPT-2 or a Llama on a folder of tokens."""
 
 import dataclasses
-import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +16,8 @@ from decent_jax.data.reading import short
 from decent_jax.data.text import stdlib_corpus, token_folder, tokenizers
 from decent_jax.errors import ConfigError, DataError
 from decent_jax.fields import Field, size_of_preset
-from decent_jax.models import decoders, generate
-from decent_jax.models.pieces import cross_entropy
+from decent_jax.models import decoder_weights, decoders, generate
+from decent_jax.models.pieces import cross_entropy, decay_mask
 from decent_jax.progress import announce as announce_on_stderr
 from decent_jax.tasks import Run, opened
 
@@ -127,7 +126,7 @@ def count_parameters(config: ConfigDict) -> tuple[int, int]:
             "model.vocab_size of the config comes from the data; give --parameters instead"
         )
     model = model_config(config, config.model.vocab_size or _STDLIB_VOCAB)
-    return decoders.model(model).num_params(model), model.vocab_size * model.width
+    return decoders.num_params(model), model.vocab_size * model.width
 
 
 def make(config: ConfigDict, workdir: Path, announce: Callable) -> "LanguageModeling":
@@ -166,44 +165,41 @@ class LanguageModeling:
         context = config.model.context
         self.tokenizer, self.train_source, self.eval_source = _open(folder, context)
         self.config = model_config(config, _vocab_size(self.tokenizer))
-        self.model = decoders.model(self.config)
-        self.init_from, self.dropout = config.model.init_from, config.model.dropout
-        self.prompt = config.data.prompt
+        self.init_from, self.prompt = config.model.init_from, config.data.prompt
         self.units_per_example = context
-        self.flops_per_example = self.model.flops_per_token(self.config, context) * context
+        self.flops_per_example = decoders.flops_per_token(self.config, context) * context
         for name in token_folder.SPLITS:
             token_folder.check_vocab(folder / f"{name}.bin", self.config.vocab_size)
 
     def init(self, key):
-        return self.model.init(self.config, key), {}
+        return decoders.init(self.config, key), {}
 
     def load_params(self):
         if not self.init_from:
             return None
         try:
-            return decoders.weights(self.config).load_safetensors(self.init_from, self.config)
+            return decoder_weights.load_safetensors(self.init_from, self.config)
         except Exception as error:  # safetensors has kinds of its own
             raise DataError(
                 f"model.init_from: {self.init_from} cannot be read ({short(error)})"
             ) from None
 
     def loss(self, params, model_state, batch, key):
-        rng = key if self.dropout else None
-        logits = self.model.apply(self.config, params, batch[:, :-1], rng)
+        logits = decoders.apply(self.config, params, batch[:, :-1], key)
         return cross_entropy(logits, batch[:, 1:]).mean(), model_state
 
     def evaluate(self, params, model_state, batch, weights):
-        logits = self.model.apply(self.config, params, batch[:, :-1])
+        logits = decoders.apply(self.config, params, batch[:, :-1])
         losses = cross_entropy(logits, batch[:, 1:]).mean(axis=1)
         return {"loss": (losses * weights).sum(), "count": weights.sum()}
 
     def decay_mask(self, params):
-        return self.model.decay_mask(params)
+        return decay_mask(params)
 
     def summary(self):
         manifest = _manifest(self.folder)
         return {
-            "parameters": self.model.num_params(self.config),
+            "parameters": decoders.num_params(self.config),
             "tokenizer": self.tokenizer.name if self.tokenizer else "gpt2",
             "corpus_sha256": manifest.get("corpus_sha256", ""),
             "train_tokens": int(self.train_source.num_tokens),
@@ -244,8 +240,7 @@ def _described(run: Run) -> tuple[tokenizers.Tokenizer | None, decoders.Config]:
 
 
 def _saved(run: Run, tokenizer: tokenizers.Tokenizer | None, config: decoders.Config) -> SavedModel:
-    init = functools.partial(decoders.model(config).init, config)
-    wanted = jax.tree.map(lambda x: x.shape, jax.eval_shape(init, jax.random.key(0)))
+    wanted = jax.tree.map(lambda x: x.shape, decoders.shapes(config))
     if jax.tree.map(jnp.shape, run.params) != wanted:
         raise DataError(
             f"{run.workdir}: the checkpoint of step {run.step} holds another model than config.json"
@@ -261,9 +256,8 @@ def export(run: Run, out: Path) -> str:
     """
     model = load(run)
     origin = {"step": str(model.step), "which": run.which}
-    weights = decoders.weights(model.config)
-    weights.save_safetensors(out, model.params, model.config, origin)
-    about = weights.hf_config(model.config)
+    decoder_weights.save_safetensors(out, model.params, model.config, origin)
+    about = decoder_weights.hf_config(model.config)
     if model.tokenizer is not None:
         end = model.tokenizer.end_of_text
         ends = {"bos_token_id": end, "eos_token_id": end}
@@ -289,14 +283,9 @@ def sample(
     """The prompt and its continuations, ``samples`` of them; see `generate.generate`.
 
     Raises:
+      ConfigError: ``top_k`` is out of range, or the samples do not fit this machine.
       DataError: there is no tokenizer to read the prompt with.
-      ValueError: a number out of range.
     """
-    if tokens < 1 or samples < 1 or temperature < 0:
-        raise ValueError(
-            "tokens and samples must be at least 1 and temperature not negative, "
-            f"got {tokens}, {samples} and {temperature}"
-        )
     tokenizer, config = _described(run)
     if tokenizer is None:
         raise DataError("the run's token folder has no manifest.json that names its tokenizer")

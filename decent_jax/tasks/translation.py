@@ -18,7 +18,7 @@ from decent_jax.data.translation.pair_folder import PairBlocks, TranslationPairs
 from decent_jax.errors import ConfigError, DataError
 from decent_jax.fields import Field, size_of_preset
 from decent_jax.models import transformer, transformer_weights
-from decent_jax.models.pieces import cross_entropy
+from decent_jax.models.pieces import cross_entropy, decay_mask
 from decent_jax.progress import announce as announce_on_stderr
 from decent_jax.tasks import Run, opened
 from decent_jax.tasks.translator import ALPHA, BEAM, LONGEST, Translator, bleu, meteor
@@ -175,8 +175,9 @@ class Translation:
         self.config = model_config(config, self.vocabulary.size)
         self.label_smoothing = config.model.label_smoothing
         self.translator = Translator(self.config, self.vocabulary, config.data.beam)
-        blocks = self.train_source.train_blocks(config.num_replicas, config.batch_size, config.seed)
-        self.blocks = blocks.pairs
+        self.blocks = self.train_source.train_blocks(
+            config.num_replicas, config.batch_size, config.seed
+        )
         # Throughput and FLOPs are those of real tokens, of an average step.
         real = train.lengths.sum(axis=0, dtype=np.int64) + np.array([0, len(train)])
         steps = self.blocks.steps
@@ -212,7 +213,7 @@ class Translation:
         return {name: (x * real).sum() for name, x in sums.items()} | {"count": real.sum()}
 
     def decay_mask(self, params):
-        return transformer.decay_mask(params)
+        return decay_mask(params)
 
     def measure(self, block):
         """``data/padding_fraction``, of sources and targets as the model reads them."""
@@ -332,8 +333,7 @@ class Source:
     """
 
     def __init__(self, pairs: TranslationPairs, shapes: int, average: str = "all"):
-        self.pairs, self.average = pairs, average
-        self._blocks = functools.partial(PairBlocks, pairs, shapes=shapes)
+        self.pairs, self.shapes, self.average = pairs, shapes, average
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -341,35 +341,33 @@ class Source:
     @functools.cache  # noqa: B019 (sources live as long as the run)
     def train_blocks(self, num_replicas: int, tokens: int, seed: int) -> "SharedBlocks":
         """Training batches: shuffled, without end."""
-        blocks = self._blocks(tokens=tokens, num_replicas=num_replicas, seed=seed)
-        return SharedBlocks(blocks, self.average)
+        sizes = {"tokens": tokens, "num_replicas": num_replicas, "shapes": self.shapes}
+        return SharedBlocks(self.pairs, self.average, seed=seed, **sizes)
 
     @functools.cache  # noqa: B019
     def eval_blocks(self, num_replicas: int, tokens: int) -> PairBlocks:
         """Evaluation batches: each pair once."""
-        return self._blocks(tokens=tokens, num_replicas=num_replicas, evaluation=True)
+        sizes = {"tokens": tokens, "num_replicas": num_replicas, "shapes": self.shapes}
+        return PairBlocks(self.pairs, evaluation=True, **sizes)
 
 
-class SharedBlocks:
+class SharedBlocks(PairBlocks):
     """`PairBlocks` with ``share``, the weight of each token of a row, instead of ``weight``."""
 
-    def __init__(self, pairs: PairBlocks, average: str):
-        self.pairs, self.average, self.steps = pairs, average, pairs.steps
+    def __init__(self, pairs: TranslationPairs, average: str, **options: Any):
+        super().__init__(pairs, **options)
+        self.average = average
 
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        block = self.pairs[index]
-        n = self.pairs.batches.num_replicas
-        step, replica = divmod(index, n)
-        counted = range(n) if self.average == "all" else [replica]
+    def block(self, step: int, replica: int) -> dict[str, np.ndarray]:
+        """The block of a replica at a step."""
+        block = super().block(step, replica)
+        counted = range(self.batches.num_replicas) if self.average == "all" else [replica]
         tokens = sum(self._target_tokens(step, r) for r in counted) / len(counted)
         block["share"] = block.pop("weight") / np.float32(max(tokens, 1))
         return block
 
     def _target_tokens(self, step: int, replica: int) -> int:
         """Target tokens of a replica's real rows, the end counted."""
-        rows = self.pairs.indices(step, replica)
+        rows = self.indices(step, replica)
         rows = rows[rows >= 0]
-        return int(self.pairs.pairs.lengths[rows, 1].sum(dtype=np.int64)) + len(rows)
+        return int(self.pairs.lengths[rows, 1].sum(dtype=np.int64)) + len(rows)

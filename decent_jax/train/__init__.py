@@ -10,6 +10,7 @@ from decent_jax import extras
 
 extras.need("train", "ml_collections", "flax", "grain", "matplotlib", "orbax", "tqdm")
 
+from decent_jax.config_files import chosen
 from decent_jax.errors import CheckpointError, ConfigError, Interrupted, PeerLost, TrainingFailed
 from decent_jax.train.config import default_config, validate
 
@@ -35,6 +36,7 @@ __all__ = [
     "PeerLost",
     "TrainingFailed",
     "check",
+    "chosen",
     "default_config",
     "run",
     "validate",
