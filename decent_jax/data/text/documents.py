@@ -58,10 +58,10 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Some documents of one source, or of several .txt files.
+    """Some documents of a source, or the one of a .txt file.
 
-    `data` is a list of sources (txt), bytes (jsonl), strings (parquet, arrow) or a range (tfds);
-    `row` is the first line or record, `offset` the first byte, `read` the bytes of progress.
+    `data` is None (txt), bytes (jsonl), strings (parquet, arrow) or a range (tfds); `row` is the
+    first line or record, `offset` the first byte, `read` the bytes of progress.
     """
 
     source: Source
@@ -104,39 +104,18 @@ def find_sources(inputs: Iterable[Path], *, validation: bool = False) -> list[So
 
 def check_source(source: Source, field: str) -> None:
     """Reads the beginning of a source; DataError where its documents cannot be read."""
-    with one_sentence(source.path):
-        if source.kind == "txt":
-            with open(source.path, "rb"):
-                pass
-        elif source.kind == "tfds":
-            _check_feature(source.path, field)
-            count = len(tfds_folder.records(source.path, source.split))
-            documents(Chunk(source, range(min(count, 1)), 0), field)
-        elif source.kind == "parquet":
-            _parquet(source.path, field).close()
-        elif source.kind == "arrow":
-            with _arrow(source.path, field):
-                pass
-        else:
-            with _open(source.path) as (file, _):
-                line = read_line(file, LONGEST_LINE, f"{source.path}, line 1")
-            documents(Chunk(source, line, 0, row=1), field)
+    if source.kind == "txt":
+        with one_sentence(source.path), open(source.path, "rb"):
+            return
+    for chunk in itertools.islice(chunks([source], field), 1):
+        documents(chunk, field)
 
 
 def chunks(sources: list[Source], field: str) -> Iterator[Chunk]:
     """The documents of the sources, in order."""
-    group: list[Source] = []  # .txt files, which are often small
     for source in sources:
-        if source.kind == "txt":
-            group.append(source)
-            if len(group) < ROWS and sum(s.size for s in group) < CHUNK_BYTES:
-                continue
-        yield from _text_chunk(group)
-        group = []
-        if source.kind != "txt":
-            with one_sentence(source.path):
-                yield from _CHUNKERS[source.kind](source, field)
-    yield from _text_chunk(group)
+        with one_sentence(source.path):
+            yield from _CHUNKERS[source.kind](source, field)
 
 
 def documents(chunk: Chunk, field: str) -> list[str]:
@@ -144,7 +123,9 @@ def documents(chunk: Chunk, field: str) -> list[str]:
     path = chunk.source.path
     with one_sentence(path):
         if chunk.source.kind == "txt":
-            return [_read_text(source.path) for source in chunk.data]
+            with _open(path) as (file, _):
+                text = _decode(read_at_most(file, _most_text(), path), path, 0)
+            return [text.removeprefix("\ufeff")]
         if chunk.source.kind == "jsonl":
             text = _decode(chunk.data, path, chunk.offset).removeprefix("\ufeff")
             lines = enumerate(text.split("\n"), chunk.row)
@@ -159,11 +140,6 @@ def documents(chunk: Chunk, field: str) -> list[str]:
             _decode(record[field], f"{path}, record {i}", 0)
             for i, record in zip(chunk.data, records, strict=True)
         ]
-
-
-def document_sources(chunk: Chunk) -> Iterable[Source]:
-    """The source of each document of a chunk, in order; may go on after the last document."""
-    return chunk.data if chunk.source.kind == "txt" else itertools.repeat(chunk.source)
 
 
 def distinct_names(sources: list[Source]) -> dict[Source, str]:
@@ -241,9 +217,8 @@ def _split_of(folder: Path, splits: Iterable[str], validation: bool) -> str:
     return split
 
 
-def _text_chunk(group: list[Source]) -> Iterator[Chunk]:
-    if group:
-        yield Chunk(group[0], group, sum(source.size for source in group))
+def _text_chunk(source: Source, field: str) -> Iterator[Chunk]:
+    yield Chunk(source, None, source.size)
 
 
 def _jsonl_chunks(source: Source, field: str) -> Iterator[Chunk]:
@@ -321,6 +296,7 @@ def _parts(column: Any) -> list[Any]:
 
 
 def _tfds_chunks(source: Source, field: str) -> Iterator[Chunk]:
+    _check_feature(source.path, field)
     total = len(tfds_folder.records(source.path, source.split))
     for row in range(0, total, ROWS):
         stop = min(row + ROWS, total)
@@ -329,6 +305,7 @@ def _tfds_chunks(source: Source, field: str) -> Iterator[Chunk]:
 
 
 _CHUNKERS = {
+    "txt": _text_chunk,
     "jsonl": _jsonl_chunks,
     "parquet": _row_chunks,
     "arrow": _row_chunks,
@@ -345,11 +322,6 @@ def _open(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
                 yield file, raw  # type: ignore
         else:
             yield raw, raw
-
-
-def _read_text(path: Path) -> str:
-    with one_sentence(path), _open(path) as (file, _):
-        return _decode(read_at_most(file, _most_text(), path), path, 0).removeprefix("\ufeff")
 
 
 def _most_text() -> int:

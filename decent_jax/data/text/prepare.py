@@ -98,10 +98,10 @@ def prepare(
         for chunk, (digests, tokens, cuts) in results:
             role = "val" if chunk.source in held_out else "train"
             bar.update(chunk.read)
-            origins, parts = documents.document_sources(chunk), np.split(tokens, cuts)
-            for source, digest, ids in zip(origins, digests, parts, strict=False):
+            # `np.split` makes an empty part of no documents
+            for digest, ids in zip(digests, np.split(tokens, cuts), strict=False):
                 for split, part in split_of(digest, ids, role):
-                    writer.add(split, part, names[source])
+                    writer.add(split, part, names[chunk.source])
         _check_counts(writer.documents, val_fraction, bool(val_sources))
         return writer.commit(
             seed=seed,
