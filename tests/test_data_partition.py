@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -269,11 +270,6 @@ def test_a_window_is_its_middle_tokens(tmp_path):
 
 
 def test_folders_that_do_not_say(tmp_path):
-    write_folder(tmp_path / "old", [("train", None, 9), ("val", "a", 9)])
-    assert not (tmp_path / "old/sources.json").exists()
-    windows = token_folder.TokenWindows(tmp_path / "old/train.bin", 4)
-    with pytest.raises(DataError, match=r"old: has no sources\.json .* prepare it again with"):
-        _ = windows.labels
     manifest = write_folder(tmp_path / "new", [("train", "a", 9), ("val", "a", 9)])
     assert manifest["sources"]["file"] == document_sources.FILE
     assert token_folder.is_whole(tmp_path / "new")
@@ -288,6 +284,9 @@ def test_folders_that_do_not_say(tmp_path):
         (tmp_path / "new/sources.json").write_text(content)
         with pytest.raises(DataError, match=message):
             _ = token_folder.TokenWindows(tmp_path / "new/train.bin", 4).labels
+    (tmp_path / "new/sources.json").unlink()  # as earlier versions made them
+    with pytest.raises(DataError, match=r"new: has no sources\.json .* prepare it again with"):
+        _ = token_folder.TokenWindows(tmp_path / "new/train.bin", 4).labels
     assert not token_folder.is_whole(tmp_path / "new")
 
 
@@ -392,11 +391,13 @@ def test_a_run_resumed_elsewhere_and_with_fewer_replicas(run, tmp_path, capfd):
 
 
 def test_configs_that_cannot_be_run(run, tmp_path, tiny_data):
+    old = shutil.copytree(tiny_data, tmp_path / "old")
+    (old / "sources.json").unlink()
     for changes, message in (
         ({"data": {"alpha": 0.0}}, "data.alpha must be above 0 and finite, got 0.0"),
         ({"data": {"alpha": -1.0}}, "data.alpha must be above 0 and finite, got -1.0"),
         ({"data": {"partition": "sorted"}}, "data.partition must be one of iid, dirichlet, got"),
-        ({"data": {"path": str(tiny_data)}}, r"has no sources\.json .*prepare it again with"),
+        ({"data": {"path": str(old)}}, r"has no sources\.json .*prepare it again with"),
         ({"batch_size": 4000}, r"leaves \d+ of \d+ records to each of 4 replicas, less than a"),
     ):
         with pytest.raises(ConfigError, match=message) as error:

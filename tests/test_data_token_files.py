@@ -85,8 +85,8 @@ def test_check_vocab(tmp_path, tokens):
     with pytest.raises(DataError, match="holds token id 99, the model's vocabulary is 99"):
         token_folder.check_vocab(path, 99)
     with TokenFolderWriter(tmp_path / "out", tokenizers.load("bytes")) as writer:
-        writer.add("train", np.array([200, 7], np.uint16))
-        writer.add("val", np.array([9], np.uint16))
+        writer.add("train", np.array([200, 7], np.uint16), "a")
+        writer.add("val", np.array([9], np.uint16), "a")
         writer.commit()
     token_folder.check_vocab(tmp_path / "out/val.bin", 10)
     with pytest.raises(DataError, match="200"):

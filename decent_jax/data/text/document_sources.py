@@ -40,13 +40,9 @@ class SourcesCounter:
     def __init__(self, splits: Iterable[str]):
         self._indices: dict[str, int] = {}
         self._runs: dict[str, list[list[int]]] = {split: [] for split in splits}
-        self._complete = True
 
-    def add(self, split: str, source: str | None, tokens: int) -> None:
-        """Counts a document; one without a source makes the record incomplete."""
-        if source is None:
-            self._complete = False
-            return
+    def add(self, split: str, source: str, tokens: int) -> None:
+        """Counts a document."""
         index = self._indices.setdefault(source, len(self._indices))
         runs = self._runs[split]
         if runs and runs[-1][0] == index:
@@ -54,9 +50,9 @@ class SourcesCounter:
         else:
             runs.append([index, tokens])
 
-    def content(self) -> dict | None:
-        """The content of `sources.json`; None where a document had no source."""
-        return {"names": list(self._indices), "splits": self._runs} if self._complete else None
+    def content(self) -> dict:
+        """The content of `sources.json`."""
+        return {"names": list(self._indices), "splits": self._runs}
 
 
 def read(bin_file: str | Path, num_tokens: int) -> Sources:

@@ -140,10 +140,10 @@ class TokenFolderWriter(Draft):
         self.documents: dict[str, int] = dict.fromkeys(SPLITS, 0)
         self.tokens: dict[str, int] = dict.fromkeys(SPLITS, 0)  # separators included
 
-    def add(self, split: str, ids: np.ndarray, source: str | None = None) -> None:
+    def add(self, split: str, ids: np.ndarray, source: str) -> None:
         """Appends one document, integer ids of shape (tokens,) without a separator.
 
-        `source` names where it comes from; `sources.json` is written if all documents have one.
+        `source` names where it comes from, for `sources.json`.
         """
         self.append(
             f"{split}.bin", ids.astype(self._tokenizer.dtype, copy=False).tobytes() + self._end
@@ -168,26 +168,19 @@ class TokenFolderWriter(Draft):
                 **self.close(f"{split}.bin"),
                 "largest_id": self._largest[split],
             }
+        self.append(document_sources.FILE, f"{json.dumps(self._sources.content())}\n".encode())
+        sources = self.close(document_sources.FILE)
         manifest = {
             "format": KIND.format,
             "dtype": f"{self._tokenizer.dtype.name}, little-endian",
             "tokenizer": self._tokenizer.to_json(),
             "splits": splits,
-            **self._write_sources(),
+            "sources": {"file": sources["file"], "sha256": sources["sha256"]},
             **entries,
             "versions": prepared_folder.versions("numpy"),
         }
         self.publish(manifest)
         return manifest
-
-    def _write_sources(self) -> dict:
-        """The entry of the manifest."""
-        content = self._sources.content()
-        if content is None:
-            return {}
-        self.append(document_sources.FILE, f"{json.dumps(content)}\n".encode())
-        entry = self.close(document_sources.FILE)
-        return {"sources": {"file": entry["file"], "sha256": entry["sha256"]}}
 
 
 def _memmap(path: str | Path) -> np.ndarray:
