@@ -106,10 +106,8 @@ def test_download_is_the_same_tokenizer(gpt2, monkeypatch):
 def test_bad_folders(gpt2, tmp_path):
     with pytest.raises(DataError, match="unknown tokenizer 'bpe'"):
         tokenizers.load("bpe")
-    with pytest.raises(DataError, match="no such folder"):
+    with pytest.raises(DataError, match=r"none/encoder\.json: cannot be read"):
         tokenizers.load("gpt2", tmp_path / "none")
-    with pytest.raises(DataError, match=r"holds no encoder\.json"):
-        tokenizers.load("gpt2", tmp_path)
     gpt2.save_files(tmp_path)
     merges = gpt2.files["vocab.bpe"].decode().split("\n")
     merges[3], merges[4] = merges[4], merges[3]

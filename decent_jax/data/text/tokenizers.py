@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from decent_jax import extras
-from decent_jax.data.reading import entries_of, one_sentence
+from decent_jax.data.reading import entries_of
 from decent_jax.errors import DataError
 from decent_jax.json_files import read_bytes, read_json
 
@@ -233,17 +233,13 @@ def checked_ids(ids: Iterable[int], vocab_size: int) -> np.ndarray:
 
 
 def _read(folder: Path) -> dict[str, bytes]:
-    if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder; it should hold encoder.json and vocab.bpe")
-    files = {}
-    for name in GPT2_FILES:
-        if not (folder / name).exists():
-            raise DataError(
-                f"{folder}: holds no {name}; the gpt2 tokenizer needs encoder.json and vocab.bpe"
-            )
-        with one_sentence(folder / name):
-            files[name] = read_bytes(folder / name)
-    return files
+    try:
+        return {name: read_bytes(folder / name) for name in GPT2_FILES}
+    except OSError as error:
+        raise DataError(
+            f"{error.filename}: cannot be read ({error.strerror}); the gpt2 tokenizer needs"
+            " encoder.json and vocab.bpe"
+        ) from None
 
 
 def _download() -> dict[str, bytes]:
