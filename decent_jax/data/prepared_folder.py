@@ -196,7 +196,9 @@ class Draft:
         """
         for file in self._files.values():
             file.close()
-        write_atomic(self.folder / "manifest.json", _json(manifest))
+        text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
+        # the name of a file that is not UTF-8 becomes the escape that JSON has for it
+        write_atomic(self.folder / "manifest.json", text.encode(errors="backslashreplace"))
         self._move_into_place()
         # last, so that no other run takes the folder for its own draft
         (self.out / _LOCK).unlink(missing_ok=True)
@@ -265,13 +267,6 @@ def versions(*packages: str) -> dict[str, str]:
     """The entry `versions` of a manifest: of this package, of Python and of `packages`."""
     own = {"decent_jax": decent_jax.__version__, "python": platform.python_version()}
     return own | {name: metadata.version(name) for name in packages}
-
-
-def _json(manifest: dict[str, Any]) -> bytes:
-    try:
-        return (json.dumps(manifest, indent=2, ensure_ascii=False) + "\n").encode()
-    except UnicodeEncodeError:  # the name of a file that is not UTF-8
-        return (json.dumps(manifest, indent=2) + "\n").encode()
 
 
 def _remove_leftovers(out: Path, kind: Kind) -> None:
