@@ -225,7 +225,8 @@ def _jsonl_chunks(source: Source, field: str) -> Iterator[Chunk]:
     row, offset, read = 1, 0, 0
     with _open(source.path) as (file, raw):
         while block := file.read(CHUNK_BYTES):
-            block += read_line(file, LONGEST_LINE, f"{source.path}, after line {row}")
+            line = row + block.count(b"\n")
+            block += read_line(file, LONGEST_LINE, f"{source.path}, line {line}")
             yield Chunk(source, block, raw.tell() - read, row, offset)
             row += block.count(b"\n")
             offset += len(block)
