@@ -10,7 +10,6 @@ import tarfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
-import grain
 import mini_imagenet as mini
 import numpy as np
 import pytest
@@ -103,13 +102,6 @@ def test_few_shards_stay_open(layouts, monkeypatch):
     assert names == [mini.records("train")[i][2] for i in order]
 
 
-def test_it_is_a_source_of_grain(layouts):
-    source = open_images(layouts["prepared"], "train")
-    assert isinstance(source, grain.sources.RandomAccessDataSource)
-    batch = grain.MapDataset.source(source).shuffle(0).map(lambda image: image.label).batch(30)[0]
-    assert sorted(batch.tolist()) == source.labels.tolist()
-
-
 def test_index_and_repr(layouts):
     source = open_images(layouts["folders"], "val")
     assert source[np.int32(14)] == mini.records("val")[14]
@@ -123,8 +115,6 @@ def test_index_and_repr(layouts):
     )
     assert source.name(3) == source[3].name
     assert source.stamp(3).size == len(source[3].data)
-    with pytest.raises(ValueError, match="split must be one of train, val, got 'test'"):
-        open_images(layouts["folders"], "test")
 
 
 def test_what_is_passed_over_and_what_is_not(tmp_path):
@@ -203,15 +193,6 @@ def end_between_members(data):
     return data[: 512 + -(-size // 512) * 512]
 
 
-def negative_size(data):
-    """The tar file's first member says that it has -1 bytes, by a right check sum."""
-    header = bytearray(data[:512])
-    header[124:136] = b"\xff" * 12
-    header[148:156] = b" " * 8
-    header[148:156] = b"%06o\0 " % sum(header)
-    return bytes(header) + data[512:]
-
-
 def change_json(file, **changes):
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
@@ -234,12 +215,8 @@ CASES = {
         "train: holds no .jpg, .jpeg, .png file; expected CLASS/NAME.jpg"),
     "empty class": (folders, lambda p: empty(p / "train/n02119789"), "train",
         "train, class n02119789: holds no .jpg, .jpeg, .png file; expected"),
-    "empty class in val": (folders, lambda p: empty(p / "val/n02119789"), "val",
-        "val, class n02119789: holds no .jpg"),
     "empty val": (flat, lambda p: empty(p / "val"), "val",
         "val: holds no .jpg, .jpeg, .png file"),
-    "unknown class": (folders, lambda p: rename_class(p, "val", "n12998815", "n13000000"), "val",
-        "val: holds 1 class that the training images do not have: n13000000; remove"),
     "unknown classes": (folders, add_classes, "val",
         "val: holds 5 classes that .*: n99990, n99991, n99992 and 2 more; remove"),
     "unknown class in flat val": (flat,
@@ -277,18 +254,12 @@ CASES = {
     "tar of classes without images, for val": (mini.write_tars,
         lambda p: (p / "train.tar").write_bytes(mini.tar_bytes({"a/b.txt": b""})), "val",
         "train.tar: holds no class; expected CLASS/NAME.jpg"),
-    "val tar without images": (mini.write_tars,
-        lambda p: (p / "val.tar").write_bytes(mini.tar_bytes({})), "val",
-        "val.tar: holds no .jpg, .jpeg, .png file"),
     "tar of an empty class": (mini.write_archives,
         lambda p: (p / TRAIN).write_bytes(mini.tar_bytes({"n1.tar": mini.tar_bytes({})})), "train",
         "img_train.tar, class n1: holds no .jpg"),
     "tar without classes": (mini.write_tars,
         lambda p: (p / "train.tar").write_bytes(mini.tar_bytes({"a/b.jpg": b"", "c.jpg": b""})),
         "train", "train.tar: holds 'c.jpg' outside of a class"),
-    "val tar partly without classes": (mini.write_tars,
-        lambda p: (p / "val.tar").write_bytes(mini.tar_bytes({"a/b.jpg": b"", "c.jpg": b""})),
-        "val", "val.tar: holds 'c.jpg' outside of a class"),
     "tar too deep": (mini.write_tars,
         lambda p: (p / "train.tar").write_bytes(mini.tar_bytes({"x/a/b.jpg": b""})), "train",
         "train.tar: 'x/a/b.jpg' lies too deep, expected CLASS/NAME"),
@@ -297,9 +268,6 @@ CASES = {
     "tar damaged": (mini.write_tars,
         lambda p: edit(p / "train.tar", lambda data: data[:100] + b"\7" + data[101:]), "train",
         "train.tar: no readable tar file at byte 0"),
-    "tar member of negative size": (mini.write_tars,
-        lambda p: edit(p / "train.tar", negative_size), "train",
-        "train.tar: the tar file is cut short at"),
     "unknown class in a tar": (mini.write_tars,
         lambda p: (p / "val.tar").write_bytes(mini.tar_bytes({"n7/b.jpg": b""})), "val",
         "val.tar: holds 1 class that the training images do not have: n7"),
@@ -331,10 +299,6 @@ PREPARED = {
     "manifest of something else": (
         lambda p: change_json(p / "manifest.json", format="decent_jax tokens 1"),
         "manifest.json: the format is 'decent_jax tokens 1', expected 'decent_jax images 1'"),
-    "manifest of nothing": (lambda p: (p / "manifest.json").write_text("[]"),
-        "manifest.json: the format is None"),
-    "manifest cut short": (lambda p: edit(p / "manifest.json", lambda data: data[:100]),
-        "manifest.json: not readable as JSON; prepare the folder again"),
     "manifest without splits": (lambda p: change_json(p / "manifest.json", splits={}),
         "manifest.json: is damaged; prepare the images again"),
     "manifest with other classes": (lambda p: change_json(p / "manifest.json", class_names=["a"]),

@@ -12,7 +12,6 @@ import tiny
 
 from decent_jax import plot, train
 from decent_jax.data import loader, partition
-from decent_jax.data.images import generated_images
 from decent_jax.data.text import document_sources, prepare, stdlib_corpus, token_folder, tokenizers
 from decent_jax.errors import DataError
 from decent_jax.train import ConfigError
@@ -123,25 +122,6 @@ def test_report_and_summary():
     assert len(summary["total_variation"]) == 12 and summary["records_left_out"] == 11
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"alpha": 0}, "alpha must be above 0 and finite, got 0"),
-        ({"alpha": np.inf}, "alpha must be above 0 and finite, got inf"),
-        ({"num_replicas": 0}, "num_replicas must be from 1 to the number of records, got 0"),
-        ({"num_replicas": 2004}, "got 2004 for 2003 records"),
-        ({"seed": -1}, "seed must be at least 0"),
-        ({"labels": LABELS / 2}, r"labels must be integers \(N,\), got float64 of shape \(2003,\)"),
-        ({"labels": LABELS[None]}, r"got int64 of shape \(1, 2003\)"),
-    ],
-)
-def test_bad_arguments(change, message):
-    with pytest.raises(ValueError, match=message):
-        partition.dirichlet(
-            **({"labels": LABELS, "num_replicas": 2, "alpha": 1, "seed": 0} | change)
-        )
-
-
 class Labelled:
     """Records that are their own numbers."""
 
@@ -173,19 +153,6 @@ def test_sources_that_cannot_be_shared_out():
         make(Labelled(np.ones(9, int)))
     with pytest.raises(DataError, match=r"leaves 3 of 7 records to each of 2 replicas, .* of 4; "):
         make(Labelled(np.arange(7) % 2))
-
-
-def test_pictures_have_labels():
-    source = generated_images.GeneratedImages("train", 40, size=16)
-    shares = partition.for_run(source, num_replicas=2, batch_size=4, alpha=1.0, seed=0)
-    assert shares.class_names == source.class_names
-    with loader.train_batches(
-        source, seed=0, num_replicas=2, batch_size=4, partition=shares
-    ) as batches:
-        batch = next(batches)
-    assert batch["image"].shape == (2, 2, 16, 16, 3)
-    for replica in range(2):
-        assert set(batch["label"][replica]) <= set(source.labels[shares.records(replica)])
 
 
 # --- the order they come in -----------------------------------------------------------------------
@@ -231,14 +198,6 @@ def test_seek_equals_replay(start):
     replayed = stream(start + 3, seed=1, batch_size=8)[start:]
     got = stream(3, seed=1, batch_size=8, start_step=start, processes=2, prefetch=0)
     np.testing.assert_array_equal(got, replayed)
-
-
-def test_a_partition_of_something_else_is_refused():
-    message = "shares 103 records out over 4 replicas, got a source of {} and {} replicas"
-    shares = partition.dirichlet(SOURCE.labels, 4, 1.0, seed=0)
-    for source, n in ((SOURCE, 2), (Labelled(np.arange(100) % 2), 4)):
-        with pytest.raises(ValueError, match=message.format(len(source), n)):
-            loader.train_batches(source, seed=0, num_replicas=n, batch_size=8, partition=shares)
 
 
 # --- the sources of documents ---------------------------------------------------------------------

@@ -251,8 +251,6 @@ def test_reader(prepared, tmp_path):
         (torn / "manifest.json").write_text(json.dumps(manifest | {"splits": splits}))
         with pytest.raises(DataError, match=r"manifest\.json: is damaged|has no split 'train'"):
             TranslationPairs(torn, "train")
-    with pytest.raises(ValueError, match=r"does not fit in 2 and 3"):
-        pair_folder.pad_block(pairs, np.array([0]), 2, 3)
 
 
 def test_evaluation_blocks_hold_every_pair_once_in_order(prepared):
@@ -271,8 +269,6 @@ def test_evaluation_blocks_hold_every_pair_once_in_order(prepared):
     assert sorted(seen) == list(range(len(pairs))) and weights == len(pairs)
     with pytest.raises(IndexError):
         blocks[len(blocks)]
-    with pytest.raises(IndexError):
-        blocks.block(blocks.steps, 0)
 
 
 def gz(text):

@@ -58,7 +58,6 @@ def train_batches(
     replicas: Sequence[int] | None = None,
     start_step: int = 0,
     prefetch: int = 4,
-    num_threads: int | None = None,
     workers: int = 0,
     partition: Partition | None = None,
 ) -> Batches:
@@ -77,8 +76,8 @@ def train_batches(
       batch_size: records per step over all replicas, a multiple of `num_replicas`.
       replicas: (L,) the replicas of this process, in the order of the result; None means all.
       start_step: the step of the first batch; any value costs the same.
-      prefetch: batches read ahead; 0 reads in the calling thread.
-      num_threads: threads that read ahead; None means as many as `prefetch`, at most the cores.
+      prefetch: batches read ahead, by as many threads, at most one per core; 0 reads in the
+        calling thread.
       workers: processes that read ahead instead of threads, for sources that compute much in
         Python; each makes whole batches. They are spawned, with a copy of the source.
       partition: which records belong to which replica; None: all replicas share all of them.
@@ -88,22 +87,17 @@ def train_batches(
       (L, B, seq_len + 1).
 
     Raises:
-      ValueError: sizes that do not divide, replicas that do not exist, an empty source, a negative
-        seed or step, a partition of another source or for another number of replicas.
+      ValueError: sizes that do not divide, replicas that do not exist, an empty source.
     """
     import grain  # imports jax, which the workers of `decent_jax.prepare` do not need
 
     replicas = _checked(source, num_replicas, batch_size, replicas)
-    if start_step < 0:
-        raise ValueError(f"start_step must be at least 0, got {start_step}")
-    if seed < 0:
-        raise ValueError(f"seed must be at least 0, got {seed}")
     if partition is None or hasattr(source, "train_blocks"):
         rows = train_rows(source, seed=seed, num_replicas=num_replicas, batch_size=batch_size)
     else:
         rows = _OwnRows(source, seed, batch_size // num_replicas, replicas, partition, num_replicas)
     blocks = _Blocks(rows, num_replicas, replicas, start_step)
-    return _iterate(grain.MapDataset.source(blocks), workers, prefetch, num_threads)
+    return _iterate(grain.MapDataset.source(blocks), workers, prefetch)
 
 
 def eval_batches(
@@ -174,12 +168,6 @@ class _OwnRows:
     """
 
     def __init__(self, source, seed, per_replica, replicas, partition, num_replicas):
-        if partition.num_replicas != num_replicas or partition.num_records != len(source):
-            raise ValueError(
-                f"the partition shares {partition.num_records} records out over"
-                f" {partition.num_replicas} replicas, got a source of {len(source)} and"
-                f" {num_replicas} replicas"
-            )
         self.rows = {
             replica: _rows(
                 _Subset(source, partition.records(replica)),
@@ -275,14 +263,12 @@ def _checked(source, num_replicas, batch_size, replicas) -> list[int]:
     return replicas
 
 
-def _iterate(dataset, workers: int, prefetch: int = 4, num_threads: int | None = None) -> Batches:
+def _iterate(dataset, workers: int, prefetch: int = 4) -> Batches:
     import grain
 
-    if num_threads is None:
-        num_threads = min(prefetch, os.cpu_count() or 1)
+    ahead = 0 if workers else prefetch
     options = grain.ReadOptions(
-        num_threads=num_threads if prefetch and not workers else 0,
-        prefetch_buffer_size=prefetch if num_threads and not workers else 0,
+        num_threads=min(ahead, os.cpu_count() or 1), prefetch_buffer_size=ahead
     )
     batches = dataset.to_iter_dataset(options)
     if workers:

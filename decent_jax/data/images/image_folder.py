@@ -123,11 +123,8 @@ def open_images(path: str | Path, split: str) -> ImageFiles:
       split: "train" or "val". The labels of "val" are those of the training classes.
 
     Raises:
-      ValueError: an unknown split.
       DataError: the path is missing, holds none of the layouts, or what it holds is not whole.
     """
-    if split not in SPLITS:
-        raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
     path = os.path.abspath(path)
     if not os.path.isdir(path):
         what = "is a file, expected a folder" if os.path.exists(path) else "no such folder"

@@ -51,8 +51,6 @@ class TokenWindows:
     """
 
     def __init__(self, path: str | Path, seq_len: int):
-        if seq_len < 1:
-            raise ValueError(f"seq_len must be at least 1, got {seq_len}")
         self.path = str(path)
         self.seq_len = int(seq_len)
         self._tokens = _memmap(self.path)
