@@ -10,17 +10,16 @@ one document, is held whole. JSON lines are read by hand: pyarrow's reader canno
 import collections
 import contextlib
 import dataclasses
-import gzip
 import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from decent_jax import extras, machine
 from decent_jax.data import tfds_folder
-from decent_jax.data.reading import entries_of, one_sentence, read_at_most, read_line, short
+from decent_jax.data.reading import entries_of, one_sentence, opened, read_at_most, read_line, short
 from decent_jax.errors import DataError
 from decent_jax.json_files import read_json
 from decent_jax.text import shorten, shown
@@ -123,7 +122,7 @@ def documents(chunk: Chunk, field: str) -> list[str]:
     path = chunk.source.path
     with one_sentence(path):
         if chunk.source.kind == "txt":
-            with _open(path) as (file, _):
+            with opened(path) as (file, _):
                 text = _decode(read_at_most(file, _most_text(), path), path, 0)
             return [text.removeprefix("\ufeff")]
         if chunk.source.kind == "jsonl":
@@ -223,7 +222,7 @@ def _text_chunk(source: Source, field: str) -> Iterator[Chunk]:
 
 def _jsonl_chunks(source: Source, field: str) -> Iterator[Chunk]:
     row, offset, read = 1, 0, 0
-    with _open(source.path) as (file, raw):
+    with opened(source.path) as (file, raw):
         while block := file.read(CHUNK_BYTES):
             line = row + block.count(b"\n")
             block += read_line(file, LONGEST_LINE, f"{source.path}, line {line}")
@@ -312,17 +311,6 @@ _CHUNKERS = {
     "arrow": _row_chunks,
     "tfds": _tfds_chunks,
 }
-
-
-@contextlib.contextmanager
-def _open(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """`with _open(path) as (file, raw)`: the bytes, unpacked from a .gz, and the file itself."""
-    with open(path, "rb") as raw:
-        if path.name.lower().endswith(".gz"):
-            with gzip.open(raw) as file:
-                yield file, raw  # type: ignore
-        else:
-            yield raw, raw
 
 
 def _most_text() -> int:

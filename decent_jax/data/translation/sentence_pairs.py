@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from decent_jax.data import tfds_folder
-from decent_jax.data.reading import one_sentence, read_at_most, read_line
+from decent_jax.data.reading import one_sentence, opened, read_at_most, read_line
 from decent_jax.errors import DataError
 
 BLOCK_LINES = 5000
@@ -235,10 +235,7 @@ class _Side:
     def open(self):
         """`with side.open() as (lines, raw)`: an iterator of bytes, and the file on the disk."""
         with contextlib.ExitStack() as stack, one_sentence(self.place):
-            raw = stack.enter_context(open(self.path, "rb"))
-            file = raw
-            if self.path.name.endswith((".gz", ".tgz")):
-                file = stack.enter_context(gzip.GzipFile(fileobj=raw))
+            file, raw = stack.enter_context(opened(self.path))
             if self.member:
                 file = self._find_member(stack, file)
                 if self.member.endswith(".gz"):
