@@ -78,7 +78,7 @@ def test_tfds_records_are_what_tfds_itself_reads(layouts):
 
 
 def test_tfds_without_file_names(tmp_path):
-    source = open_images(mini.write_tfds(tmp_path, file_name=False), "train")
+    source = open_images(mini.write_tfds(tmp_path, mini.WithoutNames), "train")
     assert re.fullmatch(r"train/n\d+/record-0000007", source[7].name)
 
 
@@ -351,7 +351,7 @@ def without_labels(path):
 
 
 def tfds_shard(path):
-    return path / "imagenet2012-train.array_record-00001-of-00002"
+    return path / "mini_imagenet-train.array_record-00001-of-00002"
 
 
 TFDS = {

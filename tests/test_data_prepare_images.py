@@ -163,6 +163,7 @@ def test_bad_arguments(tmp_path, folders, capsys):
         "is a prepared folder already, which training reads": ["--input", str(prepared), *out],
         "is a TFDS folder already, which training reads": ["--input", str(tfds_folder), *out],
     }
+    capsys.readouterr()  # what TFDS said
     for sentence, arguments in cases.items():
         assert main(["images", *arguments]) == 2
         said = capsys.readouterr().err

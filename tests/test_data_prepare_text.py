@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tensorflow_datasets as tfds
+from mini_imagenet import write_tfds
 from shared import shared
 
 from decent_jax.data.text import token_folder, tokenizers
@@ -52,10 +53,7 @@ class Tiny(tfds.core.GeneratorBasedBuilder):
 
 @pytest.fixture(scope="module")
 def tfds_folder(tmp_path_factory):
-    builder = Tiny(data_dir=tmp_path_factory.mktemp("tfds"), file_format="array_record")
-    builder.download_and_prepare()
-    assert "tensorflow" not in sys.modules
-    return builder.data_path
+    return write_tfds(tmp_path_factory.mktemp("tfds"), Tiny)
 
 
 def texts_of(out, split):
@@ -114,7 +112,7 @@ def test_tfds_folder(tmp_path, tfds_folder):
     manifest = prepare([tfds_folder], out, "bytes", val_inputs=[tfds_folder])
     assert sorted(texts_of(out, "train")) == sorted(TEXTS[:30])
     assert sorted(texts_of(out, "val")) == sorted(TEXTS[30:])
-    assert manifest["val_fraction"] is None and len(manifest["inputs"]["list"]) == 2
+    assert manifest["val_fraction"] is None and len(manifest["inputs"]["list"]) == 3
     with pytest.raises(DataError, match="no feature 'body', only 'text'; see --text_field"):
         prepare([tfds_folder], tmp_path / "out2", "bytes", text_field="body", val_fraction=0.5)
     assert "tensorflow" not in sys.modules
