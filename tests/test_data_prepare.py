@@ -23,7 +23,6 @@ from decent_jax.errors import DataError
 from decent_jax.prepare import KINDS, main
 
 MODULES = {"text": prepare_text, "images": prepare_images, "translation": prepare_translation}
-NOUNS = {kind: MODULES[kind].KIND.noun for kind in KINDS}
 
 
 def write_input(kind, folder):
@@ -123,7 +122,7 @@ def test_existing_output(kind, tmp_path, capsys):
     assert contents(out) != before and is_whole(out, kind)
     (out / "manifest.json").write_text("{}")
     assert main([*arguments, str(out), "--overwrite"]) == 2
-    assert f"is not empty and is no {NOUNS[kind]}; choose" in capsys.readouterr().err
+    assert f"is not empty and is no prepared {kind} folder; choose" in capsys.readouterr().err
     shutil.rmtree(out)
     out.write_text("")
     assert main([*arguments, str(out), "--overwrite"]) == 2
@@ -145,7 +144,7 @@ def test_workers_do_not_change_a_byte(kind, tmp_path, monkeypatch):
 
 
 def test_damaged_manifests(tmp_path):
-    kind = Kind("text", "the format", "prepared folder")
+    kind = Kind("text", "the format")
     path = tmp_path / "manifest.json"
     for content, message in (
         (None, "no manifest.json, .* make one with `decent-jax prepare text`"),
@@ -280,7 +279,7 @@ def test_results_come_in_order_and_errors_through(workers):
 
 # --- publishing -----------------------------------------------------------------------------------
 
-KIND = Kind("text", "anything 1", "prepared folder", beside="wanted|other")
+KIND = Kind("text", "anything 1", beside="wanted|other")
 MANIFEST = {"format": KIND.format}
 
 

@@ -208,7 +208,7 @@ CASES = {
     "truncated gz": ("x.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9)[:-9], "file is cut short"),
     "truncated txt.gz": ("f/x.txt.gz", gzip.compress(b"abc" * 99)[:-9], "file is cut short"),
     "no gz": ("x.jsonl.gz", b'{"text": "a"}\n', "not a valid gzip file"),
-    "no parquet": ("x.parquet", b"abc", "not a readable parquet file"),
+    "no parquet": ("x.parquet", b"abc", r"cannot be read after row 0 \(Parquet"),
     "empty validation": ("x.jsonl", b'{"text": "a"}\n',
         "validation split is empty: none of 1 docu"),
     "no documents": ("x.jsonl", b'{"text": ""}\n\n', "no document with any text"),

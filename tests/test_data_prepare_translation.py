@@ -275,8 +275,8 @@ CASES = {
         r"train\.en\.gz: the compressed file is cut short"),
     "no gzip": ({"train.en": None, "train.en.gz": b"plain"},
         r"train\.en\.gz: not a valid gzip file"),
-    "missing language": ({"train.de": None}, r"train\.de: no such file, nor .* beside train\.en"),
-    "missing val language": ({"val.en": None}, r"val\.en: no such file, nor .* beside val\.de"),
+    "missing language": ({"train.de": None}, r"train: no sentence .* only train\.en is"),
+    "missing val language": ({"val.en": None}, r"val: no sentence .* only val\.de is"),
     "nothing": ({"train.de": None, "train.en": None}, r"holds no training pairs \(train\.en, "),
     "no val": ({"val.de": None, "val.en": None}, "no validation pairs .* pass --val PREFIX, or"),
     "no tab": ({"train.en": None, "train.de": None, "train.tsv": "a\tb\nc\n"},
@@ -303,18 +303,18 @@ def test_bad_input(case, tmp_path):
 def test_bad_inputs_on_the_command_line(tmp_path):
     for name, data in PLAIN.items():
         (tmp_path / name).write_text(data)
-    (tmp_path / "notes.csv").write_text("a,b")
     out = tmp_path / "out"
     train = tmp_path / "train"
     for given_input, keywords, message in (
         ([], {}, "no input given"),
-        ([tmp_path / "none"], {}, r"none: no such file or folder, and no .*none\.en or .*none\.de"),
-        ([tmp_path / "none.tsv"], {}, r"none\.tsv: no such file"),
-        ([tmp_path / "train.en"], {}, r"en: is one side of the pairs; pass both as .*train$"),
-        ([tmp_path / "notes.csv"], {}, r"notes\.csv: not a prefix of parallel files, a \.tsv"),
+        (
+            [tmp_path / "none"],
+            {},
+            r"none: no sentence .*none\.en and .*none\.de, .* neither",
+        ),
+        ([tmp_path / "none.tsv"], {}, r"none\.tsv: no sentence pairs"),
         ([train, train], {"val": tmp_path / "val"}, r"train\.en: is given twice"),
         ([train], {"val": train}, "is given twice"),
-        ([train], {"val": tmp_path}, "not a prefix of parallel files"),
         ([tmp_path], {"val_fraction": 0.1}, "there are validation pairs .*, so --val_fraction has"),
         ([train], {"val_fraction": 1.0}, "val_fraction must be at least 0 and less than 1"),
         ([train], {"val_fraction": 0.5, "test_fraction": 0.5}, "leave nothing to train on"),

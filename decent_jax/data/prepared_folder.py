@@ -31,7 +31,6 @@ class Kind(NamedTuple):
 
     command: str  # `decent-jax prepare COMMAND` makes it
     format: str  # the entry `format` of its manifest, with a version
-    noun: str  # for messages
     beside: str = ""  # regular expression of files that it holds besides those in its manifest
     draft: str = ""  # the same, of the files of its drafts that `beside` has not
 
@@ -99,7 +98,8 @@ def check_out(out: Path, kind: Kind, *, overwrite: bool) -> None:
         manifest = read_manifest(out, kind)
     except DataError:
         raise DataError(
-            f"{out}: exists, is not empty and is no {kind.noun}; choose another --out"
+            f"{out}: exists, is not empty and is no prepared {kind.command} folder; choose another"
+            " --out"
         ) from None
     if not overwrite:
         raise DataError(f"{out}: already prepared; pass --overwrite to replace it")

@@ -8,7 +8,6 @@ one document, is held whole. JSON lines are read by hand: pyarrow's reader canno
 """
 
 import collections
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -237,9 +236,7 @@ def _row_chunks(source: Source, field: str) -> Iterator[Chunk]:
     extras.need("text", "pyarrow")
     import pyarrow as pa
 
-    columns, damage = _arrow_columns, (pa.ArrowException, OSError)
-    if source.kind == "parquet":  # whose OSError names what its codec says
-        columns, damage = _parquet_columns, (pa.ArrowException,)
+    columns = {"parquet": _parquet_columns, "arrow": _arrow_columns}[source.kind]
     row = read = 0
     try:
         for column, end in columns(source, field):
@@ -248,32 +245,45 @@ def _row_chunks(source: Source, field: str) -> Iterator[Chunk]:
                 row, read = row + len(part), end
     except UnicodeDecodeError:
         raise DataError(f"{source.path}: invalid UTF-8 after row {row}") from None
-    except damage as error:
-        raise DataError(f"{source.path}: damaged after row {row} ({short(error)})") from None
+    except (pa.ArrowException, OSError) as error:
+        place = f"{source.path}: cannot be read after row {row}"
+        raise DataError(f"{place} ({short(error)})") from None
 
 
 def _parquet_columns(source: Source, field: str) -> Iterator[tuple[Any, int]]:
+    """Up to `ROWS` rows at once, but few of long texts, which this machine has to hold."""
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(source.path) as file:
+        _check_column(source.path, file.schema_arrow, field)
+        found = _columns(file.metadata, field)
+    sizes = [column.total_uncompressed_size / max(column.num_values, 1) for column in found]
+    rows = max(min(int(_most_text() / _COPIES / max([1, *sizes])), ROWS), 1)
+    encodings = str([column.encodings for column in found])
+    # Texts that many rows share take their place once, until `_parts` cuts the rows.
+    shared = "DICTIONARY" in encodings and "DELTA" not in encodings  # which Arrow cannot mix
     row = 0
-    with contextlib.closing(_parquet(source.path, field)) as file:
-        rows = _rows_at_once(file.metadata, field)
+    with pq.ParquetFile(source.path, read_dictionary=[field] if shared else None) as file:
         for batch in file.iter_batches(batch_size=rows, columns=[field]):
             row += len(batch)
             yield batch.column(0), source.size * row // file.metadata.num_rows
 
 
 def _arrow_columns(source: Source, field: str) -> Iterator[tuple[Any, int]]:
-    """One per batch of the file: ``datasets`` writes a thousand rows into each."""
-    with _arrow(source.path, field) as batches:
-        for batch, end in batches:
+    """Of a file of either format, one per batch: ``datasets`` writes a thousand rows into each."""
+    import pyarrow as pa
+
+    with open(source.path, "rb") as raw:
+        is_stream = raw.read(6) != b"ARROW1"
+        raw.seek(0)
+        reader = pa.ipc.open_stream(raw) if is_stream else pa.ipc.open_file(raw)
+        _check_column(source.path, reader.schema, field)
+        count = 0 if is_stream else reader.num_record_batches
+        batches = reader if is_stream else map(reader.get_batch, range(count))
+        for number, batch in enumerate(batches, 1):
             batch.column(field).validate(full=True)  # offsets beyond the end crash Arrow
+            end = raw.tell() if is_stream else source.size * number // count
             yield batch.column(field), end
-
-
-def _rows_at_once(metadata: Any, field: str) -> int:
-    """Rows of a parquet file that this machine can hold, up to `ROWS`: few of long texts."""
-    columns = _columns(metadata, field)
-    sizes = [column.total_uncompressed_size / max(column.num_values, 1) for column in columns]
-    return max(min(int(_most_text() / _COPIES / max([1, *sizes])), ROWS), 1)
 
 
 def _columns(metadata: Any, field: str) -> list[Any]:
@@ -345,43 +355,6 @@ def _json_text(line: str, path: Path, row: int, field: str) -> str:
 def _lacks(place: Path | str, kind: str, field: str, names: Iterable[str]) -> DataError:
     found = shorten(", ".join(map(repr, names)) or f"no {kind}", 100)
     return DataError(f"{place}: no {kind} {shown(field)}, only {found}; see --text_field")
-
-
-def _parquet(path: Path, field: str):
-    extras.need("text", "pyarrow")
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path) as file:
-            _check_column(path, file.schema_arrow, field)
-            encodings = str([column.encodings for column in _columns(file.metadata, field)])
-        # Texts that many rows share take their place once, until `_parts` cuts the rows.
-        shared = "DICTIONARY" in encodings and "DELTA" not in encodings  # which Arrow cannot mix
-        return pq.ParquetFile(path, read_dictionary=[field] if shared else None)
-    except pa.ArrowException as error:
-        raise DataError(f"{path}: not a readable parquet file ({short(error)})") from None
-
-
-@contextlib.contextmanager
-def _arrow(path: Path, field: str) -> Iterator[Iterable[tuple[Any, int]]]:
-    """The record batches of an Arrow file, of either format, each with the byte where it ends."""
-    extras.need("text", "pyarrow")
-    import pyarrow as pa
-
-    with open(path, "rb") as raw:
-        try:
-            is_stream = raw.read(6) != b"ARROW1"
-            raw.seek(0)
-            reader = pa.ipc.open_stream(raw) if is_stream else pa.ipc.open_file(raw)
-        except pa.ArrowException as error:
-            raise DataError(f"{path}: not a readable Arrow file ({short(error)})") from None
-        _check_column(path, reader.schema, field)
-        if is_stream:
-            yield ((batch, raw.tell()) for batch in reader)
-        else:
-            count, size = reader.num_record_batches, path.stat().st_size
-            yield ((reader.get_batch(i), size * (i + 1) // count) for i in range(count))
 
 
 def _check_column(path: Path, schema: Any, field: str) -> None:

@@ -24,7 +24,6 @@ from decent_jax.errors import DataError
 KIND = Kind(
     "text",
     "decent_jax tokens 1",
-    "prepared folder",
     beside=r"encoder\.json|vocab\.bpe|tokenizer\.json",
     draft=r"(train|val)\.bin|sources\.json",
 )

@@ -26,7 +26,6 @@ from decent_jax.errors import DataError
 KIND = Kind(
     "translation",
     "decent_jax translation 1",
-    "prepared translation folder",
     beside=r"vocabulary\.model",
     draft=r"(train|val|test)\.[A-Za-z][A-Za-z0-9_-]*",
 )
