@@ -14,14 +14,17 @@ import pytest
 from several import children_of, nothing_is_left, until
 
 from decent_jax.data import prepared_folder, worker_pool
+from decent_jax.data.images import array_records
 from decent_jax.data.images import prepare as prepare_images
 from decent_jax.data.prepared_folder import Draft, Kind
 from decent_jax.data.text import prepare as prepare_text
-from decent_jax.data.translation import number_words
+from decent_jax.data.text import token_folder
+from decent_jax.data.translation import number_words, pair_folder
 from decent_jax.data.translation import prepare as prepare_translation
 from decent_jax.errors import DataError
 from decent_jax.prepare import KINDS, main
 
+FOLDERS = {"text": token_folder, "images": array_records, "translation": pair_folder}
 MODULES = {"text": prepare_text, "images": prepare_images, "translation": prepare_translation}
 
 
@@ -43,7 +46,7 @@ def contents(folder):
 
 
 def is_whole(folder, kind):
-    return prepared_folder.is_whole(folder, MODULES[kind].KIND)
+    return prepared_folder.is_whole(folder, FOLDERS[kind].KIND)
 
 
 # --- arguments and messages -----------------------------------------------------------------------

@@ -9,7 +9,6 @@ import argparse
 import functools
 import hashlib
 import itertools
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from decent_jax.data import worker_pool
-from decent_jax.data.prepared_folder import check_out, sha256_files
+from decent_jax.data.prepared_folder import sha256_files
 from decent_jax.data.text import documents, tokenizers
 from decent_jax.data.text.documents import Chunk, Source
-from decent_jax.data.text.token_folder import KIND, SPLITS, TokenFolderWriter
+from decent_jax.data.text.token_folder import SPLITS, TokenFolderWriter
 from decent_jax.data.text.tokenizers import Tokenizer
 from decent_jax.errors import DataError
 from decent_jax.progress import progress_bar
@@ -74,7 +73,6 @@ def prepare(
         raise DataError("no input given")
     if not 0 < val_fraction < 1:
         raise DataError(f"val_fraction must lie between 0 and 1, got {val_fraction}")
-    check_out(Path(os.path.abspath(out)), KIND, overwrite=overwrite)
     codec = tokenizers.load(tokenizer, tokenizer_path)
     sources = documents.find_sources(inputs)
     val_sources = documents.find_sources(val_inputs, validation=True)
