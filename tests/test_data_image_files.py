@@ -164,6 +164,10 @@ def edit(file, change):
     file.write_bytes(change(file.read_bytes()))
 
 
+def tar(name, *files):
+    return lambda path: (path / name).write_bytes(mini.tar_bytes(dict.fromkeys(files, b"")))
+
+
 def empty(folder):
     for file in folder.iterdir():
         file.unlink()
@@ -248,28 +252,23 @@ CASES = {
         "img_train.tar, n03000134.tar: the tar file is cut short at 3000 bytes"),
     "tar empty": (mini.write_tars, lambda p: (p / "train.tar").write_bytes(b""), "train",
         "train.tar: the tar file is cut short at 0 bytes"),
-    "tar without images": (mini.write_tars,
-        lambda p: (p / "train.tar").write_bytes(mini.tar_bytes({"a/b.txt": b""})), "train",
+    "tar without images": (mini.write_tars, tar("train.tar", "a/b.txt"), "train",
         "train.tar: holds no .jpg, .jpeg, .png file"),
-    "tar of classes without images, for val": (mini.write_tars,
-        lambda p: (p / "train.tar").write_bytes(mini.tar_bytes({"a/b.txt": b""})), "val",
+    "tar without images, for val": (mini.write_tars, tar("train.tar", "a/b.txt"), "val",
         "train.tar: holds no class; expected CLASS/NAME.jpg"),
     "tar of an empty class": (mini.write_archives,
         lambda p: (p / TRAIN).write_bytes(mini.tar_bytes({"n1.tar": mini.tar_bytes({})})), "train",
         "img_train.tar, class n1: holds no .jpg"),
-    "tar without classes": (mini.write_tars,
-        lambda p: (p / "train.tar").write_bytes(mini.tar_bytes({"a/b.jpg": b"", "c.jpg": b""})),
-        "train", "train.tar: holds 'c.jpg' outside of a class"),
-    "tar too deep": (mini.write_tars,
-        lambda p: (p / "train.tar").write_bytes(mini.tar_bytes({"x/a/b.jpg": b""})), "train",
+    "tar without classes": (mini.write_tars, tar("train.tar", "a/b.jpg", "c.jpg"), "train",
+        "train.tar: holds 'c.jpg' outside of a class"),
+    "tar too deep": (mini.write_tars, tar("train.tar", "x/a/b.jpg"), "train",
         "train.tar: 'x/a/b.jpg' lies too deep, expected CLASS/NAME"),
     "tar compressed": (mini.write_tars, lambda p: edit(p / "train.tar", gzip.compress), "train",
         "train.tar: no readable tar file at byte 0 .*unpack it first"),
     "tar damaged": (mini.write_tars,
         lambda p: edit(p / "train.tar", lambda data: data[:100] + b"\7" + data[101:]), "train",
         "train.tar: no readable tar file at byte 0"),
-    "unknown class in a tar": (mini.write_tars,
-        lambda p: (p / "val.tar").write_bytes(mini.tar_bytes({"n7/b.jpg": b""})), "val",
+    "unknown class in a tar": (mini.write_tars, tar("val.tar", "n7/b.jpg"), "val",
         "val.tar: holds 1 class that the training images do not have: n7"),
 }  # fmt: skip
 

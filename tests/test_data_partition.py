@@ -358,9 +358,3 @@ def test_configs_that_cannot_be_run(run, tmp_path, tiny_data):
         assert "\n" not in str(error.value)
     assert not (tmp_path / "bad/config.json").exists()
     train.validate(tiny.config(tiny_data))  # iid asks for no sources
-
-
-def test_one_source_is_not_enough(run, tmp_path):
-    write_folder(tmp_path / "one", [("train", "only.jsonl", 400), ("val", "only.jsonl", 100)])
-    with pytest.raises(ConfigError, match=r"two classes or document sources, all 49 .*only\.jsonl"):
-        run("run", data={"path": str(tmp_path / "one")})

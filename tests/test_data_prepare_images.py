@@ -4,7 +4,6 @@ import json
 import os
 
 import mini_imagenet as mini
-import numpy as np
 import pytest
 
 from decent_jax.data.images import array_records, image_folder, jpeg
@@ -258,14 +257,3 @@ def test_what_changed_is_made_again(tmp_path, checked, monkeypatch, what):
     for split in ("train", "val"):
         assert records(tmp_path / "out", split) == records(path, split)
     assert len(list((tmp_path / "out").glob("train-*"))) == shards
-
-
-def test_the_sample_of_sizes_covers_all():
-    class Files:
-        def __len__(self):
-            return 5000
-
-        def stamp(self, index):
-            return image_folder.FileStamp(size=int(index), mtime_ns=0)
-
-    assert prepare_images._bytes(Files()) == pytest.approx(np.sum(np.arange(5000)), rel=1e-3)
