@@ -321,6 +321,6 @@ def test_a_draft_that_is_kept_has_one_owner(tmp_path):
         draft.publish(MANIFEST)
     assert {path.name for path in out.iterdir()} == {"manifest.json", "wanted"}
     with Draft(out, KIND, overwrite=True, resume=True) as draft:
-        draft.publish(MANIFEST | {"new": 1})
-    assert prepared_folder.read_manifest(out, KIND)["new"] == 1
+        draft.publish(MANIFEST | {"name": "é\udce9"})  # of a file, no UTF-8
+    assert prepared_folder.read_manifest(out, KIND)["name"] == "é\udce9"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -8,9 +8,9 @@ the order of theirs, one class after another. So every layout of the same data g
 record at the same index with the same label, except TFDS, which stores records shuffled.
 """
 
+import io
 import operator
 import os
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -337,7 +337,7 @@ class _ArchiveStorage(_Storage):
     def _read(self, index: int) -> bytes:
         offset, size = int(self._offsets[index]), int(self._sizes[index])
         with one_sentence(self._place):
-            data = os.pread(self._file.descriptor(), size, offset)
+            data = os.pread(self._file.fileno(), size, offset)
         if len(data) < size:
             raise DataError(
                 f"{self._place}: is cut short, {self.name(index)} cannot be read; fetch it again"
@@ -346,27 +346,15 @@ class _ArchiveStorage(_Storage):
 
     def stamp(self, index: int) -> FileStamp:
         with one_sentence(self._place):
-            status = os.fstat(self._file.descriptor())
+            status = os.fstat(self._file.fileno())
             return FileStamp(int(self._sizes[index]), status.st_mtime_ns)
 
 
-class _SharedFile:
-    """A file descriptor for `pread` by all threads; opened when needed, not pickled."""
-
-    def __init__(self, path: str):
-        self._path = path
-        self._descriptor = None
-        self._lock = threading.Lock()
-
-    def descriptor(self) -> int:
-        with self._lock:
-            if self._descriptor is None:
-                self._descriptor = os.open(self._path, os.O_RDONLY)
-            return self._descriptor
+class _SharedFile(io.FileIO):
+    """A file for `pread` by all threads; another process that unpickles it opens it again."""
 
     def __del__(self):
-        if self._descriptor is not None:
-            os.close(self._descriptor)
+        self.close()
 
     def __reduce__(self):
-        return _SharedFile, (self._path,)
+        return _SharedFile, (self.name,)
