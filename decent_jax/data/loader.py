@@ -139,7 +139,8 @@ def train_rows(source, *, seed: int, num_replicas: int, batch_size: int) -> Any:
     """
     if hasattr(source, "train_blocks"):
         return source.train_blocks(num_replicas, batch_size, seed)
-    return _rows(source, np.random.SeedSequence(seed), batch_size // num_replicas)
+    everything = range(len(source))
+    return _rows(source, everything, np.random.SeedSequence(seed), batch_size // num_replicas)
 
 
 def steps_per_epoch(source, batch_size: int, num_replicas: int = 1, seed: int = 0) -> int:
@@ -149,13 +150,16 @@ def steps_per_epoch(source, batch_size: int, num_replicas: int = 1, seed: int = 
     return -(-len(source) // batch_size)
 
 
-def _rows(source, seed: np.random.SeedSequence, per_replica: int):
-    """Item i: `per_replica` records of an endless shuffled stream, from `i * per_replica` on."""
+def _rows(source, records, seed: np.random.SeedSequence, per_replica: int):
+    """Item i: `per_replica` records of an endless shuffled stream, from `i * per_replica` on.
+
+    `records` are their indices.
+    """
     import grain
 
     # grain shuffles epoch e by seed + e: without the hash, seed 1 would be seed 0 an epoch later
     order, drawing = (int(word) for word in seed.generate_state(2, np.uint32))
-    dataset = grain.MapDataset.source(source).shuffle(order).repeat()
+    dataset = grain.MapDataset.source(records).shuffle(order).repeat().map(source.__getitem__)
     if hasattr(source, "augment"):
         dataset = dataset.random_map(source.augment, seed=drawing)
     return dataset.batch(per_replica, drop_remainder=True)
@@ -170,7 +174,8 @@ class _OwnRows:
     def __init__(self, source, seed, per_replica, replicas, partition, num_replicas):
         self.rows = {
             replica: _rows(
-                _Subset(source, partition.records(replica)),
+                source,
+                partition.records(replica),
                 np.random.SeedSequence(seed, spawn_key=(replica,)),
                 per_replica,
             )
@@ -184,24 +189,6 @@ class _OwnRows:
     def __getitem__(self, index: int):
         step, replica = divmod(index, self.num_replicas)
         return self.rows[replica][step]
-
-
-class _Subset:
-    """The records of `source` at `indices`."""
-
-    def __init__(self, source, indices):
-        self.source, self.indices = source, indices
-        if hasattr(source, "augment"):
-            self.augment = source.augment
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int):
-        return self.source[int(self.indices[index])]
-
-    def __repr__(self) -> str:
-        return f"{len(self)} of the records of {self.source!r}"
 
 
 class _Blocks:
