@@ -96,8 +96,8 @@ def train_batches(
         rows = train_rows(source, seed=seed, num_replicas=num_replicas, batch_size=batch_size)
     else:
         rows = _OwnRows(source, seed, batch_size // num_replicas, replicas, partition, num_replicas)
-    blocks = _Blocks(rows, num_replicas, replicas, start_step)
-    return _iterate(grain.MapDataset.source(blocks), workers, prefetch)
+    blocks = _Blocks(rows, num_replicas, replicas)
+    return _iterate(grain.MapDataset.source(blocks)[start_step:], workers, prefetch)
 
 
 def eval_batches(
@@ -192,19 +192,17 @@ class _OwnRows:
 
 
 class _Blocks:
-    """Item t: the rows of `replicas` at step `start + t`, of which `rows[step * n + r]` is one."""
+    """Item t: the rows of `replicas` at step t, of which `rows[t * n + r]` is one."""
 
-    def __init__(self, rows, num_replicas, replicas, start=0):
+    def __init__(self, rows, num_replicas, replicas):
         self.rows, self.num_replicas, self.replicas = rows, num_replicas, replicas
-        self.start = start
 
     def __len__(self) -> int:
-        return len(self.rows) // self.num_replicas - self.start
+        return len(self.rows) // self.num_replicas
 
-    def __getitem__(self, index: int):
+    def __getitem__(self, step: int):
         import jax
 
-        step = self.start + index
         blocks = [self.rows[step * self.num_replicas + replica] for replica in self.replicas]
         return jax.tree.map(lambda *leaves: np.stack(leaves), *blocks)
 
