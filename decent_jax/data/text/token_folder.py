@@ -133,7 +133,8 @@ class TokenFolderWriter(Draft):
         self._tokenizer = tokenizer
         tokenizer.save_files(self.folder)
         self._largest: dict[str, int] = dict.fromkeys(SPLITS, 0)
-        self._sources = document_sources.SourcesCounter(SPLITS)
+        self._names: dict[str, int] = {}  # of sources
+        self._runs: dict[str, list[list[int]]] = {split: [] for split in SPLITS}
         self.documents: dict[str, int] = dict.fromkeys(SPLITS, 0)
         self.tokens: dict[str, int] = dict.fromkeys(SPLITS, 0)  # separators included
 
@@ -145,7 +146,10 @@ class TokenFolderWriter(Draft):
         self.append(
             f"{split}.bin", ids.astype(self._tokenizer.dtype, copy=False).tobytes() + self._end
         )
-        self._sources.add(split, source, len(ids) + 1)
+        index, runs = self._names.setdefault(source, len(self._names)), self._runs[split]
+        if not runs or runs[-1][0] != index:
+            runs.append([index, 0])
+        runs[-1][1] += len(ids) + 1
         self.documents[split] += 1
         self.tokens[split] += len(ids) + 1
         largest = int(ids.max(initial=self._tokenizer.end_of_text))
@@ -165,7 +169,8 @@ class TokenFolderWriter(Draft):
                 **self.close(f"{split}.bin"),
                 "largest_id": self._largest[split],
             }
-        self.append(document_sources.FILE, f"{json.dumps(self._sources.content())}\n".encode())
+        content = {"names": list(self._names), "splits": self._runs}
+        self.append(document_sources.FILE, f"{json.dumps(content)}\n".encode())
         sources = self.close(document_sources.FILE)
         manifest = {
             "format": KIND.format,
