@@ -200,10 +200,10 @@ class _Blocks:
     def __len__(self) -> int:
         return len(self.rows) // self.num_replicas
 
-    def __getitem__(self, step: int):
+    def __getitem__(self, index: int):
         import jax
 
-        blocks = [self.rows[step * self.num_replicas + replica] for replica in self.replicas]
+        blocks = [self.rows[index * self.num_replicas + replica] for replica in self.replicas]
         return jax.tree.map(lambda *leaves: np.stack(leaves), *blocks)
 
 
