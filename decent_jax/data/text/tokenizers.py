@@ -266,12 +266,12 @@ def _mergeable_ranks(files: dict[str, bytes]) -> dict[bytes, int]:
         encoder.pop("<|endoftext|>", None)
         ranks = {bytes(byte_of[c] for c in token): rank for token, rank in encoder.items()}
         lines = files["vocab.bpe"].decode().split("\n")[1:-1]
-        merges = [bytes(byte_of[c] for c in line if c != " ") for line in lines]
+        tokens = [bytes([b]) for b in printable + rest]
+        tokens += [bytes(byte_of[c] for c in line if c != " ") for line in lines]
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        raise DataError("encoder.json or vocab.bpe is damaged, or not GPT-2's") from None
-    singles = [bytes([b]) for b in printable + rest]
-    if ranks != {token: rank for rank, token in enumerate(singles + merges)}:
-        raise DataError("encoder.json and vocab.bpe do not belong together, or are not GPT-2's")
-    if len(ranks) != 50256:
-        raise DataError(f"encoder.json has {len(ranks) + 1} tokens; GPT-2's has 50257")
+        ranks, tokens = {}, []
+    if len(tokens) != 50256 or ranks != {token: rank for rank, token in enumerate(tokens)}:
+        raise DataError(
+            "encoder.json or vocab.bpe is damaged or not GPT-2's, or they do not belong together"
+        )
     return ranks
