@@ -46,9 +46,9 @@ from decent_jax.errors import DataError
 TRAIN, EVAL, RESIZE = 176, 224, 256  # pixels
 BATCH, WARMUP = 64, 8  # images a batch; batches before the clock starts, more than are read ahead
 PIPELINES = {
-    "1 thread": {"num_threads": 1},
-    "2 threads": {"num_threads": 2},
-    "4 threads": {"num_threads": 4},
+    "1 thread": {"prefetch": 1},
+    "2 threads": {"prefetch": 2},
+    "4 threads": {"prefetch": 4},
     "1 worker process": {"workers": 1},
     "2 worker processes": {"workers": 2},
 }

@@ -6,14 +6,13 @@ PNG named .JPEG, and the ids of the development kit are not in the order of the 
 
 import functools
 import io
-import json
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import scipy.io
-from array_record.python.array_record_module import ArrayRecordWriter
+import tensorflow_datasets as tfds
 from PIL import Image
-from tensorflow_datasets.proto import tf_example_pb2
 
 WNIDS = ("n01440764", "n01443537", "n02119789", "n03000134", "n12998815")
 TRAIN_IMAGES, VAL_IMAGES = 6, 3  # of a class
@@ -119,72 +118,40 @@ def write_devkit(path, *, packed=True, ids=None):
             (path / name).write_bytes(data)
 
 
-def write_tfds(path, file_name=True):
-    """A prepared folder of TFDS, shuffled over two shards; returns the folder of the version."""
-    examples = {}
-    for split, stored in (("train", "train"), ("val", "validation")):
-        own = []
+class MiniImagenet(tfds.core.GeneratorBasedBuilder):
+    """The data set of TFDS, which shuffles it; `write_tfds` prepares it without TensorFlow."""
+
+    VERSION = tfds.core.Version("5.1.0")
+    names = ("image", "label", "file_name")
+
+    def _info(self):
+        kinds = {
+            "image": tfds.features.Image(encoding_format="jpeg"),
+            "label": tfds.features.ClassLabel(names=WNIDS),
+            "file_name": tfds.features.Text(),
+        }
+        features = tfds.features.FeaturesDict({name: kinds[name] for name in self.names})
+        return tfds.core.DatasetInfo(builder=self, features=features)
+
+    def _split_generators(self, download_manager):
+        splits = {"train": "train", "validation": "val"}
+        return {name: self._generate_examples(split) for name, split in splits.items()}
+
+    def _generate_examples(self, split):
         for (wnid, name), data in images()[split].items():
-            example = {"image": data, "label": WNIDS.index(wnid)}
-            own.append(example | ({"file_name": name.encode()} if file_name else {}))
-        order = np.random.default_rng(1).permutation(len(own))
-        examples[stored] = [own[i] for i in order]
-    prefix = "tensorflow_datasets.core.features"
-    features = {
-        "image": {
-            "pythonClassName": f"{prefix}.image_feature.Image",
-            "image": {
-                "dtype": "uint8",
-                "encodingFormat": "jpeg",
-                "shape": {"dimensions": ["-1", "-1", "3"]},
-            },
-        },
-        "label": {
-            "pythonClassName": f"{prefix}.class_label_feature.ClassLabel",
-            "classLabel": {"numClasses": str(len(WNIDS))},
-        },
-    }
-    if file_name:
-        features["file_name"] = {"pythonClassName": f"{prefix}.text_feature.Text", "text": {}}
-    content = {
-        "pythonClassName": f"{prefix}.features_dict.FeaturesDict",
-        "featuresDict": {"features": features},
-    }
-    folder = write_tfds_folder(
-        path / "imagenet2012" / "5.1.0",
-        {"name": "imagenet2012", "moduleName": "tensorflow_datasets.image_classification.imagenet"},
-        examples,
-        content,
-    )
-    (folder / "label.labels.txt").write_text("".join(f"{wnid}\n" for wnid in WNIDS))
-    return folder
+            record = {"image": data, "label": wnid, "file_name": name}
+            yield name, {feature: record[feature] for feature in self.names}
 
 
-def write_tfds_folder(folder, info, examples, features):
-    """What TFDS prepares: {split: examples} in two shards each, and their description."""
-    folder.mkdir(parents=True)
-    splits = []
-    for split, own in examples.items():
-        records = list(map(encode_example, own))
-        shards = np.array_split(np.arange(len(records)), 2)
-        for number, shard in enumerate(shards):
-            name = f"{info['name']}-{split}.array_record-{number:05}-of-00002"
-            writer = ArrayRecordWriter(str(folder / name), "group_size:1")
-            for index in shard:
-                writer.write(records[index])
-            writer.close()
-        splits.append(
-            {
-                "name": split,
-                "filepathTemplate": "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}",
-                "numBytes": str(sum(map(len, records))),
-                "shardLengths": [str(len(shard)) for shard in shards],
-            }
-        )
-    more = {"version": folder.name, "fileFormat": "array_record", "splits": splits}
-    (folder / "dataset_info.json").write_text(json.dumps(info | more))
-    (folder / "features.json").write_text(json.dumps(features))
-    return folder
+class WithoutNames(MiniImagenet):
+    names = ("image", "label")
+
+
+def write_tfds(path, builder=MiniImagenet):
+    """The folder of the version, with two shards per split."""
+    made = builder(data_dir=path, file_format="array_record")
+    made.download_and_prepare(download_config=tfds.download.DownloadConfig(num_shards=2))
+    return Path(made.data_path)
 
 
 def tar_bytes(members, **options):
@@ -216,13 +183,3 @@ def _encoded(picture, kind, **options):
     file = io.BytesIO()
     picture.save(file, kind, **options)
     return file.getvalue()
-
-
-def encode_example(values):
-    """The bytes of a tf.train.Example."""
-    example = tf_example_pb2.Example()
-    for name, value in values.items():
-        feature = example.features.feature[name]
-        kind = feature.bytes_list if isinstance(value, bytes) else feature.int64_list
-        kind.value.append(value)
-    return example.SerializeToString()

@@ -7,7 +7,8 @@ tests; the test sets are the same SGML, which is no proper XML.
 import gzip
 import html
 
-from mini_imagenet import tar_bytes, write_tfds_folder
+import tensorflow_datasets as tfds
+from mini_imagenet import tar_bytes
 
 from decent_jax.data.translation import number_words
 
@@ -98,29 +99,22 @@ def write_table(path, found):
     return path
 
 
-def write_tfds(folder, other="de"):
-    """A prepared folder of TFDS's wmt14_translate; returns the folder of the version."""
-    contents = {
-        "train": training_pairs(other),
-        "validation": pairs("dev", other),
-        "test": pairs("test", other),
-    }
-    return write_tfds_folder(
-        folder / "wmt14_translate" / f"{other}-en" / "1.0.0",
-        {
-            "name": "wmt14_translate",
-            "configName": f"{other}-en",
-            "moduleName": "tensorflow_datasets.translate.wmt14",
-        },
-        {
-            split: [{"en": en.encode(), other: de.encode()} for en, de in found]
-            for split, found in contents.items()
-        },
-        {
-            "pythonClassName": "tensorflow_datasets.core.features.translation_feature.Translation",
-            "translation": {"languages": [other, "en"]},
-        },
-    )
+class MiniWmt14(tfds.core.GeneratorBasedBuilder):
+    """The data set of TFDS."""
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self):
+        features = tfds.features.Translation(languages=("de", "en"))
+        return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
+
+    def _split_generators(self, download_manager):
+        splits = {"train": training_pairs(), "validation": pairs("dev"), "test": pairs("test")}
+        return {name: self._generate_examples(found) for name, found in splits.items()}
+
+    def _generate_examples(self, found):
+        for i, (en, de) in enumerate(found):
+            yield i, {"en": en, "de": de}
 
 
 def _lines(sentences):

@@ -10,7 +10,6 @@ import tarfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
-import grain
 import mini_imagenet as mini
 import numpy as np
 import pytest
@@ -79,7 +78,7 @@ def test_tfds_records_are_what_tfds_itself_reads(layouts):
 
 
 def test_tfds_without_file_names(tmp_path):
-    source = open_images(mini.write_tfds(tmp_path, file_name=False), "train")
+    source = open_images(mini.write_tfds(tmp_path, mini.WithoutNames), "train")
     assert re.fullmatch(r"train/n\d+/record-0000007", source[7].name)
 
 
@@ -103,13 +102,6 @@ def test_few_shards_stay_open(layouts, monkeypatch):
     assert names == [mini.records("train")[i][2] for i in order]
 
 
-def test_it_is_a_source_of_grain(layouts):
-    source = open_images(layouts["prepared"], "train")
-    assert isinstance(source, grain.sources.RandomAccessDataSource)
-    batch = grain.MapDataset.source(source).shuffle(0).map(lambda image: image.label).batch(30)[0]
-    assert sorted(batch.tolist()) == source.labels.tolist()
-
-
 def test_index_and_repr(layouts):
     source = open_images(layouts["folders"], "val")
     assert source[np.int32(14)] == mini.records("val")[14]
@@ -123,8 +115,6 @@ def test_index_and_repr(layouts):
     )
     assert source.name(3) == source[3].name
     assert source.stamp(3).size == len(source[3].data)
-    with pytest.raises(ValueError, match="split must be one of train, val, got 'test'"):
-        open_images(layouts["folders"], "test")
 
 
 def test_what_is_passed_over_and_what_is_not(tmp_path):
@@ -174,6 +164,10 @@ def edit(file, change):
     file.write_bytes(change(file.read_bytes()))
 
 
+def tar(name, *files):
+    return lambda path: (path / name).write_bytes(mini.tar_bytes(dict.fromkeys(files, b"")))
+
+
 def empty(folder):
     for file in folder.iterdir():
         file.unlink()
@@ -203,15 +197,6 @@ def end_between_members(data):
     return data[: 512 + -(-size // 512) * 512]
 
 
-def negative_size(data):
-    """The tar file's first member says that it has -1 bytes, by a right check sum."""
-    header = bytearray(data[:512])
-    header[124:136] = b"\xff" * 12
-    header[148:156] = b" " * 8
-    header[148:156] = b"%06o\0 " % sum(header)
-    return bytes(header) + data[512:]
-
-
 def change_json(file, **changes):
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
@@ -231,15 +216,11 @@ CASES = {
         "has no training images; looked for train/, ILSVRC2012_img_train.tar and train.tar"),
     "no class folder": (folders,
         lambda p: [shutil.rmtree(p / "train" / wnid) for wnid in mini.WNIDS], "train",
-        "train: holds no class folder; expected train/CLASS/"),
+        "train: holds no .jpg, .jpeg, .png file; expected CLASS/NAME.jpg"),
     "empty class": (folders, lambda p: empty(p / "train/n02119789"), "train",
-        "train/n02119789: the class folder holds no .jpg, .jpeg, .png file; put"),
-    "empty class in val": (folders, lambda p: empty(p / "val/n02119789"), "val",
-        "val/n02119789: the class folder holds no"),
+        "train, class n02119789: holds no .jpg, .jpeg, .png file; expected"),
     "empty val": (flat, lambda p: empty(p / "val"), "val",
-        "val: holds no class folder and no .jpg, .jpeg, .png file"),
-    "unknown class": (folders, lambda p: rename_class(p, "val", "n12998815", "n13000000"), "val",
-        "val: holds 1 class that the training images do not have: n13000000; remove"),
+        "val: holds no .jpg, .jpeg, .png file"),
     "unknown classes": (folders, add_classes, "val",
         "val: holds 5 classes that .*: n99990, n99991, n99992 and 2 more; remove"),
     "unknown class in flat val": (flat,
@@ -248,9 +229,9 @@ CASES = {
     "no devkit": (flat, lambda p: (p / f"{KIT}.tar.gz").unlink(), "val",
         f"classes are read from ImageNet's development kit; put {KIT}.tar.gz, or .* into "),
     "devkit cut short": (flat, lambda p: edit(p / f"{KIT}.tar.gz", lambda data: data[:300]), "val",
-        f"{KIT}.tar.gz: cannot be read .*; fetch it again"),
+        f"{KIT}.tar.gz: the compressed file is cut short; fetch"),
     "devkit of something else": (flat, lambda p: tarfile.open(p / f"{KIT}.tar.gz", "w:gz").close(),
-        "val", f"{KIT}.tar.gz: holds no {KIT}/data/"),
+        "val", f"{KIT}.tar.gz: holds no file {KIT}/data/"),
     "meta.mat damaged": (flat, lambda p: (mini.write_devkit(p, packed=False),
         edit(p / KIT / "data/meta.mat", lambda data: data[:200]), ), "val",
         "meta.mat: holds no readable table of the classes .*; fetch the devkit again"),
@@ -271,37 +252,23 @@ CASES = {
         "img_train.tar, n03000134.tar: the tar file is cut short at 3000 bytes"),
     "tar empty": (mini.write_tars, lambda p: (p / "train.tar").write_bytes(b""), "train",
         "train.tar: the tar file is cut short at 0 bytes"),
-    "tar without images": (mini.write_tars,
-        lambda p: (p / "train.tar").write_bytes(mini.tar_bytes({"a/b.txt": b""})), "train",
+    "tar without images": (mini.write_tars, tar("train.tar", "a/b.txt"), "train",
         "train.tar: holds no .jpg, .jpeg, .png file"),
-    "tar of classes without images, for val": (mini.write_tars,
-        lambda p: (p / "train.tar").write_bytes(mini.tar_bytes({"a/b.txt": b""})), "val",
-        "train.tar: holds no class; expected members CLASS/NAME.jpg"),
-    "val tar without images": (mini.write_tars,
-        lambda p: (p / "val.tar").write_bytes(mini.tar_bytes({})), "val",
-        "val.tar: holds no .jpg, .jpeg, .png file"),
+    "tar without images, for val": (mini.write_tars, tar("train.tar", "a/b.txt"), "val",
+        "train.tar: holds no class; expected CLASS/NAME.jpg"),
     "tar of an empty class": (mini.write_archives,
         lambda p: (p / TRAIN).write_bytes(mini.tar_bytes({"n1.tar": mini.tar_bytes({})})), "train",
-        "img_train.tar: n1.tar holds no .jpg"),
-    "tar without classes": (mini.write_tars,
-        lambda p: (p / "train.tar").write_bytes(mini.tar_bytes({"a/b.jpg": b"", "c.jpg": b""})),
-        "train", "train.tar: holds 'c.jpg' outside of a class"),
-    "val tar partly without classes": (mini.write_tars,
-        lambda p: (p / "val.tar").write_bytes(mini.tar_bytes({"a/b.jpg": b"", "c.jpg": b""})),
-        "val", "val.tar: holds 'c.jpg' outside of a class"),
-    "tar too deep": (mini.write_tars,
-        lambda p: (p / "train.tar").write_bytes(mini.tar_bytes({"x/a/b.jpg": b""})), "train",
+        "img_train.tar, class n1: holds no .jpg"),
+    "tar without classes": (mini.write_tars, tar("train.tar", "a/b.jpg", "c.jpg"), "train",
+        "train.tar: holds 'c.jpg' outside of a class"),
+    "tar too deep": (mini.write_tars, tar("train.tar", "x/a/b.jpg"), "train",
         "train.tar: 'x/a/b.jpg' lies too deep, expected CLASS/NAME"),
     "tar compressed": (mini.write_tars, lambda p: edit(p / "train.tar", gzip.compress), "train",
         "train.tar: no readable tar file at byte 0 .*unpack it first"),
     "tar damaged": (mini.write_tars,
         lambda p: edit(p / "train.tar", lambda data: data[:100] + b"\7" + data[101:]), "train",
         "train.tar: no readable tar file at byte 0"),
-    "tar member of negative size": (mini.write_tars,
-        lambda p: edit(p / "train.tar", negative_size), "train",
-        "train.tar: the tar file is cut short at"),
-    "unknown class in a tar": (mini.write_tars,
-        lambda p: (p / "val.tar").write_bytes(mini.tar_bytes({"n7/b.jpg": b""})), "val",
+    "unknown class in a tar": (mini.write_tars, tar("val.tar", "n7/b.jpg"), "val",
         "val.tar: holds 1 class that the training images do not have: n7"),
 }  # fmt: skip
 
@@ -331,10 +298,6 @@ PREPARED = {
     "manifest of something else": (
         lambda p: change_json(p / "manifest.json", format="decent_jax tokens 1"),
         "manifest.json: the format is 'decent_jax tokens 1', expected 'decent_jax images 1'"),
-    "manifest of nothing": (lambda p: (p / "manifest.json").write_text("[]"),
-        "manifest.json: the format is None"),
-    "manifest cut short": (lambda p: edit(p / "manifest.json", lambda data: data[:100]),
-        "manifest.json: not readable as JSON; prepare the folder again"),
     "manifest without splits": (lambda p: change_json(p / "manifest.json", splits={}),
         "manifest.json: is damaged; prepare the images again"),
     "manifest with other classes": (lambda p: change_json(p / "manifest.json", class_names=["a"]),
@@ -387,7 +350,7 @@ def without_labels(path):
 
 
 def tfds_shard(path):
-    return path / "imagenet2012-train.array_record-00001-of-00002"
+    return path / "mini_imagenet-train.array_record-00001-of-00002"
 
 
 TFDS = {

@@ -14,16 +14,18 @@ import pytest
 from several import children_of, nothing_is_left, until
 
 from decent_jax.data import prepared_folder, worker_pool
+from decent_jax.data.images import array_records
 from decent_jax.data.images import prepare as prepare_images
 from decent_jax.data.prepared_folder import Draft, Kind
 from decent_jax.data.text import prepare as prepare_text
-from decent_jax.data.translation import number_words
+from decent_jax.data.text import token_folder
+from decent_jax.data.translation import number_words, pair_folder
 from decent_jax.data.translation import prepare as prepare_translation
 from decent_jax.errors import DataError
 from decent_jax.prepare import KINDS, main
 
+FOLDERS = {"text": token_folder, "images": array_records, "translation": pair_folder}
 MODULES = {"text": prepare_text, "images": prepare_images, "translation": prepare_translation}
-NOUNS = {kind: MODULES[kind].KIND.noun for kind in KINDS}
 
 
 def write_input(kind, folder):
@@ -44,7 +46,7 @@ def contents(folder):
 
 
 def is_whole(folder, kind):
-    return prepared_folder.is_whole(folder, MODULES[kind].KIND)
+    return prepared_folder.is_whole(folder, FOLDERS[kind].KIND)
 
 
 # --- arguments and messages -----------------------------------------------------------------------
@@ -123,7 +125,7 @@ def test_existing_output(kind, tmp_path, capsys):
     assert contents(out) != before and is_whole(out, kind)
     (out / "manifest.json").write_text("{}")
     assert main([*arguments, str(out), "--overwrite"]) == 2
-    assert f"is not empty and is no {NOUNS[kind]}; choose" in capsys.readouterr().err
+    assert f"is not empty and is no prepared {kind} folder; choose" in capsys.readouterr().err
     shutil.rmtree(out)
     out.write_text("")
     assert main([*arguments, str(out), "--overwrite"]) == 2
@@ -145,7 +147,7 @@ def test_workers_do_not_change_a_byte(kind, tmp_path, monkeypatch):
 
 
 def test_damaged_manifests(tmp_path):
-    kind = Kind("text", "the format", "prepared folder")
+    kind = Kind("text", "the format")
     path = tmp_path / "manifest.json"
     for content, message in (
         (None, "no manifest.json, .* make one with `decent-jax prepare text`"),
@@ -280,7 +282,7 @@ def test_results_come_in_order_and_errors_through(workers):
 
 # --- publishing -----------------------------------------------------------------------------------
 
-KIND = Kind("text", "anything 1", "prepared folder", beside="wanted|other")
+KIND = Kind("text", "anything 1", beside="wanted|other")
 MANIFEST = {"format": KIND.format}
 
 
@@ -319,6 +321,6 @@ def test_a_draft_that_is_kept_has_one_owner(tmp_path):
         draft.publish(MANIFEST)
     assert {path.name for path in out.iterdir()} == {"manifest.json", "wanted"}
     with Draft(out, KIND, overwrite=True, resume=True) as draft:
-        draft.publish(MANIFEST | {"new": 1})
-    assert prepared_folder.read_manifest(out, KIND)["new"] == 1
+        draft.publish(MANIFEST | {"name": "é\udce9"})  # of a file, no UTF-8
+    assert prepared_folder.read_manifest(out, KIND)["name"] == "é\udce9"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

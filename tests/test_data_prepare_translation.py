@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import itertools
 import json
-import os
 import pickle
 import shutil
 import sys
@@ -12,7 +11,7 @@ import sys
 import mini_wmt14
 import numpy as np
 import pytest
-from shared import shared
+from mini_imagenet import write_tfds
 
 from decent_jax.data.translation import pair_folder, sentence_pairs, subwords
 from decent_jax.data.translation.number_words import write_files
@@ -95,7 +94,7 @@ def test_every_layout_gives_the_same_bytes(tmp_path, archives, prepared):
     inputs = {
         "files": mini_wmt14.write_files(tmp_path / "files", end=""),
         "packed": mini_wmt14.write_files(tmp_path / "packed"),
-        "tfds": mini_wmt14.write_tfds(tmp_path / "tfds"),
+        "tfds": write_tfds(tmp_path / "tfds", mini_wmt14.MiniWmt14),
         "filtered": mini_wmt14.write_archives(tmp_path / "filtered", test="test-filtered"),
     }
     table = mini_wmt14.write_table(tmp_path / "table.tsv", mini_wmt14.training_pairs())
@@ -174,23 +173,6 @@ def test_shares_of_the_training_pairs(tmp_path):
     assert found[0] != found[1]
 
 
-def test_the_small_real_set(tmp_path):
-    folder = shared("data/tatoeba_en_de")
-    for name in ("valid", "test"):
-        for lang in ("en", "de"):
-            shutil.copy(folder / f"{name}.{lang}.gz", tmp_path)
-    os.rename(tmp_path / "test.en.gz", tmp_path / "train.en.gz")
-    os.rename(tmp_path / "test.de.gz", tmp_path / "train.de.gz")
-    prepare(tmp_path, tmp_path / "out", "en", "de", vocab_size=2000)
-    with gzip.open(tmp_path / "valid.de.gz", "rt", encoding="utf-8", newline="\n") as file:
-        lines = file.read().split("\n")[:-1]
-    val = TranslationPairs(tmp_path / "out", "val")
-    assert val.sentences(1) == [" ".join(line.split()) for line in lines]
-    assert [de for _, de in texts_of(tmp_path / "out", "val")] == [normalise(x) for x in lines]
-    with pytest.raises(DataError, match="has no split 'test', only train, val"):
-        TranslationPairs(tmp_path / "out", "test")
-
-
 def test_a_vocabulary_that_is_not_that_of_the_ids(prepared, tmp_path):
     own = pair_folder.read_manifest(prepared)["vocab_sha256"]
     assert TranslationPairs(prepared, "val").vocabulary.sha256 == own
@@ -251,8 +233,6 @@ def test_reader(prepared, tmp_path):
         (torn / "manifest.json").write_text(json.dumps(manifest | {"splits": splits}))
         with pytest.raises(DataError, match=r"manifest\.json: is damaged|has no split 'train'"):
             TranslationPairs(torn, "train")
-    with pytest.raises(ValueError, match=r"does not fit in 2 and 3"):
-        pair_folder.pad_block(pairs, np.array([0]), 2, 3)
 
 
 def test_evaluation_blocks_hold_every_pair_once_in_order(prepared):
@@ -271,8 +251,6 @@ def test_evaluation_blocks_hold_every_pair_once_in_order(prepared):
     assert sorted(seen) == list(range(len(pairs))) and weights == len(pairs)
     with pytest.raises(IndexError):
         blocks[len(blocks)]
-    with pytest.raises(IndexError):
-        blocks.block(blocks.steps, 0)
 
 
 def gz(text):
@@ -297,8 +275,8 @@ CASES = {
         r"train\.en\.gz: the compressed file is cut short"),
     "no gzip": ({"train.en": None, "train.en.gz": b"plain"},
         r"train\.en\.gz: not a valid gzip file"),
-    "missing language": ({"train.de": None}, r"train\.de: no such file, nor .* beside train\.en"),
-    "missing val language": ({"val.en": None}, r"val\.en: no such file, nor .* beside val\.de"),
+    "missing language": ({"train.de": None}, r"train: no sentence .* only train\.en is"),
+    "missing val language": ({"val.en": None}, r"val: no sentence .* only val\.de is"),
     "nothing": ({"train.de": None, "train.en": None}, r"holds no training pairs \(train\.en, "),
     "no val": ({"val.de": None, "val.en": None}, "no validation pairs .* pass --val PREFIX, or"),
     "no tab": ({"train.en": None, "train.de": None, "train.tsv": "a\tb\nc\n"},
@@ -325,18 +303,18 @@ def test_bad_input(case, tmp_path):
 def test_bad_inputs_on_the_command_line(tmp_path):
     for name, data in PLAIN.items():
         (tmp_path / name).write_text(data)
-    (tmp_path / "notes.csv").write_text("a,b")
     out = tmp_path / "out"
     train = tmp_path / "train"
     for given_input, keywords, message in (
         ([], {}, "no input given"),
-        ([tmp_path / "none"], {}, r"none: no such file or folder, and no .*none\.en or .*none\.de"),
-        ([tmp_path / "none.tsv"], {}, r"none\.tsv: no such file"),
-        ([tmp_path / "train.en"], {}, r"en: is one side of the pairs; pass both as .*train$"),
-        ([tmp_path / "notes.csv"], {}, r"notes\.csv: not a prefix of parallel files, a \.tsv"),
+        (
+            [tmp_path / "none"],
+            {},
+            r"none: no sentence .*none\.en and .*none\.de, .* neither",
+        ),
+        ([tmp_path / "none.tsv"], {}, r"none\.tsv: no sentence pairs"),
         ([train, train], {"val": tmp_path / "val"}, r"train\.en: is given twice"),
         ([train], {"val": train}, "is given twice"),
-        ([train], {"val": tmp_path}, "not a prefix of parallel files"),
         ([tmp_path], {"val_fraction": 0.1}, "there are validation pairs .*, so --val_fraction has"),
         ([train], {"val_fraction": 1.0}, "val_fraction must be at least 0 and less than 1"),
         ([train], {"val_fraction": 0.5, "test_fraction": 0.5}, "leave nothing to train on"),
@@ -382,20 +360,14 @@ def test_bad_archives(archives, tmp_path):
     fails(folder, r"no validation pairs \(newstest2013 in WMT14's dev\.tgz\)")
     (folder / "test-full.tgz").unlink()
     prepare(folder, tmp_path / "out", "en", "de", vocab_size=VOCAB, val_fraction=0.1)
-    assert list(pair_folder.read_manifest(tmp_path / "out")["splits"]) == ["train", "val"]
+    with pytest.raises(DataError, match="has no split 'test', only train, val"):
+        TranslationPairs(tmp_path / "out", "test")
 
 
-def test_bad_tfds(tmp_path):
-    folder = mini_wmt14.write_tfds(tmp_path)
+def test_a_language_that_a_tfds_folder_lacks(tmp_path):
+    folder = write_tfds(tmp_path, mini_wmt14.MiniWmt14)
     with pytest.raises(DataError, match="has no sentences in 'fr', only 'de', 'en'"):
         prepare(folder, tmp_path / "out", "en", "fr")
-    info = json.loads((folder / "dataset_info.json").read_text())
-    (folder / "dataset_info.json").write_text(json.dumps(info | {"fileFormat": "tfrecord"}))
-    with pytest.raises(DataError, match="only array_record is read without TensorFlow"):
-        prepare(folder, tmp_path / "out", "en", "de")
-    (folder / "dataset_info.json").write_text("{")
-    with pytest.raises(DataError, match="not a readable TFDS folder"):
-        prepare(folder, tmp_path / "out", "en", "de")
 
 
 def test_input_that_changes_while_it_is_read(tmp_path, monkeypatch):

@@ -74,7 +74,7 @@ def test_damaged_or_foreign_folders(tmp_path, monkeypatch):
     assert stdlib_corpus.build(out)["source_fingerprint"] == "another interpreter"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.tex").write_text("x")
-    with pytest.raises(DataError, match="is no prepared folder"):
+    with pytest.raises(DataError, match="is no prepared text folder"):
         stdlib_corpus.build(tmp_path / "mine")
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
 

@@ -176,24 +176,3 @@ def test_equal_lengths_are_one_shape_without_padding():
     batches = TokenBatches(np.full((64, 2), 5), tokens=80, num_replicas=4, seed=3)
     assert batches.shapes == (Shape(5, 5, 4),) and batches.padding_fraction == 0
     assert batches.steps_per_epoch == 4
-
-
-def test_bad_arguments():
-    good = {"lengths": [[1, 2]], "tokens": 10, "num_replicas": 1, "seed": 0}
-    for change, message in (
-        ({"lengths": [1, 2]}, r"integers of shape \(N, 2\), got int64 \(2,\)"),
-        ({"lengths": [[1.0, 2.0]]}, "got float64"),
-        ({"lengths": np.zeros((0, 2), int)}, "at least one pair"),
-        ({"lengths": [[1, 0]]}, "each at least 1"),
-        ({"tokens": 0}, "tokens must be at least 1"),
-        ({"num_replicas": 0}, "num_replicas must be at least 1"),
-        ({"shapes": 0}, "shapes must be at least 1"),
-        ({"seed": -1}, "seed must be at least 0"),
-    ):
-        arguments = good | change
-        with pytest.raises(ValueError, match=message):
-            TokenBatches(arguments.pop("lengths"), **arguments)
-    batches = TokenBatches([[1, 2]], tokens=10, num_replicas=1, seed=0)
-    for step, replica in ((-1, 0), (0, 1), (0, -1)):
-        with pytest.raises(IndexError):
-            batches.block(step, replica)

@@ -74,18 +74,6 @@ def test_unknown_id_is_named(bad):
         tokenizers.load("bytes").decode([65, bad])
 
 
-def test_unknown_id_gpt2(gpt2):
-    with pytest.raises(ValueError, match="token id 50257 is outside the vocabulary of 50257"):
-        gpt2.decode(np.array([1, 50257]))
-
-
-def test_local_files_leave_no_stale_copies(gpt2, tmp_path, monkeypatch):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
-    gpt2.save_files(tmp_path)
-    assert tokenizers.load("gpt2", tmp_path).encode("Hello world").tolist() == [15496, 995]
-    assert not (tmp_path / "cache").exists()
-
-
 def test_no_download_is_one_sentence(monkeypatch):
     def offline(*args):
         raise ConnectionError("no route\nto host")
@@ -106,10 +94,8 @@ def test_download_is_the_same_tokenizer(gpt2, monkeypatch):
 def test_bad_folders(gpt2, tmp_path):
     with pytest.raises(DataError, match="unknown tokenizer 'bpe'"):
         tokenizers.load("bpe")
-    with pytest.raises(DataError, match="no such folder"):
+    with pytest.raises(DataError, match=r"none/encoder\.json: cannot be read"):
         tokenizers.load("gpt2", tmp_path / "none")
-    with pytest.raises(DataError, match=r"holds no encoder\.json"):
-        tokenizers.load("gpt2", tmp_path)
     gpt2.save_files(tmp_path)
     merges = gpt2.files["vocab.bpe"].decode().split("\n")
     merges[3], merges[4] = merges[4], merges[3]

@@ -94,18 +94,3 @@ def test_other_sizes():
     source = GeneratedImages("val", 3, size=17)
     assert source[2]["image"].shape == (17, 17, 3)
     assert source.images.std() > 20
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("test", 5), "split must be one of train, val, got 'test'"),
-        (("val", 0), "num_records must be at least 1, got 0"),
-        (("val", 5, -1), "seed must be at least 0, got -1"),
-        (("val", 5, 0, 8), "size must be at least 16, got 8"),
-    ],
-)
-def test_errors(arguments, message):
-    split, count, *rest = arguments
-    with pytest.raises(ValueError, match=message):
-        GeneratedImages(split, count, **dict(zip(("seed", "size"), rest, strict=False)))

@@ -72,9 +72,6 @@ PICTURES = "train.py --config quickstart_images --workdir RUN/new --config.data.
 OF_TRAIN = "train.py --config CONFIG --workdir RUN/new"
 WEIGHTS = "--config.model.init_from=RUN/run/m.safetensors"
 OTHER = [
-    ("config.json a list", "train", "config.json is damaged"),
-    ("config.json null", "train", "config.json is damaged"),
-    ("config.json deep", "train", "config.json is damaged"),
     ("config.json no UTF-8", "train", "config.json is damaged"),
     ("config.json a folder", "train", "config.json is damaged"),
     ("config.json nested", "train", "config.json is damaged|with another config"),
@@ -82,8 +79,6 @@ OTHER = [
     ("config.json replicas a list", "train", "holds a run with another config"),
     ("config.json a long text", "train", "holds a run with another config"),
     ("metrics.jsonl binary", "train", "metrics.jsonl line 1 is not a JSON object with a step"),
-    ("metrics.jsonl a list", "train", "metrics.jsonl line 1 is not a JSON object with a step"),
-    ("metrics.jsonl deep", "train", "metrics.jsonl line 1 is not a JSON object with a step"),
     ("metrics.jsonl a step of 400 digits", "train", "metrics.jsonl line 1 is not"),
     ("metrics.jsonl a folder", "train", "metrics.jsonl is a folder"),
     ("a workdir that is a file", "train", "cannot be written"),
@@ -102,16 +97,8 @@ OTHER = [
     ("inf", "preflight --save RUN/n.json --megabytes inf", "--megabytes must be from 0.01"),
     ("often", "preflight --save RUN/n.json --repeats 999999999", "--repeats must be from 1 to"),
     ("folder", "preflight --save RUN", "is a folder"),
-    (
-        "none",
-        "supervise --processes 0 -- train.py",
-        "--processes must be at least 1 and at most 1024",
-    ),
-    (
-        "a million",
-        "supervise --processes 1000000 -- train.py",
-        "--processes must be at least 1 and",
-    ),
+    ("none", "supervise --processes 0 -- train.py", "--processes must be at least 1 and at most"),
+    ("a million", "supervise --processes 1000000 -- train.py", "--processes must be at least 1"),
     ("again", "supervise --processes 2 --again -1 -- train.py", "--again must be at least 0"),
     ("check", "supervise --processes 2 -- train.py --config CONFIG --check", "starts no run"),
     ("three", f"supervise --processes 3 -- {OF_TRAIN}", "4 replicas cannot be spread evenly"),
@@ -120,20 +107,11 @@ OTHER = [
     ("nothing", "supervise --processes 2", "say what to start after --"),
     ("no file", "supervise --processes 2 -- nothing.py", "say what to start after --"),
     ("fewest 0", "supervise --processes 2 --fewest 0 -- train.py", "--fewest must be from 1 to 2"),
-    (
-        "via",
-        "supervise --hosts a --via 'ssh {x}' -- train.py --config CONFIG --workdir RUN/run",
-        "--via",
-    ),
-    (
-        "quotes",
-        'supervise --hosts a --via "ssh \'" -- train.py --config CONFIG --workdir RUN/run',
-        "--via",
-    ),
+    ("via", f"supervise --hosts a --via 'ssh {{x}}' -- {OF_TRAIN}", "--via"),
+    ("quotes", f'supervise --hosts a --via "ssh \'" -- {OF_TRAIN}', "--via"),
 ]
 OTHER += [
     ("config.json empty", "sample --workdir RUN/run", "holds no run"),
-    ("config.json a list", "sample --workdir RUN/run", "holds no run"),
     ("config.json no task", "sample --workdir RUN/run", "task must be one of"),
     ("config.json wrong type", "sample --workdir RUN/run", "config.json: model.width must be of"),
     ("nan", "sample --workdir RUN/run --temperature nan", "--temperature must be finite"),
@@ -141,7 +119,6 @@ OTHER += [
     ("digits", "sample --workdir RUN/run --seed NINES", "argument --seed: invalid int value"),
     ("seed", "sample --workdir RUN/run --seed 9999999999999999999", "--seed must be at most"),
     ("metrics.jsonl a list", "export --workdir RUN/a --out RUN/run/m.safetensors", "another run"),
-    ("metrics.jsonl deep", "plot RUN/run", "metrics.jsonl line 1 is not a JSON object"),
     ("metrics.jsonl a step of 400 digits", "plot RUN/run", "metrics.jsonl line 1 is not a JSON"),
     ("metrics.jsonl a folder", "plot RUN/run", "metrics.jsonl"),
     ("out", "plot RUN/run --out RUN", "is a folder; name a file in it"),
@@ -173,9 +150,6 @@ VARIABLES = {
     "devices": {"JAX_LOCAL_DEVICE_IDS": "0,a"},
 }
 FILES = {  # what is in RUN/run
-    "config.json a list": {"config.json": b"[]"},
-    "config.json null": {"config.json": b"null"},
-    "config.json deep": {"config.json": DEEP.encode()},
     "config.json no UTF-8": {"config.json": b"\xff\xfe"},
     "config.json a folder": {"config.json": None},
     "config.json empty": {"config.json": b"{}"},
@@ -196,7 +170,6 @@ FILES = {  # what is in RUN/run
     },
     "metrics.jsonl binary": {"metrics.jsonl": b"\x80\n{}\n"},
     "metrics.jsonl a list": {"metrics.jsonl": b"[]\n{}\n"},
-    "metrics.jsonl deep": {"metrics.jsonl": f"{DEEP}\n{{}}\n".encode()},
     "metrics.jsonl a step of 400 digits": {"metrics.jsonl": b'{"step": %s}\n{}\n' % (b"9" * 400)},
     "metrics.jsonl a folder": {"metrics.jsonl": None},
     "a stranger's checkpoint": {"checkpoints/4/thesis.txt": b"my thesis"},
@@ -257,26 +230,8 @@ def test_one_sentence(name, command, words, commands, config_file, tmp_path, cap
     assert_refused(commands[program], arguments, words, tmp_path, capsys)
 
 
-HOSTILE = [
-    "inf",
-    "-inf",
-    "nan",
-    "1e30",
-    "-1",
-    "1" + 30 * "0",
-    "-" + 30 * "9",
-    NINES,
-    "",
-    "None",
-    "[1]",
-    "0x10",
-    "1e400",
-    "9" * 4000,
-    "\x1b[31m",
-    "٣",
-    "5000000000",
-    "1e16",
-]
+HOSTILE = ["1" + 30 * "0", "-" + 30 * "9", "9" * 4000, NINES, "", "\x1b[31m"]
+HOSTILE += str.split("inf -inf nan 1e30 -1 None [1] 0x10 1e400 ٣ 5000000000 1e16")
 
 
 @pytest.mark.parametrize("task", ["language_modeling", "image_classification", "translation"])

@@ -23,9 +23,6 @@ CLUSTER = "--network nvlink_25gbe --nodes 2 --devices_per_node 2"
 MODEL = "--parameters 1e6 --compute_s 0.1"
 STAGES = "--parameters 1e6 --stages 2 --replicas 2 --pipeline_bytes 1e6 --stage_memory 5"
 PLANNER = [  # what follows "planner "
-    ("network deep", "network --network n.json", r"n\.json"),
-    ("network a list", "network --network n.json", r"n\.json"),
-    ("network no UTF-8", "network --network n.json", r"n\.json"),
     ("network node of a billion", "network --network n.json", r"n\.json.*without gaps"),
     ("network nodes ragged", "network --network n.json", r"n\.json.*machine's number"),
     ("network names a number", "network --network n.json", r"n\.json.*list of 3"),
@@ -33,7 +30,6 @@ PLANNER = [  # what follows "planner "
     ("network names escape", "network --network n.json", r"n\.json.*printable texts"),
     ("network nic", "network --network n.json", r"n\.json.*at least 1000 bytes per second"),
     ("network complex", "network --network n.npz", r"n\.npz.*numbers only"),
-    ("network 400 digits", "network --network n.json", r"n\.json.*numbers only"),
     ("network npy", "network --network n.npz", r"n\.npz is not a network: it cannot be read"),
     ("network zip", "network --network n.npz", r"n\.npz is not a network"),
     ("network shape bomb", "network --network n.npz", r"n\.npz is not a network: it cannot be"),
@@ -54,11 +50,7 @@ PLANNER = [  # what follows "planner "
     ("one", f"predict {CLUSTER} {MODEL} --out x.png --timeline x.png", "are one file, x.png"),
     ("flag", f"predict {CLUSTER} --{NINES}", "unrecognized arguments"),
     ("choice", f"predict {CLUSTER} {MODEL} --wire {NINES}", "invalid choice"),
-    (
-        "memory text",
-        f"place {CLUSTER} {STAGES} --device_memory m.json",
-        r"m\.json must be a",
-    ),
+    ("memory text", f"place {CLUSTER} {STAGES} --device_memory m.json", r"m\.json must be a"),
     ("memory deep", f"place {CLUSTER} {STAGES} --device_memory m.json", r"m\.json"),
     ("memory nan", f"place {CLUSTER} {STAGES} --device_memory m.json", r"m\.json must be a"),
 ]
@@ -112,11 +104,7 @@ PREPARE = [  # what follows "prepare "
     ("images long name", IMAGES, r"train\.tar: holds a name of 1048576 bytes"),
     ("images negative size", IMAGES, r"train\.tar: the tar file is cut short"),
     ("pairs", f"{PAIRS} --vocab_size 0", "a vocabulary has between 261"),
-    (
-        "pairs line bomb",
-        f"{PAIRS} --workers 1 --val_fraction 0.1",
-        r"train\.en\.gz, line 1: is longer than",
-    ),
+    ("pairs line bomb", f"{PAIRS} --workers 1 --val_fraction 0.1", r"\.gz, line 1: is longer than"),
     ("pairs thesis", f"{PAIRS} --overwrite", r"out/val\.txt: was not made by this command"),
 ]
 REPLAY = "replay --workdir run"
@@ -127,7 +115,6 @@ PEERS = [  # what follows "peers "
     ("count", "resize --workdir run --count 0", "--count must be from 1"),
     ("count", "resize --workdir run --count 1000000000", "--count must be from 1"),
     ("a folder called peers", "resize --workdir run --count 2", "holds no run of peers"),
-    ("log deep", REPLAY, r"events-0\.jsonl line 1 is not an event"),
     ("log without start", REPLAY, r"events-0\.jsonl line 1 is not an event"),
     ("log huge", REPLAY, r"events-0\.jsonl line 1 is not an event"),
     ("log negative", REPLAY, r"events-0\.jsonl line 1 is not an event"),
@@ -137,7 +124,6 @@ PEERS = [  # what follows "peers "
     ("log end", REPLAY, "ends after step 2000000000 and has only 3 lines"),
     ("config gone", REPLAY, "no readable config.json"),
     ("config wrong", REPLAY, r"config\.json: num_replicas must be"),
-    ("manifest deep", REPLAY, r"peers\.json: is damaged"),
     ("manifest streams", REPLAY, r"peers\.json is damaged"),
     ("manifest peers", REPLAY, r"peers\.json is damaged"),
     ("manifest gone", REPLAY, r"has no peers\.json"),
@@ -218,16 +204,12 @@ RUN = {
 }
 LOG, MANIFEST = "run/peers/0/events-0.jsonl", "run/peers.json"
 FILES = {
-    "network deep": {"n.json": DEEP},
-    "network a list": {"n.json": "[]"},
-    "network no UTF-8": {"n.json": b"\xff\xfe"},
     "network node of a billion": {"n.json": network(node=[0, 1, 10**9])},
     "network nodes ragged": {"n.json": network(node=[[0], 1, 2])},
     "network names a number": {"n.json": network(names=5)},
     "network names nested": {"n.json": network(names=["a", "b", ["c"]])},
     "network names escape": {"n.json": network(names=["a", "b", "\x1b[2J"])},
     "network nic": {"n.json": network(nic_bytes_per_s=[1e-300, 1, 1])},
-    "network 400 digits": {"n.json": network(latency_s=[[10**400] * 3] * 3)},
     "network empty": {"n.npz": b""},
     "memory text": {"m.json": '["a", "b", "c", "d"]'},
     "memory deep": {"m.json": DEEP},
@@ -245,7 +227,7 @@ FILES = {
     "trace nested": {"t.jsonl": f"{DEEP}\n{{}}\n"},
     "trace times of ages": {"t.jsonl": trace(**{"perf/step_time_s": 1e300})},
     "trace times strings": {"t.jsonl": trace(**{"perf/step_time_s": "a"})},
-    "text line bomb": {"in/a.jsonl.gz": gzip.compress(b"a" * (1 << 20), 1)},
+    "text line bomb": {"in/a.jsonl.gz": gzip.compress(b"a" * (3 << 19), 1)},
     "text bomb": {"in/a.txt.gz": gzip.compress(b"a" * (4 << 20), 1)},
     "text many fields": {"in/a.jsonl": json.dumps({f"f{k}": 1 for k in range(999)})},
     "text tokenizer": {
@@ -264,7 +246,6 @@ FILES = {
     "pairs line bomb": {
         f"in/train.{language}.gz": gzip.compress(b"a" * (1 << 20), 1) for language in ("en", "de")
     },
-    "log deep": RUN | {LOG: f"{DEEP}\n{{}}\n"},
     "log without start": RUN | {LOG: '{"t": 0, "rate": 0}\n{}\n'},
     "log huge": RUN | {LOG: '{"start": 4611686018427387903, "origin": null}\n{}\n'},
     "log negative": RUN | {LOG: '{"start": -5, "origin": null}\n{}\n'},
@@ -274,7 +255,6 @@ FILES = {
     "log end": RUN | {LOG: START + '{"end": 2000000000, "crc": 1}\n{"end": 2000000000}\n'},
     "config gone": {name: text for name, text in RUN.items() if "config" not in name},
     "config wrong": RUN | {"run/config.json": '{"task": "language_modeling", "num_replicas": []}'},
-    "manifest deep": RUN | {MANIFEST: DEEP},
     "manifest streams": RUN | {MANIFEST: RUN[MANIFEST].replace('"streams": 8', '"streams": 0')},
     "manifest peers": RUN | {MANIFEST: RUN[MANIFEST].replace('"steps": 1', '"steps": -1')},
     "manifest slot": {MANIFEST: RUN[MANIFEST].replace('"0"', f'"{NINES}"')},

@@ -58,7 +58,6 @@ def train_batches(
     replicas: Sequence[int] | None = None,
     start_step: int = 0,
     prefetch: int = 4,
-    num_threads: int | None = None,
     workers: int = 0,
     partition: Partition | None = None,
 ) -> Batches:
@@ -77,8 +76,8 @@ def train_batches(
       batch_size: records per step over all replicas, a multiple of `num_replicas`.
       replicas: (L,) the replicas of this process, in the order of the result; None means all.
       start_step: the step of the first batch; any value costs the same.
-      prefetch: batches read ahead; 0 reads in the calling thread.
-      num_threads: threads that read ahead; None means as many as `prefetch`, at most the cores.
+      prefetch: batches read ahead, by as many threads, at most one per core; 0 reads in the
+        calling thread.
       workers: processes that read ahead instead of threads, for sources that compute much in
         Python; each makes whole batches. They are spawned, with a copy of the source.
       partition: which records belong to which replica; None: all replicas share all of them.
@@ -88,22 +87,17 @@ def train_batches(
       (L, B, seq_len + 1).
 
     Raises:
-      ValueError: sizes that do not divide, replicas that do not exist, an empty source, a negative
-        seed or step, a partition of another source or for another number of replicas.
+      ValueError: sizes that do not divide, replicas that do not exist, an empty source.
     """
     import grain  # imports jax, which the workers of `decent_jax.prepare` do not need
 
     replicas = _checked(source, num_replicas, batch_size, replicas)
-    if start_step < 0:
-        raise ValueError(f"start_step must be at least 0, got {start_step}")
-    if seed < 0:
-        raise ValueError(f"seed must be at least 0, got {seed}")
     if partition is None or hasattr(source, "train_blocks"):
         rows = train_rows(source, seed=seed, num_replicas=num_replicas, batch_size=batch_size)
     else:
         rows = _OwnRows(source, seed, batch_size // num_replicas, replicas, partition, num_replicas)
-    blocks = _Blocks(rows, num_replicas, replicas, start_step)
-    return _iterate(grain.MapDataset.source(blocks), workers, prefetch, num_threads)
+    blocks = _Blocks(rows, num_replicas, replicas)
+    return _iterate(grain.MapDataset.source(blocks)[start_step:], workers, prefetch)
 
 
 def eval_batches(
@@ -145,7 +139,8 @@ def train_rows(source, *, seed: int, num_replicas: int, batch_size: int) -> Any:
     """
     if hasattr(source, "train_blocks"):
         return source.train_blocks(num_replicas, batch_size, seed)
-    return _rows(source, np.random.SeedSequence(seed), batch_size // num_replicas)
+    everything = range(len(source))
+    return _rows(source, everything, np.random.SeedSequence(seed), batch_size // num_replicas)
 
 
 def steps_per_epoch(source, batch_size: int, num_replicas: int = 1, seed: int = 0) -> int:
@@ -155,13 +150,16 @@ def steps_per_epoch(source, batch_size: int, num_replicas: int = 1, seed: int = 
     return -(-len(source) // batch_size)
 
 
-def _rows(source, seed: np.random.SeedSequence, per_replica: int):
-    """Item i: `per_replica` records of an endless shuffled stream, from `i * per_replica` on."""
+def _rows(source, records, seed: np.random.SeedSequence, per_replica: int):
+    """Item i: `per_replica` records of an endless shuffled stream, from `i * per_replica` on.
+
+    `records` are their indices.
+    """
     import grain
 
     # grain shuffles epoch e by seed + e: without the hash, seed 1 would be seed 0 an epoch later
     order, drawing = (int(word) for word in seed.generate_state(2, np.uint32))
-    dataset = grain.MapDataset.source(source).shuffle(order).repeat()
+    dataset = grain.MapDataset.source(records).shuffle(order).repeat().map(source.__getitem__)
     if hasattr(source, "augment"):
         dataset = dataset.random_map(source.augment, seed=drawing)
     return dataset.batch(per_replica, drop_remainder=True)
@@ -174,15 +172,10 @@ class _OwnRows:
     """
 
     def __init__(self, source, seed, per_replica, replicas, partition, num_replicas):
-        if partition.num_replicas != num_replicas or partition.num_records != len(source):
-            raise ValueError(
-                f"the partition shares {partition.num_records} records out over"
-                f" {partition.num_replicas} replicas, got a source of {len(source)} and"
-                f" {num_replicas} replicas"
-            )
         self.rows = {
             replica: _rows(
-                _Subset(source, partition.records(replica)),
+                source,
+                partition.records(replica),
                 np.random.SeedSequence(seed, spawn_key=(replica,)),
                 per_replica,
             )
@@ -198,39 +191,19 @@ class _OwnRows:
         return self.rows[replica][step]
 
 
-class _Subset:
-    """The records of `source` at `indices`."""
-
-    def __init__(self, source, indices):
-        self.source, self.indices = source, indices
-        if hasattr(source, "augment"):
-            self.augment = source.augment
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int):
-        return self.source[int(self.indices[index])]
-
-    def __repr__(self) -> str:
-        return f"{len(self)} of the records of {self.source!r}"
-
-
 class _Blocks:
-    """Item t: the rows of `replicas` at step `start + t`, of which `rows[step * n + r]` is one."""
+    """Item t: the rows of `replicas` at step t, of which `rows[t * n + r]` is one."""
 
-    def __init__(self, rows, num_replicas, replicas, start=0):
+    def __init__(self, rows, num_replicas, replicas):
         self.rows, self.num_replicas, self.replicas = rows, num_replicas, replicas
-        self.start = start
 
     def __len__(self) -> int:
-        return len(self.rows) // self.num_replicas - self.start
+        return len(self.rows) // self.num_replicas
 
     def __getitem__(self, index: int):
         import jax
 
-        step = self.start + index
-        blocks = [self.rows[step * self.num_replicas + replica] for replica in self.replicas]
+        blocks = [self.rows[index * self.num_replicas + replica] for replica in self.replicas]
         return jax.tree.map(lambda *leaves: np.stack(leaves), *blocks)
 
 
@@ -275,14 +248,12 @@ def _checked(source, num_replicas, batch_size, replicas) -> list[int]:
     return replicas
 
 
-def _iterate(dataset, workers: int, prefetch: int = 4, num_threads: int | None = None) -> Batches:
+def _iterate(dataset, workers: int, prefetch: int = 4) -> Batches:
     import grain
 
-    if num_threads is None:
-        num_threads = min(prefetch, os.cpu_count() or 1)
+    ahead = 0 if workers else prefetch
     options = grain.ReadOptions(
-        num_threads=num_threads if prefetch and not workers else 0,
-        prefetch_buffer_size=prefetch if num_threads and not workers else 0,
+        num_threads=min(ahead, os.cpu_count() or 1), prefetch_buffer_size=ahead
     )
     batches = dataset.to_iter_dataset(options)
     if workers:

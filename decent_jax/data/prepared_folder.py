@@ -31,7 +31,6 @@ class Kind(NamedTuple):
 
     command: str  # `decent-jax prepare COMMAND` makes it
     format: str  # the entry `format` of its manifest, with a version
-    noun: str  # for messages
     beside: str = ""  # regular expression of files that it holds besides those in its manifest
     draft: str = ""  # the same, of the files of its drafts that `beside` has not
 
@@ -96,14 +95,15 @@ def check_out(out: Path, kind: Kind, *, overwrite: bool) -> None:
     if not any(out.iterdir()):
         return
     try:
-        read_manifest(out, kind)
+        manifest = read_manifest(out, kind)
     except DataError:
         raise DataError(
-            f"{out}: exists, is not empty and is no {kind.noun}; choose another --out"
+            f"{out}: exists, is not empty and is no prepared {kind.command} folder; choose another"
+            " --out"
         ) from None
     if not overwrite:
         raise DataError(f"{out}: already prepared; pass --overwrite to replace it")
-    recorded = (re.escape(str(name)) for name, _ in _recorded_files(read_manifest(out, kind)))
+    recorded = (re.escape(str(name)) for name, _ in _recorded_files(manifest))
     _check_only(out, kind.beside, *recorded)
 
 
@@ -145,7 +145,7 @@ class Draft:
         self.overwrite = overwrite
         self.resume = resume
         check_out(self.out, kind, overwrite=overwrite)
-        self._files: dict[str, _HashedFile] = {}
+        self._files: dict[str, IO[bytes]] = {}
         try:
             self.out.parent.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(self.out, kind)
@@ -179,14 +179,17 @@ class Draft:
     def append(self, name: str, data: bytes) -> None:
         """Appends to a file."""
         if name not in self._files:
-            self._files[name] = _HashedFile(self.folder / name)
-        self._files[name].append(data)
+            self._files[name] = open(self.folder / name, "wb")  # noqa: SIM115
+        self._files[name].write(data)
 
     def close(self, name: str) -> dict[str, Any]:
         """Puts a file on the disk; returns its `file` (name), `bytes` and `sha256`."""
-        if name not in self._files:
-            self.append(name, b"")
-        return self._files[name].close()
+        self.append(name, b"")
+        with self._files[name] as file:
+            file.flush()
+            os.fsync(file.fileno())
+        path = self.folder / name
+        return {"file": name, "bytes": path.stat().st_size, "sha256": sha256_file(path)}
 
     def publish(self, manifest: dict[str, Any]) -> None:
         """Adds `manifest.json` and renames the folder into place.
@@ -194,9 +197,12 @@ class Draft:
         Raises:
           DataError: another folder appeared at `out` that may not be replaced.
         """
-        for file in self._files.values():
-            file.close()
-        write_atomic(self.folder / "manifest.json", _json(manifest))
+        for name, file in self._files.items():
+            if not file.closed:
+                self.close(name)
+        text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
+        # the name of a file that is not UTF-8 becomes the escape that JSON has for it
+        write_atomic(self.folder / "manifest.json", text.encode(errors="backslashreplace"))
         self._move_into_place()
         # last, so that no other run takes the folder for its own draft
         (self.out / _LOCK).unlink(missing_ok=True)
@@ -239,39 +245,10 @@ def sha256_files(paths: Sequence[Path], threads: int) -> list[str]:
         return list(pool.map(sha256_file, paths))
 
 
-class _HashedFile:
-    def __init__(self, path: Path):
-        self._path = path
-        self._file = open(path, "wb")  # noqa: SIM115
-        self._hash = hashlib.sha256()
-        self._bytes = 0
-
-    def append(self, data: bytes) -> None:
-        self._file.write(data)
-        self._hash.update(data)
-        self._bytes += len(data)
-
-    def close(self) -> dict[str, Any]:
-        if not self._file.closed:
-            try:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-            finally:
-                self._file.close()
-        return {"file": self._path.name, "bytes": self._bytes, "sha256": self._hash.hexdigest()}
-
-
 def versions(*packages: str) -> dict[str, str]:
     """The entry `versions` of a manifest: of this package, of Python and of `packages`."""
     own = {"decent_jax": decent_jax.__version__, "python": platform.python_version()}
     return own | {name: metadata.version(name) for name in packages}
-
-
-def _json(manifest: dict[str, Any]) -> bytes:
-    try:
-        return (json.dumps(manifest, indent=2, ensure_ascii=False) + "\n").encode()
-    except UnicodeEncodeError:  # the name of a file that is not UTF-8
-        return (json.dumps(manifest, indent=2) + "\n").encode()
 
 
 def _remove_leftovers(out: Path, kind: Kind) -> None:

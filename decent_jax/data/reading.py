@@ -50,6 +50,17 @@ def objects_within(tree: Any) -> Iterator[dict[str, Any]]:
         yield from objects_within(inner)
 
 
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """`with opened(path) as (file, raw)`: the bytes, unpacked from a .gz, and the file itself."""
+    with open(path, "rb") as raw:
+        if path.name.lower().endswith((".gz", ".tgz")):
+            with gzip.open(raw) as file:
+                yield file, raw  # type: ignore
+        else:
+            yield raw, raw
+
+
 def read_at_most(file: IO[bytes], most: int, place: str | Path) -> bytes:
     """All that is left of a file; DataError where that is more than `most` bytes.
 

@@ -24,7 +24,6 @@ from decent_jax.errors import DataError
 KIND = Kind(
     "images",
     "decent_jax images 1",
-    "prepared image folder",
     beside=r"bad_files\.jsonl",
     draft=r"(train|val)-\d{5,}-of-\d{5,}\.array_record(\.json)?",
 )

@@ -8,10 +8,9 @@ the order of theirs, one class after another. So every layout of the same data g
 record at the same index with the same label, except TFDS, which stores records shuffled.
 """
 
-import itertools
+import io
 import operator
 import os
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -19,13 +18,12 @@ from typing import NamedTuple
 import numpy as np
 
 from decent_jax.data.images import array_records, imagenet_archives
-from decent_jax.data.images.imagenet_archives import Members
+from decent_jax.data.images.imagenet_archives import SUFFIXES, Members, is_image
 from decent_jax.data.reading import one_sentence
 from decent_jax.errors import DataError
 
 SPLITS = array_records.SPLITS
-SUFFIXES = (".jpg", ".jpeg", ".png")
-
+_EXPECTED = "expected CLASS/NAME.jpg, or in an archive also a CLASS.tar per class"
 _FOLDERS = {"train": ("train",), "val": ("val", "validation")}
 _ARCHIVES = {
     "train": ("ILSVRC2012_img_train.tar", "train.tar"),
@@ -125,11 +123,8 @@ def open_images(path: str | Path, split: str) -> ImageFiles:
       split: "train" or "val". The labels of "val" are those of the training classes.
 
     Raises:
-      ValueError: an unknown split.
       DataError: the path is missing, holds none of the layouts, or what it holds is not whole.
     """
-    if split not in SPLITS:
-        raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
     path = os.path.abspath(path)
     if not os.path.isdir(path):
         what = "is a file, expected a folder" if os.path.exists(path) else "no such folder"
@@ -154,9 +149,21 @@ def _storage(path: str, split: str):
                 f"{path}: has no {'training' if name == 'train' else 'validation'} images; looked"
                 f" for {', '.join(tried[:-1])} and {tried[-1]}, put one of them there"
             )
+    place = places[split]
+    found = _index(place, split)
+    flat = set(found) == {""} and bool(found[""].names)
     if split == "train":
-        return _train(places["train"])
-    return _val(places["val"], _class_names(places["train"]))
+        _check_classes(place, found)
+        class_names = sorted(found)
+    else:
+        class_names = _class_names(places["train"])
+        if flat:
+            found = _by_ground_truth(place, found[""])
+        _check_classes(place, found)
+        _check_known(place, sorted(found), class_names)
+    if os.path.isfile(place):
+        return _ArchiveStorage(place, split, class_names, found)
+    return _FolderStorage(place, split, class_names, found, flat)
 
 
 def _place(path: str, split: str) -> str:
@@ -185,85 +192,40 @@ def _tfds_folder(path: str) -> Path:
     return found[0]
 
 
-def _train(place: str):
+def _index(place: str, split: str) -> dict[str, Members]:
+    """The images of a folder or an archive by class; "" stands for no class."""
     if os.path.isfile(place):
-        found = imagenet_archives.index_archive(place, _is_image, _FOLDERS["train"])
-        if "" in found:
-            name = found[""].names[0]
-            raise DataError(
-                f"{place}: holds {name!r} outside of a class; expected CLASS/NAME.jpg, or a"
-                " CLASS.tar of each class; pack the archive anew"
-            )
-        return _ArchiveStorage(place, "train", _sorted_classes(place, found), found)
-    class_names = _class_names(place)
-    return _class_folders(place, "train", class_names, class_names)
-
-
-def _val(place: str, class_names: tuple[str, ...]):
-    if os.path.isfile(place):
-        found = imagenet_archives.index_archive(place, _is_image, _FOLDERS["val"])
-        if set(found) == {""}:
-            found = _by_ground_truth(place, found[""], class_names)
-        elif "" in found:
-            name = found[""].names[0]
-            raise DataError(f"{place}: holds {name!r} outside of a class; pack the archive anew")
-        _check_known(place, sorted(found), class_names)
-        _sorted_classes(place, found)
-        return _ArchiveStorage(place, "val", class_names, found)
+        return imagenet_archives.index_archive(place, _FOLDERS[split])
     folders = _subfolders(place)
-    if folders:
-        _check_known(place, folders, class_names)
-        return _class_folders(place, "val", class_names, folders)
-    files = Members(_images(place))
-    if not files.names:
-        raise DataError(f"{place}: holds no class folder and no {', '.join(SUFFIXES)} file")
-    found = _by_ground_truth(place, files, class_names)
-    return _FolderStorage(place, "val", class_names, found, flat=True)
+    if not folders:
+        return {"": Members(_images(place))}
+    with ThreadPoolExecutor(_THREADS) as pool:
+        names = pool.map(lambda folder: _images(os.path.join(place, folder)), folders)
+        return dict(zip(folders, map(Members, names), strict=True))
 
 
-def _class_names(place: str) -> tuple[str, ...]:
-    """The classes of the training set; DataError where there is none."""
+def _check_classes(place: str, found: dict[str, Members]) -> None:
+    """DataError where there is no class, an image outside of one, or a class without images."""
+    if "" in found and found[""].names:
+        raise DataError(f"{place}: holds {found[''].names[0]!r} outside of a class; {_EXPECTED}")
+    empty = next((name for name in sorted(found) if not found[name].names), "")
+    if empty or not any(found):
+        where = f", class {empty}" if empty else ""
+        raise DataError(f"{place}{where}: holds no {', '.join(SUFFIXES)} file; {_EXPECTED}")
+
+
+def _class_names(place: str) -> list[str]:
+    """The classes of the training set, without a look at its images."""
     if os.path.isfile(place):
-        names = imagenet_archives.class_names(place, _is_image, _FOLDERS["train"])
-        names = [name for name in names if name]
-        what = "no class; expected members CLASS/NAME.jpg, or a CLASS.tar of each class"
+        names = imagenet_archives.class_names(place, _FOLDERS["train"])
     else:
         names = _subfolders(place)
-        what = "no class folder; expected train/CLASS/*.jpg"
-    if not names:
-        raise DataError(f"{place}: holds {what}")
-    return tuple(names)
+    if not any(names):
+        raise DataError(f"{place}: holds no class; {_EXPECTED}")
+    return [name for name in names if name]
 
 
-def _sorted_classes(place: str, found: dict) -> tuple[str, ...]:
-    """The classes of an archive; DataError where there are none or one is empty."""
-    if not found:
-        raise DataError(f"{place}: holds no {', '.join(SUFFIXES)} file; fetch or pack it again")
-    for name in sorted(found):
-        if not found[name].names:
-            raise DataError(
-                f"{place}: {name}.tar holds no {', '.join(SUFFIXES)} file; fetch it again"
-            )
-    return tuple(sorted(found))
-
-
-def _class_folders(place: str, split: str, class_names, folders):
-    def images(name):
-        folder = os.path.join(place, name)
-        found = _images(folder)
-        if not found:
-            raise DataError(
-                f"{folder}: the class folder holds no {', '.join(SUFFIXES)} file; put the images of"
-                " the class there or remove the folder"
-            )
-        return Members(found)
-
-    with ThreadPoolExecutor(_THREADS) as pool:
-        found = dict(zip(folders, pool.map(images, folders), strict=True))
-    return _FolderStorage(place, split, class_names, found)
-
-
-def _check_known(place: str, found: list[str], class_names: tuple[str, ...]) -> None:
+def _check_known(place: str, found: list[str], class_names: list[str]) -> None:
     known = set(class_names)
     if unknown := [name for name in found if name not in known]:
         more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
@@ -274,7 +236,7 @@ def _check_known(place: str, found: list[str], class_names: tuple[str, ...]) -> 
         )
 
 
-def _by_ground_truth(place: str, files: Members, class_names) -> dict[str, Members]:
+def _by_ground_truth(place: str, files: Members) -> dict[str, Members]:
     """Flat validation images sorted into their classes."""
     wnids = imagenet_archives.ground_truth(os.path.dirname(place))
     if len(wnids) != len(files.names):
@@ -282,7 +244,6 @@ def _by_ground_truth(place: str, files: Members, class_names) -> dict[str, Membe
             f"{place}: holds {len(files.names)} validation images where the development kit's"
             f" ground truth has {len(wnids)}; fetch the images again"
         )
-    _check_known(place, sorted(set(wnids)), class_names)
     places = {}
     for position, wnid in enumerate(wnids):
         places.setdefault(wnid, []).append(position)
@@ -302,11 +263,7 @@ def _subfolders(folder: str) -> list[str]:
 
 def _images(folder: str) -> list[str]:
     with os.scandir(folder) as entries:  # entries know their type, without a `stat` per file
-        return sorted(entry.name for entry in entries if _is_image(entry.name) and entry.is_file())
-
-
-def _is_image(name: str) -> bool:
-    return name.lower().endswith(SUFFIXES) and not name.startswith(".")
+        return sorted(entry.name for entry in entries if is_image(entry.name) and entry.is_file())
 
 
 class _Storage:
@@ -317,10 +274,13 @@ class _Storage:
     def __init__(self, place: str, split: str, class_names, found: dict[str, Members]):
         self.class_names = tuple(class_names)
         members = [found.get(name, Members([])) for name in class_names]
-        names = [own.names for own in members]
-        self.labels = np.repeat(np.arange(len(names)), list(map(len, names)))
+        names = [name for own in members for name in own.names]
+        self.labels = np.repeat(np.arange(len(members)), [len(own.names) for own in members])
         self._place, self._split = place, split
-        self._names = _Names(list(itertools.chain(*names)))
+        # as Python strings, ImageNet's would take 100 MB
+        self._names = np.array(
+            [name.encode("utf-8", "surrogateescape") for name in names], np.bytes_
+        )
         self._offsets = np.concatenate([own.offsets for own in members])
         self._sizes = np.concatenate([own.sizes for own in members])
 
@@ -329,7 +289,10 @@ class _Storage:
 
     def name(self, index: int) -> str:
         class_name = self.class_names[self.labels[index]]
-        return f"{self._split}/{class_name}/{self._names[index]}"
+        return f"{self._split}/{class_name}/{self._file_name(index)}"
+
+    def _file_name(self, index: int) -> str:
+        return self._names[index].decode("utf-8", "surrogateescape")
 
     def _read(self, index: int) -> bytes:
         raise NotImplementedError
@@ -359,7 +322,7 @@ class _FolderStorage(_Storage):
 
     def _path(self, index: int) -> str:
         folder = "" if self._flat else self.class_names[self.labels[index]]
-        return os.path.join(self._place, folder, self._names[index])
+        return os.path.join(self._place, folder, self._file_name(index))
 
 
 class _ArchiveStorage(_Storage):
@@ -374,7 +337,7 @@ class _ArchiveStorage(_Storage):
     def _read(self, index: int) -> bytes:
         offset, size = int(self._offsets[index]), int(self._sizes[index])
         with one_sentence(self._place):
-            data = os.pread(self._file.descriptor(), size, offset)
+            data = os.pread(self._file.fileno(), size, offset)
         if len(data) < size:
             raise DataError(
                 f"{self._place}: is cut short, {self.name(index)} cannot be read; fetch it again"
@@ -383,40 +346,15 @@ class _ArchiveStorage(_Storage):
 
     def stamp(self, index: int) -> FileStamp:
         with one_sentence(self._place):
-            status = os.fstat(self._file.descriptor())
+            status = os.fstat(self._file.fileno())
             return FileStamp(int(self._sizes[index]), status.st_mtime_ns)
 
 
-class _SharedFile:
-    """A file descriptor for `pread` by all threads; opened when needed, not pickled."""
-
-    def __init__(self, path: str):
-        self._path = path
-        self._descriptor = None
-        self._lock = threading.Lock()
-
-    def descriptor(self) -> int:
-        with self._lock:
-            if self._descriptor is None:
-                self._descriptor = os.open(self._path, os.O_RDONLY)
-            return self._descriptor
+class _SharedFile(io.FileIO):
+    """A file for `pread` by all threads; another process that unpickles it opens it again."""
 
     def __del__(self):
-        if self._descriptor is not None:
-            os.close(self._descriptor)
+        self.close()
 
     def __reduce__(self):
-        return _SharedFile, (self._path,)
-
-
-class _Names:
-    """Many names in one block of bytes: as Python strings, ImageNet's would take 100 MB."""
-
-    def __init__(self, names: list[str]):
-        block = "".join(f"{name}\0" for name in names).encode("utf-8", "surrogateescape")
-        self._block = block
-        self._ends = np.flatnonzero(np.frombuffer(block, np.uint8) == 0)
-
-    def __getitem__(self, index: int) -> str:
-        start = int(self._ends[index - 1]) + 1 if index else 0
-        return self._block[start : int(self._ends[index])].decode("utf-8", "surrogateescape")
+        return _SharedFile, (self.name,)

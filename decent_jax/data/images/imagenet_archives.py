@@ -9,8 +9,7 @@ import io
 import os
 import re
 import tarfile
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +20,7 @@ from decent_jax.data.reading import one_sentence, read_at_most
 from decent_jax.errors import DataError
 
 DEVKIT = "ILSVRC2012_devkit_t12"
+SUFFIXES = (".jpg", ".jpeg", ".png")
 
 _BLOCK = 512
 _LONGEST_NAME = 1 << 16  # bytes
@@ -39,16 +39,18 @@ class Members(NamedTuple):
     sizes: np.ndarray = np.zeros(0, np.int64)  # (files,)
 
 
-def index_archive(
-    path: str | Path, wanted: Callable[[str], bool], folders: tuple[str, ...]
-) -> dict[str, Members]:
-    """The files in an archive, by class.
+def is_image(name: str) -> bool:
+    """Whether a file of this name is an image, and not a hidden one."""
+    return name.lower().endswith(SUFFIXES) and not name.startswith(".")
+
+
+def index_archive(path: str | Path, folders: tuple[str, ...]) -> dict[str, Members]:
+    """The images in an archive, by class.
 
     Args:
       path: an uncompressed tar file with members `CLASS/NAME`, or `FOLDER/CLASS/NAME` with one of
         `folders`, or `CLASS.tar` which holds members `NAME`, or `NAME` alone, which then have the
         class `""`.
-      wanted: decides by a file's name whether to list it.
       folders: names of folders above the classes.
 
     Raises:
@@ -57,7 +59,7 @@ def index_archive(
     found: dict[str, dict[str, tuple[int, int]]] = {}
     nested = []
     with _opened(path) as fd:
-        for class_name, name, offset, size in _top_level(fd, path, wanted, folders):
+        for class_name, name, offset, size in _top_level(fd, path, folders):
             if name is None:
                 nested.append((class_name, offset, size))
             else:
@@ -67,7 +69,7 @@ def index_archive(
             class_name, offset, size = archive
             walk = _walk(fd, offset, offset + size, f"{path}, {class_name}.tar")
             files = ((_parts(name)[-1], *place) for name, *place in walk)
-            return class_name, _members({name: place for name, *place in files if wanted(name)})
+            return class_name, _members({name: place for name, *place in files if is_image(name)})
 
         with ThreadPoolExecutor(_THREADS) as pool:
             return {name: _members(files) for name, files in found.items()} | dict(
@@ -75,12 +77,10 @@ def index_archive(
             )
 
 
-def class_names(
-    path: str | Path, wanted: Callable[[str], bool], folders: tuple[str, ...]
-) -> list[str]:
+def class_names(path: str | Path, folders: tuple[str, ...]) -> list[str]:
     """The sorted names of the classes in an archive; quick for a tar with one tar per class."""
     with _opened(path) as fd:
-        return sorted({member[0] for member in _top_level(fd, path, wanted, folders)})
+        return sorted({member[0] for member in _top_level(fd, path, folders)})
 
 
 def ground_truth(folder: str | Path) -> list[str]:
@@ -109,7 +109,7 @@ def ground_truth(folder: str | Path) -> list[str]:
         ) from None
 
 
-def _top_level(fd: int, path, wanted, folders) -> Iterator[tuple[str, str | None, int, int]]:
+def _top_level(fd: int, path, folders) -> Iterator[tuple[str, str | None, int, int]]:
     """(class, name, offset, size) of the members; of a nested archive the name is None."""
     for member, offset, size in _walk(fd, 0, os.fstat(fd).st_size, str(path)):
         *above, name = _parts(member)
@@ -117,7 +117,7 @@ def _top_level(fd: int, path, wanted, folders) -> Iterator[tuple[str, str | None
             above = above[1:]
         if not above and name.endswith(".tar") and not name.startswith("."):
             yield name.removesuffix(".tar"), None, offset, size
-        elif wanted(name):
+        elif is_image(name):
             if len(above) > 1:
                 raise DataError(
                     f"{path}: {member!r} lies too deep, expected CLASS/NAME; pack the archive anew"
@@ -202,23 +202,17 @@ def _devkit_file(folder, name: str) -> tuple[bytes, str]:
     if unpacked.exists():
         with one_sentence(unpacked):
             return unpacked.read_bytes(), str(unpacked)
-    try:
-        with tarfile.open(packed) as archive:
-            place = f"{packed}, {name}"
-            member = archive.extractfile(f"{DEVKIT}/data/{name}")
-            if member is None:
-                raise DataError(f"{place}: is a folder; fetch it again")
-            return read_at_most(member, _LARGEST_TABLE, place), place
-    except FileNotFoundError:
+    if not packed.exists():
         raise DataError(
             f"{folder}: its validation images are not in class folders, so their classes are read"
             f" from ImageNet's development kit; put {DEVKIT}.tar.gz, or what it holds as"
             f" {DEVKIT}/, into {folder}"
-        ) from None
-    except KeyError:
-        raise DataError(f"{packed}: holds no {DEVKIT}/data/{name}; fetch it again") from None
-    except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
-        raise DataError(f"{packed}: cannot be read ({error}); fetch it again") from None
+        )
+    with one_sentence(packed), tarfile.open(packed) as archive, contextlib.suppress(KeyError):
+        if member := archive.extractfile(f"{DEVKIT}/data/{name}"):
+            place = f"{packed}, {name}"
+            return read_at_most(member, _LARGEST_TABLE, place), place
+    raise DataError(f"{packed}: holds no file {DEVKIT}/data/{name}; fetch it again")
 
 
 def _wnids(meta: bytes, where: str) -> dict[int, str]:

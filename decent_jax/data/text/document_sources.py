@@ -9,7 +9,6 @@ each run is [index of the name, tokens, separators included], in the order of th
 """
 
 import dataclasses
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -32,31 +31,6 @@ class Sources:
     def of_tokens(self, positions: np.ndarray) -> np.ndarray:
         """int64, of the shape of `positions`: the source of the tokens there."""
         return self.index[np.searchsorted(self.ends, positions, side="right")]
-
-
-class SourcesCounter:
-    """Counts tokens by source while documents are written."""
-
-    def __init__(self, splits: Iterable[str]):
-        self._indices: dict[str, int] = {}
-        self._runs: dict[str, list[list[int]]] = {split: [] for split in splits}
-        self._complete = True
-
-    def add(self, split: str, source: str | None, tokens: int) -> None:
-        """Counts a document; one without a source makes the record incomplete."""
-        if source is None:
-            self._complete = False
-            return
-        index = self._indices.setdefault(source, len(self._indices))
-        runs = self._runs[split]
-        if runs and runs[-1][0] == index:
-            runs[-1][1] += tokens
-        else:
-            runs.append([index, tokens])
-
-    def content(self) -> dict | None:
-        """The content of `sources.json`; None where a document had no source."""
-        return {"names": list(self._indices), "splits": self._runs} if self._complete else None
 
 
 def read(bin_file: str | Path, num_tokens: int) -> Sources:

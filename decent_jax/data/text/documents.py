@@ -8,19 +8,17 @@ one document, is held whole. JSON lines are read by hand: pyarrow's reader canno
 """
 
 import collections
-import contextlib
 import dataclasses
-import gzip
 import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from decent_jax import extras, machine
 from decent_jax.data import tfds_folder
-from decent_jax.data.reading import entries_of, one_sentence, read_at_most, read_line, short
+from decent_jax.data.reading import entries_of, one_sentence, opened, read_at_most, read_line, short
 from decent_jax.errors import DataError
 from decent_jax.json_files import read_json
 from decent_jax.text import shorten, shown
@@ -58,10 +56,10 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Some documents of one source, or of several .txt files.
+    """Some documents of a source, or the one of a .txt file.
 
-    `data` is a list of sources (txt), bytes (jsonl), strings (parquet, arrow) or a range (tfds);
-    `row` is the first line or record, `offset` the first byte, `read` the bytes of progress.
+    `data` is None (txt), bytes (jsonl), strings (parquet, arrow) or a range (tfds); `row` is the
+    first line or record, `offset` the first byte, `read` the bytes of progress.
     """
 
     source: Source
@@ -104,39 +102,18 @@ def find_sources(inputs: Iterable[Path], *, validation: bool = False) -> list[So
 
 def check_source(source: Source, field: str) -> None:
     """Reads the beginning of a source; DataError where its documents cannot be read."""
-    with one_sentence(source.path):
-        if source.kind == "txt":
-            with open(source.path, "rb"):
-                pass
-        elif source.kind == "tfds":
-            _check_feature(source.path, field)
-            count = len(tfds_folder.records(source.path, source.split))
-            documents(Chunk(source, range(min(count, 1)), 0), field)
-        elif source.kind == "parquet":
-            _parquet(source.path, field).close()
-        elif source.kind == "arrow":
-            with _arrow(source.path, field):
-                pass
-        else:
-            with _open(source.path) as (file, _):
-                line = read_line(file, LONGEST_LINE, f"{source.path}, line 1")
-            documents(Chunk(source, line, 0, row=1), field)
+    if source.kind == "txt":
+        with one_sentence(source.path), open(source.path, "rb"):
+            return
+    for chunk in itertools.islice(chunks([source], field), 1):
+        documents(chunk, field)
 
 
 def chunks(sources: list[Source], field: str) -> Iterator[Chunk]:
     """The documents of the sources, in order."""
-    group: list[Source] = []  # .txt files, which are often small
     for source in sources:
-        if source.kind == "txt":
-            group.append(source)
-            if len(group) < ROWS and sum(s.size for s in group) < CHUNK_BYTES:
-                continue
-        yield from _text_chunk(group)
-        group = []
-        if source.kind != "txt":
-            with one_sentence(source.path):
-                yield from _CHUNKERS[source.kind](source, field)
-    yield from _text_chunk(group)
+        with one_sentence(source.path):
+            yield from _CHUNKERS[source.kind](source, field)
 
 
 def documents(chunk: Chunk, field: str) -> list[str]:
@@ -144,7 +121,9 @@ def documents(chunk: Chunk, field: str) -> list[str]:
     path = chunk.source.path
     with one_sentence(path):
         if chunk.source.kind == "txt":
-            return [_read_text(source.path) for source in chunk.data]
+            with opened(path) as (file, _):
+                text = _decode(read_at_most(file, _most_text(), path), path, 0)
+            return [text.removeprefix("\ufeff")]
         if chunk.source.kind == "jsonl":
             text = _decode(chunk.data, path, chunk.offset).removeprefix("\ufeff")
             lines = enumerate(text.split("\n"), chunk.row)
@@ -159,11 +138,6 @@ def documents(chunk: Chunk, field: str) -> list[str]:
             _decode(record[field], f"{path}, record {i}", 0)
             for i, record in zip(chunk.data, records, strict=True)
         ]
-
-
-def document_sources(chunk: Chunk) -> Iterable[Source]:
-    """The source of each document of a chunk, in order; may go on after the last document."""
-    return chunk.data if chunk.source.kind == "txt" else itertools.repeat(chunk.source)
 
 
 def distinct_names(sources: list[Source]) -> dict[Source, str]:
@@ -241,16 +215,16 @@ def _split_of(folder: Path, splits: Iterable[str], validation: bool) -> str:
     return split
 
 
-def _text_chunk(group: list[Source]) -> Iterator[Chunk]:
-    if group:
-        yield Chunk(group[0], group, sum(source.size for source in group))
+def _text_chunk(source: Source, field: str) -> Iterator[Chunk]:
+    yield Chunk(source, None, source.size)
 
 
 def _jsonl_chunks(source: Source, field: str) -> Iterator[Chunk]:
     row, offset, read = 1, 0, 0
-    with _open(source.path) as (file, raw):
+    with opened(source.path) as (file, raw):
         while block := file.read(CHUNK_BYTES):
-            block += read_line(file, LONGEST_LINE, f"{source.path}, after line {row}")
+            line = row + block.count(b"\n")
+            block += read_line(file, LONGEST_LINE, f"{source.path}, line {line}")
             yield Chunk(source, block, raw.tell() - read, row, offset)
             row += block.count(b"\n")
             offset += len(block)
@@ -262,9 +236,7 @@ def _row_chunks(source: Source, field: str) -> Iterator[Chunk]:
     extras.need("text", "pyarrow")
     import pyarrow as pa
 
-    columns, damage = _arrow_columns, (pa.ArrowException, OSError)
-    if source.kind == "parquet":  # whose OSError names what its codec says
-        columns, damage = _parquet_columns, (pa.ArrowException,)
+    columns = {"parquet": _parquet_columns, "arrow": _arrow_columns}[source.kind]
     row = read = 0
     try:
         for column, end in columns(source, field):
@@ -273,32 +245,45 @@ def _row_chunks(source: Source, field: str) -> Iterator[Chunk]:
                 row, read = row + len(part), end
     except UnicodeDecodeError:
         raise DataError(f"{source.path}: invalid UTF-8 after row {row}") from None
-    except damage as error:
-        raise DataError(f"{source.path}: damaged after row {row} ({short(error)})") from None
+    except (pa.ArrowException, OSError) as error:
+        place = f"{source.path}: cannot be read after row {row}"
+        raise DataError(f"{place} ({short(error)})") from None
 
 
 def _parquet_columns(source: Source, field: str) -> Iterator[tuple[Any, int]]:
+    """Up to `ROWS` rows at once, but few of long texts, which this machine has to hold."""
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(source.path) as file:
+        _check_column(source.path, file.schema_arrow, field)
+        found = _columns(file.metadata, field)
+    sizes = [column.total_uncompressed_size / max(column.num_values, 1) for column in found]
+    rows = max(min(int(_most_text() / _COPIES / max([1, *sizes])), ROWS), 1)
+    encodings = str([column.encodings for column in found])
+    # Texts that many rows share take their place once, until `_parts` cuts the rows.
+    shared = "DICTIONARY" in encodings and "DELTA" not in encodings  # which Arrow cannot mix
     row = 0
-    with contextlib.closing(_parquet(source.path, field)) as file:
-        rows = _rows_at_once(file.metadata, field)
+    with pq.ParquetFile(source.path, read_dictionary=[field] if shared else None) as file:
         for batch in file.iter_batches(batch_size=rows, columns=[field]):
             row += len(batch)
             yield batch.column(0), source.size * row // file.metadata.num_rows
 
 
 def _arrow_columns(source: Source, field: str) -> Iterator[tuple[Any, int]]:
-    """One per batch of the file: ``datasets`` writes a thousand rows into each."""
-    with _arrow(source.path, field) as batches:
-        for batch, end in batches:
+    """Of a file of either format, one per batch: ``datasets`` writes a thousand rows into each."""
+    import pyarrow as pa
+
+    with open(source.path, "rb") as raw:
+        is_stream = raw.read(6) != b"ARROW1"
+        raw.seek(0)
+        reader = pa.ipc.open_stream(raw) if is_stream else pa.ipc.open_file(raw)
+        _check_column(source.path, reader.schema, field)
+        count = 0 if is_stream else reader.num_record_batches
+        batches = reader if is_stream else map(reader.get_batch, range(count))
+        for number, batch in enumerate(batches, 1):
             batch.column(field).validate(full=True)  # offsets beyond the end crash Arrow
+            end = raw.tell() if is_stream else source.size * number // count
             yield batch.column(field), end
-
-
-def _rows_at_once(metadata: Any, field: str) -> int:
-    """Rows of a parquet file that this machine can hold, up to `ROWS`: few of long texts."""
-    columns = _columns(metadata, field)
-    sizes = [column.total_uncompressed_size / max(column.num_values, 1) for column in columns]
-    return max(min(int(_most_text() / _COPIES / max([1, *sizes])), ROWS), 1)
 
 
 def _columns(metadata: Any, field: str) -> list[Any]:
@@ -321,6 +306,7 @@ def _parts(column: Any) -> list[Any]:
 
 
 def _tfds_chunks(source: Source, field: str) -> Iterator[Chunk]:
+    _check_feature(source.path, field)
     total = len(tfds_folder.records(source.path, source.split))
     for row in range(0, total, ROWS):
         stop = min(row + ROWS, total)
@@ -329,27 +315,12 @@ def _tfds_chunks(source: Source, field: str) -> Iterator[Chunk]:
 
 
 _CHUNKERS = {
+    "txt": _text_chunk,
     "jsonl": _jsonl_chunks,
     "parquet": _row_chunks,
     "arrow": _row_chunks,
     "tfds": _tfds_chunks,
 }
-
-
-@contextlib.contextmanager
-def _open(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """`with _open(path) as (file, raw)`: the bytes, unpacked from a .gz, and the file itself."""
-    with open(path, "rb") as raw:
-        if path.name.lower().endswith(".gz"):
-            with gzip.open(raw) as file:
-                yield file, raw  # type: ignore
-        else:
-            yield raw, raw
-
-
-def _read_text(path: Path) -> str:
-    with one_sentence(path), _open(path) as (file, _):
-        return _decode(read_at_most(file, _most_text(), path), path, 0).removeprefix("\ufeff")
 
 
 def _most_text() -> int:
@@ -384,43 +355,6 @@ def _json_text(line: str, path: Path, row: int, field: str) -> str:
 def _lacks(place: Path | str, kind: str, field: str, names: Iterable[str]) -> DataError:
     found = shorten(", ".join(map(repr, names)) or f"no {kind}", 100)
     return DataError(f"{place}: no {kind} {shown(field)}, only {found}; see --text_field")
-
-
-def _parquet(path: Path, field: str):
-    extras.need("text", "pyarrow")
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path) as file:
-            _check_column(path, file.schema_arrow, field)
-            encodings = str([column.encodings for column in _columns(file.metadata, field)])
-        # Texts that many rows share take their place once, until `_parts` cuts the rows.
-        shared = "DICTIONARY" in encodings and "DELTA" not in encodings  # which Arrow cannot mix
-        return pq.ParquetFile(path, read_dictionary=[field] if shared else None)
-    except pa.ArrowException as error:
-        raise DataError(f"{path}: not a readable parquet file ({short(error)})") from None
-
-
-@contextlib.contextmanager
-def _arrow(path: Path, field: str) -> Iterator[Iterable[tuple[Any, int]]]:
-    """The record batches of an Arrow file, of either format, each with the byte where it ends."""
-    extras.need("text", "pyarrow")
-    import pyarrow as pa
-
-    with open(path, "rb") as raw:
-        try:
-            is_stream = raw.read(6) != b"ARROW1"
-            raw.seek(0)
-            reader = pa.ipc.open_stream(raw) if is_stream else pa.ipc.open_file(raw)
-        except pa.ArrowException as error:
-            raise DataError(f"{path}: not a readable Arrow file ({short(error)})") from None
-        _check_column(path, reader.schema, field)
-        if is_stream:
-            yield ((batch, raw.tell()) for batch in reader)
-        else:
-            count, size = reader.num_record_batches, path.stat().st_size
-            yield ((reader.get_batch(i), size * (i + 1) // count) for i in range(count))
 
 
 def _check_column(path: Path, schema: Any, field: str) -> None:

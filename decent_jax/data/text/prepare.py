@@ -9,7 +9,6 @@ import argparse
 import functools
 import hashlib
 import itertools
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from decent_jax.data import worker_pool
-from decent_jax.data.prepared_folder import check_out, sha256_files
+from decent_jax.data.prepared_folder import sha256_files
 from decent_jax.data.text import documents, tokenizers
 from decent_jax.data.text.documents import Chunk, Source
-from decent_jax.data.text.token_folder import KIND, SPLITS, TokenFolderWriter
+from decent_jax.data.text.token_folder import SPLITS, TokenFolderWriter
 from decent_jax.data.text.tokenizers import Tokenizer
 from decent_jax.errors import DataError
 from decent_jax.progress import progress_bar
@@ -74,7 +73,6 @@ def prepare(
         raise DataError("no input given")
     if not 0 < val_fraction < 1:
         raise DataError(f"val_fraction must lie between 0 and 1, got {val_fraction}")
-    check_out(Path(os.path.abspath(out)), KIND, overwrite=overwrite)
     codec = tokenizers.load(tokenizer, tokenizer_path)
     sources = documents.find_sources(inputs)
     val_sources = documents.find_sources(val_inputs, validation=True)
@@ -92,14 +90,13 @@ def prepare(
     work = functools.partial(_work, tokenizer=codec, field=text_field, seed=seed)
     with (
         TokenFolderWriter(out, codec, overwrite=overwrite) as writer,
-        worker_pool.results(work, chunks, workers) as results,
+        worker_pool.results(work, _tasks(chunks), workers) as results,
         progress_bar(total, progress, unit="B", unit_scale=True, desc="tokenizing") as bar,
     ):
-        for chunk, (digests, tokens, cuts) in results:
-            role = "val" if chunk.source in held_out else "train"
-            bar.update(chunk.read)
-            origins, parts = documents.document_sources(chunk), np.split(tokens, cuts)
-            for source, digest, ids in zip(origins, digests, parts, strict=False):
+        for task, encoded in results:
+            bar.update(sum(chunk.read for chunk in task))
+            for source, digest, ids in encoded:
+                role = "val" if source in held_out else "train"
                 for split, part in split_of(digest, ids, role):
                     writer.add(split, part, names[source])
         _check_counts(writer.documents, val_fraction, bool(val_sources))
@@ -145,19 +142,31 @@ class _Splitter:
         return [("val" if draw < self._val_fraction else "train", ids)]
 
 
+def _tasks(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
+    """The chunks, those of small files together."""
+    task: list[Chunk] = []
+    for chunk in chunks:
+        task.append(chunk)
+        size = sum(chunk.read for chunk in task)
+        if chunk.source.kind != "txt" or size >= documents.CHUNK_BYTES or len(task) == 256:
+            yield task
+            task = []
+    if task:
+        yield task
+
+
 def _work(
-    chunk: Chunk, *, tokenizer: Tokenizer, field: str, seed: int
-) -> tuple[list[bytes], np.ndarray, np.ndarray]:
-    """Of a chunk: a digest of each document, all tokens end to end, and where to cut them."""
-    digests, encoded = [], [np.zeros(0, tokenizer.dtype)]
-    for text in documents.documents(chunk, field):
-        # as the bytes tokenizer does, so that the split is the same for all tokenizers
-        text = tokenizers.valid_unicode(text.replace("\0", ""))
-        digest = hashlib.blake2b(text.encode(), digest_size=16, key=str(seed).encode()[:64])
-        digests.append(digest.digest())
-        encoded.append(tokenizer.encode(text))
-    ends = np.cumsum([len(ids) for ids in encoded[1:]], dtype=np.int64)
-    return digests, np.concatenate(encoded), ends[:-1]
+    task: list[Chunk], *, tokenizer: Tokenizer, field: str, seed: int
+) -> list[tuple[Source, bytes, np.ndarray]]:
+    """The source, a digest and the ids of each document."""
+    encoded = []
+    for chunk in task:
+        for text in documents.documents(chunk, field):
+            # as the bytes tokenizer does, so that the split is the same for all tokenizers
+            text = tokenizers.valid_unicode(text.replace("\0", ""))
+            digest = hashlib.blake2b(text.encode(), digest_size=16, key=str(seed).encode()[:64])
+            encoded.append((chunk.source, digest.digest(), tokenizer.encode(text)))
+    return encoded
 
 
 def _paths(given: str | Path | Iterable[str | Path]) -> list[Path]:

@@ -24,7 +24,6 @@ from decent_jax.errors import DataError
 KIND = Kind(
     "text",
     "decent_jax tokens 1",
-    "prepared folder",
     beside=r"encoder\.json|vocab\.bpe|tokenizer\.json",
     draft=r"(train|val)\.bin|sources\.json",
 )
@@ -51,8 +50,6 @@ class TokenWindows:
     """
 
     def __init__(self, path: str | Path, seq_len: int):
-        if seq_len < 1:
-            raise ValueError(f"seq_len must be at least 1, got {seq_len}")
         self.path = str(path)
         self.seq_len = int(seq_len)
         self._tokens = _memmap(self.path)
@@ -136,19 +133,23 @@ class TokenFolderWriter(Draft):
         self._tokenizer = tokenizer
         tokenizer.save_files(self.folder)
         self._largest: dict[str, int] = dict.fromkeys(SPLITS, 0)
-        self._sources = document_sources.SourcesCounter(SPLITS)
+        self._names: dict[str, int] = {}  # of sources
+        self._runs: dict[str, list[list[int]]] = {split: [] for split in SPLITS}
         self.documents: dict[str, int] = dict.fromkeys(SPLITS, 0)
         self.tokens: dict[str, int] = dict.fromkeys(SPLITS, 0)  # separators included
 
-    def add(self, split: str, ids: np.ndarray, source: str | None = None) -> None:
+    def add(self, split: str, ids: np.ndarray, source: str) -> None:
         """Appends one document, integer ids of shape (tokens,) without a separator.
 
-        `source` names where it comes from; `sources.json` is written if all documents have one.
+        `source` names where it comes from, for `sources.json`.
         """
         self.append(
             f"{split}.bin", ids.astype(self._tokenizer.dtype, copy=False).tobytes() + self._end
         )
-        self._sources.add(split, source, len(ids) + 1)
+        index, runs = self._names.setdefault(source, len(self._names)), self._runs[split]
+        if not runs or runs[-1][0] != index:
+            runs.append([index, 0])
+        runs[-1][1] += len(ids) + 1
         self.documents[split] += 1
         self.tokens[split] += len(ids) + 1
         largest = int(ids.max(initial=self._tokenizer.end_of_text))
@@ -168,26 +169,20 @@ class TokenFolderWriter(Draft):
                 **self.close(f"{split}.bin"),
                 "largest_id": self._largest[split],
             }
+        content = {"names": list(self._names), "splits": self._runs}
+        self.append(document_sources.FILE, f"{json.dumps(content)}\n".encode())
+        sources = self.close(document_sources.FILE)
         manifest = {
             "format": KIND.format,
             "dtype": f"{self._tokenizer.dtype.name}, little-endian",
             "tokenizer": self._tokenizer.to_json(),
             "splits": splits,
-            **self._write_sources(),
+            "sources": {"file": sources["file"], "sha256": sources["sha256"]},
             **entries,
             "versions": prepared_folder.versions("numpy"),
         }
         self.publish(manifest)
         return manifest
-
-    def _write_sources(self) -> dict:
-        """The entry of the manifest."""
-        content = self._sources.content()
-        if content is None:
-            return {}
-        self.append(document_sources.FILE, f"{json.dumps(content)}\n".encode())
-        entry = self.close(document_sources.FILE)
-        return {"sources": {"file": entry["file"], "sha256": entry["sha256"]}}
 
 
 def _memmap(path: str | Path) -> np.ndarray:

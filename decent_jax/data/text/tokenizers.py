@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from decent_jax import extras
-from decent_jax.data.reading import entries_of, one_sentence
+from decent_jax.data.reading import entries_of
 from decent_jax.errors import DataError
 from decent_jax.json_files import read_bytes, read_json
 
@@ -233,17 +233,13 @@ def checked_ids(ids: Iterable[int], vocab_size: int) -> np.ndarray:
 
 
 def _read(folder: Path) -> dict[str, bytes]:
-    if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder; it should hold encoder.json and vocab.bpe")
-    files = {}
-    for name in GPT2_FILES:
-        if not (folder / name).exists():
-            raise DataError(
-                f"{folder}: holds no {name}; the gpt2 tokenizer needs encoder.json and vocab.bpe"
-            )
-        with one_sentence(folder / name):
-            files[name] = read_bytes(folder / name)
-    return files
+    try:
+        return {name: read_bytes(folder / name) for name in GPT2_FILES}
+    except OSError as error:
+        raise DataError(
+            f"{error.filename}: cannot be read ({error.strerror}); the gpt2 tokenizer needs"
+            " encoder.json and vocab.bpe"
+        ) from None
 
 
 def _download() -> dict[str, bytes]:
@@ -270,12 +266,12 @@ def _mergeable_ranks(files: dict[str, bytes]) -> dict[bytes, int]:
         encoder.pop("<|endoftext|>", None)
         ranks = {bytes(byte_of[c] for c in token): rank for token, rank in encoder.items()}
         lines = files["vocab.bpe"].decode().split("\n")[1:-1]
-        merges = [bytes(byte_of[c] for c in line if c != " ") for line in lines]
+        tokens = [bytes([b]) for b in printable + rest]
+        tokens += [bytes(byte_of[c] for c in line if c != " ") for line in lines]
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        raise DataError("encoder.json or vocab.bpe is damaged, or not GPT-2's") from None
-    singles = [bytes([b]) for b in printable + rest]
-    if ranks != {token: rank for rank, token in enumerate(singles + merges)}:
-        raise DataError("encoder.json and vocab.bpe do not belong together, or are not GPT-2's")
-    if len(ranks) != 50256:
-        raise DataError(f"encoder.json has {len(ranks) + 1} tokens; GPT-2's has 50257")
+        ranks, tokens = {}, []
+    if len(tokens) != 50256 or ranks != {token: rank for rank, token in enumerate(tokens)}:
+        raise DataError(
+            "encoder.json or vocab.bpe is damaged or not GPT-2's, or they do not belong together"
+        )
     return ranks

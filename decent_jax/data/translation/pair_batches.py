@@ -57,9 +57,6 @@ class TokenBatches:
       shapes: the `Shape` of every bucket, the smallest first.
       steps_per_epoch: the same for every epoch.
       padding_fraction: the share of padding in all blocks of an epoch.
-
-    Raises:
-      ValueError: no pairs, lengths below 1, or arguments below 1 (`seed`: 0).
     """
 
     def __init__(
@@ -73,19 +70,6 @@ class TokenBatches:
         shuffle: bool = True,
     ):
         lengths = np.asarray(lengths)
-        integers = np.issubdtype(lengths.dtype, np.integer)
-        if lengths.ndim != 2 or lengths.shape[1] != 2 or not integers:
-            raise ValueError(
-                f"lengths must be integers of shape (N, 2), got {lengths.dtype} {lengths.shape}"
-            )
-        if not len(lengths) or lengths.min() < 1:
-            raise ValueError("lengths must be of at least one pair, and each at least 1")
-        sizes = {"tokens": tokens, "num_replicas": num_replicas, "shapes": shapes}
-        for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if seed < 0:
-            raise ValueError(f"seed must be at least 0, got {seed}")
         self.lengths = lengths
         self.num_replicas = num_replicas
         self.seed = seed
@@ -126,8 +110,6 @@ class TokenBatches:
 
     def block(self, step: int, replica: int) -> np.ndarray:
         """The pairs of a replica at a step: (rows,) int64, at the end -1 for empty rows."""
-        if step < 0 or not 0 <= replica < self.num_replicas:
-            raise IndexError(f"step {step} of replica {replica}, of {self.num_replicas} replicas")
         epoch, within = divmod(step, self.steps_per_epoch)
         buckets, places, orders = self._epoch(epoch)
         bucket = buckets[within]

@@ -26,7 +26,6 @@ from decent_jax.errors import DataError
 KIND = Kind(
     "translation",
     "decent_jax translation 1",
-    "prepared translation folder",
     beside=r"vocabulary\.model",
     draft=r"(train|val|test)\.[A-Za-z][A-Za-z0-9_-]*",
 )
@@ -192,8 +191,6 @@ class PairBlocks:
 
     def indices(self, step: int, replica: int) -> np.ndarray:
         """Which pairs a block holds: (R,) int64, -1 for an empty row."""
-        if self.evaluation and step >= self.steps:
-            raise IndexError(f"step {step} of an evaluation of {self.steps}")
         return self.batches.block(step, replica)
 
     def block(self, step: int, replica: int) -> dict[str, np.ndarray]:
@@ -217,10 +214,7 @@ def pad_block(pairs, indices: np.ndarray, source: int, target: int) -> dict[str,
     Args:
       pairs: (source, target) ids by index.
       indices: (R,) integers.
-      source, target: S and T.
-
-    Raises:
-      ValueError: a pair does not fit.
+      source, target: S and T, which hold each pair.
     """
     block = {
         "source": np.zeros((len(indices), source), np.int32),
@@ -230,11 +224,6 @@ def pad_block(pairs, indices: np.ndarray, source: int, target: int) -> dict[str,
     for row, index in enumerate(indices):
         if index >= 0:
             ids = pairs[index]
-            if len(ids[0]) > source or len(ids[1]) + 2 > target:
-                raise ValueError(
-                    f"pair {index} of {len(ids[0])} and {len(ids[1])} + 2 tokens does not fit in"
-                    f" {source} and {target}"
-                )
             block["source"][row, : len(ids[0])] = ids[0]
             block["target"][row, 0] = START
             block["target"][row, 1 : len(ids[1]) + 1] = ids[1]

@@ -10,7 +10,6 @@ import argparse
 import collections
 import functools
 import hashlib
-import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -20,9 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from decent_jax.data import worker_pool
-from decent_jax.data.prepared_folder import check_out, sha256_files
+from decent_jax.data.prepared_folder import sha256_files
 from decent_jax.data.translation import sentence_pairs, subwords
-from decent_jax.data.translation.pair_folder import KIND, TranslationFolderWriter
+from decent_jax.data.translation.pair_folder import TranslationFolderWriter
 from decent_jax.data.translation.sentence_pairs import Block, Source
 from decent_jax.data.translation.subwords import Subwords, normalise
 from decent_jax.errors import DataError
@@ -100,7 +99,6 @@ def prepare(
     inputs = [inputs] if isinstance(inputs, str | Path) else list(inputs)
     _check_arguments(inputs, source_lang, target_lang, val_fraction, test_fraction)
     subwords.check_size(vocab_size)
-    check_out(Path(os.path.abspath(out)), KIND, overwrite=overwrite)
     languages = source_lang, target_lang
     sources = sentence_pairs.find_inputs(inputs, languages, val, test)
     share = _Share(val_fraction, test_fraction, seed)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from decent_jax.data import tfds_folder
-from decent_jax.data.reading import one_sentence, read_at_most, read_line
+from decent_jax.data.reading import one_sentence, opened, read_at_most, read_line
 from decent_jax.errors import DataError
 
 BLOCK_LINES = 5000
@@ -146,27 +146,17 @@ def _folder(path: Path, languages) -> Inputs:
 
 
 def _one(path: Path, languages) -> Source:
-    if path.name.endswith((".tsv", ".tsv.gz")):
-        if not path.exists():
-            raise DataError(f"{path}: no such file")
+    if path.name.endswith((".tsv", ".tsv.gz")) and path.exists():
         return _Table(path)
     sides = _sides(path, languages)
     if len(sides) == 2:
         return _Pair(*(_Side(side) for side in sides))
-    if sides:
-        missing = next(x for x in languages if f".{x}" not in sides[0].suffixes[-2:])
-        raise DataError(f"{path}.{missing}: no such file, nor with .gz, beside {sides[0].name}")
-    for language in languages:
-        for end in (f".{language}", f".{language}.gz"):
-            if path.name.endswith(end) and path.exists():
-                prefix = str(path).removesuffix(end)
-                raise DataError(f"{path}: is one side of the pairs; pass both as {prefix}")
-    if path.exists():
-        raise DataError(
-            f"{path}: not a prefix of parallel files, a .tsv file or, for training, a folder"
-        )
-    names = " or ".join(f"{path}.{language}" for language in languages)
-    raise DataError(f"{path}: no such file or folder, and no {names} either, plain or as .gz")
+    names = " and ".join(f"{path}.{language}" for language in languages)
+    there = f"of these only {sides[0].name}" if sides else "neither"
+    raise DataError(
+        f"{path}: no sentence pairs; expected a .tsv or .tsv.gz, or {names}, plain or as .gz, but"
+        f" {there} is there"
+    )
 
 
 def _sides(prefix: Path, languages) -> list[Path]:
@@ -235,10 +225,7 @@ class _Side:
     def open(self):
         """`with side.open() as (lines, raw)`: an iterator of bytes, and the file on the disk."""
         with contextlib.ExitStack() as stack, one_sentence(self.place):
-            raw = stack.enter_context(open(self.path, "rb"))
-            file = raw
-            if self.path.name.endswith((".gz", ".tgz")):
-                file = stack.enter_context(gzip.GzipFile(fileobj=raw))
+            file, raw = stack.enter_context(opened(self.path))
             if self.member:
                 file = self._find_member(stack, file)
                 if self.member.endswith(".gz"):
