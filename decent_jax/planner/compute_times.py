@@ -24,7 +24,7 @@ from decent_jax.run_folder import read_metrics
 
 # With fewer step times the parameters of a curve say more than a histogram.
 ENOUGH_FOR_EMPIRICAL = 100
-LONGEST_S = 1e5  # of a step: a day
+SHORTEST_S, LONGEST_S = 1e-9, 1e5  # of a step: a cycle of a processor, a day
 
 Shape = int | tuple[int, ...]
 

@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 
 from decent_jax.errors import ConfigError, DataError
-from decent_jax.json_files import read_json
+from decent_jax.json_files import is_real, read_json
 from decent_jax.planner import compute_times, network, predict
 from decent_jax.planner.network import Network
 from decent_jax.planner.runtime import Workload
-from decent_jax.text import shown
 
 FORWARD = 1 / 3  # of forward and backward: the backward pass multiplies twice as often
 
@@ -108,25 +107,15 @@ def workload_of(options: argparse.Namespace, model: Model, compute_share: float 
     )
 
 
-def networks_of(
-    options: argparse.Namespace, model: Model = NO_MODEL, alone: bool = False
-) -> list[Network]:
-    """One for each number of ``--nodes``; without the flag, what the config's replicas need.
-
-    Args:
-      alone: for exactly ``model.num_replicas`` replicas, whatever ``--nodes`` says.
-    """
-    name, n = options.network, model.num_replicas
-    counts: list[int] = []
-    if options.nodes and not alone:
-        counts = counts_of(options.nodes, "--nodes", "machines such as 2 or 2,4,8", 2**20)
-    if name.startswith("dtfm_case") and name in network.PRESETS:
-        whole = network.preset(name, counts[0] if counts else None, options.devices_per_node)
-    elif name in network.PRESETS:
+def networks_of(options: argparse.Namespace, model: Model = NO_MODEL) -> list[Network]:
+    """One for each number of ``--nodes``; without the flag, what the config's replicas need."""
+    name, counts, n = options.network, options.nodes, model.num_replicas
+    if name in network.PRESETS and not name.startswith("dtfm_case"):
         size = options.devices_per_node or model.local_size or 1
-        return [
-            network.preset(name, count, size) for count in counts or [_nodes_for(n, size, name)]
-        ]
+        counts = counts or [_nodes_for(n, size, name)]
+        return [network.preset(name, count, size) for count in counts]
+    if name in network.PRESETS:
+        whole = network.preset(name, counts and counts[0], options.devices_per_node)
     elif Path(name).is_file():
         whole = network.load(name)
     else:
@@ -137,10 +126,10 @@ def networks_of(
     if counts:
         if max(counts) > whole.num_nodes:
             raise ConfigError(
-                f"--nodes {options.nodes}: the network in {name} has {whole.num_nodes} nodes"
+                f"--nodes {max(counts)}: the network in {name} has {whole.num_nodes} nodes"
             )
         return [whole.take(np.flatnonzero(whole.node < count)) for count in counts]
-    if n is None or n == whole.num_devices:
+    if n is None:
         return [whole]
     if n > whole.num_devices:
         raise ConfigError(
@@ -161,45 +150,24 @@ def _nodes_for(num_replicas: int | None, size: int, name: str) -> int:
     return num_replicas // size
 
 
-def counts_of(text: str, flag: str, words: str, most: int) -> list[int]:
-    """Whole numbers from 1 to ``most`` between commas; ``words`` say of what."""
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError:
-        counts = [0]
-    if min(counts) < 1 or max(counts) > most:
-        raise ConfigError(f"{flag} takes numbers of {words}, at most {most}, got {shown(text)}")
-    return counts
-
-
-# Of lists of a number for each device: in words, the least and the most.
-DEVICE_NUMBERS = {
-    "device_memory": ("bytes", 0.0, 1e15),
-    "speeds": ("speeds from 0.001 to 1000", 1e-3, 1e3),
-}
-
-
-def device_numbers(options: argparse.Namespace, name: str, num_devices: int) -> np.ndarray | None:
-    """(n,) the number that the JSON file of a flag has for every device; None without the flag.
+def device_numbers(
+    path: str | None, what: str, least: float, most: float, num_devices: int
+) -> np.ndarray | None:
+    """(n,) the number that a JSON file has for every device; None without a file.
 
     Raises:
       DataError: the file is not a list of as many numbers.
     """
-    path, flag = getattr(options, name), f"--{name}"
     if not path:
         return None
-    words, least, most = DEVICE_NUMBERS[name]
-    try:
-        found = read_json(path)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise DataError(f"{flag} {path}: {error.strerror}") from None
-    numbers = found if isinstance(found, list) else []
-    good = [x for x in numbers if isinstance(x, int | float) and least <= x <= most]
-    if not len(numbers) == len(good) == num_devices:
+    numbers = read_json(path)
+    good = isinstance(numbers, list) and all(is_real(x, least) and x <= most for x in numbers)
+    if not good or len(numbers) != num_devices:
         raise DataError(
-            f"{flag} {path} must be a list of {words}, one number for each of {num_devices} devices"
+            f"{path} must be a list of {what} from {least:g} to {most:g}, one for each of "
+            f"{num_devices} devices"
         )
-    return np.array(good, float)
+    return np.array(numbers, float)
 
 
 def search_of(options: argparse.Namespace) -> dict[str, Any]:
