@@ -215,8 +215,6 @@ def test_fitting_finds_the_constants_that_made_the_rows():
     found = measured.fit(rows, model, {"compute_s": 1.0, "overhead_s": 1.0})
     assert found == pytest.approx({"compute_s": 3.0, "overhead_s": 0.2}, rel=1e-4)
     assert measured.compared(rows[0], 3.52, False)["error"] == pytest.approx(0.1)
-    with pytest.raises(ValueError, match="between 1 and 4 constants"):
-        measured.fit(rows, model, dict.fromkeys("abcde", 1.0))
     with pytest.raises(ValueError, match="cannot be fitted to 1 rows"):
         measured.fit(rows[:1], model, {"compute_s": 1.0, "overhead_s": 1.0})
 

@@ -65,7 +65,7 @@ def test_the_maximum_of_measured_times_by_counting_all_outcomes():
 
 
 @pytest.mark.parametrize(
-    "distribution", [LogNormal(0.2), ShiftedExponential(0.8), Empirical((1.0, 2.0, 4.0))]
+    "distribution", [LogNormal(0.2), ShiftedExponential(0.8), Empirical((0.25, 0.75, 2.0))]
 )
 def test_samples_have_mean_one_their_spread_and_their_maxima(distribution):
     rng = np.random.default_rng(0)
@@ -118,15 +118,9 @@ def test_a_run_folder_is_read_without_its_first_row(tmp_path):
             (lambda times=times: compute_times.fit(times), "at least two positive step times")
             for times in ([], [1.0], [1.0, 0.0], [1.0, math.nan], [1.0, -1.0])
         ),
-        (lambda: LogNormal(0), "sigma"),
-        (lambda: ShiftedExponential(1.0), "shift"),
-        (lambda: Empirical((1.0,)), "at least two"),
         (lambda: workload(forward_s=-1), "forward_s"),
         (lambda: workload(forward_s=0, backward_s=0), "above 0"),
         (lambda: workload(late_bytes=1e12), "late_bytes"),
-        (lambda: Gossip(topology.make("ring", 4), mix_every=0), "mix_every"),
-        (lambda: Gossip(topology.make("ring", 4), combine="before"), "combine"),
-        (lambda: Gossip(topology.make("ring", 4), wire="int4"), "wire"),
         (lambda: workload(slowness=(1.0, 2.0)).factors(4), "2 factors for 4"),
     ],
 )
@@ -170,7 +164,9 @@ def test_all_reduce_simulated_is_the_closed_form(k, collective, j, model_bytes):
 
 def test_all_reduce_waits_for_the_slowest_replica():
     slow = workload(1e3, slowness=(1, 1, 1, 1, 1, 1, 1, 2.0))
-    assert runtime.all_reduce_step_s(cluster(2, 4), slow) == pytest.approx(0.24 + 0.003, 0.02)
+    assert runtime.all_reduce_step_s(cluster(2, 4), slow, AllReduce()) == pytest.approx(
+        0.24 + 0.003, 0.02
+    )
 
 
 # --- gossip -------------------------------------------------------------------------------------
@@ -320,7 +316,5 @@ def test_the_same_seed_gives_the_same_run_and_lengths_are_whole_periods():
     first, second = (simulate(whole, work, algorithm, steps=10, warm_up=1) for _ in range(2))
     np.testing.assert_array_equal(first.ends_s, second.ends_s)
     assert len(first.ends_s) == 12 + 6
-    with pytest.raises(ValueError, match="steps must be at least 1"):
-        simulate(whole, work, algorithm, steps=0)
     with pytest.raises(ValueError, match=r"for 8 replicas.*4 devices"):
         simulate(cluster(1, 4), work, algorithm)

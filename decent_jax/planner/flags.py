@@ -96,7 +96,7 @@ def number(low: float, high: float, kind: type = float) -> Callable[[str], Any]:
         if not low <= value <= high:
             what = "a whole number" if kind is int else "a number"
             raise argparse.ArgumentTypeError(
-                f"must be {what} from {low:g} to {high:g}, got {shown(text)}"
+                f"must be {what} from {low:g} to {high:.7g}, got {shown(text)}"
             )
         return value
 

@@ -62,7 +62,6 @@ def step_s(
     *,
     steps: int = 300,
     warm_up: int = 100,
-    seed: int = 0,
 ) -> float:
     """Expected seconds of a step: in closed form for all-reduce, simulated for gossip.
 
@@ -75,8 +74,7 @@ def step_s(
         return lower
     if isinstance(workload.compute, Constant):  # it settles into a cycle
         steps = warm_up = 4 * algorithm.schedule.period * algorithm.mix_every
-    run = simulator.simulate(network, workload, algorithm, steps=steps, warm_up=warm_up, seed=seed)
-    return run.step_s
+    return simulator.simulate(network, workload, algorithm, steps=steps, warm_up=warm_up).step_s
 
 
 def predict(
@@ -84,14 +82,13 @@ def predict(
     workload: Workload,
     algorithm: Algorithm,
     label: str | None = None,
-    **simulation: int,
 ) -> Prediction:
-    """The step under ``algorithm`` and its parts; ``simulation``: see `step_s`."""
-    total = step_s(network, workload, algorithm, **simulation)
+    """The step under ``algorithm`` and its parts."""
+    total = step_s(network, workload, algorithm)
     steady = total
     if not isinstance(workload.compute, Constant):
         constant = dataclasses.replace(workload, compute=CONSTANT)
-        steady = min(total, step_s(network, constant, algorithm, **simulation))
+        steady = min(total, step_s(network, constant, algorithm))
     slowest = float(np.max(workload.factors(network.num_devices)))
     compute = slowest * workload.compute_s + workload.update_s
     return Prediction(

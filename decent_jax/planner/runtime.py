@@ -132,14 +132,6 @@ class Gossip:
     execution: costs.Execution = "hierarchical"
     bucket_bytes: float = math.inf
 
-    def __post_init__(self) -> None:
-        if self.mix_every < 1:
-            raise ValueError(f"mix_every must be at least 1, got {self.mix_every}")
-        if self.combine not in ("with", "then"):
-            raise ValueError(f"combine must be 'with' or 'then', got {self.combine!r}")
-        if self.wire not in WIRE_BYTES:
-            raise ValueError(f"wire must be one of {', '.join(WIRE_BYTES)}, got {self.wire!r}")
-
     @property
     def name(self) -> str:
         return self.schedule.name
@@ -187,14 +179,11 @@ def stages_of(network: Network, algorithm: Algorithm, num_bytes: float) -> list[
     ]
 
 
-def all_reduce_step_s(
-    network: Network, workload: Workload, algorithm: AllReduce | None = None
-) -> float:
+def all_reduce_step_s(network: Network, workload: Workload, algorithm: AllReduce) -> float:
     """Expected seconds of a step of synchronous all-reduce.
 
     Exact where all replicas are done with a bucket at the same time, as with a ring or a tree.
     """
-    algorithm = algorithm or AllReduce()
     parts = buckets(workload, algorithm)
     seconds = {
         num_bytes: costs.total_s(stages_of(network, algorithm, num_bytes)[0])

@@ -68,19 +68,9 @@ def simulate(
     Gossip needs a warm-up, because replicas begin together and drift apart for a while; where
     compute is constant the mean is taken over whole periods of the schedule.
     """
-    if steps < 1 or warm_up < 0:
-        raise ValueError(
-            f"steps must be at least 1 and warm_up not negative, got {steps}, {warm_up}"
-        )
+    cycle = 1
     if isinstance(algorithm, Gossip):
         cycle = algorithm.schedule.period * algorithm.mix_every
-        if algorithm.schedule.num_replicas != network.num_devices:
-            raise ValueError(
-                f"the schedule is for {algorithm.schedule.num_replicas} replicas, but the network "
-                f"has {network.num_devices} devices"
-            )
-    else:
-        cycle = 1
     warm_up, steps = (-(-count // cycle) * cycle for count in (warm_up, steps))
     rng = np.random.default_rng(seed)
     n = network.num_devices
@@ -119,10 +109,8 @@ class _Simulation:
         self._compute("forward", factor * self.workload.forward_s, -1)
         if isinstance(self.algorithm, AllReduce):
             self._all_reduce_step(factor)
-        elif self.algorithm.combine == "with":
-            self._gossip_step(factor)
         else:
-            self._then_step(factor)
+            {"with": self._gossip_step, "then": self._then_step}[self.algorithm.combine](factor)
         return self.now
 
     def _all_reduce_step(self, factor: np.ndarray) -> None:
