@@ -2,7 +2,7 @@
 
 | name | what it is |
 |---|---|
-| `interactions`, `matchings`, `pulls` | who averages with whom: edges, rounds of pairs, of pulls |
+| `interactions`, `matchings` | who averages with whom: edges, rounds of pairs |
 | `rounds` | a list of interactions grouped into rounds of disjoint pairs, with the same effect |
 | `swarm` | trains n models by such a list; spread, drift, bits sent |
 | `LatticeQuantizer` | models in 8 bits per coordinate (Davies et al. 2021), failures detected |
@@ -18,7 +18,7 @@
 """
 
 from decent_jax.simulate.lossy import lose
-from decent_jax.simulate.pairs import Interaction, interactions, matchings, pulls, rounds
+from decent_jax.simulate.pairs import Interaction, interactions, matchings, rounds
 from decent_jax.simulate.quantizer import Decoded, LatticeQuantizer, Message
 from decent_jax.simulate.timing import Timing, planner_timing, swarm_timing
 from decent_jax.simulate.training import Swarm, swarm
@@ -34,7 +34,6 @@ __all__ = [
     "lose",
     "matchings",
     "planner_timing",
-    "pulls",
     "rounds",
     "swarm",
     "swarm_timing",
