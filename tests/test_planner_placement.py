@@ -232,8 +232,6 @@ def test_devices_with_too_little_memory_are_left_out():
     memory[:4] = 8e9
     with pytest.raises(ValueError, match="need 6 devices, but the network has 9, of which 5 have"):
         place(network, job, memory_bytes=memory)
-    with pytest.raises(ValueError, match="a number for each of 9 devices"):
-        place(network, job, memory_bytes=[1e9])
 
 
 @pytest.mark.parametrize(
@@ -242,12 +240,6 @@ def test_devices_with_too_little_memory_are_left_out():
         (lambda: place(random_network(7, 0), job_of(4, 2)), "need 8 devices, .* has 7; ask for"),
         (lambda: Job(17, 1, 1.0, 1.0), "1 to 16 stages"),
         (lambda: Job(2, 0, 1.0, 1.0), "at least one replica"),
-        (lambda: Job(2, 2, -1.0, 1.0), "must not be negative"),
-        (lambda: evaluate(random_network(4, 0), job_of(2, 2), np.eye(3)), "2 rows of 2 devices"),
-        (
-            lambda: evaluate(random_network(4, 0), job_of(2, 2), np.array([[0, 1], [1, 2]])),
-            "a device occurs twice",
-        ),
     ],
 )
 def test_what_does_not_fit_is_refused(call, words):

@@ -260,16 +260,14 @@ def all_reduce_stages(
     if groups is None:
         groups = [np.arange(network.num_devices)]
     groups = [np.asarray(group, np.int64) for group in groups]
-    if algorithm == "ring":
-        return [ring_stage(network, groups, num_bytes)]
-    if algorithm == "tree":
-        return [tree_stage(network, groups, num_bytes)]
     if algorithm == "hierarchical":
         return _hierarchical_all_reduce(network, groups, num_bytes)
-    if algorithm != "auto":
+    makers = {"ring": [ring_stage], "tree": [tree_stage], "auto": [ring_stage, tree_stage]}
+    if algorithm not in makers:
         raise ValueError(f"an all-reduce is auto, ring, tree or hierarchical, got {algorithm!r}")
-    ring, tree = (make(network, groups, num_bytes) for make in (ring_stage, tree_stage))
-    return [Stage(np.minimum(ring.duration_s, tree.duration_s), label=ring.label)]
+    stages = [make(network, groups, num_bytes) for make in makers[algorithm]]
+    fastest = np.min([stage.duration_s for stage in stages], axis=0)
+    return [Stage(fastest, label=stages[0].label)]
 
 
 def _hierarchical_all_reduce(

@@ -15,6 +15,7 @@ import functools
 import importlib.resources
 import json
 import zipfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -226,13 +227,14 @@ ETHERNET_25G = Link(30e-6, 25 * BYTES_PER_GBIT)
 INFINIBAND_100G = Link(5e-6, 100 * BYTES_PER_GBIT)
 
 _CLUSTERS = {
-    "nvlink_25gbe": (NVLINK, ETHERNET_25G),
-    "nvlink_100gb_ib": (NVLINK, INFINIBAND_100G),
-    "pcie_25gbe": (PCIE, ETHERNET_25G),
-    "pcie_100gb_ib": (PCIE, INFINIBAND_100G),
+    "nvlink_25gbe": (NVLINK, ETHERNET_25G, 1),
+    "nvlink_100gb_ib": (NVLINK, INFINIBAND_100G, 1),
+    "pcie_25gbe": (PCIE, ETHERNET_25G, 1),
+    "pcie_100gb_ib": (PCIE, INFINIBAND_100G, 1),
+    "two_racks_25gbe": (NVLINK, ETHERNET_25G, 2),
 }
 _DTFM_CASES = tuple(f"dtfm_case{number}" for number in range(1, 6))
-PRESETS = (*_CLUSTERS, "two_racks_25gbe", "dtfm_world", *_DTFM_CASES)
+PRESETS = (*_CLUSTERS, "dtfm_world", *_DTFM_CASES)
 
 
 def preset(name: str, num_nodes: int | None = None, devices_per_node: int | None = None) -> Network:
@@ -262,19 +264,11 @@ def preset(name: str, num_nodes: int | None = None, devices_per_node: int | None
             f"{name} needs num_nodes and devices_per_node of at least 1, "
             f"got {num_nodes} and {devices_per_node}"
         )
-    _check_size(devices_per_node * num_nodes)
-    sizes = [devices_per_node] * num_nodes
     if name in _CLUSTERS:
-        return cluster(sizes, *_CLUSTERS[name])
-    if name == "two_racks_25gbe":
-        return cluster(sizes, NVLINK, ETHERNET_25G, racks=2)
+        inside, between, racks = _CLUSTERS[name]
+        return cluster([devices_per_node] * num_nodes, inside, between, racks=racks)
     order = _region_table()["regions"]
-    counts = {
-        region: len(part)
-        for region, part in zip(order, np.array_split(np.arange(num_nodes), 10), strict=True)
-        if len(part)
-    }
-    return regions(counts, devices_per_node)
+    return regions(Counter(order[k % 10] for k in range(num_nodes)), devices_per_node)
 
 
 def cluster(

@@ -1,6 +1,6 @@
 """What commands write: paths, checked when the flags are read and not after the work, and tables.
 
-`file`, `json_file`, `picture` and `folder` are each the ``type`` of a flag of `argparse`.
+`file`, `json_file` and `picture` are each the ``type`` of a flag of `argparse`.
 """
 
 import argparse
@@ -35,15 +35,6 @@ def json_file(text: str) -> Path:
 def picture(text: str) -> Path:
     """The same, and its name ends in one of `PICTURES`."""
     return _ending(text, PICTURES)
-
-
-def folder(text: str) -> Path:
-    """A folder to put files in; it, or the folder it will be made in, exists."""
-    path = Path(text)
-    if path.exists() and not path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is a file; name a folder")
-    _check_folder(text, path if path.exists() else path.parent)
-    return path
 
 
 def _ending(text: str, endings: tuple[str, ...]) -> Path:

@@ -13,7 +13,7 @@ a path through the groups. The cost of a partition (Yuan et al., NeurIPS 2022, s
 
 The slower direction of a link counts. The path (Held and Karp 1962) and the matchings are solved
 exactly, so `Partition` has the cost of the best pipelines for its groups, and `stages` are those
-pipelines; `evaluate` adds the same cost up again from the pipelines alone.
+pipelines; `evaluate` gives the cost of any pipelines.
 """
 
 import dataclasses
@@ -55,8 +55,6 @@ class Job:
                 f"a placement needs 1 to {MOST_STAGES} stages and at least one replica, got "
                 f"{self.num_stages} and {self.num_replicas}"
             )
-        if min(self.data_parallel_bytes, self.pipeline_bytes, self.memory_bytes) < 0:
-            raise ValueError(f"bytes must not be negative, got {self}")
 
     @property
     def num_devices(self) -> int:
@@ -80,35 +78,23 @@ class Costs(NamedTuple):
 
 
 def evaluate(network: Network, job: Job, stages: np.ndarray) -> Costs:
-    """The cost of given pipelines, added up device by device.
+    """The cost of given pipelines.
 
     Args:
       stages: (num_stages, num_replicas) int; device [k, r] holds stage k of pipeline r.
-
-    Raises:
-      ValueError: a shape that does not fit the job, or a device that occurs twice.
     """
-    stages = np.asarray(stages)
-    if stages.shape != (job.num_stages, job.num_replicas) or stages.dtype.kind not in "iu":
-        raise ValueError(
-            f"stages must be {job.num_stages} rows of {job.num_replicas} devices, got shape "
-            f"{stages.shape}"
-        )
-    if len(np.unique(stages)) < stages.size:
-        raise ValueError("a device occurs twice in the placement")
+    averaging, passing = pair_costs_s(network, job)
+    in_groups = averaging[stages[:, :, None], stages[:, None, :]]
+    onwards = passing[stages[:-1], stages[1:]]
+    return Costs(float(in_groups.sum(axis=2).max()), float(onwards.max(axis=1).sum()))
 
-    def slower_s(i: int, j: int, num_bytes: float) -> float:
-        return max(network.transfer_s(i, j, num_bytes), network.transfer_s(j, i, num_bytes))
 
+def pair_costs_s(network: Network, job: Job) -> tuple[np.ndarray, np.ndarray]:
+    """(n, n) each: what two devices cost each other in a group, and one behind the other."""
     share = job.data_parallel_bytes / job.num_replicas
-    data_parallel = max(
-        sum(2 * slower_s(i, j, share) for j in group if j != i) for group in stages for i in group
-    )
-    pipeline = sum(
-        max(slower_s(i, j, job.pipeline_bytes) for i, j in zip(*pair, strict=True))
-        for pair in itertools.pairwise(stages)
-    )
-    return Costs(float(data_parallel), float(pipeline))
+    averaging = 2 * (network.latency_s + share / network.bandwidth_bytes_per_s)
+    passing = network.latency_s + job.pipeline_bytes / network.bandwidth_bytes_per_s
+    return np.maximum(averaging, averaging.T), np.maximum(passing, passing.T)
 
 
 def usable_devices(network: Network, job: Job, memory_bytes: ArrayLike | None) -> np.ndarray:
@@ -117,15 +103,8 @@ def usable_devices(network: Network, job: Job, memory_bytes: ArrayLike | None) -
     Raises:
       ValueError: fewer than the job needs.
     """
-    usable = np.arange(network.num_devices)
-    if memory_bytes is not None:
-        memory = np.asarray(memory_bytes, np.float64)
-        if memory.shape != usable.shape:
-            raise ValueError(
-                f"memory_bytes needs a number for each of {len(usable)} devices, got shape "
-                f"{memory.shape}"
-            )
-        usable = np.flatnonzero(memory >= job.memory_bytes)
+    memory = np.full(network.num_devices, np.inf) if memory_bytes is None else memory_bytes
+    usable = np.flatnonzero(np.asarray(memory) >= job.memory_bytes)
     if len(usable) < job.num_devices:
         too_small = network.num_devices - len(usable)
         raise ValueError(
@@ -215,12 +194,7 @@ class Problem:
     def __init__(self, network: Network, job: Job, memory_bytes: ArrayLike | None = None) -> None:
         self.network, self.job = network, job
         self.devices = usable_devices(network, job, memory_bytes)
-        part = network.take(self.devices)
-        share = job.data_parallel_bytes / job.num_replicas
-        averaging = 2 * (part.latency_s + share / part.bandwidth_bytes_per_s)
-        passing = part.latency_s + job.pipeline_bytes / part.bandwidth_bytes_per_s
-        self.averaging_s = np.maximum(averaging, averaging.T)
-        self.passing_s = np.maximum(passing, passing.T)
+        self.averaging_s, self.passing_s = pair_costs_s(network.take(self.devices), job)
         self.kind = _kinds(self.averaging_s, self.passing_s)
         self._matchings: dict[tuple, float] = {}
 
