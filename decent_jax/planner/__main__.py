@@ -81,16 +81,16 @@ def _predict(options: argparse.Namespace) -> None:
         raise ConfigError(f"--out and --timeline are one file, {options.out}; name two")
     if options.fit:
         raise ConfigError("--fit needs --measured FILE, the step times to fit to")
-    model = inputs.model_of(options)
+    inputs.complete(options)
     names, tuning = options.algorithms, {"bucket_bytes": options.bucket_bytes}
     gossip = {"mix_every": options.mix_every, "wire": options.wire}
-    networks = inputs.networks_of(options, model)
-    network, workload = networks[0], inputs.workload_of(options, model)
+    networks = inputs.networks_of(options)
+    network, workload = networks[0], inputs.workload_of(options)
     rows = []
     for network in networks:
         if options.scaling == "strong":
             shrink = networks[0].num_devices / network.num_devices
-            workload = inputs.workload_of(options, model, shrink)
+            workload = inputs.workload_of(options, shrink)
         rows += predict.compare(network, workload, names, **tuning, **gossip)
     print(predict.format_table(rows))
     _draw(options.out, lambda plots: plots.draw_predictions(rows))
@@ -129,17 +129,15 @@ def _against_measured(options: argparse.Namespace) -> None:
             raise ConfigError(
                 "give --compute_s, --trace, --fit compute_s, or a measured row of algorithm none"
             )
-    model = inputs.model_of(options)
-    options.nodes = None  # the rows say how many replicas
+    inputs.complete(options)
+    options.nodes, networks = None, {}
     try:
-        networks = {
-            n: inputs.networks_of(options, dataclasses.replace(model, num_replicas=n))[0]
-            for n in {row["num_replicas"] for row in rows}
-        }
+        for options.num_replicas in {row["num_replicas"] for row in rows}:
+            networks[options.num_replicas] = inputs.networks_of(options)[0]
         constants, compared = measured.compare(
             rows,
             networks,
-            inputs.workload_of(options, model),
+            inputs.workload_of(options),
             fitted=fitted,
             fitted_to=options.fit_on,
             bucket_bytes=options.bucket_bytes,
@@ -162,9 +160,8 @@ def _against_measured(options: argparse.Namespace) -> None:
 
 def _recommend(options: argparse.Namespace) -> None:
     """The schedule and its settings that reach the same quality soonest, and why."""
-    model = inputs.model_of(options)
-    network = inputs.networks_of(options, model)[0]
-    workload = inputs.workload_of(options, model)
+    inputs.complete(options)
+    network, workload = inputs.networks_of(options)[0], inputs.workload_of(options)
     wires = options.wires.split(",")
     if set(wires) - set(WIRE_BYTES):
         raise ConfigError(f"--wires takes {', '.join(WIRE_BYTES)}, got {options.wires!r}")
@@ -182,7 +179,7 @@ def _recommend(options: argparse.Namespace) -> None:
     print(recommend.explain(found), end="\n\n")
     print(recommend.format_table(found), end="\n\n")
     print("In the config:")
-    for line in recommend.config_lines(found[0], model.algorithm):
+    for line in recommend.config_lines(found[0], options.algorithm):
         print(f"    {line}")
     if not options.plan:
         return

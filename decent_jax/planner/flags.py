@@ -264,7 +264,8 @@ COMMANDS: dict[str, dict[str, dict[str, Flag]]] = {  # command: group of flags: 
 
 
 def add(parser: argparse.ArgumentParser, command: str) -> None:
-    """The flags of a command."""
+    """The flags of a command, and what only a config says."""
+    parser.set_defaults(num_replicas=None, local_size=None, algorithm="accum_adam")
     for title, flags in COMMANDS[command].items():
         group = parser.add_argument_group(title) if title else parser
         for name, flag in flags.items():

@@ -1,10 +1,9 @@
 """What the planner's flags say: a network, a model, and the compute of a step.
 
-Only `model_of`, and only where a config file is given, imports the trainer and jax.
+Only `complete`, and only where a config file is given, imports the trainer and jax.
 """
 
 import argparse
-import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,60 +19,30 @@ from decent_jax.planner.runtime import Workload
 FORWARD = 1 / 3  # of forward and backward: the backward pass multiplies twice as often
 
 
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """What the planner reads from a config or from flags.
+def complete(options: argparse.Namespace) -> None:
+    """Take from ``--config`` what no flag says: the model, the replicas, and the algorithm."""
+    if options.config:
+        from decent_jax import tasks
+        from decent_jax.train import flags
 
-    late_parameters: those whose gradient is complete only at the end (a tied embedding).
-    num_replicas, local_size: None where only the network says.
-    algorithm: of the config.
-    """
-
-    parameters: float
-    late_parameters: float = 0.0
-    num_replicas: int | None = None
-    local_size: int | None = None
-    algorithm: str = "accum_adam"
-
-
-NO_MODEL = Model(0)
-
-
-def model_of(options: argparse.Namespace) -> Model:
-    """From ``--config``, ``--parameters`` and ``--late_parameters``; flags take precedence."""
-    parameters, late = options.parameters, options.late_parameters
-    if parameters is None and not options.config:
-        raise ConfigError("give the model: --parameters P, or --config FILE")
-    model = _model_of_config(options.config) if options.config else NO_MODEL
-    if parameters is not None:
-        model = dataclasses.replace(model, parameters=parameters, late_parameters=0.0)
-    if late is not None:
-        if not 0 <= late <= model.parameters:
+        config = flags.load(options.config)
+        count = getattr(tasks.find(config.task), "count_parameters", None)
+        if count is None:
             raise ConfigError(
-                f"--late_parameters must be between 0 and the model's {model.parameters:g}, got "
-                f"{late:g}"
+                f"the task {config.task!r} does not count its parameters for the planner; give "
+                "--parameters and the size of the network instead of --config"
             )
-        model = dataclasses.replace(model, late_parameters=late)
-    return model
+        if options.parameters is None:
+            options.parameters, late_parameters = count(config)
+            if options.late_parameters is None:
+                options.late_parameters = late_parameters
+        options.num_replicas, options.local_size = config.num_replicas, config.local_size
+        options.algorithm = config.algorithm
+    if options.parameters is None:
+        raise ConfigError("give the model: --parameters P, or --config FILE")
 
 
-def _model_of_config(path: str) -> Model:
-    from decent_jax import tasks
-    from decent_jax.train import flags
-
-    config = flags.load(path)
-    count = getattr(tasks.find(config.task), "count_parameters", None)
-    if count is None:
-        raise ConfigError(
-            f"the task {config.task!r} does not count its parameters for the planner; give "
-            "--parameters and the size of the network instead of --config"
-        )
-    parameters, late_parameters = count(config)
-    sizes = config.num_replicas, config.local_size
-    return Model(parameters, late_parameters, *sizes, config.algorithm)
-
-
-def workload_of(options: argparse.Namespace, model: Model, compute_share: float = 1.0) -> Workload:
+def workload_of(options: argparse.Namespace, compute_share: float = 1.0) -> Workload:
     """The step of one replica, with this share of the compute time that the flags give."""
     distribution = compute_times.CONSTANT
     if options.trace:
@@ -98,20 +67,20 @@ def workload_of(options: argparse.Namespace, model: Model, compute_share: float 
         raise ConfigError("give the compute time: --compute_s SECONDS, or --trace DIR")
     compute_s *= compute_share
     return Workload(
-        4 * model.parameters,
+        4 * options.parameters,
         FORWARD * compute_s,
         (1 - FORWARD) * compute_s,
         options.update_s,
         distribution,
-        late_bytes=4 * model.late_parameters,
+        late_bytes=4 * (options.late_parameters or 0.0),
     )
 
 
-def networks_of(options: argparse.Namespace, model: Model = NO_MODEL) -> list[Network]:
+def networks_of(options: argparse.Namespace) -> list[Network]:
     """One for each number of ``--nodes``; without the flag, what the config's replicas need."""
-    name, counts, n = options.network, options.nodes, model.num_replicas
+    name, counts, n = options.network, options.nodes, options.num_replicas
     if name in network.PRESETS and not name.startswith("dtfm_case"):
-        size = options.devices_per_node or model.local_size or 1
+        size = options.devices_per_node or options.local_size or 1
         counts = counts or [_nodes_for(n, size, name)]
         return [network.preset(name, count, size) for count in counts]
     if name in network.PRESETS:
