@@ -140,12 +140,9 @@ def changed(matrix, *entries):
 @pytest.mark.parametrize(
     ("latency", "bandwidth", "words"),
     [
-        (THREE_MS, changed(THREE_GBIT, (0, 2, None)), "bandwidth from a to c is nan bytes/s"),
         (THREE_MS, changed(THREE_GBIT, (0, 1, None), (2, 1, None)), r"a to b \(and 1 more\)"),
         (changed(THREE_MS, (1, 0, float("nan"))), THREE_GBIT, "latency from b to a is nan s"),
-        (THREE_MS, changed(THREE_GBIT, (2, 1, float("inf"))), "c to b is inf bytes/s"),
         (THREE_MS, changed(THREE_GBIT, (1, 2, 0)), "bandwidth from b to c is 0"),
-        (THREE_MS, changed(THREE_GBIT, (1, 2, -1)), "bandwidth from b to c is -1 bytes/s"),
         (changed(THREE_MS, (1, 2, -1e-3)), THREE_GBIT, "latency from b to c is -0.001 s"),
         (THREE_MS, changed(THREE_GBIT, (0, 2, 1e8)), "bandwidth between a and c .*symmetrise"),
         (changed(THREE_MS, (0, 1, 2e-3)), THREE_GBIT, "latency between a and b .*symmetrise"),
@@ -155,7 +152,6 @@ def changed(matrix, *entries):
         (THREE_MS, THREE_GBIT * 1e6, "to 1e[+]13 bytes/s"),
         ([[0, 1]], THREE_GBIT, "latency_s and .* must be square"),
         (THREE_MS, [[0, 1], [1]], "bandwidth_bytes_per_s must hold numbers only"),
-        (THREE_MS, [["a", "b"], ["c", "d"]], "must hold numbers only"),
         ([[0, 1e-3], [1e-3, 0]], THREE_GBIT, "same devices, got shapes .2, 2. and .3, 3."),
         ([], [], "must hold numbers only"),
     ],

@@ -224,8 +224,6 @@ def test_fitting_finds_the_constants_that_made_the_rows():
     [
         ("nonsense", "line 1 is not JSON"),
         ('{"algorithm": "ring"}', "needs algorithm, num_replicas and step_time_s"),
-        ('{"algorithm": "ring", "num_replicas": 4, "step_time_s": 0}', "seconds above 0"),
-        ('{"algorithm": "ring", "num_replicas": 0, "step_time_s": 1}', "at least 1"),
         ("", "has no rows"),
     ],
 )

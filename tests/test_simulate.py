@@ -69,15 +69,6 @@ def perfect_matchings(replicas):
     ]
 
 
-def one_factorization(n):
-    """The circle method: n - 1 disjoint perfect matchings that are all edges of K_n."""
-    ring = n - 1
-    return [
-        [meet(n - 1, r), *(meet((r + k) % ring, (r - k) % ring) for k in range(1, n // 2))]
-        for r in range(ring)
-    ]
-
-
 def start(n, d=5, seed=0):
     return np.random.default_rng(seed).standard_normal((n, d)) + 3.0
 
@@ -116,10 +107,9 @@ def test_one_edge_or_colour_of_a_regular_graph(adjacency, groups):
         assert expected_factor(start(n, seed=seed), groups) <= bound + 1e-12
 
 
-@pytest.mark.parametrize("n", [4, 6, 8])
-@pytest.mark.parametrize("family", [lambda n: perfect_matchings(list(range(n))), one_factorization])
-def test_a_random_perfect_matching(n, family):
-    factor = expected_factor(start(n), family(n))
+@pytest.mark.parametrize("n", [4, 6])
+def test_a_random_perfect_matching(n):
+    factor = expected_factor(start(n), perfect_matchings(list(range(n))))
     assert factor == pytest.approx((n - 2) / (2 * (n - 1)), rel=1e-12)
 
 
