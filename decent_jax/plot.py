@@ -63,22 +63,6 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path | None = None) -> Path
     return style.save(figure, out or default, dpi=150)
 
 
-def plot_means(
-    runs: Sequence[str | Path], out: str | Path | None, look: str, table: str | None
-) -> list[Path]:
-    """As `plot_runs`, with a line per group of runs that differ in their seed (`plot_means`).
-
-    Args:
-      runs, out: as there.
-      look: of `plot_means.LOOKS`.
-      table: a CSV file for the numbers; None: no table.
-    """
-    curves = means.curves_of([load_run(run) for run in runs])
-    figure = means.draw(curves, means.LOOKS[look])
-    written = [style.save(figure, out or COMPARISON, dpi=150 if look == "screen" else 300)]
-    return written + ([means.write_csv(curves, table)] if table else [])
-
-
 def draw(runs: Sequence[Run]) -> Figure:
     """The figure of these loaded and labelled runs."""
     for i, run in enumerate(runs):
@@ -370,7 +354,12 @@ def main(arguments: list[str] | None = None) -> int:
             if options.csv == options.out:
                 raise ConfigError(f"--out and --csv are one file, {options.out}; name two")
         if averages:
-            print(*plot_means(options.runs, options.out, options.style, options.csv), sep="\n")
+            curves = means.curves_of([load_run(run) for run in options.runs])
+            figure = means.draw(curves, means.LOOKS[options.style])
+            dpi = 150 if options.style == "screen" else 300
+            print(style.save(figure, options.out or COMPARISON, dpi=dpi))
+            if options.csv:
+                print(means.write_csv(curves, options.csv))
         else:
             print(plot_runs(options.runs, options.out))
     except (RunError, OSError, ValueError) as error:

@@ -107,9 +107,10 @@ def _predict(options: argparse.Namespace) -> None:
 def _draw(path: Path | None, draw: Callable[[Any], Any]) -> None:
     """Save what a function of `decent_jax.planner.plots` draws, where it is asked for."""
     if path:
-        from decent_jax.planner import plots  # here, as matplotlib takes a while to import
+        from decent_jax import plot_style  # here, as matplotlib takes a while to import
+        from decent_jax.planner import plots
 
-        outputs.save_picture(draw(plots), path)
+        print(plot_style.save(draw(plots), path))
 
 
 def _against_measured(options: argparse.Namespace) -> None:

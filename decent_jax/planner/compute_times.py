@@ -164,7 +164,6 @@ class Fit(NamedTuple):
 
     mean_s: float
     distribution: Distribution
-    distance: float  # Kolmogorov-Smirnov, between the distribution and the trace
 
 
 def fit(times_s: ArrayLike, steps_per_time: int = 1) -> Fit:
@@ -194,17 +193,17 @@ def fit(times_s: ArrayLike, steps_per_time: int = 1) -> Fit:
     mean = float(times.mean())
     x = np.sort(times / mean)
     if np.ptp(x) < 1e-9:
-        return Fit(mean, CONSTANT, 0.0)
+        return Fit(mean, CONSTANT)
     if steps_per_time > 1:
         sigma = math.sqrt(math.log1p(steps_per_time * x.var(ddof=1)))
-        return Fit(mean, LogNormal(sigma), math.nan)
+        return Fit(mean, LogNormal(sigma))
     shift = max(0.0, (len(x) * x[0] - 1) / (len(x) - 1))  # the minimum is above the floor
     candidates = [LogNormal(float(np.log(x).std())), ShiftedExponential(shift)]
     distances = [_ks_distance(candidate, x) for candidate in candidates]
     best = int(np.argmin(distances))
     if len(x) >= ENOUGH_FOR_EMPIRICAL and distances[best] > 1.36 / math.sqrt(len(x)):
-        return Fit(mean, Empirical(tuple(x.tolist())), 0.0)
-    return Fit(mean, candidates[best], distances[best])
+        return Fit(mean, Empirical(tuple(x.tolist())))
+    return Fit(mean, candidates[best])
 
 
 def read_trace(path: str | Path) -> tuple[np.ndarray, int]:

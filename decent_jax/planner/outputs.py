@@ -8,10 +8,6 @@ import os
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 PICTURES = (".png", ".pdf", ".svg")
 
@@ -56,13 +52,6 @@ def _check_folder(text: str, parent: Path) -> None:
             f"cannot write {text!r}: the folder {str(parent)!r} takes no files "
             f"({error.strerror}); name another"
         ) from None
-
-
-def save_picture(figure: "Figure", path: Path) -> None:
-    """Write a figure, and print where it is."""
-    from decent_jax import plot_style  # imports matplotlib, which planning does without
-
-    print(plot_style.save(figure, path))
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -4,7 +4,7 @@
 |---|---|
 | `interactions`, `matchings` | who averages with whom: edges, rounds of pairs |
 | `rounds` | a list of interactions grouped into rounds of disjoint pairs, with the same effect |
-| `swarm` | trains n models by such a list; spread, drift, bits sent |
+| `swarm` | trains n models by such a list; spread, bits sent |
 | `LatticeQuantizer` | models in 8 bits per coordinate (Davies et al. 2021), failures detected |
 | `swarm_timing` | seconds per step on a network; `planner_timing`: of all-reduce and gossip |
 | `lose` | mixing matrices of rounds in which messages are lost |

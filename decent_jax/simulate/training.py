@@ -20,23 +20,18 @@ class Swarm:
     """What `swarm` returns.
 
     models: (n, d) float64; at the end.
-    interactions: (R,); after how many interactions each of the next two was recorded.
+    interactions: (R,); after how many interactions the next was recorded.
     spread: (R,); Gamma = sum_i ||x_i - mu||^2, mu the mean of all models.
-    mean_drift: (R,); how far averaging has moved mu: ||mu_t - mu_0 - all local updates / n||, which
-        is rounding alone.
     local_steps: (n,); taken by each replica.
     bits_sent: in all messages.
-    failed_decodes: messages that the receiver found it could not decode.
-    failed: interactions that therefore did not average.
+    failed: interactions that did not average, because a receiver found that it could not decode.
     """
 
     models: np.ndarray
     interactions: np.ndarray
     spread: np.ndarray
-    mean_drift: np.ndarray
     local_steps: np.ndarray
     bits_sent: int
-    failed_decodes: int
     failed: int
 
 
@@ -91,98 +86,68 @@ def swarm(
     """
     if record_every < 1:
         raise ValueError(f"record_every must be at least 1, got {record_every}")
-    run = _Run(x0, gradient, learning_rate, momentum, blocking, seed)
-    records = [run.record(observe)]
-    for group in as_rounds(interactions):
-        run.round(group, quantizer)
-        if run.count - records[-1][0] >= record_every:
-            records.append(run.record(observe))
-    if run.count > records[-1][0]:
-        records.append(run.record(observe))
-    counts, spread, drift = (np.array(column) for column in zip(*records, strict=True))
-    return Swarm(
-        run.x, counts, spread, drift, run.steps, run.bits_sent, run.failed_decodes, run.failed
-    )
+    x = np.array(x0, np.float64)
+    if x.ndim != 2:
+        raise ValueError(f"x0 must be (replicas, parameters), got shape {x.shape}")
+    n, d = x.shape
+    rate = learning_rate if callable(learning_rate) else lambda k: learning_rate
+    published = x if blocking else x.copy()
+    velocity, steps = np.zeros_like(x), np.zeros(n, np.int64)
+    # Streams of their own: what a replica draws does not depend on the order of the others.
+    rngs = [np.random.default_rng((seed, 0, i)) for i in range(n)]
+    message_bits = FULL_PRECISION_BITS * d if quantizer is None else quantizer.bits(d)
+    count = failed = 0
+    counts, spreads = [], []
 
-
-class _Run:
-    """The state of all replicas between two rounds."""
-
-    def __init__(
-        self,
-        x0: np.ndarray,
-        gradient: Gradient,
-        learning_rate: float | Callable[[int], float],
-        momentum: float,
-        blocking: bool,
-        seed: int,
-    ) -> None:
-        self.x = np.array(x0, np.float64)
-        if self.x.ndim != 2:
-            raise ValueError(f"x0 must be (replicas, parameters), got shape {self.x.shape}")
-        n, d = self.x.shape
-        self.gradient, self.momentum = gradient, momentum
-        self.rate = learning_rate if callable(learning_rate) else lambda k: learning_rate
-        self.published = self.x if blocking else self.x.copy()
-        self.velocity = np.zeros_like(self.x)
-        # Streams of their own: what a replica draws does not depend on the order of the others.
-        self.rngs = [np.random.default_rng((seed, 0, i)) for i in range(n)]
-        self.steps = np.zeros(n, np.int64)
-        self.count = self.bits_sent = self.failed_decodes = self.failed = 0
-        self.start = self.x.mean(axis=0)
-        self.updates = np.zeros(d)  # the sum of all local updates
-
-    def record(self, observe: Observe | None) -> tuple[int, float, float]:
-        mean = self.x.mean(axis=0)
-        drift = np.linalg.norm(mean - self.start - self.updates / len(self.x))
-        spread = float(np.square(self.x - mean).sum())
+    def record() -> None:
+        spread = float(np.square(x - x.mean(axis=0)).sum())
         if not np.isfinite(spread):
             raise ValueError(
-                f"models are no longer finite after {self.count} interactions; "
-                "lower the learning rate"
+                f"models are no longer finite after {count} interactions; lower the learning rate"
             )
+        counts.append(count)
+        spreads.append(spread)
         if observe is not None:
-            observe(self.count, self.x)
-        return self.count, spread, float(drift)
+            observe(count, x)
 
-    def round(self, group: Round, quantizer: LatticeQuantizer | None) -> None:
-        """All replicas of a round step, then its pairs average what was there before the round."""
+    def step(i: int) -> None:
+        k = int(steps[i])
+        velocity[i] = momentum * velocity[i] + gradient(i, x[i], k, rngs[i])
+        x[i] -= rate(k) * velocity[i]
+        steps[i] += 1
+
+    record()
+    for group in as_rounds(interactions):
         replicas = [replica for pair in group for replica in pair[:2]]
-        known = set(replicas) & set(range(len(self.x)))
-        if len(known) < len(replicas):
-            raise ValueError(
-                f"a round is of different replicas, of 0 to {len(self.x) - 1}, got {replicas}"
-            )
+        if len(set(replicas) & set(range(n))) < len(replicas):
+            raise ValueError(f"a round is of different replicas, of 0 to {n - 1}, got {replicas}")
         for i, j, steps_i, steps_j, _ in group:
-            self._local_steps(i, steps_i)
-            self._local_steps(j, steps_j)
+            for replica in [i] * steps_i + [j] * steps_j:
+                step(replica)
         for i, j, *_ in group:
-            self._average([i, j], quantizer)
-        if self.published is not self.x:
-            self.published[replicas] = self.x[replicas]
-        self.count += len(group)
+            failed += not _average(x, published, [i, j], quantizer)
+        if not blocking:
+            published[replicas] = x[replicas]
+        count += len(group)
+        if count - counts[-1] >= record_every:
+            record()
+    if count > counts[-1]:
+        record()
+    sent = 2 * count * message_bits
+    return Swarm(x, np.array(counts), np.array(spreads), steps, sent, failed)
 
-    def _local_steps(self, i: int, count: int) -> None:
-        for _ in range(count):
-            k = int(self.steps[i])
-            gradient = self.gradient(i, self.x[i], k, self.rngs[i])
-            self.velocity[i] = self.momentum * self.velocity[i] + gradient
-            update = self.rate(k) * self.velocity[i]
-            self.x[i] -= update
-            self.updates -= update
-            self.steps[i] += 1
 
-    def _average(self, pair: list[int], quantizer: LatticeQuantizer | None) -> None:
-        own, d = self.published[pair], self.x.shape[1]
-        if quantizer is None:
-            self.bits_sent += 2 * FULL_PRECISION_BITS * d
-            self.x[pair] = own.mean(axis=0) + (self.x[pair] - own)
-            return
-        self.bits_sent += 2 * quantizer.bits(d)
-        (from_i, sent_i), (from_j, sent_j) = map(quantizer.encode, own)
-        at_i, at_j = quantizer.decode(from_j, own[0]), quantizer.decode(from_i, own[1])
-        failures = (not at_i.ok) + (not at_j.ok)
-        self.failed_decodes += failures
-        self.failed += failures > 0
-        if not failures:
-            self.x[pair] += (np.array([at_i.value, at_j.value]) - [sent_i, sent_j]) / 2
+def _average(
+    x: np.ndarray, published: np.ndarray, pair: list[int], quantizer: LatticeQuantizer | None
+) -> bool:
+    """Average the two models of a pair in ``x``; False where a message could not be decoded."""
+    own = published[pair]
+    if quantizer is None:
+        x[pair] = own.mean(axis=0) + (x[pair] - own)
+        return True
+    (from_i, sent_i), (from_j, sent_j) = map(quantizer.encode, own)
+    at_i, at_j = quantizer.decode(from_j, own[0]), quantizer.decode(from_i, own[1])
+    if not (at_i.ok and at_j.ok):
+        return False
+    x[pair] += (np.array([at_i.value, at_j.value]) - [sent_i, sent_j]) / 2
+    return True
