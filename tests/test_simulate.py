@@ -48,16 +48,6 @@ def complete(n):
     return np.ones((n, n)) - np.eye(n)
 
 
-def hypercube(dimensions):
-    n = 2**dimensions
-    i = np.arange(n)
-    return np.isin(i[:, None] ^ i, 2 ** np.arange(dimensions)).astype(float)
-
-
-def cycle(n):
-    return np.roll(np.eye(n), 1, axis=0) + np.roll(np.eye(n), -1, axis=0)
-
-
 def perfect_matchings(replicas):
     if not replicas:
         return [[]]
@@ -80,31 +70,6 @@ def start(n, d=5, seed=0):
 def test_one_edge_of_the_complete_graph(n):
     factor = expected_factor(start(n), edges_of(complete(n)))
     assert factor == pytest.approx(1 - 1 / (n - 1), rel=1e-12, abs=1e-15)
-
-
-def colours(n, r):
-    """The edges of a cycle of n, or of a hypercube of degree r, as r perfect matchings."""
-    if r == 2:
-        return [[meet(a, (a + 1) % n) for a in range(c, n, 2)] for c in (0, 1)]
-    return [[meet(a, a ^ 2**k) for a in range(n) if a < a ^ 2**k] for k in range(r)]
-
-
-@pytest.mark.parametrize(
-    ("adjacency", "groups"),
-    [
-        *((graph, edges_of(graph)) for graph in (cycle(8), hypercube(3), cycle(5), complete(6))),
-        *((cycle(8), colours(8, 2)), (hypercube(4), colours(16, 4))),
-    ],
-)
-def test_one_edge_or_colour_of_a_regular_graph(adjacency, groups):
-    """The slowest vector shrinks as the second eigenvalue says, and no other less."""
-    n, r = len(adjacency), int(adjacency[0].sum())
-    eigenvalues, vectors = np.linalg.eigh(r * np.eye(n) - adjacency)
-    assert sum(map(len, groups)) == n * r / 2
-    bound = 1 - len(groups[0]) * eigenvalues[1] / (n * r)
-    assert expected_factor(vectors[:, 1:2], groups) == pytest.approx(bound, rel=1e-12)
-    for seed in range(5):
-        assert expected_factor(start(n, seed=seed), groups) <= bound + 1e-12
 
 
 @pytest.mark.parametrize("n", [4, 6])
