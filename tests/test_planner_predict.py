@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from decent_jax import topology
-from decent_jax.planner import measured, network, predict, recommend, runtime
+from decent_jax.planner import measured, network, predict, recommend
 from decent_jax.planner.compute_times import CONSTANT, LogNormal
 from decent_jax.planner.network import Link
 from decent_jax.planner.runtime import Gossip, Workload
@@ -161,7 +161,7 @@ def test_a_compressed_wire_takes_its_share_of_the_time():
     assert step["int8"] == pytest.approx(step["float32"] / 4 * (1 + 1 / 64), rel=1e-3)
     # A mean over a group is a sum, which is not formed of compressed terms.
     both = [
-        runtime.gossip_bounds(whole, workload(1e9), Gossip(topology.make("complete", 8), wire=wire))
+        predict.step_s(whole, workload(1e9), Gossip(topology.make("complete", 8), wire=wire))
         for wire in ("float32", "int8")
     ]
     assert both[0] == both[1]

@@ -63,15 +63,9 @@ def step_s(
     steps: int = 300,
     warm_up: int = 100,
 ) -> float:
-    """Expected seconds of a step: in closed form for all-reduce, simulated for gossip.
-
-    Where compute is constant and gossip's bounds meet, they are the answer.
-    """
+    """Expected seconds of a step: in closed form for all-reduce, simulated for gossip."""
     if isinstance(algorithm, AllReduce):
         return runtime.all_reduce_step_s(network, workload, algorithm)
-    lower, upper = runtime.gossip_bounds(network, workload, algorithm)
-    if upper - lower <= 1e-6 * upper:
-        return lower
     if isinstance(workload.compute, Constant):  # it settles into a cycle
         steps = warm_up = 4 * algorithm.schedule.period * algorithm.mix_every
     return simulator.simulate(network, workload, algorithm, steps=steps, warm_up=warm_up).step_s
@@ -84,13 +78,14 @@ def predict(
     label: str | None = None,
 ) -> Prediction:
     """The step under ``algorithm`` and its parts."""
-    total = step_s(network, workload, algorithm)
-    steady = total
-    if not isinstance(workload.compute, Constant):
-        constant = dataclasses.replace(workload, compute=CONSTANT)
-        steady = min(total, step_s(network, constant, algorithm))
     slowest = float(np.max(workload.factors(network.num_devices)))
     compute = slowest * workload.compute_s + workload.update_s
+    total = step_s(network, workload, algorithm)
+    if isinstance(workload.compute, Constant):
+        steady = total = max(total, compute)  # but for rounding it is
+    else:
+        constant = dataclasses.replace(workload, compute=CONSTANT)
+        steady = min(total, step_s(network, constant, algorithm))
     return Prediction(
         label or algorithm.name,
         network.num_nodes,
