@@ -30,14 +30,6 @@ Shape = int | tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Constant:
-    """Every step takes the mean."""
-
-    def sample(self, rng: np.random.Generator, shape: Shape) -> np.ndarray:
-        return np.ones(shape)
-
-
-@dataclasses.dataclass(frozen=True)
 class LogNormal:
     """``exp(sigma z - sigma^2 / 2)``, z standard normal: many small causes that multiply.
 
@@ -85,9 +77,9 @@ class Empirical:
         return rng.choice(np.asarray(self.values), shape)
 
 
-CONSTANT = Constant()
+CONSTANT = Empirical((1.0,))  # every step takes the mean
 Continuous = LogNormal | ShiftedExponential
-Distribution = Constant | Continuous | Empirical
+Distribution = Continuous | Empirical
 
 
 def max_nodes(
@@ -98,14 +90,12 @@ def max_nodes(
     Args:
       slowness: (n,) factors; draw i is multiplied by ``slowness[i]``. Left out: all 1.
 
-    Exact for `Constant` and `Empirical`; else Gauss-Legendre in the probability, whose error is
+    Exact for `Empirical`; else Gauss-Legendre in the probability, whose error is
     below 1e-6 of the mean for smooth f.
     """
     factors, counts = np.unique(
         np.ones(n) if slowness is None else np.asarray(slowness, float), return_counts=True
     )
-    if isinstance(distribution, Constant):
-        return factors[-1:], np.ones(1)
     if isinstance(distribution, Empirical):
         return _max_of_empirical(np.asarray(distribution.values), factors, counts)
     probability_below, weights = _nodes()

@@ -18,7 +18,7 @@ import numpy as np
 
 from decent_jax import topology
 from decent_jax.planner import outputs, runtime, simulator
-from decent_jax.planner.compute_times import CONSTANT, Constant
+from decent_jax.planner.compute_times import CONSTANT
 from decent_jax.planner.network import Network
 from decent_jax.planner.runtime import Algorithm, AllReduce, Gossip, Workload
 
@@ -66,7 +66,7 @@ def step_s(
     """Expected seconds of a step: in closed form for all-reduce, simulated for gossip."""
     if isinstance(algorithm, AllReduce):
         return runtime.all_reduce_step_s(network, workload, algorithm)
-    if isinstance(workload.compute, Constant):  # it settles into a cycle
+    if workload.compute == CONSTANT:  # it settles into a cycle
         steps = warm_up = 4 * algorithm.schedule.period * algorithm.mix_every
     return simulator.simulate(network, workload, algorithm, steps=steps, warm_up=warm_up).step_s
 
@@ -81,7 +81,7 @@ def predict(
     slowest = float(np.max(workload.factors(network.num_devices)))
     compute = slowest * workload.compute_s + workload.update_s
     total = step_s(network, workload, algorithm)
-    if isinstance(workload.compute, Constant):
+    if workload.compute == CONSTANT:
         steady = total = max(total, compute)  # but for rounding it is
     else:
         constant = dataclasses.replace(workload, compute=CONSTANT)
