@@ -267,10 +267,11 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         commands.write_rows(options.json, rows)
     if options.out:
+        from decent_jax import plot_style
         from decent_jax.planner import plots
 
         picture = [row | {"group": row["cluster"], "series": row["algorithm"]} for row in rows]
-        outputs.save_picture(plots.draw_against_measured(picture, "Figure 6"), options.out)
+        print(plot_style.save(plots.draw_against_measured(picture, "Figure 6"), options.out))
     return 0
 
 

@@ -32,7 +32,7 @@ from matplotlib.ticker import NullLocator
 
 from decent_jax import plot_style, topology
 from decent_jax.planner import network as networks
-from decent_jax.planner import outputs, plots
+from decent_jax.planner import plots
 from decent_jax.planner.build_schedule import build_schedule
 from decent_jax.planner.gossip_placement import PlacedSchedule, evaluate, place_schedule
 from decent_jax.planner.network import ETHERNET_25G, NVLINK, Network
@@ -265,7 +265,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=5.0, help="of each search (5)")
     parser.add_argument("--seeds", type=int, default=5, help="searches of each network (5)")
     parser.add_argument("--only", choices=("stages", "gossip"), help="one of the two tables")
-    parser.add_argument("--out", type=outputs.folder, default="placement_out", metavar="FOLDER")
+    parser.add_argument("--out", type=Path, default="placement_out", metavar="FOLDER")
     options = parser.parse_args(arguments)
     if not options.seconds > 0 or options.seeds < 1:
         parser.error(

@@ -184,7 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
             for name in ALGORITHMS:
                 sizes = [n for n in SIZES if (model, title, name, n) in seconds]
                 panels[panel][name] = sizes, [seconds[model, title, name, n] for n in sizes]
-        outputs.save_picture(draw_scaling(panels, ideal_s=ideal), options.out)
+        print(plot_style.save(draw_scaling(panels, ideal_s=ideal), options.out))
     return 0
 
 

@@ -63,22 +63,6 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path | None = None) -> Path
     return style.save(figure, out or default, dpi=150)
 
 
-def plot_means(
-    runs: Sequence[str | Path], out: str | Path | None, look: str, table: str | None
-) -> list[Path]:
-    """As `plot_runs`, with a line per group of runs that differ in their seed (`plot_means`).
-
-    Args:
-      runs, out: as there.
-      look: of `plot_means.LOOKS`.
-      table: a CSV file for the numbers; None: no table.
-    """
-    curves = means.curves_of([load_run(run) for run in runs])
-    figure = means.draw(curves, means.LOOKS[look])
-    written = [style.save(figure, out or COMPARISON, dpi=150 if look == "screen" else 300)]
-    return written + ([means.write_csv(curves, table)] if table else [])
-
-
 def draw(runs: Sequence[Run]) -> Figure:
     """The figure of these loaded and labelled runs."""
     for i, run in enumerate(runs):
@@ -89,7 +73,8 @@ def draw(runs: Sequence[Run]) -> Figure:
         raise RunError(f"{runs[0].path} has no metric that this command draws.")
     columns = 3 if len(panels) == 3 else min(2, len(panels))
     rows = -(-len(panels) // columns)
-    legend_columns = _legend_columns(runs, 5.6 * columns)
+    labels = [style.as_it_is(run.label) for run in runs]
+    legend_columns = style.legend_columns(labels, 5.6 * columns, 10)
     legend_rows = -(-len(runs) // legend_columns) if len(runs) > 1 else 0
     height = 3.3 * rows + 0.5 + 0.25 * legend_rows
     spacing = {"w_pad": 0.12, "h_pad": 0.12, "wspace": 0.03, "hspace": 0.04}
@@ -97,21 +82,14 @@ def draw(runs: Sequence[Run]) -> Figure:
     for i, (painter, arguments) in enumerate(panels):
         painter(figure.add_subplot(rows, columns, i + 1), runs, *arguments)
     if len(runs) == 1:
-        figure.suptitle(_text(runs[0].label), x=0.012, ha="left", size=12, weight="bold", color=INK)
+        figure.suptitle(labels[0], x=0.012, ha="left", size=12, weight="bold", color=INK)
         return figure
     figure.legend(
         [Line2D([], [], color=run.colour, ls=run.dashes, lw=2.5) for run in runs],
-        [_text(run.label) for run in runs],
+        labels,
         loc="outside upper left", ncols=legend_columns, frameon=False, fontsize=10, labelcolor=INK,
     )  # fmt: skip
     return figure
-
-
-def _legend_columns(runs: Sequence[Run], width: float) -> int:
-    """As many columns of labels as fit into ``width`` inches, at most 3."""
-    longest = max(len(run.label) for run in runs)
-    fit = int(width / (0.6 + 0.083 * longest))  # inches of a line, and of a letter of 10 points
-    return max(1, min(fit, 2 if len(runs) in (2, 4) else 3))
 
 
 def _panels(runs: Sequence[Run]) -> list[tuple[Callable[..., None], tuple[str, ...]]]:
@@ -347,12 +325,6 @@ def _last(values: np.ndarray) -> str:
     return f"{values[-1]:.3f}" if 0.1 <= abs(values[-1]) < 1000 else f"{values[-1]:.3g}"
 
 
-def _text(label: str) -> str:
-    """A label that matplotlib shows as it is: not as a formula, and not hidden for its "_"."""
-    label = label.replace("$", r"\$")
-    return " " + label if label.startswith("_") else label
-
-
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = Parser(
@@ -382,7 +354,12 @@ def main(arguments: list[str] | None = None) -> int:
             if options.csv == options.out:
                 raise ConfigError(f"--out and --csv are one file, {options.out}; name two")
         if averages:
-            print(*plot_means(options.runs, options.out, options.style, options.csv), sep="\n")
+            curves = means.curves_of([load_run(run) for run in options.runs])
+            figure = means.draw(curves, means.LOOKS[options.style])
+            dpi = 150 if options.style == "screen" else 300
+            print(style.save(figure, options.out or COMPARISON, dpi=dpi))
+            if options.csv:
+                print(means.write_csv(curves, options.csv))
         else:
             print(plot_runs(options.runs, options.out))
     except (RunError, OSError, ValueError) as error:

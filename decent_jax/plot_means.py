@@ -136,8 +136,13 @@ def draw(curves: dict[str, list[Curve]], look: Look) -> Figure:
                     panels.append((name, axis))
     columns = 1 if len(panels) == 1 else 2
     rows = -(-len(panels) // columns)
-    labels = list(dict.fromkeys(made.label for of_metric in curves.values() for made in of_metric))
-    entries, legend_columns = _legend(labels, curves, columns * look.width, look)
+    seeds = {made.label: made.runs for of_metric in curves.values() for made in of_metric}
+    labels = list(seeds)
+    entries = [
+        style.as_it_is(label) + (f" ({runs} seeds)" if runs > 1 else "")
+        for label, runs in seeds.items()
+    ]
+    legend_columns = style.legend_columns(entries, columns * look.width, look.text)
     height = rows * look.height + 0.025 * look.text * -(-len(entries) // legend_columns)
     with matplotlib.rc_context({"font.family": look.family, "mathtext.fontset": "dejavuserif"}):
         figure = style.new_figure(columns * look.width, height, w_pad=0.04, h_pad=0.06)
@@ -150,19 +155,6 @@ def draw(curves: dict[str, list[Curve]], look: Look) -> Figure:
         )  # fmt: skip
         figure.canvas.draw()  # with this font, also where it is saved later
     return figure
-
-
-def _legend(
-    labels: Sequence[str], curves: dict[str, list[Curve]], width: float, look: Look
-) -> tuple[list[str], int]:
-    """What the legend says of each line, and in how many columns that fits ``width`` inches."""
-    runs = {made.label: made.runs for of_metric in curves.values() for made in of_metric}
-    entries = [
-        f"{label.replace('$', chr(92) + '$')} ({runs[label]} seeds)" if runs[label] > 1 else label
-        for label in labels
-    ]
-    widest = 0.55 * look.text / 72 * (max(map(len, entries)) + 6)  # of an average letter: 0.55
-    return entries, max(1, min(len(entries), int(width / widest)))
 
 
 def _line(k: int, look: Look) -> dict[str, Any]:

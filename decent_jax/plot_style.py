@@ -1,7 +1,7 @@
 """How every figure of this project looks: colours, frames, logarithmic axes, legends."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,18 @@ def legend_outside(figure: Figure, axes: Axes, columns: int) -> None:
     figure.legend(
         handles, labels, loc="outside upper left", ncols=columns, frameon=False, fontsize=9
     )
+
+
+def legend_columns(labels: Sequence[str], width: float, size: float) -> int:
+    """How many columns of these labels, in letters of ``size`` points, ``width`` inches hold."""
+    inches = 0.0076 * size * (max(map(len, labels)) + 7)  # of a line, and of an average letter
+    return max(1, min(len(labels), 3, int(width / inches)))
+
+
+def as_it_is(label: str) -> str:
+    """A label that matplotlib shows as it is: not as a formula, and not hidden for its "_"."""
+    label = label.replace("$", r"\$")
+    return " " + label if label.startswith("_") else label
 
 
 def save(figure: Figure, path: str | Path, dpi: int = 120) -> Path:

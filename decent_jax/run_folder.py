@@ -92,13 +92,13 @@ def load_run(path: str | Path) -> Run:
     if not rows:
         raise RunError(f"{path}: metrics.jsonl has no complete row yet.")
     folder = path if path.is_dir() else path.parent
-    config, summary = _entries(folder / "config.json"), _entries(folder / "summary.json")
+    config, summary = entries(folder / "config.json"), entries(folder / "summary.json")
     sent = summary.get("bytes_sent_per_step")
     is_number = isinstance(sent, int | float) and 0 <= sent < _LARGEST
     return Run(folder, rows, config, bytes_sent_per_step=sent if is_number else None)
 
 
-def _entries(path: Path) -> dict[str, Any]:
+def entries(path: Path) -> dict[str, Any]:
     """What a JSON file holds, flat; empty where it is missing, damaged or something else."""
     try:
         found = flat(json.loads(read_text(path)))

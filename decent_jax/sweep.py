@@ -13,7 +13,7 @@ import argparse
 import contextlib
 import csv
 import itertools
-import json
+import math
 import os
 import re
 import shlex
@@ -34,8 +34,7 @@ from decent_jax.cluster import supervised
 from decent_jax.command_line import Parser
 from decent_jax.errors import ConfigError, Interrupted
 from decent_jax.fields import LARGEST
-from decent_jax.json_files import read_text
-from decent_jax.run_folder import read_metrics
+from decent_jax.run_folder import entries, read_metrics
 from decent_jax.text import format_number, printable, split_outside_brackets
 from decent_jax.train import config as config_lib
 from decent_jax.train import flags
@@ -70,13 +69,9 @@ class SweptRun:
         return ["--config", config, *self.overrides(common), "--workdir", str(self.folder)]
 
     def summary(self) -> dict:
-        """What ``summary.json`` holds; empty before the end of the run."""
-        try:
-            summary = json.loads(read_text(self.folder / "summary.json"))
-        except (OSError, ValueError, RecursionError):
-            return {}
-        has_ended = isinstance(summary, dict) and not summary.get("interrupted")
-        return summary if has_ended else {}
+        """What ``summary.json`` holds, flat; empty before the end of the run."""
+        summary = entries(self.folder / "summary.json")
+        return {} if summary.get("interrupted") else summary
 
     def state(self) -> str:
         """``done``, ``step 20``, or ``not begun``."""
@@ -130,9 +125,7 @@ def runs_of(over: Sequence[str], out: Path) -> list[SweptRun]:
         if name in values or len(set(choices)) < len(choices):
             raise ConfigError(f"--over: {name} or one of its values occurs twice, got {text!r}")
         values[name] = choices
-    count = 1
-    for choices in values.values():
-        count *= len(choices)
+    count = math.prod(map(len, values.values()))
     if count > MOST_RUNS:
         raise ConfigError(f"--over asks for {count} runs; a sweep has at most {MOST_RUNS}")
     runs = []
@@ -339,9 +332,7 @@ def _over_seeds(runs: Sequence[SweptRun], fields: list[str]) -> list[list[str]]:
 
 
 def _entry(summary: dict, key: str) -> float | int | str:
-    section, _, name = key.rpartition(".")
-    group = summary.get(section) if section else summary
-    value = group.get(name, "") if isinstance(group, dict) else ""
+    value = summary.get(key)
     is_number = isinstance(value, float | int) and abs(value) <= LARGEST[float]
     return value if is_number else ""
 

@@ -89,13 +89,6 @@ def test_edges_of_the_rate():
         np.testing.assert_allclose(alone, np.eye(N), atol=1e-15)
 
 
-def test_what_is_lost_depends_on_the_seed_alone():
-    ring = rounds("bidirectional_ring")[0]
-    one, again = (lose(ring, 0.5, np.random.default_rng(3)) for _ in range(2))
-    np.testing.assert_array_equal(one, again)
-    assert (lose(ring, 0.5, np.random.default_rng(4)) != one).any()
-
-
 @pytest.mark.parametrize(
     ("matrix", "rate", "rule", "message"),
     [

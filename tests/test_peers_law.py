@@ -353,7 +353,6 @@ def test_the_logged_meetings_predict_the_spread(tmp_path):
         [met for met, _ in sequence],
         lambda i, x, k, rng: rng.standard_normal(x.shape) / np.sqrt(BATCH),
         RATE,
-        averaging="both",
         blocking=False,
     ).spread[1:]
     assert len(measured) > 80

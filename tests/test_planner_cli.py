@@ -186,7 +186,7 @@ def test_place_puts_stages_where_the_paper_puts_them(capsys, tmp_path):
     path, speeds = tmp_path / "plan.json", tmp_path / "speeds.json"
     speeds.write_text(json.dumps([0.5] + [1] * 63))
     steps = ["--micro_batches", 64, "--compute_s", 19, "--layers", 24, "--speeds", speeds]
-    out = works(capsys, *arguments, *steps, "--time_limit_s", 2, "--plan", path)
+    out = works(capsys, *arguments, *steps, "--time_limit_s", 3, "--plan", path)
     assert float(out.split()[0]) == pytest.approx(34.8020, abs=0.01)
     plan = plan_file.load(path)
     assert (plan.stages, plan.schedule.num_replicas) == (8, 8)
@@ -286,38 +286,25 @@ def test_a_bad_network_is_one_sentence(capsys, measured_network, command):
         (["predict"], "--network"),
         (["predict", "--network", "nowhere", *MODEL], "neither a file nor a preset"),
         (["predict", *CLUSTER, *MODEL], "needs --nodes"),
-        (["predict", *CLUSTER, "--nodes", "0", *MODEL], "--nodes takes"),
-        (["predict", *CLUSTER, "--nodes", "two", *MODEL], "--nodes takes"),
+        (["predict", *CLUSTER, "--nodes", "two", *MODEL], "got 'two'"),
         (["predict", *TWO], "give the model"),
         (["predict", *TWO, "--parameters", "1e6"], "give the compute time"),
-        (["predict", *TWO, "--parameters", "0", "--compute_s", "1"], "from 1 to"),
-        (["predict", *TWO, "--parameters", "x"], "invalid float"),
-        (["predict", *TWO, *PLACED, "--compute_s", "-1"], "--compute_s must be from 1e-09"),
-        (["predict", *TWO, *PLACED, "--compute_s", "nan"], "to 100000, got nan"),
-        (["predict", *TWO, *MODEL, "--update_s", "-1"], "--update_s"),
-        (["predict", *TWO, *MODEL, "--bucket_bytes", "-1"], "--bucket_bytes"),
-        (["predict", *TWO, *MODEL, "--late_parameters", "-1"], "--late_para"),
-        (["predict", *TWO, "--devices_per_node", "0", *MODEL], "--devices_per_node"),
-        (["predict", *TWO, *MODEL, "--sigma", "9"], "--sigma"),
+        (
+            ["predict", *TWO, *PLACED, "--compute_s", "-1"],
+            "--compute_s: must be a number from 1e-09",
+        ),
+        (["predict", *TWO, *PLACED, "--compute_s", "nan"], "to 100000, got 'nan'"),
         (["predict", *TWO, *MODEL, "--algorithms", "gossip"], "'gossip'"),
-        (["predict", *TWO, *MODEL, "--mix_every", "0"], "mix_every"),
         (["predict", *TWO, *MODEL, "--fit", "sigma"], "--measured"),
         (["predict", *TWO, *MODEL, "--trace", "x"], "leave the others out"),
         (["predict", *TWO, *MODEL, "--measured", "no.jsonl"], "cannot read"),
         (["predict", *CLUSTER, "--config", "no.py", "--compute_s", "1"], "no config file"),
         (["predict", "--network", "dtfm_case1", "--nodes", "2", *MODEL], "64 devices"),
         (["recommend", *TWO, *MODEL, "--wires", "int4"], "--wires"),
-        (["recommend", *TWO, *MODEL, "--mix_every", "a"], "--mix_every"),
         (["recommend", *TWO, *MODEL, "--schedules", "web"], "'web'"),
-        (["recommend", *TWO, *MODEL, "--tokens_per_parameter", "0"], "--tok"),
-        (["recommend", *TWO, *MODEL, "--largest_slow_down", "0"], "--largest"),
         (["place", *TWO], "--parameters"),
-        (["place", *TWO, "--parameters", "nan"], "--parameters must be"),
-        (["place", *TWO, *PLACED, "--compute_s", "-1"], "--compute_s must not"),
-        (["place", *TWO, *PLACED, "--seed", "-1"], "--seed must be from 0"),
         (["place", *TWO, *PLACED, "--schedule", "web"], "'web'"),
         (["place", *CLUSTER, "--nodes", "3", *PLACED, "--schedule", "hypercube"], "power of two"),
-        (["place", *TWO, *PLACED, "--time_limit_s", "0"], "--time_limit_s"),
         (["place", *TWO, *PLACED, "--stages", "2"], "also needs"),
         (["place", *TWO, *PLACED, *STAGES, "--micro_batches", "4"], "also needs --compute_s"),
         (["place", *TWO, *PLACED, *STAGES, "--averaging", "none"], "'gossip', 'all_reduce'"),

@@ -1,6 +1,5 @@
 """The runtime model against the published step times of Figure 6, and the benchmarks on paper."""
 
-import dataclasses
 import importlib
 import re
 import sys
@@ -11,7 +10,6 @@ import pytest
 from shared import shared
 
 from decent_jax import topology
-from decent_jax.planner import network
 
 BENCHMARKS = str(Path(__file__).resolve().parents[1] / "benchmarks")
 sys.path.insert(0, BENCHMARKS)
@@ -21,24 +19,6 @@ sys.path.remove(BENCHMARKS)
 # Too long by 15% to 16%: two long rounds follow each other, and the model lets a bucket wait for
 # the round before where the published run kept the network busier.
 MISSES = {("4xA40, 25G Ethernet", 16, figure6.EXP)}
-
-
-@pytest.mark.parametrize("benchmark", [figure6, scaling], ids=lambda module: module.__name__)
-@pytest.mark.parametrize(
-    "flag, name, words",
-    [
-        ("--out", "nowhere/x.png", "there is no folder"),
-        ("--out", "x.words", "must end in .png or"),
-        ("--json", "nowhere/x.jsonl", "there is no folder"),
-        ("--json", ".", "is a folder"),
-    ],
-)
-def test_unwritable_paths_are_refused_at_once(capsys, tmp_path, benchmark, flag, name, words):
-    with pytest.raises(SystemExit) as left:
-        benchmark.main([flag, str(tmp_path / name)])
-    out, err = capsys.readouterr()
-    assert (left.value.code, out) == (2, "")
-    assert f"argument {flag}" in err and words in err and err.count("\n") == 1
 
 
 def test_the_published_numbers_are_the_references():
@@ -72,33 +52,6 @@ def test_three_constants_fitted_to_two_rows_predict_the_third(cluster):
         assert abs(row["error"]) < limit, row
 
 
-def test_the_speed_up_of_gossip_is_predicted_where_it_is_large():
-    """2.78 and 2.48 published on 25 Gbit/s Ethernet."""
-    cluster = figure6.CLUSTERS[2]
-    constants = {"gpu_seconds": 0.589, "overhead_s": 0.0431, "sigma": 0.111}
-    for n, published in ((16, 2.48), (32, 2.78)):
-        all_reduce, aer = (
-            figure6.predict_s(cluster, {"algorithm": name, "num_replicas": n}, **constants)
-            for name in (figure6.ALL_REDUCE, figure6.AER)
-        )
-        assert all_reduce / aer == pytest.approx(published, rel=0.1)
-
-
-def test_one_port_a_node_cannot_carry_the_published_rows():
-    """Bytes out of a node over time: the reason for two ports on A100 and A40 nodes."""
-    needed = [
-        figure6.leaves_node(cluster, cluster.sizes[-1])
-        / (cluster.published_ms[figure6.EXP][-1] / 1e3)
-        for cluster in figure6.CLUSTERS
-    ]
-    ports = [cluster.port.bytes_per_s for cluster in figure6.CLUSTERS]
-    assert [one > port for one, port in zip(needed, ports, strict=True)] == [False, True, True]
-    assert all(
-        one < port * cluster.ports
-        for one, port, cluster in zip(needed, ports, figure6.CLUSTERS, strict=True)
-    )
-
-
 def test_the_workload_is_the_base_transformer():
     d, hidden, layers, vocabulary = 512, 2048, 6, 37120
     attention, norm = 4 * d * d + 4 * d, 2 * d
@@ -123,21 +76,6 @@ def test_schedules_without_matrices_are_the_schedules(name, n):
             np.testing.assert_array_equal(send.weights, wanted_send.weights)
 
 
-def test_scaling_on_paper_grows_as_it_must():
-    """Gossip on hierarchical nodes stays put; all-reduce pays for stragglers and latency."""
-    work = dataclasses.replace(scaling.workload("GPT-2 124M"))
-    step = {
-        (name, n): scaling.step_s(name, network.preset("nvlink_25gbe", n // 8, 8), work)
-        for name in ("all_reduce", "alternating_exp_ring")
-        for n in (16, 64, 256)
-    }
-    assert step["all_reduce", 16] < step["all_reduce", 64] < step["all_reduce", 256]
-    assert step["alternating_exp_ring", 256] < 1.05 * step["alternating_exp_ring", 16]
-    single = network.preset("nvlink_25gbe", 1, 8)
-    assert scaling.step_s("alternating_exp_ring", single, work) is None
-    assert work.compute_s == pytest.approx(0.2246, rel=1e-3)
-
-
 def test_scaling_prints_a_table_and_draws(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(scaling, "SIZES", (8, 16, 32))
     monkeypatch.setattr(scaling, "NETWORKS", {"25 GbE": "nvlink_25gbe"})
@@ -155,6 +93,6 @@ def test_scaling_prints_a_table_and_draws(capsys, tmp_path, monkeypatch):
 
 def test_the_convergence_of_searches_is_drawn(tmp_path):
     network, job = placement.stage_problems()["case 1"]
-    found = placement.place(network, job, generations=2, time_limit_s=60)
+    found = placement.place(network, job, steps=40, time_limit_s=60)
     figure = placement.draw_convergence({"mine": [found, found]}, {"mine": 30.0})
     assert placement.plot_style.save(figure, tmp_path / "c.png").stat().st_size > 10_000

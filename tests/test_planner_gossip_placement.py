@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from decent_jax import gossip, plot_style, topology
-from decent_jax.planner import costs, gossip_placement, plots
+from decent_jax.planner import costs, plots
 from decent_jax.planner import network as networks
 from decent_jax.planner.build_schedule import build_schedule
 from decent_jax.planner.gossip_placement import disagreement_s, evaluate, place_schedule
@@ -64,14 +64,6 @@ def test_disagreement_is_what_drifting_replicas_settle_at():
     # In a round it grows by 1 a second.
     wanted = sum(seconds * (at_start + seconds / 2)) / seconds.sum()
     assert disagreement_s(rounds, seconds) == pytest.approx(wanted)
-
-
-def test_disagreement_does_not_depend_on_the_order_of_replicas():
-    rng = np.random.default_rng(0)
-    order = rng.permutation(8)
-    rounds, seconds = matrices("ring", 8), [1.0, 3.0]
-    renamed = [matrix[np.ix_(order, order)] for matrix in rounds]
-    assert disagreement_s(renamed, seconds) == pytest.approx(disagreement_s(rounds, seconds))
 
 
 def test_disagreement_grows_without_bound_where_nothing_contracts():
@@ -171,26 +163,6 @@ def test_a_seed_gives_one_order_and_progress_shows_a_bar(capsys):
     assert "placing replicas" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["one_peer_exp", "ring", "bidirectional_ring"])
-@pytest.mark.parametrize(
-    "network",
-    [
-        networks.regions({"Oregon": 4, "Ohio": 4, "London": 4}),
-        networks.cluster([4, 4, 4], networks.PCIE, networks.ETHERNET_25G),
-    ],
-    ids=["regions", "machines"],
-)
-def test_the_quick_cost_of_permutations_is_that_of_costs(network, name):
-    rng = np.random.default_rng(6)
-    schedule = topology.make(name, 12)
-    quick = gossip_placement._Permutes(network, schedule, MODEL_BYTES, compute_s=0.0)
-    for _ in range(10):
-        order = rng.permutation(12)
-        slowest = exact(network, schedule, order)
-        # Beside the slowest transfers it counts a hundredth of the mean one.
-        assert slowest * (1 + 1e-12) < quick(order) < 1.01 * slowest * (1 + 1e-12)
-
-
 def test_an_order_needs_a_device_for_every_replica():
     network = networks.regions({"Oregon": 3})
     with pytest.raises(ValueError, match="for 4 replicas, but the network has 3 devices"):
@@ -255,20 +227,10 @@ def built_in_groups():
     return network, build_schedule(network, MODEL_BYTES, compute_s=0.1, steps=20, time_limit_s=60)
 
 
-def test_groups_are_machines_and_declare_their_communication(built_in_groups):
+def test_groups_are_machines(built_in_groups):
     network, built = built_in_groups
-    n = network.num_devices
-    group_size = built.schedule.rounds[0].group_size
-    assert group_size == 4
-    assert len(set(network.node[built.order[:group_size]].tolist())) == 1
-    inside = np.kron(np.eye(n // group_size), np.full((group_size, group_size), 1 / group_size))
-    for one in built.schedule.rounds:
-        exchange = np.diag(one.self_weights)
-        for send in one.sends:
-            receiver = np.flatnonzero(send.sources >= 0)
-            exchange[receiver, send.sources[receiver]] += send.weights[receiver]
-        np.testing.assert_allclose(exchange @ inside, one.matrix, atol=1e-12)
-        np.testing.assert_allclose(one.matrix.sum(axis=0), 1, atol=1e-12)
+    assert built.schedule.rounds[0].group_size == 4
+    assert len(set(network.node[built.order[:4]].tolist())) == 1
 
 
 def test_built_rounds_are_mixed_as_their_matrices_say(built_in_groups):

@@ -98,8 +98,10 @@ def test_steps_are_those_of_the_parts_that_layouts_share(three_regions):
         ]
         got = times(stages, forward)
         assert got.nothing_s == max(map(max, finished))
-        assert got.all_reduce_s == step_s(finished, all_reduce_s(net, job, stages), hidden=False)
-        assert got.gossip_s == step_s(finished, gossip_s(net, job, stages, schedule), hidden=True)
+        reduced = [all_reduce_s(net, job, group) for group in stages]
+        gossiped = [gossip_s(net, job, group, schedule) for group in stages]
+        assert got.all_reduce_s == step_s(finished, reduced, hidden=False)
+        assert got.gossip_s == step_s(finished, gossiped, hidden=True)
 
 
 @pytest.mark.parametrize("what", ["all_reduce_s", "gossip_s"])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from decent_jax import topology
-from decent_jax.planner import measured, network, predict, recommend, runtime
+from decent_jax.planner import measured, network, predict, recommend
 from decent_jax.planner.compute_times import CONSTANT, LogNormal
 from decent_jax.planner.network import Link
 from decent_jax.planner.runtime import Gossip, Workload
@@ -161,7 +161,7 @@ def test_a_compressed_wire_takes_its_share_of_the_time():
     assert step["int8"] == pytest.approx(step["float32"] / 4 * (1 + 1 / 64), rel=1e-3)
     # A mean over a group is a sum, which is not formed of compressed terms.
     both = [
-        runtime.gossip_bounds(whole, workload(1e9), Gossip(topology.make("complete", 8), wire=wire))
+        predict.step_s(whole, workload(1e9), Gossip(topology.make("complete", 8), wire=wire))
         for wire in ("float32", "int8")
     ]
     assert both[0] == both[1]
@@ -215,8 +215,6 @@ def test_fitting_finds_the_constants_that_made_the_rows():
     found = measured.fit(rows, model, {"compute_s": 1.0, "overhead_s": 1.0})
     assert found == pytest.approx({"compute_s": 3.0, "overhead_s": 0.2}, rel=1e-4)
     assert measured.compared(rows[0], 3.52, False)["error"] == pytest.approx(0.1)
-    with pytest.raises(ValueError, match="between 1 and 4 constants"):
-        measured.fit(rows, model, dict.fromkeys("abcde", 1.0))
     with pytest.raises(ValueError, match="cannot be fitted to 1 rows"):
         measured.fit(rows[:1], model, {"compute_s": 1.0, "overhead_s": 1.0})
 
@@ -226,8 +224,6 @@ def test_fitting_finds_the_constants_that_made_the_rows():
     [
         ("nonsense", "line 1 is not JSON"),
         ('{"algorithm": "ring"}', "needs algorithm, num_replicas and step_time_s"),
-        ('{"algorithm": "ring", "num_replicas": 4, "step_time_s": 0}', "seconds above 0"),
-        ('{"algorithm": "ring", "num_replicas": 0, "step_time_s": 1}', "at least 1"),
         ("", "has no rows"),
     ],
 )

@@ -17,7 +17,6 @@ from decent_jax.planner import (
 )
 from decent_jax.planner.compute_times import (
     CONSTANT,
-    Constant,
     Empirical,
     LogNormal,
     ShiftedExponential,
@@ -65,7 +64,7 @@ def test_the_maximum_of_measured_times_by_counting_all_outcomes():
 
 
 @pytest.mark.parametrize(
-    "distribution", [LogNormal(0.2), ShiftedExponential(0.8), Empirical((1.0, 2.0, 4.0))]
+    "distribution", [LogNormal(0.2), ShiftedExponential(0.8), Empirical((0.25, 0.75, 2.0))]
 )
 def test_samples_have_mean_one_their_spread_and_their_maxima(distribution):
     rng = np.random.default_rng(0)
@@ -88,7 +87,7 @@ def test_a_trace_is_recognised():
     assert found.distribution.shift == pytest.approx(0.9, rel=0.02)
     two_humps = rng.choice([1.0, 3.0], 500) * rng.uniform(0.99, 1.01, 500)
     assert isinstance(compute_times.fit(two_humps).distribution, Empirical)
-    assert isinstance(compute_times.fit([0.1, 0.1, 0.1]).distribution, Constant)
+    assert compute_times.fit([0.1, 0.1, 0.1]).distribution == CONSTANT
     averaged = LogNormal(0.2).sample(rng, (4000, 10)).mean(axis=1)
     found = compute_times.fit(averaged, steps_per_time=10)
     assert found.distribution.sigma == pytest.approx(0.2, rel=0.05)
@@ -118,15 +117,9 @@ def test_a_run_folder_is_read_without_its_first_row(tmp_path):
             (lambda times=times: compute_times.fit(times), "at least two positive step times")
             for times in ([], [1.0], [1.0, 0.0], [1.0, math.nan], [1.0, -1.0])
         ),
-        (lambda: LogNormal(0), "sigma"),
-        (lambda: ShiftedExponential(1.0), "shift"),
-        (lambda: Empirical((1.0,)), "at least two"),
         (lambda: workload(forward_s=-1), "forward_s"),
         (lambda: workload(forward_s=0, backward_s=0), "above 0"),
         (lambda: workload(late_bytes=1e12), "late_bytes"),
-        (lambda: Gossip(topology.make("ring", 4), mix_every=0), "mix_every"),
-        (lambda: Gossip(topology.make("ring", 4), combine="before"), "combine"),
-        (lambda: Gossip(topology.make("ring", 4), wire="int4"), "wire"),
         (lambda: workload(slowness=(1.0, 2.0)).factors(4), "2 factors for 4"),
     ],
 )
@@ -170,7 +163,9 @@ def test_all_reduce_simulated_is_the_closed_form(k, collective, j, model_bytes):
 
 def test_all_reduce_waits_for_the_slowest_replica():
     slow = workload(1e3, slowness=(1, 1, 1, 1, 1, 1, 1, 2.0))
-    assert runtime.all_reduce_step_s(cluster(2, 4), slow) == pytest.approx(0.24 + 0.003, 0.02)
+    assert runtime.all_reduce_step_s(cluster(2, 4), slow, AllReduce()) == pytest.approx(
+        0.24 + 0.003, 0.02
+    )
 
 
 # --- gossip -------------------------------------------------------------------------------------
@@ -237,8 +232,6 @@ def test_gossip_of_equal_replicas_has_a_closed_form(model_bytes, mix_every):
     mixing = np.mean([max(0.12, one) for one in seconds]) + 0.003
     wanted = (mixing + (mix_every - 1) * 0.123) / mix_every
     algorithm = Gossip(schedule, mix_every)
-    lower, upper = runtime.gossip_bounds(whole, workload(model_bytes), algorithm)
-    assert lower == pytest.approx(wanted) == upper
     run = simulate(whole, workload(model_bytes), algorithm, steps=18, warm_up=9)
     assert run.step_s == pytest.approx(wanted)
 
@@ -248,31 +241,6 @@ def test_then_exposes_what_with_hides():
     seconds = costs.round_s(whole, schedule, 0, 60e6)
     then = Gossip(schedule, combine="then")
     assert simulate(whole, workload(60e6), then).step_s == pytest.approx(0.123 + seconds)
-    assert runtime.gossip_bounds(whole, workload(60e6), then)[0] == pytest.approx(0.123 + seconds)
-
-
-NAMES = ("complete", "ring", "bidirectional_ring", "one_peer_exp", "hypercube")
-NAMES += ("alternating_exp_ring", "star", "hierarchical")
-
-
-OPTIONS = ({}, {"combine": "then"}, {"mix_every": 2}, {"bucket_bytes": 10e6})
-WORK = list(itertools.product((CONSTANT, ShiftedExponential(0.6)), (10e6, 120e6)))
-
-
-@pytest.mark.parametrize("k, name", list(enumerate(NAMES)))
-@pytest.mark.parametrize("j, options", list(enumerate(OPTIONS)))
-def test_gossip_stays_between_its_bounds(k, name, j, options):
-    """Every pair of a schedule, an option and a workload, in 32 of the 128 combinations."""
-    compute, model_bytes = WORK[(j + k) % len(WORK)]
-    whole = cluster(2, 4)
-    algorithm = Gossip(topology.make(name, 8, local_size=4), **options)
-    work = workload(model_bytes, compute)
-    lower, upper = runtime.gossip_bounds(whole, work, algorithm)
-    found = simulate(whole, work, algorithm, steps=240, warm_up=60).step_s
-    noise = 1e-9 if compute == CONSTANT else 0.04
-    assert lower * (1 - noise) <= found <= upper * (1 + noise)
-    # The parameters of a bucket cannot wait longer than the barrier in every step lets them.
-    assert lower <= upper
 
 
 def test_gossip_waits_for_neighbours_only():
@@ -320,7 +288,5 @@ def test_the_same_seed_gives_the_same_run_and_lengths_are_whole_periods():
     first, second = (simulate(whole, work, algorithm, steps=10, warm_up=1) for _ in range(2))
     np.testing.assert_array_equal(first.ends_s, second.ends_s)
     assert len(first.ends_s) == 12 + 6
-    with pytest.raises(ValueError, match="steps must be at least 1"):
-        simulate(whole, work, algorithm, steps=0)
     with pytest.raises(ValueError, match=r"for 8 replicas.*4 devices"):
         simulate(cluster(1, 4), work, algorithm)

@@ -35,8 +35,8 @@ from decent_jax.planner import (
 )
 from decent_jax.planner.network import Network
 from decent_jax.planner.runtime import WIRE_BYTES, AllReduce
-from decent_jax.text import split_outside_brackets
 from decent_jax.topology import orders, plan_file
+from decent_jax.written import check_replaceable
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -50,7 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
         flags.add(commands.add_parser(name, **words, **layout), name)
     try:
         options = parser.parse_args(arguments)
-        flags.check(options)
+        for name, value in vars(options).items():
+            if isinstance(value, Path):
+                check_replaceable(value, f"--{name}")
         runs[options.command](options)
     except (ValueError, OSError) as error:
         print(f"planner: {ConfigError(error)}", file=sys.stderr)
@@ -79,17 +81,16 @@ def _predict(options: argparse.Namespace) -> None:
         raise ConfigError(f"--out and --timeline are one file, {options.out}; name two")
     if options.fit:
         raise ConfigError("--fit needs --measured FILE, the step times to fit to")
-    model = inputs.model_of(options)
-    names = split_outside_brackets(options.algorithms) if options.algorithms else None
-    tuning = {"bucket_bytes": options.bucket_bytes}
+    inputs.complete(options)
+    names, tuning = options.algorithms, {"bucket_bytes": options.bucket_bytes}
     gossip = {"mix_every": options.mix_every, "wire": options.wire}
-    networks = inputs.networks_of(options, model)
-    network, workload = networks[0], inputs.workload_of(options, model)
+    networks = inputs.networks_of(options)
+    network, workload = networks[0], inputs.workload_of(options)
     rows = []
     for network in networks:
         if options.scaling == "strong":
             shrink = networks[0].num_devices / network.num_devices
-            workload = inputs.workload_of(options, model, shrink)
+            workload = inputs.workload_of(options, shrink)
         rows += predict.compare(network, workload, names, **tuning, **gossip)
     print(predict.format_table(rows))
     _draw(options.out, lambda plots: plots.draw_predictions(rows))
@@ -106,9 +107,10 @@ def _predict(options: argparse.Namespace) -> None:
 def _draw(path: Path | None, draw: Callable[[Any], Any]) -> None:
     """Save what a function of `decent_jax.planner.plots` draws, where it is asked for."""
     if path:
-        from decent_jax.planner import plots  # here, as matplotlib takes a while to import
+        from decent_jax import plot_style  # here, as matplotlib takes a while to import
+        from decent_jax.planner import plots
 
-        outputs.save_picture(draw(plots), path)
+        print(plot_style.save(draw(plots), path))
 
 
 def _against_measured(options: argparse.Namespace) -> None:
@@ -118,7 +120,7 @@ def _against_measured(options: argparse.Namespace) -> None:
     rows = [row for row in rows if row["algorithm"] != "none"]
     if not rows:
         raise ConfigError(f"{options.measured} has no row of an algorithm, only of none")
-    fitted = options.fit.split(",") if options.fit else []
+    fitted = options.fit or []
     if options.compute_s is None and options.trace is None:
         if alone:
             options.compute_s = sum(alone) / len(alone)
@@ -128,18 +130,17 @@ def _against_measured(options: argparse.Namespace) -> None:
             raise ConfigError(
                 "give --compute_s, --trace, --fit compute_s, or a measured row of algorithm none"
             )
-    model = inputs.model_of(options)
+    inputs.complete(options)
+    options.nodes, networks = None, {}
     try:
-        networks = {
-            n: inputs.networks_of(options, dataclasses.replace(model, num_replicas=n), True)[0]
-            for n in {row["num_replicas"] for row in rows}
-        }
+        for options.num_replicas in {row["num_replicas"] for row in rows}:
+            networks[options.num_replicas] = inputs.networks_of(options)[0]
         constants, compared = measured.compare(
             rows,
             networks,
-            inputs.workload_of(options, model),
+            inputs.workload_of(options),
             fitted=fitted,
-            fitted_to=split_outside_brackets(options.fit_on),
+            fitted_to=options.fit_on,
             bucket_bytes=options.bucket_bytes,
         )
     except ValueError as error:  # a schedule that does not exist, or not for so many replicas
@@ -160,17 +161,16 @@ def _against_measured(options: argparse.Namespace) -> None:
 
 def _recommend(options: argparse.Namespace) -> None:
     """The schedule and its settings that reach the same quality soonest, and why."""
-    model = inputs.model_of(options)
-    network = inputs.networks_of(options, model)[0]
-    workload = inputs.workload_of(options, model)
+    inputs.complete(options)
+    network, workload = inputs.networks_of(options)[0], inputs.workload_of(options)
     wires = options.wires.split(",")
     if set(wires) - set(WIRE_BYTES):
         raise ConfigError(f"--wires takes {', '.join(WIRE_BYTES)}, got {options.wires!r}")
     found = recommend.choices(
         network,
         workload,
-        schedules=split_outside_brackets(options.schedules) if options.schedules else None,
-        mix_every=inputs.counts_of(options.mix_every, "--mix_every", "steps such as 1,2,4", 1000),
+        schedules=options.schedules,
+        mix_every=options.mix_every,
         wires=wires,
         executions=("hierarchical", "plain"),
         bucket_bytes=options.bucket_bytes,
@@ -180,7 +180,7 @@ def _recommend(options: argparse.Namespace) -> None:
     print(recommend.explain(found), end="\n\n")
     print(recommend.format_table(found), end="\n\n")
     print("In the config:")
-    for line in recommend.config_lines(found[0], model.algorithm):
+    for line in recommend.config_lines(found[0], options.algorithm):
         print(f"    {line}")
     if not options.plan:
         return
@@ -268,18 +268,13 @@ def _place_stages(options: argparse.Namespace, network: Network) -> None:
         raise ConfigError("--micro_batches also needs --compute_s S")
     if options.schedule == build_schedule.NAME:
         raise ConfigError(f"--schedule {build_schedule.NAME} is for replicas of one device each")
-    schedule = topology.make(options.schedule, options.replicas)
-    job = placement.Job(
-        options.stages,
-        options.replicas,
-        4 * options.parameters / max(options.stages, 1),
-        options.pipeline_bytes,
-        options.stage_memory,
-    )
-    memory = inputs.device_numbers(options, "device_memory", network.num_devices)
-    speeds = inputs.device_numbers(options, "speeds", network.num_devices)
-    if speeds is None:
-        speeds = np.ones(network.num_devices)
+    schedule, n = topology.make(options.schedule, options.replicas), network.num_devices
+    parameter_bytes = 4 * options.parameters / options.stages
+    sizes = parameter_bytes, options.pipeline_bytes, options.stage_memory
+    job = placement.Job(options.stages, options.replicas, *sizes)
+    memory = inputs.device_numbers(options.device_memory, "bytes", 0, 1e15, n)
+    speeds = inputs.device_numbers(options.speeds, "speeds", 1e-3, 1e3, n)
+    speeds = np.ones(n) if speeds is None else speeds
     if options.layers:
         orders.divide(options.layers, options.stages)  # refuses too few before the search
     found = search.place(network, job, memory_bytes=memory, **inputs.search_of(options))
@@ -290,59 +285,59 @@ def _place_stages(options: argparse.Namespace, network: Network) -> None:
         + f"; at least {found.lower_bound.total_s:.4f}; {found.num_candidates} candidates in "
         f"{found.seconds:.1f} s"
     )
-    if options.micro_batches:
+    times = {
+        name: pipeline_time.StepTime(network, job, schedule, name, options.micro_batches)
+        for name in (orders.ORDERS if options.micro_batches else ())
+    }
+    if times:
         devices = placement.usable_devices(network, job, memory).tolist()
-        found = _exchanged(options, network, job, found, devices, schedule, speeds)
+        stages = _exchanged(options, found.stages, devices, speeds, times[options.order])
+        costs = placement.evaluate(network, job, stages)
+        found = dataclasses.replace(found, stages=stages, costs=costs)
     for stage, devices in enumerate(found.stages):
         print(f"stage {stage}: {' '.join(network.names[device] for device in devices)}")
     _draw(options.out, lambda plots: plots.draw_placement(network, found))
     layers = _layers(options, speeds[found.stages])
     if layers:
         print(f"layers of the stages: {','.join(map(str, layers))}")
-    if options.micro_batches:
-        _print_steps(options, network, job, found.stages, schedule, speeds)
+    if times:
+        forward_s, rows = _forward_s(options, speeds[found.stages]), []
+        for name, steps_of in times.items():
+            rows.append((name, *(f"{s:.4g}" for s in steps_of(found.stages, forward_s))))
+        headings = ("s per step", "pipelines alone", "all_reduce", f"gossip over {schedule.name}")
+        print("\n" + outputs.table(headings, rows))
     if options.plan:
-        expected = {
-            "data_parallel_s": found.costs.data_parallel_s,
-            "pipeline_s": found.costs.pipeline_s,
-            "total_s": found.costs.total_s,
-        }
-        order, rest = found.stages.T.reshape(-1), (options.stages, tuple(layers or ()))
+        expected = found.costs._asdict() | {"total_s": found.costs.total_s}
+        order, rest = found.stages.T.reshape(-1), (options.stages, tuple(layers))
         _write_plan(options.plan, network, order, schedule, 1, expected, *rest)
 
 
 def _exchanged(
     options: argparse.Namespace,
-    network: Network,
-    job: placement.Job,
-    found: search.Placement,
+    cheapest: np.ndarray,
     devices: list[int],
-    schedule: topology.Schedule,
     speeds: np.ndarray,
-) -> search.Placement:
-    """What the search has found, with exchanges that make the predicted step shorter."""
-    times = pipeline_time.StepTime(network, job, schedule, options.order, options.micro_batches)
+    steps_of: pipeline_time.StepTime,
+) -> np.ndarray:
+    """The stages with exchanges that make the predicted step shorter."""
 
     def seconds_of(stages: np.ndarray) -> float:
-        predicted = times(stages, _forward_s(options, speeds[stages]))
+        predicted = steps_of(stages, _forward_s(options, speeds[stages]))
         return predicted.gossip_s if options.averaging == "gossip" else predicted.all_reduce_s
 
-    before_s = seconds_of(found.stages)
-    stages = pipeline_time.exchanged(
-        *(found.stages, devices, seconds_of, options.time_limit_s),
-        progress=sys.stderr.isatty(),
-    )
-    after_s = seconds_of(stages)
+    limits = {"time_limit_s": options.time_limit_s, "progress": sys.stderr.isatty()}
+    stages = pipeline_time.exchanged(cheapest, devices, seconds_of, **limits)
+    before_s, after_s = seconds_of(cheapest), seconds_of(stages)
     what = f"a step with {options.averaging} in the order {options.order}"
     if after_s < before_s:
         print(f"exchanged until {what} takes {after_s:.4g} s instead of {before_s:.4g}")
-    return dataclasses.replace(found, stages=stages, costs=placement.evaluate(network, job, stages))
+    return stages
 
 
-def _layers(options: argparse.Namespace, speeds: np.ndarray) -> list[int] | None:
-    """Layers of each stage, as fast as the slowest of its devices; None if not asked for."""
+def _layers(options: argparse.Namespace, speeds: np.ndarray) -> list[int]:
+    """Layers of each stage, as fast as the slowest of its devices; empty if not asked for."""
     if not options.layers:
-        return None
+        return []
     slowest = speeds.min(axis=1).tolist()
     return orders.divide(options.layers, options.stages, options.output_layers, slowest)
 
@@ -354,23 +349,6 @@ def _forward_s(options: argparse.Namespace, speeds: np.ndarray) -> np.ndarray:
     costs[-1] += options.output_layers if layers else 0.0
     shares = inputs.FORWARD * options.compute_s / options.micro_batches * costs / costs.sum()
     return shares[:, None] / speeds
-
-
-def _print_steps(
-    options: argparse.Namespace,
-    network: Network,
-    job: placement.Job,
-    stages: np.ndarray,
-    schedule: topology.Schedule,
-    speeds: np.ndarray,
-) -> None:
-    """Seconds per step, by order of micro-batches."""
-    forward_s, rows = _forward_s(options, speeds[stages]), []
-    for name in orders.ORDERS:
-        times = pipeline_time.StepTime(network, job, schedule, name, options.micro_batches)
-        rows.append((name, *(f"{seconds:.4g}" for seconds in times(stages, forward_s))))
-    headings = ("s per step", "pipelines alone", "all_reduce", f"gossip over {schedule.name}")
-    print("\n" + outputs.table(headings, rows))
 
 
 if __name__ == "__main__":

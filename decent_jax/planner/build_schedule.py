@@ -22,7 +22,6 @@ from scipy.optimize import linear_sum_assignment
 
 from decent_jax.planner.gossip_placement import (
     PlacedSchedule,
-    clock,
     evaluate,
     group_link_s,
     grouped_order,
@@ -30,6 +29,7 @@ from decent_jax.planner.gossip_placement import (
     time_average,
 )
 from decent_jax.planner.network import Network
+from decent_jax.planner.search import clock
 from decent_jax.topology import Schedule
 from decent_jax.topology.rounds import grouped, kron
 

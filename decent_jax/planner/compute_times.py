@@ -24,28 +24,19 @@ from decent_jax.run_folder import read_metrics
 
 # With fewer step times the parameters of a curve say more than a histogram.
 ENOUGH_FOR_EMPIRICAL = 100
-LONGEST_S = 1e5  # of a step: a day
+SHORTEST_S, LONGEST_S = 1e-9, 1e5  # of a step: a cycle of a processor, a day
 
 Shape = int | tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Constant:
-    """Every step takes the mean."""
-
-    def sample(self, rng: np.random.Generator, shape: Shape) -> np.ndarray:
-        return np.ones(shape)
-
-
-@dataclasses.dataclass(frozen=True)
 class LogNormal:
-    """``exp(sigma z - sigma^2 / 2)``, z standard normal: many small causes that multiply."""
+    """``exp(sigma z - sigma^2 / 2)``, z standard normal: many small causes that multiply.
+
+    sigma: above 0.
+    """
 
     sigma: float
-
-    def __post_init__(self) -> None:
-        if not 0 < self.sigma < 5:
-            raise ValueError(f"sigma of a lognormal must be in (0, 5), got {self.sigma}")
 
     def sample(self, rng: np.random.Generator, shape: Shape) -> np.ndarray:
         return np.exp(self.sigma * rng.standard_normal(shape) - self.sigma**2 / 2)
@@ -59,14 +50,12 @@ class LogNormal:
 
 @dataclasses.dataclass(frozen=True)
 class ShiftedExponential:
-    """``shift + (1 - shift) Exp(1)``: a floor, and rare long interruptions."""
+    """``shift + (1 - shift) Exp(1)``: a floor, and rare long interruptions.
+
+    shift: the part of the mean that never varies, in [0, 1).
+    """
 
     shift: float
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.shift < 1:
-            words = "shift, the part of the mean that never varies, must be in [0, 1)"
-            raise ValueError(f"{words}, got {self.shift}")
 
     def sample(self, rng: np.random.Generator, shape: Shape) -> np.ndarray:
         return self.shift + (1 - self.shift) * rng.standard_exponential(shape)
@@ -80,23 +69,17 @@ class ShiftedExponential:
 
 @dataclasses.dataclass(frozen=True)
 class Empirical:
-    """Drawn from measured step times, scaled to mean 1."""
+    """Drawn from measured step times, in units of their mean."""
 
     values: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        values = np.asarray(self.values, float)
-        if values.ndim != 1 or len(values) < 2 or not (values > 0).all():
-            raise ValueError("an empirical distribution needs at least two positive times")
-        object.__setattr__(self, "values", tuple((values / values.mean()).tolist()))
 
     def sample(self, rng: np.random.Generator, shape: Shape) -> np.ndarray:
         return rng.choice(np.asarray(self.values), shape)
 
 
-CONSTANT = Constant()
+CONSTANT = Empirical((1.0,))  # every step takes the mean
 Continuous = LogNormal | ShiftedExponential
-Distribution = Constant | Continuous | Empirical
+Distribution = Continuous | Empirical
 
 
 def max_nodes(
@@ -107,14 +90,12 @@ def max_nodes(
     Args:
       slowness: (n,) factors; draw i is multiplied by ``slowness[i]``. Left out: all 1.
 
-    Exact for `Constant` and `Empirical`; else Gauss-Legendre in the probability, whose error is
+    Exact for `Empirical`; else Gauss-Legendre in the probability, whose error is
     below 1e-6 of the mean for smooth f.
     """
     factors, counts = np.unique(
         np.ones(n) if slowness is None else np.asarray(slowness, float), return_counts=True
     )
-    if isinstance(distribution, Constant):
-        return factors[-1:], np.ones(1)
     if isinstance(distribution, Empirical):
         return _max_of_empirical(np.asarray(distribution.values), factors, counts)
     probability_below, weights = _nodes()
@@ -173,7 +154,6 @@ class Fit(NamedTuple):
 
     mean_s: float
     distribution: Distribution
-    distance: float  # Kolmogorov-Smirnov, between the distribution and the trace
 
 
 def fit(times_s: ArrayLike, steps_per_time: int = 1) -> Fit:
@@ -203,17 +183,17 @@ def fit(times_s: ArrayLike, steps_per_time: int = 1) -> Fit:
     mean = float(times.mean())
     x = np.sort(times / mean)
     if np.ptp(x) < 1e-9:
-        return Fit(mean, CONSTANT, 0.0)
+        return Fit(mean, CONSTANT)
     if steps_per_time > 1:
         sigma = math.sqrt(math.log1p(steps_per_time * x.var(ddof=1)))
-        return Fit(mean, LogNormal(sigma), math.nan)
+        return Fit(mean, LogNormal(sigma))
     shift = max(0.0, (len(x) * x[0] - 1) / (len(x) - 1))  # the minimum is above the floor
     candidates = [LogNormal(float(np.log(x).std())), ShiftedExponential(shift)]
     distances = [_ks_distance(candidate, x) for candidate in candidates]
     best = int(np.argmin(distances))
     if len(x) >= ENOUGH_FOR_EMPIRICAL and distances[best] > 1.36 / math.sqrt(len(x)):
-        return Fit(mean, Empirical(tuple(x.tolist())), 0.0)
-    return Fit(mean, candidates[best], distances[best])
+        return Fit(mean, Empirical(tuple(x.tolist())))
+    return Fit(mean, candidates[best])
 
 
 def read_trace(path: str | Path) -> tuple[np.ndarray, int]:

@@ -15,7 +15,7 @@ XLA runs them: collectives that share devices do not overlap each other.
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -29,7 +29,7 @@ from decent_jax.topology import Round, Schedule
 # How to carry out a round that averages in groups and then exchanges between them.
 Execution = Literal["hierarchical", "plain", "all_reduce"]
 AllReduce = Literal["auto", "ring", "tree", "hierarchical"]
-Groups = Iterable[ArrayLike]  # the devices of each group, (g,)
+Groups = Sequence[np.ndarray]  # the devices of each group, (g,)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -149,7 +149,6 @@ def ring_stage(network: Network, groups: Groups, num_bytes: float, *, laps: int 
     has arrived and the link is free, so that one slow link sets the pace by its bandwidth, and
     latencies add up along the way.
     """
-    groups = [np.asarray(group, np.int64) for group in groups]
     duration = np.zeros(network.num_devices)
     rings = [group for group in groups if len(group) > 1]
     if rings:
@@ -186,7 +185,6 @@ def tree_stage(network: Network, groups: Groups, num_bytes: float) -> Stage:
     small chunks, so every edge carries half the data each way all the time, and the latency is
     twice that of the longest way to a root.
     """
-    groups = [np.asarray(group, np.int64) for group in groups]
     duration = np.zeros(network.num_devices)
     edges, depth_s = [], np.zeros(len(groups))
     for k, group in enumerate(groups):
@@ -257,24 +255,18 @@ def all_reduce_stages(
       ValueError: an unknown name, or hierarchical without equally many members, at least two, in
         each of at least two nodes.
     """
-    if groups is None:
-        groups = [np.arange(network.num_devices)]
-    groups = [np.asarray(group, np.int64) for group in groups]
-    if algorithm == "ring":
-        return [ring_stage(network, groups, num_bytes)]
-    if algorithm == "tree":
-        return [tree_stage(network, groups, num_bytes)]
+    groups = [np.arange(network.num_devices)] if groups is None else groups
     if algorithm == "hierarchical":
         return _hierarchical_all_reduce(network, groups, num_bytes)
-    if algorithm != "auto":
+    makers = {"ring": [ring_stage], "tree": [tree_stage], "auto": [ring_stage, tree_stage]}
+    if algorithm not in makers:
         raise ValueError(f"an all-reduce is auto, ring, tree or hierarchical, got {algorithm!r}")
-    ring, tree = (make(network, groups, num_bytes) for make in (ring_stage, tree_stage))
-    return [Stage(np.minimum(ring.duration_s, tree.duration_s), label=ring.label)]
+    stages = [make(network, groups, num_bytes) for make in makers[algorithm]]
+    fastest = np.min([stage.duration_s for stage in stages], axis=0)
+    return [Stage(fastest, label=stages[0].label)]
 
 
-def _hierarchical_all_reduce(
-    network: Network, groups: Sequence[np.ndarray], num_bytes: float
-) -> list[Stage]:
+def _hierarchical_all_reduce(network: Network, groups: Groups, num_bytes: float) -> list[Stage]:
     inside: list[np.ndarray] = []
     across: list[np.ndarray] = []
     for group in groups:
@@ -336,7 +328,7 @@ def round_stages(
         raise ValueError(
             f"a round is carried out hierarchical, plain or all_reduce, got {execution!r}"
         )
-    groups = np.arange(n).reshape(-1, g)
+    groups = list(np.arange(n).reshape(-1, g))
     if g > 1 and rnd.sends and execution == "hierarchical":
         return [
             ring_stage(network, groups, num_bytes, laps=1),
@@ -389,7 +381,7 @@ def total_s(stages: Sequence[Stage]) -> float:
     return float(end.max())
 
 
-def _labels(groups: Sequence[np.ndarray], n: int) -> np.ndarray:
+def _labels(groups: Groups, n: int) -> np.ndarray:
     """(n,) the group of each replica; those in no group are one each."""
     label = np.full(n, -1)
     for k, group in enumerate(groups):

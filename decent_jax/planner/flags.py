@@ -1,20 +1,18 @@
 """The planner's commands in words: their flags, what a value must be, and their examples."""
 
 import argparse
+import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from decent_jax.errors import ConfigError
 from decent_jax.planner import outputs, predict, recommend
 from decent_jax.planner.build_schedule import NAME as BUILT
-from decent_jax.planner.compute_times import LONGEST_S
+from decent_jax.planner.compute_times import LONGEST_S, SHORTEST_S
 from decent_jax.planner.network import PRESETS
 from decent_jax.planner.runtime import WIRE_BYTES
-from decent_jax.text import shown
+from decent_jax.text import shown, split_outside_brackets
 from decent_jax.topology import NAMES
 from decent_jax.topology.orders import ORDERS
-from decent_jax.written import check_replaceable
 
 EXAMPLES = {
     "network": f"""\
@@ -86,151 +84,136 @@ disagreement is the age of the drift between replicas that mixing leaves: less i
 """,
 }
 
-# What a value must be: in words, and as a test, which NaN never passes.
-Bound = tuple[str, Callable[[float], bool]]
+
+def number(low: float, high: float, kind: type = float) -> Callable[[str], Any]:
+    """The ``type`` of a flag: a number from ``low`` to ``high``."""
+
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(
+                f"must be {what} from {low:g} to {high:.7g}, got {shown(text)}"
+            )
+        return value
+
+    return read
 
 
-def within(low: float, high: float) -> Bound:
-    """From ``low`` to ``high``."""
-    return f"must be from {low:g} to {high:g}", lambda value: low <= value <= high
+def counts(most: int) -> Callable[[str], list[int]]:
+    """The ``type`` of a flag: whole numbers from 1 to ``most`` between commas."""
+    count = number(1, most, int)
+    return lambda text: [count(part) for part in text.split(",")]
 
 
-SHORTEST_S = 1e-9  # of a step: a cycle of a processor
-SECONDS = within(SHORTEST_S, LONGEST_S)
-NOT_NEGATIVE_S: Bound = (
-    f"must not be negative, and be at most {LONGEST_S:g}",
-    lambda value: 0 <= value <= LONGEST_S,
-)
-COUNT = within(1, 2**20)
-STEPS = within(1, 1000)  # per round
-PARAMETERS = within(1, 1e13)
-BYTES = within(0, 1e15)
-SEED = within(0, 2**63 - 1)
-IN_0_5: Bound = ("must be in [0, 5)", lambda value: 0 <= value < 5)
+SECONDS = number(SHORTEST_S, LONGEST_S)
+NOT_NEGATIVE_S = number(0, LONGEST_S)
+COUNT = number(1, 2**20, int)
+PARAMETERS = number(1, 1e13)
+BYTES = number(0, 1e15)
+TEXTS = split_outside_brackets
 
 
 class Flag(NamedTuple):
-    """How a flag is read, and what its value must be."""
+    """A flag; its default, if any, is added to its help."""
 
     metavar: str | None
     help: str
     type: Callable[[str], Any] = str
-    bound: Bound | None = None
     default: Any = None
     choices: tuple[str, ...] | None = None
 
 
 NETWORK = {
     "network": Flag("NAME|FILE", "a preset, or the JSON or .npz of a measured network"),
-    "nodes": Flag("N", "machines of a preset; of a file, the first N are taken (default: all)"),
+    "nodes": Flag(
+        "N,N", "machines of a preset; of a file, the first N (default: all)", counts(2**20)
+    ),
     "devices_per_node": Flag(
-        "L", "devices per machine of a preset (default: config.local_size)", int, COUNT
+        "L", "devices per machine of a preset (default: config.local_size)", COUNT
     ),
 }
-WORKLOAD = {
+MODEL = {"parameters": Flag("P", "number of parameters of the model", PARAMETERS)}
+WORKLOAD = MODEL | {
     "config": Flag("FILE[:ARGUMENTS]", "config file of train.py"),
-    "parameters": Flag("P", "number of parameters of the model", float, PARAMETERS),
     "late_parameters": Flag(
         "P",
         "number of those whose gradient is complete only at the end of the backward pass: a tied "
         "embedding, which all-reduce cannot hide (default: 0, or from --config)",
-        float,
-        within(0, 1e13),
+        number(0, 1e13),
     ),
-    "compute_s": Flag("S", "seconds of forward and backward of one replica", float, SECONDS),
-    "update_s": Flag("S", "seconds of the optimizer (default: 0)", float, NOT_NEGATIVE_S, 0.0),
+    "compute_s": Flag("S", "seconds of forward and backward of one replica", SECONDS),
+    "update_s": Flag("S", "seconds of the optimizer", NOT_NEGATIVE_S, 0.0),
     "trace": Flag(
         "DIR|FILE",
         "--workdir of a run without communication: its step times instead of --compute_s "
         "and --sigma",
     ),
     "sigma": Flag(
-        "S",
-        "compute times are lognormal with this spread: 0.1 is about 10%% (default: 0)",
-        float,
-        IN_0_5,
-        0.0,
+        "S", "compute times are lognormal with this spread: 0.1 is about 10%%", number(0, 5), 0.0
     ),
     "bucket_bytes": Flag(
         "B",
         "bytes per bucket of all-reduce's gradients; inf: all after the backward pass (default: "
         "whichever is fastest)",
-        float,
-        ("must be at least 1000", lambda value: value >= 1000),
+        number(1000, math.inf),
     ),
 }
 SEARCH = {
     "plan": Flag("FILE.json", "write the plan for train.py", outputs.file),
-    "time_limit_s": Flag("S", "seconds that the search may take (default: 5)", float, SECONDS, 5.0),
-    "seed": Flag(None, "seed of the search (default: 0)", int, SEED, 0),
+    "time_limit_s": Flag("S", "seconds that the search may take", SECONDS, 5.0),
+    "seed": Flag(None, "seed of the search", number(0, 2**63 - 1, int), 0),
 }
-_EVERYTHING = ", ".join((*predict.ALL_REDUCES, *NAMES))
+EVERYTHING = ", ".join((*predict.ALL_REDUCES, *NAMES))
 COMMANDS: dict[str, dict[str, dict[str, Flag]]] = {  # command: group of flags: flag
     "network": {
         "": NETWORK | {"save": Flag("FILE.json", "write the network as JSON", outputs.json_file)}
     },
     "predict": {
         "": NETWORK
-        | {"nodes": NETWORK["nodes"]._replace(metavar="N,N")}
         | WORKLOAD
         | {
             "algorithms": Flag(
-                "A,B", f"some of {_EVERYTHING}, with their parameters if any (default: all)"
+                "A,B", f"some of {EVERYTHING}, with their parameters (default: all)", TEXTS
             ),
             "scaling": Flag(
                 None,
                 "with several --nodes: weak: a replica's share of the batch stays; strong: it "
-                "shrinks as replicas are added, since the whole batch stays (default: weak)",
+                "shrinks as replicas are added, since the whole batch stays",
                 default="weak",
                 choices=("weak", "strong"),
             ),
-            "mix_every": Flag("H", "steps per round (default: 1)", int, STEPS, 1),
-            "wire": Flag(
-                None,
-                "format of gossip's messages (default: float32)",
-                default="float32",
-                choices=tuple(WIRE_BYTES),
-            ),
+            "mix_every": Flag("H", "steps per round", number(1, 1000, int), 1),
+            "wire": Flag(None, "format of gossip's messages", str, "float32", tuple(WIRE_BYTES)),
             "out": Flag("FILE.png", "draw the table as bars", outputs.picture),
             "timeline": Flag("FILE.png", "draw a few steps as a Gantt chart", outputs.picture),
             "measured": Flag("FILE", "JSON lines of measured step times"),
-            "fit": Flag(
-                "A,B", "which of compute_s, sigma, bandwidth to fit to the measured step times"
-            ),
-            "fit_on": Flag(
-                "A,B",
-                "algorithms whose rows are fitted (default: all_reduce)",
-                default="all_reduce",
-            ),
+            "fit": Flag("A,B", "which of compute_s, sigma, bandwidth to fit to these", TEXTS),
+            "fit_on": Flag("A,B", "algorithms whose rows are fitted", TEXTS, "all_reduce"),
         }
     },
     "recommend": {
         "": NETWORK
         | WORKLOAD
         | {
-            "schedules": Flag("A,B", f"some of {', '.join(NAMES)} (default: all)"),
-            "mix_every": Flag(
-                "H,H", "steps per round to try (default: 1,2,4,8)", default="1,2,4,8"
-            ),
+            "schedules": Flag("A,B", f"some of {', '.join(NAMES)} (default: all)", TEXTS),
+            "mix_every": Flag("H,H", "steps per round to try", counts(1000), "1,2,4,8"),
             "wires": Flag(
-                "W,W",
-                f"formats of messages to try, of {', '.join(WIRE_BYTES)} (default: float32)",
-                default="float32",
+                "W,W", f"formats of messages to try, of {', '.join(WIRE_BYTES)}", str, "float32"
             ),
             "tokens_per_parameter": Flag(
                 "D",
-                "length of the run; the longer, the less gossip loses "
-                f"(default: {recommend.TOKENS_PER_PARAMETER:g})",
-                float,
-                within(1e-6, 1e9),
+                "length of the run; the longer, the less gossip loses",
+                number(1e-6, 1e9),
                 recommend.TOKENS_PER_PARAMETER,
             ),
             "largest_slow_down": Flag(
                 "S",
-                "consider schedules that need at most S times the steps of all-reduce "
-                "(default: 1.5)",
-                float,
-                within(1, 1e6),
+                "consider schedules that need at most S times the steps of all-reduce",
+                number(1, 1e6),
                 1.5,
             ),
         }
@@ -238,61 +221,42 @@ COMMANDS: dict[str, dict[str, dict[str, Flag]]] = {  # command: group of flags: 
     },
     "place": {
         "": NETWORK
-        | {"parameters": WORKLOAD["parameters"]}
+        | MODEL
         | {"out": Flag("FILE.png", "draw the placement on the network", outputs.picture)}
         | SEARCH,
         "gossip: order the replicas of a schedule": {
             "schedule": Flag(
                 "NAME",
-                f"one of {', '.join(NAMES)}; or {BUILT}: one made for this network (default: "
-                "one_peer_exp)",
+                f"one of {', '.join(NAMES)}; or {BUILT}: one made for this network",
                 default="one_peer_exp",
             ),
-            "max_degree": Flag(
-                None, f"with {BUILT}: messages per round (default: 1)", int, COUNT, 1
-            ),
-            "compute_s": Flag(
-                "S",
-                "seconds of computing that hide a round (default: 0)",
-                float,
-                NOT_NEGATIVE_S,
-                0.0,
-            ),
+            "max_degree": Flag(None, f"with {BUILT}: messages per round", COUNT, 1),
+            "compute_s": Flag("S", "seconds of computing that hide a round", NOT_NEGATIVE_S, 0.0),
         },
         "pipeline stages in data-parallel groups (DT-FM)": {
-            "stages": Flag("K", "pipeline stages", int, COUNT),
-            "replicas": Flag("R", "pipelines; they take K x R devices", int, COUNT),
+            "stages": Flag("K", "pipeline stages", COUNT),
+            "replicas": Flag("R", "pipelines; they take K x R devices", COUNT),
             "pipeline_bytes": Flag(
-                "B", "bytes of activations per step from one stage to the next", float, BYTES
+                "B", "bytes of activations per step from one stage to the next", BYTES
             ),
             "device_memory": Flag("FILE.json", "list of bytes, one per device of the network"),
-            "stage_memory": Flag("B", "bytes that a stage needs (default: 0)", float, BYTES, 0.0),
+            "stage_memory": Flag("B", "bytes that a stage needs", BYTES, 0.0),
             "micro_batches": Flag(
                 "M",
                 "micro-batches of a pipeline. With --compute_s, the seconds of forward and "
                 "backward of a pipeline's batch on one device, place predicts the time of a step, "
                 "and exchanges machines until it is shortest (for at most --time_limit_s more)",
-                int,
                 COUNT,
             ),
             "averaging": Flag(
                 None,
-                "averaging between the pipelines in that step (default: gossip)",
+                "averaging between the pipelines in that step",
                 default="gossip",
                 choices=("gossip", "all_reduce"),
             ),
-            "order": Flag(
-                None,
-                "order of micro-batches in that step (default: 1f1b)",
-                default="1f1b",
-                choices=ORDERS,
-            ),
-            "layers": Flag(
-                "L", "layers of the model: also say how many each stage should get", int, COUNT
-            ),
-            "output_layers": Flag(
-                "X", "cost of the output layer, in layers (default: 0)", float, within(0, 1e4), 0.0
-            ),
+            "order": Flag(None, "order of micro-batches in that step", str, "1f1b", ORDERS),
+            "layers": Flag("L", "layers of the model: also say how many each stage gets", COUNT),
+            "output_layers": Flag("X", "cost of the output layer, in layers", number(0, 1e4), 0.0),
             "speeds": Flag("FILE.json", "list of relative speeds, one per device of the network"),
         },
     },
@@ -300,25 +264,11 @@ COMMANDS: dict[str, dict[str, dict[str, Flag]]] = {  # command: group of flags: 
 
 
 def add(parser: argparse.ArgumentParser, command: str) -> None:
-    """The flags of a command."""
+    """The flags of a command, and what only a config says."""
+    parser.set_defaults(num_replicas=None, local_size=None, algorithm="accum_adam")
     for title, flags in COMMANDS[command].items():
         group = parser.add_argument_group(title) if title else parser
         for name, flag in flags.items():
-            how = {"metavar": flag.metavar, "type": flag.type, "choices": flag.choices}
-            words = {"help": flag.help, "default": flag.default, "required": name == "network"}
-            group.add_argument(f"--{name}", **how, **words)
-
-
-def check(options: argparse.Namespace) -> None:
-    """Refuse values out of their bounds, and files that would be lost.
-
-    Raises:
-      ConfigError: one sentence that names the flag.
-    """
-    for flags in COMMANDS[options.command].values():
-        for name, flag in flags.items():
-            value = getattr(options, name)
-            if flag.bound and value is not None and not flag.bound[1](value):
-                raise ConfigError(f"--{name} {flag.bound[0]}, got {shown(value)}")
-            if isinstance(value, Path):
-                check_replaceable(value, f"--{name}")
+            how = flag._asdict() | {"required": name == "network"}
+            how["help"] += "" if flag.default is None else " (default: %(default)s)"
+            group.add_argument(f"--{name}", **how)

@@ -1,10 +1,9 @@
 """What the planner's flags say: a network, a model, and the compute of a step.
 
-Only `model_of`, and only where a config file is given, imports the trainer and jax.
+Only `complete`, and only where a config file is given, imports the trainer and jax.
 """
 
 import argparse
-import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,69 +11,38 @@ from typing import Any
 import numpy as np
 
 from decent_jax.errors import ConfigError, DataError
-from decent_jax.json_files import read_json
+from decent_jax.json_files import is_real, read_json
 from decent_jax.planner import compute_times, network, predict
 from decent_jax.planner.network import Network
 from decent_jax.planner.runtime import Workload
-from decent_jax.text import shown
 
 FORWARD = 1 / 3  # of forward and backward: the backward pass multiplies twice as often
 
 
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """What the planner reads from a config or from flags.
+def complete(options: argparse.Namespace) -> None:
+    """Take from ``--config`` what no flag says: the model, the replicas, and the algorithm."""
+    if options.config:
+        from decent_jax import tasks
+        from decent_jax.train import flags
 
-    late_parameters: those whose gradient is complete only at the end (a tied embedding).
-    num_replicas, local_size: None where only the network says.
-    algorithm: of the config.
-    """
-
-    parameters: float
-    late_parameters: float = 0.0
-    num_replicas: int | None = None
-    local_size: int | None = None
-    algorithm: str = "accum_adam"
-
-
-NO_MODEL = Model(0)
-
-
-def model_of(options: argparse.Namespace) -> Model:
-    """From ``--config``, ``--parameters`` and ``--late_parameters``; flags take precedence."""
-    parameters, late = options.parameters, options.late_parameters
-    if parameters is None and not options.config:
-        raise ConfigError("give the model: --parameters P, or --config FILE")
-    model = _model_of_config(options.config) if options.config else NO_MODEL
-    if parameters is not None:
-        model = dataclasses.replace(model, parameters=parameters, late_parameters=0.0)
-    if late is not None:
-        if not 0 <= late <= model.parameters:
+        config = flags.load(options.config)
+        count = getattr(tasks.find(config.task), "count_parameters", None)
+        if count is None:
             raise ConfigError(
-                f"--late_parameters must be between 0 and the model's {model.parameters:g}, got "
-                f"{late:g}"
+                f"the task {config.task!r} does not count its parameters for the planner; give "
+                "--parameters and the size of the network instead of --config"
             )
-        model = dataclasses.replace(model, late_parameters=late)
-    return model
+        if options.parameters is None:
+            options.parameters, late_parameters = count(config)
+            if options.late_parameters is None:
+                options.late_parameters = late_parameters
+        options.num_replicas, options.local_size = config.num_replicas, config.local_size
+        options.algorithm = config.algorithm
+    if options.parameters is None:
+        raise ConfigError("give the model: --parameters P, or --config FILE")
 
 
-def _model_of_config(path: str) -> Model:
-    from decent_jax import tasks
-    from decent_jax.train import flags
-
-    config = flags.load(path)
-    count = getattr(tasks.find(config.task), "count_parameters", None)
-    if count is None:
-        raise ConfigError(
-            f"the task {config.task!r} does not count its parameters for the planner; give "
-            "--parameters and the size of the network instead of --config"
-        )
-    parameters, late_parameters = count(config)
-    sizes = config.num_replicas, config.local_size
-    return Model(parameters, late_parameters, *sizes, config.algorithm)
-
-
-def workload_of(options: argparse.Namespace, model: Model, compute_share: float = 1.0) -> Workload:
+def workload_of(options: argparse.Namespace, compute_share: float = 1.0) -> Workload:
     """The step of one replica, with this share of the compute time that the flags give."""
     distribution = compute_times.CONSTANT
     if options.trace:
@@ -99,34 +67,24 @@ def workload_of(options: argparse.Namespace, model: Model, compute_share: float 
         raise ConfigError("give the compute time: --compute_s SECONDS, or --trace DIR")
     compute_s *= compute_share
     return Workload(
-        4 * model.parameters,
+        4 * options.parameters,
         FORWARD * compute_s,
         (1 - FORWARD) * compute_s,
         options.update_s,
         distribution,
-        late_bytes=4 * model.late_parameters,
+        late_bytes=4 * (options.late_parameters or 0.0),
     )
 
 
-def networks_of(
-    options: argparse.Namespace, model: Model = NO_MODEL, alone: bool = False
-) -> list[Network]:
-    """One for each number of ``--nodes``; without the flag, what the config's replicas need.
-
-    Args:
-      alone: for exactly ``model.num_replicas`` replicas, whatever ``--nodes`` says.
-    """
-    name, n = options.network, model.num_replicas
-    counts: list[int] = []
-    if options.nodes and not alone:
-        counts = counts_of(options.nodes, "--nodes", "machines such as 2 or 2,4,8", 2**20)
-    if name.startswith("dtfm_case") and name in network.PRESETS:
-        whole = network.preset(name, counts[0] if counts else None, options.devices_per_node)
-    elif name in network.PRESETS:
-        size = options.devices_per_node or model.local_size or 1
-        return [
-            network.preset(name, count, size) for count in counts or [_nodes_for(n, size, name)]
-        ]
+def networks_of(options: argparse.Namespace) -> list[Network]:
+    """One for each number of ``--nodes``; without the flag, what the config's replicas need."""
+    name, counts, n = options.network, options.nodes, options.num_replicas
+    if name in network.PRESETS and not name.startswith("dtfm_case"):
+        size = options.devices_per_node or options.local_size or 1
+        counts = counts or [_nodes_for(n, size, name)]
+        return [network.preset(name, count, size) for count in counts]
+    if name in network.PRESETS:
+        whole = network.preset(name, counts and counts[0], options.devices_per_node)
     elif Path(name).is_file():
         whole = network.load(name)
     else:
@@ -137,10 +95,10 @@ def networks_of(
     if counts:
         if max(counts) > whole.num_nodes:
             raise ConfigError(
-                f"--nodes {options.nodes}: the network in {name} has {whole.num_nodes} nodes"
+                f"--nodes {max(counts)}: the network in {name} has {whole.num_nodes} nodes"
             )
         return [whole.take(np.flatnonzero(whole.node < count)) for count in counts]
-    if n is None or n == whole.num_devices:
+    if n is None:
         return [whole]
     if n > whole.num_devices:
         raise ConfigError(
@@ -161,45 +119,24 @@ def _nodes_for(num_replicas: int | None, size: int, name: str) -> int:
     return num_replicas // size
 
 
-def counts_of(text: str, flag: str, words: str, most: int) -> list[int]:
-    """Whole numbers from 1 to ``most`` between commas; ``words`` say of what."""
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError:
-        counts = [0]
-    if min(counts) < 1 or max(counts) > most:
-        raise ConfigError(f"{flag} takes numbers of {words}, at most {most}, got {shown(text)}")
-    return counts
-
-
-# Of lists of a number for each device: in words, the least and the most.
-DEVICE_NUMBERS = {
-    "device_memory": ("bytes", 0.0, 1e15),
-    "speeds": ("speeds from 0.001 to 1000", 1e-3, 1e3),
-}
-
-
-def device_numbers(options: argparse.Namespace, name: str, num_devices: int) -> np.ndarray | None:
-    """(n,) the number that the JSON file of a flag has for every device; None without the flag.
+def device_numbers(
+    path: str | None, what: str, least: float, most: float, num_devices: int
+) -> np.ndarray | None:
+    """(n,) the number that a JSON file has for every device; None without a file.
 
     Raises:
       DataError: the file is not a list of as many numbers.
     """
-    path, flag = getattr(options, name), f"--{name}"
     if not path:
         return None
-    words, least, most = DEVICE_NUMBERS[name]
-    try:
-        found = read_json(path)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise DataError(f"{flag} {path}: {error.strerror}") from None
-    numbers = found if isinstance(found, list) else []
-    good = [x for x in numbers if isinstance(x, int | float) and least <= x <= most]
-    if not len(numbers) == len(good) == num_devices:
+    numbers = read_json(path)
+    good = isinstance(numbers, list) and all(is_real(x, least) and x <= most for x in numbers)
+    if not good or len(numbers) != num_devices:
         raise DataError(
-            f"{flag} {path} must be a list of {words}, one number for each of {num_devices} devices"
+            f"{path} must be a list of {what} from {least:g} to {most:g}, one for each of "
+            f"{num_devices} devices"
         )
-    return np.array(good, float)
+    return np.array(numbers, float)
 
 
 def search_of(options: argparse.Namespace) -> dict[str, Any]:

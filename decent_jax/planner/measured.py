@@ -1,6 +1,6 @@
 """Predictions compared with step times that were measured, and constants fitted to them.
 
-At most four constants per cluster, such as the compute time, a fixed overhead, how much compute
+A few constants per cluster, such as the compute time, a fixed overhead, how much compute
 varies, and a bandwidth. Rows that are not fitted are held out: their errors test the model.
 
 >>> rows = [{"num_replicas": n, "step_time_s": 0.5 / n + 0.02} for n in (1, 2, 4)]
@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from decent_jax.json_files import read_text
-from decent_jax.planner import flags, outputs, predict
-from decent_jax.planner.compute_times import LogNormal
+from decent_jax.json_files import is_real, is_whole, read_text
+from decent_jax.planner import outputs, predict
+from decent_jax.planner.compute_times import LONGEST_S, SHORTEST_S, LogNormal
 from decent_jax.planner.network import Network
 from decent_jax.planner.runtime import WIRE_BYTES, Workload
 from decent_jax.text import shown
@@ -29,7 +29,6 @@ from decent_jax.text import shown
 # What may be fitted, where the search begins, and between which limits it stays.
 START = {"compute_s": None, "sigma": 0.1, "bandwidth": 1.0}
 LIMITS = {"sigma": (0.001, 1.0), "bandwidth": (0.01, 100.0)}
-MOST_CONSTANTS = 4
 NEEDED = {"algorithm", "num_replicas", "step_time_s"}
 OF_GOSSIP = ("mix_every", "combine", "execution")
 EXECUTIONS = ("hierarchical", "plain", "all_reduce")
@@ -38,11 +37,11 @@ Row = dict[str, Any]
 
 
 def _is_count(value: object) -> bool:
-    return type(value) is int and 1 <= value <= 2**20
+    return is_whole(value, 1, 2**20)
 
 
-def _is_seconds(value: Any) -> bool:
-    return type(value) in (int, float) and flags.SECONDS[1](value)
+def _is_seconds(value: object) -> bool:
+    return is_real(value, SHORTEST_S, LONGEST_S)
 
 
 # Entries of a row that are read: in words, and as a test.
@@ -52,7 +51,7 @@ ENTRIES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "step_time_s": ("seconds above 0", _is_seconds),
     "compute_s": ("seconds above 0", _is_seconds),
     "local_size": ("a whole number, at least 1", _is_count),
-    "mix_every": ("from 1 to 1000", lambda value: _is_count(value) and value <= 1000),
+    "mix_every": ("from 1 to 1000", lambda value: is_whole(value, 1, 1000)),
     "combine": ("with or then", lambda value: value in ("with", "then")),
     "execution": ("hierarchical, plain or all_reduce", lambda value: value in EXECUTIONS),
     "comm_dtype": (", ".join(WIRE_BYTES), lambda value: value in tuple(WIRE_BYTES)),
@@ -71,14 +70,9 @@ def fit(
     on a short and on a long step. Constants are positive; ``limits`` bounds some of them.
 
     Raises:
-      ValueError: more than four constants, or fewer rows than constants.
+      ValueError: fewer rows than constants.
     """
     names = list(start)
-    if not 1 <= len(names) <= MOST_CONSTANTS:
-        raise ValueError(
-            f"between 1 and {MOST_CONSTANTS} constants are fitted, got {len(names)}: "
-            f"{', '.join(names)}"
-        )
     if len(rows) < len(names):
         raise ValueError(
             f"{len(names)} constants ({', '.join(names)}) cannot be fitted to {len(rows)} rows; "

@@ -15,6 +15,7 @@ import functools
 import importlib.resources
 import json
 import zipfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,11 +77,11 @@ class Network:
         Nodes are renumbered in the order in which they first appear.
         """
         devices = np.asarray(devices, np.int64)
-        if devices.ndim != 1 or len(devices) == 0 or len(set(devices.tolist())) < len(devices):
-            raise ValueError(f"take needs different devices, at least one, got {devices.tolist()}")
-        if devices.min() < 0 or devices.max() >= self.num_devices:
+        known = set(devices.tolist()) & set(range(self.num_devices))
+        if not 0 < len(known) == devices.size:
             raise ValueError(
-                f"the network has devices 0 to {self.num_devices - 1}, got {devices.tolist()}"
+                f"take needs different devices, of 0 to {self.num_devices - 1}, got "
+                f"{devices.tolist()}"
             )
         old_nodes = list(dict.fromkeys(self.node[devices].tolist()))
         new_number = {old: new for new, old in enumerate(old_nodes)}
@@ -181,7 +182,7 @@ def from_matrices(
 
     Raises:
       ValueError: one sentence that names the entry: not square, missing, zero bandwidth,
-        disconnected, asymmetric, or so far from any real network that the units must be wrong.
+        asymmetric, or so far from any real network that the units must be wrong.
     """
     latency, bandwidth = checks.square_pair(latency_s, bandwidth_bytes_per_s)
     n = len(latency)
@@ -191,7 +192,6 @@ def from_matrices(
     names = checks.different_names(names, n)
     np.fill_diagonal(latency, 0.0)
     np.fill_diagonal(bandwidth, np.inf)
-    checks.connected(bandwidth, names)
     checks.entries(latency, bandwidth, names)
     if symmetrise:
         latency = np.maximum(latency, latency.T)
@@ -227,13 +227,14 @@ ETHERNET_25G = Link(30e-6, 25 * BYTES_PER_GBIT)
 INFINIBAND_100G = Link(5e-6, 100 * BYTES_PER_GBIT)
 
 _CLUSTERS = {
-    "nvlink_25gbe": (NVLINK, ETHERNET_25G),
-    "nvlink_100gb_ib": (NVLINK, INFINIBAND_100G),
-    "pcie_25gbe": (PCIE, ETHERNET_25G),
-    "pcie_100gb_ib": (PCIE, INFINIBAND_100G),
+    "nvlink_25gbe": (NVLINK, ETHERNET_25G, 1),
+    "nvlink_100gb_ib": (NVLINK, INFINIBAND_100G, 1),
+    "pcie_25gbe": (PCIE, ETHERNET_25G, 1),
+    "pcie_100gb_ib": (PCIE, INFINIBAND_100G, 1),
+    "two_racks_25gbe": (NVLINK, ETHERNET_25G, 2),
 }
 _DTFM_CASES = tuple(f"dtfm_case{number}" for number in range(1, 6))
-PRESETS = (*_CLUSTERS, "two_racks_25gbe", "dtfm_world", *_DTFM_CASES)
+PRESETS = (*_CLUSTERS, "dtfm_world", *_DTFM_CASES)
 
 
 def preset(name: str, num_nodes: int | None = None, devices_per_node: int | None = None) -> Network:
@@ -263,19 +264,11 @@ def preset(name: str, num_nodes: int | None = None, devices_per_node: int | None
             f"{name} needs num_nodes and devices_per_node of at least 1, "
             f"got {num_nodes} and {devices_per_node}"
         )
-    _check_size(devices_per_node * num_nodes)
-    sizes = [devices_per_node] * num_nodes
     if name in _CLUSTERS:
-        return cluster(sizes, *_CLUSTERS[name])
-    if name == "two_racks_25gbe":
-        return cluster(sizes, NVLINK, ETHERNET_25G, racks=2)
+        inside, between, racks = _CLUSTERS[name]
+        return cluster([devices_per_node] * num_nodes, inside, between, racks=racks)
     order = _region_table()["regions"]
-    counts = {
-        region: len(part)
-        for region, part in zip(order, np.array_split(np.arange(num_nodes), 10), strict=True)
-        if len(part)
-    }
-    return regions(counts, devices_per_node)
+    return regions(Counter(order[k % 10] for k in range(num_nodes)), devices_per_node)
 
 
 def cluster(

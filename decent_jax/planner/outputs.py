@@ -1,6 +1,6 @@
 """What commands write: paths, checked when the flags are read and not after the work, and tables.
 
-`file`, `json_file`, `picture` and `folder` are each the ``type`` of a flag of `argparse`.
+`file`, `json_file` and `picture` are each the ``type`` of a flag of `argparse`.
 """
 
 import argparse
@@ -8,10 +8,6 @@ import os
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 PICTURES = (".png", ".pdf", ".svg")
 
@@ -37,15 +33,6 @@ def picture(text: str) -> Path:
     return _ending(text, PICTURES)
 
 
-def folder(text: str) -> Path:
-    """A folder to put files in; it, or the folder it will be made in, exists."""
-    path = Path(text)
-    if path.exists() and not path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is a file; name a folder")
-    _check_folder(text, path if path.exists() else path.parent)
-    return path
-
-
 def _ending(text: str, endings: tuple[str, ...]) -> Path:
     if Path(text).suffix.lower() not in endings:
         raise argparse.ArgumentTypeError(f"{text!r} must end in {' or '.join(endings)}")
@@ -65,13 +52,6 @@ def _check_folder(text: str, parent: Path) -> None:
             f"cannot write {text!r}: the folder {str(parent)!r} takes no files "
             f"({error.strerror}); name another"
         ) from None
-
-
-def save_picture(figure: "Figure", path: Path) -> None:
-    """Write a figure, and print where it is."""
-    from decent_jax import plot_style  # imports matplotlib, which planning does without
-
-    print(plot_style.save(figure, path))
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

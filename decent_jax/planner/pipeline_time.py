@@ -9,7 +9,6 @@ computed, and a link carries one message after the other in each direction.
 2.48
 """
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -17,10 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from decent_jax.planner import placement
-from decent_jax.planner.gossip_placement import anneal, clock
 from decent_jax.planner.network import Network
 from decent_jax.planner.placement import Job
-from decent_jax.topology import Schedule
+from decent_jax.planner.search import anneal, clock
+from decent_jax.topology import Round, Schedule
 from decent_jax.topology.orders import order
 
 Order = Sequence[tuple[str, int]]  # ("forward" or "backward", micro-batch)
@@ -105,27 +104,24 @@ def step_s(
     return max(clock + s for clock, s in zip(slowest, averaging_s, strict=True))
 
 
-def all_reduce_s(network: Network, job: Job, stages: np.ndarray) -> list[float]:
-    """Of each stage, in DT-FM's cost."""
-    one = dataclasses.replace(job, num_stages=1)
-    return [placement.evaluate(network, one, row[None]).data_parallel_s for row in stages]
+def all_reduce_s(network: Network, job: Job, group: np.ndarray) -> float:
+    """Of the devices of a stage, in DT-FM's cost."""
+    return placement.evaluate(network, job, group[None]).data_parallel_s
 
 
-def gossip_s(network: Network, job: Job, stages: np.ndarray, schedule: Schedule) -> list[float]:
-    """Of each stage the slowest message of a round, averaged over the rounds."""
+def gossip_s(network: Network, job: Job, group: np.ndarray, schedule: Schedule) -> float:
+    """Of the devices of a stage the slowest message of a round, averaged over the rounds."""
 
-    def round_s(row: np.ndarray, rnd: int) -> float:
-        pairs = (
-            (int(row[source]), int(row[i]))
-            for send in schedule.rounds[rnd].sends
+    def round_s(rnd: Round) -> float:
+        seconds = [
+            network.transfer_s(int(group[source]), int(group[i]), job.data_parallel_bytes)
+            for send in rnd.sends
             for i, source in enumerate(send.sources)
             if source >= 0
-        )
-        seconds = [network.transfer_s(*pair, job.data_parallel_bytes) for pair in pairs]
+        ]
         return max(seconds, default=0.0)
 
-    rounds = range(schedule.period)
-    return [float(np.mean([round_s(row, rnd) for rnd in rounds])) for row in stages]
+    return float(np.mean([round_s(rnd) for rnd in schedule.rounds]))
 
 
 class Steps(NamedTuple):
@@ -183,10 +179,9 @@ class StepTime:
 
     def _averaging_s(self, group: tuple[int, ...]) -> tuple[float, float]:
         if group not in self._groups:
-            row = np.array([group])
-            (reduced,) = all_reduce_s(self._network, self._job, row)
-            (gossiped,) = gossip_s(self._network, self._job, row, self._schedule)
-            self._groups[group] = reduced, gossiped
+            network, job, row = self._network, self._job, np.array(group)
+            gossiped = gossip_s(network, job, row, self._schedule)
+            self._groups[group] = all_reduce_s(network, job, row), gossiped
         return self._groups[group]
 
 

@@ -13,10 +13,9 @@ a path through the groups. The cost of a partition (Yuan et al., NeurIPS 2022, s
 
 The slower direction of a link counts. The path (Held and Karp 1962) and the matchings are solved
 exactly, so `Partition` has the cost of the best pipelines for its groups, and `stages` are those
-pipelines; `evaluate` adds the same cost up again from the pipelines alone.
+pipelines; `evaluate` gives the cost of any pipelines.
 """
 
-import copy
 import dataclasses
 import functools
 import itertools
@@ -29,8 +28,6 @@ from scipy.optimize import linear_sum_assignment
 from decent_jax.planner.network import Network
 
 MOST_STAGES = 16  # Held-Karp takes 2^stages x stages^2 steps: 0.2 s for 16
-
-MOST_REMEMBERED = 200_000  # matchings, some 100 MB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +53,6 @@ class Job:
                 f"a placement needs 1 to {MOST_STAGES} stages and at least one replica, got "
                 f"{self.num_stages} and {self.num_replicas}"
             )
-        if min(self.data_parallel_bytes, self.pipeline_bytes, self.memory_bytes) < 0:
-            raise ValueError(f"bytes must not be negative, got {self}")
 
     @property
     def num_devices(self) -> int:
@@ -81,35 +76,23 @@ class Costs(NamedTuple):
 
 
 def evaluate(network: Network, job: Job, stages: np.ndarray) -> Costs:
-    """The cost of given pipelines, added up device by device.
+    """The cost of given pipelines.
 
     Args:
       stages: (num_stages, num_replicas) int; device [k, r] holds stage k of pipeline r.
-
-    Raises:
-      ValueError: a shape that does not fit the job, or a device that occurs twice.
     """
-    stages = np.asarray(stages)
-    if stages.shape != (job.num_stages, job.num_replicas) or stages.dtype.kind not in "iu":
-        raise ValueError(
-            f"stages must be {job.num_stages} rows of {job.num_replicas} devices, got shape "
-            f"{stages.shape}"
-        )
-    if len(np.unique(stages)) < stages.size:
-        raise ValueError("a device occurs twice in the placement")
+    averaging, passing = pair_costs_s(network, job)
+    in_groups = averaging[stages[:, :, None], stages[:, None, :]]
+    onwards = passing[stages[:-1], stages[1:]]
+    return Costs(float(in_groups.sum(axis=2).max()), float(onwards.max(axis=1).sum()))
 
-    def slower_s(i: int, j: int, num_bytes: float) -> float:
-        return max(network.transfer_s(i, j, num_bytes), network.transfer_s(j, i, num_bytes))
 
+def pair_costs_s(network: Network, job: Job) -> tuple[np.ndarray, np.ndarray]:
+    """(n, n) each: what two devices cost each other in a group, and one behind the other."""
     share = job.data_parallel_bytes / job.num_replicas
-    data_parallel = max(
-        sum(2 * slower_s(i, j, share) for j in group if j != i) for group in stages for i in group
-    )
-    pipeline = sum(
-        max(slower_s(i, j, job.pipeline_bytes) for i, j in zip(*pair, strict=True))
-        for pair in itertools.pairwise(stages)
-    )
-    return Costs(float(data_parallel), float(pipeline))
+    averaging = 2 * (network.latency_s + share / network.bandwidth_bytes_per_s)
+    passing = network.latency_s + job.pipeline_bytes / network.bandwidth_bytes_per_s
+    return np.maximum(averaging, averaging.T), np.maximum(passing, passing.T)
 
 
 def usable_devices(network: Network, job: Job, memory_bytes: ArrayLike | None) -> np.ndarray:
@@ -118,15 +101,8 @@ def usable_devices(network: Network, job: Job, memory_bytes: ArrayLike | None) -
     Raises:
       ValueError: fewer than the job needs.
     """
-    usable = np.arange(network.num_devices)
-    if memory_bytes is not None:
-        memory = np.asarray(memory_bytes, np.float64)
-        if memory.shape != usable.shape:
-            raise ValueError(
-                f"memory_bytes needs a number for each of {len(usable)} devices, got shape "
-                f"{memory.shape}"
-            )
-        usable = np.flatnonzero(memory >= job.memory_bytes)
+    memory = np.full(network.num_devices, np.inf) if memory_bytes is None else memory_bytes
+    usable = np.flatnonzero(np.asarray(memory) >= job.memory_bytes)
     if len(usable) < job.num_devices:
         too_small = network.num_devices - len(usable)
         raise ValueError(
@@ -210,20 +186,12 @@ class Problem:
     devices: (m,) the network's usable devices; everything below counts in these.
     averaging_s: (m, m) what two devices in one group cost each other, 0 on the diagonal.
     passing_s: (m, m) what two devices matched between neighbouring groups cost.
-    kind: (m,) int; devices of one kind can be exchanged without any cost changing.
     """
 
     def __init__(self, network: Network, job: Job, memory_bytes: ArrayLike | None = None) -> None:
         self.network, self.job = network, job
         self.devices = usable_devices(network, job, memory_bytes)
-        part = network.take(self.devices)
-        share = job.data_parallel_bytes / job.num_replicas
-        averaging = 2 * (part.latency_s + share / part.bandwidth_bytes_per_s)
-        passing = part.latency_s + job.pipeline_bytes / part.bandwidth_bytes_per_s
-        self.averaging_s = np.maximum(averaging, averaging.T)
-        self.passing_s = np.maximum(passing, passing.T)
-        self.kind = _kinds(self.averaging_s, self.passing_s)
-        self._matchings: dict[tuple, float] = {}
+        self.averaging_s, self.passing_s = pair_costs_s(network.take(self.devices), job)
 
     def group_s(self, group: np.ndarray) -> float:
         """The data-parallel cost of one group (d,)."""
@@ -231,13 +199,7 @@ class Problem:
 
     def edge_s(self, group: np.ndarray, other: np.ndarray) -> float:
         """The pipeline cost between two groups."""
-        key = (tuple(sorted(self.kind[group].tolist())), tuple(sorted(self.kind[other].tolist())))
-        key = (min(key), max(key))
-        if len(self._matchings) > MOST_REMEMBERED:
-            self._matchings.clear()
-        if key not in self._matchings:
-            self._matchings[key] = bottleneck_matching(self.passing_s[np.ix_(group, other)])[1]
-        return self._matchings[key]
+        return bottleneck_matching(self.passing_s[np.ix_(group, other)])[1]
 
     def lower_bound(self) -> Costs:
         """Costs that no placement can be below.
@@ -259,65 +221,23 @@ class Problem:
         return Costs(float(data_parallel), float(edges.sum()))
 
 
-def _kinds(averaging: np.ndarray, passing: np.ndarray) -> np.ndarray:
-    """Numbers of classes of devices that can stand for each other.
-
-    Two devices are of one kind if they cost the same to every third device; for symmetric costs
-    this is an equivalence.
-    """
-    kind = np.full(len(averaging), -1)
-    for i in range(len(kind)):
-        if kind[i] >= 0:
-            continue
-        differs = (averaging != averaging[i]) | (passing != passing[i])
-        differs[:, i] = False
-        np.fill_diagonal(differs, False)
-        kind[(~differs.any(axis=1)) & (kind < 0)] = i
-    return kind
-
-
 class Partition:
-    """Devices in groups, with the exact cost of the best pipelines; `swap` updates it in place.
+    """Devices in groups, with the exact cost of the best pipelines.
 
-    slots: (m,) the problem's devices; num_replicas per group, the devices left out at the end.
-    group_s: (num_stages,) data-parallel cost of every group.
-    edge_s: (num_stages, num_stages) pipeline cost between every two groups.
+    ``slots`` are (m,) of the problem's devices: num_replicas per group, those left out at the end.
+
+    groups: (num_stages, num_replicas) the devices of every group.
     order: (num_stages,) the groups along the shortest path.
     """
 
     def __init__(self, problem: Problem, slots: np.ndarray) -> None:
-        self.problem, self.slots = problem, np.array(slots)
-        stages = problem.job.num_stages
-        self.group_s = np.array([problem.group_s(group) for group in self.groups])
-        self.edge_s = np.zeros((stages, stages))
-        for a in range(stages):
-            self._update_edges(a)
-        self._update_order()
-
-    def copy(self) -> "Partition":
-        other = copy.copy(self)
-        other.slots, other.group_s = self.slots.copy(), self.group_s.copy()
-        other.edge_s = self.edge_s.copy()
-        return other
-
-    @property
-    def groups(self) -> np.ndarray:
-        """(num_stages, num_replicas) the devices of every group; a view."""
-        job = self.problem.job
-        return self.slots[: job.num_devices].reshape(job.num_stages, job.num_replicas)
-
-    @property
-    def costs(self) -> Costs:
-        return Costs(float(self.group_s.max()), self.path_s)
-
-    def swap(self, first: int, second: int) -> None:
-        """Exchange the devices in two slots; only what the two groups touch is computed again."""
-        self.slots[[first, second]] = self.slots[[second, first]]
-        groups = self.groups
-        for a in {slot // groups.shape[1] for slot in (first, second) if slot < groups.size}:
-            self.group_s[a] = self.problem.group_s(groups[a])
-            self._update_edges(a)
-        self._update_order()
+        job, self.problem = problem.job, problem
+        self.groups = slots[: job.num_devices].reshape(job.num_stages, job.num_replicas)
+        edge_s = np.zeros((job.num_stages, job.num_stages))
+        for a, b in itertools.combinations(range(job.num_stages), 2):
+            edge_s[a, b] = edge_s[b, a] = problem.edge_s(self.groups[a], self.groups[b])
+        self.order, path_s = shortest_open_path(edge_s)
+        self.costs = Costs(max(map(problem.group_s, self.groups)), path_s)
 
     def stages(self) -> np.ndarray:
         """(num_stages, num_replicas) devices of the network: pipeline r is column r, top down."""
@@ -327,13 +247,3 @@ class Partition:
             columns, _ = bottleneck_matching(self.problem.passing_s[np.ix_(rows[-1], group)])
             rows.append(group[columns])
         return self.problem.devices[np.array(rows)]
-
-    def _update_edges(self, a: int) -> None:
-        groups = self.groups
-        for b in range(len(groups)):
-            if b != a:
-                edge = self.problem.edge_s(groups[a], groups[b])
-                self.edge_s[a, b] = self.edge_s[b, a] = edge
-
-    def _update_order(self) -> None:
-        self.order, self.path_s = shortest_open_path(self.edge_s)

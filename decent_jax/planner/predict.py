@@ -18,7 +18,7 @@ import numpy as np
 
 from decent_jax import topology
 from decent_jax.planner import outputs, runtime, simulator
-from decent_jax.planner.compute_times import CONSTANT, Constant
+from decent_jax.planner.compute_times import CONSTANT
 from decent_jax.planner.network import Network
 from decent_jax.planner.runtime import Algorithm, AllReduce, Gossip, Workload
 
@@ -62,21 +62,13 @@ def step_s(
     *,
     steps: int = 300,
     warm_up: int = 100,
-    seed: int = 0,
 ) -> float:
-    """Expected seconds of a step: in closed form for all-reduce, simulated for gossip.
-
-    Where compute is constant and gossip's bounds meet, they are the answer.
-    """
+    """Expected seconds of a step: in closed form for all-reduce, simulated for gossip."""
     if isinstance(algorithm, AllReduce):
         return runtime.all_reduce_step_s(network, workload, algorithm)
-    lower, upper = runtime.gossip_bounds(network, workload, algorithm)
-    if upper - lower <= 1e-6 * upper:
-        return lower
-    if isinstance(workload.compute, Constant):  # it settles into a cycle
+    if workload.compute == CONSTANT:  # it settles into a cycle
         steps = warm_up = 4 * algorithm.schedule.period * algorithm.mix_every
-    run = simulator.simulate(network, workload, algorithm, steps=steps, warm_up=warm_up, seed=seed)
-    return run.step_s
+    return simulator.simulate(network, workload, algorithm, steps=steps, warm_up=warm_up).step_s
 
 
 def predict(
@@ -84,16 +76,16 @@ def predict(
     workload: Workload,
     algorithm: Algorithm,
     label: str | None = None,
-    **simulation: int,
 ) -> Prediction:
-    """The step under ``algorithm`` and its parts; ``simulation``: see `step_s`."""
-    total = step_s(network, workload, algorithm, **simulation)
-    steady = total
-    if not isinstance(workload.compute, Constant):
-        constant = dataclasses.replace(workload, compute=CONSTANT)
-        steady = min(total, step_s(network, constant, algorithm, **simulation))
+    """The step under ``algorithm`` and its parts."""
     slowest = float(np.max(workload.factors(network.num_devices)))
     compute = slowest * workload.compute_s + workload.update_s
+    total = step_s(network, workload, algorithm)
+    if workload.compute == CONSTANT:
+        steady = total = max(total, compute)  # but for rounding it is
+    else:
+        constant = dataclasses.replace(workload, compute=CONSTANT)
+        steady = min(total, step_s(network, constant, algorithm))
     return Prediction(
         label or algorithm.name,
         network.num_nodes,

@@ -1,4 +1,4 @@
-"""How long a training step takes: all-reduce and gossip, in closed form.
+"""What a training step is made of, and how long it takes with all-reduce, in closed form.
 
 Three things make gossip faster than all-reduce (Wang et al., ICLR 2025): it hides behind the whole
 step and not only behind the backward pass; it can keep to fast links; and a replica waits for its
@@ -13,23 +13,15 @@ the factor by which compute varies, C the time to communicate the whole model:
       T = E max( X (F + B/k) + C,  X (F + B) + (C - C') / k + C' ) + U,    X the largest of n
 
 - gossip, ``combine="with"``: replicas send parameters after an update and need the mixture at their
-  next update. With c_i the time replica i communicates in a round, and a mean over rounds::
+  next update. `decent_jax.planner.simulator` finds the step. Where compute is constant and all
+  replicas communicate for the same time C in a round, it is the mean of max( F + B, C ) + U over
+  rounds; waiting for a barrier in every step would take E max( X (F + B), max C ) + U.
 
-      max_i E max( X_i (F + B), c_i ) + U  <=  T  <=  E max( max_i X_i (F + B), max_i c_i ) + U
-
-  On the left a replica that never waits for another, on the right a barrier in every step (delays
-  never make a max-plus system faster). The two are equal where compute is constant and all replicas
-  communicate equally long; elsewhere `decent_jax.planner.simulator` finds the step between them.
-
->>> from decent_jax import topology
 >>> from decent_jax.planner.network import preset
 >>> network = preset("nvlink_25gbe", num_nodes=2, devices_per_node=4)
 >>> workload = Workload(model_bytes=250e6, forward_s=0.04, backward_s=0.08, update_s=0.002)
 >>> round(all_reduce_step_s(network, workload, AllReduce("ring")), 4)
 0.1903
->>> gossip = Gossip(topology.make("alternating_exp_ring", 8, local_size=4))
->>> [round(bound, 4) for bound in gossip_bounds(network, workload, gossip)]
-[0.122, 0.122]
 """
 
 import dataclasses
@@ -132,14 +124,6 @@ class Gossip:
     execution: costs.Execution = "hierarchical"
     bucket_bytes: float = math.inf
 
-    def __post_init__(self) -> None:
-        if self.mix_every < 1:
-            raise ValueError(f"mix_every must be at least 1, got {self.mix_every}")
-        if self.combine not in ("with", "then"):
-            raise ValueError(f"combine must be 'with' or 'then', got {self.combine!r}")
-        if self.wire not in WIRE_BYTES:
-            raise ValueError(f"wire must be one of {', '.join(WIRE_BYTES)}, got {self.wire!r}")
-
     @property
     def name(self) -> str:
         return self.schedule.name
@@ -187,14 +171,11 @@ def stages_of(network: Network, algorithm: Algorithm, num_bytes: float) -> list[
     ]
 
 
-def all_reduce_step_s(
-    network: Network, workload: Workload, algorithm: AllReduce | None = None
-) -> float:
+def all_reduce_step_s(network: Network, workload: Workload, algorithm: AllReduce) -> float:
     """Expected seconds of a step of synchronous all-reduce.
 
     Exact where all replicas are done with a bucket at the same time, as with a ring or a tree.
     """
-    algorithm = algorithm or AllReduce()
     parts = buckets(workload, algorithm)
     seconds = {
         num_bytes: costs.total_s(stages_of(network, algorithm, num_bytes)[0])
@@ -208,31 +189,3 @@ def all_reduce_step_s(
         end = np.maximum(end, ready + remaining)
         remaining -= seconds[part.num_bytes]
     return float(end @ weights) + workload.update_s
-
-
-def gossip_bounds(network: Network, workload: Workload, algorithm: Gossip) -> tuple[float, float]:
-    """Bounds on the expected seconds of a step of gossip, on average over a long run."""
-    n, compute_s, update_s = network.num_devices, workload.compute_s, workload.update_s
-    parts = buckets(workload, algorithm)
-    per_part = [stages_of(network, algorithm, part.num_bytes) for part in parts]
-    busy, total = (
-        np.array([sum(measure(stages) for stages in one) for one in zip(*per_part, strict=True)])
-        for measure in (lambda stages: sum(s.duration_s for s in stages), costs.total_s)
-    )  # (rounds, n) and (rounds,)
-    x, weights = max_nodes(workload.compute, 1)
-    own = np.outer(workload.factors(n), x) * compute_s  # (n, nodes)
-    slowest, slowest_weights = max_nodes(workload.compute, n, workload.slowness)
-    slowest = slowest * compute_s
-    mixing = 1 / algorithm.mix_every
-    if algorithm.combine == "then":
-        lower = own @ weights + busy.mean(axis=0) * mixing + update_s
-        upper = slowest @ slowest_weights + total.mean() * mixing + update_s
-        return float(lower.max()), float(upper)
-    if len(parts) == 1:
-        hidden = np.mean([np.maximum(own, one[:, None]) @ weights for one in busy], axis=0)
-        lower = mixing * hidden + (1 - mixing) * (own @ weights) + update_s
-    else:  # a long round may reach into the next step, so only averages are bounds
-        lower = np.maximum(own @ weights + update_s, busy.mean(axis=0) * mixing)
-    barrier = np.mean([np.maximum(slowest, one) @ slowest_weights for one in total])
-    upper = mixing * barrier + (1 - mixing) * (slowest @ slowest_weights) + update_s
-    return float(lower.max()), float(upper)

@@ -28,13 +28,11 @@ class Event(NamedTuple):
     """What replica ``replica`` did from ``start_s`` to ``end_s`` of the simulated run.
 
     kind: forward, backward, update, wait (for a message, in the compute stream), or communicate.
-    bucket: of the gradient or the parameters; -1 for a whole pass.
     """
 
     kind: str
     replica: int
     step: int
-    bucket: int
     start_s: float
     end_s: float
 
@@ -68,19 +66,9 @@ def simulate(
     Gossip needs a warm-up, because replicas begin together and drift apart for a while; where
     compute is constant the mean is taken over whole periods of the schedule.
     """
-    if steps < 1 or warm_up < 0:
-        raise ValueError(
-            f"steps must be at least 1 and warm_up not negative, got {steps}, {warm_up}"
-        )
+    cycle = 1
     if isinstance(algorithm, Gossip):
         cycle = algorithm.schedule.period * algorithm.mix_every
-        if algorithm.schedule.num_replicas != network.num_devices:
-            raise ValueError(
-                f"the schedule is for {algorithm.schedule.num_replicas} replicas, but the network "
-                f"has {network.num_devices} devices"
-            )
-    else:
-        cycle = 1
     warm_up, steps = (-(-count // cycle) * cycle for count in (warm_up, steps))
     rng = np.random.default_rng(seed)
     n = network.num_devices
@@ -116,37 +104,35 @@ class _Simulation:
     def step(self, t: int, factor: np.ndarray) -> np.ndarray:
         """Advance by step ``t``; returns when each replica has finished it."""
         self.step_number = t
-        self._compute("forward", factor * self.workload.forward_s, -1)
+        self._compute("forward", factor * self.workload.forward_s)
         if isinstance(self.algorithm, AllReduce):
             self._all_reduce_step(factor)
-        elif self.algorithm.combine == "with":
-            self._gossip_step(factor)
         else:
-            self._then_step(factor)
+            {"with": self._gossip_step, "then": self._then_step}[self.algorithm.combine](factor)
         return self.now
 
     def _all_reduce_step(self, factor: np.ndarray) -> None:
         reduced = self.now
         for bucket, part in enumerate(self.parts):
-            self._compute("backward", factor * self.workload.backward_s * part.backward, bucket)
+            self._compute("backward", factor * self.workload.backward_s * part.backward)
             reduced = self._communicate(0, bucket)
-        self._wait(reduced, -1)
-        self._compute("update", self.workload.update_s, -1)
+        self._wait(reduced)
+        self._compute("update", self.workload.update_s)
 
     def _gossip_step(self, factor: np.ndarray) -> None:
         for bucket, part in enumerate(self.parts):
-            self._compute("backward", factor * self.workload.backward_s * part.backward, bucket)
-            self._wait(self.arrived[bucket], bucket)
+            self._compute("backward", factor * self.workload.backward_s * part.backward)
+            self._wait(self.arrived[bucket])
             share = part.num_bytes / self.workload.model_bytes
-            self._compute("update", self.workload.update_s * share, bucket)
+            self._compute("update", self.workload.update_s * share)
             self._send_parameters(self.step_number + 1, bucket)
 
     def _then_step(self, factor: np.ndarray) -> None:
-        self._compute("backward", factor * self.workload.backward_s, -1)
-        self._compute("update", self.workload.update_s, -1)
+        self._compute("backward", factor * self.workload.backward_s)
+        self._compute("update", self.workload.update_s)
         for bucket in range(len(self.parts)):
             self._send_parameters(self.step_number, bucket)
-        self._wait(self.arrived[-1], -1)
+        self._wait(self.arrived[-1])
 
     def _send_parameters(self, step: int, bucket: int) -> None:
         """Begin the round of ``step``; without one nothing new arrives."""
@@ -157,24 +143,24 @@ class _Simulation:
 
     # --- the two streams of a replica -----------------------------------------------------------
 
-    def _compute(self, kind: str, seconds: np.ndarray | float, bucket: int) -> None:
+    def _compute(self, kind: str, seconds: np.ndarray | float) -> None:
         begin, self.now = self.now, self.now + seconds
-        self._record(kind, bucket, begin, self.now)
+        self._record(kind, begin, self.now)
 
-    def _wait(self, until: np.ndarray, bucket: int) -> None:
+    def _wait(self, until: np.ndarray) -> None:
         begin, self.now = self.now, np.maximum(self.now, until)
-        self._record("wait", bucket, begin, self.now)
+        self._record("wait", begin, self.now)
 
     def _communicate(self, r: int, bucket: int) -> np.ndarray:
         """Send a bucket as soon as it is there and the last communication is over."""
         at = np.maximum(self.now, self.network_free)
         for stage in self.stages[bucket][r]:
             at = stage.end_s(at)
-            self._record("communicate", bucket, at - stage.duration_s, at)
+            self._record("communicate", at - stage.duration_s, at)
         self.network_free = at
         return at
 
-    def _record(self, kind: str, bucket: int, begin: np.ndarray, end: np.ndarray) -> None:
+    def _record(self, kind: str, begin: np.ndarray, end: np.ndarray) -> None:
         for i in np.flatnonzero(end > begin).tolist() if self.record else ():
             seconds = float(begin[i]), float(end[i])
-            self.events.append(Event(kind, i, self.step_number, bucket, *seconds))
+            self.events.append(Event(kind, i, self.step_number, *seconds))
