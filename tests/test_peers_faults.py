@@ -3,6 +3,7 @@
 import contextlib
 import queue
 import threading
+import tracemalloc
 import types
 from concurrent.futures import Future
 
@@ -12,6 +13,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 from test_peers_law import PACES, InProcess, config_of, noise  # noqa: F401 (a fixture)
 
 from decent_jax.peers.between import NotJoined
+from decent_jax.peers.events import EventLog
 from decent_jax.peers.formats import Format
 from decent_jax.peers.peer import Peer
 from decent_jax.peers.roster import Roster
@@ -68,6 +70,22 @@ def test_a_report_does_not_wait_for_the_device(in_process):
             lambda state, _, t: (state, {"loss": Loss(t)}), in_process.state, None, t
         )
         assert actor.report().get("loss") == (t - 1 if t else None)
+
+
+def test_a_resume_holds_no_log_in_memory(in_process):
+    """A long run's has more than a GiB."""
+    log, last = (EventLog(in_process.place.folder, incarnation) for incarnation in (3, 4))
+    for one in (log, last):
+        one.write(start=0, origin=None)
+    log._file.writelines(f'{{"t": {t}, "rate": {t // 4}}}\n' for t in range(100_000))
+    log.end(100_000)
+    last.end(0)
+    tracemalloc.start()
+    origin = in_process.between._checkpointed(99_000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert origin == {"peer": "0.3", "t": 99_000, "when": "checkpoint"}
+    assert peak < 1e6
 
 
 @pytest.mark.parametrize("leaving", ["stop", "leave", None])

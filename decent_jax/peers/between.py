@@ -292,12 +292,12 @@ class Between:
         # P(k) = (1 - 1/H)^(k - 1) / H
         return 1 + int(np.log1p(-self._random.random()) / np.log1p(-1 / self._every))
 
-    def _checkpointed(self, t: int) -> dict[str, Any] | None:
+    def _checkpointed(self, t: int) -> dict[str, Any]:
         """Which incarnation of this slot wrote the checkpoint of step t."""
         folder = self._place.folder
         for incarnation in reversed(events.incarnations(folder)):
-            logged = events.read(events.path(folder, incarnation))
-            if any(event.get("t") == t - 1 and "rate" in event for event in logged):
-                name = f"{self._place.slot}.{incarnation}"
-                return {"peer": name, "t": t, "when": "checkpoint"}
-        return {"peer": f"{self._place.slot}.?", "t": t, "when": "checkpoint"}
+            if events.has_step(events.path(folder, incarnation), t - 1):
+                break
+        else:
+            incarnation = "?"
+        return {"peer": f"{self._place.slot}.{incarnation}", "t": t, "when": "checkpoint"}

@@ -50,15 +50,17 @@ class Replayed(NamedTuple):
 class Log:
     """The events of an incarnation, by step."""
 
-    def __init__(self, slot: int, incarnation: int, lines: list[dict[str, Any]]):
+    def __init__(self, slot: int, incarnation: int, lines: Iterator[dict[str, Any]]):
         self.slot, self.name = slot, f"{slot}.{incarnation}"
-        self.start, self.origin = lines[0]["start"], lines[0]["origin"]
+        first = next(lines)
+        self.start, self.origin = first["start"], first["origin"]
         self.rates: dict[int, int] = {}
         self.met: dict[int, list[dict[str, Any]]] = defaultdict(list)
         self.versions: dict[int, tuple[int, int]] = {}  # version and sum of bits
         self.last: int | None = None  # sum of the bits of the last parameters
-        self.end = self.start
-        for line in lines[1:]:
+        self.end, count = self.start, 1
+        for line in lines:
+            count += 1
             if "rate" in line:
                 self.rates[line["t"]] = line["rate"]
             elif "met" in line:
@@ -69,9 +71,9 @@ class Log:
                 self.end, self.last = line["end"], line.get("crc")
             else:  # it may have died before the step
                 self.end = max(self.end, line["t"] + 1)
-        if self.end - self.start > len(lines):
+        if self.end - self.start > count:
             raise RunError(
-                f"the log of peer {self.name} ends after step {self.end} and has only {len(lines)} "
+                f"the log of peer {self.name} ends after step {self.end} and has only {count} "
                 "lines; it is damaged"
             )
 
@@ -90,8 +92,8 @@ def read_logs(workdir: Path) -> list[Log]:
     slots = [path for path in (workdir / FOLDER).glob("*") if path.name.isdecimal()]
     for folder in sorted(slots, key=lambda path: int(path.name)):
         for incarnation in events.incarnations(folder):
-            lines = events.read(events.path(folder, incarnation))
-            if lines:
+            with contextlib.suppress(StopIteration):  # killed before it has written a line
+                lines = events.read(events.path(folder, incarnation))
                 logs.append(Log(int(folder.name), incarnation, lines))
     if not logs:
         raise RunError(f"{workdir} holds no run of peers: there is no {FOLDER}/*/events-*.jsonl")
