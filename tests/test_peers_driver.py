@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 from ray.exceptions import ActorUnavailableError, RayActorError
 from test_peers_law import PACES, config_of, noise  # noqa: F401 (a fixture)
@@ -19,6 +20,8 @@ from decent_jax.errors import Interrupted, TrainingFailed
 from decent_jax.peers import manifest, resize, start
 from decent_jax.peers.driver import _Driver, _Live
 from decent_jax.peers.roster import Roster
+from decent_jax.peers.whole import Whole
+from decent_jax.train.step import TrainState
 
 
 def started(workdir, entries):
@@ -179,6 +182,16 @@ def test_an_end_without_parameters_is_one_sentence(driver, monkeypatch):
     )
     with pytest.raises(TrainingFailed, match="none gave its last parameters; the same command"):
         driver.run()
+
+
+@pytest.mark.parametrize(("mixes", "numbers"), [(True, 13), (False, 10)])
+def test_a_message_has_the_model_state_that_peers_average(mixes, numbers):
+    """Such as the statistics of batch norm."""
+    whole = Whole.__new__(Whole)
+    whole._config = config_of("bfloat16", 100, "swarm", weighted=False)
+    whole._experiment = types.SimpleNamespace(task=types.SimpleNamespace(mixes_state=mixes))
+    whole.template = TrainState({"w": np.zeros((1, 2, 5))}, {"mean": np.zeros((1, 3))}, (), None)
+    assert whole.message_bytes() == 2 * numbers
 
 
 def test_a_roster_that_is_out_of_reach_for_a_while_is_not_lost(driver, monkeypatch):

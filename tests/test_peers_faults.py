@@ -149,6 +149,22 @@ def no_ray(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_ray")
+@pytest.mark.parametrize("others", [0, 1])
+def test_the_only_peer_leaves_at_once(others, in_process):
+    """With others it would meet one of them before, or wait 2 peers.meet_s."""
+    roster = Roster(5.0, {})
+    for slot in range(1 + others):
+        roster.add(slot, 0, None, False)
+        roster.beat(slot, 0, {"steps": 3})
+    actor = actor_of(in_process, _roster=Remote(roster), _stopped=threading.Event())
+    in_process.between.ready = True
+    threading.Timer(0.5, actor._stopped.set).start()
+    actor._beat()
+    actor.leave("leave")
+    assert in_process.between.over(8) is not bool(others)
+
+
+@pytest.mark.usefixtures("no_ray")
 def test_a_peer_that_joins_waits_for_one_that_trains(in_process):
     """At the start of a resumed run the others restore and compile, perhaps for longer than it."""
     roster = Roster(5.0, {})

@@ -289,10 +289,12 @@ def test_weighted_partners_are_near_and_all_the_same_connected():
         reductions.append(1 - left / np.square(x).sum())
     promised = partners.reduction(NAMES, "weighted", seconds)
     assert reductions[0] == pytest.approx(promised) and min(reductions) >= promised - 1e-9
-    words = partners.links(seconds)
+    words = partners.links(seconds, "swarm")
     assert "10 ms between" in words and "100 ms between" in words and "14.3%" in words
+    words = partners.links(seconds, "noloco")  # whose momentum may enlarge the spread
+    assert "100 ms between" in words and "%" not in words
     del seconds["0.0"]["7.0"], seconds["7.0"]["0.0"]
-    assert partners.links(seconds) == ""  # these two have not met
+    assert partners.links(seconds, "swarm") == ""  # these two have not met
 
 
 def test_an_actor_reads_relative_paths_from_where_train_py_was_started(tmp_path, monkeypatch):

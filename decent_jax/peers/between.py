@@ -113,6 +113,7 @@ class Between:
         self.stale = 0  # steps of progress since the copy averaged last was published
         self.final: list[np.ndarray] | None = None
         self.ready = False  # whether it trains
+        self.alone = False  # whether no other peer trains
 
     # --- Called by the loop -----------------------------------------------------------------------
 
@@ -144,7 +145,8 @@ class Between:
             self._due, self._met_before = done, self._meetings.counts["met"]
         late = time.monotonic() > self._end_by
         # Who leaves meets once more, so that what it has learned stays with the others.
-        if late or self.leaving != "leave" or self._meetings.counts["met"] > self._met_before:
+        has_met = self.alone or self._meetings.counts["met"] > self._met_before
+        if late or self.leaving != "leave" or has_met:
             self._meetings.closed = True
         # Halves that partners add must be added here, too.
         return late or (self._meetings.closed and self._meetings.idle())

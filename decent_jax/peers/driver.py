@@ -9,7 +9,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import ray
 from ml_collections import ConfigDict
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
@@ -17,7 +16,6 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from decent_jax.errors import Interrupted, TrainingFailed
 from decent_jax.json_files import read_json, write_json_atomic
 from decent_jax.peers import events, manifest, resize, setup
-from decent_jax.peers.formats import Format
 from decent_jax.peers.partners import links, reduction
 from decent_jax.peers.peer import Peer
 from decent_jax.peers.roster import Roster
@@ -199,7 +197,7 @@ class _Driver:
         self.saver.checkpoints.wait()
         experiment = self.experiment
         held = algorithm.cost(experiment.config, experiment.schedule, self.whole.template, 1)
-        sent = 2 * self._message_bytes() / self.config.mix_every
+        sent = 2 * self.whole.message_bytes() / self.config.mix_every
         return finish(
             *(experiment, self.work, self.evaluator, state),
             dataclasses.replace(held, sent_a_step=sent),
@@ -329,7 +327,7 @@ class _Driver:
             for slot, one in self.looked.items()
             if one["member"]
         }
-        words = links(seconds)
+        words = links(seconds, self.config.algorithm)
         if words and self._first(f"links of {sorted(seconds)}"):
             self.work.say(words)
 
@@ -390,11 +388,6 @@ class _Driver:
     def _seconds(self) -> float:
         return self.saver.seconds + time.monotonic() - self.began
 
-    def _message_bytes(self) -> int:
-        leaves = jax.tree.leaves(self.whole.template.params)
-        form = Format(self.config.peers.wire)
-        return form.bytes_sent([x.shape[1:] for x in leaves])
-
     def _describe(self) -> str:
         config = self.config
         every = f"{config.mix_every} steps" + (" on average" if config.peers.geometric else "")
@@ -402,7 +395,7 @@ class _Driver:
         rate = reduction(names, config.peers.neighbours, {})
         words = (
             f"{config.algorithm} over peers: each asks one of {config.peers.neighbours} others "
-            f"after {every} to average copies of {self._message_bytes() / 1e6:.3g} MB "
+            f"after {every} to average copies of {self.whole.message_bytes() / 1e6:.3g} MB "
             f"({config.peers.wire})"
         )
         if config.algorithm != "swarm":  # its momentum may enlarge the spread for a while

@@ -227,6 +227,7 @@ class Peer:
                     self._members = ray.get(
                         self._roster.members.remote(), timeout=peers["silent_s"]
                     )
+                    between.alone = len(self._members) < 2
                     version = now
             except (GetTimeoutError, ActorUnavailableError):  # a network may come back
                 continue
