@@ -10,7 +10,7 @@ import psutil
 import pytest
 from several import children_of, nothing_is_left, until
 
-from decent_jax import command, train
+from decent_jax import command, extras, peers, train
 from decent_jax.peers import replay, resize, setup
 from decent_jax.train import ConfigError
 
@@ -194,6 +194,7 @@ def test_the_replay_of_both_is_bit_identical(workdir, variables, monkeypatch, ca
 HOLDS_RAY = """
 import time
 import ray
+from decent_jax import train
 from decent_jax.peers import start
 
 @ray.remote
@@ -201,7 +202,7 @@ class Waits:
     def ready(self):
         return True
 
-with start.ray_at("peers", "", 0, 1):
+with start.ray_for(train.default_config(), "peers", 1):
     actor = Waits.options(num_cpus=0).remote()
     assert ray.get(actor.ready.remote())
     print("an actor waits", flush=True)
@@ -234,7 +235,7 @@ def config(**fields):
 @pytest.mark.parametrize(
     "fields, words",
     [
-        ({"algorithm": "accum_adam"}, "peers.use needs algorithm noloco or swarm, got 'accum_adam"),
+        ({"algorithm": "accum_adam"}, "needs algorithm 'noloco' or 'swarm', got 'accum_adam"),
         ({"algorithm": "noloco", "noloco__fragments": 2}, "needs noloco.fragments 1, got 2"),
         ({"comm_dtype": "int8"}, "leave comm_dtype"),
         ({"peers__neighbours": "ring"}, "peers.neighbours must be all"),
@@ -251,9 +252,9 @@ def test_a_config_that_cannot_be_is_refused(fields, words):
 
 
 def test_no_ray_is_one_sentence(monkeypatch):
-    monkeypatch.setattr(setup.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'decent_jax\[peers\]'"):
-        setup.check(config())
+    monkeypatch.setattr(extras.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(extras.MissingExtra, match=r"pip install 'decent_jax\[peers\]'"):
+        peers.run(config(), "run")
 
 
 def test_an_address_where_nobody_listens_ends_with_2(variables, tmp_path, monkeypatch, capsys):

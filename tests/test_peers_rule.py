@@ -1,5 +1,6 @@
 """The rule by which peers meet: against the exact simulation, in every format, and what fails."""
 
+import os
 from pathlib import Path
 
 import jax
@@ -300,7 +301,8 @@ def test_weighted_partners_are_near_and_all_the_same_connected():
 def test_an_actor_reads_relative_paths_from_where_train_py_was_started(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
-    enter(str(tmp_path / "there"))
+    monkeypatch.setattr(os, "dup2", lambda *_: None)  # the output stays here
+    enter(tmp_path / "cells" / "0.txt", str(tmp_path / "there"))
     assert Path.cwd() == tmp_path / "there"
-    enter(str(tmp_path / "only on another machine"))
+    enter(tmp_path / "cells" / "0.txt", str(tmp_path / "only on another machine"))
     assert Path.cwd() == tmp_path / "there"

@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import ray
 from ml_collections import ConfigDict
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
@@ -20,7 +21,7 @@ from decent_jax.peers.partners import links, reduction
 from decent_jax.peers.peer import Peer
 from decent_jax.peers.roster import Roster
 from decent_jax.peers.setup import FOLDER, Place
-from decent_jax.peers.start import check_address, ray_of, start_actor
+from decent_jax.peers.start import check_address, ray_for, start_actor
 from decent_jax.peers.whole import Whole, counts_of
 from decent_jax.train import algorithm, loop
 from decent_jax.train.bar import Progress
@@ -34,6 +35,7 @@ from decent_jax.train.workdir import Signals, Workdir
 
 COUNT = "count.json"
 _LOOK_S, _SAVE_S = 0.2, 2.0
+_COPIES = 4  # of each state in the object store
 _THREADS = 32  # of a peer: it trains, is asked to meet, gives copies
 
 
@@ -42,11 +44,13 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
 
     Returns, raises: as `decent_jax.train.run`.
     """
-    check_address("peers", config.peers.address)
+    check_address(config, "peers")
     before = manifest.read(Path(workdir), config)
     with setup.open_run(config, workdir) as (experiment, work):
         work.config = config
-        with ray_of(config, experiment):
+        state, count = jax.eval_shape(lambda: loop.init(experiment)), setup.count_of(config)
+        held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+        with ray_for(config, "peers", count, store=_COPIES * held * count):
             return _Driver(config, experiment, work, before).run()
 
 

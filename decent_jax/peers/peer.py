@@ -19,7 +19,7 @@ from decent_jax.peers.boundary import on_host
 from decent_jax.peers.formats import Format, Message
 from decent_jax.peers.partners import chances
 from decent_jax.peers.rule import Joined, Meetings, Offer
-from decent_jax.peers.setup import Place, enter, forget, is_weighted, open_peer, write_to
+from decent_jax.peers.setup import Place, enter, forget, is_weighted, open_peer
 from decent_jax.train import loop
 
 
@@ -32,8 +32,7 @@ class Peer:
     """
 
     def __init__(self, place: Place, roster: Any):
-        write_to(place.folder / "log.txt")
-        enter(place.launched_from)
+        enter(place.folder / "log.txt", place.launched_from)
         self._place, self._roster = place, roster
         self._peers = place.config["peers"]
         form, weighted = Format(self._peers["wire"]), is_weighted(place.config)

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from decent_jax import json_files
 from decent_jax.errors import CheckpointError, ConfigError, TrainingFailed
-from decent_jax.peers.start import check_address, check_resources, ray_at
+from decent_jax.peers.start import check_address, ray_for
 from decent_jax.pipelines import files
 from decent_jax.pipelines.part import bytes_between_stages
 from decent_jax.pipelines.placing import strategies
@@ -38,12 +38,11 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
 
     Returns, raises: as `decent_jax.train.run`.
     """
-    check_address("pipeline", config.pipeline.address)
+    check_address(config, "pipeline")
     with open_run(config, workdir) as made:
         config = made.experiment.config
         cells = config.num_replicas * len(made.counts)
-        with ray_at("pipeline", config.pipeline.address, 0, cells):
-            check_resources(config, "pipeline", cells)
+        with ray_for(config, "pipeline", cells):
             placed = strategies(made.plan, ray.nodes(), cells)
             with Watched(config, made.work.path, made.counts, placed) as actors:
                 return _Driver(made, actors).run()
