@@ -54,7 +54,7 @@ class _Driver:
     def __init__(self, made: Run, actors: Watched):
         self.experiment, self.work, self.actors = made.experiment, made.work, actors
         self.counts, self.config = made.counts, made.experiment.config
-        self.model = made.model
+        self.crossing = bytes_between_stages(self.config, made.model)
         self.folder, self.best_folder = (self.work.path / n for n in (files.FOLDER, files.BEST))
         self.seconds, self.best, self.ahead = 0.0, math.inf, 0
         self.evaluated: dict[str, Any] = {}
@@ -169,7 +169,8 @@ class _Driver:
         self.evaluated = {"step": done, **row}
         if loss < self.best:
             self.best = loss
-            folder = self._empty(self.best_folder / str(done))
+            folder = self.best_folder / str(done)
+            shutil.rmtree(folder, ignore_errors=True)
             self.actors.all("write_model", str(folder))
             meta = {"num_replicas": 1, "eval_loss": self.best}
             files.finish(folder, self._meta(done) | meta, keep=1)
@@ -220,7 +221,8 @@ class _Driver:
         self._finish_saving()
         check_there(self.work.path)
         self._saved, self._last_save = done, time.monotonic()
-        folder = self._empty(self.folder / str(done))
+        folder = self.folder / str(done)
+        shutil.rmtree(folder, ignore_errors=True)
         self.actors.all("snapshot")
         self._writing = folder, self._meta(done), self.actors.begin("write", str(folder))
 
@@ -249,13 +251,6 @@ class _Driver:
             "config": json_files.flat(config),
         }
 
-    @staticmethod
-    def _empty(folder: Path) -> Path:
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
-        return folder
-
     # --- The end ----------------------------------------------------------------------------------
 
     def _finish(self, steps: int, cost: algorithm.Cost) -> dict[str, Any]:
@@ -274,7 +269,7 @@ class _Driver:
                 "order": self.config.pipeline.order,
                 "micro_batches": self.config.pipeline.micro_batches,
                 "wire": self.config.pipeline.wire,
-                "bytes_between_stages_per_step": self._crossing(),
+                "bytes_between_stages_per_step": self.crossing,
             },
         )
 
@@ -286,14 +281,11 @@ class _Driver:
         stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), state)
         return algorithm.cost(self.config, experiment.schedule, stacked, experiment.per_host)
 
-    def _crossing(self) -> int:
-        return bytes_between_stages(self.config, self.model)
-
     def _describe(self, cost: algorithm.Cost) -> str:
         pipeline, layers = self.config.pipeline, " + ".join(map(str, self.counts))
         return (
             f"{algorithm.describe(self.config, self.experiment.schedule, cost)}, in "
             f"{len(self.counts)} stages of {layers} layers; {pipeline.micro_batches} micro-batches "
-            f"per step ({pipeline.order}) bring {format_bytes(self._crossing())} from stage to "
+            f"per step ({pipeline.order}) bring {format_bytes(self.crossing)} from stage to "
             f"stage and as much back ({pipeline.wire})"
         )
