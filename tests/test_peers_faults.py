@@ -243,22 +243,14 @@ def test_a_question_that_fails_leaves_no_meeting_under_way(in_process):
     assert lattice.idle()
 
 
-def test_a_state_that_is_wanted_during_a_boundary_is_given_at_the_next(in_process):
-    """It was lost between two operations of the other thread, and waited for peers.join_s."""
+def test_a_state_is_given_at_a_boundary_and_refused_after_the_end(in_process):
     between = in_process.between
-    boundary = threading.Thread(target=between._give, args=(in_process.state, 3))
-
-    class Interrupted(list):
-        def append(self, one):
-            boundary.start()
-            boundary.join(0.2)
-            super().append(one)
-
-    between._wanted = Interrupted()
     wanted = between.want_state()
-    boundary.join()
     between._give(in_process.state, 4)
-    assert wanted.done()
+    assert wanted.result(0).t == 4
+    between.end(4, in_process.state)
+    with pytest.raises(RuntimeError, match="has ended"):
+        between.want_state().result(0)
 
 
 def test_no_copy_is_published_while_a_peer_joins_again(in_process, monkeypatch):

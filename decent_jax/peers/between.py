@@ -1,10 +1,12 @@
 """What the training loop of a peer calls between its steps; nothing here waits for a message."""
 
+import contextlib
 import math
+import queue
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -103,8 +105,7 @@ class Between:
         self._end_by = math.inf  # when to end at the latest; infinite until the end has come
         self._met_before = 0
         self._shown: tuple[int, Any] = -1, None  # progress, rate
-        self._wanted: list[Future] = []
-        self._wanting = threading.Lock()  # for `_wanted`
+        self._wanted: queue.SimpleQueue[Future[Joined]] = queue.SimpleQueue()
         self._renaming = threading.Lock()  # no copy of one incarnation is published by the next
         self.incarnation = place.incarnation
         self.leaving: str | None = None  # "leave": after a last meeting; "stop": at once
@@ -156,9 +157,7 @@ class Between:
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """See `decent_jax.train.loop.Between`."""
         state = self._joined(state, t)
-        log = self._log
-        if log is None:
-            log = self._begin_log(t)
+        log = self._log or self._begin_log(t)
         progress = self._pulse.progress()
         if progress != self._shown[0]:
             self._shown = progress, self._boundary.rate(progress)
@@ -200,8 +199,7 @@ class Between:
     def want_state(self) -> "Future[Joined]":
         """The state at the next step boundary, for a peer that joins."""
         wanted: Future[Joined] = Future()
-        with self._wanting:
-            self._wanted.append(wanted)
+        self._wanted.put(wanted)
         if self.final is not None:
             self._refuse()
         return wanted
@@ -274,19 +272,19 @@ class Between:
         self._jobs.put(publish)
 
     def _give(self, state: TrainState, t: int) -> None:
-        if wanted := self._taken():
+        if not self._wanted.empty():
             copied = self._boundary.copy(state)
-            for one in wanted:
+            for one in self._taken():
                 one.set_result(Joined(self._meetings.me, t, copied))
 
     def _refuse(self) -> None:
         for one in self._taken():
             one.set_exception(RuntimeError("this peer has ended"))
 
-    def _taken(self) -> list[Future]:
-        with self._wanting:
-            wanted, self._wanted = self._wanted, []
-        return wanted
+    def _taken(self) -> Iterator[Future]:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield self._wanted.get_nowait()
 
     def _gap(self) -> int:
         if not self._geometric or self._every == 1:

@@ -68,6 +68,7 @@ class _Driver:
         self, config: ConfigDict, experiment: Experiment, work: Workdir, before: dict[str, Any]
     ):
         self.config, self.experiment, self.work, self.manifest = config, experiment, work, before
+        self.streams = before.get("streams", config.num_replicas)
         self.whole = Whole(config, experiment)
         self.evaluator = Evaluator(experiment.config, experiment.task, experiment.placement)
         self.live: dict[int, _Live] = {}
@@ -229,7 +230,7 @@ class _Driver:
             slot,
             incarnation,
             before["steps"] if copy else None,
-            self._streams(),
+            self.streams,
             self.step() * self.config.num_replicas,
             os.getcwd(),
         )
@@ -366,9 +367,6 @@ class _Driver:
         self._reached = max(self._reached, steps // self.config.num_replicas)
         return self._reached
 
-    def _streams(self) -> int:
-        return self.manifest.get("streams", self.config.num_replicas)
-
     def _write_manifest(self) -> None:
         self._saved = time.monotonic()
         best = self.saver.best
@@ -377,7 +375,7 @@ class _Driver:
             "examples": self.step() * self.config.batch_size,
             "seconds": self._seconds(),
             "best": best if math.isfinite(best) else None,
-            "streams": self._streams(),
+            "streams": self.streams,
             "batch": self.config.batch_size // self.config.num_replicas,
             "peers": {
                 str(slot): {

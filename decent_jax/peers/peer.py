@@ -190,9 +190,9 @@ class Peer:
 
     def _partner(self) -> tuple[str, Any] | None:
         members = dict(self._members)
-        me = f"{self._place.slot}.{self._between.incarnation}"
         now = time.monotonic()
-        asked = chances(me, list(members), self._peers["neighbours"], self._seconds)
+        me, neighbours = self._meetings.me, self._peers["neighbours"]
+        asked = chances(me, list(members), neighbours, self._seconds)
         asked = {name: p for name, p in asked.items() if self._avoided.get(name, 0) < now}
         if not asked:
             return None
