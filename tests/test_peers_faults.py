@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 from ray.exceptions import ActorUnavailableError, RayActorError
-from test_peers_law import PACES, InProcess, config_of, noise  # noqa: F401 (a fixture)
+from test_peers_law import PACES, make_step_of, noise, peer_in_process  # noqa: F401 (fixtures)
 
 from decent_jax.peers.between import NotJoined
 from decent_jax.peers.events import EventLog
@@ -18,18 +18,6 @@ from decent_jax.peers.formats import Format
 from decent_jax.peers.peer import Peer
 from decent_jax.peers.roster import Roster
 from decent_jax.peers.rule import Joined, Meetings
-from decent_jax.peers.setup import Place, open_peer
-
-
-@pytest.fixture
-def in_process(tmp_path):
-    """A peer without Ray, of a run of 8 steps, at its beginning."""
-    config = config_of("float32", 8, "swarm", weighted=False)
-    place = Place(config.to_dict(), str(tmp_path), 0, 0, None, len(PACES))
-    with open_peer(place) as (experiment, _):
-        peer = InProcess(place, experiment, 8)
-        yield peer
-        peer.between.end(peer.t, peer.state)
 
 
 def actor_of(peer, **attributes):
@@ -42,33 +30,12 @@ def actor_of(peer, **attributes):
     return actor
 
 
-class Loss:
-    """Of a step that the device makes when somebody waits for it."""
-
-    made = False
-
-    def __init__(self, t):
-        self.t = t
-
-    def __add__(self, _):
-        return self
-
-    def block_until_ready(self):
-        self.made = True
-
-    def __array__(self, dtype=None, copy=None):
-        assert self.made, "a report must not wait for a step"
-        return np.array([self.t], dtype)
-
-
 def test_a_report_does_not_wait_for_the_device(in_process):
     """Otherwise a peer whose steps take longer than peers.silent_s is silent during each."""
     actor = actor_of(in_process)
     assert "loss" not in actor.report()
     for t in range(3):
-        in_process.between.step(
-            lambda state, _, t: (state, {"loss": Loss(t)}), in_process.state, None, t
-        )
+        make_step_of(in_process)
         assert actor.report().get("loss") == (t - 1 if t else None)
 
 
@@ -198,36 +165,6 @@ def test_peers_that_all_join_begin_with_what_they_have(in_process):
 
 
 @pytest.mark.usefixtures("no_ray")
-def test_a_roster_that_is_lost_while_a_peer_joins_again_is_lost(in_process, monkeypatch):
-    """The thread that reports must not end without a word: the peer would never know the end."""
-    answers = [(0, 0), (800, 0)]  # the others went on while it was silent
-
-    class Lost:
-        def beat(self, *_):
-            if not answers:
-                raise RayActorError
-            return answers.pop(0)
-
-        def members(self):
-            return [("0.0", None), ("1.0", None)]
-
-        def rejoin(self, *_):
-            raise RayActorError
-
-    peers = in_process.place.config["peers"] | {"beat_s": 0.01, "silent_s": 0.001, "max_lag": 1}
-    actor = actor_of(in_process, _roster=Remote(Lost()), _peers=peers, _stopped=threading.Event())
-    actor._between.ready = True
-    actor._beat()
-    before = in_process.pulse.progress()
-    in_process.pulse.own += len(PACES)
-    assert in_process.pulse.progress() == before + 2  # it estimates what both of them do
-    monkeypatch.setattr(Lost, "members", Lost.rejoin)
-    assert actor._begin_joining(0.0).result(10.0) is None  # it trains on, as it did
-    with pytest.raises(RayActorError):
-        actor._begin_joining(1.0).result(10.0)
-
-
-@pytest.mark.usefixtures("no_ray")
 def test_a_question_that_fails_leaves_no_meeting_under_way(in_process):
     """An asker waits without a limit of its own, so it would never meet anybody again."""
     partner = types.SimpleNamespace(meet=lambda *_: ("no offer", [lambda: None]))
@@ -264,62 +201,76 @@ def test_no_copy_is_published_while_a_peer_joins_again(in_process, monkeypatch):
         return publish(*args)
 
     monkeypatch.setattr(peer.meetings, "publish", interrupted)
-    peer.between.step(lambda state, *_: (state, {"loss": Loss(0)}), peer.state, None, 0)
+    make_step_of(peer)
     peer.jobs.get()()
     replaces.join()
     assert peer.meetings.version == 1 and peer.meetings.copy is None
 
 
+class Answers:
+    """A roster that gives these answers to reports, or raises them, and then ends the thread."""
+
+    def __init__(self, peer, *answers):
+        self.answers, self.rejoins = list(answers), True
+        fast = {"beat_s": 0.01, "silent_s": 0.001, "max_lag": 1}
+        peers = peer.place.config["peers"] | fast
+        self.stopped = threading.Event()
+        self.actor = actor_of(peer, _roster=Remote(self), _peers=peers, _stopped=self.stopped)
+        peer.between.ready = True
+
+    def beat(self, *_):
+        answer = self.answers.pop(0)
+        if not self.answers:
+            self.stopped.set()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def members(self):
+        return [("0.0", None), ("1.0", None)]
+
+    def rejoin(self, slot, incarnation):
+        if not self.rejoins:
+            raise RayActorError
+        return incarnation + 1
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_a_roster_that_is_lost_while_a_peer_joins_again_is_lost(in_process, monkeypatch):
+    """The thread that reports must not end without a word: the peer would never know the end."""
+    roster = Answers(in_process, (0, 0), (800, 0), RayActorError())  # the others went on
+    roster.rejoins = False
+    roster.actor._beat()
+    before = in_process.pulse.progress()
+    in_process.pulse.own += len(PACES)
+    assert in_process.pulse.progress() == before + 2  # it estimates what both of them do
+    monkeypatch.setattr(roster, "members", lambda: roster.rejoin(1, 0))
+    assert roster.actor._begin_joining(0.0).result(10.0) is None  # it trains on, as it did
+    with pytest.raises(RayActorError):
+        roster.actor._begin_joining(1.0).result(10.0)
+
+
 @pytest.mark.usefixtures("no_ray")
 def test_a_roster_that_is_out_of_reach_for_a_while_is_not_lost(in_process):
     """A lost one never comes back: nobody would report to it, or be replaced, any more."""
-    answers = [(5, 0), None, (6, 0)]
-
-    class Unreachable:
-        def beat(self, *_):
-            if not answers:
-                actor._stopped.set()
-            answer = answers.pop(0) if answers else (7, 0)
-            if answer is None:
-                raise ActorUnavailableError("no route", None)
-            return answer
-
-        def members(self):
-            return []
-
-    peers = in_process.place.config["peers"] | {"beat_s": 0.01}
-    actor = actor_of(in_process, _roster=Remote(Unreachable()), _peers=peers)
-    actor._stopped, actor._between.ready = threading.Event(), True
-    actor._beat()
-    assert not answers
+    unreachable = ActorUnavailableError("no route", None)
+    roster = Answers(in_process, (0, 0), unreachable, (0, 0), (0, 0))
+    roster.actor._beat()
+    assert not roster.answers
 
 
 @pytest.mark.usefixtures("no_ray")
 def test_a_peer_that_joins_again_is_not_silent_meanwhile(in_process, monkeypatch):
     """Where a copy took longer than peers.silent_s, it joined again for ever."""
-    answers, joined = [(0, 0), (800, 0), (1600, 0), (1600, 0)], []
-
-    class Others:
-        def beat(self, *_):
-            if len(answers) == 1:
-                actor._stopped.set()
-            return answers.pop(0)
-
-        def members(self):
-            return []
-
-        def rejoin(self, slot, incarnation):
-            return incarnation + 1
+    joined, between = [], in_process.between
 
     def replace(future, incarnation):
         joined.append(incarnation)
-        actor._between.ready = False
-        threading.Timer(0.1, setattr, (actor._between, "ready", True)).start()
+        between.ready = False
+        threading.Timer(0.1, setattr, (between, "ready", True)).start()
 
-    peers = in_process.place.config["peers"] | {"beat_s": 0.01, "silent_s": 0.001, "max_lag": 1}
-    actor = actor_of(in_process, _roster=Remote(Others()), _peers=peers, _stopped=threading.Event())
-    monkeypatch.setattr(actor, "_begin_joining", lambda patience_s: None)
-    monkeypatch.setattr(actor._between, "replace", replace)
-    actor._between.ready = True
-    actor._beat()
+    roster = Answers(in_process, (0, 0), (800, 0), (1600, 0), (1600, 0))
+    monkeypatch.setattr(roster.actor, "_begin_joining", lambda patience_s: None)
+    monkeypatch.setattr(between, "replace", replace)
+    roster.actor._beat()
     assert joined == [1]

@@ -9,7 +9,6 @@ import json
 import queue
 import types
 
-import jax.numpy as jnp
 import noise_task
 import numpy as np
 import pytest
@@ -182,77 +181,77 @@ def meetings_of(workdir, form, count):
     return met_by
 
 
-def test_nobody_asks_while_a_question_is_under_way(tmp_path):
-    """With questions that take longer than a step, all would be busy and decline for ever."""
-    config = config_of("float32", 8, "swarm", weighted=False)
-    config.mix_every = 1
-    place = Place(config.to_dict(), str(tmp_path), 0, 0, None, len(PACES))
-    with open_peer(place) as (experiment, _):
-        peer = InProcess(place, experiment, 8)
-        for asks in (1, 2):
-            for _ in range(3):
-                peer.between.step(
-                    lambda state, *_: (state, {"loss": jnp.zeros(1)}), peer.state, None, peer.t
-                )
-                peer.t += 1
-            while not peer.jobs.empty():
-                peer.jobs.get()()
-            assert peer.asks == asks
-        peer.between.end(peer.t, peer.state)
-
-
-@pytest.mark.parametrize(("seconds", "rests"), [(1.0, True), (11.0, False)])
-def test_a_peer_rests_after_an_answer_but_not_after_silence(seconds, rests, tmp_path, monkeypatch):
-    """A question is given up after peers.meet_s, 10 s; the rest after it would be lost as well."""
-    now = [0.0]
-    monkeypatch.setattr(between, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-    config = config_of("float32", 8, "swarm", weighted=False)
-    config.mix_every = 1
-    place = Place(config.to_dict(), str(tmp_path), 0, 0, None, len(PACES))
-
-    def compiled(state, *_):
-        return state, {"loss": jnp.zeros(1)}
-
-    with open_peer(place) as (experiment, _):
-        peer = InProcess(place, experiment, 8)
-        monkeypatch.setattr(peer.between, "_ask", lambda: now.append(now.pop() + seconds))
-        peer.between.step(compiled, peer.state, None, 0)
-        peer.between.step(compiled, peer.state, None, 1)
-        while not peer.jobs.empty():
-            peer.jobs.get()()
-        peer.between.step(compiled, peer.state, None, 2)
-        assert peer.jobs.empty() is rests
-        peer.between.end(3, peer.state)
-
-
 class Loss:
-    """Of a step that the device has not done yet."""
+    """Of a step that the device makes when somebody waits for it."""
 
-    def __init__(self, awaited):
-        self.awaited = awaited
+    made = False
+
+    def __init__(self, t):
+        self.t = t
 
     def __add__(self, _):
         return self
 
     def block_until_ready(self):
-        self.awaited.append(self)
+        self.made = True
+
+    def __array__(self, dtype=None, copy=None):
+        assert self.made, "a report must not wait for a step"
+        return np.array([self.t], dtype)
 
 
-def test_a_peer_begins_a_step_when_its_device_has_made_the_one_before(tmp_path):
+@pytest.fixture(name="in_process")
+def peer_in_process(tmp_path):
+    """A peer without Ray, of a run of 8 steps, at its beginning; it asks after every step."""
     config = config_of("float32", 8, "swarm", weighted=False)
+    config.mix_every = 1
     place = Place(config.to_dict(), str(tmp_path), 0, 0, None, len(PACES))
-    losses, awaited = [], []
-
-    def compiled(state, *_):
-        losses.append(Loss(awaited))
-        return state, {"loss": losses[-1]}
-
     with open_peer(place) as (experiment, _):
         peer = InProcess(place, experiment, 8)
-        for t in range(5):
-            peer.between.step(compiled, peer.state, None, t)
-            assert awaited == losses[:t]
-        peer.between.end(5, peer.state)
+        yield peer
+        peer.between.end(peer.t, peer.state)
+
+
+def make_step_of(peer):
+    """A step that changes nothing, and what comes before it; the loss of the step."""
+    loss = Loss(peer.t)
+    peer.between.step(lambda state, *_: (state, {"loss": loss}), peer.state, None, peer.t)
+    peer.t += 1
+    return loss
+
+
+def do_jobs(peer):
+    while not peer.jobs.empty():
+        peer.jobs.get()()
+
+
+def test_nobody_asks_while_a_question_is_under_way(in_process):
+    """With questions that take longer than a step, all would be busy and decline for ever."""
+    for asks in (1, 2):
+        for _ in range(3):
+            make_step_of(in_process)
+        do_jobs(in_process)
+        assert in_process.asks == asks
+
+
+@pytest.mark.parametrize(("seconds", "rests"), [(1.0, True), (11.0, False)])
+def test_a_peer_rests_after_an_answer_but_not_after_silence(
+    seconds, rests, in_process, monkeypatch
+):
+    """A question is given up after peers.meet_s, 10 s; the rest after it would be lost as well."""
+    now = [0.0]
+    monkeypatch.setattr(between, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(in_process.between, "_ask", lambda: now.append(now.pop() + seconds))
+    for _ in range(2):
+        make_step_of(in_process)
+    do_jobs(in_process)
+    make_step_of(in_process)
+    assert in_process.jobs.empty() is rests
+
+
+def test_a_peer_begins_a_step_when_its_device_has_made_the_one_before(in_process):
+    losses = [make_step_of(in_process) for _ in range(5)]
+    assert [loss.made for loss in losses] == [True] * 4 + [False]
 
 
 @pytest.mark.parametrize("form", FORMATS)

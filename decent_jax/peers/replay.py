@@ -44,7 +44,6 @@ class Replayed(NamedTuple):
     versions: int
     differs: str  # the first thing that differs from the log; "" where nothing does
     survived: bool  # it logged its end
-    params: Any  # host arrays of what peers average, without the replica dimension
 
 
 class Log:
@@ -141,7 +140,6 @@ class _Replay:
         self.step = make_step(
             *(first.config, first.task, first.tx, first.rate, first.schedule, first.placement)
         )
-        self.compiled: dict[Any, Any] = {}
         self.copies: dict[tuple[str, int], list[np.ndarray]] = {}  # by peer and version
         self.states: dict[tuple[str, int, str], TrainState] = {}  # by peer, step and moment
         origins = [log.origin for log in logs if log.origin]
@@ -207,9 +205,7 @@ class _Replay:
         if log.last is not None and events.crc(arrays) != log.last and not differs:
             differs = f"the last parameters, after step {log.end}"
         steps, survived = (log.start, log.end), log.last is not None
-        self.done.append(
-            Replayed(log.name, steps, count, len(log.versions), differs, survived, arrays)
-        )
+        self.done.append(Replayed(log.name, steps, count, len(log.versions), differs, survived))
         self.say(_line(self.done[-1]))
 
     def _half(self, log: Log, met: dict[str, Any]) -> list[np.ndarray]:
@@ -229,11 +225,7 @@ class _Replay:
     def _step(self, state: TrainState, block: Any, log: Log, t: int) -> TrainState:
         state = self.boundary.at_progress(state, log.rates[t])
         batch = self.placement.put(block)
-        shapes = loop.shapes_of(batch)
-        if shapes not in self.compiled:
-            lowered = self.step.lower(state, batch, np.int32(0), round=0)
-            self.compiled[shapes] = lowered.compile()
-        return self.compiled[shapes](state, batch, number(log.slot, t))[0]
+        return self.step(state, batch, number(log.slot, t), round=0)[0]
 
 
 def _line(one: Replayed) -> str:
