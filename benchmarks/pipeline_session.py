@@ -33,7 +33,6 @@ from benchmarks.pipeline_cells import Conditions, Report, Sleeping
 from decent_jax import topology, train
 from decent_jax.peers.start import ray_for
 from decent_jax.pipelines import watched
-from decent_jax.pipelines.placing import strategies
 from decent_jax.pipelines.setup import open_run
 from decent_jax.topology.plan_file import Plan
 
@@ -119,7 +118,7 @@ def main(jobs_path: str, rows_path: str) -> None:
         Plan(hosts, schedule, stages=STAGES).save(folder / "plan.json")
         config = config_of(jobs[0], folder / "plan.json")
         with open_run(config, folder / "run") as made, ray_for(config, "pipeline", 0):
-            placed = strategies(made.plan, ray.nodes(), STAGES * REPLICAS)
+            placed = watched.strategies(made.plan, ray.nodes(), STAGES * REPLICAS)
             with watched.Watched(
                 made.experiment.config, made.work.path, made.counts, placed
             ) as actors:

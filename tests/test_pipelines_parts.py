@@ -22,10 +22,9 @@ from test_pipelines import assert_close, config_of, flat
 
 from decent_jax import command, topology
 from decent_jax.peers import start
-from decent_jax.pipelines import channels, files, links, part, placing
-from decent_jax.pipelines.channels import Channel, Door
+from decent_jax.pipelines import channels, files, links, part, watched
+from decent_jax.pipelines.channels import Channel, Door, Key, Mailbox
 from decent_jax.pipelines.driver import _Driver
-from decent_jax.pipelines.messages import Key, Mailbox
 from decent_jax.pipelines.part import Part
 from decent_jax.pipelines.worker import Worker
 from decent_jax.topology.plan_file import Plan
@@ -296,11 +295,11 @@ def test_a_plan_puts_cells_on_its_machines_and_is_refused_elsewhere():
     plan = Plan(("a/0", "b/0"), topology.make("one_peer_exp", 1), stages=2, layers=(1, 3))
     node = {"Alive": True, "NodeManagerHostname": "b", "NodeID": "bb" * 28}
     nodes = [node, node | {"NodeName": "a", "NodeManagerHostname": "x", "NodeID": "aa" * 28}]
-    found = placing.strategies(plan, nodes, 2)
+    found = watched.strategies(plan, nodes, 2)
     assert [one.node_id for one in found] == ["aa" * 28, "bb" * 28]
-    assert placing.strategies(None, nodes, 2) == ["SPREAD", "SPREAD"]
+    assert watched.strategies(None, nodes, 2) == ["SPREAD", "SPREAD"]
     with pytest.raises(ConfigError, match="other machines: it names a, and the Ray cluster has b;"):
-        placing.strategies(plan, [node], 2)
+        watched.strategies(plan, [node], 2)
 
 
 def test_a_plan_is_read_as_it_was_written(tmp_path):

@@ -22,9 +22,6 @@ import numpy as np
 from decent_jax.simulate import LatticeQuantizer
 
 FORMATS = ("float32", "bfloat16", "int8", "lattice8", "lattice16")
-# y, the distance for which a lattice is made, grows much faster than it shrinks, since one of many
-# partners may be far (as in `decent_jax.optim.swarm`).
-GROW, SHRINK, SLACK, FIRST = 4.0, 0.97, 2.0, 1e-3
 
 Arrays = list[np.ndarray]
 
@@ -121,8 +118,3 @@ class Format:
             part = codes * scale
         x = part.astype(own.dtype, copy=False)
         return x, bool(np.isfinite(x).all())
-
-
-def largest_difference(ours: Arrays, theirs: Arrays) -> float:
-    """The largest |difference| of a number."""
-    return max(float(np.abs(a - b).max(initial=0)) for a, b in zip(ours, theirs, strict=True))

@@ -12,11 +12,6 @@ from decent_jax.errors import ConfigError
 FAR = 0.2  # part of the questions of "weighted" that goes to all alike, however far they are
 
 
-def check(neighbours: str) -> None:
-    """Raises ConfigError where ``peers.neighbours`` is none of those known."""
-    _degree(neighbours)
-
-
 def chances(
     me: str, members: list[str], neighbours: str, seconds: Mapping[str, float]
 ) -> dict[str, float]:
@@ -37,7 +32,7 @@ def chances(
     names = sorted(members)
     others = [name for name in names if name != me]
     if me in names:
-        linked = overlay(names, _degree(neighbours))[names.index(me)]
+        linked = overlay(names, degree(neighbours))[names.index(me)]
         others = [name for name, is_linked in zip(names, linked, strict=True) if is_linked]
     if not others:
         return {}
@@ -115,8 +110,12 @@ def links(seconds: Mapping[str, Mapping[str, float]], algorithm: str) -> str:
     )
 
 
-def _degree(neighbours: str) -> int:
-    """Of the overlay; 0: all are neighbours."""
+def degree(neighbours: str) -> int:
+    """The degree of the overlay; 0: all are neighbours.
+
+    Raises:
+      ConfigError: ``neighbours`` is none of those known.
+    """
     if neighbours in ("all", "weighted"):
         return 0
     found = re.fullmatch(r"regular\((\d+)\)", neighbours)

@@ -260,28 +260,25 @@ class Peer:
 
     def _begin_joining(self, patience_s: float) -> "Future[Joined | None]":
         """Copy the state of a random live peer, in a thread of its own."""
-        return ThreadPoolExecutor(1).submit(self._joined_or_not, patience_s)
+        return ThreadPoolExecutor(1).submit(self._joined, patience_s)
 
-    def _joined_or_not(self, patience_s: float) -> Joined | None:
+    def _joined(self, patience_s: float) -> Joined | None:
+        """The state of a peer; waits for one that trains, unless all others wait, too."""
+        ends = time.monotonic() + patience_s
         try:
-            return self._joined(patience_s)
+            while (joined := self._copied()) is None:
+                hopeful = ray.get(self._roster.is_hopeful.remote(), timeout=self._peers["join_s"])
+                if not hopeful or time.monotonic() >= ends:
+                    self._say("nobody gives a copy: begins with its own parameters")
+                    return None
+                if self._leaving is not None:
+                    raise NotJoined
+                time.sleep(self._peers["beat_s"])
         except RayError as error:
             if patience_s:
                 raise  # without a roster nobody can join
             self._say(f"no roster ({type(error).__name__}): goes on with its own parameters")
             return None
-
-    def _joined(self, patience_s: float) -> Joined | None:
-        """The state of a peer; waits for one that trains, unless all others wait, too."""
-        ends = time.monotonic() + patience_s
-        while (joined := self._copied()) is None:
-            hopeful = ray.get(self._roster.is_hopeful.remote(), timeout=self._peers["join_s"])
-            if not hopeful or time.monotonic() >= ends:
-                self._say("nobody gives a copy: begins with its own parameters")
-                return None
-            if self._leaving is not None:
-                raise NotJoined
-            time.sleep(self._peers["beat_s"])
         return joined
 
     def _copied(self) -> Joined | None:

@@ -1,4 +1,4 @@
-"""What a run of peers is made of: its checks, its time-outs, and the run of one replica in each."""
+"""What a run of peers is made of: checks, time-outs, the run of one replica in each, its data."""
 
 import contextlib
 import os
@@ -7,22 +7,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import grain
 import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from decent_jax.cluster import start as cluster
+from decent_jax.data import loader
 from decent_jax.errors import ConfigError
 from decent_jax.json_files import flat
 from decent_jax.optim import METHODS, guard
 from decent_jax.peers import partners
-from decent_jax.peers.streams import Stream
 from decent_jax.train import algorithm
 from decent_jax.train import config as config_lib
 from decent_jax.train.setup import Experiment, open_experiment
 from decent_jax.train.workdir import Workdir
 
 FOLDER = "peers"  # of a run: peers/SLOT/ is the run of a peer
+_ANOTHER_DRAW = 1_000_003  # between the seeds of streams 0 to n - 1, n to 2 n - 1, and so on
 _HINTS = {
     "comm_dtype": "; peers.wire is the format",
     "swarm.bits": "; peers.wire is the format",
@@ -79,7 +81,7 @@ def check(config: ConfigDict) -> None:
         "pipeline.stages": [0],
     }
     check_allowed(config, allowed, "peers.use", False)
-    partners.check(config.peers.neighbours)
+    partners.degree(config.peers.neighbours)
     _check_seconds(config.peers)
 
 
@@ -217,3 +219,37 @@ def open_peer(place: Place) -> Iterator[tuple[Experiment, Workdir]]:
         # No peer makes more steps than all of them together.
         steps = experiment.steps * config.num_replicas
         yield experiment._replace(config=own, steps=steps), work
+
+
+class Stream:
+    """A source from which a peer's run reads the batches of its stream, addressed by step.
+
+    Streams 0 to n - 1 are those of the replicas of a synchronous run: together they read every
+    record once per epoch. Stream ``k >= n`` is stream ``k % n`` of another draw of the order.
+    """
+
+    def __init__(self, source: Any, stream: int, num_streams: int, batch_size: int):
+        self._source, self._size = source, batch_size
+        self._draw, self._stream = divmod(stream, num_streams)
+        self._num_streams = num_streams
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._source[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "augment":  # the blocks below hold augmented records
+            raise AttributeError(name)
+        if name.startswith("__") or "_source" not in self.__dict__:  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self._source, name)
+
+    def train_blocks(self, num_replicas: int, batch_size: int, seed: int) -> grain.MapDataset:
+        """Item t: the stream's block of step t; see `decent_jax.data.loader`."""
+        del num_replicas, batch_size  # of the peer's own run
+        seed += self._draw * _ANOTHER_DRAW
+        n = self._num_streams
+        rows = loader.train_rows(self._source, seed=seed, num_replicas=n, batch_size=self._size * n)
+        return grain.MapDataset.source(rows)[self._stream :: n]

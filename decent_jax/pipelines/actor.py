@@ -12,8 +12,7 @@ from jax.experimental import multihost_utils
 
 from decent_jax.peers.setup import enter
 from decent_jax.pipelines import files
-from decent_jax.pipelines.channels import Address, Channel, Door
-from decent_jax.pipelines.messages import Key, Mailbox
+from decent_jax.pipelines.channels import Address, Channel, Door, Key, Mailbox
 from decent_jax.pipelines.setup import Cell, free_address, join, open_cell
 from decent_jax.pipelines.stage import Stage
 from decent_jax.pipelines.worker import Worker

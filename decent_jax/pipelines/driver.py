@@ -17,9 +17,8 @@ from decent_jax.errors import CheckpointError, ConfigError, TrainingFailed
 from decent_jax.peers.start import check_address, ray_for
 from decent_jax.pipelines import files
 from decent_jax.pipelines.part import bytes_between_stages
-from decent_jax.pipelines.placing import strategies
 from decent_jax.pipelines.setup import Run, open_run
-from decent_jax.pipelines.watched import Watched
+from decent_jax.pipelines.watched import Watched, strategies
 from decent_jax.pipelines.worker import Span
 from decent_jax.text import format_bytes
 from decent_jax.train import algorithm, loop

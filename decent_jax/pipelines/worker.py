@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decent_jax.data import loader
-from decent_jax.pipelines.messages import Key, Mailbox
+from decent_jax.pipelines.channels import Key, Mailbox
 from decent_jax.pipelines.part import TABLE, total_norm
 from decent_jax.pipelines.stage import Stage
 from decent_jax.topology import orders
