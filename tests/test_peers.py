@@ -138,7 +138,8 @@ def test_a_run_in_which_everything_happens(start_process, variables, workdir):
     until(lambda: len(events(workdir, "0")) > before + 100, process)
     peers["1"].resume()
     until(lambda: newest(workdir, "1") > 1 and trains("1", newest(workdir, "1")), process)
-    assert "joins again as 1.2" in words_of(workdir, "1")
+    assert "another one takes its place" in words_of(workdir, "1")
+    assert "peer 1 has lagged too far behind; 3 go on" in process.words.read_text()
     # One leaves in good order.
     peers["3"].terminate()
     until(lambda: "peer 3 has left" in process.words.read_text(), process)

@@ -114,6 +114,15 @@ def test_of_a_peer_that_has_failed_no_process_stays(driver):
     assert driver.killed == [handle] and driver.live[1].handle is not handle
 
 
+@pytest.mark.parametrize(("leaves", "stays"), [(False, True), (True, False)])
+def test_a_peer_that_lags_is_replaced(leaves, stays, driver, monkeypatch):
+    """However often; only deaths count."""
+    handle, driver.ends, driver.leaving = driver.live[1].handle, [1], {1} if leaves else set()
+    monkeypatch.setattr("decent_jax.peers.driver.ray.get", lambda _: {"how": "lag"})
+    driver._collect()
+    assert driver.killed == [handle] and (1 in driver.live) is stays and not driver.deaths
+
+
 def test_the_roster_keeps_no_handle_of_a_peer_that_has_left():
     """Its process, and what Ray reserves for it, would stay until another one takes the slot."""
     roster, handle = Roster(5.0, {}), Handle()

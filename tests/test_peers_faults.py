@@ -5,7 +5,7 @@ import queue
 import threading
 import tracemalloc
 import types
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -139,7 +139,7 @@ def test_a_peer_that_joins_waits_for_one_that_trains(in_process):
     roster.add(1, 0, None, True)
     place = in_process.place._replace(slot=1)
     actor = actor_of(in_process, _roster=Remote(roster), _place=place)
-    joining = actor._begin_joining(30.0)
+    joining = ThreadPoolExecutor(1).submit(actor._joined)
     with pytest.raises(TimeoutError):
         joining.result(0.5)
     roster.beat(0, 0, {"steps": 7})
@@ -153,15 +153,17 @@ def test_peers_that_all_join_begin_with_what_they_have(in_process):
     roster.add(1, 0, None, True)
     place = in_process.place._replace(slot=1)
     actor = actor_of(in_process, _roster=Remote(roster), _place=place)
-    joining = actor._begin_joining(30.0)
+    joining = ThreadPoolExecutor(1).submit(actor._joined)
     roster.remove(0)  # both were killed at once, and both wait for each other
     roster.add(0, 1, None, True)
     assert joining.result(10.0) is None
     roster.add(2, 0, None, False)
-    assert actor._begin_joining(0.3).result(10.0) is None
+    actor._peers = actor._peers | {"start_s": 0.3}
+    assert actor._joined() is None
+    actor._peers = actor._peers | {"start_s": 30.0}
     actor.leave("stop")
     with pytest.raises(NotJoined):
-        actor._begin_joining(30.0).result(10.0)
+        actor._joined()
 
 
 @pytest.mark.usefixtures("no_ray")
@@ -190,28 +192,11 @@ def test_a_state_is_given_at_a_boundary_and_refused_after_the_end(in_process):
         between.want_state().result(0)
 
 
-def test_no_copy_is_published_while_a_peer_joins_again(in_process, monkeypatch):
-    """Halves of meetings with it would be lost on this side, and its version stand in no log."""
-    peer, publish = in_process, in_process.meetings.publish
-    replaces = threading.Thread(target=peer.between.replace, args=(Future(), 1))
-
-    def interrupted(*args):
-        replaces.start()
-        replaces.join(0.2)
-        return publish(*args)
-
-    monkeypatch.setattr(peer.meetings, "publish", interrupted)
-    make_step_of(peer)
-    peer.jobs.get()()
-    replaces.join()
-    assert peer.meetings.version == 1 and peer.meetings.copy is None
-
-
 class Answers:
     """A roster that gives these answers to reports, or raises them, and then ends the thread."""
 
     def __init__(self, peer, *answers):
-        self.answers, self.rejoins = list(answers), True
+        self.answers = list(answers)
         fast = {"beat_s": 0.01, "silent_s": 0.001, "max_lag": 1}
         peers = peer.place.config["peers"] | fast
         self.stopped = threading.Event()
@@ -229,25 +214,14 @@ class Answers:
     def members(self):
         return [("0.0", None), ("1.0", None)]
 
-    def rejoin(self, slot, incarnation):
-        if not self.rejoins:
-            raise RayActorError
-        return incarnation + 1
-
 
 @pytest.mark.usefixtures("no_ray")
-def test_a_roster_that_is_lost_while_a_peer_joins_again_is_lost(in_process, monkeypatch):
+def test_a_roster_that_is_lost_is_not_waited_for(in_process):
     """The thread that reports must not end without a word: the peer would never know the end."""
-    roster = Answers(in_process, (0, 0), (800, 0), RayActorError())  # the others went on
-    roster.rejoins = False
-    roster.actor._beat()
+    Answers(in_process, (0, 0), RayActorError()).actor._beat()
     before = in_process.pulse.progress()
     in_process.pulse.own += len(PACES)
     assert in_process.pulse.progress() == before + 2  # it estimates what both of them do
-    monkeypatch.setattr(roster, "members", lambda: roster.rejoin(1, 0))
-    assert roster.actor._begin_joining(0.0).result(10.0) is None  # it trains on, as it did
-    with pytest.raises(RayActorError):
-        roster.actor._begin_joining(1.0).result(10.0)
 
 
 @pytest.mark.usefixtures("no_ray")
@@ -260,17 +234,11 @@ def test_a_roster_that_is_out_of_reach_for_a_while_is_not_lost(in_process):
 
 
 @pytest.mark.usefixtures("no_ray")
-def test_a_peer_that_joins_again_is_not_silent_meanwhile(in_process, monkeypatch):
-    """Where a copy took longer than peers.silent_s, it joined again for ever."""
-    joined, between = [], in_process.between
-
-    def replace(future, incarnation):
-        joined.append(incarnation)
-        between.ready = False
-        threading.Timer(0.1, setattr, (between, "ready", True)).start()
-
-    roster = Answers(in_process, (0, 0), (800, 0), (1600, 0), (1600, 0))
-    monkeypatch.setattr(roster.actor, "_begin_joining", lambda patience_s: None)
-    monkeypatch.setattr(between, "replace", replace)
+def test_a_peer_that_was_silent_for_too_long_ends_and_saves_nothing(in_process):
+    """What it knows is old: its next meeting would draw the others back."""
+    in_process.meetings.publish([np.zeros(3, np.float32)], 0)
+    roster = Answers(in_process, (0, 0), (800, 0), (800, 0))  # the others went on
     roster.actor._beat()
-    assert joined == [1]
+    assert len(roster.answers) == 1 and not in_process.meetings.agree("1.0-0")
+    with pytest.raises(NotJoined):
+        in_process.between.over(8)

@@ -61,7 +61,7 @@ class Pulse:
 
 
 class NotJoined(Exception):
-    """A peer must end before it has got the state of another one; it has nothing to save."""
+    """A peer ends without the state of a peer: it has none yet, or an old one; nothing is saved."""
 
 
 class Between:
@@ -74,8 +74,8 @@ class Between:
       meetings: of the peer.
       jobs: takes functions that a thread calls one after the other.
       ask: one of them: ask a neighbour to meet.
-      join: begins to copy the state of another peer, which gives a `Joined`, or None where nobody
-        could give one; called before the first step, when all is compiled. None: not joining.
+      join: copies the state of another peer, and returns None where nobody could give one; called
+        before the first step, when all is compiled. None: not joining.
     """
 
     def __init__(
@@ -86,14 +86,13 @@ class Between:
         meetings: Meetings,
         jobs: Any,
         ask: Any,
-        join: "Callable[[], Future[Joined | None]] | None",
+        join: Callable[[], Joined | None] | None,
     ):
         peers = place.config["peers"]
         self._experiment, self._place, self._pulse = experiment, place, pulse
         self._meetings, self._jobs, self._ask = meetings, jobs, ask
         self._boundary = Boundary(experiment)
         self._join = join
-        self._joining: Future[Joined | None] | None = None
         self._every, self._meet_s = place.config["mix_every"], peers["meet_s"]
         self._geometric = peers["geometric"]
         self._random = random.Random()
@@ -106,9 +105,7 @@ class Between:
         self._met_before = 0
         self._shown: tuple[int, Any] = -1, None  # progress, rate
         self._wanted: queue.SimpleQueue[Future[Joined]] = queue.SimpleQueue()
-        self._renaming = threading.Lock()  # no copy of one incarnation is published by the next
-        self.incarnation = place.incarnation
-        self.leaving: str | None = None  # "leave": after a last meeting; "stop": at once
+        self.leaving: str | None = None  # "leave": after a last meeting; "stop", "lag": at once
         self.loss: jax.Array | None = None  # of the last step that the device has made
         self._last_loss: jax.Array | None = None  # ready when the last step is made
         self.stale = 0  # steps of progress since the copy averaged last was published
@@ -133,9 +130,11 @@ class Between:
         """See `decent_jax.train.loop.Between`.
 
         Raises:
-          NotJoined: it ends, and the state is not that of a peer yet.
+          NotJoined: it ends, and the state is not that of a peer yet, or too old.
         """
         self._pulse.own = done
+        if self.leaving == "lag":
+            raise NotJoined
         if self.leaving is None and not self._pulse.over():
             return False
         if self._join is not None:
@@ -156,7 +155,8 @@ class Between:
         self, compiled: Any, state: TrainState, batch: Any, t: int
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """See `decent_jax.train.loop.Between`."""
-        state = self._joined(state, t)
+        if self._join is not None:
+            state = self._joined(self._join, state)
         log = self._log or self._begin_log(t)
         progress = self._pulse.progress()
         if progress != self._shown[0]:
@@ -181,7 +181,7 @@ class Between:
             self._jobs.put(self._ask_and_rest)
         state, metrics = compiled(state, batch, number(self._place.slot, t))
         self._last_loss = metrics["loss"] + 0  # the loop may donate the loss itself
-        self.ready = self._joining is None
+        self.ready = True
         return state, metrics | {"learning_rate": self._shown[1]}
 
     def end(self, done: int, state: TrainState) -> dict[str, Any]:
@@ -204,13 +204,6 @@ class Between:
             self._refuse()
         return wanted
 
-    def replace(self, joined: "Future[Joined | None]", incarnation: int) -> None:
-        """Go on as another incarnation with the state of another peer; until then, meet nobody."""
-        with self._renaming:
-            self._meetings.withdraw()
-            self.incarnation, self.ready = incarnation, False
-            self._joining = joined
-
     def _ask_and_rest(self) -> None:
         """Ask, and then be free for the questions of others about as long as that took.
 
@@ -228,28 +221,16 @@ class Between:
 
     # --- Parts of a step --------------------------------------------------------------------------
 
-    def _joined(self, state: TrainState, t: int) -> TrainState:
-        """The state of another peer, where this one begins, or begins again, with it."""
-        if self._join is not None:
-            self._joining, self._join = self._join(), None
-        joining = self._joining
-        if joining is None or (self._log is not None and not joining.done()):
-            return state
-        joined = joining.result()
-        with self._renaming:
-            if self._log is not None:  # it was silent for too long
-                self._log.end(t)
-                self._log = None
-                self._origin = {"peer": self._meetings.me, "t": t, "when": "checkpoint"}
-            self._meetings.renamed(f"{self._place.slot}.{self.incarnation}")
-            self._joining, self._published = None, None
+    def _joined(self, join: Callable[[], Joined | None], state: TrainState) -> TrainState:
+        """The state of another peer, if one gives it."""
+        joined, self._join = join(), None
         if joined is None:
             return state
         self._origin = {"peer": joined.donor, "t": joined.t, "when": "boundary"}
         return self._boundary.put([x[None] for x in joined.arrays], state)
 
     def _begin_log(self, t: int) -> events.EventLog:
-        self._log = events.EventLog(self._place.folder, self.incarnation)
+        self._log = events.EventLog(self._place.folder, self._place.incarnation)
         self._log.write(start=t, origin=self._origin)
         return self._log
 
@@ -263,11 +244,8 @@ class Between:
 
         def publish():
             arrays = on_host(copied)
-            crc = events.crc(arrays)
-            with self._renaming:
-                if self._joining is None and log is self._log:
-                    log.write(t=t, version=meetings.version, crc=crc)
-                    meetings.publish(arrays, progress, steps)
+            log.write(t=t, version=meetings.version, crc=events.crc(arrays))
+            meetings.publish(arrays, progress, steps)
 
         self._jobs.put(publish)
 

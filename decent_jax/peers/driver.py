@@ -257,6 +257,10 @@ class _Driver:
                 continue
             if result["how"] == "end":
                 self.ended.append(one.handle)
+            elif result["how"] == "lag":
+                ray.kill(one.handle)
+                self.work.say(f"peer {slot} has lagged too far behind; {len(self.live)} go on")
+                self._replace(slot, leaves)
             elif result["how"] == "leave":
                 self.gone.add(slot)
                 left = f"peer {slot} has left after {result['steps']} steps; {len(self.live)} go on"
@@ -266,9 +270,13 @@ class _Driver:
         why = "was killed" if isinstance(error, RayActorError) else _cause(error)
         self.deaths[slot] += 1
         self.work.say(f"peer {slot} {why}; {len(self.live)} go on")
+        self._replace(slot, leaves or self.deaths[slot] > self.config.peers.restarts)
+
+    def _replace(self, slot: int, leaves: bool) -> None:
+        """Start another peer in the place of one that is gone, unless it should leave."""
         self.gone.add(slot)
-        may = self.live and self._roster_lives() and self.deaths[slot] <= self.config.peers.restarts
-        if may and not leaves and self.step() < self.experiment.steps:
+        may = self.live and self._roster_lives() and self.step() < self.experiment.steps
+        if may and not leaves:
             self._start(slot, copy=True)
             self.work.say(f"peer {slot} starts again and joins with a copy of a live peer")
 

@@ -162,12 +162,6 @@ class Meetings:
             self.copy = Copy(self.version, arrays, progress, max(steps, 1))
             self.version += 1
 
-    def renamed(self, me: str) -> None:
-        """Begin again as another incarnation."""
-        self.withdraw()
-        with self._lock:
-            self.me, self.version, self._number = me, 0, 0
-
     def idle(self) -> bool:
         """Whether no meeting is under way or waits for the step boundary."""
         with self._lock:
