@@ -32,19 +32,13 @@ class Pulse:
     def __init__(self, peers_per_step: int, steps: int):
         self._peers_per_step, self._steps = peers_per_step, steps
         self._lock = threading.Lock()
-        self._all, self._own_then, self._pace = 0, 0, 1
+        self._all, self._own_then = 0, 0
         self.own = 0  # steps made in this slot
 
     def heard(self, all_steps: int, own_then: int) -> None:
         """Note the roster's count of all steps, and its count of this slot's at the same time."""
         with self._lock:
             self._all, self._own_then = all_steps, own_then
-
-    def lost(self, live: int) -> None:
-        """No roster any more: estimate that all live peers go on as this one does."""
-        with self._lock:
-            self._all = self._now()
-            self._own_then, self._pace = self.own, max(live, 1)
 
     def progress(self) -> int:
         """Common progress in steps of the run."""
@@ -57,7 +51,7 @@ class Pulse:
             return self._now() >= self._steps * self._peers_per_step
 
     def _now(self) -> int:
-        return self._all + self._pace * (self.own - self._own_then)
+        return self._all + self.own - self._own_then
 
 
 class NotJoined(Exception):
