@@ -72,22 +72,26 @@ class InProcess:
 
 
 def meeting(asker, answerer):
-    """The messages of a meeting, one after the other."""
-    asked = asker.meetings.ask()
+    """The messages of a meeting, one after the other; returns whether it came about.
+
+    None where one of the two is busy.
+    """
+    asked = asker.ask()
     if asked is None:
-        return
+        return None
     yield
-    if not answerer.meetings.agree(asked[0].meeting):
-        asker.meetings.give_up(asked[0].meeting, "declined")
-        return
+    if not answerer.agree(asked[0].meeting):
+        asker.give_up(asked[0].meeting, "declined")
+        return None
     yield
-    reply = answerer.meetings.answer(*asked)
+    reply = answerer.answer(*asked)
     yield
-    understood = asker.meetings.hear(*reply)
+    understood = asker.hear(*reply)
     yield
-    accepted = answerer.meetings.settle(asked[0].meeting, understood)
+    accepted = answerer.settle(asked[0].meeting, understood)
     yield
-    asker.meetings.close(asked[0].meeting, accepted)
+    asker.close(asked[0].meeting, accepted)
+    return accepted
 
 
 def config_of(form, steps, algorithm, weighted):
@@ -135,8 +139,9 @@ def train_in_process(workdir, form, steps, algorithm="swarm", weighted=False):
                 if not one.jobs.empty() and random.random() < 0.7:
                     one.jobs.get()()
                 for _ in range(one.asks):
-                    others = [other for other in peers if other is not one]
-                    under_way.append(meeting(one, others[random.integers(len(others))]))
+                    others = [other.meetings for other in peers if other is not one]
+                    other = others[random.integers(len(others))]
+                    under_way.append(meeting(one.meetings, other))
                 one.asks = 0
             for one in list(under_way):
                 if random.random() < 0.8 and next(one, one) is one:

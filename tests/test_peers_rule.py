@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import oracles_seldom
 import pytest
+from test_peers_law import meeting
 
 from decent_jax import optim, simulate, topology
 from decent_jax.peers import partners
@@ -25,16 +26,13 @@ def answer(answerer, offer, message):
 
 
 def meet(asker, answerer):
-    """A whole meeting; whether it came about on the asker's side, and on the answerer's."""
-    offer, message = asker.ask()
-    reply = answer(answerer, offer, message)
-    if reply is None:
-        asker.give_up(offer.meeting, "declined")
-        return None
-    understood = asker.hear(*reply)
-    accepted = answerer.settle(offer.meeting, understood)
-    asker.close(offer.meeting, accepted)
-    return accepted
+    """A whole meeting; whether it came about."""
+    messages = meeting(asker, answerer)
+    while True:
+        try:
+            next(messages)
+        except StopIteration as end:
+            return end.value
 
 
 def peers(x, form, clock=lambda: 0.0, weighted=False):
@@ -187,35 +185,6 @@ def test_one_meeting_at_a_time():
     assert one.ask() is None  # until it has published again
     one.publish([np.zeros(D)], 7)
     assert one.ask()[0].version == 1
-
-
-def test_peers_meet_though_they_ask_more_often_than_a_message_takes():
-    """Each asks at every tick; a message takes three. Agreed is agreed before it has arrived."""
-    random = np.random.default_rng(0)
-    group = peers(np.random.default_rng(1).normal(size=(4, D)), "float32")
-    under_way, met = [], 0
-
-    def meeting(asker, answerer):
-        offer, message = asker.ask()
-        if not answerer.agree(offer.meeting):
-            asker.give_up(offer.meeting, "declined")
-            return
-        yield from range(3)
-        reply = answerer.answer(offer, message)
-        yield from range(3)
-        asker.close(offer.meeting, answerer.settle(offer.meeting, asker.hear(*reply)))
-
-    for _ in range(200):
-        for k in random.permutation(4):
-            for one in group:
-                if halves := one.take():
-                    met += len(halves)
-                    one.publish([np.zeros(D)], 0)
-            if group[k].idle():
-                others = [one for one in group if one is not group[k]]
-                under_way.append(meeting(group[k], others[random.integers(3)]))
-            under_way = [one for one in under_way if next(one, None) is not None]
-    assert met > 50
 
 
 def test_an_asker_that_comes_too_late_averages_no_more_than_its_partner():

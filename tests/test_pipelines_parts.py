@@ -16,9 +16,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tiny
+from networks import assert_close
 from pipeline_threads import Threads
 from ray.exceptions import GetTimeoutError
-from test_pipelines import assert_close, config_of, flat
+from test_pipelines import config_of, flat
 
 from decent_jax import command, topology
 from decent_jax.peers import start
