@@ -11,7 +11,8 @@ import pytest
 from several import children_of, nothing_is_left, until
 
 from decent_jax import command, extras, peers, train
-from decent_jax.peers import replay, resize, setup
+from decent_jax.peers import setup
+from decent_jax.peers.__main__ import main
 from decent_jax.train import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -125,7 +126,7 @@ def test_a_run_in_which_everything_happens(start_process, variables, workdir):
     peers["1"].kill()
     peers["2"].kill()
     # One more joins.
-    assert resize.main(["--workdir", str(workdir), "--count", "4"]) == 0
+    assert main(["resize", "--workdir", str(workdir), "--count", "4"]) == 0
     until(lambda: trains("1", 1) and trains("2", 1) and trains("3"), process)
     for k in "12":
         start = events(workdir, k, 1)[0]
@@ -175,7 +176,7 @@ def test_the_replay_of_both_is_bit_identical(workdir, variables, monkeypatch, ca
     monkeypatch.syspath_prepend(variables["PEERS_TEST"])
     path = workdir / "config.json"
     path.write_text(path.read_text().replace('"sleep_s": 0.006', '"sleep_s": 0.0'))
-    code = replay.main(["--workdir", str(workdir)])
+    code = main(["replay", "--workdir", str(workdir)])
     said = capsys.readouterr().out
     assert code == 0 and "every parameter is identical" in said, said
     ended = [line for line in said.splitlines() if line.endswith("versions: identical")]

@@ -14,7 +14,8 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 from test_peers_law import PACES, config_of, noise  # noqa: F401 (a fixture)
 
 from decent_jax.errors import Interrupted, TrainingFailed
-from decent_jax.peers import manifest, resize, start
+from decent_jax.peers import manifest, start
+from decent_jax.peers.__main__ import main
 from decent_jax.peers.driver import _Driver, _Live
 from decent_jax.peers.roster import Roster
 from decent_jax.peers.whole import Whole
@@ -89,7 +90,7 @@ def driver(tmp_path, monkeypatch):
 
 
 def resized(driver, count):
-    assert resize.main(["--workdir", str(driver.work.path), "--count", str(count)]) == 0
+    assert main(["resize", "--workdir", str(driver.work.path), "--count", str(count)]) == 0
     driver._resize()
 
 

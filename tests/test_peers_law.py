@@ -16,6 +16,7 @@ import pytest
 from decent_jax import simulate, tasks, train
 from decent_jax.data import loader
 from decent_jax.peers import between, replay
+from decent_jax.peers.__main__ import main
 from decent_jax.peers.between import Between, Pulse
 from decent_jax.peers.boundary import on_host
 from decent_jax.peers.formats import FORMATS, Format
@@ -283,7 +284,7 @@ def test_a_log_that_says_otherwise_is_noticed(tmp_path, capsys):
     lines = path.read_text().splitlines()
     lines.remove([line for line in lines if '"met"' in line][-1])
     path.write_text("\n".join(lines) + "\n")
-    assert replay.main(["--workdir", str(tmp_path)]) == 1
+    assert main(["replay", "--workdir", str(tmp_path)]) == 1
     said = capsys.readouterr().out
     assert "peer 0.0" in said and "differs: " in said
 

@@ -1,5 +1,6 @@
 """The process of ``train.py``: starts the peers, watches them, and shows the run as a whole."""
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -14,9 +15,9 @@ from ml_collections import ConfigDict
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from decent_jax.errors import Interrupted, TrainingFailed
-from decent_jax.json_files import read_json, write_json_atomic
-from decent_jax.peers import events, manifest, resize, setup
+from decent_jax.errors import DataError, Interrupted, TrainingFailed
+from decent_jax.json_files import is_whole, read_json, write_json_atomic
+from decent_jax.peers import events, manifest, setup
 from decent_jax.peers.partners import links, reduction
 from decent_jax.peers.peer import Peer
 from decent_jax.peers.roster import Roster
@@ -33,7 +34,6 @@ from decent_jax.train.setup import Experiment
 from decent_jax.train.step import TrainState
 from decent_jax.train.workdir import Signals, Workdir
 
-COUNT = "count.json"
 _LOOK_S, _SAVE_S = 0.2, 2.0
 _COPIES = 4  # of each state in the object store
 _THREADS = 32  # of a peer: it trains, is asked to meet, gives copies
@@ -282,14 +282,13 @@ class _Driver:
 
     def _resize(self) -> None:
         """Follow ``decent-jax peers resize``."""
-        path = self.work.path / FOLDER / COUNT
+        path = self.work.path / FOLDER / setup.COUNT
         if not path.exists():
             return
-        try:
+        wanted: Any = None
+        with contextlib.suppress(OSError, DataError, LookupError, TypeError):
             wanted = read_json(path)["count"]
-            if type(wanted) is not int or not 1 <= wanted <= resize.MOST:
-                raise ValueError
-        except (OSError, ValueError, LookupError, TypeError):
+        if not is_whole(wanted, 1, setup.MOST):
             if self._first(str(path)):
                 self.work.say(f"{path} holds no number of peers; it is ignored")
             return

@@ -11,7 +11,6 @@ some differ, 2 there is nothing to replay.
 
 import contextlib
 import io
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,9 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
-from decent_jax.command_line import Parser
 from decent_jax.data import loader
-from decent_jax.errors import CheckpointError, ConfigError, DataError, RunError
+from decent_jax.errors import RunError
 from decent_jax.peers import events
 from decent_jax.peers import manifest as manifest_lib
 from decent_jax.peers.boundary import Boundary, number, on_host
@@ -236,28 +234,3 @@ def _line(one: Replayed) -> str:
         f"peer {one.peer}: steps {first} to {last}, {one.meetings} meetings, "
         f"{one.versions} versions{end}: {words}"
     )
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """The command; returns its exit status."""
-    parser = Parser(
-        "decent-jax peers replay",
-        description="Repeat a run of peers from their event logs and compare every bit.",
-    )
-    parser.add_argument("--workdir", required=True, metavar="DIR", help="of the run")
-    try:
-        found = replay(parser.parse_args(arguments).workdir, print)
-    except (RunError, ConfigError, DataError, CheckpointError, OSError) as error:
-        print(f"peers replay: {ConfigError(error)}", file=sys.stderr)
-        return 2
-    survivors = [one for one in found if one.survived]
-    different = [one for one in found if one.differs]
-    print(
-        f"{len(found)} peers replayed, {len(survivors)} of which ended in good order: "
-        + (f"{len(different)} differ" if different else "every parameter is identical")
-    )
-    return 1 if different else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

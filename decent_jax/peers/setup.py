@@ -24,6 +24,7 @@ from decent_jax.train.setup import Experiment, open_experiment
 from decent_jax.train.workdir import Workdir
 
 FOLDER = "peers"  # of a run: peers/SLOT/ is the run of a peer
+COUNT, MOST = "count.json", 2**16  # in it: how many peers `resize` wants; at most so many
 _ANOTHER_DRAW = 1_000_003  # between the seeds of streams 0 to n - 1, n to 2 n - 1, and so on
 _HINTS = {
     "comm_dtype": "; peers.wire is the format",

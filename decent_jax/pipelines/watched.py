@@ -83,7 +83,7 @@ class Watched:
         while waiting:
             done, waiting = ray.wait(waiting, timeout=_LOOK_S)
             for call in done:
-                self._result(calls.index(call), call)
+                self._check(self.cells[calls.index(call)], call)
             self._listen()
         return ray.get(calls)
 
@@ -104,7 +104,7 @@ class Watched:
         now, cluster = time.monotonic(), self._config.cluster
         for k, (call, asked) in enumerate(self._beats):
             if ray.wait([call], timeout=0)[0]:
-                self._result(k, call)
+                self._check(self.cells[k], call)
                 self._begun.add(k)
                 self._beats[k] = self._actors[k].beat.remote(), now
                 continue
@@ -115,14 +115,13 @@ class Watched:
                     f"({cluster[name]} s); {self._advice(self.cells[k])}"
                 )
 
-    def _result(self, k: int, call: Any) -> None:
-        """Raises what became of a call of cell k, if it has failed."""
+    def _check(self, cell: Cell, call: Any) -> None:
+        """Raises what became of a call of a cell, if it has failed."""
         try:
             ray.get(call)
-        except RayError as error:
-            self._fail(self.cells[k], error)
-
-    def _fail(self, cell: Cell, error: RayError) -> None:
+            return
+        except RayError as failure:
+            error = failure
         cause = error.cause if isinstance(error, RayTaskError) else error
         if isinstance(cause, (ConfigError, CheckpointError)):
             raise type(cause)(f"{cell.name}: {cause}") from None
