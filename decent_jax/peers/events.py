@@ -86,12 +86,12 @@ def read(file: Path) -> Iterator[dict[str, Any]]:
     """
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
+            event: Any = None
             try:
                 event = json.loads(line)
             except (ValueError, RecursionError):
                 if not line.endswith(b"\n"):
                     return
-                event = None
             if not _is_event(event, first=number == 1):
                 raise RunError(
                     f"{file} line {number} is not an event of a peer; the log is damaged"

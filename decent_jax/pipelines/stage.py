@@ -175,8 +175,8 @@ class Stage:
         rng = self._rng(t, k, replica)
         is_last = self.part.is_last
 
-        def output(*args):
-            y = self._output(*args, tokens, rng)
+        def output(params, borrowed, x):
+            y = self._output(params, borrowed, x, tokens, rng)
             return y.mean() if is_last else y
 
         y, pull_back = jax.vjp(output, params, borrowed, self._decoded(x))
