@@ -25,7 +25,7 @@ from decent_jax.train.step import TrainState
 def started(workdir, entries):
     """{slot: whether it joins}, of the peers that a resumed run of three starts."""
     before = {"peers": entries}
-    config = config_of("float32", 100, "swarm", weighted=False)
+    config = config_of()
     config.peers.count = 3
     work = types.SimpleNamespace(path=workdir, announce=lambda _: contextlib.nullcontext())
     slots = {}
@@ -62,7 +62,7 @@ class Handle:
 @pytest.fixture
 def driver(tmp_path, monkeypatch):
     """A driver of four peers that train, and what ends of them next: ``ends``."""
-    config = config_of("float32", 100, "swarm", weighted=False)
+    config = config_of()
     made = _Driver.__new__(_Driver)
     made.config, made.ends = config, []
     made.work = types.SimpleNamespace(path=tmp_path, say=lambda _: None)
@@ -142,7 +142,7 @@ def test_an_address_may_be_one_of_ipv6():
     except OSError:
         pytest.skip("this machine has no IPv6")
     with server:
-        config = config_of("float32", 100, "swarm", weighted=False)
+        config = config_of()
         config.peers.address = f"[::1]:{server.getsockname()[1]}"
         start.check_address(config, "peers")
 
@@ -176,7 +176,7 @@ def test_an_end_without_parameters_is_one_sentence(driver, monkeypatch):
 def test_a_message_has_the_model_state_that_peers_average(mixes, numbers):
     """Such as the statistics of batch norm."""
     whole = Whole.__new__(Whole)
-    whole._config = config_of("bfloat16", 100, "swarm", weighted=False)
+    whole._config = config_of("bfloat16")
     whole._experiment = types.SimpleNamespace(task=types.SimpleNamespace(mixes_state=mixes))
     whole.template = TrainState({"w": np.zeros((1, 2, 5))}, {"mean": np.zeros((1, 3))}, (), None)
     assert whole.message_bytes() == 2 * numbers

@@ -45,8 +45,8 @@ def test_a_resume_holds_no_log_in_memory(in_process):
     for one in (log, last):
         one.write(start=0, origin=None)
     log._file.writelines(f'{{"t": {t}, "rate": {t // 4}}}\n' for t in range(100_000))
-    log.end(100_000)
-    last.end(0)
+    log.end(100_000, crc=1)
+    last.end(0, crc=1)
     tracemalloc.start()
     origin = in_process.between._checkpointed(99_000)
     peak = tracemalloc.get_traced_memory()[1]

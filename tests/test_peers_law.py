@@ -95,7 +95,7 @@ def meeting(asker, answerer):
     return accepted
 
 
-def config_of(form, steps, algorithm, weighted):
+def config_of(form="float32", steps=8, algorithm="swarm", weighted=False):
     config = train.default_config("noise")
     config.peers.use, config.peers.wire = True, form
     config.algorithm, config.optimizer.name, config.optimizer.momentum = algorithm, "sgd", 0.0
@@ -209,7 +209,7 @@ class Loss:
 @pytest.fixture(name="in_process")
 def peer_in_process(tmp_path):
     """A peer without Ray, of a run of 8 steps, at its beginning; it asks after every step."""
-    config = config_of("float32", 8, "swarm", weighted=False)
+    config = config_of()
     config.mix_every = 1
     place = Place(config.to_dict(), str(tmp_path), 0, 0, None, len(PACES))
     with open_peer(place) as (experiment, _):

@@ -4,7 +4,6 @@ import contextlib
 import math
 import queue
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -31,27 +30,20 @@ class Pulse:
 
     def __init__(self, peers_per_step: int, steps: int):
         self._peers_per_step, self._steps = peers_per_step, steps
-        self._lock = threading.Lock()
-        self._all, self._own_then = 0, 0
+        self._others = 0  # steps made in other slots, as far as this peer knows
         self.own = 0  # steps made in this slot
 
     def heard(self, all_steps: int, own_then: int) -> None:
         """Note the roster's count of all steps, and its count of this slot's at the same time."""
-        with self._lock:
-            self._all, self._own_then = all_steps, own_then
+        self._others = all_steps - own_then
 
     def progress(self) -> int:
         """Common progress in steps of the run."""
-        with self._lock:
-            return self._now() // self._peers_per_step
+        return (self._others + self.own) // self._peers_per_step
 
     def over(self) -> bool:
         """Whether all peers together have made the steps of the run."""
-        with self._lock:
-            return self._now() >= self._steps * self._peers_per_step
-
-    def _now(self) -> int:
-        return self._all + self.own - self._own_then
+        return self.progress() >= self._steps
 
 
 class NotJoined(Exception):
@@ -183,7 +175,7 @@ class Between:
         arrays = on_host(self._boundary.averaged(state))
         self.final = arrays
         if self._log is not None:
-            self._log.end(done, crc=events.crc(arrays))
+            self._log.end(done, events.crc(arrays))
         self._meetings.withdraw()
         self._refuse()
         return {"steps": done, "how": self.leaving or "end"}

@@ -53,9 +53,9 @@ class EventLog:
         names |= {"theirs": theirs.version}
         self.write(t=t, **names, sides=met.sides, share=met.share, stale=stale)
 
-    def end(self, t: int, **event: Any) -> None:
-        """No step after ``t - 1`` belongs to this incarnation."""
-        self.write(end=t, **event)
+    def end(self, t: int, crc: int) -> None:
+        """The parameters after the last step, ``t - 1``."""
+        self.write(end=t, crc=crc)
         with self._lock:
             self._file.close()
 
