@@ -1,14 +1,12 @@
 """Peers on a real Ray: kills, silences, joins, resizes, and a replay bit by bit."""
 
-import contextlib
 import json
 import os
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
-from several import children_of, nothing_is_left, until
+from several import by_output, children_of, nothing_is_left, until
 
 from decent_jax import command, extras, peers, train
 from decent_jax.peers import setup
@@ -66,13 +64,8 @@ def train_py(variables, workdir, **fields):
 
 def actors(process):
     """{slot: process} of the peers, by their log file."""
-    found = {}
-    for child in children_of(process):
-        with contextlib.suppress(psutil.Error, OSError):
-            path = os.readlink(f"/proc/{child.pid}/fd/1")
-            if path.endswith("log.txt"):
-                found[Path(path).parent.name] = child
-    return found
+    found = by_output(process).items()
+    return {path.parent.name: child for path, child in found if path.name == "log.txt"}
 
 
 def words_of(workdir, slot):
