@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from decent_jax.pipelines.actor import Actor
-from decent_jax.pipelines.messages import Key
+from decent_jax.pipelines.channels import Key
 from decent_jax.topology import orders
 
 RECEIPT = "receipt"

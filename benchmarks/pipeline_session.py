@@ -31,9 +31,8 @@ from benchmarks.pipeline_cases import (
 )
 from benchmarks.pipeline_cells import Conditions, Report, Sleeping
 from decent_jax import topology, train
-from decent_jax.peers.start import ray_at
+from decent_jax.peers.start import ray_for
 from decent_jax.pipelines import watched
-from decent_jax.pipelines.placing import strategies
 from decent_jax.pipelines.setup import open_run
 from decent_jax.topology.plan_file import Plan
 
@@ -118,8 +117,8 @@ def main(jobs_path: str, rows_path: str) -> None:
         schedule = topology.make("one_peer_exp", REPLICAS)
         Plan(hosts, schedule, stages=STAGES).save(folder / "plan.json")
         config = config_of(jobs[0], folder / "plan.json")
-        with open_run(config, folder / "run") as made, ray_at("pipeline", ADDRESS, 0, 0):
-            placed = strategies(made.plan, ray.nodes(), STAGES * REPLICAS)
+        with open_run(config, folder / "run") as made, ray_for(config, "pipeline", 0):
+            placed = watched.strategies(made.plan, ray.nodes(), STAGES * REPLICAS)
             with watched.Watched(
                 made.experiment.config, made.work.path, made.counts, placed
             ) as actors:

@@ -20,6 +20,7 @@ if there is time.
 import argparse
 import contextlib
 import dataclasses
+import math
 import os
 import secrets
 import shlex
@@ -43,6 +44,9 @@ from decent_jax.train import flags
 
 MOST_PROCESSES = 1024  # on one machine
 FALLBACK = "one_peer_exp"  # a schedule for any number of replicas
+STOP_S = (
+    600.0  # for processes that were asked to stop: until the next row, and to save a checkpoint
+)
 _ENDS = (1, 2, 130, 143)  # exit codes of train.py after which another start changes nothing
 # Exit codes of a process that lost another: after its sentence, or by jax's abort; 1: processes
 # could not write a checkpoint together.
@@ -248,7 +252,7 @@ def _wait(
       The exit code of each, None where it had to be killed; and that of the run, None if it should
       start again.
     """
-    asked, stopped, deadline = [], 0, None
+    asked, stopped, first, deadline = [], 0, None, math.inf
     numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
         numbers.remove(signal.SIGHUP)
@@ -262,12 +266,12 @@ def _wait(
                 number = asked.pop()
                 # The terminal is lost to the supervisor, and train.py knows only these two.
                 _signal(processes, signal.SIGTERM if number == signal.SIGHUP else number)
-            failed = next((p.returncode for p in processes if p.returncode), None)
-            if failed is not None and deadline is None:
-                first = failed
-                # Time for the others to notice and to end.
-                deadline = time.monotonic() + 2 * heartbeat_s + 30
-            if deadline is not None and time.monotonic() > deadline:
+                deadline = min(deadline, time.monotonic() + STOP_S)
+            if first is None:
+                first = next((p.returncode for p in processes if p.returncode), None)
+                if first is not None:  # time for the others to notice and to end
+                    deadline = min(deadline, time.monotonic() + 2 * heartbeat_s + 30)
+            if time.monotonic() > deadline:
                 break
             time.sleep(0.2)
         codes = [process.poll() for process in processes]
@@ -279,9 +283,9 @@ def _wait(
                 process.stdin.close()
         for number, handler in before.items():
             signal.signal(number, handler)
-    if deadline is None:
+    if first is None:
         first = next((code for code in codes if code), 0)
-    if first == 0 or first in _ENDS:
+    if first in _ENDS or (first == 0 and None not in codes):
         return codes, first
     return codes, 128 + stopped if stopped else None
 

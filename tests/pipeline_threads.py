@@ -7,7 +7,7 @@ import numpy as np
 
 from decent_jax import tasks
 from decent_jax.pipelines import part as parts
-from decent_jax.pipelines.messages import Mailbox
+from decent_jax.pipelines.channels import Mailbox
 from decent_jax.pipelines.part import Part
 from decent_jax.pipelines.stage import Grid, Stage
 from decent_jax.pipelines.worker import Worker

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import jax
 import psutil
@@ -78,6 +79,15 @@ def wait_for_rows(group, workdir, count: int) -> None:
 def children_of(process) -> list[psutil.Process]:
     """Its children, and theirs."""
     return psutil.Process(process.pid).children(recursive=True)
+
+
+def by_output(process) -> dict[Path, psutil.Process]:
+    """Its children, and theirs, by the file or pipe to which they print."""
+    found = {}
+    for child in children_of(process):
+        with contextlib.suppress(psutil.Error, OSError):
+            found[Path(os.readlink(f"/proc/{child.pid}/fd/1"))] = child
+    return found
 
 
 def lives(process: psutil.Process) -> bool:

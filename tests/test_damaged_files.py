@@ -76,7 +76,7 @@ READERS = {
     "metrics.jsonl": (resume, read_run),
     "plan.json": (plan_file.load,),
     "peers.json": (read_manifest,),
-    "events-0.jsonl": (events.read,),
+    "events-0.jsonl": (lambda path: list(events.read(path)),),
     "network.json": (network.load,),
     "4/manifest.json": (lambda path: files.read_meta(path.parent),),
     f"4/{STAGE}": (read_part,),

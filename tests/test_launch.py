@@ -120,10 +120,18 @@ def test_waiting_until_all_have_ended(programs, codes, code):
     assert supervise._wait(processes, (patience - 30) / 2) == (codes, code)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_an_interruption_is_passed_on_and_ends_the_run(number, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "answer", "code"),
+    [
+        (signal.SIGTERM, "exit(77)", 77),
+        (signal.SIGHUP, "exit(77)", 77),
+        (signal.SIGTERM, "None", None),  # it is killed after a while
+    ],
+)
+def test_an_interruption_is_passed_on_and_ends_the_run(number, answer, code, tmp_path, monkeypatch):
+    monkeypatch.setattr(supervise, "STOP_S", 0.5 if code is None else 60.0)
     ready = tmp_path / "ready"
-    program = "import pathlib, signal, time; signal.signal(15, lambda *_: exit(77)); "
+    program = f"import pathlib, signal, time; signal.signal(15, lambda *_: {answer}); "
     program += f"pathlib.Path({str(ready)!r}).touch(); time.sleep(600)"
     processes = [subprocess.Popen([sys.executable, "-c", program], start_new_session=True)]
     monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_DFL)  # also under nohup
@@ -134,7 +142,7 @@ def test_an_interruption_is_passed_on_and_ends_the_run(number, tmp_path, monkeyp
         os.kill(os.getpid(), number)
 
     threading.Thread(target=interrupt).start()
-    assert supervise._wait(processes, 30) == ([77], 128 + number)
+    assert supervise._wait(processes, 30) == ([code], 128 + number)
 
 
 # In place of train.py: process 0 ends on SIGTERM as train.py does, process 1 ignores it.

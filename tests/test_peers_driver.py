@@ -3,28 +3,29 @@
 import contextlib
 import gc
 import math
-import os
 import socket
-import subprocess
 import types
 import weakref
 from collections import Counter
-from pathlib import Path
 
+import numpy as np
 import pytest
 from ray.exceptions import ActorUnavailableError, RayActorError
 from test_peers_law import PACES, config_of, noise  # noqa: F401 (a fixture)
 
 from decent_jax.errors import Interrupted, TrainingFailed
-from decent_jax.peers import manifest, resize, start
+from decent_jax.peers import manifest, start
+from decent_jax.peers.__main__ import main
 from decent_jax.peers.driver import _Driver, _Live
 from decent_jax.peers.roster import Roster
+from decent_jax.peers.whole import Whole
+from decent_jax.train.step import TrainState
 
 
 def started(workdir, entries):
     """{slot: whether it joins}, of the peers that a resumed run of three starts."""
     before = {"peers": entries}
-    config = config_of("float32", 100, "swarm", weighted=False)
+    config = config_of()
     config.peers.count = 3
     work = types.SimpleNamespace(path=workdir, announce=lambda _: contextlib.nullcontext())
     slots = {}
@@ -61,7 +62,7 @@ class Handle:
 @pytest.fixture
 def driver(tmp_path, monkeypatch):
     """A driver of four peers that train, and what ends of them next: ``ends``."""
-    config = config_of("float32", 100, "swarm", weighted=False)
+    config = config_of()
     made = _Driver.__new__(_Driver)
     made.config, made.ends = config, []
     made.work = types.SimpleNamespace(path=tmp_path, say=lambda _: None)
@@ -89,7 +90,7 @@ def driver(tmp_path, monkeypatch):
 
 
 def resized(driver, count):
-    assert resize.main(["--workdir", str(driver.work.path), "--count", str(count)]) == 0
+    assert main(["resize", "--workdir", str(driver.work.path), "--count", str(count)]) == 0
     driver._resize()
 
 
@@ -114,6 +115,15 @@ def test_of_a_peer_that_has_failed_no_process_stays(driver):
     assert driver.killed == [handle] and driver.live[1].handle is not handle
 
 
+@pytest.mark.parametrize(("leaves", "stays"), [(False, True), (True, False)])
+def test_a_peer_that_lags_is_replaced(leaves, stays, driver, monkeypatch):
+    """However often; only deaths count."""
+    handle, driver.ends, driver.leaving = driver.live[1].handle, [1], {1} if leaves else set()
+    monkeypatch.setattr("decent_jax.peers.driver.ray.get", lambda _: {"how": "lag"})
+    driver._collect()
+    assert driver.killed == [handle] and (1 in driver.live) is stays and not driver.deaths
+
+
 def test_the_roster_keeps_no_handle_of_a_peer_that_has_left():
     """Its process, and what Ray reserves for it, would stay until another one takes the slot."""
     roster, handle = Roster(5.0, {}), Handle()
@@ -126,34 +136,15 @@ def test_the_roster_keeps_no_handle_of_a_peer_that_has_left():
     assert gone() is None and roster.look()[0]["steps"] == 3
 
 
-def test_the_processes_of_ray_are_found_while_others_of_its_end(monkeypatch):
-    child = subprocess.Popen(["sleep", "60"])
-    try:
-        read = Path.read_text
-        ended = []
-
-        def read_text(path):
-            if not ended:
-                ended.append(path)
-                raise ProcessLookupError(3, "No such process")
-            return read(path)
-
-        monkeypatch.setattr(Path, "read_text", read_text)
-        with_one_lost = start._descendants(os.getpid())
-        monkeypatch.setattr(Path, "read_text", read)
-        assert {*with_one_lost} <= {*start._descendants(os.getpid())} >= {child.pid}
-    finally:
-        child.kill()
-        child.wait()
-
-
 def test_an_address_may_be_one_of_ipv6():
     try:
         server = socket.create_server(("::1", 0), family=socket.AF_INET6)
     except OSError:
         pytest.skip("this machine has no IPv6")
     with server:
-        start.check_address("peers", f"[::1]:{server.getsockname()[1]}")
+        config = config_of()
+        config.peers.address = f"[::1]:{server.getsockname()[1]}"
+        start.check_address(config, "peers")
 
 
 def test_an_interrupted_run_says_how_many_peers_have_not_saved(driver, monkeypatch):
@@ -181,11 +172,24 @@ def test_an_end_without_parameters_is_one_sentence(driver, monkeypatch):
         driver.run()
 
 
+@pytest.mark.parametrize(("mixes", "numbers"), [(True, 13), (False, 10)])
+def test_a_message_has_the_model_state_that_peers_average(mixes, numbers):
+    """Such as the statistics of batch norm."""
+    whole = Whole.__new__(Whole)
+    whole._config = config_of("bfloat16")
+    whole._experiment = types.SimpleNamespace(task=types.SimpleNamespace(mixes_state=mixes))
+    whole.template = TrainState({"w": np.zeros((1, 2, 5))}, {"mean": np.zeros((1, 3))}, (), None)
+    assert whole.message_bytes() == 2 * numbers
+
+
 def test_a_roster_that_is_out_of_reach_for_a_while_is_not_lost(driver, monkeypatch):
+    errors = [ActorUnavailableError("no route", None), RayActorError()]
+
     def get(call, timeout):
-        raise ActorUnavailableError("no route", None)
+        raise errors.pop(0)
 
     driver.roster = types.SimpleNamespace(look=types.SimpleNamespace(remote=lambda: None))
     monkeypatch.setattr("decent_jax.peers.driver.ray.get", get)
-    driver._look()
-    assert driver._roster_lives()
+    assert driver._look() == {}
+    with pytest.raises(TrainingFailed, match="the roster of the peers was killed; the same"):
+        driver._look()

@@ -3,31 +3,21 @@
 import contextlib
 import queue
 import threading
+import tracemalloc
 import types
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from ray.exceptions import ActorUnavailableError, RayActorError
-from test_peers_law import PACES, InProcess, config_of, noise  # noqa: F401 (a fixture)
+from ray.exceptions import ActorUnavailableError
+from test_peers_law import PACES, make_step_of, noise, peer_in_process  # noqa: F401 (fixtures)
 
 from decent_jax.peers.between import NotJoined
+from decent_jax.peers.events import EventLog
 from decent_jax.peers.formats import Format
 from decent_jax.peers.peer import Peer
 from decent_jax.peers.roster import Roster
 from decent_jax.peers.rule import Joined, Meetings
-from decent_jax.peers.setup import Place, open_peer
-
-
-@pytest.fixture
-def in_process(tmp_path):
-    """A peer without Ray, of a run of 8 steps, at its beginning."""
-    config = config_of("float32", 8, "swarm", weighted=False)
-    place = Place(config.to_dict(), str(tmp_path), 0, 0, None, len(PACES))
-    with open_peer(place) as (experiment, _):
-        peer = InProcess(place, experiment, 8)
-        yield peer
-        peer.between.end(peer.t, peer.state)
 
 
 def actor_of(peer, **attributes):
@@ -40,34 +30,29 @@ def actor_of(peer, **attributes):
     return actor
 
 
-class Loss:
-    """Of a step that the device makes when somebody waits for it."""
-
-    made = False
-
-    def __init__(self, t):
-        self.t = t
-
-    def __add__(self, _):
-        return self
-
-    def block_until_ready(self):
-        self.made = True
-
-    def __array__(self, dtype=None, copy=None):
-        assert self.made, "a report must not wait for a step"
-        return np.array([self.t], dtype)
-
-
 def test_a_report_does_not_wait_for_the_device(in_process):
     """Otherwise a peer whose steps take longer than peers.silent_s is silent during each."""
     actor = actor_of(in_process)
     assert "loss" not in actor.report()
     for t in range(3):
-        in_process.between.step(
-            lambda state, _, t: (state, {"loss": Loss(t)}), in_process.state, None, t
-        )
+        make_step_of(in_process)
         assert actor.report().get("loss") == (t - 1 if t else None)
+
+
+def test_a_resume_holds_no_log_in_memory(in_process):
+    """A long run's has more than a GiB."""
+    log, last = (EventLog(in_process.place.folder, incarnation) for incarnation in (3, 4))
+    for one in (log, last):
+        one.write(start=0, origin=None)
+    log._file.writelines(f'{{"t": {t}, "rate": {t // 4}}}\n' for t in range(100_000))
+    log.end(100_000, crc=1)
+    last.end(0, crc=1)
+    tracemalloc.start()
+    origin = in_process.between._checkpointed(99_000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert origin == {"peer": "0.3", "t": 99_000, "when": "checkpoint"}
+    assert peak < 1e6
 
 
 @pytest.mark.parametrize("leaving", ["stop", "leave", None])
@@ -131,6 +116,22 @@ def no_ray(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_ray")
+@pytest.mark.parametrize("others", [0, 1])
+def test_the_only_peer_leaves_at_once(others, in_process):
+    """With others it would meet one of them before, or wait 2 peers.meet_s."""
+    roster = Roster(5.0, {})
+    for slot in range(1 + others):
+        roster.add(slot, 0, None, False)
+        roster.beat(slot, 0, {"steps": 3})
+    actor = actor_of(in_process, _roster=Remote(roster), _stopped=threading.Event())
+    in_process.between.ready = True
+    threading.Timer(0.5, actor._stopped.set).start()
+    actor._beat()
+    actor.leave("leave")
+    assert in_process.between.over(8) is not bool(others)
+
+
+@pytest.mark.usefixtures("no_ray")
 def test_a_peer_that_joins_waits_for_one_that_trains(in_process):
     """At the start of a resumed run the others restore and compile, perhaps for longer than it."""
     roster = Roster(5.0, {})
@@ -138,7 +139,7 @@ def test_a_peer_that_joins_waits_for_one_that_trains(in_process):
     roster.add(1, 0, None, True)
     place = in_process.place._replace(slot=1)
     actor = actor_of(in_process, _roster=Remote(roster), _place=place)
-    joining = actor._begin_joining(30.0)
+    joining = ThreadPoolExecutor(1).submit(actor._joined)
     with pytest.raises(TimeoutError):
         joining.result(0.5)
     roster.beat(0, 0, {"steps": 7})
@@ -152,45 +153,17 @@ def test_peers_that_all_join_begin_with_what_they_have(in_process):
     roster.add(1, 0, None, True)
     place = in_process.place._replace(slot=1)
     actor = actor_of(in_process, _roster=Remote(roster), _place=place)
-    joining = actor._begin_joining(30.0)
+    joining = ThreadPoolExecutor(1).submit(actor._joined)
     roster.remove(0)  # both were killed at once, and both wait for each other
     roster.add(0, 1, None, True)
     assert joining.result(10.0) is None
     roster.add(2, 0, None, False)
-    assert actor._begin_joining(0.3).result(10.0) is None
+    actor._peers = actor._peers | {"start_s": 0.3}
+    assert actor._joined() is None
+    actor._peers = actor._peers | {"start_s": 30.0}
     actor.leave("stop")
     with pytest.raises(NotJoined):
-        actor._begin_joining(30.0).result(10.0)
-
-
-@pytest.mark.usefixtures("no_ray")
-def test_a_roster_that_is_lost_while_a_peer_joins_again_is_lost(in_process, monkeypatch):
-    """The thread that reports must not end without a word: the peer would never know the end."""
-    answers = [(0, 0), (800, 0)]  # the others went on while it was silent
-
-    class Lost:
-        def beat(self, *_):
-            if not answers:
-                raise RayActorError
-            return answers.pop(0)
-
-        def members(self):
-            return [("0.0", None), ("1.0", None)]
-
-        def rejoin(self, *_):
-            raise RayActorError
-
-    peers = in_process.place.config["peers"] | {"beat_s": 0.01, "silent_s": 0.001, "max_lag": 1}
-    actor = actor_of(in_process, _roster=Remote(Lost()), _peers=peers, _stopped=threading.Event())
-    actor._between.ready = True
-    actor._beat()
-    before = in_process.pulse.progress()
-    in_process.pulse.own += len(PACES)
-    assert in_process.pulse.progress() == before + 2  # it estimates what both of them do
-    monkeypatch.setattr(Lost, "members", Lost.rejoin)
-    assert actor._begin_joining(0.0).result(10.0) is None  # it trains on, as it did
-    with pytest.raises(RayActorError):
-        actor._begin_joining(1.0).result(10.0)
+        actor._joined()
 
 
 @pytest.mark.usefixtures("no_ray")
@@ -209,91 +182,54 @@ def test_a_question_that_fails_leaves_no_meeting_under_way(in_process):
     assert lattice.idle()
 
 
-def test_a_state_that_is_wanted_during_a_boundary_is_given_at_the_next(in_process):
-    """It was lost between two operations of the other thread, and waited for peers.join_s."""
+def test_a_state_is_given_at_a_boundary_and_refused_after_the_end(in_process):
     between = in_process.between
-    boundary = threading.Thread(target=between._give, args=(in_process.state, 3))
-
-    class Interrupted(list):
-        def append(self, one):
-            boundary.start()
-            boundary.join(0.2)
-            super().append(one)
-
-    between._wanted = Interrupted()
     wanted = between.want_state()
-    boundary.join()
     between._give(in_process.state, 4)
-    assert wanted.done()
+    assert wanted.result(0).t == 4
+    between.end(4, in_process.state)
+    with pytest.raises(RuntimeError, match="has ended"):
+        between.want_state().result(0)
 
 
-def test_no_copy_is_published_while_a_peer_joins_again(in_process, monkeypatch):
-    """Halves of meetings with it would be lost on this side, and its version stand in no log."""
-    peer, publish = in_process, in_process.meetings.publish
-    replaces = threading.Thread(target=peer.between.replace, args=(Future(), 1))
+class Answers:
+    """A roster that gives these answers to reports, or raises them, and then ends the thread."""
 
-    def interrupted(*args):
-        replaces.start()
-        replaces.join(0.2)
-        return publish(*args)
+    def __init__(self, peer, *answers):
+        self.answers = list(answers)
+        fast = {"beat_s": 0.01, "silent_s": 0.001, "max_lag": 1}
+        peers = peer.place.config["peers"] | fast
+        self.stopped = threading.Event()
+        self.actor = actor_of(peer, _roster=Remote(self), _peers=peers, _stopped=self.stopped)
+        peer.between.ready = True
 
-    monkeypatch.setattr(peer.meetings, "publish", interrupted)
-    peer.between.step(lambda state, *_: (state, {"loss": Loss(0)}), peer.state, None, 0)
-    peer.jobs.get()()
-    replaces.join()
-    assert peer.meetings.version == 1 and peer.meetings.copy is None
+    def beat(self, *_):
+        answer = self.answers.pop(0)
+        if not self.answers:
+            self.stopped.set()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def members(self):
+        return [("0.0", None), ("1.0", None)]
 
 
 @pytest.mark.usefixtures("no_ray")
 def test_a_roster_that_is_out_of_reach_for_a_while_is_not_lost(in_process):
-    """A lost one never comes back: nobody would report to it, or be replaced, any more."""
-    answers = [(5, 0), None, (6, 0)]
-
-    class Unreachable:
-        def beat(self, *_):
-            if not answers:
-                actor._stopped.set()
-            answer = answers.pop(0) if answers else (7, 0)
-            if answer is None:
-                raise ActorUnavailableError("no route", None)
-            return answer
-
-        def members(self):
-            return []
-
-    peers = in_process.place.config["peers"] | {"beat_s": 0.01}
-    actor = actor_of(in_process, _roster=Remote(Unreachable()), _peers=peers)
-    actor._stopped, actor._between.ready = threading.Event(), True
-    actor._beat()
-    assert not answers
+    """The thread that reports must not end: the peer would never know the end of the run."""
+    unreachable = ActorUnavailableError("no route", None)
+    roster = Answers(in_process, (0, 0), unreachable, (0, 0), (0, 0))
+    roster.actor._beat()
+    assert not roster.answers
 
 
 @pytest.mark.usefixtures("no_ray")
-def test_a_peer_that_joins_again_is_not_silent_meanwhile(in_process, monkeypatch):
-    """Where a copy took longer than peers.silent_s, it joined again for ever."""
-    answers, joined = [(0, 0), (800, 0), (1600, 0), (1600, 0)], []
-
-    class Others:
-        def beat(self, *_):
-            if len(answers) == 1:
-                actor._stopped.set()
-            return answers.pop(0)
-
-        def members(self):
-            return []
-
-        def rejoin(self, slot, incarnation):
-            return incarnation + 1
-
-    def replace(future, incarnation):
-        joined.append(incarnation)
-        actor._between.ready = False
-        threading.Timer(0.1, setattr, (actor._between, "ready", True)).start()
-
-    peers = in_process.place.config["peers"] | {"beat_s": 0.01, "silent_s": 0.001, "max_lag": 1}
-    actor = actor_of(in_process, _roster=Remote(Others()), _peers=peers, _stopped=threading.Event())
-    monkeypatch.setattr(actor, "_begin_joining", lambda patience_s: None)
-    monkeypatch.setattr(actor._between, "replace", replace)
-    actor._between.ready = True
-    actor._beat()
-    assert joined == [1]
+def test_a_peer_that_was_silent_for_too_long_ends_and_saves_nothing(in_process):
+    """What it knows is old: its next meeting would draw the others back."""
+    in_process.meetings.publish([np.zeros(3, np.float32)], 0)
+    roster = Answers(in_process, (0, 0), (800, 0), (800, 0))  # the others went on
+    roster.actor._beat()
+    assert len(roster.answers) == 1 and not in_process.meetings.agree("1.0-0")
+    with pytest.raises(NotJoined):
+        in_process.between.over(8)

@@ -9,7 +9,6 @@ import json
 import queue
 import types
 
-import jax.numpy as jnp
 import noise_task
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ import pytest
 from decent_jax import simulate, tasks, train
 from decent_jax.data import loader
 from decent_jax.peers import between, replay
+from decent_jax.peers.__main__ import main
 from decent_jax.peers.between import Between, Pulse
 from decent_jax.peers.boundary import on_host
 from decent_jax.peers.formats import FORMATS, Format
@@ -73,25 +73,29 @@ class InProcess:
 
 
 def meeting(asker, answerer):
-    """The messages of a meeting, one after the other."""
-    asked = asker.meetings.ask()
+    """The messages of a meeting, one after the other; returns whether it came about.
+
+    None where one of the two is busy.
+    """
+    asked = asker.ask()
     if asked is None:
-        return
+        return None
     yield
-    if not answerer.meetings.agree(asked[0].meeting):
-        asker.meetings.give_up(asked[0].meeting, "declined")
-        return
+    if not answerer.agree(asked[0].meeting):
+        asker.give_up(asked[0].meeting, "declined")
+        return None
     yield
-    reply = answerer.meetings.answer(*asked)
+    reply = answerer.answer(*asked)
     yield
-    understood = asker.meetings.hear(*reply)
+    understood = asker.hear(*reply)
     yield
-    accepted = answerer.meetings.settle(asked[0].meeting, understood)
+    accepted = answerer.settle(asked[0].meeting, understood)
     yield
-    asker.meetings.close(asked[0].meeting, accepted)
+    asker.close(asked[0].meeting, accepted)
+    return accepted
 
 
-def config_of(form, steps, algorithm, weighted):
+def config_of(form="float32", steps=8, algorithm="swarm", weighted=False):
     config = train.default_config("noise")
     config.peers.use, config.peers.wire = True, form
     config.algorithm, config.optimizer.name, config.optimizer.momentum = algorithm, "sgd", 0.0
@@ -136,8 +140,9 @@ def train_in_process(workdir, form, steps, algorithm="swarm", weighted=False):
                 if not one.jobs.empty() and random.random() < 0.7:
                     one.jobs.get()()
                 for _ in range(one.asks):
-                    others = [other for other in peers if other is not one]
-                    under_way.append(meeting(one, others[random.integers(len(others))]))
+                    others = [other.meetings for other in peers if other is not one]
+                    other = others[random.integers(len(others))]
+                    under_way.append(meeting(one.meetings, other))
                 one.asks = 0
             for one in list(under_way):
                 if random.random() < 0.8 and next(one, one) is one:
@@ -182,77 +187,77 @@ def meetings_of(workdir, form, count):
     return met_by
 
 
-def test_nobody_asks_while_a_question_is_under_way(tmp_path):
-    """With questions that take longer than a step, all would be busy and decline for ever."""
-    config = config_of("float32", 8, "swarm", weighted=False)
-    config.mix_every = 1
-    place = Place(config.to_dict(), str(tmp_path), 0, 0, None, len(PACES))
-    with open_peer(place) as (experiment, _):
-        peer = InProcess(place, experiment, 8)
-        for asks in (1, 2):
-            for _ in range(3):
-                peer.between.step(
-                    lambda state, *_: (state, {"loss": jnp.zeros(1)}), peer.state, None, peer.t
-                )
-                peer.t += 1
-            while not peer.jobs.empty():
-                peer.jobs.get()()
-            assert peer.asks == asks
-        peer.between.end(peer.t, peer.state)
-
-
-@pytest.mark.parametrize(("seconds", "rests"), [(1.0, True), (11.0, False)])
-def test_a_peer_rests_after_an_answer_but_not_after_silence(seconds, rests, tmp_path, monkeypatch):
-    """A question is given up after peers.meet_s, 10 s; the rest after it would be lost as well."""
-    now = [0.0]
-    monkeypatch.setattr(between, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-    config = config_of("float32", 8, "swarm", weighted=False)
-    config.mix_every = 1
-    place = Place(config.to_dict(), str(tmp_path), 0, 0, None, len(PACES))
-
-    def compiled(state, *_):
-        return state, {"loss": jnp.zeros(1)}
-
-    with open_peer(place) as (experiment, _):
-        peer = InProcess(place, experiment, 8)
-        monkeypatch.setattr(peer.between, "_ask", lambda: now.append(now.pop() + seconds))
-        peer.between.step(compiled, peer.state, None, 0)
-        peer.between.step(compiled, peer.state, None, 1)
-        while not peer.jobs.empty():
-            peer.jobs.get()()
-        peer.between.step(compiled, peer.state, None, 2)
-        assert peer.jobs.empty() is rests
-        peer.between.end(3, peer.state)
-
-
 class Loss:
-    """Of a step that the device has not done yet."""
+    """Of a step that the device makes when somebody waits for it."""
 
-    def __init__(self, awaited):
-        self.awaited = awaited
+    made = False
+
+    def __init__(self, t):
+        self.t = t
 
     def __add__(self, _):
         return self
 
     def block_until_ready(self):
-        self.awaited.append(self)
+        self.made = True
+
+    def __array__(self, dtype=None, copy=None):
+        assert self.made, "a report must not wait for a step"
+        return np.array([self.t], dtype)
 
 
-def test_a_peer_begins_a_step_when_its_device_has_made_the_one_before(tmp_path):
-    config = config_of("float32", 8, "swarm", weighted=False)
+@pytest.fixture(name="in_process")
+def peer_in_process(tmp_path):
+    """A peer without Ray, of a run of 8 steps, at its beginning; it asks after every step."""
+    config = config_of()
+    config.mix_every = 1
     place = Place(config.to_dict(), str(tmp_path), 0, 0, None, len(PACES))
-    losses, awaited = [], []
-
-    def compiled(state, *_):
-        losses.append(Loss(awaited))
-        return state, {"loss": losses[-1]}
-
     with open_peer(place) as (experiment, _):
         peer = InProcess(place, experiment, 8)
-        for t in range(5):
-            peer.between.step(compiled, peer.state, None, t)
-            assert awaited == losses[:t]
-        peer.between.end(5, peer.state)
+        yield peer
+        peer.between.end(peer.t, peer.state)
+
+
+def make_step_of(peer):
+    """A step that changes nothing, and what comes before it; the loss of the step."""
+    loss = Loss(peer.t)
+    peer.between.step(lambda state, *_: (state, {"loss": loss}), peer.state, None, peer.t)
+    peer.t += 1
+    return loss
+
+
+def do_jobs(peer):
+    while not peer.jobs.empty():
+        peer.jobs.get()()
+
+
+def test_nobody_asks_while_a_question_is_under_way(in_process):
+    """With questions that take longer than a step, all would be busy and decline for ever."""
+    for asks in (1, 2):
+        for _ in range(3):
+            make_step_of(in_process)
+        do_jobs(in_process)
+        assert in_process.asks == asks
+
+
+@pytest.mark.parametrize(("seconds", "rests"), [(1.0, True), (11.0, False)])
+def test_a_peer_rests_after_an_answer_but_not_after_silence(
+    seconds, rests, in_process, monkeypatch
+):
+    """A question is given up after peers.meet_s, 10 s; the rest after it would be lost as well."""
+    now = [0.0]
+    monkeypatch.setattr(between, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(in_process.between, "_ask", lambda: now.append(now.pop() + seconds))
+    for _ in range(2):
+        make_step_of(in_process)
+    do_jobs(in_process)
+    make_step_of(in_process)
+    assert in_process.jobs.empty() is rests
+
+
+def test_a_peer_begins_a_step_when_its_device_has_made_the_one_before(in_process):
+    losses = [make_step_of(in_process) for _ in range(5)]
+    assert [loss.made for loss in losses] == [True] * 4 + [False]
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -279,7 +284,7 @@ def test_a_log_that_says_otherwise_is_noticed(tmp_path, capsys):
     lines = path.read_text().splitlines()
     lines.remove([line for line in lines if '"met"' in line][-1])
     path.write_text("\n".join(lines) + "\n")
-    assert replay.main(["--workdir", str(tmp_path)]) == 1
+    assert main(["replay", "--workdir", str(tmp_path)]) == 1
     said = capsys.readouterr().out
     assert "peer 0.0" in said and "differs: " in said
 

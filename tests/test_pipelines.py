@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from networks import assert_close
 from pipeline_threads import Threads
 
 from decent_jax.train import loop, setup
@@ -62,13 +63,6 @@ def gradient_of(experiment, params, batch):
         return gradient(experiment.task.loss, config.micro_batches, params, {}, batch, rng)[2]
 
     return jax.jit(jax.vmap(of_replica))(params, batch, np.arange(config.num_replicas))
-
-
-def assert_close(got, wanted, rtol):
-    """max|error| / max|wanted| of every array."""
-    for name, value in wanted.items():
-        error = np.abs(got[name] - value).max() / np.abs(value).max()
-        assert error < rtol, (name, error)
 
 
 def flat(tree):

@@ -53,15 +53,6 @@ def test_every_size_ends_in_the_time_of_the_bubble(name):
             assert most[s] == bound, (stages, micro_batches, s)
 
 
-@pytest.mark.parametrize("name", orders.ORDERS)
-def test_each_micro_batch_goes_forward_and_backward_once(name):
-    for (stages, micro_batches), stage in itertools.product(SIZES, range(8)):
-        if stage < stages:
-            actions = orders.order(name, stages, micro_batches, stage)
-            wanted = [(way, k) for way in ("backward", "forward") for k in range(micro_batches)]
-            assert sorted(actions) == wanted
-
-
 @pytest.mark.parametrize(("last_costs", "speeds"), [(0, None), (1.5, None), (2, [1, 0.5, 2])])
 def test_layers_are_divided_as_well_as_can_be(last_costs, speeds):
     def slowest(counts):

@@ -16,16 +16,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tiny
+from networks import assert_close
 from pipeline_threads import Threads
 from ray.exceptions import GetTimeoutError
-from test_pipelines import assert_close, config_of, flat
+from test_pipelines import config_of, flat
 
 from decent_jax import command, topology
 from decent_jax.peers import start
-from decent_jax.pipelines import channels, files, links, placing, setup
-from decent_jax.pipelines.channels import Channel, Door
+from decent_jax.pipelines import channels, files, links, part, watched
+from decent_jax.pipelines.channels import Channel, Door, Key, Mailbox
 from decent_jax.pipelines.driver import _Driver
-from decent_jax.pipelines.messages import Key, Mailbox
 from decent_jax.pipelines.part import Part
 from decent_jax.pipelines.worker import Worker
 from decent_jax.topology.plan_file import Plan
@@ -263,9 +263,12 @@ def test_the_arrays_are_on_the_disk_before_the_manifest(tmp_path, monkeypatch):
     [
         ({"pipeline__stages": 3}, "pipeline.stages 3 is more than the model's 2 layers"),
         ({"pipeline__micro_batches": 3}, "8 examples .* cannot be cut into 3 pipeline.micro_b"),
-        ({"micro_batches": 2}, r"needs micro_batches 1 \(pipeline.micro_batches cuts"),
+        ({"micro_batches": 2}, "needs micro_batches 1, got 2; pipeline.micro_batches cuts"),
         ({"model__preset": "llama_125m"}, "model.preset 'llama_125m' is none"),
-        ({"algorithm": "gradient_tracking"}, "needs algorithm all_reduce or decentralized_adam"),
+        (
+            {"algorithm": "gradient_tracking"},
+            "needs algorithm 'all_reduce' or 'decentralized_adam'",
+        ),
         ({"pipeline__layers": "2,1"}, "'2,1' are 3 layers, but the model has 2"),
         ({"eval__ema_decay": 0.9}, "needs eval.ema_decay 0, got 0.9"),
         ({"cluster__plan": "PLAN"}, "is for 3 stages, but pipeline.stages is 2"),
@@ -293,11 +296,11 @@ def test_a_plan_puts_cells_on_its_machines_and_is_refused_elsewhere():
     plan = Plan(("a/0", "b/0"), topology.make("one_peer_exp", 1), stages=2, layers=(1, 3))
     node = {"Alive": True, "NodeManagerHostname": "b", "NodeID": "bb" * 28}
     nodes = [node, node | {"NodeName": "a", "NodeManagerHostname": "x", "NodeID": "aa" * 28}]
-    found = placing.strategies(plan, nodes, 2)
+    found = watched.strategies(plan, nodes, 2)
     assert [one.node_id for one in found] == ["aa" * 28, "bb" * 28]
-    assert placing.strategies(None, nodes, 2) == ["SPREAD", "SPREAD"]
+    assert watched.strategies(None, nodes, 2) == ["SPREAD", "SPREAD"]
     with pytest.raises(ConfigError, match="other machines: it names a, and the Ray cluster has b;"):
-        placing.strategies(plan, [node], 2)
+        watched.strategies(plan, [node], 2)
 
 
 def test_a_plan_is_read_as_it_was_written(tmp_path):
@@ -330,7 +333,7 @@ def test_a_node_that_starts_no_process_is_not_waited_for_without_end(tiny_data, 
     nodes = lambda: [node, node | {"NodeManagerHostname": "b"}]  # noqa: E731
     fake = SimpleNamespace(nodes=nodes, get=get, kill=killed.append)
     monkeypatch.setattr(links, "ray", fake)
-    monkeypatch.setattr(links, "ray_at", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(links, "ray_for", lambda *_: contextlib.nullcontext())
     actor = SimpleNamespace(address=SimpleNamespace(remote=lambda: None))
     monkeypatch.setattr(links, "start_actor", lambda *_: actor)
     with pytest.raises(PeerLost, match=r"no process within cluster.timeout_s \(300 s\)"):
@@ -340,9 +343,9 @@ def test_a_node_that_starts_no_process_is_not_waited_for_without_end(tiny_data, 
 
 def test_layers_of_the_plan_are_used_unless_the_config_names_others(tiny_data):
     config = config_of(tiny_data, 2, model={"layers": 4})
-    task = SimpleNamespace(config=SimpleNamespace(layers=4, vocab_size=256, width=16))
+    model = SimpleNamespace(layers=4, vocab_size=256, width=16)
     plan = Plan(("a/0", "b/0"), topology.make("one_peer_exp", 1), stages=2, layers=(1, 3))
-    assert setup.layers_of(config, plan, task) == [1, 3]
-    assert setup.layers_of(config, None, task) == [3, 1]  # the output layer is 256 / (12 * 16)
+    assert part.layers_of(config, model, plan) == [1, 3]
+    assert part.layers_of(config, model) == [3, 1]  # the output layer is 256 / (12 * 16)
     config.pipeline.layers = "2,2"
-    assert setup.layers_of(config, plan, task) == [2, 2]
+    assert part.layers_of(config, model, plan) == [2, 2]

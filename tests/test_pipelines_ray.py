@@ -1,20 +1,15 @@
 """Pipelines on a real Ray: 2 stages x 2 replicas, killed, and resumed bit by bit."""
 
-import contextlib
-import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import tiny
 from pipeline_threads import Threads
-from several import children_of, nothing_is_left, until
+from several import by_output, children_of, nothing_is_left, starting, until
 from test_pipelines import config_of
 
 from decent_jax import saved_model, topology
@@ -33,21 +28,17 @@ CHANGES = {
 @pytest.fixture(scope="module")
 def start(tmp_path_factory, tiny_data, compile_once, cache_folder):
     """``start(workdir, steps, *flags)`` starts `train.py`."""
-    config = config_of(str(tiny_data), 2, 2, **CHANGES)
-    path = tiny.write(config, tmp_path_factory.mktemp("pipelines") / "config.py")
-    env = os.environ | compile_once | {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
+    folder = tmp_path_factory.mktemp("pipelines")
+    path = tiny.write(config_of(str(tiny_data), 2, 2, **CHANGES), folder / "config.py")
+    env = compile_once | {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
+    with starting(folder) as start_process:
 
-    def start(workdir, steps, *flags):
-        words = [sys.executable, "train.py", "--config", str(path), "--workdir", str(workdir)]
-        words += [f"--config.steps={steps}", f"--config.cluster.heartbeat_s={HEARTBEAT_S}"]
-        with open(f"{workdir}.txt", "w") as output:
-            process = subprocess.Popen(
-                [*words, *flags], cwd=ROOT, env=env, stdout=output, stderr=output
-            )
-        process.words = Path(f"{workdir}.txt")
-        return process
+        def start(workdir, steps, *flags):
+            words = [ROOT / "train.py", "--config", path, "--workdir", workdir, *flags]
+            words += [f"--config.steps={steps}", f"--config.cluster.heartbeat_s={HEARTBEAT_S}"]
+            return start_process(words, **env)
 
-    return start
+        yield start
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +56,7 @@ def lost(process, workdir, step, number):
     """(words, children) of a run of which a stage gets a signal once a checkpoint is there."""
     until((workdir / "checkpoints" / str(step)).exists, process)
     children = children_of(process)
-    cells = {}
-    for child in children:
-        with contextlib.suppress(psutil.Error, OSError):
-            cells[Path(os.readlink(f"/proc/{child.pid}/fd/1")).name] = child
-    os.kill(cells["0-1.txt"].pid, number)
+    by_output(process)[workdir / "cells" / "0-1.txt"].send_signal(number)
     until(lambda: "train.py: " in process.words.read_text(), seconds=HEARTBEAT_S + 12)
     assert process.wait(90) == 1
     return process.words.read_text(), children

@@ -1,26 +1,69 @@
 """Look after a run of peers: ``decent-jax peers replay|resize --workdir DIR ...``."""
 
 import sys
+from pathlib import Path
 
-from decent_jax.peers import replay, resize
-
-COMMANDS = {"replay": replay, "resize": resize}
+from decent_jax.command_line import Parser
+from decent_jax.errors import CheckpointError, ConfigError, DataError, RunError
+from decent_jax.json_files import write_json_atomic
+from decent_jax.peers import setup
+from decent_jax.peers.replay import replay
+from decent_jax.text import shown
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status of the command that the first argument names, else 2."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    names = "|".join(COMMANDS)
-    helps = f"usage: decent-jax peers {names} --workdir DIR ... (--help after either explains it)"
-    if arguments[:1] in (["-h"], ["--help"]):
-        print(
-            f"{helps}\ndecent-jax train --config quickstart_peers --workdir DIR starts such a run"
-        )
-        return 0
-    if not arguments or arguments[0] not in COMMANDS:
-        print(helps, file=sys.stderr)
+    """The command; returns its exit status: 1 where a replay differs, 2 for a mistake."""
+    parser = Parser(
+        "decent-jax peers",
+        description="Look after a run of peers.",
+        epilog="decent-jax train --config quickstart_peers --workdir DIR starts such a run.",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="replay|resize", required=True)
+    for name, words in (
+        ("replay", "repeat a run of peers from their event logs and compare every bit"),
+        ("resize", "change the number of peers of a run that is under way"),
+    ):
+        command = commands.add_parser(name, help=words, description=f"{words.capitalize()}.")
+        command.add_argument("--workdir", required=True, metavar="DIR", help="of the run")
+        if name == "resize":
+            most = "peers, at least 1"
+            command.add_argument("--count", required=True, type=int, metavar="N", help=most)
+    try:
+        options = parser.parse_args(arguments)
+        if options.command == "replay":
+            return _replay(options.workdir)
+        resize(Path(options.workdir), options.count)
+    except (RunError, ConfigError, DataError, CheckpointError, OSError) as error:
+        print(f"decent-jax peers: {ConfigError(error)}", file=sys.stderr)
         return 2
-    return COMMANDS[arguments[0]].main(arguments[1:])
+    return 0
+
+
+def _replay(workdir: str) -> int:
+    found = replay(workdir, print)
+    survivors = [one for one in found if one.survived]
+    different = [one for one in found if one.differs]
+    print(
+        f"{len(found)} peers replayed, {len(survivors)} of which ended in good order: "
+        + (f"{len(different)} differ" if different else "every parameter is identical")
+    )
+    return 1 if different else 0
+
+
+def resize(workdir: Path, count: int) -> None:
+    """Change the number of peers of a run that is under way.
+
+    New peers join with a copy of a live one; peers that are too many leave after a last meeting.
+
+    Raises:
+      ConfigError: nobody can have that many peers, or the folder holds no run of peers.
+    """
+    if not 1 <= count <= setup.MOST:
+        raise ConfigError(f"--count must be from 1 to {setup.MOST}, got {shown(count)}")
+    folder = workdir / setup.FOLDER
+    if not folder.is_dir() or not (workdir / "config.json").is_file():
+        raise ConfigError(f"--workdir {workdir} holds no run of peers")
+    write_json_atomic(folder / setup.COUNT, {"count": count})
 
 
 if __name__ == "__main__":

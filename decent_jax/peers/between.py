@@ -1,10 +1,11 @@
 """What the training loop of a peer calls between its steps; nothing here waits for a message."""
 
+import contextlib
 import math
+import queue
 import random
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -29,37 +30,24 @@ class Pulse:
 
     def __init__(self, peers_per_step: int, steps: int):
         self._peers_per_step, self._steps = peers_per_step, steps
-        self._lock = threading.Lock()
-        self._all, self._own_then, self._pace = 0, 0, 1
+        self._others = 0  # steps made in other slots, as far as this peer knows
         self.own = 0  # steps made in this slot
 
     def heard(self, all_steps: int, own_then: int) -> None:
         """Note the roster's count of all steps, and its count of this slot's at the same time."""
-        with self._lock:
-            self._all, self._own_then = all_steps, own_then
-
-    def lost(self, live: int) -> None:
-        """No roster any more: estimate that all live peers go on as this one does."""
-        with self._lock:
-            self._all = self._now()
-            self._own_then, self._pace = self.own, max(live, 1)
+        self._others = all_steps - own_then
 
     def progress(self) -> int:
         """Common progress in steps of the run."""
-        with self._lock:
-            return self._now() // self._peers_per_step
+        return (self._others + self.own) // self._peers_per_step
 
     def over(self) -> bool:
         """Whether all peers together have made the steps of the run."""
-        with self._lock:
-            return self._now() >= self._steps * self._peers_per_step
-
-    def _now(self) -> int:
-        return self._all + self._pace * (self.own - self._own_then)
+        return self.progress() >= self._steps
 
 
 class NotJoined(Exception):
-    """A peer must end before it has got the state of another one; it has nothing to save."""
+    """A peer ends without the state of a peer: it has none yet, or an old one; nothing is saved."""
 
 
 class Between:
@@ -72,8 +60,8 @@ class Between:
       meetings: of the peer.
       jobs: takes functions that a thread calls one after the other.
       ask: one of them: ask a neighbour to meet.
-      join: begins to copy the state of another peer, which gives a `Joined`, or None where nobody
-        could give one; called before the first step, when all is compiled. None: not joining.
+      join: copies the state of another peer, and returns None where nobody could give one; called
+        before the first step, when all is compiled. None: not joining.
     """
 
     def __init__(
@@ -84,14 +72,13 @@ class Between:
         meetings: Meetings,
         jobs: Any,
         ask: Any,
-        join: "Callable[[], Future[Joined | None]] | None",
+        join: Callable[[], Joined | None] | None,
     ):
         peers = place.config["peers"]
         self._experiment, self._place, self._pulse = experiment, place, pulse
         self._meetings, self._jobs, self._ask = meetings, jobs, ask
         self._boundary = Boundary(experiment)
         self._join = join
-        self._joining: Future[Joined | None] | None = None
         self._every, self._meet_s = place.config["mix_every"], peers["meet_s"]
         self._geometric = peers["geometric"]
         self._random = random.Random()
@@ -103,16 +90,14 @@ class Between:
         self._end_by = math.inf  # when to end at the latest; infinite until the end has come
         self._met_before = 0
         self._shown: tuple[int, Any] = -1, None  # progress, rate
-        self._wanted: list[Future] = []
-        self._wanting = threading.Lock()  # for `_wanted`
-        self._renaming = threading.Lock()  # no copy of one incarnation is published by the next
-        self.incarnation = place.incarnation
-        self.leaving: str | None = None  # "leave": after a last meeting; "stop": at once
+        self._wanted: queue.SimpleQueue[Future[Joined]] = queue.SimpleQueue()
+        self.leaving: str | None = None  # "leave": after a last meeting; "stop", "lag": at once
         self.loss: jax.Array | None = None  # of the last step that the device has made
         self._last_loss: jax.Array | None = None  # ready when the last step is made
         self.stale = 0  # steps of progress since the copy averaged last was published
         self.final: list[np.ndarray] | None = None
         self.ready = False  # whether it trains
+        self.alone = False  # whether no other peer trains
 
     # --- Called by the loop -----------------------------------------------------------------------
 
@@ -131,9 +116,11 @@ class Between:
         """See `decent_jax.train.loop.Between`.
 
         Raises:
-          NotJoined: it ends, and the state is not that of a peer yet.
+          NotJoined: it ends, and the state is not that of a peer yet, or too old.
         """
         self._pulse.own = done
+        if self.leaving == "lag":
+            raise NotJoined
         if self.leaving is None and not self._pulse.over():
             return False
         if self._join is not None:
@@ -144,7 +131,8 @@ class Between:
             self._due, self._met_before = done, self._meetings.counts["met"]
         late = time.monotonic() > self._end_by
         # Who leaves meets once more, so that what it has learned stays with the others.
-        if late or self.leaving != "leave" or self._meetings.counts["met"] > self._met_before:
+        has_met = self.alone or self._meetings.counts["met"] > self._met_before
+        if late or self.leaving != "leave" or has_met:
             self._meetings.closed = True
         # Halves that partners add must be added here, too.
         return late or (self._meetings.closed and self._meetings.idle())
@@ -153,10 +141,9 @@ class Between:
         self, compiled: Any, state: TrainState, batch: Any, t: int
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """See `decent_jax.train.loop.Between`."""
-        state = self._joined(state, t)
-        log = self._log
-        if log is None:
-            log = self._begin_log(t)
+        if self._join is not None:
+            state = self._joined(self._join, state)
+        log = self._log or self._begin_log(t)
         progress = self._pulse.progress()
         if progress != self._shown[0]:
             self._shown = progress, self._boundary.rate(progress)
@@ -180,7 +167,7 @@ class Between:
             self._jobs.put(self._ask_and_rest)
         state, metrics = compiled(state, batch, number(self._place.slot, t))
         self._last_loss = metrics["loss"] + 0  # the loop may donate the loss itself
-        self.ready = self._joining is None
+        self.ready = True
         return state, metrics | {"learning_rate": self._shown[1]}
 
     def end(self, done: int, state: TrainState) -> dict[str, Any]:
@@ -188,7 +175,7 @@ class Between:
         arrays = on_host(self._boundary.averaged(state))
         self.final = arrays
         if self._log is not None:
-            self._log.end(done, crc=events.crc(arrays))
+            self._log.end(done, events.crc(arrays))
         self._meetings.withdraw()
         self._refuse()
         return {"steps": done, "how": self.leaving or "end"}
@@ -198,18 +185,10 @@ class Between:
     def want_state(self) -> "Future[Joined]":
         """The state at the next step boundary, for a peer that joins."""
         wanted: Future[Joined] = Future()
-        with self._wanting:
-            self._wanted.append(wanted)
+        self._wanted.put(wanted)
         if self.final is not None:
             self._refuse()
         return wanted
-
-    def replace(self, joined: "Future[Joined | None]", incarnation: int) -> None:
-        """Go on as another incarnation with the state of another peer; until then, meet nobody."""
-        with self._renaming:
-            self._meetings.withdraw()
-            self.incarnation, self.ready = incarnation, False
-            self._joining = joined
 
     def _ask_and_rest(self) -> None:
         """Ask, and then be free for the questions of others about as long as that took.
@@ -228,28 +207,16 @@ class Between:
 
     # --- Parts of a step --------------------------------------------------------------------------
 
-    def _joined(self, state: TrainState, t: int) -> TrainState:
-        """The state of another peer, where this one begins, or begins again, with it."""
-        if self._join is not None:
-            self._joining, self._join = self._join(), None
-        joining = self._joining
-        if joining is None or (self._log is not None and not joining.done()):
-            return state
-        joined = joining.result()
-        with self._renaming:
-            if self._log is not None:  # it was silent for too long
-                self._log.end(t)
-                self._log = None
-                self._origin = {"peer": self._meetings.me, "t": t, "when": "checkpoint"}
-            self._meetings.renamed(f"{self._place.slot}.{self.incarnation}")
-            self._joining, self._published = None, None
+    def _joined(self, join: Callable[[], Joined | None], state: TrainState) -> TrainState:
+        """The state of another peer, if one gives it."""
+        joined, self._join = join(), None
         if joined is None:
             return state
         self._origin = {"peer": joined.donor, "t": joined.t, "when": "boundary"}
         return self._boundary.put([x[None] for x in joined.arrays], state)
 
     def _begin_log(self, t: int) -> events.EventLog:
-        self._log = events.EventLog(self._place.folder, self.incarnation)
+        self._log = events.EventLog(self._place.folder, self._place.incarnation)
         self._log.write(start=t, origin=self._origin)
         return self._log
 
@@ -263,28 +230,25 @@ class Between:
 
         def publish():
             arrays = on_host(copied)
-            crc = events.crc(arrays)
-            with self._renaming:
-                if self._joining is None and log is self._log:
-                    log.write(t=t, version=meetings.version, crc=crc)
-                    meetings.publish(arrays, progress, steps)
+            log.write(t=t, version=meetings.version, crc=events.crc(arrays))
+            meetings.publish(arrays, progress, steps)
 
         self._jobs.put(publish)
 
     def _give(self, state: TrainState, t: int) -> None:
-        if wanted := self._taken():
+        if not self._wanted.empty():
             copied = self._boundary.copy(state)
-            for one in wanted:
+            for one in self._taken():
                 one.set_result(Joined(self._meetings.me, t, copied))
 
     def _refuse(self) -> None:
         for one in self._taken():
             one.set_exception(RuntimeError("this peer has ended"))
 
-    def _taken(self) -> list[Future]:
-        with self._wanting:
-            wanted, self._wanted = self._wanted, []
-        return wanted
+    def _taken(self) -> Iterator[Future]:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield self._wanted.get_nowait()
 
     def _gap(self) -> int:
         if not self._geometric or self._every == 1:
@@ -292,12 +256,12 @@ class Between:
         # P(k) = (1 - 1/H)^(k - 1) / H
         return 1 + int(np.log1p(-self._random.random()) / np.log1p(-1 / self._every))
 
-    def _checkpointed(self, t: int) -> dict[str, Any] | None:
+    def _checkpointed(self, t: int) -> dict[str, Any]:
         """Which incarnation of this slot wrote the checkpoint of step t."""
         folder = self._place.folder
         for incarnation in reversed(events.incarnations(folder)):
-            logged = events.read(events.path(folder, incarnation))
-            if any(event.get("t") == t - 1 and "rate" in event for event in logged):
-                name = f"{self._place.slot}.{incarnation}"
-                return {"peer": name, "t": t, "when": "checkpoint"}
-        return {"peer": f"{self._place.slot}.?", "t": t, "when": "checkpoint"}
+            if events.has_step(events.path(folder, incarnation), t - 1):
+                break
+        else:
+            incarnation = "?"
+        return {"peer": f"{self._place.slot}.{incarnation}", "t": t, "when": "checkpoint"}

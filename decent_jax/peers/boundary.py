@@ -37,8 +37,8 @@ class Boundary:
         self.copy = jax.jit(lambda tree: place_all(jax.tree.map(jnp.copy, tree)))
 
     def averaged(self, state: TrainState) -> Any:
-        """The part of the state that peers average."""
-        return state.params, state.model_state if self._mixes_state else {}
+        """See the function `averaged`."""
+        return averaged(self._mixes_state, state)
 
     def meet(self, state: TrainState, copy: Arrays, half: Arrays) -> TrainState:
         """The state after a meeting; donates the old one.
@@ -78,6 +78,11 @@ class Boundary:
         """Host arrays (1, ...) as a tree on the devices."""
         leaves = [jax.device_put(x, self.placement.sharding(x.shape)) for x in arrays]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def averaged(mixes_state: bool, state: TrainState) -> Any:
+    """The part of the state that peers average, and send."""
+    return state.params, state.model_state if mixes_state else {}
 
 
 def number(stream: int, t: int) -> np.int32:

@@ -13,16 +13,16 @@ import jax
 import ray
 from ml_collections import ConfigDict
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from decent_jax.errors import Interrupted, TrainingFailed
-from decent_jax.json_files import read_json, write_json_atomic
-from decent_jax.peers import events, manifest, resize, setup
-from decent_jax.peers.formats import Format
+from decent_jax.errors import DataError, Interrupted, TrainingFailed
+from decent_jax.json_files import is_whole, read_json, write_json_atomic
+from decent_jax.peers import events, manifest, setup
 from decent_jax.peers.partners import links, reduction
 from decent_jax.peers.peer import Peer
 from decent_jax.peers.roster import Roster
 from decent_jax.peers.setup import FOLDER, Place
-from decent_jax.peers.start import check_address, ray_of, start_actor
+from decent_jax.peers.start import check_address, ray_for, start_actor
 from decent_jax.peers.whole import Whole, counts_of
 from decent_jax.progress import Progress
 from decent_jax.train import algorithm, loop
@@ -33,8 +33,8 @@ from decent_jax.train.setup import Experiment
 from decent_jax.train.step import TrainState
 from decent_jax.train.workdir import Signals, Workdir
 
-COUNT = "count.json"
 _LOOK_S, _SAVE_S = 0.2, 2.0
+_COPIES = 4  # of each state in the object store
 _THREADS = 32  # of a peer: it trains, is asked to meet, gives copies
 
 
@@ -43,11 +43,13 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
 
     Returns, raises: as `decent_jax.train.run`.
     """
-    check_address("peers", config.peers.address)
+    check_address(config, "peers")
     before = manifest.read(Path(workdir), config)
     with setup.open_run(config, workdir) as (experiment, work):
         work.config = config
-        with ray_of(config, experiment):
+        state, count = jax.eval_shape(lambda: loop.init(experiment)), setup.count_of(config)
+        held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+        with ray_for(config, "peers", count, store=_COPIES * held * count):
             return _Driver(config, experiment, work, before).run()
 
 
@@ -65,6 +67,7 @@ class _Driver:
         self, config: ConfigDict, experiment: Experiment, work: Workdir, before: dict[str, Any]
     ):
         self.config, self.experiment, self.work, self.manifest = config, experiment, work, before
+        self.streams = before.get("streams", config.num_replicas)
         self.whole = Whole(config, experiment)
         self.evaluator = Evaluator(experiment.config, experiment.task, experiment.placement)
         self.live: dict[int, _Live] = {}
@@ -77,8 +80,10 @@ class _Driver:
         self._reached, self._saved = 0, 0.0
         known = config.peers.silent_s, manifest.known_steps(work.path, before)
         self.looked = Roster(*known).look()
+        here = ray.get_runtime_context().get_node_id()  # so that it ends with this process's host
+        where = NodeAffinitySchedulingStrategy(here, soft=True)
         roster: Any = ray.remote(Roster)
-        self.roster = roster.options(num_cpus=0).remote(*known)
+        self.roster = roster.options(num_cpus=0, scheduling_strategy=where).remote(*known)
         self.start = min(self.step(), experiment.steps)
         setup.forget(work.path, self.start + 1)
         self.saver = Saver(experiment, work.path)
@@ -151,8 +156,7 @@ class _Driver:
                     for one in self.live.values():
                         one.handle.leave.remote("stop")
             trains = any(self._of(slot)["member"] for slot in self.live)
-            silent = self._roster_lives() and not trains  # without a roster nobody knows
-            if now > stop_by or (stop_by < math.inf and self.ended and silent):
+            if now > stop_by or (stop_by < math.inf and self.ended and not trains):
                 self._end_the_rest()
             if step >= logged + log_every or (step == steps and step > logged):
                 known = self.looked.values()
@@ -198,7 +202,7 @@ class _Driver:
         self.saver.checkpoints.wait()
         experiment = self.experiment
         held = algorithm.cost(experiment.config, experiment.schedule, self.whole.template, 1)
-        sent = 2 * self._message_bytes() / self.config.mix_every
+        sent = 2 * self.whole.message_bytes() / self.config.mix_every
         return loop.finish(
             *(experiment, self.work, self.evaluator, state),
             dataclasses.replace(held, sent_a_step=sent),
@@ -226,7 +230,7 @@ class _Driver:
             slot,
             incarnation,
             before["steps"] if copy else None,
-            self._streams(),
+            self.streams,
             self.step() * self.config.num_replicas,
             os.getcwd(),
         )
@@ -253,6 +257,10 @@ class _Driver:
                 continue
             if result["how"] == "end":
                 self.ended.append(one.handle)
+            elif result["how"] == "lag":
+                ray.kill(one.handle)
+                self.work.say(f"peer {slot} has lagged too far behind; {len(self.live)} go on")
+                self._replace(slot, leaves)
             elif result["how"] == "leave":
                 self.gone.add(slot)
                 left = f"peer {slot} has left after {result['steps']} steps; {len(self.live)} go on"
@@ -262,22 +270,24 @@ class _Driver:
         why = "was killed" if isinstance(error, RayActorError) else _cause(error)
         self.deaths[slot] += 1
         self.work.say(f"peer {slot} {why}; {len(self.live)} go on")
+        self._replace(slot, leaves or self.deaths[slot] > self.config.peers.restarts)
+
+    def _replace(self, slot: int, leaves: bool) -> None:
+        """Start another peer in the place of one that is gone, unless it should leave."""
         self.gone.add(slot)
-        may = self.live and self._roster_lives() and self.deaths[slot] <= self.config.peers.restarts
-        if may and not leaves and self.step() < self.experiment.steps:
+        if self.live and not leaves and self.step() < self.experiment.steps:
             self._start(slot, copy=True)
             self.work.say(f"peer {slot} starts again and joins with a copy of a live peer")
 
     def _resize(self) -> None:
         """Follow ``decent-jax peers resize``."""
-        path = self.work.path / FOLDER / COUNT
-        if not path.exists() or not self._roster_lives():
+        path = self.work.path / FOLDER / setup.COUNT
+        if not path.exists():
             return
-        try:
+        wanted: Any = None
+        with contextlib.suppress(OSError, DataError, LookupError, TypeError):
             wanted = read_json(path)["count"]
-            if type(wanted) is not int or not 1 <= wanted <= resize.MOST:
-                raise ValueError
-        except (OSError, ValueError, LookupError, TypeError):
+        if not is_whole(wanted, 1, setup.MOST):
             if self._first(str(path)):
                 self.work.say(f"{path} holds no number of peers; it is ignored")
             return
@@ -305,16 +315,11 @@ class _Driver:
             self.looked = looked
         except (GetTimeoutError, ActorUnavailableError):
             pass
-        except RayError:
-            if self._first("the roster"):
-                self.work.say(
-                    "the roster is lost: peers go on with the list they have, and estimate the "
-                    "common progress; nobody can join any more"
-                )
-            for slot, one in self.live.items():
-                with contextlib.suppress(RayError):
-                    report: Any = ray.get(one.handle.report.remote(), timeout=1.0)
-                    self.looked[slot] = self._of(slot) | report
+        except RayActorError:
+            raise TrainingFailed(
+                "the roster of the peers was killed; the same command goes on from their newest "
+                "checkpoints"
+            ) from None
         for slot, one in self.looked.items():
             self._say_changes(slot, one)
         if self.config.peers.neighbours == "weighted":
@@ -328,7 +333,7 @@ class _Driver:
             for slot, one in self.looked.items()
             if one["member"]
         }
-        words = links(seconds)
+        words = links(seconds, self.config.algorithm)
         if words and self._first(f"links of {sorted(seconds)}"):
             self.work.say(words)
 
@@ -349,9 +354,6 @@ class _Driver:
         self._said.add(what)
         return new
 
-    def _roster_lives(self) -> bool:
-        return "the roster" not in self._said
-
     def _of(self, slot: int) -> dict[str, Any]:
         """What is known of a slot, see `Roster.look`."""
         nobody = {"incarnation": -1, "steps": 0, "alive": False, "ready": False, "member": False}
@@ -363,9 +365,6 @@ class _Driver:
         self._reached = max(self._reached, steps // self.config.num_replicas)
         return self._reached
 
-    def _streams(self) -> int:
-        return self.manifest.get("streams", self.config.num_replicas)
-
     def _write_manifest(self) -> None:
         self._saved = time.monotonic()
         best = self.saver.best
@@ -374,7 +373,7 @@ class _Driver:
             "examples": self.step() * self.config.batch_size,
             "seconds": self._seconds(),
             "best": best if math.isfinite(best) else None,
-            "streams": self._streams(),
+            "streams": self.streams,
             "batch": self.config.batch_size // self.config.num_replicas,
             "peers": {
                 str(slot): {
@@ -389,11 +388,6 @@ class _Driver:
     def _seconds(self) -> float:
         return self.saver.seconds + time.monotonic() - self.began
 
-    def _message_bytes(self) -> int:
-        leaves = jax.tree.leaves(self.whole.template.params)
-        form = Format(self.config.peers.wire)
-        return form.bytes_sent([x.shape[1:] for x in leaves])
-
     def _describe(self) -> str:
         config = self.config
         every = f"{config.mix_every} steps" + (" on average" if config.peers.geometric else "")
@@ -401,7 +395,7 @@ class _Driver:
         rate = reduction(names, config.peers.neighbours, {})
         words = (
             f"{config.algorithm} over peers: each asks one of {config.peers.neighbours} others "
-            f"after {every} to average copies of {self._message_bytes() / 1e6:.3g} MB "
+            f"after {every} to average copies of {self.whole.message_bytes() / 1e6:.3g} MB "
             f"({config.peers.wire})"
         )
         if config.algorithm != "swarm":  # its momentum may enlarge the spread for a while

@@ -18,16 +18,16 @@ any other process can learn what it says, so a killed process loses no line that
 import json
 import threading
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from decent_jax.errors import RunError
-from decent_jax.json_files import is_real, is_whole, read_bytes
+from decent_jax.json_files import is_real, is_whole
 from decent_jax.peers.rule import Met
 
-_MOST_BYTES = 1 << 30  # of a log
 _WHOLE = ("start", "end", "t", "rate", "mine", "theirs", "version", "crc")  # numbers of a line
 
 
@@ -53,9 +53,9 @@ class EventLog:
         names |= {"theirs": theirs.version}
         self.write(t=t, **names, sides=met.sides, share=met.share, stale=stale)
 
-    def end(self, t: int, **event: Any) -> None:
-        """No step after ``t - 1`` belongs to this incarnation."""
-        self.write(end=t, **event)
+    def end(self, t: int, crc: int) -> None:
+        """The parameters after the last step, ``t - 1``."""
+        self.write(end=t, crc=crc)
         with self._lock:
             self._file.close()
 
@@ -67,29 +67,36 @@ def path(folder: Path, incarnation: int) -> Path:
 
 def incarnations(folder: Path) -> list[int]:
     """The incarnations of a slot, in order."""
-    found = (p.stem.partition("-")[2] for p in folder.glob("events-*.jsonl"))
+    found = (p.stem.partition("-")[2] for p in folder.glob("events-*.jsonl") if p.is_file())
     return sorted(int(number) for number in found if number.isdecimal())
 
 
-def read(file: Path) -> list[dict[str, Any]]:
-    """The lines; one that was cut short by a kill is left out.
+def has_step(file: Path, t: int) -> bool:
+    """Whether step t was made, by the beginnings of the lines as `EventLog` writes them."""
+    words = f'{{"t": {t}, "rate": '.encode()
+    with file.open("rb") as lines:
+        return any(line.startswith(words) for line in lines)
+
+
+def read(file: Path) -> Iterator[dict[str, Any]]:
+    """The lines, one after the other; one that was cut short by a kill is left out.
 
     Raises:
       RunError: a line is none of those above; the message names it.
     """
-    events = []
-    lines = read_bytes(file, _MOST_BYTES).splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):
-            if number == len(lines):
-                break
-            event = None
-        if not _is_event(event, first=number == 1):
-            raise RunError(f"{file} line {number} is not an event of a peer; the log is damaged")
-        events.append(event)
-    return events
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            event: Any = None
+            try:
+                event = json.loads(line)
+            except (ValueError, RecursionError):
+                if not line.endswith(b"\n"):
+                    return
+            if not _is_event(event, first=number == 1):
+                raise RunError(
+                    f"{file} line {number} is not an event of a peer; the log is damaged"
+                )
+            yield event
 
 
 def _is_event(event: Any, first: bool) -> bool:

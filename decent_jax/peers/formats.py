@@ -22,9 +22,6 @@ import numpy as np
 from decent_jax.simulate import LatticeQuantizer
 
 FORMATS = ("float32", "bfloat16", "int8", "lattice8", "lattice16")
-# y, the distance for which a lattice is made, grows much faster than it shrinks, since one of many
-# partners may be far (as in `decent_jax.optim.swarm`).
-GROW, SHRINK, SLACK, FIRST = 4.0, 0.97, 2.0, 1e-3
 
 Arrays = list[np.ndarray]
 
@@ -70,35 +67,16 @@ class Format:
           side: of the lattice, see `side`.
           seed: of the stochastic rounding of ``int8``: the sender and its version.
         """
-        if self.name == "float32":
-            parts, sent = list(copy), list(copy)
-        elif self.is_lattice:
-            quantizer = LatticeQuantizer(side, self._colours)
-            both = [quantizer.encode(x.reshape(-1)) for x in copy]
-            parts = [message for message, _ in both]
-            sent = [
-                y.reshape(x.shape).astype(x.dtype) for (_, y), x in zip(both, copy, strict=True)
-            ]
-        else:
-            random = np.random.default_rng(seed)
-            parts = [self._rounded(x, random) for x in copy]
-            sent = self._plain(parts, copy)
-        return Message(parts, side), sent
+        random, quantizer = np.random.default_rng(seed), self._quantizer(side)
+        both = [self._encoded(x, random, quantizer) for x in copy]
+        return Message([part for part, _ in both], side), [sent for _, sent in both]
 
     def decode(self, message: Message, own: Arrays) -> tuple[Arrays, bool]:
         """The partner's arrays, and whether they are finite and what the partner has encoded."""
-        if not self.is_lattice:
-            arrays = self._plain(message.parts, own)
-            return arrays, all(bool(np.isfinite(x).all()) for x in arrays)
-        quantizer = LatticeQuantizer(message.side, self._colours)
-        decoded = [
-            quantizer.decode(part, z.reshape(-1))
-            for part, z in zip(message.parts, own, strict=True)
-        ]
-        arrays = [
-            d.value.reshape(z.shape).astype(z.dtype) for d, z in zip(decoded, own, strict=True)
-        ]
-        return arrays, all(d.ok for d in decoded)
+        quantizer = self._quantizer(message.side)
+        pairs = zip(message.parts, own, strict=True)
+        both = [self._decoded(part, x, quantizer) for part, x in pairs]
+        return [x for x, _ in both], all(understood for _, understood in both)
 
     def bytes_sent(self, shapes: list[tuple[int, ...]]) -> int:
         """The bytes of a message for float32 arrays of these shapes, without its head."""
@@ -110,28 +88,33 @@ class Format:
     def _colours(self) -> int:
         return 2 ** int(self.name.removeprefix("lattice"))
 
-    def _rounded(self, x: np.ndarray, random: np.random.Generator) -> Any:
+    def _quantizer(self, side: float) -> Any:
+        return LatticeQuantizer(side, self._colours) if self.is_lattice else None
+
+    def _encoded(self, x: np.ndarray, random: Any, quantizer: Any) -> tuple[Any, np.ndarray]:
+        """What is sent for an array, and what the partner decodes."""
+        if self.is_lattice:
+            part, sent = quantizer.encode(x.reshape(-1))
+            return part, sent.reshape(x.shape).astype(x.dtype)
+        part = x
         if self.name == "bfloat16":
-            return x.astype(ml_dtypes.bfloat16).view(np.uint16)
-        largest = np.abs(x).max(axis=-1, keepdims=True, initial=0) if x.ndim else np.abs(x)
-        scale = ((1 + 2**-8) / 127 * largest).astype(ml_dtypes.bfloat16).astype(np.float32)
-        scaled = x / np.where(scale > 0, scale, 1)
-        codes = np.floor(scaled + random.random(x.shape, np.float32))
-        return np.clip(codes, -127, 127).astype(np.int8), scale
+            part = x.astype(ml_dtypes.bfloat16).view(np.uint16)
+        elif self.name == "int8":
+            largest = np.abs(x).max(axis=-1, keepdims=True, initial=0) if x.ndim else np.abs(x)
+            scale = ((1 + 2**-8) / 127 * largest).astype(ml_dtypes.bfloat16).astype(np.float32)
+            scaled = x / np.where(scale > 0, scale, 1)
+            codes = np.floor(scaled + random.random(x.shape, np.float32))
+            part = np.clip(codes, -127, 127).astype(np.int8), scale
+        return part, self._decoded(part, x, quantizer)[0]
 
-    def _plain(self, parts: list[Any], like: Arrays) -> Arrays:
-        if self.name == "float32":
-            return parts
+    def _decoded(self, part: Any, own: np.ndarray, quantizer: Any) -> tuple[np.ndarray, bool]:
+        if self.is_lattice:
+            value, understood = quantizer.decode(part, own.reshape(-1))
+            return value.reshape(own.shape).astype(own.dtype), understood
         if self.name == "bfloat16":
-            return [
-                part.view(ml_dtypes.bfloat16).astype(x.dtype)
-                for part, x in zip(parts, like, strict=True)
-            ]
-        return [
-            (codes * scale).astype(x.dtype) for (codes, scale), x in zip(parts, like, strict=True)
-        ]
-
-
-def largest_difference(ours: Arrays, theirs: Arrays) -> float:
-    """The largest |difference| of a number."""
-    return max(float(np.abs(a - b).max(initial=0)) for a, b in zip(ours, theirs, strict=True))
+            part = part.view(ml_dtypes.bfloat16)
+        elif self.name == "int8":
+            codes, scale = part
+            part = codes * scale
+        x = part.astype(own.dtype, copy=False)
+        return x, bool(np.isfinite(x).all())

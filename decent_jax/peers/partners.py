@@ -12,11 +12,6 @@ from decent_jax.errors import ConfigError
 FAR = 0.2  # part of the questions of "weighted" that goes to all alike, however far they are
 
 
-def check(neighbours: str) -> None:
-    """Raises ConfigError where ``peers.neighbours`` is none of those known."""
-    _degree(neighbours)
-
-
 def chances(
     me: str, members: list[str], neighbours: str, seconds: Mapping[str, float]
 ) -> dict[str, float]:
@@ -37,7 +32,7 @@ def chances(
     names = sorted(members)
     others = [name for name in names if name != me]
     if me in names:
-        linked = overlay(names, _degree(neighbours))[names.index(me)]
+        linked = overlay(names, degree(neighbours))[names.index(me)]
         others = [name for name, is_linked in zip(names, linked, strict=True) if is_linked]
     if not others:
         return {}
@@ -89,10 +84,10 @@ def reduction(
     return round(float(eigenvalues[1] / 2), 9)
 
 
-def links(seconds: Mapping[str, Mapping[str, float]]) -> str:
+def links(seconds: Mapping[str, Mapping[str, float]], algorithm: str) -> str:
     """A sentence on measured links, once every two peers have met; else "".
 
-    >>> links({"0.0": {"1.0": 0.02}, "1.0": {"2.0": 0.3}, "2.0": {"0.0": 0.3}})[:52]
+    >>> links({"0.0": {"1.0": 0.02}, "1.0": {"2.0": 0.3}, "2.0": {"0.0": 0.3}}, "swarm")[:52]
     'a meeting takes 20 ms between peers 0.0 and 1.0, 300'
     """
     took = {
@@ -102,16 +97,25 @@ def links(seconds: Mapping[str, Mapping[str, float]]) -> str:
     if not took or np.inf in took.values():
         return ""
     near, far = min(took, key=took.__getitem__), max(took, key=took.__getitem__)
+    words = (
+        f"a meeting takes {1e3 * took[near]:.0f} ms between peers {' and '.join(near)}, "
+        f"{1e3 * took[far]:.0f} ms between {' and '.join(far)}; near ones meet more often"
+    )
+    if algorithm != "swarm":  # its momentum may enlarge the spread for a while
+        return words
     rate, even = (reduction(list(seconds), how, seconds) for how in ("weighted", "all"))
     return (
-        f"a meeting takes {1e3 * took[near]:.0f} ms between peers {' and '.join(near)}, "
-        f"{1e3 * took[far]:.0f} ms between {' and '.join(far)}; near ones meet more often, and it "
-        f"reduces the spread by at least {rate:.1%} ({even:.1%} if all met equally often)"
+        f"{words}, and it reduces the spread by at least {rate:.1%} ({even:.1%} if all met equally "
+        "often)"
     )
 
 
-def _degree(neighbours: str) -> int:
-    """Of the overlay; 0: all are neighbours."""
+def degree(neighbours: str) -> int:
+    """The degree of the overlay; 0: all are neighbours.
+
+    Raises:
+      ConfigError: ``neighbours`` is none of those known.
+    """
     if neighbours in ("all", "weighted"):
         return 0
     found = re.fullmatch(r"regular\((\d+)\)", neighbours)

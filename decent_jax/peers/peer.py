@@ -1,25 +1,23 @@
 """A peer: a Ray actor that trains in one of its threads and meets others in the rest."""
 
-import functools
 import math
 import queue
 import random
 import signal
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from decent_jax.peers.between import Between, NotJoined, Pulse
 from decent_jax.peers.boundary import on_host
 from decent_jax.peers.formats import Format, Message
 from decent_jax.peers.partners import chances
 from decent_jax.peers.rule import Joined, Meetings, Offer
-from decent_jax.peers.setup import Place, enter, forget, is_weighted, open_peer, write_to
+from decent_jax.peers.setup import Place, enter, forget, is_weighted, open_peer
 from decent_jax.train import loop
 
 
@@ -32,8 +30,7 @@ class Peer:
     """
 
     def __init__(self, place: Place, roster: Any):
-        write_to(place.folder / "log.txt")
-        enter(place.launched_from)
+        enter(place.folder / "log.txt", place.launched_from)
         self._place, self._roster = place, roster
         self._peers = place.config["peers"]
         form, weighted = Format(self._peers["wire"]), is_weighted(place.config)
@@ -57,7 +54,7 @@ class Peer:
         join = None
         if place.start is not None:
             forget(place.folder, place.start)
-            join = functools.partial(self._begin_joining, self._peers["start_s"])
+            join = self._joined
         with open_peer(place) as (experiment, work):
             n = place.config["num_replicas"]
             self._pulse = Pulse(n, experiment.steps // n)
@@ -73,7 +70,7 @@ class Peer:
                 thread.start()
             try:
                 return loop.train_and_evaluate(experiment, work, between)
-            except NotJoined:  # the run goes on, or resumes, without what it has begun with
+            except NotJoined:  # the run goes on, or resumes, without its state
                 return {"steps": place.start, "how": self._leaving or "stop"}
             finally:
                 self._stopped.set()
@@ -121,7 +118,7 @@ class Peer:
         return found | {"distance": self._meetings.distance, "seconds": dict(self._seconds)}
 
     def leave(self, how: str) -> None:
-        """End in good order: "leave" after a last meeting, "stop" at once, and for good."""
+        """End: "leave" after a last meeting, "stop" at once and for good, "lag" without saving."""
         if self._leaving != "stop":
             self._leaving = how
         if self._between is not None:
@@ -191,9 +188,9 @@ class Peer:
 
     def _partner(self) -> tuple[str, Any] | None:
         members = dict(self._members)
-        me = f"{self._place.slot}.{self._between.incarnation}"
         now = time.monotonic()
-        asked = chances(me, list(members), self._peers["neighbours"], self._seconds)
+        me, neighbours = self._meetings.me, self._peers["neighbours"]
+        asked = chances(me, list(members), neighbours, self._seconds)
         asked = {name: p for name, p in asked.items() if self._avoided.get(name, 0) < now}
         if not asked:
             return None
@@ -207,15 +204,14 @@ class Peer:
 
     def _beat(self) -> None:
         """Report to the roster, and learn of all peers' progress and of who is alive."""
-        peers, slot = self._peers, self._place.slot
+        peers, place = self._peers, self._place
         between, version = self._between, -1
         reached, heard = 0, math.inf  # progress at the last answer, and when it came
         while not self._stopped.wait(peers["beat_s"]):
             if not between.ready:
-                heard = math.inf  # it copies a state, for as long as that takes
                 continue
             report = self.report()
-            call = self._roster.beat.remote(slot, between.incarnation, report)
+            call = self._roster.beat.remote(place.slot, place.incarnation, report)
             try:
                 answer = ray.get(call, timeout=peers["silent_s"])
                 if answer is None:
@@ -227,53 +223,27 @@ class Peer:
                     self._members = ray.get(
                         self._roster.members.remote(), timeout=peers["silent_s"]
                     )
+                    between.alone = len(self._members) < 2
                     version = now
-            except (GetTimeoutError, ActorUnavailableError):  # a network may come back
+            except RayError:  # a network may come back; without a roster `train.py` ends the run
                 continue
-            except RayError:
-                live = len(self._members)
-                self._say(f"the roster is lost: {live} peers go on with the list they have")
-                self._pulse.lost(live)
-                return
             self._pulse.heard(all_steps, report["steps"])
             progress = self._pulse.progress()
-            silent = time.monotonic() - heard > peers["silent_s"]
-            if silent and progress - reached > peers["max_lag"]:
-                try:
-                    self._join_again(progress - reached)
-                except RayError:
-                    continue  # the next report finds no roster either
+            silent, lag = time.monotonic() - heard > peers["silent_s"], progress - reached
+            if silent and lag > peers["max_lag"]:
+                self._say(
+                    f"the others made {lag} steps of progress while this peer was silent "
+                    f"(peers.max_lag is {peers['max_lag']}): another one takes its place"
+                )
+                self._meetings.closed = True
+                self._meetings.withdraw()
+                self.leave("lag")
+                return
             reached, heard = progress, time.monotonic()
 
-    def _join_again(self, lag: int) -> None:
-        """Go on as a new peer, after a silence in which the others went too far ahead."""
-        incarnation = ray.get(
-            self._roster.rejoin.remote(self._place.slot, self._between.incarnation)
-        )
-        if incarnation is None:
-            return
-        self._say(
-            f"the others made {lag} steps of progress while this peer was silent (peers.max_lag is "
-            f"{self._peers['max_lag']}): it joins again as {self._place.slot}.{incarnation}"
-        )
-        self._between.replace(self._begin_joining(0.0), incarnation)
-
-    def _begin_joining(self, patience_s: float) -> "Future[Joined | None]":
-        """Copy the state of a random live peer, in a thread of its own."""
-        return ThreadPoolExecutor(1).submit(self._joined_or_not, patience_s)
-
-    def _joined_or_not(self, patience_s: float) -> Joined | None:
-        try:
-            return self._joined(patience_s)
-        except RayError as error:
-            if patience_s:
-                raise  # without a roster nobody can join
-            self._say(f"no roster ({type(error).__name__}): goes on with its own parameters")
-            return None
-
-    def _joined(self, patience_s: float) -> Joined | None:
+    def _joined(self) -> Joined | None:
         """The state of a peer; waits for one that trains, unless all others wait, too."""
-        ends = time.monotonic() + patience_s
+        ends = time.monotonic() + self._peers["start_s"]
         while (joined := self._copied()) is None:
             hopeful = ray.get(self._roster.is_hopeful.remote(), timeout=self._peers["join_s"])
             if not hopeful or time.monotonic() >= ends:

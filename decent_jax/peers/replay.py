@@ -11,7 +11,6 @@ some differ, 2 there is nothing to replay.
 
 import contextlib
 import io
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,9 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
-from decent_jax.command_line import Parser
 from decent_jax.data import loader
-from decent_jax.errors import CheckpointError, ConfigError, DataError, RunError
+from decent_jax.errors import RunError
 from decent_jax.peers import events
 from decent_jax.peers import manifest as manifest_lib
 from decent_jax.peers.boundary import Boundary, number, on_host
@@ -44,21 +42,22 @@ class Replayed(NamedTuple):
     versions: int
     differs: str  # the first thing that differs from the log; "" where nothing does
     survived: bool  # it logged its end
-    params: Any  # host arrays of what peers average, without the replica dimension
 
 
 class Log:
     """The events of an incarnation, by step."""
 
-    def __init__(self, slot: int, incarnation: int, lines: list[dict[str, Any]]):
+    def __init__(self, slot: int, incarnation: int, lines: Iterator[dict[str, Any]]):
         self.slot, self.name = slot, f"{slot}.{incarnation}"
-        self.start, self.origin = lines[0]["start"], lines[0]["origin"]
+        first = next(lines)
+        self.start, self.origin = first["start"], first["origin"]
         self.rates: dict[int, int] = {}
         self.met: dict[int, list[dict[str, Any]]] = defaultdict(list)
         self.versions: dict[int, tuple[int, int]] = {}  # version and sum of bits
         self.last: int | None = None  # sum of the bits of the last parameters
-        self.end = self.start
-        for line in lines[1:]:
+        self.end, count = self.start, 1
+        for line in lines:
+            count += 1
             if "rate" in line:
                 self.rates[line["t"]] = line["rate"]
             elif "met" in line:
@@ -69,9 +68,9 @@ class Log:
                 self.end, self.last = line["end"], line.get("crc")
             else:  # it may have died before the step
                 self.end = max(self.end, line["t"] + 1)
-        if self.end - self.start > len(lines):
+        if self.end - self.start > count:
             raise RunError(
-                f"the log of peer {self.name} ends after step {self.end} and has only {len(lines)} "
+                f"the log of peer {self.name} ends after step {self.end} and has only {count} "
                 "lines; it is damaged"
             )
 
@@ -90,8 +89,8 @@ def read_logs(workdir: Path) -> list[Log]:
     slots = [path for path in (workdir / FOLDER).glob("*") if path.name.isdecimal()]
     for folder in sorted(slots, key=lambda path: int(path.name)):
         for incarnation in events.incarnations(folder):
-            lines = events.read(events.path(folder, incarnation))
-            if lines:
+            with contextlib.suppress(StopIteration):  # killed before it has written a line
+                lines = events.read(events.path(folder, incarnation))
                 logs.append(Log(int(folder.name), incarnation, lines))
     if not logs:
         raise RunError(f"{workdir} holds no run of peers: there is no {FOLDER}/*/events-*.jsonl")
@@ -139,7 +138,6 @@ class _Replay:
         self.step = make_step(
             *(first.config, first.task, first.tx, first.rate, first.schedule, first.placement)
         )
-        self.compiled: dict[Any, Any] = {}
         self.copies: dict[tuple[str, int], list[np.ndarray]] = {}  # by peer and version
         self.states: dict[tuple[str, int, str], TrainState] = {}  # by peer, step and moment
         origins = [log.origin for log in logs if log.origin]
@@ -205,9 +203,7 @@ class _Replay:
         if log.last is not None and events.crc(arrays) != log.last and not differs:
             differs = f"the last parameters, after step {log.end}"
         steps, survived = (log.start, log.end), log.last is not None
-        self.done.append(
-            Replayed(log.name, steps, count, len(log.versions), differs, survived, arrays)
-        )
+        self.done.append(Replayed(log.name, steps, count, len(log.versions), differs, survived))
         self.say(_line(self.done[-1]))
 
     def _half(self, log: Log, met: dict[str, Any]) -> list[np.ndarray]:
@@ -227,11 +223,7 @@ class _Replay:
     def _step(self, state: TrainState, block: Any, log: Log, t: int) -> TrainState:
         state = self.boundary.at_progress(state, log.rates[t])
         batch = self.placement.put(block)
-        shapes = loop.shapes_of(batch)
-        if shapes not in self.compiled:
-            lowered = self.step.lower(state, batch, np.int32(0), round=0)
-            self.compiled[shapes] = lowered.compile()
-        return self.compiled[shapes](state, batch, number(log.slot, t))[0]
+        return self.step(state, batch, number(log.slot, t), round=0)[0]
 
 
 def _line(one: Replayed) -> str:
@@ -242,28 +234,3 @@ def _line(one: Replayed) -> str:
         f"peer {one.peer}: steps {first} to {last}, {one.meetings} meetings, "
         f"{one.versions} versions{end}: {words}"
     )
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """The command; returns its exit status."""
-    parser = Parser(
-        "decent-jax peers replay",
-        description="Repeat a run of peers from their event logs and compare every bit.",
-    )
-    parser.add_argument("--workdir", required=True, metavar="DIR", help="of the run")
-    try:
-        found = replay(parser.parse_args(arguments).workdir, print)
-    except (RunError, ConfigError, DataError, CheckpointError, OSError) as error:
-        print(f"peers replay: {ConfigError(error)}", file=sys.stderr)
-        return 2
-    survivors = [one for one in found if one.survived]
-    different = [one for one in found if one.differs]
-    print(
-        f"{len(found)} peers replayed, {len(survivors)} of which ended in good order: "
-        + (f"{len(different)} differ" if different else "every parameter is identical")
-    )
-    return 1 if different else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -45,23 +45,13 @@ class Roster:
 
     def beat(self, slot: int, incarnation: int, report: dict[str, Any]) -> tuple[int, int] | None:
         """A peer's report. (steps of all slots, version of the members); None: it is removed."""
-        entry = self._living(slot, incarnation)
-        if entry is None:
+        entry = self._slots[slot]
+        if not entry.alive or entry.incarnation != incarnation:
             return None
         entry.heard, entry.steps, entry.report = time.monotonic(), report["steps"], report
         entry.joins = False
         self._refresh()
         return sum(entry.steps for entry in self._slots.values()), self._version
-
-    def rejoin(self, slot: int, incarnation: int) -> int | None:
-        """The next incarnation, for a peer that was silent for too long; None: it is removed."""
-        entry = self._living(slot, incarnation)
-        if entry is None:
-            return None
-        entry.incarnation += 1
-        entry.heard = None
-        self._refresh()
-        return entry.incarnation
 
     def members(self) -> list[tuple[str, Any]]:
         """(name, handle) of the peers that train."""
@@ -88,10 +78,6 @@ class Roster:
             }
             for slot, entry in self._slots.items()
         }
-
-    def _living(self, slot: int, incarnation: int) -> _Entry | None:
-        entry = self._slots[slot]
-        return entry if entry.alive and entry.incarnation == incarnation else None
 
     def _refresh(self) -> None:
         now = time.monotonic()

@@ -36,16 +36,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from decent_jax.peers.formats import (
-    FIRST,
-    GROW,
-    SHRINK,
-    SLACK,
-    Arrays,
-    Format,
-    Message,
-    largest_difference,
-)
+from decent_jax.peers.formats import Arrays, Format, Message
+
+# y, the distance for which a lattice is made, grows much faster than it shrinks, since one of many
+# partners may be far (as in `decent_jax.optim.swarm`).
+_GROW, _SHRINK, _SLACK, _FIRST = 4.0, 0.97, 2.0, 1e-3
 
 
 class Copy(NamedTuple):
@@ -117,8 +112,8 @@ class Meetings:
       counts: of the meetings, by outcome.
 
     >>> ours, theirs = (Meetings(name, Format("float32"), 1.0) for name in ("0.0", "1.0"))
-    >>> _ = ours.publish([np.float32([1.0])], progress=0)
-    >>> _ = theirs.publish([np.float32([3.0])], progress=0)
+    >>> ours.publish([np.float32([1.0])], progress=0)
+    >>> theirs.publish([np.float32([3.0])], progress=0)
     >>> offer, message = ours.ask()
     >>> theirs.agree(offer.meeting)
     True
@@ -140,7 +135,7 @@ class Meetings:
         self._doubtful: dict[str, _Meeting] = {}  # whose settlement nobody has confirmed yet
         self._settled: list[Met] = []
         self.closed = False
-        self._y, self._number, self.version = FIRST, 0, 0
+        self._y, self._number, self.version = _FIRST, 0, 0
         self.distance = 0.0
         self.counts = {"met": 0, "declined": 0, "not_understood": 0, "lost": 0}
 
@@ -161,18 +156,11 @@ class Meetings:
             self._doubtful.clear()
             self._settled = []
 
-    def publish(self, arrays: Arrays, progress: int, steps: int = 1) -> Copy:
+    def publish(self, arrays: Arrays, progress: int, steps: int = 1) -> None:
         """S <- x, after so many steps since the copy before."""
         with self._lock:
             self.copy = Copy(self.version, arrays, progress, max(steps, 1))
             self.version += 1
-            return self.copy
-
-    def renamed(self, me: str) -> None:
-        """Begin again as another incarnation."""
-        self.withdraw()
-        with self._lock:
-            self.me, self.version, self._number = me, 0, 0
 
     def idle(self) -> bool:
         """Whether no meeting is under way or waits for the step boundary."""
@@ -293,7 +281,7 @@ class Meetings:
         half = halves(begun.sent, theirs, share)
         begun.met = Met(copy, offer, (begun.message.side, message.side), share, half)
         begun.distance = _norm(half) / share / (_norm(copy.arrays) or np.inf)
-        begun.apart = largest_difference(copy.arrays, theirs) if self._form.is_lattice else 0.0
+        begun.apart = _apart(copy.arrays, theirs) if self._form.is_lattice else 0.0
         return True
 
     def _end(self, begun: _Meeting, both: bool) -> bool:
@@ -303,11 +291,11 @@ class Meetings:
         if not begun.heard_by_them:
             # Only the sender that was not understood widens its lattice; if the receiver did, too,
             # one failure would cause others.
-            self._y *= GROW
+            self._y *= _GROW
         if not both or begun.met is None:
             self.counts["not_understood"] += 1
             return False
-        self._y = max(SLACK * begun.apart, SHRINK * self._y)
+        self._y = max(_SLACK * begun.apart, _SHRINK * self._y)
         self.counts["met"] += 1
         self.distance = begun.distance
         self._settled.append(begun.met)
@@ -328,6 +316,11 @@ def seed_of(peer: str, version: int) -> tuple[int, ...]:
 def sent_of(form: Format, peer: str, version: int, arrays: Arrays, side: float) -> Arrays:
     """Q(S), the arrays that partners decode of a version, from the copy itself."""
     return form.encode(arrays, side=side, seed=seed_of(peer, version))[1]
+
+
+def _apart(ours: Arrays, theirs: Arrays) -> float:
+    """The largest |difference| of a number."""
+    return max(float(np.abs(a - b).max(initial=0)) for a, b in zip(ours, theirs, strict=True))
 
 
 def _norm(arrays: Arrays) -> float:

@@ -1,28 +1,36 @@
-"""What a run of peers is made of: its checks, its time-outs, and the run of one replica in each."""
+"""What a run of peers is made of: checks, time-outs, the run of one replica in each, its data."""
 
 import contextlib
-import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import grain
 import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from decent_jax.cluster import start as cluster
+from decent_jax.data import loader
 from decent_jax.errors import ConfigError
+from decent_jax.json_files import flat
 from decent_jax.optim import METHODS, guard
 from decent_jax.peers import partners
-from decent_jax.peers.streams import Stream
 from decent_jax.train import algorithm
 from decent_jax.train import config as config_lib
 from decent_jax.train.setup import Experiment, open_experiment
 from decent_jax.train.workdir import Workdir
 
 FOLDER = "peers"  # of a run: peers/SLOT/ is the run of a peer
+COUNT, MOST = "count.json", 2**16  # in it: how many peers `resize` wants; at most so many
+_ANOTHER_DRAW = 1_000_003  # between the seeds of streams 0 to n - 1, n to 2 n - 1, and so on
+_HINTS = {
+    "comm_dtype": "; peers.wire is the format",
+    "swarm.bits": "; peers.wire is the format",
+    "micro_batches": "; pipeline.micro_batches cuts the batch",
+}
 
 
 class Place(NamedTuple):
@@ -58,36 +66,45 @@ def check(config: ConfigDict) -> None:
     if config.schedule == config_lib.AUTO or config_lib.names_a_schedule(config.schedule):
         pairs.schedule = "random_matching"  # peers use no schedule, but methods ask for one
     config_lib.validate(pairs)
-    those = [name for name, method in METHODS.items() if method.meeting]
-    if config.algorithm not in those:
-        raise ConfigError(
-            f"peers.use needs algorithm {' or '.join(those)}, got {config.algorithm!r}; or set "
-            "peers.use to False"
-        )
-    for name, value, wanted in (
-        ("combine", config.combine, ("with", "")),
-        ("comm_dtype", config.comm_dtype, ("float32",)),
-        ("swarm.bits", config.swarm.bits, (32,)),
-        ("noloco.fragments", config.noloco.fragments, (1,)),
-        ("noloco.delay", config.noloco.delay, (0,)),
-        ("noloco.alpha", config.noloco.alpha, (0,)),
-        ("data.partition", config.data.partition, ("iid",)),
-        ("max_consensus_distance", config.max_consensus_distance, (0,)),
-        ("eval.ema_decay", config.eval.ema_decay, (0,)),
-        ("cluster.coordinator", config.cluster.coordinator, ("",)),
-        ("cluster.plan", config.cluster.plan, ("",)),
-        ("pipeline.stages", config.pipeline.stages, (0,)),
-    ):
-        if value not in wanted:
-            hint = "; peers.wire is the format" if name in ("comm_dtype", "swarm.bits") else ""
-            raise ConfigError(
-                f"peers.use needs {name} {wanted[-1]!r}, got {value!r}{hint}; or set peers.use to "
-                "False"
-            )
-    partners.check(config.peers.neighbours)
+    allowed = {
+        "algorithm": [name for name, method in METHODS.items() if method.meeting],
+        "combine": ["", "with"],
+        "comm_dtype": ["float32"],
+        "swarm.bits": [32],
+        "noloco.fragments": [1],
+        "noloco.delay": [0],
+        "noloco.alpha": [0],
+        "data.partition": ["iid"],
+        "max_consensus_distance": [0],
+        "eval.ema_decay": [0],
+        "cluster.coordinator": [""],
+        "cluster.plan": [""],
+        "pipeline.stages": [0],
+    }
+    check_allowed(config, allowed, "peers.use", False)
+    partners.degree(config.peers.neighbours)
     _check_seconds(config.peers)
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError("peers.use needs Ray: pip install 'decent_jax[peers]'")
+
+
+def check_allowed(config: ConfigDict, allowed: dict[str, list], use: str, off: Any) -> None:
+    """Refuse values with which a run cannot have the field ``use``.
+
+    Args:
+      config: of the run.
+      allowed: {field: values}.
+      use: the field that asks for them.
+      off: its value that does not.
+
+    Raises:
+      ConfigError: naming the first other value.
+    """
+    values = flat(config)
+    for name, wanted in allowed.items():
+        if values[name] not in wanted:
+            raise ConfigError(
+                f"{use} needs {name} {' or '.join(map(repr, wanted))}, got {values[name]!r}"
+                f"{_HINTS.get(name, '')}; or set {use} to {off}"
+            )
 
 
 def _check_seconds(peers: ConfigDict) -> None:
@@ -124,20 +141,16 @@ def forget(folder: Path, first: int) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def write_to(log: Path) -> None:
-    """Send what this process and its libraries print to the file."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("a") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-
-
-def enter(launched_from: str) -> None:
-    """Make an actor's process one of this run.
+def enter(log: Path, launched_from: str) -> None:
+    """Make an actor's process one of this run; it and its libraries print to the file ``log``.
 
     A relative path of the config is then the same file as for `train.py`, unless this machine lacks
     the folder in which `train.py` was started.
     """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     if os.path.isdir(launched_from):
         os.chdir(launched_from)
     leave_launcher()
@@ -207,3 +220,37 @@ def open_peer(place: Place) -> Iterator[tuple[Experiment, Workdir]]:
         # No peer makes more steps than all of them together.
         steps = experiment.steps * config.num_replicas
         yield experiment._replace(config=own, steps=steps), work
+
+
+class Stream:
+    """A source from which a peer's run reads the batches of its stream, addressed by step.
+
+    Streams 0 to n - 1 are those of the replicas of a synchronous run: together they read every
+    record once per epoch. Stream ``k >= n`` is stream ``k % n`` of another draw of the order.
+    """
+
+    def __init__(self, source: Any, stream: int, num_streams: int, batch_size: int):
+        self._source, self._size = source, batch_size
+        self._draw, self._stream = divmod(stream, num_streams)
+        self._num_streams = num_streams
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._source[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "augment":  # the blocks below hold augmented records
+            raise AttributeError(name)
+        if name.startswith("__") or "_source" not in self.__dict__:  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self._source, name)
+
+    def train_blocks(self, num_replicas: int, batch_size: int, seed: int) -> grain.MapDataset:
+        """Item t: the stream's block of step t; see `decent_jax.data.loader`."""
+        del num_replicas, batch_size  # of the peer's own run
+        seed += self._draw * _ANOTHER_DRAW
+        n = self._num_streams
+        rows = loader.train_rows(self._source, seed=seed, num_replicas=n, batch_size=self._size * n)
+        return grain.MapDataset.source(rows)[self._stream :: n]

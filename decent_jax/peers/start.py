@@ -1,55 +1,39 @@
 """Ray: started on this machine, or found at an address, and left as it was."""
 
 import contextlib
-import os
 import socket
 import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import jax
+import psutil
 import ray
 from ml_collections import ConfigDict
 
 from decent_jax import machine
 from decent_jax.errors import ConfigError
 from decent_jax.peers import guard
-from decent_jax.peers.setup import count_of
-from decent_jax.train import loop
-from decent_jax.train.setup import Experiment
 
-_STORE = 128 * 2**20  # bytes of a local object store at least; each state is in it a few times
-_COPIES = 4
+_STORE = 128 * 2**20  # bytes of a local object store at least
 _ACTOR = 150e6  # bytes of a Python that has imported jax
 
 
 @contextlib.contextmanager
-def ray_of(config: ConfigDict, experiment: Experiment) -> Iterator[None]:
-    """Ray, on this machine or the cluster that ``peers.address`` names; nothing is left running."""
-    state = jax.eval_shape(lambda: loop.init(experiment))
-    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
-    count = count_of(config)
-    with ray_at("peers", config.peers.address, _COPIES * held * count, count):
-        check_resources(config, "peers", count)
-        yield
-
-
-@contextlib.contextmanager
-def ray_at(section: str, address: str, store: int, count: int) -> Iterator[None]:
+def ray_for(config: ConfigDict, section: str, count: int, store: int = 0) -> Iterator[None]:
     """Ray at the address that a section of the config names; empty: started on this machine.
 
     Args:
+      config: of the run.
       section: "peers" or "pipeline".
-      address: "auto", "host:port" or empty.
-      store: bytes of the objects of a Ray that is started here.
-      count: actors that it will have.
+      count: actors that Ray will have.
+      store: bytes of their objects.
 
     Raises:
-      ConfigError: no Ray answers there, or this machine cannot hold the actors.
+      ConfigError: no Ray answers there, or it has no room for the actors.
     """
+    address = config[section].address
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if not address:
         machine.check_memory(count * _ACTOR + store, f"a Ray of {count} {section} actors")
@@ -65,6 +49,7 @@ def ray_at(section: str, address: str, store: int, count: int) -> Iterator[None]
         ) from None
     with _guarded() if not address else contextlib.nullcontext():
         try:
+            check_resources(config, section, count)
             yield
         finally:
             ray.shutdown()
@@ -93,23 +78,15 @@ def _guarded() -> Iterator[None]:
     if sys.platform != "linux":  # elsewhere Ray does that
         yield
         return
-    pids = map(str, _descendants(os.getpid()))
+    pids = [str(process.pid) for process in psutil.Process().children(recursive=True)]
     command = [sys.executable, "-S", guard.__file__, *pids]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):
         yield
 
 
-def _descendants(pid: int) -> list[int]:
-    children = []
-    with contextlib.suppress(OSError):  # the process has ended meanwhile, or one of its threads
-        for path in list(Path(f"/proc/{pid}/task").glob("*/children")):
-            with contextlib.suppress(OSError):
-                children += map(int, path.read_text().split())
-    return children + [one for child in children for one in _descendants(child)]
-
-
-def check_address(section: str, address: str) -> None:
+def check_address(config: ConfigDict, section: str) -> None:
     """Refuse an address at which nobody listens; Ray itself tries for minutes."""
+    address = config[section].address
     if address in ("", "auto"):
         return
     host, _, port = address.rpartition(":")

@@ -12,6 +12,8 @@ from ml_collections import ConfigDict
 from ray.exceptions import RayError
 
 from decent_jax import replicas
+from decent_jax.peers.boundary import averaged
+from decent_jax.peers.formats import Format
 from decent_jax.train import loop
 from decent_jax.train.setup import Experiment
 from decent_jax.train.step import TrainState
@@ -28,6 +30,12 @@ class Whole:
     def __init__(self, config: ConfigDict, experiment: Experiment):
         self._config, self._experiment = config, experiment
         self.template = loop.init(experiment)
+
+    def message_bytes(self) -> int:
+        """Of a copy, as peers send it."""
+        copy = averaged(self._experiment.task.mixes_state, self.template)
+        form = Format(self._config.peers.wire)
+        return form.bytes_sent([x.shape[1:] for x in jax.tree.leaves(copy)])
 
     def row(
         self, peers: Collection[dict[str, Any]], step: int, steps: int, seconds: float
@@ -80,7 +88,7 @@ class Whole:
         if not copies:
             return None
         template, mixes = self.template, self._experiment.task.mixes_state
-        like = template.params, template.model_state if mixes else {}
+        like = averaged(mixes, template)
         stacked = [jnp.asarray(np.stack(leaves)) for leaves in zip(*copies, strict=True)]
         params, model_state = jax.tree.unflatten(jax.tree.structure(like), stacked)
         if not mixes:

@@ -19,7 +19,7 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
     from decent_jax.pipelines import part
 
     part.check(config)
-    extras.need("peers", "ray")
+    extras.need("peers", "ray", "psutil")
     quieten_ray()  # before anything imports it
     from decent_jax.pipelines import driver
 

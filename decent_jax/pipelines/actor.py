@@ -10,10 +10,9 @@ import ray
 from jax._src.distributed import global_state
 from jax.experimental import multihost_utils
 
-from decent_jax.peers.setup import enter, write_to
+from decent_jax.peers.setup import enter
 from decent_jax.pipelines import files
-from decent_jax.pipelines.channels import Address, Channel, Door
-from decent_jax.pipelines.messages import Key, Mailbox
+from decent_jax.pipelines.channels import Address, Channel, Door, Key, Mailbox
 from decent_jax.pipelines.setup import Cell, free_address, join, open_cell
 from decent_jax.pipelines.stage import Stage
 from decent_jax.pipelines.worker import Worker
@@ -27,8 +26,7 @@ class Actor:
     """
 
     def __init__(self, cell: Cell):
-        write_to(cell.log)
-        enter(cell.launched_from)
+        enter(cell.log, cell.launched_from)
         os.environ.setdefault("PJRT_NPROC", str(max(4, os.cpu_count() or 1)))  # messages wait in it
         self._cell, self._mailbox = cell, Mailbox()
         self._door: Door | None = None

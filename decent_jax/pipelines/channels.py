@@ -1,4 +1,4 @@
-"""Connections between the stages of a replica; each carries one message after the other.
+"""Messages between the stages of a replica, and the connections that carry them one by one.
 
 If messages travelled as arguments of calls of Ray, those to one stage would share its link: all
 would arrive late, instead of the first one early.
@@ -21,13 +21,49 @@ from multiprocessing.connection import (
     answer_challenge,
     deliver_challenge,
 )
-from typing import Any
+from typing import Any, NamedTuple
 
 from decent_jax.errors import PeerLost
-from decent_jax.pipelines.messages import Key
 
 Address = tuple[str, int]  # IP address and port
 _ANSWER_S = 10  # for the answer to "do you know the secret?"
+
+
+class Key(NamedTuple):
+    """What a message is, the same at its sender and its receiver."""
+
+    kind: str
+    t: int  # step
+    k: int  # micro-batch
+    sender: int  # stage
+
+
+class Mailbox:
+    """Messages for one stage; put and taken by different threads."""
+
+    def __init__(self):
+        self._messages: dict[Key, Any] = {}
+        self._changed = threading.Condition()
+
+    def put(self, key: Key, value: Any) -> None:
+        """Keep a message until it is taken."""
+        with self._changed:
+            self._messages[key] = value
+            self._changed.notify_all()
+
+    def take(self, key: Key, seconds: float) -> Any:
+        """Wait for a message, and forget it.
+
+        Raises:
+          PeerLost: it has not come within ``seconds``.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._messages, seconds):
+                raise PeerLost(
+                    f"stage {key.sender} has sent no {key.kind} of step {key.t} within "
+                    f"cluster.exchange_s ({seconds:g} s)"
+                )
+            return self._messages.pop(key)
 
 
 class Door:
@@ -99,18 +135,14 @@ class Channel:
         try:
             key, value = self._messages.get()
             with Client(self._address, authkey=self._secret) as connection:
-                _at_once(connection)
+                # Send the end of a message without waiting for the receipt of its beginning.
+                _set(connection, socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 while True:
                     on_host = jax.tree.map(np.asarray, value)
                     connection.send_bytes(pickle.dumps((key, on_host), protocol=5))
                     key, value = self._messages.get()
         except Exception as error:  # told by the next message, in the thread that trains
             self._broken = error
-
-
-def _at_once(connection: Connection) -> None:
-    """Send the end of a message without waiting for the receipt of its beginning."""
-    _set(connection, socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _wait_at_most(connection: Connection, seconds: int) -> None:

@@ -14,12 +14,11 @@ from ml_collections import ConfigDict
 
 from decent_jax import json_files
 from decent_jax.errors import CheckpointError, ConfigError, TrainingFailed
-from decent_jax.peers.start import check_address, check_resources, ray_at
+from decent_jax.peers.start import check_address, ray_for
 from decent_jax.pipelines import files
 from decent_jax.pipelines.part import bytes_between_stages
-from decent_jax.pipelines.placing import strategies
 from decent_jax.pipelines.setup import Run, open_run
-from decent_jax.pipelines.watched import Watched
+from decent_jax.pipelines.watched import Watched, strategies
 from decent_jax.pipelines.worker import Span
 from decent_jax.text import format_bytes
 from decent_jax.train import algorithm, loop
@@ -37,12 +36,11 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
 
     Returns, raises: as `decent_jax.train.run`.
     """
-    check_address("pipeline", config.pipeline.address)
+    check_address(config, "pipeline")
     with open_run(config, workdir) as made:
         config = made.experiment.config
         cells = config.num_replicas * len(made.counts)
-        with ray_at("pipeline", config.pipeline.address, 0, cells):
-            check_resources(config, "pipeline", cells)
+        with ray_for(config, "pipeline", cells):
             placed = strategies(made.plan, ray.nodes(), cells)
             with Watched(config, made.work.path, made.counts, placed) as actors:
                 return _Driver(made, actors).run()
@@ -54,7 +52,7 @@ class _Driver:
     def __init__(self, made: Run, actors: Watched):
         self.experiment, self.work, self.actors = made.experiment, made.work, actors
         self.counts, self.config = made.counts, made.experiment.config
-        self.model = made.model
+        self.crossing = bytes_between_stages(self.config, made.model)
         self.folder, self.best_folder = (self.work.path / n for n in (files.FOLDER, files.BEST))
         self.seconds, self.best, self.ahead = 0.0, math.inf, 0
         self.evaluated: dict[str, Any] = {}
@@ -169,7 +167,8 @@ class _Driver:
         self.evaluated = {"step": done, **row}
         if loss < self.best:
             self.best = loss
-            folder = self._empty(self.best_folder / str(done))
+            folder = self.best_folder / str(done)
+            shutil.rmtree(folder, ignore_errors=True)
             self.actors.all("write_model", str(folder))
             meta = {"num_replicas": 1, "eval_loss": self.best}
             files.finish(folder, self._meta(done) | meta, keep=1)
@@ -220,7 +219,8 @@ class _Driver:
         self._finish_saving()
         check_there(self.work.path)
         self._saved, self._last_save = done, time.monotonic()
-        folder = self._empty(self.folder / str(done))
+        folder = self.folder / str(done)
+        shutil.rmtree(folder, ignore_errors=True)
         self.actors.all("snapshot")
         self._writing = folder, self._meta(done), self.actors.begin("write", str(folder))
 
@@ -249,13 +249,6 @@ class _Driver:
             "config": json_files.flat(config),
         }
 
-    @staticmethod
-    def _empty(folder: Path) -> Path:
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
-        return folder
-
     # --- The end ----------------------------------------------------------------------------------
 
     def _finish(self, steps: int, cost: algorithm.Cost) -> dict[str, Any]:
@@ -274,7 +267,7 @@ class _Driver:
                 "order": self.config.pipeline.order,
                 "micro_batches": self.config.pipeline.micro_batches,
                 "wire": self.config.pipeline.wire,
-                "bytes_between_stages_per_step": self._crossing(),
+                "bytes_between_stages_per_step": self.crossing,
             },
         )
 
@@ -286,14 +279,11 @@ class _Driver:
         stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), state)
         return algorithm.cost(self.config, experiment.schedule, stacked, experiment.per_host)
 
-    def _crossing(self) -> int:
-        return bytes_between_stages(self.config, self.model)
-
     def _describe(self, cost: algorithm.Cost) -> str:
         pipeline, layers = self.config.pipeline, " + ".join(map(str, self.counts))
         return (
             f"{algorithm.describe(self.config, self.experiment.schedule, cost)}, in "
             f"{len(self.counts)} stages of {layers} layers; {pipeline.micro_batches} micro-batches "
-            f"per step ({pipeline.order}) bring {format_bytes(self._crossing())} from stage to "
+            f"per step ({pipeline.order}) bring {format_bytes(self.crossing)} from stage to "
             f"stage and as much back ({pipeline.wire})"
         )

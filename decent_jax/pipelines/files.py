@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from decent_jax.errors import CheckpointError, DataError
 from decent_jax.json_files import is_real, is_whole, read_json, write_json_atomic
@@ -140,11 +141,9 @@ def read_like(folder: Path, like: Any, meta: dict[str, Any], replica: int) -> An
     Raises:
       CheckpointError: a file is damaged, or an array is not there.
     """
-    wanted, found = by_path(like), {}
-    for path in _files(folder, meta, replica):
-        with _arrays_of(path, f"; remove {folder} to go on from the one before") as stored:
-            for name in wanted.keys() & set(stored.files) - found.keys():
-                found[name] = stored[name]
+    wanted = by_path(like)
+    advice = f"; remove {folder} to go on from the one before"
+    found = _read(folder, meta, replica, wanted.__contains__, advice)
     for name, leaf in wanted.items():
         x = found.get(name)
         if x is None or (x.shape, x.dtype) != (leaf.shape, leaf.dtype):
@@ -193,28 +192,35 @@ def restore_model(workdir: Path, which: str) -> tuple[Any, dict[str, Any]] | Non
 
 def _mean_of_parameters(folder: Path, meta: dict[str, Any]) -> Any:
     """Parameters, averaged over the replicas, as a nested dict."""
-    params: dict[str, Any] = {}
-    n, of_all = meta["num_replicas"], None
+    n = meta["num_replicas"]
+    sums: dict[str, np.ndarray] = {}
     for replica in range(n):
-        names: set[str] = set()
-        for path in _files(folder, meta, replica):
-            with _arrays_of(path) as stored:
-                own = {name for name in stored.files if name.startswith(".params")} - names
-                for name in own:
-                    _add(params, name, stored[name].astype(np.float64) / n)
-            names |= own
-        if of_all is not None and names != of_all:
+        found = _read(folder, meta, replica, lambda name: name.startswith(".params['"))
+        if replica and found.keys() != sums.keys():
             raise CheckpointError(f"{folder} has other arrays of replica {replica} than of 0")
-        of_all = names
-    return jax.tree.map(lambda x: x.astype(np.float32), params)
+        shares = {name: x.astype(np.float64) / n for name, x in found.items()}
+        sums = {name: sums[name] + x if replica else x for name, x in shares.items()}
+    keys = {name: name.removeprefix(".params['").removesuffix("']").split("']['") for name in sums}
+    return unflatten_dict({tuple(keys[name]): x.astype(np.float32) for name, x in sums.items()})
 
 
-def _add(tree: dict[str, Any], name: str, value: np.ndarray) -> None:
-    """Add to the leaf ``.params['h']['0']...`` of a nested dict."""
-    *above, last = name.removeprefix(".params['").removesuffix("']").split("']['")
-    for key in above:
-        tree = tree.setdefault(key, {})
-    tree[last] = tree[last] + value if last in tree else value
+def _read(
+    folder: Path,
+    meta: dict[str, Any],
+    replica: int,
+    wanted: Callable[[str], bool],
+    advice: str = "",
+) -> dict[str, np.ndarray]:
+    """The arrays of one replica whose names are ``wanted``, each from the first file that has it.
+
+    Raises:
+      CheckpointError: with ``advice``; a file is damaged.
+    """
+    found: dict[str, np.ndarray] = {}
+    for path in _files(folder, meta, replica):
+        with _arrays_of(path, advice) as stored:
+            found = {name: stored[name] for name in stored.files if wanted(name)} | found
+    return found
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from decent_jax.cluster import preflight
 from decent_jax.errors import ConfigError, PeerLost
 from decent_jax.peers.setup import leave_launcher
-from decent_jax.peers.start import check_address, ray_at, start_actor
+from decent_jax.peers.start import check_address, ray_for, start_actor
 from decent_jax.pipelines.setup import free_address, join
 
 
@@ -49,8 +49,8 @@ def measure(
       PeerLost: a node failed meanwhile.
     """
     pipeline = config.pipeline
-    check_address("pipeline", pipeline.address)
-    with ray_at("pipeline", pipeline.address, 0, 0):
+    check_address(config, "pipeline")
+    with ray_for(config, "pipeline", 0):
         nodes = [node for node in ray.nodes() if node["Alive"]]
         if len(nodes) < 2:
             raise ConfigError(

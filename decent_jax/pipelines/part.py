@@ -11,8 +11,10 @@ from decent_jax import fields, optim, replicas
 from decent_jax.errors import ConfigError
 from decent_jax.json_files import flat
 from decent_jax.models import decoders, gpt2, pieces
+from decent_jax.peers.setup import check_allowed
 from decent_jax.replicas import Placement
 from decent_jax.topology import Schedule, orders
+from decent_jax.topology.plan_file import Plan
 from decent_jax.train import algorithm
 from decent_jax.train import config as config_lib
 
@@ -76,14 +78,15 @@ class Part(NamedTuple):
         return None if loaded is None else self.of_whole(loaded)
 
 
-def layers_of(config: ConfigDict, model: gpt2.GPT2Config) -> list[int]:
-    """The layers of each stage, as ``config.pipeline`` says.
+def layers_of(config: ConfigDict, model: gpt2.GPT2Config, plan: Plan | None = None) -> list[int]:
+    """The layers of each stage: those that the config names, else those of the plan, if any.
 
-    The output layer counts in proportion: parameters of its matrix over those of a block.
+    Else all take equally long, where the output layer counts in proportion: parameters of its
+    matrix over those of a block.
     """
+    named = config.pipeline.layers or ",".join(map(str, plan.layers or () if plan else ()))
     last_costs = model.vocab_size * model.width / (12 * model.width**2)
-    pipeline = config.pipeline
-    return orders.layers_of(pipeline.layers, model.layers, pipeline.stages, last_costs)
+    return orders.layers_of(named, model.layers, config.pipeline.stages, last_costs)
 
 
 def method(
@@ -111,25 +114,19 @@ def check(config: ConfigDict) -> None:
     """
     fields.check(config_lib.table_of(config), flat(config))
     makes = (optim.all_reduce, optim.decentralized)
-    names = [name for name, method in optim.METHODS.items() if method.make in makes]
-    for name, value, wanted in (
-        ("task", config.task, ["language_modeling"]),
-        ("algorithm", config.algorithm, names),
-        ("micro_batches", config.micro_batches, [1]),
-        ("mesh.fsdp", config.mesh.fsdp, [1]),
-        ("data.partition", config.data.partition, ["iid"]),
-        ("max_consensus_distance", config.max_consensus_distance, [0]),
-        ("eval.ema_decay", config.eval.ema_decay, [0]),
-        ("eval.replicas", config.eval.replicas, [False]),
-        ("cluster.coordinator", config.cluster.coordinator, [""]),
-        ("peers.use", config.peers.use, [False]),
-    ):
-        if value not in wanted:
-            hint = " (pipeline.micro_batches cuts the batch)" if name == "micro_batches" else ""
-            raise ConfigError(
-                f"pipeline.stages needs {name} {' or '.join(map(str, wanted))}{hint}, got "
-                f"{value!r}; or set pipeline.stages to 0"
-            )
+    allowed = {
+        "task": ["language_modeling"],
+        "algorithm": [name for name, method in optim.METHODS.items() if method.make in makes],
+        "micro_batches": [1],
+        "mesh.fsdp": [1],
+        "data.partition": ["iid"],
+        "max_consensus_distance": [0],
+        "eval.ema_decay": [0],
+        "eval.replicas": [False],
+        "cluster.coordinator": [""],
+        "peers.use": [False],
+    }
+    check_allowed(config, allowed, "pipeline.stages", 0)
     if config.model.preset not in gpt2.PRESETS:
         raise ConfigError(
             f"pipeline.stages cuts a GPT-2 into stages, and model.preset {config.model.preset!r} "

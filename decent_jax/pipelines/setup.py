@@ -73,21 +73,13 @@ def open_run(config: ConfigDict, workdir: str | Path) -> Iterator[Run]:
         config = config_lib.config_of_plan(config, plan)
     with open_workdir(workdir, config) as work:
         task = _task(config, work.path, work.announce)
-        counts = layers_of(config, plan, task)
+        counts = parts.layers_of(config, task.config, plan)
         steps, every, rate = setup.durations(config, task)
         placement = replicas.place(1, jax.local_devices()[:1])
         tx = parts.method(config, schedule, rate, placement)
         made = Experiment(config, task, schedule, placement, None, steps, every, rate, tx, 1)
         work.accept()
         yield Run(made, work, plan, task.config, counts)
-
-
-def layers_of(config: ConfigDict, plan: Plan | None, task: Any) -> list[int]:
-    """The layers of each stage: those of the config, else those of the plan."""
-    named = ConfigDict({"pipeline": config.pipeline.to_dict()})
-    if plan is not None and plan.layers and not config.pipeline.layers:
-        named.pipeline.layers = ",".join(map(str, plan.layers))
-    return parts.layers_of(named, task.config)
 
 
 def open_cell(cell: Cell) -> tuple[Grid, Part]:

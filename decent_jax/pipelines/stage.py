@@ -18,7 +18,7 @@ from decent_jax import gossip, optim, replicas
 from decent_jax.gossip import wire
 from decent_jax.models import decoders
 from decent_jax.models.pieces import cross_entropy
-from decent_jax.pipelines.part import TABLE, Part
+from decent_jax.pipelines.part import Part
 from decent_jax.replicas import Placement
 from decent_jax.topology import Schedule
 from decent_jax.train import step as step_lib
@@ -45,6 +45,17 @@ class Stage:
     Attributes:
       state: a `TrainState` of this stage's parameters, (n, ...) over all replicas.
       part: of the model.
+      forward: (params, borrowed, x, tokens, t, k) -> what the next stage gets of micro-batch k of
+        step t; of this process's rows, see `rows`. ``borrowed`` is {"wte": ...} where the stage
+        borrows a table, else {}; ``x`` comes from the stage before, None in the first; ``tokens``
+        (L, b, T + 1) are read in the first and the last stage.
+      backward: (params, borrowed, x, tokens, total, dy, t, k) -> ``total``, which is donated, with
+        micro-batch k added, and what the stage before gets; ``dy`` comes from the stage after,
+        None in the last.
+      zeros: (params, borrowed) -> the first total: (L,) losses, and gradients of both.
+      squares: gradients (L, ...) -> (L,) their sums of squares.
+      evaluate: (params, borrowed, x, tokens, weights) of one model, not stacked -> what the next
+        stage gets; from the last, sums over a batch.
     """
 
     def __init__(self, grid: Grid, part: Part):
@@ -54,59 +65,21 @@ class Stage:
         self._wire = wire.of_dtype(config.pipeline.wire)
         self._cuts = config.pipeline.micro_batches
         self._key = jax.random.key(config.seed + 1)
-        self._ids = np.array(grid.placement.local_replicas, np.int32)
+        ids = np.array(grid.placement.local_replicas, np.int32)
         rows = grid.placement.per_replica_alone
-        self._forward = jax.jit(self._over_rows(self._forward_one))
-        self._backward = jax.jit(self._over_rows(self._backward_one), donate_argnums=4)
-        self._zeros = jax.jit(lambda x: jax.tree.map(jnp.zeros_like, x))
-        self._squares = jax.jit(rows(lambda x: sum(jnp.vdot(g, g) for g in jax.tree.leaves(x))))
-        self._evaluate = jax.jit(self._evaluate_one)
+        self.forward = partial(jax.jit(self._over_rows(self._forward_one)), ids)
+        backward = jax.jit(self._over_rows(self._backward_one), donate_argnums=5)
+        self.backward = partial(backward, ids)
+        self.zeros = jax.jit(
+            lambda *both: (jnp.zeros(len(ids), jnp.float32), jax.tree.map(jnp.zeros_like, both))
+        )
+        self.squares = jax.jit(rows(lambda x: sum(jnp.vdot(g, g) for g in jax.tree.leaves(x))))
+        self.evaluate = jax.jit(self._evaluate_one)
         self._start_programs()
-        self.state: TrainState = self._init()
-
-    # --- One micro-batch --------------------------------------------------------------------------
-
-    def forward(self, params: Any, borrowed: Any, x: Any, tokens: Any, t: int, k: int) -> Any:
-        """What the next stage gets of micro-batch k of step t.
-
-        Args:
-          params: of this process's rows, see `rows`.
-          borrowed: {"wte": ...} where the stage borrows a table, else {}.
-          x: from the stage before; None in the first.
-          tokens: (L, b, T + 1), in the first and the last stage.
-          t, k: numbers of the step and the micro-batch.
-        """
-        return self._forward(params, borrowed, x, tokens, self._ids, np.int32(t), np.int32(k))
-
-    def backward(
-        self,
-        params: Any,
-        borrowed: Any,
-        x: Any,
-        tokens: Any,
-        total: Any,
-        dy: Any,
-        t: int,
-        k: int,
-    ) -> tuple[Any, Any]:
-        """``total`` with micro-batch k added, and what the stage before gets.
-
-        Args:
-          total: see `zeros`; donated.
-          dy: from the stage after; None in the last.
-          params, borrowed, x, tokens, t, k: as in `forward`.
-        """
-        numbers = self._ids, np.int32(t), np.int32(k)
-        return self._backward(params, borrowed, x, tokens, total, dy, *numbers)
-
-    def zeros(self, params: Any, borrowed: Any) -> Any:
-        """(loss, (gradient of ``params``, gradient of ``borrowed``)) before the first."""
-        loss = jnp.zeros((len(self._ids),), jnp.float32)
-        return loss, self._zeros((params, borrowed))
-
-    def evaluate(self, params: Any, borrowed: Any, x: Any, tokens: Any, weights: Any) -> Any:
-        """Of one model, not stacked: what the next stage gets; from the last, sums over a batch."""
-        return self._evaluate(params, borrowed, x, tokens, weights)
+        task: Any = part  # the part of one that is asked for here
+        self.state: TrainState = self._run(
+            step_lib.init_state, config, task, grid.tx, grid.placement
+        )
 
     # --- One step of the replicas -----------------------------------------------------------------
 
@@ -128,10 +101,6 @@ class Stage:
     def mean(self, loss: Any, grads: Any) -> tuple[Any, Any]:
         """Loss and gradients (L, ...) averaged over all replicas, for ``all_reduce``."""
         return self.rows(self._run(self._mean, self._all((loss, grads))))
-
-    def squares(self, grads: Any) -> np.ndarray:
-        """(L,) sums of squares of gradients (L, ...)."""
-        return np.asarray(self._squares(grads))
 
     def update(
         self,
@@ -176,9 +145,9 @@ class Stage:
     def _over_rows(self, fn):
         """``fn`` of one replica over the rows; the numbers t and k are those of all rows."""
 
-        def run(*args):
+        def run(ids, *args):
             *stacked, t, k = args
-            return self.grid.placement.per_replica_alone(partial(fn, t, k))(*stacked)
+            return self.grid.placement.per_replica_alone(partial(fn, t, k))(ids, *stacked)
 
         return run
 
@@ -187,30 +156,30 @@ class Stage:
         key = jax.random.fold_in(jax.random.fold_in(self._key, t), replica)
         return key if self._cuts == 1 else jax.random.fold_in(key, k)
 
-    def _output(self, params, borrowed, x, tokens, rng):
-        """Hidden vectors for the next stage; from the last the mean loss."""
+    def _output(self, params, borrowed, x, tokens, rng=None):
+        """Hidden vectors for the next stage; from the last the losses (b, T)."""
         part = self.part
         model = decoders.merge(self._model, {**params, **borrowed}, part.start, part.stop)
         x = model.begin(tokens[:, :-1], rng) if part.is_first else x
         x = model.blocks(x, rng)
         if not part.is_last:
             return x
-        return cross_entropy(model.logits(model.ln_f(x)), tokens[:, 1:]).mean()
+        return cross_entropy(model.logits(model.ln_f(x)), tokens[:, 1:])
 
-    def _forward_one(self, t, k, params, borrowed, x, tokens, replica):
+    def _forward_one(self, t, k, replica, params, borrowed, x, tokens):
         rng = self._rng(t, k, replica)
         y = self._output(params, borrowed, self._decoded(x), tokens, rng)
         return self._encoded(y, rng, 0, replica)
 
-    def _backward_one(self, t, k, params, borrowed, x, tokens, total, dy, replica):
+    def _backward_one(self, t, k, replica, params, borrowed, x, tokens, total, dy):
         rng = self._rng(t, k, replica)
         is_last = self.part.is_last
-        y, pull_back = jax.vjp(
-            lambda params, borrowed, x: self._output(params, borrowed, x, tokens, rng),
-            params,
-            borrowed,
-            self._decoded(x),
-        )
+
+        def output(params, borrowed, x):
+            y = self._output(params, borrowed, x, tokens, rng)
+            return y.mean() if is_last else y
+
+        y, pull_back = jax.vjp(output, params, borrowed, self._decoded(x))
         *grads, dx = pull_back(jnp.ones_like(y) if is_last else self._decoded(dy))
         new = (y if is_last else jnp.zeros((), jnp.float32)), tuple(grads)
         total = jax.tree.map(lambda sums, g: sums + g / self._cuts, total, new)
@@ -232,25 +201,16 @@ class Stage:
         return self._wire.decode(message, jnp.zeros((), self._model.dtype), None)
 
     def _evaluate_one(self, params, borrowed, x, tokens, weights):
-        part = self.part
-        model = decoders.merge(self._model, {**params, **borrowed}, part.start, part.stop)
-        x = model.begin(tokens[:, :-1]) if part.is_first else x
-        x = model.blocks(x)
-        if not part.is_last:
-            return x
-        losses = cross_entropy(model.logits(model.ln_f(x)), tokens[:, 1:]).mean(axis=1)
-        return (losses * weights).sum(), weights.sum()
+        y = self._output(params, borrowed, x, tokens)
+        if not self.part.is_last:
+            return y
+        return (y.mean(axis=1) * weights).sum(), weights.sum()
 
     # --- Programs of all replicas -----------------------------------------------------------------
 
     def _run(self, program, *args, **static) -> Any:
         """What a program of all replicas returns."""
         return self._together.submit(program, *args, **static).result()
-
-    def _init(self) -> TrainState:
-        grid = self.grid
-        task: Any = self.part  # the part of one that is asked for here
-        return self._run(step_lib.init_state, grid.config, task, grid.tx, grid.placement)
 
     def _start_programs(self) -> None:
         grid, rows = self.grid, P("replica")
@@ -291,8 +251,3 @@ class Stage:
             return jax.make_array_from_single_device_arrays(shape, placement.stacked, [x])
 
         return jax.tree.map(put, tree)
-
-
-def table_of(params: Any) -> Any:
-    """The token embedding that a stage lends."""
-    return {TABLE: params[TABLE]}

@@ -1,4 +1,4 @@
-"""The actors of all cells: started, called together, and watched while they work."""
+"""The actors of all cells: placed, started, called together, and watched while they work."""
 
 import os
 import secrets
@@ -9,11 +9,13 @@ from typing import Any
 import ray
 from ml_collections import ConfigDict
 from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from decent_jax.errors import CheckpointError, ConfigError, TrainingFailed
 from decent_jax.peers.start import start_actor
 from decent_jax.pipelines.actor import Actor
 from decent_jax.pipelines.setup import LOGS, Cell
+from decent_jax.topology.plan_file import Plan
 
 _LOOK_S = 0.5
 _NOTICED_S = 2.0  # in which Ray knows of a dead actor
@@ -81,7 +83,7 @@ class Watched:
         while waiting:
             done, waiting = ray.wait(waiting, timeout=_LOOK_S)
             for call in done:
-                self._result(calls.index(call), call)
+                self._check(self.cells[calls.index(call)], call)
             self._listen()
         return ray.get(calls)
 
@@ -102,7 +104,7 @@ class Watched:
         now, cluster = time.monotonic(), self._config.cluster
         for k, (call, asked) in enumerate(self._beats):
             if ray.wait([call], timeout=0)[0]:
-                self._result(k, call)
+                self._check(self.cells[k], call)
                 self._begun.add(k)
                 self._beats[k] = self._actors[k].beat.remote(), now
                 continue
@@ -113,14 +115,13 @@ class Watched:
                     f"({cluster[name]} s); {self._advice(self.cells[k])}"
                 )
 
-    def _result(self, k: int, call: Any) -> None:
-        """Raises what became of a call of cell k, if it has failed."""
+    def _check(self, cell: Cell, call: Any) -> None:
+        """Raises what became of a call of a cell, if it has failed."""
         try:
             ray.get(call)
-        except RayError as error:
-            self._fail(self.cells[k], error)
-
-    def _fail(self, cell: Cell, error: RayError) -> None:
+            return
+        except RayError as failure:
+            error = failure
         cause = error.cause if isinstance(error, RayTaskError) else error
         if isinstance(cause, (ConfigError, CheckpointError)):
             raise type(cause)(f"{cell.name}: {cause}") from None
@@ -158,3 +159,32 @@ class Watched:
     def __exit__(self, *_) -> None:
         for actor in self._actors:
             ray.kill(actor)
+
+
+def strategies(plan: Plan | None, nodes: list[dict[str, Any]], count: int) -> list[Any]:
+    """Ray's scheduling strategy of each cell, replica by replica.
+
+    Args:
+      plan: its device ``host/k`` is on the Ray node with the name (``ray start --node-name``) or
+        the host name ``host``; None: spread over the nodes.
+      nodes: as ``ray.nodes()`` lists them.
+      count: cells.
+
+    Raises:
+      ConfigError: the plan names a machine that is not in the cluster.
+    """
+    if plan is None:
+        return ["SPREAD"] * count
+    ids: dict[str, str] = {}
+    for node in nodes:
+        if node["Alive"]:
+            names = (node.get("NodeName", ""), node["NodeManagerHostname"])
+            ids |= {name: node["NodeID"] for name in names if name}
+    hosts = [device.rpartition("/")[0] or device for device in plan.devices]
+    missing = sorted({host for host in hosts if host not in ids})
+    if missing:
+        raise ConfigError(
+            f"cluster.plan is for other machines: it names {missing[0]}, and the Ray cluster has "
+            f"{', '.join(sorted(ids))}; plan for these, or leave cluster.plan out"
+        )
+    return [NodeAffinitySchedulingStrategy(ids[host], soft=False) for host in hosts]

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from decent_jax.data import loader
-from decent_jax.pipelines.messages import Key, Mailbox
+from decent_jax.pipelines.channels import Key, Mailbox
 from decent_jax.pipelines.part import TABLE, total_norm
-from decent_jax.pipelines.stage import Stage, table_of
+from decent_jax.pipelines.stage import Stage
 from decent_jax.topology import orders
 from decent_jax.train.evaluation import eval_batches
 from decent_jax.train.setup import train_batches
@@ -75,7 +75,7 @@ class Worker:
         value = loss
         if synchronous:
             value, grads = stage.mean(loss, grads)
-        loss, value, norm = self._meet(loss, value, stage.squares(grads), t)
+        loss, value, norm = self._meet((loss, value, stage.squares(grads)), t)
         stage.update(value, norm, grads, rnd, mixed)
         return loss, norm
 
@@ -113,12 +113,12 @@ class Worker:
                 self._send(part.stage - 1, self._key("gradient", t, k), dx)
         return total
 
-    def _meet(self, loss: Any, value: Any, squares: np.ndarray, t: int) -> Any:
-        """Losses and norms of the replicas, from and for all of their stages.
+    def _meet(self, own: Any, t: int) -> Any:
+        """Losses and norms of the replicas, from losses and squares of all of their stages.
 
         A replica's update is one, so its stages must clip, accept or reject it alike.
         """
-        own = (np.asarray(loss), np.asarray(value), squares)
+        own = jax.tree.map(np.asarray, own)
         found = {self.part.stage: own}
         others = [s for s in range(self._stages) if s != self.part.stage]
         for other in others:
@@ -133,7 +133,7 @@ class Worker:
     def _lend(self, params: Any, kind: str, t: int) -> Any:
         """Send the shared table, or wait for it; what this stage borrows."""
         if self.part.lends:
-            copy = jax.tree.map(jnp.copy, table_of(params))  # the update donates the table
+            copy = {TABLE: jax.tree.map(jnp.copy, params[TABLE])}  # the update donates the table
             self._send(self._stages - 1, self._key(kind, t), copy)
         return self._take(kind, t, sender=0) if self.part.borrows else {}
 
