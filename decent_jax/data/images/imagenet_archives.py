@@ -35,8 +35,7 @@ class Members(NamedTuple):
     """The files of one class, sorted by name, and in an archive where they are."""
 
     names: list[str]
-    offsets: np.ndarray = np.zeros(0, np.int64)  # (files,), bytes from the archive's beginning
-    sizes: np.ndarray = np.zeros(0, np.int64)  # (files,)
+    places: np.ndarray = np.zeros((0, 2), np.int64)  # (files, 2): offset in the archive, bytes
 
 
 def is_image(name: str) -> bool:
@@ -132,7 +131,7 @@ def _parts(member: str) -> list[str]:
 def _members(files: dict) -> Members:
     names = sorted(files)
     places = np.array([files[name] for name in names], np.int64).reshape(-1, 2)
-    return Members(names, places[:, 0].copy(), places[:, 1].copy())
+    return Members(names, places)
 
 
 def _walk(fd: int, start: int, stop: int, where: str) -> Iterator[tuple[str, int, int]]:
