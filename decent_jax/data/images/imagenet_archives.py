@@ -57,7 +57,8 @@ def index_archive(path: str | Path, folders: tuple[str, ...]) -> dict[str, Membe
     """
     found: dict[str, dict[str, tuple[int, int]]] = {}
     nested = []
-    with _opened(path) as fd:
+    with one_sentence(path), open(path, "rb") as file:
+        fd = file.fileno()
         for class_name, name, offset, size in _top_level(fd, path, folders):
             if name is None:
                 nested.append((class_name, offset, size))
@@ -78,8 +79,8 @@ def index_archive(path: str | Path, folders: tuple[str, ...]) -> dict[str, Membe
 
 def class_names(path: str | Path, folders: tuple[str, ...]) -> list[str]:
     """The sorted names of the classes in an archive; quick for a tar with one tar per class."""
-    with _opened(path) as fd:
-        return sorted({member[0] for member in _top_level(fd, path, folders)})
+    with one_sentence(path), open(path, "rb") as file:
+        return sorted({member[0] for member in _top_level(file.fileno(), path, folders)})
 
 
 def ground_truth(folder: str | Path) -> list[str]:
@@ -226,9 +227,3 @@ def _wnids(meta: bytes, where: str) -> dict[int, str]:
         raise DataError(
             f"{where}: holds no readable table of the classes ({error}); fetch the devkit again"
         ) from None
-
-
-@contextlib.contextmanager
-def _opened(path: str | Path) -> Iterator[int]:
-    with one_sentence(path), open(path, "rb") as file:
-        yield file.fileno()
