@@ -134,7 +134,6 @@ def test_every_kind_of_file(kind):
     assert (header.height, header.width, header.orientation) == (40, 52, 1)
     assert header.turbo == (kind in ("JPEG", "progressive", "grey", "stored as RGB"))
     assert_close(jpeg.decode(data), by_pillow(data))
-    jpeg.check(data)
 
 
 def test_half_colours():
@@ -215,8 +214,6 @@ def test_truncated_at_any_length(kind):
         for shrink in (1, 8):
             with pytest.raises(ValueError, match=REASONS):
                 jpeg.decode(data[:length], shrink=shrink)
-        with pytest.raises(ValueError, match=REASONS):
-            jpeg.check(data[:length])
 
 
 def test_no_image():
@@ -225,8 +222,6 @@ def test_no_image():
     for data in (b"<html>Not found</html>", b"\xff", b"\xff\xd8\xff", bytes(1000)):
         with pytest.raises(ValueError, match=r"^is no image$"):
             jpeg.read_header(data)
-        with pytest.raises(ValueError, match=r"^is no image$"):
-            jpeg.check(data)
 
 
 def test_bytes_that_do_not_belong_there():

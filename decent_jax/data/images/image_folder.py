@@ -244,15 +244,12 @@ def _by_ground_truth(place: str, files: Members) -> dict[str, Members]:
             f"{place}: holds {len(files.names)} validation images where the development kit's"
             f" ground truth has {len(wnids)}; fetch the images again"
         )
-    places = {}
+    positions = {}
     for position, wnid in enumerate(wnids):
-        places.setdefault(wnid, []).append(position)
+        positions.setdefault(wnid, []).append(position)
+    places = files.places if len(files.places) else np.zeros((len(wnids), 2), np.int64)
     return {
-        wnid: Members(
-            [files.names[i] for i in positions],
-            *(column[positions] if len(column) else column for column in files[1:]),
-        )
-        for wnid, positions in places.items()
+        wnid: Members([files.names[i] for i in own], places[own]) for wnid, own in positions.items()
     }
 
 
@@ -281,8 +278,7 @@ class _Storage:
         self._names = np.array(
             [name.encode("utf-8", "surrogateescape") for name in names], np.bytes_
         )
-        self._offsets = np.concatenate([own.offsets for own in members])
-        self._sizes = np.concatenate([own.sizes for own in members])
+        self._places = np.concatenate([own.places for own in members])
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -335,7 +331,7 @@ class _ArchiveStorage(_Storage):
         self._file = _SharedFile(place)
 
     def _read(self, index: int) -> bytes:
-        offset, size = int(self._offsets[index]), int(self._sizes[index])
+        offset, size = self._places[index].tolist()
         with one_sentence(self._place):
             data = os.pread(self._file.fileno(), size, offset)
         if len(data) < size:
@@ -347,7 +343,7 @@ class _ArchiveStorage(_Storage):
     def stamp(self, index: int) -> FileStamp:
         with one_sentence(self._place):
             status = os.fstat(self._file.fileno())
-            return FileStamp(int(self._sizes[index]), status.st_mtime_ns)
+            return FileStamp(int(self._places[index, 1]), status.st_mtime_ns)
 
 
 class _SharedFile(io.FileIO):

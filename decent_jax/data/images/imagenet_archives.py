@@ -35,8 +35,7 @@ class Members(NamedTuple):
     """The files of one class, sorted by name, and in an archive where they are."""
 
     names: list[str]
-    offsets: np.ndarray = np.zeros(0, np.int64)  # (files,), bytes from the archive's beginning
-    sizes: np.ndarray = np.zeros(0, np.int64)  # (files,)
+    places: np.ndarray = np.zeros((0, 2), np.int64)  # (files, 2): offset in the archive, bytes
 
 
 def is_image(name: str) -> bool:
@@ -58,7 +57,8 @@ def index_archive(path: str | Path, folders: tuple[str, ...]) -> dict[str, Membe
     """
     found: dict[str, dict[str, tuple[int, int]]] = {}
     nested = []
-    with _opened(path) as fd:
+    with one_sentence(path), open(path, "rb") as file:
+        fd = file.fileno()
         for class_name, name, offset, size in _top_level(fd, path, folders):
             if name is None:
                 nested.append((class_name, offset, size))
@@ -79,8 +79,8 @@ def index_archive(path: str | Path, folders: tuple[str, ...]) -> dict[str, Membe
 
 def class_names(path: str | Path, folders: tuple[str, ...]) -> list[str]:
     """The sorted names of the classes in an archive; quick for a tar with one tar per class."""
-    with _opened(path) as fd:
-        return sorted({member[0] for member in _top_level(fd, path, folders)})
+    with one_sentence(path), open(path, "rb") as file:
+        return sorted({member[0] for member in _top_level(file.fileno(), path, folders)})
 
 
 def ground_truth(folder: str | Path) -> list[str]:
@@ -132,7 +132,7 @@ def _parts(member: str) -> list[str]:
 def _members(files: dict) -> Members:
     names = sorted(files)
     places = np.array([files[name] for name in names], np.int64).reshape(-1, 2)
-    return Members(names, places[:, 0].copy(), places[:, 1].copy())
+    return Members(names, places)
 
 
 def _walk(fd: int, start: int, stop: int, where: str) -> Iterator[tuple[str, int, int]]:
@@ -227,9 +227,3 @@ def _wnids(meta: bytes, where: str) -> dict[int, str]:
         raise DataError(
             f"{where}: holds no readable table of the classes ({error}); fetch the devkit again"
         ) from None
-
-
-@contextlib.contextmanager
-def _opened(path: str | Path) -> Iterator[int]:
-    with one_sentence(path), open(path, "rb") as file:
-        yield file.fileno()

@@ -80,11 +80,6 @@ def decode(data: bytes, *, shrink: int = 1, header: Header | None = None) -> np.
     return _upright(pixels, header.orientation)
 
 
-def check(data: bytes) -> None:
-    """Raises ValueError, with the reason, where `data` is no image or not whole."""
-    decode(data)
-
-
 def _decode_turbo(data: bytes, shrink: int, header: Header) -> np.ndarray | None:
     """The picture as stored, or None if the file may not be whole."""
     height, width = header.height, header.width

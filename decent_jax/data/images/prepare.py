@@ -170,7 +170,7 @@ def _make_shard(task: _Task, *, images: dict[str, ImageFiles], folder: Path) -> 
                 raise KeyboardInterrupt
             data, label, name = files[index]
             try:
-                jpeg.check(data)
+                jpeg.decode(data)
             except ValueError as error:
                 bad.append({"name": name, "reason": str(error)})
                 continue
