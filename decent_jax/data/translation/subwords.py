@@ -11,9 +11,9 @@ issue 1794.)
 'newer "lower" ☃'
 """
 
-import contextlib
 import hashlib
 import io
+import multiprocessing
 import re
 import signal
 import unicodedata
@@ -33,7 +33,7 @@ LARGEST = 1 << 16  # ids are stored in 16 bits
 
 _BYTES = 256
 _COVERAGE = 0.9999  # of the characters; the rarest are spelled in bytes
-_MANY_WORDS = 200_000  # take minutes
+_MANY_WORDS = 200_000  # trained in a process that can be interrupted
 
 # Characters that one writer types and another one's word processor changes. Guillemets and the dash
 # "–" stay: good French and German use them, and BLEU compares with the original reference.
@@ -137,42 +137,69 @@ def check_size(size: int) -> None:
 def train(words: Mapping[str, int], size: int) -> Subwords:
     """The vocabulary of `size` ids for words (runs without a space) and their counts.
 
-    The order of `words` does not matter. While the library is busy with many words, Ctrl-C ends the
-    process at once.
+    The order of `words` does not matter. For many words, another process trains, so that Ctrl-C
+    works while the library is busy; it is spawned.
 
     Raises:
       DataError: `size` is too small or too large for the words.
     """
-    import sentencepiece
-
     check_size(size)
     if not words:
         raise DataError("the training text has no words to make a vocabulary of")
-    lines = (f"{word}\t{count}" for word, count in sorted(words.items()))
+    lines = [f"{word}\t{count}" for word, count in sorted(words.items())]
+    run = _in_a_process if len(lines) > _MANY_WORDS else _trained
+    model, error = run(lines, size)
+    if error:
+        raise DataError(_explained(error, size))
+    return Subwords(model)
+
+
+def _trained(lines: list[str], size: int) -> tuple[bytes, str]:
+    """(the model, "") or (b"", the error)."""
+    import sentencepiece
+
     model = io.BytesIO()
     try:
-        with contextlib.ExitStack() as stack:
-            for number in (signal.SIGINT, signal.SIGTERM) if len(words) > _MANY_WORDS else ():
-                stack.enter_context(handled(number, signal.SIG_DFL))
-            sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=lines,
-                input_format="tsv",
-                model_writer=model,
-                model_type="bpe",
-                vocab_size=size,
-                character_coverage=_COVERAGE,
-                byte_fallback=True,
-                normalization_rule_name="identity",  # it is done already
-                pad_id=PAD,
-                unk_id=UNKNOWN,
-                bos_id=START,
-                eos_id=END,
-                num_threads=1,
-                minloglevel=2,
-            )
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            input_format="tsv",
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=size,
+            character_coverage=_COVERAGE,
+            byte_fallback=True,
+            normalization_rule_name="identity",  # it is done already
+            pad_id=PAD,
+            unk_id=UNKNOWN,
+            bos_id=START,
+            eos_id=END,
+            num_threads=1,
+            minloglevel=2,
+        )
     except RuntimeError as error:
-        raise DataError(_explained(str(error), size)) from None
-    return Subwords(model.getvalue())
+        return b"", str(error)
+    return model.getvalue(), ""
+
+
+def _in_a_process(lines: list[str], size: int) -> tuple[bytes, str]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_send_trained, args=(theirs, lines, size), daemon=True)
+    with handled(signal.SIGINT, signal.SIG_IGN):  # inherited: Ctrl-C is ours alone
+        child.start()
+    theirs.close()
+    try:
+        return ours.recv()
+    except EOFError:
+        raise DataError("the vocabulary's process died, perhaps out of memory") from None
+    finally:
+        child.kill()
+        child.join()
+
+
+def _send_trained(pipe, lines: list[str], size: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pipe.send(_trained(lines, size))
 
 
 def _explained(error: str, size: int) -> str:
