@@ -1,4 +1,4 @@
-"""A task whose gradients are noise alone: then the spread of peers follows from who meets whom."""
+"""A task whose gradients are noise alone, of a size that the config sets."""
 
 import jax
 import jax.numpy as jnp
