@@ -22,7 +22,7 @@ from decent_jax.peers.partners import links, reduction
 from decent_jax.peers.peer import Peer
 from decent_jax.peers.roster import Roster
 from decent_jax.peers.setup import FOLDER, Place
-from decent_jax.peers.start import check_address, ray_for, start_actor
+from decent_jax.peers.start import check_address, fate, ray_for, start_actor
 from decent_jax.peers.whole import Whole, counts_of
 from decent_jax.train import algorithm, loop
 from decent_jax.train.bar import Progress
@@ -268,9 +268,8 @@ class _Driver:
                 self.work.say(left)
 
     def _died(self, slot: int, error: RayError, leaves: bool) -> None:
-        why = "was killed" if isinstance(error, RayActorError) else _cause(error)
         self.deaths[slot] += 1
-        self.work.say(f"peer {slot} {why}; {len(self.live)} go on")
+        self.work.say(f"peer {slot} {fate(error)}; {len(self.live)} go on")
         self._replace(slot, leaves or self.deaths[slot] > self.config.peers.restarts)
 
     def _replace(self, slot: int, leaves: bool) -> None:
@@ -392,8 +391,6 @@ class _Driver:
     def _describe(self) -> str:
         config = self.config
         every = f"{config.mix_every} steps" + (" on average" if config.peers.geometric else "")
-        names = [f"{k}.0" for k in range(setup.count_of(config))]
-        rate = reduction(names, config.peers.neighbours, {})
         words = (
             f"{config.algorithm} over peers: each asks one of {config.peers.neighbours} others "
             f"after {every} to average copies of {self.whole.message_bytes() / 1e6:.3g} MB "
@@ -401,10 +398,6 @@ class _Driver:
         )
         if config.algorithm != "swarm":  # its momentum may enlarge the spread for a while
             return words
+        names = [f"{k}.0" for k in range(setup.count_of(config))]
+        rate = reduction(names, config.peers.neighbours, {})
         return f"{words}; a meeting reduces the spread by at least {rate:.1%}"
-
-
-def _cause(error: RayError) -> str:
-    cause = getattr(error, "cause", None) or error
-    first = str(cause).partition("\n")[0]
-    return f"failed ({type(cause).__name__}: {first})"

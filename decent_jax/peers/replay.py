@@ -228,7 +228,7 @@ class _Replay:
 
 def _line(one: Replayed) -> str:
     words = f"differs: {one.differs}" if one.differs else "identical"
-    end = "" if one.survived else " (died, or joined again)"
+    end = "" if one.survived else " (died, or lagged)"
     first, last = one.steps
     return (
         f"peer {one.peer}: steps {first} to {last}, {one.meetings} meetings, "

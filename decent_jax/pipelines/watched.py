@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from decent_jax.errors import CheckpointError, ConfigError, TrainingFailed
-from decent_jax.peers.start import start_actor
+from decent_jax.peers.start import fate, start_actor
 from decent_jax.pipelines.actor import Actor
 from decent_jax.pipelines.setup import LOGS, Cell
 from decent_jax.topology.plan_file import Plan
@@ -125,13 +125,10 @@ class Watched:
         cause = error.cause if isinstance(error, RayTaskError) else error
         if isinstance(cause, (ConfigError, CheckpointError)):
             raise type(cause)(f"{cell.name}: {cause}") from None
-        dead = cell if isinstance(error, RayActorError) else self._dead()
-        if dead is not None:
-            raise TrainingFailed(f"{dead.name} was killed; {self._advice(dead)}") from None
-        line = (str(cause).splitlines() or [""])[0]
-        raise TrainingFailed(
-            f"{cell.name} has failed ({type(cause).__name__}: {line}); {self._advice(cell)}"
-        ) from None
+        words = fate(error)
+        if not isinstance(error, RayActorError) and (dead := self._dead()) is not None:
+            cell, words = dead, "was killed"
+        raise TrainingFailed(f"{cell.name} {words}; {self._advice(cell)}") from None
 
     def _dead(self) -> Cell | None:
         """The cell that is gone; others notice its end in an exchange before Ray does."""
