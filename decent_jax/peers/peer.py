@@ -205,7 +205,7 @@ class Peer:
     def _beat(self) -> None:
         """Report to the roster, and learn of all peers' progress and of who is alive."""
         peers, place = self._peers, self._place
-        between, version = self._between, -1
+        between, version = self._between, None
         reached, heard = 0, math.inf  # progress at the last answer, and when it came
         while not self._stopped.wait(peers["beat_s"]):
             if not between.ready:
