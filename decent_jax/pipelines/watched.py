@@ -47,9 +47,9 @@ class Watched:
             start_actor(Actor, config.pipeline, where, _THREADS, cell)
             for cell, where in zip(self.cells, placed, strict=True)
         ]
-        now = time.monotonic()
-        self._beats = [(actor.beat.remote(), now) for actor in self._actors]  # and when asked
-        self._begun: set[int] = set()  # cells that have answered once
+        # When each cell was asked, and which time-out holds: at first its process must start.
+        asked = time.monotonic(), "timeout_s"
+        self._beats = [(actor.beat.remote(), *asked) for actor in self._actors]
 
     def open(self, checkpoint: tuple[str, dict] | None, ahead: int) -> None:
         """Start jax in all cells, and make their programs; see `Actor.open`."""
@@ -97,19 +97,13 @@ class Watched:
         return not waiting
 
     def _listen(self) -> None:
-        """Ask each cell whether it lives, and name one that has not answered in time.
-
-        The first answer of a cell comes when its process has been started.
-        """
+        """Ask each cell whether it lives, and name one that has not answered in time."""
         now, cluster = time.monotonic(), self._config.cluster
-        for k, (call, asked) in enumerate(self._beats):
+        for k, (call, asked, name) in enumerate(self._beats):
             if ray.wait([call], timeout=0)[0]:
                 self._check(self.cells[k], call)
-                self._begun.add(k)
-                self._beats[k] = self._actors[k].beat.remote(), now
-                continue
-            name = "heartbeat_s" if k in self._begun else "timeout_s"
-            if now - asked > cluster[name]:
+                self._beats[k] = self._actors[k].beat.remote(), now, "heartbeat_s"
+            elif now - asked > cluster[name]:
                 raise TrainingFailed(
                     f"{self.cells[k].name} has been silent for cluster.{name} "
                     f"({cluster[name]} s); {self._advice(self.cells[k])}"
