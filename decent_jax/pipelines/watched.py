@@ -48,8 +48,9 @@ class Watched:
             for cell, where in zip(self.cells, placed, strict=True)
         ]
         # When each cell was asked, and which time-out holds: at first its process must start.
-        asked = time.monotonic(), "timeout_s"
-        self._beats = [(actor.beat.remote(), *asked) for actor in self._actors]
+        self._beats: list[tuple[Any, float, str]] = [
+            (actor.beat.remote(), time.monotonic(), "timeout_s") for actor in self._actors
+        ]
 
     def open(self, checkpoint: tuple[str, dict] | None, ahead: int) -> None:
         """Start jax in all cells, and make their programs; see `Actor.open`."""
