@@ -160,7 +160,7 @@ class Between:
             self.stale = progress - met.theirs.progress
             state = self._boundary.meet(state, met.mine.arrays, met.half)
         if taken or self._published is None:
-            self._publish(state, t, progress)
+            self._publish(log, state, t, progress)
         self._give(state, t)
         if t >= self._due and time.monotonic() >= self._ask_after:
             self._due, self._ask_after = t + self._gap(), math.inf
@@ -220,13 +220,11 @@ class Between:
         self._log.write(start=t, origin=self._origin)
         return self._log
 
-    def _publish(self, state: TrainState, t: int, progress: int) -> None:
+    def _publish(self, log: events.EventLog, state: TrainState, t: int, progress: int) -> None:
         """Hand a copy to the other thread, which waits for the device and shows it to others."""
         steps = 0 if self._published is None else t - self._published
         self._published = t
-        copied = self._boundary.copy(self._boundary.averaged(state))
-        log, meetings = self._log, self._meetings
-        assert log is not None
+        copied, meetings = self._boundary.copy(self._boundary.averaged(state)), self._meetings
 
         def publish():
             arrays = on_host(copied)
