@@ -31,15 +31,21 @@ class Pulse:
     def __init__(self, peers_per_step: int, steps: int):
         self._peers_per_step, self._steps = peers_per_step, steps
         self._others = 0  # steps made in other slots, as far as this peer knows
+        self._own_then, self._pace = 0, 0  # steps there for each of its own since then
         self.own = 0  # steps made in this slot
 
     def heard(self, all_steps: int, own_then: int) -> None:
         """Note the roster's count of all steps, and its count of this slot's at the same time."""
         self._others = all_steps - own_then
 
+    def lost(self, live: int) -> None:
+        """No roster any more: estimate that all live peers go on as this one does."""
+        self._own_then, self._pace = self.own, max(live - 1, 0)
+
     def progress(self) -> int:
         """Common progress in steps of the run."""
-        return (self._others + self.own) // self._peers_per_step
+        others = self._others + self._pace * (self.own - self._own_then)
+        return (others + self.own) // self._peers_per_step
 
     def over(self) -> bool:
         """Whether all peers together have made the steps of the run."""

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import ray
 from ml_collections import ConfigDict
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 
 from decent_jax.errors import DataError, Interrupted, TrainingFailed
 from decent_jax.json_files import is_whole, read_json, write_json_atomic
@@ -81,10 +80,8 @@ class _Driver:
         self._reached, self._saved = 0, 0.0
         known = config.peers.silent_s, manifest.known_steps(work.path, before)
         self.looked = Roster(*known).look()
-        here = ray.get_runtime_context().get_node_id()  # so that it ends with this process's host
-        where = NodeAffinitySchedulingStrategy(here, soft=True)
         roster: Any = ray.remote(Roster)
-        self.roster = roster.options(num_cpus=0, scheduling_strategy=where).remote(*known)
+        self.roster = roster.options(num_cpus=0).remote(*known)
         self.start = min(self.step(), experiment.steps)
         setup.forget(work.path, self.start + 1)
         self.saver = Saver(experiment, work.path)
@@ -157,7 +154,8 @@ class _Driver:
                     for one in self.live.values():
                         one.handle.leave.remote("stop")
             trains = any(self._of(slot)["member"] for slot in self.live)
-            if now > stop_by or (stop_by < math.inf and self.ended and not trains):
+            silent = self._roster_lives() and not trains  # without a roster nobody knows
+            if now > stop_by or (stop_by < math.inf and self.ended and silent):
                 self._end_the_rest()
             if step >= logged + log_every or (step == steps and step > logged):
                 known = self.looked.values()
@@ -275,14 +273,15 @@ class _Driver:
     def _replace(self, slot: int, leaves: bool) -> None:
         """Start another peer in the place of one that is gone, unless it should leave."""
         self.gone.add(slot)
-        if self.live and not leaves and self.step() < self.experiment.steps:
+        may = self.live and self._roster_lives() and self.step() < self.experiment.steps
+        if may and not leaves:
             self._start(slot, copy=True)
             self.work.say(f"peer {slot} starts again and joins with a copy of a live peer")
 
     def _resize(self) -> None:
         """Follow ``decent-jax peers resize``."""
         path = self.work.path / FOLDER / setup.COUNT
-        if not path.exists():
+        if not path.exists() or not self._roster_lives():
             return
         wanted: Any = None
         with contextlib.suppress(OSError, DataError, LookupError, TypeError):
@@ -315,11 +314,16 @@ class _Driver:
             self.looked = looked
         except (GetTimeoutError, ActorUnavailableError):
             pass
-        except RayActorError:
-            raise TrainingFailed(
-                "the roster of the peers was killed; the same command goes on from their newest "
-                "checkpoints"
-            ) from None
+        except RayError:
+            if self._first("the roster"):
+                self.work.say(
+                    "the roster is lost: peers go on with the list they have, and estimate the "
+                    "common progress; nobody can join any more"
+                )
+            for slot, one in self.live.items():
+                with contextlib.suppress(RayError):
+                    report: Any = ray.get(one.handle.report.remote(), timeout=1.0)
+                    self.looked[slot] = self._of(slot) | report
         for slot, one in self.looked.items():
             self._say_changes(slot, one)
         if self.config.peers.neighbours == "weighted":
@@ -353,6 +357,9 @@ class _Driver:
         new = what not in self._said
         self._said.add(what)
         return new
+
+    def _roster_lives(self) -> bool:
+        return "the roster" not in self._said
 
     def _of(self, slot: int) -> dict[str, Any]:
         """What is known of a slot, see `Roster.look`."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
 from decent_jax.peers.between import Between, NotJoined, Pulse
 from decent_jax.peers.boundary import on_host
@@ -225,8 +225,13 @@ class Peer:
                     )
                     between.alone = len(self._members) < 2
                     version = now
-            except RayError:  # a network may come back; without a roster `train.py` ends the run
+            except (GetTimeoutError, ActorUnavailableError):  # a network may come back
                 continue
+            except RayError:
+                live = len(self._members)
+                self._say(f"the roster is lost: {live} peers go on with the list they have")
+                self._pulse.lost(live)
+                return
             self._pulse.heard(all_steps, report["steps"])
             progress = self._pulse.progress()
             silent, lag = time.monotonic() - heard > peers["silent_s"], progress - reached
