@@ -1,4 +1,4 @@
-"""A task whose gradients are noise alone, of a size that the config sets."""
+"""A task whose gradients are noise alone: then the spread of peers follows from who meets whom."""
 
 import jax
 import jax.numpy as jnp

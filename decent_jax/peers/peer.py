@@ -235,7 +235,7 @@ class Peer:
             self._pulse.heard(all_steps, report["steps"])
             progress = self._pulse.progress()
             silent, lag = time.monotonic() - heard > peers["silent_s"], progress - reached
-            if silent and lag > peers["max_lag"] and not between.alone:
+            if silent and lag > peers["max_lag"]:
                 self._say(
                     f"the others made {lag} steps of progress while this peer was silent "
                     f"(peers.max_lag is {peers['max_lag']}): another one takes its place"
