@@ -14,7 +14,6 @@ For pipelines, start it once: it measures between the nodes of the Ray cluster t
 """
 
 import argparse
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from ml_collections import ConfigDict
 from decent_jax.cluster import preflight, start, watch
 from decent_jax.command_line import Parser
 from decent_jax.errors import PEER_LOST, ConfigError, PeerLost
+from decent_jax.extras import MissingExtra
 from decent_jax.planner import network
 from decent_jax.text import shown
 from decent_jax.train import config as config_lib
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         options, config = _parse(arguments)
         with watch.lost_peers_told():
             _run(options, config)
-    except (ConfigError, OSError) as error:
+    except (ConfigError, MissingExtra, OSError) as error:
         print(f"preflight: {ConfigError(error)}", file=sys.stderr)
         return 2
     except PeerLost as error:
@@ -104,11 +104,9 @@ def _run(options: argparse.Namespace, config: ConfigDict) -> None:
 
 
 def _links_of_ray(options: argparse.Namespace, config: ConfigDict) -> tuple[Any, Any, list[str]]:
-    from decent_jax.peers.setup import quieten_ray
+    from decent_jax.peers.setup import prepare_ray
 
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError("pipeline.address needs Ray: pip install 'decent_jax[peers]'")
-    quieten_ray()  # before anything imports it
+    prepare_ray()
     from decent_jax.pipelines import links
 
     return links.measure(config, _num_bytes(options), options.repeats)

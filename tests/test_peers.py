@@ -148,13 +148,21 @@ def test_a_run_in_which_everything_happens(start_process, variables, workdir):
     both_sides_are_in_the_logs(workdir)
 
 
-def test_it_resumes_with_another_number(start_process, variables, workdir):
+def test_it_resumes_with_another_number_and_without_a_roster(start_process, variables, workdir):
     steps = json.loads((workdir / "peers.json").read_text())["step"]
     fields = {"peers__count": 2, "steps": steps + 100, "peers__wire": "float32"}
     begun = newest(workdir, "0") + 1
     process = start_process(train_py(variables, workdir, **fields), **variables)
     until(lambda: len(actors(process)) == 2, process)
     until(lambda: any("met" in line for line in events(workdir, "0", begun)), process)
+    roster = [
+        child
+        for child in children_of(process)
+        if "Roster" in child.name() or "Roster" in " ".join(child.cmdline())
+    ]
+    assert len(roster) == 1
+    roster[0].kill()
+    until(lambda: "the roster is lost" in process.words.read_text(), process)
     assert process.wait(200) == 0, process.words.read_text()
     assert events(workdir, "0", begun)[0]["origin"]["when"] == "checkpoint"
     summary = json.loads((workdir / "summary.json").read_text())

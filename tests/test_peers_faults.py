@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from ray.exceptions import ActorUnavailableError
+from ray.exceptions import ActorUnavailableError, RayActorError
 from test_peers_law import PACES, make_step_of, noise, peer_in_process  # noqa: F401 (fixtures)
 
 from decent_jax.peers.between import NotJoined
@@ -216,8 +216,17 @@ class Answers:
 
 
 @pytest.mark.usefixtures("no_ray")
+def test_a_roster_that_is_lost_is_not_waited_for(in_process):
+    """The thread that reports must not end without a word: the peer would never know the end."""
+    Answers(in_process, (0, 0), RayActorError()).actor._beat()
+    before = in_process.pulse.progress()
+    in_process.pulse.own += len(PACES)
+    assert in_process.pulse.progress() == before + 2  # it estimates what both of them do
+
+
+@pytest.mark.usefixtures("no_ray")
 def test_a_roster_that_is_out_of_reach_for_a_while_is_not_lost(in_process):
-    """The thread that reports must not end: the peer would never know the end of the run."""
+    """A lost one never comes back: nobody would report to it, or be replaced, any more."""
     unreachable = ActorUnavailableError("no route", None)
     roster = Answers(in_process, (0, 0), unreachable, (0, 0), (0, 0))
     roster.actor._beat()

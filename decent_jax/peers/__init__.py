@@ -10,16 +10,13 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from decent_jax import extras
-
 
 def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
     """Train with peers, in the folder ``workdir``; see `decent_jax.peers.driver.run`."""
     from decent_jax.peers import setup
 
     setup.check(config)
-    extras.need("peers", "ray", "psutil")
-    setup.quieten_ray()  # before anything imports it
+    setup.prepare_ray()
     from decent_jax.peers import driver
 
     return driver.run(config, workdir)

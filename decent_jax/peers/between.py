@@ -31,15 +31,21 @@ class Pulse:
     def __init__(self, peers_per_step: int, steps: int):
         self._peers_per_step, self._steps = peers_per_step, steps
         self._others = 0  # steps made in other slots, as far as this peer knows
+        self._own_then, self._pace = 0, 0  # steps there for each of its own since then
         self.own = 0  # steps made in this slot
 
     def heard(self, all_steps: int, own_then: int) -> None:
         """Note the roster's count of all steps, and its count of this slot's at the same time."""
         self._others = all_steps - own_then
 
+    def lost(self, live: int) -> None:
+        """No roster any more: estimate that all live peers go on as this one does."""
+        self._own_then, self._pace = self.own, max(live - 1, 0)
+
     def progress(self) -> int:
         """Common progress in steps of the run."""
-        return (self._others + self.own) // self._peers_per_step
+        others = self._others + self._pace * (self.own - self._own_then)
+        return (others + self.own) // self._peers_per_step
 
     def over(self) -> bool:
         """Whether all peers together have made the steps of the run."""
@@ -160,7 +166,7 @@ class Between:
             self.stale = progress - met.theirs.progress
             state = self._boundary.meet(state, met.mine.arrays, met.half)
         if taken or self._published is None:
-            self._publish(state, t, progress)
+            self._publish(log, state, t, progress)
         self._give(state, t)
         if t >= self._due and time.monotonic() >= self._ask_after:
             self._due, self._ask_after = t + self._gap(), math.inf
@@ -220,13 +226,11 @@ class Between:
         self._log.write(start=t, origin=self._origin)
         return self._log
 
-    def _publish(self, state: TrainState, t: int, progress: int) -> None:
+    def _publish(self, log: events.EventLog, state: TrainState, t: int, progress: int) -> None:
         """Hand a copy to the other thread, which waits for the device and shows it to others."""
         steps = 0 if self._published is None else t - self._published
         self._published = t
-        copied = self._boundary.copy(self._boundary.averaged(state))
-        log, meetings = self._log, self._meetings
-        assert log is not None
+        copied, meetings = self._boundary.copy(self._boundary.averaged(state)), self._meetings
 
         def publish():
             arrays = on_host(copied)

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import ray
 from ml_collections import ConfigDict
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 
 from decent_jax.errors import DataError, Interrupted, TrainingFailed
 from decent_jax.json_files import is_whole, read_json, write_json_atomic
@@ -22,7 +21,7 @@ from decent_jax.peers.partners import links, reduction
 from decent_jax.peers.peer import Peer
 from decent_jax.peers.roster import Roster
 from decent_jax.peers.setup import FOLDER, Place
-from decent_jax.peers.start import check_address, ray_for, start_actor
+from decent_jax.peers.start import check_address, fate, ray_for, start_actor
 from decent_jax.peers.whole import Whole, counts_of
 from decent_jax.progress import Progress
 from decent_jax.train import algorithm, loop
@@ -80,10 +79,8 @@ class _Driver:
         self._reached, self._saved = 0, 0.0
         known = config.peers.silent_s, manifest.known_steps(work.path, before)
         self.looked = Roster(*known).look()
-        here = ray.get_runtime_context().get_node_id()  # so that it ends with this process's host
-        where = NodeAffinitySchedulingStrategy(here, soft=True)
         roster: Any = ray.remote(Roster)
-        self.roster = roster.options(num_cpus=0, scheduling_strategy=where).remote(*known)
+        self.roster = roster.options(num_cpus=0).remote(*known)
         self.start = min(self.step(), experiment.steps)
         setup.forget(work.path, self.start + 1)
         self.saver = Saver(experiment, work.path)
@@ -156,7 +153,8 @@ class _Driver:
                     for one in self.live.values():
                         one.handle.leave.remote("stop")
             trains = any(self._of(slot)["member"] for slot in self.live)
-            if now > stop_by or (stop_by < math.inf and self.ended and not trains):
+            silent = self._roster_lives() and not trains  # without a roster nobody knows
+            if now > stop_by or (stop_by < math.inf and self.ended and silent):
                 self._end_the_rest()
             if step >= logged + log_every or (step == steps and step > logged):
                 known = self.looked.values()
@@ -267,22 +265,22 @@ class _Driver:
                 self.work.say(left)
 
     def _died(self, slot: int, error: RayError, leaves: bool) -> None:
-        why = "was killed" if isinstance(error, RayActorError) else _cause(error)
         self.deaths[slot] += 1
-        self.work.say(f"peer {slot} {why}; {len(self.live)} go on")
+        self.work.say(f"peer {slot} {fate(error)}; {len(self.live)} go on")
         self._replace(slot, leaves or self.deaths[slot] > self.config.peers.restarts)
 
     def _replace(self, slot: int, leaves: bool) -> None:
         """Start another peer in the place of one that is gone, unless it should leave."""
         self.gone.add(slot)
-        if self.live and not leaves and self.step() < self.experiment.steps:
+        may = self.live and self._roster_lives() and self.step() < self.experiment.steps
+        if may and not leaves:
             self._start(slot, copy=True)
             self.work.say(f"peer {slot} starts again and joins with a copy of a live peer")
 
     def _resize(self) -> None:
         """Follow ``decent-jax peers resize``."""
         path = self.work.path / FOLDER / setup.COUNT
-        if not path.exists():
+        if not path.exists() or not self._roster_lives():
             return
         wanted: Any = None
         with contextlib.suppress(OSError, DataError, LookupError, TypeError):
@@ -315,11 +313,16 @@ class _Driver:
             self.looked = looked
         except (GetTimeoutError, ActorUnavailableError):
             pass
-        except RayActorError:
-            raise TrainingFailed(
-                "the roster of the peers was killed; the same command goes on from their newest "
-                "checkpoints"
-            ) from None
+        except RayError:
+            if self._first("the roster"):
+                self.work.say(
+                    "the roster is lost: peers go on with the list they have, and estimate the "
+                    "common progress; nobody can join any more"
+                )
+            for slot, one in self.live.items():
+                with contextlib.suppress(RayError):
+                    report: Any = ray.get(one.handle.report.remote(), timeout=1.0)
+                    self.looked[slot] = self._of(slot) | report
         for slot, one in self.looked.items():
             self._say_changes(slot, one)
         if self.config.peers.neighbours == "weighted":
@@ -353,6 +356,9 @@ class _Driver:
         new = what not in self._said
         self._said.add(what)
         return new
+
+    def _roster_lives(self) -> bool:
+        return "the roster" not in self._said
 
     def _of(self, slot: int) -> dict[str, Any]:
         """What is known of a slot, see `Roster.look`."""
@@ -391,8 +397,6 @@ class _Driver:
     def _describe(self) -> str:
         config = self.config
         every = f"{config.mix_every} steps" + (" on average" if config.peers.geometric else "")
-        names = [f"{k}.0" for k in range(setup.count_of(config))]
-        rate = reduction(names, config.peers.neighbours, {})
         words = (
             f"{config.algorithm} over peers: each asks one of {config.peers.neighbours} others "
             f"after {every} to average copies of {self.whole.message_bytes() / 1e6:.3g} MB "
@@ -400,10 +404,6 @@ class _Driver:
         )
         if config.algorithm != "swarm":  # its momentum may enlarge the spread for a while
             return words
+        names = [f"{k}.0" for k in range(setup.count_of(config))]
+        rate = reduction(names, config.peers.neighbours, {})
         return f"{words}; a meeting reduces the spread by at least {rate:.1%}"
-
-
-def _cause(error: RayError) -> str:
-    cause = getattr(error, "cause", None) or error
-    first = str(cause).partition("\n")[0]
-    return f"failed ({type(cause).__name__}: {first})"

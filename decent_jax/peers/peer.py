@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
 from decent_jax.peers.between import Between, NotJoined, Pulse
 from decent_jax.peers.boundary import on_host
@@ -205,7 +205,7 @@ class Peer:
     def _beat(self) -> None:
         """Report to the roster, and learn of all peers' progress and of who is alive."""
         peers, place = self._peers, self._place
-        between, version = self._between, -1
+        between, version = self._between, None
         reached, heard = 0, math.inf  # progress at the last answer, and when it came
         while not self._stopped.wait(peers["beat_s"]):
             if not between.ready:
@@ -225,8 +225,13 @@ class Peer:
                     )
                     between.alone = len(self._members) < 2
                     version = now
-            except RayError:  # a network may come back; without a roster `train.py` ends the run
+            except (GetTimeoutError, ActorUnavailableError):  # a network may come back
                 continue
+            except RayError:
+                live = len(self._members)
+                self._say(f"the roster is lost: {live} peers go on with the list they have")
+                self._pulse.lost(live)
+                return
             self._pulse.heard(all_steps, report["steps"])
             progress = self._pulse.progress()
             silent, lag = time.monotonic() - heard > peers["silent_s"], progress - reached

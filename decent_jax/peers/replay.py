@@ -11,6 +11,7 @@ some differ, 2 there is nothing to replay.
 
 import contextlib
 import io
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -228,9 +229,15 @@ class _Replay:
 
 def _line(one: Replayed) -> str:
     words = f"differs: {one.differs}" if one.differs else "identical"
-    end = "" if one.survived else " (died, or joined again)"
+    end = "" if one.survived else " (died, or lagged)"
     first, last = one.steps
     return (
         f"peer {one.peer}: steps {first} to {last}, {one.meetings} meetings, "
         f"{one.versions} versions{end}: {words}"
     )
+
+
+if __name__ == "__main__":
+    from decent_jax.peers.__main__ import main
+
+    sys.exit(main(["replay", *sys.argv[1:]]))

@@ -1,6 +1,7 @@
 """The roster: who is alive, how far each peer is, and how far all are together."""
 
 import dataclasses
+import math
 import time
 from typing import Any
 
@@ -29,8 +30,6 @@ class Roster:
     def __init__(self, silent_s: float, known: dict[int, int]):
         self._silent_s = silent_s
         self._slots = {slot: _Entry(-1, steps) for slot, steps in known.items()}
-        self._members: list[int] = []
-        self._version = 0
 
     def add(self, slot: int, incarnation: int, handle: Any, joins: bool) -> None:
         """A peer takes the slot."""
@@ -41,23 +40,24 @@ class Roster:
         """The peer that has the slot has died, left or ended."""
         entry = self._slots[slot]
         entry.alive, entry.handle = False, None  # Ray ends an actor of which nobody has a handle
-        self._refresh()
 
     def beat(self, slot: int, incarnation: int, report: dict[str, Any]) -> tuple[int, int] | None:
-        """A peer's report. (steps of all slots, version of the members); None: it is removed."""
+        """A peer's report. (steps of all slots, hash of the members); None: it is removed."""
         entry = self._slots[slot]
         if not entry.alive or entry.incarnation != incarnation:
             return None
         entry.heard, entry.steps, entry.report = time.monotonic(), report["steps"], report
         entry.joins = False
-        self._refresh()
-        return sum(entry.steps for entry in self._slots.values()), self._version
+        names = tuple(name for name, _ in self.members())
+        return sum(entry.steps for entry in self._slots.values()), hash(names)
 
     def members(self) -> list[tuple[str, Any]]:
-        """(name, handle) of the peers that train."""
-        self._refresh()
-        entries = [(slot, self._slots[slot]) for slot in self._members]
-        return [(f"{slot}.{entry.incarnation}", entry.handle) for slot, entry in entries]
+        """(name, handle) of the peers that train and are not silent."""
+        return [
+            (f"{slot}.{entry.incarnation}", entry.handle)
+            for slot, entry in self._slots.items()
+            if self._is_member(entry)
+        ]
 
     def is_hopeful(self) -> bool:
         """Whether a peer that joins may yet find one that trains: not all of them wait for it."""
@@ -65,7 +65,6 @@ class Roster:
 
     def look(self) -> dict[int, dict[str, Any]]:
         """{slot: report}, with the incarnation and whether it is alive, trains, is not silent."""
-        self._refresh()
         return {
             slot: {
                 **entry.report,
@@ -74,18 +73,11 @@ class Roster:
                 "steps": entry.steps,
                 "alive": entry.alive,
                 "ready": entry.heard is not None,
-                "member": slot in self._members,
+                "member": self._is_member(entry),
             }
             for slot, entry in self._slots.items()
         }
 
-    def _refresh(self) -> None:
-        now = time.monotonic()
-        members = [
-            slot
-            for slot, entry in self._slots.items()
-            if entry.alive and entry.heard is not None and now - entry.heard <= self._silent_s
-        ]
-        if members != self._members:
-            self._members = members
-            self._version += 1
+    def _is_member(self, entry: _Entry) -> bool:
+        heard = -math.inf if entry.heard is None else entry.heard
+        return entry.alive and time.monotonic() - heard <= self._silent_s

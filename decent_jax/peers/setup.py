@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
+from decent_jax import extras
 from decent_jax.cluster import start as cluster
 from decent_jax.data import loader
 from decent_jax.errors import ConfigError
@@ -162,8 +163,13 @@ def leave_launcher() -> None:
         os.environ.pop(variable, None)
 
 
-def quieten_ray() -> None:
-    """Set what Ray reads from the environment when it is imported."""
+def prepare_ray() -> None:
+    """Call before the first import of Ray: sets what it reads from the environment.
+
+    Raises:
+      MissingExtra: Ray is not installed.
+    """
+    extras.need("peers", "ray", "psutil")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # `train.py` says itself which peer has died.

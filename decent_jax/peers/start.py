@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import ray
 from ml_collections import ConfigDict
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from decent_jax import machine
 from decent_jax.errors import ConfigError
@@ -70,6 +71,15 @@ def start_actor(kind: type, section: ConfigDict, where: Any, threads: int, *args
         max_concurrency=threads,
         scheduling_strategy=where,
     ).remote(*args)
+
+
+def fate(error: RayError) -> str:
+    """What became of an actor, or of its work, by the error of a call."""
+    if isinstance(error, RayActorError):
+        return "was killed"
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    line = str(cause).partition("\n")[0]
+    return f"has failed ({type(cause).__name__}: {line})"
 
 
 @contextlib.contextmanager

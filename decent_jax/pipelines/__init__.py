@@ -10,17 +10,14 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from decent_jax import extras
-
 
 def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
     """Train pipelines, in the folder ``workdir``; see `decent_jax.pipelines.driver.run`."""
-    from decent_jax.peers.setup import quieten_ray
+    from decent_jax.peers.setup import prepare_ray
     from decent_jax.pipelines import part
 
     part.check(config)
-    extras.need("peers", "ray", "psutil")
-    quieten_ray()  # before anything imports it
+    prepare_ray()
     from decent_jax.pipelines import driver
 
     return driver.run(config, workdir)

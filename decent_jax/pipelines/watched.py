@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from decent_jax.errors import CheckpointError, ConfigError, TrainingFailed
-from decent_jax.peers.start import start_actor
+from decent_jax.peers.start import fate, start_actor
 from decent_jax.pipelines.actor import Actor
 from decent_jax.pipelines.setup import LOGS, Cell
 from decent_jax.topology.plan_file import Plan
@@ -47,9 +47,10 @@ class Watched:
             start_actor(Actor, config.pipeline, where, _THREADS, cell)
             for cell, where in zip(self.cells, placed, strict=True)
         ]
-        now = time.monotonic()
-        self._beats = [(actor.beat.remote(), now) for actor in self._actors]  # and when asked
-        self._begun: set[int] = set()  # cells that have answered once
+        # When each cell was asked, and which time-out holds: at first its process must start.
+        self._beats: list[tuple[Any, float, str]] = [
+            (actor.beat.remote(), time.monotonic(), "timeout_s") for actor in self._actors
+        ]
 
     def open(self, checkpoint: tuple[str, dict] | None, ahead: int) -> None:
         """Start jax in all cells, and make their programs; see `Actor.open`."""
@@ -97,19 +98,13 @@ class Watched:
         return not waiting
 
     def _listen(self) -> None:
-        """Ask each cell whether it lives, and name one that has not answered in time.
-
-        The first answer of a cell comes when its process has been started.
-        """
+        """Ask each cell whether it lives, and name one that has not answered in time."""
         now, cluster = time.monotonic(), self._config.cluster
-        for k, (call, asked) in enumerate(self._beats):
+        for k, (call, asked, name) in enumerate(self._beats):
             if ray.wait([call], timeout=0)[0]:
                 self._check(self.cells[k], call)
-                self._begun.add(k)
-                self._beats[k] = self._actors[k].beat.remote(), now
-                continue
-            name = "heartbeat_s" if k in self._begun else "timeout_s"
-            if now - asked > cluster[name]:
+                self._beats[k] = self._actors[k].beat.remote(), now, "heartbeat_s"
+            elif now - asked > cluster[name]:
                 raise TrainingFailed(
                     f"{self.cells[k].name} has been silent for cluster.{name} "
                     f"({cluster[name]} s); {self._advice(self.cells[k])}"
@@ -125,13 +120,10 @@ class Watched:
         cause = error.cause if isinstance(error, RayTaskError) else error
         if isinstance(cause, (ConfigError, CheckpointError)):
             raise type(cause)(f"{cell.name}: {cause}") from None
-        dead = cell if isinstance(error, RayActorError) else self._dead()
-        if dead is not None:
-            raise TrainingFailed(f"{dead.name} was killed; {self._advice(dead)}") from None
-        line = (str(cause).splitlines() or [""])[0]
-        raise TrainingFailed(
-            f"{cell.name} has failed ({type(cause).__name__}: {line}); {self._advice(cell)}"
-        ) from None
+        words = fate(error)
+        if not isinstance(error, RayActorError) and (dead := self._dead()) is not None:
+            cell, words = dead, "was killed"
+        raise TrainingFailed(f"{cell.name} {words}; {self._advice(cell)}") from None
 
     def _dead(self) -> Cell | None:
         """The cell that is gone; others notice its end in an exchange before Ray does."""
