@@ -102,15 +102,6 @@ def test_augment_mirrors_half_and_shifts_uniformly():
     assert 160 < sum(count for (mirrored, *_), count in counts.items() if mirrored) < 240
 
 
-def test_augment_is_decided_by_the_key():
-    images = jax.random.normal(jax.random.key(1), (6, 8, 8, 3))
-    a, again, b = (augment(jax.random.key(k), images, flip=True, shift=2) for k in (1, 1, 2))
-    np.testing.assert_array_equal(a, again)
-    assert float(jnp.abs(a - b).max()) > 0
-    same = augment(jax.random.key(1), images, flip=False, shift=0)
-    np.testing.assert_array_equal(same, images)
-
-
 def test_mix_up():
     """Closed form: the loss of a mixture is the mixture of losses, images and labels alike."""
     images = jnp.arange(4 * 2 * 2 * 3, dtype=jnp.float32).reshape(4, 2, 2, 3)

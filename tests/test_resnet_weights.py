@@ -18,7 +18,7 @@ from networks import numpy_resnet, shapes_of
 
 from decent_jax import export, saved_model, train
 from decent_jax.data.images import generated_images
-from decent_jax.models import decoder_weights, resnet, resnet_weights
+from decent_jax.models import resnet, resnet_weights
 from decent_jax.train import ConfigError
 
 pytestmark = pytest.mark.usefixtures("compile_once")
@@ -153,19 +153,6 @@ def test_the_replicas_of_a_run(run):
     assert isinstance(mean, np.ndarray) and mean.shape == (2, 4)
     with pytest.raises(train.CheckpointError, match=r"there is no checkpoint .*7/params"):
         saved_model.load_replicas(workdir, 7)
-
-
-@pytest.mark.slow
-def test_export_of_a_language_model(tmp_path):
-    data = tiny.write_data(tmp_path / "data")
-    workdir = tiny.run(tiny.config(data, steps=1), tmp_path / "run")
-    (tmp_path / "out").mkdir()
-    path = export.export(workdir, tmp_path / "out" / "model.safetensors")
-    model = saved_model.load(workdir)
-    again = decoder_weights.load_safetensors(path, model.config)
-    jax.tree.map(np.testing.assert_array_equal, again, model.params)
-    beside = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert beside["architectures"] == ["GPT2LMHeadModel"]
 
 
 def test_export_says_what_is_wrong(tmp_path, capsys):

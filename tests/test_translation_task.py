@@ -18,7 +18,6 @@ from tiny import rows
 from decent_jax import export, sample, saved_model, train, translate
 from decent_jax.data import loader
 from decent_jax.data.translation import prepare, subwords
-from decent_jax.data.translation.pair_batches import TokenBatches
 from decent_jax.data.translation.pair_folder import TranslationPairs, pad_block
 from decent_jax.errors import ConfigError, DataError
 from decent_jax.models import transformer
@@ -66,10 +65,10 @@ def make_task(folder, **changes):
 
 
 @pytest.mark.parametrize("average", ["all", "replica"])
-def test_what_a_token_weighs(folder, average):
+def test_what_a_token_weighs_and_how_much_is_padding(folder, average):
     """all: the mean over replicas of their losses is the mean over all real target tokens."""
-    source = make_task(folder, model__loss_average=average).train_source
-    blocks = source.train_blocks(2, TOKENS, 0)
+    task, measured = make_task(folder, model__loss_average=average), []
+    blocks = task.train_source.train_blocks(2, TOKENS, 0)
     for step in range(blocks.steps):
         own = [blocks[2 * step + replica] for replica in range(2)]
         assert all(set(block) == {"source", "target", "share"} for block in own)
@@ -79,6 +78,10 @@ def test_what_a_token_weighs(folder, average):
             real = block["target"][:, 1] > 0
             wanted = 2 / sum(tokens) if average == "all" else 1 / max(count, 1)
             np.testing.assert_allclose(block["share"], wanted * real, rtol=1e-6)
+        stacked = {name: np.stack([block[name] for block in own]) for name in own[0]}
+        measured.append(task.measure(stacked)["data/padding_fraction"])
+    assert np.mean(measured) == pytest.approx(blocks.batches.padding_fraction, abs=0.1)
+    assert all(0 <= share < 1 for share in measured)
 
 
 def test_loss_of_a_known_batch(folder):
@@ -156,20 +159,6 @@ def test_batches_seek_and_do_not_depend_on_who_reads(folder):
         own = next(batches)
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[0], y[1]), own, whole[0])
     assert loader.steps_per_epoch(source, TOKENS, 2, 0) == source.train_blocks(2, TOKENS, 0).steps
-
-
-def test_padding_is_measured(folder):
-    task = make_task(folder)
-    blocks = task.train_source.train_blocks(2, TOKENS, 0)
-    measured = []
-    for step in range(blocks.steps):
-        own = [blocks[2 * step + replica] for replica in range(2)]
-        stacked = {name: np.stack([block[name] for block in own]) for name in own[0]}
-        measured.append(task.measure(stacked)["data/padding_fraction"])
-    plan = blocks.batches
-    assert isinstance(plan, TokenBatches)
-    assert np.mean(measured) == pytest.approx(plan.padding_fraction, abs=0.1)
-    assert all(0 <= share < 1 for share in measured)
 
 
 # --- Scores -------------------------------------------------------------------------------------
