@@ -354,10 +354,10 @@ def _dtfm_case(number: int) -> Network:
     """DT-FM's scenarios (Yuan et al., NeurIPS 2022, section 4.1, as its code has them)."""
     table = _region_table()
     if number == 5:
-        order = ("Oregon", "Virginia", "Ohio", "Tokyo", "Seoul", "London", "Frankfurt", "Ireland")
-        return regions(dict.fromkeys(order, 8))
+        order = "Oregon Virginia Ohio Tokyo Seoul London Frankfurt Ireland"
+        return regions(dict.fromkeys(order.split(), 8))
     if number == 4:
-        counts = dict.fromkeys(("Virginia", "Oregon", "California", "Ohio"), 16)
+        counts = {"Virginia": 16, "Oregon": 16, "California": 16, "Ohio": 16}
         return _region_network(table["case4"], counts, table["inside"])
     if number == 3:
         return _region_network({"Ohio-Virginia": (11, 1.12)}, {"Ohio": 32, "Virginia": 32}, (1, 5))
