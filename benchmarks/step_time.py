@@ -125,7 +125,7 @@ def report(variants: dict[str, Variant], parsed) -> None:
             "bytes_sent": 0.0 if name == "none" else variant.cost.sent_a_step,
         }
         if communicates(name):
-            row |= {"local_size": parsed.local_size, "execution": "plain"}
+            row["local_size"] = parsed.local_size
         if alone:
             row |= {"exposed_s": median - alone, "of_none": median / alone}
             if parsed.mbit:

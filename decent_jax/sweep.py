@@ -332,7 +332,7 @@ def _over_seeds(runs: Sequence[SweptRun], fields: list[str]) -> list[list[str]]:
 
 
 def _entry(summary: dict, key: str) -> float | int | str:
-    value = summary.get(key)
+    value = summary.get(key, "")
     is_number = isinstance(value, float | int) and abs(value) <= LARGEST[float]
     return value if is_number else ""
 

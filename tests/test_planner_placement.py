@@ -39,35 +39,10 @@ def job_of(stages, replicas):
 
 
 def brute_force(network, job):
-    """The least total over every choice of devices, partition, matching and order."""
-    n, size = network.num_devices, job.num_replicas
-    share = job.data_parallel_bytes / size
-    averaging = [[2 * network.transfer_s(i, j, share) for j in range(n)] for i in range(n)]
-    passing = [[network.transfer_s(i, j, job.pipeline_bytes) for j in range(n)] for i in range(n)]
-    groups = list(itertools.combinations(range(n), size))
-    group_s = {g: max(sum(averaging[i][j] for j in g if j != i) for i in g) for g in groups}
-    edge_s = {
-        (a, b): min(
-            max(passing[i][j] for i, j in zip(a, p, strict=True)) for p in itertools.permutations(b)
-        )
-        for a in groups
-        for b in groups
-        if not set(a) & set(b)
-    }
-
-    def paths(path):
-        if len(path) == job.num_stages:
-            yield path
-            return
-        taken = {device for group in path for device in group}
-        for group in groups:
-            if not taken & set(group):
-                yield from paths([*path, group])
-
-    return min(
-        max(group_s[g] for g in path) + 2 * sum(edge_s[e] for e in itertools.pairwise(path))
-        for path in paths([])
-    )
+    """The least total over every choice of devices and of pipelines of them."""
+    shape = job.num_stages, job.num_replicas
+    every = itertools.permutations(range(network.num_devices), job.num_devices)
+    return min(evaluate(network, job, np.reshape(one, shape)).total_s for one in every)
 
 
 @pytest.fixture(scope="module")

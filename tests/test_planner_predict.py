@@ -86,7 +86,6 @@ def test_local_size_needs_consecutive_devices_in_equal_nodes():
 def test_steps_per_averaging(name, n, local_size, m):
     schedule = topology.make(name, n, local_size=local_size)
     assert recommend.steps_per_averaging(schedule) == pytest.approx(m, rel=1e-4)
-    assert recommend.steps_per_averaging(schedule, 4) == pytest.approx(4 * m, rel=1e-4)
 
 
 # Losses after 20, 40, 80 tokens a parameter: all-reduce, 4 and 8 replicas (REFERENCE.md D).
@@ -131,7 +130,7 @@ def test_fast_networks_get_all_reduce_and_slow_ones_gossip():
         "config.num_replicas = 4",
         'config.algorithm = "all_reduce"',
     ]
-    slow = recommend.choices(cluster(4, 4), workload(300e6), executions=("hierarchical", "plain"))
+    slow = recommend.choices(cluster(4, 4), workload(300e6))
     assert slow[0].algorithm.name != "all_reduce"
 
 

@@ -172,7 +172,6 @@ def _recommend(options: argparse.Namespace) -> None:
         schedules=options.schedules,
         mix_every=options.mix_every,
         wires=wires,
-        executions=("hierarchical", "plain"),
         bucket_bytes=options.bucket_bytes,
         tokens_per_parameter=options.tokens_per_parameter,
         largest_slow_down=options.largest_slow_down,

@@ -62,13 +62,8 @@ def build_schedule(
       steps: changes to try at most, for every group size; then, unless the time is up first, a seed
           has one result.
       progress: show a bar that counts seconds.
-
-    Raises:
-      ValueError: ``max_degree`` below 1.
     """
     n = network.num_devices
-    if max_degree < 1:
-        raise ValueError(f"max_degree must be at least 1, got {max_degree}")
     if n == 1:
         return evaluate(network, Schedule.from_matrices([np.ones((1, 1))], NAME), num_bytes)
     rng = np.random.default_rng(seed)

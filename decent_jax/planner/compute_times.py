@@ -24,6 +24,7 @@ from decent_jax.run_folder import read_metrics
 
 # With fewer step times the parameters of a curve say more than a histogram.
 ENOUGH_FOR_EMPIRICAL = 100
+QUANTILES = 20_000
 SHORTEST_S, LONGEST_S = 1e-9, 1e5  # of a step: a cycle of a processor, a day
 
 Shape = int | tuple[int, ...]
@@ -90,19 +91,20 @@ def max_nodes(
     Args:
       slowness: (n,) factors; draw i is multiplied by ``slowness[i]``. Left out: all 1.
 
-    Exact for `Empirical`; else Gauss-Legendre in the probability, whose error is
-    below 1e-6 of the mean for smooth f.
+    Exact for `Empirical`. Else, if all factors are equal, Gauss-Legendre in the probability, whose
+    error is below 1e-6 of the mean for smooth f; otherwise that of as many quantiles.
     """
     factors, counts = np.unique(
         np.ones(n) if slowness is None else np.asarray(slowness, float), return_counts=True
     )
     if isinstance(distribution, Empirical):
-        return _max_of_empirical(np.asarray(distribution.values), factors, counts)
-    probability_below, weights = _nodes()
+        return _max_of_values(np.asarray(distribution.values), factors, counts)
     if len(factors) == 1:
+        probability_below, weights = _nodes()
         log_below = np.log1p(-probability_below) / n
         return factors[0] * distribution.exceeded(-np.expm1(log_below)), weights
-    return _max_by_bisection(distribution, factors, counts, np.log1p(-probability_below)), weights
+    quantiles = distribution.exceeded((np.arange(QUANTILES) + 0.5) / QUANTILES)
+    return _max_of_values(quantiles, factors, counts)
 
 
 def expected_max(distribution: Distribution, n: int, slowness: ArrayLike | None = None) -> float:
@@ -119,7 +121,7 @@ def _nodes() -> tuple[np.ndarray, np.ndarray]:
     return half**4, weight * 4 * half**3
 
 
-def _max_of_empirical(
+def _max_of_values(
     values: np.ndarray, factors: np.ndarray, counts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     values = np.sort(values)
@@ -129,21 +131,6 @@ def _max_of_empirical(
         rank = np.searchsorted(values * factor, support * (1 + 1e-12), side="right")
         below *= (rank / len(values)) ** count
     return support, np.diff(below, prepend=0.0)
-
-
-def _max_by_bisection(
-    distribution: Continuous, factors: np.ndarray, counts: np.ndarray, log_below: np.ndarray
-) -> np.ndarray:
-    """(m,) the values that the maximum stays below with these probabilities (their logarithms)."""
-    low = np.full(len(log_below), 1e-12)
-    high = np.full(len(log_below), factors[-1] * distribution.exceeded(np.array(1e-14)))
-    for _ in range(80):
-        middle = (low + high) / 2
-        cdf = distribution.cdf(middle / factors[:, None])
-        log_cdf = (counts[:, None] * np.log(np.maximum(cdf, 1e-300))).sum(axis=0)
-        below = log_cdf < log_below
-        low, high = np.where(below, middle, low), np.where(below, high, middle)
-    return (low + high) / 2
 
 
 # --- from a trace -------------------------------------------------------------------------------

@@ -269,6 +269,6 @@ def add(parser: argparse.ArgumentParser, command: str) -> None:
     for title, flags in COMMANDS[command].items():
         group = parser.add_argument_group(title) if title else parser
         for name, flag in flags.items():
-            how = flag._asdict() | {"required": name == "network"}
+            how: dict[str, Any] = flag._asdict() | {"required": name == "network"}
             how["help"] += "" if flag.default is None else " (default: %(default)s)"
             group.add_argument(f"--{name}", **how)

@@ -162,11 +162,7 @@ def place_schedule(
     Raises:
       ValueError: the network does not have one device per replica.
     """
-    if network.num_devices != schedule.num_replicas:
-        raise ValueError(
-            f"the schedule is for {schedule.num_replicas} replicas, but the network has "
-            f"{network.num_devices} devices; take as many"
-        )
+    own = evaluate(network, schedule, num_bytes, compute_s=compute_s)
     rng = np.random.default_rng(seed)
     starts = [np.arange(network.num_devices), *_regular_orders(network, num_bytes)]
     between = _between_groups(schedule)
@@ -186,7 +182,6 @@ def place_schedule(
     with clock(time_limit_s, steps, "placing replicas", progress) as parts:
         best = _best_order(starts, cost, rng, parts)
     found = evaluate(network, schedule, num_bytes, best, compute_s=compute_s)
-    own = evaluate(network, schedule, num_bytes, compute_s=compute_s)
     return min(found, own, key=lambda placed: placed.disagreement_s)
 
 

@@ -14,7 +14,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -22,6 +22,7 @@ from scipy.optimize import least_squares
 from decent_jax.json_files import is_real, is_whole, read_text
 from decent_jax.planner import outputs, predict
 from decent_jax.planner.compute_times import LONGEST_S, SHORTEST_S, LogNormal
+from decent_jax.planner.costs import Execution
 from decent_jax.planner.network import Network
 from decent_jax.planner.runtime import WIRE_BYTES, Workload
 from decent_jax.text import shown
@@ -31,7 +32,7 @@ START = {"compute_s": None, "sigma": 0.1, "bandwidth": 1.0}
 LIMITS = {"sigma": (0.001, 1.0), "bandwidth": (0.01, 100.0)}
 NEEDED = {"algorithm", "num_replicas", "step_time_s"}
 OF_GOSSIP = ("mix_every", "combine", "execution")
-EXECUTIONS = ("hierarchical", "plain", "all_reduce")
+EXECUTIONS = get_args(Execution)
 
 Row = dict[str, Any]
 

@@ -323,12 +323,18 @@ def regions(counts: Mapping[str, int], devices_per_node: int = 1) -> Network:
             f"regions are {', '.join(table['regions'])}, each with at least one machine of at "
             f"least one device, got {dict(counts)} and {devices_per_node}"
         )
-    return _region_network(table["world"], counts, devices_per_node)
+    return _region_network(table["world"], counts, table["inside"], devices_per_node)
 
 
-def _region_network(pairs: dict, counts: Mapping[str, int], devices_per_node: int = 1) -> Network:
-    links = {frozenset(pair.split("-")): (ms, gbps) for pair, (ms, gbps) in pairs.items()}
-    links |= {frozenset([region]): _region_table()["inside"] for region in counts}
+def _region_network(
+    pairs: Mapping[str, Sequence[float]],
+    counts: Mapping[str, int],
+    inside: Sequence[float],
+    devices_per_node: int = 1,
+) -> Network:
+    """Machines in regions, from milliseconds and Gbit/s between two regions and inside of one."""
+    links = {frozenset(pair.split("-")): tuple(link) for pair, link in pairs.items()}
+    links |= {frozenset([region]): tuple(inside) for region in counts}
     _check_size(sum(counts.values()) * devices_per_node)
     machines = [region for region, count in counts.items() for _ in range(count)]
     table = np.array([[links[frozenset((a, b))] for b in machines] for a in machines])
@@ -339,43 +345,28 @@ def _region_network(pairs: dict, counts: Mapping[str, int], devices_per_node: in
         np.where(same_node, PCIE.latency_s, latency / 1e3),
         np.where(same_node, PCIE.bytes_per_s, bandwidth * BYTES_PER_GBIT),
         node=node,
-        nic_bytes_per_s=np.full(len(machines), _region_table()["inside"][1] * BYTES_PER_GBIT),
-        names=[
-            f"{region}/{k}"
-            for region, count in counts.items()
-            for k in range(count * devices_per_node)
-        ],
+        nic_bytes_per_s=np.full(len(machines), inside[1] * BYTES_PER_GBIT),
+        names=_numbered([machines[k] for k in node]),
     )
 
 
 def _dtfm_case(number: int) -> Network:
     """DT-FM's scenarios (Yuan et al., NeurIPS 2022, section 4.1, as its code has them)."""
     table = _region_table()
-    if number in (4, 5):
-        pairs, places = (table["case4"], 4) if number == 4 else (table["world"], 8)
-        order = ("Virginia", "Oregon", "California", "Ohio")
-        if number == 5:
-            order = ("Oregon", "Virginia", "Ohio", "Tokyo", "Seoul", "London", "Frankfurt")
-            order += ("Ireland",)
-        return _region_network(pairs, dict.fromkeys(order, 64 // places))
+    if number == 5:
+        order = "Oregon Virginia Ohio Tokyo Seoul London Frankfurt Ireland"
+        return regions(dict.fromkeys(order.split(), 8))
+    if number == 4:
+        counts = {"Virginia": 16, "Oregon": 16, "California": 16, "Ohio": 16}
+        return _region_network(table["case4"], counts, table["inside"])
     if number == 3:
-        place = np.repeat(["Ohio", "Virginia"], 32)
-        (near_ms, near_gbps), (far_ms, far_gbps) = (1, 5), (11, 1.12)
-        node, nic = np.arange(64), np.full(64, near_gbps)
-    else:  # instances of 8; or eight of 4 and 32 of 1. A device has its share of the network card.
-        sizes, far_gbps = ([8] * 8, 3.125) if number == 1 else ([4] * 8 + [1] * 32, 1.25)
-        node = np.repeat(np.arange(len(sizes)), sizes)
-        place = np.char.add("instance", node.astype(str))
-        near_ms = far_ms = 0
-        near_gbps, nic = 100, far_gbps * np.array(sizes)
-    near = place[:, None] == place
-    return from_matrices(
-        np.where(near, near_ms, far_ms) / 1e3,
-        np.where(near, near_gbps, far_gbps) * BYTES_PER_GBIT,
-        node=node,
-        nic_bytes_per_s=nic * BYTES_PER_GBIT,
-        names=_numbered(place.tolist()),
-    )
+        return _region_network({"Ohio-Virginia": (11, 1.12)}, {"Ohio": 32, "Virginia": 32}, (1, 5))
+    # Instances of 8; or eight of 4 and 32 of 1. A device has its share of the network card.
+    sizes, gbps = ([8] * 8, 3.125) if number == 1 else ([4] * 8 + [1] * 32, 1.25)
+    rate = gbps * BYTES_PER_GBIT
+    made = cluster(sizes, Link(0, 100 * BYTES_PER_GBIT), Link(0, rate))
+    names = tuple(name.replace("node", "instance") for name in made.names)
+    return dataclasses.replace(made, nic_bytes_per_s=rate * np.array(sizes), names=names)
 
 
 def _check_size(num_devices: int) -> None:

@@ -45,16 +45,13 @@ def nodes(node: ArrayLike | None, n: int) -> tuple[np.ndarray, int]:
         numbers = np.asarray(node)
     except ValueError:  # rows of different lengths
         numbers = np.zeros(0)
-    if numbers.shape != (n,) or numbers.dtype.kind not in "iu" or not _gapless(numbers.tolist()):
+    whole = numbers.shape == (n,) and numbers.dtype.kind in "iu"
+    if not whole or set(numbers) != set(range(len(set(numbers)))):
         raise ValueError(
             f"node needs the machine's number for each of {n} devices, from 0 without gaps, got "
             f"{shown(node)}"
         )
     return numbers.astype(np.int64), int(numbers.max()) + 1
-
-
-def _gapless(numbers: list[int]) -> bool:
-    return set(numbers) == set(range(len(set(numbers))))
 
 
 def different_names(names: object, n: int) -> tuple[str, ...]:

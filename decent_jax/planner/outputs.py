@@ -4,6 +4,7 @@
 """
 
 import argparse
+import functools
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -12,46 +13,33 @@ from pathlib import Path
 PICTURES = (".png", ".pdf", ".svg")
 
 
-def file(text: str) -> Path:
-    """A file that can be written, in a folder that exists."""
+def file(text: str, endings: Sequence[str] = ()) -> Path:
+    """A file that can be written, in a folder that exists; its name has one of the endings."""
     path = Path(text)
+    if endings and path.suffix.lower() not in endings:
+        raise argparse.ArgumentTypeError(f"{text!r} must end in {' or '.join(endings)}")
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is a folder; name a file")
-    _check_folder(text, path.parent)
+    folder = str(path.parent)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"cannot write {text!r}: there is no folder {folder!r}; make it first"
+        )
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"cannot write {text!r}: the folder {folder!r} takes no files ({error.strerror}); "
+            "name another"
+        ) from None
     if path.exists() and not os.access(path, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r} may not be overwritten; name another file")
     return path
 
 
-def json_file(text: str) -> Path:
-    """The same, and its name ends in .json."""
-    return _ending(text, (".json",))
-
-
-def picture(text: str) -> Path:
-    """The same, and its name ends in one of `PICTURES`."""
-    return _ending(text, PICTURES)
-
-
-def _ending(text: str, endings: tuple[str, ...]) -> Path:
-    if Path(text).suffix.lower() not in endings:
-        raise argparse.ArgumentTypeError(f"{text!r} must end in {' or '.join(endings)}")
-    return file(text)
-
-
-def _check_folder(text: str, parent: Path) -> None:
-    if not parent.is_dir():
-        raise argparse.ArgumentTypeError(
-            f"cannot write {text!r}: there is no folder {str(parent)!r}; make it first"
-        )
-    try:
-        with tempfile.TemporaryFile(dir=parent):
-            pass
-    except OSError as error:
-        raise argparse.ArgumentTypeError(
-            f"cannot write {text!r}: the folder {str(parent)!r} takes no files "
-            f"({error.strerror}); name another"
-        ) from None
+json_file = functools.partial(file, endings=(".json",))
+picture = functools.partial(file, endings=PICTURES)
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -9,6 +9,7 @@ computed, and a link carries one message after the other in each direction.
 2.48
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -148,8 +149,8 @@ class StepTime:
         self._network, self._job, self._schedule = network, job, schedule
         self._lists = [order(name, job.num_stages, micro_batches, s) for s in range(job.num_stages)]
         self._message_bytes = job.pipeline_bytes / micro_batches
-        self._pipelines: dict[tuple, list[float]] = {}
-        self._groups: dict[tuple, tuple[float, float]] = {}
+        self._cached_finished_s = functools.cache(self._finished_s)
+        self._cached_averaging_s = functools.cache(self._averaging_s)
 
     def __call__(self, stages: np.ndarray, forward_s: np.ndarray) -> Steps:
         """What a step takes in which backward takes twice as long as forward.
@@ -158,11 +159,10 @@ class StepTime:
           stages: (S, D) devices.
           forward_s: (S, D) of a micro-batch.
         """
-        finished = [
-            self._finished_s(tuple(column), tuple(forward))
-            for column, forward in zip(stages.T.tolist(), forward_s.T.tolist(), strict=True)
-        ]
-        reduced, gossiped = zip(*map(self._averaging_s, map(tuple, stages.tolist())), strict=True)
+        columns = zip(stages.T.tolist(), forward_s.T.tolist(), strict=True)
+        finished = [self._cached_finished_s(*map(tuple, column)) for column in columns]
+        averaging = [self._cached_averaging_s(tuple(group)) for group in stages.tolist()]
+        reduced, gossiped = zip(*averaging, strict=True)
         return Steps(
             max(map(max, finished)),
             step_s(finished, reduced, hidden=False),
@@ -170,19 +170,13 @@ class StepTime:
         )
 
     def _finished_s(self, devices: tuple[int, ...], forward_s: tuple[float, ...]) -> list[float]:
-        key = devices, forward_s
-        if key not in self._pipelines:
-            links = links_of(self._network, devices, self._message_bytes)
-            backward = [2 * s for s in forward_s]
-            self._pipelines[key] = finished_s(self._lists, forward_s, backward, links)
-        return self._pipelines[key]
+        links = links_of(self._network, devices, self._message_bytes)
+        return finished_s(self._lists, forward_s, [2 * s for s in forward_s], links)
 
     def _averaging_s(self, group: tuple[int, ...]) -> tuple[float, float]:
-        if group not in self._groups:
-            network, job, row = self._network, self._job, np.array(group)
-            gossiped = gossip_s(network, job, row, self._schedule)
-            self._groups[group] = all_reduce_s(network, job, row), gossiped
-        return self._groups[group]
+        network, job, row = self._network, self._job, np.array(group)
+        gossiped = gossip_s(network, job, row, self._schedule)
+        return all_reduce_s(network, job, row), gossiped
 
 
 def exchanged(

@@ -195,8 +195,7 @@ def draw_predictions(rows: Sequence[predict.Prediction]) -> Figure:
 
 def draw_placement(network: Network, placement: Placement) -> Figure:
     """The network's bandwidths with a placement's links on them, and where each stage is."""
-    figure, left, right = _two_panels()
-    _heat_map(figure, left, network)
+    figure, left, right = _two_panels(network)
     stages = placement.stages
     together = [pair for group in stages for pair in itertools.combinations(group, 2)]
     onwards = [
@@ -225,8 +224,7 @@ def draw_placement(network: Network, placement: Placement) -> Figure:
 
 def draw_gossip(network: Network, placed: PlacedSchedule) -> Figure:
     """The network's bandwidths with the transfers of a schedule on them, and what rounds take."""
-    figure, left, right = _two_panels()
-    _heat_map(figure, left, network)
+    figure, left, right = _two_panels(network)
     order, schedule = placed.order, placed.schedule
     slowest_first = np.argsort(placed.round_s)[::-1].tolist()
     colours = {r: COLOURS[k % len(COLOURS)] for k, r in enumerate(slowest_first)}
@@ -252,19 +250,15 @@ def draw_gossip(network: Network, placed: PlacedSchedule) -> Figure:
     return figure
 
 
-def _two_panels() -> tuple[Figure, Axes, Axes]:
-    figure = style.new_figure(12.5, 5.8, wspace=0.06)
-    left, right = figure.subplots(1, 2, width_ratios=(1.1, 1))
-    return figure, left, right
-
-
 def _places(network: Network) -> list[str]:
     """The part of the devices' names before the slash: a region, or a machine."""
     return [name.rsplit("/", 1)[0] for name in network.names]
 
 
-def _heat_map(figure: Figure, axes: Axes, network: Network) -> None:
-    """Bandwidths between devices; white lines and labels mark the places."""
+def _two_panels(network: Network) -> tuple[Figure, Axes, Axes]:
+    """Left the bandwidths between devices; white lines and labels mark the places."""
+    figure = style.new_figure(12.5, 5.8, wspace=0.06)
+    axes, right = figure.subplots(1, 2, width_ratios=(1.1, 1))
     gbit = network.bandwidth_bytes_per_s / BYTES_PER_GBIT
     off_diagonal = np.where(np.eye(network.num_devices, dtype=bool), np.nan, gbit)
     image = axes.imshow(off_diagonal, cmap="Greys_r", norm=LogNorm(), interpolation="nearest")
@@ -280,6 +274,7 @@ def _heat_map(figure: Figure, axes: Axes, network: Network) -> None:
         axes.set_yticks(middles, [run[0][1] for run in runs], size=8)
         axes.set_xticks(middles, [run[0][1] for run in runs], size=8, rotation=90)
     axes.tick_params(length=0, colors=INK)
+    return figure, axes, right
 
 
 def _mark(axes: Axes, pairs: Sequence[ArrayLike], colour: str, above: bool | None = None) -> None:

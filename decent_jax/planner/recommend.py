@@ -45,7 +45,6 @@ import numpy as np
 
 from decent_jax import topology
 from decent_jax.planner import outputs, predict
-from decent_jax.planner.costs import Execution
 from decent_jax.planner.network import Network
 from decent_jax.planner.runtime import Algorithm, AllReduce, Gossip, Workload
 from decent_jax.topology import Schedule
@@ -70,12 +69,12 @@ class Choice:
         return self.prediction.step_s * self.slow_down
 
 
-def steps_per_averaging(schedule: Schedule, mix_every: int = 1) -> float:
+def steps_per_averaging(schedule: Schedule) -> float:
     """Steps m after which the replicas are one averaging nearer to each other.
 
     The least ``w / (1 - q)`` over windows of w rounds, q the largest factor by which w consecutive
-    rounds leave the squared consensus distance; times ``mix_every``. 1 for complete, log2 n for
-    one_peer_exp, ``1 / (1 - rho^2)`` for a static matrix.
+    rounds leave the squared consensus distance. 1 for complete, log2 n for one_peer_exp,
+    ``1 / (1 - rho^2)`` for a static matrix.
     """
     if schedule.num_replicas == 1:
         return 1.0
@@ -85,7 +84,7 @@ def steps_per_averaging(schedule: Schedule, mix_every: int = 1) -> float:
         left = max(_left_after(schedule, first, window) for first in range(period))
         if left < 1 - 1e-12:
             best = min(best, window / (1 - left))
-    return mix_every * best
+    return best
 
 
 def _left_after(schedule: Schedule, first: int, window: int) -> float:
@@ -113,7 +112,6 @@ def choices(
     schedules: Sequence[str] | None = None,
     mix_every: Iterable[int] = (1, 2, 4, 8),
     wires: Sequence[str] = ("float32",),
-    executions: Sequence[Execution] = ("hierarchical",),
     bucket_bytes: float | None = None,
     tokens_per_parameter: float = TOKENS_PER_PARAMETER,
     largest_slow_down: float = 1.5,
@@ -134,17 +132,14 @@ def choices(
             continue
         schedule = topology.make(name, n, local_size=local_size)
         once = steps_per_averaging(schedule)
-        grouped = any(rnd.group_size > 1 and rnd.sends for rnd in schedule.rounds)
         for every in mix_every:
             slower = slow_down(n, every * once, tokens_per_parameter)
             if slower > largest_slow_down:
                 continue
             for wire in wires if any(rnd.sends for rnd in schedule.rounds) else ("float32",):
-                for execution in executions if grouped else ("hierarchical",):
-                    algorithm = Gossip(schedule, every, wire=wire, execution=execution)
-                    label = _label(algorithm)
-                    prediction = predict.predict(network, workload, algorithm, label)
-                    found.append(Choice(algorithm, prediction, slower, local_size))
+                algorithm = Gossip(schedule, every, wire=wire)
+                prediction = predict.predict(network, workload, algorithm, _label(algorithm))
+                found.append(Choice(algorithm, prediction, slower, local_size))
     return sorted(found, key=lambda choice: (choice.cost_s, choice.slow_down))
 
 
@@ -154,8 +149,6 @@ def _label(algorithm: Gossip) -> str:
         parts.append(f"every {algorithm.mix_every} steps")
     if algorithm.wire != "float32":
         parts.append(algorithm.wire)
-    if algorithm.execution == "plain":
-        parts.append("whole models across nodes")
     return ", ".join(parts)
 
 
@@ -182,14 +175,6 @@ def explain(found: Sequence[Choice]) -> str:
             f"{_step(rival)} It would win only if gossip needed more than "
             f"{rival.prediction.step_s / best.prediction.step_s:.2f} times its steps."
         )
-        plain = dataclasses.replace(best.algorithm, execution="plain")
-        for choice in others:
-            if choice.algorithm == plain:
-                sentences.append(
-                    "Between nodes a replica sends only its shard (reduce-scatter in the node, "
-                    "permute, all-gather); with whole models it would be "
-                    f"{_ms(choice.prediction.step_s)} per step."
-                )
         if others:
             second = others[0]
             sentences.append(
