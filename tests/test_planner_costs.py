@@ -246,4 +246,3 @@ def test_stages_wait_for_senders_and_receivers():
     np.testing.assert_array_equal(group.end_s(start), [2, 6, 2, 6])
     both = np.stack([start, start + 10])
     np.testing.assert_array_equal(group.end_s(both), [[2, 6, 2, 6], [12, 16, 12, 16]])
-    np.testing.assert_array_equal(costs.Stage(ones).end_s(start), start + 1)

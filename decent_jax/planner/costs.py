@@ -29,7 +29,7 @@ from decent_jax.topology import Round, Schedule
 # How to carry out a round that averages in groups and then exchanges between them.
 Execution = Literal["hierarchical", "plain", "all_reduce"]
 AllReduce = Literal["auto", "ring", "tree", "hierarchical"]
-Groups = Sequence[np.ndarray]  # the devices of each group, (g,)
+Groups = Sequence[np.ndarray]  # of all devices: those of each group, (g,)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,9 +37,8 @@ class Stage:
     """One collective over n replicas.
 
     duration_s: (n,) float64; from the moment all its partners have begun until a replica is done.
-    label: (n,) int or None; replicas of one label wait for each other.
-    sources: (n,) int or None; replica i receives from ``sources[i]`` (-1: none); both wait for
-        each other.
+    label: (n,) int; replicas of one label wait for each other. Or, instead:
+    sources: (n,) int; replica i receives from ``sources[i]`` (-1: none); both wait for each other.
     """
 
     duration_s: np.ndarray
@@ -48,11 +47,10 @@ class Stage:
 
     def end_s(self, start_s: np.ndarray) -> np.ndarray:
         """When each replica is done, (..., n), if each begins at ``start_s``, (..., n)."""
-        begun = start_s
         if self.label is not None:
             order, first = self._groups
             begun = np.maximum.reduceat(start_s[..., order], first, axis=-1)[..., self.label]
-        elif self.sources is not None:
+        else:
             receivers, senders = self._pairs
             begun = start_s.copy()
             begun[..., receivers] = np.maximum(begun[..., receivers], start_s[..., senders])
@@ -382,10 +380,8 @@ def total_s(stages: Sequence[Stage]) -> float:
 
 
 def _labels(groups: Groups, n: int) -> np.ndarray:
-    """(n,) the group of each replica; those in no group are one each."""
-    label = np.full(n, -1)
+    """(n,) the group of each replica."""
+    label = np.zeros(n, np.int64)
     for k, group in enumerate(groups):
         label[group] = k
-    alone = np.flatnonzero(label < 0)
-    label[alone] = len(groups) + np.arange(len(alone))
     return label
