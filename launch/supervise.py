@@ -44,9 +44,7 @@ from decent_jax.train import flags
 
 MOST_PROCESSES = 1024  # on one machine
 FALLBACK = "one_peer_exp"  # a schedule for any number of replicas
-STOP_S = (
-    600.0  # for processes that were asked to stop: until the next row, and to save a checkpoint
-)
+STOP_S = 600.0  # for processes to stop once asked: until the next row, and to save a checkpoint
 _ENDS = (1, 2, 130, 143)  # exit codes of train.py after which another start changes nothing
 # Exit codes of a process that lost another: after its sentence, or by jax's abort; 1: processes
 # could not write a checkpoint together.

@@ -129,7 +129,8 @@ def test_waiting_until_all_have_ended(programs, codes, code):
     ],
 )
 def test_an_interruption_is_passed_on_and_ends_the_run(number, answer, code, tmp_path, monkeypatch):
-    monkeypatch.setattr(supervise, "STOP_S", 0.5 if code is None else 60.0)
+    patience = 0.5 if code is None else 60.0
+    monkeypatch.setitem(supervise._wait.__globals__, "STOP_S", patience)
     ready = tmp_path / "ready"
     program = f"import pathlib, signal, time; signal.signal(15, lambda *_: {answer}); "
     program += f"pathlib.Path({str(ready)!r}).touch(); time.sleep(600)"
