@@ -91,9 +91,7 @@ def test_it_is_the_simulated_recursion():
     for i in range(5):
         own = [noise[t, (a, b).index(i)] for t, (a, b, *_) in enumerate(sequence) if i in (a, b)]
         turn[i] = iter(own)
-    wanted = simulate.swarm(
-        x0, sequence, lambda i, x, k, rng: next(turn[i]), 1.0, averaging="both", blocking=False
-    )
+    wanted = simulate.swarm(x0, sequence, lambda i, x, k, rng: next(turn[i]), 1.0, blocking=False)
     x, came_about = replayed("float32", sequence, x0, noise)
     assert came_about == 300
     np.testing.assert_allclose(x, wanted.models, rtol=0, atol=1e-12)
