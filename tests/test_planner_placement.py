@@ -69,6 +69,12 @@ def test_published_layouts_cost_what_is_published(published):
             assert 2 * partition.costs.pipeline_s == pytest.approx(layout["two_pp"], rel=1e-9)
 
 
+def test_devices_of_a_region_are_of_one_kind_and_noise_tells_them_apart():
+    numbers = [len(set(Problem(case(k), DTFM_JOB).kind.tolist())) for k in range(1, 6)]
+    assert numbers == [8, 9, 2, 4, 8]  # in case 2 eight instances, and all single devices
+    assert len(set(Problem(random_network(12, 0), job_of(3, 4)).kind.tolist())) == 12
+
+
 def test_published_small_optima_are_found(published):
     for instance in published["small_exact_instances"]:
         network = networks.from_matrices(

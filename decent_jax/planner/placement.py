@@ -29,6 +29,8 @@ from decent_jax.planner.network import Network
 
 MOST_STAGES = 16  # Held-Karp takes 2^stages x stages^2 steps: 0.2 s for 16
 
+MOST_REMEMBERED = 200_000  # matchings, some 100 MB
+
 
 @dataclasses.dataclass(frozen=True)
 class Job:
@@ -186,12 +188,15 @@ class Problem:
     devices: (m,) the network's usable devices; everything below counts in these.
     averaging_s: (m, m) what two devices in one group cost each other, 0 on the diagonal.
     passing_s: (m, m) what two devices matched between neighbouring groups cost.
+    kind: (m,) int; devices of one kind can be exchanged without any cost changing.
     """
 
     def __init__(self, network: Network, job: Job, memory_bytes: ArrayLike | None = None) -> None:
         self.network, self.job = network, job
         self.devices = usable_devices(network, job, memory_bytes)
         self.averaging_s, self.passing_s = pair_costs_s(network.take(self.devices), job)
+        self.kind = _kinds(self.averaging_s, self.passing_s)
+        self._matchings: dict[tuple, float] = {}
 
     def group_s(self, group: np.ndarray) -> float:
         """The data-parallel cost of one group (d,)."""
@@ -199,7 +204,13 @@ class Problem:
 
     def edge_s(self, group: np.ndarray, other: np.ndarray) -> float:
         """The pipeline cost between two groups."""
-        return bottleneck_matching(self.passing_s[np.ix_(group, other)])[1]
+        key = (tuple(sorted(self.kind[group].tolist())), tuple(sorted(self.kind[other].tolist())))
+        key = (min(key), max(key))
+        if len(self._matchings) > MOST_REMEMBERED:
+            self._matchings.clear()
+        if key not in self._matchings:
+            self._matchings[key] = bottleneck_matching(self.passing_s[np.ix_(group, other)])[1]
+        return self._matchings[key]
 
     def lower_bound(self) -> Costs:
         """Costs that no placement can be below.
@@ -219,6 +230,23 @@ class Problem:
         nearest = np.sort((self.passing_s + np.diag(np.full(m, np.inf))).min(axis=1))
         edges = nearest[2 * job.num_replicas - 1 : job.num_devices : job.num_replicas]
         return Costs(float(data_parallel), float(edges.sum()))
+
+
+def _kinds(averaging: np.ndarray, passing: np.ndarray) -> np.ndarray:
+    """Numbers of classes of devices that can stand for each other.
+
+    Two devices are of one kind if they cost the same to every third device; for symmetric costs
+    this is an equivalence.
+    """
+    kind = np.full(len(averaging), -1)
+    for i in range(len(kind)):
+        if kind[i] >= 0:
+            continue
+        differs = (averaging != averaging[i]) | (passing != passing[i])
+        differs[:, i] = False
+        np.fill_diagonal(differs, False)
+        kind[(~differs.any(axis=1)) & (kind < 0)] = i
+    return kind
 
 
 class Partition:

@@ -6,7 +6,7 @@ begin with, and keeps the best that it meets. A `clock` says how much of the sea
 `place` orders devices into the slots of a `placement.Partition`, which has the exact cost. For a
 quarter of the search it begins anew (`construct`): pipelines of devices that are near each other.
 On networks of regions or machines these are hard to beat; the rest of the search exchanges devices
-in the best of them, as long as that makes nothing worse.
+in the best of them.
 """
 
 import contextlib
@@ -53,19 +53,14 @@ def anneal(
     cost: Callable[[np.ndarray], float],
     rng: np.random.Generator,
     parts: Iterable[float],
-    heat: float = 0.02,
 ) -> np.ndarray:
-    """The order of least cost that the search meets, beginning at the best of some orders.
-
-    Args:
-      heat: how much worse an exchange may be at first, relative to the best cost; with 0 none is.
-    """
+    """The order of least cost that the search meets, beginning at the best of some orders."""
     best = current = min(starts, key=cost)
     best_cost = current_cost = cost(best)
     for part in parts if len(best) > 1 else ():
         proposal = _exchanged(current, rng)
         proposal_cost = cost(proposal)
-        temperature = heat * best_cost * (1 - part) ** 2
+        temperature = 0.02 * best_cost * (1 - part) ** 2
         if proposal_cost <= current_cost + temperature * rng.exponential():
             current, current_cost = proposal, proposal_cost
             if proposal_cost < best_cost:
@@ -163,7 +158,7 @@ def place(
 
     with clock(time_limit_s, steps, "placing", progress) as parts:
         unproved = itertools.takewhile(lambda _: not _proves(lower_bound, best.costs), parts)
-        anneal([min(starts(unproved), key=cost)], cost, rng, unproved, heat=0.0)
+        anneal([min(starts(unproved), key=cost)], cost, rng, unproved)
     seconds = time.perf_counter() - start
     return Placement(best.stages(), best.costs, lower_bound, count, seconds, tuple(history))
 
