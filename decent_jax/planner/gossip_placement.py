@@ -30,7 +30,7 @@ from numpy.typing import ArrayLike
 
 from decent_jax.planner import costs
 from decent_jax.planner.network import Network
-from decent_jax.planner.search import anneal, clock, take_near
+from decent_jax.planner.search import anneal, clock
 from decent_jax.topology import Schedule
 from decent_jax.topology.rounds import assembled
 
@@ -342,10 +342,18 @@ def near_clusters(seconds: np.ndarray, size: int, first: int) -> list[list[int]]
     A cluster grows by the free device nearest to its members; the next one begins with the free
     device farthest from the last.
     """
-    free, mutual = list(range(len(seconds))), seconds + seconds.T
+    free = list(range(len(seconds)))
+    mutual = seconds + seconds.T
     clusters = []
     while free:
-        cluster, to_cluster = take_near(free, free.index(first), mutual, size)
+        cluster = [first]
+        free.remove(first)
+        to_cluster = mutual[first].copy()
+        while len(cluster) < size:
+            nearest = min(free, key=to_cluster.__getitem__)
+            cluster.append(nearest)
+            free.remove(nearest)
+            to_cluster += mutual[nearest]
         clusters.append(cluster)
         first = max(free, key=to_cluster.__getitem__, default=-1)
     return clusters

@@ -170,39 +170,43 @@ def _proves(lower_bound: Costs, costs: Costs) -> bool:
 def construct(problem: Problem, rng: np.random.Generator) -> np.ndarray:
     """A new partition, from random segments of the path.
 
-    A segment of h stages is made of the tightest pipelines: each begins at the device whose h - 1
-    nearest free ones are nearest. With one segment pipelines stay inside a region and groups span
-    regions; with a segment per stage groups are of any devices.
+    A segment of h stages is made of pipelines of h devices near each other: either the tightest
+    pipelines of all, or pipelines out of a cluster of devices that are near each other. With one
+    segment pipelines stay inside a region and groups span regions; with a segment per stage groups
+    stay inside a region.
     """
     job = problem.job
     free = list(rng.permutation(len(problem.devices)))
-    groups, stages = [], job.num_stages
+    groups = []
+    stages = job.num_stages
+    tightest = rng.random() < 0.5
     while stages:
         length = int(rng.integers(1, stages + 1))
         stages -= length
+        source = free
+        if not tightest:
+            source = _take_near(free, 0, problem.averaging_s, length * job.num_replicas)
         pipelines = []
         for _ in range(job.num_replicas):
-            mutual = problem.passing_s[np.ix_(free, free)]
-            # A device's cost to itself is 0, the least of its row.
-            tightness = np.partition(mutual, length - 1, axis=1)[:, :length].sum(axis=1)
-            first = int(tightness.argmin())
-            pipelines.append(take_near(free, first, problem.passing_s, length)[0])
+            first = _tightest(source, problem.passing_s, length) if tightest else 0
+            pipelines.append(_take_near(source, first, problem.passing_s, length))
         groups += np.array(pipelines).T.tolist()
     return np.concatenate([*groups, free]).astype(np.int64)
 
 
-def take_near(
-    free: list[int], first: int, costs: np.ndarray, size: int
-) -> tuple[list[int], np.ndarray]:
-    """Move ``free[first]`` and size - 1 others, each the nearest to those so far, out of ``free``.
+def _tightest(free: list, costs: np.ndarray, size: int) -> int:
+    """Where in ``free`` is the device whose size - 1 nearest others in it are nearest."""
+    mutual = costs[np.ix_(free, free)]
+    # A device's cost to itself is 0, the least of its row.
+    return int(np.partition(mutual, size - 1, axis=1)[:, :size].sum(axis=1).argmin())
 
-    Returns:
-      These devices, and the cost of every device to all of them.
-    """
+
+def _take_near(free: list, first: int, costs: np.ndarray, size: int) -> list:
+    """Move a free device and size - 1 others, each the nearest to those so far, out of ``free``."""
     taken = [free.pop(first)]
     sums = costs[taken[0]].copy()
     while len(taken) < size:
         nearest = min(range(len(free)), key=lambda k: sums[free[k]])
         taken.append(free.pop(nearest))
         sums += costs[taken[-1]]
-    return taken, sums
+    return taken
