@@ -67,7 +67,7 @@ def layouts(case: str, wire: str) -> dict[str, np.ndarray]:
         steps = times(stages, forward)
         return steps.gossip_s if wire == "int8" else steps.all_reduce_s
 
-    cheapest = search.place(net, job, time_limit_s=60, steps=4000).stages
+    cheapest = search.place(net, job, time_limit_s=60, generations=100).stages
     plan = exchanged(cheapest, listed.tolist(), seconds_of, time_limit_s=60, steps=5000)
     return (
         {"plan": plan}

@@ -93,6 +93,6 @@ def test_scaling_prints_a_table_and_draws(capsys, tmp_path, monkeypatch):
 
 def test_the_convergence_of_searches_is_drawn(tmp_path):
     network, job = placement.stage_problems()["case 1"]
-    found = placement.place(network, job, steps=40, time_limit_s=60)
+    found = placement.place(network, job, generations=2, time_limit_s=60)
     figure = placement.draw_convergence({"mine": [found, found]}, {"mine": 30.0})
     assert placement.plot_style.save(figure, tmp_path / "c.png").stat().st_size > 10_000

@@ -22,6 +22,7 @@ from scipy.optimize import linear_sum_assignment
 
 from decent_jax.planner.gossip_placement import (
     PlacedSchedule,
+    clock,
     evaluate,
     group_link_s,
     grouped_order,
@@ -29,7 +30,6 @@ from decent_jax.planner.gossip_placement import (
     time_average,
 )
 from decent_jax.planner.network import Network
-from decent_jax.planner.search import clock
 from decent_jax.topology import Schedule
 from decent_jax.topology.rounds import grouped, kron
 

@@ -20,17 +20,19 @@ it gives them credit for that. A round that takes little time may do little, and
 same for static and varying schedules. The order of the replicas matters only through time.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
+from tqdm import tqdm
 
 from decent_jax.planner import costs
 from decent_jax.planner.network import Network
-from decent_jax.planner.search import anneal, clock
 from decent_jax.topology import Schedule
 from decent_jax.topology.rounds import assembled
 
@@ -198,6 +200,48 @@ def _best_order(
     return orders[cost.period_s(orders).argmin()]
 
 
+def anneal(
+    starts: Sequence[np.ndarray],
+    cost: Callable[[np.ndarray], float],
+    rng: np.random.Generator,
+    parts: Iterable[float],
+) -> np.ndarray:
+    """The order of least cost that the search meets, beginning at the best of some orders."""
+    best = current = min(starts, key=cost)
+    best_cost = current_cost = cost(best)
+    for part in parts if len(best) > 1 else ():
+        proposal = _exchanged(current, rng)
+        proposal_cost = cost(proposal)
+        temperature = 0.02 * best_cost * (1 - part) ** 2
+        if proposal_cost <= current_cost + temperature * rng.exponential():
+            current, current_cost = proposal, proposal_cost
+            if proposal_cost < best_cost:
+                best, best_cost = proposal, proposal_cost
+    return best
+
+
+@contextlib.contextmanager
+def clock(
+    time_limit_s: float, steps: int | None, what: str, progress: bool
+) -> Iterator[Iterator[float]]:
+    """Yields an iterator that counts from 0 to 1: the part of a search that is over."""
+    start = time.perf_counter()
+
+    def parts(bar: tqdm) -> Iterator[float]:
+        for step in itertools.count():
+            elapsed_s = time.perf_counter() - start
+            if elapsed_s >= time_limit_s or step == steps:
+                return
+            if progress and step % 64 == 0:
+                bar.n = elapsed_s
+                bar.refresh()
+            yield step / steps if steps else elapsed_s / time_limit_s
+
+    form = "{desc} |{bar}| {n:.1f}/{total:.0f} s"
+    with tqdm(total=time_limit_s, disable=not progress, desc=what, bar_format=form) as bar:
+        yield parts(bar)
+
+
 def _period_cost(
     network: Network, schedule: Schedule, num_bytes: float, compute_s: float
 ) -> Callable[[np.ndarray], float]:
@@ -259,6 +303,19 @@ class _Permutes:
     def _rounds_s(self, seconds: np.ndarray) -> np.ndarray:
         slowest = np.maximum.reduceat(seconds, self.first, axis=1)
         return np.maximum(np.add.reduceat(slowest, self.first_of_round, axis=1), self.compute_s)
+
+
+def _exchanged(order: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Two replicas, or two rows of them with equal spacing, change places."""
+    n = len(order)
+    order = order.copy()
+    length = 2 ** int(rng.integers(0, max(1, int(math.log2(n))))) if rng.random() < 0.5 else 1
+    stride = 2 ** int(rng.integers(0, max(1, int(math.log2(n / length)))))
+    row = stride * np.arange(length)
+    first, second = ((start + row) % n for start in rng.integers(0, n, 2))
+    if len(np.intersect1d(first, second)) == 0:
+        order[first], order[second] = order[second], order[first].copy()
+    return order
 
 
 def _regular_orders(network: Network, num_bytes: float) -> list[np.ndarray]:

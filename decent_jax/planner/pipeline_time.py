@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from decent_jax.planner import placement
+from decent_jax.planner.gossip_placement import anneal, clock
 from decent_jax.planner.network import Network
 from decent_jax.planner.placement import Job
-from decent_jax.planner.search import anneal, clock
 from decent_jax.topology import Round, Schedule
 from decent_jax.topology.orders import order
 

@@ -16,9 +16,9 @@ exactly, so `Partition` has the cost of the best pipelines for its groups, and `
 pipelines; `evaluate` gives the cost of any pipelines.
 """
 
+import copy
 import dataclasses
 import functools
-import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -250,22 +250,47 @@ def _kinds(averaging: np.ndarray, passing: np.ndarray) -> np.ndarray:
 
 
 class Partition:
-    """Devices in groups, with the exact cost of the best pipelines.
+    """Devices in groups, with the exact cost of the best pipelines; `swap` updates it in place.
 
-    ``slots`` are (m,) of the problem's devices: num_replicas per group, those left out at the end.
-
-    groups: (num_stages, num_replicas) the devices of every group.
+    slots: (m,) the problem's devices; num_replicas per group, the devices left out at the end.
+    group_s: (num_stages,) data-parallel cost of every group.
+    edge_s: (num_stages, num_stages) pipeline cost between every two groups.
     order: (num_stages,) the groups along the shortest path.
     """
 
     def __init__(self, problem: Problem, slots: np.ndarray) -> None:
-        job, self.problem = problem.job, problem
-        self.groups = slots[: job.num_devices].reshape(job.num_stages, job.num_replicas)
-        edge_s = np.zeros((job.num_stages, job.num_stages))
-        for a, b in itertools.combinations(range(job.num_stages), 2):
-            edge_s[a, b] = edge_s[b, a] = problem.edge_s(self.groups[a], self.groups[b])
-        self.order, path_s = shortest_open_path(edge_s)
-        self.costs = Costs(max(map(problem.group_s, self.groups)), path_s)
+        self.problem, self.slots = problem, np.array(slots)
+        stages = problem.job.num_stages
+        self.group_s = np.array([problem.group_s(group) for group in self.groups])
+        self.edge_s = np.zeros((stages, stages))
+        for a in range(stages):
+            self._update_edges(a)
+        self._update_order()
+
+    def copy(self) -> "Partition":
+        other = copy.copy(self)
+        other.slots, other.group_s = self.slots.copy(), self.group_s.copy()
+        other.edge_s = self.edge_s.copy()
+        return other
+
+    @property
+    def groups(self) -> np.ndarray:
+        """(num_stages, num_replicas) the devices of every group; a view."""
+        job = self.problem.job
+        return self.slots[: job.num_devices].reshape(job.num_stages, job.num_replicas)
+
+    @property
+    def costs(self) -> Costs:
+        return Costs(float(self.group_s.max()), self.path_s)
+
+    def swap(self, first: int, second: int) -> None:
+        """Exchange the devices in two slots; only what the two groups touch is computed again."""
+        self.slots[[first, second]] = self.slots[[second, first]]
+        groups = self.groups
+        for a in {slot // groups.shape[1] for slot in (first, second) if slot < groups.size}:
+            self.group_s[a] = self.problem.group_s(groups[a])
+            self._update_edges(a)
+        self._update_order()
 
     def stages(self) -> np.ndarray:
         """(num_stages, num_replicas) devices of the network: pipeline r is column r, top down."""
@@ -275,3 +300,13 @@ class Partition:
             columns, _ = bottleneck_matching(self.problem.passing_s[np.ix_(rows[-1], group)])
             rows.append(group[columns])
         return self.problem.devices[np.array(rows)]
+
+    def _update_edges(self, a: int) -> None:
+        groups = self.groups
+        for b in range(len(groups)):
+            if b != a:
+                edge = self.problem.edge_s(groups[a], groups[b])
+                self.edge_s[a, b] = self.edge_s[b, a] = edge
+
+    def _update_order(self) -> None:
+        self.order, self.path_s = shortest_open_path(self.edge_s)

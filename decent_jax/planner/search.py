@@ -1,20 +1,22 @@
-"""Searches for an order of devices: simulated annealing, and DT-FM's placement by it.
+"""The search for the best placement: hybrid genetic, with Kernighan-Lin style local search.
 
-`anneal` (Kirkpatrick et al. 1983) exchanges devices, or rows of them, in the best of some orders to
-begin with, and keeps the best that it meets. A `clock` says how much of the search is over.
+A candidate is a balanced partition; `placement` gives its cost exactly. A generation makes one,
+constructed anew (`construct`), out of the groups of two parents (`combine`) or by a few random
+exchanges (`perturb`), improves it by a local search, and lets it replace the worst of the
+population. As in Kernighan and Lin (1970) a pass of the local search makes the best exchange of two
+devices even if it is a loss, locks both, and at the end keeps the best state it has seen.
 
-`place` orders devices into the slots of a `placement.Partition`, which has the exact cost. For a
-quarter of the search it begins anew (`construct`): pipelines of devices that are near each other.
-On networks of regions or machines these are hard to beat; the rest of the search exchanges devices
-in the best of them.
+All exchanges are judged at once (`_Exchanges`): exactly in their data-parallel cost; in their
+pipeline cost with the path's order as it is, and by the bound that a matching costs at least as
+much as any device's nearest partner. The exchange that is made is then evaluated exactly.
+
+The objective is a maximum over groups and over pairs, so most exchanges change nothing. The local
+search therefore adds a little of the means of what the maxima are taken of (``slope``), a different
+amount in every generation.
 """
 
-import contextlib
 import dataclasses
-import itertools
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -23,65 +25,10 @@ from tqdm import tqdm
 from decent_jax.planner.network import Network
 from decent_jax.planner.placement import Costs, Job, Partition, Problem
 
-CONSTRUCTING = 0.25  # of a search
-
-
-@contextlib.contextmanager
-def clock(
-    time_limit_s: float, steps: int | None, what: str, progress: bool
-) -> Iterator[Iterator[float]]:
-    """Yields an iterator that counts from 0 to 1: the part of a search that is over."""
-    start = time.perf_counter()
-
-    def parts(bar: tqdm) -> Iterator[float]:
-        for step in itertools.count():
-            elapsed_s = time.perf_counter() - start
-            if elapsed_s >= time_limit_s or step == steps:
-                return
-            if progress and step % 64 == 0:
-                bar.n = elapsed_s
-                bar.refresh()
-            yield step / steps if steps else elapsed_s / time_limit_s
-
-    form = "{desc} |{bar}| {n:.1f}/{total:.0f} s"
-    with tqdm(total=time_limit_s, disable=not progress, desc=what, bar_format=form) as bar:
-        yield parts(bar)
-
-
-def anneal(
-    starts: Sequence[np.ndarray],
-    cost: Callable[[np.ndarray], float],
-    rng: np.random.Generator,
-    parts: Iterable[float],
-) -> np.ndarray:
-    """The order of least cost that the search meets, beginning at the best of some orders."""
-    best = current = min(starts, key=cost)
-    best_cost = current_cost = cost(best)
-    for part in parts if len(best) > 1 else ():
-        proposal = _exchanged(current, rng)
-        proposal_cost = cost(proposal)
-        temperature = 0.02 * best_cost * (1 - part) ** 2
-        if proposal_cost <= current_cost + temperature * rng.exponential():
-            current, current_cost = proposal, proposal_cost
-            if proposal_cost < best_cost:
-                best, best_cost = proposal, proposal_cost
-    return best
-
-
-def _exchanged(order: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Two replicas, or two rows of them with equal spacing, change places."""
-    n = len(order)
-    order = order.copy()
-    length = 2 ** int(rng.integers(0, max(1, int(math.log2(n))))) if rng.random() < 0.5 else 1
-    stride = 2 ** int(rng.integers(0, max(1, int(math.log2(n / length)))))
-    row = stride * np.arange(length)
-    first, second = ((start + row) % n for start in rng.integers(0, n, 2))
-    if len(np.intersect1d(first, second)) == 0:
-        order[first], order[second] = order[second], order[first].copy()
-    return order
-
-
-# --- pipeline stages in data-parallel groups ----------------------------------------------------
+POPULATION = 12
+PATIENCE = 4  # exchanges in a row that a pass makes without reaching a new best
+MOST_ENTRIES = 2**25  # of a table of exchanges: 256 MiB
+SLOPES = (0.3, 0.1, 0.03, 0.01)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,7 +52,7 @@ class Placement:
     @property
     def is_optimal(self) -> bool:
         """Whether the lower bound proves that no placement is cheaper."""
-        return _proves(self.lower_bound, self.costs)
+        return self.costs.total_s <= self.lower_bound.total_s * (1 + 1e-12)
 
 
 def place(
@@ -115,56 +62,301 @@ def place(
     memory_bytes: ArrayLike | None = None,
     seed: int = 0,
     time_limit_s: float = 5.0,
-    steps: int | None = None,
+    generations: int | None = None,
     progress: bool = False,
 ) -> Placement:
     """The cheapest placement of a job on a network that can be found in the time.
 
     Args:
       memory_bytes: of every device; those with less than ``job.memory_bytes`` are not used.
-      steps: candidates to try at most; then, unless the time is up first, the same seed gives the
-          same placement.
-      progress: show a bar that counts seconds.
+      generations: the most to try; then, unless the time is up first, the same seed
+          gives the same placement.
+      progress: show a bar that counts seconds and names the best cost.
 
     Stops early at a placement that is proved optimal.
 
     Raises:
-      ValueError: too few usable devices.
+      ValueError: too few usable devices, or too many for the tables of the search.
     """
-    start = time.perf_counter()
-    problem, rng = Problem(network, job, memory_bytes), np.random.default_rng(seed)
-    lower_bound = problem.lower_bound()
-    listed = np.arange(len(problem.devices))
-    best = Partition(problem, listed)
-    count, history = 1, [(time.perf_counter() - start, 1, best.costs.total_s)]
-
-    def cost(slots: np.ndarray) -> float:
-        nonlocal best, count
-        count += 1
-        partition = Partition(problem, slots)
-        if partition.costs.total_s < best.costs.total_s - 1e-12:
-            best = partition
-            history.append((time.perf_counter() - start, count, best.costs.total_s))
-        return partition.costs.total_s
-
-    def starts(parts: Iterator[float]) -> Iterator[np.ndarray]:
-        yield listed
-        pipelines = listed[: job.num_devices].reshape(job.num_replicas, job.num_stages).T
-        yield np.concatenate([pipelines.ravel(), listed[job.num_devices :]])
-        for part in parts:
-            if part >= CONSTRUCTING:
-                return
-            yield construct(problem, rng)
-
-    with clock(time_limit_s, steps, "placing", progress) as parts:
-        unproved = itertools.takewhile(lambda _: not _proves(lower_bound, best.costs), parts)
-        anneal([min(starts(unproved), key=cost)], cost, rng, unproved)
-    seconds = time.perf_counter() - start
-    return Placement(best.stages(), best.costs, lower_bound, count, seconds, tuple(history))
+    entries = job.num_devices * job.num_replicas * network.num_devices
+    if entries > MOST_ENTRIES:
+        raise ValueError(
+            f"{job.num_stages} x {job.num_replicas} of {network.num_devices} devices are too many "
+            f"to search: stages x replicas^2 x devices may be {MOST_ENTRIES}, got {entries}; place "
+            "machines instead of devices"
+        )
+    search = _Search(Problem(network, job, memory_bytes), np.random.default_rng(seed))
+    with tqdm(
+        total=time_limit_s,
+        disable=not progress,
+        desc="placing",
+        bar_format="{desc} |{bar}| {n:.1f}/{total:.0f} s  {postfix}",
+    ) as bar:
+        while not search.proved:
+            search.generation(search.start + time_limit_s)
+            bar.n = min(time_limit_s, search.elapsed_s)
+            bar.set_postfix_str(f"best {search.best.costs.total_s:.4f} s")
+            if search.elapsed_s >= time_limit_s or search.num_generations == generations:
+                break
+    return Placement(
+        search.best.stages(),
+        search.best.costs,
+        search.lower_bound,
+        search.num_candidates,
+        search.elapsed_s,
+        tuple(search.history),
+    )
 
 
-def _proves(lower_bound: Costs, costs: Costs) -> bool:
-    return costs.total_s <= lower_bound.total_s * (1 + 1e-12)
+class _Search:
+    """The population, and the best partition seen anywhere."""
+
+    def __init__(self, problem: Problem, rng: np.random.Generator) -> None:
+        self.start = time.perf_counter()
+        self.problem, self.rng = problem, rng
+        self.lower_bound = problem.lower_bound()
+        self.num_candidates = self.num_generations = 0
+        self.history: list[tuple[float, int, float]] = []
+        self.population: list[Partition] = []
+        devices = np.arange(len(problem.devices))
+        job = problem.job
+        used = devices[: job.num_devices]
+        pipelines = used.reshape(job.num_replicas, job.num_stages).T.ravel()
+        left_out = devices[job.num_devices :]
+        self.best = Partition(problem, devices)
+        self._seen(self.best)
+        self._seen(Partition(problem, np.concatenate([pipelines, left_out])))
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self.start
+
+    @property
+    def proved(self) -> bool:
+        return self.best.costs.total_s <= self.lower_bound.total_s * (1 + 1e-12)
+
+    def generation(self, deadline: float) -> None:
+        """Make one candidate, improve it, and keep it if it is good and new."""
+        self.num_generations += 1
+        operator = self.rng.choice(3, p=(0.2, 0.3, 0.5))
+        if operator == 0 or len(self.population) < POPULATION:
+            slots = construct(self.problem, self.rng)
+        else:
+            parents = self.rng.choice(len(self.population), 2, replace=False)
+            first, second = (self.population[k] for k in parents)
+            slots = combine(first, second, self.rng) if operator == 1 else perturb(first, self.rng)
+        child = self._improve(Partition(self.problem, slots), deadline)
+        signature = _signature(child)
+        if any(_signature(other) == signature for other in self.population):
+            return
+        self.population.append(child)
+        if len(self.population) > POPULATION:
+            self.population.remove(max(self.population, key=lambda one: one.costs.total_s))
+
+    def _seen(self, partition: Partition) -> None:
+        self.num_candidates += 1
+        total = partition.costs.total_s
+        if not self.history or total < self.best.costs.total_s - 1e-12:
+            self.best = partition.copy()
+            self.history.append((self.elapsed_s, self.num_candidates, total))
+
+    def _improve(self, partition: Partition, deadline: float) -> Partition:
+        """Passes of exchanges until one brings nothing or the deadline has come."""
+        slope = self.rng.choice(SLOPES)
+        self._seen(partition)
+        exchanges = _Exchanges(partition, slope)
+        kept, kept_score = partition.copy(), exchanges.score
+        improved = True
+        while improved:
+            improved = False
+            locked = np.zeros(len(partition.slots), bool)
+            losses = 0
+            while losses < PATIENCE and not self.proved and time.perf_counter() < deadline:
+                exchange = exchanges.best(locked)
+                if exchange is None:
+                    break
+                partition.swap(*exchange)
+                locked[list(exchange)] = True
+                self._seen(partition)
+                exchanges = _Exchanges(partition, slope)
+                losses += 1
+                if exchanges.score < kept_score - 1e-12:
+                    kept, kept_score = partition.copy(), exchanges.score
+                    improved, losses = True, 0
+            partition = kept.copy()
+            exchanges = _Exchanges(partition, slope)
+        return kept
+
+
+def _signature(partition: Partition) -> tuple:
+    """Equal for partitions that differ only by the names of groups and devices of one kind."""
+    kinds = np.sort(partition.problem.kind[partition.groups], axis=1)
+    return tuple(sorted(map(tuple, kinds.tolist())))
+
+
+class _Exchanges:
+    """The score of every exchange of two devices.
+
+    score: of the partition as it is: total cost + slope x the means.
+    """
+
+    def __init__(self, partition: Partition, slope: float) -> None:
+        self.partition, self.slope = partition, slope
+        groups = partition.groups
+        stages, replicas = groups.shape
+        averaging, passing = partition.problem.averaging_s, partition.problem.passing_s
+        self.group_s, self.group_mean = _group_replaced(averaging, groups)
+        mean = averaging[groups[:, :, None], groups[:, None, :]].sum(axis=(1, 2)) / replicas
+        self.group_mean -= mean[:, None, None]
+        # Every edge of the path twice: with a replaced device on its one end and on its other.
+        path = partition.order
+        ends = np.concatenate([path[:-1], path[1:]])
+        others = np.concatenate([path[1:], path[:-1]])
+        costs = passing[groups[ends][:, :, None], groups[others][:, None, :]]
+        self.edge = _bound(costs.min(axis=2), costs.min(axis=1), slope)
+        self.edge_replaced = _edge_replaced(costs, passing[:, groups[others]], slope)
+        self.path_change = np.zeros((stages, replicas, len(partition.slots)))
+        change, edges = self.edge_replaced - self.edge[:, None, None], len(path) - 1
+        self.path_change[ends[:edges]] += change[:edges]
+        self.path_change[ends[edges:]] += change[edges:]
+        bound = _bound(costs.min(axis=2), costs.min(axis=1), 0.0)
+        self.score = (
+            partition.costs.total_s + slope * mean.mean() + 2 * (self.edge - bound)[:edges].sum()
+        )
+
+    def best(self, locked: np.ndarray) -> tuple[int, int] | None:
+        """The slots of the best exchange, neither of them locked; None if there is none."""
+        partition = self.partition
+        slots, kind = partition.slots, partition.problem.kind
+        stages, replicas = partition.groups.shape
+        used = stages * replicas
+        group = np.minimum(np.arange(len(slots)) // replicas, stages)  # stages: left out
+        in_slot = (slice(None), slice(None), slots)
+
+        def both(change: np.ndarray, combine: np.ufunc) -> np.ndarray:
+            """(used, m): what either device does to the other's group; left out ones: nothing."""
+            one_way = change[in_slot].reshape(used, len(slots))
+            result = one_way.copy()
+            result[:, :used] = combine(one_way[:, :used], one_way[:, :used].T)
+            return result
+
+        path = both(self.path_change, np.add)
+        self._mend_neighbours(path)
+        total = np.maximum(both(self.group_s, np.maximum), self._others()[group[:used]][:, group])
+        total += 2 * path + self.slope / stages * both(self.group_mean, np.add)
+        devices = slots[:used, None], slots
+        useless = (group[:used, None] == group) | (kind[devices[0]] == kind[devices[1]])
+        total[useless | locked[:used, None] | locked] = np.inf
+        first, second = np.unravel_index(total.argmin(), total.shape)
+        return (int(first), int(second)) if np.isfinite(total[first, second]) else None
+
+    def _others(self) -> np.ndarray:
+        """(stages + 1, stages + 1): the largest data-parallel cost outside two groups."""
+        group_s = np.append(self.partition.group_s, 0.0)
+        outside = np.tile(group_s, (len(group_s), len(group_s), 1))
+        every = np.arange(len(group_s))
+        outside[every, :, every] = outside[:, every, every] = 0.0
+        return outside.max(axis=2)
+
+    def _mend_neighbours(self, path: np.ndarray) -> None:
+        """An exchange between neighbours on the path changes both ends of their edge at once."""
+        partition = self.partition
+        replicas = partition.groups.shape[1]
+        order = partition.order
+        edges = len(order) - 1
+        if edges == 0:
+            return
+        left, right = partition.groups[order[:-1]], partition.groups[order[1:]]
+        exact = _edge_exchanged(partition.problem.passing_s, left, right, self.slope)
+        for e in range(edges):
+            i, j = order[e], order[e + 1]
+            rows = slice(i * replicas, (i + 1) * replicas)
+            columns = slice(j * replicas, (j + 1) * replicas)
+            counted = (
+                self.edge_replaced[e][:, right[e]] + self.edge_replaced[edges + e][:, left[e]].T
+            )
+            change = exact[e] - counted + self.edge[e]
+            path[rows, columns] += change
+            path[columns, rows] += change.T
+
+
+def _group_replaced(averaging: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The largest and the mean cost of averaging in group a with member i replaced by device v.
+
+    Both (stages, d, m), [a, i, v].
+    """
+    replicas = groups.shape[1]
+    inside = averaging[groups[:, :, None], groups[:, None, :]]  # a, k, i
+    to_all = averaging[groups]  # a, k, v
+    sums = inside.sum(axis=2)
+    stay = (sums[:, :, None] - inside)[:, :, :, None] + to_all[:, :, None, :]  # a, k, i, v
+    member = np.arange(replicas)
+    stay[:, member, member] = 0.0
+    comes = to_all.sum(axis=1)[:, None, :] - to_all  # a, i, v
+    largest = np.maximum(stay.max(axis=1), comes)
+    mean = (sums.sum(axis=1)[:, None, None] + 2 * (comes - sums[:, :, None])) / replicas
+    return largest, mean
+
+
+def _bound(rows: np.ndarray, columns: np.ndarray, slope: float) -> np.ndarray:
+    """Of the cheapest partner of every row and column (axis 1): the largest + slope x the mean."""
+    return _combined(
+        np.maximum(rows.max(axis=1), columns.max(axis=1)),
+        (rows.sum(axis=1) + columns.sum(axis=1)) / (2 * rows.shape[1]),
+        slope,
+    )
+
+
+def _combined(largest: np.ndarray, mean: np.ndarray, slope: float) -> np.ndarray:
+    """Concave in the mean, so that cheap pairs gather in few edges rather than in all a little."""
+    return largest + slope * np.sqrt(largest * mean)
+
+
+def _edge_replaced(costs: np.ndarray, to_other: np.ndarray, slope: float) -> np.ndarray:
+    """(e, d, m): `_bound` of edge e with the i-th row of its costs replaced by those of device v.
+
+    Args:
+      costs: (e, d, d), rows are replaced; to_other: (m, e, d) costs of any device to the columns.
+    """
+    replicas = costs.shape[1]
+    member = np.arange(replicas)
+    rows = np.repeat(costs.min(axis=2)[:, :, None], replicas, axis=2)  # e, k, i
+    rows[:, member, member] = 0.0
+    comes = to_other.min(axis=2).T[:, None, :]  # e, 1, v
+    without = _least_without(costs.transpose(0, 2, 1))  # e, column, i
+    columns = np.minimum(without[:, :, :, None], to_other.transpose(1, 2, 0)[:, :, None, :])
+    largest = np.maximum(np.maximum(rows.max(axis=1)[:, :, None], comes), columns.max(axis=1))
+    mean = (rows.sum(axis=1)[:, :, None] + comes + columns.sum(axis=1)) / (2 * replicas)
+    return _combined(largest, mean, slope)
+
+
+def _edge_exchanged(
+    passing: np.ndarray, left: np.ndarray, right: np.ndarray, slope: float
+) -> np.ndarray:
+    """(e, d, d): `_bound` of edge e when left's i-th and right's j-th device change sides."""
+
+    def nearest(near: np.ndarray, far: np.ndarray) -> np.ndarray:
+        """e, k, i, j: of near's k-th device (the newcomer j where k = i) to the far side."""
+        costs = passing[near[:, :, None], far[:, None, :]]
+        inside = passing[near[:, :, None], near[:, None, :]]
+        result = np.minimum(_least_without(costs)[:, :, None, :], inside[:, :, :, None])
+        far_inside = passing[far[:, :, None], far[:, None, :]]
+        member = np.arange(near.shape[1])
+        newcomer = _least_without(far_inside)[:, member, member]  # e, j
+        result[:, member, member] = np.minimum(newcomer[:, None, :], costs)
+        return result
+
+    return _bound(nearest(left, right), nearest(right, left).transpose(0, 1, 3, 2), slope)
+
+
+def _least_without(costs: np.ndarray) -> np.ndarray:
+    """Same shape: [..., j] is the least along the last axis when entry j is left out."""
+    if costs.shape[-1] == 1:
+        return np.full_like(costs, np.inf)
+    two = np.partition(costs, 1, axis=-1)
+    least = np.repeat(two[..., :1], costs.shape[-1], axis=-1)
+    np.put_along_axis(least, costs.argmin(axis=-1)[..., None], two[..., 1:2], axis=-1)
+    return least
 
 
 def construct(problem: Problem, rng: np.random.Generator) -> np.ndarray:
@@ -210,3 +402,31 @@ def _take_near(free: list, first: int, costs: np.ndarray, size: int) -> list:
         taken.append(free.pop(nearest))
         sums += costs[taken[-1]]
     return taken
+
+
+def combine(first: Partition, second: Partition, rng: np.random.Generator) -> np.ndarray:
+    """A stretch of the first parent's path whole; the rest in the second's groups, filled up."""
+    job = first.problem.job
+    stages = job.num_stages
+    count = int(rng.integers(1, max(2, stages)))
+    start = int(rng.integers(0, stages - count + 1))
+    groups = [first.groups[a].tolist() for a in first.order[start : start + count]]
+    taken = {device for group in groups for device in group}
+    remains = [[d for d in group if d not in taken] for group in second.groups.tolist()]
+    remains.sort(key=len, reverse=True)
+    groups += remains[: stages - count]
+    taken = {device for group in groups for device in group}
+    free = [d for d in rng.permutation(len(first.slots)).tolist() if d not in taken]
+    for group in groups:
+        while len(group) < job.num_replicas:
+            group.append(free.pop())
+    return np.concatenate([*groups, free]).astype(np.int64)
+
+
+def perturb(parent: Partition, rng: np.random.Generator) -> np.ndarray:
+    """The parent with two to four exchanges of random devices."""
+    slots = parent.slots.copy()
+    for _ in range(rng.integers(2, 5)):
+        pair = [rng.integers(parent.problem.job.num_devices), rng.integers(len(slots))]
+        slots[pair] = slots[pair[::-1]]
+    return slots
