@@ -1,5 +1,6 @@
 """Placement: DT-FM's published totals, brute force on small instances, and the proof of case 2."""
 
+import functools
 import itertools
 import json
 
