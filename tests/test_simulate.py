@@ -1,4 +1,4 @@
-"""SwarmSGD's simulator against exact expectations: all edges and all matchings of small n.
+"""SwarmSGD's simulator against exact expectations: all edges, all matchings, all pulls of small n.
 
 Every expectation runs through `swarm` itself; what is only sampled says how far it may be off.
 """
@@ -34,19 +34,114 @@ def spread_of(x):
     return np.square(x - x.mean(axis=0)).sum()
 
 
+def expected_factor(x0, equally_likely, **options):
+    """E Gamma' / Gamma over rounds of which each is as likely as the other."""
+    after = [swarm(x0, [one], no_gradient, 0.0, **options).spread[-1] for one in equally_likely]
+    return np.mean(after) / spread_of(x0)
+
+
+def edges_of(adjacency):
+    return [[meet(i, j)] for i, j in np.argwhere(np.triu(adjacency, 1))]
+
+
+def complete(n):
+    return np.ones((n, n)) - np.eye(n)
+
+
+def hypercube(dimensions):
+    n = 2**dimensions
+    i = np.arange(n)
+    return np.isin(i[:, None] ^ i, 2 ** np.arange(dimensions)).astype(float)
+
+
+def cycle(n):
+    return np.roll(np.eye(n), 1, axis=0) + np.roll(np.eye(n), -1, axis=0)
+
+
 def perfect_matchings(replicas):
     if not replicas:
         return [[]]
     first, *others = replicas
     return [
-        [(first, partner), *rest]
+        [meet(first, partner), *rest]
         for partner in others
         for rest in perfect_matchings([one for one in others if one != partner])
     ]
 
 
+def one_factorization(n):
+    """The circle method: n - 1 disjoint perfect matchings that are all edges of K_n."""
+    ring = n - 1
+    return [
+        [meet(n - 1, r), *(meet((r + k) % ring, (r - k) % ring) for k in range(1, n // 2))]
+        for r in range(ring)
+    ]
+
+
 def start(n, d=5, seed=0):
     return np.random.default_rng(seed).standard_normal((n, d)) + 3.0
+
+
+# --- what averaging alone does --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8])
+def test_one_edge_of_the_complete_graph(n):
+    factor = expected_factor(start(n), edges_of(complete(n)))
+    assert factor == pytest.approx(1 - 1 / (n - 1), rel=1e-12, abs=1e-15)
+
+
+def colours(n, r):
+    """The edges of a cycle of n, or of a hypercube of degree r, as r perfect matchings."""
+    if r == 2:
+        return [[meet(a, (a + 1) % n) for a in range(c, n, 2)] for c in (0, 1)]
+    return [[meet(a, a ^ 2**k) for a in range(n) if a < a ^ 2**k] for k in range(r)]
+
+
+@pytest.mark.parametrize(
+    ("adjacency", "groups"),
+    [
+        *((graph, edges_of(graph)) for graph in (cycle(8), hypercube(3), cycle(5), complete(6))),
+        *((cycle(8), colours(8, 2)), (hypercube(4), colours(16, 4))),
+    ],
+)
+def test_one_edge_or_colour_of_a_regular_graph(adjacency, groups):
+    """The slowest vector shrinks as the second eigenvalue says, and no other less."""
+    n, r = len(adjacency), int(adjacency[0].sum())
+    eigenvalues, vectors = np.linalg.eigh(r * np.eye(n) - adjacency)
+    assert sum(map(len, groups)) == n * r / 2
+    bound = 1 - len(groups[0]) * eigenvalues[1] / (n * r)
+    assert expected_factor(vectors[:, 1:2], groups) == pytest.approx(bound, rel=1e-12)
+    for seed in range(5):
+        assert expected_factor(start(n, seed=seed), groups) <= bound + 1e-12
+
+
+@pytest.mark.parametrize("n", [4, 6, 8])
+@pytest.mark.parametrize("family", [lambda n: perfect_matchings(list(range(n))), one_factorization])
+def test_a_random_perfect_matching(n, family):
+    factor = expected_factor(start(n), family(n))
+    assert factor == pytest.approx((n - 2) / (2 * (n - 1)), rel=1e-12)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8])
+@pytest.mark.parametrize("blocking", [True, False])
+def test_one_replica_pulls(n, blocking):
+    ordered = [[meet(i, j)] for i, j in itertools.permutations(range(n), 2)]
+    factor = expected_factor(start(n), ordered, averaging="one_sided", blocking=blocking)
+    assert factor == pytest.approx(1 - 1 / (n - 1) + 1 / (2 * n), rel=1e-12)
+    moved = swarm(start(n), ordered[0], no_gradient, 0.0, averaging="one_sided")
+    assert moved.mean_drift[-1] > 0.01
+
+
+@pytest.mark.parametrize("n", [3, 4, 5])
+def test_all_replicas_pull_at_once(n):
+    others = [[j for j in range(n) if j != i] for i in range(n)]
+    everything = [
+        [meet(i, j) for i, j in enumerate(chosen)] for chosen in itertools.product(*others)
+    ]
+    factor = expected_factor(start(n), everything, averaging="one_sided")
+    wanted = (n - 2) / (2 * (n - 1)) - (1 - 1 / (n - 1) ** 2) / (4 * n)
+    assert factor == pytest.approx(wanted, rel=1e-12)
 
 
 # --- the spread that local steps keep up ----------------------------------------------------------
@@ -79,34 +174,52 @@ def stationary_spread(n, equally_likely, steps, **options):
     return np.trace(covariance)
 
 
+def stepping(groups, steps, initiator_only=False):
+    return [
+        [meet(one.i, one.j, steps, 0 if initiator_only else steps) for one in group]
+        for group in groups
+    ]
+
+
 @pytest.mark.parametrize("n", [4, 6])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_stationary_spread_exactly(n, steps):
-    pairs = [[pair] for pair in itertools.combinations(range(n), 2)]
+    pairs = edges_of(complete(n))
+    both = stepping(pairs, steps)
+    matched = stepping(perfect_matchings(list(range(n))), steps)
+    ordered = [[meet(i, j)] for i, j in itertools.permutations(range(n), 2)]
+    initiator = stepping(ordered, steps, initiator_only=True)
     before, after = (n - 1) * (n - 2) / n, 2 * (n - 1) ** 2 / n
-    for drawn, blocking, wanted in (
-        (pairs, True, before),
-        (perfect_matchings(list(range(n))), True, before),
-        (pairs, False, after),
-        (perfect_matchings(list(range(n))), False, after),
+    for groups, blocking, wanted in (
+        (both, True, before),
+        (matched, True, before),
+        (both, False, after),
+        (matched, False, after),
+        (initiator, False, after / 2),
     ):
-        groups = [[meet(i, j, steps, steps) for i, j in group] for group in drawn]
         found = stationary_spread(n, groups, steps, blocking=blocking)
         assert found == pytest.approx(steps * wanted, rel=1e-9)
 
 
-def test_the_floor_of_quantization():
-    """Matching rounds of 8; s = 1 and noise 0.8 a step, so that all fractions are as likely."""
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("own_exact", [False, True])
+def test_the_floor_of_quantization(stochastic, own_exact):
+    """Matching rounds of 8; s = 1 and noise 0.8 a step, so that all fractions are as likely.
+
+    own_exact is the published floor, (n - 1)^2 s_q d / (2 n); of messages of both sides it is
+    (n - 1) s_q d, because the two errors of a pair are opposite instead of independent.
+    """
     n, d, sigma = 8, 4000, 0.8
-    quantizer = LatticeQuantizer(1.0)
+    quantizer = LatticeQuantizer(1.0, stochastic=stochastic)
     result = swarm(
         np.zeros((n, d)), matchings(n, 250, seed=2), noise, sigma,
-        quantizer=quantizer, record_every=4,
+        quantizer=quantizer, own_exact=own_exact, record_every=4,
     )  # fmt: skip
-    floor = d / 12 * (n - 1)
+    error = (1 / 6 if stochastic else 1 / 12) * d
+    floor = error * ((n - 1) ** 2 / (2 * n) if own_exact else n - 1)
     without = sigma**2 * d * (n - 1) * (n - 2) / n
     late = result.spread[20:].mean()
-    assert result.failed == 0
+    assert result.failed_decodes == 0
     assert late == pytest.approx(without + floor, rel=0.01)
     assert late - without == pytest.approx(floor, rel=0.1)
 
@@ -116,18 +229,26 @@ def test_the_floor_of_quantization():
 
 @pytest.mark.parametrize("blocking", [True, False])
 def test_quantized_averaging_keeps_the_mean(blocking):
-    quantizer = LatticeQuantizer(0.05, 256)
+    quantizer = LatticeQuantizer(0.05, 256, stochastic=True)
     drawn = interactions(6, 300, local_steps=2, geometric=True, seed=3)
-    moved = []
+    options = {"quantizer": quantizer, "blocking": blocking}
+    result = swarm(start(6, 20), drawn, noise, 0.1, **options)
+    assert result.failed_decodes == 0 and result.mean_drift.max() < 1e-12
+    drifts = swarm(start(6, 20), drawn, noise, 0.1, own_exact=True, **options)
+    assert drifts.mean_drift[-1] > 0.01
 
-    def recorded(i, x, k, rng):
-        moved.append(noise(i, x, k, rng))
-        return moved[-1]
 
-    result = swarm(start(6, 20), drawn, recorded, 0.1, quantizer=quantizer, blocking=blocking)
-    wanted = start(6, 20).mean(axis=0) - 0.1 * np.sum(moved, axis=0) / 6
-    assert result.failed == 0
-    np.testing.assert_allclose(result.models.mean(axis=0), wanted, rtol=0, atol=1e-12)
+def test_a_failed_decode_drops_the_pair():
+    x0 = np.zeros((2, 3))
+    x0[1, 2] = 100.0
+    quantizer = LatticeQuantizer(0.1, 16)
+    result = swarm(x0, [meet(0, 1)], no_gradient, 0.0, quantizer=quantizer)
+    assert np.array_equal(result.models, x0)
+    assert (result.failed_decodes, result.failed) == (2, 1)
+    assert result.bits_sent == 2 * quantizer.bits(3) == 2 * (3 * 4 + 64)
+    pulled = swarm(x0, [meet(0, 1)], no_gradient, 0.0, quantizer=quantizer, averaging="one_sided")
+    assert (pulled.failed_decodes, pulled.failed) == (1, 1)
+    assert pulled.bits_sent == quantizer.bits(3)
 
 
 def test_one_of_two_that_cannot_decode_drops_both():
@@ -138,16 +259,37 @@ def test_one_of_two_that_cannot_decode_drops_both():
     assert sorted(heard) == [False, True]
     result = swarm(x0, [meet(0, 1)], no_gradient, 0.0, quantizer=quantizer)
     assert np.array_equal(result.models, x0)
-    assert result.failed == 1
-    assert result.bits_sent == 2 * quantizer.bits(1) == 2 * (4 + 64)
+    assert (result.failed_decodes, result.failed) == (1, 1)
 
 
-CODED = LatticeQuantizer(0.05)
+def test_failures_are_dropped_or_sent_again():
+    """Noise moves replicas about as far apart as the quantizer reaches: dropped, they run away."""
+    quantizer = LatticeQuantizer(0.01, 16)
+    x0 = 0.02 * start(6, 50)
+    drawn = interactions(6, 200, seed=1)
+    dropped, again = (
+        swarm(x0, drawn, noise, 0.02, quantizer=quantizer, on_failure=on_failure)
+        for on_failure in ("drop", "resend")
+    )
+    messages = 2 * 200 * quantizer.bits(50)
+    assert 0 < again.failed < dropped.failed
+    assert dropped.failed <= dropped.failed_decodes <= 2 * dropped.failed
+    assert dropped.bits_sent == messages
+    assert again.bits_sent == messages + again.failed * 2 * 32 * 50
+    assert again.spread[-1] < dropped.spread[-1] / 10
+    for result in (dropped, again):
+        assert result.mean_drift[-1] < 1e-13
+    far = np.array([[0.0], [100.0]])
+    met = swarm(far, [meet(0, 1)], no_gradient, 0.0, quantizer=quantizer, on_failure="resend")
+    assert met.models.tolist() == [[50.0], [50.0]]
+
+
+STOCHASTIC = LatticeQuantizer(0.05, stochastic=True)
 
 
 @pytest.mark.parametrize(  # each two of the options in all their values
     ("quantizer", "blocking", "momentum"),
-    [(None, True, 0.0), (None, False, 0.9), (CODED, True, 0.9), (CODED, False, 0.0)],
+    [(None, True, 0.0), (None, False, 0.9), (STOCHASTIC, True, 0.9), (STOCHASTIC, False, 0.0)],
 )
 def test_the_order_of_disjoint_interactions_does_not_matter(quantizer, blocking, momentum):
     drawn = interactions(10, 200, degree=3, local_steps=2, geometric=True, seed=4)
@@ -230,14 +372,13 @@ def test_records_rates_and_what_is_observed():
     ("call", "words"),
     [
         (lambda: swarm(np.zeros(3), [], noise, 0.1), "must be .replicas, parameters"),
+        (lambda: swarm(np.zeros((3, 1)), [], noise, 0.1, averaging="all"), "'one_sided'"),
+        (lambda: swarm(np.zeros((3, 1)), [], noise, 0.1, on_failure="wait"), "'resend'"),
         (lambda: swarm(np.zeros((3, 1)), [], noise, 0.1, record_every=0), "record_every"),
-        (lambda: swarm(np.zeros((3, 1)), [meet(0, 3)], noise, 0.1), "of 0 to 2, got .0, 3."),
-        (lambda: swarm(np.zeros((3, 1)), [meet(-1, 0)], noise, 0.1), "of 0 to 2"),
-        (lambda: swarm(np.zeros((3, 1)), [meet(1, 1)], noise, 0.1), "different replicas"),
-        (
-            lambda: swarm(np.zeros((3, 1)), [[meet(0, 1), meet(1, 2)]], noise, 0.1),
-            "different replicas",
-        ),
+        (lambda: swarm(np.zeros((3, 1)), [meet(0, 3)], noise, 0.1), "two of 3 replicas"),
+        (lambda: swarm(np.zeros((3, 1)), [meet(-1, 0)], noise, 0.1), "two of 3 replicas"),
+        (lambda: swarm(np.zeros((3, 1)), [meet(1, 1)], noise, 0.1), "at most once"),
+        (lambda: swarm(np.zeros((3, 1)), [[meet(0, 1), meet(1, 2)]], noise, 0.1), "at most once"),
         (lambda: swarm(np.full((2, 1), np.inf), [], noise, 0.1), "lower the learning rate"),
     ],
 )

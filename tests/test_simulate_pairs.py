@@ -2,18 +2,20 @@
 
 import numpy as np
 import pytest
-from test_simulate import noise
+from test_simulate import cycle, hypercube, noise
 
-from decent_jax.simulate import interactions, matchings, rounds, swarm
+from decent_jax.simulate import interactions, matchings, pulls, rounds, swarm
 
 
 def test_edges_are_uniform():
-    """40,000 draws of 15 edges in both directions; 10% is more than four standard deviations."""
-    drawn = interactions(6, 40_000, seed=1)
-    counts = np.zeros((6, 6))
+    """40,000 draws of 12 edges in both directions; 10% is more than four standard deviations."""
+    adjacency = hypercube(3)
+    drawn = interactions(8, 40_000, graph=adjacency, seed=1)
+    counts = np.zeros((8, 8))
     np.add.at(counts, tuple(np.array([one[:2] for one in drawn]).T), 1)
-    np.testing.assert_allclose(counts, (1 - np.eye(6)) * 40_000 / 30, rtol=0.1)
-    assert drawn[-1].time == 40_000 / 3
+    assert np.array_equal(counts > 0, adjacency > 0)
+    np.testing.assert_allclose(counts[counts > 0], 40_000 / 24, rtol=0.1)
+    assert drawn[-1].time == 10_000
 
 
 def test_a_random_regular_graph():
@@ -54,6 +56,14 @@ def test_matchings_are_uniform_and_perfect():
     assert [group[0].time for group in odd] == list(range(1, 11))
 
 
+def test_pulls():
+    drawn = pulls(4, 3000, local_steps=2, seed=7)
+    assert all([one.i for one in group] == [0, 1, 2, 3] for group in drawn)
+    heard = [one.j for group in drawn for one in group if one.i == 2]
+    np.testing.assert_allclose([heard.count(j) for j in (0, 1, 3)], 1000, rtol=0.15)
+    assert {one[2:4] for group in drawn for one in group} == {(2, 0)}
+
+
 def test_rounds_keep_every_replica_in_order():
     drawn = interactions(9, 500, seed=8)
     grouped = rounds(drawn)
@@ -69,7 +79,11 @@ def test_rounds_keep_every_replica_in_order():
     [
         (lambda: interactions(1, 3), "at least 2 replicas"),
         (lambda: matchings(4, 3, local_steps=0), "at least 1"),
-        (lambda: matchings(4, 3, local_steps=1.5), "whole number"),
+        (lambda: pulls(4, 3, local_steps=1.5), "whole number"),
+        (lambda: interactions(4, 3, degree=2, graph=cycle(4)), "not both"),
+        (lambda: interactions(4, 3, graph=cycle(5)), r"symmetric \(4, 4\)"),
+        (lambda: interactions(4, 3, graph=np.triu(cycle(4))), "symmetric"),
+        (lambda: interactions(3, 3, graph=np.diag([1, 1], 1) * 0 + np.eye(3)), "replica 0 without"),
     ],
 )
 def test_draws_refuse(call, words):

@@ -56,6 +56,18 @@ def test_fail_rate_up_to_half_the_period(colours, percent):
     assert 100 / (4 * colours) == pytest.approx(percent, rel=0.01)
 
 
+def test_stochastic_rounding_is_unbiased():
+    rng = np.random.default_rng(4)
+    quantizer = LatticeQuantizer(2.0, stochastic=True)
+    x = np.full(200_000, 3.5)  # 1.75 steps
+    _, sent = quantizer.encode(x, rng)
+    assert set(np.unique(sent)) == {2.0, 4.0}
+    assert sent.mean() == pytest.approx(3.5, abs=0.01)
+    assert sent.var() == pytest.approx(4 * 0.75 * 0.25, rel=0.02)
+    with pytest.raises(ValueError, match="needs rng"):
+        quantizer.encode(x)
+
+
 def test_the_checksum_is_exact_and_wraps():
     long, short = LatticeQuantizer(1.0), LatticeQuantizer(1.0)
     long.checksum(np.zeros(1000, np.int64))

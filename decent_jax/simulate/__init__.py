@@ -2,9 +2,9 @@
 
 | name | what it is |
 |---|---|
-| `interactions`, `matchings` | who averages with whom: edges, rounds of pairs |
+| `interactions`, `matchings`, `pulls` | who averages with whom: edges, rounds of pairs, of pulls |
 | `rounds` | a list of interactions grouped into rounds of disjoint pairs, with the same effect |
-| `swarm` | trains n models by such a list; spread, bits sent |
+| `swarm` | trains n models by such a list; spread, drift, bits sent |
 | `LatticeQuantizer` | models in 8 bits per coordinate (Davies et al. 2021), failures detected |
 | `swarm_timing` | seconds per step on a network; `planner_timing`: of all-reduce and gossip |
 | `lose` | mixing matrices of rounds in which messages are lost |
@@ -18,7 +18,7 @@
 """
 
 from decent_jax.simulate.lossy import lose
-from decent_jax.simulate.pairs import Interaction, interactions, matchings, rounds
+from decent_jax.simulate.pairs import Interaction, interactions, matchings, pulls, rounds
 from decent_jax.simulate.quantizer import Decoded, LatticeQuantizer, Message
 from decent_jax.simulate.timing import Timing, planner_timing, swarm_timing
 from decent_jax.simulate.training import Swarm, swarm
@@ -34,6 +34,7 @@ __all__ = [
     "lose",
     "matchings",
     "planner_timing",
+    "pulls",
     "rounds",
     "swarm",
     "swarm_timing",

@@ -15,7 +15,7 @@ from decent_jax import topology
 class Interaction(NamedTuple):
     """Replicas i and j take their local steps, then average.
 
-    i, j: two different replicas.
+    i, j: two different replicas; in a pull only i changes.
     steps_i, steps_j: local steps since the last interaction of each; 0 is allowed.
     time: interactions per replica so far, on average: 2 t / n after the t-th.
     """
@@ -35,6 +35,7 @@ def interactions(
     count: int,
     *,
     degree: int | None = None,
+    graph: np.ndarray | None = None,
     local_steps: float = 1,
     geometric: bool = False,
     seed: int = 0,
@@ -42,8 +43,9 @@ def interactions(
     """``count`` interactions, each on an edge drawn uniformly from a graph of n replicas.
 
     Args:
-      degree: draw a random regular graph of this degree first (the theory is for regular graphs);
-        without it all replicas are neighbours.
+      degree: draw a random regular graph of this degree first (the theory is for regular graphs).
+      graph: (n, n) symmetric, non-zero where two replicas are neighbours, instead of ``degree``.
+        Without either all replicas are neighbours.
       local_steps: H, the number of local steps of each partner.
       geometric: draw that number from Geometric(1/H), on 1, 2, ..., with mean H: the steps that a
         replica has taken when its random clock rings.
@@ -56,10 +58,7 @@ def interactions(
      Interaction(i=2, j=5, steps_i=2, steps_j=4, time=0.5)]
     """
     _check_sizes(n, count, local_steps, geometric)
-    graph = np.ones((n, n))
-    if degree is not None:
-        graph = topology.make(f"random_regular(degree={degree}, seed={seed})", n).matrix(0)
-    edges = np.argwhere(np.triu(graph, k=1))
+    edges = _edges(n, degree, graph, seed)
     random = np.random.RandomState(seed)
     pairs = edges[random.randint(len(edges), size=count)]
     turned = random.randint(2, size=count) == 1
@@ -87,6 +86,26 @@ def matchings(
         pairs = random.permutation(n)[: n - n % 2].reshape(-1, 2)
         steps = _local_steps(random, pairs.shape, local_steps, geometric)
         drawn.append(_as_list(pairs, steps, np.full(len(pairs), r + 1.0)))
+    return drawn
+
+
+def pulls(
+    n: int, num_rounds: int, *, local_steps: float = 1, geometric: bool = False, seed: int = 0
+) -> list[Round]:
+    """Rounds in which every replica steps and then reads one random other, all at once.
+
+    For ``swarm(..., averaging="one_sided")``. In the authors' released code each rank pulls the
+    model of a random other rank too, but whenever it is ready, without rounds.
+    """
+    _check_sizes(n, num_rounds, local_steps, geometric)
+    random = np.random.RandomState(seed)
+    drawn = []
+    for r in range(num_rounds):
+        i = np.arange(n)
+        j = (i + random.randint(1, n, size=n)) % n
+        steps = _local_steps(random, (n, 2), local_steps, geometric)
+        steps[:, 1] = 0
+        drawn.append(_as_list(np.stack([i, j], axis=1), steps, np.full(n, r + 1.0)))
     return drawn
 
 
@@ -127,6 +146,28 @@ def _check_sizes(n: int, count: int, local_steps: float, geometric: bool) -> Non
             "local_steps must be at least 1, and a whole number unless geometric=True, "
             f"got {local_steps}"
         )
+
+
+def _edges(n: int, degree: int | None, graph: np.ndarray | None, seed: int) -> np.ndarray:
+    """(number of edges, 2), i < j."""
+    if degree is not None and graph is not None:
+        raise ValueError("give either a degree or a graph, not both")
+    if degree is not None:
+        schedule = topology.make(f"random_regular(degree={degree}, seed={seed})", n)
+        graph = schedule.matrix(0)
+    if graph is None:
+        graph = np.ones((n, n))
+    neighbours = np.asarray(graph) != 0
+    if neighbours.shape != (n, n) or (neighbours != neighbours.T).any():
+        raise ValueError(
+            f"graph must be a symmetric ({n}, {n}) matrix for {n} replicas, "
+            f"got shape {neighbours.shape}"
+        )
+    edges = np.argwhere(np.triu(neighbours, k=1))
+    alone = np.setdiff1d(np.arange(n), edges)
+    if len(alone):
+        raise ValueError(f"graph leaves replica {alone[0]} without a neighbour")
+    return edges
 
 
 def _local_steps(

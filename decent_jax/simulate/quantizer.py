@@ -45,13 +45,15 @@ class LatticeQuantizer:
         sent     c = z mod q                                  log2 q bits per coordinate
         decoded  s q round(y / (s q) - c / q) + s c           = s z  if |x - y| <= s (q - 1) / 2
 
-    so the error is that of rounding, at most s / 2. Where all |x - y| <= a, the finest step is
-    s = 2 a / (q - 1). Of differences uniform in [0, s q / 2] the fraction 1 / (4 q) is decoded
-    wrongly: 0.1% for q = 256, 1.6% for q = 16.
+    so the error is that of rounding, at most s / 2 (s if stochastic). Where all |x - y| <= a, the
+    finest step is s = 2 a / (q - 1). Of differences uniform in [0, s q / 2] the fraction
+    1 / (4 q) is decoded wrongly: 0.1% for q = 256, 1.6% for q = 16.
 
     Args:
       step: s, the side of the lattice.
       colours: q, a power of two from 2 to 2^16.
+      stochastic: round up with the probability of the fraction instead of to the nearest: unbiased,
+          with a variance of s^2 / 6 on average instead of s^2 / 12.
 
     The checksum is the sum of ``a_k (z_k div q)`` modulo 2^32 with random odd a_k that both sides
     know. It is exact integer arithmetic, in which unsigned numbers of 32 bits wrap around. A single
@@ -68,12 +70,12 @@ class LatticeQuantizer:
     Decoded(value=array([18. ,  0.5]), ok=False)
     """
 
-    def __init__(self, step: float, colours: int = 256) -> None:
+    def __init__(self, step: float, colours: int = 256, *, stochastic: bool = False) -> None:
         if not (np.isfinite(step) and step > 0):
             raise ValueError(f"step must be a number above 0, got {step}")
         if not 2 <= colours <= 2**16 or colours & (colours - 1):
             raise ValueError(f"colours must be a power of two from 2 to 65536, got {colours}")
-        self.step, self.colours = float(step), colours
+        self.step, self.colours, self.stochastic = float(step), colours, stochastic
         self._type = np.uint8 if colours <= 256 else np.uint16
         self._multipliers = np.empty(0, np.uint32)
 
@@ -86,14 +88,24 @@ class LatticeQuantizer:
         """Bits of a message for d coordinates, with the checksum and the step."""
         return d * (self.colours.bit_length() - 1) + CHECKSUM_BITS + STEP_BITS
 
-    def encode(self, x: np.ndarray) -> tuple[Message, np.ndarray]:
-        """The message for ``x``, (d,), and the lattice point that it stands for."""
+    def encode(
+        self, x: np.ndarray, rng: np.random.Generator | None = None
+    ) -> tuple[Message, np.ndarray]:
+        """The message for ``x``, (d,), and the lattice point that it stands for.
+
+        Args:
+          rng: needed where rounding is stochastic.
+        """
         scaled = np.asarray(x, np.float64) / self.step
         if not (np.abs(scaled) < 2.0**62).all():
             raise ValueError(
                 "a model to be encoded must be finite and below 2^62 steps, got "
                 f"{np.abs(scaled).max():g} steps; lower the learning rate"
             )
+        if self.stochastic:
+            if rng is None:
+                raise ValueError("stochastic rounding needs rng")
+            scaled = np.floor(scaled + rng.random(scaled.shape))
         point = np.round(scaled).astype(np.int64)
         quotient, colour = np.divmod(point, self.colours)
         return Message(colour.astype(self._type), self.checksum(quotient)), self.step * point

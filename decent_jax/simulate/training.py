@@ -20,18 +20,23 @@ class Swarm:
     """What `swarm` returns.
 
     models: (n, d) float64; at the end.
-    interactions: (R,); after how many interactions the next was recorded.
+    interactions: (R,); after how many interactions each of the next two was recorded.
     spread: (R,); Gamma = sum_i ||x_i - mu||^2, mu the mean of all models.
+    mean_drift: (R,); how far averaging has moved mu: ||mu_t - mu_0 - all local updates / n||.
+        Rounding alone where both partners average, since that keeps the mean.
     local_steps: (n,); taken by each replica.
     bits_sent: in all messages.
-    failed: interactions that did not average, because a receiver found that it could not decode.
+    failed_decodes: messages that the receiver found it could not decode.
+    failed: interactions that therefore did not average, or did so in full precision.
     """
 
     models: np.ndarray
     interactions: np.ndarray
     spread: np.ndarray
+    mean_drift: np.ndarray
     local_steps: np.ndarray
     bits_sent: int
+    failed_decodes: int
     failed: int
 
 
@@ -41,8 +46,11 @@ def swarm(
     gradient: Gradient,
     learning_rate: float | Callable[[int], float],
     *,
+    averaging: str = "both",
     blocking: bool = True,
     quantizer: LatticeQuantizer | None = None,
+    own_exact: bool = False,
+    on_failure: str = "drop",
     momentum: float = 0.0,
     seed: int = 0,
     record_every: int = 1,
@@ -54,17 +62,21 @@ def swarm(
     and then average. P_i is the copy of its model that replica i publishes: x_i after its steps if
     blocking, else x_i as its last interaction left it::
 
-        blocking      x_i, x_j <- (P_i + P_j) / 2
-        non-blocking  x_i <- (P_i + P_j) / 2 + (x_i - P_i), j alike
+        both, blocking      x_i, x_j <- (P_i + P_j) / 2
+        both, non-blocking  x_i <- (P_i + P_j) / 2 + (x_i - P_i), j alike
+        one-sided           x_i as above, j keeps its own
 
     A non-blocking replica receives the other's copy while it still computes, and adds its own steps
-    to the average afterwards.
+    to the average afterwards. The authors' released code is one-sided: the mean drifts.
 
     With a ``quantizer`` others receive Q(P_j), and ``x_i <- x_i + (Q(P_j) - Q(P_i)) / 2``: j does
-    the opposite, so the mean stays. (The authors' released code averages one-sidedly, with its own
-    copy exact: the mean drifts.) If a checksum shows that either could not decode the other, both
-    keep their models. Replicas that keep moving apart then never average again: a step that is too
-    fine makes training diverge, so give the quantizer's reach room.
+    the opposite, so the mean stays. ``own_exact=True`` is ``x_i <- x_i + (Q(P_j) - P_i) / 2``, as
+    in the released code: half the noise, but the mean drifts.
+
+    If a checksum shows that either could not decode the other, both keep their models
+    (``on_failure="drop"``). Replicas that keep moving apart then never average again: a step that
+    is too fine makes training diverge, so give the quantizer's reach room, or send such models
+    again in full precision (``"resend"``).
 
     Args:
       x0: (n, d); a row for each replica.
@@ -74,7 +86,7 @@ def swarm(
       gradient: ``(i, x_i, k, rng) -> (d,)``; ``rng`` is replica i's own, k counts its local steps.
       learning_rate: a number, or a function of k.
       momentum: local, like its buffer, which is never averaged.
-      seed: of the replicas' random streams.
+      seed: of the replicas' random streams, for gradients and for stochastic rounding.
       record_every: interactions between two records of the spread; the first and last are kept.
       observe: called with the count of interactions and the models (not to be changed) at each.
 
@@ -84,70 +96,146 @@ def swarm(
     >>> result.models.mean(axis=0).round(2)
     array([0.2 , 0.23, 0.23, 0.21])
     """
+    for name, value, known in (
+        ("averaging", averaging, ("both", "one_sided")),
+        ("on_failure", on_failure, ("drop", "resend")),
+    ):
+        if value not in known:
+            raise ValueError(f"{name} must be {known[0]!r} or {known[1]!r}, got {value!r}")
     if record_every < 1:
         raise ValueError(f"record_every must be at least 1, got {record_every}")
-    x = np.array(x0, np.float64)
-    if x.ndim != 2:
-        raise ValueError(f"x0 must be (replicas, parameters), got shape {x.shape}")
-    n, d = x.shape
-    rate = learning_rate if callable(learning_rate) else lambda k: learning_rate
-    published = x if blocking else x.copy()
-    velocity, steps = np.zeros_like(x), np.zeros(n, np.int64)
-    # Streams of their own: what a replica draws does not depend on the order of the others.
-    rngs = [np.random.default_rng((seed, 0, i)) for i in range(n)]
-    message_bits = FULL_PRECISION_BITS * d if quantizer is None else quantizer.bits(d)
-    count = failed = 0
-    counts, spreads = [], []
+    both, resend = averaging == "both", on_failure == "resend"
+    run = _Run(x0, gradient, learning_rate, momentum, blocking, seed, both, own_exact, resend)
+    records = [run.record(observe)]
+    for group in as_rounds(interactions):
+        run.round(group, quantizer)
+        if run.count - records[-1][0] >= record_every:
+            records.append(run.record(observe))
+    if run.count > records[-1][0]:
+        records.append(run.record(observe))
+    counts, spread, drift = (np.array(column) for column in zip(*records, strict=True))
+    return Swarm(
+        run.x, counts, spread, drift, run.steps, run.bits_sent, run.failed_decodes, run.failed
+    )
 
-    def record() -> None:
-        spread = float(np.square(x - x.mean(axis=0)).sum())
+
+class _Run:
+    """The state of all replicas between two rounds."""
+
+    def __init__(
+        self,
+        x0: np.ndarray,
+        gradient: Gradient,
+        learning_rate: float | Callable[[int], float],
+        momentum: float,
+        blocking: bool,
+        seed: int,
+        both: bool,
+        own_exact: bool,
+        resend: bool,
+    ) -> None:
+        self.both, self.own_exact, self.resend = both, own_exact, resend
+        self.x = np.array(x0, np.float64)
+        if self.x.ndim != 2:
+            raise ValueError(f"x0 must be (replicas, parameters), got shape {self.x.shape}")
+        n, d = self.x.shape
+        self.gradient, self.momentum = gradient, momentum
+        self.rate = learning_rate if callable(learning_rate) else lambda k: learning_rate
+        self.published = self.x if blocking else self.x.copy()
+        self.velocity = np.zeros_like(self.x) if momentum else None
+        # Streams of their own: what a replica draws does not depend on the order of the others.
+        self.rngs, self.rounding_rngs = (
+            [np.random.default_rng((seed, kind, i)) for i in range(n)] for kind in (0, 1)
+        )
+        self.steps = np.zeros(n, np.int64)
+        self.count = self.bits_sent = self.failed_decodes = self.failed = 0
+        self.start = self.x.mean(axis=0)
+        self.updates = np.zeros(d)  # the sum of all local updates
+
+    def record(self, observe: Observe | None) -> tuple[int, float, float]:
+        mean = self.x.mean(axis=0)
+        drift = np.linalg.norm(mean - self.start - self.updates / len(self.x))
+        spread = float(np.square(self.x - mean).sum())
         if not np.isfinite(spread):
             raise ValueError(
-                f"models are no longer finite after {count} interactions; lower the learning rate"
+                f"models are no longer finite after {self.count} interactions; "
+                "lower the learning rate"
             )
-        counts.append(count)
-        spreads.append(spread)
         if observe is not None:
-            observe(count, x)
+            observe(self.count, self.x)
+        return self.count, spread, float(drift)
 
-    def step(i: int) -> None:
-        k = int(steps[i])
-        velocity[i] = momentum * velocity[i] + gradient(i, x[i], k, rngs[i])
-        x[i] -= rate(k) * velocity[i]
-        steps[i] += 1
-
-    record()
-    for group in as_rounds(interactions):
-        replicas = [replica for pair in group for replica in pair[:2]]
-        if len(set(replicas) & set(range(n))) < len(replicas):
-            raise ValueError(f"a round is of different replicas, of 0 to {n - 1}, got {replicas}")
+    def round(self, group: Round, quantizer: LatticeQuantizer | None) -> None:
+        """All replicas of a round step, then its pairs average what was there before the round."""
+        self._check(group)
         for i, j, steps_i, steps_j, _ in group:
-            for replica in [i] * steps_i + [j] * steps_j:
-                step(replica)
-        for i, j, *_ in group:
-            failed += not _average(x, published, [i, j], quantizer)
-        if not blocking:
-            published[replicas] = x[replicas]
-        count += len(group)
-        if count - counts[-1] >= record_every:
-            record()
-    if count > counts[-1]:
-        record()
-    sent = 2 * count * message_bits
-    return Swarm(x, np.array(counts), np.array(spreads), steps, sent, failed)
+            self._local_steps(i, steps_i)
+            self._local_steps(j, steps_j)
+        averages = [
+            self._averages(i, j) if quantizer is None else self._quantized(i, j, quantizer)
+            for i, j, *_ in group
+        ]
+        for (i, j, *_), (at_i, at_j) in zip(group, averages, strict=True):
+            self.x[i] = at_i
+            if self.both:
+                self.x[j] = at_j
+        if self.published is not self.x:
+            taking_part = [replica for pair in group for replica in pair[:2]]
+            self.published[taking_part] = self.x[taking_part]
+        self.count += len(group)
 
+    def _check(self, group: Round) -> None:
+        pairs = [interaction[:2] for interaction in group]
+        changed = [replica for pair in pairs for replica in (pair if self.both else pair[:1])]
+        if len(set(changed)) < len(changed):
+            raise ValueError(f"a round changes a replica at most once, got {pairs}")
+        for i, j in pairs:
+            if i == j or not (0 <= i < len(self.x) and 0 <= j < len(self.x)):
+                raise ValueError(
+                    f"an interaction is between two of {len(self.x)} replicas, got {i} and {j}"
+                )
 
-def _average(
-    x: np.ndarray, published: np.ndarray, pair: list[int], quantizer: LatticeQuantizer | None
-) -> bool:
-    """Average the two models of a pair in ``x``; False where a message could not be decoded."""
-    own = published[pair]
-    if quantizer is None:
-        x[pair] = own.mean(axis=0) + (x[pair] - own)
-        return True
-    (from_i, sent_i), (from_j, sent_j) = map(quantizer.encode, own)
-    at_i, at_j = quantizer.decode(from_j, own[0]), quantizer.decode(from_i, own[1])
-    if not (at_i.ok and at_j.ok):
-        return False
-    x[pair] += (np.array([at_i.value, at_j.value]) - [sent_i, sent_j]) / 2
-    return True
+    def _local_steps(self, i: int, count: int) -> None:
+        for _ in range(count):
+            k = int(self.steps[i])
+            update = self.gradient(i, self.x[i], k, self.rngs[i])
+            if self.velocity is not None:
+                self.velocity[i] = self.momentum * self.velocity[i] + update
+                update = self.velocity[i]
+            update = self.rate(k) * update
+            self.x[i] -= update
+            self.updates -= update
+            self.steps[i] += 1
+
+    def _averages(self, i: int, j: int) -> tuple[np.ndarray, np.ndarray]:
+        """The models of i and j after they have averaged; nothing is written yet."""
+        self._count_full_precision()
+        own_i, own_j = self.published[i], self.published[j]
+        average = (own_i + own_j) / 2
+        return average + (self.x[i] - own_i), average + (self.x[j] - own_j)
+
+    def _quantized(
+        self, i: int, j: int, quantizer: LatticeQuantizer
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The same by coded messages."""
+        own_i, own_j = self.published[i], self.published[j]
+        self.bits_sent += (1 + self.both) * quantizer.bits(self.x.shape[1])
+        from_i, sent_i = quantizer.encode(own_i, self.rounding_rngs[i])
+        from_j, sent_j = quantizer.encode(own_j, self.rounding_rngs[j])
+        at_i = quantizer.decode(from_j, key=own_i)
+        at_j = quantizer.decode(from_i, key=own_j)
+        failures = (not at_i.ok) + (self.both and not at_j.ok)
+        self.failed_decodes += failures
+        self.failed += failures > 0
+        if failures and self.resend:
+            self._count_full_precision()
+            difference = (own_j - own_i) / 2
+            return self.x[i] + difference, self.x[j] - difference
+        if failures:
+            return self.x[i].copy(), self.x[j].copy()
+        if not self.own_exact:
+            own_i, own_j = sent_i, sent_j
+        return self.x[i] + (at_i.value - own_i) / 2, self.x[j] + (at_j.value - own_j) / 2
+
+    def _count_full_precision(self) -> None:
+        self.bits_sent += (1 + self.both) * FULL_PRECISION_BITS * self.x.shape[1]
