@@ -30,7 +30,7 @@ def init(config: Config, key: jax.Array) -> Params:
     Normal with standard deviation ``init_std``, the matrices that write into the residual stream
     scaled by ``1 / sqrt(2 * layers)``; biases 0, scales of norms 1.
     """
-    return pieces.init(_network(config), config, key)
+    return pieces.init(network(config), config, key)
 
 
 def apply(
@@ -42,7 +42,7 @@ def apply(
 
 def merge(config: Config, params: Params, start: int = 0, stop: int | None = None) -> gpt2.GPT2:
     """The module, or a part of it, around ``params``; to be used within one trace."""
-    return pieces.merge(_network(config, start, stop), config, params)
+    return pieces.merge(network(config, start, stop), config, params)
 
 
 def part(config: Config, params: Params, start: int, stop: int) -> Params:
@@ -54,13 +54,14 @@ def part(config: Config, params: Params, start: int, stop: int) -> Params:
 
 def shapes(config: Config, start: int = 0, stop: int | None = None) -> Params:
     """Shapes and dtypes of the parameters of the model or of a part of it."""
-    return pieces.shapes(_network(config, start, stop), config)
+    return pieces.shapes(network(config, start, stop), config)
 
 
 @functools.cache
-def _network(config: Config, start: int = 0, stop: int | None = None) -> Callable[..., gpt2.GPT2]:
-    network = gpt2.GPT2 if isinstance(config, gpt2.GPT2Config) else llama.Llama
-    return functools.partial(network, start=start, stop=stop)
+def network(config: Config, start: int = 0, stop: int | None = None) -> Callable[..., gpt2.GPT2]:
+    """The class of a config's module, of which `pieces.merge` makes one around parameters."""
+    kind = gpt2.GPT2 if isinstance(config, gpt2.GPT2Config) else llama.Llama
+    return functools.partial(kind, start=start, stop=stop)
 
 
 def num_params(config: Config) -> int:

@@ -1,6 +1,7 @@
 """Next-token prediction with a GPT-2 or a Llama on a folder of tokens."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from decent_jax.data.reading import short
 from decent_jax.data.text import stdlib_corpus, token_folder, tokenizers
 from decent_jax.errors import ConfigError, DataError
 from decent_jax.fields import Field, size_of_preset
-from decent_jax.models import decoder_weights, decoders, generate
+from decent_jax.models import decoder_weights, decoders, generate, pieces
 from decent_jax.models.pieces import cross_entropy, decay_mask
 from decent_jax.progress import announce as announce_on_stderr
 from decent_jax.tasks import Run, opened
@@ -165,6 +166,7 @@ class LanguageModeling:
         context = config.model.context
         self.tokenizer, self.train_source, self.eval_source = _open(folder, context)
         self.config = model_config(config, _vocab_size(self.tokenizer))
+        self._around = functools.partial(pieces.merge, decoders.network(self.config), self.config)
         self.init_from, self.prompt = config.model.init_from, config.data.prompt
         self.units_per_example = context
         self.flops_per_example = decoders.flops_per_token(self.config, context) * context
@@ -185,11 +187,11 @@ class LanguageModeling:
             ) from None
 
     def loss(self, params, model_state, batch, key):
-        logits = decoders.apply(self.config, params, batch[:, :-1], key)
+        logits = self._around(params)(batch[:, :-1], dropout_rng=key)
         return cross_entropy(logits, batch[:, 1:]).mean(), model_state
 
     def evaluate(self, params, model_state, batch, weights):
-        logits = decoders.apply(self.config, params, batch[:, :-1])
+        logits = self._around(params)(batch[:, :-1])
         losses = cross_entropy(logits, batch[:, 1:]).mean(axis=1)
         return {"loss": (losses * weights).sum(), "count": weights.sum()}
 
