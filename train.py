@@ -5,7 +5,7 @@ The same as `decent-jax train`, from a checkout.
 
 import sys
 
-from decent_jax import command
+from decent_jax.commands import main as command
 
 
 def main(argv: list[str]) -> int:

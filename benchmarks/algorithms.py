@@ -48,8 +48,8 @@ from small_images import ImageTask, Outcome, image_params
 from small_problems import EXP, OPTIMUM, RING, VARIANTS, Pair, Variant, pair
 
 from decent_jax import topology
+from decent_jax.ground.progress import Progress
 from decent_jax.planner import outputs
-from decent_jax.progress import Progress
 from decent_jax.simulate import lose
 
 BY_LABEL = {variant.label: variant for variant in VARIANTS}

@@ -4,7 +4,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from decent_jax.plot_style import COLOURS, GREY, frame, new_figure
+from decent_jax.plots.style import COLOURS, GREY, frame, new_figure
 
 ZERO = 1e-4  # where "0" is drawn on a logarithmic axis
 LINE_INCHES = 0.21

@@ -22,7 +22,7 @@ from decent_jax import topology
 from decent_jax.planner import network, outputs
 from decent_jax.planner.runtime import Algorithm, AllReduce, Gossip, Workload
 from decent_jax.planner.simulator import Run, simulate
-from decent_jax.plot_style import GREY, INK, ORANGE
+from decent_jax.plots.style import GREY, INK, ORANGE
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "figures" / "gossip.gif"
 N, SLOW = 8, (0, 1)  # replicas; the link that is slow, from and to

@@ -14,7 +14,7 @@ import commands
 from matplotlib.figure import Figure
 
 from decent_jax.planner import outputs
-from decent_jax.plot_style import BLUE, GREEN, GREY, ORANGE, frame, new_figure, plain_numbers, save
+from decent_jax.plots.style import BLUE, GREEN, GREY, ORANGE, frame, new_figure, plain_numbers, save
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE, OUT = ROOT / "docs" / "clusters.md", ROOT / "docs" / "figures" / "bandwidth.png"

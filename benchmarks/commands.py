@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from decent_jax.run_folder import read_metrics
+from decent_jax.ground.run_folder import read_metrics
 
 
 def parser(doc: str | None, **options: bool) -> argparse.ArgumentParser:

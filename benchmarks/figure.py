@@ -16,10 +16,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from decent_jax import gossip, replicas, topology
-from decent_jax.errors import RunError
+from decent_jax.ground.errors import RunError
+from decent_jax.ground.run_folder import load_run, smoothed
 from decent_jax.planner import outputs
-from decent_jax.plot_style import BLUE, COLOURS, INK, ORANGE, PINK, frame, new_figure
-from decent_jax.run_folder import load_run, smoothed
+from decent_jax.plots.style import BLUE, COLOURS, INK, ORANGE, PINK, frame, new_figure
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "figures" / "overview.png"
 

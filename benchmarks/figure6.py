@@ -267,8 +267,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         commands.write_rows(options.json, rows)
     if options.out:
-        from decent_jax import plot_style
-        from decent_jax.planner import plots
+        from decent_jax.plots import network as plots
+        from decent_jax.plots import style as plot_style
 
         picture = [row | {"group": row["cluster"], "series": row["algorithm"]} for row in rows]
         print(plot_style.save(plots.draw_against_measured(picture, "Figure 6"), options.out))

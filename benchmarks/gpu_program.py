@@ -41,8 +41,8 @@ from tqdm import tqdm
 from variant import Parts, override
 
 from decent_jax import replicas
+from decent_jax.ground.format import split_outside_brackets
 from decent_jax.planner import outputs
-from decent_jax.text import split_outside_brackets
 from decent_jax.train import ConfigError, default_config, xla
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib

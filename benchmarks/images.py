@@ -41,7 +41,7 @@ from PIL import Image
 from decent_jax.data import loader
 from decent_jax.data.images import crops, image_folder, jpeg
 from decent_jax.data.images.crops import Box
-from decent_jax.errors import DataError
+from decent_jax.ground.errors import DataError
 
 TRAIN, EVAL, RESIZE = 176, 224, 256  # pixels
 BATCH, WARMUP = 64, 8  # images a batch; batches before the clock starts, more than are read ahead

@@ -20,7 +20,7 @@ from pathlib import Path
 import commands
 import numpy as np
 
-from decent_jax import plot_style
+from decent_jax.plots import style as plot_style
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = {

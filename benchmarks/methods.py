@@ -39,7 +39,7 @@ from decent_jax.models import decoders, gpt2
 from decent_jax.models.pieces import cross_entropy
 from decent_jax.optim import METHODS, Parts
 from decent_jax.planner import outputs
-from decent_jax.plot_style import COLOURS, GREY, MARKS, frame, new_figure, plain_numbers, save
+from decent_jax.plots.style import COLOURS, GREY, MARKS, frame, new_figure, plain_numbers, save
 from decent_jax.replicas import consensus_mean
 from decent_jax.train.algorithm import hidden_matrices
 

@@ -40,7 +40,7 @@ from ray_hosts import HEAD, PORT, ROOT, environment, hosts, inside
 from run_on_hosts import names_of_hosts
 from tqdm import tqdm
 
-from decent_jax.run_folder import read_metrics
+from decent_jax.ground.run_folder import read_metrics
 
 KILL_S, UNDISTURBED_S = 30.0, 120.0
 TEXT = {

@@ -22,7 +22,7 @@ from pathlib import Path
 import commands
 from tqdm import tqdm
 
-from decent_jax.run_folder import read_metrics
+from decent_jax.ground.run_folder import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 SWARM = {

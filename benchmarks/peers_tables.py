@@ -10,7 +10,7 @@ import numpy as np
 from decent_jax import simulate, topology
 from decent_jax.peers.formats import Format
 from decent_jax.planner import network, runtime
-from decent_jax.plot_style import BLUE, GREY, ORANGE, frame, new_figure, save
+from decent_jax.plots.style import BLUE, GREY, ORANGE, frame, new_figure, save
 
 COMPUTE_S, SIZE = 0.2, 500_000
 FIRST, LAST = math.log(256), 1.449  # validation losses of the quickstart: of guessing, at its end

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from decent_jax import topology
+from decent_jax.plan.orders import order
 from decent_jax.planner import network, placement, search
 from decent_jax.planner.network import Network
 from decent_jax.planner.pipeline_time import StepTime, exchanged, finished_s, links_of, step_s
-from decent_jax.topology.orders import order
 
 STAGES, REPLICAS, MICRO_BATCHES, LAYERS = 4, 2, 8, 12
 WIDTH, CONTEXT, EXAMPLES = 256, 128, 12  # of a micro-batch, in bfloat16

@@ -16,7 +16,7 @@ import numpy as np
 
 from decent_jax.pipelines.actor import Actor
 from decent_jax.pipelines.channels import Key
-from decent_jax.topology import orders
+from decent_jax.plan import orders
 
 RECEIPT = "receipt"
 

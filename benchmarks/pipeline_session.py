@@ -34,7 +34,7 @@ from decent_jax import topology, train
 from decent_jax.peers.start import ray_for
 from decent_jax.pipelines import watched
 from decent_jax.pipelines.setup import open_run
-from decent_jax.topology.plan_file import Plan
+from decent_jax.plan.plan_file import Plan
 
 ADDRESS = "10.77.0.1:6391"
 SCRIPT = Path(__file__).with_name("hosts.sh")

@@ -29,7 +29,7 @@ from ray_hosts import ROOT, environment, hosts, inside
 sys.path.insert(0, str(ROOT))
 from benchmarks.pipeline_cases import LAYER_S, LAYERS, MACHINES, REPLICAS, STAGES, layouts
 from benchmarks.pipeline_tables import TABLES
-from decent_jax.topology.orders import divide
+from decent_jax.plan.orders import divide
 
 GOSSIP, REDUCE = "decentralized_adam", "all_reduce"
 EVEN = [[1.0] * STAGES] * REPLICAS

@@ -13,9 +13,9 @@ import dataclasses
 import numpy as np
 
 from decent_jax import topology
+from decent_jax.plan.orders import ORDERS
 from decent_jax.planner import network, outputs, placement, search
 from decent_jax.planner.pipeline_time import StepTime
-from decent_jax.topology.orders import ORDERS
 
 JOB = placement.DTFM_JOB
 MICRO_BATCHES, MESSAGE_BYTES, FORWARD_S = 64, 2**23, 0.0124

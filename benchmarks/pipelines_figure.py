@@ -16,7 +16,7 @@ from ray_hosts import ROOT
 sys.path.insert(0, str(ROOT))
 from benchmarks.pipeline_cases import REPLICAS, STAGES, network_of
 from benchmarks.pipelines import GOSSIP, read
-from decent_jax.plot_style import BLUE, GREEN, GREY, INK, ORANGE, frame, new_figure, save
+from decent_jax.plots.style import BLUE, GREEN, GREY, INK, ORANGE, frame, new_figure, save
 
 PLACES = {  # degrees east and north
     "Virginia": (-77.5, 39.0),

@@ -30,16 +30,17 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from decent_jax import plot_style, topology
+from decent_jax import topology
 from decent_jax.planner import network as networks
-from decent_jax.planner import plots
 from decent_jax.planner.build_schedule import build_schedule
 from decent_jax.planner.gossip_placement import PlacedSchedule, evaluate, place_schedule
 from decent_jax.planner.network import ETHERNET_25G, NVLINK, Network
 from decent_jax.planner.placement import DTFM_JOB, Job, Partition, Problem
 from decent_jax.planner.placement import evaluate as cost_of
 from decent_jax.planner.search import Placement, place
-from decent_jax.plot_style import COLOURS, GREY, INK
+from decent_jax.plots import network as plots
+from decent_jax.plots import style as plot_style
+from decent_jax.plots.style import COLOURS, GREY, INK
 
 MODEL_BYTES = 4 * 124_439_808
 # Best and mean of ten seeds of DT-FM's own search.

@@ -20,13 +20,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 from tqdm import tqdm
 
-from decent_jax import plot_style, topology
+from decent_jax import topology
 from decent_jax.planner import network, outputs, predict
 from decent_jax.planner.compute_times import LogNormal
 from decent_jax.planner.network import Network
-from decent_jax.planner.plots import LOG_TICKS
 from decent_jax.planner.runtime import Gossip, Workload
-from decent_jax.plot_style import COLOURS, GREY, MARKS
+from decent_jax.plots import style as plot_style
+from decent_jax.plots.network import LOG_TICKS
+from decent_jax.plots.style import COLOURS, GREY, MARKS
 
 DEVICES_PER_NODE = 8
 SIZES = tuple(2**k for k in range(3, 13))

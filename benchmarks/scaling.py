@@ -26,8 +26,8 @@ from pathlib import Path
 import commands
 from tqdm import tqdm
 
+from decent_jax.ground.format import split_outside_brackets
 from decent_jax.planner import outputs
-from decent_jax.text import split_outside_brackets
 
 ALGORITHMS = "none,all_reduce,complete,ring,one_peer_exp,hypercube,alternating_exp_ring"
 LAYOUTS = ("devices", "one device")

@@ -25,8 +25,8 @@ from tqdm import tqdm
 from variant import Variant, override
 
 from decent_jax.cluster import start as cluster
+from decent_jax.ground.format import split_outside_brackets
 from decent_jax.planner import outputs
-from decent_jax.text import split_outside_brackets
 from decent_jax.topology import NAMES
 from decent_jax.train import ConfigError, default_config
 from decent_jax.train import config as config_lib

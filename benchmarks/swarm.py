@@ -45,7 +45,7 @@ from decent_jax import simulate, topology
 from decent_jax.planner.compute_times import CONSTANT, LogNormal
 from decent_jax.planner.network import Link, Network, cluster
 from decent_jax.planner.runtime import AllReduce, Gossip, Workload
-from decent_jax.plot_style import COLOURS, GREY, frame, legend_outside, new_figure, save
+from decent_jax.plots.style import COLOURS, GREY, frame, legend_outside, new_figure, save
 
 REPLICAS = (8, 16, 32, 64)
 LOCAL_STEPS = (1, 2, 4, 8)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decent_jax.fields import Field
+from decent_jax.ground.fields import Field
 
 FIELDS = {
     "model.size": Field(500_000, "parameters"),

@@ -11,8 +11,8 @@ from types import ModuleType
 __version__ = "0.1.0"
 
 _ROOMS = (
-    *("gossip", "models", "optim", "planner", "replicas", "saved_model", "simulate"),
-    *("tasks", "topology", "train"),
+    *("commands", "gossip", "ground", "models", "optim", "peers", "pipelines", "plan", "planner"),
+    *("plots", "replicas", "simulate", "tasks", "topology", "train"),
 )
 
 

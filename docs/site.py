@@ -14,7 +14,7 @@ from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
 
 from decent_jax import tasks
-from decent_jax.fields import Field
+from decent_jax.ground.fields import Field
 from decent_jax.optim import METHODS
 from decent_jax.train.config import fields_of
 from decent_jax.train.config_table import FIELDS
@@ -35,11 +35,11 @@ API = {
     "gossip": ("A round as messages between replicas.", ["gossip"]),
     "replicas": ("n copies of the parameters in one pytree.", ["replicas"]),
     "optim": ("Methods as optax transformations.", ["optim"]),
-    "train": ("What `train.py` calls.", ["train", "fields"]),
+    "train": ("What `train.py` calls.", ["train", "ground.fields"]),
     "tasks": ("What is trained: the interface of a task.", ["tasks"]),
     "runs": (
         "What a run leaves behind, read in Python.",
-        ["run_folder", "saved_model", "plot", "plot_style"],
+        ["ground.run_folder", "commands.saved_model", "plots.runs", "plots.style"],
     ),
     "simulate": ("Gossip in NumPy, event by event.", ["simulate"]),
 }

@@ -35,10 +35,10 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from decent_jax.cluster import secret, supervised
-from decent_jax.command_line import Parser
-from decent_jax.errors import PEER_LOST, ConfigError
-from decent_jax.json_files import flat
-from decent_jax.text import shown
+from decent_jax.ground.command_line import Parser
+from decent_jax.ground.errors import PEER_LOST, ConfigError
+from decent_jax.ground.format import shown
+from decent_jax.ground.json_files import flat
 from decent_jax.train import config as config_lib
 from decent_jax.train import flags
 

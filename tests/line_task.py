@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decent_jax.fields import Field
+from decent_jax.ground.fields import Field
 
 FIELDS = {
     "model.slope": Field(0.0, "at the start"),

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import line_task
 import numpy as np
 
-from decent_jax.fields import Field
+from decent_jax.ground.fields import Field
 
 FIELDS = {**line_task.FIELDS, "model.size": Field(500, "numbers")}
 load, export, validate = line_task.load, line_task.export, line_task.validate

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import line_task
 import numpy as np
 
-from decent_jax.fields import Field
+from decent_jax.ground.fields import Field
 
 FIELDS = {**line_task.FIELDS, "data.sleep_s": Field(0.0, "per record", may_change=True)}
 SIZE = 40

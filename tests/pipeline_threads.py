@@ -6,12 +6,12 @@ import jax
 import numpy as np
 
 from decent_jax import tasks
+from decent_jax.ground.progress import announce
 from decent_jax.pipelines import part as parts
 from decent_jax.pipelines.channels import Mailbox
 from decent_jax.pipelines.part import Part
 from decent_jax.pipelines.stage import Grid, Stage
 from decent_jax.pipelines.worker import Worker
-from decent_jax.progress import announce
 from decent_jax.train import config as config_lib
 from decent_jax.train import setup
 

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 import tiny
 
-from decent_jax import command, fields, json_files, saved_model, train
+from decent_jax import train
+from decent_jax.commands import main as command
+from decent_jax.commands import saved_model
+from decent_jax.ground import fields, json_files
 from decent_jax.train import ConfigError, flags, loop, setup
 from decent_jax.train import config as config_lib
 

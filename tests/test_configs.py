@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from decent_jax import fields
+from decent_jax.ground import fields
 from decent_jax.train import config as config_lib
 from decent_jax.train import flags
 from decent_jax.train import step as step_lib

@@ -9,12 +9,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from decent_jax import json_files, run_folder, saved_model, topology
-from decent_jax.errors import CheckpointError, ConfigError, DataError, RunError
+from decent_jax import topology
+from decent_jax.commands import saved_model
+from decent_jax.ground import json_files, run_folder
+from decent_jax.ground.errors import CheckpointError, ConfigError, DataError, RunError
 from decent_jax.peers import events, manifest
 from decent_jax.pipelines import files
+from decent_jax.plan import plan_file
 from decent_jax.planner import network
-from decent_jax.topology import plan_file
 from decent_jax.train import config as config_lib
 from decent_jax.train import workdir
 

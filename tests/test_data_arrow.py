@@ -6,11 +6,11 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from decent_jax import machine
 from decent_jax.data.text import token_folder, tokenizers
 from decent_jax.data.text.documents import chunks, documents, find_sources
 from decent_jax.data.text.prepare import prepare
-from decent_jax.errors import DataError
+from decent_jax.ground import machine
+from decent_jax.ground.errors import DataError
 
 TEXTS = [f"document {k}, with an é" for k in range(25)]
 

@@ -18,7 +18,7 @@ import tensorflow_datasets as tfds
 from decent_jax.data.images import array_records
 from decent_jax.data.images.image_folder import EncodedImage, open_images
 from decent_jax.data.images.prepare import prepare
-from decent_jax.errors import DataError
+from decent_jax.ground.errors import DataError
 
 
 @pytest.fixture(scope="module")

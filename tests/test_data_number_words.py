@@ -20,7 +20,7 @@ from decent_jax.data.translation.number_words import (
     write_files,
 )
 from decent_jax.data.translation.pair_folder import TranslationPairs
-from decent_jax.errors import DataError
+from decent_jax.ground.errors import DataError
 
 words = str.split
 ENGLISH = words(

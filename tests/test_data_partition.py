@@ -10,10 +10,11 @@ import pytest
 import small_runs
 import tiny
 
-from decent_jax import plot, train
+from decent_jax import train
 from decent_jax.data import loader, partition
 from decent_jax.data.text import document_sources, prepare, stdlib_corpus, token_folder, tokenizers
-from decent_jax.errors import DataError
+from decent_jax.ground.errors import DataError
+from decent_jax.plots import runs as plot
 from decent_jax.train import ConfigError
 
 LABELS = np.random.default_rng(0).choice(7, 2003, p=[0.4, 0.2, 0.1, 0.1, 0.1, 0.06, 0.04]) * 3

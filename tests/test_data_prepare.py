@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import runpy
 import shutil
 import signal
 import subprocess
@@ -13,6 +12,7 @@ import mini_imagenet
 import pytest
 from several import children_of, nothing_is_left, until
 
+from decent_jax.commands.prepare import KINDS, main
 from decent_jax.data import prepared_folder, worker_pool
 from decent_jax.data.images import array_records
 from decent_jax.data.images import prepare as prepare_images
@@ -21,8 +21,7 @@ from decent_jax.data.text import prepare as prepare_text
 from decent_jax.data.text import token_folder
 from decent_jax.data.translation import number_words, pair_folder
 from decent_jax.data.translation import prepare as prepare_translation
-from decent_jax.errors import DataError
-from decent_jax.prepare import KINDS, main
+from decent_jax.ground.errors import DataError
 
 FOLDERS = {"text": token_folder, "images": array_records, "translation": pair_folder}
 MODULES = {"text": prepare_text, "images": prepare_images, "translation": prepare_translation}
@@ -76,18 +75,6 @@ def test_kinds(capsys):
     assert "{text,images,translation}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_former_command_still_answers(kind, tmp_path, capsys, monkeypatch):
-    given = ["--input", *write_input(kind, tmp_path / "in"), "--out", str(tmp_path / "out")]
-    monkeypatch.setattr(sys, "argv", ["prepare", *given])
-    with pytest.raises(SystemExit, match="0"):
-        monkeypatch.delitem(sys.modules, f"decent_jax.data.prepare_{kind}", raising=False)
-        runpy.run_module(f"decent_jax.data.prepare_{kind}", run_name="__main__")
-    said = capsys.readouterr()
-    assert f"now called `decent-jax prepare {kind}`" in said.err.splitlines()[0]
-    assert said.out.endswith(f"wrote {tmp_path / 'out'}\n") and is_whole(tmp_path / "out", kind)
-
-
 def test_a_command_that_fails_says_one_sentence(tmp_path):
     _, *arguments = write_input("text", tmp_path / "in")
     good = tmp_path / "in/a.jsonl"
@@ -96,7 +83,7 @@ def test_a_command_that_fails_says_one_sentence(tmp_path):
     arguments += ["--out", tmp_path / "out", "--input", good, "--workers", "2"]
     before = sorted(tmp_path.rglob("*"))
     run = subprocess.run(
-        [sys.executable, "-m", "decent_jax.prepare", "text", *map(str, arguments)],
+        [sys.executable, "-m", "decent_jax.commands.prepare", "text", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=60,
@@ -170,7 +157,7 @@ def test_damaged_manifests(tmp_path):
 # end: so a kill always hits the middle.
 _SLOW = """
 import sys, time
-from decent_jax import prepare
+from decent_jax.commands import prepare
 from decent_jax.data.images import jpeg
 from decent_jax.data.text import documents
 decode = jpeg.decode

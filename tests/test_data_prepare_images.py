@@ -6,12 +6,12 @@ import os
 import mini_imagenet as mini
 import pytest
 
+from decent_jax.commands.prepare import main
 from decent_jax.data.images import array_records, image_folder, jpeg
 from decent_jax.data.images import prepare as prepare_images
 from decent_jax.data.images.prepare import prepare
 from decent_jax.data.prepared_folder import sha256_file
-from decent_jax.errors import DataError
-from decent_jax.prepare import main
+from decent_jax.ground.errors import DataError
 
 
 @pytest.fixture(scope="module")

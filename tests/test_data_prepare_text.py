@@ -15,7 +15,7 @@ from shared import shared
 
 from decent_jax.data.text import token_folder, tokenizers
 from decent_jax.data.text.prepare import prepare
-from decent_jax.errors import DataError
+from decent_jax.ground.errors import DataError
 
 TEXTS = [f"document {i}: " + "é🙂 words\r\n" * (i % 7 + 1) for i in range(40)]
 

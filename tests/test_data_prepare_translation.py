@@ -18,7 +18,7 @@ from decent_jax.data.translation.number_words import write_files
 from decent_jax.data.translation.pair_folder import PairBlocks, TranslationPairs
 from decent_jax.data.translation.prepare import prepare
 from decent_jax.data.translation.subwords import normalise
-from decent_jax.errors import DataError
+from decent_jax.ground.errors import DataError
 
 VOCAB = 350
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from decent_jax.data.text import stdlib_corpus, token_folder, tokenizers
-from decent_jax.errors import DataError
+from decent_jax.ground.errors import DataError
 
 
 @pytest.fixture(scope="module")

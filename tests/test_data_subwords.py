@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from decent_jax.data.translation import subwords
 from decent_jax.data.translation.subwords import normalise
-from decent_jax.errors import DataError
+from decent_jax.ground.errors import DataError
 
 SAME = {
     "  a \t b\u00a0c\u3000d  ": "a b c d",

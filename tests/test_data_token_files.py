@@ -12,7 +12,7 @@ import pytest
 from decent_jax.data.loader import eval_batches, steps_per_epoch, train_batches
 from decent_jax.data.text import token_folder, tokenizers
 from decent_jax.data.text.token_folder import TokenFolderWriter, TokenWindows
-from decent_jax.errors import DataError
+from decent_jax.ground.errors import DataError
 
 SEQ_LEN = 4
 

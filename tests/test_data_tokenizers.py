@@ -13,7 +13,7 @@ from shared import shared
 from decent_jax.data.text import tokenizers
 from decent_jax.data.text.prepare import prepare
 from decent_jax.data.text.token_folder import TokenWindows
-from decent_jax.errors import DataError
+from decent_jax.ground.errors import DataError
 
 
 @pytest.fixture(scope="module")

@@ -75,9 +75,9 @@ def test_files_and_modules_that_are_named_exist(name):
 
 
 def test_the_checks_of_this_file_find_something():
-    text = "`docs/a.md`, [b](c/d.png), `tests/NAME.py` and `python -m decent_jax.plot RUN`"
+    text = "`docs/a.md`, [b](c/d.png), `tests/NAME.py` and `python -m decent_jax.plots.runs RUN`"
     assert paths_in(text) == ["c/d.png", "docs/a.md"]
-    assert modules_in(text) == ["decent_jax.plot"]
+    assert modules_in(text) == ["decent_jax.plots.runs"]
     assert list(python_blocks("a\n```python\nb\n```\n```\nc\n```\n")) == ["\n\nb\n"]
 
 

@@ -10,8 +10,8 @@ import pytest
 from ml_collections import ConfigDict
 
 from decent_jax import optim, tasks, topology
-from decent_jax.errors import ConfigError
-from decent_jax.fields import Field
+from decent_jax.ground.errors import ConfigError
+from decent_jax.ground.fields import Field
 from decent_jax.optim import declaration, guard
 from decent_jax.topology.make import _BUILDERS
 from decent_jax.topology.rounds import pairwise

@@ -8,10 +8,10 @@ import pytest
 import tiny
 from several import cluster_flags, free_port, said, until
 
-from decent_jax import command
 from decent_jax.cluster import start as cluster
 from decent_jax.cluster import watch
-from decent_jax.errors import PEER_LOST
+from decent_jax.commands import main as command
+from decent_jax.ground.errors import PEER_LOST
 from decent_jax.train import ConfigError
 from decent_jax.train import config as config_lib
 
@@ -56,7 +56,7 @@ import sys, time
 import jax, numpy as np
 from jax.sharding import PartitionSpec as P
 from decent_jax.cluster import start as cluster, watch
-from decent_jax.errors import PEER_LOST, PeerLost
+from decent_jax.ground.errors import PEER_LOST, PeerLost
 from decent_jax.train import default_config
 
 index, count, heartbeat_s = map(int, sys.argv[2:5])

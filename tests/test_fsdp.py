@@ -10,7 +10,7 @@ from test_hlo import collectives, pairs_of
 
 from decent_jax import replicas, tasks, topology
 from decent_jax.data import loader
-from decent_jax.topology.plan_file import Plan
+from decent_jax.plan.plan_file import Plan
 from decent_jax.train import ConfigError, algorithm
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib

@@ -17,8 +17,11 @@ import pytest
 import tiny
 from hostile import assert_refused
 
-from decent_jax import export, fields, machine, plot, preflight, sample, topology
-from decent_jax.errors import ConfigError
+from decent_jax import topology
+from decent_jax.commands import export, preflight, sample
+from decent_jax.ground import fields, machine
+from decent_jax.ground.errors import ConfigError
+from decent_jax.plots import runs as plot
 from decent_jax.train import config as config_lib
 from decent_jax.train import limits
 

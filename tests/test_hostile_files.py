@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from hostile import assert_refused
 
-from decent_jax import command, machine
+from decent_jax.commands import main as command
 from decent_jax.data.translation import number_words
+from decent_jax.ground import machine
 
 DEEP, NINES = "[" * 100_000, "9" * 5000
 CLUSTER = "--network nvlink_25gbe --nodes 2 --devices_per_node 2"

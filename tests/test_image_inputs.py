@@ -14,7 +14,7 @@ from decent_jax.data import loader
 from decent_jax.data.images import crops, jpeg
 from decent_jax.data.images.crops import Box, EvalImages, TrainImages
 from decent_jax.data.images.image_folder import EncodedImage, open_images
-from decent_jax.errors import DataError
+from decent_jax.ground.errors import DataError
 
 # --- which part -----------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from tiny import rows
 
 from decent_jax import replicas, train
 from decent_jax.data.images import generated_images
-from decent_jax.errors import ConfigError
+from decent_jax.ground.errors import ConfigError
 from decent_jax.models import resnet
 from decent_jax.tasks import image_classification as task_lib
 from decent_jax.train import config as config_lib

@@ -7,40 +7,26 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1] / "decent_jax"
 
 # Importable by all.
-GROUND = {
-    "command_line",
-    "config_files",
-    "errors",
-    "extras",
-    "text",
-    "json_files",
-    "progress",
-    "fields",
-    "machine",
-    "named_modules",
-    "plot_style",
-    "plot_means",
-    "run_folder",
-    "written",
-}
+GROUND = {"ground"}
 
 # room: what it may import besides the ground and itself.
 ARROWS = {
-    "topology": set(),
+    "topology": {"plots"},  # to be mended: topology.plot
+    "plots": {"topology", "planner"},  # to be mended: pictures of networks
+    "plan": {"topology"},
     "gossip": {"topology", "cpu"},
     "replicas": {"gossip"},
     "optim": {"gossip", "replicas", "topology"},
     "models": {"cpu"},
     "data": set(),
     "tasks": {"models", "data"},
-    "plot": set(),
-    "cluster": {"topology"},
+    "cluster": {"plan", "topology"},
     "train": {
         *("tasks", "optim", "gossip", "replicas", "topology"),
-        *("data", "cluster", "cpu", "plot"),
+        *("data", "cluster", "cpu", "plots", "plan"),
     },
     "cpu": {"gossip", "replicas", "optim"},
-    "planner": {"topology"},
+    "planner": {"plan", "plots", "topology"},
     "simulate": {"topology", "planner"},
     "peers": {
         "train",
@@ -51,27 +37,17 @@ ARROWS = {
         "optim",
         "topology",
         "simulate",
-        "plot",
+        "plots",
     },
     "pipelines": {
         *("train", "tasks", "models", "data", "optim", "gossip", "replicas", "topology"),
-        *("cluster", "peers", "plot"),
+        *("cluster", "peers", "plots", "plan"),
     },
 }
 # Started by users (`python -m decent_jax.NAME`): they may import all, and no room imports them.
-COMMANDS = {
-    "sample",
-    "export",
-    "translate",
-    "preflight",
-    "prepare",
-    "saved_model",
-    "command",
-    "sweep",
-}
+COMMANDS = {"commands"}
 COMMAND_FILES = {
     "planner/inputs.py",  # the flags of the planner, among them --config
-    *(f"data/prepare_{kind}.py" for kind in ("text", "images", "translation")),  # as before 0.2
 }
 # What users may call in a loop of their own knows pytrees only.
 FOREIGN = {"flax", "ml_collections", "grain", "orbax", "tensorflow_datasets"}

@@ -18,10 +18,11 @@ import tiny
 import yaml
 from several import slurm, until
 
-from decent_jax import json_files, topology
+from decent_jax import topology
 from decent_jax.cluster import start
-from decent_jax.errors import PEER_LOST
-from decent_jax.topology.plan_file import Plan
+from decent_jax.ground import json_files
+from decent_jax.ground.errors import PEER_LOST
+from decent_jax.plan.plan_file import Plan
 from decent_jax.train import config as config_lib
 from decent_jax.train import flags
 
@@ -327,7 +328,7 @@ def test_the_place_of_a_process_by_the_variables_of(monkeypatch, launcher, host,
 
 def test_variables_that_jax_cannot_use_are_a_sentence(tmp_path, monkeypatch, capsys):
     """Open MPI 5 has another variable than the one that jax looks for."""
-    from decent_jax import preflight
+    from decent_jax.commands import preflight
 
     for name, value in open_mpi_4(9876, 0).items():
         monkeypatch.setenv(name, value)

@@ -10,10 +10,11 @@ import pytest
 import tiny
 from networks import drawn
 
-from decent_jax import saved_model, tasks, train
+from decent_jax import tasks, train
+from decent_jax.commands import saved_model
+from decent_jax.ground.progress import announce
 from decent_jax.models import decoder_weights, decoders, llama
 from decent_jax.models.pieces import cross_entropy
-from decent_jax.progress import announce
 from decent_jax.train import config as config_lib
 
 pytestmark = pytest.mark.usefixtures("compile_once")

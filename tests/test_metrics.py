@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decent_jax.json_files import write_json_atomic
+from decent_jax.ground.json_files import write_json_atomic
 from decent_jax.train import metrics
 from decent_jax.train.metrics import MetricWriter, read_metrics
 

@@ -11,8 +11,8 @@ import tiny
 from several import cluster_flags, finish, free_port, starting, wait_for_rows
 
 from decent_jax import topology
-from decent_jax.errors import PEER_LOST
-from decent_jax.topology.plan_file import Plan
+from decent_jax.ground.errors import PEER_LOST
+from decent_jax.plan.plan_file import Plan
 from decent_jax.train import checkpoint
 
 STEPS = 8
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 # What train.py does, several times in the same processes.
 SEVERAL_RUNS = """
 import json, sys
-from decent_jax import command
+from decent_jax.commands import main as command
 sys.argv[0] = "train.py"  # its name stands before what the watch says
 for argv in json.loads(sys.argv[1]):
     code = command.train(argv + sys.argv[2:], "train.py")

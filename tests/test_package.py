@@ -13,7 +13,8 @@ import pytest
 from test_imports import imported
 
 import decent_jax
-from decent_jax import command, config_files, extras
+from decent_jax.commands import main as command
+from decent_jax.ground import config_files, extras
 from decent_jax.train import flags
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -96,7 +97,7 @@ try:
     topology.plot(topology.make("ring", 4))
 except ImportError as error:
     print(error)
-from decent_jax import command
+from decent_jax.commands import main as command
 print(command.main(["train", "--config", "quickstart", "--workdir", "w"]))
 print(command.main(["plot", "w"]))
 """
@@ -125,7 +126,7 @@ def test_the_command_teaches_and_knows_its_commands(capsys):
     words = capsys.readouterr().out
     for name, (module, _) in command.COMMANDS.items():
         assert f"\n  {name} " in words
-        assert not module or (ROOT / f"{module.replace('.', '/')}.py").is_file()
+        assert not module or (PACKAGE / f"{module.replace('.', '/')}.py").is_file()
     assert all(name in words for name in config_files.NAMES)
     assert command.main(["tran"]) == 2
     assert capsys.readouterr().err.startswith("decent-jax: there is no command 'tran'; choose one")

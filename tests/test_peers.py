@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from several import by_output, children_of, nothing_is_left, until
 
-from decent_jax import command, extras, peers, train
+from decent_jax import peers, train
+from decent_jax.commands import main as command
+from decent_jax.ground import extras
 from decent_jax.peers import setup
 from decent_jax.peers.__main__ import main
 from decent_jax.train import ConfigError

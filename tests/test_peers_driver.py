@@ -13,7 +13,7 @@ import pytest
 from ray.exceptions import ActorUnavailableError, RayActorError
 from test_peers_law import PACES, config_of, noise  # noqa: F401 (a fixture)
 
-from decent_jax.errors import Interrupted, TrainingFailed
+from decent_jax.ground.errors import Interrupted, TrainingFailed
 from decent_jax.peers import manifest, start
 from decent_jax.peers.__main__ import main
 from decent_jax.peers.driver import _Driver, _Live

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from decent_jax.topology import orders
+from decent_jax.plan import orders
 from decent_jax.train import ConfigError
 
 SIZES = [(s, m) for s in range(1, 9) for m in (*range(1, 10), 16, 31, 32)]

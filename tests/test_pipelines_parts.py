@@ -21,14 +21,15 @@ from pipeline_threads import Threads
 from ray.exceptions import GetTimeoutError
 from test_pipelines import config_of, flat
 
-from decent_jax import command, topology
+from decent_jax import topology
+from decent_jax.commands import main as command
 from decent_jax.peers import start
 from decent_jax.pipelines import channels, files, links, part, watched
 from decent_jax.pipelines.channels import Channel, Door, Key, Mailbox
 from decent_jax.pipelines.driver import _Driver
 from decent_jax.pipelines.part import Part
 from decent_jax.pipelines.worker import Worker
-from decent_jax.topology.plan_file import Plan
+from decent_jax.plan.plan_file import Plan
 from decent_jax.train import ConfigError, PeerLost
 
 pytestmark = pytest.mark.usefixtures("compile_once")

@@ -12,8 +12,9 @@ from pipeline_threads import Threads
 from several import by_output, children_of, nothing_is_left, starting, until
 from test_pipelines import config_of
 
-from decent_jax import saved_model, topology
-from decent_jax.topology.plan_file import Plan
+from decent_jax import topology
+from decent_jax.commands import saved_model
+from decent_jax.plan.plan_file import Plan
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, HEARTBEAT_S = 4, 8

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from decent_jax.plan import plan_file
 from decent_jax.planner import __main__ as cli
 from decent_jax.planner import flags, network
-from decent_jax.topology import plan_file
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "gpt2_openwebtext.py"
 CLUSTER = ["--network", "nvlink_25gbe", "--devices_per_node", "4"]

@@ -6,11 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from decent_jax import gossip, plot_style, topology
-from decent_jax.planner import costs, plots
+from decent_jax import gossip, topology
+from decent_jax.planner import costs
 from decent_jax.planner import network as networks
 from decent_jax.planner.build_schedule import build_schedule
 from decent_jax.planner.gossip_placement import disagreement_s, evaluate, place_schedule
+from decent_jax.plots import network as plots
+from decent_jax.plots import style as plot_style
 
 MODEL_BYTES = 498e6  # GPT-2 124M in float32
 

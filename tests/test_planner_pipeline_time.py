@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from decent_jax import topology
+from decent_jax.plan.orders import order
 from decent_jax.planner import network, placement
 from decent_jax.planner.pipeline_time import (
     Link,
@@ -17,7 +18,6 @@ from decent_jax.planner.pipeline_time import (
     links_of,
     step_s,
 )
-from decent_jax.topology.orders import order
 
 
 @pytest.mark.parametrize(("gbit", "latency", "wanted"), [(10, 0, 0.93), (2, 0.005, 2.48)])

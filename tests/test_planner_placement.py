@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from shared import shared
 
-from decent_jax import plot_style
 from decent_jax.planner import network as networks
-from decent_jax.planner import plots, search
+from decent_jax.planner import search
 from decent_jax.planner.placement import (
     DTFM_JOB,
     Job,
@@ -21,6 +20,8 @@ from decent_jax.planner.placement import (
     shortest_open_path,
 )
 from decent_jax.planner.search import place
+from decent_jax.plots import network as plots
+from decent_jax.plots import style as plot_style
 
 
 def random_network(n, seed, levels=None):

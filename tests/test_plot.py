@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from decent_jax import plot
-from decent_jax.json_files import write_json_atomic
-from decent_jax.run_folder import Run, label_runs, load_run, smoothed
+from decent_jax.ground.json_files import write_json_atomic
+from decent_jax.ground.run_folder import Run, label_runs, load_run, smoothed
+from decent_jax.plots import runs as plot
 from decent_jax.train.metrics import MetricWriter
 
 CONFIG = {"algorithm": "gossip", "schedule": "ring", "num_replicas": 8, "workdir": "/x"}

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from test_plot import make_run, size_of_png
 
-from decent_jax import plot, plot_means
-from decent_jax.json_files import write_json_atomic
-from decent_jax.run_folder import load_run
+from decent_jax.ground.json_files import write_json_atomic
+from decent_jax.ground.run_folder import load_run
+from decent_jax.plots import means as plot_means
+from decent_jax.plots import runs as plot
 
 
 def sweep_of(folder, *, seeds=(0, 1, 2), schedules=("ring", "one_peer_exp"), sent=1000):

@@ -10,8 +10,9 @@ import optax
 import pytest
 import tiny
 
-from decent_jax import command, topology, train
-from decent_jax.errors import ConfigError
+from decent_jax import topology, train
+from decent_jax.commands import main as command
+from decent_jax.ground.errors import ConfigError
 from decent_jax.train import algorithm
 from decent_jax.train import config as config_lib
 

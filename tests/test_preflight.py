@@ -11,10 +11,10 @@ import pytest
 import tiny
 from several import cluster_flags, free_port, said, slurm
 
-from decent_jax import json_files
-from decent_jax import preflight as command
 from decent_jax.cluster import preflight, rendezvous
-from decent_jax.errors import ConfigError
+from decent_jax.commands import preflight as command
+from decent_jax.ground import json_files
+from decent_jax.ground.errors import ConfigError
 from decent_jax.planner import __main__ as planner
 from decent_jax.planner import network
 
@@ -87,7 +87,7 @@ def test_three_processes_that_slurm_starts(start_process, tmp_path, tiny_data, c
     """They agree, measure the links between different processes, and the planner reads the file."""
     path, port = tiny.write_config(tmp_path / "config_file.py", tiny_data), free_port()
     saved = tmp_path / "network.json"
-    flags = ["-m", "decent_jax.preflight", "--config", path, "--save", saved]
+    flags = ["-m", "decent_jax.commands.preflight", "--config", path, "--save", saved]
     flags += ["--config.num_replicas=3", "--config.batch_size=9", "--megabytes=0.5"]
     group = [start_process(flags, **slurm(port, 3, index)) for index in range(3)]
     assert [process.wait(timeout=120) for process in group] == [0] * 3, said(group[0])
@@ -139,7 +139,7 @@ def test_processes_that_differ(capsys, tmp_path, name, difference):
 
 @pytest.mark.slow
 def test_processes_with_different_devices(start_process, tmp_path):
-    program = ["-m", "decent_jax.preflight", "--save", tmp_path / "network.json"]
+    program = ["-m", "decent_jax.commands.preflight", "--save", tmp_path / "network.json"]
     port, here, group = free_port(), socket.gethostname(), []
     for index in range(2):
         variables = {"JAX_NUM_CPU_DEVICES": str(index + 1)}

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from decent_jax import progress
-from decent_jax.errors import ConfigError
-from decent_jax.progress import Progress, announce
+from decent_jax.ground import progress
+from decent_jax.ground.errors import ConfigError
+from decent_jax.ground.progress import Progress, announce
 
 
 @pytest.fixture

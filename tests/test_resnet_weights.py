@@ -16,7 +16,8 @@ import small_runs
 import tiny
 from networks import numpy_resnet, shapes_of
 
-from decent_jax import export, saved_model, train
+from decent_jax import train
+from decent_jax.commands import export, saved_model
 from decent_jax.data.images import generated_images
 from decent_jax.models import resnet, resnet_weights
 from decent_jax.train import ConfigError

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import tiny
 
-from decent_jax import command, sweep
-from decent_jax.errors import ConfigError
+from decent_jax.commands import main as command
+from decent_jax.commands import sweep
+from decent_jax.ground.errors import ConfigError
 
 
 @pytest.fixture
@@ -107,7 +108,7 @@ def test_a_run_is_trained_once_and_stands_in_the_table(config, tmp_path, capsys,
     ]
     given = (Path(rows[1]["folder"]) / "arguments").read_text().split()
     assert given == [
-        *("-m", "decent_jax.command", "train", "--config", config, "--config.steps=2"),
+        *("-m", "decent_jax.commands.main", "train", "--config", config, "--config.steps=2"),
         *("--config.schedule=one_peer_exp", "--config.seed=0", "--workdir", rows[1]["folder"]),
     ]
     capsys.readouterr()
@@ -174,5 +175,5 @@ def test_a_slurm_array_runs_every_combination(config, tmp_path):
     )
     run = sweep.runs_of([over[1], over[3]], out)[1]
     started = told.stdout.decode().splitlines()
-    assert started[1:4] == ["-m", "decent_jax.command", "train"]
+    assert started[1:4] == ["-m", "decent_jax.commands.main", "train"]
     assert started[4:] == run.arguments(config, common)

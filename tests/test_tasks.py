@@ -6,8 +6,9 @@ import pytest
 import small_runs
 import tiny
 
-from decent_jax import export, sample, saved_model, tasks, translate
-from decent_jax.errors import ConfigError
+from decent_jax import tasks
+from decent_jax.commands import export, sample, saved_model, translate
+from decent_jax.ground.errors import ConfigError
 from decent_jax.train import config as config_lib
 
 

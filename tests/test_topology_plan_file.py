@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from decent_jax import topology
-from decent_jax.topology import plan_file
+from decent_jax.plan import plan_file
 
 HOSTS = tuple(f"host{i // 4}/{i % 4}" for i in range(8))
 

@@ -15,10 +15,11 @@ import pytest
 import tiny
 from toys.waves import Waves
 
-from decent_jax import replicas, saved_model, topology, train
+from decent_jax import replicas, topology, train
+from decent_jax.commands import saved_model
 from decent_jax.data.text import token_folder
 from decent_jax.models import decoders
-from decent_jax.topology import plan_file
+from decent_jax.plan import plan_file
 from decent_jax.train import TrainingFailed, loop
 
 pytestmark = pytest.mark.usefixtures("compile_once")

@@ -9,7 +9,7 @@ import pytest
 import small_runs
 import tiny
 
-from decent_jax.text import format_number
+from decent_jax.ground.format import format_number
 from decent_jax.train import ConfigError, algorithm
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib

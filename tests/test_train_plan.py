@@ -11,7 +11,7 @@ import tiny
 from test_train import run
 
 from decent_jax import topology
-from decent_jax.topology.plan_file import Plan
+from decent_jax.plan.plan_file import Plan
 from decent_jax.train import ConfigError
 from decent_jax.train.config import make_schedule
 

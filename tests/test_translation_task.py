@@ -15,11 +15,12 @@ import tiny
 from networks import drawn
 from tiny import rows
 
-from decent_jax import export, sample, saved_model, train, translate
+from decent_jax import train
+from decent_jax.commands import export, sample, saved_model, translate
 from decent_jax.data import loader
 from decent_jax.data.translation import prepare, subwords
 from decent_jax.data.translation.pair_folder import TranslationPairs, pad_block
-from decent_jax.errors import ConfigError, DataError
+from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.models import transformer
 from decent_jax.tasks import translation as task_lib
 from decent_jax.tasks import translator

@@ -13,8 +13,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from decent_jax import plot, train
+from decent_jax import train
 from decent_jax.data.text import token_folder, tokenizers
+from decent_jax.plots import runs as plot
 from decent_jax.train import loop
 
 CONTEXT = 8

@@ -1,5 +1,5 @@
 """The processes of one program: start-up barrier, watch over each other, preflight check."""
 
-from decent_jax import extras
+from decent_jax.ground import extras
 
 extras.need("train", "ml_collections", "tqdm")

@@ -16,9 +16,9 @@ from tqdm import tqdm
 
 from decent_jax.cluster import rendezvous
 from decent_jax.cluster.start import Device
-from decent_jax.errors import ConfigError
-from decent_jax.json_files import flat
-from decent_jax.text import format_number
+from decent_jax.ground.errors import ConfigError
+from decent_jax.ground.format import format_number
+from decent_jax.ground.json_files import flat
 
 _WIDEST = 16  # devices in a matrix that is printed
 _BYTES_PER_GBIT = 1e9 / 8

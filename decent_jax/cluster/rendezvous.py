@@ -32,10 +32,10 @@ from multiprocessing import AuthenticationError
 from pathlib import Path
 from typing import Any
 
-from decent_jax import extras
 from decent_jax.cluster import secret
-from decent_jax.errors import ConfigError
-from decent_jax.text import name_all, printable, shorten, shown
+from decent_jax.ground import extras
+from decent_jax.ground.errors import ConfigError
+from decent_jax.ground.format import name_all, printable, shorten, shown
 
 ANSWER_S = 10  # time for one message between two processes that both run
 LARGEST_MESSAGE = 1 << 20  # bytes

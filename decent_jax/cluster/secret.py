@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from decent_jax.errors import ConfigError
+from decent_jax.ground.errors import ConfigError
 
 VARIABLE = "DECENT_JAX_SECRET"
 FILE = ".start_secret-{port}"  # runs that share a folder have ports of their own

@@ -15,11 +15,11 @@ from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
 from decent_jax.cluster import rendezvous, supervised, watch
-from decent_jax.errors import ConfigError, PeerLost
-from decent_jax.json_files import flat
-from decent_jax.progress import announce
-from decent_jax.text import printable, shown
-from decent_jax.topology.plan_file import Plan
+from decent_jax.ground.errors import ConfigError, PeerLost
+from decent_jax.ground.format import printable, shown
+from decent_jax.ground.json_files import flat
+from decent_jax.ground.progress import announce
+from decent_jax.plan.plan_file import Plan
 
 Device = Any  # jax.Device, which type checkers cannot resolve
 

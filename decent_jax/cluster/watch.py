@@ -28,8 +28,8 @@ import jax
 # `jax.distributed` offers both, use them.
 from jax._src.distributed import global_state
 
-from decent_jax.errors import PEER_LOST, PeerLost
-from decent_jax.text import name_all
+from decent_jax.ground.errors import PEER_LOST, PeerLost
+from decent_jax.ground.format import name_all
 
 _TICK_S = 0.25  # between two questions
 _GRACE_S = 1.0  # for news to reach all processes: another is lost, or all leave

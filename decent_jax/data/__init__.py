@@ -1,5 +1,5 @@
 """Sources of examples, prepared token folders, and batches addressed by (step, replica)."""
 
-from decent_jax import extras
+from decent_jax.ground import extras
 
 extras.need("train", "grain")

@@ -89,7 +89,7 @@ def train_batches(
     Raises:
       ValueError: sizes that do not divide, replicas that do not exist, an empty source.
     """
-    import grain  # imports jax, which the workers of `decent_jax.prepare` do not need
+    import grain  # imports jax, which the workers of `decent_jax.commands.prepare` do not need
 
     replicas = _checked(source, num_replicas, batch_size, replicas)
     if partition is None or hasattr(source, "train_blocks"):

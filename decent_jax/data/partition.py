@@ -27,7 +27,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from decent_jax.errors import DataError
+from decent_jax.ground.errors import DataError
 
 _SHOWN_REPLICAS = 8
 _SHOWN_CLASSES = 6

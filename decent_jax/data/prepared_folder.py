@@ -18,8 +18,8 @@ from typing import IO, Any, NamedTuple
 
 import decent_jax
 from decent_jax.data.reading import objects_within, one_sentence
-from decent_jax.errors import DataError
-from decent_jax.json_files import read_json, write_atomic
+from decent_jax.ground.errors import DataError
+from decent_jax.ground.json_files import read_json, write_atomic
 
 _LOCK = "owner.lock"
 _OWN = rf"manifest\.json|{re.escape(_LOCK)}(\.new)?|\..+\.\d+\.tmp"  # last: of `write_atomic`

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from decent_jax.errors import DataError
-from decent_jax.text import format_bytes
+from decent_jax.ground.errors import DataError
+from decent_jax.ground.format import format_bytes
 
 
 @contextlib.contextmanager

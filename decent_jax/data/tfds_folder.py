@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from decent_jax import extras
 from decent_jax.data.reading import short
-from decent_jax.errors import DataError
+from decent_jax.ground import extras
+from decent_jax.ground.errors import DataError
 
 
 def open_builder(folder: str | Path) -> Any:

@@ -12,7 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
 from typing import Any, TypeVar
 
-from decent_jax.errors import DataError
+from decent_jax.ground.errors import DataError
 
 _MOST = 32  # processes per core
 SMALL_BYTES = 8 << 20  # starting workers takes longer than working on less than this

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import safetensors
 
-from decent_jax.json_files import read_text
+from decent_jax.ground.json_files import read_text
 from decent_jax.models import decoders, weight_files
 from decent_jax.models.gpt2 import GPT2Config
 from decent_jax.models.llama import LlamaConfig

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import safetensors.numpy
 
-from decent_jax.json_files import write_atomic
+from decent_jax.ground.json_files import write_atomic
 
 _LEAVES = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}
 _LEAVES |= {"mean": "running_mean", "var": "running_var"}

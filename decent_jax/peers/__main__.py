@@ -3,12 +3,12 @@
 import sys
 from pathlib import Path
 
-from decent_jax.command_line import Parser
-from decent_jax.errors import CheckpointError, ConfigError, DataError, RunError
-from decent_jax.json_files import write_json_atomic
+from decent_jax.ground.command_line import Parser
+from decent_jax.ground.errors import CheckpointError, ConfigError, DataError, RunError
+from decent_jax.ground.format import shown
+from decent_jax.ground.json_files import write_json_atomic
 from decent_jax.peers import setup
 from decent_jax.peers.replay import replay
-from decent_jax.text import shown
 
 
 def main(arguments: list[str] | None = None) -> int:

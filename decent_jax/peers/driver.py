@@ -14,8 +14,9 @@ import ray
 from ml_collections import ConfigDict
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 
-from decent_jax.errors import DataError, Interrupted, TrainingFailed
-from decent_jax.json_files import is_whole, read_json, write_json_atomic
+from decent_jax.ground.errors import DataError, Interrupted, TrainingFailed
+from decent_jax.ground.json_files import is_whole, read_json, write_json_atomic
+from decent_jax.ground.progress import Progress
 from decent_jax.peers import events, manifest, setup
 from decent_jax.peers.partners import links, reduction
 from decent_jax.peers.peer import Peer
@@ -23,7 +24,6 @@ from decent_jax.peers.roster import Roster
 from decent_jax.peers.setup import FOLDER, Place
 from decent_jax.peers.start import check_address, fate, ray_for, start_actor
 from decent_jax.peers.whole import Whole, counts_of
-from decent_jax.progress import Progress
 from decent_jax.train import algorithm, loop
 from decent_jax.train.evaluation import Evaluator
 from decent_jax.train.metrics import MetricWriter, shown

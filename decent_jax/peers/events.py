@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from decent_jax.errors import RunError
-from decent_jax.json_files import is_real, is_whole
+from decent_jax.ground.errors import RunError
+from decent_jax.ground.json_files import is_real, is_whole
 from decent_jax.peers.rule import Met
 
 _WHOLE = ("start", "end", "t", "rate", "mine", "theirs", "version", "crc")  # numbers of a line

@@ -6,8 +6,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from decent_jax.errors import ConfigError, DataError
-from decent_jax.json_files import is_real, is_whole, read_json
+from decent_jax.ground.errors import ConfigError, DataError
+from decent_jax.ground.json_files import is_real, is_whole, read_json
 from decent_jax.peers.setup import FOLDER
 
 MANIFEST = "peers.json"

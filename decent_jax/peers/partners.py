@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from decent_jax import topology
-from decent_jax.errors import ConfigError
+from decent_jax.ground.errors import ConfigError
 
 FAR = 0.2  # part of the questions of "weighted" that goes to all alike, however far they are
 

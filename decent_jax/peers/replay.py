@@ -21,7 +21,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from decent_jax.data import loader
-from decent_jax.errors import RunError
+from decent_jax.ground.errors import RunError
 from decent_jax.peers import events
 from decent_jax.peers import manifest as manifest_lib
 from decent_jax.peers.boundary import Boundary, number, on_host

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from decent_jax import extras
 from decent_jax.cluster import start as cluster
 from decent_jax.data import loader
-from decent_jax.errors import ConfigError
-from decent_jax.json_files import flat
+from decent_jax.ground import extras
+from decent_jax.ground.errors import ConfigError
+from decent_jax.ground.json_files import flat
 from decent_jax.optim import METHODS, guard
 from decent_jax.peers import partners
 from decent_jax.train import algorithm

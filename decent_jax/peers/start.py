@@ -13,8 +13,8 @@ import ray
 from ml_collections import ConfigDict
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from decent_jax import machine
-from decent_jax.errors import ConfigError
+from decent_jax.ground import machine
+from decent_jax.ground.errors import ConfigError
 from decent_jax.peers import guard
 
 _STORE = 128 * 2**20  # bytes of a local object store at least

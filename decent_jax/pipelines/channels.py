@@ -23,7 +23,7 @@ from multiprocessing.connection import (
 )
 from typing import Any, NamedTuple
 
-from decent_jax.errors import PeerLost
+from decent_jax.ground.errors import PeerLost
 
 Address = tuple[str, int]  # IP address and port
 _ANSWER_S = 10  # for the answer to "do you know the secret?"

@@ -12,15 +12,15 @@ import numpy as np
 import ray
 from ml_collections import ConfigDict
 
-from decent_jax import json_files
-from decent_jax.errors import CheckpointError, ConfigError, TrainingFailed
+from decent_jax.ground import json_files
+from decent_jax.ground.errors import CheckpointError, ConfigError, TrainingFailed
+from decent_jax.ground.format import format_bytes
 from decent_jax.peers.start import check_address, ray_for
 from decent_jax.pipelines import files
 from decent_jax.pipelines.part import bytes_between_stages
 from decent_jax.pipelines.setup import Run, open_run
 from decent_jax.pipelines.watched import Watched, strategies
 from decent_jax.pipelines.worker import Span
-from decent_jax.text import format_bytes
 from decent_jax.train import algorithm, loop
 from decent_jax.train.checkpoint import DAMAGED, change_of, put_aside
 from decent_jax.train.evaluation import Evaluator

@@ -19,10 +19,10 @@ import jax
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from decent_jax.errors import CheckpointError, DataError
-from decent_jax.json_files import is_real, is_whole, read_json, write_json_atomic
+from decent_jax.ground.errors import CheckpointError, DataError
+from decent_jax.ground.format import shorten
+from decent_jax.ground.json_files import is_real, is_whole, read_json, write_json_atomic
 from decent_jax.pipelines.stage import Stage
-from decent_jax.text import shorten
 from decent_jax.train.checkpoint import BEST, FOLDER, change_replicas
 
 log = logging.getLogger(__name__)

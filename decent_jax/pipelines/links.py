@@ -11,7 +11,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from decent_jax.cluster import preflight
-from decent_jax.errors import ConfigError, PeerLost
+from decent_jax.ground.errors import ConfigError, PeerLost
 from decent_jax.peers.setup import leave_launcher
 from decent_jax.peers.start import check_address, ray_for, start_actor
 from decent_jax.pipelines.setup import free_address, join

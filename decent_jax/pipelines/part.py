@@ -7,14 +7,16 @@ import jax
 import optax
 from ml_collections import ConfigDict
 
-from decent_jax import fields, optim, replicas
-from decent_jax.errors import ConfigError
-from decent_jax.json_files import flat
+from decent_jax import optim, replicas
+from decent_jax.ground import fields
+from decent_jax.ground.errors import ConfigError
+from decent_jax.ground.json_files import flat
 from decent_jax.models import decoders, gpt2, pieces
 from decent_jax.peers.setup import check_allowed
+from decent_jax.plan import orders
+from decent_jax.plan.plan_file import Plan
 from decent_jax.replicas import Placement
-from decent_jax.topology import Schedule, orders
-from decent_jax.topology.plan_file import Plan
+from decent_jax.topology import Schedule
 from decent_jax.train import algorithm
 from decent_jax.train import config as config_lib
 

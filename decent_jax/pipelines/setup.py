@@ -11,14 +11,14 @@ from ml_collections import ConfigDict
 
 from decent_jax import replicas, tasks
 from decent_jax.cluster.start import limit_exchanges
-from decent_jax.errors import ConfigError, DataError
+from decent_jax.ground.errors import ConfigError, DataError
+from decent_jax.ground.progress import announce as announce_on_stderr
 from decent_jax.models.gpt2 import GPT2Config
 from decent_jax.peers.setup import leave_launcher
 from decent_jax.pipelines import part as parts
 from decent_jax.pipelines.part import Part
 from decent_jax.pipelines.stage import Grid
-from decent_jax.progress import announce as announce_on_stderr
-from decent_jax.topology.plan_file import Plan
+from decent_jax.plan.plan_file import Plan
 from decent_jax.train import config as config_lib
 from decent_jax.train import limits, setup, xla
 from decent_jax.train.setup import Experiment

@@ -11,11 +11,11 @@ from ml_collections import ConfigDict
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from decent_jax.errors import CheckpointError, ConfigError, TrainingFailed
+from decent_jax.ground.errors import CheckpointError, ConfigError, TrainingFailed
 from decent_jax.peers.start import fate, start_actor
 from decent_jax.pipelines.actor import Actor
 from decent_jax.pipelines.setup import LOGS, Cell
-from decent_jax.topology.plan_file import Plan
+from decent_jax.plan.plan_file import Plan
 
 _LOOK_S = 0.5
 _NOTICED_S = 2.0  # in which Ray knows of a dead actor

@@ -12,7 +12,7 @@ from decent_jax.data import loader
 from decent_jax.pipelines.channels import Key, Mailbox
 from decent_jax.pipelines.part import TABLE, total_norm
 from decent_jax.pipelines.stage import Stage
-from decent_jax.topology import orders
+from decent_jax.plan import orders
 from decent_jax.train.evaluation import eval_batches
 from decent_jax.train.setup import train_batches
 

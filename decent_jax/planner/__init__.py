@@ -29,6 +29,6 @@ NumPy and SciPy only, and of this package `decent_jax.topology`, whose `plan_fil
 7.9
 """
 
-from decent_jax import extras
+from decent_jax.ground import extras
 
 extras.need("train", "tqdm")

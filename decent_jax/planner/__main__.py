@@ -18,8 +18,10 @@ from typing import Any
 import numpy as np
 
 from decent_jax import topology
-from decent_jax.command_line import Parser
-from decent_jax.errors import ConfigError
+from decent_jax.ground.command_line import Parser
+from decent_jax.ground.errors import ConfigError
+from decent_jax.ground.replaceable import check_replaceable
+from decent_jax.plan import orders, plan_file
 from decent_jax.planner import (
     build_schedule,
     flags,
@@ -35,8 +37,6 @@ from decent_jax.planner import (
 )
 from decent_jax.planner.network import Network
 from decent_jax.planner.runtime import WIRE_BYTES, AllReduce
-from decent_jax.topology import orders, plan_file
-from decent_jax.written import check_replaceable
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -105,10 +105,12 @@ def _predict(options: argparse.Namespace) -> None:
 
 
 def _draw(path: Path | None, draw: Callable[[Any], Any]) -> None:
-    """Save what a function of `decent_jax.planner.plots` draws, where it is asked for."""
+    """Save what a function of `decent_jax.plots.network` draws, where it is asked for."""
     if path:
-        from decent_jax import plot_style  # here, as matplotlib takes a while to import
-        from decent_jax.planner import plots
+        from decent_jax.plots import network as plots
+        from decent_jax.plots import (
+            style as plot_style,  # here, as matplotlib takes a while to import
+        )
 
         print(plot_style.save(draw(plots), path))
 

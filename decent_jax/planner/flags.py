@@ -5,14 +5,14 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from decent_jax.ground.format import shown, split_outside_brackets
+from decent_jax.plan.orders import ORDERS
 from decent_jax.planner import outputs, predict, recommend
 from decent_jax.planner.build_schedule import NAME as BUILT
 from decent_jax.planner.compute_times import LONGEST_S, SHORTEST_S
 from decent_jax.planner.network import PRESETS
 from decent_jax.planner.runtime import WIRE_BYTES
-from decent_jax.text import shown, split_outside_brackets
 from decent_jax.topology import NAMES
-from decent_jax.topology.orders import ORDERS
 
 EXAMPLES = {
     "network": f"""\

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from decent_jax.errors import ConfigError, DataError
-from decent_jax.json_files import is_real, read_json
+from decent_jax.ground.errors import ConfigError, DataError
+from decent_jax.ground.json_files import is_real, read_json
 from decent_jax.planner import compute_times, network, predict
 from decent_jax.planner.network import Network
 from decent_jax.planner.runtime import Workload

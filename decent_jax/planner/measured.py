@@ -19,13 +19,13 @@ from typing import Any, get_args
 import numpy as np
 from scipy.optimize import least_squares
 
-from decent_jax.json_files import is_real, is_whole, read_text
+from decent_jax.ground.format import shown
+from decent_jax.ground.json_files import is_real, is_whole, read_text
 from decent_jax.planner import outputs, predict
 from decent_jax.planner.compute_times import LONGEST_S, SHORTEST_S, LogNormal
 from decent_jax.planner.costs import Execution
 from decent_jax.planner.network import Network
 from decent_jax.planner.runtime import WIRE_BYTES, Workload
-from decent_jax.text import shown
 
 # What may be fitted, where the search begins, and between which limits it stays.
 START = {"compute_s": None, "sigma": 0.1, "bandwidth": 1.0}

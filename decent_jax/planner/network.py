@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from decent_jax import machine
-from decent_jax.errors import ConfigError, DataError
-from decent_jax.json_files import read_json, write_json_atomic
+from decent_jax.ground import machine
+from decent_jax.ground.errors import ConfigError, DataError
+from decent_jax.ground.json_files import read_json, write_json_atomic
 from decent_jax.planner import network_checks as checks
 
 FORMAT = "decent_jax.network/1"

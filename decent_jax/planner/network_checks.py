@@ -6,7 +6,7 @@ Every function raises ValueError.
 import numpy as np
 from numpy.typing import ArrayLike
 
-from decent_jax.text import shown
+from decent_jax.ground.format import shown
 
 # Directions of a link that differ by a larger factor were measured under different load.
 LARGEST_ASYMMETRY = 1.25

@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from decent_jax.plan.orders import order
 from decent_jax.planner import placement
 from decent_jax.planner.gossip_placement import anneal, clock
 from decent_jax.planner.network import Network
 from decent_jax.planner.placement import Job
 from decent_jax.topology import Round, Schedule
-from decent_jax.topology.orders import order
 
 Order = Sequence[tuple[str, int]]  # ("forward" or "backward", micro-batch)
 
@@ -140,7 +140,7 @@ class StepTime:
 
     Args:
       schedule: of gossip between the pipelines.
-      name: order of the micro-batches, of `decent_jax.topology.orders.ORDERS`.
+      name: order of the micro-batches, of `decent_jax.plan.orders.ORDERS`.
     """
 
     def __init__(

@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from decent_jax import extras
+from decent_jax.ground import extras
 
 extras.need("train", "ml_collections")
 
 from ml_collections import ConfigDict
 
-from decent_jax.errors import ConfigError
-from decent_jax.fields import Field
-from decent_jax.named_modules import module_named
+from decent_jax.ground.errors import ConfigError
+from decent_jax.ground.fields import Field
+from decent_jax.ground.named_modules import module_named
 
 if TYPE_CHECKING:
     import jax
@@ -77,7 +77,7 @@ class TaskModule(Protocol):
     It may also define what the commands call with a `Run`: ``load(run)`` returns the trained model
     with all that is needed to use it; ``export(run, out)`` writes the model to the file ``out`` and
     returns the text of the ``config.json`` beside it; ``sample(run, ...)`` returns what
-    `decent_jax.sample` prints; ``translator(run, beam)`` returns a function that translates a list
+    `decent-jax sample` prints; ``translator(run, beam)`` returns a function that translates a list
     of sentences. The planner calls ``count_parameters(config)``.
     """
 
@@ -164,7 +164,7 @@ class Measures(Protocol):
 
 
 class Run(Protocol):
-    """A run that has been trained: what `decent_jax.saved_model.Run` gives a task.
+    """A run that has been trained: what `decent_jax.commands.saved_model.Run` gives a task.
 
     Reading ``step``, ``params`` or ``model_state`` reads a checkpoint, and raises ConfigError where
     none is readable.

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from decent_jax import machine
 from decent_jax.data import loader
 from decent_jax.data.images import crops, generated_images, image_folder
-from decent_jax.errors import ConfigError, DataError
-from decent_jax.fields import Field, size_of_preset
+from decent_jax.ground import machine
+from decent_jax.ground.errors import ConfigError, DataError
+from decent_jax.ground.fields import Field, size_of_preset
+from decent_jax.ground.progress import announce as announce_on_stderr
 from decent_jax.models import resnet, resnet_weights
 from decent_jax.models.pieces import cross_entropy, decay_mask
-from decent_jax.progress import announce as announce_on_stderr
 from decent_jax.tasks import Run
 
 GENERATED = "generated"

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from decent_jax import machine
 from decent_jax.data.reading import short
 from decent_jax.data.text import stdlib_corpus, token_folder, tokenizers
-from decent_jax.errors import ConfigError, DataError
-from decent_jax.fields import Field, size_of_preset
+from decent_jax.ground import machine
+from decent_jax.ground.errors import ConfigError, DataError
+from decent_jax.ground.fields import Field, size_of_preset
+from decent_jax.ground.progress import announce as announce_on_stderr
 from decent_jax.models import decoder_weights, decoders, generate, pieces
 from decent_jax.models.pieces import cross_entropy, decay_mask
-from decent_jax.progress import announce as announce_on_stderr
 from decent_jax.tasks import Run, opened
 
 STDLIB = "stdlib"

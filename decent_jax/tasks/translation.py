@@ -15,11 +15,11 @@ from ml_collections import ConfigDict
 
 from decent_jax.data.translation import hf_tokenizer, number_words, subwords
 from decent_jax.data.translation.pair_folder import PairBlocks, TranslationPairs
-from decent_jax.errors import ConfigError, DataError
-from decent_jax.fields import Field, size_of_preset
+from decent_jax.ground.errors import ConfigError, DataError
+from decent_jax.ground.fields import Field, size_of_preset
+from decent_jax.ground.progress import announce as announce_on_stderr
 from decent_jax.models import transformer, transformer_weights
 from decent_jax.models.pieces import cross_entropy, decay_mask
-from decent_jax.progress import announce as announce_on_stderr
 from decent_jax.tasks import Run, opened
 from decent_jax.tasks.translator import ALPHA, BEAM, LONGEST, Translator, bleu, meteor
 

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 
 from decent_jax.data.translation.subwords import Subwords
-from decent_jax.errors import ConfigError
+from decent_jax.ground.errors import ConfigError
+from decent_jax.ground.format import shown
+from decent_jax.ground.progress import progress_bar
 from decent_jax.models import beam_search, transformer
-from decent_jax.progress import progress_bar
-from decent_jax.text import shown
 
 BEAM = 4
 ALPHA = 0.6  # exponent of the length penalty

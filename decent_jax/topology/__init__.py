@@ -20,7 +20,7 @@ array([0.5, 0. , 0. , 0. , 0. , 0. , 0.5, 0. ])
 
 from typing import TYPE_CHECKING
 
-from decent_jax import extras
+from decent_jax.ground import extras
 from decent_jax.topology.make import COLUMN_STOCHASTIC as COLUMN_STOCHASTIC
 from decent_jax.topology.make import NAMES as NAMES
 from decent_jax.topology.make import make as make
@@ -42,6 +42,6 @@ def plot(schedule: Schedule) -> "Figure":
     larger the weight.
     """
     extras.need("train", "matplotlib")
-    from decent_jax.topology.drawing import draw  # here, as matplotlib takes a while to import
+    from decent_jax.plots.rounds import draw  # here, as matplotlib takes a while to import
 
     return draw(schedule)

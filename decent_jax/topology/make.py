@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from decent_jax import machine
-from decent_jax.text import shown
+from decent_jax.ground import machine
+from decent_jax.ground.format import shown
 from decent_jax.topology import base_graph, graphs, random_graphs
 from decent_jax.topology.rounds import Round, kron, round_of
 from decent_jax.topology.schedule import Schedule, check_connected, check_matrix

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from decent_jax.text import shorten
+from decent_jax.ground.format import shorten
 from decent_jax.topology.rounds import Round, connected_parts, round_of
 from decent_jax.topology.weights import balanced, metropolis_hastings
 

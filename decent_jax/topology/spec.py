@@ -19,7 +19,7 @@ from typing import Any, Union
 
 import numpy as np
 
-from decent_jax.text import shown
+from decent_jax.ground.format import shown
 
 _LONGEST = 300  # characters, and so a bound on how deep schedules are nested
 

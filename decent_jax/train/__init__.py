@@ -6,12 +6,18 @@
 >>> summary = train.run(config, "runs/mine")      # doctest: +SKIP
 """
 
-from decent_jax import extras
+from decent_jax.ground import extras
 
 extras.need("train", "ml_collections", "flax", "grain", "matplotlib", "orbax", "tqdm")
 
-from decent_jax.config_files import chosen
-from decent_jax.errors import CheckpointError, ConfigError, Interrupted, PeerLost, TrainingFailed
+from decent_jax.ground.config_files import chosen
+from decent_jax.ground.errors import (
+    CheckpointError,
+    ConfigError,
+    Interrupted,
+    PeerLost,
+    TrainingFailed,
+)
 from decent_jax.train.config import default_config, validate
 
 

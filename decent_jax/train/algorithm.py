@@ -16,11 +16,11 @@ import optax
 from ml_collections import ConfigDict
 
 from decent_jax import optim, topology
-from decent_jax.errors import ConfigError
 from decent_jax.gossip import AxisName, wire
-from decent_jax.named_modules import module_named
+from decent_jax.ground.errors import ConfigError
+from decent_jax.ground.format import format_bytes, shown
+from decent_jax.ground.named_modules import module_named
 from decent_jax.optim import METHODS, Parts
-from decent_jax.text import format_bytes, shown
 from decent_jax.topology import Schedule
 from decent_jax.train import config as config_lib
 from decent_jax.train.config_table import FIELDS

@@ -26,8 +26,8 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from decent_jax import optim, replicas
-from decent_jax.errors import CheckpointError, ConfigError
-from decent_jax.json_files import read_json
+from decent_jax.ground.errors import CheckpointError, ConfigError
+from decent_jax.ground.json_files import read_json
 from decent_jax.replicas import Placement
 from decent_jax.train.step import TrainState
 

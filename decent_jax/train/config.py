@@ -13,14 +13,15 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from decent_jax import fields, tasks, topology
-from decent_jax.errors import ConfigError, DataError
-from decent_jax.fields import Field, in_steps, parse_duration
-from decent_jax.json_files import flat, read_json
+from decent_jax import tasks, topology
+from decent_jax.ground import fields
+from decent_jax.ground.errors import ConfigError, DataError
+from decent_jax.ground.fields import Field, in_steps, parse_duration
+from decent_jax.ground.format import shorten, shown
+from decent_jax.ground.json_files import flat, read_json
 from decent_jax.optim import METHODS, Method
-from decent_jax.text import shorten, shown
-from decent_jax.topology import plan_file
-from decent_jax.topology.plan_file import Plan
+from decent_jax.plan import plan_file
+from decent_jax.plan.plan_file import Plan
 from decent_jax.train import limits
 from decent_jax.train.config_table import FIELDS, REMOVED, RENAMED
 

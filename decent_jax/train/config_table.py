@@ -5,8 +5,8 @@ A task adds its ``model`` and ``data``, a method the section with its numbers (`
 
 import functools
 
-from decent_jax.fields import Field
 from decent_jax.gossip.wire import COMM_DTYPES
+from decent_jax.ground.fields import Field
 
 Changeable = functools.partial(Field, may_change=True)  # in a resumed run
 

@@ -12,13 +12,13 @@ import sys
 from ml_collections import ConfigDict
 from ml_collections.config_dict import RequiredValueError
 
-from decent_jax import config_files, fields
-from decent_jax.command_line import Parser
-from decent_jax.config_files import NAMES
-from decent_jax.errors import ConfigError
-from decent_jax.extras import MissingExtra
-from decent_jax.json_files import flat
-from decent_jax.text import shown
+from decent_jax.ground import config_files, fields
+from decent_jax.ground.command_line import Parser
+from decent_jax.ground.config_files import NAMES
+from decent_jax.ground.errors import ConfigError
+from decent_jax.ground.extras import MissingExtra
+from decent_jax.ground.format import shown
+from decent_jax.ground.json_files import flat
 from decent_jax.train.config import table_of, unknown_field
 from decent_jax.train.config_table import RENAMED
 

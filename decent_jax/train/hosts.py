@@ -15,9 +15,9 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from decent_jax.cluster import start as cluster
-from decent_jax.errors import ConfigError
+from decent_jax.ground.errors import ConfigError
+from decent_jax.ground.format import format_bytes
 from decent_jax.replicas import Placement
-from decent_jax.text import format_bytes
 from decent_jax.topology import Schedule
 from decent_jax.train import algorithm
 from decent_jax.train.config import AUTO, ONE_HOST, changed, load_saved, make_schedule

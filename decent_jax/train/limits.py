@@ -8,10 +8,10 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from decent_jax import machine
-from decent_jax.errors import ConfigError, DataError
+from decent_jax.ground import machine
+from decent_jax.ground.errors import ConfigError, DataError
+from decent_jax.ground.format import format_number
 from decent_jax.replicas import Placement
-from decent_jax.text import format_number
 
 _THREADS = 4  # of XLA per simulated device
 _WORKERS = 32  # per core

@@ -12,8 +12,8 @@ from ml_collections import ConfigDict
 
 from decent_jax.cluster import start as cluster
 from decent_jax.cluster.watch import lost_peers_told
-from decent_jax.errors import DataError, Interrupted, RunError, TrainingFailed
-from decent_jax.text import format_duration, format_number
+from decent_jax.ground.errors import DataError, Interrupted, RunError, TrainingFailed
+from decent_jax.ground.format import format_duration, format_number
 from decent_jax.train import algorithm, hosts
 from decent_jax.train import step as step_lib
 from decent_jax.train.evaluation import Evaluator, local
@@ -375,7 +375,9 @@ def finish(
     )
     if work.quiet:
         return summary
-    from decent_jax import plot  # here, since matplotlib is a third of what a start imports
+    from decent_jax.plots import (
+        runs as plot,  # here, since matplotlib is a third of what a start imports
+    )
 
     try:
         plot.plot_runs([work.path])

@@ -25,13 +25,13 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from decent_jax import optim, replicas
-from decent_jax.errors import TrainingFailed
-from decent_jax.json_files import plain, write_atomic
-from decent_jax.progress import Progress
+from decent_jax.ground.errors import TrainingFailed
+from decent_jax.ground.format import format_number
+from decent_jax.ground.json_files import plain, write_atomic
+from decent_jax.ground.progress import Progress
+from decent_jax.ground.run_folder import METRICS, read_metrics
 from decent_jax.replicas import Placement
-from decent_jax.run_folder import METRICS, read_metrics
 from decent_jax.tasks import Task
-from decent_jax.text import format_number
 
 DRIFT_FACTOR = 3.0  # a replica this many times as far from the mean as the median one drifts
 

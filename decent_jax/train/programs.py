@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from decent_jax.text import format_bytes, format_number
+from decent_jax.ground.format import format_bytes, format_number
 from decent_jax.train import algorithm, xla
 from decent_jax.train.metrics import Clock
 from decent_jax.train.setup import Experiment

@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-from decent_jax import json_files
-from decent_jax.errors import CheckpointError
+from decent_jax.ground import json_files
+from decent_jax.ground.errors import CheckpointError
 from decent_jax.train.checkpoint import Checkpointer, failed
 from decent_jax.train.evaluation import Model
 from decent_jax.train.setup import Experiment

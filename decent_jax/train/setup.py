@@ -12,12 +12,12 @@ from ml_collections import ConfigDict
 from decent_jax import replicas, tasks
 from decent_jax.cluster import start as cluster
 from decent_jax.data import loader, partition
-from decent_jax.errors import ConfigError, DataError
-from decent_jax.fields import LARGEST
+from decent_jax.ground.errors import ConfigError, DataError
+from decent_jax.ground.fields import LARGEST
+from decent_jax.plan.plan_file import Plan
 from decent_jax.replicas import Placement
 from decent_jax.tasks import Task
 from decent_jax.topology import Schedule
-from decent_jax.topology.plan_file import Plan
 from decent_jax.train import algorithm, hosts, limits, xla
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib

@@ -17,11 +17,11 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from decent_jax import extras, json_files
-from decent_jax.errors import CheckpointError, ConfigError
-from decent_jax.progress import Progress, announce, fitted
-from decent_jax.run_folder import METRICS, read_metrics
-from decent_jax.text import format_duration, shorten
+from decent_jax.ground import extras, json_files
+from decent_jax.ground.errors import CheckpointError, ConfigError
+from decent_jax.ground.format import format_duration, shorten
+from decent_jax.ground.progress import Progress, announce, fitted
+from decent_jax.ground.run_folder import METRICS, read_metrics
 from decent_jax.train import checkpoint
 from decent_jax.train import config as config_lib
 from decent_jax.train.metrics import MetricWriter

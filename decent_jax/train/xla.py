@@ -14,9 +14,9 @@ import jax
 import jaxlib.version
 
 from decent_jax import cpu
+from decent_jax.ground.format import format_number
 from decent_jax.optim import EarlyMixing
 from decent_jax.replicas import Placement
-from decent_jax.text import format_number
 from decent_jax.topology import Schedule
 
 # Measured in the programs that XLA makes for H100s (`benchmarks/gpu_program.py`). Without these,

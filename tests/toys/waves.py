@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import line_task
 import numpy as np
 
-from decent_jax.fields import Field
+from decent_jax.ground.fields import Field
 
 FIELDS = {
     "model.dropout": Field(0.1, "probability that a wave is left out"),

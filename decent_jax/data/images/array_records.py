@@ -19,7 +19,7 @@ from array_record.python.array_record_module import ArrayRecordReader
 from decent_jax.data import prepared_folder, tfds_folder
 from decent_jax.data.prepared_folder import Kind
 from decent_jax.data.reading import entries_of, one_sentence, short
-from decent_jax.errors import DataError
+from decent_jax.ground.errors import DataError
 
 KIND = Kind(
     "images",

@@ -16,7 +16,7 @@ import cv2
 import numpy as np
 
 from decent_jax.data.images import jpeg, trivial_augment
-from decent_jax.errors import DataError
+from decent_jax.ground.errors import DataError
 
 AREA = (0.08, 1.0)  # of a training crop, as a share of the picture's
 RATIO = (3 / 4, 4 / 3)  # of its width to its height

@@ -20,7 +20,7 @@ import numpy as np
 from decent_jax.data.images import array_records, imagenet_archives
 from decent_jax.data.images.imagenet_archives import SUFFIXES, Members, is_image
 from decent_jax.data.reading import one_sentence
-from decent_jax.errors import DataError
+from decent_jax.ground.errors import DataError
 
 SPLITS = array_records.SPLITS
 _EXPECTED = "expected CLASS/NAME.jpg, or in an archive also a CLASS.tar per class"

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from decent_jax.data.reading import one_sentence, read_at_most
-from decent_jax.errors import DataError
+from decent_jax.ground.errors import DataError
 
 DEVKIT = "ILSVRC2012_devkit_t12"
 SUFFIXES = (".jpg", ".jpeg", ".png")

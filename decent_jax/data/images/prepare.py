@@ -28,9 +28,9 @@ from decent_jax.data.images import array_records, jpeg
 from decent_jax.data.images.array_records import KIND
 from decent_jax.data.images.image_folder import SPLITS, ImageFiles, open_images
 from decent_jax.data.prepared_folder import Draft, check_out, sha256_file, versions
-from decent_jax.errors import DataError
-from decent_jax.json_files import read_json, write_json_atomic
-from decent_jax.progress import progress_bar
+from decent_jax.ground.errors import DataError
+from decent_jax.ground.json_files import read_json, write_json_atomic
+from decent_jax.ground.progress import progress_bar
 
 BAD_FILES = "bad_files.jsonl"
 
@@ -273,7 +273,7 @@ def _manifest(images: dict[str, ImageFiles], made: list[dict]) -> dict:
     }
 
 
-# --- The command, see `decent_jax.prepare` --------------------------------------------------------
+# --- The command, see `decent_jax.commands.prepare` -----------------------------------------------
 
 DESCRIPTION = """\
 Packs the images of PATH into OUT/train-*.array_record and OUT/val-*.array_record for training,

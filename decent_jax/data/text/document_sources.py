@@ -1,6 +1,6 @@
 """Which tokens of a prepared folder come from which document source: `sources.json`.
 
-A source is an input file or data set of `decent_jax.prepare text`, or a package of the standard
+A source is an input file or data set of `decent-jax prepare text`, or a package of the standard
 library. Documents have the order of their sources, so a source is one run of tokens or a few:
 
     {"names": ["a.jsonl", "b.jsonl"], "splits": {"train": [[0, 5120], [1, 2048]], "val": ...}}
@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from decent_jax.data.reading import entries_of
-from decent_jax.errors import DataError
-from decent_jax.json_files import read_json
+from decent_jax.ground.errors import DataError
+from decent_jax.ground.json_files import read_json
 
 FILE = "sources.json"
 

@@ -16,12 +16,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from decent_jax import extras, machine
 from decent_jax.data import tfds_folder
 from decent_jax.data.reading import entries_of, one_sentence, opened, read_at_most, read_line, short
-from decent_jax.errors import DataError
-from decent_jax.json_files import read_json
-from decent_jax.text import shorten, shown
+from decent_jax.ground import extras, machine
+from decent_jax.ground.errors import DataError
+from decent_jax.ground.format import shorten, shown
+from decent_jax.ground.json_files import read_json
 
 CHUNK_BYTES = 1 << 20
 LONGEST_LINE = 1 << 28  # bytes: of a document in a .jsonl file

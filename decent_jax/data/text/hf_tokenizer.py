@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from decent_jax import extras
 from decent_jax.data.reading import objects_within
 from decent_jax.data.text.tokenizers import Tokenizer, checked_ids, valid_unicode
-from decent_jax.errors import DataError
-from decent_jax.text import shown
+from decent_jax.ground import extras
+from decent_jax.ground.errors import DataError
+from decent_jax.ground.format import shown
 
 FILE = "tokenizer.json"
 LARGEST = 2**24  # vocabulary, as of `model.vocab_size`

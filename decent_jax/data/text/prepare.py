@@ -21,8 +21,8 @@ from decent_jax.data.text import documents, tokenizers
 from decent_jax.data.text.documents import Chunk, Source
 from decent_jax.data.text.token_folder import SPLITS, TokenFolderWriter
 from decent_jax.data.text.tokenizers import Tokenizer
-from decent_jax.errors import DataError
-from decent_jax.progress import progress_bar
+from decent_jax.ground.errors import DataError
+from decent_jax.ground.progress import progress_bar
 
 _LISTED_FILES = 1000  # a manifest names at most this many inputs
 
@@ -216,7 +216,7 @@ def _summary(sources: list[Source], workers: int) -> dict[str, Any]:
     }
 
 
-# --- The command, see `decent_jax.prepare` --------------------------------------------------------
+# --- The command, see `decent_jax.commands.prepare` -----------------------------------------------
 
 DESCRIPTION = """\
 Tokenizes text into OUT/train.bin and OUT/val.bin (uint16, or uint32 for a vocabulary beyond

@@ -26,7 +26,7 @@ from typing import Any
 
 from decent_jax.data.prepared_folder import find_or_make
 from decent_jax.data.text import token_folder, tokenizers
-from decent_jax.errors import DataError
+from decent_jax.ground.errors import DataError
 
 VAL_FRACTION = 0.05
 
@@ -45,7 +45,7 @@ def build(out_dir: str | Path) -> dict[str, Any]:
     time.
 
     Returns:
-      The manifest of `decent_jax.prepare text`, with `corpus_sha256`, which changes with the
+      The manifest of `decent-jax prepare text`, with `corpus_sha256`, which changes with the
       documents.
 
     Raises:

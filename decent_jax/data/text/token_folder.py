@@ -19,7 +19,7 @@ from decent_jax.data.prepared_folder import Draft, Kind
 from decent_jax.data.reading import entries_of, one_sentence
 from decent_jax.data.text import document_sources
 from decent_jax.data.text.tokenizers import Tokenizer
-from decent_jax.errors import DataError
+from decent_jax.ground.errors import DataError
 
 KIND = Kind(
     "text",

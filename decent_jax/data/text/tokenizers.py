@@ -18,10 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
-from decent_jax import extras
 from decent_jax.data.reading import entries_of
-from decent_jax.errors import DataError
-from decent_jax.json_files import read_bytes, read_json
+from decent_jax.ground import extras
+from decent_jax.ground.errors import DataError
+from decent_jax.ground.json_files import read_bytes, read_json
 
 NAMES = ("gpt2", "bytes")
 GPT2_FILES = ("encoder.json", "vocab.bpe")

@@ -1,5 +1,5 @@
 """Sentence pairs: sources, subwords, batches."""
 
-from decent_jax import extras
+from decent_jax.ground import extras
 
 extras.need("translation", "nltk", "sacrebleu", "sentencepiece")

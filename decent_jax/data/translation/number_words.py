@@ -27,7 +27,7 @@ import numpy as np
 from decent_jax.data.prepared_folder import find_or_make
 from decent_jax.data.translation import prepare
 from decent_jax.data.translation.pair_folder import is_whole, read_manifest
-from decent_jax.errors import DataError
+from decent_jax.ground.errors import DataError
 
 SPLITS = ("train", "val", "test")
 LARGEST = 999_999
@@ -184,7 +184,7 @@ def _found(out: Path) -> dict[str, Any] | None:
 
 
 def write_files(folder: str | Path, *, train: int, val: int, test: int, seed: int) -> Path:
-    """Writes `train.en`, `train.de` and so on for `decent_jax.prepare`; returns `folder`.
+    """Writes `train.en`, `train.de` and so on for `decent_jax.commands.prepare`; returns `folder`.
 
     Args:
       folder: where.

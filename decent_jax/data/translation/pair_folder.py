@@ -21,7 +21,7 @@ from decent_jax.data.reading import entries_of, one_sentence
 from decent_jax.data.translation import subwords
 from decent_jax.data.translation.pair_batches import TokenBatches
 from decent_jax.data.translation.subwords import END, START, Subwords
-from decent_jax.errors import DataError
+from decent_jax.ground.errors import DataError
 
 KIND = Kind(
     "translation",

@@ -24,9 +24,9 @@ from decent_jax.data.translation import sentence_pairs, subwords
 from decent_jax.data.translation.pair_folder import TranslationFolderWriter
 from decent_jax.data.translation.sentence_pairs import Block, Source
 from decent_jax.data.translation.subwords import Subwords, normalise
-from decent_jax.errors import DataError
-from decent_jax.progress import progress_bar
-from decent_jax.text import shown
+from decent_jax.ground.errors import DataError
+from decent_jax.ground.format import shown
+from decent_jax.ground.progress import progress_bar
 
 VOCAB_SIZE = 37120  # the reference's, for English and German
 MAX_SUBWORDS = 156  # the reference's, which cuts longer sentences off
@@ -352,7 +352,7 @@ def _list(dropped: dict[str, int]) -> str:
     return f"dropped: {found or 'none'}"
 
 
-# --- The command, see `decent_jax.prepare` --------------------------------------------------------
+# --- The command, see `decent_jax.commands.prepare` -----------------------------------------------
 
 DESCRIPTION = """\
 Turns sentence pairs into token ids of a joint vocabulary of subwords: OUT/train.ids and so on,

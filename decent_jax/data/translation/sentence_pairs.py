@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from decent_jax.data import tfds_folder
 from decent_jax.data.reading import one_sentence, opened, read_at_most, read_line
-from decent_jax.errors import DataError
+from decent_jax.ground.errors import DataError
 
 BLOCK_LINES = 5000
 _LONGEST_SENTENCE = 1 << 17  # bytes; 5000 of them are a block

@@ -25,7 +25,7 @@ import numpy as np
 from decent_jax.data.reading import one_sentence
 from decent_jax.data.text.tokenizers import checked_ids
 from decent_jax.data.worker_pool import handled
-from decent_jax.errors import DataError
+from decent_jax.ground.errors import DataError
 
 FILE = "vocabulary.model"
 PAD, UNKNOWN, START, END = SPECIAL = range(4)

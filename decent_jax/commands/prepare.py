@@ -9,9 +9,9 @@ import importlib
 import signal
 import sys
 
-from decent_jax.command_line import Parser
 from decent_jax.data import worker_pool
-from decent_jax.errors import ConfigError, DataError
+from decent_jax.ground.command_line import Parser
+from decent_jax.ground.errors import ConfigError, DataError
 
 KINDS = ("text", "images", "translation")
 
@@ -52,13 +52,6 @@ def _run(argv: list[str]) -> int:
         print(line)
     print(f"wrote {out}")
     return 0
-
-
-def former(name: str) -> int:
-    """The command `python -m decent_jax.data.prepare_KIND`, which the next release removes."""
-    new = f"decent-jax prepare {name}"
-    print(f"this command is now called `{new}`; the old name goes soon", file=sys.stderr)
-    return main([name, *sys.argv[1:]])
 
 
 def _parser(name: str, kind) -> Parser:

@@ -1,6 +1,6 @@
 """The model that a run left behind.
 
->>> from decent_jax import saved_model
+>>> from decent_jax.commands import saved_model
 >>> model = saved_model.load("runs/quickstart")  # doctest: +SKIP
 """
 
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import jax
 
 from decent_jax import replicas, tasks
-from decent_jax.command_line import Parser
-from decent_jax.errors import CheckpointError, ConfigError, DataError
+from decent_jax.ground.command_line import Parser
+from decent_jax.ground.errors import CheckpointError, ConfigError, DataError
 from decent_jax.train import checkpoint
 from decent_jax.train import config as config_lib
 from decent_jax.train.evaluation import Evaluator

@@ -5,9 +5,9 @@ decent-jax sample --workdir runs/quickstart --prompt "def main("
 
 import sys
 
-from decent_jax import saved_model
-from decent_jax.errors import ConfigError
-from decent_jax.fields import Field
+from decent_jax.commands import saved_model
+from decent_jax.ground.errors import ConfigError
+from decent_jax.ground.fields import Field
 
 FLAGS = {
     "tokens": Field(200, "tokens to add", at_least=1, at_most=10**6),

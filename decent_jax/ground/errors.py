@@ -4,7 +4,7 @@ Their messages are for a terminal: one line of at most ``longest`` characters. A
 quotes a long value of the user, loses its middle; characters that would move a cursor are escaped.
 """
 
-from decent_jax.text import printable, shorten
+from decent_jax.ground.format import printable, shorten
 
 
 class _Sentence(Exception):

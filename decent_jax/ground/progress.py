@@ -11,14 +11,14 @@ import time
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-from decent_jax import extras
+from decent_jax.ground import extras
 
 extras.need("train", "tqdm")
 
 from tqdm import tqdm
 
-from decent_jax.errors import CheckpointError, ConfigError, DataError
-from decent_jax.text import format_duration, format_number
+from decent_jax.ground.errors import CheckpointError, ConfigError, DataError
+from decent_jax.ground.format import format_duration, format_number
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from decent_jax import extras
+from decent_jax.ground import extras
 
 extras.need("train", "matplotlib")
 
@@ -26,14 +26,13 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from decent_jax import plot_means as means
-from decent_jax import plot_style as style
-from decent_jax.command_line import Parser
-from decent_jax.errors import ConfigError, RunError
-from decent_jax.plot_style import COLOURS, GREY, GRID, INK
-from decent_jax.run_folder import Run, label_runs, load_run, smoothed
-from decent_jax.text import format_number
-from decent_jax.written import check_replaceable
+from decent_jax.ground.command_line import Parser
+from decent_jax.ground.errors import ConfigError, RunError
+from decent_jax.ground.format import format_number
+from decent_jax.ground.replaceable import check_replaceable
+from decent_jax.ground.run_folder import Run, label_runs, load_run, smoothed
+from decent_jax.plots import means, style
+from decent_jax.plots.style import COLOURS, GREY, GRID, INK
 
 __all__ = ["COLOURS", "GREY", "GRID", "INK", "draw", "plot_runs"]
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from decent_jax import extras
+from decent_jax.ground import extras
 
 extras.need("train", "matplotlib")
 
@@ -21,10 +21,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from decent_jax import plot_style as style
-from decent_jax.errors import RunError
-from decent_jax.plot_style import COLOURS, GREY, INK
-from decent_jax.run_folder import IGNORED, Run, label_runs, smoothed
+from decent_jax.ground.errors import RunError
+from decent_jax.ground.run_folder import IGNORED, Run, label_runs, smoothed
+from decent_jax.plots import style
+from decent_jax.plots.style import COLOURS, GREY, INK
 
 CONSENSUS = "train/consensus_distance_relative"
 ROUNDING = 1e-6  # the relative distance of replicas that are equal but for float32

@@ -3,9 +3,9 @@
 import importlib
 from types import ModuleType
 
-from decent_jax.errors import ConfigError
-from decent_jax.extras import MissingExtra
-from decent_jax.text import shown
+from decent_jax.ground.errors import ConfigError
+from decent_jax.ground.extras import MissingExtra
+from decent_jax.ground.format import shown
 
 
 def module_named(path: str, field: str) -> ModuleType:

@@ -8,7 +8,7 @@
 
 from collections.abc import Sequence
 
-from decent_jax.errors import ConfigError
+from decent_jax.ground.errors import ConfigError
 
 ORDERS = ("1f1b", "gpipe")
 

@@ -3,7 +3,7 @@
 import argparse
 from typing import NoReturn
 
-from decent_jax.errors import ConfigError
+from decent_jax.ground.errors import ConfigError
 
 
 class Parser(argparse.ArgumentParser):

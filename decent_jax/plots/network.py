@@ -11,14 +11,14 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from numpy.typing import ArrayLike
 
-from decent_jax import plot_style as style
 from decent_jax.planner import predict, simulator
 from decent_jax.planner.gossip_placement import PlacedSchedule
 from decent_jax.planner.measured import Row
 from decent_jax.planner.network import BYTES_PER_GBIT, Network
 from decent_jax.planner.runtime import Algorithm, Workload
 from decent_jax.planner.search import Placement
-from decent_jax.plot_style import BLUE, COLOURS, GREEN, GREY, GRID, INK, MARKS, ORANGE, PINK
+from decent_jax.plots import style
+from decent_jax.plots.style import BLUE, COLOURS, GREEN, GREY, GRID, INK, MARKS, ORANGE, PINK
 
 TITLE = {"loc": "left", "size": 11, "color": INK}
 KINDS = {

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from decent_jax import topology
-from decent_jax.json_files import read_text, write_json_atomic
-from decent_jax.text import shown
+from decent_jax.ground.format import shown
+from decent_jax.ground.json_files import read_text, write_json_atomic
 from decent_jax.topology.rounds import assembled
 
 FORMAT = "decent_jax.plan/1"

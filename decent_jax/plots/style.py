@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from decent_jax import extras
-from decent_jax.written import MARK
+from decent_jax.ground import extras
+from decent_jax.ground.replaceable import MARK
 
 extras.need("train", "matplotlib")
 

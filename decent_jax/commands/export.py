@@ -13,8 +13,8 @@ import contextlib
 import sys
 from pathlib import Path
 
-from decent_jax import saved_model
-from decent_jax.errors import ConfigError
+from decent_jax.commands import saved_model
+from decent_jax.ground.errors import ConfigError
 
 # What an export may write beside the weights.
 _BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from decent_jax.errors import RunError
-from decent_jax.json_files import flat, read_bytes, read_text
-from decent_jax.text import printable, shorten
+from decent_jax.ground.errors import RunError
+from decent_jax.ground.format import printable, shorten
+from decent_jax.ground.json_files import flat, read_bytes, read_text
 
 METRICS = "metrics.jsonl"
 _LARGEST = 2**62  # more than any step or count

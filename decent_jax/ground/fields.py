@@ -8,7 +8,7 @@ A table of fields is a dict from dotted names to `Field`, and the only place wit
 10
 >>> check(table, {"steps": 0, "log.every": 10})
 Traceback (most recent call last):
-decent_jax.errors.ConfigError: steps must be at least 1, got 0
+decent_jax.ground.errors.ConfigError: steps must be at least 1, got 0
 """
 
 import difflib
@@ -20,8 +20,8 @@ from typing import Any
 
 from ml_collections import ConfigDict, FieldReference
 
-from decent_jax.errors import ConfigError
-from decent_jax.text import shown
+from decent_jax.ground.errors import ConfigError
+from decent_jax.ground.format import shown
 
 # Nothing counts or measures more than this unless its field says so.
 LARGEST = {int: 2**31 - 1, float: 1e15}

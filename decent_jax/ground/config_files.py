@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from decent_jax.errors import ConfigError
+from decent_jax.ground.errors import ConfigError
 
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 # A wheel has them inside the package, a checkout beside it.
 _FOLDER = next((p for p in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if p.is_dir()), None)
 

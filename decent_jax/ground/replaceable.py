@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from decent_jax.errors import ConfigError
+from decent_jax.ground.errors import ConfigError
 
 MARK = "decent_jax"  # in the metadata of pictures, and in the format of JSON files
 _OURS = re.compile(

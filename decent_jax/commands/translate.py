@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterator
 from typing import TextIO
 
-from decent_jax import saved_model
-from decent_jax.errors import ConfigError
+from decent_jax.commands import saved_model
+from decent_jax.ground.errors import ConfigError
 
 _LONGEST = 20_000  # characters
 _AT_A_TIME = 512  # sentences, which the task sorts by length

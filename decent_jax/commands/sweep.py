@@ -24,22 +24,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from decent_jax import extras
+from decent_jax.ground import extras
 
 extras.need("train", "ml_collections", "tqdm")
 
 from tqdm import tqdm
 
 from decent_jax.cluster import supervised
-from decent_jax.command_line import Parser
-from decent_jax.errors import ConfigError, Interrupted
-from decent_jax.fields import LARGEST
-from decent_jax.run_folder import entries, read_metrics
-from decent_jax.text import format_number, printable, split_outside_brackets
+from decent_jax.ground.command_line import Parser
+from decent_jax.ground.errors import ConfigError, Interrupted
+from decent_jax.ground.fields import LARGEST
+from decent_jax.ground.format import format_number, printable, split_outside_brackets
+from decent_jax.ground.replaceable import check_replaceable
+from decent_jax.ground.run_folder import entries, read_metrics
 from decent_jax.train import config as config_lib
 from decent_jax.train import flags
 from decent_jax.train.workdir import Signals
-from decent_jax.written import check_replaceable
 
 MOST_RUNS = 10_000
 _LOOK_S = 1.0  # seconds between two looks at a run's metrics
@@ -215,7 +215,7 @@ def train_all(config: str, common: Sequence[str], runs: Sequence[SweptRun]) -> l
 def _train(run: SweptRun, arguments: Sequence[str], signals: Signals, bar: tqdm) -> int:
     """Train a run, passing signals on to it; returns its exit code."""
     run.folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "decent_jax.command", "train", *arguments]
+    command = [sys.executable, "-m", "decent_jax.commands.main", "train", *arguments]
     with (
         (run.folder / "log.txt").open("a") as log,
         subprocess.Popen(
@@ -285,7 +285,7 @@ def write_slurm_array(
             last=len(runs) - 1,
             out=runs[0].folder.parent,
             runs="\n".join(f"    {line}" for line in lines),
-            train=shlex.join([sys.executable, "-m", "decent_jax.command", "train"]),
+            train=shlex.join([sys.executable, "-m", "decent_jax.commands.main", "train"]),
         )
     )
 

@@ -4,8 +4,8 @@ import os
 import resource
 from pathlib import Path
 
-from decent_jax.errors import ConfigError
-from decent_jax.text import format_number
+from decent_jax.ground.errors import ConfigError
+from decent_jax.ground.format import format_number
 
 
 def memory_bytes() -> int:

@@ -23,14 +23,14 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from decent_jax.cluster import preflight, start, watch
-from decent_jax.command_line import Parser
-from decent_jax.errors import PEER_LOST, ConfigError, PeerLost
-from decent_jax.extras import MissingExtra
+from decent_jax.ground.command_line import Parser
+from decent_jax.ground.errors import PEER_LOST, ConfigError, PeerLost
+from decent_jax.ground.extras import MissingExtra
+from decent_jax.ground.format import shown
+from decent_jax.ground.replaceable import check_replaceable
 from decent_jax.planner import network
-from decent_jax.text import shown
 from decent_jax.train import config as config_lib
 from decent_jax.train import flags
-from decent_jax.written import check_replaceable
 
 MOST_REPEATS = 10_000
 

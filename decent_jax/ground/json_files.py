@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from decent_jax.errors import DataError
+from decent_jax.ground.errors import DataError
 
 MOST_BYTES = 1 << 28  # of a file that is read whole, unless its reader says otherwise
 

@@ -6,8 +6,8 @@ import os
 import signal
 import sys
 
-from decent_jax.config_files import NAMES
-from decent_jax.errors import (
+from decent_jax.ground.config_files import NAMES
+from decent_jax.ground.errors import (
     PEER_LOST,
     CheckpointError,
     ConfigError,
@@ -15,21 +15,21 @@ from decent_jax.errors import (
     PeerLost,
     TrainingFailed,
 )
-from decent_jax.extras import MissingExtra
-from decent_jax.text import shorten, shown
+from decent_jax.ground.extras import MissingExtra
+from decent_jax.ground.format import shorten, shown
 
 # name: (module whose `main` it is, what it does).
 COMMANDS = {
     "train": ("", "train a model on replicas that gossip"),
-    "sample": ("decent_jax.sample", "continue a prompt with a trained model"),
-    "translate": ("decent_jax.translate", "translate sentences with a trained model"),
-    "export": ("decent_jax.export", "write a trained model as .safetensors"),
-    "sweep": ("decent_jax.sweep", "train every combination of seeds, schedules, ..."),
-    "plot": ("decent_jax.plot", "draw the curves of a run, or compare several"),
-    "prepare": ("decent_jax.prepare", "turn text, images or sentence pairs into a data folder"),
-    "preflight": ("decent_jax.preflight", "check the processes of a cluster, measure its links"),
-    "planner": ("decent_jax.planner.__main__", "predict step times, recommend a schedule"),
-    "peers": ("decent_jax.peers.__main__", "replay or resize a run of peers that come and go"),
+    "sample": ("commands.sample", "continue a prompt with a trained model"),
+    "translate": ("commands.translate", "translate sentences with a trained model"),
+    "export": ("commands.export", "write a trained model as .safetensors"),
+    "sweep": ("commands.sweep", "train every combination of seeds, schedules, ..."),
+    "plot": ("plots.runs", "draw the curves of a run, or compare several"),
+    "prepare": ("commands.prepare", "turn text, images or sentence pairs into a data folder"),
+    "preflight": ("commands.preflight", "check the processes of a cluster, measure its links"),
+    "planner": ("planner.__main__", "predict step times, recommend a schedule"),
+    "peers": ("peers.__main__", "replay or resize a run of peers that come and go"),
 }
 
 EXAMPLES = """\
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     if name == "train":
         return train(rest, "decent-jax train")
     try:
-        return importlib.import_module(COMMANDS[name][0]).main(rest)
+        return importlib.import_module(f"decent_jax.{COMMANDS[name][0]}").main(rest)
     except MissingExtra as error:
         print(f"decent-jax {name}: {error}", file=sys.stderr)
         return 2
@@ -91,7 +91,7 @@ def train(argv: list[str], prog: str) -> int:
     """
     workdir = None
     try:
-        from decent_jax.json_files import flat
+        from decent_jax.ground.json_files import flat
         from decent_jax.train import check, flags, run
 
         config, workdir = flags.parse(argv, prog)

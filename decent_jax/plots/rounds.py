@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.patches import FancyArrowPatch
 
-from decent_jax.plot_style import BLUE, GREY, GRID, INK, new_figure
+from decent_jax.plots.style import BLUE, GREY, GRID, INK, new_figure
 from decent_jax.topology.schedule import Schedule
 
 MOST_ROUNDS, COLUMNS = 12, 6

@@ -1,0 +1,1 @@
+"""The commands of ``decent-jax``: thin, each a module with a `main`."""

@@ -1,0 +1,1 @@
+"""What every room may import: errors, formats, files, fields of a config, progress."""

@@ -1,0 +1,1 @@
+"""Every picture the project draws, in one style."""
