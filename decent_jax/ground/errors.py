@@ -15,9 +15,19 @@ class _Sentence(Exception):
 
 
 class ConfigError(_Sentence, ValueError):
-    """A config that cannot be run; the message is one sentence that says why and what to do."""
+    """A config that cannot be run; the message is one sentence that says why and what to do.
+
+    Args:
+      message: the sentence, which names the field and the value itself.
+      field: what is wrong, as the user writes it: ``"model.width"``, ``"--out"``.
+      value: what was given for it.
+    """
 
     longest = 270  # with the name of the command before them at most 300
+
+    def __init__(self, message: object = "", *, field: str = "", value: object = None):
+        super().__init__(message)
+        self.field, self.value = field, value
 
 
 class DataError(_Sentence, ValueError):

@@ -64,15 +64,21 @@ class Field:
         if type(value) is not kind and not (kind is float and is_int):
             raise ConfigError(
                 f"{name} must be of type {kind.__name__} (such as {self.default!r}), got "
-                f"{shown(value)}"
+                f"{shown(value)}",
+                field=name,
+                value=value,
             )
         if self.choices is not None and value not in self.choices:
             named = ", ".join(str(choice) for choice in self.choices if choice != "")
             otherwise = " or left empty, " if "" in self.choices else ", "
-            raise ConfigError(f"{name} must be one of {named}{otherwise}got {shown(value)}")
+            raise ConfigError(
+                f"{name} must be one of {named}{otherwise}got {shown(value)}",
+                field=name,
+                value=value,
+            )
         wanted = self._missed(value)
         if wanted:
-            raise ConfigError(f"{name} must {wanted}, got {shown(value)}")
+            raise ConfigError(f"{name} must {wanted}, got {shown(value)}", field=name, value=value)
 
     def _missed(self, value: Any) -> str | None:
         """The bound that a value of the right type does not keep, in words."""
@@ -125,10 +131,12 @@ def check(table: Mapping[str, Field], values: Mapping[str, Any]) -> None:
     """
     for name in table:
         if name not in values:
-            raise ConfigError(f"the config has no field {name!r}; begin with default_config()")
+            raise ConfigError(
+                f"the config has no field {name!r}; begin with default_config()", field=name
+            )
     for name, value in values.items():
         if name not in table:
-            raise ConfigError(unknown_field(name, table))
+            raise ConfigError(unknown_field(name, table), field=name, value=value)
         table[name].check(name, value)
 
 
@@ -147,7 +155,10 @@ def parse(field: Field, name: str, text: str) -> Any:
         return kind(text)
     except (ValueError, KeyError):
         raise ConfigError(
-            f"{name} must be of type {kind.__name__} (such as {field.default!r}), got {shown(text)}"
+            f"{name} must be of type {kind.__name__} (such as {field.default!r}), got "
+            f"{shown(text)}",
+            field=name,
+            value=text,
         ) from None
 
 
@@ -168,11 +179,15 @@ def parse_duration(name: str, value: int | str) -> tuple[float, str]:
         if match is None or (unit == "step" and "." in match[1]):
             raise ConfigError(
                 f"{name} must be a number of steps, or a string such as '2 epochs' or '5%' (of the "
-                f"run), got {shown(value)}"
+                f"run), got {shown(value)}",
+                field=name,
+                value=value,
             )
         number = float(match[1])
     if number > LARGEST[int]:
-        raise ConfigError(f"{name} must be at most {LARGEST[int]}, got {shown(value)}")
+        raise ConfigError(
+            f"{name} must be at most {LARGEST[int]}, got {shown(value)}", field=name, value=value
+        )
     return number, unit
 
 

@@ -1,0 +1,22 @@
+"""What tests assert of a refusal: which field is wrong, and what it was given; not the words."""
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from decent_jax.ground.errors import ConfigError
+
+ANY = object()
+
+
+@contextlib.contextmanager
+def refused(field: str, value: object = ANY) -> Iterator[None]:
+    """The block raises a ConfigError about ``field``, whose sentence names the field and the value."""
+    with pytest.raises(ConfigError) as caught:
+        yield
+    error = caught.value
+    assert error.field == field, f"{error.field!r} is refused: {error}"
+    assert field in str(error), str(error)
+    if value is not ANY:
+        assert error.value == value and str(value)[:40] in str(error), (error.value, str(error))
