@@ -12,7 +12,7 @@ ANY = object()
 
 @contextlib.contextmanager
 def refused(field: str, value: object = ANY) -> Iterator[None]:
-    """The block raises a ConfigError about ``field``, whose sentence names the field and the value."""
+    """The block raises a ConfigError about ``field``; its sentence names field and value."""
     with pytest.raises(ConfigError) as caught:
         yield
     error = caught.value
