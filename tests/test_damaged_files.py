@@ -13,6 +13,8 @@ from decent_jax import topology
 from decent_jax.commands import saved_model
 from decent_jax.ground import json_files, run_folder
 from decent_jax.ground.errors import CheckpointError, ConfigError, DataError, RunError
+from decent_jax.models.decoder_weights import load_safetensors
+from decent_jax.models.gpt2 import GPT2Config
 from decent_jax.peers import events, manifest
 from decent_jax.pipelines import files
 from decent_jax.plan import plan_file
@@ -172,11 +174,31 @@ def test_the_bounds_of_what_a_manifest_counts(value, accepted, tmp_path):
             files.read_meta(path.parent)
 
 
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("metrics.jsonl", lambda path: run_folder.load_run(path.parent)),
+        ("graph.npy", lambda path: topology.Schedule.from_file(str(path), 4)),
+        ("network.npz", network.load),
+        ("model.safetensors", lambda path: load_safetensors(path, GPT2Config())),
+    ],
+)
+def test_pipes_that_nobody_writes_into_are_refused(name, read, tmp_path):
+    """Opening one would wait for ever."""
+    os.mkfifo(tmp_path / name)
+    with pytest.raises((OSError, ValueError, RunError), match="it is a pipe") as refused:
+        read(tmp_path / name)
+    assert name in str(refused.value)
+
+
 def test_files_without_an_end(tmp_path):
-    """A device, and a pipe that nobody writes into."""
+    """A device, which is refused, and a pipe of a shell, which is read up to a bound."""
     (tmp_path / "zero.json").symlink_to("/dev/zero")
-    os.mkfifo(tmp_path / "metrics.jsonl")
-    with pytest.raises(OSError, match=r"it has more than 1000 bytes: .*zero\.json"):
+    with pytest.raises(OSError, match=r"it is a device .*zero\.json"):
         json_files.read_bytes(tmp_path / "zero.json", 1000)
-    with pytest.raises(RunError, match=r"it is a pipe: .*metrics\.jsonl"):
-        run_folder.load_run(tmp_path)
+    ours, theirs = os.pipe()
+    with os.fdopen(ours), os.fdopen(theirs, "wb") as file:
+        file.write(b"x" * 2000)
+        file.flush()
+        with pytest.raises(OSError, match="it has more than 1000 bytes"):
+            json_files.read_bytes(f"/dev/fd/{ours}", 1000)

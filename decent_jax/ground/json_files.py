@@ -1,4 +1,4 @@
-"""JSON files, read or refused in one sentence, and files that are written whole or not at all."""
+"""Files that are read whole or refused in one sentence, and written atomically; mostly JSON."""
 
 import errno
 import json
@@ -14,10 +14,22 @@ from decent_jax.ground.errors import DataError
 MOST_BYTES = 1 << 28  # of a file that is read whole, unless its reader says otherwise
 
 
+def check_regular(path: str | Path) -> None:
+    """Raises OSError where the path is a pipe, a socket or a device, which may have no end.
+
+    A path where nothing is passes, and so does a folder: whoever opens it finds out.
+    """
+    path = Path(path)
+    kinds = {"a pipe": path.is_fifo(), "a socket": path.is_socket()}
+    kinds["a device"] = path.is_char_device() or path.is_block_device()
+    for kind in [kind for kind, is_one in kinds.items() if is_one]:
+        raise OSError(errno.EINVAL, f"it is {kind} and no regular file", str(path))
+
+
 def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
-    """All bytes of a file; OSError if it may be endless, as a device or a named pipe."""
-    if Path(path).is_fifo() and not str(path).startswith("/dev/"):  # where shells keep theirs
-        raise OSError(errno.EINVAL, "it is a pipe", str(path))
+    """All bytes of a file; OSError if it is longer than ``most``, or as in `check_regular`."""
+    if not str(path).startswith("/dev/"):  # where shells keep the pipe of <(command)
+        check_regular(path)
     with open(path, "rb") as file:
         data = file.read(most + 1)
     if len(data) > most:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import safetensors
 
-from decent_jax.ground.json_files import read_text
+from decent_jax.ground.json_files import check_regular, read_text
 from decent_jax.models import decoders, weight_files
 from decent_jax.models.gpt2 import GPT2Config
 from decent_jax.models.llama import LlamaConfig
@@ -98,6 +98,7 @@ def _stored(path: Path, config: decoders.Config) -> dict[str, tuple[Path, str]]:
     ignored = (*_IGNORED, _HEAD) if config.tied else _IGNORED
     stored = {}
     for file in files:
+        check_regular(file)
         with safetensors.safe_open(file, framework="numpy") as opened:
             for key in opened.keys():  # noqa: SIM118
                 name = key.removeprefix(_PREFIX)

@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike
 
 from decent_jax.ground import machine
 from decent_jax.ground.errors import ConfigError, DataError
-from decent_jax.ground.json_files import read_json, write_json_atomic
+from decent_jax.ground.json_files import check_regular, read_json, write_json_atomic
 from decent_jax.planner import network_checks as checks
 
 FORMAT = "decent_jax.network/1"
@@ -147,6 +147,7 @@ def load(path: str | Path) -> Network:
 def _arrays(path: Path) -> dict[str, Any]:
     """The arrays of a .npz file."""
     try:
+        check_regular(path)
         with zipfile.ZipFile(path) as archive:
             needed = _COPIES * sum(part.file_size for part in archive.infolist())
             machine.check_memory(needed, str(path))

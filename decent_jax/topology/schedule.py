@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from decent_jax.ground.format import shorten
+from decent_jax.ground.json_files import check_regular
 from decent_jax.topology.rounds import Round, connected_parts, round_of
 from decent_jax.topology.weights import balanced, metropolis_hastings
 
@@ -211,6 +212,7 @@ class Schedule:
             make no schedule.
         """
         try:  # mapped, since a header may ask for more memory than there is
+            check_regular(path)
             with warnings.catch_warnings(action="ignore"):  # of sizes that overflow
                 matrices = np.load(path, mmap_mode="r", allow_pickle=False)
         except FileNotFoundError:
