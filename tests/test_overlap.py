@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec as P
 from test_hlo import collectives
 
 from decent_jax import gossip, replicas, topology
-from decent_jax.cpu import overlap, pair_sums
+from decent_jax.cpu import pair_sums
 from decent_jax.gossip import permute
-from decent_jax.train import algorithm, xla
+from decent_jax.train import algorithm, overlap, xla
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
 

@@ -94,7 +94,7 @@ from decent_jax import optim, topology, gossip, replicas
 import decent_jax, optax
 tx = decent_jax.optim.decentralized(optax.sgd(0.1), topology.make("ring", 4))
 try:
-    topology.plot(topology.make("ring", 4))
+    from decent_jax.plots import rounds
 except ImportError as error:
     print(error)
 from decent_jax.commands import main as command

@@ -8,7 +8,8 @@ import pytest
 from mixing import norm, product
 
 from decent_jax import topology
-from decent_jax.topology import NAMES, Schedule, make, metropolis_hastings, plot
+from decent_jax.plots.rounds import draw
+from decent_jax.topology import NAMES, Schedule, make, metropolis_hastings
 
 
 def networkx():
@@ -91,7 +92,7 @@ def test_summary_of_every_schedule(name):
     ("name", "n", "rounds"), [("static_exp", 1, 1), ("base_k", 25, 9), ("hierarchical", 8, 1)]
 )
 def test_plot(name, n, rounds):
-    figure = plot(make(name, n, local_size=4))
+    figure = draw(make(name, n, local_size=4))
     titles = [axes.get_title(loc="left") for axes in figure.axes]
     assert [title for title in titles if title] == [f"round {r}" for r in range(rounds)]
     images = [axes.images[0] for axes in figure.axes if axes.images]
@@ -103,14 +104,14 @@ def test_plot(name, n, rounds):
 
 
 def test_plot_of_many_rounds_says_what_it_leaves_out():
-    figure = plot(make("random_matching(rounds=20)", 6))
+    figure = draw(make("random_matching(rounds=20)", 6))
     assert figure.get_suptitle().endswith("20 rounds, of which the first 12")
     assert sum(bool(axes.images) for axes in figure.axes) == 12
 
 
 def test_arrows_point_to_the_receiver():
     """Directed edges are arrows, equal weights both ways a line."""
-    figure = plot(Schedule.from_matrices([de_bruijn(2) / 2 + np.eye(4) / 2]))
+    figure = draw(Schedule.from_matrices([de_bruijn(2) / 2 + np.eye(4) / 2]))
     axes = figure.axes[0]
     circle = [(np.sin(np.pi / 2 * i), np.cos(np.pi / 2 * i)) for i in range(4)]
 

@@ -14,7 +14,11 @@ MOST_ROUNDS, COLUMNS = 12, 6
 
 
 def draw(schedule: Schedule) -> Figure:
-    """The figure of `decent_jax.topology.plot`: two panels per round, six rounds in a row."""
+    """Every round (the first twelve) as a graph and as its matrix, six rounds in a row.
+
+    An arrow points from sender to receiver, a line without a head goes both ways; the thicker, the
+    larger the weight.
+    """
     matrices = [rnd.matrix for rnd in schedule.rounds[:MOST_ROUNDS]]
     columns = min(COLUMNS, len(matrices))
     bands = -(-len(matrices) // columns)

@@ -6,17 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from decent_jax.ground import extras
-from decent_jax.ground.replaceable import MARK
-
-extras.need("train", "matplotlib")
-
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from decent_jax.ground.replaceable import MARK
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart (their yellow is too pale).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")

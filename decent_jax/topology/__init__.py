@@ -18,9 +18,6 @@ array([0.5, 0. , 0. , 0. , 0. , 0. , 0.5, 0. ])
 4
 """
 
-from typing import TYPE_CHECKING
-
-from decent_jax.ground import extras
 from decent_jax.topology.make import COLUMN_STOCHASTIC as COLUMN_STOCHASTIC
 from decent_jax.topology.make import NAMES as NAMES
 from decent_jax.topology.make import make as make
@@ -30,18 +27,3 @@ from decent_jax.topology.rounds import Round as Round
 from decent_jax.topology.rounds import Send as Send
 from decent_jax.topology.schedule import Schedule as Schedule
 from decent_jax.topology.weights import metropolis_hastings as metropolis_hastings
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
-def plot(schedule: Schedule) -> "Figure":
-    """Every round (the first twelve) as a graph and as its matrix; a matplotlib figure.
-
-    An arrow points from sender to receiver, a line without a head goes both ways; the thicker, the
-    larger the weight.
-    """
-    extras.need("train", "matplotlib")
-    from decent_jax.plots.rounds import draw  # here, as matplotlib takes a while to import
-
-    return draw(schedule)

@@ -14,11 +14,10 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from decent_jax import gossip, optim, replicas
-from decent_jax.cpu import overlap
 from decent_jax.replicas import Placement
 from decent_jax.tasks import Task
 from decent_jax.topology import Schedule
-from decent_jax.train import xla
+from decent_jax.train import overlap, xla
 
 
 class TrainState(NamedTuple):
@@ -213,5 +212,5 @@ def make_step(
     if not overlap.needed(tx, placement):
         return step
     assert isinstance(tx, optim.EarlyMixing)
-    parts = overlap.Parts(tx, gradients, finish, with_rate)
-    return overlap.Step(step, parts, placement, options)
+    functions = overlap.Functions(tx, gradients, finish, with_rate)
+    return overlap.Step(step, functions, placement, options)

@@ -32,7 +32,7 @@ def needed(tx: Any, placement: Placement) -> bool:
     return permute.over_gloo() and isinstance(tx, EarlyMixing) and placement.fsdp == 1
 
 
-class Parts(NamedTuple):
+class Functions(NamedTuple):
     """What `decent_jax.train.step.make_step` makes a step of."""
 
     tx: EarlyMixing
@@ -46,12 +46,12 @@ class Step:
 
     Args:
       whole: the jitted step, for steps without communication.
-      parts: the functions that ``whole`` is made of.
+      functions: those that ``whole`` is made of.
       placement: where the replicas live.
       options: XLA's, for all three programs.
     """
 
-    def __init__(self, whole: Any, parts: Parts, placement: Placement, options: dict):
+    def __init__(self, whole: Any, functions: Functions, placement: Placement, options: dict):
         self._whole, self._placement = whole, placement
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gradient")
         self._compiled = {}  # rounds share ``begin``, shapes of a batch the other two
@@ -62,20 +62,20 @@ class Step:
 
         @partial(jax.jit, static_argnames="round")
         def mix(params, count, *, round):
-            run = placement.per_replica(lambda x, count: parts.tx.mix(x, count, round))
+            run = placement.per_replica(lambda x, count: functions.tx.mix(x, count, round))
             return on_devices(run, rows, rows)(params, count)
 
         @partial(jax.jit, compiler_options=options)
         def begin(params, model_state, batch, t):
-            run = on_devices(parts.gradients, rows, rows, rows, P())
+            run = on_devices(functions.gradients, rows, rows, rows, P())
             return run(params, model_state, batch, t)
 
         @partial(
             jax.jit, static_argnames="round", donate_argnums=(0, 1, 2), compiler_options=options
         )
         def finish(state, found, mixed, t, *, round):
-            run = placement.per_replica(partial(parts.finish, rnd=round))
-            return parts.with_rate(on_devices(run, rows, rows, rows)(state, found, mixed), t)
+            run = placement.per_replica(partial(functions.finish, rnd=round))
+            return functions.with_rate(on_devices(run, rows, rows, rows)(state, found, mixed), t)
 
         self._programs = {"mix": mix, "begin": begin, "finish": finish}
 
