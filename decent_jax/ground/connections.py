@@ -1,0 +1,188 @@
+"""Connections between the processes of one run, at ports that anybody may reach.
+
+Both sides first prove by the handshake of `multiprocessing` that they know the run's secret, and
+interpret nothing that comes before. Connections without a proof are bounded in number and in time.
+A message is a header (JSON) and arrays as raw buffers, so that nothing is unpickled.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any
+
+import numpy as np
+
+HANDSHAKE_S = 10.0  # for both proofs together
+GUESTS = 200  # connections without a proof; beyond, the oldest is closed
+LARGEST_HEADER = 1 << 20  # bytes
+_TICK_S = 0.1
+
+
+class Listener:
+    """Accepts connections and hands on those that belong to the run.
+
+    Args:
+      server: a socket that listens; `close` closes it.
+      secret: that the other side must know.
+      serve: called with each connection and its IP address, after the handshake, in a thread of its
+        own; it closes the connection.
+      left_out: called with the IP address of each stranger.
+      handshake_s: seconds for the handshake.
+      guests: connections in a handshake at the same time; beyond, the oldest is closed.
+    """
+
+    def __init__(
+        self,
+        server: socket.socket,
+        secret: bytes,
+        serve: Callable[[Connection, str], None],
+        left_out: Callable[[str], None] = lambda address: None,
+        *,
+        handshake_s: float = HANDSHAKE_S,
+        guests: int = GUESTS,
+    ):
+        self._server, self._secret = server, secret
+        self._serve, self._left_out = serve, left_out
+        self._handshake_s, self._most = handshake_s, guests
+        self._guests: list[socket.socket] = []  # the oldest first
+        self._lock, self._closed = threading.Lock(), False
+        server.settimeout(_TICK_S)
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "Listener":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the port, and hang up on all that have proved nothing."""
+        self._closed = True
+        _hang_up(self._server)  # wakes the thread
+        self._thread.join()
+        self._server.close()
+        with self._lock:
+            for guest in self._guests:
+                _hang_up(guest)
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                guest, address = self._server.accept()
+            except TimeoutError:
+                continue
+            except OSError:  # it left at once, or this process has no more file descriptors
+                time.sleep(0 if self._closed else _TICK_S)
+                continue
+            with self._lock:
+                if len(self._guests) >= self._most:
+                    _hang_up(self._guests.pop(0))
+                self._guests.append(guest)
+            arguments = (guest, address[0].removeprefix("::ffff:"))
+            threading.Thread(target=self._authenticate, args=arguments, daemon=True).start()
+
+    def _authenticate(self, guest: socket.socket, address: str) -> None:
+        try:
+            with guest:
+                connection = _handshake(
+                    guest, self._secret, self._handshake_s, deliver_challenge, answer_challenge
+                )
+        except (AuthenticationError, OSError):
+            if not self._closed:
+                self._left_out(address)
+            return
+        finally:
+            with self._lock:
+                if guest in self._guests:
+                    self._guests.remove(guest)
+        if self._closed:
+            connection.close()
+        else:
+            self._serve(connection, address)
+
+
+def connect(
+    address: tuple[str, int], secret: bytes, handshake_s: float = HANDSHAKE_S
+) -> Connection:
+    """A connection to the `Listener` at an address.
+
+    Raises:
+      OSError: nobody listens there.
+      AuthenticationError: who listens there does not know the secret, or left.
+    """
+    with socket.create_connection(address, timeout=handshake_s) as link:
+        link.settimeout(None)
+        # Send the end of a message without waiting for the receipt of its beginning.
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return _handshake(link, secret, handshake_s, answer_challenge, deliver_challenge)
+
+
+def _handshake(
+    link: socket.socket, secret: bytes, seconds: float, *challenges: Callable
+) -> Connection:
+    connection = Connection(os.dup(link.fileno()))
+    try:
+        with _at_most(seconds, link):
+            for challenge in challenges:
+                challenge(connection, secret)
+    except (AuthenticationError, AssertionError, EOFError, OSError):
+        connection.close()
+        raise AuthenticationError("the other side did not prove that it knows the secret") from None
+    return connection
+
+
+@contextlib.contextmanager
+def _at_most(seconds: float, link: socket.socket) -> Iterator[None]:
+    """Hang up if this context lasts longer."""
+    timer = threading.Timer(seconds, _hang_up, (link,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _hang_up(link: socket.socket) -> None:
+    """Let the thread that reads from a connection find its end."""
+    with contextlib.suppress(OSError):  # the other side was faster
+        link.shutdown(socket.SHUT_RDWR)
+
+
+def send(connection: Connection, header: Any, arrays: Sequence[np.ndarray] = ()) -> None:
+    """Send a message: a header that JSON can hold, and arrays of any shape.
+
+    Raises:
+      OSError: the other side is gone.
+    """
+    kinds = [(array.dtype.name, array.shape) for array in arrays]
+    connection.send_bytes(json.dumps([header, kinds]).encode())
+    for array in arrays:
+        connection.send_bytes(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def receive(connection: Connection) -> tuple[Any, list[np.ndarray]]:
+    """The header and the arrays (read-only) of the next message.
+
+    Raises:
+      EOFError, OSError: the other side is gone, or sends more than it announces.
+      ValueError: what came is no message.
+    """
+    text = connection.recv_bytes(LARGEST_HEADER)
+    arrays = []
+    try:
+        header, kinds = json.loads(text)
+        for name, shape in kinds:
+            dtype, size = np.dtype(name), int(np.prod(shape, dtype=np.int64))
+            data = connection.recv_bytes(size * dtype.itemsize)
+            arrays.append(np.frombuffer(data, dtype).reshape(shape))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"no message of this program: {type(error).__name__}") from None
+    return header, arrays
