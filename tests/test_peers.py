@@ -145,6 +145,7 @@ def test_a_run_in_which_everything_happens(start_process, variables, workdir):
     nothing_is_left(children)
     said = process.words.read_text()
     assert "raylet" not in said  # Ray's own words on the dead
+    assert "replicas  process" not in said  # peers are not replicas of this process
     assert "peer 1 was killed" in said and "peer 2 was killed" in said
     assert "the same command resumes" in said
     both_sides_are_in_the_logs(workdir)

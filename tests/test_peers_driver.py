@@ -94,6 +94,13 @@ def resized(driver, count):
     driver._resize()
 
 
+def test_resize_answers_at_once(driver, capsys):
+    """Train.py, which says who joins, needs seconds to follow."""
+    assert main(["resize", "--workdir", str(driver.work.path), "--count", "7"]) == 0
+    said = capsys.readouterr().out
+    assert str(driver.work.path) in said and "7 peers" in said
+
+
 def test_peers_that_leave_are_replaced_where_more_are_wanted_again(driver):
     resized(driver, 2)
     assert [driver.live[slot].handle.told for slot in range(4)] == [[], [], ["leave"], ["leave"]]
@@ -157,6 +164,20 @@ def test_an_interrupted_run_says_how_many_peers_have_not_saved(driver, monkeypat
     with pytest.raises(Interrupted, match="; all but 4 peers have saved a checkpoint, the same"):
         driver._watch(None, progress, types.SimpleNamespace(received=2))
     assert len(driver.killed) == 4
+
+
+@pytest.mark.parametrize(
+    ("ready", "late", "why"),
+    [(False, False, "begun to train"), (True, False, "silent_s"), (True, True, "stop_s")],
+)
+def test_a_peer_that_is_ended_is_told_the_true_reason(ready, late, why, driver, monkeypatch):
+    """Who still joins when the others end, after 2 s, has not exceeded peers.stop_s, 60 s."""
+    said, driver.unsaved = [], 0
+    driver.work.say = said.append
+    driver.looked = {k: {"ready": ready, "member": False, "steps": 3} for k in driver.live}
+    driver._end_the_rest(late)
+    assert len(said) == 4 and all(why in line for line in said)
+    assert sum(name in said[0] for name in ("begun to train", "silent_s", "stop_s")) == 1
 
 
 def test_an_end_without_parameters_is_one_sentence(driver, monkeypatch):

@@ -1,6 +1,7 @@
 """What could go wrong between peers, and does not; stand-ins take the place of Ray."""
 
 import contextlib
+import json
 import queue
 import threading
 import tracemalloc
@@ -12,6 +13,8 @@ import pytest
 from ray.exceptions import ActorUnavailableError, RayActorError
 from test_peers_law import PACES, make_step_of, noise, peer_in_process  # noqa: F401 (fixtures)
 
+from decent_jax.ground.errors import RunError
+from decent_jax.peers import events
 from decent_jax.peers.between import NotJoined
 from decent_jax.peers.events import EventLog
 from decent_jax.peers.formats import Format
@@ -53,6 +56,22 @@ def test_a_resume_holds_no_log_in_memory(in_process):
     tracemalloc.stop()
     assert origin == {"peer": "0.3", "t": 99_000, "when": "checkpoint"}
     assert peak < 1e6
+
+
+@pytest.mark.parametrize("name", ["share", "sides", "theirs"])
+def test_a_meeting_in_a_log_is_whole(name, tmp_path):
+    """A replay that filled a gap with a guess would report a difference that nobody has made."""
+    start = {"start": 0, "origin": None}
+    met = {"t": 2, "met": "1.0-0", "with": "1.0", "mine": 0, "theirs": 1}
+    met |= {"sides": [0.0, 0.0], "share": 0.5}
+    path = tmp_path / "events-0.jsonl"
+    path.write_text(f"{json.dumps(start)}\n{json.dumps(met)}\n")
+    assert list(events.read(path)) == [start, met]
+    del met[name]
+    path.write_text(f"{json.dumps(start)}\n{json.dumps(met)}\n")
+    with pytest.raises(RunError) as refused:
+        list(events.read(path))
+    assert str(path) in str(refused.value)
 
 
 @pytest.mark.parametrize("leaving", ["stop", "leave", None])

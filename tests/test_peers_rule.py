@@ -170,6 +170,19 @@ def test_numbers_that_are_not_finite_do_not_spread():
     assert one.take() == other.take() == []
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_distance_is_that_of_the_two_copies(steps):
+    """However much either counts."""
+    x = np.random.default_rng(0).normal(size=(2, D))
+    one, other = peers(x, "float32", weighted=True)
+    for k, each in enumerate((one, other)):
+        each.publish([x[k].copy()], 0, steps if k else 1)
+    assert meet(one, other)
+    apart = np.linalg.norm(x[1] - x[0])
+    assert one.distance == pytest.approx(apart / np.linalg.norm(x[0]))
+    assert other.distance == pytest.approx(apart / np.linalg.norm(x[1]))
+
+
 def test_one_meeting_at_a_time():
     one, other, third = peers(np.zeros((3, D)), "float32")
     offer, message = one.ask()

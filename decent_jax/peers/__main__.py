@@ -33,6 +33,10 @@ def main(arguments: list[str] | None = None) -> int:
         if options.command == "replay":
             return _replay(options.workdir)
         resize(Path(options.workdir), options.count)
+        print(
+            f"{options.workdir} is to have {shown(options.count)} peers: its train.py follows "
+            "within seconds, or when the run is resumed, and says who joins and who leaves"
+        )
     except (RunError, ConfigError, DataError, CheckpointError, OSError) as error:
         print(f"decent-jax peers: {ConfigError(error)}", file=sys.stderr)
         return 2

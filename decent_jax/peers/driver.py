@@ -155,7 +155,7 @@ class _Driver:
             trains = any(self._of(slot)["member"] for slot in self.live)
             silent = self._roster_lives() and not trains  # without a roster nobody knows
             if now > stop_by or (stop_by < math.inf and self.ended and silent):
-                self._end_the_rest()
+                self._end_the_rest(late=now > stop_by)
             if step >= logged + log_every or (step == steps and step > logged):
                 known = self.looked.values()
                 row = self.whole.row(known, step, step - last[1], now - last[0])
@@ -298,12 +298,21 @@ class _Driver:
             self.leaving.add(slot)
             self.live[slot].handle.leave.remote("leave")
 
-    def _end_the_rest(self) -> None:
+    def _end_the_rest(self, late: bool) -> None:
+        """Kill the peers that still run: too ``late``, or there is nobody to join any more."""
         self.unsaved += len(self.live)
         for slot, one in list(self.live.items()):
-            self.work.say(f"peer {slot} did not end within peers.stop_s and is killed")
+            self.work.say(f"peer {slot} {self._why_it_is_ended(slot, late)} and is killed")
             ray.kill(one.handle)
             del self.live[slot]
+
+    def _why_it_is_ended(self, slot: int, late: bool) -> str:
+        peers = self.config.peers
+        if late:
+            return f"did not end within peers.stop_s ({peers.stop_s:g} s)"
+        if self._of(slot)["ready"]:
+            return f"has been silent for peers.silent_s ({peers.silent_s:g} s)"
+        return "had not begun to train when the others ended"
 
     # --- What is known of all ---------------------------------------------------------------------
 

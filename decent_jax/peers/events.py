@@ -124,7 +124,7 @@ def _is_event(event: Any, first: bool) -> bool:
             and isinstance(sides, list)
             and len(sides) == 2
             and all(map(is_real, sides))
-            and type(event.get("share", 0.5)) is float
+            and type(event.get("share")) is float
         )
     return "end" in names or names >= {"t", "rate"} or names >= {"t", "version", "crc"}
 

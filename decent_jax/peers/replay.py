@@ -215,7 +215,7 @@ class _Replay:
             if not self.uses[peer, version]:
                 del self.copies[peer, version]
         mine, theirs = brought
-        return halves(mine, theirs, met.get("share", 0.5))  # older logs have none
+        return halves(mine, theirs, met["share"])
 
     def _keep(self, log: Log, t: int, when: str, state: TrainState) -> None:
         if (log.name, t, when) in self.wanted_states:

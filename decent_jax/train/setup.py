@@ -87,7 +87,8 @@ def open_experiment(
         # Said only now, since a run that is refused says nothing else.
         work.accept()
         devices = list(placement.mesh.devices.reshape(-1, placement.fsdp)[:, 0])
-        work.say(f"{started}\n{cluster.table(devices, placement.block)}")
+        several = config.num_replicas > 1
+        work.say(f"{started}\n{cluster.table(devices, placement.block)}" if several else started)
         used, there = placement.mesh.devices.size, jax.device_count()
         if used < there and not config.mesh.devices:
             work.say(
