@@ -150,22 +150,50 @@ def test_damaged_manifests(tmp_path):
         assert not prepared_folder.is_whole(tmp_path, kind)
 
 
+@pytest.mark.parametrize("kind", ["text", "translation"])
+def test_a_pipe_that_nobody_writes_into(kind, tmp_path, capsys):
+    given, *more = write_input(kind, tmp_path / "in")
+    name = {"text": "a.jsonl", "translation": "val.de"}[kind]
+    (tmp_path / "in" / name).unlink()
+    os.mkfifo(tmp_path / "in" / name)
+    pipe = tmp_path / "in" / name
+    given = str(pipe) if kind == "text" else given
+    assert main([kind, "--input", given, *more, "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert f"{pipe}: cannot be read (it is a pipe" in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
 # --- kills ----------------------------------------------------------------------------------------
 
 
-# Images take long to check, in whichever process; texts and pairs come out of a pipe that does not
-# end: so a kill always hits the middle.
+# Images take long to check, in whichever process; texts and pairs wait for a file: so a kill always
+# hits the middle.
 _SLOW = """
 import sys, time
+from pathlib import Path
 from decent_jax.commands import prepare
 from decent_jax.data.images import jpeg
-from decent_jax.data.text import documents
-decode = jpeg.decode
-def slow(data):
+from decent_jax.data.text import tokenizers
+from decent_jax.data.translation import prepare as translation
+
+HERE = Path(__file__).parent
+
+def slow(data, decode=jpeg.decode):
     time.sleep(0.1)
     return decode(data)
+
+def halted(work):
+    def wait(text):
+        (HERE / "begun").touch()
+        while not (HERE / "go").exists():
+            time.sleep(0.02)
+        return work(text)
+    return wait
+
 jpeg.decode = slow
-documents.check_source = lambda *_: None
+tokenizers.valid_unicode = halted(tokenizers.valid_unicode)
+translation.normalise = halted(translation.normalise)
 if __name__ == "__main__":
     sys.exit(prepare.main(sys.argv[1:]))
 """
@@ -181,26 +209,17 @@ def test_a_killed_run(kind, number, tmp_path):
     given, *more = write_input(kind, tmp_path / "in")
     out, unfinished = tmp_path / "out", tmp_path / ".out.unfinished"
     (tmp_path / "slow.py").write_text(_SLOW)
-    inputs, pipe = [given], tmp_path / "slow.py"
-    if kind != "images":
-        ends = {"text": [".jsonl"], "translation": [".en", ".de"]}[kind]
-        for end in ends:
-            os.mkfifo(tmp_path / f"pipe{end}")
-        pipe = tmp_path / f"pipe{ends[0]}"
-        inputs += [str(pipe) if kind == "text" else str(tmp_path / "pipe")]
-    arguments = [*more, "--out", str(out)]
-    command = [sys.executable, str(tmp_path / "slow.py"), kind, "--workers", "2"]
-    run = subprocess.Popen(
-        [*command, "--input", *inputs, *arguments], stderr=subprocess.PIPE, text=True
-    )
-    with open(pipe, "rb" if kind == "images" else "wb"):  # a pipe: once the run has opened it
-        if kind == "images":
-            until(lambda: len(list(unfinished.glob("*.json"))) >= 2, seconds=60)
-        until(lambda: len(children_of(run)) >= 3, seconds=60)  # two workers, the resource tracker
-        workers = children_of(run)
-        run.send_signal(number)
-        if number != signal.SIGKILL:
-            run.wait(60)
+    arguments = [kind, "--input", given, *more, "--out", str(out)]
+    command = [sys.executable, str(tmp_path / "slow.py"), *arguments, "--workers", "2"]
+    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    if kind == "images":
+        until(lambda: len(list(unfinished.glob("*.json"))) >= 2, seconds=60)
+    else:
+        until((tmp_path / "begun").exists, seconds=60)
+    workers = children_of(run)
+    assert len(workers) >= 3  # two workers, the resource tracker
+    run.send_signal(number)
+    (tmp_path / "go").touch()
     said = run.communicate(timeout=60)[1]
     nothing_is_left(workers)
     assert not out.exists()
@@ -209,13 +228,11 @@ def test_a_killed_run(kind, number, tmp_path):
         assert run.returncode == -signal.SIGKILL and len(drafts) == (kind != "images")
     else:
         assert run.returncode == 130 and not drafts
-        kept = "the same command goes on after the finished shards"
-        left = kept if kind == "images" else "nothing was written"
-        assert said == f"prepare {kind}: interrupted; {left}\n"
+        assert said.startswith(f"prepare {kind}: interrupted; ") and said.count("\n") == 1
     finished = [path.name.removesuffix(".json") for path in unfinished.glob("*.json")]
     inodes = {name: (unfinished / name).stat().st_ino for name in finished}
     assert 2 <= len(finished) < 8 if kind == "images" else not finished
-    assert main([kind, "--input", given, *arguments, "--workers", "1"]) == 0
+    assert main([*arguments, "--workers", "1"]) == 0
     assert {name: (out / name).stat().st_ino for name in finished} == inodes
     assert is_whole(out, kind)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]

@@ -15,6 +15,7 @@ from shared import shared
 
 from decent_jax.data.text import token_folder, tokenizers
 from decent_jax.data.text.prepare import prepare
+from decent_jax.data.text.token_folder import TokenWindows
 from decent_jax.ground.errors import DataError
 
 TEXTS = [f"document {i}: " + "é🙂 words\r\n" * (i % 7 + 1) for i in range(40)]
@@ -192,6 +193,15 @@ def test_other_kinds_of_text_are_read_where_they_are_named(tmp_path):
     assert texts_of(tmp_path / "named", "train") == ["# One", "b = 2"]
     prepare([folder], tmp_path / "all", "bytes", val_inputs=[held_out])
     assert texts_of(tmp_path / "all", "train") == ["three"]
+
+
+def test_a_file_whose_name_is_no_utf8(tmp_path):
+    folder = tmp_path / "in"
+    write_jsonl(folder / "a\udcff.jsonl", TEXTS)
+    manifest = prepare([folder], tmp_path / "out", "bytes", val_fraction=0.3)
+    assert [file["name"] for file in manifest["inputs"]["list"]] == ["in/a\udcff.jsonl"]
+    assert token_folder.read_manifest(tmp_path / "out") == manifest
+    assert TokenWindows(tmp_path / "out/train.bin", 4).class_names == ("in/a\udcff.jsonl",)
 
 
 CASES = {

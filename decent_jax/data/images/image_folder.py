@@ -8,9 +8,9 @@ the order of theirs, one class after another. So every layout of the same data g
 record at the same index with the same label, except TFDS, which stores records shuffled.
 """
 
-import io
 import operator
 import os
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -346,11 +346,16 @@ class _ArchiveStorage(_Storage):
             return FileStamp(int(self._places[index, 1]), status.st_mtime_ns)
 
 
-class _SharedFile(io.FileIO):
+class _SharedFile:
     """A file for `pread` by all threads; another process that unpickles it opens it again."""
 
-    def __del__(self):
-        self.close()
+    def __init__(self, path: str):
+        self._path = path
+        self._fd = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._fd)
+
+    def fileno(self) -> int:
+        return self._fd
 
     def __reduce__(self):
-        return _SharedFile, (self.name,)
+        return _SharedFile, (self._path,)

@@ -21,7 +21,7 @@ from decent_jax.data.reading import entries_of, one_sentence, opened, read_at_mo
 from decent_jax.ground import extras, machine
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.format import shorten, shown
-from decent_jax.ground.json_files import read_json
+from decent_jax.ground.json_files import check_regular, read_json
 
 CHUNK_BYTES = 1 << 20
 LONGEST_LINE = 1 << 28  # bytes: of a document in a .jsonl file
@@ -190,7 +190,9 @@ def _kind(path: Path) -> str | None:
 
 
 def _file(path: Path, name: str, kind: str) -> Source:
-    return Source(path, kind, name, path.stat().st_size)
+    with one_sentence(path):
+        check_regular(path)
+        return Source(path, kind, name, path.stat().st_size)
 
 
 def _tfds_source(folder: Path, name: str, validation: bool) -> Source:

@@ -211,7 +211,7 @@ def _summary(sources: list[Source], workers: int) -> dict[str, Any]:
     return {
         "files": len(files),
         "bytes": sum(sizes),
-        "sha256_of_list": hashlib.sha256(lines.encode()).hexdigest(),
+        "sha256_of_list": hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest(),
         "list": entries[:_LISTED_FILES],
     }
 

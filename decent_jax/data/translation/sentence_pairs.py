@@ -18,6 +18,7 @@ from typing import NamedTuple
 from decent_jax.data import tfds_folder
 from decent_jax.data.reading import one_sentence, opened, read_at_most, read_line
 from decent_jax.ground.errors import DataError
+from decent_jax.ground.json_files import check_regular
 
 BLOCK_LINES = 5000
 _LONGEST_SENTENCE = 1 << 17  # bytes; 5000 of them are a block
@@ -216,6 +217,8 @@ class _Side:
     """The lines of a file, or of a member of an archive."""
 
     def __init__(self, path: Path, member: str = ""):
+        with one_sentence(path):
+            check_regular(path)
         self.path = path
         self.member = member
         self.place = f"{path}, {member}" if member else str(path)

@@ -26,6 +26,7 @@ from decent_jax.data.reading import one_sentence
 from decent_jax.data.text.tokenizers import checked_ids
 from decent_jax.data.worker_pool import handled
 from decent_jax.ground.errors import DataError
+from decent_jax.ground.json_files import read_bytes
 
 FILE = "vocabulary.model"
 PAD, UNKNOWN, START, END = SPECIAL = range(4)
@@ -117,7 +118,7 @@ def load(folder: str | Path) -> Subwords:
     path = Path(folder) / FILE
     try:
         with one_sentence(path):
-            model = path.read_bytes()
+            model = read_bytes(path)
         if not model:  # of which sentencepiece says nothing
             raise RuntimeError
         return Subwords(model)
