@@ -6,9 +6,11 @@ nothing is written twice.
 
 import html
 import importlib
+import pkgutil
 import posixpath
 import re
 from pathlib import Path
+from types import ModuleType
 
 from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
@@ -29,20 +31,34 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
 }
 
-# Pages of the API: the modules on each, with what it says first.
+# Pages of the API: the rooms in the order in which one meets them, with what each page says first.
 API = {
-    "topology": ("Who averages with whom; NumPy only.", ["topology"]),
-    "gossip": ("A round as messages between replicas.", ["gossip"]),
-    "replicas": ("n copies of the parameters in one pytree.", ["replicas"]),
-    "optim": ("Methods as optax transformations.", ["optim"]),
-    "train": ("What `train.py` calls.", ["train", "ground.fields"]),
-    "tasks": ("What is trained: the interface of a task.", ["tasks"]),
-    "runs": (
-        "What a run leaves behind, read in Python.",
-        ["ground.run_folder", "commands.saved_model", "plots.runs", "plots.style"],
-    ),
-    "simulate": ("Gossip in NumPy, event by event.", ["simulate"]),
+    "topology": "Who averages with whom; NumPy only.",
+    "gossip": "A round as messages between replicas.",
+    "replicas": "n copies of the parameters in one pytree.",
+    "optim": "Methods as optax transformations.",
+    "train": "A run: config, step, loop, evaluation, checkpoints.",
+    "tasks": "What is trained: the interface of a task.",
+    "models": "Flax NNX models behind functions.",
+    "data": "Sources, loaders, and what prepares them.",
+    "cluster": "Processes of one program.",
+    "peers": "Replicas without a common step (experimental).",
+    "pipelines": "Replicas cut into stages (experimental).",
+    "planner": "Predict step times, recommend a schedule, place replicas (experimental).",
+    "plan": "What a planner decides and runners read.",
+    "simulate": "SwarmSGD in NumPy, event by event.",
+    "plots": "Every picture, in one style.",
+    "ground": "Errors, formats, files, fields of a config, progress.",
+    "commands": "The commands of `decent-jax`.",
 }
+
+
+def on_config(config):
+    """The pages of the API come into the navigation."""
+    for entry in config.nav:
+        if "Reference" in entry:
+            entry["Reference"] = [{room: f"api/{room}.md"} for room in API]
+    return config
 
 
 def on_files(files: Files, config) -> Files:
@@ -50,9 +66,9 @@ def on_files(files: Files, config) -> Files:
     for name, page in PAGES.items():
         text = _links_of_site((ROOT / name).read_text(), "")
         files.append(File.generated(config, page, content=text))
-    for page, (first, modules) in API.items():
-        text = "\n".join([f"# {page}\n\n{first}\n", *map(_api, modules)])
-        files.append(File.generated(config, f"api/{page}.md", content=text))
+    for room, first in API.items():
+        text = "\n".join([f"# {room}\n\n{first}\n", *map(_api, _modules(room))])
+        files.append(File.generated(config, f"api/{room}.md", content=text))
     return files
 
 
@@ -77,20 +93,34 @@ def _mathml(match: re.Match) -> str:
     return convert(html.unescape(formula).strip(), display="block" if tag == "div" else "inline")
 
 
-def _api(module: str) -> str:
-    """The module's own docstring, then each of its public names."""
-    path = f"decent_jax.{module}"
-    loaded = importlib.import_module(path)
-    names = getattr(loaded, "__all__", None) or [n for n in vars(loaded) if n[0] != "_"]
-    values = [getattr(loaded, name) for name in names]
-    # The path of the definition: a module may have the name of a function in it.
-    defined = [
+def _modules(room: str) -> list[str]:
+    """The room itself where it exports names, otherwise its modules."""
+    package = importlib.import_module(f"decent_jax.{room}")
+    if _public(package):
+        return [package.__name__]
+    found = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    return [module.name for module in found if not module.name.endswith("__main__")]
+
+
+def _public(module: ModuleType) -> list[str]:
+    """Where the public names of a module are defined: a module may have the name of a function."""
+    names = getattr(module, "__all__", None) or [n for n in vars(module) if n[0] != "_"]
+    values = [v for v in (getattr(module, n) for n in names) if hasattr(v, "__qualname__")]
+    if not hasattr(module, "__path__"):  # a room exports what its modules define
+        values = [v for v in values if getattr(v, "__module__", "") == module.__name__]
+    return [
         f"{value.__module__}.{value.__qualname__}"
         for value in values
-        if hasattr(value, "__qualname__") and value.__module__.startswith("decent_jax")
+        if value.__module__.startswith("decent_jax") and "<" not in value.__qualname__
     ]
+
+
+def _api(path: str) -> str:
+    """The module's own docstring, then each of its public names."""
     head = f"::: {path}\n    options:\n      members: false\n      show_root_heading: false\n"
-    return "\n".join([head, *(f"::: {name}\n" for name in defined)])
+    public = _public(importlib.import_module(path))
+    title = [] if path.count(".") == 1 else [f"## {path.removeprefix('decent_jax.')}\n"]
+    return "\n".join([*title, head, *(f"::: {name}\n" for name in public)])
 
 
 # --- Links ----------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-import mutations
 import pytest
 from test_imports import imported
 
@@ -147,9 +146,3 @@ def test_configs_have_names(capsys):
     assert said.startswith(
         "decent-jax train: there is no config file 'quickstrat'; the package has"
     )
-
-
-def test_every_mutation_still_applies():
-    package = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
-    listed = mutations.parse(mutations.TABLE.read_text())
-    assert [m.name for m in listed if package.count(m.find) != 1] == []
