@@ -25,7 +25,7 @@ MODEL = "--parameters 1e6 --compute_s 0.1"
 STAGES = "--parameters 1e6 --stages 2 --replicas 2 --pipeline_bytes 1e6 --stage_memory 5"
 PLANNER = [  # what follows "planner "
     ("network node of a billion", "network --network n.json", r"n\.json.*without gaps"),
-    ("network nodes ragged", "network --network n.json", r"n\.json.*machine's number"),
+    ("network nodes ragged", "network --network n.json", r"n\.json.*node must hold numbers"),
     ("network names a number", "network --network n.json", r"n\.json.*list of 3"),
     ("network names nested", "network --network n.json", r"n\.json.*printable texts"),
     ("network names escape", "network --network n.json", r"n\.json.*printable texts"),

@@ -294,6 +294,7 @@ def test_a_bad_network_is_one_sentence(capsys, measured_network, command):
             "--compute_s: must be a number from 1e-09",
         ),
         (["predict", *TWO, *PLACED, "--compute_s", "nan"], "to 100000, got 'nan'"),
+        (["predict", *TWO, *MODEL, "--late_parameters", "1e9"], "--late_parameters 1e+09"),
         (["predict", *TWO, *MODEL, "--algorithms", "gossip"], "'gossip'"),
         (["predict", *TWO, *MODEL, "--fit", "sigma"], "--measured"),
         (["predict", *TWO, *MODEL, "--trace", "x"], "leave the others out"),

@@ -117,6 +117,21 @@ def test_the_best_of_all_orders_is_found(network, schedule, steps):
     assert exact(network, schedule, found.order) == pytest.approx(best, rel=1e-12)
 
 
+def uneven(n, seed):
+    rng = np.random.default_rng(seed)
+    latency, rate = (np.triu(rng.uniform(low, high, (n, n)), 1) for low, high in ((0, 0.1), (7, 9)))
+    return networks.from_matrices(latency + latency.T, 10 ** (rate + rate.T))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_of_few_devices_all_orders_of_a_mean_are_compared(seed):
+    """A ring of all devices has an order too; a search of three steps would not find the best."""
+    network, schedule = uneven(5, seed), topology.make("complete", 5)
+    best = min(exact(network, schedule, order) for order in itertools.permutations(range(5)))
+    found = place_schedule(network, schedule, MODEL_BYTES, steps=3, time_limit_s=60)
+    assert found.mean_round_s == pytest.approx(best, rel=1e-12)
+
+
 def test_whole_groups_are_put_in_the_best_of_all_orders():
     """Five regions of two: all orders of the regions, of which none splits one."""
     counts = {"Oregon": 2, "Tokyo": 2, "London": 2, "Ohio": 2, "Sydney": 2}

@@ -77,6 +77,17 @@ def test_take_reorders_everything_together():
             network.take(devices)
 
 
+@pytest.mark.parametrize("field", ["latency_s", "bandwidth_bytes_per_s", "nic_bytes_per_s", "node"])
+def test_true_and_false_are_no_numbers(field, tmp_path):
+    networks.preset("nvlink_25gbe", 2, 1).save(path := tmp_path / "network.json")
+    fields = json.loads(path.read_text())
+    fields[field][-1] = [True, None] if isinstance(fields[field][-1], list) else True
+    path.write_text(json.dumps(fields))
+    with pytest.raises(ValueError) as error:
+        networks.load(path)
+    assert field in str(error.value) and "true" in str(error.value).lower()
+
+
 @pytest.mark.parametrize("suffix", [".json", ".npz"])
 def test_files_are_read_back_as_they_were(tmp_path, suffix):
     network = networks.regions({"Tokyo": 2, "Oregon": 1}, devices_per_node=2)

@@ -1,16 +1,22 @@
 """Predictions, recommendations, and both against what was measured and published."""
 
+import dataclasses
+import itertools
 import math
 
+import jax
 import numpy as np
 import pytest
 
-from decent_jax import topology
-from decent_jax.planner import measured, network, predict, recommend
+from decent_jax import topology, train
+from decent_jax.gossip.wire import bytes_sent, of_dtype
+from decent_jax.models import decoders
+from decent_jax.planner import measured, network, predict, recommend, runtime
 from decent_jax.planner.compute_times import CONSTANT, LogNormal
 from decent_jax.planner.network import Link
 from decent_jax.planner.runtime import Gossip, Workload
 from decent_jax.planner.simulator import simulate
+from decent_jax.tasks import language_modeling
 
 INSIDE, BETWEEN = Link(1e-6, 100e9), Link(1e-4, 1e9)
 
@@ -157,13 +163,39 @@ def test_a_compressed_wire_takes_its_share_of_the_time():
         for wire in ("float32", "bfloat16", "int8")
     }
     assert step["bfloat16"] == pytest.approx(step["float32"] / 2, rel=1e-3)
-    assert step["int8"] == pytest.approx(step["float32"] / 4 * (1 + 1 / 64), rel=1e-3)
+    assert step["int8"] == pytest.approx(step["float32"] * (1 / 4 + 1 / 768), rel=1e-3)
     # A mean over a group is a sum, which is not formed of compressed terms.
     both = [
         predict.step_s(whole, workload(1e9), Gossip(topology.make("complete", 8), wire=wire))
         for wire in ("float32", "int8")
     ]
     assert both[0] == both[1]
+
+
+@pytest.mark.parametrize("preset", ["small", "llama_125m"])
+def test_a_message_has_the_bytes_that_gossip_sends(preset):
+    """In every format, for the shapes of a model; the config says how long its rows are."""
+    config = train.default_config("language_modeling")
+    config.model.update(preset=preset, vocab_size=512)
+    parameters, embedding, rows = language_modeling.count_parameters(config)
+    model = language_modeling.model_config(config, 512)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(decoders.shapes(model))]
+    work = dataclasses.replace(workload(4.0 * parameters), row_length=parameters / rows)
+    assert embedding == 512 * model.width
+    for name in runtime.WIRES:
+        wire = of_dtype(name)
+        sent = sum(4 * math.prod(s) if wire is None else bytes_sent(wire, s) for s in shapes)
+        assert work.share(name) * work.model_bytes == pytest.approx(sent, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["erdos_renyi", "random_regular", "star"])
+def test_a_step_is_no_shorter_where_compute_takes_longer(name):
+    """Also near the point at which the network's time and compute's are equal."""
+    whole = network.preset("nvlink_25gbe", 2, 4)
+    works = [Workload(496e6, c / 3, 2 * c / 3) for c in np.linspace(0.4, 1.3, 10)]
+    steps = [predict.step_s(whole, w, predict.algorithm_of(name, whole, w)) for w in works]
+    assert all(after >= before * (1 - 1e-9) for before, after in itertools.pairwise(steps))
+    assert steps[0] == pytest.approx(steps[4]) and steps[-1] == pytest.approx(1.3)
 
 
 # --- measured -----------------------------------------------------------------------------------

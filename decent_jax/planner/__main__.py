@@ -36,7 +36,7 @@ from decent_jax.planner import (
     search,
 )
 from decent_jax.planner.network import Network
-from decent_jax.planner.runtime import WIRE_BYTES, AllReduce
+from decent_jax.planner.runtime import WIRES, AllReduce
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -166,8 +166,12 @@ def _recommend(options: argparse.Namespace) -> None:
     inputs.complete(options)
     network, workload = inputs.networks_of(options)[0], inputs.workload_of(options)
     wires = options.wires.split(",")
-    if set(wires) - set(WIRE_BYTES):
-        raise ConfigError(f"--wires takes {', '.join(WIRE_BYTES)}, got {options.wires!r}")
+    if set(wires) - set(WIRES):
+        raise ConfigError(
+            f"--wires takes {', '.join(WIRES)}, got {options.wires!r}",
+            field="--wires",
+            value=options.wires,
+        )
     found = recommend.choices(
         network,
         workload,
@@ -190,7 +194,7 @@ def _recommend(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"{options.plan} is not written: all_reduce, which is recommended, follows no plan"
         )
-    num_bytes = workload.model_bytes * WIRE_BYTES[gossip.wire] / 4
+    num_bytes = workload.model_bytes * workload.share(gossip.wire)
     limits = {"compute_s": workload.compute_s, **inputs.search_of(options)}
     placed = gossip_placement.place_schedule(network, gossip.schedule, num_bytes, **limits)
     expected = {

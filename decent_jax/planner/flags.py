@@ -11,7 +11,7 @@ from decent_jax.planner import outputs, predict, recommend
 from decent_jax.planner.build_schedule import NAME as BUILT
 from decent_jax.planner.compute_times import LONGEST_S, SHORTEST_S
 from decent_jax.planner.network import PRESETS
-from decent_jax.planner.runtime import WIRE_BYTES
+from decent_jax.planner.runtime import WIRES
 from decent_jax.topology import NAMES
 
 EXAMPLES = {
@@ -187,7 +187,7 @@ COMMANDS: dict[str, dict[str, dict[str, Flag]]] = {  # command: group of flags: 
                 choices=("weak", "strong"),
             ),
             "mix_every": Flag("H", "steps per round", number(1, 1000, int), 1),
-            "wire": Flag(None, "format of gossip's messages", str, "float32", tuple(WIRE_BYTES)),
+            "wire": Flag(None, "format of gossip's messages", str, "float32", WIRES),
             "out": Flag("FILE.png", "draw the table as bars", outputs.picture),
             "timeline": Flag("FILE.png", "draw a few steps as a Gantt chart", outputs.picture),
             "measured": Flag("FILE", "JSON lines of measured step times"),
@@ -202,7 +202,7 @@ COMMANDS: dict[str, dict[str, dict[str, Flag]]] = {  # command: group of flags: 
             "schedules": Flag("A,B", f"some of {', '.join(NAMES)} (default: all)", TEXTS),
             "mix_every": Flag("H,H", "steps per round to try", counts(1000), "1,2,4,8"),
             "wires": Flag(
-                "W,W", f"formats of messages to try, of {', '.join(WIRE_BYTES)}", str, "float32"
+                "W,W", f"formats of messages to try, of {', '.join(WIRES)}", str, "float32"
             ),
             "tokens_per_parameter": Flag(
                 "D",
@@ -265,7 +265,8 @@ COMMANDS: dict[str, dict[str, dict[str, Flag]]] = {  # command: group of flags: 
 
 def add(parser: argparse.ArgumentParser, command: str) -> None:
     """The flags of a command, and what only a config says."""
-    parser.set_defaults(num_replicas=None, local_size=None, algorithm="accum_adam")
+    parser.set_defaults(num_replicas=None, local_size=None, row_length=768.0)
+    parser.set_defaults(algorithm="accum_adam")
     for title, flags in COMMANDS[command].items():
         group = parser.add_argument_group(title) if title else parser
         for name, flag in flags.items():

@@ -33,13 +33,22 @@ def complete(options: argparse.Namespace) -> None:
                 "--parameters and the size of the network instead of --config"
             )
         if options.parameters is None:
-            options.parameters, late_parameters = count(config)
+            options.parameters, late_parameters, num_rows = count(config)
+            options.row_length = options.parameters / num_rows
             if options.late_parameters is None:
                 options.late_parameters = late_parameters
         options.num_replicas, options.local_size = config.num_replicas, config.local_size
         options.algorithm = config.algorithm
     if options.parameters is None:
-        raise ConfigError("give the model: --parameters P, or --config FILE")
+        raise ConfigError("give the model: --parameters P, or --config FILE", field="--parameters")
+    late = options.late_parameters or 0.0
+    if late > options.parameters:
+        raise ConfigError(
+            f"--late_parameters {late:g} are some of the {options.parameters:g} of --parameters; "
+            "give at most as many",
+            field="--late_parameters",
+            value=late,
+        )
 
 
 def workload_of(options: argparse.Namespace, compute_share: float = 1.0) -> Workload:

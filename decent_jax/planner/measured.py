@@ -25,7 +25,7 @@ from decent_jax.planner import outputs, predict
 from decent_jax.planner.compute_times import LONGEST_S, SHORTEST_S, LogNormal
 from decent_jax.planner.costs import Execution
 from decent_jax.planner.network import Network
-from decent_jax.planner.runtime import WIRE_BYTES, Workload
+from decent_jax.planner.runtime import WIRES, Workload
 
 # What may be fitted, where the search begins, and between which limits it stays.
 START = {"compute_s": None, "sigma": 0.1, "bandwidth": 1.0}
@@ -55,7 +55,7 @@ ENTRIES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "mix_every": ("from 1 to 1000", lambda value: is_whole(value, 1, 1000)),
     "combine": ("with or then", lambda value: value in ("with", "then")),
     "execution": ("hierarchical, plain or all_reduce", lambda value: value in EXECUTIONS),
-    "comm_dtype": (", ".join(WIRE_BYTES), lambda value: value in tuple(WIRE_BYTES)),
+    "comm_dtype": (", ".join(WIRES), lambda value: value in WIRES),
 }
 
 

@@ -29,24 +29,25 @@ def square_pair(latency_s: ArrayLike, bandwidth: ArrayLike) -> tuple[np.ndarray,
 def _numbers(values: object, what: str) -> np.ndarray:
     """A new float64 array, not empty; None becomes NaN."""
     try:
-        given = np.asarray(values)
-        if given.dtype.kind not in "biufO" or not given.size:  # such as complex numbers, texts
+        given = values if isinstance(values, np.ndarray) else np.asarray(values, object)
+        if given.dtype.kind not in "iufO" or not given.size:  # such as complex numbers, texts
+            raise TypeError
+        if given.dtype.kind == "O" and any(isinstance(entry, bool) for entry in given.ravel()):
             raise TypeError
         return given.astype(np.float64)
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{what} must hold numbers only, in rows of one length") from None
+        raise ValueError(
+            f"{what} must hold numbers only, neither true nor false, in rows of one length, got "
+            f"{shown(values)}"
+        ) from None
 
 
 def nodes(node: ArrayLike | None, n: int) -> tuple[np.ndarray, int]:
     """(n,) the machine of each device, and how many machines there are."""
     if node is None:
         return np.arange(n), n
-    try:
-        numbers = np.asarray(node)
-    except ValueError:  # rows of different lengths
-        numbers = np.zeros(0)
-    whole = numbers.shape == (n,) and numbers.dtype.kind in "iu"
-    if not whole or set(numbers) != set(range(len(set(numbers)))):
+    numbers = _numbers(node, "node")
+    if numbers.shape != (n,) or set(numbers.tolist()) != set(range(len(set(numbers.tolist())))):
         raise ValueError(
             f"node needs the machine's number for each of {n} devices, from 0 without gaps, got "
             f"{shown(node)}"

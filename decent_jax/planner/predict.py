@@ -66,8 +66,8 @@ def step_s(
     """Expected seconds of a step: in closed form for all-reduce, simulated for gossip."""
     if isinstance(algorithm, AllReduce):
         return runtime.all_reduce_step_s(network, workload, algorithm)
-    if workload.compute == CONSTANT:  # it settles into a cycle
-        steps = warm_up = 4 * algorithm.schedule.period * algorithm.mix_every
+    if workload.compute == CONSTANT:
+        return simulator.settled_step_s(network, workload, algorithm)
     return simulator.simulate(network, workload, algorithm, steps=steps, warm_up=warm_up).step_s
 
 

@@ -35,8 +35,7 @@ from decent_jax.planner.compute_times import CONSTANT, Distribution, max_nodes
 from decent_jax.planner.network import Network
 from decent_jax.topology import Schedule
 
-# Bytes per parameter of a message; int8 has a float32 scale per block of 256.
-WIRE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0 + 4 / 256}
+WIRES = ("float32", "bfloat16", "int8")  # formats of a message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +48,7 @@ class Workload:
     slowness: (n,) factors of replicas that are always slower (or faster) than 1; None: all alike.
     late_bytes: part of ``model_bytes`` whose gradient is complete only at the very end of the
         backward pass: an embedding, the more so if it is also the output layer.
+    row_length: parameters per row of the last axis on average; int8 sends a float32 scale per row.
     """
 
     model_bytes: float
@@ -58,6 +58,7 @@ class Workload:
     compute: Distribution = CONSTANT
     slowness: tuple[float, ...] | None = None
     late_bytes: float = 0.0
+    row_length: float = 768.0
 
     def __post_init__(self) -> None:
         for name in ("model_bytes", "forward_s", "backward_s", "update_s", "late_bytes"):
@@ -78,6 +79,10 @@ class Workload:
     def compute_s(self) -> float:
         """Forward and backward."""
         return self.forward_s + self.backward_s
+
+    def share(self, wire: str) -> float:
+        """The bytes of a message in one of `WIRES`, as a part of those in float32."""
+        return {"float32": 1.0, "bfloat16": 0.5, "int8": 0.25 + 1 / self.row_length}[wire]
 
     def factors(self, n: int) -> np.ndarray:
         """(n,) ``slowness``, ones where there is none."""
@@ -160,14 +165,16 @@ def buckets(workload: Workload, algorithm: Algorithm) -> list[Bucket]:
     return [Bucket(early / count, 1 / count)] * count + late
 
 
-def stages_of(network: Network, algorithm: Algorithm, num_bytes: float) -> list[list[costs.Stage]]:
+def stages_of(
+    network: Network, workload: Workload, algorithm: Algorithm, num_bytes: float
+) -> list[list[costs.Stage]]:
     """The stages for ``num_bytes`` of float32, for each round (all-reduce has one "round")."""
     if isinstance(algorithm, AllReduce):
         return [costs.all_reduce_stages(network, num_bytes, algorithm.collective)]
-    wire = WIRE_BYTES[algorithm.wire] / 4
+    wire = workload.share(algorithm.wire)
     return [
-        costs.round_stages(network, one, num_bytes, algorithm.execution, wire=wire)
-        for one in algorithm.schedule.rounds
+        costs.round_stages(network, rnd, num_bytes, algorithm.execution, wire=wire)
+        for rnd in algorithm.schedule.rounds
     ]
 
 
@@ -178,7 +185,7 @@ def all_reduce_step_s(network: Network, workload: Workload, algorithm: AllReduce
     """
     parts = buckets(workload, algorithm)
     seconds = {
-        num_bytes: costs.total_s(stages_of(network, algorithm, num_bytes)[0])
+        num_bytes: costs.total_s(stages_of(network, workload, algorithm, num_bytes)[0])
         for num_bytes in {part.num_bytes for part in parts}
     }
     x, weights = max_nodes(workload.compute, network.num_devices, workload.slowness)

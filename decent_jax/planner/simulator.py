@@ -79,6 +79,33 @@ def simulate(
     return Run(float(ends[-1].mean() - begin) / steps, ends, tuple(simulation.events))
 
 
+def settled_step_s(
+    network: Network, workload: Workload, algorithm: Gossip, most_steps: int = 2000
+) -> float:
+    """Seconds of a step where compute is constant, once the steps repeat themselves.
+
+    All times are maxima of sums, so a state in which every time is later by one and the same number
+    of seconds than in a state before repeats what followed that one for ever (a max-plus linear
+    system; Baccelli et al. 1992). The state looked for is that of the last power of two, as in
+    Brent's search for a cycle: replicas that wait for each other settle within a few steps.
+    """
+    simulation = _Simulation(network, workload, algorithm, record=False)
+    factor = workload.factors(network.num_devices)
+    cycle = algorithm.schedule.period * algorithm.mix_every
+    before, at, apart = simulation.state(), 0, np.zeros(1)
+    for t in range(max(cycle, most_steps // cycle * cycle)):
+        simulation.step(t, factor)
+        count, rest = divmod(t + 1, cycle)
+        if rest:
+            continue
+        apart = (simulation.state() - before) / (t + 1 - at)
+        if np.ptp(apart) <= 1e-9 * apart.max():
+            break
+        if count & (count - 1) == 0:
+            before, at = simulation.state(), t + 1
+    return float(apart.mean())
+
+
 class _Simulation:
     """The state of all replicas between two steps; every time is an (n,) array of seconds."""
 
@@ -89,7 +116,7 @@ class _Simulation:
         self.events: list[Event] = []
         self.parts = runtime.buckets(workload, algorithm)
         stages = {
-            num_bytes: runtime.stages_of(network, algorithm, num_bytes)
+            num_bytes: runtime.stages_of(network, workload, algorithm, num_bytes)
             for num_bytes in {part.num_bytes for part in self.parts}
         }
         self.stages = [stages[part.num_bytes] for part in self.parts]  # [bucket][round]
@@ -100,6 +127,10 @@ class _Simulation:
         if isinstance(algorithm, Gossip) and algorithm.combine == "with":
             for bucket in range(len(self.parts)):  # the initial parameters go out at once
                 self._send_parameters(0, bucket)
+
+    def state(self) -> np.ndarray:
+        """Every time that a later step depends on."""
+        return np.concatenate([self.now, self.network_free, *self.arrived])
 
     def step(self, t: int, factor: np.ndarray) -> np.ndarray:
         """Advance by step ``t``; returns when each replica has finished it."""

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,8 +117,10 @@ def model_config(config: ConfigDict, tokenizer_vocab: int) -> decoders.Config:
         raise ConfigError(f"model.{error}") from None
 
 
-def count_parameters(config: ConfigDict) -> tuple[int, int]:
-    """(all parameters, those of the token embedding), for the planner, which opens no data.
+def count_parameters(config: ConfigDict) -> tuple[int, int, int]:
+    """(all parameters, those of the token embedding, rows of the last axis of all arrays).
+
+    For the planner, which opens no data.
 
     Raises:
       ConfigError: the vocabulary's size is known only from the data.
@@ -127,7 +130,9 @@ def count_parameters(config: ConfigDict) -> tuple[int, int]:
             "model.vocab_size of the config comes from the data; give --parameters instead"
         )
     model = model_config(config, config.model.vocab_size or _STDLIB_VOCAB)
-    return decoders.num_params(model), model.vocab_size * model.width
+    shapes = [leaf.shape for leaf in jax.tree.leaves(decoders.shapes(model))]
+    rows = sum(math.prod(shape[:-1]) for shape in shapes)
+    return decoders.num_params(model), model.vocab_size * model.width, rows
 
 
 def make(config: ConfigDict, workdir: Path, announce: Callable) -> "LanguageModeling":
