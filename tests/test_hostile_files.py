@@ -92,10 +92,10 @@ PREPARE = [  # what follows "prepare "
     ("text bomb", TEXT, r"a\.txt\.gz: unpacks to more than"),
     ("text many fields", TEXT, r"line 1: no field 'text', only 'f0', 'f1'.*see --text_field"),
     ("text tokenizer", TEXT.replace("bytes", "t.json"), r"t\.json: .*none of the tokens"),
-    ("text thesis", f"{TEXT} --overwrite", r"out/thesis\.txt: was not made by this command"),
-    ("text folder", f"{TEXT} --overwrite", "out/own: was not made by this command"),
-    ("text draft", TEXT, r"\.out\.tmp-1/thesis\.txt: was not made by this command"),
-    ("images thesis", f"{IMAGES} --overwrite", r"out/train\.txt: was not made by this command"),
+    ("text thesis", f"{TEXT} --overwrite", r"out/thesis\.txt: was not made by this package"),
+    ("text folder", f"{TEXT} --overwrite", "out/own: was not made by this package"),
+    ("text draft", TEXT, r"\.out\.tmp-1/thesis\.txt: was not made by this package"),
+    ("images thesis", f"{IMAGES} --overwrite", r"out/train\.txt: was not made by this package"),
     ("images unfinished", UNFINISHED, r"\.new\.unfinished/thesis\.txt: was not made by this"),
     ("images pax zero", IMAGES, r"train\.tar: holds a damaged pax header"),
     ("images pax letters", IMAGES, r"train\.tar: holds a damaged pax header"),
@@ -106,7 +106,7 @@ PREPARE = [  # what follows "prepare "
     ("images negative size", IMAGES, r"train\.tar: the tar file is cut short"),
     ("pairs", f"{PAIRS} --vocab_size 0", "a vocabulary has between 261"),
     ("pairs line bomb", f"{PAIRS} --workers 1 --val_fraction 0.1", r"\.gz, line 1: is longer than"),
-    ("pairs thesis", f"{PAIRS} --overwrite", r"out/val\.txt: was not made by this command"),
+    ("pairs thesis", f"{PAIRS} --overwrite", r"out/val\.txt: was not made by this package"),
 ]
 REPLAY = "replay --workdir run"
 PEERS = [  # what follows "peers "

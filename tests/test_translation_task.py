@@ -311,8 +311,13 @@ def test_numbers_that_fit_no_pair(folder):
         make_task(folder, batch_size=2)
     with pytest.raises(ConfigError, match=r"subwords, .* is longer than 1024; split it"):
         make_task(folder).translator(None, ["a short one", "word " * 3000])
-    with pytest.raises(ConfigError, match="line 2 has more than 20000 characters"):
-        list(translate._lines(io.StringIO("short\n" + "long " * 5000)))
+
+
+def test_a_line_without_an_end_is_refused_by_the_name_of_its_file(folder, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(config_of(folder).to_dict()))
+    assert translate.main(["--workdir", str(tmp_path), "--input", "/dev/zero"]) == 2
+    said = capsys.readouterr().err
+    assert "/dev/zero: line 1 " in said and said.count("\n") == 1
 
 
 def test_flops_and_throughput_count_real_tokens(folder):

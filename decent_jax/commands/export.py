@@ -10,12 +10,16 @@ classes, and how images are normalised.
 """
 
 import contextlib
+import re
 import sys
 from pathlib import Path
 
 from decent_jax.commands import saved_model
 from decent_jax.ground.errors import ConfigError
+from decent_jax.ground.json_files import write_atomic
+from decent_jax.ground.replaceable import check_replaceable
 
+_EXPORTED = re.compile(rb'.{8}\{"__metadata__".{,65536}"which"', re.DOTALL)
 # What an export may write beside the weights.
 _BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _BESIDE += ("vocab.json", "merges.txt")
@@ -61,24 +65,21 @@ def export(workdir: str | Path, out: str | Path, which: str = "last") -> Path:
             for parent in made:
                 parent.rmdir()
         raise
-    out.with_name("config.json").write_text(text)
+    write_atomic(out.with_name("config.json"), text.encode())
     return out
 
 
 def _check_replaceable(out: Path) -> None:
     """Raises ConfigError if the export would replace a file that no export has written."""
-    if out.is_dir():
-        raise ConfigError(f"--out {out} is a folder; name a file in it")
-    if out.exists():
-        with out.open("rb") as file:
-            head = file.read(1 << 16)
-        if b'"__metadata__"' in head and b'"which"' in head:
-            return  # and so is the config.json beside it
-    for path in (out, *(out.with_name(name) for name in _BESIDE)):
-        if path.exists():
+    check_replaceable(out, "--out", _EXPORTED)
+    again = out.exists() and out.stat().st_size > 0  # then the files beside it are ours, too
+    for path in (out.with_name(name) for name in _BESIDE):
+        if path.is_symlink() or (path.exists() and not again):
             raise ConfigError(
                 f"--out: {path} exists and was not written by an export of this file; name another "
-                "folder"
+                "folder",
+                field="--out",
+                value=out,
             )
 
 

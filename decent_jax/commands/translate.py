@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
             if path is not None
             else contextlib.nullcontext(sys.stdin) as file
         ):
-            lines = _lines(file)
+            lines = _lines(file, path or "standard input")
             run = saved_model.Run(parsed.workdir, parsed.which)
             run.function("translator", "translate")  # or refused, before anything is read
             sentences = list(itertools.islice(lines, _AT_A_TIME))  # may be refused, so before
@@ -51,13 +51,17 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _lines(file: TextIO) -> Iterator[str]:
+def _lines(file: TextIO, name: str) -> Iterator[str]:
     """The lines without their ends; ConfigError for one longer than any sentence."""
     number = 0
     while line := file.readline(_LONGEST + 1):
         number += 1
         if len(line) > _LONGEST:
-            raise ConfigError(f"line {number} has more than {_LONGEST} characters; split it")
+            raise ConfigError(
+                f"{name}: line {number} has more than {_LONGEST} characters; split it",
+                field="--input",
+                value=name,
+            )
         yield line.rstrip("\r\n")
 
 

@@ -20,6 +20,7 @@ import decent_jax
 from decent_jax.data.reading import objects_within, one_sentence
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.json_files import read_json, write_atomic
+from decent_jax.ground.replaceable import check_removable
 
 _LOCK = "owner.lock"
 _OWN = rf"manifest\.json|{re.escape(_LOCK)}(\.new)?|\..+\.\d+\.tmp"  # last: of `write_atomic`
@@ -109,12 +110,7 @@ def check_out(out: Path, kind: Kind, *, overwrite: bool) -> None:
 
 def _check_only(folder: Path, *patterns: str) -> None:
     """DataError where the folder holds anything but our own files, which may be removed."""
-    ours = re.compile("|".join([_OWN, *patterns]))
-    for path in sorted(folder.iterdir()):
-        if path.is_dir() or not ours.fullmatch(path.name):
-            raise DataError(
-                f"{path}: was not made by this command, and would be lost; move it elsewhere"
-            )
+    check_removable(folder, re.compile("|".join([_OWN, *patterns])), DataError)
 
 
 class Draft:

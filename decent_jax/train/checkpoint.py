@@ -26,8 +26,9 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from decent_jax import optim, replicas
-from decent_jax.ground.errors import CheckpointError, ConfigError
+from decent_jax.ground.errors import CheckpointError
 from decent_jax.ground.json_files import read_json
+from decent_jax.ground.replaceable import check_removable
 from decent_jax.replicas import Placement
 from decent_jax.train.step import TrainState
 
@@ -41,7 +42,7 @@ _NAMES_BEFORE |= {"start": "x_0", "slow": "u", "outer": "theta", "distance": "y"
 FOLDER, BEST, DAMAGED = "checkpoints", "best", "damaged"
 # Of orbax; then of `decent_jax.pipelines`.
 _ITEMS = re.compile(
-    "params|rest|meta|model_state|_CHECKPOINT_METADATA|commit_success.txt|"
+    "(params|rest|meta|model_state)/|_CHECKPOINT_METADATA|commit_success.txt|"
     r"stage-\d+\.replica-\d+\.npz|manifest\.json|\.manifest\.json\.\d+\.tmp"
 )
 
@@ -422,12 +423,9 @@ def _reason(error: BaseException) -> str:
 
 def check_only_ours(workdir: Path) -> None:
     """Raises ConfigError if a checkpoint, to be deleted, holds a file of somebody else."""
-    found = [path for name in (FOLDER, BEST) for path in (workdir / name).glob("*")]
-    for path in (part for step in found if step.name.isdecimal() for part in step.glob("*")):
-        if not _ITEMS.fullmatch(path.name):
-            raise ConfigError(
-                f"{path} is no part of a checkpoint and would be deleted with it; move it elsewhere"
-            )
+    for step in [path for name in (FOLDER, BEST) for path in (workdir / name).glob("*")]:
+        if step.name.isdecimal() and step.is_dir():
+            check_removable(step, _ITEMS)
 
 
 def _checksum_of_meta(meta: dict) -> int:
