@@ -216,8 +216,9 @@ def test_an_impostor_is_refused(words):
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(AuthenticationError):
-            connections.connect(server.getsockname(), SECRET, handshake_s=0.3)
+        link = socket.create_connection(server.getsockname())
+        with link, pytest.raises(AuthenticationError):
+            connections.prove(link, SECRET, handshake_s=0.3)
         thread.join()
 
 

@@ -1,12 +1,10 @@
-"""The secret of a run, by which its processes tell each other from strangers at the same port.
+"""The secret of a run, by which its processes tell each other from strangers.
 
 A launcher hands it over in the variable `VARIABLE`. Without one, process 0 writes a new one into a
 folder that all processes see, readable by its owner only, and removes it when all have come.
 """
 
 import contextlib
-import hashlib
-import hmac
 import os
 import secrets
 from collections.abc import Iterator
@@ -41,7 +39,8 @@ def offered(folder: Path, port: int) -> Iterator[bytes]:
     except OSError as error:
         raise ConfigError(
             f"{folder} cannot be written ({error.strerror}), so that the processes have no secret "
-            f"in common; mend that, or set {VARIABLE} for all of them"
+            f"in common; mend that, or set {VARIABLE} for all of them",
+            field=VARIABLE,
         ) from None
     try:
         yield own
@@ -67,7 +66,8 @@ def find(folder: Path, port: int) -> bytes | None:
     except PermissionError:
         raise ConfigError(
             f"{file_in(folder, port)} belongs to another user; start all processes as one user, "
-            f"or set {VARIABLE} for all of them"
+            f"or set {VARIABLE} for all of them",
+            field=VARIABLE,
         ) from None
     except OSError:
         return None
@@ -78,13 +78,10 @@ def file_in(folder: Path, port: int) -> Path:
     return folder / FILE.format(port=port)
 
 
-def proof(secret: bytes, of: str, *nonces: bytes) -> bytes:
-    """32 bytes that nobody can make without the secret, for these nonces and one side."""
-    return hmac.digest(secret, b"|".join([of.encode(), *nonces]), hashlib.sha256)
-
-
 def _given() -> bytes | None:
     text = os.environ.get(VARIABLE, "")
     if 0 < len(text) < _SHORTEST:
-        raise ConfigError(f"{VARIABLE} has {len(text)} characters; it needs at least {_SHORTEST}")
+        raise ConfigError(
+            f"{VARIABLE} has {len(text)} characters; it needs at least {_SHORTEST}", field=VARIABLE
+        )
     return text.encode(errors="surrogateescape") or None

@@ -108,20 +108,27 @@ class Listener:
             self._serve(connection, address)
 
 
-def connect(
-    address: tuple[str, int], secret: bytes, handshake_s: float = HANDSHAKE_S
-) -> Connection:
+def connect(address: tuple[str, int], secret: bytes) -> Connection:
     """A connection to the `Listener` at an address.
 
     Raises:
       OSError: nobody listens there.
-      AuthenticationError: who listens there does not know the secret, or left.
+      AuthenticationError: the one that listens there does not know the secret, or left.
     """
-    with socket.create_connection(address, timeout=handshake_s) as link:
-        link.settimeout(None)
-        # Send the end of a message without waiting for the receipt of its beginning.
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return _handshake(link, secret, handshake_s, answer_challenge, deliver_challenge)
+    with socket.create_connection(address, timeout=HANDSHAKE_S) as link:
+        return prove(link, secret)
+
+
+def prove(link: socket.socket, secret: bytes, handshake_s: float = HANDSHAKE_S) -> Connection:
+    """The connection to a `Listener` that ``link`` has reached, after the handshake.
+
+    Raises:
+      AuthenticationError: the other side does not know the secret, or left.
+    """
+    link.settimeout(None)
+    # Send the end of a message without waiting for the receipt of its beginning.
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return _handshake(link, secret, handshake_s, answer_challenge, deliver_challenge)
 
 
 def _handshake(
