@@ -6,7 +6,7 @@ and SciPy only; `planner`, `simulate`, `train` and the rooms that `train` uses n
 """
 
 import importlib
-from types import ModuleType
+from typing import Any
 
 __version__ = "0.1.0"
 
@@ -16,12 +16,17 @@ _ROOMS = (
 )
 
 
-def __getattr__(name: str) -> ModuleType:
-    """Import a room at its first use: ``import decent_jax; decent_jax.topology``."""
+def __getattr__(name: str) -> Any:
+    """Import a room at its first use: ``import decent_jax; decent_jax.topology``.
+
+    ``decent_jax.run`` is `decent_jax.train.run`.
+    """
+    if name == "run":
+        return importlib.import_module("decent_jax.train").run
     if name not in _ROOMS:
         raise AttributeError(f"module 'decent_jax' has no attribute {name!r}")
     return importlib.import_module(f"decent_jax.{name}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_ROOMS])
+    return sorted({"__version__", "run", *_ROOMS})

@@ -18,8 +18,7 @@ from mkdocs.structure.files import File, Files
 from decent_jax import tasks
 from decent_jax.ground.fields import Field
 from decent_jax.optim import METHODS
-from decent_jax.train.config import fields_of
-from decent_jax.train.config_table import FIELDS
+from decent_jax.train.config import common_fields, fields_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -160,14 +159,15 @@ def _page_of(path: str) -> str | None:
 def _fields() -> str:
     """Tables of all fields, as `decent_jax.train.config` and the tasks declare them."""
     sections: dict[str, dict[str, Field]] = {"": {}}
-    for name, field in FIELDS.items():
+    common = common_fields()
+    for name, field in common.items():
         section = name.rpartition(".")[0]
         sections.setdefault(section, {})[name] = field
     parts = []
     for section, members in sections.items():
         parts += [f"## {section}" if section else "## The run", _table(members)]
     for task in tasks.TASKS:
-        own = {k: v for k, v in tasks.find(task).FIELDS.items() if k not in FIELDS}
+        own = {k: v for k, v in tasks.find(task).FIELDS.items() if k not in common}
         parts += [f"## task = {task}", _table(own)]
     everything = fields_of(next(iter(tasks.TASKS)))
     for name, method in METHODS.items():
@@ -182,18 +182,6 @@ def _table(members: dict[str, Field]) -> str:
     rows = ["| field | default | meaning |", "|---|---|---|"]
     for name, field in members.items():
         meaning = field.doc.replace("|", "\\|").replace("<", "&lt;")
-        more = [_bounds(field), "a resumed run may change it" if field.may_change else ""]
-        aside = "; ".join(filter(None, more))
+        aside = field.aside()
         rows.append(f"| `{name}` | `{field.default!r}` | {meaning}{aside and f' *({aside})*'} |")
     return "\n".join(rows)
-
-
-def _bounds(field: Field) -> str:
-    """Which values it may have, beyond its type."""
-    if field.choices is not None:
-        return ", ".join(f"`{choice!r}`" for choice in field.choices)
-    if field.duration:
-        return 'steps, `"2 epochs"` or `"5%"`'
-    bounds = (("at least", field.at_least), ("at most", field.at_most))
-    bounds += (("above", field.above), ("below", field.below))
-    return ", ".join(f"{words} {value:,}" for words, value in bounds if value is not None)

@@ -13,7 +13,7 @@ from decent_jax.pipelines.part import Part
 from decent_jax.pipelines.stage import Grid, Stage
 from decent_jax.pipelines.worker import Worker
 from decent_jax.train import config as config_lib
-from decent_jax.train import setup
+from decent_jax.train.experiment import durations
 
 
 class Threads:
@@ -21,9 +21,10 @@ class Threads:
 
     def __init__(self, config, workdir, start=0):
         parts.check(config)
-        schedule, _ = config_lib.resolve(config)
+        config_lib.check(config)
+        schedule = config_lib.make_schedule(config)
         task = tasks.find(config.task).make(config, workdir, announce)
-        rate = setup.durations(config, task)[2]
+        rate = durations(config, task)[2]
         placement = parts.place(config.num_replicas)
         grid = Grid(config, schedule, placement, parts.method(config, schedule, rate, placement))
         counts = parts.layers_of(config, task.config)

@@ -11,7 +11,8 @@ import pytest
 import tiny
 from test_checkpoint import assert_equals, config, copy, data_files, truncate, whole
 
-from decent_jax.train import CheckpointError, ConfigError, checkpoint, loop, setup
+from decent_jax.train import CheckpointError, ConfigError, checkpoint, loop
+from decent_jax.train.experiment import open_experiment
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -70,7 +71,7 @@ DAMAGES += [delete_meta, change_meta, delete_everything]
 @pytest.fixture(scope="module")
 def restore(whole):
     """Restores the newest checkpoint of a folder: (state, meta, what the user reads)."""
-    with setup.open_experiment(config(), whole) as (experiment, _):
+    with open_experiment(config(), whole) as (experiment, _):
         shapes = jax.eval_shape(lambda: loop.init(experiment))
 
     def restore(folder, like=lambda shapes: shapes):

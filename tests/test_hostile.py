@@ -23,7 +23,7 @@ from decent_jax.ground import fields, machine
 from decent_jax.ground.errors import ConfigError
 from decent_jax.plots import runs as plot
 from decent_jax.train import config as config_lib
-from decent_jax.train import limits
+from decent_jax.train import experiment
 
 ROOT = Path(__file__).resolve().parents[1]
 NINES = "9" * 5000
@@ -72,6 +72,7 @@ TRAIN = [  # what follows "train.py --config CONFIG --workdir RUN/run --config."
 ]
 DEEP = "[" * 100_000
 PICTURES = "train.py --config quickstart_images --workdir RUN/new --config.data.train_images=64"
+PICTURES += " --config.data.val_images=64"
 OF_TRAIN = "train.py --config CONFIG --workdir RUN/new"
 WEIGHTS = "--config.model.init_from=RUN/run/m.safetensors"
 OTHER = [
@@ -258,9 +259,9 @@ def test_every_number_of_a_config_is_in_range_or_refused(task):
 def test_batches_are_compared_with_this_machine(monkeypatch):
     monkeypatch.setattr(machine, "memory_bytes", lambda: 10**6)
     examples = [np.zeros(1000, np.float32)] * 100
-    limits.check_batch(tiny.waves(batch_size=20), examples)
+    experiment.check_batch(tiny.waves(batch_size=20), examples, 1)
     with pytest.raises(ConfigError, match=r"batch_size 100, with data\.prefetch [0-9]+, needs at"):
-        limits.check_batch(tiny.waves(batch_size=100), examples)
+        experiment.check_batch(tiny.waves(batch_size=100), examples, 1)
 
 
 def test_random_out_exists_for_every_number_of_replicas():

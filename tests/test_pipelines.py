@@ -7,7 +7,8 @@ import tiny
 from networks import assert_close
 from pipeline_threads import Threads
 
-from decent_jax.train import loop, setup
+from decent_jax.train import loop
+from decent_jax.train.experiment import open_experiment
 from decent_jax.train.step import gradient, make_step
 
 pytestmark = pytest.mark.usefixtures("compile_once")
@@ -33,7 +34,7 @@ def config_of(data, stages, cuts=1, **changes):
 
 def without_stages(config, workdir, gradients):
     """Losses (steps, n), state, evaluator and, if asked for, gradient of step 0 of such a run."""
-    with setup.open_experiment(config, workdir) as (experiment, _):
+    with open_experiment(config, workdir) as (experiment, _):
         step = make_step(
             *(experiment.config, experiment.task, experiment.tx, experiment.rate),
             *(experiment.schedule, experiment.placement),

@@ -1,8 +1,5 @@
 """What a run takes from outside: an optimizer by its dotted name, matrices of a file."""
 
-import os
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +8,6 @@ import pytest
 import tiny
 
 from decent_jax import topology, train
-from decent_jax.commands import main as command
 from decent_jax.ground.errors import ConfigError
 from decent_jax.train import algorithm
 from decent_jax.train import config as config_lib
@@ -144,29 +140,3 @@ def test_the_name_is_read_as_python(tmp_path):
         {"multiply_by_parameter_scale": False},
     )
     assert not algorithm.is_dotted("adam") and algorithm.is_dotted("optax.adam(b1=.9)")
-
-
-def test_check_says_what_a_run_takes_and_leaves_nothing(
-    tiny_data, tmp_path, capsys, monkeypatch, compile_once
-):
-    path = tiny.write_config(tmp_path / "tiny_config.py", tiny_data)
-    monkeypatch.chdir(tmp_path)
-    before = sorted(tmp_path.iterdir())
-    assert command.main(["train", "--config", str(path), "--check", "--config.batch_size=9"]) == 2
-    assert "batch_size 9 cannot be shared out" in capsys.readouterr().err
-    assert command.main(["train", "--config", str(path), "--check"]) == 0
-    said = capsys.readouterr().err
-    assert sorted(tmp_path.iterdir()) == before
-    assert "the config is good for 12 steps; 2 rounds to compile" in said
-    (ms,) = re.findall(r"a step takes (\S+) ms here, 12 of them \S+ s", said)
-    assert 0 < float(ms) < 60_000
-    (kept,) = re.findall(r"keeps (\S+) MB of parameters and optimizer", said)
-    (state,) = re.findall(r"a step: .* MB of memory per device \((\S+) of state", said)
-    assert float(state) == pytest.approx(4 * float(kept), rel=0.02)  # of four replicas, and a batch
-
-
-def test_a_state_that_does_not_fit_is_refused_before_it_is_allocated(tiny_data, monkeypatch):
-    monkeypatch.setattr(os, "sysconf", lambda name: 50 if "PAGES" in name else 4096)
-    config = tiny.config(tiny_data)
-    with pytest.raises(ConfigError, match=r"4 replicas needs at least .*B of memory, and this"):
-        train.check(config)

@@ -91,17 +91,11 @@ def train(argv: list[str], prog: str) -> int:
     """
     workdir = None
     try:
-        from decent_jax.ground.json_files import flat
-        from decent_jax.train import check, flags, run
+        from decent_jax.train import dry_run, flags, run
 
         config, workdir = flags.parse(argv, prog)
-        values = flat(config)
         if workdir is None:
-            check(config)
-        elif values.get("peers.use"):
-            importlib.import_module("decent_jax.peers").run(config, workdir)
-        elif values.get("pipeline.stages"):
-            importlib.import_module("decent_jax.pipelines").run(config, workdir)
+            dry_run(config)
         else:
             run(config, workdir)
     except (ConfigError, MissingExtra) as error:

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from decent_jax.cluster import fields as cluster_fields
 from decent_jax.cluster import preflight, start, watch
 from decent_jax.ground.command_line import Parser
 from decent_jax.ground.errors import PEER_LOST, ConfigError, PeerLost
@@ -81,7 +82,7 @@ def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, ConfigDict]
         return options, config
     config = flags.override_all(config_lib.default_config(), rest)
     config.num_replicas = max(config.cluster.num_processes, 1)  # accept any number of processes
-    config_lib.check_cluster(config)
+    cluster_fields.check(config)
     return options, config
 
 

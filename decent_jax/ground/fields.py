@@ -12,6 +12,7 @@ decent_jax.ground.errors.ConfigError: steps must be at least 1, got 0
 """
 
 import difflib
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -80,6 +81,17 @@ class Field:
         if wanted:
             raise ConfigError(f"{name} must {wanted}, got {shown(value)}", field=name, value=value)
 
+    def aside(self) -> str:
+        """Its bounds, and whether a resumed run may change it, in words; "" for neither."""
+        bounds = [("at least", self.at_least), ("at most", self.at_most)]
+        bounds += [("above", self.above), ("below", self.below)]
+        found = [f"{words} {bound:,}" for words, bound in bounds if bound is not None]
+        if self.choices is not None:
+            found = [", ".join(map(repr, self.choices))]
+        if self.duration:
+            found = ['steps, "2 epochs" or "5%"']
+        return "; ".join(found + ["a resumed run may change it"] * self.may_change)
+
     def _missed(self, value: Any) -> str | None:
         """The bound that a value of the right type does not keep, in words."""
         if isinstance(value, str):
@@ -99,6 +111,9 @@ class Field:
         if abs(value) > largest:
             return f"be at most {largest}"
         return None
+
+
+Changeable = functools.partial(Field, may_change=True)  # a resumed run may have another value
 
 
 def size_of_preset(doc: str, at_most: int = 2**16) -> Field:

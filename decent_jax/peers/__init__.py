@@ -10,6 +10,15 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from decent_jax.peers.fields import FIELDS as FIELDS
+
+
+def check(config: ConfigDict) -> None:
+    """Check all that can be checked before anything starts; see `decent_jax.peers.setup.check`."""
+    from decent_jax.peers import setup
+
+    setup.check(config)
+
 
 def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
     """Train with peers, in the folder ``workdir``; see `decent_jax.peers.driver.run`."""
@@ -20,3 +29,14 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
     from decent_jax.peers import driver
 
     return driver.run(config, workdir)
+
+
+def dry_run(config: ConfigDict) -> None:
+    """Compile and time the step of one peer, and say what a meeting sends."""
+    from decent_jax.peers import setup
+
+    setup.check(config)
+    setup.prepare_ray()
+    from decent_jax.peers import driver
+
+    driver.dry_run(config)

@@ -16,7 +16,7 @@ from decent_jax.peers import events
 from decent_jax.peers.boundary import Boundary, number, on_host
 from decent_jax.peers.rule import Joined, Meetings
 from decent_jax.peers.setup import Place
-from decent_jax.train.setup import Experiment
+from decent_jax.train.experiment import Experiment
 from decent_jax.train.step import TrainState
 
 

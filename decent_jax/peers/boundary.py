@@ -9,8 +9,8 @@ import optax
 
 from decent_jax.optim import METHODS, guard
 from decent_jax.peers.formats import Arrays
-from decent_jax.train import config as config_lib
-from decent_jax.train.setup import Experiment
+from decent_jax.train import algorithm
+from decent_jax.train.experiment import Experiment
 from decent_jax.train.step import TrainState
 
 _STEPS_PER_STREAM = 2**20  # between the random numbers of two streams
@@ -26,7 +26,7 @@ class Boundary:
         place_all = self.placement.place_all
         method = METHODS[experiment.config.algorithm]
         assert method.meeting is not None  # `decent_jax.peers.setup.check`
-        meet = jax.vmap(method.meeting(config_lib.numbers_of(experiment.config, method)))
+        meet = jax.vmap(method.meeting(algorithm.numbers_of(experiment.config, method)))
 
         def met(averaged, own, copy, half):
             (params, model_state), (params_half, model_state_half) = averaged, half

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -26,9 +27,9 @@ from decent_jax.peers.start import check_address, fate, ray_for, start_actor
 from decent_jax.peers.whole import Whole, counts_of
 from decent_jax.train import algorithm, loop
 from decent_jax.train.evaluation import Evaluator
+from decent_jax.train.experiment import Experiment
 from decent_jax.train.metrics import MetricWriter, shown
 from decent_jax.train.saver import Saver
-from decent_jax.train.setup import Experiment
 from decent_jax.train.step import TrainState
 from decent_jax.train.workdir import Signals, Workdir
 
@@ -50,6 +51,20 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
         held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
         with ray_for(config, "peers", count, store=_COPIES * held * count):
             return _Driver(config, experiment, work, before).run()
+
+
+def dry_run(config: ConfigDict) -> None:
+    """Time the step of one peer here; meetings come between the steps, and nobody waits for them.
+
+    Raises:
+      ConfigError: the run would be refused.
+    """
+    check_address(config, "peers")
+    with tempfile.TemporaryDirectory() as folder:
+        place = Place(config.to_dict(), folder, 0, 0, None, config.num_replicas)
+        with setup.open_peer(place) as (experiment, work):
+            work.say(_describe(config, Whole(config, experiment)))
+            loop.time_steps(experiment, work, experiment.steps // config.num_replicas)
 
 
 class _Live(NamedTuple):
@@ -101,7 +116,7 @@ class _Driver:
         work.write_config()
         if self.start:
             work.say(f"resuming after step {self.start} of all peers together")
-        work.say(self._describe())
+        work.say(_describe(self.config, self.whole))
         with self.saver:
             with (
                 work.open_metrics(self.start) as writer,
@@ -403,16 +418,16 @@ class _Driver:
     def _seconds(self) -> float:
         return self.saver.seconds + time.monotonic() - self.began
 
-    def _describe(self) -> str:
-        config = self.config
-        every = f"{config.mix_every} steps" + (" on average" if config.peers.geometric else "")
-        words = (
-            f"{config.algorithm} over peers: each asks one of {config.peers.neighbours} others "
-            f"after {every} to average copies of {self.whole.message_bytes() / 1e6:.3g} MB "
-            f"({config.peers.wire})"
-        )
-        if config.algorithm != "swarm":  # its momentum may enlarge the spread for a while
-            return words
-        names = [f"{k}.0" for k in range(setup.count_of(config))]
-        rate = reduction(names, config.peers.neighbours, {})
-        return f"{words}; a meeting reduces the spread by at least {rate:.1%}"
+
+def _describe(config: ConfigDict, whole: Whole) -> str:
+    every = f"{config.mix_every} steps" + (" on average" if config.peers.geometric else "")
+    words = (
+        f"{config.algorithm} over peers: each asks one of {config.peers.neighbours} others "
+        f"after {every} to average copies of {whole.message_bytes() / 1e6:.3g} MB "
+        f"({config.peers.wire})"
+    )
+    if config.algorithm != "swarm":  # its momentum may enlarge the spread for a while
+        return words
+    names = [f"{k}.0" for k in range(setup.count_of(config))]
+    rate = reduction(names, config.peers.neighbours, {})
+    return f"{words}; a meeting reduces the spread by at least {rate:.1%}"

@@ -30,7 +30,7 @@ from decent_jax.peers.rule import halves, sent_of
 from decent_jax.peers.setup import FOLDER, Place, open_peer
 from decent_jax.train import config as config_lib
 from decent_jax.train import loop
-from decent_jax.train.setup import Experiment
+from decent_jax.train.experiment import Experiment
 from decent_jax.train.step import TrainState, make_step
 
 

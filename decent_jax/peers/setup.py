@@ -21,7 +21,7 @@ from decent_jax.optim import METHODS, guard
 from decent_jax.peers import partners
 from decent_jax.train import algorithm
 from decent_jax.train import config as config_lib
-from decent_jax.train.setup import Experiment, open_experiment
+from decent_jax.train.experiment import Experiment, open_experiment
 from decent_jax.train.workdir import Workdir
 
 FOLDER = "peers"  # of a run: peers/SLOT/ is the run of a peer
@@ -63,10 +63,7 @@ def check(config: ConfigDict) -> None:
     Raises:
       ConfigError: naming the field, its value and what was expected.
     """
-    pairs = ConfigDict(config.to_dict())
-    if config.schedule == config_lib.AUTO or config_lib.names_a_schedule(config.schedule):
-        pairs.schedule = "random_matching"  # peers use no schedule, but methods ask for one
-    config_lib.validate(pairs)
+    config_lib.check_fields(config)
     allowed = {
         "algorithm": [name for name, method in METHODS.items() if method.meeting],
         "combine": ["", "with"],
@@ -85,6 +82,10 @@ def check(config: ConfigDict) -> None:
     check_allowed(config, allowed, "peers.use", False)
     partners.degree(config.peers.neighbours)
     _check_seconds(config.peers)
+    pairs = ConfigDict(config.to_dict())
+    if config.schedule == config_lib.AUTO or config_lib.names_a_schedule(config.schedule):
+        pairs.schedule = "random_matching"  # peers use no schedule, but methods ask for one
+    config_lib.check(pairs)
 
 
 def check_allowed(config: ConfigDict, allowed: dict[str, list], use: str, off: Any) -> None:
@@ -104,7 +105,9 @@ def check_allowed(config: ConfigDict, allowed: dict[str, list], use: str, off: A
         if values[name] not in wanted:
             raise ConfigError(
                 f"{use} needs {name} {' or '.join(map(repr, wanted))}, got {values[name]!r}"
-                f"{_HINTS.get(name, '')}; or set {use} to {off}"
+                f"{_HINTS.get(name, '')}; or set {use} to {off}",
+                field=name,
+                value=values[name],
             )
 
 
@@ -120,7 +123,9 @@ def _check_seconds(peers: ConfigDict) -> None:
             times = f"{factor} times " if factor > 1 else ""
             raise ConfigError(
                 f"peers.{longer} must be at least {times}peers.{shorter} ({peers[shorter]:g} s), "
-                f"got {peers[longer]:g}"
+                f"got {peers[longer]:g}",
+                field=f"peers.{longer}",
+                value=peers[longer],
             )
 
 
@@ -190,7 +195,7 @@ def open_run(config: ConfigDict, workdir: str | Path) -> Iterator[tuple[Experime
     alone = ConfigDict(config.to_dict())
     alone.update(num_replicas=1, schedule="one_peer_exp")
     alone.mesh.devices = 0
-    with open_experiment(alone.lock(), workdir) as (experiment, work):
+    with open_experiment(alone.lock(), workdir, config.num_replicas) as (experiment, work):
         task = experiment.task
         _, model_state = jax.eval_shape(task.init, jax.random.key(0))
         leaves = jax.tree.leaves(model_state)

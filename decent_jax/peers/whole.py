@@ -15,7 +15,7 @@ from decent_jax import replicas
 from decent_jax.peers.boundary import averaged
 from decent_jax.peers.formats import Format
 from decent_jax.train import loop
-from decent_jax.train.setup import Experiment
+from decent_jax.train.experiment import Experiment
 from decent_jax.train.step import TrainState
 
 

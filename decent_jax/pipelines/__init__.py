@@ -10,14 +10,33 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from decent_jax.pipelines.fields import FIELDS as FIELDS
+
+
+def check(config: ConfigDict) -> None:
+    """Check all that can be checked before anything starts; see `decent_jax.pipelines.part`."""
+    from decent_jax.pipelines import part
+
+    part.check(config)
+
 
 def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
     """Train pipelines, in the folder ``workdir``; see `decent_jax.pipelines.driver.run`."""
     from decent_jax.peers.setup import prepare_ray
-    from decent_jax.pipelines import part
 
-    part.check(config)
+    check(config)
     prepare_ray()
     from decent_jax.pipelines import driver
 
     return driver.run(config, workdir)
+
+
+def dry_run(config: ConfigDict) -> None:
+    """Start the cells of all stages, and time their steps."""
+    from decent_jax.peers.setup import prepare_ray
+
+    check(config)
+    prepare_ray()
+    from decent_jax.pipelines import driver
+
+    driver.dry_run(config)

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from ml_collections import ConfigDict
 
 from decent_jax.ground import json_files
 from decent_jax.ground.errors import CheckpointError, ConfigError, TrainingFailed
-from decent_jax.ground.format import format_bytes
+from decent_jax.ground.format import format_bytes, format_duration, format_number
 from decent_jax.peers.start import check_address, ray_for
 from decent_jax.pipelines import files
 from decent_jax.pipelines.part import bytes_between_stages
@@ -44,6 +45,36 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
             placed = strategies(made.plan, ray.nodes(), cells)
             with Watched(config, made.work.path, made.counts, placed) as actors:
                 return _Driver(made, actors).run()
+
+
+def dry_run(config: ConfigDict) -> None:
+    """Let all cells make a few steps, the first of which compile, and time the others.
+
+    Raises:
+      ConfigError: the run would be refused.
+    """
+    check_address(config, "pipeline")
+    with tempfile.TemporaryDirectory() as folder, open_run(config, folder) as made:
+        config, work = made.experiment.config, made.work
+        cells, steps = config.num_replicas * len(made.counts), made.experiment.steps
+        with ray_for(config, "pipeline", cells):
+            placed = strategies(made.plan, ray.nodes(), cells)
+            with Watched(config, work.path, made.counts, placed) as actors:
+                driver = _Driver(made, actors)
+                work.say(driver._describe(driver._cost()))
+                with work.announce(f"starting {cells} cells"):
+                    actors.open(None, 0)
+                several = 0, config.mix_every, False  # the steps to a round, and it
+                with work.announce("compiling the steps"):
+                    actors.all("train", *several)
+                began = time.perf_counter()
+                for _ in range(loop.TIMED):
+                    actors.all("train", *several)
+                seconds = (time.perf_counter() - began) / loop.TIMED / config.mix_every
+        work.say(
+            f"the config is good for {steps} steps; a step takes {format_number(1e3 * seconds)} ms "
+            f"on average here, {steps} of them {format_duration(seconds * steps)}"
+        )
 
 
 class _Driver:

@@ -8,9 +8,7 @@ import optax
 from ml_collections import ConfigDict
 
 from decent_jax import optim, replicas
-from decent_jax.ground import fields
 from decent_jax.ground.errors import ConfigError
-from decent_jax.ground.json_files import flat
 from decent_jax.models import decoders, gpt2, pieces
 from decent_jax.peers.setup import check_allowed
 from decent_jax.plan import orders
@@ -114,7 +112,7 @@ def check(config: ConfigDict) -> None:
     Raises:
       ConfigError: naming the field, its value and what was expected.
     """
-    fields.check(config_lib.table_of(config), flat(config))
+    config_lib.check_fields(config)
     makes = (optim.all_reduce, optim.decentralized)
     allowed = {
         "task": ["language_modeling"],
@@ -132,14 +130,12 @@ def check(config: ConfigDict) -> None:
     if config.model.preset not in gpt2.PRESETS:
         raise ConfigError(
             f"pipeline.stages cuts a GPT-2 into stages, and model.preset {config.model.preset!r} "
-            "is none; set pipeline.stages to 0, or use one of " + ", ".join(gpt2.PRESETS)
+            "is none; set pipeline.stages to 0, or use one of " + ", ".join(gpt2.PRESETS),
+            field="model.preset",
+            value=config.model.preset,
         )
-    each, cuts = config.batch_size // config.num_replicas, config.pipeline.micro_batches
-    if each % cuts:
-        raise ConfigError(
-            f"a replica's {each} examples (batch_size {config.batch_size} over "
-            f"{config.num_replicas} replicas) cannot be cut into {cuts} pipeline.micro_batches"
-        )
+    config_lib.check(config)
+    config_lib.check_cuts(config, "pipeline.micro_batches", config.pipeline.micro_batches)
 
 
 def bytes_between_stages(config: ConfigDict, model: gpt2.GPT2Config) -> int:

@@ -20,8 +20,8 @@ from decent_jax.pipelines.part import Part
 from decent_jax.pipelines.stage import Grid
 from decent_jax.plan.plan_file import Plan
 from decent_jax.train import config as config_lib
-from decent_jax.train import limits, setup, xla
-from decent_jax.train.setup import Experiment
+from decent_jax.train import experiment, xla
+from decent_jax.train.experiment import Experiment
 from decent_jax.train.workdir import Workdir, open_workdir
 
 LOGS = "cells"  # of a run: cells/REPLICA-STAGE.txt
@@ -74,7 +74,7 @@ def open_run(config: ConfigDict, workdir: str | Path) -> Iterator[Run]:
     with open_workdir(workdir, config) as work:
         task = _task(config, work.path, work.announce)
         counts = parts.layers_of(config, task.config, plan)
-        steps, every, rate = setup.durations(config, task)
+        steps, every, rate = experiment.durations(config, task)
         placement = replicas.place(1, jax.local_devices()[:1])
         tx = parts.method(config, schedule, rate, placement)
         made = Experiment(config, task, schedule, placement, None, steps, every, rate, tx, 1)
@@ -92,12 +92,12 @@ def open_cell(cell: Cell) -> tuple[Grid, Part]:
     xla.use_cache()
     schedule = config_lib.make_schedule(config)
     task = _task(config, Path(cell.workdir), announce_on_stderr)
-    rate = setup.durations(config, task)[2]
+    rate = experiment.durations(config, task)[2]
     placement = parts.place(config.num_replicas)
     tx = parts.method(config, schedule, rate, placement)
     part = Part(task, cell.stage, cell.counts)
     params, _ = jax.eval_shape(part.init, jax.random.key(0))
-    limits.check_state(placement, (params, jax.eval_shape(tx.init, params)))
+    experiment.check_state(placement, (params, jax.eval_shape(tx.init, params)))
     return Grid(config, schedule, placement, tx), part
 
 

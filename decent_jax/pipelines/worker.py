@@ -14,7 +14,7 @@ from decent_jax.pipelines.part import TABLE, total_norm
 from decent_jax.pipelines.stage import Stage
 from decent_jax.plan import orders
 from decent_jax.train.evaluation import eval_batches
-from decent_jax.train.setup import train_batches
+from decent_jax.train.experiment import train_batches
 
 Send = Callable[[int, Key, Any], None]  # to a stage of the same replicas; does not wait
 

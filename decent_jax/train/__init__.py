@@ -1,14 +1,19 @@
 """Training: the loop, and what a run needs around it.
 
->>> from decent_jax import train
->>> config = train.default_config()
+>>> import decent_jax
+>>> config = decent_jax.train.default_config()
 >>> config.steps = 100
->>> summary = train.run(config, "runs/mine")      # doctest: +SKIP
+>>> summary = decent_jax.run(config, "runs/mine")      # doctest: +SKIP
 """
+
+from pathlib import Path
+from typing import Any
 
 from decent_jax.ground import extras
 
 extras.need("train", "ml_collections", "flax", "grain", "matplotlib", "orbax", "tqdm")
+
+from ml_collections import ConfigDict
 
 from decent_jax.ground.config_files import chosen
 from decent_jax.ground.errors import (
@@ -18,21 +23,36 @@ from decent_jax.ground.errors import (
     PeerLost,
     TrainingFailed,
 )
-from decent_jax.train.config import default_config, validate
+from decent_jax.train.config import default_config, trainer_of, validate
 
 
-def run(config, workdir):
-    """Train as ``config`` says, in the folder ``workdir``; see `decent_jax.train.loop.run`."""
-    from decent_jax.train import loop  # imports jax, for which a wrong flag need not wait
+def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
+    """Train as ``config`` says, in the directory ``workdir``; resume the run that is there.
 
-    return loop.run(config, workdir)
+    Replicas in step, peers or pipelines: the config decides.
+
+    Returns:
+      What ``summary.json`` holds: final and best evaluation, steps, wall time, versions.
+
+    Raises:
+      ConfigError: the config, the data or the working directory cannot be used; nothing has been
+        compiled or written.
+      TrainingFailed: every replica has failed for ``config.max_failing_steps`` steps.
+      CheckpointError: no checkpoint can be read, or one could not be written.
+      Interrupted: after a checkpoint was saved.
+    """
+    return trainer_of(config).run(config, workdir)
 
 
-def check(config):
-    """Say what a run of ``config`` takes, and train nothing; see `decent_jax.train.loop.check`."""
-    from decent_jax.train import loop
+def dry_run(config: ConfigDict) -> None:
+    """Do what a run does before its second step, and no more: `decent-jax train --check`.
 
-    loop.check(config)
+    Prints what the run takes, and times its steps. No working directory is written.
+
+    Raises:
+      ConfigError: the run would be refused.
+    """
+    trainer_of(config).dry_run(config)
 
 
 __all__ = [
@@ -41,9 +61,9 @@ __all__ = [
     "Interrupted",
     "PeerLost",
     "TrainingFailed",
-    "check",
     "chosen",
     "default_config",
+    "dry_run",
     "run",
     "validate",
 ]

@@ -20,9 +20,8 @@ from decent_jax.gossip import AxisName, wire
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import format_bytes, shown
 from decent_jax.ground.named_modules import module_named
-from decent_jax.optim import METHODS, Parts
+from decent_jax.optim import METHODS, Method, Parts
 from decent_jax.topology import Schedule
-from decent_jax.train import config as config_lib
 from decent_jax.train.config_table import FIELDS
 
 # First or last names on the way to arrays that Muon leaves to Adam: embeddings and output layers.
@@ -74,8 +73,23 @@ def parts(
         gradient=optax.chain(clip, decay),
         optimizer=config.optimizer.to_dict(),
         identical_start=config.identical_start,
-        numbers=config_lib.numbers_of(config, method),
+        numbers=numbers_of(config, method),
     )
+
+
+def numbers_of(config: ConfigDict, method: Method) -> dict[str, Any]:
+    """A method's own numbers, from its section of the config."""
+    if not method.numbers:
+        return {}
+    name = method.config_section
+    if name and name not in config:
+        raise ConfigError(
+            f"the config has no section {name!r}, whose numbers {method.name} needs; import the "
+            "module that registers it before default_config() is called",
+            field=name,
+        )
+    section = config[name] if name else config
+    return {number: section[number] for number in method.numbers}
 
 
 def optimizer_name(config: ConfigDict) -> str:

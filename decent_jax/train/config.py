@@ -4,17 +4,22 @@ A config is an `ml_collections.ConfigDict` with the same fields for every task, 
 ``model`` and ``data``, which the task declares.
 """
 
+import functools
+import importlib
 import importlib.util
 import inspect
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from decent_jax import tasks, topology
-from decent_jax.ground import fields
+from decent_jax.cluster import fields as cluster
+from decent_jax.ground import fields, machine
 from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.fields import Field, in_steps, parse_duration
 from decent_jax.ground.format import shorten, shown
@@ -22,22 +27,59 @@ from decent_jax.ground.json_files import flat, read_json
 from decent_jax.optim import METHODS, Method
 from decent_jax.plan import plan_file
 from decent_jax.plan.plan_file import Plan
-from decent_jax.train import limits
-from decent_jax.train.config_table import FIELDS, REMOVED, RENAMED
+from decent_jax.train import algorithm
+from decent_jax.train.config_table import FIELDS
 
 AUTO = "auto"  # a schedule that `decent_jax.train.hosts` chooses once the hosts are known
 ONE_HOST = "one_peer_exp"  # what it chooses within one host, and what stands for it before
 
+# Which room trains a config: the first whose field is set. By name, since train/ imports none of
+# those above it; each has FIELDS, check, run and dry_run. A room that was deleted is left out.
+TRAINERS = {"peers.use": "decent_jax.peers", "pipeline.stages": "decent_jax.pipelines"}
+SYNCHRONOUS = "decent_jax.train.loop"
+
+_THREADS = 4  # of XLA per simulated device
+_WORKERS = 32  # per core
+
+
+@functools.cache
+def _extensions() -> Mapping[str, ModuleType]:
+    """`TRAINERS` imported, by the field that asks for each."""
+    there = {name: path for name, path in TRAINERS.items() if importlib.util.find_spec(path)}
+    return {name: importlib.import_module(path) for name, path in there.items()}
+
+
+def trainer_of(config: ConfigDict) -> Any:
+    """The room that trains this config: its ``check``, ``run`` and ``dry_run``."""
+    values = flat(config)
+    for name, room in _extensions().items():
+        if values.get(name):
+            return room
+    return importlib.import_module(SYNCHRONOUS)
+
+
+def common_fields() -> dict[str, Field]:
+    """The fields of every config, whatever its task and method, by dotted name."""
+    table = {**FIELDS, **cluster.FIELDS}
+    for room in _extensions().values():
+        table |= room.FIELDS
+    return table
+
 
 def fields_of(task: str) -> Mapping[str, Field]:
-    """Every field of a config for ``task``, by dotted name: `FIELDS`, methods' and the task's own.
+    """Every field of a config for ``task``, by dotted name: the rooms', methods' and the task's.
 
     Raises:
       ConfigError: there is no such task.
     """
     module = tasks.find(task)
     methods = {k: v for method in METHODS.values() for k, v in _fields_of_method(method).items()}
-    return {**FIELDS, "task": Field(task, FIELDS["task"].doc), **methods, **module.FIELDS}
+    return {
+        **common_fields(),
+        "task": Field(task, FIELDS["task"].doc),
+        **methods,
+        **module.FIELDS,
+    }
 
 
 def _fields_of_method(method: Method) -> dict[str, Field]:
@@ -68,21 +110,24 @@ def default_config(task: str = "language_modeling") -> ConfigDict:
 
 
 def load_saved(workdir: str | Path) -> ConfigDict:
-    """The config in a run folder; fields that are newer than the run have their defaults.
+    """The config in a run folder.
+
+    Fields that the run lacks have their defaults; fields that nobody declares here, such as those
+    of a method that is not registered in this process, are left out.
 
     Raises:
       ConfigError: there is none, or a value is not of its field's type or out of bounds.
     """
     path = Path(workdir) / "config.json"
     try:
-        values = under_new_names(flat(read_json(path)))
+        values = flat(read_json(path))
         table = fields_of(values["task"])
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     except (OSError, DataError, RecursionError, AttributeError, KeyError, TypeError):
         raise ConfigError(f"{workdir} holds no run: there is no readable config.json") from None
     config = fields.build(table)
-    known = {name: value for name, value in values.items() if name in table}  # others were removed
+    known = {name: value for name, value in values.items() if name in table}
     for name, value in known.items():
         table[name].check(f"{path}: {name}", value)
     with config.ignore_type():
@@ -91,48 +136,72 @@ def load_saved(workdir: str | Path) -> ConfigDict:
 
 
 def validate(config: ConfigDict) -> None:
-    """Check all that can be checked without a device.
+    """Check all that can be checked without a device; a run, `--check` and sweeps ask the same.
 
     Raises:
       ConfigError: naming the field, its value and what was expected.
     """
-    from decent_jax.train import algorithm
-
-    schedule, _ = resolve(config)
-    algorithm.transformation(config, schedule, 1.0)
+    trainer_of(config).check(config)
 
 
-def resolve(config: ConfigDict) -> tuple[topology.Schedule, Plan | None]:
-    """The schedule, and the plan if any, of a config in which all but the method is checked.
-
-    A run builds its method itself, once; building it checks it.
+def check(config: ConfigDict) -> None:
+    """What every kind of run checks; the ``check`` of each of `TRAINERS` calls it.
 
     Raises:
       ConfigError: as `validate`.
     """
+    check_fields(config)
+    for check in (
+        _check_machine,
+        _check_lengths,
+        _check_logs,
+        cluster.check,
+        _check_method,
+        _check_task,
+    ):
+        check(config)
+
+
+def check_fields(config: ConfigDict) -> None:
+    """Check every field by itself."""
     fields.check(table_of(config), flat(config))
-    if config.algorithm not in METHODS:
+
+
+def _check_machine(config: ConfigDict) -> None:
+    """Compare what needs neither data nor a model with what this machine has."""
+    workers, simulated = config.data.workers, config.mesh.simulate
+    if _THREADS * simulated > machine.most_threads():
         raise ConfigError(
-            f"algorithm must be one of {', '.join(METHODS)}, got {shown(config.algorithm)}"
+            f"mesh.simulate = {simulated} needs {_THREADS * simulated} threads, and this machine "
+            f"allows {machine.most_threads()}",
+            field="mesh.simulate",
+            value=simulated,
         )
-    limits.check(config)
-    _check_lengths(config)
+    cores = os.cpu_count() or 1
+    if workers > _WORKERS * cores:
+        raise ConfigError(
+            f"data.workers must be at most {_WORKERS} per core, {_WORKERS * cores} on this "
+            f"machine, got {workers}",
+            field="data.workers",
+            value=workers,
+        )
+
+
+def _check_logs(config: ConfigDict) -> None:
     for name, module in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
         if config.log[name] and importlib.util.find_spec(module) is None:
             raise ConfigError(
-                f"log.{name} needs {module}: pip install 'decent_jax[{name}]', or set it to False"
+                f"log.{name} needs {module}: pip install 'decent_jax[{name}]', or set it to False",
+                field=f"log.{name}",
+                value=True,
             )
-    plan = load_plan(config)
-    schedule = make_schedule(config, plan)
-    _check_algorithm(config)
-    check_cluster(config)
-    if config.mesh.fsdp > 1:
-        _check_fsdp(config, schedule)
+
+
+def _check_task(config: ConfigDict) -> None:
     try:
         tasks.find(config.task).validate(config)
     except OSError as error:  # of a path that is none
         raise ConfigError(f"{shown(error.filename)}: {error.strerror}") from None
-    return schedule, plan
 
 
 def _check_lengths(config: ConfigDict) -> None:
@@ -140,7 +209,11 @@ def _check_lengths(config: ConfigDict) -> None:
     for drop in _drops(config):
         parse_duration("each of lr_schedule.drops", drop)
     if config.epochs == 0 and config.steps < 1:
-        raise ConfigError(f"steps must be at least 1 (or epochs above 0), got {config.steps}")
+        raise ConfigError(
+            f"steps must be at least 1 (or epochs above 0), got {config.steps}",
+            field="steps",
+            value=config.steps,
+        )
     n = config.num_replicas
     for name, size in (
         ("batch_size", config.batch_size),
@@ -149,17 +222,27 @@ def _check_lengths(config: ConfigDict) -> None:
         if size % n:
             raise ConfigError(
                 f"{name} {size} cannot be shared out over {n} replicas; use a multiple of {n}, or "
-                "another num_replicas"
+                "another num_replicas",
+                field=name,
+                value=size,
             )
-    if (config.batch_size // n) % config.micro_batches:
-        raise ConfigError(
-            f"a replica's {config.batch_size // n} examples (batch_size {config.batch_size} over "
-            f"{n} replicas) cannot be cut into {config.micro_batches} micro_batches"
-        )
+    check_cuts(config, "micro_batches", config.micro_batches)
     if config.lr_schedule.name == "cosine" and not config.epochs:
         warmup, steps_per_epoch = config.lr_schedule.warmup, 0  # once known, it is checked again
         steps = in_steps("lr_schedule.warmup", warmup, steps_per_epoch, config.steps)
         check_warmup(steps, config.steps)
+
+
+def check_cuts(config: ConfigDict, name: str, cuts: int) -> None:
+    """Refuse a number of micro-batches, of the field ``name``, that does not divide a batch."""
+    each = config.batch_size // config.num_replicas
+    if each % cuts:
+        raise ConfigError(
+            f"a replica's {each} examples (batch_size {config.batch_size} over "
+            f"{config.num_replicas} replicas) cannot be cut into {cuts} {name}",
+            field=name,
+            value=cuts,
+        )
 
 
 def load_plan(config: ConfigDict) -> Plan | None:
@@ -174,15 +257,17 @@ def load_plan(config: ConfigDict) -> Plan | None:
     try:
         plan = plan_file.load(path)
     except ValueError as error:
-        raise ConfigError(f"cluster.plan: {error}") from None
+        raise ConfigError(f"cluster.plan: {error}", field="cluster.plan", value=path) from None
     for name, planned, wanted in (
         ("num_replicas", plan.schedule.num_replicas, config.num_replicas),
-        ("pipeline.stages", plan.stages, config.pipeline.stages or 1),
+        ("pipeline.stages", plan.stages, flat(config).get("pipeline.stages") or 1),
     ):
         if planned != wanted:
             raise ConfigError(
                 f"cluster.plan {path} is for {planned} {name.partition('.')[2] or 'replicas'}, but "
-                f"{name} is {wanted}; plan for this number, or leave cluster.plan out"
+                f"{name} is {wanted}; plan for this number, or leave cluster.plan out",
+                field="cluster.plan",
+                value=path,
             )
     return plan
 
@@ -211,26 +296,12 @@ def make_schedule(config: ConfigDict, plan: Plan | None = None) -> topology.Sche
     try:
         schedule = _schedule(config) if plan is None else plan.schedule
         method = METHODS[config.algorithm]
-        times = method.phases(numbers_of(config, method))
+        times = method.phases(algorithm.numbers_of(config, method))
         return topology.repeat(schedule, times) if times > 1 else schedule
     except ValueError as error:
         if config.algorithm == "all_reduce" and names_a_schedule(config.schedule):
             return topology.make("complete", config.num_replicas)
-        raise ConfigError(f"schedule: {error}") from None
-
-
-def numbers_of(config: ConfigDict, method: Method) -> dict[str, Any]:
-    """A method's own numbers, from its section of the config."""
-    if not method.numbers:
-        return {}
-    name = method.config_section
-    if name and name not in config:
-        raise ConfigError(
-            f"the config has no section {name!r}, whose numbers {method.name} needs; import the "
-            "module that registers it before default_config() is called"
-        )
-    section = config[name] if name else config
-    return {number: section[number] for number in method.numbers}
+        raise ConfigError(f"schedule: {error}", field="schedule", value=config.schedule) from None
 
 
 def _schedule(config: ConfigDict) -> topology.Schedule:
@@ -277,33 +348,20 @@ def check_warmup(warmup: int, steps: int) -> None:
     """Raises ConfigError where a cosine would begin after the end of the run."""
     if warmup > steps:
         raise ConfigError(
-            f"lr_schedule.warmup of {warmup} steps does not fit into a run of {steps}"
+            f"lr_schedule.warmup of {warmup} steps does not fit into a run of {steps}",
+            field="lr_schedule.warmup",
+            value=warmup,
         )
-
-
-def unknown_field(name: str, known: Mapping[str, object]) -> str:
-    """The sentence for a field that does not exist, or no longer under this name."""
-    if name not in RENAMED:
-        return fields.unknown_field(name, known)
-    now, meaning = RENAMED[name]
-    return f"{name} is called {now} now: {meaning}"
-
-
-def under_new_names(saved: Mapping[str, object]) -> dict:
-    """The flat config of a run folder, with the names that its fields have now."""
-    return {RENAMED.get(name, (name,))[0]: value for name, value in saved.items()}
 
 
 def refused_changes(old: dict, new: dict) -> list[str]:
     """Fields (flat) that differ and may not change in a resumed run, as "name: old -> new".
 
-    A field that is newer than the old run counts with its default there, one that has been removed
-    since (`REMOVED`) with its default here. ``batch_size`` may follow ``num_replicas``, so that a
-    replica keeps its share.
+    A field that the old run lacks, such as a number of a method registered since, counts with its
+    default there. ``batch_size`` may follow ``num_replicas``, so that a replica keeps its share.
     """
-    table = {**fields_of(new["task"]), **REMOVED}
-    defaults = {name: field.default for name, field in table.items()}
-    old, new = defaults | under_new_names(old), defaults | new
+    table = fields_of(new["task"])
+    old = {name: field.default for name, field in table.items()} | old
     may_change = {name for name, field in table.items() if field.may_change}
     (b_old, n_old), (b_new, n_new) = (
         (config["batch_size"], config["num_replicas"]) for config in (old, new)
@@ -326,30 +384,52 @@ def changeable(task: str) -> str:
     return ", ".join(name for name, field in fields_of(task).items() if field.may_change)
 
 
-def _check_algorithm(config: ConfigDict) -> None:
-    """Refuse what the method does not have or ignores; building it checks the rest."""
-    method = METHODS[config.algorithm]
-    if config.algorithm == "all_reduce" and (config.combine or config.mix_every > 1):
+def _check_method(config: ConfigDict) -> None:
+    """Reject options that the method ignores or cannot be combined with; building it checks the
+    rest."""
+    name = config.algorithm
+    if name not in METHODS:
+        raise ConfigError(
+            f"algorithm must be one of {', '.join(METHODS)}, got {shown(name)}",
+            field="algorithm",
+            value=name,
+        )
+    method, schedule = METHODS[name], make_schedule(config)
+    if name == "all_reduce" and (config.combine or config.mix_every > 1):
+        wrong = "combine" if config.combine else "mix_every"
         raise ConfigError(
             "all_reduce averages gradients in every step: leave combine empty and mix_every at 1, "
-            f"got {config.combine!r} and {config.mix_every}"
+            f"got {config.combine!r} and {config.mix_every}",
+            field=wrong,
+            value=config[wrong],
         )
-    schedule = config.schedule.partition("(")[0].strip()
-    sums = config.algorithm in ("push_sum", "all_reduce")
-    if schedule in topology.COLUMN_STOCHASTIC and not sums:
+    stem = config.schedule.partition("(")[0].strip()
+    if stem in topology.COLUMN_STOCHASTIC and name not in ("push_sum", "all_reduce"):
         raise ConfigError(
-            f"schedule {schedule} is for algorithm push_sum, whose weights need not sum to 1 at a "
-            f"receiver; {config.algorithm} needs another, such as one_peer_exp"
+            f"schedule {stem} is for algorithm push_sum, whose weights need not sum to 1 at a "
+            f"receiver; {name} needs another, such as one_peer_exp",
+            field="schedule",
+            value=config.schedule,
         )
-    if config.gamma > 1:
-        raise ConfigError(f"gamma must be in [0, 1], got {shown(config.gamma)}")
-    if config.gamma != 1 and (method.config_section or "gamma" not in method.numbers):
-        raise ConfigError(f"gamma is not a number of algorithm {config.algorithm}")
+    of_section = bool(method.config_section) or "gamma" not in method.numbers
+    if config.gamma > 1 or (config.gamma != 1 and of_section):
+        wanted = f"is not a number of algorithm {name}; leave it at 1"
+        raise ConfigError(
+            f"gamma {wanted if config.gamma <= 1 else 'must be in [0, 1]'}, got "
+            f"{shown(config.gamma)}",
+            field="gamma",
+            value=config.gamma,
+        )
     if config.max_consensus_distance and method.copies:
         raise ConfigError(
-            f"max_consensus_distance averages parameters only, and {config.algorithm} keeps copies "
-            "that belong to them; set it to 0"
+            f"max_consensus_distance averages parameters only, and {name} keeps copies that belong "
+            "to them; set it to 0",
+            field="max_consensus_distance",
+            value=config.max_consensus_distance,
         )
+    if config.mesh.fsdp > 1:
+        _check_fsdp(config, schedule)
+    algorithm.transformation(config, schedule, 1.0)
 
 
 def _check_fsdp(config: ConfigDict, schedule: topology.Schedule) -> None:
@@ -358,38 +438,28 @@ def _check_fsdp(config: ConfigDict, schedule: topology.Schedule) -> None:
     if config.mesh.devices not in (0, n * k):
         raise ConfigError(
             f"{n} replicas of mesh.fsdp {k} devices each need {n * k} devices, got mesh.devices "
-            f"{config.mesh.devices}; leave mesh.devices at 0"
+            f"{config.mesh.devices}; leave mesh.devices at 0",
+            field="mesh.devices",
+            value=config.mesh.devices,
         )
     if (config.batch_size // n // config.micro_batches) % k:
         raise ConfigError(
             f"a replica's {config.batch_size // n} examples (batch_size {config.batch_size} over "
             f"{n} replicas) in {config.micro_batches} micro_batches cannot be shared out over "
-            f"mesh.fsdp {k} devices"
+            f"mesh.fsdp {k} devices",
+            field="mesh.fsdp",
+            value=k,
         )
     if config.cluster.plan:
-        raise ConfigError("cluster.plan is for replicas of one device: set mesh.fsdp to 1")
+        raise ConfigError(
+            f"cluster.plan is for replicas of one device: set mesh.fsdp to 1, got {k}",
+            field="mesh.fsdp",
+            value=k,
+        )
     if schedule.partial_groups and config.algorithm != "all_reduce":
         raise ConfigError(
-            f"{schedule.name} averages in nodes, whose replicas must be of one device each: set "
-            "mesh.fsdp to 1, or use a schedule of permutations such as one_peer_exp"
-        )
-
-
-def check_cluster(config: ConfigDict) -> None:
-    """Raises ConfigError where the fields of ``cluster`` do not go together."""
-    cluster = config.cluster
-    if bool(cluster.coordinator) != (cluster.num_processes > 0) or (
-        not 0 <= cluster.process_id < cluster.num_processes
-        if cluster.coordinator
-        else cluster.process_id != -1
-    ):
-        raise ConfigError(
-            "cluster needs coordinator, num_processes and process_id (0 to num_processes - 1) "
-            f"together, got {shown(cluster.coordinator)}, {cluster.num_processes} and "
-            f"{cluster.process_id}"
-        )
-    if cluster.num_processes and config.num_replicas % cluster.num_processes:
-        raise ConfigError(
-            f"{config.num_replicas} replicas cannot be spread evenly over "
-            f"{cluster.num_processes} processes"
+            f"schedule {schedule.name} averages in nodes, whose replicas must be of one device "
+            "each: set mesh.fsdp to 1, or use a schedule of permutations such as one_peer_exp",
+            field="schedule",
+            value=schedule.name,
         )

@@ -1,14 +1,11 @@
-"""The fields of every run: default, meaning, bound, and whether a resumed run may change it.
+"""The fields that train/ declares: their defaults, meanings and bounds.
 
-A task adds its ``model`` and ``data``, a method the section with its numbers (`fields_of`).
+Other rooms declare theirs (``cluster``, ``peers``, ``pipeline``), so do a task (``model`` and
+``data``) and a method (the section with its numbers); see `decent_jax.train.config.fields_of`.
 """
 
-import functools
-
 from decent_jax.gossip.wire import COMM_DTYPES
-from decent_jax.ground.fields import Field
-
-Changeable = functools.partial(Field, may_change=True)  # in a resumed run
+from decent_jax.ground.fields import Changeable, Field
 
 FIELDS = {
     "task": Field("language_modeling", "what is trained: a module of decent_jax.tasks"),
@@ -113,90 +110,6 @@ FIELDS = {
     "mesh.loop": Changeable(
         False, "compute a device's replicas one after the other, which takes less memory"
     ),
-    "cluster.coordinator": Changeable(
-        "", '"host:port" of process 0; empty: detect SLURM, Open MPI, Kubernetes, TPUs'
-    ),
-    "cluster.num_processes": Changeable(0, "processes of the run", at_least=0),
-    "cluster.process_id": Changeable(-1, "number of this process, from 0", at_least=-1),
-    "cluster.plan": Changeable(
-        "", "plan of the planner, a file: order of devices, schedule, mix_every"
-    ),
-    "cluster.timeout_s": Changeable(
-        300, "seconds to wait for all processes at the start", at_least=1
-    ),
-    "cluster.heartbeat_s": Changeable(
-        30, "seconds of silence after which a process counts as lost and all end", at_least=1
-    ),
-    "cluster.exchange_s": Changeable(
-        600, "seconds after which an exchange between living processes fails", at_least=1
-    ),
-    # --- Peers without a common step, see docs/peers.md ---
-    "peers.use": Field(
-        False, "True: peers that meet in random pairs (Ray) instead of one synchronous program"
-    ),
-    "peers.address": Changeable("", '"auto" or "host:port" of a Ray cluster; empty: this machine'),
-    "peers.count": Changeable(
-        0,
-        "peers that train; 0: num_replicas, which fixes a peer's batch",
-        at_least=0,
-        at_most=2**16,
-    ),
-    "peers.geometric": Field(
-        False, "steps between two questions: True: geometric with mean mix_every; False: mix_every"
-    ),
-    "peers.neighbours": Changeable(
-        "all",
-        'who meets whom: all; "regular(d)", a random overlay of degree d; or weighted, near peers '
-        "more often",
-    ),
-    "peers.wire": Field(
-        "float32",
-        "format of copies",
-        choices=("float32", "bfloat16", "int8", "lattice8", "lattice16"),
-    ),
-    "peers.max_lag": Changeable(
-        100,
-        "steps of common progress after which a peer that returns joins as a new one",
-        at_least=1,
-    ),
-    "peers.restarts": Changeable(
-        3, "how often a peer that died is replaced by a new one", at_least=0
-    ),
-    "peers.cpus": Changeable(0.0, "cores that Ray reserves for a peer; 0: none", at_least=0),
-    "peers.gpus": Changeable(0.0, "GPUs that Ray gives to a peer", at_least=0),
-    "peers.beat_s": Changeable(0.2, "seconds between two reports of a peer", above=0),
-    "peers.meet_s": Changeable(10.0, "seconds a meeting may take before it is given up", above=0),
-    "peers.silent_s": Changeable(
-        5.0, "seconds without a report after which nobody meets a peer", above=0
-    ),
-    "peers.join_s": Changeable(
-        60.0, "seconds that copying a state to a new peer may take", above=0
-    ),
-    "peers.start_s": Changeable(300.0, "seconds within which the first peer must train", above=0),
-    "peers.stop_s": Changeable(
-        60.0, "seconds for peers to save and end; then they are killed", above=0
-    ),
-    # --- Replicas of several machines, see docs/pipelines.md ---
-    "pipeline.stages": Changeable(
-        0, "stages that each replica is cut into, a Ray actor each; 0: none", at_least=0
-    ),
-    "pipeline.micro_batches": Field(
-        1, "parts of a replica's batch that are on their way through the stages", at_least=1
-    ),
-    "pipeline.layers": Changeable(
-        "", 'layers of each stage, such as "4,4,3"; empty: all take equally long'
-    ),
-    "pipeline.order": Changeable(
-        "1f1b", "order of micro-batches; gpipe: all forward first", choices=("1f1b", "gpipe")
-    ),
-    "pipeline.wire": Field(
-        "bfloat16", "format of activations and their gradients", choices=COMM_DTYPES
-    ),
-    "pipeline.address": Changeable(
-        "", '"auto" or "host:port" of a Ray cluster; empty: this machine'
-    ),
-    "pipeline.cpus": Changeable(0.0, "cores that Ray reserves for a stage; 0: none", at_least=0),
-    "pipeline.gpus": Changeable(0.0, "GPUs that Ray gives to a stage", at_least=0),
     # --- What is kept and reported ---
     "checkpoint.every": Changeable(
         1000, "steps between checkpoints; 0: never by steps", duration=True
@@ -224,21 +137,5 @@ FIELDS = {
     "log.wandb": Changeable(False, "also log to Weights & Biases"),
     "profile.count": Changeable(
         0, "steps traced into workdir/profile, after the first 10; 0: no trace", at_least=0
-    ),
-}
-
-# Fields of earlier versions: a run that has another value than the default cannot be resumed.
-# Those that may change are forgotten.
-REMOVED = {
-    "gamma_power": Field(0.0, "power of the learning rate in the consensus factor"),
-    "log.drift_factor": Changeable(3.0, "distance at which a replica drifts"),
-    "profile.start": Changeable(10, "steps before the trace"),
-}
-
-# Fields that have another name now, and what their users should know. Old run folders resume.
-RENAMED = {
-    "accum_steps": (
-        "optimizer.window",
-        "the window of accum_adam; to accumulate gradients set micro_batches",
     ),
 }

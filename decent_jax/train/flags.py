@@ -19,8 +19,7 @@ from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.extras import MissingExtra
 from decent_jax.ground.format import shown
 from decent_jax.ground.json_files import flat
-from decent_jax.train.config import table_of, unknown_field
-from decent_jax.train.config_table import RENAMED
+from decent_jax.train.config import table_of
 
 _EPILOG = """\
 examples:
@@ -79,14 +78,15 @@ def parse(argv: list[str], prog: str = "train.py") -> tuple[ConfigDict, str | No
 
 
 def _shown(config: ConfigDict) -> str:
-    """Every field with its value and its meaning, one per line."""
+    """Every field with its value and all that docs/config.md says of it, one per line."""
     table = table_of(config)
     lines = []
     for name, value in flat(config).items():
-        doc = table[name].doc if name in table else ""
+        field = table.get(name)
+        words = [] if field is None else [field.doc, field.aside() and f"({field.aside()})"]
         line = f"{name} = {shown(value) if isinstance(value, int) else repr(value)}"
-        lines.append(f"{line:<36}  # {doc}" if doc else line)
-    return "\n".join(lines)
+        lines.append("  # ".join(filter(None, [f"{line:<36}", " ".join(filter(None, words))])))
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def load(path_and_arguments: str) -> ConfigDict:
@@ -132,7 +132,7 @@ def override(config: ConfigDict, name: str, text: str) -> None:
     """Set the field with the dotted ``name`` to ``text``, read as the type the field has."""
     table = table_of(config)
     if name not in table or name not in flat(config):
-        raise ConfigError(unknown_field(name, table))
+        raise ConfigError(fields.unknown_field(name, table), field=name, value=text)
     with config.ignore_type():
         config.update_from_flattened_dict({name: fields.parse(table[name], name, text)})
 
@@ -142,9 +142,6 @@ def _in_a_line(error: BaseException) -> str:
     while error.args and isinstance(error.args[0], Exception):  # ConfigDict wraps a KeyError
         error = error.args[0]
     text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
-    for name in RENAMED:
-        if text.startswith(f'Key "{name}" does not exist'):
-            return unknown_field(name, {})
     lines = [line for line in text.splitlines() if line.strip()]
     hint = f" {lines[-1]}" if len(lines) > 1 and lines[-1].startswith("Did you mean") else ""
     return (lines[0] if lines else "").partition(" Other fields present")[0] + hint

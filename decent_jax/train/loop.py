@@ -15,72 +15,79 @@ from decent_jax.cluster.watch import lost_peers_told
 from decent_jax.ground.errors import DataError, Interrupted, RunError, TrainingFailed
 from decent_jax.ground.format import format_duration, format_number
 from decent_jax.train import algorithm, hosts
+from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
 from decent_jax.train.evaluation import Evaluator, local
+from decent_jax.train.experiment import (
+    Experiment,
+    open_experiment,
+    train_batches,
+)
 from decent_jax.train.metrics import Clock, MetricWriter, Report
 from decent_jax.train.programs import Profile, Programs
 from decent_jax.train.saver import Saver
-from decent_jax.train.setup import Experiment, open_experiment, train_batches
 from decent_jax.train.step import TrainState
 from decent_jax.train.workdir import Signals, Workdir
 
-TIMED = 3  # steps of `check`
+TIMED = 3  # steps of each kind in a dry run
+
+
+check = config_lib.check  # see `decent_jax.train.config.TRAINERS`
 
 
 @lost_peers_told()
 def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
-    """Train as ``config`` says, in the directory ``workdir``; resume the run that is there.
-
-    Returns:
-      What ``summary.json`` holds: final and best evaluation, steps, wall time, versions.
-
-    Raises:
-      ConfigError: the config, the data or the working directory cannot be used; nothing has been
-        compiled or written.
-      TrainingFailed: every replica has failed for ``config.max_failing_steps`` steps.
-      Interrupted: after a checkpoint was saved.
-    """
+    """Train replicas that step together; see `decent_jax.train.run`."""
     with open_experiment(config, workdir) as (experiment, work):
         return train_and_evaluate(experiment, work)
 
 
 @lost_peers_told()
-def check(config: ConfigDict) -> None:
-    """Do what a run does before its second step, and no more: `decent-jax train --check`.
-
-    Opens the data, places the replicas, compiles the first step, and prints what a replica sends
-    and keeps and what a step takes; then times that step. The working directory stays as it is.
-
-    Raises:
-      ConfigError: the run would be refused.
-    """
+def dry_run(config: ConfigDict) -> None:
+    """See `decent_jax.train.dry_run`."""
     with (
         tempfile.TemporaryDirectory() as folder,
         open_experiment(config, folder) as (experiment, work),
     ):
-        shapes = jax.eval_shape(lambda: init(experiment))
-        clock = Clock(0.0)
-        programs = Programs(experiment, work, clock, announce_cost(experiment, work, shapes))
-        with Feed(experiment, 0, clock) as feed:
-            batch = feed.next(None, 0, None)
-        key = programs.rounds[0], shapes_of(batch)
-        sharding = experiment.placement.sharding
-        placed = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(x.shape)), shapes
-        )
-        programs.compile(placed, batch, *key)
-        seconds, state = [], init(experiment)
+        time_steps(experiment, work, experiment.steps)
+
+
+def time_steps(experiment: Experiment, work: Workdir, steps: int) -> None:
+    """Compile and time both kinds of step, with and without communication, and say what they take.
+
+    Args:
+      experiment: to be tried.
+      work: says it.
+      steps: of the run.
+    """
+    shapes = jax.eval_shape(lambda: init(experiment))
+    clock = Clock(0.0)
+    programs = Programs(experiment, work, clock, announce_cost(experiment, work, shapes))
+    with Feed(experiment, 0, clock) as feed:
+        batch = feed.next(None, 0, None)
+    rounds = programs.rounds
+    silent, seconds = rounds.count(None) / len(rounds), {}
+    state = init(experiment)
+    for rnd in sorted({rnd is None: rnd for rnd in reversed(rounds)}.values(), key=str):
+        key = rnd, shapes_of(batch)
+        programs.compile(state, batch, *key)
+        times = []
         for t in range(1 + TIMED):  # the first does not count
             began = time.perf_counter()
             state, metrics = programs.compiled[key](state, batch, np.int32(t))
             jax.block_until_ready((state, metrics))
-            seconds.append(time.perf_counter() - began)
-        median = statistics.median(seconds[1:])
-        work.say(
-            f"the config is good for {experiment.steps} steps; {len(set(programs.rounds))} rounds "
-            f"to compile; a step takes {format_number(1e3 * median)} ms here, {experiment.steps} "
-            f"of them {format_duration(median * experiment.steps)}"
-        )
+            times.append(time.perf_counter() - began)
+        seconds[rnd is None] = statistics.median(times[1:])
+    mean = sum(seconds[kind] * (silent if kind else 1 - silent) for kind in seconds)
+    both = ""
+    if len(seconds) > 1:
+        words = (f"{format_number(1e3 * seconds[kind])} ms" for kind in (False, True))
+        both = " on average ({} with communication, {} without)".format(*words)
+    work.say(
+        f"the config is good for {steps} steps; {len(set(rounds))} rounds to compile; a step takes "
+        f"{format_number(1e3 * mean)} ms here{both}, {steps} of them "
+        f"{format_duration(mean * steps)}"
+    )
 
 
 class Between(Protocol):

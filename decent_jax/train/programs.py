@@ -9,8 +9,8 @@ import numpy as np
 
 from decent_jax.ground.format import format_bytes, format_number
 from decent_jax.train import algorithm, xla
+from decent_jax.train.experiment import Experiment
 from decent_jax.train.metrics import Clock
-from decent_jax.train.setup import Experiment
 from decent_jax.train.step import TrainState, make_step
 from decent_jax.train.workdir import Workdir
 

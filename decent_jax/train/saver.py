@@ -15,7 +15,7 @@ from decent_jax.ground import json_files
 from decent_jax.ground.errors import CheckpointError
 from decent_jax.train.checkpoint import Checkpointer, failed
 from decent_jax.train.evaluation import Model
-from decent_jax.train.setup import Experiment
+from decent_jax.train.experiment import Experiment
 from decent_jax.train.step import TrainState
 from decent_jax.train.workdir import check_there
 

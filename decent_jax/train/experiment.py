@@ -1,24 +1,27 @@
 """What a run is made of: everything that a config names, checked, and built once."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 from ml_collections import ConfigDict
 
 from decent_jax import replicas, tasks
 from decent_jax.cluster import start as cluster
 from decent_jax.data import loader, partition
+from decent_jax.ground import machine
 from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.fields import LARGEST
+from decent_jax.ground.format import format_number
 from decent_jax.plan.plan_file import Plan
 from decent_jax.replicas import Placement
 from decent_jax.tasks import Task
 from decent_jax.topology import Schedule
-from decent_jax.train import algorithm, hosts, limits, xla
+from decent_jax.train import algorithm, hosts, xla
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
 from decent_jax.train.workdir import Workdir, open_workdir
@@ -41,41 +44,30 @@ class Experiment(NamedTuple):
 
 @contextlib.contextmanager
 def open_experiment(
-    config: ConfigDict, workdir: str | Path
+    config: ConfigDict, workdir: str | Path, sharing: int = 1
 ) -> Iterator[tuple[Experiment, Workdir]]:
     """Check the config, start jax, open the run directory and build the run.
 
+    Args:
+      config: of the run.
+      workdir: its directory.
+      sharing: how many such runs share ``batch_size``: peers, of whom each has a run of its own.
+
     Raises:
-      ConfigError: see `decent_jax.train.loop.run`.
+      ConfigError: the config, the data or the working directory cannot be used; nothing has been
+        compiled or written.
     """
-    schedule, plan = config_lib.resolve(config)
+    config_lib.check(config)
+    plan = config_lib.load_plan(config)
     if plan is not None:
         config = config_lib.config_of_plan(config, plan)
-    # Built before other processes are waited for, so that a method that does not fit its schedule
-    # is refused at once. Tracing the first step asks for axes, rate and mask, which are known then.
-    axes: list[str] = []
-
-    def method(config: ConfigDict, schedule: Schedule) -> optax.GradientTransformationExtraArgs:
-        return algorithm.transformation(
-            config,
-            schedule,
-            lambda count: rate(count),
-            lambda params: task.decay_mask(params),
-            axes,
-        )
-
-    tx = method(config, schedule)
     xla.use_cache()
     started = cluster.start(config, workdir)
     placement = _place(config, plan)
     per_host = hosts.replicas_per_host(placement)
     if config.schedule == config_lib.AUTO:
         config = hosts.settle(config, per_host, workdir)
-        if config.schedule != schedule.name:
-            schedule = config_lib.make_schedule(config)
-            tx = method(config, schedule)
-    named = placement.axis_name
-    axes += [named] if isinstance(named, str) else named
+    schedule = config_lib.make_schedule(config, plan)
     with open_workdir(workdir, config) as work:
         try:
             task = tasks.find(config.task).make(config, work.path, work.announce)
@@ -83,7 +75,9 @@ def open_experiment(
         except DataError as error:
             raise ConfigError(str(error)) from None
         steps, every, rate = durations(config, task)
+        tx = algorithm.transformation(config, schedule, rate, task.decay_mask, placement.axis_name)
         _check_fits_the_model(config, task, tx, placement)
+        check_batch(config, task.train_source, sharing * jax.process_count())
         # Said only now, since a run that is refused says nothing else.
         work.accept()
         devices = list(placement.mesh.devices.reshape(-1, placement.fsdp)[:, 0])
@@ -116,7 +110,7 @@ def _place(config: ConfigDict, plan: Plan | None) -> Placement:
     try:
         return replicas.place(config.num_replicas, devices, fsdp)
     except ValueError as error:
-        raise ConfigError(f"mesh.fsdp: {error}") from None
+        raise ConfigError(f"mesh.fsdp: {error}", field="mesh.fsdp", value=fsdp) from None
 
 
 def _partition(config: ConfigDict, task: Task) -> partition.Partition | None:
@@ -143,9 +137,17 @@ def durations(config: ConfigDict, task: Task) -> tuple[int, dict[str, int], opta
     )
     steps = round(config.epochs * epoch) if config.epochs else config.steps
     if steps < 1:
-        raise ConfigError(f"{config.epochs} epochs are less than a step, {epoch} are one epoch")
+        raise ConfigError(
+            f"{config.epochs} epochs are less than a step, {epoch} are one epoch",
+            field="epochs",
+            value=config.epochs,
+        )
     if steps > LARGEST[int]:
-        raise ConfigError(f"{config.epochs} epochs of {epoch} steps are more than {LARGEST[int]}")
+        raise ConfigError(
+            f"{config.epochs} epochs of {epoch} steps are more than {LARGEST[int]}",
+            field="epochs",
+            value=config.epochs,
+        )
     every = config_lib.durations(config, epoch, steps)
     warmup = every["lr_schedule.warmup"]
     if config.lr_schedule.name == "cosine":
@@ -181,6 +183,55 @@ def _check_fits_the_model(config, task, tx, placement) -> None:
     try:
         kept = jax.eval_shape(tx.init, params)
     except ValueError as error:
-        raise ConfigError(f"algorithm {config.algorithm}: {error}") from None
-    limits.check_state(placement, (params, kept))
-    limits.check_batch(config, task.train_source)
+        raise ConfigError(
+            f"algorithm {config.algorithm}: {error}", field="algorithm", value=config.algorithm
+        ) from None
+    check_state(placement, (params, kept))
+
+
+def check_state(placement: Placement, state: Any) -> None:
+    """Check that the devices of this process can hold its replicas.
+
+    Args:
+      placement: of the replicas.
+      state: shapes of one replica's parameters and of what its method keeps.
+    """
+    each = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    held, devices = len(placement.local_replicas) * each, placement.mesh.local_devices
+    what = f"the state of {len(placement.local_replicas)} replicas"
+    if devices[0].platform == "cpu":
+        machine.check_memory(held, what)
+        return
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit")
+    if limit and held / len(devices) > limit:
+        raise ConfigError(
+            f"{what} on {len(devices)} devices needs at least "
+            f"{format_number(held / len(devices))}B per device, which has {format_number(limit)}B"
+        )
+
+
+def check_batch(config: ConfigDict, source: Sequence[Any], processes: int) -> None:
+    """Check that there are enough examples, and that this process can hold what it reads ahead.
+
+    Args:
+      config: of the run.
+      source: of the training examples.
+      processes: that share a batch.
+    """
+    if hasattr(source, "train_blocks") or not len(source):  # counts tokens, not examples
+        return
+    try:
+        example = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(source[0]))
+    except DataError:  # the run says so, with the step at which it reads this record
+        return
+    if config.batch_size > len(source):
+        raise ConfigError(
+            f"batch_size must be at most {len(source)}, the number of training examples, got "
+            f"{config.batch_size}",
+            field="batch_size",
+            value=config.batch_size,
+        )
+    machine.check_memory(
+        config.batch_size // processes * example * (config.data.prefetch + 1),
+        f"batch_size {config.batch_size}, with data.prefetch {config.data.prefetch},",
+    )
