@@ -122,6 +122,8 @@ def degree(neighbours: str) -> int:
     if found is None or int(found[1]) < 2:
         raise ConfigError(
             'peers.neighbours must be all, weighted, or "regular(d)" with d at least 2, '
-            f"got {neighbours!r}"
+            f"got {neighbours!r}",
+            field="peers.neighbours",
+            value=neighbours,
         )
     return int(found[1])
