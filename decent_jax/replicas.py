@@ -17,6 +17,24 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from decent_jax.gossip.permute import at_least_float32, clean
+from decent_jax.ground.format import shown
+
+__all__ = [
+    "Consensus",
+    "Placement",
+    "broadcast",
+    "consensus_distance",
+    "consensus_mean",
+    "create",
+    "finite",
+    "place",
+    "resize",
+    "take",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,12 +218,31 @@ def create(
     """
     if identical:
         return broadcast(init(key), num_replicas)
-    return jax.vmap(init)(jax.random.split(key, num_replicas))
+    return jax.vmap(lambda key: _arrays(init(key)))(jax.random.split(key, num_replicas))
 
 
 def broadcast(tree: Any, num_replicas: int) -> Any:
     """Every replica equal to ``tree``."""
-    return jax.tree.map(lambda x: jnp.broadcast_to(x[None], (num_replicas, *x.shape)), tree)
+    return jax.tree.map(
+        lambda x: jnp.broadcast_to(x[None], (num_replicas, *x.shape)), _arrays(tree)
+    )
+
+
+def _arrays(tree: Any) -> Any:
+    """The tree with numbers as arrays; raises TypeError for a leaf that is neither, naming it."""
+
+    def array(path, x):
+        if isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+            return x
+        if isinstance(x, np.generic | bool | int | float | complex):
+            return jnp.asarray(x)
+        name = jax.tree_util.keystr(path) or "the tree"
+        raise TypeError(
+            f"replicas hold arrays only, and {name} is {shown(x)}; keep it out of the tree "
+            "(equinox.partition(model, equinox.is_inexact_array) splits off the arrays)"
+        )
+
+    return jax.tree_util.tree_map_with_path(array, tree)
 
 
 def take(stacked: Any, replica: int) -> Any:

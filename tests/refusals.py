@@ -20,3 +20,14 @@ def refused(field: str, value: object = ANY) -> Iterator[None]:
     assert field in str(error), str(error)
     if value is not ANY:
         assert error.value == value and str(value)[:40] in str(error), (error.value, str(error))
+
+
+@contextlib.contextmanager
+def refuses(*named: object, error: type[Exception] = ValueError) -> Iterator[None]:
+    """The block raises this error, in one line that names these values."""
+    with pytest.raises(error) as caught:
+        yield
+    said = str(caught.value)
+    assert "\n" not in said, said
+    for value in named:
+        assert str(value) in said, (value, said)

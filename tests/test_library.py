@@ -2,6 +2,7 @@
 
 import functools
 import re
+from typing import Any, NamedTuple
 
 import harness
 import jax
@@ -12,8 +13,10 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from refusals import refuses
 from test_docs import ROOT, python_blocks
 
+import decent_jax
 from decent_jax import gossip, optim, replicas, topology
 from decent_jax.gossip.wire import Int8, RandomK
 
@@ -182,6 +185,85 @@ def test_a_traced_round_is_refused_in_a_sentence(tx, schedule):
         jax.eval_shape(run, jnp.ones((4, 2)), jnp.int32(0))
     with pytest.raises(TypeError, match=r"^round must be a Python int, got 0\.5; make"):
         jax.eval_shape(lambda x: run(x, 0.5), jnp.ones((4, 2)))
+
+
+# --- what is left out or of another kind ----------------------------------------------------------
+
+
+def test_an_optimizer_that_is_not_called_is_refused():
+    with refuses("adamw", "optax", error=TypeError):
+        optim.decentralized(optax.adamw, topology.make("ring", 4))  # pyright: ignore
+    with refuses("0.1", error=TypeError):
+        optim.all_reduce(0.1)  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("make", "more"),
+    [
+        (optim.decentralized, {}),
+        (optim.push_sum, {}),
+        (optim.slowmo, {"learning_rate": 0.1}),
+        *((make, {}) for make in (optim.choco, optim.diloco, optim.d2, optim.swarm, optim.des_loc)),
+    ],
+)
+def test_the_name_of_a_schedule_is_no_schedule(make, more):
+    with refuses("'ring'", "topology.make", error=TypeError):
+        make(optax.sgd(0.1), "ring", **more)
+
+
+def test_an_update_needs_its_round_and_its_parameters():
+    tx = optim.decentralized(optax.sgd(0.1), topology.make("ring", 4))
+    x = jnp.ones(3)
+    with refuses("round", error=TypeError):
+        tx.update(x, tx.init(x), x)
+    with refuses("params", "round"):
+        tx.update(x, tx.init(x), round=0)
+
+
+def test_an_axis_that_nobody_has_named_is_named():
+    ring, x = topology.make("ring", 4), jnp.ones(3)
+    for tx in (optim.decentralized(optax.sgd(0.1), ring), optim.all_reduce(optax.sgd(0.1))):
+        update = functools.partial(tx.update, x[0], tx.init(x[0]), round=0)
+        for run in (update, jax.vmap(update, axis_name="row")):
+            with refuses("'replica'", "jax.vmap"):
+                run(x)
+
+
+def test_a_leaf_that_is_no_array_is_named():
+    class Layer(NamedTuple):  # as a module of equinox: its activation is a leaf, too
+        weight: jax.Array
+        activation: Any
+
+    def init(key):
+        return {"layer": Layer(jax.random.normal(key, (2,)), jax.nn.relu), "scale": 2.0}
+
+    for identical in (True, False):
+        with refuses("['layer'].activation", "equinox", error=TypeError):
+            replicas.create(init, 4, jax.random.key(0), identical=identical)
+
+    def arrays(key):
+        return {**init(key), "layer": init(key)["layer"].weight}
+
+    stacked = replicas.create(arrays, 4, jax.random.key(0))
+    assert (stacked["layer"].shape, stacked["scale"].shape) == ((4, 2), (4,))
+
+
+def test_what_a_notebook_shows_is_short():
+    schedule = topology.make("one_peer_exp", 64)
+    assert repr(schedule) == "<Schedule 'one_peer_exp': 64 replicas, period 6>"
+    assert repr(schedule.rounds[0]) == "<Round: 64 replicas, degree 1>"
+    for module in (decent_jax, replicas, topology, gossip, optim):
+        shown = [name for name in dir(module) if not name.startswith("__")]
+        assert len(set(shown)) == len(shown)
+        assert not {"jax", "np", "P", "Any", "ModuleType", "annotations"} & set(shown), module
+    assert "resize" in dir(replicas) and "topology" in dir(decent_jax)
+
+
+def test_help_is_text():
+    """Formulas in a line are text; only those on lines of their own are TeX."""
+    for module in (topology, gossip, replicas, optim):
+        for name in dir(module):
+            assert ":math:" not in (getattr(module, name).__doc__ or ""), name
 
 
 # --- Flax -----------------------------------------------------------------------------------------

@@ -61,7 +61,13 @@ class ReplicaAxis:
                 f"got {axis_name!r}"
             )
         block = vmapped[0] if vmapped else None
-        devices, rows = (jax.lax.axis_size(name) if name else 1 for name in (on_mesh, block))
+        try:
+            devices, rows = (jax.lax.axis_size(name) if name else 1 for name in (on_mesh, block))
+        except NameError:
+            raise ValueError(
+                f"no axis is named {block!r} here; run the step in jax.vmap(step, "
+                f"axis_name={block!r}), or in jax.shard_map over a mesh axis of this name"
+            ) from None
         return ReplicaAxis(on_mesh, block, devices, rows)
 
     def lift(self, x: jax.Array) -> jax.Array:

@@ -63,8 +63,8 @@ class BFloat16:
 class Int8:
     r"""8-bit integers with a float32 scale per row of the last axis, rounded stochastically.
 
-    :math:`c = \lfloor x / s + u \rfloor` with u uniform in [0, 1): :math:`\mathbb E[c\,s] = x`.
-    Without a key it rounds to nearest, which is biased. The scale s is :math:`\max |x| / 127` over
+    ``c = floor(x / s + u)`` with u uniform in [0, 1): ``E[c s] = x``.
+    Without a key it rounds to nearest, which is biased. The scale s is ``max |x| / 127`` over
     the row, rounded up to 8 significant bits, so that c s and sums of a few are exact in float32:
     a product that one side rounds, and the other does not, would move the mean in each round.
     """

@@ -1,6 +1,7 @@
-"""The module that a config names by its dotted path."""
+"""Modules and functions by their names: of a config, and of a notebook's cell that runs again."""
 
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 
 from decent_jax.ground.errors import ConfigError
@@ -27,3 +28,8 @@ def module_named(path: str, field: str) -> ModuleType:
         raise ConfigError(
             f"{field}: the module {shown(path)} cannot be imported: {type(error).__name__}: {error}"
         ) from error
+
+
+def same_name(function: Callable, other: Callable) -> bool:
+    """Whether both were defined under one name in one module, such as by a cell that runs again."""
+    return (function.__module__, function.__qualname__) == (other.__module__, other.__qualname__)

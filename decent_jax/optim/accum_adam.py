@@ -26,8 +26,8 @@ def scale_by_accum_adam(
 ) -> optax.GradientTransformation:
     r"""Rescale gradients by Adam moments that are committed once per ``accum_steps`` steps.
 
-    At step :math:`t = 1, 2, \dots` with gradient :math:`g`, :math:`s` = ``accum_steps`` and
-    :math:`k = \lceil t/s \rceil`, the update and the state are
+    At step ``t = 1, 2, ...`` with gradient ``g``, ``s`` = ``accum_steps`` and
+    ``k = ceil(t / s)``, the update and the state are
 
     .. math::
         A &\leftarrow A + g/s \\
@@ -117,14 +117,14 @@ def accum_adamw(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Accumulated Adam with decoupled weight decay.
 
-    With :math:`u` of `scale_by_accum_adam`, :math:`x \leftarrow (1 - \eta\lambda) x - \eta u`: the
+    With ``u`` of `scale_by_accum_adam`, ``x <- (1 - eta lambda) x - eta u``: the
     decay is multiplied by the learning rate, as in `optax.adamw`. Inside `decentralized` with
     ``combine="with"``, x on the right is the mixed parameter, as in Decent-DP.
 
     Args:
       learning_rate: a float or an optax schedule of the step (not of the window).
       b1, b2, eps, accum_steps: see `scale_by_accum_adam`.
-      weight_decay: :math:`\lambda`.
+      weight_decay: ``lambda``.
       mask: a pytree of bools or a callable from parameters to one; True decays.
 
     Returns:
@@ -152,7 +152,7 @@ def accum_adam(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Accumulated Adam with L2 regularisation.
 
-    :math:`g \leftarrow g + \lambda x` before anything else (so it enters the moments and the
+    ``g <- g + lambda x`` before anything else (so it enters the moments and the
     window), then `scale_by_accum_adam` and the learning rate. Arguments as in `accum_adamw`.
     """
     return optax.chain(

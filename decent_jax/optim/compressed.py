@@ -31,7 +31,7 @@ def choco(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Replicas know each other by public copies, which they correct by compressed messages.
 
-    With :math:`\hat x_i` the public copy of replica i, C the compressor and :math:`\Delta_i` the
+    With ``x_hat_i`` the public copy of replica i, C the compressor and ``Delta_i`` the
     update of ``inner``:
 
     .. math::
@@ -40,10 +40,10 @@ def choco(
         s_i \leftarrow s_i + \sum_j W_{ij} q_j \quad (= \sum_j W_{ij} \hat x_j) \\
         x_i &\leftarrow y_i + \gamma (s_i - \hat x_i)
 
-    What C drops stays in :math:`y - \hat x` and is sent later, so consensus is reached however
-    coarse C is, if :math:`\gamma` is small enough; the mean is kept at every step. Only
-    :math:`q_i` travels: s is kept and corrected, so the graph must be static. One compressed
-    message per step, two copies of the parameters (:math:`\hat x_i` and :math:`s_i`).
+    What C drops stays in ``y - x_hat`` and is sent later, so consensus is reached however
+    coarse C is, if ``gamma`` is small enough; the mean is kept at every step. Only
+    ``q_i`` travels: s is kept and corrected, so the graph must be static. One compressed
+    message per step, two copies of the parameters (``x_hat_i`` and ``s_i``).
 
     Args:
       inner, schedule, axis_name: as in `decentralized`.

@@ -29,13 +29,13 @@ def exact_diffusion(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adapt, correct by the change of the last combination, combine.
 
-    With :math:`\bar W = (I + W)/2` and :math:`\Delta_i` the update of ``inner``:
+    With ``W_bar = (I + W)/2`` and ``Delta_i`` the update of ``inner``:
 
     .. math::
         \psi_i^{+} = x_i + \Delta_i(x_i), \qquad \phi_i = \psi_i^{+} + x_i - \psi_i, \qquad
         x_i \leftarrow \sum_j \bar W_{ij} \phi_j, \qquad \psi_i \leftarrow \psi_i^{+}
 
-    and :math:`\psi_i = x_i` before the first step. One message per step, one copy of the parameters
+    and ``psi_i = x_i`` before the first step. One message per step, one copy of the parameters
     (psi). With ``optax.sgd`` at a fixed rate the limit is the optimum of the average loss.
 
     Valid on static undirected graphs, and on other pairs of (schedule, ``mix_every``) on which the
@@ -114,7 +114,7 @@ def gradient_tracking(
         \text{then:}\quad & q_i \leftarrow \sum_j W_{ij} (q_j + g_j - g_j^{-}), \qquad
             x_i \leftarrow \sum_j W_{ij} \big(x_j + \Delta_j(q_j)\big)
 
-    with :math:`q = g^{-} = 0` before the first step, so that :math:`\sum_i q_i = \sum_i g_i`
+    with ``q = g^- = 0`` before the first step, so that ``sum_i q_i = sum_i g_i``
     always. The messages of "with" are known when the step begins. Two messages per step, two copies
     of the parameters (q and the last gradient). ``inner`` sees q: clipping in it clips q. Valid on
     every doubly stochastic schedule.
@@ -170,8 +170,8 @@ def push_sum(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Stochastic gradient push: averaging over directed graphs, whose rows need not sum to 1.
 
-    With P column stochastic (:math:`P_{ij}` is the share of itself that j sends to i), biased
-    parameters x, a weight w that begins at 1, and the parameters of the model :math:`z = x / w`,
+    With P column stochastic (``P_ij`` is the share of itself that j sends to i), biased
+    parameters x, a weight w that begins at 1, and the parameters of the model ``z = x / w``,
     at which gradients are taken:
 
     .. math::
@@ -180,7 +180,7 @@ def push_sum(
 
     ``params`` are z; the state holds w only. One message and one scalar per step, no memory. On a
     doubly stochastic schedule w stays 1 and this is `decentralized` with ``combine="then"``. The
-    weighted mean :math:`\frac1n \sum_i w_i z_i` moves as SGD's does; it is the consensus model
+    weighted mean ``1/n sum_i w_i z_i`` moves as SGD's does; it is the consensus model
     (`consensus_weights`).
 
     References:

@@ -26,6 +26,7 @@ import optax
 
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.wire import Wire, bytes_sent
+from decent_jax.ground.named_modules import same_name
 from decent_jax.topology import Schedule, make
 
 BOTH = ("with", "then")
@@ -185,9 +186,11 @@ def register(method: Method) -> Method:
     the config then has a section with the method's numbers.
 
     Raises:
-      ValueError: the name is taken.
+      ValueError: the name is taken. A factory of the same name and module may register again, as
+        in a notebook's cell.
     """
-    if method.name in _METHODS:
+    known = _METHODS.get(method.name, method)
+    if not same_name(method.make, known.make):
         raise ValueError(f"there is a method {method.name!r} already; give yours another name")
     _METHODS[method.name] = method
     return method

@@ -108,6 +108,10 @@ def method(
       this replica's loss, ``active``, False for a replica that makes no update of its own in this
       step, and ``mixed``, see `EarlyMixing`.
     """
+    if inner is not None and not (hasattr(inner, "init") and hasattr(inner, "update")):
+        made = getattr(inner, "__name__", None)
+        hint = f"; call it: {made}(...)" if made else ", such as optax.adamw(1e-3)"
+        raise TypeError(f"the local optimizer must be an optax transformation, got {inner!r}{hint}")
     optimizer = optax.with_extra_args_support(inner or optax.identity())
 
     def init(params):
@@ -116,12 +120,14 @@ def method(
         count, skipped, failing = (jnp.zeros((), jnp.int32) for _ in range(3))
         return GuardedState(optimizer.init(params), count, skipped, failing, own(params))
 
-    def update(updates, state, params=None, *, round, value=None, active=True, mixed=None, **extra):
+    def update(
+        updates, state, params=None, *, round=LEFT_OUT, value=None, active=True, mixed=None, **extra
+    ):
+        how = "call update(grads, state, params, round=schedule.round_at(step))"
         if params is None:
-            raise ValueError(
-                "replicas mix parameters and got none; call "
-                "update(grads, state, params, round=schedule.round_at(step))"
-            )
+            raise ValueError(f"replicas mix parameters and got none; {how}")
+        if round is LEFT_OUT:
+            raise TypeError(f"update needs a round; {how}, or round=None for a step without one")
         gossip.number(round)  # refuses a traced one before a method looks at it
         local = Local(updates, value, mixed, active, state, optimizer, extra)
         after, kept, inner, ok = step(params, state.own, round, local)
@@ -135,7 +141,10 @@ def method(
             kept,
         )
 
-    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore (round is required)
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+LEFT_OUT: Any = object()
 
 
 class EarlyMixing(optax.GradientTransformationExtraArgs):
@@ -165,6 +174,7 @@ class Mixing:
     rows: bool = True
 
     def __post_init__(self):
+        require.is_schedule(self.method, self.schedule)
         if self.rows:
             require.row_stochastic(self.method, self.schedule)
         if self.wire is not None:
@@ -204,9 +214,9 @@ def decentralized(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Local optimizer steps, and one round of averaging with neighbours instead of all-reduce.
 
-    Replica i holds its own :math:`x_i` and its own state of ``inner``; only parameters are sent.
-    With :math:`W` the matrix of the round and :math:`\Delta_i(\cdot)` the update of ``inner``,
-    whose gradient is always taken at :math:`x_i`:
+    Replica i holds its own ``x_i`` and its own state of ``inner``; only parameters are sent.
+    With ``W`` the matrix of the round and ``Delta_i(.)`` the update of ``inner``,
+    whose gradient is always taken at ``x_i``:
 
     .. math::
         \text{with:}\quad \hat x_i = \sum_j W_{ij} x_j, \qquad
@@ -243,8 +253,8 @@ def decentralized(
       combine: ``"with"`` or ``"then"``.
       axis_name: see `decent_jax.gossip.mix`.
       wire: format of the messages, see `decent_jax.gossip.wire`.
-      gamma: consensus factor :math:`\gamma`, a number or an optax schedule of the step:
-        :math:`(1-\gamma) x_i + \gamma \sum_j W_{ij} x_j` instead of the mix (DSGD-AC,
+      gamma: consensus factor ``gamma``, a number or an optax schedule of the step:
+        ``(1-gamma) x_i + gamma sum_j W_ij x_j`` instead of the mix (DSGD-AC,
         arXiv 2602.02899, takes the learning rate over its peak, to a power).
 
     Returns:

@@ -185,15 +185,15 @@ def quasi_global_sgd(
         x_i^{+} = \sum_j W_{ij} \big(x_j - \eta (g_j + \beta m_j)\big), \qquad
         m_i \leftarrow \mu m_i + (1 - \mu) (x_i - x_i^{+}) / \eta
 
-    One message per step, one copy of the parameters (m). A step with :math:`\eta = 0` leaves m.
+    One message per step, one copy of the parameters (m). A step with ``eta = 0`` leaves m.
     Valid on every doubly stochastic schedule, with local steps (``round=None``) too.
 
     Args:
-      learning_rate: :math:`\eta`, a float or an optax schedule of the step.
+      learning_rate: ``eta``, a float or an optax schedule of the step.
       schedule, axis_name, wire: as in `decentralized`.
-      momentum: :math:`\beta`, in [0, 1).
+      momentum: ``beta``, in [0, 1).
       gradient: applied to g first, such as clipping or L2 decay.
-      mu: share of the momentum that is kept, in [0, 1); the paper takes it equal to :math:`\beta`.
+      mu: share of the momentum that is kept, in [0, 1); the paper takes it equal to ``beta``.
 
     References:
       Lin et al., `Quasi-Global Momentum <https://arxiv.org/abs/2102.04761>`_, 2021, Algorithm 1
@@ -302,7 +302,7 @@ def decentlam(
 
     Its limit is that of D-PSGD. One message per step, one copy of the parameters (m). Only on
     static symmetric schedules: elsewhere the momentum of the disagreement diverges. A step with
-    :math:`\eta = 0` mixes and leaves m. Arguments as in `quasi_global_sgd`.
+    ``eta = 0`` mixes and leaves m. Arguments as in `quasi_global_sgd`.
 
     References:
       Yuan et al., `DecentLaM <https://arxiv.org/abs/2104.11981>`_, 2021, Algorithm 2.
@@ -348,20 +348,20 @@ def slowmo(
     r"""Slow momentum over the steps between two averages of all replicas.
 
     Every step is adapt-then-combine. After a round that averages all replicas (``complete`` every
-    H steps, or those of ``periodic_average(one_peer_exp, every=H)``), with :math:`\bar x` the
-    average and :math:`x_0` the parameters after the one before:
+    H steps, or those of ``periodic_average(one_peer_exp, every=H)``), with ``x_bar`` the
+    average and ``x_0`` the parameters after the one before:
 
     .. math::
         u \leftarrow \beta u + (x_0 - \bar x) / \eta, \qquad
         x \leftarrow x_0 - \alpha \eta u
 
-    One message per step (that of the schedule), two copies of the parameters (:math:`x_0`, u),
-    equal on all replicas if they begin equal. :math:`\beta = 0, \alpha = 1` is `decentralized`.
+    One message per step (that of the schedule), two copies of the parameters (``x_0``, u),
+    equal on all replicas if they begin equal. ``beta = 0, alpha = 1`` is `decentralized`.
 
     Args:
       inner: the local optimizer; its state is kept over an average (the paper's "maintain").
       schedule, axis_name: as in `decentralized`.
-      learning_rate: :math:`\eta`, that of ``inner`` (an average at :math:`\eta = 0` leaves u).
+      learning_rate: ``eta``, that of ``inner`` (an average at ``eta = 0`` leaves u).
       alpha: slow learning rate, at least 0.
       beta: slow momentum, in [0, 1).
 

@@ -70,8 +70,8 @@ def diloco(
 
     The parameters are cut into ``fragments`` of about equal size along their order. Round r of the
     schedule averages fragment ``r % fragments``, so each is averaged every ``fragments *
-    mix_every`` steps. With :math:`\theta` the outer parameters (equal on all replicas), x the
-    replica's own after its step t, and :math:`\tau` = ``delay``:
+    mix_every`` steps. With ``theta`` the outer parameters (equal on all replicas), x the
+    replica's own after its step t, and ``tau`` = ``delay``:
 
     .. math::
         \delta = \theta - \tfrac1n \textstyle\sum_j x_j^{(t - \tau)}, \qquad
@@ -80,8 +80,8 @@ def diloco(
 
     A delay of 1 sends the parameters that are known when the step begins, so the message travels
     during it; a longer one sends those of an earlier step, of which a copy is kept. What a replica
-    learned in these steps is lost with :math:`\alpha = 0`; ``carry`` adds it to :math:`\theta`:
-    :math:`\theta + x_i^{(t)} - x_i^{(t - \tau)}`, the merge of LOSCAR.
+    learned in these steps is lost with ``alpha = 0``; ``carry`` adds it to ``theta``:
+    ``theta + x_i^(t) - x_i^(t - tau)``, the merge of LOSCAR.
 
     ``weighted`` counts a replica's movement by the updates that it made since the last round, where
     these differ (``active`` of ``update``, rejected updates): the weights of Decoupled DiLoCo,
@@ -91,7 +91,7 @@ def diloco(
     momentum)`` and a fixed learning rate SlowMo on local steps; with Muon inside MuLoCo.
 
     One message of a fragment's size every ``mix_every`` steps. It keeps the parameters
-    (:math:`\theta`), the outer optimizer's state (one copy for momentum), and for a delay above 1
+    (``theta``), the outer optimizer's state (one copy for momentum), and for a delay above 1
     one copy more.
 
     Args:
@@ -144,21 +144,21 @@ def noloco(
 ) -> optax.GradientTransformationExtraArgs:
     r"""NoLoCo: `diloco` that averages with neighbours, such as a random partner, instead of all.
 
-    Every replica has outer parameters :math:`\theta_i` and a momentum of its own:
+    Every replica has outer parameters ``theta_i`` and a momentum of its own:
 
     .. math::
         m_i \leftarrow \mu\, m_i + \eta \Big(\sum_j W_{ij} x_j - \theta_i\Big), \qquad
         \theta_i \leftarrow \theta_i + m_i, \qquad x_i \leftarrow \theta_i
 
-    The paper writes the bracket as the pair's mean movement, :math:`\sum_j W_{ij} (x_j -
-    \theta_j)`, plus a pull towards the pair's mean, :math:`\sum_j W_{ij} \theta_j - \theta_i`,
-    and sends both. Its code gives both the factor :math:`\eta`, so their sum is enough: one message
+    The paper writes the bracket as the pair's mean movement, ``sum_j W_ij (x_j - theta_j)``, plus
+    a pull towards the pair's mean, ``sum_j W_ij theta_j - theta_i``, and sends both. Its code gives
+    both the factor ``eta``, so their sum is enough: one message
     per round instead of two. On ``complete`` it is `diloco` with heavy-ball momentum. With
-    :math:`\mu = 0, \eta = 1` the outer parameters are the neighbours' mean, and with
+    ``mu = 0, eta = 1`` the outer parameters are the neighbours' mean, and with
     ``mix_every=1`` it is then D-PSGD.
 
     One message of a fragment's size every ``mix_every`` steps, two copies of the parameters
-    (:math:`\theta` and m; three with a delay above 1). Valid on every doubly stochastic schedule,
+    (``theta`` and m; three with a delay above 1). Valid on every doubly stochastic schedule,
     and between peers, which have none (`decent_jax.peers.rule`).
 
     Args:
@@ -213,18 +213,18 @@ def gasloc(
 ) -> optax.GradientTransformationExtraArgs:
     r"""GASLoC: local steps, an averaging step with neighbours, and momentum of the whole movement.
 
-    With :math:`x_i` the parameters after the local steps, :math:`\theta_i` those before them:
+    With ``x_i`` the parameters after the local steps, ``theta_i`` those before them:
 
     .. math::
         y_i = \theta_i + \eta\, (x_i - \theta_i), \qquad
         \theta_i \leftarrow y_i + \alpha \Big(\sum_j W_{ij} y_j - y_i\Big)
             + \gamma\, (y_i - y_i^{-}), \qquad x_i \leftarrow \theta_i
 
-    with :math:`y^{-}` the y of the last round, at first :math:`\theta`. I - W is the weighted
-    Laplacian of the round's graph. With :math:`\gamma = 0, \alpha = \eta = 1` it is local SGD over
+    with ``y^-`` the y of the last round, at first ``theta``. I - W is the weighted
+    Laplacian of the round's graph. With ``gamma = 0, alpha = eta = 1`` it is local SGD over
     the schedule, with ``mix_every=1`` D-PSGD.
 
-    One message per round, two copies of the parameters (:math:`\theta` and y). Valid on every
+    One message per round, two copies of the parameters (``theta`` and y). Valid on every
     doubly stochastic schedule.
 
     Args:
@@ -268,7 +268,7 @@ def sparseloco(
 ) -> optax.GradientTransformationExtraArgs:
     r"""SparseLoCo: DiLoCo whose messages are the largest parts of the movement, with feedback.
 
-    With :math:`\theta` the outer parameters, equal on all replicas, and C the largest numbers of
+    With ``theta`` the outer parameters, equal on all replicas, and C the largest numbers of
     every chunk in 2 bits each (`decent_jax.gossip.wire.ChunkedTopK`):
 
     .. math::
@@ -282,11 +282,11 @@ def sparseloco(
 
     Coded messages cannot be added on their way, so every replica receives those of all others, and
     sends its own n - 1 times: fewer bytes than a float32 average where n is below 280 at the
-    published numbers. Two copies of the parameters (:math:`\theta` and e).
+    published numbers. Two copies of the parameters (``theta`` and e).
 
     Args:
       inner, axis_name: as in `diloco`.
-      schedule: ``complete``. On another graph :math:`\theta` would drift apart, since replicas
+      schedule: ``complete``. On another graph ``theta`` would drift apart, since replicas
         exchange movements only; `choco` corrects this with the same compressor.
       identical_start: must be True, for the same reason.
       density: the share of every chunk that is sent, in (0, 1].

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from decent_jax.ground.format import shown
 from decent_jax.topology import Schedule
 
 _TOLERANCE = 1e-9
@@ -27,6 +28,15 @@ def combine(order: str) -> None:
     """An order that exists."""
     if order not in ("with", "then"):
         raise ValueError(f"combine must be 'with' or 'then', got {order!r}")
+
+
+def is_schedule(method: str, given: Any) -> None:
+    """A schedule, not the name of one."""
+    if not isinstance(given, Schedule):
+        name = shown(given) if isinstance(given, str) else "name"
+        raise TypeError(
+            f"{method} needs a schedule, got {shown(given)}; use topology.make({name}, n)"
+        )
 
 
 def row_stochastic(method: str, schedule: Schedule) -> None:
@@ -79,6 +89,7 @@ def stable_diffusion(method: str, schedule: Schedule, mix_every: int = 1) -> Non
 
 def static_messages(method: str, schedule: Schedule) -> None:
     """One round only, of messages and not of group means."""
+    is_schedule(method, schedule)
     if schedule.period > 1 or schedule.rounds[0].group_size > 1:
         what = "changes them" if schedule.period > 1 else "averages in groups"
         raise ValueError(
@@ -105,6 +116,7 @@ def eigenvalues_above_minus_a_third(method: str, schedule: Schedule) -> None:
 
 def averages(method: str, schedule: Schedule, *, always: bool) -> None:
     """Some rounds (or all) average over all replicas at once, as ``complete`` does."""
+    is_schedule(method, schedule)
     whole = [rnd.group_size == schedule.num_replicas for rnd in schedule.rounds]
     if schedule.num_replicas > 1 and not (all(whole) if always else any(whole)):
         wanted = "complete" if always else "complete, or periodic_average(one_peer_exp, every=8)"
@@ -127,6 +139,7 @@ def phases(method: str, schedule: Schedule, count: int) -> None:
 
 def matchings(method: str, schedule: Schedule) -> None:
     """In every round replicas average in pairs, 1/2 each, or idle."""
+    is_schedule(method, schedule)
     for rnd in schedule.rounds:
         off = rnd.matrix - np.diag(np.diag(rnd.matrix))
         pairs = np.isin(off, (0.0, 0.5)).all() and (off == off.T).all()

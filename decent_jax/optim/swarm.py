@@ -22,12 +22,12 @@ _GROW, _SHRINK, _SLACK = 4.0, 0.97, 2.0
 class Lattice:
     r"""Position-aware quantisation: the receiver decodes relative to its own parameters.
 
-    With side s and q colours x is sent as :math:`c = \mathrm{round}(x / s) \bmod q`, and decoded as
+    With side s and q colours x is sent as ``c = round(x / s) mod q``, and decoded as
     the multiple of s congruent to c that is nearest to the receiver's own z: exact to s / 2 where
-    :math:`|x - z| \le s (q - 1) / 2`, however large x is (Davies et al. 2021, cubic lattice).
+    ``|x - z| <= s (q - 1) / 2``, however large x is (Davies et al. 2021, cubic lattice).
     A checksum of the integers detects when it was not; then the pair does not average.
 
-    s follows the distance: :math:`s = 2 y / (q - 1)`, where y becomes the larger of 0.97 y and
+    s follows the distance: ``s = 2 y / (q - 1)``, where y becomes the larger of 0.97 y and
     twice the largest difference at a meeting, and 4 y after a message that the partner could not
     decode. s travels with the message.
 

@@ -60,9 +60,9 @@ def reduction(
     r"""The least part by which a meeting reduces the expected spread, if all peers ask equally
     often.
 
-    Peers i and j are the next to meet with probability :math:`q_{ij} = (p_{ij} + p_{ji}) / n`. A
-    meeting of i and j takes :math:`(x_i - x_j)^2 / 2` from the spread, on average
-    :math:`x^T L x / 2` with the Laplacian L of q, which is at least :math:`\lambda_2 / 2` of it. On
+    Peers i and j are the next to meet with probability ``q_ij = (p_ij + p_ji) / n``. A
+    meeting of i and j takes ``(x_i - x_j)^2 / 2`` from the spread, on average
+    ``x^T L x / 2`` with the Laplacian L of q, which is at least ``lambda_2 / 2`` of it. On
     a complete graph with equal chances that is exactly 1 / (n - 1).
 
     Args:

@@ -1,7 +1,7 @@
 r"""The rule by which two peers meet: who may, what is exchanged, and what each gets.
 
 Peers i and j bring the copies S that they published last. Each gets half of the difference,
-:math:`h_i = \tfrac12 (Q(S_j) - Q(S_i))`, and uses it at its next step boundary, where it has become
+``h_i = 1/2 (Q(S_j) - Q(S_i))``, and uses it at its next step boundary, where it has become
 x (``Method.meeting`` in `decent_jax.optim`). Non-blocking SwarmSGD (Nadiradze et al. 2021), both
 sides, adds it. NoLoCo moves its outer parameters towards the mean of the copies and keeps what was
 learned since:
@@ -12,8 +12,8 @@ learned since:
         \theta_i \leftarrow \theta_i + m_i, \qquad
         x_i \leftarrow x_i + \theta_i - S_i, \qquad S_i \leftarrow x_i
 
-Where copies count by the steps :math:`k` that they hold, of equally many tokens (the weights of
-Decoupled DiLoCo), :math:`k_j / (k_i + k_j)` stands for 1/2.
+Where copies count by the steps ``k`` that they hold, of equally many tokens (the weights of
+Decoupled DiLoCo), ``k_j / (k_i + k_j)`` stands for 1/2.
 
 `Meetings` is one peer's side of it. It knows neither threads nor Ray; the peer calls it from any
 thread. A meeting of asker A and answerer B is three messages, so that neither side averages if one

@@ -3,13 +3,14 @@
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from decent_jax.ground import machine
 from decent_jax.ground.format import shown
+from decent_jax.ground.named_modules import same_name
 from decent_jax.topology import base_graph, graphs, random_graphs
 from decent_jax.topology.rounds import Round, kron, round_of
 from decent_jax.topology.schedule import Schedule, check_connected, check_matrix
@@ -151,24 +152,35 @@ def periodic_average(n: int, *, inner: Spec = _ONE_PEER_EXP, every: int = 8) -> 
     ]
 
 
-_BUILDERS: dict[str, Callable[..., list[Round]]] = {
-    build.__name__: build
-    for build in (
-        *(graphs.complete, graphs.ring, graphs.bidirectional_ring, graphs.one_peer_exp),
-        *(graphs.hypercube, graphs.alternating_exp_ring, graphs.static_exp, base_graph.base_k),
-        *(graphs.grid, graphs.torus, graphs.star, random_graphs.random_matching),
-        *(random_graphs.random_regular, random_graphs.erdos_renyi, random_graphs.equi_dynamic),
-        *(hierarchical, periodic_average, random_graphs.random_out),
-    )
+Builder = Callable[..., Sequence[Round]]
+
+_BUILDERS: dict[str, Builder] = {
+    "complete": graphs.complete,
+    "ring": graphs.ring,
+    "bidirectional_ring": graphs.bidirectional_ring,
+    "one_peer_exp": graphs.one_peer_exp,
+    "hypercube": graphs.hypercube,
+    "alternating_exp_ring": graphs.alternating_exp_ring,
+    "static_exp": graphs.static_exp,
+    "base_k": base_graph.base_k,
+    "grid": graphs.grid,
+    "torus": graphs.torus,
+    "star": graphs.star,
+    "random_matching": random_graphs.random_matching,
+    "random_regular": random_graphs.random_regular,
+    "erdos_renyi": random_graphs.erdos_renyi,
+    "equi_dynamic": random_graphs.equi_dynamic,
+    "hierarchical": hierarchical,
+    "periodic_average": periodic_average,
+    "random_out": random_graphs.random_out,
 }
 
 COLUMN_STOCHASTIC = {"random_out"}  # rows do not sum to 1: for push-sum only
 NAMES = tuple(name for name in _BUILDERS if name not in COLUMN_STOCHASTIC)
+_BUILT_IN = frozenset(_BUILDERS)
 
 
-def register(
-    name: str, builder: Callable[..., list[Round]], *, column_stochastic: bool = False
-) -> None:
+def register(name: str, builder: Builder, *, column_stochastic: bool = False) -> None:
     """Make a topology of your own known to `make`, and so to configs, by its name.
 
     Args:
@@ -178,12 +190,13 @@ def register(
       column_stochastic: rows need not sum to 1, for `decent_jax.optim.push_sum` only.
 
     Raises:
-      ValueError: the name is taken, or is not a word; or the function does not take ``n``.
+      ValueError: the name is taken, or is not a word; or the function does not take ``n``. The
+        function of the same name and module may register again, as in a notebook's cell.
     """
-    if name in _BUILDERS or not name.isidentifier():
-        raise ValueError(
-            f"there is a schedule {name!r} already, or it is not a word; choose another"
-        )
+    if not name.isidentifier():
+        raise ValueError(f"the name of a schedule must be a word, got {name!r}")
+    if name in _BUILT_IN or not same_name(builder, _BUILDERS.get(name, builder)):
+        raise ValueError(f"there is a schedule {name!r} already; choose another name")
     if next(iter(inspect.signature(builder).parameters), "") != "n":
         raise ValueError(f"the function of schedule {name!r} must take n, the replicas, first")
     _BUILDERS[name] = builder
@@ -223,8 +236,8 @@ def _bound(spec: Spec, keywords: Mapping[str, object]) -> tuple[Spec, Callable]:
             rounds = builder(n, **({"local_size": local_size} if needs_nodes else {}), **given)
         except ValueError as error:
             raise ValueError(f"{spec.name} of {n} replicas: {error}") from None
-        if not isinstance(rounds, list) or not all(isinstance(rnd, Round) for rnd in rounds):
+        if not isinstance(rounds, list | tuple) or not all(isinstance(r, Round) for r in rounds):
             raise ValueError(f"{spec.name} must give a list of rounds, got {shown(rounds)}")
-        return rounds
+        return list(rounds)
 
     return Spec(spec.name, unnamed(given, kinds)), build

@@ -43,6 +43,9 @@ class Round:
     def __post_init__(self):
         _freeze(self.self_weights, self.matrix)
 
+    def __repr__(self) -> str:
+        return f"<Round: {len(self.matrix)} replicas, degree {self.degree}>"
+
     @property
     def degree(self) -> int:
         """The largest number of other replicas whose parameters reach one replica."""

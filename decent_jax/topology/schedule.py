@@ -29,6 +29,9 @@ class Schedule:
     num_replicas: int
     rounds: tuple[Round, ...]
 
+    def __repr__(self) -> str:
+        return f"<Schedule {self.name!r}: {self.num_replicas} replicas, period {self.period}>"
+
     @property
     def period(self) -> int:
         """Number of rounds before the schedule repeats."""
