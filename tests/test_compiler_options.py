@@ -65,7 +65,7 @@ def test_an_option_that_is_gone_is_left_out_with_a_word(monkeypatch):
 
 
 def compiled(config):
-    """A step of 4 replicas on 4 devices, and the bytes of a replica's parameters."""
+    """A step of 4 replicas on 4 devices, and the bytes of each array of a replica's parameters."""
     schedule, placement = config_lib.make_schedule(config), replicas.place(4, jax.devices()[:4])
     task = tasks.find(config.task).make(config, None, lambda *_, **__: None)
     tx = algorithm.transformation(config, schedule, 0.01, task.decay_mask)
@@ -76,7 +76,7 @@ def compiled(config):
     shape = (4, config.batch_size // 4, tiny.CONTEXT + 1)
     batch = jax.ShapeDtypeStruct(shape, np.int32, sharding=placement.stacked)
     step = step_lib.make_step(config, task, tx, lambda t: 0.01, schedule, placement)
-    params = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.params)) // 4
+    params = [x.size * x.dtype.itemsize // 4 for x in jax.tree.leaves(state.params)]
     return step.lower(state, batch, np.int32(0), round=0).compile(), params
 
 
@@ -99,15 +99,17 @@ def test_memory_is_state_and_gradients_and_what_is_received(
 ):
     """With next to no activations: a sequence of 8 tokens through a million parameters.
 
-    That is what a step needs. XLA's order for CPUs trades up to 1.7 copies more for time.
+    That is what a step needs, and the place of one array for what kernels work on, one after the
+    other (jaxlib 0.12 has it beside both trees, as its buffer assignment shows). XLA's order for
+    CPUs trades up to 1.7 copies more for time.
     """
     order = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
     monkeypatch.setattr(xla, "FOR_CPUS", xla.FOR_CPUS | order)
     changes = {"algorithm": name, "batch_size": 4, "model": {"width": 256} | model}
-    program, params = compiled(tiny.config(tiny_data, **changes))
-    memory = xla.memory_of(program)
+    program, arrays = compiled(tiny.config(tiny_data, **changes))
+    memory, params = xla.memory_of(program), sum(arrays)
     assert memory.state == pytest.approx(copies * params, rel=0.01)
-    assert memory.temporary < 2.1 * params, memory.temporary / params
+    assert memory.temporary < 2.02 * params + max(arrays), memory.temporary / params
 
 
 def test_a_wrong_value_is_an_error():

@@ -381,6 +381,21 @@ def test_optimizers_of_optax_that_take_more_or_less_than_the_loss():
     np.testing.assert_allclose(got, 3, atol=1e-3)
 
 
+def test_a_mask_belongs_inside():
+    """Around a method it hands the gradients of the other leaves on, as docs/library.md says."""
+    mask, x = {"a": True, "b": False}, {"a": jnp.ones(4), "b": jnp.ones(4)}
+    grads, ring = jax.tree.map(lambda x: 0.5 * x, x), topology.make("ring", 4)
+
+    def moved(tx):
+        run = jax.vmap(lambda g, x: tx.update(g, tx.init(x), x, round=0)[0], axis_name="replica")
+        return {key: float(change[0]) for key, change in run(grads, x).items()}
+
+    inside = optim.decentralized(optax.adamw(0.0, weight_decay=0.1, mask=mask), ring)
+    assert moved(inside) == {"a": 0, "b": 0}
+    outside = optax.masked(optim.decentralized(optax.sgd(0.1), ring), mask)
+    assert moved(outside) == {"a": pytest.approx(-0.05), "b": 0.5}
+
+
 def test_some_parameters_are_shared_and_others_stay_own():
     tx = optim.decentralized(optax.sgd(0.0), topology.make("complete", 4))
     tx = optax.partition({"shared": tx, "own": optax.sgd(0.0)}, {"a": "shared", "b": "own"})

@@ -72,6 +72,34 @@ def nothing(x):
 SPEED = jnp.linspace(0.1, 0.8, N)
 
 
+# --- steps without an update of one's own ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["inactive", "rejected"])
+@pytest.mark.parametrize("name", harness.NAMES)
+def test_a_replica_that_makes_no_update_is_only_mixed(name, how):
+    """Its momentum does not move it. All replicas are equal, so that mixing moves nobody either."""
+    tx, every_step = build(name), name in ("d2", "decentlam")
+    x = jax.tree.map(lambda a: jnp.broadcast_to(a[:1], a.shape), stacked())
+    state = jax.vmap(tx.init)(x)
+
+    @functools.partial(jax.vmap, axis_name="replica", in_axes=(0, 0, None, None))
+    def step(x, state, speed, active):
+        round = 0 if every_step else None
+        grads = towards_zero(x, speed)
+        updates, state = tx.update(grads, state, x, round=round, active=active)
+        return optim.apply_updates(x, updates), state
+
+    step = jax.jit(step)
+    for _ in range(3):
+        x, state = step(x, state, 0.1, True)
+    speed, active = (0.1, False) if how == "inactive" else (jnp.nan, True)
+    after, _ = step(x, state, speed, active)
+    for key in x:
+        np.testing.assert_allclose(after[key], x[key], rtol=1e-6)
+        assert abs(x[key] - stacked()[key][:1]).max() > 1e-4
+
+
 # --- what is sent --------------------------------------------------------------------------------
 
 WIDTH = {"f32": 4, "bf16": 2, "s32": 4, "u32": 4, "s8": 1, "u8": 1, "u16": 2, "pred": 1}

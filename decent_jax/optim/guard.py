@@ -97,6 +97,9 @@ def method(
 ) -> optax.GradientTransformationExtraArgs:
     """A method from one step of it, the code of one replica.
 
+    A replica that makes no update in a step, because it is rejected or not active, is moved by
+    mixing and by an outer step that all replicas take, and never by a momentum.
+
     Args:
       inner: the local optimizer; None leaves gradients as they are.
       step: ``step(params, own, round, local) -> (new params, new own, inner, ok)``, the last two as

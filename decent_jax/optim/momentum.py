@@ -206,7 +206,7 @@ def quasi_global_sgd(
     def step(params, own, round, local):
         rate = guard.rate_at(learning_rate, local.count)
         g, inner, ok = local(params)
-        descent = guard.add(g, guard.scale(momentum, own.m))
+        descent = guard.add(g, guard.scale(jnp.where(ok, momentum, 0), own.m))
         after = mixing(guard.add(params, guard.scale(-rate, descent)), round, local.count)
         is_zero, divisor = guard.divisor(jnp.asarray(rate))
 
@@ -322,7 +322,7 @@ def decentlam(
         g_tilde = guard.scale(1 / divisor, optax.tree.sub(params, mixed))
         m = guard.add(guard.scale(momentum, own.m), g_tilde)
         after = guard.add(params, guard.scale(-rate, m))
-        only_mixes = is_zero | ~guard.all_finite(adapted)
+        only_mixes = is_zero | ~ok | ~guard.all_finite(adapted)
         after, m = optax.tree.where(only_mixes, (mixed, own.m), (after, m))
         return after, MomentumState(m), inner, ok
 

@@ -203,7 +203,11 @@ def hidden_matrices(params: Any) -> Any:
 
 
 def _muon(chosen: ConfigDict) -> optax.GradientTransformation:
-    """Muon for hidden matrices, Adam for the rest, both with steps of Adam's size."""
+    """Muon for hidden matrices, Adam for the rest, both with steps of Adam's size.
+
+    Both with Nesterov's look-ahead: `optax.contrib.muon` hands it on to its Adam (`optax.nadam`),
+    where Jordan et al. 2024 have plain Adam.
+    """
     return optax.contrib.muon(
         -1.0,  # the learning rate and its sign, and weight decay, follow
         beta=chosen.momentum,
