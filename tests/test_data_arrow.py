@@ -8,7 +8,7 @@ import pytest
 
 from decent_jax.data.text import token_folder, tokenizers
 from decent_jax.data.text.documents import chunks, documents, find_sources
-from decent_jax.data.text.prepare import prepare
+from decent_jax.data.text.prepare_text import prepare
 from decent_jax.ground import machine
 from decent_jax.ground.errors import DataError
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shared import shared
 
 from decent_jax.data.text import tokenizers
-from decent_jax.data.text.prepare import prepare
+from decent_jax.data.text.prepare_text import prepare
 from decent_jax.data.text.token_folder import TokenWindows
 from decent_jax.ground.errors import DataError
 

@@ -12,7 +12,7 @@ import tiny
 from PIL import Image
 
 from decent_jax.data import loader
-from decent_jax.data.images import crops, image_folder, prepare
+from decent_jax.data.images import crops, image_folder, prepare_images
 from decent_jax.train import TrainingFailed
 
 pytestmark = pytest.mark.usefixtures("compile_once")
@@ -36,7 +36,7 @@ def layouts(tmp_path_factory):
     ):
         (root / name).mkdir()
         write(root / name)
-    prepare.prepare(root / "archives", root / "packed", workers=1)
+    prepare_images.prepare(root / "archives", root / "packed", workers=1)
     return {path.name: path for path in root.iterdir() if path.is_dir()}
 
 
@@ -105,7 +105,7 @@ def test_a_damaged_image_ends_a_run_in_one_sentence_with_a_checkpoint(layouts, t
     assert "\n" not in str(error.value)
     assert tiny.saved_steps(tmp_path / "run")
     packed = tmp_path / "packed"
-    prepare.prepare(folder, packed, workers=1, max_bad=0.1)
+    prepare_images.prepare(folder, packed, workers=1)
     (bad,) = [json.loads(line) for line in (packed / "bad_files.jsonl").read_text().splitlines()]
     assert bad["name"] == victim and "truncated" in bad["reason"]
     source = crops.TrainImages(image_folder.open_images(packed, "train"), 16)

@@ -18,7 +18,7 @@ from tiny import rows
 from decent_jax import train
 from decent_jax.commands import export, sample, saved_model, translate
 from decent_jax.data import loader
-from decent_jax.data.translation import prepare, subwords
+from decent_jax.data.translation import prepare_translation, subwords
 from decent_jax.data.translation.pair_folder import TranslationPairs, pad_block
 from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.models import transformer
@@ -48,7 +48,7 @@ def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("wmt")
     mini_wmt14.write_archives(root / "archives")
     out = root / "prepared"
-    prepare.prepare([root / "archives"], out, "en", "de", vocab_size=320, workers=1)
+    prepare_translation.prepare([root / "archives"], out, "en", "de", vocab_size=320, workers=1)
     return out
 
 

@@ -1,7 +1,8 @@
 """Prepares data for training: `decent-jax prepare text|images|translation --help`.
 
 What all kinds share is here: the arguments, one sentence per error, exit codes, Ctrl-C. Each kind
-is the module `decent_jax.data.KIND.prepare`, with a function `prepare` for scripts.
+is the module `decent_jax.data.KIND.prepare_KIND`, with a function
+`prepare` for scripts.
 """
 
 import argparse
@@ -33,7 +34,8 @@ def _run(argv: list[str]) -> int:
     )
     parser.add_argument("kind", choices=KINDS)
     name = parser.parse_args(argv[:1]).kind
-    kind = importlib.import_module(f"decent_jax.data.{name}.prepare")  # the libraries of one kind
+    # Only the libraries of this kind need to be installed.
+    kind = importlib.import_module(f"decent_jax.data.{name}.prepare_{name}")
     args = vars(_parser(name, kind).parse_args(argv[1:]))
     inputs, out = args.pop("input"), args.pop("out")
     # Schedulers send SIGTERM: it cleans up as Ctrl-C does.
@@ -46,7 +48,7 @@ def _run(argv: list[str]) -> int:
             print(f"prepare {name}: {error}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
-            print(f"prepare {name}: interrupted; {kind.INTERRUPTED}", file=sys.stderr)
+            print(f"prepare {name}: interrupted; nothing was written", file=sys.stderr)
             return 130
     for line in kind.report(manifest):
         print(line)

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import decent_jax
-from decent_jax.data.reading import objects_within, one_sentence
+from decent_jax.data.reading import entries_of, objects_within, one_sentence
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.json_files import read_json, write_atomic
 from decent_jax.ground.replaceable import check_removable
 
 _LOCK = "owner.lock"
-_OWN = rf"manifest\.json|{re.escape(_LOCK)}(\.new)?|\..+\.\d+\.tmp"  # last: of `write_atomic`
+_LISTED_FILES = 1000  # a manifest names at most this many inputs
 _YOUNG_S = 60.0  # a draft this young may not have its lock yet
 
 
@@ -32,8 +32,6 @@ class Kind(NamedTuple):
 
     command: str  # `decent-jax prepare COMMAND` makes it
     format: str  # the entry `format` of its manifest, with a version
-    beside: str = ""  # regular expression of files that it holds besides those in its manifest
-    draft: str = ""  # the same, of the files of its drafts that `beside` has not
 
 
 def read_manifest(folder: str | Path, kind: Kind) -> dict[str, Any]:
@@ -58,16 +56,11 @@ def read_manifest(folder: str | Path, kind: Kind) -> dict[str, Any]:
 def is_whole(folder: str | Path, kind: Kind) -> bool:
     """Whether the folder is of this kind and its files have the hashes of its manifest."""
     try:
-        files = _recorded_files(read_manifest(folder, kind))
+        entries = objects_within(read_manifest(folder, kind))
+        files = [(x["file"], x["sha256"]) for x in entries if "file" in x and "sha256" in x]
         return all(sha256_file(Path(folder) / name) == sha256 for name, sha256 in files)
     except (DataError, OSError, TypeError):  # a name may be anything
         return False
-
-
-def _recorded_files(manifest: dict[str, Any]) -> list[tuple[str, str]]:
-    """(name, hash) of every file that a manifest records."""
-    entries = objects_within(manifest)
-    return [(x["file"], x["sha256"]) for x in entries if "file" in x and "sha256" in x]
 
 
 def find_or_make(
@@ -104,73 +97,42 @@ def check_out(out: Path, kind: Kind, *, overwrite: bool) -> None:
         ) from None
     if not overwrite:
         raise DataError(f"{out}: already prepared; pass --overwrite to replace it")
-    recorded = (re.escape(str(name)) for name, _ in _recorded_files(manifest))
-    _check_only(out, kind.beside, *recorded)
-
-
-def _check_only(folder: Path, *patterns: str) -> None:
-    """DataError where the folder holds anything but our own files, which may be removed."""
-    check_removable(folder, re.compile("|".join([_OWN, *patterns])), DataError)
+    with entries_of(out / "manifest.json", "is damaged; remove the folder"):
+        ours = [re.escape(name) for name in ("manifest.json", _LOCK, *manifest["files"])]
+    check_removable(out, re.compile("|".join(ours)), DataError)
 
 
 class Draft:
-    """A hidden sibling of `out` that becomes `out` by `publish`.
+    """A hidden sibling of `out`, `.NAME.tmp-...`, that becomes `out` by `publish`.
 
-    A file lock tells other processes that this one is alive. A draft is called
-    `.NAME.tmp-...`, and leaving the `with` removes it unless it was published; those of killed
-    runs, whose locks are free, are removed on the way in. With `resume` there is one draft per
-    `out`, `.NAME.unfinished`: it stays when its run fails, and the next run goes on with it.
+    A file lock tells other processes that this one is alive. Leaving the `with` removes the draft
+    unless it was published; those of killed runs, whose locks are free, are removed on the way in.
 
     Args:
       out: the folder to make.
       kind: what it will be.
       overwrite: replace a folder of this kind at `out`.
-      resume: keep an unfinished draft for the next run.
 
     Attributes:
       folder: where the files are written.
 
     Raises:
-      DataError: `out` exists and may not be replaced, its parent cannot be written, another run
-        holds the one draft, or a folder that would be removed holds a file that no run has made.
+      DataError: `out` exists and may not be replaced, or its parent cannot be written.
     """
 
-    def __init__(self, out: str | Path, kind: Kind, *, overwrite: bool, resume: bool = False):
+    def __init__(self, out: str | Path, kind: Kind, *, overwrite: bool):
         self.out = Path(os.path.abspath(out))
         self.kind = kind
         self.overwrite = overwrite
-        self.resume = resume
         check_out(self.out, kind, overwrite=overwrite)
         self._files: dict[str, IO[bytes]] = {}
         try:
             self.out.parent.mkdir(parents=True, exist_ok=True)
-            _remove_leftovers(self.out, kind)
-            if resume:
-                self.folder = self.out.with_name(f".{self.out.name}.unfinished")
-                self.folder.mkdir(exist_ok=True)
-                _check_only(self.folder, kind.beside, kind.draft)
-                self._lock = self._take_lock()
-            else:
-                self.folder = _temporary_sibling(self.out)
-                self._lock = _make_locked(self.folder / _LOCK)
+            _remove_leftovers(self.out)
+            self.folder = _temporary_sibling(self.out)
+            self._lock = _make_locked(self.folder / _LOCK)
         except OSError as error:
             raise DataError(f"{self.out.parent}: cannot be written ({error.strerror})") from None
-
-    def _take_lock(self) -> IO[bytes]:
-        """The lock of the one draft that is kept."""
-        path = self.folder / _LOCK
-        file = open(path, "wb")  # noqa: SIM115
-        # Even the lock we hold is of no use if the run that held it put the folder in place.
-        if _flock(file) is False or not _is_at(file, path):
-            file.close()
-            raise DataError(f"{self.out}: another run is preparing it now; wait for that one")
-        return file
-
-    def keep_only(self, names: set[str]) -> None:
-        """Removes all files but these (and the lock) that an earlier run left."""
-        for path in self.folder.iterdir():
-            if path.name not in {_LOCK, *names}:
-                path.unlink()
 
     def append(self, name: str, data: bytes) -> None:
         """Appends to a file."""
@@ -181,14 +143,15 @@ class Draft:
     def close(self, name: str) -> dict[str, Any]:
         """Puts a file on the disk; returns its `file` (name), `bytes` and `sha256`."""
         self.append(name, b"")
-        with self._files[name] as file:
-            file.flush()
-            os.fsync(file.fileno())
-        path = self.folder / name
-        return {"file": name, "bytes": path.stat().st_size, "sha256": sha256_file(path)}
+        self._files[name].close()
+        return recorded(self.folder / name)
 
-    def publish(self, manifest: dict[str, Any]) -> None:
-        """Adds `manifest.json` and renames the folder into place.
+    def publish(self, entries: dict[str, Any], *packages: str) -> dict[str, Any]:
+        """Adds `manifest.json` and renames the folder into place; returns the manifest.
+
+        Args:
+          entries: of the manifest, besides its format, its files and the versions.
+          packages: whose versions it records.
 
         Raises:
           DataError: another folder appeared at `out` that may not be replaced.
@@ -196,13 +159,21 @@ class Draft:
         for name, file in self._files.items():
             if not file.closed:
                 self.close(name)
+        files = sorted(path.name for path in self.folder.iterdir() if path.name != _LOCK)
+        manifest = {
+            "format": self.kind.format,
+            **entries,
+            "files": files,
+            "versions": _versions(*packages),
+        }
         text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
         # the name of a file that is not UTF-8 becomes the escape that JSON has for it
         write_atomic(self.folder / "manifest.json", text.encode(errors="backslashreplace"))
         self._move_into_place()
-        # last, so that no other run takes the folder for its own draft
+        # last, so that no other run takes the folder for the draft of a dead one
         (self.out / _LOCK).unlink(missing_ok=True)
         self._lock.close()
+        return manifest
 
     def _move_into_place(self) -> None:
         while True:
@@ -225,8 +196,7 @@ class Draft:
         for file in (*self._files.values(), self._lock):
             with contextlib.suppress(OSError):  # a full disk: what is buffered does not matter
                 file.close()
-        if not self.resume:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def sha256_file(path: str | Path) -> str:
@@ -235,31 +205,62 @@ def sha256_file(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sha256_files(paths: Sequence[Path], threads: int) -> list[str]:
-    """`sha256_file` of each path; DataError where one cannot be read."""
+def recorded(path: Path) -> dict[str, Any]:
+    """Puts a file on the disk; returns its `file` (name), `bytes` and `sha256`."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256}
+
+
+def inputs_entry(files: Sequence[tuple[str, Path]], threads: int) -> dict[str, Any]:
+    """The entry of a manifest about what was read; one hash covers all of it.
+
+    Args:
+      files: the name of each in the manifest, and its path.
+      threads: that read them.
+
+    Raises:
+      DataError: one cannot be read.
+    """
+    paths = [path for _, path in files]
     with one_sentence("the input"), ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(sha256_file, paths))
+        hashes = list(pool.map(sha256_file, paths))
+        sizes = [path.stat().st_size for path in paths]
+    entries = [
+        {"name": name, "bytes": size, "sha256": sha256}
+        for (name, _), size, sha256 in zip(files, sizes, hashes, strict=True)
+    ]
+    lines = "".join(f"{entry['sha256']}  {entry['name']}\n" for entry in entries)
+    return {
+        "files": len(files),
+        "bytes": sum(sizes),
+        "sha256_of_list": hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest(),
+        "list": entries[:_LISTED_FILES],
+    }
 
 
-def versions(*packages: str) -> dict[str, str]:
-    """The entry `versions` of a manifest: of this package, of Python and of `packages`."""
+def chosen(digest: bytes, share: float) -> bool:
+    """Whether a record with this hash is among a share of them, from 0 to 1."""
+    return int.from_bytes(digest[:8], "big") / 2**64 < share
+
+
+def _versions(*packages: str) -> dict[str, str]:
     own = {"decent_jax": decent_jax.__version__, "python": platform.python_version()}
     return own | {name: metadata.version(name) for name in packages}
 
 
-def _remove_leftovers(out: Path, kind: Kind) -> None:
+def _remove_leftovers(out: Path) -> None:
     """Removes the drafts of `out` whose runs are dead."""
-    for folder in out.parent.glob(f".{glob.escape(out.name)}.tmp-*"):
+    for folder in out.parent.glob(f".{glob.escape(out.name)}.tmp-{'[0-9a-f]' * 12}"):
         dead = False
         try:
             with open(folder / _LOCK, "r+b") as lock:
-                dead = _flock(lock) is True
+                dead = _flock(lock)
         except OSError:  # no lock: just being made, just being renamed, or half removed
             with contextlib.suppress(OSError):
                 dead = time.time() - folder.stat().st_mtime > _YOUNG_S
         if dead:
-            if not (folder / "manifest.json").exists():  # else an old folder, checked before
-                _check_only(folder, kind.beside, kind.draft)
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -272,28 +273,15 @@ def _make_locked(path: Path) -> IO[bytes]:
     return file
 
 
-def _flock(file: IO[bytes]) -> bool | None:
-    """Takes the lock of an open file.
-
-    Returns:
-      False where another process holds it, None where the file system has no locks.
-    """
+def _flock(file: IO[bytes]) -> bool:
+    """Takes the lock of an open file; False where another process holds it, or none can be had."""
     import fcntl
 
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
     except OSError:
-        return None
-    return True
-
-
-def _is_at(file: IO[bytes], path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
         return False
+    return True
 
 
 def _temporary_sibling(out: Path) -> Path:

@@ -1,15 +1,20 @@
-"""What can go wrong while data are read, as one sentence."""
+"""Files as bytes, and what can go wrong while they are read as one sentence."""
 
 import contextlib
 import gzip
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.format import format_bytes
+
+
+def as_paths(given: str | Path | Iterable[str | Path]) -> list[Path]:
+    """One path or several as a list."""
+    return [Path(given)] if isinstance(given, str | Path) else [Path(path) for path in given]
 
 
 @contextlib.contextmanager

@@ -1,4 +1,8 @@
-"""Worker processes of `decent-jax prepare`, and how that command is interrupted."""
+"""Worker processes of `decent-jax prepare`, and how that command is interrupted.
+
+`encode` is what all kinds of `prepare` do: processes work on pieces of the input while this one
+writes the results in order, so that the output is the same byte for byte for any number of them.
+"""
 
 import collections
 import contextlib
@@ -13,6 +17,7 @@ from multiprocessing import connection
 from typing import Any, TypeVar
 
 from decent_jax.ground.errors import DataError
+from decent_jax.ground.progress import progress_bar
 
 _MOST = 32  # processes per core
 SMALL_BYTES = 8 << 20  # starting workers takes longer than working on less than this
@@ -21,15 +26,14 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 _work: Callable[[Any], Any]  # in a worker process: what it was started for
-_stop: Any = None  # in a worker process: the event that tells it to give up
 
 
-def how_many(workers: int | None, most: int | None = None) -> int:
+def how_many(workers: int | None, *, small: bool) -> int:
     """How many processes to use.
 
     Args:
       workers: as the user says; None means one per core that this process may use.
-      most: limits that default.
+      small: whether there is so little to do that this process had better do it alone.
 
     Raises:
       DataError: `workers` is less than 1, or more than this machine should run.
@@ -37,15 +41,40 @@ def how_many(workers: int | None, most: int | None = None) -> int:
     if workers is None:
         here = hasattr(os, "sched_getaffinity")  # not on macOS
         cores = len(os.sched_getaffinity(0)) if here else os.cpu_count() or 1
-        return cores if most is None else min(cores, most)
-    if workers < 1:
-        raise DataError(f"workers must be at least 1, got {workers}")
-    if workers > _MOST * (os.cpu_count() or 1):
+        return 1 if small else cores
+    most = _MOST * (os.cpu_count() or 1)
+    if not 1 <= workers <= most:
         raise DataError(
-            f"workers must be at most {_MOST} per core, {_MOST * (os.cpu_count() or 1)} on this "
-            f"machine, got {workers}"
+            f"workers must be at least 1 and at most {_MOST} per core, {most} here, got {workers}"
         )
     return workers
+
+
+def encode(
+    tasks: Iterable[Task],
+    work: Callable[[Task], Result],
+    add: Callable[[Task, Result], int],
+    *,
+    workers: int,
+    total: int,
+    progress: bool,
+    desc: str,
+    unit: str = "B",
+) -> None:
+    """Calls ``add(task, work(task))`` for all tasks in order; processes do the work ahead.
+
+    Args:
+      tasks, work, workers: as for `results`.
+      add: takes a result in this process; returns how much of `total` that was.
+      total: of the progress bar, in `unit`.
+      progress: show the bar, on stderr, with the words `desc`.
+    """
+    with (
+        results(work, tasks, workers) as found,
+        progress_bar(total, progress, desc=desc, unit=unit, unit_scale=unit == "B") as bar,
+    ):
+        for task, result in found:
+            bar.update(add(task, result))
 
 
 @contextlib.contextmanager
@@ -70,10 +99,7 @@ def results(
         yield ((task, work(task)) for task in tasks)
         return
     context = multiprocessing.get_context("spawn")
-    stop = context.Event()
-    pool = ProcessPoolExecutor(
-        workers, mp_context=context, initializer=_start, initargs=(work, stop)
-    )
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(work,))
     try:
         with handled(signal.SIGINT, signal.SIG_IGN):  # of starting workers, too
             for _ in range(workers):
@@ -82,13 +108,7 @@ def results(
     except BrokenProcessPool:
         raise DataError("a worker process died, perhaps out of memory; try fewer workers") from None
     finally:
-        stop.set()
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def stopped() -> bool:
-    """Whether nobody waits for results any more; for work that takes long per task."""
-    return _stop is not None and _stop.is_set()
 
 
 def _in_order(
@@ -104,9 +124,9 @@ def _in_order(
         yield task, future.result()
 
 
-def _start(work: Callable[[Any], Any], stop: Any) -> None:
-    global _work, _stop
-    _work, _stop = work, stop
+def _start(work: Callable[[Any], Any]) -> None:
+    global _work
+    _work = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_die_with_parent, daemon=True).start()
 

@@ -1,37 +1,38 @@
 """Labelled images in ArrayRecord shards: our prepared folders, and those of TFDS.
 
-A prepared folder holds `train-00000-of-00012.array_record`, ..., the same for `val`,
-`manifest.json` and `bad_files.jsonl`. A record is the label (int32), the length of the name
+A prepared folder holds `train-00000.array_record`, ..., the same for `val`, `manifest.json` and
+`bad_files.jsonl`. A record is the label (int32), the length of the name
 (uint16), both little-endian, the name in UTF-8 and then the image file, byte for byte. Records have
 the order of `image_folder`, so the manifest's count of each class gives all labels.
 """
 
+import contextlib
 import functools
+import json
 import os
 import struct
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from array_record.python.array_record_module import ArrayRecordReader
+from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
 from decent_jax.data import prepared_folder, tfds_folder
-from decent_jax.data.prepared_folder import Kind
+from decent_jax.data.prepared_folder import Draft, Kind, recorded
 from decent_jax.data.reading import entries_of, one_sentence, short
 from decent_jax.ground.errors import DataError
 
-KIND = Kind(
-    "images",
-    "decent_jax images 1",
-    beside=r"bad_files\.jsonl",
-    draft=r"(train|val)-\d{5,}-of-\d{5,}\.array_record(\.json)?",
-)
+KIND = Kind("images", "decent_jax images 1")
 SPLITS = ("train", "val")
+BAD_FILES = "bad_files.jsonl"
+SHARD_BYTES = 256 << 20
 
 read_manifest = functools.partial(prepared_folder.read_manifest, kind=KIND)
 
 _HEADER = struct.Struct("<iH")
+_WRITER = "group_size:1,uncompressed"  # random access; JPEG does not compress any further
 # Read by the calling thread, nothing ahead: random access.
 _READER = {"options": "readahead_buffer_size:0,max_parallelism:0", "file_reader_buffer_size": 32768}
 _OPEN_FILES = 512  # at most, of a split; a process may often have 1024
@@ -91,6 +92,96 @@ class PreparedImages:
             return unpack_record(record)
         except ValueError as error:
             raise self._shards.error(index, error) from None
+
+
+class ImageFolderWriter(Draft):
+    """Writes a prepared folder: images first, those of a class one after another, then `commit`.
+
+    Leaving the `with` without `commit` leaves no trace.
+
+    Attributes:
+      bad: for each image that is left out, its name and the reason; the caller's to fill.
+
+    Raises:
+      DataError: `out` exists and may not be replaced, or its parent cannot be written.
+    """
+
+    def __init__(self, out: str | Path, class_names: Sequence[str], *, overwrite: bool = False):
+        super().__init__(out, KIND, overwrite=overwrite)
+        self.class_names = class_names
+        self.bad: list[dict[str, str]] = []
+        self._counts = {split: np.zeros(len(class_names), np.int64) for split in SPLITS}
+        self._shards: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
+        self._writer: Any = None  # of the last shard of `_split`
+        self._split, self._bytes = "", 0
+
+    def add(self, split: str, image: tuple[bytes, int, str]) -> None:
+        """Appends an image: its data, label and name."""
+        if split != self._split or self._bytes >= SHARD_BYTES:
+            self._begin_shard(split)
+        record = pack_record(*image)
+        shard = self._shards[split][-1]
+        with _named(shard["file"]):
+            self._writer.write(record)
+        self._counts[split][image[1]] += 1
+        shard["records"] += 1
+        self._bytes += len(record)
+
+    def commit(self) -> dict[str, Any]:
+        """Renames the finished folder into place and returns its manifest.
+
+        Raises:
+          DataError: a split has no image, or another process's folder appeared at `out`.
+        """
+        self._finish_shard()
+        splits = {}
+        for split, shards in self._shards.items():
+            bad = sum(entry["name"].startswith(f"{split}/") for entry in self.bad)
+            if not shards:
+                raise DataError(f"none of the {bad} images of {split!r} is whole")
+            splits[split] = {
+                "records": sum(shard["records"] for shard in shards),
+                "bytes": sum(shard["bytes"] for shard in shards),
+                "bad": bad,
+                "class_counts": self._counts[split].tolist(),
+                "shards": shards,
+            }
+        self.append(BAD_FILES, "".join(json.dumps(entry) + "\n" for entry in self.bad).encode())
+        about = {"class_names": list(self.class_names), "splits": splits}
+        return self.publish(about | {"bad_files": BAD_FILES}, "array_record")
+
+    def _begin_shard(self, split: str) -> None:
+        self._finish_shard()
+        name = f"{split}-{len(self._shards[split]):05}.array_record"
+        with _named(name):
+            self._writer = ArrayRecordWriter(str(self.folder / name), _WRITER)
+        self._shards[split].append({"file": name, "records": 0})
+        self._split, self._bytes = split, 0
+
+    def _finish_shard(self) -> None:
+        if self._writer is None:
+            return
+        shard = self._shards[self._split][-1]
+        with _named(shard["file"]):
+            self._writer.close()
+        self._writer = None
+        shard |= recorded(self.folder / shard["file"])
+
+    def __exit__(self, *exc_info) -> None:
+        if self._writer is not None:
+            with contextlib.suppress(RuntimeError):  # a full disk
+                self._writer.close()
+        super().__exit__(*exc_info)
+
+
+@contextlib.contextmanager
+def _named(file: str) -> Iterator[None]:
+    """Context that turns what array_record raises while it writes into an OSError."""
+    try:
+        yield
+    except RuntimeError as error:  # array_record's only kind
+        reason = str(error).partition(";")[0]
+        raise OSError(f"{file}: cannot be written ({reason})") from None
 
 
 def _check_size(path: Path, wanted: int) -> None:

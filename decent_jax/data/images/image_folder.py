@@ -43,13 +43,6 @@ class EncodedImage(NamedTuple):
     name: str
 
 
-class FileStamp(NamedTuple):
-    """What changes when a file changes."""
-
-    size: int  # bytes
-    mtime_ns: int  # of the archive, for an image in one
-
-
 class ImageFiles:
     """The images of one split by index, a grain `RandomAccessDataSource`; see `open_images`.
 
@@ -81,14 +74,6 @@ class ImageFiles:
     def __getitem__(self, index: int) -> EncodedImage:
         """DataError where the file is gone, unreadable or, in an archive or shard, damaged."""
         return EncodedImage(*self._storage.read(self._checked(index)))
-
-    def name(self, index: int) -> str:
-        """The name of an image of class folders or archives, without reading it."""
-        return self._storage.name(self._checked(index))
-
-    def stamp(self, index: int) -> FileStamp:
-        """Size and age of an image of class folders or archives, without reading it."""
-        return self._storage.stamp(self._checked(index))
 
     def _checked(self, index: int) -> int:
         index = operator.index(index)
@@ -310,12 +295,6 @@ class _FolderStorage(_Storage):
         with one_sentence(path), open(path, "rb", buffering=0) as file:
             return file.read()
 
-    def stamp(self, index: int) -> FileStamp:
-        path = self._path(index)
-        with one_sentence(path):
-            status = os.stat(path)
-            return FileStamp(status.st_size, status.st_mtime_ns)
-
     def _path(self, index: int) -> str:
         folder = "" if self._flat else self.class_names[self.labels[index]]
         return os.path.join(self._place, folder, self._file_name(index))
@@ -339,11 +318,6 @@ class _ArchiveStorage(_Storage):
                 f"{self._place}: is cut short, {self.name(index)} cannot be read; fetch it again"
             )
         return data
-
-    def stamp(self, index: int) -> FileStamp:
-        with one_sentence(self._place):
-            status = os.fstat(self._file.fileno())
-            return FileStamp(int(self._places[index, 1]), status.st_mtime_ns)
 
 
 class _SharedFile:

@@ -41,7 +41,7 @@ _READABLE = ".txt, .txt.gz, .jsonl, .jsonl.gz, .parquet or .arrow"
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class DocumentSource:
     """One file, or one split of a prepared TFDS folder.
 
     `name` is its name in the manifest: no machine's path, the same on every machine.
@@ -62,14 +62,14 @@ class Chunk:
     first line or record, `offset` the first byte, `read` the bytes of progress.
     """
 
-    source: Source
+    source: DocumentSource
     data: Any
     read: int
     row: int = 0
     offset: int = 0
 
 
-def find_sources(inputs: Iterable[Path], *, validation: bool = False) -> list[Source]:
+def find_sources(inputs: Iterable[Path], *, validation: bool = False) -> list[DocumentSource]:
     """The readable files under `inputs`, folders in sorted order, each file once.
 
     From a TFDS folder, or one of Hugging Face's with several splits, this takes the split `train`;
@@ -79,7 +79,7 @@ def find_sources(inputs: Iterable[Path], *, validation: bool = False) -> list[So
     Raises:
       DataError: a missing path, a file of another kind, or a folder without a readable file.
     """
-    found: dict[tuple, Source] = {}
+    found: dict[tuple, DocumentSource] = {}
     for given in inputs:
         if given.is_dir():
             sources = list(_walk(given, validation))
@@ -100,16 +100,27 @@ def find_sources(inputs: Iterable[Path], *, validation: bool = False) -> list[So
     return list(found.values())
 
 
-def check_source(source: Source, field: str) -> None:
-    """Reads the beginning of a source; DataError where its documents cannot be read."""
-    if source.kind == "txt":
-        with one_sentence(source.path), open(source.path, "rb"):
-            return
-    for chunk in itertools.islice(chunks([source], field), 1):
-        documents(chunk, field)
+def check_sources(
+    sources: list[DocumentSource], held_out: list[DocumentSource], field: str
+) -> None:
+    """Reads the beginning of each source.
+
+    Raises:
+      DataError: its documents cannot be read, or a source is both in `sources` and `held_out`.
+    """
+    trained = {(source.path.resolve(), source.split) for source in sources}
+    for source in held_out:
+        if (source.path.resolve(), source.split) in trained:
+            raise DataError(f"{source.path}: is both in the training and the validation input")
+    for source in sources + held_out:
+        if source.kind == "txt":
+            with one_sentence(source.path), open(source.path, "rb"):
+                continue
+        for chunk in itertools.islice(chunks([source], field), 1):
+            documents(chunk, field)
 
 
-def chunks(sources: list[Source], field: str) -> Iterator[Chunk]:
+def chunks(sources: list[DocumentSource], field: str) -> Iterator[Chunk]:
     """The documents of the sources, in order."""
     for source in sources:
         with one_sentence(source.path):
@@ -140,7 +151,7 @@ def documents(chunk: Chunk, field: str) -> list[str]:
         ]
 
 
-def distinct_names(sources: list[Source]) -> dict[Source, str]:
+def distinct_names(sources: list[DocumentSource]) -> dict[DocumentSource, str]:
     """The names of sources; the second source of a name becomes "NAME (2)"."""
     count: collections.Counter[str] = collections.Counter()
     names = {}
@@ -151,15 +162,18 @@ def distinct_names(sources: list[Source]) -> dict[Source, str]:
     return names
 
 
-def hashed_files(source: Source) -> list[tuple[str, Path]]:
-    """(name in the manifest, path) of the files of a source."""
-    if source.kind != "tfds":
-        return [(source.name, source.path)]
-    files = tfds_folder.files(source.path, source.split)
-    return [(f"{source.name}/{file.name}", file) for file in files]
+def hashed_files(sources: list[DocumentSource]) -> list[tuple[str, Path]]:
+    """(name in the manifest, path) of the files of sources."""
+    found = []
+    for source in sources:
+        files = tfds_folder.files(source.path, source.split) if source.kind == "tfds" else ()
+        found += [(f"{source.name}/{file.name}", file) for file in files] or [
+            (source.name, source.path)
+        ]
+    return found
 
 
-def _walk(folder: Path, validation: bool) -> Iterator[Source]:
+def _walk(folder: Path, validation: bool) -> Iterator[DocumentSource]:
     name = Path(os.path.abspath(folder)).name
 
     def fail(error: OSError):
@@ -189,16 +203,16 @@ def _kind(path: Path) -> str | None:
     return next((kind for suffix, kind in _KINDS.items() if name.endswith(suffix)), None)
 
 
-def _file(path: Path, name: str, kind: str) -> Source:
+def _file(path: Path, name: str, kind: str) -> DocumentSource:
     with one_sentence(path):
         check_regular(path)
-        return Source(path, kind, name, path.stat().st_size)
+        return DocumentSource(path, kind, name, path.stat().st_size)
 
 
-def _tfds_source(folder: Path, name: str, validation: bool) -> Source:
+def _tfds_source(folder: Path, name: str, validation: bool) -> DocumentSource:
     split = _split_of(folder, tfds_folder.open_builder(folder).info.splits, validation)
     size = sum(file.stat().st_size for file in tfds_folder.files(folder, split)[:-1])
-    return Source(folder, "tfds", name, size, split)
+    return DocumentSource(folder, "tfds", name, size, split)
 
 
 def _saved_by_datasets(folder: Path) -> list[str]:
@@ -217,11 +231,11 @@ def _split_of(folder: Path, splits: Iterable[str], validation: bool) -> str:
     return split
 
 
-def _text_chunk(source: Source, field: str) -> Iterator[Chunk]:
+def _text_chunk(source: DocumentSource, field: str) -> Iterator[Chunk]:
     yield Chunk(source, None, source.size)
 
 
-def _jsonl_chunks(source: Source, field: str) -> Iterator[Chunk]:
+def _jsonl_chunks(source: DocumentSource, field: str) -> Iterator[Chunk]:
     row, offset, read = 1, 0, 0
     with opened(source.path) as (file, raw):
         while block := file.read(CHUNK_BYTES):
@@ -233,7 +247,7 @@ def _jsonl_chunks(source: Source, field: str) -> Iterator[Chunk]:
             read = raw.tell()
 
 
-def _row_chunks(source: Source, field: str) -> Iterator[Chunk]:
+def _row_chunks(source: DocumentSource, field: str) -> Iterator[Chunk]:
     """Of a parquet or Arrow file, column by column, of which each ends at a byte of the file."""
     extras.need("text", "pyarrow")
     import pyarrow as pa
@@ -252,7 +266,7 @@ def _row_chunks(source: Source, field: str) -> Iterator[Chunk]:
         raise DataError(f"{place} ({short(error)})") from None
 
 
-def _parquet_columns(source: Source, field: str) -> Iterator[tuple[Any, int]]:
+def _parquet_columns(source: DocumentSource, field: str) -> Iterator[tuple[Any, int]]:
     """Up to `ROWS` rows at once, but few of long texts, which this machine has to hold."""
     import pyarrow.parquet as pq
 
@@ -271,7 +285,7 @@ def _parquet_columns(source: Source, field: str) -> Iterator[tuple[Any, int]]:
             yield batch.column(0), source.size * row // file.metadata.num_rows
 
 
-def _arrow_columns(source: Source, field: str) -> Iterator[tuple[Any, int]]:
+def _arrow_columns(source: DocumentSource, field: str) -> Iterator[tuple[Any, int]]:
     """Of a file of either format, one per batch: ``datasets`` writes a thousand rows into each."""
     import pyarrow as pa
 
@@ -307,7 +321,7 @@ def _parts(column: Any) -> list[Any]:
     return [column.slice(k, rows) for k in range(0, len(column), rows)]
 
 
-def _tfds_chunks(source: Source, field: str) -> Iterator[Chunk]:
+def _tfds_chunks(source: DocumentSource, field: str) -> Iterator[Chunk]:
     _check_feature(source.path, field)
     total = len(tfds_folder.records(source.path, source.split))
     for row in range(0, total, ROWS):

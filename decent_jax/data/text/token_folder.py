@@ -21,12 +21,7 @@ from decent_jax.data.text import document_sources
 from decent_jax.data.text.tokenizers import Tokenizer
 from decent_jax.ground.errors import DataError
 
-KIND = Kind(
-    "text",
-    "decent_jax tokens 1",
-    beside=r"encoder\.json|vocab\.bpe|tokenizer\.json",
-    draft=r"(train|val)\.bin|sources\.json",
-)
+KIND = Kind("text", "decent_jax tokens 1")
 SPLITS = ("train", "val")
 _TYPES = {"uint16, little-endian": np.dtype("<u2"), "uint32, little-endian": np.dtype("<u4")}
 
@@ -161,28 +156,23 @@ class TokenFolderWriter(Draft):
         Raises:
           DataError: another process's folder appeared at `out` and `overwrite` is False.
         """
-        splits = {}
-        for split in SPLITS:
-            splits[split] = {
-                "documents": self.documents[split],
-                "tokens": self.tokens[split],
-                **self.close(f"{split}.bin"),
-                "largest_id": self._largest[split],
-            }
         content = {"names": list(self._names), "splits": self._runs}
         self.append(document_sources.FILE, f"{json.dumps(content)}\n".encode())
-        sources = self.close(document_sources.FILE)
-        manifest = {
-            "format": KIND.format,
+        about = {
             "dtype": f"{self._tokenizer.dtype.name}, little-endian",
             "tokenizer": self._tokenizer.to_json(),
-            "splits": splits,
-            "sources": {"file": sources["file"], "sha256": sources["sha256"]},
-            **entries,
-            "versions": prepared_folder.versions("numpy"),
+            "splits": {
+                split: {
+                    "documents": self.documents[split],
+                    "tokens": self.tokens[split],
+                    **self.close(f"{split}.bin"),
+                    "largest_id": self._largest[split],
+                }
+                for split in SPLITS
+            },
+            "sources": self.close(document_sources.FILE),
         }
-        self.publish(manifest)
-        return manifest
+        return self.publish(about | entries, "numpy")
 
 
 def _memmap(path: str | Path) -> np.ndarray:

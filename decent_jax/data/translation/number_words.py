@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from decent_jax.data.prepared_folder import find_or_make
-from decent_jax.data.translation import prepare
+from decent_jax.data.translation import prepare_translation
 from decent_jax.data.translation.pair_folder import is_whole, read_manifest
 from decent_jax.ground.errors import DataError
 
@@ -165,7 +165,7 @@ def build(out: str | Path) -> dict[str, Any]:
 def _make(out: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         write_files(folder, **_COUNTS, seed=0)
-        return prepare.prepare(
+        return prepare_translation.prepare(
             [folder], out, "en", "de", vocab_size=_VOCAB_SIZE, workers=1, overwrite=True
         )
 

@@ -23,12 +23,7 @@ from decent_jax.data.translation.pair_batches import TokenBatches
 from decent_jax.data.translation.subwords import END, START, Subwords
 from decent_jax.ground.errors import DataError
 
-KIND = Kind(
-    "translation",
-    "decent_jax translation 1",
-    beside=r"vocabulary\.model",
-    draft=r"(train|val|test)\.[A-Za-z][A-Za-z0-9_-]*",
-)
+KIND = Kind("translation", "decent_jax translation 1")
 SPLITS = ("train", "val", "test")
 ID = LENGTH = np.dtype("<u2")
 OFFSET = np.dtype("<i8")
@@ -277,18 +272,11 @@ class TranslationFolderWriter(Draft):
         Raises:
           DataError: another process's folder appeared at `out` and `overwrite` is False.
         """
-        manifest = {
-            "format": KIND.format,
-            "languages": list(self.languages),
-            "vocab_size": vocabulary.size,
-            "vocab_sha256": vocabulary.sha256,
-            "splits": {split: self._entry(split) for split in SPLITS if self.pairs[split]},
-            **entries,
-            "versions": prepared_folder.versions("numpy", "sentencepiece"),
-        }
         self.append(subwords.FILE, vocabulary.model)
-        self.publish(manifest)
-        return manifest
+        splits = {split: self._entry(split) for split in SPLITS if self.pairs[split]}
+        own = {"vocab_size": vocabulary.size, "vocab_sha256": vocabulary.sha256}
+        about = {"languages": list(self.languages), **own, "splits": splits}
+        return self.publish(about | entries, "numpy", "sentencepiece")
 
     def _entry(self, split: str) -> dict:
         entry = {

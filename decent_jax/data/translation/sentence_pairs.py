@@ -47,7 +47,7 @@ _SPLIT_NAMES = {
 _SEGMENT = re.compile(rb"<seg[^>]*>(.*?)</seg>", re.DOTALL | re.IGNORECASE)  # SGML, not valid XML
 
 
-class Block(NamedTuple):
+class Lines(NamedTuple):
     """Some pairs of a source, as UTF-8 without line ends.
 
     `places` are names of the two sides for messages, `line` is the number of the first line, `read`
@@ -61,7 +61,7 @@ class Block(NamedTuple):
     read: int
 
 
-class Source:
+class PairSource:
     """Pairs from one place.
 
     Attributes:
@@ -74,7 +74,7 @@ class Source:
     files: tuple[Path, ...]
     size: int
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[Lines]:
         """All pairs; DataError where they cannot be read."""
         raise NotImplementedError
 
@@ -82,9 +82,9 @@ class Source:
 class Inputs(NamedTuple):
     """The sources of each split."""
 
-    train: list[Source]
-    val: list[Source]
-    test: list[Source]
+    train: list[PairSource]
+    val: list[PairSource]
+    test: list[PairSource]
 
 
 def find_inputs(
@@ -146,7 +146,7 @@ def _folder(path: Path, languages) -> Inputs:
     return Inputs(*splits)
 
 
-def _one(path: Path, languages) -> Source:
+def _one(path: Path, languages) -> PairSource:
     if path.name.endswith((".tsv", ".tsv.gz")) and path.exists():
         return _Table(path)
     sides = _sides(path, languages)
@@ -183,7 +183,7 @@ def _archive_folder(path: Path, languages) -> Inputs:
             " their files as prefixes"
         )
 
-    def source(archive: str, member: str) -> Source:
+    def source(archive: str, member: str) -> PairSource:
         names = [
             member.replace("OTHER", other).replace("LANG", language).replace("SIDE", side)
             for language, side in zip(languages, ("src", "ref"), strict=True)
@@ -207,7 +207,7 @@ def _tfds_folder(path: Path, languages) -> Inputs:
     if "train" not in there:
         raise DataError(f"{path}: has no split 'train', only {', '.join(sorted(there)) or 'none'}")
     names = [{"val": "validation"}.get(split, split) for split in Inputs._fields]
-    splits: list[list[Source]] = [
+    splits: list[list[PairSource]] = [
         [_Tfds(path, info.full_name, name, languages)] if name in there else [] for name in names
     ]
     return Inputs(*splits)
@@ -260,7 +260,7 @@ class _Side:
                 yield line.removesuffix(b"\n")
 
 
-class _Pair(Source):
+class _Pair(PairSource):
     """Two files, or two members of archives, line by line."""
 
     def __init__(self, source: _Side, target: _Side):
@@ -269,7 +269,7 @@ class _Pair(Source):
         self.name = f"{source.name} {target.name}"
         self.size = sum(side.path.stat().st_size for side in self.sides)
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[Lines]:
         places = self.sides[0].place, self.sides[1].place
         counts, read = [0, 0], 0
         with self.sides[0].open() as (sources, raw1), self.sides[1].open() as (targets, raw2):
@@ -278,7 +278,7 @@ class _Pair(Source):
                 two = [[x for x in side if x is not None] for side in zip(*some, strict=True)]
                 before, read = read, raw1.tell() + raw2.tell()
                 if counts[0] == counts[1] and len(two[0]) == len(two[1]):
-                    yield Block(two[0], two[1], places, counts[0] + 1, read - before)
+                    yield Lines(two[0], two[1], places, counts[0] + 1, read - before)
                 counts = [count + len(side) for count, side in zip(counts, two, strict=True)]
         for place, count in zip(places, counts, strict=True):
             if not count:
@@ -290,7 +290,7 @@ class _Pair(Source):
             )
 
 
-class _Table(Source):
+class _Table(PairSource):
     """A file with the two sides in its first two columns."""
 
     def __init__(self, path: Path):
@@ -299,7 +299,7 @@ class _Table(Source):
         self.size = path.stat().st_size
         self.side = _Side(path)
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[Lines]:
         path, read, line = self.side.path, 0, 1
         with self.side.open() as (lines, raw):
             while block := list(itertools.islice(lines, BLOCK_LINES)):
@@ -309,13 +309,13 @@ class _Table(Source):
                     raise DataError(f"{path}, line {line + short}: has no tab between two columns")
                 before, read = read, raw.tell()
                 source, target = ([row[i] for row in columns] for i in range(2))
-                yield Block(source, target, (str(path), str(path)), line, read - before)
+                yield Lines(source, target, (str(path), str(path)), line, read - before)
                 line += len(block)
         if line == 1:
             raise DataError(f"{path}: is empty")
 
 
-class _Tfds(Source):
+class _Tfds(PairSource):
     """One split of a folder prepared by TFDS, read without TensorFlow."""
 
     def __init__(self, folder: Path, full_name: str, split: str, languages):
@@ -324,7 +324,7 @@ class _Tfds(Source):
         self.name = f"{full_name}, split {split}"
         self.size = sum(file.stat().st_size for file in self.files)
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[Lines]:
         total = len(tfds_folder.records(self.folder, self.split))
         if not total:
             raise DataError(f"{self.folder}: its split {self.split!r} is empty")
@@ -334,4 +334,4 @@ class _Tfds(Source):
             block = tfds_folder.read(self.folder, self.split, range(start, stop))
             source, target = ([x[language] for x in block] for language in self.languages)
             read = self.size * stop // total - self.size * start // total
-            yield Block(source, target, (place, place), start + 1, read)
+            yield Lines(source, target, (place, place), start + 1, read)

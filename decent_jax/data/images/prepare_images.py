@@ -1,0 +1,148 @@
+"""Packs labelled images into a few large files: `decent-jax prepare images`.
+
+Training reads images in random order. Reading a million small files that way is slow on a file
+server or a hard disk; reading ArrayRecord shards is not. Each image is decoded once to check that
+it is whole, and stored byte for byte as it was.
+"""
+
+import argparse
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from decent_jax.data import worker_pool
+from decent_jax.data.images import jpeg
+from decent_jax.data.images.array_records import ImageFolderWriter
+from decent_jax.data.images.image_folder import SPLITS, EncodedImage, ImageFiles, open_images
+from decent_jax.ground.errors import DataError
+
+MOST_BAD = 0.1  # share of the images that may be broken
+
+_TOGETHER = 32  # images of a task: some megabytes on their way back
+_FEW_IMAGES = 1000  # starting workers takes longer than decoding so many
+
+
+def prepare(
+    source: str | Path,
+    out: str | Path,
+    *,
+    workers: int | None = None,
+    overwrite: bool = False,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Writes the prepared folder `out`; `DESCRIPTION` lists the layouts it reads.
+
+    With several workers, a script must call this under `if __name__ == "__main__":`, because they
+    are spawned. Broken images are left out, up to a tenth of all.
+
+    Args:
+      source: the folder with the images.
+      out: the folder to make.
+      workers: processes; None means one per core, and only this one for a few images.
+      overwrite: replace a folder that an earlier call made, once the new one is whole.
+      progress: show a progress bar on stderr.
+
+    Returns:
+      The manifest: class names, and of each split images, bytes, broken images and shards.
+
+    Raises:
+      DataError: the arguments or the data are wrong; one sentence.
+      OSError: the output cannot be written, for instance because the disk is full.
+    """
+    images = {split: _open_source(source, split) for split in SPLITS}
+    total = sum(map(len, images.values()))
+    workers = worker_pool.how_many(workers, small=total < _FEW_IMAGES)
+    with ImageFolderWriter(out, images["train"].class_names, overwrite=overwrite) as folder:
+
+        def add(task: _Task, checked: list[tuple[EncodedImage, str]]) -> int:
+            for image, reason in checked:
+                if reason:
+                    folder.bad.append({"name": image.name, "reason": reason})
+                else:
+                    folder.add(task.split, image)
+            _check_bad(folder.bad, total)
+            return len(checked)
+
+        work = functools.partial(_check, images=images)
+        options = {"workers": workers, "total": total, "progress": progress}
+        worker_pool.encode(_tasks(images), work, add, desc="packing", unit=" images", **options)
+        return folder.commit()
+
+
+class _Task(NamedTuple):
+    """The images `start` to `stop` of a split."""
+
+    split: str
+    start: int
+    stop: int
+
+
+def _open_source(source: str | Path, split: str) -> ImageFiles:
+    images = open_images(source, split)
+    if images.layout in ("prepared", "TFDS"):
+        raise DataError(
+            f"{source}: is a {images.layout} folder already, which training reads as it is; give"
+            " class folders or archives"
+        )
+    return images
+
+
+def _tasks(images: dict[str, ImageFiles]) -> Iterator[_Task]:
+    for split, files in images.items():
+        for start in range(0, len(files), _TOGETHER):
+            yield _Task(split, start, min(start + _TOGETHER, len(files)))
+
+
+def _check(task: _Task, images: dict[str, ImageFiles]) -> list[tuple[EncodedImage, str]]:
+    """Each image, with what is wrong with it or ""."""
+    checked = []
+    for index in range(task.start, task.stop):
+        image, reason = images[task.split][index], ""
+        try:
+            jpeg.decode(image.data)
+        except ValueError as error:
+            image, reason = image._replace(data=b""), str(error)
+        checked.append((image, reason))
+    return checked
+
+
+def _check_bad(bad: list[dict[str, str]], total: int) -> None:
+    if len(bad) <= MOST_BAD * total:
+        return
+    first = "; ".join(f"{entry['name']} {entry['reason']}" for entry in bad[:3])
+    raise DataError(
+        f"at least {len(bad)} of {total} images are broken, more than a tenth ({first}); fetch them"
+        " again or remove them"
+    )
+
+
+# --- The command, see `decent_jax.commands.prepare` -----------------------------------------------
+
+DESCRIPTION = """\
+Packs the images of PATH into OUT/train-*.array_record and OUT/val-*.array_record for training,
+with OUT/manifest.json. Each image is decoded once as a check and stored as it is; broken ones are
+left out and listed in OUT/bad_files.jsonl.
+
+Reads class folders (PATH/train/CLASS/*.jpg and PATH/val/CLASS/*.jpg) and archives: ImageNet's
+ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar with ILSVRC2012_devkit_t12.tar.gz as they were
+downloaded, not unpacked, or train.tar and val.tar with members CLASS/NAME.jpg.
+"""
+EXAMPLE = """\
+example, ImageNet from the original archives:
+  decent-jax prepare images --input imagenet_archives/ --out data/imagenet
+
+OUT appears when it is whole, and needs as much space as the images. After a kill, start the same
+command again.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds nothing: `prepare` has no arguments that only images have."""
+
+
+def report(manifest: dict[str, Any]) -> Iterator[str]:
+    """What the command prints about a finished folder."""
+    for split, entry in manifest["splits"].items():
+        bad = f", {entry['bad']:,} broken left out" if entry["bad"] else ""
+        yield f"{split:5} {entry['records']:>12,} images {entry['bytes'] / 1e6:>12,.1f} MB{bad}"

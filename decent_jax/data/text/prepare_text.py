@@ -1,0 +1,216 @@
+"""Turns text into `train.bin` and `val.bin`: `decent-jax prepare text`.
+
+Memory does not grow with the corpus. A hash of a document's text decides its split, so copies of a
+document stay together.
+"""
+
+import argparse
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from decent_jax.data import worker_pool
+from decent_jax.data.prepared_folder import chosen, inputs_entry
+from decent_jax.data.reading import as_paths
+from decent_jax.data.text import documents, tokenizers
+from decent_jax.data.text.documents import Chunk, DocumentSource
+from decent_jax.data.text.token_folder import SPLITS, TokenFolderWriter
+from decent_jax.data.text.tokenizers import Tokenizer
+from decent_jax.ground.errors import DataError
+
+_MOST_CHUNKS = 256  # that a worker process receives at once
+
+# The source, a digest of the text and the ids of a document.
+Encoded = tuple[DocumentSource, bytes, np.ndarray]
+
+
+def prepare(
+    inputs: str | Path | Iterable[str | Path],
+    out: str | Path,
+    tokenizer: str = "gpt2",
+    *,
+    tokenizer_path: str | Path | None = None,
+    val_fraction: float = 0.0005,
+    val_inputs: str | Path | Iterable[str | Path] = (),
+    text_field: str = "text",
+    workers: int | None = None,
+    overwrite: bool = False,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Writes the prepared folder `out` from text; `DESCRIPTION` lists the formats it reads.
+
+    With several workers, a script must call this under `if __name__ == "__main__":`, because they
+    are spawned. Empty documents are left out. With `val_inputs`, training documents that occur in
+    the validation set are left out too.
+
+    Args:
+      inputs: files and folders.
+      out: the folder to make.
+      tokenizer: `"gpt2"`, `"bytes"`, or the path of a tokenizer.json of Hugging Face.
+      tokenizer_path: folder with GPT-2's `encoder.json` and `vocab.bpe`; None downloads them.
+      val_fraction: share of the documents, in (0, 1), that `val.bin` receives; of a single text
+        file, which is one document, its last part.
+      val_inputs: files and folders for `val.bin`; `val_fraction` is then ignored.
+      text_field: the JSON field, parquet column or TFDS feature with the text.
+      workers: processes; None means one per core, and only this one for a few megabytes.
+      overwrite: replace a folder that an earlier call made, once the new one is whole.
+      progress: show a progress bar on stderr.
+
+    Returns:
+      The manifest: documents, tokens and hashes of each split, hashes of the inputs, tokenizer.
+
+    Raises:
+      DataError: the arguments or the data are wrong; one sentence.
+      OSError: the output cannot be written, for instance because the disk is full.
+    """
+    if not 0 < val_fraction < 1:
+        raise DataError(f"val_fraction must lie between 0 and 1, got {val_fraction}")
+    codec = tokenizers.load(tokenizer, tokenizer_path)
+    sources = documents.find_sources(as_paths(inputs))
+    held_out = documents.find_sources(as_paths(val_inputs), validation=True)
+    if not sources:
+        raise DataError("no input given")
+    documents.check_sources(sources, held_out, text_field)
+    total = sum(source.size for source in sources + held_out)
+    workers = worker_pool.how_many(workers, small=total < worker_pool.SMALL_BYTES)
+    work = functools.partial(_encode, tokenizer=codec, field=text_field)
+    split_of = _of_given(held_out) if held_out else _by_hash(sources, val_fraction)
+    names = documents.distinct_names(sources) | documents.distinct_names(held_out)
+    left_out = {"empty": 0, "in validation": 0}
+    with TokenFolderWriter(out, codec, overwrite=overwrite) as folder:
+
+        def add(task: list[Chunk], encoded: list[Encoded]) -> int:
+            for source, digest, ids in encoded:
+                parts = split_of(source, digest, ids) if len(ids) else {}
+                left_out["in validation" if len(ids) else "empty"] += not parts
+                for split, part in parts.items():
+                    folder.add(split, part, names[source])
+            return sum(chunk.read for chunk in task)
+
+        tasks = _tasks(documents.chunks(held_out + sources, text_field))
+        options = {"workers": workers, "total": total, "progress": progress}
+        worker_pool.encode(tasks, work, add, desc="tokenizing", **options)
+        _check_counts(folder.documents, None if held_out else val_fraction)
+        return folder.commit(
+            val_fraction=None if held_out else val_fraction,
+            text_field=text_field,
+            empty_documents_left_out=left_out["empty"],
+            validation_documents_left_out_of_train=left_out["in validation"],
+            inputs=inputs_entry(documents.hashed_files(sources), workers),
+            val_inputs=inputs_entry(documents.hashed_files(held_out), workers),
+        )
+
+
+def _of_given(held_out: list[DocumentSource]) -> Callable:
+    """Function that says which part of a document belongs to which split: by its source.
+
+    A training document that occurred in the validation set, which comes first, belongs to none.
+    """
+    given, seen = set(held_out), set()
+
+    def split_of(source: DocumentSource, digest: bytes, ids: np.ndarray) -> dict[str, np.ndarray]:
+        if source in given:
+            seen.add(digest)
+            return {"val": ids}
+        return {} if digest in seen else {"train": ids}
+
+    return split_of
+
+
+def _by_hash(sources: list[DocumentSource], val_fraction: float) -> Callable:
+    """The same, by a hash of the text; of a single text file the last part is for validation."""
+    single = len(sources) == 1 and sources[0].kind == "txt"
+
+    def split_of(source: DocumentSource, digest: bytes, ids: np.ndarray) -> dict[str, np.ndarray]:
+        if single and len(ids) > 1:
+            cut = min(max(round(len(ids) * (1 - val_fraction)), 1), len(ids) - 1)
+            return {"train": ids[:cut], "val": ids[cut:]}
+        return {"val" if chosen(digest, val_fraction) else "train": ids}
+
+    return split_of
+
+
+def _tasks(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
+    """The chunks, those of small files together."""
+    task: list[Chunk] = []
+    for chunk in chunks:
+        task.append(chunk)
+        size = sum(chunk.read for chunk in task)
+        small = chunk.source.kind == "txt" and size < documents.CHUNK_BYTES
+        if not small or len(task) == _MOST_CHUNKS:
+            yield task
+            task = []
+    if task:
+        yield task
+
+
+def _encode(task: list[Chunk], *, tokenizer: Tokenizer, field: str) -> list[Encoded]:
+    encoded = []
+    for chunk in task:
+        for text in documents.documents(chunk, field):
+            # as the bytes tokenizer does, so that the split is the same for all tokenizers
+            text = tokenizers.valid_unicode(text.replace("\0", ""))
+            digest = hashlib.blake2b(text.encode(), digest_size=16, key=b"0").digest()
+            encoded.append((chunk.source, digest, tokenizer.encode(text)))
+    return encoded
+
+
+def _check_counts(counts: dict[str, int], val_fraction: float | None) -> None:
+    if not any(counts.values()):
+        raise DataError("the input has no document with any text")
+    for split in SPLITS:
+        if counts[split]:
+            continue
+        if val_fraction is None:
+            where = {"val": "validation input", "train": "training input, less the validation"}
+            raise DataError(f"the {where[split]} has no document with any text")
+        raise DataError(
+            f"the {split} split is empty: none of {sum(counts.values())} documents fell into it"
+            f" with --val_fraction {val_fraction:g}; choose another one, or pass --val_input"
+        )
+
+
+# --- The command, see `decent_jax.commands.prepare` -----------------------------------------------
+
+DESCRIPTION = """\
+Tokenizes text into OUT/train.bin and OUT/val.bin (uint16, or uint32 for a vocabulary beyond
+65,536; each document followed by the end-of-text id), with OUT/manifest.json and the tokenizer's
+files. OUT/sources.json records which tokens come from which input file, for replicas that train on
+different sources (config.data.partition=dirichlet).
+
+Reads .txt (a file is a document), .jsonl (a line is a document), both also as .gz, .parquet and
+.arrow (a row is a document), folders of these, data sets that Hugging Face's datasets saved, and
+prepared TFDS folders stored as array_record.
+"""
+EXAMPLE = """\
+example, 1 % of the documents of a folder of .jsonl.gz files for validation:
+  decent-jax prepare text --input corpus/ --out data/corpus \\
+      --tokenizer gpt2 --tokenizer_path gpt2_bpe/ --val_fraction 0.01
+
+OUT appears when it is whole. After a kill, start the same command again.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `prepare` that only text has."""
+    add, one_of = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
+    kinds = "gpt2, bytes (of UTF-8), or FILE.json: a tokenizer.json of Hugging Face"
+    add("--tokenizer", required=True, metavar="NAME", help=kinds)
+    files = "folder with GPT-2's encoder.json and vocab.bpe (default: download them)"
+    add("--tokenizer_path", metavar="DIR", help=files)
+    share = "share of the documents, or of a single text file, that goes to val.bin (%(default)s)"
+    one_of("--val_fraction", type=float, default=0.0005, metavar="F", help=share)
+    read = "read val.bin's documents here instead"
+    one_of("--val_input", dest="val_inputs", nargs="+", default=[], metavar="PATH", help=read)
+    field = "JSON field, parquet column or TFDS feature with the text (%(default)s)"
+    add("--text_field", default="text", metavar="NAME", help=field)
+
+
+def report(manifest: dict[str, Any]) -> Iterator[str]:
+    """What the command prints about a finished folder."""
+    for split, entry in manifest["splits"].items():
+        yield f"{split:5} {entry['documents']:>12,} documents {entry['tokens']:>16,} tokens"

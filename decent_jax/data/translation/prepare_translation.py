@@ -1,0 +1,358 @@
+"""Turns sentence pairs into token ids for training: `decent-jax prepare translation`.
+
+All cores read the input twice: once to clean, count and hash the pairs, which gives the vocabulary
+and the duplicates; once to write the remaining pairs as ids. Memory holds one hash per pair and the
+distinct words, not the text.
+"""
+
+import argparse
+import collections
+import functools
+import hashlib
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from decent_jax.data import worker_pool
+from decent_jax.data.prepared_folder import chosen, inputs_entry
+from decent_jax.data.reading import as_paths
+from decent_jax.data.translation import sentence_pairs, subwords
+from decent_jax.data.translation.pair_folder import SPLITS, TranslationFolderWriter
+from decent_jax.data.translation.sentence_pairs import Lines, PairSource
+from decent_jax.data.translation.subwords import Subwords, normalise
+from decent_jax.ground.errors import DataError
+from decent_jax.ground.format import shown
+
+VOCAB_SIZE = 37120  # the reference's, for English and German
+MAX_SUBWORDS = 156  # the reference's, which cuts longer sentences off
+
+_RATIO, _SLACK = 2.0, 5  # the longer side has at most 2 times the shorter's subwords and 5
+_COPIED_WORDS = 4  # names and numbers are equal in both languages, longer sentences are not
+_MOST_WORDS = 8_000_000  # distinct ones in memory; above it, words seen only once are dropped
+
+# The fate of a pair: a split, as in `SPLITS`, or the filter that drops it
+_TRAIN, _VAL, _TEST, _EMPTY, _COPIED, _DUPLICATE, _HELD_OUT, _LONG, _RATIO_OFF = range(9)
+_FILTERS: tuple[str, ...] = (
+    "empty_side",
+    "untranslated",
+    "duplicate",
+    "also_in_val_or_test",
+    "too_long",
+)
+_FILTERS += ("length_ratio",)
+
+Streams = list[tuple[str, PairSource]]  # (split, source) in the order of reading
+
+
+def prepare(
+    inputs: str | Path | Iterable[str | Path],
+    out: str | Path,
+    source_lang: str,
+    target_lang: str,
+    *,
+    val: str | Path | None = None,
+    test: str | Path | None = None,
+    val_fraction: float = 0,
+    vocab_size: int = VOCAB_SIZE,
+    workers: int | None = None,
+    overwrite: bool = False,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Writes the prepared folder `out` from sentence pairs; `DESCRIPTION` lists what it reads.
+
+    With several workers, a script must call this under `if __name__ == "__main__":`, because they
+    are spawned.
+
+    Training pairs are dropped when, normalised, a side is empty; both sides are the same text of
+    four words or more; the pair occurred before; or is one of `val` or `test`; a side has more than
+    156 subwords; or one side has more than twice the subwords of the other and 5. Pairs of a given
+    `val` and `test` are dropped only for an empty side.
+
+    Args:
+      inputs: folders, prefixes of parallel files, tables.
+      out: the folder to make.
+      source_lang, target_lang: as in the names of the files, such as `"en"` and `"de"`.
+      val, test: prefixes or tables; None takes those that an input folder holds.
+      val_fraction: share of the training pairs, chosen by a hash of the source sentence, to
+        validate with where there is no `val`.
+      vocab_size: ids of the joint vocabulary, with 4 special ones and 256 bytes.
+      workers: processes; None means one per core, and only this one for a few megabytes.
+      overwrite: replace a folder that an earlier call made, once the new one is whole.
+      progress: show progress bars on stderr.
+
+    Returns:
+      The manifest: pairs, tokens and hashes of each split, hashes of the inputs and of the
+      vocabulary, and for each filter how many pairs it dropped.
+
+    Raises:
+      DataError: the arguments or the data are wrong; one sentence.
+      OSError: the output cannot be written, for instance because the disk is full.
+    """
+    languages = source_lang, target_lang
+    _check_arguments(languages, val_fraction)
+    subwords.check_size(vocab_size)
+    sources = sentence_pairs.find_inputs(as_paths(inputs), languages, val, test)
+    _check_splits(sources, val_fraction)
+    streams = [(split, source) for split in SPLITS[::-1] for source in getattr(sources, split)]
+    total = sum(source.size for _, source in streams)
+    workers = worker_pool.how_many(workers, small=total < worker_pool.SMALL_BYTES)
+    options = {"workers": workers, "total": total, "progress": progress}
+    with TranslationFolderWriter(out, languages, overwrite=overwrite) as folder:
+        survey = _Survey(streams)
+        look = functools.partial(_survey_lines, val_fraction=val_fraction)
+        worker_pool.encode(_tasks(streams), look, survey.add, desc="reading", **options)
+        survey.finish()
+        _check_survey(survey, sources, val_fraction)
+        if progress:
+            print(f"learning {vocab_size} subwords from {len(survey.words)} words", file=sys.stderr)
+        vocabulary = subwords.train(survey.words, vocab_size)
+        fates = np.zeros(_RATIO_OFF + 1, np.int64)
+
+        def add(task: _Task, encoded: tuple[np.ndarray, list[tuple]]) -> int:
+            fates[:] += np.bincount(encoded[0], minlength=len(fates))
+            for part in encoded[1]:
+                folder.add(*part)
+            return task.lines.read
+
+        tasks = _tasks(streams, survey.fates)
+        work = functools.partial(_encode_lines, vocabulary=vocabulary)
+        worker_pool.encode(tasks, work, add, desc="encoding", **options)
+        dropped = dict(zip(_FILTERS, fates[_EMPTY:].tolist(), strict=True))
+        if not folder.pairs["train"]:
+            raise DataError(f"no pair of the train split is left ({_list(dropped)})")
+        files = dict.fromkeys(file for _, source in streams for file in source.files)
+        return folder.commit(
+            vocabulary,
+            filters=dropped,
+            max_subwords=MAX_SUBWORDS,
+            val_fraction=val_fraction or None,
+            streams=[
+                {"split": split, "name": source.name, "pairs": len(own)}
+                for (split, source), own in zip(streams, survey.fates, strict=True)
+            ],
+            inputs=inputs_entry([(file.name, file) for file in files], workers),
+        )
+
+
+class _Task(NamedTuple):
+    """Lines of a stream, for a worker."""
+
+    stream: int
+    split: str
+    lines: Lines
+    fates: np.ndarray | None = None  # uint8, of the first reading
+
+
+def _tasks(streams: Streams, fates: list[np.ndarray] | None = None) -> Iterator[_Task]:
+    """All lines, and in the second reading their fates; DataError where a file has changed."""
+    for i, (split, source) in enumerate(streams):
+        start = 0
+        for lines in source.blocks():
+            stop = start + len(lines.source)
+            if fates is None or stop <= len(fates[i]):
+                yield _Task(i, split, lines, None if fates is None else fates[i][start:stop])
+            start = stop
+        if fates is not None and start != len(fates[i]):
+            raise DataError(f"{source.files[0]}: was changed while it was being read")
+
+
+class _Survey:
+    """Results of the first reading.
+
+    Attributes:
+      fates: for each stream, (pairs,) uint8.
+      words: how often each word of the training pairs occurs.
+    """
+
+    def __init__(self, streams: Streams):
+        self.streams = streams
+        self.words: collections.Counter[str] = collections.Counter()
+        self._counts = [0] * len(streams)
+        self._found: list[tuple[np.ndarray, np.ndarray]] = []  # hashes and fates of each task
+
+    def add(self, task: _Task, looked: tuple[np.ndarray, np.ndarray, dict[str, int]]) -> int:
+        hashes, fates, words = looked
+        self._found.append((hashes, fates))
+        self._counts[task.stream] += len(fates)
+        self.words.update(words)
+        if len(self.words) > _MOST_WORDS:
+            self.words = collections.Counter({w: n for w, n in self.words.items() if n > 1})
+        return task.lines.read
+
+    def finish(self) -> None:
+        hashes, fates = (np.concatenate(arrays) for arrays in zip(*self._found, strict=True))
+        training = np.repeat([split == "train" for split, _ in self.streams], self._counts)
+        _drop_repeated(hashes, fates, training)
+        self.fates = np.split(fates, np.cumsum(self._counts)[:-1])
+
+
+def _survey_lines(
+    task: _Task, val_fraction: float
+) -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
+    """(hash of each pair (n,) uint64, its fate (n,) uint8, how often each training word occurs)."""
+    hashes = np.zeros(len(task.lines.source), np.uint64)
+    fates = np.zeros(len(task.lines.source), np.uint8)
+    words: collections.Counter[str] = collections.Counter()
+    for i, (source, target) in enumerate(_normalised(task.lines)):
+        pair = hashlib.blake2b(f"{source}\n{target}".encode(), digest_size=8)
+        hashes[i] = int.from_bytes(pair.digest(), "little")
+        fates[i] = _first_fate(source, target, task.split, val_fraction)
+        if fates[i] == _TRAIN:
+            words.update(source.split(" "))
+            words.update(target.split(" "))
+    return hashes, fates, dict(words)
+
+
+def _first_fate(source: str, target: str, split: str, val_fraction: float) -> int:
+    if not source or not target:
+        return _EMPTY
+    if split != "train":
+        return SPLITS.index(split)
+    if source == target and source.count(" ") + 1 >= _COPIED_WORDS:
+        return _COPIED
+    if not val_fraction:
+        return _TRAIN
+    # of the source alone, so that a sentence with several translations is in one split
+    digest = hashlib.blake2b(source.encode(), digest_size=8, key=b"0").digest()
+    return _VAL if chosen(digest, val_fraction) else _TRAIN
+
+
+def _drop_repeated(hashes: np.ndarray, fates: np.ndarray, training: np.ndarray) -> None:
+    """Marks training pairs that occurred before or are held out; arrays (pairs,).
+
+    64 bits suffice: among 36 million pairs, any two different ones share a hash with a probability
+    of 1 in 28000.
+    """
+    candidates = np.flatnonzero(training & (fates < _EMPTY))
+    _, first = np.unique(hashes[candidates], return_index=True)
+    fates[np.delete(candidates, first)] = _DUPLICATE
+    fates[candidates[np.isin(hashes[candidates], hashes[~training])]] = _HELD_OUT
+
+
+def _encode_lines(task: _Task, vocabulary: Subwords) -> tuple[np.ndarray, list[tuple]]:
+    """(the final fates, what to write: (split, ids, (n, 2) lengths, text) of each split)."""
+    assert task.fates is not None
+    fates = task.fates.copy()
+    kept = np.flatnonzero(fates < _EMPTY)
+    pairs = list(_normalised(task.lines))
+    ids = [vocabulary.encode_normalised([pairs[i][side] for i in kept.tolist()]) for side in (0, 1)]
+    lengths = np.array([[len(x) for x in side] for side in ids], np.int64).T.reshape(-1, 2)
+    if task.split == "train":
+        longer, shorter = lengths.max(1, initial=0), lengths.min(1, initial=1 << 30)
+        fates[kept[longer > _RATIO * shorter + _SLACK]] = _RATIO_OFF
+        fates[kept[longer > MAX_SUBWORDS]] = _LONG
+    parts = []
+    for number, split in enumerate(SPLITS):
+        own = np.flatnonzero(fates[kept] == number)
+        if len(own):
+            flat = [token for i in own.tolist() for side in ids for token in side[i]]
+            text = None
+            if split != "train":
+                text = [[_line(side[i]) for i in kept[own].tolist()] for side in task.lines[:2]]
+            parts.append((split, np.array(flat, np.uint16), lengths[own], text))
+    return fates, parts
+
+
+def _normalised(lines: Lines) -> Iterator[tuple[str, str]]:
+    for i, sides in enumerate(zip(lines.source, lines.target, strict=True)):
+        try:
+            yield normalise(sides[0].decode()), normalise(sides[1].decode())
+        except UnicodeDecodeError as error:
+            place = lines.places[0 if error.object is sides[0] else 1]
+            raise DataError(f"{place}, line {lines.line + i}: invalid UTF-8") from None
+
+
+def _line(sentence: bytes) -> str:
+    """The original sentence on one line, which BLEU compares with."""
+    return " ".join(sentence.decode().removeprefix("\ufeff").split())
+
+
+def _check_arguments(languages: tuple[str, str], val_fraction: float) -> None:
+    for language in languages:
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", language):
+            raise DataError(f"a language is named like en or de, got {shown(language)}")
+    if languages[0] == languages[1]:
+        raise DataError(f"source and target are the same language, {languages[0]!r}")
+    if not 0 <= val_fraction < 1:
+        raise DataError(f"val_fraction must be at least 0 and less than 1, got {val_fraction}")
+
+
+def _check_splits(sources: sentence_pairs.Inputs, val_fraction: float) -> None:
+    if not sources.train:
+        raise DataError("no input given")
+    if sources.val and val_fraction:
+        name = sources.val[0].name
+        raise DataError(f"there are validation pairs ({name}), so --val_fraction has no part")
+    if not sources.val and not val_fraction:
+        raise DataError(
+            "there are no validation pairs (newstest2013 in WMT14's dev.tgz); pass --val PREFIX, or"
+            " --val_fraction F to take a share of the training pairs"
+        )
+
+
+def _check_survey(survey: _Survey, sources: sentence_pairs.Inputs, val_fraction: float) -> None:
+    counts = np.bincount(np.concatenate(survey.fates), minlength=_RATIO_OFF + 1)
+    if val_fraction and not counts[_VAL]:
+        raise DataError(
+            f"none of {counts.sum()} pairs fell into the val split with --val_fraction"
+            f" {val_fraction:g}; choose a larger one"
+        )
+    for split, count in zip(SPLITS, counts, strict=False):
+        if getattr(sources, split) and not count:
+            dropped = dict(zip(_FILTERS, counts[_EMPTY:].tolist(), strict=True))
+            raise DataError(f"no pair of the {split} split is left ({_list(dropped)})")
+
+
+def _list(dropped: dict[str, int]) -> str:
+    found = ", ".join(f"{count} {name}" for name, count in dropped.items() if count)
+    return f"dropped: {found or 'none'}"
+
+
+# --- The command, see `decent_jax.commands.prepare` -----------------------------------------------
+
+DESCRIPTION = """\
+Turns sentence pairs into token ids of a joint vocabulary of subwords: OUT/train.ids and so on,
+OUT/vocabulary.model and OUT/manifest.json; for validation and test pairs it keeps the text too.
+
+PATH is a prefix (data/train for data/train.en and data/train.de, each also as .gz), a .tsv or
+.tsv.gz with the two sides in its first two columns, or a folder: of files named train, val and
+test, of WMT14's archives as downloaded (training-parallel-*.tgz, dev.tgz for newstest2013,
+test-full.tgz for newstest2014), or of TFDS wmt14_translate stored as array_record.
+
+Empty, untranslated and repeated pairs are left out of training, those of val and test, and those
+with a side that is too long or far longer than the other; the manifest counts them.
+"""
+EXAMPLE = """\
+example, WMT14 from the original archives:
+  decent-jax prepare translation --source_lang en --target_lang de \\
+      --input wmt14_archives/ --out data/wmt14_ende
+
+OUT appears when it is whole. After a kill, start the same command again.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `prepare` that only translation has."""
+    add, one_of = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
+    add("--source_lang", required=True, metavar="EN", help="the language to translate from")
+    add("--target_lang", required=True, metavar="DE", help="the language to translate to")
+    one_of("--val", metavar="PATH", help="prefix or table of the validation pairs")
+    share = "take a share of the training pairs as validation pairs"
+    one_of("--val_fraction", type=float, default=0, metavar="F", help=share)
+    add("--test", metavar="PATH", help="prefix or table of the test pairs")
+    size = "subwords of the joint vocabulary (%(default)s)"
+    add("--vocab_size", type=int, default=VOCAB_SIZE, metavar="N", help=size)
+
+
+def report(manifest: dict[str, Any]) -> Iterator[str]:
+    """What the command prints about a finished folder."""
+    for split, entry in manifest["splits"].items():
+        tokens = " ".join(f"{count:>14,} {name}" for name, count in entry["tokens"].items())
+        yield f"{split:5} {entry['pairs']:>12,} pairs {tokens} tokens"
+    if "test" not in manifest["splits"]:
+        yield "no test pairs: none were given"
+    yield f"{_list(manifest['filters'])}; vocabulary of {manifest['vocab_size']}"
