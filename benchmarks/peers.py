@@ -11,7 +11,7 @@ table is printed.
 slow    one host in four computes 2 or 10 times slower. Links of 1 Gbit/s.
 links   questions after H steps, float32 and 8 bits, on links of --mbit between --hosts.
 kills   a random process is killed every 30 s (--seconds: how long altogether), for peers and for
-        launch/supervise.py: examples trained and kept per second, over those of an undisturbed run.
+        `decent-jax supervise`: examples trained and kept per second, over those undisturbed.
 loss    the quickstart's model on links of 75 Mbit/s with one host at half speed: loss by time. It
         trains for 800 steps, and a step sleeps for 0.1 s.
 costs   memory and processor time of Ray on each host, and bytes on the wire.
@@ -219,7 +219,7 @@ def started(case, flags: list[str], folder: Path) -> Iterator[subprocess.Popen]:
         command = inside(names[0], [sys.executable, *train])
     elif "kills" in case:
         listed = ",".join(f"{name}=10.77.0.{k + 1}" for k, name in enumerate(names))
-        command = [sys.executable, str(ROOT / "launch" / "supervise.py"), "--hosts", listed]
+        command = [sys.executable, "-m", "decent_jax.commands.supervise", "--hosts", listed]
         command += ["--via", "ip netns exec {host} sh -c", "--again", "1000"]
         command += ["--restarts", "1000", "--", *train]
     else:

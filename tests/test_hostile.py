@@ -18,7 +18,7 @@ import tiny
 from hostile import assert_refused
 
 from decent_jax import topology
-from decent_jax.commands import export, preflight, sample
+from decent_jax.commands import export, preflight, sample, supervise
 from decent_jax.ground import fields, machine
 from decent_jax.ground.errors import ConfigError
 from decent_jax.plots import runs as plot
@@ -101,11 +101,23 @@ OTHER = [
     ("inf", "preflight --save RUN/n.json --megabytes inf", "--megabytes must be from 0.01"),
     ("often", "preflight --save RUN/n.json --repeats 999999999", "--repeats must be from 1 to"),
     ("folder", "preflight --save RUN", "is a folder"),
-    ("none", "supervise --processes 0 -- train.py", "--processes must be at least 1 and at most"),
-    ("a million", "supervise --processes 1000000 -- train.py", "--processes must be at least 1"),
-    ("again", "supervise --processes 2 --again -1 -- train.py", "--again must be at least 0"),
+    (
+        "none",
+        "supervise --processes 0 -- train.py",
+        "--processes: must be a whole number from 1 to 1024",
+    ),
+    (
+        "a million",
+        "supervise --processes 1000000 -- train.py",
+        "--processes: must be a whole number from 1 to 1024",
+    ),
+    (
+        "again",
+        "supervise --processes 2 --again -1 -- train.py",
+        "--again: must be a whole number from 0",
+    ),
     ("check", "supervise --processes 2 -- train.py --config CONFIG --check", "starts no run"),
-    ("three", f"supervise --processes 3 -- {OF_TRAIN}", "4 replicas cannot be spread evenly"),
+    ("three", f"supervise --processes 3 -- {OF_TRAIN}", "num_replicas: 4 cannot be spread"),
     ("no name", f"supervise --hosts a,,b -- {OF_TRAIN}", "--hosts must be names between commas"),
     ("no command", f"supervise --hosts a --via nothing -- {OF_TRAIN}", "there is no command"),
     ("nothing", "supervise --processes 2", "say what to start after --"),
@@ -191,12 +203,9 @@ def config_file(tmp_path_factory, tiny_data):
 
 @pytest.fixture(scope="module")
 def commands():
-    load = {
-        name: runpy.run_path(str(ROOT / path))
-        for name, path in (("train.py", "train.py"), ("supervise", "launch/supervise.py"))
-    }
-    found = {name: module["main"] for name, module in load.items()}
-    return found | {
+    return {
+        "train.py": runpy.run_path(str(ROOT / "train.py"))["main"],
+        "supervise": supervise.main,
         "preflight": preflight.main,
         "export": export.main,
         "plot": plot.main,

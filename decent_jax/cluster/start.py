@@ -51,7 +51,7 @@ def start(config: ConfigDict, folder: str | Path = ".") -> str:
       PeerLost: jax could not join processes that had all come.
     """
     cluster = config.cluster
-    supervised.end_with_supervisor(cluster.heartbeat_s)
+    supervised.end_with_supervisor(cluster.heartbeat_s, watch.end)
     _threads_for(config.mesh.simulate or _simulated_by_user())
     if config.mesh.simulate:
         _simulate(config.mesh.simulate)

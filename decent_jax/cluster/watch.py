@@ -69,12 +69,8 @@ class _Watch(threading.Thread):
                 self.end([0], "its connection broke")
 
     def end(self, lost: list[int], why: str) -> None:
-        before = "\n" if sys.stderr.isatty() else ""  # below a progress bar
-        sentence = explain(lost, self.hosts, why)
-        print(f"{before}{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr, flush=True)
-        if self.index == 0:
-            time.sleep(_GRACE_S)  # so that the others do not lose the service before they end
-        _exit(PEER_LOST)
+        verb = "was" if len(lost) == 1 else "were"
+        end(f"{name_all(lost, self.hosts)} {verb} lost: {why}")
 
     def leave_together(self, timeout_s: float) -> None:
         """Wait until all processes leave, then disconnect; gives up where they do not."""
@@ -103,17 +99,16 @@ def watch(hosts: list[str], heartbeat_s: float) -> None:
     sys.excepthook = _leave_after_a_traceback
 
 
-def explain(lost: list[int], hosts: list[str], why: str) -> str:
-    """A sentence that names the lost processes.
-
-    >>> explain([1, 2], ["a", "b", "c"], "no sign of life for 30 s").partition(";")[0]
-    'processes 1 (b) and 2 (c) were lost: no sign of life for 30 s'
-    """
-    verb = "was" if len(lost) == 1 else "were"
-    return (
-        f"{name_all(lost, hosts)} {verb} lost: {why}; the same command resumes from the last "
-        "checkpoint"
-    )
+def end(lost: str) -> None:
+    """End this process with a sentence about another one that is lost."""
+    before = "\n" if sys.stderr.isatty() else ""  # below a progress bar
+    program = Path(sys.argv[0]).name
+    then = "the same command resumes from the last checkpoint"
+    with contextlib.suppress(OSError):  # its terminal is gone
+        print(f"{before}{program}: {lost}; {then}", file=sys.stderr, flush=True)
+    if global_state.process_id == 0:
+        time.sleep(_GRACE_S)  # so that the others do not lose the service before they end
+    _exit(PEER_LOST)
 
 
 @contextlib.contextmanager

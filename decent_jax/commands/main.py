@@ -27,6 +27,7 @@ COMMANDS = {
     "sweep": ("commands.sweep", "train every combination of seeds, schedules, ..."),
     "plot": ("plots.runs", "draw the curves of a run, or compare several"),
     "prepare": ("commands.prepare", "turn text, images or sentence pairs into a data folder"),
+    "supervise": ("commands.supervise", "start processes, and again when one is lost"),
     "preflight": ("commands.preflight", "check the processes of a cluster, measure its links"),
     "planner": ("planner.__main__", "predict step times, recommend a schedule"),
     "peers": ("peers.__main__", "replay or resize a run of peers that come and go"),

@@ -1,0 +1,261 @@
+"""Keep a run going when a host is lost: start its processes, and start the remaining ones again.
+
+    decent-jax supervise --processes 4 -- \\
+        train.py --config configs/quickstart.py --workdir runs/mine
+    decent-jax supervise --hosts gpu1,gpu2,gpu3 --via "ssh {host} 'cd /shared/here &&'" -- \\
+        train.py --config configs/gpt2_openwebtext.py --workdir /shared/runs/gpt2
+
+It adds --config.cluster.coordinator, num_processes and process_id to the flags of train.py. When a
+process dies (of a signal, with its host, or silent for cluster.heartbeat_s), the others end too,
+and all but the dead one start again from the last checkpoint. A replica keeps its share: when one
+of four processes is gone, num_replicas and batch_size become three quarters, and learning rate and
+steps stay. A schedule that the new number of replicas does not allow becomes one_peer_exp.
+
+A mistake in the config (exit code 2), failed training (1) and an interruption (130, 143) end the
+run with that code. The terminal shows process 0; the others write WORKDIR/process-K.log. However
+the supervisor itself ends, its processes end within cluster.heartbeat_s, after saving a checkpoint
+if there is time.
+"""
+
+import argparse
+import functools
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from decent_jax.cluster import secret, supervised
+from decent_jax.cluster.supervise import Child, Member, Supervisor
+from decent_jax.ground.command_line import Parser
+from decent_jax.ground.errors import ConfigError
+from decent_jax.ground.format import shown
+from decent_jax.ground.json_files import flat
+from decent_jax.train import config as config_lib
+from decent_jax.train import flags
+
+FALLBACK = "one_peer_exp"  # a schedule for any number of replicas
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit code of the run, or 1 if too few processes are left."""
+    try:
+        options, program = _parse(sys.argv[1:] if arguments is None else arguments)
+        config, workdir = flags.parse(program[1:])
+        if workdir is None:
+            raise ConfigError("--check starts no run: check it without a supervisor")
+        members = _members(options)
+        if members[0].argv and shutil.which(members[0].argv[0]) is None:
+            raise ConfigError(
+                f"--via: there is no command {shown(members[0].argv[0])}",
+                field="--via",
+                value=members[0].argv[0],
+            )
+        fit(config, len(members), len(members))  # refused before the folder is made
+        if options.hosts is None:  # the data of other hosts may be there alone
+            config_lib.validate(config)
+        _make_logs(Path(workdir), len(members))
+    except ConfigError as error:
+        _say(str(error))
+        return 2
+    supervisor = Supervisor(
+        members,
+        functools.partial(_start, options, program, config, Path(workdir), len(members)),
+        patience_s=2 * config.cluster.heartbeat_s + 30,
+        again=options.again,
+        restarts=options.restarts,
+        fewest=options.fewest,
+        say=_say,
+    )
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, lambda number, _: supervisor.stop(number))
+    return supervisor.run()
+
+
+def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = Parser(
+        prog="decent-jax supervise",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    where = parser.add_mutually_exclusive_group(required=True)
+    processes = "processes on this machine"
+    where.add_argument("--processes", type=_number(1, 1024), metavar="N", help=processes)
+    where.add_argument("--hosts", metavar="NAME[=ADDRESS],...", help="one process on each")
+    add = functools.partial(parser.add_argument, metavar="N")
+    via = "how to start a shell command on a host (default: %(default)s)"
+    add("--via", default="ssh {host}", metavar="COMMAND", help=via)
+    port = "port of process 0, with --hosts (default: %(default)s)"
+    add("--port", type=_number(1, 2**16 - 101), default=9876, help=port)
+    again = "restarts of a process that died (default: %(default)s)"
+    add("--again", type=_number(0, 10**6), default=0, help=again)
+    restarts = "restarts of the run, at most (default: %(default)s)"
+    add("--restarts", type=_number(0, 10**6), default=20, help=restarts)
+    add("--fewest", type=int, default=1, help="give up below N (default: %(default)s)")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="-- train.py and its flags")
+    options = parser.parse_args(arguments)
+    program = options.program[options.program[:1] == ["--"] :]
+    if not program or not Path(program[0]).is_file():
+        raise ConfigError(
+            "say what to start after --, such as: -- train.py --config FILE ...",
+            field="--",
+            value=" ".join(program[:1]),
+        )
+    started = options.processes if options.hosts is None else len(options.hosts.split(","))
+    if not 1 <= options.fewest <= started:
+        raise ConfigError(
+            f"--fewest must be from 1 to {started}, the processes that are started, "
+            f"got {options.fewest}",
+            field="--fewest",
+            value=options.fewest,
+        )
+    return options, program
+
+
+def _number(least: int, most: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            wanted = f"must be a whole number from {least} to {most}"
+            raise argparse.ArgumentTypeError(f"{wanted}, got {shown(text)}")
+        return int(text)
+
+    return number
+
+
+def _members(options: argparse.Namespace) -> list[Member]:
+    if options.hosts is None:
+        return [Member(f"first {k}", "localhost", []) for k in range(options.processes)]
+    members = []
+    for entry in options.hosts.split(","):
+        name, _, address = entry.strip().partition("=")
+        if not name:
+            raise ConfigError(
+                f"--hosts must be names between commas, got {shown(options.hosts)}",
+                field="--hosts",
+                value=options.hosts,
+            )
+        try:
+            argv = shlex.split(options.via.format(host=name))
+        except (ValueError, KeyError, IndexError, AttributeError):
+            argv = []
+        if not argv:
+            raise ConfigError(
+                f"--via must be a command in which {{host}} is the host, got {shown(options.via)}",
+                field="--via",
+                value=options.via,
+            )
+        members.append(Member(name, address or name, argv))
+    return members
+
+
+def fit(config: ConfigDict, before: int, after: int) -> tuple[dict[str, object], list[str]]:
+    """Fields of the config that change when ``before`` processes become ``after``.
+
+    Returns:
+      {name: value}, and sentences for the user.
+
+    Raises:
+      ConfigError: replicas that cannot be spread evenly over the processes.
+    """
+    if config.num_replicas % before:
+        raise ConfigError(
+            f"num_replicas: {config.num_replicas} cannot be spread evenly over {before} processes",
+            field="num_replicas",
+            value=config.num_replicas,
+        )
+    if before == after:
+        return {}, []
+    changes, values = {}, flat(config)
+    for name in ("num_replicas", "batch_size", "eval.batch_size", "mesh.devices"):
+        value = values[name]
+        if value:
+            changes[name] = value // before * after if value % before == 0 else value
+    changed = ConfigDict(config.to_dict())
+    changed.num_replicas = changes["num_replicas"]
+    changes["batch_size"] = config.batch_size // config.num_replicas * changed.num_replicas
+    notes = [f"{name} is {value}" for name, value in changes.items()]
+    if config.cluster.plan:  # some of its devices are gone
+        plan = config_lib.load_plan(config)
+        assert plan is not None
+        changes |= {"cluster.plan": "", "mix_every": plan.mix_every}
+        changes |= {
+            "schedule": plan.schedule.name,
+            "local_size": plan.schedule.rounds[0].group_size,
+        }
+        changed.schedule, changed.cluster.plan = plan.schedule.name, ""
+        notes.append("the plan no longer holds")
+    try:
+        config_lib.make_schedule(changed)
+    except ConfigError as error:
+        changes["schedule"] = FALLBACK
+        notes.append(f"{error}: {FALLBACK} takes its place")
+    return changes, notes
+
+
+def _log(workdir: Path, index: int) -> Path | None:
+    return workdir / f"process-{index}.log" if index else None  # process 0 has the terminal
+
+
+def _make_logs(workdir: Path, count: int) -> None:
+    """Make the folder and the logs, so that whatever prevents it is said before the start."""
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        for log in filter(None, (_log(workdir, index) for index in range(count))):
+            log.open("a").close()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--workdir {workdir} cannot be used: {error}", field="--workdir", value=str(workdir)
+        ) from None
+
+
+def _start(
+    options: argparse.Namespace,
+    program: list[str],
+    config: ConfigDict,
+    workdir: Path,
+    first: int,
+    members: list[Member],
+    attempt: int,
+) -> Sequence[Child]:
+    """Start a process of each member, of which there were ``first`` at first."""
+    changes, notes = fit(config, first, len(members))
+    environment = os.environ.copy()
+    if options.hosts is None:
+        address = f"localhost:{_free_port()}"
+        environment.setdefault(secret.VARIABLE, secrets.token_hex(32))
+    else:  # the secret is in the working directory; the last port may still be taken
+        address = f"{members[0].address}:{options.port + attempt % 100}"
+    command = ["env", f"{supervised.VARIABLE}=1", sys.executable, *program]  # also over ssh
+    command += [f"--config.{name}={value}" for name, value in changes.items()]
+    command += [f"--config.cluster.coordinator={address}"]
+    command += [f"--config.cluster.num_processes={len(members)}"]
+    children = []
+    for index, member in enumerate(members):
+        own = [*command, f"--config.cluster.process_id={index}"]
+        argv = [*member.argv, shlex.join(own)] if member.argv else own
+        children.append(Child(argv, environment, _log(workdir, index)))
+    pids = ", ".join(str(child.pid) for child in children)
+    _say("; ".join([f"{len(members)} processes started (pids {pids})", *notes]))
+    return children
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]
+
+
+def _say(sentence: str) -> None:
+    print(f"supervise: {sentence}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
