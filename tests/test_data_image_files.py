@@ -204,82 +204,153 @@ def change_json(file, **changes):
 KIT = mini.DEVKIT
 TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 CASES = {
-    "path missing": (folders, shutil.rmtree, "train", "no such folder; give the folder that holds"),
-    "no layout": (folders, lambda p: (shutil.rmtree(p / "train"), shutil.rmtree(p / "val")),
+    "path missing": (folders, shutil.rmtree, "train", "in:"),
+    "no layout": (
+        folders,
+        lambda p: (shutil.rmtree(p / "train"), shutil.rmtree(p / "val")),
         "train",
-        "no images in a known layout; looked for class folders train/CLASS.*archives.*manifest.json"
-        ".*dataset_info.json"),
-    "no val": (folders, lambda p: shutil.rmtree(p / "val"), "val",
-        "has no validation images; looked for val/, validation/, ILSVRC2012_img_val.tar, val.tar"
-        " and validation.tar, put one of them there"),
-    "no train": (folders, lambda p: shutil.rmtree(p / "train"), "val",
-        "has no training images; looked for train/, ILSVRC2012_img_train.tar and train.tar"),
-    "no class folder": (folders,
-        lambda p: [shutil.rmtree(p / "train" / wnid) for wnid in mini.WNIDS], "train",
-        "train: holds no .jpg, .jpeg, .png file; expected CLASS/NAME.jpg"),
-    "empty class": (folders, lambda p: empty(p / "train/n02119789"), "train",
-        "train, class n02119789: holds no .jpg, .jpeg, .png file; expected"),
-    "empty val": (flat, lambda p: empty(p / "val"), "val",
-        "val: holds no .jpg, .jpeg, .png file"),
-    "unknown classes": (folders, add_classes, "val",
-        "val: holds 5 classes that .*: n99990, n99991, n99992 and 2 more; remove"),
-    "unknown class in flat val": (flat,
-        lambda p: rename_class(p, "train", "n12998815", "n13000000"), "val",
-        "val: holds 1 class that the training images do not have: n12998815"),
-    "no devkit": (flat, lambda p: (p / f"{KIT}.tar.gz").unlink(), "val",
-        f"classes are read from ImageNet's development kit; put {KIT}.tar.gz, or .* into "),
-    "devkit cut short": (flat, lambda p: edit(p / f"{KIT}.tar.gz", lambda data: data[:300]), "val",
-        f"{KIT}.tar.gz: the compressed file is cut short; fetch"),
-    "devkit of something else": (flat, lambda p: tarfile.open(p / f"{KIT}.tar.gz", "w:gz").close(),
-        "val", f"{KIT}.tar.gz: holds no file {KIT}/data/"),
-    "meta.mat damaged": (flat, lambda p: (mini.write_devkit(p, packed=False),
-        edit(p / KIT / "data/meta.mat", lambda data: data[:200]), ), "val",
-        "meta.mat: holds no readable table of the classes .*; fetch the devkit again"),
-    "an image too few": (flat, lambda p: (p / "val/ILSVRC2012_val_00000007.JPEG").unlink(), "val",
-        "val: holds 14 validation images where the development kit's ground truth has 15"),
-    "a line too many": (mini.write_archives, lambda p: mini.write_devkit(p, ids=[1] * 16), "val",
-        "img_val.tar: holds 15 validation images where .* has 16"),
-    "an id without a class": (flat, lambda p: mini.write_devkit(p, ids=[1] * 14 + [77]), "val",
-        "ground_truth.txt: names the class id 77, which .*meta.mat does not explain"),
-    "no number": (flat, lambda p: mini.write_devkit(p, ids=[1] * 14 + ["dog"]), "val",
-        "ground_truth.txt: is not one number per line"),
-    "tar cut short": (mini.write_archives, lambda p: edit(p / TRAIN, lambda data: data[:-20000]),
-        "train", "img_train.tar: the tar file is cut short at .* bytes; fetch it again"),
-    "tar cut short between members": (mini.write_archives,
-        lambda p: edit(p / VAL, end_between_members), "val",
-        "img_val.tar: the tar file is cut short at .* bytes"),
-    "nested tar cut short": (mini.write_archives, truncate_nested, "train",
-        "img_train.tar, n03000134.tar: the tar file is cut short at 3000 bytes"),
-    "tar empty": (mini.write_tars, lambda p: (p / "train.tar").write_bytes(b""), "train",
-        "train.tar: the tar file is cut short at 0 bytes"),
-    "tar without images": (mini.write_tars, tar("train.tar", "a/b.txt"), "train",
-        "train.tar: holds no .jpg, .jpeg, .png file"),
-    "tar without images, for val": (mini.write_tars, tar("train.tar", "a/b.txt"), "val",
-        "train.tar: holds no class; expected CLASS/NAME.jpg"),
-    "tar of an empty class": (mini.write_archives,
-        lambda p: (p / TRAIN).write_bytes(mini.tar_bytes({"n1.tar": mini.tar_bytes({})})), "train",
-        "img_train.tar, class n1: holds no .jpg"),
-    "tar without classes": (mini.write_tars, tar("train.tar", "a/b.jpg", "c.jpg"), "train",
-        "train.tar: holds 'c.jpg' outside of a class"),
-    "tar too deep": (mini.write_tars, tar("train.tar", "x/a/b.jpg"), "train",
-        "train.tar: 'x/a/b.jpg' lies too deep, expected CLASS/NAME"),
-    "tar compressed": (mini.write_tars, lambda p: edit(p / "train.tar", gzip.compress), "train",
-        "train.tar: no readable tar file at byte 0 .*unpack it first"),
-    "tar damaged": (mini.write_tars,
-        lambda p: edit(p / "train.tar", lambda data: data[:100] + b"\7" + data[101:]), "train",
-        "train.tar: no readable tar file at byte 0"),
-    "unknown class in a tar": (mini.write_tars, tar("val.tar", "n7/b.jpg"), "val",
-        "val.tar: holds 1 class that the training images do not have: n7"),
-}  # fmt: skip
+        "in:",
+    ),
+    "no val": (folders, lambda p: shutil.rmtree(p / "val"), "val", "in: .*validation"),
+    "no train": (folders, lambda p: shutil.rmtree(p / "train"), "val", "in: .*training"),
+    "no class folder": (
+        folders,
+        lambda p: [shutil.rmtree(p / "train" / wnid) for wnid in mini.WNIDS],
+        "train",
+        "in/train",
+    ),
+    "empty class": (
+        folders,
+        lambda p: empty(p / "train/n02119789"),
+        "train",
+        "train, class n02119789",
+    ),
+    "empty val": (flat, lambda p: empty(p / "val"), "val", "in/val"),
+    "unknown classes": (folders, add_classes, "val", "in/val: .*n99990, n99991, n99992 and 2 more"),
+    "unknown class in flat val": (
+        flat,
+        lambda p: rename_class(p, "train", "n12998815", "n13000000"),
+        "val",
+        "in/val: .*n12998815",
+    ),
+    "no devkit": (flat, lambda p: (p / f"{KIT}.tar.gz").unlink(), "val", f"in: .*{KIT}.tar.gz"),
+    "devkit cut short": (
+        flat,
+        lambda p: edit(p / f"{KIT}.tar.gz", lambda data: data[:300]),
+        "val",
+        f"{KIT}.tar.gz: .*cut short",
+    ),
+    "devkit of something else": (
+        flat,
+        lambda p: tarfile.open(p / f"{KIT}.tar.gz", "w:gz").close(),
+        "val",
+        f"{KIT}.tar.gz: .*{KIT}/data/",
+    ),
+    "meta.mat damaged": (
+        flat,
+        lambda p: (
+            mini.write_devkit(p, packed=False),
+            edit(p / KIT / "data/meta.mat", lambda data: data[:200]),
+        ),
+        "val",
+        f"in: {KIT}",
+    ),
+    "an image too few": (
+        flat,
+        lambda p: (p / "val/ILSVRC2012_val_00000007.JPEG").unlink(),
+        "val",
+        "in/val: .*14 .* 15",
+    ),
+    "a line too many": (
+        mini.write_archives,
+        lambda p: mini.write_devkit(p, ids=[1] * 16),
+        "val",
+        "img_val.tar: .*15 .* 16",
+    ),
+    "an id without a class": (
+        flat,
+        lambda p: mini.write_devkit(p, ids=[1] * 14 + [77]),
+        "val",
+        f"in: {KIT} .*77",
+    ),
+    "no number": (
+        flat,
+        lambda p: mini.write_devkit(p, ids=[1] * 14 + ["dog"]),
+        "val",
+        f"in: {KIT} .*dog",
+    ),
+    "tar cut short": (
+        mini.write_archives,
+        lambda p: edit(p / TRAIN, lambda data: data[:-20000]),
+        "train",
+        "img_train.tar: .*cut short",
+    ),
+    "tar cut short between members": (
+        mini.write_archives,
+        lambda p: edit(p / VAL, end_between_members),
+        "val",
+        "img_val.tar: .*cut short",
+    ),
+    "nested tar cut short": (
+        mini.write_archives,
+        truncate_nested,
+        "train",
+        "img_train.tar, n03000134.tar: .*cut short",
+    ),
+    "tar empty": (
+        mini.write_tars,
+        lambda p: (p / "train.tar").write_bytes(b""),
+        "train",
+        "train.tar: .*empty",
+    ),
+    "tar without images": (mini.write_tars, tar("train.tar", "a/b.txt"), "train", "train.tar:"),
+    "tar without images, for val": (
+        mini.write_tars,
+        tar("train.tar", "a/b.txt"),
+        "val",
+        "train.tar:",
+    ),
+    "tar of an empty class": (
+        mini.write_archives,
+        lambda p: (p / TRAIN).write_bytes(mini.tar_bytes({"n1.tar": mini.tar_bytes({})})),
+        "train",
+        "img_train.tar, class n1",
+    ),
+    "tar without classes": (
+        mini.write_tars,
+        tar("train.tar", "a/b.jpg", "c.jpg"),
+        "train",
+        "train.tar: .*c.jpg",
+    ),
+    "tar too deep": (
+        mini.write_tars,
+        tar("train.tar", "x/a/b.jpg"),
+        "train",
+        "train.tar: .*x/a/b.jpg",
+    ),
+    "tar compressed": (
+        mini.write_tars,
+        lambda p: edit(p / "train.tar", gzip.compress),
+        "train",
+        "train.tar:",
+    ),
+    "tar damaged": (
+        mini.write_tars,
+        lambda p: edit(p / "train.tar", lambda data: data[:100] + b"\7" + data[101:]),
+        "train",
+        "train.tar:",
+    ),
+    "unknown class in a tar": (mini.write_tars, tar("val.tar", "n7/b.jpg"), "val", "val.tar: .*n7"),
+}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_damage_is_one_sentence(case, tmp_path):
-    make, damage, split, sentence = CASES[case]
+def test_damage_is_named_in_one_sentence(case, tmp_path):
+    make, damage, split, named = CASES[case]
     path = make(tmp_path / "in")
     open_images(path, split)
     damage(path)
-    with pytest.raises(DataError, match=f"^{re.escape(str(tmp_path))}.*{sentence}") as error:
+    with pytest.raises(DataError, match=f"^{re.escape(str(tmp_path))}.*{named}") as error:
         open_images(path, split)
     assert "\n" not in str(error.value)
 
@@ -289,28 +360,30 @@ def first_shard(path, split="train"):
 
 
 PREPARED = {
-    "shard missing": (lambda p: first_shard(p).unlink(),
-        "train-00000.array_record: the shard is missing; prepare the images again"),
-    "shard cut short": (lambda p: edit(first_shard(p), lambda data: data[:-1]),
-        "train-00000.*: the shard is cut short, .* bytes where the manifest says .*; prepare"),
-    "shard too long": (lambda p: edit(first_shard(p), lambda data: data + b"x"),
-        "train-00000.*: the shard has another size"),
+    "shard missing": (lambda p: first_shard(p).unlink(), "train-00000"),
+    "shard cut short": (lambda p: edit(first_shard(p), lambda data: data[:-1]), "train-00000"),
+    "shard too long": (lambda p: edit(first_shard(p), lambda data: data + b"x"), "train-00000"),
     "manifest of something else": (
         lambda p: change_json(p / "manifest.json", format="decent_jax tokens 1"),
-        "manifest.json: the format is 'decent_jax tokens 1', expected 'decent_jax images 1'"),
-    "manifest without splits": (lambda p: change_json(p / "manifest.json", splits={}),
-        "manifest.json: is damaged; prepare the images again"),
-    "manifest with other classes": (lambda p: change_json(p / "manifest.json", class_names=["a"]),
-        "manifest.json: its counts disagree; prepare the images again"),
-}  # fmt: skip
+        "'decent_jax tokens 1', expected 'decent_jax images 1'",
+    ),
+    "manifest without splits": (
+        lambda p: change_json(p / "manifest.json", splits={}),
+        r"manifest\.json",
+    ),
+    "manifest with other classes": (
+        lambda p: change_json(p / "manifest.json", class_names=["a"]),
+        r"manifest\.json",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", PREPARED)
 def test_damage_of_a_prepared_folder(case, tmp_path, layouts):
-    damage, sentence = PREPARED[case]
+    damage, named = PREPARED[case]
     path = shutil.copytree(layouts["prepared"], tmp_path / "prepared")
     damage(path)
-    with pytest.raises(DataError, match=sentence):
+    with pytest.raises(DataError, match=named):
         open_images(path, "train")
 
 
@@ -320,7 +393,7 @@ def test_damage_that_shows_when_it_is_read(tmp_path, layouts):
     edit(first_shard(path), lambda shard: shard.replace(data[-30:-10], bytes(20)))
     source = open_images(path, "train")
     assert source[1] == mini.records("train")[1]
-    with pytest.raises(DataError, match=r"00000.*is damaged, record 2 .*; prepare the"):
+    with pytest.raises(DataError, match=r"train-00000.* record 2 "):
         source[2]
     assert source[3] == mini.records("train")[3]
     with pytest.raises(ValueError, match="3 bytes are no record"):
@@ -329,15 +402,13 @@ def test_damage_that_shows_when_it_is_read(tmp_path, layouts):
     path = mini.write_folders(tmp_path / "folders")
     source = open_images(path, "train")
     (path / mini.records("train")[2][2]).unlink()
-    with pytest.raises(
-        DataError, match=rf"{mini.records('train')[2][2]}: cannot be read \(No such"
-    ):
+    with pytest.raises(DataError, match=mini.records("train")[2][2]):
         source[2]
 
     path = mini.write_archives(tmp_path / "archives")
     source = open_images(path, "val")
     edit(path / VAL, lambda data: data[:2000])
-    with pytest.raises(DataError, match=r"img_val\.tar: is cut short, val/.* cannot be read"):
+    with pytest.raises(DataError, match=r"img_val\.tar: .*cut short, val/"):
         [source[i] for i in range(len(source))]
 
 
@@ -352,28 +423,22 @@ def tfds_shard(path):
 
 
 TFDS = {
-    "shard missing": (lambda p: tfds_shard(p).unlink(),
-        "00001-of-00002: the shard is missing; prepare it with TFDS again"),
-    "shard cut short": (lambda p: edit(tfds_shard(p), lambda data: data[:-100]),
-        "00001-of-00002: the shard is cut short, 0 readable records of 15; prepare it with"),
-    "tfrecord": (lambda p: change_json(p / "dataset_info.json", fileFormat="tfrecord"),
-        "stored as tfrecord; only array_record is read without TensorFlow: prepare it again"),
-    "no splits": (lambda p: change_json(p / "dataset_info.json", splits=[]),
-        "has no split train, only none"),
-    "no image classification": (without_labels,
-        "has no ClassLabel feature 'label' among its features .*; give an image"),
-    "damaged": (lambda p: (p / "features.json").write_text("{"), "not a readable TFDS folder"),
-    "two versions": (lambda p: shutil.copytree(p, p.with_name("5.2.0")),
-        r"holds 2 TFDS folders \(5.1.0, 5.2.0\); give one of them"),
-}  # fmt: skip
+    "shard missing": (lambda p: tfds_shard(p).unlink(), "00001-of-00002"),
+    "shard cut short": (lambda p: edit(tfds_shard(p), lambda data: data[:-100]), "00001-of-00002"),
+    "tfrecord": (lambda p: change_json(p / "dataset_info.json", fileFormat="tfrecord"), "tfrecord"),
+    "no splits": (lambda p: change_json(p / "dataset_info.json", splits=[]), "train"),
+    "no image classification": (without_labels, "'label'"),
+    "damaged": (lambda p: (p / "features.json").write_text("{"), "5.1.0"),
+    "two versions": (lambda p: shutil.copytree(p, p.with_name("5.2.0")), "5.1.0, 5.2.0"),
+}
 
 
 @pytest.mark.parametrize("case", TFDS)
 def test_damage_of_a_tfds_folder(case, tmp_path):
-    damage, sentence = TFDS[case]
+    damage, named = TFDS[case]
     path = mini.write_tfds(tmp_path)
     damage(path)
-    with pytest.raises(DataError, match=sentence):
+    with pytest.raises(DataError, match=named):
         open_images(path.parent, "train")
 
 
@@ -383,11 +448,11 @@ def test_damage_of_a_tfds_record(tmp_path):
     features = (path / "features.json").read_text()
     (path / "features.json").write_text(features.replace('"numClasses": "5"', '"numClasses": "2"'))
     source = open_images(path, "train")
-    with pytest.raises(DataError, match=r"00000-of-00002: the shard is damaged, record \d+ cannot"):
+    with pytest.raises(DataError, match=r"00000-of-00002: .*record \d+ "):
         [source[i] for i in range(len(source))]
 
 
 def test_a_file_is_no_folder(tmp_path):
     (tmp_path / "a.tar").write_bytes(b"")
-    with pytest.raises(DataError, match=r"a\.tar: is a file, expected a folder"):
+    with pytest.raises(DataError, match=r"a\.tar"):
         open_images(tmp_path / "a.tar", "train")

@@ -42,8 +42,8 @@ _FILTERS: tuple[str, ...] = (
     "duplicate",
     "also_in_val_or_test",
     "too_long",
+    "length_ratio",
 )
-_FILTERS += ("length_ratio",)
 
 Streams = list[tuple[str, PairSource]]  # (split, source) in the order of reading
 
