@@ -48,8 +48,8 @@ from small_images import ImageTask, Outcome, image_params
 from small_problems import EXP, OPTIMUM, RING, VARIANTS, Pair, Variant, pair
 
 from decent_jax import topology
+from decent_jax.ground.command_line import output_file, picture_file
 from decent_jax.ground.progress import Progress
-from decent_jax.planner import outputs
 from decent_jax.simulate import lose
 
 BY_LABEL = {variant.label: variant for variant in VARIANTS}
@@ -340,8 +340,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, metavar="N", help="means of so many (3; quick: 1)")
     parser.add_argument("--warmup", type=float, default=0.0, metavar="FRACTION",
                         help="of the steps on images, with a rising learning rate (0)")  # fmt: skip
-    parser.add_argument("--json", type=outputs.file, metavar="FILE", help="also write the numbers")
-    parser.add_argument("--out", type=outputs.picture, metavar="FIGURE.png", help="also draw them")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the numbers")
+    parser.add_argument("--out", type=picture_file, metavar="FIGURE.png", help="also draw them")
     options = parser.parse_args(arguments)
     scale = QUICK if options.quick else Scale()
     if options.seeds is not None:

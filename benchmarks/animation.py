@@ -19,9 +19,10 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from decent_jax import topology
-from decent_jax.planner import network, outputs
+from decent_jax.ground.command_line import output_file
+from decent_jax.planner import network
 from decent_jax.planner.runtime import Algorithm, AllReduce, Gossip, Workload
-from decent_jax.planner.simulator import Run, simulate
+from decent_jax.planner.simulator import SimulatedSteps, simulate
 from decent_jax.plots.style import GREY, INK, ORANGE
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "figures" / "gossip.gif"
@@ -44,7 +45,7 @@ class Panel:
     """One algorithm: its run, and the parameters of the replicas after each step, (steps, n)."""
 
     title: str
-    run: Run
+    run: SimulatedSteps
     values: np.ndarray
     matrices: list[np.ndarray] | None
 
@@ -150,7 +151,7 @@ def film(out: Path) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = commands.parser(__doc__)
-    parser.add_argument("--out", type=outputs.file, default=OUT, metavar="FILE.gif")
+    parser.add_argument("--out", type=output_file, default=OUT, metavar="FILE.gif")
     options = parser.parse_args(arguments)
     film(Path(options.out))
     print(options.out)

@@ -13,7 +13,7 @@ from pathlib import Path
 import commands
 from matplotlib.figure import Figure
 
-from decent_jax.planner import outputs
+from decent_jax.ground.command_line import picture_file
 from decent_jax.plots.style import BLUE, GREEN, GREY, ORANGE, frame, new_figure, plain_numbers, save
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,7 +60,7 @@ def draw(rates: list[int], rows: dict[str, list[int]]) -> Figure:
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = commands.parser(__doc__)
-    parser.add_argument("--out", type=outputs.picture, default=OUT, metavar="FILE.png")
+    parser.add_argument("--out", type=picture_file, default=OUT, metavar="FILE.png")
     options = parser.parse_args(arguments)
     print(save(draw(*step_times(TABLE.read_text())), options.out, dpi=110))
     return 0

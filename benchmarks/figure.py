@@ -16,9 +16,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from decent_jax import gossip, replicas, topology
+from decent_jax.ground.command_line import picture_file
 from decent_jax.ground.errors import RunError
 from decent_jax.ground.run_folder import load_run, smoothed
-from decent_jax.planner import outputs
 from decent_jax.plots.style import BLUE, COLOURS, INK, ORANGE, PINK, frame, new_figure
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "figures" / "overview.png"
@@ -141,7 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = commands.parser(__doc__)
     parser.add_argument("gossip_run", metavar="GOSSIP_RUN", help="--workdir of the gossip run")
     parser.add_argument("all_reduce_run", metavar="ALL_REDUCE_RUN", help="of the baseline")
-    parser.add_argument("--out", type=outputs.picture, default=str(OUT), metavar="FILE.png")
+    parser.add_argument("--out", type=picture_file, default=str(OUT), metavar="FILE.png")
     options = parser.parse_args(arguments)
     try:
         figure = draw(load_run(options.gossip_run), load_run(options.all_reduce_run))

@@ -14,16 +14,22 @@ InfiniBand ports of an A100 node, but one Ethernet port of an A40 node.
 """
 
 import sys
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import commands
 import numpy as np
+from matplotlib.figure import Figure
+from scipy.optimize import least_squares
 
 from decent_jax import topology
-from decent_jax.planner import measured, network, outputs, runtime, simulator
+from decent_jax.ground.command_line import output_file, picture_file
+from decent_jax.planner import network, runtime, simulator
 from decent_jax.planner.compute_times import LogNormal
 from decent_jax.planner.network import ETHERNET_25G, INFINIBAND_100G, NVLINK, PCIE, Link, Network
 from decent_jax.planner.runtime import AllReduce, Gossip, Workload
+from decent_jax.plots import style
+from decent_jax.plots.style import COLOURS, GREY, GRID, INK, MARKS
 
 # d 512, h 8, 6 + 6 layers, feed-forward 2048, and one embedding of 37120 x 512 that source,
 # target and output share, so that its gradient is complete only at the end of the backward pass.
@@ -34,6 +40,10 @@ BUCKET_BYTES = 25e6  # of both PyTorch's DDP and Decent-DP
 
 ALL_REDUCE, SGP, EXP, AER = "AllReduce", "SGP(Exp)", "Decent(Exp)", "Decent(AER)"
 FITTED = (ALL_REDUCE, AER)
+
+
+Row = dict[str, Any]
+LOG_TICKS = (1, 1.5, 2, 3, 5, 7)
 
 
 class Cluster(NamedTuple):
@@ -100,8 +110,8 @@ CLUSTERS = (
 )
 
 
-def published(cluster: Cluster, algorithms=(ALL_REDUCE, SGP, EXP, AER)) -> list[measured.Row]:
-    """The published numbers as rows for `measured.fit`."""
+def published(cluster: Cluster, algorithms=(ALL_REDUCE, SGP, EXP, AER)) -> list[Row]:
+    """The published numbers as rows for `fit`."""
     return [
         {"algorithm": name, "num_replicas": n, "step_time_s": milliseconds / 1e3}
         for name in algorithms
@@ -123,7 +133,7 @@ def nodes(cluster: Cluster, n: int, ports: int) -> Network:
 
 def predict_s(
     cluster: Cluster,
-    row: measured.Row,
+    row: Row,
     gpu_seconds: float,
     overhead_s: float,
     sigma: float,
@@ -164,6 +174,44 @@ def predict_s(
     return run.step_s
 
 
+def fit(
+    rows: Sequence[Row],
+    predict_s: Callable[..., float],
+    start: Mapping[str, float],
+    limits: Mapping[str, tuple[float, float]] | None = None,
+) -> dict[str, float]:
+    """The constants under which ``predict_s(row, **constants)`` is nearest to the rows.
+
+    Least squares of ``log(predicted / row["step_time_s"])``, so a tenth too much counts the same
+    on a short and on a long step. Constants are positive; ``limits`` bounds some of them.
+
+    Raises:
+      ValueError: fewer rows than constants.
+    """
+    names = list(start)
+    if len(rows) < len(names):
+        raise ValueError(
+            f"{len(names)} constants ({', '.join(names)}) cannot be fitted to {len(rows)} rows; "
+            "fix some of them or measure more"
+        )
+    measured = np.array([row["step_time_s"] for row in rows])
+
+    def residuals(logarithms: np.ndarray) -> np.ndarray:
+        constants = dict(zip(names, np.exp(logarithms).tolist(), strict=True))
+        return np.log([predict_s(row, **constants) for row in rows]) - np.log(measured)
+
+    low, high = np.transpose([(limits or {}).get(name, (1e-300, 1e300)) for name in names])
+    solution = least_squares(
+        residuals,
+        np.log([start[name] for name in names]),
+        bounds=(np.log(low), np.log(high)),
+        x_scale=0.3,
+        diff_step=0.02,  # wider than the wiggles of a simulation
+        max_nfev=40,
+    )
+    return dict(zip(names, np.exp(solution.x).tolist(), strict=True))
+
+
 def is_fitted(cluster: Cluster, row: dict, largest: bool) -> bool:
     """Whether constants are fitted to a row; ``largest``: also to those of the most GPUs."""
     if row["algorithm"] == SGP:
@@ -173,13 +221,13 @@ def is_fitted(cluster: Cluster, row: dict, largest: bool) -> bool:
 
 def constants_of(cluster: Cluster, largest: bool = True, **simulation) -> dict[str, float]:
     """Three constants from the rows of `FITTED`, and SGP's from its first size."""
-    found = measured.fit(
+    found = fit(
         [row for row in published(cluster, FITTED) if is_fitted(cluster, row, largest)],
         lambda row, **constants: predict_s(cluster, row, **constants, **simulation),
         cluster.start,
         {"overhead_s": (1e-3, 1.0), "sigma": (0.005, 0.5)},
     )
-    sgp = measured.fit(
+    sgp = fit(
         published(cluster, [SGP])[:1],
         lambda row, **constant: predict_s(cluster, row, **found, **constant, **simulation),
         {"sgp_s": 0.1 * cluster.published_ms[SGP][0] / 1e3},
@@ -189,13 +237,15 @@ def constants_of(cluster: Cluster, largest: bool = True, **simulation) -> dict[s
 
 def predicted_rows(
     cluster: Cluster, constants: dict[str, float], largest: bool = True, **simulation
-) -> list[measured.Row]:
+) -> list[Row]:
     """All twelve rows with ``predicted_s``, ``error`` and ``fitted``."""
     rows = []
     for row in published(cluster):
         seconds = predict_s(cluster, row, **constants, **simulation)
         fitted = is_fitted(cluster, row, largest)
-        rows.append(measured.compared(row | {"cluster": cluster.name}, seconds, fitted))
+        error = seconds / row["step_time_s"] - 1  # 0.1 is 10% too long
+        more = {"predicted_s": seconds, "error": error, "fitted": fitted}
+        rows.append(row | {"cluster": cluster.name} | more)
     return rows
 
 
@@ -206,12 +256,61 @@ def leaves_node(cluster: Cluster, n: int) -> float:
     return cluster.devices_per_node * MODEL_BYTES * (rounds - inside) / rounds
 
 
+def draw(rows: Sequence[Row], title: str = "") -> Figure:
+    """Predicted over measured step times, a panel each for milliseconds and for the error.
+
+    Args:
+      rows: of `predicted_rows`, each with ``group`` (a colour) and ``series`` (a mark); fitted
+        ones are hollow.
+    """
+    figure = style.new_figure(12, 5)
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
+    groups = list(dict.fromkeys(row["group"] for row in rows))
+    series = list(dict.fromkeys(row["series"] for row in rows))
+    for row in rows:
+        colour = COLOURS[groups.index(row["group"])]
+        look = {
+            "marker": MARKS[series.index(row["series"])],
+            "color": colour,
+            "mfc": "white" if row["fitted"] else colour,
+            "ms": 7,
+            "ls": "none",
+        }
+        measured, predicted = row["step_time_s"], row["predicted_s"]
+        left.plot(1e3 * measured, 1e3 * predicted, **look)
+        right.plot(1e3 * measured, 100 * (predicted / measured - 1), **look)
+    values = [1e3 * row[key] for row in rows for key in ("step_time_s", "predicted_s")]
+    ends = np.array([0.85 * min(values), 1.18 * max(values)])
+    left.plot(ends, ends, color=INK, lw=0.8, zorder=0)
+    left.fill_between(ends, 0.85 * ends, 1.15 * ends, color=GRID, zorder=-1)
+    left.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    left.set_ylabel("predicted, ms per step", color=GREY)
+    right.axhspan(-15, 15, color=GRID, zorder=-1)
+    right.axhline(0, color=INK, lw=0.8, zorder=0)
+    right.set(xscale="log", xlim=ends)
+    right.set_ylabel("error of the prediction, %", color=GREY)
+    for axes in (left, right):
+        axes.set_xlabel("measured, ms per step", color=GREY)
+        style.plain_numbers(axes.xaxis, LOG_TICKS)
+    style.plain_numbers(left.yaxis, LOG_TICKS)
+    style.frame(left, title)
+    style.frame(right, "band: 15% either way")
+    for name in groups:
+        right.plot([], [], "s", color=COLOURS[groups.index(name)], ms=7, label=name)
+    for name in series:
+        right.plot([], [], MARKS[series.index(name)], color=GREY, ms=7, label=name)
+    right.plot([], [], "o", color=GREY, mfc="white", ms=7, label="fitted")
+    right.plot([], [], "o", color=GREY, ms=7, label="held out")
+    style.legend(figure, right.get_legend_handles_labels()[0], loc="outside right upper")
+    return figure
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = commands.parser(__doc__)
     parser.add_argument(
-        "--out", type=outputs.picture, metavar="FILE.png", help="also draw the comparison"
+        "--out", type=picture_file, metavar="FILE.png", help="also draw the comparison"
     )
-    parser.add_argument("--json", type=outputs.file, metavar="FILE", help="also write the rows")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the rows")
     parser.add_argument(
         "--without_largest", action="store_true", help="fit nothing to the most GPUs of a cluster"
     )
@@ -267,11 +366,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         commands.write_rows(options.json, rows)
     if options.out:
-        from decent_jax.plots import network as plots
-        from decent_jax.plots import style as plot_style
-
         picture = [row | {"group": row["cluster"], "series": row["algorithm"]} for row in rows]
-        print(plot_style.save(plots.draw_against_measured(picture, "Figure 6"), options.out))
+        print(style.save(draw(picture, "Figure 6"), options.out))
     return 0
 
 

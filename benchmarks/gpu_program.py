@@ -41,8 +41,8 @@ from tqdm import tqdm
 from variant import Parts, override
 
 from decent_jax import replicas
+from decent_jax.ground.command_line import output_file
 from decent_jax.ground.format import split_outside_brackets
-from decent_jax.planner import outputs
 from decent_jax.train import ConfigError, default_config, xla
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--round", type=int, default=0, help="of the schedule, modulo its period")
     parser.add_argument("--batch_size", type=int, default=48, help="sequences, over all replicas")
-    parser.add_argument("--json", type=outputs.file, metavar="FILE", help="for the JSON lines")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="for the JSON lines")
     parser.add_argument("--hlo", type=Path, metavar="FOLDER", help="for the programs' text")
     parsed, overrides = parser.parse_known_args(arguments)
     configs = {

@@ -35,10 +35,10 @@ from decent_jax import optim, topology
 from decent_jax.data.text.token_folder import TokenWindows
 from decent_jax.gossip import Simulated
 from decent_jax.gossip.wire import of_dtype
+from decent_jax.ground.command_line import picture_file
 from decent_jax.models import decoders, gpt2
 from decent_jax.models.pieces import cross_entropy
 from decent_jax.optim import METHODS, Parts
-from decent_jax.planner import outputs
 from decent_jax.plots.style import COLOURS, GREY, MARKS, frame, new_figure, plain_numbers, save
 from decent_jax.replicas import consensus_mean
 from decent_jax.train.algorithm import hidden_matrices
@@ -318,7 +318,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="labels, separated by semicolons (all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the numbers here")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw this, train nothing")
-    parser.add_argument("--out", type=outputs.picture, metavar="FIGURE.png", help="draw here")
+    parser.add_argument("--out", type=picture_file, metavar="FIGURE.png", help="draw here")
     options = parser.parse_args(arguments)
     rows: list[dict] = []
     if options.figure:

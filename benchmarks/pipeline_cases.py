@@ -14,7 +14,8 @@ from decent_jax import topology
 from decent_jax.plan.orders import order
 from decent_jax.planner import network, placement, search
 from decent_jax.planner.network import Network
-from decent_jax.planner.pipeline_time import StepTime, exchanged, finished_s, links_of, step_s
+from decent_jax.planner.pipeline_time import StepTime, exchanged, links_of
+from decent_jax.planner.simulator import in_order, pipelines_s
 
 STAGES, REPLICAS, MICRO_BATCHES, LAYERS = 4, 2, 8, 12
 WIDTH, CONTEXT, EXAMPLES = 256, 128, 12  # of a micro-batch, in bfloat16
@@ -60,12 +61,11 @@ def layouts(case: str, wire: str) -> dict[str, np.ndarray]:
     listed = np.arange(STAGES * REPLICAS)
     net = network_of(case)
     job = dataclasses.replace(JOB, data_parallel_bytes=JOB.data_parallel_bytes * SHARES[wire])
-    times = StepTime(net, job, topology.make("one_peer_exp", REPLICAS), "gpipe", MICRO_BATCHES)
+    step = StepTime(net, job, topology.make("one_peer_exp", REPLICAS), MICRO_BATCHES)
     forward = np.full((STAGES, REPLICAS), FORWARD_S)
 
     def seconds_of(stages: np.ndarray) -> float:
-        steps = times(stages, forward)
-        return steps.gossip_s if wire == "int8" else steps.all_reduce_s
+        return step(stages, forward, "gpipe", "gossip" if wire == "int8" else "all_reduce")
 
     cheapest = search.place(net, job, time_limit_s=60, generations=100).stages
     plan = exchanged(cheapest, listed.tolist(), seconds_of, time_limit_s=60, steps=5000)
@@ -92,18 +92,15 @@ def predicted_s(job: dict[str, Any], parameter_bytes: list[int]) -> float:
     """
     net, stages = network_of(job["case"]), np.array(job["stages"])
     lists = [order(job["order"], STAGES, MICRO_BATCHES, s) for s in range(STAGES)]
-    finished = []
-    for i, column in enumerate(stages.T):
-        forward = [
-            job["layer_s"] * layers * slowness
-            for layers, slowness in zip(job["layers"], job["slowness"][i], strict=True)
-        ]
-        links = links_of(net, column.tolist(), MESSAGE_BYTES)
-        finished.append(finished_s(lists, forward, [2 * s for s in forward], links))
+    slowness = np.transpose(job["slowness"])  # of each pipeline and stage
+    forward = job["layer_s"] * np.array(job["layers"])[:, None] * slowness
+    links = links_of(net, stages, MESSAGE_BYTES)
+    compute_s = {"forward": forward, "backward": 2 * forward}
+    done = pipelines_s(in_order(lists), compute_s, links).max(axis=1)
     # Of two: each sends the other all parameters, or half of the gradient twice. Latencies of these
     # messages are not part of the shaped network.
-    averaging = [
-        SHARES[job["wire"]] * size / net.bandwidth_bytes_per_s[a, b]
-        for size, (a, b) in zip(parameter_bytes, stages, strict=True)
-    ]
-    return step_s(finished, averaging, hidden=job["algorithm"] != "all_reduce")
+    rate = net.bandwidth_bytes_per_s[stages[:, 0], stages[:, 1]]
+    averaging = SHARES[job["wire"]] * np.array(parameter_bytes) / rate
+    if job["algorithm"] == "all_reduce":
+        return float((done + averaging).max())
+    return float(max(done.max(), averaging.max()))

@@ -4,18 +4,20 @@
 
 Nothing is trained and nothing is measured: `decent_jax.planner.pipeline_time` follows every message
 of 64 micro-batches of 8 MiB through 8 stages of 12.4 ms forward and twice as much backward, on the
-links of the case. All-reduce has DT-FM's cost, gossip that of the slowest message of a round.
+links of the case.
 """
 
 import argparse
 import dataclasses
+import itertools
 
 import numpy as np
 
 from decent_jax import topology
+from decent_jax.ground.format import table
 from decent_jax.plan.orders import ORDERS
-from decent_jax.planner import network, outputs, placement, search
-from decent_jax.planner.pipeline_time import StepTime
+from decent_jax.planner import network, placement, search
+from decent_jax.planner.pipeline_time import AVERAGING, StepTime
 
 JOB = placement.DTFM_JOB
 MICRO_BATCHES, MESSAGE_BYTES, FORWARD_S = 64, 2**23, 0.0124
@@ -45,14 +47,14 @@ def main():
     options = parser.parse_args()
     net = network.preset(options.case)
     schedule = topology.make("one_peer_exp", REPLICAS)
-    forward, rows = np.full((STAGES, REPLICAS), FORWARD_S), []
+    step = StepTime(net, SENT, schedule, MICRO_BATCHES)
+    forward, cells = np.full((STAGES, REPLICAS), FORWARD_S), {}
     for words, several in layouts(net, options.seed, options.time_limit_s).items():
-        for name in ORDERS:
-            times = StepTime(net, SENT, schedule, name, MICRO_BATCHES)
-            mean = np.mean([times(stages, forward) for stages in several], axis=0)
-            rows.append((words, name, *(f"{seconds:.1f}" for seconds in mean)))
+        for order, averaging in itertools.product(ORDERS, AVERAGING):
+            mean = np.mean([step(stages, forward, order, averaging) for stages in several])
+            cells.setdefault((words, order), []).append(f"{mean:.1f}")
     headings = ("layout", "order", "pipelines alone", "all_reduce", "gossip")
-    print(outputs.table(headings, rows))
+    print(table(headings, [(*row, *seconds) for row, seconds in cells.items()]))
 
 
 if __name__ == "__main__":

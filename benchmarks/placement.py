@@ -32,12 +32,11 @@ from matplotlib.ticker import NullLocator
 
 from decent_jax import topology
 from decent_jax.planner import network as networks
-from decent_jax.planner.build_schedule import build_schedule
 from decent_jax.planner.gossip_placement import PlacedSchedule, evaluate, place_schedule
 from decent_jax.planner.network import ETHERNET_25G, NVLINK, Network
-from decent_jax.planner.placement import DTFM_JOB, Job, Partition, Problem
+from decent_jax.planner.placement import DTFM_JOB, Job, Problem, StageGroups
 from decent_jax.planner.placement import evaluate as cost_of
-from decent_jax.planner.search import Placement, place
+from decent_jax.planner.search import PlacedStages, place
 from decent_jax.plots import network as plots
 from decent_jax.plots import style as plot_style
 from decent_jax.plots.style import COLOURS, GREY, INK
@@ -122,13 +121,16 @@ def compare_stages(seconds: float, seeds: int, out: Path) -> list[dict]:
     plot_style.save(draw_convergence(runs, reference), out / "convergence.png")
     for name in ("case 2", "64 in 10 regions"):
         best = min(runs[name], key=lambda found: found.costs.total_s)
-        figure = plots.draw_placement(stage_problems()[name][0], best)
+        network = stage_problems()[name][0]
+        figure = plots.draw_placement(
+            network.gbit_per_s, network.names, best.stages, best.costs.title
+        )
         plot_style.save(figure, out / f"placement_{name.replace(' ', '_')}.png")
     return rows
 
 
 def draw_convergence(
-    runs: Mapping[str, Sequence[Placement]], reference: Mapping[str, float]
+    runs: Mapping[str, Sequence[PlacedStages]], reference: Mapping[str, float]
 ) -> Figure:
     """The best cost by time; a panel per problem, a line per seed.
 
@@ -181,7 +183,7 @@ def _plain_s(network: Network, job: Job) -> float:
     used, left_out = devices[: job.num_devices], devices[job.num_devices :]
     across = used.reshape(job.num_replicas, job.num_stages).T.ravel()
     return min(
-        Partition(problem, np.concatenate([slots, left_out])).costs.total_s
+        StageGroups(problem, np.concatenate([slots, left_out])).costs.total_s
         for slots in (used, across)
     )
 
@@ -217,13 +219,8 @@ def compare_gossip(seconds: float, out: Path) -> list[dict]:
                 on, schedule, MODEL_BYTES, time_limit_s=seconds, progress=True
             )
             placed.append(("placed", searched))
-        built = build_schedule(network, MODEL_BYTES, time_limit_s=seconds, progress=True)
-        placed.append(("built", built))
         for order, one in placed:
             label = "all_reduce" if one.schedule.name == "complete" else one.schedule.name
-            if order == "built":
-                size = one.schedule.rounds[0].group_size
-                label = f"built: {one.schedule.period} rounds, groups of {size}"
             agree_s = _seconds_to_agree(one)
             print(
                 f"| {name} | {label} | {order} | {one.mean_round_s:.4g} "
@@ -243,8 +240,11 @@ def compare_gossip(seconds: float, out: Path) -> list[dict]:
                     "device_of_replica": one.order.tolist(),
                 }
             )
-        picture = plots.draw_gossip(network, built)
-        plot_style.save(picture, out / f"built_{name.split(',')[0].replace(' ', '_')}.png")
+        drawn = placed[1][1]  # one_peer_exp, placed
+        picture = plots.draw_gossip(
+            network.gbit_per_s, network.names, drawn.transfers, drawn.round_s, drawn.titles
+        )
+        plot_style.save(picture, out / f"gossip_{name.split(',')[0].replace(' ', '_')}.png")
     return rows
 
 

@@ -21,12 +21,12 @@ from matplotlib.ticker import LogLocator
 from tqdm import tqdm
 
 from decent_jax import topology
-from decent_jax.planner import network, outputs, predict
+from decent_jax.ground.command_line import output_file, picture_file
+from decent_jax.planner import network, predict
 from decent_jax.planner.compute_times import LogNormal
 from decent_jax.planner.network import Network
 from decent_jax.planner.runtime import Gossip, Workload
 from decent_jax.plots import style as plot_style
-from decent_jax.plots.network import LOG_TICKS
 from decent_jax.plots.style import COLOURS, GREY, MARKS
 
 DEVICES_PER_NODE = 8
@@ -128,7 +128,7 @@ def draw_scaling(
         axes.set(xscale="log", yscale="log")
         plot_style.plain_numbers(axes.xaxis)
         axes.xaxis.set_major_locator(LogLocator(base=2, subs=(1,), numticks=12))
-        plot_style.plain_numbers(axes.yaxis, LOG_TICKS)
+        plot_style.plain_numbers(axes.yaxis, (1, 1.5, 2, 3, 5, 7))
         plot_style.frame(axes, title)
         axes.tick_params(axis="x", labelrotation=45)
     for axes in grid.flat[len(panels) :]:
@@ -137,14 +137,14 @@ def draw_scaling(
         axes.set_ylabel("seconds per step", color=GREY)
     for axes in grid[-1]:
         axes.set_xlabel("replicas", color=GREY)
-    plot_style.legend_outside(figure, grid[0, 0], columns=4)
+    plot_style.legend(figure, grid[0, 0].get_legend_handles_labels()[0], ncols=4)
     return figure
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = commands.parser(__doc__)
-    parser.add_argument("--out", type=outputs.picture, metavar="FILE.png", help="also draw it")
-    parser.add_argument("--json", type=outputs.file, metavar="FILE", help="also write the numbers")
+    parser.add_argument("--out", type=picture_file, metavar="FILE.png", help="also draw it")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the numbers")
     options = parser.parse_args(arguments)
     seconds: dict[tuple, float] = {}
     cases = [(title, n) for title in NETWORKS for n in SIZES]

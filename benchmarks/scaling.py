@@ -26,8 +26,8 @@ from pathlib import Path
 import commands
 from tqdm import tqdm
 
+from decent_jax.ground.command_line import output_file
 from decent_jax.ground.format import split_outside_brackets
-from decent_jax.planner import outputs
 
 ALGORITHMS = "none,all_reduce,complete,ring,one_peer_exp,hypercube,alternating_exp_ring"
 LAYOUTS = ("devices", "one device")
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> None:
     parser = commands.parser(__doc__)
     parser.add_argument("--largest", type=int, default=64, help="replicas; a power of two")
     parser.add_argument("--algorithms", default=ALGORITHMS, help=f"some of {ALGORITHMS}")
-    parser.add_argument("--json", type=outputs.file, metavar="FILE", help="for the JSON lines")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="for the JSON lines")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # algorithm, layout, n
     parsed = parser.parse_args(arguments)
     if parsed.one:

@@ -7,8 +7,7 @@
 One process, or several (see run_on_hosts.py). The model is a GPT of 4.03M parameters in float32,
 16.1 MB per message; any field of the config can be changed. ``none`` trains without communication.
 Rounds of measurement go through all algorithms in turn, so that a noisy machine hits all alike; the
-number is the median. Prints a table; ``--json`` also writes a line per algorithm, which
-``decent_jax.planner predict --measured`` reads.
+number is the median. Prints a table; ``--json`` also writes a line per algorithm.
 
 With ``--mbit``, the rate of a host's link, the last column is the time over its limit: for gossip
 max(compute, P / rate) with P the bytes that a replica sends; for all-reduce the larger of the two,
@@ -25,8 +24,8 @@ from tqdm import tqdm
 from variant import Variant, override
 
 from decent_jax.cluster import start as cluster
+from decent_jax.ground.command_line import output_file
 from decent_jax.ground.format import split_outside_brackets
-from decent_jax.planner import outputs
 from decent_jax.topology import NAMES
 from decent_jax.train import ConfigError, default_config
 from decent_jax.train import config as config_lib
@@ -43,7 +42,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--steps", type=int, default=6, help="steps a measurement")
     parser.add_argument("--repeats", type=int, default=5, help="measurements of each")
     parser.add_argument("--mbit", type=float, default=0.0, help="rate of a link, Mbit/s")
-    parser.add_argument("--json", type=outputs.file, metavar="FILE", help="for the JSON lines")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="for the JSON lines")
     parser.add_argument("--network", default="", help="words for the JSON lines, such as 200mbit")
     parsed, overrides = parser.parse_known_args(arguments)
     if parsed.steps < 1 or parsed.repeats < 1:

@@ -30,7 +30,8 @@ import commands
 import numpy as np
 from tqdm import tqdm
 
-from decent_jax.planner import compute_times, network, outputs, runtime, simulator
+from decent_jax.ground.command_line import output_file
+from decent_jax.planner import compute_times, network, runtime, simulator
 
 MEAN_S = 0.05
 RANDOM = 0.4  # of the mean, exponentially distributed
@@ -43,7 +44,7 @@ def main(arguments: list[str]) -> None:
     parser = commands.parser(__doc__)
     parser.add_argument("--processes", type=int, default=8, help="replicas; a power of two")
     parser.add_argument("--steps", type=int, default=60, help="of each measurement")
-    parser.add_argument("--json", type=outputs.file, metavar="FILE", help="for the JSON lines")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="for the JSON lines")
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)  # which one this is
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     parsed = parser.parse_args(arguments)

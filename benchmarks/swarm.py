@@ -45,7 +45,7 @@ from decent_jax import simulate, topology
 from decent_jax.planner.compute_times import CONSTANT, LogNormal
 from decent_jax.planner.network import Link, Network, cluster
 from decent_jax.planner.runtime import AllReduce, Gossip, Workload
-from decent_jax.plots.style import COLOURS, GREY, frame, legend_outside, new_figure, save
+from decent_jax.plots.style import COLOURS, GREY, frame, legend, new_figure, save
 
 REPLICAS = (8, 16, 32, 64)
 LOCAL_STEPS = (1, 2, 4, 8)
@@ -368,7 +368,7 @@ def draw(rows: list[dict], sigma: float, target: float) -> Figure:
         panels[3].sharey(panels[2])
         lowest = min(row["accuracy"] for row in accuracies)
         panels[3].set_ylim(bottom=100 * max(lowest - 0.01, target - 0.15))
-    legend_outside(figure, first, columns=6 if accuracies else 3)
+    legend(figure, first.get_legend_handles_labels()[0], ncols=6 if accuracies else 3)
     return figure
 
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from decent_jax import optim, replicas, topology
-from decent_jax.planner import outputs
+from decent_jax.ground.command_line import output_file
 from decent_jax.train import xla
 
 SCHEDULE = topology.make("one_peer_exp", 8)
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> None:
     parser = commands.parser(__doc__)
     parser.add_argument("--parameters", type=float, default=50, help="in millions")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--json", type=outputs.file, metavar="FILE", help="for the JSON lines")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="for the JSON lines")
     parsed = parser.parse_args(arguments)
     if parsed.repeats < 1:
         parser.error(f"--repeats is {parsed.repeats}; give at least 1")

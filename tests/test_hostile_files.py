@@ -21,7 +21,7 @@ from decent_jax.ground import machine
 DEEP, NINES = "[" * 100_000, "9" * 5000
 CLUSTER = "--network nvlink_25gbe --nodes 2 --devices_per_node 2"
 MODEL = "--parameters 1e6 --compute_s 0.1"
-STAGES = "--parameters 1e6 --stages 2 --replicas 2 --pipeline_bytes 1e6 --stage_memory 5"
+STAGES = "--parameters 1e6 --stages 2 --replicas 2 --pipeline_bytes 1e6"
 PLANNER = [  # what follows "planner "
     ("network node of a billion", "network --network n.json", r"n\.json.*without gaps"),
     ("network nodes ragged", "network --network n.json", r"n\.json.*node must hold numbers"),
@@ -38,35 +38,18 @@ PLANNER = [  # what follows "planner "
     ("nodes", f"predict {CLUSTER} {MODEL} --nodes {NINES}", "--nodes: must be a whole number"),
     ("parameters", f"predict {CLUSTER} --parameters 1e300 --compute_s 1", "--parameters: must be"),
     ("compute", f"predict {CLUSTER} --parameters 1e6 --compute_s inf", "--compute_s: must be"),
-    ("bucket", f"predict {CLUSTER} {MODEL} --bucket_bytes 5e-324", "--bucket_bytes: must be"),
     ("late", f"predict {CLUSTER} {MODEL} --late_parameters=-1", "--late_parameters: must be"),
     ("every", f"predict {CLUSTER} {MODEL} --mix_every=-1", "--mix_every: must be a whole"),
     ("every", f"recommend {CLUSTER} {MODEL} --mix_every=-1", "--mix_every: must be a whole"),
     ("tokens", f"recommend {CLUSTER} {MODEL} --tokens_per_parameter 5e-324", "--tokens_per_para"),
-    ("seed", f"place {CLUSTER} --parameters 1e6 --seed {'9' * 30}", "--seed: must be a whole"),
     ("forever", f"place {CLUSTER} --parameters 1e6 --time_limit_s inf", "--time_limit_s: must be"),
     ("inf", f"place {CLUSTER} {STAGES} --pipeline_bytes inf", "--pipeline_bytes: must be"),
     ("nan", f"place {CLUSTER} {STAGES} --pipeline_bytes nan", "--pipeline_bytes: must be"),
-    ("one", f"predict {CLUSTER} {MODEL} --out x.png --timeline x.png", "are one file, x.png"),
     ("flag", f"predict {CLUSTER} --{NINES}", "unrecognized arguments"),
-    ("choice", f"predict {CLUSTER} {MODEL} --wire {NINES}", "invalid choice"),
-    ("memory text", f"place {CLUSTER} {STAGES} --device_memory m.json", r"m\.json must be a"),
-    ("memory deep", f"place {CLUSTER} {STAGES} --device_memory m.json", r"m\.json"),
-    ("memory nan", f"place {CLUSTER} {STAGES} --device_memory m.json", r"m\.json must be a"),
-]
-PLANNER += [
-    (f"measured {name}", f"predict {CLUSTER} {MODEL} --measured r.jsonl", rf"r\.jsonl.*{words}")
-    for name, words in (
-        ("replicas a billion", "num_replicas must be"),
-        ("algorithm null", "algorithm must be a name, got None"),
-        ("algorithm unknown", "unknown schedule"),
-        ("time of 400 digits", "step_time_s must be seconds"),
-        ("local_size", "local_size must be"),
-        ("compute_s", "compute_s must be"),
-        ("wire a list", "comm_dtype must be"),
-        ("deep", "is not JSON"),
-        ("no UTF-8", "is not UTF-8"),
-    )
+    ("choice", f"predict {CLUSTER} {MODEL} --wire {NINES}", "--wire: must be"),
+    ("speeds text", f"place {CLUSTER} {STAGES} --speeds m.json", r"m\.json must be a"),
+    ("speeds deep", f"place {CLUSTER} {STAGES} --speeds m.json", r"m\.json"),
+    ("speeds nan", f"place {CLUSTER} {STAGES} --speeds m.json", r"m\.json must be a"),
 ]
 PLANNER += [
     (f"trace {name}", f"predict {CLUSTER} --parameters 1e6 --trace t.jsonl", rf"t\.jsonl.*{words}")
@@ -131,7 +114,6 @@ KEPT = [  # a file of the user's is where a command would write
     (f"planner network {CLUSTER} --save thesis.json", "--save thesis.json exists and was not"),
     (f"planner place {CLUSTER} --parameters 1e6 --plan thesis.json", "--plan thesis.json exists"),
     (f"planner predict {CLUSTER} {MODEL} --out thesis.png", "--out thesis.png exists and was not"),
-    (f"planner predict {CLUSTER} {MODEL} --timeline thesis.png", "--timeline thesis.png exists"),
     ("sweep --config quickstart --over seed=1 --out o --slurm thesis.json", "--slurm thesis.json"),
     ("sweep --config quickstart --over seed=1 --out mine", "mine/table.csv exists and was not"),
     ("sweep --config quickstart --over seed=1 --out thesis.json", "thesis.json is a file"),
@@ -147,11 +129,6 @@ def network(**changes):
     ones = [[1e-5] * 3] * 3
     fields = {"latency_s": ones, "bandwidth_bytes_per_s": [[1e9] * 3] * 3}
     return json.dumps({"format": "decent_jax.network/1"} | fields | changes)
-
-
-def measured(**changes):
-    row = {"algorithm": "one_peer_exp", "num_replicas": 4, "step_time_s": 0.2}
-    return json.dumps(row | changes) + "\n"
 
 
 def trace(**changes):
@@ -203,18 +180,9 @@ FILES = {
     "network names escape": {"n.json": network(names=["a", "b", "\x1b[2J"])},
     "network nic": {"n.json": network(nic_bytes_per_s=[1e-300, 1, 1])},
     "network empty": {"n.npz": b""},
-    "memory text": {"m.json": '["a", "b", "c", "d"]'},
-    "memory deep": {"m.json": DEEP},
-    "memory nan": {"m.json": "[NaN, 1, 1, 1]"},
-    "measured replicas a billion": {"r.jsonl": measured(num_replicas=10**9)},
-    "measured algorithm null": {"r.jsonl": measured(algorithm=None)},
-    "measured algorithm unknown": {"r.jsonl": measured(algorithm="\x1b[31m")},
-    "measured time of 400 digits": {"r.jsonl": measured(step_time_s=10**400)},
-    "measured local_size": {"r.jsonl": measured(local_size="a")},
-    "measured compute_s": {"r.jsonl": measured(compute_s=-1)},
-    "measured wire a list": {"r.jsonl": measured(comm_dtype=[])},
-    "measured deep": {"r.jsonl": DEEP},
-    "measured no UTF-8": {"r.jsonl": b"\xff"},
+    "speeds text": {"m.json": '["a", "b", "c", "d"]'},
+    "speeds deep": {"m.json": DEEP},
+    "speeds nan": {"m.json": "[NaN, 1, 1, 1]"},
     "trace step a string": {"t.jsonl": trace(step="a")},
     "trace nested": {"t.jsonl": f"{DEEP}\n{{}}\n"},
     "trace times of ages": {"t.jsonl": trace(**{"perf/step_time_s": 1e300})},

@@ -11,7 +11,7 @@ import pytest
 
 from decent_jax.plan import plan_file
 from decent_jax.planner import __main__ as cli
-from decent_jax.planner import flags, network
+from decent_jax.planner import network
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "gpt2_openwebtext.py"
 CLUSTER = ["--network", "nvlink_25gbe", "--devices_per_node", "4"]
@@ -37,7 +37,7 @@ def refused(capsys, *arguments):
     """The sentence on stderr; nothing else may be printed."""
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (2, "")
-    assert err.startswith("planner: ")
+    assert err.startswith("decent-jax planner: ")
     assert err.count("\n") == 1 and "Traceback" not in err
     return err
 
@@ -61,26 +61,16 @@ def test_predict_prints_every_algorithm_for_every_number_of_nodes(capsys):
     assert baseline[-1].strip(" |") == "1.00x"
 
 
-def test_strong_scaling_shares_the_compute_time_out(capsys):
-    arguments = ["predict", *CLUSTER, "--nodes", "1,4", *MODEL, "--algorithms", "ring"]
-    weak = works(capsys, *arguments)
-    strong = works(capsys, *arguments, "--scaling", "strong")
-    assert "| 200.0 |" in weak.splitlines()[-1]
-    assert "| 50.0 |" in strong.splitlines()[-1]
-
-
 def test_predict_takes_model_and_replicas_from_a_config_and_draws(capsys, tmp_path):
-    bars, gantt = tmp_path / "bars.png", tmp_path / "gantt.png"
+    gantt = tmp_path / "gantt.png"
     out = works(
         capsys,
         *("predict", "--network", "nvlink_25gbe", "--config", f"{CONFIG}:decentralized"),
         *("--compute_s", 0.178, "--algorithms", "all_reduce,alternating_exp_ring"),
-        *("--out", bars, "--timeline", gantt),
+        *("--out", gantt),
     )
     assert "| 4 | 16 | alternating_exp_ring | 178.0 |" in out  # nodes of config.local_size
-    for path in (bars, gantt):
-        assert path.read_bytes().startswith(b"\x89PNG")
-        assert str(path) in out
+    assert gantt.read_bytes().startswith(b"\x89PNG") and str(gantt) in out
 
 
 def test_predict_reads_compute_times_from_a_run(capsys, tmp_path):
@@ -96,31 +86,6 @@ def test_predict_reads_compute_times_from_a_run(capsys, tmp_path):
     assert compute == pytest.approx(1e3 * times[1:].mean(), abs=0.1)
     assert stragglers == pytest.approx(200 * 0.1 * 1.42, rel=0.25)  # E max of 8
     assert step > compute + stragglers - 0.2
-
-
-def test_predict_is_checked_against_measured_rows(capsys, tmp_path):
-    """Rows made by the model itself, with a network half as fast as was said."""
-    rows = []
-    for name in ("all_reduce", "one_peer_exp", "ring"):
-        out = works(
-            capsys,
-            *("predict", "--network", "two_racks_25gbe", "--nodes", 4, "--devices_per_node", 1),
-            *("--parameters", "248e6", "--compute_s", 0.2, "--algorithms", name),
-        )
-        step = float(re.findall(r"\d+\.\d", out.splitlines()[-1])[0])
-        rows.append({"algorithm": name, "num_replicas": 4, "step_time_s": step / 1e3})
-    rows.append({"algorithm": "none", "num_replicas": 4, "step_time_s": 0.2})
-    path, picture = tmp_path / "rows.jsonl", tmp_path / "measured.png"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    arguments = ["predict", "--network", "two_racks_25gbe", "--devices_per_node", 1]
-    arguments += ["--parameters", "248e6", "--measured", path]
-    out = works(capsys, *arguments)
-    assert out.count("| +0.0% | held out |") + out.count("| -0.0% | held out |") == 3
-    arguments[arguments.index("248e6")] = "124e6"  # half the bytes: half the bandwidth fits
-    out = works(capsys, *arguments, "--fit", "bandwidth", "--out", picture)
-    assert float(re.search(r"bandwidth = ([\d.]+)", out)[1]) == pytest.approx(0.5, rel=0.02)
-    assert "fitted" in out and "held out" in out
-    assert picture.exists()
 
 
 def test_recommend_says_what_to_take_why_and_which_lines(capsys):
@@ -163,15 +128,21 @@ def test_all_reduce_follows_no_plan(capsys, tmp_path):
     assert not (tmp_path / "plan.json").exists()
 
 
-@pytest.mark.parametrize("schedule", ["one_peer_exp", "built"])
-def test_place_orders_replicas_and_draws(capsys, tmp_path, schedule):
+def test_place_orders_replicas_and_draws(capsys, tmp_path):
     whole = network.preset("two_racks_25gbe", 8, 1)
     whole = whole.take([0, 4, 1, 5, 2, 6, 3, 7])  # racks alternate: the worst order for a ring
     whole.save(tmp_path / "network.json")
     out = works(
         capsys,
         *("place", "--network", tmp_path / "network.json", "--parameters", "1e8", *HURRY),
-        *("--schedule", schedule, "--plan", tmp_path / "plan.json", "--out", tmp_path / "p.png"),
+        *(
+            "--schedule",
+            "one_peer_exp",
+            "--plan",
+            tmp_path / "plan.json",
+            "--out",
+            tmp_path / "p.png",
+        ),
     )
     means = [float(cells.split("|")[2]) for cells in out.splitlines()[2:4] if cells[:2] == "| "]
     assert means == sorted(means, reverse=True)  # as listed, then placed
@@ -180,7 +151,7 @@ def test_place_orders_replicas_and_draws(capsys, tmp_path, schedule):
 
 
 def test_place_puts_stages_where_the_paper_puts_them(capsys, tmp_path):
-    """DT-FM's case 4 by its published total; a device without memory is left out."""
+    """DT-FM's case 4 by its published total, and the step that a slow machine leaves."""
     arguments = ["place", "--network", "dtfm_case4", "--parameters", "1.3e9", "--stages", 8]
     arguments += ["--replicas", 8, "--pipeline_bytes", "0.47124922275543213e9"]
     path, speeds = tmp_path / "plan.json", tmp_path / "speeds.json"
@@ -194,20 +165,13 @@ def test_place_puts_stages_where_the_paper_puts_them(capsys, tmp_path):
     slow = plan.devices.index("Virginia/0") % 8
     assert sum(plan.layers) == 24 and max(plan.layers) == 4 >= 2 * plan.layers[slow]
     assert f"layers of the stages: {','.join(map(str, plan.layers))}\n" in out
-    times = re.search(r"^\| gpipe +\| ([0-9.]+) +\| ([0-9.]+) +\| ([0-9.]+) +\|$", out, re.M)
-    alone, reduced, gossip = map(float, times.groups())
-    assert 19 / 8 < alone <= gossip < reduced
-    exchanged = re.search(
-        r"^exchanged until .* gossip .* 1f1b takes ([0-9.]+) s instead of ([0-9.]+)", out, re.M
-    )
-    assert re.search(rf"^\| 1f1b .* {exchanged[1]} +\|$", out, re.M)
-    assert float(exchanged[1]) < float(exchanged[2])
-    memory = tmp_path / "memory.json"
-    memory.write_text(json.dumps([1e9] + [8e9] * 63))
-    small = ["--device_memory", memory, "--stage_memory", "2e9"]
-    out = works(capsys, *arguments[:-5], 7, *arguments[-4:], *small, *HURRY)
-    assert "Virginia/0 " not in out.replace("\n", " ")
-    assert "1 have too little memory" in refused(capsys, *arguments, *small)
+    rows = {name: re.findall(rf"^\| {name} .*$", out, re.M)[0] for name in ("1f1b", "gpipe")}
+    for row in rows.values():
+        alone, reduced, gossip = map(float, re.findall(r" ([0-9.]+) ", row))
+        assert 19 / 8 < alone <= gossip < reduced
+    taken = re.search(r"1f1b takes ([0-9.]+) s instead of ([0-9.]+)", out)
+    if taken:  # where the search found something in its time
+        assert f"| {taken[1]} |" in rows["1f1b"] and float(taken[1]) < float(taken[2])
 
 
 def test_network_is_summarised_and_converted(capsys, tmp_path):
@@ -227,7 +191,7 @@ def test_help_teaches_with_examples(capsys, command):
 
 
 def test_the_examples_of_the_help_run(capsys, tmp_path, monkeypatch):
-    """Every command in the help, on a network and rows of its own, parses and ends well."""
+    """Every command in the help, on a network of its own, parses and ends well."""
     monkeypatch.chdir(tmp_path)
     network.preset("nvlink_25gbe", 4, 4).save("network.json")
     (tmp_path / "configs").symlink_to(CONFIG.parent)
@@ -235,15 +199,8 @@ def test_the_examples_of_the_help_run(capsys, tmp_path, monkeypatch):
     (tmp_path / "runs" / "alone" / "metrics.jsonl").write_text(
         "".join(f'{{"step": {k}, "perf/step_time_s": 0.{10 + k % 7}}}\n' for k in range(9))
     )
-    rows = [("all_reduce", 0.3), ("one_peer_exp", 0.25), ("all_reduce", 0.31)]
-    (tmp_path / "rows.jsonl").write_text(
-        "".join(
-            json.dumps({"algorithm": name, "num_replicas": 16, "step_time_s": time}) + "\n"
-            for name, time in rows
-        )
-    )
-    text = "".join(flags.EXAMPLES.values()).replace("\\\n", " ")
-    commands = re.findall(r"^  decent-jax planner (.*)$", text, re.MULTILINE)
+    text = "".join(run.__doc__ for run in cli.COMMANDS.values()).replace("\\\n", " ")
+    commands = re.findall(r"^    decent-jax planner (.*)$", text, re.MULTILINE)
     assert len(commands) >= 12
     for command in commands:
         searches = command.startswith(("place", "recommend"))
@@ -279,48 +236,40 @@ def test_a_bad_network_is_one_sentence(capsys, measured_network, command):
 
 
 @pytest.mark.parametrize(
-    "arguments, words",
+    "arguments, named",
     [
         ([], "COMMAND"),
         (["guess"], "guess"),
         (["predict"], "--network"),
-        (["predict", "--network", "nowhere", *MODEL], "neither a file nor a preset"),
-        (["predict", *CLUSTER, *MODEL], "needs --nodes"),
-        (["predict", *CLUSTER, "--nodes", "two", *MODEL], "got 'two'"),
-        (["predict", *TWO], "give the model"),
-        (["predict", *TWO, "--parameters", "1e6"], "give the compute time"),
-        (
-            ["predict", *TWO, *PLACED, "--compute_s", "-1"],
-            "--compute_s: must be a number from 1e-09",
-        ),
-        (["predict", *TWO, *PLACED, "--compute_s", "nan"], "to 100000, got 'nan'"),
+        (["predict", "--network", "nowhere", *MODEL], "--network 'nowhere'"),
+        (["predict", *CLUSTER, *MODEL], "--nodes"),
+        (["predict", *CLUSTER, "--nodes", "two", *MODEL], "'two'"),
+        (["predict", *TWO], "--parameters"),
+        (["predict", *TWO, "--parameters", "1e6"], "--compute_s"),
+        (["predict", *TWO, *PLACED, "--compute_s", "-1"], "--compute_s"),
+        (["predict", *TWO, *PLACED, "--compute_s", "nan"], "'nan'"),
         (["predict", *TWO, *MODEL, "--late_parameters", "1e9"], "--late_parameters 1e+09"),
         (["predict", *TWO, *MODEL, "--algorithms", "gossip"], "'gossip'"),
-        (["predict", *TWO, *MODEL, "--fit", "sigma"], "--measured"),
-        (["predict", *TWO, *MODEL, "--trace", "x"], "leave the others out"),
-        (["predict", *TWO, *MODEL, "--measured", "no.jsonl"], "cannot read"),
-        (["predict", *CLUSTER, "--config", "no.py", "--compute_s", "1"], "no config file"),
-        (["predict", "--network", "dtfm_case1", "--nodes", "2", *MODEL], "64 devices"),
+        (["predict", *TWO, *MODEL, "--trace", "x"], "--trace"),
+        (["predict", *TWO, *MODEL, "--wire", "int4"], "--wire"),
+        (["predict", *CLUSTER, "--config", "no.py", "--compute_s", "1"], "no.py"),
+        (["predict", "--network", "dtfm_case1", "--nodes", "2", *MODEL], "dtfm_case1"),
         (["recommend", *TWO, *MODEL, "--wires", "int4"], "--wires"),
         (["recommend", *TWO, *MODEL, "--schedules", "web"], "'web'"),
         (["place", *TWO], "--parameters"),
         (["place", *TWO, *PLACED, "--schedule", "web"], "'web'"),
-        (["place", *CLUSTER, "--nodes", "3", *PLACED, "--schedule", "hypercube"], "power of two"),
-        (["place", *TWO, *PLACED, "--stages", "2"], "also needs"),
-        (["place", *TWO, *PLACED, *STAGES, "--micro_batches", "4"], "also needs --compute_s"),
-        (["place", *TWO, *PLACED, *STAGES, "--averaging", "none"], "'gossip', 'all_reduce'"),
-        (["place", *TWO, *PLACED, *STAGES, "--layers", "1"], "2 is more than the model's 1"),
-        (
-            ["place", *TWO, *PLACED, *STAGES, "--plan", "x", "--schedule", "built"],
-            "one device each",
-        ),
-        (["place", *CLUSTER, "--nodes", "1", *PLACED, *STAGES], "need 8 devices"),
-        (["place", *TWO, *PLACED, *STAGES, "--device_memory", "no"], "no"),
+        (["place", *CLUSTER, "--nodes", "3", *PLACED, "--schedule", "hypercube"], "hypercube"),
+        (["place", *TWO, *PLACED, "--stages", "2"], "--replicas"),
+        (["place", *TWO, *PLACED, *STAGES, "--micro_batches", "4"], "--compute_s"),
+        (["place", *TWO, *PLACED, *STAGES, "--averaging", "none"], "'none'"),
+        (["place", *TWO, *PLACED, *STAGES, "--layers", "1"], "pipeline.stages 2"),
+        (["place", *CLUSTER, "--nodes", "1", *PLACED, *STAGES], "8 devices"),
+        (["place", *TWO, *PLACED, *STAGES, "--speeds", "no"], "no"),
     ],
     ids=lambda value: " ".join(value)[-60:] if isinstance(value, list) else None,
 )
-def test_bad_flags_are_one_sentence(capsys, arguments, words):
-    assert words in refused(capsys, *arguments)
+def test_bad_flags_are_one_sentence_that_names_them(capsys, arguments, named):
+    assert named in refused(capsys, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -328,7 +277,6 @@ def test_bad_flags_are_one_sentence(capsys, arguments, words):
     [
         ["network", "--save"],
         ["predict", *MODEL, "--out"],
-        ["predict", *MODEL, "--timeline"],
         ["recommend", *MODEL, "--plan"],
         ["place", *PLACED, "--plan"],
         ["place", *PLACED, "--out"],
@@ -336,23 +284,23 @@ def test_bad_flags_are_one_sentence(capsys, arguments, words):
     ids=lambda command: f"{command[0]} {command[-1]}",
 )
 def test_files_that_cannot_be_written_are_refused_before_the_work(capsys, tmp_path, command):
-    ending = ".png" if command[-1] in ("--out", "--timeline") else ".json"
+    ending = ".png" if command[-1] == "--out" else ".json"
     name, *flags = command
     arguments = [name, *CLUSTER, "--nodes", 2, *flags]
     nowhere = tmp_path / "nowhere" / f"x{ending}"
     err = refused(capsys, *arguments, nowhere)
-    assert f"argument {flags[-1]}: cannot write '{nowhere}': there is no folder" in err
+    assert f"{flags[-1]}: " in err and str(nowhere) in err
     (tmp_path / f"folder{ending}").mkdir()
-    assert "is a folder; name a file" in refused(capsys, *arguments, tmp_path / f"folder{ending}")
+    assert f"{flags[-1]}: " in refused(capsys, *arguments, tmp_path / f"folder{ending}")
     if flags[-1] != "--plan":
         err = refused(capsys, *arguments, tmp_path / "x.words")
-        assert f"x.words' must end in {'.png or' if ending == '.png' else '.json'}" in err
+        assert "x.words" in err and ending in err
     assert [path.name for path in tmp_path.iterdir()] == [f"folder{ending}"]
 
 
 def test_more_nodes_or_replicas_than_the_network_has(capsys, measured_network):
     arguments = ["predict", "--network", measured_network, "--compute_s", 1]
     err = refused(capsys, *arguments, "--nodes", 9, "--parameters", "1e6")
-    assert "has 4 nodes" in err
+    assert "--nodes 9" in err
     err = refused(capsys, *arguments, "--config", f"{CONFIG}:decentralized")
-    assert "16 replicas do not fit on a network of 8 devices" in err
+    assert "num_replicas 16" in err

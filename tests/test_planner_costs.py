@@ -23,7 +23,7 @@ def flat(n, latency_s=1e-4, bytes_per_s=1e9):
 
 
 def permute_s(whole, sources, num_bytes):
-    return costs.total_s([costs.permute_stage(whole, sources, num_bytes)])
+    return costs.total_s([costs.permute_phase(whole, sources, num_bytes)])
 
 
 # --- transfers ----------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ def test_transfers_share_the_card_of_a_node_and_not_its_inside():
 def test_replicas_that_receive_nothing_or_their_own_take_no_time():
     whole = cluster(2, 2)
     assert permute_s(whole, [-1, 1, -1, -1], MODEL) == 0
-    stage = costs.permute_stage(whole, [-1, 0, -1, -1], MODEL)
+    stage = costs.permute_phase(whole, [-1, 0, -1, -1], MODEL)
     assert stage.duration_s[2] == stage.duration_s[3] == 0
     assert stage.duration_s[0] == stage.duration_s[1] > 0  # the sender is busy as long
 
@@ -98,7 +98,7 @@ def test_a_ring_of_equal_links_has_its_closed_form(n):
     """2 (n - 1) steps of latency and of a chunk of 1/n (Patarasuk & Yuan 2009)."""
     wanted = 2 * (n - 1) * (1e-4 + MODEL / n / 1e9)
     assert costs.all_reduce_s(flat(n), MODEL, "ring") == pytest.approx(wanted)
-    [stage] = [costs.ring_stage(flat(n), [np.arange(n)], MODEL, laps=1)]
+    [stage] = [costs.ring_phase(flat(n), [np.arange(n)], MODEL, laps=1)]
     assert stage.duration_s.max() == pytest.approx(wanted / 2)
 
 
@@ -240,9 +240,9 @@ def test_a_schedule_for_another_number_of_replicas_is_refused():
 def test_stages_wait_for_senders_and_receivers():
     start = np.array([0.0, 5.0, 1.0, 0.0])
     ones = np.ones(4)
-    permute = costs.Stage(ones, sources=np.array([-1, 0, -1, 2]))  # 0 -> 1, 2 -> 3
+    permute = costs.Phase(ones, sources=np.array([-1, 0, -1, 2]))  # 0 -> 1, 2 -> 3
     np.testing.assert_array_equal(permute.end_s(start), [6, 6, 2, 2])
-    group = costs.Stage(ones, label=np.array([0, 1, 0, 1]))
+    group = costs.Phase(ones, label=np.array([0, 1, 0, 1]))
     np.testing.assert_array_equal(group.end_s(start), [2, 6, 2, 6])
     both = np.stack([start, start + 10])
     np.testing.assert_array_equal(group.end_s(both), [[2, 6, 2, 6], [12, 16, 12, 16]])

@@ -13,8 +13,8 @@ from decent_jax.planner import search
 from decent_jax.planner.placement import (
     DTFM_JOB,
     Job,
-    Partition,
     Problem,
+    StageGroups,
     bottleneck_matching,
     evaluate,
     shortest_open_path,
@@ -65,7 +65,7 @@ def test_published_layouts_cost_what_is_published(published):
             ("identity_rank_map_pipeline_is_consecutive", consecutive.reshape(8, 8).T.ravel()),
         ):
             layout = wanted["layouts"][name]
-            partition = Partition(problem, slots)
+            partition = StageGroups(problem, slots)
             assert partition.costs.total_s == pytest.approx(layout["total"], rel=1e-9)
             assert partition.costs.data_parallel_s == pytest.approx(layout["dp"], rel=1e-9)
             assert 2 * partition.costs.pipeline_s == pytest.approx(layout["two_pp"], rel=1e-9)
@@ -137,7 +137,7 @@ def test_no_placement_is_below_the_lower_bound(levels):
         problem = Problem(random_network(14, seed, levels), job_of(3, 4))
         bound = problem.lower_bound()
         for _ in range(10):
-            costs = Partition(problem, rng.permutation(14)).costs
+            costs = StageGroups(problem, rng.permutation(14)).costs
             assert costs.data_parallel_s >= bound.data_parallel_s * (1 - 1e-12)
             assert costs.pipeline_s >= bound.pipeline_s * (1 - 1e-12)
 
@@ -176,7 +176,7 @@ def test_emitted_pipelines_cost_what_is_reported_also_where_links_are_asymmetric
     job = job_of(4, 3)
     problem = Problem(network, job)
     for _ in range(20):
-        partition = Partition(problem, rng.permutation(15))
+        partition = StageGroups(problem, rng.permutation(15))
         stages = partition.stages()
         assert {frozenset(group) for group in stages.tolist()} == {
             frozenset(group) for group in partition.groups.tolist()
@@ -188,10 +188,10 @@ def test_emitted_pipelines_cost_what_is_reported_also_where_links_are_asymmetric
 def test_an_exchange_updates_what_a_new_evaluation_gives(levels):
     rng = np.random.default_rng(4)
     problem = Problem(random_network(14, 4, levels), job_of(4, 3))
-    partition = Partition(problem, rng.permutation(14))
+    partition = StageGroups(problem, rng.permutation(14))
     for _ in range(100):
         partition.swap(*rng.choice(14, 2, replace=False).tolist())
-        fresh = Partition(problem, partition.slots)
+        fresh = StageGroups(problem, partition.slots)
         assert partition.costs == pytest.approx(fresh.costs, rel=1e-12)
         np.testing.assert_allclose(partition.edge_s, fresh.edge_s)
 
@@ -200,7 +200,7 @@ def test_the_score_of_an_exchange_is_its_result():
     """The table of all exchanges against each one carried out, edge by edge."""
     rng = np.random.default_rng(5)
     problem = Problem(random_network(14, 5), job_of(4, 3))
-    partition = Partition(problem, rng.permutation(14))
+    partition = StageGroups(problem, rng.permutation(14))
 
     def bound(one, other):
         costs = problem.passing_s[np.ix_(one, other)]
@@ -224,35 +224,19 @@ def test_the_score_of_an_exchange_is_its_result():
     assert table.best(np.ones(14, bool)) is None
 
 
-def test_devices_with_too_little_memory_are_left_out():
-    network = random_network(9, 6)
-    job = Job(2, 3, DTFM_JOB.data_parallel_bytes, DTFM_JOB.pipeline_bytes, memory_bytes=16e9)
-    memory = np.full(9, 24e9)
-    memory[[0, 4]] = 8e9
-    found = place(network, job, memory_bytes=memory, generations=40, time_limit_s=60)
-    assert not {0, 4} & set(found.stages.ravel().tolist())
-    allowed = network.take(np.flatnonzero(memory > job.memory_bytes))
-    assert found.costs.total_s == pytest.approx(brute_force(allowed, job), rel=1e-12)
-    memory[:4] = 8e9
-    with pytest.raises(ValueError, match="need 6 devices, but the network has 9, of which 5 have"):
-        place(network, job, memory_bytes=memory)
-
-
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "values"),
     [
-        (lambda: place(random_network(7, 0), job_of(4, 2)), "need 8 devices, .* has 7; ask for"),
-        (
-            lambda: place(networks.preset("pcie_25gbe", 100, 8), job_of(2, 400)),
-            "2 x 400 of 800 devices are too many .* place machines",
-        ),
-        (lambda: Job(17, 1, 1.0, 1.0), "1 to 16 stages"),
-        (lambda: Job(2, 0, 1.0, 1.0), "at least one replica"),
+        (lambda: place(random_network(7, 0), job_of(4, 2)), (8, 7)),
+        (lambda: place(networks.preset("pcie_25gbe", 100, 8), job_of(2, 400)), (800, 2**25)),
+        (lambda: Job(17, 1, 1.0, 1.0), (17,)),
+        (lambda: Job(2, 0, 1.0, 1.0), (0,)),
     ],
 )
-def test_what_does_not_fit_is_refused(call, words):
-    with pytest.raises(ValueError, match=words):
+def test_what_does_not_fit_is_refused(call, values):
+    with pytest.raises(ValueError) as error:
         call()
+    assert all(str(value) in str(error.value) for value in values)
 
 
 def test_uneven_regions_are_solved():
@@ -298,7 +282,7 @@ def test_the_search_chooses_the_devices_to_leave_out():
     assert len(set(found.stages.ravel().tolist())) == 30
     problem = Problem(network, job)
     plain = [np.arange(30), np.arange(30).reshape(6, 5).T.ravel()]
-    others = [Partition(problem, np.append(slots, [30, 31])).costs.total_s for slots in plain]
+    others = [StageGroups(problem, np.append(slots, [30, 31])).costs.total_s for slots in plain]
     assert found.costs.total_s < 0.95 * min(others)
 
 
@@ -324,7 +308,8 @@ def test_the_time_limit_holds():
 def test_the_picture_is_drawn(tmp_path):
     network = networks.regions({"Oregon": 2, "Ohio": 6})
     found = place(network, job_of(4, 2), generations=3, time_limit_s=60)
-    figure = plots.draw_placement(network, found)
+    shown = network.gbit_per_s, network.names, found.stages, found.costs.title
+    figure = plots.draw_placement(*shown)
     assert plot_style.save(figure, tmp_path / "new" / "p.png").stat().st_size > 10_000
     words = [text.get_text() for text in figure.findobj(match=lambda a: hasattr(a, "get_text"))]
     assert "Oregon" in words and any(f"{found.costs.total_s:.2f} s per step" in w for w in words)

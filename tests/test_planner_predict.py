@@ -11,7 +11,7 @@ import pytest
 from decent_jax import topology, train
 from decent_jax.gossip.wire import bytes_sent, of_dtype
 from decent_jax.models import decoders
-from decent_jax.planner import measured, network, predict, recommend, runtime
+from decent_jax.planner import network, predict, recommend, runtime
 from decent_jax.planner.compute_times import CONSTANT, LogNormal
 from decent_jax.planner.network import Link
 from decent_jax.planner.runtime import Gossip, Workload
@@ -50,10 +50,10 @@ def test_compare_leaves_out_what_does_not_exist_unless_it_was_asked_for():
     labels = {row.label for row in predict.compare(whole, workload())}
     assert labels >= {"all_reduce", "complete", "bidirectional_ring", "one_peer_exp"}
     assert not labels & {"ring", "hypercube", "alternating_exp_ring", "all_reduce_hierarchical"}
-    with pytest.raises(ValueError, match=r"ring of .*: needs an even number"):
-        predict.compare(whole, workload(), ("ring",))
-    with pytest.raises(ValueError, match="'gossip'"):
-        predict.compare(whole, workload(), ("gossip",))
+    for name in ("ring", "gossip"):
+        with pytest.raises(ValueError) as error:
+            predict.compare(whole, workload(), (name,))
+        assert name in str(error.value)
 
 
 def test_all_reduce_is_given_its_best_bucket_size():
@@ -201,67 +201,13 @@ def test_a_step_is_no_shorter_where_compute_takes_longer(name):
 # --- measured -----------------------------------------------------------------------------------
 
 
-def test_step_times_that_this_project_measured_on_two_hosts():
-    """Throttled links: compute 134 ms, communication 269 ms; gossip 298 ms, all-reduce 392 ms.
+@pytest.mark.parametrize(("name", "measured_s"), [("one_peer_exp", 0.298), ("all_reduce", 0.392)])
+def test_step_times_that_this_project_measured_on_two_hosts(name, measured_s):
+    """Throttled links: compute 134 ms, communication 269 ms.
 
     On CPU hosts nothing overlaps an all-reduce: one bucket, after the backward pass.
     """
     hosts = network.cluster([1, 1], INSIDE, Link(1e-4, 25e6))
     work = Workload(0.269 * 25e6, 0.134 / 3, 2 * 0.134 / 3)
-    rows = [
-        {"algorithm": "one_peer_exp", "num_replicas": 2, "step_time_s": 0.298},
-        {"algorithm": "all_reduce", "num_replicas": 2, "step_time_s": 0.392},
-    ]
-    _, compared = measured.compare(rows, {2: hosts}, work, bucket_bytes=math.inf)
-    assert [row["fitted"] for row in compared] == [False, False]
-    for row in compared:
-        assert abs(row["error"]) < 0.15, row
-
-
-def test_rows_may_say_how_they_were_run():
-    hosts, work = cluster(4, 1), workload(200e6)
-    row = {"algorithm": "one_peer_exp", "num_replicas": 4, "step_time_s": 1.0}
-    plain = measured.predict_s(row, hosts, work)
-    assert measured.predict_s(row | {"comm_dtype": "bfloat16"}, hosts, work) < plain
-    assert measured.predict_s(row | {"mix_every": 4}, hosts, work) < plain
-    assert measured.predict_s(row | {"combine": "then"}, hosts, work) > plain
-    assert measured.predict_s(row | {"compute_s": 1.0}, hosts, work) == pytest.approx(1.003)
-    assert measured.predict_s(row, hosts, work, bandwidth=0.5) > plain
-    pairs = row | {"algorithm": "alternating_exp_ring", "local_size": 2}
-    assert measured.predict_s(pairs, hosts, work) > 0.123
-    with pytest.raises(ValueError, match="local_size"):
-        measured.predict_s(pairs | {"local_size": None}, hosts, work)
-    with pytest.raises(ValueError, match="what can be fitted is"):
-        measured.compare([row], {4: hosts}, work, fitted=["latency"])
-
-
-# --- fitting ------------------------------------------------------------------------------------
-
-
-def test_fitting_finds_the_constants_that_made_the_rows():
-    def model(row, compute_s, overhead_s):
-        return compute_s / row["num_replicas"] + overhead_s
-
-    rows = [{"num_replicas": n, "step_time_s": 3.0 / n + 0.2} for n in (1, 2, 8)]
-    found = measured.fit(rows, model, {"compute_s": 1.0, "overhead_s": 1.0})
-    assert found == pytest.approx({"compute_s": 3.0, "overhead_s": 0.2}, rel=1e-4)
-    assert measured.compared(rows[0], 3.52, False)["error"] == pytest.approx(0.1)
-    with pytest.raises(ValueError, match="cannot be fitted to 1 rows"):
-        measured.fit(rows[:1], model, {"compute_s": 1.0, "overhead_s": 1.0})
-
-
-@pytest.mark.parametrize(
-    "line, words",
-    [
-        ("nonsense", "line 1 is not JSON"),
-        ('{"algorithm": "ring"}', "needs algorithm, num_replicas and step_time_s"),
-        ("", "has no rows"),
-    ],
-)
-def test_bad_rows_are_refused(tmp_path, line, words):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(line + "\n")
-    with pytest.raises(ValueError, match=words):
-        measured.read_rows(path)
-    with pytest.raises(ValueError, match="cannot read"):
-        measured.read_rows(tmp_path / "absent")
+    algorithm = predict.algorithm_of(name, hosts, work, bucket_bytes=math.inf)
+    assert predict.step_s(hosts, work, algorithm) == pytest.approx(measured_s, rel=0.15)

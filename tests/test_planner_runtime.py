@@ -214,7 +214,7 @@ def test_gossip_simulated_is_the_recursion_transcribed(name, parts, model_bytes)
     factor = LogNormal(0.3).sample(np.random.default_rng(5), run.ends_s.shape)
     durations, groups = [], []
     for one in schedule.rounds:
-        [stage] = costs.round_stages(whole, one, model_bytes / parts, "all_reduce")
+        [stage] = costs.round_phases(whole, one, model_bytes / parts, "all_reduce")
         durations.append(stage.duration_s)
         members = costs.mean_groups(one)
         groups.append([next(m for m in members if i in m) for i in range(8)])

@@ -1,6 +1,7 @@
 """Numbers, durations and names as people read them."""
 
 import math
+from collections.abc import Iterable, Sequence
 
 
 def format_number(value, digits=3):
@@ -92,6 +93,16 @@ def name_all(processes: list[int], hosts: list[str]) -> str:
     if rest:
         return f"processes {', '.join(shown)} and {rest}"
     return f"processes {', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table; a row is a cell for each heading."""
+    lines = [
+        "".join(f"| {cell} " if cell != "" else "| " for cell in row) + "|"
+        for row in (headings, *rows)
+    ]
+    lines.insert(1, "|---" * len(headings) + "|")
+    return "\n".join(lines)
 
 
 def split_outside_brackets(text: str) -> list[str]:

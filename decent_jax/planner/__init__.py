@@ -8,14 +8,15 @@
 | `costs` | how long a permute, a mean of groups, an all-reduce, a round of a schedule |
 | `runtime`, `simulator`, `compute_times` | how long a training step |
 | `predict`, `recommend` | which algorithm and schedule, and when it pays |
-| `gossip_placement`, `build_schedule` | which replica where; which schedule for this very network |
+| `gossip_placement` | which replica where |
 | `placement`, `search` | which pipeline stage and data-parallel group where (DT-FM) |
-| `measured` | constants of a cluster from measured step times |
-| `plots` | pictures of all this |
+| `pipeline_time` | how long a step of pipelines |
 
-NumPy and SciPy only, and of this package `decent_jax.topology`, whose `plan_file` has the file that
+`decent_jax.plots.network` draws what they return. NumPy and SciPy only, and of this package
+`decent_jax.topology` and `decent_jax.plan`, which has the file that
 ``train.py --config.cluster.plan=FILE`` follows. Only the command imports the trainer, where
-``--config`` names a model.
+``--config`` names a model. An extension: no room below imports it, and it can be deleted with its
+tests.
 
 >>> from decent_jax.planner import gossip_placement, network
 >>> from decent_jax import topology

@@ -10,6 +10,7 @@ Each says more with --help. None of them needs a GPU or the cluster.
 
 import argparse
 import dataclasses
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,15 +21,13 @@ import numpy as np
 from decent_jax import topology
 from decent_jax.ground.command_line import Parser
 from decent_jax.ground.errors import ConfigError
+from decent_jax.ground.format import table
 from decent_jax.ground.replaceable import check_replaceable
 from decent_jax.plan import orders, plan_file
 from decent_jax.planner import (
-    build_schedule,
-    flags,
     gossip_placement,
-    inputs,
-    measured,
-    outputs,
+    network,
+    options,
     pipeline_time,
     placement,
     predict,
@@ -38,179 +37,190 @@ from decent_jax.planner import (
 from decent_jax.planner.network import Network
 from decent_jax.planner.runtime import WIRES, AllReduce
 
+Options = argparse.Namespace
+
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; 0, or 2 with one sentence on stderr."""
     layout = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = Parser(prog="decent-jax planner", description=__doc__, **layout)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    runs = {"network": _network, "predict": _predict, "recommend": _recommend, "place": _place}
-    for name, run in runs.items():
-        words = {"help": run.__doc__, "description": run.__doc__, "epilog": flags.EXAMPLES[name]}
-        flags.add(commands.add_parser(name, **words, **layout), name)
+    for name, run in COMMANDS.items():
+        words = inspect.cleandoc(run.__doc__ or "")
+        command = commands.add_parser(
+            name, help=words.partition("\n")[0], description=words, **layout
+        )
+        options.add(command, options.FLAGS[name])
+        if run is _place:
+            options.add(command.add_argument_group(options.STAGES), options.FLAGS[options.STAGES])
     try:
-        options = parser.parse_args(arguments)
-        for name, value in vars(options).items():
+        given = parser.parse_args(arguments)
+        for name, value in vars(given).items():
             if isinstance(value, Path):
                 check_replaceable(value, f"--{name}")
-        runs[options.command](options)
+        COMMANDS[given.command](given)
     except (ValueError, OSError) as error:
-        print(f"planner: {ConfigError(error)}", file=sys.stderr)
+        print(f"decent-jax planner: {ConfigError(error)}", file=sys.stderr)
         return 2
     return 0
-
-
-def _network(options: argparse.Namespace) -> None:
-    """Check and summarise a network."""
-    network = inputs.networks_of(options)[0]
-    print(inputs.describe(network))
-    if options.save:
-        network.save(options.save)
-        print(options.save)
-
-
-# --- predict ------------------------------------------------------------------------------------
-
-
-def _predict(options: argparse.Namespace) -> None:
-    """Step time of every algorithm, its parts, and the speed-up over all-reduce."""
-    if options.measured:
-        _against_measured(options)
-        return
-    if options.timeline and options.timeline == options.out:
-        raise ConfigError(f"--out and --timeline are one file, {options.out}; name two")
-    if options.fit:
-        raise ConfigError("--fit needs --measured FILE, the step times to fit to")
-    inputs.complete(options)
-    names, tuning = options.algorithms, {"bucket_bytes": options.bucket_bytes}
-    gossip = {"mix_every": options.mix_every, "wire": options.wire}
-    networks = inputs.networks_of(options)
-    network, workload = networks[0], inputs.workload_of(options)
-    rows = []
-    for network in networks:
-        if options.scaling == "strong":
-            shrink = networks[0].num_devices / network.num_devices
-            workload = inputs.workload_of(options, shrink)
-        rows += predict.compare(network, workload, names, **tuning, **gossip)
-    print(predict.format_table(rows))
-    _draw(options.out, lambda plots: plots.draw_predictions(rows))
-    if options.timeline:
-        known = [row.label for row in rows if row.num_nodes == network.num_nodes]
-        shown = ("all_reduce", "one_peer_exp", "alternating_exp_ring")
-        algorithms = {
-            name: predict.algorithm_of(name, network, workload, **tuning)
-            for name in names or [name for name in shown if name in known]
-        }
-        _draw(options.timeline, lambda plots: plots.draw_gantt(network, workload, algorithms))
 
 
 def _draw(path: Path | None, draw: Callable[[Any], Any]) -> None:
     """Save what a function of `decent_jax.plots.network` draws, where it is asked for."""
     if path:
-        from decent_jax.plots import network as plots
-        from decent_jax.plots import (
-            style as plot_style,  # here, as matplotlib takes a while to import
-        )
+        from decent_jax.plots import network as pictures  # here: matplotlib takes a while
+        from decent_jax.plots import style
 
-        print(plot_style.save(draw(plots), path))
+        print(style.save(draw(pictures), path))
 
 
-def _against_measured(options: argparse.Namespace) -> None:
-    """Predict measured rows; fit a few constants to some of them where asked to."""
-    rows = measured.read_rows(options.measured)
-    alone = [row["step_time_s"] for row in rows if row["algorithm"] == "none"]
-    rows = [row for row in rows if row["algorithm"] != "none"]
-    if not rows:
-        raise ConfigError(f"{options.measured} has no row of an algorithm, only of none")
-    fitted = options.fit or []
-    if options.compute_s is None and options.trace is None:
-        if alone:
-            options.compute_s = sum(alone) / len(alone)
-        elif "compute_s" in fitted:
-            options.compute_s = min(row["step_time_s"] for row in rows)  # to begin with
-        else:
-            raise ConfigError(
-                "give --compute_s, --trace, --fit compute_s, or a measured row of algorithm none"
-            )
-    inputs.complete(options)
-    options.nodes, networks = None, {}
-    try:
-        for options.num_replicas in {row["num_replicas"] for row in rows}:
-            networks[options.num_replicas] = inputs.networks_of(options)[0]
-        constants, compared = measured.compare(
-            rows,
-            networks,
-            inputs.workload_of(options),
-            fitted=fitted,
-            fitted_to=options.fit_on,
-            bucket_bytes=options.bucket_bytes,
-        )
-    except ValueError as error:  # a schedule that does not exist, or not for so many replicas
-        raise ConfigError(f"{options.measured}: {error}") from None
-    if constants:
-        print(", ".join(f"{name} = {value:.4g}" for name, value in constants.items()) + "\n")
-    print(measured.format_table(compared))
+# --- network ------------------------------------------------------------------------------------
+
+
+def _network(given: Options) -> None:
+    """Check and summarise a network.
+
+    decent-jax planner network --network nvlink_25gbe --nodes 4 --devices_per_node 8
+        an imagined cluster: four machines of eight GPUs on NVLink, 25 Gbit/s between them
+    decent-jax planner network --network network.json
+        a file: checked (units, missing entries, asymmetry), then summarised
+    decent-jax planner network --network two_racks_25gbe --nodes 4 --devices_per_node 2 \\
+        --save two_racks.json
+        write it as JSON, to edit by hand or to use as a plan's network
+
+    For a plan that train.py follows, the names in the file must be those of the cluster: HOST/k,
+    the name of a host and the number of the device in it (node0/0 becomes gpu17/0).
+    """
+    whole = options.networks_of(given)[0]
+    same_node = whole.node[:, None] == whole.node
+    off_diagonal = ~np.eye(whole.num_devices, dtype=bool)
+    size = predict.local_size(whole)
+    regular = f", {size} consecutive devices per node" if size > 1 else ""
+    print(f"{whole.num_devices} devices in {whole.num_nodes} nodes{regular}")
+    places = {"inside a node": same_node & off_diagonal, "between nodes": ~same_node}
+    for words, pairs in places.items():
+        if pairs.any():
+            latency = _span(1e6 * whole.latency_s[pairs])
+            bandwidth = _span(whole.gbit_per_s[pairs])
+            print(f"{words}: latency {latency} us, bandwidth {bandwidth} Gbit/s")
+    nic = whole.nic_bytes_per_s / network.BYTES_PER_GBIT
+    if np.isfinite(nic).any():
+        print(f"network card of a node: {_span(nic[np.isfinite(nic)])} Gbit/s")
+    if given.save:
+        whole.save(given.save)
+        print(given.save)
+
+
+def _span(values: np.ndarray) -> str:
+    low, high = values.min(), values.max()
+    return f"{low:.4g}" if np.isclose(low, high) else f"{low:.4g} to {high:.4g}"
+
+
+# --- predict ------------------------------------------------------------------------------------
+
+
+def _predict(given: Options) -> None:
+    """Step time of every algorithm, its parts, and the speed-up over all-reduce.
+
+    decent-jax planner predict --network nvlink_25gbe --nodes 2,4,8 --devices_per_node 4 \\
+        --parameters 124e6 --compute_s 0.2 --sigma 0.1
+        GPT-2 small on two to eight nodes, 200 ms forward and backward per replica, 10% variation
+    decent-jax planner predict --network nvlink_25gbe --devices_per_node 4 \\
+        --config configs/gpt2_openwebtext.py:decentralized --compute_s 0.178
+        model and number of replicas from a config
+    decent-jax planner predict --network network.json --parameters 124e6 \\
+        --trace runs/alone --out step.png
+        compute time and its variation from a run of one replica; a Gantt chart of a few steps
+
+    Reading the table: compute is what one replica would take alone; exposed communication is what
+    nothing hides; stragglers is what is lost to compute times that vary. They add up to the step.
+    """
+    options.complete(given)
+    networks, workload = options.networks_of(given), options.workload_of(given)
+    gossip = {"mix_every": given.mix_every, "wire": given.wire}
     rows = [
-        row | {"group": row["algorithm"], "series": f"{row['num_replicas']} replicas"}
-        for row in compared
+        row
+        for machines in networks
+        for row in predict.compare(machines, workload, given.algorithms, **gossip)
     ]
-    title = "Predicted against measured"
-    _draw(options.out, lambda plots: plots.draw_against_measured(rows, title))
+    print(predict.format_table(rows))
+    if given.out:
+        last = networks[-1]
+        known = [row.label for row in rows if row.num_nodes == last.num_nodes]
+        names = given.algorithms or [name for name in predict.TIMELINES if name in known]
+        runs = predict.timelines(last, workload, names, **gossip)
+        shown = [int(np.argmax(last.node == node)) for node in range(min(last.num_nodes, 8))]
+        _draw(given.out, lambda pictures: pictures.draw_gantt(runs, last.names, shown))
 
 
 # --- recommend ----------------------------------------------------------------------------------
 
 
-def _recommend(options: argparse.Namespace) -> None:
-    """The schedule and its settings that reach the same quality soonest, and why."""
-    inputs.complete(options)
-    network, workload = inputs.networks_of(options)[0], inputs.workload_of(options)
-    wires = options.wires.split(",")
+def _recommend(given: Options) -> None:
+    """The schedule and its settings that reach the same quality soonest, and why.
+
+    decent-jax planner recommend --network nvlink_25gbe --nodes 4 --devices_per_node 8 \\
+        --parameters 124e6 --compute_s 0.2 --sigma 0.1
+    decent-jax planner recommend --network dtfm_case5 --parameters 1.3e9 --compute_s 2 \\
+        --wires float32,bfloat16,int8 --largest_slow_down 2
+        64 machines around the world, compressed messages allowed
+    decent-jax planner recommend --network network.json \\
+        --config configs/gpt2_openwebtext.py:decentralized --compute_s 0.178 --plan plan.json
+        then: train.py --config ... --config.cluster.plan=plan.json
+
+    Least (seconds per step) x (steps, relative to all-reduce). The second factor is a model
+    calibrated on published runs of 4 and 8 replicas; pydoc decent_jax.planner.recommend says how,
+    and what it does not know. --largest_slow_down is the quality you ask for.
+    """
+    options.complete(given)
+    machines, workload = options.networks_of(given)[0], options.workload_of(given)
+    wires = given.wires.split(",")
     if set(wires) - set(WIRES):
         raise ConfigError(
-            f"--wires takes {', '.join(WIRES)}, got {options.wires!r}",
+            f"--wires takes {', '.join(WIRES)}, got {given.wires!r}",
             field="--wires",
-            value=options.wires,
+            value=given.wires,
         )
     found = recommend.choices(
-        network,
+        machines,
         workload,
-        schedules=options.schedules,
-        mix_every=options.mix_every,
+        schedules=given.schedules,
+        mix_every=given.mix_every,
         wires=wires,
-        bucket_bytes=options.bucket_bytes,
-        tokens_per_parameter=options.tokens_per_parameter,
-        largest_slow_down=options.largest_slow_down,
+        tokens_per_parameter=given.tokens_per_parameter,
+        largest_slow_down=given.largest_slow_down,
     )
     print(recommend.explain(found), end="\n\n")
     print(recommend.format_table(found), end="\n\n")
     print("In the config:")
-    for line in recommend.config_lines(found[0], options.algorithm):
+    for line in recommend.config_lines(found[0], given.algorithm):
         print(f"    {line}")
-    if not options.plan:
+    if not given.plan:
         return
     best, gossip = found[0], found[0].algorithm
     if isinstance(gossip, AllReduce):
         raise ConfigError(
-            f"{options.plan} is not written: all_reduce, which is recommended, follows no plan"
+            f"--plan {given.plan} is not written: the recommended all_reduce follows no plan",
+            field="--plan",
+            value=given.plan,
         )
     num_bytes = workload.model_bytes * workload.share(gossip.wire)
-    limits = {"compute_s": workload.compute_s, **inputs.search_of(options)}
-    placed = gossip_placement.place_schedule(network, gossip.schedule, num_bytes, **limits)
+    limits = {"compute_s": workload.compute_s, **options.search_of(given)}
+    placed = gossip_placement.place_schedule(machines, gossip.schedule, num_bytes, **limits)
     expected = {
         "label": best.prediction.label,
-        "step_s": predict.step_s(network.take(placed.order), workload, gossip),
+        "step_s": predict.step_s(machines.take(placed.order), workload, gossip),
         "step_s_in_the_order_of_the_network": best.prediction.step_s,
         "steps_relative_to_all_reduce": best.slow_down,
     }
-    _write_plan(options.plan, network, placed.order, placed.schedule, gossip.mix_every, expected)
+    _write_plan(given.plan, machines, placed.order, gossip.schedule, gossip.mix_every, expected)
 
 
 def _write_plan(
-    path: Path, network: Network, order: np.ndarray, schedule: topology.Schedule, *rest: Any
+    path: Path, machines: Network, order: np.ndarray, schedule: topology.Schedule, *rest: Any
 ) -> None:
     """Replica i, or its stage s, goes on device ``order[i]``; the rest as of `plan_file.Plan`."""
-    devices = tuple(network.names[device] for device in order)
+    devices = tuple(machines.names[device] for device in order)
     plan_file.Plan(devices, schedule, *rest).save(path)
     print(f"\n{path}: train.py --config.cluster.plan={path} follows it")
 
@@ -218,29 +228,35 @@ def _write_plan(
 # --- place --------------------------------------------------------------------------------------
 
 
-def _place(options: argparse.Namespace) -> None:
-    """Which replica, or which pipeline stage, goes on which device."""
-    network = inputs.networks_of(options)[0]
-    if options.parameters is None:
-        raise ConfigError("give the model: --parameters P")
-    (_place_replicas if options.stages is None else _place_stages)(options, network)
+def _place(given: Options) -> None:
+    """Which replica, or which pipeline stage, goes on which device.
+
+    decent-jax planner place --network dtfm_case5 --parameters 124e6 \\
+        --schedule one_peer_exp --time_limit_s 2
+        eight regions: order the replicas so that the schedule's rounds use fast links
+    decent-jax planner place --network dtfm_case5 --parameters 1.3e9 --stages 8 \\
+        --replicas 8 --pipeline_bytes 0.471e9 --time_limit_s 2 --plan plan.json
+        DT-FM: eight pipeline stages in data-parallel groups of eight; then: train.py with
+        --config.pipeline.stages=8 --config.num_replicas=8 --config.cluster.plan=plan.json
+    decent-jax planner place --network dtfm_case4 --parameters 1.3e9 --stages 8 \\
+        --replicas 8 --pipeline_bytes 0.537e9 --time_limit_s 2 --micro_batches 64 --compute_s 19 \\
+        --layers 24 --output_layers 2
+        the same, with machines exchanged until a step is shortest, and what it takes then
+
+    disagreement is the age of the drift between replicas that mixing leaves: less is better.
+    """
+    machines = options.networks_of(given)[0]
+    (_place_replicas if given.stages is None else _place_stages)(given, machines)
 
 
-def _place_replicas(options: argparse.Namespace, network: Network) -> None:
-    num_bytes = 4 * options.parameters
-    compute, limits = {"compute_s": options.compute_s}, inputs.search_of(options)
-    found = {}
-    if options.schedule == build_schedule.NAME:
-        placed = build_schedule.build_schedule(
-            network, num_bytes, max_degree=options.max_degree, **compute, **limits
-        )
-    else:
-        size = predict.local_size(network)
-        schedule = topology.make(options.schedule, network.num_devices, local_size=size)
-        found["as the network lists them"] = gossip_placement.evaluate(
-            network, schedule, num_bytes, **compute
-        )
-        placed = gossip_placement.place_schedule(network, schedule, num_bytes, **compute, **limits)
+def _place_replicas(given: Options, machines: Network) -> None:
+    size = predict.local_size(machines)
+    schedule = topology.make(given.schedule, machines.num_devices, local_size=size)
+    wanted = machines, schedule, 4 * given.parameters
+    listed = gossip_placement.evaluate(*wanted, compute_s=given.compute_s)
+    placed = gossip_placement.place_schedule(
+        *wanted, compute_s=given.compute_s, **options.search_of(given)
+    )
     rows = [
         (
             words,
@@ -249,40 +265,38 @@ def _place_replicas(options: argparse.Namespace, network: Network) -> None:
             f"{placing.disagreement_s:.4g}",
             f"{placing.consensus_per_s:.4g}",
         )
-        for words, placing in (found | {"placed": placed}).items()
+        for words, placing in (("as the network lists them", listed), ("placed", placed))
     ]
     headings = ("", "mean round s", "rounds s", "disagreement s", "consensus per second")
-    print(outputs.table(headings, rows))
+    print(table(headings, rows))
     print("\nreplica: device")
     for replica, device in enumerate(placed.order):
-        print(f"{replica:7}: {network.names[device]}")
-    _draw(options.out, lambda plots: plots.draw_gossip(network, placed))
-    if options.plan:
-        expected = {
-            "mean_round_s": placed.mean_round_s,
-            "round_s": list(placed.round_s),
-            "disagreement_s": placed.disagreement_s,
-        }
-        _write_plan(options.plan, network, placed.order, placed.schedule, 1, expected)
+        print(f"{replica:7}: {machines.names[device]}")
+    expected = {
+        "mean_round_s": placed.mean_round_s,
+        "round_s": list(placed.round_s),
+        "disagreement_s": placed.disagreement_s,
+    }
+    shown = placed.transfers, placed.round_s, placed.titles
+    drawn = machines.gbit_per_s, machines.names
+    _draw(given.out, lambda pictures: pictures.draw_gossip(*drawn, *shown))
+    if given.plan:
+        _write_plan(given.plan, machines, placed.order, schedule, 1, expected)
 
 
-def _place_stages(options: argparse.Namespace, network: Network) -> None:
-    if options.replicas is None or options.pipeline_bytes is None:
-        raise ConfigError("--stages also needs --replicas R and --pipeline_bytes B")
-    if options.micro_batches and not options.compute_s:
-        raise ConfigError("--micro_batches also needs --compute_s S")
-    if options.schedule == build_schedule.NAME:
-        raise ConfigError(f"--schedule {build_schedule.NAME} is for replicas of one device each")
-    schedule, n = topology.make(options.schedule, options.replicas), network.num_devices
-    parameter_bytes = 4 * options.parameters / options.stages
-    sizes = parameter_bytes, options.pipeline_bytes, options.stage_memory
-    job = placement.Job(options.stages, options.replicas, *sizes)
-    memory = inputs.device_numbers(options.device_memory, "bytes", 0, 1e15, n)
-    speeds = inputs.device_numbers(options.speeds, "speeds", 1e-3, 1e3, n)
-    speeds = np.ones(n) if speeds is None else speeds
-    if options.layers:
-        orders.divide(options.layers, options.stages)  # refuses too few before the search
-    found = search.place(network, job, memory_bytes=memory, **inputs.search_of(options))
+def _place_stages(given: Options, machines: Network) -> None:
+    for name in ("replicas", "pipeline_bytes"):
+        if getattr(given, name) is None:
+            raise ConfigError(f"--stages also needs --{name}", field=f"--{name}")
+    if given.micro_batches and not given.compute_s:
+        raise ConfigError("--micro_batches also needs --compute_s S", field="--compute_s")
+    schedule = topology.make(given.schedule, given.replicas)
+    parameter_bytes = 4 * given.parameters / given.stages
+    job = placement.Job(given.stages, given.replicas, parameter_bytes, given.pipeline_bytes)
+    speeds = options.speeds_of(given.speeds, machines.num_devices)
+    if given.layers:
+        orders.divide(given.layers, given.stages)  # refuses too few before the search
+    found = search.place(machines, job, **options.search_of(given))
     print(
         f"{found.costs.total_s:.4f} s per step: data-parallel {found.costs.data_parallel_s:.4f}, "
         f"pipeline 2 x {found.costs.pipeline_s:.4f}"
@@ -290,70 +304,76 @@ def _place_stages(options: argparse.Namespace, network: Network) -> None:
         + f"; at least {found.lower_bound.total_s:.4f}; {found.num_candidates} candidates in "
         f"{found.seconds:.1f} s"
     )
-    times = {
-        name: pipeline_time.StepTime(network, job, schedule, name, options.micro_batches)
-        for name in (orders.ORDERS if options.micro_batches else ())
-    }
-    if times:
-        devices = placement.usable_devices(network, job, memory).tolist()
-        stages = _exchanged(options, found.stages, devices, speeds, times[options.order])
-        costs = placement.evaluate(network, job, stages)
-        found = dataclasses.replace(found, stages=stages, costs=costs)
+    step = None
+    if given.micro_batches:
+        step = pipeline_time.StepTime(machines, job, schedule, given.micro_batches)
+        stages = _exchanged(given, found.stages, speeds, step)
+        found = dataclasses.replace(
+            found, stages=stages, costs=placement.evaluate(machines, job, stages)
+        )
     for stage, devices in enumerate(found.stages):
-        print(f"stage {stage}: {' '.join(network.names[device] for device in devices)}")
-    _draw(options.out, lambda plots: plots.draw_placement(network, found))
-    layers = _layers(options, speeds[found.stages])
+        print(f"stage {stage}: {' '.join(machines.names[device] for device in devices)}")
+    layers = _layers(given, speeds[found.stages])
     if layers:
         print(f"layers of the stages: {','.join(map(str, layers))}")
-    if times:
-        forward_s, rows = _forward_s(options, speeds[found.stages]), []
-        for name, steps_of in times.items():
-            rows.append((name, *(f"{s:.4g}" for s in steps_of(found.stages, forward_s))))
+    if step:
+        forward_s = _forward_s(given, speeds[found.stages])
+        rows = [
+            (
+                order,
+                *(
+                    f"{step(found.stages, forward_s, order, a):.4g}"
+                    for a in pipeline_time.AVERAGING
+                ),
+            )
+            for order in orders.ORDERS
+        ]
         headings = ("s per step", "pipelines alone", "all_reduce", f"gossip over {schedule.name}")
-        print("\n" + outputs.table(headings, rows))
-    if options.plan:
+        print("\n" + table(headings, rows))
+    shown = machines.gbit_per_s, machines.names, found.stages, found.costs.title
+    _draw(given.out, lambda pictures: pictures.draw_placement(*shown))
+    if given.plan:
         expected = found.costs._asdict() | {"total_s": found.costs.total_s}
-        order, rest = found.stages.T.reshape(-1), (options.stages, tuple(layers))
-        _write_plan(options.plan, network, order, schedule, 1, expected, *rest)
+        order, rest = found.stages.T.reshape(-1), (given.stages, tuple(layers))
+        _write_plan(given.plan, machines, order, schedule, 1, expected, *rest)
 
 
 def _exchanged(
-    options: argparse.Namespace,
-    cheapest: np.ndarray,
-    devices: list[int],
-    speeds: np.ndarray,
-    steps_of: pipeline_time.StepTime,
+    given: Options, cheapest: np.ndarray, speeds: np.ndarray, step: pipeline_time.StepTime
 ) -> np.ndarray:
     """The stages with exchanges that make the predicted step shorter."""
 
     def seconds_of(stages: np.ndarray) -> float:
-        predicted = steps_of(stages, _forward_s(options, speeds[stages]))
-        return predicted.gossip_s if options.averaging == "gossip" else predicted.all_reduce_s
+        return step(stages, _forward_s(given, speeds[stages]), given.order, given.averaging)
 
-    limits = {"time_limit_s": options.time_limit_s, "progress": sys.stderr.isatty()}
-    stages = pipeline_time.exchanged(cheapest, devices, seconds_of, **limits)
+    stages = pipeline_time.exchanged(
+        cheapest, range(len(speeds)), seconds_of, **options.search_of(given)
+    )
     before_s, after_s = seconds_of(cheapest), seconds_of(stages)
-    what = f"a step with {options.averaging} in the order {options.order}"
+    what = f"a step with {given.averaging} in the order {given.order}"
     if after_s < before_s:
         print(f"exchanged until {what} takes {after_s:.4g} s instead of {before_s:.4g}")
     return stages
 
 
-def _layers(options: argparse.Namespace, speeds: np.ndarray) -> list[int]:
+def _layers(given: Options, speeds: np.ndarray) -> list[int]:
     """Layers of each stage, as fast as the slowest of its devices; empty if not asked for."""
-    if not options.layers:
+    if not given.layers:
         return []
     slowest = speeds.min(axis=1).tolist()
-    return orders.divide(options.layers, options.stages, options.output_layers, slowest)
+    return orders.divide(given.layers, given.stages, given.output_layers, slowest)
 
 
-def _forward_s(options: argparse.Namespace, speeds: np.ndarray) -> np.ndarray:
+def _forward_s(given: Options, speeds: np.ndarray) -> np.ndarray:
     """(S, D) of a micro-batch, on stages of these speeds."""
-    layers = _layers(options, speeds)
-    costs = np.array(layers or [1.0] * options.stages, float)
-    costs[-1] += options.output_layers if layers else 0.0
-    shares = inputs.FORWARD * options.compute_s / options.micro_batches * costs / costs.sum()
+    layers = _layers(given, speeds)
+    costs = np.array(layers or [1.0] * given.stages, float)
+    costs[-1] += given.output_layers if layers else 0.0
+    shares = options.FORWARD * given.compute_s / given.micro_batches * costs / costs.sum()
     return shares[:, None] / speeds
+
+
+COMMANDS = {"network": _network, "predict": _predict, "recommend": _recommend, "place": _place}
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ same number of bytes, as in every collective here, the slowest ones are those of
 end together, and their time is exact; faster ones could end a little earlier.
 Not modelled: a PCIe bus shared inside a node, switches between nodes, losses and congestion.
 
-A *stage* is one collective as each replica sees it: it waits for its partners to have begun (a
-transfer needs both of its ends), and ends a duration later. A round is a few stages in a row, as
+A *phase* is one collective as each replica sees it: it waits for its partners to have begun (a
+transfer needs both of its ends), and ends a duration later. A round is a few phases in a row, as
 XLA runs them: collectives that share devices do not overlap each other.
 """
 
@@ -33,7 +33,7 @@ Groups = Sequence[np.ndarray]  # of all devices: those of each group, (g,)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Stage:
+class Phase:
     """One collective over n replicas.
 
     duration_s: (n,) float64; from the moment all its partners have begun until a replica is done.
@@ -120,7 +120,16 @@ def _max_min(own_limit: np.ndarray, shared: np.ndarray, capacity: np.ndarray) ->
     return rate
 
 
-def permute_stage(network: Network, sources: ArrayLike, num_bytes: float) -> Stage:
+def link_s(network: Network, num_bytes: float) -> np.ndarray:
+    """(n, n) seconds of a transfer while all devices of its two nodes send and receive one."""
+    per_node = np.bincount(network.node, minlength=network.num_nodes)
+    share = (network.nic_bytes_per_s / per_node)[network.node]
+    leaves = network.node[:, None] != network.node
+    shared = np.minimum(network.bandwidth_bytes_per_s, np.minimum(share[:, None], share))
+    return network.latency_s + num_bytes / np.where(leaves, shared, network.bandwidth_bytes_per_s)
+
+
+def permute_phase(network: Network, sources: ArrayLike, num_bytes: float) -> Phase:
     """Replica i receives ``num_bytes`` from ``sources[i]`` (-1, or itself: nothing).
 
     A replica is done when it has received and its own message has arrived.
@@ -133,13 +142,13 @@ def permute_stage(network: Network, sources: ArrayLike, num_bytes: float) -> Sta
     duration = np.zeros(len(wanted))
     duration[receivers] = seconds
     np.maximum.at(duration, senders, seconds)
-    return Stage(duration, sources=wanted)
+    return Phase(duration, sources=wanted)
 
 
 # --- means of groups ----------------------------------------------------------------------------
 
 
-def ring_stage(network: Network, groups: Groups, num_bytes: float, *, laps: int = 2) -> Stage:
+def ring_phase(network: Network, groups: Groups, num_bytes: float, *, laps: int = 2) -> Phase:
     """A ring all-reduce (two laps) in every group at the same time (Patarasuk & Yuan 2009).
 
     One lap is a reduce-scatter or an all-gather. A group of g sends chunks of ``num_bytes / g``
@@ -160,7 +169,7 @@ def ring_stage(network: Network, groups: Groups, num_bytes: float, *, laps: int 
             chunk_s = num_bytes / len(group) / rate[links]
             duration[group] = _ring_s(chunk_s, latency[links], laps * (len(group) - 1))
             first += len(group)
-    return Stage(duration, label=_labels(groups, network.num_devices))
+    return Phase(duration, label=_labels(groups, network.num_devices))
 
 
 def _ring_s(chunk_s: np.ndarray, latency_s: np.ndarray, steps: int) -> float:
@@ -175,7 +184,7 @@ def _ring_s(chunk_s: np.ndarray, latency_s: np.ndarray, steps: int) -> float:
     return float(have.max())
 
 
-def tree_stage(network: Network, groups: Groups, num_bytes: float) -> Stage:
+def tree_phase(network: Network, groups: Groups, num_bytes: float) -> Phase:
     """An all-reduce in every group at the same time, on two binary trees, each for half the data.
 
     The trees are NCCL's (Sanders, Speck & Träff 2009): over nodes, whose devices form a chain; a
@@ -195,7 +204,7 @@ def tree_stage(network: Network, groups: Groups, num_bytes: float) -> Stage:
     np.maximum.at(slowest_s, np.tile(owner, 2), num_bytes / 2 / rate)
     for k, group in enumerate(groups):
         duration[group] = slowest_s[k] + 2 * depth_s[k]
-    return Stage(duration, label=_labels(groups, network.num_devices))
+    return Phase(duration, label=_labels(groups, network.num_devices))
 
 
 def _double_tree(network: Network, group: np.ndarray) -> list[np.ndarray]:
@@ -236,15 +245,15 @@ def _longest_way_s(network: Network, edges: np.ndarray) -> float:
     return longest
 
 
-def all_reduce_stages(
+def all_reduce_phases(
     network: Network,
     num_bytes: float,
     algorithm: AllReduce = "auto",
     groups: Groups | None = None,
-) -> list[Stage]:
+) -> list[Phase]:
     """The mean of ``num_bytes`` over all devices, or over every group at the same time.
 
-    - ``ring``, ``tree``: see `ring_stage`, `tree_stage`;
+    - ``ring``, ``tree``: see `ring_phase`, `tree_phase`;
     - ``auto``: for each group the faster of the two, as NCCL's tuner is meant to choose;
     - ``hierarchical``: reduce-scatter inside each node, ring all-reduce of the shards across
       nodes, all-gather inside. Collective libraries do not do this by themselves.
@@ -256,15 +265,15 @@ def all_reduce_stages(
     groups = [np.arange(network.num_devices)] if groups is None else groups
     if algorithm == "hierarchical":
         return _hierarchical_all_reduce(network, groups, num_bytes)
-    makers = {"ring": [ring_stage], "tree": [tree_stage], "auto": [ring_stage, tree_stage]}
+    makers = {"ring": [ring_phase], "tree": [tree_phase], "auto": [ring_phase, tree_phase]}
     if algorithm not in makers:
         raise ValueError(f"an all-reduce is auto, ring, tree or hierarchical, got {algorithm!r}")
-    stages = [make(network, groups, num_bytes) for make in makers[algorithm]]
-    fastest = np.min([stage.duration_s for stage in stages], axis=0)
-    return [Stage(fastest, label=stages[0].label)]
+    phases = [make(network, groups, num_bytes) for make in makers[algorithm]]
+    fastest = np.min([phase.duration_s for phase in phases], axis=0)
+    return [Phase(fastest, label=phases[0].label)]
 
 
-def _hierarchical_all_reduce(network: Network, groups: Groups, num_bytes: float) -> list[Stage]:
+def _hierarchical_all_reduce(network: Network, groups: Groups, num_bytes: float) -> list[Phase]:
     inside: list[np.ndarray] = []
     across: list[np.ndarray] = []
     for group in groups:
@@ -280,28 +289,28 @@ def _hierarchical_all_reduce(network: Network, groups: Groups, num_bytes: float)
         across += list(np.stack(machines, axis=1))
     shard = num_bytes / len(inside[0])
     return [
-        ring_stage(network, inside, num_bytes, laps=1),
-        ring_stage(network, across, shard),
-        ring_stage(network, inside, num_bytes, laps=1),
+        ring_phase(network, inside, num_bytes, laps=1),
+        ring_phase(network, across, shard),
+        ring_phase(network, inside, num_bytes, laps=1),
     ]
 
 
 def all_reduce_s(network: Network, num_bytes: float, algorithm: AllReduce = "auto") -> float:
-    """Seconds for the mean of ``num_bytes`` over all devices; see `all_reduce_stages`."""
-    return total_s(all_reduce_stages(network, num_bytes, algorithm))
+    """Seconds for the mean of ``num_bytes`` over all devices; see `all_reduce_phases`."""
+    return total_s(all_reduce_phases(network, num_bytes, algorithm))
 
 
 # --- rounds -------------------------------------------------------------------------------------
 
 
-def round_stages(
+def round_phases(
     network: Network,
     rnd: Round,
     num_bytes: float,
     execution: Execution = "hierarchical",
     *,
     wire: float = 1.0,
-) -> list[Stage]:
+) -> list[Phase]:
     """The collectives of one round, in the order in which they run.
 
     Args:
@@ -321,7 +330,7 @@ def round_stages(
             f"the schedule is for {n} replicas, but the network has {network.num_devices} devices"
         )
     if execution == "all_reduce":
-        return all_reduce_stages(network, num_bytes, "auto", mean_groups(rnd))
+        return all_reduce_phases(network, num_bytes, "auto", mean_groups(rnd))
     if execution not in ("hierarchical", "plain"):
         raise ValueError(
             f"a round is carried out hierarchical, plain or all_reduce, got {execution!r}"
@@ -329,12 +338,12 @@ def round_stages(
     groups = list(np.arange(n).reshape(-1, g))
     if g > 1 and rnd.sends and execution == "hierarchical":
         return [
-            ring_stage(network, groups, num_bytes, laps=1),
-            *(permute_stage(network, send.sources, wire * num_bytes / g) for send in rnd.sends),
-            ring_stage(network, groups, num_bytes, laps=1),
+            ring_phase(network, groups, num_bytes, laps=1),
+            *(permute_phase(network, send.sources, wire * num_bytes / g) for send in rnd.sends),
+            ring_phase(network, groups, num_bytes, laps=1),
         ]
-    mean = all_reduce_stages(network, num_bytes, "auto", groups) if g > 1 else []
-    return mean + [permute_stage(network, send.sources, wire * num_bytes) for send in rnd.sends]
+    mean = all_reduce_phases(network, num_bytes, "auto", groups) if g > 1 else []
+    return mean + [permute_phase(network, send.sources, wire * num_bytes) for send in rnd.sends]
 
 
 def mean_groups(rnd: Round) -> list[np.ndarray]:
@@ -366,16 +375,16 @@ def round_s(
     Args:
       num_bytes: of one model as it is sent (parameters x bytes of the wire format).
     """
-    return total_s(round_stages(network, schedule.rounds[r], num_bytes, execution))
+    return total_s(round_phases(network, schedule.rounds[r], num_bytes, execution))
 
 
-def total_s(stages: Sequence[Stage]) -> float:
-    """Seconds from a common start until all replicas have gone through all stages."""
-    if not stages:
+def total_s(phases: Sequence[Phase]) -> float:
+    """Seconds from a common start until all replicas have gone through all phases."""
+    if not phases:
         return 0.0
-    end = np.zeros(len(stages[0].duration_s))
-    for stage in stages:
-        end = stage.end_s(end)
+    end = np.zeros(len(phases[0].duration_s))
+    for phase in phases:
+        end = phase.end_s(end)
     return float(end.max())
 
 

@@ -60,6 +60,30 @@ class PlacedSchedule:
         return sum(self.round_s) / len(self.round_s)
 
     @property
+    def titles(self) -> tuple[str, str]:
+        """Of a picture of the transfers, and of one of the rounds."""
+        group_size = self.schedule.rounds[0].group_size
+        groups = f" (groups of {group_size} average first)" if group_size > 1 else ""
+        return (
+            f"Who receives from whom: {self.schedule.name}{groups}",
+            f"{self.mean_round_s:.3g} s per round, disagreement {self.disagreement_s:.3g} s",
+        )
+
+    @property
+    def transfers(self) -> list[np.ndarray]:
+        """Of each round, (k, 2) devices: receiver, sender."""
+        return [
+            np.concatenate(
+                [
+                    np.stack([self.order, self.order[send.sources]], 1)[send.sources >= 0]
+                    for send in rnd.sends
+                ]
+                or [np.zeros((0, 2), int)]
+            )
+            for rnd in self.schedule.rounds
+        ]
+
+    @property
     def consensus_per_s(self) -> float:
         return 1 / self.disagreement_s if self.disagreement_s else math.inf
 
@@ -79,12 +103,12 @@ def evaluate(
       compute_s: the step that hides communication; no round is shorter.
     """
     devices = np.arange(network.num_devices) if order is None else np.asarray(order, np.int64)
-    round_s = evaluate_rounds(network.take(devices), schedule, num_bytes, compute_s)
+    round_s = _evaluate_rounds(network.take(devices), schedule, num_bytes, compute_s)
     matrices = [rnd.matrix for rnd in schedule.rounds]
     return PlacedSchedule(schedule, devices, round_s, disagreement_s(matrices, round_s))
 
 
-def evaluate_rounds(
+def _evaluate_rounds(
     network: Network, schedule: Schedule, num_bytes: float, compute_s: float
 ) -> tuple[float, ...]:
     """Seconds of every round, none shorter than ``compute_s``; replica i is on device i."""
@@ -103,18 +127,18 @@ def disagreement_s(matrices: Sequence[np.ndarray], round_s: ArrayLike) -> float:
     n = len(matrices[0])
     if n == 1:
         return 0.0
-    before = settled_covariances(matrices, round_s)
+    before = _settled_covariances(matrices, round_s)
     distance = [float(np.trace(covariance)) / (n - 1) for covariance in before]
-    return time_average(distance, round_s)
+    return _time_average(distance, round_s)
 
 
-def time_average(distance: ArrayLike, round_s: ArrayLike) -> float:
+def _time_average(distance: ArrayLike, round_s: ArrayLike) -> float:
     """The mean squared distance over time; each round begins with one and adds 1 per second."""
     seconds = np.asarray(round_s, float)
     return float(seconds @ (np.asarray(distance) + seconds / 2) / seconds.sum())
 
 
-def settled_covariances(matrices: Sequence[np.ndarray], round_s: ArrayLike) -> list[np.ndarray]:
+def _settled_covariances(matrices: Sequence[np.ndarray], round_s: ArrayLike) -> list[np.ndarray]:
     """The covariance of the replicas' distances from the mean before every round, once settled.
 
     It solves ``S = M S M' + N`` over a period, which is summed by doubling:
@@ -173,8 +197,8 @@ def place_schedule(
     if between is not None:
         # First whole groups, on a network whose devices are groups: many more orders per second.
         group_size = schedule.num_replicas // between.num_replicas
-        order, group_s = grouped_order(network, group_size, num_bytes)
-        seconds = group_link_s(network.take(order), group_size, num_bytes)
+        order, group_s = _grouped_order(network, group_size, num_bytes)
+        seconds = _group_link_s(network.take(order), group_size, num_bytes)
         groups = order.reshape(-1, group_size)
         hidden_s = max(0.0, compute_s - group_s)
         time_limit_s, steps = time_limit_s / 2, None if steps is None else steps // 2
@@ -251,7 +275,7 @@ def _period_cost(
     """The function of an order to minimise: seconds of a period; `_Permutes` adds a little."""
     if all(rnd.group_size == 1 for rnd in schedule.rounds):
         return _Permutes(network, schedule, num_bytes, compute_s)
-    return lambda order: sum(evaluate_rounds(network.take(order), schedule, num_bytes, compute_s))
+    return lambda order: sum(_evaluate_rounds(network.take(order), schedule, num_bytes, compute_s))
 
 
 class _Permutes:
@@ -324,7 +348,7 @@ def _exchanged(order: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 def _regular_orders(network: Network, num_bytes: float) -> list[np.ndarray]:
     """Clusters of near devices one after the other, and dealt out in turn, for every size."""
     n = network.num_devices
-    seconds = link_s(network, num_bytes)
+    seconds = costs.link_s(network, num_bytes)
     orders = []
     for size in (size for size in range(2, n) if n % size == 0):
         clusters = np.array(near_clusters(seconds, size, first=0))
@@ -345,7 +369,7 @@ def _between_groups(schedule: Schedule) -> Schedule | None:
     return Schedule(schedule.name, n // group_size, rounds)
 
 
-def grouped_order(network: Network, group_size: int, num_bytes: float) -> tuple[np.ndarray, float]:
+def _grouped_order(network: Network, group_size: int, num_bytes: float) -> tuple[np.ndarray, float]:
     """An order in which groups of consecutive devices are near each other.
 
     Returns:
@@ -357,23 +381,23 @@ def grouped_order(network: Network, group_size: int, num_bytes: float) -> tuple[
 
     def group_s(order: np.ndarray) -> float:
         groups = np.arange(n).reshape(-1, group_size)
-        stage = costs.ring_stage(network.take(order), list(groups), num_bytes, laps=1)
+        stage = costs.ring_phase(network.take(order), list(groups), num_bytes, laps=1)
         return 2 * costs.total_s([stage])
 
-    seconds = link_s(network, num_bytes / group_size)
+    seconds = costs.link_s(network, num_bytes / group_size)
     firsts = range(0, n, max(1, n // 16))
     orders = [np.concatenate(near_clusters(seconds, group_size, first)) for first in firsts]
     order = min([np.arange(n), *orders], key=group_s)
     return order, group_s(order)
 
 
-def group_link_s(network: Network, group_size: int, num_bytes: float) -> np.ndarray:
+def _group_link_s(network: Network, group_size: int, num_bytes: float) -> np.ndarray:
     """(m, m) seconds in which member k of a group sends its shard to member k of another.
 
     The slowest k counts; 0 on the diagonal.
     """
     m, member = network.num_devices // group_size, np.arange(group_size)
-    shard_s = link_s(network, num_bytes / group_size).reshape(m, group_size, m, group_size)
+    shard_s = costs.link_s(network, num_bytes / group_size).reshape(m, group_size, m, group_size)
     seconds = shard_s[:, member, :, member].max(axis=0)
     np.fill_diagonal(seconds, 0.0)
     return seconds
@@ -385,15 +409,6 @@ def _network_of(seconds: np.ndarray) -> Network:
     unlimited = np.full((m, m), np.inf)
     names = tuple(map(str, range(m)))
     return Network(seconds, unlimited, np.arange(m), unlimited[0], names)
-
-
-def link_s(network: Network, num_bytes: float) -> np.ndarray:
-    """(n, n) seconds of a transfer while all devices of its two nodes send and receive one."""
-    per_node = np.bincount(network.node, minlength=network.num_nodes)
-    share = (network.nic_bytes_per_s / per_node)[network.node]
-    leaves = network.node[:, None] != network.node
-    shared = np.minimum(network.bandwidth_bytes_per_s, np.minimum(share[:, None], share))
-    return network.latency_s + num_bytes / np.where(leaves, shared, network.bandwidth_bytes_per_s)
 
 
 def near_clusters(seconds: np.ndarray, size: int, first: int) -> list[list[int]]:

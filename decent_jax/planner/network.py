@@ -65,6 +65,11 @@ class Network:
     def num_nodes(self) -> int:
         return len(self.nic_bytes_per_s)
 
+    @property
+    def gbit_per_s(self) -> np.ndarray:
+        """(n, n) the bandwidths for people."""
+        return self.bandwidth_bytes_per_s / BYTES_PER_GBIT
+
     def transfer_s(self, source: int, target: int, num_bytes: float) -> float:
         """Seconds of a transfer between two devices, alone on the network."""
         return float(

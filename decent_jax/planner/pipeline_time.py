@@ -1,182 +1,137 @@
 """How long a step of pipelines takes: compute, bubbles, links, and averaging between pipelines.
 
-Asynchronous: a stage begins an action when its inputs have come, a message leaves as soon as it is
-computed, and a link carries one message after the other in each direction.
+Messages cost what `costs` says: those of all pipelines that go the same way share network cards,
+and so do those of all stages while they average. `simulator.pipelines_s` is the clock.
 
->>> forward = [[("forward", k) for k in range(64)]] * 8
->>> link = Link(latency_s=0.005, transfer_s=0.0335544)    # 8 MiB at 2 Gbit/s
->>> round(max(finished_s(forward, [0.0124] * 8, [0.0] * 8, [link] * 7)), 2)
-2.48
+>>> from decent_jax.planner.network import preset
+>>> job = Job(2, 2, data_parallel_bytes=4e8, pipeline_bytes=8 * 2**23)
+>>> step = StepTime(preset("pcie_25gbe", 4, 1), job, topology.make("one_peer_exp", 2), 8)
+>>> stages = np.array([[0, 1], [2, 3]])            # pipeline 0 is on machines 0 and 2
+>>> forward_s = np.full((2, 2), 0.01)
+>>> [round(step(stages, forward_s, "gpipe", averaging), 3) for averaging in AVERAGING]
+[0.275, 0.403, 0.275]
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from decent_jax.plan.orders import order
-from decent_jax.planner import placement
+from decent_jax import topology
+from decent_jax.plan import orders
+from decent_jax.planner import costs, simulator
 from decent_jax.planner.gossip_placement import anneal, clock
 from decent_jax.planner.network import Network
 from decent_jax.planner.placement import Job
-from decent_jax.topology import Round, Schedule
+from decent_jax.topology.rounds import Round, Send, assembled
 
-Order = Sequence[tuple[str, int]]  # ("forward" or "backward", micro-batch)
-
-
-class Link(NamedTuple):
-    """Between two stages, for the message of one micro-batch."""
-
-    latency_s: float
-    transfer_s: float  # that it occupies the link
+AVERAGING = ("nothing", "all_reduce", "gossip")
 
 
-def links_of(network: Network, devices: Sequence[int], message_bytes: float) -> list[Link]:
-    """Of a pipeline whose stages are on these devices; the slower direction counts."""
+def links_of(
+    network: Network, stages: np.ndarray, message_bytes: float
+) -> dict[str, simulator.Links]:
+    """The links of pipelines on these devices (S, D), "forward" and "backward"."""
 
-    def link(i: int, j: int) -> Link:
-        latency = max(network.latency_s[i, j], network.latency_s[j, i])
-        bandwidth = min(network.bandwidth_bytes_per_s[i, j], network.bandwidth_bytes_per_s[j, i])
-        return Link(float(latency), float(message_bytes / bandwidth))
+    def links(sources: np.ndarray, targets: np.ndarray, rows: slice) -> simulator.Links:
+        made = simulator.Links(np.zeros(stages.shape), np.zeros(stages.shape))
+        rate = costs.rates(network, sources.ravel(), targets.ravel()).reshape(sources.shape)
+        made.latency_s[rows] = network.latency_s[sources, targets]
+        made.busy_s[rows] = message_bytes / rate
+        return made
 
-    return [link(i, j) for i, j in itertools.pairwise(devices)]
+    upper, lower = stages[:-1], stages[1:]
+    return {
+        "forward": links(upper, lower, slice(None, -1)),
+        "backward": links(lower, upper, slice(1, None)),
+    }
 
 
-def finished_s(
-    orders: Sequence[Order],
-    forward_s: Sequence[float],
-    backward_s: Sequence[float],
-    links: Sequence[Link],
-) -> list[float]:
-    """Seconds until each stage has done its list.
+def averaging_s(
+    network: Network, stages: np.ndarray, num_bytes: float, schedule: topology.Schedule | None
+) -> np.ndarray:
+    """(S,) seconds in which each stage averages, all of them at the same time.
 
     Args:
-      orders: of each stage.
-      forward_s, backward_s: of a micro-batch on each stage.
-      links: between stage s and s + 1.
-
-    Raises:
-      ValueError: lists that wait for each other for ever.
+      stages: (S, D) devices.
+      num_bytes: of a stage's parameters or gradients.
+      schedule: of gossip between the D pipelines, the mean of its rounds; None: an all-reduce.
     """
-    stages = len(orders)
-    arrived: dict[tuple[str, int, int], float] = {}  # (way, stage that gets it, micro-batch)
-    free = dict.fromkeys([(way, s) for way in ("forward", "backward") for s in range(stages)], 0.0)
-    clocks, places = [0.0] * stages, [0] * stages
-    moved = True
-    while moved:
-        moved = False
-        for s in range(stages):
-            while places[s] < len(orders[s]):
-                way, k = orders[s][places[s]]
-                from_outside = s > 0 if way == "forward" else s < stages - 1
-                if from_outside and (way, s, k) not in arrived:
-                    break
-                begins = max(clocks[s], arrived.get((way, s, k), 0.0))
-                clocks[s] = begins + (forward_s if way == "forward" else backward_s)[s]
-                places[s] += 1
-                moved = True
-                target = s + 1 if way == "forward" else s - 1
-                if 0 <= target < stages:
-                    link = links[min(s, target)]
-                    sent = max(clocks[s], free[way, s]) + link.transfer_s
-                    free[way, s] = sent
-                    arrived[way, target, k] = sent + link.latency_s
-    if any(place < len(order) for place, order in zip(places, orders, strict=True)):
-        raise ValueError("the stages wait for each other for ever: a list lacks a micro-batch")
-    return clocks
+    taken = network.take(stages.ravel())
+    if schedule is None:
+        groups = list(np.arange(stages.size).reshape(stages.shape))
+        rounds = [costs.all_reduce_phases(taken, num_bytes, "auto", groups)]
+    else:
+        side_by_side = (_side_by_side(rnd, len(stages)) for rnd in schedule.rounds)
+        rounds = [costs.round_phases(taken, rnd, num_bytes) for rnd in side_by_side]
+    slowest = [
+        sum(phase.duration_s.reshape(stages.shape).max(axis=1) for phase in phases)
+        for phases in rounds
+    ]
+    return np.mean(slowest, axis=0)
 
 
-def step_s(
-    finished: Sequence[Sequence[float]], averaging_s: Sequence[float], hidden: bool
-) -> float:
-    """A step of several pipelines, which average stage by stage.
-
-    Args:
-      finished: for each pipeline, what `finished_s` gave.
-      averaging_s: of each stage.
-      hidden: whether it travels during the pipelines (gossip with ``combine="with"``); otherwise a
-        stage begins to average when it has done its list in all pipelines.
-    """
-    slowest = [max(clocks) for clocks in zip(*finished, strict=True)]  # of each stage
-    if hidden:
-        return max(*slowest, *averaging_s)
-    return max(clock + s for clock, s in zip(slowest, averaging_s, strict=True))
-
-
-def all_reduce_s(network: Network, job: Job, group: np.ndarray) -> float:
-    """Of the devices of a stage, in DT-FM's cost."""
-    return placement.evaluate(network, job, group[None]).data_parallel_s
-
-
-def gossip_s(network: Network, job: Job, group: np.ndarray, schedule: Schedule) -> float:
-    """Of the devices of a stage the slowest message of a round, averaged over the rounds."""
-
-    def round_s(rnd: Round) -> float:
-        seconds = [
-            network.transfer_s(int(group[source]), int(group[i]), job.data_parallel_bytes)
-            for send in rnd.sends
-            for i, source in enumerate(send.sources)
-            if source >= 0
-        ]
-        return max(seconds, default=0.0)
-
-    return float(np.mean([round_s(rnd) for rnd in schedule.rounds]))
-
-
-class Steps(NamedTuple):
-    """Seconds per step, by what pipelines do to average."""
-
-    nothing_s: float
-    all_reduce_s: float
-    gossip_s: float
+@functools.cache
+def _side_by_side(rnd: Round, copies: int) -> Round:
+    """The round in several groups of n replicas at once, one group after the other."""
+    n = len(rnd.self_weights)
+    first = n * np.repeat(np.arange(copies), n)
+    sends = [
+        Send(
+            np.where((sources := np.tile(send.sources, copies)) >= 0, first + sources, -1),
+            np.tile(send.weights, copies),
+        )
+        for send in rnd.sends
+    ]
+    return assembled(rnd.group_size, np.tile(rnd.self_weights, copies), sends)
 
 
 class StepTime:
     """Predicts the step of one job on one network, for many layouts.
 
-    Pipelines and groups that layouts have in common are calculated once.
-
     Args:
       schedule: of gossip between the pipelines.
-      name: order of the micro-batches, of `decent_jax.plan.orders.ORDERS`.
+      micro_batches: of each pipeline in a step.
     """
 
     def __init__(
-        self, network: Network, job: Job, schedule: Schedule, name: str, micro_batches: int
+        self, network: Network, job: Job, schedule: topology.Schedule, micro_batches: int
     ) -> None:
-        self._network, self._job, self._schedule = network, job, schedule
-        self._lists = [order(name, job.num_stages, micro_batches, s) for s in range(job.num_stages)]
-        self._message_bytes = job.pipeline_bytes / micro_batches
-        self._cached_finished_s = functools.cache(self._finished_s)
-        self._cached_averaging_s = functools.cache(self._averaging_s)
+        self.network, self.job, self.schedule = network, job, schedule
+        self.message_bytes = job.pipeline_bytes / micro_batches
+        self.actions = {
+            order: simulator.in_order(
+                [
+                    orders.order(order, job.num_stages, micro_batches, s)
+                    for s in range(job.num_stages)
+                ]
+            )
+            for order in orders.ORDERS
+        }
 
-    def __call__(self, stages: np.ndarray, forward_s: np.ndarray) -> Steps:
-        """What a step takes in which backward takes twice as long as forward.
+    def __call__(
+        self, stages: np.ndarray, forward_s: np.ndarray, order: str, averaging: str
+    ) -> float:
+        """Seconds of a step in which backward takes twice as long as forward.
+
+        Gossip, ``combine="with"``, travels during the pipelines; in an all-reduce a stage begins to
+        average when it has done its list in all pipelines.
 
         Args:
           stages: (S, D) devices.
           forward_s: (S, D) of a micro-batch.
+          order: of the micro-batches, of `decent_jax.plan.orders.ORDERS`.
+          averaging: of `AVERAGING`.
         """
-        columns = zip(stages.T.tolist(), forward_s.T.tolist(), strict=True)
-        finished = [self._cached_finished_s(*map(tuple, column)) for column in columns]
-        averaging = [self._cached_averaging_s(tuple(group)) for group in stages.tolist()]
-        reduced, gossiped = zip(*averaging, strict=True)
-        return Steps(
-            max(map(max, finished)),
-            step_s(finished, reduced, hidden=False),
-            step_s(finished, gossiped, hidden=True),
-        )
-
-    def _finished_s(self, devices: tuple[int, ...], forward_s: tuple[float, ...]) -> list[float]:
-        links = links_of(self._network, devices, self._message_bytes)
-        return finished_s(self._lists, forward_s, [2 * s for s in forward_s], links)
-
-    def _averaging_s(self, group: tuple[int, ...]) -> tuple[float, float]:
-        network, job, row = self._network, self._job, np.array(group)
-        gossiped = gossip_s(network, job, row, self._schedule)
-        return all_reduce_s(network, job, row), gossiped
+        links = links_of(self.network, stages, self.message_bytes)
+        compute_s = {"forward": forward_s, "backward": 2 * forward_s}
+        done = simulator.pipelines_s(self.actions[order], compute_s, links).max(axis=1)
+        if averaging == "nothing":
+            return float(done.max())
+        reduces = averaging == "all_reduce"
+        num_bytes = self.job.data_parallel_bytes
+        seconds = averaging_s(self.network, stages, num_bytes, None if reduces else self.schedule)
+        return float((done + seconds).max() if reduces else max(done.max(), seconds.max()))
 
 
 def exchanged(

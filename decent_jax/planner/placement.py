@@ -12,7 +12,7 @@ a path through the groups. The cost of a partition (Yuan et al., NeurIPS 2022, s
                     latency + bytes_pp / bandwidth
 
 The slower direction of a link counts. The path (Held and Karp 1962) and the matchings are solved
-exactly, so `Partition` has the cost of the best pipelines for its groups, and `stages` are those
+exactly, so `StageGroups` has the cost of the best pipelines for its groups, and `stages` are those
 pipelines; `evaluate` gives the cost of any pipelines.
 """
 
@@ -22,7 +22,6 @@ import functools
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
 from scipy.optimize import linear_sum_assignment
 
 from decent_jax.planner.network import Network
@@ -40,14 +39,12 @@ class Job:
     num_replicas: devices in a group.
     data_parallel_bytes: gradients of one stage.
     pipeline_bytes: activations that cross from one stage to the next in a step, one way.
-    memory_bytes: that a device needs to hold a stage.
     """
 
     num_stages: int
     num_replicas: int
     data_parallel_bytes: float
     pipeline_bytes: float
-    memory_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_stages <= MOST_STAGES or self.num_replicas < 1:
@@ -76,6 +73,14 @@ class Costs(NamedTuple):
     def total_s(self) -> float:
         return self.data_parallel_s + 2 * self.pipeline_s
 
+    @property
+    def title(self) -> str:
+        """Of a picture of stages that cost this."""
+        return (
+            f"{self.total_s:.2f} s per step: {self.data_parallel_s:.2f} s averaging, "
+            f"2 x {self.pipeline_s:.2f} s passing on"
+        )
+
 
 def evaluate(network: Network, job: Job, stages: np.ndarray) -> Costs:
     """The cost of given pipelines.
@@ -95,25 +100,6 @@ def pair_costs_s(network: Network, job: Job) -> tuple[np.ndarray, np.ndarray]:
     averaging = 2 * (network.latency_s + share / network.bandwidth_bytes_per_s)
     passing = network.latency_s + job.pipeline_bytes / network.bandwidth_bytes_per_s
     return np.maximum(averaging, averaging.T), np.maximum(passing, passing.T)
-
-
-def usable_devices(network: Network, job: Job, memory_bytes: ArrayLike | None) -> np.ndarray:
-    """The devices whose memory (one number each, if given) is enough for a stage.
-
-    Raises:
-      ValueError: fewer than the job needs.
-    """
-    memory = np.full(network.num_devices, np.inf) if memory_bytes is None else memory_bytes
-    usable = np.flatnonzero(np.asarray(memory) >= job.memory_bytes)
-    if len(usable) < job.num_devices:
-        too_small = network.num_devices - len(usable)
-        raise ValueError(
-            f"{job.num_stages} stages of {job.num_replicas} replicas need {job.num_devices} "
-            f"devices, but the network has {network.num_devices}"
-            + (f", of which {too_small} have too little memory" if too_small else "")
-            + "; ask for fewer stages or replicas"
-        )
-    return usable
 
 
 def bottleneck_matching(costs: np.ndarray) -> tuple[np.ndarray, float]:
@@ -185,16 +171,23 @@ def _extensions(k: int) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], ...]
 class Problem:
     """A job on a network, in matrices.
 
-    devices: (m,) the network's usable devices; everything below counts in these.
     averaging_s: (m, m) what two devices in one group cost each other, 0 on the diagonal.
     passing_s: (m, m) what two devices matched between neighbouring groups cost.
     kind: (m,) int; devices of one kind can be exchanged without any cost changing.
+
+    Raises:
+      ValueError: the network has fewer devices than the job needs.
     """
 
-    def __init__(self, network: Network, job: Job, memory_bytes: ArrayLike | None = None) -> None:
-        self.network, self.job = network, job
-        self.devices = usable_devices(network, job, memory_bytes)
-        self.averaging_s, self.passing_s = pair_costs_s(network.take(self.devices), job)
+    def __init__(self, network: Network, job: Job) -> None:
+        if network.num_devices < job.num_devices:
+            raise ValueError(
+                f"{job.num_stages} stages of {job.num_replicas} replicas need {job.num_devices} "
+                f"devices, but the network has {network.num_devices}; ask for fewer stages or "
+                "replicas"
+            )
+        self.job = job
+        self.averaging_s, self.passing_s = pair_costs_s(network, job)
         self.kind = _kinds(self.averaging_s, self.passing_s)
         self._matchings: dict[tuple, float] = {}
 
@@ -223,7 +216,7 @@ class Problem:
         and a path has fewer edges among them than groups. So the j-th cheapest edge costs at least
         the cost at which (j + 1) num_replicas devices have a partner.
         """
-        job, m = self.job, len(self.devices)
+        job, m = self.job, len(self.kind)
         partners = np.sort(self.averaging_s + np.diag(np.full(m, np.inf)), axis=1)
         least = partners[:, : job.num_replicas - 1].sum(axis=1)
         data_parallel = np.sort(least)[job.num_devices - 1]
@@ -249,10 +242,12 @@ def _kinds(averaging: np.ndarray, passing: np.ndarray) -> np.ndarray:
     return kind
 
 
-class Partition:
-    """Devices in groups, with the exact cost of the best pipelines; `swap` updates it in place.
+class StageGroups:
+    """A data-parallel group of devices per stage, and the exact cost of the best pipelines.
 
-    slots: (m,) the problem's devices; num_replicas per group, the devices left out at the end.
+    `swap` updates it in place.
+
+    slots: (m,) the devices; num_replicas per group, the devices left out at the end.
     group_s: (num_stages,) data-parallel cost of every group.
     edge_s: (num_stages, num_stages) pipeline cost between every two groups.
     order: (num_stages,) the groups along the shortest path.
@@ -267,7 +262,7 @@ class Partition:
             self._update_edges(a)
         self._update_order()
 
-    def copy(self) -> "Partition":
+    def copy(self) -> "StageGroups":
         other = copy.copy(self)
         other.slots, other.group_s = self.slots.copy(), self.group_s.copy()
         other.edge_s = self.edge_s.copy()
@@ -299,7 +294,7 @@ class Partition:
             group = self.groups[a]
             columns, _ = bottleneck_matching(self.problem.passing_s[np.ix_(rows[-1], group)])
             rows.append(group[columns])
-        return self.problem.devices[np.array(rows)]
+        return np.array(rows)
 
     def _update_edges(self, a: int) -> None:
         groups = self.groups

@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 
 from decent_jax import topology
-from decent_jax.planner import outputs, runtime, simulator
+from decent_jax.ground.format import table
+from decent_jax.planner import runtime, simulator
 from decent_jax.planner.compute_times import CONSTANT
 from decent_jax.planner.network import Network
 from decent_jax.planner.runtime import Algorithm, AllReduce, Gossip, Workload
 
+TIMELINES = ("all_reduce", "one_peer_exp", "alternating_exp_ring")  # that a picture compares
 ALL_REDUCES = ("all_reduce", "all_reduce_hierarchical")
 BUCKET_BYTES = (25e6, 100e6, math.inf)  # small ones overlap, large ones save latency
 
@@ -171,6 +173,22 @@ def available(network: Network) -> list[str]:
     return names
 
 
+def timelines(
+    network: Network, workload: Workload, names: Sequence[str], steps: int = 3, **options: Any
+) -> dict[str, tuple[tuple[simulator.Event, ...], np.ndarray]]:
+    """By a title, what `decent_jax.plots.network.draw_gantt` draws of some steps of each algorithm.
+
+    See `algorithm_of`.
+    """
+    found = {}
+    for name in names:
+        algorithm = algorithm_of(name, network, workload, **options)
+        run = simulator.simulate(network, workload, algorithm, steps=steps, warm_up=20, record=True)
+        mean_ms = 1e3 * step_s(network, workload, algorithm)
+        found[f"{name}: {mean_ms:.0f} ms per step in the long run"] = run.events, run.ends_s
+    return found
+
+
 def format_table(rows: Sequence[Prediction]) -> str:
     """A table for people, milliseconds; speed-up over all-reduce on as many replicas."""
     base = {row.num_replicas: row.step_s for row in rows if row.label == "all_reduce"}
@@ -182,4 +200,4 @@ def format_table(rows: Sequence[Prediction]) -> str:
         milliseconds = [f"{1e3 * seconds:.1f}" for seconds in parts]
         sizes = (row.num_nodes, row.num_replicas, row.label)
         cells.append((*sizes, *milliseconds, row.dominant, speed_up))
-    return outputs.table((*headings, "stragglers", "dominant", "speed-up"), cells)
+    return table((*headings, "stragglers", "dominant", "speed-up"), cells)

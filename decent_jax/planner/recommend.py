@@ -44,7 +44,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from decent_jax import topology
-from decent_jax.planner import outputs, predict
+from decent_jax.ground.format import table
+from decent_jax.planner import predict
 from decent_jax.planner.network import Network
 from decent_jax.planner.runtime import Algorithm, AllReduce, Gossip, Workload
 from decent_jax.topology import Schedule
@@ -218,7 +219,7 @@ def format_table(found: Sequence[Choice], most: int = 12) -> str:
         for k, choice in enumerate(found)
         if k < most or _is_all_reduce(choice)
     ]
-    return outputs.table(headings, rows)
+    return table(headings, rows)
 
 
 def config_lines(choice: Choice, algorithm: str = "accum_adam") -> list[str]:

@@ -97,7 +97,7 @@ class Workload:
 class AllReduce:
     """Synchronous mean of gradients in buckets, each sent as soon as the backward pass has it.
 
-    collective: see `costs.all_reduce_stages`.
+    collective: see `costs.all_reduce_phases`.
     bucket_bytes: of float32 gradients (PyTorch's default 25 MB; XLA combines up to 30 MB);
         infinite: one message after the backward pass.
     """
@@ -117,7 +117,7 @@ class Gossip:
     mix_every: H; every H-th step has a round.
     combine: "with" hides it behind the step, "then" exposes it.
     wire: float32, bfloat16 or int8, of permuted messages; means of groups are formed in float32.
-    execution: see `costs.round_stages`.
+    execution: see `costs.round_phases`.
     bucket_bytes: infinite in this project, which sends the whole last update at once; finite in
         Decent-DP, which sends bucket b after its update and needs it at its own next update.
     """
@@ -165,15 +165,15 @@ def buckets(workload: Workload, algorithm: Algorithm) -> list[Bucket]:
     return [Bucket(early / count, 1 / count)] * count + late
 
 
-def stages_of(
+def phases_of(
     network: Network, workload: Workload, algorithm: Algorithm, num_bytes: float
-) -> list[list[costs.Stage]]:
-    """The stages for ``num_bytes`` of float32, for each round (all-reduce has one "round")."""
+) -> list[list[costs.Phase]]:
+    """The phases for ``num_bytes`` of float32, for each round (all-reduce has one "round")."""
     if isinstance(algorithm, AllReduce):
-        return [costs.all_reduce_stages(network, num_bytes, algorithm.collective)]
+        return [costs.all_reduce_phases(network, num_bytes, algorithm.collective)]
     wire = workload.share(algorithm.wire)
     return [
-        costs.round_stages(network, rnd, num_bytes, algorithm.execution, wire=wire)
+        costs.round_phases(network, rnd, num_bytes, algorithm.execution, wire=wire)
         for rnd in algorithm.schedule.rounds
     ]
 
@@ -185,7 +185,7 @@ def all_reduce_step_s(network: Network, workload: Workload, algorithm: AllReduce
     """
     parts = buckets(workload, algorithm)
     seconds = {
-        num_bytes: costs.total_s(stages_of(network, workload, algorithm, num_bytes)[0])
+        num_bytes: costs.total_s(phases_of(network, workload, algorithm, num_bytes)[0])
         for num_bytes in {part.num_bytes for part in parts}
     }
     x, weights = max_nodes(workload.compute, network.num_devices, workload.slowness)

@@ -19,11 +19,10 @@ import dataclasses
 import time
 
 import numpy as np
-from numpy.typing import ArrayLike
 from tqdm import tqdm
 
 from decent_jax.planner.network import Network
-from decent_jax.planner.placement import Costs, Job, Partition, Problem
+from decent_jax.planner.placement import Costs, Job, Problem, StageGroups
 
 POPULATION = 12
 PATIENCE = 4  # exchanges in a row that a pass makes without reaching a new best
@@ -32,7 +31,7 @@ SLOPES = (0.3, 0.1, 0.03, 0.01)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Placement:
+class PlacedStages:
     """The best placement found.
 
     stages: (num_stages, num_replicas) int; device [k, r] of the network holds stage k of
@@ -59,16 +58,14 @@ def place(
     network: Network,
     job: Job,
     *,
-    memory_bytes: ArrayLike | None = None,
     seed: int = 0,
     time_limit_s: float = 5.0,
     generations: int | None = None,
     progress: bool = False,
-) -> Placement:
+) -> PlacedStages:
     """The cheapest placement of a job on a network that can be found in the time.
 
     Args:
-      memory_bytes: of every device; those with less than ``job.memory_bytes`` are not used.
       generations: the most to try; then, unless the time is up first, the same seed
           gives the same placement.
       progress: show a bar that counts seconds and names the best cost.
@@ -76,7 +73,7 @@ def place(
     Stops early at a placement that is proved optimal.
 
     Raises:
-      ValueError: too few usable devices, or too many for the tables of the search.
+      ValueError: too few devices, or too many for the tables of the search.
     """
     entries = job.num_devices * job.num_replicas * network.num_devices
     if entries > MOST_ENTRIES:
@@ -85,7 +82,7 @@ def place(
             f"to search: stages x replicas^2 x devices may be {MOST_ENTRIES}, got {entries}; place "
             "machines instead of devices"
         )
-    search = _Search(Problem(network, job, memory_bytes), np.random.default_rng(seed))
+    search = _Search(Problem(network, job), np.random.default_rng(seed))
     with tqdm(
         total=time_limit_s,
         disable=not progress,
@@ -98,7 +95,7 @@ def place(
             bar.set_postfix_str(f"best {search.best.costs.total_s:.4f} s")
             if search.elapsed_s >= time_limit_s or search.num_generations == generations:
                 break
-    return Placement(
+    return PlacedStages(
         search.best.stages(),
         search.best.costs,
         search.lower_bound,
@@ -117,15 +114,15 @@ class _Search:
         self.lower_bound = problem.lower_bound()
         self.num_candidates = self.num_generations = 0
         self.history: list[tuple[float, int, float]] = []
-        self.population: list[Partition] = []
-        devices = np.arange(len(problem.devices))
+        self.population: list[StageGroups] = []
+        devices = np.arange(len(problem.kind))
         job = problem.job
         used = devices[: job.num_devices]
         pipelines = used.reshape(job.num_replicas, job.num_stages).T.ravel()
         left_out = devices[job.num_devices :]
-        self.best = Partition(problem, devices)
+        self.best = StageGroups(problem, devices)
         self._seen(self.best)
-        self._seen(Partition(problem, np.concatenate([pipelines, left_out])))
+        self._seen(StageGroups(problem, np.concatenate([pipelines, left_out])))
 
     @property
     def elapsed_s(self) -> float:
@@ -145,7 +142,7 @@ class _Search:
             parents = self.rng.choice(len(self.population), 2, replace=False)
             first, second = (self.population[k] for k in parents)
             slots = combine(first, second, self.rng) if operator == 1 else perturb(first, self.rng)
-        child = self._improve(Partition(self.problem, slots), deadline)
+        child = self._improve(StageGroups(self.problem, slots), deadline)
         signature = _signature(child)
         if any(_signature(other) == signature for other in self.population):
             return
@@ -153,14 +150,14 @@ class _Search:
         if len(self.population) > POPULATION:
             self.population.remove(max(self.population, key=lambda one: one.costs.total_s))
 
-    def _seen(self, partition: Partition) -> None:
+    def _seen(self, partition: StageGroups) -> None:
         self.num_candidates += 1
         total = partition.costs.total_s
         if not self.history or total < self.best.costs.total_s - 1e-12:
             self.best = partition.copy()
             self.history.append((self.elapsed_s, self.num_candidates, total))
 
-    def _improve(self, partition: Partition, deadline: float) -> Partition:
+    def _improve(self, partition: StageGroups, deadline: float) -> StageGroups:
         """Passes of exchanges until one brings nothing or the deadline has come."""
         slope = self.rng.choice(SLOPES)
         self._seen(partition)
@@ -188,7 +185,7 @@ class _Search:
         return kept
 
 
-def _signature(partition: Partition) -> tuple:
+def _signature(partition: StageGroups) -> tuple:
     """Equal for partitions that differ only by the names of groups and devices of one kind."""
     kinds = np.sort(partition.problem.kind[partition.groups], axis=1)
     return tuple(sorted(map(tuple, kinds.tolist())))
@@ -200,7 +197,7 @@ class _Exchanges:
     score: of the partition as it is: total cost + slope x the means.
     """
 
-    def __init__(self, partition: Partition, slope: float) -> None:
+    def __init__(self, partition: StageGroups, slope: float) -> None:
         self.partition, self.slope = partition, slope
         groups = partition.groups
         stages, replicas = groups.shape
@@ -368,7 +365,7 @@ def construct(problem: Problem, rng: np.random.Generator) -> np.ndarray:
     stay inside a region.
     """
     job = problem.job
-    free = list(rng.permutation(len(problem.devices)))
+    free = list(rng.permutation(len(problem.kind)))
     groups = []
     stages = job.num_stages
     tightest = rng.random() < 0.5
@@ -404,7 +401,7 @@ def _take_near(free: list, first: int, costs: np.ndarray, size: int) -> list:
     return taken
 
 
-def combine(first: Partition, second: Partition, rng: np.random.Generator) -> np.ndarray:
+def combine(first: StageGroups, second: StageGroups, rng: np.random.Generator) -> np.ndarray:
     """A stretch of the first parent's path whole; the rest in the second's groups, filled up."""
     job = first.problem.job
     stages = job.num_stages
@@ -423,7 +420,7 @@ def combine(first: Partition, second: Partition, rng: np.random.Generator) -> np
     return np.concatenate([*groups, free]).astype(np.int64)
 
 
-def perturb(parent: Partition, rng: np.random.Generator) -> np.ndarray:
+def perturb(parent: StageGroups, rng: np.random.Generator) -> np.ndarray:
     """The parent with two to four exchanges of random devices."""
     slots = parent.slots.copy()
     for _ in range(rng.integers(2, 5)):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
@@ -30,14 +31,19 @@ def new_figure(width: float, height: float, **spacing: Any) -> Figure:
     return Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(**spacing))
 
 
-def frame(axes: Axes, title: str, size: float = 11, pad: float | None = None) -> None:
+def title(axes: Axes, text: str, size: float = 11, pad: float | None = None) -> None:
+    """Write the title of a panel at its left."""
+    axes.set_title(text, loc="left", size=size, color=INK, pad=pad)
+
+
+def frame(axes: Axes, text: str, size: float = 11, pad: float | None = None) -> None:
     """Give a panel its title, a light grid behind the data, and neither box nor ticks.
 
     Args:
       size: of the title, in points; the numbers at the axes are two points smaller.
       pad: points between panel and title.
     """
-    axes.set_title(title, loc="left", size=size, color=INK, pad=pad)
+    title(axes, text, size, pad)
     axes.grid(color=GRID, lw=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -65,12 +71,14 @@ def time_unit(seconds: float) -> tuple[str, int]:
     return ("h", 3600) if seconds > 7200 else ("min", 60) if seconds > 120 else ("s", 1)
 
 
-def legend_outside(figure: Figure, axes: Axes, columns: int) -> None:
-    """Explain the labelled lines or bars of one panel above all panels."""
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside upper left", ncols=columns, frameon=False, fontsize=9
-    )
+def legend(figure: Figure, handles: Sequence[Artist], size: float = 9, **options: Any) -> None:
+    """Explain labelled lines, bars or marks outside all panels: above, unless ``options`` say else.
+
+    Args:
+      options: of `matplotlib.figure.Figure.legend`.
+    """
+    options = {"loc": "outside upper left", "frameon": False, "labelcolor": INK} | options
+    figure.legend(handles=list(handles), fontsize=size, **options)
 
 
 def legend_columns(labels: Sequence[str], width: float, size: float) -> int:

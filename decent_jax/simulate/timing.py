@@ -25,7 +25,7 @@ import numpy as np
 
 from decent_jax.planner import simulator
 from decent_jax.planner.compute_times import CONSTANT
-from decent_jax.planner.gossip_placement import link_s
+from decent_jax.planner.costs import link_s
 from decent_jax.planner.network import Network
 from decent_jax.planner.runtime import Algorithm, Workload
 from decent_jax.simulate.pairs import Interaction, Round, as_rounds
