@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from decent_jax.ground import extras, json_files
 from decent_jax.ground.errors import CheckpointError, ConfigError
 from decent_jax.ground.format import format_duration, shorten
-from decent_jax.ground.progress import Progress, announce, fitted
+from decent_jax.ground.progress import Progress, announce
 from decent_jax.ground.run_folder import METRICS, read_metrics
 from decent_jax.train import checkpoint
 from decent_jax.train import config as config_lib
@@ -102,7 +102,7 @@ class Workdir:
         self.progress: Progress | None = None
         self._began = time.monotonic()
         self._announced = set()
-        self._kept: list[str] | None = []  # announcements before `accept`
+        self._accepted = False
 
     def say(self, message: str) -> None:
         """Print a line, above the progress bar if there is one."""
@@ -111,7 +111,7 @@ class Workdir:
         if self.progress is not None:
             self.progress.note(message)
         else:
-            print(fitted(message, sys.stderr), file=sys.stderr, flush=True)
+            print(message, file=sys.stderr, flush=True)
 
     def announce(self, message: str, once: bool = False) -> AbstractContextManager:
         """A context that prints what the user waits for; ``once``: the first time only."""
@@ -120,13 +120,11 @@ class Workdir:
         self._announced.add(message)
         if self.progress is not None:
             return self.progress.announce(message)
-        return announce(message, quiet=self.quiet, kept=self._kept)
+        return announce(message, quiet=self.quiet, brief=self._accepted)
 
     def accept(self) -> None:
-        """Print the announcements so far; a run that is refused prints only the reason."""
-        kept, self._kept = self._kept or [], None
-        for line in kept:
-            self.say(line)
+        """From now on announce brief waits, too; a run refused before prints only the reason."""
+        self._accepted = True
 
     @contextlib.contextmanager
     def show_progress(self, steps: int, start: int) -> Iterator[Progress]:
