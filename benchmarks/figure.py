@@ -92,7 +92,7 @@ def _agreement(axes, n: int = 16, rounds: int = 16) -> None:
         )
     axes.set(yscale="log", ylim=(3e-8, 3))
     axes.set_xlabel("round")
-    frame(axes, f"{n} replicas agree: consensus distance", size=12)
+    frame(axes, f"{n} replicas agree: consensus distance")
 
 
 def _distances(schedule, n: int, rounds: int) -> np.ndarray:
@@ -133,7 +133,7 @@ def _training(axes, gossip_run, all_reduce_run) -> None:
         title="validation loss", title_fontsize=11, frameon=False, alignment="left", fontsize=11
     )
     axes.set_xlabel("step")
-    frame(axes, "Training: loss, nats per byte", size=12)
+    frame(axes, "Training: loss, nats per byte")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -39,7 +39,7 @@ from decent_jax.ground.command_line import picture_file
 from decent_jax.models import decoders, gpt2
 from decent_jax.models.pieces import cross_entropy
 from decent_jax.optim import METHODS, Parts
-from decent_jax.plots.style import COLOURS, GREY, MARKS, frame, new_figure, plain_numbers, save
+from decent_jax.plots.style import BLUE, GREY, frame, new_figure, plain_numbers, save
 from decent_jax.replicas import consensus_mean
 from decent_jax.train.algorithm import hidden_matrices
 
@@ -270,35 +270,71 @@ def print_tables(rows: list[dict]) -> None:
 
 
 def draw(rows: list[dict]):
-    """A dot per seed and method, bytes on a logarithmic axis; a panel for each model.
+    """A mark per method, its name beside it, over the range of its seeds; a panel for each model.
 
-    Runs that diverged, which end above the loss of equal chances, are left out.
+    Bytes are on a logarithmic axis. Blue are the methods of the front: no other one ends below the
+    mean loss with as few bytes. Runs that diverged, above the loss of equal chances, are left out.
     """
     rows = [row for row in rows if row["loss"] < math.log(row["vocab"])]
     panels = by_size(rows)
-    labels = [v.label for v in VARIANTS if any(v.label == row["method"] for row in rows)]
-    figure = new_figure(3.6 + 4.2 * len(panels), 4.6)
+    figure = new_figure(6.6 * len(panels), 5.4)
     for axes, (size, of_size) in zip(
         figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
     ):
-        for label, mine in best_rows(of_size).items():
-            k = labels.index(label)
-            sent = [row["bytes_per_step"] / 1e6 for row in mine]
-            mark = MARKS[k % len(MARKS)]
-            look = {"marker": mark, "color": COLOURS[k % len(COLOURS)], "ms": 7 + 4 * (mark == "*")}
-            look |= {"mec": "white", "mew": 0.7, "ls": "", "label": label}
-            axes.plot(sent, [row["loss"] for row in mine], **look)
+        found = {
+            label: (mine[0]["bytes_per_step"] / 1e6, np.array([row["loss"] for row in mine]))
+            for label, mine in best_rows(of_size).items()
+        }
+        front = _front({label: (sent, losses.mean()) for label, (sent, losses) in found.items()})
+        axes.plot(*np.transpose([(found[k][0], found[k][1].mean()) for k in front]), color=BLUE,
+                  lw=1, ls=":", zorder=1)  # fmt: skip
+        for label, (sent, losses) in found.items():
+            colour = BLUE if label in front else GREY
+            axes.vlines(sent, losses.min(), losses.max(), color=colour, lw=1, alpha=0.5)
+            axes.plot(sent, losses.mean(), "o", color=colour, ms=6, mec="white", mew=0.7)
         axes.set_xscale("log")
+        axes.set_xlim(right=axes.get_xlim()[1] * 2)
         plain_numbers(axes.xaxis, (1,))
         frame(axes, f"{size / 1e6:.2g}M parameters, equal tokens")
         axes.set_xlabel("MB that a replica sends per step", color=GREY)
         unit = "byte" if of_size[0]["vocab"] == 256 else "token"
         axes.set_ylabel(f"validation loss, nats per {unit}", color=GREY)
-    handles = {h.get_label(): h for axes in figure.axes for h in axes.lines}
-    shown = [label for label in labels if label in handles]
-    figure.legend([handles[label] for label in shown], shown, loc="outside right upper",
-                  frameon=False, fontsize=9)  # fmt: skip
+        _name(
+            axes, {label: (sent, losses.mean()) for label, (sent, losses) in found.items()}, front
+        )
     return figure
+
+
+def _front(points: dict[str, tuple[float, float]]) -> list[str]:
+    """The points (bytes, loss) of which no other is below both, fewest bytes first."""
+    chosen, best = [], math.inf
+    for label, (_, loss) in sorted(points.items(), key=lambda point: point[1]):
+        if loss < best:
+            chosen.append(label)
+            best = loss
+    return chosen
+
+
+def _name(axes, points: dict[str, tuple[float, float]], front: list[str]) -> None:
+    """Write each name beside its point, above it where another name is in the way."""
+    height, letter = 0.035, 0.0115  # of a line and of a letter, in parts of the panel
+    transform = axes.transData + axes.transAxes.inverted()
+    taken: list[tuple[float, float, float]] = []  # left, right, y
+    for label, point in sorted(points.items(), key=lambda one: one[1][1]):
+        x, y = transform.transform(point)
+        width = letter * len(label)
+        left = x + 0.015 if x + 0.015 + width < 1.02 else x - 0.015 - width
+        free = y
+        while any(
+            left < right and other < left + width and abs(free - at) < height
+            for other, right, at in taken
+        ):
+            free += 0.2 * height
+        taken.append((left, left + width, free))
+        bold = "bold" if label in front else "normal"
+        axes.text(left, free, label, transform=axes.transAxes, va="center", size=8.5, weight=bold,
+                  bbox={"fc": "white", "ec": "none", "pad": 0.3, "alpha": 0.75},
+                  color=BLUE if label in front else GREY)  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -18,10 +18,9 @@ import tiny
 from hostile import assert_refused
 
 from decent_jax import topology
-from decent_jax.commands import export, preflight, sample, supervise
+from decent_jax.commands import export, plot, preflight, sample, supervise
 from decent_jax.ground import fields, machine
 from decent_jax.ground.errors import ConfigError
-from decent_jax.plots import runs as plot
 from decent_jax.train import config as config_lib
 from decent_jax.train import experiment
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
+from decent_jax.commands import plot as command
 from decent_jax.ground.json_files import write_json_atomic
-from decent_jax.ground.run_folder import Run, label_runs, load_run, smoothed
+from decent_jax.ground.run_folder import RunFolder, label_runs, load_run, smoothed
 from decent_jax.plots import runs as plot
 from decent_jax.train.metrics import MetricWriter
 
@@ -57,7 +58,7 @@ def size_of_png(path):
 
 def test_one_run(tmp_path, capsys):
     run = make_run(tmp_path / "my_run")
-    assert plot.main([str(run)]) == 0
+    assert command.main([str(run)]) == 0
     assert capsys.readouterr().out == f"{run / 'curves.png'}\n"
     width, height = size_of_png(run / "curves.png")
     assert width > height > 800
@@ -107,7 +108,7 @@ def test_several_runs_are_compared_under_their_differences(tmp_path, monkeypatch
     assert len({handle.get_color() for handle in legend.get_lines()}) == 3
     assert [len(axes.lines) for axes in figure.axes] == [9, 9, 3, 6]
     monkeypatch.chdir(tmp_path)
-    assert plot.main([str(run) for run in runs]) == 0
+    assert command.main([str(run) for run in runs]) == 0
     assert capsys.readouterr().out == "comparison.png\n"
     size_of_png(tmp_path / "comparison.png")
 
@@ -127,11 +128,31 @@ def test_labels_say_what_was_trained_and_not_where():
     cosine = {"seed": 0, "lr_schedule.name": "cosine", "log.every": 1, "workdir": "/a"}
     constant = cosine | {"lr_schedule.name": "constant", "log.every": 9, "workdir": "/b"}
     cosine["eval.every"], constant["eval.every"] = 30, 1000
-    runs = [Run(Path(name), [], settings) for name, settings in (("a", cosine), ("b", constant))]
+    runs = [
+        RunFolder(Path(name), [], settings) for name, settings in (("a", cosine), ("b", constant))
+    ]
     label_runs(runs)
     assert [run.label for run in runs] == ["cosine", "constant"]
     label_runs(runs[:1])
     assert runs[0].label == "a: seed 0"
+
+
+def test_runs_of_different_configs_are_labelled_by_folder_and_preset():
+    """Not by the prompt of the samples, nor by the first numbers that happen to differ."""
+    code = {"model.preset": "small", "data.prompt": "import ", "num_replicas": 8, "steps": 100}
+    code |= {"batch_size": 64, "learning_rate": 0.003, "model.layers": 6, "optimizer.b2": 0.99}
+    book = {"model.preset": "llama_125m", "data.prompt": "The game", "num_replicas": 8, "steps": 9}
+    book |= {"batch_size": 8, "learning_rate": 0.01, "model.layers": 12, "optimizer.b2": 0.95}
+    paths = Path("runs/code"), Path("runs/book")
+    runs = [RunFolder(path, [], made) for path, made in zip(paths, (code, book), strict=True)]
+    label_runs(runs)
+    assert [run.label for run in runs] == [
+        "code: small, batch size 64, learning rate 0.003",
+        "book: llama_125m, batch size 8, learning rate 0.01",
+    ]
+    runs = [RunFolder(Path(f"{name}/run"), [], made) for name, made in (("a", code), ("b", book))]
+    label_runs(runs)
+    assert [run.label.partition(":")[0] for run in runs] == ["a/run", "b/run"]
 
 
 def test_missing_metrics_leave_their_panel_out(tmp_path):
@@ -206,12 +227,12 @@ def test_what_cannot_be_drawn_is_one_sentence_and_exit_2(tmp_path, capsys):
         (["other"], "no metric that this command draws"),
         (["damaged"], "line 1 is not a JSON object"),
     ]:
-        assert plot.main([str(tmp_path / argument) for argument in arguments]) == 2
+        assert command.main([str(tmp_path / argument) for argument in arguments]) == 2
         error = capsys.readouterr().err
         assert words in error and error.count("\n") == 1
-    assert plot.main([str(good), "--out", str(tmp_path / "curves.xyz")]) == 2
+    assert command.main([str(good), "--out", str(tmp_path / "curves.xyz")]) == 2
     assert "xyz" in capsys.readouterr().err
-    assert plot.main([]) == 2
+    assert command.main([]) == 2
     assert "arguments are required: RUN" in capsys.readouterr().err
 
 

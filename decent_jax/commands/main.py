@@ -25,7 +25,7 @@ COMMANDS = {
     "translate": ("commands.translate", "translate sentences with a trained model"),
     "export": ("commands.export", "write a trained model as .safetensors"),
     "sweep": ("commands.sweep", "train every combination of seeds, schedules, ..."),
-    "plot": ("plots.runs", "draw the curves of a run, or compare several"),
+    "plot": ("commands.plot", "draw the curves of a run, or compare several"),
     "prepare": ("commands.prepare", "turn text, images or sentence pairs into a data folder"),
     "supervise": ("commands.supervise", "start processes, and again when one is lost"),
     "preflight": ("commands.preflight", "check the processes of a cluster, measure its links"),

@@ -20,15 +20,15 @@ _MOST_DRAWN = 1e100  # more than any value
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 # Config fields that name an experiment, the most informative first, by the last part of the name.
-NAMING = ("algorithm", "schedule", "combine", "mix_every", "window", "num_replicas")
+NAMING = ("preset", "algorithm", "schedule", "combine", "mix_every", "window", "num_replicas")
 NAMING += ("batch_size", "learning_rate", "seed")
 SHOWN_SETTINGS = 4
 # Sections and fields that say where and how often something is looked at, not what is trained.
-IGNORED = ("workdir", "log", "eval", "checkpoint", "profile")
+IGNORED = ("workdir", "log", "eval", "checkpoint", "profile", "prompt")
 
 
 @dataclasses.dataclass
-class Run:
+class RunFolder:
     """One run folder: its rows and its settings.
 
     rows: of metrics.jsonl.
@@ -75,7 +75,7 @@ class Run:
         return bool(np.isfinite(self.series(name)[1]).any())
 
 
-def load_run(path: str | Path) -> Run:
+def load_run(path: str | Path) -> RunFolder:
     """The run in the folder ``path`` (or with the metrics file ``path``).
 
     Raises:
@@ -95,7 +95,7 @@ def load_run(path: str | Path) -> Run:
     config, summary = entries(folder / "config.json"), entries(folder / "summary.json")
     sent = summary.get("bytes_sent_per_step")
     is_number = isinstance(sent, int | float) and 0 <= sent < _LARGEST
-    return Run(folder, rows, config, bytes_sent_per_step=sent if is_number else None)
+    return RunFolder(folder, rows, config, bytes_sent_per_step=sent if is_number else None)
 
 
 def entries(path: Path) -> dict[str, Any]:
@@ -153,8 +153,12 @@ def smoothed(values: np.ndarray, window: int | None = None) -> np.ndarray:
     return np.where(finite, mean, np.nan)
 
 
-def label_runs(runs: Sequence[Run]) -> None:
-    """Set the label of each run: the config fields in which it differs, or its folder."""
+def label_runs(runs: Sequence[RunFolder]) -> None:
+    """Set the label of each run: the config fields in which it differs, or its folder, or both.
+
+    A label names at most `SHOWN_SETTINGS` fields, first those of `NAMING`. Where runs differ in
+    more, as those of different configs do, the folder stands before them.
+    """
 
     def order(field: str) -> tuple[int, str]:
         name = _last_part(field)
@@ -164,23 +168,36 @@ def label_runs(runs: Sequence[Run]) -> None:
     fields = {field for field in fields if not set(field.split(".")) & set(IGNORED)}
     if len(runs) == 1:
         config = runs[0].config
-        shown = [f for f in fields if _last_part(f) in NAMING and config[f] != ""]
+        differing = [f for f in fields if _last_part(f) in NAMING and config[f] != ""]
     else:
-        shown = [field for field in fields if len({str(run.config.get(field)) for run in runs}) > 1]
-    shown = sorted(shown, key=order)[:SHOWN_SETTINGS]
-    for run in runs:
-        settings = [(_last_part(field), run.config.get(field)) for field in shown]
-        ignored = ("schedule",) if run.config.get("algorithm") == "all_reduce" else ()
-        run.label = ", ".join(
-            _words(name, v) for name, v in settings if v not in (None, "") and name not in ignored
-        )
-    labels = [run.label for run in runs]
-    for run in runs:
-        folder = run.path.resolve().name
-        if len(runs) == 1 or not run.label:
-            run.label = folder + (f": {run.label}" if run.label else "")
-        elif labels.count(run.label) > 1:
-            run.label += f" ({folder})"
+        differing = [f for f in fields if len({str(run.config.get(f)) for run in runs}) > 1]
+    few = len(differing) <= SHOWN_SETTINGS
+    naming = [f for f in differing if few or _last_part(f) in NAMING]
+    shown = sorted(naming, key=order)[:SHOWN_SETTINGS]
+    folders = _different_names([run.path.resolve() for run in runs])
+    labels = [_settings(run, shown) for run in runs]
+    for run, label, folder in zip(runs, labels, folders, strict=True):
+        if len(runs) == 1 or not few or not label:
+            run.label = folder + (f": {label}" if label else "")
+        else:
+            run.label = label + (f" ({folder})" if labels.count(label) > 1 else "")
+
+
+def _settings(run: RunFolder, fields: Sequence[str]) -> str:
+    """The values of these fields, such as "gossip, one_peer_exp, 8 replicas"."""
+    ignored = ("schedule",) if run.config.get("algorithm") == "all_reduce" else ()
+    settings = [(_last_part(field), run.config.get(field)) for field in fields]
+    return ", ".join(
+        _words(name, v) for name, v in settings if v not in (None, "") and name not in ignored
+    )
+
+
+def _different_names(folders: Sequence[Path]) -> list[str]:
+    """The last part of each path, and the one before where that alone is not different."""
+    names = [folder.name for folder in folders]
+    if len(set(names)) == len(set(folders)):
+        return names
+    return ["/".join(folder.parts[-2:]) for folder in folders]
 
 
 def _last_part(field: str) -> str:

@@ -1,52 +1,26 @@
 """Runs that differ in their seed as one line: the mean, with a band of one standard deviation.
 
-What `decent-jax plot --mean` and `--style paper` draw: loss against steps, training time and bytes
-sent, and the consensus distance; `--csv` writes the same numbers.
+What `decent-jax plot --mean` draws: loss against steps, training time and bytes sent, and the
+consensus distance; `--csv` writes the same numbers.
 """
 
 import csv
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-
-from decent_jax.ground import extras
-
-extras.need("train", "matplotlib")
-
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 
 from decent_jax.ground.errors import RunError
-from decent_jax.ground.run_folder import IGNORED, Run, label_runs, smoothed
+from decent_jax.ground.run_folder import IGNORED, RunFolder, label_runs, smoothed
 from decent_jax.plots import style
-from decent_jax.plots.style import COLOURS, GREY, INK
 
 CONSENSUS = "train/consensus_distance_relative"
 ROUNDING = 1e-6  # the relative distance of replicas that are equal but for float32
 # Sections and fields in which runs of one line may differ: the seed, and where and how they ran.
 _ELSEWHERE = {*IGNORED, "seed", "mesh", "cluster"}
-
-
-class Look(NamedTuple):
-    """The sizes of a figure: of a panel in inches, of text and lines in points."""
-
-    width: float
-    height: float
-    text: float
-    line: float
-    family: str
-
-
-# Two panels of PAPER are as wide as the text of a page (5.5 inches), in the size of its footnotes.
-LOOKS = {
-    "screen": Look(5.6, 3.3, 11, 1.8, "sans-serif"),
-    "paper": Look(2.75, 1.9, 8, 1.2, "serif"),
-}
 
 
 class Curve(NamedTuple):
@@ -61,14 +35,16 @@ class Curve(NamedTuple):
     runs: int
 
 
-def groups_of(runs: Sequence[Run]) -> list[list[Run]]:
+def groups_of(runs: Sequence[RunFolder]) -> list[list[RunFolder]]:
     """Groups of runs that differ only in their seed, in the order of their first runs; labelled."""
-    groups: dict[tuple, list[Run]] = {}
+    groups: dict[tuple, list[RunFolder]] = {}
     for run in runs:
         kept = {k: v for k, v in run.config.items() if not set(k.split(".")) & _ELSEWHERE}
         groups.setdefault(tuple(sorted((k, str(v)) for k, v in kept.items())), []).append(run)
     first = [
-        Run(group[0].path, group[0].rows, {k: v for k, v in group[0].config.items() if k != "seed"})
+        RunFolder(
+            group[0].path, group[0].rows, {k: v for k, v in group[0].config.items() if k != "seed"}
+        )
         for group in groups.values()
     ]
     label_runs(first)
@@ -78,7 +54,7 @@ def groups_of(runs: Sequence[Run]) -> list[list[Run]]:
     return list(groups.values())
 
 
-def curve(group: Sequence[Run], name: str) -> Curve | None:
+def curve(group: Sequence[RunFolder], name: str) -> Curve | None:
     """The mean of a metric over the runs of a group; None if they have no step of it in common."""
     each = [dict(zip(*run.series(name), strict=True)) for run in group]
     steps = np.array(sorted(set.intersection(*map(set, each))), float)
@@ -103,13 +79,13 @@ def _mean_of(rows: Sequence[np.ndarray | None]) -> np.ndarray | None:
     return np.mean(known, axis=0) if len(known) == len(rows) else None
 
 
-def loss_name(runs: Sequence[Run]) -> str:
+def loss_name(runs: Sequence[RunFolder]) -> str:
     """The validation loss where every run has a curve of it, else the training loss."""
     several = all(len(run.series("eval/loss")[0]) > 1 for run in runs)
     return "eval/loss" if several else "train/loss"
 
 
-def curves_of(runs: Sequence[Run]) -> dict[str, list[Curve]]:
+def curves_of(runs: Sequence[RunFolder]) -> dict[str, list[Curve]]:
     """By metric, a curve per group of runs.
 
     Raises:
@@ -125,7 +101,7 @@ def curves_of(runs: Sequence[Run]) -> dict[str, list[Curve]]:
     return {name: curves for name, curves in found.items() if curves}
 
 
-def draw(curves: dict[str, list[Curve]], look: Look) -> Figure:
+def draw(curves: dict[str, list[Curve]]) -> Figure:
     """The figure of `curves_of`."""
     panels = []
     for name, of_metric in curves.items():
@@ -134,36 +110,17 @@ def draw(curves: dict[str, list[Curve]], look: Look) -> Figure:
             for axis in ("seconds", "sent"):
                 if all(getattr(made, axis) is not None for made in of_metric):
                     panels.append((name, axis))
-    columns = 1 if len(panels) == 1 else 2
-    rows = -(-len(panels) // columns)
     seeds = {made.label: made.runs for of_metric in curves.values() for made in of_metric}
     labels = list(seeds)
-    entries = [
-        style.as_it_is(label) + (f" ({runs} seeds)" if runs > 1 else "")
-        for label, runs in seeds.items()
-    ]
-    legend_columns = style.legend_columns(entries, columns * look.width, look.text)
-    height = rows * look.height + 0.025 * look.text * -(-len(entries) // legend_columns)
-    with matplotlib.rc_context({"font.family": look.family, "mathtext.fontset": "dejavuserif"}):
-        figure = style.new_figure(columns * look.width, height, w_pad=0.04, h_pad=0.06)
-        for k, (name, axis) in enumerate(panels):
-            _panel(figure.add_subplot(rows, columns, k + 1), curves[name], name, axis, labels, look)
-        figure.legend(
-            [Line2D([], [], **_line(labels.index(label), look)) for label in labels],
-            entries, loc="outside upper left", ncols=legend_columns, frameon=False,
-            fontsize=look.text, labelcolor=INK,
-        )  # fmt: skip
-        figure.canvas.draw()  # with this font, also where it is saved later
+    words = [label + (f" ({seeds[label]} seeds)" if seeds[label] > 1 else "") for label in labels]
+    figure, every = style.grid(len(panels), min(2, len(panels)), words)
+    for axes, (name, axis) in zip(every, panels, strict=True):
+        _panel(axes, curves[name], name, axis, labels)
     return figure
 
 
-def _line(k: int, look: Look) -> dict[str, Any]:
-    dashes = ("-", "--", ":", "-.")[k // len(COLOURS) % 4]
-    return {"color": COLOURS[k % len(COLOURS)], "ls": dashes, "lw": look.line}
-
-
 def _panel(
-    axes: Axes, curves: Sequence[Curve], name: str, axis: str, labels: Sequence[str], look: Look
+    axes: Axes, curves: Sequence[Curve], name: str, axis: str, labels: Sequence[str]
 ) -> None:
     """The curves of one metric against ``steps``, ``seconds`` or bytes ``sent``."""
     unit, scale = _unit(axis, max(float(getattr(made, axis)[-1]) for made in curves))
@@ -171,25 +128,17 @@ def _panel(
     hidden, curves = len(apart) < len(curves) and len(apart) > 0, apart or curves
     for made in curves:
         x = getattr(made, axis) / scale
-        line = _line(labels.index(made.label), look)
-        marker = {"marker": "o", "ms": 2 * look.line} if len(x) < 30 else {}
-        axes.plot(x, made.mean, **line, **marker)
+        look = style.look(labels.index(made.label))
+        axes.plot(x, made.mean, lw=1.8, marker="o" if len(x) < 30 else "", ms=3.6, **look)
         if made.deviation is not None:
             band = made.mean - made.deviation, made.mean + made.deviation
-            axes.fill_between(x, *band, color=line["color"], alpha=0.18, lw=0)
+            axes.fill_between(x, *band, color=look["color"], alpha=0.18, lw=0)
     kinds = {"eval/loss": "Validation loss", "train/loss": "Training loss"}
-    style.frame(axes, kinds.get(name, "Consensus distance"), size=look.text, pad=3)
-    axes.set_xlabel(unit, color=GREY, size=look.text - 1)
-    axes.tick_params(labelsize=look.text - 1)
-    axes.xaxis.set_major_locator(MaxNLocator(5, steps=(1, 2, 2.5, 5, 10)))
-    if hidden:
-        axes.set_title("without those at 0", loc="right", size=look.text - 2, color=GREY, pad=3)
+    aside = "without those at 0" if hidden else ""
+    style.curve_frame(axes, kinds.get(name, "Consensus distance"), aside, unit)
     if name == CONSENSUS:
         values = np.concatenate([made.mean for made in curves])
-        values = values[values > 0]
-        if len(values):  # a band may reach down to 0
-            axes.set(yscale="log", ylim=(values.min() / 2, 2 * values.max()))
-            style.plain_numbers(axes.yaxis)
+        style.log_axis(axes, values[values > 0])
     else:  # without the steep start, which would flatten what follows
         style.hold(axes, np.concatenate([_late(made) for made in curves]))
 

@@ -1,37 +1,20 @@
-"""Draw the curves of one run, or compare several.
+"""The curves of one run, or of several beside each other."""
 
-    decent-jax plot RUN [RUN ...] [--out FILE.png] [--mean] [--style paper] [--csv FILE]
-
-One run is drawn into RUN/curves.png, several into comparison.png in the current folder. With --mean
-runs that differ in their seed become one line with a band, against steps, time and bytes sent;
---style paper draws the same for print, with --out FILE.pdf. --csv writes these numbers.
-"""
-
-import argparse
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from decent_jax.ground import extras
-
-extras.need("train", "matplotlib")
-
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter
 
-from decent_jax.ground.command_line import Parser
-from decent_jax.ground.errors import ConfigError, RunError
+from decent_jax.ground.errors import RunError
 from decent_jax.ground.format import format_number
-from decent_jax.ground.replaceable import check_replaceable
-from decent_jax.ground.run_folder import Run, label_runs, load_run, smoothed
-from decent_jax.plots import means, style
+from decent_jax.ground.run_folder import RunFolder, label_runs, load_run, smoothed
+from decent_jax.plots import style
 from decent_jax.plots.style import COLOURS, GREY, GRID, INK
 
 __all__ = ["COLOURS", "GREY", "GRID", "INK", "draw", "plot_runs"]
@@ -62,36 +45,25 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path | None = None) -> Path
     return style.save(figure, out or default, dpi=150)
 
 
-def draw(runs: Sequence[Run]) -> Figure:
+def draw(runs: Sequence[RunFolder]) -> Figure:
     """The figure of these loaded and labelled runs."""
-    for i, run in enumerate(runs):
-        run.colour = COLOURS[i % len(COLOURS)]
-        run.dashes = ("-", "--", ":", "-.")[i // len(COLOURS) % 4]
+    for k, run in enumerate(runs):
+        run.colour, run.dashes = style.look(k).values()
     panels = _panels(runs)
     if not panels:
         raise RunError(f"{runs[0].path} has no metric that this command draws.")
     columns = 3 if len(panels) == 3 else min(2, len(panels))
-    rows = -(-len(panels) // columns)
-    labels = [style.as_it_is(run.label) for run in runs]
-    legend_columns = style.legend_columns(labels, 5.6 * columns, 10)
-    legend_rows = -(-len(runs) // legend_columns) if len(runs) > 1 else 0
-    height = 3.3 * rows + 0.5 + 0.25 * legend_rows
-    spacing = {"w_pad": 0.12, "h_pad": 0.12, "wspace": 0.03, "hspace": 0.04}
-    figure = style.new_figure(5.6 * columns, height, **spacing)
-    for i, (painter, arguments) in enumerate(panels):
-        painter(figure.add_subplot(rows, columns, i + 1), runs, *arguments)
+    labels = [run.label for run in runs]
+    figure, axes = style.grid(len(panels), columns, labels if len(runs) > 1 else ())
+    for own, (painter, arguments) in zip(axes, panels, strict=True):
+        painter(own, runs, *arguments)
     if len(runs) == 1:
-        figure.suptitle(labels[0], x=0.012, ha="left", size=12, weight="bold", color=INK)
-        return figure
-    figure.legend(
-        [Line2D([], [], color=run.colour, ls=run.dashes, lw=2.5) for run in runs],
-        labels,
-        loc="outside upper left", ncols=legend_columns, frameon=False, fontsize=10, labelcolor=INK,
-    )  # fmt: skip
+        words = style.as_it_is(labels[0])
+        figure.suptitle(words, x=0.012, ha="left", size=12, weight="bold", color=INK)
     return figure
 
 
-def _panels(runs: Sequence[Run]) -> list[tuple[Callable[..., None], tuple[str, ...]]]:
+def _panels(runs: Sequence[RunFolder]) -> list[tuple[Callable[..., None], tuple[str, ...]]]:
     """The panels for which these runs have data: (function, its further arguments)."""
 
     def any_has(*names: str) -> bool:
@@ -123,7 +95,7 @@ def _panels(runs: Sequence[Run]) -> list[tuple[Callable[..., None], tuple[str, .
     return panels
 
 
-def _loss(axes: Axes, runs: Sequence[Run], x: str) -> None:
+def _loss(axes: Axes, runs: Sequence[RunFolder], x: str) -> None:
     """Training loss (a light raw trace, a smooth line) and validation loss (dots)."""
     alone = len(runs) == 1
     longest = max(run.series("perf/wall_time_s")[1].max(initial=0.0) for run in runs)
@@ -146,8 +118,8 @@ def _loss(axes: Axes, runs: Sequence[Run], x: str) -> None:
             colour = COLOURS[1] if alone else run.colour
             axes.plot(steps / scale, loss, color=colour, ls="-" if alone else "none", **DOTS)
             lines.append(("validation", loss, colour))
-    _frame(axes, "Loss by step" if x == "step" else "Loss by time", aside)
-    axes.set_xlabel("step" if x == "step" else f"training time ({unit})", color=GREY, size=9)
+    words = "step" if x == "step" else f"training time ({unit})"
+    style.curve_frame(axes, f"Loss by {x}", aside, words)
     _limit(axes, [values for _, values, _ in lines])
     if alone:
         _end_labels(axes, [(f"{name} {_last(v)}", v, c) for name, v, c in lines])
@@ -156,7 +128,7 @@ def _loss(axes: Axes, runs: Sequence[Run], x: str) -> None:
         _end_labels(axes, [(_last(v), v, c) for name, v, c in lines if name == wanted])
 
 
-def _score(axes: Axes, runs: Sequence[Run], name: str, title: str) -> None:
+def _score(axes: Axes, runs: Sequence[RunFolder], name: str, title: str) -> None:
     """A score of the consensus model at each evaluation."""
     scale = 100 if name == "eval/top1" else 1  # a fraction
     labels: list[Label] = []
@@ -165,16 +137,16 @@ def _score(axes: Axes, runs: Sequence[Run], name: str, title: str) -> None:
         if len(steps):
             axes.plot(steps, scale * score, color=run.colour, ls=run.dashes, **DOTS)
             labels.append((f"{scale * score[-1]:.1f}", scale * score, run.colour))
-    _frame(axes, title, "")
+    style.curve_frame(axes, title)
     _end_labels(axes, labels)
 
 
-def _line(run: Run, x: np.ndarray) -> dict[str, Any]:
+def _line(run: RunFolder, x: np.ndarray) -> dict[str, Any]:
     """How the line of a run looks; a single point is a dot."""
     return {"ls": run.dashes, "lw": 1.8, "marker": "o" if len(x) == 1 else "", "ms": 4.5}
 
 
-def _trace(axes: Axes, run: Run, x: np.ndarray, values: np.ndarray) -> np.ndarray:
+def _trace(axes: Axes, run: RunFolder, x: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Draw a noisy series lightly and its moving average over it; return the average."""
     smooth = smoothed(values)
     axes.plot(x, values, color=run.colour, lw=0.7, alpha=0.28)
@@ -182,7 +154,7 @@ def _trace(axes: Axes, run: Run, x: np.ndarray, values: np.ndarray) -> np.ndarra
     return smooth
 
 
-def _consensus(axes: Axes, runs: Sequence[Run], name: str) -> None:
+def _consensus(axes: Axes, runs: Sequence[RunFolder], name: str) -> None:
     """How far the replicas are from their mean, on a logarithmic scale."""
     labels: list[Label] = []
     for run in runs:
@@ -196,12 +168,12 @@ def _consensus(axes: Axes, runs: Sequence[Run], name: str) -> None:
         else:
             labels.append(("always 0", np.array([np.nan]), run.colour))
     relative = name.endswith("_relative")
-    _frame(axes, "Consensus distance", "relative to the mean's norm" if relative else "")
-    _log_axis(axes, np.concatenate([values for _, values, _ in labels]))
+    style.curve_frame(axes, "Consensus distance", "relative to the mean's norm" if relative else "")
+    style.log_axis(axes, np.concatenate([values for _, values, _ in labels]))
     _end_labels(axes, labels)
 
 
-def _speed(axes: Axes, runs: Sequence[Run], name: str, title: str, unit: str) -> None:
+def _speed(axes: Axes, runs: Sequence[RunFolder], name: str, title: str, unit: str) -> None:
     """Throughput or step time, from zero."""
     labels: list[Label] = []
     heights = []
@@ -213,19 +185,19 @@ def _speed(axes: Axes, runs: Sequence[Run], name: str, title: str, unit: str) ->
         median = format_number(float(np.nanmedian(speed)))
         labels.append((f"{median} {unit}".strip(), smooth, run.colour))
         heights.append(np.nanpercentile(speed, 95))
-    _frame(axes, title, "median at the right")
+    style.curve_frame(axes, title, "median at the right")
     axes.set_ylim(0, 1.25 * max(heights) or 1.0)
     axes.yaxis.set_major_formatter(EngFormatter(unit=unit, sep=""))
     _end_labels(axes, labels)
 
 
-def _slots(run: Run) -> list[int]:
+def _slots(run: RunFolder) -> list[int]:
     """The slots of a run of peers (docs/peers.md)."""
     names = {name for row in run.rows for name in row}
     return sorted(int(n.split("/")[1]) for n in names if re.fullmatch(r"peers/\d+/steps", n))
 
 
-def _lanes(axes: Axes, runs: Sequence[Run]) -> None:
+def _lanes(axes: Axes, runs: Sequence[RunFolder]) -> None:
     """A lane for each peer: when it trained, its steps, and the age of the copies it averaged."""
     (run,) = runs
     slots = _slots(run)
@@ -253,34 +225,11 @@ def _lanes(axes: Axes, runs: Sequence[Run]) -> None:
             annotation_clip=False,
         )  # fmt: skip
     oldest = shown.vmax or 0
-    _frame(axes, "Peers", f"triangle: joins, cross: dies; age of copies to {oldest:.0f} steps")
+    style.curve_frame(
+        axes, "Peers", f"triangle: joins, cross: dies; age of copies to {oldest:.0f} steps"
+    )
     axes.set_yticks(range(len(slots)), [f"peer {slot}" for slot in slots])
     axes.set_ylim(len(slots) - 0.4, -0.6)
-
-
-def _frame(axes: Axes, title: str, aside: str) -> None:
-    style.frame(axes, title, pad=9)
-    axes.set_title(aside, loc="right", size=8.5, color=GREY, pad=9)
-    axes.set_xlabel("step", color=GREY, size=9)
-    axes.spines[["left", "bottom"]].set_color("#b5b5b5")
-    axes.xaxis.set_major_locator(MaxNLocator(6))
-    axes.margins(x=0.012)
-
-
-def _log_axis(axes: Axes, values: np.ndarray) -> None:
-    """A logarithmic y axis of at least a decade, with plain numbers on it."""
-    values = values[np.isfinite(values)]
-    if len(values) == 0:
-        axes.set_yticks([])
-        return
-    low, high = values.min(), values.max()
-    # What rounding leaves of an all-reduce, 1e-7 of a distance, would take most of the axis.
-    real = values[values > 1e-4 * high]
-    if len(real) and low < real.min():
-        low = real.min() / 3
-    widen = max(1.15, (10 * low / high) ** 0.5)
-    axes.set(yscale="log", ylim=(low / widen, high * widen))
-    style.plain_numbers(axes.yaxis, (1, 2, 5) if high / low < 300 else (1,))
 
 
 def _limit(axes: Axes, heights: Sequence[np.ndarray]) -> None:
@@ -322,50 +271,3 @@ def _last(values: np.ndarray) -> str:
     if not np.isfinite(values[-1]):
         return "not finite"
     return f"{values[-1]:.3f}" if 0.1 <= abs(values[-1]) < 1000 else f"{values[-1]:.3g}"
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """The command; returns its exit status."""
-    parser = Parser(
-        prog="decent-jax plot",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="the --workdir of a run")
-    where = "default: RUN/curves.png, or comparison.png here for several runs"
-    parser.add_argument("--out", metavar="FILE", help=f"a .png, .pdf or .svg; {where}")
-    parser.add_argument(
-        "--mean",
-        action="store_true",
-        help="a line with a band for runs that differ in the seed",
-    )
-    parser.add_argument(
-        "--style", choices=tuple(means.LOOKS), default="screen", help="paper: for print; as --mean"
-    )
-    parser.add_argument("--csv", metavar="FILE", help="also write the numbers of --mean")
-    try:
-        options = parser.parse_args(arguments)
-        averages = options.mean or options.csv is not None or options.style != "screen"
-        if options.out is not None or averages or len(options.runs) > 1:
-            check_replaceable(COMPARISON if options.out is None else options.out, "--out")
-        if options.csv is not None:
-            check_replaceable(options.csv, "--csv")
-            if options.csv == options.out:
-                raise ConfigError(f"--out and --csv are one file, {options.out}; name two")
-        if averages:
-            curves = means.curves_of([load_run(run) for run in options.runs])
-            figure = means.draw(curves, means.LOOKS[options.style])
-            dpi = 150 if options.style == "screen" else 300
-            print(style.save(figure, options.out or COMPARISON, dpi=dpi))
-            if options.csv:
-                print(means.write_csv(curves, options.csv))
-        else:
-            print(plot_runs(options.runs, options.out))
-    except (RunError, OSError, ValueError) as error:
-        print(f"{parser.prog}: {ConfigError(error)}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

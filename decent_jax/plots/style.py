@@ -11,7 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from decent_jax.ground.replaceable import MARK
 
@@ -31,23 +32,58 @@ def new_figure(width: float, height: float, **spacing: Any) -> Figure:
     return Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(**spacing))
 
 
-def title(axes: Axes, text: str, size: float = 11, pad: float | None = None) -> None:
+def grid(count: int, columns: int, labels: Sequence[str] = ()) -> tuple[Figure, list[Axes]]:
+    """A figure of ``count`` panels, and above them a legend of labelled lines in their `look`."""
+    width, rows = 5.6 * columns, -(-count // columns)
+    labels = [as_it_is(label) for label in labels]
+    legend_columns = _legend_columns(labels, width)
+    height = 3.3 * rows + 0.5 + 0.25 * -(-len(labels) // legend_columns)
+    figure = new_figure(width, height, w_pad=0.12, h_pad=0.12, wspace=0.03, hspace=0.04)
+    panels = [figure.add_subplot(rows, columns, k + 1) for k in range(count)]
+    if labels:
+        lines = [Line2D([], [], lw=2.5, label=label, **look(k)) for k, label in enumerate(labels)]
+        legend(figure, lines, size=10, ncols=legend_columns)
+    return figure, panels
+
+
+def _legend_columns(labels: Sequence[str], width: float) -> int:
+    """How many columns of these labels ``width`` inches hold."""
+    inches = 0.076 * (max(map(len, labels), default=0) + 7)  # of a line, and of an average letter
+    return max(1, min(len(labels), 3, int(width / inches)))
+
+
+def look(k: int) -> dict[str, Any]:
+    """The colour and the dashes of the k-th line."""
+    return {"color": COLOURS[k % len(COLOURS)], "ls": ("-", "--", ":", "-.")[k // len(COLOURS) % 4]}
+
+
+def title(axes: Axes, text: str, pad: float | None = None) -> None:
     """Write the title of a panel at its left."""
-    axes.set_title(text, loc="left", size=size, color=INK, pad=pad)
+    axes.set_title(text, loc="left", size=11, color=INK, pad=pad)
 
 
-def frame(axes: Axes, text: str, size: float = 11, pad: float | None = None) -> None:
+def frame(axes: Axes, text: str, aside: str = "", pad: float | None = None) -> None:
     """Give a panel its title, a light grid behind the data, and neither box nor ticks.
 
     Args:
-      size: of the title, in points; the numbers at the axes are two points smaller.
+      aside: words at the right of the title.
       pad: points between panel and title.
     """
-    title(axes, text, size, pad)
+    title(axes, text, pad)
+    axes.set_title(aside, loc="right", size=8.5, color=GREY, pad=pad)
     axes.grid(color=GRID, lw=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(which="both", colors=GREY, labelsize=size - 2, length=0)
+    axes.spines[["left", "bottom"]].set_color("#b5b5b5")
+    axes.tick_params(which="both", colors=GREY, labelsize=9, length=0)
+
+
+def curve_frame(axes: Axes, text: str, aside: str = "", x: str = "step") -> None:
+    """The `frame` of a panel of curves against steps, time or bytes."""
+    frame(axes, text, aside, pad=9)
+    axes.set_xlabel(x, color=GREY, size=9)
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 2.5, 5, 10)))
+    axes.margins(x=0.012)
 
 
 def plain_numbers(axis: Axis, multiples: Iterable[float] = (1, 2, 5)) -> None:
@@ -55,6 +91,22 @@ def plain_numbers(axis: Axis, multiples: Iterable[float] = (1, 2, 5)) -> None:
     axis.set_major_locator(LogLocator(subs=tuple(multiples), numticks=12))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_locator(NullLocator())
+
+
+def log_axis(axes: Axes, values: np.ndarray) -> None:
+    """A logarithmic y axis of at least a decade for these values, with plain numbers on it."""
+    values = values[np.isfinite(values)]
+    if len(values) == 0:
+        axes.set_yticks([])
+        return
+    low, high = values.min(), values.max()
+    # What rounding leaves of an all-reduce, 1e-7 of a distance, would take most of the axis.
+    real = values[values > 1e-4 * high]
+    if len(real) and low < real.min():
+        low = real.min() / 3
+    widen = max(1.15, (10 * low / high) ** 0.5)
+    axes.set(yscale="log", ylim=(low / widen, high * widen))
+    plain_numbers(axes.yaxis, (1, 2, 5) if high / low < 300 else (1,))
 
 
 def hold(axes: Axes, values: np.ndarray) -> None:
@@ -79,12 +131,6 @@ def legend(figure: Figure, handles: Sequence[Artist], size: float = 9, **options
     """
     options = {"loc": "outside upper left", "frameon": False, "labelcolor": INK} | options
     figure.legend(handles=list(handles), fontsize=size, **options)
-
-
-def legend_columns(labels: Sequence[str], width: float, size: float) -> int:
-    """How many columns of these labels, in letters of ``size`` points, ``width`` inches hold."""
-    inches = 0.0076 * size * (max(map(len, labels)) + 7)  # of a line, and of an average letter
-    return max(1, min(len(labels), 3, int(width / inches)))
 
 
 def as_it_is(label: str) -> str:
