@@ -332,9 +332,9 @@ def _name(axes, points: dict[str, tuple[float, float]], front: list[str]) -> Non
             free += 0.2 * height
         taken.append((left, left + width, free))
         bold = "bold" if label in front else "normal"
-        axes.text(left, free, label, transform=axes.transAxes, va="center", size=8.5, weight=bold,
-                  bbox={"fc": "white", "ec": "none", "pad": 0.3, "alpha": 0.75},
-                  color=BLUE if label in front else GREY)  # fmt: skip
+        text = axes.text(left, free, label, transform=axes.transAxes, va="center", zorder=1)
+        text.set(color=BLUE if label in front else GREY, size=8.5, weight=bold)
+        text.set_bbox({"fc": "white", "ec": "none", "pad": 0.3, "alpha": 0.75})
 
 
 def main(arguments: list[str] | None = None) -> int:
