@@ -21,8 +21,7 @@ class Threads:
 
     def __init__(self, config, workdir, start=0):
         parts.check(config)
-        config_lib.check(config)
-        schedule = config_lib.make_schedule(config)
+        schedule, _ = config_lib.check(config)
         task = tasks.find(config.task).make(config, workdir, announce)
         rate = durations(config, task)[2]
         placement = parts.place(config.num_replicas)

@@ -24,10 +24,12 @@ from decent_jax.train import (
     ConfigError,
     Interrupted,
     checkpoint,
-    loop,
     saver,
     workdir,
 )
+from decent_jax.train.evaluation import Evaluator
+from decent_jax.train.metrics import Clock
+from decent_jax.train.synchronous import Synchronous
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 20
@@ -100,10 +102,10 @@ def truncate(folder, step):
 
 def interrupt(folder, step, **changes):
     """Trains until a signal comes after ``step`` steps."""
-    with pytest.MonkeyPatch.context() as patch:
-        tiny.send_signal_at(patch, step, signal.SIGTERM)
-        with pytest.raises(Interrupted, match=f"after step {step}; a checkpoint"):
-            tiny.run(config(**changes), folder)
+    there = tiny.saved_steps(folder) if (folder / "checkpoints").exists() else [0]
+    signals = tiny.SignalAfter(step - there[-1], signal.SIGTERM)
+    with pytest.raises(Interrupted):
+        tiny.run(config(**changes), folder, signals=signals)
     assert tiny.saved_steps(folder)[-1] == step
     assert tiny.summary(folder)["interrupted"] is True
 
@@ -176,12 +178,12 @@ def test_best_models_of_steps_to_come_are_forgotten(copy, whole):
 
 def test_best_is_the_consensus_model_of_the_lowest_loss(tmp_path, monkeypatch):
     seen = iter([3.0, 1.0, 2.0, 4.0])
-    consensus = loop.Evaluator.consensus
+    consensus = Evaluator.consensus
 
     def made_up(self, *args):
         return consensus(self, *args) | {"loss": next(seen)}
 
-    monkeypatch.setattr(loop.Evaluator, "consensus", made_up)
+    monkeypatch.setattr(Evaluator, "consensus", made_up)
     folder = tiny.run(config(checkpoint={"every": 5, "keep": 9}), tmp_path / "run")
     summary = tiny.summary(folder)
     assert (summary["best_eval_loss"], summary["final"]["eval/loss"]) == (1.0, 4.0)
@@ -195,11 +197,14 @@ def test_best_is_the_consensus_model_of_the_lowest_loss(tmp_path, monkeypatch):
     assert meta["step"] == STEPS
 
 
-def test_checkpoints_by_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "minutes_since", lambda moment: 2.0)
-    for minutes, wanted in ((1.5, [1, 2, 3]), (3.0, [3])):
+def test_checkpoints_by_time(tmp_path):
+    """On a clock by which each step takes two minutes."""
+    for minutes, wanted in ((1.5, [1, 2, 3, 4, 5]), (4.0, [2, 4, 5]), (99.0, [5])):
         saving = {"every": 0, "every_minutes": minutes, "keep": 9}
-        folder = tiny.run(config(steps=3, checkpoint=saving), tmp_path / f"{minutes}")
+        signals = tiny.SignalAfter(-1, signal.SIGTERM)  # which never comes
+        clock = Clock(lambda signals=signals: 120.0 * signals.looks)
+        settings = config(steps=5, checkpoint=saving)
+        folder = tiny.run(settings, tmp_path / f"{minutes}", clock=clock, signals=signals)
         assert tiny.saved_steps(folder) == wanted
 
 
@@ -225,14 +230,14 @@ def test_a_moving_average_can_begin_and_end_in_a_resumed_run(copy, whole):
 
 @pytest.mark.parametrize("n", [2, 8])
 def test_another_number_of_replicas_continues_from_the_mean(copy, n, monkeypatch, capsys):
-    states, restore = [], loop.restore_or_init
+    states, restore = [], Synchronous.restore
 
-    def spy(*args):
-        state, step = restore(*args)
-        states.append(jax.tree_util.tree_leaves_with_path(jax.device_get(state)))
-        return state, step
+    def spy(runner):
+        found = restore(runner)
+        states.append(jax.tree_util.tree_leaves_with_path(jax.device_get(runner.state)))
+        return found
 
-    monkeypatch.setattr(loop, "restore_or_init", spy)
+    monkeypatch.setattr(Synchronous, "restore", spy)
     folder = copy(step=16)
     tiny.run(config(steps=16), folder)  # which are done: it is restored and that is all
     tiny.run(config(num_replicas=n), folder)
@@ -270,6 +275,7 @@ def test_skipped_updates_keep_their_sum_when_replicas_change(copy, monkeypatch, 
     def spoiled(*args):
         state, meta = restore(*args)
         skipped = jax.device_put(np.array([0, 3, 0, 1], np.int32), state.opt_state.skipped.sharding)
+        meta["row"]["skipped"] = [0, 3, 0, 1]
         return state._replace(opt_state=state.opt_state._replace(skipped=skipped)), meta
 
     monkeypatch.setattr(checkpoint.Checkpointer, "_restore", spoiled)

@@ -11,8 +11,9 @@ import pytest
 import tiny
 from test_checkpoint import assert_equals, config, copy, data_files, truncate, whole
 
-from decent_jax.train import CheckpointError, ConfigError, checkpoint, loop
+from decent_jax.train import CheckpointError, ConfigError, checkpoint
 from decent_jax.train.experiment import open_experiment
+from decent_jax.train.synchronous import init
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -72,7 +73,7 @@ DAMAGES += [delete_meta, change_meta, delete_everything]
 def restore(whole):
     """Restores the newest checkpoint of a folder: (state, meta, what the user reads)."""
     with open_experiment(config(), whole) as (experiment, _):
-        shapes = jax.eval_shape(lambda: loop.init(experiment))
+        shapes = jax.eval_shape(lambda: init(experiment))
 
     def restore(folder, like=lambda shapes: shapes):
         said, checkpoints = [], checkpoint.Checkpointer(folder, 3)

@@ -31,10 +31,10 @@ def main(argv):
 def call(tmp_path, tiny_data, capsys, monkeypatch):
     """train.py with the tiny config: (exit code, stderr); training itself is an error."""
 
-    def never(experiment, work):
+    def never(runner, work):
         raise AssertionError("training began")
 
-    monkeypatch.setattr(loop, "train_and_evaluate", never)
+    monkeypatch.setattr(loop, "train", never)
     path = tiny.write_config(tmp_path / "tiny_config.py", tiny_data)
 
     def call(*arguments, config=path, workdir=tmp_path / "run"):
@@ -219,10 +219,10 @@ def test_what_trains_a_config_is_what_it_asks_for(monkeypatch, tmp_path):
 def test_a_full_disk_names_the_folder(call, tmp_path, monkeypatch):
     """What was written to a file that was open does not say which."""
 
-    def write(experiment, work):
+    def write(runner, work):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(loop, "train_and_evaluate", write)
+    monkeypatch.setattr(loop, "train", write)
     code, err = call()
     assert code == 1 and one_sentence(err[err.index("train.py: ") :]) == (
         "OSError: [Errno 28] No space left on device, with --workdir "

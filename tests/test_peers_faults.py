@@ -95,7 +95,7 @@ def test_a_peer_that_has_not_joined_takes_no_part_in_the_end(in_process, monkeyp
         yield in_process.experiment, None
 
     monkeypatch.setattr("decent_jax.peers.peer.open_peer", opened)
-    monkeypatch.setattr("decent_jax.peers.peer.loop.train_and_evaluate", trains)
+    monkeypatch.setattr("decent_jax.peers.peer.loop.train", trains)
     place = in_process.place._replace(start=5)
     actor = actor_of(
         in_process, _place=place, _stopped=threading.Event(), _jobs=queue.SimpleQueue()

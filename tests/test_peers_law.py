@@ -22,8 +22,8 @@ from decent_jax.peers.boundary import on_host
 from decent_jax.peers.formats import FORMATS, Format
 from decent_jax.peers.rule import Meetings
 from decent_jax.peers.setup import Place, is_weighted, open_peer
-from decent_jax.train import loop
 from decent_jax.train.step import make_step
+from decent_jax.train.synchronous import init
 
 RATE, BATCH, SIZE = 0.01, 2, 500
 PACES = (1.0, 1.0, 0.7, 0.2)  # of the peers, relative to the fastest
@@ -43,7 +43,7 @@ class InProcess:
         self.between = Between(
             experiment, place, self.pulse, self.meetings, self.jobs, self._ask, None
         )
-        self.state, self.t = loop.init(experiment), self.between.begin(0)
+        self.state, self.t = init(experiment), self.between.begin(0)
         self.first = self.params()
         self.moved = np.zeros(SIZE)  # by its own steps
         self.batches = loader.train_batches(

@@ -7,9 +7,11 @@ import tiny
 from networks import assert_close
 from pipeline_threads import Threads
 
-from decent_jax.train import loop
+from decent_jax.train.evaluation import Evaluator
 from decent_jax.train.experiment import open_experiment
+from decent_jax.train.metrics import Clock
 from decent_jax.train.step import gradient, make_step
+from decent_jax.train.synchronous import Feed, init
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 STEPS = 20
@@ -39,18 +41,18 @@ def without_stages(config, workdir, gradients):
             *(experiment.config, experiment.task, experiment.tx, experiment.rate),
             *(experiment.schedule, experiment.placement),
         )
-        state, losses, first = loop.init(experiment), [], None
-        with loop.Feed(experiment, 0, loop.Clock(0.0)) as feed:
+        state, losses, first = init(experiment), [], None
+        with Feed(experiment, 0, Clock()) as feed:
             for t in range(STEPS):
                 rnd = None
                 if config.algorithm != "all_reduce":
                     rnd = experiment.schedule.round_at(t, config.mix_every)
-                batch = feed.next(None, t, None)
+                batch, _ = feed.next()
                 if gradients and t == 0:
                     first = gradient_of(experiment, state.params, batch)
                 state, metrics = step(state, batch, np.int32(t), round=rnd)
                 losses.append(np.asarray(metrics["loss"]))
-        evaluator = loop.Evaluator(config, experiment.task, experiment.placement)
+        evaluator = Evaluator(config, experiment.task, experiment.placement)
         return np.array(losses), state, evaluator, first
 
 

@@ -20,7 +20,9 @@ from decent_jax.commands import saved_model
 from decent_jax.data.text import token_folder
 from decent_jax.models import decoders
 from decent_jax.plan import plan_file
-from decent_jax.train import TrainingFailed, loop
+from decent_jax.train import TrainingFailed, experiment
+from decent_jax.train.programs import Programs
+from decent_jax.train.synchronous import Feed, Synchronous
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -29,9 +31,10 @@ pytestmark = pytest.mark.usefixtures("compile_once")
 def run(tmp_path):
     """Trains `tiny.waves` with changes; returns the folder."""
 
-    def run(name="run", **changes):
+    def run(name="run", signals=None, **changes):
         changes = {"schedule": "bidirectional_ring"} | changes  # one round to compile
-        return tiny.run(tiny.waves(**changes), tmp_path / name)
+        of_loop = {"signals": signals} if signals else {}
+        return tiny.run(tiny.waves(**changes), tmp_path / name, **of_loop)
 
     return run
 
@@ -113,7 +116,8 @@ def test_a_trace_of_some_steps(run, capsys):
 
 @pytest.mark.parametrize("planned", [False, True])
 def test_a_run_is_built_once(run, tmp_path, monkeypatch, planned):
-    """The plan file is read once, schedule and transformation are made once."""
+    """The plan file is read once and the schedule made once; the transformation twice, once for the
+    check before other processes are waited for."""
     calls = collections.Counter()
 
     def count(owner, name):
@@ -133,9 +137,9 @@ def test_a_run_is_built_once(run, tmp_path, monkeypatch, planned):
         changes = {"mesh": {"devices": 4}, "cluster": {"plan": str(tmp_path / "plan.json")}}
     count(plan_file, "load")
     count(topology, "make")
-    count(loop.algorithm, "transformation")
+    count(experiment.algorithm, "transformation")
     run(steps=1, **changes)
-    wanted = {"make": 1, "transformation": 1}  # a plan names its schedule, which loading it makes
+    wanted = {"make": 1, "transformation": 2}  # a plan names its schedule, which loading it makes
     assert calls == wanted | ({"load": 1} if planned else {})
 
 
@@ -158,15 +162,16 @@ def loss_by_hand(task, params):
 
 
 def test_evaluation_equals_evaluating_by_hand(run, monkeypatch):
-    states, tasks, evaluate = {}, [], loop.evaluate
+    states, tasks, evaluate = {}, [], Synchronous.evaluate
 
-    def spy(evaluator, state, done, *args):
-        tasks.append(evaluator.task)
-        states[done] = jax.device_get(state)
-        evaluate(evaluator, state, done, *args)
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), states[done])
+    def spy(runner):
+        tasks.append(runner.experiment.task)
+        before = states[len(tasks)] = jax.device_get(runner.state)
+        found = evaluate(runner)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(runner.state), before)
+        return found
 
-    monkeypatch.setattr(loop, "evaluate", spy)
+    monkeypatch.setattr(Synchronous, "evaluate", spy)
     decay = 0.6
     folder = run(eval={"every": 1, "replicas": True, "ema_decay": decay}, steps=4)
     task, row = tasks[0], tiny.rows(folder)[-1]
@@ -218,14 +223,16 @@ MARK = 255.0
 
 def mark_batches(monkeypatch, when):
     """The trainer's batches are `MARK` everywhere for ``when(step) -> replicas``."""
-    next_batch = loop.Feed.next
+    next_batch, counts = Feed.next, collections.Counter()
 
-    def marked(feed, saver, done, state):
-        block = np.array(next_batch(feed, saver, done, state))
-        block[list(when(done))] = MARK
-        return feed._placement.put(block)
+    def marked(feed):
+        batch, measured = next_batch(feed)
+        block = np.array(batch)
+        block[list(when(counts[feed]))] = MARK
+        counts[feed] += 1
+        return jax.device_put(block, batch.sharding), measured
 
-    monkeypatch.setattr(loop.Feed, "next", marked)
+    monkeypatch.setattr(Feed, "next", marked)
 
 
 @pytest.fixture
@@ -268,7 +275,7 @@ def test_a_replica_with_bad_losses_is_skipped_named_and_recovers(run, sick, caps
 
 def spoil_once(monkeypatch, step, change):
     """Changes the parameters before the 0-based ``step``."""
-    compile = loop.Programs.compile
+    compile = Programs.compile
 
     def compile_spoiled(programs, state, batch, *key):
         compile(programs, state, batch, *key)
@@ -283,7 +290,7 @@ def spoil_once(monkeypatch, step, change):
 
         programs.compiled[key] = spoiled
 
-    monkeypatch.setattr(loop.Programs, "compile", compile_spoiled)
+    monkeypatch.setattr(Programs, "compile", compile_spoiled)
 
 
 def test_a_replica_with_bad_parameters_does_not_poison_the_others(run, monkeypatch, capsys):
@@ -346,16 +353,16 @@ def test_a_drifting_replica_is_named(run, monkeypatch, capsys):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_leaves(run, monkeypatch, number):
     handlers = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
-    tiny.send_signal_at(monkeypatch, 5, number)
-    with pytest.raises(train.Interrupted, match="interrupted after step 5; a checkpoint") as left:
-        run()
+    signals = tiny.SignalAfter(5, number)
+    with pytest.raises(train.Interrupted, match="after step 5") as left:
+        run(signals=signals)
     assert left.value.signal == number
     assert handlers == [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
 
 
 def test_a_signal_in_the_last_step_ends_the_run_as_usual(run, monkeypatch):
-    tiny.send_signal_at(monkeypatch, 5, signal.SIGTERM)
-    summary = tiny.summary(run(steps=5))
+    signals = tiny.SignalAfter(5, signal.SIGTERM)
+    summary = tiny.summary(run(steps=5, signals=signals))
     assert summary["steps"] == 5 and "interrupted" not in summary
 
 

@@ -17,6 +17,9 @@ from decent_jax import train
 from decent_jax.data.text import token_folder, tokenizers
 from decent_jax.plots import runs as plot
 from decent_jax.train import loop
+from decent_jax.train.experiment import open_experiment
+from decent_jax.train.synchronous import Synchronous
+from decent_jax.train.workdir import Signals
 
 CONTEXT = 8
 
@@ -96,11 +99,18 @@ def write(config, path: Path) -> Path:
     return path
 
 
-def run(config, folder: Path) -> Path:
-    """Train without drawing curves, which takes a second; returns the folder."""
+def run(config, folder: Path, **of_loop) -> Path:
+    """Train without drawing curves, which takes a second; returns the folder.
+
+    With a clock or signals `of_loop`, replicas that step together train by them.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plot, "plot_runs", lambda paths: None)
-        train.run(config, folder)
+        if not of_loop:
+            train.run(config, folder)
+            return folder
+        with open_experiment(config, folder) as (experiment, work):
+            loop.train(Synchronous(experiment, work), work, **of_loop)
     return folder
 
 
@@ -119,16 +129,23 @@ def losses(workdir) -> np.ndarray:
     return np.array([row["train/loss"] for row in rows(workdir)])
 
 
-def send_signal_at(monkeypatch, step: int, number: int) -> None:
-    """Runs of this process get the signal when ``step`` steps are done."""
-    due = loop.due
+class SignalAfter(Signals):
+    """This process gets the signal after so many steps of the loop, which looks once per step."""
 
-    def with_signal(experiment, saver, signals, done, logs):
-        if done == step:
-            os.kill(os.getpid(), number)
-        return due(experiment, saver, signals, done, logs)
+    def __init__(self, steps: int, number: int):
+        self.looks, self._steps, self._number = 0, steps, number
+        super().__init__()
 
-    monkeypatch.setattr(loop, "due", with_signal)
+    @property
+    def received(self):
+        self.looks += 1
+        if self.looks == self._steps:
+            os.kill(os.getpid(), self._number)
+        return self._received
+
+    @received.setter
+    def received(self, number):
+        self._received = number
 
 
 def saved_steps(workdir) -> list[int]:

@@ -1,4 +1,4 @@
-"""What the training loop of a peer calls between its steps; nothing here waits for a message."""
+"""The runner of a peer, and what it does between its steps; nothing here waits for a message."""
 
 import contextlib
 import math
@@ -17,7 +17,11 @@ from decent_jax.peers.boundary import Boundary, number, on_host
 from decent_jax.peers.rule import Joined, Meetings
 from decent_jax.peers.setup import Place
 from decent_jax.train.experiment import Experiment
+from decent_jax.train.metrics import Clock
+from decent_jax.train.saver import Saver
 from decent_jax.train.step import TrainState
+from decent_jax.train.synchronous import Synchronous
+from decent_jax.train.workdir import Workdir
 
 
 class Pulse:
@@ -57,7 +61,7 @@ class NotJoined(Exception):
 
 
 class Between:
-    """See `decent_jax.train.loop.Between`.
+    """What a peer does between its steps.
 
     Args:
       experiment: of the peer.
@@ -105,10 +109,10 @@ class Between:
         self.ready = False  # whether it trains
         self.alone = False  # whether no other peer trains
 
-    # --- Called by the loop -----------------------------------------------------------------------
+    # --- Called by the runner ---------------------------------------------------------------------
 
     def begin(self, start: int) -> int:
-        """See `decent_jax.train.loop.Between`."""
+        """The step to begin with, where the newest checkpoint is of step ``start``."""
         if start:
             self._origin = self._checkpointed(start)
         if self._place.start is not None:
@@ -119,7 +123,7 @@ class Between:
         return start
 
     def over(self, done: int) -> bool:
-        """See `decent_jax.train.loop.Between`.
+        """Whether the run ends after ``done`` steps.
 
         Raises:
           NotJoined: it ends, and the state is not that of a peer yet, or too old.
@@ -146,7 +150,7 @@ class Between:
     def step(
         self, compiled: Any, state: TrainState, batch: Any, t: int
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """See `decent_jax.train.loop.Between`."""
+        """The step t, and what comes before it."""
         if self._join is not None:
             state = self._joined(self._join, state)
         log = self._log or self._begin_log(t)
@@ -177,7 +181,7 @@ class Between:
         return state, metrics | {"learning_rate": self._shown[1]}
 
     def end(self, done: int, state: TrainState) -> dict[str, Any]:
-        """See `decent_jax.train.loop.Between`."""
+        """How this peer ended, once a checkpoint of its last step is saved."""
         arrays = on_host(self._boundary.averaged(state))
         self.final = arrays
         if self._log is not None:
@@ -269,3 +273,30 @@ class Between:
         else:
             incarnation = "?"
         return {"peer": f"{self._place.slot}.{incarnation}", "t": t, "when": "checkpoint"}
+
+
+class PeerRunner(Synchronous):
+    """See `decent_jax.train.loop.Runner`: one replica, whose run evaluates nothing by itself."""
+
+    evaluates = False
+
+    def __init__(self, experiment: Experiment, work: Workdir, between: Between):
+        super().__init__(experiment, work)
+        self._between = between
+
+    def restore(self) -> tuple[int, dict[str, Any]]:
+        """See `decent_jax.train.loop.Runner`."""
+        start, meta = super().restore()
+        return self._between.begin(start), meta
+
+    def over(self, done: int) -> bool:
+        """See `decent_jax.train.loop.Runner`."""
+        return self._between.over(done)
+
+    def _run(self, compiled: Any, batch: Any, t: int) -> dict[str, Any]:
+        self.state, metrics = self._between.step(compiled, self.state, batch, t)
+        return metrics
+
+    def finish(self, done: int, saver: Saver, clock: Clock) -> dict[str, Any]:
+        """See `decent_jax.train.loop.Runner`."""
+        return self._between.end(done, self.state)

@@ -26,11 +26,13 @@ from decent_jax.peers.setup import FOLDER, Place
 from decent_jax.peers.start import check_address, fate, ray_for, start_actor
 from decent_jax.peers.whole import Whole, counts_of
 from decent_jax.train import algorithm, loop
+from decent_jax.train.checkpoint import Checkpointer
 from decent_jax.train.evaluation import Evaluator
 from decent_jax.train.experiment import Experiment
 from decent_jax.train.metrics import MetricWriter, shown
 from decent_jax.train.saver import Saver
 from decent_jax.train.step import TrainState
+from decent_jax.train.synchronous import init, time_steps
 from decent_jax.train.workdir import Signals, Workdir
 
 _LOOK_S, _SAVE_S = 0.2, 2.0
@@ -47,7 +49,7 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
     before = manifest.read(Path(workdir), config)
     with setup.open_run(config, workdir) as (experiment, work):
         work.config = config
-        state, count = jax.eval_shape(lambda: loop.init(experiment)), setup.count_of(config)
+        state, count = jax.eval_shape(lambda: init(experiment)), setup.count_of(config)
         held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
         with ray_for(config, "peers", count, store=_COPIES * held * count):
             return _Driver(config, experiment, work, before).run()
@@ -64,7 +66,7 @@ def dry_run(config: ConfigDict) -> None:
         place = Place(config.to_dict(), folder, 0, 0, None, config.num_replicas)
         with setup.open_peer(place) as (experiment, work):
             work.say(_describe(config, Whole(config, experiment)))
-            loop.time_steps(experiment, work, experiment.steps // config.num_replicas)
+            time_steps(experiment, work, experiment.steps // config.num_replicas)
 
 
 class _Live(NamedTuple):
@@ -98,7 +100,7 @@ class _Driver:
         self.roster = roster.options(num_cpus=0).remote(*known)
         self.start = min(self.step(), experiment.steps)
         setup.forget(work.path, self.start + 1)
-        self.saver = Saver(experiment, work.path)
+        self.saver = Saver(experiment, Checkpointer(work.path, config.checkpoint.keep))
         self.saver.restored(
             {
                 "seconds": before.get("seconds", 0.0),
@@ -206,7 +208,9 @@ class _Driver:
         """Evaluate and save the consensus of these peers' copies, which it returns, if any."""
         state = self.whole.state(handles, self.config.peers.meet_s)
         if state is not None:
-            loop.evaluate(self.evaluator, state, step, self.work, writer, self.saver)
+            with self.work.announce("evaluating the consensus model", once=True):
+                row, model = self.evaluator.row(state)
+            loop.evaluate(row, model, step, self.work, writer, self.saver)
             if step not in self.saver.checkpoints.steps():  # of a run that had ended before
                 self.saver.save(step, self.whole.consensus(state), self._seconds())
         return state
@@ -216,12 +220,16 @@ class _Driver:
         experiment = self.experiment
         held = algorithm.cost(experiment.config, experiment.schedule, self.whole.template, 1)
         sent = 2 * self.whole.message_bytes() / self.config.mix_every
-        return loop.finish(
-            *(experiment, self.work, self.evaluator, state),
+        return loop.conclude(
+            experiment,
+            self.work,
+            self.evaluator,
+            state,
             dataclasses.replace(held, sent_a_step=sent),
+            self.saver,
+            schedule=f"pairs of peers ({self.config.peers.neighbours})",
+            schedule_period=None,
             steps=experiment.steps,
-            final=self.saver.evaluated,
-            best_eval_loss=self.saver.best,
             training_seconds=round(self._seconds(), 3),
             peers={
                 "slots": {slot: one["steps"] for slot, one in sorted(self.looked.items())},

@@ -12,7 +12,7 @@ import numpy as np
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
-from decent_jax.peers.between import Between, NotJoined, Pulse
+from decent_jax.peers.between import Between, NotJoined, PeerRunner, Pulse
 from decent_jax.peers.boundary import on_host
 from decent_jax.peers.formats import Format, Message
 from decent_jax.peers.partners import chances
@@ -69,7 +69,7 @@ class Peer:
             for thread in threads:
                 thread.start()
             try:
-                return loop.train_and_evaluate(experiment, work, between)
+                return loop.train(PeerRunner(experiment, work, between), work)
             except NotJoined:  # the run goes on, or resumes, without its state
                 return {"steps": place.start, "how": self._leaving or "stop"}
             finally:

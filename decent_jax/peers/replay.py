@@ -29,9 +29,9 @@ from decent_jax.peers.formats import Format
 from decent_jax.peers.rule import halves, sent_of
 from decent_jax.peers.setup import FOLDER, Place, open_peer
 from decent_jax.train import config as config_lib
-from decent_jax.train import loop
 from decent_jax.train.experiment import Experiment
 from decent_jax.train.step import TrainState, make_step
+from decent_jax.train.synchronous import init
 
 
 class Replayed(NamedTuple):
@@ -171,7 +171,7 @@ class _Replay:
             yield need
             state = boundary.copy(self.states[need])
         else:
-            state = loop.init(experiment)
+            state = init(experiment)
         differs, count = "", 0
         with loader.train_batches(
             experiment.task.train_source,

@@ -14,9 +14,9 @@ from ray.exceptions import RayError
 from decent_jax import replicas
 from decent_jax.peers.boundary import averaged
 from decent_jax.peers.formats import Format
-from decent_jax.train import loop
 from decent_jax.train.experiment import Experiment
 from decent_jax.train.step import TrainState
+from decent_jax.train.synchronous import init
 
 
 class Whole:
@@ -29,7 +29,7 @@ class Whole:
 
     def __init__(self, config: ConfigDict, experiment: Experiment):
         self._config, self._experiment = config, experiment
-        self.template = loop.init(experiment)
+        self.template = init(experiment)
 
     def message_bytes(self) -> int:
         """Of a copy, as peers send it."""

@@ -1,9 +1,11 @@
-"""The process of `train.py`: starts the cells, lets them train, and shows the run as a whole."""
+"""The process of `train.py`: the runner whose steps are made by cells, and their checkpoints."""
 
+import contextlib
 import math
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,6 @@ import numpy as np
 import ray
 from ml_collections import ConfigDict
 
-from decent_jax.ground import json_files
 from decent_jax.ground.errors import CheckpointError, ConfigError, TrainingFailed
 from decent_jax.ground.format import format_bytes, format_duration, format_number
 from decent_jax.peers.start import check_address, ray_for
@@ -22,12 +23,14 @@ from decent_jax.pipelines.part import bytes_between_stages
 from decent_jax.pipelines.setup import Run, open_run
 from decent_jax.pipelines.watched import Watched, strategies
 from decent_jax.pipelines.worker import Span
+from decent_jax.replicas import Consensus
 from decent_jax.train import algorithm, loop
 from decent_jax.train.checkpoint import DAMAGED, change_of, put_aside
-from decent_jax.train.evaluation import Evaluator
-from decent_jax.train.metrics import shown
+from decent_jax.train.evaluation import Evaluator, Model
+from decent_jax.train.metrics import Clock
+from decent_jax.train.saver import Saver
 from decent_jax.train.step import TrainState
-from decent_jax.train.workdir import Signals, check_there
+from decent_jax.train.synchronous import TIMED
 
 _LONGEST_SPAN_S = 5.0  # steps that cells make without a word from here
 
@@ -37,14 +40,8 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
 
     Returns, raises: as `decent_jax.train.run`.
     """
-    check_address(config, "pipeline")
-    with open_run(config, workdir) as made:
-        config = made.experiment.config
-        cells = config.num_replicas * len(made.counts)
-        with ray_for(config, "pipeline", cells):
-            placed = strategies(made.plan, ray.nodes(), cells)
-            with Watched(config, made.work.path, made.counts, placed) as actors:
-                return _Driver(made, actors).run()
+    with _cells(config, workdir) as (made, actors):
+        return loop.train(Pipelines(made, actors), made.work)
 
 
 def dry_run(config: ConfigDict) -> None:
@@ -53,268 +50,242 @@ def dry_run(config: ConfigDict) -> None:
     Raises:
       ConfigError: the run would be refused.
     """
-    check_address(config, "pipeline")
-    with tempfile.TemporaryDirectory() as folder, open_run(config, folder) as made:
-        config, work = made.experiment.config, made.work
-        cells, steps = config.num_replicas * len(made.counts), made.experiment.steps
-        with ray_for(config, "pipeline", cells):
-            placed = strategies(made.plan, ray.nodes(), cells)
-            with Watched(config, work.path, made.counts, placed) as actors:
-                driver = _Driver(made, actors)
-                work.say(driver._describe(driver._cost()))
-                with work.announce(f"starting {cells} cells"):
-                    actors.open(None, 0)
-                several = 0, config.mix_every, False  # the steps to a round, and it
-                with work.announce("compiling the steps"):
-                    actors.all("train", *several)
-                began = time.perf_counter()
-                for _ in range(loop.TIMED):
-                    actors.all("train", *several)
-                seconds = (time.perf_counter() - began) / loop.TIMED / config.mix_every
-        work.say(
+    with tempfile.TemporaryDirectory() as folder, _cells(config, folder) as (made, actors):
+        runner, every = Pipelines(made, actors), made.experiment.config.mix_every
+        runner.restore()
+        with made.work.announce("compiling the steps"):
+            actors.all("train", 0, every, False)
+        began = time.perf_counter()
+        for _ in range(TIMED):  # the steps to a round, and it
+            actors.all("train", 0, every, False)
+        seconds = (time.perf_counter() - began) / TIMED / every
+        steps = made.experiment.steps
+        made.work.say(
             f"the config is good for {steps} steps; a step takes {format_number(1e3 * seconds)} ms "
             f"on average here, {steps} of them {format_duration(seconds * steps)}"
         )
 
 
-class _Driver:
-    """One session of a run."""
+@contextlib.contextmanager
+def _cells(config: ConfigDict, workdir: str | Path) -> Iterator[tuple[Run, Watched]]:
+    """The run, and the actors of its cells."""
+    check_address(config, "pipeline")
+    with open_run(config, workdir) as made:
+        config = made.experiment.config
+        cells = config.num_replicas * len(made.counts)
+        with ray_for(config, "pipeline", cells):
+            placed = strategies(made.plan, ray.nodes(), cells)
+            with Watched(config, made.work.path, made.counts, placed) as actors:
+                yield made, actors
+
+
+class Pipelines:
+    """See `decent_jax.train.loop.Runner`."""
+
+    evaluates, state = True, None
 
     def __init__(self, made: Run, actors: Watched):
-        self.experiment, self.work, self.actors = made.experiment, made.work, actors
-        self.counts, self.config = made.counts, made.experiment.config
-        self.crossing = bytes_between_stages(self.config, made.model)
-        self.folder, self.best_folder = (self.work.path / n for n in (files.FOLDER, files.BEST))
-        self.seconds, self.best, self.ahead = 0.0, math.inf, 0
-        self.evaluated: dict[str, Any] = {}
+        self.experiment, self.work, self._actors = made.experiment, made.work, actors
+        self._counts, self._config = made.counts, made.experiment.config
+        self._crossing = bytes_between_stages(self._config, made.model)
+        self._cost = _cost(made)
+        made.work.say(self._describe())
+        self.checkpoints = CellCheckpoints(
+            made.work.path, actors, made.counts, self._config.checkpoint.keep
+        )
+        self._pace = math.inf  # seconds per step
+        self._distance: Any = None  # a `Consensus`, as of the last row
+
+    def restore(self) -> tuple[int, dict[str, Any]]:
+        """See `decent_jax.train.loop.Runner`."""
+        meta, n = self.checkpoints.newest(self.work.say), self._config.num_replicas
+        step, ahead, folder = 0, 0, None
+        if meta:
+            step = meta["step"]
+            ahead = meta["examples"] // self._config.batch_size - step
+            folder = str(self.checkpoints.folder / str(step)), meta
+            if meta["num_replicas"] != n:
+                self.work.say(change_of(meta["num_replicas"], n))
+        with self.work.announce(f"starting {len(self._actors.cells)} cells"):
+            self._actors.open(folder, ahead)
+        return step, meta
+
+    @contextlib.contextmanager
+    def training(self, start: int, ahead: int, clock: Clock) -> Iterator[None]:
+        """See `decent_jax.train.loop.Runner`."""
+        self._start, self._clock = start, clock
+        yield
+
+    def over(self, done: int) -> bool:
+        """See `decent_jax.train.loop.Runner`."""
+        return False
+
+    def step(self, done: int, until: int) -> list[dict[str, Any]]:
+        """Let the cells make steps for some seconds; see `decent_jax.train.loop.Runner`."""
+        stop = min(until, done + max(1, int(_LONGEST_SPAN_S / self._pace)))
+        logs = loop.divides(self._config.log.every, stop) or stop == self.experiment.steps
+        compiles = done == self._start
+        began = time.monotonic()
+        # The first step compiles, which is no part of a row that has others.
+        with self._clock.pause() if compiles and stop < until else contextlib.nullcontext():
+            spans: list[Span] = self._actors.all("train", done, stop, logs)
+        if not compiles:
+            self._pace = max(time.monotonic() - began, 1e-9) / (stop - done)
+        both = list(zip(self._actors.cells, spans, strict=True))
+        if logs:
+            squares = [span.distance for cell, span in both if cell.replica == 0]
+            distance, norm = np.sqrt(np.sum(np.array(squares, float), axis=0))
+            relative = distance / norm if norm else 0.0
+            self._distance = Consensus(distance, relative, np.zeros(self._config.num_replicas))
+        heads = [span for cell, span in both if cell.stage == 0]  # one for each replica
+        last = {
+            "skipped": np.concatenate([span.skipped for span in heads]),
+            "failing": np.concatenate([span.failing for span in heads]),
+        }
+        return [
+            last
+            | {
+                "loss": np.concatenate([span.losses[k] for span in heads]),
+                "grad_norm": np.concatenate([span.norms[k] for span in heads]),
+                "learning_rate": np.float32(self.experiment.rate(done + k)),
+            }
+            for k in range(stop - done)
+        ]
+
+    def consensus(self) -> Consensus:
+        """See `decent_jax.train.loop.Runner`; how far each replica is, is not known."""
+        return self._distance
+
+    def average(self) -> None:
+        """Nothing: `decent_jax.pipelines.part.check` refuses ``max_consensus_distance``."""
+
+    def evaluate(self) -> tuple[dict[str, float], Model]:
+        """See `decent_jax.train.loop.Runner`; `CellCheckpoints` saves the model."""
+        with self.work.announce("evaluating the consensus model", once=True):
+            sums = [found for found in self._actors.all("evaluate") if found is not None]
+        total, count = np.sum(sums, axis=0)
+        return {"eval/loss": float(total / count)}, Model(None, None)
+
+    def finish(self, done: int, saver: Saver, clock: Clock) -> dict[str, Any]:
+        """See `decent_jax.train.loop.Runner`."""
+        found = files.restore_model(self.work.path, "last")
+        assert found is not None
+        params = jax.tree.map(lambda x: jnp.asarray(x)[None], found[0])
+        pipeline = self._config.pipeline
+        return loop.conclude(
+            self.experiment,
+            self.work,
+            Evaluator(self._config, self.experiment.task, self.experiment.placement),
+            TrainState(params, {}, (), None),
+            self._cost,
+            saver,
+            steps=done,
+            training_seconds=round(clock.seconds, 3),
+            pipeline={
+                "layers": self._counts,
+                "order": pipeline.order,
+                "micro_batches": pipeline.micro_batches,
+                "wire": pipeline.wire,
+                "bytes_between_stages_per_step": self._crossing,
+            },
+        )
+
+    def _describe(self) -> str:
+        pipeline, layers = self._config.pipeline, " + ".join(map(str, self._counts))
+        return (
+            f"{algorithm.describe(self._config, self.experiment.schedule, self._cost)}, in "
+            f"{len(self._counts)} stages of {layers} layers; {pipeline.micro_batches} "
+            f"micro-batches per step ({pipeline.order}) bring {format_bytes(self._crossing)} from "
+            f"stage to stage and as much back ({pipeline.wire})"
+        )
+
+
+def _cost(made: Run) -> algorithm.Cost:
+    """The cost of whole replicas; each of several stages sends its share."""
+    experiment, n = made.experiment, made.experiment.config.num_replicas
+    params, _ = jax.eval_shape(experiment.task.init, jax.random.key(0))
+    state = TrainState(params, {}, jax.eval_shape(experiment.tx.init, params), None)
+    stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), state)
+    return algorithm.cost(experiment.config, experiment.schedule, stacked, experiment.per_host)
+
+
+class CellCheckpoints:
+    """Checkpoints that the cells write; as `decent_jax.train.checkpoint.Checkpointer`."""
+
+    def __init__(self, workdir: Path, actors: Watched, counts: list[int], keep: int):
+        self.workdir, self._actors, self._counts, self._keep = workdir, actors, counts, keep
+        self.folder, self._best = workdir / files.FOLDER, workdir / files.BEST
         self._writing: tuple[Path, dict[str, Any], list[Any]] | None = None
         self._saved = -1
-        self._last_save = time.monotonic()
 
-    def run(self) -> dict[str, Any]:
-        experiment, work, actors = self.experiment, self.work, self.actors
-        cost = self._cost()
-        work.say(self._describe(cost))
-        start, checkpoint = self._newest()
-        with work.announce(f"starting {len(actors.cells)} cells"):
-            actors.open(checkpoint, self.ahead)
-        work.write_config()
-        if start:
-            work.say(f"resuming after step {start}")
-        steps = max(experiment.steps, start)
-        with (
-            work.open_metrics(start) as writer,
-            work.show_progress(steps, start) as progress,
-            Signals() as signals,
-        ):
-            done = start
-            pace = math.inf  # seconds per step
-            row_steps, row_seconds = 0, 0.0
-            while done < steps:
-                stop = self._next(done, steps, pace)
-                is_row = loop.divides(self.config.log.every, stop) or stop == steps
-                began = time.monotonic()
-                spans: list[Span] = actors.all("train", done, stop, is_row)
-                seconds = time.monotonic() - began
-                if done > start:  # the first step compiles
-                    self.seconds += seconds
-                    row_seconds += seconds
-                    row_steps += stop - done
-                    pace = seconds / (stop - done)
-                done = stop
-                progress.update(done)
-                self._check(spans, done)
-                if self._writing is not None and actors.over(self._writing[2]):
-                    self._finish_saving()  # a checkpoint counts, or fails, as soon as it is written
-                if is_row:
-                    row = self._row(spans, done, row_seconds / row_steps if row_steps else seconds)
-                    row_steps, row_seconds = 0, 0.0
-                    writer.write(done, row)
-                    progress.update(done, shown(row, experiment.task.unit))
-                if loop.divides(experiment.every["eval.every"], done) and done < steps:
-                    self._evaluate(done, writer)
-                stops = signals.received is not None and done < steps
-                if stops or self._due(done):
-                    self._save(done)
-                if stops:
-                    self._finish_saving()
-                    loop.stop(done, work, signals, self.seconds)
-            self._evaluate(steps, writer)
-            self._save(steps)
-            with work.announce("waiting until the checkpoint is written"):
-                self._finish_saving()
-        return self._finish(steps, cost)
+    def steps(self) -> list[int]:
+        """Steps with a finished checkpoint, the oldest first."""
+        return files.steps(self.folder)
 
-    # --- Parts of a run ---------------------------------------------------------------------------
-
-    def _next(self, done: int, steps: int, pace: float) -> int:
-        """The step up to which the cells train without a call from this process."""
-        every = self.experiment.every
-        periods = (self.config.log.every, every["eval.every"], every["checkpoint.every"])
-        ends = [done + period - done % period for period in periods if period]
-        return min([steps, *ends, done + max(1, int(_LONGEST_SPAN_S / pace))])
-
-    def _check(self, spans: list[Span], done: int) -> None:
-        failing = min(int(span.failing.min()) for span in spans)
-        if failing >= self.config.max_failing_steps:
-            raise TrainingFailed(
-                f"no replica has made a finite update in the last {failing} steps, up to step "
-                f"{done}. Lower the learning rate, or clip gradients (optimizer.clip_norm)"
+    def newest(self, say: Any) -> dict[str, Any]:
+        """The manifest of the newest checkpoint that is whole, or an empty one."""
+        meta = files.newest(self.folder, files.check, say)
+        if meta is None and any(self.folder.glob("*/params")):
+            raise ConfigError(
+                f"{self.workdir} holds a run without stages; take another --workdir, or set "
+                "pipeline.stages to 0",
+                field="pipeline.stages",
+                value=len(self._counts),
             )
-
-    def _row(self, spans: list[Span], done: int, seconds: float) -> dict[str, Any]:
-        """The row of metrics.jsonl, of the last step."""
-        both = list(zip(self.actors.cells, spans, strict=True))
-        of_replicas = [span for cell, span in both if cell.stage == 0]
-        losses = np.concatenate([span.losses[-1] for span in of_replicas])
-        norms = np.concatenate([span.norms[-1] for span in of_replicas])
-        skipped = sum(int(span.skipped.sum()) for span in of_replicas)
-        fine = np.isfinite(losses)
-        squares = [span.distance for cell, span in both if cell.replica == 0]
-        distance, norm = np.sqrt(np.sum(np.array(squares, float), axis=0))
-        task, examples = self.experiment.task, self.config.batch_size / seconds
-        return {
-            "train/loss": losses[fine].mean() if fine.any() else np.nan,
-            "train/loss_max": losses.max(),
-            "train/loss_min": losses[fine].min() if fine.any() else np.nan,
-            "train/grad_norm": norms[fine].mean() if fine.any() else np.nan,
-            "train/learning_rate": float(np.asarray(self.experiment.rate(done - 1))),
-            "train/skipped_updates": skipped,
-            "train/consensus_distance": distance,
-            "train/consensus_distance_relative": distance / norm if norm else 0.0,
-            "perf/step_time_s": seconds,
-            f"perf/{task.unit}_per_s": examples * task.units_per_example,
-            "perf/wall_time_s": self.seconds,
-        }
-
-    def _evaluate(self, done: int, writer: Any) -> None:
-        with self.work.announce("evaluating the consensus model", once=True):
-            sums = [found for found in self.actors.all("evaluate") if found is not None]
-        total, count = np.sum(sums, axis=0)
-        loss = total / count
-        row = {"eval/loss": loss}
-        writer.write(done, row)
-        self.work.say(f"step {done}: validation loss {loss:.4f} of the consensus model")
-        self.evaluated = {"step": done, **row}
-        if loss < self.best:
-            self.best = loss
-            folder = self.best_folder / str(done)
-            shutil.rmtree(folder, ignore_errors=True)
-            self.actors.all("write_model", str(folder))
-            meta = {"num_replicas": 1, "eval_loss": self.best}
-            files.finish(folder, self._meta(done) | meta, keep=1)
-
-    def _due(self, done: int) -> bool:
-        minutes = self.config.checkpoint.every_minutes
-        late = minutes > 0 and loop.minutes_since(self._last_save) >= minutes
-        return late or loop.divides(self.experiment.every["checkpoint.every"], done)
-
-    # --- Checkpoints ------------------------------------------------------------------------------
-
-    def _newest(self) -> tuple[int, tuple[str, dict] | None]:
-        """The step of the newest checkpoint that is whole, its folder and manifest."""
-        meta = files.newest(self.folder, files.check, self.work.say)
+        step = meta["step"] if meta else 0
+        for later in [s for s in self.steps() if s > step]:  # damaged, and would count as newest
+            say(f"the checkpoint of step {later} was moved to {self.workdir / DAMAGED}")
+            put_aside(self.workdir, later)
         if meta is None:
-            if any(self.folder.glob("*/params")):
-                raise ConfigError(
-                    f"{self.work.path} holds a run without stages; take another --workdir, or set "
-                    "pipeline.stages to 0"
-                )
-            self._forget_after(0)
-            return 0, None
-        step = meta["step"]
-        self.seconds, self.best = meta["seconds"], meta["best"]
-        if not self._forget_after(step) or self.best is None:
-            self.best = math.inf
-        self.ahead = meta["examples"] // self.config.batch_size - step
-        if meta["num_replicas"] != self.config.num_replicas:
-            self.work.say(change_of(meta["num_replicas"], self.config.num_replicas))
-        return step, (str(self.folder / str(step)), meta)
+            self.drop_best_after(0)
+            return {}
+        return meta | {"best": math.inf if meta["best"] is None else meta["best"]}
 
-    def _forget_after(self, step: int) -> bool:
-        """Keep nothing of later steps, which are to come; whether there is a best model."""
-        for later in files.steps(self.folder):
-            if later > step:  # it is damaged, and would be kept as the newest one
-                aside = self.work.path / DAMAGED
-                self.work.say(f"the checkpoint of step {later} was moved to {aside}")
-                put_aside(self.work.path, later)
-        for later in files.steps(self.best_folder):
-            if later > step:
-                shutil.rmtree(self.best_folder / str(later))
-        return bool(files.steps(self.best_folder))
+    def drop_best_after(self, step: int) -> bool:
+        """Forget best models of steps yet to be reached by a resumed run; whether one is left."""
+        for later in [s for s in files.steps(self._best) if s > step]:
+            shutil.rmtree(self._best / str(later))
+        return bool(files.steps(self._best))
 
-    def _save(self, done: int) -> None:
+    def save(self, step: int, state: None, meta: dict[str, Any]) -> None:
         """Copy the state of all cells, and let them write it while training goes on."""
-        if done == self._saved:
+        if step == self._saved:
             return
-        self._finish_saving()
-        check_there(self.work.path)
-        self._saved, self._last_save = done, time.monotonic()
-        folder = self.folder / str(done)
+        self.wait()
+        self._saved, folder = step, self.folder / str(step)
         shutil.rmtree(folder, ignore_errors=True)
-        self.actors.all("snapshot")
-        self._writing = folder, self._meta(done), self.actors.begin("write", str(folder))
+        self._actors.all("snapshot")
+        meta = self._of_stages(step) | meta
+        meta["best"] = meta["best"] if math.isfinite(meta["best"]) else None
+        self._writing = folder, meta, self._actors.begin("write", str(folder))
 
-    def _finish_saving(self) -> None:
+    def save_best(self, step: int, params: None, model_state: None, meta: dict[str, Any]) -> None:
+        """Let the cells write their consensus model."""
+        folder = self._best / str(step)
+        shutil.rmtree(folder, ignore_errors=True)
+        self._actors.all("write_model", str(folder))
+        own = {"num_replicas": 1, "examples": 0, "seconds": 0.0, "best": meta["eval_loss"]}
+        files.finish(folder, self._of_stages(step) | own | meta, keep=1)
+
+    def check(self) -> None:
+        """A checkpoint counts, or fails, as soon as it is written."""
+        if self._writing is not None and self._actors.over(self._writing[2]):
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until everything saved so far is on disk."""
         if self._writing is None:
             return
         (folder, meta, calls), self._writing = self._writing, None
         try:
-            self.actors.wait(calls)
+            self._actors.wait(calls)
         except TrainingFailed as error:
             raise CheckpointError(f"a checkpoint could not be written: {error}") from None
-        files.finish(folder, meta, self.config.checkpoint.keep)
+        files.finish(folder, meta, self._keep)
 
-    def _meta(self, done: int) -> dict[str, Any]:
-        config = self.config
-        return {
-            "step": done,
-            "stages": len(self.counts),
-            "layers": self.counts,
-            "num_replicas": config.num_replicas,
-            "schedule": self.experiment.schedule.name,
-            "batch_size": config.batch_size,
-            "examples": (done + self.ahead) * config.batch_size,
-            "seconds": self.seconds,
-            "best": self.best if math.isfinite(self.best) else None,
-            "config": json_files.flat(config),
-        }
+    def close(self) -> None:
+        """As `wait`."""
+        self.wait()
 
-    # --- The end ----------------------------------------------------------------------------------
-
-    def _finish(self, steps: int, cost: algorithm.Cost) -> dict[str, Any]:
-        found = files.restore_model(self.work.path, "last")
-        assert found is not None
-        params = jax.tree.map(lambda x: jnp.asarray(x)[None], found[0])
-        evaluator = Evaluator(self.config, self.experiment.task, self.experiment.placement)
-        return loop.finish(
-            *(self.experiment, self.work, evaluator, TrainState(params, {}, (), None), cost),
-            steps=steps,
-            final=self.evaluated,
-            best_eval_loss=self.best,
-            training_seconds=round(self.seconds, 3),
-            pipeline={
-                "layers": self.counts,
-                "order": self.config.pipeline.order,
-                "micro_batches": self.config.pipeline.micro_batches,
-                "wire": self.config.pipeline.wire,
-                "bytes_between_stages_per_step": self.crossing,
-            },
-        )
-
-    def _cost(self) -> algorithm.Cost:
-        """The cost of whole replicas; each of several stages sends its share."""
-        experiment, n = self.experiment, self.config.num_replicas
-        params, _ = jax.eval_shape(experiment.task.init, jax.random.key(0))
-        state = TrainState(params, {}, jax.eval_shape(experiment.tx.init, params), None)
-        stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), state)
-        return algorithm.cost(self.config, experiment.schedule, stacked, experiment.per_host)
-
-    def _describe(self, cost: algorithm.Cost) -> str:
-        pipeline, layers = self.config.pipeline, " + ".join(map(str, self.counts))
-        return (
-            f"{algorithm.describe(self.config, self.experiment.schedule, cost)}, in "
-            f"{len(self.counts)} stages of {layers} layers; {pipeline.micro_batches} micro-batches "
-            f"per step ({pipeline.order}) bring {format_bytes(self.crossing)} from stage to "
-            f"stage and as much back ({pipeline.wire})"
-        )
+    def _of_stages(self, step: int) -> dict[str, Any]:
+        return {"step": step, "stages": len(self._counts), "layers": self._counts}

@@ -143,6 +143,9 @@ class Checkpointer:
             )
         return None
 
+    def check(self) -> None:
+        """Nothing: orbax reports what it could not write when the next one is saved."""
+
     def close(self) -> None:
         """Wait until everything is written."""
         with _writing(self.workdir):

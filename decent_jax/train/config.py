@@ -36,7 +36,7 @@ ONE_HOST = "one_peer_exp"  # what it chooses within one host, and what stands fo
 # Which room trains a config: the first whose field is set. By name, since train/ imports none of
 # those above it; each has FIELDS, check, run and dry_run. A room that was deleted is left out.
 TRAINERS = {"peers.use": "decent_jax.peers", "pipeline.stages": "decent_jax.pipelines"}
-SYNCHRONOUS = "decent_jax.train.loop"
+SYNCHRONOUS = "decent_jax.train.synchronous"
 
 _THREADS = 4  # of XLA per simulated device
 _WORKERS = 32  # per core
@@ -144,22 +144,22 @@ def validate(config: ConfigDict) -> None:
     trainer_of(config).check(config)
 
 
-def check(config: ConfigDict) -> None:
+def check(config: ConfigDict) -> tuple[topology.Schedule, Plan | None]:
     """What every kind of run checks; the ``check`` of each of `TRAINERS` calls it.
+
+    Returns:
+      The schedule and the plan, if any, which the checks had to make.
 
     Raises:
       ConfigError: as `validate`.
     """
     check_fields(config)
-    for check in (
-        _check_machine,
-        _check_lengths,
-        _check_logs,
-        cluster.check,
-        _check_method,
-        _check_task,
-    ):
+    for check in (_check_machine, _check_lengths, _check_logs, cluster.check):
         check(config)
+    plan = load_plan(config)
+    schedule = _check_method(config, plan)
+    _check_task(config)
+    return schedule, plan
 
 
 def check_fields(config: ConfigDict) -> None:
@@ -384,9 +384,8 @@ def changeable(task: str) -> str:
     return ", ".join(name for name, field in fields_of(task).items() if field.may_change)
 
 
-def _check_method(config: ConfigDict) -> None:
-    """Reject options that the method ignores or cannot be combined with; building it checks the
-    rest."""
+def _check_method(config: ConfigDict, plan: Plan | None) -> topology.Schedule:
+    """Reject options that the method ignores; building it checks the rest. Returns its schedule."""
     name = config.algorithm
     if name not in METHODS:
         raise ConfigError(
@@ -394,7 +393,7 @@ def _check_method(config: ConfigDict) -> None:
             field="algorithm",
             value=name,
         )
-    method, schedule = METHODS[name], make_schedule(config)
+    method, schedule = METHODS[name], make_schedule(config, plan)
     if name == "all_reduce" and (config.combine or config.mix_every > 1):
         wrong = "combine" if config.combine else "mix_every"
         raise ConfigError(
@@ -430,6 +429,7 @@ def _check_method(config: ConfigDict) -> None:
     if config.mesh.fsdp > 1:
         _check_fsdp(config, schedule)
     algorithm.transformation(config, schedule, 1.0)
+    return schedule
 
 
 def _check_fsdp(config: ConfigDict, schedule: topology.Schedule) -> None:

@@ -57,8 +57,7 @@ def open_experiment(
       ConfigError: the config, the data or the working directory cannot be used; nothing has been
         compiled or written.
     """
-    config_lib.check(config)
-    plan = config_lib.load_plan(config)
+    schedule, plan = config_lib.check(config)
     if plan is not None:
         config = config_lib.config_of_plan(config, plan)
     xla.use_cache()
@@ -67,7 +66,8 @@ def open_experiment(
     per_host = hosts.replicas_per_host(placement)
     if config.schedule == config_lib.AUTO:
         config = hosts.settle(config, per_host, workdir)
-    schedule = config_lib.make_schedule(config, plan)
+        if config.schedule != schedule.name:
+            schedule = config_lib.make_schedule(config)
     with open_workdir(workdir, config) as work:
         try:
             task = tasks.find(config.task).make(config, work.path, work.announce)

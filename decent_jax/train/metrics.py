@@ -15,23 +15,20 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 
-from decent_jax import optim, replicas
+from decent_jax import replicas
 from decent_jax.ground.errors import TrainingFailed
 from decent_jax.ground.format import format_number
 from decent_jax.ground.json_files import plain, write_atomic
 from decent_jax.ground.progress import Progress
 from decent_jax.ground.run_folder import METRICS, read_metrics
-from decent_jax.replicas import Placement
-from decent_jax.tasks import Task
 
 DRIFT_FACTOR = 3.0  # a replica this many times as far from the mean as the median one drifts
 
@@ -187,95 +184,129 @@ class Clock:
     """Seconds of training, without the pauses for evaluation, saving and compiling.
 
     Attributes:
+      now: seconds since some moment; a test has its own.
       seconds: of all rows so far, in this session and those before.
       waited: for data, since the last row.
     """
 
-    def __init__(self, seconds: float):
-        self.seconds, self.waited = seconds, 0.0
-        self._began, self._paused = time.monotonic(), 0.0
+    def __init__(self, now: Callable[[], float] = time.monotonic):
+        self.now, self.seconds = now, 0.0
+        self.begin_row()
 
-    def restart(self) -> None:
-        """Begin a row here."""
-        self.waited, self._began, self._paused = 0.0, time.monotonic(), 0.0
+    def begin_row(self, seconds: float = 0.0, waited: float = 0.0) -> None:
+        """Begin a row here, of which so many ``seconds`` have passed in an earlier session."""
+        self.waited, self._began, self._paused = waited, self.now() - seconds, 0.0
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """A context whose time does not count."""
-        began = time.monotonic()
+        began = self.now()
         try:
             yield
         finally:
-            self._paused += time.monotonic() - began
+            self._paused += self.now() - began
+
+    def of_row(self) -> float:
+        """Seconds of the row so far."""
+        return max(self.now() - self._began - self._paused, 1e-9)
 
     def lap(self) -> tuple[float, float]:
         """(seconds, seconds waited for data) of the row that ends here; begins the next."""
-        seconds = max(time.monotonic() - self._began - self._paused, 1e-9)
-        waited = self.waited
+        seconds, waited = self.of_row(), self.waited
         self.seconds += seconds
-        self.restart()
+        self.begin_row()
         return seconds, waited
 
 
 class Report:
     """Waits for the steps, one step late; writes their rows, shows them, tells what goes wrong.
 
+    Every ``train/`` metric of a row is the mean over the steps since the row before, of all
+    replicas; the learning rate, the skipped updates and the consensus distance are those of its
+    last step.
+
     Args:
-      config: of the run.
-      task: names the unit of throughput.
-      placement: where the replicas live.
-      state: at the start.
+      runner: `decent_jax.train.loop.Runner`, of which it asks for the consensus distance.
       clock: of the run.
       writer: gets the rows.
       progress: shows their numbers, and what goes wrong.
-      measured: ``(steps)`` to the task's own measurements of the batches of so many steps.
       newest: ``()`` to words about the newest checkpoint.
     """
 
     def __init__(
         self,
-        config: ConfigDict,
-        task: Task,
-        placement: Placement,
-        state: Any,
-        *,
+        runner: Any,
         clock: Clock,
         writer: MetricWriter,
         progress: Progress,
-        measured: Callable[[int], dict[str, float]],
         newest: Callable[[], str],
     ):
-        self._config, self._task, self._clock = config, task, clock
-        self._writer, self._progress = writer, progress
-        self._measured, self._newest = measured, newest
-        replicated = placement.replicated
-        self._add = jax.jit(_add)
-        self._summarize = jax.jit(_summarize, out_shardings=replicated)
-        self._distance = jax.jit(replicas.consensus_distance, out_shardings=replicated)
-        self._average = jax.jit(
-            lambda params, weights: placement.place_all(
-                replicas.resize(params, placement.num_replicas, weights)
-            ),
-            donate_argnums=0,
+        self._runner, self._config, self._task = (
+            runner,
+            runner.experiment.config,
+            runner.experiment.task,
         )
-        self._sums = None  # of the steps since the last row
+        self._clock, self._writer, self._progress = clock, writer, progress
+        self._newest = newest
+        everywhere = runner.experiment.placement.replicated
+        self._add = jax.jit(_add)
+        self._summarize = jax.jit(_summarize, out_shardings=everywhere)
+        self._gather = jax.jit(lambda sums: sums, out_shardings=everywhere)
         self._compiled = False
-        self._pending = None  # (steps done, metrics, their summary where a row is due)
-        self._steps = 0  # since the last row
-        counts = jax.jit(jnp.copy, out_shardings=replicated)
-        self._skipped = np.asarray(counts(state.opt_state.skipped))  # (n,) as last reported
+        # Of the row that has begun:
+        self._sums: Any = None
+        self._steps = 0
+        self._measured: list[dict[str, float]] = []  # the task's own numbers, step by step
+        self._pending: Any = None  # (steps done, metrics, their summary where a row is due)
+        self._skipped = np.zeros(self._config.num_replicas, int)  # (n,) as last reported
         self._drifting: int | None = None  # the replica last reported, until it is back
 
-    def pend(self, done: int, metrics: Any, params: Any) -> None:
-        """Look at this step later; with ``params`` for a row, whose reductions start now."""
-        self._steps += 1
-        summary = None
+    def begun(self) -> dict[str, Any]:
+        """The row that has begun, for a checkpoint: a resumed run writes the undisturbed row."""
+        sums = None if self._sums is None else jax.device_get(self._gather(self._sums))
+        return {
+            "steps": self._steps,
+            "seconds": self._clock.of_row(),
+            "waited": self._clock.waited,
+            "sums": sums and {name: x.tolist() for name, x in sums.items()},
+            "measured": self._measured,
+            "skipped": self._skipped.tolist(),
+        }
+
+    def resume(self, meta: dict[str, Any]) -> None:
+        """Go on with the row in the ``meta`` of a checkpoint; other replicas begin a new one."""
+        row = meta.get("row")
+        if not row:
+            return
+        config = self._config
+        if (meta["num_replicas"], meta["batch_size"]) != (config.num_replicas, config.batch_size):
+            self._skipped[0] = sum(row["skipped"])  # whose they were is forgotten
+            return
+        kinds = {"loss": np.float32, "grad_norm": np.float32, "steps": np.int32}
+        sums = row["sums"] and {k: np.array(v, kinds[k]) for k, v in row["sums"].items()}
+        self._sums, self._steps, self._measured = sums, row["steps"], list(row["measured"])
+        self._skipped = np.array(row["skipped"], int)
+        self._clock.begin_row(row["seconds"], row["waited"])
+
+    def pend(self, done: int, made: Sequence[dict[str, Any]], logs: bool) -> None:
+        """Look at these steps later; with ``logs`` for a row, whose reductions start now.
+
+        Args:
+          done: steps of the run.
+          made: metrics of the last of them, see `decent_jax.train.loop.Runner.step`.
+          logs: whether a row ends here.
+        """
         with contextlib.nullcontext() if self._compiled else self._clock.pause():
-            self._sums = self._add(self._sums, metrics)
-            if params is not None:
-                summary = self._summarize(self._sums, metrics), self._distance(params)
-                self._sums, self._compiled = None, True
-        self._pending = done, metrics, summary
+            for metrics in made:
+                self._measured.append(metrics.pop("measured", {}))
+                self._sums = self._add(self._sums, metrics)
+            self._steps += len(made)
+            self._pending = done, made[-1], self._summary(made[-1]) if logs else None
+
+    def _summary(self, metrics):
+        summary = self._summarize(self._sums, metrics), self._runner.consensus()
+        self._sums, self._compiled = None, True
+        return summary
 
     def look_at_pending(self) -> bool:
         """Wait for the step, write its row; whether its consensus distance is past the bound.
@@ -304,16 +335,18 @@ class Report:
             "perf/data_wait_s": waited / steps,
             "perf/wall_time_s": self._clock.seconds,
         }
-        row |= self._measured(steps)
+        measured, self._measured = self._measured[:steps], self._measured[steps:]
+        row |= {k: float(np.mean([numbers[k] for numbers in measured])) for k in measured[0]}
         past_bound = self._look_at(done, consensus, failing, skipped)
         self._writer.write(done, row)
         self._progress.update(done, shown(row, self._task.unit))
         return past_bound
 
-    def average(self, state: Any) -> Any:
-        """The `TrainState` with all replicas at their mean; donates the old parameters."""
-        weights = optim.consensus_weights(state.opt_state)
-        return state._replace(params=self._average(state.params, weights))
+    def finish(self, done: int) -> None:
+        """Write the row of the last steps, wherever the run ends; raises as `look_at_pending`."""
+        if self._pending is not None and self._pending[2] is None:
+            self._pending = *self._pending[:2], self._summary(self._pending[1])
+        self.look_at_pending()
 
     def _look_at(
         self, done: int, consensus: replicas.Consensus, failing: int, skipped: np.ndarray

@@ -4,9 +4,7 @@ import contextlib
 import logging
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -34,18 +32,16 @@ class Saver:
       evaluated: the last evaluation, a row with its ``step``.
       best: the lowest ``eval/loss`` so far.
       seconds: of training, in the sessions before this one.
-      last_save: when, by `time.monotonic`; at first the start.
       steps_ahead: data position minus step count, in steps; not 0 after a resume with another
         ``batch_size``.
     """
 
-    def __init__(self, experiment: Experiment, workdir: Path):
-        self.checkpoints = Checkpointer(workdir, experiment.config.checkpoint.keep)
+    def __init__(self, experiment: Experiment, checkpoints: Checkpointer):
+        self.checkpoints = checkpoints
         self.evaluated: dict[str, Any] = {}
         self.best, self.seconds, self.steps_ahead = math.inf, 0.0, 0
         self._experiment = experiment
         self._kept, self.failures = contextlib.ExitStack(), Failures()
-        self.last_save = time.monotonic()
 
     def restored(self, meta: dict[str, Any]) -> None:
         """Continue from the checkpoint that has this ``meta``."""
@@ -54,11 +50,13 @@ class Saver:
         if not self.checkpoints.drop_best_after(meta["step"]):
             self.best = math.inf
 
-    def save(self, done: int, state: TrainState, seconds: float) -> None:
-        """Save the state after ``done`` steps and ``seconds`` of training, in the background."""
+    def save(self, done: int, state: TrainState, seconds: float, row: Any = None) -> None:
+        """Save the state after ``done`` steps and ``seconds`` of training, in the background.
+
+        ``row`` is the row of metrics that has begun, see `decent_jax.train.metrics.Report.begun`.
+        """
         check_there(self.checkpoints.workdir)
         config = self._experiment.config
-        self.last_save = time.monotonic()
         meta = {
             "num_replicas": config.num_replicas,
             "schedule": self._experiment.schedule.name,
@@ -66,20 +64,22 @@ class Saver:
             "examples": (done + self.steps_ahead) * config.batch_size,
             "seconds": seconds,
             "best": self.best,
+            "row": row,
             "config": json_files.flat(config),
         }
         self.checkpoints.save(done, state, meta)
 
     def check(self) -> None:
         """Raises CheckpointError where a thread could not write an earlier checkpoint."""
+        self.checkpoints.check()
         if self.failures.first is not None:
             raise failed(self.checkpoints.workdir, self.failures.first)
 
-    def rescue(self, done: int, state: TrainState, seconds: float) -> str:
+    def rescue(self, done: int, state: TrainState, seconds: float, row: Any) -> str:
         """Save before the run fails, if this process can do so alone; returns words about it."""
         if jax.process_count() > 1 or not done:
             return ""
-        self.save(done, state, seconds)
+        self.save(done, state, seconds, row)
         self.checkpoints.wait()
         return f"; a checkpoint of step {done} is saved"
 
