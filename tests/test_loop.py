@@ -3,17 +3,21 @@
 import queue
 import signal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 
 from decent_jax.ground.errors import DataError, Interrupted
 from decent_jax.peers.between import Between, PeerRunner, Pulse
+from decent_jax.peers.boundary import number
 from decent_jax.peers.formats import Format
 from decent_jax.peers.rule import Meetings
 from decent_jax.peers.setup import Place, open_peer
 from decent_jax.train import TrainingFailed, loop
-from decent_jax.train.synchronous import Feed
+from decent_jax.train.step import make_step
+from decent_jax.train.synchronous import Feed, init
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -80,3 +84,27 @@ def test_a_peer_keeps_its_last_row(tmp_path):
     rows = tiny.rows(place.folder)
     assert [row["step"] for row in rows] == [5, 10, 12]
     assert all(np.isfinite(row["train/loss"]) for row in rows)
+
+
+def test_random_numbers_of_a_peer_are_those_of_its_stream_alone(tmp_path):
+    """Not those of another stream, however far apart, nor of the next one 2**20 steps earlier."""
+    config = tiny.waves(algorithm="swarm", peers={"use": True}, model={"dropout": 0.5})
+    config.optimizer.name = "sgd"
+    with open_peer(Place(config.to_dict(), str(tmp_path), 0, 0, None, 4)) as (experiment, _):
+        step = make_step(
+            experiment.config,
+            experiment.task,
+            experiment.tx,
+            experiment.rate,
+            experiment.schedule,
+            experiment.placement,
+        )
+        state = init(experiment)
+        batch = experiment.placement.put(np.ones((1, 2, 2), np.float32))
+        losses = {
+            (stream, t): float(
+                step(jax.tree.map(jnp.copy, state), batch, number(stream, t), round=0)[1]["loss"][0]
+            )
+            for stream, t in [(0, 5), (2048, 5), (1, 0), (0, 2**20)]
+        }
+    assert len(set(losses.values())) == 4, losses

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 from ray.exceptions import ActorUnavailableError, RayActorError
 from test_peers_law import PACES, make_step_of, noise, peer_in_process  # noqa: F401 (fixtures)
 
@@ -21,6 +22,7 @@ from decent_jax.peers.formats import Format
 from decent_jax.peers.peer import Peer
 from decent_jax.peers.roster import Roster
 from decent_jax.peers.rule import Joined, Meetings
+from decent_jax.peers.whole import Whole
 
 
 def actor_of(peer, **attributes):
@@ -36,10 +38,25 @@ def actor_of(peer, **attributes):
 def test_a_report_does_not_wait_for_the_device(in_process):
     """Otherwise a peer whose steps take longer than peers.silent_s is silent during each."""
     actor = actor_of(in_process)
-    assert "loss" not in actor.report()
-    for t in range(3):
+    for t in range(4):
+        assert actor.report()["losses"] == (sum(range(t - 1)), max(t - 1, 0))
         make_step_of(in_process)
-        assert actor.report().get("loss") == (t - 1 if t else None)
+
+
+def test_a_row_has_the_mean_loss_of_the_steps_since_the_row_before(in_process):
+    """As in any other run; a peer that made no step since then does not count."""
+    whole = Whole(ConfigDict(in_process.place.config), in_process.experiment)
+
+    def row(*losses):
+        peers = [
+            {"slot": k, "incarnation": 0, "alive": True, "met": 0, "losses": found}
+            for k, found in enumerate(losses)
+        ]
+        found = whole.row(peers, 1, 1, 1.0)
+        return tuple(found[f"train/{name}"] for name in ("loss", "loss_min", "loss_max"))
+
+    assert row((6.0, 3), (4.0, 1), (0.0, 0)) == (10 / 4, 2.0, 4.0)
+    assert row((10.0, 5), (4.0, 1), (1.0, 1)) == (5 / 3, 1.0, 2.0)
 
 
 def test_a_resume_holds_no_log_in_memory(in_process):
@@ -95,6 +112,7 @@ def test_a_peer_that_has_not_joined_takes_no_part_in_the_end(in_process, monkeyp
         yield in_process.experiment, None
 
     monkeypatch.setattr("decent_jax.peers.peer.open_peer", opened)
+    monkeypatch.setattr("decent_jax.peers.peer.PeerRunner", lambda *_: None)
     monkeypatch.setattr("decent_jax.peers.peer.loop.train", trains)
     place = in_process.place._replace(start=5)
     actor = actor_of(

@@ -18,7 +18,7 @@ from decent_jax.data import loader
 from decent_jax.peers import between, replay
 from decent_jax.peers.__main__ import main
 from decent_jax.peers.between import Between, Pulse
-from decent_jax.peers.boundary import on_host
+from decent_jax.peers.boundary import number, on_host
 from decent_jax.peers.formats import FORMATS, Format
 from decent_jax.peers.rule import Meetings
 from decent_jax.peers.setup import Place, is_weighted, open_peer
@@ -123,7 +123,7 @@ def train_in_process(workdir, form, steps, algorithm="swarm", weighted=False):
             *(first.config, first.task, first.tx, first.rate, first.schedule, first.placement)
         )
         batch = first.placement.put(np.zeros((1, BATCH, SIZE), np.float32))
-        compiled = step.lower(peers[0].state, batch, np.int32(0), round=0).compile()
+        compiled = step.lower(peers[0].state, batch, number(0, 0), round=0).compile()
         under_way, training = [], list(peers)
         while training:
             for peer in peers:

@@ -102,7 +102,7 @@ class Between:
         self._shown: tuple[int, Any] = -1, None  # progress, rate
         self._wanted: queue.SimpleQueue[Future[Joined]] = queue.SimpleQueue()
         self.leaving: str | None = None  # "leave": after a last meeting; "stop", "lag": at once
-        self.loss: jax.Array | None = None  # of the last step that the device has made
+        self.losses = (0.0, 0)  # sum and number of those of its steps that are finite, so far
         self._last_loss: jax.Array | None = None  # ready when the last step is made
         self.stale = 0  # steps of progress since the copy averaged last was published
         self.final: list[np.ndarray] | None = None
@@ -161,9 +161,7 @@ class Between:
         log.write(t=t, rate=progress)
         # A host that is ahead of its device publishes late, meets nobody until then, and adds what
         # is older. All that the next step needs but the meetings is ready here.
-        if self._last_loss is not None:
-            self._last_loss.block_until_ready()
-            self.loss = self._last_loss
+        self._note_loss()
         taken = self._meetings.take()
         for met in taken:
             log.met(t, met, progress)
@@ -182,6 +180,7 @@ class Between:
 
     def end(self, done: int, state: TrainState) -> dict[str, Any]:
         """How this peer ended, once a checkpoint of its last step is saved."""
+        self._note_loss()
         arrays = on_host(self._boundary.averaged(state))
         self.final = arrays
         if self._log is not None:
@@ -224,6 +223,16 @@ class Between:
             return state
         self._origin = {"peer": joined.donor, "t": joined.t, "when": "boundary"}
         return self._boundary.put([x[None] for x in joined.arrays], state)
+
+    def _note_loss(self) -> None:
+        """Wait for the last step; reports then need not wait for the device."""
+        if self._last_loss is None:
+            return
+        self._last_loss.block_until_ready()
+        loss, (total, count) = float(np.asarray(self._last_loss)[0]), self.losses
+        if math.isfinite(loss):
+            self.losses = total + loss, count + 1
+        self._last_loss = None
 
     def _begin_log(self, t: int) -> events.EventLog:
         self._log = events.EventLog(self._place.folder, self._place.incarnation)
@@ -278,7 +287,7 @@ class Between:
 class PeerRunner(Synchronous):
     """See `decent_jax.train.loop.Runner`: one replica, whose run evaluates nothing by itself."""
 
-    evaluates = False
+    evaluates, first = False, number(0, 0)
 
     def __init__(self, experiment: Experiment, work: Workdir, between: Between):
         super().__init__(experiment, work)

@@ -13,8 +13,6 @@ from decent_jax.train import algorithm
 from decent_jax.train.experiment import Experiment
 from decent_jax.train.step import TrainState
 
-_STEPS_PER_STREAM = 2**20  # between the random numbers of two streams
-
 
 class Boundary:
     """The operations on a `TrainState` of one replica, (1, ...), between its steps."""
@@ -85,9 +83,9 @@ def averaged(mixes_state: bool, state: TrainState) -> Any:
     return state.params, state.model_state if mixes_state else {}
 
 
-def number(stream: int, t: int) -> np.int32:
-    """The seed of a step's random numbers (dropout), different in each stream."""
-    return np.int32((stream * _STEPS_PER_STREAM + t) % 2**31)
+def number(stream: int, t: int) -> np.ndarray:
+    """(2,) what a peer's step draws its random numbers (dropout) from: step t of its stream."""
+    return np.array([t, stream], np.int32)
 
 
 def on_host(tree: Any) -> Arrays:

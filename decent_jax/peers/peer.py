@@ -8,7 +8,6 @@ import threading
 import time
 from typing import Any
 
-import numpy as np
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
@@ -112,9 +111,8 @@ class Peer:
         """This peer's report to the roster."""
         between = self._between
         found = {"steps": self._pulse.own if self._pulse else 0, **self._meetings.counts}
-        if between is not None and between.loss is not None:
-            # Without waiting for the device: steps may take longer than peers.silent_s.
-            found |= {"loss": float(np.asarray(between.loss)[0]), "stale": between.stale}
+        if between is not None:
+            found |= {"losses": between.losses, "stale": between.stale}
         return found | {"distance": self._meetings.distance, "seconds": dict(self._seconds)}
 
     def leave(self, how: str) -> None:

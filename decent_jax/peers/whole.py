@@ -30,6 +30,7 @@ class Whole:
     def __init__(self, config: ConfigDict, experiment: Experiment):
         self._config, self._experiment = config, experiment
         self.template = init(experiment)
+        self._losses: dict[tuple[int, int], tuple[float, int]] = {}  # of each peer, at the last row
 
     def message_bytes(self) -> int:
         """Of a copy, as peers send it."""
@@ -42,6 +43,8 @@ class Whole:
     ) -> dict[str, float]:
         """The row of ``step``, ``steps`` and ``seconds`` after the one before.
 
+        As in any other run, ``train/loss`` is the mean over the steps since then.
+
         Args:
           peers: as `Roster.look` has them; those that are alive count, or if none is, those that
             were.
@@ -49,17 +52,24 @@ class Whole:
         task, config = self._experiment.task, self._config
         reported = [one for one in peers if "met" in one]
         peers = [one for one in reported if one["alive"]] or reported
-        losses = [one["loss"] for one in peers if np.isfinite(one.get("loss", np.nan))]
-        losses = losses or [np.nan]
+        total, count, means = 0.0, 0, []
+        for one in reported:
+            now, peer = one.get("losses", (0.0, 0)), (one["slot"], one["incarnation"])
+            before = self._losses.get(peer, (0.0, 0))
+            self._losses[peer] = now
+            if now[1] > before[1]:
+                sums, made = now[0] - before[0], now[1] - before[1]
+                total, count, means = total + sums, count + made, [*means, sums / made]
+        means = means or [np.nan]
         squares = [one["distance"] ** 2 for one in peers if one.get("distance")]
         n = max(len(peers), 1)
         # Of two random peers: E ||x_i - x_j||^2 = 2 n / (n - 1) mean_i ||x_i - mean||^2
         spread = float(np.sqrt(np.mean(squares) * (n - 1) / (2 * n))) if squares else 0.0
         examples = steps * config.batch_size
         return {
-            "train/loss": float(np.mean(losses)),
-            "train/loss_max": float(np.max(losses)),
-            "train/loss_min": float(np.min(losses)),
+            "train/loss": total / count if count else np.nan,
+            "train/loss_max": float(np.max(means)),
+            "train/loss_min": float(np.min(means)),
             "train/learning_rate": float(np.asarray(self._experiment.rate(step))),
             "train/consensus_distance_relative": spread,
             "perf/step_time_s": seconds / max(steps, 1),

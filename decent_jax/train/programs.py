@@ -14,6 +14,7 @@ from decent_jax.train.metrics import Clock
 from decent_jax.train.step import TrainState, make_step
 from decent_jax.train.workdir import Workdir
 
+FIRST = np.int32(0)  # the number of the first step, as `decent_jax.train.step.make_step` takes it
 TRACED_AFTER = 10  # steps of a run before the trace; the first ones compile
 
 
@@ -26,9 +27,17 @@ class Programs:
       memory: of the program that takes most, so far.
     """
 
-    def __init__(self, experiment: Experiment, work: Workdir, clock: Clock, cost: algorithm.Cost):
+    def __init__(
+        self,
+        experiment: Experiment,
+        work: Workdir,
+        clock: Clock,
+        cost: algorithm.Cost,
+        first: Any = FIRST,
+    ):
         config, schedule = experiment.config, experiment.schedule
         self._experiment, self._work, self._clock, self._cost = experiment, work, clock, cost
+        self._first = first
         self._step = make_step(
             config,
             experiment.task,
@@ -50,7 +59,7 @@ class Programs:
         """Compile the step of a round for batches of these shapes; log what the first one needs."""
         message = f"compiling the step ({self._name(rnd, shapes)})"
         with self._clock.pause(), self._work.announce(message):
-            compiled = self._step.lower(state, batch, np.int32(0), round=rnd).compile()
+            compiled = self._step.lower(state, batch, self._first, round=rnd).compile()
         first = self.memory is None
         both = filter(None, [self.memory, xla.memory_of(compiled)])
         self.memory = max(both, key=sum, default=None)

@@ -161,6 +161,8 @@ def make_step(
     """``step(state, batch, t, round=r) -> (state, metrics)``, jitted, with a static round.
 
     ``batch`` leaves are (n, B, ...), ``t`` the 0-based step (int32 scalar); the state is donated.
+    A peer, which is one of several replicas, gives (2,): the step, and which replica it is; then
+    its random numbers are that replica's.
     Metrics are per replica, (n,): ``loss``, ``grad_norm``, ``skipped``, ``failing``; and
     ``learning_rate``, (). Where `overlap.needed` it is an `overlap.Step`.
     """
@@ -171,8 +173,11 @@ def make_step(
     def gradients(params, model_state, batch, t):
         """Of the replicas of one device."""
 
+        step, first = (t, None) if t.ndim == 0 else t
+
         def of_replica(params, model_state, batch, replica):
-            rng = jax.random.fold_in(jax.random.fold_in(key, t), replica)
+            replica = replica if first is None else first + replica
+            rng = jax.random.fold_in(jax.random.fold_in(key, step), replica)
             return gradient(task.loss, config.micro_batches, params, model_state, batch, rng)
 
         with jax.named_scope("forward_backward"):
@@ -201,7 +206,7 @@ def make_step(
 
     def with_rate(result, t):
         state, metrics = result
-        rates = {"learning_rate": jnp.asarray(rate(t), jnp.float32)}
+        rates = {"learning_rate": jnp.asarray(rate(t if t.ndim == 0 else t[0]), jnp.float32)}
         return placement.place_all(state), metrics | rates
 
     @partial(jax.jit, static_argnames="round", donate_argnums=0, compiler_options=options)

@@ -23,7 +23,7 @@ from decent_jax.train.checkpoint import Checkpointer
 from decent_jax.train.evaluation import Evaluator, Model
 from decent_jax.train.experiment import Experiment, open_experiment, train_batches
 from decent_jax.train.metrics import Clock
-from decent_jax.train.programs import Profile, Programs
+from decent_jax.train.programs import FIRST, Profile, Programs
 from decent_jax.train.saver import Saver
 from decent_jax.train.step import TrainState
 from decent_jax.train.workdir import Workdir
@@ -53,7 +53,7 @@ def dry_run(config: ConfigDict) -> None:
 class Synchronous:
     """See `decent_jax.train.loop.Runner`."""
 
-    evaluates = True
+    evaluates, first = True, FIRST
 
     def __init__(self, experiment: Experiment, work: Workdir):
         self.experiment, self.work = experiment, work
@@ -93,7 +93,7 @@ class Synchronous:
     def training(self, start: int, ahead: int, clock: Clock) -> Iterator[None]:
         """See `decent_jax.train.loop.Runner`."""
         experiment, work = self.experiment, self.work
-        self.programs = Programs(experiment, work, clock, self.cost)
+        self.programs = Programs(experiment, work, clock, self.cost, self.first)
         self._profile = Profile(experiment.config.profile.count, work.path, work.say)
         self._steps = experiment.steps
         self._feed = Feed(experiment, start + ahead, clock)
