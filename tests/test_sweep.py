@@ -1,19 +1,19 @@
-"""Every combination of some settings: folders, a real run, a SLURM array, the table."""
+"""Every combination of some settings: folders, what is trained, and what the table says."""
 
 import csv
 import json
 import os
 import runpy
-import subprocess
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 import tiny
+from refusals import refused
 
 from decent_jax.commands import main as command
 from decent_jax.commands import sweep
-from decent_jax.ground.errors import ConfigError
 
 
 @pytest.fixture
@@ -21,100 +21,109 @@ def config(tmp_path):
     return str(tiny.write_config(tmp_path / "config_file.py"))
 
 
-def ended(folder, loss, **more):
-    folder.mkdir(parents=True)
-    summary = {"steps": 12, "final": {"eval/loss": loss}, "bytes_sent_per_step": 4096} | more
-    (folder / "summary.json").write_text(json.dumps(summary))
+def ends(arguments, log, signals, loss=0.5, **more):
+    """Stands in for a process that trains: what a run leaves behind."""
+    from decent_jax.train import flags
+
+    trained, workdir = flags.parse(arguments)
+    (Path(workdir) / "config.json").write_text(json.dumps(trained.to_dict()))
+    summary = {"steps": trained.steps, "final": {"eval/loss": loss}, "bytes_sent_per_step": 4096}
+    (Path(workdir) / "summary.json").write_text(json.dumps(summary | more))
+    return 0
 
 
-def test_every_combination_has_a_folder():
+def never(*_):
+    raise AssertionError("nothing is left to train")
+
+
+def table(out):
+    with (out / "table.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_combination_has_a_folder(config):
     over = ["seed=0,1", "config.schedule=ring,base_k(max_degree=2)", "optimizer.b1=0.9"]
-    runs = sweep.runs_of(over, Path("out"))
+    runs = sweep.combinations(config, over, Path("out"), ["--config.steps=5"])
     assert [run.folder.name for run in runs] == [
         "seed=0,schedule=ring,b1=0.9",
         "seed=0,schedule=base_k-max_degree=2-,b1=0.9",
         "seed=1,schedule=ring,b1=0.9",
         "seed=1,schedule=base_k-max_degree=2-,b1=0.9",
     ]
-    assert runs[1].arguments("quickstart", ["--config.steps=5"]) == [
-        *("--config", "quickstart", "--config.steps=5", "--config.seed=0"),
-        *("--config.schedule=base_k(max_degree=2)", "--config.optimizer.b1=0.9"),
-        *("--workdir", "out/seed=0,schedule=base_k-max_degree=2-,b1=0.9"),
-    ]
+    assert (runs[1].config.schedule, runs[1].config.steps) == ("base_k(max_degree=2)", 5)
+    assert [run.config.seed for run in runs] == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(
-    ("over", "words"),
+    ("over", "value"),
     [
-        (["seed"], "--over takes NAME=VALUE,VALUE,..., got 'seed'"),
-        (["seed=0,,1"], "--over takes NAME=VALUE"),
-        (["seed=0,0"], "seed or one of its values occurs twice"),
-        (["seed=0", "config.seed=1"], "seed or one of its values occurs twice"),
-        (["schedule=base_k(max_degree=2),base_k[max_degree=2]"], "would have the same folder"),
-        ([f"{name}={','.join(map(str, range(30)))}" for name in "abc"], "asks for 27000 runs"),
+        (["seed"], "seed"),
+        (["seed=0,,1"], "seed=0,,1"),
+        (["seed=0,0"], "seed=0,0"),
+        (["seed=0", "config.seed=1"], "config.seed=1"),
+        (["schedule=base_k(max_degree=2),base_k[max_degree=2]"], None),
+        ([f"{name}={','.join(map(str, range(30)))}" for name in "abc"], 27000),
     ],
 )
-def test_what_cannot_be_swept_over(over, words):
-    with pytest.raises(ConfigError) as refused:
-        sweep.runs_of(over, Path("out"))
-    assert words in str(refused.value)
+def test_what_cannot_be_swept_over(over, value, config, monkeypatch):
+    monkeypatch.setattr(sweep.config_lib, "validate", lambda config: None)
+    with refused("--over", over if value is None else value):
+        sweep.combinations(config, over, Path("out"))
 
 
 @pytest.mark.parametrize(
-    ("over", "words"),
+    ("over", "field", "value"),
     [
-        ("num_replicas=4,3", "num_replicas=3: batch_size 8 cannot be shared out over 3"),
-        ("accum_steps=2", "accum_steps=2: accum_steps is called optimizer.window now"),
-        ("schedule=ring,stars", "schedule=stars: schedule: unknown schedule"),
+        ("num_replicas=4,3", "batch_size", 8),
+        ("accum_steps=2", "accum_steps", "2"),
+        ("schedule=ring,stars", "schedule", "stars"),
+        ("peers.use=false,true", "algorithm", "accum_adam"),
+        ("pipeline.stages=0,2", "task", "toys.waves"),
     ],
 )
-def test_all_runs_are_checked_before_the_first(over, words, config, tmp_path, capsys):
+def test_all_runs_are_checked_before_the_first(over, field, value, config, tmp_path, capsys):
+    """As the run itself would, whatever trains it."""
     out = tmp_path / "out"
-    assert sweep.main(["--config", config, "--over", over, "--out", str(out)]) == 2
-    assert words in capsys.readouterr().err
-    assert not out.exists()
+    with refused(field, value):
+        sweep.combinations(config, [over], out)
+    assert sweep.main(["--config", config, "--over", over, "--out", str(out)], never) == 2
+    assert field in capsys.readouterr().err and not out.exists()
 
 
-STAND_IN = """#!/bin/sh
-# Greeted as a supervised run is, it keeps its arguments and what it would have measured.
-read greeting && [ "$greeting" = supervised ] && [ "$DECENT_JAX_SUPERVISED" = 1 ] || exit 1
-for last; do :; done
-echo "$@" > "$last/arguments"
-echo '{"steps": 2, "final": {"eval/loss": 0.5}}' > "$last/summary.json"
-"""
-
-
-def stand_in(monkeypatch, tmp_path, text):
-    program = tmp_path / "stand_in"
-    program.write_text(text)
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
-
-
-def test_a_run_is_trained_once_and_stands_in_the_table(config, tmp_path, capsys, monkeypatch):
-    """By a process of its own; the other run of the sweep has ended before."""
+def test_a_run_is_trained_once_and_stands_in_the_table(config, tmp_path, capsys):
     out = tmp_path / "out"
     flags = ["--config", config, "--over", "schedule=ring,one_peer_exp", "--over", "seed=0"]
     flags += ["--out", str(out), "--config.steps=2"]
-    ended(out / "schedule=ring,seed=0", 0.25)
-    stand_in(monkeypatch, tmp_path, STAND_IN)
-    assert sweep.main(flags) == 0
-    with (out / "table.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    assert sweep.main(flags, ends) == 0
+    rows = table(out)
     assert [row["state"] for row in rows] == ["done", "done"]
-    assert [(row["steps"], row["validation_loss"]) for row in rows] == [
-        ("12", "0.25"),
-        ("2", "0.5"),
-    ]
-    given = (Path(rows[1]["folder"]) / "arguments").read_text().split()
-    assert given == [
-        *("-m", "decent_jax.commands.main", "train", "--config", config, "--config.steps=2"),
-        *("--config.schedule=one_peer_exp", "--config.seed=0", "--workdir", rows[1]["folder"]),
-    ]
+    assert [(row["steps"], row["validation_loss"]) for row in rows] == 2 * [("2", "0.5")]
     capsys.readouterr()
-    monkeypatch.setattr(sys, "executable", "false")  # nothing is left to train
-    assert sweep.main(flags) == 0
-    assert capsys.readouterr().out.splitlines()[1].split()[:4] == ["ring", "0", "done", "12"]
+    assert sweep.main(flags, never) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:4] == ["ring", "0", "done", "2"]
+
+
+def test_results_of_other_settings_are_no_results(config, tmp_path, capsys):
+    """More steps: the runs go on. Another experiment: its folder is refused. In no table."""
+    out = tmp_path / "out"
+    flags = ["--config", config, "--over", "seed=0,1", "--out", str(out)]
+    assert sweep.main([*flags, "--config.steps=2"], ends) == 0
+    more = [*flags, "--config.steps=6"]
+    assert sweep.main([*more, "--table"], never) == 0
+    assert [(row["state"], row["steps"]) for row in table(out)] == 2 * [("not done", "")]
+    trained = []
+
+    def go_on(arguments, log, signals):
+        trained.append(arguments[-1])
+        return ends(arguments, log, signals, loss=0.25)
+
+    assert sweep.main(more, go_on) == 0
+    assert trained == [str(out / "seed=0"), str(out / "seed=1")]
+    assert [(row["steps"], row["validation_loss"]) for row in table(out)] == 2 * [("6", "0.25")]
+    capsys.readouterr()
+    assert sweep.main([*more, "--config.learning_rate=0.5"], never) == 2
+    said = capsys.readouterr().err
+    assert "learning_rate: 0.01 -> 0.5" in said and str(out / "seed=0") in said
 
 
 def test_the_program_that_a_run_starts_is_the_command(monkeypatch, capsys):
@@ -124,56 +133,61 @@ def test_the_program_that_a_run_starts_is_the_command(monkeypatch, capsys):
     assert not left.value.code and "usage: decent-jax COMMAND" in capsys.readouterr().out
 
 
-def test_a_run_that_fails_does_not_stop_the_others(config, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "executable", "false")
+@pytest.mark.usefixtures("compile_once")
+def test_a_run_is_trained_by_a_process_of_its_own(config, tmp_path):
+    """The one real run here; its output is in its log."""
     out = tmp_path / "out"
-    assert sweep.main(["--config", config, "--over", "seed=0,1", "--out", str(out)]) == 1
+    flags = ["--config", config, "--over", "seed=3", "--out", str(out), "--config.steps=2"]
+    assert sweep.main(flags) == 0
+    (row,) = table(out)
+    assert (row["state"], row["steps"], row["folder"]) == ("done", "2", str(out / "seed=3"))
+    assert float(row["validation_loss"]) > 0 and (out / "seed=3" / "log.txt").stat().st_size
+
+
+def test_a_run_that_fails_does_not_stop_the_others(config, tmp_path, capsys):
+    out = tmp_path / "out"
+    flags = ["--config", config, "--over", "seed=0,1", "--out", str(out)]
+    assert sweep.main(flags, lambda *_: 1) == 1
     said = capsys.readouterr().err
-    assert all(f"a run failed; see {out}/seed={seed}/log.txt" in said for seed in (0, 1))
+    assert all(str(out / f"seed={seed}" / "log.txt") in said for seed in (0, 1))
 
 
-def test_a_signal_reaches_the_run_and_ends_the_sweep(config, tmp_path, capsys, monkeypatch):
-    """A stand-in for a run tells its parent to end, and waits for its own SIGTERM."""
-    waits = "while true; do sleep 0.05; done\n"
-    saves = "#!/bin/sh\ntrap 'echo saved; exit 143' TERM\nkill -TERM $PPID\n"
-    stand_in(monkeypatch, tmp_path, saves + waits)
+def test_a_signal_ends_the_sweep(config, tmp_path, capsys):
+    trained = []
+
+    def signalled(arguments, log, signals):
+        trained.append(arguments[-1])
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 143
+
     out = tmp_path / "out"
-    assert sweep.main(["--config", config, "--over", "seed=0,1", "--out", str(out)]) == 143
-    assert (out / "seed=0" / "log.txt").read_text().splitlines()[-1] == "saved"
-    assert not (out / "seed=1").exists()
-    assert "interrupted; the same command continues" in capsys.readouterr().err
+    flags = ["--config", config, "--over", "seed=0,1", "--out", str(out)]
+    assert sweep.main(flags, signalled) == 143
+    assert trained == [str(out / "seed=0")]
+
+
+def test_a_signal_reaches_the_process_of_a_run(tmp_path, config):
+    """It ends as train.py does, whatever it was doing."""
+
+    class Received:
+        received = signal.SIGTERM
+
+    flags = ["--config", config, "--workdir", str(tmp_path / "run"), "--config.data.pause=60"]
+    assert sweep.train_in_a_process(flags, tmp_path / "log.txt", Received()) in (143, -15)
 
 
 def test_the_table_has_means_over_seeds(config, tmp_path, capsys):
-    out = tmp_path / "out"
-    for seed, loss in ((0, 1.0), (1, 1.5)):
-        ended(out / f"seed={seed},schedule=ring", loss)
-    ended(out / "seed=0,schedule=one_peer_exp", "NaN")
-    ended(out / "seed=1,schedule=one_peer_exp", 2.0, interrupted=True)
+    out, losses = tmp_path / "out", iter([1.0, "NaN", 1.5])
+
+    def trained(arguments, log, signals):
+        loss = next(losses, None)
+        more = {"interrupted": True} if loss is None else {"loss": loss}
+        return ends(arguments, log, signals, **more)
+
     flags = ["--config", config, "--over", "seed=0,1", "--over", "schedule=ring,one_peer_exp"]
-    assert sweep.main([*flags, "--out", str(out), "--table"]) == 0
+    assert sweep.main([*flags, "--out", str(out)], trained) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["0", "ring", "done", "12", "1.0000", "4096"] in lines
     assert ["0", "one_peer_exp", "done", "12", "4096"] in lines  # no number where none is
-    assert ["1", "one_peer_exp", "not", "begun"] in lines
+    assert ["1", "one_peer_exp", "not", "done"] in lines
     assert ["ring", "2", "1.2500", "0.3536"] in lines and ["one_peer_exp", "0"] in lines
-
-
-def test_a_slurm_array_runs_every_combination(config, tmp_path):
-    """bash reads the script; an srun of the test prints what it would start."""
-    out, script = tmp_path / "out folder", tmp_path / "sweep.sbatch"
-    over = ["--over", "seed=0,1", "--over", "schedule=hierarchical(complete, one_peer_exp)"]
-    common = ["--config.local_size=2", "--config.data.pause=0.5"]
-    flags = ["--config", config, *over, "--out", str(out), "--slurm", str(script), *common]
-    assert sweep.main(flags) == 0
-    assert "#SBATCH --array=0-1\n" in script.read_text()
-    (tmp_path / "srun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    (tmp_path / "srun").chmod(0o755)
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    told = subprocess.run(
-        ["bash", script], env={"PATH": path, "SLURM_ARRAY_TASK_ID": "1"}, capture_output=True
-    )
-    run = sweep.runs_of([over[1], over[3]], out)[1]
-    started = told.stdout.decode().splitlines()
-    assert started[1:4] == ["-m", "decent_jax.commands.main", "train"]
-    assert started[4:] == run.arguments(config, common)

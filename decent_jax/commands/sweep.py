@@ -4,45 +4,46 @@
         --over seed=0,1,2 --over schedule=ring,one_peer_exp --config.steps=1000
 
 The runs are trained one after the other, each in a folder of --out that is named after its values,
-with what it prints in its log.txt. Repeat the command to continue: runs that have ended are left
-alone, and others resume. --out/table.csv has a row per run. --slurm FILE writes the runs as a SLURM
-array instead; afterwards --table gathers their results.
+with what it prints in its log.txt. Repeat the command to continue: runs that have ended with these
+settings are left alone, and others resume. --out/table.csv has a row per run.
 """
 
 import argparse
 import contextlib
 import csv
 import itertools
+import json
 import math
 import os
 import re
-import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from decent_jax.ground import extras
 
 extras.need("train", "ml_collections", "tqdm")
 
+from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from decent_jax.cluster import supervised
 from decent_jax.ground.command_line import Parser
 from decent_jax.ground.errors import ConfigError, Interrupted
 from decent_jax.ground.fields import LARGEST
-from decent_jax.ground.format import format_number, printable, split_outside_brackets
+from decent_jax.ground.format import split_outside_brackets
+from decent_jax.ground.json_files import flat, plain, read_json
 from decent_jax.ground.replaceable import check_replaceable
-from decent_jax.ground.run_folder import entries, read_metrics
+from decent_jax.ground.run_folder import entries
 from decent_jax.train import config as config_lib
 from decent_jax.train import flags
 from decent_jax.train.workdir import Signals
 
 MOST_RUNS = 10_000
-_LOOK_S = 1.0  # seconds between two looks at a run's metrics
+_LOOK_S = 0.5  # seconds between two looks for a signal
 # Columns of the table besides those of the settings: name, key in summary.json.
 RESULTS = (
     ("steps", "steps"),
@@ -51,50 +52,49 @@ RESULTS = (
     ("training_seconds", "training_seconds"),
     ("bytes_sent_per_step", "bytes_sent_per_step"),
 )
+Train = Callable[[list[str], Path, Signals], int]  # arguments of train, log: its exit code
 
 
-@dataclass(frozen=True)
-class SweptRun:
-    """One combination: its values by field, and its folder."""
+class Combination(NamedTuple):
+    """The values of one run by field, its folder and its config."""
 
     values: dict[str, str]
     folder: Path
-
-    def overrides(self, common: Sequence[str]) -> list[str]:
-        """The flags that change the config."""
-        return [*common, *(f"--config.{name}={value}" for name, value in self.values.items())]
-
-    def arguments(self, config: str, common: Sequence[str]) -> list[str]:
-        """The arguments of ``decent-jax train``."""
-        return ["--config", config, *self.overrides(common), "--workdir", str(self.folder)]
-
-    def summary(self) -> dict:
-        """What ``summary.json`` holds, flat; empty before the end of the run."""
-        summary = entries(self.folder / "summary.json")
-        return {} if summary.get("interrupted") else summary
-
-    def state(self) -> str:
-        """``done``, ``step 20``, or ``not begun``."""
-        if self.summary():
-            return "done"
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            return f"step {read_metrics(self.folder)[-1]['step']}"
-        return "not begun"
+    config: ConfigDict
 
 
-def main(arguments: list[str] | None = None) -> int:
+def train_in_a_process(arguments: list[str], log: Path, signals: Signals) -> int:
+    """``decent-jax train`` in a process of its own, which gets the signals of this one."""
+    with (
+        log.open("a") as file,
+        subprocess.Popen(
+            [sys.executable, "-m", "decent_jax.commands.main", "train", *arguments],
+            stdin=subprocess.PIPE,  # the run ends with this process, see `supervised`
+            stdout=file,
+            stderr=file,
+            env=os.environ | {supervised.VARIABLE: "1"},
+            start_new_session=True,  # Ctrl-C reaches it once, from here
+        ) as process,
+    ):
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended at once
+            os.write(process.stdin.fileno(), supervised.GREETING)
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(_LOOK_S)
+            if signals.received is not None:
+                process.terminate()
+                return process.wait()
+
+
+def main(arguments: list[str] | None = None, train: Train = train_in_a_process) -> int:
     """0: all runs have ended; 1: some failed; 2: refused; 128 + signal: interrupted."""
-    prog = "decent-jax sweep"
+    prog, failed = "decent-jax sweep", []
     try:
         options, common = _parse(prog, arguments)
-        runs = runs_of(options.over, Path(options.out))
-        _check(options.config, common, runs)
-        _check_files(options, runs)
-        if options.slurm is not None:
-            write_slurm_array(Path(options.slurm), options.config, common, runs)
-            print(f"{options.slurm}: {len(runs)} runs; set what your cluster needs, then sbatch it")
-            return 0
-        failed = [] if options.table else train_all(options.config, common, runs)
+        runs = combinations(options.config, options.over, Path(options.out), common)
+        if not options.table:
+            failed = _train_all(options.config, common, runs, train)
         print(write_table(runs, Path(options.out) / "table.csv"))
     except (ConfigError, OSError) as error:
         print(f"{prog}: {ConfigError(error)}", file=sys.stderr)
@@ -105,42 +105,6 @@ def main(arguments: list[str] | None = None) -> int:
     for run in failed:
         print(f"{prog}: a run failed; see {run.folder / 'log.txt'}", file=sys.stderr)
     return 1 if failed else 0
-
-
-def runs_of(over: Sequence[str], out: Path) -> list[SweptRun]:
-    """Every combination of ``NAME=VALUE,VALUE`` texts, the last setting fastest.
-
-    Raises:
-      ConfigError: a text that cannot be read, a setting or a value that occurs twice, too many.
-
-    >>> [str(run.folder) for run in runs_of(["seed=0,1", "schedule=ring"], Path("runs"))]
-    ['runs/seed=0,schedule=ring', 'runs/seed=1,schedule=ring']
-    """
-    values: dict[str, list[str]] = {}
-    for text in over:
-        name, equals, listed = text.removeprefix("config.").partition("=")
-        choices = split_outside_brackets(listed)
-        if not equals or not all(choices):
-            raise ConfigError(f"--over takes NAME=VALUE,VALUE,..., got {text!r}")
-        if name in values or len(set(choices)) < len(choices):
-            raise ConfigError(f"--over: {name} or one of its values occurs twice, got {text!r}")
-        values[name] = choices
-    count = math.prod(map(len, values.values()))
-    if count > MOST_RUNS:
-        raise ConfigError(f"--over asks for {count} runs; a sweep has at most {MOST_RUNS}")
-    runs = []
-    for combination in itertools.product(*values.values()):
-        chosen = dict(zip(values, combination, strict=True))
-        runs.append(SweptRun(chosen, out / _name(chosen)))
-    if len({run.folder for run in runs}) < len(runs):
-        raise ConfigError("--over: two runs would have the same folder; give values other names")
-    return runs
-
-
-def _name(values: dict[str, str]) -> str:
-    """The name of a folder: values as in the command, without the signs of shells and paths."""
-    words = (f"{name.rpartition('.')[2]}={value}" for name, value in values.items())
-    return re.sub(r"[^\w.=,+-]+", "-", ",".join(words)).strip("-")[:200]
 
 
 def _parse(prog: str, arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -159,175 +123,177 @@ def _parse(prog: str, arguments: list[str] | None) -> tuple[argparse.Namespace, 
         help="a field of the config and its values; several times for every combination",
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of the runs")
-    parser.add_argument("--slurm", metavar="FILE", help="write a SLURM array, train nothing")
     parser.add_argument("--table", action="store_true", help="write the table, train nothing")
     return parser.parse_known_args(arguments)
 
 
-def _check_files(options: argparse.Namespace, runs: Sequence[SweptRun]) -> None:
+def combinations(
+    config: str, over: Sequence[str], out: Path, common: Sequence[str] = ()
+) -> list[Combination]:
+    """Every combination of ``NAME=VALUE,VALUE`` texts, the last setting fastest.
+
+    Args:
+      config: file, as for train.
+      over: the texts.
+      out: the folder of all runs.
+      common: flags of all runs, as for train.
+
+    Raises:
+      ConfigError: a text cannot be read, one of the runs would be refused, or its folder belongs to
+        another one; nothing has been trained.
+    """
+    choices: dict[str, list[str]] = {}
+    for text in over:
+        name, equals, listed = text.removeprefix("config.").partition("=")
+        found = split_outside_brackets(listed)
+        if not equals or not all(found):
+            raise ConfigError(
+                f"--over takes NAME=VALUE,VALUE,..., got {text!r}", field="--over", value=text
+            )
+        if name in choices or len(set(found)) < len(found):
+            raise ConfigError(
+                f"--over: {name} or one of its values occurs twice, got {text!r}",
+                field="--over",
+                value=text,
+            )
+        choices[name] = found
+    count = math.prod(map(len, choices.values()))
+    if count > MOST_RUNS:
+        raise ConfigError(
+            f"--over asks for {count} runs; a sweep has at most {MOST_RUNS}",
+            field="--over",
+            value=count,
+        )
+    runs = []
+    for combination in itertools.product(*choices.values()):
+        values = dict(zip(choices, combination, strict=True))
+        folder = out / _name(values)
+        try:
+            loaded = flags.override_all(flags.load(config), [*common, *_overrides(values)])
+            config_lib.validate(loaded)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{folder.name}: {error}", field=error.field, value=error.value
+            ) from None
+        runs.append(Combination(values, folder, loaded))
+    if len({run.folder for run in runs}) < len(runs):
+        raise ConfigError(
+            f"--over: two runs would have the same folder; give values other names, got {over!r}",
+            field="--over",
+            value=over,
+        )
+    _check_files(out, runs)
+    return runs
+
+
+def _name(values: dict[str, str]) -> str:
+    """The name of a folder: values as in the command, without the signs of shells and paths."""
+    words = (f"{name.rpartition('.')[2]}={value}" for name, value in values.items())
+    return re.sub(r"[^\w.=,+-]+", "-", ",".join(words)).strip("-")[:200]
+
+
+def _overrides(values: dict[str, str]) -> list[str]:
+    return [f"--config.{name}={value}" for name, value in values.items()]
+
+
+def _check_files(out: Path, runs: Sequence[Combination]) -> None:
     """Raises ConfigError where what the command writes cannot be written, or would be lost."""
-    out = Path(options.out)
     for folder in (out, *(run.folder for run in runs)):
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"--out: {folder} is a file, and a folder of the sweep has its name")
         if (folder / "log.txt").is_dir():
             raise ConfigError(f"--out: {folder / 'log.txt'} is a folder; move it away")
-    if options.slurm is None:
-        check_replaceable(out / "table.csv", "--out")
-        return
-    check_replaceable(options.slurm, "--slurm")
-    if not Path(options.slurm).absolute().parent.is_dir():
-        raise ConfigError(f"--slurm {options.slurm}: there is no such folder")
-
-
-def _check(config: str, common: Sequence[str], runs: Sequence[SweptRun]) -> None:
-    """Raises ConfigError where one of the runs would be refused, before the first begins."""
+    check_replaceable(out / "table.csv", "--out")
     for run in runs:
-        try:
-            config_lib.validate(flags.override_all(flags.load(config), run.overrides(common)))
-        except ConfigError as error:
-            raise ConfigError(f"{run.folder.name}: {error}") from None
+        saved, wanted = _configs(run)
+        if saved and (refused := config_lib.refused_changes(saved, wanted)):
+            raise ConfigError(
+                f"--out: {run.folder} holds a run with another config ({'; '.join(refused)}); take "
+                "another --out",
+                field="--out",
+                value=run.folder,
+            )
 
 
-# --- On this machine ------------------------------------------------------------------------------
+def _configs(run: Combination) -> tuple[dict, dict]:
+    """The config that was trained in its folder, and its own, both flat; {}: none was."""
+    wanted = json.loads(json.dumps(plain(flat(run.config))))
+    try:
+        saved = flat(read_json(run.folder / "config.json"))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return {}, wanted  # where it is damaged, train says so
+    settled = ["schedule", "local_size"] if run.config.schedule == config_lib.AUTO else []
+    settled += ["schedule", "local_size", "mix_every"] if run.config.cluster.plan else []
+    return saved | {name: wanted[name] for name in settled}, wanted
 
 
-def train_all(config: str, common: Sequence[str], runs: Sequence[SweptRun]) -> list[SweptRun]:
+def _summary(run: Combination) -> dict:
+    """What ``summary.json`` holds, flat; empty where no run of this config has ended."""
+    saved, wanted = _configs(run)
+    summary = entries(run.folder / "summary.json")
+    return {} if summary.get("interrupted") or saved != wanted else summary
+
+
+def _train_all(
+    config: str, common: Sequence[str], runs: Sequence[Combination], train: Train
+) -> list[Combination]:
     """Train the runs that have not ended, one after the other; returns those that failed.
 
     Raises:
       Interrupted: a signal came; the run under way has saved a checkpoint.
     """
     failed = []
-    bar = tqdm(total=len(runs), unit="run", dynamic_ncols=True, smoothing=0)
-    with Signals() as signals, bar:
-        for run in runs:
+    with Signals() as signals, tqdm(runs, unit="run", dynamic_ncols=True, smoothing=0) as bar:
+        for run in bar:
             bar.set_postfix_str(run.folder.name)
-            if not run.summary():
-                code = _train(run, run.arguments(config, common), signals, bar)
-                if signals.received is not None:
-                    raise Interrupted("interrupted; the same command continues", signals.received)
-                failed += [run] if code else []
-            bar.update()
-    return failed
-
-
-def _train(run: SweptRun, arguments: Sequence[str], signals: Signals, bar: tqdm) -> int:
-    """Train a run, passing signals on to it; returns its exit code."""
-    run.folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "decent_jax.commands.main", "train", *arguments]
-    with (
-        (run.folder / "log.txt").open("a") as log,
-        subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,  # the run ends with this process, see `supervised`
-            stdout=log,
-            stderr=log,
-            env=os.environ | {supervised.VARIABLE: "1"},
-            start_new_session=True,  # Ctrl-C reaches it once, from here
-        ) as process,
-    ):
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended at once
-            os.write(process.stdin.fileno(), supervised.GREETING)
-        while True:
-            try:
-                return process.wait(_LOOK_S)
-            except subprocess.TimeoutExpired:
-                _show(run, bar)
+            if _summary(run):
+                continue
+            run.folder.mkdir(parents=True, exist_ok=True)
+            arguments = ["--config", config, *common, *_overrides(run.values)]
+            arguments += ["--workdir", str(run.folder)]
+            code = train(arguments, run.folder / "log.txt", signals)
             if signals.received is not None:
-                process.terminate()
-                return process.wait()
-
-
-def _show(run: SweptRun, bar: tqdm) -> None:
-    """Show the newest row of a run behind the bar."""
-    words = [run.folder.name]
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        row = read_metrics(run.folder)[-1]
-        words.append(f"step {row['step']}")
-        if "train/loss" in row:
-            words.append(f"loss {format_number(float(row['train/loss']), digits=4)}")
-    bar.set_postfix_str(printable("  ".join(words)))
-
-
-# --- Under SLURM ----------------------------------------------------------------------------------
-
-_ARRAY = """\
-#!/bin/bash
-# {count} runs of `decent-jax sweep`, one per task; a run that is started again resumes.
-#SBATCH --job-name=decent_jax_sweep
-#SBATCH --array=0-{last}
-#SBATCH --ntasks=1
-#SBATCH --output={out}/slurm-%A_%a.log
-# SIGTERM two minutes before the time is up: the run saves a checkpoint and ends.
-#SBATCH --signal=TERM@120
-#SBATCH --requeue
-set -euo pipefail
-
-runs=(
-{runs}
-)
-eval "set -- ${{runs[$SLURM_ARRAY_TASK_ID]}}"
-exec srun {train} "$@"
-"""
-
-
-def write_slurm_array(
-    path: Path, config: str, common: Sequence[str], runs: Sequence[SweptRun]
-) -> None:
-    """A script for ``sbatch``: task k of the array trains run k."""
-    lines = [shlex.quote(shlex.join(run.arguments(config, common))) for run in runs]
-    runs[0].folder.parent.mkdir(parents=True, exist_ok=True)  # SLURM does not make it for its logs
-    path.write_text(
-        _ARRAY.format(
-            count=len(runs),
-            last=len(runs) - 1,
-            out=runs[0].folder.parent,
-            runs="\n".join(f"    {line}" for line in lines),
-            train=shlex.join([sys.executable, "-m", "decent_jax.commands.main", "train"]),
-        )
-    )
+                raise Interrupted("interrupted; the same command continues", signals.received)
+            failed += [run] if code else []
+    return failed
 
 
 # --- The table ------------------------------------------------------------------------------------
 
 
-def write_table(runs: Sequence[SweptRun], path: Path) -> str:
+def write_table(runs: Sequence[Combination], path: Path) -> str:
     """Write a row per run as CSV; returns the table as text, with means over seeds if they vary."""
     fields = list(runs[0].values)
     heads = [*fields, "state", *(name for name, _ in RESULTS)]
     rows = []
     for run in runs:
-        summary = run.summary()
+        summary = _summary(run)
         results = [_entry(summary, key) for _, key in RESULTS]
-        rows.append([*run.values.values(), run.state(), *results])
+        rows.append([*run.values.values(), "done" if summary else "not done", *results])
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([*heads, "folder"])
         writer.writerows([*row, str(run.folder)] for row, run in zip(rows, runs, strict=True))
-    shown = [[_words(value) for value in row] for row in rows]
-    text = _aligned([heads, *shown])
+    text = _aligned([heads, *rows])
     if "seed" in fields and len(fields) > 1:
         text += "\n\n" + _aligned(_over_seeds(runs, fields))
     return f"{text}\n{path}"
 
 
-def _over_seeds(runs: Sequence[SweptRun], fields: list[str]) -> list[list[str]]:
+def _over_seeds(runs: Sequence[Combination], fields: list[str]) -> list[list]:
     """Mean and standard deviation of the validation loss over the seeds that are done."""
     others = [name for name in fields if name != "seed"]
     losses: dict[tuple, list[float]] = {}
     for run in runs:
-        loss = _entry(run.summary(), "final.eval/loss")
+        loss = _entry(_summary(run), "final.eval/loss")
         of = losses.setdefault(tuple(run.values[name] for name in others), [])
         if isinstance(loss, float | int):
             of.append(loss)
-    rows = [[*others, "seeds", "validation_loss", "standard deviation"]]
+    rows: list[list] = [[*others, "seeds", "validation_loss", "standard deviation"]]
     for values, found in losses.items():
-        mean = f"{statistics.fmean(found):.4f}" if found else ""
-        spread = f"{statistics.stdev(found):.4f}" if len(found) > 1 else ""
-        rows.append([*values, str(len(found)), mean, spread])
+        mean = statistics.fmean(found) if found else ""
+        rows.append([*values, len(found), mean, statistics.stdev(found) if found[1:] else ""])
     return rows
 
 
@@ -337,15 +303,12 @@ def _entry(summary: dict, key: str) -> float | int | str:
     return value if is_number else ""
 
 
-def _words(value: float | int | str) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+def _aligned(rows: Sequence[Sequence]) -> str:
+    words = [[f"{x:.4f}" if isinstance(x, float) else str(x) for x in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*words, strict=True)]
     lines = (
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
+        for row in words
     )
     return "\n".join(line.rstrip() for line in lines)
 

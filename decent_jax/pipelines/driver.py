@@ -135,8 +135,8 @@ class Pipelines:
         if logs:
             squares = [span.distance for cell, span in both if cell.replica == 0]
             distance, norm = np.sqrt(np.sum(np.array(squares, float), axis=0))
-            relative = distance / norm if norm else 0.0
-            self._distance = Consensus(distance, relative, np.zeros(self._config.num_replicas))
+            found: Any = distance, distance / norm if norm else 0.0
+            self._distance = Consensus(*found, jnp.zeros(self._config.num_replicas))
         heads = [span for cell, span in both if cell.stage == 0]  # one for each replica
         last = {
             "skipped": np.concatenate([span.skipped for span in heads]),
@@ -147,7 +147,7 @@ class Pipelines:
             | {
                 "loss": np.concatenate([span.losses[k] for span in heads]),
                 "grad_norm": np.concatenate([span.norms[k] for span in heads]),
-                "learning_rate": np.float32(self.experiment.rate(done + k)),
+                "learning_rate": np.asarray(self.experiment.rate(done + k), np.float32),
             }
             for k in range(stop - done)
         ]

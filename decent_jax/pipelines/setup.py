@@ -63,7 +63,7 @@ def open_run(config: ConfigDict, workdir: str | Path) -> Iterator[Run]:
     """Check the config, and open the run directory and the data.
 
     Raises:
-      ConfigError: see `decent_jax.train.loop.run`.
+      ConfigError: see `decent_jax.train.run`.
     """
     config_lib.validate(config)
     leave_launcher()
