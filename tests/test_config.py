@@ -1,6 +1,7 @@
 """What a user can get wrong in a config or on the command line, and how it is answered."""
 
 import errno
+import fcntl
 import importlib
 import re
 import shlex
@@ -255,6 +256,16 @@ MADE = "from decent_jax import train as t\ndef get_config(): c = t.default_confi
         ("def get_config(:", r"SyntaxError: invalid syntax"),
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("import sys\nsys.exit(7)", "SystemExit: 7"),
+        ("class Ends(BaseException): pass\nraise Ends('so')", "Ends: so"),
+        ("raise GeneratorExit", "GeneratorExit"),
+        (
+            "class Mute(Exception):\n def __str__(self): raise self\nraise Mute",
+            "Mute: it cannot be printed",
+        ),
+        (
+            "from ml_collections import ConfigDict as C\ndef get_config(): return C({1: {2: 3}})",
+            "must be a text, got 1",
+        ),
         (
             MADE.format("c.stepz = 3"),
             'AttributeError: Key "stepz" does not exist .*locked. Did you mean "steps" instead of',
@@ -272,6 +283,36 @@ def test_a_config_file_that_does_not_work(call, tmp_path, source, message):
     code, err = call(config=path)
     assert code == 2
     assert re.search(message, one_sentence(err)), err
+
+
+TASK = """
+import line_task
+FIELDS, validate, make = line_task.FIELDS, line_task.validate, line_task.make
+"""
+
+
+def test_a_config_file_imports_the_modules_beside_it(call, tmp_path, monkeypatch):
+    """A task among them may be called by its bare name."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "my_settings.py").write_text("STEPS = 7")
+    (tmp_path / "my_task.py").write_text(TASK)
+    source = "import my_settings\nfrom decent_jax import train\n"
+    source += "def get_config(): return train.default_config('my_task')"
+    (tmp_path / "mine.py").write_text(source)
+    config = flags.load(str(tmp_path / "mine.py"))
+    assert config.task == "my_task" and sys.modules["my_settings"].STEPS == 7
+    with refused("task", "my_tusk"):
+        config_lib.default_config("my_tusk")
+
+
+def test_a_lock_of_other_bytes_names_the_run_as_well_as_it_can(tmp_path):
+    (tmp_path / ".lock").write_bytes(b"process 7 on \xff\xfe\n")
+    with (tmp_path / ".lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(train.ConfigError) as refusal:
+            train.run(tiny.waves(), tmp_path)
+    assert "process 7" in str(refusal.value) and str(tmp_path) in str(refusal.value)
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_a_wait_says_what_it_was_for_and_how_it_ended():
         while not lines():  # told while it lasts
             time.sleep(0.001)
         raise KeyError
-    assert lines()[0].startswith("restoring ... failed after ")
+    assert lines()[0].startswith("restoring ... ended early after ")
 
 
 def test_brief_waits_need_not_be_told_and_a_refusal_says_only_why():

@@ -47,7 +47,7 @@ def announce(
     timer = threading.Timer(after_s, tell)
     timer.daemon = True
     timer.start()
-    word = "failed after"
+    word = "ended early after"
     try:
         yield
         word = "done in"

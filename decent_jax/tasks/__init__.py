@@ -1,12 +1,14 @@
 """Tasks: a model, its loss, its data and what a user does with it, behind one interface.
 
 A task is a module with the members of `TaskModule`, whose ``make`` returns a `Task`. A module here
-needs a row in `TASKS`. One of another package needs nothing: ``config.task`` may be its dotted
-path, such as ``"mypackage.chess"``, or a name that `register` gave it.
+needs a row in `TASKS`. One of your own needs nothing: ``config.task`` may be its path, such as
+``"mypackage.chess"`` or ``"chess"`` for a ``chess.py`` beside the config file, or a name that
+`register` gave it.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -50,10 +52,12 @@ def find(name: str) -> TaskModule:
     path = TASKS.get(name, name)
     if not isinstance(path, str):
         return _checked(path, repr(name))
-    if "." not in path:
+    if "." not in path and not (path.isidentifier() and importlib.util.find_spec(path)):
         raise ConfigError(
-            f"task must be one of {', '.join(TASKS)}, got {name!r}; give a module of your own by "
-            f"its dotted path, such as 'mypackage.{name}'"
+            f"task must be one of {', '.join(TASKS)}, or a module of your own, such as 'mytask' or "
+            f"'mypackage.mytask', got {name!r}",
+            field="task",
+            value=name,
         )
     return _checked(module_named(path, "task"), f"the module {path!r}")
 

@@ -8,6 +8,7 @@ import argparse
 import os
 import runpy
 import sys
+from pathlib import Path
 
 from ml_collections import ConfigDict
 from ml_collections.config_dict import RequiredValueError
@@ -31,6 +32,9 @@ examples:
 Any field of the config is set by --config.NAME=VALUE (model.layers, data.path, eval.every, ...);
 --show prints them all with their values. Durations are steps, "2 epochs" or "5%%". Run the same
 command again to resume. Ctrl-C and SIGTERM save a checkpoint before leaving.
+
+exit codes: 0 done; 1 failed; 2 refused, nothing was trained; 75 another process was lost; 128 + the
+number of a signal: interrupted (130 Ctrl-C, 143 SIGTERM, 141 the reader of the output has gone).
 """
 
 
@@ -92,7 +96,11 @@ def _shown(config: ConfigDict) -> str:
 def load(path_and_arguments: str) -> ConfigDict:
     """``get_config(arguments)`` of a config file; ``arguments`` is what follows the colon.
 
-    The file may be one that comes with the package, by its name: ``"quickstart"``.
+    The file may be one that comes with the package, by its name: ``"quickstart"``. It may import
+    the modules beside it, as a program may.
+
+    Raises:
+      ConfigError: there is no such file, or it fails, or makes no config.
     """
     name, _, arguments = path_and_arguments.partition(":")
     # False, too, where the name is too long for a file
@@ -100,24 +108,34 @@ def load(path_and_arguments: str) -> ConfigDict:
     if path is None:
         known = "" if name.endswith(".py") else f"; the package has {', '.join(NAMES)}"
         raise ConfigError(f"there is no config file {name!r}{known}")
+    folder = str(Path(path).absolute().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
     try:
         get_config = runpy.run_path(str(path)).get("get_config")
         if get_config is None:
             raise ConfigError(f"{path} has no function get_config()")
         config = get_config(arguments) if arguments else get_config()
-    except (ConfigError, MissingExtra):
+    except (ConfigError, MissingExtra, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # of anybody's code
         raise ConfigError(f"{path}: {type(error).__name__}: {_in_a_line(error)}") from error
     if not isinstance(config, ConfigDict):
         kind = type(config).__name__
         raise ConfigError(f"{path}: get_config() must return a ConfigDict, got a {kind}")
     try:
-        flat(config)
+        names = _names(config)
         with config.ignore_type():  # as an override does
             pass
     except (RequiredValueError, RecursionError) as error:  # a placeholder; nested without end
         raise ConfigError(f"{path}: {type(error).__name__}: {_in_a_line(error)}") from None
+    for name in names:
+        if not isinstance(name, str):
+            raise ConfigError(
+                f"{path}: the name of a field must be a text, got {shown(name)}",
+                field="--config",
+                value=name,
+            )
     return config
 
 
@@ -141,10 +159,19 @@ def _in_a_line(error: BaseException) -> str:
     """What an error says, without the list of all fields that a ConfigDict adds to it."""
     while error.args and isinstance(error.args[0], Exception):  # ConfigDict wraps a KeyError
         error = error.args[0]
-    text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+    try:
+        text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+    except Exception:  # it is anybody's code, too
+        return "it cannot be printed"
     lines = [line for line in text.splitlines() if line.strip()]
     hint = f" {lines[-1]}" if len(lines) > 1 and lines[-1].startswith("Did you mean") else ""
     return (lines[0] if lines else "").partition(" Other fields present")[0] + hint
+
+
+def _names(config: ConfigDict) -> list:
+    """The names of all fields and sections, each without its section."""
+    parts = [value for value in config.values() if isinstance(value, ConfigDict)]
+    return list(config.keys()) + [name for part in parts for name in _names(part)]
 
 
 def _overrides(arguments: list[str]):

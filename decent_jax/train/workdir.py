@@ -44,7 +44,8 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Iterator["Workdir"]
     try:
         made = not path.exists()
         path.mkdir(parents=True, exist_ok=True)
-        lock = open(path / _LOCK, "a+")  # noqa: SIM115 (held until the end)
+        json_files.check_regular(path / _LOCK)
+        lock = open(path / _LOCK, "a+", errors="replace")  # noqa: SIM115 (held until the end)
     except (OSError, ValueError) as error:  # ValueError: no path at all
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"--workdir {shorten(str(path), 100)} cannot be written: {why}") from None
