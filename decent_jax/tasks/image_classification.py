@@ -22,6 +22,7 @@ from decent_jax.models.pieces import cross_entropy, decay_mask
 from decent_jax.tasks import Run
 
 GENERATED = "generated"
+CROPS = ("resized", "whole")
 CONSENSUS = ("average", "recompute", "mix")
 
 _SHOWN_CLASSES = 12  # rows of the table at the end
@@ -68,7 +69,13 @@ FIELDS = {
     "data.mixup": Field(
         0.0, "mix pairs of training images by a share of Beta(mixup, mixup); 0: no", at_least=0
     ),
-    # Of a folder, whose training images are random-resized crops.
+    # Of a folder.
+    "data.crop": Field(
+        "resized",
+        "training images: resized: a random part of 8% to 100% of the picture, resized; whole: the "
+        "largest centred square, for small pictures, together with data.shift",
+        choices=CROPS,
+    ),
     "data.eval_size": Field(
         0, "pixels of a centre crop for evaluation; 0: image_size", at_least=0, at_most=2**14
     ),
@@ -166,7 +173,12 @@ def make(config: ConfigDict, workdir: Path, announce: Callable) -> "ImageClassif
             train, val = (image_folder.open_images(data.path, split) for split in ("train", "val"))
         return ImageClassification(
             config,
-            crops.TrainImages(train, data.image_size, trivial_augment=data.trivial_augment),
+            crops.TrainImages(
+                train,
+                data.image_size,
+                whole=data.crop == "whole",
+                trivial_augment=data.trivial_augment,
+            ),
             crops.EvalImages(val, *eval_sizes(data)),
         )
     with announce(f"drawing {data.train_images + data.val_images} pictures"):

@@ -40,11 +40,13 @@ class TrainImages:
     Args:
       files: records with `data`, `label` and `name`, such as `image_folder.ImageFiles`.
       size: height and width of a training image, pixels.
+      whole: take the largest centred square instead of a random part, for images that are small
+        and are moved later.
       trivial_augment: distort each image by one random operation, see `trivial_augment`.
     """
 
-    def __init__(self, files, size: int, *, trivial_augment: bool = False):
-        self.files, self.size = files, size
+    def __init__(self, files, size: int, *, whole: bool = False, trivial_augment: bool = False):
+        self.files, self.size, self.whole = files, size, whole
         self.trivial_augment = trivial_augment
         self.class_names = files.class_names
 
@@ -63,15 +65,18 @@ class TrainImages:
         return f"TrainImages({self.files!r}, size={self.size})"
 
     def augment(self, record, random: np.random.Generator) -> dict[str, Any]:
-        """`{"image": (size, size, 3) uint8, "label": () int32}`, a random crop of the record.
+        """`{"image": (size, size, 3) uint8, "label": () int32}`, a crop of the record.
 
         Raises:
           DataError: the file is damaged.
         """
         with _naming(record.name):
-            header = jpeg.read_header(record.data)
-            box = random_box(random, header.height, header.width)
-            image = crop(record.data, box, self.size, header=header)
+            if self.whole:
+                image = centre_crop(record.data, self.size, self.size)
+            else:
+                header = jpeg.read_header(record.data)
+                box = random_box(random, header.height, header.width)
+                image = crop(record.data, box, self.size, header=header)
         if self.trivial_augment:
             image = trivial_augment.trivial_augment(image, random)
         return {"image": image, "label": np.int32(record.label)}

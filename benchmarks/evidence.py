@@ -1,0 +1,252 @@
+"""Train what docs/results.md begins with: CIFAR-10, Multi30k and a language model, with seeds.
+
+    python benchmarks/evidence.py --root DIR           # does what is left, one run after another
+    python benchmarks/evidence.py --root DIR --list    # says what is done and what is left
+
+DIR/data/ has the folders cifar10, multi30k and us_gov_web_text; the configs of these names say how
+to prepare them. The list (`pieces`) is in the order of worth: what has finished can be compared.
+Every run is a process of train.py in DIR/runs/NAME. A run that is killed, or this script, goes on
+where it was when the script is started again. Of a finished run metrics.jsonl and summary.json are
+copied to DIR/records/NAME, with the command and the commits that trained it; those in
+benchmarks/records/ are such copies.
+"""
+
+import fcntl
+import json
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import commands
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+RECORD = ("metrics.jsonl", "summary.json")
+
+
+class Piece(NamedTuple):
+    """One run: a config with its arm after the colon, and the fields that differ from it."""
+
+    name: str
+    config: str
+    changes: tuple[tuple[str, object], ...]
+
+    @property
+    def data(self) -> str:
+        """The folder in DIR/data/."""
+        return {"multi30k_en_de": "multi30k"}.get(self.task, self.task)
+
+    @property
+    def task(self) -> str:
+        return self.config.partition(":")[0]
+
+    def command(self, root: Path) -> list[str]:
+        """Of train.py, after the interpreter."""
+        fields = {"data.path": root / "data" / self.data, **dict(self.changes)}
+        return [
+            str(CHECKOUT / "train.py"),
+            f"--config={CHECKOUT}/configs/{self.task}.py:{self.config.partition(':')[2]}",
+            f"--workdir={root / 'runs' / self.name}",
+            *(f"--config.{name}={value}" for name, value in fields.items()),
+        ]
+
+
+def piece(config: str, seed: int, label: str = "", **changes: object) -> Piece:
+    """A piece; ``a__b`` stands for the field ``a.b``, ``label`` is added to the arm in the name."""
+    task, _, arm = config.partition(":")
+    fields = {name.replace("__", "."): value for name, value in changes.items()}
+    length = f"-{changes['epochs']:g}" if "epochs" in changes else ""
+    name = f"{task}-{arm}{label}{length}-seed{seed}"
+    return Piece(name, config, (("seed", seed), *fields.items()))
+
+
+def pieces() -> list[Piece]:
+    """Every run, the most telling first."""
+    return [*_cifar10_main(), *_multi30k_main(), *_different_data(), *_language(), *_the_rest()]
+
+
+MAIN = ("cifar10:momentum_sgd", "cifar10:all_reduce")
+ADAM = ("cifar10:accum_adam", "cifar10:all_reduce_adam")
+FULL, SHORT, SHORTEST = 15.0, 8.0, 4.0  # epochs
+GRID = (0.05, 0.1, 0.2)  # learning rates, with a seed that nothing else has
+
+
+def _cifar10_main() -> Iterator[Piece]:
+    """The shortest budget first: a mistake in the config shows early."""
+    yield from (piece(arm, 0, epochs=SHORTEST) for arm in MAIN)
+    yield from (piece(arm, seed, epochs=FULL) for seed in range(3) for arm in MAIN)
+
+
+def _multi30k_main() -> Iterator[Piece]:
+    arms = ("multi30k_en_de:accum_adam", "multi30k_en_de:all_reduce")
+    yield from (piece(arm, seed) for seed in range(3) for arm in arms)
+
+
+def _different_data() -> Iterator[Piece]:
+    """Each replica has a mixture of classes of its own."""
+    own = {"epochs": SHORT, "data__partition": "dirichlet", "data__alpha": 0.1}
+    arms = ("momentum_sgd", "all_reduce", "gossiped_momentum", "exact_diffusion")
+    yield from (
+        piece(f"cifar10:{arm}", seed, "-dirichlet", **own) for seed in range(2) for arm in arms
+    )
+
+
+def _language() -> Iterator[Piece]:
+    for seed in range(2):
+        yield from (piece(f"us_gov_web_text:{arm}", seed) for arm in ("accum_adam", "all_reduce"))
+    yield from (piece(f"us_gov_web_text:{arm}", 0) for arm in ("muon", "sparseloco_muon"))
+
+
+def _the_rest() -> Iterator[Piece]:
+    """Adam, other arms beside an all-reduce as long, other budgets, the grid of rates."""
+    yield from (piece(arm, seed, epochs=SHORT) for seed in range(2) for arm in ADAM)
+    yield from (piece(arm, 0, epochs=SHORT) for arm in MAIN)
+    others = ("alternating_exp_ring", "hypercube", "ring", "base_graph")
+    others += ("swarm", "noloco", "sparseloco")
+    yield from (piece(f"cifar10:{arm}", 0, epochs=SHORT) for arm in others)
+    yield piece("multi30k_en_de:swarm", 0)
+    yield from (
+        piece(arm, 100, f"-rate{rate:g}", epochs=SHORTEST, learning_rate=rate)
+        for rate in GRID
+        for arm in MAIN
+    )
+    for budget in (SHORTEST, SHORT):
+        yield from (piece(arm, seed, epochs=budget) for seed in (1, 2) for arm in MAIN)
+
+
+# --- Which are done ------------------------------------------------------------------------------
+
+
+def finished(root: Path, name: str) -> bool:
+    """Whether the record of a run is whole; summary.json is the last of its files."""
+    return (root / "records" / name / RECORD[-1]).exists()
+
+
+def left(root: Path, all_pieces: Iterable[Piece]) -> list[Piece]:
+    """Those without a record, in order."""
+    return [each for each in all_pieces if not finished(root, each.name)]
+
+
+def listing(root: Path, all_pieces: Iterable[Piece]) -> str:
+    """A line per piece: its state, the hours it has trained, its last evaluation."""
+    lines, count = [], 0
+    for each in all_pieces:
+        folder = root / ("records" if finished(root, each.name) else "runs") / each.name
+        count += folder.parent.name == "records"
+        state = {"records": "done", "runs": "begun" if folder.exists() else "waits"}
+        lines.append(f"{state[folder.parent.name]:<6}{each.name:<56}{_progress(folder)}".rstrip())
+    return "\n".join([*lines, f"{count} of {len(lines)} done"])
+
+
+def _progress(folder: Path) -> str:
+    try:
+        rows = commands.read_metrics(folder)
+    except FileNotFoundError:
+        return ""
+    seen = {name: value for row in rows for name, value in row.items()}
+    hours = seen.get("perf/wall_time_s", 0.0) / 3600
+    evaluated = [f"{name} {seen[name]:.4g}" for name in ("eval/loss", "eval/top1") if name in seen]
+    return f"step {seen.get('step', 0)}, {hours:.2f} h  {'  '.join(evaluated)}"
+
+
+# --- Training ------------------------------------------------------------------------------------
+
+
+def done(root: Path, each: Piece, lock: IO) -> bool:
+    """Trains a piece to its end and keeps its record; False if train.py failed."""
+    print(f"{each.name} ...", flush=True)
+    code = train(root, each, lock)
+    if code:
+        print(f"failed with exit code {code}, see {root}/runs/{each.name}.log", flush=True)
+        return False
+    record(root, each)
+    print(_progress(root / "records" / each.name), flush=True)
+    return True
+
+
+def train(root: Path, each: Piece, lock: IO) -> int:
+    """Trains a piece, or goes on with it; returns the exit code of train.py.
+
+    The process inherits the lock: should this one be killed, nobody trains beside its child.
+    """
+    command = each.command(root)
+    log = root / "runs" / f"{each.name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    _note_commit(root, each)
+    with log.open("ab") as file:
+        options = {"stdout": file, "stderr": subprocess.STDOUT, "pass_fds": (lock.fileno(),)}
+        with subprocess.Popen([sys.executable, *command], cwd=CHECKOUT, **options) as process:
+            try:
+                return process.wait()
+            except BaseException:
+                process.terminate()  # it saves and ends
+                raise
+
+
+def record(root: Path, each: Piece) -> None:
+    """Copies what is kept of a finished run, summary.json last and in one piece."""
+    folder, kept = root / "runs" / each.name, root / "records" / each.name
+    kept.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(folder / RECORD[0], kept / RECORD[0])
+    arguments = (
+        argument.replace(str(root), "DIR").replace(f"{CHECKOUT}/", "")
+        for argument in each.command(root)
+    )
+    summary = json.loads((folder / RECORD[1]).read_text())
+    summary |= {"command": shlex.join(["python", *arguments]), "commits": _commits(root, each)}
+    draft = kept / f".{RECORD[1]}"
+    draft.write_text(json.dumps(summary, indent=2) + "\n")
+    draft.rename(kept / RECORD[1])
+
+
+def _note_commit(root: Path, each: Piece) -> None:
+    describe = ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--abbrev=12"]
+    commit = subprocess.run(describe, capture_output=True, text=True).stdout.strip() or "unknown"
+    if commit not in _commits(root, each):
+        with _commit_file(root, each).open("a") as file:
+            print(commit, file=file)
+
+
+def _commits(root: Path, each: Piece) -> list[str]:
+    """Of the checkouts that trained the piece, in order."""
+    file = _commit_file(root, each)
+    return file.read_text().split() if file.exists() else []
+
+
+def _commit_file(root: Path, each: Piece) -> Path:
+    return root / "runs" / f"{each.name}.commits"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0: all is done; 1: some runs failed, see their logs; 2: bad input."""
+    parser = commands.parser(__doc__)
+    parser.add_argument("--root", required=True, type=Path, metavar="DIR")
+    parser.add_argument("--list", action="store_true", help="say what is left, and leave")
+    parsed = parser.parse_args(arguments)
+    root = parsed.root.resolve()
+    if parsed.list:
+        print(listing(root, pieces()))
+        return 0
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            print(f"evidence.py: another one, or a run of it, works in {root}", file=sys.stderr)
+            return 2
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            failed = [each.name for each in left(root, pieces()) if not done(root, each, lock)]
+        except KeyboardInterrupt:
+            print("interrupted; start it again to go on", flush=True)
+            return 130
+    print(f"{len(failed)} failed: {', '.join(failed)}" if failed else "all done")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""A small Transformer on Multi30k, captions of photographs from English to German.
+
+Source: the task of Consensus Control (Kong et al., 2021, arXiv:2102.04828); text of task 1 of
+Multi30k (Elliott et al., 2016): 29,000 training pairs, 1,014 for validation, and the test set
+test_2016_flickr, prepared with a joint vocabulary of 4000:
+    decent-jax prepare translation --input MULTI30K/train --val MULTI30K/val \\
+        --test MULTI30K/test_2016_flickr --source_lang en --target_lang de \\
+        --vocab_size 4000 --out data/multi30k
+
+Command: python train.py --config configs/multi30k_en_de.py:accum_adam --workdir runs/multi30k
+After the colon comes one of the names in ARMS. `benchmarks/evidence.py` runs them, with seeds.
+
+Hardware: 2 cores. Result: see docs/results.md.
+"""
+
+from decent_jax import train
+
+ARMS = {
+    "accum_adam": {"algorithm": "accum_adam", "schedule": "one_peer_exp"},
+    "all_reduce": {"algorithm": "all_reduce"},
+    "swarm": {
+        "algorithm": "swarm",
+        "schedule": "random_matching(rounds=16)",
+        "optimizer.name": "accum_adam",
+        "mix_every": 2,
+    },
+    "peers": {
+        "algorithm": "swarm",
+        "schedule": "random_matching",
+        "optimizer.name": "accum_adam",
+        "peers.use": True,
+    },
+}
+
+
+def get_config(arguments: str = "accum_adam"):
+    (arm,) = train.chosen(arguments, tuple(ARMS))
+    config = train.default_config("translation")
+    config.data.path = "data/multi30k"
+    config.data.shapes = 3
+    config.data.bleu_sentences = 0
+
+    config.model.preset = "tiny"
+    config.model.layers = 4
+    config.model.width = 128
+    config.model.ff = 256
+    config.model.norm = "pre"
+    config.model.dtype = "float32"
+    config.model.dropout = 0.3
+
+    config.num_replicas = 8
+    config.batch_size = 4096
+    config.steps = 5000  # 37 epochs
+    config.learning_rate = 5e-3
+    config.lr_schedule.name = "inverse_sqrt"
+    config.lr_schedule.warmup = "10%"
+    config.optimizer.window = 2
+    config.optimizer.b1 = 0.8  # as in tatoeba_en_de.py: short trainings want short moments
+    config.optimizer.b2 = 0.98
+    config.update_from_flattened_dict(ARMS[arm])
+
+    config.log.every = 50
+    config.eval.every = 500
+    config.checkpoint.every = 0
+    config.checkpoint.every_minutes = 5.0
+    return config
