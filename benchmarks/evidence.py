@@ -1,6 +1,6 @@
 """Train what docs/results.md begins with: CIFAR-10, Multi30k and a language model, with seeds.
 
-    python benchmarks/evidence.py --root DIR           # does what is left, one run after another
+    python benchmarks/evidence.py --root DIR           # does what is left, a run per core
     python benchmarks/evidence.py --root DIR --list    # says what is done and what is left
 
 DIR/data/ has the folders cifar10, multi30k and us_gov_web_text; the configs of these names say how
@@ -13,11 +13,13 @@ benchmarks/records/ are such copies.
 
 import fcntl
 import json
+import os
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -25,6 +27,7 @@ from typing import IO, NamedTuple
 import commands
 
 CHECKOUT = Path(__file__).resolve().parents[1]
+POLL_S = 2.0
 RECORD = ("metrics.jsonl", "summary.json")
 
 
@@ -156,35 +159,58 @@ def _progress(folder: Path) -> str:
 # --- Training ------------------------------------------------------------------------------------
 
 
-def done(root: Path, each: Piece, lock: IO) -> bool:
-    """Trains a piece to its end and keeps its record; False if train.py failed."""
-    print(f"{each.name} ...", flush=True)
-    code = train(root, each, lock)
-    if code:
-        print(f"failed with exit code {code}, see {root}/runs/{each.name}.log", flush=True)
-        return False
-    record(root, each)
-    print(_progress(root / "records" / each.name), flush=True)
-    return True
+def train(root: Path, waiting: list[Piece], cores: Iterable[int], lock: IO) -> list[Piece]:
+    """Trains pieces to their ends, one per core at a time; returns those that failed.
 
-
-def train(root: Path, each: Piece, lock: IO) -> int:
-    """Trains a piece, or goes on with it; returns the exit code of train.py.
-
-    The process inherits the lock: should this one be killed, nobody trains beside its child.
+    Two runs with a core each take less time than one after the other on both: a step has parts
+    that use one core only.
     """
-    command = each.command(root)
-    log = root / "runs" / f"{each.name}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
+    free, running, failed = list(cores), {}, []
+    waiting = list(waiting)
+    try:
+        while waiting or running:
+            while waiting and free:
+                core, each = free.pop(0), waiting.pop(0)
+                running[start(root, each, core, lock)] = core, each
+                print(f"{each.name} ...", flush=True)
+            time.sleep(POLL_S)
+            for process in [process for process in running if process.poll() is not None]:
+                core, each = running.pop(process)
+                free.append(core)
+                if process.returncode:
+                    failed.append(each)
+                    print(f"{each.name} failed, see {_log(root, each)}", flush=True)
+                else:
+                    record(root, each)
+                    print(f"{each.name}: {_progress(root / 'records' / each.name)}", flush=True)
+    finally:
+        for process in running:
+            process.terminate()  # it saves and ends
+        for process in running:
+            process.wait()
+    return failed
+
+
+def start(root: Path, each: Piece, core: int, lock: IO) -> subprocess.Popen:
+    """Starts to train a piece, or goes on with it, on one core.
+
+    The process inherits the lock: should this one be killed, nobody trains beside its children.
+    """
+    _log(root, each).parent.mkdir(parents=True, exist_ok=True)
     _note_commit(root, each)
-    with log.open("ab") as file:
-        options = {"stdout": file, "stderr": subprocess.STDOUT, "pass_fds": (lock.fileno(),)}
-        with subprocess.Popen([sys.executable, *command], cwd=CHECKOUT, **options) as process:
-            try:
-                return process.wait()
-            except BaseException:
-                process.terminate()  # it saves and ends
-                raise
+    own = os.sched_getaffinity(0)
+    with _log(root, each).open("ab") as log:
+        os.sched_setaffinity(0, {core})  # children inherit it
+        try:
+            return subprocess.Popen(
+                [sys.executable, *each.command(root)],
+                cwd=CHECKOUT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(lock.fileno(),),
+            )
+        finally:
+            os.sched_setaffinity(0, own)
 
 
 def record(root: Path, each: Piece) -> None:
@@ -201,6 +227,10 @@ def record(root: Path, each: Piece) -> None:
     draft = kept / f".{RECORD[1]}"
     draft.write_text(json.dumps(summary, indent=2) + "\n")
     draft.rename(kept / RECORD[1])
+
+
+def _log(root: Path, each: Piece) -> Path:
+    return root / "runs" / f"{each.name}.log"
 
 
 def _note_commit(root: Path, each: Piece) -> None:
@@ -240,11 +270,11 @@ def main(arguments: list[str] | None = None) -> int:
             return 2
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            failed = [each.name for each in left(root, pieces()) if not done(root, each, lock)]
+            failed = train(root, left(root, pieces()), sorted(os.sched_getaffinity(0)), lock)
         except KeyboardInterrupt:
             print("interrupted; start it again to go on", flush=True)
             return 130
-    print(f"{len(failed)} failed: {', '.join(failed)}" if failed else "all done")
+    print(f"{len(failed)} failed" if failed else "all done")
     return int(bool(failed))
 
 

@@ -41,7 +41,7 @@ def get_config(arguments: str = "accum_adam"):
     config.data.bleu_sentences = 0
 
     config.model.preset = "tiny"
-    config.model.layers = 4
+    config.model.layers = 3
     config.model.width = 128
     config.model.ff = 256
     config.model.norm = "pre"
@@ -50,7 +50,7 @@ def get_config(arguments: str = "accum_adam"):
 
     config.num_replicas = 8
     config.batch_size = 4096
-    config.steps = 5000  # 37 epochs
+    config.steps = 4000  # 30 epochs
     config.learning_rate = 5e-3
     config.lr_schedule.name = "inverse_sqrt"
     config.lr_schedule.warmup = "10%"
@@ -60,7 +60,7 @@ def get_config(arguments: str = "accum_adam"):
     config.update_from_flattened_dict(ARMS[arm])
 
     config.log.every = 50
-    config.eval.every = 500
+    config.eval.every = 400
     config.checkpoint.every = 0
     config.checkpoint.every_minutes = 5.0
     return config
