@@ -26,6 +26,12 @@ from typing import IO, NamedTuple
 
 import commands
 
+from decent_jax.data.images import image_folder
+from decent_jax.data.text import token_folder, tokenizers
+from decent_jax.data.translation import pair_folder
+from decent_jax.ground.errors import DataError
+from decent_jax.ground.format import shorten
+
 CHECKOUT = Path(__file__).resolve().parents[1]
 POLL_S = 2.0
 RECORD = ("metrics.jsonl", "summary.json")
@@ -119,6 +125,57 @@ def _the_rest() -> Iterator[Piece]:
     )
     for budget in (SHORTEST, SHORT):
         yield from (piece(arm, seed, epochs=budget) for seed in (1, 2) for arm in MAIN)
+
+
+# --- The data ------------------------------------------------------------------------------------
+
+CIFAR10 = ["airplane", "automobile", "bird", "cat", "deer"]
+CIFAR10 += ["dog", "frog", "horse", "ship", "truck"]
+IMAGES = {"train": 50_000, "val": 10_000}
+SUBWORDS = {"multi30k": 4000, "us_gov_web_text": 4096}
+LANGUAGES = ("en", "de")
+
+
+def check(root: Path, all_pieces: Iterable[Piece]) -> None:
+    """DataError, one sentence, where a folder in DIR/data is not what these pieces train on."""
+    checks = {"cifar10": _check_cifar10, "multi30k": _check_pairs, "us_gov_web_text": _check_text}
+    for name in dict.fromkeys(each.data for each in all_pieces):
+        checks[name](root / "data" / name)
+
+
+def _check_cifar10(folder: Path) -> None:
+    for split, count in IMAGES.items():
+        images = image_folder.open_images(folder, split)
+        if list(images.class_names) != CIFAR10 or len(images) != count:
+            names = shorten(", ".join(images.class_names), 60)
+            raise DataError(
+                f"{folder}: is not CIFAR-10, which has {count:,} images of {', '.join(CIFAR10)} in "
+                f"its split {split!r}, but {len(images):,} of {names}; see configs/cifar10.py"
+            )
+
+
+def _check_pairs(folder: Path) -> None:
+    for split in pair_folder.SPLITS:
+        pairs = pair_folder.TranslationPairs(folder, split)
+        pairs.check()
+    if pairs.languages != LANGUAGES:
+        raise DataError(f"{folder}: translates {' to '.join(pairs.languages)}, expected en to de")
+    _check_vocabulary(folder, pairs.vocabulary.size)
+
+
+def _check_text(folder: Path) -> None:
+    for split in token_folder.SPLITS:
+        token_folder.TokenWindows(folder / f"{split}.bin", 1)
+    _check_vocabulary(folder, tokenizers.from_manifest(folder).vocab_size)
+
+
+def _check_vocabulary(folder: Path, size: int) -> None:
+    wanted = SUBWORDS[folder.name]
+    if size != wanted:
+        raise DataError(
+            f"{folder}: has a vocabulary of {size} subwords where these runs have {wanted}; "
+            "prepare it as the config of its name says"
+        )
 
 
 # --- Which are done ------------------------------------------------------------------------------
@@ -261,7 +318,12 @@ def main(arguments: list[str] | None = None) -> int:
     if parsed.list:
         print(listing(root, pieces()))
         return 0
-    root.mkdir(parents=True, exist_ok=True)
+    waiting = left(root, pieces())
+    try:
+        check(root, waiting)
+    except DataError as error:
+        print(f"evidence.py: {error}", file=sys.stderr)
+        return 2
     with (root / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -270,7 +332,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 2
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            failed = train(root, left(root, pieces()), sorted(os.sched_getaffinity(0)), lock)
+            failed = train(root, waiting, sorted(os.sched_getaffinity(0)), lock)
         except KeyboardInterrupt:
             print("interrupted; start it again to go on", flush=True)
             return 130

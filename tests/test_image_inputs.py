@@ -207,6 +207,22 @@ def test_a_training_image_is_a_crop_alone():
         assert (made[:, 0, 0] < made[:, -1, 0]).all()
 
 
+def test_a_whole_training_image_is_the_record_itself():
+    """Of a record as small as a training image, pixel by pixel; of a larger one its centre."""
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (32, 32, 3), np.uint8)
+    wide = encoded(gradient(40, 60))
+    records = [EncodedImage(encoded(pixels, "PNG"), 3, "train/a/b.png")]
+    source = TrainImages(
+        FewFiles([*records, EncodedImage(wide, 1, "train/a/c.jpg")]), 32, whole=True
+    )
+    for seed in range(3):
+        made = source.augment(source[0], np.random.default_rng(seed))
+        np.testing.assert_array_equal(made["image"], pixels)
+        made = source.augment(source[1], np.random.default_rng(seed))
+        np.testing.assert_array_equal(made["image"], crops.centre_crop(wide, 32, 32))
+
+
 class FewFiles:
     """Records in memory."""
 

@@ -13,6 +13,7 @@ from PIL import Image
 
 from decent_jax.data import loader
 from decent_jax.data.images import crops, image_folder, prepare_images
+from decent_jax.ground.errors import ConfigError
 from decent_jax.train import TrainingFailed
 
 pytestmark = pytest.mark.usefixtures("compile_once")
@@ -110,6 +111,11 @@ def test_a_damaged_image_ends_a_run_in_one_sentence_with_a_checkpoint(layouts, t
     assert bad["name"] == victim and "truncated" in bad["reason"]
     source = crops.TrainImages(image_folder.open_images(packed, "train"), 16)
     assert len(source) == 29 and len(first_epoch(packed)) == 4  # which decodes them
+
+
+def test_too_few_images_for_a_batch_are_refused(layouts, tmp_path):
+    with pytest.raises(ConfigError, match=r"30 training images .* a batch of 32 for 2 replicas; "):
+        tiny.run(config_of(layouts["folders"], batch_size=32), tmp_path)
 
 
 def name_of_an_image_of_step(source, config, step):

@@ -1,0 +1,176 @@
+"""The plan of benchmarks/evidence.py: which runs in which order, what is left, what is refused."""
+
+import fcntl
+import importlib
+import itertools
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from decent_jax.ground.errors import DataError
+from decent_jax.train import config as config_lib
+from decent_jax.train import flags
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+evidence = importlib.import_module("evidence")
+sys.path.remove(str(ROOT / "benchmarks"))
+
+
+# --- The list -------------------------------------------------------------------------------------
+
+
+def test_each_run_has_a_name_of_its_own():
+    names = [each.name for each in evidence.pieces()]
+    assert len(set(names)) == len(names)
+
+
+def fields_of(piece):
+    return dict(piece.changes)
+
+
+def test_the_main_arms_come_first_and_in_pairs_of_a_seed():
+    """Whenever the script is stopped, what has finished can be compared, but for one run."""
+    pieces = evidence.pieces()
+    for gossip, all_reduce in zip(pieces[:14:2], pieces[1:14:2], strict=True):
+        assert gossip.changes == all_reduce.changes and gossip.task == all_reduce.task
+        assert "all_reduce" in all_reduce.config and "all_reduce" not in gossip.config
+    tasks = [piece.task for piece in pieces[:14:2]]
+    assert tasks == ["cifar10"] * 4 + ["multi30k_en_de"] * 3
+    seeds = [fields_of(piece)["seed"] for piece in pieces[:14:2]]
+    assert seeds == [0, 0, 1, 2, 0, 1, 2]
+
+
+def test_every_other_arm_has_an_all_reduce_of_its_length_and_data():
+    """And of its seed: Adam beside Adam, the rest beside the same network trained by SGD."""
+    pieces = evidence.pieces()
+    compared = {(piece.config, piece.changes) for piece in pieces}
+    for piece in pieces:
+        own = "_adam" if "accum_adam" in piece.config and piece.task == "cifar10" else ""
+        assert (f"{piece.task}:all_reduce{own}", piece.changes) in compared, piece.name
+
+
+def test_the_grid_of_rates_has_a_seed_that_nothing_else_has():
+    with_rate = [p for p in evidence.pieces() if "learning_rate" in fields_of(p)]
+    seeds = {fields_of(piece)["seed"] for piece in with_rate}
+    others = {fields_of(p)["seed"] for p in evidence.pieces() if p not in with_rate}
+    assert len(seeds) == 1 and not seeds & others
+
+
+@pytest.mark.parametrize("piece", evidence.pieces(), ids=lambda piece: piece.name)
+def test_every_command_is_a_good_config_but_for_its_data(piece, tmp_path, tiny_data):
+    config, workdir = flags.parse(piece.command(tmp_path)[1:])
+    assert config.data.path == str(tmp_path / "data" / piece.data)
+    assert workdir == str(tmp_path / "runs" / piece.name)
+    config.data.path = "numbers" if config.task == "translation" else str(tiny_data)
+    if config.task == "language_modeling":
+        config.model.context = 8
+    config_lib.validate(config)
+    for name, value in piece.changes:
+        assert config_lib.flat(config)[name] == value
+
+
+# --- What is left ---------------------------------------------------------------------------------
+
+TRAIN = """
+import json, pathlib, sys
+flags = dict(argument.removeprefix("--").split("=", 1) for argument in sys.argv[1:])
+workdir = pathlib.Path(flags["workdir"])
+workdir.mkdir(parents=True, exist_ok=True)
+row = {"step": 3, "perf/wall_time_s": 3600.0, "eval/top1": 0.5}
+(workdir / "metrics.jsonl").write_text(json.dumps(row) + "\\n")
+if flags["config.seed"] in sys.argv[0].partition("bad-")[2]:
+    sys.exit(1)
+(workdir / "summary.json").write_text(json.dumps({"final": {"eval/top1": 0.5}}))
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A checkout whose train.py ends at once; two runs of a config."""
+    checkout = tmp_path / "checkout-bad-1"
+    checkout.mkdir()
+    (checkout / "train.py").write_text(TRAIN)
+    monkeypatch.setattr(evidence, "CHECKOUT", checkout)
+    monkeypatch.setattr(evidence, "POLL_S", 0.01)
+    return [evidence.piece("cifar10:ring", seed, epochs=8.0) for seed in (0, 1)]
+
+
+def test_what_finished_is_recorded_and_not_done_again(checkout, tmp_path):
+    root = tmp_path / "root"
+    good, bad = checkout
+    with (tmp_path / "lock").open("w") as lock:
+        assert evidence.train(root, checkout, [0], lock) == [bad]
+    assert evidence.left(root, checkout) == [bad]
+    record = root / "records" / good.name
+    summary = json.loads((record / "summary.json").read_text())
+    assert summary["final"] == {"eval/top1": 0.5}
+    assert len(summary["commits"]) == 1
+    assert str(tmp_path) not in summary["command"]  # no path of this machine
+    assert "--config=configs/cifar10.py:ring" in summary["command"]
+    assert (record / "metrics.jsonl").read_text() == (
+        root / "runs" / good.name / "metrics.jsonl"
+    ).read_text()
+    done, begun, count = evidence.listing(root, checkout).splitlines()
+    assert re.fullmatch(rf"done +{good.name} +step 3, 1.00 h +eval/top1 0.5", done)
+    assert begun.startswith("begun") and bad.name in begun
+    assert count == "1 of 2 done"
+
+
+def test_a_record_without_a_summary_is_not_finished(checkout, tmp_path):
+    """As a kill between the two copies leaves it."""
+    good, _ = checkout
+    (tmp_path / "records" / good.name).mkdir(parents=True)
+    (tmp_path / "records" / good.name / "metrics.jsonl").touch()
+    assert not evidence.finished(tmp_path, good.name)
+
+
+# --- What is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("cifar10:ring", "cifar10: no such folder"),
+        ("multi30k_en_de:swarm", "multi30k: "),
+        ("us_gov_web_text:muon", "us_gov_web_text/train.bin: "),
+    ],
+)
+def test_missing_data_is_one_sentence(config, message, tmp_path):
+    with pytest.raises(DataError, match=message):
+        evidence.check(tmp_path, [evidence.piece(config, 0)])
+
+
+def test_another_set_of_images_is_not_cifar10(tmp_path):
+    from PIL import Image
+
+    for split, name in itertools.product(("train", "val"), evidence.CIFAR10):
+        folder = tmp_path / "data" / "cifar10" / split / name
+        folder.mkdir(parents=True)
+        Image.new("RGB", (32, 32)).save(folder / "0.png")
+    with pytest.raises(DataError, match=r"has 50,000 images of .* but 10 of airplane, "):
+        evidence.check(tmp_path, [evidence.piece("cifar10:ring", 0)])
+
+
+def test_another_vocabulary_is_refused(tmp_path, tiny_data):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "us_gov_web_text").symlink_to(tiny_data)
+    with pytest.raises(DataError, match=r"a vocabulary of \d+ subwords where these runs have 4096"):
+        evidence.check(tmp_path, [evidence.piece("us_gov_web_text:muon", 0)])
+
+
+def test_bad_data_ends_the_command_before_anything_runs(tmp_path, capsys):
+    assert evidence.main(["--root", str(tmp_path)]) == 2
+    assert re.fullmatch(r"evidence.py: .*cifar10.*\n", capsys.readouterr().err)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_two_of_them_do_not_work_in_one_folder(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(evidence, "check", lambda *_: None)
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert evidence.main(["--root", str(tmp_path)]) == 2
+    assert "works in" in capsys.readouterr().err
