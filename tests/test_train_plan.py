@@ -39,15 +39,6 @@ def test_the_order_of_devices_changes_no_number(run, tmp_path, capsys):
     assert [line.split()[-1] for line in table] == [f"cpu:{k}" for k in (2, 0, 3, 1)]
 
 
-def test_a_schedule_built_for_the_network(run, tmp_path):
-    """Matrices that no name stands for: with these, every round is the mean of all."""
-    built = topology.Schedule.from_matrices([np.full((4, 4), 0.25)], "built for two racks")
-    plan = save(tmp_path, HERE, built)
-    folder = run(steps=3, combine="then", mesh={"devices": 4}, cluster=plan)
-    assert tiny.summary(folder)["schedule"] == "built for two racks"
-    assert tiny.rows(folder)[-1]["train/consensus_distance_relative"] < 1e-6
-
-
 def test_rounds_are_repeated_for_methods_that_count_them():
     plan = Plan(tuple(HERE), topology.make("one_peer_exp", 4))
     config = tiny.config("data", num_replicas=4, algorithm="decentralized_adam")

@@ -19,7 +19,6 @@ import numpy as np
 from decent_jax import topology
 from decent_jax.ground.format import shown
 from decent_jax.ground.json_files import read_text, write_json_atomic
-from decent_jax.topology.rounds import assembled
 
 FORMAT = "decent_jax.plan/1"
 
@@ -30,7 +29,7 @@ class Plan:
 
     devices: names of the network's devices; replica i lives on ``devices[i]``, or its stage s on
       ``devices[i * stages + s]``.
-    schedule: of the replicas.
+    schedule: of the replicas, one that `topology.make` gives by its name.
     mix_every: steps from one round to the next.
     expected: predictions by name, numbers and words for people; no run reads them.
     stages: of each replica, on a device each.
@@ -84,13 +83,17 @@ class Plan:
         return [where[name] for name in self.devices]
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON; a reader finds the old file or the new one."""
+        """Write the plan as JSON, atomically.
+
+        Raises:
+          ValueError: `topology.make` does not give this schedule by its name.
+        """
         write_json_atomic(
             path,
             {
                 "format": FORMAT,
                 "devices": self.devices,
-                "schedule": _schedule_to_json(self.schedule),
+                "schedule": _named(self.schedule),
                 "mix_every": self.mix_every,
                 "expected": self.expected,
                 "stages": self.stages,
@@ -109,14 +112,17 @@ def load(path: str | Path) -> Plan:
         fields = json.loads(read_text(path))
         if not isinstance(fields, dict) or fields.get("format") != FORMAT:
             raise ValueError(f'it does not say "format": "{FORMAT}"')
-        stages = fields.get("stages", 1)  # plans of earlier versions have none
+        stages, schedule = fields["stages"], fields["schedule"]
+        if not isinstance(schedule["name"], str):
+            raise TypeError(f"the name of its schedule is no text, but {shown(schedule['name'])}")
+        n = len(fields["devices"]) // stages
         return Plan(
             tuple(str(name) for name in fields["devices"]),
-            _schedule_from_json(fields["schedule"], len(fields["devices"]) // stages),
+            topology.make(schedule["name"], n, local_size=schedule["local_size"]),
             fields["mix_every"],
-            fields.get("expected", {}),
+            fields["expected"],
             stages,
-            tuple(fields.get("layers", ())),
+            tuple(fields["layers"]),
         )
     except OSError as error:
         raise ValueError(f"cannot read the plan {path}: {error.strerror or error}") from None
@@ -130,58 +136,18 @@ def load(path: str | Path) -> Plan:
         raise ValueError(f"{path} is not a plan: {error}") from None
 
 
-def _schedule_to_json(schedule: topology.Schedule) -> dict:
-    """By name where `topology.make` gives the same, otherwise round by round."""
-    local_size = schedule.rounds[0].group_size
-    with contextlib.suppress(ValueError):  # no such name, or not for so many replicas
-        named = topology.make(schedule.name, schedule.num_replicas, local_size=local_size)
-        if _equal(named, schedule):
-            return {"name": schedule.name, "local_size": local_size}
-    return {
-        "name": schedule.name,
-        "rounds": [
-            {
-                "group_size": one.group_size,
-                "self_weights": one.self_weights,
-                "sends": [dataclasses.asdict(send) for send in one.sends],
-            }
-            for one in schedule.rounds
-        ],
-    }
-
-
-def _schedule_from_json(fields: dict, num_replicas: int) -> topology.Schedule:
-    if not isinstance(fields["name"], str):
-        raise TypeError("the name of its schedule is no text")
-    if "rounds" not in fields:
-        return topology.make(fields["name"], num_replicas, local_size=fields["local_size"])
-    rounds = tuple(_round(one, num_replicas) for one in fields["rounds"])
-    topology.Schedule.from_matrices([one.matrix for one in rounds], fields["name"])  # its checks
-    return topology.Schedule(fields["name"], num_replicas, rounds)
-
-
-def _round(fields: dict, n: int) -> topology.Round:
-    """A round with the matrix that its communication amounts to."""
-    group_size = int(fields["group_size"])
-    self_weights = np.asarray(fields["self_weights"], np.float64)
-    if group_size < 1 or n % group_size or self_weights.shape != (n,):
-        raise ValueError(
-            f"a round needs groups that divide {n} replicas and a weight for each, got groups of "
-            f"{group_size} and {len(self_weights)} weights"
-        )
-    sends = []
-    for send in fields["sends"]:
-        sources = np.asarray(send["sources"], np.int64)
-        weights = np.asarray(send["weights"], np.float64)
-        senders = sources[sources >= 0]
-        if sources.shape != (n,) or weights.shape != (n,) or len(set(senders)) < len(senders):
-            raise ValueError(f"a message needs {n} sources that are all different, and weights")
-        sends.append(topology.Send(sources, weights))
-    return assembled(group_size, self_weights, sends)
-
-
-def _equal(first: topology.Schedule, second: topology.Schedule) -> bool:
-    return first.period == second.period and all(
-        one.group_size == other.group_size and np.array_equal(one.matrix, other.matrix)
-        for one, other in zip(first.rounds, second.rounds, strict=True)
+def _named(schedule: topology.Schedule) -> dict:
+    """The arguments of `topology.make` that give this schedule."""
+    n = schedule.num_replicas
+    for size in (size for size in range(1, n + 1) if n % size == 0):
+        with contextlib.suppress(ValueError):  # no such name, or not for groups of this size
+            made = topology.make(schedule.name, n, local_size=size)
+            if made.period == schedule.period and all(
+                one.group_size == other.group_size and np.array_equal(one.matrix, other.matrix)
+                for one, other in zip(made.rounds, schedule.rounds, strict=True)
+            ):
+                return {"name": schedule.name, "local_size": size}
+    raise ValueError(
+        f"a plan names its schedule, and topology.make({schedule.name!r}, {n}) does not give this "
+        "one; register it under a name of its own (decent_jax.topology.register)"
     )
