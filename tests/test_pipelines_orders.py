@@ -3,9 +3,9 @@
 import itertools
 
 import pytest
+from refusals import refused
 
 from decent_jax.plan import orders
-from decent_jax.train import ConfigError
 
 SIZES = [(s, m) for s in range(1, 9) for m in (*range(1, 10), 16, 31, 32)]
 
@@ -65,16 +65,13 @@ def test_layers_are_divided_as_well_as_can_be(last_costs, speeds):
         assert sum(got) == layers and slowest(got) == min(map(slowest, every))
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [("3,3", "3 numbers"), ("a,2,4", "3 numbers"), ("0,3,3", "3 numbers"), ("1,2,2", "5 layers")],
-)
-def test_layers_that_do_not_fit_are_refused(text, words):
+@pytest.mark.parametrize("text", ["3,3", "a,2,4", "0,3,3", "1,2,2"])
+def test_layers_that_do_not_fit_are_refused(text):
     assert orders.layers_of("1,2,3", 6, 3, 0.0) == [1, 2, 3]
-    with pytest.raises(ConfigError, match=words):
+    with refused("pipeline.layers", text):
         orders.layers_of(text, 6, 3, 0.0)
 
 
 def test_more_stages_than_layers_are_refused():
-    with pytest.raises(ConfigError, match="4 is more than the model's 3 layers"):
+    with refused("pipeline.stages", 4):
         orders.divide(3, 4)

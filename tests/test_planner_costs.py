@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from refusals import refuses
 
 from decent_jax import topology
 from decent_jax.planner import costs, network
@@ -179,16 +180,12 @@ def test_hierarchical_all_reduce_adds_up():
 
 
 @pytest.mark.parametrize(
-    "sizes, name, words",
-    [
-        ([4, 3], "hierarchical", "equally many members"),
-        ([8], "hierarchical", "at least two nodes"),
-        ([4, 4], "butterfly", "auto, ring, tree or hierarchical"),
-    ],
+    "sizes, name",
+    [([4, 3], "hierarchical"), ([8], "hierarchical"), ([4, 4], "butterfly")],
 )
-def test_an_all_reduce_that_does_not_exist_is_refused(sizes, name, words):
+def test_an_all_reduce_that_does_not_exist_is_refused(sizes, name):
     whole = network.cluster(sizes, INSIDE, BETWEEN)
-    with pytest.raises(ValueError, match=words):
+    with refuses(name):
         costs.all_reduce_s(whole, MODEL, name)
 
 
@@ -224,16 +221,16 @@ def test_alternating_exp_ring_sends_a_model_a_node_when_hierarchical_and_four_wh
 
 def test_carrying_a_round_out_by_all_reduce_needs_a_mean_over_groups():
     whole = cluster(2, 4)
-    with pytest.raises(ValueError, match="mean over disjoint groups"):
+    with refuses("mean over disjoint groups"):
         costs.round_s(whole, topology.make("one_peer_exp", 8), 1, MODEL, "all_reduce")
     groups = costs.mean_groups(topology.make("hypercube", 8).rounds[1])
     assert [group.tolist() for group in groups] == [[0, 2], [1, 3], [4, 6], [5, 7]]
 
 
 def test_a_schedule_for_another_number_of_replicas_is_refused():
-    with pytest.raises(ValueError, match=r"for 16 replicas.*8 devices"):
+    with refuses(16, 8):
         costs.round_s(cluster(2, 4), topology.make("ring", 16), 0, MODEL)
-    with pytest.raises(ValueError, match="hierarchical, plain or all_reduce"):
+    with refuses("fast"):
         costs.round_s(cluster(2, 4), topology.make("ring", 8), 0, MODEL, "fast")
 
 

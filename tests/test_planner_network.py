@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from refusals import refuses
 from shared import shared
 
 from decent_jax.planner import network as networks
@@ -73,7 +74,7 @@ def test_take_reorders_everything_together():
     assert part.transfer_s(1, 3, 1e9) == network.transfer_s(1, 0, 1e9)
     assert part.transfer_s(0, 2, 1e9) == network.transfer_s(5, 4, 1e9)
     for devices in ([], [0, 0], [6], [-1]):
-        with pytest.raises(ValueError, match="devices"):
+        with refuses(devices):
             network.take(devices)
 
 
@@ -110,22 +111,21 @@ def test_optional_fields_may_be_missing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "named"),
     [
-        ("{", "not readable as JSON"),
-        ("[1, 2]", 'does not say "format"'),
-        ('{"format": "something else"}', 'does not say "format"'),
-        (json.dumps({"format": networks.FORMAT, "latency_s": [[0]]}), "lacks bandwidth_bytes"),
+        ("{", "JSON"),
+        ("[1, 2]", "format"),
+        ('{"format": "something else"}', "format"),
+        (json.dumps({"format": networks.FORMAT, "latency_s": [[0]]}), "bandwidth_bytes_per_s"),
         (None, "No such file"),
     ],
 )
-def test_a_bad_file_is_named(tmp_path, content, words):
+def test_a_bad_file_is_named(tmp_path, content, named):
     path = tmp_path / "net.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(ValueError, match=words) as error:
+    with refuses(path, named):
         networks.load(path)
-    assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
 def changed(matrix, *entries):
@@ -136,29 +136,38 @@ def changed(matrix, *entries):
 
 
 @pytest.mark.parametrize(
-    ("latency", "bandwidth", "words"),
+    ("latency", "bandwidth", "named"),
     [
-        (THREE_MS, changed(THREE_GBIT, (0, 1, None), (2, 1, None)), r"a to b \(and 1 more\)"),
-        (changed(THREE_MS, (1, 0, float("nan"))), THREE_GBIT, "latency from b to a is nan s"),
-        (THREE_MS, changed(THREE_GBIT, (1, 2, 0)), "bandwidth from b to c is 0"),
-        (changed(THREE_MS, (1, 2, -1e-3)), THREE_GBIT, "latency from b to c is -0.001 s"),
-        (THREE_MS, changed(THREE_GBIT, (0, 2, 1e8)), "bandwidth between a and c .*symmetrise"),
-        (changed(THREE_MS, (0, 1, 2e-3)), THREE_GBIT, "latency between a and b .*symmetrise"),
-        (np.array(THREE_MS) * 1e3, THREE_GBIT, "latency from a to c .* is 2 s"),
-        (np.array(THREE_MS) * 1e-6, THREE_GBIT, "1e-09 s, but networks have 1e-08 to 1 s"),
-        (THREE_MS, THREE_GBIT / BYTES_PER_GBIT, "1 Gbit/s is 1.25e8 bytes/s"),
-        (THREE_MS, THREE_GBIT * 1e6, "to 1e[+]13 bytes/s"),
-        ([[0, 1]], THREE_GBIT, "latency_s and .* must be square"),
-        (THREE_MS, [[0, 1], [1]], "bandwidth_bytes_per_s must hold numbers only"),
-        ([[0, 1e-3], [1e-3, 0]], THREE_GBIT, "same devices, got shapes .2, 2. and .3, 3."),
-        ([], [], "must hold numbers only"),
+        (THREE_MS, changed(THREE_GBIT, (0, 1, None), (2, 1, None)), "bandwidth from a to b"),
+        (changed(THREE_MS, (1, 0, float("nan"))), THREE_GBIT, "latency from b to a"),
+        (THREE_MS, changed(THREE_GBIT, (1, 2, 0)), "bandwidth from b to c"),
+        (changed(THREE_MS, (1, 2, -1e-3)), THREE_GBIT, "latency from b to c"),
+        (THREE_MS, changed(THREE_GBIT, (0, 2, 1e8)), "bandwidth between a and c"),
+        (changed(THREE_MS, (0, 1, 2e-3)), THREE_GBIT, "latency between a and b"),
+        (np.array(THREE_MS) * 1e3, THREE_GBIT, "latency from a to c"),
+        (np.array(THREE_MS) * 1e-6, THREE_GBIT, "1e-09 s"),
+        (THREE_MS, THREE_GBIT / BYTES_PER_GBIT, "1 bytes/s"),
+        (THREE_MS, THREE_GBIT * 1e6, "1.25e+14 bytes/s"),
+        ([[0, 1]], THREE_GBIT, "latency_s"),
+        (THREE_MS, [[0, 1], [1]], "bandwidth_bytes_per_s"),
+        ([[0, 1e-3], [1e-3, 0]], THREE_GBIT, "(2, 2) and (3, 3)"),
+        ([], [], "latency_s"),
     ],
 )
-def test_what_cannot_be_a_network_is_refused_in_one_sentence(latency, bandwidth, words):
-    names = ("a", "b", "c")
-    with pytest.raises(ValueError, match=words) as error:
-        from_matrices(latency, bandwidth, names=names)
-    assert "\n" not in str(error.value)
+def test_what_cannot_be_a_network_is_refused_by_its_entry(latency, bandwidth, named):
+    with refuses(named):
+        from_matrices(latency, bandwidth, names=("a", "b", "c"))
+
+
+def test_a_network_in_the_wrong_unit_is_refused_in_these_words():
+    """Golden: the commonest mistake, and the sentence that gets people out of it."""
+    with pytest.raises(ValueError) as error:
+        from_matrices(np.array(THREE_MS) * 1e3, THREE_GBIT, names=("a", "b", "c"))
+    assert str(error.value) == (
+        "the latency from a to c (and 3 more) is 2 s, but networks have 1e-08 to 1 s, or 0, if it "
+        "is neglected; mind the unit, or measure again: a pair without a link needs what the "
+        "detour through another device gives"
+    )
 
 
 def test_small_asymmetry_stays_and_large_can_be_symmetrised():
@@ -175,19 +184,19 @@ def test_small_asymmetry_stays_and_large_can_be_symmetrised():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("name", "value"),
     [
-        ({"node": [0, 2, 2]}, "without gaps"),
-        ({"node": [0, 1]}, "for each of 3 devices"),
-        ({"node": [0, 0.5, 1]}, "for each of 3 devices"),
-        ({"nic_bytes_per_s": [1e9, 0, 1e9]}, "at least 1000 bytes per second for each of 3"),
-        ({"nic_bytes_per_s": [1e9]}, "at least 1000 bytes per second for each of 3"),
-        ({"names": ["a", "a", "b"]}, "3 different printable texts"),
+        ("node", [0, 2, 2]),
+        ("node", [0, 1]),
+        ("node", [0, 0.5, 1]),
+        ("nic_bytes_per_s", [1e9, 0.0, 1e9]),
+        ("nic_bytes_per_s", [1e9]),
+        ("names", ["a", "a", "b"]),
     ],
 )
-def test_fields_of_devices_are_checked(arguments, words):
-    with pytest.raises(ValueError, match=words):
-        from_matrices(THREE_MS, THREE_GBIT, **arguments)
+def test_fields_of_devices_are_checked(name, value):
+    with refuses(name, value):
+        from_matrices(THREE_MS, THREE_GBIT, **{name: value})
 
 
 def test_clusters_and_presets():
@@ -213,18 +222,18 @@ def test_clusters_and_presets():
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "named"),
     [
-        (lambda: networks.preset("infinite"), "unknown network 'infinite'; choose one of nvlink"),
-        (lambda: networks.preset("nvlink_25gbe"), "needs num_nodes and devices_per_node"),
-        (lambda: networks.preset("nvlink_25gbe", 0, 4), "at least 1, got 0 and 4"),
-        (lambda: networks.preset("dtfm_case4", 8, 8), "64 devices in fixed places"),
-        (lambda: networks.regions({"Mars": 2}), "regions are Oregon, .* got {'Mars': 2}"),
-        (lambda: networks.regions({"Ohio": 0}), "at least one machine"),
-        (lambda: networks.cluster([4, 0], networks.NVLINK, networks.ETHERNET_25G), "at least one"),
-        (lambda: networks.preset("two_racks_25gbe", 1, 8), "no more racks than machines"),
+        (lambda: networks.preset("infinite"), ("infinite", "nvlink_25gbe")),
+        (lambda: networks.preset("nvlink_25gbe"), ("num_nodes", None)),
+        (lambda: networks.preset("nvlink_25gbe", 0, 4), (0, 4)),
+        (lambda: networks.preset("dtfm_case4", 8, 8), ("dtfm_case4",)),
+        (lambda: networks.regions({"Mars": 2}), ("Mars", "Oregon")),
+        (lambda: networks.regions({"Ohio": 0}), ({"Ohio": 0},)),
+        (lambda: networks.cluster([4, 0], networks.NVLINK, networks.ETHERNET_25G), ([4, 0],)),
+        (lambda: networks.preset("two_racks_25gbe", 1, 8), ("[8]", "2 racks")),
     ],
 )
-def test_bad_names_and_sizes_are_refused(call, words):
-    with pytest.raises(ValueError, match=words):
+def test_bad_names_and_sizes_are_refused(call, named):
+    with refuses(*named):
         call()

@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from refusals import refuses
 from shared import shared
 
 from decent_jax.planner import network as networks
@@ -234,9 +235,8 @@ def test_the_score_of_an_exchange_is_its_result():
     ],
 )
 def test_what_does_not_fit_is_refused(call, values):
-    with pytest.raises(ValueError) as error:
+    with refuses(*values):
         call()
-    assert all(str(value) in str(error.value) for value in values)
 
 
 def test_uneven_regions_are_solved():

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from refusals import refuses
 
 from decent_jax import topology
 from decent_jax.plan import plan_file
@@ -38,9 +39,9 @@ def test_plans_are_read_back_as_they_were(tmp_path, name, local_size):
 def test_a_schedule_that_its_name_does_not_give_is_refused(tmp_path, name):
     ring = topology.make("bidirectional_ring", 8).matrix(0)
     schedule = topology.Schedule.from_matrices([ring], name)
-    with pytest.raises(ValueError) as error:
+    with refuses(name):
         plan_file.Plan(HOSTS, schedule).save(tmp_path / "plan.json")
-    assert name in str(error.value) and not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_plan_puts_replicas_on_its_devices_in_any_order_they_are_listed():
@@ -57,9 +58,8 @@ def test_a_plan_puts_replicas_on_its_devices_in_any_order_they_are_listed():
 )
 def test_a_plan_for_another_cluster_is_refused(devices, named):
     mine = plan_file.Plan(HOSTS, topology.make("one_peer_exp", 8))
-    with pytest.raises(ValueError) as error:
+    with refuses(*named):
         mine.device_order(devices)
-    assert all(name in str(error.value) for name in named) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -83,10 +83,8 @@ def test_damaged_plans_are_refused_in_one_sentence(tmp_path, change, named):
     path = tmp_path / "plan.json"
     plan_file.Plan(HOSTS, topology.make("hypercube", 8)).save(path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(ValueError) as error:
+    with refuses(path, named):
         plan_file.load(path)
-    assert str(path) in str(error.value) and named in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -98,9 +96,8 @@ def test_a_plan_lacks_no_field(tmp_path, field):
     fields = json.loads(path.read_text())
     del fields[field]
     path.write_text(json.dumps(fields))
-    with pytest.raises(ValueError) as error:
+    with refuses(path, field):
         plan_file.load(path)
-    assert str(path) in str(error.value) and field in str(error.value)
 
 
 @pytest.mark.parametrize("text", [None, "{"])
@@ -108,6 +105,5 @@ def test_a_plan_that_is_not_there_or_not_json_is_named(tmp_path, text):
     path = tmp_path / "plan.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ValueError) as error:
+    with refuses(path):
         plan_file.load(path)
-    assert str(path) in str(error.value)

@@ -54,7 +54,9 @@ def divide(
     if stages > layers:
         raise ConfigError(
             f"pipeline.stages {stages} is more than the model's {layers} layers; use at most "
-            f"{layers} stages"
+            f"{layers} stages",
+            field="pipeline.stages",
+            value=stages,
         )
     speeds = [1.0] * stages if speeds is None else list(speeds)
     extra = [0.0] * (stages - 1) + [last_costs]
@@ -86,10 +88,14 @@ def layers_of(text: str, layers: int, stages: int, last_costs: float) -> list[in
     if len(counts) != len(words) or len(counts) != stages or min(counts) < 1:
         raise ConfigError(
             f"pipeline.layers must be empty or {stages} numbers from 1 on separated by commas, one "
-            f"for each stage, got {text!r}"
+            f"for each stage, got {text!r}",
+            field="pipeline.layers",
+            value=text,
         )
     if sum(counts) != layers:
         raise ConfigError(
-            f"pipeline.layers {text!r} are {sum(counts)} layers, but the model has {layers}"
+            f"pipeline.layers {text!r} are {sum(counts)} layers, but the model has {layers}",
+            field="pipeline.layers",
+            value=text,
         )
     return counts
