@@ -33,8 +33,7 @@ import optax
 
 from decent_jax import optim, topology
 from decent_jax.data.text.token_folder import TokenWindows
-from decent_jax.gossip import Simulated
-from decent_jax.gossip.wire import of_dtype
+from decent_jax.gossip import Simulated, codecs
 from decent_jax.ground.command_line import picture_file
 from decent_jax.models import decoders, gpt2
 from decent_jax.models.pieces import cross_entropy
@@ -148,7 +147,7 @@ class Task:
             rate,
             inner,
             mix_every=variant.every,
-            wire=of_dtype(variant.wire),
+            codec=codecs.NAMED[variant.wire],
             numbers=dict(variant.numbers),
         )
 

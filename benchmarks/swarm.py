@@ -42,6 +42,7 @@ from mixture import TRAIN, Examples, accuracy, draw_examples, gradient, initial_
 from tqdm import tqdm
 
 from decent_jax import simulate, topology
+from decent_jax.gossip.codecs import Lattice
 from decent_jax.planner.compute_times import CONSTANT, LogNormal
 from decent_jax.planner.network import Link, Network, cluster
 from decent_jax.planner.runtime import AllReduce, Gossip, Workload
@@ -51,7 +52,6 @@ REPLICAS = (8, 16, 32, 64)
 LOCAL_STEPS = (1, 2, 4, 8)
 PARAMETERS = 25_600_000
 INSIDE, ETHERNET = Link(5e-6, 300e9), Link(50e-6, 3.125e9)
-COLOURS_SENT = 256  # of the quantizer: 8 bits
 
 PAIRS, IN_TURN, EDGES = "swarm pairs", "swarm edges, waits", "swarm edges"
 
@@ -97,8 +97,7 @@ def resnet50(compute_s: float, sigma: float) -> Workload:
 
 
 def message_bytes(case: Case) -> float:
-    quantizer = simulate.LatticeQuantizer(1.0, COLOURS_SENT)
-    return quantizer.bits(PARAMETERS) / 8 if case.bits == 8 else 4.0 * PARAMETERS
+    return 1.0 * PARAMETERS + 8 if case.bits == 8 else 4.0 * PARAMETERS
 
 
 def time_of(case: Case, n: int, work: Workload, rounds: int = 120) -> simulate.Timing:
@@ -237,7 +236,7 @@ class Trainer:
             )
         quantizer = None
         if reach is not None:
-            quantizer = simulate.LatticeQuantizer(2 * reach / (COLOURS_SENT - 1), COLOURS_SENT)
+            quantizer = Lattice(8, 2 * reach / 255)
         models, progress, apart = [], [], []
 
         def keep(count, x):

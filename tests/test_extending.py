@@ -24,11 +24,11 @@ class SlowState(NamedTuple):
     z: Any  # like params
 
 
-def slow_gossip(inner, schedule, axis_name="replica", wire=None, *, gamma: float = 0.7):
+def slow_gossip(inner, schedule, axis_name="replica", codec=None, *, gamma: float = 0.7):
     """Mixes a copy that follows the parameters with weight gamma."""
     if not 0 < gamma <= 1:
         raise ValueError(f"slow_gossip.gamma must be in (0, 1], got {gamma}")
-    mixing = guard.Mixing(schedule, axis_name, wire)
+    mixing = guard.Mixing(schedule, axis_name, codec)
 
     def step(params, own, round, local):
         update, inner, ok = local(params)

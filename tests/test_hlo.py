@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from decent_jax import gossip, optim, topology
 from decent_jax.gossip import permute
-from decent_jax.gossip.wire import BFloat16, Int8
+from decent_jax.gossip.codecs import BFloat16, Int8
 
 # Sizes that nothing else in the step has, so that a message is known by its size.
 SHAPES = {"bias": (3,), "kernel": (2, 5), "scale": (7,)}
@@ -215,16 +215,16 @@ CODED = [3, 4, 7, 10, 2], [3 + 4 + 7 + 10, 5]  # codes of a byte, and the scales
 
 
 @pytest.mark.parametrize(
-    ("name", "wire", "wanted"),
+    ("name", "codec", "wanted"),
     [
         ("one_peer_exp", None, PLAIN),
         ("bidirectional_ring", None, PLAIN),
         ("one_peer_exp", Int8(), CODED),
     ],
 )
-def test_small_arrays_of_a_dtype_are_one_message(name, wire, wanted, monkeypatch):
+def test_small_arrays_of_a_dtype_are_one_message(name, codec, wanted, monkeypatch):
     """A message a neighbour for all of them, and the same numbers."""
-    schedule, options = topology.make(name, 8), {"wire": wire, "key": jax.random.key(0)}
+    schedule, options = topology.make(name, 8), {"codec": codec, "key": jax.random.key(0)}
     (apart, sizes), (together, packed) = (
         mixed_with(small, monkeypatch, schedule, 0, **options) for small in (0, 40)
     )
@@ -247,7 +247,7 @@ def test_small_arrays_of_nodes_are_one_message(monkeypatch):
 
 def test_a_bfloat16_travels_as_two_bytes():
     schedule = topology.make("one_peer_exp", 8)
-    step = on_mesh(lambda x: gossip.mix(x, schedule, 1, wire=BFloat16()))
+    step = on_mesh(lambda x: gossip.mix(x, schedule, 1, codec=BFloat16()))
     text = step.lower(jnp.zeros((8, 11))).compile().as_text()
     (_, sizes, line) = next(found for found in collectives(text) if found[1] != [1])
     assert sizes == [11] and "= u16[" in line

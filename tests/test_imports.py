@@ -28,7 +28,7 @@ ARROWS = {
     },
     "cpu": set(),
     "planner": {"plan", "plots", "topology"},
-    "simulate": {"topology", "planner"},
+    "simulate": {"gossip", "topology", "planner"},
     "peers": {
         "train",
         "tasks",
@@ -37,7 +37,7 @@ ARROWS = {
         "replicas",
         "optim",
         "topology",
-        "simulate",
+        "gossip",
         "plots",
     },
     "pipelines": {

@@ -18,7 +18,8 @@ from test_docs import ROOT, python_blocks
 
 import decent_jax
 from decent_jax import gossip, optim, replicas, topology
-from decent_jax.gossip.wire import Int8, RandomK
+from decent_jax.gossip.codecs import Int8
+from decent_jax.gossip.sparse import RandomK
 
 pytestmark = pytest.mark.usefixtures("users_hlo")
 N = 8
@@ -320,8 +321,8 @@ def test_empty_arrays_are_mixed_like_others():
 
     def mix(tree):
         key = jax.random.key(0)
-        made = [(topology.make(name, 4, local_size=2), wire) for name, wire in cases]
-        return [gossip.mix(tree, each, 0, wire=wire, key=key) for each, wire in made]
+        made = [(topology.make(name, 4, local_size=2), codec) for name, codec in cases]
+        return [gossip.mix(tree, each, 0, codec=codec, key=key) for each, codec in made]
 
     def both(tree):
         return mix(tree), mix({"a": tree["a"]})

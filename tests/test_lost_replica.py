@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from decent_jax import optim, topology
-from decent_jax.gossip import wire
+from decent_jax.gossip import codecs
 
 N, LOST = 8, 2
 
@@ -121,7 +121,7 @@ def test_messages_of_a_step_have_noise_of_their_own(method):
         topology.make("hypercube", 2),
         optax.sgd(0.0, momentum=1.0),
         combine="then",
-        wire=wire.Int8(),
+        codec=codecs.Int8(),
     )
     x = jnp.stack([jnp.linspace(1, 2, 50), jnp.zeros(50)])
     state = jax.vmap(tx.init)(x)

@@ -15,7 +15,7 @@ import oracles_seldom
 import pytest
 
 from decent_jax import optim, topology
-from decent_jax.gossip import wire
+from decent_jax.gossip import codecs
 
 N, D, STEPS, MOMENTUM = 8, 6, 8, 0.9
 MASK = {"one": True, "two": False}
@@ -355,7 +355,7 @@ def test_d2_at_its_bound():
         ("sparta", {"numbers": {"fraction": 2}}, "sparta.fraction must be above 0 .* got 2"),
         ("des_loc", {}, "des_loc with first 3 and second 6 needs .* multiple of 6 rounds, got one"),
         ("des_loc", {"numbers": {"first": 0}}, "des_loc.first must be from 1 to 16, got 0"),
-        ("push_sum", {"wire": wire.BFloat16()}, "push_sum sends float32"),
+        ("push_sum", {"codec": codecs.BFloat16()}, "push_sum sends float32"),
         ("choco", {"numbers": {"compressor": "zip"}}, "compressor must be one of top_k"),
         ("choco", {"numbers": {"fraction": 0}}, "fraction must be above 0 .* got 0"),
         ("choco", {"numbers": {"gamma": 2}}, "gamma must be above 0 and at most 1, got 2"),

@@ -10,7 +10,7 @@ import pytest
 from refusals import refuses
 
 from decent_jax import topology, train
-from decent_jax.gossip.wire import bytes_sent, of_dtype
+from decent_jax.gossip import codecs
 from decent_jax.models import decoders
 from decent_jax.planner import network, predict, recommend, runtime
 from decent_jax.planner.compute_times import CONSTANT, LogNormal
@@ -183,8 +183,7 @@ def test_a_message_has_the_bytes_that_gossip_sends(preset):
     work = dataclasses.replace(workload(4.0 * parameters), row_length=parameters / rows)
     assert embedding == 512 * model.width
     for name in runtime.WIRES:
-        wire = of_dtype(name)
-        sent = sum(4 * math.prod(s) if wire is None else bytes_sent(wire, s) for s in shapes)
+        sent = sum(codecs.bytes_sent(codecs.NAMED[name], shape) for shape in shapes)
         assert work.share(name) * work.model_bytes == pytest.approx(sent, rel=1e-12)
 
 

@@ -160,65 +160,11 @@ def matched_at_random(tx, gradient, x, data, seed):
 # --- quantised messages -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bits", [8, 16])
-def test_lattice_reads_what_was_rounded(bits):
-    lattice = optim.Lattice(bits)
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(50,)) * 30, jnp.float32)
-    side = lattice.side(x, 0.02)
-    reach = float(side) * (2**bits - 1) / 2
-    y = x + jnp.asarray(rng.uniform(-0.99, 0.99, 50) * reach, jnp.float32)
-    points = lattice.points({"w": x}, side)
-    message = lattice.encode(points, side)
-    assert message[0]["w"].dtype == (jnp.uint8 if bits == 8 else jnp.uint16)
-    read, fine = lattice.decode(message, {"w": y})
-    assert bool(fine)
-    np.testing.assert_array_equal(read["w"], points["w"])
-    assert np.abs(read["w"] * side - x).max() <= 0.51 * float(side)
-
-
-def test_lattice_agrees_with_the_simulators():
-    rng = np.random.default_rng(1)
-    x = rng.normal(size=40)
-    y = x + rng.uniform(-1, 1, 40) * 0.05
-    lattice, other = optim.Lattice(8), simulate.LatticeQuantizer(2.0**-10)
-    side = jnp.float32(2.0**-10)
-    message = lattice.encode(lattice.points(jnp.asarray(x), side), side)
-    theirs, _ = other.encode(x.astype(np.float32).astype(float))
-    np.testing.assert_array_equal(message[0], theirs.colours)
-    got, fine = lattice.decode(message, jnp.asarray(y))
-    assert bool(fine) and other.decode(theirs, y).ok
-    np.testing.assert_allclose(got * 2.0**-10, other.decode(theirs, y).value, atol=1e-12)
-
-
-def test_lattice_reads_up_to_its_distance():
-    """Nearly s (q - 1) / 2 in each coordinate; rounding both sides took half a side of that."""
-    lattice, side = optim.Lattice(8), jnp.float32(2.0**-10)
-    x = jnp.asarray(np.random.default_rng(3).normal(size=20_000), jnp.float32)
-    for sign in (-1, 1):
-        points = lattice.points(x, side)
-        _, fine = lattice.decode(lattice.encode(points, side), x + sign * 127.4 * side)
-        assert bool(fine)
-
-
-def test_a_message_from_too_far_is_noticed():
-    lattice = optim.Lattice(8)
-    rng = np.random.default_rng(2)
-    for _ in range(20):
-        x = jnp.asarray(rng.normal(size=30), jnp.float32)
-        side = lattice.side(x, 0.01)
-        far = int(rng.integers(30))
-        y = x.at[far].add(float(side) * 200)
-        points = lattice.points(x, side)
-        read, fine = lattice.decode(lattice.encode(points, side), y)
-        assert not bool(fine) and abs(int(read[far] - points[far])) == 256
-
-
 @pytest.mark.parametrize("combine", ["then", "with"])
 def test_quantised_meetings_keep_the_mean_and_agree(combine):
     """No gradients, from far apart: failed meetings widen the lattice until messages are read."""
     schedule = topology.make("hypercube", N)
-    tx = optim.swarm(optax.sgd(0.0), schedule, combine=combine, lattice=optim.Lattice(8))
+    tx = optim.swarm(optax.sgd(0.0), schedule, combine=combine, bits=8)
     rng = np.random.default_rng(3)
     x = jnp.asarray(rng.normal(size=(N, D)) + 5, jnp.float32)
     history = harness.trajectory(
@@ -233,9 +179,7 @@ def test_quantised_meetings_keep_the_mean_and_agree(combine):
 
 def test_failed_meetings_change_nobody():
     schedule = topology.make("hypercube", N)
-    tx = optim.swarm(
-        optax.sgd(0.0), schedule, combine="then", lattice=optim.Lattice(8, distance=1e-6)
-    )
+    tx = optim.swarm(optax.sgd(0.0), schedule, combine="then", distance=1e-6, bits=8)
     x = jnp.asarray(np.random.default_rng(4).normal(size=(N, D)))
     state = jax.vmap(tx.init)(x)
     step = harness.on_stack(harness.step_of(tx, lambda x: 0 * x, 0), "vmap", N)
@@ -252,11 +196,10 @@ def test_the_lattice_follows_replicas_that_differ():
     schedule, steps = topology.make("hypercube", N), 400
     a, b = jnp.arange(1.0, N + 1)[:, None] / N, jnp.arange(float(N))[:, None]
     data = jax.tree.map(lambda rows: jnp.tile(rows, (steps, 1, 1)), (a, b))
-    lattices = {8: optim.Lattice(8), 32: None}
     txs = {
-        (combine, bits): optim.swarm(optax.sgd(0.1), schedule, combine=combine, lattice=lattice)
+        (combine, bits): optim.swarm(optax.sgd(0.1), schedule, combine=combine, bits=bits)
         for combine in ("then", "with")
-        for bits, lattice in lattices.items()
+        for bits in (8, 32)
     }
 
     def gradient(xs, now):
@@ -267,8 +210,3 @@ def test_the_lattice_follows_replicas_that_differ():
     far = {key: np.max(np.abs(x[200:] - 14 / 3)) for key, x in history.items()}
     for combine in ("then", "with"):
         assert far[combine, 8] < 1.6 * far[combine, 32]
-
-
-def test_lattice_refuses_other_bits():
-    with pytest.raises(ValueError, match="bits must be 8 or 16, got 4"):
-        optim.Lattice(4)

@@ -4,7 +4,8 @@
 |---|---|---|
 | `permute` | which replicas a device holds; a permutation as slices and ``ppermute`` | |
 | `groups` | means of groups, and groups that send to each other | permute |
-| `wire` | formats of messages | |
+| `codecs` | formats of messages, for JAX and NumPy | |
+| `sparse` | those that send some numbers only | codecs |
 | `mixing` | `mix`, `mix_on`, `on_mesh`, `mean`, `receive`: the public functions | all |
 """
 

@@ -26,8 +26,9 @@ from jax.sharding import PartitionSpec as P
 
 from decent_jax.cpu import pair_sums
 from decent_jax.gossip import groups, permute
+from decent_jax.gossip.codecs import Codec
 from decent_jax.gossip.permute import AxisName, ReplicaAxis
-from decent_jax.gossip.wire import ChunkedTopK, RandomK, TopK, Wire
+from decent_jax.gossip.sparse import ChunkedTopK, RandomK, TopK
 from decent_jax.topology import Round, Schedule, Send
 
 
@@ -72,7 +73,7 @@ def mix(
     axis_name: AxisName = "replica",
     *,
     finite: jax.Array | None = None,
-    wire: Wire | None = None,
+    codec: Codec | None = None,
     key: jax.Array | None = None,
     after: Any = None,
 ) -> Any:
@@ -89,7 +90,7 @@ def mix(
         receiver's own copy. A replica whose own copy is not finite takes the renormalised average
         of its finite senders, or stays NaN where there are none. In a round in which groups send to
         each other a group counts as one replica, whose value is the mean of its finite members.
-      wire: format of the messages; None sends arrays as they are. With Q the rounding of the
+      codec: format of the messages; None sends arrays as they are. With Q the rounding of the
         format, ``x_i <- x_i + sum_j W_ij Q(x_j) - Q(x_i)``: the mean over replicas stays what it
         was, whatever Q loses, up to the rounding of these sums. Not for rounds with group means,
         nor for top-k. `RandomK` mixes the numbers at its places, in any round, and leaves the
@@ -105,27 +106,27 @@ def mix(
     Raises:
       ValueError: axes that do not hold ``schedule.num_replicas`` replicas; a round out of range; a
         schedule with grouped means, or a vmapped block, inside ``shard_map(check_vma=True)``;
-        a ``wire`` for a group mean; top-k; random-k without a key.
+        a ``codec`` for a group mean; top-k; random-k without a key.
       TypeError: a traced round, or an array that is not floating-point.
     """
     if round is None:
         return tree
     leaves, put_back = mixable(tree)
-    if isinstance(wire, RandomK):
+    if isinstance(codec, RandomK):
         if key is None:
             raise ValueError("RandomK draws its places: give mix a key, the same on all replicas")
-        keys = [jax.random.fold_in(key, k) for k in range(len(leaves))]
-        parts = [wire.encode(x, k, 0)[0] for x, k in zip(leaves, keys, strict=True)]
+        places = _noise(leaves, codec, key, jnp.int32(0))
+        parts = [codec.encode(x, at)[0] for x, at in zip(leaves, places, strict=True)]
         parts = mix(parts, schedule, round, axis_name, finite=finite, after=after)
-        return put_back(map(wire.replaced, leaves, parts, keys))
-    if isinstance(wire, TopK | ChunkedTopK):
+        return put_back(map(codec.replaced, leaves, parts, places))
+    if isinstance(codec, TopK | ChunkedTopK):
         raise ValueError(
-            f"{type(wire).__name__} of parameters never sends the small ones, so replicas would "
+            f"{type(codec).__name__} of parameters never sends the small ones, so replicas would "
             "not agree; use optim.choco or optim.sparseloco, which send differences and keep the "
             "rest"
         )
-    if wire is not None:
-        arrived, own = mix_coded(leaves, schedule, round, axis_name, wire, key, finite=finite)
+    if codec is not None:
+        arrived, own = mix_coded(leaves, schedule, round, axis_name, codec, key, finite=finite)
 
         def moved(x, arrived, own):
             # A replica that is not finite has nothing to keep: it takes what arrived.
@@ -230,7 +231,7 @@ def mix_on(
     axis_name: AxisName = "replica",
     *,
     finite: jax.Array | None = None,
-    wire: Wire | None = None,
+    codec: Codec | None = None,
     key: jax.Array | None = None,
 ) -> Any:
     """`mix` of stacked arrays (n, ...) that lie along a mesh axis, for use inside `jax.jit`.
@@ -241,11 +242,11 @@ def mix_on(
     Args:
       mesh, axis_name: see `on_mesh`.
       finite: (n,) bool, `decent_jax.replicas.finite` of the tree; None: all are taken for finite.
-      tree, schedule, round, wire, key: as in `mix`.
+      tree, schedule, round, codec, key: as in `mix`.
     """
 
     def one(tree, finite):
-        return mix(tree, schedule, round, axis_name, finite=finite, wire=wire, key=key)
+        return mix(tree, schedule, round, axis_name, finite=finite, codec=codec, key=key)
 
     return tree if round is None else on_mesh(one, mesh, axis_name)(tree, finite)
 
@@ -255,7 +256,7 @@ def mix_coded(
     schedule: Schedule,
     round: int | Simulated,
     axis_name: AxisName,
-    wire: Wire,
+    codec: Codec,
     key: jax.Array | None,
     *,
     finite: jax.Array | None = None,
@@ -266,7 +267,7 @@ def mix_coded(
     """
     axis = ReplicaAxis.of(schedule, axis_name)
     leaves, put_back = mixable(tree)
-    keys, sent, own = _coded(leaves, axis, wire, key)
+    noise, sent, own = _coded(leaves, axis, codec, key)
     if isinstance(round, Simulated):
         mixed = mix(own, schedule, round, axis_name, finite=finite)
         return put_back(mixed), put_back(own)
@@ -276,8 +277,8 @@ def mix_coded(
     weights = permute.coefficients(rnd, axis, flag)
     received = [_received(sent, send, axis) for send in rnd.sends]
     mixed = []
-    for x, like, k, *arrived in zip(own, leaves, keys, *received, strict=True):
-        blocks = [axis.lift(part) for part in (x, *(wire.decode(p, like, k) for p in arrived))]
+    for x, like, u, *arrived in zip(own, leaves, noise, *received, strict=True):
+        blocks = [axis.lift(part) for part in (x, *(codec.decode(p, like, u) for p in arrived))]
         mixed.append(axis.drop(permute.weighted_sum(blocks, weights, flag is not None)))
     return put_back(mixed), put_back(own)
 
@@ -323,7 +324,7 @@ def mean(tree: Any, axis_name: AxisName = "replica") -> Any:
 
 
 def mean_coded(
-    tree: Any, axis_name: AxisName, wire: Wire, key: jax.Array | None = None
+    tree: Any, axis_name: AxisName, codec: Codec, key: jax.Array | None = None
 ) -> tuple[Any, Any]:
     """``(mean over all replicas of Q(x_j), Q(x_i))``, the mean bit for bit equal on all of them.
 
@@ -332,34 +333,41 @@ def mean_coded(
     axis = ReplicaAxis.over(axis_name)
     leaves, put_back = mixable(tree)
     replicas = axis.devices * axis.block
-    keys, sent, own = _coded(leaves, axis, wire, key)
+    noise, sent, own = _coded(leaves, axis, codec, key)
 
-    def mean_leaf(x, k, parts):
+    def mean_leaf(x, u, parts):
         rows = jax.tree.map(axis.gathered, parts)
         total, _ = jax.lax.scan(
-            lambda total, part: (total + wire.decode(part, x, k), None), 0 * x, rows
+            lambda total, part: (total + codec.decode(part, x, u), None), 0 * x, rows
         )
         return total / replicas
 
-    return put_back(map(mean_leaf, leaves, keys, sent)), put_back(own)
+    return put_back(map(mean_leaf, leaves, noise, sent)), put_back(own)
 
 
 def _coded(
-    leaves: list[jax.Array], axis: ReplicaAxis, wire: Wire, key: jax.Array | None
+    leaves: list[jax.Array], axis: ReplicaAxis, codec: Codec, key: jax.Array | None
 ) -> tuple[list, list, list]:
-    """For each array its key, the parts that are sent, and the own copy, decoded from these."""
-    replica = axis.replica()
-    keys = [None if key is None else jax.random.fold_in(key, k) for k in range(len(leaves))]
+    """For each array its noise, the parts that are sent, and the own copy, decoded from these."""
+    noise = _noise(leaves, codec, key, axis.replica())
     # The barrier keeps XLA from rounding the own copy again, and differently from what is sent.
-    sent = jax.lax.optimization_barrier(
-        [wire.encode(x, k, replica) for x, k in zip(leaves, keys, strict=True)]
-    )
-    return keys, sent, list(map(wire.decode, sent, leaves, keys))
+    sent = jax.lax.optimization_barrier(list(map(codec.encode, leaves, noise)))
+    return noise, sent, list(map(codec.decode, sent, leaves, noise))
 
 
-def check_coded(schedule: Schedule, wire: Wire | None = None) -> None:
+def _noise(
+    leaves: list[jax.Array], codec: Codec, key: jax.Array | None, replica: jax.Array
+) -> list:
+    """What the codec draws for each array; None without a key."""
+    if key is None:
+        return [None] * len(leaves)
+    keys = (jax.random.fold_in(key, k) for k in range(len(leaves)))
+    return [codec.noise(k, replica, x.shape) for x, k in zip(leaves, keys, strict=True)]
+
+
+def check_coded(schedule: Schedule, codec: Codec | None = None) -> None:
     """Raises ValueError where a schedule's messages cannot be coded, since some are sums."""
-    if not isinstance(wire, RandomK) and any(rnd.group_size > 1 for rnd in schedule.rounds):
+    if not isinstance(codec, RandomK) and any(rnd.group_size > 1 for rnd in schedule.rounds):
         raise ValueError(
             f"{schedule.name} averages in groups, which adds arrays on their way: they travel as "
             "they are; use comm_dtype='float32', or a schedule of permutations such as one_peer_exp"

@@ -37,5 +37,4 @@ from decent_jax.optim.schedules import (
     linear_warmup_cosine_schedule as linear_warmup_cosine_schedule,
 )
 from decent_jax.optim.schedules import linear_warmup_step_schedule as linear_warmup_step_schedule
-from decent_jax.optim.swarm import Lattice as Lattice
 from decent_jax.optim.swarm import swarm as swarm

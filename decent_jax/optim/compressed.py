@@ -6,7 +6,8 @@ import optax
 
 from decent_jax import gossip
 from decent_jax.gossip import AxisName
-from decent_jax.gossip.wire import ChunkedTopK, Int8, RandomK, TopK, Wire
+from decent_jax.gossip.codecs import Codec, Int8
+from decent_jax.gossip.sparse import ChunkedTopK, RandomK, TopK
 from decent_jax.optim import guard, require
 from decent_jax.optim.declaration import ADAM_FIRST, BOTH, Method, coded_bytes, register
 from decent_jax.topology import Schedule
@@ -25,7 +26,7 @@ def choco(
     axis_name: AxisName = "replica",
     identical_start: bool = True,
     *,
-    compressor: str | Wire = "top_k",
+    compressor: str | Codec = "top_k",
     fraction: float = 0.1,
     gamma: float = 0.2,
 ) -> optax.GradientTransformationExtraArgs:
@@ -50,7 +51,7 @@ def choco(
       identical_start: public copies begin at the parameters, which are then the same on all
         replicas; False: at zero, as in the paper.
       compressor: ``"top_k"``, ``"chunked_top_k"`` (in 2 bits), ``"random_k"`` or ``"int8"``; or a
-        `decent_jax.gossip.wire.Wire`.
+        `decent_jax.gossip.codecs.Codec`.
       fraction: how much of each array all but ``"int8"`` send, in (0, 1].
       gamma: consensus step size; the coarser C, the smaller, and too large diverges. On a ring of 8
         without gradients the largest that converged of 0.02, 0.05, 0.1, 0.2, 0.3, 0.5 was 0.3 for
@@ -65,9 +66,9 @@ def choco(
     """
     if not 0 < gamma <= 1:
         raise ValueError(f"choco.gamma must be above 0 and at most 1, got {gamma}")
-    wire = compressor_of(compressor, fraction)
+    codec = compressor_of(compressor, fraction)
     require.static_messages("choco", schedule)
-    mixing = guard.Mixing(schedule, axis_name, wire, "choco")
+    mixing = guard.Mixing(schedule, axis_name, codec, "choco")
 
     def step(params, own, round, local):
         update, inner, ok = local(params)
@@ -80,7 +81,7 @@ def choco(
         fine = guard.all_finite(gap)
         gap = optax.tree.where(fine, gap, optax.tree.zeros_like(gap))
         mixed_q, q = gossip.mix_coded(
-            gap, schedule, round, axis_name, wire, mixing.key(local.count)
+            gap, schedule, round, axis_name, codec, mixing.key(local.count)
         )
         x_hat = guard.add(own.x_hat, q)
         s = guard.add(own.s, mixed_q)
@@ -92,7 +93,7 @@ def choco(
     return guard.method(inner, step, guard.filled(ChocoState, begin))
 
 
-def compressor_of(name: str | Wire, fraction: float) -> Wire:
+def compressor_of(name: str | Codec, fraction: float) -> Codec:
     """The format of that name; a format is returned as it is."""
     if not isinstance(name, str):
         return name

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from decent_jax.gossip import AxisName
-from decent_jax.gossip.wire import Wire
+from decent_jax.gossip.codecs import Codec
 from decent_jax.optim import guard, require
 from decent_jax.optim.declaration import BOTH, Method, register
 from decent_jax.topology import Schedule
@@ -25,7 +25,7 @@ def exact_diffusion(
     schedule: Schedule,
     axis_name: AxisName = "replica",
     mix_every: int = 1,
-    wire: Wire | None = None,
+    codec: Codec | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adapt, correct by the change of the last combination, combine.
 
@@ -46,7 +46,7 @@ def exact_diffusion(
     References:
       Yuan et al., `Exact Diffusion, Part I <https://arxiv.org/abs/1702.05122>`_, 2018.
     """
-    mixing = guard.Mixing(schedule, axis_name, wire, "exact_diffusion")
+    mixing = guard.Mixing(schedule, axis_name, codec, "exact_diffusion")
     require.stable_diffusion("exact_diffusion", schedule, mix_every)
     return _diffusion(inner, mixing, half=True)
 
@@ -56,7 +56,7 @@ def d2(
     schedule: Schedule,
     axis_name: AxisName = "replica",
     mix_every: int = 1,
-    wire: Wire | None = None,
+    codec: Codec | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""D2: `exact_diffusion` with W itself, so it agrees twice as fast where it is stable.
 
@@ -68,7 +68,7 @@ def d2(
     References:
       Tang et al., `D2 <https://arxiv.org/abs/1803.07068>`_, 2018, Algorithm 1.
     """
-    mixing = guard.Mixing(schedule, axis_name, wire, "d2")
+    mixing = guard.Mixing(schedule, axis_name, codec, "d2")
     require.static_and_symmetric("d2", schedule, mix_every)
     require.eigenvalues_above_minus_a_third("d2", schedule)
     return _diffusion(inner, mixing, half=False)
@@ -104,7 +104,7 @@ def gradient_tracking(
     schedule: Schedule,
     combine: str = "with",
     axis_name: AxisName = "replica",
-    wire: Wire | None = None,
+    codec: Codec | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Every replica tracks the average gradient and steps along it.
 
@@ -135,7 +135,7 @@ def gradient_tracking(
       2026.
     """
     require.combine(combine)
-    mixing = guard.Mixing(schedule, axis_name, wire, "gradient_tracking")
+    mixing = guard.Mixing(schedule, axis_name, codec, "gradient_tracking")
 
     def step(params, own, round, local):
         # A gradient that is not finite changes nothing: the sum of q stays that of the last ones.

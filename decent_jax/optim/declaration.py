@@ -25,7 +25,7 @@ import jax
 import optax
 
 from decent_jax.gossip import AxisName
-from decent_jax.gossip.wire import Wire, bytes_sent
+from decent_jax.gossip.codecs import Codec, bytes_sent
 from decent_jax.ground.named_modules import same_name
 from decent_jax.topology import Schedule, make
 
@@ -42,7 +42,7 @@ class Parts:
     schedule: of the rounds that ``update`` will be given.
     learning_rate: a float or an optax schedule of the step.
     inner: the local optimizer with this learning rate, for the methods that take one.
-    axis_name, wire: as in `decent_jax.optim.decentralized`.
+    axis_name, codec: as in `decent_jax.optim.decentralized`.
     combine: as there; "" is the method's first order.
     mix_every: steps between two rounds in the caller's loop.
     gradient: applied to gradients first, in the methods with a momentum of their own.
@@ -57,17 +57,17 @@ class Parts:
     axis_name: AxisName = "replica"
     combine: str = ""
     mix_every: int = 1
-    wire: Wire | None = None
+    codec: Codec | None = None
     gradient: optax.GradientTransformation | None = None
     optimizer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     identical_start: bool = True
     numbers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def coded_bytes(params: Any, wire: Wire | None) -> float:
+def coded_bytes(params: Any, codec: Codec | None) -> float:
     """Bytes of a message of all parameters in this format; None: as they are."""
     return sum(
-        leaf.size * leaf.dtype.itemsize if wire is None else bytes_sent(wire, leaf.shape)
+        leaf.size * leaf.dtype.itemsize if codec is None else bytes_sent(codec, leaf.shape)
         for leaf in jax.tree.leaves(params)
         if leaf.size  # empty arrays are not sent
     )
@@ -75,7 +75,7 @@ def coded_bytes(params: Any, wire: Wire | None) -> float:
 
 def model_bytes(params: Any, parts: Parts, numbers: Mapping[str, Any]) -> float:
     """Bytes of a message of all parameters in the run's format; what most methods send."""
-    return coded_bytes(params, parts.wire)
+    return coded_bytes(params, parts.codec)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Method:
                 f"{self.name} has only combine={' or '.join(map(repr, self.orders))}, got "
                 f"{parts.combine!r}; leave combine empty"
             )
-        if parts.wire is not None and "wire" not in self.takes:
+        if parts.codec is not None and "codec" not in self.takes:
             raise ValueError(f"{self.name} sends float32 or a format of its own: leave comm_dtype")
         given = {**parts.optimizer, **vars(parts), "combine": parts.combine or self.orders[0]}
         of_run = (self.takes.keys() - self.numbers.keys()) & given.keys()

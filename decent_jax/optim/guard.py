@@ -20,8 +20,8 @@ import optax
 
 from decent_jax import gossip
 from decent_jax.gossip import AxisName
+from decent_jax.gossip.codecs import Codec
 from decent_jax.gossip.permute import squared_norm
-from decent_jax.gossip.wire import Wire
 from decent_jax.optim import require
 from decent_jax.optim.declaration import ADAM_FIRST, BOTH, Method, register
 from decent_jax.topology import Schedule
@@ -156,7 +156,7 @@ class EarlyMixing(optax.GradientTransformationExtraArgs):
     ``mix(params, count, round)``, with ``count`` from the state, gives the mixed parameters of a
     round; ``update(..., round=round, mixed=mixed)`` uses them instead of mixing, with the same
     result, and communicates nothing. It takes ``mixed`` as it is: `decent_jax.gossip.mix_on` gives
-    the same for a method without ``wire`` and ``gamma``.
+    the same for a method without ``codec`` and ``gamma``.
     """
 
     mix: Callable[[Any, jax.Array, Any], Any]
@@ -172,7 +172,7 @@ class Mixing:
 
     schedule: Schedule
     axis_name: AxisName
-    wire: Wire | None = None
+    codec: Codec | None = None
     method: str = "the method"
     rows: bool = True
 
@@ -180,8 +180,8 @@ class Mixing:
         require.is_schedule(self.method, self.schedule)
         if self.rows:
             require.row_stochastic(self.method, self.schedule)
-        if self.wire is not None:
-            gossip.check_coded(self.schedule, self.wire)
+        if self.codec is not None:
+            gossip.check_coded(self.schedule, self.codec)
 
     def __call__(
         self, tree: Any, round: Any, count: jax.Array, after: Any = None, nth: int = 0
@@ -196,14 +196,14 @@ class Mixing:
             round,
             self.axis_name,
             finite=all_finite(tree),
-            wire=self.wire,
+            codec=self.codec,
             key=self.key(count, nth),
             after=after,
         )
 
     def key(self, count: jax.Array, nth: int = 0) -> jax.Array | None:
         """The key of step ``count``, the same on all replicas; None where nothing is coded."""
-        return None if self.wire is None else jax.random.fold_in(jax.random.key(nth), count)
+        return None if self.codec is None else jax.random.fold_in(jax.random.key(nth), count)
 
 
 def decentralized(
@@ -211,7 +211,7 @@ def decentralized(
     schedule: Schedule,
     combine: str = "with",
     axis_name: AxisName = "replica",
-    wire: Wire | None = None,
+    codec: Codec | None = None,
     *,
     gamma: optax.ScalarOrSchedule = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
@@ -255,7 +255,7 @@ def decentralized(
       schedule: of as many replicas as the axes hold; every replica's weights sum to 1.
       combine: ``"with"`` or ``"then"``.
       axis_name: see `decent_jax.gossip.mix`.
-      wire: format of the messages, see `decent_jax.gossip.wire`.
+      codec: format of the messages, see `decent_jax.gossip.codecs`.
       gamma: consensus factor ``gamma``, a number or an optax schedule of the step:
         ``(1-gamma) x_i + gamma sum_j W_ij x_j`` instead of the mix (DSGD-AC,
         arXiv 2602.02899, takes the learning rate over its peak, to a power).
@@ -296,7 +296,7 @@ def decentralized(
     """
     require.combine(combine)
     require.not_negative("gamma", gamma)
-    mixing = Mixing(schedule, axis_name, wire, "decentralized")
+    mixing = Mixing(schedule, axis_name, codec, "decentralized")
 
     def mix(params, round, count, after=None):
         mixed = mixing(params, round, count, after)

@@ -9,7 +9,7 @@ import optax
 
 from decent_jax import gossip
 from decent_jax.gossip import AxisName
-from decent_jax.gossip.wire import Wire
+from decent_jax.gossip.codecs import Codec
 from decent_jax.optim import guard, require
 from decent_jax.optim.accum_adam import bias_correction, moment
 from decent_jax.optim.declaration import Method, model_bytes, register
@@ -20,7 +20,7 @@ def gossiped_momentum(
     inner: optax.GradientTransformation,
     schedule: Schedule,
     axis_name: AxisName = "replica",
-    wire: Wire | None = None,
+    codec: Codec | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adapt-then-combine in which the momentum is averaged like the parameters.
 
@@ -42,7 +42,7 @@ def gossiped_momentum(
     """
     return _with_moments(
         inner,
-        guard.Mixing(schedule, axis_name, wire, "gossiped_momentum"),
+        guard.Mixing(schedule, axis_name, codec, "gossiped_momentum"),
         {"trace": 1, "mu": 1},
         1,
         "gossiped_momentum needs an optimizer with momentum, such as optax.sgd(lr, momentum=0.9) "
@@ -175,7 +175,7 @@ def quasi_global_sgd(
     momentum: float = 0.9,
     axis_name: AxisName = "replica",
     gradient: optax.GradientTransformation | None = None,
-    wire: Wire | None = None,
+    codec: Codec | None = None,
     *,
     mu: float = 0.9,
 ) -> optax.GradientTransformationExtraArgs:
@@ -190,7 +190,7 @@ def quasi_global_sgd(
 
     Args:
       learning_rate: ``eta``, a float or an optax schedule of the step.
-      schedule, axis_name, wire: as in `decentralized`.
+      schedule, axis_name, codec: as in `decentralized`.
       momentum: ``beta``, in [0, 1).
       gradient: applied to g first, such as clipping or L2 decay.
       mu: share of the momentum that is kept, in [0, 1); the paper takes it equal to ``beta``.
@@ -199,7 +199,7 @@ def quasi_global_sgd(
       Lin et al., `Quasi-Global Momentum <https://arxiv.org/abs/2102.04761>`_, 2021, Algorithm 1
       (heavy-ball form).
     """
-    mixing = guard.Mixing(schedule, axis_name, wire, "quasi_global")
+    mixing = guard.Mixing(schedule, axis_name, codec, "quasi_global")
     require.below_one("momentum", momentum)
     require.below_one("quasi_global.mu", mu)
 
@@ -236,7 +236,7 @@ def quasi_global_adam(
     eps: float = 1e-8,
     axis_name: AxisName = "replica",
     gradient: optax.GradientTransformation | None = None,
-    wire: Wire | None = None,
+    codec: Codec | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adam whose moments follow the normalised movement of the mixed model (QG-DAdam).
 
@@ -256,7 +256,7 @@ def quasi_global_adam(
     References:
       Lin et al., `Quasi-Global Momentum <https://arxiv.org/abs/2102.04761>`_, 2021, QG-DAdam.
     """
-    mixing = guard.Mixing(schedule, axis_name, wire, "quasi_global")
+    mixing = guard.Mixing(schedule, axis_name, codec, "quasi_global")
     require.below_one("b1", b1)
     require.below_one("b2", b2)
     require.not_negative("eps", eps)
@@ -292,7 +292,7 @@ def decentlam(
     axis_name: AxisName = "replica",
     mix_every: int = 1,
     gradient: optax.GradientTransformation | None = None,
-    wire: Wire | None = None,
+    codec: Codec | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""DecentLaM: momentum SGD without the bias that local momentum adds to decentralized SGD.
 
@@ -307,7 +307,7 @@ def decentlam(
     References:
       Yuan et al., `DecentLaM <https://arxiv.org/abs/2104.11981>`_, 2021, Algorithm 2.
     """
-    mixing = guard.Mixing(schedule, axis_name, wire, "decentlam")
+    mixing = guard.Mixing(schedule, axis_name, codec, "decentlam")
     require.static_and_symmetric("decentlam", schedule, mix_every)
     require.below_one("momentum", momentum)
 

@@ -14,7 +14,8 @@ import optax
 
 from decent_jax import gossip
 from decent_jax.gossip import AxisName
-from decent_jax.gossip.wire import ChunkedTopK, Wire
+from decent_jax.gossip.codecs import Codec
+from decent_jax.gossip.sparse import ChunkedTopK
 from decent_jax.optim import guard, require
 from decent_jax.optim.declaration import (
     ADAM_FIRST,
@@ -132,7 +133,7 @@ def noloco(
     schedule: Schedule,
     axis_name: AxisName = "replica",
     mix_every: int = 1,
-    wire: Wire | None = None,
+    codec: Codec | None = None,
     *,
     fragments: int = 1,
     delay: int = 0,
@@ -164,7 +165,7 @@ def noloco(
     Args:
       inner, axis_name, mix_every, fragments, delay, alpha, carry, weighted: as in `diloco`.
       schedule: ``random_matching`` in the paper; with a round for every fragment.
-      wire: as in `decentralized`.
+      codec: as in `decentralized`.
       outer_learning_rate: the factor eta of the movement, beta in the paper.
       outer_momentum: the factor mu of the last movement, alpha in the paper, in [0, 1).
 
@@ -172,7 +173,7 @@ def noloco(
       Kolehmainen et al., `NoLoCo <https://arxiv.org/abs/2506.10911>`_, 2025, equations as in the
       authors' code.
     """
-    mixing = guard.Mixing(schedule, axis_name, wire, "noloco")
+    mixing = guard.Mixing(schedule, axis_name, codec, "noloco")
     require.not_negative("noloco.outer_learning_rate", outer_learning_rate)
     require.below_one("noloco.outer_momentum", outer_momentum)
     rule = _towards_average(optax.sgd(outer_learning_rate, outer_momentum))
@@ -205,7 +206,7 @@ def gasloc(
     inner: optax.GradientTransformation,
     schedule: Schedule,
     axis_name: AxisName = "replica",
-    wire: Wire | None = None,
+    codec: Codec | None = None,
     *,
     alpha: float = 1.0,
     eta: float = 0.7,
@@ -228,7 +229,7 @@ def gasloc(
     doubly stochastic schedule.
 
     Args:
-      inner, schedule, axis_name, wire: as in `decentralized`.
+      inner, schedule, axis_name, codec: as in `decentralized`.
       alpha: averaging step size, in (0, 1].
       eta: outer learning rate.
       gamma: outer momentum, in [0, 1). The default and that of ``eta`` are NoLoCo's numbers.
@@ -236,7 +237,7 @@ def gasloc(
     References:
       `GASLoC <https://arxiv.org/abs/2606.11081>`_, 2026, equations from a transcription.
     """
-    mixing = guard.Mixing(schedule, axis_name, wire, "gasloc")
+    mixing = guard.Mixing(schedule, axis_name, codec, "gasloc")
     if not 0 < alpha <= 1:
         raise ValueError(f"gasloc.alpha must be above 0 and at most 1, got {alpha}")
     require.not_negative("gasloc.eta", eta)
@@ -269,7 +270,7 @@ def sparseloco(
     r"""SparseLoCo: DiLoCo whose messages are the largest parts of the movement, with feedback.
 
     With ``theta`` the outer parameters, equal on all replicas, and C the largest numbers of
-    every chunk in 2 bits each (`decent_jax.gossip.wire.ChunkedTopK`):
+    every chunk in 2 bits each (`decent_jax.gossip.sparse.ChunkedTopK`):
 
     .. math::
         e_i \leftarrow \beta e_i + \theta - x_i, \qquad q_i = C(e_i), \qquad
@@ -308,13 +309,13 @@ def sparseloco(
     if not 0 <= decay <= 1:
         raise ValueError(f"sparseloco.decay must be in [0, 1], got {decay}")
     require.not_negative("sparseloco.outer_learning_rate", outer_learning_rate)
-    wire = ChunkedTopK(density, chunk, bits)
+    codec = ChunkedTopK(density, chunk, bits)
 
     def step(theta, x, e, mix):
         moved = optax.tree.sub(theta, x)
         moved = optax.tree.where(guard.all_finite(moved), moved, optax.tree.zeros_like(moved))
         e = guard.add(guard.scale(decay, e), moved)
-        mean, sent = gossip.mean_coded(e, axis_name, wire)
+        mean, sent = gossip.mean_coded(e, axis_name, codec)
         theta = guard.add(theta, guard.scale(-outer_learning_rate, mean))
         return theta, optax.tree.sub(e, sent)
 
@@ -427,8 +428,8 @@ def _replaced(tree: Any, which: list[int], new: list[jax.Array]) -> Any:
 
 def _sparse_bytes(params: Any, parts: Parts, own: Mapping[str, Any]) -> float:
     """Each of n - 1 others receives the message; an average counts as 2 (n - 1) / n models."""
-    wire = ChunkedTopK(own["density"], own["chunk"], own["bits"])
-    return parts.schedule.num_replicas / 2 * coded_bytes(params, wire)
+    codec = ChunkedTopK(own["density"], own["chunk"], own["bits"])
+    return parts.schedule.num_replicas / 2 * coded_bytes(params, codec)
 
 
 _IN_FRAGMENTS: dict[str, Any] = {

@@ -36,11 +36,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from decent_jax.gossip.codecs import FIRST_DISTANCE, GROW, SHRINK, SLACK
 from decent_jax.peers.formats import Arrays, Format, Message
-
-# y, the distance for which a lattice is made, grows much faster than it shrinks, since one of many
-# partners may be far (as in `decent_jax.optim.swarm`).
-_GROW, _SHRINK, _SLACK, _FIRST = 4.0, 0.97, 2.0, 1e-3
 
 
 class Copy(NamedTuple):
@@ -135,7 +132,7 @@ class Meetings:
         self._doubtful: dict[str, _Meeting] = {}  # whose settlement nobody has confirmed yet
         self._settled: list[Met] = []
         self.closed = False
-        self._y, self._number, self.version = _FIRST, 0, 0
+        self._y, self._number, self.version = FIRST_DISTANCE, 0, 0
         self.distance = 0.0
         self.counts = {"met": 0, "declined": 0, "not_understood": 0, "lost": 0}
 
@@ -291,11 +288,11 @@ class Meetings:
         if not begun.heard_by_them:
             # Only the sender that was not understood widens its lattice; if the receiver did, too,
             # one failure would cause others.
-            self._y *= _GROW
+            self._y *= GROW
         if not both or begun.met is None:
             self.counts["not_understood"] += 1
             return False
-        self._y = max(_SLACK * begun.apart, _SHRINK * self._y)
+        self._y = max(SLACK * begun.apart, SHRINK * self._y)
         self.counts["met"] += 1
         self.distance = begun.distance
         self._settled.append(begun.met)

@@ -1,6 +1,6 @@
 """The fields of a config about replicas of several machines, see docs/pipelines.md."""
 
-from decent_jax.gossip.wire import COMM_DTYPES
+from decent_jax.gossip import codecs
 from decent_jax.ground.fields import Changeable, Field
 
 FIELDS = {
@@ -17,7 +17,7 @@ FIELDS = {
         "1f1b", "order of micro-batches; gpipe: all forward first", choices=("1f1b", "gpipe")
     ),
     "pipeline.wire": Field(
-        "bfloat16", "format of activations and their gradients", choices=COMM_DTYPES
+        "bfloat16", "format of activations and their gradients", choices=tuple(codecs.NAMED)
     ),
     "pipeline.address": Changeable(
         "", '"auto" or "host:port" of a Ray cluster; empty: this machine'

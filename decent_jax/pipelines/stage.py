@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from decent_jax import gossip, optim, replicas
-from decent_jax.gossip import wire
+from decent_jax.gossip import codecs
 from decent_jax.models import decoders
 from decent_jax.models.pieces import cross_entropy
 from decent_jax.pipelines.part import Part
@@ -62,7 +62,7 @@ class Stage:
         self.grid, self.part = grid, part
         config, self._model = grid.config, part.task.config
         self._together = ThreadPoolExecutor(1, thread_name_prefix="replicas")
-        self._wire = wire.of_dtype(config.pipeline.wire)
+        self._codec = codecs.NAMED[config.pipeline.wire]
         self._cuts = config.pipeline.micro_batches
         self._key = jax.random.key(config.seed + 1)
         ids = np.array(grid.placement.local_replicas, np.int32)
@@ -188,17 +188,18 @@ class Stage:
         return total, self._encoded(dx, rng, 1, replica)
 
     def _encoded(self, x, rng, way, replica):
-        if self._wire is None:
+        if self._codec is None:
             return (x,)
         key = jax.random.fold_in(rng, _MESSAGES + 2 * self.part.stage + way)
-        return self._wire.encode(x.astype(jnp.float32), key, replica)
+        return self._codec.encode(x.astype(jnp.float32), self._codec.noise(key, replica, x.shape))
 
     def _decoded(self, message):
         if message is None:
             return None
-        if self._wire is None:
+        if self._codec is None:
             return message[0]
-        return self._wire.decode(message, jnp.zeros((), self._model.dtype), None)
+        like = jax.ShapeDtypeStruct(message[0].shape, self._model.dtype)
+        return self._codec.decode(message, like)
 
     def _evaluate_one(self, params, borrowed, x, tokens, weights):
         y = self._output(params, borrowed, x, tokens)

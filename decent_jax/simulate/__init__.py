@@ -4,8 +4,7 @@
 |---|---|
 | `interactions`, `matchings`, `pulls` | who averages with whom: edges, rounds of pairs, of pulls |
 | `rounds` | a list of interactions grouped into rounds of disjoint pairs, with the same effect |
-| `swarm` | trains n models by such a list; spread, drift, bits sent |
-| `LatticeQuantizer` | models in 8 bits per coordinate (Davies et al. 2021), failures detected |
+| `swarm` | trains n models by such a list, quantized or not; spread, drift, bits sent |
 | `swarm_timing` | seconds per step on a network; `planner_timing`: of all-reduce and gossip |
 | `lose` | mixing matrices of rounds in which messages are lost |
 
@@ -19,15 +18,11 @@
 
 from decent_jax.simulate.lossy import lose
 from decent_jax.simulate.pairs import Interaction, interactions, matchings, pulls, rounds
-from decent_jax.simulate.quantizer import Decoded, LatticeQuantizer, Message
 from decent_jax.simulate.timing import Timing, planner_timing, swarm_timing
 from decent_jax.simulate.training import Swarm, swarm
 
 __all__ = [
-    "Decoded",
     "Interaction",
-    "LatticeQuantizer",
-    "Message",
     "Swarm",
     "Timing",
     "interactions",

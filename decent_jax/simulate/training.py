@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from decent_jax.gossip.codecs import Lattice
 from decent_jax.simulate.pairs import Interaction, Round, as_rounds
-from decent_jax.simulate.quantizer import LatticeQuantizer
 
 FULL_PRECISION_BITS = 32  # per parameter that is not quantized
+HEAD_BITS = 64  # of a quantized message: checksum and side
 
 # gradient(i, x_i, k, rng): at x_i, (d,), of replica i, which has taken k local steps before.
 Gradient = Callable[[int, np.ndarray, int, np.random.Generator], np.ndarray]
@@ -48,7 +49,8 @@ def swarm(
     *,
     averaging: str = "both",
     blocking: bool = True,
-    quantizer: LatticeQuantizer | None = None,
+    quantizer: Lattice | None = None,
+    stochastic: bool = False,
     own_exact: bool = False,
     on_failure: str = "drop",
     momentum: float = 0.0,
@@ -70,7 +72,9 @@ def swarm(
     to the average afterwards. The authors' released code is one-sided: the mean drifts.
 
     With a ``quantizer`` others receive Q(P_j), and ``x_i <- x_i + (Q(P_j) - Q(P_i)) / 2``: j does
-    the opposite, so the mean stays. ``own_exact=True`` is ``x_i <- x_i + (Q(P_j) - P_i) / 2``, as
+    the opposite, so the mean stays. ``stochastic=True`` rounds up with the probability of the
+    fraction instead of to the nearest: unbiased, with a variance of s^2 / 6 on average instead of
+    s^2 / 12. ``own_exact=True`` is ``x_i <- x_i + (Q(P_j) - P_i) / 2``, as
     in the released code: half the noise, but the mean drifts.
 
     If a checksum shows that either could not decode the other, both keep their models
@@ -105,7 +109,9 @@ def swarm(
     if record_every < 1:
         raise ValueError(f"record_every must be at least 1, got {record_every}")
     both, resend = averaging == "both", on_failure == "resend"
-    run = _Run(x0, gradient, learning_rate, momentum, blocking, seed, both, own_exact, resend)
+    run = _Run(
+        x0, gradient, learning_rate, momentum, blocking, seed, both, stochastic, own_exact, resend
+    )
     records = [run.record(observe)]
     for group in as_rounds(interactions):
         run.round(group, quantizer)
@@ -131,10 +137,12 @@ class _Run:
         blocking: bool,
         seed: int,
         both: bool,
+        stochastic: bool,
         own_exact: bool,
         resend: bool,
     ) -> None:
-        self.both, self.own_exact, self.resend = both, own_exact, resend
+        self.both, self.stochastic = both, stochastic
+        self.own_exact, self.resend = own_exact, resend
         self.x = np.array(x0, np.float64)
         if self.x.ndim != 2:
             raise ValueError(f"x0 must be (replicas, parameters), got shape {self.x.shape}")
@@ -165,7 +173,7 @@ class _Run:
             observe(self.count, self.x)
         return self.count, spread, float(drift)
 
-    def round(self, group: Round, quantizer: LatticeQuantizer | None) -> None:
+    def round(self, group: Round, quantizer: Lattice | None) -> None:
         """All replicas of a round step, then its pairs average what was there before the round."""
         self._check(group)
         for i, j, steps_i, steps_j, _ in group:
@@ -214,17 +222,13 @@ class _Run:
         average = (own_i + own_j) / 2
         return average + (self.x[i] - own_i), average + (self.x[j] - own_j)
 
-    def _quantized(
-        self, i: int, j: int, quantizer: LatticeQuantizer
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _quantized(self, i: int, j: int, quantizer: Lattice) -> tuple[np.ndarray, np.ndarray]:
         """The same by coded messages."""
         own_i, own_j = self.published[i], self.published[j]
-        self.bits_sent += (1 + self.both) * quantizer.bits(self.x.shape[1])
-        from_i, sent_i = quantizer.encode(own_i, self.rounding_rngs[i])
-        from_j, sent_j = quantizer.encode(own_j, self.rounding_rngs[j])
-        at_i = quantizer.decode(from_j, key=own_i)
-        at_j = quantizer.decode(from_i, key=own_j)
-        failures = (not at_i.ok) + (self.both and not at_j.ok)
+        self.bits_sent += (1 + self.both) * (quantizer.bits * self.x.shape[1] + HEAD_BITS)
+        from_i, from_j = (self._encoded(k, quantizer) for k in (i, j))
+        at_i, at_j = quantizer.decode(from_j, like=own_i), quantizer.decode(from_i, like=own_j)
+        failures = bool(np.isnan(at_i).any()) + bool(self.both and np.isnan(at_j).any())
         self.failed_decodes += failures
         self.failed += failures > 0
         if failures and self.resend:
@@ -234,8 +238,18 @@ class _Run:
         if failures:
             return self.x[i].copy(), self.x[j].copy()
         if not self.own_exact:
-            own_i, own_j = sent_i, sent_j
-        return self.x[i] + (at_i.value - own_i) / 2, self.x[j] + (at_j.value - own_j) / 2
+            own_i, own_j = quantizer.decode(from_i, own_i), quantizer.decode(from_j, own_j)
+        return self.x[i] + (at_i - own_i) / 2, self.x[j] + (at_j - own_j) / 2
+
+    def _encoded(self, i: int, quantizer: Lattice) -> tuple:
+        own = self.published[i]
+        if not (np.abs(own) < 2.0**62 * quantizer.side).all():
+            raise ValueError(
+                "a model to be encoded must be finite and below 2^62 sides, got "
+                f"{np.abs(own).max():g}; lower the learning rate"
+            )
+        random = self.rounding_rngs[i].random
+        return quantizer.encode(own, random(own.shape) if self.stochastic else None)
 
     def _count_full_precision(self) -> None:
         self.bits_sent += (1 + self.both) * FULL_PRECISION_BITS * self.x.shape[1]

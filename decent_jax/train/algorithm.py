@@ -16,7 +16,7 @@ import optax
 from ml_collections import ConfigDict
 
 from decent_jax import optim, topology
-from decent_jax.gossip import AxisName, wire
+from decent_jax.gossip import AxisName, codecs
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import format_bytes, shown
 from decent_jax.ground.named_modules import module_named
@@ -69,7 +69,7 @@ def parts(
         axis_name,
         config.combine,
         config.mix_every,
-        wire.of_dtype(config.comm_dtype),
+        codecs.NAMED[config.comm_dtype],
         gradient=optax.chain(clip, decay),
         optimizer=config.optimizer.to_dict(),
         identical_start=config.identical_start,

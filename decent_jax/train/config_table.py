@@ -4,7 +4,7 @@ Other rooms declare theirs (``cluster``, ``peers``, ``pipeline``), so do a task 
 ``data``) and a method (the section with its numbers); see `decent_jax.train.config.fields_of`.
 """
 
-from decent_jax.gossip.wire import COMM_DTYPES
+from decent_jax.gossip import codecs
 from decent_jax.ground.fields import Changeable, Field
 
 FIELDS = {
@@ -26,7 +26,7 @@ FIELDS = {
         choices=("with", "then", ""),
     ),
     "mix_every": Field(1, "steps from one round to the next", at_least=1),
-    "comm_dtype": Field("float32", "format of messages", choices=COMM_DTYPES),
+    "comm_dtype": Field("float32", "format of messages", choices=tuple(codecs.NAMED)),
     "local_size": Changeable(
         1, "replicas per node, for alternating_exp_ring and hierarchical", at_least=1
     ),

@@ -1,0 +1,208 @@
+"""Formats of messages that are cheaper than float32, for arrays of JAX and of NumPy alike.
+
+A codec sees one array of one replica at a time. Whoever sends makes parts of it by `Codec.encode`;
+whoever receives calls `Codec.decode` on them. The sender decodes its own parts, too, and thus knows
+exactly what others hold: `decent_jax.gossip.mix` and `decent_jax.peers` mix *differences* of
+decoded arrays, so that the mean stays whatever a format loses.
+
+| codec | sent for N numbers | error |
+|---|---|---|
+| `BFloat16` | 2 N bytes | relative 2^-9, nearest |
+| `Int8` | N bytes + 4 per row of the last axis | unbiased, below 1/126 of the row's largest |
+| `Lattice` | N or 2 N bytes + 8 | at most half a side; NaN where the receiver is too far off |
+
+`decent_jax.gossip.sparse` has those that send some of the numbers only.
+
+To add a codec, write a frozen dataclass with ``encode`` and ``decode`` (and ``noise``, if it
+draws), and add it to the table, to `NAMED` if configs may choose it, and to the cases of
+``tests/test_codecs.py``, which compare JAX with NumPy, errors with bounds and bytes with the table.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Array = Any  # of JAX or of NumPy
+
+
+class Codec:
+    """A format of messages. Noise is passed in, so that both kinds of arrays may share one code."""
+
+    def noise(self, key: jax.Array, replica: jax.Array, shape: tuple[int, ...]) -> Any:
+        """What `encode` and `decode` of an array of this shape draw; None: nothing.
+
+        Args:
+          key: the same on all replicas, another in every step and for every array.
+          replica: () int, the sender; a codec may give each its own noise.
+          shape: of the array.
+        """
+        return None
+
+    def encode(self, x: Array, noise: Any = None) -> tuple[Array, ...]:
+        """The arrays that are sent for ``x``."""
+        raise NotImplementedError
+
+    def decode(self, parts: tuple[Array, ...], like: Array, noise: Any = None) -> Array:
+        """The array that a receiver makes of them, in the shape and dtype of ``like``, its own."""
+        raise NotImplementedError
+
+
+@functools.cache
+def bytes_sent(codec: Codec | None, shape: tuple[int, ...]) -> int:
+    """The bytes that are sent for a float32 array of this shape; None: as it is."""
+    if codec is None:
+        return 4 * math.prod(shape)
+
+    def parts():
+        noise = codec.noise(jax.random.key(0), jnp.int32(0), shape)
+        return codec.encode(jnp.zeros(shape, jnp.float32), noise)
+
+    return sum(part.size * part.dtype.itemsize for part in jax.eval_shape(parts))
+
+
+@dataclasses.dataclass(frozen=True)
+class BFloat16(Codec):
+    """The nearest bfloat16, as its bits: XLA's CPU would send a float32 for each bfloat16."""
+
+    def encode(self, x, noise=None):
+        return (x.astype(jnp.bfloat16).view(np.uint16),)
+
+    def decode(self, parts, like, noise=None):
+        return parts[0].view(jnp.bfloat16).astype(like.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8(Codec):
+    """8-bit integers with a float32 scale per row of the last axis, rounded stochastically.
+
+    ``c = floor(x / s + u)`` with noise u uniform in [0, 1): ``E[c s] = x``. Without noise it rounds
+    to nearest, which is biased. The scale s is ``max |x| / 127`` over the row, rounded up to 8
+    significant bits, so that c s and sums of a few are exact in float32: a product that one side
+    rounds, and the other does not, would move the mean in each round.
+    """
+
+    def noise(self, key, replica, shape):
+        return jax.random.uniform(jax.random.fold_in(key, replica), shape, jnp.float32)
+
+    def encode(self, x, noise=None):
+        xp = _namespace(x)
+        largest = xp.abs(x).max(axis=-1, keepdims=True, initial=0) if x.ndim else xp.abs(x)
+        scale = _eight_bits((1 + 2**-8) / 127 * largest.astype(np.float32))
+        # In bfloat16 sums of 100 and a noise below 1 would be multiples of 1/2, and rounded up.
+        wide = xp.promote_types(x.dtype, np.float32)
+        scaled = x.astype(wide) / xp.where(scale > 0, scale, xp.ones_like(scale)).astype(wide)
+        codes = xp.round(scaled) if noise is None else xp.floor(scaled + noise.astype(wide))
+        return xp.clip(codes, -127, 127).astype(np.int8), scale
+
+    def decode(self, parts, like, noise=None):
+        codes, scale = parts
+        return codes.astype(like.dtype) * scale.astype(like.dtype)
+
+
+# How the distance y that a lattice reaches follows what is met: y becomes the larger of 0.97 y and
+# twice the largest difference at a meeting, and 4 y after a message that the partner could not
+# decode. It grows much faster than it shrinks, since one of many partners may be far.
+FIRST_DISTANCE, GROW, SHRINK, SLACK = 1e-3, 4.0, 0.97, 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Lattice(Codec):
+    """Numbers relative to the receiver's own, to half a side however large they are.
+
+    The sender rounds to the points ``s Z`` and sends only their colours, the integers modulo
+    ``q = 2^bits``. The receiver takes the points of these colours that are nearest to its own z:
+    right where ``|x - z| <= s (q - 1) / 2`` in every coordinate (Davies et al. 2021, cubic
+    lattice). Elsewhere it notices by a checksum of what is not sent, the quotients by q, and
+    decodes NaN: a single wrong quotient is always found, several cancel with 2^-31.
+
+    Args:
+      bits: per number, up to 8 or up to 16 in one or two bytes.
+      side: s, of the sender; it travels with the message. Its dtype is the one to compute in:
+        float64, as a Python float is to NumPy, or float32.
+
+    >>> lattice = Lattice(bits=4, side=0.5)
+    >>> x = np.array([10.1, -7.3])
+    >>> message = lattice.encode(x)
+    >>> message[0], lattice.decode(message, like=x + 3.7), lattice.decode(message, like=x + 4.7)
+    (array([4, 1], dtype=uint8), array([10. , -7.5]), array([nan, nan]))
+    """
+
+    bits: int = 8
+    side: Any = 1.0
+
+    def __post_init__(self):
+        if not 1 <= self.bits <= 16:
+            raise ValueError(f"bits of a lattice must be from 1 to 16, got {self.bits}")
+
+    @property
+    def reach(self) -> Any:
+        """The largest difference that `decode` always gets right."""
+        return self.side * (2**self.bits - 1) / 2
+
+    def reaching(self, y: Any, largest: Any) -> "Lattice":
+        """The finest lattice for differences up to y, of numbers up to ``largest``.
+
+        Its side is at least 2^-21 of the largest number, so that ``x / s`` is exact in float32.
+        """
+        xp = _namespace(largest)
+        least = xp.maximum(largest * 2.0**-21, np.finfo(np.float32).tiny)
+        side = xp.maximum(2 * y / (2**self.bits - 1), least)
+        return dataclasses.replace(self, side=side)
+
+    def encode(self, x, noise=None):
+        xp = _namespace(x)
+        side = xp.asarray(self.side)
+        scaled = x.astype(side.dtype) / side
+        points = xp.round(scaled) if noise is None else xp.floor(scaled + noise)
+        points = points.astype(f"int{8 * side.dtype.itemsize}")
+        colours = points & (2**self.bits - 1)
+        sent = colours.astype(np.uint8 if self.bits <= 8 else np.uint16)
+        return sent, _checksum(points >> self.bits), side
+
+    def decode(self, parts, like, noise=None):
+        _, checksum, side = parts
+        quotients, points = self.nearest(parts, like)
+        understood = _checksum(quotients) == checksum
+        return _namespace(like).where(understood, points * side, np.nan).astype(like.dtype)
+
+    def nearest(self, parts: tuple, like: Array) -> tuple[Array, Array]:
+        """(quotients, points) of the colours, the nearest to ``like``, whoever has sent them."""
+        colours, _, side = parts
+        colours = colours.astype(f"int{8 * side.dtype.itemsize}")
+        # ``like`` is not rounded before: that would take half a side from the reach.
+        scaled = like.astype(side.dtype) / side
+        quotients = _namespace(like).round((scaled - colours) / 2**self.bits).astype(colours.dtype)
+        return quotients, (quotients << self.bits) + colours
+
+
+# What ``config.comm_dtype`` may be; float32 is sent as it is.
+NAMED: Mapping[str, Codec | None] = {"float32": None, "bfloat16": BFloat16(), "int8": Int8()}
+
+
+def _namespace(x: Any) -> ModuleType:
+    """The module of functions for this array."""
+    return jnp if isinstance(x, jax.Array) else np
+
+
+def _eight_bits(x: Array) -> Array:
+    """float32 numbers rounded to 8 significant bits, as bfloat16 has them."""
+    if _namespace(x) is np:
+        return x.astype(jnp.bfloat16).astype(np.float32)
+    return jax.lax.reduce_precision(x, 8, 7)  # XLA takes a cast to bfloat16 and back for nothing
+
+
+def _checksum(quotients: Array) -> Array:
+    """() uint32 that wraps: integers times odd multipliers, a hash of their places (murmur3's)."""
+    xp = _namespace(quotients)
+    a = xp.arange(quotients.size, dtype=np.uint32)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        a = (a ^ (a >> shift)) * np.uint32(factor)
+    a = (a ^ (a >> 16)) | np.uint32(1)
+    return (quotients.reshape(-1).astype(np.uint32) * a).sum(dtype=np.uint32)
