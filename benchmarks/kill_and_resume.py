@@ -110,10 +110,9 @@ def log_of(workdir: Path) -> str:
 
 def final_arrays(workdir: Path, step: int) -> list[np.ndarray]:
     """Every array of the last checkpoint."""
-    folder = workdir / "checkpoints" / str(step)
+    folder = workdir / "checkpoints" / str(step) / "state"
     with ocp.StandardCheckpointer() as checkpointer:
-        items = [checkpointer.restore(folder / name) for name in ("params", "rest")]
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(items)]
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(checkpointer.restore(folder))]
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from decent_jax import topology
-from decent_jax.commands import saved_model
 from decent_jax.ground import json_files, run_folder
 from decent_jax.ground.errors import CheckpointError, ConfigError, DataError, RunError
 from decent_jax.models.decoder_weights import load_safetensors
@@ -20,7 +19,7 @@ from decent_jax.pipelines import files
 from decent_jax.plan import plan_file
 from decent_jax.planner import network
 from decent_jax.train import config as config_lib
-from decent_jax.train import workdir
+from decent_jax.train import saved_model, workdir
 
 ROWS = [{"step": k, "train/loss": 2.5 / (k + 1), "perf/wall_time_s": float(k)} for k in range(4)]
 METRICS = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
@@ -76,7 +75,7 @@ def read_part(path):
 
 
 READERS = {
-    "config.json": (resume, lambda path: saved_model.Run(path.parent)),
+    "config.json": (resume, lambda path: saved_model.TrainedRun(path.parent)),
     "metrics.jsonl": (resume, read_run),
     "plan.json": (plan_file.load,),
     "peers.json": (read_manifest,),

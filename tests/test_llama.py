@@ -11,11 +11,11 @@ import tiny
 from networks import drawn
 
 from decent_jax import tasks, train
-from decent_jax.commands import saved_model
 from decent_jax.ground.progress import announce
 from decent_jax.models import decoder_weights, decoders, llama
 from decent_jax.models.pieces import cross_entropy
 from decent_jax.train import config as config_lib
+from decent_jax.train import saved_model
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 TINY = llama.LlamaConfig(
@@ -105,7 +105,7 @@ def llama_config(data, **changes):
 @pytest.mark.slow
 def test_a_run_trains_is_exported_and_begins_another(tiny_data, tmp_path):
     train.run(llama_config(tiny_data), tmp_path / "run")
-    run = saved_model.Run(tmp_path / "run")
+    run = saved_model.TrainedRun(tmp_path / "run")
     out = tmp_path / "model.safetensors"
     hf = json.loads(run.call("export", "be exported", out))
     assert hf["model_type"] == "llama" and hf["num_key_value_heads"] == 2

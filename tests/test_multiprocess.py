@@ -101,8 +101,8 @@ def assert_same_model(together, alone):
         assert row.keys() == other.keys()
         if "eval/loss" in row:
             assert row["eval/loss"] == pytest.approx(other["eval/loss"], rel=1e-5)
-    params, meta = checkpoint.restore_model(together, "last")
-    wanted, _ = checkpoint.restore_model(alone, "last")
+    params, _, meta = checkpoint.restore_model(together, "last")
+    wanted, *_ = checkpoint.restore_model(alone, "last")
     assert meta["step"] == STEPS
     for one, other in zip(jax.tree.leaves(params), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)

@@ -13,8 +13,8 @@ from several import by_output, children_of, nothing_is_left, starting, until
 from test_pipelines import config_of
 
 from decent_jax import topology
-from decent_jax.commands import saved_model
 from decent_jax.plan.plan_file import Plan
+from decent_jax.train import saved_model
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, HEARTBEAT_S = 4, 8
@@ -118,7 +118,7 @@ def test_processes_train_as_threads_do_and_as_without_stages(workdir, tiny_data,
     assert summary["steps"] == STEPS and summary["pipeline"]["layers"] == [1, 1]
     assert summary["final"]["eval/loss"] == pytest.approx(rows[-1]["eval/loss"])
     assert (workdir / "curves.png").exists()
-    run = saved_model.Run(workdir)
+    run = saved_model.TrainedRun(workdir)
     assert run.step == STEPS and run.params["h"].keys() == {"0", "1"}
-    assert saved_model.Run(workdir, "best").params["wte"]["embedding"].shape == (256, 16)
+    assert saved_model.TrainedRun(workdir, "best").params["wte"]["embedding"].shape == (256, 16)
     assert saved_model.load(workdir).step == STEPS

@@ -347,7 +347,7 @@ def test_three_processes_one_is_killed_two_end_the_run(start_process, tmp_path, 
     assert [row["step"] for row in tiny.rows(workdir)] == list(range(1, 17))
     # The data goes on where the last checkpoint was: no example is left out.
     metas = {
-        k: json.loads((workdir / "checkpoints" / str(k) / "meta" / "metadata").read_text())
+        k: json.loads((workdir / "checkpoints" / str(k) / "meta.json").read_text())
         for k in (step, 16)
     }
     assert metas[step]["examples"] == 6 * step

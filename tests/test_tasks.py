@@ -7,9 +7,10 @@ import small_runs
 import tiny
 
 from decent_jax import tasks
-from decent_jax.commands import export, sample, saved_model, translate
+from decent_jax.commands import export, sample, translate
 from decent_jax.ground.errors import ConfigError
 from decent_jax.train import config as config_lib
+from decent_jax.train import saved_model
 
 
 def line_config(task, **changes):

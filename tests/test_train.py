@@ -16,11 +16,10 @@ import tiny
 from toys.waves import Waves
 
 from decent_jax import replicas, topology, train
-from decent_jax.commands import saved_model
 from decent_jax.data.text import token_folder
 from decent_jax.models import decoders
 from decent_jax.plan import plan_file
-from decent_jax.train import TrainingFailed, experiment
+from decent_jax.train import TrainingFailed, experiment, saved_model
 from decent_jax.train.programs import Programs
 from decent_jax.train.synchronous import Feed, Synchronous
 
@@ -264,8 +263,8 @@ def test_a_replica_with_bad_losses_is_skipped_named_and_recovers(run, sick, caps
     # the one that failed in these steps, not the one that failed most in all
     assert "step 8: 1 updates were not finite and were skipped (replica 2 most); 5 since" in said
     assert said.count("not finite") == 2
-    np.testing.assert_array_equal(counts["rest['opt_state']['skipped']"], [1, 1, 1, 2])
-    np.testing.assert_array_equal(counts["rest['opt_state']['failing']"], [0, 0, 0, 0])
+    np.testing.assert_array_equal(counts["rest.opt_state.skipped"], [1, 1, 1, 2])
+    np.testing.assert_array_equal(counts["rest.opt_state.failing"], [0, 0, 0, 0])
     # A row has the mean of the finite losses of its steps.
     each = tiny.losses(run("each"))
     fine = [4 - len(bad.get(t, [])) for t in range(12)]

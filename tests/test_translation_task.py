@@ -16,7 +16,7 @@ from networks import drawn
 from tiny import rows
 
 from decent_jax import train
-from decent_jax.commands import export, sample, saved_model, translate
+from decent_jax.commands import export, sample, translate
 from decent_jax.data import loader
 from decent_jax.data.translation import prepare_translation, subwords
 from decent_jax.data.translation.pair_folder import TranslationPairs, pad_block
@@ -25,7 +25,7 @@ from decent_jax.models import transformer
 from decent_jax.tasks import translation as task_lib
 from decent_jax.tasks import translator
 from decent_jax.train import config as config_lib
-from decent_jax.train import flags
+from decent_jax.train import flags, saved_model
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENS = 240

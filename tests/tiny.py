@@ -156,19 +156,17 @@ def saved_steps(workdir) -> list[int]:
 
 def saved(workdir, step: int) -> dict[str, np.ndarray]:
     """Every array of a checkpoint by its path, read by orbax alone."""
-    result = {}
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    for item in ("params", "rest"):
-        path = Path(workdir).absolute() / "checkpoints" / str(step) / item
-        with ocp.StandardCheckpointer() as checkpointer:
-            target = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
-                checkpointer.metadata(path).item_metadata.tree,
-            )
-            tree = checkpointer.restore(path, target)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            result[item + jax.tree_util.keystr(path)] = np.asarray(leaf)
-    return result
+    path = Path(workdir).absolute() / "checkpoints" / str(step) / "state"
+    with ocp.StandardCheckpointer() as checkpointer:
+        target = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
+            checkpointer.metadata(path).item_metadata.tree,
+        )
+        tree = checkpointer.restore(path, target)
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    names = [jax.tree_util.keystr(leaf_path, simple=True, separator=".") for leaf_path, _ in leaves]
+    return {name: np.asarray(leaf) for name, (_, leaf) in zip(names, leaves, strict=True)}
 
 
 def assert_same_state(one, other, step: int) -> None:

@@ -14,10 +14,11 @@ import re
 import sys
 from pathlib import Path
 
-from decent_jax.commands import saved_model
+from decent_jax.commands import model_flags
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.json_files import write_atomic
 from decent_jax.ground.replaceable import check_replaceable
+from decent_jax.train.saved_model import TrainedRun
 
 _EXPORTED = re.compile(rb'.{8}\{"__metadata__".{,65536}"which"', re.DOTALL)
 # What an export may write beside the weights.
@@ -27,7 +28,7 @@ _BESIDE += ("vocab.json", "merges.txt")
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns 0, or 2 after one sentence on stderr."""
-    parser = saved_model.parser("export", __doc__)
+    parser = model_flags.parser("export", __doc__)
     parser.add_argument("--out", required=True, metavar="FILE.safetensors")
     try:
         path = export(**vars(parser.parse_args(arguments)))
@@ -39,7 +40,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def export(workdir: str | Path, out: str | Path, which: str = "last") -> Path:
-    """Writes the model, and ``config.json`` beside it; returns its path. See `saved_model.load`."""
+    """Writes the model, and ``config.json`` beside it; returns its path.
+
+    Args:
+      workdir: of the run.
+      out: the .safetensors file to write.
+      which: see `decent_jax.train.saved_model.load`.
+
+    Raises:
+      ConfigError: it cannot be exported, or would replace a file that no export has written.
+    """
     out = Path(out)
     if out.suffix != ".safetensors":
         raise ConfigError(f"--out must end in .safetensors, got {str(out)!r}")
@@ -55,7 +65,7 @@ def export(workdir: str | Path, out: str | Path, which: str = "last") -> Path:
             "another folder"
         )
     _check_replaceable(out)
-    run = saved_model.Run(workdir, which)
+    run = TrainedRun(workdir, which)
     made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:

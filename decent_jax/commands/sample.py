@@ -5,9 +5,10 @@ decent-jax sample --workdir runs/quickstart --prompt "def main("
 
 import sys
 
-from decent_jax.commands import saved_model
+from decent_jax.commands import model_flags
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.fields import Field
+from decent_jax.train.saved_model import TrainedRun
 
 FLAGS = {
     "tokens": Field(200, "tokens to add", at_least=1, at_most=10**6),
@@ -20,7 +21,7 @@ FLAGS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns 0, or 2 after one sentence on stderr."""
-    parser = saved_model.parser("sample", __doc__)
+    parser = model_flags.parser("sample", __doc__)
     parser.add_argument("--prompt", default="", help="text to continue (default: begin a document)")
     for name, field in FLAGS.items():
         kind, about = type(field.default), f"{field.doc} (default: {field.default})"
@@ -29,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
         options = vars(parser.parse_args(arguments))
         for name, field in FLAGS.items():
             field.check(f"--{name}", options[name])
-        run = saved_model.Run(options.pop("workdir"), options.pop("which"))
+        run = TrainedRun(options.pop("workdir"), options.pop("which"))
         for text in run.call("sample", "continue a prompt", **options):
             print(text, "-" * 80, sep="\n")
     except (ConfigError, ValueError) as error:

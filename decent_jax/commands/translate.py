@@ -12,8 +12,9 @@ import time
 from collections.abc import Iterator
 from typing import TextIO
 
-from decent_jax.commands import saved_model
+from decent_jax.commands import model_flags
 from decent_jax.ground.errors import ConfigError
+from decent_jax.train.saved_model import TrainedRun
 
 _LONGEST = 20_000  # characters
 _AT_A_TIME = 512  # sentences, which the task sorts by length
@@ -21,7 +22,7 @@ _AT_A_TIME = 512  # sentences, which the task sorts by length
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns 0, or 2 after one sentence on stderr."""
-    parser = saved_model.parser("translate", __doc__)
+    parser = model_flags.parser("translate", __doc__)
     parser.add_argument("--input", metavar="FILE", help="UTF-8 text (default: standard input)")
     parser.add_argument("--beam", type=int, default=4, help="beams; 1 is greedy (default: 4)")
     began, count = 0.0, 0
@@ -34,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
             else contextlib.nullcontext(sys.stdin) as file
         ):
             lines = _lines(file, path or "standard input")
-            run = saved_model.Run(parsed.workdir, parsed.which)
+            run = TrainedRun(parsed.workdir, parsed.which)
             run.function("translator", "translate")  # or refused, before anything is read
             sentences = list(itertools.islice(lines, _AT_A_TIME))  # may be refused, so before
             translate = run.call("translator", "translate", parsed.beam)

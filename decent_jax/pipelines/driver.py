@@ -25,7 +25,8 @@ from decent_jax.pipelines.watched import Watched, strategies
 from decent_jax.pipelines.worker import Span
 from decent_jax.replicas import Consensus
 from decent_jax.train import algorithm, loop
-from decent_jax.train.checkpoint import DAMAGED, change_of, put_aside
+from decent_jax.train.checkpoint import change_of
+from decent_jax.train.checkpoint_folder import DAMAGED, put_aside
 from decent_jax.train.evaluation import Evaluator, Model
 from decent_jax.train.metrics import Clock
 from decent_jax.train.saver import Saver

@@ -23,7 +23,8 @@ from decent_jax.ground.errors import CheckpointError, DataError
 from decent_jax.ground.format import shorten
 from decent_jax.ground.json_files import is_real, is_whole, read_json, write_json_atomic
 from decent_jax.pipelines.stage import Stage
-from decent_jax.train.checkpoint import BEST, FOLDER, change_replicas
+from decent_jax.train.checkpoint_folder import BEST, FOLDER
+from decent_jax.train.stored import change_replicas
 
 log = logging.getLogger(__name__)
 

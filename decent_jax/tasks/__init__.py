@@ -78,9 +78,9 @@ def _checked(module: Any, name: str) -> TaskModule:
 class TaskModule(Protocol):
     """A module that defines a task.
 
-    It may also define what the commands call with a `Run`: ``load(run)`` returns the trained model
-    with all that is needed to use it; ``export(run, out)`` writes the model to the file ``out`` and
-    returns the text of the ``config.json`` beside it; ``sample(run, ...)`` returns what
+    It may also define what the commands call with a `TrainedRun`: ``load(run)`` returns the trained
+    model with all that is needed to use it; ``export(run, out)`` writes the model to the file
+    ``out`` and returns the text of the ``config.json`` beside it; ``sample(run, ...)`` returns what
     `decent-jax sample` prints; ``translator(run, beam)`` returns a function that translates a list
     of sentences. The planner calls ``count_parameters(config)``.
     """
@@ -167,8 +167,8 @@ class Measures(Protocol):
         ...
 
 
-class Run(Protocol):
-    """A run that has been trained: what `decent_jax.commands.saved_model.Run` gives a task.
+class TrainedRun(Protocol):
+    """A run that has been trained: what `decent_jax.train.saved_model.TrainedRun` gives a task.
 
     Reading ``step``, ``params`` or ``model_state`` reads a checkpoint, and raises ConfigError where
     none is readable.

@@ -19,7 +19,7 @@ from decent_jax.ground.fields import Field, size_of_preset
 from decent_jax.ground.progress import announce as announce_on_stderr
 from decent_jax.models import resnet, resnet_weights
 from decent_jax.models.pieces import cross_entropy, decay_mask
-from decent_jax.tasks import Run
+from decent_jax.tasks import TrainedRun
 
 GENERATED = "generated"
 CROPS = ("resized", "whole")
@@ -378,7 +378,7 @@ class SavedModel(NamedTuple):
     step: int
 
 
-def load(run: Run) -> SavedModel:
+def load(run: TrainedRun) -> SavedModel:
     """The consensus model of a run, as it was evaluated.
 
     A run that recomputes its batch-norm statistics recomputes them here from the same training
@@ -405,7 +405,7 @@ def load(run: Run) -> SavedModel:
     return SavedModel(params, statistics, config, names and tuple(names), run.step)
 
 
-def export(run: Run, out: Path) -> str:
+def export(run: TrainedRun, out: Path) -> str:
     """Writes the weights under torchvision's names; returns the ``config.json`` beside them."""
     model, data = load(run), run.config.data
     size, resize = eval_sizes(data)

@@ -21,7 +21,7 @@ from decent_jax.ground.fields import Field, size_of_preset
 from decent_jax.ground.progress import announce as announce_on_stderr
 from decent_jax.models import decoder_weights, decoders, generate, pieces
 from decent_jax.models.pieces import cross_entropy, decay_mask
-from decent_jax.tasks import Run, opened
+from decent_jax.tasks import TrainedRun, opened
 
 STDLIB = "stdlib"
 _STDLIB_VOCAB = 256  # bytes
@@ -233,12 +233,12 @@ class SavedModel(NamedTuple):
     step: int
 
 
-def load(run: Run) -> SavedModel:
+def load(run: TrainedRun) -> SavedModel:
     """The consensus model of a run; raises DataError where its token folder is gone."""
     return _saved(run, *_described(run))
 
 
-def _described(run: Run) -> tuple[tokenizers.Tokenizer | None, decoders.Config]:
+def _described(run: TrainedRun) -> tuple[tokenizers.Tokenizer | None, decoders.Config]:
     """The tokenizer and the model of a run, without its checkpoint."""
     if not run.config.data.path:
         raise DataError(f"{run.workdir}/config.json names no data.path; it is not the whole one")
@@ -246,7 +246,9 @@ def _described(run: Run) -> tuple[tokenizers.Tokenizer | None, decoders.Config]:
     return tokenizer, model_config(run.config, _vocab_size(tokenizer))
 
 
-def _saved(run: Run, tokenizer: tokenizers.Tokenizer | None, config: decoders.Config) -> SavedModel:
+def _saved(
+    run: TrainedRun, tokenizer: tokenizers.Tokenizer | None, config: decoders.Config
+) -> SavedModel:
     wanted = jax.tree.map(lambda x: x.shape, decoders.shapes(config))
     if jax.tree.map(jnp.shape, run.params) != wanted:
         raise DataError(
@@ -256,7 +258,7 @@ def _saved(run: Run, tokenizer: tokenizers.Tokenizer | None, config: decoders.Co
     return SavedModel(run.params, config, tokenizer, run.step)
 
 
-def export(run: Run, out: Path) -> str:
+def export(run: TrainedRun, out: Path) -> str:
     """Writes the weights as published, and the tokenizer where `transformers` has it.
 
     Returns the ``config.json`` that `transformers` reads.
@@ -278,7 +280,7 @@ def export(run: Run, out: Path) -> str:
 
 
 def sample(
-    run: Run,
+    run: TrainedRun,
     *,
     prompt: str = "",
     tokens: int = 200,

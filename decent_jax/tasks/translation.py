@@ -20,7 +20,7 @@ from decent_jax.ground.fields import Field, size_of_preset
 from decent_jax.ground.progress import announce as announce_on_stderr
 from decent_jax.models import transformer, transformer_weights
 from decent_jax.models.pieces import cross_entropy, decay_mask
-from decent_jax.tasks import Run, opened
+from decent_jax.tasks import TrainedRun, opened
 from decent_jax.tasks.translator import ALPHA, BEAM, LONGEST, Translator, bleu, meteor
 
 NUMBERS = "numbers"
@@ -283,14 +283,14 @@ class SavedModel(NamedTuple):
     step: int
 
 
-def load(run: Run) -> SavedModel:
+def load(run: TrainedRun) -> SavedModel:
     """The consensus model of a run; raises DataError where its vocabulary cannot be read."""
     vocabulary = subwords.load(run.workdir)
     config = model_config(run.config, vocabulary.size)
     return SavedModel(run.params, config, vocabulary, run.step)
 
 
-def export(run: Run, out: Path) -> str:
+def export(run: TrainedRun, out: Path) -> str:
     """Writes the weights, and the tokenizer and the beam search for `transformers`.
 
     Returns the ``config.json`` that it reads.
@@ -311,7 +311,7 @@ def export(run: Run, out: Path) -> str:
     return json.dumps(transformer_weights.hf_config(model.config), indent=2) + "\n"
 
 
-def translator(run: Run, beam: int) -> Callable[[list[str]], list[str]]:
+def translator(run: TrainedRun, beam: int) -> Callable[[list[str]], list[str]]:
     """A function that translates a list of sentences with the consensus model of a run.
 
     Raises:

@@ -22,7 +22,7 @@ from decent_jax.ground.errors import CheckpointError, ConfigError
 from decent_jax.ground.format import format_duration, shorten
 from decent_jax.ground.progress import Progress, announce
 from decent_jax.ground.run_folder import METRICS, read_metrics
-from decent_jax.train import checkpoint
+from decent_jax.train import checkpoint_folder as folders
 from decent_jax.train import config as config_lib
 from decent_jax.train.metrics import MetricWriter
 
@@ -58,7 +58,7 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Iterator["Workdir"]
         try:
             work.check_config()
             work.check_metrics()
-            checkpoint.check_only_ours(path)
+            folders.check_only_ours(path)
             yield work
         except ConfigError:  # refused: a folder that holds nothing but the lock was made for it
             if made and not work.quiet:
@@ -79,7 +79,7 @@ def check_there(path: Path) -> None:
             f"a checkpoint could not be written to {path}: the folder has gone; put it back, and "
             "the same command continues"
         )
-    for folder in (path, path / checkpoint.FOLDER, path / checkpoint.BEST):
+    for folder in (path, path / folders.FOLDER, path / folders.BEST):
         if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
             raise CheckpointError(
                 f"a checkpoint could not be written to {folder}: permission denied; give it back, "

@@ -1,11 +1,11 @@
 """The model that a run left behind.
 
->>> from decent_jax.commands import saved_model
+>>> from decent_jax.train import saved_model
 >>> model = saved_model.load("runs/quickstart")  # doctest: +SKIP
 """
 
-import argparse
 import functools
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 
 from decent_jax import replicas, tasks
-from decent_jax.ground.command_line import Parser
 from decent_jax.ground.errors import CheckpointError, ConfigError, DataError
 from decent_jax.train import checkpoint
 from decent_jax.train import config as config_lib
@@ -31,28 +30,11 @@ def load(workdir: str | Path, which: str = "last") -> Any:
     Raises:
       ConfigError: ``workdir`` holds no run, or its checkpoints or data cannot be read.
     """
-    return Run(workdir, which).call("load", "be loaded")
+    return TrainedRun(workdir, which).call("load", "be loaded")
 
 
-def parser(command: str, description: str | None) -> Parser:
-    """The flags by which a command of this package chooses a model."""
-    result = Parser(
-        prog=f"decent-jax {command}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    result.add_argument("--workdir", required=True, metavar="DIR", help="folder of a run")
-    result.add_argument(
-        "--which",
-        choices=("last", "best"),
-        default="last",
-        help="consensus of the newest checkpoint (default), or that with the best validation loss",
-    )
-    return result
-
-
-class Run:
-    """A run's config, and its checkpoint once it is asked for; see `decent_jax.tasks.Run`.
+class TrainedRun:
+    """A run's config, and its checkpoint once it is asked for; see `decent_jax.tasks.TrainedRun`.
 
     Args:
       workdir: of the run.
@@ -90,29 +72,24 @@ class Run:
 
     @property
     def step(self) -> int:
-        return self._restored[1]["step"]
+        return self._restored[2]["step"]
 
     @property
     def params(self) -> Any:
         return self._restored[0]
 
-    @functools.cached_property
-    def _restored(self) -> tuple[Any, dict]:
-        if self.config.pipeline.stages:
-            from decent_jax.pipelines import files
-
-            found = files.restore_model(self.workdir, self.which)
-            if found is not None:
-                return found
-        return checkpoint.restore_model(self.workdir, self.which)
-
     @property
     def model_state(self) -> Any:
-        if self.which == "best":
-            folder = self.workdir.absolute() / checkpoint.BEST / str(self.step)
-            return checkpoint.read_item(folder / "model_state")
-        state = load_replicas(self.workdir, self.step).model_state
-        return jax.device_get(jax.jit(replicas.consensus_mean)(state))
+        return self._restored[1]
+
+    @functools.cached_property
+    def _restored(self) -> tuple[Any, Any, dict]:
+        if self.config.pipeline.stages:  # which has a form of its own, for now
+            files = importlib.import_module("decent_jax.pipelines.files")
+            found = files.restore_model(self.workdir, self.which)
+            if found is not None:
+                return found[0], {}, found[1]
+        return checkpoint.restore_model(self.workdir, self.which)
 
     def evaluated_state(self, task: tasks.Task) -> Any:
         placement = replicas.place(self.config.num_replicas, jax.local_devices()[:1])
@@ -134,11 +111,5 @@ def load_replicas(workdir: str | Path, step: int | None = None) -> SavedReplicas
     Raises:
       CheckpointError: it cannot be read, or there is none.
     """
-    if step is None:  # the newest that is whole
-        step = int(checkpoint.restore_model(workdir, "last")[1]["step"])
-    folder = Path(workdir).absolute() / checkpoint.FOLDER / str(step)
-    return SavedReplicas(
-        checkpoint.read_item(folder / "params"),
-        checkpoint.read_item(folder / "rest", "model_state"),
-        step,
-    )
+    params, model_state, meta = checkpoint.restore_replicas(workdir, step)
+    return SavedReplicas(params, model_state, meta["step"])

@@ -1,0 +1,239 @@
+"""The arrays of a training state as they lie on the disk, written and read by orbax, verified.
+
+A part of a checkpoint is one tree: ``params`` and ``model_state`` as the task nests them,
+``weights`` (how much each replica counts in the consensus model; None: alike), and ``rest``, the
+optimizer's state and the moving average, by their paths. `checksums` of a part are taken before it
+is written; everything here that reads arrays compares them.
+"""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from flax.traverse_util import unflatten_dict
+
+from decent_jax import optim, replicas
+from decent_jax.cluster import start as cluster
+from decent_jax.ground.errors import CheckpointError
+from decent_jax.replicas import Placement
+from decent_jax.train.checkpoint_folder import STATE
+from decent_jax.train.step import TrainState
+
+
+def tree_of(state: TrainState) -> dict[str, Any]:
+    """The tree of a part."""
+    rest = state._replace(params=None, model_state=None)
+    return {
+        "params": state.params,
+        "model_state": state.model_state,
+        "weights": optim.consensus_weights(state.opt_state),
+        "rest": {_path(path): x for path, x in jax.tree_util.tree_leaves_with_path(rest)},
+    }
+
+
+def begin(writer: ocp.StandardCheckpointer, draft: Path, part: str, tree: Any) -> dict[str, int]:
+    """Copy a part to the host, and let orbax write it in the background; its checksums.
+
+    Call it in all processes that have rows of its arrays.
+    """
+    sums = checksums(tree)
+    writer.save(draft / part, tree, force=True)
+    return sums
+
+
+def restore(
+    checkpoint: Path, meta: dict, like: TrainState, placement: Placement, accum_steps: int
+) -> TrainState:
+    """The state that a run goes on from, of each array from the first part that has it.
+
+    Args:
+      checkpoint: its folder.
+      meta: its meta.
+      like: see `decent_jax.train.checkpoint.Checkpointer.restore_newest`; of a stage, its own.
+      placement: likewise.
+      accum_steps: likewise.
+
+    Raises:
+      Exception: it cannot be read, in this process or another one; of many kinds.
+    """
+    n_old, wants_ema = meta["num_replicas"], like.ema is not None
+    had_ema = bool(meta["config"]["eval.ema_decay"])
+    like = like._replace(ema=like.params if had_ema else None)
+    whole = n_old % placement.mesh.shape["replica"] == 0
+
+    def target(x):
+        shape = (n_old, *x.shape[1:])
+        sharding = placement.sharding(shape) if whole else placement.replicated
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+
+    wanted, parts = jax.tree.map(target, tree_of(like)), meta["checksums"]
+    shapes = named(wanted)
+    places: dict[str, str] = {}  # {name of an array: the first part that has it}
+    for part, sums in parts.items():
+        places |= {name: part for name in sums if name in shapes and name not in places}
+    is_other = STATE in parts and parts[STATE].keys() != shapes.keys()  # stages have each their own
+    if is_other or places.keys() != shapes.keys():
+        raise ValueError(
+            "another optimizer, or another version of it, wrote it; take another --workdir"
+        )
+    found, failure = {}, None
+    try:
+        for part in dict.fromkeys(places.values()):
+            names = [name for name in shapes if places[name] == part]
+            found |= named(_restored(checkpoint / part, _only(wanted, names)))
+    except Exception as error:  # orbax and tensorstore raise many kinds
+        failure = error
+    if cluster.any_process(failure is not None):  # none may wait for the others
+        raise failure or ValueError("another process could not read it")
+    _verify(found, {name: parts[part][name] for name, part in places.items()})
+    leaves = [found[name] for name in shapes]
+    state = _unstored(jax.tree.unflatten(jax.tree.structure(wanted), leaves), like)
+    if wants_ema != had_ema:  # a moving average begins here, or is no longer wanted
+        state = state._replace(ema=jax.tree.map(jnp.copy, state.params) if wants_ema else None)
+    if n_old != placement.num_replicas:
+        state = change_replicas(state, placement, accum_steps)
+    return state
+
+
+def _unstored(tree: dict[str, Any], like: TrainState) -> TrainState:
+    """The state whose `tree_of` this is; ``like`` has its structure."""
+    paths, structure = jax.tree_util.tree_flatten_with_path(
+        like._replace(params=None, model_state=None)
+    )
+    rest = structure.unflatten([tree["rest"][_path(path)] for path, _ in paths])
+    return rest._replace(params=tree["params"], model_state=tree["model_state"])
+
+
+def read(checkpoint: Path, meta: dict, *items: str) -> list[Any]:
+    """Items of all parts together, such as "params", as host arrays.
+
+    Raises:
+      Exception: they cannot be read or are damaged; of many kinds.
+    """
+    found: dict[str, Any] = {}
+    for part, sums in meta["checksums"].items():
+        with _reader() as reader:
+            about = reader.metadata(checkpoint / part).item_metadata
+        if about is None:
+            raise ValueError("its _METADATA is damaged")
+        like = {item: about.tree.get(item) for item in items}
+        tree = _restored(checkpoint / part, like, host=True)
+        _verify(tree, {name: s for name, s in sums.items() if name.partition("/")[0] in items})
+        found = _merged(found, tree)
+    return [found[item] for item in items]
+
+
+def _restored(part: Path, target: Any, host: bool = False) -> Any:
+    """The arrays that ``target`` names, in its shapes and shardings; or on the ``host``."""
+    if host:
+        how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), target)
+    else:
+        how = ocp.checkpoint_utils.construct_restore_args(target)
+    args = ocp.args.PyTreeRestore(item=target, restore_args=how, partial_restore=True)
+    with _reader() as reader:
+        return reader.restore(part, args=args)
+
+
+def _reader() -> ocp.Checkpointer:
+    """Reads in this process alone: where it fails, no other one waits for it."""
+    own = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process-{own}"
+    )
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
+
+
+def _only(tree: Any, names: Collection[str]) -> Any:
+    """The tree with the leaves of these names, of dicts alone where others are left out."""
+    leaves = dict(jax.tree_util.tree_leaves_with_path(tree))
+    kept = {path: x for path, x in leaves.items() if _name(path) in names}
+    if len(kept) == len(leaves):
+        return tree
+    return unflatten_dict({tuple(key.key for key in path): x for path, x in kept.items()})
+
+
+def _merged(one: Any, other: Any) -> Any:
+    """Two nested dicts as one."""
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        return other
+    return one | {key: _merged(one.get(key), value) for key, value in other.items()}
+
+
+# --- Checksums ------------------------------------------------------------------------------------
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """The leaves by their names, such as "params/h/0/mlp/kernel"."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    found = {_name(path): leaf for path, leaf in leaves}
+    if len(found) < len(leaves):
+        raise CheckpointError("two arrays of the state have the same path; rename a parameter")
+    return found
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _path(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def checksums(tree: Any) -> dict[str, int]:
+    """One number per array, from its bits, which shows that a file is damaged."""
+    found = named(tree)
+    if any(isinstance(x, jax.Array) for x in found.values()):
+        sums = np.asarray(_sums(list(found.values()))).tolist()
+    else:
+        sums = [int(_sum(np.asarray(x), np)) for x in found.values()]
+    return dict(zip(found, sums, strict=True))
+
+
+@jax.jit
+def _sums(arrays):
+    return jnp.stack([_sum(x, jnp) for x in arrays])
+
+
+def _sum(x: Any, xp: Any) -> Any:
+    """The sum of the words of an array, of NumPy or jax as ``xp`` is."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if xp.iscomplexobj(x):
+        x = xp.stack([x.real, x.imag])
+    if x.dtype == bool:
+        x = x.astype(xp.uint8)
+    bits = x.view(f"uint{8 * x.dtype.itemsize}")
+    words = bits.astype(xp.uint32)
+    if x.dtype.itemsize == 8:
+        words = words + (bits >> 32).astype(xp.uint32)
+    # Weighted by position, so that exchanged blocks do not cancel.
+    places = xp.arange(words.size, dtype=xp.uint32).reshape(words.shape)
+    return (words * (places * xp.uint32(2) + xp.uint32(1))).sum(dtype=xp.uint32)
+
+
+def _verify(tree: Any, wanted: dict[str, int]) -> None:
+    if checksums(tree) != wanted:
+        raise ValueError("its arrays do not match the checksums taken when it was saved")
+
+
+def change_replicas(state: TrainState, placement: Placement, accum_steps: int) -> TrainState:
+    """Stacked state of another number of replicas: all at the mean, windows dropped."""
+
+    @jax.jit
+    def change(state):
+        skipped = state.opt_state.skipped.sum()
+        weights = optim.consensus_weights(state.opt_state)
+        state = replicas.resize(state, placement.num_replicas, weights)
+        own = optim.with_equal_weights(state.opt_state.own)
+        opt_state = optim.drop_window(state.opt_state._replace(own=own), accum_steps)
+        # Updates skipped since the start keep their sum; whose they were is forgotten.
+        none = jnp.zeros_like(opt_state.skipped)
+        opt_state = opt_state._replace(skipped=none.at[0].set(skipped))
+        return placement.place_all(state._replace(opt_state=opt_state))
+
+    return change(state)
