@@ -2,10 +2,8 @@
 
 import contextlib
 import itertools
-import math
 import os
 import queue
-import re
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +25,7 @@ from decent_jax.commands import main as command
 from decent_jax.peers import start
 from decent_jax.pipelines import channels, files, links, part, watched
 from decent_jax.pipelines.channels import Channel, Door, Key, Mailbox
-from decent_jax.pipelines.driver import _Driver
+from decent_jax.pipelines.driver import CellCheckpoints
 from decent_jax.pipelines.part import Part
 from decent_jax.pipelines.worker import Worker
 from decent_jax.plan import plan_file
@@ -229,20 +227,19 @@ def test_a_damaged_checkpoint_is_not_kept_instead_of_the_next(tmp_path):
     """As the newest one by its number it was, and with it the run lost its only whole one."""
     folder = tmp_path / "checkpoints"
     said = []
-    driver = _Driver.__new__(_Driver)
-    driver.folder, driver.best_folder = folder, tmp_path / "best"
-    driver.work = SimpleNamespace(path=tmp_path, say=said.append)
-    driver.config = SimpleNamespace(batch_size=8, num_replicas=1)
+    checkpoints = CellCheckpoints(tmp_path, None, [1], keep=1)
     saved(folder, 10, best=2.5)
     (folder / "20").mkdir()
     (folder / "20" / "manifest.json").write_text("{}")
     saved(tmp_path / "best", 20)  # of a step that is to come
-    assert driver._newest()[0] == 10
+    meta = checkpoints.newest(said.append)
+    assert (meta["step"], meta["best"]) == (10, 2.5)
+    assert not checkpoints.drop_best_after(10)  # so the next is the best
     assert said[-1].startswith("the checkpoint of step 20 was moved") and files.steps(folder) == [
         10
     ]
     files.write_part(folder / "12", 0, 0, {})  # of a session that was killed meanwhile
-    assert driver.best == math.inf and not files.steps(tmp_path / "best")  # the next is the best
+    assert not files.steps(tmp_path / "best")
     saved(folder, 15)
     assert [path.name for path in folder.iterdir()] == ["15"]
 
@@ -262,23 +259,20 @@ def test_the_arrays_are_on_the_disk_before_the_manifest(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "field", "value"),
     [
-        ({"pipeline__stages": 3}, "pipeline.stages 3 is more than the model's 2 layers"),
-        ({"pipeline__micro_batches": 3}, "8 examples .* cannot be cut into 3 pipeline.micro_b"),
-        ({"micro_batches": 2}, "needs micro_batches 1, got 2; pipeline.micro_batches cuts"),
-        ({"model__preset": "llama_125m"}, "model.preset 'llama_125m' is none"),
-        (
-            {"algorithm": "gradient_tracking"},
-            "needs algorithm 'all_reduce' or 'decentralized_adam'",
-        ),
-        ({"pipeline__layers": "2,1"}, "'2,1' are 3 layers, but the model has 2"),
-        ({"eval__ema_decay": 0.9}, "needs eval.ema_decay 0, got 0.9"),
-        ({"cluster__plan": "PLAN"}, "is for 3 stages, but pipeline.stages is 2"),
+        ({"pipeline__stages": 3}, "pipeline.stages", "3"),
+        ({"pipeline__micro_batches": 3}, "pipeline.micro_batches", "3"),
+        ({"micro_batches": 2}, "micro_batches", "2"),
+        ({"model__preset": "llama_125m"}, "model.preset", "llama_125m"),
+        ({"algorithm": "gradient_tracking"}, "algorithm", "gradient_tracking"),
+        ({"pipeline__layers": "2,1"}, "layers", "2,1"),
+        ({"eval__ema_decay": 0.9}, "eval.ema_decay", "0.9"),
+        ({"cluster__plan": "PLAN"}, "cluster.plan", "3"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(
-    changes, words, tiny_data, tmp_path, capsys
+    changes, field, value, tiny_data, tmp_path, capsys
 ):
     plan = tmp_path / "plan.json"
     names = tuple(f"host{k}/0" for k in range(6))
@@ -292,7 +286,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     assert command.train(argv, "train.py") == 2
     err = capsys.readouterr().err
     assert err.startswith("train.py: ") and err.count("\n") == 1, err
-    assert re.search(words, err), err
+    assert field in err and value in err, err
 
 
 def test_a_plan_puts_cells_on_its_machines_and_is_refused_elsewhere():

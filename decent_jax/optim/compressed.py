@@ -1,6 +1,6 @@
 """Gossip in parts: of compressed differences (CHOCO), or of a few parameters per step (SPARTA)."""
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import optax
 
@@ -26,9 +26,11 @@ def choco(
     axis_name: AxisName = "replica",
     identical_start: bool = True,
     *,
-    compressor: str | Codec = "top_k",
-    fraction: float = 0.1,
-    gamma: float = 0.2,
+    compressor: Annotated[
+        str | Codec, '"top_k", "chunked_top_k" (in 2 bits), "random_k" or "int8"'
+    ] = "top_k",
+    fraction: Annotated[float, 'part of each array that is sent, in (0, 1]; not of "int8"'] = 0.1,
+    gamma: Annotated[float, "consensus step size"] = 0.2,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Replicas know each other by public copies, which they correct by compressed messages.
 
@@ -116,7 +118,7 @@ def sparta(
     combine: str = "with",
     axis_name: AxisName = "replica",
     *,
-    fraction: float = 0.005,
+    fraction: Annotated[float, "part of each array that is averaged, in (0, 1]"] = 0.005,
 ) -> optax.GradientTransformationExtraArgs:
     r"""`decentralized` that averages a random part of the parameters, another in every step.
 

@@ -124,6 +124,14 @@ class Method:
         return {p.name: p.default for p in self.takes.values() if p.kind is p.KEYWORD_ONLY}
 
     @property
+    def help(self) -> dict[str, str]:
+        """What each number means: the text of its ``Annotated`` type, beside its default."""
+        return {
+            name: getattr(self.takes[name].annotation, "__metadata__", ("",))[0]
+            for name in self.numbers
+        }
+
+    @property
     def config_section(self) -> str:
         """The section of a config that holds its numbers; "" for the config itself."""
         return self.name if self.section is None else self.section

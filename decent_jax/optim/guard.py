@@ -12,7 +12,7 @@ parameters that are not finite.
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -213,7 +213,7 @@ def decentralized(
     axis_name: AxisName = "replica",
     codec: Codec | None = None,
     *,
-    gamma: optax.ScalarOrSchedule = 1.0,
+    gamma: Annotated[optax.ScalarOrSchedule, "consensus factor, in [0, 1]; 1: the mix"] = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Local optimizer steps, and one round of averaging with neighbours instead of all-reduce.
 

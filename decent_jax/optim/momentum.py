@@ -1,7 +1,7 @@
 """Momentum that takes neighbours into account: gossiped, quasi-global, DecentLaM's, SlowMo's."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,8 +55,8 @@ def des_loc(
     schedule: Schedule,
     axis_name: AxisName = "replica",
     *,
-    first: int = 3,
-    second: int = 6,
+    first: Annotated[int, "rounds per average of the first moments"] = 3,
+    second: Annotated[int, "rounds per average of the second moments"] = 6,
 ) -> optax.GradientTransformationExtraArgs:
     r"""DES-LOC: Adam's moments are averaged, too, but less often than the parameters.
 
@@ -177,7 +177,7 @@ def quasi_global_sgd(
     gradient: optax.GradientTransformation | None = None,
     codec: Codec | None = None,
     *,
-    mu: float = 0.9,
+    mu: Annotated[float, "share of the momentum that is kept, in [0, 1)"] = 0.9,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Quasi-global momentum: the momentum follows the movement of the mixed model.
 
@@ -342,8 +342,8 @@ def slowmo(
     learning_rate: optax.ScalarOrSchedule,
     axis_name: AxisName = "replica",
     *,
-    alpha: float = 1.0,
-    beta: float = 0.7,
+    alpha: Annotated[float, "slow learning rate, at least 0"] = 1.0,
+    beta: Annotated[float, "slow momentum, in [0, 1)"] = 0.7,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Slow momentum over the steps between two averages of all replicas.
 

@@ -5,7 +5,7 @@ with messages that may take a while. A `Rule` is one method's own part of this.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,13 +59,15 @@ def diloco(
     axis_name: AxisName = "replica",
     mix_every: int = 1,
     *,
-    fragments: int = 1,
-    delay: int = 0,
-    alpha: float = 0.0,
-    carry: bool = False,
-    weighted: bool = False,
-    outer_learning_rate: float = 0.7,
-    outer_momentum: float = 0.9,
+    fragments: Annotated[int, "parts of the model, averaged in turn"] = 1,
+    delay: Annotated[int, "steps that a message takes, less than mix_every"] = 0,
+    alpha: Annotated[float, "share of its own parameters that a replica keeps, in [0, 1]"] = 0.0,
+    carry: Annotated[
+        bool, "True: a replica keeps what it learned while the message travelled"
+    ] = False,
+    weighted: Annotated[bool, "True: replicas that made more updates count for more"] = False,
+    outer_learning_rate: Annotated[float, "of the outer optimizer"] = 0.7,
+    outer_momentum: Annotated[float, "of the outer optimizer, in [0, 1)"] = 0.9,
 ) -> optax.GradientTransformationExtraArgs:
     r"""DiLoCo: local optimizers for many steps, then an outer one on their average movement.
 
@@ -135,13 +137,17 @@ def noloco(
     mix_every: int = 1,
     codec: Codec | None = None,
     *,
-    fragments: int = 1,
-    delay: int = 0,
-    alpha: float = 0.0,
-    carry: bool = False,
-    weighted: bool = False,
-    outer_learning_rate: float = 0.7,
-    outer_momentum: float = 0.5,
+    fragments: Annotated[int, "parts of the model, averaged in turn"] = 1,
+    delay: Annotated[int, "steps that a message takes, less than mix_every"] = 0,
+    alpha: Annotated[float, "share of its own parameters that a replica keeps, in [0, 1]"] = 0.0,
+    carry: Annotated[
+        bool, "True: a replica keeps what it learned while the message travelled"
+    ] = False,
+    weighted: Annotated[bool, "True: replicas that made more updates count for more"] = False,
+    outer_learning_rate: Annotated[float, "factor of the movement; beta in the paper"] = 0.7,
+    outer_momentum: Annotated[
+        float, "factor of the last movement, in [0, 1); alpha in the paper"
+    ] = 0.5,
 ) -> optax.GradientTransformationExtraArgs:
     r"""NoLoCo: `diloco` that averages with neighbours, such as a random partner, instead of all.
 
@@ -208,9 +214,9 @@ def gasloc(
     axis_name: AxisName = "replica",
     codec: Codec | None = None,
     *,
-    alpha: float = 1.0,
-    eta: float = 0.7,
-    gamma: float = 0.5,
+    alpha: Annotated[float, "averaging step size, in (0, 1]"] = 1.0,
+    eta: Annotated[float, "outer learning rate"] = 0.7,
+    gamma: Annotated[float, "outer momentum, in [0, 1)"] = 0.5,
 ) -> optax.GradientTransformationExtraArgs:
     r"""GASLoC: local steps, an averaging step with neighbours, and momentum of the whole movement.
 
@@ -261,11 +267,11 @@ def sparseloco(
     axis_name: AxisName = "replica",
     identical_start: bool = True,
     *,
-    density: float = 1 / 64,
-    chunk: int = 4096,
-    bits: int = 2,
-    decay: float = 0.95,
-    outer_learning_rate: float = 1.0,
+    density: Annotated[float, "part of every chunk that is sent, in (0, 1]"] = 1 / 64,
+    chunk: Annotated[int, "numbers per chunk"] = 4096,
+    bits: Annotated[int, "2 or 32, per number sent"] = 2,
+    decay: Annotated[float, "share of what was not sent that is kept, in [0, 1]"] = 0.95,
+    outer_learning_rate: Annotated[float, "factor of the movement"] = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""SparseLoCo: DiLoCo whose messages are the largest parts of the movement, with feedback.
 
@@ -338,11 +344,13 @@ def _outer(
     mixing: guard.Mixing,
     rule: Rule,
     mix_every: int = 1,
-    fragments: int = 1,
-    delay: int = 0,
-    alpha: float = 0.0,
-    carry: bool = False,
-    weighted: bool = False,
+    fragments: Annotated[int, "parts of the model, averaged in turn"] = 1,
+    delay: Annotated[int, "steps that a message takes, less than mix_every"] = 0,
+    alpha: Annotated[float, "share of its own parameters that a replica keeps, in [0, 1]"] = 0.0,
+    carry: Annotated[
+        bool, "True: a replica keeps what it learned while the message travelled"
+    ] = False,
+    weighted: Annotated[bool, "True: replicas that made more updates count for more"] = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Local steps, and the rule on one fragment per round; numbers as in `diloco`."""
     if fragments < 1:

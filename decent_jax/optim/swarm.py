@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def swarm(
     axis_name: AxisName = "replica",
     distance: float = FIRST_DISTANCE,
     *,
-    bits: int = 32,
+    bits: Annotated[int, "8, 16 or 32, per parameter"] = 32,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Pairs average at their meetings; between them every replica makes its own local steps.
 

@@ -7,9 +7,7 @@ A config is an `ml_collections.ConfigDict` with the same fields for every task, 
 import functools
 import importlib
 import importlib.util
-import inspect
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +22,7 @@ from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.fields import Field, in_steps, parse_duration
 from decent_jax.ground.format import shorten, shown
 from decent_jax.ground.json_files import flat, read_json
-from decent_jax.optim import METHODS, Method
+from decent_jax.optim import METHODS
 from decent_jax.plan import plan_file
 from decent_jax.plan.plan_file import Plan
 from decent_jax.train import algorithm
@@ -72,30 +70,13 @@ def fields_of(task: str) -> Mapping[str, Field]:
     Raises:
       ConfigError: there is no such task.
     """
-    module = tasks.find(task)
-    methods = {k: v for method in METHODS.values() for k, v in _fields_of_method(method).items()}
-    return {
-        **common_fields(),
-        "task": Field(task, FIELDS["task"].doc),
-        **methods,
-        **module.FIELDS,
-    }
-
-
-def _fields_of_method(method: Method) -> dict[str, Field]:
-    """The numbers of a method: its factory's keyword-only parameters, as its docstring has them.
-
-    The factory itself refuses values that are out of range.
-    """
-    section = method.config_section and f"{method.config_section}."
-    described = inspect.getdoc(method.make) or ""
-    table = {}
-    for number, default in method.numbers.items():
-        found = re.search(rf"^ +(?:\w+, )*{number}(?:, \w+)*: ([^.;:]+)", described, re.MULTILINE)
-        table[section + number] = Field(
-            default, " ".join(found[1].replace("``", "").split()) if found else ""
-        )
-    return table
+    table, module = common_fields(), tasks.find(task)
+    table["task"] = Field(task, FIELDS["task"].doc)
+    for method in METHODS.values():  # whose factories refuse numbers that are out of range
+        section = method.config_section and f"{method.config_section}."
+        for number, default in method.numbers.items():
+            table[section + number] = Field(default, method.help[number])
+    return table | module.FIELDS
 
 
 def table_of(config: ConfigDict) -> Mapping[str, Field]:

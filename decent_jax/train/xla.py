@@ -132,8 +132,7 @@ def use_cache() -> Path | None:
 def _prune(folder: Path) -> None:
     """Remove the files read longest ago until three quarters of `CACHE_LIMIT` are left."""
     found = []
-    # An earlier version had a folder for each kind of CPU.
-    for path in filter(Path.is_file, folder.rglob("*")):
+    for path in filter(Path.is_file, folder.iterdir()):
         with contextlib.suppress(OSError):  # another process prunes as well
             stat = path.stat()
             found.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
