@@ -1,6 +1,6 @@
 """Hostile files and numbers through planner, prepare, peers and what overwrites a file.
 
-A row is (name, command, words of the sentence). `FILES` says what is in the folder in which the
+A row is (name, command, what the sentence names). `FILES` says what is in the folder in which the
 command of a row runs: bytes, text, or None for a folder. See `test_hostile` for those of train.py.
 """
 
@@ -23,105 +23,103 @@ CLUSTER = "--network nvlink_25gbe --nodes 2 --devices_per_node 2"
 MODEL = "--parameters 1e6 --compute_s 0.1"
 STAGES = "--parameters 1e6 --stages 2 --replicas 2 --pipeline_bytes 1e6"
 PLANNER = [  # what follows "planner "
-    ("network node of a billion", "network --network n.json", r"n\.json.*without gaps"),
-    ("network nodes ragged", "network --network n.json", r"n\.json.*node must hold numbers"),
-    ("network names a number", "network --network n.json", r"n\.json.*list of 3"),
-    ("network names nested", "network --network n.json", r"n\.json.*printable texts"),
-    ("network names escape", "network --network n.json", r"n\.json.*printable texts"),
-    ("network nic", "network --network n.json", r"n\.json.*at least 1000 bytes per second"),
-    ("network complex", "network --network n.npz", r"n\.npz.*numbers only"),
-    ("network npy", "network --network n.npz", r"n\.npz is not a network: it cannot be read"),
-    ("network zip", "network --network n.npz", r"n\.npz is not a network"),
-    ("network shape bomb", "network --network n.npz", r"n\.npz is not a network: it cannot be"),
-    ("network empty", "network --network n.npz", r"n\.npz is not a network"),
-    ("million", f"predict --network nvlink_25gbe --nodes 1000000 {MODEL}", "1000000 devices needs"),
-    ("nodes", f"predict {CLUSTER} {MODEL} --nodes {NINES}", "--nodes: must be a whole number"),
-    ("parameters", f"predict {CLUSTER} --parameters 1e300 --compute_s 1", "--parameters: must be"),
-    ("compute", f"predict {CLUSTER} --parameters 1e6 --compute_s inf", "--compute_s: must be"),
-    ("late", f"predict {CLUSTER} {MODEL} --late_parameters=-1", "--late_parameters: must be"),
-    ("every", f"predict {CLUSTER} {MODEL} --mix_every=-1", "--mix_every: must be a whole"),
-    ("every", f"recommend {CLUSTER} {MODEL} --mix_every=-1", "--mix_every: must be a whole"),
-    ("tokens", f"recommend {CLUSTER} {MODEL} --tokens_per_parameter 5e-324", "--tokens_per_para"),
-    ("forever", f"place {CLUSTER} --parameters 1e6 --time_limit_s inf", "--time_limit_s: must be"),
-    ("inf", f"place {CLUSTER} {STAGES} --pipeline_bytes inf", "--pipeline_bytes: must be"),
-    ("nan", f"place {CLUSTER} {STAGES} --pipeline_bytes nan", "--pipeline_bytes: must be"),
-    ("flag", f"predict {CLUSTER} --{NINES}", "unrecognized arguments"),
-    ("choice", f"predict {CLUSTER} {MODEL} --wire {NINES}", "--wire: must be"),
-    ("speeds text", f"place {CLUSTER} {STAGES} --speeds m.json", r"m\.json must be a"),
-    ("speeds deep", f"place {CLUSTER} {STAGES} --speeds m.json", r"m\.json"),
-    ("speeds nan", f"place {CLUSTER} {STAGES} --speeds m.json", r"m\.json must be a"),
+    ("network node of a billion", "network --network n.json", "n.json"),
+    ("network nodes ragged", "network --network n.json", "n.json"),
+    ("network names a number", "network --network n.json", "n.json"),
+    ("network names nested", "network --network n.json", "n.json"),
+    ("network names escape", "network --network n.json", "n.json"),
+    ("network nic", "network --network n.json", "n.json"),
+    ("network complex", "network --network n.npz", "n.npz"),
+    ("network npy", "network --network n.npz", "n.npz"),
+    ("network zip", "network --network n.npz", "n.npz"),
+    ("network shape bomb", "network --network n.npz", "n.npz"),
+    ("network empty", "network --network n.npz", "n.npz"),
+    ("million", f"predict --network nvlink_25gbe --nodes 1000000 {MODEL}", "1000000 devices"),
+    ("nodes", f"predict {CLUSTER} {MODEL} --nodes {NINES}", "--nodes"),
+    ("parameters", f"predict {CLUSTER} --parameters 1e300 --compute_s 1", "--parameters"),
+    ("compute", f"predict {CLUSTER} --parameters 1e6 --compute_s inf", "--compute_s"),
+    ("late", f"predict {CLUSTER} {MODEL} --late_parameters=-1", "--late_parameters"),
+    ("every", f"predict {CLUSTER} {MODEL} --mix_every=-1", "--mix_every"),
+    ("every", f"recommend {CLUSTER} {MODEL} --mix_every=-1", "--mix_every"),
+    (
+        "tokens",
+        f"recommend {CLUSTER} {MODEL} --tokens_per_parameter 5e-324",
+        "--tokens_per_parameter",
+    ),
+    ("forever", f"place {CLUSTER} --parameters 1e6 --time_limit_s inf", "--time_limit_s"),
+    ("inf", f"place {CLUSTER} {STAGES} --pipeline_bytes inf", "--pipeline_bytes"),
+    ("nan", f"place {CLUSTER} {STAGES} --pipeline_bytes nan", "--pipeline_bytes"),
+    ("flag", f"predict {CLUSTER} --{NINES}", "--999"),
+    ("choice", f"predict {CLUSTER} {MODEL} --wire {NINES}", "--wire"),
+    ("speeds text", f"place {CLUSTER} {STAGES} --speeds m.json", "m.json"),
+    ("speeds deep", f"place {CLUSTER} {STAGES} --speeds m.json", "m.json"),
+    ("speeds nan", f"place {CLUSTER} {STAGES} --speeds m.json", "m.json"),
 ]
 PLANNER += [
-    (f"trace {name}", f"predict {CLUSTER} --parameters 1e6 --trace t.jsonl", rf"t\.jsonl.*{words}")
-    for name, words in (
-        ("step a string", "line 1 is not"),
-        ("nested", "line 1 is not"),
-        ("times strings", "0 rows"),
-        ("times of ages", "up to 100000 s"),
-    )
+    (f"trace {name}", f"predict {CLUSTER} --parameters 1e6 --trace t.jsonl", "t.jsonl")
+    for name in ("step a string", "nested", "times strings", "times of ages")
 ]
 TEXT = "text --input in --out out --tokenizer bytes --val_fraction 0.3"
 IMAGES = "images --input in --out out --workers 1"
 PAIRS = "translation --input in --out out --source_lang en --target_lang de --vocab_size 300"
 PREPARE = [  # what follows "prepare "
-    ("nothing", "", "arguments are required: kind"),
-    ("a long kind", NINES, "invalid choice"),
-    ("text", f"{TEXT} --workers 100000", "workers must be at least 1 and"),
-    ("text", f"{TEXT} --workers {NINES}", "argument --workers: invalid int value"),
-    ("text line bomb", TEXT, r"a\.jsonl\.gz, line 1: is longer than"),
-    ("text bomb", TEXT, r"a\.txt\.gz: unpacks to more than"),
-    ("text many fields", TEXT, r"line 1: no field 'text', only 'f0', 'f1'.*see --text_field"),
-    ("text tokenizer", TEXT.replace("bytes", "t.json"), r"t\.json: .*none of the tokens"),
-    ("text thesis", f"{TEXT} --overwrite", r"out/thesis\.txt: was not made by this package"),
-    ("text folder", f"{TEXT} --overwrite", "out/own: was not made by this package"),
-    ("images thesis", f"{IMAGES} --overwrite", r"out/train\.txt: was not made by this package"),
-    ("images pax zero", IMAGES, r"train\.tar: .*damaged"),
-    ("images long name", IMAGES, r"train\.tar: .*1048576 bytes"),
-    ("images negative size", IMAGES, r"train\.tar: the tar file is cut short"),
-    ("pairs", f"{PAIRS} --vocab_size 0", "a vocabulary has between 261"),
-    ("pairs line bomb", f"{PAIRS} --workers 1 --val_fraction 0.1", r"\.gz, line 1: is longer than"),
-    ("pairs thesis", f"{PAIRS} --overwrite", r"out/val\.txt: was not made by this package"),
+    ("nothing", "", "kind"),
+    ("a long kind", NINES, "kind"),
+    ("text", f"{TEXT} --workers 100000", "workers 100000"),
+    ("text", f"{TEXT} --workers {NINES}", "--workers"),
+    ("text line bomb", TEXT, "a.jsonl.gz 1"),
+    ("text bomb", TEXT, "a.txt.gz"),
+    ("text many fields", TEXT, "'text' 'f0' --text_field"),
+    ("text tokenizer", TEXT.replace("bytes", "t.json"), "t.json"),
+    ("text thesis", f"{TEXT} --overwrite", "out/thesis.txt"),
+    ("text folder", f"{TEXT} --overwrite", "out/own"),
+    ("images thesis", f"{IMAGES} --overwrite", "out/train.txt"),
+    ("images pax zero", IMAGES, "train.tar"),
+    ("images long name", IMAGES, "train.tar 1048576"),
+    ("images negative size", IMAGES, "train.tar"),
+    ("pairs", f"{PAIRS} --vocab_size 0", "vocabulary 261"),
+    ("pairs line bomb", f"{PAIRS} --workers 1 --val_fraction 0.1", ".gz 1"),
+    ("pairs thesis", f"{PAIRS} --overwrite", "out/val.txt"),
 ]
 REPLAY = "replay --workdir run"
 PEERS = [  # what follows "peers "
-    ("no run", REPLAY, "holds no run of peers"),
-    ("nothing", "replay", "arguments are required: --workdir"),
-    ("count", f"resize --workdir run --count {NINES}", "argument --count: invalid int"),
-    ("count", "resize --workdir run --count 0", "--count must be from 1"),
-    ("count", "resize --workdir run --count 1000000000", "--count must be from 1"),
-    ("a folder called peers", "resize --workdir run --count 2", "holds no run of peers"),
-    ("log without start", REPLAY, r"events-0\.jsonl line 1 is not an event"),
-    ("log huge", REPLAY, r"events-0\.jsonl line 1 is not an event"),
-    ("log negative", REPLAY, r"events-0\.jsonl line 1 is not an event"),
-    ("log origin", REPLAY, r"events-0\.jsonl line 1 is not an event"),
-    ("log sides", REPLAY, r"events-0\.jsonl line 2 is not an event"),
-    ("log version", REPLAY, r"events-0\.jsonl line 2 is not an event"),
-    ("log end", REPLAY, "ends after step 2000000000 and has only 3 lines"),
-    ("config gone", REPLAY, "no readable config.json"),
-    ("config wrong", REPLAY, r"config\.json: num_replicas must be"),
-    ("manifest streams", REPLAY, r"peers\.json is damaged"),
-    ("manifest peers", REPLAY, r"peers\.json is damaged"),
-    ("manifest gone", REPLAY, r"has no peers\.json"),
+    ("no run", REPLAY, "run peers"),
+    ("nothing", "replay", "--workdir"),
+    ("count", f"resize --workdir run --count {NINES}", "--count"),
+    ("count", "resize --workdir run --count 0", "--count"),
+    ("count", "resize --workdir run --count 1000000000", "--count"),
+    ("a folder called peers", "resize --workdir run --count 2", "run peers"),
+    ("log without start", REPLAY, "events-0.jsonl 1"),
+    ("log huge", REPLAY, "events-0.jsonl 1"),
+    ("log negative", REPLAY, "events-0.jsonl 1"),
+    ("log origin", REPLAY, "events-0.jsonl 1"),
+    ("log sides", REPLAY, "events-0.jsonl 2"),
+    ("log version", REPLAY, "events-0.jsonl 2"),
+    ("log end", REPLAY, "0.0 2000000000"),
+    ("config gone", REPLAY, "config.json"),
+    ("config wrong", REPLAY, "config.json num_replicas"),
+    ("manifest streams", REPLAY, "peers.json"),
+    ("manifest peers", REPLAY, "peers.json"),
+    ("manifest gone", REPLAY, "peers.json"),
 ]
 ON_PEERS = "train --config quickstart_peers --workdir run"
 TRAIN = [
-    ("manifest slot", ON_PEERS, r"peers\.json is damaged"),
-    ("manifest best", ON_PEERS, r"peers\.json is damaged"),
-    ("manifest batch", ON_PEERS, "a peer's batch is 7 examples"),
+    ("manifest slot", ON_PEERS, "peers.json"),
+    ("manifest best", ON_PEERS, "peers.json"),
+    ("manifest batch", ON_PEERS, "batch 7"),
 ]
-TRAIN += [("metrics", "plot run --mean --out x.svg --csv x.svg", "are one file, x.svg")]
+TRAIN += [("metrics", "plot run --mean --out x.svg --csv x.svg", "x.svg")]
 KEPT = [  # a file of the user's is where a command would write
-    (f"planner network {CLUSTER} --save thesis.json", "--save thesis.json exists and was not"),
-    (f"planner place {CLUSTER} --parameters 1e6 --plan thesis.json", "--plan thesis.json exists"),
-    (f"planner predict {CLUSTER} {MODEL} --out thesis.png", "--out thesis.png exists and was not"),
-    ("sweep --config quickstart --over seed=1 --out o --slurm thesis.json", "--slurm thesis.json"),
-    ("sweep --config quickstart --over seed=1 --out mine", "mine/table.csv exists and was not"),
-    ("sweep --config quickstart --over seed=1 --out thesis.json", "thesis.json is a file"),
-    ("preflight --save thesis.json", "--save thesis.json exists and was not"),
-    ("plot run --out thesis.png", "--out thesis.png exists and was not"),
-    ("export --workdir run --out mine/x.safetensors", r"tokenizer\.json exists and was not"),
-    ("export --workdir run --out x.safetensors", r"config\.json exists and was not written"),
-    ("export --workdir run --out y.safetensors", r"y\.safetensors exists and was not written"),
+    (f"planner network {CLUSTER} --save thesis.json", "--save thesis.json"),
+    (f"planner place {CLUSTER} --parameters 1e6 --plan thesis.json", "--plan thesis.json"),
+    (f"planner predict {CLUSTER} {MODEL} --out thesis.png", "--out thesis.png"),
+    ("sweep --config quickstart --over seed=1 --out mine", "mine/table.csv"),
+    ("sweep --config quickstart --over seed=1 --out thesis.json", "thesis.json"),
+    ("preflight --save thesis.json", "--save thesis.json"),
+    ("plot run --out thesis.png", "--out thesis.png"),
+    ("export --workdir run --out mine/x.safetensors", "tokenizer.json"),
+    ("export --workdir run --out x.safetensors", "config.json"),
+    ("export --workdir run --out y.safetensors", "y.safetensors"),
 ]
 
 
@@ -241,11 +239,11 @@ def limits(monkeypatch):
     monkeypatch.setattr("decent_jax.data.text.documents.LONGEST_LINE", 1 << 18)
 
 
-@pytest.mark.parametrize(("name", "line", "words"), ROWS, ids=[", ".join(r[:2])[:60] for r in ROWS])
-def test_one_sentence(name, line, words, tmp_path, capsys, monkeypatch, limits):
+@pytest.mark.parametrize(("name", "line", "named"), ROWS, ids=[", ".join(r[:2])[:60] for r in ROWS])
+def test_one_sentence(name, line, named, tmp_path, capsys, monkeypatch, limits):
     monkeypatch.chdir(tmp_path)
     write(name, tmp_path)
-    assert_refused(command.main, shlex.split(line), words, tmp_path, capsys)
+    assert_refused(command.main, shlex.split(line), named, tmp_path, capsys)
 
 
 def write(name, folder):

@@ -92,6 +92,14 @@ def test_a_stopped_stage_is_named_and_nothing_is_left(start, tmp_path):
     nothing_is_left(children)
 
 
+def test_check_lets_the_cells_make_steps_and_leaves_nothing(start, tmp_path):
+    process = start(tmp_path / "checked", 50, "--check", "--config.num_replicas=1")
+    assert process.wait(200) == 0, process.words.read_text()
+    words = process.words.read_text()
+    assert "in 2 stages of 1 + 1 layers" in words and "the config is good for 50 steps" in words
+    assert not (tmp_path / "checked").exists()
+
+
 def arrays(workdir, step):
     found = {}
     for path in (workdir / "checkpoints" / str(step)).glob("*.npz"):
