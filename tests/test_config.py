@@ -149,8 +149,7 @@ GOLDEN = {
     "combine=without": "combine must be one of with, then or left empty, got 'without'",
     "steps=0": "steps must be at least 1 (or epochs above 0), got 0",
     "optimizer.b1=1": "optimizer.b1 must be in [0, 1), got 1.0",
-    "batch_size=10": "batch_size 10 cannot be shared out over 4 replicas; use a multiple of 4, or "
-    "another num_replicas",
+    "batch_size=10": "batch_size must be a multiple of num_replicas, 4, got 10",
     "data.path=/nowhere": "data.path: there is no folder '/nowhere'; make it with `decent-jax "
     "prepare text`",
 }
@@ -368,7 +367,7 @@ def test_the_command_itself_exits_with_2_and_without_a_traceback(tiny_data, tmp_
         timeout=120,
     )
     assert done.returncode == 2
-    assert one_sentence(done.stderr).startswith("batch_size 9 cannot be shared out over 4")
+    assert one_sentence(done.stderr).startswith("batch_size must be a multiple of num_replicas")
     assert done.stdout == "" and not (tmp_path / "run").exists()
 
 

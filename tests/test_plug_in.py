@@ -51,27 +51,28 @@ def test_decay_that_is_not_decoupled_is_in_the_gradient():
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "name", "message"),
+    ("algorithm", "name", "named"),
     [
-        ("accum_adam", "optax.lion", "accum_adam is an optimizer itself, got optimizer.name"),
-        ("quasi_global_sgd", "optax.lion", "quasi_global_sgd is an optimizer itself"),
-        ("decentralized_sgd", "optax.lyon", "optax has no function 'lyon'; did you mean 'lion'"),
-        ("decentralized_sgd", "optaxx.lion", "there is no module 'optaxx'"),
-        ("decentralized_sgd", "optax.lion(beta=1)", "optax.lion has no argument 'beta'; it takes"),
-        ("decentralized_sgd", "optax.lion(0.5)", "write a dotted name, and arguments by name"),
-        ("decentralized_sgd", "optax.lion(b1=jnp)", "write a dotted name, and arguments by name"),
-        ("decentralized_sgd", "optax.lion(learning_rate=1)", "set learning_rate of the config"),
-        ("decentralized_sgd", "optax.trace", "optax.trace takes no learning_rate"),
-        ("decentralized_sgd", "optax.lion(weight_decay=1)", "is given its weight_decay twice"),
-        ("decentralized_sgd", "optax.sgd", "optax.sgd has none: set optimizer.weight_decay=0"),
-        ("decentralized_sgd", "optax.inject_hyperparams", "takes no learning_rate"),
+        ("accum_adam", "optax.lion", "accum_adam"),
+        ("quasi_global_sgd", "optax.lion", "quasi_global_sgd"),
+        ("decentralized_sgd", "optax.lyon", "'lion'"),
+        ("decentralized_sgd", "optaxx.lion", "no module 'optaxx'"),
+        ("decentralized_sgd", "optax.lion(beta=1)", "'beta'"),
+        ("decentralized_sgd", "optax.lion(0.5)", "optax.lion(0.5)"),
+        ("decentralized_sgd", "optax.lion(b1=jnp)", "optax.lion(b1=jnp)"),
+        ("decentralized_sgd", "optax.lion(learning_rate=1)", "learning_rate"),
+        ("decentralized_sgd", "optax.trace", "learning_rate"),
+        ("decentralized_sgd", "optax.lion(weight_decay=1)", "optimizer.weight_decay=0"),
+        ("decentralized_sgd", "optax.sgd", "optimizer.weight_decay=0"),
+        ("decentralized_sgd", "optax.inject_hyperparams", "learning_rate"),
     ],
 )
-def test_optimizers_that_cannot_be(algorithm, name, message, tiny_data):
+def test_optimizers_that_cannot_be(algorithm, name, named, tiny_data):
     config = tiny.config(tiny_data, algorithm=algorithm, optimizer={"name": name})
     config.optimizer.decoupled = algorithm != "quasi_global_sgd"
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError) as refusal:
         config_lib.validate(config)
+    assert named in str(refusal.value) and name.partition(".")[0] in str(refusal.value)
 
 
 @pytest.mark.slow

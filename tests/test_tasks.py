@@ -66,21 +66,23 @@ def test_a_task_says_what_may_change(outside):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "named"),
     [
-        ("chess", "task must be one of language_modeling, .*, got 'chess'; .*'mypackage.chess'"),
-        ("lines.chess", "task: there is no module 'lines.chess'"),
-        ("no_package.chess", "task: there is no module 'no_package.chess'"),
-        ("lines.empty", "'lines.empty' has no function 'validate', so it is no task"),
-        ("lines.list", r"FIELDS of the module 'lines\.list' must map names"),
-        ("lines.number", "the module 'lines.number' has no function 'validate', so it is no task"),
+        ("chess", "language_modeling"),
+        ("lines.chess", "no module"),
+        ("no_package.chess", "no module"),
+        ("lines.empty", "validate"),
+        ("lines.list", "FIELDS"),
+        ("lines.number", "validate"),
     ],
 )
-def test_what_is_no_task(outside, name, message):
-    with pytest.raises(ConfigError, match=message):
+def test_what_is_no_task(outside, name, named):
+    with pytest.raises(ConfigError) as refusal:
         tasks.find(name)
+    assert all(word in str(refusal.value) for word in ("task", repr(name), named))
 
 
 def test_an_import_that_fails_inside_a_task_is_not_hidden(outside):
-    with pytest.raises(ConfigError, match=r"ModuleNotFoundError: .*a_module_that_is_missing"):
+    with pytest.raises(ConfigError) as refusal:
         tasks.find("lines.broken")
+    assert "a_module_that_is_missing" in str(refusal.value)

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import small_runs
 import tiny
+from refusals import refused
 
 from decent_jax.ground.format import format_number
-from decent_jax.train import ConfigError, algorithm
+from decent_jax.train import algorithm
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
 
@@ -58,20 +59,14 @@ def test_resumes_bit_for_bit_and_with_another_number(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes",
     [
-        (
-            {"algorithm": "diloco", "schedule": "complete", "diloco": {"fragments": 500}},
-            "algorithm diloco: 500 fragments are more than the .* arrays of the parameters",
-        ),
-        (
-            {"algorithm": "gossiped_momentum", "optimizer": {"name": "sgd", "momentum": 0.0}},
-            "algorithm gossiped_momentum: .*needs an optimizer with momentum",
-        ),
+        {"algorithm": "diloco", "schedule": "complete", "diloco": {"fragments": 500}},
+        {"algorithm": "gossiped_momentum", "optimizer": {"name": "sgd", "momentum": 0.0}},
     ],
 )
-def test_what_the_model_does_not_allow_is_one_sentence_too(changes, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
+def test_what_the_model_does_not_allow_is_one_sentence_too(changes, tmp_path):
+    with refused("algorithm", changes["algorithm"]):
         tiny.run(tiny.waves(**changes), tmp_path)
     assert not (tmp_path / "metrics.jsonl").exists()
 

@@ -43,9 +43,5 @@ def check(config: ConfigDict) -> None:
             value=cluster.process_id,
         )
     if cluster.num_processes and config.num_replicas % cluster.num_processes:
-        raise ConfigError(
-            f"{config.num_replicas} num_replicas cannot be spread evenly over "
-            f"cluster.num_processes {cluster.num_processes}",
-            field="cluster.num_processes",
-            value=cluster.num_processes,
-        )
+        wanted = f"must divide num_replicas, {config.num_replicas}"
+        raise ConfigError.about("cluster.num_processes", cluster.num_processes, wanted)

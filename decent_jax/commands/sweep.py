@@ -147,23 +147,13 @@ def combinations(
         name, equals, listed = text.removeprefix("config.").partition("=")
         found = split_outside_brackets(listed)
         if not equals or not all(found):
-            raise ConfigError(
-                f"--over takes NAME=VALUE,VALUE,..., got {text!r}", field="--over", value=text
-            )
+            raise ConfigError.about("--over", text, "takes NAME=VALUE,VALUE,...")
         if name in choices or len(set(found)) < len(found):
-            raise ConfigError(
-                f"--over: {name} or one of its values occurs twice, got {text!r}",
-                field="--over",
-                value=text,
-            )
+            raise ConfigError.about("--over", text, f"must name {name} and each of its values once")
         choices[name] = found
     count = math.prod(map(len, choices.values()))
     if count > MOST_RUNS:
-        raise ConfigError(
-            f"--over asks for {count} runs; a sweep has at most {MOST_RUNS}",
-            field="--over",
-            value=count,
-        )
+        raise ConfigError.about("--over", count, f"must ask for at most {MOST_RUNS} runs")
     runs = []
     for combination in itertools.product(*choices.values()):
         values = dict(zip(choices, combination, strict=True))
@@ -177,11 +167,7 @@ def combinations(
             ) from None
         runs.append(Combination(values, folder, loaded))
     if len({run.folder for run in runs}) < len(runs):
-        raise ConfigError(
-            f"--over: two runs would have the same folder; give values other names, got {over!r}",
-            field="--over",
-            value=over,
-        )
+        raise ConfigError.about("--over", over, "must name each folder once")
     _check_files(out, runs)
     return runs
 

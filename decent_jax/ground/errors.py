@@ -4,7 +4,7 @@ Their messages are for a terminal: one line of at most ``longest`` characters. A
 quotes a long value of the user, loses its middle; characters that would move a cursor are escaped.
 """
 
-from decent_jax.ground.format import printable, shorten
+from decent_jax.ground.format import printable, shorten, shown
 
 
 class _Sentence(Exception):
@@ -28,6 +28,11 @@ class ConfigError(_Sentence, ValueError):
     def __init__(self, message: object = "", *, field: str = "", value: object = None):
         super().__init__(message)
         self.field, self.value = field, value
+
+    @classmethod
+    def about(cls, field: str, value: object, why: str) -> "ConfigError":
+        """The sentence ``FIELD WHY, got VALUE``, as most refusals are."""
+        return cls(f"{field} {why}, got {shown(value)}", field=field, value=value)
 
 
 class DataError(_Sentence, ValueError):

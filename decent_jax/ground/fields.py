@@ -63,23 +63,15 @@ class Field:
         kind = type(self.default)
         is_int = isinstance(value, int) and not isinstance(value, bool)
         if type(value) is not kind and not (kind is float and is_int):
-            raise ConfigError(
-                f"{name} must be of type {kind.__name__} (such as {self.default!r}), got "
-                f"{shown(value)}",
-                field=name,
-                value=value,
-            )
+            wanted = f"must be of type {kind.__name__} (such as {self.default!r})"
+            raise ConfigError.about(name, value, wanted)
         if self.choices is not None and value not in self.choices:
             named = ", ".join(str(choice) for choice in self.choices if choice != "")
-            otherwise = " or left empty, " if "" in self.choices else ", "
-            raise ConfigError(
-                f"{name} must be one of {named}{otherwise}got {shown(value)}",
-                field=name,
-                value=value,
-            )
+            otherwise = " or left empty" if "" in self.choices else ""
+            raise ConfigError.about(name, value, f"must be one of {named}{otherwise}")
         wanted = self._missed(value)
         if wanted:
-            raise ConfigError(f"{name} must {wanted}, got {shown(value)}", field=name, value=value)
+            raise ConfigError.about(name, value, f"must {wanted}")
 
     def aside(self) -> str:
         """Its bounds, and whether a resumed run may change it, in words; "" for neither."""
@@ -169,12 +161,8 @@ def parse(field: Field, name: str, text: str) -> Any:
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
         return kind(text)
     except (ValueError, KeyError):
-        raise ConfigError(
-            f"{name} must be of type {kind.__name__} (such as {field.default!r}), got "
-            f"{shown(text)}",
-            field=name,
-            value=text,
-        ) from None
+        wanted = f"must be of type {kind.__name__} (such as {field.default!r})"
+        raise ConfigError.about(name, text, wanted) from None
 
 
 def unknown_field(name: str, known: Mapping[str, Any]) -> str:
@@ -192,17 +180,13 @@ def parse_duration(name: str, value: int | str) -> tuple[float, str]:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(step|epoch|%)?s?\s*", str(value)[:100])
         unit = (match[2] or "step") if match else ""
         if match is None or (unit == "step" and "." in match[1]):
-            raise ConfigError(
-                f"{name} must be a number of steps, or a string such as '2 epochs' or '5%' (of the "
-                f"run), got {shown(value)}",
-                field=name,
-                value=value,
+            wanted = (
+                "must be a number of steps, or a string such as '2 epochs' or '5%' (of the run)"
             )
+            raise ConfigError.about(name, value, wanted)
         number = float(match[1])
     if number > LARGEST[int]:
-        raise ConfigError(
-            f"{name} must be at most {LARGEST[int]}, got {shown(value)}", field=name, value=value
-        )
+        raise ConfigError.about(name, value, f"must be at most {LARGEST[int]}")
     return number, unit
 
 

@@ -121,12 +121,8 @@ def _check_seconds(peers: ConfigDict) -> None:
     ):
         if factor * peers[shorter] > peers[longer]:
             times = f"{factor} times " if factor > 1 else ""
-            raise ConfigError(
-                f"peers.{longer} must be at least {times}peers.{shorter} ({peers[shorter]:g} s), "
-                f"got {peers[longer]:g}",
-                field=f"peers.{longer}",
-                value=peers[longer],
-            )
+            wanted = f"must be at least {times}peers.{shorter} ({peers[shorter]:g} s)"
+            raise ConfigError.about(f"peers.{longer}", peers[longer], wanted)
 
 
 def is_weighted(config: Any) -> bool:

@@ -128,12 +128,8 @@ def check(config: ConfigDict) -> None:
     }
     check_allowed(config, allowed, "pipeline.stages", 0)
     if config.model.preset not in gpt2.PRESETS:
-        raise ConfigError(
-            f"pipeline.stages cuts a GPT-2 into stages, and model.preset {config.model.preset!r} "
-            "is none; set pipeline.stages to 0, or use one of " + ", ".join(gpt2.PRESETS),
-            field="model.preset",
-            value=config.model.preset,
-        )
+        wanted = f"must be a GPT-2 where pipeline.stages is set: {', '.join(gpt2.PRESETS)}"
+        raise ConfigError.about("model.preset", config.model.preset, wanted)
     config_lib.check(config)
     config_lib.check_cuts(config, "pipeline.micro_batches", config.pipeline.micro_batches)
 

@@ -152,30 +152,19 @@ def _check_machine(config: ConfigDict) -> None:
     """Compare what needs neither data nor a model with what this machine has."""
     workers, simulated = config.data.workers, config.mesh.simulate
     if _THREADS * simulated > machine.most_threads():
-        raise ConfigError(
-            f"mesh.simulate = {simulated} needs {_THREADS * simulated} threads, and this machine "
-            f"allows {machine.most_threads()}",
-            field="mesh.simulate",
-            value=simulated,
-        )
+        most = machine.most_threads() // _THREADS
+        raise ConfigError.about("mesh.simulate", simulated, f"must be at most {most} here")
     cores = os.cpu_count() or 1
     if workers > _WORKERS * cores:
-        raise ConfigError(
-            f"data.workers must be at most {_WORKERS} per core, {_WORKERS * cores} on this "
-            f"machine, got {workers}",
-            field="data.workers",
-            value=workers,
-        )
+        wanted = f"must be at most {_WORKERS} per core, {_WORKERS * cores} on this machine"
+        raise ConfigError.about("data.workers", workers, wanted)
 
 
 def _check_logs(config: ConfigDict) -> None:
     for name, module in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
         if config.log[name] and importlib.util.find_spec(module) is None:
-            raise ConfigError(
-                f"log.{name} needs {module}: pip install 'decent_jax[{name}]', or set it to False",
-                field=f"log.{name}",
-                value=True,
-            )
+            wanted = f"needs {module} (pip install 'decent_jax[{name}]') or must be False"
+            raise ConfigError.about(f"log.{name}", True, wanted)
 
 
 def _check_task(config: ConfigDict) -> None:
@@ -190,23 +179,12 @@ def _check_lengths(config: ConfigDict) -> None:
     for drop in _drops(config):
         parse_duration("each of lr_schedule.drops", drop)
     if config.epochs == 0 and config.steps < 1:
-        raise ConfigError(
-            f"steps must be at least 1 (or epochs above 0), got {config.steps}",
-            field="steps",
-            value=config.steps,
-        )
+        raise ConfigError.about("steps", config.steps, "must be at least 1 (or epochs above 0)")
     n = config.num_replicas
-    for name, size in (
-        ("batch_size", config.batch_size),
-        ("eval.batch_size", config.eval.batch_size),
-    ):
+    sizes = {"batch_size": config.batch_size, "eval.batch_size": config.eval.batch_size}
+    for name, size in sizes.items():
         if size % n:
-            raise ConfigError(
-                f"{name} {size} cannot be shared out over {n} replicas; use a multiple of {n}, or "
-                "another num_replicas",
-                field=name,
-                value=size,
-            )
+            raise ConfigError.about(name, size, f"must be a multiple of num_replicas, {n}")
     check_cuts(config, "micro_batches", config.micro_batches)
     if config.lr_schedule.name == "cosine" and not config.epochs:
         warmup, steps_per_epoch = config.lr_schedule.warmup, 0  # once known, it is checked again
@@ -218,12 +196,8 @@ def check_cuts(config: ConfigDict, name: str, cuts: int) -> None:
     """Refuse a number of micro-batches, of the field ``name``, that does not divide a batch."""
     each = config.batch_size // config.num_replicas
     if each % cuts:
-        raise ConfigError(
-            f"a replica's {each} examples (batch_size {config.batch_size} over "
-            f"{config.num_replicas} replicas) cannot be cut into {cuts} {name}",
-            field=name,
-            value=cuts,
-        )
+        share = f"{each}, a replica's examples (batch_size {config.batch_size} / num_replicas)"
+        raise ConfigError.about(name, cuts, f"must divide {share}")
 
 
 def load_plan(config: ConfigDict) -> Plan | None:
@@ -328,11 +302,7 @@ def _drops(config: ConfigDict) -> list[str]:
 def check_warmup(warmup: int, steps: int) -> None:
     """Raises ConfigError where a cosine would begin after the end of the run."""
     if warmup > steps:
-        raise ConfigError(
-            f"lr_schedule.warmup of {warmup} steps does not fit into a run of {steps}",
-            field="lr_schedule.warmup",
-            value=warmup,
-        )
+        raise ConfigError.about("lr_schedule.warmup", warmup, f"must be at most {steps} steps")
 
 
 def refused_changes(old: dict, new: dict) -> list[str]:
@@ -369,44 +339,23 @@ def _check_method(config: ConfigDict, plan: Plan | None) -> topology.Schedule:
     """Reject options that the method ignores; building it checks the rest. Returns its schedule."""
     name = config.algorithm
     if name not in METHODS:
-        raise ConfigError(
-            f"algorithm must be one of {', '.join(METHODS)}, got {shown(name)}",
-            field="algorithm",
-            value=name,
-        )
+        raise ConfigError.about("algorithm", name, f"must be one of {', '.join(METHODS)}")
     method, schedule = METHODS[name], make_schedule(config, plan)
     if name == "all_reduce" and (config.combine or config.mix_every > 1):
-        wrong = "combine" if config.combine else "mix_every"
-        raise ConfigError(
-            "all_reduce averages gradients in every step: leave combine empty and mix_every at 1, "
-            f"got {config.combine!r} and {config.mix_every}",
-            field=wrong,
-            value=config[wrong],
-        )
+        wrong, wanted = ("combine", "empty") if config.combine else ("mix_every", "1")
+        why = f"must be {wanted}, since all_reduce averages gradients in every step"
+        raise ConfigError.about(wrong, config[wrong], why)
     stem = config.schedule.partition("(")[0].strip()
     if stem in topology.COLUMN_STOCHASTIC and name not in ("push_sum", "all_reduce"):
-        raise ConfigError(
-            f"schedule {stem} is for algorithm push_sum, whose weights need not sum to 1 at a "
-            f"receiver; {name} needs another, such as one_peer_exp",
-            field="schedule",
-            value=config.schedule,
-        )
-    of_section = bool(method.config_section) or "gamma" not in method.numbers
-    if config.gamma > 1 or (config.gamma != 1 and of_section):
-        wanted = f"is not a number of algorithm {name}; leave it at 1"
-        raise ConfigError(
-            f"gamma {wanted if config.gamma <= 1 else 'must be in [0, 1]'}, got "
-            f"{shown(config.gamma)}",
-            field="gamma",
-            value=config.gamma,
-        )
+        why = f"of algorithm {name} must have weights that sum to 1, such as one_peer_exp's"
+        raise ConfigError.about("schedule", config.schedule, f"{why} (push_sum takes others)")
+    if config.gamma > 1:
+        raise ConfigError.about("gamma", config.gamma, "must be in [0, 1]")
+    if config.gamma != 1 and (method.config_section or "gamma" not in method.numbers):
+        raise ConfigError.about("gamma", config.gamma, f"must be 1: {name} has no such number")
     if config.max_consensus_distance and method.copies:
-        raise ConfigError(
-            f"max_consensus_distance averages parameters only, and {name} keeps copies that belong "
-            "to them; set it to 0",
-            field="max_consensus_distance",
-            value=config.max_consensus_distance,
-        )
+        why = f"must be 0: it averages parameters only, and {name} keeps copies that belong to them"
+        raise ConfigError.about("max_consensus_distance", config.max_consensus_distance, why)
     if config.mesh.fsdp > 1:
         _check_fsdp(config, schedule)
     algorithm.transformation(config, schedule, 1.0)
@@ -417,30 +366,14 @@ def _check_fsdp(config: ConfigDict, schedule: topology.Schedule) -> None:
     """What replicas of several devices cannot be combined with."""
     n, k = config.num_replicas, config.mesh.fsdp
     if config.mesh.devices not in (0, n * k):
-        raise ConfigError(
-            f"{n} replicas of mesh.fsdp {k} devices each need {n * k} devices, got mesh.devices "
-            f"{config.mesh.devices}; leave mesh.devices at 0",
-            field="mesh.devices",
-            value=config.mesh.devices,
-        )
-    if (config.batch_size // n // config.micro_batches) % k:
-        raise ConfigError(
-            f"a replica's {config.batch_size // n} examples (batch_size {config.batch_size} over "
-            f"{n} replicas) in {config.micro_batches} micro_batches cannot be shared out over "
-            f"mesh.fsdp {k} devices",
-            field="mesh.fsdp",
-            value=k,
-        )
+        wanted = f"must be {n * k}, num_replicas of mesh.fsdp {k} devices each, or 0"
+        raise ConfigError.about("mesh.devices", config.mesh.devices, wanted)
+    each = config.batch_size // n // config.micro_batches
+    if each % k:
+        wanted = f"must divide {each}, the examples of a replica's micro-batch"
+        raise ConfigError.about("mesh.fsdp", k, wanted)
     if config.cluster.plan:
-        raise ConfigError(
-            f"cluster.plan is for replicas of one device: set mesh.fsdp to 1, got {k}",
-            field="mesh.fsdp",
-            value=k,
-        )
+        raise ConfigError.about("mesh.fsdp", k, "must be 1 with cluster.plan")
     if schedule.partial_groups and config.algorithm != "all_reduce":
-        raise ConfigError(
-            f"schedule {schedule.name} averages in nodes, whose replicas must be of one device "
-            "each: set mesh.fsdp to 1, or use a schedule of permutations such as one_peer_exp",
-            field="schedule",
-            value=schedule.name,
-        )
+        wanted = "must have no groups, as one_peer_exp, where mesh.fsdp is above 1"
+        raise ConfigError.about("schedule", schedule.name, wanted)

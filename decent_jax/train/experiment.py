@@ -137,17 +137,10 @@ def durations(config: ConfigDict, task: Task) -> tuple[int, dict[str, int], opta
     )
     steps = round(config.epochs * epoch) if config.epochs else config.steps
     if steps < 1:
-        raise ConfigError(
-            f"{config.epochs} epochs are less than a step, {epoch} are one epoch",
-            field="epochs",
-            value=config.epochs,
-        )
+        raise ConfigError.about("epochs", config.epochs, f"must be at least a step of {epoch}")
     if steps > LARGEST[int]:
-        raise ConfigError(
-            f"{config.epochs} epochs of {epoch} steps are more than {LARGEST[int]}",
-            field="epochs",
-            value=config.epochs,
-        )
+        wanted = f"must be at most {LARGEST[int]} steps, {epoch} each"
+        raise ConfigError.about("epochs", config.epochs, wanted)
     every = config_lib.durations(config, epoch, steps)
     warmup = every["lr_schedule.warmup"]
     if config.lr_schedule.name == "cosine":
@@ -225,12 +218,8 @@ def check_batch(config: ConfigDict, source: Sequence[Any], processes: int) -> No
     except DataError:  # the run says so, with the step at which it reads this record
         return
     if config.batch_size > len(source):
-        raise ConfigError(
-            f"batch_size must be at most {len(source)}, the number of training examples, got "
-            f"{config.batch_size}",
-            field="batch_size",
-            value=config.batch_size,
-        )
+        wanted = f"must be at most {len(source)}, the number of training examples"
+        raise ConfigError.about("batch_size", config.batch_size, wanted)
     machine.check_memory(
         config.batch_size // processes * example * (config.data.prefetch + 1),
         f"batch_size {config.batch_size}, with data.prefetch {config.data.prefetch},",
