@@ -76,7 +76,7 @@ def fields_of(task: str) -> Mapping[str, Field]:
         section = method.config_section and f"{method.config_section}."
         for number, default in method.numbers.items():
             table[section + number] = Field(default, method.help[number])
-    return table | module.FIELDS
+    return {**table, **module.FIELDS}
 
 
 def table_of(config: ConfigDict) -> Mapping[str, Field]:
