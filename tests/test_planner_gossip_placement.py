@@ -179,6 +179,13 @@ def test_a_seed_gives_one_order_and_progress_shows_a_bar(capsys):
     assert "placing replicas" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["one_peer_exp", "complete", "hierarchical"])
+def test_one_replica_stays_where_it_is(name):
+    alone = networks.cluster([1], networks.NVLINK, networks.ETHERNET_25G)
+    found = place_schedule(alone, topology.make(name, 1), MODEL_BYTES, time_limit_s=60)
+    assert (found.order.tolist(), found.disagreement_s) == ([0], 0.0)
+
+
 def test_an_order_needs_a_device_for_every_replica():
     network = networks.regions({"Oregon": 3})
     with refuses(4, 3):
