@@ -8,7 +8,7 @@ to prepare them. The list (`pieces`) is in the order of worth: what has finished
 Every run is a process of train.py in DIR/runs/NAME. A run that is killed, or this script, goes on
 where it was when the script is started again. Of a finished run metrics.jsonl and summary.json are
 copied to DIR/records/NAME, with the command and the commits that trained it; those in
-benchmarks/records/ are such copies.
+benchmarks/records/ are such copies, and evidence_figure.py makes tables and a figure of them.
 """
 
 import fcntl
@@ -280,7 +280,12 @@ def record(root: Path, each: Piece) -> None:
         for argument in each.command(root)
     )
     summary = json.loads((folder / RECORD[1]).read_text())
-    summary |= {"command": shlex.join(["python", *arguments]), "commits": _commits(root, each)}
+    summary |= {
+        "config": each.config,
+        "changes": dict(each.changes),
+        "command": shlex.join(["python", *arguments]),
+        "commits": _commits(root, each),
+    }
     draft = kept / f".{RECORD[1]}"
     draft.write_text(json.dumps(summary, indent=2) + "\n")
     draft.rename(kept / RECORD[1])

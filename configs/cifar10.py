@@ -70,7 +70,7 @@ def get_config(arguments: str = "momentum_sgd"):
     config.update_from_flattened_dict(ARMS[arm])
 
     config.mesh.loop = True  # vmap over replicas makes grouped convolutions, slow on a CPU
-    config.log.every = 20
+    config.log.every = 50
     config.eval.every = "20%"
     config.checkpoint.every = 0
     config.checkpoint.every_minutes = 5.0

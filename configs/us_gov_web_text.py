@@ -62,7 +62,7 @@ def get_config(arguments: str = "accum_adam"):
     config.update_from_flattened_dict(ARMS[arm])
 
     config.mesh.loop = True  # faster than vmap on a CPU
-    config.log.every = 20
+    config.log.every = 50
     config.eval.every = "10%"
     config.checkpoint.every = 0
     config.checkpoint.every_minutes = 5.0

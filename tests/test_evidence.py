@@ -1,4 +1,7 @@
-"""The plan of benchmarks/evidence.py: which runs in which order, what is left, what is refused."""
+"""The plan of benchmarks/evidence.py: which runs in which order, what is left, what is refused.
+
+And what benchmarks/evidence_figure.py makes of their records.
+"""
 
 import fcntl
 import importlib
@@ -16,7 +19,7 @@ from decent_jax.train import flags
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-evidence = importlib.import_module("evidence")
+evidence, figure = map(importlib.import_module, ("evidence", "evidence_figure"))
 sys.path.remove(str(ROOT / "benchmarks"))
 
 
@@ -174,3 +177,69 @@ def test_two_of_them_do_not_work_in_one_folder(tmp_path, capsys, monkeypatch):
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert evidence.main(["--root", str(tmp_path)]) == 2
     assert "works in" in capsys.readouterr().err
+
+
+# --- Tables and the figure ------------------------------------------------------------------------
+
+
+def write_record(folder, config, changes, final, rows=(), **entries):
+    """A record; `rows` are (step, metric, value)."""
+    name = f"{config.replace(':', '-')}-{len(list(folder.glob('*')))}"
+    (folder / name).mkdir(parents=True)
+    lines = [json.dumps({"step": step, metric: value}) + "\n" for step, metric, value in rows]
+    (folder / name / "metrics.jsonl").write_text("".join(lines))
+    summary = {"config": config, "changes": changes, "training_seconds": 7200.0} | entries
+    summary["final"] = {"eval/consensus_distance": 0.25, "eval/loss": 1.0} | final
+    (folder / name / "summary.json").write_text(json.dumps(summary))
+
+
+@pytest.fixture
+def records(tmp_path):
+    """Three seeds of all-reduce, two of gossip, at 8 epochs; another length; two tasks more."""
+    for arm, accuracies in (("all_reduce", (0.9, 0.91, 0.95)), ("momentum_sgd", (0.89, 0.92))):
+        for seed, top1 in enumerate(accuracies):
+            changes = {"seed": seed, "epochs": 8.0}
+            rows = [(10, "eval/top1", top1 - 0.2), (20, "eval/top1", top1)]
+            write_record(tmp_path, f"cifar10:{arm}", changes, {"eval/top1": top1}, rows)
+    write_record(tmp_path, "cifar10:ring", {"seed": 0, "epochs": 4.0}, {"eval/top1": 0.5})
+    write_record(tmp_path, "multi30k_en_de:swarm", {"seed": 0}, {}, test={"bleu": 35.5})
+    for arm, factor in (("all_reduce", 1.0), ("muon", 0.98)):
+        rows = [(1000, "eval/loss", 4 * factor), (2000, "eval/loss", 3 * factor)]
+        changes = {"seed": 0}
+        write_record(tmp_path, f"us_gov_web_text:{arm}", changes, {"eval/loss": 3 * factor}, rows)
+    return figure.load(tmp_path)
+
+
+def cells(records, task):
+    rows = figure.table(records, task).splitlines()[2:]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def test_means_standard_deviations_and_gaps_of_common_seeds(records):
+    """92 ± 2.646 of 90, 91, 95; the gaps of seeds 0 and 1 are -1 and 1, their mean 0 ± 1.414."""
+    ring, all_reduce, gossip = cells(records, "cifar10")
+    assert ring[:5] == ["`ring`", "epochs=4.0", "0", "50.00", ""]  # nothing to compare it with
+    assert all_reduce == ["`all_reduce`", "epochs=8.0", "0, 1, 2", "92.00 ± 2.65", "",
+                          "0.25 ± 0", "2.0 ± 0.0"]  # fmt: skip
+    assert gossip[2:5] == ["0, 1", "90.50 ± 2.12", "+0.00 ± 1.41"]
+    assert cells(records, "multi30k_en_de")[0][3] == "35.50"
+    assert cells(records, "us_gov_web_text")[1][3:5] == ["2.940", "-0.060"]
+
+
+def test_the_curves_of_the_figure(records):
+    gossip, all_reduce = figure.accuracy_panel(records).curves
+    assert list(gossip.x) == [4, 8] == list(all_reduce.x)
+    assert list(gossip.y) == pytest.approx([70.5, 90.5])
+    seeds, mean, _ = figure.budget_panel(records).curves
+    assert list(seeds.y) == pytest.approx([-1, 1]) and list(mean.y) == pytest.approx([0])
+    (muon,) = figure.language_panel(records).curves
+    assert list(muon.x) == [2.048, 4.096]
+    assert list(muon.y) == pytest.approx([-2, -2])
+
+
+def test_the_figure_is_drawn_of_what_there_is(records, tmp_path, capsys):
+    assert figure.draw(records, tmp_path / "figure.png").stat().st_size > 10_000
+    only = [record for record in records if record.task == "multi30k_en_de"]
+    assert figure.draw(only, tmp_path / "none.png") is None
+    assert figure.main(["--records", str(tmp_path / "nowhere")]) == 0
+    assert capsys.readouterr().out.startswith("no record in ")

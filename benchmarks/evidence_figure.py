@@ -1,0 +1,243 @@
+"""Tables and a figure of the records that evidence.py leaves.
+
+    python benchmarks/evidence_figure.py [--records benchmarks/records] [--out FIGURE.png]
+
+Prints, for docs/results.md, Markdown tables of every arm: mean and standard deviation over its
+seeds, of the consensus model at the end. The gap of an arm is its mean difference to all-reduce
+with the same optimizer, length, data and seeds, with the standard deviation over the seeds. The
+figure has a panel for whatever there are records of: accuracy on CIFAR-10 against epochs, the gap
+against the length of the training, and how far the language model's loss is above all-reduce's.
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import commands
+import numpy as np
+
+from decent_jax.ground.run_folder import read_metrics
+from decent_jax.plots.style import COLOURS, curve_frame, new_figure, save
+
+RECORDS = Path(__file__).resolve().parent / "records"
+TASKS = {  # what the tables show, and the factor and unit of it
+    "cifar10": (("final", "eval/top1"), 100, "top-1 %"),
+    "multi30k_en_de": (("test", "bleu"), 1, "BLEU"),
+    "us_gov_web_text": (("final", "eval/loss"), 1, "loss, nats per token"),
+}
+MAIN = ("momentum_sgd", "all_reduce")  # of CIFAR-10
+BATCH, SEQUENCE = 16, 128  # of the language model: sequences per step, tokens of each
+
+
+class Record(NamedTuple):
+    """A finished run."""
+
+    summary: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+    @property
+    def task(self) -> str:
+        return self.summary["config"].partition(":")[0]
+
+    @property
+    def arm(self) -> str:
+        return self.summary["config"].partition(":")[2]
+
+    @property
+    def seed(self) -> int:
+        return self.summary["changes"]["seed"]
+
+    @property
+    def setting(self) -> tuple[tuple[str, Any], ...]:
+        """What distinguishes it from other runs of its arm, but for the seed."""
+        return tuple((k, v) for k, v in sorted(self.summary["changes"].items()) if k != "seed")
+
+    @property
+    def value(self) -> float:
+        """What the table of its task shows."""
+        (section, name), factor, _ = TASKS[self.task]
+        return factor * self.summary[section][name]
+
+    def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and values of a metric."""
+        rows = [row for row in self.rows if name in row]
+        return np.array([row["step"] for row in rows]), np.array([row[name] for row in rows])
+
+
+def load(folder: Path) -> list[Record]:
+    """The records of a folder, in the order of their names."""
+    return [
+        Record(json.loads(summary.read_text()), read_metrics(summary.parent))
+        for summary in sorted(folder.glob("*/summary.json"))
+    ]
+
+
+def arms(records: Sequence[Record], task: str) -> dict[tuple, list[Record]]:
+    """``{(setting, arm): its seeds}`` of a task, all-reduce first within a setting."""
+    found: dict[tuple, list[Record]] = {}
+    for record in records:
+        if record.task == task:
+            found.setdefault((record.setting, record.arm), []).append(record)
+    order = sorted(
+        found, key=lambda key: (str(key[0]), not key[1].startswith("all_reduce"), key[1])
+    )
+    return {key: sorted(found[key], key=lambda record: record.seed) for key in order}
+
+
+def baseline(task: str, arm: str) -> str:
+    """The arm that all-reduces with the same optimizer."""
+    return "all_reduce_adam" if task == "cifar10" and arm == "accum_adam" else "all_reduce"
+
+
+def gaps(runs: dict[tuple, list[Record]], setting: tuple, arm: str) -> list[float]:
+    """The differences of an arm to its all-reduce, of the seeds that both have."""
+    task = runs[setting, arm][0].task
+    others = {r.seed: r.value for r in runs.get((setting, baseline(task, arm)), ())}
+    return [r.value - others[r.seed] for r in runs[setting, arm] if r.seed in others]
+
+
+def spread(values: Sequence[float], form: str = ".2f") -> str:
+    """Mean and standard deviation, the latter of two values or more."""
+    if not values:
+        return ""
+    deviation = f" ± {statistics.stdev(values):{form.lstrip('+')}}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):{form}}{deviation}"
+
+
+def table(records: Sequence[Record], task: str) -> str:
+    """Markdown; a row per arm and setting."""
+    runs, unit = arms(records, task), TASKS[task][2]
+    form = ".3f" if task == "us_gov_web_text" else ".2f"
+    lines = [
+        f"| arm | setting | seeds | {unit} | gap | consensus distance | hours |",
+        "|---" * 7 + "|",
+    ]
+    for (setting, arm), own in runs.items():
+        is_baseline = arm.startswith("all_reduce")
+        cells = [
+            f"`{arm}`",
+            ", ".join(f"{name}={value}" for name, value in setting),
+            ", ".join(str(record.seed) for record in own),
+            spread([record.value for record in own], form),
+            "" if is_baseline else spread(gaps(runs, setting, arm), "+" + form),
+            spread([record.summary["final"]["eval/consensus_distance"] for record in own], ".2g"),
+            spread([record.summary["training_seconds"] / 3600 for record in own], ".1f"),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+# --- The figure ----------------------------------------------------------------------------------
+
+
+class Curve(NamedTuple):
+    """A line of a panel, or dots."""
+
+    x: Sequence[float]
+    y: Sequence[float]
+    label: str | None
+    colour: str
+    look: str = "o-"
+
+
+class Panel(NamedTuple):
+    """One panel; without curves it is left out."""
+
+    title: str
+    x: str
+    curves: list[Curve]
+
+
+def draw(records: Sequence[Record], path: Path) -> Path | None:
+    """Writes the figure; None where there is nothing to draw."""
+    panels = [make(records) for make in (accuracy_panel, budget_panel, language_panel)]
+    panels = [panel for panel in panels if panel.curves]
+    if not panels:
+        return None
+    figure = new_figure(5.6 * len(panels), 3.6, w_pad=0.12)
+    for axes, panel in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels, strict=True):
+        for curve in panel.curves:
+            axes.plot(curve.x, curve.y, curve.look, ms=4, color=curve.colour, label=curve.label)
+        curve_frame(axes, panel.title, x=panel.x)
+        axes.legend(frameon=False, fontsize=9)
+    return save(figure, path)
+
+
+def accuracy_panel(records: Sequence[Record]) -> Panel:
+    """Accuracy against epochs, the mean over seeds, of the longest trainings."""
+    runs, curves = arms(records, "cifar10"), []
+    longest = max((length for arm in MAIN for length in _lengths(runs, arm)), default=0.0)
+    for arm, colour in zip(MAIN, COLOURS, strict=False):
+        own = runs.get(((("epochs", longest),), arm), [])
+        if own:
+            steps = own[0].series("eval/top1")[0]
+            values = [100 * record.series("eval/top1")[1] for record in own]
+            label = f"{arm}, mean of {len(own)}"
+            epochs = longest * steps / steps[-1]
+            curves.append(Curve(epochs, np.mean(values, axis=0), label, colour))
+    return Panel("CIFAR-10: top-1 of the consensus model, %", "epochs", curves)
+
+
+def budget_panel(records: Sequence[Record]) -> Panel:
+    """The gap of D-SGD to all-reduce against the length of the training: seeds, and their mean."""
+    runs = arms(records, "cifar10")
+    arm = MAIN[0]
+    found = {length: gaps(runs, (("epochs", length),), arm) for length in _lengths(runs, arm)}
+    found = {length: values for length, values in found.items() if values}
+    if not found:
+        return Panel("", "", [])
+    lengths = [length for length, values in found.items() for _ in values]
+    seeds = [value for values in found.values() for value in values]
+    means = [statistics.mean(values) for values in found.values()]
+    curves = [
+        Curve(lengths, seeds, "a seed", COLOURS[0], "o"),
+        Curve(list(found), means, "mean", COLOURS[0], "-"),
+        Curve(list(found), [0.0] * len(found), "all_reduce", COLOURS[1], "-"),
+    ]
+    return Panel("CIFAR-10: points above all-reduce", "epochs of the training", curves)
+
+
+def language_panel(records: Sequence[Record]) -> Panel:
+    """Percent of the loss above all-reduce with Adam, against tokens; a line per seed."""
+    runs, curves = arms(records, "us_gov_web_text"), []
+    base = {
+        record.seed: dict(zip(*record.series("eval/loss"), strict=True))
+        for record in runs.get(((), "all_reduce"), [])
+    }
+    others = [arm for _, arm in runs if arm != "all_reduce"]
+    for arm, colour in zip(others, COLOURS, strict=False):
+        for record in (record for record in runs[(), arm] if record.seed in base):
+            steps, loss = record.series("eval/loss")
+            above = [100 * (x / base[record.seed][s] - 1) for s, x in zip(steps, loss, strict=True)]
+            label = arm if all(curve.label != arm for curve in curves) else None
+            curves.append(Curve(steps * BATCH * SEQUENCE / 1e6, above, label, colour))
+    return Panel("Language: % of the loss above all-reduce", "million tokens", curves)
+
+
+def _lengths(runs: dict[tuple, list[Record]], arm: str) -> list[float]:
+    """The epochs of an arm's settings that differ in nothing else, ascending."""
+    plain = (dict(setting) for setting, name in runs if name == arm)
+    return sorted(setting["epochs"] for setting in plain if setting.keys() == {"epochs"})
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0 once the tables are printed."""
+    parser = commands.parser(__doc__)
+    parser.add_argument("--records", type=Path, default=RECORDS, metavar="DIR")
+    parser.add_argument("--out", type=Path, metavar="FIGURE.png")
+    parsed = parser.parse_args(arguments)
+    records = load(parsed.records)
+    for task in dict.fromkeys(record.task for record in records):
+        print(f"{task}\n\n{table(records, task)}\n")
+    if not records:
+        print(f"no record in {parsed.records}")
+    if parsed.out and draw(records, parsed.out):
+        print(parsed.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
