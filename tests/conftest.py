@@ -37,9 +37,11 @@ SECONDS = Path(__file__).with_name("seconds.json")
 # gradient of a GPT-2 layer in 0.7 instead of 14 s. They change no HLO, and so no message.
 jax.config.update("jax_disable_most_optimizations", True)
 # Without them, the former emitters of the CPU backend take a third of the newer ones' time, but
-# fuse otherwise: `users_hlo` switches them off. jaxlib 0.12 has the newer ones only.
-EMITTERS = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 12) else {}
-_options, _changed = compiler.get_compile_options, dict(EMITTERS)
+# fuse otherwise: `users_hlo` switches them off. jaxlib 0.12 has the newer ones only. To compile the
+# parts of a small program in parallel takes longer than the whole.
+FAST = {"xla_cpu_parallel_codegen_split_count": 1}
+FAST |= {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 12) else {}
+_options, _changed = compiler.get_compile_options, dict(FAST)
 
 
 def _fast_options(*args, env_options_overrides=None, **kwargs):
@@ -164,7 +166,7 @@ def compile_once(cache_folder):
         jax.config.update(name, value)
     compilation_cache.reset_cache()
     variables = {name.upper(): str(value) for name, value in wanted.items()}
-    options = " ".join(f"--{name}={str(value).lower()}" for name, value in EMITTERS.items())
+    options = " ".join(f"--{name}={str(value).lower()}" for name, value in FAST.items())
     yield variables | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "true", "XLA_FLAGS": options}
     for name, value in before.items():
         jax.config.update(name, value)
@@ -176,7 +178,7 @@ def users_hlo():
     """For what is read off a compiled program: it is the one that users have."""
     _changed.clear()
     yield
-    _changed.update(EMITTERS)
+    _changed.update(FAST)
 
 
 @pytest.fixture
