@@ -3,7 +3,6 @@
 import json
 import os
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,11 +14,10 @@ from decent_jax.ground.errors import CheckpointError, ConfigError, DataError, Ru
 from decent_jax.models.decoder_weights import load_safetensors
 from decent_jax.models.gpt2 import GPT2Config
 from decent_jax.peers import events, manifest
-from decent_jax.pipelines import files
 from decent_jax.plan import plan_file
 from decent_jax.planner import network
+from decent_jax.train import checkpoint_folder, saved_model, workdir
 from decent_jax.train import config as config_lib
-from decent_jax.train import saved_model, workdir
 
 ROWS = [{"step": k, "train/loss": 2.5 / (k + 1), "perf/wall_time_s": float(k)} for k in range(4)]
 METRICS = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
@@ -28,22 +26,22 @@ PEERS |= {"peers": {"0": {"steps": 1, "alive": True}, "1": {"steps": 2, "alive":
 START = {"start": 2, "origin": {"peer": "0.0", "t": 2, "when": "boundary"}}
 MET = {"t": 2, "met": "a", "with": "1.0", "mine": 0, "theirs": 1, "sides": [1, -1], "share": 0.5}
 EVENTS = [START, MET, {"t": 2, "version": 1, "crc": 5}, {"t": 2, "rate": 9}, {"end": 3, "crc": 7}]
-PART = {"['x']": np.ones((2, 3), np.float32), "['count']": np.int32(4)}
-META = {"step": 4, "stages": 1, "num_replicas": 1, "examples": 8, "seconds": 1.5, "best": None}
-STAGE = "stage-0.replica-0.npz"
+META = {"step": 4, "num_replicas": 1, "examples": 8, "seconds": 1.5, "best": 2.5}
 
 
 def real_files(folder):
     """{name: the bytes of a file as the package writes it}"""
     plan_file.Plan(("a/0", "b/0"), topology.make("one_peer_exp", 2)).save(folder / "plan.json")
     network.from_matrices(np.full((3, 3), 1e-5), np.full((3, 3), 1e9)).save(folder / "network.json")
-    files.write_part(folder, 0, 0, PART)
+    draft = checkpoint_folder.draft_of(folder / "checkpoints", 4)
+    draft.mkdir(parents=True)
+    checkpoint_folder.finish(draft, META, keep=1)
     return {
         "peers.json": json.dumps(PEERS).encode(),
         "events-0.jsonl": "".join(json.dumps(event) + "\n" for event in EVENTS).encode(),
         "network.json": (folder / "network.json").read_bytes(),
-        "4/manifest.json": json.dumps(META).encode(),
-        f"4/{STAGE}": (folder / STAGE).read_bytes(),
+        "4/meta.json": (folder / "checkpoints" / "4" / "meta.json").read_bytes(),
+        "checkpoints/run.json": (folder / "checkpoints" / "run.json").read_bytes(),
         "config.json": json.dumps(config_lib.default_config().to_dict()).encode(),
         "metrics.jsonl": METRICS,
         "plan.json": (folder / "plan.json").read_bytes(),
@@ -68,10 +66,11 @@ def read_manifest(path):
     manifest.known_steps(path.parent, manifest.read(path.parent, config))
 
 
-def read_part(path):
-    shapes = {"x": ((2, 3), "float32"), "count": ((), "int32")}
-    like = {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items()}
-    files.read_like(path.parent, like, META, 0)
+def read_meta(path):
+    try:
+        checkpoint_folder.read_meta(path.parent)
+    except ValueError as error:  # of whom `first_whole` names the checkpoint
+        raise CheckpointError(f"{path}: {error}") from None
 
 
 READERS = {
@@ -81,8 +80,8 @@ READERS = {
     "peers.json": (read_manifest,),
     "events-0.jsonl": (lambda path: list(events.read(path)),),
     "network.json": (network.load,),
-    "4/manifest.json": (lambda path: files.read_meta(path.parent),),
-    f"4/{STAGE}": (read_part,),
+    "4/meta.json": (read_meta,),
+    "checkpoints/run.json": (lambda path: checkpoint_folder.run_of(path.parents[1]),),
 }
 NUMBERS = [b"1e999", b"-1", b"0", b"9" * 5000, b"1e400", b"NaN", b"2.5", b"9" * 20, b"-Infinity"]
 VALUES = [*NUMBERS, b"null", b"[]", b"{}", b'""', b"true", b"[" * 20_000, b'"\\u001b[31m"', b"\xff"]
@@ -138,39 +137,6 @@ def test_a_damaged_file_is_read_or_refused_in_a_sentence(name, tmp_path):
     for read in READERS[name]:
         read(path)
     check()
-
-
-def test_a_replica_that_lacks_an_array_is_not_averaged(tmp_path):
-    """The mean of the others would be too small."""
-    folder = tmp_path / "checkpoints" / "4"
-    files.write_part(folder, 0, 0, {".params['x']": np.ones(2)})
-    files.write_part(folder, 0, 1, {".count": np.ones(2)})
-    files.finish(folder, META | {"num_replicas": 2}, keep=1)
-    with pytest.raises(CheckpointError, match="other arrays of replica 1 than of 0"):
-        files.restore_model(tmp_path, "last")
-
-
-@pytest.mark.parametrize("x", [np.ones((2, 3)), np.ones((3, 2), np.float32)])
-def test_an_array_of_a_stage_that_is_another_one(x, tmp_path):
-    """In float64, or of the same size but another shape."""
-    (tmp_path / "4").mkdir()
-    files.write_part(tmp_path / "4", 0, 0, PART | {"['x']": x})
-    with pytest.raises(CheckpointError, match=r"no array \['x'\] of float32\(2, 3\)"):
-        read_part(tmp_path / "4" / STAGE)
-
-
-@pytest.mark.parametrize(
-    ("value", "accepted"), [(0, True), (2**62 - 1, True), (2**62, False), (-1, False), (1.0, False)]
-)
-def test_the_bounds_of_what_a_manifest_counts(value, accepted, tmp_path):
-    path = tmp_path / "4" / "manifest.json"
-    path.parent.mkdir()
-    path.write_text(json.dumps(META | {"examples": value}))
-    if accepted:
-        assert files.read_meta(path.parent)["examples"] == value
-    else:
-        with pytest.raises(CheckpointError, match="manifest"):
-            files.read_meta(path.parent)
 
 
 @pytest.mark.parametrize(

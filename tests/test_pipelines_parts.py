@@ -2,30 +2,26 @@
 
 import contextlib
 import itertools
-import os
 import queue
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 import tiny
-from networks import assert_close
 from pipeline_threads import Threads
 from ray.exceptions import GetTimeoutError
 from refusals import refuses
-from test_pipelines import config_of, flat
+from test_pipelines import config_of
 
 from decent_jax import topology
 from decent_jax.commands import main as command
 from decent_jax.peers import start
-from decent_jax.pipelines import channels, files, links, part, watched
+from decent_jax.pipelines import channels, links, part, watched
 from decent_jax.pipelines.channels import Channel, Door, Key, Mailbox
-from decent_jax.pipelines.driver import CellCheckpoints
 from decent_jax.pipelines.part import Part
 from decent_jax.pipelines.worker import Worker
 from decent_jax.plan import plan_file
@@ -146,56 +142,6 @@ def test_a_silent_stranger_keeps_no_stage_waiting(monkeypatch):
             pass
 
 
-def write(threads, folder, step):
-    """A checkpoint of all stages."""
-    for stage in threads.stages:
-        for replica, arrays in enumerate(files.snapshot(stage)):
-            files.write_part(folder, stage.part.stage, replica, arrays)
-    n = threads.stages[0].grid.placement.num_replicas
-    meta = {"step": step, "stages": len(threads.stages), "num_replicas": n}
-    meta |= {"examples": 0, "seconds": 0.0, "best": None}
-    files.finish(folder, meta, keep=2)
-    return meta
-
-
-def test_another_number_of_stages_and_replicas_goes_on_from_a_checkpoint(tiny_data, tmp_path):
-    """Three steps on, two stages as before give the same bits, one stage the same numbers."""
-
-    def made(stages, n=2, start=3):
-        model = {"layers": 2, "dropout": 0.0}
-        config = config_of(
-            tiny_data, stages, 2, num_replicas=n, algorithm="decentralized_sgd", model=model
-        )
-        return Threads(config, tmp_path, start)
-
-    folder = tmp_path / "checkpoints" / "3"
-    with made(2, start=0) as whole:
-        whole.train(0, 3)
-        meta = write(whole, folder, 3)
-        saved = whole.params()
-        whole.train(3, 6)
-        after = whole.params()
-    with made(2) as again:
-        for stage in again.stages:
-            files.restore(stage, folder, meta)
-        again.train(3, 6)
-        for name, value in again.params().items():
-            np.testing.assert_array_equal(value, after[name], err_msg=name)
-    with made(1) as one:
-        files.restore(one.stages[0], folder, meta)
-        one.train(3, 6)
-        assert_close(one.params(), after, rtol=1e-6)
-    with made(2, n=1) as mean:
-        for stage in mean.stages:
-            files.restore(stage, folder, meta)
-        assert_close(mean.params(), {k: x.mean(0, keepdims=True) for k, x in saved.items()}, 1e-6)
-    params, _ = files.restore_model(tmp_path, "last")
-    assert_close(flat(params), {k: x.mean(axis=0) for k, x in saved.items()}, rtol=1e-6)
-    (folder / "stage-1.replica-0.npz").write_bytes(b"PK damaged")
-    with pytest.raises(files.CheckpointError, match=r"stage-1\.replica-0\.npz is damaged"):
-        files.check(folder)
-
-
 @pytest.mark.parametrize(("wire", "bound"), [("bfloat16", 0.02), ("int8", 0.06)])
 def test_rounded_activations_give_nearly_the_same_gradient(wire, bound, tiny_data, tmp_path):
     """A step of plain SGD, relative to its norm; int8 rounds to 1/127 of a row's largest."""
@@ -215,44 +161,6 @@ def test_rounded_activations_give_nearly_the_same_gradient(wire, bound, tiny_dat
     exact, rounded = parameters(1, "float32"), parameters(2, wire)
     error = np.linalg.norm(rounded - exact) / np.linalg.norm(exact)
     assert 1e-4 < error < bound
-
-
-def saved(folder, step, **entries):
-    files.write_part(folder / str(step), 0, 0, {"x": np.zeros(3)})
-    meta = {"step": step, "stages": 1, "num_replicas": 1, "examples": 8 * step, "seconds": 1.0}
-    files.finish(folder / str(step), meta | {"best": None} | entries, keep=1)
-
-
-def test_a_damaged_checkpoint_is_not_kept_instead_of_the_next(tmp_path):
-    """As the newest one by its number it was, and with it the run lost its only whole one."""
-    folder = tmp_path / "checkpoints"
-    said = []
-    checkpoints = CellCheckpoints(tmp_path, None, [1], keep=1)
-    saved(folder, 10, best=2.5)
-    (folder / "20").mkdir()
-    (folder / "20" / "manifest.json").write_text("{}")
-    saved(tmp_path / "best", 20)  # of a step that is to come
-    meta = checkpoints.newest(said.append)
-    assert (meta["step"], meta["best"]) == (10, 2.5)
-    assert not checkpoints.drop_best_after(10)  # so the next is the best
-    assert said[-1].startswith("the checkpoint of step 20 was moved") and files.steps(folder) == [
-        10
-    ]
-    files.write_part(folder / "12", 0, 0, {})  # of a session that was killed meanwhile
-    assert not files.steps(tmp_path / "best")
-    saved(folder, 15)
-    assert [path.name for path in folder.iterdir()] == ["15"]
-
-
-def test_the_arrays_are_on_the_disk_before_the_manifest(tmp_path, monkeypatch):
-    """A host may lose its power; then older checkpoints have been removed already."""
-    on_disk = []
-    readlink = lambda file: on_disk.append(Path(os.readlink(f"/proc/self/fd/{file}")))  # noqa: E731
-    monkeypatch.setattr(os, "fsync", readlink)
-    saved(tmp_path, 10)
-    names = [path.name for path in on_disk]
-    assert names[0] == "stage-0.replica-0.npz" and "manifest" in names[1]
-    files.check(tmp_path / "10")
 
 
 # --- Refusals -------------------------------------------------------------------------------------

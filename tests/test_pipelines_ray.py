@@ -101,16 +101,14 @@ def test_check_lets_the_cells_make_steps_and_leaves_nothing(start, tmp_path):
 
 
 def arrays(workdir, step):
-    found = {}
-    for path in (workdir / "checkpoints" / str(step)).glob("*.npz"):
-        with np.load(path) as stored:
-            found |= {(path.name, name): stored[name] for name in stored.files}
-    return found
+    """{name: (n, ...)} of all stages."""
+    parts = ("stage-0", "stage-1")
+    return {f"{part} {k}": x for part in parts for k, x in tiny.saved(workdir, step, part).items()}
 
 
 def test_a_resumed_run_has_the_same_bits(workdir, killed):
     ours, theirs = arrays(workdir, STEPS), arrays(killed[0], STEPS)
-    assert ours.keys() == theirs.keys() and len({name for name, _ in ours}) == 4
+    assert ours.keys() == theirs.keys() and len(ours) > 20
     for name, value in theirs.items():
         np.testing.assert_array_equal(ours[name], value, err_msg=str(name))
     assert tiny.losses(workdir).tolist() == tiny.losses(killed[0])[:STEPS].tolist()

@@ -154,10 +154,10 @@ def saved_steps(workdir) -> list[int]:
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
 
 
-def saved(workdir, step: int) -> dict[str, np.ndarray]:
+def saved(workdir, step: int, part: str = "state") -> dict[str, np.ndarray]:
     """Every array of a checkpoint by its path, read by orbax alone."""
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    path = Path(workdir).absolute() / "checkpoints" / str(step) / "state"
+    path = Path(workdir).absolute() / "checkpoints" / str(step) / part
     with ocp.StandardCheckpointer() as checkpointer:
         target = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),

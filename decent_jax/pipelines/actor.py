@@ -4,18 +4,17 @@ import os
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
+import orbax.checkpoint as ocp
 import ray
 from jax._src.distributed import global_state
 from jax.experimental import multihost_utils
 
 from decent_jax.peers.setup import enter
-from decent_jax.pipelines import files
 from decent_jax.pipelines.channels import Address, Channel, Door, Key, Mailbox
 from decent_jax.pipelines.setup import Cell, free_address, join, open_cell
 from decent_jax.pipelines.stage import Stage
 from decent_jax.pipelines.worker import Worker
+from decent_jax.train.checkpoint_folder import reason_of
 
 
 class Actor:
@@ -31,8 +30,10 @@ class Actor:
         self._cell, self._mailbox = cell, Mailbox()
         self._door: Door | None = None
         self._channels: list[Channel] = []
-        self._worker: Any = None  # a `Worker`, once it is open
-        self._snapshot: list[dict[str, np.ndarray]] = []
+        # From when it is open: a `Stage`, its `Worker`, and what writes checkpoints.
+        self._stage: Any = None
+        self._worker: Any = None
+        self._writer: Any = None
 
     def addresses(self, secret: bytes) -> tuple[str, Address]:
         """A free port of its machine, as "host:port", where its replica 0 coordinates the stage;
@@ -41,22 +42,13 @@ class Actor:
         self._door = Door(host, secret, lambda key, value: self.deliver(key, value))
         return free_address(host), self._door.address
 
-    def open(
-        self,
-        coordinator: str,
-        doors: list[Address],
-        secret: bytes,
-        checkpoint: tuple[str, dict] | None,
-        ahead: int,
-    ) -> None:
+    def open(self, coordinator: str, doors: list[Address], secret: bytes) -> None:
         """Start jax, and make the programs.
 
         Args:
           coordinator: the first of `addresses` of replica 0 of its stage.
           doors: the second of `addresses` of the stages of its replica.
           secret: that `addresses` got.
-          checkpoint: folder and manifest to go on from, or None.
-          ahead: data position minus step count, in steps.
         """
         cluster, count = self._cell.config["cluster"], self._cell.config["num_replicas"]
         if count > 1:
@@ -67,16 +59,23 @@ class Actor:
                 # Later than `Watched`, which can say which cell is silent.
                 heartbeat_timeout_seconds=2 * cluster["heartbeat_s"] + 10,
             )
-        stage = Stage(*open_cell(self._cell))
+        self._stage = Stage(*open_cell(self._cell))
         if count > 1:
             _meet(cluster["timeout_s"])
-        start = 0
-        if checkpoint is not None:
-            folder, meta = checkpoint
-            files.restore(stage, Path(folder), meta)
-            start = meta["step"]
+        self._writer = ocp.StandardCheckpointer()
         self._channels = [Channel(door, secret) for door in doors]
-        self._worker = Worker(stage, self._mailbox, self._send, start, ahead)
+
+    def restore(self, checkpoint: Path, meta: dict[str, Any]) -> str:
+        """Take its arrays from a checkpoint; returns why it cannot, or nothing."""
+        try:
+            self._stage.restore(checkpoint, meta)
+        except Exception as error:  # orbax and tensorstore raise many kinds
+            return f"{self._cell.name}: {reason_of(error)}"
+        return ""
+
+    def begin(self, start: int, ahead: int) -> None:
+        """Make ready to train from step ``start``, whose data are those of ``start + ahead``."""
+        self._worker = Worker(self._stage, self._mailbox, self._send, start, ahead)
 
     def deliver(self, key: Key, value: Any) -> None:
         """A message of another stage."""
@@ -90,21 +89,17 @@ class Actor:
         """See `Worker.evaluate`."""
         return self._worker.evaluate()
 
-    def snapshot(self) -> None:
-        """Copy the state to the host; `write` writes this copy, while training goes on."""
-        self._snapshot = files.snapshot(self._worker.stage)
+    def save(self, draft: Path) -> dict[str, int]:
+        """Copy its state, and let it be written while training goes on; see `Stage.save`."""
+        return self._stage.save(self._writer, draft)
 
-    def write(self, folder: str) -> None:
-        """Write the copy of the state."""
-        (row,), self._snapshot = self._snapshot, []
-        files.write_part(Path(folder), self._cell.stage, self._cell.replica, row)
+    def save_model(self, draft: Path) -> dict[str, int]:
+        """The same with its part of the consensus model."""
+        return self._stage.save_model(self._writer, draft)
 
-    def write_model(self, folder: str) -> None:
-        """Write this stage of the consensus model; all replicas of a stage must call it."""
-        model = jax.tree.map(np.asarray, self._worker.stage.consensus_model())
-        if self._cell.replica == 0:
-            arrays = {f".params{name}": x for name, x in files.by_path(model).items()}
-            files.write_part(Path(folder), self._cell.stage, 0, arrays)
+    def saved(self) -> None:
+        """Wait until what was saved is on the disk."""
+        self._writer.wait_until_finished()
 
     def beat(self) -> int:
         """Its process id, as a sign of life."""

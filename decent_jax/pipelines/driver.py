@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,18 +14,16 @@ import numpy as np
 import ray
 from ml_collections import ConfigDict
 
-from decent_jax.ground.errors import CheckpointError, ConfigError, TrainingFailed
 from decent_jax.ground.format import format_bytes, format_duration, format_number
 from decent_jax.peers.start import check_address, ray_for
-from decent_jax.pipelines import files
+from decent_jax.pipelines.checkpoints import CellCheckpoints
 from decent_jax.pipelines.part import bytes_between_stages
 from decent_jax.pipelines.setup import Run, open_run
 from decent_jax.pipelines.watched import Watched, strategies
 from decent_jax.pipelines.worker import Span
 from decent_jax.replicas import Consensus
 from decent_jax.train import algorithm, loop
-from decent_jax.train.checkpoint import change_of
-from decent_jax.train.checkpoint_folder import DAMAGED, put_aside
+from decent_jax.train.checkpoint import change_of, restore_model
 from decent_jax.train.evaluation import Evaluator, Model
 from decent_jax.train.metrics import Clock
 from decent_jax.train.saver import Saver
@@ -91,24 +88,22 @@ class Pipelines:
         self._crossing = bytes_between_stages(self._config, made.model)
         self._cost = _cost(made)
         made.work.say(self._describe())
-        self.checkpoints = CellCheckpoints(
-            made.work.path, actors, made.counts, self._config.checkpoint.keep
-        )
+        self.checkpoints = CellCheckpoints(made.work.path, actors, self._config.checkpoint.keep)
         self._pace = math.inf  # seconds per step
         self._distance: Any = None  # a `Consensus`, as of the last row
 
     def restore(self) -> tuple[int, dict[str, Any]]:
         """See `decent_jax.train.loop.Runner`."""
-        meta, n = self.checkpoints.newest(self.work.say), self._config.num_replicas
-        step, ahead, folder = 0, 0, None
+        with self.work.announce(f"starting {len(self._actors.cells)} cells"):
+            self._actors.open()
+        meta = self.checkpoints.newest(self.work.say)
+        step, ahead, n = 0, 0, self._config.num_replicas
         if meta:
             step = meta["step"]
             ahead = meta["examples"] // self._config.batch_size - step
-            folder = str(self.checkpoints.folder / str(step)), meta
             if meta["num_replicas"] != n:
                 self.work.say(change_of(meta["num_replicas"], n))
-        with self.work.announce(f"starting {len(self._actors.cells)} cells"):
-            self._actors.open(folder, ahead)
+        self._actors.all("begin", step, ahead)
         return step, meta
 
     @contextlib.contextmanager
@@ -169,9 +164,8 @@ class Pipelines:
 
     def finish(self, done: int, saver: Saver, clock: Clock) -> dict[str, Any]:
         """See `decent_jax.train.loop.Runner`."""
-        found = files.restore_model(self.work.path, "last")
-        assert found is not None
-        params = jax.tree.map(lambda x: jnp.asarray(x)[None], found[0])
+        params, _, _ = restore_model(self.work.path, "last")
+        params = jax.tree.map(lambda x: jnp.asarray(x)[None], params)
         pipeline = self._config.pipeline
         return loop.conclude(
             self.experiment,
@@ -208,85 +202,3 @@ def _cost(made: Run) -> algorithm.Cost:
     state = TrainState(params, {}, jax.eval_shape(experiment.tx.init, params), None)
     stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), state)
     return algorithm.cost(experiment.config, experiment.schedule, stacked, experiment.per_host)
-
-
-class CellCheckpoints:
-    """Checkpoints that the cells write; as `decent_jax.train.checkpoint.Checkpointer`."""
-
-    def __init__(self, workdir: Path, actors: Watched, counts: list[int], keep: int):
-        self.workdir, self._actors, self._counts, self._keep = workdir, actors, counts, keep
-        self.folder, self._best = workdir / files.FOLDER, workdir / files.BEST
-        self._writing: tuple[Path, dict[str, Any], list[Any]] | None = None
-        self._saved = -1
-
-    def steps(self) -> list[int]:
-        """Steps with a finished checkpoint, the oldest first."""
-        return files.steps(self.folder)
-
-    def newest(self, say: Any) -> dict[str, Any]:
-        """The manifest of the newest checkpoint that is whole, or an empty one."""
-        meta = files.newest(self.folder, files.check, say)
-        if meta is None and any(self.folder.glob("*/params")):
-            raise ConfigError(
-                f"{self.workdir} holds a run without stages; take another --workdir, or set "
-                "pipeline.stages to 0",
-                field="pipeline.stages",
-                value=len(self._counts),
-            )
-        step = meta["step"] if meta else 0
-        for later in [s for s in self.steps() if s > step]:  # damaged, and would count as newest
-            say(f"the checkpoint of step {later} was moved to {self.workdir / DAMAGED}")
-            put_aside(self.workdir, later)
-        if meta is None:
-            self.drop_best_after(0)
-            return {}
-        return meta | {"best": math.inf if meta["best"] is None else meta["best"]}
-
-    def drop_best_after(self, step: int) -> bool:
-        """Forget best models of steps yet to be reached by a resumed run; whether one is left."""
-        for later in [s for s in files.steps(self._best) if s > step]:
-            shutil.rmtree(self._best / str(later))
-        return bool(files.steps(self._best))
-
-    def save(self, step: int, state: None, meta: dict[str, Any]) -> None:
-        """Copy the state of all cells, and let them write it while training goes on."""
-        if step == self._saved:
-            return
-        self.wait()
-        self._saved, folder = step, self.folder / str(step)
-        shutil.rmtree(folder, ignore_errors=True)
-        self._actors.all("snapshot")
-        meta = self._of_stages(step) | meta
-        meta["best"] = meta["best"] if math.isfinite(meta["best"]) else None
-        self._writing = folder, meta, self._actors.begin("write", str(folder))
-
-    def save_best(self, step: int, params: None, model_state: None, meta: dict[str, Any]) -> None:
-        """Let the cells write their consensus model."""
-        folder = self._best / str(step)
-        shutil.rmtree(folder, ignore_errors=True)
-        self._actors.all("write_model", str(folder))
-        own = {"num_replicas": 1, "examples": 0, "seconds": 0.0, "best": meta["eval_loss"]}
-        files.finish(folder, self._of_stages(step) | own | meta, keep=1)
-
-    def check(self) -> None:
-        """A checkpoint counts, or fails, as soon as it is written."""
-        if self._writing is not None and self._actors.over(self._writing[2]):
-            self.wait()
-
-    def wait(self) -> None:
-        """Wait until everything saved so far is on disk."""
-        if self._writing is None:
-            return
-        (folder, meta, calls), self._writing = self._writing, None
-        try:
-            self._actors.wait(calls)
-        except TrainingFailed as error:
-            raise CheckpointError(f"a checkpoint could not be written: {error}") from None
-        files.finish(folder, meta, self._keep)
-
-    def close(self) -> None:
-        """As `wait`."""
-        self.wait()
-
-    def _of_stages(self, step: int) -> dict[str, Any]:
-        return {"step": step, "stages": len(self._counts), "layers": self._counts}

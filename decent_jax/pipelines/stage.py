@@ -6,11 +6,13 @@ state, is stacked over all of them, (n, ...); one device holds the L rows of thi
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
@@ -22,6 +24,8 @@ from decent_jax.pipelines.part import Part
 from decent_jax.replicas import Placement
 from decent_jax.topology import Schedule
 from decent_jax.train import step as step_lib
+from decent_jax.train import stored
+from decent_jax.train.checkpoint_folder import STAGE
 from decent_jax.train.step import TrainState
 
 _MESSAGES = 2**30  # keys for their rounding, apart from those of the blocks for dropout
@@ -138,7 +142,33 @@ class Stage:
 
     def consensus_model(self) -> Any:
         """The mean of all replicas: parameters without a replica dimension."""
-        return self.rows(self._run(self._consensus, self.state.params))
+        return self.rows(self._consensus_model())
+
+    # --- Its part of a checkpoint -----------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """Of its part of a checkpoint."""
+        return f"{STAGE}{self.part.stage}"
+
+    def save(self, writer: ocp.StandardCheckpointer, draft: Path) -> dict[str, int]:
+        """Begin to write its state; see `decent_jax.train.stored.begin`."""
+        return self._run(stored.begin, writer, draft, self.name, stored.tree_of(self.state))
+
+    def save_model(self, writer: ocp.StandardCheckpointer, draft: Path) -> dict[str, int]:
+        """Begin to write the mean of all replicas, likewise."""
+        model = {"params": self._consensus_model(), "model_state": {}}
+        return self._run(stored.begin, writer, draft, self.name, model)
+
+    def restore(self, checkpoint: Path, meta: dict[str, Any]) -> None:
+        """Take its arrays from a checkpoint of any number of stages and replicas."""
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.state)
+        window = self.grid.config.optimizer.window
+        given = checkpoint, meta, like, self.grid.placement, window
+        self.state = self._run(stored.restore, *given)
+
+    def _consensus_model(self) -> Any:
+        return self._run(self._consensus, self.state.params)
 
     # --- Their code, for one replica --------------------------------------------------------------
 

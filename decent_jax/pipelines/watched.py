@@ -16,6 +16,7 @@ from decent_jax.peers.start import fate, start_actor
 from decent_jax.pipelines.actor import Actor
 from decent_jax.pipelines.setup import LOGS, Cell
 from decent_jax.plan.plan_file import Plan
+from decent_jax.train.checkpoint_folder import FOLDER, steps
 
 _LOOK_S = 0.5
 _NOTICED_S = 2.0  # in which Ray knows of a dead actor
@@ -52,7 +53,7 @@ class Watched:
             (actor.beat.remote(), time.monotonic(), "timeout_s") for actor in self._actors
         ]
 
-    def open(self, checkpoint: tuple[str, dict] | None, ahead: int) -> None:
+    def open(self) -> None:
         """Start jax in all cells, and make their programs; see `Actor.open`."""
         secret = secrets.token_bytes(32)
         addresses = self.wait([actor.addresses.remote(secret) for actor in self._actors])
@@ -62,7 +63,7 @@ class Watched:
             first = cell.replica * stages
             doors = [door for _, door in addresses[first : first + stages]]
             coordinator, _ = addresses[cell.stage]
-            calls.append(actor.open.remote(coordinator, doors, secret, checkpoint, ahead))
+            calls.append(actor.open.remote(coordinator, doors, secret))
         self.wait(calls)
 
     def all(self, name: str, *args: Any) -> list[Any]:
@@ -140,8 +141,11 @@ class Watched:
         return None
 
     def _advice(self, cell: Cell) -> str:
+        there = steps(self._workdir / FOLDER)
+        newest = f"goes on from the checkpoint of step {there[-1]}" if there else "begins anew"
+        missing = "" if there else "no checkpoint has been written, "
         return (
-            "the same command goes on from the newest checkpoint; its last words are in "
+            f"{missing}the same command {newest}; its last words are in "
             f"{self._workdir / LOGS / cell.log.name}"
         )
 

@@ -28,9 +28,7 @@ from decent_jax.ground.replaceable import check_removable
 FOLDER, BEST, DAMAGED = "checkpoints", "best", "damaged"
 META, STATE, STAGE = "meta.json", "state", "stage-"
 _RUN = "run.json"  # in FOLDER: the identity of the run
-_ENTRIES = re.compile(
-    rf"meta\.json|\.meta\.json\..*|{STATE}/|{STAGE}\d+/|.*\.npz|\.?manifest\.json.*"
-)
+_ENTRIES = re.compile(rf"meta\.json|\.meta\.json\.\d+\.tmp|{STATE}/|{STAGE}\d+/")
 _UNFINISHED = re.compile(r"\.\d+\.(draft|old)")
 
 
@@ -56,7 +54,9 @@ def finish(draft: Path, meta: dict[str, Any], keep: int) -> None:
     final = draft.with_name(str(meta["step"]))
     remove(final)
     os.replace(draft, final)
-    for step in steps(draft.parent)[:-keep]:
+    there = steps(draft.parent)  # those of later steps are of a session that was killed
+    kept = [step for step in there if step <= meta["step"]][-keep:]
+    for step in [step for step in there if step not in kept]:
         remove(draft.with_name(str(step)))
 
 

@@ -5,7 +5,6 @@
 """
 
 import functools
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,11 +83,6 @@ class TrainedRun:
 
     @functools.cached_property
     def _restored(self) -> tuple[Any, Any, dict]:
-        if self.config.pipeline.stages:  # which has a form of its own, for now
-            files = importlib.import_module("decent_jax.pipelines.files")
-            found = files.restore_model(self.workdir, self.which)
-            if found is not None:
-                return found[0], {}, found[1]
         return checkpoint.restore_model(self.workdir, self.which)
 
     def evaluated_state(self, task: tasks.Task) -> Any:
