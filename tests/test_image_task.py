@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import small_runs
 import tiny
+from refusals import refused
 from tiny import rows
 
 from decent_jax import replicas, train
 from decent_jax.data.images import generated_images
-from decent_jax.ground.errors import ConfigError
 from decent_jax.models import resnet
 from decent_jax.tasks import image_classification as task_lib
 from decent_jax.train import config as config_lib
@@ -307,17 +307,17 @@ def test_presets_and_changes():
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    ("field", "value"),
     [
-        ("data__path", "x", "data.path: there is no folder 'x'; name one with train.*'generated'"),
-        ("data__eval_resize", 12, "data.eval_resize must be at least the crop of 16 pixels"),
-        ("data__trivial_augment", True, "trivial_augment is for photographs, not for generated"),
-        ("data__shift", 17, "data.shift must be at most data.image_size, 16, got 17"),
-        ("model__blocks", "2,x", "model.blocks must be numbers such as '2,2,2,2', got '2,x'"),
-        ("model__blocks", "2,0", r"model.blocks must be at least 1 for each stage, got \(2, 0\)"),
-        ("model__dtype", "int8", "model.dtype must be one of .*, got 'int8'"),
+        ("data.path", "x"),
+        ("data.eval_resize", 12),
+        ("data.trivial_augment", True),
+        ("data.shift", 17),
+        ("model.blocks", "2,x"),
+        ("model.blocks", "2,0"),
+        ("model.dtype", "int8"),
     ],
 )
-def test_config_errors(name, value, message):
-    with pytest.raises(ConfigError, match=message):
-        config_lib.validate(tiny_config(**{name: value}))
+def test_config_errors(field, value):
+    with refused(field):
+        config_lib.validate(tiny_config(**{field.replace(".", "__"): value}))

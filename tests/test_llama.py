@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny
 from networks import drawn
+from refusals import refused
 
 from decent_jax import tasks, train
 from decent_jax.ground.progress import announce
@@ -123,16 +124,16 @@ def test_a_run_trains_is_exported_and_begins_another(tiny_data, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model", "message"),
+    ("field", "model"),
     [
-        ({"preset": "llama_1b", "dropout": 0.1}, "model.dropout: the model of preset 'llama_1b'"),
-        ({"preset": "small", "dropout": 0.0, "hidden": 9}, "model.hidden: the model of preset 's"),
-        ({"preset": "llama_1b", "dropout": 0.0, "heads": 3}, "model.width 16 must be an even"),
-        ({"preset": "llama", "dropout": 0.0}, "model.preset must be one of small, .*, llama_125m"),
+        ("model.dropout", {"preset": "llama_1b", "dropout": 0.1}),
+        ("model.hidden", {"preset": "small", "dropout": 0.0, "hidden": 9}),
+        ("model.width", {"preset": "llama_1b", "dropout": 0.0, "heads": 3}),
+        ("model.preset", {"preset": "llama", "dropout": 0.0}),
     ],
 )
-def test_models_that_a_config_cannot_have(tiny_data, model, message):
-    with pytest.raises(train.ConfigError, match=message):
+def test_models_that_a_config_cannot_have(tiny_data, field, model):
+    with refused(field):
         config_lib.validate(tiny.config(tiny_data, model=model))
 
 

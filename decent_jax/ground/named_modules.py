@@ -16,7 +16,9 @@ def module_named(path: str, field: str) -> ModuleType:
       ConfigError: there is no such module, or it fails while it is imported.
     """
     if not all(part.isidentifier() for part in path.split(".")):
-        raise ConfigError(f"{field}: {shown(path)} is not the dotted path of a module")
+        raise ConfigError(
+            f"{field}: {shown(path)} is not the dotted path of a module", field=field, value=path
+        )
     try:
         return importlib.import_module(path)
     except MissingExtra:
@@ -24,9 +26,14 @@ def module_named(path: str, field: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{path}.".startswith(f"{missing}."):
-            raise ConfigError(f"{field}: there is no module {shown(path)}") from None
+            raise ConfigError(
+                f"{field}: there is no module {shown(path)}", field=field, value=path
+            ) from None
         raise ConfigError(
-            f"{field}: the module {shown(path)} cannot be imported: {type(error).__name__}: {error}"
+            f"{field}: the module {shown(path)} cannot be imported: {type(error).__name__}: "
+            f"{error}",
+            field=field,
+            value=path,
         ) from error
 
 

@@ -97,8 +97,8 @@ class GPT2(nnx.Module):
     def add_positions(self, rngs: nnx.Rngs) -> None:
         self.wpe = table(self.config, self.config.context, rngs)
 
-    def block(self, rngs: nnx.Rngs) -> "Block":
-        return Block(self.config, rngs, _norm, Attention, MLP)
+    def block(self, rngs: nnx.Rngs) -> "DecoderBlock":
+        return DecoderBlock(self.config, rngs, _norm, CausalAttention, GeluMLP)
 
     def add_head(self, rngs: nnx.Rngs) -> None:
         self.ln_f = _norm(self.config, rngs)
@@ -162,7 +162,7 @@ class GPT2(nnx.Module):
         return None if self.config.dropout == 0.0 else dropout_rng
 
 
-class Block(nnx.Module):
+class DecoderBlock(nnx.Module):
     """``x + attn(ln_1(x))``, then ``x + mlp(ln_2(x))``."""
 
     def __init__(self, config: Any, rngs: nnx.Rngs, norm: Any, attention: Any, mlp: Any):
@@ -179,7 +179,7 @@ class Block(nnx.Module):
         return x + dropout(m, self.dropout, fold_in(dropout_rng, 2))
 
 
-class Attention(nnx.Module):
+class CausalAttention(nnx.Module):
     """Causal self-attention, queries, keys and values from one matrix."""
 
     def __init__(self, config: Any, rngs: nnx.Rngs):
@@ -202,7 +202,7 @@ class Attention(nnx.Module):
         return [part.reshape(*x.shape[:2], self.config.heads, -1) for part in parts]
 
 
-class MLP(nnx.Module):
+class GeluMLP(nnx.Module):
     """Four times as wide inside, GELU in the tanh approximation."""
 
     def __init__(self, config: GPT2Config, rngs: nnx.Rngs):

@@ -83,8 +83,8 @@ class Llama(gpt2.GPT2):
     def add_positions(self, rngs: nnx.Rngs) -> None:
         """None: attention turns queries and keys."""
 
-    def block(self, rngs: nnx.Rngs) -> gpt2.Block:
-        return gpt2.Block(self.config, rngs, _rms_norm, Attention, MLP)
+    def block(self, rngs: nnx.Rngs) -> gpt2.DecoderBlock:
+        return gpt2.DecoderBlock(self.config, rngs, _rms_norm, GroupedAttention, SwiGLU)
 
     def add_head(self, rngs: nnx.Rngs) -> None:
         self.ln_f = _rms_norm(self.config, rngs)
@@ -101,7 +101,7 @@ class Llama(gpt2.GPT2):
         return super().logits(x) if self.config.tied else self.lm_head(x)
 
 
-class Attention(gpt2.Attention):
+class GroupedAttention(gpt2.CausalAttention):
     """Causal self-attention whose queries share keys and values in groups."""
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
@@ -120,8 +120,8 @@ class Attention(gpt2.Attention):
         return [rotate(query, positions, theta), rotate(key, positions, theta), value]
 
 
-class MLP(nnx.Module):
-    """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
+class SwiGLU(nnx.Module):
+    """``down(silu(gate(x)) * up(x))``."""
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
         self.gate_proj = linear(config, config.width, config.hidden, rngs)

@@ -103,7 +103,7 @@ class ResNet(nnx.Module):
             blocks = {}
             for block in range(count):
                 stride = 2 if stage and not block else 1
-                blocks[str(block)] = Block(config, channels, stage, stride, rngs)
+                blocks[str(block)] = ResidualBlock(config, channels, stage, stride, rngs)
                 channels = _outputs(config, stage)
             setattr(self, f"layer{stage + 1}", nnx.Dict(blocks))
         self.fc = nnx.Linear(
@@ -139,7 +139,7 @@ class ResNet(nnx.Module):
         return self.fc(x.mean(axis=(1, 2), dtype=_wide(x.dtype)))
 
 
-class Block(nnx.Module):
+class ResidualBlock(nnx.Module):
     """``relu(shortcut(x) + branch(x))``; the branch is two or, as a bottleneck, three convolutions.
 
     The shortcut is the identity, or where the shape changes a 1x1 convolution with a batch norm.

@@ -187,7 +187,7 @@ class _Layer(nnx.Module):
         self.ff_in = _linear(config, config.width, config.ff, rngs, bias=True)
         self.ff_out = _linear(config, config.ff, config.width, rngs, bias=True)
         self.ff_norm = layer_norm(config, rngs)
-        self.self_attention = Attention(config, rngs=rngs)
+        self.self_attention = MultiHeadAttention(config, rngs=rngs)
         self.self_norm = layer_norm(config, rngs)
 
     def feed_forward(self, x: jax.Array, rng: jax.Array | None) -> jax.Array:
@@ -219,7 +219,7 @@ class DecoderLayer(_Layer):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
-        self.cross_attention = Attention(config, rngs=rngs)
+        self.cross_attention = MultiHeadAttention(config, rngs=rngs)
         self.cross_norm = layer_norm(config, rngs)
 
     def __call__(self, x, memory, lengths, rng=None) -> jax.Array:
@@ -242,7 +242,7 @@ class DecoderLayer(_Layer):
         return self.residual(self.ff_norm, self.feed_forward, x, fold_in(rng, 2))
 
 
-class Attention(nnx.Module):
+class MultiHeadAttention(nnx.Module):
     """Multi-head attention of given keys and values; four matrices without biases."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):

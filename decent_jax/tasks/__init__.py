@@ -51,7 +51,7 @@ def find(name: str) -> TaskModule:
     """
     path = TASKS.get(name, name)
     if not isinstance(path, str):
-        return _checked(path, repr(name))
+        return _checked(path, name)
     if "." not in path and not (path.isidentifier() and importlib.util.find_spec(path)):
         raise ConfigError(
             f"task must be one of {', '.join(TASKS)}, or a module of your own, such as 'mytask' or "
@@ -59,20 +59,31 @@ def find(name: str) -> TaskModule:
             field="task",
             value=name,
         )
-    return _checked(module_named(path, "task"), f"the module {path!r}")
+    return _checked(module_named(path, "task"), name)
 
 
 def _checked(module: Any, name: str) -> TaskModule:
+    about = {"field": "task", "value": name}
     for member in ("validate", "make"):
         if not callable(getattr(module, member, None)):
-            raise ConfigError(f"task: {name} has no function {member!r}, so it is no task")
+            raise ConfigError(
+                f"task: {name!r} has no function {member!r}, so it is no task", **about
+            )
     fields = getattr(module, "FIELDS", None)
     if not isinstance(fields, Mapping) or not all(
         str(key).startswith(("model.", "data.")) and isinstance(field, Field)
         for key, field in fields.items()
     ):
-        raise ConfigError(f"task: FIELDS of {name} must map names such as 'model.width' to Field")
+        raise ConfigError(
+            f"task: FIELDS of {name!r} must map names such as 'model.width' to Field", **about
+        )
     return cast(TaskModule, module)
+
+
+def impossible_model(config: ConfigDict, error: ValueError) -> ConfigError:
+    """The refusal of a model's shape; the sentence of ``error`` begins with a field's name."""
+    name = str(error).partition(" ")[0].rstrip(",")
+    return ConfigError(f"model.{error}", field=f"model.{name}", value=config.model.get(name))
 
 
 class TaskModule(Protocol):
@@ -96,14 +107,21 @@ class TaskModule(Protocol):
 
 
 class Task(Protocol):
-    """What the trainer asks of a task. Everything is about one replica and knows no axis."""
+    """What the trainer asks of a task. Everything is about one replica and knows no axis.
+
+    A subclass of it has the defaults. A task may have more functions: ``measure(block)`` returns
+    numbers about a batch ``(n, B, ...)`` on the host, of which metrics.jsonl has the means;
+    ``score(params)`` returns scores of the consensus model (host arrays) and is called at every
+    evaluation by every process; ``test(params)`` returns those of the last one, ``test`` in
+    summary.json, and may take minutes.
+    """
 
     unit: str  # what throughput is counted in: "tokens" or "examples"
     units_per_example: float
     flops_per_example: float  # model FLOPs, forward and backward
     train_source: Any  # records by index, see decent_jax.data.loader
     eval_source: Any
-    mixes_state: bool  # whether every round mixes model_state, as it mixes parameters
+    mixes_state: bool = False  # whether every round mixes model_state, as it mixes parameters
 
     def init(self, key: jax.Array) -> tuple[Any, Any]:
         """Draws (params, model_state); jittable."""
@@ -111,6 +129,7 @@ class Task(Protocol):
 
     def load_params(self) -> Any | None:
         """Parameters to begin from (host arrays), or None to draw them with ``init``."""
+        return None
 
     def loss(
         self, params: Any, model_state: Any, batch: Any, key: jax.Array
@@ -125,7 +144,10 @@ class Task(Protocol):
         ...
 
     def decay_mask(self, params: Any) -> Any:
-        """True for parameters that weight decay applies to."""
+        """True for parameters that weight decay applies to; by default matrices."""
+        from decent_jax.models import pieces  # flax, which not every command needs
+
+        return pieces.decay_mask(params)
 
     def summary(self) -> dict:
         """What summary.json says about the data and the model."""
@@ -149,22 +171,6 @@ class RecomputesState(Protocol):
 
     def from_moments(self, moments: Any) -> Any:
         """The ``model_state`` that belongs to such averages."""
-
-
-class Measures(Protocol):
-    """A task may also have some of these."""
-
-    def measure(self, block: Any) -> dict[str, float]:
-        """Numbers about a batch (n, ...) on the host; metrics.jsonl has their means per row."""
-        ...
-
-    def score(self, params: Any) -> dict[str, float]:
-        """Scores of the consensus model (host arrays), at every evaluation, on every process."""
-        ...
-
-    def test(self, params: Any) -> dict:
-        """Scores of the last consensus model, ``test`` in summary.json; may take minutes."""
-        ...
 
 
 class TrainedRun(Protocol):

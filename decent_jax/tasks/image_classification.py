@@ -18,8 +18,8 @@ from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.fields import Field, size_of_preset
 from decent_jax.ground.progress import announce as announce_on_stderr
 from decent_jax.models import resnet, resnet_weights
-from decent_jax.models.pieces import cross_entropy, decay_mask
-from decent_jax.tasks import TrainedRun
+from decent_jax.models.pieces import cross_entropy
+from decent_jax.tasks import Task, TrainedRun, impossible_model
 
 GENERATED = "generated"
 CROPS = ("resized", "whole")
@@ -105,18 +105,24 @@ def validate(config: ConfigDict) -> None:
     if resize < size:
         raise ConfigError(
             f"data.eval_resize must be at least the crop of {size} pixels (data.eval_size), got "
-            f"{resize}"
+            f"{resize}",
+            field="data.eval_resize",
+            value=resize,
         )
     generated = data.path == GENERATED
     if not generated and not Path(data.path).is_dir():
         raise ConfigError(
             f"data.path: there is no folder {data.path!r}; name one with train/<class>/*.jpg, with "
             "ImageNet's archives, or made by `decent-jax prepare images`, or "
-            f"{GENERATED!r}"
+            f"{GENERATED!r}",
+            field="data.path",
+            value=data.path,
         )
     if data.shift > data.image_size:
         raise ConfigError(
-            f"data.shift must be at most data.image_size, {data.image_size}, got {data.shift}"
+            f"data.shift must be at most data.image_size, {data.image_size}, got {data.shift}",
+            field="data.shift",
+            value=data.shift,
         )
     if generated:
         images = data.train_images + data.val_images
@@ -125,7 +131,11 @@ def validate(config: ConfigDict) -> None:
             f"{images} images (data.train_images and val_images) of {data.image_size} pixels",
         )
         if data.trivial_augment:
-            raise ConfigError("data.trivial_augment is for photographs, not for generated pictures")
+            raise ConfigError(
+                "data.trivial_augment must be False for generated pictures, got True",
+                field="data.trivial_augment",
+                value=True,
+            )
     model_config(config, len(generated_images.CLASS_NAMES))
 
 
@@ -145,7 +155,7 @@ def model_config(config: ConfigDict, num_classes: int) -> resnet.ResNetConfig:
             dtype=model.dtype,
         )
     except ValueError as error:
-        raise ConfigError(f"model.{error}") from None
+        raise impossible_model(config, error) from None
 
 
 def _blocks(text: str) -> tuple[int, ...]:
@@ -195,7 +205,7 @@ def make(config: ConfigDict, workdir: Path, announce: Callable) -> "ImageClassif
     return ImageClassification(config, *sources)
 
 
-class ImageClassification:
+class ImageClassification(Task):
     """See `decent_jax.tasks.Task`.
 
     A batch is ``{"image": uint8 (B, H, W, 3), "label": int32 (B,)}``; losses are nats per image.
@@ -225,9 +235,6 @@ class ImageClassification:
     def init(self, key):
         return resnet.init(self.config, key)
 
-    def load_params(self):
-        return None
-
     def loss(self, params, model_state, batch, key):
         images = normalize(batch["image"])
         images = augment(key, images, flip=self.flip, shift=self.shift)
@@ -254,9 +261,6 @@ class ImageClassification:
 
     def from_moments(self, moments):
         return resnet.from_moments(moments)
-
-    def decay_mask(self, params):
-        return decay_mask(params)
 
     def summary(self):
         return {
@@ -368,7 +372,7 @@ def _unless_not_finite(new, old):
 # --- A trained model ----------------------------------------------------------------------------
 
 
-class SavedModel(NamedTuple):
+class TrainedClassifier(NamedTuple):
     """What `load` returns."""
 
     params: Any  # nested dict of float32 host arrays, no replica dimension
@@ -378,7 +382,7 @@ class SavedModel(NamedTuple):
     step: int
 
 
-def load(run: TrainedRun) -> SavedModel:
+def load(run: TrainedRun) -> TrainedClassifier:
     """The consensus model of a run, as it was evaluated.
 
     A run that recomputes its batch-norm statistics recomputes them here from the same training
@@ -402,7 +406,7 @@ def load(run: TrainedRun) -> SavedModel:
                     f"this run's batch-norm statistics are recomputed from its images, and {error}"
                 ) from None
     config = model_config(run.config, params["fc"]["bias"].shape[-1])
-    return SavedModel(params, statistics, config, names and tuple(names), run.step)
+    return TrainedClassifier(params, statistics, config, names and tuple(names), run.step)
 
 
 def export(run: TrainedRun, out: Path) -> str:

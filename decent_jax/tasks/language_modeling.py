@@ -1,7 +1,6 @@
 """Next-token prediction with a GPT-2 or a Llama on a folder of tokens."""
 
 import dataclasses
-import functools
 import json
 import math
 from collections.abc import Callable
@@ -19,9 +18,9 @@ from decent_jax.ground import machine
 from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.fields import Field, size_of_preset
 from decent_jax.ground.progress import announce as announce_on_stderr
-from decent_jax.models import decoder_weights, decoders, generate, pieces
-from decent_jax.models.pieces import cross_entropy, decay_mask
-from decent_jax.tasks import TrainedRun, opened
+from decent_jax.models import decoder_weights, decoders, generate
+from decent_jax.models.pieces import cross_entropy
+from decent_jax.tasks import Task, TrainedRun, impossible_model, opened
 
 STDLIB = "stdlib"
 _STDLIB_VOCAB = 256  # bytes
@@ -76,10 +75,16 @@ def validate(config: ConfigDict) -> None:
     """Raises ConfigError for a missing data folder, an impossible shape, a wrong vocabulary."""
     path, init_from = config.data.path, config.model.init_from
     if init_from and not Path(init_from).is_file():
-        raise ConfigError(f"model.init_from: there is no file {init_from!r}")
+        raise ConfigError(
+            f"model.init_from: there is no file {init_from!r}",
+            field="model.init_from",
+            value=init_from,
+        )
     if not path:
         raise ConfigError(
-            "data.path is empty: name a folder made by `decent-jax prepare text`, or 'stdlib'"
+            "data.path is empty: name a folder made by `decent-jax prepare text`, or 'stdlib'",
+            field="data.path",
+            value="",
         )
     vocab_size = _STDLIB_VOCAB
     try:
@@ -89,8 +94,8 @@ def validate(config: ConfigDict) -> None:
             if config.data.partition != "iid":
                 _ = train.labels  # DataError where the folder has none
         model_config(config, vocab_size)
-    except (DataError, ValueError) as error:
-        raise ConfigError(f"{error}") from None
+    except DataError as error:
+        raise ConfigError(f"data.path: {error}", field="data.path", value=path) from None
 
 
 def model_config(config: ConfigDict, tokenizer_vocab: int) -> decoders.Config:
@@ -100,12 +105,18 @@ def model_config(config: ConfigDict, tokenizer_vocab: int) -> decoders.Config:
     vocab_size = model.vocab_size or tokenizer_vocab
     if vocab_size < tokenizer_vocab:
         raise ConfigError(
-            f"model.vocab_size {vocab_size} is smaller than the tokenizer's {tokenizer_vocab}"
+            f"model.vocab_size {vocab_size} is smaller than the tokenizer's {tokenizer_vocab}",
+            field="model.vocab_size",
+            value=vocab_size,
         )
     has = {field.name for field in dataclasses.fields(preset)}
     for name in ("kv_heads", "hidden", "dropout"):
         if model[name] and name not in has:
-            raise ConfigError(f"model.{name}: the model of preset {model.preset!r} has none")
+            raise ConfigError(
+                f"model.{name}: the model of preset {model.preset!r} has none, got {model[name]}",
+                field=f"model.{name}",
+                value=model[name],
+            )
     shape = ("layers", "heads", "kv_heads", "width", "hidden")  # 0: the preset's
     rest = ("context", "bias", "dropout", "dtype", "remat", "attention", "init_std")
     given = {name: model[name] for name in shape if model[name]}
@@ -114,7 +125,7 @@ def model_config(config: ConfigDict, tokenizer_vocab: int) -> decoders.Config:
     try:
         return dataclasses.replace(preset, **given, vocab_size=vocab_size)
     except ValueError as error:
-        raise ConfigError(f"model.{error}") from None
+        raise impossible_model(config, error) from None
 
 
 def count_parameters(config: ConfigDict) -> tuple[int, int, int]:
@@ -127,7 +138,9 @@ def count_parameters(config: ConfigDict) -> tuple[int, int, int]:
     """
     if not config.model.vocab_size and config.data.path != STDLIB:
         raise ConfigError(
-            "model.vocab_size of the config comes from the data; give --parameters instead"
+            "model.vocab_size of the config comes from the data; give --parameters instead",
+            field="model.vocab_size",
+            value=0,
         )
     model = model_config(config, config.model.vocab_size or _STDLIB_VOCAB)
     shapes = [leaf.shape for leaf in jax.tree.leaves(decoders.shapes(model))]
@@ -156,7 +169,7 @@ def _data_folder(config: ConfigDict, workdir: Path) -> Path:
     return Path(workdir) / "data" if config.data.path == STDLIB else Path(config.data.path)
 
 
-class LanguageModeling:
+class LanguageModeling(Task):
     """See `decent_jax.tasks.Task`; a batch is tokens (B, context + 1), losses are nats per token.
 
     Raises:
@@ -164,14 +177,12 @@ class LanguageModeling:
     """
 
     unit = "tokens"
-    mixes_state = False
 
     def __init__(self, config: ConfigDict, folder: Path):
         self.folder = folder
         context = config.model.context
         self.tokenizer, self.train_source, self.eval_source = _open(folder, context)
         self.config = model_config(config, _vocab_size(self.tokenizer))
-        self._around = functools.partial(pieces.merge, decoders.network(self.config), self.config)
         self.init_from, self.prompt = config.model.init_from, config.data.prompt
         self.units_per_example = context
         self.flops_per_example = decoders.flops_per_token(self.config, context) * context
@@ -192,16 +203,13 @@ class LanguageModeling:
             ) from None
 
     def loss(self, params, model_state, batch, key):
-        logits = self._around(params)(batch[:, :-1], dropout_rng=key)
+        logits = decoders.apply(self.config, params, batch[:, :-1], key)
         return cross_entropy(logits, batch[:, 1:]).mean(), model_state
 
     def evaluate(self, params, model_state, batch, weights):
-        logits = self._around(params)(batch[:, :-1])
+        logits = decoders.apply(self.config, params, batch[:, :-1])
         losses = cross_entropy(logits, batch[:, 1:]).mean(axis=1)
         return {"loss": (losses * weights).sum(), "count": weights.sum()}
-
-    def decay_mask(self, params):
-        return decay_mask(params)
 
     def summary(self):
         manifest = _manifest(self.folder)
@@ -217,14 +225,14 @@ class LanguageModeling:
         del model_state
         if self.tokenizer is None:
             return f"no sample: {self.folder} has no manifest.json that names its tokenizer"
-        model = SavedModel(params, self.config, self.tokenizer, step=0)
+        model = TrainedDecoder(params, self.config, self.tokenizer, step=0)
         return "a sample of the consensus model:\n" + _continue(model, self.prompt)[0]
 
 
 # --- A trained model ----------------------------------------------------------------------------
 
 
-class SavedModel(NamedTuple):
+class TrainedDecoder(NamedTuple):
     """What `load` returns."""
 
     params: Any  # nested dict of float32 arrays, no replica dimension
@@ -233,7 +241,7 @@ class SavedModel(NamedTuple):
     step: int
 
 
-def load(run: TrainedRun) -> SavedModel:
+def load(run: TrainedRun) -> TrainedDecoder:
     """The consensus model of a run; raises DataError where its token folder is gone."""
     return _saved(run, *_described(run))
 
@@ -248,14 +256,14 @@ def _described(run: TrainedRun) -> tuple[tokenizers.Tokenizer | None, decoders.C
 
 def _saved(
     run: TrainedRun, tokenizer: tokenizers.Tokenizer | None, config: decoders.Config
-) -> SavedModel:
+) -> TrainedDecoder:
     wanted = jax.tree.map(lambda x: x.shape, decoders.shapes(config))
     if jax.tree.map(jnp.shape, run.params) != wanted:
         raise DataError(
             f"{run.workdir}: the checkpoint of step {run.step} holds another model than config.json"
             " describes"
         )
-    return SavedModel(run.params, config, tokenizer, run.step)
+    return TrainedDecoder(run.params, config, tokenizer, run.step)
 
 
 def export(run: TrainedRun, out: Path) -> str:
@@ -301,7 +309,9 @@ def sample(
     _check_memory(config, tokens, samples)
     if top_k > config.vocab_size:
         raise ConfigError(
-            f"top_k must be at most {config.vocab_size}, the model's vocabulary, got {top_k}"
+            f"top_k must be at most {config.vocab_size}, the model's vocabulary, got {top_k}",
+            field="top_k",
+            value=top_k,
         )
     with announce_on_stderr("loading the model"):
         model = _saved(run, tokenizer, config)
@@ -310,7 +320,7 @@ def sample(
 
 
 def _continue(
-    model: SavedModel, prompt: str, tokens=200, samples=1, temperature=0.8, top_k=0, seed=0
+    model: TrainedDecoder, prompt: str, tokens=200, samples=1, temperature=0.8, top_k=0, seed=0
 ) -> list[str]:
     tokenizer = model.tokenizer
     assert tokenizer is not None
@@ -360,7 +370,7 @@ def _tokenizer(folder: str | Path) -> tokenizers.Tokenizer | None:
     folder = Path(folder)
     if not folder.is_dir():
         raise DataError(
-            f"data.path: there is no folder {str(folder)!r}; make it with `decent-jax prepare text`"
+            f"there is no folder {str(folder)!r}; make it with `decent-jax prepare text`"
         )
     if not (folder / "manifest.json").exists() and (folder / "train.bin").exists():
         return None

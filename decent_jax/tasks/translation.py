@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from decent_jax.data.translation import hf_tokenizer, number_words, subwords
+from decent_jax.data.translation import exported_subwords, number_words, subwords
 from decent_jax.data.translation.pair_folder import PairBlocks, TranslationPairs
 from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.fields import Field, size_of_preset
 from decent_jax.ground.progress import announce as announce_on_stderr
 from decent_jax.models import transformer, transformer_weights
-from decent_jax.models.pieces import cross_entropy, decay_mask
-from decent_jax.tasks import TrainedRun, opened
+from decent_jax.models.pieces import cross_entropy
+from decent_jax.tasks import Task, TrainedRun, impossible_model, opened
 from decent_jax.tasks.translator import ALPHA, BEAM, LONGEST, Translator, bleu, meteor
 
 NUMBERS = "numbers"
@@ -76,21 +76,30 @@ def validate(config: ConfigDict) -> None:
     if config.micro_batches != 1:
         raise ConfigError(
             "micro_batches must be 1 for translation, whose batches have several shapes; use a "
-            f"smaller batch_size, got {config.micro_batches}"
+            f"smaller batch_size, got {config.micro_batches}",
+            field="micro_batches",
+            value=config.micro_batches,
         )
     if data.partition != "iid":
-        raise ConfigError("data.partition must be 'iid' for translation: pairs have no labels")
+        raise ConfigError(
+            "data.partition must be 'iid' for translation, whose pairs have no labels, got "
+            f"{data.partition!r}",
+            field="data.partition",
+            value=data.partition,
+        )
     if not data.path:
         raise ConfigError(
             "data.path is empty: name a folder made by `decent-jax prepare translation`, "
-            f"or {NUMBERS!r}"
+            f"or {NUMBERS!r}",
+            field="data.path",
+            value="",
         )
     size = 1000
     if data.path != NUMBERS:
         try:
             size = _open(data.path)[0].vocabulary.size
         except DataError as error:
-            raise ConfigError(f"data.path: {error}") from None
+            raise ConfigError(f"data.path: {error}", field="data.path", value=data.path) from None
     model_config(config, size)
 
 
@@ -106,7 +115,7 @@ def model_config(config: ConfigDict, vocab_size: int) -> transformer.Transformer
             **{n: model[n] for n in ("norm", "dropout", "dtype", "remat", "attention")},
         )
     except ValueError as error:
-        raise ConfigError(f"model.{error}") from None
+        raise impossible_model(config, error) from None
 
 
 def make(config: ConfigDict, workdir: Path, announce: Callable) -> "Translation":
@@ -155,7 +164,7 @@ def _keep_vocabulary(vocabulary: subwords.Subwords, workdir: Path) -> None:
         )
 
 
-class Translation:
+class Translation(Task):
     """See `decent_jax.tasks.Task`; losses are nats per target token, the end counted.
 
     A batch is ``{"source": int32 (B, S), "target": int32 (B, T), "share": float32 (B,)}``, padded
@@ -163,13 +172,12 @@ class Translation:
     """
 
     unit = "tokens"
-    mixes_state = False
 
     def __init__(self, config: ConfigDict, folder: Path):
         train, val = _open(folder)
         _check_batch(config, train)
-        self.train_source = Source(train, config.data.shapes, config.model.loss_average)
-        self.eval_source = Source(val, config.data.shapes)
+        self.train_source = BucketedPairs(train, config.data.shapes, config.model.loss_average)
+        self.eval_source = BucketedPairs(val, config.data.shapes)
         self.vocabulary = train.vocabulary
         self.languages = train.languages
         self.config = model_config(config, self.vocabulary.size)
@@ -191,9 +199,6 @@ class Translation:
     def init(self, key):
         return transformer.init(self.config, key), {}
 
-    def load_params(self):
-        return None
-
     def loss(self, params, model_state, batch, key):
         rng = key if self.config.dropout else None
         wanted = batch["target"][:, 1:]
@@ -211,9 +216,6 @@ class Translation:
         right = logits.argmax(axis=-1) == wanted
         sums = {"loss": cross_entropy(logits, wanted), "accuracy": right}
         return {name: (x * real).sum() for name, x in sums.items()} | {"count": real.sum()}
-
-    def decay_mask(self, params):
-        return decay_mask(params)
 
     def measure(self, block):
         """``data/padding_fraction``, of sources and targets as the model reads them."""
@@ -274,7 +276,7 @@ class Translation:
         return TranslationPairs(pairs.folder, "test") if with_test else pairs
 
 
-class SavedModel(NamedTuple):
+class TrainedTranslator(NamedTuple):
     """What `load` returns."""
 
     params: Any  # nested dict of float32 host arrays, no replica dimension
@@ -283,11 +285,11 @@ class SavedModel(NamedTuple):
     step: int
 
 
-def load(run: TrainedRun) -> SavedModel:
+def load(run: TrainedRun) -> TrainedTranslator:
     """The consensus model of a run; raises DataError where its vocabulary cannot be read."""
     vocabulary = subwords.load(run.workdir)
     config = model_config(run.config, vocabulary.size)
-    return SavedModel(run.params, config, vocabulary, run.step)
+    return TrainedTranslator(run.params, config, vocabulary, run.step)
 
 
 def export(run: TrainedRun, out: Path) -> str:
@@ -304,7 +306,7 @@ def export(run: TrainedRun, out: Path) -> str:
         "max_new_tokens": LONGEST,
         "suppress_tokens": [transformer.PAD, transformer.START],
     }
-    files = hf_tokenizer.hf_files(model.vocabulary, LONGEST)
+    files = exported_subwords.hf_files(model.vocabulary, LONGEST)
     files["generation_config.json"] = (json.dumps(generation, indent=2) + "\n").encode()
     for name, content in files.items():
         out.with_name(name).write_bytes(content)
@@ -323,7 +325,7 @@ def translator(run: TrainedRun, beam: int) -> Callable[[list[str]], list[str]]:
     return functools.partial(Translator(model.config, model.vocabulary, beam), model.params)
 
 
-class Source:
+class BucketedPairs:
     """Pairs that compose their own batches, see `decent_jax.data.loader`.
 
     Args:
@@ -339,10 +341,10 @@ class Source:
         return len(self.pairs)
 
     @functools.cache  # noqa: B019 (sources live as long as the run)
-    def train_blocks(self, num_replicas: int, tokens: int, seed: int) -> "SharedBlocks":
+    def train_blocks(self, num_replicas: int, tokens: int, seed: int) -> "TrainBlocks":
         """Training batches: shuffled, without end."""
         sizes = {"tokens": tokens, "num_replicas": num_replicas, "shapes": self.shapes}
-        return SharedBlocks(self.pairs, self.average, seed=seed, **sizes)
+        return TrainBlocks(self.pairs, self.average, seed=seed, **sizes)
 
     @functools.cache  # noqa: B019
     def eval_blocks(self, num_replicas: int, tokens: int) -> PairBlocks:
@@ -351,7 +353,7 @@ class Source:
         return PairBlocks(self.pairs, evaluation=True, **sizes)
 
 
-class SharedBlocks(PairBlocks):
+class TrainBlocks(PairBlocks):
     """`PairBlocks` with ``share``, the weight of each token of a row, instead of ``weight``."""
 
     def __init__(self, pairs: TranslationPairs, average: str, **options: Any):

@@ -146,7 +146,7 @@ def _files(path: str | Path, start: int, stop: int, where: str) -> Iterator[tarf
         file.seek(start)
         with tarfile.open(fileobj=file, mode="r:", errors="surrogateescape") as archive:
             while info := archive.next():
-                archive.members.clear()  # there may be a million
+                archive.members.clear()  # type: ignore (there may be a million)
                 if not 0 <= info.size <= stop - info.offset_data:
                     raise DataError(f"{where}: the tar file is cut short; fetch it again")
                 if info.isfile():

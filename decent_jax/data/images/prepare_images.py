@@ -55,7 +55,7 @@ def prepare(
     workers = worker_pool.how_many(workers, small=total < _FEW_IMAGES)
     with ImageFolderWriter(out, images["train"].class_names, overwrite=overwrite) as folder:
 
-        def add(task: _Task, checked: list[tuple[EncodedImage, str]]) -> int:
+        def add(task: _Range, checked: list[tuple[EncodedImage, str]]) -> int:
             for image, reason in checked:
                 if reason:
                     folder.bad.append({"name": image.name, "reason": reason})
@@ -70,7 +70,7 @@ def prepare(
         return folder.commit()
 
 
-class _Task(NamedTuple):
+class _Range(NamedTuple):
     """The images `start` to `stop` of a split."""
 
     split: str
@@ -88,13 +88,13 @@ def _open_source(source: str | Path, split: str) -> ImageFiles:
     return images
 
 
-def _tasks(images: dict[str, ImageFiles]) -> Iterator[_Task]:
+def _tasks(images: dict[str, ImageFiles]) -> Iterator[_Range]:
     for split, files in images.items():
         for start in range(0, len(files), _TOGETHER):
-            yield _Task(split, start, min(start + _TOGETHER, len(files)))
+            yield _Range(split, start, min(start + _TOGETHER, len(files)))
 
 
-def _check(task: _Task, images: dict[str, ImageFiles]) -> list[tuple[EncodedImage, str]]:
+def _check(task: _Range, images: dict[str, ImageFiles]) -> list[tuple[EncodedImage, str]]:
     """Each image, with what is wrong with it or ""."""
     checked = []
     for index in range(task.start, task.stop):

@@ -87,7 +87,7 @@ def _found(out: Path, fingerprint: str) -> dict[str, Any] | None:
         return None
     if manifest.get("source_fingerprint") != fingerprint or not token_folder.is_whole(out):
         return None
-    return manifest if "sources" in manifest else None  # else made by an earlier version
+    return manifest
 
 
 def _source_files() -> Iterator[tuple[str, Path, int]]:

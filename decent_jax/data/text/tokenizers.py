@@ -10,17 +10,21 @@ array([110,  97, 195, 175, 118, 101], dtype=uint16)
 'naïve'
 """
 
+import base64
+import contextlib
 import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from decent_jax.data.reading import entries_of
+from decent_jax.data.reading import entries_of, objects_within
 from decent_jax.ground import extras
 from decent_jax.ground.errors import DataError
+from decent_jax.ground.format import shown
 from decent_jax.ground.json_files import read_bytes, read_json
 
 NAMES = ("gpt2", "bytes")
@@ -36,6 +40,15 @@ _GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\
 # tiktoken overflows its stack (and crashes the process) on some hundred thousand white characters
 # in a row, so texts are cut after this many.
 _LONG_WHITE = re.compile(r"\s{8192}")
+
+HF_FILE = "tokenizer.json"
+LARGEST_VOCABULARY = 2**24  # vocabulary, as of `model.vocab_size`
+# A repetition of nothing but a repetition, such as (a+)+: its time is exponential in the text.
+_REPEATED_TWICE = re.compile(
+    r"\((\?:)?(\\[pP]\{[^}]*\}|\\.|\[(\\.|[^\]\\])*\]|[^\\\[\]()|*+?{}])[*+]\)[*+]"
+)
+# What published tokenizers call the end of a document, of which a file has one.
+_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 
 
 class Tokenizer:
@@ -149,6 +162,61 @@ class GPT2Tokenizer(Tokenizer):
         return self._encoding.decode(checked_ids(ids, self.vocab_size).tolist(), errors="replace")
 
 
+class HFTokenizer(Tokenizer):
+    """Any tokenizer that the library `tokenizers` runs.
+
+    The literal text of a special token is encoded as ordinary text.
+
+    Args:
+      content: of a ``tokenizer.json``.
+
+    Raises:
+      DataError: the file is damaged, or names no token that ends a document.
+    """
+
+    def __init__(self, content: bytes):
+        extras.need("text", "tokenizers")
+        import tokenizers
+
+        self.files = {HF_FILE: content}
+        self.name = HF_FILE
+        made: Any = tokenizers.Tokenizer  # which has no types
+        with _library_errors("is damaged, or no tokenizer"):
+            text = content.decode()
+            _check_hf(json.loads(text))
+            self._tokenizer = made.from_str(text)
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        if self.vocab_size > LARGEST_VOCABULARY:
+            raise DataError(
+                f"{HF_FILE} has a token of number {self.vocab_size - 1}; use below"
+                f" {LARGEST_VOCABULARY}"
+            )
+        ends = [token for token in _END_OF_TEXT if token in vocabulary]
+        if not ends:
+            raise DataError(f"{HF_FILE} has none of the tokens that end a document: {_END_OF_TEXT}")
+        self._end, self.end_of_text = ends[0], vocabulary[ends[0]]
+
+    def __reduce__(self):
+        return HFTokenizer, (self.files[HF_FILE],)
+
+    def hf_files(self) -> dict[str, bytes]:
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self._end}
+        return {**self.files, "tokenizer_config.json": json.dumps(about).encode()}
+
+    def encode(self, text: str) -> np.ndarray:
+        with _library_errors("cannot encode the text"):
+            ids = self._tokenizer.encode(valid_unicode(text), add_special_tokens=False).ids
+        return np.array(ids, self.dtype)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        ids = checked_ids(ids, self.vocab_size).tolist()
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
 def load(name: str, path: str | Path | None = None) -> Tokenizer:
     """The tokenizer named `name`.
 
@@ -167,8 +235,6 @@ def load(name: str, path: str | Path | None = None) -> Tokenizer:
     if name == "gpt2":
         return GPT2Tokenizer(_download() if path is None else _read(Path(path)))
     if name.endswith(".json"):
-        from decent_jax.data.text.hf_tokenizer import HFTokenizer
-
         file = Path(path or "") / name
         try:
             return HFTokenizer(read_bytes(file))
@@ -275,3 +341,40 @@ def _mergeable_ranks(files: dict[str, bytes]) -> dict[bytes, int]:
             "encoder.json or vocab.bpe is damaged or not GPT-2's, or they do not belong together"
         )
     return ranks
+
+
+@contextlib.contextmanager
+def _library_errors(what: str) -> Iterator[None]:
+    """DataError for what the library raises: exceptions without a kind, and panics of its Rust."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise DataError(f"{HF_FILE} {what}: {str(error)[:80]}") from None
+        raise
+
+
+def _check_hf(found: Any) -> None:
+    """Raises ValueError for what makes the library panic, which prints lines of Rust by itself."""
+    model = found["model"]
+    merges, vocabulary = model.get("merges") or [], model.get("vocab")
+    prefix = model.get("continuing_subword_prefix") or ""
+    for merge in merges:
+        if isinstance(merge, str) and merge.startswith("#version"):
+            continue
+        left, right = merge.split(" ") if isinstance(merge, str) else merge
+        both = left + right.removeprefix(prefix)
+        if not (right.startswith(prefix) and {left, right, both} <= vocabulary.keys()):
+            raise ValueError(f"the vocabulary lacks a part of the merge {shown(merge)}")
+    for part in objects_within(found.get("normalizer")):
+        if part.get("type") == "Precompiled":
+            table = base64.b64decode(part["precompiled_charsmap"], validate=True)
+            size = int.from_bytes(table[:4], "little")  # of a trie; then the texts
+            if size % 4 or not 4 <= size <= len(table) - 4:
+                raise ValueError("precompiled_charsmap is cut short")
+            table[4 + size :].decode()
+    for name in ("normalizer", "pre_tokenizer", "decoder"):
+        for part in objects_within(found.get(name)):
+            twice = _REPEATED_TWICE.search(str(part.get("Regex", "")))
+            if twice:
+                raise ValueError(f"a pattern repeats a repetition, {shown(twice[0])}")

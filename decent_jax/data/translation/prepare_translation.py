@@ -112,7 +112,7 @@ def prepare(
         vocabulary = subwords.train(survey.words, vocab_size)
         fates = np.zeros(_RATIO_OFF + 1, np.int64)
 
-        def add(task: _Task, encoded: tuple[np.ndarray, list[tuple]]) -> int:
+        def add(task: _Part, encoded: tuple[np.ndarray, list[tuple]]) -> int:
             fates[:] += np.bincount(encoded[0], minlength=len(fates))
             for part in encoded[1]:
                 folder.add(*part)
@@ -138,7 +138,7 @@ def prepare(
         )
 
 
-class _Task(NamedTuple):
+class _Part(NamedTuple):
     """Lines of a stream, for a worker."""
 
     stream: int
@@ -147,14 +147,14 @@ class _Task(NamedTuple):
     fates: np.ndarray | None = None  # uint8, of the first reading
 
 
-def _tasks(streams: Streams, fates: list[np.ndarray] | None = None) -> Iterator[_Task]:
+def _tasks(streams: Streams, fates: list[np.ndarray] | None = None) -> Iterator[_Part]:
     """All lines, and in the second reading their fates; DataError where a file has changed."""
     for i, (split, source) in enumerate(streams):
         start = 0
         for lines in source.blocks():
             stop = start + len(lines.source)
             if fates is None or stop <= len(fates[i]):
-                yield _Task(i, split, lines, None if fates is None else fates[i][start:stop])
+                yield _Part(i, split, lines, None if fates is None else fates[i][start:stop])
             start = stop
         if fates is not None and start != len(fates[i]):
             raise DataError(f"{source.files[0]}: was changed while it was being read")
@@ -174,7 +174,7 @@ class _Survey:
         self._counts = [0] * len(streams)
         self._found: list[tuple[np.ndarray, np.ndarray]] = []  # hashes and fates of each task
 
-    def add(self, task: _Task, looked: tuple[np.ndarray, np.ndarray, dict[str, int]]) -> int:
+    def add(self, task: _Part, looked: tuple[np.ndarray, np.ndarray, dict[str, int]]) -> int:
         hashes, fates, words = looked
         self._found.append((hashes, fates))
         self._counts[task.stream] += len(fates)
@@ -191,7 +191,7 @@ class _Survey:
 
 
 def _survey_lines(
-    task: _Task, val_fraction: float
+    task: _Part, val_fraction: float
 ) -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
     """(hash of each pair (n,) uint64, its fate (n,) uint8, how often each training word occurs)."""
     hashes = np.zeros(len(task.lines.source), np.uint64)
@@ -233,7 +233,7 @@ def _drop_repeated(hashes: np.ndarray, fates: np.ndarray, training: np.ndarray) 
     fates[candidates[np.isin(hashes[candidates], hashes[~training])]] = _HELD_OUT
 
 
-def _encode_lines(task: _Task, vocabulary: Subwords) -> tuple[np.ndarray, list[tuple]]:
+def _encode_lines(task: _Part, vocabulary: Subwords) -> tuple[np.ndarray, list[tuple]]:
     """(the final fates, what to write: (split, ids, (n, 2) lengths, text) of each split)."""
     assert task.fates is not None
     fates = task.fates.copy()
