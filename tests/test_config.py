@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import importlib
+import os
 import re
 import shlex
 import subprocess
@@ -293,6 +294,7 @@ FIELDS, validate, make = line_task.FIELDS, line_task.validate, line_task.make
 def test_a_config_file_imports_the_modules_beside_it(call, tmp_path, monkeypatch):
     """A task among them may be called by its bare name."""
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
     monkeypatch.chdir(ROOT)
     (tmp_path / "my_settings.py").write_text("STEPS = 7")
     (tmp_path / "my_task.py").write_text(TASK)
@@ -301,6 +303,7 @@ def test_a_config_file_imports_the_modules_beside_it(call, tmp_path, monkeypatch
     (tmp_path / "mine.py").write_text(source)
     config = flags.load(str(tmp_path / "mine.py"))
     assert config.task == "my_task" and sys.modules["my_settings"].STEPS == 7
+    assert os.environ["PYTHONPATH"].split(os.pathsep) == ["elsewhere", str(tmp_path)]  # for actors
     with refused("task", "my_tusk"):
         config_lib.default_config("my_tusk")
 

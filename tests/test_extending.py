@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tiny
 from ml_collections import ConfigDict
 from refusals import refuses
 
@@ -53,6 +54,16 @@ def registered():
 def config():
     """Made before anything is registered, if a test asks for it first."""
     return config_lib.default_config()
+
+
+def test_a_room_that_trains_in_another_way_may_be_deleted(monkeypatch):
+    """With its fields; the others train as before."""
+    there = {"pipeline.stages": "decent_jax.pipelines"}
+    monkeypatch.setattr(config_lib, "TRAINERS", {"peers.use": "decent_jax.deleted"} | there)
+    config = tiny.waves()
+    assert "peers" not in config and "pipeline" in config
+    config_lib.validate(config)
+    assert config_lib.trainer_of(config).__name__ == config_lib.SYNCHRONOUS
 
 
 def test_a_topology_from_outside(registered, monkeypatch):

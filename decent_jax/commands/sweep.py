@@ -5,7 +5,8 @@
 
 The runs are trained one after the other, each in a folder of --out that is named after its values,
 with what it prints in its log.txt. Repeat the command to continue: runs that have ended with these
-settings are left alone, and others resume. --out/table.csv has a row per run.
+settings are left alone, and others resume. --out/table.csv has a row per run; `decent-jax plot
+--mean` draws means over seeds.
 """
 
 import argparse
@@ -16,7 +17,6 @@ import json
 import math
 import os
 import re
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -248,9 +248,8 @@ def _train_all(
 
 
 def write_table(runs: Sequence[Combination], path: Path) -> str:
-    """Write a row per run as CSV; returns the table as text, with means over seeds if they vary."""
-    fields = list(runs[0].values)
-    heads = [*fields, "state", *(name for name, _ in RESULTS)]
+    """Write a row per run as CSV; returns the table as text."""
+    heads = [*runs[0].values, "state", *(name for name, _ in RESULTS)]
     rows = []
     for run in runs:
         summary = _summary(run)
@@ -261,26 +260,7 @@ def write_table(runs: Sequence[Combination], path: Path) -> str:
         writer = csv.writer(file)
         writer.writerow([*heads, "folder"])
         writer.writerows([*row, str(run.folder)] for row, run in zip(rows, runs, strict=True))
-    text = _aligned([heads, *rows])
-    if "seed" in fields and len(fields) > 1:
-        text += "\n\n" + _aligned(_over_seeds(runs, fields))
-    return f"{text}\n{path}"
-
-
-def _over_seeds(runs: Sequence[Combination], fields: list[str]) -> list[list]:
-    """Mean and standard deviation of the validation loss over the seeds that are done."""
-    others = [name for name in fields if name != "seed"]
-    losses: dict[tuple, list[float]] = {}
-    for run in runs:
-        loss = _entry(_summary(run), "final.eval/loss")
-        of = losses.setdefault(tuple(run.values[name] for name in others), [])
-        if isinstance(loss, float | int):
-            of.append(loss)
-    rows: list[list] = [[*others, "seeds", "validation_loss", "standard deviation"]]
-    for values, found in losses.items():
-        mean = statistics.fmean(found) if found else ""
-        rows.append([*values, len(found), mean, statistics.stdev(found) if found[1:] else ""])
-    return rows
+    return f"{_aligned([heads, *rows])}\n{path}"
 
 
 def _entry(summary: dict, key: str) -> float | int | str:

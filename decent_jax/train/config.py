@@ -4,7 +4,6 @@ A config is an `ml_collections.ConfigDict` with the same fields for every task, 
 ``model`` and ``data``, which the task declares.
 """
 
-import functools
 import importlib
 import importlib.util
 import os
@@ -40,11 +39,13 @@ _THREADS = 4  # of XLA per simulated device
 _WORKERS = 32  # per core
 
 
-@functools.cache
 def _extensions() -> Mapping[str, ModuleType]:
     """`TRAINERS` imported, by the field that asks for each."""
-    there = {name: path for name, path in TRAINERS.items() if importlib.util.find_spec(path)}
-    return {name: importlib.import_module(path) for name, path in there.items()}
+    return {
+        name: importlib.import_module(path)
+        for name, path in TRAINERS.items()
+        if importlib.util.find_spec(path)
+    }
 
 
 def trainer_of(config: ConfigDict) -> Any:

@@ -111,6 +111,8 @@ def load(path_and_arguments: str) -> ConfigDict:
     folder = str(Path(path).absolute().parent)
     if folder not in sys.path:
         sys.path.append(folder)
+        inherited = os.environ.get("PYTHONPATH", "")  # by peers and cells on this machine
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [inherited, folder]))
     try:
         get_config = runpy.run_path(str(path)).get("get_config")
         if get_config is None:
