@@ -264,7 +264,7 @@ MADE = "from decent_jax import train as t\ndef get_config(): c = t.default_confi
         ),
         (
             "from ml_collections import ConfigDict as C\ndef get_config(): return C({1: {2: 3}})",
-            "must be a text, got 1",
+            "the config has no field",
         ),
         (
             MADE.format("c.stepz = 3"),

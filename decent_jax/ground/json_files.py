@@ -114,5 +114,5 @@ def flat(tree, prefix=""):
         if hasattr(value, "items"):
             result |= flat(value, f"{prefix}{key}.")
         else:
-            result[prefix + key] = value
+            result[f"{prefix}{key}"] = value
     return result

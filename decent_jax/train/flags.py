@@ -126,18 +126,11 @@ def load(path_and_arguments: str) -> ConfigDict:
         kind = type(config).__name__
         raise ConfigError(f"{path}: get_config() must return a ConfigDict, got a {kind}")
     try:
-        names = _names(config)
+        flat(config)
         with config.ignore_type():  # as an override does
             pass
     except (RequiredValueError, RecursionError) as error:  # a placeholder; nested without end
         raise ConfigError(f"{path}: {type(error).__name__}: {_in_a_line(error)}") from None
-    for name in names:
-        if not isinstance(name, str):
-            raise ConfigError(
-                f"{path}: the name of a field must be a text, got {shown(name)}",
-                field="--config",
-                value=name,
-            )
     return config
 
 
@@ -168,12 +161,6 @@ def _in_a_line(error: BaseException) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
     hint = f" {lines[-1]}" if len(lines) > 1 and lines[-1].startswith("Did you mean") else ""
     return (lines[0] if lines else "").partition(" Other fields present")[0] + hint
-
-
-def _names(config: ConfigDict) -> list:
-    """The names of all fields and sections, each without its section."""
-    parts = [value for value in config.values() if isinstance(value, ConfigDict)]
-    return list(config.keys()) + [name for part in parts for name in _names(part)]
 
 
 def _overrides(arguments: list[str]):
