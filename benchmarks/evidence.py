@@ -111,7 +111,7 @@ def _language() -> Iterator[Piece]:
 
 
 def _the_rest() -> Iterator[Piece]:
-    """Adam, other arms beside an all-reduce as long, other budgets, the grid of rates."""
+    """Adam, other arms beside an all-reduce as long, the grid of rates, peers, other budgets."""
     yield from (piece(arm, seed, epochs=SHORT) for seed in range(2) for arm in ADAM)
     yield from (piece(arm, 0, epochs=SHORT) for arm in MAIN)
     others = ("alternating_exp_ring", "hypercube", "ring", "base_graph")
@@ -123,6 +123,9 @@ def _the_rest() -> Iterator[Piece]:
         for rate in GRID
         for arm in MAIN
     )
+    slow = {"epochs": SHORT, "task": "benchmarks.one_slow"}
+    yield piece("cifar10:peers", 0, "-one_slow", **slow)
+    yield piece("multi30k_en_de:peers", 0)
     for budget in (SHORTEST, SHORT):
         yield from (piece(arm, seed, epochs=budget) for seed in (1, 2) for arm in MAIN)
 
@@ -262,6 +265,7 @@ def start(root: Path, each: Piece, core: int, lock: IO) -> subprocess.Popen:
             return subprocess.Popen(
                 [sys.executable, *each.command(root)],
                 cwd=CHECKOUT,
+                env=os.environ | {"PYTHONPATH": str(CHECKOUT)},  # of Ray's processes, too
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=(lock.fileno(),),

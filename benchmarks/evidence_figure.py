@@ -52,8 +52,10 @@ class Record(NamedTuple):
 
     @property
     def setting(self) -> tuple[tuple[str, Any], ...]:
-        """What distinguishes it from other runs of its arm, but for the seed."""
-        return tuple((k, v) for k, v in sorted(self.summary["changes"].items()) if k != "seed")
+        """What distinguishes it from other runs of its arm, but for the seed and a slow peer."""
+        return tuple(
+            (k, v) for k, v in sorted(self.summary["changes"].items()) if k not in ("seed", "task")
+        )
 
     @property
     def value(self) -> float:

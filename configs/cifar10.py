@@ -41,7 +41,8 @@ ARMS = {
     "sparseloco": SGD | {"algorithm": "sparseloco", "schedule": "complete", "mix_every": 10},
     "accum_adam": ADAM,
     "all_reduce_adam": ADAM | {"algorithm": "all_reduce"},
-    "peers": SGD | {"algorithm": "swarm", "schedule": "random_matching", "peers.use": True},
+    "peers": SGD
+    | {"algorithm": "swarm", "schedule": "random_matching", "peers.use": True, "mix_every": 2},
 }
 
 

@@ -28,6 +28,7 @@ ARMS = {
         "algorithm": "swarm",
         "schedule": "random_matching",
         "optimizer.name": "accum_adam",
+        "mix_every": 2,
         "peers.use": True,
     },
 }

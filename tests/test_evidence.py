@@ -11,6 +11,9 @@ import re
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from decent_jax.ground.errors import DataError
@@ -19,7 +22,8 @@ from decent_jax.train import flags
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-evidence, figure = map(importlib.import_module, ("evidence", "evidence_figure"))
+names = ("evidence", "evidence_figure", "one_slow")
+evidence, figure, one_slow = map(importlib.import_module, names)
 sys.path.remove(str(ROOT / "benchmarks"))
 
 
@@ -52,8 +56,31 @@ def test_every_other_arm_has_an_all_reduce_of_its_length_and_data():
     pieces = evidence.pieces()
     compared = {(piece.config, piece.changes) for piece in pieces}
     for piece in pieces:
+        if piece.config.endswith(":peers"):
+            continue  # beside `swarm`; its task is another one
         own = "_adam" if "accum_adam" in piece.config and piece.task == "cifar10" else ""
         assert (f"{piece.task}:all_reduce{own}", piece.changes) in compared, piece.name
+
+
+def test_one_peer_sleeps_as_long_as_it_works():
+    """Steps of 3 and 5 seconds, of which the slow one makes 6 and 10; values and gradients stay."""
+    now, slept = [100.0], []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        now[0] += seconds
+
+    def loss(params, model_state, batch, key):
+        return (params * batch).sum(), model_state
+
+    slow = one_slow.slowed(loss, clock=lambda: now[0], sleep=sleep)
+    step = jax.jit(jax.value_and_grad(slow, has_aux=True))
+    for seconds in (3.0, 5.0):
+        now[0] += seconds
+        (value, state), gradient = step(jnp.arange(3.0), {"a": 1}, jnp.full(3, 2.0), None)
+        assert float(value) == 6 and int(state["a"]) == 1
+        np.testing.assert_array_equal(gradient, [2, 2, 2])
+    assert slept == [3, 5]
 
 
 def test_the_grid_of_rates_has_a_seed_that_nothing_else_has():
