@@ -55,15 +55,15 @@ DRIVER = """
 import sys, time
 import jax, numpy as np
 from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
 from decent_jax.cluster import start as cluster, watch
 from decent_jax.ground.errors import PEER_LOST, PeerLost
-from decent_jax.train import default_config
 
 index, count, heartbeat_s = map(int, sys.argv[2:5])
 end, code = sys.argv[5], 0
-config = default_config()
-config.cluster.update(coordinator=sys.argv[1], num_processes=count, process_id=index)
-config.cluster.heartbeat_s = heartbeat_s
+own = dict(coordinator=sys.argv[1], num_processes=count, process_id=index)
+own |= dict(heartbeat_s=heartbeat_s, timeout_s=300, exchange_s=600)
+config = ConfigDict(dict(cluster=own, mesh=dict(simulate=0)))
 watch._TOGETHER_S = 2
 try:
     with watch.lost_peers_told():
