@@ -33,5 +33,5 @@ def chosen(arguments: str, *kinds: Sequence[str]) -> list[str]:
     found = [[name for name in names if name and name in kind] for kind in kinds]
     if sum(map(len, found)) < len(names) or max(map(len, found)) > 1:
         known = "; ".join(", ".join(filter(None, kind)) for kind in kinds)
-        raise ConfigError(f"the config takes one of each of {known}, got {arguments!r}")
+        raise ConfigError.about("--config FILE:ARGUMENTS", arguments, f"takes one each of {known}")
     return [of[0] if of else kind[0] for of, kind in zip(found, kinds, strict=True)]

@@ -48,13 +48,18 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Iterator["Workdir"]
         lock = open(path / _LOCK, "a+", errors="replace")  # noqa: SIM115 (held until the end)
     except (OSError, ValueError) as error:  # ValueError: no path at all
         why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--workdir {shorten(str(path), 100)} cannot be written: {why}") from None
+        raise ConfigError(
+            f"--workdir {shorten(str(path), 100)} cannot be written: {why}",
+            field="--workdir",
+            value=path,
+        ) from None
     with lock:
         if not work.quiet:
             try:
                 _lock(lock, path)
             except OSError as error:
-                raise ConfigError(f"--workdir {path} cannot be written: {error.strerror}") from None
+                why = f"--workdir {path} cannot be written: {error.strerror}"
+                raise ConfigError(why, field="--workdir", value=path) from None
         try:
             work.check_config()
             work.check_metrics()
@@ -153,7 +158,9 @@ class Workdir:
             raise ConfigError(
                 f"{shorten(str(self.path), 50)} holds a run with another config ({listed}); take "
                 "another --workdir, or change only "
-                f"{shorten(config_lib.changeable(self.config.task), 80)}"
+                f"{shorten(config_lib.changeable(self.config.task), 80)}",
+                field="--workdir",
+                value=self.path,
             )
 
     def check_metrics(self) -> None:
@@ -246,7 +253,9 @@ def _lock(lock, path: Path) -> None:
         lock.seek(0)
         owner = lock.read().strip() or "unknown"
         raise ConfigError(
-            f"another run ({owner}) is writing to {path}; wait for it or take another --workdir"
+            f"another run ({owner}) is writing to {path}; wait for it or take another --workdir",
+            field="--workdir",
+            value=path,
         ) from None
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
