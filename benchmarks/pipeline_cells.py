@@ -9,13 +9,14 @@ holds it back for the latency of the link, but not messages of gossip and all-re
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from decent_jax.pipelines.actor import Actor
-from decent_jax.pipelines.channels import Key
+from decent_jax.pipelines.actor import CellActor
+from decent_jax.pipelines.messages import Key, Mailbox
 from decent_jax.plan import orders
 
 RECEIPT = "receipt"
@@ -40,22 +41,47 @@ class Report(NamedTuple):
     parameter_bytes: int
 
 
-class Sleeping(Actor):
+class Distant(Mailbox):
+    """A mailbox that messages reach after the latency of their link.
+
+    Args:
+      arrived: called with the key of each message when it is there.
+    """
+
+    def __init__(self, arrived: Callable[[Key], None]):
+        super().__init__()
+        self._arrived, self.delay_s = arrived, []
+
+    def put(self, key: Key, value: Any) -> None:
+        """See `Mailbox.put`."""
+        if key.kind == RECEIPT:
+            super().put(key, value)
+        else:
+            threading.Timer(self.delay_s[key.sender], self._put, (key, value)).start()
+
+    def _put(self, key: Key, value: Any) -> None:
+        super().put(key, value)
+        self._arrived(key)
+
+
+class Sleeping(CellActor):
     """A cell that sleeps in place of computing."""
 
-    def __init__(self, cell: Any):
-        super().__init__(cell)
+    def __init__(self, cell: Any, secret: bytes):
+        super().__init__(cell, secret)
+        self._mailbox = Distant(self._note)
+        self._mailbox.delay_s = [0.0] * len(cell.counts)
         self._computed: tuple[Any, Any] = (None, None)  # the programs that are not run
         self._outputs: dict[int, Any] = {}
-        self._seconds, self._delay_s, self._blocking = 0.0, [0.0] * len(cell.counts), False
+        self._seconds, self._blocking = 0.0, False
         self._actions: list[Any] = []
         self._arrivals: list[Any] = []
         self._kept = self._most = 0
 
     def open(self, *args: Any) -> None:
-        """See `Actor.open`."""
+        """See `CellActor.open`."""
         super().open(*args)
-        stage = self._worker.stage
+        stage = self._stage
         self._computed = stage.forward, stage.backward
         stage.forward, stage.backward = self._forward, self._backward
 
@@ -64,7 +90,7 @@ class Sleeping(Actor):
         cell, worker = self._cell, self._worker
         layers = cell.counts[cell.stage]
         self._seconds = conditions.layer_s * layers * conditions.slowness[cell.replica][cell.stage]
-        self._delay_s = [row[cell.stage] for row in conditions.latency_s[cell.replica]]
+        self._mailbox.delay_s = [row[cell.stage] for row in conditions.latency_s[cell.replica]]
         self._blocking = conditions.blocking
         cuts = worker.config.pipeline.micro_batches
         worker._order = orders.order(conditions.order, len(cell.counts), cuts, cell.stage)
@@ -113,16 +139,8 @@ class Sleeping(Actor):
 
     # --- Messages ---------------------------------------------------------------------------------
 
-    def deliver(self, key: Key, value: Any) -> None:
-        """A message of another stage, after the latency of the link."""
-        if key.kind == RECEIPT:
-            super().deliver(key, value)
-        else:
-            threading.Timer(self._delay_s[key.sender], self._put, (key, value)).start()
-
-    def _put(self, key: Key, value: Any) -> None:
+    def _note(self, key: Key) -> None:
         self._arrivals.append((key.kind, key.k, time.time()))
-        super().deliver(key, value)
         if self._blocking:
             receipt = key._replace(kind=RECEIPT, sender=self._cell.stage)
             super()._send(key.sender, receipt, None)

@@ -8,6 +8,7 @@ the layout of the job has there.
 """
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -16,7 +17,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import ray
 from ml_collections import ConfigDict
 
 from benchmarks.pipeline_cases import (
@@ -31,8 +31,9 @@ from benchmarks.pipeline_cases import (
 )
 from benchmarks.pipeline_cells import Conditions, Report, Sleeping
 from decent_jax import topology, train
-from decent_jax.peers.start import ray_for
-from decent_jax.pipelines import watched
+from decent_jax.actors.handles import Actors
+from decent_jax.actors.ray_cluster import running
+from decent_jax.pipelines.cells import Cells, nodes_of
 from decent_jax.pipelines.setup import open_run
 from decent_jax.plan.plan_file import Plan
 
@@ -80,15 +81,15 @@ def conditions_of(job: dict[str, Any]) -> Conditions:
     return Conditions(job["order"], job["layer_s"], job["slowness"], between, job["blocking"])
 
 
-def measured(actors: watched.Watched, job: dict[str, Any], t: int) -> dict[str, Any]:
+def measured(cells: Cells, job: dict[str, Any], t: int) -> dict[str, Any]:
     """The row of a job, which begins with step ``t``."""
-    actors.all("prepare", conditions_of(job))
+    cells.all("prepare", conditions_of(job))
     seconds = []
     for k in range(STEPS):
         began = time.monotonic()
-        actors.all("train", t + k, t + k + 1, False)
+        cells.all("train", t + k, t + k + 1, False)
         seconds.append(time.monotonic() - began)
-    reports: list[Report] = actors.all("report")
+    reports: list[Report] = cells.all("report")
     return job | {
         "step_s": statistics.mean(seconds),
         "steps_s": seconds,
@@ -110,26 +111,28 @@ def bubble(actions: list[list[Any]]) -> float:
 
 def main(jobs_path: str, rows_path: str) -> None:
     jobs = json.loads(Path(jobs_path).read_text())
-    watched.Actor = Sleeping  # the cells of this benchmark
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         hosts = tuple(f"djhost{k}/0" for k in range(STAGES * REPLICAS))
         schedule = topology.make("one_peer_exp", REPLICAS)
         Plan(hosts, schedule, stages=STAGES).save(folder / "plan.json")
         config = config_of(jobs[0], folder / "plan.json")
-        with open_run(config, folder / "run") as made, ray_for(config, "pipeline", 0):
-            placed = watched.strategies(made.plan, ray.nodes(), STAGES * REPLICAS)
-            with watched.Watched(
-                made.experiment.config, made.work.path, made.counts, placed
-            ) as actors:
-                actors.open(None, 0)
+        with (
+            open_run(config, folder / "run") as (experiment, work, plan, counts),
+            running(config, "pipeline", 0),
+        ):
+            actors = Actors()
+            nodes, secret = nodes_of(plan, actors.nodes(), STAGES * REPLICAS), os.urandom(32)
+            given = experiment.config, work.path, counts, nodes, secret, actors
+            with Cells(*given, kind=Sleeping) as cells:
+                cells.open(None, 0)
                 first = jobs[0] | {"case": "no limits"}
                 shape_links(first, folder)
-                actors.all("prepare", conditions_of(first))
-                actors.all("train", 0, 1, False)  # compiles
+                cells.all("prepare", conditions_of(first))
+                cells.all("train", 0, 1, False)  # compiles
                 for n, job in enumerate(jobs):
                     shape_links(job, folder)
-                    row = measured(actors, job, 1 + n * STEPS)
+                    row = measured(cells, job, 1 + n * STEPS)
                     with Path(rows_path).open("a") as file:
                         file.write(json.dumps(row) + "\n")
                     print(job["case"], job["layout"], job["order"], row["step_s"], flush=True)

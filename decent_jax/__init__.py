@@ -11,8 +11,8 @@ from typing import Any
 __version__ = "0.1.0"
 
 _ROOMS = (
-    *("commands", "gossip", "ground", "models", "optim", "peers", "pipelines", "plan", "planner"),
-    *("plots", "replicas", "simulate", "tasks", "topology", "train"),
+    *("actors", "commands", "gossip", "ground", "models", "optim", "peers", "pipelines", "plan"),
+    *("planner", "plots", "replicas", "simulate", "tasks", "topology", "train"),
 )
 
 

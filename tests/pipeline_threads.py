@@ -1,5 +1,6 @@
 """Pipelines in this process: a thread for each stage, which holds all replicas of it."""
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -8,10 +9,10 @@ import numpy as np
 from decent_jax import tasks
 from decent_jax.ground.progress import announce
 from decent_jax.pipelines import part as parts
-from decent_jax.pipelines.channels import Mailbox
+from decent_jax.pipelines.messages import Mailbox
 from decent_jax.pipelines.part import Part
-from decent_jax.pipelines.stage import Grid, Stage
-from decent_jax.pipelines.worker import Worker
+from decent_jax.pipelines.stage import Stage
+from decent_jax.pipelines.worker import Worker, open_batches
 from decent_jax.train import config as config_lib
 from decent_jax.train.experiment import durations
 
@@ -25,18 +26,26 @@ class Threads:
         task = tasks.find(config.task).make(config, workdir, announce)
         rate = durations(config, task)[2]
         placement = parts.place(config.num_replicas)
-        grid = Grid(config, schedule, placement, parts.method(config, schedule, rate, placement))
+        given = config, schedule, placement, parts.method(config, schedule, rate, placement)
         counts = parts.layers_of(config, task.config)
-        self.stages = [Stage(grid, Part(task, s, counts)) for s in range(len(counts))]
-        boxes = [Mailbox() for _ in counts]
-        self.workers = [
-            Worker(stage, box, lambda to, key, value: boxes[to].put(key, value), start)
-            for stage, box in zip(self.stages, boxes, strict=True)
-        ]
+        self.stages = [Stage(*given, Part(task, s, counts)) for s in range(len(counts))]
+        self._batches = [open_batches(stage, start) for stage in self.stages]
+        self._workers = self._made(self._batches)
         self._threads = ThreadPoolExecutor(len(counts))
 
-    def _all(self, name, *args):
-        calls = [self._threads.submit(getattr(worker, name), *args) for worker in self.workers]
+    def _made(self, batches):
+        """A worker for each stage."""
+        boxes = [Mailbox() for _ in self.stages]
+        return [
+            Worker(*both, lambda to, key, value: boxes[to].put(key, value), own)
+            for *both, own in zip(self.stages, boxes, batches, strict=True)
+        ]
+
+    def _all(self, name, *args, workers=None):
+        calls = [
+            self._threads.submit(getattr(worker, name), *args)
+            for worker in workers or self._workers
+        ]
         return [call.result() for call in calls]
 
     def train(self, start, stop, row=False):
@@ -44,13 +53,15 @@ class Threads:
         return self._all("train", start, stop, row)
 
     def gradient(self):
-        """{path: (n, ...)} of the gradient of step 0, which training makes again."""
+        """{path: (n, ...)} of the gradient of step 0."""
         found = {}
-        for worker, (_, grads) in zip(self.workers, self._all("gradient", 0), strict=True):
-            for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-                found[jax.tree_util.keystr(path)] = np.asarray(leaf)
-            worker.close()
-            worker._batches = worker._open(0) if worker._reads else None
+        with contextlib.ExitStack() as stack:
+            batches = [open_batches(stage, 0) for stage in self.stages]
+            for one in filter(None, batches):
+                stack.callback(one.close)
+            for _, grads in self._all("gradient", 0, workers=self._made(batches)):
+                for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+                    found[jax.tree_util.keystr(path)] = np.asarray(leaf)
         return found
 
     def evaluate(self):
@@ -71,6 +82,6 @@ class Threads:
         return self
 
     def __exit__(self, *_):
-        for worker in self.workers:
-            worker.close()
+        for batches in filter(None, self._batches):
+            batches.close()
         self._threads.shutdown()

@@ -190,28 +190,33 @@ def test_the_replay_of_both_is_bit_identical(workdir, variables, monkeypatch, ca
 # What train.py does with Ray, and an actor that waits, as a peer does.
 HOLDS_RAY = """
 import time
-import ray
 from decent_jax import train
-from decent_jax.peers import start
+from decent_jax.actors import ray_cluster
 
-@ray.remote
 class Waits:
     def ready(self):
         return True
 
-with start.ray_for(train.default_config(), "peers", 1):
-    actor = Waits.options(num_cpus=0).remote()
-    assert ray.get(actor.ready.remote())
+ray_cluster.prepare("")
+with ray_cluster.running(train.default_config(), "peers", 1):
+    from decent_jax.actors.handles import Actors
+    actor = Actors().start(Waits)
+    assert actor.call("ready").result(60)
     print("an actor waits", flush=True)
     time.sleep(600)
 """
 
 
-def test_a_killed_process_leaves_no_ray_running(start_process, variables):
-    process = start_process(["-c", HOLDS_RAY], **variables)
+def test_a_killed_process_leaves_no_ray_running(start_process, variables, tmp_path):
+    """While it runs, only those who know a token that no file has may use it."""
+    process = start_process(["-c", HOLDS_RAY], **variables, HOME=str(tmp_path))
     until(lambda: "an actor waits" in process.words.read_text(), process)
     children = children_of(process)
     assert len(children) > 5
+    (raylet,) = [child for child in children if child.name() == "raylet"]
+    own = raylet.environ()
+    assert own["RAY_AUTH_MODE"] == "token" and len(own["RAY_AUTH_TOKEN"]) == 64
+    assert not (tmp_path / ".ray").exists()
     process.kill()
     process.wait()
     nothing_is_left(children)

@@ -1,213 +1,252 @@
 """What `train.py` does with peers that leave, die or give no answer; nothing runs on Ray."""
 
 import contextlib
-import gc
-import math
-import socket
-import types
-import weakref
-from collections import Counter
+import os
+import signal
 
 import numpy as np
 import pytest
-from ray.exceptions import ActorUnavailableError, RayActorError
+from local_actors import LocalActors, Pending
 from test_peers_law import PACES, config_of, noise  # noqa: F401 (a fixture)
 
+from decent_jax.actors.handles import Lost, Silent
 from decent_jax.ground.errors import Interrupted, TrainingFailed
-from decent_jax.peers import manifest, start
+from decent_jax.peers import manifest, setup
 from decent_jax.peers.__main__ import main
-from decent_jax.peers.driver import _Driver, _Live
+from decent_jax.peers.crew import Crew
+from decent_jax.peers.driver import Driver
+from decent_jax.peers.peer import Peer
 from decent_jax.peers.roster import Roster
-from decent_jax.peers.whole import Whole
-from decent_jax.train.step import TrainState
+from decent_jax.peers.whole import message_bytes
+
+STEPS = 100
 
 
-def started(workdir, entries):
-    """{slot: whether it joins}, of the peers that a resumed run of three starts."""
-    before = {"peers": entries}
-    config = config_of()
-    config.peers.count = 3
-    work = types.SimpleNamespace(path=workdir, announce=lambda _: contextlib.nullcontext())
-    slots = {}
-    driver = types.SimpleNamespace(
-        **{"config": config, "work": work, "manifest": before, "start": 7, "live": {}, "ended": []},
-        **{
-            "_look": lambda: {0: {"ready": True}},
-            "_start": lambda k, copy: slots.update({k: copy}),
-        },
-    )
-    _Driver._start_peers(driver)
-    return slots, manifest.known_steps(workdir, before)
+class Trainee:
+    """In place of a peer: trains until a test sets how it ends."""
+
+    def __init__(self, place, roster, secret):
+        self.place, self.roster, self.told = place, roster, []
+        self.ends = Pending()
+
+    def train(self):
+        if isinstance(self.ends, Exception):
+            raise self.ends
+        return self.ends
+
+    def leave(self, how):
+        self.told.append(how)
+
+    def report(self):
+        return {"steps": self.place.slot}
+
+    def published(self):
+        return None
+
+
+class Session:
+    """A crew of stand-ins in a folder, and what it says."""
+
+    def __init__(self, folder, before=(), count=4, kind=Trainee, roster=Roster):
+        config = config_of()
+        config.peers.count = count
+        self.said, self.folder = [], folder
+        self.actors = LocalActors({Peer: kind, Roster: roster})
+        self.crew = Crew(config, folder, STEPS, dict(before), self.said.append, self.actors)
+        self.crew.begin()
+        (folder / "peers").mkdir(exist_ok=True)
+        (folder / "config.json").touch()
+
+    def peer(self, slot):
+        """The stand-in that has the slot now."""
+        return self.crew.live[slot].actor.there
+
+    def resize(self, count):
+        assert main(["resize", "--workdir", str(self.folder), "--count", str(count)]) == 0
+        self.crew.resize()
+
+
+@pytest.fixture
+def session(tmp_path):
+    """Four peers."""
+    return Session(tmp_path)
 
 
 def test_a_run_whose_peers_have_all_left_resumes_from_their_checkpoints(tmp_path):
     """They save when they leave. As peers that join they would forget these checkpoints."""
+
+    def started(entries):
+        """{slot: whether it joins}, of a resumed run of three."""
+        before = {"peers": entries, "streams": 4}
+        crew = Session(tmp_path, before, count=3).crew
+        joins = {slot: one.actor.there.place.start is not None for slot, one in crew.live.items()}
+        return joins, manifest.known_steps(tmp_path, before)
+
     for slot, step in (("0", 12), ("1", 15)):
         (tmp_path / "peers" / slot / "checkpoints" / str(step)).mkdir(parents=True)
     entries = {"0": {"alive": False, "steps": 11}, "1": {"alive": False, "steps": 14}}
     entries["2"] = {"alive": False, "steps": 9}
-    assert started(tmp_path, entries) == ({0: False, 1: False, 2: True}, {0: 12, 1: 15, 2: 9})
+    assert started(entries) == ({0: False, 1: False, 2: True}, {0: 12, 1: 15, 2: 9})
     entries["1"]["alive"] = True  # it has what 0 left to the others
-    assert started(tmp_path, entries) == ({0: True, 1: False, 2: True}, {0: 11, 1: 15, 2: 9})
+    assert started(entries) == ({0: True, 1: False, 2: True}, {0: 11, 1: 15, 2: 9})
 
 
-class Handle:
-    """Of a peer's actor; notes what it is told."""
-
-    def __init__(self):
-        self.told = []
-        self.leave = types.SimpleNamespace(remote=self.told.append)
-
-
-@pytest.fixture
-def driver(tmp_path, monkeypatch):
-    """A driver of four peers that train, and what ends of them next: ``ends``."""
-    config = config_of()
-    made = _Driver.__new__(_Driver)
-    made.config, made.ends = config, []
-    made.work = types.SimpleNamespace(path=tmp_path, say=lambda _: None)
-    made.experiment = types.SimpleNamespace(steps=100)
-    nothing = types.SimpleNamespace(remote=lambda *_: None)
-    made.roster = types.SimpleNamespace(remove=nothing)
-    made.live = {slot: _Live(Handle(), slot) for slot in range(4)}
-    made.deaths, made.ended, made.gone, made.leaving = Counter(), [], set(), set()
-    made._said, made._reached, made.looked = set(), 0, {}
-    made.killed = []
-
-    def start(slot, copy):
-        made.live[slot] = _Live(Handle(), slot)
-
-    def get(slot):
-        raise RayActorError
-
-    monkeypatch.setattr(made, "_start", start)
-    wait = lambda futures, timeout: (made.ends, futures)  # noqa: E731
-    fake = types.SimpleNamespace(wait=wait, get=get, kill=made.killed.append)
-    monkeypatch.setattr("decent_jax.peers.driver.ray", fake)
-    (tmp_path / "peers").mkdir(exist_ok=True)
-    (tmp_path / "config.json").touch()
-    return made
-
-
-def resized(driver, count):
-    assert main(["resize", "--workdir", str(driver.work.path), "--count", str(count)]) == 0
-    driver._resize()
-
-
-def test_resize_answers_at_once(driver, capsys):
+def test_resize_answers_at_once(session, capsys):
     """Train.py, which says who joins, needs seconds to follow."""
-    assert main(["resize", "--workdir", str(driver.work.path), "--count", "7"]) == 0
+    assert main(["resize", "--workdir", str(session.folder), "--count", "7"]) == 0
     said = capsys.readouterr().out
-    assert str(driver.work.path) in said and "7 peers" in said
+    assert str(session.folder) in said and "7 peers" in said
 
 
-def test_peers_that_leave_are_replaced_where_more_are_wanted_again(driver):
-    resized(driver, 2)
-    assert [driver.live[slot].handle.told for slot in range(4)] == [[], [], ["leave"], ["leave"]]
-    resized(driver, 3)  # the two have not left yet
-    assert sorted(driver.live) == [0, 1, 2, 3, 4]
-    driver.ends = [3]
-    driver._collect()  # it was killed on its way out, and is not replaced
-    assert sorted(driver.live) == [0, 1, 2, 4]
-    driver.ends = [1]
-    driver._collect()
-    assert sorted(driver.live) == [0, 1, 2, 4] and driver.leaving == {2}
+def test_peers_that_leave_are_replaced_where_more_are_wanted_again(session):
+    crew = session.crew
+    session.resize(2)
+    assert [session.peer(slot).told for slot in range(4)] == [[], [], ["leave"], ["leave"]]
+    session.resize(3)  # the two have not left yet
+    assert sorted(crew.live) == [0, 1, 2, 3, 4]
+    session.peer(3).ends = Lost(RuntimeError(), killed=True)
+    crew.collect()  # it was killed on its way out, and is not replaced
+    assert sorted(crew.live) == [0, 1, 2, 4]
+    lost = session.peer(1)
+    lost.ends = Lost(RuntimeError(), killed=True)
+    crew.collect()
+    assert sorted(crew.live) == [0, 1, 2, 4] and session.peer(1) is not lost
+    session.peer(2).ends = {"how": "leave", "steps": 7}
+    crew.collect()
+    assert sorted(crew.live) == [0, 1, 4] and crew.gone == {2, 3}
 
 
-def test_of_a_peer_that_has_failed_no_process_stays(driver):
+@pytest.mark.parametrize("error", [Lost(ValueError("no number"), False), Silent("gives no answer")])
+def test_of_a_peer_that_has_failed_no_process_stays(error, session):
     """Ray also says that an actor is lost when its host cannot be reached for a while."""
-    handle = driver.live[1].handle
-    driver.ends = [1]
-    driver._collect()
-    assert driver.killed == [handle] and driver.live[1].handle is not handle
+    actor = session.crew.live[1].actor
+    actor.there.ends = error
+    session.crew.collect()
+    assert actor.killed and session.crew.live[1].actor is not actor
+    assert str(error) in session.said[0]
 
 
 @pytest.mark.parametrize(("leaves", "stays"), [(False, True), (True, False)])
-def test_a_peer_that_lags_is_replaced(leaves, stays, driver, monkeypatch):
+def test_a_peer_that_lags_is_replaced(leaves, stays, session):
     """However often; only deaths count."""
-    handle, driver.ends, driver.leaving = driver.live[1].handle, [1], {1} if leaves else set()
-    monkeypatch.setattr("decent_jax.peers.driver.ray.get", lambda _: {"how": "lag"})
-    driver._collect()
-    assert driver.killed == [handle] and (1 in driver.live) is stays and not driver.deaths
+    if leaves:
+        session.resize(3)
+    actor = session.crew.live[3].actor
+    actor.there.ends = {"how": "lag", "steps": 3}
+    session.crew.collect()
+    assert actor.killed and (3 in session.crew.live) is stays and not session.crew.deaths
 
 
-def test_the_roster_keeps_no_handle_of_a_peer_that_has_left():
-    """Its process, and what Ray reserves for it, would stay until another one takes the slot."""
-    roster, handle = Roster(5.0, {}), Handle()
-    roster.add(0, 0, handle, False)
-    roster.beat(0, 0, {"steps": 3})
-    roster.remove(0)
-    gone = weakref.ref(handle)
-    del handle
-    gc.collect()
-    assert gone() is None and roster.look()[0]["steps"] == 3
-
-
-def test_an_address_may_be_one_of_ipv6():
-    try:
-        server = socket.create_server(("::1", 0), family=socket.AF_INET6)
-    except OSError:
-        pytest.skip("this machine has no IPv6")
-    with server:
-        config = config_of()
-        config.peers.address = f"[::1]:{server.getsockname()[1]}"
-        start.check_address(config, "peers")
-
-
-def test_an_interrupted_run_says_how_many_peers_have_not_saved(driver, monkeypatch):
-    driver.config.peers.stop_s, driver.unsaved = 1e-3, 0
-    driver.experiment = types.SimpleNamespace(steps=100, every={"eval.every": 0})
-    driver.start, driver._saved = 0, math.inf
-    monkeypatch.setattr(driver, "_look", dict)
-    monkeypatch.setattr(driver, "_write_manifest", lambda: None)
-    progress = types.SimpleNamespace(update=lambda *_: None)
-    with pytest.raises(Interrupted, match="; all but 4 peers have saved a checkpoint, the same"):
-        driver._watch(None, progress, types.SimpleNamespace(received=2))
-    assert len(driver.killed) == 4
+def test_a_peer_is_replaced_as_often_as_the_config_says(session):
+    restarts = session.crew.config.peers.restarts
+    for _ in range(restarts + 1):
+        assert 1 in session.crew.live
+        session.peer(1).ends = Lost(RuntimeError(), killed=True)
+        session.crew.collect()
+    assert 1 not in session.crew.live and session.crew.deaths[1] == restarts + 1
 
 
 @pytest.mark.parametrize(
     ("ready", "late", "why"),
     [(False, False, "begun to train"), (True, False, "silent_s"), (True, True, "stop_s")],
 )
-def test_a_peer_that_is_ended_is_told_the_true_reason(ready, late, why, driver, monkeypatch):
+def test_a_peer_that_is_ended_is_told_the_true_reason(ready, late, why, session):
     """Who still joins when the others end, after 2 s, has not exceeded peers.stop_s, 60 s."""
-    said, driver.unsaved = [], 0
-    driver.work.say = said.append
-    driver.looked = {k: {"ready": ready, "member": False, "steps": 3} for k in driver.live}
-    driver._end_the_rest(late)
-    assert len(said) == 4 and all(why in line for line in said)
-    assert sum(name in said[0] for name in ("begun to train", "silent_s", "stop_s")) == 1
+    crew = session.crew
+    actors = [one.actor for one in crew.live.values()]
+    crew.looked = {k: {"ready": ready, "member": False, "steps": 3} for k in crew.live}
+    crew.kill_the_rest(late)
+    assert len(session.said) == 4 and all(why in line for line in session.said)
+    assert sum(name in session.said[0] for name in ("begun to train", "silent_s", "stop_s")) == 1
+    assert all(actor.killed for actor in actors) and crew.unsaved == 4 and not crew.live
 
 
-def test_an_end_without_parameters_is_one_sentence(driver, monkeypatch):
+class OutOfReach(Roster):
+    """A roster that gives no answer."""
+
+    error: Exception = Silent("gives no answer")
+
+    def look(self):
+        raise self.error
+
+
+class Gone(OutOfReach):
+    error = Lost(RuntimeError(), killed=True)
+
+
+@pytest.mark.parametrize("roster", [OutOfReach, Gone])
+def test_a_roster_that_is_out_of_reach_for_a_while_is_not_lost(roster, tmp_path):
+    """Of a lost one, the peers know how far they are; nobody is replaced any more."""
+    session = Session(tmp_path, roster=roster)
+    looked = session.crew.look()
+    assert session.crew.has_roster() is (roster is OutOfReach)
+    assert looked == {} if roster is OutOfReach else looked[3]["steps"] == 3
+    session.peer(1).ends = Lost(RuntimeError(), killed=True)
+    session.crew.collect()
+    assert (1 in session.crew.live) is session.crew.has_roster()
+
+
+# --- Whole sessions -------------------------------------------------------------------------------
+
+
+class Reporting(Trainee):
+    """It reports once, as one that trains."""
+
+    steps = 3
+
+    def train(self):
+        report = {"steps": self.steps, "met": 1, "loss": 1.0}
+        self.roster.call("beat", self.place.slot, self.place.incarnation, ("", 0), report)
+        return super().train()
+
+
+class Stopped(Reporting):
+    """Somebody interrupts `train.py` while it trains, and it does not end."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.signals = [signal.SIGINT] if self.place.slot == 3 else []  # a second one ends at once
+
+    def train(self):
+        if self.signals:
+            os.kill(os.getpid(), self.signals.pop())
+        return super().train()
+
+
+class Ended(Reporting):
+    """It has made all steps, and its host is gone."""
+
+    steps = 8
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.ends = {"how": "end", "steps": 8}
+
+
+@contextlib.contextmanager
+def driven(folder, kind, **times):
+    config = config_of()
+    config.peers.update(times)
+    with setup.open_run(config, folder) as (experiment, work):
+        work.config = config
+        yield Driver(config, experiment, work, {}, LocalActors({Peer: kind}))
+
+
+def test_an_interrupted_run_says_how_many_peers_have_not_saved(tmp_path):
+    with driven(tmp_path, Stopped, stop_s=1e-3) as driver:
+        with pytest.raises(Interrupted, match="all but 4 peers") as stopped:
+            driver.run()
+        assert stopped.value.signal == signal.SIGINT and driver.crew.unsaved == 4
+
+
+def test_an_end_without_parameters_is_one_sentence(tmp_path):
     """Such as when the hosts of all peers end with the run."""
-    for name in ("_start_peers", "_watch", "_evaluate", "_write_manifest", "_describe"):
-        monkeypatch.setattr(driver, name, lambda *_: None)
-    driver.start, driver.saver = 0, contextlib.nullcontext()
-    nothing = lambda *_: contextlib.nullcontext()  # noqa: E731
-    driver.work = types.SimpleNamespace(
-        write_config=nothing, say=nothing, open_metrics=nothing, show_progress=nothing
-    )
-    with pytest.raises(TrainingFailed, match="none gave its last parameters; the same command"):
+    with driven(tmp_path, Ended) as driver, pytest.raises(TrainingFailed, match="gave its last"):
         driver.run()
 
 
 @pytest.mark.parametrize(("mixes", "numbers"), [(True, 13), (False, 10)])
 def test_a_message_has_the_model_state_that_peers_average(mixes, numbers):
     """Such as the statistics of batch norm."""
-    whole = Whole.__new__(Whole)
-    whole._config = config_of("bfloat16")
-    whole._experiment = types.SimpleNamespace(task=types.SimpleNamespace(mixes_state=mixes))
-    whole.template = TrainState({"w": np.zeros((1, 2, 5))}, {"mean": np.zeros((1, 3))}, (), None)
-    assert whole.message_bytes() == 2 * numbers
-
-
-def test_a_roster_that_is_out_of_reach_for_a_while_is_not_lost(driver, monkeypatch):
-    def get(call, timeout):
-        raise ActorUnavailableError("no route", None)
-
-    driver.roster = types.SimpleNamespace(look=types.SimpleNamespace(remote=lambda: None))
-    monkeypatch.setattr("decent_jax.peers.driver.ray.get", get)
-    driver._look()
-    assert driver._roster_lives()
+    copy = {"w": np.zeros((1, 2, 5))}, {"mean": np.zeros((1, 3))} if mixes else {}
+    assert message_bytes("bfloat16", copy) == 2 * numbers

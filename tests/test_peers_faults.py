@@ -1,45 +1,45 @@
 """What could go wrong between peers, and does not; stand-ins take the place of Ray."""
 
-import contextlib
 import json
-import queue
 import threading
 import tracemalloc
-import types
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from local_actors import LocalActor
 from ml_collections import ConfigDict
-from ray.exceptions import ActorUnavailableError, RayActorError
 from test_peers_law import PACES, make_step_of, noise, peer_in_process  # noqa: F401 (fixtures)
 
+from decent_jax.actors.handles import Lost, Silent
 from decent_jax.ground.errors import RunError
 from decent_jax.peers import events
 from decent_jax.peers.between import NotJoined
-from decent_jax.peers.events import EventLog
-from decent_jax.peers.formats import Format
 from decent_jax.peers.peer import Peer
+from decent_jax.peers.reporter import Joiner, Reporter
 from decent_jax.peers.roster import Roster
-from decent_jax.peers.rule import Joined, Meetings
+from decent_jax.peers.rule import Joined
+from decent_jax.peers.talk import Asker
 from decent_jax.peers.whole import Whole
 
+NOWHERE = ("127.0.0.1", 9)
 
-def actor_of(peer, **attributes):
-    """The actor of a peer, with what these tests need of it."""
-    actor = Peer.__new__(Peer)
-    actor._place, actor._peers = peer.place, peer.place.config["peers"]
-    actor._between, actor._pulse, actor._meetings = peer.between, peer.pulse, peer.meetings
-    actor._seconds, actor._leaving = {}, None
-    actor.__dict__ |= attributes
-    return actor
+
+def reporter_of(peer, roster, clock=lambda: 0.0, **peers):
+    """The reports of a peer, which go to the object ``roster``."""
+    own = peer.place.config["peers"] | peers
+    place = peer.place._replace(config=peer.place.config | {"peers": own})
+    asker = Asker(peer.meetings, b"", own, print)
+    peer.between.ready = True
+    actor, leave = LocalActor(roster), lambda how: setattr(peer.between, "leaving", how)
+    given = place, NOWHERE, actor, peer.between, peer.pulse, asker, leave, print
+    return Reporter(*given, clock=clock)
 
 
 def test_a_report_does_not_wait_for_the_device(in_process):
     """Otherwise a peer whose steps take longer than peers.silent_s is silent during each."""
-    actor = actor_of(in_process)
+    reporter = reporter_of(in_process, None)
     for t in range(4):
-        assert actor.report()["losses"] == (sum(range(t - 1)), max(t - 1, 0))
+        assert reporter.report()["losses"] == (sum(range(t - 1)), max(t - 1, 0))
         make_step_of(in_process)
 
 
@@ -61,17 +61,20 @@ def test_a_row_has_the_mean_loss_of_the_steps_since_the_row_before(in_process):
 
 def test_a_resume_holds_no_log_in_memory(in_process):
     """A long run's has more than a GiB."""
-    log, last = (EventLog(in_process.place.folder, incarnation) for incarnation in (3, 4))
-    for one in (log, last):
-        one.write(start=0, origin=None)
-    log._file.writelines(f'{{"t": {t}, "rate": {t // 4}}}\n' for t in range(100_000))
-    log.end(100_000, crc=1)
-    last.end(0, crc=1)
+    folder = in_process.place.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    start = json.dumps({"start": 0, "origin": None}) + "\n"
+    lines = [f'{{"t": {t}, "rate": {t // 4}}}\n' for t in range(100_000)]
+    (folder / "events-3.jsonl").write_text(start + "".join(lines))
+    (folder / "events-4.jsonl").write_text(start)
     tracemalloc.start()
-    origin = in_process.between._checkpointed(99_000)
+    assert in_process.between.begin(99_000) == 99_000
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert origin == {"peer": "0.3", "t": 99_000, "when": "checkpoint"}
+    in_process.t = 99_000
+    make_step_of(in_process)
+    first, *_ = events.read(events.path(folder, in_process.place.incarnation))
+    assert first["origin"] == {"peer": "0.3", "t": 99_000, "when": "checkpoint"}
     assert peak < 1e6
 
 
@@ -92,10 +95,10 @@ def test_a_meeting_in_a_log_is_whole(name, tmp_path):
 
 
 @pytest.mark.parametrize("leaving", ["stop", "leave", None])
-def test_who_ends_before_it_has_joined_saves_nothing(leaving, in_process, monkeypatch):
+def test_who_ends_before_it_has_joined_saves_nothing(leaving, in_process):
     """Its parameters are those of the seed or an old checkpoint; a resumed run would meet them."""
     peer = in_process
-    monkeypatch.setattr(peer.between, "_join", lambda: pytest.fail("it must end first"))
+    peer.between.join = lambda: pytest.fail("it must end first")
     assert not peer.between.over(0)
     peer.between.leaving = leaving
     peer.pulse.heard(8 * len(PACES) if leaving is None else 0, 0)  # all steps are done
@@ -103,179 +106,171 @@ def test_who_ends_before_it_has_joined_saves_nothing(leaving, in_process, monkey
         peer.between.over(0)
 
 
-def test_a_peer_that_has_not_joined_takes_no_part_in_the_end(in_process, monkeypatch):
-    def trains(*_):
-        raise NotJoined
-
-    @contextlib.contextmanager
-    def opened(place):
-        yield in_process.experiment, None
-
-    monkeypatch.setattr("decent_jax.peers.peer.open_peer", opened)
-    monkeypatch.setattr("decent_jax.peers.peer.PeerRunner", lambda *_: None)
-    monkeypatch.setattr("decent_jax.peers.peer.loop.train", trains)
-    place = in_process.place._replace(start=5)
-    actor = actor_of(
-        in_process, _place=place, _stopped=threading.Event(), _jobs=queue.SimpleQueue()
-    )
-    assert actor.train() == {"steps": 5, "how": "stop"}  # "end" would count it as the result
+@pytest.mark.parametrize("told", [("stop",), ("leave", "stop", "leave")])
+def test_a_peer_that_has_not_joined_takes_no_part_in_the_end(told, in_process):
+    """As "end" it would count as the result. Who stops with all others does not leave: a launcher
+    that ends a job sends SIGTERM to `train.py` and to each peer, in any order."""
+    roster = Roster(5.0, {})
+    roster.add(0, 0, False)
+    place = in_process.place._replace(slot=1, start=5)
+    peer = Peer(place, LocalActor(roster), b"secret", host=lambda: "127.0.0.1")
+    for how in told:
+        peer.leave(how)
+    assert peer.train() == {"steps": 5, "how": "stop"}
 
 
-def test_a_peer_that_stops_with_all_others_does_not_leave(in_process):
-    """A launcher that ends a job sends SIGTERM to `train.py` and to each peer, in any order."""
-    actor = actor_of(in_process)
-    actor.leave("leave")
-    assert in_process.between.leaving == "leave"
-    actor.leave("stop")
-    actor.leave("leave")
-    assert in_process.between.leaving == actor._leaving == "stop"
-
-
-class Remote:
-    """An object as a handle of Ray: calls do nothing until `get` asks for their results."""
-
-    def __init__(self, there):
-        self._there = there
-
-    def __getattr__(self, name):
-        method = getattr(self._there, name)
-        return types.SimpleNamespace(remote=lambda *args: lambda: method(*args))
-
-
-@pytest.fixture
-def no_ray(monkeypatch):
-    def get(call, timeout=None):
-        return call()
-
-    monkeypatch.setattr(
-        "decent_jax.peers.peer.ray", types.SimpleNamespace(get=get, put=lambda x: x)
-    )
-
-
-@pytest.mark.usefixtures("no_ray")
 @pytest.mark.parametrize("others", [0, 1])
 def test_the_only_peer_leaves_at_once(others, in_process):
     """With others it would meet one of them before, or wait 2 peers.meet_s."""
     roster = Roster(5.0, {})
     for slot in range(1 + others):
-        roster.add(slot, 0, None, False)
-        roster.beat(slot, 0, {"steps": 3})
-    actor = actor_of(in_process, _roster=Remote(roster), _stopped=threading.Event())
-    in_process.between.ready = True
-    threading.Timer(0.5, actor._stopped.set).start()
-    actor._beat()
-    actor.leave("leave")
+        roster.add(slot, 0, False)
+        roster.beat(slot, 0, NOWHERE, {"steps": 3})
+    assert reporter_of(in_process, roster).beat()
+    in_process.between.leaving = "leave"
     assert in_process.between.over(8) is not bool(others)
 
 
-@pytest.mark.usefixtures("no_ray")
+def joiner_of(peer, roster, **more):
+    """A peer in slot 1 that joins; nobody gives it a state unless ``ask`` does."""
+    own = peer.place.config["peers"] | {"start_s": 30.0} | more.pop("peers", {})
+    place = peer.place._replace(slot=1, config=peer.place.config | {"peers": own})
+    given = {"ask": lambda *_: None, "wait": lambda _: pytest.fail("it must not wait")} | more
+    return Joiner(place, LocalActor(roster), b"", print, **given)
+
+
 def test_a_peer_that_joins_waits_for_one_that_trains(in_process):
     """At the start of a resumed run the others restore and compile, perhaps for longer than it."""
-    roster = Roster(5.0, {})
-    roster.add(0, 0, Remote(types.SimpleNamespace(state=lambda: Joined("0.0", 7, []))), False)
-    roster.add(1, 0, None, True)
-    place = in_process.place._replace(slot=1)
-    actor = actor_of(in_process, _roster=Remote(roster), _place=place)
-    joining = ThreadPoolExecutor(1).submit(actor._joined)
-    with pytest.raises(TimeoutError):
-        joining.result(0.5)
-    roster.beat(0, 0, {"steps": 7})
-    assert joining.result(10.0).donor == "0.0"
+    roster, waits = Roster(5.0, {}), []
+    roster.add(0, 0, False)
+    roster.add(1, 0, True)
+
+    def wait(seconds):
+        waits.append(seconds)
+        if len(waits) == 3:
+            roster.beat(0, 0, NOWHERE, {"steps": 7})
+
+    def ask(address, secret, seconds):
+        assert address == NOWHERE
+        return Joined("0.0", 7, [])
+
+    joined = joiner_of(in_process, roster, wait=wait, ask=ask).joined()
+    assert joined is not None and joined.donor == "0.0" and len(waits) == 3
 
 
-@pytest.mark.usefixtures("no_ray")
 def test_peers_that_all_join_begin_with_what_they_have(in_process):
+    """Of two that were killed at once, each would wait for the other."""
     roster = Roster(5.0, {})
-    roster.add(0, 0, None, False)
-    roster.add(1, 0, None, True)
-    place = in_process.place._replace(slot=1)
-    actor = actor_of(in_process, _roster=Remote(roster), _place=place)
-    joining = ThreadPoolExecutor(1).submit(actor._joined)
-    roster.remove(0)  # both were killed at once, and both wait for each other
-    roster.add(0, 1, None, True)
-    assert joining.result(10.0) is None
-    roster.add(2, 0, None, False)
-    actor._peers = actor._peers | {"start_s": 0.3}
-    assert actor._joined() is None
-    actor._peers = actor._peers | {"start_s": 30.0}
-    actor.leave("stop")
+    roster.add(0, 1, True)
+    roster.add(1, 0, True)
+    assert joiner_of(in_process, roster).joined() is None
+
+
+def test_a_peer_waits_for_a_state_no_longer_than_it_may(in_process):
+    roster, now = Roster(5.0, {}), [0.0]
+    roster.add(0, 0, False)
+
+    def wait(seconds):
+        now[0] += 10.0
+
+    assert joiner_of(in_process, roster, clock=lambda: now[0], wait=wait).joined() is None
+    assert now[0] == 30.0
     with pytest.raises(NotJoined):
-        actor._joined()
+        joiner_of(in_process, roster, leaving=lambda: "stop").joined()
 
 
-@pytest.mark.usefixtures("no_ray")
-def test_a_question_that_fails_leaves_no_meeting_under_way(in_process):
-    """An asker waits without a limit of its own, so it would never meet anybody again."""
-    partner = types.SimpleNamespace(meet=lambda *_: ("no offer", [lambda: None]))
-    actor = actor_of(in_process, _doubtful=[], _avoided={}, _members=[("1.0", Remote(partner))])
-    in_process.meetings.publish([np.zeros(3, np.float32)], 0)
-    with pytest.raises(AttributeError):
-        actor._ask()
-    assert in_process.meetings.idle() and in_process.meetings.counts["lost"] == 1
-    lattice = Meetings("0.0", Format("lattice8"), 5.0)
-    lattice.publish([np.float32([np.inf])], 0)
-    with pytest.raises(ValueError, match="above 0, got inf"):
-        lattice.ask()
-    assert lattice.idle()
+@pytest.mark.parametrize("error", [ConnectionRefusedError(), EOFError(), TimeoutError()])
+def test_who_gives_no_state_is_passed_over(error, in_process):
+    roster = Roster(5.0, {})
+    for slot in (0, 2):
+        roster.add(slot, 0, False)
+        roster.beat(slot, 0, ("127.0.0.1", slot), {"steps": 7})
+    asked = []
+
+    def ask(address, secret, seconds):
+        asked.append(address)
+        if len(asked) == 1:
+            raise error
+        return Joined("2.0", 7, [])
+
+    joined = joiner_of(in_process, roster, ask=ask).joined()
+    assert joined is not None and len(set(asked)) == 2
 
 
 def test_a_state_is_given_at_a_boundary_and_refused_after_the_end(in_process):
     between = in_process.between
     wanted = between.want_state()
-    between._give(in_process.state, 4)
-    assert wanted.result(0).t == 4
-    between.end(4, in_process.state)
-    with pytest.raises(RuntimeError, match="has ended"):
+    make_step_of(in_process)
+    assert wanted.result(0).t == 0
+    between.end(1, in_process.state)
+    with pytest.raises(RuntimeError):
         between.want_state().result(0)
 
 
 class Answers:
-    """A roster that gives these answers to reports, or raises them, and then ends the thread."""
+    """A roster that gives these answers to reports, or raises them."""
 
-    def __init__(self, peer, *answers):
+    def __init__(self, *answers):
         self.answers = list(answers)
-        fast = {"beat_s": 0.01, "silent_s": 0.001, "max_lag": 1}
-        peers = peer.place.config["peers"] | fast
-        self.stopped = threading.Event()
-        self.actor = actor_of(peer, _roster=Remote(self), _peers=peers, _stopped=self.stopped)
-        peer.between.ready = True
 
     def beat(self, *_):
         answer = self.answers.pop(0)
-        if not self.answers:
-            self.stopped.set()
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     def members(self):
-        return [("0.0", None), ("1.0", None)]
+        return [("0.0", NOWHERE), ("1.0", NOWHERE)]
 
 
-@pytest.mark.usefixtures("no_ray")
 def test_a_roster_that_is_lost_is_not_waited_for(in_process):
     """The thread that reports must not end without a word: the peer would never know the end."""
-    Answers(in_process, (0, 0), RayActorError()).actor._beat()
+    reporter = reporter_of(in_process, Answers((0, 0), Lost(RuntimeError(), killed=True)))
+    assert reporter.beat() and not reporter.beat()
     before = in_process.pulse.progress()
     in_process.pulse.own += len(PACES)
     assert in_process.pulse.progress() == before + 2  # it estimates what both of them do
 
 
-@pytest.mark.usefixtures("no_ray")
 def test_a_roster_that_is_out_of_reach_for_a_while_is_not_lost(in_process):
     """A lost one never comes back: nobody would report to it, or be replaced, any more."""
-    unreachable = ActorUnavailableError("no route", None)
-    roster = Answers(in_process, (0, 0), unreachable, (0, 0), (0, 0))
-    roster.actor._beat()
-    assert not roster.answers
+    reporter = reporter_of(in_process, Answers((0, 0), Silent("gives no answer"), (8, 0)))
+    assert reporter.beat() and reporter.beat() and reporter.beat()
+    assert in_process.pulse.progress() == 8 // len(PACES)
 
 
-@pytest.mark.usefixtures("no_ray")
-def test_a_peer_that_was_silent_for_too_long_ends_and_saves_nothing(in_process):
+def test_a_peer_whose_slot_another_one_has_stops(in_process):
+    assert not reporter_of(in_process, Answers(None)).beat()
+    assert in_process.between.leaving == "stop"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps", "goes_on"), [(6, 16, False), (4, 16, True), (6, 4, True)]
+)
+def test_a_peer_that_was_silent_for_too_long_ends_and_saves_nothing(
+    seconds, steps, goes_on, in_process
+):
     """What it knows is old: its next meeting would draw the others back."""
     in_process.meetings.publish([np.zeros(3, np.float32)], 0)
-    roster = Answers(in_process, (0, 0), (800, 0), (800, 0))  # the others went on
-    roster.actor._beat()
-    assert len(roster.answers) == 1 and not in_process.meetings.agree("1.0-0")
-    with pytest.raises(NotJoined):
-        in_process.between.over(8)
+    now = [0.0]
+    answers = Answers((0, 0), (steps * len(PACES), 0))  # the others went on
+    reporter = reporter_of(in_process, answers, lambda: now[0], silent_s=5.0, max_lag=8)
+    assert reporter.beat()
+    now[0] += seconds
+    assert reporter.beat() is goes_on
+    assert in_process.meetings.agree("1.0-0") is goes_on
+    if not goes_on:
+        with pytest.raises(NotJoined):
+            in_process.between.over(8)
+
+
+def test_reports_end_when_the_peer_does(in_process):
+    beats = Answers(*[(0, 0)] * 3)
+    reporter = reporter_of(in_process, beats, beat_s=0.001)
+    thread = threading.Thread(target=reporter.run)
+    thread.start()
+    while len(beats.answers) == 3:
+        thread.join(0.001)
+    reporter.stopped.set()
+    thread.join(10)
+    assert not thread.is_alive()

@@ -7,7 +7,7 @@ in a random order, with messages that take a random time.
 import contextlib
 import json
 import queue
-import types
+import time
 
 import noise_task
 import numpy as np
@@ -15,7 +15,7 @@ import pytest
 
 from decent_jax import simulate, tasks, train
 from decent_jax.data import loader
-from decent_jax.peers import between, replay
+from decent_jax.peers import replay
 from decent_jax.peers.__main__ import main
 from decent_jax.peers.between import Between, Pulse
 from decent_jax.peers.boundary import number, on_host
@@ -32,16 +32,17 @@ PACES = (1.0, 1.0, 0.7, 0.2)  # of the peers, relative to the fastest
 class InProcess:
     """A peer without Ray."""
 
-    def __init__(self, place, experiment, steps):
+    def __init__(self, place, experiment, steps, clock=time.monotonic):
         n = place.config["num_replicas"]
         self.place, self.experiment = place, experiment
         form, weighted = Format(place.config["peers"]["wire"]), is_weighted(place.config)
         self.meetings = Meetings(place.name, form, 1e9, weighted=weighted)
         self.pulse = Pulse(n, steps)
         self.jobs = queue.SimpleQueue()
-        self.asks = 0
+        self.asks, self.now = 0, 0.0
         self.between = Between(
-            experiment, place, self.pulse, self.meetings, self.jobs, self._ask, None
+            *(experiment, place, self.pulse, self.meetings, self.jobs, lambda: self.ask(), None),
+            clock=clock,
         )
         self.state, self.t = init(experiment), self.between.begin(0)
         self.first = self.params()
@@ -54,7 +55,8 @@ class InProcess:
             prefetch=0,
         )
 
-    def _ask(self):
+    def ask(self):
+        """In place of a question; a test may put another function here."""
         self.asks += 1
 
     def params(self):
@@ -213,7 +215,7 @@ def peer_in_process(tmp_path):
     config.mix_every = 1
     place = Place(config.to_dict(), str(tmp_path), 0, 0, None, len(PACES))
     with open_peer(place) as (experiment, _):
-        peer = InProcess(place, experiment, 8)
+        peer = InProcess(place, experiment, 8, clock=lambda: peer.now)
         yield peer
         peer.between.end(peer.t, peer.state)
 
@@ -241,13 +243,13 @@ def test_nobody_asks_while_a_question_is_under_way(in_process):
 
 
 @pytest.mark.parametrize(("seconds", "rests"), [(1.0, True), (11.0, False)])
-def test_a_peer_rests_after_an_answer_but_not_after_silence(
-    seconds, rests, in_process, monkeypatch
-):
+def test_a_peer_rests_after_an_answer_but_not_after_silence(seconds, rests, in_process):
     """A question is given up after peers.meet_s, 10 s; the rest after it would be lost as well."""
-    now = [0.0]
-    monkeypatch.setattr(between, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(in_process.between, "_ask", lambda: now.append(now.pop() + seconds))
+
+    def ask():
+        in_process.now += seconds
+
+    in_process.ask = ask
     for _ in range(2):
         make_step_of(in_process)
     do_jobs(in_process)

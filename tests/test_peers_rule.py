@@ -1,8 +1,5 @@
 """The rule by which peers meet: against the exact simulation, in every format, and what fails."""
 
-import os
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +12,6 @@ from decent_jax import optim, simulate, topology
 from decent_jax.peers import partners
 from decent_jax.peers.formats import FORMATS, Format
 from decent_jax.peers.rule import Meetings
-from decent_jax.peers.setup import enter
 
 D = 37
 
@@ -221,6 +217,13 @@ def test_a_late_acceptance_still_adds_the_half_that_the_partner_added():
     assert other.settle(offer.meeting, True) is False  # not twice
 
 
+def test_a_question_that_cannot_be_encoded_leaves_no_meeting_under_way():
+    (one,) = peers(np.full((1, D), np.inf), "lattice8")
+    with pytest.raises(ValueError, match="inf"):
+        one.ask()
+    assert one.idle()
+
+
 def test_who_ends_finishes_what_is_under_way_and_begins_nothing():
     one, other = peers(np.array([np.zeros(D), np.ones(D)]), "float32")
     offer, message = one.ask()
@@ -276,13 +279,3 @@ def test_weighted_partners_are_near_and_all_the_same_connected():
     assert "100 ms between" in words and "%" not in words
     del seconds["0.0"]["7.0"], seconds["7.0"]["0.0"]
     assert partners.links(seconds, "swarm") == ""  # these two have not met
-
-
-def test_an_actor_reads_relative_paths_from_where_train_py_was_started(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there").mkdir()
-    monkeypatch.setattr(os, "dup2", lambda *_: None)  # the output stays here
-    enter(tmp_path / "cells" / "0.txt", str(tmp_path / "there"))
-    assert Path.cwd() == tmp_path / "there"
-    enter(tmp_path / "cells" / "0.txt", str(tmp_path / "only on another machine"))
-    assert Path.cwd() == tmp_path / "there"

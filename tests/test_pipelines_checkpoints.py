@@ -64,7 +64,7 @@ def checkpoints_of(threads, workdir, keep=2):
 
 
 def meta_of(threads):
-    return META | {"num_replicas": threads.stages[0].grid.placement.num_replicas}
+    return META | {"num_replicas": threads.stages[0].placement.num_replicas}
 
 
 @pytest.fixture(scope="module")

@@ -1,53 +1,46 @@
-"""Parts of pipelines: the bubble, checkpoints of another cut, gradients, and what is refused."""
+"""Parts of pipelines: orders, messages, cells, checkpoints of another cut, and what is refused."""
 
-import contextlib
 import itertools
-import queue
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
 import tiny
+from local_actors import LocalActors, Pending
 from pipeline_threads import Threads
-from ray.exceptions import GetTimeoutError
-from refusals import refuses
+from refusals import ANY, refused, refuses
 from test_pipelines import config_of
 
-from decent_jax import topology
-from decent_jax.commands import main as command
-from decent_jax.peers import start
-from decent_jax.pipelines import channels, links, part, watched
-from decent_jax.pipelines.channels import Channel, Door, Key, Mailbox
+from decent_jax import topology, train
+from decent_jax.actors import messages
+from decent_jax.actors.handles import Lost, Node, Silent
+from decent_jax.ground.errors import ConfigError, PeerLost, TrainingFailed
+from decent_jax.pipelines import links, part
+from decent_jax.pipelines.cells import Cells, nodes_of
+from decent_jax.pipelines.messages import Channel, Key, Mailbox
 from decent_jax.pipelines.part import Part
+from decent_jax.pipelines.setup import open_run
 from decent_jax.pipelines.worker import Worker
-from decent_jax.plan import plan_file
+from decent_jax.plan import orders, plan_file
 from decent_jax.plan.plan_file import Plan
-from decent_jax.train import ConfigError, PeerLost
+
+SECRET = b"0123456789abcdef"
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
 
-FORWARD_S = 0.15
-
-
-class Sleeper:
-    """A stage whose micro-batches only take time, as long backward as forward."""
+class Noting:
+    """A stage that computes nothing and notes what it is asked to compute."""
 
     def __init__(self, config, stage):
-        self.grid = SimpleNamespace(config=config)
+        self.config, self.done = config, []
         task = SimpleNamespace(config=SimpleNamespace(tied=False))
         self.part = Part(task, stage, [1] * config.pipeline.stages)
         self.state = SimpleNamespace(params={})
-        self.busy = 0.0  # seconds; a loaded machine wakes late
-
-    def sleep(self, seconds):
-        began = time.monotonic()
-        time.sleep(seconds)
-        self.busy += time.monotonic() - began
 
     def rows(self, tree):
         return tree
@@ -58,13 +51,12 @@ class Sleeper:
     def zeros(self, params, borrowed):
         return np.zeros(1), ({}, {})
 
-    def forward(self, *_):
-        self.sleep(FORWARD_S)
+    def forward(self, *args):
+        self.done.append(("forward", args[-1]))
         return ()
 
-    def backward(self, params, borrowed, x, tokens, total, *_):
-        # The last one's includes its forward.
-        self.sleep(2 * FORWARD_S if self.part.is_last else FORWARD_S)
+    def backward(self, params, borrowed, x, tokens, total, dy, t, k):
+        self.done.append(("backward", k))
         return total, ()
 
     def mean(self, loss, grads):
@@ -76,31 +68,33 @@ class Sleeper:
     def update(self, *_):
         pass
 
+    def skipped(self):
+        return np.zeros(1), np.zeros(1)
+
 
 @pytest.mark.parametrize("order", ["1f1b", "gpipe"])
-def test_bubble_of_equal_stages(order, tiny_data, monkeypatch):
-    """A share (S - 1) / (M + S - 1) of a step, within 10 percent; cores do not matter to sleep."""
+def test_stages_follow_their_order_and_wait_for_each_other(order, tiny_data):
+    """Which has a bubble of (S - 1) / (M + S - 1) of a step, see test_pipelines_orders."""
     stages, cuts = 4, 4
     config = config_of(tiny_data, stages, cuts, algorithm="all_reduce")
     config.pipeline.order = order
-    endless = itertools.repeat(np.zeros((1, cuts, 1)))
-    monkeypatch.setattr(Worker, "_open", lambda self, start: endless)
     boxes = [Mailbox() for _ in range(stages)]
+    made = [Noting(config, s) for s in range(stages)]
     workers = [
-        Worker(Sleeper(config, s), boxes[s], lambda to, key, value: boxes[to].put(key, value))
-        for s in range(stages)
+        Worker(
+            *(stage, box, lambda to, key, value: boxes[to].put(key, value)),
+            itertools.repeat(np.zeros((1, cuts, 1))),
+        )
+        for stage, box in zip(made, boxes, strict=True)
     ]
-    shares = []
     with ThreadPoolExecutor(stages) as threads:
-        for t in range(2):
-            for worker in workers:
-                worker.stage.busy = 0.0
-            began = time.monotonic()
-            for call in [threads.submit(worker._step, t) for worker in workers]:
-                call.result()
-            busy = np.mean([worker.stage.busy for worker in workers])
-            shares.append(1 - busy / (time.monotonic() - began))
-    assert min(shares) == pytest.approx((stages - 1) / (cuts + stages - 1), rel=0.1)
+        for call in [threads.submit(worker.train, 0, 2, False) for worker in workers]:
+            call.result(60)
+    for s, stage in enumerate(made):
+        wanted = orders.order(order, stages, cuts, s)
+        if stage.part.is_last:  # its backward computes the loss, too
+            wanted = [one for one in wanted if one[0] == "backward"]
+        assert stage.done == 2 * list(wanted)
 
 
 def test_a_message_that_does_not_come_is_named():
@@ -108,38 +102,53 @@ def test_a_message_that_does_not_come_is_named():
         Mailbox().take(Key("activation", 7, 0, 3), 0.01)
 
 
-def test_messages_keep_their_order_and_a_stranger_sends_none():
-    box, secret = queue.SimpleQueue(), b"secret"
-    door = Door("127.0.0.1", secret, lambda *message: box.put(message))
-    stranger, friend = Channel(door.address, b"other"), Channel(door.address, secret)
+@pytest.fixture
+def box():
+    """A mailbox and its address."""
+    box = Mailbox()
+    listener, address = messages.listen("127.0.0.1", SECRET, box.fill)
+    with listener:
+        yield box, address
+
+
+def test_messages_keep_their_order_and_a_stranger_sends_none(box):
+    box, address = box
+    stranger, friend = Channel(address, b"another secret"), Channel(address, SECRET)
     keys = [Key("activation", 7, k, 0) for k in range(3)]
     sent = np.arange(100_000, dtype=ml_dtypes.bfloat16).reshape(2, -1)
-    stranger.send(keys[0], None)
+    stranger.send(keys[0], (sent,))
     for key in keys:
         friend.send(key, (sent + key.k,))
     for key in keys:
-        got, (value,) = box.get(timeout=10)
-        assert got == key
+        (value,) = box.take(key, 30)
         np.testing.assert_array_equal(value, sent + key.k)
-    ends = time.monotonic() + 10
-    with pytest.raises(PeerLost, match="activation of step 7 could not be sent"):
+    ends = time.monotonic() + 30
+    with pytest.raises(PeerLost) as lost:
         while time.monotonic() < ends:
             stranger.send(keys[1], None)
             time.sleep(0.01)
-    assert box.empty()
+    assert "activation of step 7" in str(lost.value)
+    with pytest.raises(PeerLost):
+        box.take(keys[0], 0.0)
 
 
-def test_a_silent_stranger_keeps_no_stage_waiting(monkeypatch):
-    """Such as a scan of ports. It is left alone after a while."""
-    monkeypatch.setattr(channels, "_ANSWER_S", 1)
-    box, secret = queue.SimpleQueue(), b"secret"
-    door = Door("127.0.0.1", secret, lambda *message: box.put(message))
-    with socket.create_connection(door.address) as stranger:
-        Channel(door.address, secret).send(Key("activation", 7, 0, 0), None)
-        assert box.get(timeout=10)[1] is None
-        stranger.settimeout(10)
-        while stranger.recv(1000):  # the question, and then the end
-            pass
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        {"wte": {"embedding": np.ones((2, 3), np.float32)}},
+        (np.zeros(2, np.int8), np.ones((2, 1), np.float32)),
+        (np.float32([2.5]), np.float32([np.nan]), np.float32([7.0])),
+    ],
+)
+def test_a_stage_gets_what_another_one_sent(value, box):
+    """All that stages send, without a pickle on the way."""
+    box, address = box
+    key = Key("norm", 7, 0, 3)
+    Channel(address, SECRET).send(key, value)
+    got = box.take(key, 30)
+    assert jax.tree.structure(got) == jax.tree.structure(value)
+    jax.tree.map(np.testing.assert_array_equal, got, value)
 
 
 @pytest.mark.parametrize(("wire", "bound"), [("bfloat16", 0.02), ("int8", 0.06)])
@@ -169,43 +178,46 @@ def test_rounded_activations_give_nearly_the_same_gradient(wire, bound, tiny_dat
 @pytest.mark.parametrize(
     ("changes", "field", "value"),
     [
-        ({"pipeline__stages": 3}, "pipeline.stages", "3"),
-        ({"pipeline__micro_batches": 3}, "pipeline.micro_batches", "3"),
-        ({"micro_batches": 2}, "micro_batches", "2"),
+        ({"pipeline__micro_batches": 3}, "pipeline.micro_batches", 3),
+        ({"micro_batches": 2}, "micro_batches", 2),
         ({"model__preset": "llama_125m"}, "model.preset", "llama_125m"),
         ({"algorithm": "gradient_tracking"}, "algorithm", "gradient_tracking"),
-        ({"pipeline__layers": "2,1"}, "layers", "2,1"),
-        ({"eval__ema_decay": 0.9}, "eval.ema_decay", "0.9"),
-        ({"cluster__plan": "PLAN"}, "cluster.plan", "3"),
+        ({"eval__ema_decay": 0.9}, "eval.ema_decay", 0.9),
+        ({"cluster__plan": "PLAN"}, "cluster.plan", ANY),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(
-    changes, field, value, tiny_data, tmp_path, capsys
+    changes, field, value, tiny_data, tmp_path
 ):
-    plan = tmp_path / "plan.json"
     names = tuple(f"host{k}/0" for k in range(6))
-    Plan(names, topology.make("one_peer_exp", 2), stages=3).save(plan)
-    path = tiny.write_config(tmp_path / "config.py", tiny_data)
-    settings = {"num_replicas": 2, "batch_size": 16, "model__layers": 2, "pipeline__stages": 2}
-    settings |= changes
-    flags = [f"--config.{k.replace('__', '.')}={v}" for k, v in settings.items()]
-    flags = [flag.replace("=PLAN", f"={plan}") for flag in flags]
-    argv = ["--config", str(path), "--workdir", str(tmp_path / "run"), *flags]
-    assert command.train(argv, "train.py") == 2
-    err = capsys.readouterr().err
-    assert err.startswith("train.py: ") and err.count("\n") == 1, err
-    assert field in err and value in err, err
+    Plan(names, topology.make("one_peer_exp", 2), stages=3).save(tmp_path / "plan.json")
+    config = tiny.config(tiny_data, num_replicas=2, batch_size=16, model={"layers": 2})
+    config.pipeline.stages = 2
+    for name, other in changes.items():
+        section, _, last = name.rpartition("__")
+        own = config[section] if section else config
+        own[last] = str(tmp_path / "plan.json") if other == "PLAN" else other
+    with refused(field, value):
+        train.validate(config)
+
+
+@pytest.mark.parametrize(("stages", "layers"), [(3, ""), (2, "2,1")])
+def test_layers_that_the_model_has_not_got_are_refused(stages, layers, tiny_data, tmp_path):
+    """Before a cell starts, and in a sentence that names the number."""
+    config = tiny.config(tiny_data, num_replicas=2, batch_size=16, model={"layers": 2})
+    config.pipeline.update(stages=stages, layers=layers)
+    with pytest.raises(ConfigError) as caught, open_run(config, tmp_path / "run"):
+        pass
+    assert str(layers or stages) in str(caught.value) and not (tmp_path / "run").exists()
 
 
 def test_a_plan_puts_cells_on_its_machines_and_is_refused_elsewhere():
     plan = Plan(("a/0", "b/0"), topology.make("one_peer_exp", 1), stages=2, layers=(1, 3))
-    node = {"Alive": True, "NodeManagerHostname": "b", "NodeID": "bb" * 28}
-    nodes = [node, node | {"NodeName": "a", "NodeManagerHostname": "x", "NodeID": "aa" * 28}]
-    found = watched.strategies(plan, nodes, 2)
-    assert [one.node_id for one in found] == ["aa" * 28, "bb" * 28]
-    assert watched.strategies(None, nodes, 2) == ["SPREAD", "SPREAD"]
-    with pytest.raises(ConfigError, match="other machines: it names a, and the Ray cluster has b;"):
-        watched.strategies(plan, [node], 2)
+    named, by_host = Node("aa", ("a", "x")), Node("bb", ("b",))
+    assert nodes_of(plan, [by_host, named], 2) == [named, by_host]
+    assert nodes_of(None, [by_host, named], 2) == [None, None]
+    with refused("cluster.plan", "a"):
+        nodes_of(plan, [by_host], 2)
 
 
 def test_a_plan_is_read_as_it_was_written(tmp_path):
@@ -217,33 +229,140 @@ def test_a_plan_is_read_as_it_was_written(tmp_path):
         Plan(plan.devices, plan.schedule, stages=3)
 
 
-def test_too_few_machines_are_refused(tiny_data, monkeypatch):
-    monkeypatch.setattr(start.ray, "cluster_resources", lambda: {"CPU": 3.0})
+class Cell:
+    """In place of the actor of a cell."""
+
+    def __init__(self, cell, secret):
+        self.cell, self.error = cell, None
+
+    def beat(self):
+        if self.error is not None:
+            raise self.error
+        return 1
+
+    def train(self, *_):
+        if self.error is not None:
+            raise self.error
+        return self.cell.name
+
+
+@pytest.fixture
+def cells(tiny_data, tmp_path):
+    """2 x 2 cells, and their actors; waiting takes no time."""
+    now = [0.0]
+
+    def wait(seconds):
+        now[0] += seconds
+
+    config, actors = config_of(tiny_data, 2), LocalActors(wait=wait)
+    given = config, tmp_path, [1, 1], [None] * 4, SECRET, actors, Cell
+    with Cells(*given, clock=lambda: now[0], wait=wait) as made:
+        yield made, [actor.there for actor in actors.started]
+    assert all(actor.killed for actor in actors.started)
+
+
+def test_all_cells_are_called_together(cells):
+    made, _ = cells
+    assert made.all("train", 0, 1, False) == [cell.name for cell in made.cells]
+    assert [(cell.replica, cell.stage) for cell in made.cells] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+@pytest.mark.parametrize("step", [0, 7])
+def test_a_cell_that_is_killed_is_named_and_what_is_left_of_the_run(step, cells, tmp_path):
+    """Others notice its end in an exchange before Ray does, and fail as well."""
+    made, (first, *_, killed) = cells
+    if step:
+        (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
+    first.error, killed.error = ValueError("gloo"), Lost(RuntimeError(), killed=True)
+    with pytest.raises(TrainingFailed) as failed:
+        made.all("train", 0, 1, False)
+    words = str(failed.value)
+    assert "stage 1 of replica 1" in words and "killed" in words and "1-1.txt" in words
+    assert (f"step {step}" if step else "no checkpoint") in words
+
+
+def test_a_cell_that_fails_by_itself_is_named_with_its_error(cells):
+    made, (_, fails, *_) = cells
+    fails.train = lambda *_: 1 / 0
+    with pytest.raises(TrainingFailed) as failed:
+        made.all("train", 0, 1, False)
+    assert "stage 1 of replica 0" in str(failed.value) and "ZeroDiv" in str(failed.value)
+    fails.train = lambda *_: (_ for _ in ()).throw(ConfigError("memory", field="x", value=1))
+    with pytest.raises(ConfigError) as refusal:  # its machine lacks something
+        made.all("train", 0, 1, False)
+    assert "stage 1 of replica 0" in str(refusal.value)
+
+
+@pytest.mark.parametrize(("answers", "name"), [(1, "heartbeat_s"), (0, "timeout_s")])
+def test_a_cell_that_is_silent_is_named(answers, name, tiny_data, tmp_path):
+    """At first its process must start, which may take longer."""
+    now = [0.0]
+
+    def wait(seconds):
+        now[0] += seconds
+
+    class Silent(Cell):
+        answers_left = answers
+
+        def beat(self):
+            if (self.cell.replica, self.cell.stage) == (1, 0):
+                if not self.answers_left:
+                    raise Pending
+                self.answers_left -= 1
+            return 1
+
+        def train(self, *_):
+            raise Pending
+
     config = config_of(tiny_data, 2)
-    config.pipeline.cpus = 1.0
-    with pytest.raises(ConfigError, match=r"4 pipeline actors .* need 4 CPU, and Ray has 3"):
-        start.check_resources(config, "pipeline", 4)
+    config.cluster.update(heartbeat_s=30, timeout_s=200)
+    given = config, tmp_path, [1, 1], [None] * 4, SECRET, LocalActors(wait=wait), Silent
+    with (
+        Cells(*given, clock=lambda: now[0], wait=wait) as made,
+        pytest.raises(TrainingFailed) as failed,
+    ):
+        made.all("train", 0, 1, False)
+    assert "stage 0 of replica 1" in str(failed.value) and name in str(failed.value)
+    assert now[0] == pytest.approx(config.cluster[name], abs=2)
 
 
-def test_a_node_that_starts_no_process_is_not_waited_for_without_end(tiny_data, monkeypatch):
+class Probe:
+    """In place of a node's process; one that never starts where ``error`` is set."""
+
+    error: Exception | None = None
+
+    def address(self):
+        if self.error is not None:
+            raise self.error
+        return "host:1"
+
+    def measure(self, place, *_):
+        return f"of {place}", 7
+
+
+class NeverStarts(Probe):
+    error = Silent("gives no answer")
+
+
+class Killed(Probe):
+    error = Lost(RuntimeError(), killed=True)
+
+
+@pytest.mark.parametrize("kind", [Probe, NeverStarts, Killed])
+def test_links_are_measured_or_a_node_that_starts_no_process_is_given_up(kind, tiny_data):
     """It may have fewer cores than the config asks for; Ray itself never gives up."""
-    killed = []
-
-    def get(calls, timeout=None):
-        if timeout is None:
-            pytest.fail("this would wait for ever")
-        raise GetTimeoutError
-
-    node = {"Alive": True, "NodeManagerHostname": "a", "NodeID": "aa" * 28}
-    nodes = lambda: [node, node | {"NodeManagerHostname": "b"}]  # noqa: E731
-    fake = SimpleNamespace(nodes=nodes, get=get, kill=killed.append)
-    monkeypatch.setattr(links, "ray", fake)
-    monkeypatch.setattr(links, "ray_for", lambda *_: contextlib.nullcontext())
-    actor = SimpleNamespace(address=SimpleNamespace(remote=lambda: None))
-    monkeypatch.setattr(links, "start_actor", lambda *_: actor)
-    with pytest.raises(PeerLost, match=r"no process within cluster.timeout_s \(300 s\)"):
-        links.measure(config_of(tiny_data, 2), 1000, 1)
-    assert len(killed) == 2
+    config = config_of(tiny_data, 2)
+    actors = LocalActors({links.Probe: kind}, [Node("aa", ("a",)), Node("bb", ("b", "host"))])
+    if kind is Probe:
+        found = links.measured(config, actors, 1000, 1)
+        assert found == ("of ('host:1', 2, 0)", 7, ["a/0", "b/0"])
+    else:
+        with pytest.raises(PeerLost) as lost:
+            links.measured(config, actors, 1000, 1)
+        assert (kind is Killed) is ("killed" in str(lost.value))
+    assert len(actors.started) == 2 and all(probe.killed for probe in actors.started)
+    with refused("pipeline.address", ""):
+        links.measured(config, LocalActors(nodes=[Node("aa", ("a",))]), 1000, 1)
 
 
 def test_layers_of_the_plan_are_used_unless_the_config_names_others(tiny_data):

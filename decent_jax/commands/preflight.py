@@ -105,9 +105,9 @@ def _run(options: argparse.Namespace, config: ConfigDict) -> None:
 
 
 def _links_of_ray(options: argparse.Namespace, config: ConfigDict) -> tuple[Any, Any, list[str]]:
-    from decent_jax.peers.setup import prepare_ray
+    from decent_jax.actors import ray_cluster
 
-    prepare_ray()
+    ray_cluster.prepare(config.pipeline.address)
     from decent_jax.pipelines import links
 
     return links.measure(config, _num_bytes(options), options.repeats)

@@ -195,3 +195,32 @@ def in_steps(name: str, value: int | str, steps_per_epoch: int, steps: int) -> i
     number, unit = parse_duration(name, value)
     scale = {"step": 1, "epoch": steps_per_epoch, "%": steps / 100}[unit]
     return max(round(number * scale), 1) if number > 0 else 0
+
+
+def check_allowed(
+    values: Mapping[str, Any],
+    allowed: Mapping[str, Sequence[Any]],
+    use: str,
+    off: Any,
+    hints: Mapping[str, str],
+) -> None:
+    """Refuse values with which a run cannot have the field ``use``.
+
+    Args:
+      values: flat config.
+      allowed: {field: values}.
+      use: the field that asks for them.
+      off: its value that does not.
+      hints: {field: words after the value that was given}.
+
+    Raises:
+      ConfigError: naming the first other value.
+    """
+    for name, wanted in allowed.items():
+        if values[name] not in wanted:
+            raise ConfigError(
+                f"{use} needs {name} {' or '.join(map(repr, wanted))}, got {values[name]!r}"
+                f"{hints.get(name, '')}; or set {use} to {off}",
+                field=name,
+                value=values[name],
+            )

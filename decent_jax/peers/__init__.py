@@ -22,10 +22,10 @@ def check(config: ConfigDict) -> None:
 
 def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
     """Train with peers, in the folder ``workdir``; see `decent_jax.peers.driver.run`."""
-    from decent_jax.peers import setup
+    from decent_jax.actors import ray_cluster
 
-    setup.check(config)
-    setup.prepare_ray()
+    check(config)
+    ray_cluster.prepare(config.peers.address)
     from decent_jax.peers import driver
 
     return driver.run(config, workdir)
@@ -33,10 +33,10 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
 
 def dry_run(config: ConfigDict) -> None:
     """Compile and time the step of one peer, and say what a meeting sends."""
-    from decent_jax.peers import setup
+    from decent_jax.actors import ray_cluster
 
-    setup.check(config)
-    setup.prepare_ray()
+    check(config)
+    ray_cluster.prepare(config.peers.address)
     from decent_jax.peers import driver
 
     driver.dry_run(config)

@@ -72,6 +72,7 @@ class Between:
       ask: one of them: ask a neighbour to meet.
       join: copies the state of another peer, and returns None where nobody could give one; called
         before the first step, when all is compiled. None: not joining.
+      clock: seconds.
     """
 
     def __init__(
@@ -83,12 +84,14 @@ class Between:
         jobs: Any,
         ask: Any,
         join: Callable[[], Joined | None] | None,
+        clock: Callable[[], float] = time.monotonic,
     ):
+        self._clock = clock
         peers = place.config["peers"]
         self._experiment, self._place, self._pulse = experiment, place, pulse
-        self._meetings, self._jobs, self._ask = meetings, jobs, ask
+        self.meetings, self._jobs, self._ask = meetings, jobs, ask
         self._boundary = Boundary(experiment)
-        self._join = join
+        self.join = join
         self._every, self._meet_s = place.config["mix_every"], peers["meet_s"]
         self._geometric = peers["geometric"]
         self._random = random.Random()
@@ -133,26 +136,26 @@ class Between:
             raise NotJoined
         if self.leaving is None and not self._pulse.over():
             return False
-        if self._join is not None:
+        if self.join is not None:
             raise NotJoined
         if math.isinf(self._end_by):
             # A meeting takes meet_s at most, and until it is known to be settled as long again.
-            self._end_by = time.monotonic() + 2 * self._meet_s
-            self._due, self._met_before = done, self._meetings.counts["met"]
-        late = time.monotonic() > self._end_by
+            self._end_by = self._clock() + 2 * self._meet_s
+            self._due, self._met_before = done, self.meetings.counts["met"]
+        late = self._clock() > self._end_by
         # Who leaves meets once more, so that what it has learned stays with the others.
-        has_met = self.alone or self._meetings.counts["met"] > self._met_before
+        has_met = self.alone or self.meetings.counts["met"] > self._met_before
         if late or self.leaving != "leave" or has_met:
-            self._meetings.closed = True
+            self.meetings.closed = True
         # Halves that partners add must be added here, too.
-        return late or (self._meetings.closed and self._meetings.idle())
+        return late or (self.meetings.closed and self.meetings.idle())
 
     def step(
         self, compiled: Any, state: TrainState, batch: Any, t: int
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """The step t, and what comes before it."""
-        if self._join is not None:
-            state = self._joined(self._join, state)
+        if self.join is not None:
+            state = self._joined(self.join, state)
         log = self._log or self._begin_log(t)
         progress = self._pulse.progress()
         if progress != self._shown[0]:
@@ -162,7 +165,7 @@ class Between:
         # A host that is ahead of its device publishes late, meets nobody until then, and adds what
         # is older. All that the next step needs but the meetings is ready here.
         self._note_loss()
-        taken = self._meetings.take()
+        taken = self.meetings.take()
         for met in taken:
             log.met(t, met, progress)
             self.stale = progress - met.theirs.progress
@@ -170,7 +173,7 @@ class Between:
         if taken or self._published is None:
             self._publish(log, state, t, progress)
         self._give(state, t)
-        if t >= self._due and time.monotonic() >= self._ask_after:
+        if t >= self._due and self._clock() >= self._ask_after:
             self._due, self._ask_after = t + self._gap(), math.inf
             self._jobs.put(self._ask_and_rest)
         state, metrics = compiled(state, batch, number(self._place.slot, t))
@@ -185,7 +188,7 @@ class Between:
         self.final = arrays
         if self._log is not None:
             self._log.end(done, events.crc(arrays))
-        self._meetings.withdraw()
+        self.meetings.withdraw()
         self._refuse()
         return {"steps": done, "how": self.leaving or "end"}
 
@@ -206,11 +209,11 @@ class Between:
         peer that waited for an answer in vain was busy for ``meet_s``, and asks the next one at
         once.
         """
-        began = time.monotonic()
+        began = self._clock()
         try:
             self._ask()
         finally:
-            now = time.monotonic()
+            now = self._clock()
             took = now - began if now - began < self._meet_s else 0.0
             self._ask_after = now + 2 * self._random.random() * took
 
@@ -218,7 +221,7 @@ class Between:
 
     def _joined(self, join: Callable[[], Joined | None], state: TrainState) -> TrainState:
         """The state of another peer, if one gives it."""
-        joined, self._join = join(), None
+        joined, self.join = join(), None
         if joined is None:
             return state
         self._origin = {"peer": joined.donor, "t": joined.t, "when": "boundary"}
@@ -243,7 +246,7 @@ class Between:
         """Hand a copy to the other thread, which waits for the device and shows it to others."""
         steps = 0 if self._published is None else t - self._published
         self._published = t
-        copied, meetings = self._boundary.copy(self._boundary.averaged(state)), self._meetings
+        copied, meetings = self._boundary.copy(self._boundary.averaged(state)), self.meetings
 
         def publish():
             arrays = on_host(copied)
@@ -256,7 +259,7 @@ class Between:
         if not self._wanted.empty():
             copied = self._boundary.copy(state)
             for one in self._taken():
-                one.set_result(Joined(self._meetings.me, t, copied))
+                one.set_result(Joined(self.meetings.me, t, copied))
 
     def _refuse(self) -> None:
         for one in self._taken():

@@ -11,7 +11,6 @@ some differ, 2 there is nothing to replay.
 
 import contextlib
 import io
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -235,9 +234,3 @@ def _line(one: Replayed) -> str:
         f"peer {one.peer}: steps {first} to {last}, {one.meetings} meetings, "
         f"{one.versions} versions{end}: {words}"
     )
-
-
-if __name__ == "__main__":
-    from decent_jax.peers.__main__ import main
-
-    sys.exit(main(["replay", *sys.argv[1:]]))

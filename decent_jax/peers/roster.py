@@ -3,7 +3,10 @@
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 from typing import Any
+
+from decent_jax.actors.messages import Address
 
 
 @dataclasses.dataclass
@@ -12,49 +15,56 @@ class _Entry:
 
     incarnation: int
     steps: int  # made in this slot, by all of its peers
-    handle: Any = None
     alive: bool = False
     joins: bool = False  # it waits for the state of another peer
+    address: Address = ("", 0)  # at which others ask it
     heard: float | None = None  # when it reported last; None: it does not train yet
     report: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Roster:
-    """A Ray actor; single-threaded, and none of its methods waits.
+    """An actor; single-threaded, and none of its methods waits.
 
     Args:
       silent_s: seconds without a report after which nobody meets a peer.
       known: {slot: steps made in it} before this session.
+      clock: seconds.
     """
 
-    def __init__(self, silent_s: float, known: dict[int, int]):
-        self._silent_s = silent_s
+    def __init__(
+        self,
+        silent_s: float,
+        known: dict[int, int],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._silent_s, self._clock = silent_s, clock
         self._slots = {slot: _Entry(-1, steps) for slot, steps in known.items()}
 
-    def add(self, slot: int, incarnation: int, handle: Any, joins: bool) -> None:
+    def add(self, slot: int, incarnation: int, joins: bool) -> None:
         """A peer takes the slot."""
         steps = self._slots[slot].steps if slot in self._slots else 0
-        self._slots[slot] = _Entry(incarnation, steps, handle, alive=True, joins=joins)
+        self._slots[slot] = _Entry(incarnation, steps, alive=True, joins=joins)
 
     def remove(self, slot: int) -> None:
         """The peer that has the slot has died, left or ended."""
-        entry = self._slots[slot]
-        entry.alive, entry.handle = False, None  # Ray ends an actor of which nobody has a handle
+        self._slots[slot].alive = False
 
-    def beat(self, slot: int, incarnation: int, report: dict[str, Any]) -> tuple[int, int] | None:
+    def beat(
+        self, slot: int, incarnation: int, address: Address, report: dict[str, Any]
+    ) -> tuple[int, int] | None:
         """A peer's report. (steps of all slots, hash of the members); None: it is removed."""
         entry = self._slots[slot]
         if not entry.alive or entry.incarnation != incarnation:
             return None
-        entry.heard, entry.steps, entry.report = time.monotonic(), report["steps"], report
-        entry.joins = False
+        entry.heard, entry.steps, entry.report = self._clock(), report["steps"], report
+        entry.joins, entry.address = False, address
         names = tuple(name for name, _ in self.members())
         return sum(entry.steps for entry in self._slots.values()), hash(names)
 
-    def members(self) -> list[tuple[str, Any]]:
-        """(name, handle) of the peers that train and are not silent."""
+    def members(self) -> list[tuple[str, Address]]:
+        """(name, address) of the peers that train and are not silent."""
         return [
-            (f"{slot}.{entry.incarnation}", entry.handle)
+            (f"{slot}.{entry.incarnation}", entry.address)
             for slot, entry in self._slots.items()
             if self._is_member(entry)
         ]
@@ -80,4 +90,4 @@ class Roster:
 
     def _is_member(self, entry: _Entry) -> bool:
         heard = -math.inf if entry.heard is None else entry.heard
-        return entry.alive and time.monotonic() - heard <= self._silent_s
+        return entry.alive and self._clock() - heard <= self._silent_s

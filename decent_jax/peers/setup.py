@@ -1,7 +1,6 @@
 """What a run of peers is made of: checks, time-outs, the run of one replica in each, its data."""
 
 import contextlib
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from decent_jax.cluster import start as cluster
+from decent_jax.actors.process import leave_launcher
 from decent_jax.data import loader
-from decent_jax.ground import extras
+from decent_jax.ground import fields
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.json_files import flat
 from decent_jax.optim import METHODS, guard
@@ -30,7 +29,6 @@ _ANOTHER_DRAW = 1_000_003  # between the seeds of streams 0 to n - 1, n to 2 n -
 _HINTS = {
     "comm_dtype": "; peers.wire is the format",
     "swarm.bits": "; peers.wire is the format",
-    "micro_batches": "; pipeline.micro_batches cuts the batch",
 }
 
 
@@ -44,7 +42,6 @@ class Place(NamedTuple):
     start: int | None  # the step to begin with as a copy of a live peer; None: its own checkpoint
     num_streams: int
     all_steps: int = 0  # of all slots together, by then
-    launched_from: str = ""  # working directory of `train.py`
 
     @property
     def name(self) -> str:
@@ -79,36 +76,13 @@ def check(config: ConfigDict) -> None:
         "cluster.plan": [""],
         "pipeline.stages": [0],
     }
-    check_allowed(config, allowed, "peers.use", False)
+    fields.check_allowed(flat(config), allowed, "peers.use", False, _HINTS)
     partners.degree(config.peers.neighbours)
     _check_seconds(config.peers)
     pairs = ConfigDict(config.to_dict())
     if config.schedule == config_lib.AUTO or config_lib.names_a_schedule(config.schedule):
         pairs.schedule = "random_matching"  # peers use no schedule, but methods ask for one
     config_lib.check(pairs)
-
-
-def check_allowed(config: ConfigDict, allowed: dict[str, list], use: str, off: Any) -> None:
-    """Refuse values with which a run cannot have the field ``use``.
-
-    Args:
-      config: of the run.
-      allowed: {field: values}.
-      use: the field that asks for them.
-      off: its value that does not.
-
-    Raises:
-      ConfigError: naming the first other value.
-    """
-    values = flat(config)
-    for name, wanted in allowed.items():
-        if values[name] not in wanted:
-            raise ConfigError(
-                f"{use} needs {name} {' or '.join(map(repr, wanted))}, got {values[name]!r}"
-                f"{_HINTS.get(name, '')}; or set {use} to {off}",
-                field=name,
-                value=values[name],
-            )
 
 
 def _check_seconds(peers: ConfigDict) -> None:
@@ -141,40 +115,6 @@ def forget(folder: Path, first: int) -> None:
         number = path.name.partition(".")[0]  # of a step, or of one that is being written
         if number.isdecimal() and int(number) >= first:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def enter(log: Path, launched_from: str) -> None:
-    """Make an actor's process one of this run; it and its libraries print to the file ``log``.
-
-    A relative path of the config is then the same file as for `train.py`, unless this machine lacks
-    the folder in which `train.py` was started.
-    """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("a") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    if os.path.isdir(launched_from):
-        os.chdir(launched_from)
-    leave_launcher()
-
-
-def leave_launcher() -> None:
-    """Forget that SLURM or another launcher started this process with others: Ray joins them."""
-    for variable, _ in cluster.LAUNCHERS.values():
-        os.environ.pop(variable, None)
-
-
-def prepare_ray() -> None:
-    """Call before the first import of Ray: sets what it reads from the environment.
-
-    Raises:
-      MissingExtra: Ray is not installed.
-    """
-    extras.need("peers", "ray", "psutil")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # `train.py` says itself which peer has died.
-    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
 
 
 @contextlib.contextmanager

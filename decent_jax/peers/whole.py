@@ -1,19 +1,16 @@
 """The run as a whole: rows of metrics.jsonl from all peers, and the consensus of their copies."""
 
-import contextlib
 from collections.abc import Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import ray
 from ml_collections import ConfigDict
-from ray.exceptions import RayError
 
 from decent_jax import replicas
 from decent_jax.peers.boundary import averaged
-from decent_jax.peers.formats import Format
+from decent_jax.peers.formats import Arrays, Format
 from decent_jax.train.experiment import Experiment
 from decent_jax.train.step import TrainState
 from decent_jax.train.synchronous import init
@@ -35,8 +32,7 @@ class Whole:
     def message_bytes(self) -> int:
         """Of a copy, as peers send it."""
         copy = averaged(self._experiment.task.mixes_state, self.template)
-        form = Format(self._config.peers.wire)
-        return form.bytes_sent([x.shape[1:] for x in jax.tree.leaves(copy)])
+        return message_bytes(self._config.peers.wire, copy)
 
     def row(
         self, peers: Collection[dict[str, Any]], step: int, steps: int, seconds: float
@@ -83,18 +79,8 @@ class Whole:
             },
         }
 
-    def state(self, handles: list[Any], seconds: float) -> TrainState | None:
-        """The copies that these peers have published, stacked (m, ...); None without any.
-
-        No peer waits for this; a peer that gives none within ``seconds`` is left out.
-        """
-        calls = [handle.published.remote() for handle in handles]
-        ready, _ = ray.wait(calls, num_returns=len(calls), timeout=seconds) if calls else ([], [])
-        copies = []
-        for call in ready:
-            with contextlib.suppress(RayError):
-                copies.append(ray.get(call, timeout=seconds))
-        copies = [copy for copy in copies if copy is not None]
+    def state(self, copies: list[Arrays]) -> TrainState | None:
+        """The copies that peers have published, stacked (m, ...); None without any."""
         if not copies:
             return None
         template, mixes = self.template, self._experiment.task.mixes_state
@@ -116,6 +102,11 @@ class Whole:
 
         params, model_state = mean((state.params, state.model_state))
         return self.template._replace(params=params, model_state=model_state)
+
+
+def message_bytes(wire: str, copy: Any) -> int:
+    """Bytes of a copy (1, ...) in a format."""
+    return Format(wire).bytes_sent([x.shape[1:] for x in jax.tree.leaves(copy)])
 
 
 def counts_of(peers: Collection[dict[str, Any]]) -> dict[str, int]:

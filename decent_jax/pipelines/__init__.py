@@ -22,10 +22,10 @@ def check(config: ConfigDict) -> None:
 
 def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
     """Train pipelines, in the folder ``workdir``; see `decent_jax.pipelines.driver.run`."""
-    from decent_jax.peers.setup import prepare_ray
+    from decent_jax.actors import ray_cluster
 
     check(config)
-    prepare_ray()
+    ray_cluster.prepare(config.pipeline.address)
     from decent_jax.pipelines import driver
 
     return driver.run(config, workdir)
@@ -33,10 +33,10 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
 
 def dry_run(config: ConfigDict) -> None:
     """Start the cells of all stages, and time their steps."""
-    from decent_jax.peers.setup import prepare_ray
+    from decent_jax.actors import ray_cluster
 
     check(config)
-    prepare_ray()
+    ray_cluster.prepare(config.pipeline.address)
     from decent_jax.pipelines import driver
 
     driver.dry_run(config)

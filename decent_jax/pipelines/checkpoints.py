@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from decent_jax.ground.errors import CheckpointError, ConfigError, TrainingFailed
-from decent_jax.pipelines.watched import Watched
+from decent_jax.pipelines.cells import Cells
 from decent_jax.train import checkpoint_folder as folders
 from decent_jax.train.checkpoint_folder import BEST, FOLDER, STAGE, STATE
 
@@ -15,15 +15,15 @@ class CellCheckpoints:
 
     Args:
       workdir: of the run.
-      actors: the cells.
+      cells: they write.
       keep: checkpoints.
 
     Raises:
       ConfigError: the checkpoints in ``workdir`` are of a run without stages.
     """
 
-    def __init__(self, workdir: Path, actors: Watched, keep: int):
-        self.workdir, self._actors, self._keep = workdir, actors, keep
+    def __init__(self, workdir: Path, cells: Cells, keep: int):
+        self.workdir, self._cells, self._keep = workdir, cells, keep
         self._writing: tuple[list[Any], Path, dict[str, Any], int] | None = None
         self._saved = -1
         if any((workdir / FOLDER).glob(f"*/{STATE}")):
@@ -42,7 +42,7 @@ class CellCheckpoints:
         """The meta of the newest checkpoint that all cells can read, and now have; or {}."""
 
         def restore(checkpoint: Path, meta: dict[str, Any]) -> None:
-            for why in self._actors.all("restore", checkpoint, meta):
+            for why in self._cells.all("restore", checkpoint, meta):
                 if why:
                     raise CheckpointError(why)
 
@@ -66,7 +66,7 @@ class CellCheckpoints:
 
     def check(self) -> None:
         """A checkpoint counts, or fails, as soon as it is written."""
-        if self._writing is not None and self._actors.over(self._writing[0]):
+        if self._writing is not None and self._cells.over(self._writing[0]):
             self.wait()
 
     def wait(self) -> None:
@@ -75,7 +75,7 @@ class CellCheckpoints:
             return
         (calls, *finished), self._writing = self._writing, None
         try:
-            self._actors.wait(calls)
+            self._cells.wait(calls)
         except TrainingFailed as error:
             raise CheckpointError(f"a checkpoint could not be written: {error}") from None
         folders.finish(*finished)
@@ -87,8 +87,8 @@ class CellCheckpoints:
     def _save(self, how: str, name: str, step: int, meta: dict[str, Any], keep: int) -> None:
         self.wait()
         draft = folders.draft_of(self.workdir / name, step)
-        sums = self._actors.all(how, draft)
-        of_cells = zip(self._actors.cells, sums, strict=True)
+        sums = self._cells.all(how, draft)
+        of_cells = zip(self._cells.cells, sums, strict=True)
         parts = {f"{STAGE}{cell.stage}": own for cell, own in of_cells if cell.replica == 0}
         meta = meta | {"step": step, "checksums": parts}
-        self._writing = self._actors.begin("saved"), draft, meta, keep
+        self._writing = self._cells.begin("saved"), draft, meta, keep

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import secrets
 import tempfile
 import time
 from collections.abc import Iterator
@@ -11,24 +12,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import ray
 from ml_collections import ConfigDict
 
+from decent_jax.actors.handles import Actors
+from decent_jax.actors.ray_cluster import check_address, running
 from decent_jax.ground.format import format_bytes, format_duration, format_number
-from decent_jax.peers.start import check_address, ray_for
+from decent_jax.pipelines.cells import Cells, nodes_of
 from decent_jax.pipelines.checkpoints import CellCheckpoints
 from decent_jax.pipelines.part import bytes_between_stages
-from decent_jax.pipelines.setup import Run, open_run
-from decent_jax.pipelines.watched import Watched, strategies
+from decent_jax.pipelines.setup import open_run
 from decent_jax.pipelines.worker import Span
 from decent_jax.replicas import Consensus
 from decent_jax.train import algorithm, loop
 from decent_jax.train.checkpoint import change_of, restore_model
 from decent_jax.train.evaluation import Evaluator, Model
+from decent_jax.train.experiment import Experiment
 from decent_jax.train.metrics import Clock
 from decent_jax.train.saver import Saver
 from decent_jax.train.step import TrainState
 from decent_jax.train.synchronous import TIMED
+from decent_jax.train.workdir import Workdir
 
 _LONGEST_SPAN_S = 5.0  # steps that cells make without a word from here
 
@@ -38,8 +41,8 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
 
     Returns, raises: as `decent_jax.train.run`.
     """
-    with _cells(config, workdir) as (made, actors):
-        return loop.train(Pipelines(made, actors), made.work)
+    with _started(config, workdir) as runner:
+        return loop.train(runner, runner.work)
 
 
 def dry_run(config: ConfigDict) -> None:
@@ -48,33 +51,21 @@ def dry_run(config: ConfigDict) -> None:
     Raises:
       ConfigError: the run would be refused.
     """
-    with tempfile.TemporaryDirectory() as folder, _cells(config, folder) as (made, actors):
-        runner, every = Pipelines(made, actors), made.experiment.config.mix_every
-        runner.restore()
-        with made.work.announce("compiling the steps"):
-            actors.all("train", 0, every, False)
-        began = time.perf_counter()
-        for _ in range(TIMED):  # the steps to a round, and it
-            actors.all("train", 0, every, False)
-        seconds = (time.perf_counter() - began) / TIMED / every
-        steps = made.experiment.steps
-        made.work.say(
-            f"the config is good for {steps} steps; a step takes {format_number(1e3 * seconds)} ms "
-            f"on average here, {steps} of them {format_duration(seconds * steps)}"
-        )
+    with tempfile.TemporaryDirectory() as folder, _started(config, folder) as runner:
+        runner.time_steps()
 
 
 @contextlib.contextmanager
-def _cells(config: ConfigDict, workdir: str | Path) -> Iterator[tuple[Run, Watched]]:
-    """The run, and the actors of its cells."""
+def _started(config: ConfigDict, workdir: str | Path) -> Iterator["Pipelines"]:
+    """A run whose cells have begun to start."""
     check_address(config, "pipeline")
-    with open_run(config, workdir) as made:
-        config = made.experiment.config
-        cells = config.num_replicas * len(made.counts)
-        with ray_for(config, "pipeline", cells):
-            placed = strategies(made.plan, ray.nodes(), cells)
-            with Watched(config, made.work.path, made.counts, placed) as actors:
-                yield made, actors
+    with open_run(config, workdir) as (experiment, work, plan, counts):
+        config, actors = experiment.config, Actors()
+        count = config.num_replicas * len(counts)
+        with running(config, "pipeline", count):
+            nodes, secret = nodes_of(plan, actors.nodes(), count), secrets.token_bytes(32)
+            with Cells(config, work.path, counts, nodes, secret, actors) as cells:
+                yield Pipelines(experiment, work, counts, cells)
 
 
 class Pipelines:
@@ -82,20 +73,21 @@ class Pipelines:
 
     evaluates, state = True, None
 
-    def __init__(self, made: Run, actors: Watched):
-        self.experiment, self.work, self._actors = made.experiment, made.work, actors
-        self._counts, self._config = made.counts, made.experiment.config
-        self._crossing = bytes_between_stages(self._config, made.model)
-        self._cost = _cost(made)
-        made.work.say(self._describe())
-        self.checkpoints = CellCheckpoints(made.work.path, actors, self._config.checkpoint.keep)
+    def __init__(self, experiment: Experiment, work: Workdir, counts: list[int], cells: Cells):
+        self.experiment, self.work, self._cells = experiment, work, cells
+        self._counts, self._config = counts, experiment.config
+        task: Any = experiment.task  # a `decent_jax.tasks.Task` with a `GPT2Config`
+        self._crossing = bytes_between_stages(self._config, task.config)
+        self._cost = _cost(experiment)
+        work.say(self._describe())
+        self.checkpoints = CellCheckpoints(work.path, cells, self._config.checkpoint.keep)
         self._pace = math.inf  # seconds per step
         self._distance: Any = None  # a `Consensus`, as of the last row
 
     def restore(self) -> tuple[int, dict[str, Any]]:
         """See `decent_jax.train.loop.Runner`."""
-        with self.work.announce(f"starting {len(self._actors.cells)} cells"):
-            self._actors.open()
+        with self.work.announce(f"starting {len(self._cells.cells)} cells"):
+            self._cells.open()
         meta = self.checkpoints.newest(self.work.say)
         step, ahead, n = 0, 0, self._config.num_replicas
         if meta:
@@ -103,8 +95,23 @@ class Pipelines:
             ahead = meta["examples"] // self._config.batch_size - step
             if meta["num_replicas"] != n:
                 self.work.say(change_of(meta["num_replicas"], n))
-        self._actors.all("begin", step, ahead)
+        self._cells.all("begin", step, ahead)
         return step, meta
+
+    def time_steps(self) -> None:
+        """Compile and time the steps, and say what they take."""
+        every, steps = self._config.mix_every, self.experiment.steps
+        self.restore()
+        with self.work.announce("compiling the steps"):
+            self._cells.all("train", 0, every, False)
+        began = time.perf_counter()
+        for _ in range(TIMED):  # the steps to a round, and it
+            self._cells.all("train", 0, every, False)
+        seconds = (time.perf_counter() - began) / TIMED / every
+        self.work.say(
+            f"the config is good for {steps} steps; a step takes {format_number(1e3 * seconds)} ms "
+            f"on average here, {steps} of them {format_duration(seconds * steps)}"
+        )
 
     @contextlib.contextmanager
     def training(self, start: int, ahead: int, clock: Clock) -> Iterator[None]:
@@ -124,15 +131,15 @@ class Pipelines:
         began = time.monotonic()
         # The first step compiles, which is no part of a row that has others.
         with self._clock.pause() if compiles and stop < until else contextlib.nullcontext():
-            spans: list[Span] = self._actors.all("train", done, stop, logs)
+            spans: list[Span] = self._cells.all("train", done, stop, logs)
         if not compiles:
             self._pace = max(time.monotonic() - began, 1e-9) / (stop - done)
-        both = list(zip(self._actors.cells, spans, strict=True))
+        both = list(zip(self._cells.cells, spans, strict=True))
         if logs:
             squares = [span.distance for cell, span in both if cell.replica == 0]
             distance, norm = np.sqrt(np.sum(np.array(squares, float), axis=0))
-            found: Any = distance, distance / norm if norm else 0.0
-            self._distance = Consensus(*found, jnp.zeros(self._config.num_replicas))
+            relative: Any = distance / norm if norm else 0.0
+            self._distance = Consensus(distance, relative, jnp.zeros(self._config.num_replicas))
         heads = [span for cell, span in both if cell.stage == 0]  # one for each replica
         last = {
             "skipped": np.concatenate([span.skipped for span in heads]),
@@ -158,7 +165,7 @@ class Pipelines:
     def evaluate(self) -> tuple[dict[str, float], Model]:
         """See `decent_jax.train.loop.Runner`; `CellCheckpoints` saves the model."""
         with self.work.announce("evaluating the consensus model", once=True):
-            sums = [found for found in self._actors.all("evaluate") if found is not None]
+            sums = [found for found in self._cells.all("evaluate") if found is not None]
         total, count = np.sum(sums, axis=0)
         return {"eval/loss": float(total / count)}, Model(None, None)
 
@@ -195,9 +202,9 @@ class Pipelines:
         )
 
 
-def _cost(made: Run) -> algorithm.Cost:
+def _cost(experiment: Experiment) -> algorithm.Cost:
     """The cost of whole replicas; each of several stages sends its share."""
-    experiment, n = made.experiment, made.experiment.config.num_replicas
+    n = experiment.config.num_replicas
     params, _ = jax.eval_shape(experiment.task.init, jax.random.key(0))
     state = TrainState(params, {}, jax.eval_shape(experiment.tx.init, params), None)
     stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), state)

@@ -5,24 +5,22 @@ from typing import Any
 
 import jax
 import numpy as np
-import ray
 from ml_collections import ConfigDict
-from ray.exceptions import GetTimeoutError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from decent_jax.actors.handles import Actors, Silent, Unanswered, own_host
+from decent_jax.actors.process import leave_launcher
+from decent_jax.actors.ray_cluster import check_address, running
 from decent_jax.cluster import preflight
 from decent_jax.ground.errors import ConfigError, PeerLost
-from decent_jax.peers.setup import leave_launcher
-from decent_jax.peers.start import check_address, ray_for, start_actor
 from decent_jax.pipelines.setup import free_address, join
 
 
-class _Probe:
+class Probe:
     """A process of jax on one node, as the cells of a run are."""
 
     def address(self) -> str:
         """See `free_address`."""
-        return free_address(ray.util.get_node_ip_address())
+        return free_address(own_host())
 
     def measure(
         self, place: tuple[str, int, int], exchange_s: int, num_bytes: int, repeats: int
@@ -48,40 +46,42 @@ def measure(
       ConfigError: no cluster answers there, or it has one node.
       PeerLost: a node failed meanwhile.
     """
-    pipeline = config.pipeline
     check_address(config, "pipeline")
-    with ray_for(config, "pipeline", 0):
-        nodes = [node for node in ray.nodes() if node["Alive"]]
-        if len(nodes) < 2:
-            raise ConfigError(
-                f"pipeline.address {pipeline.address}: the Ray cluster has one node, so there is "
-                "no link to measure"
-            )
-        nodes.sort(key=_name)
-        on = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
-        probes = [start_actor(_Probe, pipeline, where, 1) for where in on]
-        try:
-            started = [one.address.remote() for one in probes]
-            coordinator, *_ = ray.get(started, timeout=config.cluster.timeout_s)
-            own = config.cluster.exchange_s, num_bytes, repeats
-            calls = [
-                one.measure.remote((coordinator, len(probes), k), *own)
-                for k, one in enumerate(probes)
-            ]
-            latency, bandwidth = ray.get(calls)[0]
-        except GetTimeoutError:  # such as of a node that has not got pipeline.cpus
-            raise PeerLost(
-                "the links could not be measured: a node has started no process within "
-                f"cluster.timeout_s ({config.cluster.timeout_s} s)"
-            ) from None
-        except RayError as error:
-            line = (str(error).splitlines() or [""])[-1]
-            raise PeerLost(f"the links could not be measured: {line}") from None
-        finally:
-            for one in probes:
-                ray.kill(one)
-    return latency, bandwidth, [f"{_name(node)}/0" for node in nodes]
+    with running(config, "pipeline", 0):
+        return measured(config, Actors(), num_bytes, repeats)
 
 
-def _name(node: dict[str, Any]) -> str:
-    return node.get("NodeName") or node["NodeManagerHostname"]
+def measured(
+    config: ConfigDict, actors: Actors, num_bytes: int, repeats: int
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """See `measure`; ``actors`` are those of the cluster."""
+    pipeline, nodes = config.pipeline, actors.nodes()
+    if len(nodes) < 2:
+        raise ConfigError(
+            f"pipeline.address {pipeline.address}: the Ray cluster has one node, so there is no "
+            "link to measure",
+            field="pipeline.address",
+            value=pipeline.address,
+        )
+    probes = [
+        actors.start(Probe, on=node, cpus=pipeline.cpus, gpus=pipeline.gpus) for node in nodes
+    ]
+    try:
+        started = [one.call("address") for one in probes]
+        coordinator, *_ = [one.result(config.cluster.timeout_s) for one in started]
+        own = config.cluster.exchange_s, num_bytes, repeats
+        calls = [
+            one.call("measure", (coordinator, len(probes), k), *own) for k, one in enumerate(probes)
+        ]
+        (latency, bandwidth), *_ = [one.result() for one in calls]
+    except Silent:  # such as of a node that has not got pipeline.cpus
+        raise PeerLost(
+            "the links could not be measured: a node has started no process within "
+            f"cluster.timeout_s ({config.cluster.timeout_s} s)"
+        ) from None
+    except Unanswered as error:
+        raise PeerLost(f"the links could not be measured: a node {error}") from None
+    finally:
+        for one in probes:
+            one.kill()
+    return latency, bandwidth, [f"{node.names[0]}/0" for node in nodes]

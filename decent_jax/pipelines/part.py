@@ -8,9 +8,10 @@ import optax
 from ml_collections import ConfigDict
 
 from decent_jax import optim, replicas
+from decent_jax.ground import fields
 from decent_jax.ground.errors import ConfigError
+from decent_jax.ground.json_files import flat
 from decent_jax.models import decoders, gpt2, pieces
-from decent_jax.peers.setup import check_allowed
 from decent_jax.plan import orders
 from decent_jax.plan.plan_file import Plan
 from decent_jax.replicas import Placement
@@ -126,7 +127,8 @@ def check(config: ConfigDict) -> None:
         "cluster.coordinator": [""],
         "peers.use": [False],
     }
-    check_allowed(config, allowed, "pipeline.stages", 0)
+    hints = {"micro_batches": "; pipeline.micro_batches cuts the batch"}
+    fields.check_allowed(flat(config), allowed, "pipeline.stages", 0, hints)
     if config.model.preset not in gpt2.PRESETS:
         wanted = f"must be a GPT-2 where pipeline.stages is set: {', '.join(gpt2.PRESETS)}"
         raise ConfigError.about("model.preset", config.model.preset, wanted)

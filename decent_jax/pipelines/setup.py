@@ -10,14 +10,13 @@ import jax
 from ml_collections import ConfigDict
 
 from decent_jax import replicas, tasks
+from decent_jax.actors.process import leave_launcher
 from decent_jax.cluster.start import limit_exchanges
 from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.progress import announce as announce_on_stderr
-from decent_jax.models.gpt2 import GPT2Config
-from decent_jax.peers.setup import leave_launcher
 from decent_jax.pipelines import part as parts
 from decent_jax.pipelines.part import Part
-from decent_jax.pipelines.stage import Grid
+from decent_jax.pipelines.stage import Stage
 from decent_jax.plan.plan_file import Plan
 from decent_jax.train import config as config_lib
 from decent_jax.train import experiment, xla
@@ -35,7 +34,6 @@ class Cell(NamedTuple):
     replica: int
     stage: int
     counts: list[int]  # layers of each stage
-    launched_from: str  # working directory of `train.py`
 
     @property
     def name(self) -> str:
@@ -48,19 +46,15 @@ class Cell(NamedTuple):
         return Path(self.workdir) / LOGS / f"{self.replica}-{self.stage}.txt"
 
 
-class Run(NamedTuple):
-    """A run of pipelines as the process of `train.py` knows it."""
-
-    experiment: Experiment  # whose placement is this process's device, for one replica
-    work: Workdir
-    plan: Plan | None
-    model: GPT2Config
-    counts: list[int]  # layers of each stage
-
-
 @contextlib.contextmanager
-def open_run(config: ConfigDict, workdir: str | Path) -> Iterator[Run]:
-    """Check the config, and open the run directory and the data.
+def open_run(
+    config: ConfigDict, workdir: str | Path
+) -> Iterator[tuple[Experiment, Workdir, Plan | None, list[int]]]:
+    """Check the config, and open the run directory and the data, in the process of `train.py`.
+
+    Returns:
+      The experiment, placed on this process's device for one replica; the run directory; the plan;
+      and the layers of each stage.
 
     Raises:
       ConfigError: see `decent_jax.train.run`.
@@ -79,11 +73,11 @@ def open_run(config: ConfigDict, workdir: str | Path) -> Iterator[Run]:
         tx = parts.method(config, schedule, rate, placement)
         made = Experiment(config, task, schedule, placement, None, steps, every, rate, tx, 1)
         work.accept()
-        yield Run(made, work, plan, task.config, counts)
+        yield made, work, plan, counts
 
 
-def open_cell(cell: Cell) -> tuple[Grid, Part]:
-    """What the programs of a cell are made of, where jax has been started with its replicas.
+def open_stage(cell: Cell) -> Stage:
+    """The programs of a cell, where jax has been started with its replicas.
 
     Raises:
       ConfigError: its machine has too little memory, or its data cannot be used.
@@ -98,7 +92,7 @@ def open_cell(cell: Cell) -> tuple[Grid, Part]:
     part = Part(task, cell.stage, cell.counts)
     params, _ = jax.eval_shape(part.init, jax.random.key(0))
     experiment.check_state(placement, (params, jax.eval_shape(tx.init, params)))
-    return Grid(config, schedule, placement, tx), part
+    return Stage(config, schedule, placement, tx, part)
 
 
 def free_address(host: str) -> str:

@@ -7,7 +7,7 @@ state, is stacked over all of them, (n, ...); one device holds the L rows of thi
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,15 +31,6 @@ from decent_jax.train.step import TrainState
 _MESSAGES = 2**30  # keys for their rounding, apart from those of the blocks for dropout
 
 
-class Grid(NamedTuple):
-    """What the stages of a run have in common."""
-
-    config: ConfigDict
-    schedule: Schedule
-    placement: Placement
-    tx: Any  # of `decent_jax.pipelines.part.method`
-
-
 class Stage:
     """One stage of the replicas of this process.
 
@@ -48,7 +39,6 @@ class Stage:
 
     Attributes:
       state: a `TrainState` of this stage's parameters, (n, ...) over all replicas.
-      part: of the model.
       forward: (params, borrowed, x, tokens, t, k) -> what the next stage gets of micro-batch k of
         step t; of this process's rows, see `rows`. ``borrowed`` is {"wte": ...} where the stage
         borrows a table, else {}; ``x`` comes from the stage before, None in the first; ``tokens``
@@ -60,17 +50,26 @@ class Stage:
       squares: gradients (L, ...) -> (L,) their sums of squares.
       evaluate: (params, borrowed, x, tokens, weights) of one model, not stacked -> what the next
         stage gets; from the last, sums over a batch.
+
+    Args:
+      config: of the run.
+      schedule: of the run.
+      placement: of all replicas on the devices of their processes.
+      tx: of `decent_jax.pipelines.part.method`.
+      part: of the model.
     """
 
-    def __init__(self, grid: Grid, part: Part):
-        self.grid, self.part = grid, part
-        config, self._model = grid.config, part.task.config
+    def __init__(
+        self, config: ConfigDict, schedule: Schedule, placement: Placement, tx: Any, part: Part
+    ):
+        self.config, self.schedule, self.placement = config, schedule, placement
+        self.part, self._tx, self._model = part, tx, part.task.config
         self._together = ThreadPoolExecutor(1, thread_name_prefix="replicas")
         self._codec = codecs.NAMED[config.pipeline.wire]
         self._cuts = config.pipeline.micro_batches
         self._key = jax.random.key(config.seed + 1)
-        ids = np.array(grid.placement.local_replicas, np.int32)
-        rows = grid.placement.per_replica_alone
+        ids = np.array(placement.local_replicas, np.int32)
+        rows = placement.per_replica_alone
         self.forward = partial(jax.jit(self._over_rows(self._forward_one)), ids)
         backward = jax.jit(self._over_rows(self._backward_one), donate_argnums=5)
         self.backward = partial(backward, ids)
@@ -81,9 +80,7 @@ class Stage:
         self.evaluate = jax.jit(self._evaluate_one)
         self._start_programs()
         task: Any = part  # the part of one that is asked for here
-        self.state: TrainState = self._run(
-            step_lib.init_state, config, task, grid.tx, grid.placement
-        )
+        self.state: TrainState = self._run(step_lib.init_state, config, task, tx, placement)
 
     # --- One step of the replicas -----------------------------------------------------------------
 
@@ -163,8 +160,7 @@ class Stage:
     def restore(self, checkpoint: Path, meta: dict[str, Any]) -> None:
         """Take its arrays from a checkpoint of any number of stages and replicas."""
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.state)
-        window = self.grid.config.optimizer.window
-        given = checkpoint, meta, like, self.grid.placement, window
+        given = checkpoint, meta, like, self.placement, self.config.optimizer.window
         self.state = self._run(stored.restore, *given)
 
     def _consensus_model(self) -> Any:
@@ -177,7 +173,7 @@ class Stage:
 
         def run(ids, *args):
             *stacked, t, k = args
-            return self.grid.placement.per_replica_alone(partial(fn, t, k))(ids, *stacked)
+            return self.placement.per_replica_alone(partial(fn, t, k))(ids, *stacked)
 
         return run
 
@@ -244,8 +240,8 @@ class Stage:
         return self._together.submit(program, *args, **static).result()
 
     def _start_programs(self) -> None:
-        grid, rows = self.grid, P("replica")
-        tx, axis, clip = grid.tx, grid.placement.axis_name, grid.config.optimizer.clip_norm
+        placement, rows = self.placement, P("replica")
+        tx, axis, clip = self._tx, placement.axis_name, self.config.optimizer.clip_norm
         is_early = isinstance(tx, optim.EarlyMixing)
 
         def program(fn, count, **options):
@@ -253,8 +249,8 @@ class Stage:
 
             @partial(jax.jit, static_argnames="rnd", **options)
             def run(*args, rnd=None):
-                body = grid.placement.per_replica(partial(fn, rnd=rnd))
-                return grid.placement.on_devices(body, (rows,) * count, rows)(*args)
+                body = placement.per_replica(partial(fn, rnd=rnd))
+                return placement.on_devices(body, (rows,) * count, rows)(*args)
 
             return run
 
@@ -269,13 +265,13 @@ class Stage:
         self._mix = program(lambda x, count, rnd: tx.mix(x, count, rnd), 2) if is_early else None
         self._mean = program(lambda x, rnd: gossip.mean(x, axis), 1)
         self._update = program(update, 5, donate_argnums=0)
-        everywhere = grid.placement.replicated
+        everywhere = placement.replicated
         self._distance = jax.jit(replicas.consensus_distance, out_shardings=everywhere)
         self._consensus = jax.jit(replicas.consensus_mean, out_shardings=everywhere)
 
     def _all(self, tree: Any) -> Any:
         """Rows (L, ...) of this process as stacked arrays (n, ...)."""
-        placement = self.grid.placement
+        placement = self.placement
 
         def put(x):
             shape = (placement.num_replicas, *x.shape[1:])

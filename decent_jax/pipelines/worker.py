@@ -1,7 +1,7 @@
 """What a stage does in a step: its order of micro-batches, messages, and then the update."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decent_jax.data import loader
-from decent_jax.pipelines.channels import Key, Mailbox
+from decent_jax.pipelines.messages import Key, Mailbox
 from decent_jax.pipelines.part import TABLE, total_norm
 from decent_jax.pipelines.stage import Stage
 from decent_jax.plan import orders
@@ -29,6 +29,14 @@ class Span(NamedTuple):
     distance: tuple[float, float] | None  # see `Stage.consensus`; None where not asked for
 
 
+def open_batches(stage: Stage, start: int) -> loader.Batches | None:
+    """The batches of a stage from step ``start`` on; None where it reads neither tokens nor
+    targets."""
+    if not (stage.part.is_first or stage.part.is_last):
+        return None
+    return train_batches(stage.config, stage.part.task, stage.placement, start)
+
+
 class Worker:
     """Trains one stage of the replicas of this process.
 
@@ -36,25 +44,21 @@ class Worker:
       stage: its programs and state.
       mailbox: where other stages put messages for it.
       send: to other stages.
-      start: the step that `train` begins with.
-      ahead: data position minus step count, in steps.
+      batches: tokens of this process's rows for every step, where the stage reads them; see
+        `open_batches`.
     """
 
-    def __init__(self, stage: Stage, mailbox: Mailbox, send: Send, start: int = 0, ahead: int = 0):
+    def __init__(
+        self, stage: Stage, mailbox: Mailbox, send: Send, batches: Iterator[Any] | None = None
+    ):
         self.stage, self._mailbox, self._send = stage, mailbox, send
-        self.config, self.part = stage.grid.config, stage.part
+        self.config, self.part = stage.config, stage.part
         self._stages = len(self.part.counts)
         self._evaluations = itertools.count()
         pipeline = self.config.pipeline
         self._cuts = pipeline.micro_batches
         self._order = orders.order(pipeline.order, self._stages, self._cuts, self.part.stage)
-        self._reads = self.part.is_first or self.part.is_last  # tokens, or targets
-        self._batches = self._open(start + ahead) if self._reads else None
-
-    def close(self) -> None:
-        """Stop the threads that read data."""
-        if self._batches is not None:
-            self._batches.close()
+        self._batches = batches
 
     # --- Training ---------------------------------------------------------------------------------
 
@@ -69,7 +73,7 @@ class Worker:
         """One step; (L,) losses and norms of gradients."""
         stage = self.stage
         synchronous = self.config.algorithm == "all_reduce"
-        rnd = None if synchronous else stage.grid.schedule.round_at(t, self.config.mix_every)
+        rnd = None if synchronous else stage.schedule.round_at(t, self.config.mix_every)
         mixed = stage.begin_mix(rnd)  # travels while the micro-batches are computed
         loss, grads = self.gradient(t)
         value = loss
@@ -150,7 +154,7 @@ class Worker:
         model = stage.consensus_model()
         borrowed = self._lend(model, "table to evaluate", number)
         total = np.zeros(2)
-        with eval_batches(self.config, part.task, stage.grid.placement) as batches:
+        with eval_batches(self.config, part.task, stage.placement) as batches:
             for k, (tokens, weights) in enumerate(batches):
                 tokens, weights = (x.reshape(-1, *x.shape[2:]) for x in (tokens, weights))
                 if part.is_first and not part.is_last and k >= allowed:
@@ -171,9 +175,6 @@ class Worker:
         return total if part.is_last else None
 
     # --- Data and messages ------------------------------------------------------------------------
-
-    def _open(self, start: int) -> loader.Batches:
-        return train_batches(self.config, self.part.task, self.stage.grid.placement, start)
 
     def _key(self, kind: str, t: int, k: int = 0) -> Key:
         return Key(kind, t, k, self.part.stage)

@@ -2,9 +2,9 @@
 
 Ray's processes end with `train.py`, however that ends. Its two agents, though, first report to a
 service that has ended as well, and give up only after 60 s, which no option of Ray changes. Started
-by `decent_jax.peers.start`, with a pipe from `train.py` as standard input::
+by `decent_jax.actors.ray_cluster`, with a pipe from `train.py` as standard input::
 
-    python guard.py PID ...
+    python orphans.py PID ...
 """
 
 import contextlib

@@ -1,0 +1,165 @@
+"""Actors of Ray: started, called, and what has become of them.
+
+Everybody who waits for an actor learns here how it has ended, from an `Unanswered`; the errors of
+Ray go no further.
+"""
+
+import os
+import signal
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import ray
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from decent_jax.actors import process
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Unanswered(Exception):
+    """A call of an actor has no result; the message is the end of a sentence about the actor."""
+
+
+class Silent(Unanswered):
+    """There is no answer in time, or no way to the actor for the moment; it may come yet."""
+
+
+class Lost(Unanswered):
+    """The actor is gone, or the call has failed.
+
+    Attributes:
+      killed: whether its process is gone.
+      cause: the error of the method that has failed.
+    """
+
+    def __init__(self, cause: Exception, killed: bool):
+        line = str(cause).partition("\n")[0]
+        super().__init__("was killed" if killed else f"has failed ({type(cause).__name__}: {line})")
+        self.killed, self.cause = killed, cause
+
+
+class Node(NamedTuple):
+    """A machine of the Ray cluster."""
+
+    id: str
+    names: tuple[str, ...]  # as it was started with, and of its host; the first one for messages
+
+
+class Call:
+    """A call of an actor's method, under way."""
+
+    def __init__(self, reference: Any):
+        self.reference = reference
+
+    def result(self, seconds: float | None = None) -> Any:
+        """What the method returns.
+
+        Raises:
+          Silent: it has not returned within ``seconds``.
+          Lost: it never will.
+        """
+        try:
+            return ray.get(self.reference, timeout=seconds)
+        except (GetTimeoutError, ActorUnavailableError) as error:
+            raise Silent(f"gives no answer ({type(error).__name__})") from None
+        except RayError as error:
+            cause: Any = error.cause if isinstance(error, RayTaskError) else error
+            raise Lost(cause, isinstance(error, RayActorError)) from None
+
+
+class Actor:
+    """An actor as other processes know it."""
+
+    def __init__(self, handle: Any):
+        self._handle = handle
+
+    def call(self, method: str, *args: Any) -> Call:
+        """Begin a call of its method of that name; nobody has to wait for the result."""
+        return Call(getattr(self._handle, method).remote(*args))
+
+    def kill(self) -> None:
+        """End its process at once."""
+        ray.kill(self._handle)
+
+
+class Actors:
+    """What starts actors, and waits for them; stateless."""
+
+    def start(
+        self,
+        kind: type,
+        *args: Any,
+        log: Path | None = None,
+        sigterm: str = "",
+        on: Node | None = None,
+        cpus: float = 0.0,
+        gpus: float = 0.0,
+        threads: int = 1,
+    ) -> Actor:
+        """Start an actor ``kind(*args)``.
+
+        Args:
+          log: the file to which its process prints, see `decent_jax.actors.process.enter`.
+          sigterm: its method that is called when SIGTERM comes; empty: it ends.
+          on: where; None: spread over all nodes.
+          cpus: that Ray reserves for it.
+          gpus: that Ray reserves for it; it sees no others.
+          threads: in which Ray calls its methods.
+        """
+        remote: Any = ray.remote(_in_process(kind, log, sigterm) if log else kind)
+        where = NodeAffinitySchedulingStrategy(on.id, soft=False) if on else "SPREAD"
+        options = {"max_concurrency": threads} if threads > 1 else {}
+        made = remote.options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=where, **options)
+        return Actor(made.remote(*args))
+
+    def ended(self, calls: Mapping[K, Call], seconds: float, count: int = 1) -> list[K]:
+        """Wait until ``count`` of the calls have ended, well or not; those that have.
+
+        Args:
+          seconds: to wait at most.
+        """
+        if not calls:
+            return []
+        references = {call.reference: key for key, call in calls.items()}
+        done, _ = ray.wait(list(references), num_returns=count, timeout=seconds)
+        return [references[one] for one in done]
+
+    def nodes(self) -> list[Node]:
+        """The machines of the cluster, by their names."""
+        found = [node for node in ray.nodes() if node["Alive"]]
+        names = [(node.get("NodeName"), node["NodeManagerHostname"]) for node in found]
+        both = zip(found, names, strict=True)
+        return sorted((Node(n["NodeID"], tuple(filter(None, k))) for n, k in both), key=_name)
+
+
+def own_host() -> str:
+    """The IP address at which other machines of the Ray cluster reach this one."""
+    return ray.util.get_node_ip_address()
+
+
+def _in_process(kind: type, log: Path, sigterm: str) -> type:
+    """The class ``kind`` for an actor whose process does first what `process.enter` says."""
+    launched_from = os.getcwd()
+
+    class Entered(kind):
+        def __init__(self, *args: Any):
+            process.enter(log, launched_from)
+            super().__init__(*args)
+            if sigterm:
+                signal.signal(signal.SIGTERM, lambda *_: getattr(self, sigterm)())
+
+    Entered.__name__ = Entered.__qualname__ = kind.__name__
+    return Entered
+
+
+def _name(node: Node) -> str:
+    return node.names[0]

@@ -1,0 +1,150 @@
+"""Ray: started on this machine, or found at an address, and left as it was.
+
+Import nothing that imports Ray before `prepare` has been called.
+"""
+
+import contextlib
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from decent_jax.actors import orphans
+from decent_jax.ground import extras, machine
+from decent_jax.ground.errors import ConfigError
+
+_STORE = 128 * 2**20  # bytes of a local object store at least
+_ACTOR = 150e6  # bytes of a Python that has imported jax
+_MODE, _TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
+
+
+def prepare(address: str) -> None:
+    """Set what Ray reads from the environment when it is first imported.
+
+    A Ray of our own answers only those who know its token, which is drawn here and stands in no
+    file. At an address, the token is the user's, as Ray finds it.
+
+    Args:
+      address: of the Ray cluster; empty: it will be started on this machine.
+
+    Raises:
+      MissingExtra: Ray is not installed.
+    """
+    extras.need("peers", "ray", "psutil")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # `train.py` says itself which actor has died.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
+    if address:
+        with contextlib.suppress(OSError):  # Ray lets everybody on this machine read it
+            (Path.home() / ".ray" / "auth_token").chmod(0o600)
+        return
+    if "ray" not in sys.modules:  # else it has read the mode, see `running`
+        os.environ[_MODE] = "token"
+    os.environ.setdefault(_TOKEN, secrets.token_hex(32))
+
+
+@contextlib.contextmanager
+def running(config: ConfigDict, section: str, count: int, store: int = 0) -> Iterator[None]:
+    """Ray at the address that a section of the config names; empty: started on this machine.
+
+    Args:
+      config: of the run.
+      section: "peers" or "pipeline".
+      count: actors that Ray will have.
+      store: bytes of their objects.
+
+    Raises:
+      ConfigError: no Ray answers there, or it has no room for the actors; or this process has
+        imported Ray before `prepare`, without authentication.
+    """
+    import ray  # after `prepare`
+    from ray.exceptions import RayError
+
+    address = config[section].address
+    if not address and os.environ.get(_MODE) != "token":
+        raise ConfigError(
+            f"this process has imported Ray without authentication; set {_MODE}=token in its "
+            "environment, or import Ray after decent_jax has started it"
+        )
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if not address:
+        machine.check_memory(count * _ACTOR + store, f"a Ray of {count} {section} actors")
+        options |= {"include_dashboard": False, "object_store_memory": max(_STORE, store)}
+    try:
+        with warnings.catch_warnings():  # Ray forks; the child calls exec at once
+            warnings.simplefilter("ignore", RuntimeWarning)
+            ray.init(address=address or "local", **options)
+    except (ConnectionError, ValueError, RuntimeError, RayError) as error:
+        line = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"{section}.address {address!r}: no Ray cluster answers ({line})",
+            field=f"{section}.address",
+            value=address,
+        ) from None
+    with _without_orphans() if not address else contextlib.nullcontext():
+        try:
+            check_resources(config, section, count, ray.cluster_resources())
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextlib.contextmanager
+def _without_orphans() -> Iterator[None]:
+    """Processes of Ray end with this one, even if it is killed; see `decent_jax.actors.orphans`."""
+    if sys.platform != "linux":  # elsewhere Ray does that
+        yield
+        return
+    import psutil
+
+    pids = [str(process.pid) for process in psutil.Process().children(recursive=True)]
+    command = [sys.executable, "-S", orphans.__file__, *pids]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):
+        yield
+
+
+def check_address(config: ConfigDict, section: str) -> None:
+    """Refuse an address at which nobody listens; Ray itself tries for minutes."""
+    name, address = f"{section}.address", config[section].address
+    if address in ("", "auto"):
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(
+            f'{name} must be auto or "host:port", got {address!r}', field=name, value=address
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+    except (OSError, OverflowError, ValueError) as error:  # also no port, or no name of a host
+        raise ConfigError(
+            f"{name} {address}: nobody listens there ({error}); start Ray on it with "
+            f"ray start --head --port={port}, or leave {name} empty",
+            field=name,
+            value=address,
+        ) from None
+
+
+def check_resources(config: ConfigDict, section: str, count: int, there: dict[str, float]) -> None:
+    """Refuse more actors than Ray has room for.
+
+    Args:
+      there: what Ray has, by its names.
+    """
+    for name, resource in (("cpus", "CPU"), ("gpus", "GPU")):
+        field, each = f"{section}.{name}", config[section][name]
+        if count * each > there.get(resource, 0.0):
+            raise ConfigError(
+                f"{count} {section} actors of {field} {each:g} need {count * each:g} "
+                f"{resource}, and Ray has {there.get(resource, 0.0):g}; use fewer, or a smaller "
+                f"{field}",
+                field=field,
+                value=each,
+            )

@@ -1,0 +1,201 @@
+"""All cells of a grid: placed, started, called together, and watched while they work."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from decent_jax.actors.handles import Actors, Call, Lost, Node, Silent, Unanswered
+from decent_jax.ground.errors import CheckpointError, ConfigError, TrainingFailed
+from decent_jax.pipelines.actor import CellActor
+from decent_jax.pipelines.setup import Cell
+from decent_jax.plan.plan_file import Plan
+from decent_jax.train.checkpoint_folder import FOLDER, steps
+
+_LOOK_S = 0.5
+_NOTICED_S = 2.0  # in which Ray knows of a dead actor
+_THREADS = 4  # of an actor: heartbeats, training, what is written
+
+
+class Cells:
+    """The actors of a grid; a context that leaves none of them running.
+
+    Attributes:
+      cells: replica by replica, as results of `all`.
+
+    Args:
+      config: of the run.
+      workdir: of the run.
+      counts: layers of each stage.
+      nodes: the machine of each cell, or None for any.
+      secret: that stages of this run know.
+      actors: starts them.
+      kind: of actor.
+      clock: seconds.
+      wait: for so many seconds.
+    """
+
+    def __init__(
+        self,
+        config: ConfigDict,
+        workdir: Path,
+        counts: list[int],
+        nodes: list[Node | None],
+        secret: bytes,
+        actors: Actors,
+        kind: type = CellActor,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], None] = time.sleep,
+    ):
+        self._wait = wait
+        self._config, self._workdir, self._actors, self._clock = config, workdir, actors, clock
+        self._stages = len(counts)
+        given, pipeline = (config.to_dict(), str(workdir)), config.pipeline
+        self.cells = [
+            Cell(*given, i, s, counts)
+            for i in range(config.num_replicas)
+            for s in range(self._stages)
+        ]
+        self._started = [
+            actors.start(
+                *(kind, cell, secret),
+                log=cell.log,
+                on=node,
+                cpus=pipeline.cpus,
+                gpus=pipeline.gpus,
+                threads=_THREADS,
+            )
+            for cell, node in zip(self.cells, nodes, strict=True)
+        ]
+        # When each cell was asked, and which time-out holds: at first its process must start.
+        self._beats: list[tuple[Call, float, str]] = [
+            (actor.call("beat"), clock(), "timeout_s") for actor in self._started
+        ]
+
+    def open(self) -> None:
+        """Start jax in all cells, and make their programs; see `CellActor`."""
+        found, calls = self.all("addresses"), []
+        for cell, actor in zip(self.cells, self._started, strict=True):
+            coordinator, _ = found[cell.stage]
+            first = cell.replica * self._stages
+            addresses = [address for _, address in found[first : first + self._stages]]
+            calls.append(actor.call("open", coordinator, addresses))
+        self.wait(calls)
+        self.all("connect")
+
+    def all(self, name: str, *args: Any) -> list[Any]:
+        """What the method of that name returns for each cell."""
+        return self.wait(self.begin(name, *args))
+
+    def begin(self, name: str, *args: Any) -> list[Call]:
+        """Call the method of that name of each cell."""
+        return [actor.call(name, *args) for actor in self._started]
+
+    def wait(self, calls: list[Call]) -> list[Any]:
+        """The results of one call for each cell.
+
+        Raises:
+          TrainingFailed: a cell was killed, has failed or is silent; it is named.
+          ConfigError: a cell cannot do what the config asks of it.
+        """
+        waiting, results = dict(enumerate(calls)), {}
+        while waiting:
+            for k in self._actors.ended(waiting, _LOOK_S):
+                results[k] = self._result(self.cells[k], waiting.pop(k))
+            self._listen()
+        return [results[k] for k in range(len(calls))]
+
+    def over(self, calls: list[Call]) -> bool:
+        """Whether all of these calls have ended, or one has failed; `wait` then says which."""
+        done = self._actors.ended(dict(enumerate(calls)), 0.0, count=len(calls))
+        try:
+            for k in done:
+                calls[k].result()
+        except Unanswered:
+            return True
+        return len(done) == len(calls)
+
+    def _listen(self) -> None:
+        """Ask each cell whether it lives, and name one that has not answered in time."""
+        cluster = self._config.cluster
+        calls = {k: call for k, (call, *_) in enumerate(self._beats)}
+        answered, now = self._actors.ended(calls, 0.0, len(calls)), self._clock()
+        for k, (call, asked, name) in enumerate(self._beats):
+            if k in answered:
+                self._result(self.cells[k], call)
+                self._beats[k] = self._started[k].call("beat"), now, "heartbeat_s"
+            elif now - asked > cluster[name]:
+                raise TrainingFailed(
+                    f"{self.cells[k].name} has been silent for cluster.{name} "
+                    f"({cluster[name]} s); {self._advice(self.cells[k])}"
+                )
+
+    def _result(self, cell: Cell, call: Call) -> Any:
+        """The result of a call that has ended; raises what became of it, if it has failed."""
+        try:
+            return call.result()
+        except Unanswered as failure:
+            error = failure
+        if isinstance(error, Lost) and isinstance(error.cause, ConfigError | CheckpointError):
+            raise type(error.cause)(f"{cell.name}: {error.cause}") from None
+        killed = isinstance(error, Lost) and error.killed
+        if not killed and (dead := self._dead()) is not None:
+            raise TrainingFailed(f"{dead.name} was killed; {self._advice(dead)}") from None
+        raise TrainingFailed(f"{cell.name} {error}; {self._advice(cell)}") from None
+
+    def _dead(self) -> Cell | None:
+        """The cell that is gone; others notice its end in an exchange before Ray does."""
+        ends = self._clock() + _NOTICED_S
+        while self._clock() < ends:
+            for cell, actor in zip(self.cells, self._started, strict=True):
+                try:
+                    actor.call("beat").result(_LOOK_S)
+                except Lost as error:
+                    if error.killed:
+                        return cell
+                except Silent:  # no answer yet
+                    continue
+            self._wait(_LOOK_S / 5)
+        return None
+
+    def _advice(self, cell: Cell) -> str:
+        there = steps(self._workdir / FOLDER)
+        newest = f"goes on from the checkpoint of step {there[-1]}" if there else "begins anew"
+        missing = "" if there else "no checkpoint has been written, "
+        return f"{missing}the same command {newest}; its last words are in {cell.log}"
+
+    def __enter__(self) -> "Cells":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for actor in self._started:
+            actor.kill()
+
+
+def nodes_of(plan: Plan | None, there: list[Node], count: int) -> list[Node | None]:
+    """The machine of each cell, replica by replica; None: Ray spreads them.
+
+    Args:
+      plan: its device ``host/k`` is on the Ray node with the name (``ray start --node-name``) or
+        the host name ``host``; None: no plan.
+      there: the machines of the cluster.
+      count: cells.
+
+    Raises:
+      ConfigError: the plan names a machine that is not in the cluster.
+    """
+    if plan is None:
+        return [None] * count
+    by_name = {name: node for node in there for name in node.names}
+    hosts = [device.rpartition("/")[0] or device for device in plan.devices]
+    missing = sorted({host for host in hosts if host not in by_name})
+    if missing:
+        raise ConfigError(
+            f"cluster.plan is for other machines: it names {missing[0]}, and the Ray cluster has "
+            f"{', '.join(sorted(by_name))}; plan for these, or leave cluster.plan out",
+            field="cluster.plan",
+            value=missing[0],
+        )
+    return [by_name[host] for host in hosts]

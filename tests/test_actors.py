@@ -1,0 +1,166 @@
+"""Actors: how Ray is started, and what an actor's process does; messages between two of them."""
+
+import importlib.machinery
+import os
+import queue
+import socket
+import stat
+import sys
+import types
+
+import ml_dtypes
+import numpy as np
+import pytest
+from refusals import refused
+
+from decent_jax import train
+from decent_jax.actors import messages, process, ray_cluster
+from decent_jax.ground import connections
+from decent_jax.ground.errors import ConfigError
+
+SECRET = b"0123456789abcdef"
+
+
+def test_a_ray_of_our_own_asks_for_a_token_that_no_file_has(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "environ", {"HOME": str(tmp_path)})
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    ray_cluster.prepare("")
+    assert os.environ["RAY_AUTH_MODE"] == "token" and len(os.environ["RAY_AUTH_TOKEN"]) == 64
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("mode", ["", "disabled"])
+def test_ray_that_was_imported_without_a_token_is_not_started(mode, monkeypatch):
+    """It has read its environment, and would let anybody in."""
+    monkeypatch.setattr(os, "environ", {"RAY_AUTH_MODE": mode} if mode else {})
+    there = types.ModuleType("ray")
+    there.__spec__ = importlib.machinery.ModuleSpec("ray", None)
+    monkeypatch.setitem(sys.modules, "ray", there)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", types.SimpleNamespace(RayError=OSError))
+    ray_cluster.prepare("")
+    with (
+        pytest.raises(ConfigError) as caught,
+        ray_cluster.running(train.default_config(), "peers", 1),
+    ):
+        pass
+    assert "RAY_AUTH_MODE=token" in str(caught.value)
+
+
+def test_the_token_of_a_cluster_is_for_its_owner_only(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    token = tmp_path / ".ray" / "auth_token"
+    token.parent.mkdir()
+    token.write_text("secret")
+    token.chmod(0o644)
+    ray_cluster.prepare("auto")
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    token.unlink()
+    ray_cluster.prepare("auto")  # Ray says itself what it misses
+
+
+@pytest.mark.parametrize("address", ["host", "host:port", ":1", "127.0.0.1:9", "127.0.0.1:99999"])
+def test_an_address_where_nobody_listens_is_refused(address):
+    config = train.default_config()
+    config.pipeline.address = address
+    with refused("pipeline.address", address):
+        ray_cluster.check_address(config, "pipeline")
+
+
+def test_an_address_may_be_one_of_ipv6():
+    try:
+        server = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with server:
+        config = train.default_config()
+        config.peers.address = f"[::1]:{server.getsockname()[1]}"
+        ray_cluster.check_address(config, "peers")
+
+
+@pytest.mark.parametrize(("cpus", "gpus", "field"), [(0.8, 0.0, "cpus"), (0.5, 0.8, "gpus")])
+def test_more_actors_than_ray_has_room_for_are_refused(cpus, gpus, field):
+    config = train.default_config()
+    config.pipeline.update(cpus=cpus, gpus=gpus)
+    with refused(f"pipeline.{field}", 0.8):
+        ray_cluster.check_resources(config, "pipeline", 4, {"CPU": 3.0})
+    ray_cluster.check_resources(config, "pipeline", 2, {"CPU": 3.0, "GPU": 2.0})
+
+
+def test_an_actor_reads_relative_paths_from_where_train_py_was_started(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    monkeypatch.setattr(os, "dup2", lambda *_: None)  # the output stays here
+    process.enter(tmp_path / "cells" / "0.txt", str(tmp_path / "there"))
+    assert os.getcwd() == str(tmp_path / "there")
+    process.enter(tmp_path / "cells" / "0.txt", str(tmp_path / "only on another machine"))
+    assert os.getcwd() == str(tmp_path / "there")
+
+
+# --- Messages -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair():
+    """Both ends of a connection."""
+    served, done = queue.SimpleQueue(), queue.SimpleQueue()
+
+    def serve(connection):
+        served.put(connection)
+        done.get()
+
+    listener, address = messages.listen("127.0.0.1", SECRET, serve)
+    with listener, connections.connect(address, SECRET) as ours:
+        yield ours, served.get(timeout=30)
+        done.put(None)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        np.arange(6, dtype=ml_dtypes.bfloat16).reshape(2, 3),
+        (np.float32(2.5), (), (np.zeros((0, 3)), None)),
+        {"wte": {"embedding": np.ones(3, np.int8)}, "0": None},
+    ],
+)
+def test_a_value_arrives_as_it_was_sent(value, pair):
+    ours, theirs = pair
+    messages.send(ours, ["kind", 7, None], value)
+    messages.send(ours, "next")
+    header, got = messages.receive(theirs)
+    assert header == ["kind", 7, None]
+    assert_same(got, value)
+    assert messages.receive(theirs) == ("next", None)
+
+
+def assert_same(got, value):
+    if isinstance(value, dict):
+        assert list(got) == list(value)
+        for name in value:
+            assert_same(got[name], value[name])
+    elif isinstance(value, tuple):
+        assert len(got) == len(value)
+        for a, b in zip(got, value, strict=True):
+            assert_same(a, b)
+    elif value is None:
+        assert got is None
+    else:
+        assert got.dtype == value.dtype and got.shape == value.shape
+        np.testing.assert_array_equal(got, value)
+
+
+@pytest.mark.parametrize("header", [7, [1], [1, 0], [1, [0, 1]], [1, "text"], [[], {"a": 0}, 3]])
+def test_what_is_no_message_ends_the_connection(header, pair):
+    """Such as one that announces more arrays than it has."""
+    ours, theirs = pair
+    connections.send(ours, header)
+    with pytest.raises(OSError):
+        messages.receive(theirs)
+
+
+def test_what_takes_too_long_ends(pair):
+    ours, theirs = pair
+    with pytest.raises(EOFError), messages.within(0.05, ours):
+        messages.receive(ours)
+    with pytest.raises(EOFError):  # on both sides
+        messages.receive(theirs)

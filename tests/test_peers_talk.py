@@ -1,0 +1,209 @@
+"""What peers say to each other over real connections: meetings, states, and what goes wrong."""
+
+import contextlib
+import queue
+import threading
+
+import numpy as np
+import pytest
+
+from decent_jax.actors import messages
+from decent_jax.peers.formats import FORMATS, Format
+from decent_jax.peers.rule import Joined, Meetings
+from decent_jax.peers.talk import Answerer, Asker, ask_state
+
+SECRET = b"0123456789abcdef"
+CONFIG = {"meet_s": 30.0, "silent_s": 5.0, "neighbours": "all"}
+
+
+class Talker:
+    """A peer that meets and does not train; its copy is published before every question."""
+
+    def __init__(self, name, form="float32", **config):
+        self.config = CONFIG | config
+        self.now, self.said, self.willing, self.state = 0.0, [], True, None
+        self.meetings = Meetings(name, Format(form), self.config["meet_s"])
+        seed = int(name[0])
+        # Copies close enough for the first lattice, and of several shapes.
+        self.copy = [
+            (0.1 + 1e-4 * np.random.default_rng(seed).normal(size=shape)).astype(np.float32)
+            for shape in ((3, 5), (7,), ())
+        ]
+        self.meetings.publish(self.copy, 0)
+        self.asker = Asker(
+            self.meetings, SECRET, self.config, self.said.append, clock=lambda: self.now
+        )
+        self.answerer = Answerer(
+            self.meetings, self.config["meet_s"], lambda: self.willing, lambda: self.state
+        )
+
+    def listen(self, serve=None):
+        return messages.listen("127.0.0.1", SECRET, serve or self.answerer.serve)
+
+
+@pytest.fixture
+def talkers():
+    """Peers that answer, made by ``talkers(form)``: the first knows the others' addresses."""
+    with contextlib.ExitStack() as stack:
+
+        def made(form="float32", serve=None, **config):
+            one, other = Talker("0.0", form, **config), Talker("1.0", form)
+            listener, address = other.listen(serve)
+            stack.enter_context(listener)
+            one.asker.members = [("0.0", ("127.0.0.1", 9)), ("1.0", address)]
+            return one, other
+
+        yield made
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_both_add_opposite_halves(form, talkers):
+    one, other = talkers(form)
+    tries = 0
+    while not one.meetings.counts["met"] and tries < 15:  # a lattice widens until it is understood
+        one.asker.ask()
+        tries += 1
+    (mine,), (theirs,) = one.meetings.take(), taken(other)
+    assert mine.theirs.peer == "1.0" and theirs.theirs.peer == "0.0"
+    for a, b, ours, partner in zip(mine.half, theirs.half, one.copy, other.copy, strict=True):
+        np.testing.assert_array_equal(a, -b)
+        assert a.dtype == np.float32
+        np.testing.assert_allclose(a, (partner - ours) / 2, atol=2e-3)
+    assert mine.theirs.meeting == theirs.theirs.meeting and one.asker.seconds["1.0"] == 0.0
+
+
+def taken(talker):
+    """What the answerer adds; its thread settles before the asker has the answer."""
+    found = talker.meetings.take()
+    assert found, talker.meetings.counts
+    return found
+
+
+def test_one_connection_serves_many_meetings(talkers):
+    one, other = talkers()
+    for k in range(5):
+        one.asker.ask()
+        assert one.meetings.take() and taken(other)
+        for talker in (one, other):
+            talker.meetings.publish(talker.copy, k)
+    assert one.meetings.counts["met"] == 5 and not one.said
+
+
+def test_who_is_busy_or_stops_declines_and_no_copy_travels(talkers):
+    one, other = talkers()
+    other.willing = False
+    one.asker.ask()
+    assert one.meetings.counts["declined"] == 1 and one.meetings.idle()
+    other.willing = True
+    assert other.meetings.ask()
+    one.asker.ask()
+    assert one.meetings.counts["declined"] == 2 and not one.said
+
+
+def test_nobody_there_is_avoided_for_a_while(talkers):
+    one, _ = talkers()
+    one.asker.members = [("0.0", ("127.0.0.1", 9)), ("2.0", ("127.0.0.1", 9))]
+    one.asker.ask()
+    one.asker.ask()  # nobody is left to ask
+    assert one.meetings.counts["lost"] == 1 and one.meetings.idle() and len(one.said) == 1
+    one.now += 6.0  # past peers.silent_s
+    one.asker.ask()
+    assert one.meetings.counts["lost"] == 2
+
+
+def broken(*answers):
+    """An answerer that gives these answers, and hangs up."""
+
+    def serve(connection):
+        messages.receive(connection)
+        for k, answer in enumerate(answers):
+            if k:
+                messages.receive(connection)
+            messages.send(connection, *answer)
+
+    return serve
+
+
+@pytest.mark.parametrize(
+    ("serve", "error"),
+    [
+        (broken(), None),
+        (broken([True]), None),
+        (broken([True], [[0.0, "0.0-0", "1.0", 0, 0, True, 1], ()]), (TypeError, ValueError)),
+        (broken([True], ["no offer"]), (TypeError, ValueError)),
+    ],
+)
+def test_a_question_that_fails_leaves_no_meeting_under_way(serve, error, talkers):
+    """An asker waits without a limit of its own, so it would never meet anybody again."""
+    one, _ = talkers(serve=serve)
+    with pytest.raises(error) if error else contextlib.nullcontext():
+        one.asker.ask()
+    assert one.meetings.idle() and one.meetings.counts["lost"] == 1 and len(one.said) == 1
+
+
+def test_a_partner_that_is_silent_is_given_up(talkers):
+    """It hangs in the middle of a meeting, as a process that is stopped does."""
+    done = threading.Event()
+
+    def serve(connection):
+        messages.receive(connection)
+        done.wait(30)
+
+    one, _ = talkers(serve=serve, meet_s=0.2)
+    one.asker.ask()
+    done.set()
+    assert one.meetings.idle() and one.meetings.counts["lost"] == 1
+
+
+def test_a_late_acceptance_still_adds_the_half_that_the_partner_added(talkers):
+    """And nobody waits for it."""
+    go_on, settled = threading.Event(), queue.SimpleQueue()
+
+    def serve(connection):
+        other.now = 1.0
+        one.now = 31.0  # so that the asker has no time left when it has sent its last message
+        with contextlib.suppress(OSError):
+            other.answerer.serve(Held(connection))
+
+    class Held:
+        """A connection whose last message waits."""
+
+        def __init__(self, connection):
+            self._connection, self._sent = connection, 0
+
+        def send_bytes(self, data):
+            if isinstance(data, bytes) and self._sent == 2:  # headers: yes, reply, settled
+                settled.put(None)
+                go_on.wait(30)
+            self._sent += isinstance(data, bytes)
+            self._connection.send_bytes(data)
+
+        def __getattr__(self, name):
+            return getattr(self._connection, name)
+
+    one, other = talkers(serve=serve)
+    one.asker.ask()
+    settled.get(timeout=30)  # the partner has added its half
+    assert not one.meetings.idle() and not one.meetings.take()
+    assert one.meetings.ask(), "it meets others meanwhile"
+    one.meetings.give_up("0.0-1", "lost")
+    one.asker.members = []
+    one.asker.ask()
+    assert not one.meetings.take()
+    go_on.set()
+    while not (met := one.meetings.take()):
+        one.asker.ask()  # asks nobody, but looks whether there is an answer
+    np.testing.assert_array_equal(met[0].half[0], -taken(other)[0].half[0])
+
+
+def test_a_state_is_given_to_who_joins(talkers):
+    one, other = talkers()
+    address = dict(one.asker.members)["1.0"]
+    assert ask_state(address, SECRET, 30.0) is None  # it does not train yet
+    other.state = Joined("1.0", 7, other.copy)
+    found = ask_state(address, SECRET, 30.0)
+    assert found is not None and found[:2] == ("1.0", 7)
+    for a, b in zip(found.arrays, other.copy, strict=True):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(OSError):
+        ask_state(("127.0.0.1", 9), SECRET, 30.0)
