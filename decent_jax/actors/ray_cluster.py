@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,9 @@ def check_address(config: ConfigDict, section: str) -> None:
         ) from None
 
 
-def check_resources(config: ConfigDict, section: str, count: int, there: dict[str, float]) -> None:
+def check_resources(
+    config: ConfigDict, section: str, count: int, there: Mapping[str, float]
+) -> None:
     """Refuse more actors than Ray has room for.
 
     Args:

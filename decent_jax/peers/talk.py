@@ -129,7 +129,7 @@ class Asker:
 
     def _connection(self, name: str, address: Address) -> Connection:
         if name not in self._open:
-            self._open[name] = connections.connect(tuple(address), self._secret)
+            self._open[name] = connections.connect(address, self._secret)
         return self._open[name]
 
     def _partner(self) -> tuple[str, Address] | None:
@@ -214,4 +214,7 @@ def ask_state(address: Address, secret: bytes, seconds: float) -> Joined | None:
     with connections.connect(address, secret) as connection, messages.within(seconds, connection):
         messages.send(connection, [_STATE])
         found, arrays = messages.receive(connection)
-    return None if found is None else Joined(*found, list(arrays))
+    if found is None:
+        return None
+    donor, t = found
+    return Joined(donor, t, list(arrays))
