@@ -219,7 +219,7 @@ def test_a_late_acceptance_still_adds_the_half_that_the_partner_added():
 
 def test_a_question_that_cannot_be_encoded_leaves_no_meeting_under_way():
     (one,) = peers(np.full((1, D), np.inf), "lattice8")
-    with pytest.raises(ValueError, match="inf"):
+    with pytest.raises(ValueError):
         one.ask()
     assert one.idle()
 
