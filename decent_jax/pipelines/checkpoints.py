@@ -73,12 +73,12 @@ class CellCheckpoints:
         """Wait until everything saved so far is on disk; CheckpointError where it is not."""
         if self._writing is None:
             return
-        (calls, *finished), self._writing = self._writing, None
+        (calls, draft, meta, keep), self._writing = self._writing, None
         try:
             self._cells.wait(calls)
         except TrainingFailed as error:
             raise CheckpointError(f"a checkpoint could not be written: {error}") from None
-        folders.finish(*finished)
+        folders.finish(draft, meta, keep)
 
     def close(self) -> None:
         """As `wait`."""
