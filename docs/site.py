@@ -36,6 +36,7 @@ API = {
     "gossip": "A round as messages between replicas.",
     "replicas": "n copies of the parameters in one pytree.",
     "optim": "Methods as optax transformations.",
+    "optim.contrib": "Methods that few use.",
     "train": "A run: config, step, loop, evaluation, checkpoints.",
     "tasks": "What is trained: the interface of a task.",
     "models": "Flax NNX models behind functions.",

@@ -46,11 +46,6 @@ def bytes_sent(name, params, *args, **given):
     return METHODS[name].bytes_sent(params, parts_of(*args, **given))
 
 
-def memory_copies(name, *args, **given):
-    """Copies of the parameters that a method keeps; arguments as for `build`."""
-    return METHODS[name].memory_copies(parts_of(*args, **given))
-
-
 def phases(name, numbers=None):
     """Rounds that a method treats differently."""
     return METHODS[name].phases({**METHODS[name].numbers, **(numbers or {})})

@@ -14,7 +14,7 @@ from refusals import refuses
 from decent_jax import optim, tasks, topology
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.fields import Field
-from decent_jax.optim import declaration, guard
+from decent_jax.optim import declaration, frame, trees
 from decent_jax.topology.make import _BUILDERS
 from decent_jax.topology.rounds import pairwise
 from decent_jax.train import algorithm
@@ -29,14 +29,14 @@ def slow_gossip(inner, schedule, axis_name="replica", codec=None, *, gamma: floa
     """Mixes a copy that follows the parameters with weight gamma."""
     if not 0 < gamma <= 1:
         raise ValueError(f"slow_gossip.gamma must be in (0, 1], got {gamma}")
-    mixing = guard.Mixing(schedule, axis_name, codec)
+    mixing = frame.Mixing(schedule, axis_name, codec)
 
     def step(params, own, round, local):
         update, inner, ok = local(params)
-        z = guard.add(own.z, guard.scale(gamma, optax.tree.sub(params, own.z)))
-        return guard.add(mixing(z, round, local.count), update), SlowState(z), inner, ok
+        z = trees.add(own.z, trees.scale(gamma, optax.tree.sub(params, own.z)))
+        return trees.add(mixing(z, round, local.count), update), SlowState(z), inner, ok
 
-    return guard.method(inner, step, lambda params: SlowState(guard.copy(params)))
+    return frame.method(inner, step, lambda params: SlowState(trees.copy(params)))
 
 
 def every_other(n, *, step: int = 1):

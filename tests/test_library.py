@@ -204,7 +204,16 @@ def test_an_optimizer_that_is_not_called_is_refused():
         (optim.decentralized, {}),
         (optim.push_sum, {}),
         (optim.slowmo, {"learning_rate": 0.1}),
-        *((make, {}) for make in (optim.choco, optim.diloco, optim.d2, optim.swarm, optim.des_loc)),
+        *(
+            (make, {})
+            for make in (
+                optim.contrib.choco,
+                optim.diloco,
+                optim.d2,
+                optim.swarm,
+                optim.contrib.des_loc,
+            )
+        ),
     ],
 )
 def test_the_name_of_a_schedule_is_no_schedule(make, more):
@@ -262,7 +271,7 @@ def test_what_a_notebook_shows_is_short():
 
 def test_help_is_text():
     """Formulas in a line are text; only those on lines of their own are TeX."""
-    for module in (topology, gossip, replicas, optim):
+    for module in (topology, gossip, replicas, optim, optim.contrib):
         for name in dir(module):
             assert ":math:" not in (getattr(module, name).__doc__ or ""), name
 

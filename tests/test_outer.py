@@ -95,7 +95,7 @@ def test_merges_and_weights_are_the_recursion():
 def test_sparseloco_is_the_recursion():
     schedule = topology.make("complete", N)
     txs = {
-        bits: optim.sparseloco(
+        bits: optim.contrib.sparseloco(
             SGD, schedule, density=0.5, chunk=4, bits=bits, decay=0.8, outer_learning_rate=0.6
         )
         for bits in (2, 32)
@@ -109,7 +109,7 @@ def test_sparseloco_is_the_recursion():
 
 def test_sparseloco_needs_an_identical_start():
     with pytest.raises(ValueError, match=r"sparseloco exchanges movements only.*identical_start=T"):
-        optim.sparseloco(SGD, topology.make("complete", N), identical_start=False)
+        optim.contrib.sparseloco(SGD, topology.make("complete", N), identical_start=False)
 
 
 @pytest.mark.parametrize("bits", [2, 32])
@@ -142,7 +142,7 @@ def test_top_k_of_parameters_is_refused():
     ring = topology.make("bidirectional_ring", N)
     for codec in (TopK(0.5), ChunkedTopK(0.5)):
         mix = functools.partial(gossip.mix, schedule=ring, round=0, codec=codec)
-        with refuses(type(codec).__name__, "optim.choco"):
+        with refuses(type(codec).__name__, "choco"):
             jax.vmap(mix, axis_name="replica")(jnp.ones((N, 3)))
 
 
@@ -157,9 +157,8 @@ def test_sparta_mixes_the_places_of_the_step():
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), t), 0)
         return np.sort(codec.noise(key, 0, (D,)))
 
-    txs = {
-        fraction: optim.sparta(SGD, schedule, "then", fraction=fraction) for fraction in (0.5, 1.0)
-    }
+    sparta = functools.partial(optim.contrib.sparta, SGD, schedule, "then")
+    txs = {fraction: sparta(fraction=fraction) for fraction in (0.5, 1.0)}
     got = trajectories(txs, schedule, 2, equal=False)
     assert len({tuple(places(t)) for t in range(12)}) > 5 and len(places(0)) == 3
     right = wanted(oracles_seldom.sparta, schedule, 2, equal=False, places=places)
@@ -179,7 +178,7 @@ def test_random_places_are_distinct_and_equally_frequent(size, sent):
 def test_sparta_reaches_consensus_over_complete():
     """Averages of groups too: a part of the parameters is added on its way like the whole."""
     schedule = topology.make("complete", N)
-    tx = optim.sparta(optax.sgd(0.0), schedule, fraction=0.2)
+    tx = optim.contrib.sparta(optax.sgd(0.0), schedule, fraction=0.2)
     x = jnp.asarray(problem(equal=False)[0])
 
     @jax.jit
@@ -202,7 +201,7 @@ def test_des_loc_is_the_recursion(first, second):
     phases = harness.phases("des_loc", {"first": first, "second": second})
     schedule = topology.repeat(base, phases)
     assert phases == first * second
-    tx = optim.des_loc(optax.adam(LR, **ADAM), schedule, first=first, second=second)
+    tx = optim.contrib.des_loc(optax.adam(LR, **ADAM), schedule, first=first, second=second)
     got = trajectories({0: tx}, schedule, equal=False)[0]
     numbers = {"first": first, "second": second, "rounds": lambda k: base.matrix(k % base.period)}
     right = wanted(oracles_seldom.des_loc, schedule, equal=False, **numbers, **ADAM)
@@ -211,7 +210,7 @@ def test_des_loc_is_the_recursion(first, second):
 
 def test_des_loc_with_accumulated_adam_mixes_its_moments():
     schedule = topology.repeat(topology.make("complete", N), 2)
-    tx = optim.des_loc(optim.accum_adam(LR, accum_steps=2), schedule, first=1, second=2)
+    tx = optim.contrib.des_loc(optim.accum_adam(LR, accum_steps=2), schedule, first=1, second=2)
     x, a, b = problem()
     x, state = jnp.asarray(x), jax.vmap(tx.init)(jnp.asarray(x))
     for t in range(2):
@@ -232,4 +231,4 @@ def test_more_rounds_than_the_machine_holds_are_refused():
 def test_des_loc_needs_both_moments():
     schedule = topology.repeat(topology.make("complete", N), 6)
     with pytest.raises(ValueError, match=r"des_loc averages both moments of Adam: use optax\.adam"):
-        optim.des_loc(optax.sgd(0.1, momentum=0.9), schedule).init(jnp.zeros(3))
+        optim.contrib.des_loc(optax.sgd(0.1, momentum=0.9), schedule).init(jnp.zeros(3))

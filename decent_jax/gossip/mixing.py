@@ -122,8 +122,8 @@ def mix(
     if isinstance(codec, TopK | ChunkedTopK):
         raise ValueError(
             f"{type(codec).__name__} of parameters never sends the small ones, so replicas would "
-            "not agree; use optim.choco or optim.sparseloco, which send differences and keep the "
-            "rest"
+            "not agree; use choco or sparseloco of optim.contrib, which send differences and keep "
+            "the rest"
         )
     if codec is not None:
         arrived, own = mix_coded(leaves, schedule, round, axis_name, codec, key, finite=finite)

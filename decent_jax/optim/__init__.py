@@ -1,12 +1,15 @@
-"""Optax transformations of decentralized training; they know pytrees only."""
+"""Optax transformations of decentralized training; they know pytrees only.
+
+Rarer methods are in `decent_jax.optim.contrib`.
+"""
 
 from decent_jax.optim.accum_adam import ScaleByAccumAdamState as ScaleByAccumAdamState
 from decent_jax.optim.accum_adam import accum_adam as accum_adam
 from decent_jax.optim.accum_adam import accum_adamw as accum_adamw
 from decent_jax.optim.accum_adam import drop_window as drop_window
 from decent_jax.optim.accum_adam import scale_by_accum_adam as scale_by_accum_adam
-from decent_jax.optim.compressed import choco as choco
-from decent_jax.optim.compressed import sparta as sparta
+from decent_jax.optim.averaging import all_reduce as all_reduce
+from decent_jax.optim.averaging import decentralized as decentralized
 from decent_jax.optim.corrected import consensus_weights as consensus_weights
 from decent_jax.optim.corrected import d2 as d2
 from decent_jax.optim.corrected import exact_diffusion as exact_diffusion
@@ -17,24 +20,19 @@ from decent_jax.optim.declaration import METHODS as METHODS
 from decent_jax.optim.declaration import Method as Method
 from decent_jax.optim.declaration import Parts as Parts
 from decent_jax.optim.declaration import register as register
-from decent_jax.optim.guard import EarlyMixing as EarlyMixing
-from decent_jax.optim.guard import GuardedState as GuardedState
-from decent_jax.optim.guard import all_reduce as all_reduce
-from decent_jax.optim.guard import apply_updates as apply_updates
-from decent_jax.optim.guard import decentralized as decentralized
-from decent_jax.optim.momentum import decentlam as decentlam
-from decent_jax.optim.momentum import des_loc as des_loc
+from decent_jax.optim.finite import apply_updates as apply_updates
+from decent_jax.optim.frame import EarlyMixing as EarlyMixing
+from decent_jax.optim.frame import GuardedState as GuardedState
 from decent_jax.optim.momentum import gossiped_momentum as gossiped_momentum
-from decent_jax.optim.momentum import quasi_global_adam as quasi_global_adam
-from decent_jax.optim.momentum import quasi_global_sgd as quasi_global_sgd
 from decent_jax.optim.momentum import slowmo as slowmo
 from decent_jax.optim.outer import diloco as diloco
-from decent_jax.optim.outer import gasloc as gasloc
 from decent_jax.optim.outer import noloco as noloco
-from decent_jax.optim.outer import sparseloco as sparseloco
 from decent_jax.optim.schedules import inverse_sqrt_schedule as inverse_sqrt_schedule
 from decent_jax.optim.schedules import (
     linear_warmup_cosine_schedule as linear_warmup_cosine_schedule,
 )
 from decent_jax.optim.schedules import linear_warmup_step_schedule as linear_warmup_step_schedule
 from decent_jax.optim.swarm import swarm as swarm
+
+# isort: split
+from decent_jax.optim import contrib as contrib  # last, so that its methods are listed last

@@ -9,7 +9,7 @@ import optax
 
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec
-from decent_jax.optim import guard, require
+from decent_jax.optim import finite, frame, require, trees
 from decent_jax.optim.declaration import BOTH, Method, register
 from decent_jax.topology import Schedule
 
@@ -46,7 +46,7 @@ def exact_diffusion(
     References:
       Yuan et al., `Exact Diffusion, Part I <https://arxiv.org/abs/1702.05122>`_, 2018.
     """
-    mixing = guard.Mixing(schedule, axis_name, codec, "exact_diffusion")
+    mixing = frame.Mixing(schedule, axis_name, codec, "exact_diffusion")
     require.stable_diffusion("exact_diffusion", schedule, mix_every)
     return _diffusion(inner, mixing, half=True)
 
@@ -68,7 +68,7 @@ def d2(
     References:
       Tang et al., `D2 <https://arxiv.org/abs/1803.07068>`_, 2018, Algorithm 1.
     """
-    mixing = guard.Mixing(schedule, axis_name, codec, "d2")
+    mixing = frame.Mixing(schedule, axis_name, codec, "d2")
     require.static_and_symmetric("d2", schedule, mix_every)
     require.eigenvalues_above_minus_a_third("d2", schedule)
     return _diffusion(inner, mixing, half=False)
@@ -79,17 +79,17 @@ def _diffusion(inner, mixing, half):
         if round is None and not half:
             raise ValueError("d2 mixes in every step; use mix_every=1")
         update, inner, ok = local(params)
-        psi = guard.add(params, update)
-        phi = guard.add(psi, optax.tree.sub(params, own.psi))
+        psi = trees.add(params, update)
+        phi = trees.add(psi, optax.tree.sub(params, own.psi))
         mixed = x = mixing(phi, round, local.count)
         if half:
-            x = guard.scale(0.5, guard.add(phi, mixed))
+            x = trees.scale(0.5, trees.add(phi, mixed))
         # A replica that is not finite begins again from the neighbours' average.
-        fine = guard.all_finite(phi)
+        fine = finite.all_finite(phi)
         x, psi = optax.tree.where(fine, (x, psi), (mixed, mixed))
         return x, DiffusionState(psi), inner, ok
 
-    return guard.method(inner, step, guard.filled(DiffusionState, guard.copy))
+    return frame.method(inner, step, frame.filled(DiffusionState, trees.copy))
 
 
 class TrackingState(NamedTuple):
@@ -135,28 +135,28 @@ def gradient_tracking(
       2026.
     """
     require.combine(combine)
-    mixing = guard.Mixing(schedule, axis_name, codec, "gradient_tracking")
+    mixing = frame.Mixing(schedule, axis_name, codec, "gradient_tracking")
 
     def step(params, own, round, local):
         # A gradient that is not finite changes nothing: the sum of q stays that of the last ones.
-        fine = guard.acceptable(local.grads, None)
+        fine = finite.acceptable(local.grads, None)
         g = optax.tree.where(fine, local.grads, own.g)
         change = optax.tree.sub(g, own.g)
         if combine == "with":
             # With flags of their own: q of a replica whose x is lost still counts in the sum.
             x = mixing(params, round, local.count)
-            q = guard.add(mixing(own.q, round, local.count, nth=1), change)
+            q = trees.add(mixing(own.q, round, local.count, nth=1), change)
         else:
             x = params
-            q = mixing(guard.add(own.q, change), round, local.count, nth=1)
+            q = mixing(trees.add(own.q, change), round, local.count, nth=1)
         tracked = dataclasses.replace(local, grads=q, active=local.active & fine)
         update, inner, ok = tracked(x)
-        x = guard.add(x, update)
+        x = trees.add(x, update)
         if combine == "then":
             x = mixing(x, round, local.count)
         return x, TrackingState(g, q), inner, ok
 
-    return guard.method(inner, step, guard.filled(TrackingState))
+    return frame.method(inner, step, frame.filled(TrackingState))
 
 
 class PushSumState(NamedTuple):
@@ -187,15 +187,15 @@ def push_sum(
       Assran et al., `Stochastic Gradient Push <https://arxiv.org/abs/1811.10792>`_, 2019,
       Algorithm 1.
     """
-    mixing = guard.Mixing(schedule, axis_name, rows=False)
+    mixing = frame.Mixing(schedule, axis_name, rows=False)
 
     def step(params, own, round, local):
         update, inner, ok = local(params)
-        x = guard.add(guard.scale(own.w, params), update)
+        x = trees.add(trees.scale(own.w, params), update)
         x, w = mixing((x, own.w), round, local.count)
-        return guard.scale(1 / w, x), PushSumState(w), inner, ok
+        return trees.scale(1 / w, x), PushSumState(w), inner, ok
 
-    return guard.method(inner, step, lambda params: PushSumState(jnp.ones((), float)))
+    return frame.method(inner, step, lambda params: PushSumState(jnp.ones((), float)))
 
 
 def consensus_weights(opt_state: Any) -> jax.Array | None:

@@ -88,8 +88,8 @@ class Method:
       "sgd", "muon". Where the factory takes no ``inner`` they name the method's own form.
     orders: combine orders it has, the first its default.
     messages: arrays of the parameters' size that a replica sends to each neighbour in a round.
-    copies: arrays of the parameters' size in its state, besides the local optimizer's; a number, or
-      a function of the parts and all numbers.
+    copies: arrays of the parameters' size in its state, besides the local optimizer's, with its
+      default numbers and order.
     section: the section of a config with its numbers; None: named like the method; "": no section.
     sent: bytes of one message, from the parameters, the parts and all numbers; the mean over
       rounds where they differ.
@@ -107,7 +107,7 @@ class Method:
     optimizers: tuple[str, ...] = ("sgd", "adam", "accum_adam", "muon")
     orders: tuple[str, ...] = ("then",)
     messages: int = 1
-    copies: int | Callable[[Parts, Mapping[str, Any]], int] = 0
+    copies: int = 0
     section: str | None = None
     sent: Callable[[Any, Parts, Mapping[str, Any]], float] = model_bytes
     phases: Callable[[Mapping[str, Any]], int] = lambda numbers: 1
@@ -159,12 +159,6 @@ class Method:
         of_run = (self.takes.keys() - self.numbers.keys()) & given.keys()
         return self.make(**{name: given[name] for name in of_run}, **parts.numbers)
 
-    def memory_copies(self, parts: Parts) -> int:
-        """Copies of the parameters in the state, besides the local optimizer's."""
-        if callable(self.copies):
-            return self.copies(parts, {**self.numbers, **parts.numbers})
-        return self.copies
-
     def message_bytes(self, params: Any, parts: Parts) -> float:
         """Bytes a replica sends to one neighbour in a round, for parameters of these shapes.
 
@@ -172,15 +166,16 @@ class Method:
         """
         return self.messages * self.sent(params, parts, {**self.numbers, **parts.numbers})
 
-    def bytes_sent(self, params: Any, parts: Parts) -> float:
+    def bytes_sent(self, params: Any, parts: Parts, local_size: int = 1) -> float:
         """Bytes the busiest replica sends per step, averaged over a period of the schedule.
 
-        A method that takes no schedule averages all replicas in every step.
+        With ``local_size`` above 1 those that a node of so many replicas sends to other nodes. A
+        method that takes no schedule averages all replicas in every step.
         """
         schedule, every = parts.schedule, parts.mix_every
         if "schedule" not in self.takes:
             schedule, every = make("complete", schedule.num_replicas), 1
-        return schedule.bytes_sent(self.message_bytes(params, parts)) / every
+        return schedule.bytes_sent(self.message_bytes(params, parts), local_size=local_size) / every
 
 
 _METHODS: dict[str, Method] = {}

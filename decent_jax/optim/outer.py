@@ -1,9 +1,10 @@
-"""An outer step over many local steps: DiLoCo, its gossip relatives, and sparse messages.
+"""An outer step over many local steps: DiLoCo and NoLoCo.
 
-All of them are `_outer`: local steps, then a rule that moves the outer parameters, in fragments and
-with messages that may take a while. A `Rule` is one method's own part of this.
+Both are `outer_steps`: local steps, then a `Rule` that moves the outer parameters. `Streaming` cuts
+these into fragments, and lets messages take a while.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple
 
@@ -15,17 +16,8 @@ import optax
 from decent_jax import gossip
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec
-from decent_jax.gossip.sparse import ChunkedTopK
-from decent_jax.optim import guard, require
-from decent_jax.optim.declaration import (
-    ADAM_FIRST,
-    Meet,
-    Method,
-    Parts,
-    coded_bytes,
-    model_bytes,
-    register,
-)
+from decent_jax.optim import finite, frame, require, trees
+from decent_jax.optim.declaration import ADAM_FIRST, Meet, Method, model_bytes, register
 from decent_jax.topology import Schedule
 
 Arrays = list[jax.Array]
@@ -125,9 +117,9 @@ def diloco(
     require.not_negative("diloco.outer_learning_rate", outer_learning_rate)
     require.below_one("diloco.outer_momentum", outer_momentum)
     outer = outer or optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
-    mixing = guard.Mixing(schedule, axis_name, method="diloco")
-    given = (mix_every, fragments, delay, alpha, carry, weighted)
-    return _outer(inner, mixing, _towards_average(outer), *given)
+    mixing = frame.Mixing(schedule, axis_name, method="diloco")
+    streaming = Streaming(mix_every, fragments, delay, alpha, carry, weighted)
+    return outer_steps(inner, mixing, _towards_average(outer), streaming)
 
 
 def noloco(
@@ -179,12 +171,12 @@ def noloco(
       Kolehmainen et al., `NoLoCo <https://arxiv.org/abs/2506.10911>`_, 2025, equations as in the
       authors' code.
     """
-    mixing = guard.Mixing(schedule, axis_name, codec, "noloco")
+    mixing = frame.Mixing(schedule, axis_name, codec, "noloco")
     require.not_negative("noloco.outer_learning_rate", outer_learning_rate)
     require.below_one("noloco.outer_momentum", outer_momentum)
     rule = _towards_average(optax.sgd(outer_learning_rate, outer_momentum))
-    given = (mix_every, fragments, delay, alpha, carry, weighted)
-    return _outer(inner, mixing, rule, *given)
+    streaming = Streaming(mix_every, fragments, delay, alpha, carry, weighted)
+    return outer_steps(inner, mixing, rule, streaming)
 
 
 def _noloco_meeting(numbers: Mapping[str, Any]) -> Meet:
@@ -199,134 +191,13 @@ def _noloco_meeting(numbers: Mapping[str, Any]) -> Meet:
     def meet(x, own, copy, half):
         sent, half = jax.tree.leaves(copy), jax.tree.leaves(half)
         theta, state = rule.step(
-            jax.tree.leaves(own.theta), sent, own.states[0], lambda tree: guard.add(tree, half)
+            jax.tree.leaves(own.theta), sent, own.states[0], lambda tree: trees.add(tree, half)
         )
         pull = optax.tree.sub(theta, sent)
         theta, pull = (jax.tree.unflatten(jax.tree.structure(x), tree) for tree in (theta, pull))
-        return guard.add(x, pull), own._replace(theta=theta, states=(state,))
+        return trees.add(x, pull), own._replace(theta=theta, states=(state,))
 
     return meet
-
-
-def gasloc(
-    inner: optax.GradientTransformation,
-    schedule: Schedule,
-    axis_name: AxisName = "replica",
-    codec: Codec | None = None,
-    *,
-    alpha: Annotated[float, "averaging step size, in (0, 1]"] = 1.0,
-    eta: Annotated[float, "outer learning rate"] = 0.7,
-    gamma: Annotated[float, "outer momentum, in [0, 1)"] = 0.5,
-) -> optax.GradientTransformationExtraArgs:
-    r"""GASLoC: local steps, an averaging step with neighbours, and momentum of the whole movement.
-
-    With ``x_i`` the parameters after the local steps, ``theta_i`` those before them:
-
-    .. math::
-        y_i = \theta_i + \eta\, (x_i - \theta_i), \qquad
-        \theta_i \leftarrow y_i + \alpha \Big(\sum_j W_{ij} y_j - y_i\Big)
-            + \gamma\, (y_i - y_i^{-}), \qquad x_i \leftarrow \theta_i
-
-    with ``y^-`` the y of the last round, at first ``theta``. I - W is the weighted
-    Laplacian of the round's graph. With ``gamma = 0, alpha = eta = 1`` it is local SGD over
-    the schedule, with ``mix_every=1`` D-PSGD.
-
-    One message per round, two copies of the parameters (``theta`` and y). Valid on every
-    doubly stochastic schedule.
-
-    Args:
-      inner, schedule, axis_name, codec: as in `decentralized`.
-      alpha: averaging step size, in (0, 1].
-      eta: outer learning rate.
-      gamma: outer momentum, in [0, 1). The default and that of ``eta`` are NoLoCo's numbers.
-
-    References:
-      `GASLoC <https://arxiv.org/abs/2606.11081>`_, 2026, equations from a transcription.
-    """
-    mixing = guard.Mixing(schedule, axis_name, codec, "gasloc")
-    if not 0 < alpha <= 1:
-        raise ValueError(f"gasloc.alpha must be above 0 and at most 1, got {alpha}")
-    require.not_negative("gasloc.eta", eta)
-    require.below_one("gasloc.gamma", gamma)
-
-    def step(theta, x, before, mix):
-        y = guard.add(guard.scale(1 - eta, theta), guard.scale(eta, x))
-        mixed = mix(y)
-        fine = guard.all_finite(y)  # else the neighbours' average is all there is
-        pull = guard.scale(alpha, optax.tree.sub(mixed, y))
-        moved = guard.scale(gamma, optax.tree.sub(y, before))
-        after = optax.tree.where(fine, guard.add(y, pull, moved), mixed)
-        return after, optax.tree.where(fine, y, mixed)
-
-    return _outer(inner, mixing, Rule(guard.copy, step))
-
-
-def sparseloco(
-    inner: optax.GradientTransformation,
-    schedule: Schedule,
-    axis_name: AxisName = "replica",
-    identical_start: bool = True,
-    *,
-    density: Annotated[float, "part of every chunk that is sent, in (0, 1]"] = 1 / 64,
-    chunk: Annotated[int, "numbers per chunk"] = 4096,
-    bits: Annotated[int, "2 or 32, per number sent"] = 2,
-    decay: Annotated[float, "share of what was not sent that is kept, in [0, 1]"] = 0.95,
-    outer_learning_rate: Annotated[float, "factor of the movement"] = 1.0,
-) -> optax.GradientTransformationExtraArgs:
-    r"""SparseLoCo: DiLoCo whose messages are the largest parts of the movement, with feedback.
-
-    With ``theta`` the outer parameters, equal on all replicas, and C the largest numbers of
-    every chunk in 2 bits each (`decent_jax.gossip.sparse.ChunkedTopK`):
-
-    .. math::
-        e_i \leftarrow \beta e_i + \theta - x_i, \qquad q_i = C(e_i), \qquad
-        e_i \leftarrow e_i - q_i, \qquad
-        \theta \leftarrow \theta - \eta\, \tfrac1n \textstyle\sum_j q_j, \qquad
-        x_i \leftarrow \theta
-
-    What C drops stays in e and is sent later; e is also the momentum, so there is none outside.
-    With a density of 1 and 32 bits nothing is dropped: it is `diloco` without outer momentum.
-
-    Coded messages cannot be added on their way, so every replica receives those of all others, and
-    sends its own n - 1 times: fewer bytes than a float32 average where n is below 280 at the
-    published numbers. Two copies of the parameters (``theta`` and e).
-
-    Args:
-      inner, axis_name: as in `diloco`.
-      schedule: ``complete``. On another graph ``theta`` would drift apart, since replicas
-        exchange movements only; `choco` corrects this with the same compressor.
-      identical_start: must be True, for the same reason.
-      density: the share of every chunk that is sent, in (0, 1].
-      chunk: numbers per chunk.
-      bits: 2 or 32 per number sent.
-      decay: the share beta of what was not sent that is kept, in [0, 1].
-      outer_learning_rate: the factor eta of the movement.
-
-    References:
-      Sarfi et al., `SparseLoCo <https://arxiv.org/abs/2508.15706>`_, 2025, equations from a
-      transcription. The 2-bit code is ours: signs and two magnitudes per chunk.
-    """
-    require.averages("sparseloco", schedule, always=True)
-    if not identical_start:
-        raise ValueError(
-            "sparseloco exchanges movements only, so replicas that begin apart stay apart; use "
-            "identical_start=True, or noloco"
-        )
-    if not 0 <= decay <= 1:
-        raise ValueError(f"sparseloco.decay must be in [0, 1], got {decay}")
-    require.not_negative("sparseloco.outer_learning_rate", outer_learning_rate)
-    codec = ChunkedTopK(density, chunk, bits)
-
-    def step(theta, x, e, mix):
-        moved = optax.tree.sub(theta, x)
-        moved = optax.tree.where(guard.all_finite(moved), moved, optax.tree.zeros_like(moved))
-        e = guard.add(guard.scale(decay, e), moved)
-        mean, sent = gossip.mean_coded(e, axis_name, codec)
-        theta = guard.add(theta, guard.scale(-outer_learning_rate, mean))
-        return theta, optax.tree.sub(e, sent)
-
-    mixing = guard.Mixing(schedule, axis_name, method="sparseloco")
-    return _outer(inner, mixing, Rule(optax.tree.zeros_like, step))
 
 
 def _towards_average(outer: optax.GradientTransformation) -> Rule:
@@ -339,70 +210,105 @@ def _towards_average(outer: optax.GradientTransformation) -> Rule:
     return Rule(outer.init, step)
 
 
-def _outer(
+@dataclasses.dataclass(frozen=True)
+class Streaming:
+    """How messages of an outer step travel; the numbers are those of `diloco`."""
+
+    mix_every: int = 1
+    fragments: int = 1
+    delay: int = 0
+    alpha: float = 0.0
+    carry: bool = False
+    weighted: bool = False
+
+    def __post_init__(self):
+        if self.fragments < 1:
+            raise ValueError(f"fragments must be at least 1, got {self.fragments}")
+        latest = max(self.mix_every - 1, 0)
+        if not 0 <= self.delay <= latest:
+            raise ValueError(f"delay must be from 0 to mix_every - 1 = {latest}, got {self.delay}")
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha must be in [0, 1], got {self.alpha}")
+
+    def under_way(self, x: Any, own: OuterState, count: jax.Array) -> Any:
+        """The copy that travels for several steps: x of the step ``delay`` before the next round.
+
+        None where a message takes one step or none.
+        """
+        if self.delay < 2:
+            return None
+        departs = (count + 1 + self.delay) % self.mix_every == 0
+        return optax.tree.where(departs, x, own.sent)
+
+    def arriving(self, x: Any, params: Any, own: OuterState) -> Any:
+        """``x^(t - delay)``, for x after step t and ``params`` before it."""
+        if self.delay == 0:
+            return x
+        return params if self.delay == 1 else own.sent
+
+    def merged(self, theta: Arrays, now: Arrays, late: Arrays) -> Arrays:
+        """``alpha x^(t) + (1 - alpha) theta``; with ``carry`` theta + x^(t) - x^(t - delay)."""
+        carries = self.carry and self.delay
+        if not (carries or self.alpha):
+            return theta
+        new = trees.add(theta, optax.tree.sub(now, late)) if carries else theta
+        new = [self.alpha * a + (1 - self.alpha) * b for a, b in zip(now, new, strict=True)]
+        # A replica that is not finite has nothing to keep.
+        return optax.tree.where(finite.all_finite((now, late)), new, theta)
+
+
+def outer_steps(
     inner: optax.GradientTransformation,
-    mixing: guard.Mixing,
+    mixing: frame.Mixing,
     rule: Rule,
-    mix_every: int = 1,
-    fragments: Annotated[int, "parts of the model, averaged in turn"] = 1,
-    delay: Annotated[int, "steps that a message takes, less than mix_every"] = 0,
-    alpha: Annotated[float, "share of its own parameters that a replica keeps, in [0, 1]"] = 0.0,
-    carry: Annotated[
-        bool, "True: a replica keeps what it learned while the message travelled"
-    ] = False,
-    weighted: Annotated[bool, "True: replicas that made more updates count for more"] = False,
+    streaming: Streaming = Streaming(),
 ) -> optax.GradientTransformationExtraArgs:
-    """Local steps, and the rule on one fragment per round; numbers as in `diloco`."""
-    if fragments < 1:
-        raise ValueError(f"{mixing.method}.fragments must be at least 1, got {fragments}")
-    require.phases(f"{mixing.method} with {fragments} fragments", mixing.schedule, fragments)
-    if not 0 <= delay <= max(mix_every - 1, 0):
-        raise ValueError(f"delay must be from 0 to mix_every - 1 = {mix_every - 1}, got {delay}")
-    if not 0 <= alpha <= 1:
-        raise ValueError(f"alpha must be in [0, 1], got {alpha}")
+    """Local steps, and in every round the rule on one fragment of the parameters."""
+    count = streaming.fragments
+    require.phases(f"{mixing.method} with {count} fragments", mixing.schedule, count)
 
     def step(params, own, round, local):
         update, inner, ok = local(params)
-        x, sent, steps = guard.add(params, update), own.sent, own.steps
-        if weighted:
-            steps = tuple(count + ok for count in steps)
-        if delay > 1:  # from now on the parameters of this step are under way
-            is_due = (local.count + 1 + delay) % mix_every == 0
-            sent = optax.tree.where(is_due, x, own.sent)
+        x = trees.add(params, update)
+        late = streaming.arriving(x, params, own)
+        sent = streaming.under_way(x, own, local.count)
+        steps = tuple(k + ok for k in own.steps) if streaming.weighted else None
         if round is None:
             return x, own._replace(sent=sent, steps=steps), inner, ok
-        f = gossip.number(round) % fragments
-        which = fragments_of(params, fragments)[f]
-        now, late = (_taken(tree, which) for tree in (x, (x, params, own.sent)[min(delay, 2)]))
-        old = _taken(own.theta, which)
+        f = gossip.number(round) % count
+        which = fragments_of(params, count)[f]
+        theta, now, late = (_taken(tree, which) for tree in (own.theta, x, late))
 
         def mix(tree):
-            if not weighted:
+            if steps is None:
                 return mixing(tree, round, local.count)
-            total, weight = mixing((guard.scale(steps[f], tree), steps[f]), round, local.count)
-            known = weight > 0
-            average = guard.scale(1 / jnp.where(known, weight, 1), total)
-            return optax.tree.where(known, average, old)
+            return _weighted_average(mixing, tree, steps[f], theta, round, local.count)
 
-        theta, state = rule.step(old, late, own.states[f], mix)
-        new = guard.add(theta, optax.tree.sub(now, late)) if carry and delay else theta
-        if alpha:
-            new = [alpha * a + (1 - alpha) * b for a, b in zip(now, new, strict=True)]
-        if alpha or (carry and delay):  # a replica that is not finite has nothing to keep
-            new = optax.tree.where(guard.all_finite((now, late)), new, theta)
+        new_theta, state = rule.step(theta, late, own.states[f], mix)
+        x = _replaced(x, which, streaming.merged(new_theta, now, late))
         states = (*own.states[:f], state, *own.states[f + 1 :])
-        if weighted:
+        if steps is not None:
             steps = (*steps[:f], jnp.zeros_like(steps[f]), *steps[f + 1 :])
-        own = OuterState(_replaced(own.theta, which, theta), sent, states, steps)
-        return _replaced(x, which, new), own, inner, ok
+        own = OuterState(_replaced(own.theta, which, new_theta), sent, states, steps)
+        return x, own, inner, ok
 
     def own(params):
-        states = [rule.init(_taken(params, which)) for which in fragments_of(params, fragments)]
-        sent = guard.copy(params) if delay > 1 else None
-        steps = tuple(jnp.zeros((), float) for _ in states) if weighted else None
-        return OuterState(guard.copy(params), sent, tuple(states), steps)
+        states = [rule.init(_taken(params, which)) for which in fragments_of(params, count)]
+        sent = trees.copy(params) if streaming.delay > 1 else None
+        steps = tuple(jnp.zeros((), float) for _ in states) if streaming.weighted else None
+        return OuterState(trees.copy(params), sent, tuple(states), steps)
 
-    return guard.method(inner, step, own)
+    return frame.method(inner, step, own)
+
+
+def _weighted_average(
+    mixing: frame.Mixing, tree: Arrays, steps: jax.Array, old: Arrays, round: Any, count: jax.Array
+) -> Arrays:
+    """``sum_j W_ij k_j x_j / sum_j W_ij k_j`` with the steps k; ``old`` where nobody made any."""
+    total, weight = mixing((trees.scale(steps, tree), steps), round, count)
+    known = weight > 0
+    average = trees.scale(1 / jnp.where(known, weight, 1), total)
+    return optax.tree.where(known, average, old)
 
 
 def fragments_of(params: Any, count: int) -> list[list[int]]:
@@ -434,18 +340,10 @@ def _replaced(tree: Any, which: list[int], new: list[jax.Array]) -> Any:
     return structure.unflatten(leaves)
 
 
-def _sparse_bytes(params: Any, parts: Parts, own: Mapping[str, Any]) -> float:
-    """Each of n - 1 others receives the message; an average counts as 2 (n - 1) / n models."""
-    codec = ChunkedTopK(own["density"], own["chunk"], own["bits"])
-    return parts.schedule.num_replicas / 2 * coded_bytes(params, codec)
-
-
 _IN_FRAGMENTS: dict[str, Any] = {
-    "copies": lambda parts, own: 2 + (own["delay"] > 1),
+    "copies": 2,
     "phases": lambda own: own["fragments"],
     "sent": lambda params, parts, own: model_bytes(params, parts, own) / own["fragments"],
 }
 register(Method("diloco", diloco, ADAM_FIRST, **_IN_FRAGMENTS))
 register(Method("noloco", noloco, ADAM_FIRST, **_IN_FRAGMENTS, meeting=_noloco_meeting))
-register(Method("gasloc", gasloc, ADAM_FIRST, copies=2))
-register(Method("sparseloco", sparseloco, ADAM_FIRST, copies=2, sent=_sparse_bytes))

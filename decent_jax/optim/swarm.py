@@ -11,7 +11,7 @@ import optax
 from decent_jax import gossip
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import FIRST_DISTANCE, GROW, SHRINK, SLACK, Lattice
-from decent_jax.optim import guard, require
+from decent_jax.optim import finite, frame, require, trees
 from decent_jax.optim.declaration import BOTH, Method, Parts, model_bytes, register
 from decent_jax.topology import Schedule
 
@@ -80,11 +80,11 @@ def swarm(
 
     def step(params, own, round, local):
         update, inner, ok = local(params)
-        x = guard.add(params, update)
+        x = trees.add(params, update)
         if round is None or not schedule.rounds[gossip.number(round)].sends:
             return x, own, inner, ok
         mine, y = x if blocking else own.published, own.y
-        fine = guard.all_finite(mine)
+        fine = finite.all_finite(mine)
         if not quantises:
             (theirs, read), weight = _receive((mine, fine), round)
             decoded, meets = mine, read & fine & (weight > 0)
@@ -101,7 +101,7 @@ def swarm(
                 for message in (sent, received)
             )
             both_fine = fine & jnp.isfinite(received[0][2])
-            read = guard.all_finite(theirs) & both_fine
+            read = finite.all_finite(theirs) & both_fine
             (read_by_them,), _ = _receive((read,), round)
             meets = read & read_by_them & (weight > 0)
             nearer = jnp.maximum(SLACK * _largest(optax.tree.sub(theirs, mine)), SHRINK * y)
@@ -109,9 +109,9 @@ def swarm(
             # failure would cause others.
             farther = jnp.where(read_by_them | ~both_fine, y, GROW * y)
             y = jnp.where(weight > 0, jnp.where(meets, nearer, farther), y)
-        pull = guard.scale(0.5, optax.tree.sub(theirs, decoded))
-        after = guard.add(x, optax.tree.where(meets, pull, optax.tree.zeros_like(pull)))
-        is_lost = ~(fine if blocking else guard.all_finite(x))
+        pull = trees.scale(0.5, optax.tree.sub(theirs, decoded))
+        after = trees.add(x, optax.tree.where(meets, pull, optax.tree.zeros_like(pull)))
+        is_lost = ~(fine if blocking else finite.all_finite(x))
         x = optax.tree.where(is_lost & read & (weight > 0), theirs, after)
         publishes = (weight > 0) & (read | ~is_lost)
         published = None if blocking else optax.tree.where(publishes, x, own.published)
@@ -122,14 +122,14 @@ def swarm(
 
     def own(params):
         y = jnp.float32(distance) if quantises else None
-        return SwarmState(y, None if blocking else guard.copy(params))
+        return SwarmState(y, None if blocking else trees.copy(params))
 
-    return guard.method(inner, step, own)
+    return frame.method(inner, step, own)
 
 
 def _add_half(x: Any, own: SwarmState, copy: Any, half: Any) -> tuple[Any, SwarmState]:
     """What a peer without a common step does in place of a round of `swarm`."""
-    return guard.add(x, half), own
+    return trees.add(x, half), own
 
 
 def _sent(params: Any, parts: Parts, own: Mapping[str, Any]) -> float:
@@ -148,7 +148,7 @@ register(
         "swarm",
         swarm,
         orders=BOTH,
-        copies=lambda parts, own: int((parts.combine or "with") == "with"),
+        copies=1,
         sent=_sent,
         meeting=lambda own: _add_half,
     )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from decent_jax.optim import METHODS, guard
+from decent_jax.optim import METHODS, trees
 from decent_jax.peers.formats import Arrays
 from decent_jax.train import algorithm
 from decent_jax.train.experiment import Experiment
@@ -29,7 +29,7 @@ class Boundary:
         def met(averaged, own, copy, half):
             (params, model_state), (params_half, model_state_half) = averaged, half
             params, own = meet(params, own, copy[0], params_half)
-            return place_all(((params, guard.add(model_state, model_state_half)), own))
+            return place_all(((params, trees.add(model_state, model_state_half)), own))
 
         self._meet = jax.jit(met, donate_argnums=(0, 1))
         self.copy = jax.jit(lambda tree: place_all(jax.tree.map(jnp.copy, tree)))

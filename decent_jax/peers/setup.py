@@ -16,7 +16,7 @@ from decent_jax.data import loader
 from decent_jax.ground import fields
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.json_files import flat
-from decent_jax.optim import METHODS, guard
+from decent_jax.optim import METHODS, frame
 from decent_jax.peers import partners
 from decent_jax.train import algorithm
 from decent_jax.train import config as config_lib
@@ -151,7 +151,7 @@ def open_run(config: ConfigDict, workdir: str | Path) -> Iterator[tuple[Experime
             task.decay_mask,
             experiment.placement.axis_name,
         )
-        yield experiment._replace(config=own, tx=guard.no_rounds(tx)), work
+        yield experiment._replace(config=own, tx=frame.no_rounds(tx)), work
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import jax
 import optax
 from ml_collections import ConfigDict
 
-from decent_jax import optim, topology
+from decent_jax import optim
 from decent_jax.gossip import AxisName, codecs
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import format_bytes, shown
@@ -133,19 +133,10 @@ def cost(config: ConfigDict, schedule: Schedule, state: Any, local_size: int) ->
       local_size: replicas per node.
     """
     own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
-    held, model = (
-        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-        for tree in (own, own.params)
-    )
-    every = 1
-    if config.algorithm == "all_reduce":
-        schedule = topology.make("complete", schedule.num_replicas)
-    else:
-        method = METHODS[config.algorithm]
-        model = method.message_bytes(own.params, parts(config, schedule, 1.0))
-        every = config.mix_every
-    by_node = schedule.bytes_sent(model, local_size=local_size)
-    return Cost(schedule.bytes_sent(model) / every, by_node / every, held, local_size)
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(own))
+    method, given = METHODS[config.algorithm], parts(config, schedule, 1.0)
+    by_replica, by_node = (method.bytes_sent(own.params, given, size) for size in (1, local_size))
+    return Cost(by_replica, by_node, held, local_size)
 
 
 def describe(config: ConfigDict, schedule: Schedule, cost: Cost) -> str:

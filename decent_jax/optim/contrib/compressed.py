@@ -8,7 +8,7 @@ from decent_jax import gossip
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec, Int8
 from decent_jax.gossip.sparse import ChunkedTopK, RandomK, TopK
-from decent_jax.optim import guard, require
+from decent_jax.optim import averaging, finite, frame, require, trees
 from decent_jax.optim.declaration import ADAM_FIRST, BOTH, Method, coded_bytes, register
 from decent_jax.topology import Schedule
 
@@ -70,29 +70,29 @@ def choco(
         raise ValueError(f"choco.gamma must be above 0 and at most 1, got {gamma}")
     codec = compressor_of(compressor, fraction)
     require.static_messages("choco", schedule)
-    mixing = guard.Mixing(schedule, axis_name, codec, "choco")
+    mixing = frame.Mixing(schedule, axis_name, codec, "choco")
 
     def step(params, own, round, local):
         update, inner, ok = local(params)
-        y = guard.add(params, update)
+        y = trees.add(params, update)
         if round is None:
             return y, own, inner, ok
         # A replica that is not finite sends zeros, so that its public copy stays as it was, and
         # continues from the average of the public copies.
         gap = optax.tree.sub(y, own.x_hat)
-        fine = guard.all_finite(gap)
+        fine = finite.all_finite(gap)
         gap = optax.tree.where(fine, gap, optax.tree.zeros_like(gap))
         mixed_q, q = gossip.mix_coded(
             gap, schedule, round, axis_name, codec, mixing.key(local.count)
         )
-        x_hat = guard.add(own.x_hat, q)
-        s = guard.add(own.s, mixed_q)
-        x = guard.add(y, guard.scale(gamma, optax.tree.sub(s, x_hat)))
+        x_hat = trees.add(own.x_hat, q)
+        s = trees.add(own.s, mixed_q)
+        x = trees.add(y, trees.scale(gamma, optax.tree.sub(s, x_hat)))
         x = optax.tree.where(fine, x, s)
         return x, ChocoState(s, x_hat), inner, ok
 
-    begin = guard.copy if identical_start else optax.tree.zeros_like
-    return guard.method(inner, step, guard.filled(ChocoState, begin))
+    begin = trees.copy if identical_start else optax.tree.zeros_like
+    return frame.method(inner, step, frame.filled(ChocoState, begin))
 
 
 def compressor_of(name: str | Codec, fraction: float) -> Codec:
@@ -140,7 +140,7 @@ def sparta(
     """
     if not 0 < fraction <= 1:
         raise ValueError(f"sparta.fraction must be above 0 and at most 1, got {fraction}")
-    return guard.decentralized(inner, schedule, combine, axis_name, RandomK(fraction))
+    return averaging.decentralized(inner, schedule, combine, axis_name, RandomK(fraction))
 
 
 register(

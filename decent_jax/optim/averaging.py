@@ -1,0 +1,167 @@
+"""The two methods that need no more than the frame: gossip of parameters, and all-reduce."""
+
+import dataclasses
+from typing import Annotated
+
+import jax.numpy as jnp
+import optax
+
+from decent_jax import gossip
+from decent_jax.gossip import AxisName
+from decent_jax.gossip.codecs import Codec
+from decent_jax.optim import finite, require, trees
+from decent_jax.optim.declaration import ADAM_FIRST, BOTH, Method, register
+from decent_jax.optim.frame import EarlyMixing, Mixing, method, no_rounds, rate_at
+from decent_jax.topology import Schedule
+
+
+def decentralized(
+    inner: optax.GradientTransformation,
+    schedule: Schedule,
+    combine: str = "with",
+    axis_name: AxisName = "replica",
+    codec: Codec | None = None,
+    *,
+    gamma: Annotated[optax.ScalarOrSchedule, "consensus factor, in [0, 1]; 1: the mix"] = 1.0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Local optimizer steps, and one round of averaging with neighbours instead of all-reduce.
+
+    Replica i holds its own ``x_i`` and its own state of ``inner``; only parameters are sent.
+    With ``W`` the matrix of the round and ``Delta_i(.)`` the update of ``inner``,
+    whose gradient is always taken at ``x_i``:
+
+    .. math::
+        \text{with:}\quad \hat x_i = \sum_j W_{ij} x_j, \qquad
+            x_i \leftarrow \hat x_i + \Delta_i(\hat x_i)
+        \qquad\qquad
+        \text{then:}\quad x_i \leftarrow \sum_j W_{ij} \big(x_j + \Delta_j(x_j)\big)
+
+    ``"with"`` (adapt-with-combine) sends parameters that are known when the step begins, so the
+    messages travel during the forward and backward pass; ``inner`` sees the mixed parameters
+    (weight decay applies to them). ``"then"`` (adapt-then-combine) sends the result of the update,
+    so no computation can hide it.
+
+    `optax.MultiSteps` belongs inside: ``MultiSteps(decentralized(...), k)`` mixes in every step but
+    keeps only every k-th result, so it may use only one of the rounds ``round_at(t)``.
+
+    ``update`` takes ``round`` (required), a static Python int in ``[0, schedule.period)`` from
+    ``schedule.round_at(step)``, or None for a step without communication; and optionally ``value``,
+    this replica's loss. A local update is rejected when the loss, the norm of the gradient or the
+    update of the smallest array is not finite: the parameters are then only mixed, and the state of
+    ``inner`` stays, except for the counts of learning-rate schedules, which advance with the step.
+    Other numbers of an update that are not finite are left out.
+
+    Apply the result with `decent_jax.optim.apply_updates` (or `optax.apply_updates`, which cannot
+    bring back a replica whose parameters are not finite).
+
+    With ``inner = optax.sgd(lr)`` this is D-PSGD (Lian et al. 2017; "then" is also called
+    adapt-then-combine or DSGD), with momentum inside DmSGD with local momentum, with
+    `optax.adamw` or `accum_adamw` decentralized and Accumulated Adam; over ``complete`` every H
+    steps local SGD, and over ``periodic_average(..., every=H)`` Gossip-PGA (Chen et al. 2021).
+
+    Args:
+      inner: any optax transformation; clipping belongs in here.
+      schedule: of as many replicas as the axes hold; every replica's weights sum to 1.
+      combine: ``"with"`` or ``"then"``.
+      axis_name: see `decent_jax.gossip.mix`.
+      codec: format of the messages, see `decent_jax.gossip.codecs`.
+      gamma: consensus factor ``gamma``, a number or an optax schedule of the step:
+        ``(1-gamma) x_i + gamma sum_j W_ij x_j`` instead of the mix (DSGD-AC,
+        arXiv 2602.02899, takes the learning rate over its peak, to a power).
+
+    Returns:
+      A transformation whose state is a `GuardedState`; ``init`` communicates nothing. With
+      ``"with"`` it is an `EarlyMixing`.
+
+    Raises:
+      ValueError: an unknown ``combine``; a negative gamma; a schedule on which not every replica's
+        weights sum to 1.
+      TypeError: an ``update`` without ``round``, or with a traced one.
+
+    Example:
+      Four replicas on one device, each with its own target, agree on the mean of the targets:
+
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from decent_jax import optim, topology
+      >>> schedule = topology.make("one_peer_exp", 4)
+      >>> tx = optim.decentralized(optax.sgd(0.01), schedule)
+      >>> def step(x, state, target, round):
+      ...     updates, state = tx.update(x - target, state, x, round=round)
+      ...     return optim.apply_updates(x, updates), state
+      >>> def all_steps(*args, round):
+      ...     return jax.vmap(lambda *own: step(*own, round), axis_name="replica")(*args)
+      >>> run = jax.jit(all_steps, static_argnames="round")
+      >>> x, targets = jnp.zeros(4), jnp.array([0.0, 1.0, 2.0, 5.0])
+      >>> state = jax.vmap(tx.init)(x)
+      >>> for t in range(1000):
+      ...     x, state = run(x, state, targets, round=schedule.round_at(t))
+      >>> [f"{value:.1f}" for value in x]
+      ['2.0', '2.0', '2.0', '2.0']
+
+    References:
+      Wang et al., `From Promise to Practice <https://arxiv.org/abs/2410.11998>`_, 2025,
+      Algorithms 1 and 3. Unlike Decent-DP the first step mixes, clipping is of the whole replica,
+      and a rejected step rejects the whole update, not a bucket's.
+    """
+    require.combine(combine)
+    require.not_negative("gamma", gamma)
+    mixing = Mixing(schedule, axis_name, codec, "decentralized")
+
+    def mix(params, round, count, after=None):
+        mixed = mixing(params, round, count, after)
+        if round is None or (isinstance(gamma, float | int) and gamma == 1):
+            return mixed
+        kept = trees.add(params, trees.scale(rate_at(gamma, count), optax.tree.sub(mixed, params)))
+        # A replica that is not finite takes all of its neighbours' average.
+        return optax.tree.where(finite.all_finite(params), kept, mixed)
+
+    def adapt_with_combine(params, own, round, local):
+        x_hat = local.mixed
+        if x_hat is None:
+            x_hat = mix(params, round, local.count, after=local.grads)
+        update, inner, ok = local(x_hat)
+        return trees.add(x_hat, update), own, inner, ok
+
+    def adapt_then_combine(params, own, round, local):
+        update, inner, ok = local(params)
+        return mix(trees.add(params, update), round, local.count), own, inner, ok
+
+    if combine == "then":
+        return method(inner, adapt_then_combine)
+    early = EarlyMixing(*method(inner, adapt_with_combine))
+    early.mix = lambda params, count, round: mix(params, round, count)
+    return early
+
+
+def all_reduce(
+    inner: optax.GradientTransformation, axis_name: AxisName = "replica"
+) -> optax.GradientTransformationExtraArgs:
+    r"""The baseline: every replica applies ``inner`` to the mean gradient.
+
+    .. math:: g = \frac1n \sum_i \nabla f_i(x), \qquad x \leftarrow x + \Delta(g)
+
+    Replicas that begin equal stay equal. With ``active`` of ``update`` the mean is that over the
+    active replicas, and all take the update. ``inner`` clips the mean gradient. A mean that is not
+    finite is rejected by all replicas alike, as in `decentralized`, whose extra arguments are
+    accepted so that the two can be swapped (``round`` is ignored).
+    """
+
+    def step(params, own, round, local):
+        given, active = (local.grads, local.value), local.active
+        if active is not True:
+            share = gossip.mean(jnp.asarray(active, jnp.float32), axis_name)
+            zeros = optax.tree.zeros_like(given)
+            given = trees.scale(1 / share, optax.tree.where(active, given, zeros))
+            active = share > 0
+        mean, value = gossip.mean(given, axis_name)
+        local = dataclasses.replace(local, grads=mean, value=value, active=active)
+        update, inner, ok = local(params)
+        return trees.add(params, update), own, inner, ok
+
+    return no_rounds(method(inner, step))
+
+
+register(Method("all_reduce", all_reduce, ADAM_FIRST, BOTH))
+register(Method("decentralized_adam", decentralized, ("adam",), BOTH, section=""))
+register(Method("accum_adam", decentralized, ("accum_adam",), BOTH, section=""))
+register(Method("decentralized_sgd", decentralized, ("sgd", "muon"), BOTH, section=""))

@@ -1,0 +1,231 @@
+"""The frame of a method: the update of one replica, guarded, and its communication.
+
+A method is one function, ``step(params, own, round, local)``, given to `method`; it calls ``local``
+once for its own update, and `Mixing` to communicate.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from decent_jax import gossip
+from decent_jax.gossip import AxisName
+from decent_jax.gossip.codecs import Codec
+from decent_jax.optim import finite, require
+from decent_jax.topology import Schedule
+
+_LEFT_OUT: Any = object()
+
+
+class GuardedState(NamedTuple):
+    """State of every method."""
+
+    inner: Any  # state of the local optimizer
+    # shape=(), dtype=int32: updates so far, including the rejected ones
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    skipped: jax.Array  # shape=(), dtype=int32: rejected updates (optax: total_notfinite)
+    failing: jax.Array  # shape=(), dtype=int32: the last ones in a row (optax: notfinite_count)
+    own: Any  # the method's own state, a NamedTuple; () for most
+
+
+@dataclasses.dataclass(frozen=True)
+class Local:
+    """Makes one replica's own update in one step: ``update, inner, ok = local(params)``.
+
+    grads: the gradients as they came.
+    value: the loss, or None.
+    mixed: parameters that the caller mixed before the gradient was known, or None.
+    active: () bool, whether this replica makes an update in this step.
+    state: the method's state before the step.
+    optimizer: the local optimizer.
+    extra: further arguments for it.
+    """
+
+    grads: Any
+    value: jax.Array | None
+    mixed: Any
+    active: jax.Array | bool
+    state: GuardedState
+    optimizer: optax.GradientTransformationExtraArgs
+    extra: dict[str, Any]
+
+    @property
+    def count(self) -> jax.Array:
+        """() int32, the 0-based number of this update."""
+        return self.state.count
+
+    def __call__(self, params: Any) -> tuple[Any, Any, jax.Array]:
+        """The local optimizer's update at ``params``; zeros where it is rejected, or not active.
+
+        The update must be accepted or rejected before anything is written, so every array we check
+        costs one more pass over memory. We check the gradient, whose norm we need anyway, and the
+        smallest array of the update, which shows what spoils all of it (a learning rate, a moment).
+        Other numbers that are not finite are left out one by one; Adam with ``eps`` above 0 has
+        none if the norm of the gradient is finite. So mixing, moments, decay and check are one
+        pass, on GPUs one kernel per array. Checking the whole update first moved 18 instead of 10
+        times the bytes of the parameters in decentralized Adam, and held one more copy of them
+        (`benchmarks/gpu_program.py`).
+
+        Returns:
+          The update, like ``params``; the local optimizer's state after it; and () bool, whether it
+          is accepted.
+        """
+        old = self.state.inner
+        given = self.extra if self.value is None else {"value": self.value, **self.extra}
+        change, inner = self.optimizer.update(self.grads, old, params, **given)
+        ok = finite.acceptable(self.grads, self.value)
+        ok &= finite.all_finite(finite.smallest(change)) & self.active
+        update = jax.tree.map(
+            lambda u: jnp.where(ok & jnp.isfinite(u), u, jnp.zeros_like(u)), change
+        )
+        return update, finite.select(ok, inner, old), ok
+
+
+def method(
+    inner: optax.GradientTransformation | None,
+    step: Callable[[Any, Any, Any, Local], tuple[Any, Any, Any, jax.Array]],
+    own: Callable[[Any], Any] = lambda params: (),
+) -> optax.GradientTransformationExtraArgs:
+    """A method from one step of it, the code of one replica.
+
+    A replica that makes no update in a step, because it is rejected or not active, is moved by
+    mixing and by an outer step that all replicas take, and never by a momentum.
+
+    Args:
+      inner: the local optimizer; None leaves gradients as they are.
+      step: ``step(params, own, round, local) -> (new params, new own, inner, ok)``, the last two as
+        ``local(params)`` returns them.
+      own: the method's own state at the start, from the parameters.
+
+    Returns:
+      A transformation with a `GuardedState`. Its ``update`` takes ``round`` (required), ``value``,
+      this replica's loss, ``active``, False for a replica that makes no update of its own in this
+      step, and ``mixed``, see `EarlyMixing`.
+    """
+    if inner is not None and not (hasattr(inner, "init") and hasattr(inner, "update")):
+        made = getattr(inner, "__name__", None)
+        hint = f"; call it: {made}(...)" if made else ", such as optax.adamw(1e-3)"
+        raise TypeError(f"the local optimizer must be an optax transformation, got {inner!r}{hint}")
+    optimizer = optax.with_extra_args_support(inner or optax.identity())
+
+    def init(params):
+        gossip.mixable(params)  # refuses the arrays that it must not get, by their names
+        # Arrays of their own: a donated state must not hold one twice.
+        count, skipped, failing = (jnp.zeros((), jnp.int32) for _ in range(3))
+        return GuardedState(optimizer.init(params), count, skipped, failing, own(params))
+
+    def update(
+        updates,
+        state,
+        params=None,
+        *,
+        round=_LEFT_OUT,
+        value=None,
+        active=True,
+        mixed=None,
+        **extra,
+    ):
+        how = "call update(grads, state, params, round=schedule.round_at(step))"
+        if params is None:
+            raise ValueError(f"replicas mix parameters and got none; {how}")
+        if round is _LEFT_OUT:
+            raise TypeError(f"update needs a round; {how}, or round=None for a step without one")
+        gossip.number(round)  # refuses a traced one before a method looks at it
+        local = Local(updates, value, mixed, active, state, optimizer, extra)
+        after, kept, inner, ok = step(params, state.own, round, local)
+        change = jax.tree.map(lambda new, old: new - finite.or_zero(old), after, params)
+        failed = ~ok & active
+        return change, GuardedState(
+            inner,
+            state.count + 1,
+            state.skipped + jnp.where(failed, 1, 0),
+            jnp.where(failed, state.failing + 1, 0),
+            kept,
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class EarlyMixing(optax.GradientTransformationExtraArgs):
+    """A method whose messages depend only on the old parameters, so the caller may send them early.
+
+    ``mix(params, count, round)``, with ``count`` from the state, gives the mixed parameters of a
+    round; ``update(..., round=round, mixed=mixed)`` uses them instead of mixing, with the same
+    result, and communicates nothing. It takes ``mixed`` as it is: `decent_jax.gossip.mix_on` gives
+    the same for a method without ``codec`` and ``gamma``.
+    """
+
+    mix: Callable[[Any, jax.Array, Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixing:
+    """The communication of a method: over which schedule and axis, and in which format.
+
+    method: its name, in messages.
+    rows: whether a replica's weights must sum to 1.
+    """
+
+    schedule: Schedule
+    axis_name: AxisName
+    codec: Codec | None = None
+    method: str = "the method"
+    rows: bool = True
+
+    def __post_init__(self):
+        require.is_schedule(self.method, self.schedule)
+        if self.rows:
+            require.row_stochastic(self.method, self.schedule)
+        if self.codec is not None:
+            gossip.check_coded(self.schedule, self.codec)
+
+    def __call__(
+        self, tree: Any, round: Any, count: jax.Array, after: Any = None, nth: int = 0
+    ) -> Any:
+        """One round of `decent_jax.gossip.mix`, which ignores replicas that are not finite.
+
+        ``nth`` counts the calls of a step, so that each draws its own random numbers.
+        """
+        return gossip.mix(
+            tree,
+            self.schedule,
+            round,
+            self.axis_name,
+            finite=finite.all_finite(tree),
+            codec=self.codec,
+            key=self.key(count, nth),
+            after=after,
+        )
+
+    def key(self, count: jax.Array, nth: int = 0) -> jax.Array | None:
+        """The key of step ``count``, the same on all replicas; None where nothing is coded."""
+        return None if self.codec is None else jax.random.fold_in(jax.random.key(nth), count)
+
+
+def no_rounds(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+    """The method as in steps without a round, whatever ``round`` says."""
+
+    def update(updates, state, params=None, **given):
+        return tx.update(updates, state, params, **given | {"round": None})
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def filled(state: Any, fill: Callable[[Any], Any] = optax.tree.zeros_like) -> Callable[[Any], Any]:
+    """A method's own state at the start: a NamedTuple with ``fill(params)`` in every field."""
+    return lambda params: state._make(fill(params) for _ in state._fields)
+
+
+def rate_at(learning_rate: optax.ScalarOrSchedule, count: jax.Array) -> Any:
+    """The learning rate of the 0-based update ``count``."""
+    return learning_rate(count) if callable(learning_rate) else learning_rate
+
+
+def divisor(rate: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(whether the rate is 0, the rate or then 1): for updates that are divided by the rate."""
+    is_zero = rate == 0
+    return is_zero, jnp.where(is_zero, jnp.ones_like(rate), rate)
