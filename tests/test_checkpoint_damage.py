@@ -333,8 +333,10 @@ def test_a_checksum_notices_numbers_that_changed_places():
 
 
 def test_the_newest_are_kept_and_a_reader_sees_whole_ones_only(tmp_path):
-    write(tmp_path, best=[9])  # of a session that was killed, with its only checkpoint
+    write(tmp_path, best=[9])  # of a session that was killed before its first checkpoint
+    assert "no checkpoint" in checkpoint_folder.what_next(tmp_path)
     write(tmp_path, 1, 2, 3, 4, best=[1, 3])
+    assert "the checkpoint of step 4" in checkpoint_folder.what_next(tmp_path)
     assert checkpoint_folder.steps(tmp_path / "checkpoints") == [2, 3, 4]
     assert checkpoint_folder.steps(tmp_path / "best") == [3]
     assert not list(tmp_path.glob("*/.*"))

@@ -6,6 +6,7 @@ import pytest
 import small_runs
 import tiny
 from refusals import refused
+from test_checkpoint_damage import flip_bits
 
 from decent_jax import tasks
 from decent_jax.commands import export, sample, translate
@@ -51,6 +52,18 @@ def test_a_task_of_another_package(outside, tmp_path, capsys):
     for command, refusal in ((sample, "continue a prompt"), (translate, "translate")):
         assert command.main(["--workdir", str(run)]) == 2
         assert f"of the task 'lines.task', which cannot {refusal}" in capsys.readouterr().err
+
+
+def test_a_damaged_model_is_not_exported(outside, tmp_path, capsys):
+    run = tiny.run(line_config(outside), tmp_path / "run")
+    out = tmp_path / "out" / "line.safetensors"
+    for which, folder in (("best", run / "best" / "2"), ("last", run / "checkpoints" / "2")):
+        flip_bits(folder)
+        capsys.readouterr()
+        arguments = ["--workdir", str(run), "--which", which, "--out", str(out)]
+        assert export.main(arguments) == 2
+        assert f"no checkpoint in {folder.parent} can be read: step 2" in capsys.readouterr().err
+        assert not out.parent.exists()
 
 
 def test_a_registered_name(outside):

@@ -12,7 +12,7 @@ from decent_jax.ground.errors import CheckpointError, ConfigError, TrainingFaile
 from decent_jax.pipelines.actor import CellActor
 from decent_jax.pipelines.setup import Cell
 from decent_jax.plan.plan_file import Plan
-from decent_jax.train.checkpoint_folder import FOLDER, steps
+from decent_jax.train.checkpoint_folder import what_next
 
 _LOOK_S = 0.5
 _NOTICED_S = 2.0  # in which Ray knows of a dead actor
@@ -161,10 +161,7 @@ class Cells:
         return None
 
     def _advice(self, cell: Cell) -> str:
-        there = steps(self._workdir / FOLDER)
-        newest = f"goes on from the checkpoint of step {there[-1]}" if there else "begins anew"
-        missing = "" if there else "no checkpoint has been written, "
-        return f"{missing}the same command {newest}; its last words are in {cell.log}"
+        return f"{what_next(self._workdir)}; its last words are in {cell.log}"
 
     def __enter__(self) -> "Cells":
         return self

@@ -113,6 +113,14 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 
 
+def what_next(workdir: Path) -> str:
+    """Words about what the same command would do, after a failure."""
+    there = steps(workdir / FOLDER)
+    if there:
+        return f"the same command goes on from the checkpoint of step {there[-1]}"
+    return "no checkpoint has been written, the same command begins anew"
+
+
 def run_of(workdir: Path, make: bool = False) -> str | None:
     """The identity of the run in a folder; None where nobody has made one."""
     path = workdir / FOLDER / _RUN
