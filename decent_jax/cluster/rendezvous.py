@@ -94,11 +94,7 @@ def barrier(
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 65536:
-        raise ConfigError(
-            f"cluster.coordinator must be host:port, got {shown(address)}",
-            field="cluster.coordinator",
-            value=address,
-        )
+        raise ConfigError.about("cluster.coordinator", address, "must be host:port")
     own_host = shorten(printable(socket.gethostname()), _LONGEST_NAME)
     # These keys stay, so that processes with different versions can still say so.
     hello = {"process": index, "count": count, "host": own_host, "facts": description}

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from decent_jax.cluster import rendezvous, supervised, watch
 from decent_jax.ground.errors import ConfigError, PeerLost
-from decent_jax.ground.format import printable, shown
+from decent_jax.ground.format import printable
 from decent_jax.ground.json_files import flat
 from decent_jax.ground.progress import announce
 from decent_jax.plan.plan_file import Plan
@@ -150,10 +150,8 @@ def check_interface(wanted: str) -> None:
         return any(card == name if exact else card.startswith(name) for name in names)
 
     if wanted and not any(fits(card) != excluded for card in cards):
-        raise ConfigError(
-            f"NCCL_SOCKET_IFNAME is {wanted!r}, but {socket.gethostname()} has no such network "
-            f"card, only {', '.join(cards)}"
-        )
+        why = f"must name a network card of {socket.gethostname()}, which has {', '.join(cards)}"
+        raise ConfigError.about("NCCL_SOCKET_IFNAME", wanted, why)
 
 
 def limit_exchanges(seconds: int) -> None:
@@ -194,7 +192,7 @@ def _number(variable: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ConfigError(f"{variable} must hold whole numbers, got {shown(text)}") from None
+        raise ConfigError.about(variable, text, "must hold whole numbers") from None
 
 
 def _simulated_by_user() -> int:
@@ -219,10 +217,9 @@ def _simulate(count: int) -> None:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
         if len(jax.local_devices()) != count:
-            raise ConfigError(
-                f"mesh.simulate = {count} must be set before jax starts; this process already has "
-                f"{len(jax.local_devices())} devices"
-            ) from None
+            there = len(jax.local_devices())
+            why = f"must be set before jax starts, and this process already has {there} devices"
+            raise ConfigError.about("mesh.simulate", count, why) from None
 
 
 def choose_devices(num_replicas: int, wanted: int) -> list[Device]:
@@ -241,16 +238,14 @@ def choose_devices(num_replicas: int, wanted: int) -> list[Device]:
     if wanted == 0:
         fitting = [k for k in range(1, available + 1) if num_replicas % (k * processes) == 0]
         if not fitting:
-            raise ConfigError(
-                f"{num_replicas} replicas cannot be spread evenly over {processes} processes"
-            )
+            why = f"must be a multiple of the {processes} processes"
+            raise ConfigError.about("num_replicas", num_replicas, why)
         each = fitting[-1]
     else:
         if wanted % processes or num_replicas % wanted or wanted // processes > available:
-            raise ConfigError(
-                f"mesh.devices {wanted} must be a multiple of the {processes} processes, divide "
-                f"the {num_replicas} replicas and be at most {available * processes}"
-            )
+            why = f"must be a multiple of the {processes} processes, divide the {num_replicas} "
+            why += f"replicas and be at most {available * processes}"
+            raise ConfigError.about("mesh.devices", wanted, why)
         each = wanted // processes
     ordered = [sorted(devices, key=lambda d: d.id)[:each] for devices in by_process]
     return [device for devices in ordered for device in devices]

@@ -52,11 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise ConfigError("--check starts no run: check it without a supervisor")
         members = _members(options)
         if members[0].argv and shutil.which(members[0].argv[0]) is None:
-            raise ConfigError(
-                f"--via: there is no command {shown(members[0].argv[0])}",
-                field="--via",
-                value=members[0].argv[0],
-            )
+            raise ConfigError.about("--via", members[0].argv[0], "must begin with a command")
         fit(config, len(members), len(members))  # refused before the folder is made
         if options.hosts is None:  # the data of other hosts may be there alone
             config_lib.validate(config)
@@ -111,12 +107,8 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         )
     started = options.processes if options.hosts is None else len(options.hosts.split(","))
     if not 1 <= options.fewest <= started:
-        raise ConfigError(
-            f"--fewest must be from 1 to {started}, the processes that are started, "
-            f"got {options.fewest}",
-            field="--fewest",
-            value=options.fewest,
-        )
+        why = f"must be from 1 to {started}, the processes that are started"
+        raise ConfigError.about("--fewest", options.fewest, why)
     return options, program
 
 
@@ -137,21 +129,14 @@ def _members(options: argparse.Namespace) -> list[Member]:
     for entry in options.hosts.split(","):
         name, _, address = entry.strip().partition("=")
         if not name:
-            raise ConfigError(
-                f"--hosts must be names between commas, got {shown(options.hosts)}",
-                field="--hosts",
-                value=options.hosts,
-            )
+            raise ConfigError.about("--hosts", options.hosts, "must be names between commas")
         try:
             argv = shlex.split(options.via.format(host=name))
         except (ValueError, KeyError, IndexError, AttributeError):
             argv = []
         if not argv:
-            raise ConfigError(
-                f"--via must be a command in which {{host}} is the host, got {shown(options.via)}",
-                field="--via",
-                value=options.via,
-            )
+            why = "must be a command in which {host} is the host"
+            raise ConfigError.about("--via", options.via, why)
         members.append(Member(name, address or name, argv))
     return members
 
@@ -166,11 +151,8 @@ def fit(config: ConfigDict, before: int, after: int) -> tuple[dict[str, object],
       ConfigError: replicas that cannot be spread evenly over the processes.
     """
     if config.num_replicas % before:
-        raise ConfigError(
-            f"num_replicas: {config.num_replicas} cannot be spread evenly over {before} processes",
-            field="num_replicas",
-            value=config.num_replicas,
-        )
+        why = f"must be a multiple of the {before} processes"
+        raise ConfigError.about("num_replicas", config.num_replicas, why)
     if before == after:
         return {}, []
     changes, values = {}, flat(config)
