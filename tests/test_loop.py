@@ -70,19 +70,20 @@ def test_a_record_that_cannot_be_used_ends_the_run_behind_the_row_before_it(tmp_
     assert tiny.saved_steps(tmp_path / "run") == [6]
 
 
-def test_a_peer_keeps_its_last_row(tmp_path):
-    """Four peers make three steps of the run: twelve of this one, whose last row has two."""
+@pytest.mark.parametrize(("others", "steps"), [(0, [5, 10, 12]), (4, [5, 8])])
+def test_a_peer_keeps_its_last_row(others, steps, tmp_path):
+    """Four peers make three steps of the run together: twelve, less what the others have made."""
     config = tiny.waves(algorithm="swarm", peers={"use": True}, steps=3, log={"every": 5})
     config.optimizer.name = "sgd"
-    place = Place(config.to_dict(), str(tmp_path), 0, 0, None, 4)
+    place = Place(config.to_dict(), str(tmp_path), 0, 0, None, 4, all_steps=others)
     meetings = Meetings(place.name, Format("float32"), 1.0, weighted=False)
     with open_peer(place) as (experiment, work):
         jobs = queue.SimpleQueue()
         between = Between(experiment, place, Pulse(4, 3), meetings, jobs, lambda: None, None)
         ended = loop.train(PeerRunner(experiment, work, between), work)
-    assert ended == {"steps": 12, "how": "end"}
+    assert ended == {"steps": steps[-1], "how": "end"}
     rows = tiny.rows(place.folder)
-    assert [row["step"] for row in rows] == [5, 10, 12]
+    assert [row["step"] for row in rows] == steps
     assert all(np.isfinite(row["train/loss"]) for row in rows)
 
 
