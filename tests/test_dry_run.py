@@ -20,7 +20,7 @@ def test_it_says_what_a_run_takes_and_leaves_nothing(tiny_data, tmp_path, capsys
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())
     assert command.main(["train", "--config", str(path), "--check", "--config.batch_size=9"]) == 2
-    assert "batch_size 9 " in capsys.readouterr().err
+    assert "batch_size" in capsys.readouterr().err
     assert command.main(["train", "--config", str(path), "--check"]) == 0
     said = capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == before
