@@ -42,6 +42,7 @@ API = {
     "models": "Flax NNX models behind functions.",
     "data": "Sources, loaders, and what prepares them.",
     "cluster": "Processes of one program.",
+    "actors": "Processes by Ray.",
     "peers": "Replicas without a common step (experimental).",
     "pipelines": "Replicas cut into stages (experimental).",
     "planner": "Predict step times, recommend a schedule, place replicas (experimental).",

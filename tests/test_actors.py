@@ -156,11 +156,3 @@ def test_what_is_no_message_ends_the_connection(header, pair):
     connections.send(ours, header)
     with pytest.raises(OSError):
         messages.receive(theirs)
-
-
-def test_what_takes_too_long_ends(pair):
-    ours, theirs = pair
-    with pytest.raises(EOFError), messages.within(0.05, ours):
-        messages.receive(ours)
-    with pytest.raises(EOFError):  # on both sides
-        messages.receive(theirs)

@@ -240,3 +240,11 @@ def test_an_impostor_that_lets_a_process_prove_itself_cannot_do_so_in_turn():
         with pytest.raises(AuthenticationError):
             connections.connect(server.getsockname(), SECRET)
         thread.join()
+
+
+def test_what_takes_too_long_ends(pair):
+    ours, theirs = pair
+    with pytest.raises(EOFError), connections.within(0.05, ours):
+        connections.receive(ours)
+    with pytest.raises(EOFError):  # on both sides
+        connections.receive(theirs)

@@ -28,10 +28,10 @@ def reporter_of(peer, roster, clock=lambda: 0.0, **peers):
     """The reports of a peer, which go to the object ``roster``."""
     own = peer.place.config["peers"] | peers
     place = peer.place._replace(config=peer.place.config | {"peers": own})
-    asker = Asker(peer.meetings, b"", own, print)
+    asker = Asker(peer.meetings, b"", own)
     peer.between.ready = True
     actor, leave = LocalActor(roster), lambda how: setattr(peer.between, "leaving", how)
-    given = place, NOWHERE, actor, peer.between, peer.pulse, asker, leave, print
+    given = place, NOWHERE, actor, peer.between, peer.pulse, asker, leave
     return Reporter(*given, clock=clock)
 
 
@@ -136,7 +136,7 @@ def joiner_of(peer, roster, **more):
     own = peer.place.config["peers"] | {"start_s": 30.0} | more.pop("peers", {})
     place = peer.place._replace(slot=1, config=peer.place.config | {"peers": own})
     given = {"ask": lambda *_: None, "wait": lambda _: pytest.fail("it must not wait")} | more
-    return Joiner(place, LocalActor(roster), b"", print, **given)
+    return Joiner(place, LocalActor(roster), b"", **given)
 
 
 def test_a_peer_that_joins_waits_for_one_that_trains(in_process):

@@ -5,10 +5,8 @@ would arrive late, instead of the first one early.
 """
 
 import contextlib
-import os
 import socket
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -60,24 +58,6 @@ def receive(connection: Connection) -> tuple[Any, Any]:
         return header, _value(form, arrays)
     except (LookupError, TypeError, ValueError) as error:
         raise OSError(f"the other side sends what is no message ({error})") from None
-
-
-@contextlib.contextmanager
-def within(seconds: float, connection: Connection) -> Iterator[None]:
-    """Hang up if this context lasts longer; who then reads from the connection finds its end."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as link:
-        timer = threading.Timer(max(seconds, 0.0), _hang_up, (link,))
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-
-
-def _hang_up(link: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # the other side was faster
-        link.shutdown(socket.SHUT_RDWR)
 
 
 def _form(value: Any, arrays: list[np.ndarray]) -> Any:

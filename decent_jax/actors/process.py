@@ -1,6 +1,7 @@
 """What the process of an actor does before its work."""
 
 import os
+import time
 from pathlib import Path
 
 from decent_jax.cluster import start as cluster
@@ -25,3 +26,8 @@ def leave_launcher() -> None:
     """Forget that SLURM or another launcher started this process with others: Ray joins them."""
     for variable, _ in cluster.LAUNCHERS.values():
         os.environ.pop(variable, None)
+
+
+def say(message: str) -> None:
+    """A line of the log of this process."""
+    print(f"{time.strftime('%H:%M:%S')} {message}", flush=True)

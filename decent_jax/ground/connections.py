@@ -108,15 +108,15 @@ class Listener:
             self._serve(connection, address)
 
 
-def connect(address: tuple[str, int], secret: bytes) -> Connection:
-    """A connection to the `Listener` at an address.
+def connect(address: tuple[str, int], secret: bytes, seconds: float = HANDSHAKE_S) -> Connection:
+    """A connection to the `Listener` at an address, and to its machine, each within ``seconds``.
 
     Raises:
       OSError: nobody listens there.
       AuthenticationError: the one that listens there does not know the secret, or left.
     """
-    with socket.create_connection(address, timeout=HANDSHAKE_S) as link:
-        return prove(link, secret)
+    with socket.create_connection(address, timeout=seconds) as link:
+        return prove(link, secret, seconds)
 
 
 def prove(link: socket.socket, secret: bytes, handshake_s: float = HANDSHAKE_S) -> Connection:
@@ -136,7 +136,7 @@ def _handshake(
 ) -> Connection:
     connection = Connection(os.dup(link.fileno()))
     try:
-        with _at_most(seconds, link):
+        with within(seconds, connection):
             for challenge in challenges:
                 challenge(connection, secret)
     except (AuthenticationError, AssertionError, EOFError, OSError):
@@ -146,15 +146,16 @@ def _handshake(
 
 
 @contextlib.contextmanager
-def _at_most(seconds: float, link: socket.socket) -> Iterator[None]:
-    """Hang up if this context lasts longer."""
-    timer = threading.Timer(seconds, _hang_up, (link,))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+def within(seconds: float, connection: Connection) -> Iterator[None]:
+    """Hang up if this context lasts longer; who then reads from the connection finds its end."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as link:
+        timer = threading.Timer(seconds, _hang_up, (link,))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 def _hang_up(link: socket.socket) -> None:

@@ -2,11 +2,11 @@
 
 import queue
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 from decent_jax.actors import handles, messages
+from decent_jax.actors.process import say
 from decent_jax.peers.between import Between, NotJoined, PeerRunner, Pulse
 from decent_jax.peers.boundary import on_host
 from decent_jax.peers.formats import Format
@@ -38,7 +38,7 @@ class Peer:
         peers = place.config["peers"]
         form, weighted = Format(peers["wire"]), is_weighted(place.config)
         self._meetings = Meetings(place.name, form, peers["meet_s"], weighted=weighted)
-        self._asker = Asker(self._meetings, secret, peers, say)
+        self._asker = Asker(self._meetings, secret, peers)
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._between: Between | None = None  # once the run is open, and
         self._reporter: Reporter | None = None  # what reports of it
@@ -52,7 +52,7 @@ class Peer:
         join = None
         if place.start is not None:
             forget(place.folder, place.start)
-            join = Joiner(place, self._roster, self._secret, say, lambda: self._leaving).joined
+            join = Joiner(place, self._roster, self._secret, lambda: self._leaving).joined
         with open_peer(place) as (experiment, work):
             n = place.config["num_replicas"]
             pulse = Pulse(n, experiment.steps // n)
@@ -69,7 +69,7 @@ class Peer:
             )
             listener, address = messages.listen(self._host(), self._secret, answerer.serve)
             self._reporter = Reporter(
-                place, address, self._roster, between, pulse, self._asker, self.leave, say
+                place, address, self._roster, between, pulse, self._asker, self.leave
             )
             for target in (self._reporter.run, self._work):
                 threading.Thread(target=target, daemon=True).start()
@@ -118,8 +118,3 @@ class Peer:
         except (RuntimeError, TimeoutError):  # it has ended, or its steps take longer
             return None
         return found._replace(arrays=on_host(found.arrays))
-
-
-def say(message: str) -> None:
-    """A line of the log of this process."""
-    print(f"{time.strftime('%H:%M:%S')} {message}", flush=True)

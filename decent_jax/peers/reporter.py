@@ -9,6 +9,7 @@ from typing import Any
 
 from decent_jax.actors.handles import Actor, Lost, Silent
 from decent_jax.actors.messages import Address
+from decent_jax.actors.process import say
 from decent_jax.peers import talk
 from decent_jax.peers.between import Between, NotJoined, Pulse
 from decent_jax.peers.rule import Joined
@@ -27,7 +28,6 @@ class Reporter:
       pulse: of the peer's run; gets the common progress.
       asker: of the peer; gets the members.
       leave: called with "stop" or "lag" where this peer has to end.
-      say: writes a line to the log of this peer.
       clock: seconds.
 
     Attributes:
@@ -43,13 +43,12 @@ class Reporter:
         pulse: Pulse,
         asker: Asker,
         leave: Callable[[str], None],
-        say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ):
         self._place, self._address, self._roster = place, address, roster
         self._peers = place.config["peers"]
         self._between, self._pulse, self._asker = between, pulse, asker
-        self._leave, self._say, self._clock = leave, say, clock
+        self._leave, self._clock = leave, clock
         self._version: int | None = None  # of the list of members
         self._reached, self._heard = 0, math.inf  # progress at the last answer, and when it came
         self.stopped = threading.Event()
@@ -79,7 +78,7 @@ class Reporter:
         try:
             answer = self._roster.call("beat", *own).result(peers["silent_s"])
             if answer is None:
-                self._say("another peer has this slot now")
+                say("another peer has this slot now")
                 self._leave("stop")
                 return False
             all_steps, version = answer
@@ -91,7 +90,7 @@ class Reporter:
             return True
         except Lost:
             live = len(self._asker.members)
-            self._say(f"the roster is lost: {live} peers go on with the list they have")
+            say(f"the roster is lost: {live} peers go on with the list they have")
             self._pulse.lost(live)
             return False
         self._pulse.heard(all_steps, report["steps"])
@@ -104,7 +103,7 @@ class Reporter:
         self._reached, self._heard = progress, now
         if not silent or lag <= peers["max_lag"]:
             return True
-        self._say(
+        say(
             f"the others made {lag} steps of progress while this peer was silent "
             f"(peers.max_lag is {peers['max_lag']}): another one takes its place"
         )
@@ -121,7 +120,6 @@ class Joiner:
       place: which peer joins.
       roster: the actor of the roster.
       secret: that peers of this run know.
-      say: writes a line to the log of this peer.
       leaving: how this peer has to end, or None.
       ask: asks the peer at an address for its state, see `decent_jax.peers.talk.ask_state`.
       clock: seconds.
@@ -133,13 +131,12 @@ class Joiner:
         place: Place,
         roster: Actor,
         secret: bytes,
-        say: Callable[[str], None],
         leaving: Callable[[], str | None] = lambda: None,
         ask: Callable[[Address, bytes, float], Joined | None] = talk.ask_state,
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[float], None] = time.sleep,
     ):
-        self._place, self._roster, self._secret, self._say = place, roster, secret, say
+        self._place, self._roster, self._secret = place, roster, secret
         self._leaving, self._ask, self._clock, self._wait = leaving, ask, clock, wait
         self._peers = place.config["peers"]
 
@@ -153,7 +150,7 @@ class Joiner:
         while (joined := self._copied()) is None:
             hopeful = self._roster.call("is_hopeful").result(self._peers["join_s"])
             if not hopeful or self._clock() >= ends:
-                self._say("nobody gives a copy: begins with its own parameters")
+                say("nobody gives a copy: begins with its own parameters")
                 return None
             if self._leaving() is not None:
                 raise NotJoined
@@ -170,10 +167,10 @@ class Joiner:
             try:
                 joined = self._ask(address, self._secret, self._peers["join_s"])
             except talk.BROKEN as error:
-                self._say(f"peer {name} gives no copy ({type(error).__name__})")
+                say(f"peer {name} gives no copy ({type(error).__name__})")
                 continue
             if joined is not None:
                 words = f"joins with a copy of peer {joined.donor} at step {joined.t}"
-                self._say(f"{words} ({self._clock() - began:.1f} s)")
+                say(f"{words} ({self._clock() - began:.1f} s)")
                 return joined
         return None

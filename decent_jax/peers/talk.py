@@ -22,6 +22,7 @@ from typing import Any
 
 from decent_jax.actors import messages
 from decent_jax.actors.messages import Address
+from decent_jax.actors.process import say
 from decent_jax.ground import connections
 from decent_jax.peers.formats import Message
 from decent_jax.peers.partners import chances
@@ -40,7 +41,6 @@ class Asker:
       meetings: of this peer.
       secret: of the run.
       peers: section of the config.
-      say: writes a line to the log of this peer.
       clock: seconds.
 
     Attributes:
@@ -53,11 +53,10 @@ class Asker:
         meetings: Meetings,
         secret: bytes,
         peers: dict[str, Any],
-        say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ):
         self._meetings, self._secret, self._peers = meetings, secret, peers
-        self._say, self._clock = say, clock
+        self._clock = clock
         self.members: Members = []
         self.seconds: dict[str, float] = {}
         self._avoided: dict[str, float] = {}  # until when, after it gave no answer
@@ -101,7 +100,7 @@ class Asker:
     ) -> bool | None:
         """Whether this side has understood the partner's message; None: the partner declines."""
         began = self._clock()
-        with messages.within(self._peers["meet_s"], connection):
+        with connections.within(self._peers["meet_s"], connection):
             messages.send(connection, [_MEET, *offer])
             agreed, _ = messages.receive(connection)
             if not agreed:
@@ -129,7 +128,7 @@ class Asker:
 
     def _connection(self, name: str, address: Address) -> Connection:
         if name not in self._open:
-            self._open[name] = connections.connect(address, self._secret)
+            self._open[name] = connections.connect(address, self._secret, self._peers["meet_s"])
         return self._open[name]
 
     def _partner(self) -> tuple[str, Address] | None:
@@ -145,7 +144,7 @@ class Asker:
         self._avoided[name] = self._clock() + self._peers["silent_s"]
         if name in self._open:
             self._open.pop(name).close()
-        self._say(f"peer {name} gives no answer; others are asked")
+        say(f"peer {name} gives no answer; others are asked")
 
 
 class Answerer:
@@ -183,7 +182,7 @@ class Answerer:
         if not agrees:
             return
         try:
-            with messages.within(self._meet_s, connection):
+            with connections.within(self._meet_s, connection):
                 side, parts = messages.receive(connection)
                 reply = self._meetings.answer(offer, Message(list(parts), side))
                 if reply is None:
@@ -211,7 +210,10 @@ def ask_state(address: Address, secret: bytes, seconds: float) -> Joined | None:
     Raises:
       OSError, EOFError, AuthenticationError: it does not answer within ``seconds``.
     """
-    with connections.connect(address, secret) as connection, messages.within(seconds, connection):
+    with (
+        connections.connect(address, secret, seconds) as connection,
+        connections.within(seconds, connection),
+    ):
         messages.send(connection, [_STATE])
         found, arrays = messages.receive(connection)
     if found is None:

@@ -79,7 +79,7 @@ class Worker:
         value = loss
         if synchronous:
             value, grads = stage.mean(loss, grads)
-        loss, value, norm = self._meet((loss, value, stage.squares(grads)), t)
+        loss, value, norm = self._exchange((loss, value, stage.squares(grads)), t)
         stage.update(value, norm, grads, rnd, mixed)
         return loss, norm
 
@@ -117,7 +117,7 @@ class Worker:
                 self._send(part.stage - 1, self._key("gradient", t, k), dx)
         return total
 
-    def _meet(self, own: Any, t: int) -> Any:
+    def _exchange(self, own: Any, t: int) -> Any:
         """Losses and norms of the replicas, from losses and squares of all of their stages.
 
         A replica's update is one, so its stages must clip, accept or reject it alike.
