@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from mixing import metropolis
+from refusals import refuses
 
 from decent_jax import gossip, topology
 from decent_jax.gossip import groups
@@ -323,13 +324,12 @@ def trace(form, n, devices, schedule, round=0, *, check_vma=None, axis_name=None
 
 def test_wrong_number_of_replicas():
     ring = topology.make("ring", 8)
-    message = "'ring' is for 8 replicas, but axis 'replica' holds 4; make the schedule for 4"
     for form in ("vmap", "devices"):
-        with pytest.raises(ValueError, match=message):
+        with refuses("'ring'", 8, "'replica'", 4):
             trace(form, 4, 4, ring)
-    with pytest.raises(ValueError, match=r"is for 8 replicas, but axis \('replica', 'block'\) hol"):
+    with refuses("'ring'", 8, "('replica', 'block')", 12):
         trace("block", 12, 4, ring)
-    with pytest.raises(ValueError, match="is for 8 replicas, but axis 'replica' holds 4"):
+    with refuses("'ring'", 8, "'replica'", 4):
         trace("block", 8, 4, ring, axis_name="replica")  # forgot the block
     assert trace("block", 8, 4, ring).shape == (8, 2)
 
@@ -337,36 +337,33 @@ def test_wrong_number_of_replicas():
 def test_round_out_of_range():
     schedule = topology.make("one_peer_exp", 8)
     for r in (3, -1, 100):
-        with pytest.raises(ValueError, match=rf"one_peer_exp has rounds 0 to 2, got round {r};"):
+        with refuses("one_peer_exp", 2, r):
             trace("vmap", 8, 1, schedule, r)
 
 
 def test_partial_groups_and_blocks_need_check_vma_false():
     schedule = topology.make("alternating_exp_ring", 8, local_size=4)
-    message = r"groups of 4 replicas needs jax.shard_map\(..., check_vma=False\)"
-    with pytest.raises(ValueError, match=message):
+    with refuses(4, "check_vma=False"):
         trace("devices", 8, 8, schedule, check_vma=True)
     assert trace("devices", 8, 8, schedule, check_vma=False).shape == (8, 2)
     complete = topology.make("complete", 8)
     assert trace("devices", 8, 8, complete, check_vma=True).shape == (8, 2)
-    message = r"vmapped over 'block' inside jax.shard_map need\s+jax.shard_map\(..., check_vma=Fal"
-    with pytest.raises(ValueError, match=message):
+    with refuses("'block'", "check_vma=False"):
         trace("block", 8, 4, topology.make("ring", 8), check_vma=True)
 
 
 def test_order_of_axes():
     for axis_name in (("block", "replica"), ("block", "block")):
-        with pytest.raises(ValueError, match=r"mesh axes followed by a vmapped axis, got \('bloc"):
+        with refuses(axis_name):
             trace("block", 8, 4, topology.make("ring", 8), axis_name=axis_name)
 
 
 def test_groups_across_blocks():
     schedule = topology.make("alternating_exp_ring", 6, local_size=3)
-    message = "groups of 3 replicas neither fill nor divide the 2 replicas a device holds"
-    with pytest.raises(ValueError, match=message):
+    with refuses("groups of 3", "2 replicas"):
         trace("block", 6, 3, schedule)
     assert trace("block", 6, 2, schedule).shape == (6, 2)
-    with pytest.raises(ValueError, match=message):  # a mean alone, too
+    with refuses("groups of 3", "2 replicas"):  # a mean alone, too
         trace("block", 6, 3, topology.make("alternating_exp_ring", 6, local_size=3), 1)
 
 

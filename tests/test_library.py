@@ -122,13 +122,13 @@ def test_vmapped_replicas_on_several_devices_are_noticed():
     said = r"'data' lie on several devices.*gossip\.mix_on"
     with jax.set_mesh(mesh_of(AxisType.Auto)), pytest.warns(UserWarning, match=said):
         jax.jit(mix).lower(x)
-    with pytest.raises(ValueError, match=said):
+    with refuses("'data'", "gossip.mix_on"):
         jax.jit(mix).lower(placed(mesh_of(AxisType.Explicit), x))
 
 
 def test_a_device_with_several_replicas_needs_a_name_for_them():
     schedule, mesh = topology.make("one_peer_exp", 4), mesh_of(AxisType.Auto, (4,))
-    with pytest.raises(ValueError, match=r"holds 2 replicas.*axis_name=\('data', 'block'\)"):
+    with refuses("2 replicas", "('data', 'block')"):
         gossip.mix_on(mesh, jnp.ones((N, 2)), schedule, 0, "data")
 
 
@@ -182,9 +182,9 @@ def test_a_traced_round_is_refused_in_a_sentence(tx, schedule):
     def run(x, round):
         return jax.vmap(lambda x: step(x, round), axis_name="replica")(x)
 
-    with pytest.raises(TypeError, match=r"^round must be a Python int, got a traced array; make"):
+    with refuses("round", "traced", error=TypeError):
         jax.eval_shape(run, jnp.ones((4, 2)), jnp.int32(0))
-    with pytest.raises(TypeError, match=r"^round must be a Python int, got 0\.5; make"):
+    with refuses("round", 0.5, error=TypeError):
         jax.eval_shape(lambda x: run(x, 0.5), jnp.ones((4, 2)))
 
 
@@ -316,10 +316,10 @@ def test_nnx_optimizer_of_the_document_brings_a_replica_back():
 def test_an_array_that_cannot_be_mixed_is_named(leaf):
     schedule = topology.make("one_peer_exp", 4)
     tree = {"kernel": jnp.zeros(3), "noise": leaf}
-    with pytest.raises(TypeError, match=r"floating-point arrays only, and \['noise'\] is of type"):
+    with refuses("['noise']", error=TypeError):
         optim.decentralized(optax.adam(0.1), schedule).init(tree)
     stacked = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * 4), tree)
-    with pytest.raises(TypeError, match=r"floating-point arrays only, and \['noise'\] is of type"):
+    with refuses("['noise']", error=TypeError):
         jax.vmap(lambda x: gossip.mix(x, schedule, 0), axis_name="replica")(stacked)
 
 

@@ -13,6 +13,7 @@ import optax
 import oracles
 import oracles_seldom
 import pytest
+from refusals import refuses
 
 from decent_jax import optim, topology
 from decent_jax.gossip import codecs
@@ -316,7 +317,7 @@ def test_exact_diffusion_refuses_what_diverges(name):
     """The oracle diverges there, and with mixing in every step does not."""
     schedule, inner = topology.make(name, N), optax.sgd(0.1)
     optim.exact_diffusion(inner, schedule)
-    with pytest.raises(ValueError, match=f"exact_diffusion diverges on {name} with mix_every=3"):
+    with refuses("exact_diffusion", name, "mix_every=3"):
         optim.exact_diffusion(inner, schedule, mix_every=3)
     p = oracles.quadratic()
     far = {}
@@ -332,7 +333,7 @@ def test_d2_at_its_bound():
     inner = optax.sgd(0.1)
     with pytest.warns(UserWarning, match="bidirectional_ring: the smallest eigenvalue is -1/3"):
         optim.d2(inner, topology.make("bidirectional_ring", 8))
-    with pytest.raises(ValueError, match=r"d2 diverges on custom with 4 .*-0.600000 is below -1/3"):
+    with refuses("d2", "custom", 4, "-0.600000"):
         eye = np.eye(4)
         ring = 0.2 * eye + 0.4 * (np.roll(eye, 1, 0) + np.roll(eye, -1, 0))
         optim.d2(inner, topology.Schedule.from_matrices([ring]))
@@ -344,42 +345,42 @@ def test_d2_at_its_bound():
 @pytest.mark.parametrize(
     ("method", "changes", "message"),
     [
-        ("d2", {"combine": "with"}, "d2 has only combine='then', got 'with'"),
-        ("noloco", {"combine": "with"}, "noloco has only combine='then', got 'with'"),
-        ("gasloc", {"numbers": {"alpha": 0}}, "gasloc.alpha must be above 0 and at most 1, got 0"),
-        ("gasloc", {"numbers": {"gamma": 1}}, r"gasloc.gamma must be in \[0, 1\), got 1"),
-        ("sparseloco", {}, "sparseloco moves its outer .*bidirectional_ring does not do"),
-        ("sparseloco", {"numbers": {"decay": 2}}, r"sparseloco.decay must be in \[0, 1\], got 2"),
-        ("sparseloco", {"numbers": {"bits": 8}}, "bits must be 2 or 32 .*, got 8"),
-        ("sparseloco", {"numbers": {"density": 0}}, "density must be above 0 .* got 0"),
-        ("sparta", {"numbers": {"fraction": 2}}, "sparta.fraction must be above 0 .* got 2"),
-        ("des_loc", {}, "des_loc with first 3 and second 6 needs .* multiple of 6 rounds, got one"),
-        ("des_loc", {"numbers": {"first": 0}}, "des_loc.first must be from 1 to 16, got 0"),
-        ("push_sum", {"codec": codecs.BFloat16()}, "push_sum sends float32"),
-        ("choco", {"numbers": {"compressor": "zip"}}, "compressor must be one of top_k"),
-        ("choco", {"numbers": {"fraction": 0}}, "fraction must be above 0 .* got 0"),
-        ("choco", {"numbers": {"gamma": 2}}, "gamma must be above 0 and at most 1, got 2"),
-        ("decentralized_sgd", {"numbers": {"gamma": -1}}, "gamma must not be negative, got -1"),
-        ("slowmo", {"numbers": {"alpha": -1}}, "slowmo.alpha must not be negative, got -1"),
-        ("slowmo", {"numbers": {"beta": 1}}, r"slowmo.beta must be in \[0, 1\), got 1"),
-        ("quasi_global_sgd", {"numbers": {"mu": 1}}, r"quasi_global.mu must be in \[0, 1\), got 1"),
-        ("decentlam", {"optimizer": {"momentum": 1}}, r"momentum must be in \[0, 1\), got 1"),
-        ("quasi_global_adam", {"optimizer": {"b2": 1}}, r"b2 must be in \[0, 1\), got 1"),
-        ("diloco", {"numbers": {"outer_learning_rate": -1}}, "rate must not be negative, got -1"),
-        ("diloco", {"numbers": {"outer_momentum": 1}}, r"momentum must be in \[0, 1\), got 1"),
-        ("swarm", {"numbers": {"bits": 4}}, "swarm.bits must be 8, 16 or 32 .*, got 4"),
-        ("diloco", {}, "diloco moves its outer .*bidirectional_ring does not do; use .*complete"),
-        ("swarm", {}, "swarm lets replicas meet in pairs, and bidirectional_ring is not made of"),
+        ("d2", {"combine": "with"}, "d2 'then' 'with'"),
+        ("noloco", {"combine": "with"}, "noloco 'then' 'with'"),
+        ("gasloc", {"numbers": {"alpha": 0}}, "gasloc.alpha 0"),
+        ("gasloc", {"numbers": {"gamma": 1}}, "gasloc.gamma 1"),
+        ("sparseloco", {}, "sparseloco bidirectional_ring complete"),
+        ("sparseloco", {"numbers": {"decay": 2}}, "sparseloco.decay 2"),
+        ("sparseloco", {"numbers": {"bits": 8}}, "bits 8"),
+        ("sparseloco", {"numbers": {"density": 0}}, "density 0"),
+        ("sparta", {"numbers": {"fraction": 2}}, "sparta.fraction 2"),
+        ("des_loc", {}, "des_loc first 3 second 6 topology.repeat"),
+        ("des_loc", {"numbers": {"first": 0}}, "des_loc.first 0"),
+        ("push_sum", {"codec": codecs.BFloat16()}, "push_sum comm_dtype"),
+        ("choco", {"numbers": {"compressor": "zip"}}, "choco.compressor top_k 'zip'"),
+        ("choco", {"numbers": {"fraction": 0}}, "choco.fraction 0"),
+        ("choco", {"numbers": {"gamma": 2}}, "choco.gamma 2"),
+        ("decentralized_sgd", {"numbers": {"gamma": -1}}, "gamma -1"),
+        ("slowmo", {"numbers": {"alpha": -1}}, "slowmo.alpha -1"),
+        ("slowmo", {"numbers": {"beta": 1}}, "slowmo.beta 1"),
+        ("quasi_global_sgd", {"numbers": {"mu": 1}}, "quasi_global.mu 1"),
+        ("decentlam", {"optimizer": {"momentum": 1}}, "momentum 1"),
+        ("quasi_global_adam", {"optimizer": {"b2": 1}}, "b2 1"),
+        ("diloco", {"numbers": {"outer_learning_rate": -1}}, "diloco.outer_learning_rate -1"),
+        ("diloco", {"numbers": {"outer_momentum": 1}}, "diloco.outer_momentum 1"),
+        ("swarm", {"numbers": {"bits": 4}}, "swarm.bits 4"),
+        ("diloco", {}, "diloco bidirectional_ring complete"),
+        ("swarm", {}, "swarm bidirectional_ring random_matching"),
     ],
 )
 def test_impossible_pairings(method, changes, message):
     case = Case(method, method)
-    with pytest.raises(ValueError, match=message):
+    with refuses(*message.split()):
         averages = method in ("diloco", "slowmo", "sparseloco") and changes
         build(case, "complete" if averages else "bidirectional_ring", **changes)
 
 
 def test_gossiped_momentum_needs_momentum():
     tx = optim.gossiped_momentum(optax.sgd(0.1), topology.make("ring", N))
-    with pytest.raises(ValueError, match="gossiped_momentum needs an optimizer with momentum"):
+    with refuses("gossiped_momentum", "momentum="):
         tx.init(jnp.zeros(2))

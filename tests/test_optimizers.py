@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import oracles
 import pytest
+from refusals import refuses
 
 from decent_jax import optim, topology
 from decent_jax.optim.accum_adam import bias_correction
@@ -140,17 +141,17 @@ def test_moments_are_shaped_and_typed_like_the_parameters():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"b1": 1.0}, r"b1 must be in \[0, 1\), got 1.0"),
-        ({"b2": -0.1}, r"b2 must be in \[0, 1\), got -0.1"),
-        ({"b2": 1}, r"b2 must be in \[0, 1\), got 1"),
-        ({"eps": -1e-8}, "eps must not be negative, got -1e-08"),
-        ({"accum_steps": 0}, "accum_steps must be a whole number of at least 1, got 0"),
-        ({"accum_steps": 2.5}, r"accum_steps must be a whole number of at least 1, got 2\.5"),
+        ({"b1": 1.0}, "b1 1.0"),
+        ({"b2": -0.1}, "b2 -0.1"),
+        ({"b2": 1}, "b2 1"),
+        ({"eps": -1e-8}, "eps -1e-08"),
+        ({"accum_steps": 0}, "accum_steps 0"),
+        ({"accum_steps": 2.5}, "accum_steps 2.5"),
     ],
 )
 @pytest.mark.parametrize("make", [optim.accum_adam, optim.accum_adamw])
 def test_accum_adam_refuses(make, given, message):
-    with pytest.raises(ValueError, match=message):
+    with refuses(*message.split()):
         make(0.1, **given)
 
 

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixing import group_list, groups, norm, product, rebuild
+from refusals import refuses
 
 from decent_jax.topology import NAMES, make, repeat
 
@@ -170,7 +171,7 @@ def test_bytes_sent_by_nodes(name, n, local, wanted):
     got = [one.models_sent_by_nodes(local) for one in schedule.rounds]
     assert got[: len(wanted)] == pytest.approx(wanted)
     assert schedule.bytes_sent(1000, local_size=local) == pytest.approx(1000 * np.mean(got))
-    with pytest.raises(ValueError, match="local_size must be at least 1, got 0"):
+    with refuses("local_size", 0):
         schedule.bytes_sent(1000, local_size=0)
 
 
@@ -291,8 +292,7 @@ def test_alternating_exp_ring_is_exact_after_one_period(n, local, nodes_log):
 
 
 def test_rounds_to_consensus_gives_up():
-    message = r"ring does not come within 1e-06 of consensus in 3 rounds"
-    with pytest.raises(ValueError, match=message):
+    with refuses("ring", 3):
         make("ring", 16).rounds_to_consensus(limit=3)
 
 
@@ -302,25 +302,25 @@ def test_rounds_to_consensus_gives_up():
 @pytest.mark.parametrize(
     ("name", "n", "options", "message"),
     [
-        ("exp", 8, {}, "unknown schedule 'exp'; choose one of complete, ring, .*one_peer_exp"),
-        ("ring", 0, {}, "at least one replica, got 0"),
-        ("complete", -3, {}, "at least one replica, got -3"),
-        ("complete", 4, {"local_size": 0}, "local_size must be at least 1, got 0"),
-        ("ring", 7, {}, "ring of 7 replicas: needs an even number; use one_peer_exp or bidir"),
-        ("hypercube", 6, {}, "hypercube of 6 replicas: needs a power of two; use one_peer_exp"),
-        ("alternating_exp_ring", 8, {}, "of 8 .*needs local_size >= 2 .*got local_size 1; use"),
-        ("alternating_exp_ring", 9, {"local_size": 2}, "of 9 replicas: .*got local_size 2"),
-        ("alternating_exp_ring", 12, {"local_size": 2}, "of 12 replicas: .*got local_size 2"),
-        ("alternating_exp_ring", 4, {"local_size": 4}, "of 4 .*k >= 1.*got local_size 4"),
-        ("alternating_exp_ring", 2, {"local_size": 4}, "of 2 replicas: .*got local_size 4"),
+        ("exp", 8, {}, "'exp' complete one_peer_exp"),
+        ("ring", 0, {}, "replica 0"),
+        ("complete", -3, {}, "replica -3"),
+        ("complete", 4, {"local_size": 0}, "local_size 0"),
+        ("ring", 7, {}, "ring 7 even one_peer_exp"),
+        ("hypercube", 6, {}, "hypercube 6 one_peer_exp"),
+        ("alternating_exp_ring", 8, {}, "8 local_size 1"),
+        ("alternating_exp_ring", 9, {"local_size": 2}, "9 local_size 2"),
+        ("alternating_exp_ring", 12, {"local_size": 2}, "12 local_size 2"),
+        ("alternating_exp_ring", 4, {"local_size": 4}, "4 local_size"),
+        ("alternating_exp_ring", 2, {"local_size": 4}, "2 local_size 4"),
     ],
 )
 def test_make_refuses(name, n, options, message):
-    with pytest.raises(ValueError, match=message):
+    with refuses(*message.split()):
         make(name, n, **options)
 
 
 def test_round_at_refuses():
     for every in (0, -1):
-        with pytest.raises(ValueError, match=f"mix_every must be at least 1, got {every}"):
+        with refuses("mix_every", every):
             make("ring", 4).round_at(3, mix_every=every)

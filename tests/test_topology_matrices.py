@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixing import norm, rebuild
+from refusals import refuses
 
 from decent_jax.topology import Schedule
 from decent_jax.topology.rounds import round_of
@@ -56,7 +57,7 @@ def test_from_matrices_accepts_or_says_why(matrix):
         assert schedule.consensus_rate() < 1
         assert schedule.period == 2 and schedule.num_replicas == len(lazy)
     else:
-        with pytest.raises(ValueError, match="never reaches consensus: over one period"):
+        with refuses("consensus"):
             Schedule.from_matrices([lazy, lazy])
 
 
@@ -75,28 +76,28 @@ HALF = np.full((2, 2), 0.5)
 @pytest.mark.parametrize(
     ("matrices", "options", "message"),
     [
-        ([], {}, "needs at least one mixing matrix, got none"),
-        ([np.ones((2, 3)) / 3], {}, r"square .*got shape \(2, 3\) where round 0 has 2 rows"),
-        ([np.ones(3)], {}, r"square .*got shape \(3,\)"),
-        ([np.ones(())], {}, r"square .*got shape \(\)"),
-        ([np.ones((0, 0))], {}, r"square .*got shape \(0, 0\)"),
-        ([HALF, np.eye(3)], {}, r"round 1: .*got shape \(3, 3\) where round 0 has 2 rows"),
-        ([HALF, [[1.5, -0.5], [-0.5, 1.5]]], {}, "round 1: weights must be non-neg.*got -0.5"),
-        ([[[np.nan, 1.0], [1.0, 0.0]]], {}, "round 0: weights must be non-negative, got nan"),
-        ([[[np.inf, 1.0], [1.0, 0.0]]], {}, "round 0: weights must be"),
-        ([HALF, HALF + 0j], {}, r"round 1: weights must be real numbers \(type complex128\)"),
-        ([[["a", "b"], ["b", "a"]]], {}, "round 0: weights must be real numbers"),
-        ([[[0.5, 0.5], [1.0]]], {}, "round 0: weights must be real numbers"),
-        ([HALF, [[0.5, 0.5], [0.5, 0.4]]], {}, "round 1: row 1 must sum to 1, got 0.9"),
-        ([[[0.5, 0.5], [0.5, 0.5 + 1e-8]]], {}, "round 0: row 1 must sum to 1, got 1.00000001"),
-        ([[[1.0, 0.0], [0.5, 0.5]]], {}, "round 0: column 0 must sum to 1, got 1.5; .*weighted"),
-        ([np.eye(2)], {}, r"'custom' never reaches consensus.*replicas \[0\] and \[1\]"),
-        ([np.kron(np.eye(2), HALF)], {"name": "two"}, r"'two' .*replicas \[0, 1\] and \[2, 3\]"),
-        ([[[0.0, 1.0], [1.0, 0.0]]], {}, "leaves some disagreement as large as it was; give"),
+        ([], {}, "none"),
+        ([np.ones((2, 3)) / 3], {}, "round 0 (2, 3) 2"),
+        ([np.ones(3)], {}, "(3,)"),
+        ([np.ones(())], {}, "()"),
+        ([np.ones((0, 0))], {}, "(0, 0)"),
+        ([HALF, np.eye(3)], {}, "round 1: (3, 3)"),
+        ([HALF, [[1.5, -0.5], [-0.5, 1.5]]], {}, "round 1: -0.5"),
+        ([[[np.nan, 1.0], [1.0, 0.0]]], {}, "round 0: nan"),
+        ([[[np.inf, 1.0], [1.0, 0.0]]], {}, "round 0:"),
+        ([HALF, HALF + 0j], {}, "round 1: complex128"),
+        ([[["a", "b"], ["b", "a"]]], {}, "round 0: real"),
+        ([[[0.5, 0.5], [1.0]]], {}, "round 0: real"),
+        ([HALF, [[0.5, 0.5], [0.5, 0.4]]], {}, "round 1: row 1 0.9"),
+        ([[[0.5, 0.5], [0.5, 0.5 + 1e-8]]], {}, "round 0: row 1 1.00000001"),
+        ([[[1.0, 0.0], [0.5, 0.5]]], {}, "round 0: column 0 1.5"),
+        ([np.eye(2)], {}, "'custom' [0] [1]"),
+        ([np.kron(np.eye(2), HALF)], {"name": "two"}, "'two' [0, 1] [2, 3]"),
+        ([[[0.0, 1.0], [1.0, 0.0]]], {}, "'custom' consensus"),
     ],
 )
 def test_from_matrices_refuses(matrices, options, message):
-    with pytest.raises(ValueError, match=message):
+    with refuses(*message.split()):
         Schedule.from_matrices(matrices, **options)
 
 

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from mixing import metropolis, norm
+from refusals import refuses
 
 from decent_jax.topology import NAMES, make, metropolis_hastings
 from decent_jax.topology.base_graph import _base
@@ -113,9 +114,7 @@ def test_base_2_of_a_power_of_two_is_the_hypercube(n):
 
 def test_base_k_refuses():
     for k in (0, -2):
-        with pytest.raises(
-            ValueError, match=f"base_k of 8 .*max_degree must be at least 1, got {k}$"
-        ):
+        with refuses("base_k", 8, "max_degree", k):
             make("base_k", 8, max_degree=k)
 
 
@@ -167,8 +166,7 @@ def test_lattices_edge_by_edge(name, wraps, n, rows, default):
 @pytest.mark.parametrize("name", ["grid", "torus"])
 def test_lattices_refuse(name):
     for rows in (4, 0, -2, 7):
-        message = f"{name} of 6 replicas: rows must divide them, got {rows}"
-        with pytest.raises(ValueError, match=message):
+        with refuses(name, 6, "rows", rows):
             make(name, 6, rows=rows)
 
 
@@ -190,9 +188,7 @@ def test_seeds(name):
     assert len({one.tobytes() for one in drawn}) == 8
     np.testing.assert_array_equal(np.stack([m.matrix for m in make(name, 9).rounds]), drawn[0])
     for seed in (-1, 2**32):
-        with pytest.raises(
-            ValueError, match=rf"{name} of 9 replicas: seed must be from 0 to 2\^32 - 1, got {seed}"
-        ):
+        with refuses(name, 9, "seed", seed):
             make(name, 9, seed=seed)
 
 
@@ -266,25 +262,21 @@ def test_erdos_renyi_edges():
 @pytest.mark.parametrize(
     ("name", "n", "message"),
     [
-        (
-            "random_matching(rounds=0)",
-            8,
-            "random_matching of 8 .*: rounds must be at least 1, got 0",
-        ),
-        ("equi_dynamic(rounds=0)", 8, "equi_dynamic of 8 .*: rounds must be at least 1, got 0"),
-        ("random_matching(rounds=1)", 8, "100 draws left them unconnected with 1 rounds; us"),
-        ("random_matching(rounds=1)", 3, "left them unconnected with 1 rounds; use more"),
-        ("random_regular(degree=1)", 8, "degree from 2 to n - 1.*got degree 1"),
-        ("random_regular(degree=0)", 2, "of 2 replicas: .*got degree 0"),
-        ("random_regular(degree=8)", 8, "got degree 8; use complete"),
-        ("random_regular(degree=3)", 9, "even where n is odd, got degree 3"),
-        ("erdos_renyi(probability=0)", 8, "above 0 and at most 1, got 0"),
-        ("erdos_renyi(probability=1.01)", 8, "above 0 and at most 1, got 1.01"),
-        ("erdos_renyi(probability=0.01)", 30, "unconnected with probability 0.01; use a larger p"),
+        ("random_matching(rounds=0)", 8, "random_matching 8 rounds 0"),
+        ("equi_dynamic(rounds=0)", 8, "equi_dynamic 8 rounds 0"),
+        ("random_matching(rounds=1)", 8, "100 1 rounds"),
+        ("random_matching(rounds=1)", 3, "100 1 rounds"),
+        ("random_regular(degree=1)", 8, "degree 1"),
+        ("random_regular(degree=0)", 2, "2 degree 0"),
+        ("random_regular(degree=8)", 8, "degree 8 complete"),
+        ("random_regular(degree=3)", 9, "odd degree 3"),
+        ("erdos_renyi(probability=0)", 8, "probability 0"),
+        ("erdos_renyi(probability=1.01)", 8, "probability 1.01"),
+        ("erdos_renyi(probability=0.01)", 30, "100 probability 0.01"),
     ],
 )
 def test_random_schedules_refuse(name, n, message):
-    with pytest.raises(ValueError, match=message):
+    with refuses(*message.split()):
         make(name, n)
 
 
@@ -342,16 +334,16 @@ def test_hierarchical_is_few_messages():
 @pytest.mark.parametrize(
     ("name", "n", "local", "message"),
     [
-        ("hierarchical", 8, 1, "local_size >= 2 .*got local_size 1; set local"),
-        ("hierarchical", 8, 3, "got local_size 3"),
-        ("hierarchical", 2, 4, "got local_size 4"),
-        ("hierarchical(complete, ring)", 12, 4, "of 12 .*: ring of 3 replicas: needs an even"),
-        ("hierarchical(hypercube, ring)", 12, 6, "of 12 .*: hypercube of 6 .*: needs a power"),
-        ("hierarchical(hierarchical, ring)", 8, 2, "of 8 .*: hierarchical of 2 .*got local_size 1"),
+        ("hierarchical", 8, 1, "local_size 1"),
+        ("hierarchical", 8, 3, "local_size 3"),
+        ("hierarchical", 2, 4, "local_size 4"),
+        ("hierarchical(complete, ring)", 12, 4, "12 ring 3 even"),
+        ("hierarchical(hypercube, ring)", 12, 6, "12 hypercube 6"),
+        ("hierarchical(hierarchical, ring)", 8, 2, "8 hierarchical local_size 1"),
     ],
 )
 def test_hierarchical_refuses(name, n, local, message):
-    with pytest.raises(ValueError, match=message):
+    with refuses(*message.split()):
         make(name, n, local_size=local)
 
 
@@ -385,5 +377,5 @@ def test_any_n_or_a_sentence(name):
 
 @pytest.mark.parametrize("n", [2.0, "4", None, True])
 def test_the_number_of_replicas_is_a_whole_number(n):
-    with pytest.raises(ValueError, match="num_replicas of a schedule must be a whole number, got"):
+    with refuses("num_replicas", repr(n)):
         make("ring", n)

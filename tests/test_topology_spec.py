@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from refusals import refuses
 
 from decent_jax import topology
 from decent_jax.topology import make
@@ -75,7 +76,7 @@ def test_any_text_is_read_or_refused(text):
     ],
 )
 def test_cannot_be_read(text):
-    with pytest.raises(ValueError, match="cannot be read; write a name, or name"):
+    with refuses("cannot be read", repr(text)):
         make(text, 8)
 
 
@@ -117,35 +118,34 @@ def test_keywords():
 @pytest.mark.parametrize(
     ("text", "keywords", "message"),
     [
-        ("one-peer-exp", {}, "unknown schedule 'one-peer-exp'; choose one of complete, ring"),
-        ("", {}, "unknown schedule ''; choose one of"),
-        ("bask_k(max_degree=2)", {}, r"unknown schedule 'bask_k'; choose one of"),
-        ("hierarchical(complete, nope)", {}, "unknown schedule 'nope'; choose"),
-        ("base_k(2)", {}, "base_k: write the name of the parameter that is 2; base_k takes max_de"),
-        ("ring(1)", {}, "write the name of the parameter that is 1; ring takes no parameters"),
-        ("base_k(ring)", {}, "the parameter that is ring; base_k takes max_degree"),
-        ("base_k(degree=2)", {}, "base_k has no parameter 'degree'; it takes max_degree$"),
-        ("ring", {"degree": 2}, "ring has no parameter 'degree'; it takes no parameters$"),
-        ("hierarchical(local_size=2)", {}, "no parameter 'local_size'; it takes inner, outer"),
-        ("base_k(max_degree=1.5)", {}, "base_k: max_degree must be a whole number, got 1.5"),
-        ("base_k(max_degree=two)", {}, "max_degree must be a whole number, got two"),
-        ("base_k", {"max_degree": "2"}, "max_degree must be a whole number, got '2'"),
-        ("base_k", {"max_degree": True}, "max_degree must be a whole number, got True"),
-        ("base_k", {"max_degree": None}, "max_degree must be a whole number, got None"),
-        ("erdos_renyi(probability=ring)", {}, "probability must be a number, got ring"),
-        ("hierarchical", {"inner": 2}, "inner must be a schedule, got 2"),
-        ("base_k(max_degree=1, max_degree=2)", {}, "base_k: max_degree is given twice"),
-        ("base_k(max_degree=1)", {"max_degree": 1}, "base_k: max_degree is given twice"),
-        ("hierarchical(complete, inner=ring)", {}, "hierarchical: inner is given twice"),
-        ("hierarchical(ring, ring, ring)", {}, "the parameter that is ring; hierarchical takes in"),
-        ("hierarchical(base_k(degree=2))", {}, "base_k has no parameter 'degree'"),
+        ("one-peer-exp", {}, "'one-peer-exp' complete ring"),
+        ("", {}, "'' complete"),
+        ("bask_k(max_degree=2)", {}, "'bask_k' base_k"),
+        ("hierarchical(complete, nope)", {}, "'nope'"),
+        ("base_k(2)", {}, "base_k 2 max_degree"),
+        ("ring(1)", {}, "ring 1 no"),
+        ("base_k(ring)", {}, "base_k ring max_degree"),
+        ("base_k(degree=2)", {}, "base_k 'degree' max_degree"),
+        ("ring", {"degree": 2}, "ring 'degree' no"),
+        ("hierarchical(local_size=2)", {}, "'local_size' inner outer"),
+        ("base_k(max_degree=1.5)", {}, "base_k max_degree 1.5"),
+        ("base_k(max_degree=two)", {}, "max_degree two"),
+        ("base_k", {"max_degree": "2"}, "max_degree '2'"),
+        ("base_k", {"max_degree": True}, "max_degree True"),
+        ("base_k", {"max_degree": None}, "max_degree None"),
+        ("erdos_renyi(probability=ring)", {}, "probability ring"),
+        ("hierarchical", {"inner": 2}, "inner schedule 2"),
+        ("base_k(max_degree=1, max_degree=2)", {}, "base_k max_degree twice"),
+        ("base_k(max_degree=1)", {"max_degree": 1}, "base_k max_degree twice"),
+        ("hierarchical(complete, inner=ring)", {}, "hierarchical inner twice"),
+        ("hierarchical(ring, ring, ring)", {}, "hierarchical ring"),
+        ("hierarchical(base_k(degree=2))", {}, "base_k 'degree'"),
     ],
 )
 @pytest.mark.parametrize("n", [1, 8])
 def test_refused_for_any_number_of_replicas(text, keywords, message, n):
-    with pytest.raises(ValueError, match=message) as caught:
+    with refuses(*message.split()):
         make(text, n, local_size=4, **keywords)
-    assert "\n" not in str(caught.value)
 
 
 def test_every_parameter_is_in_the_table():
