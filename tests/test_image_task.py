@@ -17,6 +17,7 @@ from decent_jax.data.images import generated_images
 from decent_jax.models import resnet
 from decent_jax.tasks import image_classification as task_lib
 from decent_jax.train import config as config_lib
+from decent_jax.train import saved_model
 from decent_jax.train.evaluation import Evaluator
 
 SOURCES = {"data__train_images": 40, "data__val_images": 21}
@@ -260,8 +261,8 @@ def test_a_run_and_mixed_statistics(algorithm, policies, tmp_path):
         assert {"eval/loss", "eval/top1", "eval/top5"} <= summary["final"].keys()
         assert summary["parameters"] == resnet.num_params(make_task().config)
         assert "perf/examples_per_s" in rows(folder)[0]
-        (best,) = (folder / "best").glob("[0-9]*")
-        assert (best / "model_state").is_dir() and (best / "params").is_dir()
+        best = saved_model.TrainedRun(folder, "best")
+        assert best.step == 1 and jax.tree.leaves(best.model_state)
 
 
 def test_demonstrate(task, model):
