@@ -114,7 +114,7 @@ def test_tfds_folder(tmp_path, tfds_folder):
     assert sorted(texts_of(out, "train")) == sorted(TEXTS[:30])
     assert sorted(texts_of(out, "val")) == sorted(TEXTS[30:])
     assert manifest["val_fraction"] is None and len(manifest["inputs"]["list"]) == 3
-    with pytest.raises(DataError, match="no feature 'body', only 'text'; see --text_field"):
+    with pytest.raises(DataError, match="'body', only 'text'"):
         prepare([tfds_folder], tmp_path / "out2", "bytes", text_field="body", val_fraction=0.5)
     assert "tensorflow" not in sys.modules
 
@@ -203,27 +203,25 @@ def test_a_file_whose_name_is_no_utf8(tmp_path):
     assert TokenWindows(tmp_path / "out/train.bin", 4).class_names == ("in/a\udcff.jsonl",)
 
 
-CASES = {
-    "missing path": ("none.jsonl", None, r"none\.jsonl: no such file or folder"),
-    "extension": ("x.csv", b"a,b", r"x\.csv: not a \.txt, .* or \.arrow file"),
-    "no readable file": ("folder/x.md", b"a", r"folder: holds no \.txt, .* name the files: .*\.md"),
-    "bad json": ("x.jsonl", b'{"text": "a"}\n\n{"text" "b"}\n',
-        r"x\.jsonl, line 3: not valid JSON"),
-    "no object": ("x.jsonl", b'{"text": "a"}\n[1]\n', r"line 2: not a JSON object"),
-    "missing field": ("x.jsonl", b'{"text": "a"}\n{"b": 1}', r"line 2: no field 'text', only 'b'"),
-    "not a string": ("x.jsonl", b'{"text": null}', r"line 1: field 'text' is not a string"),
-    "utf-8 in json": ("x.jsonl", b'{"text": "a"}\n{"text": "\xff"}', r"invalid UTF-8 at byte 24"),
-    "utf-8 in text": ("folder/x.txt", b"ab\xe9 c", r"x\.txt: invalid UTF-8 at byte 2"),
-    "truncated gz": ("x.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9)[:-9], "file is cut short"),
-    "truncated txt.gz": ("f/x.txt.gz", gzip.compress(b"abc" * 99)[:-9], "file is cut short"),
-    "no gz": ("x.jsonl.gz", b'{"text": "a"}\n', "not a valid gzip file"),
-    "no parquet": ("x.parquet", b"abc", r"cannot be read after row 0 \(Parquet"),
-    "empty validation": ("x.jsonl", b'{"text": "a"}\n',
-        "val split is empty: none of 1 docu"),
-    "no documents": ("x.jsonl", b'{"text": ""}\n\n', "no document with any text"),
-    "empty file": ("x.jsonl", b"", "no document with any text"),
-    "one character": ("x.txt", b"a", "val split is empty: none of 1 documents"),
-}  # fmt: skip
+CASES = {  # the file, its content, what the refusal names
+    "missing path": ("none.jsonl", None, r"none\.jsonl"),
+    "extension": ("x.csv", b"a,b", r"x\.csv"),
+    "no readable file": ("folder/x.md", b"a", "folder"),
+    "bad json": ("x.jsonl", b'{"text": "a"}\n\n{"text" "b"}\n', r"x\.jsonl, line 3"),
+    "no object": ("x.jsonl", b'{"text": "a"}\n[1]\n', "line 2"),
+    "missing field": ("x.jsonl", b'{"text": "a"}\n{"b": 1}', "line 2: .*'text', only 'b'"),
+    "not a string": ("x.jsonl", b'{"text": null}', "line 1: .*'text'"),
+    "utf-8 in json": ("x.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "byte 24"),
+    "utf-8 in text": ("folder/x.txt", b"ab\xe9 c", r"x\.txt: .*byte 2"),
+    "truncated gz": ("x.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9)[:-9], r"x\.jsonl\.gz"),
+    "truncated txt.gz": ("f/x.txt.gz", gzip.compress(b"abc" * 99)[:-9], r"x\.txt\.gz"),
+    "no gz": ("x.jsonl.gz", b'{"text": "a"}\n', r"x\.jsonl\.gz"),
+    "no parquet": ("x.parquet", b"abc", r"x\.parquet"),
+    "empty validation": ("x.jsonl", b'{"text": "a"}\n', "val split .* 1 documents"),
+    "no documents": ("x.jsonl", b'{"text": ""}\n\n', "no document"),
+    "empty file": ("x.jsonl", b"", "no document"),
+    "one character": ("x.txt", b"a", "val split .* 1 documents"),
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -248,8 +246,8 @@ def test_bad_input_is_found_in_a_later_chunk(tmp_path, monkeypatch, packed):
     path = write_jsonl(tmp_path / f"x.jsonl{packed}", TEXTS)
     data = gzip.decompress(path.read_bytes()) if packed else path.read_bytes()
     for bad, message in (
-        (b"{]\n", r"line 41: not valid JSON \(.* at column 2\)"),
-        (b'"\xff"\n', f"invalid UTF-8 at byte {len(data) + 1}"),
+        (b"{]\n", "line 41: .* column 2"),
+        (b'"\xff"\n', f"byte {len(data) + 1}"),
     ):
         path.write_bytes(gzip.compress(data + bad) if packed else data + bad)
         with pytest.raises(DataError, match=message):
@@ -269,11 +267,11 @@ def test_bad_input_parquet(tmp_path):
     damaged = write_parquet(tmp_path / "damaged.parquet", TEXTS).read_bytes()
     (tmp_path / "damaged.parquet").write_bytes(damaged[:50] + b"\xff" * 900 + damaged[950:])
     for name, message in {
-        "null": "row 1: column 'text' is null",
-        "int": "column 'text' holds int64, not strings",
-        "name": "no column 'text', only 'body'; see --text_field",
-        "twice": "several columns are called 'text'",
-        "utf": "invalid UTF-8 after row 0",
+        "null": "row 1: .*'text'",
+        "int": "'text' .*int64",
+        "name": "'text', only 'body'",
+        "twice": "'text'",
+        "utf": "row 0",
         "damaged": "damaged.parquet: ",
     }.items():
         with pytest.raises(DataError, match=message):
@@ -284,12 +282,12 @@ def test_bad_arguments(tmp_path):
     a = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     out = tmp_path / "out"
     for keywords, message in (
-        ({"val_fraction": 0}, "val_fraction must lie between 0 and 1"),
-        ({"workers": 0}, "workers must be at least 1"),
-        ({"val_inputs": [a]}, "is both in the training and the validation input"),
-        ({"tokenizer": "bpe"}, "unknown tokenizer 'bpe'"),
-        ({"tokenizer": "gpt2", "tokenizer_path": tmp_path}, r"encoder\.json: cannot be read"),
-        ({"val_fraction": 1e-9}, r"none of 40 documents fell into it with --val_fraction 1e-09"),
+        ({"val_fraction": 0}, "val_fraction .*got 0"),
+        ({"workers": 0}, "workers .*got 0"),
+        ({"val_inputs": [a]}, r"a\.jsonl"),
+        ({"tokenizer": "bpe"}, "'bpe'"),
+        ({"tokenizer": "gpt2", "tokenizer_path": tmp_path}, r"encoder\.json"),
+        ({"val_fraction": 1e-9}, "40 documents .*--val_fraction 1e-09"),
         ({"val_fraction": 1 - 1e-9}, "train split is empty"),
     ):
         with pytest.raises(DataError, match=message):

@@ -121,7 +121,7 @@ def test_french_has_five_archives(tmp_path):
     wanted = list(dict.fromkeys(normalised(mini_wmt14.training_pairs("fr"))))
     assert sorted(texts_of(tmp_path / "out", "train")) == sorted(wanted)
     (source / "training-giga-fren.tar").unlink()
-    with pytest.raises(DataError, match=r"lacks training-giga-fren\.tar of WMT14; fetch it"):
+    with pytest.raises(DataError, match=r"training-giga-fren\.tar"):
         prepare(source, tmp_path / "out2", "en", "fr")
 
 
@@ -170,12 +170,12 @@ def test_a_vocabulary_that_is_not_that_of_the_ids(prepared, tmp_path):
     assert TranslationPairs(prepared, "val").vocabulary.sha256 == own
     mixed = shutil.copytree(prepared, tmp_path / "mixed")
     subwords.train({"other": 3, "words": 4}, 275).save(mixed)
-    with pytest.raises(DataError, match="not the vocabulary these ids were made with"):
+    with pytest.raises(DataError, match=r"vocabulary\.model"):
         _ = TranslationPairs(mixed, "val").vocabulary
     assert not pair_folder.is_whole(mixed)
     damaged = shutil.copytree(prepared, tmp_path / "damaged")
     (damaged / "vocabulary.model").write_bytes(b"no model")
-    with pytest.raises(DataError, match="is damaged, or no model of sentencepiece"):
+    with pytest.raises(DataError, match=r"vocabulary\.model"):
         _ = TranslationPairs(damaged, "val").vocabulary
 
 
@@ -206,14 +206,14 @@ def test_reader(prepared, tmp_path):
     for i in (-1, len(pairs)):
         with pytest.raises(IndexError):
             pairs[i]
-    with pytest.raises(DataError, match="keeps no text of its split 'train'"):
+    with pytest.raises(DataError, match="'train'"):
         pairs.sentences(0)
-    with pytest.raises(DataError, match=r"no manifest\.json, so this is no prepared folder"):
+    with pytest.raises(DataError, match=r"manifest\.json"):
         TranslationPairs(tmp_path, "train")
     torn = shutil.copytree(prepared, tmp_path / "torn")
     ids = (torn / "train.ids").read_bytes()
     (torn / "train.ids").write_bytes(b"\0\0")
-    with pytest.raises(DataError, match=r"train\.ids: has 2 bytes, its manifest says"):
+    with pytest.raises(DataError, match=r"train\.ids: .* 2 bytes"):
         TranslationPairs(torn, "train")
     (torn / "train.ids").write_bytes(ids)
     manifest = json.loads((prepared / "manifest.json").read_text())
@@ -223,7 +223,7 @@ def test_reader(prepared, tmp_path):
         {"train": manifest["splits"]["train"] | {"pairs": 7}},
     ):
         (torn / "manifest.json").write_text(json.dumps(manifest | {"splits": splits}))
-        with pytest.raises(DataError, match=r"manifest\.json: is damaged|has no split 'train'"):
+        with pytest.raises(DataError, match=r"manifest\.json|'train'"):
             TranslationPairs(torn, "train")
 
 
@@ -251,30 +251,31 @@ def gz(text):
 
 PLAIN = {"train.en": "a b\nc d\ne f\n", "train.de": "u v\nw x\ny z\n"}
 PLAIN |= {"val.en": "g\n", "val.de": "h\n"}
-# what is changed in the folder (None: removed), the message
+# what is changed in the folder (None: removed), what the refusal names
+NO_SIDES = {"train.en": None, "train.de": None}
 CASES = {
-    "unequal": ({"train.de": "u\nv\n"},
-        r"train\.en has 3 lines and .*train\.de has 2; the two sides must have a line each"),
-    "unequal packed": ({"train.en": None, "train.en.gz": gz("a\n" * 12_000),
-        "train.de": "b\n" * 12_001},
-        r"train\.en\.gz has 12000 lines and .*train\.de has 12001"),
-    "empty file": ({"train.de": ""}, r"train\.de: is empty"),
-    "empty packed": ({"val.de": None, "val.de.gz": gz("")}, r"val\.de\.gz: is empty"),
-    "only empty sides": ({"train.de": "\n\n \n"}, r"of the train split is left \(dropped: 3 empty"),
-    "no val left": ({"val.de": "\n"}, r"no pair of the val split is left \(dropped: 1 empty"),
-    "utf-8": ({"train.de": b"u\nv \xff w\nx\n"}, r"train\.de, line 2: invalid UTF-8"),
-    "truncated": ({"train.en": None, "train.en.gz": gz("a b\n" * 99)[:-9]},
-        r"train\.en\.gz: the compressed file is cut short"),
-    "no gzip": ({"train.en": None, "train.en.gz": b"plain"},
-        r"train\.en\.gz: not a valid gzip file"),
-    "missing language": ({"train.de": None}, r"train: no sentence .* only train\.en is"),
-    "missing val language": ({"val.en": None}, r"val: no sentence .* only val\.de is"),
-    "nothing": ({"train.de": None, "train.en": None}, r"holds no training pairs \(train\.en, "),
-    "no val": ({"val.de": None, "val.en": None}, "no validation pairs .* pass --val PREFIX, or"),
-    "no tab": ({"train.en": None, "train.de": None, "train.tsv": "a\tb\nc\n"},
-        r"train\.tsv, line 2: has no tab"),
-    "too large": ({}, "text cannot carry a vocabulary of 300, at most one of"),
-}  # fmt: skip
+    "unequal": ({"train.de": "u\nv\n"}, r"train\.en has 3 .*train\.de has 2"),
+    "unequal packed": (
+        {"train.en": None, "train.en.gz": gz("a\n" * 12_000), "train.de": "b\n" * 12_001},
+        r"train\.en\.gz has 12000 .*train\.de has 12001",
+    ),
+    "empty file": ({"train.de": ""}, r"train\.de"),
+    "empty packed": ({"val.de": None, "val.de.gz": gz("")}, r"val\.de\.gz"),
+    "only empty sides": ({"train.de": "\n\n \n"}, "train split .*3 empty"),
+    "no val left": ({"val.de": "\n"}, "val split .*1 empty"),
+    "utf-8": ({"train.de": b"u\nv \xff w\nx\n"}, r"train\.de, line 2"),
+    "truncated": (
+        {"train.en": None, "train.en.gz": gz("a b\n" * 99)[:-9]},
+        r"train\.en\.gz: .*cut short",
+    ),
+    "no gzip": ({"train.en": None, "train.en.gz": b"plain"}, r"train\.en\.gz"),
+    "missing language": ({"train.de": None}, r"train: .* only train\.en"),
+    "missing val language": ({"val.en": None}, r"val: .* only val\.de"),
+    "nothing": (NO_SIDES, r"train\.en, train\.de"),
+    "no val": ({"val.de": None, "val.en": None}, "--val PREFIX"),
+    "no tab": (NO_SIDES | {"train.tsv": "a\tb\nc\n"}, r"train\.tsv, line 2"),
+    "too large": ({}, "vocabulary of 300"),
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -302,22 +303,22 @@ def test_bad_inputs_on_the_command_line(tmp_path):
         (
             [tmp_path / "none"],
             {},
-            r"none: no sentence .*none\.en and .*none\.de, .* neither",
+            r"none: .*none\.en and .*none\.de",
         ),
-        ([tmp_path / "none.tsv"], {}, r"none\.tsv: no sentence pairs"),
-        ([train, train], {"val": tmp_path / "val"}, r"train\.en: is given twice"),
+        ([tmp_path / "none.tsv"], {}, r"none\.tsv"),
+        ([train, train], {"val": tmp_path / "val"}, r"train\.en"),
         ([train], {"val": train}, "is given twice"),
-        ([tmp_path], {"val_fraction": 0.1}, "there are validation pairs .*, so --val_fraction has"),
-        ([train], {"val_fraction": 1.0}, "val_fraction must be at least 0 and less than 1"),
-        ([train], {"val_fraction": 1e-9}, "none of 3 pairs fell into the val split"),
-        ([tmp_path], {"workers": 0}, "workers must be at least 1"),
-        ([tmp_path], {"vocab_size": 260}, "between 261 and 65536 ids, got --vocab_size 260"),
-        ([tmp_path], {"vocab_size": 70_000}, "between 261 and 65536 ids"),
-        ([tmp_path], {"vocab_size": 262}, "too small for the characters of the .*pass --vocab_s"),
+        ([tmp_path], {"val_fraction": 0.1}, "--val_fraction"),
+        ([train], {"val_fraction": 1.0}, r"val_fraction .*got 1\.0"),
+        ([train], {"val_fraction": 1e-9}, "3 pairs .*--val_fraction 1e-09"),
+        ([tmp_path], {"workers": 0}, "workers .*got 0"),
+        ([tmp_path], {"vocab_size": 260}, "--vocab_size 260"),
+        ([tmp_path], {"vocab_size": 70_000}, "--vocab_size 70000"),
+        ([tmp_path], {"vocab_size": 262}, "262"),
     ):
         with pytest.raises(DataError, match=message):
             prepare(given_input, out, "en", "de", **keywords)
-    for languages, message in ((("en", "en"), "are the same"), (("en", "../x"), "is named")):
+    for languages, message in ((("en", "en"), "'en'"), (("en", "../x"), r"\.\./x")):
         with pytest.raises(DataError, match=message):
             prepare([tmp_path], out, *languages)
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]
@@ -334,30 +335,30 @@ def test_bad_archives(archives, tmp_path):
     folder = copied("cut")
     path = folder / "training-parallel-europarl-v7.tgz"
     path.write_bytes(path.read_bytes()[:2000])
-    fails(folder, r"europarl-v7\.tgz, .*\.de-en\.(en|de): the compressed file is cut short")
+    fails(folder, r"europarl-v7\.tgz, .*\.de-en\.(en|de): .*cut short")
     folder = copied("noise")
     (folder / "dev.tgz").write_bytes(b"noise")
-    fails(folder, r"dev\.tgz, newstest2013-src\.en\.sgm: not a valid gzip file")
+    fails(folder, r"dev\.tgz, newstest2013-src\.en\.sgm")
     (folder / "dev.tgz").write_bytes(gzip.compress(b"noise" * 300))
-    fails(folder, r"dev\.tgz, .*: the archive is cut short or damaged")
+    fails(folder, r"dev\.tgz, .*damaged")
     folder = copied("member")
     shutil.copy(folder / "dev.tgz", folder / "training-parallel-nc-v9.tgz")
-    fails(folder, r"nc-v9\.tgz: holds no news-commentary-v9\.de-en\.en; is it cut short\?")
-    fails(folder, "read for en with de or fr, not for en-cs", "cs")
+    fails(folder, r"nc-v9\.tgz: .* news-commentary-v9\.de-en\.en")
+    fails(folder, "en-cs", "cs")
     (folder / "training-parallel-commoncrawl.tgz").unlink()
-    fails(folder, r"lacks training-parallel-commoncrawl\.tgz of WMT14")
+    fails(folder, r"training-parallel-commoncrawl\.tgz")
     folder = copied("dev")
     (folder / "dev.tgz").unlink()
-    fails(folder, r"no validation pairs \(newstest2013 in WMT14's dev\.tgz\)")
+    fails(folder, r"dev\.tgz")
     (folder / "test-full.tgz").unlink()
     prepare(folder, tmp_path / "out", "en", "de", vocab_size=VOCAB, val_fraction=0.1)
-    with pytest.raises(DataError, match="has no split 'test', only train, val"):
+    with pytest.raises(DataError, match="'test', only train, val"):
         TranslationPairs(tmp_path / "out", "test")
 
 
 def test_a_language_that_a_tfds_folder_lacks(tmp_path):
     folder = write_tfds(tmp_path, mini_wmt14.MiniWmt14)
-    with pytest.raises(DataError, match="has no sentences in 'fr', only 'de', 'en'"):
+    with pytest.raises(DataError, match="'fr', only 'de', 'en'"):
         prepare(folder, tmp_path / "out", "en", "fr")
 
 
@@ -372,6 +373,6 @@ def test_input_that_changes_while_it_is_read(tmp_path, monkeypatch):
         return learn(words, size)
 
     monkeypatch.setattr(subwords, "train", train_and_append)
-    with pytest.raises(DataError, match=r"train\.en: was changed while it was being read"):
+    with pytest.raises(DataError, match=r"train\.en"):
         prepare(tmp_path / "in", tmp_path / "out", "en", "de", vocab_size=300)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
