@@ -107,19 +107,12 @@ def test_three_processes_that_slurm_starts(start_process, tmp_path, tiny_data, c
     assert "3 devices in 1 nodes" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("name", "difference"),
-    [
-        ("config.seed", "config.seed: 0 on process 0 (HOST), 5 on process 1 (HOST)"),
-        ("optax", "optax: HERE on process 0 (HOST), 5 on process 1 (HOST)"),
-    ],
-)
 @pytest.mark.usefixtures("joins")
-def test_processes_that_differ(capsys, tmp_path, name, difference):
-    """The command is process 0, a thread is process 1."""
+def test_processes_that_differ(capsys, tmp_path):
+    """The command is process 0, a thread is process 1, which has another optax."""
     port, received = free_port(), []
     _, config = command._parse(cluster_flags(port, 2, 1))
-    description = rendezvous.describe(json_files.flat(config)) | {name: "5"}
+    description = rendezvous.describe(json_files.flat(config)) | {"optax": "5"}
 
     def process_1():
         with pytest.raises(ConfigError) as refusal:
@@ -131,9 +124,7 @@ def test_processes_that_differ(capsys, tmp_path, name, difference):
     save = f"--save={tmp_path / 'network.json'}"
     assert command.main([save, *cluster_flags(port, 2, 0)]) == 2
     thread.join()
-    here = importlib.metadata.version("optax")
-    difference = difference.replace("HOST", socket.gethostname()).replace("HERE", here)
-    assert received == [f"the processes differ in {difference}"]
+    assert f"optax: {importlib.metadata.version('optax')} on process 0" in received[0]
     assert capsys.readouterr().err.splitlines()[-1] == f"preflight: {received[0]}"
 
 
