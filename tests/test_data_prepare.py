@@ -10,6 +10,7 @@ import sys
 
 import mini_imagenet
 import pytest
+import work
 from several import children_of, nothing_is_left, until
 
 from decent_jax.commands.prepare import KINDS, main
@@ -226,25 +227,15 @@ def test_a_killed_run(kind, number, tmp_path):
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def _die(*_, **__):
-    os._exit(9)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_dead_worker_is_no_hang(kind, tmp_path, monkeypatch, capsys):
-    work = {"text": "_encode", "images": "_check", "translation": "_survey_lines"}[kind]
-    monkeypatch.setattr(MODULES[kind], work, _die)
+    name = {"text": "_encode", "images": "_check", "translation": "_survey_lines"}[kind]
+    monkeypatch.setattr(MODULES[kind], name, work.die)
     given, *more = write_input(kind, tmp_path / "in")
     out = ["--out", str(tmp_path / "out"), "--workers", "2"]
     assert main([kind, "--input", given, *more, *out]) == 2
     assert "a worker process died, perhaps out of memory; try few" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def _fail_at(number, least):
-    if number >= least:
-        raise DataError(f"bad number {number}")
-    return -number
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -257,11 +248,11 @@ def test_results_come_in_order_and_errors_through(workers):
             taken.append(number)
             yield number
 
-    work = functools.partial(_fail_at, least=20)
+    negate = functools.partial(work.negate_below, least=20)
     seen = []
     with (
         pytest.raises(DataError, match="bad number 20"),
-        worker_pool.results(work, tasks(), workers) as results,
+        worker_pool.results(negate, tasks(), workers) as results,
     ):
         for number, result in results:
             assert result == -number and len(taken) <= number + 2 * workers
