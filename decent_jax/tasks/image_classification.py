@@ -34,9 +34,7 @@ FIELDS = {
     "model.preset": Field("resnet50", "shape of the ResNet", choices=tuple(resnet.PRESETS)),
     "model.blocks": Field("", 'residual blocks per stage, such as "2,2,2,2"; empty: the preset\'s'),
     "model.width": size_of_preset("channels of the first stage"),
-    "model.small_images": Field(
-        False, "a stem for images of about 32 pixels, which the preset tiny has anyway"
-    ),
+    "model.small_images": Field(False, "a stem for images of some 32 pixels; preset tiny has it"),
     "model.zero_init": Field(True, "blocks begin as the identity"),
     "model.dtype": Field("bfloat16", "type of activations; parameters and statistics are float32"),
     "model.label_smoothing": Field(
@@ -59,16 +57,10 @@ FIELDS = {
         "folder with train/<class>/*.jpg, with ImageNet's archives, or made by `decent-jax prepare "
         'images` or TFDS; "generated": pictures drawn at the start',
     ),
-    "data.image_size": Field(
-        32, "pixels, height and width of a training image", at_least=16, at_most=2**14
-    ),
+    "data.image_size": Field(32, "pixels, sides of a training image", at_least=16, at_most=2**14),
     "data.flip": Field(True, "mirror every other training image"),
-    "data.shift": Field(
-        0, "move training images by up to this many pixels", at_least=0, at_most=2**14
-    ),
-    "data.mixup": Field(
-        0.0, "mix pairs of training images by a share of Beta(mixup, mixup); 0: no", at_least=0
-    ),
+    "data.shift": Field(0, "pixels to move training images by", at_least=0, at_most=2**14),
+    "data.mixup": Field(0.0, "mix pairs of images by a share of Beta(mixup, mixup)", at_least=0),
     # Of a folder.
     "data.crop": Field(
         "resized",

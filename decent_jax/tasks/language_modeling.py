@@ -27,9 +27,7 @@ _STDLIB_VOCAB = 256  # bytes
 
 
 FIELDS = {
-    "model.preset": Field(
-        "small", "shape of a GPT-2, or of a Llama", choices=tuple(decoders.PRESETS)
-    ),
+    "model.preset": Field("small", "shape of the decoder", choices=tuple(decoders.PRESETS)),
     "model.layers": size_of_preset("blocks"),
     "model.heads": size_of_preset("attention heads per block"),
     "model.width": size_of_preset("size of the residual stream", 2**20),
@@ -42,9 +40,7 @@ FIELDS = {
         at_least=0,
         at_most=2**24,
     ),
-    "model.tied": Field(
-        True, "False: the output layer has a table of its own; True: as the preset says"
-    ),
+    "model.tied": Field(True, "False: the output layer has its own table; True: as the preset"),
     "model.bias": Field(True, "biases in linear layers and LayerNorms of a GPT-2"),
     "model.dropout": Field(0.0, "share of activations of a GPT-2 set to zero in training"),
     "model.dtype": Field("bfloat16", "type of activations; parameters are float32"),

@@ -55,18 +55,14 @@ FIELDS = {
         'folder made by `decent-jax prepare translation`; "numbers": numbers spelled '
         "out in English and German",
     ),
-    "data.shapes": Field(
-        16, "largest number of batch shapes; each compiles once per round", at_least=1
-    ),
+    "data.shapes": Field(16, "most shapes of batches; each compiles once per round", at_least=1),
     "data.bleu_sentences": Field(
         200,
         "validation sentences translated at every evaluation; 0: none",
         at_least=0,
         may_change=True,
     ),
-    "data.beam": Field(
-        4, "beam width of these translations", at_least=1, at_most=2**10, may_change=True
-    ),
+    "data.beam": Field(4, "their beam width", at_least=1, at_most=2**10, may_change=True),
 }
 
 
