@@ -6,14 +6,12 @@ and SciPy only; `planner`, `simulate`, `train` and the rooms that `train` uses n
 """
 
 import importlib
+import pkgutil
 from typing import Any
 
 __version__ = "0.1.0"
 
-_ROOMS = (
-    *("actors", "commands", "gossip", "ground", "models", "optim", "peers", "pipelines", "plan"),
-    *("planner", "plots", "replicas", "simulate", "tasks", "topology", "train"),
-)
+_ROOMS = [module.name for module in pkgutil.iter_modules(__path__)]
 
 
 def __getattr__(name: str) -> Any:
