@@ -1,8 +1,8 @@
 """The declaration of a method, next to its factory: what it works with, sends and keeps.
 
 A factory's signature says the rest. Its positional parameters come from the run, by their names
-(`Parts`). Its keyword-only parameters are the method's own numbers, with their defaults; the
-factory refuses those that are out of range.
+(`Parts`). Its keyword-only parameters are the method's own numbers, with their defaults and, by
+``Annotated``, their help in a config; the factory refuses those that are out of range.
 
 >>> import optax
 >>> from decent_jax import topology
