@@ -15,7 +15,7 @@ from decent_jax.ground.errors import RunError
 from decent_jax.peers import events
 from decent_jax.peers.between import NotJoined
 from decent_jax.peers.peer import Peer
-from decent_jax.peers.reporter import Joiner, Reporter
+from decent_jax.peers.reporter import Reporter, state_to_join
 from decent_jax.peers.roster import Roster
 from decent_jax.peers.rule import Joined
 from decent_jax.peers.talk import Asker
@@ -131,12 +131,12 @@ def test_the_only_peer_leaves_at_once(others, in_process):
     assert in_process.between.over(8) is not bool(others)
 
 
-def joiner_of(peer, roster, **more):
-    """A peer in slot 1 that joins; nobody gives it a state unless ``ask`` does."""
+def state_for(peer, roster, **more):
+    """The state of a peer in slot 1 that joins; nobody gives it one unless ``ask`` does."""
     own = peer.place.config["peers"] | {"start_s": 30.0} | more.pop("peers", {})
     place = peer.place._replace(slot=1, config=peer.place.config | {"peers": own})
     given = {"ask": lambda *_: None, "wait": lambda _: pytest.fail("it must not wait")} | more
-    return Joiner(place, LocalActor(roster), b"", **given)
+    return state_to_join(place, LocalActor(roster), b"", **given)
 
 
 def test_a_peer_that_joins_waits_for_one_that_trains(in_process):
@@ -154,7 +154,7 @@ def test_a_peer_that_joins_waits_for_one_that_trains(in_process):
         assert address == NOWHERE
         return Joined("0.0", 7, [])
 
-    joined = joiner_of(in_process, roster, wait=wait, ask=ask).joined()
+    joined = state_for(in_process, roster, wait=wait, ask=ask)
     assert joined is not None and joined.donor == "0.0" and len(waits) == 3
 
 
@@ -163,7 +163,7 @@ def test_peers_that_all_join_begin_with_what_they_have(in_process):
     roster = Roster(5.0, {})
     roster.add(0, 1, True)
     roster.add(1, 0, True)
-    assert joiner_of(in_process, roster).joined() is None
+    assert state_for(in_process, roster) is None
 
 
 def test_a_peer_waits_for_a_state_no_longer_than_it_may(in_process):
@@ -173,10 +173,10 @@ def test_a_peer_waits_for_a_state_no_longer_than_it_may(in_process):
     def wait(seconds):
         now[0] += 10.0
 
-    assert joiner_of(in_process, roster, clock=lambda: now[0], wait=wait).joined() is None
+    assert state_for(in_process, roster, clock=lambda: now[0], wait=wait) is None
     assert now[0] == 30.0
     with pytest.raises(NotJoined):
-        joiner_of(in_process, roster, leaving=lambda: "stop").joined()
+        state_for(in_process, roster, leaving=lambda: "stop")
 
 
 @pytest.mark.parametrize("error", [ConnectionRefusedError(), EOFError(), TimeoutError()])
@@ -193,7 +193,7 @@ def test_who_gives_no_state_is_passed_over(error, in_process):
             raise error
         return Joined("2.0", 7, [])
 
-    joined = joiner_of(in_process, roster, ask=ask).joined()
+    joined = state_for(in_process, roster, ask=ask)
     assert joined is not None and len(set(asked)) == 2
 
 

@@ -1,7 +1,6 @@
 """Pipelines on a real Ray: 2 stages x 2 replicas, killed, and resumed bit by bit."""
 
 import shutil
-import signal
 import socket
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from decent_jax.plan.plan_file import Plan
 from decent_jax.train import saved_model
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS, HEARTBEAT_S = 4, 8
+STEPS = 4
 
 CHANGES = {
     "algorithm": "decentralized_sgd",
@@ -36,8 +35,7 @@ def start(tmp_path_factory, tiny_data, compile_once, cache_folder):
 
         def start(workdir, steps, *flags):
             words = [ROOT / "train.py", "--config", path, "--workdir", workdir, *flags]
-            words += [f"--config.steps={steps}", f"--config.cluster.heartbeat_s={HEARTBEAT_S}"]
-            return start_process(words, **env)
+            return start_process([*words, f"--config.steps={steps}"], **env)
 
         yield start
 
@@ -50,17 +48,11 @@ def killed(start, tmp_path_factory):
     names = tuple(f"{socket.gethostname()}/{k}" for k in range(4))
     Plan(names, topology.make("one_peer_exp", 2), stages=2, layers=(1, 1)).save(plan)
     process = start(workdir, 1_000_000, f"--config.cluster.plan={plan}")
-    return workdir, *lost(process, workdir, STEPS + 2, signal.SIGKILL)
-
-
-def lost(process, workdir, step, number):
-    """(words, children) of a run of which a stage gets a signal once a checkpoint is there."""
-    until((workdir / "checkpoints" / str(step)).exists, process)
+    until((workdir / "checkpoints" / str(STEPS + 2)).exists, process)
     children = children_of(process)
-    by_output(process)[workdir / "cells" / "0-1.txt"].send_signal(number)
-    until(lambda: "train.py: " in process.words.read_text(), seconds=HEARTBEAT_S + 12)
+    by_output(process)[workdir / "cells" / "0-1.txt"].kill()
     assert process.wait(90) == 1
-    return process.words.read_text(), children
+    return workdir, process.words.read_text(), children
 
 
 @pytest.fixture(scope="module")
@@ -81,15 +73,6 @@ def test_a_killed_stage_is_named_and_nothing_is_left(killed):
     _, words, children = killed
     assert "train.py: stage 1 of replica 0 was killed; the same" in words
     assert "goes on from the checkpoint of step" in words
-    nothing_is_left(children)
-
-
-def test_a_stopped_stage_is_named_and_nothing_is_left(start, tmp_path):
-    """Of a single replica, which starts sooner."""
-    process = start(tmp_path / "stopped", 1_000_000, "--config.num_replicas=1")
-    words, children = lost(process, tmp_path / "stopped", 2, signal.SIGSTOP)
-    silent = f"has been silent for cluster.heartbeat_s ({HEARTBEAT_S} s); the same"
-    assert f"train.py: stage 1 of replica 0 {silent}" in words
     nothing_is_left(children)
 
 

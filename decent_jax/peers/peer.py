@@ -1,5 +1,6 @@
 """A peer: an actor that trains in one of its threads and meets others in the rest."""
 
+import functools
 import queue
 import threading
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from decent_jax.actors.process import say
 from decent_jax.peers.between import Between, NotJoined, PeerRunner, Pulse
 from decent_jax.peers.boundary import on_host
 from decent_jax.peers.formats import Format
-from decent_jax.peers.reporter import Joiner, Reporter
+from decent_jax.peers.reporter import Reporter, state_to_join
 from decent_jax.peers.rule import Joined, Meetings
 from decent_jax.peers.setup import Place, forget, is_weighted, open_peer
 from decent_jax.peers.talk import Answerer, Asker
@@ -52,7 +53,8 @@ class Peer:
         join = None
         if place.start is not None:
             forget(place.folder, place.start)
-            join = Joiner(place, self._roster, self._secret, lambda: self._leaving).joined
+            given = place, self._roster, self._secret, lambda: self._leaving
+            join = functools.partial(state_to_join, *given)
         with open_peer(place) as (experiment, work):
             n = place.config["num_replicas"]
             pulse = Pulse(n, experiment.steps // n)

@@ -113,8 +113,16 @@ class Reporter:
         return False
 
 
-class Joiner:
-    """Looks for a peer that gives its state.
+def state_to_join(
+    place: Place,
+    roster: Actor,
+    secret: bytes,
+    leaving: Callable[[], str | None] = lambda: None,
+    ask: Callable[[Address, bytes, float], Joined | None] = talk.ask_state,
+    clock: Callable[[], float] = time.monotonic,
+    wait: Callable[[float], None] = time.sleep,
+) -> Joined | None:
+    """The state of a random peer; waits for one that trains, unless all others wait, too.
 
     Args:
       place: which peer joins.
@@ -124,53 +132,30 @@ class Joiner:
       ask: asks the peer at an address for its state, see `decent_jax.peers.talk.ask_state`.
       clock: seconds.
       wait: for so many seconds.
+
+    Raises:
+      NotJoined: this peer has to end before.
     """
-
-    def __init__(
-        self,
-        place: Place,
-        roster: Actor,
-        secret: bytes,
-        leaving: Callable[[], str | None] = lambda: None,
-        ask: Callable[[Address, bytes, float], Joined | None] = talk.ask_state,
-        clock: Callable[[], float] = time.monotonic,
-        wait: Callable[[float], None] = time.sleep,
-    ):
-        self._place, self._roster, self._secret = place, roster, secret
-        self._leaving, self._ask, self._clock, self._wait = leaving, ask, clock, wait
-        self._peers = place.config["peers"]
-
-    def joined(self) -> Joined | None:
-        """The state of a peer; waits for one that trains, unless all others wait, too.
-
-        Raises:
-          NotJoined: this peer has to end before.
-        """
-        ends = self._clock() + self._peers["start_s"]
-        while (joined := self._copied()) is None:
-            hopeful = self._roster.call("is_hopeful").result(self._peers["join_s"])
-            if not hopeful or self._clock() >= ends:
-                say("nobody gives a copy: begins with its own parameters")
-                return None
-            if self._leaving() is not None:
-                raise NotJoined
-            self._wait(self._peers["beat_s"])
-        return joined
-
-    def _copied(self) -> Joined | None:
-        """The state of a random live peer, if one gives it."""
-        members = self._roster.call("members").result(self._peers["join_s"])
-        members = [m for m in members if m[0].partition(".")[0] != str(self._place.slot)]
+    peers, began = place.config["peers"], clock()
+    while True:
+        members = roster.call("members").result(peers["join_s"])
+        members = [m for m in members if m[0].partition(".")[0] != str(place.slot)]
         random.shuffle(members)
         for name, address in members:
-            began = self._clock()
+            asked = clock()
             try:
-                joined = self._ask(address, self._secret, self._peers["join_s"])
+                joined = ask(address, secret, peers["join_s"])
             except talk.BROKEN as error:
                 say(f"peer {name} gives no copy ({type(error).__name__})")
                 continue
             if joined is not None:
                 words = f"joins with a copy of peer {joined.donor} at step {joined.t}"
-                say(f"{words} ({self._clock() - began:.1f} s)")
+                say(f"{words} ({clock() - asked:.1f} s)")
                 return joined
-        return None
+        hopeful = roster.call("is_hopeful").result(peers["join_s"])
+        if not hopeful or clock() >= began + peers["start_s"]:
+            say("nobody gives a copy: begins with its own parameters")
+            return None
+        if leaving() is not None:
+            raise NotJoined
+        wait(peers["beat_s"])
