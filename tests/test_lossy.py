@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from refusals import refuses
 
 from decent_jax import topology
 from decent_jax.simulate import lose
@@ -92,12 +93,12 @@ def test_edges_of_the_rate():
 @pytest.mark.parametrize(
     ("matrix", "rate", "rule", "message"),
     [
-        (np.ones((2, 3)), 0.1, "receiver", r"must be square.* got shape \(2, 3\)$"),
-        ([[2, -1], [0, 1]], 0.1, "receiver", r"got shape \(2, 2\) with -1$"),
-        (np.eye(2), 1.5, "receiver", r"rate must be in \[0, 1\], got 1.5"),
-        (np.eye(2), 0.1, "wait", "rule must be one of receiver, sender, renormalise, got 'wait'"),
+        (np.ones((2, 3)), 0.1, "receiver", "square (2, 3)"),
+        ([[2, -1], [0, 1]], 0.1, "receiver", "(2, 2) -1"),
+        (np.eye(2), 1.5, "receiver", "rate 1.5"),
+        (np.eye(2), 0.1, "wait", "rule receiver sender renormalise 'wait'"),
     ],
 )
 def test_refusals(matrix, rate, rule, message):
-    with pytest.raises(ValueError, match=message):
+    with refuses(*message.split()):
         lose(matrix, rate, np.random.default_rng(0), rule=rule)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from refusals import refuses
 from test_simulate import cycle, hypercube, noise
 
 from decent_jax.simulate import interactions, matchings, pulls, rounds, swarm
@@ -77,15 +78,15 @@ def test_rounds_keep_every_replica_in_order():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: interactions(1, 3), "at least 2 replicas"),
-        (lambda: matchings(4, 3, local_steps=0), "at least 1"),
-        (lambda: pulls(4, 3, local_steps=1.5), "whole number"),
-        (lambda: interactions(4, 3, degree=2, graph=cycle(4)), "not both"),
-        (lambda: interactions(4, 3, graph=cycle(5)), r"symmetric \(4, 4\)"),
+        (lambda: interactions(1, 3), "2 1"),
+        (lambda: matchings(4, 3, local_steps=0), "1 0"),
+        (lambda: pulls(4, 3, local_steps=1.5), "1.5"),
+        (lambda: interactions(4, 3, degree=2, graph=cycle(4)), "degree graph"),
+        (lambda: interactions(4, 3, graph=cycle(5)), "symmetric (4, 4)"),
         (lambda: interactions(4, 3, graph=np.triu(cycle(4))), "symmetric"),
-        (lambda: interactions(3, 3, graph=np.diag([1, 1], 1) * 0 + np.eye(3)), "replica 0 without"),
+        (lambda: interactions(3, 3, graph=np.diag([1, 1], 1) * 0 + np.eye(3)), "replica 0"),
     ],
 )
 def test_draws_refuse(call, words):
-    with pytest.raises(ValueError, match=words):
+    with refuses(*words.split()):
         call()

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from refusals import refuses
 
 from decent_jax import topology
 from decent_jax.planner import runtime
@@ -115,12 +116,12 @@ def test_planner_timing_is_the_planners():
     [
         (
             lambda: swarm_timing([Interaction(0, 8, 1, 1, 0.0)], ethernet(8), RESNET50),
-            "has 8 devices",
+            "8 devices",
         ),
         (lambda: swarm_timing([], ethernet(8), RESNET50), "no local steps"),
-        (lambda: swarm_timing([], ethernet(8), RESNET50, averaging="none"), "averaging must be"),
+        (lambda: swarm_timing([], ethernet(8), RESNET50, averaging="none"), "averaging 'none'"),
     ],
 )
 def test_timing_refuses(call, words):
-    with pytest.raises(ValueError, match=words):
+    with refuses(*words.split()):
         call()
