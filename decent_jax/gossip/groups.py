@@ -58,7 +58,7 @@ def mix(
       axis: where its replicas are.
       finite: (block,) bool, or None. A group counts as one replica: its value is the mean of its
         finite members, and it is finite if any of them is.
-      after: arrays that the last stage waits for, or None.
+      after: arrays that the last phase waits for, or None.
     """
     assert rnd.between_groups is not None
     groups = _Groups.of(rnd.group_size, axis)

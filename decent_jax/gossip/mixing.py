@@ -97,7 +97,7 @@ def mix(
         others.
       key: for formats that are random; the same on all replicas, another in every step.
       after: optional arrays, such as the gradients of this step. In a round in which groups send to
-        each other, the last stage (inside the groups) waits for them, so that the messages may
+        each other, the last phase (inside the groups) waits for them, so that the messages may
         travel while they are computed. It changes no number.
 
     Returns:
