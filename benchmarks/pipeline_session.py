@@ -33,8 +33,8 @@ from benchmarks.pipeline_cells import Conditions, Report, Sleeping
 from decent_jax import topology, train
 from decent_jax.actors.handles import Actors
 from decent_jax.actors.ray_cluster import running
+from decent_jax.pipelines.cell import open_run
 from decent_jax.pipelines.cells import Cells, nodes_of
-from decent_jax.pipelines.setup import open_run
 from decent_jax.plan.plan_file import Plan
 
 ADDRESS = "10.77.0.1:6391"

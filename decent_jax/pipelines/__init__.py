@@ -21,14 +21,14 @@ def check(config: ConfigDict) -> None:
 
 
 def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
-    """Train pipelines, in the folder ``workdir``; see `decent_jax.pipelines.driver.run`."""
+    """Train pipelines, in the folder ``workdir``; see `decent_jax.pipelines.runner.run`."""
     from decent_jax.actors import ray_cluster
 
     check(config)
     ray_cluster.prepare(config.pipeline.address)
-    from decent_jax.pipelines import driver
+    from decent_jax.pipelines import runner
 
-    return driver.run(config, workdir)
+    return runner.run(config, workdir)
 
 
 def dry_run(config: ConfigDict) -> None:
@@ -37,6 +37,6 @@ def dry_run(config: ConfigDict) -> None:
 
     check(config)
     ray_cluster.prepare(config.pipeline.address)
-    from decent_jax.pipelines import driver
+    from decent_jax.pipelines import runner
 
-    driver.dry_run(config)
+    runner.dry_run(config)

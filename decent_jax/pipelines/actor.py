@@ -10,8 +10,8 @@ from jax.experimental import multihost_utils
 
 from decent_jax.actors import handles, messages
 from decent_jax.actors.messages import Address
+from decent_jax.pipelines.cell import Cell, free_address, join, open_stage
 from decent_jax.pipelines.messages import Channel, Key, Mailbox
-from decent_jax.pipelines.setup import Cell, free_address, join, open_stage
 from decent_jax.pipelines.worker import Worker, open_batches
 from decent_jax.train.checkpoint_folder import reason_of
 

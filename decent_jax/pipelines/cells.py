@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from decent_jax.actors.handles import Actors, Call, Lost, Node, Silent, Unanswered
 from decent_jax.ground.errors import CheckpointError, ConfigError, TrainingFailed
 from decent_jax.pipelines.actor import CellActor
-from decent_jax.pipelines.setup import Cell
+from decent_jax.pipelines.cell import Cell
 from decent_jax.plan.plan_file import Plan
 from decent_jax.train.checkpoint_folder import what_next
 

@@ -12,7 +12,7 @@ from decent_jax.actors.process import leave_launcher
 from decent_jax.actors.ray_cluster import check_address, running
 from decent_jax.cluster import preflight
 from decent_jax.ground.errors import ConfigError, PeerLost
-from decent_jax.pipelines.setup import free_address, join
+from decent_jax.pipelines.cell import free_address, join
 
 
 class Probe:

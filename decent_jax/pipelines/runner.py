@@ -17,10 +17,10 @@ from ml_collections import ConfigDict
 from decent_jax.actors.handles import Actors
 from decent_jax.actors.ray_cluster import check_address, running
 from decent_jax.ground.format import format_bytes, format_duration, format_number
+from decent_jax.pipelines.cell import open_run
 from decent_jax.pipelines.cells import Cells, nodes_of
 from decent_jax.pipelines.checkpoints import CellCheckpoints
 from decent_jax.pipelines.part import bytes_between_stages
-from decent_jax.pipelines.setup import open_run
 from decent_jax.pipelines.worker import Span
 from decent_jax.replicas import Consensus
 from decent_jax.train import algorithm, loop
