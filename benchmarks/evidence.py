@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 import commands
+from run_on_hosts import KEPT_MEMORY
 
 from decent_jax.data.images import image_folder
 from decent_jax.data.text import token_folder, tokenizers
@@ -258,20 +259,22 @@ def start(root: Path, each: Piece, core: int, lock: IO) -> subprocess.Popen:
     """
     _log(root, each).parent.mkdir(parents=True, exist_ok=True)
     _note_commit(root, each)
-    own = os.sched_getaffinity(0)
+    # Ray's processes need the path; memory that a step frees is kept for the next one.
+    own = {"PYTHONPATH": str(CHECKOUT), "GLIBC_TUNABLES": KEPT_MEMORY}
+    cores = os.sched_getaffinity(0)
     with _log(root, each).open("ab") as log:
         os.sched_setaffinity(0, {core})  # children inherit it
         try:
             return subprocess.Popen(
                 [sys.executable, *each.command(root)],
                 cwd=CHECKOUT,
-                env=os.environ | {"PYTHONPATH": str(CHECKOUT)},  # of Ray's processes, too
+                env=os.environ | own,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=(lock.fileno(),),
             )
         finally:
-            os.sched_setaffinity(0, own)
+            os.sched_setaffinity(0, cores)
 
 
 def record(root: Path, each: Piece) -> None:

@@ -42,7 +42,8 @@ ARMS = {
     "accum_adam": ADAM,
     "all_reduce_adam": ADAM | {"algorithm": "all_reduce"},
     "peers": SGD
-    | {"algorithm": "swarm", "schedule": "random_matching", "peers.use": True, "mix_every": 2},
+    | {"algorithm": "swarm", "schedule": "random_matching", "peers.use": True, "mix_every": 2}
+    | {"model.batch_norm_consensus": "mix"},  # peers take it along to their meetings
 }
 
 
