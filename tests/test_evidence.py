@@ -7,7 +7,9 @@ import fcntl
 import importlib
 import itertools
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -148,6 +150,48 @@ def test_what_finished_is_recorded_and_not_done_again(checkout, tmp_path):
     assert re.fullmatch(rf"done +{good.name} +step 3, 1.00 h +eval/top1 0.5", done)
     assert begun.startswith("begun") and bad.name in begun
     assert count == "1 of 2 done"
+
+
+STARTED = """
+import sys
+from pathlib import Path
+root, checkout, benchmarks = sys.argv[1:]
+sys.path.insert(0, benchmarks)
+import evidence
+evidence.CHECKOUT, evidence.POLL_S = Path(checkout), 0.01
+evidence.check = lambda *_: None
+evidence.pieces = lambda: [evidence.piece("cifar10:ring", 0)]
+sys.exit(evidence.main(["--root", root]))
+"""
+WAITING = """
+import time
+import pathlib
+while not pathlib.Path("go").exists():
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.slow
+def test_after_a_kill_its_runs_end_before_others_begin(checkout, tmp_path):
+    """The run goes on without the script, which then refuses to start beside it."""
+    root, folder = tmp_path / "root", evidence.CHECKOUT
+    root.mkdir()
+    (folder / "train.py").write_text(WAITING + TRAIN)
+    benchmarks = str(ROOT / "benchmarks")
+    command = [sys.executable, "-c", STARTED, str(root), str(folder), benchmarks]
+    options = {"env": os.environ | {"PYTHONPATH": str(ROOT)}, "text": True}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, **options) as first:
+        assert first.stdout.readline() == "cifar10-ring-seed0 ...\n"  # it has started the run
+        first.kill()
+    second = subprocess.run(command, capture_output=True, timeout=100, **options)
+    assert second.returncode == 2 and "works in" in second.stderr
+    (folder / "go").touch()
+    with (root / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # waits for the run
+    assert (root / "runs" / "cifar10-ring-seed0" / "summary.json").exists()
+    third = subprocess.run(command, capture_output=True, timeout=100, **options)
+    assert third.returncode == 0, third.stderr
+    assert evidence.finished(root, "cifar10-ring-seed0")
 
 
 def test_a_record_without_a_summary_is_not_finished(checkout, tmp_path):
