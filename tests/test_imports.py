@@ -105,6 +105,26 @@ def test_rooms_import_each_other_in_no_circle():
         raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
 
 
+def test_modules_import_each_other_in_no_circle():
+    """Not even inside a function."""
+    below = {}
+    for path in PACKAGE.rglob("*.py"):
+        module = ".".join(["decent_jax", *path.relative_to(PACKAGE).with_suffix("").parts])
+        below[module.removesuffix(".__init__")] = found = set()
+        for name, _ in imported(path):
+            while name and not (PACKAGE.parent / (name.replace(".", "/") + ".py")).is_file():
+                name = name.rpartition(".")[0]
+            found |= {name} - {""}
+    try:
+        graphlib.TopologicalSorter(below).prepare()
+    except graphlib.CycleError as error:
+        raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
+
+
+def test_one_module_is_loose():
+    assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", "replicas"}
+
+
 def test_no_room_needs_an_extension():
     assert {room for room, may in ARROWS.items() if may & EXTENSIONS} <= LEAVES
 
