@@ -284,7 +284,7 @@ def test_prepare_text_keeps_the_sources(tmp_path, workers):
 
 
 def test_the_standard_librarys_sources_are_packages(tmp_path):
-    manifest = stdlib_corpus.build(tmp_path / "out")
+    stdlib_corpus.build(tmp_path / "out")
     windows = token_folder.TokenWindows(tmp_path / "out/train.bin", 64)
     assert {"json", "pydoc_data", "argparse"} <= set(windows.class_names)
     assert not any("/" in name or name.endswith(".py") for name in windows.class_names)
