@@ -33,14 +33,18 @@ def slowed(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Callable:
-    """The same loss, which sleeps for as long as its caller has worked since its last sleep."""
-    ended = clock()
+    """The same loss, which sleeps for as long as its caller has worked since its last sleep.
+
+    Not at the first step: what came before it, mostly compiling, may have taken a minute, and the
+    peer would meet nobody until it woke up.
+    """
+    ended = None
 
     def pause(value):
         nonlocal ended
-        worked = clock() - ended
-        sleep(worked)
-        ended += 2 * worked
+        if ended is not None:
+            sleep(clock() - ended)
+        ended = clock()
         return np.float32(0)
 
     def slow(params, model_state, batch, key):

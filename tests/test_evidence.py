@@ -65,7 +65,10 @@ def test_every_other_arm_has_an_all_reduce_of_its_length_and_data():
 
 
 def test_one_peer_sleeps_as_long_as_it_works():
-    """Steps of 3 and 5 seconds, of which the slow one makes 6 and 10; values and gradients stay."""
+    """Steps of 3 and 5 seconds, of which the slow one makes 6 and 10; values and gradients stay.
+
+    Not as long as it compiled, 60 seconds: in a short run it would sleep until the others are done.
+    """
     now, slept = [100.0], []
 
     def sleep(seconds):
@@ -77,7 +80,7 @@ def test_one_peer_sleeps_as_long_as_it_works():
 
     slow = one_slow.slowed(loss, clock=lambda: now[0], sleep=sleep)
     step = jax.jit(jax.value_and_grad(slow, has_aux=True))
-    for seconds in (3.0, 5.0):
+    for seconds in (60.0, 3.0, 5.0):
         now[0] += seconds
         (value, state), gradient = step(jnp.arange(3.0), {"a": 1}, jnp.full(3, 2.0), None)
         assert float(value) == 6 and int(state["a"]) == 1

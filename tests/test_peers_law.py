@@ -223,7 +223,12 @@ def peer_in_process(tmp_path):
 def make_step_of(peer):
     """A step that changes nothing, and what comes before it; the loss of the step."""
     loss = Loss(peer.t)
-    peer.between.step(lambda state, *_: (state, {"loss": loss}), peer.state, None, peer.t)
+
+    def compiled(state, *_):
+        assert peer.between.ready  # others may meet it while it makes its first step
+        return state, {"loss": loss}
+
+    peer.between.step(compiled, peer.state, None, peer.t)
     peer.t += 1
     return loss
 

@@ -176,9 +176,9 @@ class Between:
         if t >= self._due and self._clock() >= self._ask_after:
             self._due, self._ask_after = t + self._gap(), math.inf
             self._jobs.put(self._ask_and_rest)
+        self.ready = True  # now: on a CPU, a step with a callback returns only when it is made
         state, metrics = compiled(state, batch, number(self._place.slot, t))
         self._last_loss = metrics["loss"] + 0  # the loop may donate the loss itself
-        self.ready = True
         return state, metrics | {"learning_rate": self._shown[1]}
 
     def end(self, done: int, state: TrainState) -> dict[str, Any]:
