@@ -25,9 +25,8 @@ from scipy.optimize import least_squares
 from decent_jax import topology
 from decent_jax.ground.command_line import output_file, picture_file
 from decent_jax.planner import network, runtime, simulator
-from decent_jax.planner.compute_times import LogNormal
 from decent_jax.planner.network import ETHERNET_25G, INFINIBAND_100G, NVLINK, PCIE, Link, Network
-from decent_jax.planner.runtime import AllReduce, Gossip, Workload
+from decent_jax.planner.runtime import AllReduce, Gossip, LogNormal, Workload
 from decent_jax.plots import style
 from decent_jax.plots.style import COLOURS, GREY, GRID, INK, MARKS
 

@@ -14,8 +14,7 @@ from decent_jax import topology
 from decent_jax.plan.orders import order
 from decent_jax.planner import network, placement, search
 from decent_jax.planner.network import Network
-from decent_jax.planner.pipeline_time import StepTime, exchanged, links_of
-from decent_jax.planner.simulator import in_order, pipelines_s
+from decent_jax.planner.pipeline_time import StepTime, exchanged, in_order, links_of, pipelines_s
 
 STAGES, REPLICAS, MICRO_BATCHES, LAYERS = 4, 2, 8, 12
 WIDTH, CONTEXT, EXAMPLES = 256, 128, 12  # of a micro-batch, in bfloat16

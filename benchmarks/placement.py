@@ -13,8 +13,7 @@ pictures: how the searches converge, and a placement and a schedule drawn on the
 2. Gossip of a GPT-2 124M in float32, 64 replicas, nothing hidden behind compute: seconds per round,
    disagreement (the age of the drift between replicas; `decent_jax.planner.gossip_placement`), its
    inverse, and the seconds until replicas that start apart agree to a thousandth. "own": replica i
-   on device i; "placed": the order that the search finds. On the two racks all_reduce has an uplink
-   that is not oversubscribed, because its ring crosses it once.
+   on device i; "placed": the order that the search finds.
 
 Seconds of search depend on the machine; on a busy one compare the CPU seconds.
 """
@@ -194,7 +193,6 @@ def compare_gossip(seconds: float, out: Path) -> list[dict]:
         "DT-FM case 3, 2 sites": (networks.preset("dtfm_case3"), 32),
         "DT-FM case 4, 4 regions": (networks.preset("dtfm_case4"), 16),
         "DT-FM case 5, 8 regions": (networks.preset("dtfm_case5"), 8),
-        "2 racks of 4 nodes of 8": (networks.preset("two_racks_25gbe", 8, 8), 8),
         "64 in 10 uneven regions": (networks.regions(TEN_REGIONS), 8),
     }
     print(
@@ -211,12 +209,9 @@ def compare_gossip(seconds: float, out: Path) -> list[dict]:
             "complete",
         ):
             schedule = topology.make(kind, network.num_devices, local_size=local_size)
-            on = network
-            if kind == "complete" and "racks" in name:
-                on = networks.preset("nvlink_25gbe", 8, 8)
-            placed.append(("own", evaluate(on, schedule, MODEL_BYTES)))
+            placed.append(("own", evaluate(network, schedule, MODEL_BYTES)))
             searched = place_schedule(
-                on, schedule, MODEL_BYTES, time_limit_s=seconds, progress=True
+                network, schedule, MODEL_BYTES, time_limit_s=seconds, progress=True
             )
             placed.append(("placed", searched))
         for order, one in placed:

@@ -12,6 +12,7 @@ than half of the work that they would do alone; its steps count as much as those
 
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import commands
@@ -23,19 +24,17 @@ from tqdm import tqdm
 from decent_jax import topology
 from decent_jax.ground.command_line import output_file, picture_file
 from decent_jax.planner import network, predict
-from decent_jax.planner.compute_times import LogNormal
 from decent_jax.planner.network import Network
-from decent_jax.planner.runtime import Gossip, Workload
+from decent_jax.planner.runtime import Gossip, LogNormal, Workload
 from decent_jax.plots import style as plot_style
 from decent_jax.plots.style import COLOURS, GREY, MARKS
 
 DEVICES_PER_NODE = 8
 SIZES = tuple(2**k for k in range(3, 13))
-NETWORKS = {
-    "25 GbE": "nvlink_25gbe",
-    "100 Gb InfiniBand": "nvlink_100gb_ib",
-    "world-wide": "dtfm_world",
-}
+WORLD = "world-wide"  # machines dealt out to DT-FM's ten regions
+REGIONS = ("Oregon", "Virginia", "Ohio", "Tokyo", "Seoul")
+REGIONS += ("Singapore", "Sydney", "London", "Frankfurt", "Ireland")
+NETWORKS = {"25 GbE": "nvlink_25gbe", "100 Gb InfiniBand": "nvlink_100gb_ib", WORLD: ""}
 FLOPS_PER_S = 0.4 * 312e12
 SIGMA = 0.1
 # parameters, of which the tied embedding, floating-point operations a token (6 N + 12 l d T, as
@@ -52,6 +51,13 @@ ALGORITHMS = (
     "alternating_exp_ring",
     "alternating_exp_ring, every 8 steps",
 )
+
+
+def network_of(title: str, nodes: int) -> Network:
+    if title == WORLD:
+        counts = Counter(REGIONS[k % len(REGIONS)] for k in range(nodes))
+        return network.regions(counts, DEVICES_PER_NODE)
+    return network.preset(NETWORKS[title], nodes, DEVICES_PER_NODE)
 
 
 def workload(model: str) -> Workload:
@@ -149,7 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
     seconds: dict[tuple, float] = {}
     cases = [(title, n) for title in NETWORKS for n in SIZES]
     for title, n in tqdm(cases, desc="networks", disable=None):
-        whole = network.preset(NETWORKS[title], n // DEVICES_PER_NODE, DEVICES_PER_NODE)
+        whole = network_of(title, n // DEVICES_PER_NODE)
         for model in MODELS:
             for name in ALGORITHMS:
                 found = step_s(name, whole, workload(model))

@@ -17,6 +17,7 @@ network that takes no time. All-reduce waits for all replicas in every step.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -31,7 +32,7 @@ import numpy as np
 from tqdm import tqdm
 
 from decent_jax.ground.command_line import output_file
-from decent_jax.planner import compute_times, network, runtime, simulator
+from decent_jax.planner import network, runtime, simulator
 
 MEAN_S = 0.05
 RANDOM = 0.4  # of the mean, exponentially distributed
@@ -172,10 +173,23 @@ def run(mixes: list, sleeps: np.ndarray, combine: str) -> None:
 # --- What both use ------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class ShiftedExponential:
+    """``shift + (1 - shift) Exp(1)``: a floor, and rare long interruptions."""
+
+    shift: float
+
+    def sample(self, rng: np.random.Generator, shape: int | tuple[int, ...]) -> np.ndarray:
+        return self.shift + (1 - self.shift) * rng.standard_exponential(shape)
+
+    def exceeded(self, probability: np.ndarray) -> np.ndarray:
+        return self.shift - (1 - self.shift) * np.log(probability)
+
+
 def factors(case: str, n: int, steps: int) -> np.ndarray:
     """(steps, n) compute times relative to the mean; the same wherever they are asked for."""
     if case == "now, then":
-        law = compute_times.ShiftedExponential(1 - RANDOM)
+        law = ShiftedExponential(1 - RANDOM)
         return law.sample(np.random.default_rng(0), (steps, n))
     return np.ones((steps, n)) * (slowness(n) if case == "slow" else 1)
 
@@ -191,13 +205,13 @@ def simulated(row: dict, n: int) -> float:
     far = np.full((n, n), 1e12)  # bytes per second
     free = network.from_matrices(np.zeros((n, n)), far, names=[f"p{k}/0" for k in range(n)])
     slow = row["case"] == "slow"
-    law = compute_times.ShiftedExponential(1 - RANDOM)
+    law = ShiftedExponential(1 - RANDOM)
     workload = runtime.Workload(
         model_bytes=32.0,
         forward_s=0.0,
         backward_s=MEAN_S,
-        compute=law if row["case"] == "now, then" else compute_times.CONSTANT,
-        slowness=tuple(slowness(n).tolist()) if slow else None,
+        compute=law if row["case"] == "now, then" else runtime.CONSTANT,
+        slowness=tuple(slowness(n).tolist()) if slow else 1.0,
     )
     if row["algorithm"] == "all_reduce":
         algorithm = runtime.AllReduce()

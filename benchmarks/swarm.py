@@ -43,9 +43,8 @@ from tqdm import tqdm
 
 from decent_jax import simulate, topology
 from decent_jax.gossip.codecs import Lattice
-from decent_jax.planner.compute_times import CONSTANT, LogNormal
 from decent_jax.planner.network import Link, Network, cluster
-from decent_jax.planner.runtime import AllReduce, Gossip, Workload
+from decent_jax.planner.runtime import CONSTANT, AllReduce, Gossip, LogNormal, Workload
 from decent_jax.plots.style import COLOURS, GREY, frame, legend, new_figure, save
 
 REPLICAS = (8, 16, 32, 64)

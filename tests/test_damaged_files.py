@@ -144,7 +144,7 @@ def test_a_damaged_file_is_read_or_refused_in_a_sentence(name, tmp_path):
     [
         ("metrics.jsonl", lambda path: run_folder.load_run(path.parent)),
         ("graph.npy", lambda path: topology.Schedule.from_file(str(path), 4)),
-        ("network.npz", network.load),
+        ("network.json", network.load),
         ("model.safetensors", lambda path: load_safetensors(path, GPT2Config())),
     ],
 )

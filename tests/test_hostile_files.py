@@ -7,10 +7,8 @@ command of a row runs: bytes, text, or None for a folder. See `test_hostile` for
 import gzip
 import json
 import shlex
-import zipfile
 
 import mini_imagenet
-import numpy as np
 import pytest
 from hostile import assert_refused
 
@@ -29,16 +27,10 @@ PLANNER = [  # what follows "planner "
     ("network names nested", "network --network n.json", "n.json"),
     ("network names escape", "network --network n.json", "n.json"),
     ("network nic", "network --network n.json", "n.json"),
-    ("network complex", "network --network n.npz", "n.npz"),
-    ("network npy", "network --network n.npz", "n.npz"),
-    ("network zip", "network --network n.npz", "n.npz"),
-    ("network shape bomb", "network --network n.npz", "n.npz"),
-    ("network empty", "network --network n.npz", "n.npz"),
     ("million", f"predict --network nvlink_25gbe --nodes 1000000 {MODEL}", "1000000 devices"),
     ("nodes", f"predict {CLUSTER} {MODEL} --nodes {NINES}", "--nodes"),
     ("parameters", f"predict {CLUSTER} --parameters 1e300 --compute_s 1", "--parameters"),
     ("compute", f"predict {CLUSTER} --parameters 1e6 --compute_s inf", "--compute_s"),
-    ("late", f"predict {CLUSTER} {MODEL} --late_parameters=-1", "--late_parameters"),
     ("every", f"predict {CLUSTER} {MODEL} --mix_every=-1", "--mix_every"),
     ("every", f"recommend {CLUSTER} {MODEL} --mix_every=-1", "--mix_every"),
     (
@@ -155,11 +147,6 @@ def tar(pax=None, size=b"00000000004\0", name_bytes=0):
     return b"".join(parts)
 
 
-def npy_header(shape):
-    text = f"{{'descr': '<f8', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
-    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
-
-
 START = '{"start": 0, "origin": null}\n'
 RUN = {
     "run/config.json": '{"task": "language_modeling"}',
@@ -177,7 +164,6 @@ FILES = {
     "network names nested": {"n.json": network(names=["a", "b", ["c"]])},
     "network names escape": {"n.json": network(names=["a", "b", "\x1b[2J"])},
     "network nic": {"n.json": network(nic_bytes_per_s=[1e-300, 1, 1])},
-    "network empty": {"n.npz": b""},
     "speeds text": {"m.json": '["a", "b", "c", "d"]'},
     "speeds deep": {"m.json": DEEP},
     "speeds nan": {"m.json": "[NaN, 1, 1, 1]"},
@@ -258,18 +244,6 @@ def write(name, folder):
     if name in STRANGERS:
         prepare_something(name.split()[0], folder)
         files[STRANGERS[name]] = "my thesis"
-    if name in ("network npy", "network shape bomb"):
-        np.save(folder / "n.npy", np.eye(3))
-        (folder / "n.npy").rename(folder / "n.npz")
-    if name == "network shape bomb":
-        np.savez(folder / "n.npz", latency_s=1)
-        content = {"latency_s.npy": npy_header((10**9, 10**9))}
-        write_zip(folder / "n.npz", content)
-    if name == "network complex":
-        ones = np.ones((3, 3))
-        np.savez(folder / "n.npz", latency_s=1e-5j * ones, bandwidth_bytes_per_s=1e9 * ones)
-    if name == "network zip":
-        write_zip(folder / "n.npz", {"latency_s.npy": b"text"})
     for path, content in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         if path.endswith("/"):
@@ -278,12 +252,6 @@ def write(name, folder):
             (folder / path).write_bytes(content)
         else:
             (folder / path).write_text(content)
-
-
-def write_zip(path, content):
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, data in content.items():
-            archive.writestr(name, data)
 
 
 def prepare_something(kind, folder):

@@ -78,7 +78,7 @@ def test_schedules_without_matrices_are_the_schedules(name, n):
 
 def test_scaling_prints_a_table_and_draws(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(scaling, "SIZES", (8, 16, 32))
-    monkeypatch.setattr(scaling, "NETWORKS", {"25 GbE": "nvlink_25gbe"})
+    monkeypatch.setattr(scaling, "NETWORKS", {"25 GbE": "nvlink_25gbe", scaling.WORLD: ""})
     picture, rows = tmp_path / "scaling.png", tmp_path / "rows.jsonl"
     assert scaling.main(["--out", str(picture), "--json", str(rows)]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| 25 GbE")]
@@ -88,7 +88,7 @@ def test_scaling_prints_a_table_and_draws(capsys, tmp_path, monkeypatch):
     assert large["all_reduce"] == "16"
     assert large["alternating_exp_ring, every 8 steps"].startswith("beyond")
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert len(rows.read_text().splitlines()) == 2 * (3 * 6 - 3)
+    assert len(rows.read_text().splitlines()) == 2 * 2 * (3 * 6 - 3)
 
 
 def test_the_convergence_of_searches_is_drawn(tmp_path):

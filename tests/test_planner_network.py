@@ -89,14 +89,10 @@ def test_true_and_false_are_no_numbers(field, tmp_path):
     assert field in str(error.value) and "true" in str(error.value).lower()
 
 
-@pytest.mark.parametrize("suffix", [".json", ".npz"])
-def test_files_are_read_back_as_they_were(tmp_path, suffix):
+def test_a_file_is_read_back_as_it_was(tmp_path):
     network = networks.regions({"Tokyo": 2, "Oregon": 1}, devices_per_node=2)
-    path = tmp_path / f"network{suffix}"
-    if suffix == ".json":
-        network.save(path)
-    else:
-        np.savez(path, **dataclasses.asdict(network))
+    path = tmp_path / "network.json"
+    network.save(path)
     again = networks.load(path)
     assert again.names == network.names and network.names[3:5] == ("Tokyo/3", "Oregon/0")
     for name, values in dataclasses.asdict(network).items():
@@ -192,6 +188,7 @@ def test_small_asymmetry_stays_and_large_can_be_symmetrised():
         ("nic_bytes_per_s", [1e9, 0.0, 1e9]),
         ("nic_bytes_per_s", [1e9]),
         ("names", ["a", "a", "b"]),
+        ("names", "abc"),
     ],
 )
 def test_fields_of_devices_are_checked(name, value):
@@ -208,17 +205,6 @@ def test_clusters_and_presets():
     uneven = networks.cluster([1, 3], Link(0.0, 1e10), Link(1e-3, 1e9))
     assert uneven.node.tolist() == [0, 1, 1, 1]
     assert uneven.transfer_s(0, 2, 1e9) == pytest.approx(1.001)
-    # 2 of 4 machines a rack; 8 devices share a quarter of two cards on the way to the other one.
-    racks = networks.preset("two_racks_25gbe", 4, 4)
-    across = racks.bandwidth_bytes_per_s[0, 8]
-    assert across * 8 == pytest.approx(2 * 3.125e9 / 4)
-    assert racks.bandwidth_bytes_per_s[0, 4] == 3.125e9
-    world = networks.preset("dtfm_world", 20, 2)
-    assert world.num_devices == 40
-    assert {name.split("/")[0] for name in world.names[:4]} == {"Oregon"}
-    assert world.transfer_s(0, 4, 0) == 0.067
-    few = networks.preset("dtfm_world", 3, 1)
-    assert few.names == ("Oregon/0", "Virginia/0", "Ohio/0")
 
 
 @pytest.mark.parametrize(
@@ -231,7 +217,6 @@ def test_clusters_and_presets():
         (lambda: networks.regions({"Mars": 2}), ("Mars", "Oregon")),
         (lambda: networks.regions({"Ohio": 0}), ({"Ohio": 0},)),
         (lambda: networks.cluster([4, 0], networks.NVLINK, networks.ETHERNET_25G), ([4, 0],)),
-        (lambda: networks.preset("two_racks_25gbe", 1, 8), ("[8]", "2 racks")),
     ],
 )
 def test_bad_names_and_sizes_are_refused(call, named):

@@ -9,8 +9,16 @@ from refusals import refuses
 from decent_jax import topology
 from decent_jax.plan.orders import ORDERS, order
 from decent_jax.planner import costs, network, placement
-from decent_jax.planner.pipeline_time import AVERAGING, StepTime, averaging_s, exchanged, links_of
-from decent_jax.planner.simulator import Links, in_order, pipelines_s
+from decent_jax.planner.pipeline_time import (
+    AVERAGING,
+    Links,
+    StepTime,
+    averaging_s,
+    exchanged,
+    in_order,
+    links_of,
+    pipelines_s,
+)
 
 
 def one_pipeline_s(lists, forward, backward, latency, busy):
@@ -92,7 +100,7 @@ def test_lists_that_never_end_are_refused():
 
 
 def test_links_have_their_own_direction_and_pipelines_of_a_machine_share_its_card():
-    whole = network.preset("two_racks_25gbe", 2, 2)
+    whole = network.preset("nvlink_25gbe", 2, 2)
     slower = whole.bandwidth_bytes_per_s.copy()
     slower[2:, :2] /= 1.2
     latency = np.full((4, 4), 0.011)

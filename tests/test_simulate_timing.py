@@ -6,9 +6,8 @@ from refusals import refuses
 
 from decent_jax import topology
 from decent_jax.planner import runtime
-from decent_jax.planner.compute_times import LogNormal
 from decent_jax.planner.network import Link, cluster
-from decent_jax.planner.runtime import AllReduce, Gossip, Workload
+from decent_jax.planner.runtime import AllReduce, Gossip, LogNormal, Workload
 from decent_jax.simulate import (
     Interaction,
     interactions,

@@ -10,15 +10,15 @@ other devices or another number of replicas refuses it.
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from decent_jax import topology
+from decent_jax.ground.errors import DataError
 from decent_jax.ground.format import shown
-from decent_jax.ground.json_files import read_text, write_json_atomic
+from decent_jax.ground.json_files import is_whole, read_json, write_json_atomic
 
 FORMAT = "decent_jax.plan/1"
 
@@ -48,7 +48,7 @@ class Plan:
             raise ValueError("a device occurs twice in the plan; every replica needs its own")
         counts = [("stages", self.stages), ("mix_every", self.mix_every)]
         for name, value in counts + [("layers", count) for count in self.layers]:
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+            if not is_whole(value, 1):
                 raise ValueError(
                     f"{name} must be a whole number from 1 to 2^31 - 1, got {shown(value)}"
                 )
@@ -109,7 +109,7 @@ def load(path: str | Path) -> Plan:
       ValueError: one sentence that names the file and says what is wrong with it.
     """
     try:
-        fields = json.loads(read_text(path))
+        fields = read_json(path)
         if not isinstance(fields, dict) or fields.get("format") != FORMAT:
             raise ValueError(f'it does not say "format": "{FORMAT}"')
         stages, schedule = fields["stages"], fields["schedule"]
@@ -126,12 +126,10 @@ def load(path: str | Path) -> Plan:
         )
     except OSError as error:
         raise ValueError(f"cannot read the plan {path}: {error.strerror or error}") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+    except DataError:  # which names the file
+        raise
     except KeyError as error:
         raise ValueError(f"{path} is not a plan: it lacks {error}") from None
-    except RecursionError:
-        raise ValueError(f"{path} is not a plan: it is nested too deep") from None
     except (ValueError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{path} is not a plan: {error}") from None
 

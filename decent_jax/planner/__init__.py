@@ -6,7 +6,7 @@
 |---|---|
 | `network` | how long does a message between two devices take |
 | `costs` | how long a permute, a mean of groups, an all-reduce, a round of a schedule |
-| `runtime`, `simulator`, `compute_times` | how long a training step |
+| `runtime`, `simulator` | how long a training step |
 | `predict`, `recommend` | which algorithm and schedule, and when it pays |
 | `gossip_placement` | which replica where |
 | `placement`, `search` | which pipeline stage and data-parallel group where (DT-FM) |

@@ -35,7 +35,7 @@ from decent_jax.planner import (
     search,
 )
 from decent_jax.planner.network import Network
-from decent_jax.planner.runtime import WIRES, AllReduce
+from decent_jax.planner.runtime import AllReduce
 
 Options = argparse.Namespace
 
@@ -84,14 +84,14 @@ def _network(given: Options) -> None:
         an imagined cluster: four machines of eight GPUs on NVLink, 25 Gbit/s between them
     decent-jax planner network --network network.json
         a file: checked (units, missing entries, asymmetry), then summarised
-    decent-jax planner network --network two_racks_25gbe --nodes 4 --devices_per_node 2 \\
-        --save two_racks.json
+    decent-jax planner network --network pcie_25gbe --nodes 4 --devices_per_node 2 \\
+        --save cluster.json
         write it as JSON, to edit by hand or to use as a plan's network
 
     For a plan that train.py follows, the names in the file must be those of the cluster: HOST/k,
     the name of a host and the number of the device in it (node0/0 becomes gpu17/0).
     """
-    whole = options.networks_of(given)[0]
+    whole = options.network_of(given)
     same_node = whole.node[:, None] == whole.node
     off_diagonal = ~np.eye(whole.num_devices, dtype=bool)
     size = predict.local_size(whole)
@@ -122,9 +122,9 @@ def _span(values: np.ndarray) -> str:
 def _predict(given: Options) -> None:
     """Step time of every algorithm, its parts, and the speed-up over all-reduce.
 
-    decent-jax planner predict --network nvlink_25gbe --nodes 2,4,8 --devices_per_node 4 \\
+    decent-jax planner predict --network nvlink_25gbe --nodes 4 --devices_per_node 4 \\
         --parameters 124e6 --compute_s 0.2 --sigma 0.1
-        GPT-2 small on two to eight nodes, 200 ms forward and backward per replica, 10% variation
+        GPT-2 small on four nodes, 200 ms forward and backward per replica, 10% variation
     decent-jax planner predict --network nvlink_25gbe --devices_per_node 4 \\
         --config configs/gpt2_openwebtext.py:decentralized --compute_s 0.178
         model and number of replicas from a config
@@ -136,21 +136,16 @@ def _predict(given: Options) -> None:
     nothing hides; stragglers is what is lost to compute times that vary. They add up to the step.
     """
     options.complete(given)
-    networks, workload = options.networks_of(given), options.workload_of(given)
+    machines, workload = options.network_of(given), options.workload_of(given)
     gossip = {"mix_every": given.mix_every, "wire": given.wire}
-    rows = [
-        row
-        for machines in networks
-        for row in predict.compare(machines, workload, given.algorithms, **gossip)
-    ]
+    rows = predict.compare(machines, workload, given.algorithms, **gossip)
     print(predict.format_table(rows))
     if given.out:
-        last = networks[-1]
-        known = [row.label for row in rows if row.num_nodes == last.num_nodes]
+        known = [row.label for row in rows]
         names = given.algorithms or [name for name in predict.TIMELINES if name in known]
-        runs = predict.timelines(last, workload, names, **gossip)
-        shown = [int(np.argmax(last.node == node)) for node in range(min(last.num_nodes, 8))]
-        _draw(given.out, lambda pictures: pictures.draw_gantt(runs, last.names, shown))
+        runs = predict.timelines(machines, workload, names, **gossip)
+        shown = [int(np.argmax(machines.node == k)) for k in range(min(machines.num_nodes, 8))]
+        _draw(given.out, lambda pictures: pictures.draw_gantt(runs, machines.names, shown))
 
 
 # --- recommend ----------------------------------------------------------------------------------
@@ -173,20 +168,13 @@ def _recommend(given: Options) -> None:
     and what it does not know. --largest_slow_down is the quality you ask for.
     """
     options.complete(given)
-    machines, workload = options.networks_of(given)[0], options.workload_of(given)
-    wires = given.wires.split(",")
-    if set(wires) - set(WIRES):
-        raise ConfigError(
-            f"--wires takes {', '.join(WIRES)}, got {given.wires!r}",
-            field="--wires",
-            value=given.wires,
-        )
+    machines, workload = options.network_of(given), options.workload_of(given)
     found = recommend.choices(
         machines,
         workload,
         schedules=given.schedules,
         mix_every=given.mix_every,
-        wires=wires,
+        wires=given.wires,
         tokens_per_parameter=given.tokens_per_parameter,
         largest_slow_down=given.largest_slow_down,
     )
@@ -245,7 +233,7 @@ def _place(given: Options) -> None:
 
     disagreement is the age of the drift between replicas that mixing leaves: less is better.
     """
-    machines = options.networks_of(given)[0]
+    machines = options.network_of(given)
     (_place_replicas if given.stages is None else _place_stages)(given, machines)
 
 

@@ -14,25 +14,26 @@ import dataclasses
 import functools
 import importlib.resources
 import json
-import zipfile
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from decent_jax.ground import machine
-from decent_jax.ground.errors import ConfigError, DataError
-from decent_jax.ground.json_files import check_regular, read_json, write_json_atomic
-from decent_jax.planner import network_checks as checks
+from decent_jax.ground.errors import DataError
+from decent_jax.ground.format import shown
+from decent_jax.ground.json_files import read_json, write_json_atomic
 
 FORMAT = "decent_jax.network/1"
 BYTES_PER_GBIT = 1e9 / 8
 
 _COPIES = 20  # of a matrix of all pairs, in memory at a time
-LATENCY_NOISE_S = 50e-6  # by which two directions may differ: the clock's, not the network's
+_LATENCY_NOISE_S = 50e-6  # by which two directions may differ: the clock's, not the network's
+_LARGEST_ASYMMETRY = 1.25  # directions that differ more were measured under different load
+_SLOWEST = 1e3  # bytes per second that a network has
+_LONGEST_NAME = 300  # characters; of a host at most 253
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -115,23 +116,19 @@ class Network:
 
 
 def load(path: str | Path) -> Network:
-    """A network from a JSON or .npz file, with every check of `from_matrices`.
+    """A network from a JSON file, with every check of `from_matrices`.
 
-    Keys: ``latency_s`` and ``bandwidth_bytes_per_s`` (n x n, row i is sent by device i; the
-    diagonal is not read), and if known ``node``, ``nic_bytes_per_s`` and ``names``. JSON also
-    says ``"format": "decent_jax.network/1"``.
+    Keys: ``"format": "decent_jax.network/1"``, ``latency_s`` and ``bandwidth_bytes_per_s`` (n x n,
+    row i is sent by device i; the diagonal is not read), and if known ``node``,
+    ``nic_bytes_per_s`` and ``names``.
 
     Raises:
       ValueError: a file that is no network; the message names the file and the mistake.
     """
-    path = Path(path)
     try:
-        if path.suffix == ".npz":
-            fields = _arrays(path)
-        else:
-            fields = read_json(path)
-            if not isinstance(fields, dict) or fields.get("format") != FORMAT:
-                raise ValueError(f'it does not say "format": "{FORMAT}"')
+        fields = read_json(path)
+        if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+            raise ValueError(f'it does not say "format": "{FORMAT}"')
         missing = {"latency_s", "bandwidth_bytes_per_s"} - set(fields)
         if missing:
             raise ValueError(f"it lacks {' and '.join(sorted(missing))}")
@@ -147,21 +144,6 @@ def load(path: str | Path) -> Network:
         raise
     except ValueError as error:
         raise ValueError(f"{path} is not a network: {error}") from None
-
-
-def _arrays(path: Path) -> dict[str, Any]:
-    """The arrays of a .npz file."""
-    try:
-        check_regular(path)
-        with zipfile.ZipFile(path) as archive:
-            needed = _COPIES * sum(part.file_size for part in archive.infolist())
-            machine.check_memory(needed, str(path))
-        with np.load(path) as arrays:
-            return {key: np.asarray(arrays[key]) for key in arrays.files}
-    except (OSError, ConfigError):
-        raise
-    except Exception as error:  # zipfile, zlib and NumPy raise many kinds
-        raise ValueError(f"it cannot be read ({type(error).__name__})") from None
 
 
 def from_matrices(
@@ -190,25 +172,30 @@ def from_matrices(
       ValueError: one sentence that names the entry: not square, missing, zero bandwidth,
         asymmetric, or so far from any real network that the units must be wrong.
     """
-    latency, bandwidth = checks.square_pair(latency_s, bandwidth_bytes_per_s)
+    latency = _numbers(latency_s, "latency_s")
+    bandwidth = _numbers(bandwidth_bytes_per_s, "bandwidth_bytes_per_s")
     n = len(latency)
-    node, num_nodes = checks.nodes(node, n)
+    if not latency.shape == bandwidth.shape == (n, n):
+        raise ValueError(
+            "latency_s and bandwidth_bytes_per_s must be square, a row and a column for each of "
+            f"the same devices, got shapes {latency.shape} and {bandwidth.shape}"
+        )
+    node = np.arange(n) if node is None else _nodes(node, n)
+    num_nodes = int(node.max()) + 1
     if names is None:
         names = _numbered([f"node{k}" for k in node.tolist()])
-    names = checks.different_names(names, n)
+    names = _different_names(names, n)
     np.fill_diagonal(latency, 0.0)
     np.fill_diagonal(bandwidth, np.inf)
-    checks.entries(latency, bandwidth, names)
+    _check_entries(latency, bandwidth, names)
     if symmetrise:
         latency = np.maximum(latency, latency.T)
         bandwidth = np.minimum(bandwidth, bandwidth.T)
-    checks.symmetric(latency, "latency", "s", LATENCY_NOISE_S, names)
-    checks.symmetric(bandwidth, "bandwidth", "bytes/s", 0.0, names)
+    _check_symmetric(latency, "latency", "s", _LATENCY_NOISE_S, names)
+    _check_symmetric(bandwidth, "bandwidth", "bytes/s", 0.0, names)
     if nic_bytes_per_s is None:
-        nic = _fastest_link_out(bandwidth, node, num_nodes)
-    else:
-        nic = checks.nic(nic_bytes_per_s, num_nodes)
-    return Network(latency, bandwidth, node, nic, names)
+        nic_bytes_per_s = _fastest_link_out(bandwidth, node, num_nodes)
+    return Network(latency, bandwidth, node, _nics(nic_bytes_per_s, num_nodes), names)
 
 
 def _fastest_link_out(bandwidth: np.ndarray, node: np.ndarray, num_nodes: int) -> np.ndarray:
@@ -216,6 +203,93 @@ def _fastest_link_out(bandwidth: np.ndarray, node: np.ndarray, num_nodes: int) -
     fastest = np.zeros(num_nodes)
     np.maximum.at(fastest, node, outside.max(axis=1))
     return np.where(fastest > 0, fastest, np.inf)
+
+
+# --- what a network must be; each refusal is one sentence that names the entry -------------------
+
+
+def _numbers(values: object, what: str) -> np.ndarray:
+    """A new float64 array, not empty; None becomes NaN."""
+    given = values if isinstance(values, np.ndarray) else np.asarray(values, object)
+    try:
+        if given.dtype.kind not in "iufO" or not given.size:  # such as complex numbers, texts
+            raise TypeError
+        if given.dtype.kind == "O" and any(isinstance(entry, bool) for entry in given.ravel()):
+            raise TypeError
+        return np.atleast_1d(given.astype(np.float64))
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(
+            f"{what} must hold numbers only, neither true nor false, in rows of one length, got "
+            f"{shown(values)}"
+        ) from None
+
+
+def _nodes(node: ArrayLike, n: int) -> np.ndarray:
+    """(n,) the machine of each device."""
+    numbers = _numbers(node, "node")
+    if numbers.shape != (n,) or set(numbers.tolist()) != set(range(len(set(numbers.tolist())))):
+        wanted = f"the machine's number for each of {n} devices, from 0 without gaps"
+        raise ValueError(f"node needs {wanted}, got {shown(node)}")
+    return numbers.astype(np.int64)
+
+
+def _different_names(names: object, n: int) -> tuple[str, ...]:
+    given = names.tolist() if isinstance(names, np.ndarray) else names
+    listed = given if isinstance(given, list | tuple) else ()
+    good = {name for name in listed if isinstance(name, str) and name.isprintable()}
+    if not len(listed) == len(good) == n or max(map(len, good)) > _LONGEST_NAME:
+        wanted = f"{n} different printable texts of up to {_LONGEST_NAME} characters"
+        raise ValueError(f"names must be a list of {wanted}, got {shown(given)}")
+    return tuple(listed)
+
+
+def _nics(nic_bytes_per_s: ArrayLike, num_nodes: int) -> np.ndarray:
+    """(num_nodes,) bytes per second of each network card, infinite for None."""
+    numbers = _numbers(nic_bytes_per_s, "nic_bytes_per_s")
+    numbers = np.where(np.isnan(numbers), np.inf, numbers)  # None in JSON
+    if numbers.shape != (num_nodes,) or (numbers < _SLOWEST).any():
+        wanted = f"at least {_SLOWEST:g} bytes per second for each of {num_nodes} nodes"
+        raise ValueError(f"nic_bytes_per_s needs {wanted}, got {shown(numbers.tolist())}")
+    return numbers
+
+
+def _check_entries(latency: np.ndarray, bandwidth: np.ndarray, names: tuple[str, ...]) -> None:
+    """Every entry off the diagonal is a number, and in its unit one that a network has."""
+    checks = (
+        ("latency", latency, "s", 1e-8, 1.0, "or 0, if it is neglected"),
+        ("bandwidth", bandwidth, "bytes/s", _SLOWEST, 1e13, "and 1 Gbit/s is 1.25e8 bytes/s"),
+    )
+    for what, matrix, unit, least, most, note in checks:
+        good = (least <= matrix) & (matrix <= most) | np.eye(len(matrix), dtype=bool)
+        if what == "latency":
+            good |= matrix == 0
+        wrong = np.argwhere(~good)
+        if len(wrong):
+            i, j = wrong[0]
+            more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+            raise ValueError(
+                f"the {what} from {names[i]} to {names[j]}{more} is {matrix[i, j]:g} {unit}, but "
+                f"networks have {least:g} to {most:g} {unit}, {note}; mind the unit, or measure "
+                "again: a pair without a link needs what the detour through another device gives"
+            )
+
+
+def _check_symmetric(
+    matrix: np.ndarray, what: str, unit: str, noise: float, names: tuple[str, ...]
+) -> None:
+    """Two directions differ by at most 25%, or by ``noise`` in their unit."""
+    larger, smaller = np.maximum(matrix, matrix.T), np.minimum(matrix, matrix.T)
+    wrong = larger > np.maximum(_LARGEST_ASYMMETRY * smaller, smaller + noise)
+    if wrong.any():
+        i, j = np.argwhere(wrong)[0]
+        raise ValueError(
+            f"the {what} between {names[i]} and {names[j]} is {matrix[i, j]:g} {unit} one way and "
+            f"{matrix[j, i]:g} {unit} the other; measure again, or let the slower direction count "
+            "for both (symmetrise)"
+        )
+
+
+# --- networks by name ---------------------------------------------------------------------------
 
 
 class Link(NamedTuple):
@@ -233,14 +307,13 @@ ETHERNET_25G = Link(30e-6, 25 * BYTES_PER_GBIT)
 INFINIBAND_100G = Link(5e-6, 100 * BYTES_PER_GBIT)
 
 _CLUSTERS = {
-    "nvlink_25gbe": (NVLINK, ETHERNET_25G, 1),
-    "nvlink_100gb_ib": (NVLINK, INFINIBAND_100G, 1),
-    "pcie_25gbe": (PCIE, ETHERNET_25G, 1),
-    "pcie_100gb_ib": (PCIE, INFINIBAND_100G, 1),
-    "two_racks_25gbe": (NVLINK, ETHERNET_25G, 2),
+    "nvlink_25gbe": (NVLINK, ETHERNET_25G),
+    "nvlink_100gb_ib": (NVLINK, INFINIBAND_100G),
+    "pcie_25gbe": (PCIE, ETHERNET_25G),
+    "pcie_100gb_ib": (PCIE, INFINIBAND_100G),
 }
-_DTFM_CASES = tuple(f"dtfm_case{number}" for number in range(1, 6))
-PRESETS = (*_CLUSTERS, "dtfm_world", *_DTFM_CASES)
+DTFM_CASES = tuple(f"dtfm_case{number}" for number in range(1, 6))
+PRESETS = (*_CLUSTERS, *DTFM_CASES)
 
 
 def preset(name: str, num_nodes: int | None = None, devices_per_node: int | None = None) -> Network:
@@ -250,8 +323,6 @@ def preset(name: str, num_nodes: int | None = None, devices_per_node: int | None
     |---|---|---|
     | ``nvlink_25gbe``, ``nvlink_100gb_ib`` | 300 GB/s, 5 us | 25 GbE, 30 us; 100 Gbit/s, 5 us |
     | ``pcie_25gbe``, ``pcie_100gb_ib`` | 25 GB/s, 10 us | the same two |
-    | ``two_racks_25gbe`` | 300 GB/s, 5 us | 25 GbE; to the other rack see `cluster`, 60 us |
-    | ``dtfm_world`` | 25 GB/s, 10 us | machines spread evenly over DT-FM's ten regions |
     | ``dtfm_case1`` ... ``dtfm_case5`` | DT-FM's five scenarios | 64 devices, fixed |
 
     All devices of a machine share its network card. The line rates are nominal.
@@ -259,54 +330,31 @@ def preset(name: str, num_nodes: int | None = None, devices_per_node: int | None
     Raises:
       ValueError: an unknown name, or sizes that it cannot have.
     """
-    if name in _DTFM_CASES:
+    if name in DTFM_CASES:
         if num_nodes is not None or devices_per_node is not None:
             raise ValueError(f"{name} has 64 devices in fixed places; leave the sizes out")
         return _dtfm_case(int(name[-1]))
-    if name not in PRESETS:
+    if name not in _CLUSTERS:
         raise ValueError(f"unknown network {name!r}; choose one of {', '.join(PRESETS)}")
     if not (num_nodes and devices_per_node and min(num_nodes, devices_per_node) >= 1):
         raise ValueError(
             f"{name} needs num_nodes and devices_per_node of at least 1, "
             f"got {num_nodes} and {devices_per_node}"
         )
-    if name in _CLUSTERS:
-        inside, between, racks = _CLUSTERS[name]
-        return cluster([devices_per_node] * num_nodes, inside, between, racks=racks)
-    order = _region_table()["regions"]
-    return regions(Counter(order[k % 10] for k in range(num_nodes)), devices_per_node)
+    return cluster([devices_per_node] * num_nodes, *_CLUSTERS[name])
 
 
-def cluster(
-    devices_per_node: Sequence[int], inside: Link, between: Link, *, racks: int = 1
-) -> Network:
-    """Machines of possibly different sizes on one network, ``between.bytes_per_s`` per machine.
-
-    Args:
-      racks: the machines fill that many racks in equal parts, whose uplinks carry a quarter of what
-        their machines can (the usual 4:1 oversubscription) at twice the latency. A transfer to
-        another rack gets a device's equal share of that, as when all devices send there at once;
-        this underrates a single transfer, and with it a ring or tree that crosses only once.
-    """
-    _check_size(sum(devices_per_node))
+def cluster(devices_per_node: Sequence[int], inside: Link, between: Link) -> Network:
+    """Machines of possibly different sizes on one network, ``between.bytes_per_s`` per machine."""
     sizes = np.asarray(devices_per_node, np.int64)
-    if sizes.ndim != 1 or len(sizes) == 0 or sizes.min() < 1 or not 1 <= racks <= len(sizes):
-        raise ValueError(
-            "a cluster needs machines of at least one device and no more racks than machines, "
-            f"got sizes {sizes.tolist()} and {racks} racks"
-        )
+    if sizes.ndim != 1 or len(sizes) == 0 or sizes.min() < 1:
+        raise ValueError(f"a cluster needs machines of at least one device, got {sizes.tolist()}")
+    _check_size(int(sizes.sum()))
     node = np.repeat(np.arange(len(sizes)), sizes)
-    rack = np.concatenate(
-        [np.full(len(part), k) for k, part in enumerate(np.array_split(sizes, racks))]
-    )[node]
     same_node = node[:, None] == node
-    same_rack = rack[:, None] == rack
-    latency = np.where(same_rack, between.latency_s, 2 * between.latency_s)
-    crowd = np.maximum(sizes[:, None], sizes)[np.ix_(node, node)]
-    bandwidth = np.where(same_rack, between.bytes_per_s, between.bytes_per_s / 4 / crowd)
     return from_matrices(
-        np.where(same_node, inside.latency_s, latency),
-        np.where(same_node, inside.bytes_per_s, bandwidth),
+        np.where(same_node, inside.latency_s, between.latency_s),
+        np.where(same_node, inside.bytes_per_s, between.bytes_per_s),
         node=node,
         nic_bytes_per_s=np.full(len(sizes), between.bytes_per_s),
     )

@@ -16,17 +16,18 @@ from decent_jax.ground import command_line
 from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.format import shown, split_outside_brackets
 from decent_jax.ground.json_files import is_real, read_json
+from decent_jax.ground.run_folder import read_metrics
 from decent_jax.plan.orders import ORDERS
-from decent_jax.planner import compute_times, network
-from decent_jax.planner.compute_times import LONGEST_S, SHORTEST_S
+from decent_jax.planner import network
 from decent_jax.planner.network import Network
 from decent_jax.planner.pipeline_time import AVERAGING
 from decent_jax.planner.recommend import TOKENS_PER_PARAMETER as TOKENS
-from decent_jax.planner.runtime import WIRES, Workload
+from decent_jax.planner.runtime import CONSTANT, WIRES, LogNormal, Workload, fit
 from decent_jax.topology import NAMES
 
 FORWARD = 1 / 3  # of forward and backward: the backward pass multiplies twice as often
 ROW_LENGTH = 768.0  # parameters per row of a matrix, where no config says: GPT-2 small's width
+SHORTEST_S, LONGEST_S = 1e-9, 1e5  # of a step: a cycle of a processor, a day
 
 
 # --- flags --------------------------------------------------------------------------------------
@@ -50,10 +51,9 @@ def number(low: float, high: float, kind: type = float) -> Callable[[str], Any]:
     return read
 
 
-def counts(most: int) -> Callable[[str], list[int]]:
-    """The ``type`` of a flag: whole numbers from 1 to ``most`` between commas."""
-    count = number(1, most, int)
-    return lambda text: [count(part) for part in text.split(",")]
+def several(one: Callable[[str], Any]) -> Callable[[str], list]:
+    """The ``type`` of a flag: such values between commas."""
+    return lambda text: [one(part) for part in text.split(",")]
 
 
 def one_of(*names: str) -> Callable[[str], str]:
@@ -69,6 +69,8 @@ def one_of(*names: str) -> Callable[[str], str]:
 
 SECONDS = number(SHORTEST_S, LONGEST_S)
 COUNT = number(1, 2**20, int)
+EVERY = number(1, 1000, int)
+WIRE = one_of(*WIRES)
 PARAMETERS = number(1, 1e13)
 PICTURE = command_line.picture_file
 MUST = "required"
@@ -86,13 +88,12 @@ class Flag(NamedTuple):
 
 NETWORK = (
     Flag("network", "NAME|FILE", str, MUST, "a preset, or a measured network (JSON or .npz)"),
-    Flag("nodes", "N,N", counts(2**20), None, "machines of a preset; of a file the first N"),
+    Flag("nodes", "N", COUNT, None, "machines of a preset; of a file the first N"),
     Flag("devices_per_node", "L", COUNT, None, "of a preset (default: config.local_size)"),
 )
 WORKLOAD = (
     Flag("parameters", "P", PARAMETERS, None, "number of parameters of the model"),
     Flag("config", "FILE[:ARGUMENTS]", str, None, "config file of train.py"),
-    Flag("late_parameters", "P", number(0, 1e13), None, "how many of them are in a tied embedding"),
     Flag("compute_s", "S", SECONDS, None, "seconds of forward and backward of one replica"),
     Flag("sigma", "S", number(0, 5), 0.0, "compute varies: lognormal, 0.1 is about 10%%"),
     Flag("trace", "DIR|FILE", str, None, "--workdir of a run whose step times say both instead"),
@@ -112,16 +113,16 @@ FLAGS = {
         *NETWORK,
         *WORKLOAD,
         Flag("algorithms", "A,B", split_outside_brackets, None, f"all_reduce, {SCHEDULES}"),
-        Flag("mix_every", "H", number(1, 1000, int), 1, "steps per round"),
-        Flag("wire", "W", one_of(*WIRES), "float32", f"messages of gossip: {', '.join(WIRES)}"),
+        Flag("mix_every", "H", EVERY, 1, "steps per round"),
+        Flag("wire", "W", WIRE, "float32", f"messages of gossip: {', '.join(WIRES)}"),
         Flag("out", "FILE.png", PICTURE, None, "draw a few steps of some as a Gantt chart"),
     ),
     "recommend": (
         *NETWORK,
         *WORKLOAD,
         Flag("schedules", "A,B", split_outside_brackets, None, f"some of {SCHEDULES}"),
-        Flag("mix_every", "H,H", counts(1000), "1,2,4,8", "steps per round to try"),
-        Flag("wires", "W,W", str, "float32", f"messages to try, of {', '.join(WIRES)}"),
+        Flag("mix_every", "H,H", several(EVERY), "1,2,4,8", "steps per round to try"),
+        Flag("wires", "W,W", several(WIRE), "float32", f"messages to try, of {', '.join(WIRES)}"),
         Flag("tokens_per_parameter", "D", number(1e-6, 1e9), TOKENS, "length of the run"),
         Flag("largest_slow_down", "S", number(1, 1e6), 1.5, "times the steps of all-reduce"),
         *SEARCH,
@@ -163,7 +164,7 @@ def add(parser: Any, flags: Iterable[Flag]) -> None:
 def complete(options: argparse.Namespace) -> None:
     """Take from ``--config`` what no flag says: the model, the replicas, and the algorithm."""
     options.num_replicas = options.local_size = None
-    options.algorithm, options.row_length = "accum_adam", ROW_LENGTH
+    options.algorithm, options.late_parameters, options.row_length = "accum_adam", 0, ROW_LENGTH
     if options.config:
         from decent_jax import tasks
         from decent_jax.train import flags
@@ -171,97 +172,80 @@ def complete(options: argparse.Namespace) -> None:
         config = flags.load(options.config)
         count = getattr(tasks.find(config.task), "count_parameters", None)
         if count is None:
-            raise ConfigError(
-                f"the task {config.task!r} does not count its parameters for the planner; give "
-                "--parameters and the size of the network instead of --config",
-                field="task",
-                value=config.task,
-            )
+            why = "must be one that counts its parameters; give --parameters and --nodes instead"
+            raise ConfigError.about("task", config.task, why)
         if options.parameters is None:
-            options.parameters, late_parameters, num_rows = count(config)
+            options.parameters, options.late_parameters, num_rows = count(config)
             options.row_length = options.parameters / num_rows
-            if options.late_parameters is None:
-                options.late_parameters = late_parameters
         options.num_replicas, options.local_size = config.num_replicas, config.local_size
         options.algorithm = config.algorithm
     if options.parameters is None:
         raise ConfigError("give the model: --parameters P, or --config FILE", field="--parameters")
-    late = options.late_parameters or 0.0
-    if late > options.parameters:
-        raise ConfigError(
-            f"--late_parameters {late:g} are some of the {options.parameters:g} of --parameters; "
-            "give at most as many",
-            field="--late_parameters",
-            value=late,
-        )
 
 
 def workload_of(options: argparse.Namespace) -> Workload:
     """The step of one replica."""
-    compute_s, distribution = options.compute_s, compute_times.CONSTANT
+    compute_s, variation = options.compute_s, LogNormal(options.sigma)
     if options.trace:
-        if compute_s is not None or options.sigma:
+        if compute_s is not None or variation != CONSTANT:
             raise ConfigError(
                 "--trace says compute time and variation; leave the others out", field="--trace"
             )
-        times_s, steps_per_time = compute_times.read_trace(options.trace)
-        try:
-            compute_s, distribution = compute_times.fit(times_s, steps_per_time)
-        except ValueError as error:
-            raise ConfigError(
-                f"--trace {options.trace}: {error}", field="--trace", value=options.trace
-            ) from None
+        compute_s, variation = measured(options.trace)
     elif compute_s is None:
         raise ConfigError("give the compute time: --compute_s S, or --trace", field="--compute_s")
-    elif options.sigma:
-        distribution = compute_times.LogNormal(options.sigma)
     return Workload(
         4 * options.parameters,
         FORWARD * compute_s,
         (1 - FORWARD) * compute_s,
-        compute=distribution,
-        late_bytes=4 * (options.late_parameters or 0.0),
+        compute=variation,
+        late_bytes=4 * options.late_parameters,
         row_length=options.row_length,
     )
 
 
-def networks_of(options: argparse.Namespace) -> list[Network]:
-    """One for each number of ``--nodes``; without the flag, what the config's replicas need."""
-    name, counts = options.network, options.nodes
+def measured(path: str) -> tuple[float, LogNormal]:
+    """Mean and variation of the steps in a run's metrics.jsonl.
+
+    The first row is left out, because it holds compilation.
+
+    Raises:
+      ConfigError: no such file, or fewer than three rows with a positive ``perf/step_time_s``.
+    """
+    try:
+        rows = [(row["step"], row.get("perf/step_time_s")) for row in read_metrics(path)]
+    except OSError as error:
+        raise ConfigError(f"--trace {path}: {error.strerror or error}", field="--trace") from None
+    rows = [(step, seconds) for step, seconds in rows if is_real(seconds, SHORTEST_S, LONGEST_S)]
+    if len(rows) < 3:
+        why = f"has {len(rows)} rows with perf/step_time_s, but needs at least 3 (lower log.every)"
+        raise ConfigError(f"--trace {path} {why}", field="--trace", value=path)
+    steps, seconds = np.array(rows).T
+    return fit(seconds[1:], max(1, int(np.median(np.diff(steps)))))
+
+
+def network_of(options: argparse.Namespace) -> Network:
+    """The network; of a preset without ``--nodes`` as much as the config's replicas need."""
+    name, nodes = options.network, options.nodes
     n, local_size = getattr(options, "num_replicas", None), getattr(options, "local_size", None)
-    if name in network.PRESETS and not name.startswith("dtfm_case"):
+    if name in network.DTFM_CASES:
+        whole = network.preset(name, nodes, options.devices_per_node)
+    elif name in network.PRESETS:
         size = options.devices_per_node or local_size or 1
-        counts = counts or [_nodes_for(n, size, name)]
-        return [network.preset(name, count, size) for count in counts]
-    if name in network.PRESETS:
-        whole = network.preset(name, counts and counts[0], options.devices_per_node)
+        return network.preset(name, nodes or _nodes_for(n, size, name), size)
     elif Path(name).is_file():
         whole = network.load(name)
     else:
-        raise ConfigError(
-            f"--network {name!r} is neither a file nor a preset ({', '.join(network.PRESETS)}); "
-            "network --save writes a file from a preset",
-            field="--network",
-            value=name,
-        )
-    if counts:
-        if max(counts) > whole.num_nodes:
-            raise ConfigError(
-                f"--nodes {max(counts)}: the network in {name} has {whole.num_nodes} nodes",
-                field="--nodes",
-                value=max(counts),
-            )
-        return [whole.take(np.flatnonzero(whole.node < count)) for count in counts]
-    if n is None:
-        return [whole]
-    if n > whole.num_devices:
-        raise ConfigError(
-            f"num_replicas {n} do not fit on a network of {whole.num_devices} devices; the planner "
-            "counts one replica per device",
-            field="num_replicas",
-            value=n,
-        )
-    return [whole.take(range(n))]
+        known = ", ".join(network.PRESETS)
+        raise ConfigError.about("--network", name, f"must be a file or a preset ({known})")
+    if nodes:
+        if nodes > whole.num_nodes:
+            raise ConfigError.about("--nodes", nodes, f"must be at most {whole.num_nodes} here")
+        return whole.take(np.flatnonzero(whole.node < nodes))
+    if n is not None and n > whole.num_devices:
+        why = f"must be at most the network's {whole.num_devices} devices, one per replica"
+        raise ConfigError.about("num_replicas", n, why)
+    return whole if n is None else whole.take(range(n))
 
 
 def _nodes_for(num_replicas: int | None, size: int, name: str) -> int:
@@ -269,11 +253,8 @@ def _nodes_for(num_replicas: int | None, size: int, name: str) -> int:
     if num_replicas is None:
         raise ConfigError(f"{name} needs --nodes N (machines)", field="--nodes")
     if num_replicas % size:
-        raise ConfigError(
-            f"{num_replicas} replicas do not fill nodes of {size} devices; give --devices_per_node",
-            field="--devices_per_node",
-            value=size,
-        )
+        why = f"must divide the config's {num_replicas} replicas"
+        raise ConfigError.about("--devices_per_node", size, why)
     return num_replicas // size
 
 
@@ -286,12 +267,10 @@ def speeds_of(path: str | None, num_devices: int) -> np.ndarray:
     if not path:
         return np.ones(num_devices)
     numbers = read_json(path)
-    good = isinstance(numbers, list) and all(is_real(x, 1e-3) and x <= 1e3 for x in numbers)
+    good = isinstance(numbers, list) and all(is_real(x, 1e-3, 1e3) for x in numbers)
     if not good or len(numbers) != num_devices:
-        raise DataError(
-            f"{path} must be a list of speeds from 0.001 to 1000, one for each of {num_devices} "
-            "devices"
-        )
+        wanted = f"{num_devices} relative speeds from 0.001 to 1000, one for each device"
+        raise DataError(f"{path} must be a list of {wanted}")
     return np.array(numbers, float)
 
 

@@ -1,7 +1,9 @@
 """How long a step of pipelines takes: compute, bubbles, links, and averaging between pipelines.
 
 Messages cost what `costs` says: those of all pipelines that go the same way share network cards,
-and so do those of all stages while they average. `simulator.pipelines_s` is the clock.
+and so do those of all stages while they average. Pipelines are asynchronous: a stage begins an
+action when its input has come, a message leaves as soon as it is computed, and a link carries one
+message after the other.
 
 >>> from decent_jax.planner.network import preset
 >>> job = Job(2, 2, data_parallel_bytes=4e8, pipeline_bytes=8 * 2**23)
@@ -13,13 +15,14 @@ and so do those of all stages while they average. `simulator.pipelines_s` is the
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from decent_jax import topology
 from decent_jax.plan import orders
-from decent_jax.planner import costs, simulator
+from decent_jax.planner import costs
 from decent_jax.planner.gossip_placement import anneal, clock
 from decent_jax.planner.network import Network
 from decent_jax.planner.placement import Job
@@ -28,13 +31,81 @@ from decent_jax.topology.rounds import Round, Send, assembled
 AVERAGING = ("nothing", "all_reduce", "gossip")
 
 
-def links_of(
-    network: Network, stages: np.ndarray, message_bytes: float
-) -> dict[str, simulator.Links]:
+# --- the clock of pipelines --------------------------------------------------------------------
+
+
+class Links(NamedTuple):
+    """How the messages of a micro-batch travel that each stage of D pipelines sends one way.
+
+    latency_s, busy_s: (S, D); a message arrives ``latency_s`` after it has kept its link busy. The
+        row of a stage that sends nothing that way is not read.
+    """
+
+    latency_s: np.ndarray
+    busy_s: np.ndarray
+
+
+Action = tuple[int, str, int]  # stage, "forward" or "backward", micro-batch
+
+
+def in_order(lists: Sequence[Sequence[tuple[str, int]]]) -> list[Action]:
+    """The actions of all stages, each of them after the action whose message it needs.
+
+    Args:
+      lists: what each stage does, one after the other; see `decent_jax.plan.orders.order`.
+
+    Raises:
+      ValueError: lists that wait for each other for ever.
+    """
+    actions: list[Action] = []
+    sent, places, last = set(), [0] * len(lists), len(lists) - 1
+    before = -1
+    while len(actions) > before:
+        before = len(actions)
+        for s, todo in enumerate(lists):
+            for way, k in todo[places[s] :]:
+                source = s - 1 if way == "forward" else s + 1
+                if 0 <= source <= last and (source, way, k) not in sent:
+                    break
+                sent.add((s, way, k))
+                actions.append((s, way, k))
+                places[s] += 1
+    if len(actions) < sum(map(len, lists)):
+        raise ValueError("the stages wait for each other for ever: a list lacks a micro-batch")
+    return actions
+
+
+def pipelines_s(
+    actions: Sequence[Action], compute_s: Mapping[str, np.ndarray], links: Mapping[str, Links]
+) -> np.ndarray:
+    """Seconds until each stage of D pipelines has done its actions, (S, D).
+
+    Args:
+      actions: of `in_order`, of every pipeline.
+      compute_s: of a micro-batch, "forward" and "backward", (S, D) each.
+      links: "forward" to the next stage, "backward" to the one before.
+    """
+    now = np.zeros_like(compute_s["forward"])
+    free = {way: np.zeros_like(now) for way in links}
+    arrives: dict[Action, np.ndarray] = {}
+    for s, way, k in actions:
+        begin = np.maximum(now[s], arrives.pop((s, way, k), 0.0))
+        now[s] = begin + compute_s[way][s]
+        target = s + 1 if way == "forward" else s - 1
+        if 0 <= target < len(now):
+            free[way][s] = np.maximum(now[s], free[way][s]) + links[way].busy_s[s]
+            arrives[target, way, k] = free[way][s] + links[way].latency_s[s]
+    return now
+
+
+# --- a step ------------------------------------------------------------------------------------
+
+
+def links_of(network: Network, stages: np.ndarray, message_bytes: float) -> dict[str, Links]:
     """The links of pipelines on these devices (S, D), "forward" and "backward"."""
 
-    def links(sources: np.ndarray, targets: np.ndarray, rows: slice) -> simulator.Links:
-        made = simulator.Links(np.zeros(stages.shape), np.zeros(stages.shape))
+    def links(sources: np.ndarray, targets: np.ndarray, rows: slice) -> Links:
+        made = Links(np.zeros(stages.shape), np.zeros(stages.shape))
         rate = costs.rates(network, sources.ravel(), targets.ravel()).reshape(sources.shape)
         made.latency_s[rows] = network.latency_s[sources, targets]
         made.busy_s[rows] = message_bytes / rate
@@ -100,7 +171,7 @@ class StepTime:
         self.network, self.job, self.schedule = network, job, schedule
         self.message_bytes = job.pipeline_bytes / micro_batches
         self.actions = {
-            order: simulator.in_order(
+            order: in_order(
                 [
                     orders.order(order, job.num_stages, micro_batches, s)
                     for s in range(job.num_stages)
@@ -125,7 +196,7 @@ class StepTime:
         """
         links = links_of(self.network, stages, self.message_bytes)
         compute_s = {"forward": forward_s, "backward": 2 * forward_s}
-        done = simulator.pipelines_s(self.actions[order], compute_s, links).max(axis=1)
+        done = pipelines_s(self.actions[order], compute_s, links).max(axis=1)
         if averaging == "nothing":
             return float(done.max())
         reduces = averaging == "all_reduce"

@@ -19,9 +19,8 @@ import numpy as np
 from decent_jax import topology
 from decent_jax.ground.format import table
 from decent_jax.planner import runtime, simulator
-from decent_jax.planner.compute_times import CONSTANT
 from decent_jax.planner.network import Network
-from decent_jax.planner.runtime import Algorithm, AllReduce, Gossip, Workload
+from decent_jax.planner.runtime import CONSTANT, Algorithm, AllReduce, Gossip, Workload
 
 TIMELINES = ("all_reduce", "one_peer_exp", "alternating_exp_ring")  # that a picture compares
 ALL_REDUCES = ("all_reduce", "all_reduce_hierarchical")
@@ -99,21 +98,13 @@ def predict(
     )
 
 
-def algorithm_of(
-    name: str,
-    network: Network,
-    workload: Workload,
-    *,
-    bucket_bytes: float | None = None,
-    replicas_per_node: int | None = None,
-    **options: Any,
-) -> Algorithm:
+def algorithm_of(name: str, network: Network, workload: Workload, **options: Any) -> Algorithm:
     """``all_reduce``, ``all_reduce_hierarchical``, or gossip on the schedule ``name``.
 
+    All-reduce has whichever of `BUCKET_BYTES` is fastest, so that gossip is compared with an
+    all-reduce that was tuned. The schedule's ``local_size`` is the devices that a node holds.
+
     Args:
-      bucket_bytes: of all-reduce; None: whichever of `BUCKET_BYTES` is fastest, so that gossip is
-          compared with an all-reduce that was tuned.
-      replicas_per_node: the schedule's ``local_size``; None: the devices a node holds.
       options: of `Gossip`.
 
     Raises:
@@ -121,13 +112,11 @@ def algorithm_of(
     """
     if name in ALL_REDUCES:
         collective = "auto" if name == "all_reduce" else "hierarchical"
-        sizes = BUCKET_BYTES if bucket_bytes is None else (bucket_bytes,)
         return min(
-            (AllReduce(collective, size) for size in sizes),
+            (AllReduce(collective, size) for size in BUCKET_BYTES),
             key=lambda algorithm: runtime.all_reduce_step_s(network, workload, algorithm),
         )
-    size = replicas_per_node or local_size(network)
-    schedule = topology.make(name, network.num_devices, local_size=size)
+    schedule = topology.make(name, network.num_devices, local_size=local_size(network))
     return Gossip(schedule, **options)
 
 
@@ -140,22 +129,16 @@ def local_size(network: Network) -> int:
 
 
 def compare(
-    network: Network,
-    workload: Workload,
-    names: Sequence[str] | None = None,
-    *,
-    bucket_bytes: float | None = None,
-    **options: Any,
+    network: Network, workload: Workload, names: Sequence[str] | None = None, **options: Any
 ) -> list[Prediction]:
     """A prediction for each algorithm of ``names``; default: all that exist for this network.
 
     See `algorithm_of`.
     """
-    rows = []
-    for name in names or available(network):
-        algorithm = algorithm_of(name, network, workload, bucket_bytes=bucket_bytes, **options)
-        rows.append(predict(network, workload, algorithm, name))
-    return rows
+    return [
+        predict(network, workload, algorithm_of(name, network, workload, **options), name)
+        for name in names or available(network)
+    ]
 
 
 def available(network: Network) -> list[str]:

@@ -113,7 +113,6 @@ def choices(
     schedules: Sequence[str] | None = None,
     mix_every: Iterable[int] = (1, 2, 4, 8),
     wires: Sequence[str] = ("float32",),
-    bucket_bytes: float | None = None,
     tokens_per_parameter: float = TOKENS_PER_PARAMETER,
     largest_slow_down: float = 1.5,
 ) -> list[Choice]:
@@ -125,7 +124,7 @@ def choices(
     """
     n = network.num_devices
     found = []
-    all_reduce = predict.algorithm_of("all_reduce", network, workload, bucket_bytes=bucket_bytes)
+    all_reduce = predict.algorithm_of("all_reduce", network, workload)
     found.append(Choice(all_reduce, predict.predict(network, workload, all_reduce), 1.0))
     local_size = predict.local_size(network)
     for name in schedules or predict.available(network):
@@ -155,33 +154,18 @@ def _label(algorithm: Gossip) -> str:
 
 def explain(found: Sequence[Choice]) -> str:
     """The first choice in words, with the numbers behind it and when it would be another."""
-    best, others = found[0], [choice for choice in found[1:] if not _is_all_reduce(choice)]
+    best, reduced = found[0], next(filter(_is_all_reduce, found))
+    others = [choice for choice in found[1:] if not _is_all_reduce(choice)]
     sentences = [f"Take {best.prediction.label}: {_step(best)}"]
-    if isinstance(best.algorithm, AllReduce):
-        sentences.append("No gossip schedule stays within the slow-down that is allowed.")
-        if others:
-            rival = others[0]
-            sentences[1] = (
-                f"The best gossip, {rival.prediction.label}: {_step(rival)} It would need "
-                f"{rival.slow_down:.2f} times the steps, {_ms(rival.cost_s)} for the same progress."
-            )
-    else:
-        rival = next(filter(_is_all_reduce, found))
-        sentences[0] += (
-            f" At {best.slow_down:.2f} times the steps of all-reduce that is as good as "
-            f"{_ms(best.cost_s)} per step."
-        )
+    if best is not reduced:
+        more = reduced.prediction.step_s / best.prediction.step_s
         sentences.append(
-            f"{rival.prediction.label} is {rival.cost_s / best.cost_s:.2f} times as slow: "
-            f"{_step(rival)} It would win only if gossip needed more than "
-            f"{rival.prediction.step_s / best.prediction.step_s:.2f} times its steps."
+            f"all_reduce is {reduced.cost_s / best.cost_s:.2f} times as slow: {_step(reduced)} It "
+            f"would win only if gossip needed more than {more:.2f} times its steps."
         )
-        if others:
-            second = others[0]
-            sentences.append(
-                f"Next best: {second.prediction.label}, {_ms(second.prediction.step_s)} x "
-                f"{second.slow_down:.2f} = {_ms(second.cost_s)}."
-            )
+    sentences += [
+        f"The next best is {choice.prediction.label}: {_step(choice)}" for choice in others[:1]
+    ]
     if best.prediction.num_replicas > 8:
         sentences.append("How many more steps gossip needs is extrapolated from 4 and 8 replicas.")
     return "\n".join(sentences)
@@ -194,7 +178,10 @@ def _step(choice: Choice) -> str:
         parts.append(f"{_ms(row.exposed_s)} communication that nothing hides")
     if row.waiting_s > 0.005 * row.step_s:
         parts.append(f"{_ms(row.waiting_s)} waiting for others")
-    return f"{_ms(row.step_s)} per step, of which {', '.join(parts)}."
+    words = f"{_ms(row.step_s)} per step, of which {', '.join(parts)}."
+    if choice.slow_down == 1:
+        return words
+    return f"{words} At {choice.slow_down:.2f} times the steps that is like {_ms(choice.cost_s)}."
 
 
 def _is_all_reduce(choice: Choice) -> bool:

@@ -1,4 +1,4 @@
-"""The planner's clock: when each replica or stage computes, communicates and waits.
+"""The planner's clock: when each replica computes, communicates and waits.
 
 All-reduce: bucket b is reduced when every replica has its gradients and the bucket before it is
 done; a replica begins its next step when its last bucket is done and applied.
@@ -12,13 +12,9 @@ bucket b, step t; R the replicas that i exchanges with in the round)::
 
 With one bucket, which is this project's way, the mix begins at the start of a step and is needed
 at its update. These maxima order all events without a queue, so all replicas advance at once.
-
-Pipelines (`pipelines_s`) are asynchronous: a stage begins an action when its input has come, a
-message leaves as soon as it is computed, and a link carries one message after the other.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -199,70 +195,3 @@ class _Simulation:
         for i in np.flatnonzero(end > begin).tolist() if self.record else ():
             seconds = float(begin[i]), float(end[i])
             self.events.append(Event(kind, i, self.step_number, *seconds))
-
-
-# --- pipelines ----------------------------------------------------------------------------------
-
-
-class Links(NamedTuple):
-    """How the messages of a micro-batch travel that each stage of D pipelines sends one way.
-
-    latency_s, busy_s: (S, D); a message arrives ``latency_s`` after it has kept its link busy. The
-        row of a stage that sends nothing that way is not read.
-    """
-
-    latency_s: np.ndarray
-    busy_s: np.ndarray
-
-
-Action = tuple[int, str, int]  # stage, "forward" or "backward", micro-batch
-
-
-def in_order(lists: Sequence[Sequence[tuple[str, int]]]) -> list[Action]:
-    """The actions of all stages, each of them after the action whose message it needs.
-
-    Args:
-      lists: what each stage does, one after the other; see `decent_jax.plan.orders.order`.
-
-    Raises:
-      ValueError: lists that wait for each other for ever.
-    """
-    actions: list[Action] = []
-    sent, places, last = set(), [0] * len(lists), len(lists) - 1
-    before = -1
-    while len(actions) > before:
-        before = len(actions)
-        for s, todo in enumerate(lists):
-            for way, k in todo[places[s] :]:
-                source = s - 1 if way == "forward" else s + 1
-                if 0 <= source <= last and (source, way, k) not in sent:
-                    break
-                sent.add((s, way, k))
-                actions.append((s, way, k))
-                places[s] += 1
-    if len(actions) < sum(map(len, lists)):
-        raise ValueError("the stages wait for each other for ever: a list lacks a micro-batch")
-    return actions
-
-
-def pipelines_s(
-    actions: Sequence[Action], compute_s: Mapping[str, np.ndarray], links: Mapping[str, Links]
-) -> np.ndarray:
-    """Seconds until each stage of D pipelines has done its actions, (S, D).
-
-    Args:
-      actions: of `in_order`, of every pipeline.
-      compute_s: of a micro-batch, "forward" and "backward", (S, D) each.
-      links: "forward" to the next stage, "backward" to the one before.
-    """
-    now = np.zeros_like(compute_s["forward"])
-    free = {way: np.zeros_like(now) for way in links}
-    arrives: dict[Action, np.ndarray] = {}
-    for s, way, k in actions:
-        begin = np.maximum(now[s], arrives.pop((s, way, k), 0.0))
-        now[s] = begin + compute_s[way][s]
-        target = s + 1 if way == "forward" else s - 1
-        if 0 <= target < len(now):
-            free[way][s] = np.maximum(now[s], free[way][s]) + links[way].busy_s[s]
-            arrives[target, way, k] = free[way][s] + links[way].latency_s[s]
-    return now

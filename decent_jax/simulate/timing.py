@@ -24,10 +24,9 @@ from typing import NamedTuple
 import numpy as np
 
 from decent_jax.planner import simulator
-from decent_jax.planner.compute_times import CONSTANT
 from decent_jax.planner.costs import link_s
 from decent_jax.planner.network import Network
-from decent_jax.planner.runtime import Algorithm, Workload
+from decent_jax.planner.runtime import CONSTANT, Algorithm, Workload
 from decent_jax.simulate.pairs import Interaction, Round, as_rounds
 
 
@@ -170,7 +169,7 @@ def planner_timing(
     buckets go. D-PSGD (Lian et al. 2017) is ``Gossip(schedule)``, ``combine="with"``. Without any
     variation, the time of a step beyond compute counts as transfer; the rest is waiting.
     """
-    even = dataclasses.replace(workload, compute=CONSTANT, slowness=None)
+    even = dataclasses.replace(workload, compute=CONSTANT, slowness=1.0)
     alone_s = workload.compute_s + workload.update_s
     step_s = simulator.simulate(network, even, algorithm, steps=1).step_s
     transfer_s = max(0.0, step_s - alone_s)
