@@ -105,8 +105,8 @@ def write_config(folder: Path) -> Path:
 
     tokenizer = tokenizers.load("bytes")
     with token_folder.TokenFolderWriter(folder / "data", tokenizer) as writer:
-        writer.add("train", tokenizer.encode("to be or not to be " * 200), "words")
-        writer.add("val", tokenizer.encode("that is the question " * 10), "words")
+        writer.add("train", tokenizer.encode("to be or not to be " * 200))
+        writer.add("val", tokenizer.encode("that is the question " * 10))
         writer.commit()
     path = folder / "tiny.py"
     path.write_text(f"""

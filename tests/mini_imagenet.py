@@ -1,17 +1,15 @@
 """ImageNet in small: five classes, six training and three validation images each, in every layout.
 
-As in the real one, one image is grey, one is CMYK, one is turned by its EXIF orientation, one is a
-PNG named .JPEG, and the ids of the development kit are not in the order of the wnids.
+As in the real one, one image is grey, one is CMYK, one is a PNG named .JPEG, and the ids of the
+development kit are not in the order of the wnids.
 """
 
 import functools
 import io
 import tarfile
-from pathlib import Path
 
 import numpy as np
 import scipy.io
-import tensorflow_datasets as tfds
 from PIL import Image
 
 WNIDS = ("n01440764", "n01443537", "n02119789", "n03000134", "n12998815")
@@ -34,9 +32,6 @@ def images():
     names = list(train)
     train[names[1]] = _jpeg(rng, mode="L")
     train[names[8]] = _jpeg(rng, mode="CMYK")
-    exif = Image.Exif()
-    exif[0x0112] = 6  # Orientation: turned by a quarter
-    train[names[14]] = _jpeg(rng, exif=exif)
     train[names[20]] = _encoded(_picture(rng, "RGB"), "PNG")
     wnids = rng.permutation(np.repeat(WNIDS, VAL_IMAGES)).tolist()
     val = {(w, f"ILSVRC2012_val_{i:08}.JPEG"): _jpeg(rng) for i, w in enumerate(wnids, 1)}
@@ -118,42 +113,6 @@ def write_devkit(path, *, packed=True, ids=None):
             (path / name).write_bytes(data)
 
 
-class MiniImagenet(tfds.core.GeneratorBasedBuilder):
-    """The data set of TFDS, which shuffles it; `write_tfds` prepares it without TensorFlow."""
-
-    VERSION = tfds.core.Version("5.1.0")
-    names = ("image", "label", "file_name")
-
-    def _info(self):
-        kinds = {
-            "image": tfds.features.Image(encoding_format="jpeg"),
-            "label": tfds.features.ClassLabel(names=WNIDS),
-            "file_name": tfds.features.Text(),
-        }
-        features = tfds.features.FeaturesDict({name: kinds[name] for name in self.names})
-        return tfds.core.DatasetInfo(builder=self, features=features)
-
-    def _split_generators(self, download_manager):
-        splits = {"train": "train", "validation": "val"}
-        return {name: self._generate_examples(split) for name, split in splits.items()}
-
-    def _generate_examples(self, split):
-        for (wnid, name), data in images()[split].items():
-            record = {"image": data, "label": wnid, "file_name": name}
-            yield name, {feature: record[feature] for feature in self.names}
-
-
-class WithoutNames(MiniImagenet):
-    names = ("image", "label")
-
-
-def write_tfds(path, builder=MiniImagenet):
-    """The folder of the version, with two shards per split."""
-    made = builder(data_dir=path, file_format="array_record")
-    made.download_and_prepare(download_config=tfds.download.DownloadConfig(num_shards=2))
-    return Path(made.data_path)
-
-
 def tar_bytes(members, **options):
     """An uncompressed tar file; keywords are tarfile's, such as format."""
     file = io.BytesIO()
@@ -169,8 +128,8 @@ def _add(archive, members):
         archive.addfile(info, io.BytesIO(data))
 
 
-def _jpeg(rng, mode="RGB", **options):
-    return _encoded(_picture(rng, mode), "JPEG", quality=85, **options)
+def _jpeg(rng, mode="RGB"):
+    return _encoded(_picture(rng, mode), "JPEG", quality=85)
 
 
 def _picture(rng, mode):

@@ -7,7 +7,6 @@ tests; the test sets are the same SGML, which is no proper XML.
 import gzip
 import html
 
-import tensorflow_datasets as tfds
 from mini_imagenet import tar_bytes
 
 from decent_jax.data.translation import number_words
@@ -97,24 +96,6 @@ def write_files(folder, other="de", end=".gz"):
 def write_table(path, found):
     path.write_text("".join(f"{en}\t{de}\tCC-BY\n" for en, de in found), encoding="utf-8")
     return path
-
-
-class MiniWmt14(tfds.core.GeneratorBasedBuilder):
-    """The data set of TFDS."""
-
-    VERSION = tfds.core.Version("1.0.0")
-
-    def _info(self):
-        features = tfds.features.Translation(languages=("de", "en"))
-        return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
-
-    def _split_generators(self, download_manager):
-        splits = {"train": training_pairs(), "validation": pairs("dev"), "test": pairs("test")}
-        return {name: self._generate_examples(found) for name, found in splits.items()}
-
-    def _generate_examples(self, found):
-        for i, (en, de) in enumerate(found):
-            yield i, {"en": en, "de": de}
 
 
 def _lines(sentences):

@@ -3,17 +3,14 @@
 import gzip
 import json
 import pickle
-import re
 import shutil
-import sys
 import tarfile
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import mini_imagenet as mini
 import numpy as np
 import pytest
-import tensorflow_datasets as tfds
+from refusals import refuses
 
 from decent_jax.data.images import array_records
 from decent_jax.data.images.image_folder import EncodedImage, open_images
@@ -39,8 +36,6 @@ def layouts(tmp_path_factory):
         "tars": mini.write_tars(path / "tars"),
         "long tars": mini.write_tars(path / "long_tars", "./", format=tarfile.PAX_FORMAT),
         "prepared": path / "prepared",
-        "tfds": mini.write_tfds(path / "tfds"),
-        "tfds above": path / "tfds",
     }
 
 
@@ -58,33 +53,7 @@ def test_every_layout_gives_the_same_records(layouts, layout, split):
     assert source.labels.tolist() == [record.label for record in wanted]
 
 
-@pytest.mark.parametrize("split", ["train", "val"])
-@pytest.mark.parametrize("layout", ["tfds", "tfds above"])
-def test_tfds_gives_the_same_records_in_its_order(layouts, layout, split):
-    source = open_images(layouts[layout], split)
-    assert Counter(source[i] for i in range(len(source))) == Counter(mini.records(split))
-    assert source.class_names == mini.WNIDS
-    assert source.labels.dtype == np.int64
-    assert source.labels.tolist() == [source[i].label for i in range(len(source))]
-    assert "tensorflow" not in sys.modules
-
-
-def test_tfds_records_are_what_tfds_itself_reads(layouts):
-    source = open_images(layouts["tfds"], "val")
-    theirs = tfds.builder_from_directory(layouts["tfds"]).as_data_source(
-        "validation", decoders={"image": tfds.decode.SkipDecoding()}
-    )
-    assert len(theirs) == len(source)
-    for own, record in zip(map(source.__getitem__, range(len(source))), theirs, strict=True):
-        assert (own.data, own.label) == (record["image"], record["label"])
-
-
-def test_tfds_without_file_names(tmp_path):
-    source = open_images(mini.write_tfds(tmp_path, mini.WithoutNames), "train")
-    assert re.fullmatch(r"train/n\d+/record-0000007", source[7].name)
-
-
-@pytest.mark.parametrize("layout", ["folders", "flat", "archives", "prepared", "tfds"])
+@pytest.mark.parametrize("layout", ["folders", "flat", "archives", "prepared"])
 def test_pickling_and_threads(layouts, layout):
     source = open_images(layouts[layout], "val")
     alone = [source[i] for i in range(len(source))]
@@ -108,7 +77,7 @@ def test_index_and_repr(layouts):
     source = open_images(layouts["folders"], "val")
     assert source[np.int32(14)] == mini.records("val")[14]
     for index in (15, -1):
-        with pytest.raises(IndexError, match=f"image {index} of 15"):
+        with pytest.raises(IndexError):
             source[index]
     with pytest.raises(TypeError):
         source[0.5]
@@ -160,10 +129,6 @@ def flat(path):
     return path
 
 
-def edit(file, change):
-    file.write_bytes(change(file.read_bytes()))
-
-
 def tar(name, *files):
     return lambda path: (path / name).write_bytes(mini.tar_bytes(dict.fromkeys(files, b"")))
 
@@ -182,10 +147,6 @@ def truncate_nested(path):
     archive.write_bytes(mini.tar_bytes(members))
 
 
-def rename_class(path, split, old, new):
-    (path / split / old).rename(path / split / new)
-
-
 def add_classes(path):
     for i in range(5):
         shutil.copytree(path / "val" / mini.WNIDS[0], path / "val" / f"n9999{i}")
@@ -197,184 +158,120 @@ def end_between_members(data):
     return data[: 512 + -(-size // 512) * 512]
 
 
-def change_json(file, **changes):
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
 KIT = mini.DEVKIT
 TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
-CASES = {
-    "path missing": (folders, shutil.rmtree, "train", "in:"),
-    "no layout": (
-        folders,
-        lambda p: (shutil.rmtree(p / "train"), shutil.rmtree(p / "val")),
-        "train",
-        "in:",
-    ),
-    "no val": (folders, lambda p: shutil.rmtree(p / "val"), "val", "in: .*validation"),
-    "no train": (folders, lambda p: shutil.rmtree(p / "train"), "val", "in: .*training"),
-    "no class folder": (
-        folders,
-        lambda p: [shutil.rmtree(p / "train" / wnid) for wnid in mini.WNIDS],
-        "train",
-        "in/train",
-    ),
-    "empty class": (
-        folders,
-        lambda p: empty(p / "train/n02119789"),
-        "train",
-        "train, class n02119789",
-    ),
+
+
+def archives(path):
+    return mini.write_archives(path)
+
+
+def tars(path):
+    return mini.write_tars(path)
+
+
+def kit(*ids):
+    """Another ground truth."""
+    return lambda path: mini.write_devkit(path, ids=[1] * 14 + list(ids))
+
+
+def remove(*names):
+    def change(path):
+        for name in names:
+            shutil.rmtree(path / name) if (path / name).is_dir() else (path / name).unlink()
+
+    return change
+
+
+def write(name, change):
+    return lambda path: (path / name).write_bytes(change((path / name).read_bytes()))
+
+
+def damage_meta(path):
+    mini.write_devkit(path, packed=False)
+    write(f"{KIT}/data/meta.mat", lambda data: data[:200])(path)
+
+
+EMPTY_CLASS = mini.tar_bytes({"n1.tar": mini.tar_bytes({})})
+CASES = {  # what is made, what is done to it, the split that is opened, what the refusal names
+    "path": (folders, shutil.rmtree, "train", "in:"),
+    "a file": (folders, lambda p: (shutil.rmtree(p), p.write_text("")), "train", "in:"),
+    "layout": (folders, remove("train", "val"), "train", "in:"),
+    "no val": (folders, remove("val"), "val", "in:", "validation"),
+    "no train": (folders, remove("train"), "val", "in:", "training"),
+    "no class": (folders, remove(*(f"train/{n}" for n in mini.WNIDS)), "train", "in/train"),
+    "empty class": (folders, lambda p: empty(p / "train/n02119789"), "train", "class n02119789"),
     "empty val": (flat, lambda p: empty(p / "val"), "val", "in/val"),
-    "unknown classes": (folders, add_classes, "val", "in/val: .*n99990, n99991, n99992 and 2 more"),
-    "unknown class in flat val": (
+    "unknown classes": (folders, add_classes, "val", "in/val:", "n99990, n99991, n99992 and 2"),
+    "no such class": (
         flat,
-        lambda p: rename_class(p, "train", "n12998815", "n13000000"),
+        lambda p: (p / "train/n12998815").rename(p / "train/n13000000"),
         "val",
-        "in/val: .*n12998815",
+        "in/val:",
+        "n12998815",
     ),
-    "no devkit": (flat, lambda p: (p / f"{KIT}.tar.gz").unlink(), "val", f"in: .*{KIT}.tar.gz"),
-    "devkit cut short": (
-        flat,
-        lambda p: edit(p / f"{KIT}.tar.gz", lambda data: data[:300]),
-        "val",
-        f"{KIT}.tar.gz: .*cut short",
-    ),
-    "devkit of something else": (
+    "no kit": (flat, remove(f"{KIT}.tar.gz"), "val", "in:", f"{KIT}.tar.gz"),
+    "kit cut": (flat, write(f"{KIT}.tar.gz", lambda data: data[:300]), "val", f"{KIT}.tar.gz:"),
+    "kit of something else": (
         flat,
         lambda p: tarfile.open(p / f"{KIT}.tar.gz", "w:gz").close(),
         "val",
-        f"{KIT}.tar.gz: .*{KIT}/data/",
+        f"{KIT}.tar.gz:",
+        f"{KIT}/data/",
     ),
-    "meta.mat damaged": (
-        flat,
-        lambda p: (
-            mini.write_devkit(p, packed=False),
-            edit(p / KIT / "data/meta.mat", lambda data: data[:200]),
-        ),
-        "val",
-        f"in: {KIT}",
-    ),
-    "an image too few": (
-        flat,
-        lambda p: (p / "val/ILSVRC2012_val_00000007.JPEG").unlink(),
-        "val",
-        "in/val: .*14 .* 15",
-    ),
-    "a line too many": (
-        mini.write_archives,
-        lambda p: mini.write_devkit(p, ids=[1] * 16),
-        "val",
-        "img_val.tar: .*15 .* 16",
-    ),
-    "an id without a class": (
-        flat,
-        lambda p: mini.write_devkit(p, ids=[1] * 14 + [77]),
-        "val",
-        f"in: {KIT} .*77",
-    ),
-    "no number": (
-        flat,
-        lambda p: mini.write_devkit(p, ids=[1] * 14 + ["dog"]),
-        "val",
-        f"in: {KIT} .*dog",
-    ),
-    "tar cut short": (
-        mini.write_archives,
-        lambda p: edit(p / TRAIN, lambda data: data[:-20000]),
-        "train",
-        "img_train.tar: .*cut short",
-    ),
-    "tar cut short between members": (
-        mini.write_archives,
-        lambda p: edit(p / VAL, end_between_members),
-        "val",
-        "img_val.tar: .*cut short",
-    ),
-    "nested tar cut short": (
-        mini.write_archives,
-        truncate_nested,
-        "train",
-        "img_train.tar, n03000134.tar: .*cut short",
-    ),
-    "tar empty": (
-        mini.write_tars,
-        lambda p: (p / "train.tar").write_bytes(b""),
-        "train",
-        "train.tar: .*empty",
-    ),
-    "tar without images": (mini.write_tars, tar("train.tar", "a/b.txt"), "train", "train.tar:"),
-    "tar without images, for val": (
-        mini.write_tars,
-        tar("train.tar", "a/b.txt"),
-        "val",
-        "train.tar:",
-    ),
-    "tar of an empty class": (
-        mini.write_archives,
-        lambda p: (p / TRAIN).write_bytes(mini.tar_bytes({"n1.tar": mini.tar_bytes({})})),
-        "train",
-        "img_train.tar, class n1",
-    ),
-    "tar without classes": (
-        mini.write_tars,
-        tar("train.tar", "a/b.jpg", "c.jpg"),
-        "train",
-        "train.tar: .*c.jpg",
-    ),
-    "tar too deep": (
-        mini.write_tars,
-        tar("train.tar", "x/a/b.jpg"),
-        "train",
-        "train.tar: .*x/a/b.jpg",
-    ),
-    "tar compressed": (
-        mini.write_tars,
-        lambda p: edit(p / "train.tar", gzip.compress),
-        "train",
-        "train.tar:",
-    ),
+    "meta.mat": (flat, damage_meta, "val", "in:", KIT),
+    "too few": (flat, remove("val/ILSVRC2012_val_00000007.JPEG"), "val", "in/val:", 14, 15),
+    "too many": (archives, kit(1, 1), "val", "img_val.tar:", 15, 16),
+    "an id without a class": (flat, kit(77), "val", "in:", KIT, 77),
+    "no number": (flat, kit("dog"), "val", "in:", KIT, "dog"),
+    "tar cut": (archives, write(TRAIN, lambda data: data[:-20000]), "train", "img_train.tar:"),
+    "tar cut between members": (archives, write(VAL, end_between_members), "val", "img_val.tar:"),
+    "nested tar cut": (archives, truncate_nested, "train", "img_train.tar, n03000134.tar:"),
+    "tar empty": (tars, write("train.tar", lambda _: b""), "train", "train.tar:"),
+    "no images": (tars, tar("train.tar", "a/b.txt"), "train", "train.tar:"),
+    "no images, for val": (tars, tar("train.tar", "a/b.txt"), "val", "train.tar:"),
+    "empty class in a tar": (archives, write(TRAIN, lambda _: EMPTY_CLASS), "train", "class n1"),
+    "tar without classes": (tars, tar("train.tar", "a/b.jpg", "c.jpg"), "train", "c.jpg"),
+    "tar too deep": (tars, tar("train.tar", "x/a/b.jpg"), "train", "train.tar:", "x/a/b.jpg"),
+    "tar compressed": (tars, write("train.tar", gzip.compress), "train", "train.tar:"),
     "tar damaged": (
-        mini.write_tars,
-        lambda p: edit(p / "train.tar", lambda data: data[:100] + b"\7" + data[101:]),
+        tars,
+        write("train.tar", lambda data: data[:100] + b"\7" + data[101:]),
         "train",
         "train.tar:",
     ),
-    "unknown class in a tar": (mini.write_tars, tar("val.tar", "n7/b.jpg"), "val", "val.tar: .*n7"),
+    "unknown class in a tar": (tars, tar("val.tar", "n7/b.jpg"), "val", "val.tar:", "n7"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_damage_is_named_in_one_sentence(case, tmp_path):
-    make, damage, split, named = CASES[case]
+    make, damage, split, *named = CASES[case]
     path = make(tmp_path / "in")
     open_images(path, split)
     damage(path)
-    with pytest.raises(DataError, match=f"^{re.escape(str(tmp_path))}.*{named}") as error:
+    with refuses(tmp_path, *named, error=DataError):
         open_images(path, split)
-    assert "\n" not in str(error.value)
 
 
-def first_shard(path, split="train"):
-    return path / f"{split}-00000.array_record"
+def shard(change):
+    return write("train-00000.array_record", change)
+
+
+def manifest(**changes):
+    def change(data):
+        return json.dumps(json.loads(data) | changes).encode()
+
+    return write("manifest.json", change)
 
 
 PREPARED = {
-    "shard missing": (lambda p: first_shard(p).unlink(), "train-00000"),
-    "shard cut short": (lambda p: edit(first_shard(p), lambda data: data[:-1]), "train-00000"),
-    "shard too long": (lambda p: edit(first_shard(p), lambda data: data + b"x"), "train-00000"),
-    "manifest of something else": (
-        lambda p: change_json(p / "manifest.json", format="decent_jax tokens 1"),
-        "'decent_jax tokens 1', expected 'decent_jax images 1'",
-    ),
-    "manifest without splits": (
-        lambda p: change_json(p / "manifest.json", splits={}),
-        r"manifest\.json",
-    ),
-    "manifest with other classes": (
-        lambda p: change_json(p / "manifest.json", class_names=["a"]),
-        r"manifest\.json",
-    ),
+    "shard missing": (remove("train-00000.array_record"), "train-00000"),
+    "shard cut short": (shard(lambda data: data[:-1]), "train-00000"),
+    "shard too long": (shard(lambda data: data + b"x"), "train-00000"),
+    "something else": (manifest(format="decent_jax tokens 1"), "decent_jax tokens 1"),
+    "without splits": (manifest(splits={}), "manifest.json"),
+    "other classes": (manifest(class_names=["a"]), "manifest.json"),
 }
 
 
@@ -383,76 +280,28 @@ def test_damage_of_a_prepared_folder(case, tmp_path, layouts):
     damage, named = PREPARED[case]
     path = shutil.copytree(layouts["prepared"], tmp_path / "prepared")
     damage(path)
-    with pytest.raises(DataError, match=named):
+    with refuses(named, error=DataError):
         open_images(path, "train")
 
 
 def test_damage_that_shows_when_it_is_read(tmp_path, layouts):
     path = shutil.copytree(layouts["prepared"], tmp_path / "prepared")
     data = mini.records("train")[2][0]
-    edit(first_shard(path), lambda shard: shard.replace(data[-30:-10], bytes(20)))
+    shard(lambda old: old.replace(data[-30:-10], bytes(20)))(path)
     source = open_images(path, "train")
     assert source[1] == mini.records("train")[1]
-    with pytest.raises(DataError, match=r"train-00000.* record 2 "):
+    with refuses("train-00000", "record 2 ", error=DataError):
         source[2]
     assert source[3] == mini.records("train")[3]
-    with pytest.raises(ValueError, match="3 bytes are no record"):
-        array_records.unpack_record(b"abc")
 
     path = mini.write_folders(tmp_path / "folders")
     source = open_images(path, "train")
     (path / mini.records("train")[2][2]).unlink()
-    with pytest.raises(DataError, match=mini.records("train")[2][2]):
+    with refuses(mini.records("train")[2][2], error=DataError):
         source[2]
 
     path = mini.write_archives(tmp_path / "archives")
     source = open_images(path, "val")
-    edit(path / VAL, lambda data: data[:2000])
-    with pytest.raises(DataError, match=r"img_val\.tar: .*cut short, val/"):
+    write(VAL, lambda data: data[:2000])(path)
+    with refuses("img_val.tar:", "val/", error=DataError):
         [source[i] for i in range(len(source))]
-
-
-def without_labels(path):
-    content = json.loads((path / "features.json").read_text())
-    del content["featuresDict"]["features"]["label"]
-    (path / "features.json").write_text(json.dumps(content))
-
-
-def tfds_shard(path):
-    return path / "mini_imagenet-train.array_record-00001-of-00002"
-
-
-TFDS = {
-    "shard missing": (lambda p: tfds_shard(p).unlink(), "00001-of-00002"),
-    "shard cut short": (lambda p: edit(tfds_shard(p), lambda data: data[:-100]), "00001-of-00002"),
-    "tfrecord": (lambda p: change_json(p / "dataset_info.json", fileFormat="tfrecord"), "tfrecord"),
-    "no splits": (lambda p: change_json(p / "dataset_info.json", splits=[]), "train"),
-    "no image classification": (without_labels, "'label'"),
-    "damaged": (lambda p: (p / "features.json").write_text("{"), "5.1.0"),
-    "two versions": (lambda p: shutil.copytree(p, p.with_name("5.2.0")), "5.1.0, 5.2.0"),
-}
-
-
-@pytest.mark.parametrize("case", TFDS)
-def test_damage_of_a_tfds_folder(case, tmp_path):
-    damage, named = TFDS[case]
-    path = mini.write_tfds(tmp_path)
-    damage(path)
-    with pytest.raises(DataError, match=named):
-        open_images(path.parent, "train")
-
-
-def test_damage_of_a_tfds_record(tmp_path):
-    path = mini.write_tfds(tmp_path)
-    (path / "label.labels.txt").write_text("a\nb\n")
-    features = (path / "features.json").read_text()
-    (path / "features.json").write_text(features.replace('"numClasses": "5"', '"numClasses": "2"'))
-    source = open_images(path, "train")
-    with pytest.raises(DataError, match=r"00000-of-00002: .*record \d+ "):
-        [source[i] for i in range(len(source))]
-
-
-def test_a_file_is_no_folder(tmp_path):
-    (tmp_path / "a.tar").write_bytes(b"")
-    with pytest.raises(DataError, match=r"a\.tar"):
-        open_images(tmp_path / "a.tar", "train")

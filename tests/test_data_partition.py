@@ -2,26 +2,15 @@
 
 import itertools
 import json
-import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 import small_runs
 import tiny
+from refusals import refused, refuses
 
-from decent_jax import train
 from decent_jax.data import loader, partition
-from decent_jax.data.text import (
-    document_sources,
-    prepare_text,
-    stdlib_corpus,
-    token_folder,
-    tokenizers,
-)
 from decent_jax.ground.errors import DataError
-from decent_jax.plots import runs as plot
-from decent_jax.train import ConfigError
 
 LABELS = np.random.default_rng(0).choice(7, 2003, p=[0.4, 0.2, 0.1, 0.1, 0.1, 0.06, 0.04]) * 3
 
@@ -109,20 +98,12 @@ def test_many_classes_are_no_obstacle():
 
 
 def test_report_and_summary():
-    names = [f"corpus/part-{k:04}.jsonl" for k in range(19)]
+    names = [f"class {k}" for k in range(19)]
     shares = partition.dirichlet(LABELS, 12, 0.1, seed=0, class_names=names)
-    first, second, *table = shares.report().splitlines()
-    assert first == (
-        "data.partition dirichlet, alpha 0.1, over 7 classes: 12 replicas of 166 records of their"
-        " own, 11 left out;"
-    )
-    assert f"are {shares.total_variation().mean():.2f} from the whole's in total" in second
-    assert table[0].split()[:3] == ["replica", "%", "…rt-0000.jsonl"]
-    assert table[-2] == "... and 4 replicas more" and len(table) == 1 + 8 + 1 + 1
-    assert max(map(len, table)) <= 120 and len({len(line) for line in table}) == 2
-    for line in [*table[1:9], table[-1]]:
-        assert sum(map(float, line.split()[1:])) == pytest.approx(100, abs=0.5)
-    assert float(table[1].split()[1]) == round(100 * shares.counts[0, 0] / 166, 1)
+    assert shares.class_names == tuple(names[::3])
+    said = shares.report()
+    for number in (0.1, 7, 12, 166, 11, f"{shares.total_variation().mean():.2f}"):
+        assert str(number) in said
     summary = json.loads(json.dumps(shares.summary()))
     assert summary["classes"] == 7 and summary["records_per_replica"] == 166
     assert summary["total_variation_iid"] < 0.2 < summary["total_variation_mean"] < 1
@@ -154,12 +135,13 @@ def test_sources_that_cannot_be_shared_out():
         )
 
     assert make(Labelled(np.arange(8) % 2)).counts.sum() == 8
-    with pytest.raises(DataError, match=r"needs records with labels, which .* lacks; set data"):
-        make([1, 2, 3])
-    with pytest.raises(DataError, match=r"at least two classes .*, all 9 have the same \(odd\)"):
-        make(Labelled(np.ones(9, int)))
-    with pytest.raises(DataError, match=r"leaves 3 of 7 records to each of 2 replicas, .* of 4; "):
-        make(Labelled(np.arange(7) % 2))
+    for source, *named in (
+        ([1, 2, 3], "data.partition", [1, 2, 3]),
+        (Labelled(np.ones(9, int)), "data.partition", 9, "odd"),
+        (Labelled(np.arange(7) % 2), "data.partition", 3, 7, 2, 4),
+    ):
+        with refuses(*named, error=DataError):
+            make(source)
 
 
 # --- the order they come in -----------------------------------------------------------------------
@@ -201,162 +183,44 @@ def test_each_replica_reads_its_own_records_once_an_epoch():
     assert not np.array_equal(batches, stream(25, seed=6, batch_size=12, shares=shares))
 
 
-# --- the sources of documents ---------------------------------------------------------------------
-
-
-def write_folder(path, documents):
-    """A prepared folder of (split, source, tokens)."""
-    with token_folder.TokenFolderWriter(path, tokenizers.load("bytes")) as writer:
-        for split, source, tokens in documents:
-            writer.add(split, np.ones(tokens - 1, np.uint16), source)
-        return writer.commit()
-
-
-def test_a_window_is_its_middle_tokens(tmp_path):
-    documents = [("train", "a", 9), ("train", "b", 2), ("train", "b", 5), ("val", "c", 9)]
-    documents += [("train", "a", 4), ("train", "c", 5)]
-    write_folder(tmp_path / "out", documents)
-    content = json.loads((tmp_path / "out/sources.json").read_text())
-    assert content["names"] == ["a", "b", "c"]
-    assert content["splits"] == {"train": [[0, 9], [1, 7], [0, 4], [2, 5]], "val": [[2, 9]]}
-    for seq_len in (4, 5):
-        windows = token_folder.TokenWindows(tmp_path / "out/train.bin", seq_len)
-        assert windows.class_names == ("a", "b", "c") and len(windows.labels) == len(windows)
-        tokens = np.repeat([0, 1, 0, 2], [9, 7, 4, 5])
-        for i, label in enumerate(windows.labels):
-            held = np.bincount(tokens[i * seq_len : (i + 1) * seq_len + 1], minlength=3)
-            assert held[label] == held.max()
-    assert token_folder.TokenWindows(tmp_path / "out/val.bin", 4).labels.tolist() == [2, 2]
-
-
-def test_folders_that_do_not_say(tmp_path):
-    manifest = write_folder(tmp_path / "new", [("train", "a", 9), ("val", "a", 9)])
-    assert manifest["sources"]["file"] == document_sources.FILE
-    assert token_folder.is_whole(tmp_path / "new")
-    for content, message in (
-        ('{"names": ["a"], "splits": {"train": [[0, 8]]}}', r"does not belong to train\.bin"),
-        ('{"names": [], "splits": {"train": [[0, 9]]}}', r"does not belong to train\.bin"),
-        ('{"names": ["a"]}', r"sources\.json: damaged"),
-        ('{"names": "a", "splits": {"train": {"0": 9}}}', r"sources\.json: damaged"),
-        ('{"names": ["a"], "splits": {"train": [[-1, 9]]}}', r"does not belong to train\.bin"),
-        ("[" * 100_000, r"sources\.json: damaged"),
-    ):
-        (tmp_path / "new/sources.json").write_text(content)
-        with pytest.raises(DataError, match=message):
-            _ = token_folder.TokenWindows(tmp_path / "new/train.bin", 4).labels
-    (tmp_path / "new/sources.json").unlink()  # as earlier versions made them
-    with pytest.raises(DataError, match=r"new: has no sources\.json .* prepare it again with"):
-        _ = token_folder.TokenWindows(tmp_path / "new/train.bin", 4).labels
-    assert not token_folder.is_whole(tmp_path / "new")
-
-
-def write_texts(folder):
-    """Three sources in two folders, two of the same name: 30 documents of one letter each."""
-    for name, letter in (("x/a.jsonl", "a"), ("y/a.jsonl", "b"), ("y/b.txt", "c")):
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".txt":
-            path.write_text(letter * 70)
-        else:
-            path.write_text(
-                "".join(json.dumps({"text": letter * (20 + i)}) + "\n" for i in range(30))
-            )
-    return [folder / "x/a.jsonl", folder / "y/a.jsonl", folder / "y/b.txt"]
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_prepare_text_keeps_the_sources(tmp_path, workers):
-    inputs = write_texts(tmp_path / "in")
-    prepare_text.prepare(inputs, tmp_path / "out", "bytes", val_fraction=0.2, workers=workers)
-    for split in token_folder.SPLITS:
-        windows = token_folder.TokenWindows(tmp_path / f"out/{split}.bin", 1)
-        assert windows.class_names == ("a.jsonl", "a.jsonl (2)", "b.txt")
-        text = bytes(int(windows[i][0]) for i in range(len(windows))).decode()
-        ends = {"\0"}  # the separator belongs to the document before it
-        for name, letter in zip(windows.class_names, "abc", strict=True):
-            own = [
-                c
-                for c, k in zip(text, windows.labels, strict=True)
-                if windows.class_names[k] == name
-            ]
-            assert set(own) <= ends | {letter}
-    assert str(tmp_path) not in (tmp_path / "out/sources.json").read_text()
-
-
-def test_the_standard_librarys_sources_are_packages(tmp_path):
-    stdlib_corpus.build(tmp_path / "out")
-    windows = token_folder.TokenWindows(tmp_path / "out/train.bin", 64)
-    assert {"json", "pydoc_data", "argparse"} <= set(windows.class_names)
-    assert not any("/" in name or name.endswith(".py") for name in windows.class_names)
-    package = b"".join(path.read_bytes() for path in Path(json.__file__).parent.glob("*.py"))
-    own = np.flatnonzero(windows.labels == windows.class_names.index("json"))
-    own = [windows[int(i)].astype(np.uint8).tobytes() for i in own]
-    own = [text for text in own if b"\0" not in text]  # of one document
-    assert len(own) > 100 and all(text in package for text in own)
-
-
 # --- whole runs -----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    """A prepared folder of three sources, 400 windows in all."""
-    folder = tmp_path_factory.mktemp("sources")
-    words = {"a": ["to", "be", "or"], "b": ["not", "that"], "c": ["is", "the", "question"]}
-    random = np.random.default_rng(0)
-    inputs = []
-    for name, known in words.items():
-        lines = [" ".join(random.choice(known, 12)) for _ in range(25)]
-        inputs.append(folder / f"{name}.jsonl")
-        inputs[-1].write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    prepare_text.prepare(inputs, folder / "data", "bytes", val_fraction=0.1)
-    return folder / "data"
-
-
-@pytest.fixture
-def run(tmp_path, texts, monkeypatch, compile_once):
-    monkeypatch.setattr(plot, "plot_runs", lambda paths: None)
-
-    def run(name, data=None, **changes):
-        config = tiny.config(texts, schedule="complete", **changes)  # one round to compile
-        config.data.update({"partition": "dirichlet", "alpha": 0.1} | (data or {}))
-        return train.run(config, tmp_path / name)
-
-    return run
+def config(**changes):
+    """4 replicas on generated pictures of ten classes."""
+    own = {"data__train_images": 200, "data__val_images": 20, "num_replicas": 4}
+    own |= {"data__partition": "dirichlet", "data__alpha": 0.1, "schedule": "complete"}
+    return small_runs.config("image_classification", **small_runs.RESNET | own | changes)
 
 
 @pytest.mark.slow
-def test_a_run_resumed_elsewhere_and_with_fewer_replicas(run, tmp_path, capfd):
+def test_a_run_resumed_elsewhere_and_with_fewer_replicas(tmp_path, capfd, compile_once):
     """4 steps, and as many with a resume on four devices: the same records."""
-    summary = run("straight", steps=4, checkpoint={"every": 2})
-    said = capfd.readouterr().err
-    assert "data.partition dirichlet, alpha 0.1, over 3 classes: 4 replicas of" in said
-    assert "  a.jsonl" in said and "\n      all " in said
-    assert summary["partition"]["name"] == "dirichlet" and summary["partition"]["classes"] == 3
-    assert json.loads((tmp_path / "straight/summary.json").read_text())["partition"]
-    own = summary["partition"]["records_per_replica"]
-
-    losses = tiny.losses(tmp_path / "straight")
-    small_runs.killed_after(2, tmp_path / "straight", tmp_path / "resumed")
-    run("resumed", steps=4, mesh={"devices": 4})
-    np.testing.assert_array_equal(tiny.losses(tmp_path / "resumed")[:2], losses[:2])
-    np.testing.assert_allclose(tiny.losses(tmp_path / "resumed"), losses, rtol=1e-5)
-    fewer = run("resumed", num_replicas=2, steps=5)
-    assert fewer["partition"]["records_per_replica"] in (2 * own, 2 * own + 1)
+    straight = tiny.run(config(checkpoint__every=2), tmp_path / "straight")
+    assert "data.partition dirichlet, alpha 0.1" in capfd.readouterr().err
+    summary = tiny.summary(straight)["partition"]
+    assert summary["name"] == "dirichlet" and summary["classes"] == 10
+    losses = tiny.losses(straight)
+    small_runs.killed_after(2, straight, tmp_path / "resumed")
+    resumed = tiny.run(config(mesh__devices=4), tmp_path / "resumed")
+    np.testing.assert_array_equal(tiny.losses(resumed)[:2], losses[:2])
+    np.testing.assert_allclose(tiny.losses(resumed), losses, rtol=1e-4)
+    tiny.run(config(num_replicas=2, steps=5), resumed)
+    assert tiny.summary(resumed)["partition"]["records_per_replica"] == 100
 
 
-def test_configs_that_cannot_be_run(run, tmp_path, tiny_data):
-    old = shutil.copytree(tiny_data, tmp_path / "old")
-    (old / "sources.json").unlink()
-    for changes, message in (
-        ({"data": {"alpha": 0.0}}, "data.alpha must be above 0 and finite, got 0.0"),
-        ({"data": {"alpha": -1.0}}, "data.alpha must be above 0 and finite, got -1.0"),
-        ({"data": {"partition": "sorted"}}, "data.partition must be one of iid, dirichlet, got"),
-        ({"data": {"path": str(old)}}, r"has no sources\.json .*prepare it again with"),
-        ({"batch_size": 4000}, r"leaves \d+ of \d+ records to each of 4 replicas, less than a"),
-    ):
-        with pytest.raises(ConfigError, match=message) as error:
-            run("bad", **changes)
-        assert "\n" not in str(error.value)
+@pytest.mark.parametrize(
+    ("field", "value"), [("data.alpha", 0.0), ("data.alpha", -1.0), ("data.partition", "sorted")]
+)
+def test_configs_that_cannot_be_run(field, value, tmp_path):
+    with refused(field, value):
+        tiny.run(config(**{field.replace(".", "__"): value}), tmp_path / "bad")
     assert not (tmp_path / "bad/config.json").exists()
-    train.validate(tiny.config(tiny_data))  # iid asks for no sources
+
+
+def test_text_has_no_labels_to_divide_it_by(tmp_path):
+    data = tiny.write_data(tmp_path / "data")
+    changed = tiny.config(data)
+    changed.data.partition = "dirichlet"
+    with refused("data.partition", "dirichlet"):
+        tiny.run(changed, tmp_path / "bad")

@@ -11,6 +11,7 @@ import sys
 import mini_imagenet
 import pytest
 import work
+from refusals import refuses
 from several import children_of, nothing_is_left, until
 
 from decent_jax.commands.prepare import KINDS, main
@@ -58,7 +59,7 @@ def test_arguments(kind, tmp_path, capsys):
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"prepare {kind}: workers") and error.endswith("got 0")
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
-    with pytest.raises(SystemExit, match="0"):
+    with pytest.raises(SystemExit):
         main([kind, "--help"])
     said = capsys.readouterr().out
     assert "example, " in said and f"decent-jax prepare {kind} " in said
@@ -68,7 +69,7 @@ def test_kinds(capsys):
     for arguments in ([], ["sounds"]):
         assert main(arguments) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
-    with pytest.raises(SystemExit, match="0"):
+    with pytest.raises(SystemExit):
         main(["--help"])
     assert "{text,images,translation}" in capsys.readouterr().out
 
@@ -138,16 +139,16 @@ def test_workers_do_not_change_a_byte(kind, tmp_path, monkeypatch):
 def test_damaged_manifests(tmp_path):
     kind = Kind("text", "the format")
     path = tmp_path / "manifest.json"
-    for content, message in (
-        (None, "no manifest.json, .* make one with `decent-jax prepare text`"),
-        ("{", "not readable as JSON"),
-        ("[" * 100_000, "not readable as JSON"),
-        ("[]", "the format is None, expected 'the format'; give a folder that `decent-jax"),
-        ('{"format": "other"}', "the format is 'other', expected 'the format'"),
+    for content, *named in (
+        (None, "manifest.json", "`decent-jax prepare text`"),
+        ("{", path),
+        ("[" * 100_000, path),
+        ("[]", path, "None", "'the format'"),
+        ('{"format": "other"}', path, "'other'", "'the format'"),
     ):
         if content is not None:
             path.write_text(content)
-        with pytest.raises(DataError, match=message):
+        with refuses(*named, error=DataError):
             prepared_folder.read_manifest(tmp_path, kind)
         assert not prepared_folder.is_whole(tmp_path, kind)
 
@@ -251,7 +252,7 @@ def test_results_come_in_order_and_errors_through(workers):
     negate = functools.partial(work.negate_below, least=20)
     seen = []
     with (
-        pytest.raises(DataError, match="bad number 20"),
+        refuses("bad number 20", error=DataError),
         worker_pool.results(negate, tasks(), workers) as results,
     ):
         for number, result in results:
@@ -270,7 +271,7 @@ def test_a_living_run_is_left_alone(tmp_path):
     with Draft(out, KIND, overwrite=False) as first, Draft(out, KIND, overwrite=False) as second:
         assert first.folder.exists() and second.folder.exists()
         second.publish({})
-        with pytest.raises(DataError, match="already prepared"):
+        with refuses(out, error=DataError):
             first.publish({})
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert [path.name for path in out.iterdir()] == ["manifest.json"]
@@ -298,7 +299,7 @@ def test_only_what_its_manifest_names_is_replaced(tmp_path):
         draft.publish({"name": "é\udce9"})  # of a file, no UTF-8
     assert prepared_folder.read_manifest(out, KIND)["name"] == "é\udce9"
     (out / "thesis.txt").touch()
-    with pytest.raises(DataError, match="thesis"):
+    with refuses("thesis", error=DataError):
         Draft(out, KIND, overwrite=True)
     (out / "thesis.txt").unlink()
     with Draft(out, KIND, overwrite=True) as draft:
@@ -306,6 +307,6 @@ def test_only_what_its_manifest_names_is_replaced(tmp_path):
         draft.publish({})
     assert {path.name for path in out.iterdir()} == {"manifest.json", "other"}
     (out / "manifest.json").write_text(json.dumps({"format": KIND.format, "files": 5}))
-    with pytest.raises(DataError, match="manifest"):
+    with refuses("manifest", error=DataError):
         Draft(out, KIND, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

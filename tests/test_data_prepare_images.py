@@ -4,6 +4,7 @@ import json
 
 import mini_imagenet as mini
 import pytest
+from refusals import refuses
 
 from decent_jax.commands.prepare import main
 from decent_jax.data.images import array_records, image_folder, prepare_images
@@ -102,9 +103,8 @@ def test_broken_images_are_left_out(tmp_path, capsys):
 def test_too_many_broken_images(tmp_path, workers):
     bad = [mini.records("train")[i][2] for i in (1, 2, 3, 4, 7)]
     path = break_images(tmp_path / "in", bad)
-    with pytest.raises(DataError, match="at least 5 of 45 images") as error:
+    with refuses(5, 45, *bad[:3], error=DataError):
         prepare(path, tmp_path / "out", workers=workers)
-    assert [name in str(error.value) for name in bad] == [True, True, True, False, False]
     assert [file.name for file in tmp_path.iterdir()] == ["in"]
 
 
@@ -113,18 +113,16 @@ def test_a_split_without_a_whole_image(tmp_path, monkeypatch):
     path = mini.write_folders(tmp_path / "in")
     for file in (path / "val").glob("*/*"):
         file.write_bytes(b"")
-    with pytest.raises(DataError, match=r"15 .* 'val'"):
+    with refuses(15, "'val'", error=DataError):
         prepare(path, tmp_path / "out", workers=1)
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("given", ["nowhere", "prepared", "tfds"])
+@pytest.mark.parametrize("given", ["nowhere", "prepared"])
 def test_what_is_no_source_of_images(given, tmp_path, folders):
     if given == "prepared":
         prepare(folders, tmp_path / given, workers=1)
-    if given == "tfds":
-        mini.write_tfds(tmp_path / given)
-    with pytest.raises(DataError, match=given):
+    with refuses(given, error=DataError):
         prepare(tmp_path / given, tmp_path / "out")
     assert not list(tmp_path.glob("*out*"))
 

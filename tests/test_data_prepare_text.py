@@ -3,19 +3,16 @@
 import gzip
 import hashlib
 import json
-import sys
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import tensorflow_datasets as tfds
-from mini_imagenet import write_tfds
+from refusals import refuses
 from shared import shared
 
 from decent_jax.data.text import token_folder, tokenizers
 from decent_jax.data.text.prepare_text import prepare
-from decent_jax.data.text.token_folder import TokenWindows
 from decent_jax.ground.errors import DataError
 
 TEXTS = [f"document {i}: " + "é🙂 words\r\n" * (i % 7 + 1) for i in range(40)]
@@ -27,34 +24,6 @@ def write_jsonl(path, texts, field="text"):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
     return path
-
-
-def write_parquet(path, texts, **options):
-    table = pa.table({"id": list(range(len(texts))), "text": texts}, **options)
-    pq.write_table(table, path, row_group_size=7)
-    return path
-
-
-class Tiny(tfds.core.GeneratorBasedBuilder):
-    """A text data set, prepared without TensorFlow."""
-
-    VERSION = tfds.core.Version("1.0.0")
-
-    def _info(self):
-        features = tfds.features.FeaturesDict({"text": tfds.features.Text()})
-        return tfds.core.DatasetInfo(builder=self, features=features)
-
-    def _split_generators(self, download_manager):
-        return {"train": self._generate_examples(0, 30), "test": self._generate_examples(30, 40)}
-
-    def _generate_examples(self, start, stop):
-        for i in range(start, stop):
-            yield i, {"text": TEXTS[i]}
-
-
-@pytest.fixture(scope="module")
-def tfds_folder(tmp_path_factory):
-    return write_tfds(tmp_path_factory.mktemp("tfds"), Tiny)
 
 
 def texts_of(out, split):
@@ -70,13 +39,14 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_every_format_gives_the_same_documents(tmp_path, tfds_folder):
+def test_every_format_gives_the_same_documents(tmp_path):
     write_jsonl(tmp_path / "a/x.jsonl", TEXTS[:20])
     write_jsonl(tmp_path / "a/deeper/y.jsonl.gz", TEXTS[20:])
     (tmp_path / "a/.hidden").mkdir()
     write_jsonl(tmp_path / "a/.hidden/z.jsonl", ["not this"])
     (tmp_path / "a/readme.md").write_text("not this")
-    write_parquet(tmp_path / "b.parquet", TEXTS)
+    table = pa.table({"id": list(range(len(TEXTS))), "text": TEXTS})
+    (tmp_path / "b.parquet").write_bytes(parquet(table))
     (tmp_path / "c").mkdir()
     for i, text in enumerate(TEXTS):
         name = tmp_path / f"c/{i:02}.txt"
@@ -103,20 +73,8 @@ def test_every_format_gives_the_same_documents(tmp_path, tfds_folder):
         assert entry["sha256"] == hashlib.sha256(data).hexdigest()
         assert manifest == json.loads((out / "manifest.json").read_text())
         assert str(tmp_path) not in (out / "manifest.json").read_text()
-        names = [file["name"] for file in manifest["inputs"]["list"]]
         if given == "a":
-            assert names == ["a/x.jsonl", "a/deeper/y.jsonl.gz"]
-
-
-def test_tfds_folder(tmp_path, tfds_folder):
-    out = tmp_path / "out"
-    manifest = prepare([tfds_folder], out, "bytes", val_inputs=[tfds_folder])
-    assert sorted(texts_of(out, "train")) == sorted(TEXTS[:30])
-    assert sorted(texts_of(out, "val")) == sorted(TEXTS[30:])
-    assert manifest["val_fraction"] is None and len(manifest["inputs"]["list"]) == 3
-    with pytest.raises(DataError, match="'body', only 'text'"):
-        prepare([tfds_folder], tmp_path / "out2", "bytes", text_field="body", val_fraction=0.5)
-    assert "tensorflow" not in sys.modules
+            assert manifest["inputs"] == ["a/x.jsonl", "a/deeper/y.jsonl.gz"]
 
 
 def test_gpt2_on_real_text_and_by_itself_afterwards(tmp_path):
@@ -198,35 +156,52 @@ def test_a_file_whose_name_is_no_utf8(tmp_path):
     folder = tmp_path / "in"
     write_jsonl(folder / "a\udcff.jsonl", TEXTS)
     manifest = prepare([folder], tmp_path / "out", "bytes", val_fraction=0.3)
-    assert [file["name"] for file in manifest["inputs"]["list"]] == ["in/a\udcff.jsonl"]
+    assert manifest["inputs"] == ["in/a\udcff.jsonl"]
     assert token_folder.read_manifest(tmp_path / "out") == manifest
-    assert TokenWindows(tmp_path / "out/train.bin", 4).class_names == ("in/a\udcff.jsonl",)
+
+
+def one_byte(byte):
+    """A parquet column of one text of one byte."""
+    buffers = [None, pa.py_buffer(np.array([0, 1], np.int32)), pa.py_buffer(byte)]
+    return pa.table({"text": pa.Array.from_buffers(pa.string(), 1, buffers)})
+
+
+def parquet(table, damaged=False):
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, row_group_size=7)
+    data = sink.getvalue().to_pybytes()
+    return data[:50] + b"\xff" * 900 + data[950:] if damaged else data
 
 
 CASES = {  # the file, its content, what the refusal names
-    "missing path": ("none.jsonl", None, r"none\.jsonl"),
-    "extension": ("x.csv", b"a,b", r"x\.csv"),
+    "missing path": ("none.jsonl", None, "none.jsonl"),
+    "extension": ("x.csv", b"a,b", "x.csv"),
     "no readable file": ("folder/x.md", b"a", "folder"),
-    "bad json": ("x.jsonl", b'{"text": "a"}\n\n{"text" "b"}\n', r"x\.jsonl, line 3"),
+    "bad json": ("x.jsonl", b'{"text": "a"}\n\n{"text" "b"}\n', "x.jsonl, line 3"),
     "no object": ("x.jsonl", b'{"text": "a"}\n[1]\n', "line 2"),
-    "missing field": ("x.jsonl", b'{"text": "a"}\n{"b": 1}', "line 2: .*'text', only 'b'"),
-    "not a string": ("x.jsonl", b'{"text": null}', "line 1: .*'text'"),
+    "missing field": ("x.jsonl", b'{"text": "a"}\n{"b": 1}', "line 2:", "'text'", "'b'"),
+    "not a string": ("x.jsonl", b'{"text": null}', "line 1:", "'text'"),
     "utf-8 in json": ("x.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "byte 24"),
-    "utf-8 in text": ("folder/x.txt", b"ab\xe9 c", r"x\.txt: .*byte 2"),
-    "truncated gz": ("x.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9)[:-9], r"x\.jsonl\.gz"),
-    "truncated txt.gz": ("f/x.txt.gz", gzip.compress(b"abc" * 99)[:-9], r"x\.txt\.gz"),
-    "no gz": ("x.jsonl.gz", b'{"text": "a"}\n', r"x\.jsonl\.gz"),
-    "no parquet": ("x.parquet", b"abc", r"x\.parquet"),
-    "empty validation": ("x.jsonl", b'{"text": "a"}\n', "val split .* 1 documents"),
+    "utf-8 in text": ("folder/x.txt", b"ab\xe9 c", "x.txt:", "byte 2"),
+    "truncated gz": ("x.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9)[:-9], "x.jsonl.gz"),
+    "truncated txt.gz": ("f/x.txt.gz", gzip.compress(b"abc" * 99)[:-9], "x.txt.gz"),
+    "no gz": ("x.jsonl.gz", b'{"text": "a"}\n', "x.jsonl.gz"),
+    "no parquet": ("x.parquet", b"abc", "x.parquet"),
+    "null in parquet": ("x.parquet", parquet(pa.table({"text": ["a", None]})), "row 1", "'text'"),
+    "numbers in parquet": ("x.parquet", parquet(pa.table({"text": [1, 2]})), "'text'", "int64"),
+    "no column": ("x.parquet", parquet(pa.table({"body": ["a"]})), "'text'", "'body'"),
+    "utf-8 in parquet": ("x.parquet", parquet(one_byte(b"\xff")), "row 0"),
+    "damaged parquet": ("x.parquet", parquet(pa.table({"text": TEXTS}), True), "x.parquet"),
+    "empty validation": ("x.jsonl", b'{"text": "a"}\n', "val split", "1 documents"),
     "no documents": ("x.jsonl", b'{"text": ""}\n\n', "no document"),
     "empty file": ("x.jsonl", b"", "no document"),
-    "one character": ("x.txt", b"a", "val split .* 1 documents"),
+    "one character": ("x.txt", b"a", "val split", "1 documents"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_bad_input(case, tmp_path):
-    name, data, message = CASES[case]
+    name, data, *named = CASES[case]
     path = tmp_path / name
     if data is not None:
         path.parent.mkdir(exist_ok=True)
@@ -234,9 +209,8 @@ def test_bad_input(case, tmp_path):
         if "utf-8 in text" in case or "txt.gz" in case:
             (path.parent / "y.txt").write_text("fine")
     given = path.parent if path.parent != tmp_path else path
-    with pytest.raises(DataError, match=message) as error:
+    with refuses(*named, error=DataError):
         prepare([given], tmp_path / "out", "bytes")
-    assert "\n" not in str(error.value)
     assert not [p for p in tmp_path.iterdir() if "out" in p.name]
 
 
@@ -245,54 +219,30 @@ def test_bad_input_is_found_in_a_later_chunk(tmp_path, monkeypatch, packed):
     monkeypatch.setattr("decent_jax.data.text.documents.CHUNK_BYTES", 100)
     path = write_jsonl(tmp_path / f"x.jsonl{packed}", TEXTS)
     data = gzip.decompress(path.read_bytes()) if packed else path.read_bytes()
-    for bad, message in (
-        (b"{]\n", "line 41: .* column 2"),
-        (b'"\xff"\n', f"byte {len(data) + 1}"),
-    ):
+    for bad, named in ((b"{]\n", "line 41: "), (b'"\xff"\n', f"byte {len(data) + 1}")):
         path.write_bytes(gzip.compress(data + bad) if packed else data + bad)
-        with pytest.raises(DataError, match=message):
+        with refuses(named, error=DataError):
             prepare([path], tmp_path / "out", "bytes", val_fraction=0.3)
 
 
-def test_bad_input_parquet(tmp_path):
-    texts = pa.array(["a", None, "b"])
-    write_parquet(tmp_path / "null.parquet", texts)
-    write_parquet(tmp_path / "int.parquet", [1, 2])
-    pq.write_table(pa.table({"body": ["a"]}), tmp_path / "name.parquet")
-    raw = pa.Array.from_buffers(
-        pa.string(), 1, [None, pa.py_buffer(np.array([0, 1], np.int32)), pa.py_buffer(b"\xff")]
-    )
-    write_parquet(tmp_path / "utf.parquet", raw)
-    pq.write_table(pa.Table.from_arrays([texts] * 2, ["text"] * 2), tmp_path / "twice.parquet")
-    damaged = write_parquet(tmp_path / "damaged.parquet", TEXTS).read_bytes()
-    (tmp_path / "damaged.parquet").write_bytes(damaged[:50] + b"\xff" * 900 + damaged[950:])
-    for name, message in {
-        "null": "row 1: .*'text'",
-        "int": "'text' .*int64",
-        "name": "'text', only 'body'",
-        "twice": "'text'",
-        "utf": "row 0",
-        "damaged": "damaged.parquet: ",
-    }.items():
-        with pytest.raises(DataError, match=message):
-            prepare([tmp_path / f"{name}.parquet"], tmp_path / "out", "bytes", val_fraction=0.5)
-
-
-def test_bad_arguments(tmp_path):
-    a = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    out = tmp_path / "out"
-    for keywords, message in (
-        ({"val_fraction": 0}, "val_fraction .*got 0"),
-        ({"workers": 0}, "workers .*got 0"),
-        ({"val_inputs": [a]}, r"a\.jsonl"),
-        ({"tokenizer": "bpe"}, "'bpe'"),
-        ({"tokenizer": "gpt2", "tokenizer_path": tmp_path}, r"encoder\.json"),
-        ({"val_fraction": 1e-9}, "40 documents .*--val_fraction 1e-09"),
-        ({"val_fraction": 1 - 1e-9}, "train split is empty"),
-    ):
-        with pytest.raises(DataError, match=message):
-            prepare([a], out, **{"tokenizer": "bytes", **keywords})
-    assert not out.exists()
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"val_fraction": 0}, ("val_fraction", 0)),
+        ({"workers": 0}, ("workers", 0)),
+        ({"val_inputs": "a.jsonl"}, ("a.jsonl",)),
+        ({"tokenizer": "bpe"}, ("bpe",)),
+        ({"tokenizer": "gpt2", "tokenizer_path": "."}, ("encoder.json",)),
+        ({"val_fraction": 1e-9}, ("val_fraction 1e-09", "40 documents")),
+        ({"val_fraction": 1 - 1e-9}, ("train split", "val_fraction 1")),
+    ],
+)
+def test_bad_arguments(given, named, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    with refuses(*named, error=DataError):
+        prepare("a.jsonl", "out", **{"tokenizer": "bytes", **given})
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_failed_overwrite_keeps_the_old(tmp_path):
@@ -300,6 +250,6 @@ def test_a_failed_overwrite_keeps_the_old(tmp_path):
     prepare([write_jsonl(tmp_path / "a.jsonl", TEXTS)], out, "bytes", val_fraction=0.3)
     before = contents(out)
     b = write_jsonl(tmp_path / "b.jsonl", [*TEXTS, 7])
-    with pytest.raises(DataError, match="line 41"):
+    with refuses("line 41", error=DataError):
         prepare([b], out, "bytes", val_fraction=0.3, overwrite=True)
     assert contents(out) == before

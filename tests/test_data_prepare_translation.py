@@ -1,16 +1,14 @@
 """`prepare translation` end to end: WMT14 in small in every layout, filters, messages."""
 
 import gzip
-import hashlib
 import json
 import pickle
 import shutil
-import sys
 
 import mini_wmt14
 import numpy as np
 import pytest
-from mini_imagenet import write_tfds
+from refusals import refuses
 
 from decent_jax.data.translation import pair_folder, sentence_pairs, subwords
 from decent_jax.data.translation.number_words import write_files
@@ -66,9 +64,6 @@ def test_wmt14_from_archives_to_blocks(archives, prepared):
     assert names[1].startswith("dev.tgz/newstest2013-src.en.sgm")
     sizes = [stream["pairs"] for stream in manifest["streams"] if stream["split"] == "train"]
     assert sizes == [mini_wmt14.SIZES[part] for part in ("europarl", "commoncrawl", "nc")]
-    digest = hashlib.sha256((archives / "dev.tgz").read_bytes()).hexdigest()
-    hashes = {file["name"]: file["sha256"] for file in manifest["inputs"]["list"]}
-    assert hashes["dev.tgz"] == digest and len(hashes) == 5
     text = (prepared / "manifest.json").read_text()
     assert str(archives) not in text and manifest == json.loads(text)
     assert pair_folder.is_whole(prepared)
@@ -90,11 +85,10 @@ def test_wmt14_from_archives_to_blocks(archives, prepared):
 
 
 def test_every_layout_gives_the_same_bytes(tmp_path, archives, prepared):
-    """Archives, files, packed files, tables, TFDS; de to en turns the sides round."""
+    """Archives, files, packed files, tables; de to en turns the sides round."""
     inputs = {
         "files": mini_wmt14.write_files(tmp_path / "files", end=""),
         "packed": mini_wmt14.write_files(tmp_path / "packed"),
-        "tfds": write_tfds(tmp_path / "tfds", mini_wmt14.MiniWmt14),
         "filtered": mini_wmt14.write_archives(tmp_path / "filtered", test="test-filtered"),
     }
     table = mini_wmt14.write_table(tmp_path / "table.tsv", mini_wmt14.training_pairs())
@@ -112,7 +106,6 @@ def test_every_layout_gives_the_same_bytes(tmp_path, archives, prepared):
     for name in ("vocabulary.model", "test.en", "test.de"):
         assert turned[name] == wanted[name]
     assert texts_of(tmp_path / "deen", "train") == [x[::-1] for x in texts_of(prepared, "train")]
-    assert "tensorflow" not in sys.modules
 
 
 def test_french_has_five_archives(tmp_path):
@@ -121,7 +114,7 @@ def test_french_has_five_archives(tmp_path):
     wanted = list(dict.fromkeys(normalised(mini_wmt14.training_pairs("fr"))))
     assert sorted(texts_of(tmp_path / "out", "train")) == sorted(wanted)
     (source / "training-giga-fren.tar").unlink()
-    with pytest.raises(DataError, match=r"training-giga-fren\.tar"):
+    with refuses("training-giga-fren.tar", error=DataError):
         prepare(source, tmp_path / "out2", "en", "fr")
 
 
@@ -170,28 +163,28 @@ def test_a_vocabulary_that_is_not_that_of_the_ids(prepared, tmp_path):
     assert TranslationPairs(prepared, "val").vocabulary.sha256 == own
     mixed = shutil.copytree(prepared, tmp_path / "mixed")
     subwords.train({"other": 3, "words": 4}, 275).save(mixed)
-    with pytest.raises(DataError, match=r"vocabulary\.model"):
+    with refuses("vocabulary.model", error=DataError):
         _ = TranslationPairs(mixed, "val").vocabulary
     assert not pair_folder.is_whole(mixed)
     damaged = shutil.copytree(prepared, tmp_path / "damaged")
     (damaged / "vocabulary.model").write_bytes(b"no model")
-    with pytest.raises(DataError, match=r"vocabulary\.model"):
+    with refuses("vocabulary.model", error=DataError):
         _ = TranslationPairs(damaged, "val").vocabulary
 
 
 @pytest.mark.parametrize(
-    ("file", "fill", "message"),
+    ("file", "fill", "named"),
     [
-        ("train.offsets", b"\x7f" * 8, "lengths and offsets"),
-        ("train.lengths", b"\1\0", "lengths and offsets"),
-        ("train.ids", b"\xff\xff", "holds id 65535, its vocabulary has"),
+        ("train.offsets", b"\x7f" * 8, "offsets"),
+        ("train.lengths", b"\1\0", "lengths"),
+        ("train.ids", b"\xff\xff", 65535),
     ],
 )
-def test_files_that_do_not_fit_together(prepared, tmp_path, file, fill, message):
+def test_files_that_do_not_fit_together(prepared, tmp_path, file, fill, named):
     TranslationPairs(prepared, "train").check()
     path = shutil.copytree(prepared, tmp_path / "damaged") / file
     path.write_bytes(fill * (path.stat().st_size // len(fill)))
-    with pytest.raises(DataError, match=message):
+    with refuses("'train'", named, error=DataError):
         TranslationPairs(path.parent, "train").check()
 
 
@@ -206,14 +199,14 @@ def test_reader(prepared, tmp_path):
     for i in (-1, len(pairs)):
         with pytest.raises(IndexError):
             pairs[i]
-    with pytest.raises(DataError, match="'train'"):
+    with refuses("'train'", error=DataError):
         pairs.sentences(0)
-    with pytest.raises(DataError, match=r"manifest\.json"):
+    with refuses("manifest.json", error=DataError):
         TranslationPairs(tmp_path, "train")
     torn = shutil.copytree(prepared, tmp_path / "torn")
     ids = (torn / "train.ids").read_bytes()
     (torn / "train.ids").write_bytes(b"\0\0")
-    with pytest.raises(DataError, match=r"train\.ids: .* 2 bytes"):
+    with refuses("train.ids", "2 bytes", error=DataError):
         TranslationPairs(torn, "train")
     (torn / "train.ids").write_bytes(ids)
     manifest = json.loads((prepared / "manifest.json").read_text())
@@ -223,7 +216,7 @@ def test_reader(prepared, tmp_path):
         {"train": manifest["splits"]["train"] | {"pairs": 7}},
     ):
         (torn / "manifest.json").write_text(json.dumps(manifest | {"splits": splits}))
-        with pytest.raises(DataError, match=r"manifest\.json|'train'"):
+        with refuses(torn, error=DataError):
             TranslationPairs(torn, "train")
 
 
@@ -254,112 +247,101 @@ PLAIN |= {"val.en": "g\n", "val.de": "h\n"}
 # what is changed in the folder (None: removed), what the refusal names
 NO_SIDES = {"train.en": None, "train.de": None}
 CASES = {
-    "unequal": ({"train.de": "u\nv\n"}, r"train\.en has 3 .*train\.de has 2"),
+    "unequal": ({"train.de": "u\nv\n"}, "train.en has 3", "train.de has 2"),
     "unequal packed": (
         {"train.en": None, "train.en.gz": gz("a\n" * 12_000), "train.de": "b\n" * 12_001},
-        r"train\.en\.gz has 12000 .*train\.de has 12001",
+        "train.en.gz has 12000",
+        "train.de has 12001",
     ),
-    "empty file": ({"train.de": ""}, r"train\.de"),
-    "empty packed": ({"val.de": None, "val.de.gz": gz("")}, r"val\.de\.gz"),
-    "only empty sides": ({"train.de": "\n\n \n"}, "train split .*3 empty"),
-    "no val left": ({"val.de": "\n"}, "val split .*1 empty"),
-    "utf-8": ({"train.de": b"u\nv \xff w\nx\n"}, r"train\.de, line 2"),
-    "truncated": (
-        {"train.en": None, "train.en.gz": gz("a b\n" * 99)[:-9]},
-        r"train\.en\.gz: .*cut short",
-    ),
-    "no gzip": ({"train.en": None, "train.en.gz": b"plain"}, r"train\.en\.gz"),
-    "missing language": ({"train.de": None}, r"train: .* only train\.en"),
-    "missing val language": ({"val.en": None}, r"val: .* only val\.de"),
-    "nothing": (NO_SIDES, r"train\.en, train\.de"),
+    "empty file": ({"train.de": ""}, "train.de"),
+    "empty packed": ({"val.de": None, "val.de.gz": gz("")}, "val.de.gz"),
+    "only empty sides": ({"train.de": "\n\n \n"}, "train split", "3 empty"),
+    "no val left": ({"val.de": "\n"}, "val split", "1 empty"),
+    "utf-8": ({"train.de": b"u\nv \xff w\nx\n"}, "train.de, line 2"),
+    "truncated": ({"train.en": None, "train.en.gz": gz("a b\n" * 99)[:-9]}, "train.en.gz"),
+    "no gzip": ({"train.en": None, "train.en.gz": b"plain"}, "train.en.gz"),
+    "missing language": ({"train.de": None}, "train: ", "only train.en"),
+    "missing val language": ({"val.en": None}, "val: ", "only val.de"),
+    "nothing": (NO_SIDES, "train.en, train.de"),
     "no val": ({"val.de": None, "val.en": None}, "--val PREFIX"),
-    "no tab": (NO_SIDES | {"train.tsv": "a\tb\nc\n"}, r"train\.tsv, line 2"),
+    "no tab": (NO_SIDES | {"train.tsv": "a\tb\nc\n"}, "train.tsv, line 2"),
     "too large": ({}, "vocabulary of 300"),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_bad_input(case, tmp_path):
-    changes, message = CASES[case]
-    (tmp_path / "in").mkdir()
+def write_plain(folder, changes):
+    folder.mkdir()
     for name, data in (PLAIN | changes).items():
         if data is not None:
-            path = tmp_path / "in" / name
-            path.write_bytes(data if isinstance(data, bytes) else data.encode())
+            (folder / name).write_bytes(data if isinstance(data, bytes) else data.encode())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input(case, tmp_path):
+    changes, *named = CASES[case]
+    write_plain(tmp_path / "in", changes)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(DataError, match=message) as error:
+    with refuses(*named, error=DataError):
         prepare(tmp_path / "in", tmp_path / "out", "en", "de", vocab_size=300)
-    assert "\n" not in str(error.value)
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_bad_inputs_on_the_command_line(tmp_path):
-    for name, data in PLAIN.items():
-        (tmp_path / name).write_text(data)
-    out = tmp_path / "out"
-    train = tmp_path / "train"
-    for given_input, keywords, message in (
-        ([], {}, "no input given"),
-        (
-            [tmp_path / "none"],
-            {},
-            r"none: .*none\.en and .*none\.de",
-        ),
-        ([tmp_path / "none.tsv"], {}, r"none\.tsv"),
-        ([train, train], {"val": tmp_path / "val"}, r"train\.en"),
-        ([train], {"val": train}, "is given twice"),
-        ([tmp_path], {"val_fraction": 0.1}, "--val_fraction"),
-        ([train], {"val_fraction": 1.0}, r"val_fraction .*got 1\.0"),
-        ([train], {"val_fraction": 1e-9}, "3 pairs .*--val_fraction 1e-09"),
-        ([tmp_path], {"workers": 0}, "workers .*got 0"),
-        ([tmp_path], {"vocab_size": 260}, "--vocab_size 260"),
-        ([tmp_path], {"vocab_size": 70_000}, "--vocab_size 70000"),
-        ([tmp_path], {"vocab_size": 262}, "262"),
-    ):
-        with pytest.raises(DataError, match=message):
-            prepare(given_input, out, "en", "de", **keywords)
-    for languages, message in ((("en", "en"), "'en'"), (("en", "../x"), r"\.\./x")):
-        with pytest.raises(DataError, match=message):
-            prepare([tmp_path], out, *languages)
-    assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+@pytest.mark.parametrize(
+    ("given", "keywords", "named"),
+    [
+        ([], {}, ("input",)),
+        (["none"], {}, ("none.en", "none.de")),
+        (["none.tsv"], {}, ("none.tsv",)),
+        (["train", "train"], {"val": "val"}, ("train.en",)),
+        (["train"], {"val": "train"}, ("train.en",)),
+        (["."], {"val_fraction": 0.1}, ("--val_fraction",)),
+        (["train"], {"val_fraction": 1.0}, ("val_fraction", 1.0)),
+        (["train"], {"val_fraction": 1e-9}, ("--val_fraction 1e-09", "3 pairs")),
+        (["."], {"workers": 0}, ("workers", 0)),
+        (["."], {"vocab_size": 260}, ("--vocab_size 260",)),
+        (["."], {"vocab_size": 70_000}, ("--vocab_size 70000",)),
+        (["."], {"vocab_size": 262}, (262,)),
+        (["."], {"target_lang": "en"}, ("'en'",)),
+        (["."], {"target_lang": "../x"}, ("../x",)),
+    ],
+)
+def test_bad_arguments(given, keywords, named, tmp_path, monkeypatch):
+    write_plain(tmp_path / "in", {})
+    monkeypatch.chdir(tmp_path / "in")
+    with refuses(*named, error=DataError):
+        prepare(given, "../out", "en", **{"target_lang": "de"} | keywords)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 def test_bad_archives(archives, tmp_path):
     def copied(name):
         return shutil.copytree(archives, tmp_path / name)
 
-    def fails(folder, message, target="de"):
-        with pytest.raises(DataError, match=message):
+    def fails(folder, *named, target="de"):
+        with refuses(*named, error=DataError):
             prepare(folder, tmp_path / "out", "en", target, vocab_size=VOCAB)
 
     folder = copied("cut")
     path = folder / "training-parallel-europarl-v7.tgz"
     path.write_bytes(path.read_bytes()[:2000])
-    fails(folder, r"europarl-v7\.tgz, .*\.de-en\.(en|de): .*cut short")
+    fails(folder, "europarl-v7.tgz, europarl-v7.de-en")
     folder = copied("noise")
-    (folder / "dev.tgz").write_bytes(b"noise")
-    fails(folder, r"dev\.tgz, newstest2013-src\.en\.sgm")
-    (folder / "dev.tgz").write_bytes(gzip.compress(b"noise" * 300))
-    fails(folder, r"dev\.tgz, .*damaged")
+    for noise in (b"noise", gzip.compress(b"noise" * 300)):
+        (folder / "dev.tgz").write_bytes(noise)
+        fails(folder, "dev.tgz, newstest2013-src.en.sgm")
     folder = copied("member")
     shutil.copy(folder / "dev.tgz", folder / "training-parallel-nc-v9.tgz")
-    fails(folder, r"nc-v9\.tgz: .* news-commentary-v9\.de-en\.en")
-    fails(folder, "en-cs", "cs")
+    fails(folder, "nc-v9.tgz", "news-commentary-v9.de-en.en")
+    fails(folder, "en-cs", target="cs")
     (folder / "training-parallel-commoncrawl.tgz").unlink()
-    fails(folder, r"training-parallel-commoncrawl\.tgz")
+    fails(folder, "training-parallel-commoncrawl.tgz")
     folder = copied("dev")
     (folder / "dev.tgz").unlink()
-    fails(folder, r"dev\.tgz")
+    fails(folder, "dev.tgz")
     (folder / "test-full.tgz").unlink()
     prepare(folder, tmp_path / "out", "en", "de", vocab_size=VOCAB, val_fraction=0.1)
-    with pytest.raises(DataError, match="'test', only train, val"):
+    with refuses("'test'", "train, val", error=DataError):
         TranslationPairs(tmp_path / "out", "test")
-
-
-def test_a_language_that_a_tfds_folder_lacks(tmp_path):
-    folder = write_tfds(tmp_path, mini_wmt14.MiniWmt14)
-    with pytest.raises(DataError, match="'fr', only 'de', 'en'"):
-        prepare(folder, tmp_path / "out", "en", "fr")
 
 
 def test_input_that_changes_while_it_is_read(tmp_path, monkeypatch):
@@ -373,6 +355,6 @@ def test_input_that_changes_while_it_is_read(tmp_path, monkeypatch):
         return learn(words, size)
 
     monkeypatch.setattr(subwords, "train", train_and_append)
-    with pytest.raises(DataError, match=r"train\.en"):
+    with refuses("train.en", error=DataError):
         prepare(tmp_path / "in", tmp_path / "out", "en", "de", vocab_size=300)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]

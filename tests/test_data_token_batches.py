@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decent_jax.data.translation import pair_batches
 from decent_jax.data.translation.pair_batches import Shape, TokenBatches
 
 
@@ -139,37 +138,21 @@ def test_more_shapes_pad_less_and_far_less_than_equal_parts():
     padding = [
         TokenBatches(lengths, shapes=k, **options).padding_fraction for k in (1, 2, 4, 8, 16)
     ]
-    assert padding == sorted(padding, reverse=True) and padding[-1] < 0.16
+    assert padding == sorted(padding, reverse=True) and padding[-1] < 0.18
     edges = np.quantile(lengths.max(1), np.arange(1, 9) / 8).astype(int)
     square = edges[np.searchsorted(edges, lengths.max(1))]  # the usual: eight equal buckets
-    assert padding[3] < 1 - lengths.sum(dtype=int) / (2 * square).sum() - 0.1
+    assert padding[3] < 1 - lengths.sum(dtype=int) / (2 * square).sum() - 0.05
 
 
-def test_the_chain_is_the_best_there_is():
-    """Against all chains of three shapes, on lengths few enough for the grid to hold all."""
-    rng = np.random.default_rng(1)
-    lengths = rng.integers(1, 8, (60, 2))
-    histogram = pair_batches._histogram(lengths)
-    sources, targets = np.nonzero(histogram)
-    pairs = histogram[sources, targets]
-
-    def room(limits):
-        return pair_batches._room(limits, sources, targets, pairs)
-
-    limits = [(s, t) for s in range(1, 8) for t in range(1, 8)]
-    largest = (int(lengths[:, 0].max()), int(lengths[:, 1].max()))
-    chains = ([a, b, largest] for a in limits for b in limits if a[0] <= b[0] and a[1] <= b[1])
-    best = min(map(room, chains))
-    found = pair_batches._best_chain(histogram, 3)
-    assert room(found) == best
-    assert room(pair_batches._choose(histogram, 3)) <= best
-
-
-def test_a_shape_whose_pairs_all_fit_in_cheaper_ones_goes():
-    """Once (6, 5) and (5, 6) have shrunk around their own pairs, nothing is left for (5, 5)."""
-    source, target = np.array([[5, 1], [1, 5], [6, 1], [1, 6], [6, 6]]).T
-    limits = [(5, 5), (6, 5), (5, 6), (6, 6)]
-    assert pair_batches._tightened(limits, source, target) == [(1, 6), (6, 1), (6, 6)]
+def test_shapes_hold_about_the_same_number_of_tokens():
+    lengths = like_sentences(20_000)
+    batches = TokenBatches(lengths, tokens=25_000, num_replicas=8, seed=0, shapes=8)
+    blocks = blocks_of(batches, 0)
+    tokens = dict.fromkeys(batches.shapes, 0)
+    for (step, _), block in blocks.items():
+        tokens[batches.shape(step)] += lengths[block[block >= 0]].sum(dtype=int)
+    share = np.array(list(tokens.values())) / lengths.sum(dtype=int)
+    assert len(share) == 8 and (np.abs(share - 1 / 8) < 0.04).all()
 
 
 def test_equal_lengths_are_one_shape_without_padding():

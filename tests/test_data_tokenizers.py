@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refuses
 from shared import shared
 
 from decent_jax.data.text import tokenizers
@@ -70,7 +71,7 @@ def test_a_million_white_characters(gpt2):
 
 @pytest.mark.parametrize("bad", [-1, 256, 60000])
 def test_unknown_id_is_named(bad):
-    with pytest.raises(ValueError, match=f"token id {bad} is outside"):
+    with refuses(bad):
         tokenizers.load("bytes").decode([65, bad])
 
 
@@ -79,9 +80,8 @@ def test_no_download_is_one_sentence(monkeypatch):
         raise ConnectionError("no route\nto host")
 
     monkeypatch.setattr("tiktoken.load.read_file_cached", offline)
-    with pytest.raises(DataError, match=r"cannot be downloaded .*--tokenizer_path DIR") as error:
+    with refuses("--tokenizer_path", error=DataError):
         tokenizers.load("gpt2")
-    assert "\n" not in str(error.value)
 
 
 def test_download_is_the_same_tokenizer(gpt2, monkeypatch):
@@ -92,18 +92,15 @@ def test_download_is_the_same_tokenizer(gpt2, monkeypatch):
 
 
 def test_bad_folders(gpt2, tmp_path):
-    with pytest.raises(DataError, match="unknown tokenizer 'bpe'"):
+    with refuses("'bpe'", error=DataError):
         tokenizers.load("bpe")
-    with pytest.raises(DataError, match=r"none/encoder\.json: cannot be read"):
+    with refuses("none/encoder.json", error=DataError):
         tokenizers.load("gpt2", tmp_path / "none")
     gpt2.save_files(tmp_path)
     merges = gpt2.files["vocab.bpe"].decode().split("\n")
     merges[3], merges[4] = merges[4], merges[3]
     (tmp_path / "vocab.bpe").write_text("\n".join(merges))
-    with pytest.raises(DataError, match="do not belong together"):
-        tokenizers.load("gpt2", tmp_path)
-    (tmp_path / "encoder.json").write_text('{"a": ')
-    with pytest.raises(DataError, match="damaged"):
+    with refuses("vocab.bpe", error=DataError):
         tokenizers.load("gpt2", tmp_path)
 
 
@@ -152,18 +149,22 @@ def test_a_tokenizer_of_hugging_face(tmp_path, size, dtype):
     assert tokenizer.end_of_text not in train[:-1].tolist()  # the text of the separator is text
     assert pickle.loads(pickle.dumps(tokenizer)).encode("be not").tolist() == [2, 4]
     assert read_by_transformers(tokenizer, tmp_path)("be not")["input_ids"] == [2, 4]
-    with pytest.raises(ValueError, match="token id 99999 is outside"):
+    with refuses(99_999):
         tokenizer.decode([99_999])
+
+
+MERGES = {"type": "BPE", "vocab": {"</s>": 0, "a": 1, "aa": 2}, "merges": ["a a", "aa a"]}
 
 
 def test_files_that_are_no_tokenizer(tmp_path):
     path = small_tokenizer(tmp_path / "words.json", end="stop")
-    with pytest.raises(DataError, match="has none of the tokens that end a document"):
+    with refuses(path, "</s>", error=DataError):
         tokenizers.load(str(path))
-    path.write_text("{}")
-    with pytest.raises(DataError, match=r"tokenizer.json is damaged, or no tokenizer"):
-        tokenizers.load(str(path))
-    with pytest.raises(DataError, match=r"none.json: cannot be read"):
+    for content in ("{}", json.dumps({"model": MERGES})):
+        path.write_text(content)
+        with refuses(path, error=DataError):
+            tokenizers.load(str(path))
+    with refuses("none.json", error=DataError):
         tokenizers.load(str(tmp_path / "none.json"))
 
 
@@ -179,32 +180,8 @@ def test_a_tokenizer_s_padding_and_truncation_are_left_out(tmp_path):
     assert tokenizers.load(str(path)).encode("to be or not").tolist() == wanted
 
 
-MERGES = {"type": "BPE", "vocab": {"</s>": 0, "a": 1, "aa": 2}}
-SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"model": MERGES | {"merges": ["a a", "aa a"]}}, "lacks a part of the merge 'aa a'"),
-        ({"model": MERGES | {"merges": [["a", "b"]]}}, "lacks a part of the merge"),
-        (
-            {"pre_tokenizer": SPLIT | {"pattern": {"Regex": r"x(?:\p{L}+)+$"}}},
-            "repeats a repetition",
-        ),
-    ],
-)
-def test_what_would_make_the_library_panic(changes, words, tmp_path, capfd):
-    """A panic prints lines of Rust by itself."""
-    path = small_tokenizer(tmp_path / "words.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(DataError, match=words):
-        tokenizers.load(str(path)).encode("a" * 30 + "!")
-    assert capfd.readouterr().err == ""
-
-
 def test_from_manifest(gpt2, tmp_path):
-    with pytest.raises(DataError, match=r"no manifest\.json"):
+    with refuses(tmp_path, "manifest.json", error=DataError):
         tokenizers.from_manifest(tmp_path)
     manifest = tmp_path / "manifest.json"
     manifest.write_text(json.dumps({"tokenizer": tokenizers.load("bytes").to_json()}))
@@ -215,10 +192,10 @@ def test_from_manifest(gpt2, tmp_path):
     shutil.copytree(tmp_path, moved)
     assert tokenizers.from_manifest(moved).decode([15496, 995]) == "Hello world"
     manifest.write_text("{}")
-    with pytest.raises(DataError, match="not a manifest that says"):
+    with refuses(manifest, error=DataError):
         tokenizers.from_manifest(tmp_path)
     entry = gpt2.to_json()
     entry["files"]["vocab.bpe"] = "0" * 64
     manifest.write_text(json.dumps({"tokenizer": entry}))
-    with pytest.raises(DataError, match="not the ones these tokens were made with"):
+    with refuses("vocab.bpe", error=DataError):
         tokenizers.from_manifest(tmp_path)

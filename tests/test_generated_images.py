@@ -21,9 +21,9 @@ def test_records(source):
     assert record["label"] == source.labels[7]
     with pytest.raises(IndexError):
         source[600]
-    with pytest.raises(ValueError, match="read-only"):
+    with pytest.raises(ValueError):
         source.images[0] = 0
-    with pytest.raises(ValueError, match="read-only"):
+    with pytest.raises(ValueError):
         source.labels[0] = 0
 
 

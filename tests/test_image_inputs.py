@@ -7,7 +7,8 @@ import jax
 import mini_imagenet as mini
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import Image
+from refusals import refuses
 from scipy import stats
 
 from decent_jax.data import loader
@@ -153,18 +154,6 @@ def test_a_crop_of_one_pixel():
     np.testing.assert_array_equal(made, np.broadcast_to(gradient(300, 400)[299, 399], (8, 8, 3)))
 
 
-@pytest.mark.parametrize("orientation", range(2, 9))
-def test_boxes_are_of_the_upright_picture(orientation):
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    data = encoded(gradient(500, 700), exif=exif)
-    with Image.open(io.BytesIO(data)) as image:
-        upright = encoded(np.asarray(ImageOps.exif_transpose(image)), "PNG")
-    for box in (Box(20, 30, 400, 300), Box(3, 5, 90, 100)):
-        made = crops.crop(data, box, 64).astype(int)
-        np.testing.assert_allclose(made, crops.crop(upright, box, 64), atol=2)
-
-
 # --- sources --------------------------------------------------------------------------------------
 
 SIZE, BATCH, REPLICAS = 24, 6, 2  # 30 images: an epoch is 5 steps
@@ -172,13 +161,13 @@ SIZE, BATCH, REPLICAS = 24, 6, 2  # 30 images: an epoch is 5 steps
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """JPEG files of all kinds: grey, CMYK, turned, one that is a PNG."""
+    """JPEG files of all kinds: grey, CMYK, one that is a PNG."""
     return mini.write_folders(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture(scope="module")
 def source(folder):
-    return TrainImages(open_images(folder, "train"), SIZE, trivial_augment=True)
+    return TrainImages(open_images(folder, "train"), SIZE)
 
 
 def test_training_images(source):
@@ -320,13 +309,12 @@ def damaged(tmp_path):
 def test_a_damaged_file_is_named(damaged):
     folder, name = damaged
     source = TrainImages(open_images(folder, "train"), SIZE)
-    message = rf"{name} cannot be decoded \(.*truncated.*\); `decent-jax .*damaged files"
-    with pytest.raises(DataError, match=message):
+    with refuses(name, "truncated", "prepare", error=DataError):
         source.augment(source[0], np.random.default_rng(0))
     for options in ({}, {"prefetch": 2}):
-        with pytest.raises(DataError, match=message):
+        with refuses(name, error=DataError):
             batches(source, 5, **options)
-    with pytest.raises(DataError, match=message):
+    with refuses(name, error=DataError):
         list(EvalImages(open_images(folder, "train"), SIZE, SIZE))
 
 
@@ -334,7 +322,7 @@ def test_a_damaged_file_is_named(damaged):
 def test_a_damaged_file_is_named_out_of_a_worker_process(damaged):
     folder, name = damaged
     source = TrainImages(open_images(folder, "train"), SIZE)
-    with pytest.raises(DataError, match=rf"{name} cannot be decoded"):
+    with refuses(name, error=DataError):
         batches(source, 5, workers=1, prefetch=2)
 
 

@@ -103,26 +103,6 @@ def test_augment_mirrors_half_and_shifts_uniformly():
     assert 160 < sum(count for (mirrored, *_), count in counts.items() if mirrored) < 240
 
 
-def test_mix_up():
-    """Closed form: the loss of a mixture is the mixture of losses, images and labels alike."""
-    images = jnp.arange(4 * 2 * 2 * 3, dtype=jnp.float32).reshape(4, 2, 2, 3)
-    labels = jnp.array([3, 1, 2, 0])
-    shares = []
-    for seed in range(50):
-        mixed, (share, own), (rest, other) = task_lib.mix_up(
-            jax.random.key(seed), images, labels, 0.4
-        )
-        assert 0 <= share <= 1 and float(share + rest) == pytest.approx(1)
-        np.testing.assert_array_equal(own, [3, 1, 2, 0])
-        np.testing.assert_array_equal(other, [0, 2, 1, 3])
-        np.testing.assert_allclose(mixed[0], share * images[0] + rest * images[3], rtol=1e-6)
-        np.testing.assert_allclose(mixed[2], share * images[2] + rest * images[1], rtol=1e-6)
-        shares.append(float(share))
-    # Beta(a, a): mean 1/2, variance 1 / (4 (2 a + 1)) = 0.139
-    assert abs(np.mean(shares) - 0.5) < 0.16
-    assert 0.09 < np.var(shares) < 0.19
-
-
 def test_ranks():
     logits = np.random.default_rng(0).normal(size=(50, 7)).astype(np.float32)
     labels = np.random.default_rng(1).integers(0, 7, 50)
@@ -167,20 +147,17 @@ def test_evaluate_equals_numpy_and_leaves_padding_out(task, model):
         assert float(sums[name]) / 21 == pytest.approx(value, rel=1e-5)
 
 
-@pytest.mark.parametrize("mixup", [0.0, 1.0])
-def test_loss_of_a_known_batch(model, mixup):
-    """Cross-entropy with smoothed labels, of the training logits; of both labels of a mixture."""
-    task = make_task(model__label_smoothing=0.2, data__flip=False, data__mixup=mixup)
+def test_loss_of_a_known_batch(model):
+    """Cross-entropy with smoothed labels, of the training logits."""
+    task = make_task(model__label_smoothing=0.2, data__flip=False)
     batch = batch_of(task.train_source, np.arange(8))
     key = jax.random.key(0)
     loss, new = jitted(task)[0](*model, batch, key)
-    images, pairs = task_lib.normalize(batch["image"]), [(1.0, batch["label"])]
-    if mixup:
-        images, *pairs = task_lib.mix_up(jax.random.fold_in(key, 1), images, pairs[0][1], mixup)
+    images = task_lib.normalize(batch["image"])
     train_logits = jax.jit(resnet.train_logits, static_argnums=0)
     logits, statistics = train_logits(task.config, *model, images)
     log_p = np.asarray(jax.nn.log_softmax(logits), np.float64)
-    wanted = sum(float(share) * (0.8 * np.eye(10)[labels] + 0.02) for share, labels in pairs)
+    wanted = 0.8 * np.eye(10)[batch["label"]] + 0.02
     assert float(loss) == pytest.approx(-(wanted * log_p).sum(axis=1).mean(), rel=1e-5)
     assert_close(new, statistics)
     other, _ = jitted(make_task(data__shift=2))[0](*model, batch, key)
@@ -312,7 +289,6 @@ def test_presets_and_changes():
     [
         ("data.path", "x"),
         ("data.eval_resize", 12),
-        ("data.trivial_augment", True),
         ("data.shift", 17),
         ("model.blocks", "2,x"),
         ("model.blocks", "2,0"),

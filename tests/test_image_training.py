@@ -10,6 +10,7 @@ import pytest
 import small_runs
 import tiny
 from PIL import Image
+from refusals import refuses
 
 from decent_jax.data import loader
 from decent_jax.data.images import crops, image_folder, prepare_images
@@ -28,12 +29,11 @@ def config_of(path, **changes):
 
 @pytest.fixture(scope="module")
 def layouts(tmp_path_factory):
-    """The same images as class folders, as ImageNet's archives, packed by us, and by TFDS."""
+    """The same images as class folders, as ImageNet's archives, and packed by us."""
     root = tmp_path_factory.mktemp("mini")
     for name, write in (
         ("folders", mini_imagenet.write_folders),
         ("archives", mini_imagenet.write_archives),
-        ("tfds", mini_imagenet.write_tfds),
     ):
         (root / name).mkdir()
         write(root / name)
@@ -57,21 +57,6 @@ def test_an_epoch_is_the_same_in_every_layout(layouts):
     )
     for name in ("archives", "packed"):
         jax.tree.map(np.testing.assert_array_equal, first_epoch(layouts[name]), wanted)
-    # TFDS stores images in an order of its own, so an epoch has another one: compare by name.
-    for split in ("train", "val"):
-        crops = [centre_crops(layouts[name], split) for name in layouts]
-        assert len(crops) == 4 and len(crops[0]) == 5 * (6 if split == "train" else 3)
-        for other in crops[1:]:
-            jax.tree.map(np.testing.assert_array_equal, other, crops[0])
-
-
-def centre_crops(path, split):
-    """{file name without folders: (label, pixels)}."""
-    files = image_folder.open_images(path, split)
-    source = crops.EvalImages(files, 24, 28)
-    names = [files[int(i)].name.rpartition("/")[2] for i in source.order]
-    assert len(set(names)) == len(files)  # each once
-    return {name: (source[i]["label"], source[i]["image"]) for i, name in enumerate(names)}
 
 
 @pytest.mark.slow
@@ -100,10 +85,8 @@ def test_a_damaged_image_ends_a_run_in_one_sentence_with_a_checkpoint(layouts, t
     victim = name_of_an_image_of_step(source, config, 2)
     path = folder / "train" / victim.split("/")[-2] / victim.split("/")[-1]
     path.write_bytes(path.read_bytes()[:-100])
-    message = f"{victim} cannot be decoded .*truncated.*prepare.*; a checkpoint of step"
-    with pytest.raises(TrainingFailed, match=message) as error:
+    with refuses(victim, "truncated", "prepare", error=TrainingFailed):
         tiny.run(config, tmp_path / "run")
-    assert "\n" not in str(error.value)
     assert tiny.saved_steps(tmp_path / "run")
     packed = tmp_path / "packed"
     prepare_images.prepare(folder, packed, workers=1)
@@ -114,7 +97,7 @@ def test_a_damaged_image_ends_a_run_in_one_sentence_with_a_checkpoint(layouts, t
 
 
 def test_too_few_images_for_a_batch_are_refused(layouts, tmp_path):
-    with pytest.raises(ConfigError, match=r"30 training images .* a batch of 32 for 2 replicas; "):
+    with refuses(30, 32, error=ConfigError):
         tiny.run(config_of(layouts["folders"], batch_size=32), tmp_path)
 
 

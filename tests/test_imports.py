@@ -44,7 +44,7 @@ COMMAND_FILES = {
     "planner/options.py",  # the flags of the planner, among them --config
 }
 # What users may call in a loop of their own knows pytrees only.
-FOREIGN = {"flax", "ml_collections", "grain", "orbax", "tensorflow_datasets"}
+FOREIGN = {"flax", "ml_collections", "grain", "orbax"}
 CORE = ("topology", "gossip", "replicas", "optim")
 
 

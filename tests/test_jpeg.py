@@ -1,7 +1,6 @@
-"""Decoding: every kind of file that is called .jpg, upright, whole or refused with a reason."""
+"""Decoding: every kind of file that is called .jpg, whole or refused with a reason."""
 
 import io
-import struct
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,11 +8,13 @@ import cv2
 import numpy as np
 import pytest
 import simplejpeg
-from PIL import Image, ImageOps
+from PIL import Image
+from refusals import refuses
 
 from decent_jax.data.images import jpeg
 
 KEEP_COLOURS = {"subsampling": 0, "quality": 95}  # so that all decoders agree
+EXIF = b"Exif\0\0II*\0\10\0\0\0\1\0\x12\1\3\0\1\0\0\0\6\0\0\0\0\0\0\0"  # turned by a quarter
 
 
 def picture(height=40, width=52, mode="RGB", seed=0):
@@ -31,7 +32,7 @@ def encoded(image, format="JPEG", **options):
 
 def by_pillow(data):
     with Image.open(io.BytesIO(data)) as image:
-        return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+        return np.asarray(image.convert("RGB"))
 
 
 def assert_close(pixels, wanted, atol=1):
@@ -39,68 +40,21 @@ def assert_close(pixels, wanted, atol=1):
     np.testing.assert_allclose(pixels.astype(int), np.asarray(wanted).astype(int), atol=atol)
 
 
-# --- orientation ----------------------------------------------------------------------------------
+# --- EXIF -----------------------------------------------------------------------------------------
 
 
-def exif(orientation, order="<"):
-    """EXIF data with two entries, as cameras write them."""
-    mark = {"<": b"II", ">": b"MM"}[order]
-    tiff = mark + struct.pack(order + "HIH", 42, 8, 2)
-    tiff += struct.pack(order + "HHIH2x", 0x0101, 3, 1, 40)
-    tiff += struct.pack(order + "HHIH2x", 0x0112, 3, 1, orientation) + bytes(4)
-    return b"Exif\x00\x00" + tiff
-
-
-@pytest.mark.parametrize("order", ["<", ">"])
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-def test_every_orientation(orientation, order, mode):
-    options = {"quality": 95} if mode == "L" else KEEP_COLOURS
-    data = encoded(picture(mode=mode), exif=exif(orientation, order), **options)
-    header = jpeg.read_header(data)
-    assert header.orientation == orientation
-    wanted = by_pillow(data)
-    assert (header.height, header.width) == wanted.shape[:2]
-    assert_close(jpeg.decode(data), wanted)
-    half = jpeg.decode(data, shrink=2, header=header)
-    assert half.shape[:2] == (-(-header.height // 2), -(-header.width // 2))
-    np.testing.assert_allclose(half, box_filter(wanted, 2), atol=12)
-
-
-def test_exif_behind_other_segments():
-    data = encoded(picture(), exif=exif(6), **KEEP_COLOURS)
-    photoshop = b"\xff\xed" + struct.pack(">H", 65535) + b"x" * 65533
-    moved = data[:2] + photoshop + data[2:]
-    assert jpeg.read_header(moved).orientation == 6
-    np.testing.assert_array_equal(jpeg.decode(moved), jpeg.decode(data))
-
-
-@pytest.mark.parametrize(
-    "damaged",
-    [
-        exif(0),
-        exif(9),
-        exif(65535),
-        exif(6)[:-10],
-        exif(6)[:12],
-        exif(6).replace(b"II", b"XX"),
-        b"Exif\x00\x00",
-        b"Exif\x00\x00II*\x00" + struct.pack("<I", 99999),
-        b"http://ns.adobe.com/xap/1.0/\x00" + exif(6),
-    ],
-)
 @pytest.mark.parametrize("mode", ["RGB", "CMYK"])
-def test_damaged_exif_is_not_the_picture(damaged, mode):
-    image = picture(mode=mode)
-    data = encoded(image, exif=damaged, **KEEP_COLOURS)
-    assert jpeg.read_header(data).orientation == 1
-    plain = encoded(image, **KEEP_COLOURS)
-    np.testing.assert_array_equal(jpeg.decode(data), jpeg.decode(plain))
+def test_pictures_are_read_as_they_are_stored(mode):
+    """As torchvision reads them: an orientation, even a damaged one, does not matter."""
+    plain = encoded(picture(mode=mode), **KEEP_COLOURS)
+    for exif in (EXIF, EXIF[:-10]):
+        data = encoded(picture(mode=mode), exif=exif, **KEEP_COLOURS)
+        np.testing.assert_array_equal(jpeg.decode(data), jpeg.decode(plain))
 
 
 def test_threads_leave_the_warning_filters_as_they_were():
     before = list(warnings.filters)
-    data = encoded(picture(mode="CMYK"), exif=exif(6)[:-10])
+    data = encoded(picture(mode="CMYK"), exif=EXIF[:-10])
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(jpeg.decode, [data] * 200))
     assert list(warnings.filters) == before
@@ -131,7 +85,7 @@ FILES = {
 def test_every_kind_of_file(kind):
     data = FILES[kind]()
     header = jpeg.read_header(data)
-    assert (header.height, header.width, header.orientation) == (40, 52, 1)
+    assert (header.height, header.width) == (40, 52)
     assert header.turbo == (kind in ("JPEG", "progressive", "grey", "stored as RGB"))
     assert_close(jpeg.decode(data), by_pillow(data))
 
@@ -202,8 +156,6 @@ def test_shrunk_pixels_are_means(shrink, subsampling):
 
 # --- files that are not whole ---------------------------------------------------------------------
 
-REASONS = r"^(is empty|is no image|cannot be decoded \(.+\))$"
-
 
 @pytest.mark.parametrize("kind", ["JPEG", "progressive", "CMYK", "PNG"])
 def test_truncated_at_any_length(kind):
@@ -212,15 +164,15 @@ def test_truncated_at_any_length(kind):
     lengths = {*range(0, len(data) - missing, 13), *range(len(data) - 40, len(data) - missing + 1)}
     for length in sorted(lengths):
         for shrink in (1, 8):
-            with pytest.raises(ValueError, match=REASONS):
+            with pytest.raises(ValueError):
                 jpeg.decode(data[:length], shrink=shrink)
 
 
 def test_no_image():
-    with pytest.raises(ValueError, match=r"^is empty$"):
+    with refuses("empty"):
         jpeg.read_header(b"")
     for data in (b"<html>Not found</html>", b"\xff", b"\xff\xd8\xff", bytes(1000)):
-        with pytest.raises(ValueError, match=r"^is no image$"):
+        with refuses("no image"):
             jpeg.read_header(data)
 
 

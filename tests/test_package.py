@@ -40,7 +40,7 @@ INSTALLED_AS = {  # top-level module: distributions
     module: {name.lower().replace("_", "-") for name in names}
     for module, names in importlib.metadata.packages_distributions().items()
 }
-WITH_OTHERS = {"jaxlib", "ml-dtypes", "absl-py", "array-record"}  # jax, jax; grain and TFDS
+WITH_OTHERS = {"jaxlib", "ml-dtypes", "absl-py", "array-record"}  # jax, jax; grain
 
 
 def test_a_reader_of_the_output_that_leaves_is_no_error(monkeypatch):

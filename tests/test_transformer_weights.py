@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from networks import assert_close, drawn
 from test_data_subwords import ODD, SAME
 
-from decent_jax.data.translation import exported_subwords, subwords
+from decent_jax.data.translation import subwords
 from decent_jax.models import transformer, transformer_weights
 from decent_jax.models.transformer import PAD, TransformerConfig
 
@@ -136,7 +136,7 @@ def test_transformers_loads_it_without_a_warning(tmp_path, norm):
 
 WORDS = {"new": 30, "words": 20, "Größe": 9, "über": 5, "newer": 4, "wordsworth": 3, "aaaa": 3}
 VOCABULARY = subwords.train(WORDS, 300)
-FILES = exported_subwords.hf_files(VOCABULARY, 64)
+FILES = subwords.hf_files(VOCABULARY, 64)
 
 
 @pytest.fixture(scope="module")

@@ -30,8 +30,8 @@ def write_data(folder: Path) -> Path:
     text = " ".join(words)
     tokenizer = tokenizers.load("bytes")
     with token_folder.TokenFolderWriter(folder, tokenizer) as writer:
-        writer.add("train", tokenizer.encode(text[: 400 * CONTEXT]), "words")
-        writer.add("val", tokenizer.encode(text[-20 * CONTEXT :]), "words")
+        writer.add("train", tokenizer.encode(text[: 400 * CONTEXT]))
+        writer.add("val", tokenizer.encode(text[-20 * CONTEXT :]))
         writer.commit()
     return folder
 

@@ -29,9 +29,6 @@ import numpy as np
 
 from decent_jax.ground.errors import DataError
 
-_SHOWN_REPLICAS = 8
-_SHOWN_CLASSES = 6
-_NAME_WIDTH = 14
 _IID_DRAWS = 16
 
 
@@ -109,39 +106,19 @@ class Partition:
         }
 
     def report(self) -> str:
-        """A paragraph and a table of the largest classes, in percent of a replica's records."""
+        """A paragraph for people."""
         left_out = f", {self.records_left_out} left out" if self.records_left_out else ""
         return (
             f"data.partition dirichlet, alpha {self.alpha:g}, over {len(self.class_names)} classes:"
             f" {self.num_replicas} replicas of {self.records_per_replica:,} records of their own"
             f"{left_out};\ntheir labels are {self.total_variation().mean():.2f} from the whole's in"
             f" total variation on average ({self.total_variation_iid():.2f} for records dealt out"
-            f" at random)\n{self._table()}"
+            " at random)"
         )
 
     def _shares(self) -> np.ndarray:
         """(n, K) the distribution of the labels of each replica."""
         return self.counts / self.records_per_replica
-
-    def _table(self) -> str:
-        shown = np.argsort(-self.class_sizes, kind="stable")[:_SHOWN_CLASSES]
-        others = len(self.class_names) > len(shown)
-        names = [_short(self.class_names[k]) for k in shown] + ["others"] * others
-        widths = [max(len(name), 6) for name in names]
-
-        def row(head, distribution):
-            cells = [100 * distribution[k] for k in shown]
-            cells += [100 - sum(cells)] * others
-            cells = [f"{abs(x):{width}.1f}" for x, width in zip(cells, widths, strict=True)]
-            return "  ".join([f"{head:>9}", *cells])
-
-        titles = [f"{name:>{width}}" for name, width in zip(names, widths, strict=True)]
-        lines = ["  ".join(["replica %", *titles])]
-        lines += [row(i, share) for i, share in enumerate(self._shares()[:_SHOWN_REPLICAS])]
-        if self.num_replicas > _SHOWN_REPLICAS:
-            lines.append(f"... and {self.num_replicas - _SHOWN_REPLICAS} replicas more")
-        lines.append(row("all", self.class_sizes / self.class_sizes.sum()))
-        return "\n".join(lines)
 
 
 def dirichlet(
@@ -199,8 +176,8 @@ def for_run(source, *, num_replicas: int, batch_size: int, alpha: float, seed: i
     if labels.min() == labels.max():
         name = f" ({class_names[labels[0]]})" if class_names is not None else ""
         raise DataError(
-            f"data.partition 'dirichlet' needs records of at least two classes or document"
-            f" sources, all {len(labels)} have the same{name}; set data.partition to 'iid'"
+            f"data.partition 'dirichlet' needs records of at least two classes, all {len(labels)}"
+            f" have the same{name}; set data.partition to 'iid'"
         )
     own, batch = len(labels) // num_replicas, batch_size // num_replicas
     if own < batch:
@@ -262,8 +239,3 @@ def _total_variation(counts: np.ndarray, class_sizes: np.ndarray) -> np.ndarray:
     """(rows,) distances of the distributions `counts` (rows, K) from the whole's."""
     shares = counts / counts.sum(axis=1, keepdims=True)
     return np.abs(shares - class_sizes / class_sizes.sum()).sum(axis=1) / 2
-
-
-def _short(name: str) -> str:
-    """The end of a name, the most telling part of a path."""
-    return name if len(name) <= _NAME_WIDTH else "…" + name[1 - _NAME_WIDTH :]

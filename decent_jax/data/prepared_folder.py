@@ -10,8 +10,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -23,7 +22,7 @@ from decent_jax.ground.json_files import read_json, write_atomic
 from decent_jax.ground.replaceable import check_removable
 
 _LOCK = "owner.lock"
-_LISTED_FILES = 1000  # a manifest names at most this many inputs
+LISTED_FILES = 1000  # a manifest names at most this many inputs
 _YOUNG_S = 60.0  # a draft this young may not have its lock yet
 
 
@@ -213,31 +212,14 @@ def recorded(path: Path) -> dict[str, Any]:
     return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256}
 
 
-def inputs_entry(files: Sequence[tuple[str, Path]], threads: int) -> dict[str, Any]:
-    """The entry of a manifest about what was read; one hash covers all of it.
-
-    Args:
-      files: the name of each in the manifest, and its path.
-      threads: that read them.
-
-    Raises:
-      DataError: one cannot be read.
-    """
-    paths = [path for _, path in files]
-    with one_sentence("the input"), ThreadPoolExecutor(threads) as pool:
-        hashes = list(pool.map(sha256_file, paths))
-        sizes = [path.stat().st_size for path in paths]
-    entries = [
-        {"name": name, "bytes": size, "sha256": sha256}
-        for (name, _), size, sha256 in zip(files, sizes, hashes, strict=True)
-    ]
-    lines = "".join(f"{entry['sha256']}  {entry['name']}\n" for entry in entries)
-    return {
-        "files": len(files),
-        "bytes": sum(sizes),
-        "sha256_of_list": hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest(),
-        "list": entries[:_LISTED_FILES],
-    }
+def check_size(path: Path, wanted: int) -> None:
+    """DataError where a file of a prepared folder has not as many bytes as its manifest says."""
+    with one_sentence(path):
+        size = path.stat().st_size
+    if size != wanted:
+        raise DataError(
+            f"{path}: has {size} bytes, its manifest says {wanted}; prepare the data again"
+        )
 
 
 def chosen(digest: bytes, share: float) -> bool:

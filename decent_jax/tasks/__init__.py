@@ -53,31 +53,33 @@ def find(name: str) -> TaskModule:
     if not isinstance(path, str):
         return _checked(path, name)
     if "." not in path and not (path.isidentifier() and importlib.util.find_spec(path)):
-        raise ConfigError(
-            f"task must be one of {', '.join(TASKS)}, or a module of your own, such as 'mytask' or "
-            f"'mypackage.mytask', got {name!r}",
-            field="task",
-            value=name,
+        why = (
+            f"must be one of {', '.join(TASKS)}, or a module of your own, such as 'mytask' or "
+            "'mypackage.mytask'"
         )
+        raise ConfigError.about("task", name, why)
     return _checked(module_named(path, "task"), name)
 
 
 def _checked(module: Any, name: str) -> TaskModule:
-    about = {"field": "task", "value": name}
+    fields = getattr(module, "FIELDS", None)
     for member in ("validate", "make"):
         if not callable(getattr(module, member, None)):
-            raise ConfigError(
-                f"task: {name!r} has no function {member!r}, so it is no task", **about
-            )
-    fields = getattr(module, "FIELDS", None)
+            raise ConfigError.about("task", name, f"must have a function {member!r}")
     if not isinstance(fields, Mapping) or not all(
         str(key).startswith(("model.", "data.")) and isinstance(field, Field)
         for key, field in fields.items()
     ):
-        raise ConfigError(
-            f"task: FIELDS of {name!r} must map names such as 'model.width' to Field", **about
-        )
+        why = "must have FIELDS that map names such as 'model.width' to Field"
+        raise ConfigError.about("task", name, why)
     return cast(TaskModule, module)
+
+
+def check_iid(config: ConfigDict) -> None:
+    """Refuses a partition of data that have no labels."""
+    if config.data.partition != "iid":
+        why = f"must be 'iid' for {config.task}, whose records have no labels"
+        raise ConfigError.about("data.partition", config.data.partition, why)
 
 
 def impossible_model(config: ConfigDict, error: ValueError) -> ConfigError:

@@ -55,12 +55,11 @@ FIELDS = {
     "data.path": Field(
         GENERATED,
         "folder with train/<class>/*.jpg, with ImageNet's archives, or made by `decent-jax prepare "
-        'images` or TFDS; "generated": pictures drawn at the start',
+        'images`; "generated": pictures drawn at the start',
     ),
     "data.image_size": Field(32, "pixels, sides of a training image", at_least=16, at_most=2**14),
     "data.flip": Field(True, "mirror every other training image"),
     "data.shift": Field(0, "pixels to move training images by", at_least=0, at_most=2**14),
-    "data.mixup": Field(0.0, "mix pairs of images by a share of Beta(mixup, mixup)", at_least=0),
     # Of a folder.
     "data.crop": Field(
         "resized",
@@ -77,7 +76,6 @@ FIELDS = {
         at_least=0,
         at_most=2**14,
     ),
-    "data.trivial_augment": Field(False, "distort each training image by one random operation"),
     # Of the generator.
     "data.train_images": Field(20000, "generated for training", at_least=1),
     "data.val_images": Field(2000, "generated for validation", at_least=1),
@@ -95,39 +93,24 @@ def validate(config: ConfigDict) -> None:
     data = config.data
     size, resize = eval_sizes(data)
     if resize < size:
-        raise ConfigError(
-            f"data.eval_resize must be at least the crop of {size} pixels (data.eval_size), got "
-            f"{resize}",
-            field="data.eval_resize",
-            value=resize,
-        )
+        why = f"must be at least the crop of {size} pixels (data.eval_size)"
+        raise ConfigError.about("data.eval_resize", resize, why)
     generated = data.path == GENERATED
     if not generated and not Path(data.path).is_dir():
-        raise ConfigError(
-            f"data.path: there is no folder {data.path!r}; name one with train/<class>/*.jpg, with "
-            "ImageNet's archives, or made by `decent-jax prepare images`, or "
-            f"{GENERATED!r}",
-            field="data.path",
-            value=data.path,
+        why = (
+            "must be a folder with train/<class>/*.jpg, with ImageNet's archives or made by "
+            f"`decent-jax prepare images`, or {GENERATED!r}"
         )
+        raise ConfigError.about("data.path", data.path, why)
     if data.shift > data.image_size:
-        raise ConfigError(
-            f"data.shift must be at most data.image_size, {data.image_size}, got {data.shift}",
-            field="data.shift",
-            value=data.shift,
-        )
+        why = f"must be at most data.image_size, {data.image_size}"
+        raise ConfigError.about("data.shift", data.shift, why)
     if generated:
         images = data.train_images + data.val_images
         machine.check_memory(
             3 * images * data.image_size**2,
             f"{images} images (data.train_images and val_images) of {data.image_size} pixels",
         )
-        if data.trivial_augment:
-            raise ConfigError(
-                "data.trivial_augment must be False for generated pictures, got True",
-                field="data.trivial_augment",
-                value=True,
-            )
     model_config(config, len(generated_images.CLASS_NAMES))
 
 
@@ -181,12 +164,7 @@ def make(config: ConfigDict, workdir: Path, announce: Callable) -> "ImageClassif
             )
         return ImageClassification(
             config,
-            crops.TrainImages(
-                train,
-                data.image_size,
-                whole=data.crop == "whole",
-                trivial_augment=data.trivial_augment,
-            ),
+            crops.TrainImages(train, data.image_size, whole=data.crop == "whole"),
             crops.EvalImages(val, *eval_sizes(data)),
         )
     with announce(f"drawing {data.train_images + data.val_images} pictures"):
@@ -218,7 +196,6 @@ class ImageClassification(Task):
         self.config = model_config(config, len(self.class_names))
         self.label_smoothing = config.model.label_smoothing
         self.flip, self.shift = config.data.flip, config.data.shift
-        self.mixup = config.data.mixup
         self.flops_per_example = float(resnet.flops_per_image(self.config, config.data.image_size))
         self.mixes_state = config.model.batch_norm_consensus == "mix"
         recomputes = config.model.batch_norm_consensus == "recompute"
@@ -230,15 +207,9 @@ class ImageClassification(Task):
     def loss(self, params, model_state, batch, key):
         images = normalize(batch["image"])
         images = augment(key, images, flip=self.flip, shift=self.shift)
-        pairs = [(1.0, batch["label"])]
-        if self.mixup:
-            images, *pairs = mix_up(jax.random.fold_in(key, 1), images, batch["label"], self.mixup)
         logits, new_state = resnet.train_logits(self.config, params, model_state, images)
-        losses = [
-            share * cross_entropy(logits, labels, self.label_smoothing).mean()
-            for share, labels in pairs
-        ]
-        return sum(losses, jnp.float32(0)), _unless_not_finite(new_state, model_state)
+        loss = cross_entropy(logits, batch["label"], self.label_smoothing).mean()
+        return loss, _unless_not_finite(new_state, model_state)
 
     def evaluate(self, params, model_state, batch, weights):
         images, labels = normalize(batch["image"]), batch["label"]
@@ -314,26 +285,6 @@ def augment(key: jax.Array, images: jax.Array, *, flip: bool, shift: int) -> jax
             lambda image, corner: jax.lax.dynamic_slice(image, (corner[0], corner[1], 0), shape)
         )(padded, corners)
     return images
-
-
-def mix_up(key: jax.Array, images: jax.Array, labels: jax.Array, alpha: float):
-    """Images of which each is a mixture of two (Zhang et al., 2018, arXiv:1710.09412).
-
-    With one share l of Beta(alpha, alpha) for all: ``x_i <- l x_i + (1 - l) x_{B-1-i}``, and the
-    loss is mixed in the same way.
-
-    Args:
-      key: draws the share.
-      images: ``(B, H, W, C)`` floats.
-      labels: ``(B,)`` integers.
-      alpha: above 0.
-
-    Returns:
-      images: of the same shape, and twice ``(share (), labels (B,))``.
-    """
-    share = jax.random.beta(key, alpha, alpha)
-    mixed = share * images + (1 - share) * images[::-1]
-    return mixed, (share, labels), (1 - share, labels[::-1])
 
 
 def ranks_of(logits: jax.Array, labels: jax.Array) -> jax.Array:

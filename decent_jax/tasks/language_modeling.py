@@ -20,7 +20,7 @@ from decent_jax.ground.fields import Field, size_of_preset
 from decent_jax.ground.progress import announce as announce_on_stderr
 from decent_jax.models import decoder_weights, decoders, generate
 from decent_jax.models.pieces import cross_entropy
-from decent_jax.tasks import Task, TrainedRun, impossible_model, opened
+from decent_jax.tasks import Task, TrainedRun, check_iid, impossible_model
 
 STDLIB = "stdlib"
 _STDLIB_VOCAB = 256  # bytes
@@ -70,25 +70,16 @@ FIELDS = {
 def validate(config: ConfigDict) -> None:
     """Raises ConfigError for a missing data folder, an impossible shape, a wrong vocabulary."""
     path, init_from = config.data.path, config.model.init_from
+    check_iid(config)
     if init_from and not Path(init_from).is_file():
-        raise ConfigError(
-            f"model.init_from: there is no file {init_from!r}",
-            field="model.init_from",
-            value=init_from,
-        )
+        raise ConfigError.about("model.init_from", init_from, "must be a file")
     if not path:
-        raise ConfigError(
-            "data.path is empty: name a folder made by `decent-jax prepare text`, or 'stdlib'",
-            field="data.path",
-            value="",
-        )
+        why = f"must be a folder made by `decent-jax prepare text`, or {STDLIB!r}"
+        raise ConfigError.about("data.path", path, why)
     vocab_size = _STDLIB_VOCAB
     try:
         if path != STDLIB:
-            tokenizer, train, _ = _open(path, config.model.context)
-            vocab_size = _vocab_size(tokenizer)
-            if config.data.partition != "iid":
-                _ = train.labels  # DataError where the folder has none
+            vocab_size = _vocab_size(_open(Path(path), config.model.context)[0])
         model_config(config, vocab_size)
     except DataError as error:
         raise ConfigError(f"data.path: {error}", field="data.path", value=path) from None
@@ -100,19 +91,13 @@ def model_config(config: ConfigDict, tokenizer_vocab: int) -> decoders.Config:
     preset = decoders.PRESETS[model.preset]
     vocab_size = model.vocab_size or tokenizer_vocab
     if vocab_size < tokenizer_vocab:
-        raise ConfigError(
-            f"model.vocab_size {vocab_size} is smaller than the tokenizer's {tokenizer_vocab}",
-            field="model.vocab_size",
-            value=vocab_size,
-        )
+        why = f"must be at least the tokenizer's {tokenizer_vocab}"
+        raise ConfigError.about("model.vocab_size", vocab_size, why)
     has = {field.name for field in dataclasses.fields(preset)}
     for name in ("kv_heads", "hidden", "dropout"):
         if model[name] and name not in has:
-            raise ConfigError(
-                f"model.{name}: the model of preset {model.preset!r} has none, got {model[name]}",
-                field=f"model.{name}",
-                value=model[name],
-            )
+            why = f"must be 0, because the model of preset {model.preset!r} has none"
+            raise ConfigError.about(f"model.{name}", model[name], why)
     shape = ("layers", "heads", "kv_heads", "width", "hidden")  # 0: the preset's
     rest = ("context", "bias", "dropout", "dtype", "remat", "attention", "init_std")
     given = {name: model[name] for name in shape if model[name]}
@@ -133,11 +118,8 @@ def count_parameters(config: ConfigDict) -> tuple[int, int, int]:
       ConfigError: the vocabulary's size is known only from the data.
     """
     if not config.model.vocab_size and config.data.path != STDLIB:
-        raise ConfigError(
-            "model.vocab_size of the config comes from the data; give --parameters instead",
-            field="model.vocab_size",
-            value=0,
-        )
+        why = "comes from the data; give --parameters instead"
+        raise ConfigError.about("model.vocab_size", 0, why)
     model = model_config(config, config.model.vocab_size or _STDLIB_VOCAB)
     shapes = [leaf.shape for leaf in jax.tree.leaves(decoders.shapes(model))]
     rows = sum(math.prod(shape[:-1]) for shape in shapes)
@@ -304,11 +286,8 @@ def sample(
         raise DataError("the run's token folder has no manifest.json that names its tokenizer")
     _check_memory(config, tokens, samples)
     if top_k > config.vocab_size:
-        raise ConfigError(
-            f"top_k must be at most {config.vocab_size}, the model's vocabulary, got {top_k}",
-            field="top_k",
-            value=top_k,
-        )
+        why = f"must be at most {config.vocab_size}, the model's vocabulary"
+        raise ConfigError.about("top_k", top_k, why)
     with announce_on_stderr("loading the model"):
         model = _saved(run, tokenizer, config)
     with announce_on_stderr("sampling"):
@@ -347,7 +326,6 @@ def _check_memory(config: decoders.Config, tokens: int, samples: int) -> None:
 # --- The token folder ---------------------------------------------------------------------------
 
 
-@opened.once
 def _open(folder: Path, context: int) -> tuple:
     """(tokenizer or None, training windows, validation windows)."""
     paths = [folder / f"{name}.bin" for name in token_folder.SPLITS]

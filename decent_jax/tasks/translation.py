@@ -13,18 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from decent_jax.data.translation import exported_subwords, number_words, subwords
+from decent_jax.data.translation import number_words, subwords
 from decent_jax.data.translation.pair_folder import PairBlocks, TranslationPairs
 from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.fields import Field, size_of_preset
 from decent_jax.ground.progress import announce as announce_on_stderr
 from decent_jax.models import transformer, transformer_weights
 from decent_jax.models.pieces import cross_entropy
-from decent_jax.tasks import Task, TrainedRun, impossible_model, opened
+from decent_jax.tasks import Task, TrainedRun, check_iid, impossible_model
 from decent_jax.tasks.translator import ALPHA, BEAM, LONGEST, Translator, bleu, meteor
 
 NUMBERS = "numbers"
-AVERAGES = ("all", "replica")
 
 _SHOWN = 5  # translations at the end
 
@@ -43,12 +42,6 @@ FIELDS = {
     "model.attention": Field("auto", "xla, cudnn, or auto: cudnn where it can, else xla"),
     "model.label_smoothing": Field(
         0.1, "smoothing in the training loss; the validation loss has none", at_least=0, below=1
-    ),
-    "model.loss_average": Field(
-        "all",
-        "a replica's loss is its sum over real target tokens divided by their number: all: the "
-        "mean over replicas, so that each token weighs the same; replica: the replica's own",
-        choices=AVERAGES,
     ),
     "data.path": Field(
         "",
@@ -70,26 +63,14 @@ def validate(config: ConfigDict) -> None:
     """Raises ConfigError for missing data or an impossible shape."""
     data = config.data
     if config.micro_batches != 1:
-        raise ConfigError(
-            "micro_batches must be 1 for translation, whose batches have several shapes; use a "
-            f"smaller batch_size, got {config.micro_batches}",
-            field="micro_batches",
-            value=config.micro_batches,
+        why = (
+            "must be 1 for translation, whose batches have several shapes; use a smaller batch_size"
         )
-    if data.partition != "iid":
-        raise ConfigError(
-            "data.partition must be 'iid' for translation, whose pairs have no labels, got "
-            f"{data.partition!r}",
-            field="data.partition",
-            value=data.partition,
-        )
+        raise ConfigError.about("micro_batches", config.micro_batches, why)
+    check_iid(config)
     if not data.path:
-        raise ConfigError(
-            "data.path is empty: name a folder made by `decent-jax prepare translation`, "
-            f"or {NUMBERS!r}",
-            field="data.path",
-            value="",
-        )
+        why = f"must be a folder made by `decent-jax prepare translation`, or {NUMBERS!r}"
+        raise ConfigError.about("data.path", data.path, why)
     size = 1000
     if data.path != NUMBERS:
         try:
@@ -131,8 +112,7 @@ def make(config: ConfigDict, workdir: Path, announce: Callable) -> "Translation"
     return task
 
 
-@opened.once
-def _open(folder: Path) -> tuple[TranslationPairs, TranslationPairs]:
+def _open(folder: str | Path) -> tuple[TranslationPairs, TranslationPairs]:
     train, val = TranslationPairs(folder, "train"), TranslationPairs(folder, "val")
     train.check()
     val.check()
@@ -172,7 +152,7 @@ class Translation(Task):
     def __init__(self, config: ConfigDict, folder: Path):
         train, val = _open(folder)
         _check_batch(config, train)
-        self.train_source = BucketedPairs(train, config.data.shapes, config.model.loss_average)
+        self.train_source = BucketedPairs(train, config.data.shapes)
         self.eval_source = BucketedPairs(val, config.data.shapes)
         self.vocabulary = train.vocabulary
         self.languages = train.languages
@@ -302,7 +282,7 @@ def export(run: TrainedRun, out: Path) -> str:
         "max_new_tokens": LONGEST,
         "suppress_tokens": [transformer.PAD, transformer.START],
     }
-    files = exported_subwords.hf_files(model.vocabulary, LONGEST)
+    files = subwords.hf_files(model.vocabulary, LONGEST)
     files["generation_config.json"] = (json.dumps(generation, indent=2) + "\n").encode()
     for name, content in files.items():
         out.with_name(name).write_bytes(content)
@@ -327,11 +307,10 @@ class BucketedPairs:
     Args:
       pairs: of a split.
       shapes: of batches, at most.
-      average: "all" or "replica", see `FIELDS`.
     """
 
-    def __init__(self, pairs: TranslationPairs, shapes: int, average: str = "all"):
-        self.pairs, self.shapes, self.average = pairs, shapes, average
+    def __init__(self, pairs: TranslationPairs, shapes: int):
+        self.pairs, self.shapes = pairs, shapes
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -340,7 +319,7 @@ class BucketedPairs:
     def train_blocks(self, num_replicas: int, tokens: int, seed: int) -> "TrainBlocks":
         """Training batches: shuffled, without end."""
         sizes = {"tokens": tokens, "num_replicas": num_replicas, "shapes": self.shapes}
-        return TrainBlocks(self.pairs, self.average, seed=seed, **sizes)
+        return TrainBlocks(self.pairs, seed=seed, **sizes)
 
     @functools.cache  # noqa: B019
     def eval_blocks(self, num_replicas: int, tokens: int) -> PairBlocks:
@@ -350,22 +329,17 @@ class BucketedPairs:
 
 
 class TrainBlocks(PairBlocks):
-    """`PairBlocks` with ``share``, the weight of each token of a row, instead of ``weight``."""
+    """`PairBlocks` with ``share``, the weight of each token of a row, instead of ``weight``.
 
-    def __init__(self, pairs: TranslationPairs, average: str, **options: Any):
-        super().__init__(pairs, **options)
-        self.average = average
+    A replica's loss is its sum over real target tokens divided by the mean of their number over
+    replicas, so that each token of a step weighs the same.
+    """
 
     def block(self, step: int, replica: int) -> dict[str, np.ndarray]:
         """The block of a replica at a step."""
-        block = super().block(step, replica)
-        counted = range(self.batches.num_replicas) if self.average == "all" else [replica]
-        tokens = sum(self._target_tokens(step, r) for r in counted) / len(counted)
-        block["share"] = block.pop("weight") / np.float32(max(tokens, 1))
-        return block
-
-    def _target_tokens(self, step: int, replica: int) -> int:
-        """Target tokens of a replica's real rows, the end counted."""
-        rows = self.indices(step, replica)
+        block, replicas = super().block(step, replica), self.batches.num_replicas
+        rows = np.concatenate([self.indices(step, r) for r in range(replicas)])
         rows = rows[rows >= 0]
-        return int(self.pairs.lengths[rows, 1].sum(dtype=np.int64)) + len(rows)
+        tokens = self.pairs.lengths[rows, 1].sum(dtype=np.int64) + len(rows)  # the end counted
+        block["share"] = block.pop("weight") / np.float32(max(tokens / replicas, 1))
+        return block

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import cv2
 import numpy as np
 
-from decent_jax.data.images import jpeg, trivial_augment
+from decent_jax.data.images import jpeg
 from decent_jax.ground.errors import DataError
 
 AREA = (0.08, 1.0)  # of a training crop, as a share of the picture's
@@ -42,17 +42,15 @@ class TrainImages:
       size: height and width of a training image, pixels.
       whole: take the largest centred square instead of a random part, for images that are small
         and are moved later.
-      trivial_augment: distort each image by one random operation, see `trivial_augment`.
     """
 
-    def __init__(self, files, size: int, *, whole: bool = False, trivial_augment: bool = False):
+    def __init__(self, files, size: int, *, whole: bool = False):
         self.files, self.size, self.whole = files, size, whole
-        self.trivial_augment = trivial_augment
         self.class_names = files.class_names
 
     @property
     def labels(self) -> np.ndarray:
-        """(N,) int64; a TFDS folder has to read all records for them."""
+        """(N,) int64."""
         return self.files.labels
 
     def __len__(self) -> int:
@@ -77,8 +75,6 @@ class TrainImages:
                 header = jpeg.read_header(record.data)
                 box = random_box(random, header.height, header.width)
                 image = crop(record.data, box, self.size, header=header)
-        if self.trivial_augment:
-            image = trivial_augment.trivial_augment(image, random)
         return {"image": image, "label": np.int32(record.label)}
 
 

@@ -1,16 +1,15 @@
-"""Labelled images as files, in any of four layouts: the bytes, a label and a name by index.
+"""Labelled images as files, in any of three layouts: the bytes, a label and a name by index.
 
 `open_images` recognises the layout. ImageNet, and any data set like it, may be stored as class
-folders, as the original archives, as a prepared folder of ours or as one of TFDS.
+folders, as the original archives or as a prepared folder of ours.
 
 Classes are numbered in the order of their names (code points), and the images of a class come in
 the order of theirs, one class after another. So every layout of the same data gives the same
-record at the same index with the same label, except TFDS, which stores records shuffled.
+record at the same index with the same label.
 """
 
 import operator
 import os
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -53,33 +52,27 @@ class ImageFiles:
       path: the folder.
       split: "train" or "val".
       class_names: (K,) strings, those of the training set in both splits.
-      layout: "class folders", "flat folder", "archive", "prepared" or "TFDS".
+      labels: (N,) int64, indices into `class_names`.
+      layout: "class folders", "flat folder", "archive" or "prepared".
     """
 
     def __init__(self, path: str, split: str, storage):
         self.path = path
         self.split = split
         self.class_names: tuple[str, ...] = storage.class_names
+        self.labels: np.ndarray = storage.labels
         self.layout: str = storage.layout
         self._storage = storage
-
-    @property
-    def labels(self) -> np.ndarray:
-        """(N,) int64, indices into `class_names`. Only TFDS has to read all records for them."""
-        return self._storage.labels
 
     def __len__(self) -> int:
         return len(self._storage)
 
     def __getitem__(self, index: int) -> EncodedImage:
         """DataError where the file is gone, unreadable or, in an archive or shard, damaged."""
-        return EncodedImage(*self._storage.read(self._checked(index)))
-
-    def _checked(self, index: int) -> int:
         index = operator.index(index)
         if not 0 <= index < len(self):
             raise IndexError(f"image {index} of {len(self)}")
-        return index
+        return EncodedImage(*self._storage.read(index))
 
     def __repr__(self) -> str:
         return (
@@ -96,8 +89,6 @@ def open_images(path: str | Path, split: str) -> ImageFiles:
       .png, in capitals or not. Hidden files and folders are ignored.
     * archives: `ILSVRC2012_img_train.tar` and `ILSVRC2012_img_val.tar` as ImageNet distributes
       them, or `train.tar` and `val.tar` with members `CLASS/NAME.jpg`.
-    * TFDS: a data set with `image` and `label` as array_record: its version folder, or one above
-      that holds no other. Its records keep their stored order.
 
     The splits may have different layouts. ImageNet's validation images without class folders, in
     an archive or as `val/*.JPEG`, get their classes from `ILSVRC2012_devkit_t12.tar.gz` (or the
@@ -125,8 +116,6 @@ def _storage(path: str, split: str):
     if os.path.exists(os.path.join(path, "manifest.json")):
         return array_records.PreparedImages(path, split)
     places = {name: _place(path, name) for name in SPLITS}
-    if not any(places.values()):
-        return array_records.TfdsImages(_tfds_folder(path), split)
     for name in ("train", split):
         if not places[name]:
             tried = [f"{folder}/" for folder in _FOLDERS[name]] + list(_ARCHIVES[name])
@@ -138,17 +127,14 @@ def _storage(path: str, split: str):
     found = _index(place, split)
     flat = set(found) == {""} and bool(found[""].names)
     if split == "train":
-        _check_classes(place, found)
         class_names = sorted(found)
     else:
         class_names = _class_names(places["train"])
         if flat:
             found = _by_ground_truth(place, found[""])
-        _check_classes(place, found)
-        _check_known(place, sorted(found), class_names)
-    if os.path.isfile(place):
-        return _ArchiveStorage(place, split, class_names, found)
-    return _FolderStorage(place, split, class_names, found, flat)
+    _check_classes(place, found)
+    _check_known(place, sorted(found), class_names)
+    return _Files(place, split, class_names, found, flat)
 
 
 def _place(path: str, split: str) -> str:
@@ -157,24 +143,6 @@ def _place(path: str, split: str) -> str:
     archives = (os.path.join(path, name) for name in _ARCHIVES[split])
     found = [*filter(os.path.isdir, folders), *filter(os.path.isfile, archives)]
     return found[0] if found else ""
-
-
-def _tfds_folder(path: str) -> Path:
-    """The one TFDS version folder at or below `path`."""
-    here = Path(path)
-    patterns = ("dataset_info.json", "*/dataset_info.json", "*/*/dataset_info.json")
-    found = [info.parent for pattern in patterns for info in sorted(here.glob(pattern))]
-    found = [folder for folder in found if (folder / "features.json").exists()]
-    if not found:
-        raise DataError(
-            f"{path}: holds no images in a known layout; looked for class folders train/CLASS/*.jpg"
-            " and val/CLASS/*.jpg, the archives ILSVRC2012_img_train.tar or train.tar, a prepared"
-            " folder (manifest.json) and a TFDS folder (dataset_info.json and features.json)"
-        )
-    if len(found) > 1:
-        names = ", ".join(str(folder.relative_to(here)) for folder in found[:3])
-        raise DataError(f"{path}: holds {len(found)} TFDS folders ({names}); give one of them")
-    return found[0]
 
 
 def _index(place: str, split: str) -> dict[str, Members]:
@@ -248,88 +216,39 @@ def _images(folder: str) -> list[str]:
         return sorted(entry.name for entry in entries if is_image(entry.name) and entry.is_file())
 
 
-class _Storage:
-    """The index of images in files: the label of each, and its name without the class."""
+class _Files:
+    """A storage of files in class folders, all in one folder, or in a tar file."""
 
-    layout: str
-
-    def __init__(self, place: str, split: str, class_names, found: dict[str, Members]):
+    def __init__(self, place: str, split: str, class_names, found: dict[str, Members], flat: bool):
         self.class_names = tuple(class_names)
         members = [found.get(name, Members([])) for name in class_names]
         names = [name for own in members for name in own.names]
         self.labels = np.repeat(np.arange(len(members)), [len(own.names) for own in members])
+        is_archive = os.path.isfile(place)
+        self.layout = "archive" if is_archive else "flat folder" if flat else "class folders"
         self._place, self._split = place, split
         # as Python strings, ImageNet's would take 100 MB
-        self._names = np.array(
-            [name.encode("utf-8", "surrogateescape") for name in names], np.bytes_
-        )
+        self._names = np.array([os.fsencode(name) for name in names], np.bytes_)
         self._places = np.concatenate([own.places for own in members])
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def name(self, index: int) -> str:
-        class_name = self.class_names[self.labels[index]]
-        return f"{self._split}/{class_name}/{self._file_name(index)}"
-
-    def _file_name(self, index: int) -> str:
-        return self._names[index].decode("utf-8", "surrogateescape")
-
-    def _read(self, index: int) -> bytes:
-        raise NotImplementedError
-
     def read(self, index: int) -> tuple[bytes, int, str]:
-        return self._read(index), int(self.labels[index]), self.name(index)
-
-
-class _FolderStorage(_Storage):
-    """Files in class folders, or all in one folder."""
-
-    def __init__(self, place: str, split: str, class_names, found, flat: bool = False):
-        super().__init__(place, split, class_names, found)
-        self.layout = "flat folder" if flat else "class folders"
-        self._flat = flat
-
-    def _read(self, index: int) -> bytes:
-        path = self._path(index)
-        with one_sentence(path), open(path, "rb", buffering=0) as file:
-            return file.read()
-
-    def _path(self, index: int) -> str:
-        folder = "" if self._flat else self.class_names[self.labels[index]]
-        return os.path.join(self._place, folder, self._file_name(index))
-
-
-class _ArchiveStorage(_Storage):
-    """Pieces of a tar file."""
-
-    layout = "archive"
-
-    def __init__(self, place: str, split: str, class_names, found):
-        super().__init__(place, split, class_names, found)
-        self._file = _SharedFile(place)
-
-    def _read(self, index: int) -> bytes:
+        """(data, label, name) of an image."""
+        label, name = int(self.labels[index]), os.fsdecode(self._names[index])
+        class_name = self.class_names[label]
+        record = label, f"{self._split}/{class_name}/{name}"
+        if self.layout != "archive":
+            folder = "" if self.layout == "flat folder" else class_name
+            path = os.path.join(self._place, folder, name)
+            with one_sentence(path), open(path, "rb", buffering=0) as file:
+                return file.read(), *record
         offset, size = self._places[index].tolist()
-        with one_sentence(self._place):
-            data = os.pread(self._file.fileno(), size, offset)
+        with one_sentence(self._place), open(self._place, "rb", buffering=0) as file:
+            data = os.pread(file.fileno(), size, offset)
         if len(data) < size:
             raise DataError(
-                f"{self._place}: is cut short, {self.name(index)} cannot be read; fetch it again"
+                f"{self._place}: is cut short, {record[1]} cannot be read; fetch it again"
             )
-        return data
-
-
-class _SharedFile:
-    """A file for `pread` by all threads; another process that unpickles it opens it again."""
-
-    def __init__(self, path: str):
-        self._path = path
-        self._fd = os.open(path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._fd)
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def __reduce__(self):
-        return _SharedFile, (self._path,)
+        return data, *record

@@ -12,7 +12,6 @@ an error: a truncated photograph would otherwise be half grey.
 """
 
 import io
-import struct
 import threading
 import warnings
 from typing import NamedTuple
@@ -25,21 +24,15 @@ SHRINKS = (8, 4, 2, 1)
 
 _MOST_PIXELS = 1 << 26  # Pillow needs 11 bytes for each while it decodes
 
-_APP1, _START_OF_SCAN = 0xE1, 0xDA  # the segment that holds EXIF data, and that before pixels
-_EXIF = b"Exif\x00\x00"
-_BYTE_ORDERS = {b"II": "<", b"MM": ">"}  # of TIFF
-_ORIENTATION = 0x0112  # of TIFF, 1 to 8
-
 _opening = threading.Lock()  # warnings.catch_warnings is not thread-safe
 
 
 class Header(NamedTuple):
-    """What is known before decoding; the size is that of the upright picture."""
+    """What is known before decoding."""
 
     height: int  # pixels
     width: int
     turbo: bool  # whether libjpeg-turbo decodes it
-    orientation: int  # EXIF's: 1 upright, 2 to 8 mirrored, turned or both
 
 
 def read_header(data: bytes) -> Header:
@@ -53,14 +46,11 @@ def read_header(data: bytes) -> Header:
             (width, height), turbo = image.size, False
     if height * width > _MOST_PIXELS:
         raise ValueError(f"has {width} x {height} pixels, more than {_MOST_PIXELS}")
-    orientation = _orientation(data)
-    if orientation >= 5:
-        height, width = width, height
-    return Header(height, width, turbo, orientation)
+    return Header(height, width, turbo)
 
 
 def decode(data: bytes, *, shrink: int = 1, header: Header | None = None) -> np.ndarray:
-    """The picture, upright, in RGB.
+    """The picture in RGB, as it is stored: an EXIF orientation is not looked at, as in torchvision.
 
     Args:
       data: an image file.
@@ -75,23 +65,18 @@ def decode(data: bytes, *, shrink: int = 1, header: Header | None = None) -> np.
     """
     header = header or read_header(data)
     pixels = _decode_turbo(data, shrink, header) if header.turbo else None
-    if pixels is None:
-        pixels = _decode_pillow(data, shrink)
-    return _upright(pixels, header.orientation)
+    return _decode_pillow(data, shrink) if pixels is None else pixels
 
 
 def _decode_turbo(data: bytes, shrink: int, header: Header) -> np.ndarray | None:
-    """The picture as stored, or None if the file may not be whole."""
-    height, width = header.height, header.width
-    if header.orientation >= 5:
-        height, width = width, height
+    """The picture, or None if the file may not be whole."""
     try:
         return simplejpeg.decode_jpeg(
             data,
             "RGB",
             fastupsample=True,
-            min_height=-(-height // shrink),
-            min_width=-(-width // shrink),
+            min_height=-(-header.height // shrink),
+            min_width=-(-header.width // shrink),
         )
     except ValueError:
         return None
@@ -122,48 +107,3 @@ def _open(data: bytes) -> Image.Image:
 
 def _reason(error: Exception) -> str:
     return f"cannot be decoded ({error})"
-
-
-def _orientation(data: bytes) -> int:
-    """The EXIF orientation of a JPEG file, 1 where there is none or it is not valid.
-
-    Read by hand in 4 us; Pillow's `getexif` takes 103.
-    """
-    try:
-        value = _orientation_in(_exif(data))
-    except (IndexError, KeyError, struct.error):
-        return 1
-    return value if value in range(1, 9) else 1
-
-
-def _exif(data: bytes) -> bytes:
-    """The TIFF structure in a JPEG file, empty if there is none."""
-    start = 2
-    while data[start] == 0xFF and data[start + 1] != _START_OF_SCAN:
-        (length,) = struct.unpack_from(">H", data, start + 2)
-        if data[start + 1] == _APP1 and data.startswith(_EXIF, start + 4):
-            return data[start + 4 + len(_EXIF) : start + 2 + length]
-        start += 2 + length
-    return b""
-
-
-def _orientation_in(tiff: bytes) -> int:
-    order = _BYTE_ORDERS[tiff[:2]]
-    (directory,) = struct.unpack_from(order + "I", tiff, 4)
-    (entries,) = struct.unpack_from(order + "H", tiff, directory)
-    for entry in range(entries):
-        tag, _, _, value = struct.unpack_from(order + "HHIH", tiff, directory + 2 + 12 * entry)
-        if tag == _ORIENTATION:
-            return value
-    return 1
-
-
-def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """The picture turned and mirrored according to its EXIF orientation."""
-    if orientation >= 5:
-        pixels = pixels.transpose(1, 0, 2)
-    if orientation in (3, 4, 7, 8):
-        pixels = pixels[::-1]
-    if orientation in (2, 3, 6, 7):
-        pixels = pixels[:, ::-1]
-    return pixels

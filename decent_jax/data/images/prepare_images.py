@@ -80,10 +80,10 @@ class _Range(NamedTuple):
 
 def _open_source(source: str | Path, split: str) -> ImageFiles:
     images = open_images(source, split)
-    if images.layout in ("prepared", "TFDS"):
+    if images.layout == "prepared":
         raise DataError(
-            f"{source}: is a {images.layout} folder already, which training reads as it is; give"
-            " class folders or archives"
+            f"{source}: is prepared already, and training reads it as it is; give class folders or"
+            " archives"
         )
     return images
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from decent_jax.data import worker_pool
-from decent_jax.data.prepared_folder import chosen, inputs_entry
+from decent_jax.data.prepared_folder import LISTED_FILES, chosen
 from decent_jax.data.reading import as_paths
 from decent_jax.data.text import documents, tokenizers
 from decent_jax.data.text.documents import Chunk, DocumentSource
@@ -55,13 +55,13 @@ def prepare(
       val_fraction: share of the documents, in (0, 1), that `val.bin` receives; of a single text
         file, which is one document, its last part.
       val_inputs: files and folders for `val.bin`; `val_fraction` is then ignored.
-      text_field: the JSON field, parquet column or TFDS feature with the text.
+      text_field: the JSON field or parquet column with the text.
       workers: processes; None means one per core, and only this one for a few megabytes.
       overwrite: replace a folder that an earlier call made, once the new one is whole.
       progress: show a progress bar on stderr.
 
     Returns:
-      The manifest: documents, tokens and hashes of each split, hashes of the inputs, tokenizer.
+      The manifest: documents, tokens and hashes of each split, names of the inputs, tokenizer.
 
     Raises:
       DataError: the arguments or the data are wrong; one sentence.
@@ -71,7 +71,7 @@ def prepare(
         raise DataError(f"val_fraction must lie between 0 and 1, got {val_fraction}")
     codec = tokenizers.load(tokenizer, tokenizer_path)
     sources = documents.find_sources(as_paths(inputs))
-    held_out = documents.find_sources(as_paths(val_inputs), validation=True)
+    held_out = documents.find_sources(as_paths(val_inputs))
     if not sources:
         raise DataError("no input given")
     documents.check_sources(sources, held_out, text_field)
@@ -79,7 +79,6 @@ def prepare(
     workers = worker_pool.how_many(workers, small=total < worker_pool.SMALL_BYTES)
     work = functools.partial(_encode, tokenizer=codec, field=text_field)
     split_of = _of_given(held_out) if held_out else _by_hash(sources, val_fraction)
-    names = documents.distinct_names(sources) | documents.distinct_names(held_out)
     left_out = {"empty": 0, "in validation": 0}
     with TokenFolderWriter(out, codec, overwrite=overwrite) as folder:
 
@@ -88,7 +87,7 @@ def prepare(
                 parts = split_of(source, digest, ids) if len(ids) else {}
                 left_out["in validation" if len(ids) else "empty"] += not parts
                 for split, part in parts.items():
-                    folder.add(split, part, names[source])
+                    folder.add(split, part)
             return sum(chunk.read for chunk in task)
 
         tasks = _tasks(documents.chunks(held_out + sources, text_field))
@@ -100,8 +99,8 @@ def prepare(
             text_field=text_field,
             empty_documents_left_out=left_out["empty"],
             validation_documents_left_out_of_train=left_out["in validation"],
-            inputs=inputs_entry(documents.hashed_files(sources), workers),
-            val_inputs=inputs_entry(documents.hashed_files(held_out), workers),
+            inputs=[source.name for source in sources][:LISTED_FILES],
+            val_inputs=[source.name for source in held_out][:LISTED_FILES],
         )
 
 
@@ -179,12 +178,10 @@ def _check_counts(counts: dict[str, int], val_fraction: float | None) -> None:
 DESCRIPTION = """\
 Tokenizes text into OUT/train.bin and OUT/val.bin (uint16, or uint32 for a vocabulary beyond
 65,536; each document followed by the end-of-text id), with OUT/manifest.json and the tokenizer's
-files. OUT/sources.json records which tokens come from which input file, for replicas that train on
-different sources (config.data.partition=dirichlet).
+files.
 
-Reads .txt (a file is a document), .jsonl (a line is a document), both also as .gz, .parquet and
-.arrow (a row is a document), folders of these, data sets that Hugging Face's datasets saved, and
-prepared TFDS folders stored as array_record.
+Reads .txt (a file is a document), .jsonl (a line is a document), both also as .gz, .parquet (a row
+is a document), and folders of these.
 """
 EXAMPLE = """\
 example, 1 % of the documents of a folder of .jsonl.gz files for validation:
@@ -206,7 +203,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     one_of("--val_fraction", type=float, default=0.0005, metavar="F", help=share)
     read = "read val.bin's documents here instead"
     one_of("--val_input", dest="val_inputs", nargs="+", default=[], metavar="PATH", help=read)
-    field = "JSON field, parquet column or TFDS feature with the text (%(default)s)"
+    field = "JSON field or parquet column with the text (%(default)s)"
     add("--text_field", default="text", metavar="NAME", help=field)
 
 

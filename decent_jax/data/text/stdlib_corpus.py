@@ -9,8 +9,6 @@ Documents are the `.py` sources of the standard library and the prose topics of 
   documents of their own), `_sysconfigdata*.py` and `config-*` (they describe one machine);
 - `__pycache__`, `lib-dynload`, `ensurepip` (wheels), hidden folders;
 - sources that are not UTF-8, empty ones, and repetitions of an earlier one.
-
-The document source of a document (`sources.json`) is its module or top-level package.
 """
 
 import contextlib
@@ -68,8 +66,7 @@ def _write(out: Path, files: list[tuple[str, Path, int]], fingerprint: str) -> d
                 continue
             seen.add(digest)
             corpus.update(hashlib.sha256(name.encode()).digest() + digest)
-            source = name.split("/")[0].removesuffix(".py")
-            writer.add(_split(name), ids, source)
+            writer.add(_split(name), ids)
         if not all(writer.documents.values()):
             raise DataError("this Python comes without the sources of its standard library")
         return writer.commit(

@@ -2,13 +2,11 @@
 
 A prepared folder holds `train.bin` and `val.bin` (raw little-endian uint16, nanoGPT's layout, or
 uint32 for a vocabulary beyond 65,536, the tokenizer's `end_of_text` after each document),
-`manifest.json`, the tokenizer's own files, and `sources.json`, which records where the documents
-come from.
+`manifest.json` and the tokenizer's own files.
 """
 
 import contextlib
 import functools
-import json
 import os
 from pathlib import Path
 
@@ -17,7 +15,6 @@ import numpy as np
 from decent_jax.data import prepared_folder
 from decent_jax.data.prepared_folder import Draft, Kind
 from decent_jax.data.reading import entries_of, one_sentence
-from decent_jax.data.text import document_sources
 from decent_jax.data.text.tokenizers import Tokenizer
 from decent_jax.ground.errors import DataError
 
@@ -59,26 +56,6 @@ class TokenWindows:
     def num_tokens(self) -> int:
         """Tokens in the file."""
         return len(self._tokens)
-
-    @functools.cached_property
-    def labels(self) -> np.ndarray:
-        """(len,) int64: the document source of every window, an index into `class_names`.
-
-        A window of several sources counts as the source of its middle token, which is the source
-        of more than half of the window where there is one. DataError where the folder does not
-        record sources.
-        """
-        starts = np.arange(self._length) * self.seq_len
-        return self._sources.of_tokens(starts + self.seq_len // 2)
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """The names of the document sources; DataError where the folder does not record them."""
-        return self._sources.names
-
-    @functools.cached_property
-    def _sources(self) -> document_sources.Sources:
-        return document_sources.read(self.path, self.num_tokens)
 
     def __len__(self) -> int:
         return self._length
@@ -128,23 +105,14 @@ class TokenFolderWriter(Draft):
         self._tokenizer = tokenizer
         tokenizer.save_files(self.folder)
         self._largest: dict[str, int] = dict.fromkeys(SPLITS, 0)
-        self._names: dict[str, int] = {}  # of sources
-        self._runs: dict[str, list[list[int]]] = {split: [] for split in SPLITS}
         self.documents: dict[str, int] = dict.fromkeys(SPLITS, 0)
         self.tokens: dict[str, int] = dict.fromkeys(SPLITS, 0)  # separators included
 
-    def add(self, split: str, ids: np.ndarray, source: str) -> None:
-        """Appends one document, integer ids of shape (tokens,) without a separator.
-
-        `source` names where it comes from, for `sources.json`.
-        """
+    def add(self, split: str, ids: np.ndarray) -> None:
+        """Appends one document, integer ids of shape (tokens,) without a separator."""
         self.append(
             f"{split}.bin", ids.astype(self._tokenizer.dtype, copy=False).tobytes() + self._end
         )
-        index, runs = self._names.setdefault(source, len(self._names)), self._runs[split]
-        if not runs or runs[-1][0] != index:
-            runs.append([index, 0])
-        runs[-1][1] += len(ids) + 1
         self.documents[split] += 1
         self.tokens[split] += len(ids) + 1
         largest = int(ids.max(initial=self._tokenizer.end_of_text))
@@ -156,8 +124,6 @@ class TokenFolderWriter(Draft):
         Raises:
           DataError: another process's folder appeared at `out` and `overwrite` is False.
         """
-        content = {"names": list(self._names), "splits": self._runs}
-        self.append(document_sources.FILE, f"{json.dumps(content)}\n".encode())
         about = {
             "dtype": f"{self._tokenizer.dtype.name}, little-endian",
             "tokenizer": self._tokenizer.to_json(),
@@ -170,7 +136,6 @@ class TokenFolderWriter(Draft):
                 }
                 for split in SPLITS
             },
-            "sources": self.close(document_sources.FILE),
         }
         return self.publish(about | entries, "numpy")
 

@@ -1,8 +1,8 @@
 """Batches of sentence pairs by tokens: pairs of similar length together, in a few static shapes.
 
-XLA compiles a program for every shape, and padding is wasted work; `TokenBatches` chooses the
-shapes so that a given number of them pads little. Every batch is a pure function of lengths, seed,
-step and replica, so resuming replays nothing and any process may ask for any batch.
+XLA compiles a program for every shape, and padding is wasted work; `TokenBatches` makes a ladder of
+a given number of shapes, with equally many tokens in each. Every batch is a pure function of
+lengths, seed, step and replica, so resuming replays nothing and any process may ask for any batch.
 
 >>> lengths = [[3, 4], [9, 8], [2, 4], [8, 9], [3, 3], [9, 9]]
 >>> batches = TokenBatches(lengths, tokens=18, num_replicas=1, seed=0, shapes=2)
@@ -19,9 +19,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-_GRID = 48  # quantiles of the lengths of each side, where the search begins
-_MOVES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, -1), (1, -1), (-1, 1))
-_STEPS = (8, 4, 2, 1)  # in tokens
 _CACHED_EPOCHS = 2  # the one being read, and the one that threads read ahead
 
 
@@ -36,10 +33,10 @@ class Shape(NamedTuple):
 class TokenBatches:
     """Which pairs every replica trains on at every step.
 
-    A pair belongs to the cheapest shape that it fits in. Each epoch shuffles the pairs of a shape,
-    cuts them into steps and shuffles the steps of all shapes: every pair once per epoch, in the
-    same number of steps. In a step all replicas have the same shape, and the pairs are dealt to
-    them by length, back and forth, so that all get nearly the same number of tokens.
+    A shape has the pairs whose longer side lies between two lengths. Each epoch shuffles the pairs
+    of a shape, cuts them into steps and shuffles the steps of all shapes: every pair once per
+    epoch, in the same number of steps. In a step all replicas have the same shape, and the pairs
+    are dealt to them by length, back and forth, so that all get nearly the same number of tokens.
 
     The number of rows makes the steps of a shape equally full; no step exceeds `2 * tokens` with
     padding, except where one pair per replica does. At most one row of a block is empty.
@@ -74,10 +71,9 @@ class TokenBatches:
         self.num_replicas = num_replicas
         self.seed = seed
         self.shuffle = shuffle
-        histogram = _histogram(lengths)
-        limits = _choose(histogram, shapes)
-        bucket = _cheapest(limits, histogram.shape)[lengths[:, 0], lengths[:, 1]]
-        counts = np.bincount(bucket, minlength=len(limits))
+        bucket = _buckets(lengths.max(1), shapes)
+        limits = [lengths[bucket == k].max(0).tolist() for k in range(bucket.max() + 1)]
+        counts = np.bincount(bucket)
         members = np.argsort(bucket, kind="stable").astype(
             np.int32 if len(lengths) < 2**31 else int
         )
@@ -172,106 +168,12 @@ def _steps_and_rows(source, target, count, tokens, num_replicas) -> tuple[int, i
     return int(steps), int(-(-count // (steps * num_replicas)))
 
 
-def _histogram(lengths: np.ndarray) -> np.ndarray:
-    """Numbers of pairs by source and target length: int64 (longest + 1, longest + 1)."""
-    sources, targets = (int(longest) + 1 for longest in lengths.max(0))
-    flat = lengths[:, 0].astype(np.int64) * targets + lengths[:, 1]
-    return np.bincount(flat, minlength=sources * targets).reshape(sources, targets)
+def _buckets(longer: np.ndarray, most: int) -> np.ndarray:
+    """The bucket of each pair by the length of its longer side, (N,) integers.
 
-
-def _choose(histogram: np.ndarray, most: int) -> list[tuple[int, int]]:
-    """At most `most` (source, target) limits under which all pairs need little room.
-
-    All numbers are integers, so all processes find the same limits. First the best chain of
-    growing shapes on a grid of quantiles, by dynamic programming; then each shape moves as long as
-    that helps. (Greedy choices and exchanges of single shapes were no better; a geometric ladder
-    of widths pads more, and would change the batches of runs that exist.)
+    There are at most `most`, all with about the same number of tokens.
     """
-    source, target = np.nonzero(histogram)
-    pairs = histogram[source, target]
-    limits = _refined(_best_chain(histogram, most), source, target, pairs)
-    return _tightened(limits, source, target)
-
-
-def _tightened(limits, source, target) -> list[tuple[int, int]]:
-    """The limits, the cheapest first, no larger than their pairs, and none without pairs.
-
-    Repeats until nothing changes, because a limit that became cheaper may take another's pairs.
-    """
-    shape = int(source.max()) + 1, int(target.max()) + 1
-    while True:
-        bucket = _cheapest(limits, shape)[source, target]
-        used = [bucket == i for i in range(len(limits))]
-        tight = {(int(source[own].max()), int(target[own].max())) for own in used if own.any()}
-        if tight == set(limits) and len(tight) == len(limits):
-            return sorted(tight, key=lambda limit: (sum(limit), limit))
-        limits = sorted(tight)
-
-
-def _best_chain(histogram: np.ndarray, most: int) -> list[tuple[int, int]]:
-    """The cheapest chain of `most` limits or fewer; both lengths grow along it."""
-    inside = histogram.cumsum(0).cumsum(1)
-    grid = np.array(
-        [(s, t) for s in _quantiles(histogram.sum(1)) for t in _quantiles(histogram.sum(0))]
-    )
-    count, room = inside[grid[:, 0], grid[:, 1]], grid.sum(1)
-    # step[i, j]: room of the pairs that fit in limit i but not in the smaller limit j
-    within = (grid[:, None] >= grid[None]).all(2)
-    infinite = np.iinfo(np.int64).max // 4
-    step = np.where(within, (count[:, None] - count[None]) * room[:, None], infinite)
-    cost, before = count * room, []
-    for _ in range(1, most):
-        total = cost[None] + step
-        before.append(total.argmin(1))
-        cost = total[np.arange(len(grid)), before[-1]]
-    place, chain = len(grid) - 1, [len(grid) - 1]
-    for choice in reversed(before):
-        place = choice[place]
-        chain.append(place)
-    return sorted({(int(s), int(t)) for s, t in grid[chain] if inside[s, t]}, key=sum)
-
-
-def _quantiles(counts: np.ndarray) -> np.ndarray:
-    """Lengths that cut a histogram of lengths into equal parts, the longest included."""
-    ends = counts.cumsum()
-    wanted = ends[-1] * np.arange(1, _GRID + 1) // _GRID
-    return np.unique(np.searchsorted(ends, np.maximum(wanted, 1)))
-
-
-def _refined(limits, source, target, pairs) -> list[tuple[int, int]]:
-    largest = limits[-1]
-    limits = list(limits)
-    best = _room(limits, source, target, pairs)
-    for size in _STEPS:
-        better = True
-        while better:
-            better = False
-            for i in range(len(limits) - 1):  # the largest must stay
-                for move in _MOVES:
-                    old = limits[i]
-                    limits[i] = tuple(
-                        min(max(1, length + size * sign), longest)
-                        for length, sign, longest in zip(old, move, largest, strict=True)
-                    )
-                    room = _room(limits, source, target, pairs)
-                    if room < best:
-                        best, better = room, True
-                    else:
-                        limits[i] = old
-    return limits
-
-
-def _room(limits, source, target, pairs) -> int:
-    """The tokens of all pairs, padded."""
-    room = np.empty(len(source), np.int64)
-    for s, t in sorted(limits, key=sum, reverse=True):  # the cheapest writes last
-        room[(source <= s) & (target <= t)] = s + t
-    return int(room @ pairs)
-
-
-def _cheapest(limits, shape) -> np.ndarray:
-    """The index of the cheapest limit for every (source, target) length, uint8 or wider."""
-    table = np.zeros(shape, np.min_scalar_type(len(limits)))
-    for i in sorted(range(len(limits)), key=lambda i: sum(limits[i]), reverse=True):
-        table[: limits[i][0] + 1, : limits[i][1] + 1] = i
-    return table
+    counts = np.bincount(longer)
+    tokens = (counts * np.arange(len(counts))).cumsum()
+    edges = np.searchsorted(tokens, tokens[-1] * np.arange(1, most + 1) // most, side="right") - 1
+    return np.unique(np.searchsorted(np.unique(edges), longer), return_inverse=True)[1]

@@ -73,13 +73,8 @@ class TranslationPairs:
 
     def _open(self, entry: dict, dtype: np.dtype) -> np.ndarray:
         path = self.folder / entry["file"]
+        prepared_folder.check_size(path, entry["bytes"])
         with one_sentence(path):
-            size = path.stat().st_size
-            if size != entry["bytes"]:
-                raise DataError(
-                    f"{path}: has {size} bytes, its manifest says {entry['bytes']}; prepare the"
-                    " data again"
-                )
             return np.memmap(path, dtype, "r")
 
     def check(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from decent_jax.data import worker_pool
-from decent_jax.data.prepared_folder import chosen, inputs_entry
+from decent_jax.data.prepared_folder import chosen
 from decent_jax.data.reading import as_paths
 from decent_jax.data.translation import sentence_pairs, subwords
 from decent_jax.data.translation.pair_folder import SPLITS, TranslationFolderWriter
@@ -85,8 +85,8 @@ def prepare(
       progress: show progress bars on stderr.
 
     Returns:
-      The manifest: pairs, tokens and hashes of each split, hashes of the inputs and of the
-      vocabulary, and for each filter how many pairs it dropped.
+      The manifest: pairs, tokens and hashes of each split, names of the inputs, the vocabulary's
+      hash, and for each filter how many pairs it dropped.
 
     Raises:
       DataError: the arguments or the data are wrong; one sentence.
@@ -124,7 +124,6 @@ def prepare(
         dropped = dict(zip(_FILTERS, fates[_EMPTY:].tolist(), strict=True))
         if not folder.pairs["train"]:
             raise DataError(f"no pair of the train split is left ({_list(dropped)})")
-        files = dict.fromkeys(file for _, source in streams for file in source.files)
         return folder.commit(
             vocabulary,
             filters=dropped,
@@ -134,7 +133,6 @@ def prepare(
                 {"split": split, "name": source.name, "pairs": len(own)}
                 for (split, source), own in zip(streams, survey.fates, strict=True)
             ],
-            inputs=inputs_entry([(file.name, file) for file in files], workers),
         )
 
 
@@ -320,8 +318,8 @@ OUT/vocabulary.model and OUT/manifest.json; for validation and test pairs it kee
 
 PATH is a prefix (data/train for data/train.en and data/train.de, each also as .gz), a .tsv or
 .tsv.gz with the two sides in its first two columns, or a folder: of files named train, val and
-test, of WMT14's archives as downloaded (training-parallel-*.tgz, dev.tgz for newstest2013,
-test-full.tgz for newstest2014), or of TFDS wmt14_translate stored as array_record.
+test, or of WMT14's archives as downloaded (training-parallel-*.tgz, dev.tgz for newstest2013,
+test-full.tgz for newstest2014).
 
 Empty, untranslated and repeated pairs are left out of training, those of val and test, and those
 with a side that is too long or far longer than the other; the manifest counts them.

@@ -1,4 +1,4 @@
-"""Sentence pairs from parallel files, tables, WMT14's archives and TFDS folders.
+"""Sentence pairs from parallel files, tables and WMT14's archives.
 
 A source gives its pairs as blocks of undecoded lines, always the same; nothing is unpacked. Only a
 line feed ends a line: web text is full of other characters that Python's text files take for a line
@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from decent_jax.data import tfds_folder
 from decent_jax.data.reading import one_sentence, opened, read_at_most, read_line
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.json_files import check_regular
@@ -97,7 +96,7 @@ def find_inputs(
 
     A path is a prefix (`train` for `train.en` and `train.de`, each also as `.gz`), a table (`.tsv`
     or `.tsv.gz`: the two sides are the first two columns) or, for training, a folder: of such
-    files, of WMT14's archives, or prepared by TFDS. Folders may hold validation and test pairs too.
+    files or of WMT14's archives. Folders may hold validation and test pairs too.
 
     Args:
       inputs: the paths.
@@ -127,8 +126,6 @@ def find_inputs(
 
 
 def _folder(path: Path, languages) -> Inputs:
-    if (path / "dataset_info.json").exists():
-        return _tfds_folder(path, languages)
     if any((path / archive).exists() for archive in _WMT14):
         return _archive_folder(path, languages)
     splits = []
@@ -140,8 +137,8 @@ def _folder(path: Path, languages) -> Inputs:
     if not splits[0]:
         names = ", ".join(f"train.{language}" for language in languages)
         raise DataError(
-            f"{path}: holds no training pairs ({names}, each also as .gz, or train.tsv), none of"
-            " WMT14's archives, and was not prepared by TFDS"
+            f"{path}: holds no training pairs ({names}, each also as .gz, or train.tsv) and none of"
+            " WMT14's archives"
         )
     return Inputs(*splits)
 
@@ -196,21 +193,6 @@ def _archive_folder(path: Path, languages) -> Inputs:
         [source(_DEV, _DEV_MEMBER)] if (path / _DEV).exists() else [],
         [source(archive, _TEST_MEMBER) for archive in tests],
     )
-
-
-def _tfds_folder(path: Path, languages) -> Inputs:
-    info = tfds_folder.open_builder(path).info
-    there, features = set(info.splits), info.features
-    if missing := [language for language in languages if language not in features]:
-        names = ", ".join(map(repr, features))
-        raise DataError(f"{path}: has no sentences in {missing[0]!r}, only {names}")
-    if "train" not in there:
-        raise DataError(f"{path}: has no split 'train', only {', '.join(sorted(there)) or 'none'}")
-    names = [{"val": "validation"}.get(split, split) for split in Inputs._fields]
-    splits: list[list[PairSource]] = [
-        [_Tfds(path, info.full_name, name, languages)] if name in there else [] for name in names
-    ]
-    return Inputs(*splits)
 
 
 class _Side:
@@ -313,25 +295,3 @@ class _Table(PairSource):
                 line += len(block)
         if line == 1:
             raise DataError(f"{path}: is empty")
-
-
-class _Tfds(PairSource):
-    """One split of a folder prepared by TFDS, read without TensorFlow."""
-
-    def __init__(self, folder: Path, full_name: str, split: str, languages):
-        self.folder, self.split, self.languages = folder, split, languages
-        self.files = tuple(tfds_folder.files(folder, split))
-        self.name = f"{full_name}, split {split}"
-        self.size = sum(file.stat().st_size for file in self.files)
-
-    def blocks(self) -> Iterator[Lines]:
-        total = len(tfds_folder.records(self.folder, self.split))
-        if not total:
-            raise DataError(f"{self.folder}: its split {self.split!r} is empty")
-        place = f"{self.folder}, split {self.split}"
-        for start in range(0, total, BLOCK_LINES):
-            stop = min(start + BLOCK_LINES, total)
-            block = tfds_folder.read(self.folder, self.split, range(start, stop))
-            source, target = ([x[language] for x in block] for language in self.languages)
-            read = self.size * stop // total - self.size * start // total
-            yield Lines(source, target, (place, place), start + 1, read)

@@ -13,9 +13,9 @@ issue 1794.)
 
 import hashlib
 import io
-import multiprocessing
+import json
 import re
-import signal
+import sys
 import unicodedata
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,7 +24,6 @@ import numpy as np
 
 from decent_jax.data.reading import one_sentence
 from decent_jax.data.text.tokenizers import checked_ids
-from decent_jax.data.worker_pool import handled
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.json_files import read_bytes
 
@@ -34,7 +33,6 @@ LARGEST = 1 << 16  # ids are stored in 16 bits
 
 _BYTES = 256
 _COVERAGE = 0.9999  # of the characters; the rarest are spelled in bytes
-_MANY_WORDS = 200_000  # trained in a process that can be interrupted
 
 # Characters that one writer types and another one's word processor changes. Guillemets and the dash
 # "–" stay: good French and German use them, and BLEU compares with the original reference.
@@ -138,31 +136,20 @@ def check_size(size: int) -> None:
 def train(words: Mapping[str, int], size: int) -> Subwords:
     """The vocabulary of `size` ids for words (runs without a space) and their counts.
 
-    The order of `words` does not matter. For many words, another process trains, so that Ctrl-C
-    works while the library is busy; it is spawned.
+    The order of `words` does not matter.
 
     Raises:
       DataError: `size` is too small or too large for the words.
     """
+    import sentencepiece
+
     check_size(size)
     if not words:
         raise DataError("the training text has no words to make a vocabulary of")
-    lines = [f"{word}\t{count}" for word, count in sorted(words.items())]
-    run = _in_a_process if len(lines) > _MANY_WORDS else _trained
-    model, error = run(lines, size)
-    if error:
-        raise DataError(_explained(error, size))
-    return Subwords(model)
-
-
-def _trained(lines: list[str], size: int) -> tuple[bytes, str]:
-    """(the model, "") or (b"", the error)."""
-    import sentencepiece
-
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines),
+            sentence_iterator=(f"{word}\t{count}" for word, count in sorted(words.items())),
             input_format="tsv",
             model_writer=model,
             model_type="bpe",
@@ -178,29 +165,8 @@ def _trained(lines: list[str], size: int) -> tuple[bytes, str]:
             minloglevel=2,
         )
     except RuntimeError as error:
-        return b"", str(error)
-    return model.getvalue(), ""
-
-
-def _in_a_process(lines: list[str], size: int) -> tuple[bytes, str]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_send_trained, args=(theirs, lines, size), daemon=True)
-    with handled(signal.SIGINT, signal.SIG_IGN):  # inherited: Ctrl-C is ours alone
-        child.start()
-    theirs.close()
-    try:
-        return ours.recv()
-    except EOFError:
-        raise DataError("the vocabulary's process died, perhaps out of memory") from None
-    finally:
-        child.kill()
-        child.join()
-
-
-def _send_trained(pipe, lines: list[str], size: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    pipe.send(_trained(lines, size))
+        raise DataError(_explained(str(error), size)) from None
+    return Subwords(model.getvalue())
 
 
 def _explained(error: str, size: int) -> str:
@@ -215,3 +181,109 @@ def _explained(error: str, size: int) -> str:
             f" {found[1]} or more"
         )
     return f"the vocabulary cannot be trained ({error.strip().splitlines()[-1][:200]})"
+
+
+# --- As a tokenizer.json of Hugging Face ----------------------------------------------------------
+
+_SPACE = "\u2581"  # sentencepiece's sign for a space
+
+
+def hf_files(vocabulary: Subwords, longest: int) -> dict[str, bytes]:
+    """The vocabulary as files of Hugging Face: file name -> content.
+
+    The library `tokenizers`, and so `transformers.AutoTokenizer`, makes of them the ids of
+    `Subwords.encode`: the same spelling first, then the same merges, which sentencepiece keeps as
+    the order of its pieces. Sources end without a special token, as in training.
+
+    Args:
+      vocabulary: of both languages.
+      longest: tokens that a sentence may have.
+    """
+    pieces = vocabulary.pieces()
+    names = dict(zip(("pad_token", "unk_token", "bos_token", "eos_token"), pieces, strict=False))
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **names,
+        "model_max_length": longest,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "split_special_tokens": True,  # "</s>" in a text is text
+        "clean_up_tokenization_spaces": False,
+    }
+    return {
+        "tokenizer.json": json.dumps(_tokenizer(pieces), ensure_ascii=False).encode(),
+        "tokenizer_config.json": json.dumps(about, indent=2).encode(),
+    }
+
+
+def _tokenizer(pieces: list[str]) -> dict:
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {"id": i, "content": pieces[i], **plain, "special": True} for i in SPECIAL
+        ],
+        "normalizer": {"type": "Sequence", "normalizers": _spelling()},
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                _replacing({"String": _SPACE}, " "),
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+            ],
+        },
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": pieces[SPECIAL[1]],
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "vocab": {piece: i for i, piece in enumerate(pieces)},
+            "merges": _merges(pieces),
+        },
+    }
+
+
+def _spelling() -> list[dict]:
+    """`subwords.normalise`, and sentencepiece's signs for spaces."""
+    same = [_replacing({"Regex": _one_of(others)}, plain) for plain, others in SAME.items()]
+    same.append(_replacing({"Regex": _one_of(REMOVED)}, ""))
+    white = "".join(filter(str.isspace, map(chr, range(sys.maxunicode + 1))))
+    return [
+        *same,
+        {"type": "NFKC"},
+        *same,
+        _replacing({"String": "''"}, '"'),
+        _replacing({"Regex": _one_of(white) + "+"}, " "),
+        {"type": "Strip", "strip_left": True, "strip_right": True},
+        {"type": "Prepend", "prepend": _SPACE},
+        _replacing({"String": " "}, _SPACE),
+    ]
+
+
+def _replacing(pattern: dict[str, str], content: str) -> dict:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def _one_of(characters: str) -> str:
+    """A class of a regular expression; ``-`` between two characters is a range of them."""
+    escaped = (c if c == "-" else f"\\x{{{ord(c):x}}}" for c in characters)
+    return f"[{''.join(escaped)}]"
+
+
+def _merges(pieces: list[str]) -> list[tuple[str, str]]:
+    """Every pair of pieces that joins to another, the earliest piece first."""
+    known = set(pieces[len(SPECIAL) :])
+    return [
+        (piece[:cut], piece[cut:])
+        for piece in pieces[len(SPECIAL) :]
+        for cut in range(1, len(piece))
+        if piece[:cut] in known and piece[cut:] in known
+    ]
