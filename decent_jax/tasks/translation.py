@@ -318,14 +318,20 @@ class BucketedPairs:
     @functools.cache  # noqa: B019 (sources live as long as the run)
     def train_blocks(self, num_replicas: int, tokens: int, seed: int) -> "TrainBlocks":
         """Training batches: shuffled, without end."""
-        sizes = {"tokens": tokens, "num_replicas": num_replicas, "shapes": self.shapes}
-        return TrainBlocks(self.pairs, seed=seed, **sizes)
+        return TrainBlocks(
+            self.pairs, tokens=tokens, num_replicas=num_replicas, seed=seed, shapes=self.shapes
+        )
 
     @functools.cache  # noqa: B019
     def eval_blocks(self, num_replicas: int, tokens: int) -> PairBlocks:
         """Evaluation batches: each pair once."""
-        sizes = {"tokens": tokens, "num_replicas": num_replicas, "shapes": self.shapes}
-        return PairBlocks(self.pairs, evaluation=True, **sizes)
+        return PairBlocks(
+            self.pairs,
+            tokens=tokens,
+            num_replicas=num_replicas,
+            shapes=self.shapes,
+            evaluation=True,
+        )
 
 
 class TrainBlocks(PairBlocks):

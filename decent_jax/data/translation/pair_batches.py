@@ -72,8 +72,10 @@ class TokenBatches:
         self.seed = seed
         self.shuffle = shuffle
         bucket = _buckets(lengths.max(1), shapes)
-        limits = [lengths[bucket == k].max(0).tolist() for k in range(bucket.max() + 1)]
         counts = np.bincount(bucket)
+        limits: list[tuple[int, int]] = [
+            tuple(lengths[bucket == k].max(0).tolist()) for k in range(len(counts))
+        ]
         members = np.argsort(bucket, kind="stable").astype(
             np.int32 if len(lengths) < 2**31 else int
         )
