@@ -219,9 +219,9 @@ def started(case, flags: list[str], folder: Path) -> Iterator[subprocess.Popen]:
         command = inside(names[0], [sys.executable, *train])
     elif "kills" in case:
         listed = ",".join(f"{name}=10.77.0.{k + 1}" for k, name in enumerate(names))
-        command = [sys.executable, "-m", "decent_jax.commands.supervise", "--hosts", listed]
+        command = [sys.executable, "-m", "decent_jax.commands.main", "supervise", "--hosts", listed]
         command += ["--via", "ip netns exec {host} sh -c", "--again", "1000"]
-        command += ["--restarts", "1000", "--", *train]
+        command += ["--", *train]
     else:
         command = [sys.executable, str(ROOT / "benchmarks" / "run_on_hosts.py"), *train]
     with (folder / "words.txt").open("w") as words:

@@ -93,7 +93,8 @@ def measure(algorithm: str, layout: str, n: int) -> dict:
     config.data.path = "stdlib"
     config.model.update(layers=2, heads=2, width=64, context=64, bias=False, dtype="float32")
     config.num_replicas = config.batch_size = n
-    config.mesh.simulate = n if layout == "devices" else 1
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", n if layout == "devices" else 1)
     if algorithm == "all_reduce":
         config.algorithm = "all_reduce"
     elif algorithm != "none":
@@ -103,7 +104,7 @@ def measure(algorithm: str, layout: str, n: int) -> dict:
     gossips = algorithm not in ("none", "all_reduce")
     rounds = range(config_lib.make_schedule(config).period) if gossips else [None]
     with tempfile.TemporaryDirectory() as folder:
-        variant = Variant(config, Path(folder), rounds, jax.devices()[: config.mesh.simulate])
+        variant = Variant(config, Path(folder), rounds, jax.devices())
     texts = [step.as_text() for step in variant.steps]
     held = n if layout == "one device" else 1
     messages = [len(_COLLECTIVE.findall(text)) for text in texts]

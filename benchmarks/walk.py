@@ -115,7 +115,6 @@ from decent_jax import train
 def get_config():
     config = train.default_config()
     config.num_replicas, config.batch_size, config.steps = 4, 8, 12
-    config.mesh.simulate = 4
     config.data.path = {str(folder / "data")!r}
     config.model.update(layers=1, heads=2, width=16, context=8, bias=False, dtype="float32")
     config.lr_schedule.warmup = 2
@@ -133,6 +132,8 @@ def main(arguments: list[str]) -> None:
         import jax
 
         import train
+
+        jax.config.update("jax_num_cpu_devices", 4)
 
         recorder = Recorder()
         jax.monitoring.register_event_duration_secs_listener(recorder.listen)

@@ -199,23 +199,6 @@ def test_checkpoints_by_time(tmp_path):
         assert tiny.saved_steps(folder) == wanted
 
 
-def test_averages_past_the_bound_are_repeated_by_a_resumed_run(tmp_path):
-    """The bound is acted on at the step it is measured at, whether or not a checkpoint is due."""
-    changes = {"max_consensus_distance": 1e-3, "checkpoint": {"every": 0}, "steps": 6}
-    straight = tiny.run(config(**changes), tmp_path / "straight")
-    interrupt(tmp_path / "run", 3, **changes)
-    tiny.run(config(**changes), tmp_path / "run")
-    tiny.assert_same_state(tmp_path / "run", straight, 6)
-
-
-def test_a_moving_average_can_begin_and_end_in_a_resumed_run(copy, whole):
-    folder = copy(step=16)
-    final = tiny.summary(tiny.run(config(eval={"ema_decay": 0.5}), folder))["final"]
-    assert final["eval/ema_loss"] != final["eval/loss"]
-    np.testing.assert_array_equal(tiny.losses(folder), tiny.losses(whole))
-    assert "eval/ema_loss" not in tiny.summary(tiny.run(config(steps=22), folder))["final"]
-
-
 # --- another number of replicas -------------------------------------------------------------------
 
 

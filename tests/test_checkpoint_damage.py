@@ -26,7 +26,7 @@ from decent_jax.train.step import TrainState
 pytestmark = pytest.mark.usefixtures("compile_once")
 
 SCHEDULES = {"diloco": "complete", "push_sum": "random_out", "swarm": "hypercube"}
-META = {"num_replicas": 4, "config": {"eval.ema_decay": 0.0}, "examples": 12, "seconds": 1.0}
+META = {"num_replicas": 4, "examples": 12, "seconds": 1.0}
 
 
 def state_of(n=4, add=0.0, method="decentralized_sgd", inner=None, params=None):
@@ -38,7 +38,7 @@ def state_of(n=4, add=0.0, method="decentralized_sgd", inner=None, params=None):
         params = {"a": {"w": jnp.asarray(noise, jnp.float32), "b": jnp.zeros((n, 3))}}
         params["c"] = [jnp.zeros((n, 2))]
     rows = jnp.arange(float(n))
-    state = TrainState(params, {"mean": rows}, jax.vmap(tx.init)(params), None)
+    state = TrainState(params, {"mean": rows}, jax.vmap(tx.init)(params))
     return jax.tree.map(
         lambda x: x + jnp.asarray(add, x.dtype) if x.dtype == "float32" else x, state
     )
@@ -156,8 +156,6 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(folder, damage):
     assert meta["step"] == 1
     equal(state, state_of(add=1.5))
     assert "the checkpoint of step 2 is damaged: " in said
-    assert f"the checkpoint of step 2 was moved to {folder / 'damaged'}" in said
-    assert (folder / "damaged" / "2").is_dir() and tiny.saved_steps(folder) == [1]
 
 
 @of_damage
@@ -214,14 +212,12 @@ def test_a_run_that_has_no_checkpoint_is_refused(tmp_path):
 # --- runs -----------------------------------------------------------------------------------------
 
 
-def test_two_damaged_checkpoints_and_one_damaged_before(copy, whole, capsys):
+def test_two_damaged_checkpoints(copy, whole, capsys):
     folder = copy()
-    (folder / "damaged" / "20").mkdir(parents=True)
     cut_short(folder / "checkpoints" / "20")
     flip_bits(folder / "checkpoints" / "16")
     tiny.run(config(), folder)
     assert "resuming after step 12" in capsys.readouterr().err
-    assert sorted(p.name for p in (folder / "damaged").iterdir()) == ["16", "20", "20-2"]
     assert_equals(folder, whole)
 
 

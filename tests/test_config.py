@@ -82,7 +82,6 @@ steps=-5
 learning_rate=-0.1
 learning_rate=nan
 optimizer.b1=1
-eval.ema_decay=1.5
 epochs=0.001
 # combinations
 batch_size=10
@@ -98,7 +97,6 @@ lr_schedule.name=cosine lr_schedule.warmup=13 | lr_schedule.warmup | 13
 lr_schedule.name=cosine 'lr_schedule.warmup=1 epoch' | lr_schedule.warmup | 50
 mesh.devices=3
 mesh.devices=16 num_replicas=16 batch_size=16
-mesh.simulate=3
 eval.every=often
 eval.every=1.5
 checkpoint.every=-1
@@ -126,14 +124,12 @@ comm_dtype=fp8
 algorithm=decentralized_adam optimizer.name=sgd | optimizer.name | sgd
 algorithm=quasi_global_sgd | optimizer.weight_decay |
 algorithm=gradient_tracking gamma=0.5 | gamma | 0.5
-algorithm=gradient_tracking max_consensus_distance=0.5 | max_consensus_distance |
 algorithm=swarm schedule=ring swarm.bits=4 | swarm.bits |
 # trainers of their own
 peers.use=true algorithm=d2 schedule=bidirectional_ring | algorithm | d2
 peers.use=true algorithm=swarm optimizer.name=sgd peers.meet_s=50 | peers.stop_s | 60
 peers.use=true algorithm=swarm optimizer.name=sgd peers.neighbours=near | peers.neighbours | near
 pipeline.stages=2 pipeline.micro_batches=3 | pipeline.micro_batches | 3
-pipeline.stages=2 max_consensus_distance=0.5 | max_consensus_distance | 0.5
 """
 
 # The words that people see, whole; the only ones of this file.

@@ -57,7 +57,7 @@ def test_arguments(kind, tmp_path, capsys):
         assert main(arguments) == 2
     assert main([*given, "--workers", "0"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith(f"prepare {kind}: workers") and error.endswith("got 0")
+    assert error.startswith("decent-jax prepare: workers") and error.endswith("got 0")
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
     with pytest.raises(SystemExit):
         main([kind, "--help"])
@@ -82,7 +82,7 @@ def test_a_command_that_fails_says_one_sentence(tmp_path):
     arguments += ["--out", tmp_path / "out", "--input", good, "--workers", "2"]
     before = sorted(tmp_path.rglob("*"))
     run = subprocess.run(
-        [sys.executable, "-m", "decent_jax.commands.prepare", "text", *map(str, arguments)],
+        [sys.executable, "-m", "decent_jax.commands.main", "prepare", "text", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=60,
@@ -222,7 +222,7 @@ def test_a_killed_run(kind, number, tmp_path):
         assert run.returncode == -signal.SIGKILL and len(drafts) == 1
     else:
         assert run.returncode == 130 and not drafts
-        assert said.startswith(f"prepare {kind}: interrupted; ") and said.count("\n") == 1
+        assert said.startswith("decent-jax prepare: interrupted; ") and said.count("\n") == 1
     assert main([*arguments, "--workers", "1"]) == 0
     assert is_whole(out, kind)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]

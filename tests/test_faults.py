@@ -63,7 +63,7 @@ index, count, heartbeat_s = map(int, sys.argv[2:5])
 end, code = sys.argv[5], 0
 own = dict(coordinator=sys.argv[1], num_processes=count, process_id=index)
 own |= dict(heartbeat_s=heartbeat_s, timeout_s=300, exchange_s=600)
-config = ConfigDict(dict(cluster=own, mesh=dict(simulate=0)))
+config = ConfigDict(dict(cluster=own))
 watch._TOGETHER_S = 2
 try:
     with watch.lost_peers_told():
@@ -152,7 +152,7 @@ def test_how_groups_end(start_process, tmp_path):
 
 @pytest.mark.parametrize(("flag", "threads"), [("", 8 * 4), ("device_count=12", 12 * 4)])
 def test_simulated_devices_find_threads_to_wait_in(flag, threads, monkeypatch):
-    """Asked for by jax's own option (8 in these tests) or XLA's, without ``mesh.simulate``.
+    """Asked for by jax's own option (8 in these tests) or XLA's.
 
     With a thread per core the evaluation of four devices on two cores would end in an abort.
     """

@@ -125,7 +125,7 @@ def test_auto_suits_the_hosts_and_a_resumed_run_keeps_it(tmp_path, monkeypatch, 
 def test_the_numbers_of_the_advice(settings, per_host, numbers):
     config = tiny.waves(num_replicas=8, **settings)
     params = {"w": jax.ShapeDtypeStruct((8, 250_000), jnp.float32)}
-    shapes = step_lib.TrainState(params, (), (), None)
+    shapes = step_lib.TrainState(params, (), ())
     told = hosts.advice(config, config_lib.make_schedule(config), per_host, shapes)
     if numbers is None:
         assert told is None

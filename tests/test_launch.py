@@ -103,7 +103,7 @@ def test_variables_that_jax_cannot_use_are_a_sentence(tmp_path, monkeypatch, cap
     monkeypatch.delenv("OMPI_MCA_orte_hnp_uri")
     assert preflight.main(["--save", str(tmp_path / "network.json")]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("preflight: Open MPI started this process, but ")
+    assert error.startswith("decent-jax preflight: Open MPI started this process, but ")
     assert "set cluster.coordinator, cluster.num_processes" in error
 
 

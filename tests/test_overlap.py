@@ -121,7 +121,7 @@ def test_shards_of_a_replica_are_permuted_as_they_are(as_if_over_gloo):
 # Rounds of two kinds; several replicas a device, coded messages and decay in the gradient; nodes,
 # mixing by half, and a state of the model that is mixed too.
 CASES = {
-    "plain": {"eval": {"ema_decay": 0.9}},
+    "plain": {},
     "l2": {
         "schedule": "bidirectional_ring",
         "comm_dtype": "int8",

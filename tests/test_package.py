@@ -13,7 +13,7 @@ from test_imports import imported
 
 import decent_jax
 from decent_jax.commands import main as command
-from decent_jax.ground import config_files, extras
+from decent_jax.ground import command_line, extras
 from decent_jax.train import flags
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -129,7 +129,7 @@ def test_the_command_teaches_and_knows_its_commands(capsys):
     for name, (module, _) in command.COMMANDS.items():
         assert f"\n  {name} " in words
         assert not module or (PACKAGE / f"{module.replace('.', '/')}.py").is_file()
-    assert all(name in words for name in config_files.NAMES)
+    assert all(name in words for name in command_line.CONFIGS)
     assert command.main(["tran"]) == 2
     assert capsys.readouterr().err.startswith("decent-jax: there is no command 'tran'; choose one")
     assert command.main(["plot", "nowhere"]) == 2
@@ -141,7 +141,7 @@ def test_the_command_teaches_and_knows_its_commands(capsys):
 
 
 def test_configs_have_names(capsys):
-    assert set(config_files.NAMES) == {path.stem for path in (ROOT / "configs").glob("*.py")}
+    assert set(command_line.CONFIGS) == {path.stem for path in (ROOT / "configs").glob("*.py")}
     by_name, by_file = flags.load("quickstart"), flags.load(str(ROOT / "configs/quickstart.py"))
     assert by_name.to_dict() == by_file.to_dict()
     assert command.main(["train", "--config", "quickstrat", "--workdir", "w"]) == 2

@@ -244,7 +244,6 @@ def config(**fields):
         ({"peers__silent_s": 0.3}, "peers.silent_s", 0.3),
         ({"peers__join_s": 1.0}, "peers.join_s", 1),
         ({"batch_size": 63}, "batch_size", 63),
-        ({"eval__ema_decay": 0.9}, "eval.ema_decay", 0.9),
     ],
 )
 def test_a_config_that_cannot_be_is_refused(fields, field, value):

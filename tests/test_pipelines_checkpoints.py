@@ -21,7 +21,7 @@ from decent_jax.train.checkpoint_folder import reason_of
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
-META = {"config": {"eval.ema_decay": 0.0}, "examples": 0, "seconds": 0.0, "best": 2.5}
+META = {"examples": 0, "seconds": 0.0, "best": 2.5}
 
 
 class Cells:
@@ -138,7 +138,7 @@ def test_all_stages_go_on_from_the_checkpoint_before_one_that_is_damaged(
         assert checkpoints.newest(said.append)["step"] == 1
         for name, value in threads.params().items():
             np.testing.assert_array_equal(value, run[1][1][name], err_msg=name)
-        assert "step 3 is damaged" in said[0] and (folder / "damaged" / "3").is_dir()
+        assert "step 3 is damaged" in said[0]
         # The next one is not removed in favour of that one, nor of a session's that was killed.
         (folder / "checkpoints" / ".2.draft" / "stage-0").mkdir(parents=True)
         assert not checkpoints.drop_best_after(1)

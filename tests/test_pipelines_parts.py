@@ -182,7 +182,6 @@ def test_rounded_activations_give_nearly_the_same_gradient(wire, bound, tiny_dat
         ({"micro_batches": 2}, "micro_batches", 2),
         ({"model__preset": "llama_125m"}, "model.preset", "llama_125m"),
         ({"algorithm": "gradient_tracking"}, "algorithm", "gradient_tracking"),
-        ({"eval__ema_decay": 0.9}, "eval.ema_decay", 0.9),
         ({"cluster__plan": "PLAN"}, "cluster.plan", ANY),
     ],
 )

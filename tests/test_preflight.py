@@ -57,18 +57,12 @@ def test_links_that_are_slower_one_way(tmp_path):
     assert "slowest link: 4.00 Gbit/s, c/0 -> b/0 (median of all links 8.00 Gbit/s)" in report
 
 
-def test_a_large_cluster_gets_no_table():
-    latency, bandwidth = np.full((17, 17), 1e-5), np.full((17, 17), 1e9)
-    report = preflight.report(latency, bandwidth, [f"host{k}/0" for k in range(17)])
-    assert len(report.splitlines()) == 2
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--megabytes=0"], "--megabytes must be from 0.01 to 10000, got 0"),
-        (["--repeats=0"], "--repeats must be from 1 to 10000, got 0"),
-        (["--save=no/such/folder.json"], "--save no/such/folder.json: there is no such folder"),
+        (["--megabytes=0"], "--megabytes must be at least 0.01, got 0.0"),
+        (["--repeats=0"], "--repeats must be at least 1, got 0"),
+        (["--save=no/such/folder.json"], "--save must be in a folder that there is, got 'no/such"),
         (["--config=nothing.py"], "there is no config file 'nothing.py'"),
         (["--config.cluster.num_processes=3"], "cluster needs coordinator, num_processes and"),
         (["--config.pipeline.address=localhost:1"], "pipeline.address localhost:1: nobody listens"),
@@ -79,7 +73,7 @@ def test_a_large_cluster_gets_no_table():
 def test_mistakes_are_a_sentence(capsys, arguments, sentence):
     assert command.main(arguments) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"preflight: {sentence}") and error.count("\n") == 1
+    assert error.startswith(f"decent-jax preflight: {sentence}") and error.count("\n") == 1
 
 
 @pytest.mark.slow
@@ -87,7 +81,7 @@ def test_three_processes_that_slurm_starts(start_process, tmp_path, tiny_data, c
     """They agree, measure the links between different processes, and the planner reads the file."""
     path, port = tiny.write_config(tmp_path / "config_file.py", tiny_data), free_port()
     saved = tmp_path / "network.json"
-    flags = ["-m", "decent_jax.commands.preflight", "--config", path, "--save", saved]
+    flags = ["-m", "decent_jax.commands.main", "preflight", "--config", path, "--save", saved]
     flags += ["--config.num_replicas=3", "--config.batch_size=9", "--megabytes=0.5"]
     group = [start_process(flags, **slurm(port, 3, index)) for index in range(3)]
     assert [process.wait(timeout=120) for process in group] == [0] * 3, said(group[0])
@@ -98,8 +92,6 @@ def test_three_processes_that_slurm_starts(start_process, tmp_path, tiny_data, c
         r"^3 processes agree: Python .*, config [0-9a-f]{12}, 1 x cpu each$", words, re.M
     )
     assert "measuring 6 links in 6 rounds" in words
-    table = re.search(r"^bandwidth, Gbit/s .*\n(.*\n.*\n.*\n.*)\n", words, re.M)[1].splitlines()
-    assert len({len(line) for line in table}) == 1  # aligned
     assert re.search(r"^slowest link: .* Gbit/s, \S+/\d -> \S+/\d \(median", words, re.M)
     found = network.load(saved)
     assert found.num_devices == 3 and found.num_nodes == 1
@@ -125,12 +117,12 @@ def test_processes_that_differ(capsys, tmp_path):
     assert command.main([save, *cluster_flags(port, 2, 0)]) == 2
     thread.join()
     assert f"optax: {importlib.metadata.version('optax')} on process 0" in received[0]
-    assert capsys.readouterr().err.splitlines()[-1] == f"preflight: {received[0]}"
+    assert capsys.readouterr().err.splitlines()[-1] == f"decent-jax preflight: {received[0]}"
 
 
 @pytest.mark.slow
 def test_processes_with_different_devices(start_process, tmp_path):
-    program = ["-m", "decent_jax.commands.preflight", "--save", tmp_path / "network.json"]
+    program = ["-m", "decent_jax.commands.main", "preflight", "--save", tmp_path / "network.json"]
     port, here, group = free_port(), socket.gethostname(), []
     for index in range(2):
         variables = {"JAX_NUM_CPU_DEVICES": str(index + 1)}
@@ -138,5 +130,5 @@ def test_processes_with_different_devices(start_process, tmp_path):
     assert [process.wait(timeout=60) for process in group] == [2, 2]
     sentence = f"devices: 1 on process 0 ({here}), 2 on process 1 ({here})"
     for process in group:
-        assert said(process) == f"preflight: the processes differ in {sentence}\n"
+        assert said(process) == f"decent-jax preflight: the processes differ in {sentence}\n"
     assert not (tmp_path / "network.json").exists()

@@ -11,7 +11,7 @@ import pytest
 from refusals import refused
 from several import free_port
 
-from decent_jax.cluster import rendezvous, secret
+from decent_jax.cluster import rendezvous
 from decent_jax.ground import connections
 from decent_jax.train import ConfigError
 
@@ -21,7 +21,7 @@ HERE = socket.gethostname()
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """The working directory of the run, which all threads see and nobody has made."""
-    monkeypatch.delenv(secret.VARIABLE, raising=False)
+    monkeypatch.delenv(rendezvous.SECRET, raising=False)
     return tmp_path / "runs" / "mine"
 
 
@@ -58,7 +58,7 @@ class Group:
     def member(self):
         """A connection that has proved to belong to the run."""
         with self.connect() as link:
-            return connections.prove(link, secret.find(self.folder, self.port))
+            return connections.prove(link, rendezvous.find_secret(self.folder, self.port))
 
     def leave(self):
         for thread in self._threads:
@@ -190,12 +190,15 @@ def test_strangers_cost_no_time_and_are_counted_where_somebody_is_missing(folder
         assert group.come(1).leave() == dict.fromkeys(range(2), [HERE] * 2)
     group = Group(folder, timeout_s=1).come(0)
     group.connect().close()
-    alike(group.leave(), "process 1 of 2", "1 connections", "127.0.0.1")
+    alike(group.leave(), "process 1 of 2", "1 connections")
 
 
 def test_a_process_goes_on_looking_when_an_impostor_listens(folder):
     port = free_port()
-    with socket.create_server(("localhost", port)) as server, secret.offered(folder, port):
+    with (
+        socket.create_server(("localhost", port)) as server,
+        rendezvous.offered_secret(folder, port),
+    ):
         group = Group(folder, port=port).come(1)
         for words in (b"HTTP/1.1 400\r\n" * 9, bytes(1000)):  # it comes twice
             link, _ = server.accept()
@@ -209,39 +212,39 @@ def test_a_process_goes_on_looking_when_an_impostor_listens(folder):
 def test_a_process_in_another_folder_cannot_join(folder, tmp_path, has_another):
     """It has the secret of another run, or none."""
     group, elsewhere = Group(folder, timeout_s=1), tmp_path / "elsewhere"
-    path = secret.file_in(elsewhere, group.port)
+    path = rendezvous.secret_file(elsewhere, group.port)
     elsewhere.mkdir()
     if has_another:
         path.write_bytes(b"0" * 64)
     results = group.come(0).come(1, folder=elsewhere).leave()
     assert "process 1 of 2" in results[0] and "strangers" in results[0]
-    assert secret.VARIABLE in results[1] and (str(path) in results[1]) == (not has_another)
+    assert rendezvous.SECRET in results[1] and (str(path) in results[1]) == (not has_another)
 
 
 # --- The secret -----------------------------------------------------------------------------------
 
 
 def test_a_variable_takes_the_place_of_the_file(folder, monkeypatch):
-    monkeypatch.setenv(secret.VARIABLE, "0123456789abcdef")
+    monkeypatch.setenv(rendezvous.SECRET, "0123456789abcdef")
     group = Group(folder).come(0).come(1)
     assert group.leave() == dict.fromkeys(range(2), [HERE] * 2)  # and no folder was made
-    monkeypatch.setenv(secret.VARIABLE, "short")
-    with refused(secret.VARIABLE):
-        secret.find(folder, 1)
+    monkeypatch.setenv(rendezvous.SECRET, "short")
+    with refused(rendezvous.SECRET):
+        rendezvous.find_secret(folder, 1)
 
 
 def test_the_file_is_for_its_owner_and_goes(folder):
     folder.mkdir(parents=True)
-    path = secret.file_in(folder, 1)
+    path = rendezvous.secret_file(folder, 1)
     path.write_text("of a process 0 that was killed")
     (folder / "mine.txt").write_text("stays")
-    with secret.offered(folder, 1) as own:
-        assert secret.find(folder, 1) == own == path.read_bytes() and len(own) == 64
+    with rendezvous.offered_secret(folder, 1) as own:
+        assert rendezvous.find_secret(folder, 1) == own == path.read_bytes() and len(own) == 64
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [p.name for p in folder.iterdir()] == ["mine.txt"]
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with refused(secret.VARIABLE), secret.offered(tmp_path / "file", 1):
+    with refused(rendezvous.SECRET), rendezvous.offered_secret(tmp_path / "file", 1):
         pass

@@ -6,7 +6,7 @@ import pytest
 from refusals import refused
 
 from decent_jax.commands import export
-from decent_jax.ground.replaceable import check_replaceable
+from decent_jax.ground.command_line import check_replaceable
 
 
 @pytest.mark.parametrize("check", [check_replaceable, lambda path, _: export.export("run", path)])

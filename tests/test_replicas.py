@@ -224,7 +224,7 @@ def test_push_sum_is_resized_to_what_it_conserves():
     mean = replicas.consensus_mean(z, weights)["x"]
     np.testing.assert_allclose(mean, kept, atol=1e-6)
     assert abs(replicas.consensus_mean(z)["x"] - kept).max() > 1e-3
-    state = TrainState(z, {}, state, None)
+    state = TrainState(z, {}, state)
     resized = stored.change_replicas(state, replicas.place(2, jax.devices()[:1]), 1)
     np.testing.assert_allclose(resized.params["x"], np.stack([kept] * 2), atol=1e-6)
     np.testing.assert_array_equal(resized.opt_state.own.w, np.ones(2))

@@ -32,10 +32,9 @@ KILLED, ABORTED = -signal.SIGKILL, -signal.SIGABRT
 def test_replicas_keep_their_share():
     config = tiny.config("DATA", num_replicas=8, batch_size=32, schedule="one_peer_exp")
     config.update(eval={"batch_size": 16}, mesh={"devices": 8})
-    assert supervise.fit(config, 4, 4) == ({}, [])
-    changes, notes = supervise.fit(config, 4, 3)
+    assert supervise.fit(config, 4, 4) == {}
     wanted = {"num_replicas": 6, "batch_size": 24, "eval.batch_size": 12, "mesh.devices": 6}
-    assert changes == wanted and len(notes) == len(wanted)
+    assert supervise.fit(config, 4, 3) == wanted
     with refused("num_replicas", 8):
         supervise.fit(config, 3, 3)
 
@@ -43,18 +42,18 @@ def test_replicas_keep_their_share():
 @pytest.mark.parametrize("schedule", ["hypercube", "alternating_exp_ring"])
 def test_a_schedule_that_needs_a_power_of_two(schedule):
     config = tiny.config("DATA", num_replicas=8, batch_size=32, schedule=schedule, local_size=2)
-    assert supervise.fit(config, 4, 3)[0]["schedule"] == "one_peer_exp"
-    assert "schedule" not in supervise.fit(config, 4, 2)[0]
+    assert supervise.fit(config, 4, 3)["schedule"] == "one_peer_exp"
+    assert "schedule" not in supervise.fit(config, 4, 2)
 
 
 def test_a_plan_is_for_devices_that_are_gone(tmp_path):
     plan = Plan(("a/0", "b/0", "c/0", "d/0"), topology.make("ring", 4), mix_every=2)
     plan.save(tmp_path / "plan.json")
     config = tiny.config("DATA", cluster={"plan": str(tmp_path / "plan.json")})
-    changes, _ = supervise.fit(config, 4, 3)
+    changes = supervise.fit(config, 4, 2)
     assert changes["cluster.plan"] == "" and changes["mix_every"] == 2
-    assert changes["schedule"] == "one_peer_exp"  # ring needs an even number
-    assert supervise.fit(config, 4, 2)[0]["schedule"] == "ring"
+    assert changes["schedule"] == "ring"
+    assert "schedule" not in supervise.fit(config, 4, 3)  # ring needs an even number
 
 
 def test_a_batch_may_follow_the_number_of_replicas_only():
@@ -186,9 +185,9 @@ def test_members_get_another_chance_and_the_run_gives_up():
     dies = script(0, KILLED, 0)
     run = Run(dies, dies, FINISHES, again=1)
     assert run.run() == 0 and run.started == ["abc", "abc", "ac"]
-    assert Run(dies, dies, FINISHES, fewest=2).run() == 1
-    run = Run(*10 * [script(PEER_LOST, PEER_LOST, PEER_LOST)], restarts=3)
-    assert run.run() == 1 and run.started == ["abc"] * 4
+    assert Run(script(KILLED, KILLED, KILLED)).run() == 1
+    run = Run(*100 * [script(PEER_LOST, PEER_LOST, PEER_LOST)])
+    assert run.run() == 1 and run.started == ["abc"] * 23
 
 
 def test_a_host_that_is_silent_after_a_death_costs_the_patience():
@@ -248,7 +247,7 @@ def test_a_log_that_cannot_be_written_is_one_sentence(what, tmp_path, tiny_data,
 # In place of train.py; process 0 ends on SIGTERM as train.py does, the others ignore it.
 STAND_IN = """
 import os, pathlib, signal, sys, time
-from decent_jax.cluster import secret, supervised
+from decent_jax.cluster import rendezvous, supervise
 flags = dict(flag.split("=", 1) for flag in sys.argv[1:] if "=" in flag)
 index, count = (int(flags[f"--config.cluster.{k}"]) for k in ("process_id", "num_processes"))
 if index:
@@ -258,8 +257,8 @@ def end(lost):
     print(lost, flush=True)
     os._exit(75)
 
-supervised.end_with_supervisor(2, end)
-known = os.environ[secret.VARIABLE]
+supervise.end_with_supervisor(2, end)
+known = os.environ[rendezvous.SECRET]
 path = pathlib.Path(flags["--workdir"], f"{index} of {count}")
 path.with_suffix(".new").write_text(f"{os.getpid()} {known}")
 path.with_suffix(".new").rename(path)
@@ -295,8 +294,8 @@ def test_processes_start_again_and_end_with_their_supervisor(start_process, tmp_
 
 def test_a_standard_input_that_is_no_supervisor_ends_nothing():
     """Such as that of a launcher which does not pass the pipe on."""
-    program = "import threading; from decent_jax.cluster import supervised; "
-    program += "supervised.end_with_supervisor(0.1, print); "
+    program = "import threading; from decent_jax.cluster import supervise; "
+    program += "supervise.end_with_supervisor(0.1, print); "
     program += "[one.join() for one in threading.enumerate()[1:]]; print('alive')"
     done = subprocess.run(
         [sys.executable, "-c", program],

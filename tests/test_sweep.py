@@ -62,7 +62,6 @@ def test_every_combination_has_a_folder(config):
         (["seed=0,0"], "seed=0,0"),
         (["seed=0", "config.seed=1"], "config.seed=1"),
         (["schedule=base_k(max_degree=2),base_k[max_degree=2]"], None),
-        ([f"{name}={','.join(map(str, range(30)))}" for name in "abc"], 27000),
     ],
 )
 def test_what_cannot_be_swept_over(over, value, config, monkeypatch):
@@ -100,7 +99,7 @@ def test_a_run_is_trained_once_and_stands_in_the_table(config, tmp_path, capsys)
     assert [(row["steps"], row["validation_loss"]) for row in rows] == 2 * [("2", "0.5")]
     capsys.readouterr()
     assert sweep.main(flags, never) == 0
-    assert capsys.readouterr().out.splitlines()[1].split()[:4] == ["ring", "0", "done", "2"]
+    assert "| ring | 0 | done | 2 |" in capsys.readouterr().out
 
 
 def test_results_of_other_settings_are_no_results(config, tmp_path, capsys):
@@ -109,7 +108,7 @@ def test_results_of_other_settings_are_no_results(config, tmp_path, capsys):
     flags = ["--config", config, "--over", "seed=0,1", "--out", str(out)]
     assert sweep.main([*flags, "--config.steps=2"], ends) == 0
     more = [*flags, "--config.steps=6"]
-    assert sweep.main([*more, "--table"], never) == 0
+    assert sweep.main(more, lambda *_: 1) == 1
     assert [(row["state"], row["steps"]) for row in table(out)] == 2 * [("not done", "")]
     trained = []
 
@@ -186,7 +185,6 @@ def test_the_table_has_only_what_was_measured(config, tmp_path, capsys):
 
     flags = ["--config", config, "--over", "seed=0,1,2", "--out", str(out)]
     assert sweep.main(flags, trained) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["0", "done", "12", "1.0000", "4096"] in lines
-    assert ["1", "done", "12", "4096"] in lines  # no number where none is
-    assert ["2", "not", "done"] in lines
+    said = capsys.readouterr().out
+    assert "| 0 | done | 12 | 1.0 | | | 4096 |" in said and "| 2 | not done |" in said
+    assert "| 1 | done | 12 | NaN |" in said

@@ -15,7 +15,7 @@ import pytest
 import tiny
 from toys.waves import Waves
 
-from decent_jax import replicas, topology, train
+from decent_jax import topology, train
 from decent_jax.data.text import token_folder
 from decent_jax.models import decoders
 from decent_jax.plan import plan_file
@@ -171,32 +171,15 @@ def test_evaluation_equals_evaluating_by_hand(run, monkeypatch):
         return found
 
     monkeypatch.setattr(Synchronous, "evaluate", spy)
-    decay = 0.6
-    folder = run(eval={"every": 1, "replicas": True, "ema_decay": decay}, steps=4)
+    folder = run(eval={"every": 2}, steps=4)
     task, row = tasks[0], tiny.rows(folder)[-1]
-    means = [task.init(jax.random.key(train.default_config().seed))[0]]
-    means += [jax.tree.map(lambda x: x.mean(axis=0), states[t].params) for t in range(1, 5)]
-    assert row["eval/loss"] == pytest.approx(loss_by_hand(task, means[-1]), rel=1e-5)
+    mean = jax.tree.map(lambda x: x.mean(axis=0), states[2].params)
+    assert row["eval/loss"] == pytest.approx(loss_by_hand(task, mean), rel=1e-5)
     assert tiny.summary(folder)["final"]["eval/loss"] == row["eval/loss"]
-
-    own = [loss_by_hand(task, replicas.take(states[4].params, i)) for i in range(4)]
-    assert row["eval/replica_loss_best"] == pytest.approx(min(own), rel=1e-5)
-    assert row["eval/replica_loss_worst"] == pytest.approx(max(own), rel=1e-5)
-    assert row["eval/replica_loss_mean"] == pytest.approx(np.mean(own), rel=1e-5)
-    assert min(own) < max(own)
-
-    # The mean of the replicas' moving averages is the moving average of their mean.
-    average = means[0]
-    for mean in means[1:]:
-        average = jax.tree.map(lambda a, b: decay * a + (1 - decay) * b, average, mean)
-    saved = jax.tree.map(lambda x: x.mean(axis=0), states[4].ema)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), saved, average)
-    assert row["eval/ema_loss"] == pytest.approx(loss_by_hand(task, average), rel=1e-5)
-    assert row["eval/ema_loss"] != row["eval/loss"]
 
 
 def test_evaluation_does_not_disturb_training(run):
-    often = run("often", eval={"every": 1, "replicas": True}, steps=7)
+    often = run("often", eval={"every": 1}, steps=7)
     never = run("never", steps=7)
     np.testing.assert_array_equal(tiny.losses(often), tiny.losses(never))
     tiny.assert_same_state(often, never, 7)
@@ -207,9 +190,9 @@ def test_every_validation_record_counts_once_whatever_the_batch(run):
     changes = {"steps": 1, "learning_rate": 0.0}
     found = []
     for n, size in [(4, 0), (4, 16), (1, 64)]:
-        evaluation = {"replicas": True, "batch_size": size}
+        evaluation = {"batch_size": size}
         row = tiny.rows(run(f"{n}-{size}", num_replicas=n, eval=evaluation, **changes))[-1]
-        found += [row["eval/loss"], row["eval/replica_loss_worst"]]
+        found.append(row["eval/loss"])
     np.testing.assert_allclose(found, found[0], rtol=1e-6)
     part = run("part", eval={"batches": 1}, **changes)
     assert tiny.rows(part)[-1]["eval/loss"] != pytest.approx(found[0], rel=1e-3)
@@ -325,25 +308,6 @@ def test_three_of_four_failing_for_ever_do_not_stop_the_run(run, sick):
     sick(lambda t: [0, 1, 3])
     losses = tiny.losses(run(max_failing_steps=3, learning_rate=0.1))
     assert losses[-1] < losses[0] / 2
-
-
-def test_the_bound_on_the_consensus_distance_averages_once_and_says_so(run, monkeypatch, capsys):
-    spoil_once(monkeypatch, 4, lambda x: x.at[1].add(10.0))
-    folder = run(mix_every=100, steps=8, max_consensus_distance=1.0)
-    said = capsys.readouterr().err
-    assert said.count("all replicas are averaged once") == 1
-    assert "step 5: the consensus distance" in said and "is past the bound 1:" in said
-    assert "step 5: replica 1 drifts: " in said
-    distances = [row["train/consensus_distance_relative"] for row in tiny.rows(folder)]
-    assert distances[4] > 1.0 and max(distances[:4] + distances[5:]) < 0.2
-
-
-def test_a_drifting_replica_is_named(run, monkeypatch, capsys):
-    spoil_once(monkeypatch, 4, lambda x: x.at[2].add(1.0))
-    run(mix_every=100, steps=7, model={"waves": 300})
-    said = capsys.readouterr().err
-    assert "step 5: replica 2 drifts: " in said
-    assert said.count(" drifts: ") == 1  # the rows before it have nothing to say, nor those after
 
 
 # --- leaving early --------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def test_what_a_replica_and_a_node_send(changes, replica, node):
     one = tiny.waves(num_replicas=8, **changes)
     schedule = config_lib.make_schedule(one)
     params = {"w": jax.ShapeDtypeStruct((8, 250_000), jnp.float32)}
-    cost = algorithm.cost(one, schedule, step_lib.TrainState(params, (), (), None), 4)
+    cost = algorithm.cost(one, schedule, step_lib.TrainState(params, (), ()), 4)
     assert (cost.sent_a_step, cost.sent_by_node) == pytest.approx((replica * 1e6, node * 1e6))
     said = algorithm.describe(one, schedule, cost)
     assert f"sends {format_number(replica)} MB per step (a node of 4 sends " in said

@@ -20,7 +20,6 @@ from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import format_number
 from decent_jax.ground.json_files import flat
 
-_WIDEST = 16  # devices in a matrix that is printed
 _BYTES_PER_GBIT = 1e9 / 8
 
 
@@ -146,28 +145,15 @@ def _time(exchange: Callable, message: jax.Array) -> float:
 
 
 def report(latency_s: np.ndarray, bandwidth: np.ndarray, names: list[str]) -> str:
-    """Both matrices as tables, and the worst link of each.
+    """The worst link in latency and in bandwidth, a line for each.
 
     >>> latency, rate = np.array([[0, 5e-5], [5e-5, 0]]), np.array([[0, 1.25e9], [2.5e9, 0]])
     >>> print(report(latency, rate, ["gpu1/0", "gpu2/0"]))
-    latency, us (half a round trip)
-                  0     1
-    0  gpu1/0     -  50.0
-    1  gpu2/0  50.0     -
-    bandwidth, Gbit/s (a row sends to the columns)
-                  0     1
-    0  gpu1/0     -  10.0
-    1  gpu2/0  20.0     -
     longest latency: 50.0 us, gpu1/0 -> gpu2/0 (median of all links 50.0 us)
     slowest link: 10.0 Gbit/s, gpu1/0 -> gpu2/0 (median of all links 15.0 Gbit/s)
     """
     links = ~np.eye(len(names), dtype=bool)
-    unit, scale = ("ms", 1e3) if latency_s[links].max(initial=0) >= 1e-3 else ("us", 1e6)
-    latency, gbits = latency_s * scale, bandwidth / _BYTES_PER_GBIT
-    lines = []
-    if len(names) <= _WIDEST:
-        lines += [f"latency, {unit} (half a round trip)", *_table(latency, names)]
-        lines += ["bandwidth, Gbit/s (a row sends to the columns)", *_table(gbits, names)]
+    latency_us, gbits = 1e6 * latency_s, bandwidth / _BYTES_PER_GBIT
 
     def worst(what: str, matrix: np.ndarray, unit: str, link: np.intp) -> str:
         source, target = np.unravel_index(link, links.shape)
@@ -177,20 +163,7 @@ def report(latency_s: np.ndarray, bandwidth: np.ndarray, names: list[str]) -> st
             f"(median of all links {format_number(median)} {unit})"
         )
 
-    lines.append(worst("longest latency", latency, unit, np.where(links, latency, -1).argmax()))
-    lines.append(worst("slowest link", gbits, "Gbit/s", np.where(links, gbits, np.inf).argmin()))
-    return "\n".join(lines)
-
-
-def _table(matrix: np.ndarray, names: list[str]) -> list[str]:
-    cells = [
-        ["-" if i == j else format_number(float(value)) for j, value in enumerate(row)]
-        for i, row in enumerate(matrix)
-    ]
-    heads = [f"{i}  {name}" for i, name in enumerate(names)]
-    width = max(len(cell) for row in cells for cell in row)
-    left = max(map(len, heads))
-    lines = [" " * left + "".join(f"  {j:>{width}}" for j in range(len(names)))]
-    for head, row in zip(heads, cells, strict=True):
-        lines.append(f"{head:<{left}}" + "".join(f"  {cell:>{width}}" for cell in row))
-    return lines
+    longest = np.where(links, latency_us, -1).argmax()
+    slowest = np.where(links, gbits, np.inf).argmin()
+    latency_line = worst("longest latency", latency_us, "us", longest)
+    return f"{latency_line}\n{worst('slowest link', gbits, 'Gbit/s', slowest)}"

@@ -6,25 +6,32 @@ process 0 first listens at the coordinator's port itself. The others connect, pr
 the run's secret (`ground.connections`), and send a **hello**: their number, the count, their host
 and a **description** of themselves (versions and config). When all have come, process 0 answers
 each of them with all hosts, or with the reason why they cannot start, and frees the port for jax.
+
+The run's **secret** is in the variable `SECRET`, where a launcher hands it over. Without one,
+process 0 writes a new one into a folder that all processes see, readable by its owner only, and
+removes it when all have come.
 """
 
-import collections
 import contextlib
+import os
 import platform
+import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from decent_jax.cluster import secret
 from decent_jax.ground import connections, extras
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import name_all, printable, shorten, shown
 
+SECRET = "DECENT_JAX_SECRET"
+_SECRET_FILE = ".start_secret-{port}"  # runs that share a folder have ports of their own
+_SHORTEST_SECRET = 16  # characters
 _PACKAGES = ("decent_jax", "jax", "jaxlib", "flax", "optax")
 _OWN_FIELDS = ("cluster.coordinator", "cluster.process_id")  # every process has its own
 _ANSWER_S = 10  # time for one message between two processes that both run
@@ -32,7 +39,6 @@ _RESOLVE_S = 60  # a host name may appear late (Kubernetes), but not later than 
 _SHOWN = 3  # differences in one sentence
 _LONGEST_VALUE = 40  # characters of a value in which processes differ
 _LONGEST_NAME = 64  # characters of a host name
-_NAMED = 3  # addresses of strangers in one sentence
 _TICK_S = 0.1  # between two looks at who is there
 
 
@@ -84,7 +90,7 @@ def barrier(
       index: number of this process.
       description: what must be equal on all processes, see `describe`.
       timeout_s: seconds to wait for the others.
-      folder: where the processes find their secret if no variable has it, see `secret`.
+      folder: where the processes find their secret if no variable has it, see `SECRET`.
 
     Returns:
       The host name of every process.
@@ -112,7 +118,7 @@ def _gather(port: int, own: dict, folder: Path, timeout_s: float) -> dict[str, A
     """Listen as process 0 until all have come; returns the answer that every process received."""
     end, group = time.monotonic() + timeout_s, _Group(own)
     with (
-        secret.offered(folder, port) as known,
+        offered_secret(folder, port) as known,
         connections.Listener(_listen(port), known, group.admit, group.leave_out),
         group.changed,
     ):
@@ -136,7 +142,7 @@ class _Group:
         self.hellos, self.refusal = {0: own}, None
         self.changed = threading.Condition()
         self._members: dict[int, Connection] = {}
-        self._strangers = collections.Counter()
+        self._strangers = 0
 
     def admit(self, connection: Connection, address: str) -> None:
         """Let a process in, or refuse to start: it knows the secret, so it is no stranger."""
@@ -160,7 +166,7 @@ class _Group:
     def leave_out(self, address: str) -> None:
         """Count a stranger."""
         with self.changed:
-            self._strangers[address] += 1
+            self._strangers += 1
 
     def is_complete(self) -> bool:
         """Whether all have come, and none has died since."""
@@ -177,12 +183,8 @@ class _Group:
         """The sentence for processes that have not come."""
         count = self.hellos[0]["count"]
         absent = [process for process in range(count) if process not in self.hellos]
-        left_out = ""
-        if self._strangers:
-            names = ", ".join([address for address, _ in self._strangers.most_common(_NAMED)])
-            left_out = (
-                f"; {self._strangers.total()} connections of strangers were left out, from {names}"
-            )
+        strangers = self._strangers
+        left_out = f"; {strangers} connections of strangers were left out" if strangers else ""
         return (
             f"{name_all(absent, [])} of {count} did not come within {timeout_s:g} s "
             "(cluster.timeout_s); start all of them, and see that they can reach process 0"
@@ -268,16 +270,16 @@ def _listen(port: int) -> socket.socket:
 def _report(host: str, port: int, hello: dict, folder: Path, timeout_s: float) -> dict[str, Any]:
     """Send the hello as another process; returns the answer of process 0."""
     began, trouble = time.monotonic(), ""
-    together = f"start all processes with the same {secret.VARIABLE}, or in a folder that all see"
+    together = f"start all processes with the same {SECRET}, or in a folder that all see"
     while True:
         patience = timeout_s
         try:
             with socket.create_connection((host, port), timeout=_ANSWER_S) as link:
-                known = secret.find(folder, port)  # a new one if process 0 has started once more
+                known = find_secret(folder, port)  # a new one if process 0 has started once more
                 if known is not None:
                     with connections.prove(link, known) as connection:
                         return _exchange(connection, hello, began + timeout_s)
-            trouble = f"answers, but {secret.file_in(folder, port)} is not there; {together}"
+            trouble = f"answers, but {secret_file(folder, port)} is not there; {together}"
         except AuthenticationError:  # another program, or an earlier start
             trouble = f"does not know the secret of this run; {together}"
         except socket.gaierror as error:
@@ -306,3 +308,77 @@ def _exchange(connection: Connection, hello: dict, end: float) -> dict[str, Any]
         "process 0 went away, or waits for other processes longer than cluster.timeout_s; see what "
         "it says itself"
     )
+
+
+# --- The secret -----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def offered_secret(folder: Path, port: int) -> Iterator[bytes]:
+    """The secret as process 0 has it; in this context the others find it in ``folder``.
+
+    Raises:
+      ConfigError: the variable holds too short a one, or the folder cannot be written.
+    """
+    given = _given()
+    if given:
+        yield given
+        return
+    path, own = secret_file(folder, port), secrets.token_hex(32).encode()
+    made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+        with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+            file.write(own)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be written ({error.strerror}), so that the processes have no secret "
+            f"in common; mend that, or set {SECRET} for all of them",
+            field=SECRET,
+        ) from None
+    try:
+        yield own
+    finally:
+        with contextlib.suppress(OSError):
+            if path.read_bytes() == own:  # nobody has started the same run once more
+                path.unlink()
+            for parent in made:
+                parent.rmdir()
+
+
+def find_secret(folder: Path, port: int) -> bytes | None:
+    """The secret as another process finds it; None: process 0 has not written it yet.
+
+    Raises:
+      ConfigError: the variable holds too short a one, or the file may not be read.
+    """
+    given = _given()
+    if given:
+        return given
+    try:
+        return secret_file(folder, port).read_bytes() or None
+    except PermissionError:
+        raise ConfigError(
+            f"{secret_file(folder, port)} belongs to another user; start all processes as one "
+            f"user, or set {SECRET} for all of them",
+            field=SECRET,
+        ) from None
+    except OSError:
+        return None
+
+
+def secret_file(folder: Path, port: int) -> Path:
+    """Where the secret of the run whose process 0 listens at ``port`` is."""
+    return folder / _SECRET_FILE.format(port=port)
+
+
+def _given() -> bytes | None:
+    text = os.environ.get(SECRET, "")
+    if 0 < len(text) < _SHORTEST_SECRET:
+        raise ConfigError(
+            f"{SECRET} has {len(text)} characters; it needs at least {_SHORTEST_SECRET}",
+            field=SECRET,
+        )
+    return text.encode(errors="surrogateescape") or None

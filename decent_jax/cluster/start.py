@@ -1,4 +1,4 @@
-"""Start jax in one process or in many, and what these have to agree on."""
+"""Start jax in one process or in many; the fields of a config about them."""
 
 import collections
 import os
@@ -14,15 +14,36 @@ import numpy as np
 from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
-from decent_jax.cluster import rendezvous, supervised, watch
+from decent_jax.cluster import rendezvous, watch
+from decent_jax.cluster.supervise import end_with_supervisor
 from decent_jax.ground.errors import ConfigError, PeerLost
-from decent_jax.ground.format import printable
+from decent_jax.ground.fields import Changeable
+from decent_jax.ground.format import printable, shown
 from decent_jax.ground.json_files import flat
 from decent_jax.ground.progress import announce
 from decent_jax.plan.plan_file import Plan
 
 Device = Any  # jax.Device, which type checkers cannot resolve
 
+FIELDS = {
+    "cluster.coordinator": Changeable(
+        "", '"host:port" of process 0; empty: detect SLURM, Open MPI, Kubernetes, TPUs'
+    ),
+    "cluster.num_processes": Changeable(0, "processes of the run", at_least=0),
+    "cluster.process_id": Changeable(-1, "number of this process, from 0", at_least=-1),
+    "cluster.plan": Changeable(
+        "", "plan of the planner, a file: order of devices, schedule, mix_every"
+    ),
+    "cluster.timeout_s": Changeable(
+        300, "seconds to wait for all processes at the start", at_least=1
+    ),
+    "cluster.heartbeat_s": Changeable(
+        30, "seconds of silence after which a process counts as lost and all end", at_least=1
+    ),
+    "cluster.exchange_s": Changeable(
+        600, "seconds after which an exchange between living processes fails", at_least=1
+    ),
+}
 # The variable that identifies a launcher, and the one that has the number of processes, if any.
 LAUNCHERS = {
     "SLURM": ("SLURM_STEP_ID", "SLURM_NTASKS"),
@@ -32,8 +53,28 @@ LAUNCHERS = {
 _hosts: list[str] = []  # the host name of every process; empty before `start`
 
 
+def check(config: ConfigDict) -> None:
+    """Raises ConfigError where the fields of ``cluster`` do not go together."""
+    cluster = config.cluster
+    if bool(cluster.coordinator) != (cluster.num_processes > 0) or (
+        not 0 <= cluster.process_id < cluster.num_processes
+        if cluster.coordinator
+        else cluster.process_id != -1
+    ):
+        raise ConfigError(
+            "cluster needs coordinator, num_processes and process_id (0 to num_processes - 1) "
+            f"together, got {shown(cluster.coordinator)}, {cluster.num_processes} and "
+            f"{cluster.process_id}",
+            field="cluster",
+            value=cluster.process_id,
+        )
+    if cluster.num_processes and config.num_replicas % cluster.num_processes:
+        wanted = f"must divide num_replicas, {config.num_replicas}"
+        raise ConfigError.about("cluster.num_processes", cluster.num_processes, wanted)
+
+
 def start(config: ConfigDict, folder: str | Path = ".") -> str:
-    """Start jax as ``config.cluster`` and ``config.mesh`` say; returns a line for the log.
+    """Start jax as ``config.cluster`` says; returns a line for the log.
 
     Joins other processes if the config names a coordinator, if SLURM (`srun`), Open MPI or
     Kubernetes started this process together with others, or on a pod of Cloud TPUs. All of them
@@ -43,18 +84,15 @@ def start(config: ConfigDict, folder: str | Path = ".") -> str:
 
     Args:
       config: of the run.
-      folder: one that all processes see, where they find their secret (`secret`).
+      folder: one that all processes see, where they find their secret (`rendezvous`).
 
     Raises:
-      ConfigError: jax has already started with other devices than ``mesh.simulate`` asks for;
-        processes do not come or do not fit together.
+      ConfigError: processes do not come or do not fit together.
       PeerLost: jax could not join processes that had all come.
     """
     cluster = config.cluster
-    supervised.end_with_supervisor(cluster.heartbeat_s, watch.end)
-    _threads_for(config.mesh.simulate or _simulated_by_user())
-    if config.mesh.simulate:
-        _simulate(config.mesh.simulate)
+    end_with_supervisor(cluster.heartbeat_s, watch.end)
+    _threads_for_simulated_devices()
     launcher = detect_launcher()
     if jax.distributed.is_initialized():
         return f"process {jax.process_index()} of {jax.process_count()}"
@@ -195,31 +233,16 @@ def _number(variable: str, text: str) -> int:
         raise ConfigError.about(variable, text, "must hold whole numbers") from None
 
 
-def _simulated_by_user() -> int:
-    """CPU devices that the environment asks jax for; 0 or less: none."""
-    flag = re.search(r"device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    return max(jax.config.values["jax_num_cpu_devices"], int(flag[1]) if flag else 0)
-
-
-def _threads_for(count: int) -> None:
-    """Let this many CPU devices wait for each other.
+def _threads_for_simulated_devices() -> None:
+    """Let the CPU devices wait for each other that the environment asks jax for.
 
     Each device that waits in a collective holds a thread of a pool as large as the core count. With
     fewer cores than devices, none would be left for the device they wait for.
     """
+    flag = re.search(r"device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    count = max(jax.config.values["jax_num_cpu_devices"], int(flag[1]) if flag else 0)
     if count > 1:
         os.environ.setdefault("PJRT_NPROC", str(max(4 * count, os.cpu_count() or 1)))
-
-
-def _simulate(count: int) -> None:
-    try:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:
-        if len(jax.local_devices()) != count:
-            there = len(jax.local_devices())
-            why = f"must be set before jax starts, and this process already has {there} devices"
-            raise ConfigError.about("mesh.simulate", count, why) from None
 
 
 def choose_devices(num_replicas: int, wanted: int) -> list[Device]:

@@ -3,6 +3,12 @@
 A process counts as lost when a signal ended it, its host or its connection is gone, or it does not
 end after another was lost. Which process it was decides what happens, not which exit code is seen
 first: a survivor may well end before the supervisor notices the death of another.
+
+The supervisor holds the other end of a pipe that is the standard input of each of its processes
+(`ssh` and `srun` pass it on), and never closes it. However the supervisor ends, the kernel closes
+the pipe: then the process stops as after SIGTERM, which saves a checkpoint, and where that takes
+too long it ends without one. A line in the pipe says that another process is lost, long before that
+is silent for a heartbeat: then this one ends at once, to be started again.
 """
 
 import contextlib
@@ -11,15 +17,19 @@ import math
 import os
 import signal
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from decent_jax.cluster import supervised
 from decent_jax.ground.errors import PEER_LOST
 
+VARIABLE = "DECENT_JAX_SUPERVISED"  # set where the standard input is the supervisor's pipe
+GREETING = b"supervised\n"  # a launcher that does not pass the pipe on does not pass this on either
 _TICK_S = 0.2
+_IN_VAIN = 20  # starts after which no process was known to be lost
 _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 _REFUSED, _FAILED = 2, 1  # of `train`; another start would change nothing
 # Of a process that lost another: after its sentence, or by jax's abort.
@@ -41,7 +51,7 @@ class Child:
 
     Args:
       argv: its command.
-      environment: its variables besides the one of `supervised`.
+      environment: its variables besides `VARIABLE`.
       log: a file to which its output is appended; None: it writes where this process does.
     """
 
@@ -52,11 +62,11 @@ class Child:
                 stdin=subprocess.PIPE,  # never closed while this process lives
                 stdout=words,
                 stderr=words,
-                env=environment | {supervised.VARIABLE: "1"},
+                env=environment | {VARIABLE: "1"},
                 start_new_session=True,
             )
         self.pid, self.poll = self._popen.pid, self._popen.poll
-        self._write(supervised.GREETING)
+        self._write(GREETING)
 
     def signal(self, number: int) -> None:
         """Send a signal to it and its children, if it still runs."""
@@ -65,7 +75,7 @@ class Child:
                 os.killpg(self.pid, number)
 
     def tell(self, line: str) -> None:
-        """Send it a line, see `supervised`."""
+        """Send it a line, which `end_with_supervisor` reads."""
         self._write(f"{line}\n".encode())
 
     def _write(self, data: bytes) -> None:
@@ -114,8 +124,6 @@ class Supervisor:
       patience_s: for the others to end when one has.
       stop_s: for all to end when they are asked to.
       again: deaths of a member after each of which it is started again.
-      restarts: of the run, at most.
-      fewest: members with which the run goes on.
       say: gets sentences for the user.
       clock: has ``monotonic()`` and ``sleep(seconds)``.
     """
@@ -128,14 +136,12 @@ class Supervisor:
         patience_s: float,
         stop_s: float = 600.0,
         again: int = 0,
-        restarts: int = 20,
-        fewest: int = 1,
         say: Callable[[str], None] = print,
         clock: Any = time,
     ):
         self._members, self._start, self._say, self._clock = members, start, say, clock
         self._patience_s, self._stop_s = patience_s, stop_s
-        self._again, self._restarts, self._fewest = again, restarts, fewest
+        self._again = again
         self._signals: list[int] = []  # asked for and not passed on so far
         self._stopped: int | None = None
 
@@ -145,8 +151,8 @@ class Supervisor:
 
     def run(self) -> int:
         """The exit code of the run: that of its processes, 128 + a signal, or 1: given up."""
-        first = len(self._members)
-        for attempt in range(self._restarts + 1):
+        starts = _IN_VAIN + (1 + self._again) * len(self._members)
+        for attempt in range(starts):
             began = self._clock.monotonic()
             processes = self._start(self._members, attempt)
             try:
@@ -160,10 +166,10 @@ class Supervisor:
             if code is not None:
                 return code
             self._leave_out_the_lost(codes, self._clock.monotonic() - began)
-            if len(self._members) < self._fewest:
-                self._say(f"{len(self._members)} of {first} processes are left: giving up")
+            if not self._members:
+                self._say("no process is left: giving up")
                 return 1
-        self._say(f"the run was started again {self._restarts} times: giving up")
+        self._say(f"the run was started {starts} times: giving up")
         return 1
 
     def _wait(self, processes: Sequence[Child]) -> list[int | None]:
@@ -216,3 +222,34 @@ def describe(code: int | None) -> str:
     if number in set(signal.Signals):
         return f"died of {signal.Signals(number).name}"
     return f"ended with code {code}"
+
+
+# --- In the processes -----------------------------------------------------------------------------
+
+
+def end_with_supervisor(heartbeat_s: float, end: Callable[[str], None]) -> None:
+    """End this process within ``heartbeat_s`` of its supervisor, if it has one.
+
+    Args:
+      heartbeat_s: half of it is for a checkpoint.
+      end: gets what the supervisor says of another process that is lost, and ends this one.
+    """
+    if os.environ.pop(VARIABLE, None):  # children of this process are not the supervisor's
+        watch = threading.Thread(target=_watch, args=(heartbeat_s, end), daemon=True)
+        watch.start()
+
+
+def _watch(heartbeat_s: float, end: Callable[[str], None]) -> None:
+    # sys.stdin would hold a lock that Python needs to exit.
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as pipe:
+        if pipe.readline() != GREETING:
+            return
+        lost = pipe.readline()
+    if lost:
+        end(lost.decode(errors="replace").strip())
+    with contextlib.suppress(OSError):  # its terminal is gone, too
+        program = Path(sys.argv[0]).name
+        print(f"{program}: the supervisor is gone: stopping", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(heartbeat_s / 2)
+    os._exit(128 + signal.SIGTERM)

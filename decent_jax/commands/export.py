@@ -11,13 +11,11 @@ classes, and how images are normalised.
 
 import contextlib
 import re
-import sys
 from pathlib import Path
 
-from decent_jax.commands import model_flags
+from decent_jax.ground.command_line import check_replaceable, command, model_parser
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.json_files import write_atomic
-from decent_jax.ground.replaceable import check_replaceable
 from decent_jax.train.saved_model import TrainedRun
 
 _EXPORTED = re.compile(rb'.{8}\{"__metadata__".{,65536}"which"', re.DOTALL)
@@ -26,15 +24,12 @@ _BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer
 _BESIDE += ("vocab.json", "merges.txt")
 
 
+@command("export")
 def main(arguments: list[str] | None = None) -> int:
     """Returns 0, or 2 after one sentence on stderr."""
-    parser = model_flags.parser("export", __doc__)
+    parser = model_parser("export", __doc__)
     parser.add_argument("--out", required=True, metavar="FILE.safetensors")
-    try:
-        path = export(**vars(parser.parse_args(arguments)))
-    except (ConfigError, OSError) as error:
-        print(f"export: {ConfigError(error)}", file=sys.stderr)
-        return 2
+    path = export(**vars(parser.parse_args(arguments)))
     print(f"wrote {path} and {path.with_name('config.json')}")
     return 0
 
@@ -52,16 +47,11 @@ def export(workdir: str | Path, out: str | Path, which: str = "last") -> Path:
     """
     out = Path(out)
     if out.suffix != ".safetensors":
-        raise ConfigError(f"--out must end in .safetensors, got {str(out)!r}")
+        raise ConfigError.about("--out", str(out), "must end in .safetensors")
     folder = out.absolute().parent
-    if folder.resolve() == Path(workdir).resolve():
+    if folder.resolve() == Path(workdir).resolve() or (folder / "metrics.jsonl").exists():
         raise ConfigError(
-            "--out: a config.json is written beside the model, and in --workdir that is the run's; "
-            "name another folder"
-        )
-    if (folder / "metrics.jsonl").exists():
-        raise ConfigError(
-            f"--out: {folder} is the folder of another run, whose config.json would be lost; name "
+            f"--out: {folder} is the folder of a run, whose config.json would be lost; name "
             "another folder"
         )
     _check_replaceable(out)
@@ -91,7 +81,3 @@ def _check_replaceable(out: Path) -> None:
                 field="--out",
                 value=out,
             )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

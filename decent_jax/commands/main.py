@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from decent_jax.ground.config_files import NAMES
+from decent_jax.ground.command_line import CONFIGS
 from decent_jax.ground.errors import (
     PEER_LOST,
     CheckpointError,
@@ -132,7 +132,7 @@ def _help() -> str:
     lines = ["usage: decent-jax COMMAND ...", ""]
     lines += ["Data-parallel training without all-reduce: replicas that gossip.", ""]
     lines += [f"  {name:<10} {does}" for name, (_, does) in COMMANDS.items()]
-    return "\n".join([*lines, "", EXAMPLES + "  " + ", ".join(NAMES)])
+    return "\n".join([*lines, "", EXAMPLES + "  " + ", ".join(CONFIGS)])
 
 
 if __name__ == "__main__":

@@ -7,55 +7,36 @@ runs that differ in their seed become one line with a band, against steps, time 
 --csv writes these numbers.
 """
 
-import argparse
-import sys
-
-from decent_jax.ground.command_line import Parser
-from decent_jax.ground.errors import ConfigError, RunError
-from decent_jax.ground.replaceable import check_replaceable
+from decent_jax.ground.command_line import Parser, check_replaceable, command
+from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.run_folder import load_run
 
 
+@command("plot")
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit status."""
-    parser = Parser(
-        prog="decent-jax plot",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="decent-jax plot", description=__doc__)
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="the --workdir of a run")
     where = "default: RUN/curves.png, or comparison.png here for several runs"
     add("--out", metavar="FILE", help=f"a .png, .pdf or .svg; {where}")
     add("--mean", action="store_true", help="a line for runs that differ in the seed")
     add("--csv", metavar="FILE", help="also write the numbers of --mean")
-    try:
-        options = parser.parse_args(arguments)
-        from decent_jax.plots import means, runs, style  # here, as matplotlib takes a while
+    options = parser.parse_args(arguments)
+    from decent_jax.plots import means, runs, style  # here, as matplotlib takes a while
 
-        averages = options.mean or options.csv is not None
-        if options.out is not None or averages or len(options.runs) > 1:
-            check_replaceable(options.out or runs.COMPARISON, "--out")
-        if options.csv is not None:
-            check_replaceable(options.csv, "--csv")
-            if options.csv == options.out:
-                raise ConfigError(
-                    f"--out and --csv are one file, {options.out}; name two",
-                    field="--csv",
-                    value=options.csv,
-                )
-        if averages:
-            curves = means.curves_of([load_run(run) for run in options.runs])
-            print(style.save(means.draw(curves), options.out or runs.COMPARISON, dpi=150))
-            if options.csv:
-                print(means.write_csv(curves, options.csv))
-        else:
-            print(runs.plot_runs(options.runs, options.out))
-    except (RunError, OSError, ValueError) as error:
-        print(f"{parser.prog}: {ConfigError(error)}", file=sys.stderr)
-        return 2
+    averages = options.mean or options.csv is not None
+    if options.out is not None or averages or len(options.runs) > 1:
+        check_replaceable(options.out or runs.COMPARISON, "--out")
+    if options.csv is not None:
+        check_replaceable(options.csv, "--csv")
+        if options.csv == options.out:
+            raise ConfigError.about("--csv", options.csv, "must be another file than --out")
+    if averages:
+        curves = means.curves_of([load_run(run) for run in options.runs])
+        print(style.save(means.draw(curves), options.out or runs.COMPARISON, dpi=150))
+        if options.csv:
+            print(means.write_csv(curves, options.csv))
+    else:
+        print(runs.plot_runs(options.runs, options.out))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -22,67 +22,49 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from decent_jax.cluster import fields as cluster_fields
 from decent_jax.cluster import preflight, start, watch
-from decent_jax.ground.command_line import Parser
+from decent_jax.ground.command_line import Parser, check_replaceable, command
 from decent_jax.ground.errors import PEER_LOST, ConfigError, PeerLost
-from decent_jax.ground.extras import MissingExtra
-from decent_jax.ground.format import shown
-from decent_jax.ground.replaceable import check_replaceable
+from decent_jax.ground.fields import Field
 from decent_jax.planner import network
 from decent_jax.train import config as config_lib
 from decent_jax.train import flags
 
-MOST_REPEATS = 10_000
+FLAGS = {
+    "megabytes": Field(8.0, "size of a large message", at_least=0.01, at_most=10_000),
+    "repeats": Field(7, "measurements of each link", at_least=1, at_most=10_000),
+}
 
 
+@command("preflight")
 def main(arguments: list[str] | None = None) -> int:
     """0 done; 2 processes do not agree or a flag is wrong; 75 another process was lost."""
     try:
         options, config = _parse(arguments)
         with watch.lost_peers_told():
             _run(options, config)
-    except (ConfigError, MissingExtra, OSError) as error:
-        print(f"preflight: {ConfigError(error)}", file=sys.stderr)
-        return 2
     except PeerLost as error:
-        print(f"preflight: {error}", file=sys.stderr)
+        print(f"decent-jax preflight: {error}", file=sys.stderr)
         return PEER_LOST
     return 0
 
 
 def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, ConfigDict]:
-    parser = Parser(
-        prog="decent-jax preflight",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog="decent-jax preflight", description=__doc__)
     parser.add_argument("--config", metavar="FILE[:ARGUMENTS]", help="of the planned run")
     parser.add_argument("--save", metavar="FILE", default="network.json", help="%(default)s")
-    parser.add_argument(
-        "--megabytes", type=float, default=8.0, help="size of a large message (default %(default)s)"
-    )
-    parser.add_argument(
-        "--repeats", type=int, default=7, help="measurements of each link (default %(default)s)"
-    )
+    parser.add_fields(FLAGS)
     options, rest = parser.parse_known_args(arguments)
-    if not 0.01 <= options.megabytes <= 10_000:
-        raise ConfigError(f"--megabytes must be from 0.01 to 10000, got {options.megabytes:g}")
-    if not 1 <= options.repeats <= MOST_REPEATS:
-        raise ConfigError(
-            f"--repeats must be from 1 to {MOST_REPEATS}, got {shown(options.repeats)}"
-        )
     check_replaceable(options.save, "--save")
     if not Path(options.save).absolute().parent.is_dir():
-        raise ConfigError(f"--save {options.save}: there is no such folder")
+        raise ConfigError.about("--save", options.save, "must be in a folder that there is")
     if options.config:
         config = flags.override_all(flags.load(options.config), rest)
         config_lib.validate(config)
         return options, config
     config = flags.override_all(config_lib.default_config(), rest)
     config.num_replicas = max(config.cluster.num_processes, 1)  # accept any number of processes
-    cluster_fields.check(config)
+    start.check(config)
     return options, config
 
 
@@ -137,10 +119,3 @@ def save(latency_s: np.ndarray, bandwidth: np.ndarray, names: list[str], path: s
         note = "; where the two ways of a link differ, the slower counts for both"
     found.save(path)
     return f"saved {path} for decent-jax planner{note}"
-
-
-if __name__ == "__main__":
-    code = main()
-    if code:
-        watch.leave(code)
-    sys.exit(code)

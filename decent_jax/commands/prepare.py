@@ -5,29 +5,21 @@ is the module `decent_jax.data.KIND.prepare_KIND`, with a function
 `prepare` for scripts.
 """
 
-import argparse
 import importlib
 import signal
 import sys
 
 from decent_jax.data import worker_pool
-from decent_jax.ground.command_line import Parser
-from decent_jax.ground.errors import ConfigError, DataError
+from decent_jax.ground.command_line import Parser, command
+from decent_jax.ground.errors import ConfigError
 
 KINDS = ("text", "images", "translation")
 
 
+@command("prepare")
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code: 0, 2 for bad input, 130 when interrupted."""
     argv = sys.argv[1:] if argv is None else argv
-    try:
-        return _run(argv)
-    except ConfigError as error:
-        print(f"prepare: {error}", file=sys.stderr)
-        return 2
-
-
-def _run(argv: list[str]) -> int:
     parser = Parser(
         prog="decent-jax prepare",
         description="Prepares data for training, once; `... KIND --help` lists a kind's arguments.",
@@ -42,13 +34,10 @@ def _run(argv: list[str]) -> int:
     with worker_pool.handled(signal.SIGTERM, signal.default_int_handler):
         try:
             manifest = kind.prepare(inputs, out, **args, progress=True)
-        except (DataError, OSError) as error:
-            if isinstance(error, OSError):  # of the output: a full disk, for instance
-                error = ConfigError(f"{out}: {error.strerror or error}")
-            print(f"prepare {name}: {error}", file=sys.stderr)
-            return 2
+        except OSError as error:  # of the output: a full disk, for instance
+            raise ConfigError(f"{out}: {error.strerror or error}") from None
         except KeyboardInterrupt:
-            print(f"prepare {name}: interrupted; nothing was written", file=sys.stderr)
+            print("decent-jax prepare: interrupted; nothing was written", file=sys.stderr)
             return 130
     for line in kind.report(manifest):
         print(line)
@@ -61,8 +50,6 @@ def _parser(name: str, kind) -> Parser:
         prog=f"decent-jax prepare {name}",
         description=kind.DESCRIPTION,
         epilog=kind.EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     many = {} if name == "images" else {"nargs": "+"}
@@ -72,7 +59,3 @@ def _parser(name: str, kind) -> Parser:
     add("--workers", type=int, metavar="N", help="processes (default: one per core)")
     add("--overwrite", action="store_true", help="replace OUT if it is an earlier result")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

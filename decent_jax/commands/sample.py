@@ -3,10 +3,7 @@
 decent-jax sample --workdir runs/quickstart --prompt "def main("
 """
 
-import sys
-
-from decent_jax.commands import model_flags
-from decent_jax.ground.errors import ConfigError
+from decent_jax.ground.command_line import command, model_parser
 from decent_jax.ground.fields import Field
 from decent_jax.train.saved_model import TrainedRun
 
@@ -19,25 +16,14 @@ FLAGS = {
 }
 
 
+@command("sample")
 def main(arguments: list[str] | None = None) -> int:
     """Returns 0, or 2 after one sentence on stderr."""
-    parser = model_flags.parser("sample", __doc__)
+    parser = model_parser("sample", __doc__)
     parser.add_argument("--prompt", default="", help="text to continue (default: begin a document)")
-    for name, field in FLAGS.items():
-        kind, about = type(field.default), f"{field.doc} (default: {field.default})"
-        parser.add_argument(f"--{name}", type=kind, default=field.default, help=about)
-    try:
-        options = vars(parser.parse_args(arguments))
-        for name, field in FLAGS.items():
-            field.check(f"--{name}", options[name])
-        run = TrainedRun(options.pop("workdir"), options.pop("which"))
-        for text in run.call("sample", "continue a prompt", **options):
-            print(text, "-" * 80, sep="\n")
-    except (ConfigError, ValueError) as error:
-        print(f"sample: {ConfigError(error)}", file=sys.stderr)
-        return 2
+    parser.add_fields(FLAGS)
+    options = vars(parser.parse_args(arguments))
+    run = TrainedRun(options.pop("workdir"), options.pop("which"))
+    for text in run.call("sample", "continue a prompt", **options):
+        print(text, "-" * 80, sep="\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -26,47 +26,47 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from decent_jax.cluster import secret, supervised
-from decent_jax.cluster.supervise import Child, Member, Supervisor
-from decent_jax.ground.command_line import Parser
+from decent_jax.cluster import rendezvous
+from decent_jax.cluster.supervise import VARIABLE, Child, Member, Supervisor
+from decent_jax.ground.command_line import Parser, command
 from decent_jax.ground.errors import ConfigError
-from decent_jax.ground.format import shown
+from decent_jax.ground.fields import Field
 from decent_jax.ground.json_files import flat
 from decent_jax.train import config as config_lib
 from decent_jax.train import flags
 
 FALLBACK = "one_peer_exp"  # a schedule for any number of replicas
+FLAGS = {
+    "processes": Field(0, "processes on this machine", at_least=0, at_most=1024),
+    "port": Field(9876, "port of process 0, with --hosts", at_least=1, at_most=2**16 - 101),
+    "again": Field(0, "restarts of a process that died", at_least=0, at_most=10**6),
+}
 
 
+@command("supervise")
 def main(arguments: list[str] | None = None) -> int:
     """The exit code of the run, or 1 if too few processes are left."""
-    try:
-        options, program = _parse(sys.argv[1:] if arguments is None else arguments)
-        config, workdir = flags.parse(program[1:])
-        if workdir is None:
-            raise ConfigError("--check starts no run: check it without a supervisor")
-        members = _members(options)
-        if members[0].argv and shutil.which(members[0].argv[0]) is None:
-            raise ConfigError.about("--via", members[0].argv[0], "must begin with a command")
-        fit(config, len(members), len(members))  # refused before the folder is made
-        if options.hosts is None:  # the data of other hosts may be there alone
-            config_lib.validate(config)
-        _make_logs(Path(workdir), len(members))
-    except ConfigError as error:
-        _say(str(error))
-        return 2
+    options, program = _parse(sys.argv[1:] if arguments is None else arguments)
+    config, workdir = flags.parse(program[1:])
+    if workdir is None:
+        raise ConfigError("--check starts no run: check it without a supervisor")
+    members = _members(options)
+    if members[0].argv and shutil.which(members[0].argv[0]) is None:
+        raise ConfigError.about("--via", members[0].argv[0], "must begin with a command")
+    fit(config, len(members), len(members))  # refused before the folder is made
+    if options.hosts is None:  # the data of other hosts may be there alone
+        config_lib.validate(config)
+    _make_logs(Path(workdir), len(members))
     supervisor = Supervisor(
         members,
         functools.partial(_start, options, program, config, Path(workdir), len(members)),
         patience_s=2 * config.cluster.heartbeat_s + 30,
         again=options.again,
-        restarts=options.restarts,
-        fewest=options.fewest,
         say=_say,
     )
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -76,27 +76,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = Parser(
-        prog="decent-jax supervise",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    where = parser.add_mutually_exclusive_group(required=True)
-    processes = "processes on this machine"
-    where.add_argument("--processes", type=_number(1, 1024), metavar="N", help=processes)
-    where.add_argument("--hosts", metavar="NAME[=ADDRESS],...", help="one process on each")
-    add = functools.partial(parser.add_argument, metavar="N")
+    parser = Parser(prog="decent-jax supervise", description=__doc__)
+    add = parser.add_argument
+    add("--hosts", metavar="NAME[=ADDRESS],...", help="one process on each")
     via = "how to start a shell command on a host (default: %(default)s)"
     add("--via", default="ssh {host}", metavar="COMMAND", help=via)
-    port = "port of process 0, with --hosts (default: %(default)s)"
-    add("--port", type=_number(1, 2**16 - 101), default=9876, help=port)
-    again = "restarts of a process that died (default: %(default)s)"
-    add("--again", type=_number(0, 10**6), default=0, help=again)
-    restarts = "restarts of the run, at most (default: %(default)s)"
-    add("--restarts", type=_number(0, 10**6), default=20, help=restarts)
-    add("--fewest", type=int, default=1, help="give up below N (default: %(default)s)")
-    parser.add_argument("program", nargs=argparse.REMAINDER, help="-- train.py and its flags")
+    parser.add_fields(FLAGS)
+    add("program", nargs=argparse.REMAINDER, help="-- train.py and its flags")
     options = parser.parse_args(arguments)
     program = options.program[options.program[:1] == ["--"] :]
     if not program or not Path(program[0]).is_file():
@@ -105,21 +91,9 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
             field="--",
             value=" ".join(program[:1]),
         )
-    started = options.processes if options.hosts is None else len(options.hosts.split(","))
-    if not 1 <= options.fewest <= started:
-        why = f"must be from 1 to {started}, the processes that are started"
-        raise ConfigError.about("--fewest", options.fewest, why)
+    if (options.hosts is None) == (options.processes == 0):
+        raise ConfigError.about("--processes", options.processes, "or --hosts must be given")
     return options, program
-
-
-def _number(least: int, most: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not text.isdecimal() or not least <= int(text) <= most:
-            wanted = f"must be a whole number from {least} to {most}"
-            raise argparse.ArgumentTypeError(f"{wanted}, got {shown(text)}")
-        return int(text)
-
-    return number
 
 
 def _members(options: argparse.Namespace) -> list[Member]:
@@ -141,11 +115,8 @@ def _members(options: argparse.Namespace) -> list[Member]:
     return members
 
 
-def fit(config: ConfigDict, before: int, after: int) -> tuple[dict[str, object], list[str]]:
+def fit(config: ConfigDict, before: int, after: int) -> dict[str, object]:
     """Fields of the config that change when ``before`` processes become ``after``.
-
-    Returns:
-      {name: value}, and sentences for the user.
 
     Raises:
       ConfigError: replicas that cannot be spread evenly over the processes.
@@ -154,32 +125,21 @@ def fit(config: ConfigDict, before: int, after: int) -> tuple[dict[str, object],
         why = f"must be a multiple of the {before} processes"
         raise ConfigError.about("num_replicas", config.num_replicas, why)
     if before == after:
-        return {}, []
-    changes, values = {}, flat(config)
-    for name in ("num_replicas", "batch_size", "eval.batch_size", "mesh.devices"):
-        value = values[name]
-        if value:
-            changes[name] = value // before * after if value % before == 0 else value
-    changed = ConfigDict(config.to_dict())
-    changed.num_replicas = changes["num_replicas"]
-    changes["batch_size"] = config.batch_size // config.num_replicas * changed.num_replicas
-    notes = [f"{name} is {value}" for name, value in changes.items()]
-    if config.cluster.plan:  # some of its devices are gone
-        plan = config_lib.load_plan(config)
-        assert plan is not None
-        changes |= {"cluster.plan": "", "mix_every": plan.mix_every}
-        changes |= {
-            "schedule": plan.schedule.name,
-            "local_size": plan.schedule.rounds[0].group_size,
-        }
-        changed.schedule, changed.cluster.plan = plan.schedule.name, ""
-        notes.append("the plan no longer holds")
+        return {}
+    plan = config_lib.load_plan(config)
+    new = ConfigDict((config_lib.config_of_plan(config, plan) if plan else config).to_dict())
+    new.cluster.plan = ""  # some of its devices are gone
+    new.num_replicas = config.num_replicas // before * after
+    new.batch_size = config.batch_size // config.num_replicas * new.num_replicas
+    for section, name in ((new.eval, "batch_size"), (new.mesh, "devices")):
+        if section[name] % before == 0:
+            section[name] = section[name] // before * after
     try:
-        config_lib.make_schedule(changed)
-    except ConfigError as error:
-        changes["schedule"] = FALLBACK
-        notes.append(f"{error}: {FALLBACK} takes its place")
-    return changes, notes
+        config_lib.make_schedule(new)
+    except ConfigError:
+        new.schedule = FALLBACK
+    values = flat(config)
+    return {name: value for name, value in flat(new).items() if value != values[name]}
 
 
 def _log(workdir: Path, index: int) -> Path | None:
@@ -208,14 +168,14 @@ def _start(
     attempt: int,
 ) -> Sequence[Child]:
     """Start a process of each member, of which there were ``first`` at first."""
-    changes, notes = fit(config, first, len(members))
+    changes = fit(config, first, len(members))
     environment = os.environ.copy()
     if options.hosts is None:
         address = f"localhost:{_free_port()}"
-        environment.setdefault(secret.VARIABLE, secrets.token_hex(32))
+        environment.setdefault(rendezvous.SECRET, secrets.token_hex(32))
     else:  # the secret is in the working directory; the last port may still be taken
         address = f"{members[0].address}:{options.port + attempt % 100}"
-    command = ["env", f"{supervised.VARIABLE}=1", sys.executable, *program]  # also over ssh
+    command = ["env", f"{VARIABLE}=1", sys.executable, *program]  # also over ssh
     command += [f"--config.{name}={value}" for name, value in changes.items()]
     command += [f"--config.cluster.coordinator={address}"]
     command += [f"--config.cluster.num_processes={len(members)}"]
@@ -225,6 +185,7 @@ def _start(
         argv = [*member.argv, shlex.join(own)] if member.argv else own
         children.append(Child(argv, environment, _log(workdir, index)))
     pids = ", ".join(str(child.pid) for child in children)
+    notes = [f"{name} is {value}" for name, value in changes.items()]
     _say("; ".join([f"{len(members)} processes started (pids {pids})", *notes]))
     return children
 
@@ -237,7 +198,3 @@ def _free_port() -> int:
 
 def _say(sentence: str) -> None:
     print(f"supervise: {sentence}", file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,11 +14,11 @@ import contextlib
 import csv
 import itertools
 import json
-import math
 import os
 import re
-import subprocess
+import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -30,20 +30,17 @@ extras.need("train", "ml_collections", "tqdm")
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from decent_jax.cluster import supervised
-from decent_jax.ground.command_line import Parser
+from decent_jax.cluster.supervise import Child
+from decent_jax.ground.command_line import Parser, check_replaceable, command
 from decent_jax.ground.errors import ConfigError, Interrupted
-from decent_jax.ground.fields import LARGEST
-from decent_jax.ground.format import split_outside_brackets
+from decent_jax.ground.format import split_outside_brackets, table
 from decent_jax.ground.json_files import flat, plain, read_json
-from decent_jax.ground.replaceable import check_replaceable
 from decent_jax.ground.run_folder import entries
 from decent_jax.train import config as config_lib
 from decent_jax.train import flags
 from decent_jax.train.workdir import Signals
 
-MOST_RUNS = 10_000
-_LOOK_S = 0.5  # seconds between two looks for a signal
+_LOOK_S = 0.1  # seconds between two looks for a signal
 # Columns of the table besides those of the settings: name, key in summary.json.
 RESULTS = (
     ("steps", "steps"),
@@ -65,55 +62,36 @@ class Combination(NamedTuple):
 
 def train_in_a_process(arguments: list[str], log: Path, signals: Signals) -> int:
     """``decent-jax train`` in a process of its own, which gets the signals of this one."""
-    with (
-        log.open("a") as file,
-        subprocess.Popen(
-            [sys.executable, "-m", "decent_jax.commands.main", "train", *arguments],
-            stdin=subprocess.PIPE,  # the run ends with this process, see `supervised`
-            stdout=file,
-            stderr=file,
-            env=os.environ | {supervised.VARIABLE: "1"},
-            start_new_session=True,  # Ctrl-C reaches it once, from here
-        ) as process,
-    ):
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended at once
-            os.write(process.stdin.fileno(), supervised.GREETING)
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return process.wait(_LOOK_S)
-            if signals.received is not None:
-                process.terminate()
-                return process.wait()
+    argv = [sys.executable, "-m", "decent_jax.commands.main", "train", *arguments]
+    passed = False
+    with contextlib.closing(Child(argv, dict(os.environ), log)) as child:
+        while (code := child.poll()) is None:
+            if signals.received is not None and not passed:
+                passed = True
+                child.signal(signal.SIGTERM)
+            time.sleep(_LOOK_S)
+    return code
 
 
+@command("sweep")
 def main(arguments: list[str] | None = None, train: Train = train_in_a_process) -> int:
     """0: all runs have ended; 1: some failed; 2: refused; 128 + signal: interrupted."""
-    prog, failed = "decent-jax sweep", []
+    prog = "decent-jax sweep"
+    options, common = _parse(prog, arguments)
+    runs = combinations(options.config, options.over, Path(options.out), common)
     try:
-        options, common = _parse(prog, arguments)
-        runs = combinations(options.config, options.over, Path(options.out), common)
-        if not options.table:
-            failed = _train_all(options.config, common, runs, train)
-        print(write_table(runs, Path(options.out) / "table.csv"))
-    except (ConfigError, OSError) as error:
-        print(f"{prog}: {ConfigError(error)}", file=sys.stderr)
-        return 2
+        failed = _train_all(options.config, common, runs, train)
     except Interrupted as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 128 + error.signal
+    print(write_table(runs, Path(options.out) / "table.csv"))
     for run in failed:
         print(f"{prog}: a run failed; see {run.folder / 'log.txt'}", file=sys.stderr)
     return 1 if failed else 0
 
 
 def _parse(prog: str, arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    parser = Parser(
-        prog=prog,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog=prog, description=__doc__)
     parser.add_argument("--config", required=True, metavar="FILE[:ARGUMENTS]", help="as for train")
     parser.add_argument(
         "--over",
@@ -123,7 +101,6 @@ def _parse(prog: str, arguments: list[str] | None) -> tuple[argparse.Namespace, 
         help="a field of the config and its values; several times for every combination",
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of the runs")
-    parser.add_argument("--table", action="store_true", help="write the table, train nothing")
     return parser.parse_known_args(arguments)
 
 
@@ -151,9 +128,6 @@ def combinations(
         if name in choices or len(set(found)) < len(found):
             raise ConfigError.about("--over", text, f"must name {name} and each of its values once")
         choices[name] = found
-    count = math.prod(map(len, choices.values()))
-    if count > MOST_RUNS:
-        raise ConfigError.about("--over", count, f"must ask for at most {MOST_RUNS} runs")
     runs = []
     for combination in itertools.product(*choices.values()):
         values = dict(zip(choices, combination, strict=True))
@@ -168,7 +142,12 @@ def combinations(
         runs.append(Combination(values, folder, loaded))
     if len({run.folder for run in runs}) < len(runs):
         raise ConfigError.about("--over", over, "must name each folder once")
-    _check_files(out, runs)
+    check_replaceable(out / "table.csv", "--out")
+    for run in runs:
+        saved, wanted = _configs(run)
+        if saved and (refused := config_lib.refused_changes(saved, wanted)):
+            why = f"has a run with another config in {run.folder} ({'; '.join(refused)})"
+            raise ConfigError.about("--out", str(out), f"{why}; take another")
     return runs
 
 
@@ -180,25 +159,6 @@ def _name(values: dict[str, str]) -> str:
 
 def _overrides(values: dict[str, str]) -> list[str]:
     return [f"--config.{name}={value}" for name, value in values.items()]
-
-
-def _check_files(out: Path, runs: Sequence[Combination]) -> None:
-    """Raises ConfigError where what the command writes cannot be written, or would be lost."""
-    for folder in (out, *(run.folder for run in runs)):
-        if folder.exists() and not folder.is_dir():
-            raise ConfigError(f"--out: {folder} is a file, and a folder of the sweep has its name")
-        if (folder / "log.txt").is_dir():
-            raise ConfigError(f"--out: {folder / 'log.txt'} is a folder; move it away")
-    check_replaceable(out / "table.csv", "--out")
-    for run in runs:
-        saved, wanted = _configs(run)
-        if saved and (refused := config_lib.refused_changes(saved, wanted)):
-            raise ConfigError(
-                f"--out: {run.folder} holds a run with another config ({'; '.join(refused)}); take "
-                "another --out",
-                field="--out",
-                value=run.folder,
-            )
 
 
 def _configs(run: Combination) -> tuple[dict, dict]:
@@ -228,13 +188,14 @@ def _train_all(
     Raises:
       Interrupted: a signal came; the run under way has saved a checkpoint.
     """
+    for run in runs:
+        run.folder.mkdir(parents=True, exist_ok=True)
     failed = []
     with Signals() as signals, tqdm(runs, unit="run", dynamic_ncols=True, smoothing=0) as bar:
         for run in bar:
             bar.set_postfix_str(run.folder.name)
             if _summary(run):
                 continue
-            run.folder.mkdir(parents=True, exist_ok=True)
             arguments = ["--config", config, *common, *_overrides(run.values)]
             arguments += ["--workdir", str(run.folder)]
             code = train(arguments, run.folder / "log.txt", signals)
@@ -244,40 +205,16 @@ def _train_all(
     return failed
 
 
-# --- The table ------------------------------------------------------------------------------------
-
-
 def write_table(runs: Sequence[Combination], path: Path) -> str:
     """Write a row per run as CSV; returns the table as text."""
     heads = [*runs[0].values, "state", *(name for name, _ in RESULTS)]
     rows = []
     for run in runs:
         summary = _summary(run)
-        results = [_entry(summary, key) for _, key in RESULTS]
+        results = [summary.get(key, "") for _, key in RESULTS]
         rows.append([*run.values.values(), "done" if summary else "not done", *results])
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([*heads, "folder"])
         writer.writerows([*row, str(run.folder)] for row, run in zip(rows, runs, strict=True))
-    return f"{_aligned([heads, *rows])}\n{path}"
-
-
-def _entry(summary: dict, key: str) -> float | int | str:
-    value = summary.get(key, "")
-    is_number = isinstance(value, float | int) and abs(value) <= LARGEST[float]
-    return value if is_number else ""
-
-
-def _aligned(rows: Sequence[Sequence]) -> str:
-    words = [[f"{x:.4f}" if isinstance(x, float) else str(x) for x in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*words, strict=True)]
-    lines = (
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in words
-    )
-    return "\n".join(line.rstrip() for line in lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return f"{table(heads, rows)}\n{path}"

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import TextIO
 
-from decent_jax.commands import model_flags
+from decent_jax.ground.command_line import command, model_parser
 from decent_jax.ground.errors import ConfigError
 from decent_jax.train.saved_model import TrainedRun
 
@@ -20,32 +20,24 @@ _LONGEST = 20_000  # characters
 _AT_A_TIME = 512  # sentences, which the task sorts by length
 
 
+@command("translate")
 def main(arguments: list[str] | None = None) -> int:
     """Returns 0, or 2 after one sentence on stderr."""
-    parser = model_flags.parser("translate", __doc__)
+    parser = model_parser("translate", __doc__)
     parser.add_argument("--input", metavar="FILE", help="UTF-8 text (default: standard input)")
     parser.add_argument("--beam", type=int, default=4, help="beams; 1 is greedy (default: 4)")
-    began, count = 0.0, 0
-    try:
-        parsed = parser.parse_args(arguments)
-        path = parsed.input
-        with (
-            open(path, encoding="utf-8")
-            if path is not None
-            else contextlib.nullcontext(sys.stdin) as file
-        ):
-            lines = _lines(file, path or "standard input")
-            run = TrainedRun(parsed.workdir, parsed.which)
-            run.function("translator", "translate")  # or refused, before anything is read
-            sentences = list(itertools.islice(lines, _AT_A_TIME))  # may be refused, so before
-            translate = run.call("translator", "translate", parsed.beam)
-            while sentences:
-                print("\n".join(translate(sentences)), flush=True)
-                began, count = began or time.monotonic(), count + len(sentences)
-                sentences = list(itertools.islice(lines, _AT_A_TIME))
-    except (ConfigError, OSError, ValueError) as error:
-        print(f"translate: {ConfigError(error)}", file=sys.stderr)
-        return 2
+    parsed, began, count = parser.parse_args(arguments), 0.0, 0
+    path = parsed.input
+    with open(path, encoding="utf-8") if path else contextlib.nullcontext(sys.stdin) as file:
+        lines = _lines(file, path or "standard input")
+        run = TrainedRun(parsed.workdir, parsed.which)
+        run.function("translator", "translate")  # or refused, before anything is read
+        sentences = list(itertools.islice(lines, _AT_A_TIME))  # may be refused, so before
+        translate = run.call("translator", "translate", parsed.beam)
+        while sentences:
+            print("\n".join(translate(sentences)), flush=True)
+            began, count = began or time.monotonic(), count + len(sentences)
+            sentences = list(itertools.islice(lines, _AT_A_TIME))
     if count > _AT_A_TIME:  # the first ones also compile
         rate = (count - _AT_A_TIME) / (time.monotonic() - began)
         print(f"{count} sentences, {rate:.1f} per second", file=sys.stderr)
@@ -58,13 +50,6 @@ def _lines(file: TextIO, name: str) -> Iterator[str]:
     while line := file.readline(_LONGEST + 1):
         number += 1
         if len(line) > _LONGEST:
-            raise ConfigError(
-                f"{name}: line {number} has more than {_LONGEST} characters; split it",
-                field="--input",
-                value=name,
-            )
+            why = f"must have at most {_LONGEST} characters per line, and line {number} has more"
+            raise ConfigError.about("--input", name, why)
         yield line.rstrip("\r\n")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,9 +17,9 @@ from typing import IO, Any, NamedTuple
 
 import decent_jax
 from decent_jax.data.reading import entries_of, objects_within, one_sentence
+from decent_jax.ground.command_line import check_removable
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.json_files import read_json, write_atomic
-from decent_jax.ground.replaceable import check_removable
 
 _LOCK = "owner.lock"
 LISTED_FILES = 1000  # a manifest names at most this many inputs

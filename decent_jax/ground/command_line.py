@@ -1,21 +1,105 @@
-"""What the command lines of this package have in common."""
+"""What the commands share: flags, refusals, names of config files, and what may be overwritten."""
 
 import argparse
 import functools
 import os
+import re
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from decent_jax.ground.errors import ConfigError
+from decent_jax.ground.errors import ConfigError, RunError
+from decent_jax.ground.extras import MissingExtra
+from decent_jax.ground.json_files import check_regular
 
 
 class Parser(argparse.ArgumentParser):
     """Raises ConfigError for a wrong flag; a command then refuses it in one short sentence."""
 
+    def __init__(self, **given):
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(**{"formatter_class": form, "allow_abbrev": False} | given)
+        self._fields: dict[str, Any] = {}
+
+    def add_fields(self, table: Mapping[str, Any]) -> None:
+        """Add a flag for each `decent_jax.ground.fields.Field`, which checks its value."""
+        self._fields |= table
+        for name, field in table.items():
+            kind, about = type(field.default), f"{field.doc} (default: {field.default})"
+            self.add_argument(f"--{name}", type=kind, default=field.default, help=about)
+
+    def parse_known_args(self, args=None, namespace=None):
+        """As of `argparse`; raises ConfigError for a value out of bounds."""
+        found, rest = super().parse_known_args(args, namespace)
+        for name, field in self._fields.items():
+            field.check(f"--{name}", getattr(found, name))
+        return found, rest
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} ({self.prog} --help shows how)")
+
+
+def command(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Decorates the ``main`` of ``decent-jax NAME``.
+
+    A refusal becomes one sentence on stderr, and the exit code 2.
+    """
+
+    def decorated(main: Callable[..., int]) -> Callable[..., int]:
+        @functools.wraps(main)
+        def called(*arguments: Any, **options: Any) -> int:
+            try:
+                return main(*arguments, **options)
+            except (ValueError, RunError, MissingExtra, OSError) as error:
+                print(f"decent-jax {name}: {ConfigError(error)}", file=sys.stderr)
+                return 2
+
+        return called
+
+    return decorated
+
+
+def model_parser(name: str, description: str | None) -> Parser:
+    """A parser with the flags by which `sample`, `export` and `translate` choose a model."""
+    parser = Parser(prog=f"decent-jax {name}", description=description)
+    parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of a run")
+    which = "consensus of the newest checkpoint (default), or that with the best validation loss"
+    parser.add_argument("--which", choices=("last", "best"), default="last", help=which)
+    return parser
+
+
+# --- Config files ---------------------------------------------------------------------------------
+
+_PACKAGE = Path(__file__).parents[1]
+# A wheel has them inside the package, a checkout beside it.
+_FOLDER = next((p for p in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if p.is_dir()), None)
+
+# Those that come with the package, by name, such as "quickstart".
+CONFIGS = {path.stem: path for path in sorted(_FOLDER.glob("*.py"))} if _FOLDER else {}
+
+
+def chosen(arguments: str, *kinds: Sequence[str]) -> list[str]:
+    """One name of each kind, out of the ``arguments`` that `get_config` of a config file gets.
+
+    They come in any order, and the first name of a kind is chosen where there is none of it.
+
+    Raises:
+      ConfigError: a name is of no kind, or two are of one.
+
+    >>> chosen("runlocal,ring", ("complete", "ring"), ("", "runlocal"))
+    ['ring', 'runlocal']
+    """
+    names = arguments.split(",")
+    found = [[name for name in names if name and name in kind] for kind in kinds]
+    if sum(map(len, found)) < len(names) or max(map(len, found)) > 1:
+        known = "; ".join(", ".join(filter(None, kind)) for kind in kinds)
+        raise ConfigError.about("--config FILE:ARGUMENTS", arguments, f"takes one each of {known}")
+    return [of[0] if of else kind[0] for of, kind in zip(found, kinds, strict=True)]
+
+
+# --- Files that a command writes ------------------------------------------------------------------
 
 
 def output_file(text: str, endings: Sequence[str] = ()) -> Path:
@@ -32,23 +116,73 @@ def output_file(text: str, endings: Sequence[str] = ()) -> Path:
         raise argparse.ArgumentTypeError(f"{text!r} must end in {' or '.join(endings)}")
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is a folder; name a file")
-    folder = str(path.parent)
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(
-            f"cannot write {text!r}: there is no folder {folder!r}; make it first"
-        )
     try:
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
         raise argparse.ArgumentTypeError(
-            f"cannot write {text!r}: the folder {folder!r} takes no files ({error.strerror}); "
-            "name another"
+            f"cannot write {text!r}: the folder {str(path.parent)!r} takes no files "
+            f"({error.strerror}); make it, or name another"
         ) from None
-    if path.exists() and not os.access(path, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text!r} may not be overwritten; name another file")
     return path
 
 
 json_file = functools.partial(output_file, endings=(".json",))
 picture_file = functools.partial(output_file, endings=(".png", ".pdf", ".svg"))
+
+MARK = "decent_jax"  # in the metadata of pictures, and in the format of JSON files
+_OURS = re.compile(
+    rb"(\{|\x89PNG|%PDF|<\?xml).*"
+    + MARK.encode()
+    # Plain columns leave no room for a mark: `plot --csv`, and the table of `sweep`.
+    + rb"|runs_of,runs,metric,step,|[^\n]*,state,steps,validation_loss,",
+    re.DOTALL,
+)
+
+
+def check_replaceable(path: str | Path, flag: str, ours: re.Pattern[bytes] = _OURS) -> None:
+    """Raises ConfigError where ``path`` is anything but a file that this package wrote.
+
+    Args:
+      path: of the file that ``flag`` names.
+      flag: for the message, such as ``"--out"``.
+      ours: what the content of such a file begins with.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise ConfigError(f"{flag} {path} is a folder; name a file in it", field=flag, value=path)
+    if not os.path.lexists(path):
+        return
+    try:
+        check_regular(path)
+        with path.open("rb") as file:
+            content = file.read(1 << 24)
+    except OSError as error:  # FileNotFoundError: a link to nothing
+        why = error.strerror
+        raise ConfigError(
+            f"{flag} {path}: {why}; name another file", field=flag, value=path
+        ) from None
+    if content and not ours.match(content):
+        raise ConfigError(
+            f"{flag} {path} exists and was not written by this command; name another file, or move "
+            "that one away",
+            field=flag,
+            value=path,
+        )
+
+
+def check_removable(
+    folder: Path, ours: re.Pattern[str], error: type[Exception] = ConfigError
+) -> None:
+    """Raises ``error`` where a folder, which is to be removed, holds more than our own files.
+
+    Args:
+      folder: that exists.
+      ours: the names of our files in it, and of our folders with a "/" behind them.
+      error: ConfigError or DataError.
+    """
+    for path in sorted(folder.iterdir()):
+        if not ours.fullmatch(path.name + "/" * path.is_dir()):
+            raise error(
+                f"{path}: was not made by this package, and would be lost; move it elsewhere"
+            )

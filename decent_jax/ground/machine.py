@@ -1,7 +1,6 @@
 """The resources of this machine, and checks against them before anything is allocated."""
 
 import os
-import resource
 from pathlib import Path
 
 from decent_jax.ground.errors import ConfigError
@@ -12,13 +11,6 @@ def memory_bytes() -> int:
     """The memory of this machine, or of the container that the process runs in."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([total, *_limits("/sys/fs/cgroup/memory.max")])
-
-
-def most_threads() -> int:
-    """How many threads the processes of this user may have."""
-    found = _limits("/sys/fs/cgroup/pids.max") + _limits("/proc/sys/kernel/threads-max")
-    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    return min([2**31, *found, *([soft] if soft != resource.RLIM_INFINITY else [])])
 
 
 def check_memory(needed: float, what: str) -> None:

@@ -26,7 +26,7 @@ import optax
 
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec, bytes_sent
-from decent_jax.ground.named_modules import same_name
+from decent_jax.ground.extras import same_name
 from decent_jax.topology import Schedule, make
 
 BOTH = ("with", "then")

@@ -70,8 +70,6 @@ def check(config: ConfigDict) -> None:
         "noloco.delay": [0],
         "noloco.alpha": [0],
         "data.partition": ["iid"],
-        "max_consensus_distance": [0],
-        "eval.ema_decay": [0],
         "cluster.coordinator": [""],
         "cluster.plan": [""],
         "pipeline.stages": [0],

@@ -46,7 +46,7 @@ class CellCheckpoints:
                 if why:
                     raise CheckpointError(why)
 
-        found = folders.newest(self.workdir, restore, say)
+        found = folders.first_whole(self.workdir / FOLDER, restore, say)
         self._saved = found[1]["step"] if found else -1
         return found[1] if found else {}
 

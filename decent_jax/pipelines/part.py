@@ -121,9 +121,6 @@ def check(config: ConfigDict) -> None:
         "micro_batches": [1],
         "mesh.fsdp": [1],
         "data.partition": ["iid"],
-        "max_consensus_distance": [0],
-        "eval.ema_decay": [0],
-        "eval.replicas": [False],
         "cluster.coordinator": [""],
         "peers.use": [False],
     }

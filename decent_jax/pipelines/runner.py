@@ -159,9 +159,6 @@ class Pipelines:
         """See `decent_jax.train.loop.Runner`; how far each replica is, is not known."""
         return self._distance
 
-    def average(self) -> None:
-        """Nothing: `decent_jax.pipelines.part.check` refuses ``max_consensus_distance``."""
-
     def evaluate(self) -> tuple[dict[str, float], Model]:
         """See `decent_jax.train.loop.Runner`; `CellCheckpoints` saves the model."""
         with self.work.announce("evaluating the consensus model", once=True):
@@ -178,7 +175,7 @@ class Pipelines:
             self.experiment,
             self.work,
             Evaluator(self._config, self.experiment.task, self.experiment.placement),
-            TrainState(params, {}, (), None),
+            TrainState(params, {}, ()),
             self._cost,
             saver,
             steps=done,
@@ -206,6 +203,6 @@ def _cost(experiment: Experiment) -> algorithm.Cost:
     """The cost of whole replicas; each of several stages sends its share."""
     n = experiment.config.num_replicas
     params, _ = jax.eval_shape(experiment.task.init, jax.random.key(0))
-    state = TrainState(params, {}, jax.eval_shape(experiment.tx.init, params), None)
+    state = TrainState(params, {}, jax.eval_shape(experiment.tx.init, params))
     stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), state)
     return algorithm.cost(experiment.config, experiment.schedule, stacked, experiment.per_host)

@@ -19,10 +19,9 @@ from typing import Any
 import numpy as np
 
 from decent_jax import topology
-from decent_jax.ground.command_line import Parser
+from decent_jax.ground.command_line import Parser, check_replaceable
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import table
-from decent_jax.ground.replaceable import check_replaceable
 from decent_jax.plan import orders, plan_file
 from decent_jax.planner import (
     gossip_placement,

@@ -14,7 +14,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from decent_jax.ground.replaceable import MARK
+from decent_jax.ground.command_line import MARK
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart (their yellow is too pale).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")

@@ -20,8 +20,8 @@ extras.need("train", "ml_collections")
 from ml_collections import ConfigDict
 
 from decent_jax.ground.errors import ConfigError
+from decent_jax.ground.extras import module_named
 from decent_jax.ground.fields import Field
-from decent_jax.ground.named_modules import module_named
 
 if TYPE_CHECKING:
     import jax

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from decent_jax.ground import machine
+from decent_jax.ground.extras import same_name
 from decent_jax.ground.format import shown
-from decent_jax.ground.named_modules import same_name
 from decent_jax.topology import base_graph, graphs, random_graphs
 from decent_jax.topology.rounds import Round, kron, round_of
 from decent_jax.topology.schedule import Schedule, check_connected, check_matrix

@@ -15,7 +15,7 @@ extras.need("train", "ml_collections", "flax", "grain", "matplotlib", "orbax", "
 
 from ml_collections import ConfigDict
 
-from decent_jax.ground.config_files import chosen
+from decent_jax.ground.command_line import chosen
 from decent_jax.ground.errors import (
     CheckpointError,
     ConfigError,

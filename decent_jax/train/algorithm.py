@@ -18,8 +18,8 @@ from ml_collections import ConfigDict
 from decent_jax import optim
 from decent_jax.gossip import AxisName, codecs
 from decent_jax.ground.errors import ConfigError
+from decent_jax.ground.extras import module_named
 from decent_jax.ground.format import format_bytes, shown
-from decent_jax.ground.named_modules import module_named
 from decent_jax.optim import METHODS, Method, Parts
 from decent_jax.topology import Schedule
 from decent_jax.train.config_table import FIELDS

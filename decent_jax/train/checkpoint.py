@@ -78,8 +78,8 @@ class Checkpointer:
                 field="pipeline.stages",
                 value=0,
             )
-        found = folders.newest(
-            self.workdir,
+        found = folders.first_whole(
+            self.workdir / FOLDER,
             lambda folder, meta: stored.restore(folder, meta, like, placement, accum_steps),
             say,
         )

@@ -19,16 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 
 from decent_jax.ground.errors import CheckpointError, DataError
 from decent_jax.ground.json_files import read_json, write_atomic, write_json_atomic
-from decent_jax.ground.replaceable import check_removable
 
-FOLDER, BEST, DAMAGED = "checkpoints", "best", "damaged"
+FOLDER, BEST = "checkpoints", "best"
 META, STATE, STAGE = "meta.json", "state", "stage-"
 _RUN = "run.json"  # in FOLDER: the identity of the run
-_ENTRIES = re.compile(rf"meta\.json|\.meta\.json\.\d+\.tmp|{STATE}/|{STAGE}\d+/")
 _UNFINISHED = re.compile(r"\.\d+\.(draft|old)")
 
 
@@ -83,25 +80,6 @@ def drop_best_after(workdir: Path, step: int) -> bool:
         if jax.process_index() == 0:
             remove(workdir / BEST / str(later))
     return any(s <= step for s in found)
-
-
-def put_aside(workdir: Path, step: int) -> None:
-    """Move a damaged checkpoint out of the way of those to come."""
-    target = workdir / DAMAGED / str(step)
-    target.parent.mkdir(exist_ok=True)
-    number = 1
-    while target.exists():
-        number += 1
-        target = target.with_name(f"{step}-{number}")
-    (workdir / FOLDER / str(step)).rename(target)
-
-
-def check_only_ours(workdir: Path) -> None:
-    """Raises ConfigError if a checkpoint, to be deleted, holds a file of somebody else."""
-    for folder in (workdir / FOLDER, workdir / BEST):
-        for step in steps(folder):
-            if (folder / str(step)).is_dir():
-                check_removable(folder / str(step), _ENTRIES)
 
 
 # --- Read -----------------------------------------------------------------------------------------
@@ -180,22 +158,6 @@ def first_whole(
     if failures:
         raise CheckpointError(f"no checkpoint in {folder} can be read: {'; '.join(failures)}")
     return None
-
-
-def newest(
-    workdir: Path, restore: Callable[[Path, dict], Any], say: Callable[[str], object]
-) -> tuple[Any, dict] | None:
-    """As `first_whole`, for a run that goes on: the damaged ones are put aside."""
-    there = steps(workdir / FOLDER)  # asked of the disk before a process may move one
-    found = first_whole(workdir / FOLDER, restore, say)
-    damaged = [s for s in there if found and s > found[1]["step"]]
-    for step in damaged:
-        say(f"the checkpoint of step {step} was moved to {workdir / DAMAGED}")
-        if jax.process_index() == 0:
-            put_aside(workdir, step)
-    if damaged and jax.process_count() > 1:
-        multihost_utils.sync_global_devices("damaged checkpoint put aside")
-    return found
 
 
 def _checksum_of_meta(meta: dict) -> int:

@@ -15,8 +15,8 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from decent_jax import tasks, topology
-from decent_jax.cluster import fields as cluster
-from decent_jax.ground import fields, machine
+from decent_jax.cluster import start as cluster
+from decent_jax.ground import fields
 from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.fields import Field, in_steps, parse_duration
 from decent_jax.ground.format import shorten, shown
@@ -35,7 +35,6 @@ ONE_HOST = "one_peer_exp"  # what it chooses within one host, and what stands fo
 TRAINERS = {"peers.use": "decent_jax.peers", "pipeline.stages": "decent_jax.pipelines"}
 SYNCHRONOUS = "decent_jax.train.synchronous"
 
-_THREADS = 4  # of XLA per simulated device
 _WORKERS = 32  # per core
 
 
@@ -151,14 +150,10 @@ def check_fields(config: ConfigDict) -> None:
 
 def _check_machine(config: ConfigDict) -> None:
     """Compare what needs neither data nor a model with what this machine has."""
-    workers, simulated = config.data.workers, config.mesh.simulate
-    if _THREADS * simulated > machine.most_threads():
-        most = machine.most_threads() // _THREADS
-        raise ConfigError.about("mesh.simulate", simulated, f"must be at most {most} here")
     cores = os.cpu_count() or 1
-    if workers > _WORKERS * cores:
+    if config.data.workers > _WORKERS * cores:
         wanted = f"must be at most {_WORKERS} per core, {_WORKERS * cores} on this machine"
-        raise ConfigError.about("data.workers", workers, wanted)
+        raise ConfigError.about("data.workers", config.data.workers, wanted)
 
 
 def _check_logs(config: ConfigDict) -> None:
@@ -354,9 +349,6 @@ def _check_method(config: ConfigDict, plan: Plan | None) -> topology.Schedule:
         raise ConfigError.about("gamma", config.gamma, "must be in [0, 1]")
     if config.gamma != 1 and (method.config_section or "gamma" not in method.numbers):
         raise ConfigError.about("gamma", config.gamma, f"must be 1: {name} has no such number")
-    if config.max_consensus_distance and method.copies:
-        why = f"must be 0: it averages parameters only, and {name} keeps copies that belong to them"
-        raise ConfigError.about("max_consensus_distance", config.max_consensus_distance, why)
     if config.mesh.fsdp > 1:
         _check_fsdp(config, schedule)
     algorithm.transformation(config, schedule, 1.0)

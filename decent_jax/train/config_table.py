@@ -33,9 +33,6 @@ FIELDS = {
     "identical_start": Field(
         True, "all replicas start with the same parameters; False: each draws its own"
     ),
-    "max_consensus_distance": Changeable(
-        0.0, "relative distance beyond which all replicas are averaged once; 0: never", at_least=0
-    ),
     # --- How long, how much ---
     "steps": Changeable(1000, "updates of each replica", at_least=0),
     "epochs": Changeable(0.0, "passes over the data, in place of steps when above 0", at_least=0),
@@ -104,9 +101,6 @@ FIELDS = {
     "mesh.fsdp": Changeable(
         1, "devices per replica, over which its arrays are sharded", at_least=1
     ),
-    "mesh.simulate": Changeable(
-        0, "number of devices that the CPU pretends to be; 0: off", at_least=0
-    ),
     "mesh.loop": Changeable(
         False, "compute a device's replicas one after the other, which takes less memory"
     ),
@@ -124,13 +118,6 @@ FIELDS = {
     "eval.batches": Changeable(0, "batches of the validation set to evaluate; 0: all", at_least=0),
     "eval.batch_size": Changeable(
         0, "examples per evaluation batch of all replicas together; 0: as in training", at_least=0
-    ),
-    "eval.replicas": Changeable(False, "also evaluate every replica by itself"),
-    "eval.ema_decay": Changeable(
-        0.0,
-        "also evaluate a moving average of the consensus model with this decay; 0: no",
-        at_least=0,
-        below=1,
     ),
     "log.every": Changeable(10, "steps per row of metrics.jsonl", at_least=1),
     "log.tensorboard": Changeable(False, "also write TensorBoard's files"),

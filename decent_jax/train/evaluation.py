@@ -1,10 +1,9 @@
-"""Evaluation of the consensus model, and of single replicas; it changes no replica."""
+"""Evaluation of the consensus model; it changes no replica."""
 
 import itertools
 from typing import Any, NamedTuple, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
@@ -53,16 +52,9 @@ class Evaluator:
         def moments_on_device(params, batch):
             return total(lambda row: cast(RecomputesState, task).moments(params, row), batch)
 
-        def replicas_on_device(params, model_state, batch, weights):
-            return jax.lax.map(
-                lambda model: task.evaluate(model[0], model[1], batch, weights),
-                (params, model_state),
-            )
-
         stacked, everywhere = P("replica"), P()
         self._consensus = run(consensus_on_device, everywhere, everywhere, stacked, stacked)
         self._moments = run(moments_on_device, everywhere, stacked)
-        self._replicas = run(replicas_on_device, stacked, stacked, everywhere, everywhere)
         self._add = jax.jit(
             lambda total, sums: jax.tree.map(lambda a, b: a + b.sum(axis=0), total, sums),
             out_shardings=placement.replicated,
@@ -73,8 +65,6 @@ class Evaluator:
             ),
             out_shardings=placement.replicated,
         )
-        self._add_stacked = jax.jit(lambda total, sums: jax.tree.map(jnp.add, total, sums))
-        self._gather = jax.jit(lambda x: x, out_shardings=placement.replicated)
 
     def model(self, state: TrainState) -> Model:
         """The consensus model."""
@@ -86,18 +76,9 @@ class Evaluator:
         model = self.model(state)
         result = self.consensus(*model)
         row = {f"eval/{name}": value for name, value in result.items()}
-        if state.ema is not None:
-            ema = self.mean(state.ema, optim.consensus_weights(state.opt_state))
-            result = self.consensus(ema, model.model_state)
-            row |= {f"eval/ema_{name}": value for name, value in result.items()}
         score = getattr(self.task, "score", None)
         if score is not None:
             row |= {f"eval/{name}": value for name, value in score(local(model.params)).items()}
-        if self._config.eval.replicas:
-            losses = self.each_replica(state.params, state.model_state)
-            row["eval/replica_loss_mean"] = float(losses.mean())
-            row["eval/replica_loss_best"] = float(losses.min())
-            row["eval/replica_loss_worst"] = float(losses.max())
         distance = jax.device_get(self.distance(state.params))
         row["eval/consensus_distance"] = float(distance.distance)
         row["eval/consensus_distance_relative"] = float(distance.relative)
@@ -136,16 +117,6 @@ class Evaluator:
         rows = count * self.placement.num_replicas
         return self._from_moments(total, float(rows))
 
-    def each_replica(self, params: Any, model_state: Any) -> np.ndarray:
-        """(n,) float: the loss of each replica's own model on the same records."""
-        total = None
-        with eval_batches(self._config, self.task, self.placement, of_all=True) as batches:
-            for rows in batches:
-                merged = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
-                sums = self._replicas(params, model_state, *self._put_everywhere(merged))
-                total = sums if total is None else self._add_stacked(total, sums)
-        return np.asarray(_averages(jax.device_get(self._gather(total)))["loss"])
-
     def _total(self, parts):
         """The sum over the leading dimension of every part and over the parts."""
         total = None
@@ -155,21 +126,15 @@ class Evaluator:
             total = self._add(total, sums)
         return total
 
-    def _put_everywhere(self, tree):
-        replicated = self.placement.replicated
-        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(replicated, x), tree)
 
-
-def eval_batches(
-    config: ConfigDict, task: Task, placement: Placement, of_all: bool = False
-) -> loader.Batches:
-    """The validation batches of this process's replicas, or ``of_all``."""
+def eval_batches(config: ConfigDict, task: Task, placement: Placement) -> loader.Batches:
+    """The validation batches of this process's replicas."""
     return loader.eval_batches(
         task.eval_source,
         num_replicas=placement.num_replicas,
         batch_size=config.eval.batch_size or config.batch_size,
         max_batches=config.eval.batches,
-        replicas=None if of_all else placement.local_replicas,
+        replicas=placement.local_replicas,
         workers=config.data.workers,
     )
 

@@ -4,7 +4,6 @@ absl's config flags answer an unknown field with a traceback and read a missing 
 every mistake is one sentence, before anything starts.
 """
 
-import argparse
 import os
 import runpy
 import sys
@@ -13,9 +12,8 @@ from pathlib import Path
 from ml_collections import ConfigDict
 from ml_collections.config_dict import RequiredValueError
 
-from decent_jax.ground import config_files, fields
-from decent_jax.ground.command_line import Parser
-from decent_jax.ground.config_files import NAMES
+from decent_jax.ground import fields
+from decent_jax.ground.command_line import CONFIGS, Parser
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.extras import MissingExtra
 from decent_jax.ground.format import shown
@@ -53,14 +51,12 @@ def parse(argv: list[str], prog: str = "train.py") -> tuple[ConfigDict, str | No
         prog=prog,
         description="Train a model on replicas that gossip instead of all-reducing gradients.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--config",
         required=True,
         metavar="FILE[:ARGUMENTS]",
-        help="config file, or the name of one that comes with the package: " + ", ".join(NAMES),
+        help="config file, or the name of one that comes with the package: " + ", ".join(CONFIGS),
     )
     parser.add_argument("--workdir", metavar="DIR", help="folder of all that the run writes")
     parser.add_argument("--show", action="store_true", help="print the config and leave")
@@ -104,9 +100,9 @@ def load(path_and_arguments: str) -> ConfigDict:
     """
     name, _, arguments = path_and_arguments.partition(":")
     # False, too, where the name is too long for a file
-    path = name if os.path.isfile(name) else config_files.find(name)
+    path = name if os.path.isfile(name) else CONFIGS.get(name)
     if path is None:
-        known = "" if name.endswith(".py") else f"; the package has {', '.join(NAMES)}"
+        known = "" if name.endswith(".py") else f"; the package has {', '.join(CONFIGS)}"
         raise ConfigError(f"there is no config file {name!r}{known}")
     folder = str(Path(path).absolute().parent)
     if folder not in sys.path:

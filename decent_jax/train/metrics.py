@@ -23,14 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decent_jax import replicas
 from decent_jax.ground.errors import TrainingFailed
-from decent_jax.ground.format import format_number
 from decent_jax.ground.json_files import plain, write_atomic
 from decent_jax.ground.progress import Progress
 from decent_jax.ground.run_folder import METRICS, read_metrics
-
-DRIFT_FACTOR = 3.0  # a replica this many times as far from the mean as the median one drifts
 
 
 class MetricWriter:
@@ -259,7 +255,6 @@ class Report:
         self._measured: list[dict[str, float]] = []  # the task's own numbers, step by step
         self._pending: Any = None  # (steps done, metrics, their summary where a row is due)
         self._skipped = np.zeros(self._config.num_replicas, int)  # (n,) as last reported
-        self._drifting: int | None = None  # the replica last reported, until it is back
 
     def begun(self) -> dict[str, Any]:
         """The row that has begun, for a checkpoint: a resumed run writes the undisturbed row."""
@@ -308,19 +303,19 @@ class Report:
         self._sums, self._compiled = None, True
         return summary
 
-    def look_at_pending(self) -> bool:
-        """Wait for the step, write its row; whether its consensus distance is past the bound.
+    def look_at_pending(self) -> None:
+        """Wait for the step, and write its row.
 
         Raises:
           TrainingFailed: no replica has made progress in ``config.max_failing_steps``.
         """
         if self._pending is None:
-            return False
+            return
         (done, metrics, summary), self._pending = self._pending, None
         jax.block_until_ready(metrics)
         if summary is None:
             self._progress.update(done)
-            return False
+            return
         numbers, consensus = jax.device_get(summary)
         skipped, failing = numbers.pop("skipped"), int(numbers.pop("failing"))
         steps, self._steps = self._steps, 0
@@ -337,10 +332,9 @@ class Report:
         }
         measured, self._measured = self._measured[:steps], self._measured[steps:]
         row |= {k: float(np.mean([numbers[k] for numbers in measured])) for k in measured[0]}
-        past_bound = self._look_at(done, consensus, failing, skipped)
+        self._look_at(done, failing, skipped)
         self._writer.write(done, row)
         self._progress.update(done, shown(row, self._task.unit))
-        return past_bound
 
     def finish(self, done: int) -> None:
         """Write the row of the last steps, wherever the run ends; raises as `look_at_pending`."""
@@ -348,10 +342,8 @@ class Report:
             self._pending = *self._pending[:2], self._summary(self._pending[1])
         self.look_at_pending()
 
-    def _look_at(
-        self, done: int, consensus: replicas.Consensus, failing: int, skipped: np.ndarray
-    ) -> bool:
-        """Tell of skipped updates, drift and the bound; whether the distance is past it.
+    def _look_at(self, done: int, failing: int, skipped: np.ndarray) -> None:
+        """Tell of skipped updates, and end a run that makes no progress.
 
         ``failing`` are steps in a row without a finite update on any replica, ``skipped``, (n,),
         the updates that each has rejected so far.
@@ -368,28 +360,6 @@ class Report:
                 f"{done}; {self._newest()}. Lower the learning rate, or clip gradients "
                 "(optimizer.clip_norm)"
             )
-        self._look_for_drift(done, np.asarray(consensus.per_replica))
-        bound = self._config.max_consensus_distance
-        past_bound = bool(bound) and not consensus.relative <= bound
-        if past_bound:
-            self._progress.note(
-                f"step {done}: the consensus distance {format_number(float(consensus.relative))} "
-                f"(relative) is past the bound {bound:g}: all replicas are averaged once"
-            )
-        return past_bound
-
-    def _look_for_drift(self, done, distances):
-        median = float(np.median(distances))
-        worst = int(distances.argmax())
-        # One of n that is far off draws the mean: it is at most n - 1 times as far as the others.
-        factor = min(DRIFT_FACTOR, 0.8 * (len(distances) - 1))
-        drifts = len(distances) > 2 and distances[worst] > factor * median > 0
-        if drifts and self._drifting != worst:
-            self._progress.note(
-                f"step {done}: replica {worst} drifts: {format_number(float(distances[worst]))} "
-                f"from the consensus model, the median replica {format_number(median)}"
-            )
-        self._drifting = worst if drifts else None
 
 
 def shown(row: dict[str, Any], unit: str, **more: float) -> dict[str, float]:

@@ -26,7 +26,6 @@ class TrainState(NamedTuple):
     params: Any
     model_state: Any
     opt_state: Any
-    ema: Any  # moving average of the replica's own params, or None
 
 
 def learning_rate(config: ConfigDict, steps: int, warmup: int, drops: list[int]) -> optax.Schedule:
@@ -55,8 +54,7 @@ def init_state(
     loaded = task.load_params()
 
     def rest_of(params, model_state):
-        ema = params if config.eval.ema_decay else None
-        return TrainState(params, model_state, jax.vmap(tx.init)(params), ema)
+        return TrainState(params, model_state, jax.vmap(tx.init)(params))
 
     @jax.jit
     def drawn():
@@ -143,13 +141,6 @@ def update(
     return params, opt_state, metrics
 
 
-def moving_average(decay: float, average: Any, params: Any) -> Any:
-    """``decay * average + (1 - decay) * params``; numbers that are not finite are left out."""
-    return jax.tree.map(
-        lambda e, p: jnp.where(jnp.isfinite(p), decay * e + (1 - decay) * p, e), average, params
-    )
-
-
 def make_step(
     config: ConfigDict,
     task: Task,
@@ -191,14 +182,11 @@ def make_step(
         params, opt_state, metrics = update(
             tx, state.params, state.opt_state, loss, grads, rnd, mixed
         )
-        ema = state.ema
-        if ema is not None:
-            ema = moving_average(config.eval.ema_decay, ema, params)
         if task.mixes_state and config.algorithm == "all_reduce":
             model_state = gossip.mean(model_state, placement.axis_name)
         elif task.mixes_state:
             model_state = gossip.mix(model_state, schedule, rnd, placement.axis_name)
-        return TrainState(params, model_state, opt_state, ema), metrics
+        return TrainState(params, model_state, opt_state), metrics
 
     def on_device(state, batch, t, *, rnd):
         found = gradients(state.params, state.model_state, batch, t)

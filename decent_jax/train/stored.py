@@ -2,7 +2,7 @@
 
 A part of a checkpoint is one tree: ``params`` and ``model_state`` as the task nests them,
 ``weights`` (how much each replica counts in the consensus model; None: alike), and ``rest``, the
-optimizer's state and the moving average, by their paths. `checksums` of a part are taken before it
+optimizer's state, by its paths. `checksums` of a part are taken before it
 is written; everything here that reads arrays compares them.
 """
 
@@ -60,9 +60,7 @@ def restore(
     Raises:
       Exception: it cannot be read, in this process or another one; of many kinds.
     """
-    n_old, wants_ema = meta["num_replicas"], like.ema is not None
-    had_ema = bool(meta["config"]["eval.ema_decay"])
-    like = like._replace(ema=like.params if had_ema else None)
+    n_old = meta["num_replicas"]
     whole = n_old % placement.mesh.shape["replica"] == 0
 
     def target(x):
@@ -92,8 +90,6 @@ def restore(
     _verify(found, {name: parts[part][name] for name, part in places.items()})
     leaves = [found[name] for name in shapes]
     state = _unstored(jax.tree.unflatten(jax.tree.structure(wanted), leaves), like)
-    if wants_ema != had_ema:  # a moving average begins here, or is no longer wanted
-        state = state._replace(ema=jax.tree.map(jnp.copy, state.params) if wants_ema else None)
     if n_old != placement.num_replicas:
         state = change_replicas(state, placement, accum_steps)
     return state

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from decent_jax import optim, replicas
+from decent_jax import replicas
 from decent_jax.cluster.watch import lost_peers_told
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.format import format_duration, format_number
@@ -62,14 +62,8 @@ class Synchronous:
         self.checkpoints = Checkpointer(work.path, experiment.config.checkpoint.keep)
         self.evaluator = Evaluator(experiment.config, experiment.task, experiment.placement)
         self.state: Any = None
-        placement, replicated = experiment.placement, experiment.placement.replicated
+        replicated = experiment.placement.replicated
         self._distance = jax.jit(replicas.consensus_distance, out_shardings=replicated)
-        self._average = jax.jit(
-            lambda params, weights: placement.place_all(
-                replicas.resize(params, placement.num_replicas, weights)
-            ),
-            donate_argnums=0,
-        )
         self._batch: Any = None  # of the next step, or the error with which it cannot be had
 
     def restore(self) -> tuple[int, dict[str, Any]]:
@@ -138,11 +132,6 @@ class Synchronous:
     def consensus(self) -> replicas.Consensus:
         """See `decent_jax.train.loop.Runner`."""
         return self._distance(self.state.params)
-
-    def average(self) -> None:
-        """See `decent_jax.train.loop.Runner`."""
-        weights = optim.consensus_weights(self.state.opt_state)
-        self.state = self.state._replace(params=self._average(self.state.params, weights))
 
     def evaluate(self) -> tuple[dict[str, float], Model]:
         """See `decent_jax.train.loop.Runner`."""

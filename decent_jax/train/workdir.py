@@ -63,7 +63,6 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Iterator["Workdir"]
         try:
             work.check_config()
             work.check_metrics()
-            folders.check_only_ours(path)
             yield work
         except ConfigError:  # refused: a folder that holds nothing but the lock was made for it
             if made and not work.quiet:
