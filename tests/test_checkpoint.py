@@ -25,8 +25,7 @@ from decent_jax.train import (
     ConfigError,
     Interrupted,
     checkpoint,
-    saver,
-    workdir,
+    saved_model,
 )
 from decent_jax.train.evaluation import Evaluator
 from decent_jax.train.metrics import Clock
@@ -179,13 +178,13 @@ def test_best_is_the_consensus_model_of_the_lowest_loss(tmp_path, monkeypatch):
     folder = tiny.run(config(checkpoint={"every": 5, "keep": 9}), tmp_path / "run")
     summary = tiny.summary(folder)
     assert (summary["best_eval_loss"], summary["final"]["eval/loss"]) == (1.0, 4.0)
-    params, _, meta = checkpoint.restore_model(folder, "best")
+    params, _, meta = saved_model.restore_model(folder, "best")
     assert meta["step"] == 10 and meta["eval_loss"] == 1.0
     stacked = tiny.saved(folder, 10)
     for path, leaf in jax.tree_util.tree_leaves_with_path({"params": params}):
         wanted = stacked[jax.tree_util.keystr(path, simple=True, separator=".")].mean(axis=0)
         np.testing.assert_allclose(leaf, wanted, atol=1e-7)
-    assert checkpoint.restore_model(folder, "last")[2]["step"] == STEPS
+    assert saved_model.restore_model(folder, "last")[2]["step"] == STEPS
 
 
 def test_checkpoints_by_time(tmp_path):
@@ -375,13 +374,13 @@ def test_a_disk_that_is_full_is_a_sentence(command, tmp_path):
 
 
 def test_a_folder_that_was_moved_away_is_not_made_anew(tmp_path, monkeypatch):
-    save = saver.Saver.save
+    save = checkpoint.Saver.save
 
     def move_first(self, *args):
         (tmp_path / "run").rename(tmp_path / "away")
         save(self, *args)
 
-    monkeypatch.setattr(saver.Saver, "save", move_first)
+    monkeypatch.setattr(checkpoint.Saver, "save", move_first)
     with pytest.raises(CheckpointError, match="has gone"):
         tiny.run(config(), tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -393,7 +392,7 @@ def test_a_folder_without_permission_is_a_sentence(tmp_path, monkeypatch, folder
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "best").mkdir()
     (tmp_path / ".lock").touch()
-    workdir.check_there(tmp_path)
+    checkpoint.check_there(tmp_path)
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / folder)
     with pytest.raises(CheckpointError, match=r"could not be written to .*: permission denied"):
-        workdir.check_there(tmp_path)
+        checkpoint.check_there(tmp_path)

@@ -19,7 +19,7 @@ from test_checkpoint import assert_equals, config, copy, whole
 from decent_jax import replicas, topology
 from decent_jax.ground.errors import CheckpointError, ConfigError
 from decent_jax.optim import METHODS, Parts
-from decent_jax.train import checkpoint, checkpoint_folder, stored
+from decent_jax.train import checkpoint, saved_model, stored
 from decent_jax.train.checkpoint import Checkpointer
 from decent_jax.train.step import TrainState
 
@@ -161,16 +161,16 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(folder, damage):
 @of_damage
 def test_the_last_model_is_then_that_of_the_checkpoint_before(folder, damage, caplog):
     damage(folder / "checkpoints" / "2")
-    params, model_state, meta = checkpoint.restore_model(folder, "last")
+    params, model_state, meta = saved_model.restore_model(folder, "last")
     assert meta["step"] == 1 and "the checkpoint of step 2 is damaged" in caplog.text
     one = jax.tree.map(lambda x: x.mean(axis=0), state_of(add=1.5).params)
     jax.tree.map(
         lambda got, wanted: np.testing.assert_allclose(got, wanted, rtol=1e-6), params, one
     )
     assert model_state["mean"] == 3.0
-    assert checkpoint.restore_replicas(folder, None)[2]["step"] == 1
+    assert saved_model.load_replicas(folder).step == 1
     with pytest.raises(CheckpointError):
-        checkpoint.restore_replicas(folder, 2)
+        saved_model.load_replicas(folder, 2)
     assert tiny.saved_steps(folder) == [1, 2]  # whoever reads moves nothing
 
 
@@ -179,17 +179,17 @@ BEST_DAMAGES = [d for d in DAMAGES if "another_step" not in d.__name__ and d is 
 
 @pytest.mark.parametrize("damage", BEST_DAMAGES, ids=lambda f: f.__name__)
 def test_a_damaged_best_model_is_refused(folder, damage):
-    assert checkpoint.restore_model(folder, "best")[2]["step"] == 2
+    assert saved_model.restore_model(folder, "best")[2]["step"] == 2
     damage(folder / "best" / "2")
     with pytest.raises(CheckpointError) as refused:
-        checkpoint.restore_model(folder, "best")
+        saved_model.restore_model(folder, "best")
     assert "step 2 (" in str(refused.value) and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(("which", "name"), [("best", "best"), ("last", "checkpoints")])
 def test_no_flipped_bit_changes_a_number_without_a_word(folder, which, name):
     shutil.rmtree(folder / "checkpoints" / "1")
-    whole = checkpoint.restore_model(folder, which)[:2]
+    whole = saved_model.restore_model(folder, which)[:2]
     path = largest(folder / name / "2" / "state")
     data, noticed = path.read_bytes(), 0
     for place in range(0, len(data), len(data) // 24):
@@ -197,7 +197,7 @@ def test_no_flipped_bit_changes_a_number_without_a_word(folder, which, name):
         flipped[place] ^= 0x10
         path.write_bytes(flipped)
         try:
-            equal(checkpoint.restore_model(folder, which)[:2], whole)
+            equal(saved_model.restore_model(folder, which)[:2], whole)
         except CheckpointError:
             noticed += 1
     assert noticed > 4
@@ -206,7 +206,7 @@ def test_no_flipped_bit_changes_a_number_without_a_word(folder, which, name):
 def test_a_run_that_has_no_checkpoint_is_refused(tmp_path):
     for which in ("last", "best"):
         with pytest.raises(CheckpointError, match=str(tmp_path)):
-            checkpoint.restore_model(tmp_path, which)
+            saved_model.restore_model(tmp_path, which)
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def test_replicas_of_push_sum_count_by_their_weights(tmp_path):
     state = state._replace(params=params, opt_state=state.opt_state._replace(own=own))
     writer.save(3, state, META)
     writer.close()
-    found, _, _ = checkpoint.restore_model(tmp_path, "last")
+    found, _, _ = saved_model.restore_model(tmp_path, "last")
     np.testing.assert_allclose(found["c"], weights @ rows / 4, rtol=1e-6)
 
 
@@ -330,9 +330,9 @@ def test_a_checksum_notices_numbers_that_changed_places():
 
 def test_the_newest_are_kept_and_a_reader_sees_whole_ones_only(tmp_path):
     write(tmp_path, best=[9])  # of a session that was killed before its first checkpoint
-    assert "no checkpoint" in checkpoint_folder.what_next(tmp_path)
+    assert "no checkpoint" in checkpoint.what_next(tmp_path)
     write(tmp_path, 1, 2, 3, 4, best=[1, 3])
-    assert "the checkpoint of step 4" in checkpoint_folder.what_next(tmp_path)
-    assert checkpoint_folder.steps(tmp_path / "checkpoints") == [2, 3, 4]
-    assert checkpoint_folder.steps(tmp_path / "best") == [3]
+    assert "the checkpoint of step 4" in checkpoint.what_next(tmp_path)
+    assert checkpoint.steps(tmp_path / "checkpoints") == [2, 3, 4]
+    assert checkpoint.steps(tmp_path / "best") == [3]
     assert not list(tmp_path.glob("*/.*"))

@@ -16,7 +16,7 @@ from decent_jax.models.gpt2 import GPT2Config
 from decent_jax.peers import events, manifest
 from decent_jax.plan import plan_file
 from decent_jax.planner import network
-from decent_jax.train import checkpoint_folder, saved_model, workdir
+from decent_jax.train import checkpoint, saved_model, workdir
 from decent_jax.train import config as config_lib
 
 ROWS = [{"step": k, "train/loss": 2.5 / (k + 1), "perf/wall_time_s": float(k)} for k in range(4)]
@@ -33,9 +33,9 @@ def real_files(folder):
     """{name: the bytes of a file as the package writes it}"""
     plan_file.Plan(("a/0", "b/0"), topology.make("one_peer_exp", 2)).save(folder / "plan.json")
     network.from_matrices(np.full((3, 3), 1e-5), np.full((3, 3), 1e9)).save(folder / "network.json")
-    draft = checkpoint_folder.draft_of(folder / "checkpoints", 4)
+    draft = checkpoint.draft_of(folder / "checkpoints", 4)
     draft.mkdir(parents=True)
-    checkpoint_folder.finish(draft, META, keep=1)
+    checkpoint.finish(draft, META, keep=1)
     return {
         "peers.json": json.dumps(PEERS).encode(),
         "events-0.jsonl": "".join(json.dumps(event) + "\n" for event in EVENTS).encode(),
@@ -68,7 +68,7 @@ def read_manifest(path):
 
 def read_meta(path):
     try:
-        checkpoint_folder.read_meta(path.parent)
+        checkpoint.read_meta(path.parent)
     except ValueError as error:  # of whom `first_whole` names the checkpoint
         raise CheckpointError(f"{path}: {error}") from None
 
@@ -81,7 +81,7 @@ READERS = {
     "events-0.jsonl": (lambda path: list(events.read(path)),),
     "network.json": (network.load,),
     "4/meta.json": (read_meta,),
-    "checkpoints/run.json": (lambda path: checkpoint_folder.run_of(path.parents[1]),),
+    "checkpoints/run.json": (lambda path: checkpoint.run_of(path.parents[1]),),
 }
 NUMBERS = [b"1e999", b"-1", b"0", b"9" * 5000, b"1e400", b"NaN", b"2.5", b"9" * 20, b"-Infinity"]
 VALUES = [*NUMBERS, b"null", b"[]", b"{}", b'""', b"true", b"[" * 20_000, b'"\\u001b[31m"', b"\xff"]

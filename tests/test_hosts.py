@@ -3,8 +3,6 @@
 import json
 from types import SimpleNamespace
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -12,9 +10,8 @@ import tiny
 from decent_jax.cluster import start as cluster
 from decent_jax.planner import network, recommend
 from decent_jax.planner.runtime import Workload
-from decent_jax.train import ConfigError, hosts
+from decent_jax.train import ConfigError, experiment
 from decent_jax.train import config as config_lib
-from decent_jax.train import step as step_lib
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -39,7 +36,7 @@ def test_replicas_per_host(names, processes, block, fsdp, wanted, monkeypatch):
     devices = np.array([SimpleNamespace(process_index=p) for p in processes], object)
     mesh = SimpleNamespace(devices=devices.reshape(-1, fsdp) if fsdp > 1 else devices)
     placement = SimpleNamespace(mesh=mesh, fsdp=fsdp, block=block)
-    assert hosts.replicas_per_host(placement) == wanted
+    assert experiment.replicas_per_host(placement) == wanted
 
 
 def test_a_device_is_named_by_its_process_and_its_place_there(monkeypatch):
@@ -80,7 +77,7 @@ def test_the_planner_chooses_the_same(nodes, devices, tmp_path):
         if not recommend._is_all_reduce(choice)
     ]
     config = tiny.waves(num_replicas=n, batch_size=n, schedule="auto")
-    auto = hosts.settle(config, devices, tmp_path)
+    auto = experiment.settle(config, devices, tmp_path)
     name = auto.schedule.partition("(")[0]  # its brackets hold the defaults
     ours = next(choice for choice in found if choice.algorithm.name == name)
     assert ours.cost_s <= 1.001 * found[0].cost_s, [c.algorithm.name for c in found[:3]]
@@ -88,7 +85,7 @@ def test_the_planner_chooses_the_same(nodes, devices, tmp_path):
 
 # Runs of one device and four replicas, on hosts as the test says.
 def on_hosts_of(monkeypatch, per_host):
-    monkeypatch.setattr(hosts, "replicas_per_host", lambda placement: per_host)
+    monkeypatch.setattr(experiment, "replicas_per_host", lambda placement: per_host)
 
 
 def chosen(folder):
@@ -111,38 +108,12 @@ def test_auto_suits_the_hosts_and_a_resumed_run_keeps_it(tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    ("settings", "per_host", "numbers"),
-    [
-        # Of 8 replicas with 1 MB: shifts by 1, 2 and 4, of which 1, 2 and 4 leave a host of 4.
-        ({"schedule": "one_peer_exp"}, 4, ("2.33 MB", "1.00 MB")),
-        ({"schedule": "one_peer_exp", "mix_every": 2}, 4, ("1.17 MB", "0.500 MB")),
-        ({"schedule": WITHIN, "local_size": 4}, 4, None),
-        ({"schedule": "one_peer_exp"}, 8, None),
-        ({"schedule": "one_peer_exp"}, 1, None),
-        ({"algorithm": "all_reduce"}, 4, None),
-    ],
-)
-def test_the_numbers_of_the_advice(settings, per_host, numbers):
-    config = tiny.waves(num_replicas=8, **settings)
-    params = {"w": jax.ShapeDtypeStruct((8, 250_000), jnp.float32)}
-    shapes = step_lib.TrainState(params, (), ())
-    told = hosts.advice(config, config_lib.make_schedule(config), per_host, shapes)
-    if numbers is None:
-        assert told is None
-    else:
-        assert told == (
-            f"over one_peer_exp a host of 4 replicas sends {numbers[0]} per step to other hosts; "
-            f"over {WITHIN}, which --config.schedule=auto takes here, {numbers[1]}"
-        )
-
-
-@pytest.mark.parametrize(
     "settings",
     [{"mesh": {"fsdp": 2}}, {"algorithm": "all_reduce"}],
 )
 def test_auto_within_one_host_where_the_other_schedule_cannot_be(settings, tmp_path):
     config = tiny.waves(schedule="auto", **settings)
-    auto = hosts.settle(config, 2, tmp_path)
+    auto = experiment.settle(config, 2, tmp_path)
     assert (auto.schedule, auto.local_size) == ("one_peer_exp", 1)
 
 

@@ -16,7 +16,7 @@ from several import cluster_flags, finish, free_port, starting, wait_for_rows
 from decent_jax import topology
 from decent_jax.ground.errors import PEER_LOST
 from decent_jax.plan.plan_file import Plan
-from decent_jax.train import checkpoint
+from decent_jax.train import saved_model
 
 STEPS = 8
 CHANGES = {"steps": STEPS, "eval": {"every": 4}}
@@ -108,8 +108,8 @@ def assert_same_model(together, alone):
         assert row.keys() == other.keys()
         if "eval/loss" in row:
             assert row["eval/loss"] == pytest.approx(other["eval/loss"], rel=1e-5)
-    params, _, meta = checkpoint.restore_model(together, "last")
-    wanted, *_ = checkpoint.restore_model(alone, "last")
+    params, _, meta = saved_model.restore_model(together, "last")
+    wanted, *_ = saved_model.restore_model(alone, "last")
     assert meta["step"] == STEPS
     for one, other in zip(jax.tree.leaves(params), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)

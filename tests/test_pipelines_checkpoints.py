@@ -16,8 +16,8 @@ from test_pipelines import config_of, flat
 
 from decent_jax.ground.errors import CheckpointError
 from decent_jax.pipelines.checkpoints import CellCheckpoints
-from decent_jax.train import checkpoint
-from decent_jax.train.checkpoint_folder import reason_of
+from decent_jax.train import checkpoint, saved_model
+from decent_jax.train.checkpoint import reason_of
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -119,7 +119,7 @@ def test_another_number_of_stages_and_replicas_goes_on_from_a_checkpoint(run, ma
 @pytest.mark.parametrize("which", ["last", "best"])
 def test_the_model_of_a_run_is_that_of_all_its_stages(run, which):
     folder, after = run
-    params, model_state, meta = checkpoint.restore_model(folder, which)
+    params, model_state, meta = saved_model.restore_model(folder, which)
     assert meta["step"] == 3 and model_state == {}
     assert_close(flat(params), {name: x.mean(0) for name, x in after[3].items()}, rtol=1e-6)
 

@@ -19,8 +19,8 @@ from decent_jax.commands import supervise
 from decent_jax.ground import json_files
 from decent_jax.ground.errors import PEER_LOST
 from decent_jax.plan.plan_file import Plan
-from decent_jax.train import checkpoint
 from decent_jax.train import config as config_lib
+from decent_jax.train import saved_model
 
 ROOT = Path(__file__).resolve().parents[1]
 SUPERVISE = ["-m", "decent_jax.commands.main", "supervise", "--processes"]
@@ -337,5 +337,5 @@ def test_one_of_two_processes_is_killed_and_the_other_ends_the_run(
     assert (summary["num_replicas"], summary["processes"], summary["steps"]) == (2, 1, 10)
     assert [row["step"] for row in tiny.rows(workdir)] == list(range(1, 11))
     # The data goes on where the last checkpoint was: no example is left out.
-    before, after = (checkpoint.restore_replicas(workdir, k)[2]["examples"] for k in (step, 10))
+    before, after = (saved_model.load_replicas(workdir, k).meta["examples"] for k in (step, 10))
     assert before == 8 * step and after == before + 4 * (10 - step)

@@ -20,8 +20,7 @@ from decent_jax.data.text import token_folder
 from decent_jax.models import decoders
 from decent_jax.plan import plan_file
 from decent_jax.train import TrainingFailed, experiment, saved_model
-from decent_jax.train.programs import Programs
-from decent_jax.train.synchronous import Feed, Synchronous
+from decent_jax.train.synchronous import Feed, Programs, Synchronous
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 

@@ -18,9 +18,9 @@ from decent_jax.ground.json_files import check_regular
 class Parser(argparse.ArgumentParser):
     """Raises ConfigError for a wrong flag; a command then refuses it in one short sentence."""
 
-    def __init__(self, **given):
+    def __init__(self, prog: str, **given):
         form = argparse.RawDescriptionHelpFormatter
-        super().__init__(**{"formatter_class": form, "allow_abbrev": False} | given)
+        super().__init__(prog, **{"formatter_class": form, "allow_abbrev": False} | given)
         self._fields: dict[str, Any] = {}
 
     def add_fields(self, table: Mapping[str, Any]) -> None:

@@ -16,9 +16,9 @@ from decent_jax.peers import events
 from decent_jax.peers.boundary import Boundary, number, on_host
 from decent_jax.peers.rule import Joined, Meetings
 from decent_jax.peers.setup import Place
+from decent_jax.train.checkpoint import Saver
 from decent_jax.train.experiment import Experiment
 from decent_jax.train.metrics import Clock
-from decent_jax.train.saver import Saver
 from decent_jax.train.step import TrainState
 from decent_jax.train.synchronous import Synchronous
 from decent_jax.train.workdir import Workdir

@@ -21,11 +21,10 @@ from decent_jax.peers.partners import reduction
 from decent_jax.peers.setup import FOLDER, Place
 from decent_jax.peers.whole import Whole, counts_of
 from decent_jax.train import algorithm, loop
-from decent_jax.train.checkpoint import Checkpointer
+from decent_jax.train.checkpoint import Checkpointer, Saver
 from decent_jax.train.evaluation import Evaluator
 from decent_jax.train.experiment import Experiment
 from decent_jax.train.metrics import MetricWriter, shown
-from decent_jax.train.saver import Saver
 from decent_jax.train.step import TrainState
 from decent_jax.train.synchronous import init, time_steps
 from decent_jax.train.workdir import Signals, Workdir

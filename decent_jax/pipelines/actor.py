@@ -13,7 +13,7 @@ from decent_jax.actors.messages import Address
 from decent_jax.pipelines.cell import Cell, free_address, join, open_stage
 from decent_jax.pipelines.messages import Channel, Key, Mailbox
 from decent_jax.pipelines.worker import Worker, open_batches
-from decent_jax.train.checkpoint_folder import reason_of
+from decent_jax.train.checkpoint import reason_of
 
 
 class CellActor:

@@ -12,7 +12,7 @@ from decent_jax.ground.errors import CheckpointError, ConfigError, TrainingFaile
 from decent_jax.pipelines.actor import CellActor
 from decent_jax.pipelines.cell import Cell
 from decent_jax.plan.plan_file import Plan
-from decent_jax.train.checkpoint_folder import what_next
+from decent_jax.train.checkpoint import what_next
 
 _LOOK_S = 0.5
 _NOTICED_S = 2.0  # in which Ray knows of a dead actor

@@ -6,8 +6,8 @@ from typing import Any
 
 from decent_jax.ground.errors import CheckpointError, ConfigError, TrainingFailed
 from decent_jax.pipelines.cells import Cells
-from decent_jax.train import checkpoint_folder as folders
-from decent_jax.train.checkpoint_folder import BEST, FOLDER, STAGE, STATE
+from decent_jax.train import checkpoint as folders
+from decent_jax.train.checkpoint import BEST, FOLDER, STAGE, STATE
 
 
 class CellCheckpoints:

@@ -24,11 +24,11 @@ from decent_jax.pipelines.part import bytes_between_stages
 from decent_jax.pipelines.worker import Span
 from decent_jax.replicas import Consensus
 from decent_jax.train import algorithm, loop
-from decent_jax.train.checkpoint import change_of, restore_model
+from decent_jax.train.checkpoint import Saver, change_of
 from decent_jax.train.evaluation import Evaluator, Model
 from decent_jax.train.experiment import Experiment
 from decent_jax.train.metrics import Clock
-from decent_jax.train.saver import Saver
+from decent_jax.train.saved_model import restore_model
 from decent_jax.train.step import TrainState
 from decent_jax.train.synchronous import TIMED
 from decent_jax.train.workdir import Workdir

@@ -25,7 +25,7 @@ from decent_jax.replicas import Placement
 from decent_jax.topology import Schedule
 from decent_jax.train import step as step_lib
 from decent_jax.train import stored
-from decent_jax.train.checkpoint_folder import STAGE
+from decent_jax.train.checkpoint import STAGE
 from decent_jax.train.step import TrainState
 
 _MESSAGES = 2**30  # keys for their rounding, apart from those of the blocks for dropout

@@ -1,10 +1,22 @@
-"""The checkpoints of a run: saved in the background, the newest good one restored, models read.
+"""The checkpoints of a run: how they are written, kept, lost and found again.
 
-`decent_jax.train.checkpoint_folder` says what is on the disk.
+``checkpoints/STEP`` and ``best/STEP`` appear by a rename once all that is in them is on the disk.
+They hold one folder of arrays (``state/``, or ``stage-S/`` for each stage of a pipeline, see
+`decent_jax.train.stored`) and ``meta.json``: step, replicas, config, position, the identity of the
+run, and a checksum of every array. A name that begins with a dot belongs to no checkpoint: it is
+being written, or removed, and the next start of the run clears it away.
 """
 
 import contextlib
+import json
 import logging
+import math
+import os
+import re
+import secrets
+import shutil
+import zlib
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,15 +24,125 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from decent_jax import replicas
-from decent_jax.ground.errors import CheckpointError, ConfigError
+from decent_jax.ground.errors import CheckpointError, ConfigError, DataError
+from decent_jax.ground.json_files import flat, read_json, write_atomic, write_json_atomic
 from decent_jax.replicas import Placement
-from decent_jax.train import checkpoint_folder as folders
 from decent_jax.train import stored
-from decent_jax.train.checkpoint_folder import BEST, FOLDER, STAGE, STATE
+from decent_jax.train.evaluation import Model
+from decent_jax.train.experiment import Experiment
 from decent_jax.train.step import TrainState
+from decent_jax.train.stored import STAGE, STATE
+from decent_jax.train.workdir import LOCK
 
 log = logging.getLogger(__name__)
+
+FOLDER, BEST = "checkpoints", "best"
+META = "meta.json"
+_RUN = "run.json"  # in FOLDER: the identity of the run
+_UNFINISHED = re.compile(r"\.\d+\.(draft|old)")
+
+
+# --- Of a run under way ---------------------------------------------------------------------------
+
+
+class Saver:
+    """Saves checkpoints, and what they must know; a context that waits until all are written.
+
+    Attributes:
+      checkpoints: on disk.
+      evaluated: the last evaluation, a row with its ``step``.
+      best: the lowest ``eval/loss`` so far.
+      seconds: of training, in the sessions before this one.
+      steps_ahead: data position minus step count, in steps; not 0 after a resume with another
+        ``batch_size``.
+    """
+
+    def __init__(self, experiment: Experiment, checkpoints: "Checkpointer"):
+        self.checkpoints = checkpoints
+        self.evaluated: dict[str, Any] = {}
+        self.best, self.seconds, self.steps_ahead = math.inf, 0.0, 0
+        self._experiment = experiment
+
+    def restored(self, meta: dict[str, Any]) -> None:
+        """Continue from the checkpoint that has this ``meta``."""
+        self.seconds, self.best = meta["seconds"], meta["best"]
+        self.steps_ahead = meta["examples"] // self._experiment.config.batch_size - meta["step"]
+        if not self.checkpoints.drop_best_after(meta["step"]):
+            self.best = math.inf
+
+    def save(self, done: int, state: TrainState, seconds: float, row: Any = None) -> None:
+        """Save the state after ``done`` steps and ``seconds`` of training, in the background.
+
+        ``row`` is the row of metrics that has begun, see `decent_jax.train.metrics.Report.begun`.
+        """
+        check_there(self.checkpoints.workdir)
+        config = self._experiment.config
+        meta = {
+            "num_replicas": config.num_replicas,
+            "schedule": self._experiment.schedule.name,
+            "batch_size": config.batch_size,
+            "examples": (done + self.steps_ahead) * config.batch_size,
+            "seconds": seconds,
+            "best": self.best,
+            "row": row,
+            "config": flat(config),
+        }
+        self.checkpoints.save(done, state, meta)
+
+    def check(self) -> None:
+        """Raises CheckpointError where an earlier checkpoint could not be written."""
+        self.checkpoints.check()
+
+    def rescue(self, done: int, state: TrainState, seconds: float, row: Any) -> str:
+        """Save before the run fails, if this process can do so alone; returns words about it."""
+        if jax.process_count() > 1 or not done:
+            return ""
+        self.save(done, state, seconds, row)
+        self.checkpoints.wait()
+        return f"; a checkpoint of step {done} is saved"
+
+    def evaluation(self, done: int, row: dict[str, float], model: Model) -> None:
+        """Remember the evaluation; save the model if it is the best so far."""
+        self.evaluated = {"step": done, **row}
+        if row["eval/loss"] < self.best:
+            self.best = row["eval/loss"]
+            self.checkpoints.save_best(done, *model, {"eval_loss": self.best})
+
+    def newest(self) -> str:
+        """Words about the newest checkpoint, once it is written."""
+        with contextlib.suppress(CheckpointError):
+            self.checkpoints.wait()
+        saved = self.checkpoints.steps()
+        if saved:
+            return f"the last checkpoint is of step {saved[-1]}"
+        return "no checkpoint has been saved"
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, exc_type: type | None, *_) -> None:
+        # After an error, a second one from closing must not hide it.
+        with contextlib.suppress(*[CheckpointError] if exc_type else []):
+            self.checkpoints.close()
+
+
+def check_there(path: Path) -> None:
+    """Raises CheckpointError where nothing can be written to the directory of a run.
+
+    If the directory was moved, orbax would make a new one. Without permission, orbax's threads
+    would keep the process alive for minutes after it has failed.
+    """
+    if not (path / LOCK).exists():
+        raise CheckpointError(
+            f"a checkpoint could not be written to {path}: the folder has gone; put it back, and "
+            "the same command continues"
+        )
+    for folder in (path, path / FOLDER, path / BEST):
+        if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
+            raise CheckpointError(
+                f"a checkpoint could not be written to {folder}: permission denied; give it back, "
+                "and the same command continues"
+            )
 
 
 class Checkpointer:
@@ -29,7 +151,7 @@ class Checkpointer:
     def __init__(self, workdir: str | Path, keep: int):
         self.workdir, self._keep = Path(workdir).absolute(), keep
         if jax.process_index() == 0:
-            folders.clear(self.workdir)
+            clear(self.workdir)
         self._writer = ocp.StandardCheckpointer()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future | None = None
@@ -37,7 +159,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Steps with a finished checkpoint, the oldest first."""
-        return folders.steps(self.workdir / FOLDER)
+        return steps(self.workdir / FOLDER)
 
     def save(self, step: int, state: TrainState, meta: dict) -> None:
         """Copy the state to the host, and write it in the background."""
@@ -52,7 +174,7 @@ class Checkpointer:
 
     def drop_best_after(self, step: int) -> bool:
         """Forget best models of steps yet to be reached by a resumed run; whether one is left."""
-        return folders.drop_best_after(self.workdir, step)
+        return drop_best_after(self.workdir, step)
 
     def restore_newest(
         self, like: TrainState, placement: Placement, accum_steps: int, say=log.warning
@@ -78,7 +200,7 @@ class Checkpointer:
                 field="pipeline.stages",
                 value=0,
             )
-        found = folders.first_whole(
+        found = first_whole(
             self.workdir / FOLDER,
             lambda folder, meta: stored.restore(folder, meta, like, placement, accum_steps),
             say,
@@ -111,7 +233,7 @@ class Checkpointer:
 
     def _save(self, folder: Path, step: int, tree: Any, meta: dict, keep: int) -> None:
         self.wait()
-        draft = folders.draft_of(folder, step)
+        draft = draft_of(folder, step)
         with _writing(self.workdir):
             sums = stored.begin(self._writer, draft, STATE, tree)
         meta = meta | {"step": step, "checksums": {STATE: sums}}
@@ -120,7 +242,7 @@ class Checkpointer:
     def _finish(self, draft: Path, meta: dict, keep: int) -> None:
         self._writer.wait_until_finished()  # for all processes
         if jax.process_index() == 0:
-            folders.finish(draft, meta, keep)
+            finish(draft, meta, keep)
 
 
 def change_of(before: int, now: int) -> str:
@@ -140,46 +262,152 @@ def _writing(workdir: Path):
     except CheckpointError:
         raise
     except Exception as error:  # orbax and tensorstore raise many kinds
-        why = f"a checkpoint could not be written to {workdir}: {folders.reason_of(error)}"
+        why = f"a checkpoint could not be written to {workdir}: {reason_of(error)}"
         raise CheckpointError(why) from error
 
 
-def restore_model(workdir: str | Path, which: str) -> tuple[Any, Any, dict]:
-    """One model of a run, for export and sampling: host arrays without the replica dimension.
+# --- Written --------------------------------------------------------------------------------------
+
+
+def draft_of(folder: Path, step: int) -> Path:
+    """The folder in which a checkpoint is written, until `finish` gives it its name."""
+    return folder / f".{step}.draft"
+
+
+def finish(draft: Path, meta: dict[str, Any], keep: int) -> None:
+    """Make a checkpoint of a draft whose parts are on the disk; keep the newest ``keep``.
 
     Args:
-      workdir: of the run.
-      which: ``"best"``, the consensus model with the lowest validation loss, or ``"last"``, the
-        consensus of the newest checkpoint that is whole.
+      draft: see `draft_of`.
+      meta: its entries, with the step and, under "checksums", those of each part.
+      keep: how many of its folder.
+    """
+    meta = meta | {"run": run_of(draft.parent.parent, make=True)}
+    text = json.dumps(meta | {"checksum": _checksum_of_meta(meta)}, indent=1)
+    write_atomic(draft / META, text.encode())
+    final = draft.with_name(str(meta["step"]))
+    remove(final)
+    os.replace(draft, final)
+    there = steps(draft.parent)  # those of later steps are of a session that was killed
+    kept = [step for step in there if step <= meta["step"]][-keep:]
+    for step in [step for step in there if step not in kept]:
+        remove(draft.with_name(str(step)))
 
-    Returns:
-      (params, model_state, meta); ``meta["step"]`` says of which step.
+
+def remove(checkpoint: Path) -> None:
+    """Remove a checkpoint, of which nobody reads a half."""
+    hidden = checkpoint.with_name(f".{checkpoint.name}.old")
+    shutil.rmtree(hidden, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        checkpoint.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def clear(workdir: Path) -> None:
+    """Remove what a session that was killed had not finished."""
+    for path in [path for name in (FOLDER, BEST) for path in (workdir / name).glob(".*")]:
+        if _UNFINISHED.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def drop_best_after(workdir: Path, step: int) -> bool:
+    """See `Checkpointer.drop_best_after`."""
+    found = steps(workdir / BEST)
+    for later in [s for s in found if s > step]:
+        if jax.process_index() == 0:
+            remove(workdir / BEST / str(later))
+    return any(s <= step for s in found)
+
+
+# --- Read -----------------------------------------------------------------------------------------
+
+
+def steps(folder: Path) -> list[int]:
+    """Steps of the finished checkpoints in ``checkpoints`` or ``best``, the oldest first."""
+    names = (path.name for path in folder.glob("*"))
+    return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
+
+
+def what_next(workdir: Path) -> str:
+    """Words about what the same command would do, after a failure."""
+    there = steps(workdir / FOLDER)
+    if there:
+        return f"the same command goes on from the checkpoint of step {there[-1]}"
+    return "no checkpoint has been written, the same command begins anew"
+
+
+def run_of(workdir: Path, make: bool = False) -> str | None:
+    """The identity of the run in a folder; None where nobody has made one."""
+    path = workdir / FOLDER / _RUN
+    try:
+        return str(read_json(path)["id"])
+    except (OSError, DataError, KeyError, TypeError):
+        if not make:
+            return None
+    identity = secrets.token_hex(8)
+    path.parent.mkdir(exist_ok=True)
+    write_json_atomic(path, {"format": "decent_jax.run/1", "id": identity})
+    return identity
+
+
+def read_meta(checkpoint: Path, run: str | None = None) -> dict[str, Any]:
+    """The meta of one checkpoint.
 
     Raises:
-      CheckpointError: there is none, or none that can be read.
+      OSError, DataError, ValueError: it cannot be read; it is damaged, or of another step or
+        another ``run``.
     """
-
-    def consensus(folder, meta):
-        *stacked, weights = stored.read(folder, meta, "params", "model_state", "weights")
-        return jax.device_get(jax.jit(replicas.consensus_mean)(stacked, weights))
-
-    if which == "best":
-        return _read(workdir, BEST, lambda *of: stored.read(*of, "params", "model_state"))
-    return _read(workdir, FOLDER, consensus)
-
-
-def restore_replicas(workdir: str | Path, step: int | None) -> tuple[Any, Any, dict]:
-    """As `restore_model`, of every replica (n, ...): of ``step``, or None, the newest whole one."""
-    return _read(workdir, FOLDER, lambda *of: stored.read(*of, "params", "model_state"), step)
+    meta = read_json(checkpoint / META)
+    if not isinstance(meta, dict) or _checksum_of_meta(meta) != meta.get("checksum"):
+        raise ValueError("its meta does not match the checksum taken when it was saved")
+    if meta["step"] != int(checkpoint.name):
+        raise ValueError("its meta is of another step")
+    if run is not None and meta["run"] != run:
+        raise ValueError("it is a checkpoint of another run")
+    return meta
 
 
-def _read(workdir, name, read, step=None) -> tuple[Any, Any, dict]:
-    folder = Path(workdir).absolute() / name
-    found = folders.first_whole(folder, read, log.warning, step)
-    if found is None:
-        of = "" if step is None else f" of step {step}"
-        raise CheckpointError(
-            f"{folder} holds no checkpoint{of}; train first, or name another --workdir"
-        )
-    (params, model_state), meta = found
-    return params, model_state, meta
+def first_whole(
+    folder: Path,
+    read: Callable[[Path, dict], Any],
+    say: Callable[[str], object],
+    only: int | None = None,
+) -> tuple[Any, dict] | None:
+    """What ``read`` makes of the newest checkpoint that it can read, and its meta; None: none.
+
+    Args:
+      folder: ``checkpoints`` or ``best`` of a run.
+      read: of the folder of a checkpoint and its meta.
+      say: called with a sentence about each that is damaged.
+      only: the one step that will do; None: any.
+
+    Raises:
+      CheckpointError: it can read none of those that are there.
+    """
+    failures, run = [], run_of(folder.parent)
+    for step in [s for s in reversed(steps(folder)) if only in (None, s)]:
+        try:
+            meta = read_meta(folder / str(step), run)
+            return read(folder / str(step), meta), meta
+        except Exception as error:  # orbax and tensorstore raise many kinds
+            failures.append(f"step {step} ({reason_of(error)})")
+            say(f"the checkpoint of step {step} is damaged: {reason_of(error)}")
+    if failures:
+        raise CheckpointError(f"no checkpoint in {folder} can be read: {'; '.join(failures)}")
+    return None
+
+
+def _checksum_of_meta(meta: dict) -> int:
+    own = {name: value for name, value in meta.items() if name != "checksum"}
+    return zlib.crc32(json.dumps(own, sort_keys=True).encode())
+
+
+def reason_of(error: BaseException) -> str:
+    """The cause of an error of orbax, in short."""
+    while error.__cause__ is not None:  # orbax and tensorstore say it in several layers
+        error = error.__cause__
+    text = (str(error).splitlines() or [""])[0]
+    text = text.partition(" [tensorstore_spec=")[0]  # a page of JSON behind the cause
+    text = f"{text[:90]} ... {text[-90:]}" if len(text) > 185 else text  # the cause is at the end
+    ours = isinstance(error, (CheckpointError, DataError))
+    return text if ours or type(error) is ValueError else f"{type(error).__name__}: {text}"

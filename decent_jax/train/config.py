@@ -27,7 +27,7 @@ from decent_jax.plan.plan_file import Plan
 from decent_jax.train import algorithm
 from decent_jax.train.config_table import FIELDS
 
-AUTO = "auto"  # a schedule that `decent_jax.train.hosts` chooses once the hosts are known
+AUTO = "auto"  # a schedule that `decent_jax.train.experiment` chooses once the hosts are known
 ONE_HOST = "one_peer_exp"  # what it chooses within one host, and what stands for it before
 
 # Which room trains a config: the first whose field is set. By name, since train/ imports none of

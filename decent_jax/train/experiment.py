@@ -1,6 +1,7 @@
 """What a run is made of: everything that a config names, checked, and built once."""
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,9 +22,10 @@ from decent_jax.plan.plan_file import Plan
 from decent_jax.replicas import Placement
 from decent_jax.tasks import Task
 from decent_jax.topology import Schedule
-from decent_jax.train import algorithm, hosts, xla
+from decent_jax.train import algorithm, xla
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
+from decent_jax.train.config import AUTO, ONE_HOST, changed, load_saved, make_schedule
 from decent_jax.train.workdir import Workdir, open_workdir
 
 
@@ -63,11 +65,11 @@ def open_experiment(
     xla.use_cache()
     started = cluster.start(config, workdir)
     placement = _place(config, plan)
-    per_host = hosts.replicas_per_host(placement)
-    if config.schedule == config_lib.AUTO:
-        config = hosts.settle(config, per_host, workdir)
+    per_host = replicas_per_host(placement)
+    if config.schedule == AUTO:
+        config = settle(config, per_host, workdir)
         if config.schedule != schedule.name:
-            schedule = config_lib.make_schedule(config)
+            schedule = make_schedule(config)
     with open_workdir(workdir, config) as work:
         try:
             task = tasks.find(config.task).make(config, work.path, work.announce)
@@ -147,6 +149,57 @@ def durations(config: ConfigDict, task: Task) -> tuple[int, dict[str, int], opta
         config_lib.check_warmup(warmup, steps)
     drops = config_lib.drops_in_steps(config, epoch, steps)
     return steps, every, step_lib.learning_rate(config, steps, warmup, drops)
+
+
+# --- The schedule that suits the hosts ------------------------------------------------------------
+
+# Links between hosts are slow, those inside a host are fast. Where every host holds several
+# replicas, all equally many, averaging inside the hosts first sends one model per host and round;
+# `ONE_HOST` sends up to as many models as the host has replicas. The planner, which knows the
+# links, chooses the same where a host can send about one model per step (tests/test_hosts.py). On
+# slower links it leaves out steps, on faster ones it also sends more.
+WITHIN_HOSTS = "hierarchical(complete, one_peer_exp)"
+
+
+def replicas_per_host(placement: Placement) -> int:
+    """Replicas on each host, if all hosts hold equally many, one after the other; else 1.
+
+    All processes must call it at the same point.
+    """
+    names = cluster.hosts()
+    first_devices = placement.mesh.devices.reshape(-1, placement.fsdp)[:, 0]
+    on = [names[device.process_index] for device in first_devices for _ in range(placement.block)]
+    sizes = {len(list(same)) for _, same in itertools.groupby(on)}
+    return sizes.pop() if len(sizes) == 1 else 1
+
+
+def settle(config: ConfigDict, per_host: int, folder: str | Path) -> ConfigDict:
+    """The config with the schedule that ``auto`` stands for, and its ``local_size``.
+
+    It is the one of the run in ``folder``, if that run has as many replicas; else the choice for
+    hosts of ``per_host`` replicas, or `ONE_HOST` if the method or a sharded replica refuses that.
+    """
+    with contextlib.suppress(ConfigError):  # without a run; a damaged one is refused later
+        saved = load_saved(folder)
+        if saved.num_replicas == config.num_replicas and saved.schedule != AUTO:
+            return changed(config, schedule=saved.schedule, local_size=saved.local_size)
+    return suggestion(config, per_host) or changed(config, schedule=ONE_HOST)
+
+
+def suggestion(config: ConfigDict, per_host: int) -> ConfigDict | None:
+    """With `WITHIN_HOSTS`, where several hosts hold several replicas and the method takes it."""
+    n = config.num_replicas
+    if not 1 < per_host < n or config.mesh.fsdp > 1 or config.algorithm == "all_reduce":
+        return None
+    within = changed(config, schedule=WITHIN_HOSTS, local_size=per_host)
+    try:
+        algorithm.transformation(within, make_schedule(within), 1.0)
+    except ConfigError:
+        return None
+    return within
+
+
+# --- Data and memory ------------------------------------------------------------------------------
 
 
 def train_batches(

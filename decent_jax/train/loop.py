@@ -13,10 +13,10 @@ import jax
 from decent_jax.cluster import start as cluster
 from decent_jax.ground.errors import DataError, Interrupted, RunError, TrainingFailed
 from decent_jax.train import algorithm
+from decent_jax.train.checkpoint import Saver
 from decent_jax.train.evaluation import Evaluator, Model, local
 from decent_jax.train.experiment import Experiment
 from decent_jax.train.metrics import Clock, MetricWriter, Report
-from decent_jax.train.saver import Saver
 from decent_jax.train.step import TrainState
 from decent_jax.train.workdir import Signals, Workdir
 

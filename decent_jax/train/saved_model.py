@@ -13,8 +13,9 @@ import jax
 
 from decent_jax import replicas, tasks
 from decent_jax.ground.errors import CheckpointError, ConfigError, DataError
-from decent_jax.train import checkpoint
 from decent_jax.train import config as config_lib
+from decent_jax.train import stored
+from decent_jax.train.checkpoint import BEST, FOLDER, first_whole, log
 from decent_jax.train.evaluation import Evaluator
 
 
@@ -30,6 +31,19 @@ def load(workdir: str | Path, which: str = "last") -> Any:
       ConfigError: ``workdir`` holds no run, or its checkpoints or data cannot be read.
     """
     return TrainedRun(workdir, which).call("load", "be loaded")
+
+
+class Saved(NamedTuple):
+    """Arrays of a checkpoint, on the host."""
+
+    params: Any
+    model_state: Any  # such as the statistics of batch norm
+    meta: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.meta["step"]
 
 
 class TrainedRun:
@@ -71,19 +85,19 @@ class TrainedRun:
 
     @property
     def step(self) -> int:
-        return self._restored[2]["step"]
+        return self._restored.step
 
     @property
     def params(self) -> Any:
-        return self._restored[0]
+        return self._restored.params
 
     @property
     def model_state(self) -> Any:
-        return self._restored[1]
+        return self._restored.model_state
 
     @functools.cached_property
-    def _restored(self) -> tuple[Any, Any, dict]:
-        return checkpoint.restore_model(self.workdir, self.which)
+    def _restored(self) -> Saved:
+        return restore_model(self.workdir, self.which)
 
     def evaluated_state(self, task: tasks.Task) -> Any:
         placement = replicas.place(self.config.num_replicas, jax.local_devices()[:1])
@@ -91,19 +105,45 @@ class TrainedRun:
         return jax.device_get(evaluator.consensus_state(self.params, self.model_state))
 
 
-class SavedReplicas(NamedTuple):
-    """What `load_replicas` returns."""
+def restore_model(workdir: str | Path, which: str) -> Saved:
+    """One model of a run, without the replica dimension.
 
-    params: Any  # of host arrays (n, ...)
-    model_state: Any  # likewise, such as the statistics of batch norm
-    step: int
+    Args:
+      workdir: of the run.
+      which: ``"best"``, the consensus model with the lowest validation loss, or ``"last"``, the
+        consensus of the newest checkpoint that is whole.
+
+    Raises:
+      CheckpointError: there is none, or none that can be read.
+    """
+
+    def consensus(folder, meta):
+        *stacked, weights = stored.read(folder, meta, "params", "model_state", "weights")
+        return jax.device_get(jax.jit(replicas.consensus_mean)(stacked, weights))
+
+    best = which == "best"
+    return _read(workdir, BEST, _models) if best else _read(workdir, FOLDER, consensus)
 
 
-def load_replicas(workdir: str | Path, step: int | None = None) -> SavedReplicas:
-    """Every replica's own model, of the newest checkpoint or that of ``step``.
+def load_replicas(workdir: str | Path, step: int | None = None) -> Saved:
+    """Every replica's own model (n, ...), of the newest whole checkpoint or that of ``step``.
 
     Raises:
       CheckpointError: it cannot be read, or there is none.
     """
-    params, model_state, meta = checkpoint.restore_replicas(workdir, step)
-    return SavedReplicas(params, model_state, meta["step"])
+    return _read(workdir, FOLDER, _models, step)
+
+
+def _models(folder: Path, meta: dict) -> list[Any]:
+    return stored.read(folder, meta, "params", "model_state")
+
+
+def _read(workdir: str | Path, name: str, read: Callable, step: int | None = None) -> Saved:
+    folder = Path(workdir).absolute() / name
+    found = first_whole(folder, read, log.warning, step)
+    if found is None:
+        of = "" if step is None else f" of step {step}"
+        raise CheckpointError(
+            f"{folder} holds no checkpoint{of}; train first, or name another --workdir"
+        )
+    return Saved(*found[0], found[1])

@@ -20,8 +20,9 @@ from decent_jax import optim, replicas
 from decent_jax.cluster import start as cluster
 from decent_jax.ground.errors import CheckpointError
 from decent_jax.replicas import Placement
-from decent_jax.train.checkpoint_folder import STATE
 from decent_jax.train.step import TrainState
+
+STATE, STAGE = "state", "stage-"  # folders of a checkpoint: of a run, of each stage of a pipeline
 
 
 def tree_of(state: TrainState) -> dict[str, Any]:

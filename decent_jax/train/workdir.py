@@ -18,15 +18,14 @@ import jax
 from ml_collections import ConfigDict
 
 from decent_jax.ground import extras, json_files
-from decent_jax.ground.errors import CheckpointError, ConfigError
+from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import format_duration, shorten
 from decent_jax.ground.progress import Progress, announce
 from decent_jax.ground.run_folder import METRICS, read_metrics
-from decent_jax.train import checkpoint_folder as folders
 from decent_jax.train import config as config_lib
 from decent_jax.train.metrics import MetricWriter
 
-_LOCK = ".lock"
+LOCK = ".lock"
 _LONGEST_LIST = 60  # characters of the changes of a config in one sentence
 _PACKAGES = ("decent_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -44,8 +43,8 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Iterator["Workdir"]
     try:
         made = not path.exists()
         path.mkdir(parents=True, exist_ok=True)
-        json_files.check_regular(path / _LOCK)
-        lock = open(path / _LOCK, "a+", errors="replace")  # noqa: SIM115 (held until the end)
+        json_files.check_regular(path / LOCK)
+        lock = open(path / LOCK, "a+", errors="replace")  # noqa: SIM115 (held until the end)
     except (OSError, ValueError) as error:  # ValueError: no path at all
         why = getattr(error, "strerror", None) or error
         raise ConfigError(
@@ -67,28 +66,9 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Iterator["Workdir"]
         except ConfigError:  # refused: a folder that holds nothing but the lock was made for it
             if made and not work.quiet:
                 with contextlib.suppress(OSError):
-                    (path / _LOCK).unlink()
+                    (path / LOCK).unlink()
                     path.rmdir()
             raise
-
-
-def check_there(path: Path) -> None:
-    """Raises CheckpointError where nothing can be written to the directory of a run.
-
-    If the directory was moved, orbax would make a new one. Without permission, orbax's threads
-    would keep the process alive for minutes after it has failed.
-    """
-    if not (path / _LOCK).exists():
-        raise CheckpointError(
-            f"a checkpoint could not be written to {path}: the folder has gone; put it back, and "
-            "the same command continues"
-        )
-    for folder in (path, path / folders.FOLDER, path / folders.BEST):
-        if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
-            raise CheckpointError(
-                f"a checkpoint could not be written to {folder}: permission denied; give it back, "
-                "and the same command continues"
-            )
 
 
 class Workdir:
