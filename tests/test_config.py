@@ -107,9 +107,9 @@ data.path=/nowhere
 data.path=/ | manifest.json |
 model.context=1000 | tokens | 1001
 model.init_from=/no.safetensors
-cluster.coordinator=localhost:1 | cluster | -1
-cluster.num_processes=2 | cluster | -1
-cluster.coordinator=a:1 cluster.num_processes=2 cluster.process_id=2 | cluster | 2
+cluster.coordinator=localhost:1 | cluster.process_id | -1
+cluster.num_processes=2 | cluster.process_id | -1
+cluster.coordinator=a:1 cluster.num_processes=2 cluster.process_id=2 | cluster.process_id | 2
 cluster.coordinator=a:1 cluster.num_processes=3 cluster.process_id=0 | cluster.num_processes | 3
 mesh.fsdp=2 mesh.devices=4 | mesh.devices | 4
 mesh.fsdp=4 batch_size=16 mesh.devices=0 | devices | 16

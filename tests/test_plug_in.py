@@ -55,7 +55,7 @@ def test_decay_that_is_not_decoupled_is_in_the_gradient():
     [
         ("accum_adam", "optax.lion", "accum_adam"),
         ("quasi_global_sgd", "optax.lion", "quasi_global_sgd"),
-        ("decentralized_sgd", "optax.lyon", "'lion'"),
+        ("decentralized_sgd", "optax.lyon", "'lyon'"),
         ("decentralized_sgd", "optaxx.lion", "no module 'optaxx'"),
         ("decentralized_sgd", "optax.lion(beta=1)", "'beta'"),
         ("decentralized_sgd", "optax.lion(0.5)", "optax.lion(0.5)"),

@@ -64,7 +64,7 @@ def test_links_that_are_slower_one_way(tmp_path):
         (["--repeats=0"], "--repeats must be at least 1, got 0"),
         (["--save=no/such/folder.json"], "--save must be in a folder that there is, got 'no/such"),
         (["--config=nothing.py"], "there is no config file 'nothing.py'"),
-        (["--config.cluster.num_processes=3"], "cluster needs coordinator, num_processes and"),
+        (["--config.cluster.num_processes=3"], "cluster.process_id must be from 0 to num_proc"),
         (["--config.pipeline.address=localhost:1"], "pipeline.address localhost:1: nobody listens"),
         (["--typo"], "unknown argument '--typo'"),
         ([], "one process (no coordinator in the config, no launcher detected): there is nothing"),

@@ -17,8 +17,8 @@ from ml_collections import ConfigDict
 from decent_jax.cluster import rendezvous, watch
 from decent_jax.cluster.supervise import end_with_supervisor
 from decent_jax.ground.errors import ConfigError, PeerLost
-from decent_jax.ground.fields import Changeable
-from decent_jax.ground.format import printable, shown
+from decent_jax.ground.fields import Changeable, check_rules
+from decent_jax.ground.format import printable
 from decent_jax.ground.json_files import flat
 from decent_jax.ground.progress import announce
 from decent_jax.plan.plan_file import Plan
@@ -55,22 +55,16 @@ _hosts: list[str] = []  # the host name of every process; empty before `start`
 
 def check(config: ConfigDict) -> None:
     """Raises ConfigError where the fields of ``cluster`` do not go together."""
-    cluster = config.cluster
-    if bool(cluster.coordinator) != (cluster.num_processes > 0) or (
-        not 0 <= cluster.process_id < cluster.num_processes
-        if cluster.coordinator
-        else cluster.process_id != -1
-    ):
-        raise ConfigError(
-            "cluster needs coordinator, num_processes and process_id (0 to num_processes - 1) "
-            f"together, got {shown(cluster.coordinator)}, {cluster.num_processes} and "
-            f"{cluster.process_id}",
-            field="cluster",
-            value=cluster.process_id,
-        )
-    if cluster.num_processes and config.num_replicas % cluster.num_processes:
-        wanted = f"must divide num_replicas, {config.num_replicas}"
-        raise ConfigError.about("cluster.num_processes", cluster.num_processes, wanted)
+    own, count = config.cluster, config.cluster.num_processes
+    index = range(count) if own.coordinator else (-1,)
+    together = bool(own.coordinator) == (count > 0) and own.process_id in index
+    alone = "must be from 0 to num_processes - 1, with coordinator, or all three left out"
+    even = count == 0 or config.num_replicas % count == 0
+    check_rules(
+        config,
+        (together, "cluster.process_id", alone),
+        (even, "cluster.num_processes", f"must divide num_replicas, {config.num_replicas}"),
+    )
 
 
 def start(config: ConfigDict, folder: str | Path = ".") -> str:

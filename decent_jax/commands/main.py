@@ -8,7 +8,6 @@ import sys
 
 from decent_jax.ground.command_line import CONFIGS
 from decent_jax.ground.errors import (
-    PEER_LOST,
     CheckpointError,
     ConfigError,
     Interrupted,
@@ -99,18 +98,19 @@ def train(argv: list[str], prog: str) -> int:
             dry_run(config)
         else:
             run(config, workdir)
-    except (ConfigError, MissingExtra) as error:
-        said, code = str(error), 2
-    except (TrainingFailed, CheckpointError) as error:
-        said, code = str(error), 1
-    except PeerLost as error:
-        said, code = str(error), PEER_LOST
+    except (
+        ConfigError,
+        MissingExtra,
+        TrainingFailed,
+        CheckpointError,
+        PeerLost,
+        Interrupted,
+    ) as error:
+        said, code = str(error), error.code
     except OSError as error:  # a full disk, a folder that went away
         what = shorten(f"{type(error).__name__}: {error}", 200)  # not all name a file
         said = f"{what}, with --workdir {workdir}; once mended, the same command continues"
         code = 1
-    except Interrupted as error:
-        said, code = str(error), 128 + error.signal
     except KeyboardInterrupt:  # outside the loop, which saves before it leaves
         said, code = "interrupted; the same command continues", 130
     else:

@@ -24,7 +24,7 @@ from ml_collections import ConfigDict
 
 from decent_jax.cluster import preflight, start, watch
 from decent_jax.ground.command_line import Parser, check_replaceable, command
-from decent_jax.ground.errors import PEER_LOST, ConfigError, PeerLost
+from decent_jax.ground.errors import ConfigError, PeerLost
 from decent_jax.ground.fields import Field
 from decent_jax.planner import network
 from decent_jax.train import config as config_lib
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
             _run(options, config)
     except PeerLost as error:
         print(f"decent-jax preflight: {error}", file=sys.stderr)
-        return PEER_LOST
+        return error.code
     return 0
 
 

@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None, train: Train = train_in_a_process) 
         failed = _train_all(options.config, common, runs, train)
     except Interrupted as error:
         print(f"{prog}: {error}", file=sys.stderr)
-        return 128 + error.signal
+        return error.code
     print(write_table(runs, Path(options.out) / "table.csv"))
     for run in failed:
         print(f"{prog}: a run failed; see {run.folder / 'log.txt'}", file=sys.stderr)

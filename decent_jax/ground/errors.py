@@ -9,6 +9,7 @@ from decent_jax.ground.format import printable, shorten, shown
 
 class _Sentence(Exception):
     longest = 600  # characters: those about files name paths, and what libraries say of them
+    code = 1  # with which a command ends
 
     def __init__(self, message: object = ""):
         super().__init__(shorten(printable(" ".join(str(message).splitlines())), self.longest))
@@ -24,6 +25,7 @@ class ConfigError(_Sentence, ValueError):
     """
 
     longest = 270  # with the name of the command before them at most 300
+    code = 2
 
     def __init__(self, message: object = "", *, field: str = "", value: object = None):
         super().__init__(message)
@@ -52,11 +54,11 @@ class CheckpointError(_Sentence, RuntimeError):
 
 
 class Interrupted(RuntimeError):
-    """Ctrl-C or SIGTERM came; a checkpoint was saved. ``signal`` is its number."""
+    """Ctrl-C or SIGTERM, whose number is ``signal``, came; a checkpoint was saved."""
 
-    def __init__(self, message: str, number: int):
+    def __init__(self, message: str, signal: int):
         super().__init__(message)
-        self.signal = number
+        self.code = 128 + signal
 
 
 PEER_LOST = 75  # exit code (EX_TEMPFAIL): this process is well, another was lost; start again
@@ -64,3 +66,5 @@ PEER_LOST = 75  # exit code (EX_TEMPFAIL): this process is well, another was los
 
 class PeerLost(_Sentence, RuntimeError):
     """An exchange with other processes failed; where the lost one is known, the process ends."""
+
+    code = PEER_LOST

@@ -13,6 +13,8 @@ from decent_jax.ground.format import shown
 class MissingExtra(ImportError):
     """A package is not installed; the message is one sentence with the command that installs it."""
 
+    code = 2
+
 
 def need(extra: str, *packages: str) -> None:
     """Check for packages that ``pip install decent_jax`` does not bring, before their first import.

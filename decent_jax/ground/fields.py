@@ -23,6 +23,7 @@ from ml_collections import ConfigDict, FieldReference
 
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import shown
+from decent_jax.ground.json_files import flat
 
 # Nothing counts or measures more than this unless its field says so.
 LARGEST = {int: 2**31 - 1, float: 1e15}
@@ -197,30 +198,24 @@ def in_steps(name: str, value: int | str, steps_per_epoch: int, steps: int) -> i
     return max(round(number * scale), 1) if number > 0 else 0
 
 
-def check_allowed(
-    values: Mapping[str, Any],
-    allowed: Mapping[str, Sequence[Any]],
-    use: str,
-    off: Any,
-    hints: Mapping[str, str],
-) -> None:
-    """Refuse values with which a run cannot have the field ``use``.
+def check_rules(config: ConfigDict, *rules: tuple[object, str, str]) -> None:
+    """Check that fields go together: each rule is ``(kept, field, what it must be)``.
 
-    Args:
-      values: flat config.
-      allowed: {field: values}.
-      use: the field that asks for them.
-      off: its value that does not.
-      hints: {field: words after the value that was given}.
+    Raises:
+      ConfigError: about the first field whose rule is not kept.
+    """
+    for kept, name, wanted in rules:
+        if not kept:
+            raise ConfigError.about(name, flat(config)[name], wanted)
+
+
+def check_allowed(config: ConfigDict, use: str, allowed: Mapping[str, Sequence[Any]]) -> None:
+    """Check that fields have values, {field: values}, with which a run can have the field ``use``.
 
     Raises:
       ConfigError: naming the first other value.
     """
+    values = flat(config)
     for name, wanted in allowed.items():
-        if values[name] not in wanted:
-            raise ConfigError(
-                f"{use} needs {name} {' or '.join(map(repr, wanted))}, got {values[name]!r}"
-                f"{hints.get(name, '')}; or set {use} to {off}",
-                field=name,
-                value=values[name],
-            )
+        words = f"must be {' or '.join(map(repr, wanted))} where {use} is set"
+        check_rules(config, (values[name] in wanted, name, words))

@@ -15,7 +15,6 @@ from decent_jax.actors.process import leave_launcher
 from decent_jax.data import loader
 from decent_jax.ground import fields
 from decent_jax.ground.errors import ConfigError
-from decent_jax.ground.json_files import flat
 from decent_jax.optim import METHODS, frame
 from decent_jax.peers import partners
 from decent_jax.train import algorithm
@@ -26,10 +25,6 @@ from decent_jax.train.workdir import Workdir
 FOLDER = "peers"  # of a run: peers/SLOT/ is the run of a peer
 COUNT, MOST = "count.json", 2**16  # in it: how many peers `resize` wants; at most so many
 _ANOTHER_DRAW = 1_000_003  # between the seeds of streams 0 to n - 1, n to 2 n - 1, and so on
-_HINTS = {
-    "comm_dtype": "; peers.wire is the format",
-    "swarm.bits": "; peers.wire is the format",
-}
 
 
 class Place(NamedTuple):
@@ -74,7 +69,7 @@ def check(config: ConfigDict) -> None:
         "cluster.plan": [""],
         "pipeline.stages": [0],
     }
-    fields.check_allowed(flat(config), allowed, "peers.use", False, _HINTS)
+    fields.check_allowed(config, "peers.use", allowed)
     partners.degree(config.peers.neighbours)
     _check_seconds(config.peers)
     pairs = ConfigDict(config.to_dict())

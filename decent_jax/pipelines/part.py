@@ -10,7 +10,6 @@ from ml_collections import ConfigDict
 from decent_jax import optim, replicas
 from decent_jax.ground import fields
 from decent_jax.ground.errors import ConfigError
-from decent_jax.ground.json_files import flat
 from decent_jax.models import decoders, gpt2, pieces
 from decent_jax.plan import orders
 from decent_jax.plan.plan_file import Plan
@@ -124,13 +123,12 @@ def check(config: ConfigDict) -> None:
         "cluster.coordinator": [""],
         "peers.use": [False],
     }
-    hints = {"micro_batches": "; pipeline.micro_batches cuts the batch"}
-    fields.check_allowed(flat(config), allowed, "pipeline.stages", 0, hints)
+    fields.check_allowed(config, "pipeline.stages", allowed)
     if config.model.preset not in gpt2.PRESETS:
         wanted = f"must be a GPT-2 where pipeline.stages is set: {', '.join(gpt2.PRESETS)}"
         raise ConfigError.about("model.preset", config.model.preset, wanted)
     config_lib.check(config)
-    config_lib.check_cuts(config, "pipeline.micro_batches", config.pipeline.micro_batches)
+    config_lib.check_cuts(config, "pipeline.micro_batches")
 
 
 def bytes_between_stages(config: ConfigDict, model: gpt2.GPT2Config) -> int:

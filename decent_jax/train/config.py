@@ -18,7 +18,7 @@ from decent_jax import tasks, topology
 from decent_jax.cluster import start as cluster
 from decent_jax.ground import fields
 from decent_jax.ground.errors import ConfigError, DataError
-from decent_jax.ground.fields import Field, in_steps, parse_duration
+from decent_jax.ground.fields import Field, check_rules, in_steps, parse_duration
 from decent_jax.ground.format import shorten, shown
 from decent_jax.ground.json_files import flat, read_json
 from decent_jax.optim import METHODS
@@ -36,6 +36,7 @@ TRAINERS = {"peers.use": "decent_jax.peers", "pipeline.stages": "decent_jax.pipe
 SYNCHRONOUS = "decent_jax.train.synchronous"
 
 _WORKERS = 32  # per core
+LOGGERS = ("tensorboard", "tensorboardX"), ("wandb", "wandb")  # extra, module
 
 
 def _extensions() -> Mapping[str, ModuleType]:
@@ -135,11 +136,14 @@ def check(config: ConfigDict) -> tuple[topology.Schedule, Plan | None]:
       ConfigError: as `validate`.
     """
     check_fields(config)
-    for check in (_check_machine, _check_lengths, _check_logs, cluster.check):
-        check(config)
+    _check_sizes(config)
+    cluster.check(config)
     plan = load_plan(config)
     schedule = _check_method(config, plan)
-    _check_task(config)
+    try:
+        tasks.find(config.task).validate(config)
+    except OSError as error:  # of a path that is none
+        raise ConfigError(f"{shown(error.filename)}: {error.strerror}") from None
     return schedule, plan
 
 
@@ -148,52 +152,39 @@ def check_fields(config: ConfigDict) -> None:
     fields.check(table_of(config), flat(config))
 
 
-def _check_machine(config: ConfigDict) -> None:
-    """Compare what needs neither data nor a model with what this machine has."""
-    cores = os.cpu_count() or 1
-    if config.data.workers > _WORKERS * cores:
-        wanted = f"must be at most {_WORKERS} per core, {_WORKERS * cores} on this machine"
-        raise ConfigError.about("data.workers", config.data.workers, wanted)
-
-
-def _check_logs(config: ConfigDict) -> None:
-    for name, module in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
-        if config.log[name] and importlib.util.find_spec(module) is None:
-            wanted = f"needs {module} (pip install 'decent_jax[{name}]') or must be False"
-            raise ConfigError.about(f"log.{name}", True, wanted)
-
-
-def _check_task(config: ConfigDict) -> None:
-    try:
-        tasks.find(config.task).validate(config)
-    except OSError as error:  # of a path that is none
-        raise ConfigError(f"{shown(error.filename)}: {error.strerror}") from None
-
-
-def _check_lengths(config: ConfigDict) -> None:
-    """Steps, batches and durations go together."""
+def _check_sizes(config: ConfigDict) -> None:
+    """What neither the data, a model nor other processes decide."""
     for drop in _drops(config):
         parse_duration("each of lr_schedule.drops", drop)
-    if config.epochs == 0 and config.steps < 1:
-        raise ConfigError.about("steps", config.steps, "must be at least 1 (or epochs above 0)")
-    n = config.num_replicas
-    sizes = {"batch_size": config.batch_size, "eval.batch_size": config.eval.batch_size}
-    for name, size in sizes.items():
-        if size % n:
-            raise ConfigError.about(name, size, f"must be a multiple of num_replicas, {n}")
-    check_cuts(config, "micro_batches", config.micro_batches)
+    n, most = config.num_replicas, _WORKERS * (os.cpu_count() or 1)
+    multiple = f"must be a multiple of num_replicas, {n}"
+    check_rules(
+        config,
+        (config.epochs or config.steps, "steps", "must be at least 1 (or epochs above 0)"),
+        (config.batch_size % n == 0, "batch_size", multiple),
+        (config.eval.batch_size % n == 0, "eval.batch_size", multiple),
+        (config.data.workers <= most, "data.workers", f"must be at most {most} on this machine"),
+        *(
+            (
+                not config.log[name] or importlib.util.find_spec(module),
+                f"log.{name}",
+                f"needs {module} (pip install 'decent_jax[{name}]') or must be False",
+            )
+            for name, module in LOGGERS
+        ),
+    )
+    check_cuts(config, "micro_batches")
     if config.lr_schedule.name == "cosine" and not config.epochs:
         warmup, steps_per_epoch = config.lr_schedule.warmup, 0  # once known, it is checked again
         steps = in_steps("lr_schedule.warmup", warmup, steps_per_epoch, config.steps)
         check_warmup(steps, config.steps)
 
 
-def check_cuts(config: ConfigDict, name: str, cuts: int) -> None:
+def check_cuts(config: ConfigDict, name: str) -> None:
     """Refuse a number of micro-batches, of the field ``name``, that does not divide a batch."""
     each = config.batch_size // config.num_replicas
-    if each % cuts:
-        share = f"{each}, a replica's examples (batch_size {config.batch_size} / num_replicas)"
-        raise ConfigError.about(name, cuts, f"must divide {share}")
+    share = f"{each}, a replica's examples (batch_size {config.batch_size} / num_replicas)"
+    check_rules(config, (each % flat(config)[name] == 0, name, f"must divide {share}"))
 
 
 def load_plan(config: ConfigDict) -> Plan | None:
@@ -334,39 +325,31 @@ def changeable(task: str) -> str:
 def _check_method(config: ConfigDict, plan: Plan | None) -> topology.Schedule:
     """Reject options that the method ignores; building it checks the rest. Returns its schedule."""
     name = config.algorithm
-    if name not in METHODS:
-        raise ConfigError.about("algorithm", name, f"must be one of {', '.join(METHODS)}")
+    check_rules(config, (name in METHODS, "algorithm", f"must be one of {', '.join(METHODS)}"))
     method, schedule = METHODS[name], make_schedule(config, plan)
-    if name == "all_reduce" and (config.combine or config.mix_every > 1):
-        wrong, wanted = ("combine", "empty") if config.combine else ("mix_every", "1")
-        why = f"must be {wanted}, since all_reduce averages gradients in every step"
-        raise ConfigError.about(wrong, config[wrong], why)
+    gossips, why = name != "all_reduce", "since all_reduce averages gradients in every step"
+    sums = f"of algorithm {name} must have weights that sum to 1, such as one_peer_exp's"
     stem = config.schedule.partition("(")[0].strip()
-    if stem in topology.COLUMN_STOCHASTIC and name not in ("push_sum", "all_reduce"):
-        why = f"of algorithm {name} must have weights that sum to 1, such as one_peer_exp's"
-        raise ConfigError.about("schedule", config.schedule, f"{why} (push_sum takes others)")
-    if config.gamma > 1:
-        raise ConfigError.about("gamma", config.gamma, "must be in [0, 1]")
-    if config.gamma != 1 and (method.config_section or "gamma" not in method.numbers):
-        raise ConfigError.about("gamma", config.gamma, f"must be 1: {name} has no such number")
-    if config.mesh.fsdp > 1:
-        _check_fsdp(config, schedule)
+    any_sums = stem not in topology.COLUMN_STOCHASTIC or name in ("push_sum", "all_reduce")
+    has_gamma = not method.config_section and "gamma" in method.numbers
+    check_rules(
+        config,
+        (gossips or not config.combine, "combine", f"must be empty, {why}"),
+        (gossips or config.mix_every == 1, "mix_every", f"must be 1, {why}"),
+        (any_sums, "schedule", f"{sums} (push_sum takes others)"),
+        (config.gamma <= 1, "gamma", "must be in [0, 1]"),
+        (config.gamma == 1 or has_gamma, "gamma", f"must be 1: {name} has no such number"),
+    )
+    n, k = config.num_replicas, config.mesh.fsdp
+    if k > 1:
+        each, several = config.batch_size // n // config.micro_batches, "where mesh.fsdp is above 1"
+        groups = gossips and schedule.partial_groups
+        check_rules(
+            config,
+            (config.mesh.devices in (0, n * k), "mesh.devices", f"must be 0 or {n * k} {several}"),
+            (each % k == 0, "mesh.fsdp", f"must divide {each}, the examples of a micro-batch"),
+            (not config.cluster.plan, "mesh.fsdp", "must be 1 with cluster.plan"),
+            (not groups, "schedule", f"must have no groups, as one_peer_exp, {several}"),
+        )
     algorithm.transformation(config, schedule, 1.0)
     return schedule
-
-
-def _check_fsdp(config: ConfigDict, schedule: topology.Schedule) -> None:
-    """What replicas of several devices cannot be combined with."""
-    n, k = config.num_replicas, config.mesh.fsdp
-    if config.mesh.devices not in (0, n * k):
-        wanted = f"must be {n * k}, num_replicas of mesh.fsdp {k} devices each, or 0"
-        raise ConfigError.about("mesh.devices", config.mesh.devices, wanted)
-    each = config.batch_size // n // config.micro_batches
-    if each % k:
-        wanted = f"must divide {each}, the examples of a replica's micro-batch"
-        raise ConfigError.about("mesh.fsdp", k, wanted)
-    if config.cluster.plan:
-        raise ConfigError.about("mesh.fsdp", k, "must be 1 with cluster.plan")
-    if schedule.partial_groups and config.algorithm != "all_reduce":
-        wanted = "must have no groups, as one_peer_exp, where mesh.fsdp is above 1"
-        raise ConfigError.about("schedule", schedule.name, wanted)

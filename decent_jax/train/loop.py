@@ -246,9 +246,7 @@ def conclude(
     summary = work.summary(**found | entries | task.summary() | tested)
     if work.quiet:
         return summary
-    from decent_jax.plots import (
-        runs as plot,  # here, since matplotlib is a third of what a start imports
-    )
+    from decent_jax.plots import runs as plot  # matplotlib is a third of what a start imports
 
     try:
         plot.plot_runs([work.path])

@@ -84,11 +84,9 @@ class MetricWriter:
         """Write one number under each name (a Python, NumPy or JAX scalar) for this step."""
         if self._file is None:
             return
-        step, last = int(step), self._row["step"]
-        scalars = {name: _number(name, value) for name, value in scalars.items()}
-        if step < last:
-            raise ValueError(f"metrics of step {step} come after those of step {last}.")
-        if step == last:
+        step = int(step)
+        scalars = {name: _number(value) for name, value in scalars.items()}
+        if step == self._row["step"]:
             self._row |= scalars
             self._file.seek(self._row_start)
         else:
@@ -159,13 +157,8 @@ class _WandB:
         self._run.finish()
 
 
-def _number(name, value):
-    """`value` as the plain int or float that is written in the fewest digits."""
-    if name == "step":
-        raise ValueError("'step' names the step of a row and cannot name a metric.")
-    if isinstance(value, str) or np.size(value) != 1:
-        shape = "text" if isinstance(value, str) else f"of shape {np.shape(value)}"
-        raise ValueError(f"metric {name!r} must be one number, it is {shape}.")
+def _number(value: Any) -> int | float:
+    """`value`, of one element, as the plain int or float that is written in the fewest digits."""
     array = np.asarray(value).reshape(())
     if array.dtype.kind in "iub":
         return int(array)

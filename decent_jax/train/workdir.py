@@ -40,25 +40,19 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Iterator["Workdir"]
     """
     path = Path(workdir).absolute()
     work, made = Workdir(path, config), False
-    try:
-        made = not path.exists()
-        path.mkdir(parents=True, exist_ok=True)
-        json_files.check_regular(path / LOCK)
-        lock = open(path / LOCK, "a+", errors="replace")  # noqa: SIM115 (held until the end)
-    except (OSError, ValueError) as error:  # ValueError: no path at all
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"--workdir {shorten(str(path), 100)} cannot be written: {why}",
-            field="--workdir",
-            value=path,
-        ) from None
-    with lock:
-        if not work.quiet:
-            try:
+    with contextlib.ExitStack() as held:
+        try:
+            made = not path.exists()
+            path.mkdir(parents=True, exist_ok=True)
+            json_files.check_regular(path / LOCK)
+            lock = held.enter_context(open(path / LOCK, "a+", errors="replace"))
+            if not work.quiet:
                 _lock(lock, path)
-            except OSError as error:
-                why = f"--workdir {path} cannot be written: {error.strerror}"
-                raise ConfigError(why, field="--workdir", value=path) from None
+        except ConfigError:
+            raise
+        except (OSError, ValueError) as error:  # ValueError: no path at all
+            why = getattr(error, "strerror", None) or error
+            raise _refusal(path, f"cannot be written: {why}") from None
         try:
             work.check_config()
             work.check_metrics()
@@ -134,13 +128,9 @@ class Workdir:
             listed = "; ".join(changes)
             if len(changes) > 1 and len(listed) > _LONGEST_LIST:
                 listed = f"{changes[0]}; and {len(changes) - 1} more"
-            raise ConfigError(
-                f"{shorten(str(self.path), 50)} holds a run with another config ({listed}); take "
-                "another --workdir, or change only "
-                f"{shorten(config_lib.changeable(self.config.task), 80)}",
-                field="--workdir",
-                value=self.path,
-            )
+            allowed = shorten(config_lib.changeable(self.config.task), 60)
+            why = f"holds a run with another config ({listed}); take another --workdir, or change"
+            raise _refusal(self.path, f"{why} only {allowed}")
 
     def check_metrics(self) -> None:
         """Refuse to continue a metrics file that is damaged, before anything is compiled."""
@@ -231,11 +221,13 @@ def _lock(lock, path: Path) -> None:
     except BlockingIOError:
         lock.seek(0)
         owner = lock.read().strip() or "unknown"
-        raise ConfigError(
-            f"another run ({owner}) is writing to {path}; wait for it or take another --workdir",
-            field="--workdir",
-            value=path,
-        ) from None
+        why = f"is written by another run ({owner}); wait for it or take another"
+        raise _refusal(path, why) from None
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     lock.flush()
+
+
+def _refusal(path: Path, why: str) -> ConfigError:
+    shown = shorten(str(path), 80)
+    return ConfigError(f"--workdir {shown} {why}", field="--workdir", value=path)
