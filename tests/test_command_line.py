@@ -4,7 +4,6 @@ import errno
 import fcntl
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -58,9 +57,7 @@ MADE = "from decent_jax import train as t\ndef get_config(): c = t.default_confi
         ("def get_config(): return {'steps': 3}", r"get_config\(\) must return a ConfigDict, got"),
         ("x = 1", r"has no function get_config\(\)"),
         ("def get_config(:", r"SyntaxError: invalid syntax"),
-        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("import sys\nsys.exit(7)", "SystemExit: 7"),
-        ("class Ends(BaseException): pass\nraise Ends('so')", "Ends: so"),
         ("raise GeneratorExit", "GeneratorExit"),
         (
             "class Mute(Exception):\n def __str__(self): raise self\nraise Mute",
@@ -74,7 +71,6 @@ MADE = "from decent_jax import train as t\ndef get_config(): c = t.default_confi
             MADE.format("c.stepz = 3"),
             'AttributeError: Key "stepz" does not exist .*locked. Did you mean "steps" instead of',
         ),
-        (MADE.format("c.steps = 'x'"), "steps|int"),
         (
             "from ml_collections import ConfigDict as C\ndef get_config(): return C({'steps': 3})",
             "the config has no field '.*'; begin with default_config",
@@ -126,9 +122,7 @@ def test_a_lock_of_other_bytes_names_the_run_as_well_as_it_can(tmp_path):
     [
         ("--workdir w", "--config"),
         ("--config /no/file.py", "/no/file.py"),
-        ("--config /tmp", "/tmp"),
         ("--config CONFIG", "--workdir"),
-        ("--config CONFIG --steps=3", "--steps=3"),
         ("--config CONFIG extra", "extra"),
         ("--config CONFIG --config.steps", "--config.steps=VALUE"),
         ("--config CONFIG:fast --workdir w", "get_config() takes 0 positional"),
@@ -162,17 +156,3 @@ def test_show_prints_every_field_and_help_the_way(tiny_data, tmp_path, capsys):
     assert left.value.code == 0
     words = capsys.readouterr().out
     assert "--config.NAME=VALUE" in words and "--workdir" in words and "resume" in words
-
-
-def test_the_command_itself_exits_with_2_and_without_a_traceback(tiny_data, tmp_path):
-    path = tiny.write_config(tmp_path / "c.py", tiny_data)
-    argv = [sys.executable, str(ROOT / "train.py"), "--config", str(path)]
-    done = subprocess.run(
-        [*argv, "--config.batch_size=9", "--workdir", str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 2
-    assert one_sentence(done.stderr).startswith("batch_size must be a multiple of num_replicas")
-    assert done.stdout == "" and not (tmp_path / "run").exists()

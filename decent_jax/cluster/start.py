@@ -31,18 +31,10 @@ FIELDS = {
     ),
     "cluster.num_processes": Changeable(0, "processes of the run", at_least=0),
     "cluster.process_id": Changeable(-1, "number of this process, from 0", at_least=-1),
-    "cluster.plan": Changeable(
-        "", "plan of the planner, a file: order of devices, schedule, mix_every"
-    ),
-    "cluster.timeout_s": Changeable(
-        300, "seconds to wait for all processes at the start", at_least=1
-    ),
-    "cluster.heartbeat_s": Changeable(
-        30, "seconds of silence after which a process counts as lost and all end", at_least=1
-    ),
-    "cluster.exchange_s": Changeable(
-        600, "seconds after which an exchange between living processes fails", at_least=1
-    ),
+    "cluster.plan": Changeable("", "file of the planner: order of devices, schedule, mix_every"),
+    "cluster.timeout_s": Changeable(300, "seconds to wait for all at the start", at_least=1),
+    "cluster.heartbeat_s": Changeable(30, "seconds until a silent process is lost", at_least=1),
+    "cluster.exchange_s": Changeable(600, "seconds until an exchange fails", at_least=1),
 }
 # The variable that identifies a launcher, and the one that has the number of processes, if any.
 LAUNCHERS = {

@@ -21,7 +21,6 @@ from decent_jax.ground import extras, json_files
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import format_duration, shorten
 from decent_jax.ground.progress import Progress, announce
-from decent_jax.ground.run_folder import METRICS, read_metrics
 from decent_jax.train import config as config_lib
 from decent_jax.train.metrics import MetricWriter
 
@@ -55,7 +54,6 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Iterator["Workdir"]
             raise _refusal(path, f"cannot be written: {why}") from None
         try:
             work.check_config()
-            work.check_metrics()
             yield work
         except ConfigError:  # refused: a folder that holds nothing but the lock was made for it
             if made and not work.quiet:
@@ -132,17 +130,6 @@ class Workdir:
             why = f"holds a run with another config ({listed}); take another --workdir, or change"
             raise _refusal(self.path, f"{why} only {allowed}")
 
-    def check_metrics(self) -> None:
-        """Refuse to continue a metrics file that is damaged, before anything is compiled."""
-        path = self.path / METRICS
-        try:
-            if path.is_dir():
-                raise ConfigError(f"{path} is a folder; move it or take another --workdir")
-            if path.exists() and not self.quiet:
-                read_metrics(path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(str(error)) from None
-
     def write_config(self) -> None:
         """Write ``config.json``, before the first step."""
         if not self.quiet:
@@ -150,13 +137,17 @@ class Workdir:
 
     def open_metrics(self, start_step: int) -> MetricWriter:
         """The writer of ``metrics.jsonl``; it drops the rows past ``start_step``."""
-        return MetricWriter(
-            self.path,
-            tensorboard=self.config.log.tensorboard,
-            wandb=self.config.log.wandb,
-            start_step=start_step,
-            quiet=self.quiet,
-        )
+        log = self.config.log
+        try:
+            return MetricWriter(
+                self.path,
+                tensorboard=log.tensorboard,
+                wandb=log.wandb,
+                start_step=start_step,
+                quiet=self.quiet,
+            )
+        except (OSError, ValueError) as error:  # a file that is damaged
+            raise ConfigError(str(error)) from None
 
     def summary(self, **entries: Any) -> dict[str, Any]:
         """Write ``summary.json``: ``entries``, and the hardware and versions of the run."""
