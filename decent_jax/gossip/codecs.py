@@ -9,6 +9,8 @@ decoded arrays, so that the mean stays whatever a format loses.
 |---|---|---|
 | `BFloat16` | 2 N bytes | relative 2^-9, nearest |
 | `Int8` | N bytes + 4 per row of the last axis | unbiased, below 1/126 of the row's largest |
+| `Int4` | N / 2 bytes + 4 per row | unbiased, below 1/6.9 of the row's largest |
+| `Float8` | N bytes + 4 per row | unbiased, 1/8 of the number or 2^-17 of the row's largest |
 | `Lattice` | N or 2 N bytes + 8 | at most half a side; NaN where the receiver is too far off |
 
 `decent_jax.gossip.sparse` has those that send some of the numbers only.
@@ -23,7 +25,7 @@ import functools
 import math
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -82,28 +84,69 @@ class BFloat16(Codec):
 class Int8(Codec):
     """8-bit integers with a float32 scale per row of the last axis, rounded stochastically.
 
-    ``c = floor(x / s + u)`` with noise u uniform in [0, 1): ``E[c s] = x``. Without noise it rounds
-    to nearest, which is biased. The scale s is ``max |x| / 127`` over the row, rounded up to 8
-    significant bits, so that c s and sums of a few are exact in float32: a product that one side
-    rounds, and the other does not, would move the mean in each round.
+    ``c = floor(x / s + u)`` with noise u uniform in [0, 1): ``E[c s] = x``, and the variance is at
+    most ``s^2 / 4``. Without noise it rounds to nearest, which is biased. The scale s is
+    ``max |x| / 127`` over the row, rounded up to 8 significant bits, so that c s and sums of a few
+    are exact in float32: a product that one side rounds, and the other does not, would move the
+    mean in each round.
     """
+
+    largest: ClassVar[int] = 127  # code
 
     def noise(self, key, replica, shape):
         return jax.random.uniform(jax.random.fold_in(key, replica), shape, jnp.float32)
 
     def encode(self, x, noise=None):
-        xp = _namespace(x)
-        largest = xp.abs(x).max(axis=-1, keepdims=True, initial=0) if x.ndim else xp.abs(x)
-        scale = _eight_bits((1 + 2**-8) / 127 * largest.astype(np.float32))
-        # In bfloat16 sums of 100 and a noise below 1 would be multiples of 1/2, and rounded up.
-        wide = xp.promote_types(x.dtype, np.float32)
-        scaled = x.astype(wide) / xp.where(scale > 0, scale, xp.ones_like(scale)).astype(wide)
-        codes = xp.round(scaled) if noise is None else xp.floor(scaled + noise.astype(wide))
-        return xp.clip(codes, -127, 127).astype(np.int8), scale
+        scaled, scale = _by_rows(x, self.largest)
+        codes = _rounded(scaled, noise)
+        return codes.clip(-self.largest, self.largest).astype(np.int8), scale
 
     def decode(self, parts, like, noise=None):
         codes, scale = parts
         return codes.astype(like.dtype) * scale.astype(like.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Int4(Int8):
+    """4-bit integers from -7 to 7, two in a byte, with scales and rounding as those of `Int8`."""
+
+    largest: ClassVar[int] = 7
+
+    def encode(self, x, noise=None):
+        codes, scale = super().encode(x, noise)
+        xp, codes = _namespace(x), codes.reshape(codes.shape or (1,))
+        codes = xp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, codes.shape[-1] % 2)])
+        return (codes[..., ::2] & 15 | codes[..., 1::2] << 4).view(np.uint8), scale
+
+    def decode(self, parts, like, noise=None):
+        packed, scale = parts
+        pairs = _namespace(like).stack([packed & 15, packed >> 4], axis=-1).astype(np.int8)
+        codes = ((pairs ^ 8) - 8).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+        codes = codes[..., : math.prod(like.shape[-1:])]
+        return super().decode((codes.reshape(like.shape), scale), like)
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8(Int8):
+    """float8_e4m3fn as its bits, with a scale per row that takes the largest to 448.
+
+    It is rounded stochastically as `Int8` is, to the next of the numbers with 3 bits after the
+    leading one: small numbers of a row keep their relative precision, where integers lose it.
+    """
+
+    largest: ClassVar[int] = 448
+
+    def encode(self, x, noise=None):
+        scaled, scale = _by_rows(x, self.largest)
+        xp = _namespace(x)
+        _, exponent = xp.frexp(scaled)  # |scaled| < 2^exponent
+        unit = xp.ldexp(xp.ones_like(scaled), xp.maximum(exponent, -5) - 4)
+        numbers = (_rounded(scaled / unit, noise) * unit).clip(-self.largest, self.largest)
+        return numbers.astype(jnp.float8_e4m3fn).view(np.uint8), scale
+
+    def decode(self, parts, like, noise=None):
+        bits, scale = parts
+        return super().decode((bits.view(jnp.float8_e4m3fn), scale), like)
 
 
 # How the distance y that a lattice reaches follows what is met: y becomes the larger of 0.97 y and
@@ -183,12 +226,34 @@ class Lattice(Codec):
 
 
 # What ``config.comm_dtype`` may be; float32 is sent as it is.
-NAMED: Mapping[str, Codec | None] = {"float32": None, "bfloat16": BFloat16(), "int8": Int8()}
+NAMED: Mapping[str, Codec | None] = {
+    "float32": None,
+    "bfloat16": BFloat16(),
+    "float8": Float8(),
+    "int8": Int8(),
+    "int4": Int4(),
+}
 
 
 def _namespace(x: Any) -> ModuleType:
     """The module of functions for this array."""
     return jnp if isinstance(x, jax.Array) else np
+
+
+def _by_rows(x: Array, largest: int) -> tuple[Array, Array]:
+    """``(x / scale, scale)``, float32 or wider: no number of the first is above ``largest``."""
+    xp = _namespace(x)
+    most = xp.abs(x).max(axis=-1, keepdims=True, initial=0) if x.ndim else xp.abs(x)
+    scale = _eight_bits((1 + 2**-8) / largest * most.astype(np.float32))
+    # In bfloat16 sums of 100 and a noise below 1 would be multiples of 1/2, and rounded up.
+    wide = xp.promote_types(x.dtype, np.float32)
+    return x.astype(wide) / xp.where(scale > 0, scale, xp.ones_like(scale)).astype(wide), scale
+
+
+def _rounded(x: Array, noise: Any) -> Array:
+    """To whole numbers: by chance where there is noise, else to the nearest."""
+    xp = _namespace(x)
+    return xp.round(x) if noise is None else xp.floor(x + noise.astype(x.dtype))
 
 
 def _eight_bits(x: Array) -> Array:
