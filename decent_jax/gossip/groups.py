@@ -61,7 +61,7 @@ def mix(
       after: arrays that the last phase waits for, or None.
     """
     assert rnd.between_groups is not None
-    groups = _Groups.of(rnd.group_size, axis)
+    groups = Groups.of(rnd.group_size, axis)
     parts = groups.parts()
     between = kron(rnd.between_groups, round_of(np.eye(groups.devices)))
     count = None if finite is None else groups.totals(finite.astype(jnp.float32))
@@ -93,13 +93,13 @@ def _never(after: Any) -> jax.Array:
 
 def _sum(rows: jax.Array, g: int, axis: ReplicaAxis) -> jax.Array:
     """Sums over consecutive groups of g replicas, given back to every member: (block, ...)."""
-    total = _Groups.of(g, axis).totals(rows)
+    total = Groups.of(g, axis).totals(rows)
     members = (len(total), len(rows) // len(total), *total.shape[1:])
     return jnp.broadcast_to(total[:, None], members).reshape(rows.shape)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Groups:
+class Groups:
     """Groups of ``size`` consecutive replicas, each of which lies on ``devices`` devices."""
 
     size: int
@@ -107,14 +107,14 @@ class _Groups:
     axis: ReplicaAxis
 
     @staticmethod
-    def of(size: int, axis: ReplicaAxis) -> "_Groups":
+    def of(size: int, axis: ReplicaAxis) -> "Groups":
         b = axis.block
         if b % size and size % b:
             raise ValueError(
                 f"groups of {size} replicas neither fill nor divide the {b} replicas a device "
                 f"holds; put {size} or a divisor of {size} replicas on a device"
             )
-        return _Groups(size, max(1, size // b), axis)
+        return Groups(size, max(1, size // b), axis)
 
     def parts(self) -> ReplicaAxis:
         """Where the parts are: one on each device of a group, or several groups on a device."""
@@ -157,6 +157,33 @@ class _Groups:
         members, gather = self.members(parts), jax.lax.all_gather
         whole = gather(parts[0], self.axis.device_axis, axis_index_groups=members, tiled=True)
         return whole[: math.prod(shape)].reshape(shape)
+
+    def to_owners(self, chunks: jax.Array) -> jax.Array:
+        """(block, size, ...), a chunk for each member, to (parts, size, chunks owned here, ...).
+
+        The owner of a group's k-th chunk is its k-th member; the second axis is the senders'. These
+        are permutes by 1 to devices - 1 places, which XLA hides where it awaits an all-to-all at
+        once (jaxlib 0.12, beside a loop), and which jax has for groups under `jax.vmap`.
+        """
+        here, c = min(self.size, self.axis.block), self.devices
+        if c == 1:
+            return chunks.reshape(-1, here, *chunks.shape[1:])
+        me = jax.lax.axis_index(self.axis.device_axis) % c
+        for_device = chunks.reshape(here, c, here, *chunks.shape[2:]).swapaxes(0, 1)
+        by_shift = [for_device[me]]
+        for shift in range(1, c):
+            pairs = [(m[k], m[(k + shift) % c]) for m in self.members(chunks) for k in range(c)]
+            sent = for_device[(me + shift) % c]
+            by_shift.append(jax.lax.ppermute(sent, self.axis.device_axis, pairs))
+        by_sender = jnp.stack(by_shift)[(me - jnp.arange(c)) % c]
+        return by_sender.reshape(1, self.size, *by_sender.shape[2:])
+
+    def from_owners(self, owned: jax.Array) -> jax.Array:
+        """(parts, chunks owned here, ...) to (parts, size, ...): all chunks, on every member."""
+        if self.devices == 1:
+            return owned
+        members, name = self.members(owned), self.axis.device_axis
+        return jax.lax.all_gather(owned, name, axis_index_groups=members, axis=1, tiled=True)
 
     def local_sums(self, rows: jax.Array) -> jax.Array:
         """The sum over the rows of each group on this device, (max(1, block / size), ...)."""

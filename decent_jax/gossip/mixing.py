@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 from decent_jax.cpu import pair_sums
 from decent_jax.gossip import groups, permute
 from decent_jax.gossip.codecs import Codec
+from decent_jax.gossip.coded_means import coded_means
 from decent_jax.gossip.permute import AxisName, ReplicaAxis
 from decent_jax.gossip.sparse import ChunkedTopK, RandomK, TopK
 from decent_jax.topology import Round, Schedule, Send
@@ -92,8 +93,9 @@ def mix(
         each other a group counts as one replica, whose value is the mean of its finite members.
       codec: format of the messages; None sends arrays as they are. With Q the rounding of the
         format, ``x_i <- x_i + sum_j W_ij Q(x_j) - Q(x_i)``: the mean over replicas stays what it
-        was, whatever Q loses, up to the rounding of these sums. Not for rounds with group means,
-        nor for top-k. `RandomK` mixes the numbers at its places, in any round, and leaves the
+        was, whatever Q loses, up to the rounding of these sums. A group mean becomes that of
+        `decent_jax.gossip.coded_means`. Not for rounds that average in groups and then send, nor
+        for top-k. `RandomK` mixes the numbers at its places, in any round, and leaves the
         others.
       key: for formats that are random; the same on all replicas, another in every step.
       after: optional arrays, such as the gradients of this step. In a round in which groups send to
@@ -106,7 +108,7 @@ def mix(
     Raises:
       ValueError: axes that do not hold ``schedule.num_replicas`` replicas; a round out of range; a
         schedule with grouped means, or a vmapped block, inside ``shard_map(check_vma=True)``;
-        a ``codec`` for a group mean; top-k; random-k without a key.
+        a ``codec`` where groups average and then send; top-k; random-k without a key.
       TypeError: a traced round, or an array that is not floating-point.
     """
     if round is None:
@@ -125,6 +127,11 @@ def mix(
             "not agree; use choco or sparseloco of optim.contrib, which send differences and keep "
             "the rest"
         )
+    axis = ReplicaAxis.of(schedule, axis_name)
+    flag = None if finite is None else axis.lift(finite)
+    rnd = None if isinstance(round, Simulated) else _round(schedule, round)
+    if codec is not None and rnd is not None and rnd.group_size > 1 and not rnd.sends:
+        return put_back(coded_means(leaves, rnd.group_size, axis, codec, key, flag)[0])
     if codec is not None:
         arrived, own = mix_coded(leaves, schedule, round, axis_name, codec, key, finite=finite)
 
@@ -134,11 +141,8 @@ def mix(
             return arrived + kept
 
         return put_back(map(moved, leaves, arrived, own))
-    axis = ReplicaAxis.of(schedule, axis_name)
-    flag = None if finite is None else axis.lift(finite)
-    if isinstance(round, Simulated):
+    if rnd is None:
         return put_back(_mixed_by_matrix(leaves, round.matrix, axis, finite, flag))
-    rnd = _round(schedule, round)
     if rnd.between_groups is not None:
         return put_back(groups.mix(leaves, rnd, axis, flag, after))
     rows = [axis.lift(leaf) for leaf in leaves]
@@ -324,15 +328,24 @@ def mean(tree: Any, axis_name: AxisName = "replica") -> Any:
 
 
 def mean_coded(
-    tree: Any, axis_name: AxisName, codec: Codec, key: jax.Array | None = None
+    tree: Any,
+    axis_name: AxisName,
+    codec: Codec,
+    key: jax.Array | None = None,
+    finite: jax.Array | None = None,
 ) -> tuple[Any, Any]:
     """``(mean over all replicas of Q(x_j), Q(x_i))``, the mean bit for bit equal on all of them.
 
-    Every replica receives the message of every other and adds them in the same order.
+    Of a codec that sends some numbers only every replica receives the message of every other, and
+    adds them in the same order; else see `decent_jax.gossip.coded_means`, which takes ``finite``.
     """
     axis = ReplicaAxis.over(axis_name)
     leaves, put_back = mixable(tree)
     replicas = axis.devices * axis.block
+    if not isinstance(codec, RandomK | TopK | ChunkedTopK):
+        flag = None if finite is None else axis.lift(finite)
+        mean, own = coded_means(leaves, replicas, axis, codec, key, flag)
+        return put_back(mean), put_back(own)
     noise, sent, own = _coded(leaves, axis, codec, key)
 
     def mean_leaf(x, u, parts):
@@ -367,10 +380,11 @@ def _noise(
 
 def check_coded(schedule: Schedule, codec: Codec | None = None) -> None:
     """Raises ValueError where a schedule's messages cannot be coded, since some are sums."""
-    if not isinstance(codec, RandomK) and any(rnd.group_size > 1 for rnd in schedule.rounds):
+    adds = any(rnd.group_size > 1 and rnd.sends for rnd in schedule.rounds)
+    if adds and not isinstance(codec, RandomK):
         raise ValueError(
-            f"{schedule.name} averages in groups, which adds arrays on their way: they travel as "
-            "they are; use comm_dtype='float32', or a schedule of permutations such as one_peer_exp"
+            f"{schedule.name} sends sums of groups from group to group, which travel as they are; "
+            "use comm_dtype='float32', or a schedule such as one_peer_exp or complete"
         )
 
 
