@@ -72,7 +72,7 @@ def test_every_format_of_a_config_is_tested():
     assert codecs.bytes_sent(None, (6, 50)) == 1200
 
 
-# --- 8 and 4 bits ---------------------------------------------------------------------------------------
+# --- 8 and 4 bits -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("codec", [Int8(), Int4(), Float8()], ids=repr)

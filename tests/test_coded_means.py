@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import AxisType
 
 from decent_jax import gossip, topology
-from decent_jax.gossip.coded_means import ROW, coded_means
 from decent_jax.gossip.codecs import BFloat16, Float8, Int4, Int8
+from decent_jax.gossip.coded_means import ROW, coded_means
 from decent_jax.gossip.permute import ReplicaAxis
 
 NAMES, KEY = ("replica", "row"), jax.random.key(3)

@@ -272,13 +272,6 @@ def test_choco_reaches_consensus_on_the_mean():
         np.testing.assert_allclose(xs[-1], wanted, atol=1e-3, err_msg=kind)
 
 
-def test_a_format_of_group_means_is_refused():
-    schedule = topology.make("complete", N)
-    mix = functools.partial(gossip.mix, schedule=schedule, round=0, codec=codecs.BFloat16())
-    with refuses("complete", "comm_dtype"):
-        jax.vmap(mix, axis_name="replica")(jnp.ones((N, 2)))
-
-
 # --- another number of replicas -------------------------------------------------------------------
 
 

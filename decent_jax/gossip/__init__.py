@@ -6,6 +6,7 @@
 | `groups` | means of groups, and groups that send to each other | permute |
 | `codecs` | formats of messages, for JAX and NumPy | |
 | `sparse` | those that send some numbers only | codecs |
+| `coded_means` | means of groups in coded messages | groups, codecs |
 | `mixing` | `mix`, `mix_on`, `on_mesh`, `mean`, `receive`: the public functions | all |
 """
 

@@ -4,9 +4,7 @@ A codec's numbers cannot be added on their way, so a sum in few bits has two sta
 quantised all-reduce: everybody sends each owner its chunk, and owners send back coded means.
 """
 
-import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -63,8 +61,8 @@ def coded_means(
     def coded(x, nth):
         noise = None
         if key is not None:
-            draw = jax.vmap(lambda i, x: codec.noise(jax.random.fold_in(key, nth), i, x.shape))
-            noise = draw(replicas, x.reshape(len(replicas), -1, ROW))
+            own, shape = jax.random.fold_in(key, nth), (x.size // (len(replicas) * ROW), ROW)
+            noise = jax.vmap(lambda i: codec.noise(own, i, shape))(replicas)
             noise = None if noise is None else noise.reshape(x.shape)
         # The barrier keeps XLA from rounding again, and differently, what is decoded here.
         return jax.lax.optimization_barrier(codec.encode(x, noise))

@@ -129,8 +129,9 @@ def mix(
         )
     axis = ReplicaAxis.of(schedule, axis_name)
     flag = None if finite is None else axis.lift(finite)
-    rnd = None if isinstance(round, Simulated) else _round(schedule, round)
-    if codec is not None and rnd is not None and rnd.group_size > 1 and not rnd.sends:
+    rnd = _round(schedule, round)
+    simulated = round.matrix if isinstance(round, Simulated) else None
+    if codec is not None and simulated is None and rnd.group_size > 1 and not rnd.sends:
         return put_back(coded_means(leaves, rnd.group_size, axis, codec, key, flag)[0])
     if codec is not None:
         arrived, own = mix_coded(leaves, schedule, round, axis_name, codec, key, finite=finite)
@@ -141,8 +142,8 @@ def mix(
             return arrived + kept
 
         return put_back(map(moved, leaves, arrived, own))
-    if rnd is None:
-        return put_back(_mixed_by_matrix(leaves, round.matrix, axis, finite, flag))
+    if simulated is not None:
+        return put_back(_mixed_by_matrix(leaves, simulated, axis, finite, flag))
     if rnd.between_groups is not None:
         return put_back(groups.mix(leaves, rnd, axis, flag, after))
     rows = [axis.lift(leaf) for leaf in leaves]

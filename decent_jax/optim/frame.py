@@ -15,7 +15,7 @@ import optax
 from decent_jax import gossip
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec
-from decent_jax.optim import finite, require
+from decent_jax.optim import finite, require, trees
 from decent_jax.topology import Schedule
 
 _LEFT_OUT: Any = object()
@@ -204,6 +204,25 @@ class Mixing:
     def key(self, count: jax.Array, nth: int = 0) -> jax.Array | None:
         """The key of step ``count``, the same on all replicas; None where nothing is coded."""
         return None if self.codec is None else jax.random.fold_in(jax.random.key(nth), count)
+
+
+def mean_with_feedback(
+    tree: Any, error: Any, decay: float, axis_name: AxisName, codec: Codec, key: jax.Array | None
+) -> tuple[Any, Any]:
+    r"""The mean over all replicas of what each wants to send and has not sent yet.
+
+    .. math::
+        e_i \leftarrow \beta e_i + x_i, \qquad q_i = Q(e_i), \qquad e_i \leftarrow e_i - q_i,
+        \qquad \text{mean of the } q_j
+
+    So what a message loses is added to the next ones, times the decay beta each time.
+
+    Returns:
+      `decent_jax.gossip.mean_coded` of q, equal on all replicas, and the new e.
+    """
+    error = trees.add(trees.scale(decay, error), tree)
+    mean, sent = gossip.mean_coded(error, axis_name, codec, key)
+    return mean, optax.tree.sub(error, sent)
 
 
 def no_rounds(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:

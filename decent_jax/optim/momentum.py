@@ -109,6 +109,7 @@ def slowmo(
     schedule: Schedule,
     learning_rate: optax.ScalarOrSchedule,
     axis_name: AxisName = "replica",
+    codec: Codec | None = None,
     *,
     alpha: Annotated[float, "slow learning rate, at least 0"] = 1.0,
     beta: Annotated[float, "slow momentum, in [0, 1)"] = 0.7,
@@ -128,7 +129,7 @@ def slowmo(
 
     Args:
       inner: the local optimizer; its state is kept over an average (the paper's "maintain").
-      schedule, axis_name: as in `decentralized`.
+      schedule, axis_name, codec: as in `decentralized`; an average is coded as ``x - x_0``.
       learning_rate: ``eta``, that of ``inner`` (an average at ``eta = 0`` leaves u).
       alpha: slow learning rate, at least 0.
       beta: slow momentum, in [0, 1).
@@ -138,15 +139,19 @@ def slowmo(
     """
     require.not_negative("slowmo.alpha", alpha)
     require.below_one("slowmo.beta", beta)
-    mixing = frame.Mixing(schedule, axis_name, method="slowmo")
+    mixing = frame.Mixing(schedule, axis_name, codec, "slowmo")
     require.averages("slowmo", schedule, always=False)
 
     def step(params, own, round, local):
         update, inner, ok = local(params)
-        x = mixing(trees.add(params, update), round, local.count)
-        r = gossip.number(round)
+        x, r = trees.add(params, update), gossip.number(round)
         if r is None or schedule.rounds[r].group_size != schedule.num_replicas:
-            return x, own, inner, ok
+            return mixing(x, round, local.count), own, inner, ok
+        if codec is None:
+            x = mixing(x, round, local.count)
+        else:
+            moved = mixing(optax.tree.sub(x, own.x_0), round, local.count)
+            x = trees.add(own.x_0, moved)
         rate = jnp.asarray(frame.rate_at(learning_rate, local.count))
         is_zero, divisor = frame.divisor(rate)
         moved = trees.scale(1 / divisor, optax.tree.sub(own.x_0, x))

@@ -27,12 +27,14 @@ class Rule(NamedTuple):
     """How the outer parameters of one fragment move; theta, x and results are lists of arrays.
 
     init: from theta to the rule's state of this fragment.
-    step: ``(theta, x, state, mix) -> (theta, state)`` with x the replica's parameters as sent, and
-      ``mix`` a round of averaging with others.
+    step: ``(theta, x, state, mix, key) -> (theta, state)`` with x the replica's parameters as sent,
+      ``mix`` a round of averaging with others, and a key for formats that are random.
     """
 
     init: Callable[[Arrays], Any]
-    step: Callable[[Arrays, Arrays, Any, Callable[[Arrays], Arrays]], tuple[Any, Any]]
+    step: Callable[
+        [Arrays, Arrays, Any, Callable[[Arrays], Arrays], jax.Array | None], tuple[Any, Any]
+    ]
 
 
 class OuterState(NamedTuple):
@@ -50,6 +52,7 @@ def diloco(
     outer: optax.GradientTransformation | None = None,
     axis_name: AxisName = "replica",
     mix_every: int = 1,
+    codec: Codec | None = None,
     *,
     fragments: Annotated[int, "parts of the model, averaged in turn"] = 1,
     delay: Annotated[int, "steps that a message takes, less than mix_every"] = 0,
@@ -60,6 +63,9 @@ def diloco(
     weighted: Annotated[bool, "True: replicas that made more updates count for more"] = False,
     outer_learning_rate: Annotated[float, "of the outer optimizer"] = 0.7,
     outer_momentum: Annotated[float, "of the outer optimizer, in [0, 1)"] = 0.9,
+    decay: Annotated[
+        float, "share of what a coded message lost that is kept for the next, in [0, 1]"
+    ] = 0.95,
 ) -> optax.GradientTransformationExtraArgs:
     r"""DiLoCo: local optimizers for many steps, then an outer one on their average movement.
 
@@ -82,6 +88,16 @@ def diloco(
     these differ (``active`` of ``update``, rejected updates): the weights of Decoupled DiLoCo,
     tokens times tokens per step, for steps of equally many tokens.
 
+    With a ``codec`` the movements travel in few bits, with error feedback (MuLoCo's, and with
+    sparse formats SparseLoCo's):
+
+    .. math::
+        e_i \leftarrow \beta e_i + \theta - x_i, \qquad q_i = Q(e_i), \qquad
+        e_i \leftarrow e_i - q_i, \qquad \delta = Q\Big(\tfrac1n \textstyle\sum_j q_j\Big)
+
+    where the mean of integers or floats is coded once more, the same for all
+    (`decent_jax.gossip.coded_means`). It keeps e, one copy more.
+
     With ``outer = optax.sgd(1.0)`` and one fragment it is local SGD; with ``optax.sgd(alpha,
     momentum)`` and a fixed learning rate SlowMo on local steps; with Muon inside MuLoCo.
 
@@ -95,6 +111,7 @@ def diloco(
       outer: the outer optimizer; None: SGD with Nesterov momentum and the two numbers below.
       axis_name: as in `decentralized`.
       mix_every: steps between two rounds in the caller's loop; needed for ``delay``.
+      codec: format of the messages; None: float32.
       fragments: parts of the model, averaged in turn (F); 1 is DiLoCo, more is streaming DiLoCo.
       delay: steps that a message takes, less than ``mix_every``.
       alpha: the share of its own parameters that a replica keeps, in [0, 1].
@@ -102,6 +119,7 @@ def diloco(
       weighted: whether replicas that made more updates count for more.
       outer_learning_rate: that of the outer optimizer, as in the papers.
       outer_momentum: that of the outer optimizer, as in the papers.
+      decay: the share beta of what a coded message lost that is kept for the next, in [0, 1].
 
     Raises:
       ValueError: a number out of range, a schedule without whole averages or with too few rounds,
@@ -110,16 +128,25 @@ def diloco(
     References:
       Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, 2023, Algorithm 1;
       `Streaming DiLoCo <https://arxiv.org/abs/2501.18512>`_, 2025, Algorithm 2; `Decoupled DiLoCo
-      <https://arxiv.org/abs/2604.21428>`_, 2026; `LOSCAR <https://arxiv.org/abs/2605.20866>`_,
+      <https://arxiv.org/abs/2604.21428>`_, 2026; `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025
+      (the feedback, from the authors' code as described); `LOSCAR <https://arxiv.org/abs/2605.20866>`_,
       2026.
     """
     require.averages("diloco", schedule, always=True)
     require.not_negative("diloco.outer_learning_rate", outer_learning_rate)
     require.below_one("diloco.outer_momentum", outer_momentum)
     outer = outer or optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
-    mixing = frame.Mixing(schedule, axis_name, method="diloco")
+    mixing = frame.Mixing(schedule, axis_name, codec, "diloco")
     streaming = Streaming(mix_every, fragments, delay, alpha, carry, weighted)
-    return outer_steps(inner, mixing, _towards_average(outer), streaming)
+    rule = _towards_average(outer)
+    if codec is not None:
+        if weighted:
+            raise ValueError(
+                "diloco.weighted=True sends a weighted sum, which is not coded: set it to False, "
+                "or comm_dtype='float32'"
+            )
+        rule = along_coded_movements(outer, codec, axis_name, decay, "diloco")
+    return outer_steps(inner, mixing, rule, streaming)
 
 
 def noloco(
@@ -190,9 +217,8 @@ def _noloco_meeting(numbers: Mapping[str, Any]) -> Meet:
 
     def meet(x, own, copy, half):
         sent, half = jax.tree.leaves(copy), jax.tree.leaves(half)
-        theta, state = rule.step(
-            jax.tree.leaves(own.theta), sent, own.states[0], lambda tree: trees.add(tree, half)
-        )
+        theta = jax.tree.leaves(own.theta)
+        theta, state = rule.step(theta, sent, own.states[0], lambda x: trees.add(x, half), None)
         pull = optax.tree.sub(theta, sent)
         theta, pull = (jax.tree.unflatten(jax.tree.structure(x), tree) for tree in (theta, pull))
         return trees.add(x, pull), own._replace(theta=theta, states=(state,))
@@ -203,11 +229,39 @@ def _noloco_meeting(numbers: Mapping[str, Any]) -> Meet:
 def _towards_average(outer: optax.GradientTransformation) -> Rule:
     """The outer optimizer, on the way from the average back to theta."""
 
-    def step(theta, x, state, mix):
+    def step(theta, x, state, mix, key):
         change, state = outer.update(optax.tree.sub(theta, mix(x)), state, theta)
         return optax.apply_updates(theta, change), state
 
     return Rule(outer.init, step)
+
+
+def along_coded_movements(
+    outer: optax.GradientTransformation,
+    codec: Codec,
+    axis_name: AxisName,
+    decay: float,
+    method: str,
+) -> Rule:
+    """The outer optimizer along the mean of coded movements, with error feedback.
+
+    theta must be the same on all replicas. One that is not finite sends what it had not sent yet.
+    """
+    if not 0 <= decay <= 1:
+        raise ValueError(f"{method}.decay must be in [0, 1], got {decay}")
+
+    def init(theta):
+        return outer.init(theta), optax.tree.zeros_like(theta)
+
+    def step(theta, x, state, mix, key):
+        state, error = state
+        moved = optax.tree.sub(theta, x)
+        moved = optax.tree.where(finite.all_finite(moved), moved, optax.tree.zeros_like(moved))
+        mean, error = frame.mean_with_feedback(moved, error, decay, axis_name, codec, key)
+        change, state = outer.update(mean, state, theta)
+        return optax.apply_updates(theta, change), (state, error)
+
+    return Rule(init, step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,7 +338,8 @@ def outer_steps(
                 return mixing(tree, round, local.count)
             return _weighted_average(mixing, tree, steps[f], theta, round, local.count)
 
-        new_theta, state = rule.step(theta, late, own.states[f], mix)
+        key = mixing.key(local.count)
+        new_theta, state = rule.step(theta, late, own.states[f], mix, key)
         x = _replaced(x, which, streaming.merged(new_theta, now, late))
         states = (*own.states[:f], state, *own.states[f + 1 :])
         if steps is not None:

@@ -5,13 +5,12 @@ from typing import Annotated, Any
 
 import optax
 
-from decent_jax import gossip
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec
 from decent_jax.gossip.sparse import ChunkedTopK
 from decent_jax.optim import finite, frame, require, trees
 from decent_jax.optim.declaration import ADAM_FIRST, Method, Parts, coded_bytes, register
-from decent_jax.optim.outer import Rule, outer_steps
+from decent_jax.optim.outer import Rule, along_coded_movements, outer_steps
 from decent_jax.topology import Schedule
 
 
@@ -56,7 +55,7 @@ def gasloc(
     require.not_negative("gasloc.eta", eta)
     require.below_one("gasloc.gamma", gamma)
 
-    def step(theta, x, before, mix):
+    def step(theta, x, before, mix, key):
         y = trees.add(trees.scale(1 - eta, theta), trees.scale(eta, x))
         mixed = mix(y)
         fine = finite.all_finite(y)  # else the neighbours' average is all there is
@@ -92,7 +91,8 @@ def sparseloco(
         x_i \leftarrow \theta
 
     What C drops stays in e and is sent later; e is also the momentum, so there is none outside.
-    With a density of 1 and 32 bits nothing is dropped: it is `diloco` without outer momentum.
+    With a density of 1 and 32 bits nothing is dropped: it is `diloco` without outer momentum. It is
+    the rule of `diloco` with a codec, and this codec.
 
     Coded messages cannot be added on their way, so every replica receives those of all others, and
     sends its own n - 1 times: fewer bytes than a float32 average where n is below 280 at the
@@ -119,21 +119,11 @@ def sparseloco(
             "sparseloco exchanges movements only, so replicas that begin apart stay apart; use "
             "identical_start=True, or noloco"
         )
-    if not 0 <= decay <= 1:
-        raise ValueError(f"sparseloco.decay must be in [0, 1], got {decay}")
     require.not_negative("sparseloco.outer_learning_rate", outer_learning_rate)
-    codec = ChunkedTopK(density, chunk, bits)
-
-    def step(theta, x, e, mix):
-        moved = optax.tree.sub(theta, x)
-        moved = optax.tree.where(finite.all_finite(moved), moved, optax.tree.zeros_like(moved))
-        e = trees.add(trees.scale(decay, e), moved)
-        mean, sent = gossip.mean_coded(e, axis_name, codec)
-        theta = trees.add(theta, trees.scale(-outer_learning_rate, mean))
-        return theta, optax.tree.sub(e, sent)
-
+    outer, codec = optax.sgd(outer_learning_rate), ChunkedTopK(density, chunk, bits)
+    rule = along_coded_movements(outer, codec, axis_name, decay, "sparseloco")
     mixing = frame.Mixing(schedule, axis_name, method="sparseloco")
-    return outer_steps(inner, mixing, Rule(optax.tree.zeros_like, step))
+    return outer_steps(inner, mixing, rule)
 
 
 def _sparse_bytes(params: Any, parts: Parts, own: Mapping[str, Any]) -> float:
