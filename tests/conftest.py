@@ -13,6 +13,7 @@ os.environ.setdefault("PJRT_NPROC", "32")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # leave the user's alone
 
+import hypothesis
 import jax
 import pytest
 import tiny
@@ -30,6 +31,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_traceback_in_locations_limit", 1)  # pytest's own frames are a hundred
+
+# The same examples in every run, however slow: a test that fails, fails for everybody.
+hypothesis.settings.register_profile(
+    "alike",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("alike")
 
 SECONDS = Path(__file__).with_name("seconds.json")
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -14,9 +15,15 @@ import pytest
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return found.getsockname()[1]
+    """A port for a process that begins to listen seconds later.
+
+    It lies below the ports that Linux gives to connections and to those who ask for any port, and
+    above those of Ray's workers, so that nobody takes it meanwhile.
+    """
+    while True:
+        with socket.socket() as tried, contextlib.suppress(OSError):
+            tried.bind(("localhost", random.randrange(20_000, 32_768)))
+            return tried.getsockname()[1]
 
 
 @contextlib.contextmanager

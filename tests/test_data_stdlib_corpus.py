@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pydoc_data.topics import topics
 
 import numpy as np
@@ -50,12 +49,10 @@ def test_nothing_of_other_peoples_or_of_tests():
     assert len(set(names)) == len(names)
 
 
-def test_second_call_returns_at_once(corpus):
+def test_a_second_call_writes_nothing(corpus):
     out, manifest = corpus
     before = (out / "train.bin").stat().st_mtime_ns
-    start = time.perf_counter()
     assert stdlib_corpus.build(out) == manifest
-    assert time.perf_counter() - start < 2
     assert (out / "train.bin").stat().st_mtime_ns == before
 
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusals import refuses
 
 from decent_jax.ground.errors import DataError
 from decent_jax.train import config as config_lib
@@ -209,15 +210,15 @@ def test_a_record_without_a_summary_is_not_finished(checkout, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "missing"),
     [
-        ("cifar10:ring", "cifar10: no such folder"),
-        ("multi30k_en_de:swarm", "multi30k: "),
-        ("us_gov_web_text:muon", "us_gov_web_text/train.bin: "),
+        ("cifar10:ring", "cifar10"),
+        ("multi30k_en_de:swarm", "multi30k"),
+        ("us_gov_web_text:muon", "us_gov_web_text/train.bin"),
     ],
 )
-def test_missing_data_is_one_sentence(config, message, tmp_path):
-    with pytest.raises(DataError, match=message):
+def test_missing_data_is_one_sentence(config, missing, tmp_path):
+    with refuses(tmp_path / "data" / missing, error=DataError):
         evidence.check(tmp_path, [evidence.piece(config, 0)])
 
 
@@ -228,14 +229,14 @@ def test_another_set_of_images_is_not_cifar10(tmp_path):
         folder = tmp_path / "data" / "cifar10" / split / name
         folder.mkdir(parents=True)
         Image.new("RGB", (32, 32)).save(folder / "0.png")
-    with pytest.raises(DataError, match=r"has 50,000 images of .* but 10 of airplane, "):
+    with refuses("50,000", "10 of airplane", error=DataError):
         evidence.check(tmp_path, [evidence.piece("cifar10:ring", 0)])
 
 
 def test_another_vocabulary_is_refused(tmp_path, tiny_data):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "us_gov_web_text").symlink_to(tiny_data)
-    with pytest.raises(DataError, match=r"a vocabulary of \d+ subwords where these runs have 4096"):
+    with refuses("vocabulary of 256", "4096", error=DataError):
         evidence.check(tmp_path, [evidence.piece("us_gov_web_text:muon", 0)])
 
 

@@ -1,6 +1,7 @@
 """Imports of the package follow the arrows of its rooms."""
 
 import ast
+import functools
 import graphlib
 import sys
 from pathlib import Path
@@ -56,8 +57,10 @@ def is_command(path, package=PACKAGE):
     return room_of(path, package) in COMMANDS or str(path.relative_to(package)) in COMMAND_FILES
 
 
+@functools.cache
 def imported(path):
-    """(full name, line) of every import in a file, wherever in the file it stands."""
+    """[(full name, line)] of every import in a file, wherever in the file it stands."""
+    found = []
     package = ["decent_jax", *path.relative_to(PACKAGE).parts[:-1]]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -68,7 +71,8 @@ def imported(path):
             names = [f"{base}.{alias.name}" for alias in node.names]
         else:
             continue
-        yield from ((name, node.lineno) for name in names)
+        found += [(name, node.lineno) for name in names]
+    return found
 
 
 def arrows(package=PACKAGE):

@@ -10,11 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from refusals import refuses
-from test_docs import ROOT, python_blocks
 
 import decent_jax
 from decent_jax import gossip, optim, replicas, topology
@@ -276,39 +274,6 @@ def test_help_is_text():
             assert ":math:" not in (getattr(module, name).__doc__ or ""), name
 
 
-# --- Flax -----------------------------------------------------------------------------------------
-
-
-def test_nnx_optimizer_of_the_document_brings_a_replica_back():
-    """`nnx.Optimizer` itself does not: it adds the update to the NaN."""
-    (document,) = [
-        block
-        for block in python_blocks((ROOT / "docs" / "library.md").read_text())
-        if "class GossipOptimizer" in block
-    ]
-    definition = document[: document.index("@functools")]
-    exec(definition, space := {"nnx": nnx, "optim": optim})
-    schedule = topology.make("one_peer_exp", 4)
-    tx = optim.decentralized(optax.sgd(0.1), schedule)
-
-    def finite_after_a_step(kind):
-        def one(weight):
-            model = nnx.Linear(1, 1, use_bias=False, rngs=nnx.Rngs(0))
-            model.kernel[...] = weight
-            optimizer = kind(model, tx, wrt=nnx.Param)
-            grads = nnx.grad(lambda model: (model(jnp.ones(1)) ** 2).sum())(model)
-            optimizer.update(model, grads, round=0)
-            return model.kernel[...], optimizer.opt_state.skipped[...]
-
-        weights = jnp.array([0, 1, jnp.nan, 3]).reshape(4, 1, 1)
-        kernel, skipped = jax.jit(jax.vmap(one, axis_name="replica"))(weights)
-        assert skipped.tolist() == [0, 0, 1, 0]
-        return jnp.isfinite(kernel.reshape(4)).tolist()
-
-    assert finite_after_a_step(space["GossipOptimizer"]) == [True] * 4
-    assert finite_after_a_step(nnx.Optimizer) == [True, True, False, True]
-
-
 # --- arrays and optimizers ------------------------------------------------------------------------
 
 
@@ -356,8 +321,7 @@ def test_a_schedule_keeps_its_numbers():
     np.testing.assert_array_equal(schedule.matrix(0), np.full((4, 4), 0.25))
     (send, *_) = schedule.rounds[0].sends
     for array in (schedule.matrix(0), send.weights, schedule.rounds[0].self_weights):
-        with pytest.raises(ValueError, match="read-only"):
-            array[0] = 0
+        assert not array.flags.writeable
 
 
 def run_alone(inner, extra, combine="then"):

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from several import cluster_flags, finish, free_port, starting, wait_for_rows
+from several import cluster_flags, finish, free_port, starting, until, wait_for_rows
 
 from decent_jax import topology
 from decent_jax.ground.errors import PEER_LOST
@@ -21,8 +21,8 @@ from decent_jax.train import saved_model
 STEPS = 8
 CHANGES = {"steps": STEPS, "eval": {"every": 4}}
 FLAGS = [f"--config.steps={STEPS}", "--config.eval.every=4", "--config.mesh.devices=0"]
-FLAGS += ["--config.checkpoint.every=1", "--config.cluster.heartbeat_s=5"]
-SLOW = ["--config.data.pause=0.3"]  # steps long enough to die in
+FLAGS += ["--config.checkpoint.every=2", "--config.cluster.heartbeat_s=5"]
+SLOW = ["--config.data.pause=0.5"]  # steps long enough to die in
 # Bytes swapped in pairs.
 INT8 = {"schedule": "hypercube", "comm_dtype": "int8"}
 # Reduce-scatter, permutes of parts and all-gather, two replicas per node.
@@ -35,6 +35,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SEVERAL_RUNS = """
 import json, sys
 from decent_jax.commands import main as command
+from decent_jax.plots import runs
+runs.plot_runs = lambda paths: None  # saves a second each
 sys.argv[0] = "train.py"  # its name stands before what the watch says
 for argv in json.loads(sys.argv[1]):
     code = command.train(argv + sys.argv[2:], "train.py")
@@ -90,7 +92,7 @@ def two(start, tmp_path_factory):
     whole = [*planned("int8", **INT8), f"--config.comm_dtype={INT8['comm_dtype']}"]
     runs = (folder / "whole", whole), (folder / "nodes", planned("nodes", **NODES))
     group = start(*runs, (folder / "killed", whole + SLOW))
-    wait_for_rows(group, folder / "killed", 3)
+    until((folder / "killed" / "checkpoints" / "2").exists, *group)
     group[1].send_signal(signal.SIGKILL)
     finish(group, [PEER_LOST, -signal.SIGKILL], BOUND_S)
     return folder, whole, [process.words.read_text() for process in group]
