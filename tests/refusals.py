@@ -23,8 +23,10 @@ def refused(field: str, value: object = ANY) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def refuses(*named: object, error: type[Exception] = ValueError) -> Iterator[None]:
-    """The block raises this error, in one line that names these values."""
+def refuses(
+    *named: object, error: type[Exception] | tuple[type[Exception], ...] = ValueError
+) -> Iterator[None]:
+    """The block raises this error (or one of these), in one line that names these values."""
     with pytest.raises(error) as caught:
         yield
     said = str(caught.value)

@@ -249,13 +249,3 @@ def test_bfloat16_and_one_compilation(programs):
         assert found.tokens.shape == (4, 2, 5)
         assert bool(jnp.isfinite(found.scores[:, 0]).all())
     assert programs.count("jit(_search)") == 1
-
-
-def test_errors():
-    params = random_params(0, 0.5)
-    with pytest.raises(ValueError, match=r"source must have .* got \(3,\)"):
-        search(params, SOURCE[0])
-    with pytest.raises(ValueError, match=r"beam must be >= 1, .* got 0, 0.6 and 2"):
-        search(params, SOURCE, beam=0)
-    with pytest.raises(ValueError, match=r"max_extra >= 0, got 4, -1\.0 and 2"):
-        search(params, SOURCE, alpha=-1.0)

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from refusals import refuses
 
 from decent_jax import topology
 from decent_jax.ground import json_files, run_folder
 from decent_jax.ground.errors import CheckpointError, ConfigError, DataError, RunError
-from decent_jax.models.decoder_weights import load_safetensors
 from decent_jax.models.gpt2 import GPT2Config
+from decent_jax.models.weights import load_decoder
 from decent_jax.peers import events, manifest
 from decent_jax.plan import plan_file
 from decent_jax.planner import network
@@ -145,25 +146,24 @@ def test_a_damaged_file_is_read_or_refused_in_a_sentence(name, tmp_path):
         ("metrics.jsonl", lambda path: run_folder.load_run(path.parent)),
         ("graph.npy", lambda path: topology.Schedule.from_file(str(path), 4)),
         ("network.json", network.load),
-        ("model.safetensors", lambda path: load_safetensors(path, GPT2Config())),
+        ("model.safetensors", lambda path: load_decoder(path, GPT2Config())),
     ],
 )
 def test_pipes_that_nobody_writes_into_are_refused(name, read, tmp_path):
     """Opening one would wait for ever."""
     os.mkfifo(tmp_path / name)
-    with pytest.raises((OSError, ValueError, RunError), match="it is a pipe") as refused:
+    with refuses("pipe", name, error=(OSError, ValueError, RunError)):
         read(tmp_path / name)
-    assert name in str(refused.value)
 
 
 def test_files_without_an_end(tmp_path):
     """A device, which is refused, and a pipe of a shell, which is read up to a bound."""
     (tmp_path / "zero.json").symlink_to("/dev/zero")
-    with pytest.raises(OSError, match=r"it is a device .*zero\.json"):
+    with refuses("device", "zero.json", error=OSError):
         json_files.read_bytes(tmp_path / "zero.json", 1000)
     ours, theirs = os.pipe()
     with os.fdopen(ours), os.fdopen(theirs, "wb") as file:
         file.write(b"x" * 2000)
         file.flush()
-        with pytest.raises(OSError, match="it has more than 1000 bytes"):
+        with refuses(1000, error=OSError):
             json_files.read_bytes(f"/dev/fd/{ours}", 1000)

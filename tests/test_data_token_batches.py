@@ -141,18 +141,21 @@ def test_more_shapes_pad_less_and_far_less_than_equal_parts():
     assert padding == sorted(padding, reverse=True) and padding[-1] < 0.18
     edges = np.quantile(lengths.max(1), np.arange(1, 9) / 8).astype(int)
     square = edges[np.searchsorted(edges, lengths.max(1))]  # the usual: eight equal buckets
-    assert padding[3] < 1 - lengths.sum(dtype=int) / (2 * square).sum() - 0.05
+    assert padding[3] < 1 - lengths.sum(dtype=int) / (2 * square).sum() - 0.08
 
 
-def test_shapes_hold_about_the_same_number_of_tokens():
-    lengths = like_sentences(20_000)
-    batches = TokenBatches(lengths, tokens=25_000, num_replicas=8, seed=0, shapes=8)
-    blocks = blocks_of(batches, 0)
-    tokens = dict.fromkeys(batches.shapes, 0)
-    for (step, _), block in blocks.items():
-        tokens[batches.shape(step)] += lengths[block[block >= 0]].sum(dtype=int)
-    share = np.array(list(tokens.values())) / lengths.sum(dtype=int)
-    assert len(share) == 8 and (np.abs(share - 1 / 8) < 0.04).all()
+def test_there_is_no_better_ladder():
+    """Against all ladders of three lengths."""
+    lengths = np.random.default_rng(1).integers(1, 12, (80, 2))
+    longer = lengths.max(1)
+
+    def room(edges):
+        return np.asarray(edges)[np.searchsorted(edges, longer)].sum()
+
+    batches = TokenBatches(lengths, tokens=60, num_replicas=1, seed=0, shapes=3)
+    found = [max(shape[:2]) for shape in batches.shapes]
+    best = min(room([a, b, longer.max()]) for b in range(2, 11) for a in range(1, b))
+    assert room(found) == best
 
 
 def test_equal_lengths_are_one_shape_without_padding():

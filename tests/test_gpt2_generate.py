@@ -63,11 +63,3 @@ def test_top_k_and_key(params):
     likeliest = jax.lax.top_k(apply(TINY, params, start[:1])[0, -1], 3)[1]
     assert set(a.tolist()) == set(likeliest.tolist())
     assert (a != b).any()
-
-
-def test_errors(params):
-    key = jax.random.key(0)
-    with pytest.raises(ValueError, match=r"prompt_tokens must be .* got \(3,\)"):
-        generate(TINY, params, jnp.zeros(3, jnp.int32), 1, key)
-    with pytest.raises(ValueError, match=r"top_k in \[0, 20\], got 1 and 21"):
-        generate(TINY, params, jnp.zeros((1, 3), jnp.int32), 1, key, top_k=21)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from refusals import refuses
 
 from decent_jax.models.pieces import cross_entropy
 
@@ -94,7 +95,5 @@ def test_compiled_gradient_writes_float32_logits_at_most_once(users_hlo):
 
 
 def test_errors():
-    with pytest.raises(ValueError, match=r"targets of shape \(2,\) do not fit .* expected \(3,\)"):
+    with refuses((2,), (3,)):
         cross_entropy(jnp.zeros((3, 4)), jnp.zeros(2, jnp.int32))
-    with pytest.raises(ValueError, match=r"label_smoothing must be in \[0, 1\), got 1.5"):
-        cross_entropy(jnp.zeros((3, 4)), jnp.zeros(3, jnp.int32), 1.5)

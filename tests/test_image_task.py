@@ -274,9 +274,8 @@ def test_presets_and_changes():
     config_lib.validate(config)
     assert config.model.batch_norm_consensus == "average"
     assert task_lib.model_config(config, 1000) == resnet.PRESETS["resnet50"]
-    config.model.update(blocks="2, 3", width=8, small_images=True, zero_init=False)
-    config.model.update(batch_norm_momentum=0.5, dtype="float32")
-    wanted = resnet.ResNetConfig((2, 3), True, 8, 10, True, False, 0.5, "float32")
+    config.model.update(blocks="2, 3", width=8, small_images=True, dtype="float32")
+    wanted = resnet.ResNetConfig((2, 3), True, 8, 10, True, dtype="float32")
     assert task_lib.model_config(config, 10) == wanted
     config = tiny_config()
     assert task_lib.model_config(config, 10) == dataclasses.replace(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from networks import assert_close, drawn, shapes_of
+from refusals import refuses
 
 from decent_jax.models import decoders, gpt2, pieces, resnet, transformer
 from decent_jax.models.pieces import cross_entropy
@@ -22,9 +23,7 @@ POST = transformer.TransformerConfig(
     vocab_size=20, width=16, heads=2, layers=1, ff=24, dropout=0.0, dtype="float32"
 )
 PRE = dataclasses.replace(POST, norm="pre")
-BOTTLENECK = resnet.ResNetConfig(
-    (1, 1), width=4, num_classes=6, small_images=True, zero_init=False, dtype="float32"
-)
+BOTTLENECK = resnet.ResNetConfig((1, 1), width=4, num_classes=6, small_images=True, dtype="float32")
 SOURCE = np.array([[5, 9, 4, 12, 3], [7, 6, 3, 0, 0], [8, 0, 0, 0, 0]], np.int32)
 TARGET = np.array([[2, 11, 4, 4, 7], [2, 13, 3, 0, 0], [2, 5, 19, 3, 0]], np.int32)
 
@@ -243,54 +242,22 @@ def test_attention_choice(model, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("module", "args", "message"),
+    ("config", "changes"),
     [
-        (decoders, [(1, 17)], "17 tokens do not fit the context of 16"),
-        (decoders, [(5,)], r"\(batch, time\), got \(5,\)"),
-        (transformer, [(5,), (3, 4)], r"source must have .* got \(5,\)"),
-        (transformer, [(3, 5), (4,)], r"target_in must have .* got \(4,\)"),
+        (GPT2, {"width": 30, "heads": 4}),
+        (POST, {"width": 30, "heads": 4}),
+        (POST, {"width": 15}),  # no multiple of 2 heads
+        (BOTTLENECK, {"blocks": ()}),
+        (BOTTLENECK, {"blocks": (2, 0)}),
+        (BOTTLENECK, {"dtype": "float64"}),
     ],
 )
-def test_sentences_must_be_a_matrix(module, args, message):
-    config = {decoders: GPT2, transformer: POST}[module]
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(
-            partial(module.apply, config),
-            shapes_of(module, config),
-            *(jnp.zeros(shape, jnp.int32) for shape in args),
-        )
-
-
-@pytest.mark.parametrize("config", [GPT2, POST], ids=["gpt2", "transformer"])
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"width": 30, "heads": 4}, "width 30 is not divisible by heads 4"),
-        ({"layers": 0}, "layers must be at least 1, got 0"),
-        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
-        ({"dtype": "int8"}, "dtype must be one of .*, got 'int8'"),
-        ({"attention": "flash"}, "attention must be one of auto, xla, cudnn, got 'flash'"),
-    ],
-)
-def test_config_errors(config, changes, message):
-    with pytest.raises(ValueError, match=message):
+def test_config_errors(config, changes):
+    with refuses(*changes, *changes.values()):
         dataclasses.replace(config, **changes)
 
 
-@pytest.mark.parametrize(
-    ("config", "changes", "message"),
-    [
-        (GPT2, {"init_std": 0.0}, "init_std must be above 0, got 0"),
-        (POST, {"width": 15, "heads": 3}, "width must be even, for sines and cosines, got 15"),
-        (POST, {"vocab_size": 3}, "vocab_size must be at least 4, the special ids, got 3"),
-        (POST, {"norm": "middle"}, "norm must be one of post, pre, got 'middle'"),
-        (BOTTLENECK, {"blocks": ()}, r"blocks must be at least 1 for each stage, got \(\)"),
-        (BOTTLENECK, {"blocks": (2, 0)}, r"must be at least 1 for each stage, got \(2, 0\)"),
-        (BOTTLENECK, {"width": 0}, "width must be at least 1, got 0"),
-        (BOTTLENECK, {"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
-        (BOTTLENECK, {"dtype": "int8"}, "dtype must be one of .*, got 'int8'"),
-    ],
-)
-def test_config_errors_of_one_network(config, changes, message):
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(config, **changes)
+def test_more_tokens_than_the_context():
+    tokens = jnp.zeros((1, 17), jnp.int32)
+    with refuses(17, 16):
+        jax.eval_shape(partial(decoders.apply, GPT2), shapes_of(decoders, GPT2), tokens)

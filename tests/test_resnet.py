@@ -11,12 +11,12 @@ import safetensors.numpy
 from networks import assert_close, numpy_conv, numpy_resnet, shapes_of
 
 from decent_jax.cpu import convolution
-from decent_jax.models import resnet, resnet_weights
+from decent_jax.models import resnet, weights
 
 TINY = dataclasses.replace(
     resnet.PRESETS["tiny"], blocks=(1, 1), width=4, num_classes=6, dtype="float32"
 )
-DEEP = dataclasses.replace(TINY, bottleneck=True, blocks=(2, 1), zero_init=False)
+DEEP = dataclasses.replace(TINY, bottleneck=True, blocks=(2, 1))
 pytestmark = pytest.mark.usefixtures("compile_once")
 init = jax.jit(resnet.init, static_argnums=0)
 logits_of = jax.jit(resnet.logits_of, static_argnums=0)
@@ -93,7 +93,7 @@ def test_training_forward_and_statistics_equal_numpy(config, images, tmp_path):
     config = dataclasses.replace(config, momentum=0.75)
     params, statistics = random_params(config)
     logits, new = train_logits(config, params, statistics, images)
-    resnet_weights.save(tmp_path / "model.safetensors", params, new, config)
+    weights.save_resnet(tmp_path / "model.safetensors", params, new, config, 0, {})
     tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
     moments = {}
     wanted = numpy_resnet(tensors, images, moments)
@@ -163,15 +163,12 @@ def test_convolution_is_left_to_jax_on_gpus(monkeypatch):
 # --- Shapes, start, dtypes ----------------------------------------------------------------------
 
 
-def test_zero_init():
-    basic, deep = (dataclasses.replace(config, blocks=(1,)) for config in (TINY, DEEP))
-    zeroed = dataclasses.replace(deep, zero_init=True)
-    for config, last in ((basic, "bn2"), (zeroed, "bn3"), (deep, None)):
-        params, _ = init(config, jax.random.key(0))
+def test_blocks_begin_as_the_identity():
+    for config, last in ((TINY, "bn2"), (DEEP, "bn3")):
+        params, _ = init(dataclasses.replace(config, blocks=(1,)), jax.random.key(0))
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             if path[-1].key == "scale":
-                zero = path[-2].key == last
-                np.testing.assert_array_equal(leaf, 0.0 if zero else 1.0)
+                np.testing.assert_array_equal(leaf, float(path[-2].key != last))
 
 
 def test_init_scales():
@@ -206,10 +203,3 @@ def test_bfloat16_normalises_with_float32_statistics():
     y = norm(jnp.full((1, 1, 1, 2), 1000.0, jnp.bfloat16), False)
     assert y.dtype == jnp.bfloat16
     assert float(y[0, 0, 0, 0]) == pytest.approx(-0.7, abs=0.01)
-
-
-def test_images_must_have_three_channels():
-    with pytest.raises(ValueError, match=r"\(batch, height, width, 3\), got \(2, 8, 8, 1\)"):
-        jax.eval_shape(
-            partial(resnet.logits_of, TINY), *shapes_of(resnet, TINY), jnp.zeros((2, 8, 8, 1))
-        )

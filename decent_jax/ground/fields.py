@@ -109,6 +109,12 @@ class Field:
 Changeable = functools.partial(Field, may_change=True)  # a resumed run may have another value
 
 
+def dtype_of_activations(doc: str) -> Field:
+    """The type of a model's activations."""
+    kinds = ("bfloat16", "float16", "float32", "float64")
+    return Field("bfloat16", f"type {doc}", choices=kinds)
+
+
 def size_of_preset(doc: str, at_most: int = 2**16) -> Field:
     """A size of a model; 0, its default, is that of the preset."""
     return Field(0, f"{doc}; 0: the preset's", at_least=0, at_most=at_most)

@@ -61,16 +61,7 @@ def beam_search(
 
     Returns:
       `Hypotheses`, with ``L = S + max_extra``.
-
-    Raises:
-      ValueError: ``source`` is not a matrix, or a number is out of range.
     """
-    if source.ndim != 2:
-        raise ValueError(f"source must have the shape (batch, time), got {source.shape}")
-    if beam < 1 or max_extra < 0 or alpha < 0:
-        raise ValueError(
-            f"beam must be >= 1, alpha and max_extra >= 0, got {beam}, {alpha} and {max_extra}"
-        )
     return _search(config, params, source, alpha, beam, max_extra)[0]
 
 

@@ -36,7 +36,7 @@ def init(config: Config, key: jax.Array) -> Params:
 def apply(
     config: Config, params: Params, tokens: jax.Array, dropout_rng: jax.Array | None = None
 ) -> jax.Array:
-    """``GPT2.__call__`` on parameters as `init` returns them; same shapes and errors."""
+    """``GPT2.__call__`` on parameters as `init` returns them; same shapes."""
     return merge(config, params)(tokens, dropout_rng=dropout_rng)
 
 

@@ -36,17 +36,7 @@ def generate(
 
     Returns:
       ``(B, P + num_tokens)``, the prompts and what follows them, in the prompts' dtype.
-
-    Raises:
-      ValueError: the prompt is not a matrix or is empty, or a number is out of range.
     """
-    if prompt_tokens.ndim != 2 or prompt_tokens.shape[1] < 1:
-        raise ValueError(f"prompt_tokens must be (batch, time >= 1), got {prompt_tokens.shape}")
-    if num_tokens < 0 or not 0 <= top_k <= config.vocab_size:
-        raise ValueError(
-            f"num_tokens must be >= 0 and top_k in [0, {config.vocab_size}], "
-            f"got {num_tokens} and {top_k}"
-        )
     batch, prompt = prompt_tokens.shape
     model = decoders.merge(config, params)
     tokens = jnp.pad(prompt_tokens, ((0, 0), (0, num_tokens)))

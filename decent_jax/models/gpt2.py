@@ -49,11 +49,7 @@ class GPT2Config:
     tied: bool = True
 
     def __post_init__(self):
-        pieces.at_least_one(self, "vocab_size", "context", "layers", "heads", "width")
-        pieces.check_attention(self)
-        pieces.check_dtype(self)
-        if not self.init_std > 0:
-            raise ValueError(f"init_std must be above 0, got {self.init_std}")
+        pieces.check(self)
 
     @property
     def kv_heads(self) -> int:
@@ -117,7 +113,7 @@ class GPT2(nnx.Module):
           ``(B, T, vocab_size)`` in ``config.dtype``.
 
         Raises:
-          ValueError: ``tokens`` is not a matrix or is longer than the context.
+          ValueError: ``tokens`` are longer than the context.
         """
         return self.logits(self.hidden(tokens, dropout_rng=dropout_rng))
 
@@ -127,8 +123,6 @@ class GPT2(nnx.Module):
 
     def begin(self, tokens: jax.Array, dropout_rng: jax.Array | None = None) -> jax.Array:
         """What goes into the first block, ``(B, T, width)``."""
-        if tokens.ndim != 2:
-            raise ValueError(f"tokens must have the shape (batch, time), got {tokens.shape}")
         length, context = tokens.shape[1], self.config.context
         if length > context:
             raise ValueError(f"{length} tokens do not fit the context of {context}")

@@ -46,8 +46,6 @@ class ResNetConfig:
       num_classes: outputs.
       small_images: begin with a 3x3 convolution of stride 1, for images of some 32 pixels,
         instead of one of 7x7 and stride 2 and a max pool of stride 2.
-      zero_init: start the last batch-norm scale of each block at 0, which makes the block the
-        identity (Goyal et al., 2017).
       momentum: of the running statistics: what they keep of themselves in a step.
       dtype: of activations and convolutions; parameters, statistics, the normalisation and the
         last layer are float32 (float64 in a float64 model).
@@ -58,16 +56,12 @@ class ResNetConfig:
     width: int = 64
     num_classes: int = 1000
     small_images: bool = False
-    zero_init: bool = True
     momentum: float = 0.9
     dtype: str = "bfloat16"
 
     def __post_init__(self):
         if not self.blocks or min(self.blocks) < 1:
             raise ValueError(f"blocks must be at least 1 for each stage, got {self.blocks}")
-        pieces.at_least_one(self, "width", "num_classes")
-        if not 0.0 <= self.momentum < 1.0:
-            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
         pieces.check_dtype(self)
 
 
@@ -124,12 +118,7 @@ class ResNet(nnx.Module):
 
         Returns:
           ``(B, num_classes)`` float32.
-
-        Raises:
-          ValueError: ``images`` is not of that form.
         """
-        if images.ndim != 4 or images.shape[-1] != 3:
-            raise ValueError(f"images must be (batch, height, width, 3), got {tuple(images.shape)}")
         x = jax.nn.relu(self.bn1(self.conv1(images.astype(self.config.dtype)), train))
         if not self.config.small_images:
             x = nnx.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))  # pyright: ignore[reportArgumentType]
@@ -150,8 +139,8 @@ class ResidualBlock(nnx.Module):
         channels = inputs
         for i, (outputs, size, step) in enumerate(_branch(config, stage, stride), start=1):
             setattr(self, f"conv{i}", Conv(channels, outputs, size, step, rngs))
-            zero = config.zero_init and i == self.last
-            setattr(self, f"bn{i}", BatchNorm(config, outputs, 0.0 if zero else 1.0))
+            # The last scale begins at 0, so the block is the identity (Goyal et al., 2017).
+            setattr(self, f"bn{i}", BatchNorm(config, outputs, float(i != self.last)))
             channels = outputs
         self.downsample: Any = nnx.data(None)
         if stride != 1 or inputs != channels:
@@ -243,7 +232,7 @@ def init(config: ResNetConfig, key: jax.Array) -> tuple[Params, Statistics]:
     """Initial parameters and statistics: nested dicts of float32 arrays.
 
     Convolutions normal with variance ``2 / (outputs * size**2)`` (He et al., 2015), the last layer
-    uniform within ``features ** -0.5``, scales 1 (see ``zero_init``), biases and means 0,
+    uniform within ``features ** -0.5``, scales 1 (the last of a block 0), biases and means 0,
     variances 1.
     """
     _, params, statistics = nnx.split(ResNet(config, rngs=nnx.Rngs(key)), nnx.Param, nnx.BatchStat)
@@ -253,7 +242,7 @@ def init(config: ResNetConfig, key: jax.Array) -> tuple[Params, Statistics]:
 def logits_of(
     config: ResNetConfig, params: Params, statistics: Statistics, images: jax.Array
 ) -> jax.Array:
-    """Evaluation: ``ResNet.__call__`` with the running statistics; same shapes and errors."""
+    """Evaluation: ``ResNet.__call__`` with the running statistics; same shapes."""
     return merge(config, params, statistics)(images, train=False)
 
 

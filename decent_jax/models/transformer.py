@@ -62,16 +62,9 @@ class TransformerConfig:
     attention: str = "auto"
 
     def __post_init__(self):
-        pieces.at_least_one(self, "width", "heads", "layers", "ff")
-        if self.vocab_size <= END:
-            raise ValueError(
-                f"vocab_size must be at least {END + 1}, the special ids, got {self.vocab_size}"
-            )
-        pieces.check_attention(self)
+        pieces.check(self)
         if self.width % 2:
             raise ValueError(f"width must be even, for sines and cosines, got {self.width}")
-        pieces.one_of(self, "norm", "post", "pre")
-        pieces.check_dtype(self)
 
 
 PRESETS = {
@@ -115,12 +108,7 @@ class Transformer(nnx.Module):
 
         Returns:
           The memory, ``(B, S, width)`` in ``config.dtype``; meaningless at padding.
-
-        Raises:
-          ValueError: ``source`` is not a matrix.
         """
-        if source.ndim != 2:
-            raise ValueError(f"source must have the shape (batch, time), got {source.shape}")
         rng = rng if self.config.dropout else None
         lengths = key_lengths(source != PAD)
         x = self.embed(source, jnp.arange(source.shape[1]))
@@ -146,12 +134,7 @@ class Transformer(nnx.Module):
 
         Returns:
           Logits of the next token, ``(B, T, vocab_size)`` in ``config.dtype``.
-
-        Raises:
-          ValueError: ``target_in`` is not a matrix.
         """
-        if target_in.ndim != 2:
-            raise ValueError(f"target_in must have the shape (batch, time), got {target_in.shape}")
         rng = rng if self.config.dropout else None
         lengths = key_lengths(source_mask)
         x = self.embed(target_in, jnp.arange(target_in.shape[1]))
@@ -312,7 +295,7 @@ def apply(
     target_in: jax.Array,
     rng: jax.Array | None = None,
 ) -> jax.Array:
-    """`Transformer.encode`, then `decode`; same arguments, shapes and errors."""
+    """`Transformer.encode`, then `decode`; same arguments and shapes."""
     model = merge(config, params)
     memory = model.encode(source, fold_in(rng, 0))
     return model.decode(target_in, memory, source != PAD, fold_in(rng, 1))

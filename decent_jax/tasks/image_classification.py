@@ -15,9 +15,9 @@ from decent_jax.data import loader
 from decent_jax.data.images import crops, generated_images, image_folder
 from decent_jax.ground import machine
 from decent_jax.ground.errors import ConfigError, DataError
-from decent_jax.ground.fields import Field, size_of_preset
+from decent_jax.ground.fields import Field, dtype_of_activations, size_of_preset
 from decent_jax.ground.progress import announce as announce_on_stderr
-from decent_jax.models import resnet, resnet_weights
+from decent_jax.models import resnet, weights
 from decent_jax.models.pieces import cross_entropy
 from decent_jax.tasks import Task, TrainedRun, impossible_model
 
@@ -35,13 +35,9 @@ FIELDS = {
     "model.blocks": Field("", 'residual blocks per stage, such as "2,2,2,2"; empty: the preset\'s'),
     "model.width": size_of_preset("channels of the first stage"),
     "model.small_images": Field(False, "a stem for images of some 32 pixels; preset tiny has it"),
-    "model.zero_init": Field(True, "blocks begin as the identity"),
-    "model.dtype": Field("bfloat16", "type of activations; parameters and statistics are float32"),
+    "model.dtype": dtype_of_activations("of activations; parameters and statistics are float32"),
     "model.label_smoothing": Field(
         0.1, "smoothing in the training loss; the validation loss has none", at_least=0, below=1
-    ),
-    "model.batch_norm_momentum": Field(
-        0.9, "share of its statistics that batch norm keeps per step", at_least=0, below=1
     ),
     # Batch-norm statistics belong to a replica. These are the consensus model's.
     "model.batch_norm_consensus": Field(
@@ -125,8 +121,6 @@ def model_config(config: ConfigDict, num_classes: int) -> resnet.ResNetConfig:
             width=model.width or preset.width,
             num_classes=num_classes,
             small_images=model.small_images or preset.small_images,
-            zero_init=model.zero_init,
-            momentum=model.batch_norm_momentum,
             dtype=model.dtype,
         )
     except ValueError as error:
@@ -358,13 +352,9 @@ def export(run: TrainedRun, out: Path) -> str:
     size, resize = eval_sizes(data)
     if data.path == GENERATED:
         size, resize = data.image_size, None  # pictures are drawn at their size
-    described = resnet_weights.description(
-        model.config, class_names=model.class_names, image_size=size, resize=resize
-    )
+    described = weights.describe_resnet(model.config, model.class_names, size, resize)
     about = {"step": str(model.step), "which": run.which}
-    resnet_weights.save(
-        out, model.params, model.statistics, model.config, step=model.step, metadata=about
-    )
+    weights.save_resnet(out, model.params, model.statistics, model.config, model.step, about)
     described |= {"step": model.step, "which": run.which}
     return json.dumps(described, indent=2) + "\n"
 

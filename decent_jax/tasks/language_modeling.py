@@ -16,9 +16,9 @@ from decent_jax.data.reading import short
 from decent_jax.data.text import stdlib_corpus, token_folder, tokenizers
 from decent_jax.ground import machine
 from decent_jax.ground.errors import ConfigError, DataError
-from decent_jax.ground.fields import Field, size_of_preset
+from decent_jax.ground.fields import Field, dtype_of_activations, size_of_preset
 from decent_jax.ground.progress import announce as announce_on_stderr
-from decent_jax.models import decoder_weights, decoders, generate
+from decent_jax.models import decoders, generate, weights
 from decent_jax.models.pieces import cross_entropy
 from decent_jax.tasks import Task, TrainedRun, check_iid, impossible_model
 
@@ -42,14 +42,18 @@ FIELDS = {
     ),
     "model.tied": Field(True, "False: the output layer has its own table; True: as the preset"),
     "model.bias": Field(True, "biases in linear layers and LayerNorms of a GPT-2"),
-    "model.dropout": Field(0.0, "share of activations of a GPT-2 set to zero in training"),
-    "model.dtype": Field("bfloat16", "type of activations; parameters are float32"),
+    "model.dropout": Field(
+        0.0, "share of activations of a GPT-2 set to zero in training", at_least=0, below=1
+    ),
+    "model.dtype": dtype_of_activations("of activations; parameters are float32"),
     "model.remat": Field(False, "recompute blocks in the backward pass: less memory"),
-    "model.attention": Field("auto", "xla, cudnn, or auto: cudnn where it can, else xla"),
+    "model.attention": Field(
+        "auto", "auto: cudnn where it can, else xla", choices=("auto", "xla", "cudnn")
+    ),
     "model.init_std": Field(
         0.02,
         "standard deviation of the initial weights; narrow models want about width ** -0.5",
-        at_least=0,
+        above=0,
     ),
     "model.init_from": Field(
         "", "published weights, a .safetensors file, or the .index.json beside several"
@@ -174,7 +178,7 @@ class LanguageModeling(Task):
         if not self.init_from:
             return None
         try:
-            return decoder_weights.load_safetensors(self.init_from, self.config)
+            return weights.load_decoder(self.init_from, self.config)
         except Exception as error:  # safetensors has kinds of its own
             raise DataError(
                 f"model.init_from: {self.init_from} cannot be read ({short(error)})"
@@ -251,8 +255,8 @@ def export(run: TrainedRun, out: Path) -> str:
     """
     model = load(run)
     origin = {"step": str(model.step), "which": run.which}
-    decoder_weights.save_safetensors(out, model.params, model.config, origin)
-    about = decoder_weights.hf_config(model.config)
+    weights.save_decoder(out, model.params, model.config, origin)
+    about = weights.hf_config(model.config)
     if model.tokenizer is not None:
         end = model.tokenizer.end_of_text
         ends = {"bos_token_id": end, "eos_token_id": end}

@@ -16,9 +16,9 @@ from ml_collections import ConfigDict
 from decent_jax.data.translation import number_words, subwords
 from decent_jax.data.translation.pair_folder import PairBlocks, TranslationPairs
 from decent_jax.ground.errors import ConfigError, DataError
-from decent_jax.ground.fields import Field, size_of_preset
+from decent_jax.ground.fields import Field, dtype_of_activations, size_of_preset
 from decent_jax.ground.progress import announce as announce_on_stderr
-from decent_jax.models import transformer, transformer_weights
+from decent_jax.models import transformer, weights
 from decent_jax.models.pieces import cross_entropy
 from decent_jax.tasks import Task, TrainedRun, check_iid, impossible_model
 from decent_jax.tasks.translator import ALPHA, BEAM, LONGEST, Translator, bleu, meteor
@@ -35,11 +35,17 @@ FIELDS = {
     "model.heads": size_of_preset("attention heads per layer"),
     "model.width": size_of_preset("size of the residual stream", 2**20),
     "model.ff": size_of_preset("size of the feed-forward layers", 2**20),
-    "model.norm": Field("post", "post: as published; pre: needs no warm-up to train deep"),
-    "model.dropout": Field(0.1, "share of activations set to zero in training"),
-    "model.dtype": Field("bfloat16", "type of activations; parameters are float32"),
+    "model.norm": Field(
+        "post", "post: as published; pre: needs no warm-up to train deep", choices=("post", "pre")
+    ),
+    "model.dropout": Field(
+        0.1, "share of activations set to zero in training", at_least=0, below=1
+    ),
+    "model.dtype": dtype_of_activations("of activations; parameters are float32"),
     "model.remat": Field(False, "recompute layers in the backward pass: less memory"),
-    "model.attention": Field("auto", "xla, cudnn, or auto: cudnn where it can, else xla"),
+    "model.attention": Field(
+        "auto", "auto: cudnn where it can, else xla", choices=("auto", "xla", "cudnn")
+    ),
     "model.label_smoothing": Field(
         0.1, "smoothing in the training loss; the validation loss has none", at_least=0, below=1
     ),
@@ -275,8 +281,8 @@ def export(run: TrainedRun, out: Path) -> str:
     """
     model = load(run)
     origin = {"step": str(model.step), "which": run.which}
-    transformer_weights.save_safetensors(out, model.params, model.config, origin)
-    generation = transformer_weights.special_ids() | {
+    weights.save_transformer(out, model.params, model.config, origin)
+    generation = weights.SPECIAL_IDS | {
         "num_beams": BEAM,
         "length_penalty": ALPHA,
         "max_new_tokens": LONGEST,
@@ -286,7 +292,7 @@ def export(run: TrainedRun, out: Path) -> str:
     files["generation_config.json"] = (json.dumps(generation, indent=2) + "\n").encode()
     for name, content in files.items():
         out.with_name(name).write_bytes(content)
-    return json.dumps(transformer_weights.hf_config(model.config), indent=2) + "\n"
+    return json.dumps(weights.hf_config(model.config), indent=2) + "\n"
 
 
 def translator(run: TrainedRun, beam: int) -> Callable[[list[str]], list[str]]:

@@ -1,8 +1,9 @@
 """Batches of sentence pairs by tokens: pairs of similar length together, in a few static shapes.
 
 XLA compiles a program for every shape, and padding is wasted work; `TokenBatches` makes a ladder of
-a given number of shapes, with equally many tokens in each. Every batch is a pure function of
-lengths, seed, step and replica, so resuming replays nothing and any process may ask for any batch.
+a given number of shapes, by the longer side of a pair, that pads as little as any. Every batch is a
+pure function of lengths, seed, step and replica, so resuming replays nothing and any process may
+ask for any batch.
 
 >>> lengths = [[3, 4], [9, 8], [2, 4], [8, 9], [3, 3], [9, 9]]
 >>> batches = TokenBatches(lengths, tokens=18, num_replicas=1, seed=0, shapes=2)
@@ -71,7 +72,9 @@ class TokenBatches:
         self.num_replicas = num_replicas
         self.seed = seed
         self.shuffle = shuffle
-        bucket = _buckets(lengths.max(1), shapes)
+        longer = lengths.max(1)
+        rung = np.searchsorted(_edges(longer, shapes), longer)
+        bucket = np.unique(rung, return_inverse=True)[1]  # of those that have pairs
         counts = np.bincount(bucket)
         limits: list[tuple[int, int]] = [
             tuple(lengths[bucket == k].max(0).tolist()) for k in range(len(counts))
@@ -170,12 +173,26 @@ def _steps_and_rows(source, target, count, tokens, num_replicas) -> tuple[int, i
     return int(steps), int(-(-count // (steps * num_replicas)))
 
 
-def _buckets(longer: np.ndarray, most: int) -> np.ndarray:
-    """The bucket of each pair by the length of its longer side, (N,) integers.
+def _edges(longer: np.ndarray, most: int) -> np.ndarray:
+    """At most `most` ascending lengths; pairs padded to the next one at or above have least room.
 
-    There are at most `most`, all with about the same number of tokens.
+    The best there are, by dynamic programming. All numbers are integers, so all processes find the
+    same.
+
+    Args:
+      longer: (N,) the length of the longer side of every pair, at least 1.
     """
-    counts = np.bincount(longer)
-    tokens = (counts * np.arange(len(counts))).cumsum()
-    edges = np.searchsorted(tokens, tokens[-1] * np.arange(1, most + 1) // most, side="right") - 1
-    return np.unique(np.searchsorted(np.unique(edges), longer), return_inverse=True)[1]
+    pairs = np.bincount(longer).cumsum()  # of at most this length
+    length = np.arange(len(pairs))
+    # [i, j]: what the pairs longer than i take if they are padded to j
+    room = (pairs[None] - pairs[:, None]) * length[None]
+    room[length[:, None] > length[None]] = np.iinfo(np.int64).max // 4
+    least, before = room[0], []
+    for _ in range(most - 1):
+        total = least[:, None] + room
+        before.append(total.argmin(0))
+        least = total.min(0)
+    edges = [len(pairs) - 1]
+    for choice in reversed(before):
+        edges.append(int(choice[edges[-1]]))
+    return np.unique(edges)

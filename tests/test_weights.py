@@ -25,8 +25,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from networks import drawn
+from refusals import refuses
 
-from decent_jax.models import decoder_weights, decoders, gpt2, llama
+from decent_jax.models import decoders, gpt2, llama, weights
 from decent_jax.models.pieces import cross_entropy
 
 TINY = gpt2.GPT2Config(vocab_size=96, context=32, layers=2, heads=2, width=32, dtype="float32")
@@ -71,7 +72,7 @@ def relative_error(got, wanted):
 @pytest.mark.parametrize("dropout", [0.0, 1e-9])  # the fused attention, and the explicit one
 def test_equals_transformers(golden, file, dropout):
     config = dataclasses.replace(TINY, dropout=dropout)
-    params = decoder_weights.load_safetensors(file, config)
+    params = weights.load_decoder(file, config)
 
     def loss_fn(params):
         logits = decoders.apply(config, params, golden["tokens"], jax.random.key(0))
@@ -98,7 +99,7 @@ def test_prefix_and_head_are_accepted(published, file, tmp_path):
     tensors["lm_head.weight"] = published["wte.weight"]
     prefixed = tmp_path / "prefixed.safetensors"
     safetensors.numpy.save_file(tensors, prefixed)
-    params = [decoder_weights.load_safetensors(path, TINY) for path in (file, prefixed)]
+    params = [weights.load_decoder(path, TINY) for path in (file, prefixed)]
     jax.tree.map(np.testing.assert_array_equal, *params)
 
 
@@ -106,7 +107,7 @@ def test_half_precision_files_load(published, tmp_path):
     path = tmp_path / "half.safetensors"
     tensors = {k: np.asarray(jnp.asarray(v, jnp.bfloat16)) for k, v in published.items()}
     safetensors.numpy.save_file(tensors, path)
-    params = decoder_weights.load_safetensors(path, TINY)
+    params = weights.load_decoder(path, TINY)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"float32"}
     assert relative_error(params["wte"]["embedding"], published["wte.weight"]) < 2**-8
 
@@ -120,7 +121,7 @@ def test_padded_vocabulary(golden, published, file):
     losses, embeddings = [], []
     for vocab_size in (96, 128):
         config = dataclasses.replace(TINY, vocab_size=vocab_size)
-        params = decoder_weights.load_safetensors(file, config)
+        params = weights.load_decoder(file, config)
         logits = jax.jit(decoders.apply, static_argnums=0)(config, params, golden["tokens"])
         losses.append(cross_entropy(logits, jnp.asarray(golden["targets"])).mean())
         embeddings.append(params["wte"]["embedding"])
@@ -131,31 +132,30 @@ def test_padded_vocabulary(golden, published, file):
 
 
 @pytest.mark.parametrize(
-    ("config", "kind", "shapes"),
+    ("config", "shapes"),
     [
-        (NO_BIAS, "gpt2", {"h.1.mlp.c_proj.weight": [128, 32], "ln_f.bias": [32]}),
-        (dataclasses.replace(TINY, tied=False), "gpt2", {"transformer.ln_f.bias": [32]}),
-        (LLAMA, "llama", {"model.layers.1.mlp.down_proj.weight": [32, 24]}),
-        (dataclasses.replace(LLAMA, tied=False), "llama", {"lm_head.weight": [96, 32]}),
+        (NO_BIAS, {"h.1.mlp.c_proj.weight": [128, 32], "ln_f.bias": [32]}),
+        (dataclasses.replace(TINY, tied=False), {"transformer.ln_f.bias": [32]}),
+        (LLAMA, {"model.layers.1.mlp.down_proj.weight": [32, 24]}),
+        (dataclasses.replace(LLAMA, tied=False), {"lm_head.weight": [96, 32]}),
     ],
 )
-def test_round_trip(tmp_path, config, kind, shapes):
+def test_round_trip(tmp_path, config, shapes):
     params = drawn(decoders, config)
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"an older file")
-    decoder_weights.save_safetensors(path, params, config, {"step": "7"})
-    again = decoder_weights.load_safetensors(path, config)
+    weights.save_decoder(path, params, config, {"step": "7"})
+    again = weights.load_decoder(path, config)
     jax.tree.map(np.testing.assert_array_equal, again, params)
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
     beside = tmp_path / "model.safetensors.index.json"
     beside.write_text(json.dumps({"weight_map": {"anything": "model.safetensors"}}))
     assert path.stat().st_mode == beside.stat().st_mode  # readable by whom the umask lets
-    again = decoder_weights.load_safetensors(beside, config)
+    again = weights.load_decoder(beside, config)
     jax.tree.map(np.testing.assert_array_equal, again, params)
     with safetensors.safe_open(path, framework="numpy") as stored:
         about = stored.metadata()
         assert about["step"] == "7" and about["format"] == "pt"
-        assert json.loads(about[f"decent_jax.{kind}_config"]) == dataclasses.asdict(config)
         # `transformers` wants all biases of a GPT-2, and a Llama's matrices transposed.
         assert {name: stored.get_slice(name).get_shape() for name in shapes} == shapes
 
@@ -168,41 +168,33 @@ def test_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="disk full"):
-        decoder_weights.save_safetensors(path, drawn(decoders, TINY), TINY)
+    with refuses("disk full", error=OSError):
+        weights.save_decoder(path, drawn(decoders, TINY), TINY, {})
     assert path.read_bytes() == b"an older file"
     assert list(tmp_path.iterdir()) == [path]
 
 
+ATTENTION, EXTRA = "h.0.attn.c_attn.weight", "h.2.ln_1.weight"
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("changes", "named"),
     [
-        (lambda t: t.pop("h.1.ln_2.bias"), "has no tensor 'h.1.ln_2.bias'"),
-        (
-            lambda t: t.update({"h.0.attn.c_attn.weight": np.zeros((96, 32), np.float32)}),
-            r"'h.0.attn.c_attn.weight' of .* has the shape \(96, 32\), .* wants \(32, 96\)",
-        ),
-        (
-            lambda t: t.update({"h.2.ln_1.weight": np.zeros(32, np.float32)}),
-            "has a tensor 'h.2.ln_1.weight' that the config has no place for",
-        ),
+        ({"h.1.ln_2.bias": None}, ("h.1.ln_2.bias",)),
+        ({ATTENTION: np.zeros((96, 32), np.float32)}, (ATTENTION, (96, 32), (32, 96))),
+        ({EXTRA: np.zeros(32, np.float32)}, (EXTRA,)),
+        ({"wte.weight": np.zeros((97, 32), np.float32)}, ("wte.weight", (97, 32), (96, 32))),
     ],
 )
-def test_wrong_files_are_named(published, tmp_path, change, message):
-    tensors = dict(published)
-    change(tensors)
+def test_wrong_files_are_named(published, tmp_path, changes, named):
+    tensors = {name: x for name, x in (published | changes).items() if x is not None}
     path = tmp_path / "model.safetensors"
     safetensors.numpy.save_file(tensors, path)
-    with pytest.raises(ValueError, match=message):
-        decoder_weights.load_safetensors(path, TINY)
-
-
-def test_smaller_vocabulary_is_refused(file):
-    with pytest.raises(ValueError, match=r"'wte.weight' .* shape \(96, 32\), .* \(90, 32\)"):
-        decoder_weights.load_safetensors(file, dataclasses.replace(TINY, vocab_size=90))
+    with refuses(path, *named):
+        weights.load_decoder(path, TINY)
 
 
 def test_save_refuses_stacked_parameters(tmp_path):
     params = jax.tree.map(lambda x: x[None], drawn(decoders, TINY))
-    with pytest.raises(ValueError, match=r"'h.0.attn.c_attn.bias' has the shape \(1, 96\)"):
-        decoder_weights.save_safetensors(tmp_path / "x.safetensors", params, TINY)
+    with refuses("h.0.attn.c_attn.bias", (1, 96)):
+        weights.save_decoder(tmp_path / "x.safetensors", params, TINY, {})

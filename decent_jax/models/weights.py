@@ -1,0 +1,395 @@
+"""Models as safetensors files with published names: those of Hugging Face and of torchvision.
+
+* Decoders: ``GPT2LMHeadModel``, in whose linear layers the weight is ``(inputs, outputs)`` as here,
+  and ``LlamaForCausalLM``, which holds the transpose.
+* Transformers: ``MarianMTModel`` where ``norm="post"``, ``PegasusForConditionalGeneration`` where
+  ``norm="pre"``. Both have the sines of the positions in the first half of a hidden vector and the
+  cosines in the second, where ours alternate, so every hidden vector is written in that order.
+  Their linear layers hold ``(outputs, inputs)``, and biases that ours lack are zeros.
+* ResNets: the ``state_dict()`` of torchvision's ``resnet18`` to ``resnet152`` (version 1.5, the
+  stride in the 3x3 convolution). Convolutions are ``(outputs, inputs, height, width)`` there and
+  ``(height, width, inputs, outputs)`` here. Networks that torchvision lacks (other blocks, another
+  width, the stem for small images) are named by the same rule.
+
+A file is float32, and appears whole or not at all. ``transformers`` reads it as
+``model.safetensors`` next to a ``config.json`` that holds `hf_config`.
+"""
+
+import dataclasses
+import json
+import operator
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+from flax import nnx
+
+from decent_jax.ground.json_files import check_regular, read_text, write_atomic
+from decent_jax.models import decoders, pieces, resnet, transformer
+from decent_jax.models.gpt2 import GPT2Config
+from decent_jax.models.llama import LlamaConfig
+from decent_jax.models.pieces import Params
+from decent_jax.models.resnet import ResNetConfig
+from decent_jax.models.transformer import END, PAD, START, TransformerConfig
+
+POSITIONS = 2048  # tokens that a sentence or its translation may have in `transformers`
+
+_LEAVES = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}
+_LEAVES |= {"mean": "running_mean", "var": "running_var"}
+
+
+class _Layout(NamedTuple):
+    """Names and axes of a file.
+
+    Attributes:
+      modules: names there of our modules, of those that have another one.
+      transposed: whether kernels begin with their outputs there.
+    """
+
+    modules: Mapping[str, str]
+    transposed: bool = True
+
+    def name(self, tree_path: tuple) -> str:
+        """``h / 0 / attn / c_proj / kernel`` -> ``model.layers.0.self_attn.o_proj.weight``."""
+        *modules, leaf = (str(entry.key) for entry in tree_path)
+        return ".".join([*(self.modules.get(name, name) for name in modules), _LEAVES[leaf]])
+
+    def turned(self, tree_path: tuple, x: np.ndarray) -> np.ndarray:
+        """The parameter as the file has it; of a matrix also the way back."""
+        if not self.transposed or tree_path[-1].key != "kernel":
+            return x
+        return x.transpose(3, 2, 0, 1) if x.ndim == 4 else x.T
+
+
+_GPT2 = _Layout({}, transposed=False)
+_LLAMA = _Layout(
+    {
+        "wte": "model.embed_tokens",
+        "h": "model.layers",
+        "ln_1": "input_layernorm",
+        "attn": "self_attn",
+        "c_proj": "o_proj",
+        "ln_2": "post_attention_layernorm",
+        "ln_f": "model.norm",
+    }
+)
+_TRANSFORMER = _Layout(
+    {
+        "shared": "model.shared",
+        "encoder": "model.encoder.layers",
+        "decoder": "model.decoder.layers",
+        "self_attention": "self_attn",
+        "cross_attention": "encoder_attn",
+        "self_norm": "self_attn_layer_norm",
+        "cross_norm": "encoder_attn_layer_norm",
+        "ff_norm": "final_layer_norm",
+        "ff_in": "fc1",
+        "ff_out": "fc2",
+        "query": "q_proj",
+        "key": "k_proj",
+        "value": "v_proj",
+        "out": "out_proj",
+        "encoder_norm": "model.encoder.layer_norm",
+        "decoder_norm": "model.decoder.layer_norm",
+    }
+)
+_RESNET = _Layout({"conv": "0", "bn": "1"})  # the two modules of a downsample
+
+
+def _tensors(tree: Any, shapes: Any, layout: _Layout) -> dict[str, np.ndarray]:
+    """The tensors of one model; ValueError where one is missing or has another shape."""
+    given = {layout.name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    tensors = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+        own = layout.name(path)
+        shape = np.shape(given[own]) if own in given else None
+        if shape != leaf.shape:
+            raise ValueError(f"parameter {own!r} has the shape {shape}, wanted {leaf.shape}")
+        value = layout.turned(path, np.asarray(given[own], np.float32))
+        tensors[own] = np.ascontiguousarray(value)
+    return tensors
+
+
+def _write(path: Path, tensors: dict[str, np.ndarray], metadata: Mapping[str, str]) -> None:
+    write_atomic(path, safetensors.numpy.save(tensors, {"format": "pt", **metadata}))
+
+
+# --- Decoders -----------------------------------------------------------------------------------
+
+_PREFIX, _HEAD = "transformer.", "lm_head.weight"
+_OF_VOCABULARY = ("wte.weight", "model.embed_tokens.weight", _HEAD)
+_IGNORED = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
+
+
+def load_decoder(path: str | Path, config: decoders.Config) -> Params:
+    """Reads weights, published ones or those `save_decoder` wrote.
+
+    Names may carry the prefix ``transformer.``. The constants some files hold (causal masks,
+    rotary frequencies) are ignored, and so is a tied model's ``lm_head.weight``, which is the token
+    embedding again.
+
+    Where ``config.vocab_size`` is larger than the file's (50304 against 50257), the embedding is
+    padded with copies of its mean row. The logit of a padding token is then the mean logit, which
+    is at most the logarithm of the mean of ``exp``: the loss rises by no more than
+    ``log(50304 / 50257) = 0.0009`` nats. (Zero rows, whose logit is 0, would take all the
+    probability: the published models' logits lie far below 0.)
+
+    Args:
+      path: a ``.safetensors`` file, or the ``model.safetensors.index.json`` beside several.
+      config: shapes to expect.
+
+    Returns:
+      A nested dict of float32 NumPy arrays, as `decoders.init` shapes it.
+
+    Raises:
+      ValueError: a tensor is missing, has another shape, or is not part of this config (more
+        layers, biases other than zeros where it has none); it is named.
+    """
+    layout, left = _decoder_layout(config), _stored(Path(path), config)
+
+    def leaf_of(tree_path, leaf):
+        own = layout.name(tree_path)
+        wanted = layout.turned(tree_path, np.broadcast_to(np.float32(0), leaf.shape)).shape
+        if own not in left:
+            raise ValueError(f"{path} has no tensor {own!r}")
+        file, key = left.pop(own)
+        with safetensors.safe_open(file, framework="numpy") as opened:
+            value = np.asarray(opened.get_tensor(key), np.float32)  # published ones are bfloat16
+        if own in _OF_VOCABULARY and value.ndim == 2:
+            missing = max(0, wanted[0] - value.shape[0])
+            padding = np.tile(value.mean(0, dtype=np.float64).astype(np.float32), (missing, 1))
+            value = np.concatenate([value, padding])
+        if value.shape != wanted:
+            raise ValueError(
+                f"tensor {own!r} of {path} has the shape {value.shape}, the config wants {wanted}"
+            )
+        return np.ascontiguousarray(layout.turned(tree_path, value))
+
+    params = jax.tree_util.tree_map_with_path(leaf_of, decoders.shapes(config))
+    if left:
+        raise ValueError(
+            f"{path} has a tensor {min(left)!r} that the config has no place for: {config}"
+        )
+    return params
+
+
+def _stored(path: Path, config: decoders.Config) -> dict[str, tuple[Path, str]]:
+    """Names of tensors without prefix: the file of each, and its name there."""
+    files = [path]
+    if path.suffix == ".json":
+        names = {*json.loads(read_text(path))["weight_map"].values()}
+        files = [path.with_name(name) for name in sorted(names)]
+    ignored = (*_IGNORED, _HEAD) if config.tied else _IGNORED
+    stored = {}
+    for file in files:
+        check_regular(file)
+        with safetensors.safe_open(file, framework="numpy") as opened:
+            for key in opened.keys():  # noqa: SIM118
+                name = key.removeprefix(_PREFIX)
+                if name.endswith(ignored):
+                    continue
+                # Biases of zeros are none; `save_decoder` writes them.
+                if config.bias or not name.endswith("bias") or np.any(opened.get_tensor(key)):
+                    stored[name] = file, key
+    return stored
+
+
+def save_decoder(
+    path: Path, params: Params, config: decoders.Config, metadata: Mapping[str, str]
+) -> None:
+    """Writes one model's parameters (no replica dimension).
+
+    ``transformers`` knows no GPT-2 without biases, so with ``bias=False`` they are zeros there.
+
+    Raises:
+      ValueError: a parameter is missing or has another shape than ``config`` says.
+    """
+    tensors = _tensors(params, decoders.shapes(config), _decoder_layout(config))
+    if isinstance(config, GPT2Config):
+        with_biases = decoders.shapes(dataclasses.replace(config, bias=True))
+        for tree_path, leaf in jax.tree_util.tree_leaves_with_path(with_biases):
+            tensors.setdefault(_GPT2.name(tree_path), np.zeros(leaf.shape, np.float32))
+        if not config.tied:  # beside an output layer of its own, the rest has its full name
+            tensors = {n if n == _HEAD else _PREFIX + n: x for n, x in tensors.items()}
+    _write(path, tensors, metadata)
+
+
+def _decoder_layout(config: decoders.Config) -> _Layout:
+    return _GPT2 if isinstance(config, GPT2Config) else _LLAMA
+
+
+# --- Transformers -------------------------------------------------------------------------------
+
+
+def save_transformer(
+    path: Path, params: Params, config: TransformerConfig, metadata: Mapping[str, str]
+) -> None:
+    """Writes one model's parameters; ValueError as `save_decoder`."""
+    shapes = pieces.shapes(transformer.Transformer, config)
+    params = jax.tree_util.tree_map_with_path(_reordered, params)
+    tensors = _tensors(params, shapes, _TRANSFORMER)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        tensors[name.replace("weight", "bias")] = np.zeros(config.width, np.float32)
+    tensors["final_logits_bias"] = np.zeros((1, config.vocab_size), np.float32)
+    sines = np.asarray(transformer.sinusoids(jnp.arange(POSITIONS), config.width))
+    for side in ("encoder", "decoder"):
+        positions = np.ascontiguousarray(sines[:, _order(config.width)])
+        tensors[f"model.{side}.embed_positions.weight"] = positions
+    _write(path, tensors, metadata)
+
+
+def _order(width: int) -> np.ndarray:
+    """Our columns of a hidden vector in the order of the file: sines, then cosines."""
+    return np.concatenate([np.arange(0, width, 2), np.arange(1, width, 2)])
+
+
+def _reordered(tree_path, value: np.ndarray) -> np.ndarray:
+    """The parameter with the hidden vectors that it reads or writes in that order."""
+    *_, module, leaf = (entry.key for entry in tree_path)
+    if module == "ff_in" and leaf == "bias":
+        return value
+    axis = 0 if leaf == "kernel" and module not in ("out", "ff_out") else -1
+    return np.take(value, _order(value.shape[axis]), axis)
+
+
+# --- What `transformers` must know --------------------------------------------------------------
+
+
+def hf_config(config: decoders.Config | TransformerConfig) -> dict:
+    """What ``config.json`` must hold for ``transformers`` to load a saved file."""
+    if isinstance(config, TransformerConfig):
+        return _hf_transformer(config)
+    return _hf_gpt2(config) if isinstance(config, GPT2Config) else _hf_llama(config)
+
+
+def _hf_gpt2(config: GPT2Config) -> dict:
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": config.vocab_size,
+        "n_positions": config.context,
+        "n_embd": config.width,
+        "n_layer": config.layers,
+        "n_head": config.heads,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": config.tied,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout),
+        "bos_token_id": 50256 if config.vocab_size > 50256 else None,
+        "eos_token_id": 50256 if config.vocab_size > 50256 else None,
+    }
+
+
+def _hf_llama(config: LlamaConfig) -> dict:
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.context,
+        "hidden_size": config.width,
+        "intermediate_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.width // config.heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_epsilon,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "tie_word_embeddings": config.tied,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def _hf_transformer(config: TransformerConfig) -> dict:
+    post = config.norm == "post"
+    sides = ("encoder", "decoder")
+    return {
+        "model_type": "marian" if post else "pegasus",
+        "architectures": ["MarianMTModel" if post else "PegasusForConditionalGeneration"],
+        "vocab_size": config.vocab_size,
+        "d_model": config.width,
+        **{f"{side}_layers": config.layers for side in sides},
+        **{f"{side}_attention_heads": config.heads for side in sides},
+        **{f"{side}_ffn_dim": config.ff for side in sides},
+        "activation_function": "relu",
+        **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), config.dropout),
+        "scale_embedding": True,
+        "max_position_embeddings": POSITIONS,
+        "tie_word_embeddings": True,
+        **SPECIAL_IDS,
+        "forced_eos_token_id": None,
+    }
+
+
+SPECIAL_IDS = {  # of a Transformer, for config.json and generation_config.json
+    "pad_token_id": PAD,
+    "bos_token_id": START,
+    "eos_token_id": END,
+    "decoder_start_token_id": START,
+}
+
+
+# --- ResNets ------------------------------------------------------------------------------------
+
+
+def save_resnet(
+    path: Path,
+    params: Params,
+    statistics: resnet.Statistics,
+    config: ResNetConfig,
+    step: int,
+    metadata: Mapping[str, str],
+) -> None:
+    """Writes one model and the statistics that it is evaluated with; ValueError as `save_decoder`.
+
+    ``step`` is torchvision's ``num_batches_tracked``.
+    """
+    tensors = {}
+    for kind, tree in ((nnx.Param, params), (nnx.BatchStat, statistics)):
+        tensors |= _tensors(tree, pieces.shapes(resnet.ResNet, config, kind), _RESNET)
+    for name in [name for name in tensors if name.endswith("running_var")]:
+        tensors[name.replace("running_var", "num_batches_tracked")] = np.array(step, np.int64)
+    _write(path, tensors, metadata)
+
+
+def architecture(config: ResNetConfig) -> str | None:
+    """Name of torchvision's function that makes this network; None where it has none."""
+    shape = operator.attrgetter("blocks", "bottleneck", "width", "small_images")
+    names = {shape(preset): name for name, preset in resnet.PRESETS.items()}
+    return None if config.small_images else names.get(shape(config))
+
+
+def describe_resnet(
+    config: ResNetConfig, class_names: Sequence[str] | None, image_size: int, resize: int | None
+) -> dict:
+    """What a user of the tensors needs to know, for a ``config.json``.
+
+    Args:
+      config: of the network.
+      class_names: (num_classes,) in the order of the outputs; None: not known.
+      image_size: pixels, of an image in evaluation.
+      resize: what the shorter side of a photograph is made before that centre crop; None: no
+        crop.
+    """
+    return {
+        "architecture": architecture(config),  # null: torchvision has no such network
+        "blocks": list(config.blocks),
+        "bottleneck": config.bottleneck,
+        "width": config.width,
+        "small_images": config.small_images,
+        "num_classes": config.num_classes,
+        "class_names": class_names and list(class_names),
+        "image_size": image_size,
+        "resize": resize,
+        "mean": list(resnet.MEAN),
+        "std": list(resnet.STD),
+        "batch_norm_eps": resnet.EPSILON,
+    }
