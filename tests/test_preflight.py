@@ -38,21 +38,13 @@ def matrices(slowest=1e9):
     return latency, bandwidth
 
 
-def test_what_is_saved_is_what_was_measured(tmp_path):
-    latency, bandwidth = matrices(slowest=0.9e9)
-    sentence = command.save(latency, bandwidth, ["a/0", "a/1", "b/0"], tmp_path / "n.json")
-    assert sentence == f"saved {tmp_path / 'n.json'} for decent-jax planner"
-    found = network.load(tmp_path / "n.json")
-    assert found.names == ("a/0", "a/1", "b/0") and found.node.tolist() == [0, 0, 1]
-    np.testing.assert_array_equal(found.bandwidth_bytes_per_s, bandwidth)
-    np.testing.assert_array_equal(found.latency_s, latency)
-
-
 def test_links_that_are_slower_one_way(tmp_path):
     latency, bandwidth = matrices(slowest=0.5e9)
-    sentence = command.save(latency, bandwidth, ["a/0", "b/0", "c/0"], tmp_path / "n.json")
-    assert "the slower counts for both" in sentence
-    assert network.load(tmp_path / "n.json").bandwidth_bytes_per_s[1, 2] == 0.5e9
+    command.save(latency, bandwidth, ["a/0", "b/0", "b/1"], tmp_path / "n.json")
+    found = network.load(tmp_path / "n.json")
+    assert found.names == ("a/0", "b/0", "b/1") and found.node.tolist() == [0, 1, 1]
+    np.testing.assert_array_equal(found.latency_s, latency)
+    np.testing.assert_array_equal(found.bandwidth_bytes_per_s, np.minimum(bandwidth, bandwidth.T))
     report = preflight.report(latency, bandwidth, ["a/0", "b/0", "c/0"])
     assert "slowest link: 4.00 Gbit/s, c/0 -> b/0 (median of all links 8.00 Gbit/s)" in report
 

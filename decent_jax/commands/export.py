@@ -9,7 +9,6 @@ the batch-norm statistics it was evaluated with; its ``config.json`` names the a
 classes, and how images are normalised.
 """
 
-import contextlib
 import re
 from pathlib import Path
 
@@ -56,15 +55,9 @@ def export(workdir: str | Path, out: str | Path, which: str = "last") -> Path:
         )
     _check_replaceable(out)
     run = TrainedRun(workdir, which)
-    made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    run.function("export", "be exported")  # or refused, before the folder is made
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        text = run.call("export", "be exported", out)
-    except ConfigError:
-        with contextlib.suppress(OSError):  # not empty
-            for parent in made:
-                parent.rmdir()
-        raise
+    text = run.call("export", "be exported", out)
     write_atomic(out.with_name("config.json"), text.encode())
     return out
 

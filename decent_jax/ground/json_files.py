@@ -20,10 +20,8 @@ def check_regular(path: str | Path) -> None:
     A path where nothing is passes, and so does a folder: whoever opens it finds out.
     """
     path = Path(path)
-    kinds = {"a pipe": path.is_fifo(), "a socket": path.is_socket()}
-    kinds["a device"] = path.is_char_device() or path.is_block_device()
-    for kind in [kind for kind, is_one in kinds.items() if is_one]:
-        raise OSError(errno.EINVAL, f"it is {kind} and no regular file", str(path))
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "it is a pipe, a socket or a device", str(path))
 
 
 def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:

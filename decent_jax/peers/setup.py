@@ -73,8 +73,7 @@ def check(config: ConfigDict) -> None:
     partners.degree(config.peers.neighbours)
     _check_seconds(config.peers)
     pairs = ConfigDict(config.to_dict())
-    if config.schedule == config_lib.AUTO or config_lib.names_a_schedule(config.schedule):
-        pairs.schedule = "random_matching"  # peers use no schedule, but methods ask for one
+    pairs.schedule = "random_matching"  # peers use no schedule, but methods ask for one
     config_lib.check(pairs)
 
 

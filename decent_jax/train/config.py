@@ -228,7 +228,7 @@ def changed(config: ConfigDict, **values: Any) -> ConfigDict:
 
 
 def make_schedule(config: ConfigDict, plan: Plan | None = None) -> topology.Schedule:
-    """The gossip schedule (`all_reduce`, which sends no parameters, does not use it).
+    """The gossip schedule; of `all_reduce`, which sends no parameters, that of its sums.
 
     Args:
       config: of the run.
@@ -241,29 +241,20 @@ def make_schedule(config: ConfigDict, plan: Plan | None = None) -> topology.Sche
         times = method.phases(algorithm.numbers_of(config, method))
         return topology.repeat(schedule, times) if times > 1 else schedule
     except ValueError as error:
-        if config.algorithm == "all_reduce" and names_a_schedule(config.schedule):
-            return topology.make("complete", config.num_replicas)
         raise ConfigError(f"schedule: {error}", field="schedule", value=config.schedule) from None
 
 
 def _schedule(config: ConfigDict) -> topology.Schedule:
     """The schedule that ``schedule`` names, or that its file holds."""
     n = config.num_replicas
+    if config.algorithm == "all_reduce":
+        return topology.make("complete", n)
     if config.schedule == AUTO:
         return topology.make(ONE_HOST, n)
     if config.schedule.endswith(".npy"):
         push_sum = config.algorithm == "push_sum"
         return topology.Schedule.from_file(config.schedule, n, column_stochastic_only=push_sum)
     return topology.make(config.schedule, n, local_size=config.local_size)
-
-
-def names_a_schedule(text: str) -> bool:
-    """Whether there is such a schedule, for whatever number of replicas."""
-    try:
-        topology.make(text, 1)  # one replica fits every schedule
-    except ValueError:
-        return False
-    return True
 
 
 def durations(config: ConfigDict, steps_per_epoch: int, steps: int) -> dict[str, int]:

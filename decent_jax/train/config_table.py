@@ -24,15 +24,11 @@ FIELDS = {
     "mix_every": Field(1, "steps from one round to the next", at_least=1),
     "comm_dtype": Field("float32", "format of messages", choices=tuple(codecs.NAMED)),
     "local_size": Changeable(1, "replicas per node, for schedules that know nodes", at_least=1),
-    "identical_start": Field(
-        True, "all replicas start alike; False: each draws its own"
-    ),
+    "identical_start": Field(True, "all replicas start alike; False: each draws its own"),
     # --- How long, how much ---
     "steps": Changeable(1000, "updates of each replica", at_least=0),
     "epochs": Changeable(0.0, "passes over the data, in place of steps when above 0", at_least=0),
-    "batch_size": Field(
-        64, "examples per step of all replicas; translation: tokens", at_least=1
-    ),
+    "batch_size": Field(64, "examples per step of all replicas; translation: tokens", at_least=1),
     "micro_batches": Field(1, "parts of a replica's batch, one after the other", at_least=1),
     "max_failing_steps": Changeable(
         20, "steps in a row without a finite update on any replica that end the run", at_least=1

@@ -146,4 +146,5 @@ def _read(workdir: str | Path, name: str, read: Callable, step: int | None = Non
         raise CheckpointError(
             f"{folder} holds no checkpoint{of}; train first, or name another --workdir"
         )
-    return Saved(*found[0], found[1])
+    (params, model_state), meta = found
+    return Saved(params, model_state, meta)

@@ -62,8 +62,6 @@ class Synchronous:
         self.checkpoints = Checkpointer(work.path, experiment.config.checkpoint.keep)
         self.evaluator = Evaluator(experiment.config, experiment.task, experiment.placement)
         self.state: Any = None
-        replicated = experiment.placement.replicated
-        self._distance = jax.jit(replicas.consensus_distance, out_shardings=replicated)
         self._batch: Any = None  # of the next step, or the error with which it cannot be had
 
     def restore(self) -> tuple[int, dict[str, Any]]:
@@ -131,7 +129,7 @@ class Synchronous:
 
     def consensus(self) -> replicas.Consensus:
         """See `decent_jax.train.loop.Runner`."""
-        return self._distance(self.state.params)
+        return self.evaluator.distance(self.state.params)
 
     def evaluate(self) -> tuple[dict[str, float], Model]:
         """See `decent_jax.train.loop.Runner`."""
