@@ -63,7 +63,7 @@ def test_a_damaged_model_is_not_exported(outside, tmp_path, capsys):
         arguments = ["--workdir", str(run), "--which", which, "--out", str(out)]
         assert export.main(arguments) == 2
         assert f"no checkpoint in {folder.parent} can be read: step 2" in capsys.readouterr().err
-        assert not out.parent.exists()
+        assert not out.exists()
 
 
 def test_a_registered_name(outside):

@@ -21,6 +21,7 @@ from decent_jax.ground import extras, json_files
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import format_duration, shorten
 from decent_jax.ground.progress import Progress, announce
+from decent_jax.ground.run_folder import METRICS, read_metrics
 from decent_jax.train import config as config_lib
 from decent_jax.train.metrics import MetricWriter
 
@@ -54,6 +55,7 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Iterator["Workdir"]
             raise _refusal(path, f"cannot be written: {why}") from None
         try:
             work.check_config()
+            work.check_metrics()
             yield work
         except ConfigError:  # refused: a folder that holds nothing but the lock was made for it
             if made and not work.quiet:
@@ -130,6 +132,14 @@ class Workdir:
             why = f"holds a run with another config ({listed}); take another --workdir, or change"
             raise _refusal(self.path, f"{why} only {allowed}")
 
+    def check_metrics(self) -> None:
+        """Refuse to continue a metrics file that is damaged, before anything is compiled."""
+        try:
+            if not self.quiet and (self.path / METRICS).exists():
+                read_metrics(self.path / METRICS)
+        except (OSError, ValueError) as error:
+            raise ConfigError(str(error)) from None
+
     def write_config(self) -> None:
         """Write ``config.json``, before the first step."""
         if not self.quiet:
@@ -138,16 +148,13 @@ class Workdir:
     def open_metrics(self, start_step: int) -> MetricWriter:
         """The writer of ``metrics.jsonl``; it drops the rows past ``start_step``."""
         log = self.config.log
-        try:
-            return MetricWriter(
-                self.path,
-                tensorboard=log.tensorboard,
-                wandb=log.wandb,
-                start_step=start_step,
-                quiet=self.quiet,
-            )
-        except (OSError, ValueError) as error:  # a file that is damaged
-            raise ConfigError(str(error)) from None
+        return MetricWriter(
+            self.path,
+            tensorboard=log.tensorboard,
+            wandb=log.wandb,
+            start_step=start_step,
+            quiet=self.quiet,
+        )
 
     def summary(self, **entries: Any) -> dict[str, Any]:
         """Write ``summary.json``: ``entries``, and the hardware and versions of the run."""
