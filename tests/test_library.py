@@ -19,7 +19,6 @@ from decent_jax import gossip, optim, replicas, topology
 from decent_jax.gossip.codecs import Int8
 from decent_jax.gossip.sparse import RandomK
 
-pytestmark = pytest.mark.usefixtures("users_hlo")
 N = 8
 KINDS = ("collective-permute", "all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 SHAPES = {"kernel": (200, 120), "table": (160, 110)}  # larger than what travels together
@@ -46,7 +45,7 @@ def count(kind, text):
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_a_step_in_jit_sends_one_message_for_each_array(axis_type):
+def test_a_step_in_jit_sends_one_message_for_each_array(axis_type, users_hlo):
     """As docs/library.md shows it; the numbers are those of one device."""
     schedule, mesh = topology.make("one_peer_exp", N), mesh_of(axis_type)
     tx = optim.decentralized(optax.sgd(0.1), schedule, axis_name="data")
@@ -77,7 +76,7 @@ def test_a_step_in_jit_sends_one_message_for_each_array(axis_type):
     assert np.isfinite(got["kernel"]).all()
 
 
-def test_mix_on_needs_one_receive_buffer():
+def test_mix_on_needs_one_receive_buffer(users_hlo):
     schedule, mesh = topology.make("one_peer_exp", N), mesh_of(AxisType.Auto)
     x = jax.ShapeDtypeStruct((N, 512, 256), jnp.float32, sharding=NamedSharding(mesh, P("data")))
     mix = jax.jit(lambda x: gossip.mix_on(mesh, x, schedule, 0, "data"))
@@ -87,7 +86,7 @@ def test_mix_on_needs_one_receive_buffer():
     assert compiled.memory_analysis().temp_size_in_bytes <= 1.1 * buffer
 
 
-def test_methods_that_mix_inside_go_into_on_mesh_as_a_whole():
+def test_methods_that_mix_inside_go_into_on_mesh_as_a_whole(users_hlo):
     """Four devices of two replicas each, beside an axis that divides each replica."""
     schedule, axes = topology.make("one_peer_exp", N), ("data", "row")
     mesh = mesh_of(AxisType.Auto, (4, 2), ("data", "tensor"))
@@ -404,7 +403,7 @@ def test_a_state_of_optax_goes_on_in_gossip():
 # --- several mesh axes ----------------------------------------------------------------------------
 
 
-def test_several_mesh_axes_count_as_one():
+def test_several_mesh_axes_count_as_one(users_hlo):
     """All kinds of rounds, with the same numbers and messages as over one axis of 8 devices."""
     names = ("one_peer_exp", "complete", "hierarchical(complete, ring)")
     schedules = [topology.make(name, N, local_size=2) for name in names]

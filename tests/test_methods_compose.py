@@ -116,7 +116,7 @@ def sent(text, kind):
 
 
 @pytest.mark.parametrize(("name", "numbers"), VARIANTS)
-def test_hlo_sends_what_is_declared(name, numbers, monkeypatch, users_hlo):
+def test_hlo_sends_what_is_declared(name, numbers, monkeypatch):
     """Bytes to a neighbour in a round, read off the compiled step; nothing else travels."""
     monkeypatch.setattr(permute, "SMALL", 0)  # scalars apart from arrays
     tx, x = build(name, numbers), stacked()
