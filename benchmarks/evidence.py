@@ -86,8 +86,13 @@ GRID = (0.05, 0.1, 0.2)  # learning rates, with a seed that nothing else has
 
 
 def _cifar10_main() -> Iterator[Piece]:
-    """The shortest budget first: a mistake in the config shows early."""
+    """The shortest budget first: a mistake shows early, and the grid says which rate an arm needs."""
     yield from (piece(arm, 0, epochs=SHORTEST) for arm in MAIN)
+    yield from (
+        piece(arm, 100, f"-rate{rate:g}", epochs=SHORTEST, learning_rate=rate)
+        for rate in GRID
+        for arm in MAIN
+    )
     yield from (piece(arm, seed, epochs=FULL) for seed in range(3) for arm in MAIN)
 
 
@@ -112,18 +117,13 @@ def _language() -> Iterator[Piece]:
 
 
 def _the_rest() -> Iterator[Piece]:
-    """Adam, other arms beside an all-reduce as long, the grid of rates, peers, other budgets."""
+    """Adam, other arms beside an all-reduce as long, peers, other budgets."""
     yield from (piece(arm, seed, epochs=SHORT) for seed in range(2) for arm in ADAM)
     yield from (piece(arm, 0, epochs=SHORT) for arm in MAIN)
     others = ("alternating_exp_ring", "hypercube", "ring", "base_graph")
     others += ("swarm", "noloco", "sparseloco")
     yield from (piece(f"cifar10:{arm}", 0, epochs=SHORT) for arm in others)
     yield piece("multi30k_en_de:swarm", 0)
-    yield from (
-        piece(arm, 100, f"-rate{rate:g}", epochs=SHORTEST, learning_rate=rate)
-        for rate in GRID
-        for arm in MAIN
-    )
     slow = {"epochs": SHORT, "task": "benchmarks.one_slow"}
     yield piece("cifar10:peers", 0, "-one_slow", **slow)
     yield piece("multi30k_en_de:peers", 0)
