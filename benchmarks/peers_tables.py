@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from decent_jax import simulate, topology
-from decent_jax.peers.formats import Format
+from decent_jax.peers.rule import Format
 from decent_jax.planner import network, runtime
 from decent_jax.plots.style import BLUE, GREY, ORANGE, frame, new_figure, save
 

@@ -20,26 +20,20 @@ def noloco(x, outer_lr=0.7, momentum=0.5):
             x = phi = phi + m
 
 
-def noloco_of_peers(x, meetings, moved, outer_lr=0.7, momentum=0.5, steps=None):
+def noloco_of_peers(x, meetings, moved, outer_lr=0.7, momentum=0.5):
     """NoLoCo between peers, which meet one pair after the other with copies S of before.
 
     After its local steps (``moved[t]`` of both) peer i, met by j, has m+ = momentum m + b
-    ((S_i + S_j) / 2 - phi), phi+ = phi + m+, x+ = x + phi+ - S_i, S_i+ = x+. Weighted (Decoupled
-    DiLoCo): a copy counts tokens (tokens / steps), for ``steps[i]`` steps of 7 tokens, the first
-    copy for one step.
+    ((S_i + S_j) / 2 - phi), phi+ = phi + m+, x+ = x + phi+ - S_i, S_i+ = x+.
     """
     x, S, phi, m = x.copy(), x.copy(), x.copy(), np.zeros_like(x)
-    tokens = 7 * np.ones((len(x), 1))
     for both, change in zip(meetings, moved, strict=True):
         both = list(both)
         x[both] += change
-        w = tokens[both] * 7 if steps is not None else np.ones((2, 1))
-        m[both] = momentum * m[both] + outer_lr * ((w * S[both]).sum(0) / w.sum() - phi[both])
+        m[both] = momentum * m[both] + outer_lr * (S[both].mean(0) - phi[both])
         phi[both] += m[both]
         x[both] += phi[both] - S[both]
         S[both] = x[both]
-        if steps is not None:
-            tokens[both, 0] = 7 * np.array(steps)[both]
     return x
 
 

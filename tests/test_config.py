@@ -110,7 +110,6 @@ algorithm=swarm schedule=ring swarm.bits=4 | swarm.bits |
 # trainers of their own
 peers.use=true algorithm=d2 schedule=bidirectional_ring | algorithm | d2
 peers.use=true algorithm=swarm optimizer.name=sgd peers.meet_s=50 | peers.stop_s | 60
-peers.use=true algorithm=swarm optimizer.name=sgd peers.neighbours=near | peers.neighbours | near
 pipeline.stages=2 pipeline.micro_batches=3 | pipeline.micro_batches | 3
 """
 

@@ -14,7 +14,7 @@ from decent_jax.ground import json_files, run_folder
 from decent_jax.ground.errors import CheckpointError, ConfigError, DataError, RunError
 from decent_jax.models.gpt2 import GPT2Config
 from decent_jax.models.weights import load_decoder
-from decent_jax.peers import events, manifest
+from decent_jax.peers import events, peer_run
 from decent_jax.plan import plan_file
 from decent_jax.planner import network
 from decent_jax.train import checkpoint, saved_model, workdir
@@ -25,7 +25,7 @@ METRICS = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 PEERS = {"step": 9, "seconds": 1.5, "best": 2.5, "streams": 8, "batch": 2}
 PEERS |= {"peers": {"0": {"steps": 1, "alive": True}, "1": {"steps": 2, "alive": False}}}
 START = {"start": 2, "origin": {"peer": "0.0", "t": 2, "when": "boundary"}}
-MET = {"t": 2, "met": "a", "with": "1.0", "mine": 0, "theirs": 1, "sides": [1, -1], "share": 0.5}
+MET = {"t": 2, "met": "a", "with": "1.0", "mine": 0, "theirs": 1, "sides": [1.0, 0.0]}
 EVENTS = [START, MET, {"t": 2, "version": 1, "crc": 5}, {"t": 2, "rate": 9}, {"end": 3, "crc": 7}]
 META = {"step": 4, "num_replicas": 1, "examples": 8, "seconds": 1.5, "best": 2.5}
 
@@ -64,7 +64,7 @@ def resume(path):
 def read_manifest(path):
     config = config_lib.default_config()
     config.update(batch_size=8, num_replicas=4)
-    manifest.known_steps(path.parent, manifest.read(path.parent, config))
+    peer_run.known_steps(path.parent, peer_run.read_manifest(path.parent, config))
 
 
 def read_meta(path):

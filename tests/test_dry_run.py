@@ -9,7 +9,7 @@ import tiny
 from decent_jax import train
 from decent_jax.commands import main as command
 from decent_jax.ground import machine
-from decent_jax.peers.setup import Place, open_peer
+from decent_jax.peers.peer_run import Place, open_peer
 from decent_jax.train import ConfigError
 
 pytestmark = pytest.mark.usefixtures("compile_once")

@@ -191,7 +191,7 @@ FILES = {
     "log origin": RUN | {LOG: '{"start": 0, "origin": {"peer": 5}}\n{}\n'},
     "log sides": RUN | {LOG: START + '{"t": 0, "met": "a", "mine": 0, "sides": 5}\n{}'},
     "log version": RUN | {LOG: START + '{"t": 0, "version": "a", "crc": 1}\n{}\n'},
-    "log end": RUN | {LOG: START + '{"end": 2000000000, "crc": 1}\n{"end": 2000000000}\n'},
+    "log end": RUN | {LOG: START + '{"end": 2000000000, "crc": 1}\n'},
     "config gone": {name: text for name, text in RUN.items() if "config" not in name},
     "config wrong": RUN | {"run/config.json": '{"task": "language_modeling", "num_replicas": []}'},
     "manifest streams": RUN | {MANIFEST: RUN[MANIFEST].replace('"streams": 8', '"streams": 0')},

@@ -10,11 +10,9 @@ import pytest
 import tiny
 
 from decent_jax.ground.errors import DataError, Interrupted
-from decent_jax.peers.between import Between, PeerRunner, Pulse
-from decent_jax.peers.boundary import number
-from decent_jax.peers.formats import Format
-from decent_jax.peers.rule import Meetings
-from decent_jax.peers.setup import Place, open_peer
+from decent_jax.peers.peer_run import Place, open_peer
+from decent_jax.peers.rule import Format, Meetings
+from decent_jax.peers.step_boundary import PeerRunner, Pulse, StepBoundary, number
 from decent_jax.train import TrainingFailed, loop
 from decent_jax.train.step import make_step
 from decent_jax.train.synchronous import Feed, init
@@ -76,11 +74,12 @@ def test_a_peer_keeps_its_last_row(others, steps, tmp_path):
     config = tiny.waves(algorithm="swarm", peers={"use": True}, steps=3, log={"every": 5})
     config.optimizer.name = "sgd"
     place = Place(config.to_dict(), str(tmp_path), 0, 0, None, 4, all_steps=others)
-    meetings = Meetings(place.name, Format("float32"), 1.0, weighted=False)
+    meetings = Meetings(place.name, Format("float32"), 1.0)
     with open_peer(place) as (experiment, work):
         jobs = queue.SimpleQueue()
-        between = Between(experiment, place, Pulse(4, 3), meetings, jobs, lambda: None, None)
-        ended = loop.train(PeerRunner(experiment, work, between), work)
+        given = place, Pulse(4, 3), meetings, jobs, lambda: None, None
+        boundary = StepBoundary(experiment, *given)
+        ended = loop.train(PeerRunner(experiment, work, boundary), work)
     assert ended == {"steps": steps[-1], "how": "end"}
     rows = tiny.rows(place.folder)
     assert [row["step"] for row in rows] == steps

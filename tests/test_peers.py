@@ -25,8 +25,8 @@ def get_config():
     config.peers.use = True
     config.algorithm = "swarm"
     config.optimizer.name = "adam"
-    config.num_replicas = 3
-    config.batch_size = 12
+    config.num_replicas = 2
+    config.batch_size = 8
     config.steps = 100000
     config.learning_rate = 0.03
     config.mix_every = 2
@@ -34,7 +34,7 @@ def get_config():
     config.lr_schedule.warmup = 10
     config.log.every = 20
     config.eval.every = 100
-    config.data.sleep_s = 0.006
+    config.data.sleep_s = 0.012
     config.data.prefetch = 2
     config.checkpoint.every = 0
     config.checkpoint.every_minutes = 0.05
@@ -84,7 +84,7 @@ def newest(workdir, slot):
 
 
 def living(workdir):
-    return {f"{slot}.{newest(workdir, slot)}" for slot in "0123"}
+    return {f"{slot}.{newest(workdir, slot)}" for slot in "012"}
 
 
 def both_sides_are_in_the_logs(workdir):
@@ -111,20 +111,22 @@ def workdir(tmp_path_factory):
 
 
 def test_a_run_in_which_everything_happens(start_process, variables, workdir):
-    """Two are killed at once, one is stopped and returns, one joins, one leaves; then Ctrl-C."""
+    """One is killed, one joins, one is stopped and returns, one leaves; then Ctrl-C."""
     process = start_process(train_py(variables, workdir), **variables)
     trains = lambda k, n=0: len(events(workdir, k, n)) > 30  # noqa: E731
-    until(lambda: all(trains(k) for k in "012"), process)
+    until(lambda: trains("0") and trains("1"), process)
     peers = actors(process)
-    assert len(peers) == 3
+    assert len(peers) == 2
+    # Only those who know a token that no file has may use this Ray.
+    (raylet,) = [child for child in children_of(process) if child.name() == "raylet"]
+    own = raylet.environ()
+    assert own["RAY_AUTH_MODE"] == "token" and len(own["RAY_AUTH_TOKEN"]) == 64
     peers["1"].kill()
-    peers["2"].kill()
     # One more joins.
-    assert main(["resize", "--workdir", str(workdir), "--count", "4"]) == 0
-    until(lambda: trains("1", 1) and trains("2", 1) and trains("3"), process)
-    for k in "12":
-        start = events(workdir, k, 1)[0]
-        assert start["origin"]["when"] == "boundary" and start["start"] > 10
+    assert main(["resize", "--workdir", str(workdir), "--count", "3"]) == 0
+    until(lambda: trains("1", 1) and trains("2"), process)
+    start = events(workdir, "1", 1)[0]
+    assert start["origin"]["when"] == "boundary" and start["start"] > 10
     # One is silent for longer than max_lag allows.
     peers = actors(process)
     before = len(events(workdir, "0"))
@@ -134,10 +136,10 @@ def test_a_run_in_which_everything_happens(start_process, variables, workdir):
     peers["1"].resume()
     until(lambda: newest(workdir, "1") > 1 and trains("1", newest(workdir, "1")), process)
     assert "another one takes its place" in words_of(workdir, "1")
-    assert "peer 1 has lagged too far behind; 3 go on" in process.words.read_text()
+    assert "peer 1 has lagged too far behind; 2 go on" in process.words.read_text()
     # One leaves in good order.
-    peers["3"].terminate()
-    until(lambda: "peer 3 has left" in process.words.read_text(), process)
+    peers["2"].terminate()
+    until(lambda: "peer 2 has left" in process.words.read_text(), process)
     children = children_of(process)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130, process.words.read_text()
@@ -145,30 +147,20 @@ def test_a_run_in_which_everything_happens(start_process, variables, workdir):
     said = process.words.read_text()
     assert "raylet" not in said  # Ray's own words on the dead
     assert "replicas  process" not in said  # peers are not replicas of this process
-    assert "peer 1 was killed" in said and "peer 2 was killed" in said
+    assert "peer 1 was killed" in said
     assert "the same command resumes" in said
     both_sides_are_in_the_logs(workdir)
 
 
-def test_it_resumes_with_another_number_and_without_a_roster(start_process, variables, workdir):
+def test_it_resumes_with_another_number(start_process, variables, workdir):
     steps = json.loads((workdir / "peers.json").read_text())["step"]
-    fields = {"peers__count": 2, "steps": steps + 100, "peers__wire": "float32"}
+    fields = {"peers__count": 1, "steps": steps + 60}
     begun = newest(workdir, "0") + 1
     process = start_process(train_py(variables, workdir, **fields), **variables)
-    until(lambda: len(actors(process)) == 2, process)
-    until(lambda: any("met" in line for line in events(workdir, "0", begun)), process)
-    roster = [
-        child
-        for child in children_of(process)
-        if "Roster" in child.name() or "Roster" in " ".join(child.cmdline())
-    ]
-    assert len(roster) == 1
-    roster[0].kill()
-    until(lambda: "the roster is lost" in process.words.read_text(), process)
     assert process.wait(200) == 0, process.words.read_text()
     assert events(workdir, "0", begun)[0]["origin"]["when"] == "checkpoint"
     summary = json.loads((workdir / "summary.json").read_text())
-    assert summary["steps"] == steps + 100
+    assert summary["steps"] == steps + 60 and len(summary["peers"]["slots"]) == 3
     assert summary["final"]["eval/loss"] < 1.0
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
@@ -183,43 +175,8 @@ def test_the_replay_of_both_is_bit_identical(workdir, variables, monkeypatch, ca
     said = capsys.readouterr().out
     assert code == 0 and "every parameter is identical" in said, said
     ended = [line for line in said.splitlines() if line.endswith("versions: identical")]
-    assert len(ended) == 6  # all four of the first session, whom Ctrl-C lets end, and two
-    assert sum(" 0 meetings" not in line for line in ended) >= 4
-
-
-# What train.py does with Ray, and an actor that waits, as a peer does.
-HOLDS_RAY = """
-import time
-from decent_jax import train
-from decent_jax.actors import ray_cluster
-
-class Waits:
-    def ready(self):
-        return True
-
-ray_cluster.prepare("")
-with ray_cluster.running(train.default_config(), "peers", 1):
-    from decent_jax.actors.handles import Actors
-    actor = Actors().start(Waits)
-    assert actor.call("ready").result(60)
-    print("an actor waits", flush=True)
-    time.sleep(600)
-"""
-
-
-def test_a_killed_process_leaves_no_ray_running(start_process, variables, tmp_path):
-    """While it runs, only those who know a token that no file has may use it."""
-    process = start_process(["-c", HOLDS_RAY], **variables, HOME=str(tmp_path))
-    until(lambda: "an actor waits" in process.words.read_text(), process)
-    children = children_of(process)
-    assert len(children) > 5
-    (raylet,) = [child for child in children if child.name() == "raylet"]
-    own = raylet.environ()
-    assert own["RAY_AUTH_MODE"] == "token" and len(own["RAY_AUTH_TOKEN"]) == 64
-    assert not (tmp_path / ".ray").exists()
-    process.kill()
-    process.wait()
-    nothing_is_left(children)
+    assert len(ended) == 4  # all three of the first session, whom Ctrl-C lets end, and one
+    assert sum(" 0 meetings" not in line for line in ended) >= 3
 
 
 def config(**fields):
@@ -240,7 +197,6 @@ def config(**fields):
         ({"algorithm": "accum_adam"}, "algorithm", "accum_adam"),
         ({"algorithm": "noloco", "noloco__fragments": 2}, "noloco.fragments", 2),
         ({"comm_dtype": "int8"}, "comm_dtype", "int8"),
-        ({"peers__neighbours": "ring"}, "peers.neighbours", "ring"),
         ({"peers__silent_s": 0.3}, "peers.silent_s", 0.3),
         ({"peers__join_s": 1.0}, "peers.join_s", 1),
         ({"batch_size": 63}, "batch_size", 63),

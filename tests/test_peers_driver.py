@@ -11,13 +11,12 @@ from test_peers_law import PACES, config_of, noise  # noqa: F401 (a fixture)
 
 from decent_jax.actors.handles import Lost, Silent
 from decent_jax.ground.errors import Interrupted, TrainingFailed
-from decent_jax.peers import manifest, setup
+from decent_jax.peers import peer_run
 from decent_jax.peers.__main__ import main
 from decent_jax.peers.crew import Crew
-from decent_jax.peers.driver import Driver
+from decent_jax.peers.driver import Driver, message_bytes
 from decent_jax.peers.peer import Peer
-from decent_jax.peers.roster import Roster
-from decent_jax.peers.whole import message_bytes
+from decent_jax.peers.roster import RosterLink
 
 STEPS = 100
 
@@ -26,7 +25,8 @@ class Trainee:
     """In place of a peer: trains until a test sets how it ends."""
 
     def __init__(self, place, roster, secret):
-        self.place, self.roster, self.told = place, roster, []
+        self.place, self.told = place, []
+        self.roster = RosterLink(roster, secret, 30.0)
         self.ends = Pending()
 
     def train(self):
@@ -37,9 +37,6 @@ class Trainee:
     def leave(self, how):
         self.told.append(how)
 
-    def report(self):
-        return {"steps": self.place.slot}
-
     def published(self):
         return None
 
@@ -47,13 +44,13 @@ class Trainee:
 class Session:
     """A crew of stand-ins in a folder, and what it says."""
 
-    def __init__(self, folder, before=(), count=4, kind=Trainee, roster=Roster):
+    def __init__(self, folder, before=(), count=4):
         config = config_of()
         config.peers.count = count
         self.said, self.folder = [], folder
-        self.actors = LocalActors({Peer: kind, Roster: roster})
+        self.actors = LocalActors({Peer: Trainee})
         self.crew = Crew(config, folder, STEPS, dict(before), self.said.append, self.actors)
-        self.crew.begin()
+        self.crew.begin(("127.0.0.1", 9))
         (folder / "peers").mkdir(exist_ok=True)
         (folder / "config.json").touch()
 
@@ -80,7 +77,7 @@ def test_a_run_whose_peers_have_all_left_resumes_from_their_checkpoints(tmp_path
         before = {"peers": entries, "streams": 4}
         crew = Session(tmp_path, before, count=3).crew
         joins = {slot: one.actor.there.place.start is not None for slot, one in crew.live.items()}
-        return joins, manifest.known_steps(tmp_path, before)
+        return joins, peer_run.known_steps(tmp_path, before)
 
     for slot, step in (("0", 12), ("1", 15)):
         (tmp_path / "peers" / slot / "checkpoints" / str(step)).mkdir(parents=True)
@@ -161,31 +158,6 @@ def test_a_peer_that_is_ended_is_told_the_true_reason(ready, late, why, session)
     assert all(actor.killed for actor in actors) and crew.unsaved == 4 and not crew.live
 
 
-class OutOfReach(Roster):
-    """A roster that gives no answer."""
-
-    error: Exception = Silent("gives no answer")
-
-    def look(self):
-        raise self.error
-
-
-class Gone(OutOfReach):
-    error = Lost(RuntimeError(), killed=True)
-
-
-@pytest.mark.parametrize("roster", [OutOfReach, Gone])
-def test_a_roster_that_is_out_of_reach_for_a_while_is_not_lost(roster, tmp_path):
-    """Of a lost one, the peers know how far they are; nobody is replaced any more."""
-    session = Session(tmp_path, roster=roster)
-    looked = session.crew.look()
-    assert session.crew.has_roster() is (roster is OutOfReach)
-    assert looked == {} if roster is OutOfReach else looked[3]["steps"] == 3
-    session.peer(1).ends = Lost(RuntimeError(), killed=True)
-    session.crew.collect()
-    assert (1 in session.crew.live) is session.crew.has_roster()
-
-
 # --- Whole sessions -------------------------------------------------------------------------------
 
 
@@ -227,9 +199,9 @@ class Ended(Reporting):
 def driven(folder, kind, **times):
     config = config_of()
     config.peers.update(times)
-    with setup.open_run(config, folder) as (experiment, work):
+    with peer_run.open_run(config, folder) as (experiment, work):
         work.config = config
-        yield Driver(config, experiment, work, {}, LocalActors({Peer: kind}))
+        yield Driver(config, experiment, work, {}, LocalActors({Peer: kind}), "127.0.0.1")
 
 
 def test_an_interrupted_run_says_how_many_peers_have_not_saved(tmp_path):

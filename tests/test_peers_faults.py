@@ -1,4 +1,4 @@
-"""What could go wrong between peers, and does not; stand-ins take the place of Ray."""
+"""What could go wrong boundary peers, and does not; stand-ins take the place of Ray."""
 
 import json
 import threading
@@ -6,22 +6,30 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from local_actors import LocalActor
 from ml_collections import ConfigDict
 from test_peers_law import PACES, make_step_of, noise, peer_in_process  # noqa: F401 (fixtures)
 
-from decent_jax.actors.handles import Lost, Silent
+from decent_jax.actors import messages
 from decent_jax.ground.errors import RunError
 from decent_jax.peers import events
-from decent_jax.peers.between import NotJoined
+from decent_jax.peers.driver import Whole
 from decent_jax.peers.peer import Peer
-from decent_jax.peers.reporter import Reporter, state_to_join
-from decent_jax.peers.roster import Roster
+from decent_jax.peers.roster import Reporter, Roster, RosterLink, state_to_join
 from decent_jax.peers.rule import Joined
-from decent_jax.peers.talk import Asker
-from decent_jax.peers.whole import Whole
+from decent_jax.peers.step_boundary import NotJoined
+from decent_jax.peers.talk import BROKEN, Asker
 
-NOWHERE = ("127.0.0.1", 9)
+NOWHERE, SECRET = ("127.0.0.1", 9), b"secret"
+
+
+class Near:
+    """The way to a roster that is in this process."""
+
+    def __init__(self, roster):
+        self.roster = roster
+
+    def call(self, method, *args):
+        return getattr(self.roster, method)(*args)
 
 
 def reporter_of(peer, roster, clock=lambda: 0.0, **peers):
@@ -29,9 +37,9 @@ def reporter_of(peer, roster, clock=lambda: 0.0, **peers):
     own = peer.place.config["peers"] | peers
     place = peer.place._replace(config=peer.place.config | {"peers": own})
     asker = Asker(peer.meetings, b"", own)
-    peer.between.ready = True
-    actor, leave = LocalActor(roster), lambda how: setattr(peer.between, "leaving", how)
-    given = place, NOWHERE, actor, peer.between, peer.pulse, asker, leave
+    peer.boundary.ready = True
+    leave = lambda how: setattr(peer.boundary, "leaving", how)  # noqa: E731
+    given = place, NOWHERE, Near(roster), peer.boundary, peer.pulse, asker, leave
     return Reporter(*given, clock=clock)
 
 
@@ -68,7 +76,7 @@ def test_a_resume_holds_no_log_in_memory(in_process):
     (folder / "events-3.jsonl").write_text(start + "".join(lines))
     (folder / "events-4.jsonl").write_text(start)
     tracemalloc.start()
-    assert in_process.between.begin(99_000) == 99_000
+    assert in_process.boundary.begin(99_000) == 99_000
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     in_process.t = 99_000
@@ -78,12 +86,12 @@ def test_a_resume_holds_no_log_in_memory(in_process):
     assert peak < 1e6
 
 
-@pytest.mark.parametrize("name", ["share", "sides", "theirs"])
+@pytest.mark.parametrize("name", ["sides", "theirs"])
 def test_a_meeting_in_a_log_is_whole(name, tmp_path):
     """A replay that filled a gap with a guess would report a difference that nobody has made."""
     start = {"start": 0, "origin": None}
     met = {"t": 2, "met": "1.0-0", "with": "1.0", "mine": 0, "theirs": 1}
-    met |= {"sides": [0.0, 0.0], "share": 0.5}
+    met["sides"] = [0.0, 0.0]
     path = tmp_path / "events-0.jsonl"
     path.write_text(f"{json.dumps(start)}\n{json.dumps(met)}\n")
     assert list(events.read(path)) == [start, met]
@@ -98,22 +106,20 @@ def test_a_meeting_in_a_log_is_whole(name, tmp_path):
 def test_who_ends_before_it_has_joined_saves_nothing(leaving, in_process):
     """Its parameters are those of the seed or an old checkpoint; a resumed run would meet them."""
     peer = in_process
-    peer.between.join = lambda: pytest.fail("it must end first")
-    assert not peer.between.over(0)
-    peer.between.leaving = leaving
+    peer.boundary.join = lambda: pytest.fail("it must end first")
+    assert not peer.boundary.over(0)
+    peer.boundary.leaving = leaving
     peer.pulse.heard(8 * len(PACES) if leaving is None else 0, 0)  # all steps are done
     with pytest.raises(NotJoined):
-        peer.between.over(0)
+        peer.boundary.over(0)
 
 
 @pytest.mark.parametrize("told", [("stop",), ("leave", "stop", "leave")])
 def test_a_peer_that_has_not_joined_takes_no_part_in_the_end(told, in_process):
     """As "end" it would count as the result. Who stops with all others does not leave: a launcher
     that ends a job sends SIGTERM to `train.py` and to each peer, in any order."""
-    roster = Roster(5.0, {})
-    roster.add(0, 0, False)
     place = in_process.place._replace(slot=1, start=5)
-    peer = Peer(place, LocalActor(roster), b"secret", host=lambda: "127.0.0.1")
+    peer = Peer(place, NOWHERE, b"secret", host=lambda: "127.0.0.1")
     for how in told:
         peer.leave(how)
     assert peer.train() == {"steps": 5, "how": "stop"}
@@ -127,8 +133,8 @@ def test_the_only_peer_leaves_at_once(others, in_process):
         roster.add(slot, 0, False)
         roster.beat(slot, 0, NOWHERE, {"steps": 3})
     assert reporter_of(in_process, roster).beat()
-    in_process.between.leaving = "leave"
-    assert in_process.between.over(8) is not bool(others)
+    in_process.boundary.leaving = "leave"
+    assert in_process.boundary.over(8) is not bool(others)
 
 
 def state_for(peer, roster, **more):
@@ -136,7 +142,7 @@ def state_for(peer, roster, **more):
     own = peer.place.config["peers"] | {"start_s": 30.0} | more.pop("peers", {})
     place = peer.place._replace(slot=1, config=peer.place.config | {"peers": own})
     given = {"ask": lambda *_: None, "wait": lambda _: pytest.fail("it must not wait")} | more
-    return state_to_join(place, LocalActor(roster), b"", **given)
+    return state_to_join(place, Near(roster), b"", **given)
 
 
 def test_a_peer_that_joins_waits_for_one_that_trains(in_process):
@@ -198,13 +204,16 @@ def test_who_gives_no_state_is_passed_over(error, in_process):
 
 
 def test_a_state_is_given_at_a_boundary_and_refused_after_the_end(in_process):
-    between = in_process.between
-    wanted = between.want_state()
+    boundary = in_process.boundary
+    wanted = boundary.want_state()
     make_step_of(in_process)
     assert wanted.result(0).t == 0
-    between.end(1, in_process.state)
+    boundary.end(1, in_process.state)
     with pytest.raises(RuntimeError):
-        between.want_state().result(0)
+        boundary.want_state().result(0)
+
+
+BOTH = [("0.0", NOWHERE), ("1.0", NOWHERE)]
 
 
 class Answers:
@@ -219,29 +228,42 @@ class Answers:
             raise answer
         return answer
 
-    def members(self):
-        return [("0.0", NOWHERE), ("1.0", NOWHERE)]
 
-
-def test_a_roster_that_is_lost_is_not_waited_for(in_process):
+def test_a_roster_that_is_out_of_reach_for_a_while_is_asked_again(in_process):
     """The thread that reports must not end without a word: the peer would never know the end."""
-    reporter = reporter_of(in_process, Answers((0, 0), Lost(RuntimeError(), killed=True)))
-    assert reporter.beat() and not reporter.beat()
-    before = in_process.pulse.progress()
-    in_process.pulse.own += len(PACES)
-    assert in_process.pulse.progress() == before + 2  # it estimates what both of them do
-
-
-def test_a_roster_that_is_out_of_reach_for_a_while_is_not_lost(in_process):
-    """A lost one never comes back: nobody would report to it, or be replaced, any more."""
-    reporter = reporter_of(in_process, Answers((0, 0), Silent("gives no answer"), (8, 0)))
+    reporter = reporter_of(in_process, Answers((0, BOTH), TimeoutError(), (8, BOTH)))
     assert reporter.beat() and reporter.beat() and reporter.beat()
     assert in_process.pulse.progress() == 8 // len(PACES)
 
 
+def test_a_roster_is_asked_over_a_connection_that_may_break():
+    roster, served = Roster(5.0, {}), []
+    roster.add(0, 0, False)
+    roster.add(1, 0, True)
+
+    def serve(connection):
+        served.append(connection)
+        roster.serve(connection)
+
+    listener, address = messages.listen("127.0.0.1", SECRET, serve)
+    with listener:
+        link = RosterLink(address, SECRET, 30.0)
+        for steps in (3, 5):
+            found = link.call("beat", 0, 0, NOWHERE, {"steps": steps})
+            assert found == [steps, [["0.0", list(NOWHERE)]]]
+        assert link.call("beat", 0, 1, NOWHERE, {"steps": 3}) is None  # another one has the slot
+        assert link.call("is_hopeful") and len(served) == 1
+        served[0].close()
+        with pytest.raises(BROKEN):
+            link.call("members")
+        assert link.call("members") == [["0.0", list(NOWHERE)]]
+    with pytest.raises(BROKEN):
+        RosterLink(NOWHERE, SECRET, 1.0).call("members")
+
+
 def test_a_peer_whose_slot_another_one_has_stops(in_process):
     assert not reporter_of(in_process, Answers(None)).beat()
-    assert in_process.between.leaving == "stop"
+    assert in_process.boundary.leaving == "stop"
 
 
 @pytest.mark.parametrize(
@@ -253,7 +275,7 @@ def test_a_peer_that_was_silent_for_too_long_ends_and_saves_nothing(
     """What it knows is old: its next meeting would draw the others back."""
     in_process.meetings.publish([np.zeros(3, np.float32)], 0)
     now = [0.0]
-    answers = Answers((0, 0), (steps * len(PACES), 0))  # the others went on
+    answers = Answers((0, BOTH), (steps * len(PACES), BOTH))  # the others went on
     reporter = reporter_of(in_process, answers, lambda: now[0], silent_s=5.0, max_lag=8)
     assert reporter.beat()
     now[0] += seconds
@@ -261,11 +283,11 @@ def test_a_peer_that_was_silent_for_too_long_ends_and_saves_nothing(
     assert in_process.meetings.agree("1.0-0") is goes_on
     if not goes_on:
         with pytest.raises(NotJoined):
-            in_process.between.over(8)
+            in_process.boundary.over(8)
 
 
 def test_reports_end_when_the_peer_does(in_process):
-    beats = Answers(*[(0, 0)] * 3)
+    beats = Answers(*[(0, BOTH)] * 3)
     reporter = reporter_of(in_process, beats, beat_s=0.001)
     thread = threading.Thread(target=reporter.run)
     thread.start()

@@ -1,7 +1,7 @@
 """What peers do to the mean and to the spread, from their logs: real steps, real meetings, no Ray.
 
-The peers are those of a run, `Between` and all, but stepped and connected by a loop of this file,
-in a random order, with messages that take a random time.
+The peers are those of a run, `StepBoundary` and all, but stepped and connected by a loop of this
+file, in a random order, with messages that take a random time.
 """
 
 import contextlib
@@ -17,11 +17,9 @@ from decent_jax import simulate, tasks, train
 from decent_jax.data import loader
 from decent_jax.peers import replay
 from decent_jax.peers.__main__ import main
-from decent_jax.peers.between import Between, Pulse
-from decent_jax.peers.boundary import number, on_host
-from decent_jax.peers.formats import FORMATS, Format
-from decent_jax.peers.rule import Meetings
-from decent_jax.peers.setup import Place, is_weighted, open_peer
+from decent_jax.peers.peer_run import Place, open_peer
+from decent_jax.peers.rule import FORMATS, Format, Meetings
+from decent_jax.peers.step_boundary import Pulse, StepBoundary, number, on_host
 from decent_jax.train.step import make_step
 from decent_jax.train.synchronous import init
 
@@ -35,16 +33,15 @@ class InProcess:
     def __init__(self, place, experiment, steps, clock=time.monotonic):
         n = place.config["num_replicas"]
         self.place, self.experiment = place, experiment
-        form, weighted = Format(place.config["peers"]["wire"]), is_weighted(place.config)
-        self.meetings = Meetings(place.name, form, 1e9, weighted=weighted)
+        self.meetings = Meetings(place.name, Format(place.config["peers"]["wire"]), 1e9)
         self.pulse = Pulse(n, steps)
         self.jobs = queue.SimpleQueue()
         self.asks, self.now = 0, 0.0
-        self.between = Between(
+        self.boundary = StepBoundary(
             *(experiment, place, self.pulse, self.meetings, self.jobs, lambda: self.ask(), None),
             clock=clock,
         )
-        self.state, self.t = init(experiment), self.between.begin(0)
+        self.state, self.t = init(experiment), self.boundary.begin(0)
         self.first = self.params()
         self.moved = np.zeros(SIZE)  # by its own steps
         self.batches = loader.train_batches(
@@ -70,7 +67,7 @@ class InProcess:
             return state, metrics
 
         batch = self.experiment.placement.put(next(self.batches))
-        self.state, _ = self.between.step(measured, self.state, batch, self.t)
+        self.state, _ = self.boundary.step(measured, self.state, batch, self.t)
         self.t += 1
 
 
@@ -97,21 +94,20 @@ def meeting(asker, answerer):
     return accepted
 
 
-def config_of(form="float32", steps=8, algorithm="swarm", weighted=False):
+def config_of(form="float32", steps=8, algorithm="swarm"):
     config = train.default_config("noise")
     config.peers.use, config.peers.wire = True, form
     config.algorithm, config.optimizer.name, config.optimizer.momentum = algorithm, "sgd", 0.0
     config.num_replicas, config.batch_size = len(PACES), BATCH * len(PACES)
     config.steps, config.learning_rate, config.mix_every = steps, RATE, 2
-    config.noloco.weighted = weighted
     config.lr_schedule.name, config.lr_schedule.warmup = "constant", 0
     config.model.size, config.data.points = SIZE, 10**6
     return config
 
 
-def train_in_process(workdir, form, steps, algorithm="swarm", weighted=False):
+def train_in_process(workdir, form, steps, algorithm="swarm"):
     """A whole run; its peers afterwards, and what a replay needs in the folder."""
-    config = config_of(form, steps, algorithm, weighted)
+    config = config_of(form, steps, algorithm)
     random = np.random.default_rng(0)
     with contextlib.ExitStack() as stack:
         peers = []
@@ -133,9 +129,9 @@ def train_in_process(workdir, form, steps, algorithm="swarm", weighted=False):
             k = random.choice(len(peers), p=np.array(PACES) / sum(PACES))
             peer = peers[k]
             if peer in training:
-                if peer.between.over(peer.t):
+                if peer.boundary.over(peer.t):
                     training.remove(peer)
-                    peer.between.end(peer.t, peer.state)
+                    peer.boundary.end(peer.t, peer.state)
                 else:
                     peer.step(compiled)
             for one in peers:
@@ -184,7 +180,7 @@ def meetings_of(workdir, form, count):
                 replay.sent_of(form, *use, copies[use], side)
                 for use, side in zip(uses, met["sides"], strict=True)
             )
-            part = (theirs[0] - mine[0]) * np.float32(met["share"])
+            part = (theirs[0] - mine[0]) * np.float32(0.5)
             met_by[-1].append((met["met"], copies[uses[0]][0], part))
     return met_by
 
@@ -217,7 +213,7 @@ def peer_in_process(tmp_path):
     with open_peer(place) as (experiment, _):
         peer = InProcess(place, experiment, 8, clock=lambda: peer.now)
         yield peer
-        peer.between.end(peer.t, peer.state)
+        peer.boundary.end(peer.t, peer.state)
 
 
 def make_step_of(peer):
@@ -225,10 +221,10 @@ def make_step_of(peer):
     loss = Loss(peer.t)
 
     def compiled(state, *_):
-        assert peer.between.ready  # others may meet it while it makes its first step
+        assert peer.boundary.ready  # others may meet it while it makes its first step
         return state, {"loss": loss}
 
-    peer.between.step(compiled, peer.state, None, peer.t)
+    peer.boundary.step(compiled, peer.state, None, peer.t)
     peer.t += 1
     return loss
 
@@ -298,10 +294,8 @@ def test_a_log_that_says_otherwise_is_noticed(tmp_path, capsys):
 
 def test_the_log_has_every_outer_step(tmp_path):
     """No step of a peer makes one, and its replay is identical, with the state that is not sent."""
-    peers = train_in_process(tmp_path, "lattice16", 40, "noloco", weighted=True)
+    peers = train_in_process(tmp_path, "lattice16", 40, "noloco")
     met_by = meetings_of(tmp_path, "lattice16", len(peers))
-    shares = [met["share"] for log in replay.read_logs(tmp_path) for [met] in log.met.values()]
-    assert min(shares) < 0.3 and max(shares) > 0.7  # PACES
     for peer, group in zip(peers, met_by, strict=True):
         assert len(group) > 2
         theta, m, pulled = peer.first, 0.0, 0.0

@@ -9,9 +9,7 @@ import pytest
 from test_peers_law import meeting
 
 from decent_jax import optim, simulate, topology
-from decent_jax.peers import partners
-from decent_jax.peers.formats import FORMATS, Format
-from decent_jax.peers.rule import Meetings
+from decent_jax.peers.rule import FORMATS, Format, Meetings
 
 D = 37
 
@@ -31,8 +29,8 @@ def meet(asker, answerer):
             return end.value
 
 
-def peers(x, form, clock=lambda: 0.0, weighted=False):
-    group = [Meetings(f"{k}.0", Format(form), 5.0, clock, weighted) for k in range(len(x))]
+def peers(x, form, clock=lambda: 0.0):
+    group = [Meetings(f"{k}.0", Format(form), 5.0, clock) for k in range(len(x))]
     for one, row in zip(group, x, strict=True):
         one.publish([row.copy()], 0)
     return group
@@ -55,15 +53,15 @@ def outer(x0, **numbers):
     def boundary(x, k, meetings):
         for met in meetings.take():
             x[k], own[k] = meet(x[k], own[k], met.mine.arrays[0], met.half[0])
-        meetings.publish([x[k].copy()], 0, steps=k + 2)
+        meetings.publish([x[k].copy()], 0)
 
     return boundary
 
 
-def replayed(form, sequence, x0, noise, add=add, weighted=False):
+def replayed(form, sequence, x0, noise, add=add):
     """The models after a sequence of interactions with given local updates (float64)."""
     x = x0.copy()
-    group = peers(x, form, weighted=weighted)
+    group = peers(x, form)
     came_about = 0
     for number, (i, j, *_) in enumerate(sequence):
         x[i] -= noise[number, 0]
@@ -94,17 +92,14 @@ def test_it_is_the_simulated_recursion():
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("weighted", [False, True])
-def test_outer_steps_are_the_recursion(weighted):
-    """Weighted, peer k's copies hold k + 2 steps, but for the first, which counts as one."""
+def test_outer_steps_are_the_recursion():
     sequence = simulate.interactions(3, 40, seed=4)
     x0 = np.random.default_rng(1).normal(size=(3, D))
     noise = updates(sequence)
     numbers = {"outer_learning_rate": 0.6, "outer_momentum": 0.4}
-    x, came_about = replayed("float32", sequence, x0, noise, outer(x0, **numbers), weighted)
+    x, came_about = replayed("float32", sequence, x0, noise, outer(x0, **numbers))
     pairs = [(i, j) for i, j, *_ in sequence]
-    steps = [2.0, 3.0, 4.0] if weighted else None
-    wanted = oracles_seldom.noloco_of_peers(x0, pairs, -noise, 0.6, 0.4, steps)
+    wanted = oracles_seldom.noloco_of_peers(x0, pairs, -noise, 0.6, 0.4)
     assert came_about == 40
     np.testing.assert_allclose(x, wanted, rtol=0, atol=1e-12)
 
@@ -166,13 +161,9 @@ def test_numbers_that_are_not_finite_do_not_spread():
     assert one.take() == other.take() == []
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-def test_the_distance_is_that_of_the_two_copies(steps):
-    """However much either counts."""
+def test_the_distance_is_that_of_the_two_copies():
     x = np.random.default_rng(0).normal(size=(2, D))
-    one, other = peers(x, "float32", weighted=True)
-    for k, each in enumerate((one, other)):
-        each.publish([x[k].copy()], 0, steps if k else 1)
+    one, other = peers(x, "float32")
     assert meet(one, other)
     apart = np.linalg.norm(x[1] - x[0])
     assert one.distance == pytest.approx(apart / np.linalg.norm(x[0]))
@@ -233,49 +224,3 @@ def test_who_ends_finishes_what_is_under_way_and_begins_nothing():
     assert not one.idle() and one.take() and one.idle()
     one.publish([np.zeros(D)], 0)
     assert one.ask() is None and answer(one, *peers(np.zeros((1, D)), "float32")[0].ask()) is None
-
-
-NAMES = [f"{k}.0" for k in range(8)]
-
-
-def test_an_overlay_is_the_same_for_all_and_connected():
-    graph = partners.overlay(NAMES, 3)
-    assert (graph == graph.T).all() and (graph.sum(axis=0) == 3).all()
-    for k, name in enumerate(NAMES):
-        asked = partners.chances(name, NAMES[::-1], "regular(3)", {})
-        assert list(asked) == [NAMES[j] for j in np.nonzero(graph[k])[0]]
-        assert set(asked.values()) == {round(1 / 3, 12)}
-    assert 0 < partners.reduction(NAMES, "regular(3)", {}) < 1 / 7
-    few = partners.chances("0.0", NAMES[:4], "regular(3)", {})
-    assert len(few) == 3  # too few for a regular graph: all
-
-
-def test_weighted_partners_are_near_and_all_the_same_connected():
-    """Two sites of four: a meeting between them takes ten times as long."""
-    near = lambda i, j: (int(i[0]) < 4) == (int(j[0]) < 4)  # noqa: E731
-    seconds = {i: {j: 0.01 if near(i, j) else 0.1 for j in NAMES if j != i} for i in NAMES}
-    asked = partners.chances("1.0", NAMES, "weighted", seconds["1.0"])
-    assert sum(asked.values()) == pytest.approx(1)
-    assert asked["2.0"] > 4 * asked["5.0"] > 0.1
-    assert partners.chances("1.0", NAMES, "weighted", {})["5.0"] == pytest.approx(1 / 7)
-    # The promised reduction is that of the worst disagreement, over all meetings there may be.
-    chance = {i: partners.chances(i, NAMES, "weighted", seconds[i]) for i in NAMES}
-    reductions = []
-    sites = np.array([1.0] * 4 + [-1.0] * 4)
-    for x in (sites, *np.random.default_rng(0).normal(size=(20, 8))):
-        x = x - x.mean()
-        left = 0.0
-        for i, me in enumerate(NAMES):
-            for name, p in chance[me].items():
-                y = x.copy()
-                y[[i, NAMES.index(name)]] = (x[i] + x[NAMES.index(name)]) / 2
-                left += p / len(NAMES) * np.square(y).sum()
-        reductions.append(1 - left / np.square(x).sum())
-    promised = partners.reduction(NAMES, "weighted", seconds)
-    assert reductions[0] == pytest.approx(promised) and min(reductions) >= promised - 1e-9
-    words = partners.links(seconds, "swarm")
-    assert "10 ms between" in words and "100 ms between" in words and "14.3%" in words
-    words = partners.links(seconds, "noloco")  # whose momentum may enlarge the spread
-    assert "100 ms between" in words and "%" not in words
-    del seconds["0.0"]["7.0"], seconds["7.0"]["0.0"]
-    assert partners.links(seconds, "swarm") == ""  # these two have not met

@@ -7,7 +7,6 @@ import contextlib
 import os
 import secrets
 import socket
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -16,7 +15,6 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from decent_jax.actors import orphans
 from decent_jax.ground import extras, machine
 from decent_jax.ground.errors import ConfigError
 
@@ -37,7 +35,7 @@ def prepare(address: str) -> None:
     Raises:
       MissingExtra: Ray is not installed.
     """
-    extras.need("peers", "ray", "psutil")
+    extras.need("peers", "ray")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # `train.py` says itself which actor has died.
@@ -89,26 +87,11 @@ def running(config: ConfigDict, section: str, count: int, store: int = 0) -> Ite
             field=f"{section}.address",
             value=address,
         ) from None
-    with _without_orphans() if not address else contextlib.nullcontext():
-        try:
-            check_resources(config, section, count, ray.cluster_resources())
-            yield
-        finally:
-            ray.shutdown()
-
-
-@contextlib.contextmanager
-def _without_orphans() -> Iterator[None]:
-    """Processes of Ray end with this one, even if it is killed; see `decent_jax.actors.orphans`."""
-    if sys.platform != "linux":  # elsewhere Ray does that
+    try:
+        check_resources(config, section, count, ray.cluster_resources())
         yield
-        return
-    import psutil
-
-    pids = [str(process.pid) for process in psutil.Process().children(recursive=True)]
-    command = [sys.executable, "-S", orphans.__file__, *pids]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):
-        yield
+    finally:
+        ray.shutdown()
 
 
 def check_address(config: ConfigDict, section: str) -> None:

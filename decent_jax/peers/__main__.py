@@ -7,7 +7,7 @@ from decent_jax.ground.command_line import Parser
 from decent_jax.ground.errors import CheckpointError, ConfigError, DataError, RunError
 from decent_jax.ground.format import shown
 from decent_jax.ground.json_files import write_json_atomic
-from decent_jax.peers import setup
+from decent_jax.peers import peer_run
 from decent_jax.peers.replay import replay
 
 
@@ -62,12 +62,12 @@ def resize(workdir: Path, count: int) -> None:
     Raises:
       ConfigError: nobody can have that many peers, or the folder holds no run of peers.
     """
-    if not 1 <= count <= setup.MOST:
-        raise ConfigError(f"--count must be from 1 to {setup.MOST}, got {shown(count)}")
-    folder = workdir / setup.FOLDER
+    if not 1 <= count <= peer_run.MOST:
+        raise ConfigError(f"--count must be from 1 to {peer_run.MOST}, got {shown(count)}")
+    folder = workdir / peer_run.FOLDER
     if not folder.is_dir() or not (workdir / "config.json").is_file():
         raise ConfigError(f"--workdir {workdir} holds no run of peers")
-    write_json_atomic(folder / setup.COUNT, {"count": count})
+    write_json_atomic(folder / peer_run.COUNT, {"count": count})
 
 
 if __name__ == "__main__":

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from decent_jax.actors.handles import Actor, Actors, Call, Lost, Silent, Unanswered
+from decent_jax.actors.handles import Actor, Actors, Call, Unanswered
+from decent_jax.actors.messages import Address
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.json_files import is_whole, read_json
-from decent_jax.peers import events, manifest, setup
-from decent_jax.peers.partners import links
+from decent_jax.peers import events, peer_run
 from decent_jax.peers.peer import Peer
+from decent_jax.peers.peer_run import FOLDER, Place
 from decent_jax.peers.roster import Roster
-from decent_jax.peers.setup import FOLDER, Place
 
 _LOOK_S = 0.2
 _THREADS = 8  # of a peer: it trains, reports, gives its copy
@@ -42,6 +42,8 @@ class Crew:
       actors: starts them.
 
     Attributes:
+      roster: what the peers report.
+      secret: with which they ask each other and the roster.
       live: {slot: peer} of those that run.
       ended: peers at the end of the run, which give their last parameters.
       gone: slots whose peers died or left, and were not replaced.
@@ -61,7 +63,7 @@ class Crew:
     ):
         self.config, self.folder, self._steps, self._before = config, folder, steps, before
         self._say, self._actors = say, actors
-        self._secret = secrets.token_bytes(32)
+        self.secret = secrets.token_bytes(32)
         self.streams = before.get("streams", config.num_replicas)
         self.live: dict[int, _Live] = {}
         self.ended: list[Actor] = []
@@ -71,19 +73,23 @@ class Crew:
         self._leaving: set[int] = set()  # slots whose peers `resize` has told to leave
         self._said: set[str] = set()
         self._reached = 0
-        known = config.peers.silent_s, manifest.known_steps(folder, before)
-        self.looked = Roster(*known).look()
-        self._roster = actors.start(Roster, *known)
+        self.roster = Roster(config.peers.silent_s, peer_run.known_steps(folder, before))
+        self.looked = self.roster.look()
         self.start = min(self.step(), steps)
 
     # --- Starts and ends --------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Start the peers of the session: those that go on from their checkpoints, and new ones."""
-        wanted = setup.count_of(self.config)
-        of_before = manifest.resumed(self.folder, self._before)
+    def begin(self, address: Address) -> None:
+        """Start the peers of the session: those that go on from their checkpoints, and new ones.
+
+        Args:
+          address: at which they reach the roster.
+        """
+        self._address = address
+        wanted = peer_run.count_of(self.config)
+        of_before = peer_run.resumed(self.folder, self._before)
         slots = sorted(of_before)[:wanted]
-        for slot in slots + manifest.free_slots(slots, wanted - len(slots)):
+        for slot in slots + peer_run.free_slots(slots, wanted - len(slots)):
             self._start(slot, copy=self.start > 0 and slot not in of_before)
 
     def _start(self, slot: int, copy: bool) -> None:
@@ -100,14 +106,14 @@ class Crew:
             self.step() * self.config.num_replicas,
         )
         actor = self._actors.start(
-            *(Peer, place, self._roster, self._secret),
+            *(Peer, place, self._address, self.secret),
             log=place.folder / "log.txt",
             sigterm="leave",
             cpus=peers.cpus,
             gpus=peers.gpus,
             threads=_THREADS,
         )
-        self._roster.call("add", slot, place.incarnation, copy)
+        self.roster.add(slot, place.incarnation, copy)
         self.live[slot] = _Live(actor, actor.call("train"))
         self.gone.discard(slot)
 
@@ -116,7 +122,7 @@ class Crew:
         calls = {slot: one.training for slot, one in self.live.items()}
         for slot in self._actors.ended(calls, _LOOK_S):
             one = self.live.pop(slot)
-            self._roster.call("remove", slot)
+            self.roster.remove(slot)
             leaves = slot in self._leaving
             self._leaving.discard(slot)
             try:
@@ -142,25 +148,24 @@ class Crew:
     def _replace(self, slot: int, leaves: bool) -> None:
         """Start another peer in the place of one that is gone, unless it should leave."""
         self.gone.add(slot)
-        may = self.live and self.has_roster() and self.step() < self._steps
-        if may and not leaves:
+        if self.live and self.step() < self._steps and not leaves:
             self._start(slot, copy=True)
             self._say(f"peer {slot} starts again and joins with a copy of a live peer")
 
     def resize(self) -> None:
         """Follow ``decent-jax peers resize``."""
-        path = self.folder / FOLDER / setup.COUNT
-        if not path.exists() or not self.has_roster():
+        path = self.folder / FOLDER / peer_run.COUNT
+        if not path.exists():
             return
         wanted: Any = None
         with contextlib.suppress(OSError, DataError, LookupError, TypeError):
             wanted = read_json(path)["count"]
-        if not is_whole(wanted, 1, setup.MOST):
+        if not is_whole(wanted, 1, peer_run.MOST):
             self._say_once(str(path), f"{path} holds no number of peers; it is ignored")
             return
         path.unlink()
         stay = sorted(self.live.keys() - self._leaving)
-        for slot in manifest.free_slots(list(self.live), wanted - len(stay)):
+        for slot in peer_run.free_slots(list(self.live), wanted - len(stay)):
             self._say(f"peer {slot} starts and joins with a copy of a live peer")
             self._start(slot, copy=True)
         for slot in stay[wanted:]:
@@ -190,24 +195,9 @@ class Crew:
 
     def look(self) -> dict[int, dict[str, Any]]:
         """What is known of all slots now, which `looked` keeps; says what has changed."""
-        try:
-            self.looked = self._roster.call("look").result(self.config.peers.silent_s)
-        except Silent:
-            pass
-        except Lost:
-            self._say_once(
-                "the roster",
-                "the roster is lost: peers go on with the list they have, and estimate the "
-                "common progress; nobody can join any more",
-            )
-            for slot, one in self.live.items():
-                with contextlib.suppress(Unanswered):
-                    report = one.actor.call("report").result(1.0)
-                    self.looked[slot] = self.of(slot) | report
+        self.looked = self.roster.look()
         for slot, one in self.looked.items():
             self._say_changes(slot, one)
-        if self.config.peers.neighbours == "weighted":
-            self._say_links()
         return self.looked
 
     def copies(self, actors: list[Actor]) -> list[Any]:
@@ -235,22 +225,7 @@ class Crew:
 
     def trains(self) -> bool:
         """Whether somebody trains, as far as anybody knows."""
-        return not self.has_roster() or any(self.of(slot)["member"] for slot in self.live)
-
-    def has_roster(self) -> bool:
-        """Whether the roster lives; without it nobody can join."""
-        return "the roster" not in self._said
-
-    def _say_links(self) -> None:
-        """Once every two of the peers that train have met: how far apart they are."""
-        seconds = {
-            f"{slot}.{one['incarnation']}": one.get("seconds", {})
-            for slot, one in self.looked.items()
-            if one["member"]
-        }
-        words = links(seconds, self.config.algorithm)
-        if words:
-            self._say_once(f"links of {sorted(seconds)}", words)
+        return any(self.of(slot)["member"] for slot in self.live)
 
     def _say_changes(self, slot: int, one: dict[str, Any]) -> None:
         if slot not in self.live:

@@ -4,22 +4,27 @@ import dataclasses
 import math
 import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from ml_collections import ConfigDict
 
-from decent_jax.actors.handles import Actor, Actors
+from decent_jax import replicas
+from decent_jax.actors import messages
+from decent_jax.actors.handles import Actor, Actors, own_host
 from decent_jax.actors.ray_cluster import check_address, running
 from decent_jax.ground.errors import Interrupted, TrainingFailed
 from decent_jax.ground.json_files import write_json_atomic
 from decent_jax.ground.progress import Progress
-from decent_jax.peers import manifest, setup
+from decent_jax.peers import peer_run
 from decent_jax.peers.crew import Crew
-from decent_jax.peers.partners import reduction
-from decent_jax.peers.setup import FOLDER, Place
-from decent_jax.peers.whole import Whole, counts_of
+from decent_jax.peers.peer_run import FOLDER, Place
+from decent_jax.peers.rule import Arrays, Format
+from decent_jax.peers.step_boundary import averaged
 from decent_jax.train import algorithm, loop
 from decent_jax.train.checkpoint import Checkpointer, Saver
 from decent_jax.train.evaluation import Evaluator
@@ -38,13 +43,13 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
     Returns, raises: as `decent_jax.train.run`.
     """
     check_address(config, "peers")
-    before = manifest.read(Path(workdir), config)
-    with setup.open_run(config, workdir) as (experiment, work):
+    before = peer_run.read_manifest(Path(workdir), config)
+    with peer_run.open_run(config, workdir) as (experiment, work):
         work.config = config
-        state, count = jax.eval_shape(lambda: init(experiment)), setup.count_of(config)
+        state, count = jax.eval_shape(lambda: init(experiment)), peer_run.count_of(config)
         copies = count * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
         with running(config, "peers", count, store=copies):
-            return Driver(config, experiment, work, before, Actors()).run()
+            return Driver(config, experiment, work, before, Actors(), own_host()).run()
 
 
 def dry_run(config: ConfigDict) -> None:
@@ -56,13 +61,121 @@ def dry_run(config: ConfigDict) -> None:
     check_address(config, "peers")
     with tempfile.TemporaryDirectory() as folder:
         place = Place(config.to_dict(), folder, 0, 0, None, config.num_replicas)
-        with setup.open_peer(place) as (experiment, work):
+        with peer_run.open_peer(place) as (experiment, work):
             work.say(_describe(config, Whole(config, experiment)))
             time_steps(experiment, work, experiment.steps // config.num_replicas)
 
 
+class Whole:
+    """What is computed from the reports and the copies of all peers.
+
+    Args:
+      config: of the run.
+      experiment: of one replica, on this process's devices.
+    """
+
+    def __init__(self, config: ConfigDict, experiment: Experiment):
+        self._config, self._experiment = config, experiment
+        self.template = init(experiment)
+        self._losses: dict[tuple[int, int], tuple[float, int]] = {}  # of each peer, at the last row
+
+    def message_bytes(self) -> int:
+        """Of a copy, as peers send it."""
+        copy = averaged(self._experiment.task.mixes_state, self.template)
+        return message_bytes(self._config.peers.wire, copy)
+
+    def row(
+        self, peers: Collection[dict[str, Any]], step: int, steps: int, seconds: float
+    ) -> dict[str, float]:
+        """The row of ``step``, ``steps`` and ``seconds`` after the one before.
+
+        As in any other run, ``train/loss`` is the mean over the steps since then.
+
+        Args:
+          peers: as `Roster.look` has them; those that are alive count, or if none is, those that
+            were.
+        """
+        task, config = self._experiment.task, self._config
+        reported = [one for one in peers if "met" in one]
+        peers = [one for one in reported if one["alive"]] or reported
+        total, count, means = 0.0, 0, []
+        for one in reported:
+            now, peer = one.get("losses", (0.0, 0)), (one["slot"], one["incarnation"])
+            before = self._losses.get(peer, (0.0, 0))
+            self._losses[peer] = now
+            if now[1] > before[1]:
+                sums, made = now[0] - before[0], now[1] - before[1]
+                total, count, means = total + sums, count + made, [*means, sums / made]
+        means = means or [np.nan]
+        squares = [one["distance"] ** 2 for one in peers if one.get("distance")]
+        n = max(len(peers), 1)
+        # Of two random peers: E ||x_i - x_j||^2 = 2 n / (n - 1) mean_i ||x_i - mean||^2
+        spread = float(np.sqrt(np.mean(squares) * (n - 1) / (2 * n))) if squares else 0.0
+        examples = steps * config.batch_size
+        return {
+            "train/loss": total / count if count else np.nan,
+            "train/loss_max": float(np.max(means)),
+            "train/loss_min": float(np.min(means)),
+            "train/learning_rate": float(np.asarray(self._experiment.rate(step))),
+            "train/consensus_distance_relative": spread,
+            "perf/step_time_s": seconds / max(steps, 1),
+            f"perf/{task.unit}_per_s": examples * task.units_per_example / max(seconds, 1e-9),
+            "peers/live": float(len(peers)),
+            **{f"peers/{name}": float(count) for name, count in counts_of(peers).items()},
+            **{
+                f"peers/{one['slot']}/{name}": float(one.get(name, 0))
+                for one in peers
+                for name in ("steps", "incarnation", "stale")
+            },
+        }
+
+    def state(self, copies: list[Arrays]) -> TrainState | None:
+        """The copies that peers have published, stacked (m, ...); None without any."""
+        if not copies:
+            return None
+        template, mixes = self.template, self._experiment.task.mixes_state
+        like = averaged(mixes, template)
+        stacked = [jnp.asarray(np.stack(leaves)) for leaves in zip(*copies, strict=True)]
+        params, model_state = jax.tree.unflatten(jax.tree.structure(like), stacked)
+        if not mixes:
+            one = replicas.take(template.model_state, 0)
+            model_state = replicas.broadcast(one, len(copies))
+        return template._replace(params=params, model_state=model_state)
+
+    def consensus(self, state: TrainState) -> TrainState:
+        """The mean of stacked copies as the state of one replica, for a checkpoint."""
+        place_all = self._experiment.placement.place_all
+
+        @jax.jit
+        def mean(tree):
+            return place_all(replicas.broadcast(replicas.consensus_mean(tree), 1))
+
+        params, model_state = mean((state.params, state.model_state))
+        return self.template._replace(params=params, model_state=model_state)
+
+
+def message_bytes(wire: str, copy: Any) -> int:
+    """Bytes of a copy (1, ...) in a format."""
+    return Format(wire).bytes_sent([x.shape[1:] for x in jax.tree.leaves(copy)])
+
+
+def counts_of(peers: Collection[dict[str, Any]]) -> dict[str, int]:
+    """The outcomes of all peers' questions, see `Meetings.counts`."""
+    names = ("met", "declined", "not_understood", "lost")
+    return {name: sum(one.get(name, 0) for one in peers) for name in names}
+
+
 class Driver:
-    """One session of a run; ``before`` is the manifest of those before it."""
+    """One session of a run.
+
+    Args:
+      config: of the run.
+      experiment: of one replica, on this process's devices.
+      work: the run directory.
+      before: the manifest of the sessions before.
+      actors: starts the peers.
+      host: IP address at which they reach this process.
+    """
 
     def __init__(
         self,
@@ -71,14 +184,15 @@ class Driver:
         work: Workdir,
         before: dict[str, Any],
         actors: Actors,
+        host: str,
     ):
-        self.config, self.experiment, self.work = config, experiment, work
+        self.config, self.experiment, self.work, self.host = config, experiment, work, host
         self.crew = Crew(config, work.path, experiment.steps, before, work.say, actors)
         self.whole = Whole(config, experiment)
         self.evaluator = Evaluator(experiment.config, experiment.task, experiment.placement)
         self._saved = 0.0
         self.start = self.crew.start
-        setup.forget(work.path, self.start + 1)
+        peer_run.forget(work.path, self.start + 1)
         self.saver = Saver(experiment, Checkpointer(work.path, config.checkpoint.keep))
         self.saver.restored(
             {
@@ -97,13 +211,16 @@ class Driver:
         if self.start:
             work.say(f"resuming after step {self.start} of all peers together")
         work.say(_describe(self.config, self.whole))
+        crew = self.crew
+        listener, address = messages.listen(self.host, crew.secret, crew.roster.serve)
         with self.saver:
             with (
                 work.open_metrics(self.start) as writer,
                 work.show_progress(steps, self.start) as progress,
                 Signals() as signals,
+                listener,
             ):
-                self._begin()
+                self._begin(address)
                 self._watch(writer, progress, signals)
                 state = self._evaluate(self.crew.ended, steps, writer)
             self._write_manifest()
@@ -114,11 +231,11 @@ class Driver:
                 )
             return self._finish(state)
 
-    def _begin(self) -> None:
+    def _begin(self, address: messages.Address) -> None:
         """Start the peers, and wait for the first that trains."""
         crew, seconds = self.crew, self.config.peers.start_s
-        with self.work.announce(f"starting {setup.count_of(self.config)} peers"):
-            crew.begin()
+        with self.work.announce(f"starting {peer_run.count_of(self.config)} peers"):
+            crew.begin(address)
             ends = time.monotonic() + seconds
             while not crew.ended and not any(one["ready"] for one in crew.look().values()):
                 crew.collect()
@@ -198,7 +315,7 @@ class Driver:
             state,
             dataclasses.replace(held, sent_a_step=sent),
             self.saver,
-            schedule=f"pairs of peers ({self.config.peers.neighbours})",
+            schedule="random pairs of peers",
             schedule_period=None,
             steps=experiment.steps,
             training_seconds=round(self._seconds(), 3),
@@ -227,7 +344,7 @@ class Driver:
                 for slot, one in sorted(self.crew.looked.items())
             },
         }
-        write_json_atomic(self.work.path / manifest.MANIFEST, entries)
+        write_json_atomic(self.work.path / peer_run.MANIFEST, entries)
 
     def _seconds(self) -> float:
         return self.saver.seconds + time.monotonic() - self.began
@@ -235,13 +352,7 @@ class Driver:
 
 def _describe(config: ConfigDict, whole: Whole) -> str:
     every = f"{config.mix_every} steps" + (" on average" if config.peers.geometric else "")
-    words = (
-        f"{config.algorithm} over peers: each asks one of {config.peers.neighbours} others "
-        f"after {every} to average copies of {whole.message_bytes() / 1e6:.3g} MB "
-        f"({config.peers.wire})"
+    return (
+        f"{config.algorithm} over peers: each asks a random other one after {every} to average "
+        f"copies of {whole.message_bytes() / 1e6:.3g} MB ({config.peers.wire})"
     )
-    if config.algorithm != "swarm":  # its momentum may enlarge the spread for a while
-        return words
-    names = [f"{k}.0" for k in range(setup.count_of(config))]
-    rate = reduction(names, config.peers.neighbours, {})
-    return f"{words}; a meeting reduces the spread by at least {rate:.1%}"

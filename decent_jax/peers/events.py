@@ -25,10 +25,14 @@ from typing import Any
 import numpy as np
 
 from decent_jax.ground.errors import RunError
-from decent_jax.ground.json_files import is_real, is_whole
 from decent_jax.peers.rule import Met
 
-_WHOLE = ("start", "end", "t", "rate", "mine", "theirs", "version", "crc")  # numbers of a line
+_STARTS = tuple(
+    {"start": int, "origin": origin} for origin in (None, {"peer": str, "t": int, "when": str})
+)
+_MET = {"t": int, "met": str, "with": str, "mine": int, "theirs": int, "sides": [float, float]}
+_VERSION = {"t": int, "version": int, "crc": int}
+_KINDS = (_MET, _VERSION, {"t": int, "rate": int}, {"end": int, "crc": int})  # of other lines
 
 
 class EventLog:
@@ -46,12 +50,11 @@ class EventLog:
                 self._file.write(json.dumps(event) + "\n")
                 self._file.flush()
 
-    def met(self, t: int, met: Met, progress: int) -> None:
+    def met(self, t: int, met: Met) -> None:
         """The half of a meeting that is added before step t."""
-        theirs, stale = met.theirs, progress - met.theirs.progress
+        theirs = met.theirs
         names = {"met": theirs.meeting, "with": theirs.peer, "mine": met.mine.version}
-        names |= {"theirs": theirs.version}
-        self.write(t=t, **names, sides=met.sides, share=met.share, stale=stale)
+        self.write(t=t, **names, theirs=theirs.version, sides=met.sides)
 
     def end(self, t: int, crc: int) -> None:
         """The parameters after the last step, ``t - 1``."""
@@ -92,41 +95,26 @@ def read(file: Path) -> Iterator[dict[str, Any]]:
             except (ValueError, RecursionError):
                 if not line.endswith(b"\n"):
                     return
-            if not _is_event(event, first=number == 1):
+            kinds = _STARTS if number == 1 else _KINDS
+            if not any(fits(event, kind) for kind in kinds):
                 raise RunError(
                     f"{file} line {number} is not an event of a peer; the log is damaged"
                 )
             yield event
 
 
-def _is_event(event: Any, first: bool) -> bool:
-    """Whether it is a line of the table above, and the first one a start."""
-    if not isinstance(event, dict) or first != ("start" in event):
-        return False
-    names = event.keys()
-    for k in names & set(_WHOLE):
-        if not is_whole(event[k], most=2**32 - 1 if k == "crc" else 2**31 - 1):
-            return False
-    if first:
-        origin = event.get("origin")
-        return origin is None or (
-            isinstance(origin, dict)
-            and isinstance(origin.get("peer"), str)
-            and is_whole(origin.get("t"))
-            and origin.get("when") in ("checkpoint", "boundary")
-        )
-    if "met" in event:
-        sides = event.get("sides")
-        return (
-            names >= {"t", "mine", "theirs"}
-            and isinstance(event["met"], str)
-            and isinstance(event.get("with"), str)
-            and isinstance(sides, list)
-            and len(sides) == 2
-            and all(map(is_real, sides))
-            and type(event.get("share")) is float
-        )
-    return "end" in names or names >= {"t", "rate"} or names >= {"t", "version", "crc"}
+def fits(found: Any, kind: Any) -> bool:
+    """Whether a value of a JSON file is of a kind: a type, None, or dicts and lists of kinds.
+
+    Numbers are at least 0 and below 2**32. A dict may have further entries.
+    """
+    if isinstance(kind, dict):
+        return isinstance(found, dict) and all(k in found and fits(found[k], kind[k]) for k in kind)
+    if isinstance(kind, list):
+        return isinstance(found, list) and len(found) == len(kind) and all(map(fits, found, kind))
+    if kind is None:
+        return found is None
+    return type(found) is kind and (kind in (bool, str) or 0 <= found < 2**32)
 
 
 def crc(arrays: list[np.ndarray]) -> int:

@@ -7,13 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from decent_jax.actors import handles, messages
+from decent_jax.actors.messages import Address
 from decent_jax.actors.process import say
-from decent_jax.peers.between import Between, NotJoined, PeerRunner, Pulse
-from decent_jax.peers.boundary import on_host
-from decent_jax.peers.formats import Format
-from decent_jax.peers.reporter import Reporter, state_to_join
-from decent_jax.peers.rule import Joined, Meetings
-from decent_jax.peers.setup import Place, forget, is_weighted, open_peer
+from decent_jax.peers.peer_run import Place, forget, open_peer
+from decent_jax.peers.roster import Reporter, RosterLink, state_to_join
+from decent_jax.peers.rule import Format, Joined, Meetings
+from decent_jax.peers.step_boundary import NotJoined, PeerRunner, Pulse, StepBoundary, on_host
 from decent_jax.peers.talk import Answerer, Asker
 from decent_jax.train import loop
 
@@ -23,7 +22,7 @@ class Peer:
 
     Args:
       place: which peer it is.
-      roster: the actor of `decent_jax.peers.roster.Roster`.
+      roster: the address of the `decent_jax.peers.roster.Roster`.
       secret: that peers of this run know.
       host: gives the IP address of this machine.
     """
@@ -31,18 +30,17 @@ class Peer:
     def __init__(
         self,
         place: Place,
-        roster: handles.Actor,
+        roster: Address,
         secret: bytes,
         host: Callable[[], str] = handles.own_host,
     ):
-        self._place, self._roster, self._secret, self._host = place, roster, secret, host
+        self._place, self._secret, self._host = place, secret, host
         peers = place.config["peers"]
-        form, weighted = Format(peers["wire"]), is_weighted(place.config)
-        self._meetings = Meetings(place.name, form, peers["meet_s"], weighted=weighted)
+        self._roster = RosterLink(roster, secret, peers["silent_s"])
+        self._meetings = Meetings(place.name, Format(peers["wire"]), peers["meet_s"])
         self._asker = Asker(self._meetings, secret, peers)
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._between: Between | None = None  # once the run is open, and
-        self._reporter: Reporter | None = None  # what reports of it
+        self._boundary: StepBoundary | None = None  # once the run is open
         self._leaving: str | None = None
 
     # --- Called by others -------------------------------------------------------------------------
@@ -58,49 +56,45 @@ class Peer:
         with open_peer(place) as (experiment, work):
             n = place.config["num_replicas"]
             pulse = Pulse(n, experiment.steps // n)
-            between = Between(
+            boundary = StepBoundary(
                 experiment, place, pulse, self._meetings, self._jobs, self._asker.ask, join
             )
-            self._between = between
-            between.leaving = self._leaving  # `leave` sets this one first, and may be in between
+            self._boundary = boundary
+            boundary.leaving = self._leaving  # `leave` sets this one first, and may be in between
             answerer = Answerer(
                 self._meetings,
                 peers["meet_s"],
                 lambda: self._leaving != "stop",
-                lambda: self._state(between),
+                lambda: self._state(boundary),
             )
             listener, address = messages.listen(self._host(), self._secret, answerer.serve)
-            self._reporter = Reporter(
-                place, address, self._roster, between, pulse, self._asker, self.leave
+            reporter = Reporter(
+                place, address, self._roster, boundary, pulse, self._asker, self.leave
             )
-            for target in (self._reporter.run, self._work):
+            for target in (reporter.run, self._work):
                 threading.Thread(target=target, daemon=True).start()
             with listener:
                 try:
-                    return loop.train(PeerRunner(experiment, work, between), work)
+                    return loop.train(PeerRunner(experiment, work, boundary), work)
                 except NotJoined:  # the run goes on, or resumes, without its state
                     return {"steps": place.start, "how": self._leaving or "stop"}
                 finally:
-                    self._reporter.stopped.set()
+                    reporter.stopped.set()
                     self._jobs.put(None)
 
     def published(self) -> list[Any] | None:
         """The arrays published last, or at the end the last ones."""
-        if self._between is not None and self._between.final is not None:
-            return self._between.final
+        if self._boundary is not None and self._boundary.final is not None:
+            return self._boundary.final
         copy = self._meetings.copy
         return None if copy is None else copy.arrays
-
-    def report(self) -> dict[str, Any]:
-        """See `Reporter.report`; nothing where this peer does not train yet."""
-        return self._reporter.report() if self._reporter else {}
 
     def leave(self, how: str = "leave") -> None:
         """End: "leave" after a last meeting, "stop" at once and for good, "lag" without saving."""
         if self._leaving != "stop":
             self._leaving = how
-        if self._between is not None:
-            self._between.leaving = self._leaving
+        if self._boundary is not None:
+            self._boundary.leaving = self._leaving
 
     # --- Its own threads --------------------------------------------------------------------------
 
@@ -112,11 +106,11 @@ class Peer:
             except Exception as error:  # must not end the thread: others would wait for ever
                 say(f"{type(error).__name__}: {error}")
 
-    def _state(self, between: Between) -> Joined | None:
-        if not between.ready:
+    def _state(self, boundary: StepBoundary) -> Joined | None:
+        if not boundary.ready:
             return None
         try:
-            found = between.want_state().result(timeout=self._place.config["peers"]["join_s"])
+            found = boundary.want_state().result(timeout=self._place.config["peers"]["join_s"])
         except (RuntimeError, TimeoutError):  # it has ended, or its steps take longer
             return None
         return found._replace(arrays=on_host(found.arrays))

@@ -22,11 +22,9 @@ from ml_collections import ConfigDict
 from decent_jax.data import loader
 from decent_jax.ground.errors import RunError
 from decent_jax.peers import events
-from decent_jax.peers import manifest as manifest_lib
-from decent_jax.peers.boundary import Boundary, number, on_host
-from decent_jax.peers.formats import Format
-from decent_jax.peers.rule import halves, sent_of
-from decent_jax.peers.setup import FOLDER, Place, open_peer
+from decent_jax.peers.peer_run import FOLDER, MANIFEST, Place, open_peer, read_manifest
+from decent_jax.peers.rule import Format, halves, sent_of
+from decent_jax.peers.step_boundary import StateChanges, number, on_host
 from decent_jax.train import config as config_lib
 from decent_jax.train.experiment import Experiment
 from decent_jax.train.step import TrainState, make_step
@@ -65,7 +63,7 @@ class Log:
             elif "version" in line:
                 self.versions[line["t"]] = line["version"], line["crc"]
             if "end" in line:
-                self.end, self.last = line["end"], line.get("crc")
+                self.end, self.last = line["end"], line["crc"]
             else:  # it may have died before the step
                 self.end = max(self.end, line["t"] + 1)
         if self.end - self.start > count:
@@ -115,9 +113,9 @@ def replay(
     workdir = Path(workdir)
     logs = read_logs(workdir)
     config = config_lib.load_saved(workdir).to_dict()
-    manifest = manifest_lib.read(workdir, ConfigDict(config))
+    manifest = read_manifest(workdir, ConfigDict(config))
     if not manifest:
-        raise RunError(f"{workdir} has no {manifest_lib.MANIFEST}, which every run of peers has")
+        raise RunError(f"{workdir} has no {MANIFEST}, which every run of peers has")
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))  # where replicas are
         experiments = {
@@ -134,7 +132,7 @@ class _Replay:
         self.experiments, self.logs, self.say, self.observe = experiments, logs, say, observe
         self.seed, self.form = config.seed, Format(config.peers.wire)
         first = next(iter(experiments.values()))
-        self.placement, self.boundary = first.placement, Boundary(first)
+        self.placement, self.changes = first.placement, StateChanges(first)
         self.step = make_step(
             *(first.config, first.task, first.tx, first.rate, first.schedule, first.placement)
         )
@@ -164,11 +162,11 @@ class _Replay:
 
     def _replay(self, log: Log) -> Iterator[tuple]:
         """One incarnation; yields each copy and state that it needs to go on."""
-        experiment, boundary = self.experiments[log.slot], self.boundary
+        experiment, changes = self.experiments[log.slot], self.changes
         if log.origin:
             need = (log.origin["peer"], log.origin["t"], log.origin["when"])
             yield need
-            state = boundary.copy(self.states[need])
+            state = changes.copy(self.states[need])
         else:
             state = init(experiment)
         differs, count = "", 0
@@ -185,11 +183,11 @@ class _Replay:
                 for met in log.met.get(t, ()):
                     yield from log.uses(met)
                     mine = self.copies[log.name, met["mine"]]
-                    state = boundary.meet(state, mine, self._half(log, met))
+                    state = changes.meet(state, mine, self._half(log, met))
                     count += 1
                 if t in log.versions:
                     version, crc = log.versions[t]
-                    arrays = on_host(boundary.copy(boundary.averaged(state)))
+                    arrays = on_host(changes.copy(changes.averaged(state)))
                     if events.crc(arrays) != crc and not differs:
                         differs = f"version {version}, published before step {t}"
                     self.observe(log.name, t, arrays)
@@ -199,7 +197,7 @@ class _Replay:
                 if t in log.rates:
                     state = self._step(state, next(batches), log, t)
         self._keep(log, log.end, "checkpoint", state)
-        arrays = on_host(boundary.averaged(state))
+        arrays = on_host(changes.averaged(state))
         if log.last is not None and events.crc(arrays) != log.last and not differs:
             differs = f"the last parameters, after step {log.end}"
         steps, survived = (log.start, log.end), log.last is not None
@@ -214,14 +212,14 @@ class _Replay:
             if not self.uses[peer, version]:
                 del self.copies[peer, version]
         mine, theirs = brought
-        return halves(mine, theirs, met["share"])
+        return halves(mine, theirs)
 
     def _keep(self, log: Log, t: int, when: str, state: TrainState) -> None:
         if (log.name, t, when) in self.wanted_states:
-            self.states[log.name, t, when] = self.boundary.copy(state)
+            self.states[log.name, t, when] = self.changes.copy(state)
 
     def _step(self, state: TrainState, block: Any, log: Log, t: int) -> TrainState:
-        state = self.boundary.at_progress(state, log.rates[t])
+        state = self.changes.at_progress(state, log.rates[t])
         batch = self.placement.put(block)
         return self.step(state, batch, number(log.slot, t), round=0)[0]
 

@@ -1,12 +1,27 @@
-"""The roster: who is alive, how far each peer is, and how far all are together."""
+"""The roster: who is alive, how far each peer is, and how far all are together.
+
+It is an object of the process of `train.py`, which peers ask over a connection; without that
+process there are no peers either.
+"""
 
 import dataclasses
 import math
+import random
+import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
+from decent_jax.actors import messages
 from decent_jax.actors.messages import Address
+from decent_jax.actors.process import say
+from decent_jax.ground import connections
+from decent_jax.peers import talk
+from decent_jax.peers.peer_run import Place
+from decent_jax.peers.rule import Joined
+from decent_jax.peers.step_boundary import NotJoined, Pulse, StepBoundary
+from decent_jax.peers.talk import BROKEN, Asker, Members
 
 
 @dataclasses.dataclass
@@ -23,7 +38,7 @@ class _Entry:
 
 
 class Roster:
-    """An actor; single-threaded, and none of its methods waits.
+    """Who is alive and how far; from any thread, and none of its methods waits.
 
     Args:
       silent_s: seconds without a report after which nobody meets a peer.
@@ -40,28 +55,27 @@ class Roster:
         self._silent_s, self._clock = silent_s, clock
         self._slots = {slot: _Entry(-1, steps) for slot, steps in known.items()}
 
-    def add(self, slot: int, incarnation: int, joins: bool) -> None:
-        """A peer takes the slot."""
-        steps = self._slots[slot].steps if slot in self._slots else 0
-        self._slots[slot] = _Entry(incarnation, steps, alive=True, joins=joins)
+    # --- Asked by peers ---------------------------------------------------------------------------
 
-    def remove(self, slot: int) -> None:
-        """The peer that has the slot has died, left or ended."""
-        self._slots[slot].alive = False
+    def serve(self, connection: Connection) -> None:
+        """Answer a peer, in a thread of its own, until it hangs up; see `RosterLink`."""
+        methods = {"beat": self.beat, "members": self.members, "is_hopeful": self.is_hopeful}
+        while True:
+            (method, *args), _ = messages.receive(connection)
+            messages.send(connection, methods[method](*args))
 
     def beat(
         self, slot: int, incarnation: int, address: Address, report: dict[str, Any]
-    ) -> tuple[int, int] | None:
-        """A peer's report. (steps of all slots, hash of the members); None: it is removed."""
+    ) -> tuple[int, Members] | None:
+        """A peer's report. The steps of all slots, and `members`; None: it is removed."""
         entry = self._slots[slot]
         if not entry.alive or entry.incarnation != incarnation:
             return None
         entry.heard, entry.steps, entry.report = self._clock(), report["steps"], report
         entry.joins, entry.address = False, address
-        names = tuple(name for name, _ in self.members())
-        return sum(entry.steps for entry in self._slots.values()), hash(names)
+        return sum(entry.steps for entry in self._slots.values()), self.members()
 
-    def members(self) -> list[tuple[str, Address]]:
+    def members(self) -> Members:
         """(name, address) of the peers that train and are not silent."""
         return [
             (f"{slot}.{entry.incarnation}", entry.address)
@@ -72,6 +86,18 @@ class Roster:
     def is_hopeful(self) -> bool:
         """Whether a peer that joins may yet find one that trains: not all of them wait for it."""
         return any(entry.alive and not entry.joins for entry in self._slots.values())
+
+    # --- Asked by `train.py` ----------------------------------------------------------------------
+
+    def add(self, slot: int, incarnation: int, joins: bool) -> None:
+        """A peer takes the slot."""
+        steps = self._slots[slot].steps if slot in self._slots else 0
+        new = _Entry(incarnation, steps, alive=True, joins=joins)
+        self._slots = {**self._slots, slot: new}  # a new dict: other threads iterate over the old
+
+    def remove(self, slot: int) -> None:
+        """The peer that has the slot has died, left or ended."""
+        self._slots[slot].alive = False
 
     def look(self) -> dict[int, dict[str, Any]]:
         """{slot: report}, with the incarnation and whether it is alive, trains, is not silent."""
@@ -91,3 +117,163 @@ class Roster:
     def _is_member(self, entry: _Entry) -> bool:
         heard = -math.inf if entry.heard is None else entry.heard
         return entry.alive and self._clock() - heard <= self._silent_s
+
+
+class RosterLink:
+    """The way from a peer to the roster; a connection that breaks is made anew by the next call.
+
+    Args:
+      address: at which the roster is served.
+      secret: of the run.
+      seconds: that an answer may take.
+    """
+
+    def __init__(self, address: Address, secret: bytes, seconds: float):
+        self._address, self._secret, self._seconds = address, secret, seconds
+        self._connection: Connection | None = None
+
+    def call(self, method: str, *args: Any) -> Any:
+        """What the method of the `Roster` returns; one of `talk.BROKEN` where no answer comes."""
+        if self._connection is None:
+            self._connection = connections.connect(self._address, self._secret, self._seconds)
+        try:
+            with connections.within(self._seconds, self._connection):
+                messages.send(self._connection, [method, *args])
+                return messages.receive(self._connection)[0]
+        except BROKEN:
+            self._connection.close()
+            self._connection = None
+            raise
+
+
+class Reporter:
+    """Reports to the roster, and learns of all peers' progress and of who is alive.
+
+    Args:
+      place: which peer reports.
+      address: at which others ask it.
+      roster: the way to the roster.
+      boundary: of the peer's run.
+      pulse: of the peer's run; gets the common progress.
+      asker: of the peer; gets the members.
+      leave: called with "stop" or "lag" where this peer has to end.
+      clock: seconds.
+
+    Attributes:
+      stopped: ends `run`.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        address: Address,
+        roster: RosterLink,
+        boundary: StepBoundary,
+        pulse: Pulse,
+        asker: Asker,
+        leave: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._place, self._address, self._roster = place, address, roster
+        self._peers = place.config["peers"]
+        self._boundary, self._pulse, self._asker = boundary, pulse, asker
+        self._leave, self._clock = leave, clock
+        self._reached, self._heard = 0, math.inf  # progress at the last answer, and when it came
+        self.stopped = threading.Event()
+
+    def run(self) -> None:
+        """Report again and again, until there is nobody to report to."""
+        while not self.stopped.wait(self._peers["beat_s"]):
+            if self._boundary.ready and not self.beat():
+                return
+
+    def report(self) -> dict[str, Any]:
+        """What the roster keeps of this peer."""
+        boundary, meetings = self._boundary, self._boundary.meetings
+        return {
+            "steps": self._pulse.own,
+            **meetings.counts,
+            "losses": boundary.losses,
+            "stale": boundary.stale,
+            "distance": meetings.distance,
+        }
+
+    def beat(self) -> bool:
+        """Report once; whether to go on."""
+        report = self.report()
+        own = self._place.slot, self._place.incarnation, self._address, report
+        try:
+            answer = self._roster.call("beat", *own)
+        except BROKEN:  # a network may come back
+            return True
+        if answer is None:
+            say("another peer has this slot now")
+            self._leave("stop")
+            return False
+        all_steps, members = answer
+        self._asker.members = members
+        self._boundary.alone = len(members) < 2
+        self._pulse.heard(all_steps, report["steps"])
+        return self._is_recent()
+
+    def _is_recent(self) -> bool:
+        """Whether this peer has kept up; one that has not must not draw the others back."""
+        peers, progress, now = self._peers, self._pulse.progress(), self._clock()
+        silent, lag = now - self._heard > peers["silent_s"], progress - self._reached
+        self._reached, self._heard = progress, now
+        if not silent or lag <= peers["max_lag"]:
+            return True
+        say(
+            f"the others made {lag} steps of progress while this peer was silent "
+            f"(peers.max_lag is {peers['max_lag']}): another one takes its place"
+        )
+        self._boundary.meetings.closed = True
+        self._boundary.meetings.withdraw()
+        self._leave("lag")
+        return False
+
+
+def state_to_join(
+    place: Place,
+    roster: RosterLink,
+    secret: bytes,
+    leaving: Callable[[], str | None] = lambda: None,
+    ask: Callable[[Address, bytes, float], Joined | None] = talk.ask_state,
+    clock: Callable[[], float] = time.monotonic,
+    wait: Callable[[float], None] = time.sleep,
+) -> Joined | None:
+    """The state of a random peer; waits for one that trains, unless all others wait, too.
+
+    Args:
+      place: which peer joins.
+      roster: the way to the roster.
+      secret: that peers of this run know.
+      leaving: how this peer has to end, or None.
+      ask: asks the peer at an address for its state, see `decent_jax.peers.talk.ask_state`.
+      clock: seconds.
+      wait: for so many seconds.
+
+    Raises:
+      NotJoined: this peer has to end before.
+    """
+    peers, began = place.config["peers"], clock()
+    while True:
+        members = [m for m in roster.call("members") if m[0].partition(".")[0] != str(place.slot)]
+        random.shuffle(members)
+        for name, address in members:
+            asked = clock()
+            try:
+                joined = ask(address, secret, peers["join_s"])
+            except BROKEN as error:
+                say(f"peer {name} gives no copy ({type(error).__name__})")
+                continue
+            if joined is not None:
+                words = f"joins with a copy of peer {joined.donor} at step {joined.t}"
+                say(f"{words} ({clock() - asked:.1f} s)")
+                return joined
+        if not roster.call("is_hopeful") or clock() >= began + peers["start_s"]:
+            say("nobody gives a copy: begins with its own parameters")
+            return None
+        if leaving() is not None:
+            raise NotJoined
+        wait(peers["beat_s"])

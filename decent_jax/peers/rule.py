@@ -12,8 +12,7 @@ learned since:
         \theta_i \leftarrow \theta_i + m_i, \qquad
         x_i \leftarrow x_i + \theta_i - S_i, \qquad S_i \leftarrow x_i
 
-Where copies count by the steps ``k`` that they hold, of equally many tokens (the weights of
-Decoupled DiLoCo), ``k_j / (k_i + k_j)`` stands for 1/2.
+A copy travels in a `Format`, every array by a codec of `decent_jax.gossip.codecs`.
 
 `Meetings` is one peer's side of it. It knows neither threads nor Ray; the peer calls it from any
 thread. A meeting of asker A and answerer B is three messages, so that neither side averages if one
@@ -29,6 +28,7 @@ B settles once, and only within its patience, so that A and B add opposite halve
 however long the messages take. Only a death in between leaves a half alone.
 """
 
+import dataclasses
 import math
 import threading
 import time
@@ -36,8 +36,84 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from decent_jax.gossip.codecs import FIRST_DISTANCE, GROW, SHRINK, SLACK
-from decent_jax.peers.formats import Arrays, Format, Message
+from decent_jax.gossip import codecs
+from decent_jax.gossip.codecs import FIRST_DISTANCE, GROW, SHRINK, SLACK, Codec, Lattice
+
+LATTICES = {"lattice8": Lattice(8), "lattice16": Lattice(16)}
+FORMATS = (*codecs.NAMED, *LATTICES)
+
+Arrays = list[np.ndarray]
+
+
+class Message(NamedTuple):
+    """A copy in a format: what is sent for every array, and the side of the lattice or 0."""
+
+    parts: list[tuple[np.ndarray, ...]]
+    side: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """One of `FORMATS`.
+
+    >>> message, sent = Format("bfloat16").encode([np.float32([1.0, 2.001])], seed=(0,))
+    >>> Format("bfloat16").decode(message, sent)
+    ([array([1., 2.], dtype=float32)], True)
+    """
+
+    name: str
+
+    @property
+    def is_lattice(self) -> bool:
+        """Whether the receiver decodes relative to its own copy."""
+        return self.name in LATTICES
+
+    def side(self, copy: Arrays, y: float) -> float:
+        """The side of the lattice for copies at most ``y`` apart; 0 for the other formats."""
+        if not self.is_lattice:
+            return 0.0
+        largest = max(float(np.abs(x).max(initial=0)) for x in copy)
+        return float(LATTICES[self.name].reaching(y, largest).side)
+
+    def encode(
+        self, copy: Arrays, *, side: float = 0.0, seed: tuple[int, ...] = ()
+    ) -> tuple[Message, Arrays]:
+        """The message for a copy, and the arrays that a partner decodes.
+
+        Args:
+          copy: floating-point arrays.
+          side: of the lattice, see `side`.
+          seed: of the stochastic rounding of ``int8``: the sender and its version.
+        """
+        if self.is_lattice and not np.isfinite(side):
+            raise ValueError("a copy to be coded must be finite; lower the learning rate")
+        random, codec = np.random.default_rng(seed), self._codec(side)
+        if codec is None:
+            return Message([(x,) for x in copy], side), copy
+        draws = self.name == "int8"
+        parts = [
+            codec.encode(x, random.random(x.shape, np.float32) if draws else None) for x in copy
+        ]
+        return Message(parts, side), list(map(codec.decode, parts, copy))
+
+    def decode(self, message: Message, own: Arrays) -> tuple[Arrays, bool]:
+        """The partner's arrays, and whether they are finite and what the partner has encoded."""
+        codec = self._codec(message.side)
+        if codec is None:
+            theirs = [part[0] for part in message.parts]
+        else:
+            theirs = list(map(codec.decode, message.parts, own))
+        return theirs, all(bool(np.isfinite(x).all()) for x in theirs)
+
+    def bytes_sent(self, shapes: list[tuple[int, ...]]) -> int:
+        """The bytes of a message for float32 arrays of these shapes, without its head."""
+        codec = self._codec(1.0)
+        return sum(codecs.bytes_sent(codec, shape) for shape in shapes)
+
+    def _codec(self, side: float) -> Codec | None:
+        if self.is_lattice:
+            return dataclasses.replace(LATTICES[self.name], side=side)
+        return codecs.NAMED[self.name]
 
 
 class Copy(NamedTuple):
@@ -46,7 +122,6 @@ class Copy(NamedTuple):
     version: int  # counts from 0 in each incarnation
     arrays: Arrays
     progress: int  # common progress, in steps, at which it was published
-    steps: int  # that the peer had made since the copy before, at least 1
 
 
 class Offer(NamedTuple):
@@ -57,7 +132,6 @@ class Offer(NamedTuple):
     version: int
     progress: int
     understood: bool  # whether this side decoded the other's message (True for an asker)
-    steps: int  # of the copy
 
 
 class Met(NamedTuple):
@@ -66,8 +140,7 @@ class Met(NamedTuple):
     mine: Copy
     theirs: Offer
     sides: tuple[float, float]  # of the lattices, mine and theirs
-    share: float  # of the partner's copy in the mean
-    half: Arrays  # share (Q(theirs) - Q(mine)), half of it unless weighted
+    half: Arrays  # (Q(theirs) - Q(mine)) / 2
 
 
 class Joined(NamedTuple):
@@ -99,7 +172,6 @@ class Meetings:
       form: of messages.
       patience_s: how long an answerer waits for `settle`.
       clock: seconds.
-      weighted: whether the copies count by their steps.
 
     Attributes:
       copy: published last; None until the first, and from `take` to `publish`.
@@ -121,11 +193,8 @@ class Meetings:
     ([array([1.], dtype=float32)], [array([-1.], dtype=float32)])
     """
 
-    def __init__(
-        self, me: str, form: Format, patience_s: float, clock=time.monotonic, weighted=False
-    ):
+    def __init__(self, me: str, form: Format, patience_s: float, clock=time.monotonic):
         self.me, self._form, self._patience, self._clock = me, form, patience_s, clock
-        self._weighted = weighted
         self._lock = threading.Lock()
         self.copy: Copy | None = None
         self._now: _Meeting | None = None
@@ -153,10 +222,10 @@ class Meetings:
             self._doubtful.clear()
             self._settled = []
 
-    def publish(self, arrays: Arrays, progress: int, steps: int = 1) -> None:
-        """S <- x, after so many steps since the copy before."""
+    def publish(self, arrays: Arrays, progress: int) -> None:
+        """S <- x."""
         with self._lock:
-            self.copy = Copy(self.version, arrays, progress, max(steps, 1))
+            self.copy = Copy(self.version, arrays, progress)
             self.version += 1
 
     def idle(self) -> bool:
@@ -261,7 +330,7 @@ class Meetings:
 
     def _offer(self, begun: _Meeting, understood: bool) -> Offer:
         copy = begun.copy
-        return Offer(begun.name, self.me, copy.version, copy.progress, understood, copy.steps)
+        return Offer(begun.name, self.me, copy.version, copy.progress, understood)
 
     def _encode(self, begun: _Meeting) -> None:
         copy = begun.copy
@@ -274,10 +343,9 @@ class Meetings:
         theirs, understood = self._form.decode(message, copy.arrays)
         if not understood:
             return False
-        share = offer.steps / (copy.steps + offer.steps) if self._weighted else 0.5
-        half = halves(begun.sent, theirs, share)
-        begun.met = Met(copy, offer, (begun.message.side, message.side), share, half)
-        begun.distance = _norm(half) / share / (_norm(copy.arrays) or np.inf)
+        half = halves(begun.sent, theirs)
+        begun.met = Met(copy, offer, (begun.message.side, message.side), half)
+        begun.distance = 2 * _norm(half) / (_norm(copy.arrays) or np.inf)
         begun.apart = _apart(copy.arrays, theirs) if self._form.is_lattice else 0.0
         return True
 
@@ -299,9 +367,9 @@ class Meetings:
         return True
 
 
-def halves(mine: Arrays, theirs: Arrays, share: float = 0.5) -> Arrays:
-    """share (theirs - mine); at 1/2 exactly the negative of what the partner computes."""
-    return [(b - a) * a.dtype.type(share) for a, b in zip(mine, theirs, strict=True)]
+def halves(mine: Arrays, theirs: Arrays) -> Arrays:
+    """(theirs - mine) / 2, exactly the negative of what the partner computes."""
+    return [(b - a) * a.dtype.type(0.5) for a, b in zip(mine, theirs, strict=True)]
 
 
 def seed_of(peer: str, version: int) -> tuple[int, ...]:

@@ -24,9 +24,7 @@ from decent_jax.actors import messages
 from decent_jax.actors.messages import Address
 from decent_jax.actors.process import say
 from decent_jax.ground import connections
-from decent_jax.peers.formats import Message
-from decent_jax.peers.partners import chances
-from decent_jax.peers.rule import Joined, Meetings, Offer
+from decent_jax.peers.rule import Joined, Meetings, Message, Offer
 
 Members = list[tuple[str, Address]]  # names and addresses of peers
 
@@ -45,7 +43,6 @@ class Asker:
 
     Attributes:
       members: the peers that train, this one as well.
-      seconds: {name: seconds that a meeting with it takes}, as far as measured.
     """
 
     def __init__(
@@ -58,13 +55,12 @@ class Asker:
         self._meetings, self._secret, self._peers = meetings, secret, peers
         self._clock = clock
         self.members: Members = []
-        self.seconds: dict[str, float] = {}
         self._avoided: dict[str, float] = {}  # until when, after it gave no answer
         self._open: dict[str, Connection] = {}
         self._doubtful: list[tuple[str, Connection]] = []  # meetings whose end is not known yet
 
     def ask(self) -> None:
-        """Ask a random neighbour to meet, and meet."""
+        """Ask a random peer to meet, and meet."""
         waiting, self._doubtful = self._doubtful, []
         for meeting, connection in waiting:  # partners that were silent may have spoken since
             self._close(meeting, connection, 0.0)
@@ -78,7 +74,7 @@ class Asker:
         ends = self._clock() + self._peers["meet_s"]
         try:
             connection = self._connection(name, address)
-            understood = self._exchange(name, connection, offer, message)
+            understood = self._exchange(connection, offer, message)
             if understood is None:
                 self._meetings.give_up(offer.meeting, "declined")
                 return
@@ -95,11 +91,8 @@ class Asker:
         else:
             self._avoid(name)
 
-    def _exchange(
-        self, name: str, connection: Connection, offer: Offer, message: Message
-    ) -> bool | None:
+    def _exchange(self, connection: Connection, offer: Offer, message: Message) -> bool | None:
         """Whether this side has understood the partner's message; None: the partner declines."""
-        began = self._clock()
         with connections.within(self._peers["meet_s"], connection):
             messages.send(connection, [_MEET, *offer])
             agreed, _ = messages.receive(connection)
@@ -107,8 +100,6 @@ class Asker:
                 return None
             messages.send(connection, message.side, message.parts)
             (side, *reply), parts = messages.receive(connection)
-        seconds = self._clock() - began  # one that took longer by chance counts less
-        self.seconds[name] = min(seconds, (self.seconds.get(name, seconds) + seconds) / 2)
         return self._meetings.hear(Offer(*reply), Message(list(parts), side))
 
     def _close(self, meeting: str, connection: Connection, seconds: float) -> bool:
@@ -132,13 +123,13 @@ class Asker:
         return self._open[name]
 
     def _partner(self) -> tuple[str, Address] | None:
-        members, now = dict(self.members), self._clock()
-        asked = chances(self._meetings.me, list(members), self._peers["neighbours"], self.seconds)
-        asked = {name: p for name, p in asked.items() if self._avoided.get(name, -math.inf) < now}
-        if not asked:
-            return None
-        (name,) = random.choices(list(asked), list(asked.values()))
-        return name, members[name]
+        now = self._clock()
+        others = [
+            (name, address)
+            for name, address in self.members
+            if name != self._meetings.me and self._avoided.get(name, -math.inf) < now
+        ]
+        return random.choice(others) if others else None
 
     def _avoid(self, name: str) -> None:
         self._avoided[name] = self._clock() + self._peers["silent_s"]

@@ -1,6 +1,7 @@
-"""What a run of peers is made of: checks, time-outs, the run of one replica in each, its data."""
+"""What a run of peers is made of: its folder, the run of one replica in each peer, its data."""
 
 import contextlib
+import itertools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,15 +15,17 @@ from ml_collections import ConfigDict
 from decent_jax.actors.process import leave_launcher
 from decent_jax.data import loader
 from decent_jax.ground import fields
-from decent_jax.ground.errors import ConfigError
+from decent_jax.ground.errors import ConfigError, DataError
+from decent_jax.ground.json_files import is_real, read_json
 from decent_jax.optim import METHODS, frame
-from decent_jax.peers import partners
+from decent_jax.peers.events import fits
 from decent_jax.train import algorithm
 from decent_jax.train import config as config_lib
 from decent_jax.train.experiment import Experiment, open_experiment
 from decent_jax.train.workdir import Workdir
 
 FOLDER = "peers"  # of a run: peers/SLOT/ is the run of a peer
+MANIFEST = "peers.json"  # how far a run is, who was alive, and which streams of data there are
 COUNT, MOST = "count.json", 2**16  # in it: how many peers `resize` wants; at most so many
 _ANOTHER_DRAW = 1_000_003  # between the seeds of streams 0 to n - 1, n to 2 n - 1, and so on
 
@@ -64,13 +67,13 @@ def check(config: ConfigDict) -> None:
         "noloco.fragments": [1],
         "noloco.delay": [0],
         "noloco.alpha": [0],
+        "noloco.weighted": [False],
         "data.partition": ["iid"],
         "cluster.coordinator": [""],
         "cluster.plan": [""],
         "pipeline.stages": [0],
     }
     fields.check_allowed(config, "peers.use", allowed)
-    partners.degree(config.peers.neighbours)
     _check_seconds(config.peers)
     pairs = ConfigDict(config.to_dict())
     pairs.schedule = "random_matching"  # peers use no schedule, but methods ask for one
@@ -89,11 +92,6 @@ def _check_seconds(peers: ConfigDict) -> None:
             times = f"{factor} times " if factor > 1 else ""
             wanted = f"must be at least {times}peers.{shorter} ({peers[shorter]:g} s)"
             raise ConfigError.about(f"peers.{longer}", peers[longer], wanted)
-
-
-def is_weighted(config: Any) -> bool:
-    """Whether copies count by their steps, see `decent_jax.peers.rule`."""
-    return config["algorithm"] == "noloco" and config["noloco"]["weighted"]
 
 
 def count_of(config: ConfigDict) -> int:
@@ -135,7 +133,6 @@ def open_run(config: ConfigDict, workdir: str | Path) -> Iterator[tuple[Experime
             )
         own = ConfigDict(alone.to_dict())
         own.update(combine="then", mix_every=1)
-        own.noloco.weighted = False  # a round would count steps; `Between` does here
         tx = algorithm.transformation(
             own,
             experiment.schedule,
@@ -193,3 +190,71 @@ class Stream:
         n = self._num_streams
         rows = loader.train_rows(self._source, seed=seed, num_replicas=n, batch_size=self._size * n)
         return grain.MapDataset.source(rows)[self._stream :: n]
+
+
+def free_slots(taken: list[int], count: int) -> list[int]:
+    """The lowest slots that are free."""
+    free = (slot for slot in itertools.count() if slot not in taken)
+    return list(itertools.islice(free, max(count, 0)))
+
+
+def read_manifest(workdir: Path, config: ConfigDict) -> dict[str, Any]:
+    """The manifest of an earlier session, or an empty one.
+
+    Raises:
+      ConfigError: it is damaged, or of peers with another batch.
+    """
+    try:
+        manifest = read_json(workdir / MANIFEST, "is damaged; take another --workdir")
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except DataError as error:
+        raise ConfigError(str(error)) from None
+    if not _is_manifest(manifest):
+        raise ConfigError(f"{workdir / MANIFEST} is damaged; take another --workdir")
+    size = config.batch_size // config.num_replicas
+    if manifest["batch"] != size:
+        raise ConfigError(
+            f"{workdir} holds a run in which a peer's batch is {manifest['batch']} examples, and "
+            f"batch_size / num_replicas is {size}; to change the number of peers, set peers.count"
+        )
+    return manifest
+
+
+def _is_manifest(found: Any) -> bool:
+    """Whether it has the entries that are read, with values that a run has."""
+    return (
+        fits(found, {"batch": int, "streams": int, "seconds": float, "peers": {}})
+        and min(found["batch"], found["streams"]) > 0
+        and (found.get("best") is None or is_real(found["best"]))
+        and all(
+            slot.isdecimal() and len(slot) < 10 and fits(one, {"steps": int, "alive": bool})
+            for slot, one in found["peers"].items()
+        )
+    )
+
+
+def resumed(workdir: Path, manifest: dict[str, Any]) -> dict[int, int]:
+    """{slot: step of its newest checkpoint}: the peers that go on from their own.
+
+    Those that were alive; where none of them has saved, those that had died or left, too.
+    """
+    entries = manifest.get("peers", {})
+    saved = {slot: saved_steps(workdir / FOLDER / slot) for slot in entries}
+    slots = [slot for slot in entries if saved[slot]]
+    alive = [slot for slot in slots if entries[slot]["alive"]]
+    return {int(slot): max(saved[slot]) for slot in alive or slots}
+
+
+def known_steps(workdir: Path, manifest: dict[str, Any]) -> dict[int, int]:
+    """{slot: steps}: those of the newest checkpoint where the slot goes on from it."""
+    known = resumed(workdir, manifest)
+    if not known:  # killed before any peer has saved: all begin anew
+        return {}
+    entries = manifest.get("peers", {})
+    return {int(slot): entry["steps"] for slot, entry in entries.items()} | known
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Of the checkpoints of a peer's folder."""
+    return [int(p.name) for p in (folder / "checkpoints").glob("*") if p.name.isdecimal()]

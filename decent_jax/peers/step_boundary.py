@@ -1,4 +1,4 @@
-"""The runner of a peer, and what it does between its steps; nothing here waits for a message."""
+"""What a peer does at its step boundaries, and its runner; nothing here waits for a message."""
 
 import contextlib
 import math
@@ -10,18 +10,103 @@ from concurrent.futures import Future
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
+from decent_jax.optim import METHODS, trees
 from decent_jax.peers import events
-from decent_jax.peers.boundary import Boundary, number, on_host
-from decent_jax.peers.rule import Joined, Meetings
-from decent_jax.peers.setup import Place
+from decent_jax.peers.peer_run import Place
+from decent_jax.peers.rule import Arrays, Joined, Meetings
+from decent_jax.train import algorithm
 from decent_jax.train.checkpoint import Saver
 from decent_jax.train.experiment import Experiment
 from decent_jax.train.metrics import Clock
 from decent_jax.train.step import TrainState
 from decent_jax.train.synchronous import Synchronous
 from decent_jax.train.workdir import Workdir
+
+
+class StateChanges:
+    """What happens to a `TrainState` of one replica, (1, ...), between two of its steps.
+
+    The live run and its replay share it.
+    """
+
+    def __init__(self, experiment: Experiment):
+        self.placement = experiment.placement
+        self._mixes_state = experiment.task.mixes_state
+        self._rate = jax.jit(lambda t: jnp.asarray(experiment.rate(t), jnp.float32))
+        place_all = self.placement.place_all
+        method = METHODS[experiment.config.algorithm]
+        assert method.meeting is not None  # `decent_jax.peers.peer_run.check`
+        meet = jax.vmap(method.meeting(algorithm.numbers_of(experiment.config, method)))
+
+        def met(averaged, own, copy, half):
+            (params, model_state), (params_half, model_state_half) = averaged, half
+            params, own = meet(params, own, copy[0], params_half)
+            return place_all(((params, trees.add(model_state, model_state_half)), own))
+
+        self._meet = jax.jit(met, donate_argnums=(0, 1))
+        self.copy = jax.jit(lambda tree: place_all(jax.tree.map(jnp.copy, tree)))
+
+    def averaged(self, state: TrainState) -> Any:
+        """See the function `averaged`."""
+        return averaged(self._mixes_state, state)
+
+    def meet(self, state: TrainState, copy: Arrays, half: Arrays) -> TrainState:
+        """The state after a meeting; donates the old one.
+
+        Args:
+          copy: what this peer brought.
+          half: of the difference of the partner's copy to it, as far as their messages say.
+        """
+        old, own = self.averaged(state), state.opt_state.own
+        copy, half = (
+            jax.tree.unflatten(jax.tree.structure(old), [x[None] for x in arrays])
+            for arrays in (copy, half)
+        )
+        (params, model_state), own = self._meet(old, own, copy, half)
+        state = state._replace(params=params, opt_state=state.opt_state._replace(own=own))
+        return state._replace(model_state=model_state) if self._mixes_state else state
+
+    def at_progress(self, state: TrainState, progress: int) -> TrainState:
+        """The state whose next update has the learning rate of this common progress, in steps."""
+
+        def is_count(node):
+            return isinstance(node, optax.ScaleByScheduleState)
+
+        def replaced(node):
+            if not is_count(node):
+                return node
+            count = jax.device_put(np.full((1,), progress, np.int32), self.placement.sharding((1,)))
+            return node._replace(count=count)
+
+        return state._replace(opt_state=jax.tree.map(replaced, state.opt_state, is_leaf=is_count))
+
+    def rate(self, progress: int) -> jax.Array:
+        """() float32: the learning rate."""
+        return self._rate(np.int32(progress))
+
+    def put(self, arrays: Arrays, like: Any) -> Any:
+        """Host arrays (1, ...) as a tree on the devices."""
+        leaves = [jax.device_put(x, self.placement.sharding(x.shape)) for x in arrays]
+        return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def averaged(mixes_state: bool, state: TrainState) -> Any:
+    """The part of the state that peers average, and send."""
+    return state.params, state.model_state if mixes_state else {}
+
+
+def number(stream: int, t: int) -> np.ndarray:
+    """(2,) what a peer's step draws its random numbers (dropout) from: step t of its stream."""
+    return np.array([t, stream], np.int32)
+
+
+def on_host(tree: Any) -> Arrays:
+    """Leaves without the replica dimension; they may be shared with the device, so do not write."""
+    return [np.asarray(x)[0] for x in jax.tree.leaves(tree)]
 
 
 class Pulse:
@@ -35,21 +120,15 @@ class Pulse:
     def __init__(self, peers_per_step: int, steps: int):
         self._peers_per_step, self._steps = peers_per_step, steps
         self._others = 0  # steps made in other slots, as far as this peer knows
-        self._own_then, self._pace = 0, 0  # steps there for each of its own since then
         self.own = 0  # steps made in this slot
 
     def heard(self, all_steps: int, own_then: int) -> None:
         """Note the roster's count of all steps, and its count of this slot's at the same time."""
         self._others = all_steps - own_then
 
-    def lost(self, live: int) -> None:
-        """No roster any more: estimate that all live peers go on as this one does."""
-        self._own_then, self._pace = self.own, max(live - 1, 0)
-
     def progress(self) -> int:
         """Common progress in steps of the run."""
-        others = self._others + self._pace * (self.own - self._own_then)
-        return (others + self.own) // self._peers_per_step
+        return (self._others + self.own) // self._peers_per_step
 
     def over(self) -> bool:
         """Whether all peers together have made the steps of the run."""
@@ -60,8 +139,8 @@ class NotJoined(Exception):
     """A peer ends without the state of a peer: it has none yet, or an old one; nothing is saved."""
 
 
-class Between:
-    """What a peer does between its steps.
+class StepBoundary:
+    """What a peer does at its step boundaries.
 
     Args:
       experiment: of the peer.
@@ -69,7 +148,7 @@ class Between:
       pulse: common progress.
       meetings: of the peer.
       jobs: takes functions that a thread calls one after the other.
-      ask: one of them: ask a neighbour to meet.
+      ask: one of them: ask another peer to meet.
       join: copies the state of another peer, and returns None where nobody could give one; called
         before the first step, when all is compiled. None: not joining.
       clock: seconds.
@@ -88,9 +167,9 @@ class Between:
     ):
         self._clock = clock
         peers = place.config["peers"]
-        self._experiment, self._place, self._pulse = experiment, place, pulse
+        self._place, self._pulse = place, pulse
         self.meetings, self._jobs, self._ask = meetings, jobs, ask
-        self._boundary = Boundary(experiment)
+        self._changes = StateChanges(experiment)
         self.join = join
         self._every, self._meet_s = place.config["mix_every"], peers["meet_s"]
         self._geometric = peers["geometric"]
@@ -99,7 +178,7 @@ class Between:
         self._ask_after = 0.0  # and the time; infinite while a question is under way
         self._log: events.EventLog | None = None
         self._origin: dict[str, Any] | None = None
-        self._published: int | None = None  # the step before which it was, the last time
+        self._has_published = False
         self._end_by = math.inf  # when to end at the latest; infinite until the end has come
         self._met_before = 0
         self._shown: tuple[int, Any] = -1, None  # progress, rate
@@ -159,18 +238,18 @@ class Between:
         log = self._log or self._begin_log(t)
         progress = self._pulse.progress()
         if progress != self._shown[0]:
-            self._shown = progress, self._boundary.rate(progress)
-        state = self._boundary.at_progress(state, progress)
+            self._shown = progress, self._changes.rate(progress)
+        state = self._changes.at_progress(state, progress)
         log.write(t=t, rate=progress)
         # A host that is ahead of its device publishes late, meets nobody until then, and adds what
         # is older. All that the next step needs but the meetings is ready here.
         self._note_loss()
         taken = self.meetings.take()
         for met in taken:
-            log.met(t, met, progress)
+            log.met(t, met)
             self.stale = progress - met.theirs.progress
-            state = self._boundary.meet(state, met.mine.arrays, met.half)
-        if taken or self._published is None:
+            state = self._changes.meet(state, met.mine.arrays, met.half)
+        if taken or not self._has_published:
             self._publish(log, state, t, progress)
         self._give(state, t)
         if t >= self._due and self._clock() >= self._ask_after:
@@ -184,7 +263,7 @@ class Between:
     def end(self, done: int, state: TrainState) -> dict[str, Any]:
         """How this peer ended, once a checkpoint of its last step is saved."""
         self._note_loss()
-        arrays = on_host(self._boundary.averaged(state))
+        arrays = on_host(self._changes.averaged(state))
         self.final = arrays
         if self._log is not None:
             self._log.end(done, events.crc(arrays))
@@ -225,7 +304,7 @@ class Between:
         if joined is None:
             return state
         self._origin = {"peer": joined.donor, "t": joined.t, "when": "boundary"}
-        return self._boundary.put([x[None] for x in joined.arrays], state)
+        return self._changes.put([x[None] for x in joined.arrays], state)
 
     def _note_loss(self) -> None:
         """Wait for the last step; reports then need not wait for the device."""
@@ -244,20 +323,19 @@ class Between:
 
     def _publish(self, log: events.EventLog, state: TrainState, t: int, progress: int) -> None:
         """Hand a copy to the other thread, which waits for the device and shows it to others."""
-        steps = 0 if self._published is None else t - self._published
-        self._published = t
-        copied, meetings = self._boundary.copy(self._boundary.averaged(state)), self.meetings
+        self._has_published = True
+        copied, meetings = self._changes.copy(self._changes.averaged(state)), self.meetings
 
         def publish():
             arrays = on_host(copied)
             log.write(t=t, version=meetings.version, crc=events.crc(arrays))
-            meetings.publish(arrays, progress, steps)
+            meetings.publish(arrays, progress)
 
         self._jobs.put(publish)
 
     def _give(self, state: TrainState, t: int) -> None:
         if not self._wanted.empty():
-            copied = self._boundary.copy(state)
+            copied = self._changes.copy(state)
             for one in self._taken():
                 one.set_result(Joined(self.meetings.me, t, copied))
 
@@ -292,23 +370,23 @@ class PeerRunner(Synchronous):
 
     evaluates, first = False, number(0, 0)
 
-    def __init__(self, experiment: Experiment, work: Workdir, between: Between):
+    def __init__(self, experiment: Experiment, work: Workdir, boundary: StepBoundary):
         super().__init__(experiment, work)
-        self._between = between
+        self._boundary = boundary
 
     def restore(self) -> tuple[int, dict[str, Any]]:
         """See `decent_jax.train.loop.Runner`."""
         start, meta = super().restore()
-        return self._between.begin(start), meta
+        return self._boundary.begin(start), meta
 
     def over(self, done: int) -> bool:
         """See `decent_jax.train.loop.Runner`."""
-        return self._between.over(done)
+        return self._boundary.over(done)
 
     def _run(self, compiled: Any, batch: Any, t: int) -> dict[str, Any]:
-        self.state, metrics = self._between.step(compiled, self.state, batch, t)
+        self.state, metrics = self._boundary.step(compiled, self.state, batch, t)
         return metrics
 
     def finish(self, done: int, saver: Saver, clock: Clock) -> dict[str, Any]:
         """See `decent_jax.train.loop.Runner`."""
-        return self._between.end(done, self.state)
+        return self._boundary.end(done, self.state)
