@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from decent_jax.pipelines.actor import CellActor
-from decent_jax.pipelines.messages import Key, Mailbox
+from decent_jax.pipelines.cell import CellActor
+from decent_jax.pipelines.worker import Key, Mailbox
 from decent_jax.plan import orders
 
 RECEIPT = "receipt"

@@ -15,7 +15,7 @@ from test_checkpoint_damage import cut_short, flip_bits
 from test_pipelines import config_of, flat
 
 from decent_jax.ground.errors import CheckpointError
-from decent_jax.pipelines.checkpoints import CellCheckpoints
+from decent_jax.pipelines.cells import CellCheckpoints
 from decent_jax.train import checkpoint, saved_model
 from decent_jax.train.checkpoint import reason_of
 

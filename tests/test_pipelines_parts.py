@@ -22,9 +22,8 @@ from decent_jax.ground.errors import ConfigError, PeerLost, TrainingFailed
 from decent_jax.pipelines import links, part
 from decent_jax.pipelines.cell import open_run
 from decent_jax.pipelines.cells import Cells, nodes_of
-from decent_jax.pipelines.messages import Channel, Key, Mailbox
 from decent_jax.pipelines.part import Part
-from decent_jax.pipelines.worker import Worker
+from decent_jax.pipelines.worker import Channel, Key, Mailbox, Worker
 from decent_jax.plan import orders, plan_file
 from decent_jax.plan.plan_file import Plan
 

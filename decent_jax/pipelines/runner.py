@@ -18,8 +18,7 @@ from decent_jax.actors.handles import Actors
 from decent_jax.actors.ray_cluster import check_address, running
 from decent_jax.ground.format import format_bytes, format_duration, format_number
 from decent_jax.pipelines.cell import open_run
-from decent_jax.pipelines.cells import Cells, nodes_of
-from decent_jax.pipelines.checkpoints import CellCheckpoints
+from decent_jax.pipelines.cells import CellCheckpoints, Cells, nodes_of
 from decent_jax.pipelines.part import bytes_between_stages
 from decent_jax.pipelines.worker import Span
 from decent_jax.replicas import Consensus
@@ -137,9 +136,9 @@ class Pipelines:
         both = list(zip(self._cells.cells, spans, strict=True))
         if logs:
             squares = [span.distance for cell, span in both if cell.replica == 0]
-            distance, norm = np.sqrt(np.sum(np.array(squares, float), axis=0))
+            distance, norm, *each = np.sqrt(np.sum(np.array(squares, float), axis=0))
             relative: Any = distance / norm if norm else 0.0
-            self._distance = Consensus(distance, relative, jnp.zeros(self._config.num_replicas))
+            self._distance = Consensus(distance, relative, jnp.array(each))
         heads = [span for cell, span in both if cell.stage == 0]  # one for each replica
         last = {
             "skipped": np.concatenate([span.skipped for span in heads]),
@@ -156,7 +155,7 @@ class Pipelines:
         ]
 
     def consensus(self) -> Consensus:
-        """See `decent_jax.train.loop.Runner`; how far each replica is, is not known."""
+        """See `decent_jax.train.loop.Runner`."""
         return self._distance
 
     def evaluate(self) -> tuple[dict[str, float], Model]:

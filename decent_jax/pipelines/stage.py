@@ -131,11 +131,12 @@ class Stage:
         skipped, failing = self.rows((state.skipped, state.failing))
         return np.asarray(skipped), np.asarray(failing)
 
-    def consensus(self) -> tuple[float, float]:
-        """Sums of squares: mean_i ||x_i - mean||^2 of this stage's parameters, and ||mean||^2."""
+    def consensus(self) -> np.ndarray:
+        """(2 + n,) squares of this stage: mean_i ||x_i - mean||^2, ||mean||^2, ||x_i - mean||^2."""
         found = self._run(self._distance, self.state.params)
-        distance, relative = (float(x.addressable_data(0)) for x in (found[0], found[1]))
-        return distance**2, (distance / relative) ** 2 if relative else 0.0
+        distance, relative, each = (np.asarray(x.addressable_data(0), float) for x in found)
+        norm = distance / relative if relative else 0.0
+        return np.square(np.array([distance, norm, *each]))
 
     def consensus_model(self) -> Any:
         """The mean of all replicas: parameters without a replica dimension."""

@@ -1,20 +1,105 @@
-"""What a stage does in a step: its order of micro-batches, messages, and then the update."""
+"""What a stage does in a step: its order of micro-batches, its messages, and then the update."""
 
 import itertools
+import queue
+import threading
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decent_jax.actors import messages
+from decent_jax.actors.messages import Address
 from decent_jax.data import loader
-from decent_jax.pipelines.messages import Key, Mailbox
+from decent_jax.ground import connections
+from decent_jax.ground.errors import PeerLost
 from decent_jax.pipelines.part import TABLE, total_norm
 from decent_jax.pipelines.stage import Stage
 from decent_jax.plan import orders
 from decent_jax.train.evaluation import eval_batches
 from decent_jax.train.experiment import train_batches
+
+
+class Key(NamedTuple):
+    """What a message is, the same at its sender and its receiver."""
+
+    kind: str
+    t: int  # step
+    k: int  # micro-batch
+    sender: int  # stage
+
+
+class Mailbox:
+    """Messages for one stage; put and taken by different threads."""
+
+    def __init__(self):
+        self._messages: dict[Key, Any] = {}
+        self._changed = threading.Condition()
+
+    def put(self, key: Key, value: Any) -> None:
+        """Keep a message until it is taken."""
+        with self._changed:
+            self._messages[key] = value
+            self._changed.notify_all()
+
+    def take(self, key: Key, seconds: float) -> Any:
+        """Wait for a message, and forget it.
+
+        Raises:
+          PeerLost: it has not come within ``seconds``.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._messages, seconds):
+                raise PeerLost(
+                    f"stage {key.sender} has sent no {key.kind} of step {key.t} within "
+                    f"cluster.exchange_s ({seconds:g} s)"
+                )
+            return self._messages.pop(key)
+
+    def fill(self, connection: Connection) -> None:
+        """Put what a `Channel` sends over this connection, until it ends."""
+        while True:
+            key, value = messages.receive(connection)
+            self.put(Key(*key), value)
+
+
+class Channel:
+    """Sends messages to one stage, in their order; a thread waits for the device and the network.
+
+    Args:
+      address: at which it listens; the first message connects.
+      secret: of the run.
+    """
+
+    def __init__(self, address: Address, secret: bytes):
+        self._address, self._secret = address, secret
+        self._messages: queue.SimpleQueue[tuple[Key, Any]] = queue.SimpleQueue()
+        self._broken: Exception | None = None
+        threading.Thread(target=self._send_all, daemon=True).start()
+
+    def send(self, key: Key, value: Any) -> None:
+        """Send None or arrays in tuples and dicts; the arrays may still be computed.
+
+        Raises:
+          PeerLost: an earlier message could not be sent.
+        """
+        if self._broken is not None:
+            raise PeerLost(f"{key.kind} of step {key.t} could not be sent: {self._broken}")
+        self._messages.put((key, value))
+
+    def _send_all(self) -> None:
+        try:
+            key, value = self._messages.get()
+            with connections.connect(self._address, self._secret) as connection:
+                while True:
+                    messages.send(connection, key, value)
+                    key, value = self._messages.get()
+        except Exception as error:  # told by the next message, in the thread that trains
+            self._broken = error
+
 
 Send = Callable[[int, Key, Any], None]  # to a stage of the same replicas; does not wait
 
@@ -26,7 +111,7 @@ class Span(NamedTuple):
     norms: list[np.ndarray]  # of the gradients of all stages
     skipped: np.ndarray
     failing: np.ndarray
-    distance: tuple[float, float] | None  # see `Stage.consensus`; None where not asked for
+    distance: np.ndarray | None  # see `Stage.consensus`; None where not asked for
 
 
 def open_batches(stage: Stage, start: int) -> loader.Batches | None:
