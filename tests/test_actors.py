@@ -3,7 +3,6 @@
 import importlib.machinery
 import os
 import queue
-import socket
 import stat
 import sys
 import types
@@ -64,17 +63,6 @@ def test_an_address_where_nobody_listens_is_refused(address):
     config.pipeline.address = address
     with refused("pipeline.address", address):
         ray_cluster.check_address(config, "pipeline")
-
-
-def test_an_address_may_be_one_of_ipv6():
-    try:
-        server = socket.create_server(("::1", 0), family=socket.AF_INET6)
-    except OSError:
-        pytest.skip("this machine has no IPv6")
-    with server:
-        config = train.default_config()
-        config.peers.address = f"[::1]:{server.getsockname()[1]}"
-        ray_cluster.check_address(config, "peers")
 
 
 @pytest.mark.parametrize(("cpus", "gpus", "field"), [(0.8, 0.0, "cpus"), (0.5, 0.8, "gpus")])

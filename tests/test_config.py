@@ -110,7 +110,15 @@ algorithm=swarm schedule=ring swarm.bits=4 | swarm.bits |
 # trainers of their own
 peers.use=true algorithm=d2 schedule=bidirectional_ring | algorithm | d2
 peers.use=true algorithm=swarm optimizer.name=sgd peers.meet_s=50 | peers.stop_s | 60
+peers.use=true algorithm=swarm optimizer.name=sgd peers.silent_s=0.3 | peers.silent_s | 0.3
+peers.use=true algorithm=swarm optimizer.name=sgd peers.join_s=1 | peers.join_s | 1
+peers.use=true algorithm=swarm optimizer.name=sgd comm_dtype=int8 | comm_dtype | int8
+peers.use=true algorithm=noloco optimizer.name=sgd noloco.fragments=2 | noloco.fragments | 2
+peers.use=true algorithm=noloco optimizer.name=sgd noloco.weighted=true | noloco.weighted | True
 pipeline.stages=2 pipeline.micro_batches=3 | pipeline.micro_batches | 3
+pipeline.stages=2 micro_batches=2 | micro_batches | 2
+pipeline.stages=2 model.preset=llama_125m | model.preset | llama_125m
+pipeline.stages=2 algorithm=gradient_tracking | algorithm | gradient_tracking
 """
 
 # The words that people see, whole; the only ones of this file.

@@ -88,13 +88,6 @@ def test_a_run_whose_peers_have_all_left_resumes_from_their_checkpoints(tmp_path
     assert started(entries) == ({0: True, 1: False, 2: True}, {0: 11, 1: 15, 2: 9})
 
 
-def test_resize_answers_at_once(session, capsys):
-    """Train.py, which says who joins, needs seconds to follow."""
-    assert main(["resize", "--workdir", str(session.folder), "--count", "7"]) == 0
-    said = capsys.readouterr().out
-    assert str(session.folder) in said and "7 peers" in said
-
-
 def test_peers_that_leave_are_replaced_where_more_are_wanted_again(session):
     crew = session.crew
     session.resize(2)

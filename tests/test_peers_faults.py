@@ -10,7 +10,6 @@ from ml_collections import ConfigDict
 from test_peers_law import PACES, make_step_of, noise, peer_in_process  # noqa: F401 (fixtures)
 
 from decent_jax.actors import messages
-from decent_jax.ground.errors import RunError
 from decent_jax.peers import events
 from decent_jax.peers.driver import Whole
 from decent_jax.peers.peer import Peer
@@ -84,22 +83,6 @@ def test_a_resume_holds_no_log_in_memory(in_process):
     first, *_ = events.read(events.path(folder, in_process.place.incarnation))
     assert first["origin"] == {"peer": "0.3", "t": 99_000, "when": "checkpoint"}
     assert peak < 1e6
-
-
-@pytest.mark.parametrize("name", ["sides", "theirs"])
-def test_a_meeting_in_a_log_is_whole(name, tmp_path):
-    """A replay that filled a gap with a guess would report a difference that nobody has made."""
-    start = {"start": 0, "origin": None}
-    met = {"t": 2, "met": "1.0-0", "with": "1.0", "mine": 0, "theirs": 1}
-    met["sides"] = [0.0, 0.0]
-    path = tmp_path / "events-0.jsonl"
-    path.write_text(f"{json.dumps(start)}\n{json.dumps(met)}\n")
-    assert list(events.read(path)) == [start, met]
-    del met[name]
-    path.write_text(f"{json.dumps(start)}\n{json.dumps(met)}\n")
-    with pytest.raises(RunError) as refused:
-        list(events.read(path))
-    assert str(path) in str(refused.value)
 
 
 @pytest.mark.parametrize("leaving", ["stop", "leave", None])
@@ -185,8 +168,7 @@ def test_a_peer_waits_for_a_state_no_longer_than_it_may(in_process):
         state_for(in_process, roster, leaving=lambda: "stop")
 
 
-@pytest.mark.parametrize("error", [ConnectionRefusedError(), EOFError(), TimeoutError()])
-def test_who_gives_no_state_is_passed_over(error, in_process):
+def test_who_gives_no_state_is_passed_over(in_process):
     roster = Roster(5.0, {})
     for slot in (0, 2):
         roster.add(slot, 0, False)
@@ -196,7 +178,7 @@ def test_who_gives_no_state_is_passed_over(error, in_process):
     def ask(address, secret, seconds):
         asked.append(address)
         if len(asked) == 1:
-            raise error
+            raise EOFError
         return Joined("2.0", 7, [])
 
     joined = state_for(in_process, roster, ask=ask)

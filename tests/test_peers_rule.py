@@ -133,17 +133,6 @@ def test_every_format_keeps_the_mean_and_its_peers_together(form):
     assert 320 < came_about <= 400
 
 
-def test_the_halves_are_opposite_to_the_last_bit():
-    x = np.random.default_rng(0).normal(size=(2, D)).astype(np.float32)
-    for form in FORMATS:
-        one, other = peers(np.stack([x[0], x[0] + 1e-4]).astype(np.float32), form)
-        while not meet(one, other):  # a lattice widens until it is understood
-            pass
-        (mine,), (theirs,) = one.take(), other.take()
-        assert mine.half[0].dtype == np.float32 and mine.half[0].any()
-        np.testing.assert_array_equal(mine.half[0], -theirs.half[0])
-
-
 def test_a_message_that_one_side_does_not_understand_moves_neither():
     one, other = peers(np.array([np.zeros(D), np.full(D, 50.0)]), "lattice8")
     assert meet(one, other) is False

@@ -1,99 +1,33 @@
-"""Parts of pipelines: orders, messages, cells, checkpoints of another cut, and what is refused."""
+"""Parts of pipelines: messages, cells, links, and what is refused."""
 
-import itertools
 import time
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-import jax
 import ml_dtypes
 import numpy as np
 import pytest
 import tiny
 from local_actors import LocalActors, Pending
 from pipeline_threads import Threads
-from refusals import ANY, refused, refuses
+from refusals import ANY, refused
 from test_pipelines import config_of
 
 from decent_jax import topology, train
 from decent_jax.actors import messages
 from decent_jax.actors.handles import Lost, Node, Silent
+from decent_jax.gossip import codecs
 from decent_jax.ground.errors import ConfigError, PeerLost, TrainingFailed
 from decent_jax.pipelines import links, part
 from decent_jax.pipelines.cell import open_run
 from decent_jax.pipelines.cells import Cells, nodes_of
-from decent_jax.pipelines.part import Part
-from decent_jax.pipelines.worker import Channel, Key, Mailbox, Worker
-from decent_jax.plan import orders, plan_file
+from decent_jax.pipelines.runner import Pipelines
+from decent_jax.pipelines.worker import Channel, Key, Mailbox
 from decent_jax.plan.plan_file import Plan
+from decent_jax.train.synchronous import TIMED
 
 SECRET = b"0123456789abcdef"
 
 pytestmark = pytest.mark.usefixtures("compile_once")
-
-
-class Noting:
-    """A stage that computes nothing and notes what it is asked to compute."""
-
-    def __init__(self, config, stage):
-        self.config, self.done = config, []
-        task = SimpleNamespace(config=SimpleNamespace(tied=False))
-        self.part = Part(task, stage, [1] * config.pipeline.stages)
-        self.state = SimpleNamespace(params={})
-
-    def rows(self, tree):
-        return tree
-
-    def begin_mix(self, rnd):
-        return None
-
-    def zeros(self, params, borrowed):
-        return np.zeros(1), ({}, {})
-
-    def forward(self, *args):
-        self.done.append(("forward", args[-1]))
-        return ()
-
-    def backward(self, params, borrowed, x, tokens, total, dy, t, k):
-        self.done.append(("backward", k))
-        return total, ()
-
-    def mean(self, loss, grads):
-        return loss, grads
-
-    def squares(self, grads):
-        return np.ones(1)
-
-    def update(self, *_):
-        pass
-
-    def skipped(self):
-        return np.zeros(1), np.zeros(1)
-
-
-@pytest.mark.parametrize("order", ["1f1b", "gpipe"])
-def test_stages_follow_their_order_and_wait_for_each_other(order, tiny_data):
-    """Which has a bubble of (S - 1) / (M + S - 1) of a step, see test_pipelines_orders."""
-    stages, cuts = 4, 4
-    config = config_of(tiny_data, stages, cuts, algorithm="all_reduce")
-    config.pipeline.order = order
-    boxes = [Mailbox() for _ in range(stages)]
-    made = [Noting(config, s) for s in range(stages)]
-    workers = [
-        Worker(
-            *(stage, box, lambda to, key, value: boxes[to].put(key, value)),
-            itertools.repeat(np.zeros((1, cuts, 1))),
-        )
-        for stage, box in zip(made, boxes, strict=True)
-    ]
-    with ThreadPoolExecutor(stages) as threads:
-        for call in [threads.submit(worker.train, 0, 2, False) for worker in workers]:
-            call.result(60)
-    for s, stage in enumerate(made):
-        wanted = orders.order(order, stages, cuts, s)
-        if stage.part.is_last:  # its backward computes the loss, too
-            wanted = [one for one in wanted if one[0] == "backward"]
-        assert stage.done == 2 * list(wanted)
 
 
 def test_a_message_that_does_not_come_is_named():
@@ -131,25 +65,6 @@ def test_messages_keep_their_order_and_a_stranger_sends_none(box):
         box.take(keys[0], 0.0)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        {"wte": {"embedding": np.ones((2, 3), np.float32)}},
-        (np.zeros(2, np.int8), np.ones((2, 1), np.float32)),
-        (np.float32([2.5]), np.float32([np.nan]), np.float32([7.0])),
-    ],
-)
-def test_a_stage_gets_what_another_one_sent(value, box):
-    """All that stages send, without a pickle on the way."""
-    box, address = box
-    key = Key("norm", 7, 0, 3)
-    Channel(address, SECRET).send(key, value)
-    got = box.take(key, 30)
-    assert jax.tree.structure(got) == jax.tree.structure(value)
-    jax.tree.map(np.testing.assert_array_equal, got, value)
-
-
 @pytest.mark.parametrize(("wire", "bound"), [("bfloat16", 0.02), ("int8", 0.06)])
 def test_rounded_activations_give_nearly_the_same_gradient(wire, bound, tiny_data, tmp_path):
     """A step of plain SGD, relative to its norm; int8 rounds to 1/127 of a row's largest."""
@@ -174,29 +89,23 @@ def test_rounded_activations_give_nearly_the_same_gradient(wire, bound, tiny_dat
 # --- Refusals -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "field", "value"),
-    [
-        ({"pipeline__micro_batches": 3}, "pipeline.micro_batches", 3),
-        ({"micro_batches": 2}, "micro_batches", 2),
-        ({"model__preset": "llama_125m"}, "model.preset", "llama_125m"),
-        ({"algorithm": "gradient_tracking"}, "algorithm", "gradient_tracking"),
-        ({"cluster__plan": "PLAN"}, "cluster.plan", ANY),
-    ],
-)
-def test_what_cannot_be_is_refused_before_anything_starts(
-    changes, field, value, tiny_data, tmp_path
-):
+def test_a_plan_of_another_number_of_stages_is_refused(tiny_data, tmp_path):
     names = tuple(f"host{k}/0" for k in range(6))
     Plan(names, topology.make("one_peer_exp", 2), stages=3).save(tmp_path / "plan.json")
     config = tiny.config(tiny_data, num_replicas=2, batch_size=16, model={"layers": 2})
-    config.pipeline.stages = 2
-    for name, other in changes.items():
-        section, _, last = name.rpartition("__")
-        own = config[section] if section else config
-        own[last] = str(tmp_path / "plan.json") if other == "PLAN" else other
-    with refused(field, value):
+    config.pipeline.stages, config.cluster.plan = 2, str(tmp_path / "plan.json")
+    with refused("cluster.plan", ANY):
         train.validate(config)
+
+
+@pytest.mark.parametrize("wire", codecs.NAMED)
+def test_every_format_of_activations_has_a_size(wire, tiny_data):
+    config = config_of(tiny_data, 2)
+    config.pipeline.wire = wire
+    rows, width = 8 * 32, 16
+    bits = {"float32": 32, "bfloat16": 16, "float8": 8, "int8": 8, "int4": 4}[wire]
+    found = part.bytes_between_stages(config, SimpleNamespace(context=32, width=width))
+    assert rows * width * bits // 8 <= found <= rows * (width * bits // 8 + 4)
 
 
 @pytest.mark.parametrize(("stages", "layers"), [(3, ""), (2, "2,1")])
@@ -218,15 +127,6 @@ def test_a_plan_puts_cells_on_its_machines_and_is_refused_elsewhere():
         nodes_of(plan, [by_host], 2)
 
 
-def test_a_plan_is_read_as_it_was_written(tmp_path):
-    plan = Plan(("a/0", "b/0"), topology.make("one_peer_exp", 1), stages=2, layers=(1, 3))
-    plan.save(tmp_path / "plan.json")
-    again = plan_file.load(tmp_path / "plan.json")
-    assert (again.devices, again.stages, again.layers) == (plan.devices, 2, (1, 3))
-    with refuses(3, 2):
-        Plan(plan.devices, plan.schedule, stages=3)
-
-
 class Cell:
     """In place of the actor of a cell."""
 
@@ -242,6 +142,18 @@ class Cell:
         if self.error is not None:
             raise self.error
         return self.cell.name
+
+    def addresses(self):
+        return "host:1", ("host", 1)
+
+    def open(self, coordinator, addresses):
+        assert len(addresses) == len(self.cell.counts)
+
+    def connect(self):
+        pass
+
+    def begin(self, start, ahead):
+        assert (start, ahead) == (0, 0)
 
 
 @pytest.fixture
@@ -263,6 +175,26 @@ def test_all_cells_are_called_together(cells):
     made, _ = cells
     assert made.all("train", 0, 1, False) == [cell.name for cell in made.cells]
     assert [(cell.replica, cell.stage) for cell in made.cells] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_a_dry_run_lets_all_cells_make_steps(tiny_data, tmp_path, capsys):
+    """Up to and with the next round; the first ones compile."""
+    config, made = config_of(tiny_data, 2, model={"layers": 2}), []
+
+    class Counts(Cell):
+        def train(self, start, stop, row):
+            made.append((self.cell.name, stop - start))
+
+    config.mix_every = 3
+    with open_run(config, tmp_path / "run") as (experiment, work, _, counts):
+        given = config, tmp_path, counts, [None] * 4, SECRET, LocalActors(), Counts
+        with Cells(*given) as cells:
+            Pipelines(experiment, work, counts, cells).time_steps()
+            names = [cell.name for cell in cells.cells]
+    assert made == [(name, 3) for _ in range(1 + TIMED) for name in names]
+    said = capsys.readouterr().err
+    assert "in 2 stages of 1 + 1 layers" in said and "the config is good for 20 steps" in said
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 @pytest.mark.parametrize("step", [0, 7])

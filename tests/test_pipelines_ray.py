@@ -76,14 +76,6 @@ def test_a_killed_stage_is_named_and_nothing_is_left(killed):
     nothing_is_left(children)
 
 
-def test_check_lets_the_cells_make_steps_and_leaves_nothing(start, tmp_path):
-    process = start(tmp_path / "checked", 50, "--check", "--config.num_replicas=1")
-    assert process.wait(200) == 0, process.words.read_text()
-    words = process.words.read_text()
-    assert "in 2 stages of 1 + 1 layers" in words and "the config is good for 50 steps" in words
-    assert not (tmp_path / "checked").exists()
-
-
 def arrays(workdir, step):
     """{name: (n, ...)} of all stages."""
     parts = ("stage-0", "stage-1")

@@ -40,7 +40,7 @@ from decent_jax.gossip import codecs
 from decent_jax.gossip.codecs import FIRST_DISTANCE, GROW, SHRINK, SLACK, Codec, Lattice
 
 LATTICES = {"lattice8": Lattice(8), "lattice16": Lattice(16)}
-FORMATS = (*codecs.NAMED, *LATTICES)
+FORMATS = ("float32", "bfloat16", "int8", *LATTICES)
 
 Arrays = list[np.ndarray]
 

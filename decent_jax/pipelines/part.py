@@ -8,6 +8,7 @@ import optax
 from ml_collections import ConfigDict
 
 from decent_jax import optim, replicas
+from decent_jax.gossip import codecs
 from decent_jax.ground import fields
 from decent_jax.ground.errors import ConfigError
 from decent_jax.models import decoders, gpt2, pieces
@@ -134,8 +135,7 @@ def check(config: ConfigDict) -> None:
 def bytes_between_stages(config: ConfigDict, model: gpt2.GPT2Config) -> int:
     """Bytes of the activations that one stage sends to the next in a step, one way."""
     rows = config.batch_size // config.num_replicas * model.context
-    per_number = {"float32": 4, "bfloat16": 2, "int8": 1}[config.pipeline.wire]
-    return rows * (model.width * per_number + (4 if per_number == 1 else 0))
+    return codecs.bytes_sent(codecs.NAMED[config.pipeline.wire], (rows, model.width))
 
 
 def place(num_replicas: int) -> Placement:
