@@ -1,7 +1,7 @@
 """The training loop, the same for every kind of run: time, rows, saving, signals and the end.
 
 A `Runner` makes the steps: replicas in step (`decent_jax.train.synchronous`), a peer
-(`decent_jax.peers.between`) or pipelines (`decent_jax.pipelines.runner`). The loop looks at a step
+(`decent_jax.peers.step_boundary`) or pipelines (`decent_jax.pipelines.runner`). The loop looks at a step
 while the next one runs.
 """
 
