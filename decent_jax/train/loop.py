@@ -1,8 +1,8 @@
 """The training loop, the same for every kind of run: time, rows, saving, signals and the end.
 
 A `Runner` makes the steps: replicas in step (`decent_jax.train.synchronous`), a peer
-(`decent_jax.peers.step_boundary`) or pipelines (`decent_jax.pipelines.runner`). The loop looks at a step
-while the next one runs.
+(`decent_jax.peers.step_boundary`) or pipelines (`decent_jax.pipelines.runner`). The loop looks at a
+step while the next one runs.
 """
 
 from contextlib import AbstractContextManager
