@@ -93,9 +93,11 @@ def write_files(folder, other="de", end=".gz"):
     return folder
 
 
-def write_table(path, found):
-    path.write_text("".join(f"{en}\t{de}\tCC-BY\n" for en, de in found), encoding="utf-8")
-    return path
+def write_pairs(prefix, found):
+    """PREFIX.en and PREFIX.de."""
+    for lang, side in zip(("en", "de"), zip(*found, strict=True), strict=True):
+        prefix.with_name(f"{prefix.name}.{lang}").write_bytes(_lines(side))
+    return prefix
 
 
 def _lines(sentences):

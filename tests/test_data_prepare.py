@@ -74,25 +74,6 @@ def test_kinds(capsys):
     assert "{text,images,translation}" in capsys.readouterr().out
 
 
-def test_a_command_that_fails_says_one_sentence(tmp_path):
-    _, *arguments = write_input("text", tmp_path / "in")
-    good = tmp_path / "in/a.jsonl"
-    with good.open("a") as file:
-        file.write('{"text": "torn\n')
-    arguments += ["--out", tmp_path / "out", "--input", good, "--workers", "2"]
-    before = sorted(tmp_path.rglob("*"))
-    run = subprocess.run(
-        [sys.executable, "-m", "decent_jax.commands.main", "prepare", "text", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert run.returncode == 2 and run.stdout == "", run
-    assert sorted(tmp_path.rglob("*")) == before
-    assert run.stderr.count("\n") == 1
-    assert f"{good}, line 41: not valid JSON (" in run.stderr
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_existing_output(kind, tmp_path, capsys):
     given, *more = write_input(kind, tmp_path / "in")
@@ -285,10 +266,7 @@ def test_a_dead_run_is_removed(tmp_path):
     (tmp_path / ".out.tmp-mine").mkdir()
     with Draft(tmp_path / "out", KIND, overwrite=False) as other:
         assert not draft.folder.exists() and other.folder.exists()
-        assert half.exists()  # too young to be called dead without a lock
-    os.utime(half, (1, 1))
-    with Draft(tmp_path / "out", KIND, overwrite=False):
-        assert not half.exists()
+        assert not half.exists()  # a draft without a lock is half removed
     assert [path.name for path in tmp_path.iterdir()] == [".out.tmp-mine"]
 
 

@@ -79,18 +79,3 @@ def test_shapes_fit_the_unit_circle(label):
     inside = generated_images._SHAPES[label](u, v) < 0
     assert np.hypot(u, v)[inside].max() <= 1.01
     assert 0.15 < inside.sum() * 0.01**2 / np.pi < 0.85  # neither a trace nor everything
-
-
-def test_shapes_differ():
-    u, v = np.meshgrid(*[np.linspace(-1, 1, 101, dtype=np.float32)] * 2)
-    inside = np.stack([shape(u, v) < 0 for shape in generated_images._SHAPES])
-    for i in range(10):
-        for j in range(i):
-            either, both = (inside[i] | inside[j]).sum(), (inside[i] & inside[j]).sum()
-            assert both / either < 0.8, (CLASS_NAMES[i], CLASS_NAMES[j])
-
-
-def test_other_sizes():
-    source = GeneratedImages("val", 3, size=17)
-    assert source[2]["image"].shape == (17, 17, 3)
-    assert source.images.std() > 20

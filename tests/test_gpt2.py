@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from networks import assert_close, drawn, shapes_of
+from networks import assert_close, drawn
 
 from decent_jax.models import decoders, gpt2
 
@@ -51,12 +51,6 @@ def test_initial_parameters_and_those_of_replicas():
     assert float(block["ln_1"]["scale"].min()) == 1
     stacked = jax.jit(jax.vmap(partial(decoders.init, TINY)))(keys)
     assert_close(jax.tree.map(lambda x: x[2], stacked), params, rtol=1e-6)
-
-
-def test_no_biases_anywhere():
-    shapes = shapes_of(decoders, dataclasses.replace(TINY, bias=False))
-    names = {path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(shapes)}
-    assert names == {"embedding", "kernel", "scale"}
 
 
 def test_flops_per_token():

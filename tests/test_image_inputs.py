@@ -67,16 +67,6 @@ def test_where_no_draw_fits_the_centre_is_taken(size, wanted):
     assert {Box(*box) for box in draws(*size, count=100).tolist()} == {wanted}
 
 
-def test_the_whole_picture_where_no_draw_fits_and_its_ratio_may_be():
-    class Unlucky:
-        """Always the whole area, as narrow as may be."""
-
-        def uniform(self, low, high):
-            return high if high == 1 else low
-
-    assert crops.random_box(Unlucky(), 300, 330) == Box(0, 0, 300, 330)
-
-
 # --- where the pixels lie -------------------------------------------------------------------------
 
 
@@ -142,12 +132,6 @@ def test_centre_crops_are_those_of_resize_and_centre_crop(shape, size, resize):
         assert abs((got - wanted).mean()) < 0.15  # a shift of a pixel would be some 0.2
 
 
-def test_crops_larger_than_their_part():
-    data = encoded(gradient(300, 400))
-    box = Box(100, 200, 30, 20)
-    np.testing.assert_allclose(crops.crop(data, box, 64), analytic(box, 64), atol=2)
-
-
 def test_a_crop_of_one_pixel():
     data = encoded(gradient(300, 400), "PNG")
     made = crops.crop(data, Box(299, 399, 1, 1), 8)
@@ -168,20 +152,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def source(folder):
     return TrainImages(open_images(folder, "train"), SIZE)
-
-
-def test_training_images(source):
-    assert len(source) == 30
-    assert source.class_names == mini.WNIDS
-    np.testing.assert_array_equal(source.labels, np.repeat(range(5), 6))
-    assert "train" in repr(source) and str(SIZE) in repr(source)
-    for index in range(30):
-        record = source[index]
-        assert isinstance(record, EncodedImage)
-        made = source.augment(record, np.random.default_rng(index))
-        assert made["image"].shape == (SIZE, SIZE, 3) and made["image"].dtype == np.uint8
-        assert made["label"].shape == () and made["label"].dtype == np.int32
-        assert made["label"] == source.labels[index]
 
 
 def test_a_training_image_is_a_crop_alone():
@@ -316,14 +286,6 @@ def test_a_damaged_file_is_named(damaged):
             batches(source, 5, **options)
     with refuses(name, error=DataError):
         list(EvalImages(open_images(folder, "train"), SIZE, SIZE))
-
-
-@pytest.mark.slow
-def test_a_damaged_file_is_named_out_of_a_worker_process(damaged):
-    folder, name = damaged
-    source = TrainImages(open_images(folder, "train"), SIZE)
-    with refuses(name, error=DataError):
-        batches(source, 5, workers=1, prefetch=2)
 
 
 def test_opencv_uses_no_threads_of_its_own():

@@ -203,15 +203,6 @@ def test_recomputed_statistics(model, devices):
         assert result[name] == pytest.approx(value, rel=1e-5)
 
 
-def test_averaged_statistics(task, model):
-    """The default: the replicas' mean is used as it is, and every image counts once."""
-    evaluator = Evaluator(tiny_config(batch_size=8), task, replicas.place(2, jax.devices()[:1]))
-    result = evaluator.consensus(*model)
-    assert result.keys() == {"loss", "top1", "top5"}
-    for name, value in numpy_metrics(task, *model, task.eval_source).items():
-        assert result[name] == pytest.approx(value, rel=1e-5)
-
-
 # --- A run --------------------------------------------------------------------------------------
 
 
@@ -240,14 +231,6 @@ def test_a_run_and_mixed_statistics(algorithm, policies, tmp_path):
         assert "perf/examples_per_s" in rows(folder)[0]
         best = saved_model.TrainedRun(folder, "best")
         assert best.step == 1 and jax.tree.leaves(best.model_state)
-
-
-def test_demonstrate(task, model):
-    text = task.demonstrate(*model)
-    table = text.splitlines()
-    assert table[0] == "the consensus model on 21 validation images:" and len(table) == 13
-    top1 = numpy_metrics(task, *model, task.eval_source)["top1"]
-    assert table[-1].split() == ["all", "21", f"{top1:.1%}"]
 
 
 def test_class_table():

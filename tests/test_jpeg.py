@@ -90,12 +90,6 @@ def test_every_kind_of_file(kind):
     assert_close(jpeg.decode(data), by_pillow(data))
 
 
-def test_half_colours():
-    """Most photographs: colours at half the resolution are repeated, not interpolated."""
-    data = encoded(picture(203, 318), subsampling=2, quality=95)
-    assert np.abs(jpeg.decode(data).astype(int) - by_pillow(data)).mean() < 2
-
-
 @pytest.mark.parametrize("mode", ["RGBA", "LA"])
 def test_transparency_is_left_out(mode):
     """Of the pixels, not of what is below them."""

@@ -9,7 +9,6 @@ import platform
 import re
 import secrets
 import shutil
-import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +22,6 @@ from decent_jax.ground.json_files import read_json, write_atomic
 
 _LOCK = "owner.lock"
 LISTED_FILES = 1000  # a manifest names at most this many inputs
-_YOUNG_S = 60.0  # a draft this young may not have its lock yet
 
 
 class Kind(NamedTuple):
@@ -128,8 +126,7 @@ class Draft:
         try:
             self.out.parent.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(self.out)
-            self.folder = _temporary_sibling(self.out)
-            self._lock = _make_locked(self.folder / _LOCK)
+            self.folder, self._lock = _make_locked(self.out)
         except OSError as error:
             raise DataError(f"{self.out.parent}: cannot be written ({error.strerror})") from None
 
@@ -183,7 +180,7 @@ class Draft:
             except OSError:
                 if not self.out.exists():
                     raise
-            old = _temporary_sibling(self.out)
+            old = _sibling(self.out, "tmp")
             with contextlib.suppress(FileNotFoundError):  # another process replaces it right now
                 os.rename(self.out, old)
             shutil.rmtree(old, ignore_errors=True)
@@ -233,26 +230,23 @@ def _versions(*packages: str) -> dict[str, str]:
 
 
 def _remove_leftovers(out: Path) -> None:
-    """Removes the drafts of `out` whose runs are dead."""
+    """Removes the drafts of `out` whose runs are dead, or that are half removed already."""
     for folder in out.parent.glob(f".{glob.escape(out.name)}.tmp-{'[0-9a-f]' * 12}"):
-        dead = False
-        try:
-            with open(folder / _LOCK, "r+b") as lock:
-                dead = _flock(lock)
-        except OSError:  # no lock: just being made, just being renamed, or half removed
-            with contextlib.suppress(OSError):
-                dead = time.time() - folder.stat().st_mtime > _YOUNG_S
-        if dead:
-            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError), open(folder / _LOCK, "r+b") as lock:
+            if not _flock(lock):
+                continue
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _make_locked(path: Path) -> IO[bytes]:
-    """A new file that is locked before it appears at `path`, so that no process finds it free."""
-    hidden = path.with_name(f"{path.name}.new")
-    file = open(hidden, "wb")  # noqa: SIM115
-    _flock(file)
-    os.rename(hidden, path)
-    return file
+def _make_locked(out: Path) -> tuple[Path, IO[bytes]]:
+    """A new draft and its lock, which is taken before the draft has the name of one."""
+    hidden = _sibling(out, "new")
+    hidden.mkdir()
+    lock = open(hidden / _LOCK, "wb")  # noqa: SIM115
+    _flock(lock)
+    folder = _sibling(out, "tmp")
+    os.rename(hidden, folder)
+    return folder, lock
 
 
 def _flock(file: IO[bytes]) -> bool:
@@ -266,7 +260,5 @@ def _flock(file: IO[bytes]) -> bool:
     return True
 
 
-def _temporary_sibling(out: Path) -> Path:
-    folder = out.with_name(f".{out.name}.tmp-{secrets.token_hex(6)}")
-    folder.mkdir()
-    return folder
+def _sibling(out: Path, kind: str) -> Path:
+    return out.with_name(f".{out.name}.{kind}-{secrets.token_hex(6)}")

@@ -75,12 +75,6 @@ FIELDS = {
     # Of the generator.
     "data.train_images": Field(20000, "generated for training", at_least=1),
     "data.val_images": Field(2000, "generated for validation", at_least=1),
-    "data.seed": Field(
-        0,
-        "seed of the generated pictures; config.seed is that of the training",
-        at_least=0,
-        at_most=2**63 - 1,
-    ),
 }
 
 
@@ -163,7 +157,7 @@ def make(config: ConfigDict, workdir: Path, announce: Callable) -> "ImageClassif
         )
     with announce(f"drawing {data.train_images + data.val_images} pictures"):
         sources = [
-            generated_images.GeneratedImages(split, count, seed=data.seed, size=data.image_size)
+            generated_images.GeneratedImages(split, count, size=data.image_size)
             for split, count in (("train", data.train_images), ("val", data.val_images))
         ]
     return ImageClassification(config, *sources)

@@ -73,10 +73,10 @@ def prepare(
     `val` and `test` are dropped only for an empty side.
 
     Args:
-      inputs: folders, prefixes of parallel files, tables.
+      inputs: folders, prefixes of parallel files.
       out: the folder to make.
       source_lang, target_lang: as in the names of the files, such as `"en"` and `"de"`.
-      val, test: prefixes or tables; None takes those that an input folder holds.
+      val, test: prefixes; None takes those that an input folder holds.
       val_fraction: share of the training pairs, chosen by a hash of the source sentence, to
         validate with where there is no `val`.
       vocab_size: ids of the joint vocabulary, with 4 special ones and 256 bytes.
@@ -316,10 +316,9 @@ DESCRIPTION = """\
 Turns sentence pairs into token ids of a joint vocabulary of subwords: OUT/train.ids and so on,
 OUT/vocabulary.model and OUT/manifest.json; for validation and test pairs it keeps the text too.
 
-PATH is a prefix (data/train for data/train.en and data/train.de, each also as .gz), a .tsv or
-.tsv.gz with the two sides in its first two columns, or a folder: of files named train, val and
-test, or of WMT14's archives as downloaded (training-parallel-*.tgz, dev.tgz for newstest2013,
-test-full.tgz for newstest2014).
+PATH is a prefix (data/train for data/train.en and data/train.de, each also as .gz), or a folder: of
+files named train, val and test, or of WMT14's archives as downloaded (training-parallel-*.tgz,
+dev.tgz for newstest2013, test-full.tgz for newstest2014).
 
 Empty, untranslated and repeated pairs are left out of training, those of val and test, and those
 with a side that is too long or far longer than the other; the manifest counts them.
@@ -338,10 +337,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, one_of = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
     add("--source_lang", required=True, metavar="EN", help="the language to translate from")
     add("--target_lang", required=True, metavar="DE", help="the language to translate to")
-    one_of("--val", metavar="PATH", help="prefix or table of the validation pairs")
+    one_of("--val", metavar="PATH", help="prefix of the validation pairs")
     share = "take a share of the training pairs as validation pairs"
     one_of("--val_fraction", type=float, default=0, metavar="F", help=share)
-    add("--test", metavar="PATH", help="prefix or table of the test pairs")
+    add("--test", metavar="PATH", help="prefix of the test pairs")
     size = "subwords of the joint vocabulary (%(default)s)"
     add("--vocab_size", type=int, default=VOCAB_SIZE, metavar="N", help=size)
 

@@ -1,4 +1,4 @@
-"""Sentence pairs from parallel files, tables and WMT14's archives.
+"""Sentence pairs from parallel files and WMT14's archives.
 
 A source gives its pairs as blocks of undecoded lines, always the same; nothing is unpacked. Only a
 line feed ends a line: web text is full of other characters that Python's text files take for a line
@@ -60,141 +60,6 @@ class Lines(NamedTuple):
     read: int
 
 
-class PairSource:
-    """Pairs from one place.
-
-    Attributes:
-      name: its name in the manifest: no machine's path, the same on every machine.
-      files: the files that hold them.
-      size: in bytes, for progress.
-    """
-
-    name: str
-    files: tuple[Path, ...]
-    size: int
-
-    def blocks(self) -> Iterator[Lines]:
-        """All pairs; DataError where they cannot be read."""
-        raise NotImplementedError
-
-
-class Inputs(NamedTuple):
-    """The sources of each split."""
-
-    train: list[PairSource]
-    val: list[PairSource]
-    test: list[PairSource]
-
-
-def find_inputs(
-    inputs: Iterable[str | Path],
-    languages: tuple[str, str],
-    val: str | Path | None = None,
-    test: str | Path | None = None,
-) -> Inputs:
-    """The sources that paths stand for.
-
-    A path is a prefix (`train` for `train.en` and `train.de`, each also as `.gz`), a table (`.tsv`
-    or `.tsv.gz`: the two sides are the first two columns) or, for training, a folder: of such
-    files or of WMT14's archives. Folders may hold validation and test pairs too.
-
-    Args:
-      inputs: the paths.
-      languages: of the source and the target side.
-      val, test: paths that replace the folders' validation and test pairs.
-
-    Raises:
-      DataError: nothing readable is there, a side is missing, or a file is given twice.
-    """
-    found = Inputs([], [], [])
-    for path in map(Path, inputs):
-        given = (
-            _folder(path, languages) if path.is_dir() else Inputs([_one(path, languages)], [], [])
-        )
-        for sources, more in zip(found, given, strict=True):
-            sources += more
-    for split, path in {"val": val, "test": test}.items():
-        if path is not None:
-            getattr(found, split)[:] = [_one(Path(path), languages)]
-    seen: set = set()
-    for source in itertools.chain(*found):
-        key = (source.name, tuple(file.resolve() for file in source.files))
-        if key in seen:
-            raise DataError(f"{source.files[0]}: is given twice")
-        seen.add(key)
-    return found
-
-
-def _folder(path: Path, languages) -> Inputs:
-    if any((path / archive).exists() for archive in _WMT14):
-        return _archive_folder(path, languages)
-    splits = []
-    for names in _SPLIT_NAMES.values():
-        prefixes = [path / name for name in names if _sides(path / name, languages)]
-        tables = [path / f"{name}{end}" for name in names for end in (".tsv", ".tsv.gz")]
-        tables = [table for table in tables if table.exists()]
-        splits.append([_one(found, languages) for found in [*prefixes, *tables][:1]])
-    if not splits[0]:
-        names = ", ".join(f"train.{language}" for language in languages)
-        raise DataError(
-            f"{path}: holds no training pairs ({names}, each also as .gz, or train.tsv) and none of"
-            " WMT14's archives"
-        )
-    return Inputs(*splits)
-
-
-def _one(path: Path, languages) -> PairSource:
-    if path.name.endswith((".tsv", ".tsv.gz")) and path.exists():
-        return _Table(path)
-    sides = _sides(path, languages)
-    if len(sides) == 2:
-        return _Pair(*(_Side(side) for side in sides))
-    names = " and ".join(f"{path}.{language}" for language in languages)
-    there = f"of these only {sides[0].name}" if sides else "neither"
-    raise DataError(
-        f"{path}: no sentence pairs; expected a .tsv or .tsv.gz, or {names}, plain or as .gz, but"
-        f" {there} is there"
-    )
-
-
-def _sides(prefix: Path, languages) -> list[Path]:
-    """The files of the languages, as far as they exist."""
-    found = []
-    for language in languages:
-        plain = prefix.with_name(f"{prefix.name}.{language}")
-        packed = plain.with_name(f"{plain.name}.gz")
-        found += [file for file in (plain, packed) if file.exists()][:1]
-    return found
-
-
-def _archive_folder(path: Path, languages) -> Inputs:
-    other = next((language for language in languages if language != "en"), "")
-    if "en" not in languages or other not in ("de", "fr"):
-        raise DataError(
-            f"{path}: WMT14's archives are read for en with de or fr, not for {'-'.join(languages)}"
-        )
-    training = _TRAINING | (_FRENCH_TRAINING if other == "fr" else {})
-    if missing := [archive for archive in training if not (path / archive).exists()]:
-        raise DataError(
-            f"{path}: lacks {', '.join(missing)} of WMT14; fetch it, or unpack the others and pass"
-            " their files as prefixes"
-        )
-
-    def source(archive: str, member: str) -> PairSource:
-        names = [
-            member.replace("OTHER", other).replace("LANG", language).replace("SIDE", side)
-            for language, side in zip(languages, ("src", "ref"), strict=True)
-        ]
-        return _Pair(*(_Side(path / archive, name) for name in names))
-
-    tests = [archive for archive in _TESTS if (path / archive).exists()][:1]
-    return Inputs(
-        [source(archive, member) for archive, member in training.items()],
-        [source(_DEV, _DEV_MEMBER)] if (path / _DEV).exists() else [],
-        [source(archive, _TEST_MEMBER) for archive in tests],
-    )
-
-
 class _Side:
     """The lines of a file, or of a member of an archive."""
 
@@ -242,8 +107,14 @@ class _Side:
                 yield line.removesuffix(b"\n")
 
 
-class _Pair(PairSource):
-    """Two files, or two members of archives, line by line."""
+class PairSource:
+    """Two files, or two members of archives, line by line.
+
+    Attributes:
+      name: its name in the manifest: no machine's path, the same on every machine.
+      files: the files that hold them.
+      size: in bytes, for progress.
+    """
 
     def __init__(self, source: _Side, target: _Side):
         self.sides = source, target
@@ -252,6 +123,7 @@ class _Pair(PairSource):
         self.size = sum(side.path.stat().st_size for side in self.sides)
 
     def blocks(self) -> Iterator[Lines]:
+        """All pairs; DataError where they cannot be read."""
         places = self.sides[0].place, self.sides[1].place
         counts, read = [0, 0], 0
         with self.sides[0].open() as (sources, raw1), self.sides[1].open() as (targets, raw2):
@@ -272,26 +144,112 @@ class _Pair(PairSource):
             )
 
 
-class _Table(PairSource):
-    """A file with the two sides in its first two columns."""
+class Inputs(NamedTuple):
+    """The sources of each split."""
 
-    def __init__(self, path: Path):
-        self.files = (path,)
-        self.name = path.name
-        self.size = path.stat().st_size
-        self.side = _Side(path)
+    train: list[PairSource]
+    val: list[PairSource]
+    test: list[PairSource]
 
-    def blocks(self) -> Iterator[Lines]:
-        path, read, line = self.side.path, 0, 1
-        with self.side.open() as (lines, raw):
-            while block := list(itertools.islice(lines, BLOCK_LINES)):
-                columns = [row.split(b"\t", 2) for row in block]
-                short = next((i for i, row in enumerate(columns) if len(row) < 2), None)
-                if short is not None:
-                    raise DataError(f"{path}, line {line + short}: has no tab between two columns")
-                before, read = read, raw.tell()
-                source, target = ([row[i] for row in columns] for i in range(2))
-                yield Lines(source, target, (str(path), str(path)), line, read - before)
-                line += len(block)
-        if line == 1:
-            raise DataError(f"{path}: is empty")
+
+def find_inputs(
+    inputs: Iterable[str | Path],
+    languages: tuple[str, str],
+    val: str | Path | None = None,
+    test: str | Path | None = None,
+) -> Inputs:
+    """The sources that paths stand for.
+
+    A path is a prefix (`train` for `train.en` and `train.de`, each also as `.gz`) or, for training,
+    a folder: of such files or of WMT14's archives. Folders may hold validation and test pairs too.
+
+    Args:
+      inputs: the paths.
+      languages: of the source and the target side.
+      val, test: paths that replace the folders' validation and test pairs.
+
+    Raises:
+      DataError: nothing readable is there, a side is missing, or a file is given twice.
+    """
+    found = Inputs([], [], [])
+    for path in map(Path, inputs):
+        given = (
+            _folder(path, languages) if path.is_dir() else Inputs([_one(path, languages)], [], [])
+        )
+        for sources, more in zip(found, given, strict=True):
+            sources += more
+    for split, path in {"val": val, "test": test}.items():
+        if path is not None:
+            getattr(found, split)[:] = [_one(Path(path), languages)]
+    seen: set = set()
+    for source in itertools.chain(*found):
+        key = (source.name, tuple(file.resolve() for file in source.files))
+        if key in seen:
+            raise DataError(f"{source.files[0]}: is given twice")
+        seen.add(key)
+    return found
+
+
+def _folder(path: Path, languages) -> Inputs:
+    if any((path / archive).exists() for archive in _WMT14):
+        return _archive_folder(path, languages)
+    splits = []
+    for names in _SPLIT_NAMES.values():
+        prefixes = [path / name for name in names if _sides(path / name, languages)]
+        splits.append([_one(prefix, languages) for prefix in prefixes[:1]])
+    if not splits[0]:
+        names = ", ".join(f"train.{language}" for language in languages)
+        raise DataError(
+            f"{path}: holds no training pairs ({names}, each also as .gz) and none of WMT14's"
+            " archives"
+        )
+    return Inputs(*splits)
+
+
+def _one(path: Path, languages) -> PairSource:
+    sides = _sides(path, languages)
+    if len(sides) == 2:
+        return PairSource(*(_Side(side) for side in sides))
+    names = " and ".join(f"{path}.{language}" for language in languages)
+    there = f"of these only {sides[0].name}" if sides else "neither"
+    raise DataError(
+        f"{path}: no sentence pairs; expected {names}, plain or as .gz, but {there} is there"
+    )
+
+
+def _sides(prefix: Path, languages) -> list[Path]:
+    """The files of the languages, as far as they exist."""
+    found = []
+    for language in languages:
+        plain = prefix.with_name(f"{prefix.name}.{language}")
+        packed = plain.with_name(f"{plain.name}.gz")
+        found += [file for file in (plain, packed) if file.exists()][:1]
+    return found
+
+
+def _archive_folder(path: Path, languages) -> Inputs:
+    other = next((language for language in languages if language != "en"), "")
+    if "en" not in languages or other not in ("de", "fr"):
+        raise DataError(
+            f"{path}: WMT14's archives are read for en with de or fr, not for {'-'.join(languages)}"
+        )
+    training = _TRAINING | (_FRENCH_TRAINING if other == "fr" else {})
+    if missing := [archive for archive in training if not (path / archive).exists()]:
+        raise DataError(
+            f"{path}: lacks {', '.join(missing)} of WMT14; fetch it, or unpack the others and pass"
+            " their files as prefixes"
+        )
+
+    def source(archive: str, member: str) -> PairSource:
+        names = [
+            member.replace("OTHER", other).replace("LANG", language).replace("SIDE", side)
+            for language, side in zip(languages, ("src", "ref"), strict=True)
+        ]
+        return PairSource(*(_Side(path / archive, name) for name in names))
+
+    tests = [archive for archive in _TESTS if (path / archive).exists()][:1]
+    return Inputs(
+        [source(archive, member) for archive, member in training.items()],
+        [source(_DEV, _DEV_MEMBER)] if (path / _DEV).exists() else [],
+        [source(archive, _TEST_MEMBER) for archive in tests],
+    )
