@@ -159,7 +159,7 @@ def test_place_puts_stages_where_the_paper_puts_them(capsys, tmp_path):
     path, speeds = tmp_path / "plan.json", tmp_path / "speeds.json"
     speeds.write_text(json.dumps([0.5] + [1] * 63))
     steps = ["--micro_batches", 64, "--compute_s", 19, "--layers", 24, "--speeds", speeds]
-    out = works(capsys, *arguments, *steps, "--time_limit_s", 3, "--plan", path)
+    out = works(capsys, *arguments, *steps, *HURRY, "--plan", path)
     assert float(out.split()[0]) == pytest.approx(34.8020, abs=0.01)
     plan = plan_file.load(path)
     assert (plan.stages, plan.schedule.num_replicas) == (8, 8)
