@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from decent_jax import optim, replicas, topology
+from decent_jax import optim, topology
 from decent_jax.ground.command_line import output_file
 from decent_jax.train import xla
 
@@ -85,8 +85,7 @@ class Case:
 
     def __init__(self, program, state, fixed, nbytes: int):
         self.nbytes, self._state, self._fixed = nbytes, state, fixed
-        one_device = replicas.place(1, jax.devices()[:1])
-        options = xla.options_of_step(one_device, SCHEDULE, None)
+        options = xla.options_of_step(jax.devices()[0].platform, 1, SCHEDULE, None)
         donating = jax.jit(program, donate_argnums=0, compiler_options=options)
         self._program = donating.lower(state, *fixed).compile()
 

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from refusals import refused
+from refusals import refused, refuses
 from several import finish, wait_for_rows
 
 from decent_jax.train import (
@@ -150,12 +150,6 @@ def test_a_finished_run_is_left_alone_and_can_be_extended(copy, whole, tmp_path,
     assert [row["step"] for row in tiny.rows(folder)] == list(range(1, 27))
 
 
-def test_the_newest_checkpoints_and_the_best_are_kept(whole, tmp_path):
-    assert tiny.saved_steps(whole) == [12, 16, 20]
-    folder = tiny.run(config(checkpoint={"keep": 1, "every": 1}, steps=5), tmp_path / "run")
-    assert tiny.saved_steps(folder) == [5]
-
-
 def test_best_models_of_steps_to_come_are_forgotten(copy, whole):
     losses = {r["step"]: r["eval/loss"] for r in tiny.rows(whole) if "eval/loss" in r}
     assert losses[20] < losses[15]
@@ -249,16 +243,10 @@ def test_resuming_as_another_experiment_is_refused(copy):
     before = {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
     for changes, words in (
         ({"learning_rate": 0.02}, "learning_rate: 0.01 -> 0.02"),
-        ({"seed": 3}, "seed: 0 -> 3"),
-        ({"batch_size": 16}, "batch_size: 8 -> 16"),
-        ({"algorithm": "all_reduce"}, "algorithm: 'accum_adam' -> 'all_reduce'"),
         (
             {"optimizer": {"window": 4}, "combine": "then"},
             "combine: '' -> 'then'; optimizer.window: 3 -> 4",
         ),
-        ({"model": {"dropout": 0.2}}, "model.dropout: 0.1 -> 0.2"),
-        ({"optimizer": {"b1": 0.8}}, "optimizer.b1: 0.9 -> 0.8"),
-        ({"lr_schedule": {"warmup": "5%"}}, "lr_schedule.warmup: 2 -> '5%'"),
     ):
         with pytest.raises(ConfigError) as refused:
             tiny.run(config(**changes), folder)
@@ -290,19 +278,10 @@ def test_one_run_a_folder(tmp_path):
     assert [path.name for path in folder.iterdir()] == [".lock"]
 
 
-def test_a_workdir_that_cannot_be_written(tmp_path, monkeypatch):
+def test_a_workdir_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with refused("--workdir", tmp_path / "file"):
         tiny.run(config(), tmp_path / "file")
-    with refused("--workdir", tmp_path / "file" / "run"):
-        tiny.run(config(), tmp_path / "file" / "run")
-
-    def refuse(*args, **kwargs):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    with refused("--workdir", tmp_path / "run"):
-        tiny.run(config(), tmp_path / "run")
 
 
 # --- the command, killed --------------------------------------------------------------------------
@@ -381,7 +360,7 @@ def test_a_folder_that_was_moved_away_is_not_made_anew(tmp_path, monkeypatch):
         save(self, *args)
 
     monkeypatch.setattr(checkpoint.Saver, "save", move_first)
-    with pytest.raises(CheckpointError, match="has gone"):
+    with refuses("gone", error=CheckpointError):
         tiny.run(config(), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -394,5 +373,5 @@ def test_a_folder_without_permission_is_a_sentence(tmp_path, monkeypatch, folder
     (tmp_path / ".lock").touch()
     checkpoint.check_there(tmp_path)
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / folder)
-    with pytest.raises(CheckpointError, match=r"could not be written to .*: permission denied"):
+    with refuses(tmp_path / folder, "permission", error=CheckpointError):
         checkpoint.check_there(tmp_path)

@@ -139,11 +139,6 @@ def test_mpirun_gives_each_process_its_place(tools):
     ]
 
 
-def test_mpirun_without_flags_says_how(tools):
-    done = subprocess.run([LAUNCH / "mpirun.sh"], capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "launch/mpirun.sh -np 8" in done.stderr
-
-
 def pod():
     """(service, job, container) of the Kubernetes file."""
     service, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())

@@ -6,7 +6,6 @@ That the same runs in processes of their own is in test_multiprocess.
 import contextlib
 import functools
 import math
-from types import SimpleNamespace
 
 import harness
 import jax
@@ -164,28 +163,31 @@ class Layers:
         return jnp.square(out - 1).mean(), {"mean": 0.9 * model_state["mean"] + 0.1 * out.mean()}
 
 
-def trainer(**changes):
+class Trainer:
     """Steps of 4 replicas in one program and, as if gloo sent their messages, in parts."""
-    config = tiny.config("no data", **{"mesh": {"devices": 4}} | changes)
-    placement = replicas.place(4, jax.devices()[: config.mesh.devices])
-    schedule = config_lib.make_schedule(config)
-    task = Layers(mixes_state=config.schedule == "hierarchical")
-    tx = algorithm.transformation(
-        config, schedule, lambda t: 0.01, task.decay_mask, placement.axis_name
-    )
 
-    def make_step():
-        return step_lib.make_step(config, task, tx, lambda t: 0.01, schedule, placement)
+    def __init__(self, **changes):
+        self.config = tiny.config("no data", **{"mesh": {"devices": 4}} | changes)
+        self.placement = replicas.place(4, jax.devices()[: self.config.mesh.devices])
+        self.schedule = config_lib.make_schedule(self.config)
+        self.task = Layers(mixes_state=self.config.schedule == "hierarchical")
+        of_task = self.task.decay_mask, self.placement.axis_name
+        self.tx = algorithm.transformation(self.config, self.schedule, self.rate, *of_task)
+        with as_if(False):
+            self.whole = self.make_step()
+        with as_if(True):
+            self.parts = self.make_step()
 
-    with as_if(False):
-        whole = make_step()
-    with as_if(True):
-        parts = make_step()
-    return SimpleNamespace(**locals())
+    def rate(self, t):
+        return 0.01
+
+    def make_step(self):
+        made = self.config, self.task, self.tx, self.rate, self.schedule, self.placement
+        return step_lib.make_step(*made)
 
 
 def compiled(made):
-    """Adds to `trainer`'s steps: a state, six batches, and the programs of each by their rounds."""
+    """Adds to a `Trainer`: a state, six batches, and the programs of each by their rounds."""
     state = made.state = step_lib.init_state(made.config, made.task, made.tx, made.placement)
     rng = np.random.default_rng(0)
     rows = [rng.normal(size=(4, 2, 32)).astype(np.float32) for _ in range(6)]
@@ -206,7 +208,7 @@ def compiled(made):
 @pytest.fixture(scope="module")
 def case():
     """``case(name)``: one of CASES, compiled once."""
-    return functools.cache(lambda name: compiled(trainer(**CASES[name])))
+    return functools.cache(lambda name: compiled(Trainer(**CASES[name])))
 
 
 def copy(tree):
@@ -291,4 +293,4 @@ def test_an_update_that_is_all_late_is_in_place_too(case):
     ids=str,
 )
 def test_what_is_not_known_at_the_beginning_is_one_program(changes):
-    assert not isinstance(trainer(**changes).parts, overlap.Step)
+    assert not isinstance(Trainer(**changes).parts, overlap.Step)

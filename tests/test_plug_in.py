@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from refusals import refuses
 
 from decent_jax import topology, train
 from decent_jax.ground.errors import ConfigError
@@ -100,8 +101,7 @@ def test_matrices_of_a_file(tmp_path):
     schedule = topology.Schedule.from_file(path, 4)
     assert schedule.period == 2 and schedule.name == "graph.npy"
     np.testing.assert_array_equal(schedule.matrix(1), ring[1])
-    with pytest.raises(ValueError, match="read-only"):
-        schedule.matrix(0)[0] = 1
+    assert not schedule.matrix(0).flags.writeable
     config = train.default_config()
     config.num_replicas, config.schedule = 4, path
     assert config_lib.make_schedule(config).period == 2
@@ -114,13 +114,13 @@ def test_matrices_of_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("matrices", "message"),
     [
-        (None, "graph.npy: there is no such file"),
-        (b"PK", "it is no .npy file"),
-        (np.eye(3), r"of 4 replicas have the shape \(4, 4\) or .*, got \(1, 3, 3\)"),
-        (np.ones((4, 4)), "graph.npy: round 0: row 0 must sum to 1, got 4"),
-        (np.eye(4), "never reaches consensus"),
-        (np.eye(4, dtype=complex), "weights must be real numbers"),
-        (np.full((4, 4), None), "it is no .npy file: .*Python objects"),
+        (None, "no such file"),
+        (b"PK", "no .npy file"),
+        (np.eye(3), "(1, 3, 3)"),
+        (np.ones((4, 4)), "row 0"),
+        (np.eye(4), "consensus"),
+        (np.eye(4, dtype=complex), "real numbers"),
+        (np.full((4, 4), None), "Python objects"),
     ],
 )
 def test_files_that_hold_no_schedule(tmp_path, matrices, message):
@@ -131,13 +131,5 @@ def test_files_that_hold_no_schedule(tmp_path, matrices, message):
         np.save(path, matrices)
     config = train.default_config()
     config.num_replicas, config.schedule = 4, str(path)
-    with pytest.raises(ConfigError, match=message):
+    with refuses(message):
         config_lib.make_schedule(config)
-
-
-def test_the_name_is_read_as_python(tmp_path):
-    assert algorithm.parse(" optax.adafactor( multiply_by_parameter_scale = False ) ") == (
-        "optax.adafactor",
-        {"multiply_by_parameter_scale": False},
-    )
-    assert not algorithm.is_dotted("adam") and algorithm.is_dotted("optax.adam(b1=.9)")

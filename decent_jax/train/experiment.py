@@ -64,7 +64,7 @@ def open_experiment(
     xla.use_cache()
     started = cluster.start(config, workdir)
     placement = _place(config, plan)
-    per_host = replicas_per_host(placement)
+    per_host = replicas_per_host(hosts_of(placement))
     if config.schedule == AUTO:
         config = settle(config, per_host, workdir)
         if config.schedule != schedule.name:
@@ -160,15 +160,20 @@ def durations(config: ConfigDict, task: Task) -> tuple[int, dict[str, int], opta
 WITHIN_HOSTS = "hierarchical(complete, one_peer_exp)"
 
 
-def replicas_per_host(placement: Placement) -> int:
+def hosts_of(placement: Placement) -> list[str]:
+    """The host of each replica; all processes must call it at the same point."""
+    names = cluster.hosts()
+    devices = placement.mesh.devices.reshape(-1, placement.fsdp)[:, 0]
+    return [names[device.process_index] for device in devices for _ in range(placement.block)]
+
+
+def replicas_per_host(hosts: Sequence[str]) -> int:
     """Replicas on each host, if all hosts hold equally many, one after the other; else 1.
 
-    All processes must call it at the same point.
+    >>> replicas_per_host("aabb"), replicas_per_host("abab"), replicas_per_host("aab")
+    (2, 1, 1)
     """
-    names = cluster.hosts()
-    first_devices = placement.mesh.devices.reshape(-1, placement.fsdp)[:, 0]
-    on = [names[device.process_index] for device in first_devices for _ in range(placement.block)]
-    sizes = {len(list(same)) for _, same in itertools.groupby(on)}
+    sizes = {len(list(same)) for _, same in itertools.groupby(hosts)}
     return sizes.pop() if len(sizes) == 1 else 1
 
 

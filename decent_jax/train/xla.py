@@ -16,7 +16,6 @@ import jaxlib.version
 from decent_jax import cpu
 from decent_jax.ground.format import format_number
 from decent_jax.optim import EarlyMixing
-from decent_jax.replicas import Placement
 from decent_jax.topology import Schedule
 
 # Measured in the programs that XLA makes for H100s (`benchmarks/gpu_program.py`). Without these,
@@ -35,13 +34,19 @@ CACHE_LIMIT = 4 << 30  # bytes; past it, `use_cache` removes the programs read l
 _MIN_SECONDS = 0.2  # what compiles faster is not worth a file
 
 
-def options_of_step(placement: Placement, schedule: Schedule, tx: Any) -> dict[str, Any]:
-    """The ``compiler_options`` of `jax.jit` for a step of the method ``tx`` on these devices."""
-    device = placement.mesh.devices.flat[0].platform
+def options_of_step(platform: str, fsdp: int, schedule: Schedule, tx: Any) -> dict[str, Any]:
+    """The ``compiler_options`` of `jax.jit` for a step.
+
+    Args:
+      platform: of the devices, as jax calls it.
+      fsdp: devices per replica.
+      schedule: of the rounds.
+      tx: the method.
+    """
     options = {}
-    if device == "cpu":
+    if platform == "cpu":
         options = FOR_CPUS
-    elif device in ("gpu", "cuda") and _starts_early(placement, schedule, tx):
+    elif platform in ("gpu", "cuda") and _starts_early(fsdp, schedule, tx):
         options = FOR_GPUS
     flags = os.environ.get("XLA_FLAGS", "")
     return {
@@ -49,7 +54,7 @@ def options_of_step(placement: Placement, schedule: Schedule, tx: Any) -> dict[s
     }
 
 
-def _starts_early(placement, schedule, tx) -> bool:
+def _starts_early(fsdp, schedule, tx) -> bool:
     """Whether it helps to start messages at the top of the step.
 
     Not where a replica has several devices: XLA gathers its arrays as the gradient needs them, on
@@ -58,7 +63,7 @@ def _starts_early(placement, schedule, tx) -> bool:
     XLA would wait for the messages at the top of the step.
     """
     in_stages = any(rnd.between_groups is not None for rnd in schedule.rounds)
-    return placement.fsdp == 1 and (isinstance(tx, EarlyMixing) or not in_stages)
+    return fsdp == 1 and (isinstance(tx, EarlyMixing) or not in_stages)
 
 
 @functools.cache
