@@ -141,7 +141,7 @@ def test_all_stages_go_on_from_the_checkpoint_before_one_that_is_damaged(
         assert "step 3 is damaged" in said[0]
         # The next one is not removed in favour of that one, nor of a session's that was killed.
         (folder / "checkpoints" / ".2.draft" / "stage-0").mkdir(parents=True)
-        assert not checkpoints.drop_best_after(1)
+        assert not checkpoint.drop_best_after(folder, 1)
         checkpoints_of(threads, folder, keep=1).save(2, None, meta_of(threads))
         again = checkpoints_of(threads, folder, keep=1)
         again.save(2, None, meta_of(threads))

@@ -177,16 +177,6 @@ def test_names_cannot_move_the_cursor(folder, monkeypatch):
 # --- Strangers; test_connections has more of them -------------------------------------------------
 
 
-def test_strangers_cost_no_time_and_are_counted_where_somebody_is_missing(folder):
-    group = Group(folder, timeout_s=connections.HANDSHAKE_S / 2).come(0)
-    with group.connect(), group.connect() as other:
-        other.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        assert group.come(1).leave() == dict.fromkeys(range(2), [HERE] * 2)
-    group = Group(folder, timeout_s=1).come(0)
-    group.connect().close()
-    alike(group.leave(), "process 1 of 2", "1 connections")
-
-
 def test_a_process_goes_on_looking_when_an_impostor_listens(folder):
     port = free_port()
     with (

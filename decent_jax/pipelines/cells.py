@@ -238,10 +238,6 @@ class CellCheckpoints:
         self._saved = found[1]["step"] if found else -1
         return found[1] if found else {}
 
-    def drop_best_after(self, step: int) -> bool:
-        """Forget best models of steps yet to be reached by a resumed run; whether one is left."""
-        return folders.drop_best_after(self.workdir, step)
-
     def save(self, step: int, state: None, meta: dict[str, Any]) -> None:
         """Copy the state of all cells, and let them write it while training goes on."""
         if step != self._saved:

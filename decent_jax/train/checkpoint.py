@@ -67,7 +67,7 @@ class Saver:
         """Continue from the checkpoint that has this ``meta``."""
         self.seconds, self.best = meta["seconds"], meta["best"]
         self.steps_ahead = meta["examples"] // self._experiment.config.batch_size - meta["step"]
-        if not self.checkpoints.drop_best_after(meta["step"]):
+        if not drop_best_after(self.checkpoints.workdir, meta["step"]):
             self.best = math.inf
 
     def save(self, done: int, state: TrainState, seconds: float, row: Any = None) -> None:
@@ -89,10 +89,6 @@ class Saver:
         }
         self.checkpoints.save(done, state, meta)
 
-    def check(self) -> None:
-        """Raises CheckpointError where an earlier checkpoint could not be written."""
-        self.checkpoints.check()
-
     def rescue(self, done: int, state: TrainState, seconds: float, row: Any) -> str:
         """Save before the run fails, if this process can do so alone; returns words about it."""
         if jax.process_count() > 1 or not done:
@@ -108,14 +104,11 @@ class Saver:
             self.best = row["eval/loss"]
             self.checkpoints.save_best(done, *model, {"eval_loss": self.best})
 
-    def newest(self) -> str:
-        """Words about the newest checkpoint, once it is written."""
+    def what_next(self) -> str:
+        """See `what_next`, once the newest checkpoint is written."""
         with contextlib.suppress(CheckpointError):
             self.checkpoints.wait()
-        saved = self.checkpoints.steps()
-        if saved:
-            return f"the last checkpoint is of step {saved[-1]}"
-        return "no checkpoint has been saved"
+        return what_next(self.checkpoints.workdir)
 
     def __enter__(self) -> "Saver":
         return self
@@ -171,10 +164,6 @@ class Checkpointer:
         """Keep the consensus model (no replica dimension) as the best so far, likewise."""
         model = {"params": params, "model_state": model_state}
         self._save(self.workdir / BEST, step, model, meta, keep=1)
-
-    def drop_best_after(self, step: int) -> bool:
-        """Forget best models of steps yet to be reached by a resumed run; whether one is left."""
-        return drop_best_after(self.workdir, step)
 
     def restore_newest(
         self, like: TrainState, placement: Placement, accum_steps: int, say=log.warning
@@ -311,7 +300,7 @@ def clear(workdir: Path) -> None:
 
 
 def drop_best_after(workdir: Path, step: int) -> bool:
-    """See `Checkpointer.drop_best_after`."""
+    """Forget best models of steps yet to be reached by a resumed run; whether one is left."""
     found = steps(workdir / BEST)
     for later in [s for s in found if s > step]:
         if jax.process_index() == 0:

@@ -7,6 +7,7 @@ every mistake is one sentence, before anything starts.
 import os
 import runpy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -159,15 +160,9 @@ def _in_a_line(error: BaseException) -> str:
     return (lines[0] if lines else "").partition(" Other fields present")[0] + hint
 
 
-def _overrides(arguments: list[str]):
-    arguments = list(arguments)
-    while arguments:
-        argument = arguments.pop(0)
-        if not argument.startswith("--config."):
-            raise ConfigError(f"unknown argument {argument!r} (--help shows how)")
+def _overrides(arguments: list[str]) -> Iterator[tuple[str, str]]:
+    for argument in arguments:
         name, equals, text = argument.removeprefix("--config.").partition("=")
-        if not equals:
-            if not arguments or arguments[0].startswith("--"):
-                raise ConfigError(f"--config.{name} needs a value: --config.{name}=VALUE")
-            text = arguments.pop(0)
+        if not equals or not argument.startswith("--config."):
+            raise ConfigError(f"unknown argument {argument!r}; a field is --config.NAME=VALUE")
         yield name, text

@@ -114,7 +114,7 @@ def train(
             signals or Signals() as signals,
             runner.training(start, saver.steps_ahead, clock),
         ):
-            report = Report(runner, clock, writer, progress, newest=saver.newest)
+            report = Report(runner, clock, writer, progress, what_next=saver.what_next)
             clock.seconds = saver.seconds
             clock.begin_row()
             report.resume(meta)
@@ -130,7 +130,7 @@ def train(
                 report.look_at_pending()
                 logs = done % config.log.every == 0 or done == steps
                 report.pend(done, made, logs)
-                saver.check()
+                saver.checkpoints.check()
                 evaluates = runner.evaluates and (
                     done == steps or divides(experiment.every["eval.every"], done)
                 )

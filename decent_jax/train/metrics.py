@@ -219,7 +219,7 @@ class Report:
       clock: of the run.
       writer: gets the rows.
       progress: shows their numbers, and what goes wrong.
-      newest: ``()`` to words about the newest checkpoint.
+      what_next: ``()`` to words about what the same command would do.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class Report:
         clock: Clock,
         writer: MetricWriter,
         progress: Progress,
-        newest: Callable[[], str],
+        what_next: Callable[[], str],
     ):
         self._runner, self._config, self._task = (
             runner,
@@ -236,7 +236,7 @@ class Report:
             runner.experiment.task,
         )
         self._clock, self._writer, self._progress = clock, writer, progress
-        self._newest = newest
+        self._what_next = what_next
         everywhere = runner.experiment.placement.replicated
         self._add = jax.jit(_add)
         self._summarize = jax.jit(_summarize, out_shardings=everywhere)
@@ -350,7 +350,7 @@ class Report:
         if failing >= self._config.max_failing_steps:
             raise TrainingFailed(
                 f"no replica has made a finite update in the last {failing} steps, up to step "
-                f"{done}; {self._newest()}. Lower the learning rate, or clip gradients "
+                f"{done}; {self._what_next()}. Lower the learning rate, or clip gradients "
                 "(optimizer.clip_norm)"
             )
 
