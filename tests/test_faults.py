@@ -21,17 +21,13 @@ HEARTBEAT_S = 4
 # --- Network cards -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wanted", ["", "lo", "eth,lo", "=lo", "^eth0", "l"])
-def test_network_cards_that_are_there(monkeypatch, wanted):
+def test_network_cards(monkeypatch):
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
-    cluster.check_interface(wanted)
-
-
-@pytest.mark.parametrize("wanted", ["ib0", "=l", "^lo,eth", "ib,en"])
-def test_network_cards_that_are_not(monkeypatch, wanted):
-    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
-    with refused("NCCL_SOCKET_IFNAME", wanted):
+    for wanted in ("", "lo", "eth,lo", "=lo", "^eth0", "l"):
         cluster.check_interface(wanted)
+    for wanted in ("ib0", "=l", "^lo,eth", "ib,en"):
+        with refused("NCCL_SOCKET_IFNAME", wanted):
+            cluster.check_interface(wanted)
 
 
 # --- Sentences ----------------------------------------------------------------------------------
