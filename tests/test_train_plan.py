@@ -51,7 +51,7 @@ def test_rounds_are_repeated_for_methods_that_count_them():
 @pytest.mark.parametrize(
     ("devices", "settings", "named"),
     [
-        (HERE, {"num_replicas": 2}, ["plan.json", "num_replicas is 2"]),
+        (HERE, {"num_replicas": 2}, ["plan.json", "num_replicas 2"]),
         (["a/0", *HERE[1:]], {}, ["a/0", HERE[0]]),
         (HERE, {"mesh": {"devices": 2}}, ["4 replicas", "2"]),
     ],

@@ -256,12 +256,9 @@ def _listen(port: int) -> socket.socket:
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
         return socket.create_server(("", port))
     except OSError as error:
-        raise ConfigError(
-            f"process 0 ({socket.gethostname()}) cannot listen on port {port} of "
-            f"cluster.coordinator: {error.strerror or error}; take another port",
-            field="cluster.coordinator",
-            value=port,
-        ) from None
+        here, why = socket.gethostname(), error.strerror or error
+        wanted = f"must have a port on which process 0 ({here}) can listen: {why}"
+        raise ConfigError.about("cluster.coordinator", port, wanted) from None
 
 
 # --- The others -----------------------------------------------------------------------------------

@@ -68,9 +68,5 @@ def _check_replaceable(out: Path) -> None:
     again = out.exists() and out.stat().st_size > 0  # then the files beside it are ours, too
     for path in (out.with_name(name) for name in _BESIDE):
         if path.is_symlink() or (path.exists() and not again):
-            raise ConfigError(
-                f"--out: {path} exists and was not written by an export of this file; name another "
-                "folder",
-                field="--out",
-                value=out,
-            )
+            why = f"must be in a folder without a {path.name} that no export of it has written"
+            raise ConfigError.about("--out", out, why)

@@ -153,9 +153,7 @@ def _make_logs(workdir: Path, count: int) -> None:
         for log in filter(None, (_log(workdir, index) for index in range(count))):
             log.open("a").close()
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--workdir {workdir} cannot be used: {error}", field="--workdir", value=str(workdir)
-        ) from None
+        raise ConfigError.about("--workdir", workdir, f"must be writable ({error})") from None
 
 
 def _start(

@@ -150,7 +150,7 @@ def check_replaceable(path: str | Path, flag: str, ours: re.Pattern[bytes] = _OU
     """
     path = Path(path)
     if path.is_dir():
-        raise ConfigError(f"{flag} {path} is a folder; name a file in it", field=flag, value=path)
+        raise ConfigError.about(flag, path, "must be a file and no folder")
     if not os.path.lexists(path):
         return
     try:
@@ -158,17 +158,9 @@ def check_replaceable(path: str | Path, flag: str, ours: re.Pattern[bytes] = _OU
         with path.open("rb") as file:
             content = file.read(1 << 24)
     except OSError as error:  # FileNotFoundError: a link to nothing
-        why = error.strerror
-        raise ConfigError(
-            f"{flag} {path}: {why}; name another file", field=flag, value=path
-        ) from None
+        raise ConfigError.about(flag, path, f"must be another file ({error.strerror})") from None
     if content and not ours.match(content):
-        raise ConfigError(
-            f"{flag} {path} exists and was not written by this command; name another file, or move "
-            "that one away",
-            field=flag,
-            value=path,
-        )
+        raise ConfigError.about(flag, path, "must be new, or a file that this command has written")
 
 
 def check_removable(

@@ -4,6 +4,8 @@ Their messages are for a terminal: one line of at most ``longest`` characters. A
 quotes a long value of the user, loses its middle; characters that would move a cursor are escaped.
 """
 
+from pathlib import Path
+
 from decent_jax.ground.format import printable, shorten, shown
 
 
@@ -34,7 +36,8 @@ class ConfigError(_Sentence, ValueError):
     @classmethod
     def about(cls, field: str, value: object, why: str) -> "ConfigError":
         """The sentence ``FIELD WHY, got VALUE``, as most refusals are."""
-        return cls(f"{field} {why}, got {shown(value)}", field=field, value=value)
+        given = shorten(str(value), 120) if isinstance(value, Path) else shown(value)
+        return cls(f"{field} {why}, got {given}", field=field, value=value)
 
 
 class DataError(_Sentence, ValueError):

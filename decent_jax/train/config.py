@@ -205,12 +205,8 @@ def load_plan(config: ConfigDict) -> Plan | None:
         ("pipeline.stages", plan.stages, flat(config).get("pipeline.stages") or 1),
     ):
         if planned != wanted:
-            raise ConfigError(
-                f"cluster.plan {path} is for {planned} {name.partition('.')[2] or 'replicas'}, but "
-                f"{name} is {wanted}; plan for this number, or leave cluster.plan out",
-                field="cluster.plan",
-                value=path,
-            )
+            why = f"must be for {name} {wanted}, and this one is for {planned}"
+            raise ConfigError.about("cluster.plan", Path(path), why)
     return plan
 
 
