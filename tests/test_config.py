@@ -101,7 +101,6 @@ mesh.fsdp=2 mesh.devices=8 schedule=hierarchical local_size=2 | schedule | hiera
 # methods refuse by themselves (test_methods.py); here, that it arrives
 algorithm=d2 schedule=bidirectional_ring mix_every=2 | mix_every | 2
 schedule=random_out(seed=2) | schedule | random_out
-schedule=complete comm_dtype=int8 | complete |
 comm_dtype=fp8
 algorithm=decentralized_adam optimizer.name=sgd | optimizer.name | sgd
 algorithm=quasi_global_sgd | optimizer.weight_decay |

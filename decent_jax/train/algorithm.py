@@ -21,7 +21,6 @@ from decent_jax.ground.extras import module_named
 from decent_jax.ground.format import format_bytes, shown
 from decent_jax.optim import METHODS, Method, Parts
 from decent_jax.topology import Schedule
-from decent_jax.train.config_table import FIELDS
 
 # First or last names on the way to arrays that Muon leaves to Adam: embeddings and output layers.
 NOT_HIDDEN = {"embedding", "lm_head", "fc"}
@@ -145,8 +144,6 @@ def describe(config: ConfigDict, schedule: Schedule, cost: Cost) -> str:
     over = f" with {name}" if is_dotted(name) else ""
     if config.algorithm != "all_reduce":
         over += f" over {schedule.name}"
-    elif config.schedule not in (FIELDS["schedule"].default, "auto"):
-        over += f", which ignores schedule {config.schedule}"
     node = ""
     if cost.local_size > 1:
         node = f" (a node of {cost.local_size} sends {by_node} to other nodes)"
