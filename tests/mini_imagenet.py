@@ -78,16 +78,6 @@ def write_archives(path):
     return path
 
 
-def write_tars(path, prefix="", **options):
-    """PATH/train.tar and PATH/val.tar with members [train/]WNID/NAME.JPEG."""
-    path.mkdir(parents=True, exist_ok=True)
-    for split in ("train", "val"):
-        above = f"{prefix}{split}/" if prefix else ""
-        members = {f"{above}{w}/{name}": data for (w, name), data in images()[split].items()}
-        (path / f"{split}.tar").write_bytes(tar_bytes(members, **options))
-    return path
-
-
 def write_devkit(path, *, packed=True, ids=None):
     """The devkit with its two files that matter; ``ids`` replaces those of the ground truth."""
     fields = [("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O"), ("num_children", "O")]
@@ -113,10 +103,10 @@ def write_devkit(path, *, packed=True, ids=None):
             (path / name).write_bytes(data)
 
 
-def tar_bytes(members, **options):
-    """An uncompressed tar file; keywords are tarfile's, such as format."""
+def tar_bytes(members):
+    """An uncompressed tar file."""
     file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w", **options) as archive:
+    with tarfile.open(fileobj=file, mode="w") as archive:
         _add(archive, members)
     return file.getvalue()
 

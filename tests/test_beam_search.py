@@ -47,7 +47,7 @@ def random_params(seed, scale):
     return params
 
 
-# Most random models end at once or never; of these, see `test_cases_reach_every_branch`.
+# Most random models end at once or never; of these, some do, some do not.
 MODELS = [(0, 0.5), (14, 0.5), (114, 0.5), (49, 1.0), (121, 1.0), (5, 2.0), (58, 2.0), (125, 2.0)]
 
 
@@ -148,17 +148,6 @@ def test_equals_a_slow_beam_search(beam):
     assert several >= 48  # of 96
 
 
-@pytest.mark.parametrize("model", [MODELS[0], MODELS[3], MODELS[4]], ids=str)
-def test_a_wide_beam_finds_everything_in_order(model):
-    """A beam of 160 holds every hypothesis of at most four tokens."""
-    for alpha in ALPHAS:
-        hypotheses = search(random_params(*model), SOURCE[1:3], beam=160, alpha=alpha)
-        for row, number in ((0, 1 + 4 + 16 + 64), (1, 1 + 4 + 16)):
-            got = unpadded(hypotheses, row)
-            assert_same(got, slow_beam_search(uncached(*model), row + 1, 160, alpha))
-            assert len(got) == number
-
-
 def test_beam_1_is_greedy():
     for model in MODELS:
         hypotheses = search(random_params(*model), SOURCE, beam=1, alpha=0.6)
@@ -172,20 +161,6 @@ def test_beam_1_is_greedy():
             assert_same(
                 unpadded(hypotheses, sentence), [(total / penalty(len(tokens), 0.6), tokens)]
             )
-
-
-def test_cases_reach_every_branch():
-    """The models above are worth something: translations of every length win, greedy search ends
-    and does not end, and beams find better than it does."""
-    lengths, ended, better = set(), [], 0
-    for model in MODELS:
-        four, one = (search(random_params(*model), SOURCE, beam=b) for b in (4, 1))
-        lengths |= set(np.asarray(four.lengths[:, 0]).tolist())
-        ended += [unpadded(one, i)[0][1][-1] == END for i in range(len(SOURCE))]
-        better += int((four.scores[:, 0] > one.scores[:, 0] + 1e-3).sum())
-    assert lengths == {1, 2, 3, 4, 5}
-    assert 2 <= sum(ended) <= len(ended) - 2
-    assert better >= 5
 
 
 # --- Properties ---------------------------------------------------------------------------------

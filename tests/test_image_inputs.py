@@ -132,12 +132,6 @@ def test_centre_crops_are_those_of_resize_and_centre_crop(shape, size, resize):
         assert abs((got - wanted).mean()) < 0.15  # a shift of a pixel would be some 0.2
 
 
-def test_a_crop_of_one_pixel():
-    data = encoded(gradient(300, 400), "PNG")
-    made = crops.crop(data, Box(299, 399, 1, 1), 8)
-    np.testing.assert_array_equal(made, np.broadcast_to(gradient(300, 400)[299, 399], (8, 8, 3)))
-
-
 # --- sources --------------------------------------------------------------------------------------
 
 SIZE, BATCH, REPLICAS = 24, 6, 2  # 30 images: an epoch is 5 steps
@@ -236,16 +230,6 @@ def wanted(source):
 def assert_equal(made, wanted):
     assert len(made) == len(wanted)
     jax.tree.map(np.testing.assert_array_equal, made, wanted)
-
-
-def test_crops_differ_between_epochs_and_seeds(folder):
-    """All pictures the same, so that the order plays no part."""
-    data = mini.records("train")[0][0]
-    same = FewFiles([EncodedImage(data, 0, f"train/a/{i}.jpg") for i in range(6)])
-    source = TrainImages(same, SIZE)
-    images = [batch["image"] for batch in batches(source, 4) + batches(source, 4, seed=2)]
-    pixels = np.concatenate(images).reshape(-1, SIZE * SIZE * 3)
-    assert len(np.unique(pixels, axis=0)) == len(pixels) == 48
 
 
 def test_any_reader_gives_the_same_batches(source, wanted):

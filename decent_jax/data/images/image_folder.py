@@ -22,12 +22,9 @@ from decent_jax.data.reading import one_sentence
 from decent_jax.ground.errors import DataError
 
 SPLITS = array_records.SPLITS
-_EXPECTED = "expected CLASS/NAME.jpg, or in an archive also a CLASS.tar per class"
+_EXPECTED = "expected CLASS/NAME.jpg, or in an archive a CLASS.tar for every class"
 _FOLDERS = {"train": ("train",), "val": ("val", "validation")}
-_ARCHIVES = {
-    "train": ("ILSVRC2012_img_train.tar", "train.tar"),
-    "val": ("ILSVRC2012_img_val.tar", "val.tar", "validation.tar"),
-}
+_ARCHIVES = {"train": "ILSVRC2012_img_train.tar", "val": "ILSVRC2012_img_val.tar"}
 _THREADS = 16  # listing folders waits for the disk, or for a file server
 
 
@@ -88,7 +85,7 @@ def open_images(path: str | Path, split: str) -> ImageFiles:
     * class folders: `train/CLASS/*.jpg` and `val/CLASS/*.jpg` (or `validation/`); also .jpeg and
       .png, in capitals or not. Hidden files and folders are ignored.
     * archives: `ILSVRC2012_img_train.tar` and `ILSVRC2012_img_val.tar` as ImageNet distributes
-      them, or `train.tar` and `val.tar` with members `CLASS/NAME.jpg`.
+      them.
 
     The splits may have different layouts. ImageNet's validation images without class folders, in
     an archive or as `val/*.JPEG`, get their classes from `ILSVRC2012_devkit_t12.tar.gz` (or the
@@ -118,13 +115,13 @@ def _storage(path: str, split: str):
     places = {name: _place(path, name) for name in SPLITS}
     for name in ("train", split):
         if not places[name]:
-            tried = [f"{folder}/" for folder in _FOLDERS[name]] + list(_ARCHIVES[name])
+            tried = [f"{folder}/" for folder in _FOLDERS[name]] + [_ARCHIVES[name]]
             raise DataError(
                 f"{path}: has no {'training' if name == 'train' else 'validation'} images; looked"
                 f" for {', '.join(tried[:-1])} and {tried[-1]}, put one of them there"
             )
     place = places[split]
-    found = _index(place, split)
+    found = _index(place)
     flat = set(found) == {""} and bool(found[""].names)
     if split == "train":
         class_names = sorted(found)
@@ -140,15 +137,15 @@ def _storage(path: str, split: str):
 def _place(path: str, split: str) -> str:
     """The folder or archive of a split, "" if there is none."""
     folders = (os.path.join(path, name) for name in _FOLDERS[split])
-    archives = (os.path.join(path, name) for name in _ARCHIVES[split])
-    found = [*filter(os.path.isdir, folders), *filter(os.path.isfile, archives)]
+    archive = os.path.join(path, _ARCHIVES[split])
+    found = [*filter(os.path.isdir, folders), *filter(os.path.isfile, [archive])]
     return found[0] if found else ""
 
 
-def _index(place: str, split: str) -> dict[str, Members]:
+def _index(place: str) -> dict[str, Members]:
     """The images of a folder or an archive by class; "" stands for no class."""
     if os.path.isfile(place):
-        return imagenet_archives.index_archive(place, _FOLDERS[split])
+        return imagenet_archives.index_archive(place)
     folders = _subfolders(place)
     if not folders:
         return {"": Members(_images(place))}
@@ -169,13 +166,11 @@ def _check_classes(place: str, found: dict[str, Members]) -> None:
 
 def _class_names(place: str) -> list[str]:
     """The classes of the training set, without a look at its images."""
-    if os.path.isfile(place):
-        names = imagenet_archives.class_names(place, _FOLDERS["train"])
-    else:
-        names = _subfolders(place)
-    if not any(names):
+    list_names = imagenet_archives.class_names if os.path.isfile(place) else _subfolders
+    names = list_names(place)
+    if not names:
         raise DataError(f"{place}: holds no class; {_EXPECTED}")
-    return [name for name in names if name]
+    return names
 
 
 def _check_known(place: str, found: list[str], class_names: list[str]) -> None:

@@ -38,44 +38,29 @@ def is_image(name: str) -> bool:
     return name.lower().endswith(SUFFIXES) and not name.startswith(".")
 
 
-def index_archive(path: str | Path, folders: tuple[str, ...]) -> dict[str, Members]:
-    """The images in an archive, by class.
+def index_archive(path: str | Path) -> dict[str, Members]:
+    """The images in one of ImageNet's archives, by class.
 
-    Args:
-      path: an uncompressed tar file with members `CLASS/NAME`, or `FOLDER/CLASS/NAME` with one of
-        `folders`, or `CLASS.tar` which holds members `NAME`, or `NAME` alone, which then have the
-        class `""`.
-      folders: names of folders above the classes.
+    That of the training images holds a tar file for each class. The validation images have no
+    classes, and come under `""`.
 
     Raises:
       DataError: the archive, or one within, is cut short or damaged.
     """
-    found: dict[str, dict[str, tuple[int, int]]] = {}
-    nested = []
-    for class_name, name, info in _top_level(path, folders):
-        if name is None:
-            nested.append((class_name, info.offset_data, info.offset_data + info.size))
-        else:  # the last of a name counts
-            found.setdefault(class_name, {})[name] = info.offset_data, info.size
+    nested = _nested(path)
+    if not nested:
+        return {"": _images_in(path, 0, os.path.getsize(path), str(path))}
 
-    def index_nested(archive: tuple[str, int, int]) -> tuple[str, Members]:
-        class_name, start, stop = archive
-        files = {}
-        for info in _files(path, start, stop, f"{path}, {class_name}.tar"):
-            name = info.name.rpartition("/")[2]
-            if is_image(name):
-                files[name] = info.offset_data, info.size
-        return class_name, _members(files)
+    def index(name: str) -> Members:
+        return _images_in(path, *nested[name], f"{path}, {name}.tar")
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        return {name: _members(files) for name, files in found.items()} | dict(
-            pool.map(index_nested, nested)
-        )
+        return dict(zip(nested, pool.map(index, nested), strict=True))
 
 
-def class_names(path: str | Path, folders: tuple[str, ...]) -> list[str]:
-    """The sorted names of the classes in an archive; quick for a tar with one tar per class."""
-    return sorted({member[0] for member in _top_level(path, folders)})
+def class_names(path: str | Path) -> list[str]:
+    """The sorted names of the classes in the archive of the training images."""
+    return sorted(_nested(path))
 
 
 def ground_truth(folder: str | Path) -> list[str]:
@@ -103,28 +88,26 @@ def ground_truth(folder: str | Path) -> list[str]:
         ) from None
 
 
-def _top_level(
-    path: str | Path, folders: tuple[str, ...]
-) -> Iterator[tuple[str, str | None, tarfile.TarInfo]]:
-    """(class, name, member) of the members; of a nested archive the name is None."""
+def _nested(path: str | Path) -> dict[str, tuple[int, int]]:
+    """{class: (start, stop)} of the tar files in an archive."""
+    found = {}
     for info in _files(path, 0, os.path.getsize(path), str(path)):
-        *above, name = [part for part in info.name.split("/") if part not in ("", ".")] or [""]
-        if len(above) == 2 and above[0] in folders:
-            above = above[1:]
-        if not above and name.endswith(".tar") and not name.startswith("."):
-            yield name.removesuffix(".tar"), None, info
-        elif is_image(name):
-            if len(above) > 1:
-                raise DataError(
-                    f"{path}: {info.name!r} lies too deep, expected CLASS/NAME; pack the archive"
-                    " anew"
-                )
-            yield (above[0] if above else ""), name, info
+        name = info.name.rpartition("/")[2]
+        if name.endswith(".tar") and not name.startswith("."):
+            end = info.offset_data + info.size
+            found[name.removesuffix(".tar")] = info.offset_data, end
+    return found
 
 
-def _members(files: dict[str, tuple[int, int]]) -> Members:
-    names = sorted(files)
-    return Members(names, np.array([files[name] for name in names], np.int64).reshape(-1, 2))
+def _images_in(path: str | Path, start: int, stop: int, where: str) -> Members:
+    """The images of a tar file; the last of a name counts."""
+    found = {}
+    for info in _files(path, start, stop, where):
+        name = info.name.rpartition("/")[2]
+        if is_image(name):
+            found[name] = info.offset_data, info.size
+    names = sorted(found)
+    return Members(names, np.array([found[name] for name in names], np.int64).reshape(-1, 2))
 
 
 class _Headers(io.FileIO):

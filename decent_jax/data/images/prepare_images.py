@@ -124,9 +124,9 @@ Packs the images of PATH into OUT/train-*.array_record and OUT/val-*.array_recor
 with OUT/manifest.json. Each image is decoded once as a check and stored as it is; broken ones are
 left out and listed in OUT/bad_files.jsonl.
 
-Reads class folders (PATH/train/CLASS/*.jpg and PATH/val/CLASS/*.jpg) and archives: ImageNet's
-ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar with ILSVRC2012_devkit_t12.tar.gz as they were
-downloaded, not unpacked, or train.tar and val.tar with members CLASS/NAME.jpg.
+Reads class folders (PATH/train/CLASS/*.jpg and PATH/val/CLASS/*.jpg) and ImageNet's archives as
+they were downloaded, not unpacked: ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and
+ILSVRC2012_devkit_t12.tar.gz.
 """
 EXAMPLE = """\
 example, ImageNet from the original archives:
