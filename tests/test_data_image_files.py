@@ -199,7 +199,7 @@ CASES = {  # what is made, what is done to it, the split that is opened, what th
     "too many": (archives, kit(1, 1), "val", "img_val.tar:", 15, 16),
     "an id without a class": (flat, kit(77), "val", "in:", KIT, 77),
     "tar cut": (archives, write(TRAIN, lambda data: data[:-20000]), "train", "img_train.tar:"),
-    "tar cut between members": (archives, write(VAL, end_between_members), "val", "img_val.tar:"),
+    "tar cut between members": (archives, write(TRAIN, end_between_members), "train", TRAIN),
     "no classes": (
         archives,
         write(TRAIN, lambda _: mini.tar_bytes({"a.jpg": b""})),
