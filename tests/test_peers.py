@@ -33,7 +33,7 @@ def get_config():
     config.lr_schedule.warmup = 10
     config.log.every = 20
     config.eval.every = 100
-    config.data.sleep_s = 0.012
+    config.data.sleep_s = 0.02  # the replay makes the same steps without it
     config.data.prefetch = 2
     config.checkpoint.every = 0
     config.checkpoint.every_minutes = 0.05
@@ -131,7 +131,7 @@ def test_a_run_in_which_everything_happens(start_process, variables, workdir):
     before = len(events(workdir, "0"))
     peers["1"].suspend()
     until(lambda: "peer 1 is silent" in process.words.read_text(), process)
-    until(lambda: len(events(workdir, "0")) > before + 100, process)
+    until(lambda: len(events(workdir, "0")) > before + 60, process)
     peers["1"].resume()
     until(lambda: newest(workdir, "1") > 1 and trains("1", newest(workdir, "1")), process)
     assert "another one takes its place" in words_of(workdir, "1")
