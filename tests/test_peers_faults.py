@@ -249,18 +249,20 @@ def test_a_peer_whose_slot_another_one_has_stops(in_process):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "steps", "goes_on"), [(6, 16, False), (4, 16, True), (6, 4, True)]
+    ("seconds", "steps", "met", "goes_on"),
+    [(6, 16, 0, False), (4, 16, 0, True), (6, 4, 0, True), (6, 16, 1, True)],
 )
 def test_a_peer_that_was_silent_for_too_long_ends_and_saves_nothing(
-    seconds, steps, goes_on, in_process
+    seconds, steps, met, goes_on, in_process
 ):
-    """What it knows is old: its next meeting would draw the others back."""
+    """What it knows is old, unless it has met others: its next meeting would draw them back."""
     in_process.meetings.publish([np.zeros(3, np.float32)], 0)
     now = [0.0]
     answers = Answers((0, BOTH), (steps * len(PACES), BOTH))  # the others went on
     reporter = reporter_of(in_process, answers, lambda: now[0], silent_s=5.0, max_lag=8)
     assert reporter.beat()
     now[0] += seconds
+    in_process.meetings.counts["met"] += met
     assert reporter.beat() is goes_on
     assert in_process.meetings.agree("1.0-0") is goes_on
     if not goes_on:

@@ -178,7 +178,8 @@ class Reporter:
         self._peers = place.config["peers"]
         self._boundary, self._pulse, self._asker = boundary, pulse, asker
         self._leave, self._clock = leave, clock
-        self._reached, self._heard = 0, math.inf  # progress at the last answer, and when it came
+        # At the last answer: common progress, meetings of this peer, and the time.
+        self._reached, self._met, self._heard = 0, 0, math.inf
         self.stopped = threading.Event()
 
     def run(self) -> None:
@@ -217,11 +218,16 @@ class Reporter:
         return self._is_recent()
 
     def _is_recent(self) -> bool:
-        """Whether this peer has kept up; one that has not must not draw the others back."""
+        """Whether this peer has kept up; one that has not must not draw the others back.
+
+        Who has met others is up to date, even if `train.py` was silent for a while.
+        """
         peers, progress, now = self._peers, self._pulse.progress(), self._clock()
         silent, lag = now - self._heard > peers["silent_s"], progress - self._reached
-        self._reached, self._heard = progress, now
-        if not silent or lag <= peers["max_lag"]:
+        met = self._boundary.meetings.counts["met"]
+        is_recent = not silent or lag <= peers["max_lag"] or met > self._met
+        self._reached, self._met, self._heard = progress, met, now
+        if is_recent:
             return True
         say(
             f"the others made {lag} steps of progress while this peer was silent "
