@@ -110,7 +110,6 @@ WINDOW = 400  # steps at the end
 
 def rate_on_quadratic(variant: Variant) -> float:
     adam = variant.optimizer in ("adam", "accum_adam", "muon")
-    adam = adam or variant.method == "quasi_global_adam"
     return 0.01 if adam else 0.1
 
 

@@ -76,8 +76,6 @@ VARIANTS = (
     Variant("NoLoCo", "noloco", schedule=PAIRS),
     Variant("NoLoCo, Muon", "noloco", "muon", PAIRS, centre=8e-3),
     Variant("GASLoC", "gasloc", schedule=PAIRS),
-    Variant("DES-LOC", "des_loc"),
-    Variant("DES-LOC, equal periods", "des_loc", numbers=(("second", 3),)),
     Variant("SparseLoCo", "sparseloco"),
     Variant("SparseLoCo every 2", "sparseloco", every=2),
     Variant("SparseLoCo, Muon", "sparseloco", "muon", centre=8e-3),

@@ -105,9 +105,6 @@ TOP = (("compressor", "top_k"), ("fraction", 0.1), ("gamma", 0.3))
 INT8 = (("compressor", "int8"), ("gamma", 0.3))
 WHOLE = {"own": ("complete",), "every": 4}
 OUTER = {"own": ("random_matching(rounds=64)",), "every": 4}
-# Equal periods: where rectifiers are off v is 0, and an averaged m alone moves by m / eps.
-SEPARATE = (("first", 2), ("second", 2))
-
 VARIANTS = (
     Variant("all_reduce", "all_reduce", own=("complete",), centre=1.0),
     Variant("all_reduce, momentum", "all_reduce", "momentum", own=("complete",), centre=0.1),
@@ -139,11 +136,9 @@ VARIANTS = (
     Variant("all_reduce, Adam", "all_reduce", "adam", own=("complete",), centre=0.01),
     Variant("decentralized Adam", "decentralized_adam", "adam", "with", centre=0.03),
     Variant("accumulated Adam", "accum_adam", "accum_adam", "with", centre=0.03),
-    Variant("quasi-global Adam", "quasi_global_adam", centre=0.003),
     Variant("NoLoCo", "noloco", **OUTER),
     Variant("GASLoC", "gasloc", **OUTER),
     Variant("SparseLoCo", "sparseloco", **WHOLE),
-    Variant("DES-LOC", "des_loc", "adam", numbers=SEPARATE, centre=0.03, **WHOLE),
     Variant("SPARTA, Adam", "sparta", "adam", "with", own=("complete",), centre=0.03),
     Variant("all_reduce, Muon", "all_reduce", "muon", own=("complete",), centre=0.03),
     Variant("Muon, with", "decentralized_sgd", "muon", "with", centre=0.03),

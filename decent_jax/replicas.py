@@ -19,23 +19,6 @@ from jax.sharding import PartitionSpec as P
 from decent_jax.gossip.permute import at_least_float32, clean
 from decent_jax.ground.format import shown
 
-__all__ = [
-    "Consensus",
-    "Placement",
-    "broadcast",
-    "consensus_distance",
-    "consensus_mean",
-    "create",
-    "finite",
-    "place",
-    "resize",
-    "take",
-]
-
-
-def __dir__() -> list[str]:
-    return __all__
-
 
 @dataclasses.dataclass(frozen=True)
 class Placement:

@@ -144,34 +144,6 @@ def quasi_global_sgd(x, momentum=0.9, mu=0.9):
         m = mu * m + (1 - mu) * (old - x) / lr
 
 
-def quasi_global_adam(x, b1=0.9, b2=0.999, eps=1e-8):
-    """QG-DAdam (Lin et al. 2021): Adam whose kept moments are those of the mixed step.
-
-    At step k = t + 1, from the kept moments M and V (0 at first):
-    m = b1 M + g; v = b2 V + (1 - b2) g^2;
-    x+ = W (x - lr / (1 - b1^k) * m / (sqrt(v / (1 - b2^k)) + eps));
-    d = (x - x+) / (|x - x+|_2 + 1e-8), the norm over all parameters of one replica;
-    M+ = b1 M + (1 - b1) d; V+ = b2 V + (1 - b2) d^2.
-
-    Read in the authors' code (epfml/quasi-global-momentum, code/pcode/optim/
-    decentralized_qg_adam.py): the difference is normalised so, and not divided by lr; both bias
-    corrections are used, k counting the steps. There g has the weight 1, not 1 - b1, and issue 1 of
-    that repository has the authors' word that this is meant and is what their experiments used.
-    The paper's listing was not at hand.
-    """
-    M, V = np.zeros_like(x), np.zeros_like(x)
-    while True:
-        g, W, lr, t = yield x
-        m = (b1 * M + g) / (1 - b1 ** (t + 1))
-        v = (b2 * V + (1 - b2) * g**2) / (1 - b2 ** (t + 1))
-        old = x
-        x = mix(W, x - lr * m / (np.sqrt(v) + eps))
-        d = old - x
-        d = d / (np.linalg.norm(d, axis=1, keepdims=True) + 1e-8)
-        M = b1 * M + (1 - b1) * d
-        V = b2 * V + (1 - b2) * d**2
-
-
 def decentlam(x, momentum=0.9):
     """DecentLaM (Yuan et al. 2021): momentum of what D-PSGD "then" moves.
 
@@ -391,7 +363,7 @@ def accum_adam(
 METHODS = {
     one.__name__: one
     for one in (
-        *(dpsgd, dmsgd, gossiped_momentum, quasi_global_sgd, quasi_global_adam, decentlam),
+        *(dpsgd, dmsgd, gossiped_momentum, quasi_global_sgd, decentlam),
         *(exact_diffusion, d2, gradient_tracking, push_sum, slowmo, diloco, choco, accum_adam),
     )
 }

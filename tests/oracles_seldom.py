@@ -87,25 +87,6 @@ def largest_of_chunks(width, kept, bits):
     return compress
 
 
-def des_loc(x, rounds, first=3, second=6, b1=0.9, b2=0.999, eps=1e-8):
-    """DES-LOC (2026) with Adam: x is mixed in every round, m in every first, v in every second.
-
-    ``rounds(k)`` is the schedule's k-th matrix: the k-th time that moments are mixed, they take it.
-    """
-    m, v, k = np.zeros_like(x), np.zeros_like(x), 0
-    while True:
-        g, W, lr, t = yield x
-        m = b1 * m + (1 - b1) * g
-        v = b2 * v + (1 - b2) * g**2
-        x = x - lr * m / (1 - b1 ** (t + 1)) / (np.sqrt(v / (1 - b2 ** (t + 1))) + eps)
-        if W is not None:
-            x, k = mix(W, x), k + 1
-            if k % first == 0:
-                m = mix(rounds(k // first - 1), m)
-            if k % second == 0:
-                v = mix(rounds(k // second - 1), v)
-
-
 def sparta(x, places):
     """SPARTA: x+ = x - lr g, of which only the coordinates ``places(t)`` are mixed."""
     while True:

@@ -144,7 +144,6 @@ def test_a_damaged_file_is_read_or_refused_in_a_sentence(name, tmp_path):
     ("name", "read"),
     [
         ("metrics.jsonl", lambda path: run_folder.load_run(path.parent)),
-        ("graph.npy", lambda path: topology.Schedule.from_file(str(path), 4)),
         ("network.json", network.load),
         ("model.safetensors", lambda path: load_decoder(path, GPT2Config())),
     ],

@@ -4,8 +4,6 @@ test_oracles_outer holds the oracle against torchft's and MaxText's runs and aga
 test_methods holds SlowMo against its oracle.
 """
 
-from functools import partial
-
 import harness
 import jax
 import jax.numpy as jnp
@@ -136,10 +134,9 @@ def test_rounds_that_are_the_same_cannot_be_counted():
     """`Schedule.round_at` gives the first of them, so that a fragment would never be averaged."""
     schedule = topology.make("periodic_average(one_peer_exp, every=2)", 8)
     assert [schedule.round_at(t) for t in range(6)] == [0, 1, 2, 1, 4, 1]
-    for make in (partial(optim.noloco, fragments=6), optim.contrib.des_loc):
-        with refuses(6, "same", "topology.repeat"):
-            make(optax.adam(1.0), schedule)
-        make(optax.adam(1.0), topology.repeat(schedule, 6))
+    with refuses(6, "same", "topology.repeat"):
+        optim.noloco(optax.adam(1.0), schedule, fragments=6)
+    optim.noloco(optax.adam(1.0), topology.repeat(schedule, 6), fragments=6)
 
 
 def test_more_fragments_than_arrays():

@@ -208,7 +208,6 @@ def test_an_optimizer_that_is_not_called_is_refused():
                 optim.diloco,
                 optim.d2,
                 optim.swarm,
-                optim.contrib.des_loc,
             )
         ),
     ],
@@ -259,11 +258,11 @@ def test_what_a_notebook_shows_is_short():
     schedule = topology.make("one_peer_exp", 64)
     assert repr(schedule) == "<Schedule 'one_peer_exp': 64 replicas, period 6>"
     assert repr(schedule.rounds[0]) == "<Round: 64 replicas, degree 1>"
-    for module in (decent_jax, replicas, topology, gossip, optim):
+    for module in (decent_jax, topology, gossip, optim):
         shown = [name for name in dir(module) if not name.startswith("__")]
         assert len(set(shown)) == len(shown)
         assert not {"jax", "np", "P", "Any", "ModuleType", "annotations"} & set(shown), module
-    assert "resize" in dir(replicas) and "topology" in dir(decent_jax)
+    assert "topology" in dir(decent_jax)
 
 
 def test_help_is_text():

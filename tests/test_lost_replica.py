@@ -33,7 +33,6 @@ CASES = {
     "swarm, lattice": Case("swarm", "hypercube", "with", {"bits": 8}),
     "swarm, blocking, lattice": Case("swarm", "hypercube", "then", {"bits": 8}, returns=False),
     "quasi_global_sgd": Case("quasi_global_sgd"),
-    "quasi_global_adam": Case("quasi_global_adam"),
     "decentlam": Case("decentlam"),
     "exact_diffusion": Case("exact_diffusion"),
     "d2": Case("d2", "star"),

@@ -189,46 +189,7 @@ def test_sparta_reaches_consensus_over_complete():
     np.testing.assert_allclose(run(x)[0], np.tile(x.mean(0), (N, 1)), atol=1e-12)
 
 
-# --- DES-LOC --------------------------------------------------------------------------------------
-
-ADAM = {"b1": 0.8, "b2": 0.9, "eps": 1e-3}
-
-
-@pytest.mark.parametrize(("first", "second"), [(2, 3), (1, 1)])
-def test_des_loc_is_the_recursion(first, second):
-    """Moments take the rounds in turn, each at its pace; equal periods gossip both moments."""
-    base = topology.make("one_peer_exp", N)
-    phases = harness.phases("des_loc", {"first": first, "second": second})
-    schedule = topology.repeat(base, phases)
-    assert phases == first * second
-    tx = optim.contrib.des_loc(optax.adam(LR, **ADAM), schedule, first=first, second=second)
-    got = trajectories({0: tx}, schedule, equal=False)[0]
-    numbers = {"first": first, "second": second, "rounds": lambda k: base.matrix(k % base.period)}
-    right = wanted(oracles_seldom.des_loc, schedule, equal=False, **numbers, **ADAM)
-    oracles.assert_same(got, right)
-
-
-def test_des_loc_with_accumulated_adam_mixes_its_moments():
-    schedule = topology.repeat(topology.make("complete", N), 2)
-    tx = optim.contrib.des_loc(optim.accum_adam(LR, accum_steps=2), schedule, first=1, second=2)
-    x, a, b = problem()
-    x, state = jnp.asarray(x), jax.vmap(tx.init)(jnp.asarray(x))
-    for t in range(2):
-        step = harness.step_of(tx, lambda x, a, b: a * (x - b), schedule.round_at(t))
-        x, state = jax.jit(jax.vmap(step, axis_name="replica"))(x, state, a[:, 0], b[t])
-    mu, nu, window = state.inner[1].mu, state.inner[1].nu, state.inner[1].window
-    assert np.ptp(mu, axis=0).max() < 1e-15 < np.abs(mu).min()  # a window has closed
-    assert np.ptp(nu, axis=0).max() < 1e-15 < np.abs(nu).min()
-    assert not np.asarray(window).any()
-
-
 def test_more_rounds_than_the_machine_holds_are_refused():
     """Periods whose least common multiple is astronomic, before the rounds are made."""
     with refuses("complete", "1000000000000"):
         topology.repeat(topology.make("complete", N), 10**12)
-
-
-def test_des_loc_needs_both_moments():
-    schedule = topology.repeat(topology.make("complete", N), 6)
-    with refuses("des_loc", "optax.adam"):
-        optim.contrib.des_loc(optax.sgd(0.1, momentum=0.9), schedule).init(jnp.zeros(3))

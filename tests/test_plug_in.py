@@ -6,9 +6,8 @@ import numpy as np
 import optax
 import pytest
 import tiny
-from refusals import refuses
 
-from decent_jax import topology, train
+from decent_jax import train
 from decent_jax.ground.errors import ConfigError
 from decent_jax.train import algorithm
 from decent_jax.train import config as config_lib
@@ -77,13 +76,12 @@ def test_optimizers_that_cannot_be(algorithm, name, named, tiny_data):
 
 
 @pytest.mark.slow
-def test_a_run_with_muon_over_matrices_of_a_file(tiny_data, tmp_path, compile_once):
-    """It trains, says so, and resumes."""
-    np.save(tmp_path / "graph.npy", np.full((4, 4), 0.25))
+def test_a_run_with_muon_of_optax(tiny_data, tmp_path, compile_once):
+    """It trains and resumes."""
     config = tiny.config(
         tiny_data,
         algorithm="decentralized_sgd",
-        schedule=str(tmp_path / "graph.npy"),
+        schedule="complete",
         optimizer={"name": "optax.contrib.muon(ns_steps=2)"},
         steps=3,
         log={"every": 3},
@@ -92,44 +90,3 @@ def test_a_run_with_muon_over_matrices_of_a_file(tiny_data, tmp_path, compile_on
     config.steps = 5
     summary = train.run(config, tmp_path / "run")
     assert summary["steps"] == 5 and np.isfinite(first["final"]["eval/loss"])
-
-
-def test_matrices_of_a_file(tmp_path):
-    path = str(tmp_path / "graph.npy")
-    ring = [topology.make("ring", 4).matrix(r) for r in range(2)]
-    np.save(path, ring)
-    schedule = topology.Schedule.from_file(path, 4)
-    assert schedule.period == 2 and schedule.name == "graph.npy"
-    np.testing.assert_array_equal(schedule.matrix(1), ring[1])
-    assert not schedule.matrix(0).flags.writeable
-    config = train.default_config()
-    config.num_replicas, config.schedule = 4, path
-    assert config_lib.make_schedule(config).period == 2
-    shares = np.array([[0.5, 0, 0.5], [0.5, 0.5, 0], [0, 0.5, 0.5]]) * [[1.2], [1], [0.8]]
-    np.save(path, shares / shares.sum(0))
-    config.num_replicas, config.algorithm = 3, "push_sum"
-    assert config_lib.make_schedule(config).period == 1
-
-
-@pytest.mark.parametrize(
-    ("matrices", "message"),
-    [
-        (None, "no such file"),
-        (b"PK", "no .npy file"),
-        (np.eye(3), "(1, 3, 3)"),
-        (np.ones((4, 4)), "row 0"),
-        (np.eye(4), "consensus"),
-        (np.eye(4, dtype=complex), "real numbers"),
-        (np.full((4, 4), None), "Python objects"),
-    ],
-)
-def test_files_that_hold_no_schedule(tmp_path, matrices, message):
-    path = tmp_path / "graph.npy"
-    if isinstance(matrices, bytes):
-        path.write_bytes(matrices)
-    elif matrices is not None:
-        np.save(path, matrices)
-    config = train.default_config()
-    config.num_replicas, config.schedule = 4, str(path)
-    with refuses(message):
-        config_lib.make_schedule(config)

@@ -23,7 +23,6 @@ ALGORITHMS = {
     "swarm": {"schedule": "random_matching(rounds=2)", "swarm": {"bits": 8}},
     "diloco": {"schedule": "complete", "mix_every": 2, "diloco": {"fragments": 2, "delay": 1}},
     "sparseloco": {"schedule": "complete", "mix_every": 2, "optimizer": {"name": "muon"}},
-    "des_loc": {"schedule": "complete", "des_loc": {"first": 1, "second": 2}},
     "push_sum": {"schedule": "random_out(seed=2)", "optimizer": {"name": "sgd"}},
 }
 
@@ -51,7 +50,6 @@ def test_resumes_bit_for_bit_and_with_another_number(name, tmp_path):
         "swarm": 1 / 4,
         "diloco": 2 * 3 / 4 / 2 / 2,
         "sparseloco": 3 * 62 / (4 * 2001) / 2,  # 28 bytes per 1,000 numbers, 6 for one
-        "des_loc": 2.5 * 2 * 3 / 4,
         "push_sum": 2,
     }[name]
     sent = summary["bytes_sent_per_step"]

@@ -44,8 +44,8 @@ def test_rounds_are_repeated_for_methods_that_count_them():
     plan = Plan(tuple(HERE), topology.make("one_peer_exp", 4))
     config = tiny.config("data", num_replicas=4, algorithm="decentralized_adam")
     assert make_schedule(config, plan) is plan.schedule
-    config.algorithm = "des_loc"
-    assert make_schedule(config, plan).period == 12
+    config.algorithm, config.noloco.fragments = "noloco", 3
+    assert make_schedule(config, plan).period == 6
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from decent_jax.optim.accum_adam import drop_window as drop_window
 from decent_jax.optim.accum_adam import scale_by_accum_adam as scale_by_accum_adam
 from decent_jax.optim.averaging import all_reduce as all_reduce
 from decent_jax.optim.averaging import decentralized as decentralized
+from decent_jax.optim.averaging import gossiped_momentum as gossiped_momentum
+from decent_jax.optim.averaging import slowmo as slowmo
 from decent_jax.optim.corrected import consensus_weights as consensus_weights
 from decent_jax.optim.corrected import d2 as d2
 from decent_jax.optim.corrected import exact_diffusion as exact_diffusion
@@ -23,8 +25,6 @@ from decent_jax.optim.declaration import register as register
 from decent_jax.optim.finite import apply_updates as apply_updates
 from decent_jax.optim.frame import EarlyMixing as EarlyMixing
 from decent_jax.optim.frame import GuardedState as GuardedState
-from decent_jax.optim.momentum import gossiped_momentum as gossiped_momentum
-from decent_jax.optim.momentum import slowmo as slowmo
 from decent_jax.optim.outer import diloco as diloco
 from decent_jax.optim.outer import noloco as noloco
 from decent_jax.optim.schedules import inverse_sqrt_schedule as inverse_sqrt_schedule

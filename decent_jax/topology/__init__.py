@@ -25,5 +25,5 @@ from decent_jax.topology.make import register as register
 from decent_jax.topology.make import repeat as repeat
 from decent_jax.topology.rounds import Round as Round
 from decent_jax.topology.rounds import Send as Send
+from decent_jax.topology.rounds import metropolis_hastings as metropolis_hastings
 from decent_jax.topology.schedule import Schedule as Schedule
-from decent_jax.topology.weights import metropolis_hastings as metropolis_hastings

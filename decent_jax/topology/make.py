@@ -11,7 +11,7 @@ import numpy as np
 from decent_jax.ground import machine
 from decent_jax.ground.extras import same_name
 from decent_jax.ground.format import shown
-from decent_jax.topology import base_graph, graphs, random_graphs
+from decent_jax.topology import graphs, random_graphs
 from decent_jax.topology.rounds import Round, kron, round_of
 from decent_jax.topology.schedule import Schedule, check_connected, check_matrix
 from decent_jax.topology.spec import Spec, bind, parse, unnamed
@@ -109,7 +109,7 @@ def make(name: str, num_replicas: int, *, local_size: int = 1, **parameters) -> 
 def repeat(schedule: Schedule, times: int) -> Schedule:
     """The schedule with its period repeated ``times`` times, as distinct rounds.
 
-    For methods that treat each differently (`decent_jax.optim.diloco` with fragments, `des_loc`).
+    For methods that treat each differently (`decent_jax.optim.diloco` with fragments).
 
     >>> repeat(make("complete", 4), 3).period
     3
@@ -162,7 +162,7 @@ _BUILDERS: dict[str, Builder] = {
     "hypercube": graphs.hypercube,
     "alternating_exp_ring": graphs.alternating_exp_ring,
     "static_exp": graphs.static_exp,
-    "base_k": base_graph.base_k,
+    "base_k": graphs.base_k,
     "grid": graphs.grid,
     "torus": graphs.torus,
     "star": graphs.star,

@@ -11,8 +11,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from decent_jax.topology.rounds import Round, connected_parts, pairwise, round_of
-from decent_jax.topology.weights import metropolis_hastings
+from decent_jax.topology.rounds import (
+    Round,
+    connected_parts,
+    metropolis_hastings,
+    pairwise,
+    round_of,
+)
 
 DRAWS = 100
 

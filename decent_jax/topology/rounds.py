@@ -158,6 +158,40 @@ def round_of(matrix: np.ndarray) -> Round:
     return Round(1, np.diag(matrix).copy(), sends, matrix)
 
 
+def metropolis_hastings(neighbours: np.ndarray) -> np.ndarray:
+    """Metropolis-Hastings weights of an undirected graph, doubly stochastic on any.
+
+    ``W[i, j] = 1 / (1 + max(d_i, d_j))`` for neighbours i and j of degrees d_i and d_j; the
+    rest of a row is the replica's weight to itself (Xiao, Boyd and Lall 2005).
+
+    Args:
+      neighbours: (n, n) bool, symmetric; its diagonal is ignored.
+
+    Returns:
+      (n, n) float64.
+
+    Raises:
+      ValueError: where ``neighbours`` is not symmetric.
+
+    >>> star = np.zeros((4, 4), bool)
+    >>> star[0, 1:] = star[1:, 0] = True
+    >>> metropolis_hastings(star)[1]
+    array([0.25, 0.75, 0.  , 0.  ])
+    """
+    neighbours = np.array(neighbours, bool)
+    if (neighbours != neighbours.T).any():
+        i, j = np.argwhere(neighbours & ~neighbours.T)[0].tolist()
+        raise ValueError(
+            f"metropolis_hastings needs a symmetric graph, but replica {i} receives from {j} and "
+            f"{j} not from {i}"
+        )
+    np.fill_diagonal(neighbours, False)
+    degree = neighbours.sum(axis=1)
+    matrix = np.where(neighbours, 1 / (1 + np.maximum.outer(degree, degree)), 0.0)
+    np.fill_diagonal(matrix, 1 - matrix.sum(axis=1))
+    return matrix
+
+
 def kron(outer: Round, inner: Round) -> Round:
     """Nodes mix by ``outer`` while the replicas inside each mix by ``inner``: ``outer (x) inner``.
 

@@ -3,17 +3,13 @@
 import dataclasses
 import functools
 import itertools
-import warnings
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from decent_jax.ground.format import shorten
-from decent_jax.ground.json_files import check_regular
-from decent_jax.topology.rounds import Round, connected_parts, round_of
-from decent_jax.topology.weights import balanced, metropolis_hastings
+from decent_jax.topology.rounds import Round, connected_parts, metropolis_hastings, round_of
 
 SUM_TOLERANCE = 1e-9
 
@@ -165,18 +161,13 @@ class Schedule:
         return any(1 < rnd.group_size < self.num_replicas for rnd in self.rounds)
 
     @staticmethod
-    def from_matrices(
-        matrices: Sequence[np.ndarray],
-        name: str = "custom",
-        *,
-        column_stochastic_only: bool = False,
-    ) -> "Schedule":
+    def from_matrices(matrices: Sequence[np.ndarray], name: str = "custom") -> "Schedule":
         """A schedule of your own mixing matrices (row i: the weights replica i gives).
 
         Every matrix must be square and non-negative with rows and columns that sum to 1, and the
         schedule must reach consensus. Sums may be off by 1e-9, and a weight that rounding has left
-        as much below 0 counts as 0. ``column_stochastic_only=True`` drops the demand on rows, for
-        `decent_jax.optim.push_sum`: column j holds the shares of itself that replica j sends.
+        as much below 0 counts as 0. (Rows need not sum to 1 for `decent_jax.optim.push_sum`: give
+        a builder of such rounds to `decent_jax.topology.register`.)
 
         Each matrix is sent as d permutations, d its largest in- or out-degree (König's theorem).
 
@@ -188,7 +179,7 @@ class Schedule:
             raise ValueError("a schedule needs at least one mixing matrix, got none")
         n = arrays[0].shape[0] if arrays[0].ndim else 0
         for r, matrix in enumerate(arrays):
-            check_matrix(matrix, n, r, column_stochastic_only)
+            check_matrix(matrix, n, r)
         schedule = Schedule(name, n, tuple(round_of(matrix) for matrix in arrays))
         check_connected(name, arrays)
         if schedule.consensus_rate() > 1 - 1e-12:  # connected, but a period swaps or rotates
@@ -199,73 +190,33 @@ class Schedule:
         return schedule
 
     @staticmethod
-    def from_file(
-        path: str, num_replicas: int, *, column_stochastic_only: bool = False
-    ) -> "Schedule":
-        """The schedule whose matrices ``numpy.save`` wrote; they are read once and never change.
-
-        Args:
-          path: of a ``.npy`` file of shape (n, n), one round, or (rounds, n, n); row i of a matrix
-            holds the weights that replica i gives to what it receives.
-          num_replicas: n.
-          column_stochastic_only: as in `from_matrices`.
-
-        Raises:
-          ValueError: the file cannot be read, is for another number of replicas, or its matrices
-            make no schedule.
-        """
-        try:  # mapped, since a header may ask for more memory than there is
-            check_regular(path)
-            with warnings.catch_warnings(action="ignore"):  # of sizes that overflow
-                matrices = np.load(path, mmap_mode="r", allow_pickle=False)
-        except FileNotFoundError:
-            raise ValueError(f"{path}: there is no such file") from None
-        except Exception as error:  # NumPy raises many kinds
-            raise ValueError(f"{path}: it is no .npy file: {shorten(str(error), 80)}") from None
-        if not isinstance(matrices, np.ndarray):
-            raise ValueError(f"{path}: it is no .npy file, but an archive of several arrays")
-        if matrices.ndim == 2:
-            matrices = matrices[None]
-        if matrices.ndim != 3 or matrices.shape[1:] != (num_replicas, num_replicas):
-            raise ValueError(
-                f"{path}: matrices of {num_replicas} replicas have the shape ({num_replicas}, "
-                f"{num_replicas}) or (rounds, {num_replicas}, {num_replicas}), got {matrices.shape}"
-            )
-        try:
-            return Schedule.from_matrices(
-                list(matrices), Path(path).name, column_stochastic_only=column_stochastic_only
-            )
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
-
-    @staticmethod
     def from_networkx(graph: Any, name: str = "") -> "Schedule":
-        """One static round over any networkx graph; replica i is the i-th of ``graph.nodes``.
+        """One static round over an undirected networkx graph; replica i is the i-th of its nodes.
 
-        An undirected graph gets Metropolis-Hastings weights. In a directed one an edge (u, v) lets
-        u send to v, and the weights are those that make rows and columns sum to 1 (Sinkhorn). Edge
-        attributes, parallel edges and edges to oneself are ignored; for weights of your own
-        use `from_matrices`.
+        The weights are Metropolis-Hastings. Edge attributes, parallel edges and edges to oneself
+        are ignored; for weights of your own, or a directed graph, use `from_matrices`.
 
         Raises:
-          ValueError: where the graph has no nodes or does not connect all of them, both ways.
+          ValueError: where the graph is directed, has no nodes, or does not connect all of them.
 
         >>> import networkx                                                     # doctest: +SKIP
         >>> Schedule.from_networkx(networkx.petersen_graph()).spectral_gap()    # doctest: +SKIP
         0.5
         """
-        index = {node: i for i, node in enumerate(graph.nodes)}
-        receives = np.zeros((len(index), len(index)), bool)
-        for sender, receiver in graph.edges():
-            receives[index[receiver], index[sender]] = True
         name = name or getattr(graph, "name", "") or "networkx"
+        if graph.is_directed():
+            raise ValueError(
+                f"schedule {name!r} needs an undirected graph; give the weights of a directed one "
+                "to Schedule.from_matrices"
+            )
+        index = {node: i for i, node in enumerate(graph.nodes)}
         if not index:
             raise ValueError(f"schedule {name!r} needs a graph with at least one node, got none")
-        if not graph.is_directed():
-            receives |= receives.T
-        check_connected(name, [receives])
-        weights = balanced if graph.is_directed() else metropolis_hastings
-        return Schedule.from_matrices([weights(receives)], name)
+        linked = np.zeros((len(index), len(index)), bool)
+        for one, other in graph.edges():
+            linked[index[one], index[other]] = linked[index[other], index[one]] = True
+        check_connected(name, [linked])
+        return Schedule.from_matrices([metropolis_hastings(linked)], name)
 
 
 def check_matrix(matrix: np.ndarray, n: int, r: int, column_stochastic_only: bool = False) -> None:

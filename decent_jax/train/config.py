@@ -40,8 +40,8 @@ FIELDS = {
     "algorithm": Field("accum_adam", "how replicas train and communicate; see docs/algorithms.md"),
     "schedule": Changeable(
         "one_peer_exp",
-        "who averages with whom, see docs/topologies.md; auto: what suits the hosts; or a file of "
-        "your own matrices, graph.npy; all_reduce ignores it",
+        "who averages with whom, see docs/topologies.md; auto: what suits the hosts; all_reduce "
+        "ignores it",
     ),
     "combine": Field(
         "", "with: mix while computing; then: mix the result", choices=("with", "then", "")
@@ -319,15 +319,12 @@ def make_schedule(config: ConfigDict, plan: Plan | None = None) -> topology.Sche
 
 
 def _schedule(config: ConfigDict) -> topology.Schedule:
-    """The schedule that ``schedule`` names, or that its file holds."""
+    """The schedule that ``schedule`` names."""
     n = config.num_replicas
     if config.algorithm == "all_reduce":
         return topology.make("complete", n)
     if config.schedule == AUTO:
         return topology.make(ONE_HOST, n)
-    if config.schedule.endswith(".npy"):
-        push_sum = config.algorithm == "push_sum"
-        return topology.Schedule.from_file(config.schedule, n, column_stochastic_only=push_sum)
     return topology.make(config.schedule, n, local_size=config.local_size)
 
 

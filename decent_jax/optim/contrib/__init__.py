@@ -1,10 +1,8 @@
 """Methods that few use; the rule of entry is in CONTRIBUTING.md, "Add an algorithm"."""
 
 from decent_jax.optim.contrib.compressed import choco as choco
+from decent_jax.optim.contrib.compressed import sparseloco as sparseloco
 from decent_jax.optim.contrib.compressed import sparta as sparta
 from decent_jax.optim.contrib.momentum import decentlam as decentlam
-from decent_jax.optim.contrib.momentum import des_loc as des_loc
-from decent_jax.optim.contrib.momentum import quasi_global_adam as quasi_global_adam
+from decent_jax.optim.contrib.momentum import gasloc as gasloc
 from decent_jax.optim.contrib.momentum import quasi_global_sgd as quasi_global_sgd
-from decent_jax.optim.contrib.outer import gasloc as gasloc
-from decent_jax.optim.contrib.outer import sparseloco as sparseloco

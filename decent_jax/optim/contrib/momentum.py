@@ -1,6 +1,5 @@
-"""Moments averaged seldom (DES-LOC), quasi-global momentum, DecentLaM."""
+"""Momentum of what mixing really moved: quasi-global, DecentLaM, GASLoC."""
 
-import math
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -10,73 +9,9 @@ import optax
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec
 from decent_jax.optim import finite, frame, require, trees
-from decent_jax.optim.accum_adam import bias_correction, moment
-from decent_jax.optim.declaration import Method, model_bytes, register
-from decent_jax.optim.momentum import with_moments
+from decent_jax.optim.declaration import ADAM_FIRST, Method, register
+from decent_jax.optim.outer import Rule, outer_steps
 from decent_jax.topology import Schedule
-
-_MOST_PHASES = 16
-
-
-def des_loc(
-    inner: optax.GradientTransformation,
-    schedule: Schedule,
-    axis_name: AxisName = "replica",
-    *,
-    first: Annotated[int, "rounds per average of the first moments"] = 3,
-    second: Annotated[int, "rounds per average of the second moments"] = 6,
-) -> optax.GradientTransformationExtraArgs:
-    r"""DES-LOC: Adam's moments are averaged, too, but less often than the parameters.
-
-    Adapt-then-combine; with ``mix_every=K`` the parameters are averaged every K steps, the first
-    moments every ``first`` K, the second moments every ``second`` K:
-
-    .. math::
-        x_i \leftarrow \sum_j W_{ij} (x_j + \Delta_j), \qquad
-        m_i \leftarrow \sum_j W_{ij} m_j, \qquad v_i \leftarrow \sum_j W_{ij} v_j
-
-    The moments take the rounds of the schedule in turn, too, each at its own pace. With ``first =
-    1`` and no second moments it is `gossiped_momentum`. 1 + 1 / ``first`` + 1 / ``second`` messages
-    of the model's size per round on average, no memory. Valid on every doubly stochastic schedule.
-
-    Messages are float32: a coded difference can take more from a small second moment than it has.
-
-    With ``second`` larger than ``first``, a coordinate whose gradients on a replica were tiny
-    so far (rectifiers, rare tokens) has a tiny v there, and moves by m / sqrt(v), up to m /
-    eps, once m, but not yet v, has been averaged: a GPT-2 of 10M parameters, whose replicas saw
-    128 tokens per step, diverged. Equal periods bound the move, since v is then averaged along
-    with m.
-
-    Args:
-      inner: Adam or Accumulated Adam, or another with states called ``mu`` and ``nu``.
-      schedule: ``complete`` in the paper; with a number of rounds that ``first`` and ``second``
-        divide, since they differ (`decent_jax.topology.repeat`).
-      axis_name: as in `decentralized`.
-      first: rounds per average of the first moments.
-      second: rounds per average of the second moments.
-
-    Raises:
-      ValueError: a number out of range, a schedule with too few rounds, an optimizer without second
-        moments.
-
-    References:
-      Iacob et al., `DES-LOC <https://arxiv.org/abs/2505.22549>`_, 2026, periods from a
-      transcription.
-    """
-    mixing = frame.Mixing(schedule, axis_name, method="des_loc")
-    for name, rounds in (("first", first), ("second", second)):
-        if not 1 <= rounds <= _MOST_PHASES:
-            raise ValueError(f"des_loc.{name} must be from 1 to {_MOST_PHASES}, got {rounds}")
-    phases = math.lcm(first, second)
-    require.phases(f"des_loc with first {first} and second {second}", schedule, phases)
-    return with_moments(
-        inner,
-        mixing,
-        {"mu": first, "nu": second},
-        2,
-        "des_loc averages both moments of Adam: use optax.adam(lr) or accum_adam; with momentum "
-        "alone use gossiped_momentum",
-    )
 
 
 class MomentumState(NamedTuple):
@@ -137,70 +72,6 @@ def quasi_global_sgd(
     return frame.method(gradient, step, frame.filled(MomentumState))
 
 
-class AdamState(NamedTuple):
-    """Own state of `quasi_global_adam`; both are shaped like the parameters."""
-
-    m: Any  # first moment
-    v: Any  # second moment
-
-
-def quasi_global_adam(
-    learning_rate: optax.ScalarOrSchedule,
-    schedule: Schedule,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    axis_name: AxisName = "replica",
-    gradient: optax.GradientTransformation | None = None,
-    codec: Codec | None = None,
-) -> optax.GradientTransformationExtraArgs:
-    r"""Adam whose moments follow the normalised movement of the mixed model (QG-DAdam).
-
-    At step k = 1, 2, ...
-
-    .. math::
-        \tilde m &= \beta_1 m + g, \quad \tilde v = \beta_2 v + (1-\beta_2) g^2, \quad
-        u = \frac{\tilde m}{1-\beta_1^k} \Big/ \Big(\sqrt{\tilde v / (1-\beta_2^k)} + \epsilon\Big),
-        \quad x_i^{+} = \sum_j W_{ij} (x_j - \eta u_j) \\
-        d &= (x - x^{+}) / (\lVert x - x^{+} \rVert_2 + 10^{-8}), \quad
-        m \leftarrow \beta_1 m + (1-\beta_1) d, \quad v \leftarrow \beta_2 v + (1-\beta_2) d^2
-
-    with the norm over all parameters of a replica. g enters with weight 1, as in the authors' code
-    and experiments, so good learning rates are smaller than Adam's. One message per step; two
-    copies of the parameters (m, v). Arguments as in `quasi_global_sgd`.
-
-    References:
-      Lin et al., `Quasi-Global Momentum <https://arxiv.org/abs/2102.04761>`_, 2021, QG-DAdam.
-    """
-    mixing = frame.Mixing(schedule, axis_name, codec, "quasi_global")
-    require.below_one("b1", b1)
-    require.below_one("b2", b2)
-    require.not_negative("eps", eps)
-
-    def step(params, own, round, local):
-        rate = frame.rate_at(learning_rate, local.count)
-        g, inner, ok = local(params)
-        m_scale = 1 / bias_correction(b1, local.count + 1)
-        v_scale = 1 / bias_correction(b2, local.count + 1)
-        v_tilde = moment(b2, own.v, g, 2)
-
-        def descend(m, v, g):
-            m, v = (b1 * m + g) * m_scale, v * v_scale
-            change = -jnp.asarray(rate, m.dtype) * m / (jnp.sqrt(v) + eps)
-            return jnp.where(ok, change, 0)  # old moments alone move no parameters
-
-        change = jax.tree.map(descend, own.m, v_tilde, g)
-        after = mixing(trees.add(params, change), round, local.count)
-        moved = optax.tree.sub(params, after)
-        norm = optax.tree.norm(moved)
-        d = trees.scale(1 / (norm + 1e-8), moved)
-        moments = AdamState(moment(b1, own.m, d, 1), moment(b2, own.v, d, 2))
-        # A replica that is not finite moves by no number that its moments could follow.
-        return after, optax.tree.where(jnp.isfinite(norm), moments, own), inner, ok
-
-    return frame.method(gradient, step, frame.filled(AdamState))
-
-
 def decentlam(
     learning_rate: optax.ScalarOrSchedule,
     schedule: Schedule,
@@ -245,21 +116,59 @@ def decentlam(
     return frame.method(gradient, step, frame.filled(MomentumState))
 
 
-register(
-    Method(
-        "des_loc",
-        des_loc,
-        optimizers=("adam", "accum_adam"),
-        phases=lambda own: math.lcm(own["first"], own["second"]),
-        sent=lambda params, parts, own: (
-            model_bytes(params, parts, own) * (1 + 1 / own["first"] + 1 / own["second"])
-        ),
-    )
-)
-register(
-    Method(
-        "quasi_global_sgd", quasi_global_sgd, optimizers=("sgd",), copies=1, section="quasi_global"
-    )
-)
-register(Method("quasi_global_adam", quasi_global_adam, optimizers=("adam",), copies=2))
-register(Method("decentlam", decentlam, optimizers=("sgd",), copies=1))
+def gasloc(
+    inner: optax.GradientTransformation,
+    schedule: Schedule,
+    axis_name: AxisName = "replica",
+    codec: Codec | None = None,
+    *,
+    alpha: Annotated[float, "averaging step size, in (0, 1]"] = 1.0,
+    eta: Annotated[float, "outer learning rate"] = 0.7,
+    gamma: Annotated[float, "outer momentum, in [0, 1)"] = 0.5,
+) -> optax.GradientTransformationExtraArgs:
+    r"""GASLoC: local steps, an averaging step with neighbours, and momentum of the whole movement.
+
+    With ``x_i`` the parameters after the local steps, ``theta_i`` those before them:
+
+    .. math::
+        y_i = \theta_i + \eta\, (x_i - \theta_i), \qquad
+        \theta_i \leftarrow y_i + \alpha \Big(\sum_j W_{ij} y_j - y_i\Big)
+            + \gamma\, (y_i - y_i^{-}), \qquad x_i \leftarrow \theta_i
+
+    with ``y^-`` the y of the last round, at first ``theta``. I - W is the weighted
+    Laplacian of the round's graph. With ``gamma = 0, alpha = eta = 1`` it is local SGD over
+    the schedule, with ``mix_every=1`` D-PSGD.
+
+    One message per round, two copies of the parameters (``theta`` and y). Valid on every
+    doubly stochastic schedule.
+
+    Args:
+      inner, schedule, axis_name, codec: as in `decentralized`.
+      alpha: averaging step size, in (0, 1].
+      eta: outer learning rate.
+      gamma: outer momentum, in [0, 1). The default and that of ``eta`` are NoLoCo's numbers.
+
+    References:
+      `GASLoC <https://arxiv.org/abs/2606.11081>`_, 2026, equations from a transcription.
+    """
+    mixing = frame.Mixing(schedule, axis_name, codec, "gasloc")
+    if not 0 < alpha <= 1:
+        raise ValueError(f"gasloc.alpha must be above 0 and at most 1, got {alpha}")
+    require.not_negative("gasloc.eta", eta)
+    require.below_one("gasloc.gamma", gamma)
+
+    def step(theta, x, before, mix, key):
+        y = trees.add(trees.scale(1 - eta, theta), trees.scale(eta, x))
+        mixed = mix(y)
+        fine = finite.all_finite(y)  # else the neighbours' average is all there is
+        pull = trees.scale(alpha, optax.tree.sub(mixed, y))
+        moved = trees.scale(gamma, optax.tree.sub(y, before))
+        after = optax.tree.where(fine, trees.add(y, pull, moved), mixed)
+        return after, optax.tree.where(fine, y, mixed)
+
+    return outer_steps(inner, mixing, Rule(trees.copy, step))
+
+
+register(Method("quasi_global_sgd", quasi_global_sgd, ("sgd",), copies=1, section="quasi_global"))
+register(Method("decentlam", decentlam, ("sgd",), copies=1))
+register(Method("gasloc", gasloc, ADAM_FIRST, copies=2))
