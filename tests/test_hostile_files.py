@@ -100,7 +100,6 @@ TRAIN = [
     ("manifest best", ON_PEERS, "peers.json"),
     ("manifest batch", ON_PEERS, "batch 7"),
 ]
-TRAIN += [("metrics", "plot run --mean --out x.svg --csv x.svg", "x.svg")]
 KEPT = [  # a file of the user's is where a command would write
     (f"planner network {CLUSTER} --save thesis.json", "--save thesis.json"),
     (f"planner place {CLUSTER} --parameters 1e6 --plan thesis.json", "--plan thesis.json"),

@@ -1,6 +1,5 @@
-"""Runs that differ in their seed as one line: means, bands, axes and the CSV."""
+"""Runs that differ in their seed as one line: means, bands and axes."""
 
-import csv
 import json
 
 import numpy as np
@@ -11,7 +10,7 @@ from test_plot import make_run, size_of_png
 from decent_jax.commands import plot as command
 from decent_jax.ground.json_files import write_json_atomic
 from decent_jax.ground.run_folder import load_run
-from decent_jax.plots import means as plot_means
+from decent_jax.plots import runs as plot_means
 
 
 def sweep_of(folder, *, seeds=(0, 1, 2), schedules=("ring", "one_peer_exp"), sent=1000):
@@ -55,7 +54,7 @@ def test_only_steps_that_all_seeds_have(tmp_path):
 
 def test_panels_and_labels(tmp_path):
     curves = plot_means.curves_of([load_run(run) for run in sweep_of(tmp_path)])
-    figure = plot_means.draw(curves)
+    figure = plot_means.draw_means(curves)
     assert [axes.get_xlabel() for axes in figure.axes] == [
         *("step", "training time (s)", "sent per replica (kB)", "step")
     ]
@@ -74,46 +73,16 @@ def test_panels_and_labels(tmp_path):
     assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
 
 
-def test_replicas_that_are_equal_do_not_stretch_the_distances(tmp_path):
-    distances = {"ring": lambda s: 0.01, "complete": lambda s: 1e-8}
-    runs = [
-        load_run(
-            make_run(
-                tmp_path / name,
-                config={"schedule": name},
-                train__consensus_distance_relative=distance,
-            )
-        )
-        for name, distance in distances.items()
-    ]
-    figure = plot_means.draw(plot_means.curves_of(runs))
-    panel = figure.axes[-1]
-    assert len(panel.lines) == 1 and panel.get_ylim() == pytest.approx(
-        (0.01 / 10**0.5, 0.01 * 10**0.5)
-    )
-    assert panel.get_title(loc="right") == "without those at 0"
-    only = plot_means.curves_of(runs[1:])
-    assert len(plot_means.draw(only).axes[-1].lines) == 1
-
-
 @pytest.mark.parametrize("name", ["mean.png", "mean.pdf", "mean.svg"])
 def test_the_command(name, tmp_path, capsys):
     runs = sweep_of(tmp_path, seeds=(0, 1), schedules=("ring",), sent=None)
-    out, table = tmp_path / name, tmp_path / "new" / "table.csv"
-    told = ["--out", str(out), "--csv", str(table), "--mean"]
-    assert command.main([*map(str, runs), *told]) == 0
-    assert capsys.readouterr().out.splitlines() == [str(out), str(table)]
+    out = tmp_path / name
+    assert command.main([*map(str, runs), "--out", str(out), "--mean"]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(out)]
     if name == "mean.png":
         size_of_png(out)
     else:
         assert out.read_bytes().lstrip()[:5] in (b"%PDF-", b"<?xml")
-    with table.open() as lines:
-        rows = [row for row in csv.DictReader(lines) if row["metric"] == plot_means.CONSENSUS]
-    assert len(rows) == 60 and rows[9]["step"] == "10"
-    assert (rows[9]["runs"], rows[9]["bytes_sent_per_replica"]) == ("2", "")
-    assert float(rows[9]["training_seconds"]) == pytest.approx(15)
-    assert float(rows[9]["mean"]) == pytest.approx(0.015)
-    assert float(rows[9]["standard_deviation"]) == pytest.approx(0.01 / 2**0.5)
 
 
 def test_runs_without_a_loss_are_refused(tmp_path, capsys):

@@ -62,8 +62,6 @@ def test_waiting_by_hand():
     assert timing.compute_s == pytest.approx((0.1 + 0.4 + 0.2) / 5)
     assert timing.transfer_s == pytest.approx(4 / 5)
     assert timing.wait_s == pytest.approx((0.1 + 1.2) / 5)
-    pulled = swarm_timing(drawn, network, work, averaging="one_sided")
-    assert pulled.wait_s == pytest.approx(0, abs=1e-12) and pulled.transfer_s == 2 / 5
     stale = swarm_timing(drawn, network, work, blocking=False)
     assert stale.step_s == pytest.approx((1 + (1 + 1) + 1) / 5)
     second = swarm_timing(drawn, network, work, warm_up=1)
@@ -118,7 +116,6 @@ def test_planner_timing_is_the_planners():
             "8 devices",
         ),
         (lambda: swarm_timing([], ethernet(8), RESNET50), "no local steps"),
-        (lambda: swarm_timing([], ethernet(8), RESNET50, averaging="none"), "averaging 'none'"),
     ],
 )
 def test_timing_refuses(call, words):

@@ -1,14 +1,12 @@
 """Draw the curves of one run, or compare several.
 
-    decent-jax plot RUN [RUN ...] [--out FILE.png] [--mean] [--csv FILE]
+    decent-jax plot RUN [RUN ...] [--out FILE.png] [--mean]
 
 One run is drawn into RUN/curves.png, several into comparison.png in the current folder. With --mean
 runs that differ in their seed become one line with a band, against steps, time and bytes sent.
---csv writes these numbers.
 """
 
 from decent_jax.ground.command_line import Parser, check_replaceable, command
-from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.run_folder import load_run
 
 
@@ -21,22 +19,14 @@ def main(arguments: list[str] | None = None) -> int:
     where = "default: RUN/curves.png, or comparison.png here for several runs"
     add("--out", metavar="FILE", help=f"a .png, .pdf or .svg; {where}")
     add("--mean", action="store_true", help="a line for runs that differ in the seed")
-    add("--csv", metavar="FILE", help="also write the numbers of --mean")
     options = parser.parse_args(arguments)
-    from decent_jax.plots import means, runs, style  # here, as matplotlib takes a while
+    from decent_jax.plots import runs, style  # here, as matplotlib takes a while
 
-    averages = options.mean or options.csv is not None
-    if options.out is not None or averages or len(options.runs) > 1:
+    if options.out is not None or options.mean or len(options.runs) > 1:
         check_replaceable(options.out or runs.COMPARISON, "--out")
-    if options.csv is not None:
-        check_replaceable(options.csv, "--csv")
-        if options.csv == options.out:
-            raise ConfigError.about("--csv", options.csv, "must be another file than --out")
-    if averages:
-        curves = means.curves_of([load_run(run) for run in options.runs])
-        print(style.save(means.draw(curves), options.out or runs.COMPARISON, dpi=150))
-        if options.csv:
-            print(means.write_csv(curves, options.csv))
+    if options.mean:
+        curves = runs.curves_of([load_run(run) for run in options.runs])
+        print(style.save(runs.draw_means(curves), options.out or runs.COMPARISON, dpi=150))
     else:
         print(runs.plot_runs(options.runs, options.out))
     return 0

@@ -1,9 +1,13 @@
-"""The curves of one run, or of several beside each other."""
+"""The curves of one run, of several beside each other, or of means over seeds.
+
+`draw_means` is what `decent-jax plot --mean` draws: runs that differ in their seed are one line,
+their mean, with a band of one standard deviation, against steps, training time and bytes sent.
+"""
 
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,11 +17,11 @@ from matplotlib.ticker import EngFormatter
 
 from decent_jax.ground.errors import RunError
 from decent_jax.ground.format import format_number
-from decent_jax.ground.run_folder import RunFolder, label_runs, load_run, smoothed
+from decent_jax.ground.run_folder import IGNORED, RunFolder, label_runs, load_run, smoothed
 from decent_jax.plots import style
 from decent_jax.plots.style import COLOURS, GREY, GRID, INK
 
-__all__ = ["COLOURS", "GREY", "GRID", "INK", "draw", "plot_runs"]
+__all__ = ["COLOURS", "GREY", "GRID", "INK", "curves_of", "draw", "draw_means", "plot_runs"]
 
 DOTS = {"marker": "o", "ms": 4.5, "mec": "white", "mew": 0.7, "lw": 1.8, "zorder": 4}
 
@@ -26,6 +30,10 @@ SCORES = {
     "eval/top1": "Top-1, % of the validation images",
     "eval/bleu": "BLEU of the validation sentences",
 }
+
+CONSENSUS = "train/consensus_distance_relative"
+# Sections and fields in which runs of one line may differ: the seed, and where and how they ran.
+_ELSEWHERE = {*IGNORED, "seed", "mesh", "cluster"}
 
 Label = tuple[str, np.ndarray, str]  # a text, the values of the line it belongs to, its colour
 
@@ -271,3 +279,144 @@ def _last(values: np.ndarray) -> str:
     if not np.isfinite(values[-1]):
         return "not finite"
     return f"{values[-1]:.3f}" if 0.1 <= abs(values[-1]) < 1000 else f"{values[-1]:.3g}"
+
+
+# --- means over seeds ----------------------------------------------------------------------------
+
+
+class Curve(NamedTuple):
+    """A metric of one group of runs, at the steps that all of them recorded; arrays (m,)."""
+
+    label: str
+    steps: np.ndarray
+    seconds: np.ndarray | None  # of training, mean over the runs; None: not recorded
+    sent: np.ndarray | None  # bytes per replica, likewise
+    mean: np.ndarray
+    deviation: np.ndarray | None  # sample standard deviation over the runs; None: a single run
+    runs: int
+
+
+def groups_of(runs: Sequence[RunFolder]) -> list[list[RunFolder]]:
+    """Groups of runs that differ only in their seed, in the order of their first runs; labelled."""
+    groups: dict[tuple, list[RunFolder]] = {}
+    for run in runs:
+        kept = {k: v for k, v in run.config.items() if not set(k.split(".")) & _ELSEWHERE}
+        groups.setdefault(tuple(sorted((k, str(v)) for k, v in kept.items())), []).append(run)
+    first = [
+        RunFolder(
+            group[0].path, group[0].rows, {k: v for k, v in group[0].config.items() if k != "seed"}
+        )
+        for group in groups.values()
+    ]
+    label_runs(first)
+    for one, group in zip(first, groups.values(), strict=True):
+        for run in group:
+            run.label = one.label
+    return list(groups.values())
+
+
+def curve(group: Sequence[RunFolder], name: str) -> Curve | None:
+    """The mean of a metric over the runs of a group; None if they have no step of it in common."""
+    each = [dict(zip(*run.series(name), strict=True)) for run in group]
+    steps = np.array(sorted(set.intersection(*map(set, each))), float)
+    if not len(steps):
+        return None
+    values = np.array([[found[step] for step in steps] for found in each])  # (runs, m)
+    if name == "train/loss":  # of single batches
+        values = np.array([smoothed(row) for row in values])
+    return Curve(
+        group[0].label,
+        steps,
+        _mean_of([run.seconds_at(steps) for run in group]),
+        _mean_of([run.bytes_at(steps) for run in group]),
+        values.mean(axis=0),
+        values.std(axis=0, ddof=1) if len(group) > 1 else None,
+        len(group),
+    )
+
+
+def _mean_of(rows: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    known = [row for row in rows if row is not None]
+    return np.mean(known, axis=0) if len(known) == len(rows) else None
+
+
+def loss_name(runs: Sequence[RunFolder]) -> str:
+    """The validation loss where every run has a curve of it, else the training loss."""
+    several = all(len(run.series("eval/loss")[0]) > 1 for run in runs)
+    return "eval/loss" if several else "train/loss"
+
+
+def curves_of(runs: Sequence[RunFolder]) -> dict[str, list[Curve]]:
+    """By metric, a curve per group of runs.
+
+    Raises:
+      RunError: no run has a loss.
+    """
+    groups = groups_of(runs)
+    found = {
+        name: [made for group in groups if (made := curve(group, name)) is not None]
+        for name in (loss_name(runs), CONSENSUS)
+    }
+    if not any(found.values()):
+        raise RunError(f"{runs[0].path} has no metric that this command draws.")
+    return {name: curves for name, curves in found.items() if curves}
+
+
+def draw_means(curves: dict[str, list[Curve]]) -> Figure:
+    """The figure of `curves_of`."""
+    panels = []
+    for name, of_metric in curves.items():
+        panels.append((name, "steps"))
+        if name != CONSENSUS:
+            for axis in ("seconds", "sent"):
+                if all(getattr(made, axis) is not None for made in of_metric):
+                    panels.append((name, axis))
+    seeds = {made.label: made.runs for of_metric in curves.values() for made in of_metric}
+    labels = list(seeds)
+    words = [label + (f" ({seeds[label]} seeds)" if seeds[label] > 1 else "") for label in labels]
+    figure, every = style.grid(len(panels), min(2, len(panels)), words)
+    for axes, (name, axis) in zip(every, panels, strict=True):
+        _mean_panel(axes, curves[name], name, axis, labels)
+    return figure
+
+
+def _mean_panel(
+    axes: Axes, curves: Sequence[Curve], name: str, axis: str, labels: Sequence[str]
+) -> None:
+    """The curves of one metric against ``steps``, ``seconds`` or bytes ``sent``."""
+    unit, scale = _unit(axis, max(float(getattr(made, axis)[-1]) for made in curves))
+    for made in curves:
+        x = getattr(made, axis) / scale
+        look = style.look(labels.index(made.label))
+        axes.plot(x, made.mean, lw=1.8, marker="o" if len(x) < 30 else "", ms=3.6, **look)
+        if made.deviation is not None:
+            band = made.mean - made.deviation, made.mean + made.deviation
+            axes.fill_between(x, *band, color=look["color"], alpha=0.18, lw=0)
+    kinds = {"eval/loss": "Validation loss", "train/loss": "Training loss"}
+    style.curve_frame(axes, kinds.get(name, "Consensus distance"), x=unit)
+    if name == CONSENSUS:
+        values = np.concatenate([made.mean for made in curves])
+        style.log_axis(axes, values[values > 0])
+    else:  # without the steep start, which would flatten what follows
+        style.hold(axes, np.concatenate([_late(made) for made in curves]))
+
+
+def _late(made: Curve) -> np.ndarray:
+    """The heights that a panel must hold: the mean and the band, but for the first of them."""
+    start, half = len(made.mean) // 10, len(made.mean) // 2
+    deviation = np.zeros_like(made.mean) if made.deviation is None else made.deviation
+    band = (made.mean - deviation)[start:], (made.mean + deviation)[half:]
+    return np.concatenate([made.mean[start:], *band])
+
+
+def _unit(axis: str, largest: float) -> tuple[str, float]:
+    """The words of an axis, and what its numbers are divided by."""
+    if axis == "steps":
+        return "step", 1
+    if axis == "seconds":
+        unit, size = style.time_unit(largest)
+        return f"training time ({unit})", size
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if largest >= size:
+            return f"sent per replica ({unit})", size
+    return "sent per replica (kB)", 1e3

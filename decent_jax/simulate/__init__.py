@@ -2,8 +2,7 @@
 
 | name | what it is |
 |---|---|
-| `interactions`, `matchings`, `pulls` | who averages with whom: edges, rounds of pairs, of pulls |
-| `rounds` | a list of interactions grouped into rounds of disjoint pairs, with the same effect |
+| `interactions`, `matchings` | who averages with whom: one edge at a time, or rounds of pairs |
 | `swarm` | trains n models by such a list, quantized or not; spread, drift, bits sent |
 | `swarm_timing` | seconds per step on a network; `planner_timing`: of all-reduce and gossip |
 | `lose` | mixing matrices of rounds in which messages are lost |
@@ -17,20 +16,8 @@
 """
 
 from decent_jax.simulate.lossy import lose
-from decent_jax.simulate.pairs import Interaction, interactions, matchings, pulls, rounds
 from decent_jax.simulate.timing import Timing, planner_timing, swarm_timing
-from decent_jax.simulate.training import Swarm, swarm
+from decent_jax.simulate.training import Interaction, Swarm, interactions, matchings, swarm
 
-__all__ = [
-    "Interaction",
-    "Swarm",
-    "Timing",
-    "interactions",
-    "lose",
-    "matchings",
-    "planner_timing",
-    "pulls",
-    "rounds",
-    "swarm",
-    "swarm_timing",
-]
+__all__ = ["Interaction", "Swarm", "Timing", "interactions", "lose", "matchings"]
+__all__ += ["planner_timing", "swarm", "swarm_timing"]

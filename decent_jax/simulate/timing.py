@@ -4,11 +4,10 @@ Every replica has a clock. Its local steps take ``workload.compute_s`` (with its
 random factor per step) and ``update_s``; a message takes latency + bytes / bandwidth of a
 `Network`, both ways at the same time.
 
-- blocking, both sides: the replica that is done first waits for the other, and both go on when the
+- blocking: the replica that is done first waits for the other, and both go on when the
   messages have arrived. The simulation follows the order of the list, so a replica also waits for a
   partner that has other interactions before: a list of single random edges costs more than rounds
   of matchings, where all replicas become ready together.
-- blocking, one-sided: a replica fetches the other's model; only the message takes time.
 - non-blocking: the copy of the next partner arrives while the replica computes, which waits for it
   only where that takes longer than the local steps. The list fixes who reads from whom and how
   stale the copy is. Different clocks would give another order with the same distribution.
@@ -27,7 +26,7 @@ from decent_jax.planner import simulator
 from decent_jax.planner.costs import link_s
 from decent_jax.planner.network import Network
 from decent_jax.planner.runtime import CONSTANT, Algorithm, Workload
-from decent_jax.simulate.pairs import Interaction, Round, as_rounds
+from decent_jax.simulate.training import Interaction, Round, as_rounds
 
 
 class Timing(NamedTuple):
@@ -64,7 +63,6 @@ def swarm_timing(
     workload: Workload,
     *,
     message_bytes: float | None = None,
-    averaging: str = "both",
     blocking: bool = True,
     warm_up: int = 0,
     seed: int = 0,
@@ -87,10 +85,8 @@ def swarm_timing(
     >>> round(swarm_timing(rounds, network, resnet50, blocking=False).overhead, 4)
     0.0
     """
-    if averaging not in ("both", "one_sided"):
-        raise ValueError(f"averaging must be 'both' or 'one_sided', got {averaging!r}")
     num_bytes = workload.model_bytes if message_bytes is None else message_bytes
-    clocks = _Clocks(network, workload, num_bytes, averaging == "both", blocking, seed)
+    clocks = _Clocks(network, workload, num_bytes, blocking, seed)
     before = clocks.totals()
     count = 0
     for group in as_rounds(given):
@@ -116,12 +112,11 @@ class _Clocks:
         network: Network,
         workload: Workload,
         num_bytes: float,
-        both: bool,
         blocking: bool,
         seed: int,
     ) -> None:
         n = network.num_devices
-        self.workload, self.both, self.blocking = workload, both, blocking
+        self.workload, self.blocking = workload, blocking
         self.factors = workload.factors(n)
         self.rngs = [np.random.default_rng((seed, i)) for i in range(n)]
         seconds = link_s(network, num_bytes)
@@ -143,8 +138,8 @@ class _Clocks:
         message_s = self.message_s[j, i]
         hidden_i, hidden_j = (0.0, 0.0) if self.blocking else (compute_i, compute_j)
         self._exchange(i, compute_i, max(0.0, message_s - hidden_i))
-        self._exchange(j, compute_j, max(0.0, message_s - hidden_j) if self.both else 0.0)
-        if self.blocking and self.both:
+        self._exchange(j, compute_j, max(0.0, message_s - hidden_j))
+        if self.blocking:
             self.now[[i, j]] = max(self.now[i], self.now[j])
 
     def _exchange(self, i: int, compute_s: float, transfer_s: float) -> None:

@@ -1,15 +1,131 @@
-"""SwarmSGD as an exact simulation of its events, interaction by interaction or round by round."""
+"""SwarmSGD as an exact simulation of its events, interaction by interaction or round by round.
+
+In SwarmSGD (Nadiradze et al. 2021) one random pair of neighbours interacts at a time.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import numpy as np
 
+from decent_jax import topology
 from decent_jax.gossip.codecs import Lattice
-from decent_jax.simulate.pairs import Interaction, Round, as_rounds
 
 FULL_PRECISION_BITS = 32  # per parameter that is not quantized
 HEAD_BITS = 64  # of a quantized message: checksum and side
+
+# --- who averages with whom, and after how many local steps --------------------------------------
+
+
+class Interaction(NamedTuple):
+    """Replicas i and j take their local steps, then average.
+
+    i, j: two different replicas.
+    steps_i, steps_j: local steps since the last interaction of each; 0 is allowed.
+    time: interactions per replica so far, on average: 2 t / n after the t-th.
+    """
+
+    i: int
+    j: int
+    steps_i: int
+    steps_j: int
+    time: float
+
+
+Round = list[Interaction]
+
+
+def interactions(
+    n: int,
+    count: int,
+    *,
+    degree: int | None = None,
+    local_steps: float = 1,
+    geometric: bool = False,
+    seed: int = 0,
+) -> list[Interaction]:
+    """``count`` interactions, each on an edge drawn uniformly from a graph of n replicas.
+
+    Args:
+      degree: draw a random regular graph of this degree first; None: all replicas are neighbours.
+      local_steps: H, the number of local steps of each partner.
+      geometric: draw that number from Geometric(1/H), on 1, 2, ..., with mean H: the steps that a
+        replica has taken when its random clock rings.
+      seed: of NumPy's `RandomState`, which draws the same list on every machine.
+
+    Either partner is i with probability 1/2.
+
+    >>> interactions(8, 2, local_steps=4, geometric=True, seed=0)
+    [Interaction(i=7, j=1, steps_i=4, steps_j=3, time=0.25),
+     Interaction(i=2, j=5, steps_i=2, steps_j=4, time=0.5)]
+    """
+    _check_sizes(n, count, local_steps, geometric)
+    graph = np.ones((n, n))
+    if degree is not None:
+        graph = topology.make(f"random_regular(degree={degree}, seed={seed})", n).matrix(0)
+    edges = np.argwhere(np.triu(graph, k=1))
+    random = np.random.RandomState(seed)
+    pairs = edges[random.randint(len(edges), size=count)]
+    turned = random.randint(2, size=count) == 1
+    pairs[turned] = pairs[turned, ::-1]
+    steps = _local_steps(random, (count, 2), local_steps, geometric)
+    times = 2 * np.arange(1, count + 1) / n
+    return _as_list(pairs, steps, times)
+
+
+def matchings(
+    n: int, num_rounds: int, *, local_steps: float = 1, geometric: bool = False, seed: int = 0
+) -> list[Round]:
+    """Rounds in which all replicas step and then average in random pairs: the synchronous form.
+
+    Each round is a perfect matching of the complete graph, drawn uniformly; where n is odd, one
+    replica sits each round out. See `interactions` for the other arguments.
+
+    >>> [(one.i, one.j) for one in matchings(4, 1, seed=0)[0]]
+    [(2, 3), (1, 0)]
+    """
+    _check_sizes(n, num_rounds, local_steps, geometric)
+    random = np.random.RandomState(seed)
+    drawn = []
+    for r in range(num_rounds):
+        pairs = random.permutation(n)[: n - n % 2].reshape(-1, 2)
+        steps = _local_steps(random, pairs.shape, local_steps, geometric)
+        drawn.append(_as_list(pairs, steps, np.full(len(pairs), r + 1.0)))
+    return drawn
+
+
+def as_rounds(given: Iterable[Interaction | Round]) -> Iterable[Round]:
+    """Rounds, of which a single interaction is one by itself."""
+    return ([item] if isinstance(item, Interaction) else list(item) for item in given)
+
+
+def _check_sizes(n: int, count: int, local_steps: float, geometric: bool) -> None:
+    if n < 2 or count < 0:
+        raise ValueError(
+            f"interactions need at least 2 replicas and a count of at least 0, got {n} and {count}"
+        )
+    if local_steps < 1 or not (geometric or local_steps == int(local_steps)):
+        raise ValueError(
+            "local_steps must be at least 1, and a whole number unless geometric=True, "
+            f"got {local_steps}"
+        )
+
+
+def _local_steps(
+    random: np.random.RandomState, shape: tuple[int, ...], local_steps: float, geometric: bool
+) -> np.ndarray:
+    if geometric:
+        return random.geometric(1 / local_steps, size=shape)
+    return np.full(shape, int(local_steps))
+
+
+def _as_list(pairs: np.ndarray, steps: np.ndarray, times: np.ndarray) -> list[Interaction]:
+    rows = zip(pairs.tolist(), steps.tolist(), times.tolist(), strict=True)
+    return [Interaction(i, j, steps_i, steps_j, time) for (i, j), (steps_i, steps_j), time in rows]
+
+
+# --- training ------------------------------------------------------------------------------------
 
 # gradient(i, x_i, k, rng): at x_i, (d,), of replica i, which has taken k local steps before.
 Gradient = Callable[[int, np.ndarray, int, np.random.Generator], np.ndarray]
@@ -24,11 +140,11 @@ class Swarm:
     interactions: (R,); after how many interactions each of the next two was recorded.
     spread: (R,); Gamma = sum_i ||x_i - mu||^2, mu the mean of all models.
     mean_drift: (R,); how far averaging has moved mu: ||mu_t - mu_0 - all local updates / n||.
-        Rounding alone where both partners average, since that keeps the mean.
+        Rounding alone: averaging keeps the mean.
     local_steps: (n,); taken by each replica.
     bits_sent: in all messages.
     failed_decodes: messages that the receiver found it could not decode.
-    failed: interactions that therefore did not average, or did so in full precision.
+    failed: interactions that therefore did not average.
     """
 
     models: np.ndarray
@@ -47,12 +163,9 @@ def swarm(
     gradient: Gradient,
     learning_rate: float | Callable[[int], float],
     *,
-    averaging: str = "both",
     blocking: bool = True,
     quantizer: Lattice | None = None,
     stochastic: bool = False,
-    own_exact: bool = False,
-    on_failure: str = "drop",
     momentum: float = 0.0,
     seed: int = 0,
     record_every: int = 1,
@@ -64,23 +177,20 @@ def swarm(
     and then average. P_i is the copy of its model that replica i publishes: x_i after its steps if
     blocking, else x_i as its last interaction left it::
 
-        both, blocking      x_i, x_j <- (P_i + P_j) / 2
-        both, non-blocking  x_i <- (P_i + P_j) / 2 + (x_i - P_i), j alike
-        one-sided           x_i as above, j keeps its own
+        blocking      x_i, x_j <- (P_i + P_j) / 2
+        non-blocking  x_i <- (P_i + P_j) / 2 + (x_i - P_i), j alike
 
     A non-blocking replica receives the other's copy while it still computes, and adds its own steps
-    to the average afterwards. The authors' released code is one-sided: the mean drifts.
+    to the average afterwards. (The authors' released code changes one side only: the mean drifts.)
 
     With a ``quantizer`` others receive Q(P_j), and ``x_i <- x_i + (Q(P_j) - Q(P_i)) / 2``: j does
     the opposite, so the mean stays. ``stochastic=True`` rounds up with the probability of the
     fraction instead of to the nearest: unbiased, with a variance of s^2 / 6 on average instead of
-    s^2 / 12. ``own_exact=True`` is ``x_i <- x_i + (Q(P_j) - P_i) / 2``, as
-    in the released code: half the noise, but the mean drifts.
+    s^2 / 12.
 
-    If a checksum shows that either could not decode the other, both keep their models
-    (``on_failure="drop"``). Replicas that keep moving apart then never average again: a step that
-    is too fine makes training diverge, so give the quantizer's reach room, or send such models
-    again in full precision (``"resend"``).
+    If a checksum shows that either could not decode the other, both keep their models. Replicas
+    that keep moving apart then never average again: a step that is too fine makes training
+    diverge, so give the quantizer's reach room.
 
     Args:
       x0: (n, d); a row for each replica.
@@ -100,18 +210,9 @@ def swarm(
     >>> result.models.mean(axis=0).round(2)
     array([0.2 , 0.23, 0.23, 0.21])
     """
-    for name, value, known in (
-        ("averaging", averaging, ("both", "one_sided")),
-        ("on_failure", on_failure, ("drop", "resend")),
-    ):
-        if value not in known:
-            raise ValueError(f"{name} must be {known[0]!r} or {known[1]!r}, got {value!r}")
     if record_every < 1:
         raise ValueError(f"record_every must be at least 1, got {record_every}")
-    both, resend = averaging == "both", on_failure == "resend"
-    run = _Run(
-        x0, gradient, learning_rate, momentum, blocking, seed, both, stochastic, own_exact, resend
-    )
+    run = _Run(x0, gradient, learning_rate, momentum, blocking, seed, stochastic)
     records = [run.record(observe)]
     for group in as_rounds(interactions):
         run.round(group, quantizer)
@@ -136,13 +237,9 @@ class _Run:
         momentum: float,
         blocking: bool,
         seed: int,
-        both: bool,
         stochastic: bool,
-        own_exact: bool,
-        resend: bool,
     ) -> None:
-        self.both, self.stochastic = both, stochastic
-        self.own_exact, self.resend = own_exact, resend
+        self.stochastic = stochastic
         self.x = np.array(x0, np.float64)
         if self.x.ndim != 2:
             raise ValueError(f"x0 must be (replicas, parameters), got shape {self.x.shape}")
@@ -184,9 +281,7 @@ class _Run:
             for i, j, *_ in group
         ]
         for (i, j, *_), (at_i, at_j) in zip(group, averages, strict=True):
-            self.x[i] = at_i
-            if self.both:
-                self.x[j] = at_j
+            self.x[i], self.x[j] = at_i, at_j
         if self.published is not self.x:
             taking_part = [replica for pair in group for replica in pair[:2]]
             self.published[taking_part] = self.x[taking_part]
@@ -194,11 +289,11 @@ class _Run:
 
     def _check(self, group: Round) -> None:
         pairs = [interaction[:2] for interaction in group]
-        changed = [replica for pair in pairs for replica in (pair if self.both else pair[:1])]
+        changed = [replica for pair in pairs for replica in pair]
         if len(set(changed)) < len(changed):
             raise ValueError(f"a round changes a replica at most once, got {pairs}")
         for i, j in pairs:
-            if i == j or not (0 <= i < len(self.x) and 0 <= j < len(self.x)):
+            if not (0 <= i < len(self.x) and 0 <= j < len(self.x)):
                 raise ValueError(
                     f"an interaction is between two of {len(self.x)} replicas, got {i} and {j}"
                 )
@@ -217,7 +312,7 @@ class _Run:
 
     def _averages(self, i: int, j: int) -> tuple[np.ndarray, np.ndarray]:
         """The models of i and j after they have averaged; nothing is written yet."""
-        self._count_full_precision()
+        self.bits_sent += 2 * FULL_PRECISION_BITS * self.x.shape[1]
         own_i, own_j = self.published[i], self.published[j]
         average = (own_i + own_j) / 2
         return average + (self.x[i] - own_i), average + (self.x[j] - own_j)
@@ -225,20 +320,15 @@ class _Run:
     def _quantized(self, i: int, j: int, quantizer: Lattice) -> tuple[np.ndarray, np.ndarray]:
         """The same by coded messages."""
         own_i, own_j = self.published[i], self.published[j]
-        self.bits_sent += (1 + self.both) * (quantizer.bits * self.x.shape[1] + HEAD_BITS)
+        self.bits_sent += 2 * (quantizer.bits * self.x.shape[1] + HEAD_BITS)
         from_i, from_j = (self._encoded(k, quantizer) for k in (i, j))
         at_i, at_j = quantizer.decode(from_j, like=own_i), quantizer.decode(from_i, like=own_j)
-        failures = bool(np.isnan(at_i).any()) + bool(self.both and np.isnan(at_j).any())
+        failures = bool(np.isnan(at_i).any()) + bool(np.isnan(at_j).any())
         self.failed_decodes += failures
         self.failed += failures > 0
-        if failures and self.resend:
-            self._count_full_precision()
-            difference = (own_j - own_i) / 2
-            return self.x[i] + difference, self.x[j] - difference
         if failures:
             return self.x[i].copy(), self.x[j].copy()
-        if not self.own_exact:
-            own_i, own_j = quantizer.decode(from_i, own_i), quantizer.decode(from_j, own_j)
+        own_i, own_j = quantizer.decode(from_i, own_i), quantizer.decode(from_j, own_j)
         return self.x[i] + (at_i - own_i) / 2, self.x[j] + (at_j - own_j) / 2
 
     def _encoded(self, i: int, quantizer: Lattice) -> tuple:
@@ -250,6 +340,3 @@ class _Run:
             )
         random = self.rounding_rngs[i].random
         return quantizer.encode(own, random(own.shape) if self.stochastic else None)
-
-    def _count_full_precision(self) -> None:
-        self.bits_sent += (1 + self.both) * FULL_PRECISION_BITS * self.x.shape[1]
