@@ -12,7 +12,6 @@ from mixing import metropolis
 from refusals import refuses
 
 from decent_jax import gossip, topology
-from decent_jax.gossip import groups
 from decent_jax.topology import Schedule
 
 
@@ -375,36 +374,6 @@ def test_mean_in_a_block(devices):
         wanted = np.broadcast_to(leaf.mean(0), leaf.shape)
         np.testing.assert_allclose(got[key], wanted, atol=1e-6)
         assert got[key].dtype == leaf.dtype
-
-
-@pytest.mark.parametrize(
-    ("form", "devices"), [("devices", 8), ("block", 4), ("block", 2), ("vmap", 1)]
-)
-def test_the_last_stage_waits_for_after_and_is_what_it_was(form, devices, monkeypatch):
-    """Between groups only; elsewhere there is one stage. That it waits shows where it is stopped:
-    the flag that is always False, and is computed from ``after``, is ``after`` itself here."""
-    assert not any(groups._never(jnp.array([1.0, bad])) for bad in (0, jnp.nan, jnp.inf, -jnp.inf))
-    assert not groups._never(jnp.array([2j]))  # whose square is below 0
-    monkeypatch.setattr(groups, "_never", lambda after: after)
-    schedule = topology.make("alternating_exp_ring", 8, local_size=4)
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 5)), jnp.float32)
-
-    def body(axis_name, x, hold):
-        return [
-            (
-                gossip.mix(x, schedule, r, axis_name, finite=jnp.isfinite(x).all(), after=hold),
-                gossip.mix(x, schedule, r, axis_name, finite=jnp.isfinite(x).all()),
-            )
-            for r in range(schedule.period)
-        ]
-
-    run = on_stack(body, form, 8, devices, check_vma=False)
-    free, held = (run(x, jnp.full(8, flag)) for flag in (False, True))
-    between = [one.between_groups is not None for one in schedule.rounds]
-    assert 0 < sum(between) < len(between)
-    for is_between, (got, wanted), (stopped, _) in zip(between, free, held, strict=True):
-        np.testing.assert_array_equal(got, wanted)
-        assert (np.asarray(stopped) == 0).all() == is_between
 
 
 # --- narrow dtypes --------------------------------------------------------------------------------

@@ -320,11 +320,14 @@ def test_replica_sharded_over_fsdp():
 # --- what a message waits for ---------------------------------------------------------------------
 
 
+MESSAGES = ("ppermute", "psum", "psum_invariant", "reduce_scatter", "all_gather")
+
+
 def sends_that_depend(jaxpr, tainted):
     """Follows ``tainted`` (a bool an input) through a jaxpr.
 
-    Returns the taint of its outputs, and for every ppermute and psum of more than a scalar whether
-    what it sends is tainted.
+    Returns the taint of its outputs, and for every message of more than a scalar whether what it
+    sends is tainted.
     """
     taint = dict(zip(jaxpr.invars, tainted, strict=True))
 
@@ -342,24 +345,33 @@ def sends_that_depend(jaxpr, tainted):
         else:
             assert not inner, f"{eqn.primitive} holds a jaxpr that this test does not follow"
             out = [any(given)] * len(eqn.outvars)
-            if eqn.primitive.name in ("ppermute", "psum", "psum_invariant"):
+            if eqn.primitive.name in MESSAGES:
                 is_message = max(prod(atom.aval.shape) for atom in eqn.invars) > 1
                 sends += [any(given)] if is_message else []
         taint.update(zip(eqn.outvars, out, strict=True))
     return [is_tainted(atom) for atom in jaxpr.outvars], sends
 
 
+def analyse(tx, **options):
+    """`sends_that_depend` of a step, on more than its parameters."""
+    args = arguments(tx)
+    jaxpr = jax.make_jaxpr(on_mesh(step_of(tx, 0), **options))(*args).jaxpr
+    params, state, batch = (len(jax.tree.leaves(arg)) for arg in args)
+    return sends_that_depend(jaxpr, [False] * params + [True] * (state + batch))
+
+
+def test_the_last_stage_of_nodes_waits_for_the_gradient():
+    """Parts travel between nodes while it is computed; only then they are gathered inside."""
+    schedule = topology.make("hierarchical", 8, local_size=4)
+    out, sends = analyse(optim.decentralized(INNER, schedule, "with"), check_vma=False)
+    # Reduce-scatter, permute, all-gather; but a quarter of the bias is a scalar.
+    assert any(out) and sends == [False] + [False, False, True] * 2
+
+
 @pytest.mark.parametrize("name", ["one_peer_exp", "bidirectional_ring", "complete"])
 def test_with_sends_old_parameters_only(name):
     """A message of "with" does not wait for the batch, so it may overlap the whole step."""
     schedule = topology.make(name, 8)
-
-    def analyse(tx):
-        args = arguments(tx)
-        jaxpr = jax.make_jaxpr(on_mesh(step_of(tx, 0)))(*args).jaxpr
-        params, state, batch = (len(jax.tree.leaves(arg)) for arg in args)
-        # Neither the batch nor the optimizer's state: parameters alone.
-        return sends_that_depend(jaxpr, [False] * params + [True] * (state + batch))
 
     out, sends = analyse(optim.decentralized(INNER, schedule, "with"))
     assert any(out)  # the new parameters do depend on the batch

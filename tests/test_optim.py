@@ -11,7 +11,6 @@ import pytest
 from refusals import refuses
 
 from decent_jax import optim, topology
-from decent_jax.gossip import groups
 from decent_jax.optim import finite
 
 N = 4
@@ -185,23 +184,6 @@ def test_single_numbers_that_overflow_are_left_out(combine):
         wanted = dense(schedule, 0, jax.tree.map(np.add, params, step))
     assert_close(got, wanted)
     assert state.skipped.tolist() == [0, 0, 0, 0]
-
-
-def test_a_round_in_stages_is_held_until_the_gradient_is_known(monkeypatch):
-    """Only the order changes: the flag is False. Were it True, nothing would be mixed in."""
-    schedule = topology.make("alternating_exp_ring", N, local_size=2)
-    tx = optim.decentralized(optax.sgd(0.1), schedule)
-    params, grads = start(), gradients()
-    (between, *_) = [r for r, one in enumerate(schedule.rounds) if one.between_groups is not None]
-
-    def stepped():
-        one = harness.step_of(tx, lambda _, grads: grads, between)
-        return harness.on_stack(one, "vmap", N)(params, jax.vmap(tx.init)(params), grads)[0]
-
-    step = jax.tree.map(lambda g: -0.1 * np.asarray(g), grads)
-    assert_close(stepped(), jax.tree.map(np.add, dense(schedule, between, params), step))
-    monkeypatch.setattr(groups, "_never", lambda after: jnp.array(True))
-    assert_close(stepped(), step)
 
 
 def test_failing_counts_in_a_row():

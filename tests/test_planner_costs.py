@@ -131,24 +131,6 @@ def test_a_ring_of_unequal_links_is_what_a_loop_over_chunks_gives():
     assert costs.all_reduce_s(whole, MODEL, "ring") == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 5, 8, 13, 16])
-def test_the_two_trees_span_and_no_inner_node_of_one_is_an_inner_node_of_the_other(n):
-    trees = costs._double_tree(flat(n), np.arange(n))
-    inner = []
-    for edges in trees:
-        assert len(edges) == n - 1
-        assert len(set(edges[:, 0])) == n - 1  # everybody but the root has one parent
-        reached = set(range(n)) - set(edges[:, 0].tolist())
-        assert len(reached) == 1
-        for _ in range(n):
-            reached |= {int(child) for child, parent in edges if int(parent) in reached}
-        assert reached == set(range(n))
-        count = np.bincount(edges[:, 1], minlength=n)
-        assert count.max() <= 2
-        inner.append(set(np.flatnonzero(count == 2).tolist()))
-    assert not inner[0] & inner[1]
-
-
 def test_trees_carry_twice_the_data_on_a_card_and_the_data_once_between_two_nodes():
     latency = 2 * np.ceil(np.log2(16)) * 1e-4
     many = costs.all_reduce_s(flat(16), MODEL, "tree")

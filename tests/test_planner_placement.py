@@ -1,6 +1,5 @@
 """Placement: DT-FM's published totals, brute force on small instances, and the proof of case 2."""
 
-import functools
 import itertools
 import json
 
@@ -237,43 +236,6 @@ def test_the_score_of_an_exchange_is_its_result():
 def test_what_does_not_fit_is_refused(call, values):
     with refuses(*values):
         call()
-
-
-def test_uneven_regions_are_solved():
-    """5, 11 and 16 devices into 4 groups of 8, by enumerating how many of each region a group has
-    (devices of a region are alike)."""
-    counts = (5, 11, 16)
-    network = networks.regions(dict(zip(("Oregon", "Virginia", "Frankfurt"), counts, strict=True)))
-    job = job_of(4, 8)
-    problem = Problem(network, job)
-    first = np.cumsum([0, 5, 11])
-    between = np.array([[problem.passing_s[i, j + 1] for j in first] for i in first])
-    vectors = [(x, y, 8 - x - y) for x in range(6) for y in range(9 - x)]
-    group_s = {
-        v: problem.group_s(
-            np.concatenate([f + np.arange(c) for f, c in zip(first, v, strict=True)])
-        )
-        for v in vectors
-    }
-
-    @functools.cache
-    def edge_s(v, w):
-        costs = between[np.repeat(range(3), v)][:, np.repeat(range(3), w)]
-        return bottleneck_matching(costs)[1]
-
-    best = np.inf
-    for three in itertools.combinations_with_replacement(vectors, 3):
-        last = tuple(np.array(counts) - np.sum(three, axis=0))
-        if min(last) < 0 or last < three[-1]:
-            continue
-        groups = (*three, last)
-        data_parallel = max(group_s[v] for v in groups)
-        for path in itertools.permutations(groups):
-            if path <= path[::-1]:
-                along = sum(edge_s(*pair) for pair in itertools.pairwise(path))
-                best = min(best, data_parallel + 2 * along)
-    found = place(network, job, generations=3, time_limit_s=60)
-    assert found.costs.total_s == pytest.approx(best, rel=1e-12)
 
 
 def test_the_search_chooses_the_devices_to_leave_out():

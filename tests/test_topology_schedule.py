@@ -1,8 +1,5 @@
 """What a schedule says of itself: exactness, summaries, figures; and schedules from graphs."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from mixing import norm, product
@@ -127,14 +124,6 @@ def test_arrows_point_to_the_receiver():
         for segment in collection.get_segments()
     }
     assert lines == {frozenset((1, 2))}
-
-
-def test_schedules_import_neither_jax_nor_matplotlib():
-    code = "import sys, decent_jax.topology as t; t.make('base_k', 6)"
-    code += "; print(*sys.modules)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = set(out.stdout.split())
-    assert "numpy" in loaded and not {"jax", "matplotlib", "networkx"} & loaded
 
 
 # --- weights and graphs ---------------------------------------------------------------------------

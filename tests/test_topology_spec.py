@@ -8,7 +8,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from refusals import refuses
 
-from decent_jax import topology
 from decent_jax.topology import make
 from decent_jax.topology.spec import Spec, parse
 
@@ -146,17 +145,3 @@ def test_keywords():
 def test_refused_for_any_number_of_replicas(text, keywords, message, n):
     with refuses(*message.split()):
         make(text, n, local_size=4, **keywords)
-
-
-def test_every_parameter_is_in_the_table():
-    """The docstring of `make` shows each parameter."""
-    import inspect
-
-    from decent_jax.topology.make import _BUILDERS
-
-    for name, builder in _BUILDERS.items():
-        line = next(row for row in make.__doc__.splitlines() if f"| ``{name}" in row)
-        for key in inspect.signature(builder).parameters:
-            if key not in ("n", "local_size", "inner", "outer"):
-                assert f"{key}=" in line
-    assert set(_BUILDERS) == {*topology.NAMES, *topology.COLUMN_STOCHASTIC}
