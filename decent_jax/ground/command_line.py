@@ -134,8 +134,8 @@ MARK = "decent_jax"  # in the metadata of pictures, and in the format of JSON fi
 _OURS = re.compile(
     rb"(\{|\x89PNG|%PDF|<\?xml).*"
     + MARK.encode()
-    # Plain columns leave no room for a mark: `plot --csv`, and the table of `sweep`.
-    + rb"|runs_of,runs,metric,step,|[^\n]*,state,steps,validation_loss,",
+    # Plain columns leave no room for a mark: the table of `sweep`.
+    + rb"|[^\n]*,state,steps,validation_loss,",
     re.DOTALL,
 )
 
