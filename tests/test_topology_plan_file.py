@@ -87,19 +87,6 @@ def test_damaged_plans_are_refused_in_one_sentence(tmp_path, change, named):
         plan_file.load(path)
 
 
-@pytest.mark.parametrize(
-    "field", ["devices", "schedule", "mix_every", "expected", "stages", "layers"]
-)
-def test_a_plan_lacks_no_field(tmp_path, field):
-    path = tmp_path / "plan.json"
-    plan_file.Plan(HOSTS, topology.make("hypercube", 8)).save(path)
-    fields = json.loads(path.read_text())
-    del fields[field]
-    path.write_text(json.dumps(fields))
-    with refuses(path, field):
-        plan_file.load(path)
-
-
 @pytest.mark.parametrize("text", [None, "{"])
 def test_a_plan_that_is_not_there_or_not_json_is_named(tmp_path, text):
     path = tmp_path / "plan.json"
