@@ -181,7 +181,8 @@ def _step(choice: Choice) -> str:
     words = f"{_ms(row.step_s)} per step, of which {', '.join(parts)}."
     if choice.slow_down == 1:
         return words
-    return f"{words} At {choice.slow_down:.2f} times the steps that is like {_ms(choice.cost_s)}."
+    more = f"At {choice.slow_down:.2f} times the steps of all-reduce"
+    return f"{words} {more} that is as good as {_ms(choice.cost_s)}."
 
 
 def _is_all_reduce(choice: Choice) -> bool:
