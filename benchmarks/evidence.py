@@ -86,7 +86,7 @@ GRID = (0.05, 0.1, 0.2)  # learning rates, with a seed that nothing else has
 
 
 def _cifar10_main() -> Iterator[Piece]:
-    """The shortest budget first: mistakes show early, and the grid says the rate that an arm needs."""
+    """The shortest budget first, as mistakes show early; then the grid: which rate an arm needs."""
     yield from (piece(arm, 0, epochs=SHORTEST) for arm in MAIN)
     yield from (
         piece(arm, 100, f"-rate{rate:g}", epochs=SHORTEST, learning_rate=rate)

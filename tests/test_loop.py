@@ -2,6 +2,8 @@
 
 import queue
 import signal
+import threading
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from decent_jax.ground.errors import DataError, Interrupted
 from decent_jax.peers.peer_run import Place, open_peer
 from decent_jax.peers.rule import Format, Meetings
 from decent_jax.peers.step_boundary import PeerRunner, Pulse, StepBoundary, number
-from decent_jax.train import TrainingFailed, loop
+from decent_jax.train import TrainingFailed, loop, synchronous
 from decent_jax.train.step import make_step
 from decent_jax.train.synchronous import Feed, init
 
@@ -50,6 +52,36 @@ def test_a_checkpoint_of_before_the_last_row_repeats_it(tmp_path):
         (whole / "checkpoints" / str(step)).rename(tmp_path / str(step))
     tiny.run(config, whole)
     assert measured(whole) == wanted
+
+
+def test_a_run_begins_before_its_later_rounds_are_compiled(tmp_path, monkeypatch):
+    """They wait here until the first step has been made, whose batch is followed by another."""
+    began, batches, make, asked = threading.Event(), Feed.next, synchronous.make_step, []
+
+    def next_batch(feed):
+        asked.append(feed)
+        if len(asked) == 2:
+            began.set()
+        return batches(feed)
+
+    def make_gated(*args):
+        step = make(*args)
+
+        def lower(*args, round):
+            lowered = step.lower(*args, round=round)
+
+            def compiled():
+                assert round == 0 or began.wait(60), f"round {round} is compiled before step 0"
+                return lowered.compile()
+
+            return SimpleNamespace(compile=compiled)
+
+        return SimpleNamespace(lower=lower)
+
+    monkeypatch.setattr(Feed, "next", next_batch)
+    monkeypatch.setattr(synchronous, "make_step", make_gated)
+    tiny.run(tiny.waves(schedule="ring"), tmp_path)
+    assert tiny.summary(tmp_path)["steps"] == tiny.rows(tmp_path)[-1]["step"]
 
 
 def test_a_record_that_cannot_be_used_ends_the_run_behind_the_row_before_it(tmp_path, monkeypatch):

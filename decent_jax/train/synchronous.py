@@ -4,7 +4,8 @@ import contextlib
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from decent_jax.train.workdir import Workdir
 
 FIRST = np.int32(0)  # the number of the first step, as `decent_jax.train.step.make_step` takes it
 TIMED = 3  # steps of each kind in a dry run
+COMPILERS = 2  # threads: a program that is compiled takes some GiB, and cores that steps need
 TRACED_AFTER = 10  # steps of a run before the trace; the first ones compile
 
 check = config_lib.check  # this room is the first of `decent_jax.train.config.trainer_of`
@@ -90,7 +92,7 @@ class Synchronous:
         self._steps = experiment.steps
         self._feed = Feed(experiment, start + ahead, clock)
         self._done = start
-        with self._feed, self._profile:
+        with self.programs, self._feed, self._profile:
             self._read_ahead(start)
             yield
             self._profile.finish(self._done, self.state)
@@ -106,7 +108,8 @@ class Synchronous:
         batch, measured = self._batch
         key = self.programs.rounds[done % len(self.programs.rounds)], shapes_of(batch)
         if key not in self.programs.compiled:
-            self.programs.compile(self.state, batch, *key)
+            soon = range(done + 1, min(done + len(self.programs.rounds), self._steps))
+            self.programs.compile(self.state, batch, *key, soon=soon)
         if done in self._profile.turns:
             self._profile.turn(done, self.state)
         metrics = self._run(self.programs.compiled[key], batch, done)
@@ -248,6 +251,9 @@ def time_steps(experiment: Experiment, work: Workdir, steps: int) -> None:
 class Programs:
     """The compiled step of each round and each shape of batches.
 
+    The first round of a shape is compiled before its step, the others in threads meanwhile, so that
+    a run with many rounds begins as soon as one with few. It is a context that stops the threads.
+
     Attributes:
       rounds: of a cycle of steps; step t has ``rounds[t % len(rounds)]``, None without one.
       compiled: by round and shapes of a batch; call one with (state, batch, int32 t).
@@ -281,12 +287,38 @@ class Programs:
         ]
         self.compiled: dict[tuple, Any] = {}
         self.memory: xla.Memory | None = None
+        self._threads = ThreadPoolExecutor(COMPILERS, thread_name_prefix="compiler")
+        self._coming: dict[tuple, Future] = {}  # by the same key as `compiled`
 
-    def compile(self, state: TrainState, batch: Any, rnd: int | None, shapes: tuple) -> None:
-        """Compile the step of a round for batches of these shapes; log what the first one needs."""
+    def __enter__(self) -> "Programs":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+    def compile(
+        self,
+        state: TrainState,
+        batch: Any,
+        rnd: int | None,
+        shapes: tuple,
+        soon: Iterable[int] = (),
+    ) -> None:
+        """Compile the step of a round for batches of these shapes; log what the first one needs.
+
+        Args:
+          state, batch: of the step, or like those.
+          rnd, shapes: the key in `compiled`.
+          soon: the numbers of steps that follow, whose rounds are compiled meanwhile.
+        """
+
+        def compiled_for(rnd, state=state, batch=batch):
+            return self._step.lower(state, batch, self._first, round=rnd).compile()
+
         message = f"compiling the step ({self._name(rnd, shapes)})"
+        coming = self._coming.pop((rnd, shapes), None)
         with self._clock.pause(), self._work.announce(message):
-            compiled = self._step.lower(state, batch, self._first, round=rnd).compile()
+            compiled = compiled_for(rnd) if coming is None else coming.result()
         first = self.memory is None
         both = filter(None, [self.memory, xla.memory_of(compiled)])
         self.memory = max(both, key=sum, default=None)
@@ -298,6 +330,11 @@ class Programs:
                 f"{format_bytes(self._cost.sent_a_step)} sent per replica"
             )
         self.compiled[rnd, shapes] = compiled
+        like = jax.tree.map(_like, (state, batch))
+        for other in dict.fromkeys(self.rounds[t % len(self.rounds)] for t in soon):
+            key = other, shapes
+            if key not in self.compiled and key not in self._coming:
+                self._coming[key] = self._threads.submit(compiled_for, other, *like)
 
     def _name(self, rnd, shapes) -> str:
         name = "without communication" if rnd is None else f"round {rnd}"
@@ -307,6 +344,11 @@ class Programs:
             arrays = ("x".join(map(str, shape)) for shape in shapes if len(shape) > 1)
             name += f", batches of {' and '.join(arrays)}"
         return name
+
+
+def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """What a program is compiled for: a step donates the array itself meanwhile."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 class Profile:
