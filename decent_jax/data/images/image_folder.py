@@ -8,24 +8,31 @@ the order of theirs, one class after another. So every layout of the same data g
 record at the same index with the same label.
 """
 
+import contextlib
+import io
 import operator
 import os
+import tarfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from decent_jax.data.images import array_records, imagenet_archives
-from decent_jax.data.images.imagenet_archives import SUFFIXES, Members, is_image
-from decent_jax.data.reading import one_sentence
+from decent_jax.data.images import array_records
+from decent_jax.data.reading import one_sentence, read_at_most, short
 from decent_jax.ground.errors import DataError
 
 SPLITS = array_records.SPLITS
+_SUFFIXES = (".jpg", ".jpeg", ".png")
 _EXPECTED = "expected CLASS/NAME.jpg, or in an archive a CLASS.tar for every class"
 _FOLDERS = {"train": ("train",), "val": ("val", "validation")}
 _ARCHIVES = {"train": "ILSVRC2012_img_train.tar", "val": "ILSVRC2012_img_val.tar"}
-_THREADS = 16  # listing folders waits for the disk, or for a file server
+_DEVKIT = "ILSVRC2012_devkit_t12"
+_LONGEST_NAME = 1 << 16  # bytes, in an archive
+_LARGEST_TABLE = 1 << 26  # bytes, of a file of the devkit; they have 2 MB
+_THREADS = 16  # listing folders and reading headers waits for the disk, or for a file server
 
 
 class EncodedImage(NamedTuple):
@@ -37,6 +44,18 @@ class EncodedImage(NamedTuple):
     data: bytes
     label: int
     name: str
+
+
+class _Members(NamedTuple):
+    """The files of one class, sorted by name, and in an archive where they are."""
+
+    names: list[str]
+    places: np.ndarray = np.zeros((0, 2), np.int64)  # (files, 2): offset in the archive, bytes
+
+
+def _is_image(name: str) -> bool:
+    """Whether a file of this name is an image, and not a hidden one."""
+    return name.lower().endswith(_SUFFIXES) and not name.startswith(".")
 
 
 class ImageFiles:
@@ -142,31 +161,31 @@ def _place(path: str, split: str) -> str:
     return found[0] if found else ""
 
 
-def _index(place: str) -> dict[str, Members]:
+def _index(place: str) -> dict[str, _Members]:
     """The images of a folder or an archive by class; "" stands for no class."""
     if os.path.isfile(place):
-        return imagenet_archives.index_archive(place)
+        return _index_archive(place)
     folders = _subfolders(place)
     if not folders:
-        return {"": Members(_images(place))}
+        return {"": _Members(_images(place))}
     with ThreadPoolExecutor(_THREADS) as pool:
         names = pool.map(lambda folder: _images(os.path.join(place, folder)), folders)
-        return dict(zip(folders, map(Members, names), strict=True))
+        return dict(zip(folders, map(_Members, names), strict=True))
 
 
-def _check_classes(place: str, found: dict[str, Members]) -> None:
+def _check_classes(place: str, found: dict[str, _Members]) -> None:
     """DataError where there is no class, an image outside of one, or a class without images."""
     if "" in found and found[""].names:
         raise DataError(f"{place}: holds {found[''].names[0]!r} outside of a class; {_EXPECTED}")
     empty = next((name for name in sorted(found) if not found[name].names), "")
     if empty or not any(found):
         where = f", class {empty}" if empty else ""
-        raise DataError(f"{place}{where}: holds no {', '.join(SUFFIXES)} file; {_EXPECTED}")
+        raise DataError(f"{place}{where}: holds no {', '.join(_SUFFIXES)} file; {_EXPECTED}")
 
 
 def _class_names(place: str) -> list[str]:
     """The classes of the training set, without a look at its images."""
-    list_names = imagenet_archives.class_names if os.path.isfile(place) else _subfolders
+    list_names = _archive_classes if os.path.isfile(place) else _subfolders
     names = list_names(place)
     if not names:
         raise DataError(f"{place}: holds no class; {_EXPECTED}")
@@ -184,9 +203,9 @@ def _check_known(place: str, found: list[str], class_names: list[str]) -> None:
         )
 
 
-def _by_ground_truth(place: str, files: Members) -> dict[str, Members]:
+def _by_ground_truth(place: str, files: _Members) -> dict[str, _Members]:
     """Flat validation images sorted into their classes."""
-    wnids = imagenet_archives.ground_truth(os.path.dirname(place))
+    wnids = _ground_truth(os.path.dirname(place))
     if len(wnids) != len(files.names):
         raise DataError(
             f"{place}: holds {len(files.names)} validation images where the development kit's"
@@ -197,7 +216,8 @@ def _by_ground_truth(place: str, files: Members) -> dict[str, Members]:
         positions.setdefault(wnid, []).append(position)
     places = files.places if len(files.places) else np.zeros((len(wnids), 2), np.int64)
     return {
-        wnid: Members([files.names[i] for i in own], places[own]) for wnid, own in positions.items()
+        wnid: _Members([files.names[i] for i in own], places[own])
+        for wnid, own in positions.items()
     }
 
 
@@ -208,15 +228,15 @@ def _subfolders(folder: str) -> list[str]:
 
 def _images(folder: str) -> list[str]:
     with os.scandir(folder) as entries:  # entries know their type, without a `stat` per file
-        return sorted(entry.name for entry in entries if is_image(entry.name) and entry.is_file())
+        return sorted(entry.name for entry in entries if _is_image(entry.name) and entry.is_file())
 
 
 class _Files:
     """A storage of files in class folders, all in one folder, or in a tar file."""
 
-    def __init__(self, place: str, split: str, class_names, found: dict[str, Members], flat: bool):
+    def __init__(self, place: str, split: str, class_names, found: dict[str, _Members], flat: bool):
         self.class_names = tuple(class_names)
-        members = [found.get(name, Members([])) for name in class_names]
+        members = [found.get(name, _Members([])) for name in class_names]
         names = [name for own in members for name in own.names]
         self.labels = np.repeat(np.arange(len(members)), [len(own.names) for own in members])
         is_archive = os.path.isfile(place)
@@ -247,3 +267,129 @@ class _Files:
                 f"{self._place}: is cut short, {record[1]} cannot be read; fetch it again"
             )
         return data, *record
+
+
+# --- ImageNet's archives: the headers of a tar file, and of tar files within it, give the index;
+# an image is then some bytes at an offset. On a shared file system a few archives are better than
+# 1.3 million files.
+
+
+def _index_archive(path: str | Path) -> dict[str, _Members]:
+    """The images in one of ImageNet's archives, by class.
+
+    That of the training images holds a tar file for each class. The validation images have no
+    classes, and come under `""`.
+
+    Raises:
+      DataError: the archive, or one within, is cut short or damaged.
+    """
+    nested = _nested(path)
+    if not nested:
+        return {"": _images_in(path, 0, os.path.getsize(path), str(path))}
+
+    def index(name: str) -> _Members:
+        return _images_in(path, *nested[name], f"{path}, {name}.tar")
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return dict(zip(nested, pool.map(index, nested), strict=True))
+
+
+def _archive_classes(path: str | Path) -> list[str]:
+    """The sorted names of the classes in the archive of the training images."""
+    return sorted(_nested(path))
+
+
+def _ground_truth(folder: str | Path) -> list[str]:
+    """The wnid of every validation image of ImageNet, in the order of their file names.
+
+    Args:
+      folder: holds the devkit, packed or unpacked.
+
+    Raises:
+      DataError: it is missing, damaged, or names an id that it does not explain.
+    """
+    import scipy.io
+
+    truth = _devkit_file(folder, "ILSVRC2012_validation_ground_truth.txt")
+    meta = io.BytesIO(_devkit_file(folder, "meta.mat"))
+    try:
+        synsets = np.atleast_1d(scipy.io.loadmat(meta, squeeze_me=True)["synsets"])
+        # Ids are not in the order of wnids; those above 1000 are groups.
+        wnids = {int(s["ILSVRC2012_ID"]): str(s["WNID"]) for s in synsets}
+        return [wnids[int(line)] for line in truth.split()]
+    except Exception as error:  # of many kinds, for damaged files
+        raise DataError(
+            f"{folder}: {_DEVKIT} does not say the class of each validation image"
+            f" ({type(error).__name__}: {short(error)}); fetch it again"
+        ) from None
+
+
+def _nested(path: str | Path) -> dict[str, tuple[int, int]]:
+    """{class: (start, stop)} of the tar files in an archive."""
+    found = {}
+    for info in _files(path, 0, os.path.getsize(path), str(path)):
+        name = info.name.rpartition("/")[2]
+        if name.endswith(".tar") and not name.startswith("."):
+            end = info.offset_data + info.size
+            found[name.removesuffix(".tar")] = info.offset_data, end
+    return found
+
+
+def _images_in(path: str | Path, start: int, stop: int, where: str) -> _Members:
+    """The images of a tar file; the last of a name counts."""
+    found = {}
+    for info in _files(path, start, stop, where):
+        name = info.name.rpartition("/")[2]
+        if _is_image(name):
+            found[name] = info.offset_data, info.size
+    names = sorted(found)
+    return _Members(names, np.array([found[name] for name in names], np.int64).reshape(-1, 2))
+
+
+class _Headers(io.FileIO):
+    """A tar file of which only headers are read."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or not 0 <= size <= _LONGEST_NAME:
+            raise tarfile.ReadError(f"a header of {size} bytes")
+        return super().read(size) or b""
+
+
+def _files(path: str | Path, start: int, stop: int, where: str) -> Iterator[tarfile.TarInfo]:
+    """The files of the tar file in bytes `start` to `stop`; places count from the file's beginning.
+
+    Python's tarfile takes a damaged header, or the end of the file, for the end of the archive;
+    this refuses an archive that does not end by a block of zeros.
+    """
+    with one_sentence(where), _Headers(path) as file:
+        file.seek(start)
+        with tarfile.open(fileobj=file, mode="r:", errors="surrogateescape") as archive:
+            while info := archive.next():
+                archive.members.clear()  # type: ignore (there may be a million)
+                if not 0 <= info.size <= stop - info.offset_data:
+                    raise DataError(f"{where}: the tar file is cut short; fetch it again")
+                if info.isfile():
+                    yield info
+            if any(os.pread(file.fileno(), tarfile.BLOCKSIZE, archive.offset) or b"\1"):
+                raise DataError(
+                    f"{where}: the tar file is cut short or damaged at byte"
+                    f" {archive.offset - start}; fetch it again"
+                )
+
+
+def _devkit_file(folder: str | Path, name: str) -> bytes:
+    unpacked = Path(folder) / _DEVKIT / "data" / name
+    packed = Path(folder) / f"{_DEVKIT}.tar.gz"
+    if unpacked.exists():
+        with one_sentence(unpacked):
+            return unpacked.read_bytes()
+    if not packed.exists():
+        raise DataError(
+            f"{folder}: its validation images are not in class folders, so their classes are read"
+            f" from ImageNet's development kit; put {_DEVKIT}.tar.gz, or what it holds as"
+            f" {_DEVKIT}/, into {folder}"
+        )
+    with one_sentence(packed), tarfile.open(packed) as archive, contextlib.suppress(KeyError):
+        if member := archive.extractfile(f"{_DEVKIT}/data/{name}"):
+            return read_at_most(member, _LARGEST_TABLE, f"{packed}, {name}")
+    raise DataError(f"{packed}: holds no file {_DEVKIT}/data/{name}; fetch it again")
