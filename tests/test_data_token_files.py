@@ -169,21 +169,6 @@ def test_steps_per_epoch(source):
     assert steps_per_epoch(source, 8) == 7
 
 
-@pytest.mark.parametrize(
-    "change, named",
-    [
-        ({"batch_size": 6}, ("batch_size", 6, 4)),
-        ({"replicas": [3, 4]}, ("replicas", [3, 4])),
-        ({"replicas": []}, ("replicas", [])),
-        ({"source": []}, ("source",)),
-    ],
-)
-def test_bad_layouts(source, change, named):
-    settings = {"source": source, "seed": 0, "num_replicas": 4, "batch_size": 8} | change
-    with refuses(*named):
-        train_batches(settings.pop("source"), **settings)
-
-
 def test_close_stops_the_threads(source):
     batches = train_batches(source, seed=0, num_replicas=1, batch_size=4, prefetch=3)
     next(batches)

@@ -85,13 +85,10 @@ def train_batches(
     Returns:
       An iterator of records stacked to shape (L, B, ...), for `TokenWindows` int32 of shape
       (L, B, seq_len + 1).
-
-    Raises:
-      ValueError: sizes that do not divide, replicas that do not exist, an empty source.
     """
     import grain  # imports jax, which the workers of `decent_jax.commands.prepare` do not need
 
-    replicas = _checked(source, num_replicas, batch_size, replicas)
+    replicas = range(num_replicas) if replicas is None else replicas
     if partition is None or hasattr(source, "train_blocks"):
         rows = train_rows(source, seed=seed, num_replicas=num_replicas, batch_size=batch_size)
     else:
@@ -120,7 +117,7 @@ def eval_batches(
     """
     import grain
 
-    replicas = _checked(source, num_replicas, batch_size, replicas)
+    replicas = range(num_replicas) if replicas is None else replicas
     own = hasattr(source, "eval_blocks")
     if own:
         rows = source.eval_blocks(num_replicas, batch_size)
@@ -232,20 +229,6 @@ class _EvalRows:
 
 def _without_weight(block: dict) -> tuple[dict, np.ndarray]:
     return block, block.pop("weight")
-
-
-def _checked(source, num_replicas, batch_size, replicas) -> list[int]:
-    """`replicas`, or all; ValueError where the sizes do not fit."""
-    if num_replicas < 1 or batch_size < 1 or batch_size % num_replicas:
-        raise ValueError(
-            f"batch_size must be a multiple of num_replicas, got {batch_size} and {num_replicas}"
-        )
-    replicas = list(range(num_replicas) if replicas is None else replicas)
-    if not replicas or not all(0 <= replica < num_replicas for replica in replicas):
-        raise ValueError(f"replicas must be some of 0 to {num_replicas - 1}, got {replicas}")
-    if not len(source):
-        raise ValueError("the source has no records")
-    return replicas
 
 
 def _iterate(dataset, workers: int, prefetch: int = 4) -> Batches:
