@@ -239,7 +239,7 @@ def write(name, folder):
         files |= {"mine/table.csv": "my thesis", "mine/tokenizer.json": "{}"}
         files |= {"config.json": '{"mine": 1}', "run/metrics.jsonl": '{"step": 1}\n{"step": 2}\n'}
     if name.startswith("images pax") or name in ("images long name", "images negative size"):
-        files["in/val.tar"] = tar()
+        files["in/ILSVRC2012_img_val.tar"] = tar()
     if name in STRANGERS:
         prepare_something(name.split()[0], folder)
         files[STRANGERS[name]] = "my thesis"
