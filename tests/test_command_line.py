@@ -123,7 +123,6 @@ def test_a_lock_of_other_bytes_names_the_run_as_well_as_it_can(tmp_path):
         ("--workdir w", "--config"),
         ("--config /no/file.py", "/no/file.py"),
         ("--config CONFIG", "--workdir"),
-        ("--config CONFIG extra", "extra"),
         ("--config CONFIG --config.steps", "--config.NAME=VALUE"),
         ("--config CONFIG:fast --workdir w", "get_config() takes 0 positional"),
         ("--config TEXT --workdir w", "get_config()"),

@@ -85,9 +85,8 @@ def test_a_message_arrives_as_it_was_sent(pair):
 @pytest.mark.parametrize(
     "text",
     [
-        *(b"no JSON", b"\xff", b"", b"7", b"[]", b"[0]", b'{"a": 1}', b"[" * 100_000),
-        *(b'[0, [["float32"]]]', b'[0, [["object", [1]]]]', b'[0, [["no type", [1]]]]'),
-        *(b'[0, [["float32", [-1]]]]', b'[0, [["float32", "abc"]]]', b'[0, [["V8", [[]]]]]'),
+        *(b"\xff", b"", b"7", b"[0]", b"[" * 100_000, b'[0, [["float32"]]]'),
+        *(b'[0, [["object", [1]]]]', b'[0, [["float32", [-1]]]]', b'[0, [["float32", "abc"]]]'),
         b'[0, [["float32", [2]]]]',  # and the bytes of one
     ],
 )
@@ -116,13 +115,6 @@ def test_no_more_is_read_than_announced(pair, text, size):
         connections.receive(theirs)
     theirs.close()
     sender.join()
-
-
-def test_an_end_is_an_error(pair):
-    ours, theirs = pair
-    ours.close()
-    with pytest.raises(EOFError):
-        connections.receive(theirs)
 
 
 STRANGERS = {

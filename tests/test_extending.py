@@ -75,8 +75,6 @@ def test_a_topology_from_outside(registered, monkeypatch):
         topology.make("every_other(rows=2)", 4)
     with refuses("ring"):
         topology.register("ring", every_other)
-    with refuses("my own"):
-        topology.register("my own", every_other)
     with refuses("mine", "n"):
         topology.register("mine", lambda replicas: [])
     monkeypatch.setitem(_BUILDERS, "no_rounds", lambda n: None)

@@ -52,13 +52,10 @@ def run_sbatch(tools, **variables):
     return done.stdout + done.stderr
 
 
-def test_slurm_starts_a_process_for_each_gpu(tools):
+def test_slurm_starts_a_process_for_each_gpu_or_for_each_node(tools):
     said = run_sbatch(tools)
     assert said == "|--no-kill --kill-on-bad-exit=0 python train.py --config a b.py\n"
-
-
-def test_slurm_starts_a_process_for_each_node_with_all_its_gpus(tools):
-    said = run_sbatch(tools, PER="node")
+    said = run_sbatch(tools, PER="node")  # with all its GPUs
     assert said.startswith("0,1,2,3|--ntasks-per-node=1 --ntasks=2 ")
 
 
