@@ -107,7 +107,7 @@ def lives(process: psutil.Process) -> bool:
 
 def nothing_is_left(children) -> None:
     """All of these end soon."""
-    until(lambda: not any(map(lives, children)), seconds=30)
+    until(lambda: not any(map(lives, children)), seconds=120)
 
 
 def finish(group, codes: list[int], timeout: float = 300) -> str:

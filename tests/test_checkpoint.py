@@ -322,7 +322,7 @@ def test_the_command_is_stopped_and_killed_again_and_again(command, whole, tmp_p
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGTERM)
     os.kill(process.pid, signal.SIGCONT)
-    assert process.wait(timeout=60) in (-signal.SIGINT, -signal.SIGTERM)
+    assert process.wait(timeout=300) in (-signal.SIGINT, -signal.SIGTERM)
     assert f"resuming after step {saved}" in process.words.read_text()
 
     process = command(*slow)

@@ -141,7 +141,7 @@ def test_a_run_in_which_everything_happens(start_process, variables, workdir):
     until(lambda: "peer 2 has left" in process.words.read_text(), process)
     children = children_of(process)
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130, process.words.read_text()
+    assert process.wait(300) == 130, process.words.read_text()
     nothing_is_left(children)
     said = process.words.read_text()
     assert "raylet" not in said  # Ray's own words on the dead
@@ -156,7 +156,7 @@ def test_it_resumes_with_another_number(start_process, variables, workdir):
     fields = {"peers__count": 1, "steps": steps + 60}
     begun = newest(workdir, "0") + 1
     process = start_process(train_py(variables, workdir, **fields), **variables)
-    assert process.wait(200) == 0, process.words.read_text()
+    assert process.wait(500) == 0, process.words.read_text()
     assert events(workdir, "0", begun)[0]["origin"]["when"] == "checkpoint"
     summary = json.loads((workdir / "summary.json").read_text())
     assert summary["steps"] == steps + 60 and len(summary["peers"]["slots"]) == 3

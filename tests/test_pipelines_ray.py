@@ -51,7 +51,7 @@ def killed(start, tmp_path_factory):
     until((workdir / "checkpoints" / str(STEPS + 2)).exists, process)
     children = children_of(process)
     by_output(process)[workdir / "cells" / "0-1.txt"].kill()
-    assert process.wait(90) == 1
+    assert process.wait(300) == 1
     return workdir, process.words.read_text(), children
 
 
@@ -64,7 +64,7 @@ def workdir(killed, start):
         if path.name.isdigit() and int(path.name) > 2:
             shutil.rmtree(path)
     process = start(workdir, STEPS)
-    assert process.wait(200) == 0, process.words.read_text()
+    assert process.wait(500) == 0, process.words.read_text()
     assert "resuming after step 2" in process.words.read_text()
     return workdir
 

@@ -76,7 +76,7 @@ def test_three_processes_that_slurm_starts(start_process, tmp_path, tiny_data, c
     flags = ["-m", "decent_jax.commands.main", "preflight", "--config", path, "--save", saved]
     flags += ["--config.num_replicas=3", "--config.batch_size=9", "--megabytes=0.5"]
     group = [start_process(flags, **slurm(port, 3, index)) for index in range(3)]
-    assert [process.wait(timeout=120) for process in group] == [0] * 3, said(group[0])
+    assert [process.wait(timeout=300) for process in group] == [0] * 3, said(group[0])
     assert [said(process) for process in group[1:]] == ["", ""]
     words = said(group[0])
     assert words.startswith("process 0 of 3 (SLURM)\n")
@@ -119,7 +119,7 @@ def test_processes_with_different_devices(start_process, tmp_path):
     for index in range(2):
         variables = {"JAX_NUM_CPU_DEVICES": str(index + 1)}
         group.append(start_process([*program, *cluster_flags(port, 2, index)], **variables))
-    assert [process.wait(timeout=60) for process in group] == [2, 2]
+    assert [process.wait(timeout=300) for process in group] == [2, 2]
     sentence = f"devices: 1 on process 0 ({here}), 2 on process 1 ({here})"
     for process in group:
         assert said(process) == f"decent-jax preflight: the processes differ in {sentence}\n"
