@@ -66,6 +66,7 @@ def test_rounds_may_leave_replicas_idle_if_the_period_connects_them():
     first[:2, :2] = second[1:, 1:] = 0.5
     schedule = Schedule.from_matrices([first, second])
     assert [schedule.degree(r) for r in range(2)] == [1, 1]
+    assert not schedule.matrix(0).flags.writeable
     assert schedule.rounds[0].sends[0].sources.tolist() == [1, 0, -1]
     assert norm(schedule.period_matrix()) == pytest.approx(0.5)
 
