@@ -87,7 +87,7 @@ class Flag(NamedTuple):
 
 
 NETWORK = (
-    Flag("network", "NAME|FILE", str, MUST, "a preset, or a measured network (JSON or .npz)"),
+    Flag("network", "NAME|FILE", str, MUST, "a preset, or a file of a measured network (JSON)"),
     Flag("nodes", "N", COUNT, None, "machines of a preset; of a file the first N"),
     Flag("devices_per_node", "L", COUNT, None, "of a preset (default: config.local_size)"),
 )
