@@ -53,3 +53,18 @@ def metropolis(edges, n):
     for i, j in edges:
         matrix[i, j] = matrix[j, i] = 1 / max(degree[i] + 1, degree[j] + 1)
     return matrix + np.diag(1 - matrix.sum(1))
+
+
+def in_rounds(interactions):
+    """The interactions in rounds of disjoint pairs: each is in the first after its replicas' last.
+
+    The rounds keep the order of the list, so that both have the same effect.
+    """
+    rounds, last = [], {}
+    for one in interactions:
+        r = max([last.get(k, -1) + 1 for k in one[:2]] + [len(rounds) - 1])
+        if r == len(rounds):
+            rounds.append([])
+        rounds[r].append(one)
+        last[one.i] = last[one.j] = r
+    return rounds

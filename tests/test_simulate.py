@@ -5,6 +5,7 @@ Every expectation runs through `swarm` itself; what is only sampled says how far
 
 import numpy as np
 import pytest
+from mixing import in_rounds
 from refusals import refuses
 
 from decent_jax.gossip.codecs import Lattice
@@ -235,12 +236,7 @@ COARSE = Lattice(8, 0.05)
 )
 def test_the_order_of_disjoint_interactions_does_not_matter(quantizer, blocking, momentum):
     drawn = interactions(10, 200, degree=3, local_steps=2, geometric=True, seed=4)
-    grouped, last = [], -1
-    for one in drawn:  # until a replica would be in a round twice
-        if last < 0 or {*one[:2]} & {k for other in grouped[last] for k in other[:2]}:
-            grouped.append([])
-            last += 1
-        grouped[last].append(one)
+    grouped = in_rounds(drawn)
     shuffled = [
         [group[k] for k in np.random.default_rng(5).permutation(len(group))] for group in grouped
     ]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from mixing import in_rounds
 
 from decent_jax import gossip, optim, simulate, topology
 from decent_jax.topology import rounds as topology_rounds
@@ -109,7 +110,7 @@ def test_bulk_is_the_list_of_interactions(combine, degree):
     listed = simulate.interactions(N, 24, degree=degree, local_steps=3, geometric=True, seed=1)
     given = problem()
     wanted = in_order(listed, given, combine=combine)
-    x, done = in_bulk(simulate.rounds(listed), given, combine=combine)
+    x, done = in_bulk(in_rounds(listed), given, combine=combine)
     assert len(set(done.tolist())) > 3
     np.testing.assert_array_equal(done, wanted.local_steps)
     np.testing.assert_allclose(x, wanted.models, rtol=1e-12, atol=1e-12)
@@ -119,7 +120,7 @@ def test_devices_are_the_list_of_interactions():
     """Among them rounds in which replicas are idle."""
     listed = simulate.interactions(N, 4, local_steps=2, geometric=True, seed=5)
     given = problem(1)
-    x, _ = in_bulk(simulate.rounds(listed), given, "devices", combine="with")
+    x, _ = in_bulk(in_rounds(listed), given, "devices", combine="with")
     wanted = in_order(listed, given, combine="with").models
     np.testing.assert_allclose(x, wanted, rtol=1e-12, atol=1e-12)
 
