@@ -1,14 +1,15 @@
-"""Labelled images as files, in any of three layouts: the bytes, a label and a name by index.
+"""Labelled images as files, in any of four layouts: the bytes, a label and a name by index.
 
 `open_images` recognises the layout. ImageNet, and any data set like it, may be stored as class
-folders, as the original archives or as a prepared folder of ours.
+folders, as the original archives, as a prepared folder of ours or as one of TFDS.
 
 Classes are numbered in the order of their names (code points), and the images of a class come in
 the order of theirs, one class after another. So every layout of the same data gives the same
-record at the same index with the same label.
+record at the same index with the same label, but for TFDS, which stores records shuffled.
 """
 
 import contextlib
+import functools
 import io
 import operator
 import os
@@ -20,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from decent_jax.data import tfds_folder
 from decent_jax.data.images import array_records
 from decent_jax.data.reading import one_sentence, read_at_most, short
 from decent_jax.ground.errors import DataError
@@ -69,7 +71,7 @@ class ImageFiles:
       split: "train" or "val".
       class_names: (K,) strings, those of the training set in both splits.
       labels: (N,) int64, indices into `class_names`.
-      layout: "class folders", "flat folder", "archive" or "prepared".
+      layout: "class folders", "flat folder", "archive", "prepared" or "TFDS".
     """
 
     def __init__(self, path: str, split: str, storage):
@@ -105,6 +107,8 @@ def open_images(path: str | Path, split: str) -> ImageFiles:
       .png, in capitals or not. Hidden files and folders are ignored.
     * archives: `ILSVRC2012_img_train.tar` and `ILSVRC2012_img_val.tar` as ImageNet distributes
       them.
+    * TFDS: the version folder of a data set with `image` and `label`, stored as array_record; "val"
+      is its split `validation`, or else `test`.
 
     The splits may have different layouts. ImageNet's validation images without class folders, in
     an archive or as `val/*.JPEG`, get their classes from `ILSVRC2012_devkit_t12.tar.gz` (or the
@@ -131,6 +135,8 @@ def open_images(path: str | Path, split: str) -> ImageFiles:
 def _storage(path: str, split: str):
     if os.path.exists(os.path.join(path, "manifest.json")):
         return array_records.PreparedImages(path, split)
+    if tfds_folder.is_tfds(path):
+        return _TfdsImages(path, split)
     places = {name: _place(path, name) for name in SPLITS}
     for name in ("train", split):
         if not places[name]:
@@ -229,6 +235,39 @@ def _subfolders(folder: str) -> list[str]:
 def _images(folder: str) -> list[str]:
     with os.scandir(folder) as entries:  # entries know their type, without a `stat` per file
         return sorted(entry.name for entry in entries if _is_image(entry.name) and entry.is_file())
+
+
+class _TfdsImages:
+    """A storage of what TFDS prepared, in its order."""
+
+    layout = "TFDS"
+
+    def __init__(self, path: str, split: str):
+        names = {"train": ("train",), "val": ("validation", "test")}[split]
+        kinds = {"image": "Image", "label": "ClassLabel"}
+        found = tfds_folder.open_split(path, names, kinds)
+        if found is None:
+            raise DataError(
+                f"{path}: has no split {' or '.join(names)}; prepare it with TFDS again"
+            )
+        self._split, self._records = split, found
+        self.class_names = tuple(found.features["label"].names)
+
+    def __len__(self) -> int:
+        return len(self._records.records)
+
+    @functools.cached_property
+    def labels(self) -> np.ndarray:
+        """(N,) int64. TFDS keeps labels in the records alone, so this reads all records."""
+        blocks = self._records.blocks(256)
+        return np.array([x["label"] for _, block in blocks for x in block], np.int64)
+
+    def read(self, index: int) -> tuple[bytes, int, str]:
+        """(data, label, name) of an image."""
+        (record,) = self._records.read(range(index, index + 1))
+        label, file = int(record["label"]), record.get("file_name", f"record-{index:07}")
+        name = file.decode() if isinstance(file, bytes) else file
+        return record["image"], label, f"{self._split}/{self.class_names[label]}/{name}"
 
 
 class _Files:

@@ -1,4 +1,4 @@
-"""Text files as streams of documents: .txt and .jsonl (both also .gz), and .parquet.
+"""Text files as streams of documents: .txt, .jsonl (both also .gz), .parquet, folders of TFDS.
 
 `chunks`, in the reading process, cuts the inputs into pieces of about a megabyte; `documents`, in a
 worker, turns a piece into texts. Neither holds more than a few pieces. Only a .txt file, which is
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from decent_jax.data import tfds_folder
 from decent_jax.data.reading import one_sentence, opened, read_at_most, read_line, short
 from decent_jax.ground import extras, machine
 from decent_jax.ground.errors import DataError
@@ -36,13 +37,13 @@ _READABLE = ".txt, .txt.gz, .jsonl, .jsonl.gz or .parquet"
 
 @dataclasses.dataclass(frozen=True)
 class DocumentSource:
-    """One file.
+    """One file, or the split `train` of a folder of TFDS.
 
     `name` is its name in the manifest: no machine's path, the same on every machine.
     """
 
     path: Path
-    kind: str  # "txt", "jsonl" or "parquet"
+    kind: str  # "txt", "jsonl", "parquet" or "tfds"
     name: str
     size: int
 
@@ -51,7 +52,7 @@ class DocumentSource:
 class Chunk:
     """Some documents of a source, or the one of a .txt file.
 
-    `data` is None (txt), bytes (jsonl) or strings (parquet); `row` is the first line or row,
+    `data` is None (txt), bytes (jsonl) or strings (parquet, tfds); `row` is the first line or row,
     `offset` the first byte, `read` the bytes of progress.
     """
 
@@ -72,12 +73,15 @@ def find_sources(inputs: Iterable[Path]) -> list[DocumentSource]:
     """
     found: dict[Path, DocumentSource] = {}
     for given in inputs:
-        if given.is_dir():
+        if tfds_folder.is_tfds(given):
+            split = _tfds_split(given, {})
+            sources = [DocumentSource(given, "tfds", split.name, split.size)]
+        elif given.is_dir():
             sources = list(_walk(given))
             if not sources:
                 raise DataError(
-                    f"{given}: holds no {_READABLE} file; of other kinds of text name the files:"
-                    f" {given}/*{_NAMED[0]}"
+                    f"{given}: holds no {_READABLE} file and was not prepared by TFDS; of other"
+                    f" kinds of text name the files: {given}/*{_NAMED[0]}"
                 )
         elif given.exists():
             kind = _kind(given) or ("txt" if given.suffix.lower() in _NAMED else None)
@@ -198,7 +202,26 @@ def _parquet_chunks(source: DocumentSource, field: str) -> Iterator[Chunk]:
         raise DataError(f"{place} ({short(error)})") from None
 
 
-_CHUNKERS = {"txt": _text_chunk, "jsonl": _jsonl_chunks, "parquet": _parquet_chunks}
+def _tfds_split(folder: Path, kinds: dict[str, str]) -> tfds_folder.Split:
+    split = tfds_folder.open_split(folder, ("train",), kinds)
+    if split is None:
+        raise DataError(f"{folder}: has no split 'train'; prepare it with TFDS again")
+    return split
+
+
+def _tfds_chunks(source: DocumentSource, field: str) -> Iterator[Chunk]:
+    split = _tfds_split(source.path, {field: "Text"})
+    for row, block in split.blocks(ROWS):
+        texts = [_decode(record[field], f"{split.name}, record {row}", 0) for record in block]
+        yield Chunk(source, texts, split.size * len(block) // len(split.records), row)
+
+
+_CHUNKERS = {
+    "txt": _text_chunk,
+    "jsonl": _jsonl_chunks,
+    "parquet": _parquet_chunks,
+    "tfds": _tfds_chunks,
+}
 
 
 def _most_text() -> int:

@@ -181,7 +181,7 @@ Tokenizes text into OUT/train.bin and OUT/val.bin (uint16, or uint32 for a vocab
 files.
 
 Reads .txt (a file is a document), .jsonl (a line is a document), both also as .gz, .parquet (a row
-is a document), and folders of these.
+is a document), folders of these, and folders of TFDS stored as array_record (their split train).
 """
 EXAMPLE = """\
 example, 1 % of the documents of a folder of .jsonl.gz files for validation:

@@ -1,4 +1,4 @@
-"""Sentence pairs from parallel files and WMT14's archives.
+"""Sentence pairs from parallel files, WMT14's archives and folders of TFDS.
 
 A source gives its pairs as blocks of undecoded lines, always the same; nothing is unpacked. Only a
 line feed ends a line: web text is full of other characters that Python's text files take for a line
@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from decent_jax.data import tfds_folder
 from decent_jax.data.reading import one_sentence, opened, read_at_most, read_line
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.json_files import check_regular
@@ -144,6 +145,22 @@ class PairSource:
             )
 
 
+class _TfdsPairs(PairSource):
+    """One split of a folder prepared by TFDS."""
+
+    def __init__(self, split: tfds_folder.Split, languages: tuple[str, str]):
+        self._split, self._languages = split, languages
+        self.files, self.name, self.size = split.files, split.name, split.size
+
+    def blocks(self) -> Iterator[Lines]:
+        """All pairs; DataError where they cannot be read."""
+        total = len(self._split.records)
+        for start, block in self._split.blocks(BLOCK_LINES):
+            source, target = ([pair[language] for pair in block] for language in self._languages)
+            read = self.size * len(block) // total
+            yield Lines(source, target, (self.name, self.name), start + 1, read)
+
+
 class Inputs(NamedTuple):
     """The sources of each split."""
 
@@ -161,7 +178,8 @@ def find_inputs(
     """The sources that paths stand for.
 
     A path is a prefix (`train` for `train.en` and `train.de`, each also as `.gz`) or, for training,
-    a folder: of such files or of WMT14's archives. Folders may hold validation and test pairs too.
+    a folder: of such files, of WMT14's archives, or of TFDS (wmt14_translate). Folders may hold
+    validation and test pairs too.
 
     Args:
       inputs: the paths.
@@ -191,6 +209,17 @@ def find_inputs(
 
 
 def _folder(path: Path, languages) -> Inputs:
+    if tfds_folder.is_tfds(path):
+        kinds = dict.fromkeys(languages, "Text")
+        splits: list[list[PairSource]] = [
+            [_TfdsPairs(split, languages)]
+            if (split := tfds_folder.open_split(path, (name,), kinds))
+            else []
+            for name in ("train", "validation", "test")
+        ]
+        if not splits[0]:
+            raise DataError(f"{path}: has no split 'train'; prepare it with TFDS again")
+        return Inputs(*splits)
     if any((path / archive).exists() for archive in _WMT14):
         return _archive_folder(path, languages)
     splits = []
@@ -200,8 +229,8 @@ def _folder(path: Path, languages) -> Inputs:
     if not splits[0]:
         names = ", ".join(f"train.{language}" for language in languages)
         raise DataError(
-            f"{path}: holds no training pairs ({names}, each also as .gz) and none of WMT14's"
-            " archives"
+            f"{path}: holds no training pairs ({names}, each also as .gz), none of WMT14's"
+            " archives, and was not prepared by TFDS"
         )
     return Inputs(*splits)
 
