@@ -105,6 +105,7 @@ comm_dtype=fp8
 algorithm=decentralized_adam optimizer.name=sgd | optimizer.name | sgd
 algorithm=quasi_global_sgd | optimizer.weight_decay |
 algorithm=gradient_tracking gamma=0.5 | gamma | 0.5
+algorithm=gradient_tracking max_consensus_distance=0.5 | max_consensus_distance | 0.5
 algorithm=swarm schedule=ring swarm.bits=4 | swarm.bits |
 # trainers of their own
 peers.use=true algorithm=d2 schedule=bidirectional_ring | algorithm | d2
@@ -118,6 +119,7 @@ pipeline.stages=2 pipeline.micro_batches=3 | pipeline.micro_batches | 3
 pipeline.stages=2 micro_batches=2 | micro_batches | 2
 pipeline.stages=2 model.preset=llama_125m | model.preset | llama_125m
 pipeline.stages=2 algorithm=gradient_tracking | algorithm | gradient_tracking
+pipeline.stages=2 max_consensus_distance=0.5 | max_consensus_distance | 0.5
 """
 
 # The words that people see, whole; the only ones of this file.

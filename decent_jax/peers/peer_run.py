@@ -72,6 +72,7 @@ def check(config: ConfigDict) -> None:
         "cluster.coordinator": [""],
         "cluster.plan": [""],
         "pipeline.stages": [0],
+        "max_consensus_distance": [0],
     }
     fields.check_allowed(config, "peers.use", allowed)
     _check_seconds(config.peers)

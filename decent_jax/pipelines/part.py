@@ -121,6 +121,7 @@ def check(config: ConfigDict) -> None:
         "micro_batches": [1],
         "mesh.fsdp": [1],
         "data.partition": ["iid"],
+        "max_consensus_distance": [0],
         "cluster.coordinator": [""],
         "peers.use": [False],
     }

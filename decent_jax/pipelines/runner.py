@@ -158,6 +158,9 @@ class Pipelines:
         """See `decent_jax.train.loop.Runner`."""
         return self._distance
 
+    def average(self) -> None:
+        """Nothing: `decent_jax.pipelines.part.check` refuses ``max_consensus_distance``."""
+
     def evaluate(self) -> tuple[dict[str, float], Model]:
         """See `decent_jax.train.loop.Runner`; `CellCheckpoints` saves the model."""
         with self.work.announce("evaluating the consensus model", once=True):

@@ -50,6 +50,9 @@ FIELDS = {
     "comm_dtype": Field("float32", "format of messages", choices=tuple(codecs.NAMED)),
     "local_size": Changeable(1, "replicas per node, for schedules that know nodes", at_least=1),
     "identical_start": Field(True, "all replicas start alike; False: each draws its own"),
+    "max_consensus_distance": Changeable(
+        0.0, "relative distance beyond which all replicas are averaged once; 0: never", at_least=0
+    ),
     # --- How long, how much ---
     "steps": Changeable(1000, "updates of each replica", at_least=0),
     "epochs": Changeable(0.0, "passes over the data, in place of steps when above 0", at_least=0),
@@ -401,6 +404,11 @@ def _check_method(config: ConfigDict, plan: Plan | None) -> topology.Schedule:
         (any_sums, "schedule", f"{sums} (push_sum takes others)"),
         (config.gamma <= 1, "gamma", "must be in [0, 1]"),
         (config.gamma == 1 or has_gamma, "gamma", f"must be 1: {name} has no such number"),
+        (
+            not (config.max_consensus_distance and method.copies),
+            "max_consensus_distance",
+            f"must be 0: it averages parameters only, and {name} keeps copies that belong to them",
+        ),
     )
     n, k = config.num_replicas, config.mesh.fsdp
     if k > 1:

@@ -70,6 +70,10 @@ class Runner(Protocol):
         """The `decent_jax.replicas.Consensus` of the state, which may still be under way."""
         ...
 
+    def average(self) -> None:
+        """Put all replicas at their mean."""
+        ...
+
     def evaluate(self) -> tuple[dict[str, float], Model]:
         """The ``eval/`` metrics, and the model that they are of."""
         ...
@@ -138,8 +142,11 @@ def train(
                 minutes, since = config.checkpoint.every_minutes, (clock.now() - saved_at) / 60
                 late, stops = agreed(0 < minutes <= since, stops, logs)
                 saves = late or divides(experiment.every["checkpoint.every"], done)
-                if saves or evaluates or stops:
-                    report.look_at_pending()
+                # Averaging past the bound must not wait for the next step: a resumed run
+                # averages where the uninterrupted one does.
+                if saves or evaluates or stops or (logs and config.max_consensus_distance):
+                    if report.look_at_pending():
+                        runner.average()
                     with clock.pause():
                         if evaluates:
                             evaluate(*runner.evaluate(), done, work, writer, saver)

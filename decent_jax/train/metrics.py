@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decent_jax.ground.errors import TrainingFailed
+from decent_jax.ground.format import format_number
 from decent_jax.ground.json_files import plain, write_atomic
 from decent_jax.ground.progress import Progress
 from decent_jax.ground.run_folder import METRICS, read_metrics
@@ -296,19 +297,19 @@ class Report:
         self._sums, self._compiled = None, True
         return summary
 
-    def look_at_pending(self) -> None:
-        """Wait for the step, and write its row.
+    def look_at_pending(self) -> bool:
+        """Wait for the step, and write its row; whether the replicas are too far apart.
 
         Raises:
           TrainingFailed: no replica has made progress in ``config.max_failing_steps``.
         """
         if self._pending is None:
-            return
+            return False
         (done, metrics, summary), self._pending = self._pending, None
         jax.block_until_ready(metrics)
         if summary is None:
             self._progress.update(done)
-            return
+            return False
         numbers, consensus = jax.device_get(summary)
         skipped, failing = numbers.pop("skipped"), int(numbers.pop("failing"))
         steps, self._steps = self._steps, 0
@@ -328,6 +329,14 @@ class Report:
         self._look_at(done, failing, skipped)
         self._writer.write(done, row)
         self._progress.update(done, shown(row, self._task.unit))
+        bound, distance = self._config.max_consensus_distance, float(consensus.relative)
+        too_far = bound > 0 and not distance <= bound
+        if too_far:
+            self._progress.note(
+                f"step {done}: the consensus distance {format_number(distance)} (relative) is past "
+                f"the bound {bound:g}: all replicas are averaged once"
+            )
+        return too_far
 
     def finish(self, done: int) -> None:
         """Write the row of the last steps, wherever the run ends; raises as `look_at_pending`."""

@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from decent_jax import replicas
+from decent_jax import optim, replicas
 from decent_jax.cluster.watch import lost_peers_told
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.format import format_bytes, format_duration, format_number
@@ -133,6 +134,17 @@ class Synchronous:
     def consensus(self) -> replicas.Consensus:
         """See `decent_jax.train.loop.Runner`."""
         return self.evaluator.distance(self.state.params)
+
+    def average(self) -> None:
+        """See `decent_jax.train.loop.Runner`."""
+        placement = self.experiment.placement
+
+        @partial(jax.jit, donate_argnums=0)
+        def averaged(params, weights):
+            return placement.place_all(replicas.resize(params, placement.num_replicas, weights))
+
+        weights = optim.consensus_weights(self.state.opt_state)
+        self.state = self.state._replace(params=averaged(self.state.params, weights))
 
     def evaluate(self) -> tuple[dict[str, float], Model]:
         """See `decent_jax.train.loop.Runner`."""
