@@ -37,7 +37,7 @@ from decent_jax.planner import costs
 from decent_jax.planner.network import Network
 from decent_jax.topology import Schedule
 
-WIRES = ("float32", "bfloat16", "int8")  # formats of a message
+WIRES = ("float32", "bfloat16", "float8", "int8", "int4")  # formats of a message
 QUANTILES = 20_000
 
 # --- compute times that vary --------------------------------------------------------------------
@@ -133,7 +133,7 @@ class Workload:
     slowness: (n,) factors of replicas that are always slower (or faster) than 1, or one of all.
     late_bytes: part of ``model_bytes`` whose gradient is complete only at the very end of the
         backward pass: an embedding, the more so if it is also the output layer.
-    row_length: parameters per row of the last axis on average; int8 sends a float32 scale per row.
+    row_length: parameters per row of the last axis on average; 8 and 4 bits send a float32 scale each.
     """
 
     model_bytes: float
@@ -152,7 +152,8 @@ class Workload:
 
     def share(self, wire: str) -> float:
         """The bytes of a message in one of `WIRES`, as a part of those in float32."""
-        return {"float32": 1.0, "bfloat16": 0.5, "int8": 0.25 + 1 / self.row_length}[wire]
+        bits = {"float32": 32, "bfloat16": 16, "float8": 8, "int8": 8, "int4": 4}[wire]
+        return bits / 32 + (1 / self.row_length if bits <= 8 else 0)
 
     def factors(self, n: int) -> np.ndarray:
         """(n,) ``slowness``."""
@@ -182,7 +183,7 @@ class Gossip:
 
     mix_every: H; every H-th step has a round.
     combine: "with" hides it behind the step, "then" exposes it.
-    wire: float32, bfloat16 or int8, of permuted messages; means of groups are formed in float32.
+    wire: one of `WIRES`, of permuted messages; means of groups are taken for float32.
     execution: see `costs.round_phases`.
     bucket_bytes: infinite in this project, which sends the whole last update at once; finite in
         Decent-DP, which sends bucket b after its update and needs it at its own next update.
