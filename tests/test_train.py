@@ -226,8 +226,8 @@ def spoil_once(monkeypatch, step, change):
     """Changes the parameters before the 0-based ``step``."""
     compile = Programs.compile
 
-    def compile_spoiled(programs, state, batch, *key):
-        compile(programs, state, batch, *key)
+    def compile_spoiled(programs, state, batch, *key, soon=()):
+        compile(programs, state, batch, *key, soon=soon)
         program = programs.compiled[key]
 
         def spoiled(state, batch, t):

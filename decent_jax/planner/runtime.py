@@ -133,7 +133,8 @@ class Workload:
     slowness: (n,) factors of replicas that are always slower (or faster) than 1, or one of all.
     late_bytes: part of ``model_bytes`` whose gradient is complete only at the very end of the
         backward pass: an embedding, the more so if it is also the output layer.
-    row_length: parameters per row of the last axis on average; 8 and 4 bits send a float32 scale each.
+    row_length: parameters per row of the last axis on average; 8 and 4 bits send a float32 scale
+        each.
     """
 
     model_bytes: float

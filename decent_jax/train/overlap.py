@@ -10,6 +10,7 @@ the gradient plus that of the messages. Here a step is three programs instead:
 - ``finish`` makes the update where the messages have come to.
 """
 
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -106,7 +107,10 @@ class Step:
         for key in keys.items():
             if key not in compiled:
                 compiled[key] = lower(key[0]).compile()
-        held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves((state, batch)))
+        held = sum(
+            math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            for x in jax.tree.leaves((state, batch))
+        )
         return Program(self._thread, held, *(compiled[key] for key in keys.items()))
 
 
