@@ -85,6 +85,22 @@ def test_an_actor_reads_relative_paths_from_where_train_py_was_started(tmp_path,
     assert os.getcwd() == str(tmp_path / "there")
 
 
+def test_a_call_that_fails_names_the_error_of_the_method(monkeypatch):
+    """Not that of Ray, in which it travels."""
+    ray = pytest.importorskip("ray")
+    from decent_jax.actors import handles
+
+    failed = ray.exceptions.RayTaskError("train", "", ValueError("no number"), ip="127.0.0.1")
+
+    def get(*_, **__):
+        raise failed.as_instanceof_cause()
+
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(handles.Lost) as lost:
+        handles.Call(None).result()
+    assert type(lost.value.cause) is ValueError and not lost.value.killed
+
+
 # --- Messages -------------------------------------------------------------------------------------
 
 

@@ -181,6 +181,22 @@ def test_best_is_the_consensus_model_of_the_lowest_loss(tmp_path, monkeypatch):
     assert saved_model.restore_model(folder, "last")[2]["step"] == STEPS
 
 
+def test_the_best_so_far_is_forgotten_with_its_model(tmp_path, monkeypatch):
+    """After the model of step 10 the run goes on from step 8, and then step 10 is not as good."""
+    seen = iter([2.0, 1.0, 3.0, 4.0, 5.0])
+    consensus = Evaluator.consensus
+
+    def made_up(self, *args):
+        return consensus(self, *args) | {"loss": next(seen)}
+
+    monkeypatch.setattr(Evaluator, "consensus", made_up)
+    interrupt(tmp_path, 11)
+    shutil.rmtree(tmp_path / "checkpoints" / "11")
+    tiny.run(config(), tmp_path)
+    assert best_steps(tmp_path) == ["10"]
+    assert tiny.summary(tmp_path)["best_eval_loss"] == 3.0
+
+
 def test_checkpoints_by_time(tmp_path):
     """On a clock by which each step takes two minutes."""
     for minutes, wanted in ((1.5, [1, 2, 3, 4, 5]), (4.0, [2, 4, 5]), (99.0, [5])):
@@ -246,6 +262,13 @@ def test_another_number_of_replicas_continues_from_the_mean(copy, n, monkeypatch
     summary = tiny.summary(folder)
     assert summary["steps"] == STEPS and summary["num_replicas"] == n
     assert np.isfinite(tiny.losses(folder)).all()
+
+
+def test_a_smaller_batch_goes_on_with_the_next_example(copy):
+    """16 steps of 8 examples, then 4 of 4."""
+    folder = tiny.run(config(num_replicas=2, batch_size=4), copy(step=16))
+    meta = json.loads((folder / "checkpoints" / "20" / "meta.json").read_text())
+    assert meta["examples"] == 16 * 8 + 4 * 4
 
 
 # --- another config, another run ------------------------------------------------------------------

@@ -390,3 +390,16 @@ def test_replicas_that_agree_stay_where_they_are_in_bfloat16(name):
         y = jax.vmap(mix, axis_name="replica")(x)
         assert y.dtype == jnp.bfloat16
         np.testing.assert_array_equal(y, x)
+
+
+def test_messages_of_a_simulated_round_have_the_weights_of_the_receivers():
+    """On a matrix that is not symmetric; replica i receives from i - 1."""
+    schedule = topology.make("one_peer_exp", 4)
+    matrix = np.random.default_rng(0).uniform(size=(4, 4))
+
+    def weight(x):
+        ((_, given),) = gossip.receive(x, schedule, gossip.Simulated(0, jnp.asarray(matrix)))
+        return given
+
+    given = jax.vmap(weight, axis_name="replica")(jnp.zeros((4, 1)))
+    np.testing.assert_allclose(given, [matrix[i, i - 1] for i in range(4)], rtol=1e-6)

@@ -16,6 +16,7 @@ from decent_jax.peers.peer_run import Place, open_peer
 from decent_jax.peers.rule import Format, Meetings
 from decent_jax.peers.step_boundary import PeerRunner, Pulse, StepBoundary, number
 from decent_jax.train import TrainingFailed, loop, synchronous
+from decent_jax.train.metrics import Clock
 from decent_jax.train.step import make_step
 from decent_jax.train.synchronous import Feed, init
 
@@ -32,15 +33,25 @@ def measured(folder):
 
 @pytest.mark.parametrize("stopped", [8, 10])
 def test_a_row_that_a_checkpoint_cuts_is_that_of_the_undisturbed_run(stopped, tmp_path):
-    """Its sums travel in the checkpoint, also of a step that had been dispatched last."""
+    """Its sums travel in the checkpoint, also of a step that had been dispatched last.
+
+    On a clock by which each step takes ten seconds, and the signal as long once more.
+    """
     config = tiny.waves(log={"every": 5}, checkpoint={"every": 3})
-    whole = tiny.run(config, tmp_path / "whole")
-    folder = tmp_path / "run"
+
+    def run(name, until=-1):
+        signals = tiny.SignalAfter(until, signal.SIGTERM)
+        clock = Clock(lambda: 10.0 * signals.looks)
+        return tiny.run(config, tmp_path / name, clock=clock, signals=signals)
+
+    whole = run("whole")
     with pytest.raises(Interrupted):
-        tiny.run(config, folder, signals=tiny.SignalAfter(stopped, signal.SIGTERM))
-    tiny.run(config, folder)
+        run("run", stopped)
+    folder = run("run")
     assert [row["step"] for row in measured(whole)] == [5, 10, 12]
     assert measured(folder) == measured(whole)
+    for row in tiny.rows(folder):
+        assert 9.9 < row["perf/step_time_s"] < 12.1, row["step"]
 
 
 def test_a_checkpoint_of_before_the_last_row_repeats_it(tmp_path):

@@ -91,6 +91,10 @@ def test_json_is_replaced_whole_or_not_at_all(tmp_path):
     write_json_atomic(path, {"loss": np.float64(1.5), "best": math.inf, "shape": (1, np.int32(2))})
     assert json.loads(path.read_text()) == {"loss": 1.5, "best": "Infinity", "shape": [1, 2]}
     before = path.read_text()
+    with path.open() as reader:  # which goes on with the file that it has opened
+        write_json_atomic(path, {"loss": 2.5})
+        assert reader.read() == before
+    before = path.read_text()
     with pytest.raises(TypeError):
         write_json_atomic(path, {"loss": object()})
     write_json_atomic(tmp_path / "config.json", {"path": tmp_path, 3: jnp.arange(2)})

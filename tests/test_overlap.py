@@ -216,6 +216,12 @@ def copy(tree):
     return jax.tree.map(jnp.copy, tree)
 
 
+def test_pairs_of_some_devices_are_not_swapped():
+    """Each device has to take part in a sum over pairs."""
+    assert pair_sums.are_faster([(0, 1), (1, 0)], 2)
+    assert not pair_sums.are_faster([(0, 1), (1, 0)], 4)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_three_parts_make_the_step_of_one(name, case):
     """Each of six steps, without communication too, bit for bit but for the order of an addition;

@@ -97,7 +97,7 @@ def flat(tree):
 CASES = [
     (2, 4, "1f1b", True, 2, "accum_adam", 0.0),
     (3, 4, "gpipe", False, 2, "decentralized_sgd", 0.0),
-    (2, 1, "gpipe", False, 2, "all_reduce", 0.1),
+    (2, 2, "gpipe", False, 2, "all_reduce", 0.1),
 ]
 
 

@@ -184,6 +184,14 @@ def test_emitted_pipelines_cost_what_is_reported_also_where_links_are_asymmetric
         assert evaluate(network, job, stages) == pytest.approx(partition.costs, rel=1e-12)
 
 
+def test_the_slower_direction_of_a_link_counts():
+    """Device 0 sends slowly to 1 and receives slowly from 2: both links are slow."""
+    rate = np.full((3, 3), 1e9)
+    rate[0, 1] = rate[2, 0] = 0.8e9
+    network, stages = networks.from_matrices(np.zeros((3, 3)), rate), np.array([[0, 1, 2]])
+    assert evaluate(network, Job(1, 3, 6e9, 0.0), stages).total_s == 2 * 2 * 2e9 / 0.8e9
+
+
 @pytest.mark.parametrize("levels", [None, 2])
 def test_an_exchange_updates_what_a_new_evaluation_gives(levels):
     rng = np.random.default_rng(4)

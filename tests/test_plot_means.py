@@ -50,6 +50,9 @@ def test_only_steps_that_all_seeds_have(tmp_path):
     (loss,) = curves["train/loss"]  # a single validation of one run is no curve
     assert loss.steps.tolist() == list(range(1, 11))
     assert loss.sent is None  # no summary
+    write_json_atomic(short / "summary.json", {"bytes_sent_per_step": 1000})
+    (loss,) = plot_means.curves_of([load_run(whole), load_run(short)])["train/loss"]
+    assert loss.sent is None  # of one seed it is not known
 
 
 def test_panels_and_labels(tmp_path):

@@ -226,6 +226,9 @@ def test_the_file_is_for_its_owner_and_goes(folder):
         assert rendezvous.find_secret(folder, 1) == own == path.read_bytes() and len(own) == 64
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [p.name for p in folder.iterdir()] == ["mine.txt"]
+    with rendezvous.offered_secret(folder, 1):
+        path.write_text("of the same run, which somebody has started once more")
+    assert path.exists()
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):

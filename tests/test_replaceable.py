@@ -28,3 +28,11 @@ def test_no_export_writes_beside_itself_through_a_link(tmp_path):
         with refused("--out", out):
             export.export("run", out)
     assert not (tmp_path / "thesis.json").exists()
+
+
+def test_an_empty_file_makes_what_is_beside_it_nobodys(tmp_path):
+    out = tmp_path / "model.safetensors"
+    out.touch()
+    (tmp_path / "config.json").write_text("mine")
+    with refused("--out", out):
+        export.export("run", out)

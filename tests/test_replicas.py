@@ -89,6 +89,12 @@ def test_consensus_against_numpy(bad, poison):
     np.testing.assert_allclose(consensus.per_replica, per_replica, rtol=1e-5, atol=1e-6)
 
 
+def test_a_lost_replica_has_no_weight():
+    stacked = {"x": jnp.array([[1.0], [3.0], [jnp.nan]])}
+    mean = replicas.consensus_mean(stacked, jnp.array([1.0, 3.0, 2.0]))
+    assert mean["x"].tolist() == [2.5]
+
+
 def test_consensus_by_hand():
     stacked = {"a": jnp.float32([[1.0], [3.0]]), "b": jnp.float32([2.0, -2.0])}
     consensus = replicas.consensus_distance(stacked)

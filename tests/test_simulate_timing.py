@@ -6,7 +6,7 @@ from refusals import refuses
 
 from decent_jax import topology
 from decent_jax.planner import runtime
-from decent_jax.planner.network import Link, cluster
+from decent_jax.planner.network import Link, cluster, from_matrices
 from decent_jax.planner.runtime import AllReduce, Gossip, LogNormal, Workload
 from decent_jax.simulate import (
     Interaction,
@@ -88,6 +88,13 @@ def test_a_machine_shares_its_card():
     )
     assert across == pytest.approx(50e-6 + MODEL_BYTES / (3.125e9 / 4))
     assert inside == pytest.approx(5e-6 + MODEL_BYTES / 300e9)
+
+
+def test_a_message_each_way_takes_as_long_as_the_slower():
+    network = from_matrices([[0, 0.5], [0.4, 0]], np.full((2, 2), 1e6))
+    for pair in ((0, 1), (1, 0)):
+        timing = swarm_timing([Interaction(*pair, 1, 1, 0.0)], network, Workload(1e6, 0.1, 0.1))
+        assert timing.transfer_s == pytest.approx(0.5 + 1)
 
 
 def test_planner_timing_is_the_planners():

@@ -35,6 +35,14 @@ def test_plans_are_read_back_as_they_were(tmp_path, name, local_size):
     assert again.schedule.bytes_sent(1) == schedule.bytes_sent(1)
 
 
+def test_a_plan_of_pipelines_is_read_back(tmp_path):
+    schedule, path = topology.make("one_peer_exp", 2), tmp_path / "plan.json"
+    plan_file.Plan(HOSTS, schedule, stages=4, layers=(1, 2, 2, 1)).save(path)
+    again = plan_file.load(path)
+    found = again.schedule.num_replicas, again.stages, again.layers
+    assert found == (2, 4, (1, 2, 2, 1))
+
+
 @pytest.mark.parametrize("name", ["mine", "hypercube"])
 def test_a_schedule_that_its_name_does_not_give_is_refused(tmp_path, name):
     ring = topology.make("bidirectional_ring", 8).matrix(0)

@@ -17,6 +17,7 @@ from decent_jax import train
 from decent_jax.data.text import token_folder
 from decent_jax.models import decoders
 from decent_jax.train import TrainingFailed, saved_model
+from decent_jax.train.step import gradient
 from decent_jax.train.synchronous import Feed, Programs, Synchronous
 
 pytestmark = pytest.mark.usefixtures("compile_once")
@@ -83,6 +84,18 @@ def test_micro_batches_change_nothing_but_the_memory(run):
     changes = {"steps": 6, "batch_size": 12, "num_replicas": 2, "model": {"dropout": 0.0}}
     whole, parts = run("whole", **changes), run("parts", micro_batches=3, **changes)
     np.testing.assert_allclose(tiny.losses(parts), tiny.losses(whole), rtol=2e-5)
+
+
+def test_micro_batches_draw_random_numbers_of_their_own():
+    """The gradient of ``w u`` is u, a number of the key; here the mean over four."""
+
+    def loss(params, state, batch, key):
+        return params["w"] * jax.random.uniform(key), state
+
+    key, batch = jax.random.key(0), {"x": jnp.zeros((8, 1))}
+    grads = gradient(loss, 4, {"w": jnp.float32(2)}, {}, batch, key)[2]
+    drawn = [jax.random.uniform(jax.random.fold_in(key, k)) for k in range(4)]
+    assert float(grads["w"]) == pytest.approx(np.mean(drawn))
 
 
 def test_mix_every_mixes_in_the_right_steps(run):

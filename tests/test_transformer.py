@@ -44,6 +44,20 @@ def test_one_embedding():
     assert biases == {"ff_in", "ff_out", "ff_norm", "self_norm", "cross_norm"}
 
 
+def test_every_dropout_of_a_pass_has_a_key_of_its_own(monkeypatch):
+    """Those of the encoder and of the decoder, too."""
+    keys, dropout = [], transformer.dropout
+
+    def noted(x, rate, rng):
+        keys.append(tuple(jax.random.key_data(rng).tolist()))
+        return dropout(x, rate, rng)
+
+    monkeypatch.setattr(transformer, "dropout", noted)
+    config = dataclasses.replace(ONE, dropout=0.1)
+    transformer.apply(config, drawn(transformer, config), SOURCE, TARGET_IN, jax.random.key(0))
+    assert len(set(keys)) == len(keys) > 5
+
+
 def test_init_scales():
     config = dataclasses.replace(ONE, width=64, ff=256, vocab_size=900)
     params = jax.jit(transformer.init, static_argnums=0)(config, jax.random.key(3))
