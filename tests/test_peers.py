@@ -169,7 +169,9 @@ def test_the_replay_of_both_is_bit_identical(workdir, variables, monkeypatch, ca
     """That it notices a log which says otherwise is in test_peers_law, as are the other formats."""
     monkeypatch.syspath_prepend(variables["PEERS_TEST"])
     path = workdir / "config.json"
-    path.write_text(path.read_text().replace('"sleep_s": 0.006', '"sleep_s": 0.0'))
+    config = json.loads(path.read_text())
+    config["data"]["sleep_s"] = 0.0
+    path.write_text(json.dumps(config))
     code = main(["replay", "--workdir", str(workdir)])
     said = capsys.readouterr().out
     assert code == 0 and "every parameter is identical" in said, said

@@ -249,25 +249,46 @@ def test_a_peer_whose_slot_another_one_has_stops(in_process):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "steps", "met", "goes_on"),
-    [(6, 16, 0, False), (4, 16, 0, True), (6, 4, 0, True), (6, 16, 1, True)],
+    ("seconds", "steps", "own", "met", "goes_on"),
+    [
+        (6, 16, 0, 0, False),  # stopped
+        (4, 16, 0, 0, True),  # not for long
+        (6, 4, 0, 0, True),  # nor did it miss much
+        (6, 16, 12, 3, True),  # train.py was silent, this peer was not
+        (6, 16, 1, 1, False),  # stopped right after a meeting
+        (6, 16, 12, 0, False),  # trained on alone
+    ],
 )
 def test_a_peer_that_was_silent_for_too_long_ends_and_saves_nothing(
-    seconds, steps, met, goes_on, in_process
+    seconds, steps, own, met, goes_on, in_process
 ):
-    """What it knows is old, unless it has met others: its next meeting would draw them back."""
+    """What it knows is old, unless it kept up: its next meeting would draw the others back."""
     in_process.meetings.publish([np.zeros(3, np.float32)], 0)
     now = [0.0]
     answers = Answers((0, BOTH), (steps * len(PACES), BOTH))  # the others went on
     reporter = reporter_of(in_process, answers, lambda: now[0], silent_s=5.0, max_lag=8)
     assert reporter.beat()
     now[0] += seconds
+    in_process.pulse.own += own
     in_process.meetings.counts["met"] += met
     assert reporter.beat() is goes_on
     assert in_process.meetings.agree("1.0-0") is goes_on
     if not goes_on:
         with pytest.raises(NotJoined):
             in_process.boundary.over(8)
+
+
+def test_meetings_before_a_network_broke_do_not_count(in_process):
+    """A peer that met between its last answer and the break may have met nobody since."""
+    now = [0.0]
+    answers = Answers((0, BOTH), TimeoutError(), TimeoutError(), (16 * len(PACES), BOTH))
+    reporter = reporter_of(in_process, answers, lambda: now[0], silent_s=5.0, max_lag=8)
+    assert reporter.beat()
+    in_process.meetings.counts["met"] += 1
+    assert reporter.beat() and reporter.beat()
+    in_process.pulse.own += 12
+    now[0] += 6
+    assert not reporter.beat()
 
 
 def test_reports_end_when_the_peer_does(in_process):

@@ -178,8 +178,10 @@ class Reporter:
         self._peers = place.config["peers"]
         self._boundary, self._pulse, self._asker = boundary, pulse, asker
         self._leave, self._clock = leave, clock
-        # At the last answer: common progress, meetings of this peer, and the time.
-        self._reached, self._met, self._heard = 0, 0, math.inf
+        # At the last answer: common progress, own steps, and the time.
+        self._reached, self._own, self._heard = 0, 0, math.inf
+        # Meetings at the last answer, or when the first report after it failed.
+        self._met, self._answered = 0, True
         self.stopped = threading.Event()
 
     def run(self) -> None:
@@ -206,6 +208,8 @@ class Reporter:
         try:
             answer = self._roster.call("beat", *own)
         except BROKEN:  # a network may come back
+            if self._answered:
+                self._met, self._answered = report["met"], False
             return True
         if answer is None:
             say("another peer has this slot now")
@@ -220,13 +224,16 @@ class Reporter:
     def _is_recent(self) -> bool:
         """Whether this peer has kept up; one that has not must not draw the others back.
 
-        Who has met others is up to date, even if `train.py` was silent for a while.
+        `train.py` may have been silent for a while, in which this peer trained and met others; one
+        that was stopped made no steps, and one that was cut off met nobody.
         """
         peers, progress, now = self._peers, self._pulse.progress(), self._clock()
         silent, lag = now - self._heard > peers["silent_s"], progress - self._reached
-        met = self._boundary.meetings.counts["met"]
-        is_recent = not silent or lag <= peers["max_lag"] or met > self._met
-        self._reached, self._met, self._heard = progress, met, now
+        own, met = self._pulse.own, self._boundary.meetings.counts["met"]
+        kept_up = 2 * (own - self._own) >= lag and met > self._met
+        is_recent = not silent or lag <= peers["max_lag"] or kept_up
+        self._reached, self._own, self._heard = progress, own, now
+        self._met, self._answered = met, True
         if is_recent:
             return True
         say(
