@@ -187,20 +187,24 @@ def _plain_s(network: Network, job: Job) -> float:
     )
 
 
-def compare_gossip(seconds: float, out: Path) -> list[dict]:
-    """Table 2, its picture and its rows."""
-    problems = {
+def gossip_problems() -> dict[str, tuple[Network, int]]:
+    """Networks, and how many of their devices lie together."""
+    return {
         "DT-FM case 3, 2 sites": (networks.preset("dtfm_case3"), 32),
         "DT-FM case 4, 4 regions": (networks.preset("dtfm_case4"), 16),
         "DT-FM case 5, 8 regions": (networks.preset("dtfm_case5"), 8),
         "64 in 10 uneven regions": (networks.regions(TEN_REGIONS), 8),
     }
+
+
+def compare_gossip(seconds: float, out: Path) -> list[dict]:
+    """Table 2, its picture and its rows."""
     print(
         "| network | schedule | order | s per round | disagreement s | consensus per second | "
         "s to 1/1000 |\n" + "|---" * 7 + "|"
     )
     rows = []
-    for name, (network, local_size) in problems.items():
+    for name, (network, local_size) in gossip_problems().items():
         placed: list[tuple[str, PlacedSchedule]] = []
         for kind in (
             "one_peer_exp",

@@ -276,7 +276,6 @@ class Consensus(NamedTuple):
 
     distance: jax.Array  # shape=(): sqrt(mean_i ||x_i - mean||^2) over the finite replicas
     relative: jax.Array  # shape=(): the same over ||mean||
-    per_replica: jax.Array  # shape=(n,): ||x_i - mean||; inf where replica i is not finite
 
 
 def consensus_distance(stacked: Any) -> Consensus:
@@ -288,12 +287,10 @@ def consensus_distance(stacked: Any) -> Consensus:
         gap = jnp.abs(clean(x - centre[None], ok)).astype(jnp.float32)
         return jnp.square(gap).reshape(len(x), math.prod(x.shape[1:])).sum(axis=1)
 
-    per_replica = jnp.asarray(sum(jax.tree.leaves(jax.tree.map(squares, stacked, mean))))
+    of_replica = jnp.asarray(sum(jax.tree.leaves(jax.tree.map(squares, stacked, mean))))
     norm = sum(jnp.square(jnp.abs(x).astype(jnp.float32)).sum() for x in jax.tree.leaves(mean))
-    distance = jnp.sqrt(per_replica.sum() / ok.sum())
-    return Consensus(
-        distance, distance / jnp.sqrt(norm), jnp.where(ok, jnp.sqrt(per_replica), jnp.inf)
-    )
+    distance = jnp.sqrt(of_replica.sum() / ok.sum())
+    return Consensus(distance, distance / jnp.sqrt(norm))
 
 
 def resize(stacked: Any, num_replicas: int, weights: jax.Array | None = None) -> Any:

@@ -91,17 +91,25 @@ def test_a_lost_replica_comes_back(case):
 
 @pytest.mark.parametrize("combine", ["with", "then"])
 def test_tracked_gradients_keep_their_sum(combine):
-    """sum_i q_i = sum_i g_i, also where the parameters of a replica were lost."""
+    """sum_i q_i = sum_i g_i, also where a replica's parameters or its gradient were lost.
+
+    Such a replica makes no update of its own, and is counted, though what it tracks is finite.
+    """
     schedule = topology.make("bidirectional_ring", N)
-    tx = optim.gradient_tracking(optax.sgd(0.1), schedule, combine)
+    tx = optim.gradient_tracking(optax.sgd(0.1, momentum=0.9), schedule, combine)
     x = jnp.square(jnp.arange(2.0 * N)).reshape(N, 2)
     state = jax.vmap(tx.init)(x)
-    step = harness.on_stack(harness.step_of(tx, lambda x: x, 0), "vmap", N)
+    one = harness.step_of(tx, lambda x, lost: jnp.where(lost, jnp.nan, x), 0)
+    step = harness.on_stack(one, "vmap", N)
     for t in range(5):
-        x, state = step(x.at[LOST].set(jnp.nan) if t == 2 else x, state)
+        lost, before = (jnp.arange(N) == 5) & (t == 4), optax.tree.get(state.inner, "trace")
+        x, state = step(x.at[LOST].set(jnp.nan) if t == 2 else x, state, lost)
     np.testing.assert_allclose(
         harness.own(state, "q").sum(0), harness.own(state, "g").sum(0), rtol=1e-5
     )
+    assert state.skipped.tolist() == [0, 0, 1, 0, 0, 1, 0, 0]
+    kept = (optax.tree.get(state.inner, "trace") == before).all(1)
+    assert kept.tolist() == lost.tolist()
 
 
 def test_a_lost_replica_takes_the_whole_average():

@@ -49,6 +49,14 @@ def test_links_that_are_slower_one_way(tmp_path):
     assert "slowest link: 4.00 Gbit/s, c/0 -> b/0 (median of all links 8.00 Gbit/s)" in report
 
 
+def test_links_from_the_seconds_until_an_answer():
+    """There and back: twice the latency. The bytes take 2 ms one way, and less than noise back."""
+    short, long = 1e-4 * np.array([[0, 4], [6, 0]]), 1e-4 * np.array([[0, 24], [5, 0]])
+    latency, bandwidth = preflight.links(short, long, 2_000_000)
+    np.testing.assert_allclose(latency, [[0, 2e-4], [2e-4, 0]])
+    np.testing.assert_allclose(bandwidth, [[np.inf, 1e9], [2e6 / 5e-5, np.inf]])
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -77,9 +77,7 @@ def measure(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Latency and bandwidth between devices of different processes; all processes call it.
 
-    A message goes to the partner, and a short one comes back when it has arrived. The latency is
-    half of that time for a short message; it compares no two clocks, so it is the same both ways.
-    The bandwidth is that of the additional bytes of a long message.
+    A message goes to the partner, and a short one comes back when it has arrived, see `links`.
 
     Args:
       devices: n devices, one of each process.
@@ -109,11 +107,19 @@ def measure(
                     seconds[target, k] = np.median(times)
     # as bytes: jax would make them float32
     rows = multihost_utils.process_allgather(np.frombuffer(seconds.tobytes(), np.uint8))
-    seconds = np.frombuffer(rows.tobytes()).reshape(n, n, 2)
-    short, long = seconds[..., 0], seconds[..., 1]
+    short, long = np.moveaxis(np.frombuffer(rows.tobytes()).reshape(n, n, 2), -1, 0)
+    return links(short, long, 4 * sizes[1])
+
+
+def links(short: np.ndarray, long: np.ndarray, num_bytes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Latency and bandwidth from the seconds until the answer to a short and to a long message.
+
+    The latency is half of the time for the short one; it compares no two clocks, so it is the same
+    both ways. The bandwidth is that of the additional ``num_bytes`` of the long one. Both (n, n).
+    """
     latency = np.minimum(short, short.T) / 2
     # Noise may hide the additional bytes: they take at least a tenth of the whole time.
-    bandwidth = 4 * sizes[1] / np.maximum(long - short, 0.1 * np.maximum(long, 1e-9))
+    bandwidth = num_bytes / np.maximum(long - short, 0.1 * np.maximum(long, 1e-9))
     np.fill_diagonal(bandwidth, np.inf)
     return latency, bandwidth
 
