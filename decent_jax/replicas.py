@@ -267,7 +267,14 @@ def _mean(x: jax.Array, ok: jax.Array, weights: jax.Array | None = None) -> jax.
     wide = at_least_float32(x)
     rows = clean(x, ok).astype(wide)
     counts = ok.astype(wide) if weights is None else jnp.where(ok, weights, 0).astype(wide)
-    total = jnp.tensordot(counts, rows, axes=1, precision=jax.lax.Precision.HIGHEST)
+    sharding = jax.typeof(x).sharding  # along Explicit axes jax wants to know that of the result
+    total = jnp.tensordot(
+        counts,
+        rows,
+        axes=1,
+        precision=jax.lax.Precision.HIGHEST,
+        out_sharding=sharding.update(spec=sharding.spec[1:]) if any(sharding.spec) else None,
+    )
     return total / counts.sum()
 
 

@@ -7,12 +7,14 @@ from pathlib import Path
 import nbformat
 import numpy as np
 import pytest
+from flax import nnx
 
-from decent_jax import topology
+from decent_jax import replicas, topology
 from decent_jax.optim import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/library.md")
+DOCUMENTS += ("docs/loop_details.md",)
 DOCUMENTS += ("docs/topologies.md", "docs/algorithms.md", "docs/images.md")
 DOCUMENTS += ("docs/clusters.md", "docs/gpus.md", "docs/results.md", "docs/translation.md")
 DOCUMENTS += ("docs/peers.md", "docs/pipelines.md", "docs/text.md", "docs/from_ddp.md")
@@ -44,9 +46,16 @@ def python_blocks(text):
         yield "\n" * text.count("\n", 0, match.start(1)) + textwrap.dedent(match[1])
 
 
+def run(name, *blocks):
+    """The names that blocks of a document, as one program, leave."""
+    names = {"__name__": Path(name).stem}
+    for block in blocks:
+        exec(compile(block, name, "exec"), names)
+    return names
+
+
 def test_the_code_of_the_readme_runs(capsys):
-    (loop,) = python_blocks((ROOT / "README.md").read_text())
-    exec(compile(loop, "README.md", "exec"), {"__name__": "readme"})
+    run("README.md", *python_blocks((ROOT / "README.md").read_text()))
     assert float(capsys.readouterr().out) < 0.05
 
 
@@ -147,8 +156,7 @@ def test_every_schedule_is_in_the_table_of_names():
 
 def test_the_code_of_topologies_md_runs(capsys):
     text = (ROOT / "docs" / "topologies.md").read_text()
-    for block in python_blocks(text):
-        exec(compile(block, "docs/topologies.md", "exec"), {"__name__": "topologies"})
+    run("docs/topologies.md", *python_blocks(text))
     assert "'exact_after': 3" in capsys.readouterr().out
 
 
@@ -169,8 +177,7 @@ def test_every_algorithm_is_in_the_table_with_what_it_declares():
 
 def test_the_code_of_algorithms_md_runs(capsys):
     text = (ROOT / "docs" / "algorithms.md").read_text()
-    for block in python_blocks(text):
-        exec(compile(block, "docs/algorithms.md", "exec"), {"__name__": "algorithms"})
+    run("docs/algorithms.md", *python_blocks(text))
     assert capsys.readouterr().out == "0.5337\n0.0000\n"
 
 
@@ -202,14 +209,63 @@ def test_the_table_of_combine(name):
         assert away == pytest.approx(0.81, abs=0.005)
 
 
+# --- docs/library.md, docs/loop_details.md --------------------------------------------------------
+
+
 @pytest.mark.slow
-def test_the_code_of_library_md_runs(capsys, compile_once):
-    document = ROOT / "docs" / "library.md"
-    space = {"__name__": "library"}
-    blocks = list(python_blocks(document.read_text()))
-    assert len(blocks) > 5
-    for block in blocks:  # one program: a block uses the names of those before it
-        exec(compile(block, str(document), "exec"), space)
+def test_the_code_of_loop_details_md_runs(capsys, compile_once):
+    run("docs/loop_details.md", *python_blocks((ROOT / "docs" / "loop_details.md").read_text()))
     found = re.search(r"^loss (\S+), consensus distance (\S+) ", capsys.readouterr().out, re.M)
     assert float(found[1]) < 0.05
     assert 0 < float(found[2]) < 0.2
+
+
+# The sections of library.md, and where each program keeps the parameters of its replicas.
+PROGRAMS = {
+    "Flax NNX": lambda names: nnx.state(names["model"], nnx.Param),
+    "Flax Linen": lambda names: names["state"].params,
+    "Equinox": lambda names: names["params"],
+    "Haiku, or functions of your own": lambda names: names["params"],
+}
+
+
+def blocks_of(section):
+    text = (ROOT / "docs" / "library.md").read_text()
+    return list(python_blocks(text.split(f"\n## {section}\n")[1].split("\n## ")[0]))
+
+
+def all_reduce(program):
+    """The program without gossip, of which the marks of library.md speak."""
+    program = re.sub(r"^( *)# was: (.*)\n.*\n", r"\1\2\n", program, flags=re.MULTILINE)
+    return re.sub(r"^.*  # new\n", "", program, flags=re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("section", PROGRAMS)
+def test_the_programs_of_library_md_learn_and_mixing_pulls_replicas_together(
+    section, capsys, compile_once
+):
+    program, losses, distances = blocks_of(section)[0], {}, {}
+    assert sum(bool(line) for line in program.splitlines()) <= 40
+    alone = program.replace("schedule.round_at(t)", "None")
+    variants = {"gossip": program, "alone": alone, "all_reduce": all_reduce(program)}
+    assert "decent_jax" not in variants["all_reduce"]
+    for name, code in variants.items():
+        names = run("docs/library.md", code)
+        losses[name] = float(capsys.readouterr().out.removeprefix("loss "))
+        if name != "all_reduce":
+            distances[name] = float(replicas.consensus_distance(PROGRAMS[section](names)).distance)
+    assert max(losses["gossip"], losses["all_reduce"]) < 0.05
+    assert 0 < distances["gossip"] < distances["alone"] / 3
+
+
+@pytest.mark.slow
+def test_the_optimizer_of_library_md_brings_a_lost_replica_of_nnx_back(compile_once):
+    program, optimizer = blocks_of("Flax NNX")
+    gossip = program.replace("nnx.Optimizer(model", "GossipOptimizer(model").replace("100):", "1):")
+    head = program[: program.index("def loss")]  # the imports, which the class needs
+    names = run("docs/library.md", head, optimizer, gossip)
+    bias = names["model"].layers[0].bias
+    bias[...] = bias[...].at[3].set(np.nan)
+    model, _, _ = names["train_step"](names["model"], names["optimizer"], names["x"], round=0)
+    assert replicas.finite(nnx.as_pure(nnx.state(model, nnx.Param))).all()

@@ -46,7 +46,7 @@ def count(kind, text):
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_a_step_in_jit_sends_one_message_for_each_array(axis_type, users_hlo):
-    """As docs/library.md shows it; the numbers are those of one device."""
+    """As docs/loop_details.md shows it; the numbers are those of one device."""
     schedule, mesh = topology.make("one_peer_exp", N), mesh_of(axis_type)
     tx = optim.decentralized(optax.sgd(0.1), schedule, axis_name="data")
 
@@ -74,6 +74,27 @@ def test_a_step_in_jit_sends_one_message_for_each_array(axis_type, users_hlo):
     for key in SHAPES:
         np.testing.assert_allclose(got[key], wanted[key], rtol=1e-5, atol=1e-6)
     assert np.isfinite(got["kernel"]).all()
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_the_consensus_of_replicas_along_a_mesh_axis(axis_type):
+    """As jax.make_mesh gives it, whose axes are Explicit unless one asks for Auto."""
+    params, mesh = random_tree(), mesh_of(axis_type)
+    there = placed(mesh, params)
+    mean, distance = replicas.consensus_mean(there), replicas.consensus_distance(there)
+    for key in SHAPES:
+        np.testing.assert_allclose(mean[key], params[key].mean(axis=0), rtol=1e-5, atol=1e-6)
+    gaps = [np.square(x - x.mean(axis=0)).reshape(N, -1).sum(axis=1) for x in params.values()]
+    np.testing.assert_allclose(distance.distance, np.sqrt(sum(gaps).mean()), rtol=1e-5)
+
+
+def test_what_on_mesh_is_given_by_keyword_reaches_every_replica_as_it_is():
+    mesh, schedule = mesh_of(AxisType.Auto), topology.make("one_peer_exp", N)
+    mix = gossip.on_mesh(lambda x, round: gossip.mix(x, schedule, round, "data"), mesh, "data")
+    x = placed(mesh, jnp.arange(8.0))
+    for r in range(schedule.period):
+        x = jax.jit(mix, static_argnames="round")(x, round=r)
+    np.testing.assert_allclose(x, 3.5)
 
 
 def test_mix_on_needs_one_receive_buffer(users_hlo):
@@ -354,7 +375,7 @@ def test_optimizers_of_optax_that_take_more_or_less_than_the_loss():
 
 
 def test_a_mask_belongs_inside():
-    """Around a method it hands the gradients of the other leaves on, as docs/library.md says."""
+    """Around a method it hands the gradients of the other leaves on, see docs/loop_details.md."""
     mask, x = {"a": True, "b": False}, {"a": jnp.ones(4), "b": jnp.ones(4)}
     grads, ring = jax.tree.map(lambda x: 0.5 * x, x), topology.make("ring", 4)
 

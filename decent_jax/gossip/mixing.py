@@ -15,6 +15,7 @@ collectives, `decent_jax.gossip.groups` its groups that send to each other. To *
 graphs, or lost messages, in one executable, a round may also be `Simulated`.
 """
 
+import functools
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -62,7 +63,7 @@ def number(round: Any) -> Any:
         what = "a traced array" if isinstance(given, jax.Array) else repr(given)
         raise TypeError(
             f"round must be a Python int, got {what}; make it static in jax.jit: "
-            "static_argnames='round' (docs/library.md shows it inside jax.lax.scan)"
+            "static_argnames='round' (docs/loop_details.md shows it inside jax.lax.scan)"
         ) from None
 
 
@@ -191,7 +192,8 @@ def on_mesh(fn: Callable, mesh: Mesh | AbstractMesh, axis_name: AxisName = "repl
     over other axes of the mesh, too, and these may be of any type.
 
     Args:
-      fn: takes and returns trees of one replica; it may call `mix`, `mean` or ``tx.update``.
+      fn: takes and returns trees of one replica; it may call `mix`, `mean` or ``tx.update``. What
+        is given by keyword, such as a static ``round``, reaches it as it is.
       mesh: its axes in ``axis_name`` divide the first dimension of all arguments and results.
       axis_name: as in `mix`, and the one that ``fn`` gives to it; a name that is not of the mesh
         counts the replicas of one device.
@@ -212,20 +214,24 @@ def on_mesh(fn: Callable, mesh: Mesh | AbstractMesh, axis_name: AxisName = "repl
     devices = tuple(name for name in names if name in mesh.axis_names)
     block = next((name for name in names if name not in devices), None)
 
-    def body(*stacked):
-        rows = len(jax.tree.leaves(stacked)[0])
-        if block is None and rows > 1:
-            raise ValueError(
-                f"each device of {axis_name!r} holds {rows} replicas; name what counts them, here "
-                f"and where they are mixed: axis_name={(*devices, 'block')!r}"
-            )
-        return jax.vmap(fn, axis_name=block)(*stacked)
+    split, manual = P(devices), set(devices)
 
-    split = P(devices)
-    # Blocks and group means are not possible with check_vma=True, and nothing here needs it.
-    return jax.shard_map(
-        body, mesh=mesh, in_specs=split, out_specs=split, axis_names=set(devices), check_vma=False
-    )
+    def mapped(*stacked, **same_for_all):
+        def body(*own):
+            rows = len(jax.tree.leaves(own)[0])
+            if block is None and rows > 1:
+                raise ValueError(
+                    f"each device of {axis_name!r} holds {rows} replicas; name what counts them, "
+                    f"here and where they are mixed: axis_name={(*devices, 'block')!r}"
+                )
+            return jax.vmap(functools.partial(fn, **same_for_all), axis_name=block)(*own)
+
+        # Blocks and group means are not possible with check_vma=True, and nothing here needs it.
+        return jax.shard_map(
+            body, mesh=mesh, in_specs=split, out_specs=split, axis_names=manual, check_vma=False
+        )(*stacked)
+
+    return mapped
 
 
 def mix_on(

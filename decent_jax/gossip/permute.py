@@ -125,7 +125,7 @@ def _check_one_device(rows: jax.Array, name: str) -> None:
     """
     told = (
         f"the replicas vmapped over {name!r} lie on several devices, and each would gather all of "
-        "them; mix with gossip.mix_on(mesh, ...), or in jax.shard_map (docs/library.md)"
+        "them; mix with gossip.mix_on(mesh, ...), or in jax.shard_map (docs/loop_details.md)"
     )
     spec, mesh = jax.typeof(rows).sharding.spec, jax.sharding.get_abstract_mesh()
     if spec and spec[0] is not None:
