@@ -136,9 +136,9 @@ class Pipelines:
         both = list(zip(self._cells.cells, spans, strict=True))
         if logs:
             squares = [span.distance for cell, span in both if cell.replica == 0]
-            distance, norm, *each = np.sqrt(np.sum(np.array(squares, float), axis=0))
+            distance, norm = np.sqrt(np.sum(np.array(squares, float), axis=0))
             relative: Any = distance / norm if norm else 0.0
-            self._distance = Consensus(distance, relative, jnp.array(each))
+            self._distance = Consensus(distance, relative)
         heads = [span for cell, span in both if cell.stage == 0]  # one for each replica
         last = {
             "skipped": np.concatenate([span.skipped for span in heads]),

@@ -132,11 +132,11 @@ class Stage:
         return np.asarray(skipped), np.asarray(failing)
 
     def consensus(self) -> np.ndarray:
-        """(2 + n,) squares of this stage: mean_i ||x_i - mean||^2, ||mean||^2, ||x_i - mean||^2."""
+        """(2,) squares of this stage: mean_i ||x_i - mean||^2, ||mean||^2."""
         found = self._run(self._distance, self.state.params)
-        distance, relative, each = (np.asarray(x.addressable_data(0), float) for x in found)
+        distance, relative = (np.asarray(x.addressable_data(0), float) for x in found)
         norm = distance / relative if relative else 0.0
-        return np.square(np.array([distance, norm, *each]))
+        return np.square(np.array([distance, norm]))
 
     def consensus_model(self) -> Any:
         """The mean of all replicas: parameters without a replica dimension."""
