@@ -28,7 +28,7 @@ from decent_jax.train import (
     saved_model,
 )
 from decent_jax.train.evaluation import Evaluator
-from decent_jax.train.metrics import Clock
+from decent_jax.train.goodput import Clock
 from decent_jax.train.synchronous import Synchronous
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,7 +76,8 @@ def assert_equals(folder, whole):
     for row, other in zip(rows, wanted, strict=True):
         assert row.keys() == other.keys()
         for name, value in row.items():
-            assert name.startswith("perf/") or other[name] == value, (row["step"], name)
+            timed = name.startswith(("perf/", "goodput"))
+            assert timed or other[name] == value, (row["step"], name)
     ours, theirs = tiny.summary(folder), tiny.summary(whole)
     assert ours["final"] == theirs["final"] and ours["best_eval_loss"] == theirs["best_eval_loss"]
     assert best_steps(folder) == best_steps(whole)
@@ -368,6 +369,8 @@ def test_the_command_is_stopped_and_killed_again_and_again(command, whole, tmp_p
     assert saved <= tiny.saved_steps(folder)[-1] < STEPS
     tiny.run(config(), folder)
     assert_equals(folder, whole)
+    spent = tiny.summary(folder)["goodput"]["seconds"]
+    assert spent["lost"] >= 0 and spent["recovery"] > 0 and spent["start"] > 0
 
 
 NO_ROOM = """

@@ -17,7 +17,7 @@ from decent_jax.models.weights import load_decoder
 from decent_jax.peers import events, peer_run
 from decent_jax.plan import plan_file
 from decent_jax.planner import network
-from decent_jax.train import checkpoint, saved_model, workdir
+from decent_jax.train import checkpoint, goodput, saved_model, workdir
 from decent_jax.train import config as config_lib
 
 ROWS = [{"step": k, "train/loss": 2.5 / (k + 1), "perf/wall_time_s": float(k)} for k in range(4)]
@@ -27,6 +27,7 @@ PEERS |= {"peers": {"0": {"steps": 1, "alive": True}, "1": {"steps": 2, "alive":
 START = {"start": 2, "origin": {"peer": "0.0", "t": 2, "when": "boundary"}}
 MET = {"t": 2, "met": "a", "with": "1.0", "mine": 0, "theirs": 1, "sides": [1.0, 0.0]}
 EVENTS = [START, MET, {"t": 2, "version": 1, "crc": 5}, {"t": 2, "rate": 9}, {"end": 3, "crc": 7}]
+SPENT = dict.fromkeys(("steps", *goodput.CAUSES), 1.5)
 META = {"step": 4, "num_replicas": 1, "examples": 8, "seconds": 1.5, "best": 2.5}
 
 
@@ -45,6 +46,7 @@ def real_files(folder):
         "checkpoints/run.json": (folder / "checkpoints" / "run.json").read_bytes(),
         "config.json": json.dumps(config_lib.default_config().to_dict()).encode(),
         "metrics.jsonl": METRICS,
+        "goodput.json": json.dumps({"seconds": SPENT, "date": 9.5, "ended": False}).encode(),
         "plan.json": (folder / "plan.json").read_bytes(),
     }
 
@@ -59,6 +61,12 @@ def resume(path):
     work = workdir.Workdir(path.parent, config_lib.default_config())
     work.check_config()
     work.check_metrics()
+
+
+def account(path):
+    clock = goodput.Clock()
+    clock.resume(None, goodput.read(path))
+    goodput.describe(clock.spent())
 
 
 def read_manifest(path):
@@ -77,6 +85,7 @@ def read_meta(path):
 READERS = {
     "config.json": (resume, lambda path: saved_model.TrainedRun(path.parent)),
     "metrics.jsonl": (resume, read_run),
+    "goodput.json": (account,),
     "plan.json": (plan_file.load,),
     "peers.json": (read_manifest,),
     "events-0.jsonl": (lambda path: list(events.read(path)),),

@@ -16,7 +16,7 @@ from decent_jax.peers.peer_run import Place, open_peer
 from decent_jax.peers.rule import Format, Meetings
 from decent_jax.peers.step_boundary import PeerRunner, Pulse, StepBoundary, number
 from decent_jax.train import TrainingFailed, loop, synchronous
-from decent_jax.train.metrics import Clock
+from decent_jax.train.goodput import Clock
 from decent_jax.train.step import make_step
 from decent_jax.train.synchronous import Feed, init
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("compile_once")
 def measured(folder):
     """Rows without the times."""
     return [
-        {name: value for name, value in row.items() if not name.startswith("perf/")}
+        {name: value for name, value in row.items() if not name.startswith(("perf/", "goodput"))}
         for row in tiny.rows(folder)
     ]
 
@@ -127,6 +127,8 @@ def test_a_peer_keeps_its_last_row(others, steps, tmp_path):
     rows = tiny.rows(place.folder)
     assert [row["step"] for row in rows] == steps
     assert all(np.isfinite(row["train/loss"]) for row in rows)
+    assert not any("goodput" in row for row in rows)  # its slot may have had other peers
+    assert not (place.folder / "goodput.json").exists()
 
 
 def test_random_numbers_of_a_peer_are_those_of_its_stream_alone(tmp_path):

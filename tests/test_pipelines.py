@@ -11,7 +11,7 @@ from decent_jax import replicas
 from decent_jax.plan import orders
 from decent_jax.train.evaluation import Evaluator
 from decent_jax.train.experiment import open_experiment
-from decent_jax.train.metrics import Clock
+from decent_jax.train.goodput import Clock
 from decent_jax.train.step import gradient, make_step
 from decent_jax.train.synchronous import Feed, init
 

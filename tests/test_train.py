@@ -16,7 +16,7 @@ from toys.waves import Waves
 from decent_jax import train
 from decent_jax.data.text import token_folder
 from decent_jax.models import decoders
-from decent_jax.train import TrainingFailed, saved_model
+from decent_jax.train import TrainingFailed, goodput, saved_model
 from decent_jax.train.step import gradient
 from decent_jax.train.synchronous import Feed, Programs, Synchronous
 
@@ -61,7 +61,7 @@ def numbers(workdir):
         (row["step"], name): value
         for row in tiny.rows(workdir)
         for name, value in row.items()
-        if not name.startswith("perf/")
+        if not name.startswith(("perf/", "goodput"))
     }
 
 
@@ -337,9 +337,11 @@ def test_what_a_run_leaves_behind(tmp_path, tiny_data, capsys):
         *("train/learning_rate", "train/skipped_updates"),
         *("train/consensus_distance", "train/consensus_distance_relative"),
         *("perf/step_time_s", "perf/tokens_per_s", "perf/data_wait_s", "perf/wall_time_s"),
+        "goodput",
     }
     distances = {"eval/consensus_distance", "eval/consensus_distance_relative"}
-    assert evaluated == {"step", "eval/loss"} | distances
+    spent = {"goodput"} | {f"goodput/{cause}" for cause in goodput.CAUSES}
+    assert evaluated == {"step", "eval/loss"} | distances | spent
     assert set(rows[-1]) == trained | evaluated
     for row in rows[::5]:
         assert row["train/loss_min"] < row["train/loss"] < row["train/loss_max"]

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 
+from decent_jax.ground import machine
 from decent_jax.ground.command_line import CONFIGS
 from decent_jax.ground.errors import (
     CheckpointError,
@@ -91,13 +92,14 @@ def train(argv: list[str], prog: str) -> int:
     """
     workdir = None
     try:
-        from decent_jax.train import dry_run, flags, run
+        from decent_jax.train import dry_run, flags, goodput, run
 
         config, workdir = flags.parse(argv, prog)
         if workdir is None:
             dry_run(config)
         else:
-            run(config, workdir)
+            with goodput.session(machine.process_seconds()):
+                run(config, workdir)
     except (
         ConfigError,
         MissingExtra,

@@ -1,6 +1,7 @@
 """The resources of this machine, and checks against them before anything is allocated."""
 
 import os
+import time
 from pathlib import Path
 
 from decent_jax.ground.errors import ConfigError
@@ -20,6 +21,16 @@ def check_memory(needed: float, what: str) -> None:
             f"{what} needs at least {format_number(needed)}B of memory, and this machine has "
             f"{format_number(memory_bytes())}B"
         )
+
+
+def process_seconds() -> float:
+    """Seconds since this process started; 0 where the system does not say."""
+    try:
+        after_the_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        started = int(after_the_name[19]) / os.sysconf("SC_CLK_TCK")  # since the machine started
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+    except (OSError, ValueError, IndexError, AttributeError):  # no Linux
+        return 0.0
 
 
 def _limits(path: str) -> list[int]:

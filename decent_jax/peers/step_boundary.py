@@ -21,7 +21,7 @@ from decent_jax.peers.rule import Arrays, Joined, Meetings
 from decent_jax.train import algorithm
 from decent_jax.train.checkpoint import Saver
 from decent_jax.train.experiment import Experiment
-from decent_jax.train.metrics import Clock
+from decent_jax.train.goodput import Clock
 from decent_jax.train.step import TrainState
 from decent_jax.train.synchronous import Synchronous
 from decent_jax.train.workdir import Workdir

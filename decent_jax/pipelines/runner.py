@@ -26,7 +26,7 @@ from decent_jax.train import algorithm, loop
 from decent_jax.train.checkpoint import Saver, change_of
 from decent_jax.train.evaluation import Evaluator, Model
 from decent_jax.train.experiment import Experiment
-from decent_jax.train.metrics import Clock
+from decent_jax.train.goodput import Clock
 from decent_jax.train.saved_model import restore_model
 from decent_jax.train.step import TrainState
 from decent_jax.train.synchronous import TIMED
@@ -71,6 +71,7 @@ class Pipelines:
     """See `decent_jax.train.loop.Runner`."""
 
     evaluates, state = True, None
+    peak: float | None = None  # of the cells, whose devices this process does not know
 
     def __init__(self, experiment: Experiment, work: Workdir, counts: list[int], cells: Cells):
         self.experiment, self.work, self._cells = experiment, work, cells
@@ -127,19 +128,22 @@ class Pipelines:
         stop = min(until, done + max(1, int(_LONGEST_SPAN_S / self._pace)))
         logs = loop.divides(self._config.log.every, stop) or stop == self.experiment.steps
         compiles = done == self._start
-        began = time.monotonic()
-        # The first step compiles, which is no part of a row that has others.
-        with self._clock.pause() if compiles and stop < until else contextlib.nullcontext():
+        began, clock = time.monotonic(), self._clock
+        with clock.of("compiling") if compiles else contextlib.nullcontext():
             spans: list[Span] = self._cells.all("train", done, stop, logs)
-        if not compiles:
-            self._pace = max(time.monotonic() - began, 1e-9) / (stop - done)
+        seconds = max(time.monotonic() - began, 1e-9)
         both = list(zip(self._cells.cells, spans, strict=True))
+        heads = [span for cell, span in both if cell.stage == 0]  # one for each replica
+        if not compiles:
+            self._pace = seconds / (stop - done)
+            clock.waited_for_data(max(span.waited for span in heads))  # stage 0, before the others
+        elif stop == until:  # a row that ends with the step that compiles would last no time at all
+            clock.begin_row(clock.of_row() + seconds, clock.waited)
         if logs:
             squares = [span.distance for cell, span in both if cell.replica == 0]
             distance, norm = np.sqrt(np.sum(np.array(squares, float), axis=0))
             relative: Any = distance / norm if norm else 0.0
             self._distance = Consensus(distance, relative)
-        heads = [span for cell, span in both if cell.stage == 0]  # one for each replica
         last = {
             "skipped": np.concatenate([span.skipped for span in heads]),
             "failing": np.concatenate([span.failing for span in heads]),
@@ -180,6 +184,7 @@ class Pipelines:
             TrainState(params, {}, ()),
             self._cost,
             saver,
+            clock,
             steps=done,
             training_seconds=round(clock.seconds, 3),
             pipeline={

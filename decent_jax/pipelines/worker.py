@@ -3,6 +3,7 @@
 import itertools
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -112,6 +113,7 @@ class Span(NamedTuple):
     skipped: np.ndarray
     failing: np.ndarray
     distance: np.ndarray | None  # see `Stage.consensus`; None where not asked for
+    waited: float  # seconds, for batches
 
 
 def open_batches(stage: Stage, start: int) -> loader.Batches | None:
@@ -144,15 +146,17 @@ class Worker:
         self._cuts = pipeline.micro_batches
         self._order = orders.order(pipeline.order, self._stages, self._cuts, self.part.stage)
         self._batches = batches
+        self._waited = 0.0  # for them, in the steps under way
 
     # --- Training ---------------------------------------------------------------------------------
 
     def train(self, start: int, stop: int, row: bool) -> Span:
         """The steps from ``start`` to ``stop - 1``, and what else a ``row`` of metrics needs."""
+        self._waited = 0.0
         both = [self._step(t) for t in range(start, stop)]
         losses, norms = ([one[i] for one in both] for i in (0, 1))
         distance = self.stage.consensus() if row else None
-        return Span(losses, norms, *self.stage.skipped(), distance)
+        return Span(losses, norms, *self.stage.skipped(), distance, self._waited)
 
     def _step(self, t: int) -> tuple[np.ndarray, np.ndarray]:
         """One step; (L,) losses and norms of gradients."""
@@ -184,7 +188,9 @@ class Worker:
     def _micro_batches(self, params: Any, borrowed: Any, t: int) -> Any:
         """Forward and backward with all of them: (loss, gradients), see `Stage.zeros`."""
         stage, part = self.stage, self.part
+        began = time.monotonic()
         tokens = next(self._batches) if self._batches is not None else None
+        self._waited += time.monotonic() - began
         total = stage.zeros(params, borrowed)
         kept: dict[int, Any] = {}
         for action, k in self._order:

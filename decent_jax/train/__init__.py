@@ -23,6 +23,7 @@ from decent_jax.ground.errors import (
     PeerLost,
     TrainingFailed,
 )
+from decent_jax.train import goodput
 from decent_jax.train.config import default_config, trainer_of, validate
 
 
@@ -41,7 +42,8 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
       CheckpointError: no checkpoint can be read, or one could not be written.
       Interrupted: after a checkpoint was saved.
     """
-    return trainer_of(config).run(config, workdir)
+    with goodput.session():
+        return trainer_of(config).run(config, workdir)
 
 
 def dry_run(config: ConfigDict) -> None:

@@ -5,6 +5,7 @@ A `Runner` makes the steps: replicas in step (`decent_jax.train.synchronous`), a
 step while the next one runs.
 """
 
+import statistics
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol
 
@@ -12,11 +13,13 @@ import jax
 
 from decent_jax.cluster import start as cluster
 from decent_jax.ground.errors import DataError, Interrupted, RunError, TrainingFailed
-from decent_jax.train import algorithm
+from decent_jax.ground.run_folder import read_metrics
+from decent_jax.train import algorithm, goodput
 from decent_jax.train.checkpoint import Saver
 from decent_jax.train.evaluation import Evaluator, Model, local
 from decent_jax.train.experiment import Experiment
-from decent_jax.train.metrics import Clock, MetricWriter, Report
+from decent_jax.train.goodput import Clock, Ledger
+from decent_jax.train.metrics import MetricWriter, Report
 from decent_jax.train.step import TrainState
 from decent_jax.train.workdir import Signals, Workdir
 
@@ -28,13 +31,16 @@ class Runner(Protocol):
       experiment: what is trained.
       checkpoints: on disk, as `decent_jax.train.checkpoint.Checkpointer`.
       state: what they save; None where they know it themselves.
-      evaluates: whether it evaluates, or leaves that to another process.
+      evaluates: whether it evaluates and accounts for the time of the run, or leaves that to
+        another process.
+      peak: FLOP/s of its devices, see `decent_jax.train.peaks.peak`; None: not known.
     """
 
     experiment: Experiment
     checkpoints: Any
     state: Any
     evaluates: bool
+    peak: float | None
 
     def restore(self) -> tuple[int, dict[str, Any]]:
         """Take the newest checkpoint's state, or a new one; steps done, and the meta, if any."""
@@ -46,7 +52,7 @@ class Runner(Protocol):
         Args:
           start: the step to begin with.
           ahead: data position minus step count, in steps.
-          clock: to be paused while something compiles.
+          clock: is told what compiles and what waits for data.
         """
         ...
 
@@ -101,9 +107,10 @@ def train(
     Raises:
       TrainingFailed, CheckpointError, Interrupted: see `decent_jax.train.run`.
     """
-    experiment, clock = runner.experiment, clock or Clock()
+    experiment, clock = runner.experiment, clock or goodput.session_clock()
     config = experiment.config
-    with Saver(experiment, runner.checkpoints) as saver:
+    ledger = Ledger(work.path, clock, writes=runner.evaluates and not work.quiet)
+    with Saver(experiment, runner.checkpoints) as saver, ledger:
         start, meta = runner.restore()
         if meta:
             saver.restored(meta)
@@ -119,7 +126,7 @@ def train(
             runner.training(start, saver.steps_ahead, clock),
         ):
             report = Report(runner, clock, writer, progress, what_next=saver.what_next)
-            clock.seconds = saver.seconds
+            ledger.resume(meta)
             clock.begin_row()
             report.resume(meta)
             saved_at = clock.now()
@@ -132,6 +139,7 @@ def train(
                     raise TrainingFailed(f"{error}{saved}") from None
                 done += len(made)
                 report.look_at_pending()
+                ledger.keep()
                 logs = done % config.log.every == 0 or done == steps
                 report.pend(done, made, logs)
                 saver.checkpoints.check()
@@ -147,22 +155,25 @@ def train(
                 if saves or evaluates or stops or (logs and config.max_consensus_distance):
                     if report.look_at_pending():
                         runner.average()
-                    with clock.pause():
-                        if evaluates:
-                            evaluate(*runner.evaluate(), done, work, writer, saver)
-                        if saves or stops:
+                    if evaluates:
+                        evaluate_at(done, runner, clock, work, writer, saver)
+                    if saves or stops:
+                        with clock.of("checkpoints"):
                             saver.save(done, runner.state, clock.seconds, report.begun())
-                            saved_at = clock.now()
+                        saved_at = clock.now()
                 if stops and done < steps:
-                    saver.checkpoints.wait()
-                    stop(done, work, signals, clock.seconds)
+                    with clock.of("checkpoints"):
+                        saver.checkpoints.wait()
+                    stop(done, work, signals, clock)
             report.finish(done)
             if runner.evaluates and saver.evaluated.get("step") != done:
-                evaluate(*runner.evaluate(), done, work, writer, saver)
-            saver.save(done, runner.state, clock.seconds, report.begun())
-        with work.announce("waiting until the checkpoint is written"):
+                evaluate_at(done, runner, clock, work, writer, saver)
+            with clock.of("checkpoints"):
+                saver.save(done, runner.state, clock.seconds, report.begun())
+        with clock.of("checkpoints"), work.announce("waiting until the checkpoint is written"):
             saver.checkpoints.wait()
-        return runner.finish(done, saver, clock)
+        with clock.of("evaluation"):
+            return runner.finish(done, saver, clock)
 
 
 # --- The helpers of the loop ----------------------------------------------------------------------
@@ -187,6 +198,17 @@ def agreed(late: bool, stops: bool, logs: bool) -> tuple[bool, bool]:
     return logs and cluster.any_process(late), logs and cluster.any_process(stops)
 
 
+def evaluate_at(
+    done: int, runner: Runner, clock: Clock, work: Workdir, writer: MetricWriter, saver: Saver
+) -> None:
+    """Evaluate, see `evaluate`, and write what the time until then was spent on."""
+    with clock.of("evaluation"):
+        found = runner.evaluate()
+    with clock.of("checkpoints"):  # of the model, if it is the best
+        evaluate(*found, done, work, writer, saver)
+    writer.write(done, goodput.shares(clock.spent()))
+
+
 def evaluate(
     row: dict[str, float],
     model: Model,
@@ -201,9 +223,14 @@ def evaluate(
     saver.evaluation(done, row, model)
 
 
-def stop(done: int, work: Workdir, signals: Signals, seconds: float) -> NoReturn:
-    """Leave after a signal and ``seconds`` of training, when the checkpoint has been written."""
-    work.summary(steps=done, interrupted=True, training_seconds=round(seconds, 3))
+def stop(done: int, work: Workdir, signals: Signals, clock: Clock) -> NoReturn:
+    """Leave after a signal, when the checkpoint has been written."""
+    work.summary(
+        steps=done,
+        interrupted=True,
+        training_seconds=round(clock.seconds, 3),
+        goodput=goodput.summary(clock),
+    )
     raise Interrupted(
         f"interrupted after step {done}; a checkpoint is saved, the same command resumes",
         signals.received or 15,
@@ -217,6 +244,7 @@ def conclude(
     state: TrainState,
     cost: algorithm.Cost,
     saver: Saver,
+    clock: Clock | None = None,
     **entries: Any,
 ) -> dict[str, Any]:
     """Test the consensus model, write the summary, draw the curves, show a sample.
@@ -228,6 +256,7 @@ def conclude(
       state: after the last step.
       cost: of its algorithm.
       saver: has the last evaluation and the best one.
+      clock: of the run; None: it accounts for no time.
       **entries: of the summary besides.
 
     Returns:
@@ -250,6 +279,11 @@ def conclude(
         "state_bytes_per_replica": cost.state,
         "partition": {"name": "iid"} if shares is None else shares.summary(),
     }
+    if clock is not None:
+        found["goodput"] = goodput.summary(clock)
+    if not work.quiet:
+        mfu = [row["perf/mfu"] for row in read_metrics(work.path) if "perf/mfu" in row]
+        found |= {"mfu": statistics.median(mfu)} if mfu else {}
     summary = work.summary(**found | entries | task.summary() | tested)
     if work.quiet:
         return summary

@@ -1,4 +1,4 @@
-"""The numbers of a run: rows of metrics.jsonl and their copies, the clock, a report.
+"""The numbers of a run: rows of metrics.jsonl and their copies, and a report.
 
 >>> import tempfile
 >>> with tempfile.TemporaryDirectory() as workdir:
@@ -13,9 +13,8 @@
 import contextlib
 import json
 import os
-import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from decent_jax.ground.format import format_number
 from decent_jax.ground.json_files import plain, write_atomic
 from decent_jax.ground.progress import Progress
 from decent_jax.ground.run_folder import METRICS, read_metrics
+from decent_jax.train.goodput import Clock, shares
 
 
 class MetricWriter:
@@ -170,44 +170,6 @@ def _line(row):
     return json.dumps(plain(row), allow_nan=False).encode() + b"\n"
 
 
-class Clock:
-    """Seconds of training, without the pauses for evaluation, saving and compiling.
-
-    Attributes:
-      now: seconds since some moment; a test has its own.
-      seconds: of all rows so far, in this session and those before.
-      waited: for data, since the last row.
-    """
-
-    def __init__(self, now: Callable[[], float] = time.monotonic):
-        self.now, self.seconds = now, 0.0
-        self.begin_row()
-
-    def begin_row(self, seconds: float = 0.0, waited: float = 0.0) -> None:
-        """Begin a row here, of which so many ``seconds`` have passed in an earlier session."""
-        self.waited, self._began, self._paused = waited, self.now() - seconds, 0.0
-
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """A context whose time does not count."""
-        began = self.now()
-        try:
-            yield
-        finally:
-            self._paused += self.now() - began
-
-    def of_row(self) -> float:
-        """Seconds of the row so far."""
-        return max(self.now() - self._began - self._paused, 1e-9)
-
-    def lap(self) -> tuple[float, float]:
-        """(seconds, seconds waited for data) of the row that ends here; begins the next."""
-        seconds, waited = self.of_row(), self.waited
-        self.seconds += seconds
-        self.begin_row()
-        return seconds, waited
-
-
 class Report:
     """Waits for the steps, one step late; writes their rows, shows them, tells what goes wrong.
 
@@ -257,6 +219,7 @@ class Report:
             "steps": self._steps,
             "seconds": self._clock.of_row(),
             "waited": self._clock.waited,
+            "record": self._clock.record(),
             "sums": sums and {name: x.tolist() for name, x in sums.items()},
             "measured": self._measured,
             "skipped": self._skipped.tolist(),
@@ -285,7 +248,7 @@ class Report:
           made: metrics of the last of them, see `decent_jax.train.loop.Runner.step`.
           logs: whether a row ends here.
         """
-        with contextlib.nullcontext() if self._compiled else self._clock.pause():
+        with contextlib.nullcontext() if self._compiled else self._clock.of("compiling"):
             for metrics in made:
                 self._measured.append(metrics.pop("measured", {}))
                 self._sums = self._add(self._sums, metrics)
@@ -324,6 +287,11 @@ class Report:
             "perf/data_wait_s": waited / steps,
             "perf/wall_time_s": self._clock.seconds,
         }
+        if self._runner.evaluates:  # for the run
+            row["goodput"] = shares(self._clock.spent())["goodput"]
+        if self._runner.peak is not None:
+            flops = self._task.flops_per_example * self._config.batch_size * steps
+            row["perf/mfu"] = flops / seconds / self._runner.peak
         measured, self._measured = self._measured[:steps], self._measured[steps:]
         row |= {k: float(np.mean([numbers[k] for numbers in measured])) for k in measured[0]}
         self._look_at(done, failing, skipped)

@@ -24,7 +24,8 @@ from decent_jax.train import step as step_lib
 from decent_jax.train.checkpoint import Checkpointer, Saver
 from decent_jax.train.evaluation import Evaluator, Model
 from decent_jax.train.experiment import Experiment, open_experiment, train_batches
-from decent_jax.train.metrics import Clock
+from decent_jax.train.goodput import Clock, Idle
+from decent_jax.train.peaks import peak
 from decent_jax.train.step import TrainState, make_step
 from decent_jax.train.workdir import Workdir
 
@@ -60,6 +61,7 @@ class Synchronous:
 
     def __init__(self, experiment: Experiment, work: Workdir):
         self.experiment, self.work = experiment, work
+        self.peak = peak(experiment.placement.mesh.devices.flat)
         self.shapes = jax.eval_shape(lambda: init(experiment))
         self.cost = announce_cost(experiment, work, self.shapes)
         self.checkpoints = Checkpointer(work.path, experiment.config.checkpoint.keep)
@@ -114,6 +116,7 @@ class Synchronous:
         if done in self._profile.turns:
             self._profile.turn(done, self.state)
         metrics = self._run(self.programs.compiled[key], batch, done)
+        self._feed.idle.begin(metrics["loss"])
         self._done = done + 1
         self._read_ahead(done + 1)
         return [metrics | {"measured": measured}]
@@ -161,6 +164,7 @@ class Synchronous:
             self.state,
             self.cost,
             saver,
+            clock,
             steps=done,
             training_seconds=round(clock.seconds, 3),
             memory_bytes_per_device=memory and memory._asdict(),
@@ -168,11 +172,16 @@ class Synchronous:
 
 
 class Feed:
-    """The batches of this process on their way to the devices; a context that stops its threads."""
+    """The batches of this process on their way to the devices; a context that stops its threads.
+
+    Attributes:
+      idle: to be told of each step, since waiting for data costs nothing while the devices work.
+    """
 
     def __init__(self, experiment: Experiment, start_step: int, clock: Clock):
         task = experiment.task
         self._placement, self._clock = experiment.placement, clock
+        self.idle = Idle(clock.now)
         self._measure = getattr(task, "measure", None)
         self._batches = train_batches(
             experiment.config, task, experiment.placement, start_step, experiment.partition
@@ -186,15 +195,17 @@ class Feed:
         """
         began = self._clock.now()
         block = next(self._batches)
-        self._clock.waited += self._clock.now() - began
+        self._clock.waited_for_data(self.idle.seconds(began, self._clock.now()))
         measured = self._measure(block) if self._measure is not None else {}
         return self._placement.put(block), measured
 
     def __enter__(self) -> "Feed":
         self._batches.__enter__()
+        self.idle.__enter__()
         return self
 
     def __exit__(self, *exc_info) -> None:
+        self.idle.__exit__(*exc_info)
         self._batches.__exit__(*exc_info)
 
 
@@ -329,7 +340,7 @@ class Programs:
 
         message = f"compiling the step ({self._name(rnd, shapes)})"
         coming = self._coming.pop((rnd, shapes), None)
-        with self._clock.pause(), self._work.announce(message):
+        with self._clock.of("compiling"), self._work.announce(message):
             compiled = compiled_for(rnd) if coming is None else coming.result()
         first = self.memory is None
         both = filter(None, [self.memory, xla.memory_of(compiled)])

@@ -23,6 +23,7 @@ from decent_jax.ground.format import format_duration, shorten
 from decent_jax.ground.progress import Progress, announce
 from decent_jax.ground.run_folder import METRICS, read_metrics
 from decent_jax.train import config as config_lib
+from decent_jax.train import goodput
 from decent_jax.train.metrics import MetricWriter
 
 LOCK = ".lock"
@@ -177,7 +178,11 @@ class Workdir:
         loss = summary["final"].get("eval/loss", float("nan"))
         self.say(
             f"validation loss {loss:.4f} after {summary['steps']} steps, "
-            f"{format_duration(summary['training_seconds'])} of training\n"
+            f"{format_duration(summary['training_seconds'])} of training"
+        )
+        if "goodput" in summary:
+            self.say(goodput.describe(summary["goodput"]["seconds"], summary.get("mfu")))
+        self.say(
             f"curves       {self.path / 'curves.png'}\n"
             f"metrics      {self.path / 'metrics.jsonl'}\n"
             f"checkpoints  {self.path / 'checkpoints'}\n"

@@ -1,0 +1,307 @@
+"""What the seconds of a run were spent on: its clock, and the file that outlives a kill.
+
+*Goodput* is the share of a run's time, over all of its sessions, in steps that stayed.
+
+>>> now = 0.0
+>>> clock = Clock(lambda: now)
+>>> now = 20.0
+>>> with clock.of("compiling"):
+...     now = 50.0
+>>> now = 90.0
+>>> with clock.of("evaluation"):
+...     now = 100.0
+>>> describe(clock.spent())
+'goodput 40% of 1 min 40 s: 30% compiling, 20% start, 10% evaluation'
+"""
+
+import contextlib
+import contextvars
+import json
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from decent_jax.ground.errors import DataError, Interrupted
+from decent_jax.ground.format import format_duration
+from decent_jax.ground.json_files import check_regular, is_real, read_json
+
+FILE = "goodput.json"  # of a run directory
+# What the time that is not in "steps" is spent on.
+CAUSES = ("start", "compiling", "data", "evaluation", "checkpoints", "lost", "recovery")
+_KEPT_EVERY_S = 1.0
+_PATIENCE_S = 5.0  # with a step that failed in another process and never ends here
+_RECORD_BYTES = 512  # all records are equally long, so that one write replaces another
+
+Record = Mapping[str, Any]  # see `Clock.record`
+
+
+class Clock:
+    """Counts seconds by what they are spent on, in this session of a run and those before.
+
+    Each moment counts once. A session begins with its "start", which ends when the first program
+    is compiled. From then on, what nothing else claims are "steps"; a session that follows a death
+    is in "recovery" until then, whatever it does.
+
+    Args:
+      now: seconds since some moment.
+      date: seconds since a moment that is the same for all sessions.
+      began: when the session began, by ``now``; None: now.
+    """
+
+    def __init__(
+        self,
+        now: Callable[[], float] = time.monotonic,
+        date: Callable[[], float] = time.time,
+        began: float | None = None,
+    ):
+        self.now, self._date = now, date
+        self._began = now() if began is None else began
+        self._spent: dict[str, float] = dict.fromkeys(("steps", *CAUSES), 0.0)
+        self._cause, self._since = "start", self._began
+        self.begin_row()
+
+    # --- By cause ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def of(self, cause: str) -> Iterator[None]:
+        """A context whose time is spent on one of `CAUSES`."""
+        before = self._cause
+        self._enter("recovery" if before == "recovery" else cause)
+        try:
+            yield
+        finally:
+            starts = cause == "compiling" and before in ("start", "recovery")
+            self._enter("steps" if starts else before)
+
+    def waited_for_data(self, seconds: float) -> None:
+        """So many seconds of the last step were spent waiting for its batch."""
+        if self._cause == "steps":  # the first batch belongs to the start
+            self._spent["steps"] -= seconds
+            self._spent["data"] += seconds
+
+    def spent(self) -> dict[str, float]:
+        """Seconds of the run so far: "steps", and each of `CAUSES`."""
+        self._enter(self._cause)
+        return dict(self._spent)
+
+    def _enter(self, cause: str) -> None:
+        now = self.now()
+        self._spent[self._cause] += now - self._since
+        self._cause, self._since = cause, now
+
+    # --- Over several sessions --------------------------------------------------------------------
+
+    def record(self, ended: bool = False) -> Record:
+        """What a later session must know; ``ended``: this one ends as it should."""
+        return {"seconds": self.spent(), "date": self._date(), "ended": ended}
+
+    def resume(self, saved: Record | None, last: Record | None) -> None:
+        """Go on from a checkpoint with the `record` ``saved``; None: from the beginning.
+
+        Steps made since, as far as ``last`` knows of them, are lost. The time since ``last``, the
+        newest record of the run, is recovery, if that session did not end as it should.
+        """
+        known = [one for one in (last, saved) if one is not None]
+        if not known:
+            return
+        newest = max(known, key=lambda one: one["date"])
+        session = sum(self.spent().values())  # all of it is the start so far
+        self._spent |= newest["seconds"]
+        for cause in ("steps", "data"):
+            stayed = saved["seconds"][cause] if saved is not None else 0.0
+            self._spent["lost"] += self._spent[cause] - stayed
+            self._spent[cause] = stayed
+        if newest["ended"]:
+            self._spent["start"] += session
+        else:
+            self._spent["recovery"] += max(self._date() - newest["date"], session)
+            self._cause = "recovery"
+
+    # --- Of rows ----------------------------------------------------------------------------------
+
+    @property
+    def seconds(self) -> float:
+        """Of training, in all sessions, until this row: steps that stayed, and waiting for data."""
+        return self._row
+
+    @property
+    def waited(self) -> float:
+        """Seconds of this row in which the devices waited for data."""
+        return self._spent["data"] - self._data
+
+    def begin_row(self, seconds: float = 0.0, waited: float = 0.0) -> None:
+        """Begin a row here, of which so many ``seconds`` have passed in an earlier session."""
+        self._row, self._data = self._training() - seconds, self._spent["data"] - waited
+
+    def of_row(self) -> float:
+        """Seconds of the row so far."""
+        return max(self._training() - self._row, 1e-9)
+
+    def lap(self) -> tuple[float, float]:
+        """(seconds, seconds waited for data) of the row that ends here; begins the next."""
+        found = self.of_row(), self.waited
+        self.begin_row()
+        return found
+
+    def _training(self) -> float:
+        spent = self.spent()
+        return spent["steps"] + spent["data"]
+
+
+_session: contextvars.ContextVar[float | None] = contextvars.ContextVar("session", default=None)
+
+
+@contextlib.contextmanager
+def session(seconds: float = 0.0) -> Iterator[None]:
+    """A context that is a session; it began so many ``seconds`` ago, or where one around it did."""
+    began = _session.get()
+    token = _session.set(time.monotonic() - seconds if began is None else began)
+    try:
+        yield
+    finally:
+        _session.reset(token)
+
+
+def session_clock() -> Clock:
+    """A clock of the `session` around."""
+    return Clock(began=_session.get())
+
+
+class Ledger:
+    """Keeps the record of a clock in the run directory; a context that writes the last one.
+
+    A record is with the operating system when it is written, so a killed process loses at most the
+    last second of its account.
+
+    Args:
+      folder: the run directory.
+      clock: of the run.
+      writes: whether this process speaks for the run; the others read and write nothing.
+    """
+
+    def __init__(self, folder: Path, clock: Clock, writes: bool):
+        self._path, self._clock, self._writes = folder / FILE, clock, writes
+        self._due, self._file = math.inf, -1
+
+    def resume(self, meta: Mapping[str, Any]) -> None:
+        """Go on from the checkpoint with this ``meta``, empty without one; keep records from now.
+
+        Raises:
+          OSError: the file cannot be written.
+        """
+        saved = None
+        if meta:
+            old = {"steps": meta["seconds"], "data": 0.0}  # checkpoints before there was an account
+            old = {"seconds": old, "date": 0.0, "ended": True}
+            saved = (meta["row"] or {}).get("record", old)
+        self._clock.resume(saved, read(self._path) if self._writes else None)
+        if self._writes:
+            check_regular(self._path)
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+            self._due = self._clock.now()
+
+    def keep(self) -> None:
+        """Called after each step: write a record, if the last one is a second old."""
+        if self._clock.now() >= self._due:
+            self._write(ended=False)
+
+    def _write(self, ended: bool) -> None:
+        line = json.dumps(self._clock.record(ended)).ljust(_RECORD_BYTES - 1) + "\n"
+        os.pwrite(self._file, line.encode(), 0)
+        self._due = self._clock.now() + _KEPT_EVERY_S
+
+    def __enter__(self) -> "Ledger":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
+        if self._file >= 0:
+            self._write(ended=kind is None or issubclass(kind, Interrupted))
+            os.close(self._file)
+
+
+def read(path: Path) -> Record | None:
+    """The record in a file; None where there is none, or it is damaged."""
+    try:
+        found = read_json(path)
+        seconds, date, ended = found["seconds"], found["date"], found["ended"]
+        whole = set(seconds) == {"steps", *CAUSES} and is_real(date, 0) and type(ended) is bool
+        return found if whole and all(is_real(x, -1) for x in seconds.values()) else None
+    except (OSError, DataError, KeyError, TypeError, AttributeError):
+        return None
+
+
+# --- What the devices do --------------------------------------------------------------------------
+
+
+class Idle:
+    """Since when the devices have had nothing to do; a context with a thread that waits for them.
+
+    Args:
+      now: seconds.
+    """
+
+    def __init__(self, now: Callable[[], float]):
+        self._now, self._since = now, -math.inf
+        self._begun = self._ended = 0
+        self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._wait, name="idle devices", daemon=True)
+
+    def begin(self, result: Any) -> None:
+        """The devices have been given a step; ``result`` is an array that it computes."""
+        self._begun += 1
+        self._results.put(result)
+
+    def seconds(self, began: float, ended: float) -> float:
+        """Of this time, which ends now, that in which they had nothing to do."""
+        if self._ended < self._begun:
+            return 0.0
+        return max(0.0, ended - max(began, self._since))
+
+    def _wait(self) -> None:
+        with contextlib.suppress(Exception):  # the thread that trains raises it, too
+            while (result := self._results.get()) is not None:
+                jax.block_until_ready(result)
+                self._since = self._now()
+                self._ended += 1
+
+    def __enter__(self) -> "Idle":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._results.put(None)
+        self._thread.join(_PATIENCE_S)
+
+
+# --- In words -------------------------------------------------------------------------------------
+
+
+def summary(clock: Clock) -> dict[str, Any]:
+    """The entry of ``summary.json``: the share of steps, and all seconds by what they went to."""
+    spent = clock.spent()
+    seconds = {cause: round(x, 3) for cause, x in spent.items()}
+    return {"share": shares(spent)["goodput"], "seconds": seconds}
+
+
+def shares(spent: Mapping[str, float]) -> dict[str, float]:
+    """Shares of the time: ``goodput`` for "steps", ``goodput/CAUSE`` for the others."""
+    total = max(sum(spent.values()), 1e-9)
+    found = {f"goodput/{cause}": round(spent[cause] / total, 6) for cause in CAUSES}
+    return {"goodput": round(spent["steps"] / total, 6)} | found
+
+
+def describe(spent: Mapping[str, float], mfu: float | None = None) -> str:
+    """A line of the log: what took half a percent of the time or more, the longest first."""
+    total = max(sum(spent.values()), 1e-9)
+    causes = sorted(CAUSES, key=lambda cause: -spent[cause])
+    words = [f"{spent[x] / total:.0%} {x}" for x in causes if spent[x] >= 0.005 * total]
+    line = f"goodput {spent['steps'] / total:.0%} of {format_duration(total)}"
+    line += f": {', '.join(words)}" if words else ""
+    return line if mfu is None else f"{line}; {mfu:.1%} of the devices' peak (mfu)"
