@@ -28,6 +28,7 @@ START = {"start": 2, "origin": {"peer": "0.0", "t": 2, "when": "boundary"}}
 MET = {"t": 2, "met": "a", "with": "1.0", "mine": 0, "theirs": 1, "sides": [1.0, 0.0]}
 EVENTS = [START, MET, {"t": 2, "version": 1, "crc": 5}, {"t": 2, "rate": 9}, {"end": 3, "crc": 7}]
 SPENT = dict.fromkeys(("steps", *goodput.CAUSES), 1.5)
+CONFIG = config_lib.default_config()  # which no reader changes
 META = {"step": 4, "num_replicas": 1, "examples": 8, "seconds": 1.5, "best": 2.5}
 
 
@@ -44,7 +45,7 @@ def real_files(folder):
         "network.json": (folder / "network.json").read_bytes(),
         "4/meta.json": (folder / "checkpoints" / "4" / "meta.json").read_bytes(),
         "checkpoints/run.json": (folder / "checkpoints" / "run.json").read_bytes(),
-        "config.json": json.dumps(config_lib.default_config().to_dict()).encode(),
+        "config.json": json.dumps(CONFIG.to_dict()).encode(),
         "metrics.jsonl": METRICS,
         "goodput.json": json.dumps({"seconds": SPENT, "date": 9.5, "ended": False}).encode(),
         "plan.json": (folder / "plan.json").read_bytes(),
@@ -58,7 +59,7 @@ def read_run(path):
 
 
 def resume(path):
-    work = workdir.Workdir(path.parent, config_lib.default_config())
+    work = workdir.Workdir(path.parent, CONFIG)
     work.check_config()
     work.check_metrics()
 

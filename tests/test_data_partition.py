@@ -157,9 +157,10 @@ def test_each_replica_reads_its_own_records_once_an_epoch():
 
 
 def config(**changes):
-    """4 replicas on generated pictures of ten classes."""
+    """4 replicas on generated pictures of ten classes, by the method that compiles soonest."""
     own = {"data__train_images": 200, "data__val_images": 20, "num_replicas": 4}
     own |= {"data__partition": "dirichlet", "data__alpha": 0.1, "schedule": "complete"}
+    own |= {"algorithm": "decentralized_sgd", "optimizer__name": "sgd"}
     return small_runs.config("image_classification", **small_runs.RESNET | own | changes)
 
 

@@ -167,7 +167,7 @@ def test_a_run_is_that_of_whole_replicas_and_resumes_bit_for_bit(tmp_path):
 def test_other_algorithms(name, tmp_path):
     of_all = name in ("diloco", "sparseloco")
     changes = {"algorithm": name, "steps": 4, "micro_batches": 1 if of_all else 2}
-    changes |= {"schedule": "complete" if of_all else "one_peer_exp", "batch_size": 16}
+    changes |= {"schedule": "complete" if of_all else "bidirectional_ring", "batch_size": 16}
     whole = tiny.run(tiny.waves(**changes), tmp_path / "whole")
     sharded = tiny.run(tiny.waves(mesh=FSDP, **changes), tmp_path / "sharded")
     np.testing.assert_allclose(tiny.losses(sharded), tiny.losses(whole), rtol=1e-5)

@@ -45,8 +45,8 @@ def kernel(compile_once):
 
 
 AFRESH = """\
-%reset -f
-import os, sys, jax, matplotlib
+import gc, os, sys, jax, matplotlib
+gc.set_threshold(50_000)  # as for the tests, see conftest
 sys.modules["ipywidgets"] = None  # the plain figures; the sliders have a test of their own
 os.environ |= {sizes}
 matplotlib.rcdefaults()

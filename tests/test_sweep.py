@@ -123,9 +123,10 @@ def test_results_of_other_settings_are_no_results(config, tmp_path, capsys):
     assert "learning_rate: 0.01 -> 0.5" in said and str(out / "seed=0") in said
 
 
-@pytest.mark.usefixtures("compile_once")
-def test_a_run_is_trained_by_a_process_of_its_own(config, tmp_path):
+def test_a_run_is_trained_by_a_process_of_its_own(config, tmp_path, compile_once, monkeypatch):
     """The one real run here; its output is in its log."""
+    for name, value in compile_once.items():
+        monkeypatch.setenv(name, value)
     out = tmp_path / "out"
     flags = ["--config", config, "--over", "seed=3", "--out", str(out), "--config.steps=2"]
     assert sweep.main(flags) == 0

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from flax.traverse_util import unflatten_dict
 
 from decent_jax import optim, replicas
 from decent_jax.cluster import start as cluster
@@ -151,6 +150,8 @@ def _only(tree: Any, names: Collection[str]) -> Any:
     kept = {path: x for path, x in leaves.items() if _name(path) in names}
     if len(kept) == len(leaves):
         return tree
+    from flax.traverse_util import unflatten_dict  # here: flax imports all of its layers
+
     return unflatten_dict({tuple(key.key for key in path): x for path, x in kept.items()})
 
 
