@@ -1,6 +1,7 @@
 """The loop of every kind of run: its rows, also the last one and those across a resume."""
 
 import queue
+import shutil
 import signal
 import threading
 from types import SimpleNamespace
@@ -31,38 +32,41 @@ def measured(folder):
     ]
 
 
+# Rows and checkpoints cut each other.
+CUT = {"log": {"every": 5}, "checkpoint": {"every": 3}}
+
+
+def on_a_clock(folder, until=-1):
+    """By which each step takes ten seconds, and a signal as long once more."""
+    signals = tiny.SignalAfter(until, signal.SIGTERM)
+    clock = Clock(lambda: 10.0 * signals.looks)
+    return tiny.run(tiny.waves(**CUT), folder, clock=clock, signals=signals)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, compile_once):
+    """The undisturbed run."""
+    return on_a_clock(tmp_path_factory.mktemp("whole") / "run")
+
+
 @pytest.mark.parametrize("stopped", [8, 10])
-def test_a_row_that_a_checkpoint_cuts_is_that_of_the_undisturbed_run(stopped, tmp_path):
-    """Its sums travel in the checkpoint, also of a step that had been dispatched last.
-
-    On a clock by which each step takes ten seconds, and the signal as long once more.
-    """
-    config = tiny.waves(log={"every": 5}, checkpoint={"every": 3})
-
-    def run(name, until=-1):
-        signals = tiny.SignalAfter(until, signal.SIGTERM)
-        clock = Clock(lambda: 10.0 * signals.looks)
-        return tiny.run(config, tmp_path / name, clock=clock, signals=signals)
-
-    whole = run("whole")
+def test_a_row_that_a_checkpoint_cuts_is_that_of_the_undisturbed_run(stopped, whole, tmp_path):
+    """Its sums travel in the checkpoint, also of a step that had been dispatched last."""
     with pytest.raises(Interrupted):
-        run("run", stopped)
-    folder = run("run")
+        on_a_clock(tmp_path / "run", stopped)
+    folder = on_a_clock(tmp_path / "run")
     assert [row["step"] for row in measured(whole)] == [5, 10, 12]
     assert measured(folder) == measured(whole)
     for row in tiny.rows(folder):
         assert 9.9 < row["perf/step_time_s"] < 12.1, row["step"]
 
 
-def test_a_checkpoint_of_before_the_last_row_repeats_it(tmp_path):
+def test_a_checkpoint_of_before_the_last_row_repeats_it(whole, tmp_path):
     """Killed after step 10 was logged; the newest checkpoint is of step 9."""
-    config = tiny.waves(log={"every": 5}, checkpoint={"every": 3})
-    whole = tiny.run(config, tmp_path / "run")
-    wanted = measured(whole)
-    for step in (12,):
-        (whole / "checkpoints" / str(step)).rename(tmp_path / str(step))
-    tiny.run(config, whole)
-    assert measured(whole) == wanted
+    folder = shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints" / "12")
+    tiny.run(tiny.waves(**CUT), folder)
+    assert measured(folder) == measured(whole)
 
 
 def test_a_run_begins_before_its_later_rounds_are_compiled(tmp_path, monkeypatch):
