@@ -1,9 +1,12 @@
 """What the documents say is there, and the code in them runs."""
 
+import functools
 import re
 import textwrap
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import nbformat
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ from decent_jax.optim import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/library.md")
-DOCUMENTS += ("docs/loop_details.md",)
+DOCUMENTS += ("docs/loop_details.md", "docs/coming_from.md", "docs/trainers.md")
 DOCUMENTS += ("docs/topologies.md", "docs/algorithms.md", "docs/images.md")
 DOCUMENTS += ("docs/clusters.md", "docs/gpus.md", "docs/results.md", "docs/translation.md")
 DOCUMENTS += ("docs/peers.md", "docs/pipelines.md", "docs/text.md", "docs/from_ddp.md")
@@ -269,3 +272,24 @@ def test_the_optimizer_of_library_md_brings_a_lost_replica_of_nnx_back(compile_o
     bias[...] = bias[...].at[3].set(np.nan)
     model, _, _ = names["train_step"](names["model"], names["optimizer"], names["x"], round=0)
     assert replicas.finite(nnx.as_pure(nnx.state(model, nnx.Param))).all()
+
+
+def test_the_code_of_coming_from_md_runs():
+    """The blocks called "here"; those of others have a title, and are not run."""
+    names = run("docs/coming_from.md", *python_blocks((ROOT / "docs/coming_from.md").read_text()))
+    for name in ("decent_dp", "bluefog", "swarm", "diloco", "streaming"):
+        step = functools.partial(names[name].update, round=0)
+        each = jnp.arange(4.0 if name == "streaming" else 8.0)
+        params = {"a": each, "b": -each}
+        state = jax.jit(jax.vmap(names[name].init))(params)
+        updates, _ = jax.jit(jax.vmap(step, axis_name="replica"))(params, state, params)
+        assert replicas.finite(updates).all(), name
+
+
+def test_the_launcher_of_trainers_md_is_what_the_benchmark_runs():
+    """MaxText is too large to install for a test; benchmarks/maxtext_gossip.py ran this code."""
+    page, script = (
+        (ROOT / p).read_text() for p in ("docs/trainers.md", "benchmarks/maxtext_gossip.py")
+    )
+    (build,) = re.findall(r"^def build.*?^    return step$", page, re.MULTILINE | re.DOTALL)
+    assert re.sub(r"\n+", "\n", textwrap.indent(build, "    ")) in re.sub(r"\n+", "\n", script)
