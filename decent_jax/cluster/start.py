@@ -77,7 +77,7 @@ def start(config: ConfigDict, folder: str | Path = ".") -> str:
       PeerLost: jax could not join processes that had all come.
     """
     cluster = config.cluster
-    end_with_supervisor(cluster.heartbeat_s, watch.end)
+    end_with_supervisor(cluster.heartbeat_s)
     _threads_for_simulated_devices()
     launcher = detect_launcher()
     if jax.distributed.is_initialized():

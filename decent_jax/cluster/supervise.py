@@ -1,18 +1,22 @@
-"""Keeps a run going when one of its processes is lost: starts the remaining ones again.
+"""Keeps a run going when one of its processes or hosts is lost.
 
-A process counts as lost when a signal ended it, its host or its connection is gone, or it does not
-end after another was lost. Which process it was decides what happens, not which exit code is seen
-first: a survivor may well end before the supervisor notices the death of another.
+On every host an agent (`decent_jax.cluster.agent`) starts one process of the run. When a process is
+lost, the supervisor ends all of them at once and starts all of them again, the lost one on its own
+host or on a spare one; they go on from the copies of their replicas in the memory of their hosts
+(`decent_jax.train.copies`), else from the last checkpoint. Without a spare host, the others go on.
 
-The supervisor holds the other end of a pipe that is the standard input of each of its processes
-(`ssh` and `srun` pass it on), and never closes it. However the supervisor ends, the kernel closes
-the pipe: then the process stops as after SIGTERM, which saves a checkpoint, and where that takes
-too long it ends without one. A line in the pipe says that another process is lost, long before that
-is silent for a heartbeat: then this one ends at once, to be started again.
+A process counts as lost when a signal ended it, or its agent is gone or does not answer. Which it
+was decides what happens, not which exit code is seen first: a survivor may well end before the
+supervisor notices the death of another.
+
+However the supervisor ends, the kernel closes the pipe to its agents, and so that which is the
+standard input of their processes: then each stops as after SIGTERM, which saves a checkpoint, and
+where that takes too long it ends without one.
 """
 
 import contextlib
 import dataclasses
+import json
 import math
 import os
 import signal
@@ -27,23 +31,116 @@ from typing import Any
 from decent_jax.ground.errors import PEER_LOST
 
 VARIABLE = "DECENT_JAX_SUPERVISED"  # set where the standard input is the supervisor's pipe
+REACHED = "DECENT_JAX_REACHED"  # a descriptor to which steps are written, see `reached`
+PLACE = "DECENT_JAX_PLACE"  # the name of the member whose process this is
 GREETING = b"supervised\n"  # a launcher that does not pass the pipe on does not pass this on either
-_TICK_S = 0.2
-_IN_VAIN = 20  # starts after which no process was known to be lost
+_TICK_S = 0.02
+_ANSWER_S = 10.0  # for an agent to say that its process has ended, after SIGKILL
+_IN_VAIN = 20  # starts in a row that brought the run no further
 _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 _REFUSED, _FAILED = 2, 1  # of `train`; another start would change nothing
 # Of a process that lost another: after its sentence, or by jax's abort.
 _OF_SURVIVORS = (PEER_LOST, -signal.SIGABRT, 128 + signal.SIGABRT)
+_GONE = 255  # as of `ssh` that lost its host
 
 
 @dataclasses.dataclass
 class Member:
-    """A place where a process runs until it is lost."""
+    """A host with an agent, and with a process of the run if it is no spare one."""
 
-    name: str  # of the host; on one machine, the number at the first start
+    name: str  # of the host; on one machine, a number
     address: str  # where the others reach it
-    argv: list[str]  # stands before the command; may be empty
-    deaths: int = 0
+    argv: list[str]  # stands before the command of its agent; may be empty
+    agent: Any = None  # `AgentLink`
+    deaths: int = 0  # of its processes, in starts that brought the run no further
+
+
+class AgentLink:
+    """The supervisor's end of an agent, which ends with this process.
+
+    Args:
+      argv: the agent's command.
+      environment: its variables.
+
+    Attributes:
+      ready: whether it can start a process.
+      reached: the last step that its process has told.
+    """
+
+    def __init__(self, argv: list[str], environment: dict[str, str]):
+        self._popen = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,  # never closed while this process lives
+            stdout=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+        assert self._popen.stdout is not None
+        os.set_blocking(self._popen.stdout.fileno(), False)
+        self._rest = b""  # of a line
+        self.ready, self.reached = False, -1
+        self._code: int | None = None
+
+    def start(self, program: list[str], variables: dict[str, str], log: Path | None) -> None:
+        """Start a process; the one before has ended.
+
+        Args:
+          program: a Python program and its arguments.
+          variables: of its environment, besides the agent's.
+          log: the file to which its output is appended; None: it writes where this process does.
+        """
+        self._code = None
+        self._tell("start", program, variables, None if log is None else str(log.absolute()))
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process and its children, if it still runs."""
+        self._tell("signal", number)
+
+    def poll(self) -> int | None:
+        """The exit code of the process; None: it runs, or nobody has started one."""
+        self._listen()
+        return _GONE if self.is_gone() else self._code
+
+    def is_ready(self) -> bool:
+        """Whether it runs and can start a process."""
+        self._listen()
+        return self.ready and not self.is_gone()
+
+    def is_gone(self) -> bool:
+        """Whether it has ended."""
+        return self._popen.poll() is not None
+
+    def close(self) -> None:
+        """Let it go, with its process."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._popen.pid, signal.SIGKILL)
+        with self._popen:  # waits
+            pass
+
+    def _listen(self) -> None:
+        assert self._popen.stdout is not None
+        with contextlib.suppress(BlockingIOError):
+            while found := os.read(self._popen.stdout.fileno(), 1 << 16):
+                *lines, self._rest = (self._rest + found).split(b"\n")
+                for line in lines:
+                    self._hear(line)
+
+    def _hear(self, line: bytes) -> None:
+        try:
+            what, *values = json.loads(line)
+        except (ValueError, TypeError):  # a greeting of the host's shell
+            return
+        if what == "ready":
+            self.ready = True
+        elif what == "reached":
+            self.reached = values[0]
+        elif what == "ended":
+            self._code = values[0]
+
+    def _tell(self, *command: Any) -> None:
+        assert self._popen.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended
+            os.write(self._popen.stdin.fileno(), json.dumps(command).encode() + b"\n")
 
 
 class Child:
@@ -73,10 +170,6 @@ class Child:
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
-
-    def tell(self, line: str) -> None:
-        """Send it a line, which `end_with_supervisor` reads."""
-        self._write(f"{line}\n".encode())
 
     def _write(self, data: bytes) -> None:
         assert self._popen.stdin is not None
@@ -116,14 +209,17 @@ def verdict(codes: Sequence[int | None]) -> int | None:
 
 
 class Supervisor:
-    """Starts the processes of a run, and again those that remain when one is lost.
+    """Starts the processes of a run, and again when one is lost.
 
     Args:
-      members: where processes run at first.
-      start: ``start(members, attempt)`` starts a process of each member.
-      patience_s: for the others to end when one has.
+      members: hosts; a process runs on each of the first ``count``, the others are spare.
+      count: processes of the run.
+      connect: ``connect(member)`` starts an agent there and returns its `AgentLink`.
+      start: ``start(members, attempt)`` lets the agent of each member start its process.
+      patience_s: for the others to end when one has failed, and for agents to be ready.
       stop_s: for all to end when they are asked to.
-      again: deaths of a member after each of which it is started again.
+      again: deaths of a process in starts that brought the run no further, after each of which it
+        is started again.
       say: gets sentences for the user.
       clock: has ``monotonic()`` and ``sleep(seconds)``.
     """
@@ -131,19 +227,23 @@ class Supervisor:
     def __init__(
         self,
         members: list[Member],
-        start: Callable[[list[Member], int], Sequence[Child]],
+        count: int,
+        connect: Callable[[Member], Any],
+        start: Callable[[list[Member], int], None],
         *,
         patience_s: float,
         stop_s: float = 600.0,
-        again: int = 0,
+        again: int = 3,
         say: Callable[[str], None] = print,
         clock: Any = time,
     ):
-        self._members, self._start, self._say, self._clock = members, start, say, clock
+        self._members, self._crew = members, members[:count]
+        self._connect, self._start, self._say, self._clock = connect, start, say, clock
         self._patience_s, self._stop_s = patience_s, stop_s
         self._again = again
         self._signals: list[int] = []  # asked for and not passed on so far
         self._stopped: int | None = None
+        self._reached, self._in_vain = -1, 0
 
     def stop(self, number: int) -> None:
         """Pass a signal on to all processes and do not start them again; for a signal handler."""
@@ -151,73 +251,128 @@ class Supervisor:
 
     def run(self) -> int:
         """The exit code of the run: that of its processes, 128 + a signal, or 1: given up."""
-        starts = _IN_VAIN + (1 + self._again) * len(self._members)
-        for attempt in range(starts):
-            began = self._clock.monotonic()
-            processes = self._start(self._members, attempt)
-            try:
-                codes = self._wait(processes)
-            finally:
-                for process in processes:
-                    process.close()
-            code = verdict(codes)
-            if code is None and self._stopped is not None:
-                code = 128 + self._stopped
-            if code is not None:
-                return code
-            self._leave_out_the_lost(codes, self._clock.monotonic() - began)
-            if not self._members:
-                self._say("no process is left: giving up")
-                return 1
-        self._say(f"the run was started {starts} times: giving up")
-        return 1
+        try:
+            for attempt in range(10**9):
+                self._connect_all()
+                self._find_crew(at_first=attempt == 0)
+                if not self._crew:
+                    self._say("no process is left: giving up")
+                    return 1
+                if self._stopped is not None:
+                    return 128 + self._stopped
+                began = self._clock.monotonic()
+                self._start(self._crew, attempt)
+                codes = self._wait()
+                code = verdict(codes)
+                if code is None and self._stopped is not None:
+                    code = 128 + self._stopped
+                if code is not None:
+                    return code
+                self._judge(codes, self._clock.monotonic() - began)
+                if self._in_vain > _IN_VAIN:
+                    self._say(f"{_IN_VAIN} starts in a row brought the run no further: giving up")
+                    return 1
+            raise AssertionError
+        finally:
+            for member in self._members:
+                if member.agent is not None:
+                    member.agent.close()
 
-    def _wait(self, processes: Sequence[Child]) -> list[int | None]:
-        """The exit codes when all have ended; None for one that did not end in time."""
-        deadline, has_ended, has_told = math.inf, False, False
-        while None in (codes := [process.poll() for process in processes]):
+    def _connect_all(self) -> None:
+        for member in self._members:
+            if member.agent is not None and member.agent.is_gone():
+                member.agent.close()
+                member.agent = None
+            if member.agent is None:
+                member.agent = self._connect(member)
+
+    def _find_crew(self, at_first: bool) -> None:
+        """Wait until agents are ready; a spare host takes the place of one whose agent is not."""
+        end = self._clock.monotonic() + self._patience_s
+        while not self._signals:
+            late = self._clock.monotonic() > end
+            spare = [m for m in self._members if m not in self._crew and m.agent.is_ready()]
+            if at_first and not late:  # they may need some seconds
+                spare = []
+            crew, waits = [], False
+            for member in self._crew:
+                ready, gone = member.agent.is_ready(), member.agent.is_gone()
+                crew.append(member if ready else spare.pop(0) if spare else None)
+                waits |= crew[-1] is None and not gone
+            if late or not waits:
+                break
+            self._clock.sleep(_TICK_S)
+        else:
+            self._stopped = self._signals.pop()
+            return
+        for before, now in zip(self._crew, crew, strict=True):
+            if now is None:
+                self._say(f"{before.name} cannot be reached, and there is no spare host")
+            elif now is not before:
+                self._say(f"{now.name} takes the place of {before.name}")
+        self._crew = [member for member in crew if member is not None]
+
+    def _wait(self) -> list[int | None]:
+        """The exit codes when all have ended; None for one that did not end in time.
+
+        When one was lost, the others are killed; they count as survivors, whatever their code is.
+        """
+        agents = [member.agent for member in self._crew]
+        deadline, ended, killed = math.inf, False, set()
+        while None in (codes := [agent.poll() for agent in agents]):
             now = self._clock.monotonic()
             if now > deadline:
                 break
             while self._signals:  # the processes save a checkpoint and end
                 self._stopped = number = self._signals.pop()
-                for process in processes:
+                for agent in agents:
                     # A lost terminal is the supervisor's, and `train` knows only these two.
-                    process.signal(signal.SIGTERM if number == signal.SIGHUP else number)
+                    agent.signal(signal.SIGTERM if number == signal.SIGHUP else number)
                 deadline = min(deadline, now + self._stop_s)
-            if any(codes) and not has_ended:
-                has_ended, deadline = True, min(deadline, now + self._patience_s)
-            lost = next((k for k, code in enumerate(codes) if died(code)), None)
-            if lost is not None and not has_told and self._stopped is None:  # else they all save
-                has_told = True
-                name, how = self._members[lost].name, describe(codes[lost])
-                for process in processes:
-                    process.tell(f"process {lost} ({name}) was lost: it {how}")
+            if any(codes) and not ended:
+                ended, deadline = True, min(deadline, now + self._patience_s)
+            lost = any(died(code) or code in _OF_SURVIVORS for code in codes)
+            if lost and not killed and self._stopped is None:  # else they all save
+                killed = {k for k, code in enumerate(codes) if code is None}
+                for k in killed:
+                    agents[k].signal(signal.SIGKILL)
+                deadline = now + _ANSWER_S
             self._clock.sleep(_TICK_S)
+        for agent, code in zip(agents, codes, strict=True):
+            if code is None:  # silent; a new one may answer
+                agent.close()
+        for k in killed:
+            codes[k] = PEER_LOST if codes[k] == -signal.SIGKILL else codes[k]
         return codes
 
-    def _leave_out_the_lost(self, codes: list[int | None], seconds: float) -> None:
+    def _judge(self, codes: Sequence[int | None], seconds: float) -> None:
+        """Count the deaths, and leave out who dies again and again."""
+        reached = max(member.agent.reached for member in self._crew)
+        if further := reached > self._reached:
+            self._reached = reached
+            for member in self._members:
+                member.deaths = 0
+        self._in_vain = 0 if further else self._in_vain + 1
         lost = [k for k, code in enumerate(codes) if code is None or died(code)]
         if not lost:  # a process that aborted by itself looks like a survivor, too
             self._say("a connection broke, but no process is known to be lost: all start again")
         for k in lost:
-            member = self._members[k]
-            member.deaths += 1
-            then = "it is left out" if member.deaths > self._again else "it is started again"
+            member = self._crew[k]
+            member.deaths += not further
+            then = "it is left out" if member.deaths > self._again else "all start again"
             how = describe(codes[k])
             self._say(f"process {k} ({member.name}) {how} after {seconds:.0f} s: {then}")
-        gone = [k for k in lost if self._members[k].deaths > self._again]
-        self._members = [m for k, m in enumerate(self._members) if k not in gone]
+        self._crew = [member for member in self._crew if member.deaths <= self._again]
 
 
 def describe(code: int | None) -> str:
     """How a process was lost.
 
-    >>> describe(-9), describe(137), describe(255), describe(None)
-    ('died of SIGKILL', 'died of SIGKILL', 'ended with code 255', 'did not end with the others')
+    >>> describe(-9), describe(137), describe(3), describe(255), describe(None)
+    ('died of SIGKILL', 'died of SIGKILL', 'ended with code 3', 'is gone', 'does not answer')
     """
-    if code is None:
-        return "did not end with the others"
+    if code in (None, _GONE):
+        return "does not answer" if code is None else "is gone"
     number = -code if code < 0 else code - 128
     if number in set(signal.Signals):
         return f"died of {signal.Signals(number).name}"
@@ -227,26 +382,28 @@ def describe(code: int | None) -> str:
 # --- In the processes -----------------------------------------------------------------------------
 
 
-def end_with_supervisor(heartbeat_s: float, end: Callable[[str], None]) -> None:
+def reached(step: int) -> None:
+    """Tell the supervisor, if there is one, how far the run is."""
+    if REACHED in os.environ:
+        with contextlib.suppress(OSError):  # its agent is gone, and this process ends
+            os.write(int(os.environ[REACHED]), b"%d\n" % step)
+
+
+def end_with_supervisor(heartbeat_s: float) -> None:
     """End this process within ``heartbeat_s`` of its supervisor, if it has one.
 
-    Args:
-      heartbeat_s: half of it is for a checkpoint.
-      end: gets what the supervisor says of another process that is lost, and ends this one.
+    Half of that time is for a checkpoint.
     """
     if os.environ.pop(VARIABLE, None):  # children of this process are not the supervisor's
-        watch = threading.Thread(target=_watch, args=(heartbeat_s, end), daemon=True)
-        watch.start()
+        threading.Thread(target=_watch, args=(heartbeat_s,), daemon=True).start()
 
 
-def _watch(heartbeat_s: float, end: Callable[[str], None]) -> None:
+def _watch(heartbeat_s: float) -> None:
     # sys.stdin would hold a lock that Python needs to exit.
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as pipe:
         if pipe.readline() != GREETING:
             return
-        lost = pipe.readline()
-    if lost:
-        end(lost.decode(errors="replace").strip())
+        pipe.readline()  # it ends when the supervisor does
     with contextlib.suppress(OSError):  # its terminal is gone, too
         program = Path(sys.argv[0]).name
         print(f"{program}: the supervisor is gone: stopping", file=sys.stderr, flush=True)

@@ -69,8 +69,17 @@ class _Watch(threading.Thread):
                 self.end([0], "its connection broke")
 
     def end(self, lost: list[int], why: str) -> None:
+        """End this process with a sentence about others that are lost."""
         verb = "was" if len(lost) == 1 else "were"
-        end(f"{name_all(lost, self.hosts)} {verb} lost: {why}")
+        words = f"{name_all(lost, self.hosts)} {verb} lost: {why}"
+        before = "\n" if sys.stderr.isatty() else ""  # below a progress bar
+        program = Path(sys.argv[0]).name
+        then = "the same command resumes from the last checkpoint"
+        with contextlib.suppress(OSError):  # its terminal is gone
+            print(f"{before}{program}: {words}; {then}", file=sys.stderr, flush=True)
+        if self.index == 0:
+            time.sleep(_GRACE_S)  # so that the others do not lose the service before they end
+        _exit(PEER_LOST)
 
     def leave_together(self, timeout_s: float) -> None:
         """Wait until all processes leave, then disconnect; gives up where they do not."""
@@ -97,18 +106,6 @@ def watch(hosts: list[str], heartbeat_s: float) -> None:
     _watch.start()
     atexit.register(_watch.leave_together, _AT_THE_END_S)
     sys.excepthook = _leave_after_a_traceback
-
-
-def end(lost: str) -> None:
-    """End this process with a sentence about another one that is lost."""
-    before = "\n" if sys.stderr.isatty() else ""  # below a progress bar
-    program = Path(sys.argv[0]).name
-    then = "the same command resumes from the last checkpoint"
-    with contextlib.suppress(OSError):  # its terminal is gone
-        print(f"{before}{program}: {lost}; {then}", file=sys.stderr, flush=True)
-    if global_state.process_id == 0:
-        time.sleep(_GRACE_S)  # so that the others do not lose the service before they end
-    _exit(PEER_LOST)
 
 
 @contextlib.contextmanager

@@ -1,15 +1,18 @@
-"""Keep a run going when a host is lost: start its processes, and start the remaining ones again.
+"""Keep a run going when a process or a host is lost: start its processes, and start them again.
 
     decent-jax supervise --processes 4 -- \\
         train.py --config configs/quickstart.py --workdir runs/mine
-    decent-jax supervise --hosts gpu1,gpu2,gpu3 --via "ssh {host} 'cd /shared/here &&'" -- \\
+    decent-jax supervise --hosts gpu1,gpu2,gpu3 --spares gpu4 \\
+        --via "ssh {host} 'cd /shared/here &&'" -- \\
         train.py --config configs/gpt2_openwebtext.py --workdir /shared/runs/gpt2
 
 It adds --config.cluster.coordinator, num_processes and process_id to the flags of train.py. When a
-process dies (of a signal, with its host, or silent for cluster.heartbeat_s), the others end too,
-and all but the dead one start again from the last checkpoint. A replica keeps its share: when one
-of four processes is gone, num_replicas and batch_size become three quarters, and learning rate and
-steps stay. A schedule that the new number of replicas does not allow becomes one_peer_exp.
+process dies (of a signal, with its host, or silent for cluster.heartbeat_s), all of them end and
+start again within seconds, from the copies of their replicas that every host keeps in its memory
+(recovery.every), else from the last checkpoint. The lost process starts on its own host, or on a
+spare one; where neither answers it is left out. Then a replica keeps its share: when one of four
+processes is gone, num_replicas and batch_size become three quarters, and learning rate and steps
+stay. A schedule that the new number of replicas does not allow becomes one_peer_exp.
 
 A mistake in the config (exit code 2), failed training (1) and an interruption (130, 143) end the
 run with that code. The terminal shows process 0; the others write WORKDIR/process-K.log. However
@@ -26,13 +29,12 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
 from decent_jax.cluster import rendezvous
-from decent_jax.cluster.supervise import VARIABLE, Child, Member, Supervisor
+from decent_jax.cluster.supervise import PLACE, AgentLink, Member, Supervisor
 from decent_jax.ground.command_line import Parser, command
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.fields import Field
@@ -44,8 +46,16 @@ FALLBACK = "one_peer_exp"  # a schedule for any number of replicas
 FLAGS = {
     "processes": Field(0, "processes on this machine", at_least=0, at_most=1024),
     "port": Field(9876, "port of process 0, with --hosts", at_least=1, at_most=2**16 - 101),
-    "again": Field(0, "restarts of a process that died", at_least=0, at_most=10**6),
+    "again": Field(
+        3,
+        "starts of a process that dies without any progress of the run",
+        at_least=0,
+        at_most=10**6,
+    ),
 }
+# What every process needs, imported once per host; of the modules of the run's own task, it imports
+# the rest itself.
+WARM = ("decent_jax.train.synchronous", "decent_jax.commands.main", "decent_jax.plots.runs")
 
 
 @command("supervise")
@@ -55,16 +65,18 @@ def main(arguments: list[str] | None = None) -> int:
     config, workdir = flags.parse(program[1:])
     if workdir is None:
         raise ConfigError("--check starts no run: check it without a supervisor")
-    members = _members(options)
+    members, count = _members(options)
     if members[0].argv and shutil.which(members[0].argv[0]) is None:
         raise ConfigError.about("--via", members[0].argv[0], "must begin with a command")
-    fit(config, len(members), len(members))  # refused before the folder is made
+    fit(config, count, count)  # refused before the folder is made
     if options.hosts is None:  # the data of other hosts may be there alone
         config_lib.validate(config)
-    _make_logs(Path(workdir), len(members))
+    _make_logs(Path(workdir), count)
     supervisor = Supervisor(
         members,
-        functools.partial(_start, options, program, config, Path(workdir), len(members)),
+        count,
+        _connect,
+        functools.partial(_start, options, program, config, Path(workdir), count, _secret()),
         patience_s=2 * config.cluster.heartbeat_s + 30,
         again=options.again,
         say=_say,
@@ -79,6 +91,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(prog="decent-jax supervise", description=__doc__)
     add = parser.add_argument
     add("--hosts", metavar="NAME[=ADDRESS],...", help="one process on each")
+    add("--spares", metavar="NAME[=ADDRESS],...", help="hosts that take the place of a lost one")
     via = "how to start a shell command on a host (default: %(default)s)"
     add("--via", default="ssh {host}", metavar="COMMAND", help=via)
     parser.add_fields(FLAGS)
@@ -96,21 +109,38 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, program
 
 
-def _members(options: argparse.Namespace) -> list[Member]:
+def _members(options: argparse.Namespace) -> tuple[list[Member], int]:
+    """The hosts, spare ones at the end, and how many of them begin."""
     if options.hosts is None:
-        return [Member(f"first {k}", "localhost", []) for k in range(options.processes)]
+        if options.spares is not None:
+            raise ConfigError.about("--spares", options.spares, "must come with --hosts")
+        return [
+            Member(str(k), "localhost", []) for k in range(options.processes)
+        ], options.processes
+    named = [_hosts("--hosts", options.hosts, options.via)]
+    if options.spares is not None:
+        named.append(_hosts("--spares", options.spares, options.via))
+    members = [member for each in named for member in each]
+    names = [member.name for member in members]
+    if len(set(names)) < len(names):
+        why = "must name every host once, also with --spares"
+        raise ConfigError.about("--hosts", ",".join(names), why)
+    return members, len(named[0])
+
+
+def _hosts(flag: str, listed: str, via: str) -> list[Member]:
     members = []
-    for entry in options.hosts.split(","):
+    for entry in listed.split(","):
         name, _, address = entry.strip().partition("=")
         if not name:
-            raise ConfigError.about("--hosts", options.hosts, "must be names between commas")
+            raise ConfigError.about(flag, listed, "must be names between commas")
         try:
-            argv = shlex.split(options.via.format(host=name))
+            argv = shlex.split(via.format(host=name))
         except (ValueError, KeyError, IndexError, AttributeError):
             argv = []
         if not argv:
             why = "must be a command in which {host} is the host"
-            raise ConfigError.about("--via", options.via, why)
+            raise ConfigError.about("--via", via, why)
         members.append(Member(name, address or name, argv))
     return members
 
@@ -156,36 +186,40 @@ def _make_logs(workdir: Path, count: int) -> None:
         raise ConfigError.about("--workdir", workdir, f"must be writable ({error})") from None
 
 
+def _secret() -> str:
+    """That of the environment, or a new one."""
+    return os.environ.get(rendezvous.SECRET) or secrets.token_hex(32)
+
+
+def _connect(member: Member) -> AgentLink:
+    """Start an agent on a host."""
+    command = [sys.executable, "-m", "decent_jax.cluster.agent", *WARM]
+    argv = [*member.argv, shlex.join(command)] if member.argv else command
+    return AgentLink(argv, os.environ.copy())
+
+
 def _start(
     options: argparse.Namespace,
     program: list[str],
     config: ConfigDict,
     workdir: Path,
     first: int,
+    secret: str,
     members: list[Member],
     attempt: int,
-) -> Sequence[Child]:
+) -> None:
     """Start a process of each member, of which there were ``first`` at first."""
     changes = fit(config, first, len(members))
-    environment = os.environ.copy()
-    if options.hosts is None:
-        address = f"localhost:{_free_port()}"
-        environment.setdefault(rendezvous.SECRET, secrets.token_hex(32))
-    else:  # the secret is in the working directory; the last port may still be taken
-        address = f"{members[0].address}:{options.port + attempt % 100}"
-    command = ["env", f"{VARIABLE}=1", sys.executable, *program]  # also over ssh
-    command += [f"--config.{name}={value}" for name, value in changes.items()]
-    command += [f"--config.cluster.coordinator={address}"]
+    port = _free_port() if options.hosts is None else options.port + attempt % 100
+    command = [*program, *(f"--config.{name}={value}" for name, value in changes.items())]
+    command += [f"--config.cluster.coordinator={members[0].address}:{port}"]
     command += [f"--config.cluster.num_processes={len(members)}"]
-    children = []
     for index, member in enumerate(members):
-        own = [*command, f"--config.cluster.process_id={index}"]
-        argv = [*member.argv, shlex.join(own)] if member.argv else own
-        children.append(Child(argv, environment, _log(workdir, index)))
-    pids = ", ".join(str(child.pid) for child in children)
+        own = {rendezvous.SECRET: secret, PLACE: member.name}
+        numbered = [*command, f"--config.cluster.process_id={index}"]
+        member.agent.start(numbered, own, _log(workdir, index))
     notes = [f"{name} is {value}" for name, value in changes.items()]
-    _say("; ".join([f"{len(members)} processes started (pids {pids})", *notes]))
-    return children
+    _say("; ".join([f"{len(members)} processes start", *notes]))
 
 
 def _free_port() -> int:

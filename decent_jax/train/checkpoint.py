@@ -70,14 +70,14 @@ class Saver:
         if not drop_best_after(self.checkpoints.workdir, meta["step"]):
             self.best = math.inf
 
-    def save(self, done: int, state: TrainState, seconds: float, row: Any = None) -> None:
-        """Save the state after ``done`` steps and ``seconds`` of training, in the background.
+    def meta(self, done: int, seconds: float, row: Any = None) -> dict[str, Any]:
+        """What is kept beside the state after ``done`` steps and ``seconds`` of training.
 
         ``row`` is the row of metrics that has begun, see `decent_jax.train.metrics.Report.begun`.
         """
-        check_there(self.checkpoints.workdir)
         config = self._experiment.config
-        meta = {
+        return {
+            "step": done,
             "num_replicas": config.num_replicas,
             "schedule": self._experiment.schedule.name,
             "batch_size": config.batch_size,
@@ -87,7 +87,11 @@ class Saver:
             "row": row,
             "config": flat(config),
         }
-        self.checkpoints.save(done, state, meta)
+
+    def save(self, done: int, state: TrainState, seconds: float, row: Any = None) -> None:
+        """Save the state, with its `meta`, in the background."""
+        check_there(self.checkpoints.workdir)
+        self.checkpoints.save(done, state, self.meta(done, seconds, row))
 
     def rescue(self, done: int, state: TrainState, seconds: float, row: Any) -> str:
         """Save before the run fails, if this process can do so alone; returns words about it."""

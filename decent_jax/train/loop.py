@@ -12,10 +12,12 @@ from typing import Any, NoReturn, Protocol
 import jax
 
 from decent_jax.cluster import start as cluster
+from decent_jax.cluster import supervise
 from decent_jax.ground.errors import DataError, Interrupted, RunError, TrainingFailed
 from decent_jax.ground.run_folder import read_metrics
 from decent_jax.train import algorithm, goodput
 from decent_jax.train.checkpoint import Saver
+from decent_jax.train.copies import AUTOMATIC, Copies
 from decent_jax.train.evaluation import Evaluator, Model, local
 from decent_jax.train.experiment import Experiment
 from decent_jax.train.goodput import Clock, Ledger
@@ -34,6 +36,7 @@ class Runner(Protocol):
       evaluates: whether it evaluates and accounts for the time of the run, or leaves that to
         another process.
       peak: FLOP/s of its devices, see `decent_jax.train.peaks.peak`; None: not known.
+      copies: of ``state`` in memory, `decent_jax.train.copies.Copies`; None: there are none.
     """
 
     experiment: Experiment
@@ -41,6 +44,7 @@ class Runner(Protocol):
     state: Any
     evaluates: bool
     peak: float | None
+    copies: Any
 
     def restore(self) -> tuple[int, dict[str, Any]]:
         """Take the newest checkpoint's state, or a new one; steps done, and the meta, if any."""
@@ -143,6 +147,10 @@ def train(
                 logs = done % config.log.every == 0 or done == steps
                 report.pend(done, made, logs)
                 saver.checkpoints.check()
+                if logs:
+                    supervise.reached(done)
+                if runner.copies is not None:
+                    copy(runner.copies, runner.state, done, logs, report, saver)
                 evaluates = runner.evaluates and (
                     done == steps or divides(experiment.every["eval.every"], done)
                 )
@@ -177,6 +185,20 @@ def train(
 
 
 # --- The helpers of the loop ----------------------------------------------------------------------
+
+
+def copy(
+    copies: Copies, state: TrainState, done: int, logs: bool, report: Report, saver: Saver
+) -> None:
+    """Copy the state after ``done`` steps into memory, where that is due."""
+    if logs and copies.every == AUTOMATIC:
+        report.look_at_pending()
+        copies.settle(report.step_s)
+    if copies.due(done, logs):
+        if logs:  # the next row must not hold the steps of this one
+            report.look_at_pending()
+        copies.begin(done, state, saver.meta(done, report.clock.seconds, report.begun(wait=False)))
+        supervise.reached(done)
 
 
 def divides(every: int, done: int) -> bool:

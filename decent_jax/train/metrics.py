@@ -12,6 +12,7 @@
 
 import contextlib
 import json
+import math
 import os
 import uuid
 from collections.abc import Callable, Sequence
@@ -183,6 +184,10 @@ class Report:
       writer: gets the rows.
       progress: shows their numbers, and what goes wrong.
       what_next: ``()`` to words about what the same command would do.
+
+    Attributes:
+      clock: likewise.
+      step_s: seconds of a step, in the last row.
     """
 
     def __init__(
@@ -198,13 +203,14 @@ class Report:
             runner.experiment.config,
             runner.experiment.task,
         )
-        self._clock, self._writer, self._progress = clock, writer, progress
+        self.clock, self._writer, self._progress = clock, writer, progress
         self._what_next = what_next
         everywhere = runner.experiment.placement.replicated
         self._add = jax.jit(_add)
         self._summarize = jax.jit(_summarize, out_shardings=everywhere)
         self._gather = jax.jit(lambda sums: sums, out_shardings=everywhere)
         self._compiled = False
+        self.step_s = math.inf  # of the last row
         # Of the row that has begun:
         self._sums: Any = None
         self._steps = 0
@@ -212,16 +218,23 @@ class Report:
         self._pending: Any = None  # (steps done, metrics, their summary where a row is due)
         self._skipped = np.zeros(self._config.num_replicas, int)  # (n,) as last reported
 
-    def begun(self) -> dict[str, Any]:
-        """The row that has begun, for a checkpoint: a resumed run writes the undisturbed row."""
-        sums = None if self._sums is None else jax.device_get(self._gather(self._sums))
+    def begun(self, wait: bool = True) -> dict[str, Any]:
+        """The row that has begun, for a checkpoint: a resumed run writes the undisturbed row.
+
+        With ``wait`` its sums are lists of numbers, alike in all processes; else (n,) arrays, which
+        may still be under way.
+        """
+        sums = self._sums
+        if wait and sums is not None:
+            found = jax.device_get(self._gather(sums))
+            sums = {name: x.tolist() for name, x in found.items()}
         return {
             "steps": self._steps,
-            "seconds": self._clock.of_row(),
-            "waited": self._clock.waited,
-            "record": self._clock.record(),
-            "sums": sums and {name: x.tolist() for name, x in sums.items()},
-            "measured": self._measured,
+            "seconds": self.clock.of_row(),
+            "waited": self.clock.waited,
+            "record": self.clock.record(),
+            "sums": sums,
+            "measured": list(self._measured),
             "skipped": self._skipped.tolist(),
         }
 
@@ -235,10 +248,13 @@ class Report:
             self._skipped[0] = sum(row["skipped"])  # whose they were is forgotten
             return
         kinds = {"loss": np.float32, "grad_norm": np.float32, "steps": np.int32}
-        sums = row["sums"] and {k: np.array(v, kinds[k]) for k, v in row["sums"].items()}
+        sums = row["sums"] and {
+            k: v if isinstance(v, jax.Array) else np.array(v, kinds[k])
+            for k, v in row["sums"].items()
+        }
         self._sums, self._steps, self._measured = sums, row["steps"], list(row["measured"])
         self._skipped = np.array(row["skipped"], int)
-        self._clock.begin_row(row["seconds"], row["waited"])
+        self.clock.begin_row(row["seconds"], row["waited"])
 
     def pend(self, done: int, made: Sequence[dict[str, Any]], logs: bool) -> None:
         """Look at these steps later; with ``logs`` for a row, whose reductions start now.
@@ -248,7 +264,7 @@ class Report:
           made: metrics of the last of them, see `decent_jax.train.loop.Runner.step`.
           logs: whether a row ends here.
         """
-        with contextlib.nullcontext() if self._compiled else self._clock.of("compiling"):
+        with contextlib.nullcontext() if self._compiled else self.clock.of("compiling"):
             for metrics in made:
                 self._measured.append(metrics.pop("measured", {}))
                 self._sums = self._add(self._sums, metrics)
@@ -276,19 +292,20 @@ class Report:
         numbers, consensus = jax.device_get(summary)
         skipped, failing = numbers.pop("skipped"), int(numbers.pop("failing"))
         steps, self._steps = self._steps, 0
-        seconds, waited = self._clock.lap()
+        seconds, waited = self.clock.lap()
         rate = self._config.batch_size * self._task.units_per_example * steps / seconds
+        self.step_s = seconds / steps
         row = {f"train/{name}": value for name, value in numbers.items()}
         row |= {
             "train/consensus_distance": float(consensus.distance),
             "train/consensus_distance_relative": float(consensus.relative),
-            "perf/step_time_s": seconds / steps,
+            "perf/step_time_s": self.step_s,
             f"perf/{self._task.unit}_per_s": rate,
             "perf/data_wait_s": waited / steps,
-            "perf/wall_time_s": self._clock.seconds,
+            "perf/wall_time_s": self.clock.seconds,
         }
         if self._runner.evaluates:  # for the run
-            row["goodput"] = shares(self._clock.spent())["goodput"]
+            row["goodput"] = shares(self.clock.spent())["goodput"]
         if self._runner.peak is not None:
             flops = self._task.flops_per_example * self._config.batch_size * steps
             row["perf/mfu"] = flops / seconds / self._runner.peak

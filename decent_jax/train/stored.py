@@ -89,13 +89,13 @@ def restore(
         raise failure or ValueError("another process could not read it")
     _verify(found, {name: parts[part][name] for name, part in places.items()})
     leaves = [found[name] for name in shapes]
-    state = _unstored(jax.tree.unflatten(jax.tree.structure(wanted), leaves), like)
+    state = unstored(jax.tree.unflatten(jax.tree.structure(wanted), leaves), like)
     if n_old != placement.num_replicas:
         state = change_replicas(state, placement, accum_steps)
     return state
 
 
-def _unstored(tree: dict[str, Any], like: TrainState) -> TrainState:
+def unstored(tree: dict[str, Any], like: TrainState) -> TrainState:
     """The state whose `tree_of` this is; ``like`` has its structure."""
     paths, structure = jax.tree_util.tree_flatten_with_path(
         like._replace(params=None, model_state=None)

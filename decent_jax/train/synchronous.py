@@ -22,6 +22,7 @@ from decent_jax.train import algorithm, loop, xla
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
 from decent_jax.train.checkpoint import Checkpointer, Saver
+from decent_jax.train.copies import Copies, open_copies
 from decent_jax.train.evaluation import Evaluator, Model
 from decent_jax.train.experiment import Experiment, open_experiment, train_batches
 from decent_jax.train.goodput import Clock, Idle
@@ -41,7 +42,9 @@ check = config_lib.check  # this room is the first of `decent_jax.train.config.t
 def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
     """See `decent_jax.train.run`."""
     with open_experiment(config, workdir) as (experiment, work):
-        return loop.train(Synchronous(experiment, work), work)
+        runner = Synchronous(experiment, work)
+        with runner.copies or contextlib.nullcontext():
+            return loop.train(runner, work)
 
 
 @lost_peers_told()
@@ -66,15 +69,21 @@ class Synchronous:
         self.cost = announce_cost(experiment, work, self.shapes)
         self.checkpoints = Checkpointer(work.path, experiment.config.checkpoint.keep)
         self.evaluator = Evaluator(experiment.config, experiment.task, experiment.placement)
+        self.copies: Copies | None = open_copies(
+            experiment.config, work, self.shapes, experiment.placement
+        )
         self.state: Any = None
         self._batch: Any = None  # of the next step, or the error with which it cannot be had
 
     def restore(self) -> tuple[int, dict[str, Any]]:
         """See `decent_jax.train.loop.Runner`."""
         experiment, work = self.experiment, self.work
+        window, saved = experiment.config.optimizer.window, self.checkpoints.steps()
+        newest = saved[-1] if saved else -1
         found = None
-        if self.checkpoints.steps():
-            window = experiment.config.optimizer.window
+        if self.copies is not None:
+            found = self.copies.restore(self.shapes, experiment.placement, window, after=newest)
+        if found is None and saved:
             with work.announce("restoring the newest checkpoint"):
                 found = self.checkpoints.restore_newest(
                     self.shapes, experiment.placement, window, say=work.say

@@ -1,0 +1,179 @@
+"""What the supervisor runs on each host: starts the host's process of the run, within milliseconds.
+
+    python -m decent_jax.cluster.agent MODULE ...
+
+An agent imports the modules once, jax among them, without opening a device. Each process of the run
+is then a fork of it, so that a process which takes the place of a dead one has nothing to import.
+
+Supervisor and agent exchange lines of JSON, over standard input and output (`ssh` and `srun` pass
+them on). The agent is told::
+
+    ["start", [PROGRAM, ARGUMENT, ...], {VARIABLE: VALUE}, LOG or null]
+    ["signal", NUMBER]
+
+and says ``["ready"]`` when all is imported, ``["reached", STEP]``, and ``["ended", CODE]``, where
+a process that died of a signal has minus its number. When its standard input ends, the supervisor
+is gone: the agent ends, which closes the pipe that is its process's standard input; see
+`decent_jax.cluster.supervise`.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import sys
+import warnings
+from typing import Any
+
+from decent_jax.cluster.supervise import GREETING, REACHED, VARIABLE
+
+_LEAVE_S = 600.0  # for a process whose supervisor is gone; it ends itself long before
+
+
+class _Process:
+    """A process of the run, as its agent sees it.
+
+    Attributes:
+      pidfd: readable when it has ended.
+      steps: readable when it has written a step.
+    """
+
+    def __init__(self, pid: int, stdin: int, steps: int):
+        self.pid, self._stdin, self.steps = pid, stdin, steps
+        self.pidfd = os.pidfd_open(pid)
+        os.write(stdin, GREETING)
+
+    def signal(self, number: int) -> None:
+        """Also to its children, such as readers of data."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def end(self) -> int:
+        """Its exit code, once it has ended; what it started ends with it."""
+        self.signal(signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        for each in (self.pidfd, self._stdin, self.steps):
+            os.close(each)
+        return code
+
+
+class Agent:
+    """Starts one process after the other, as it is told.
+
+    Args:
+      told: descriptor of what the supervisor writes.
+      says: of what it reads.
+    """
+
+    def __init__(self, told: int, says: int):
+        self._told, self._says = told, says
+        self._process: _Process | None = None
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(told, selectors.EVENT_READ)
+        self._rest = b""  # of a line
+
+    def serve(self) -> list[str] | None:
+        """Do as told until the supervisor is gone.
+
+        Returns:
+          None in the agent; in each process that it started, the program and its arguments.
+        """
+        self._say("ready")
+        while True:
+            ready = {key.fd for key, _ in self._selector.select()}
+            process = self._process
+            if process is not None and process.steps in ready:
+                self._pass_on(process)
+            if process is not None and process.pidfd in ready:
+                self._ended(process)
+            if self._told in ready:
+                found = os.read(self._told, 1 << 16)
+                if not found:
+                    return self._leave()
+                *lines, self._rest = (self._rest + found).split(b"\n")
+                for what, *arguments in map(json.loads, lines):
+                    if what == "signal" and self._process is not None:
+                        self._process.signal(*arguments)
+                    elif what == "start" and self._process is None:
+                        program = self._start(*arguments)
+                        if program is not None:
+                            return program
+
+    def _start(
+        self, program: list[str], variables: dict[str, str], log: str | None
+    ) -> list[str] | None:
+        """The program in the new process, None in the agent."""
+        (stdin, ours), (steps, theirs) = os.pipe(), os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with warnings.catch_warnings():  # NumPy's idle threads, which know of forks
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid:
+            os.close(stdin)
+            os.close(theirs)
+            self._process = _Process(pid, ours, steps)
+            self._selector.register(self._process.pidfd, selectors.EVENT_READ)
+            self._selector.register(steps, selectors.EVENT_READ)
+            return None
+        os.setsid()
+        self._selector.close()
+        for each in (self._told, self._says, ours, steps):
+            os.close(each)
+        os.dup2(stdin, 0)
+        if log is not None:
+            words = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            os.dup2(words, 1)
+            os.dup2(words, 2)
+        os.environ.update(variables | {VARIABLE: "1", REACHED: str(theirs)})
+        return program
+
+    def _pass_on(self, process: _Process) -> None:
+        found = os.read(process.steps, 1 << 16).split()
+        if found:
+            self._say("reached", int(found[-1]))
+        else:  # it has closed its end
+            self._selector.unregister(process.steps)
+
+    def _ended(self, process: _Process) -> None:
+        for each in (process.pidfd, process.steps):
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(each)
+        self._process = None
+        self._say("ended", process.end())
+
+    def _say(self, *report: Any) -> None:
+        with contextlib.suppress(BrokenPipeError):  # the supervisor is gone, see `serve`
+            os.write(self._says, json.dumps(report).encode() + b"\n")
+
+    def _leave(self) -> None:
+        """Let the process save a checkpoint and end, as it does when its standard input ends."""
+        process = self._process
+        if process is None:
+            return
+        os.close(process._stdin)
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.pidfd, selectors.EVENT_READ)
+            selector.select(_LEAVE_S)
+        process.signal(signal.SIGKILL)
+
+
+def main() -> None:
+    """See the head of this file."""
+    told, says = os.dup(0), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # what the processes print must not come between the reports
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
+    program = Agent(told, says).serve()
+    if program is not None:
+        sys.argv[:] = program
+        sys.path[0] = os.path.dirname(os.path.abspath(program[0]))
+        runpy.run_path(program[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""Copies in memory: a run that died goes on from them as if nothing had happened."""
+
+import errno
+import os
+import shutil
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from hypothesis import given
+from hypothesis import strategies as st
+from refusals import refused
+
+from decent_jax.cluster.supervise import PLACE
+from decent_jax.train import copies, loop, saved_model
+from decent_jax.train.experiment import open_experiment
+from decent_jax.train.synchronous import Synchronous
+from decent_jax.train.workdir import Signals
+
+ARMS = {
+    "accum_adam": {"algorithm": "accum_adam", "schedule": "one_peer_exp"},
+    "diloco": {"algorithm": "diloco", "schedule": "complete", "mix_every": 4},
+    "all_reduce": {"algorithm": "all_reduce"},
+}
+
+
+class Died(BaseException):
+    """In place of SIGKILL: nothing is saved after it."""
+
+
+class Dies(Signals):
+    """The process dies after so many steps of the loop, which looks for signals once per step."""
+
+    def __init__(self, steps):
+        self._left = steps
+        super().__init__()
+
+    @property
+    def received(self):
+        self._left -= 1
+        if self._left == 0:
+            raise Died
+
+    @received.setter
+    def received(self, number):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path, monkeypatch):
+    """The folder of all copies, in place of the machine's memory."""
+    monkeypatch.setattr(copies, "MEMORY", tmp_path / "memory")
+    (tmp_path / "memory").mkdir()
+    return tmp_path / "memory"
+
+
+def configured(**changes):
+    """Copies after 4, 8 and 12 steps, rows after 3, 6, 9 and 12, a checkpoint at the end."""
+    changes = {"recovery": {"every": 4}, "checkpoint": {"every": 0}, "log": {"every": 3}} | changes
+    return tiny.waves(**changes)
+
+
+def die(config, folder, steps=10):
+    with pytest.raises(Died), open_experiment(config, folder) as (experiment, work):
+        runner = Synchronous(experiment, work)
+        with runner.copies:
+            loop.train(runner, work, signals=Dies(steps))
+
+
+def numbers(folder):
+    """The rows without what depends on the machine's speed."""
+    return [
+        {name: value for name, value in row.items() if not name.startswith("perf/")}
+        for row in tiny.rows(folder)
+    ]
+
+
+def everything(folder, step=12):
+    return jax.tree.leaves(saved_model.load_replicas(folder, step).params)
+
+
+def copies_in(memory):
+    return sorted(memory.glob("*/*/*/*.copy"), key=lambda path: int(path.stem))
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_a_run_that_died_goes_on_bit_for_bit(arm, tmp_path, memory, capsys):
+    """Model, optimizer, random state, data and the row that had begun; the copies then go."""
+    config = configured(**ARMS[arm])
+    tiny.run(config, tmp_path / "undisturbed")
+    die(config, tmp_path / "run")
+    assert [path.stem for path in copies_in(memory)] == ["4", "8"]
+    capsys.readouterr()
+    tiny.run(config, tmp_path / "run")
+    assert "resuming after step 8" in capsys.readouterr().err
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "undisturbed")
+    for one, other in zip(
+        everything(tmp_path / "run"), everything(tmp_path / "undisturbed"), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+    assert not copies_in(memory)
+
+
+def test_a_newer_checkpoint_is_taken_instead(tmp_path, capsys):
+    config = configured(checkpoint={"every": 9})
+    die(config, tmp_path / "run", steps=11)
+    capsys.readouterr()
+    tiny.run(config, tmp_path / "run")
+    assert "resuming after step 9" in capsys.readouterr().err
+
+
+def damage(path, place):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda path: damage(path, -100),
+        lambda path: damage(path, 20),
+        lambda path: damage(path, -1),
+        lambda path: path.write_bytes(path.read_bytes()[:50]),
+        lambda path: path.write_bytes(b""),
+    ],
+    ids=["array", "header", "checksum", "cut", "empty"],
+)
+def test_a_damaged_copy_is_named_and_the_one_before_it_taken(harm, tmp_path, memory, capsys):
+    config = configured()
+    die(config, tmp_path / "run")
+    harm(copies_in(memory)[-1])
+    capsys.readouterr()
+    tiny.run(config, tmp_path / "run")
+    said = capsys.readouterr().err
+    assert said.count("the copy of step 8 ") == 1 and "resuming after step 4" in said
+    assert tiny.summary(tmp_path / "run")["steps"] == 12
+
+
+def test_copies_of_another_run_are_not_taken(tmp_path, memory, capsys):
+    """Such as of one whose folder was removed."""
+    config = configured()
+    die(config, tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    capsys.readouterr()
+    tiny.run(config, tmp_path / "run")
+    said = capsys.readouterr().err
+    assert "another run" in said and "resuming" not in said
+
+
+def test_a_full_memory_does_not_end_the_run(tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(copies, "write", full)
+    tiny.run(configured(), tmp_path / "run")
+    said = capsys.readouterr().err
+    assert said.count("could not be copied") == 1 and "No space left" in said
+    assert tiny.summary(tmp_path / "run")["steps"] == 12
+
+
+@pytest.fixture(params=["missing", "small"])
+def no_memory(request, memory, monkeypatch):
+    if request.param == "missing":
+        monkeypatch.setattr(copies, "MEMORY", memory / "nothing")
+    else:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1000))
+
+
+class Usage(NamedTuple):
+    free: int
+
+
+def test_memory_that_copies_need_is_there_before_anything_compiles(no_memory, tmp_path):
+    config = configured()
+    with (
+        refused("recovery.every", 4),
+        open_experiment(config, tmp_path / "run") as (experiment, work),
+    ):
+        Synchronous(experiment, work)
+
+
+def test_a_run_that_did_not_ask_for_copies_does_without(no_memory, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(PLACE, "0")
+    tiny.run(configured(recovery={"every": -1}), tmp_path / "run")
+    assert capsys.readouterr().err.count("no copies are made") == 1
+
+
+def test_a_supervised_run_chooses_when_to_copy(tmp_path, memory, monkeypatch, capsys):
+    tiny.run(configured(recovery={"every": -1}), tmp_path / "alone")
+    assert "copies" not in capsys.readouterr().err and not list(memory.iterdir())
+    monkeypatch.setenv(PLACE, "a")
+    tiny.run(configured(recovery={"every": -1}), tmp_path / "supervised")
+    assert "steps the state is copied" in capsys.readouterr().err
+
+
+# --- Which step all have --------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_processes_that_are_one_copy_apart_have_one_in_common(data):
+    """By the rule of `Copies`: one copy is written at a time, and the two before it stay."""
+    newest = data.draw(st.integers(2, 50), label="copies begun by those ahead")
+    held = []
+    for _ in range(data.draw(st.integers(1, 6), label="processes")):
+        begun = newest - data.draw(st.booleans(), label="behind")
+        own = [step for step in (begun - 2, begun - 1) if step >= 0]
+        if data.draw(st.booleans(), label="finished"):
+            own.append(begun)
+        held.append([*own, *[-1] * (3 - len(own))])
+    found = copies.common(np.array(held), -1)
+    assert found is not None and found >= newest - 2
+    assert all(found in own for own in held)
+    assert not any(all(step in own for own in held) for step in range(found + 1, newest + 1))
+    assert copies.common(np.array(held), found) is None
