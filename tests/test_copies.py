@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from decent_jax.cluster.supervise import PLACE
-from decent_jax.train import copies, loop, saved_model
+from decent_jax.train import copies, copy_file, loop, saved_model
 from decent_jax.train.experiment import open_experiment
 from decent_jax.train.synchronous import Synchronous
 from decent_jax.train.workdir import Signals
@@ -154,7 +154,7 @@ def test_a_full_memory_does_not_end_the_run(tmp_path, monkeypatch, capsys):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(copies, "write", full)
+    monkeypatch.setattr(copy_file, "write", full)
     tiny.run(configured(), tmp_path / "run")
     said = capsys.readouterr().err
     assert said.count("could not be copied") == 1 and "No space left" in said
@@ -210,8 +210,18 @@ def test_processes_that_are_one_copy_apart_have_one_in_common(data):
         if data.draw(st.booleans(), label="finished"):
             own.append(begun)
         held.append([*own, *[-1] * (3 - len(own))])
-    found = copies.common(np.array(held), -1)
+    none = -np.ones((len(held), 3), int)
+    found = copies.common(np.array(held), none, -1)
     assert found is not None and found >= newest - 2
     assert all(found in own for own in held)
     assert not any(all(step in own for own in held) for step in range(found + 1, newest + 1))
-    assert copies.common(np.array(held), found) is None
+    assert copies.common(np.array(held), none, found) is None
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=2, max_size=6))
+def test_the_rows_of_a_lost_host_come_from_the_next_process(held):
+    """Of each process, whether it has its own rows of step 7, and those of the one before it."""
+    own, others = ([[7 if has else -1] for has in column] for column in zip(*held, strict=True))
+    found = copies.common(np.array(own), np.array(others), -1)
+    n = len(held)
+    assert (found == 7) == all(held[p][0] or held[(p + 1) % n][1] for p in range(n))

@@ -4,6 +4,7 @@ import itertools
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import psutil
 import pytest
 import tiny
 from refusals import refused
-from several import by_output, until, wait_for_rows
+from several import by_output, free_port, until, wait_for_rows
 
 from decent_jax import topology
 from decent_jax.cluster.supervise import Member, Supervisor, verdict
@@ -390,3 +391,34 @@ def test_a_process_is_killed_and_all_go_on_from_memory_then_one_is_left_out(
     meta = saved_model.load_replicas(workdir, 16).meta
     assert meta["examples"] == 8 * resumed[2] + 4 * (16 - resumed[2])
     assert not list(Path("/dev/shm").glob(f"*/{copies.folder_of(workdir).parent.name}"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_host_is_lost_with_its_memory_and_a_spare_one_takes_its_place(
+    start_process, tmp_path, compile_once
+):
+    """Its replicas come from the memory of the next host: nothing is lost."""
+    path, workdir = tiny.write_config(tmp_path / "config_file.py"), tmp_path / "run"
+    changes = {"num_replicas": 4, "batch_size": 8, "schedule": "static_exp", "steps": 9}
+    changes |= {"checkpoint.every": 0, "log.every": 1, "mesh.devices": 0}
+    changes |= {"recovery.every": 2, "recovery.neighbours": 1, "data.pause": 0.25}
+    tiny.run(tiny.waves(steps=9, schedule="static_exp"), tmp_path / "undisturbed")
+    flags = ["--config", path, "--workdir", workdir]
+    flags += [f"--config.{name}={value}" for name, value in changes.items()]
+    hosts = ["--hosts", "a=localhost,b=localhost", "--spares", "c=localhost", "--via", "sh -c"]
+    supervise = [*SUPERVISE[:-1], *hosts, "--port", free_port(), "--", ROOT / "train.py"]
+    process = start_process([*supervise, *flags], **compile_once)
+    wait_for_rows([process], workdir, 5)
+    lost = by_output(process)[workdir / "process-1.log"]
+    lost.parent().kill()
+    memory = Path("/dev/shm", f"decent_jax-{os.getuid()}", copies.folder_of(workdir).parent.name)
+    shutil.rmtree(memory / "b")
+    assert process.wait(timeout=300) == 0, process.words.read_text()[-3000:]
+    words = process.words.read_text()
+    assert "Traceback" not in words and "c takes the place of b" in words
+    assert int(re.findall(r"resuming after step (\d+)", words)[0]) >= 3
+    assert tiny.summary(workdir)["num_replicas"] == 4
+    losses = tiny.losses(workdir), tiny.losses(tmp_path / "undisturbed")
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    assert not memory.exists()

@@ -105,6 +105,9 @@ FIELDS = {
     "recovery.every": Changeable(
         -1, "steps between copies in memory; 0: none; -1: at 1% of a step, supervised", at_least=-1
     ),
+    "recovery.neighbours": Changeable(
+        0, "1: each process also keeps the copy of another one", at_least=0, at_most=1
+    ),
     "eval.every": Changeable(500, "steps between evaluations; 0: at the end only", duration=True),
     "eval.batches": Changeable(0, "batches of the validation set to evaluate; 0: all", at_least=0),
     "eval.batch_size": Changeable(0, "examples in one of them; 0: as in training", at_least=0),

@@ -5,26 +5,23 @@ checkpoint knows besides, into a file in `MEMORY`. That needs no other process. 
 all start again, they go on from the newest step of which every process finds its own copy: bit for
 bit what would have been computed without the loss, and no array is read from a shared disk.
 
-A copy is a file ``STEP.copy``, which appears by a rename once it is whole: the length of a header,
-the header (JSON), the bytes of the arrays (one device's part after the other), and a checksum. When
-a copy begins, the two newest stay, so that processes which are up to ``recovery.every`` steps apart
-have one in common.
+A copy is a file ``STEP.copy`` (`decent_jax.train.copy_file`), which appears by a rename once it is
+whole. When a copy begins, the two newest stay, so that processes which are up to ``recovery.every``
+steps apart have one in common. With ``recovery.neighbours`` a process also keeps the rows of the
+process before it, in ``STEP.neighbour``: those of a host that is gone come from there.
 """
 
-import json
 import math
 import os
 import shutil
-import struct
 import sys
 import time
-import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,29 +35,18 @@ from decent_jax.ground import machine
 from decent_jax.ground.errors import ConfigError, Interrupted, TrainingFailed
 from decent_jax.ground.format import format_bytes
 from decent_jax.replicas import Placement
-from decent_jax.train import stored
+from decent_jax.train import copy_file, stored
 from decent_jax.train.checkpoint import run_of
+from decent_jax.train.copy_file import Part, parts_of
+from decent_jax.train.neighbours import Neighbours, from_first
 from decent_jax.train.step import TrainState
 from decent_jax.train.workdir import Workdir
 
 MEMORY = Path("/dev/shm")
 AUTOMATIC = -1  # of ``recovery.every``
+_OWN, _OTHERS = ".copy", ".neighbour"  # of this process, and of the one before it
 _KEPT = 2  # copies, besides the one that is being written
 _COST = 0.01  # of the time of a step, for which `AUTOMATIC` aims
-_LENGTH, _CHECKSUM = struct.Struct("<Q"), struct.Struct("<I")
-_FORMAT = "decent_jax.copy/1"
-
-
-class Part(NamedTuple):
-    """What one device holds of an array.
-
-    Attributes:
-      index: [[start, stop], ...] in the whole array, for each of its dimensions.
-      data: on the host.
-    """
-
-    index: list[list[int]]
-    data: np.ndarray
 
 
 class Copies:
@@ -71,10 +57,19 @@ class Copies:
       every: steps from one to the next; `AUTOMATIC`: chosen by `settle`.
       run: the identity of the run.
       say: gets sentences for the user.
+      neighbours: to keep a copy of the process before this one, too.
     """
 
-    def __init__(self, folder: Path, every: int, run: int, say: Callable[[str], None]):
+    def __init__(
+        self,
+        folder: Path,
+        every: int,
+        run: int,
+        say: Callable[[str], None],
+        neighbours: Neighbours | None = None,
+    ):
         self.folder, self.every, self._run, self._say = folder, every, run, say
+        self._neighbours = neighbours
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="copies")
         self._writing: Future | None = None
         self._copied = jax.jit(partial(jax.tree.map, _copied))
@@ -104,7 +99,11 @@ class Copies:
         row = dict(meta["row"])
         copied = self._copied({"state": stored.tree_of(state), "sums": row.pop("sums")})
         own = meta | {"step": done, "row": row}
-        self._writing = self._thread.submit(self._write, done, copied, own)
+        began, other = time.perf_counter(), None
+        if self._neighbours is not None:
+            other = self._neighbours.send(copied)
+        sending = time.perf_counter() - began
+        self._writing = self._thread.submit(self._write, done, copied, other, own, sending)
 
     def settle(self, step_s: float) -> None:
         """Choose ``every``, where it is `AUTOMATIC`, so that copies cost `_COST` of the steps.
@@ -124,15 +123,21 @@ class Copies:
             f"(recovery.every; {1e3 * self._seconds:.2g} ms each)"
         )
 
-    def _write(self, done: int, copied: Any, meta: dict[str, Any]) -> None:
+    def _write(
+        self, done: int, copied: Any, other: Any, meta: dict[str, Any], sending: float
+    ) -> None:
         jax.block_until_ready(copied)
         began, draft = time.perf_counter(), self.folder / f".{done}.draft"
-        header = {"run": self._run, "every": self.every, "meta": meta}
+        header = {"run": self._run, "every": self.every, "processes": jax.process_count()}
+        header |= {"meta": meta}
         try:
-            for step in self.steps()[:-_KEPT]:
-                self._remove(step)
-            write(draft, header, {name: parts_of(x) for name, x in stored.named(copied).items()})
-            draft.rename(self.folder / f"{done}.copy")
+            for kind, tree in ((_OWN, copied), (_OTHERS, other)):
+                for step in self.steps(kind)[:-_KEPT]:
+                    self._remove(step, kind)
+                if tree is not None:
+                    parts = {name: parts_of(x) for name, x in stored.named(tree).items()}
+                    copy_file.write(draft, header, parts)
+                    draft.rename(self.folder / f"{done}{kind}")
             self._failed = False
         except OSError as error:  # such as a full memory; the run can do without
             draft.unlink(missing_ok=True)
@@ -140,15 +145,15 @@ class Copies:
                 why = error.strerror or error
                 self._say(f"step {done} could not be copied to {self.folder}: {why}")
             self._failed = True
-        self._seconds = time.perf_counter() - began
+        self._seconds = sending + time.perf_counter() - began
 
-    def steps(self) -> list[int]:
+    def steps(self, kind: str = _OWN) -> list[int]:
         """Of the copies that are there, the oldest first."""
-        names = (path.stem for path in self.folder.glob("*.copy"))
+        names = (path.stem for path in self.folder.glob(f"*{kind}"))
         return sorted(int(name) for name in names if name.isdecimal())
 
-    def _remove(self, step: int) -> None:
-        (self.folder / f"{step}.copy").unlink(missing_ok=True)
+    def _remove(self, step: int, kind: str) -> None:
+        (self.folder / f"{step}{kind}").unlink(missing_ok=True)
 
     def __enter__(self) -> "Copies":
         return self
@@ -175,55 +180,101 @@ class Copies:
             number of replicas, all continue from the mean of those that are still there.
           after: the step of the newest checkpoint; older copies are left alone.
         """
-        while (step := common(_of_all(self._held()), after)) is not None:
-            found, failure = None, None
-            try:
-                found = self._read(step, like, placement)
-            except (OSError, ValueError, LookupError) as error:
-                failure = error
-                self._say(f"the copy of step {step} in {self.folder} cannot be used: {error}")
-                self._remove(step)
-            if not cluster.any_process(failure is not None):
-                assert found is not None
-                state, meta = found
-                if meta["num_replicas"] != placement.num_replicas:
-                    state = stored.change_replicas(state, placement, accum_steps)
-                return state, meta
-        return None
+        tree = {"state": stored.tree_of(like)}
+        shapes = jax.eval_shape(self._copied, tree) | {"sums": sums_like(placement.num_replicas)}
+        found = None
+        while found is None:
+            own, others = self._held(_OWN), self._held(_OTHERS)
+            step = common(_of_all(own), _of_all(others), after)
+            if step is None:
+                return None
+            found = self._collect(
+                step, step in own, step in others, stored.named(shapes), placement
+            )
+        arrays, header = found
+        if self.every == AUTOMATIC:
+            self.every = header["every"]
+        leaves = [arrays[name] for name in stored.named(tree)]
+        tree = jax.tree.unflatten(jax.tree.structure(tree), leaves)
+        state = jax.tree.map(_as_key, stored.unstored(tree["state"], like), like)
+        meta = header["meta"]
+        sums = {name: arrays.get(f"sums/{name}") for name in shapes["sums"]}
+        meta |= {"row": meta["row"] | {"sums": None if None in sums.values() else sums}}
+        if meta["num_replicas"] != placement.num_replicas:
+            state = stored.change_replicas(state, placement, accum_steps)
+        return state, meta
 
-    def _held(self) -> list[int]:
+    def _collect(
+        self,
+        step: int,
+        has_own: bool,
+        has_others: bool,
+        shapes: dict[str, jax.ShapeDtypeStruct],
+        placement: Placement,
+    ) -> tuple[dict[str, jax.Array], dict[str, Any]] | None:
+        """The arrays of a step and the header, those of a process that lacks them from the next.
+
+        None: some process could not read its own.
+        """
+        lacking = bool(_of_all([not has_own]).any())
+        own = others = ({}, {})
+        kind, failed = _OWN, False
+        try:
+            if has_own:
+                own = self._read(step, kind, shapes, placement)
+            if lacking and has_others:
+                kind = _OTHERS
+                others = self._read(step, kind, shapes, placement)
+        except (OSError, ValueError, LookupError) as error:
+            failed = True
+            self._say(f"the copy of step {step} in {self.folder} cannot be used: {error}")
+            self._remove(step, kind)
+        if cluster.any_process(failed):
+            return None
+        if not lacking:
+            return own
+        assert self._neighbours is not None
+        header = from_first(own[1], has_own)
+        held = others[0] or {name: _zeros(shapes[name], placement) for name in header["arrays"]}
+        return self._neighbours.give_back(held, not has_own, own[0]), header
+
+    def _held(self, kind: str) -> list[int]:
         """The steps of the copies of this run that look whole, filled up with -1."""
         found = []
-        for step in self.steps():
+        for step in [] if kind == _OTHERS and self._neighbours is None else self.steps(kind):
             try:
-                whole = read_header(self.folder / f"{step}.copy")["run"] == self._run
+                header = copy_file.read_header(self.folder / f"{step}{kind}")
+                whole = header["run"] == self._run
+                # Of another number of processes, nobody knows whose it is.
+                whole &= kind == _OWN or header["processes"] == jax.process_count()
             except (OSError, ValueError, LookupError):
                 whole = False
             if whole:
                 found.append(step)
             else:
                 self._say(f"the copy of step {step} in {self.folder} is damaged or of another run")
-                self._remove(step)
+                self._remove(step, kind)
         return [*found[-_KEPT - 1 :], *[-1] * (_KEPT + 1 - len(found))]
 
     def _read(
-        self, step: int, like: TrainState, placement: Placement
-    ) -> tuple[TrainState, dict[str, Any]]:
-        header, found = read(self.folder / f"{step}.copy")
-        meta = header["meta"]
-        sums = {name[len("sums/") :]: x for name, x in found.items() if name.startswith("sums/")}
-        tree = {"state": stored.tree_of(like)}
-        shapes = stored.named(jax.eval_shape(self._copied, tree))
-        if shapes.keys() != found.keys() - {f"sums/{name}" for name in sums}:
+        self,
+        step: int,
+        kind: str,
+        shapes: dict[str, jax.ShapeDtypeStruct],
+        placement: Placement,
+    ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+        """The arrays by name, on the devices, and the header."""
+        header, found = copy_file.read(self.folder / f"{step}{kind}")
+        if shapes.keys() - found.keys() not in (
+            set(),
+            {n for n in shapes if n.startswith("sums/")},
+        ):
             raise ValueError("another optimizer, or another version of it, wrote it")
-        same = meta["num_replicas"] == placement.num_replicas
-        put = partial(_put, placement=placement, same=same)
-        leaves = [put(found[name], x.shape) for name, x in shapes.items()]
-        tree = jax.tree.unflatten(jax.tree.structure(tree), leaves)
-        state = jax.tree.map(_as_key, stored.unstored(tree["state"], like), like)
-        on_devices = {name: put(x, (placement.num_replicas,)) for name, x in sums.items()}
-        self.every = header["every"]
-        return state, meta | {"row": meta["row"] | {"sums": on_devices or None}}
+        same = header["meta"]["num_replicas"] == placement.num_replicas
+        arrays = {
+            name: _put(parts, shapes[name].shape, placement, same) for name, parts in found.items()
+        }
+        return arrays, header
 
 
 def open_copies(
@@ -249,7 +300,10 @@ def open_copies(
 
     if every == 0 or (every == AUTOMATIC and PLACE not in os.environ):
         return None
-    share = len(placement.local_replicas) / placement.num_replicas
+    neighbours = None
+    if config.recovery.neighbours and jax.process_count() > 1:
+        neighbours = Neighbours(placement)
+    share = (1 + (neighbours is not None)) * len(placement.local_replicas) / placement.num_replicas
     size = share * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
     folder, failure = folder_of(work.path), None
     try:
@@ -269,7 +323,7 @@ def open_copies(
         return None
     run = 0 if work.quiet else int(str(run_of(work.path, make=True)), 16) % 2**31
     work.say(f"copies of the state for a recovery take {format_bytes(needed)} of {folder}")
-    return Copies(folder, every, int(_of_all([run])[0, 0]), say)
+    return Copies(folder, every, int(_of_all([run])[0, 0]), say, neighbours)
 
 
 def folder_of(workdir: Path) -> Path:
@@ -290,18 +344,26 @@ def _make(folder: Path) -> None:
         draft.unlink()
 
 
-def common(held: np.ndarray, after: int) -> int | None:
-    """The newest step that every process holds, if it is past ``after``.
+def common(own: np.ndarray, others: np.ndarray, after: int) -> int | None:
+    """The newest step that every process holds, or the next one for it, if it is past ``after``.
 
     Args:
-      held: (processes, k): the steps that each holds; -1 is none.
+      own: (processes, k): the steps of which each holds its own rows; -1 is none.
+      others: (processes, k): those of which it holds the rows of the process before it.
       after: -1: any.
 
-    >>> common(np.array([[20, 30, -1], [20, 30, 40]]), 10)
+    >>> common(np.array([[20, 30, -1], [20, 30, 40]]), -np.ones((2, 3)), 10)
     30
     """
-    steps = set.intersection(*(set(row) for row in held.tolist()))
-    return max((step for step in steps if step > after), default=None)
+    nexts = np.roll(others, -1, axis=0)
+    there = [{*mine, *theirs} for mine, theirs in zip(own.tolist(), nexts.tolist(), strict=True)]
+    return max((step for step in set.intersection(*there) if step > after), default=None)
+
+
+def sums_like(n: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of the sums of a row that has begun, see `decent_jax.train.metrics.Report`."""
+    kinds = {"loss": jnp.float32, "grad_norm": jnp.float32, "steps": jnp.int32}
+    return {name: jax.ShapeDtypeStruct((n,), kind) for name, kind in kinds.items()}
 
 
 def _of_all(values: list[int]) -> np.ndarray:
@@ -312,7 +374,7 @@ def _of_all(values: list[int]) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(own))
 
 
-# --- Arrays and files -----------------------------------------------------------------------------
+# --- Arrays ---------------------------------------------------------------------------------------
 
 
 def _copied(x: jax.Array) -> jax.Array:
@@ -328,14 +390,11 @@ def _as_key(x: jax.Array, like: jax.Array) -> jax.Array:
     return x
 
 
-def parts_of(x: jax.Array) -> list[Part]:
-    """Those of the devices of this process, in the order of their numbers."""
-    shards = sorted(x.addressable_shards, key=lambda shard: shard.device.id)
-    return [Part(_spans(shard.index, x.shape), np.asarray(shard.data)) for shard in shards]
-
-
-def _spans(index: Any, shape: tuple[int, ...]) -> list[list[int]]:
-    return [list(one.indices(size)[:2]) for one, size in zip(index, shape, strict=True)]
+def _zeros(like: jax.ShapeDtypeStruct, placement: Placement) -> jax.Array:
+    sharding = placement.sharding(like.shape)
+    return jax.make_array_from_callback(
+        like.shape, sharding, lambda index: np.zeros(like.shape, like.dtype)[index]
+    )
 
 
 def _put(parts: list[Part], shape: tuple[int, ...], placement: Placement, same: bool) -> jax.Array:
@@ -343,63 +402,8 @@ def _put(parts: list[Part], shape: tuple[int, ...], placement: Placement, same: 
     sharding = placement.sharding(shape)
     places = sharding.addressable_devices_indices_map(shape)
     devices = sorted(places, key=lambda device: device.id)
-    spans = [_spans(places[device], shape) for device in devices]
+    spans = [copy_file.spans(places[device], shape) for device in devices]
     if len(spans) != len(parts) or (same and spans != [part.index for part in parts]):
         raise ValueError("it is of other devices")
     own = [jax.device_put(p.data, d, may_alias=False) for d, p in zip(devices, parts, strict=True)]
     return jax.make_array_from_single_device_arrays(shape, sharding, own)
-
-
-def write(path: Path, header: dict[str, Any], arrays: dict[str, list[Part]]) -> None:
-    """Write a file that `read` reads; OSError where it cannot be written."""
-    about = {
-        name: [[part.index, part.data.dtype.name, part.data.shape] for part in parts]
-        for name, parts in arrays.items()
-    }
-    text = json.dumps(header | {"format": _FORMAT, "arrays": about}).encode()
-    checksum = zlib.crc32(text)
-    with path.open("wb", buffering=0) as file:
-        file.write(_LENGTH.pack(len(text)) + text)
-        for part in (part for parts in arrays.values() for part in parts):
-            data = np.ascontiguousarray(part.data).reshape(-1).view(np.uint8)
-            checksum = zlib.crc32(data.data, checksum)
-            written = 0
-            while written < data.nbytes:  # the kernel takes 2 GB at once
-                written += file.write(data[written:].data)
-        file.write(_CHECKSUM.pack(checksum))
-
-
-def read_header(path: Path) -> dict[str, Any]:
-    """The header alone, without a look at the arrays.
-
-    Raises:
-      OSError, ValueError, LookupError: it cannot be read.
-    """
-    with path.open("rb") as file:
-        (length,) = _LENGTH.unpack(file.read(_LENGTH.size).ljust(_LENGTH.size))
-        header = json.loads(file.read(min(length, 1 << 30)))
-    if not isinstance(header, dict) or header["format"] != _FORMAT:
-        raise ValueError("it has another format")
-    return header
-
-
-def read(path: Path) -> tuple[dict[str, Any], dict[str, list[Part]]]:
-    """The header and the arrays.
-
-    Raises:
-      OSError, ValueError, LookupError: it cannot be read, or it is damaged.
-    """
-    header, raw = read_header(path), np.fromfile(path, np.uint8)
-    (length,) = _LENGTH.unpack(raw[: _LENGTH.size].data)
-    start, end = _LENGTH.size + length, len(raw) - _CHECKSUM.size
-    if zlib.crc32(raw[_LENGTH.size : end].data) != _CHECKSUM.unpack(raw[end:].data)[0]:
-        raise ValueError("it does not match its checksum")
-    arrays: dict[str, list[Part]] = {}
-    for name, parts in header["arrays"].items():
-        arrays[name] = []
-        for index, dtype, shape in parts:
-            kind = jnp.dtype(dtype)
-            size = math.prod(shape) * kind.itemsize
-            arrays[name].append(Part(index, raw[start : start + size].view(kind).reshape(shape)))
-            start += size
-    return header, arrays
