@@ -149,8 +149,6 @@ def train(
                 saver.checkpoints.check()
                 if logs:
                     supervise.reached(done)
-                if runner.copies is not None:
-                    copy(runner.copies, runner.state, done, logs, report, saver)
                 evaluates = runner.evaluates and (
                     done == steps or divides(experiment.every["eval.every"], done)
                 )
@@ -169,6 +167,8 @@ def train(
                         with clock.of("checkpoints"):
                             saver.save(done, runner.state, clock.seconds, report.begun())
                         saved_at = clock.now()
+                if runner.copies is not None:
+                    copy(runner.copies, runner.state, done, logs, report, saver)
                 if stops and done < steps:
                     with clock.of("checkpoints"):
                         saver.checkpoints.wait()
