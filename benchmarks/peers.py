@@ -1,6 +1,6 @@
 """Peers beside synchronous programs, on hosts made of this machine: the tables of docs/peers.md.
 
-    python benchmarks/peers.py slow|links|kills|loss|costs [--out FOLDER] [--seconds 20]
+    python benchmarks/peers.py slow|links|loss|costs [--out FOLDER] [--seconds 20]
 
 Each run is one that a user would start, `train.py` on a Ray cluster of network namespaces
 (benchmarks/hosts.sh, four if --hosts does not say otherwise) with one peer each, or
@@ -10,8 +10,6 @@ table is printed.
 
 slow    one host in four computes 2 or 10 times slower. Links of 1 Gbit/s.
 links   questions after H steps, float32 and 8 bits, on links of --mbit between --hosts.
-kills   a random process is killed every 30 s (--seconds: how long altogether), for peers and for
-        `decent-jax supervise`: examples trained and kept per second, over those undisturbed.
 loss    the quickstart's model on links of 75 Mbit/s with one host at half speed: loss by time. It
         trains for 800 steps, and a step sleeps for 0.1 s.
 costs   memory and processor time of Ray on each host, and bytes on the wire.
@@ -24,7 +22,6 @@ that never meet.
 import contextlib
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -42,7 +39,6 @@ from tqdm import tqdm
 
 from decent_jax.ground.run_folder import read_metrics
 
-KILL_S, UNDISTURBED_S = 30.0, 120.0
 TEXT = {
     "steps": 800,
     "eval.every": 40,
@@ -110,14 +106,6 @@ def _cases_of(table: str, parsed) -> list[dict[str, Any]]:
             {"program": "one_peer_exp", **even},
             {"program": "all_reduce", **even},
         ]
-    if table == "kills":
-        saves = {"checkpoint.every": 100}  # 20 s
-        return [
-            {"program": program, "kills": kills, "mbit": 1000, **saves}
-            | ({"mix_every": 4} if program == "peers" else {"cluster.heartbeat_s": 10})
-            for program in ("peers", "one_peer_exp")
-            for kills in (False, True)
-        ]
     if table == "loss":
         even = {"text": True, "mbit": 75, "data.slow": "1:2"}
         of_peers = {"mix_every": 1, "optimizer.name": "accum_adam"}
@@ -133,7 +121,7 @@ def _cases_of(table: str, parsed) -> list[dict[str, Any]]:
 
 def measured(case: dict[str, Any], folder: Path, seconds: float) -> dict[str, Any]:
     """Make a run, stop it after ``seconds`` of training, and read what it wrote."""
-    own = {"program", "hosts", "mbit", "slow", "kills", "costs", "text"}
+    own = {"program", "hosts", "mbit", "slow", "costs", "text"}
     fields = PROGRAMS[case["program"]] | {k: v for k, v in case.items() if k not in own}
     config = folder / "config.py"
     config.write_text(CONFIG.format(hosts=case["hosts"], compute_s=COMPUTE_S))
@@ -152,11 +140,7 @@ def measured(case: dict[str, Any], folder: Path, seconds: float) -> dict[str, An
         if case.get("text"):
             process.wait()
             return found | {"rows": losses(workdir)}
-        if "kills" in case:
-            seconds = seconds if case["kills"] else min(seconds, UNDISTURBED_S)
-            found["killed"] = disturb(process, workdir, seconds, case["kills"], case["program"])
-        else:
-            watch(process, folder, seconds)
+        watch(process, folder, seconds)
         if case.get("costs"):
             found["costs"] = difference(before, usage())
         found |= progress(workdir, time.monotonic() - began)
@@ -217,11 +201,6 @@ def started(case, flags: list[str], folder: Path) -> Iterator[subprocess.Popen]:
     train = [str(ROOT / "train.py"), *flags]
     if case["program"] == "peers":
         command = inside(names[0], [sys.executable, *train])
-    elif "kills" in case:
-        listed = ",".join(f"{name}=10.77.0.{k + 1}" for k, name in enumerate(names))
-        command = [sys.executable, "-m", "decent_jax.commands.main", "supervise", "--hosts", listed]
-        command += ["--via", "ip netns exec {host} sh -c", "--again", "1000"]
-        command += ["--", *train]
     else:
         command = [sys.executable, str(ROOT / "benchmarks" / "run_on_hosts.py"), *train]
     with (folder / "words.txt").open("w") as words:
@@ -250,37 +229,6 @@ def watch(process, folder: Path, seconds: float) -> None:
         if process.poll() is not None:
             sys.exit(f"the run ended:\n{(folder / 'words.txt').read_text()[-3000:]}")
         time.sleep(0.2)
-
-
-def disturb(process, workdir: Path, seconds: float, kills: bool, program: str) -> int:
-    """Kill a random process of the run every `KILL_S`; returns how many."""
-    ends, next_at, count = time.monotonic() + seconds, time.monotonic() + KILL_S / 2, 0
-    draw = random.Random(0)
-    while time.monotonic() < ends and process.poll() is None:
-        if kills and time.monotonic() > next_at:
-            found = trainers(workdir, program)
-            if found:
-                os.kill(draw.choice(found), signal.SIGKILL)
-                count += 1
-                next_at += KILL_S
-        time.sleep(0.2)
-    return count
-
-
-def trainers(workdir: Path, program: str) -> list[int]:
-    """Processes on the hosts that train: peers write to the log of theirs."""
-    found = []
-    for host in names_of_hosts():
-        for pid in pids_of(host):
-            with contextlib.suppress(OSError):
-                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                out = os.readlink(f"/proc/{pid}/fd/1")
-                is_peer = out.startswith(f"{workdir}/peers/")
-                is_process = b"python" in Path(os.fsdecode(words[0])).name.encode()
-                is_process = is_process and any(w.endswith(b"train.py") for w in words)
-                if is_peer if program == "peers" else is_process:
-                    found.append(pid)
-    return found
 
 
 def pids_of(host: str) -> list[int]:
@@ -329,7 +277,7 @@ def difference(before, after) -> dict[str, dict[str, Any]]:
 
 def main(arguments: list[str]) -> None:
     parser = commands.parser(__doc__)
-    parser.add_argument("table", choices=("slow", "links", "kills", "loss", "costs"))
+    parser.add_argument("table", choices=("slow", "links", "loss", "costs"))
     parser.add_argument("--out", type=Path, default=Path("peers_out"), metavar="FOLDER")
     parser.add_argument("--seconds", type=float, default=20.0, help="of training in each run")
     parser.add_argument("--figure", type=Path, metavar="FILE.png", help="of the table loss")

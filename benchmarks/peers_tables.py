@@ -47,7 +47,7 @@ def predicted(row: dict[str, Any], alone_s: float) -> float:
 
 def table(name: str, rows: list[dict[str, Any]]) -> str:
     """Markdown."""
-    tables = {"slow": _waiting, "links": _waiting, "kills": _kills, "loss": _losses}
+    tables = {"slow": _waiting, "links": _waiting, "loss": _losses}
     heads, lines = (tables | {"costs": _costs})[name](rows)
     lines = [heads, ["---"] * len(heads), *lines]
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
@@ -85,16 +85,6 @@ def _waiting(rows):
 def where(row: dict[str, Any]) -> tuple[int, float]:
     """On which hosts a run was."""
     return row["hosts"], row["mbit"]
-
-
-def _kills(rows):
-    lines = []
-    for row in rows:
-        (whole,) = (r for r in rows if r["program"] == row["program"] and not r["kills"])
-        seconds = row["after_s"] - row["start_s"]
-        part = row["steps"] / seconds / (whole["steps"] / (whole["after_s"] - whole["start_s"]))
-        lines.append([row["program"], row["killed"], row["steps"], f"{seconds:.0f}", f"{part:.0%}"])
-    return ["program", "killed", "steps kept", "seconds", "of undisturbed"], lines
 
 
 def _losses(rows):
