@@ -324,6 +324,7 @@ def test_processes_start_again_and_end_with_their_supervisor(start_process, tmp_
     os.kill(pids[2], signal.SIGKILL)
     pids = pids_once_all_have_started()
     psutil.Process(psutil.Process(pids[1]).ppid()).kill()  # its agent: a new one takes over
+    until(lambda: not psutil.pid_exists(pids[1]), process)  # before another one needs its devices
     pids = pids_once_all_have_started()
     process.kill()
     process.wait()

@@ -13,8 +13,8 @@ them on). The agent is told::
 
 and says ``["ready"]`` when all is imported, ``["reached", STEP]``, and ``["ended", CODE]``, where
 a process that died of a signal has minus its number. When its standard input ends, the supervisor
-is gone: the agent ends, which closes the pipe that is its process's standard input; see
-`decent_jax.cluster.supervise`.
+is gone: the agent lets its process stop as after SIGTERM. When the agent itself dies, the kernel
+closes the pipe that is its process's standard input, and the process ends at once.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ import sys
 import warnings
 from typing import Any
 
-from decent_jax.cluster.supervise import GREETING, REACHED, VARIABLE
+from decent_jax.cluster.supervise import OF_AGENT, REACHED, STOP, VARIABLE
 
 _LEAVE_S = 600.0  # for a process whose supervisor is gone; it ends itself long before
 
@@ -44,7 +44,12 @@ class _Process:
     def __init__(self, pid: int, stdin: int, steps: int):
         self.pid, self._stdin, self.steps = pid, stdin, steps
         self.pidfd = os.pidfd_open(pid)
-        os.write(stdin, GREETING)
+        os.write(stdin, OF_AGENT)
+
+    def stop(self) -> None:
+        """Let it save a checkpoint and end."""
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._stdin, STOP)
 
     def signal(self, number: int) -> None:
         """Also to its children, such as readers of data."""
@@ -154,7 +159,7 @@ class Agent:
         process = self._process
         if process is None:
             return
-        os.close(process._stdin)
+        process.stop()
         with selectors.DefaultSelector() as selector:
             selector.register(process.pidfd, selectors.EVENT_READ)
             selector.select(_LEAVE_S)

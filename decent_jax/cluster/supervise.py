@@ -33,8 +33,11 @@ from decent_jax.ground.errors import PEER_LOST
 VARIABLE = "DECENT_JAX_SUPERVISED"  # set where the standard input is the supervisor's pipe
 REACHED = "DECENT_JAX_REACHED"  # a descriptor to which steps are written, see `reached`
 PLACE = "DECENT_JAX_PLACE"  # the name of the member whose process this is
-GREETING = b"supervised\n"  # a launcher that does not pass the pipe on does not pass this on either
+# A launcher that does not pass the pipe on does not pass these on either.
+GREETING, OF_AGENT = b"supervised\n", b"of an agent\n"
+STOP = b"stop\n"  # of an agent whose supervisor is gone
 _TICK_S = 0.02
+_RETRY_S = 1.0  # between two agents of a host
 _ANSWER_S = 10.0  # for an agent to say that its process has ended, after SIGKILL
 _IN_VAIN = 20  # starts in a row that brought the run no further
 _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -52,6 +55,7 @@ class Member:
     address: str  # where the others reach it
     argv: list[str]  # stands before the command of its agent; may be empty
     agent: Any = None  # `AgentLink`
+    connected_at: float = -math.inf  # seconds; when that was started
     deaths: int = 0  # of its processes, in starts that brought the run no further
 
 
@@ -253,7 +257,6 @@ class Supervisor:
         """The exit code of the run: that of its processes, 128 + a signal, or 1: given up."""
         try:
             for attempt in range(10**9):
-                self._connect_all()
                 self._find_crew(at_first=attempt == 0)
                 if not self._crew:
                     self._say("no process is left: giving up")
@@ -279,27 +282,29 @@ class Supervisor:
                     member.agent.close()
 
     def _connect_all(self) -> None:
+        """Start an agent where there is none, or it has ended; not more often than `_RETRY_S`."""
+        now = self._clock.monotonic()
         for member in self._members:
-            if member.agent is not None and member.agent.is_gone():
-                member.agent.close()
-                member.agent = None
-            if member.agent is None:
-                member.agent = self._connect(member)
+            gone = member.agent is None or member.agent.is_gone()
+            if gone and now >= member.connected_at + _RETRY_S:
+                if member.agent is not None:
+                    member.agent.close()
+                member.agent, member.connected_at = self._connect(member), now
 
     def _find_crew(self, at_first: bool) -> None:
         """Wait until agents are ready; a spare host takes the place of one whose agent is not."""
         end = self._clock.monotonic() + self._patience_s
         while not self._signals:
+            self._connect_all()
             late = self._clock.monotonic() > end
             spare = [m for m in self._members if m not in self._crew and m.agent.is_ready()]
             if at_first and not late:  # they may need some seconds
                 spare = []
-            crew, waits = [], False
-            for member in self._crew:
-                ready, gone = member.agent.is_ready(), member.agent.is_gone()
-                crew.append(member if ready else spare.pop(0) if spare else None)
-                waits |= crew[-1] is None and not gone
-            if late or not waits:
+            crew = [
+                member if member.agent.is_ready() else spare.pop(0) if spare else None
+                for member in self._crew
+            ]
+            if late or None not in crew:
                 break
             self._clock.sleep(_TICK_S)
         else:
@@ -392,7 +397,7 @@ def reached(step: int) -> None:
 def end_with_supervisor(heartbeat_s: float) -> None:
     """End this process within ``heartbeat_s`` of its supervisor, if it has one.
 
-    Half of that time is for a checkpoint.
+    Half of that time is for a checkpoint. Where its agent alone is gone, it ends at once.
     """
     if os.environ.pop(VARIABLE, None):  # children of this process are not the supervisor's
         threading.Thread(target=_watch, args=(heartbeat_s,), daemon=True).start()
@@ -401,9 +406,11 @@ def end_with_supervisor(heartbeat_s: float) -> None:
 def _watch(heartbeat_s: float) -> None:
     # sys.stdin would hold a lock that Python needs to exit.
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as pipe:
-        if pipe.readline() != GREETING:
+        greeting = pipe.readline()
+        if greeting not in (GREETING, OF_AGENT):
             return
-        pipe.readline()  # it ends when the supervisor does
+        if pipe.readline() != STOP and greeting == OF_AGENT:
+            os.killpg(0, signal.SIGKILL)  # the supervisor starts another process in its place
     with contextlib.suppress(OSError):  # its terminal is gone, too
         program = Path(sys.argv[0]).name
         print(f"{program}: the supervisor is gone: stopping", file=sys.stderr, flush=True)
