@@ -3,7 +3,7 @@
     python benchmarks/goodput.py [ARM ...] [--out FOLDER] [--seconds 600] [--every 30]
 
 Each arm runs on hosts made of this machine (benchmarks/hosts.sh, 1 Gbit/s) under `decent-jax
-supervise`, undisturbed for two minutes, and then for --seconds while a random process is killed by
+supervise`, undisturbed for a minute, and then for --seconds while a random process is killed by
 SIGKILL every --every seconds. Needs root. A row per run goes to FOLDER/goodput.jsonl; runs that
 have a row there are not made again. At the end the table is printed, and drawn to
 FOLDER/goodput.png.
@@ -42,7 +42,7 @@ from run_on_hosts import names_of_hosts
 from decent_jax.ground.run_folder import read_metrics
 from decent_jax.train.copies import MEMORY, folder_of
 
-UNDISTURBED_S, HOSTS, MBIT = 120.0, 4, 1000
+UNDISTURBED_S, HOSTS, MBIT = 60.0, 4, 1000
 AGENT = "decent_jax.cluster.agent"
 SYNCHRONOUS = {"log.every": 1, "cluster.heartbeat_s": 10}
 ARMS: dict[str, dict[str, Any]] = {

@@ -172,7 +172,8 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what the processes print must not come between the reports
     for name in sys.argv[1:]:
-        importlib.import_module(name)
+        with contextlib.suppress(Exception):  # a process that needs it says why it cannot be had
+            importlib.import_module(name)
     program = Agent(told, says).serve()
     if program is not None:
         sys.argv[:] = program

@@ -33,6 +33,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from decent_jax import tasks
 from decent_jax.cluster import rendezvous
 from decent_jax.cluster.supervise import PLACE, AgentLink, Member, Supervisor
 from decent_jax.ground.command_line import Parser, command
@@ -53,9 +54,9 @@ FLAGS = {
         at_most=10**6,
     ),
 }
-# What every process needs, imported once per host; of the modules of the run's own task, it imports
-# the rest itself.
+# What every process needs, imported once per host.
 WARM = ("decent_jax.train.synchronous", "decent_jax.commands.main", "decent_jax.plots.runs")
+WARM += ("decent_jax.peers", "decent_jax.pipelines", "flax.linen", "grain")
 
 
 @command("supervise")
@@ -75,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
     supervisor = Supervisor(
         members,
         count,
-        _connect,
+        functools.partial(_connect, [*WARM, *filter(None, [tasks.TASKS.get(config.task)])]),
         functools.partial(_start, options, program, config, Path(workdir), count, _secret()),
         patience_s=2 * config.cluster.heartbeat_s + 30,
         again=options.again,
@@ -191,9 +192,9 @@ def _secret() -> str:
     return os.environ.get(rendezvous.SECRET) or secrets.token_hex(32)
 
 
-def _connect(member: Member) -> AgentLink:
-    """Start an agent on a host."""
-    command = [sys.executable, "-m", "decent_jax.cluster.agent", *WARM]
+def _connect(modules: list[str], member: Member) -> AgentLink:
+    """Start an agent on a host, which imports the modules."""
+    command = [sys.executable, "-m", "decent_jax.cluster.agent", *modules]
     argv = [*member.argv, shlex.join(command)] if member.argv else command
     return AgentLink(argv, os.environ.copy())
 
