@@ -23,6 +23,7 @@ ARMS = {
     "accum_adam": {"algorithm": "accum_adam", "schedule": "one_peer_exp"},
     "diloco": {"algorithm": "diloco", "schedule": "complete", "mix_every": 4},
     "all_reduce": {"algorithm": "all_reduce"},
+    "sharded": {"algorithm": "accum_adam", "mesh": {"devices": 8, "fsdp": 2}},
 }
 
 
