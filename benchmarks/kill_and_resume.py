@@ -110,7 +110,8 @@ def supervised(command, count: int, times: int, steps: int, moment: random.Rando
             while process.poll() is None:
                 time.sleep(moment.uniform(5, 18))
                 agents, trainers = processes_of(process.pid)
-                for one in moment.sample([*agents, *3 * trainers], 1 + (moment.random() < 0.15)):
+                found, count = [*agents, *3 * trainers], 1 + (moment.random() < 0.15)
+                for one in moment.sample(found, min(count, len(found))):  # none: it has ended
                     if done < times:
                         with contextlib.suppress(psutil.NoSuchProcess):
                             one.kill()

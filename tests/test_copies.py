@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from decent_jax.cluster.supervise import PLACE
+from decent_jax.train import config as config_lib
 from decent_jax.train import copies, copy_file, loop, saved_model
 from decent_jax.train.experiment import open_experiment
 from decent_jax.train.synchronous import Synchronous
@@ -195,6 +196,14 @@ def test_a_supervised_run_chooses_when_to_copy(tmp_path, memory, monkeypatch, ca
     monkeypatch.setenv(PLACE, "a")
     tiny.run(configured(recovery={"every": -1}), tmp_path / "supervised")
     assert "steps the state is copied" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "changes", [{"steps": 3}, {"pipeline": {"stages": 2}}, {"peers": {"use": True}}]
+)
+def test_copies_that_would_never_be_made_or_taken_are_refused(changes):
+    with refused("recovery.every", 4):
+        config_lib.check(configured(**changes))  # as each room does
 
 
 # --- Which step all have --------------------------------------------------------------------------

@@ -245,8 +245,16 @@ def _check_sizes(config: ConfigDict) -> None:
         parse_duration("each of lr_schedule.drops", drop)
     n, most = config.num_replicas, _WORKERS * (os.cpu_count() or 1)
     multiple = f"must be a multiple of num_replicas, {n}"
+    values, copies = flat(config), config.recovery.every
+    others = any(values.get(name) for name in TRAINERS)
     check_rules(
         config,
+        (copies <= 0 or not others, "recovery.every", "must be 0 or -1 with peers or pipelines"),
+        (
+            copies <= config.steps or config.epochs > 0,
+            "recovery.every",
+            f"must be at most steps, {config.steps}",
+        ),
         (config.epochs or config.steps, "steps", "must be at least 1 (or epochs above 0)"),
         (config.batch_size % n == 0, "batch_size", multiple),
         (config.eval.batch_size % n == 0, "eval.batch_size", multiple),

@@ -5,6 +5,7 @@ gossip message travels. The last process sends to the first.
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,15 +21,8 @@ class Neighbours:
 
     def __init__(self, placement: Placement):
         self._placement = placement
-        by_process: dict[int, list[int]] = {}
-        for place, device in enumerate(placement.mesh.devices.reshape(-1, placement.fsdp)[:, 0]):
-            by_process.setdefault(device.process_index, []).append(place)
-        own = [by_process[process] for process in sorted(by_process)]
-        there = [
-            (source, target)
-            for mine, others in zip(own, [*own[1:], own[0]], strict=True)
-            for source, target in zip(mine, others, strict=True)
-        ]
+        devices = placement.mesh.devices.reshape(-1, placement.fsdp)[:, 0]
+        there = pairs([device.process_index for device in devices])
         self._there = self._sender(there)
         self._back = self._sender([(target, source) for source, target in there])
 
@@ -53,6 +47,23 @@ class Neighbours:
 
         send = self._placement.on_devices(body, P("replica"), P("replica"))
         return jax.jit(lambda tree: self._placement.place_all(send(tree)))
+
+
+def pairs(processes: Sequence[int]) -> list[tuple[int, int]]:
+    """(from, to) for every place on the mesh, of which these processes have the devices.
+
+    >>> pairs([0, 0, 1, 1, 2, 2])
+    [(0, 2), (1, 3), (2, 4), (3, 5), (4, 0), (5, 1)]
+    """
+    places: dict[int, list[int]] = {}
+    for place, process in enumerate(processes):
+        places.setdefault(process, []).append(place)
+    own = [places[process] for process in sorted(places)]
+    return [
+        pair
+        for mine, others in zip(own, [*own[1:], own[0]], strict=True)
+        for pair in zip(mine, others, strict=True)
+    ]
 
 
 def from_first(value: Any, has_it: bool) -> Any:
