@@ -1,19 +1,13 @@
 """Kill a run at random moments with SIGKILL, resume it, and compare it bit by bit.
 
     python benchmarks/kill_and_resume.py [--times 10] [--steps 60] [--config.x=y ...]
-    python benchmarks/kill_and_resume.py --supervised 3 --times 20 --steps 800
 
 One uninterrupted run and, ``--times`` times, a run that is killed once at a random step and started
 again with the same command. Every array of the last checkpoints (parameters, moments, window,
 counts) must be equal to the last bit, and metrics.jsonl must have every step once. Prints one JSON
 line per kill, and exits with 1 if any differs. About 20 s per kill on 2 cores.
-
-With ``--supervised N`` it is one run of N processes under `decent-jax supervise`, in which random
-ones of them and of their agents are killed, sometimes two at once, also while they start again. It
-needs enough steps; each kill takes 5 to 18 s.
 """
 
-import contextlib
 import json
 import os
 import random
@@ -28,7 +22,6 @@ import commands
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import psutil
 
 from decent_jax.train import ConfigError, flags, validate
 from decent_jax.train.metrics import read_metrics
@@ -54,7 +47,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--times", type=int, default=10)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--supervised", type=int, default=0, metavar="N", help="processes")
     parsed, overrides = parser.parse_known_args(arguments)
     command = [sys.executable, str(ROOT / "train.py")]
     command += [
@@ -74,8 +66,6 @@ def main(arguments: list[str]) -> int:
     except ConfigError as error:
         parser.error(str(error))
     moment = random.Random(parsed.seed)
-    if parsed.supervised:
-        return supervised(command, parsed.supervised, parsed.times, parsed.steps, moment)
     with tempfile.TemporaryDirectory() as folder:
         whole = Path(folder) / "whole"
         run(command, whole)
@@ -94,48 +84,6 @@ def main(arguments: list[str]) -> int:
             row = {"kill": k, "killed_after_step": reached, "arrays": len(got)}
             print(json.dumps(row | {"equal": equal, "steps_unique": unique}), flush=True)
     return 1 if failures else 0
-
-
-def supervised(command, count: int, times: int, steps: int, moment: random.Random) -> int:
-    """Run twice under a supervisor, the second time with kills; whether the ends differ."""
-    own = [sys.executable, "-m", "decent_jax.commands.main", "supervise", "--again", "1000"]
-    command = [*own, "--processes", str(count), "--", *command[1:]]
-    with tempfile.TemporaryDirectory() as folder:
-        whole, killed, done = Path(folder) / "whole", Path(folder) / "killed", 0
-        run(command, whole)
-        with (
-            open(killed.with_suffix(".log"), "ab") as log,
-            subprocess.Popen([*command, "--workdir", killed], stderr=log) as process,
-        ):
-            while process.poll() is None:
-                time.sleep(moment.uniform(5, 18))
-                agents, trainers = processes_of(process.pid)
-                found, count = [*agents, *3 * trainers], 1 + (moment.random() < 0.15)
-                for one in moment.sample(found, min(count, len(found))):  # none: it has ended
-                    if done < times:
-                        with contextlib.suppress(psutil.NoSuchProcess):
-                            one.kill()
-                            done += 1
-            if process.returncode:
-                raise SystemExit(log_of(killed))
-        rows = [
-            [{k: v for k, v in row.items() if k[:5] in ("step", "train", "eval/")} for row in found]
-            for found in map(read_metrics, (whole, killed))
-        ]
-        got, wanted = final_arrays(killed, steps), final_arrays(whole, steps)
-        equal = all(map(np.array_equal, got, wanted)) and len(got) == len(wanted)
-        print(json.dumps({"kills": done, "equal": equal, "rows_equal": rows[0] == rows[1]}))
-    return 0 if equal and rows[0] == rows[1] else 1
-
-
-def processes_of(supervisor: int) -> tuple[list[psutil.Process], list[psutil.Process]]:
-    """Its agents, and their forks, which train."""
-    agents, trainers = [], []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for agent in psutil.Process(supervisor).children():
-            agents.append(agent)
-            trainers += agent.children()
-    return agents, trainers
 
 
 def run(command, workdir: Path, kill_at: int | None = None, delay: float = 0.0) -> int | None:
