@@ -4,9 +4,10 @@
 
 Each arm runs on hosts made of this machine (benchmarks/hosts.sh, 1 Gbit/s) under `decent-jax
 supervise`, undisturbed for a minute, and then for --seconds while a random process is killed by
-SIGKILL every --every seconds. Needs root. A row per run goes to FOLDER/goodput.jsonl; runs that
-have a row there are not made again. At the end the table is printed, and drawn to
-FOLDER/goodput.png.
+SIGKILL every --every seconds. Then the steps of a run that was killed are made again without kills
+and without the sleep below, and the rows of metrics of the two are compared. Needs root. A row per
+run goes to FOLDER/goodput.jsonl; runs that have a row there are not made again. At the end the
+table is printed, and drawn to FOLDER/goodput.png.
 
 one_peer_exp, all_reduce   copies in memory, as they are by default
 neighbours                 one_peer_exp with recovery.neighbours=1: a whole host is lost with its
@@ -67,13 +68,36 @@ def measured(arm: str, seconds: float, every: float | None, folder: Path) -> dic
     with words.open("w") as file:
         process = subprocess.Popen(command(arm, flags), env=environment(), stdout=file, stderr=file)
     try:
-        return watched(process, arm, workdir, words, seconds, every)
+        found = watched(process, arm, workdir, words, seconds, every)
     finally:
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(60)
         process.kill()
         process.wait()
+    if every and arm != "peers":  # they have no order
+        found["differ"] = differing_rows(arm, workdir, config, ARMS[arm])
+    return found
+
+
+def differing_rows(arm: str, workdir: Path, config: Path, fields: dict[str, Any]) -> list[int]:
+    """The steps whose rows in ``workdir`` are not those of the same run without kills."""
+    rows, again = read_metrics(workdir), workdir.with_name("again")
+    # One step more: the last one of a run has an evaluation.
+    changes = fields | {"steps": rows[-1]["step"] + 1, "data.compute_s": 0.0}
+    flags = ["--config", str(config), "--workdir", str(again)]
+    flags += [f"--config.{name}={value}" for name, value in changes.items()]
+    done = subprocess.run(command(arm, flags), env=environment(), capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"the run without kills failed:\n{done.stderr[-3000:]}")
+    wanted = {row["step"]: _trained(row) for row in read_metrics(again)[:-1]}
+    found = {row["step"]: _trained(row) for row in rows}
+    return [step for step in wanted | found if wanted.get(step) != found.get(step)]
+
+
+def _trained(row: dict[str, Any]) -> dict[str, Any]:
+    """What it says of the training, not of time."""
+    return {name: x for name, x in row.items() if name.partition("/")[0] in ("train", "eval")}
 
 
 def command(arm: str, flags: list[str]) -> list[str]:
@@ -171,6 +195,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Steps kept, of an undisturbed run; seconds from a kill to the next step; steps lost."""
     heads = ["", "seconds", "killed", "steps kept", "of undisturbed"]
     heads += ["seconds to the next step: median, worst", "steps lost: median, most"]
+    heads += ["rows that differ"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
         whole = next(r for r in rows if r["arm"] == row["arm"] and not r["every"])
@@ -181,7 +206,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         cost = f"{statistics.median(lost):g}, {max(lost)}" if lost else ""
         lines.append(
             f"| {row['arm']} | {row['seconds']:.0f} | {len(row['kills'])} | {row['steps']} | "
-            f"{share:.0%} | {took} | {cost} |"
+            f"{share:.0%} | {took} | {cost} | {len(row['differ']) if 'differ' in row else ''} |"
         )
     return "\n".join(lines)
 

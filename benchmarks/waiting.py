@@ -1,8 +1,8 @@
 """A task for benchmarks/peers.py: computing is a sleep, so that two cores can be several hosts.
 
 The loss is that of noise (its gradient is the batch), over as many parameters as ``model.size``
-says. Each step sleeps for ``data.compute_s`` inside the compiled program, times the factor of this
-host in ``data.slow``; the host knows its number by its address.
+says. Each step and each batch of an evaluation sleep for ``data.compute_s`` inside the compiled
+program, times the factor of this host in ``data.slow``; the host knows its number by its address.
 """
 
 import socket
@@ -81,7 +81,8 @@ class Waiting:
         return jnp.vdot(params["w"], noise), model_state
 
     def evaluate(self, params, model_state, batch, weights):
-        return {"loss": 0.0 * weights.sum(), "count": weights.sum()}
+        slept = sleep(weights.sum(), self.seconds)
+        return {"loss": 0.0 * slept, "count": weights.sum()}
 
     def decay_mask(self, params):
         return jax.tree.map(lambda _: False, params)

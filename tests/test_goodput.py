@@ -293,11 +293,12 @@ def test_the_benchmark_compares_runs_with_kills_to_undisturbed_ones(tmp_path, mo
             "seconds": 40.0,
             "steps": 150,
             "kills": kills,
+            "differ": [7, 8],
             "trace": trace,
         },
     ]
     cells = [line.split(" | ") for line in benchmark.table(rows).splitlines()]
     assert cells[2][4].startswith("100%")
-    assert cells[3][1:] == ["40", "3", "150", "75%", "3.0, 5.0", "1, 3 |"]
+    assert cells[3][1:] == ["40", "3", "150", "75%", "3.0, 5.0", "1, 3", "2 |"]
     benchmark.draw(rows, tmp_path / "goodput.png")
     assert (tmp_path / "goodput.png").stat().st_size > 5000

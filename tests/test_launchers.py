@@ -4,6 +4,7 @@ Both are packages of Debian (`slurm-wlm`, `openmpi-bin`); where one is absent it
 test starts SLURM's daemons itself, as root, with files and ports of their own.
 """
 
+import contextlib
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import tiny
 from several import free_port
@@ -108,8 +110,9 @@ def check(workdir, words, launcher, schedule):
     assert [row["step"] for row in tiny.rows(workdir)] == [1, 2, 3]
 
 
-def test_slurm(train, slurm_conf, tmp_path):
-    """sbatch takes launch/slurm.sbatch; the flags before it replace the sizes of a real cluster."""
+@pytest.fixture
+def sbatch(train, slurm_conf, tmp_path):
+    """Submits launch/slurm.sbatch; flags before it replace the sizes of a real cluster."""
     arguments, environment, workdir = train
     conf, path, daemons = slurm_conf
     log = tmp_path / "job.log"
@@ -121,13 +124,52 @@ def test_slurm(train, slurm_conf, tmp_path):
         given = {"env": environment, "capture_output": True, "text": True, "timeout": 60}
         return subprocess.run(command, **given).stdout.strip()
 
-    job = said("sbatch", *flags, str(ROOT / "launch" / "slurm.sbatch"), *arguments)
-    ends = time.monotonic() + 200
-    while said("squeue", "--noheader", f"--jobs={job}") and time.monotonic() < ends:
-        time.sleep(0.2)  # sbatch --wait looks every 32 s in the end
-    words = log.read_text() if log.exists() else daemons.read_text()
-    assert "ExitCode=0:0" in said("scontrol", "show", "job", job), words
+    def submit(*more, during=lambda workdir: None, **variables):
+        """The words of the job, which ended well; ``during`` is called until then."""
+        environment.update(variables)
+        script = str(ROOT / "launch" / "slurm.sbatch")
+        job = said("sbatch", *flags, script, *arguments, *more)
+        ends = time.monotonic() + 200
+        while said("squeue", "--noheader", f"--jobs={job}") and time.monotonic() < ends:
+            during(workdir)
+            time.sleep(0.2)  # sbatch --wait looks every 32 s in the end
+        words = log.read_text() if log.exists() else daemons.read_text()
+        assert "ExitCode=0:0" in said("scontrol", "show", "job", job), words
+        return words, workdir
+
+    return submit
+
+
+def test_slurm(sbatch):
+    words, workdir = sbatch()
     check(workdir, words, "SLURM", "hierarchical(complete, one_peer_exp)")
+
+
+def test_slurm_with_a_supervisor_loses_a_process_and_goes_on_from_memory(sbatch):
+    """No checkpoint is there to go on from."""
+    settings = {"steps": 9, "data.pause": 0.25, "recovery.every": 2, "checkpoint.every": 0}
+    settings |= {"log.every": 1, "schedule": "static_exp"}
+    killed = []
+
+    def kill_the_second_once(workdir):
+        metrics = workdir / "metrics.jsonl"
+        if killed or not metrics.exists() or len(tiny.rows(workdir)) < 5:
+            return
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if os.readlink(f"/proc/{process.pid}/fd/1") == str(workdir / "process-1.log"):
+                    process.kill()
+                    killed.append(process.pid)
+
+    words, workdir = sbatch(
+        *(f"--config.{name}={value}" for name, value in settings.items()),
+        during=kill_the_second_once,
+        SUPERVISE="1",
+    )
+    assert len(killed) == 1 and "process 1 (node2) died of SIGKILL" in words
+    assert int(re.findall(r"resuming after step (\d+)", words)[0]) >= 3
+    assert tiny.summary(workdir)["processes"] == 2
+    assert [row["step"] for row in tiny.rows(workdir)] == list(range(1, 10))
 
 
 def test_open_mpi(train):
