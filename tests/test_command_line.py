@@ -1,7 +1,6 @@
 """The command line of train.py, and config files: what works, and how mistakes are answered."""
 
 import errno
-import fcntl
 import os
 import re
 import sys
@@ -106,15 +105,6 @@ def test_a_config_file_imports_the_modules_beside_it(call, tmp_path, monkeypatch
     assert os.environ["PYTHONPATH"].split(os.pathsep) == ["elsewhere", str(tmp_path)]  # for actors
     with refused("task", "my_tusk"):
         config_lib.default_config("my_tusk")
-
-
-def test_a_lock_of_other_bytes_names_the_run_as_well_as_it_can(tmp_path):
-    (tmp_path / ".lock").write_bytes(b"process 7 on \xff\xfe\n")
-    with (tmp_path / ".lock").open() as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(train.ConfigError) as refusal:
-            train.run(tiny.waves(), tmp_path)
-    assert "process 7" in str(refusal.value) and str(tmp_path) in str(refusal.value)
 
 
 @pytest.mark.parametrize(

@@ -159,14 +159,11 @@ def test_eval_covers_everything_once_in_order(source, batch_size):
         np.testing.assert_array_equal(tokens[weights > 0, 0], np.arange(50) * SEQ_LEN)
 
 
-def test_eval_max_batches(source):
-    assert len(list(eval_batches(source, num_replicas=2, batch_size=8, max_batches=3))) == 3
-    assert len(list(eval_batches(source, num_replicas=2, batch_size=8, max_batches=99))) == 7
-
-
-def test_steps_per_epoch(source):
-    assert steps_per_epoch(source, 50) == 1
-    assert steps_per_epoch(source, 8) == 7
+def test_as_many_batches_as_there_are(source):
+    for most, wanted in ((3, 3), (99, 7)):
+        batches = eval_batches(source, num_replicas=2, batch_size=8, max_batches=most)
+        assert len(list(batches)) == wanted
+    assert [steps_per_epoch(source, size) for size in (50, 8)] == [1, 7]
 
 
 def test_close_stops_the_threads(source):

@@ -49,9 +49,6 @@ def test_gpt2_known_ids(gpt2):
     ]  # fmt: skip
     assert (gpt2.vocab_size, gpt2.end_of_text) == (50257, 50256)
     assert gpt2.decode([50256]) == "<|endoftext|>"
-
-
-def test_gpt2_end_of_text_in_a_text_is_text(gpt2):
     assert gpt2.encode("<|endoftext|>").tolist() == [27, 91, 437, 1659, 5239, 91, 29]
 
 

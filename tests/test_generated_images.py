@@ -34,14 +34,6 @@ def test_the_first_records_do_not_depend_on_how_many_there_are(source):
         np.testing.assert_array_equal(fewer.labels, source.labels[:count])
 
 
-def test_any_record_alone(source):
-    """Also one in the middle of a chunk: each index has random numbers of its own."""
-    for index in (0, 1, 333, 599):
-        label = source.labels[index : index + 1]
-        alone = generated_images._draw(0, "train", index, label, 32)[0]
-        np.testing.assert_array_equal(alone, source.images[index])
-
-
 def test_known_picture(source):
     """Drawn the same on every machine, up to the rounding of sines."""
     assert source.labels[:10].tolist() == [2, 6, 9, 5, 7, 3, 8, 0, 1, 4]

@@ -225,12 +225,6 @@ def test_groups_of_which_members_hear_different_groups(x64):
         np.testing.assert_allclose(fn(x), matrix @ x, atol=1e-14)
 
 
-def test_round_none_is_the_tree_itself():
-    tree = tree_for(4)
-    got = gossip.mix(tree, topology.make("ring", 4), None)  # no axis, so nothing was asked of it
-    assert got is tree
-
-
 # --- replicas that are not finite -----------------------------------------------------------------
 
 
@@ -286,27 +280,6 @@ def some_patterns(n):
     )
 
 
-def test_rules_by_hand():
-    """Pairs (0 1)(2 3)(4 5)(6 7): a bad sender, a bad pair; and a ring's neighbours."""
-    x = np.float32([1, np.nan, np.nan, np.inf, 5, 7, np.inf, 2])
-
-    def body(axis_name, x):
-        ok = jnp.isfinite(x)
-        pairs = gossip.mix(x, topology.make("hypercube", 8), 0, axis_name, finite=ok)
-        ring = gossip.mix(x, topology.make("bidirectional_ring", 8), 0, axis_name, finite=ok)
-        return pairs, ring, gossip.mix(x, topology.make("complete", 8), 0, axis_name, finite=ok)
-
-    pairs, ring, complete = on_stack(body, "vmap", 8)(x)
-    nan = np.nan
-    np.testing.assert_array_equal(pairs, np.float32([1, 1, nan, nan, 6, 6, 2, 2]))
-    # 0: itself twice and 7. 1: from 0 alone. 2: bad neighbours. 4: itself twice and 5.
-    wanted = [4 / 3, 1, nan, 5, 17 / 3, 19 / 3, 4.5, 5 / 3]
-    np.testing.assert_allclose(ring, wanted, rtol=1e-6)
-    # (1 + 5 + 7 + 2 + four times oneself) / 8; the bad ones take the mean of the good ones.
-    wanted = [19 / 8, 15 / 4, 15 / 4, 15 / 4, 35 / 8, 43 / 8, 15 / 4, 23 / 8]
-    np.testing.assert_allclose(complete, wanted, rtol=1e-6)
-
-
 # --- refusals -------------------------------------------------------------------------------------
 
 
@@ -333,37 +306,31 @@ def test_wrong_number_of_replicas():
     assert trace("block", 8, 4, ring).shape == (8, 2)
 
 
-def test_round_out_of_range():
-    schedule = topology.make("one_peer_exp", 8)
-    for r in (3, -1, 100):
-        with refuses("one_peer_exp", 2, r):
-            trace("vmap", 8, 1, schedule, r)
+@pytest.mark.parametrize(
+    ("form", "n", "devices", "name", "given", "named"),
+    [
+        *(("vmap", 8, 1, "one_peer_exp", {"round": r}, ("one_peer_exp", 2, r)) for r in (3, -1)),
+        ("block", 8, 4, "ring", {"axis_name": ("block", "replica")}, (("block", "replica"),)),
+        ("block", 8, 4, "ring", {"axis_name": ("block", "block")}, (("block", "block"),)),
+        ("block", 8, 4, "ring", {"check_vma": True}, ("'block'", "check_vma=False")),
+        ("devices", 8, 8, "alternating_exp_ring", {"check_vma": True}, (4, "check_vma=False")),
+        # Nodes that blocks cut, also where a round is a mean alone.
+        ("block", 6, 3, "hierarchical", {}, ("groups of 3", "2 replicas")),
+        ("block", 6, 3, "alternating_exp_ring", {"round": 1}, ("groups of 3", "2 replicas")),
+    ],
+)
+def test_what_mix_refuses(form, n, devices, name, given, named):
+    schedule = topology.make(name, n, local_size=n // 2)
+    with refuses(*named):
+        trace(form, n, devices, schedule, **given)
 
 
-def test_partial_groups_and_blocks_need_check_vma_false():
+def test_where_groups_and_blocks_may_be():
     schedule = topology.make("alternating_exp_ring", 8, local_size=4)
-    with refuses(4, "check_vma=False"):
-        trace("devices", 8, 8, schedule, check_vma=True)
     assert trace("devices", 8, 8, schedule, check_vma=False).shape == (8, 2)
-    complete = topology.make("complete", 8)
-    assert trace("devices", 8, 8, complete, check_vma=True).shape == (8, 2)
-    with refuses("'block'", "check_vma=False"):
-        trace("block", 8, 4, topology.make("ring", 8), check_vma=True)
-
-
-def test_order_of_axes():
-    for axis_name in (("block", "replica"), ("block", "block")):
-        with refuses(axis_name):
-            trace("block", 8, 4, topology.make("ring", 8), axis_name=axis_name)
-
-
-def test_groups_across_blocks():
+    assert trace("devices", 8, 8, topology.make("complete", 8), check_vma=True).shape == (8, 2)
     schedule = topology.make("alternating_exp_ring", 6, local_size=3)
-    with refuses("groups of 3", "2 replicas"):
-        trace("block", 6, 3, schedule)
     assert trace("block", 6, 2, schedule).shape == (6, 2)
-    with refuses("groups of 3", "2 replicas"):  # a mean alone, too
-        trace("block", 6, 3, topology.make("alternating_exp_ring", 6, local_size=3), 1)
 
 
 @pytest.mark.parametrize("devices", [3, 2])  # blocks of two, and of three: an odd row is added too

@@ -216,26 +216,19 @@ def test_an_optimizer_that_is_not_called_is_refused():
         optim.all_reduce(0.1)  # pyright: ignore
 
 
+SLOWMO = functools.partial(optim.slowmo, learning_rate=0.1)
+
+
 @pytest.mark.parametrize(
-    ("make", "more"),
+    "make",
     [
-        (optim.decentralized, {}),
-        (optim.push_sum, {}),
-        (optim.slowmo, {"learning_rate": 0.1}),
-        *(
-            (make, {})
-            for make in (
-                optim.contrib.choco,
-                optim.diloco,
-                optim.d2,
-                optim.swarm,
-            )
-        ),
+        *(optim.decentralized, optim.push_sum, SLOWMO, optim.contrib.choco),
+        *(optim.diloco, optim.d2, optim.swarm),
     ],
 )
-def test_the_name_of_a_schedule_is_no_schedule(make, more):
+def test_the_name_of_a_schedule_is_no_schedule(make):
     with refuses("'ring'", "topology.make", error=TypeError):
-        make(optax.sgd(0.1), "ring", **more)
+        make(optax.sgd(0.1), "ring")
 
 
 def test_an_update_needs_its_round_and_its_parameters():

@@ -186,17 +186,6 @@ def test_an_asker_that_comes_too_late_averages_no_more_than_its_partner():
     assert one.take() == other.take() == []
 
 
-def test_a_late_acceptance_still_adds_the_half_that_the_partner_added():
-    one, other, third = peers(np.array([np.zeros(D), np.ones(D), np.ones(D)]), "float32")
-    offer, message = one.ask()
-    accepted = other.settle(offer.meeting, one.hear(*answer(other, offer, message)))
-    one.close(offer.meeting, None)  # the answer has not come
-    assert meet(one, third)  # which hinders nobody
-    one.close(offer.meeting, accepted)
-    assert accepted and sorted(met.theirs.peer for met in one.take()) == ["1.0", "2.0"]
-    assert other.settle(offer.meeting, True) is False  # not twice
-
-
 def test_a_question_that_cannot_be_encoded_leaves_no_meeting_under_way():
     (one,) = peers(np.full((1, D), np.inf), "lattice8")
     with pytest.raises(ValueError):

@@ -93,16 +93,6 @@ def test_a_lost_replica_has_no_weight():
     assert mean["x"].tolist() == [2.5]
 
 
-def test_consensus_by_hand():
-    stacked = {"a": jnp.float32([[1.0], [3.0]]), "b": jnp.float32([2.0, -2.0])}
-    consensus = replicas.consensus_distance(stacked)
-    assert float(consensus.distance) == pytest.approx(5**0.5)  # (1, 2) from the mean (2, 0)
-    assert float(consensus.relative) == pytest.approx(5**0.5 / 2)
-    assert_equal(replicas.consensus_mean(stacked), {"a": np.float32([2]), "b": np.float32(0)})
-    equal = replicas.consensus_distance({"a": jnp.ones((4, 3))})
-    assert float(equal.distance) == float(equal.relative) == 0
-
-
 def test_distance_is_computed_in_float32():
     stacked = {"a": jnp.bfloat16(np.tile([[1.0], [1.0078125]], (1, 300)))}
     consensus = replicas.consensus_distance(stacked)
