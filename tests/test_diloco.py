@@ -1,6 +1,6 @@
 """DiLoCo and streaming DiLoCo against the oracle, local SGD, and what they refuse; SlowMo's edge.
 
-test_oracles_outer holds the oracle against torchft's and MaxText's runs and against SlowMo's, and
+test_oracles holds the oracle against torchft's and MaxText's runs and against SlowMo's, and
 test_methods holds SlowMo against its oracle.
 """
 

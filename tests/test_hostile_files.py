@@ -6,15 +6,19 @@ command of a row runs: bytes, text, or None for a folder. See `test_hostile` for
 
 import gzip
 import json
+import os
 import shlex
 
 import mini_imagenet
 import pytest
 from hostile import assert_refused
+from refusals import refused
 
+from decent_jax.commands import export
 from decent_jax.commands import main as command
 from decent_jax.data.translation import number_words
 from decent_jax.ground import machine
+from decent_jax.ground.command_line import check_replaceable
 
 DEEP, NINES = "[" * 100_000, "9" * 5000
 CLUSTER = "--network nvlink_25gbe --nodes 2 --devices_per_node 2"
@@ -265,3 +269,35 @@ def prepare_something(kind, folder):
         (folder / "in/a.jsonl").write_text("".join(lines))
     line = {"text": TEXT, "images": IMAGES, "pairs": PAIRS}[kind]
     assert command.main(["prepare", *shlex.split(line), "--workers", "1"]) == 0
+
+
+# --- what a command may replace: a file of this package, nothing without an end -------------------
+
+
+@pytest.mark.parametrize("check", [check_replaceable, lambda path, _: export.export("run", path)])
+def test_only_regular_files_are_replaced(check, tmp_path):
+    """Opening a pipe that nobody writes into waits for ever; a link to nothing makes a file."""
+    pipe, link = tmp_path / "pipe.safetensors", tmp_path / "link.safetensors"
+    os.mkfifo(pipe)
+    link.symlink_to(tmp_path / "elsewhere" / "x")
+    for path in (pipe, link):
+        with refused("--out", path):
+            check(path, "--out")
+
+
+def test_no_export_writes_beside_itself_through_a_link(tmp_path):
+    out = tmp_path / "model.safetensors"
+    (tmp_path / "config.json").symlink_to(tmp_path / "thesis.json")
+    for content in (b"", b'12345678{"__metadata__":{"step":"1","which":"last"}'):
+        out.write_bytes(content)
+        with refused("--out", out):
+            export.export("run", out)
+    assert not (tmp_path / "thesis.json").exists()
+
+
+def test_an_empty_file_makes_what_is_beside_it_nobodys(tmp_path):
+    out = tmp_path / "model.safetensors"
+    out.touch()
+    (tmp_path / "config.json").write_text("mine")
+    with refused("--out", out):
+        export.export("run", out)

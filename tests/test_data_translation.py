@@ -1,0 +1,362 @@
+"""Translation: subwords, sentences of number words, and batches by tokens."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from refusals import refuses
+
+from decent_jax.data.translation import number_words, subwords
+from decent_jax.data.translation.number_words import (
+    build,
+    english,
+    english_ordinal,
+    english_year,
+    german,
+    german_before_noun,
+    german_ordinal,
+    german_year,
+    pairs,
+    sentences,
+    split_of,
+    write_files,
+)
+from decent_jax.data.translation.pair_batches import Shape, TokenBatches
+from decent_jax.data.translation.pair_folder import TranslationPairs
+from decent_jax.data.translation.subwords import normalise
+from decent_jax.ground.errors import DataError
+
+SAME = {
+    "  a \t b\u00a0c\u3000d  ": "a b c d",
+    "\ufeff\u201eso\u201c \u201aund\u2018 \u2019s": "\"so\" 'und' 's",
+    "``x''": '"x"',
+    "a\u2010b\u2011c\u2212d\u2014e\u2013f": "a-b-c-d\u2013e\u2013f",
+    "\ufb01ne \u00bd … \uff21\uff22": "fine 1\u20442 ... AB",
+    "cafe\u0301 so\u00adft z\u200bw\0": "café soft zw",
+    "«oui»": "«oui»",
+    "line\u2028sep\x85x\r": "line sep x",
+    "a\u2581b": "a b",
+    "\u00b4`": '"',
+}
+ODD = "aé'\" \n\u0301\u0338\u1100\u1161\ufe58\ufe63\u2033\u2057\u00a8\U0001f642"
+ODD = sorted({*"".join(SAME), *ODD})
+
+
+def test_normalise_by_hand():
+    assert {text: normalise(text) for text in SAME} == SAME
+
+
+@given(st.text(st.sampled_from(ODD)))
+def test_normalise_twice_is_once(text):
+    assert normalise(normalise(text)) == normalise(text)
+
+
+def test_ids_and_back(tmp_path):
+    subwords.train({"new": 30, "words": 20, "Größe": 9, "über": 5}, 290).save(tmp_path)
+    vocabulary = subwords.load(tmp_path)
+    assert vocabulary.size == 290
+    for text in ("", "new words", "<s> </s> <pad> <unk>", "日本 ☃ 🙂", "Größe über 3,5 %"):
+        ids = vocabulary.encode(text)
+        assert ids.dtype == np.uint16 and (ids >= 4).all()  # nothing is unknown
+        assert vocabulary.decode(ids) == vocabulary.decode([2, *ids, 3, 0, 0]) == text
+    assert vocabulary.decode(vocabulary.encode("☃")[:-1]).endswith("\ufffd")
+    with refuses(290):
+        vocabulary.decode([290])
+    again = pickle.loads(pickle.dumps(vocabulary))
+    assert again.sha256 == vocabulary.sha256
+    assert again.encode("new").tolist() == vocabulary.encode("new").tolist()
+
+
+def test_a_vocabulary_is_a_function_of_the_counts():
+    words = {f"w{i}x{i % 7}": i % 5 + 1 for i in range(300)}
+    model = subwords.train(words, 320).model
+    assert subwords.train(dict(reversed(words.items())), 320).model == model
+    with refuses("--vocab_size", 3000, error=DataError):
+        subwords.train(words, 3000)
+
+
+# --- number words ---------------------------------------------------------------------------------
+
+
+words = str.split
+BY_HAND = {
+    0: ("zero", "null"),
+    1: ("one", "eins"),
+    7: ("seven", "sieben"),
+    12: ("twelve", "zwölf"),
+    16: ("sixteen", "sechzehn"),
+    17: ("seventeen", "siebzehn"),
+    21: ("twenty-one", "einundzwanzig"),
+    30: ("thirty", "dreißig"),
+    67: ("sixty-seven", "siebenundsechzig"),
+    101: ("one hundred and one", "einhunderteins"),
+    700: ("seven hundred", "siebenhundert"),
+    1001: ("one thousand and one", "eintausendeins"),
+    1100: ("one thousand one hundred", "eintausendeinhundert"),
+    21_000: ("twenty-one thousand", "einundzwanzigtausend"),
+    101_101: (
+        "one hundred and one thousand one hundred and one",
+        "einhunderteintausendeinhunderteins",
+    ),
+    999_999: (
+        "nine hundred and ninety-nine thousand nine hundred and ninety-nine",
+        "neunhundertneunundneunzigtausendneunhundertneunundneunzig",
+    ),
+}
+FIRST = words("first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth")
+ERSTE = words("erste zweite dritte vierte fünfte sechste siebte achte neunte zehnte elfte zwölfte")
+ORDINALS = dict(enumerate(zip(FIRST, ERSTE, strict=True), 1)) | {
+    19: ("nineteenth", "neunzehnte"),
+    20: ("twentieth", "zwanzigste"),
+    33: ("thirty-third", "dreiunddreißigste"),
+    101: ("one hundred and first", "einhunderterste"),
+    112: ("one hundred and twelfth", "einhundertzwölfte"),
+    1000: ("one thousandth", "eintausendste"),
+    1003: ("one thousand and third", "eintausenddritte"),
+}
+YEARS = {
+    1100: ("eleven hundred", "elfhundert"),
+    1101: ("eleven oh one", "elfhunderteins"),
+    1984: ("nineteen eighty-four", "neunzehnhundertvierundachtzig"),
+    2000: ("two thousand", "zweitausend"),
+    2005: ("two thousand and five", "zweitausendfünf"),
+    2010: ("twenty ten", "zweitausendzehn"),
+}
+
+
+def test_by_hand():
+    assert {n: (english(n), german(n)) for n in BY_HAND} == BY_HAND
+    assert {n: (english_ordinal(n), german_ordinal(n)) for n in ORDINALS} == ORDINALS
+    assert {year: (english_year(year), german_year(year)) for year in YEARS} == YEARS
+    before_noun = {1: "ein", 21: "einundzwanzig", 101: "einhundertein", 1001: "eintausendein"}
+    assert {n: german_before_noun(n) for n in before_noun} == before_noun
+
+
+@pytest.mark.parametrize("say", [english, german, english_ordinal, german_ordinal])
+def test_different_numbers_are_different_words(say):
+    some = range(1, 1_000_000, 37)
+    assert len({say(n) for n in some}) == len(some)
+
+
+def test_splits_share_no_number(monkeypatch):
+    templates = (lambda draw: draw(), lambda draw: draw(1100, 2100))
+    monkeypatch.setattr(number_words, "_TEMPLATES", templates)
+    for split in number_words.SPLITS:
+        drawn = pairs(split, 1500, seed=4)
+        assert drawn == pairs(split, 1500, seed=4) != pairs(split, 1500, seed=5)
+        assert {split_of(n) for n in drawn} == {split}
+    shares = [split_of(n) for n in range(20_000)]
+    assert 0.03 < shares.count("val") / 20_000 < 0.07 > shares.count("test") / 20_000 > 0.03
+    assert set(shares[:100]) == {"train"}
+
+
+@pytest.mark.parametrize(
+    ("template", "drawn", "both"),
+    [
+        ("_count", [21], ("twenty-one", "einundzwanzig")),
+        ("_price", [1], ("the price is one euro", "der Preis beträgt einen Euro")),
+        ("_price", [21], ("the price is twenty-one euros", "der Preis beträgt einundzwanzig Euro")),
+        ("_price", [0], ("the price is zero euros", "der Preis beträgt null Euro")),
+        ("_ordinal", [3], ("the third page", "die dritte Seite")),
+        (
+            "_year",
+            [2005],
+            ("it was in the year two thousand and five", "es war im Jahr zweitausendfünf"),
+        ),
+        ("_comparison", [5, 1], ("five is more than one", "fünf ist mehr als eins")),
+        ("_comparison", [1, 5], ("one is less than five", "eins ist weniger als fünf")),
+        ("_comparison", [5, 5], ("five is as much as five", "fünf ist so viel wie fünf")),
+    ],
+)
+def test_every_template_says_the_same_in_both_languages(template, drawn, both):
+    make, numbers = getattr(number_words, template), iter(drawn)
+    assert make in number_words._TEMPLATES
+    assert make(lambda *_: next(numbers)) == both
+
+
+def test_files(tmp_path):
+    write_files(tmp_path, train=60, val=20, test=10, seed=0)
+    for split, count in (("train", 60), ("val", 20), ("test", 10)):
+        sides = [(tmp_path / f"{split}.{lang}").read_text().splitlines() for lang in ("en", "de")]
+        found = list(zip(*sides, strict=True))
+        assert len(set(found)) == len(found) == count
+        assert found[0] == next(sentences(split, seed=0))
+
+
+def test_the_quickstarts_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(number_words, "_COUNTS", {"train": 800, "val": 30, "test": 30})
+    manifest = build(tmp_path / "data")
+    train = TranslationPairs(tmp_path / "data", "train")
+    assert len(train) == manifest["splits"]["train"]["pairs"] == 800
+    assert manifest["vocab_size"] == 400 and not any(manifest["filters"].values())
+    before = (tmp_path / "data/manifest.json").stat().st_ino
+    assert build(tmp_path / "data") == manifest
+    assert (tmp_path / "data/manifest.json").stat().st_ino == before  # found, not made
+    (tmp_path / "data/train.ids").write_bytes(b"")
+    assert build(tmp_path / "data") == manifest  # made again, the same
+    monkeypatch.setattr(number_words, "_COUNTS", {"train": 700, "val": 30, "test": 30})
+    assert build(tmp_path / "data")["splits"]["train"]["pairs"] == 700
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/manifest.json").write_text(json.dumps({"format": "another"}))
+    with refuses(tmp_path / "other", error=DataError):
+        build(tmp_path / "other")
+
+
+# --- batches by tokens ----------------------------------------------------------------------------
+
+
+def like_sentences(count, seed=0):
+    """Lengths distributed like those of news, in subwords."""
+    rng = np.random.default_rng(seed)
+    source = np.exp(rng.normal(3.15, 0.65, count))
+    target = source * np.exp(rng.normal(0.05, 0.22, count)) + rng.normal(0, 1, count)
+    return np.stack([source, target], 1).round().clip(1, 156).astype(np.uint16)
+
+
+def blocks_of(batches, epoch):
+    """{(step, replica): block} of an epoch."""
+    steps = range(epoch * batches.steps_per_epoch, (epoch + 1) * batches.steps_per_epoch)
+    return {
+        (step, replica): batches.block(step, replica)
+        for step in steps
+        for replica in range(batches.num_replicas)
+    }
+
+
+def counted_padding(batches, blocks):
+    """By looking at every row of every block."""
+    room = real = 0
+    for (step, _), block in blocks.items():
+        shape = batches.shape(step)
+        for pair in block:
+            room += shape.source + shape.target
+            real += batches.lengths[pair].sum(dtype=int) if pair >= 0 else 0
+    return 1 - real / room
+
+
+plans = st.fixed_dictionaries(
+    {
+        "lengths": st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1),
+        "tokens": st.integers(1, 300),
+        "num_replicas": st.integers(1, 9),
+        "seed": st.integers(0, 3),
+        "shapes": st.integers(1, 6),
+        "shuffle": st.booleans(),
+    }
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(plans, st.integers(0, 2))
+def test_every_pair_once_an_epoch_in_static_shapes(plan, epoch):
+    lengths = np.array(plan.pop("lengths"))
+    batches = TokenBatches(lengths, **plan)
+    blocks = blocks_of(batches, epoch)
+    pairs = np.concatenate(list(blocks.values()))
+    np.testing.assert_array_equal(np.sort(pairs[pairs >= 0]), np.arange(len(lengths)))
+    assert len(batches.shapes) <= plan["shapes"]
+    for (step, _), block in blocks.items():
+        shape = batches.shape(step)
+        assert block.shape == (shape.rows,) and block.dtype == np.int64
+        real = block[block >= 0]
+        assert (block[: len(real)] >= 0).all()  # empty rows are the last
+        assert (lengths[real] <= shape[:2]).all()
+        room = plan["num_replicas"] * shape.rows * (shape.source + shape.target)
+        assert room <= 2 * plan["tokens"] or shape.rows == 1
+        assert len(real) >= shape.rows - 1
+    for step in {step for step, _ in blocks}:  # no replica has two pairs more than another
+        counts = [(blocks[step, r] >= 0).sum() for r in range(plan["num_replicas"])]
+        assert max(counts) - min(counts) <= 1 and max(counts) > 0
+    assert batches.padding_fraction == pytest.approx(counted_padding(batches, blocks), abs=1e-12)
+
+
+@settings(deadline=None, max_examples=40)
+@given(plans)
+def test_a_block_depends_on_its_address_alone(plan):
+    """Resumed, read in another order, by another process, or after other epochs: the same."""
+    lengths = np.array(plan.pop("lengths"))
+    batches = TokenBatches(lengths, **plan)
+    wanted = {address: block for e in range(3) for address, block in blocks_of(batches, e).items()}
+    other = pickle.loads(pickle.dumps(TokenBatches(lengths, **plan)))
+    for address in reversed(wanted):
+        np.testing.assert_array_equal(other.block(*address), wanted[address])
+
+
+def test_epochs_and_seeds_differ():
+    lengths = like_sentences(2000)
+    options = {"tokens": 2000, "num_replicas": 4, "shapes": 4}
+    one, two = (TokenBatches(lengths, seed=seed, **options) for seed in (0, 1))
+    steps = one.steps_per_epoch
+    assert steps == two.steps_per_epoch and one.shapes == two.shapes
+
+    def sequence(batches, epoch):
+        return [
+            batches.block(epoch * steps + s, r).tolist() for s in range(steps) for r in range(4)
+        ]
+
+    seen = [sequence(one, 0), sequence(one, 1), sequence(two, 0), sequence(two, 1)]
+    assert all(a != b for i, a in enumerate(seen) for b in seen[:i])
+    shapes = [one.shape(step) for step in range(2 * steps)]
+    assert sorted(shapes[:steps]) == sorted(shapes[steps:]) and shapes[:steps] != shapes[steps:]
+    assert shapes[:steps] != sorted(shapes[:steps])
+
+
+def test_in_order_of_length_without_shuffling():
+    lengths = like_sentences(500)
+    batches = TokenBatches(lengths, tokens=600, num_replicas=2, seed=0, shapes=3, shuffle=False)
+    longest = []
+    for step in range(batches.steps_per_epoch):
+        pairs = np.concatenate([batches.block(step, r) for r in range(2)])
+        real = lengths[pairs[pairs >= 0]]
+        longest.append((batches.shapes.index(batches.shape(step)), int(real.sum(1).max())))
+    assert longest == sorted(longest)
+    np.testing.assert_array_equal(batches.block(0, 1), batches.block(batches.steps_per_epoch, 1))
+
+
+@pytest.mark.parametrize(("num_replicas", "usual"), [(8, 0.003), (32, 0.012)])
+def test_replicas_get_nearly_the_same_number_of_tokens(num_replicas, usual):
+    lengths = like_sentences(60_000)
+    batches = TokenBatches(lengths, tokens=25_000, num_replicas=num_replicas, seed=0)
+    spread, totals = [], []
+    for step in range(batches.steps_per_epoch):
+        blocks = [batches.block(step, r) for r in range(num_replicas)]
+        tokens = np.array([lengths[block[block >= 0]].sum(dtype=int) for block in blocks])
+        spread.append(np.ptp(tokens) / tokens.mean())
+        totals.append(tokens.sum())
+    assert np.median(spread) < usual
+    assert np.mean(totals) > 0.7 * 50_000
+
+
+def test_more_shapes_pad_less_and_far_less_than_equal_parts():
+    lengths = like_sentences(20_000)
+    options = {"tokens": 25_000, "num_replicas": 8, "seed": 0}
+    padding = [
+        TokenBatches(lengths, shapes=k, **options).padding_fraction for k in (1, 2, 4, 8, 16)
+    ]
+    assert padding == sorted(padding, reverse=True) and padding[-1] < 0.18
+    edges = np.quantile(lengths.max(1), np.arange(1, 9) / 8).astype(int)
+    square = edges[np.searchsorted(edges, lengths.max(1))]  # the usual: eight equal buckets
+    assert padding[3] < 1 - lengths.sum(dtype=int) / (2 * square).sum() - 0.08
+
+
+def test_there_is_no_better_ladder():
+    """Against all ladders of three lengths."""
+    lengths = np.random.default_rng(1).integers(1, 12, (80, 2))
+    longer = lengths.max(1)
+
+    def room(edges):
+        return np.asarray(edges)[np.searchsorted(edges, longer)].sum()
+
+    batches = TokenBatches(lengths, tokens=60, num_replicas=1, seed=0, shapes=3)
+    found = [max(shape[:2]) for shape in batches.shapes]
+    best = min(room([a, b, longer.max()]) for b in range(2, 11) for a in range(1, b))
+    assert room(found) == best
+
+
+def test_equal_lengths_are_one_shape_without_padding():
+    batches = TokenBatches(np.full((64, 2), 5), tokens=80, num_replicas=4, seed=3)
+    assert batches.shapes == (Shape(5, 5, 4),) and batches.padding_fraction == 0
+    assert batches.steps_per_epoch == 4
