@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from refusals import refuses
 
 from decent_jax import topology
-from decent_jax.ground import json_files, run_folder
+from decent_jax.ground import account, json_files, run_folder
 from decent_jax.ground.errors import CheckpointError, ConfigError, DataError, RunError
 from decent_jax.models.gpt2 import GPT2Config
 from decent_jax.models.weights import load_decoder
@@ -27,7 +27,7 @@ PEERS |= {"peers": {"0": {"steps": 1, "alive": True}, "1": {"steps": 2, "alive":
 START = {"start": 2, "origin": {"peer": "0.0", "t": 2, "when": "boundary"}}
 MET = {"t": 2, "met": "a", "with": "1.0", "mine": 0, "theirs": 1, "sides": [1.0, 0.0]}
 EVENTS = [START, MET, {"t": 2, "version": 1, "crc": 5}, {"t": 2, "rate": 9}, {"end": 3, "crc": 7}]
-SPENT = dict.fromkeys(("steps", *goodput.CAUSES), 1.5)
+SPENT = dict.fromkeys(("steps", *account.CAUSES), 1.5)
 CONFIG = config_lib.default_config()  # which no reader changes
 META = {"step": 4, "num_replicas": 1, "examples": 8, "seconds": 1.5, "best": 2.5}
 
@@ -64,10 +64,10 @@ def resume(path):
     work.check_metrics()
 
 
-def account(path):
+def account_of_time(path):
     clock = goodput.Clock()
-    clock.resume(None, goodput.read(path))
-    goodput.describe(clock.spent())
+    clock.resume(None, account.read(path))
+    account.describe(clock.spent())
 
 
 def read_manifest(path):
@@ -86,7 +86,7 @@ def read_meta(path):
 READERS = {
     "config.json": (resume, lambda path: saved_model.TrainedRun(path.parent)),
     "metrics.jsonl": (resume, read_run),
-    "goodput.json": (account,),
+    "goodput.json": (account_of_time,),
     "plan.json": (plan_file.load,),
     "peers.json": (read_manifest,),
     "events-0.jsonl": (lambda path: list(events.read(path)),),

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toys.waves import Waves
 
-from decent_jax.ground import machine
+from decent_jax.ground import account, machine
 from decent_jax.train import goodput, peaks, synchronous
 from decent_jax.train.goodput import CAUSES, Clock, Idle
 from decent_jax.train.synchronous import Feed
@@ -66,8 +66,8 @@ def test_each_moment_counts_once_by_hand():
         "checkpoints": 1.0,
     }
     assert sum(spent.values()) == moved.at - 5.0 == 96.0
-    assert goodput.shares(spent)["goodput"] == pytest.approx(67.5 / 96, abs=1e-6)
-    assert goodput.describe(spent, mfu=0.4) == (
+    assert account.shares(spent)["goodput"] == pytest.approx(67.5 / 96, abs=1e-6)
+    assert account.describe(spent, mfu=0.4) == (
         "goodput 70% of 1 min 36 s: 12% compiling, 9% evaluation, 4% data, 3% start, "
         "1% checkpoints; 40.0% of the devices' peak (mfu)"
     )
@@ -169,7 +169,7 @@ def test_the_account_of_a_run_is_its_time(tmp_path):
     ticks = itertools.count()
     settings = tiny.waves(eval={"every": 4}, checkpoint={"every": 3}, log={"every": 2})
     folder = tiny.run(settings, tmp_path, clock=Clock(lambda: next(ticks)))
-    record = goodput.read(folder / goodput.FILE)
+    record = account.read(folder / account.FILE)
     assert record is not None and record["ended"]
     assert sum(record["seconds"].values()) == pytest.approx(next(ticks), abs=4)
     for cause in ("steps", "start", "compiling", "evaluation", "checkpoints"):
@@ -222,7 +222,7 @@ def test_steps_of_a_killed_session_are_lost_and_the_time_until_the_next_is_recov
 
 def test_a_damaged_account_begins_anew(tmp_path):
     folder = tiny.run(tiny.waves(steps=2), tmp_path)
-    (folder / goodput.FILE).write_text(json.dumps({"seconds": {"steps": "many"}}))
+    (folder / account.FILE).write_text(json.dumps({"seconds": {"steps": "many"}}))
     tiny.run(tiny.waves(steps=4), folder)
     seconds = tiny.summary(folder)["goodput"]["seconds"]
     assert seconds["steps"] > 0 and seconds["recovery"] >= 0

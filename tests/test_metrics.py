@@ -3,8 +3,6 @@
 import json
 import math
 import os
-import sys
-import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -104,34 +102,8 @@ def test_json_is_replaced_whole_or_not_at_all(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["config.json", "summary.json"]
 
 
-def test_tensorboard_and_wandb_get_the_same_scalars(tmp_path, monkeypatch):
-    """A resumed run continues the same run of W&B."""
-    pytest.importorskip("tensorboardX")
-    calls = []
-
-    class Run:
-        def log(self, scalars, step):
-            calls.append((step, scalars))
-
-        def finish(self):
-            calls.append("finish")
-
-    wandb = types.ModuleType("wandb")
-    wandb.init = lambda **settings: calls.append(settings) or Run()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    write_json_atomic(tmp_path / "config.json", {"seed": 1})
-    for start_step in (0, 10):
-        with MetricWriter(tmp_path, tensorboard=True, wandb=True, start_step=start_step) as writer:
-            writer.write(start_step + 10, {"train/loss": 2.5})
-    first, logged, finish, second, *_ = calls
-    assert first["config"] == {"seed": 1} and first["id"] == second["id"]
-    assert logged == (10, {"train/loss": 2.5}) and finish == "finish"
-    events = list((tmp_path / "tensorboard").iterdir())
-    assert events and all(b"train/loss" in path.read_bytes() for path in events)
-
-
 def test_a_quiet_writer_writes_nothing(tmp_path):
-    with MetricWriter(tmp_path / "run", tensorboard=True, quiet=True) as writer:
+    with MetricWriter(tmp_path / "run", quiet=True) as writer:
         writer.write(1, {"a": 1.0})
     assert os.listdir(tmp_path) == []
 

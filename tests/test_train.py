@@ -15,8 +15,9 @@ from toys.waves import Waves
 
 from decent_jax import train
 from decent_jax.data.text import token_folder
+from decent_jax.ground import account
 from decent_jax.models import decoders
-from decent_jax.train import TrainingFailed, goodput, saved_model
+from decent_jax.train import TrainingFailed, saved_model
 from decent_jax.train.step import gradient
 from decent_jax.train.synchronous import Feed, Programs, Synchronous
 
@@ -340,7 +341,7 @@ def test_what_a_run_leaves_behind(tmp_path, tiny_data, capsys):
         "goodput",
     }
     distances = {"eval/consensus_distance", "eval/consensus_distance_relative"}
-    spent = {"goodput"} | {f"goodput/{cause}" for cause in goodput.CAUSES}
+    spent = {"goodput"} | {f"goodput/{cause}" for cause in account.CAUSES}
     assert evaluated == {"step", "eval/loss"} | distances | spent
     assert set(rows[-1]) == trained | evaluated
     for row in rows[::5]:

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from decent_jax.ground import machine
+from decent_jax.ground import incidents, machine
 from decent_jax.ground.command_line import CONFIGS
 from decent_jax.ground.errors import (
     CheckpointError,
@@ -25,6 +25,7 @@ COMMANDS = {
     "translate": ("commands.translate", "translate sentences with a trained model"),
     "export": ("commands.export", "write a trained model as .safetensors"),
     "sweep": ("commands.sweep", "train every combination of seeds, schedules, ..."),
+    "status": ("commands.status", "show how far a run is, and what goes wrong"),
     "plot": ("commands.plot", "draw the curves of a run, or compare several"),
     "prepare": ("commands.prepare", "turn text, images or sentence pairs into a data folder"),
     "supervise": ("commands.supervise", "start processes, and again when one is lost"),
@@ -118,6 +119,8 @@ def train(argv: list[str], prog: str) -> int:
     else:
         return 0
     print(f"{prog}: {said}", file=sys.stderr)
+    if workdir is not None and code in (TrainingFailed.code, PeerLost.code):
+        incidents.append(workdir, said)
     return code
 
 

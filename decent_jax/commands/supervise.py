@@ -36,6 +36,7 @@ from ml_collections import ConfigDict
 from decent_jax import tasks
 from decent_jax.cluster import rendezvous
 from decent_jax.cluster.supervise import PLACE, AgentLink, Member, Supervisor
+from decent_jax.ground import incidents
 from decent_jax.ground.command_line import Parser, command
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.fields import Field
@@ -80,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
         functools.partial(_start, options, program, config, Path(workdir), count, _secret()),
         patience_s=2 * config.cluster.heartbeat_s + 30,
         again=options.again,
-        say=_say,
+        say=functools.partial(_tell, Path(workdir)),
     )
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
@@ -227,6 +228,12 @@ def _free_port() -> int:
     with socket.socket() as found:
         found.bind(("localhost", 0))
         return found.getsockname()[1]
+
+
+def _tell(workdir: Path, sentence: str) -> None:
+    """Say what failed, and keep it for `decent-jax status`."""
+    _say(sentence)
+    incidents.append(workdir, sentence)
 
 
 def _say(sentence: str) -> None:

@@ -14,6 +14,7 @@ from decent_jax.ground.format import printable, shorten
 from decent_jax.ground.json_files import flat, read_bytes, read_text
 
 METRICS = "metrics.jsonl"
+START = "run.json"  # what the session that runs, or ran last, knew when it began
 _LARGEST = 2**62  # more than any step or count
 _MOST_BYTES = 1 << 30  # of metrics.jsonl
 _MOST_DRAWN = 1e100  # more than any value

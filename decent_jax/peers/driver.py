@@ -84,6 +84,10 @@ class Whole:
         copy = averaged(self._experiment.task.mixes_state, self.template)
         return message_bytes(self._config.peers.wire, copy)
 
+    def sent_per_step(self) -> float:
+        """Bytes that a peer sends per step: it asks, and is asked, once per ``mix_every``."""
+        return 2 * self.message_bytes() / self._config.mix_every
+
     def row(
         self, peers: Collection[dict[str, Any]], step: int, steps: int, seconds: float
     ) -> dict[str, float]:
@@ -187,7 +191,7 @@ class Driver:
         host: str,
     ):
         self.config, self.experiment, self.work, self.host = config, experiment, work, host
-        self.crew = Crew(config, work.path, experiment.steps, before, work.say, actors)
+        self.crew = Crew(config, work.path, experiment.steps, before, work.incident, actors)
         self.whole = Whole(config, experiment)
         self.evaluator = Evaluator(experiment.config, experiment.task, experiment.placement)
         self._saved = 0.0
@@ -208,6 +212,8 @@ class Driver:
         """Start the peers, and watch them to the end."""
         work, steps = self.work, self.experiment.steps
         work.write_config()
+        sent = {"bytes_sent_per_step": self.whole.sent_per_step()}
+        work.write_start(steps, self.experiment.task.unit, (), sent)
         if self.start:
             work.say(f"resuming after step {self.start} of all peers together")
         work.say(_describe(self.config, self.whole))
@@ -307,13 +313,12 @@ class Driver:
         self.saver.checkpoints.wait()
         experiment = self.experiment
         held = algorithm.cost(experiment.config, experiment.schedule, self.whole.template, 1)
-        sent = 2 * self.whole.message_bytes() / self.config.mix_every
         return loop.conclude(
             experiment,
             self.work,
             self.evaluator,
             state,
-            dataclasses.replace(held, sent_a_step=sent),
+            dataclasses.replace(held, sent_a_step=self.whole.sent_per_step()),
             self.saver,
             schedule="random pairs of peers",
             schedule_period=None,

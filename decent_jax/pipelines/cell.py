@@ -78,7 +78,7 @@ def open_run(
         steps, every, rate = experiment.durations(config, task)
         placement = replicas.place(1, jax.local_devices()[:1])
         tx = parts.method(config, schedule, rate, placement)
-        made = Experiment(config, task, schedule, placement, None, steps, every, rate, tx, 1)
+        made = Experiment(config, task, schedule, placement, None, steps, every, rate, tx, [], 1)
         work.accept()
         yield made, work, plan, counts
 

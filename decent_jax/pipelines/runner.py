@@ -79,6 +79,10 @@ class Pipelines:
         task: Any = experiment.task  # a `decent_jax.tasks.Task` with a `GPT2Config`
         self._crossing = bytes_between_stages(self._config, task.config)
         self._cost = _cost(experiment)
+        self.messages = {
+            "bytes_sent_per_step": self._cost.sent_a_step,
+            "bytes_between_stages_per_step": self._crossing,
+        }
         work.say(self._describe())
         self.checkpoints = CellCheckpoints(work.path, cells, self._config.checkpoint.keep)
         self._pace = math.inf  # seconds per step

@@ -7,7 +7,7 @@
 import ast
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -135,6 +135,25 @@ def cost(config: ConfigDict, schedule: Schedule, state: Any, local_size: int) ->
     method, given = METHODS[config.algorithm], parts(config, schedule, 1.0)
     by_replica, by_node = (method.bytes_sent(own.params, given, size) for size in (1, local_size))
     return Cost(by_replica, by_node, held, local_size)
+
+
+def messages(cost: Cost, hosts: Sequence[str], per_host: int) -> dict[str, float]:
+    """What ``run.json`` says of the messages of a step, on average over a period.
+
+    Args:
+      cost: of the run.
+      hosts: of each replica.
+      per_host: replicas on each of them; 1 where hosts hold different numbers.
+
+    Returns:
+      ``bytes_sent_per_step`` by the busiest replica; ``bytes_between_hosts_per_step`` by the
+      busiest host to other ones, left out where hosts hold different numbers of replicas.
+    """
+    found: dict[str, float] = {"bytes_sent_per_step": round(cost.sent_a_step)}
+    between = {1: 0.0, len(hosts): cost.sent_a_step}.get(len(set(hosts)))
+    if between is None and cost.local_size == per_host:
+        between = cost.sent_by_node
+    return found if between is None else found | {"bytes_between_hosts_per_step": round(between)}
 
 
 def describe(config: ConfigDict, schedule: Schedule, cost: Cost) -> str:

@@ -25,7 +25,7 @@ from decent_jax.ground.json_files import flat, read_json
 from decent_jax.optim import METHODS
 from decent_jax.plan import plan_file
 from decent_jax.plan.plan_file import Plan
-from decent_jax.train import algorithm
+from decent_jax.train import algorithm, trackers
 
 AUTO = "auto"  # a schedule that `decent_jax.train.experiment` chooses once the hosts are known
 ONE_HOST = "one_peer_exp"  # what it chooses within one host, and what stands for it before
@@ -114,6 +114,9 @@ FIELDS = {
     "log.every": Changeable(10, "steps per row of metrics.jsonl", at_least=1),
     "log.tensorboard": Changeable(False, "also write TensorBoard's files"),
     "log.wandb": Changeable(False, "also log to Weights & Biases"),
+    "log.trackers": Changeable(
+        "", "also prometheus, or classes of your own by their dotted names, between commas"
+    ),
     "profile.count": Changeable(0, "steps traced into workdir/profile, after 10", at_least=0),
 }
 
@@ -237,6 +240,7 @@ def check(config: ConfigDict) -> tuple[topology.Schedule, Plan | None]:
 def check_fields(config: ConfigDict) -> None:
     """Check every field by itself."""
     fields.check(table_of(config), flat(config))
+    trackers.named(config)
 
 
 def _check_sizes(config: ConfigDict) -> None:

@@ -40,6 +40,7 @@ class Experiment(NamedTuple):
     every: dict[str, int]  # the durations of the config, in steps
     rate: optax.Schedule
     tx: optax.GradientTransformationExtraArgs
+    hosts: list[str]  # of each replica
     per_host: int  # replicas on each host; 1 where hosts hold different numbers
 
 
@@ -64,7 +65,8 @@ def open_experiment(
     xla.use_cache()
     started = cluster.start(config, workdir)
     placement = _place(config, plan)
-    per_host = replicas_per_host(hosts_of(placement))
+    hosts = hosts_of(placement)
+    per_host = replicas_per_host(hosts)
     if config.schedule == AUTO:
         config = settle(config, per_host, workdir)
         if config.schedule != schedule.name:
@@ -97,7 +99,9 @@ def open_experiment(
         if shares is not None:
             work.say(shares.report())
         yield (
-            Experiment(config, task, schedule, placement, shares, steps, every, rate, tx, per_host),
+            Experiment(
+                config, task, schedule, placement, shares, steps, every, rate, tx, hosts, per_host
+            ),
             work,
         )
 

@@ -2,6 +2,7 @@
 
 *Goodput* is the share of a run's time, over all of its sessions, in steps that stayed.
 
+>>> from decent_jax.ground.account import describe
 >>> now = 0.0
 >>> clock = Clock(lambda: now)
 >>> now = 20.0
@@ -28,18 +29,13 @@ from typing import Any
 
 import jax
 
-from decent_jax.ground.errors import DataError, Interrupted
-from decent_jax.ground.format import format_duration
-from decent_jax.ground.json_files import check_regular, is_real, read_json
+from decent_jax.ground.account import CAUSES, FILE, Record, read, shares
+from decent_jax.ground.errors import Interrupted
+from decent_jax.ground.json_files import check_regular
 
-FILE = "goodput.json"  # of a run directory
-# What the time that is not in "steps" is spent on.
-CAUSES = ("start", "compiling", "data", "evaluation", "checkpoints", "lost", "recovery")
 _KEPT_EVERY_S = 1.0
 _PATIENCE_S = 5.0  # with a step that failed in another process and never ends here
 _RECORD_BYTES = 512  # all records are equally long, so that one write replaces another
-
-Record = Mapping[str, Any]  # see `Clock.record`
 
 
 class Clock:
@@ -226,17 +222,6 @@ class Ledger:
             os.close(self._file)
 
 
-def read(path: Path) -> Record | None:
-    """The record in a file; None where there is none, or it is damaged."""
-    try:
-        found = read_json(path)
-        seconds, date, ended = found["seconds"], found["date"], found["ended"]
-        whole = set(seconds) == {"steps", *CAUSES} and is_real(date, 0) and type(ended) is bool
-        return found if whole and all(is_real(x, -1) for x in seconds.values()) else None
-    except (OSError, DataError, KeyError, TypeError, AttributeError):
-        return None
-
-
 # --- What the devices do --------------------------------------------------------------------------
 
 
@@ -280,28 +265,8 @@ class Idle:
         self._thread.join(_PATIENCE_S)
 
 
-# --- In words -------------------------------------------------------------------------------------
-
-
 def summary(clock: Clock) -> dict[str, Any]:
     """The entry of ``summary.json``: the share of steps, and all seconds by what they went to."""
     spent = clock.spent()
     seconds = {cause: round(x, 3) for cause, x in spent.items()}
     return {"share": shares(spent)["goodput"], "seconds": seconds}
-
-
-def shares(spent: Mapping[str, float]) -> dict[str, float]:
-    """Shares of the time: ``goodput`` for "steps", ``goodput/CAUSE`` for the others."""
-    total = max(sum(spent.values()), 1e-9)
-    found = {f"goodput/{cause}": round(spent[cause] / total, 6) for cause in CAUSES}
-    return {"goodput": round(spent["steps"] / total, 6)} | found
-
-
-def describe(spent: Mapping[str, float], mfu: float | None = None) -> str:
-    """A line of the log: what took half a percent of the time or more, the longest first."""
-    total = max(sum(spent.values()), 1e-9)
-    causes = sorted(CAUSES, key=lambda cause: -spent[cause])
-    words = [f"{spent[x] / total:.0%} {x}" for x in causes if spent[x] >= 0.005 * total]
-    line = f"goodput {spent['steps'] / total:.0%} of {format_duration(total)}"
-    line += f": {', '.join(words)}" if words else ""
-    return line if mfu is None else f"{line}; {mfu:.1%} of the devices' peak (mfu)"

@@ -13,6 +13,7 @@ import jax
 
 from decent_jax.cluster import start as cluster
 from decent_jax.cluster import supervise
+from decent_jax.ground import account
 from decent_jax.ground.errors import DataError, Interrupted, RunError, TrainingFailed
 from decent_jax.ground.run_folder import read_metrics
 from decent_jax.train import algorithm, goodput
@@ -37,6 +38,7 @@ class Runner(Protocol):
         another process.
       peak: FLOP/s of its devices, see `decent_jax.train.peaks.peak`; None: not known.
       copies: of ``state`` in memory, `decent_jax.train.copies.Copies`; None: there are none.
+      messages: what ``run.json`` says of them, see `decent_jax.train.algorithm.messages`.
     """
 
     experiment: Experiment
@@ -45,6 +47,7 @@ class Runner(Protocol):
     evaluates: bool
     peak: float | None
     copies: Any
+    messages: dict[str, float]
 
     def restore(self) -> tuple[int, dict[str, Any]]:
         """Take the newest checkpoint's state, or a new one; steps done, and the meta, if any."""
@@ -121,6 +124,7 @@ def train(
             work.say(f"resuming after step {start}")
         work.write_config()
         steps, done = max(experiment.steps, start), start
+        work.write_start(steps, experiment.task.unit, experiment.hosts, runner.messages)
         if start >= experiment.steps:
             work.say(f"the run has already ended: {start} of {experiment.steps} steps are done")
         with (
@@ -228,7 +232,7 @@ def evaluate_at(
         found = runner.evaluate()
     with clock.of("checkpoints"):  # of the model, if it is the best
         evaluate(*found, done, work, writer, saver)
-    writer.write(done, goodput.shares(clock.spent()))
+    writer.write(done, account.shares(clock.spent()))
 
 
 def evaluate(

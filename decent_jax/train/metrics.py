@@ -14,7 +14,6 @@ import contextlib
 import json
 import math
 import os
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decent_jax.ground.account import shares
 from decent_jax.ground.errors import TrainingFailed
 from decent_jax.ground.format import format_number
 from decent_jax.ground.json_files import plain, write_atomic
 from decent_jax.ground.progress import Progress
 from decent_jax.ground.run_folder import METRICS, read_metrics
-from decent_jax.train.goodput import Clock, shares
+from decent_jax.train.goodput import Clock
+from decent_jax.train.trackers import Trackers
+
+_MOST_REPLICAS = 64  # whose own losses a row has
 
 
 class MetricWriter:
@@ -45,12 +48,11 @@ class MetricWriter:
 
     Args:
       workdir: the run directory; made where it is missing.
-      tensorboard, wandb: also write there.
+      trackers: get every row, too.
       start_step: see above.
       quiet: write nothing at all; for every process but the first.
 
     Raises:
-      ImportError: tensorboardX or wandb is not installed.
       ValueError: the file is damaged.
     """
 
@@ -58,21 +60,15 @@ class MetricWriter:
         self,
         workdir: str | Path,
         *,
-        tensorboard: bool = False,
-        wandb: bool = False,
+        trackers: Trackers | None = None,
         start_step: int = 0,
         quiet: bool = False,
     ):
-        self._mirrors = []  # the same scalars elsewhere
-        self._file = None
+        self._trackers, self._file = trackers, None
         if quiet:
             return
         workdir = Path(workdir)
         workdir.mkdir(parents=True, exist_ok=True)
-        if tensorboard:
-            self._mirrors.append(_TensorBoard(workdir, start_step))
-        if wandb:
-            self._mirrors.append(_WandB(workdir))
         path = workdir / METRICS
         rows = read_metrics(path) if path.exists() else []
         kept = [row for row in rows if row["step"] <= start_step]
@@ -96,8 +92,8 @@ class MetricWriter:
             self._row_start = self._file.seek(0, os.SEEK_END)
         self._file.write(_line(self._row))  # over the old row if there is one, in one system call
         self._file.truncate()  # flushes first; cuts only where the merged row is shorter
-        for mirror in self._mirrors:
-            mirror.write(step, scalars)
+        if self._trackers is not None:
+            self._trackers.log(scalars, step)
 
     def close(self) -> None:
         """Put every row on the disk, and close; closing twice is harmless."""
@@ -106,57 +102,12 @@ class MetricWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         self._file = None
-        for mirror in self._mirrors:
-            mirror.close()
 
     def __enter__(self) -> "MetricWriter":
         return self
 
     def __exit__(self, *_) -> None:
         self.close()
-
-
-class _TensorBoard:
-    """The same scalars as event files in `workdir/tensorboard`."""
-
-    def __init__(self, workdir: Path, start_step: int):
-        from tensorboardX import SummaryWriter
-
-        # purge_step hides what an earlier session wrote past the step it is resumed from.
-        self._writer = SummaryWriter(str(workdir / "tensorboard"), purge_step=start_step + 1)
-
-    def write(self, step: int, scalars: dict[str, Any]) -> None:
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _WandB:
-    """The same scalars in a Weights & Biases run; a resumed run continues it."""
-
-    def __init__(self, workdir: Path):
-        import wandb  # pyright: ignore[reportMissingImports]
-
-        id_file = workdir / "wandb_run_id.txt"
-        if not id_file.exists():
-            write_atomic(id_file, uuid.uuid4().hex.encode())
-        config = workdir / "config.json"
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "decent_jax"),
-            name=workdir.resolve().name,
-            id=id_file.read_text().strip(),
-            resume="allow",
-            dir=str(workdir),
-            config=json.loads(config.read_text()) if config.exists() else None,
-        )
-
-    def write(self, step: int, scalars: dict[str, Any]) -> None:
-        self._run.log(scalars, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 def _number(value: Any) -> int | float:
@@ -291,6 +242,7 @@ class Report:
             return False
         numbers, consensus = jax.device_get(summary)
         skipped, failing = numbers.pop("skipped"), int(numbers.pop("failing"))
+        of_replicas = numbers.pop("of_replicas")
         steps, self._steps = self._steps, 0
         seconds, waited = self.clock.lap()
         rate = self._config.batch_size * self._task.units_per_example * steps / seconds
@@ -309,6 +261,8 @@ class Report:
         if self._runner.peak is not None:
             flops = self._task.flops_per_example * self._config.batch_size * steps
             row["perf/mfu"] = flops / seconds / self._runner.peak
+        if 1 < len(of_replicas) <= _MOST_REPLICAS:
+            row |= {f"replicas/{k}/loss": loss for k, loss in enumerate(of_replicas)}
         measured, self._measured = self._measured[:steps], self._measured[steps:]
         row |= {k: float(np.mean([numbers[k] for numbers in measured])) for k in measured[0]}
         self._look_at(done, failing, skipped)
@@ -378,6 +332,7 @@ def _summarize(sums: dict[str, jax.Array], metrics: dict[str, jax.Array]) -> dic
         "grad_norm": sums["grad_norm"].sum() / steps.sum(),
         "learning_rate": metrics["learning_rate"],
         "skipped_updates": metrics["skipped"].sum(),
+        "of_replicas": of_replicas,
         "skipped": metrics["skipped"],
         "failing": metrics["failing"].min(),
     }

@@ -67,6 +67,7 @@ class Synchronous:
         self.peak = peak(experiment.placement.mesh.devices.flat)
         self.shapes = jax.eval_shape(lambda: init(experiment))
         self.cost = announce_cost(experiment, work, self.shapes)
+        self.messages = algorithm.messages(self.cost, experiment.hosts, experiment.per_host)
         self.checkpoints = Checkpointer(work.path, experiment.config.checkpoint.keep)
         self.evaluator = Evaluator(experiment.config, experiment.task, experiment.placement)
         self.copies: Copies | None = open_copies(

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,15 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from decent_jax.ground import extras, json_files
+from decent_jax.ground import account, extras, incidents, json_files
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import format_duration, shorten
 from decent_jax.ground.progress import Progress, announce
-from decent_jax.ground.run_folder import METRICS, read_metrics
+from decent_jax.ground.run_folder import METRICS, START, read_metrics
 from decent_jax.train import config as config_lib
-from decent_jax.train import goodput
+from decent_jax.train import trackers
 from decent_jax.train.metrics import MetricWriter
+from decent_jax.train.trackers import Trackers
 
 LOCK = ".lock"
 _LONGEST_LIST = 60  # characters of the changes of a config in one sentence
@@ -57,7 +58,10 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Iterator["Workdir"]
         try:
             work.check_config()
             work.check_metrics()
-            yield work
+            try:
+                yield work
+            finally:
+                work.trackers.finish()
         except ConfigError:  # refused: a folder that holds nothing but the lock was made for it
             if made and not work.quiet:
                 with contextlib.suppress(OSError):
@@ -73,6 +77,7 @@ class Workdir:
       path: absolute.
       config: of the run.
       quiet: True on all processes but the first.
+      trackers: of the run; there are none before `open_metrics`.
       progress: the bar that `say` and `announce` must not break, while there is one.
     """
 
@@ -80,6 +85,7 @@ class Workdir:
         self.path, self.config = path, config
         self.quiet = jax.process_index() != 0
         self.progress: Progress | None = None
+        self.trackers = Trackers({}, path, 0, self.incident)
         self._began = time.monotonic()
         self._announced = set()
         self._accepted = False
@@ -146,15 +152,36 @@ class Workdir:
         if not self.quiet:
             json_files.write_json_atomic(self.path / "config.json", self.config.to_dict())
 
+    def write_start(
+        self, steps: int, unit: str, hosts: Sequence[str], messages: dict[str, float]
+    ) -> None:
+        """Write ``run.json``: what a session knows at its start and no row repeats.
+
+        Args:
+          steps: of the run.
+          unit: of its throughput.
+          hosts: of each replica; empty where they come and go.
+          messages: by name, bytes per step.
+        """
+        if not self.quiet:
+            entries = {"steps": steps, "unit": unit, "hosts": hosts, **messages}
+            entries |= {"processes": jax.process_count(), "began": time.time()}
+            json_files.write_json_atomic(self.path / START, entries)
+
+    def incident(self, sentence: str) -> None:
+        """Say that something failed or was lost, and keep it for `decent-jax status`."""
+        self.say(sentence)
+        if not self.quiet:
+            incidents.append(self.path, sentence)
+
     def open_metrics(self, start_step: int) -> MetricWriter:
         """The writer of ``metrics.jsonl``; it drops the rows past ``start_step``."""
-        log = self.config.log
+        if not self.quiet:
+            makes = trackers.named(self.config)
+            self.trackers = Trackers(makes, self.path, start_step, self.incident)
+            self.trackers.log_hyperparameters(json_files.flat(self.config))
         return MetricWriter(
-            self.path,
-            tensorboard=log.tensorboard,
-            wandb=log.wandb,
-            start_step=start_step,
-            quiet=self.quiet,
+            self.path, trackers=self.trackers, start_step=start_step, quiet=self.quiet
         )
 
     def summary(self, **entries: Any) -> dict[str, Any]:
@@ -171,6 +198,7 @@ class Workdir:
         }
         if not self.quiet:
             json_files.write_json_atomic(self.path / "summary.json", summary)
+            self.trackers.log_summary(summary)
         return summary
 
     def say_where(self, summary: dict[str, Any]) -> None:
@@ -181,7 +209,7 @@ class Workdir:
             f"{format_duration(summary['training_seconds'])} of training"
         )
         if "goodput" in summary:
-            self.say(goodput.describe(summary["goodput"]["seconds"], summary.get("mfu")))
+            self.say(account.describe(summary["goodput"]["seconds"], summary.get("mfu")))
         self.say(
             f"curves       {self.path / 'curves.png'}\n"
             f"metrics      {self.path / 'metrics.jsonl'}\n"

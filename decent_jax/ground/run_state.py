@@ -1,0 +1,243 @@
+"""What a run is doing, read from its folder, also while it runs; without jax."""
+
+import dataclasses
+import json
+import os
+import re
+import socket
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from decent_jax.ground import account, incidents
+from decent_jax.ground.account import CAUSES
+from decent_jax.ground.errors import DataError, RunError
+from decent_jax.ground.json_files import is_real, is_whole, plain, read_json, read_text
+from decent_jax.ground.run_folder import METRICS, START, entries, read_metrics
+
+LOCK = ".lock"  # of a run directory; says who has it
+PEERS = "peers"  # folder of a run of peers: peers/SLOT/ is the run of a peer
+_RECENT_ROWS = 10  # which say how long a step takes
+_SILENT_S = 60.0  # on another host, after which nobody says that a run still runs
+
+
+@dataclasses.dataclass(frozen=True)
+class RunState:
+    """A run as its folder has it.
+
+    path: the folder.
+    config: flat; empty where it is missing or damaged.
+    start: what ``run.json`` says (`decent_jax.train.workdir.Workdir.write_start`); empty: older.
+    summary: flat.
+    rows: of metrics.jsonl.
+    spent: seconds by what they went to, "steps" and `decent_jax.ground.account.CAUSES`; None:
+        nobody counted them.
+    incidents: (seconds since the epoch, sentence), the oldest first.
+    owner: who has, or had, the folder: ``"process 7 on myhost"``; "" where nobody says.
+    runs: whether it runs; None: its host is another one, so only `seen` tells.
+    seen: the last sign of life, in seconds since the epoch.
+    saved: the step of the newest checkpoint.
+    peers: by slot, what is known of each peer, see `_peers`.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    start: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    rows: list[dict[str, Any]]
+    spent: Mapping[str, float] | None
+    incidents: list[tuple[float, str]]
+    owner: str
+    runs: bool | None
+    seen: float
+    saved: int | None
+    peers: dict[int, dict[str, Any]]
+
+    def last(self, name: str) -> tuple[int, float] | None:
+        """The newest (step, value) of a metric."""
+        found = ((row["step"], row[name]) for row in reversed(self.rows) if has(row, name))
+        return next(found, None)
+
+    @property
+    def step(self) -> int:
+        """Steps done, as of the last row or checkpoint."""
+        return max(self.rows[-1]["step"] if self.rows else 0, self.saved or 0)
+
+    @property
+    def steps(self) -> int | None:
+        """Steps of the run; None: an older run that counts in epochs."""
+        steps = self.start.get("steps")
+        if not is_whole(steps):
+            steps = None if self.config.get("epochs") else self.config.get("steps")
+        return steps if is_whole(steps) else None
+
+    def recent(self, name: str) -> float | None:
+        """The median of a metric in the last rows."""
+        return _median(self.rows, name)
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds of the steps that are left, without evaluations and checkpoints."""
+        step_s = self.recent("perf/step_time_s")
+        if self.steps is None or step_s is None:
+            return None
+        return max(0, self.steps - self.step) * step_s
+
+    @property
+    def word(self) -> str:
+        """What it does, in a word or two."""
+        if self.runs or (self.runs is None and time.time() - self.seen < _SILENT_S):
+            return "running" if self.rows else "starting"
+        if self.summary.get("steps", -1) >= self.step:  # else it is of an earlier session
+            return "interrupted" if self.summary.get("interrupted") else "ended"
+        return "silent" if self.runs is None else "stopped"
+
+    def best(self) -> float | None:
+        """The lowest validation loss."""
+        found = [row["eval/loss"] for row in self.rows if has(row, "eval/loss")]
+        return min(found, default=None)
+
+
+def read(folder: str | Path) -> RunState:
+    """The state of the run in a folder.
+
+    Raises:
+      RunError: it holds no run, or one whose metrics are damaged; the message says so.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise RunError(f"{path} is not a folder; give the --workdir of a run")
+    if not any((path / name).is_file() for name in ("config.json", METRICS, LOCK)):
+        below = sorted(p.parent.name for p in path.glob("*/config.json"))
+        why = f"give those inside it, such as {path / below[0]}" if below else "give its --workdir"
+        raise RunError(f"{path} holds no run, neither config.json nor {METRICS}; {why}")
+    try:
+        rows = read_metrics(path)
+    except FileNotFoundError:
+        rows = []
+    except (OSError, ValueError) as error:
+        raise RunError(str(error)) from None
+    owner, runs = _owner(path)
+    record = account.read(path / account.FILE)
+    summary = entries(path / "summary.json")
+    return RunState(
+        path,
+        entries(path / "config.json"),
+        _start(path / START),
+        summary,
+        rows,
+        _spent(summary) if record is None or record["ended"] else record["seconds"],
+        incidents.read(path),
+        owner,
+        runs,
+        max(_changed(path / name) for name in (METRICS, account.FILE, "config.json", LOCK)),
+        _newest_checkpoint(path),
+        _peers(path, rows),
+    )
+
+
+def has(row: Mapping[str, Any], name: str) -> bool:
+    """Whether a row has a finite value of a metric."""
+    return is_real(row.get(name))
+
+
+def _median(rows: list[dict[str, Any]], name: str) -> float | None:
+    found = [row[name] for row in rows[-_RECENT_ROWS:] if has(row, name)]
+    return statistics.median(found) if found else None
+
+
+def _start(path: Path) -> dict[str, Any]:
+    try:
+        found = read_json(path)
+    except (OSError, DataError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _spent(summary: Mapping[str, Any]) -> dict[str, float] | None:
+    """The account at the end of the run."""
+    found = {cause: summary.get(f"goodput.seconds.{cause}") for cause in ("steps", *CAUSES)}
+    spent = {cause: float(x) for cause, x in found.items() if x is not None and is_real(x)}
+    return spent if len(spent) == len(found) else None
+
+
+def _owner(path: Path) -> tuple[str, bool | None]:
+    """Who locked the folder last, and whether that process still has it (`/proc/locks`)."""
+    try:
+        owner, inode = read_text(path / LOCK).strip(), (path / LOCK).stat().st_ino
+    except (OSError, ValueError):
+        return "", None
+    match = re.fullmatch(r"process (\d+) on (.*)", owner)
+    if match is None:
+        return "", None
+    if match[2] != socket.gethostname():
+        return owner, None
+    try:  # 2: FLOCK  ADVISORY  WRITE 3179 fe:00:1234 0 EOF
+        held = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    except OSError:  # no Linux
+        return owner, os.path.exists(f"/proc/{match[1]}") or None
+    return owner, any(
+        words[-4] == match[1] and words[-3].endswith(f":{inode}")
+        for words in held
+        if len(words) >= 8
+    )
+
+
+def _changed(path: Path) -> float:
+    """When a file was written last; 0 where there is none."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _newest_checkpoint(path: Path) -> int | None:
+    names = [p.name for p in (path / "checkpoints").glob("*") if p.name.isdecimal()]
+    return max(map(int, names), default=None)
+
+
+def _peers(path: Path, rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """By slot: ``alive``, ``steps``, ``starts``, ``loss``, ``step_s`` and ``stale``.
+
+    Of the peer's own rows, and of the last row of the run that names it.
+    """
+    slots = [p for p in (path / PEERS).glob("*") if p.name.isdecimal()]
+    alive = entries(path / "peers.json")
+    found = {}
+    for folder in sorted(slots, key=lambda p: int(p.name)):
+        name = f"{PEERS}/{folder.name}"
+        ours = next((row for row in reversed(rows) if f"{name}/steps" in row), {})
+        try:
+            own = read_metrics(folder)
+        except (OSError, ValueError):
+            own = []
+        found[int(folder.name)] = {
+            "alive": alive.get(f"peers.{folder.name}.alive"),
+            "steps": int(max(ours.get(f"{name}/steps", 0), own[-1]["step"] if own else 0)),
+            "starts": len(list(folder.glob("events-*.jsonl"))),
+            "loss": own[-1].get("train/loss") if own else None,
+            "step_s": _median(own, "perf/step_time_s"),
+            "stale": ours.get(f"{name}/stale"),
+        }
+    return found
+
+
+def as_json(state: RunState) -> str:
+    """What a script may want to know, on one line."""
+    words = {
+        "path": str(state.path),
+        "state": state.word,
+        "step": state.step,
+        "steps": state.steps,
+        "seconds_left": state.left_s,
+        "row": state.rows[-1] if state.rows else None,
+        "best_eval_loss": state.best(),
+        "seconds": state.spent,
+        "checkpoint": state.saved,
+        "start": state.start,
+        "incidents": [{"date": date, "what": what} for date, what in state.incidents],
+        "peers": state.peers,
+    }
+    return json.dumps(plain(words))

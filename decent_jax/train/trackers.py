@@ -1,0 +1,242 @@
+"""Where else the numbers of a run go: TensorBoard, Weights & Biases, or a class of your own.
+
+A tracker is a class with the methods of `Tracker`. One of your own needs nothing else:
+``config.log.trackers`` may have its path, such as ``"mypackage.logs.MyTracker"``, or
+``"my_logs.MyTracker"`` for a ``my_logs.py`` beside the config file, or a name that `register` gave
+it.
+"""
+
+import os
+import re
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from ml_collections import ConfigDict
+
+from decent_jax.ground.errors import ConfigError
+from decent_jax.ground.extras import module_named
+from decent_jax.ground.format import shorten
+from decent_jax.ground.json_files import flat, plain, write_atomic
+
+
+class Tracker(Protocol):
+    """A place for the numbers of a run; process 0 of the run has one.
+
+    Training waits for each call. A tracker that raises is dropped with a sentence, and the run goes
+    on without it.
+    """
+
+    def __init__(self, workdir: Path, start_step: int):
+        """Begin, or go on after ``start_step`` steps: what came later is about to come again."""
+
+    def log_hyperparameters(self, config: Mapping[str, Any]) -> None:
+        """The config, flat: ``{"model.layers": 12}``; once per session, before the first row."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Numbers of a row of ``metrics.jsonl``; a step may come twice, with other names."""
+
+    def log_summary(self, summary: Mapping[str, Any]) -> None:
+        """What ``summary.json`` holds, nested; at the end, also of an interrupted session."""
+
+    def finish(self) -> None:
+        """The session ends, whatever ended it."""
+
+
+# By name, what makes one from (workdir, start_step).
+TRACKERS: dict[str, Callable[..., Any]] = {}
+
+
+def register(name: str, tracker: Callable[..., Any]) -> None:
+    """Makes ``config.log.trackers = name`` stand for a class, in this process.
+
+    Args:
+      name: for configs.
+      tracker: a class with the methods of `Tracker`.
+    """
+    TRACKERS[name] = tracker
+
+
+def named(config: ConfigDict) -> dict[str, Callable[..., Any]]:
+    """The classes that a config names.
+
+    Raises:
+      ConfigError: there is no such class, or it lacks a method.
+    """
+    log = config.log
+    names = [name for name in ("tensorboard", "wandb") if log[name]]
+    names += [name.strip() for name in log.trackers.split(",") if name.strip()]
+    return {name: _find(name) for name in names}
+
+
+def _find(name: str) -> Callable[..., Any]:
+    found = TRACKERS.get(name)
+    if found is None:
+        path, _, last = name.rpartition(".")
+        if not path:
+            why = f"must be {', '.join(TRACKERS)}, or the dotted name of a class of your own"
+            raise ConfigError.about("log.trackers", name, why)
+        found = getattr(module_named(path, "log.trackers"), last, None)
+    if not callable(found):
+        raise ConfigError.about("log.trackers", name, "must name a class")
+    for method in ("log_hyperparameters", "log", "log_summary", "finish"):
+        if not callable(getattr(found, method, None)):
+            raise ConfigError.about("log.trackers", name, f"must have a method {method!r}")
+    return found
+
+
+class Trackers:
+    """The trackers of a run as one, which raises nothing.
+
+    Args:
+      makes: by name, what makes one.
+      workdir, start_step: for them.
+      say: gets a sentence for each that is dropped.
+    """
+
+    def __init__(
+        self,
+        makes: Mapping[str, Callable[..., Any]],
+        workdir: Path,
+        start_step: int,
+        say: Callable[[str], None],
+    ):
+        self._say, self._all = say, dict.fromkeys(makes)
+        self._each(lambda name, _: self._all.update({name: makes[name](workdir, start_step)}))
+
+    def log_hyperparameters(self, config: Mapping[str, Any]) -> None:
+        """See `Tracker`."""
+        self._each(lambda _, tracker: tracker.log_hyperparameters(config))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """See `Tracker`."""
+        self._each(lambda _, tracker: tracker.log(metrics, step))
+
+    def log_summary(self, summary: Mapping[str, Any]) -> None:
+        """See `Tracker`."""
+        self._each(lambda _, tracker: tracker.log_summary(summary))
+
+    def finish(self) -> None:
+        """See `Tracker`; a second call does nothing."""
+        self._each(lambda _, tracker: tracker.finish())
+        self._all.clear()
+
+    def _each(self, call: Callable[[str, Any], None]) -> None:
+        for name, tracker in list(self._all.items()):
+            try:
+                call(name, tracker)
+            except Exception as error:  # of anybody's code
+                del self._all[name]
+                what = shorten(" ".join(f"{type(error).__name__}: {error}".split()), 200)
+                self._say(f"log.trackers: {name} failed and gets no more rows ({what})")
+
+
+# --- Those that come with the package -------------------------------------------------------------
+
+
+class TensorBoard:
+    """Event files in ``workdir/tensorboard``."""
+
+    def __init__(self, workdir: Path, start_step: int):
+        from tensorboardX import SummaryWriter
+
+        # purge_step hides what an earlier session wrote past the step it is resumed from.
+        self._writer = SummaryWriter(str(workdir / "tensorboard"), purge_step=start_step + 1)
+
+    def log_hyperparameters(self, config: Mapping[str, Any]) -> None:
+        """The config as a text, beside the curves."""
+        self._write("config", config)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """A point of each curve."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def log_summary(self, summary: Mapping[str, Any]) -> None:
+        """The summary as a text."""
+        self._write("summary", flat(summary))
+
+    def finish(self) -> None:
+        """Write what is pending."""
+        self._writer.close()
+
+    def _write(self, name: str, entries: Mapping[str, Any]) -> None:
+        rows = "\n".join(f"| {key} | {value} |" for key, value in entries.items())
+        self._writer.add_text(name, f"| | |\n|---|---|\n{rows}")
+
+
+class WandB:
+    """A run of Weights & Biases; a resumed run continues it."""
+
+    def __init__(self, workdir: Path, start_step: int):
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        id_file = workdir / "wandb_run_id.txt"
+        if not id_file.exists():
+            write_atomic(id_file, uuid.uuid4().hex.encode())
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "decent_jax"),
+            name=workdir.resolve().name,
+            id=id_file.read_text().strip(),
+            resume="allow",
+            dir=str(workdir),
+        )
+
+    def log_hyperparameters(self, config: Mapping[str, Any]) -> None:
+        """The run's config; a resumed run may have changed some of it."""
+        self._run.config.update(dict(config), allow_val_change=True)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """A point of each curve."""
+        self._run.log(dict(metrics), step=step)
+
+    def log_summary(self, summary: Mapping[str, Any]) -> None:
+        """The run's summary."""
+        self._run.summary.update(plain(summary))
+
+    def finish(self) -> None:
+        """Upload what is pending."""
+        self._run.finish()
+
+
+class Prometheus:
+    """The newest numbers for Prometheus to fetch, at the port that the variable
+    ``DECENT_JAX_PROMETHEUS`` names, 9464 by default.
+
+    ``train/loss`` is ``decent_jax_train_loss{run="FOLDER"}``; ``decent_jax_step`` counts the steps.
+    """
+
+    def __init__(self, workdir: Path, start_step: int):
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        self._run, self._registry = workdir.resolve().name, CollectorRegistry()
+        self._gauges: dict[str, Any] = {}
+        wanted = int(os.environ.get("DECENT_JAX_PROMETHEUS", "9464"))
+        self._server, self._thread = start_http_server(wanted, registry=self._registry)
+        self.port = self._server.server_port
+
+    def log_hyperparameters(self, config: Mapping[str, Any]) -> None:
+        """Nothing: Prometheus has numbers only."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Set the gauges."""
+        from prometheus_client import Gauge
+
+        for name, value in {**metrics, "step": step}.items():
+            known = "decent_jax_" + re.sub(r"\W", "_", name)
+            if known not in self._gauges:
+                self._gauges[known] = Gauge(known, name, ["run"], registry=self._registry)
+            self._gauges[known].labels(self._run).set(value)
+
+    def log_summary(self, summary: Mapping[str, Any]) -> None:
+        """Nothing, likewise."""
+
+    def finish(self) -> None:
+        """Close the port."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+TRACKERS |= {"tensorboard": TensorBoard, "wandb": WandB, "prometheus": Prometheus}

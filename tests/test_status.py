@@ -1,0 +1,162 @@
+"""`decent-jax status`: what it reads from the folders of runs, and its screens."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import tiny
+from refusals import refuses
+
+from decent_jax.commands import main as console
+from decent_jax.commands import status, supervise
+from decent_jax.ground import incidents, run_state
+from decent_jax.ground.errors import RunError
+from decent_jax.ground.json_files import write_json_atomic
+from decent_jax.peers.events import EventLog
+from decent_jax.train.metrics import MetricWriter
+from decent_jax.train.workdir import open_workdir
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, compile_once):
+    """A run of four replicas that has ended."""
+    config = tiny.waves(log={"every": 4}, eval={"every": 4})
+    return tiny.run(config, tmp_path_factory.mktemp("runs") / "run")
+
+
+def lines(folder, width=80):
+    """{label: words} of a screen, and the lines after its empty line."""
+    shown = status.screen([str(folder)], width)
+    assert all(len(line) <= width for line in shown[1:]), shown
+    head, _, table = "\n".join(shown).partition("\n\n")
+    found, label = {}, ""
+    for line in head.splitlines()[1:]:
+        label = line[:11].strip() or label
+        found[label] = f"{found.get(label, '')} {line[11:]}".strip()
+    return found, table.splitlines()
+
+
+def test_a_run_that_has_ended(finished):
+    rows, (found, table) = tiny.rows(finished), lines(finished)
+    assert found["run"] == "toys.waves, accum_adam over one_peer_exp, 4 replicas"
+    assert found["state"].startswith("ended ")
+    assert found["step"] == "12 of 12 (100%)" and found["saved"] == "checkpoint of step 12"
+    last = rows[-1]
+    assert found["loss"].startswith(f"{last['train/loss']:.4g}"[:5])
+    assert "in validation at step 12" in found["loss"]
+    assert found["goodput"].startswith(f"{tiny.summary(finished)['goodput']['share']:.0%} of ")
+    assert found["messages"].endswith("per step from a replica, one host")
+    each = [last[f"replicas/{k}/loss"] for k in range(4)]
+    assert max(each) == last["train/loss_max"] and min(each) == last["train/loss_min"]
+    assert [row.split()[0] for row in table] == ["replica", "0", "1", "2", "3"]
+    assert [float(row.split()[-1]) for row in table[1:]] == pytest.approx(each, rel=1e-3)
+
+
+def test_while_it_runs(finished, tmp_path):
+    """Its folder is locked by a process that lives, and its rows end with a torn one."""
+    folder = shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("*.jsonl"))
+    (folder / "summary.json").unlink()
+    shutil.rmtree(folder / "checkpoints")
+    with open_workdir(folder, tiny.waves()), MetricWriter(folder) as writer:
+        assert lines(folder)[0]["state"].startswith("starting (process ")
+        writer.write(3, {"train/loss": 2.5, "perf/step_time_s": 0.5, "train/skipped_updates": 2})
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 4, "tra')
+        found, table = lines(folder)
+        assert found["state"].startswith("running (process ")
+        assert found["step"] == "3 of 12 (25%), about 4.5 s left"
+        assert "2 updates were not finite" in found["failed"] and not table
+    assert lines(folder)[0]["state"].startswith("stopped before its end")
+
+
+def test_a_folder_with_nothing_but_its_lock(tmp_path):
+    with open_workdir(tmp_path / "run", tiny.waves()):
+        assert list(lines(tmp_path / "run")[0]) == ["state"]
+
+
+def test_what_failed_is_shown_once_the_newest_last(finished, tmp_path):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    for number in (1, 2, 3, 3, 4, 5):
+        supervise._tell(folder, f"process {number} died of SIGKILL")
+    with (folder / incidents.FILE).open("a") as file:
+        file.write('{"date": "now"}\n{"date": 1')
+    found, _ = lines(folder)
+    said = found["failed"].split(" s ago: ")[1:]
+    assert [words.split()[1] for words in said] == ["2", "3", "4", "5"]
+    assert "2 more in " in found["failed"]
+
+
+def test_an_older_run_has_fewer_lines(finished, tmp_path):
+    """One that counts in epochs, from before ``run.json`` and the account of its time."""
+    folder = shutil.copytree(finished, tmp_path / "run")
+    for name in ("run.json", "goodput.json", "summary.json"):
+        (folder / name).unlink()
+    config = json.loads((folder / "config.json").read_text()) | {"epochs": 2.0}
+    write_json_atomic(folder / "config.json", config)
+    found, _ = lines(folder)
+    assert found["step"] == "12" and not {"goodput", "messages", "failed"} & set(found)
+
+
+def test_a_run_of_peers_has_a_row_for_each(tmp_path):
+    write_json_atomic(tmp_path / "config.json", {"steps": 20, "peers": {"use": True}})
+    with MetricWriter(tmp_path) as writer:
+        known = {"peers/0/steps": 12.0, "peers/0/stale": 3.0, "peers/1/steps": 4.0}
+        writer.write(8, {"train/loss": 2.0, "perf/step_time_s": 0.1} | known)
+    for slot, seconds in enumerate([0.02, 0.05, 0.02]):
+        folder = tmp_path / "peers" / str(slot)
+        for incarnation in range(1 + (slot == 1)):
+            EventLog(folder, incarnation).end(4, 0)
+        with MetricWriter(folder) as writer:
+            writer.write(4, {"train/loss": 2.0 + slot, "perf/step_time_s": seconds})
+    peers = {str(slot): {"steps": 4, "alive": slot < 2} for slot in range(3)}
+    write_json_atomic(tmp_path / "peers.json", {"peers": peers})
+    found, table = lines(tmp_path)
+    assert found["step"].startswith("8 of 20")
+    assert [row.split() for row in table[1:]] == [
+        ["0", "trains", "1", "12", "2.000", "20.0", "3"],
+        ["1", "trains", "(slow)", "2", "4", "3.000", "50.0"],
+        ["2", "gone", "1", "4", "4.000", "20.0"],
+    ]
+
+
+def test_several_runs_are_a_table(finished, tmp_path):
+    head, one, other = status.screen([str(finished), str(tmp_path)], 80)
+    assert head.split()[:3] == ["run", "state", "step"] and other.split()[-2:] == ["no", "run"]
+    assert "ended" in one and "12/12" in one and len(one) <= 80
+
+
+def test_folders_that_are_no_run(tmp_path, finished):
+    with refuses(tmp_path / "none", error=RunError):
+        run_state.read(tmp_path / "none")
+    with refuses(tmp_path, error=RunError):
+        run_state.read(tmp_path)
+    with refuses(finished, error=RunError):
+        run_state.read(finished.parent)
+    assert console.main(["status", str(tmp_path)]) == 2
+
+
+def test_watch_shows_it_again_until_ctrl_c(finished, monkeypatch, capsys):
+    waits = iter([None])
+
+    def sleep(_):
+        if next(waits, "over") == "over":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(status.time, "sleep", sleep)
+    assert console.main(["status", str(finished), "--watch"]) == 0
+    assert capsys.readouterr().out.count("12 of 12 (100%)") == 2
+
+
+def test_it_starts_without_jax_and_speaks_json(finished):
+    program = (
+        "import sys; from decent_jax.commands.main import main; main(sys.argv[1:]);"
+        "assert not {'jax', 'matplotlib', 'ml_collections'} & set(sys.modules)"
+    )
+    argv = [sys.executable, "-c", program, "status", str(finished), "--json"]
+    found = json.loads(subprocess.run(argv, check=True, capture_output=True, text=True).stdout)
+    assert (found["state"], found["step"], found["steps"]) == ("ended", 12, 12)
+    assert found["row"] == tiny.rows(finished)[-1]

@@ -1,0 +1,139 @@
+"""Trackers: what each gets, also one's own, and a run whose tracker fails."""
+
+import contextlib
+import json
+import sys
+import types
+import urllib.request
+
+import pytest
+import tiny
+from refusals import refused
+
+from decent_jax.ground import incidents
+from decent_jax.train import config as config_lib
+from decent_jax.train import trackers
+from decent_jax.train.metrics import MetricWriter
+from decent_jax.train.trackers import Trackers
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+
+
+class Recorder:
+    """Remembers what it gets."""
+
+    made: list = []  # noqa: RUF012 (read by the tests)
+
+    def __init__(self, workdir, start_step):
+        self.calls = [("begin", workdir, start_step)]
+        self.made.append(self)
+
+    def log_hyperparameters(self, config):
+        self.calls.append(("config", config))
+
+    def log(self, metrics, step):
+        self.calls.append(("row", step, dict(metrics)))
+
+    def log_summary(self, summary):
+        self.calls.append(("summary", summary))
+
+    def finish(self):
+        self.calls.append(("finish",))
+
+
+class Failing(Recorder):
+    """Raises at the second row."""
+
+    def log(self, metrics, step):
+        super().log(metrics, step)
+        if step > 4:
+            raise ConnectionError("the server\nis gone")
+
+
+class NoTracker:
+    """Has no method."""
+
+
+def test_a_run_with_trackers_of_ones_own(tmp_path, monkeypatch, capsys):
+    """One gets everything, and one that raises is dropped; the run ends as it would without."""
+    monkeypatch.setattr(Recorder, "made", [])
+    monkeypatch.setitem(trackers.TRACKERS, "mine", Recorder)
+    own = f"mine, {__name__}.Failing"
+    folder = tiny.run(tiny.waves(log={"every": 4, "trackers": own}), tmp_path / "run")
+    good, failing = Recorder.made
+    begin, config, *rows, summary, finish = good.calls
+    assert begin == ("begin", folder, 0) and finish == ("finish",)
+    assert config[1]["log.trackers"] == own and config[1]["num_replicas"] == 4
+    seen = {}
+    for _, step, metrics in rows:
+        seen.setdefault(step, {"step": step}).update(metrics)
+    assert list(seen.values()) == tiny.rows(folder)
+    assert json.loads(json.dumps(summary[1])) == tiny.summary(folder)
+    assert [call[0] for call in failing.calls] == ["begin", "config", "row", "row"]
+    ((_, said),) = incidents.read(folder)
+    assert "Failing" in said and "ConnectionError: the server is gone" in said
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name", ["comet", "no_such_module.Tracker", f"{__name__}.Nobody", f"{__name__}.NoTracker"]
+)
+def test_trackers_that_cannot_be(name):
+    with refused("log.trackers"):
+        config_lib.validate(tiny.waves(log={"trackers": name}))
+
+
+def test_tensorboard_and_wandb_get_the_same_scalars(tmp_path, monkeypatch):
+    """A resumed run continues the same run of W&B."""
+    pytest.importorskip("tensorboardX")
+    calls = []
+    told = types.SimpleNamespace(update=lambda entries, **_: calls.append(entries))
+
+    class Run:
+        config = summary = told
+
+        def log(self, scalars, step):
+            calls.append((step, scalars))
+
+        def finish(self):
+            calls.append("finish")
+
+    wandb = types.ModuleType("wandb")
+    wandb.init = lambda **settings: calls.append(settings) or Run()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    makes = trackers.named(tiny.waves(log={"tensorboard": True, "wandb": True}))
+    for start_step in (0, 10):
+        both = Trackers(makes, tmp_path, start_step, pytest.fail)
+        both.log_hyperparameters({"seed": 1})
+        with MetricWriter(tmp_path, trackers=both, start_step=start_step) as writer:
+            writer.write(start_step + 10, {"train/loss": 2.5})
+        both.log_summary({"final": {"eval/loss": 2.25}})
+        both.finish()
+    first, config, logged, summary, finish, second, *_ = calls
+    assert config == {"seed": 1} and first["id"] == second["id"]
+    assert summary == {"final": {"eval/loss": 2.25}}
+    assert logged == (10, {"train/loss": 2.5}) and finish == "finish"
+    events = list((tmp_path / "tensorboard").iterdir())
+    text = b"".join(path.read_bytes() for path in events)
+    assert all(word in text for word in (b"train/loss", b"final.eval/loss", b"| seed | 1 |"))
+
+
+def test_prometheus_fetches_the_newest_numbers(tmp_path, monkeypatch):
+    """Two runs cannot have one port: the second one goes on without it."""
+    pytest.importorskip("prometheus_client")
+    monkeypatch.setenv("DECENT_JAX_PROMETHEUS", "0")
+    makes, said = trackers.named(tiny.waves(log={"trackers": "prometheus"})), []
+    with contextlib.ExitStack() as held:
+        tracker = makes["prometheus"](tmp_path / "run", 0)
+        held.callback(tracker.finish)
+        for step in (10, 20):
+            tracker.log({"train/loss": 50 / step, "replicas/0/loss": float("nan")}, step)
+        port = tracker.port
+        with urllib.request.urlopen(f"http://localhost:{port}/metrics") as answer:
+            lines = answer.read().decode().splitlines()
+        assert 'decent_jax_train_loss{run="run"} 2.5' in lines
+        assert 'decent_jax_step{run="run"} 20.0' in lines
+        assert 'decent_jax_replicas_0_loss{run="run"} NaN' in lines
+        monkeypatch.setenv("DECENT_JAX_PROMETHEUS", str(port))
+        Trackers(makes, tmp_path / "other", 0, said.append).log({"train/loss": 1.0}, 1)
+    assert len(said) == 1 and "prometheus" in said[0]
