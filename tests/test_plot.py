@@ -59,7 +59,7 @@ def size_of_png(path):
 def test_one_run(tmp_path, capsys):
     run = make_run(tmp_path / "my_run")
     assert command.main([str(run)]) == 0
-    assert capsys.readouterr().out == f"{run / 'curves.png'}\n"
+    assert capsys.readouterr().out == f"{run / 'curves.png'}\n{run / 'report.html'}\n"
     width, height = size_of_png(run / "curves.png")
     assert width > height > 800
     figure = figure_of(run)
@@ -109,7 +109,7 @@ def test_several_runs_are_compared_under_their_differences(tmp_path, monkeypatch
     assert [len(axes.lines) for axes in figure.axes] == [9, 9, 3, 6]
     monkeypatch.chdir(tmp_path)
     assert command.main([str(run) for run in runs]) == 0
-    assert capsys.readouterr().out == "comparison.png\n"
+    assert capsys.readouterr().out == "comparison.png\ncomparison.html\n"
     size_of_png(tmp_path / "comparison.png")
 
 

@@ -2,12 +2,17 @@
 
     decent-jax plot RUN [RUN ...] [--out FILE.png] [--mean]
 
-One run is drawn into RUN/curves.png, several into comparison.png in the current folder. With --mean
-runs that differ in their seed become one line with a band, against steps, time and bytes sent.
+One run is drawn into RUN/curves.png, several into comparison.png in the current folder. Beside the
+picture goes a page for a browser, RUN/report.html or comparison.html, which needs no other file and
+no network: curves that say their values under the mouse, results, settings that differ, where the
+time went, who sends to whom. With --mean runs that differ in their seed become one line with a
+band, against steps, time and bytes sent, and there is no page.
 """
 
+from pathlib import Path
+
 from decent_jax.ground.command_line import Parser, check_replaceable, command
-from decent_jax.ground.run_folder import load_run
+from decent_jax.ground.run_folder import label_runs, load_run
 
 
 @command("plot")
@@ -20,13 +25,21 @@ def main(arguments: list[str] | None = None) -> int:
     add("--out", metavar="FILE", help=f"a .png, .pdf or .svg; {where}")
     add("--mean", action="store_true", help="a line for runs that differ in the seed")
     options = parser.parse_args(arguments)
-    from decent_jax.plots import runs, style  # here, as matplotlib takes a while
+    from decent_jax.plots import page, runs, style  # here, as matplotlib takes a while
 
+    beside = None  # the page, where it is not inside the run's folder
     if options.out is not None or options.mean or len(options.runs) > 1:
-        check_replaceable(options.out or runs.COMPARISON, "--out")
+        picture = Path(options.out or runs.COMPARISON)
+        beside = picture.with_suffix(".html")
+        check_replaceable(picture, "--out")
+        if not options.mean:
+            check_replaceable(beside, "--out")
     if options.mean:
         curves = runs.curves_of([load_run(run) for run in options.runs])
         print(style.save(runs.draw_means(curves), options.out or runs.COMPARISON, dpi=150))
     else:
         print(runs.plot_runs(options.runs, options.out))
+        loaded = [load_run(run) for run in options.runs]
+        label_runs(loaded)
+        print(page.write(loaded, beside or loaded[0].path / page.REPORT))
     return 0

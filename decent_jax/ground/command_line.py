@@ -132,7 +132,7 @@ picture_file = functools.partial(output_file, endings=(".png", ".pdf", ".svg"))
 
 MARK = "decent_jax"  # in the metadata of pictures, and in the format of JSON files
 _OURS = re.compile(
-    rb"(\{|\x89PNG|%PDF|<\?xml).*"
+    rb"(\{|\x89PNG|%PDF|<\?xml|<!doctype html>).*"
     + MARK.encode()
     # Plain columns leave no room for a mark: the table of `sweep`.
     + rb"|[^\n]*,state,steps,validation_loss,",
