@@ -109,7 +109,7 @@ class Placement:
 
         return jax.tree.map(put, local)
 
-    def on_devices(self, body: Callable, in_specs, out_specs) -> Callable:
+    def on_devices(self, body: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """``jax.shard_map`` of code for one device, which sees (block, ...) of stacked arrays.
 
         For replicas of several devices it is code for one replica, whose arrays XLA partitions.

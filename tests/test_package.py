@@ -111,6 +111,27 @@ print(command.main(["plot", "w"]))
     assert plotted == f"decent-jax plot: matplotlib is not installed: {hint}"
 
 
+def test_another_system_has_the_core_and_is_told_what_it_cannot_do():
+    """Windows has no fcntl, macOS no pidfd_open."""
+    code = """
+import platform, sys
+import jax
+from decent_jax.commands import main as command
+platform.system = lambda: "Windows"
+sys.modules["fcntl"] = None
+from decent_jax import optim, topology, gossip, replicas
+print(command.main(["train", "--config", "quickstart", "--workdir", "w"]))
+del sys.modules["fcntl"]
+platform.system = lambda: "Darwin"
+print(command.main(["supervise", "--processes", "2", "--", "train.py"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["2", "2"], done.stderr
+    windows, mac = done.stderr.splitlines()
+    assert "this is Windows" in windows and "WSL" in windows
+    assert "this is Darwin" in mac and "supervise" in mac
+
+
 def test_rooms_are_attributes_of_the_package():
     assert decent_jax.topology.make("ring", 4).period == 2
     rooms = {
@@ -120,7 +141,7 @@ def test_rooms_are_attributes_of_the_package():
     with refuses("'topologies'", error=AttributeError):
         decent_jax.topologies  # noqa: B018
     extras.need("train", "flax")
-    with refuses("no_such", "'decent_jax[train]'", error=extras.MissingExtra):
+    with refuses("no_such", "'decent_jax[train]'", error=extras.Unavailable):
         extras.need("train", "flax", "no_such")
 
 

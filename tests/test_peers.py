@@ -187,7 +187,7 @@ def test_no_ray_is_one_sentence(monkeypatch):
     monkeypatch.setattr(
         extras.importlib.util, "find_spec", lambda name: None if name == "ray" else find(name)
     )
-    with pytest.raises(extras.MissingExtra, match=r"pip install 'decent_jax\[peers\]'"):
+    with pytest.raises(extras.Unavailable, match=r"pip install 'decent_jax\[peers\]'"):
         peers.run(config, "run")
 
 

@@ -33,7 +33,7 @@ def prepare(address: str) -> None:
       address: of the Ray cluster; empty: it will be started on this machine.
 
     Raises:
-      MissingExtra: Ray is not installed.
+      Unavailable: Ray is not installed.
     """
     extras.need("peers", "ray")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

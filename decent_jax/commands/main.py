@@ -15,7 +15,7 @@ from decent_jax.ground.errors import (
     PeerLost,
     TrainingFailed,
 )
-from decent_jax.ground.extras import MissingExtra
+from decent_jax.ground.extras import Unavailable
 from decent_jax.ground.format import shorten, shown
 
 # name: (module whose `main` it is, what it does).
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         return train(rest, "decent-jax train")
     try:
         return importlib.import_module(f"decent_jax.{COMMANDS[name][0]}").main(rest)
-    except MissingExtra as error:
+    except Unavailable as error:
         print(f"decent-jax {name}: {error}", file=sys.stderr)
         return 2
 
@@ -103,7 +103,7 @@ def train(argv: list[str], prog: str) -> int:
                 run(config, workdir)
     except (
         ConfigError,
-        MissingExtra,
+        Unavailable,
         TrainingFailed,
         CheckpointError,
         PeerLost,

@@ -36,7 +36,7 @@ from ml_collections import ConfigDict
 from decent_jax import tasks
 from decent_jax.cluster import rendezvous
 from decent_jax.cluster.supervise import PLACE, AgentLink, Member, Supervisor
-from decent_jax.ground import incidents
+from decent_jax.ground import extras, incidents
 from decent_jax.ground.command_line import Parser, command
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.fields import Field
@@ -63,6 +63,7 @@ WARM += ("decent_jax.peers", "decent_jax.pipelines", "flax.linen", "grain")
 @command("supervise")
 def main(arguments: list[str] | None = None) -> int:
     """The exit code of the run, or 1 if too few processes are left."""
+    extras.need_system("decent-jax supervise", "Linux")  # for pidfd_open
     options, program = _parse(sys.argv[1:] if arguments is None else arguments)
     config, workdir = flags.parse(program[1:])
     if workdir is None:

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 Array = Any  # of JAX or of NumPy
+Parts = tuple[Array, ...]  # of a message
 
 
 class Codec:
@@ -47,11 +48,11 @@ class Codec:
         """
         return None
 
-    def encode(self, x: Array, noise: Any = None) -> tuple[Array, ...]:
+    def encode(self, x: Array, noise: Any = None) -> Parts:
         """The arrays that are sent for ``x``."""
         raise NotImplementedError
 
-    def decode(self, parts: tuple[Array, ...], like: Array, noise: Any = None) -> Array:
+    def decode(self, parts: Parts, like: Array, noise: Any = None) -> Array:
         """The array that a receiver makes of them, in the shape and dtype of ``like``, its own."""
         raise NotImplementedError
 
@@ -73,10 +74,10 @@ def bytes_sent(codec: Codec | None, shape: tuple[int, ...]) -> int:
 class BFloat16(Codec):
     """The nearest bfloat16, as its bits: XLA's CPU would send a float32 for each bfloat16."""
 
-    def encode(self, x, noise=None):
+    def encode(self, x: Array, noise: Any = None) -> Parts:
         return (x.astype(jnp.bfloat16).view(np.uint16),)
 
-    def decode(self, parts, like, noise=None):
+    def decode(self, parts: Parts, like: Array, noise: Any = None) -> Array:
         return parts[0].view(jnp.bfloat16).astype(like.dtype)
 
 
@@ -93,15 +94,15 @@ class Int8(Codec):
 
     largest: ClassVar[int] = 127  # code
 
-    def noise(self, key, replica, shape):
+    def noise(self, key: jax.Array, replica: jax.Array, shape: tuple[int, ...]) -> Any:
         return jax.random.uniform(jax.random.fold_in(key, replica), shape, jnp.float32)
 
-    def encode(self, x, noise=None):
+    def encode(self, x: Array, noise: Any = None) -> Parts:
         scaled, scale = _by_rows(x, self.largest)
         codes = _rounded(scaled, noise)
         return codes.clip(-self.largest, self.largest).astype(np.int8), scale
 
-    def decode(self, parts, like, noise=None):
+    def decode(self, parts: Parts, like: Array, noise: Any = None) -> Array:
         codes, scale = parts
         return codes.astype(like.dtype) * scale.astype(like.dtype)
 
@@ -112,13 +113,13 @@ class Int4(Int8):
 
     largest: ClassVar[int] = 7
 
-    def encode(self, x, noise=None):
+    def encode(self, x: Array, noise: Any = None) -> Parts:
         codes, scale = super().encode(x, noise)
         xp, codes = _namespace(x), codes.reshape(codes.shape or (1,))
         codes = xp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, codes.shape[-1] % 2)])
         return (codes[..., ::2] & 15 | codes[..., 1::2] << 4).view(np.uint8), scale
 
-    def decode(self, parts, like, noise=None):
+    def decode(self, parts: Parts, like: Array, noise: Any = None) -> Array:
         packed, scale = parts
         pairs = _namespace(like).stack([packed & 15, packed >> 4], axis=-1).astype(np.int8)
         codes = ((pairs ^ 8) - 8).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
@@ -136,7 +137,7 @@ class Float8(Int8):
 
     largest: ClassVar[int] = 448
 
-    def encode(self, x, noise=None):
+    def encode(self, x: Array, noise: Any = None) -> Parts:
         scaled, scale = _by_rows(x, self.largest)
         xp = _namespace(x)
         _, exponent = xp.frexp(scaled)  # |scaled| < 2^exponent
@@ -144,7 +145,7 @@ class Float8(Int8):
         numbers = (_rounded(scaled / unit, noise) * unit).clip(-self.largest, self.largest)
         return numbers.astype(jnp.float8_e4m3fn).view(np.uint8), scale
 
-    def decode(self, parts, like, noise=None):
+    def decode(self, parts: Parts, like: Array, noise: Any = None) -> Array:
         bits, scale = parts
         return super().decode((bits.view(jnp.float8_e4m3fn), scale), like)
 
@@ -180,7 +181,7 @@ class Lattice(Codec):
     bits: int = 8
     side: Any = 1.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not 1 <= self.bits <= 16:
             raise ValueError(f"bits of a lattice must be from 1 to 16, got {self.bits}")
 
@@ -199,7 +200,7 @@ class Lattice(Codec):
         side = xp.maximum(2 * y / (2**self.bits - 1), least)
         return dataclasses.replace(self, side=side)
 
-    def encode(self, x, noise=None):
+    def encode(self, x: Array, noise: Any = None) -> Parts:
         xp = _namespace(x)
         side = xp.asarray(self.side)
         scaled = x.astype(side.dtype) / side
@@ -209,13 +210,13 @@ class Lattice(Codec):
         sent = colours.astype(np.uint8 if self.bits <= 8 else np.uint16)
         return sent, _checksum(points >> self.bits), side
 
-    def decode(self, parts, like, noise=None):
+    def decode(self, parts: Parts, like: Array, noise: Any = None) -> Array:
         _, checksum, side = parts
         quotients, points = self.nearest(parts, like)
         understood = _checksum(quotients) == checksum
         return _namespace(like).where(understood, points * side, np.nan).astype(like.dtype)
 
-    def nearest(self, parts: tuple, like: Array) -> tuple[Array, Array]:
+    def nearest(self, parts: Parts, like: Array) -> tuple[Array, Array]:
         """(quotients, points) of the colours, the nearest to ``like``, whoever has sent them."""
         colours, _, side = parts
         colours = colours.astype(f"int{8 * side.dtype.itemsize}")

@@ -159,7 +159,7 @@ def mix(
     return put_back(mixed)
 
 
-def mixable(tree: Any) -> tuple[list[jax.Array], Callable[[Iterable], Any]]:
+def mixable(tree: Any) -> tuple[list[jax.Array], Callable[[Iterable[Any]], Any]]:
     """The arrays of a tree that can be mixed, and a function that puts others in their place.
 
     Empty arrays are left out, and stay as they are.

@@ -8,6 +8,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -220,7 +221,7 @@ def together(
     return [moved[k] for k in range(len(arrays))]
 
 
-def coefficients(rnd: Round, axis: ReplicaAxis, finite: jax.Array | None) -> list:
+def coefficients(rnd: Round, axis: ReplicaAxis, finite: jax.Array | None) -> list[Any]:
     """Weights of the own copy and of each send: a float where all replicas agree, or (block,).
 
     Args:
@@ -248,7 +249,7 @@ def coefficients(rnd: Round, axis: ReplicaAxis, finite: jax.Array | None) -> lis
     return [own, *jnp.where(finite[None], kept, kept / total[None])]
 
 
-def weighted_sum(blocks: Sequence[jax.Array], weights: Sequence, guarded: bool) -> jax.Array:
+def weighted_sum(blocks: Sequence[jax.Array], weights: Sequence[Any], guarded: bool) -> jax.Array:
     """``sum_k weights[k] * blocks[k]``; where guarded, a weight of 0 takes nothing, not 0 * NaN.
 
     Summed in float32 at least: in bfloat16 three weights of 1/3 have the sum 1.002.

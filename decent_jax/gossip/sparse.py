@@ -14,11 +14,12 @@ place has its turn (`decent_jax.optim.contrib.sparta`).
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from decent_jax.gossip.codecs import Codec
+from decent_jax.gossip.codecs import Array, Codec, Parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +28,12 @@ class TopK(Codec):
 
     fraction: float
 
-    def encode(self, x, noise=None):
+    def encode(self, x: Array, noise: Any = None) -> Parts:
         flat = x.reshape(-1)
         _, places = jax.lax.top_k(jnp.abs(flat), _kept(self.fraction, flat.size))
         return flat[places], places.astype(jnp.int32)
 
-    def decode(self, parts, like, noise=None):
+    def decode(self, parts: Parts, like: Array, noise: Any = None) -> Array:
         values, places = parts
         return jnp.zeros_like(like).reshape(-1).at[places].set(values).reshape(like.shape)
 
@@ -53,7 +54,7 @@ class ChunkedTopK(Codec):
     chunk: int = 4096
     bits: int = 2
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not 0 < self.density <= 1:
             raise ValueError(f"density must be above 0 and at most 1, got {self.density}")
         if self.chunk < 1:
@@ -61,7 +62,7 @@ class ChunkedTopK(Codec):
         if self.bits not in (2, 32):
             raise ValueError(f"bits must be 2 or 32 (not quantised), got {self.bits}")
 
-    def encode(self, x, noise=None):
+    def encode(self, x: Array, noise: Any = None) -> Parts:
         count, width, kept = self._sizes(x.size)
         chunks = jnp.pad(x.reshape(-1), (0, count * width - x.size)).reshape(count, width)
         _, places = jax.lax.top_k(jnp.abs(chunks), kept)
@@ -76,7 +77,7 @@ class ChunkedTopK(Codec):
         codes = 2 * (values < 0).astype(jnp.int32) + large
         return _pack(codes, 2), packed, jax.lax.bitcast_convert_type(scales, jnp.uint16)
 
-    def decode(self, parts, like, noise=None):
+    def decode(self, parts: Parts, like: Array, noise: Any = None) -> Array:
         count, width, kept = self._sizes(like.size)
         places = _unpack(parts[1], _bits_for(width), kept)
         values = parts[0]
@@ -106,7 +107,7 @@ class RandomK(Codec):
 
     fraction: float
 
-    def noise(self, key, replica, shape):
+    def noise(self, key: jax.Array, replica: jax.Array, shape: tuple[int, ...]) -> Any:
         """(f N,) int32: the places, the same on all replicas."""
         size = math.prod(shape)
         sent = min(_kept(self.fraction, size), size)
@@ -120,10 +121,10 @@ class RandomK(Codec):
         rest = size - offset  # the sum of place and offset may be more than 32 bits hold
         return jnp.where(places < rest, places + offset, places - rest)
 
-    def encode(self, x, noise=None):
+    def encode(self, x: Array, noise: Any = None) -> Parts:
         return (x.reshape(-1)[noise],)
 
-    def decode(self, parts, like, noise=None):
+    def decode(self, parts: Parts, like: Array, noise: Any = None) -> Array:
         return self.replaced(jnp.zeros_like(like), parts[0], noise)
 
     def replaced(self, x: jax.Array, values: jax.Array, places: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from decent_jax.ground.errors import ConfigError, RunError
-from decent_jax.ground.extras import MissingExtra
+from decent_jax.ground.extras import Unavailable
 from decent_jax.ground.json_files import check_regular
 
 
@@ -52,7 +52,7 @@ def command(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
         def called(*arguments: Any, **options: Any) -> int:
             try:
                 return main(*arguments, **options)
-            except (ValueError, RunError, MissingExtra, OSError) as error:
+            except (ValueError, RunError, Unavailable, OSError) as error:
                 print(f"decent-jax {name}: {ConfigError(error)}", file=sys.stderr)
                 return 2
 

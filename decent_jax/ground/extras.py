@@ -3,6 +3,7 @@
 import importlib
 import importlib.metadata
 import importlib.util
+import platform
 from collections.abc import Callable
 from types import ModuleType
 
@@ -10,10 +11,28 @@ from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import shown
 
 
-class MissingExtra(ImportError):
-    """A package is not installed; the message is one sentence with the command that installs it."""
+class Unavailable(ImportError):
+    """A package is not installed, or the system is another one; one sentence says what to do."""
 
     code = 2
+
+
+def need_system(what: str, *systems: str) -> None:
+    """Check, before the first import of what only they have, that this is one of these systems.
+
+    Args:
+      what: needs them.
+      systems: of `platform.system`.
+
+    Raises:
+      Unavailable: this is another one.
+    """
+    here = platform.system()
+    if here not in systems:
+        raise Unavailable(
+            f"{what} needs {' or '.join(systems)}, and this is {here}: use another machine, or WSL "
+            "on Windows; topology, gossip, replicas and optim work everywhere"
+        )
 
 
 def need(extra: str, *packages: str) -> None:
@@ -24,14 +43,14 @@ def need(extra: str, *packages: str) -> None:
       packages: their top-level names; nothing is imported.
 
     Raises:
-      MissingExtra: naming those that are not installed.
+      Unavailable: naming those that are not installed.
     """
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         others, last = ", ".join(missing[:-1]), missing[-1]
         names = f"{others} and {last}" if others else last
         are = "is" if len(missing) == 1 else "are"
-        raise MissingExtra(f"{names} {are} not installed: pip install 'decent_jax[{extra}]'")
+        raise Unavailable(f"{names} {are} not installed: pip install 'decent_jax[{extra}]'")
 
 
 def version(package: str) -> str:
@@ -54,7 +73,7 @@ def module_named(path: str, field: str) -> ModuleType:
         )
     try:
         return importlib.import_module(path)
-    except MissingExtra:
+    except Unavailable:
         raise
     except (Exception, SystemExit) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None

@@ -176,7 +176,7 @@ class Mixing:
     method: str = "the method"
     rows: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require.is_schedule(self.method, self.schedule)
         if self.rows:
             require.row_stochastic(self.method, self.schedule)

@@ -42,8 +42,10 @@ class OuterState(NamedTuple):
 
     theta: Any  # like params: the outer parameters
     sent: Any  # like params: x of step t - delay, under way; None for a delay of 0 or 1
-    states: tuple  # the rule's state of each fragment
-    steps: tuple | None = None  # shape=() each: updates since a fragment's round; None unless used
+    states: tuple[Any, ...]  # the rule's state of each fragment
+    steps: tuple[Any, ...] | None = (
+        None  # shape=() each: updates since a fragment's round; None unless used
+    )
 
 
 def diloco(
@@ -275,7 +277,7 @@ class Streaming:
     carry: bool = False
     weighted: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.fragments < 1:
             raise ValueError(f"fragments must be at least 1, got {self.fragments}")
         latest = max(self.mix_every - 1, 0)

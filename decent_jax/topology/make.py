@@ -17,7 +17,7 @@ from decent_jax.topology.schedule import Schedule, check_connected, check_matrix
 from decent_jax.topology.spec import Spec, bind, parse, unnamed
 
 
-def make(name: str, num_replicas: int, *, local_size: int = 1, **parameters) -> Schedule:
+def make(name: str, num_replicas: int, *, local_size: int = 1, **parameters: Any) -> Schedule:
     """The named schedule over ``num_replicas`` replicas.
 
     | name, with its parameters | a round | replicas |

@@ -21,7 +21,7 @@ class Send:
     sources: np.ndarray
     weights: np.ndarray
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _freeze(self.sources, self.weights)
 
 
@@ -40,7 +40,7 @@ class Round:
     sends: tuple[Send, ...]
     matrix: np.ndarray
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _freeze(self.self_weights, self.matrix)
 
     def __repr__(self) -> str:

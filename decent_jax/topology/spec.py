@@ -109,7 +109,9 @@ def bind(
     return {key: given[key] for key in parameters if key in given}
 
 
-def unnamed(given: Mapping[str, Value], order: Iterable[str]) -> tuple:
+def unnamed(
+    given: Mapping[str, Value], order: Iterable[str]
+) -> tuple[tuple[str | None, Value], ...]:
     """The given values as the arguments of a `Spec`: the first schedules without their names."""
     first = list(itertools.takewhile(lambda key: isinstance(given.get(key), Spec), order))
     return tuple((None if key in first else key, value) for key, value in given.items())

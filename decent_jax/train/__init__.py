@@ -11,6 +11,7 @@ from typing import Any
 
 from decent_jax.ground import extras
 
+extras.need_system("decent_jax.train", "Linux", "Darwin")
 extras.need("train", "ml_collections", "flax", "grain", "matplotlib", "orbax", "tqdm")
 
 from ml_collections import ConfigDict

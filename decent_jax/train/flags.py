@@ -16,7 +16,7 @@ from ml_collections.config_dict import RequiredValueError
 from decent_jax.ground import fields
 from decent_jax.ground.command_line import CONFIGS, Parser
 from decent_jax.ground.errors import ConfigError
-from decent_jax.ground.extras import MissingExtra
+from decent_jax.ground.extras import Unavailable
 from decent_jax.ground.format import shown
 from decent_jax.ground.json_files import flat
 from decent_jax.train.config import table_of
@@ -115,7 +115,7 @@ def load(path_and_arguments: str) -> ConfigDict:
         if get_config is None:
             raise ConfigError(f"{path} has no function get_config()")
         config = get_config(arguments) if arguments else get_config()
-    except (ConfigError, MissingExtra, KeyboardInterrupt):
+    except (ConfigError, Unavailable, KeyboardInterrupt):
         raise
     except BaseException as error:  # of anybody's code
         raise ConfigError(f"{path}: {type(error).__name__}: {_in_a_line(error)}") from error
