@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from several import slurm
+from several import slurm, until
 
 from decent_jax.cluster import start
 from decent_jax.train import config as config_lib
@@ -170,3 +170,46 @@ def test_kubernetes_flags_are_the_place_of_a_process(monkeypatch):
         config = flags.override_all(config_lib.default_config(), config_flags)
         place = start._place(config.cluster, start.detect_launcher())
         assert place == ("decent-jax-0.decent-jax:9876", 4, index, None)
+
+
+def test_what_a_pod_runs_is_there():
+    command = pod()[2]["command"]
+    assert (ROOT / command[0]).stat().st_mode & 0o111 and command[1:3] == ["python", "train.py"]
+    flags.parse(["--config=quickstart", "--workdir=w", *command[-6:-3]])  # of recovery
+
+
+# Ends with one code after the other, and notes how often it was started.
+ENDING = """
+read -r code rest < "$1"
+echo "$rest" > "$1"
+echo started
+[[ $code == wait ]] && { trap 'exit 143' TERM; touch "$1.waits"; sleep 60 & wait; }
+exit "$code"
+"""
+
+
+@pytest.mark.parametrize(
+    ("codes", "starts", "code"),
+    [("75 137 0 0", 3, 0), ("134 1 0", 2, 1), ("2 0", 1, 2), ("75 75 75 75 75", 4, 75)],
+)
+def test_a_process_starts_again_in_its_container(tmp_path, codes, starts, code):
+    program = script(tmp_path / "program", ENDING)
+    (tmp_path / "codes").write_text(f"{codes}\n")
+    done = subprocess.run(
+        [LAUNCH / "again.sh", program, tmp_path / "codes"],
+        env=os.environ | {"AGAIN": "4"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.count("started")) == (code, starts)
+
+
+def test_a_container_that_is_stopped_passes_it_on(tmp_path):
+    program = script(tmp_path / "program", ENDING)
+    (tmp_path / "codes").write_text("75 wait 0\n")
+    with subprocess.Popen([LAUNCH / "again.sh", program, tmp_path / "codes"]) as process:
+        until((tmp_path / "codes.waits").exists)
+        process.terminate()
+        assert process.wait(60) == 143
+    assert (tmp_path / "codes").read_text() == "0\n"  # not started again

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Start a command again in the same container when it died, or ended because another process did:
+#
+#   launch/again.sh python train.py --config FILE --workdir DIR --config.recovery.every=50
+#
+# So /dev/shm stays, where the process finds the copies of its replicas (recovery.every), and all
+# processes go on from there. It ends with the command's code where that is done (0), failed (1) or
+# refused (2), after SIGTERM, which it passes on (also as process 1), and after AGAIN starts (20).
+set -u
+
+stopped=
+stop() {
+    stopped=yes
+    kill -TERM "$child" 2>/dev/null
+}
+trap stop TERM INT
+
+for ((k = 0; k < ${AGAIN:-20}; k++)); do
+    "$@" &
+    child=$!
+    while true; do
+        wait "$child"
+        code=$?
+        kill -0 "$child" 2>/dev/null || break # else a signal has ended the waiting
+    done
+    [[ -n $stopped || $code -le 2 ]] && exit "$code"
+    echo "again.sh: the process ended with code $code" >&2
+done
+exit "$code"
