@@ -53,6 +53,7 @@ def phases(name, numbers=None):
 
 def own(state, name=None):
     """What the method itself keeps, or one entry of it."""
+    state = state if hasattr(state, "own") else state[0]  # of `in_steps`
     return state.own if name is None else getattr(state.own, name)
 
 
@@ -65,6 +66,31 @@ def together(txs: Mapping) -> optax.GradientTransformationExtraArgs:
     def update(grads, state, params, **extra):
         both = {k: tx.update(grads[k], state[k], params[k], **extra) for k, tx in txs.items()}
         return {k: u for k, (u, _) in both.items()}, {k: s for k, (_, s) in both.items()}
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def in_steps(tx, mix_every):
+    """A method as one whose ``update`` takes every round: with a delay it keeps what departed."""
+    if not isinstance(tx, optim.Delayed):
+        return tx
+
+    def init(params):
+        state = tx.init(params)
+        return state, (params, state.own, state.count)
+
+    def update(grads, state, params, *, round, **extra):
+        state, departed = state
+        departs = (state.count + tx.delay) % mix_every == 0
+        departed = optax.tree.where(departs, (params, state.own, state.count), departed)
+        updates, state = tx.update(grads, state, params, round=None, **extra)
+        if round is not None:
+            x, late = optim.apply_updates(params, updates), departed[0]
+            message = tx.depart(*departed, round)
+            x, own = tx.arrive(x, state.own, late, message, round)
+            updates = jax.tree.map(lambda new, old: new - old, x, params)
+            state = state._replace(own=own)
+        return updates, (state, departed)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -177,7 +203,7 @@ def trajectory(tx, gradient, schedule, x, data, mix_every=1, active=None):
 
     ``data`` is a list of trees, one for each step; ``active`` (steps, n), or None: all are.
     """
-    runs, history = {}, []
+    runs, history, tx = {}, [], in_steps(tx, mix_every)
     state = jax.vmap(tx.init)(x)
     for t, now in enumerate(data):
         r = schedule.round_at(t, mix_every)

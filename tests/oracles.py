@@ -259,29 +259,32 @@ def diloco(
     x_i = alpha x_i + (1 - alpha) X+.
     carry (LOSCAR): x_i = X+ + x_i[c] - x_i[c - delay]. ``active(t)`` (n,) says who makes an update
     of 7 tokens; ``weighted`` (Decoupled DiLoCo) counts a replica as tokens_i (tokens_i / steps_i)
-    in the mean, of its updates since the last sync.
+    in the mean, of its updates between the last x_i that it sent and this one.
     Replicas must start equal. ``record``, a list, receives X after every step.
     """
     assert np.all(x == x[0]), "DiLoCo starts from equal replicas"
     fragments = [list(range(x.shape[1]))] if fragments is None else fragments
     assert 0 <= delay < sync_every // len(fragments)
-    whole, v, past, steps = x[0].copy(), np.zeros_like(x[0]), [x], np.zeros(len(x))
+    whole, v, past = x[0].copy(), np.zeros_like(x[0]), [x]
+    updates, counted = [np.zeros(len(x))], [np.zeros(len(x))] * len(fragments)
     while True:
         g, _, lr, t = yield x
         made = np.ones(len(x)) if active is None else active(t)
-        x, steps = x - lr * g * made[:, None], steps + made
+        x = x - lr * g * made[:, None]
         past.append(x.copy())
+        updates.append(updates[-1] + made)
         for f, part in enumerate(fragments):
             if (t + 1 - (f + 1) * sync_every // len(fragments)) % sync_every:
                 continue
-            late, tokens = past[t + 1 - delay][:, part], 7 * steps
+            late, sent = past[t + 1 - delay][:, part], updates[t + 1 - delay]
+            steps, counted[f] = sent - counted[f], sent
+            tokens = 7 * steps
             w = tokens * tokens / np.maximum(steps, 1) if weighted else np.ones(len(x))
             p = whole[part] - (w[:, None] * late).sum(0) / w.sum()
             v[part] = outer_momentum * v[part] + p
             whole[part] -= outer_lr * (p + outer_momentum * v[part] if nesterov else v[part])
             kept = x[:, part] - late if carry else 0
             x[:, part] = alpha * x[:, part] + (1 - alpha) * (whole[part] + kept)
-            steps = np.zeros(len(x))
         if record is not None:
             record.append(whole.copy())
 

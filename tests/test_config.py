@@ -100,6 +100,10 @@ mesh.fsdp=2 mesh.devices=8 batch_size=24 micro_batches=2 | mesh.fsdp | 2
 mesh.fsdp=2 mesh.devices=8 schedule=hierarchical local_size=2 | schedule | hierarchical
 # methods refuse by themselves (test_methods.py); here, that it arrives
 algorithm=d2 schedule=bidirectional_ring mix_every=2 | mix_every | 2
+algorithm=diloco schedule=complete mix_every=4 diloco.delay=4 | diloco.delay | 4
+algorithm=noloco noloco.delay=1 | noloco.delay | 1
+algorithm=noloco mix_every=4 noloco.delay=-1 | noloco.delay | -1
+mix_every=13 | mix_every | 12
 schedule=random_out(seed=2) | schedule | random_out
 comm_dtype=fp8
 algorithm=decentralized_adam optimizer.name=sgd | optimizer.name | sgd
@@ -174,6 +178,7 @@ def test_a_wrong_value_is_refused_before_anything_begins(
         ({"seed": -1}, "seed", -1),
         ({"algorithm": "adam"}, "algorithm", "adam"),
         ({"algorithm": "all_reduce", "mix_every": 3}, "mix_every", 3),
+        ({"algorithm": "noloco", "mix_every": 2, "noloco": {"delay": 2}}, "noloco.delay", 2),
         ({"peers": {"use": True}}, "algorithm", "accum_adam"),
         ({"pipeline": {"stages": 2}}, "task", "toys.waves"),
     ],

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from refusals import refuses
 
 from decent_jax import optim, topology
-from decent_jax.optim.outer import fragments_of
+from decent_jax.optim.outer_steps import fragments_of
 
 pytestmark = pytest.mark.usefixtures("x64")
 N, LR = 4, 0.1

@@ -176,12 +176,10 @@ def test_bytes_of_narrow_and_of_empty_arrays():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_memory_is_what_is_declared(name):
-    given = {"numbers": {"delay": 2}, "mix_every": 3} if name == "diloco" else {}
     own = jax.tree.map(lambda a: a[0], stacked())
-    state = jax.eval_shape(build(name, **given).init, own)
+    state = jax.eval_shape(build(name).init, own)
     kept = sum(leaf.size for leaf in jax.tree.leaves(harness.own(state)) if leaf.ndim) / 20
-    # With a delay diloco keeps the outer parameters, outer momentum, and what is sent.
-    assert kept == (3 if name == "diloco" else optim.METHODS[name].copies)
+    assert kept == optim.METHODS[name].copies
 
 
 # --- layouts --------------------------------------------------------------------------------------

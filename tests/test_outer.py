@@ -43,7 +43,7 @@ def trajectories(txs, schedule, mix_every=1, equal=True, active=None):
         return jax.tree.map(lambda x: a * (x - b), xs)
 
     x, data = dict.fromkeys(txs, jnp.asarray(x0)), [(a[:, 0], rows) for rows in b]
-    tx = harness.together(txs)
+    tx = harness.together({key: harness.in_steps(tx, mix_every) for key, tx in txs.items()})
     history = harness.trajectory(tx, gradient, schedule, x, data, mix_every, active)
     return {key: np.stack([x[key] for x, _ in history]) for key in txs}
 

@@ -78,6 +78,7 @@ def mix(
     codec: Codec | None = None,
     key: jax.Array | None = None,
     after: Any = None,
+    between: Any = None,
 ) -> Any:
     """``x_i <- sum_j W_ij x_j`` with W the matrix of ``round``; None communicates nothing.
 
@@ -102,6 +103,10 @@ def mix(
       after: optional arrays, such as the gradients of this step. In a round in which groups send to
         each other, the last phase (inside the groups) waits for them, so that the messages may
         travel while they are computed. It changes no number.
+      between: optional arrays, such as the parameters after half of the steps that the messages
+        may take. A mean of groups is then made of two stages, chunks to their owners, and means
+        back after these arrays: XLA hides each beside a loop of steps, and not a mean in one piece
+        (jaxlib 0.12). Where groups send to each other it is ``after``.
 
     Returns:
       The mixed tree, same shapes and dtypes.
@@ -120,7 +125,7 @@ def mix(
             raise ValueError("RandomK draws its places: give mix a key, the same on all replicas")
         places = _noise(leaves, codec, key, jnp.int32(0))
         parts = [codec.encode(x, at)[0] for x, at in zip(leaves, places, strict=True)]
-        parts = mix(parts, schedule, round, axis_name, finite=finite, after=after)
+        parts = mix(parts, schedule, round, axis_name, finite=finite, after=after, between=between)
         return put_back(map(codec.replaced, leaves, parts, places))
     if isinstance(codec, TopK | ChunkedTopK):
         raise ValueError(
@@ -132,8 +137,9 @@ def mix(
     flag = None if finite is None else axis.lift(finite)
     rnd = _round(schedule, round)
     simulated = round.matrix if isinstance(round, Simulated) else None
-    if codec is not None and simulated is None and rnd.group_size > 1 and not rnd.sends:
-        return put_back(coded_means(leaves, rnd.group_size, axis, codec, key, flag)[0])
+    averages = simulated is None and rnd.group_size > 1 and not rnd.sends
+    if averages and (codec is not None or between is not None):
+        return put_back(coded_means(leaves, rnd.group_size, axis, codec, key, flag, between)[0])
     if codec is not None:
         arrived, own = mix_coded(leaves, schedule, round, axis_name, codec, key, finite=finite)
 
@@ -146,7 +152,7 @@ def mix(
     if simulated is not None:
         return put_back(_mixed_by_matrix(leaves, simulated, axis, finite, flag))
     if rnd.between_groups is not None:
-        return put_back(groups.mix(leaves, rnd, axis, flag, after))
+        return put_back(groups.mix(leaves, rnd, axis, flag, between if after is None else after))
     rows = [axis.lift(leaf) for leaf in leaves]
     if rnd.group_size > 1:
         rows, flag = groups.means(rows, rnd.group_size, axis, flag)
@@ -340,18 +346,20 @@ def mean_coded(
     codec: Codec,
     key: jax.Array | None = None,
     finite: jax.Array | None = None,
+    between: Any = None,
 ) -> tuple[Any, Any]:
     """``(mean over all replicas of Q(x_j), Q(x_i))``, the mean bit for bit equal on all of them.
 
     Of a codec that sends some numbers only every replica receives the message of every other, and
-    adds them in the same order; else see `decent_jax.gossip.coded_means`, which takes ``finite``.
+    adds them in the same order; else see `decent_jax.gossip.coded_means`, which takes ``finite``
+    and ``between``.
     """
     axis = ReplicaAxis.over(axis_name)
     leaves, put_back = mixable(tree)
     replicas = axis.devices * axis.block
     if not isinstance(codec, RandomK | TopK | ChunkedTopK):
         flag = None if finite is None else axis.lift(finite)
-        mean, own = coded_means(leaves, replicas, axis, codec, key, flag)
+        mean, own = coded_means(leaves, replicas, axis, codec, key, flag, between)
         return put_back(mean), put_back(own)
     noise, sent, own = _coded(leaves, axis, codec, key)
 

@@ -23,6 +23,7 @@ from decent_jax.optim.declaration import Method as Method
 from decent_jax.optim.declaration import Parts as Parts
 from decent_jax.optim.declaration import register as register
 from decent_jax.optim.finite import apply_updates as apply_updates
+from decent_jax.optim.frame import Delayed as Delayed
 from decent_jax.optim.frame import EarlyMixing as EarlyMixing
 from decent_jax.optim.frame import GuardedState as GuardedState
 from decent_jax.optim.outer import diloco as diloco

@@ -162,6 +162,31 @@ class EarlyMixing(optax.GradientTransformationExtraArgs):
     mix: Callable[[Any, jax.Array, Any], Any]
 
 
+class Delayed(optax.GradientTransformationExtraArgs):
+    """A method whose messages travel beside ``delay`` updates, and are merged after them.
+
+    The caller makes these updates with ``round=None`` between two calls, both of one replica:
+
+    - ``depart(late, own, count, round, after=None)`` gives the message of a round, from the
+      parameters as they are now, the method's own state and ``count`` from the state. Only this
+      communicates. With ``after``, arrays that some of the updates give, a mean of groups has two
+      stages, of which the second waits for them; see ``between`` of `decent_jax.gossip.mix`.
+    - ``arrive(params, own, late, message, round)`` gives the parameters and the method's own state
+      after the updates, with what the message has brought.
+
+    With ``mix_every=H`` a message departs after t updates where ``(t + delay) % H == 0``, and has
+    the round of the last of its updates, ``schedule.round_at(t + delay - 1, H)``.
+
+    delay: at least 1, and less than H. With 1 ``update(..., round=round)`` does all of it, too.
+    resting: the fields of the method's own state that updates without a round leave alone.
+    """
+
+    delay: int
+    depart: Callable[..., Any]
+    arrive: Callable[[Any, Any, Any, Any, Any], tuple[Any, Any]]
+    resting: tuple[str, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Mixing:
     """The communication of a method: over which schedule and axis, and in which format.
@@ -184,7 +209,13 @@ class Mixing:
             gossip.check_coded(self.schedule, self.codec)
 
     def __call__(
-        self, tree: Any, round: Any, count: jax.Array, after: Any = None, nth: int = 0
+        self,
+        tree: Any,
+        round: Any,
+        count: jax.Array,
+        after: Any = None,
+        nth: int = 0,
+        between: Any = None,
     ) -> Any:
         """One round of `decent_jax.gossip.mix`, which ignores replicas that are not finite.
 
@@ -199,6 +230,7 @@ class Mixing:
             codec=self.codec,
             key=self.key(count, nth),
             after=after,
+            between=between,
         )
 
     def key(self, count: jax.Array, nth: int = 0) -> jax.Array | None:
@@ -207,7 +239,13 @@ class Mixing:
 
 
 def mean_with_feedback(
-    tree: Any, error: Any, decay: float, axis_name: AxisName, codec: Codec, key: jax.Array | None
+    tree: Any,
+    error: Any,
+    decay: float,
+    axis_name: AxisName,
+    codec: Codec,
+    key: jax.Array | None,
+    between: Any = None,
 ) -> tuple[Any, Any]:
     r"""The mean over all replicas of what each wants to send and has not sent yet.
 
@@ -221,7 +259,7 @@ def mean_with_feedback(
       `decent_jax.gossip.mean_coded` of q, equal on all replicas, and the new e.
     """
     error = trees.add(trees.scale(decay, error), tree)
-    mean, sent = gossip.mean_coded(error, axis_name, codec, key)
+    mean, sent = gossip.mean_coded(error, axis_name, codec, key, between=between)
     return mean, optax.tree.sub(error, sent)
 
 

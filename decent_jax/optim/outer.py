@@ -1,51 +1,17 @@
-"""An outer step over many local steps: DiLoCo and NoLoCo.
+"""Outer steps over many local ones, as `outer_steps` makes them: DiLoCo and NoLoCo."""
 
-Both are `outer_steps`: local steps, then a `Rule` that moves the outer parameters. `Streaming` cuts
-these into fragments, and lets messages take a while.
-"""
-
-import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
-from decent_jax import gossip
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec
 from decent_jax.optim import finite, frame, require, trees
 from decent_jax.optim.declaration import ADAM_FIRST, Meet, Method, model_bytes, register
+from decent_jax.optim.outer_steps import Rule, Streaming, outer_steps
 from decent_jax.topology import Schedule
-
-Arrays = list[jax.Array]
-
-
-class Rule(NamedTuple):
-    """How the outer parameters of one fragment move; theta, x and results are lists of arrays.
-
-    init: from theta to the rule's state of this fragment.
-    step: ``(theta, x, state, mix, key) -> (theta, state)`` with x the replica's parameters as sent,
-      ``mix`` a round of averaging with others, and a key for formats that are random.
-    """
-
-    init: Callable[[Arrays], Any]
-    step: Callable[
-        [Arrays, Arrays, Any, Callable[[Arrays], Arrays], jax.Array | None], tuple[Any, Any]
-    ]
-
-
-class OuterState(NamedTuple):
-    """Own state of the methods of this file."""
-
-    theta: Any  # like params: the outer parameters
-    sent: Any  # like params: x of step t - delay, under way; None for a delay of 0 or 1
-    states: tuple[Any, ...]  # the rule's state of each fragment
-    steps: tuple[Any, ...] | None = (
-        None  # shape=() each: updates since a fragment's round; None unless used
-    )
 
 
 def diloco(
@@ -57,7 +23,7 @@ def diloco(
     codec: Codec | None = None,
     *,
     fragments: Annotated[int, "parts of the model, averaged in turn"] = 1,
-    delay: Annotated[int, "steps that a message takes, less than mix_every"] = 0,
+    delay: Annotated[int, "steps beside which a message travels, below mix_every"] = 0,
     alpha: Annotated[float, "share of its own parameters that a replica keeps, in [0, 1]"] = 0.0,
     carry: Annotated[
         bool, "True: a replica keeps what it learned while the message travelled"
@@ -81,14 +47,13 @@ def diloco(
         \theta \leftarrow \mathrm{outer}(\theta, \delta), \qquad
         x_i \leftarrow \alpha\, x_i^{(t)} + (1 - \alpha)\, \theta
 
-    A delay of 1 sends the parameters that are known when the step begins, so the message travels
-    during it; a longer one sends those of an earlier step, of which a copy is kept. What a replica
-    learned in these steps is lost with ``alpha = 0``; ``carry`` adds it to ``theta``:
+    A message with a delay travels beside that many steps (`decent_jax.optim.Delayed`). What a
+    replica learned in them is lost with ``alpha = 0``; ``carry`` adds it to ``theta``:
     ``theta + x_i^(t) - x_i^(t - tau)``, the merge of LOSCAR.
 
-    ``weighted`` counts a replica's movement by the updates that it made since the last round, where
-    these differ (``active`` of ``update``, rejected updates): the weights of Decoupled DiLoCo,
-    tokens times tokens per step, for steps of equally many tokens.
+    ``weighted`` counts a replica's movement by the updates that it made since it was last sent,
+    where these differ (``active`` of ``update``, rejected updates): the weights of Decoupled
+    DiLoCo, tokens times tokens per step, for steps of equally many tokens.
 
     With a ``codec`` the movements travel in few bits, with error feedback (MuLoCo's, and with
     sparse formats SparseLoCo's):
@@ -104,8 +69,8 @@ def diloco(
     momentum)`` and a fixed learning rate SlowMo on local steps; with Muon inside MuLoCo.
 
     One message of a fragment's size every ``mix_every`` steps. It keeps the parameters
-    (``theta``), the outer optimizer's state (one copy for momentum), and for a delay above 1
-    one copy more.
+    (``theta``) and the outer optimizer's state (one copy for momentum), and needs one copy more
+    while a message travels.
 
     Args:
       inner: the local optimizer, AdamW in the papers; its state stays local.
@@ -115,7 +80,7 @@ def diloco(
       mix_every: steps between two rounds in the caller's loop; needed for ``delay``.
       codec: format of the messages; None: float32.
       fragments: parts of the model, averaged in turn (F); 1 is DiLoCo, more is streaming DiLoCo.
-      delay: steps that a message takes, less than ``mix_every``.
+      delay: steps beside which a message travels, less than ``mix_every``.
       alpha: the share of its own parameters that a replica keeps, in [0, 1].
       carry: whether a replica keeps what it learned while the message travelled.
       weighted: whether replicas that made more updates count for more.
@@ -159,7 +124,7 @@ def noloco(
     codec: Codec | None = None,
     *,
     fragments: Annotated[int, "parts of the model, averaged in turn"] = 1,
-    delay: Annotated[int, "steps that a message takes, less than mix_every"] = 0,
+    delay: Annotated[int, "steps beside which a message travels, below mix_every"] = 0,
     alpha: Annotated[float, "share of its own parameters that a replica keeps, in [0, 1]"] = 0.0,
     carry: Annotated[
         bool, "True: a replica keeps what it learned while the message travelled"
@@ -186,7 +151,7 @@ def noloco(
     ``mix_every=1`` it is then D-PSGD.
 
     One message of a fragment's size every ``mix_every`` steps, two copies of the parameters
-    (``theta`` and m; three with a delay above 1). Valid on every doubly stochastic schedule,
+    (``theta`` and m; one more while a message travels). Valid on every doubly stochastic schedule,
     and between peers, which have none (`decent_jax.peers.rule`).
 
     Args:
@@ -220,7 +185,9 @@ def _noloco_meeting(numbers: Mapping[str, Any]) -> Meet:
     def meet(x, own, copy, half):
         sent, half = jax.tree.leaves(copy), jax.tree.leaves(half)
         theta = jax.tree.leaves(own.theta)
-        theta, state = rule.step(theta, sent, own.states[0], lambda x: trees.add(x, half), None)
+        theta, state = rule.step(
+            theta, sent, own.states[0], lambda x: trees.add(x, half), None, None
+        )
         pull = optax.tree.sub(theta, sent)
         theta, pull = (jax.tree.unflatten(jax.tree.structure(x), tree) for tree in (theta, pull))
         return trees.add(x, pull), own._replace(theta=theta, states=(state,))
@@ -231,7 +198,7 @@ def _noloco_meeting(numbers: Mapping[str, Any]) -> Meet:
 def _towards_average(outer: optax.GradientTransformation) -> Rule:
     """The outer optimizer, on the way from the average back to theta."""
 
-    def step(theta, x, state, mix, key):
+    def step(theta, x, state, mix, key, after):
         change, state = outer.update(optax.tree.sub(theta, mix(x)), state, theta)
         return optax.apply_updates(theta, change), state
 
@@ -255,146 +222,15 @@ def along_coded_movements(
     def init(theta):
         return outer.init(theta), optax.tree.zeros_like(theta)
 
-    def step(theta, x, state, mix, key):
+    def step(theta, x, state, mix, key, after):
         state, error = state
         moved = optax.tree.sub(theta, x)
         moved = optax.tree.where(finite.all_finite(moved), moved, optax.tree.zeros_like(moved))
-        mean, error = frame.mean_with_feedback(moved, error, decay, axis_name, codec, key)
+        mean, error = frame.mean_with_feedback(moved, error, decay, axis_name, codec, key, after)
         change, state = outer.update(mean, state, theta)
         return optax.apply_updates(theta, change), (state, error)
 
     return Rule(init, step)
-
-
-@dataclasses.dataclass(frozen=True)
-class Streaming:
-    """How messages of an outer step travel; the numbers are those of `diloco`."""
-
-    mix_every: int = 1
-    fragments: int = 1
-    delay: int = 0
-    alpha: float = 0.0
-    carry: bool = False
-    weighted: bool = False
-
-    def __post_init__(self) -> None:
-        if self.fragments < 1:
-            raise ValueError(f"fragments must be at least 1, got {self.fragments}")
-        latest = max(self.mix_every - 1, 0)
-        if not 0 <= self.delay <= latest:
-            raise ValueError(f"delay must be from 0 to mix_every - 1 = {latest}, got {self.delay}")
-        if not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha must be in [0, 1], got {self.alpha}")
-
-    def under_way(self, x: Any, own: OuterState, count: jax.Array) -> Any:
-        """The copy that travels for several steps: x of the step ``delay`` before the next round.
-
-        None where a message takes one step or none.
-        """
-        if self.delay < 2:
-            return None
-        departs = (count + 1 + self.delay) % self.mix_every == 0
-        return optax.tree.where(departs, x, own.sent)
-
-    def arriving(self, x: Any, params: Any, own: OuterState) -> Any:
-        """``x^(t - delay)``, for x after step t and ``params`` before it."""
-        if self.delay == 0:
-            return x
-        return params if self.delay == 1 else own.sent
-
-    def merged(self, theta: Arrays, now: Arrays, late: Arrays) -> Arrays:
-        """``alpha x^(t) + (1 - alpha) theta``; with ``carry`` theta + x^(t) - x^(t - delay)."""
-        carries = self.carry and self.delay
-        if not (carries or self.alpha):
-            return theta
-        new = trees.add(theta, optax.tree.sub(now, late)) if carries else theta
-        new = [self.alpha * a + (1 - self.alpha) * b for a, b in zip(now, new, strict=True)]
-        # A replica that is not finite has nothing to keep.
-        return optax.tree.where(finite.all_finite((now, late)), new, theta)
-
-
-def outer_steps(
-    inner: optax.GradientTransformation,
-    mixing: frame.Mixing,
-    rule: Rule,
-    streaming: Streaming = Streaming(),
-) -> optax.GradientTransformationExtraArgs:
-    """Local steps, and in every round the rule on one fragment of the parameters."""
-    count = streaming.fragments
-    require.phases(f"{mixing.method} with {count} fragments", mixing.schedule, count)
-
-    def step(params, own, round, local):
-        update, inner, ok = local(params)
-        x = trees.add(params, update)
-        late = streaming.arriving(x, params, own)
-        sent = streaming.under_way(x, own, local.count)
-        steps = tuple(k + ok for k in own.steps) if streaming.weighted else None
-        if round is None:
-            return x, own._replace(sent=sent, steps=steps), inner, ok
-        f = gossip.number(round) % count
-        which = fragments_of(params, count)[f]
-        theta, now, late = (_taken(tree, which) for tree in (own.theta, x, late))
-
-        def mix(tree):
-            if steps is None:
-                return mixing(tree, round, local.count)
-            return _weighted_average(mixing, tree, steps[f], theta, round, local.count)
-
-        key = mixing.key(local.count)
-        new_theta, state = rule.step(theta, late, own.states[f], mix, key)
-        x = _replaced(x, which, streaming.merged(new_theta, now, late))
-        states = (*own.states[:f], state, *own.states[f + 1 :])
-        if steps is not None:
-            steps = (*steps[:f], jnp.zeros_like(steps[f]), *steps[f + 1 :])
-        own = OuterState(_replaced(own.theta, which, new_theta), sent, states, steps)
-        return x, own, inner, ok
-
-    def own(params):
-        states = [rule.init(_taken(params, which)) for which in fragments_of(params, count)]
-        sent = trees.copy(params) if streaming.delay > 1 else None
-        steps = tuple(jnp.zeros((), float) for _ in states) if streaming.weighted else None
-        return OuterState(trees.copy(params), sent, tuple(states), steps)
-
-    return frame.method(inner, step, own)
-
-
-def _weighted_average(
-    mixing: frame.Mixing, tree: Arrays, steps: jax.Array, old: Arrays, round: Any, count: jax.Array
-) -> Arrays:
-    """``sum_j W_ij k_j x_j / sum_j W_ij k_j`` with the steps k; ``old`` where nobody made any."""
-    total, weight = mixing((trees.scale(steps, tree), steps), round, count)
-    known = weight > 0
-    average = trees.scale(1 / jnp.where(known, weight, 1), total)
-    return optax.tree.where(known, average, old)
-
-
-def fragments_of(params: Any, count: int) -> list[list[int]]:
-    """The numbers of the leaves in each fragment: consecutive, of about equal size."""
-    sizes = np.array([leaf.size for leaf in jax.tree.leaves(params)])
-    if count > len(sizes):
-        raise ValueError(
-            f"{count} fragments are more than the {len(sizes)} arrays of the parameters"
-        )
-    middle = (np.cumsum(sizes) - sizes / 2) / sizes.sum()
-    wanted = np.minimum((middle * count).astype(int), count - 1).tolist()
-    of = [0]
-    for k in range(1, len(sizes)):  # a large array may fill several fragments; leave none empty
-        of.append(min(max(wanted[k], count - len(sizes) + k), of[-1] + 1))
-    return [np.flatnonzero(np.equal(of, k)).tolist() for k in range(count)]
-
-
-def _taken(tree: Any, which: list[int]) -> list[jax.Array]:
-    """The leaves of these numbers."""
-    leaves = jax.tree.leaves(tree)
-    return [leaves[k] for k in which]
-
-
-def _replaced(tree: Any, which: list[int], new: list[jax.Array]) -> Any:
-    """The tree with new leaves at these numbers."""
-    leaves, structure = jax.tree.flatten(tree)
-    for k, leaf in zip(which, new, strict=True):
-        leaves[k] = leaf
-    return structure.unflatten(leaves)
 
 
 _IN_FRAGMENTS: dict[str, Any] = {

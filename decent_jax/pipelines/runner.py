@@ -130,7 +130,7 @@ class Pipelines:
     def step(self, done: int, until: int) -> list[dict[str, Any]]:
         """Let the cells make steps for some seconds; see `decent_jax.train.loop.Runner`."""
         stop = min(until, done + max(1, int(_LONGEST_SPAN_S / self._pace)))
-        logs = loop.divides(self._config.log.every, stop) or stop == self.experiment.steps
+        logs = loop.passed(self._config.log.every, done, stop) or stop == self.experiment.steps
         compiles = done == self._start
         began, clock = time.monotonic(), self._clock
         with clock.of("compiling") if compiles else contextlib.nullcontext():

@@ -415,11 +415,20 @@ def _check_method(config: ConfigDict, plan: Plan | None) -> topology.Schedule:
     stem = config.schedule.partition("(")[0].strip()
     any_sums = stem not in topology.COLUMN_STOCHASTIC or name in ("push_sum", "all_reduce")
     has_gamma = not method.config_section and "gamma" in method.numbers
+    waits, every = f"{method.config_section}.delay", config.mix_every
+    delay, shapes = (flat(config).get(name, 0) for name in (waits, "data.shapes"))
     check_rules(
         config,
         (gossips or not config.combine, "combine", f"must be empty, {why}"),
         (gossips or config.mix_every == 1, "mix_every", f"must be 1, {why}"),
         (any_sums, "schedule", f"{sums} (push_sum takes others)"),
+        (0 <= delay < max(every, 1), waits, f"must be at least 0, and below mix_every, {every}"),
+        (delay < 2 or shapes < 2, "data.shapes", f"must be 1 where {waits} is above 1"),
+        (
+            config.epochs or every <= config.steps,
+            "mix_every",
+            f"must be at most steps, {config.steps}",
+        ),
         (config.gamma <= 1, "gamma", "must be in [0, 1]"),
         (config.gamma == 1 or has_gamma, "gamma", f"must be 1: {name} has no such number"),
         (

@@ -77,14 +77,14 @@ class Copies:
 
     # --- Made -------------------------------------------------------------------------------------
 
-    def due(self, done: int, logs: bool) -> bool:
-        """Whether to copy the state after ``done`` steps, with which a row ends if it ``logs``.
+    def due(self, before: int, done: int, logs: bool) -> bool:
+        """Whether a copy of the state fell due in the steps after ``before``; ``logs``: a row did.
 
         It is the same in all processes.
         """
         if self.every == AUTOMATIC:  # one, to see what it takes
             return logs and self._writing is None
-        return done % self.every == 0
+        return before // self.every < done // self.every
 
     def begin(self, done: int, state: TrainState, meta: dict[str, Any]) -> None:
         """Copy the state after ``done`` steps while the next ones are made.

@@ -146,6 +146,9 @@ def durations(config: ConfigDict, task: Task) -> tuple[int, dict[str, int], opta
     if steps > LARGEST[int]:
         wanted = f"must be at most {LARGEST[int]} steps, {epoch} each"
         raise ConfigError.about("epochs", config.epochs, wanted)
+    if config.mix_every > steps:
+        wanted = f"must be at most {steps}, the steps of the run: replicas would never average"
+        raise ConfigError.about("mix_every", config.mix_every, wanted)
     every = config_lib.durations(config, epoch, steps)
     warmup = every["lr_schedule.warmup"]
     if config.lr_schedule.name == "cosine":

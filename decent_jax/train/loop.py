@@ -145,21 +145,21 @@ def train(
                     report.look_at_pending()
                     saved = saver.rescue(done, runner.state, clock.seconds, report.begun())
                     raise TrainingFailed(f"{error}{saved}") from None
-                done += len(made)
+                before, done = done, done + len(made)
                 report.look_at_pending()
                 ledger.keep()
-                logs = done % config.log.every == 0 or done == steps
+                logs = passed(config.log.every, before, done) or done == steps
                 report.pend(done, made, logs)
                 saver.checkpoints.check()
                 if logs:
                     supervise.reached(done)
                 evaluates = runner.evaluates and (
-                    done == steps or divides(experiment.every["eval.every"], done)
+                    done == steps or passed(experiment.every["eval.every"], before, done)
                 )
                 stops = signals.received is not None
                 minutes, since = config.checkpoint.every_minutes, (clock.now() - saved_at) / 60
                 late, stops = agreed(0 < minutes <= since, stops, logs)
-                saves = late or divides(experiment.every["checkpoint.every"], done)
+                saves = late or passed(experiment.every["checkpoint.every"], before, done)
                 # Averaging past the bound must not wait for the next step: a resumed run
                 # averages where the uninterrupted one does.
                 if saves or evaluates or stops or (logs and config.max_consensus_distance):
@@ -172,7 +172,7 @@ def train(
                             saver.save(done, runner.state, clock.seconds, report.begun())
                         saved_at = clock.now()
                 if runner.copies is not None:
-                    copy(runner.copies, runner.state, done, logs, report, saver)
+                    copy(runner.copies, runner.state, before, done, logs, report, saver)
                 if stops and done < steps:
                     with clock.of("checkpoints"):
                         saver.checkpoints.wait()
@@ -192,22 +192,34 @@ def train(
 
 
 def copy(
-    copies: Copies, state: TrainState, done: int, logs: bool, report: Report, saver: Saver
+    copies: Copies,
+    state: TrainState,
+    before: int,
+    done: int,
+    logs: bool,
+    report: Report,
+    saver: Saver,
 ) -> None:
-    """Copy the state after ``done`` steps into memory, where that is due."""
+    """Copy the state after ``done`` steps into memory, where that fell due after ``before``."""
     if logs and copies.every == AUTOMATIC:
         report.look_at_pending()
         copies.settle(report.step_s)
-    if copies.due(done, logs):
+    if copies.due(before, done, logs):
         if logs:  # the next row must not hold the steps of this one
             report.look_at_pending()
         copies.begin(done, state, saver.meta(done, report.clock.seconds, report.begun(wait=False)))
         supervise.reached(done)
 
 
-def divides(every: int, done: int) -> bool:
-    """Whether something that is due ``every`` steps (0: never) is due after ``done`` steps."""
-    return every > 0 and done % every == 0
+def passed(every: int, before: int, done: int) -> bool:
+    """Whether something that is due ``every`` steps (0: never) fell due in these steps.
+
+    Where a message travels beside several steps it waits until the message has arrived.
+
+    >>> [passed(10, 18, done) for done in (19, 20, 21)], passed(0, 18, 20)
+    ([False, True, True], False)
+    """
+    return every > 0 and before // every < done // every
 
 
 def next_due(experiment: Experiment, done: int, steps: int) -> int:

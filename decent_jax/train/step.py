@@ -18,6 +18,7 @@ from decent_jax.replicas import Placement
 from decent_jax.tasks import Task
 from decent_jax.topology import Schedule
 from decent_jax.train import overlap, xla
+from decent_jax.train.flight import Flight
 
 
 class TrainState(NamedTuple):
@@ -156,6 +157,9 @@ def make_step(
     its random numbers are that replica's.
     Metrics are per replica, (n,): ``loss``, ``grad_norm``, ``skipped``, ``failing``; and
     ``learning_rate``, (). Where `overlap.needed` it is an `overlap.Step`.
+
+    With a `decent_jax.optim.Delayed` a round takes the ``tx.delay`` steps from t on, a tuple of
+    their batches, and gives a list of their metrics (`decent_jax.train.flight`).
     """
     key = jax.random.key(config.seed + 1)
     rows = P("replica")
@@ -190,13 +194,24 @@ def make_step(
         return TrainState(params, model_state, opt_state), metrics
 
     def on_device(state, batch, t, *, rnd):
+        if rnd is not None and isinstance(tx, optim.Delayed):
+            flight = Flight(tx, schedule, placement, task.mixes_state)
+            return flight.in_one_program(state, batch, t, rnd, partial(on_device, rnd=None))
         found = gradients(state.params, state.model_state, batch, t)
         return placement.per_replica(partial(finish, rnd=rnd))(state, found)
 
     def with_rate(result, t):
         state, metrics = result
-        rates = {"learning_rate": jnp.asarray(rate(t if t.ndim == 0 else t[0]), jnp.float32)}
-        return placement.place_all(state), metrics | rates
+        first = t if t.ndim == 0 else t[0]
+
+        def added(metrics, t):
+            return metrics | {"learning_rate": jnp.asarray(rate(t), jnp.float32)}
+
+        if isinstance(metrics, list):
+            metrics = [added(one, first + k) for k, one in enumerate(metrics)]
+        else:
+            metrics = added(metrics, first)
+        return placement.place_all(state), metrics
 
     @partial(jax.jit, static_argnames="round", donate_argnums=0, compiler_options=options)
     def step(state, batch, t, *, round):

@@ -25,6 +25,7 @@ from decent_jax.train.checkpoint import Checkpointer, Saver
 from decent_jax.train.copies import Copies, open_copies
 from decent_jax.train.evaluation import Evaluator, Model
 from decent_jax.train.experiment import Experiment, open_experiment, train_batches
+from decent_jax.train.flight import Blocks
 from decent_jax.train.goodput import Clock, Idle
 from decent_jax.train.peaks import peak
 from decent_jax.train.step import TrainState, make_step
@@ -74,7 +75,7 @@ class Synchronous:
             experiment.config, work, self.shapes, experiment.placement
         )
         self.state: Any = None
-        self._batch: Any = None  # of the next step, or the error with which it cannot be had
+        self._batches: Any = None  # of the next steps, or the error with which they cannot be had
 
     def restore(self) -> tuple[int, dict[str, Any]]:
         """See `decent_jax.train.loop.Runner`."""
@@ -115,24 +116,26 @@ class Synchronous:
         return False
 
     def step(self, done: int, until: int) -> list[dict[str, Any]]:
-        """Dispatch one step, and get the batch of the next one meanwhile."""
-        if isinstance(self._batch, DataError):
-            raise self._batch
-        batch, measured = self._batch
-        key = self.programs.rounds[done % len(self.programs.rounds)], shapes_of(batch)
+        """Dispatch a step, or those beside which a message travels; get the next batches then."""
+        if isinstance(self._batches, DataError):
+            raise self._batches
+        batches, measured = zip(*self._batches, strict=True)
+        rnd, count = self.programs.blocks.due(done, self._steps)
+        key = rnd, shapes_of(batches[0])
         if key not in self.programs.compiled:
-            soon = range(done + 1, min(done + len(self.programs.rounds), self._steps))
-            self.programs.compile(self.state, batch, *key, soon=soon)
-        if done in self._profile.turns:
-            self._profile.turn(done, self.state)
+            soon = (rnd for rnd, _ in self.programs.blocks.cycle(done, self._steps))
+            self.programs.compile(self.state, batches[0], *key, soon=soon)
+        self._profile.turn(done, count, self.state)
+        batch = batches if self.programs.blocks.flies(rnd) else batches[0]
         metrics = self._run(self.programs.compiled[key], batch, done)
-        self._feed.idle.begin(metrics["loss"])
-        self._done = done + 1
-        self._read_ahead(done + 1)
-        return [metrics | {"measured": measured}]
+        made = metrics if isinstance(metrics, list) else [metrics]
+        self._feed.idle.begin(made[-1]["loss"])
+        self._done = done + count
+        self._read_ahead(self._done)
+        return [one | {"measured": its} for one, its in zip(made, measured, strict=True)]
 
-    def _run(self, compiled: Any, batch: Any, t: int) -> dict[str, Any]:
-        """Dispatch step t; its metrics."""
+    def _run(self, compiled: Any, batch: Any, t: int) -> Any:
+        """Dispatch the program at step t; its metrics."""
         self.state, metrics = compiled(self.state, batch, np.int32(t))
         return metrics
 
@@ -140,9 +143,10 @@ class Synchronous:
         if done >= self._steps:
             return
         try:
-            self._batch = self._feed.next()
+            count = self.programs.blocks.due(done, self._steps)[1]
+            self._batches = [self._feed.next() for _ in range(count)]
         except DataError as error:  # told when the steps before it have been looked at
-            self._batch = error
+            self._batches = error
 
     def consensus(self) -> replicas.Consensus:
         """See `decent_jax.train.loop.Runner`."""
@@ -253,18 +257,21 @@ def time_steps(experiment: Experiment, work: Workdir, steps: int) -> None:
     programs = Programs(experiment, work, clock, announce_cost(experiment, work, shapes))
     with Feed(experiment, 0, clock) as feed:
         batch, _ = feed.next()
-    rounds = programs.rounds
+    cycle = list(programs.blocks.cycle())
+    rounds = [rnd for rnd, count in cycle for _ in range(count)]
     silent, seconds = rounds.count(None) / len(rounds), {}
     state = init(experiment)
-    for rnd in sorted({rnd is None: rnd for rnd in reversed(rounds)}.values(), key=str):
+    for rnd, count in sorted(
+        {rnd is None: (rnd, k) for rnd, k in reversed(cycle)}.values(), key=str
+    ):
         key = rnd, shapes_of(batch)
         programs.compile(state, batch, *key)
-        times = []
+        given, times = (batch,) * count if programs.blocks.flies(rnd) else batch, []
         for t in range(1 + TIMED):  # the first does not count
             began = time.perf_counter()
-            state, metrics = programs.compiled[key](state, batch, np.int32(t))
+            state, metrics = programs.compiled[key](state, given, np.int32(t))
             jax.block_until_ready((state, metrics))
-            times.append(time.perf_counter() - began)
+            times.append((time.perf_counter() - began) / count)
         seconds[rnd is None] = statistics.median(times[1:])
     mean = sum(seconds[kind] * (silent if kind else 1 - silent) for kind in seconds)
     both = ""
@@ -288,8 +295,8 @@ class Programs:
     a run with many rounds begins as soon as one with few. It is a context that stops the threads.
 
     Attributes:
-      rounds: of a cycle of steps; step t has ``rounds[t % len(rounds)]``, None without one.
-      compiled: by round and shapes of a batch; call one with (state, batch, int32 t).
+      blocks: which rounds begin when.
+      compiled: by round and shapes of a batch; call one as `decent_jax.train.step.make_step` says.
       memory: of the program that takes most, so far.
     """
 
@@ -313,11 +320,7 @@ class Programs:
             experiment.placement,
         )
         self._synchronous = config.algorithm == "all_reduce"  # all of its steps are alike
-        cycle = 1 if self._synchronous else schedule.period * config.mix_every
-        self.rounds = [
-            None if self._synchronous else schedule.round_at(t, config.mix_every)
-            for t in range(cycle)
-        ]
+        self.blocks = Blocks.of(config, schedule, experiment.tx)
         self.compiled: dict[tuple, Any] = {}
         self.memory: xla.Memory | None = None
         self._threads = ThreadPoolExecutor(COMPILERS, thread_name_prefix="compiler")
@@ -335,17 +338,18 @@ class Programs:
         batch: Any,
         rnd: int | None,
         shapes: tuple,
-        soon: Iterable[int] = (),
+        soon: Iterable[int | None] = (),
     ) -> None:
         """Compile the step of a round for batches of these shapes; log what the first one needs.
 
         Args:
           state, batch: of the step, or like those.
           rnd, shapes: the key in `compiled`.
-          soon: the numbers of steps that follow, whose rounds are compiled meanwhile.
+          soon: the rounds that follow, which are compiled meanwhile.
         """
 
         def compiled_for(rnd, state=state, batch=batch):
+            batch = (batch,) * self.blocks.delay if self.blocks.flies(rnd) else batch
             return self._step.lower(state, batch, self._first, round=rnd).compile()
 
         message = f"compiling the step ({self._name(rnd, shapes)})"
@@ -364,13 +368,15 @@ class Programs:
             )
         self.compiled[rnd, shapes] = compiled
         like = jax.tree.map(_like, (state, batch))
-        for other in dict.fromkeys(self.rounds[t % len(self.rounds)] for t in soon):
+        for other in dict.fromkeys(soon):
             key = other, shapes
             if key not in self.compiled and key not in self._coming:
                 self._coming[key] = self._threads.submit(compiled_for, other, *like)
 
     def _name(self, rnd, shapes) -> str:
         name = "without communication" if rnd is None else f"round {rnd}"
+        if self.blocks.flies(rnd):
+            name += f" beside {self.blocks.delay} steps"
         if self._synchronous:
             name = "all-reduce"
         if any(shapes != other for _, other in self.compiled):  # the task has several
@@ -390,22 +396,21 @@ class Profile:
     Scopes are named ``forward_backward``, ``mix`` and ``update``. Every process writes its own file
     under ``workdir/profile``.
 
-    Attributes:
-      turns: the 0-based steps before which `turn` must be called; empty without a trace.
+    Where a message travels beside several steps, the trace begins and ends between these blocks.
     """
 
     def __init__(self, count: int, workdir: Path, say: Callable[[str], None]):
-        self.turns = {TRACED_AFTER, TRACED_AFTER + count} if count else set()
-        self._folder, self._say = workdir / "profile", say
-        self._tracing = False
+        self._count, self._folder, self._say = count, workdir / "profile", say
+        self._tracing, self._began = False, 0
 
-    def turn(self, t: int, state: Any) -> None:
-        """Begin or end the trace, once ``state`` is computed."""
-        self.finish(t, state)
-        if t == TRACED_AFTER:
+    def turn(self, t: int, steps: int, state: Any) -> None:
+        """Before ``steps`` from t on: begin or end the trace, once ``state`` is computed."""
+        if t >= self._began + self._count:
+            self.finish(t, state)
+        if self._count and t <= TRACED_AFTER < t + steps:
             jax.block_until_ready(state)
             jax.profiler.start_trace(self._folder)
-            self._tracing = True
+            self._tracing, self._began = True, t
 
     def finish(self, t: int, state: Any) -> None:
         """End the trace, if there is one, after ``t`` steps of the run."""
@@ -413,7 +418,7 @@ class Profile:
             jax.block_until_ready(state)
             jax.profiler.stop_trace()
             self._tracing = False
-            self._say(f"a trace of steps {TRACED_AFTER + 1} to {t} is in {self._folder}")
+            self._say(f"a trace of steps {self._began + 1} to {t} is in {self._folder}")
 
     def __enter__(self) -> "Profile":
         return self

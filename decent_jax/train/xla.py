@@ -15,7 +15,7 @@ import jaxlib.version
 
 from decent_jax import cpu
 from decent_jax.ground.format import format_number
-from decent_jax.optim import EarlyMixing
+from decent_jax.optim import Delayed, EarlyMixing
 from decent_jax.topology import Schedule
 
 # Measured in the programs that XLA makes for H100s (`benchmarks/gpu_program.py`). Without these,
@@ -63,7 +63,7 @@ def _starts_early(fsdp, schedule, tx) -> bool:
     XLA would wait for the messages at the top of the step.
     """
     in_stages = any(rnd.between_groups is not None for rnd in schedule.rounds)
-    return fsdp == 1 and (isinstance(tx, EarlyMixing) or not in_stages)
+    return fsdp == 1 and (isinstance(tx, EarlyMixing | Delayed) or not in_stages)
 
 
 @functools.cache

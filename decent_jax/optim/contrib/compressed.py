@@ -11,7 +11,8 @@ from decent_jax.gossip.codecs import Codec, Int8
 from decent_jax.gossip.sparse import ChunkedTopK, RandomK, TopK
 from decent_jax.optim import averaging, finite, frame, require, trees
 from decent_jax.optim.declaration import ADAM_FIRST, BOTH, Method, Parts, coded_bytes, register
-from decent_jax.optim.outer import along_coded_movements, outer_steps
+from decent_jax.optim.outer import along_coded_movements
+from decent_jax.optim.outer_steps import outer_steps
 from decent_jax.topology import Schedule
 
 

@@ -10,7 +10,7 @@ from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec
 from decent_jax.optim import finite, frame, require, trees
 from decent_jax.optim.declaration import ADAM_FIRST, Method, register
-from decent_jax.optim.outer import Rule, outer_steps
+from decent_jax.optim.outer_steps import Rule, outer_steps
 from decent_jax.topology import Schedule
 
 
@@ -157,7 +157,7 @@ def gasloc(
     require.not_negative("gasloc.eta", eta)
     require.below_one("gasloc.gamma", gamma)
 
-    def step(theta, x, before, mix, key):
+    def step(theta, x, before, mix, key, after):
         y = trees.add(trees.scale(1 - eta, theta), trees.scale(eta, x))
         mixed = mix(y)
         fine = finite.all_finite(y)  # else the neighbours' average is all there is
