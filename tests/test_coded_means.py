@@ -61,8 +61,7 @@ def by_numpy(codec, tree, g):
     return [x.reshape(N, -1)[:, :size] for x in (mean, own)]
 
 
-@every
-@pytest.mark.parametrize("g", [8, 4])
+@pytest.mark.parametrize(("codec", "g"), [*((codec, 8) for codec in BYTES), (Int4(), 4)], ids=repr)
 def test_means_are_those_of_the_definition_on_every_placement(codec, g):
     tree = stacked()
     wanted = by_numpy(codec, tree, g)

@@ -29,6 +29,8 @@ MET = {"t": 2, "met": "a", "with": "1.0", "mine": 0, "theirs": 1, "sides": [1.0,
 EVENTS = [START, MET, {"t": 2, "version": 1, "crc": 5}, {"t": 2, "rate": 9}, {"end": 3, "crc": 7}]
 SPENT = dict.fromkeys(("steps", *account.CAUSES), 1.5)
 CONFIG = config_lib.default_config()  # which no reader changes
+ON_PEERS = config_lib.default_config()
+ON_PEERS.update(batch_size=8, num_replicas=4)
 META = {"step": 4, "num_replicas": 1, "examples": 8, "seconds": 1.5, "best": 2.5}
 
 
@@ -71,9 +73,7 @@ def account_of_time(path):
 
 
 def read_manifest(path):
-    config = config_lib.default_config()
-    config.update(batch_size=8, num_replicas=4)
-    peer_run.known_steps(path.parent, peer_run.read_manifest(path.parent, config))
+    peer_run.known_steps(path.parent, peer_run.read_manifest(path.parent, ON_PEERS))
 
 
 def read_meta(path):

@@ -209,7 +209,8 @@ def test_a_traced_round_is_refused_in_a_sentence(tx, schedule):
 # --- what is left out or of another kind ----------------------------------------------------------
 
 
-def test_an_optimizer_that_is_not_called_is_refused():
+def test_what_is_no_optimizer_is_refused():
+    """Such as a function that was not called."""
     with refuses("adamw", "optax", error=TypeError):
         optim.decentralized(optax.adamw, topology.make("ring", 4))  # pyright: ignore
     with refuses("0.1", error=TypeError):
