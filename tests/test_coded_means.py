@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
+from refusals import refuses
 
 from decent_jax import gossip, topology
 from decent_jax.gossip.codecs import BFloat16, Float8, Int4, Int8
@@ -130,7 +131,6 @@ def test_replicas_that_are_not_finite_never_enter_a_sum(devices):
 
 def test_groups_that_send_on_are_refused():
     schedule = topology.make("alternating_exp_ring", 8, local_size=2)
-    with pytest.raises(ValueError) as refused:
+    with refuses(schedule.name):
         gossip.check_coded(schedule, Int4())
-    assert schedule.name in str(refused.value)
     gossip.check_coded(topology.make("complete", 8), Int4())

@@ -6,7 +6,6 @@ import pickle
 import shutil
 
 import mini_wmt14
-import numpy as np
 import pytest
 from refusals import refuses
 
@@ -218,24 +217,6 @@ def test_reader(prepared, tmp_path):
         (torn / "manifest.json").write_text(json.dumps(manifest | {"splits": splits}))
         with refuses(torn, error=DataError):
             TranslationPairs(torn, "train")
-
-
-def test_evaluation_blocks_hold_every_pair_once_in_order(prepared):
-    pairs = TranslationPairs(prepared, "val")
-    blocks = PairBlocks(pairs, tokens=150, num_replicas=3, shapes=2, evaluation=True)
-    assert len(blocks) == blocks.steps * 3 and len(blocks.batches.shapes) <= 2
-    seen, weights = [], 0
-    for step in range(blocks.steps):
-        step_blocks = [blocks.block(step, replica) for replica in range(3)]
-        assert len({b["target"].shape for b in step_blocks}) == 1
-        weights += sum(b["weight"].sum() for b in step_blocks)
-        for replica, block in enumerate(step_blocks):
-            indices = blocks.indices(step, replica)
-            np.testing.assert_array_equal(block["weight"], indices >= 0)
-            seen += indices[indices >= 0].tolist()
-    assert sorted(seen) == list(range(len(pairs))) and weights == len(pairs)
-    with pytest.raises(IndexError):
-        blocks[len(blocks)]
 
 
 def gz(text):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 from PIL import Image
+from refusals import refuses
 
 from decent_jax.data.images import prepare_images
 from decent_jax.data.images.image_folder import open_images
@@ -108,32 +109,27 @@ def test_documents_of_the_split_train(folders):
     sources = documents.find_sources([folders["texts"]])
     found = [documents.documents(c, "text") for c in documents.chunks(sources, "text")]
     assert {text for texts in found for text in texts} == {row["text"] for row in TEXTS["train"]}
-    with pytest.raises(DataError) as refused:
+    with refuses("'body'", "'text'", error=DataError):
         list(documents.chunks(sources, "body"))
-    assert "'body'" in str(refused.value) and "'text'" in str(refused.value)
 
 
 def test_what_cannot_be_read_is_refused_by_its_name(folders, tmp_path):
-    with pytest.raises(DataError) as wrong:
+    with refuses("'image'", error=DataError):
         open_images(folders["texts"], "train")
-    assert "'image'" in str(wrong.value)
-    with pytest.raises(DataError) as missing:
+    with refuses("'fr'", error=DataError):
         sentence_pairs.find_inputs([folders["pairs"]], ("fr", "en"))
-    assert "'fr'" in str(missing.value)
     other = tmp_path / "1.0.0"
     shutil.copytree(folders["texts"], other)
     info = other / "dataset_info.json"
     info.write_text(info.read_text().replace("array_record", "tfrecord"))
-    with pytest.raises(DataError) as stored:
+    with refuses("tfrecord", error=DataError):
         documents.find_sources([other])
-    assert "tfrecord" in str(stored.value)
 
 
 def test_a_damaged_shard_is_named(tmp_path):
     folder = write(tmp_path, "images")
     shard = next(iter(sorted(folder.glob("*-train.*"))))
     shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(DataError) as damaged:
+    with refuses("train", "prepare", error=DataError):
         images = open_images(folder, "train")
         assert len(images.labels)
-    assert "train" in str(damaged.value) and "prepare" in str(damaged.value)

@@ -223,9 +223,8 @@ def test_decay_that_is_not_decoupled_is_in_the_gradient():
 def test_optimizers_that_cannot_be(algorithm, name, named, tiny_data):
     config = tiny.config(tiny_data, algorithm=algorithm, optimizer={"name": name})
     config.optimizer.decoupled = algorithm != "quasi_global_sgd"
-    with pytest.raises(ConfigError) as refusal:
+    with refuses(named, name.partition(".")[0], error=ConfigError):
         config_lib.validate(config)
-    assert named in str(refusal.value) and name.partition(".")[0] in str(refusal.value)
 
 
 @pytest.mark.slow
@@ -322,6 +321,5 @@ def test_what_is_no_task(outside, name):
 
 
 def test_an_import_that_fails_inside_a_task_is_not_hidden(outside):
-    with pytest.raises(ConfigError) as refusal:
+    with refuses("a_module_that_is_missing", error=ConfigError):
         tasks.find("lines.broken")
-    assert "a_module_that_is_missing" in str(refusal.value)

@@ -8,7 +8,7 @@ import socket
 import numpy as np
 import pytest
 import tiny
-from refusals import refused
+from refusals import refused, refuses
 from test_train import run
 
 from decent_jax import topology
@@ -58,9 +58,8 @@ def test_rounds_are_repeated_for_methods_that_count_them():
 )
 def test_a_plan_for_another_cluster_is_refused(run, tmp_path, devices, settings, named):
     plan = save(tmp_path, devices, topology.make("ring", 4))
-    with pytest.raises(ConfigError) as refusal:
+    with refuses(*named, error=ConfigError):
         run(**{"mesh": {"devices": 4}} | settings, cluster=plan)
-    assert all(word in str(refusal.value) for word in named)
     assert not (tmp_path / "run").exists()
 
 
