@@ -63,10 +63,7 @@ TRAIN = [  # what follows "train.py --config CONFIG --workdir RUN/run --config."
     ("model.init_from=" + 300 * "x", "xxx"),
     ("model.dtype=float64", "model.dtype float64 JAX_ENABLE_X64"),
     ("task=..", "task .."),
-    (
-        "algorithm=decentralized_sgd --config.optimizer.name=.adam",
-        "optimizer.name .adam",
-    ),
+    ("algorithm=decentralized_sgd --config.optimizer.name=.adam", "optimizer.name .adam"),
 ]
 DEEP = "[" * 100_000
 PICTURES = "train.py --config quickstart_images --workdir RUN/new --config.data.train_images=64"
@@ -95,21 +92,9 @@ OTHER = [
     ("inf", "preflight --save RUN/n.json --megabytes inf", "--megabytes inf"),
     ("often", "preflight --save RUN/n.json --repeats 999999999", "--repeats 999999999"),
     ("folder", "preflight --save RUN", "--save"),
-    (
-        "none",
-        "supervise --processes 0 -- train.py",
-        "--processes",
-    ),
-    (
-        "a million",
-        "supervise --processes 1000000 -- train.py",
-        "--processes",
-    ),
-    (
-        "again",
-        "supervise --processes 2 --again -1 -- train.py",
-        "--again",
-    ),
+    ("none", "supervise --processes 0 -- train.py", "--processes"),
+    ("a million", "supervise --processes 1000000 -- train.py", "--processes"),
+    ("again", "supervise --processes 2 --again -1 -- train.py", "--again"),
     ("check", "supervise --processes 2 -- train.py --config CONFIG --check", "--check"),
     ("three", f"supervise --processes 3 -- {OF_TRAIN}", "num_replicas 4"),
     ("no name", f"supervise --hosts a,,b -- {OF_TRAIN}", "--hosts"),

@@ -51,7 +51,6 @@ CASES = {
         ["2 devices, one after the other", "a device each"],
     ),
     "nodes of 2": (NODES, ["2 devices", "a device each"]),
-    "complete": ({"schedule": "complete"}, ["a device each"]),
     "all_reduce": ({"algorithm": "all_reduce"}, ["2 devices"]),
     "then": ({"combine": "then", "mix_every": 3, "schedule": "ring"}, ["a device each"]),
 }
