@@ -71,13 +71,10 @@ def copy(whole, tmp_path):
 def assert_equals(folder, whole):
     """The same end, and the same rows, each step once."""
     tiny.assert_same_state(folder, whole, STEPS)
+    assert tiny.measured(folder) == tiny.measured(whole)
     rows, wanted = tiny.rows(folder), tiny.rows(whole)
-    assert [row["step"] for row in rows] == [row["step"] for row in wanted] == list(range(1, 21))
-    for row, other in zip(rows, wanted, strict=True):
-        assert row.keys() == other.keys()
-        for name, value in row.items():
-            timed = name.startswith(("perf/", "goodput"))
-            assert timed or other[name] == value, (row["step"], name)
+    assert [row["step"] for row in rows] == list(range(1, 21))
+    assert [row.keys() for row in rows] == [row.keys() for row in wanted]
     ours, theirs = tiny.summary(folder), tiny.summary(whole)
     assert ours["final"] == theirs["final"] and ours["best_eval_loss"] == theirs["best_eval_loss"]
     assert best_steps(folder) == best_steps(whole)

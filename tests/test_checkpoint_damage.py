@@ -6,7 +6,6 @@ of arrays, at many places: whoever reads must notice, or read the same numbers.
 
 # ruff: noqa: F401, F811  (fixtures of another module)
 
-import functools
 import shutil
 
 import jax
@@ -17,6 +16,7 @@ import pytest
 import tiny
 from refusals import refuses
 from test_checkpoint import assert_equals, config, copy, whole
+from trees import assert_close, assert_equal
 
 from decent_jax import replicas, topology
 from decent_jax.ground.errors import CheckpointError, ConfigError
@@ -75,10 +75,6 @@ def written(tmp_path_factory, compile_once):
 @pytest.fixture
 def folder(written, tmp_path):
     return shutil.copytree(written, tmp_path / "run")
-
-
-def equal(one, other):
-    jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
 def largest(folder):
@@ -152,7 +148,7 @@ def test_the_checkpoint_before_a_damaged_one_is_read(folder, damage, caplog):
     params, model_state, meta = saved_model.restore_model(folder, "last")
     assert meta["step"] == 1 and "the checkpoint of step 2 is damaged" in caplog.text
     mean = jax.tree.map(lambda x: x.mean(axis=0), state_of(add=1.5).params)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), params, mean)
+    assert_close(params, mean, rtol=1e-6, atol=0)
     assert model_state["mean"] == 3.0
     assert saved_model.load_replicas(folder).step == 1
     with pytest.raises(CheckpointError):
@@ -160,7 +156,7 @@ def test_the_checkpoint_before_a_damaged_one_is_read(folder, damage, caplog):
     assert tiny.saved_steps(folder) == [1, 2]  # whoever reads moves nothing
     state, meta, said = restore(folder)
     assert meta["step"] == 1 and "the checkpoint of step 2 is damaged: " in said
-    equal(state, state_of(add=1.5))
+    assert_equal(state, state_of(add=1.5))
 
 
 BEST_DAMAGES = [d for d in DAMAGES if "another_step" not in d.__name__ and d is not change_meta]
@@ -185,7 +181,7 @@ def test_no_flipped_bit_changes_a_number_without_a_word(folder, which, name):
         flipped[place] ^= 0x10
         path.write_bytes(flipped)
         try:
-            equal(saved_model.restore_model(folder, which)[:2], whole)
+            assert_equal(saved_model.restore_model(folder, which)[:2], whole)
         except CheckpointError:
             noticed += 1
     assert noticed > 4
@@ -258,11 +254,7 @@ def test_random_keys_and_complex_numbers_are_restored(n, tmp_path):
     writer.close()
     wanted = complex_of(n)._replace(model_state={})
     restored, _, said = restore(tmp_path, wanted, n)
-    jax.tree.map(
-        lambda got, wanted: np.testing.assert_array_equal(*map(bits, (got, wanted))),
-        restored,
-        wanted,
-    )
+    assert_equal(*(jax.tree.map(bits, tree) for tree in (restored, wanted)))
     assert (f"4 replicas and this run {n}" in said) is (n != 4)
 
 

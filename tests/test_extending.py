@@ -13,6 +13,7 @@ import tiny
 from ml_collections import ConfigDict
 from refusals import refused, refuses
 from test_checkpoint_damage import flip_bits
+from trees import assert_equal
 
 from decent_jax import optim, tasks, topology, train
 from decent_jax.commands import export, sample, translate
@@ -184,7 +185,7 @@ def test_an_optimizer_of_optax_by_its_name():
     params = {"kernel": jnp.ones(3), "bias": jnp.ones(2)}
     grads = {"kernel": jnp.array([1.0, -2.0, 0.0]), "bias": jnp.ones(2)}
     found, expected = updates_of(tx, params, grads), updates_of(wanted, params, grads)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert_equal(found, expected)
 
 
 def test_no_weight_decay_but_the_config_s():

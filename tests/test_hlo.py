@@ -11,6 +11,7 @@ import pytest
 from jax.extend import core as jex
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from trees import assert_equal
 
 from decent_jax import gossip, optim, topology
 from decent_jax.gossip import permute
@@ -208,10 +209,6 @@ def mixed_with(small, monkeypatch, schedule, round, **options):
     return compiled(tree), {kind: messages(found, kind) for kind, _, _ in found}
 
 
-def assert_equal_arrays(one, other):
-    jax.tree.map(np.testing.assert_array_equal, one, other)
-
-
 PLAIN = [3, 4, 7, 10], [4, 3 + 7, 10]  # the kernel has 40 bytes; bfloat16 travels apart
 CODED = [3, 4, 7, 10, 2], [3 + 4 + 7 + 10, 5]  # codes of a byte, and the scales of all rows
 
@@ -232,7 +229,7 @@ def test_small_arrays_of_a_dtype_are_one_message(name, codec, wanted, monkeypatc
     )
     for sent, sizes_wanted in zip((sizes, packed), wanted, strict=True):
         assert sent == {"collective-permute": sorted(sizes_wanted * schedule.degree(0))}
-    assert_equal_arrays(apart, together)
+    assert_equal(apart, together)
 
 
 def test_small_arrays_of_nodes_are_one_message(monkeypatch):
@@ -244,7 +241,7 @@ def test_small_arrays_of_nodes_are_one_message(monkeypatch):
     kinds = ("reduce-scatter", "collective-permute", "all-gather")
     assert [sizes[kind] for kind in kinds] == [[2, 4, 5], [2, 4, 5], [4, 8, 10]]
     assert [packed[kind] for kind in kinds] == [[5, 5], [5, 5], [10, 10]]
-    assert_equal_arrays(apart, together)
+    assert_equal(apart, together)
 
 
 def test_a_bfloat16_travels_as_two_bytes():

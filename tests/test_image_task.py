@@ -14,6 +14,7 @@ import tiny
 from PIL import Image
 from refusals import refused, refuses
 from tiny import rows
+from trees import assert_close, assert_equal
 
 from decent_jax import replicas, train
 from decent_jax.data import loader
@@ -50,11 +51,6 @@ augment = jax.jit(task_lib.augment, static_argnames=("flip", "shift"))
 def jitted(task):
     """``task.loss`` and ``task.evaluate``, compiled."""
     return jax.jit(task.loss), jax.jit(task.evaluate)
-
-
-def assert_close(got, wanted):
-    """Equal but for the rounding of programs compiled apart."""
-    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6), got, wanted)
 
 
 def batch_of(source, indices):
@@ -177,7 +173,7 @@ def test_a_batch_that_is_not_finite_leaves_the_statistics(task, model):
     _, broken = train_logits(task.config, params, statistics, task_lib.normalize(batch["image"]))
     assert not np.isfinite(broken["bn1"]["mean"]).all()
     _, new = jitted(task)[0](params, statistics, batch, jax.random.key(0))
-    jax.tree.map(np.testing.assert_array_equal, new, statistics)
+    assert_equal(new, statistics)
 
 
 # --- The consensus model ------------------------------------------------------------------------
@@ -326,7 +322,7 @@ def test_an_epoch_is_the_same_in_every_layout(layouts):
         list(range(5)) * mini_imagenet.TRAIN_IMAGES
     )
     for name in ("archives", "packed"):
-        jax.tree.map(np.testing.assert_array_equal, first_epoch(layouts[name]), wanted)
+        assert_equal(first_epoch(layouts[name]), wanted)
 
 
 @pytest.mark.slow

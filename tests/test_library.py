@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from refusals import refuses
+from trees import assert_equal
 
 import decent_jax
 from decent_jax import gossip, optim, replicas, topology
@@ -437,4 +438,4 @@ def test_several_mesh_axes_count_as_one(users_hlo):
     got, same = run(mesh_of(AxisType.Auto, (2, 4), ("dcn", "data")), ("dcn", "data"))
     assert same == kinds
     assert kinds[0] == 2  # a permute for each round that has one
-    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+    assert_equal(got, wanted)

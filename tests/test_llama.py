@@ -10,6 +10,7 @@ import pytest
 import tiny
 from networks import drawn
 from refusals import refused
+from trees import assert_equal
 
 from decent_jax import tasks, train
 from decent_jax.ground.progress import announce
@@ -102,7 +103,7 @@ def test_a_run_trains_is_exported_and_begins_another(tiny_data, tmp_path):
     config = llama_config(tiny_data)
     config.model.init_from = str(out)
     task = tasks.find("language_modeling").make(config, tmp_path, announce)
-    jax.tree.map(np.testing.assert_array_equal, task.load_params(), model.params)
+    assert_equal(task.load_params(), model.params)
     batch = jnp.asarray(TOKENS[:, :9])
     loss, _ = jax.jit(task.loss)(model.params, {}, batch, jax.random.key(0))
     assert np.isfinite(loss)

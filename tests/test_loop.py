@@ -30,14 +30,6 @@ from decent_jax.train.synchronous import Feed, init
 pytestmark = pytest.mark.usefixtures("compile_once")
 
 
-def measured(folder):
-    """Rows without the times."""
-    return [
-        {name: value for name, value in row.items() if not name.startswith(("perf/", "goodput"))}
-        for row in tiny.rows(folder)
-    ]
-
-
 # Rows and checkpoints cut each other.
 CUT = {"log": {"every": 5}, "checkpoint": {"every": 3}}
 
@@ -61,8 +53,8 @@ def test_a_row_that_a_checkpoint_cuts_is_that_of_the_undisturbed_run(stopped, wh
     with pytest.raises(Interrupted):
         on_a_clock(tmp_path / "run", stopped)
     folder = on_a_clock(tmp_path / "run")
-    assert [row["step"] for row in measured(whole)] == [5, 10, 12]
-    assert measured(folder) == measured(whole)
+    assert [row["step"] for row in tiny.measured(whole)] == [5, 10, 12]
+    assert tiny.measured(folder) == tiny.measured(whole)
     for row in tiny.rows(folder):
         assert 9.9 < row["perf/step_time_s"] < 12.1, row["step"]
 
@@ -72,7 +64,7 @@ def test_a_checkpoint_of_before_the_last_row_repeats_it(whole, tmp_path):
     folder = shutil.copytree(whole, tmp_path / "run")
     shutil.rmtree(folder / "checkpoints" / "12")
     tiny.run(tiny.waves(**CUT), folder)
-    assert measured(folder) == measured(whole)
+    assert tiny.measured(folder) == tiny.measured(whole)
 
 
 def test_a_run_begins_before_its_later_rounds_are_compiled(tmp_path, monkeypatch):

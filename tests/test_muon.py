@@ -9,6 +9,7 @@ import oracles
 import oracles_seldom
 import pytest
 from jax.sharding import PartitionSpec as P
+from trees import assert_close
 
 from decent_jax import optim, replicas, topology, train
 from decent_jax.models import decoders, gpt2, llama, resnet, transformer
@@ -86,7 +87,7 @@ def test_muon_of_a_config_on_one_replica_is_optax_s():
         stacked, state = step(stacked, state)
         updates, state_own = own.update(x, state_own, x)
         x = optax.apply_updates(x, updates)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a[0], b, rtol=1e-12), stacked, x)
+    assert_close(replicas.take(stacked, 0), x, rtol=1e-12, atol=0)
 
 
 def test_muon_of_sharded_and_of_stacked_replicas_is_the_same():
@@ -113,7 +114,7 @@ def test_muon_of_sharded_and_of_stacked_replicas_is_the_same():
     sharded = run(placement.on_devices(body, P("replica"), P("replica")), *spread)
     assert not sharded["kernel"].sharding.is_fully_replicated
     alone = run(jax.vmap(step, axis_name="replica"), x, targets)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), sharded, alone)
+    assert_close(sharded, alone, rtol=1e-10, atol=0)
 
 
 def test_muon_inside_diloco():

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from refusals import refuses
+from trees import assert_close, assert_equal
 
 from decent_jax import optim, topology
 from decent_jax.optim import finite
@@ -65,17 +66,6 @@ def poison(tree, replica, value=jnp.nan):
 
 def rows(tree, replicas):
     return jax.tree.map(lambda x: x[np.asarray(replicas)], tree)
-
-
-def assert_equal(got, wanted):
-    jax.tree.map(np.testing.assert_array_equal, got, wanted)
-
-
-def assert_close(got, wanted, rtol=1e-5, atol=1e-6):
-    def close(x, y):
-        np.testing.assert_allclose(x, y, rtol=rtol, atol=atol)
-
-    jax.tree.map(close, got, wanted)
 
 
 def dense(schedule, round, tree):

@@ -4,18 +4,14 @@ import itertools
 
 import numpy as np
 import pytest
+from clusters import BETWEEN, INSIDE, cluster
 from refusals import refuses
 
 from decent_jax import topology
 from decent_jax.planner import costs, network
 from decent_jax.planner.network import Link
 
-INSIDE, BETWEEN = Link(1e-6, 100e9), Link(1e-4, 1e9)
 MODEL = 1e9
-
-
-def cluster(nodes, size):
-    return network.cluster([size] * nodes, INSIDE, BETWEEN)
 
 
 def flat(n, latency_s=1e-4, bytes_per_s=1e9):

@@ -7,6 +7,7 @@ import math
 import jax
 import numpy as np
 import pytest
+from clusters import BETWEEN, INSIDE, cluster, workload
 from refusals import refuses
 
 from decent_jax import topology, train
@@ -14,20 +15,9 @@ from decent_jax.gossip import codecs
 from decent_jax.models import decoders
 from decent_jax.planner import network, predict, recommend, runtime
 from decent_jax.planner.network import Link
-from decent_jax.planner.runtime import CONSTANT, AllReduce, Gossip, LogNormal, Workload
+from decent_jax.planner.runtime import AllReduce, Gossip, LogNormal, Workload
 from decent_jax.planner.simulator import simulate
 from decent_jax.tasks import language_modeling
-
-INSIDE, BETWEEN = Link(1e-6, 100e9), Link(1e-4, 1e9)
-
-
-def cluster(nodes, size):
-    return network.cluster([size] * nodes, INSIDE, BETWEEN)
-
-
-def workload(model_bytes=50e6, compute=CONSTANT):
-    return Workload(model_bytes, 0.04, 0.08, 0.003, compute)
-
 
 # --- predictions --------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from clusters import INSIDE, cluster, workload
 from refusals import refuses
 
 from decent_jax import topology
@@ -15,22 +16,9 @@ from decent_jax.planner.runtime import (
     AllReduce,
     Gossip,
     LogNormal,
-    Workload,
     expected_max,
 )
 from decent_jax.planner.simulator import simulate
-
-INSIDE, BETWEEN = Link(1e-6, 100e9), Link(1e-4, 1e9)
-
-
-def cluster(nodes, size):
-    return network.cluster([size] * nodes, INSIDE, BETWEEN)
-
-
-def workload(model_bytes=50e6, compute=CONSTANT, **others):
-    fields = {"forward_s": 0.04, "backward_s": 0.08, "update_s": 0.003} | others
-    return Workload(model_bytes, compute=compute, **fields)
-
 
 # --- compute times ------------------------------------------------------------------------------
 

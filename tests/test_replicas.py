@@ -7,6 +7,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from refusals import refuses
+from trees import assert_close, assert_equal
 
 from decent_jax import gossip, optim, replicas, topology
 from decent_jax.train import stored
@@ -16,10 +17,6 @@ from decent_jax.train.step import TrainState
 def init(key):
     first, second = jax.random.split(key)
     return {"kernel": jax.random.normal(first, (2, 3)), "bias": jax.random.normal(second, (3,))}
-
-
-def assert_equal(got, wanted):
-    jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
 def flat(stacked):
@@ -45,11 +42,7 @@ def test_create_a_draw_each():
     key = jax.random.key(0)
     stacked = replicas.create(init, 3, key, identical=False)
     for i, own_key in enumerate(jax.random.split(key, 3)):
-        jax.tree.map(
-            lambda got, wanted: np.testing.assert_allclose(got, wanted, rtol=1e-6),
-            replicas.take(stacked, i),
-            init(own_key),
-        )
+        assert_close(replicas.take(stacked, i), init(own_key), rtol=1e-6, atol=0)
     gaps = flat(stacked)[:, None] - flat(stacked)[None]
     assert (abs(gaps).max(-1) + np.eye(3) > 0.1).all()
 

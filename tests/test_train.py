@@ -13,6 +13,7 @@ import pytest
 import tiny
 from refusals import refuses
 from toys.waves import Waves
+from trees import assert_equal
 
 from decent_jax import train
 from decent_jax.data.text import token_folder
@@ -58,12 +59,8 @@ CASES = {
 
 def numbers(workdir):
     """What a run measured, without the times."""
-    return {
-        (row["step"], name): value
-        for row in tiny.rows(workdir)
-        for name, value in row.items()
-        if not name.startswith(("perf/", "goodput"))
-    }
+    rows = tiny.measured(workdir)
+    return {(row["step"], name): value for row in rows for name, value in row.items()}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -148,7 +145,7 @@ def test_evaluation_equals_evaluating_by_hand(run, monkeypatch):
         tasks.append(runner.experiment.task)
         before = states[len(tasks)] = jax.device_get(runner.state)
         found = evaluate(runner)
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(runner.state), before)
+        assert_equal(jax.device_get(runner.state), before)
         return found
 
     monkeypatch.setattr(Synchronous, "evaluate", spy)

@@ -15,6 +15,7 @@ import tiny
 from networks import drawn
 from refusals import refused, refuses
 from tiny import rows
+from trees import assert_equal
 
 from decent_jax import train
 from decent_jax.commands import export, sample, translate
@@ -145,7 +146,7 @@ def test_batches_seek_and_do_not_depend_on_who_reads(folder):
     with loader.train_batches(source, **options) as batches:
         whole = [next(batches) for _ in range(12)]
     with loader.train_batches(source, start_step=9, **options) as batches:
-        jax.tree.map(np.testing.assert_array_equal, next(batches), whole[9])
+        assert_equal(next(batches), whole[9])
     with loader.train_batches(source, replicas=[1], **options) as batches:
         own = next(batches)
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[0], y[1]), own, whole[0])

@@ -26,6 +26,7 @@ import pytest
 import safetensors.numpy
 from networks import drawn
 from refusals import refuses
+from trees import assert_equal
 
 from decent_jax.models import decoders, gpt2, llama, weights
 from decent_jax.models.pieces import cross_entropy
@@ -100,7 +101,7 @@ def test_prefix_and_head_are_accepted(published, file, tmp_path):
     prefixed = tmp_path / "prefixed.safetensors"
     safetensors.numpy.save_file(tensors, prefixed)
     params = [weights.load_decoder(path, TINY) for path in (file, prefixed)]
-    jax.tree.map(np.testing.assert_array_equal, *params)
+    assert_equal(*params)
 
 
 def test_half_precision_files_load(published, tmp_path):
@@ -146,13 +147,13 @@ def test_round_trip(tmp_path, config, shapes):
     path.write_bytes(b"an older file")
     weights.save_decoder(path, params, config, {"step": "7"})
     again = weights.load_decoder(path, config)
-    jax.tree.map(np.testing.assert_array_equal, again, params)
+    assert_equal(again, params)
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
     beside = tmp_path / "model.safetensors.index.json"
     beside.write_text(json.dumps({"weight_map": {"anything": "model.safetensors"}}))
     assert path.stat().st_mode == beside.stat().st_mode  # readable by whom the umask lets
     again = weights.load_decoder(beside, config)
-    jax.tree.map(np.testing.assert_array_equal, again, params)
+    assert_equal(again, params)
     with safetensors.safe_open(path, framework="numpy") as stored:
         about = stored.metadata()
         assert about["step"] == "7" and about["format"] == "pt"

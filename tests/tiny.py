@@ -124,6 +124,14 @@ def rows(workdir) -> list[dict]:
     return [json.loads(line) for line in (Path(workdir) / "metrics.jsonl").read_text().splitlines()]
 
 
+def measured(workdir) -> list[dict]:
+    """The rows without what depends on the machine's speed."""
+    return [
+        {name: value for name, value in row.items() if not name.startswith(("perf/", "goodput"))}
+        for row in rows(workdir)
+    ]
+
+
 def losses(workdir) -> np.ndarray:
     """The training loss of every step."""
     return np.array([row["train/loss"] for row in rows(workdir)])
