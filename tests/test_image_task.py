@@ -19,7 +19,6 @@ from trees import assert_close, assert_equal
 from decent_jax import replicas, train
 from decent_jax.data import loader
 from decent_jax.data.images import crops, generated_images, image_folder, prepare_images
-from decent_jax.ground.errors import ConfigError
 from decent_jax.models import resnet
 from decent_jax.tasks import image_classification as task_lib
 from decent_jax.train import TrainingFailed, saved_model
@@ -363,7 +362,7 @@ def test_a_damaged_image_ends_a_run_in_one_sentence_with_a_checkpoint(layouts, t
 
 
 def test_too_few_images_for_a_batch_are_refused(layouts, tmp_path):
-    with refuses(30, 32, error=ConfigError):
+    with refused("batch_size", 32):
         tiny.run(config_of(layouts["folders"], batch_size=32), tmp_path)
 
 

@@ -144,12 +144,6 @@ def make(config: ConfigDict, workdir: Path, announce: Callable) -> "ImageClassif
     if data.path != GENERATED:
         with announce(f"looking for the images of {data.path}"):
             train, val = (image_folder.open_images(data.path, split) for split in ("train", "val"))
-        if len(train) < config.batch_size:
-            raise DataError(
-                f"{data.path}: {len(train)} training images are less than a batch of "
-                f"{config.batch_size} for {config.num_replicas} replicas; use fewer replicas, a "
-                "smaller batch_size or more images"
-            )
         return ImageClassification(
             config,
             crops.TrainImages(train, data.image_size, whole=data.crop == "whole"),

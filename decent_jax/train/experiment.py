@@ -269,13 +269,13 @@ def check_batch(config: ConfigDict, source: Sequence[Any], processes: int) -> No
     """
     if hasattr(source, "train_blocks") or not len(source):  # counts tokens, not examples
         return
+    if config.batch_size > len(source):
+        wanted = f"must be at most {len(source)}, the number of training examples"
+        raise ConfigError.about("batch_size", config.batch_size, wanted)
     try:
         example = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(source[0]))
     except DataError:  # the run says so, with the step at which it reads this record
         return
-    if config.batch_size > len(source):
-        wanted = f"must be at most {len(source)}, the number of training examples"
-        raise ConfigError.about("batch_size", config.batch_size, wanted)
     machine.check_memory(
         config.batch_size // processes * example * (config.data.prefetch + 1),
         f"batch_size {config.batch_size}, with data.prefetch {config.data.prefetch},",
