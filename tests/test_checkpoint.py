@@ -20,6 +20,7 @@ import tiny
 from refusals import refuses
 from several import finish, wait_for_rows
 
+from decent_jax.cluster.supervise import PLACE
 from decent_jax.train import (
     CheckpointError,
     ConfigError,
@@ -30,6 +31,7 @@ from decent_jax.train import (
 from decent_jax.train.evaluation import Evaluator
 from decent_jax.train.goodput import Clock
 from decent_jax.train.synchronous import Synchronous
+from decent_jax.train.workdir import open_workdir
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 20
@@ -310,6 +312,17 @@ def test_one_run_a_folder(tmp_path):
             tiny.run(config(), folder)
     assert refusal.value.field == "--workdir" and "process 42" in str(refusal.value)
     assert [path.name for path in folder.iterdir()] == [".lock"]
+
+
+def test_a_supervised_process_waits_for_the_one_whose_place_it_takes(tmp_path, monkeypatch):
+    """A host without a network holds the folder until it notices that it is alone."""
+    monkeypatch.setenv(PLACE, "spare")
+    (tmp_path / ".lock").touch()
+    held = (tmp_path / ".lock").open()
+    fcntl.flock(held, fcntl.LOCK_EX)
+    monkeypatch.setattr("decent_jax.train.workdir.time.sleep", lambda seconds: held.close())
+    with open_workdir(tmp_path, tiny.waves()):
+        assert held.closed
 
 
 # --- the command, killed --------------------------------------------------------------------------

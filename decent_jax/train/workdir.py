@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from decent_jax.cluster.supervise import PLACE
 from decent_jax.ground import account, extras, incidents, json_files
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import format_duration, shorten
@@ -28,6 +29,7 @@ from decent_jax.train.metrics import MetricWriter
 from decent_jax.train.trackers import Trackers
 
 LOCK = ".lock"
+_LOOK_S = 0.1  # between two looks at a lock
 _LONGEST_LIST = 60  # characters of the changes of a config in one sentence
 _PACKAGES = ("decent_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -49,7 +51,9 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Iterator["Workdir"]
             json_files.check_regular(path / LOCK)
             lock = held.enter_context(open(path / LOCK, "a+", errors="replace"))
             if not work.quiet:
-                _lock(lock, path)
+                # Of a process of this run that the supervisor took for lost: it ends soon.
+                patience_s = 2 * config.cluster.heartbeat_s if PLACE in os.environ else 0.0
+                _lock(lock, path, patience_s)
         except ConfigError:
             raise
         except (OSError, ValueError) as error:  # ValueError: no path at all
@@ -246,14 +250,20 @@ class Signals:
         self.received = number
 
 
-def _lock(lock, path: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+def _lock(lock, path: Path, patience_s: float) -> None:
+    end = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() < end:
+                time.sleep(_LOOK_S)
+                continue
         lock.seek(0)
         owner = lock.read().strip() or "unknown"
         why = f"is written by another run ({owner}); wait for it or take another"
-        raise _refusal(path, why) from None
+        raise _refusal(path, why)
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     lock.flush()
