@@ -1,5 +1,6 @@
 """What tests of networks share: parameters that compile nothing, NumPy, how close is equal."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -11,6 +12,12 @@ SPREADS = {"kernel": 1.5, "embedding": 1.5, "scale": 0.3, "bias": 0.3}
 def shapes_of(module, config):
     """What ``module.init`` returns, as shapes."""
     return jax.eval_shape(partial(module.init, config), jax.random.key(0))
+
+
+def count_of(module, config):
+    """Parameters: those of one layer and of two tell those of any number."""
+    one, two = (module.num_params(dataclasses.replace(config, layers=n)) for n in (1, 2))
+    return one + (config.layers - 1) * (two - one)
 
 
 def drawn(module, config, seed=9, spreads=SPREADS):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from networks import assert_close, drawn
+from networks import assert_close, count_of, drawn
 
 from decent_jax.models import decoders, gpt2, llama
 from decent_jax.models.generate import generate
@@ -28,10 +28,8 @@ init = jax.jit(decoders.init, static_argnums=0)
     ],
 )
 def test_published_parameter_counts(name, changes, count):
-    """Of one block and of two, which tells those of any number."""
     preset = dataclasses.replace(gpt2.PRESETS[name], **changes)
-    one, two = (decoders.num_params(dataclasses.replace(preset, layers=n)) for n in (1, 2))
-    assert one + (preset.layers - 1) * (two - one) == count
+    assert count_of(decoders, preset) == count
 
 
 def test_initial_parameters_and_those_of_replicas():

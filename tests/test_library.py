@@ -376,7 +376,7 @@ def test_a_mask_belongs_inside():
 
     def moved(tx):
         run = jax.vmap(lambda g, x: tx.update(g, tx.init(x), x, round=0)[0], axis_name="replica")
-        return {key: float(change[0]) for key, change in run(grads, x).items()}
+        return {key: float(change[0]) for key, change in jax.jit(run)(grads, x).items()}
 
     inside = optim.decentralized(optax.adamw(0.0, weight_decay=0.1, mask=mask), ring)
     assert moved(inside) == {"a": 0, "b": 0}
@@ -411,7 +411,8 @@ def test_a_state_of_optax_goes_on_in_gossip():
     wanted, _ = steps(adam, x, state)
     tx = optim.decentralized(adam, topology.make("ring", 4))
     begun = replicas.broadcast((x, tx.init(x)._replace(inner=state)), 4)
-    got, _ = jax.vmap(lambda x, s: steps(tx, x, s, round=0), axis_name="replica")(*begun)
+    run = jax.vmap(lambda x, s: steps(tx, x, s, round=0), axis_name="replica")
+    got, _ = jax.jit(run)(*begun)
     np.testing.assert_allclose(got, np.tile(wanted, (4, 1)), rtol=1e-6)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from networks import drawn
+from networks import count_of, drawn
 from refusals import refused
 from trees import assert_equal
 
@@ -126,7 +126,7 @@ def test_models_that_a_config_cannot_have(tiny_data, field, model):
 
 
 def test_presets_are_the_published_shapes():
-    sizes = {name: decoders.num_params(config) for name, config in llama.PRESETS.items()}
+    sizes = {name: count_of(decoders, config) for name, config in llama.PRESETS.items()}
     assert sizes["llama_1b"] == 1_235_814_400  # Llama 3.2 1B
     assert sizes["llama_3b"] == 3_212_749_824  # Llama 3.2 3B
     assert sizes["llama_8b"] == 8_030_261_248  # Llama 3 8B

@@ -204,7 +204,7 @@ def test_push_sum_is_resized_to_what_it_conserves():
         updates, state = tx.update(jax.tree.map(jnp.zeros_like, z), state, z, round=0)
         return optim.apply_updates(z, updates), state
 
-    z, state = jax.vmap(step, axis_name="replica")(z, state)
+    z, state = jax.jit(jax.vmap(step, axis_name="replica"))(z, state)
     weights = optim.consensus_weights(state)
     assert np.ptp(weights) > 0.1
     mean = replicas.consensus_mean(z, weights)["x"]

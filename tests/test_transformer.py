@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from networks import drawn, shapes_of
+from networks import count_of, drawn, shapes_of
 
 from decent_jax.models import transformer
 
@@ -32,7 +32,7 @@ def test_parameter_counts_by_hand(name, count):
     width, ff = config.width, config.ff
     attention, feed_forward, norm = 4 * width**2, 2 * width * ff + ff + width, 2 * width
     layers = config.layers * (3 * attention + 2 * feed_forward + 5 * norm)
-    assert transformer.num_params(config) == config.vocab_size * width + layers == count
+    assert count_of(transformer, config) == config.vocab_size * width + layers == count
 
 
 def test_one_embedding():
