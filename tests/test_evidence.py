@@ -33,11 +33,6 @@ sys.path.remove(str(ROOT / "benchmarks"))
 # --- The list -------------------------------------------------------------------------------------
 
 
-def test_each_run_has_a_name_of_its_own():
-    names = [each.name for each in evidence.pieces()]
-    assert len(set(names)) == len(names)
-
-
 def fields_of(piece):
     return dict(piece.changes)
 
@@ -57,6 +52,7 @@ def test_the_main_arms_and_the_grid_come_first_and_in_pairs_of_a_seed():
 def test_every_other_arm_has_an_all_reduce_of_its_length_and_data():
     """And of its seed: Adam beside Adam, the rest beside the same network trained by SGD."""
     pieces = evidence.pieces()
+    assert len({piece.name for piece in pieces}) == len(pieces)
     compared = {(piece.config, piece.changes) for piece in pieces}
     for piece in pieces:
         if piece.config.endswith(":peers"):
@@ -244,14 +240,6 @@ def test_bad_data_ends_the_command_before_anything_runs(tmp_path, capsys):
     assert evidence.main(["--root", str(tmp_path)]) == 2
     assert re.fullmatch(r"evidence.py: .*cifar10.*\n", capsys.readouterr().err)
     assert not (tmp_path / "runs").exists()
-
-
-def test_two_of_them_do_not_work_in_one_folder(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(evidence, "check", lambda *_: None)
-    with (tmp_path / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert evidence.main(["--root", str(tmp_path)]) == 2
-    assert "works in" in capsys.readouterr().err
 
 
 # --- Tables and the figure ------------------------------------------------------------------------
