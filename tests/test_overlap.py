@@ -240,6 +240,17 @@ def test_three_parts_make_the_step_of_one(name, case):
             np.testing.assert_allclose(b, a, rtol=2e-5, atol=1e-6)
 
 
+def test_a_timed_step_is_the_same_step(case):
+    """Its halves take time; the update waits for what the messages take longer."""
+    made = case("plain")
+    args = made.batches[0], np.int32(0)
+    (state, metrics), times = made.programs[0].timed(copy(made.state), *args)
+    again = made.programs[0](copy(made.state), *args)
+    for a, b in zip(*map(jax.tree.leaves, ((state, metrics), again)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert min(times) > 0 and times.exposed_s == max(0, times.message_s - times.gradient_s)
+
+
 def test_parts_are_compiled_once(case, as_if_over_gloo):
     """The gradient for each shape of a batch, the other parts for each round."""
     made = case("plain")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 
@@ -11,10 +12,11 @@ from refusals import refuses
 
 from decent_jax.commands import main as console
 from decent_jax.commands import status, supervise
-from decent_jax.ground import incidents, run_state
+from decent_jax.ground import incidents, machine, run_state
 from decent_jax.ground.errors import RunError
 from decent_jax.ground.json_files import write_json_atomic
 from decent_jax.peers.events import EventLog
+from decent_jax.train import traffic
 from decent_jax.train.metrics import MetricWriter
 from decent_jax.train.workdir import open_workdir
 
@@ -121,6 +123,45 @@ def test_a_run_of_peers_has_a_row_for_each(tmp_path):
         ["1", "trains", "(slow)", "2", "4", "3.000", "50.0"],
         ["2", "gone", "1", "4", "4.000", "20.0"],
     ]
+
+
+def test_a_run_of_several_processes_has_a_row_for_each(finished, tmp_path, monkeypatch):
+    """Each writes its own; process 1 computes for longer than the other."""
+    folder = shutil.copytree(finished, tmp_path / "run")
+    start = json.loads((folder / "run.json").read_text()) | {"processes": 2}
+    write_json_atomic(folder / "run.json", start)
+    counts = iter([(1000, 0)] * 2 + [(9000, 50_000)] * 2)
+    names = "between_hosts", "inside_host"
+    sent = lambda: dict(zip(names, next(counts), strict=True))  # noqa: E731
+    monkeypatch.setattr(traffic.machine, "sent_bytes", sent)
+    monkeypatch.setattr(traffic.jax, "process_count", lambda: 2)
+    measured = []
+    for k in (0, 1):
+        monkeypatch.setattr(traffic.jax, "process_index", lambda k=k: k)
+        measured.append(traffic.Traffic(folder))
+        measured[k].times = traffic.Times(gradient_s=0.1 + 0.3 * k, message_s=0.25)
+    first, _ = (one.row(16, steps=4) for one in measured)
+    assert first["comm/between_hosts_bytes"] == 2000 and first["comm/inside_host_bytes"] == 12_500
+    assert first["comm/exposed_s"] == pytest.approx(0.15)
+    with MetricWriter(folder, start_step=12) as writer:
+        writer.write(16, first)
+    found, table = lines(folder)
+    assert "12.5kB per step inside it, 2.00kB to others" in found["messages"]
+    assert "150 ms are not hidden" in found["messages"]
+    rows = [row.split() for row in table[1:3]]
+    assert [row[0] for row in rows] == ["0", "1"] and rows[1][1] == "(slow)"
+    assert [row[-3:] for row in rows] == [["100", "250", "2.00kB"], ["400", "250", "2.00kB"]]
+
+
+def test_the_kernel_counts_what_is_sent():
+    """A kilobyte to this machine itself."""
+    before = machine.sent_bytes()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as client,
+    ):
+        client.sendall(bytes(1000))
+    assert machine.sent_bytes()["inside_host"] >= before["inside_host"] + 1000
 
 
 def test_several_runs_are_a_table(finished, tmp_path):

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from decent_jax.ground import account, run_state
 from decent_jax.ground.command_line import Parser, command
@@ -22,11 +23,14 @@ from decent_jax.ground.format import (
     printable,
     shorten,
 )
-from decent_jax.ground.run_state import RunState
+from decent_jax.ground.json_files import is_real
+from decent_jax.ground.run_state import RunState, has
 
 _WATCH_S = 2.0
 _INCIDENTS = 4  # shown, the newest
 _ROWS = 16  # replicas shown, those with the largest loss
+_COMPUTES = "comm/gradient_s"
+_SLOW = 1.5  # times as long as the fastest
 _LABEL = 11  # columns
 _CLEAR, _HOME, _REST = "\x1b[2J", "\x1b[H", "\x1b[J"
 
@@ -113,10 +117,10 @@ def of_run(state: RunState, width: int) -> Iterator[str]:
         yield from textwrap.wrap(
             printable(words), width, initial_indent=label.ljust(_LABEL), subsequent_indent=hanging
         )
-    rows = _peer_rows(state) if state.peers else _replica_rows(state)
-    if len(rows) > 1:
-        yield ""
-        yield from table(rows)
+    for rows in (_process_rows(state), _peer_rows(state), _replica_rows(state)):
+        if len(rows) > 1:
+            yield ""
+            yield from table(rows)
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -165,6 +169,8 @@ def _lines(state: RunState) -> Iterator[tuple[str, str]]:
         yield "goodput", account.describe(state.spent).removeprefix("goodput ")
     if messages := _messages(state):
         yield "messages", messages
+    if measured := _measured(state):
+        yield "", measured
     if state.saved is not None:
         yield "saved", f"checkpoint of step {state.saved}"
     yield from _failures(state)
@@ -246,6 +252,25 @@ def _messages(state: RunState) -> str:
     return ", ".join(words)
 
 
+def _measured(state: RunState) -> str:
+    """What process 0 measured of its messages."""
+    get = state.recent
+    inside, between = get("comm/inside_host_bytes"), get("comm/between_hosts_bytes")
+    message_s, exposed_s = get("comm/message_s"), get("comm/exposed_s")
+    words = []
+    if inside is not None and between is not None:
+        words.append(
+            f"measured on a host: {format_number(inside)}B per step inside it, "
+            f"{format_number(between)}B to others"
+        )
+    if message_s is not None and exposed_s is not None:
+        words.append(
+            f"messages take {format_number(1e3 * message_s)} ms, of which "
+            f"{format_number(1e3 * exposed_s)} ms are not hidden behind the gradient"
+        )
+    return "; ".join(words)
+
+
 def _failures(state: RunState) -> Iterator[tuple[str, str]]:
     """Skipped updates, and the newest incidents; the same one again and again is one."""
     skipped, label = state.last("train/skipped_updates"), "failed"
@@ -279,13 +304,39 @@ def _replica_rows(state: RunState) -> list[tuple[str, ...]]:
     return rows
 
 
+def _process_rows(state: RunState) -> list[tuple[str, ...]]:
+    """A row for each of several processes; who computes longer than the others is slow."""
+    rows = [("process", "host", "step", "seen", "gradient, ms", "messages, ms", "sent to others")]
+    found = {k: one[_COMPUTES] for k, one in state.processes.items() if has(one, _COMPUTES)}
+    slow = [k for k, seconds in found.items() if seconds > _SLOW * min(found.values())]
+    for k, one in state.processes.items():
+        sent = one.get("comm/between_hosts_bytes")
+        rows.append(
+            (
+                f"{k} (slow)" if k in slow else str(k),
+                shorten(printable(str(one.get("host", ""))), 20),
+                str(one.get("step", "")),
+                f"{format_duration(max(0.0, time.time() - one['date']))} ago",
+                _milliseconds(one.get(_COMPUTES)),
+                _milliseconds(one.get("comm/message_s")),
+                f"{format_number(sent)}B" if is_real(sent) else "",
+            )
+        )
+    return rows
+
+
+def _milliseconds(seconds: Any) -> str:
+    """ "" where they are not known."""
+    return format_number(1e3 * seconds) if is_real(seconds) else ""
+
+
 def _peer_rows(state: RunState) -> list[tuple[str, ...]]:
     rows = [("peer", "state", "starts", "steps", "loss", "ms per step", "age of copies")]
     times = [one["step_s"] for one in state.peers.values() if one["alive"] and one["step_s"]]
     for slot, one in state.peers.items():
         word = {True: "trains", False: "gone", None: ""}[one["alive"]]
         word = "starts" if one["alive"] and not one["steps"] else word
-        slow = one["step_s"] and times and one["step_s"] > 1.5 * min(times)
+        slow = one["step_s"] and times and one["step_s"] > _SLOW * min(times)
         rows.append(
             (
                 str(slot),
@@ -293,7 +344,7 @@ def _peer_rows(state: RunState) -> list[tuple[str, ...]]:
                 str(one["starts"]),
                 str(one["steps"]),
                 "" if one["loss"] is None else format_number(float(one["loss"]), 4),
-                "" if one["step_s"] is None else format_number(1e3 * one["step_s"]),
+                _milliseconds(one["step_s"]),
                 "" if one["stale"] is None else f"{one['stale']:.0f}",
             )
         )

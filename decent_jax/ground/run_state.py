@@ -18,6 +18,7 @@ from decent_jax.ground.json_files import is_real, is_whole, plain, read_json, re
 from decent_jax.ground.run_folder import METRICS, START, entries, read_metrics
 
 LOCK = ".lock"  # of a run directory; says who has it
+PROCESSES = "processes"  # folder of a run of several: K.json is what process K says of itself
 PEERS = "peers"  # folder of a run of peers: peers/SLOT/ is the run of a peer
 _RECENT_ROWS = 10  # which say how long a step takes
 _SILENT_S = 60.0  # on another host, after which nobody says that a run still runs
@@ -40,6 +41,7 @@ class RunState:
     seen: the last sign of life, in seconds since the epoch.
     saved: the step of the newest checkpoint.
     peers: by slot, what is known of each peer, see `_peers`.
+    processes: by number, what `decent_jax.train.traffic.Traffic` wrote of each of several.
     """
 
     path: Path
@@ -54,6 +56,7 @@ class RunState:
     seen: float
     saved: int | None
     peers: dict[int, dict[str, Any]]
+    processes: dict[int, dict[str, Any]]
 
     def last(self, name: str) -> tuple[int, float] | None:
         """The newest (step, value) of a metric."""
@@ -122,10 +125,13 @@ def read(folder: str | Path) -> RunState:
     owner, runs = _owner(path)
     record = account.read(path / account.FILE)
     summary = entries(path / "summary.json")
+    start = _start(path / START)
+    count = start.get("processes", 0)
+    processes = {k: entries(path / PROCESSES / f"{k}.json") for k in range(min(count, 1024))}
     return RunState(
         path,
         entries(path / "config.json"),
-        _start(path / START),
+        start,
         summary,
         rows,
         _spent(summary) if record is None or record["ended"] else record["seconds"],
@@ -135,6 +141,7 @@ def read(folder: str | Path) -> RunState:
         max(_changed(path / name) for name in (METRICS, account.FILE, "config.json", LOCK)),
         _newest_checkpoint(path),
         _peers(path, rows),
+        {k: found for k, found in processes.items() if is_real(found.get("date"), 0)},
     )
 
 
@@ -239,5 +246,6 @@ def as_json(state: RunState) -> str:
         "start": state.start,
         "incidents": [{"date": date, "what": what} for date, what in state.incidents],
         "peers": state.peers,
+        "processes": state.processes,
     }
     return json.dumps(plain(words))

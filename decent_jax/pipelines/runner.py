@@ -30,6 +30,7 @@ from decent_jax.train.goodput import Clock
 from decent_jax.train.saved_model import restore_model
 from decent_jax.train.step import TrainState
 from decent_jax.train.synchronous import TIMED
+from decent_jax.train.traffic import Traffic
 from decent_jax.train.workdir import Workdir
 
 _LONGEST_SPAN_S = 5.0  # steps that cells make without a word from here
@@ -84,6 +85,7 @@ class Pipelines:
             "bytes_between_stages_per_step": self._crossing,
         }
         work.say(self._describe())
+        self.traffic = Traffic(work.path)
         self.checkpoints = CellCheckpoints(work.path, cells, self._config.checkpoint.keep)
         self._pace = math.inf  # seconds per step
         self._distance: Any = None  # a `Consensus`, as of the last row

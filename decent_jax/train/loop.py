@@ -38,6 +38,7 @@ class Runner(Protocol):
         another process.
       peak: FLOP/s of its devices, see `decent_jax.train.peaks.peak`; None: not known.
       copies: of ``state`` in memory, `decent_jax.train.copies.Copies`; None: there are none.
+      traffic: what this process measures of its messages, `decent_jax.train.traffic.Traffic`.
       messages: what ``run.json`` says of them, see `decent_jax.train.algorithm.messages`.
     """
 
@@ -47,6 +48,7 @@ class Runner(Protocol):
     evaluates: bool
     peak: float | None
     copies: Any
+    traffic: Any
     messages: dict[str, float]
 
     def restore(self) -> tuple[int, dict[str, Any]]:

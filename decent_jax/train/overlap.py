@@ -11,6 +11,7 @@ the gradient plus that of the messages. Here a step is three programs instead:
 """
 
 import math
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from decent_jax.gossip import permute
 from decent_jax.optim import EarlyMixing
 from decent_jax.replicas import Placement
+from decent_jax.train.traffic import Times
 
 
 def needed(tx: Any, placement: Placement) -> bool:
@@ -129,6 +131,22 @@ class Program(NamedTuple):
         found = self.thread.submit(self.begin, state.params, state.model_state, batch, t)
         mixed = self.mix(state.params, state.opt_state.count)
         return self.finish(state._replace(model_state=None), found.result(), mixed, t)
+
+    def timed(self, state: Any, batch: Any, t: Any) -> tuple[tuple[Any, Any], Times]:
+        """The same, and how long its halves took; it waits for both."""
+        jax.block_until_ready((state, batch))
+        began = time.perf_counter()
+
+        def gradient():
+            found = self.begin(state.params, state.model_state, batch, t)
+            return jax.block_until_ready(found), time.perf_counter() - began
+
+        coming = self.thread.submit(gradient)
+        mixed = jax.block_until_ready(self.mix(state.params, state.opt_state.count))
+        message_s = time.perf_counter() - began
+        found, gradient_s = coming.result()
+        made = self.finish(state._replace(model_state=None), found, mixed, t)
+        return made, Times(gradient_s, message_s)
 
     def memory_analysis(self) -> SimpleNamespace:
         """Bytes on one device, under the names that jax's own analysis has for them."""

@@ -1,0 +1,78 @@
+"""What the messages of a run of several processes take, as each of them measures it."""
+
+import contextlib
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from decent_jax.ground import machine
+from decent_jax.ground.json_files import check_regular
+from decent_jax.ground.run_state import PROCESSES
+
+_RECORD_BYTES = 512  # all records are equally long, so that one write replaces another
+
+
+class Times(NamedTuple):
+    """Seconds of the two halves of one step, which run beside each other.
+
+    gradient_s: of the forward and backward pass.
+    message_s: until the messages of the others had come and were mixed; it includes waiting for a
+        process that was late.
+    """
+
+    gradient_s: float
+    message_s: float
+
+    @property
+    def exposed_s(self) -> float:
+        """For how long the update had to wait for messages."""
+        return max(0.0, self.message_s - self.gradient_s)
+
+
+class Traffic:
+    """Seconds of timed steps, bytes by the kernel's counters, and a file for each process.
+
+    Nothing is measured in a run of one process.
+
+    Args:
+      folder: of the run; every process writes its newest numbers to ``processes/K.json``.
+
+    Attributes:
+      times: of the newest step that was timed; None: no step can be (`decent_jax.train.overlap`).
+    """
+
+    def __init__(self, folder: Path):
+        self._path = folder / PROCESSES / f"{jax.process_index()}.json"
+        self._several = jax.process_count() > 1
+        self._sent = machine.sent_bytes()
+        self.times: Times | None = None
+
+    def row(self, step: int, steps: int) -> dict[str, float]:
+        """What a row of ``metrics.jsonl`` says of this process, after ``steps`` steps more."""
+        if not self._several:
+            return {}
+        found, before, self._sent = {}, self._sent, machine.sent_bytes()
+        for kind, count in before.items():
+            found[f"comm/{kind}_bytes"] = (self._sent[kind] - count) / steps
+        if self.times is not None:
+            found["comm/gradient_s"] = self.times.gradient_s
+            found["comm/message_s"] = self.times.message_s
+            found["comm/exposed_s"] = self.times.exposed_s
+        with contextlib.suppress(OSError):  # a folder that other hosts cannot write
+            self._write({"step": step, "date": time.time(), **found})
+        return found
+
+    def _write(self, entries: dict[str, float]) -> None:
+        check_regular(self._path)
+        self._path.parent.mkdir(exist_ok=True)
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            line = json.dumps({"host": socket.gethostname(), **entries}).ljust(_RECORD_BYTES - 1)
+            os.pwrite(file, line.encode() + b"\n", 0)
+        finally:
+            os.close(file)
