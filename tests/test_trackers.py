@@ -1,6 +1,7 @@
 """Trackers: what each gets, also one's own, and a run whose tracker fails."""
 
 import contextlib
+import importlib.machinery
 import json
 import sys
 import types
@@ -99,6 +100,7 @@ def test_tensorboard_and_wandb_get_the_same_scalars(tmp_path, monkeypatch):
             calls.append("finish")
 
     wandb = types.ModuleType("wandb")
+    wandb.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
     wandb.init = lambda **settings: calls.append(settings) or Run()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     makes = trackers.named(tiny.waves(log={"tensorboard": True, "wandb": True}))

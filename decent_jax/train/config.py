@@ -126,7 +126,6 @@ TRAINERS = {"peers.use": "decent_jax.peers", "pipeline.stages": "decent_jax.pipe
 SYNCHRONOUS = "decent_jax.train.synchronous"
 
 _WORKERS = 32  # per core
-LOGGERS = ("tensorboard", "tensorboardX"), ("wandb", "wandb")  # extra, module
 
 
 def _extensions() -> Mapping[str, ModuleType]:
@@ -263,14 +262,6 @@ def _check_sizes(config: ConfigDict) -> None:
         (config.batch_size % n == 0, "batch_size", multiple),
         (config.eval.batch_size % n == 0, "eval.batch_size", multiple),
         (config.data.workers <= most, "data.workers", f"must be at most {most} on this machine"),
-        *(
-            (
-                not config.log[name] or importlib.util.find_spec(module),
-                f"log.{name}",
-                f"needs {module} (pip install 'decent_jax[{name}]') or must be False",
-            )
-            for name, module in LOGGERS
-        ),
     )
     check_cuts(config, "micro_batches")
     if config.lr_schedule.name == "cosine" and not config.epochs:

@@ -6,6 +6,7 @@ A tracker is a class with the methods of `Tracker`. One of your own needs nothin
 it.
 """
 
+import importlib.util
 import os
 import re
 import uuid
@@ -17,6 +18,7 @@ from ml_collections import ConfigDict
 
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.extras import module_named
+from decent_jax.ground.fields import check_rules
 from decent_jax.ground.format import shorten
 from decent_jax.ground.json_files import flat, plain, write_atomic
 
@@ -44,6 +46,7 @@ class Tracker(Protocol):
         """The session ends, whatever ended it."""
 
 
+LOGGERS = ("tensorboard", "tensorboardX"), ("wandb", "wandb")  # extra, module
 # By name, what makes one from (workdir, start_step).
 TRACKERS: dict[str, Callable[..., Any]] = {}
 
@@ -64,8 +67,12 @@ def named(config: ConfigDict) -> dict[str, Callable[..., Any]]:
     Raises:
       ConfigError: there is no such class, or it lacks a method.
     """
-    log = config.log
-    names = [name for name in ("tensorboard", "wandb") if log[name]]
+    log, names = config.log, []
+    for name, module in LOGGERS:
+        if log[name]:
+            needs = f"needs {module} (pip install 'decent_jax[{name}]') or must be False"
+            check_rules(config, (importlib.util.find_spec(module), f"log.{name}", needs))
+            names.append(name)
     names += [name.strip() for name in log.trackers.split(",") if name.strip()]
     return {name: _find(name) for name in names}
 
