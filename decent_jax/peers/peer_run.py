@@ -70,6 +70,7 @@ def check(config: ConfigDict) -> None:
         "noloco.weighted": [False],
         "data.partition": ["iid"],
         "cluster.coordinator": [""],
+        "cluster.rehearse": [""],
         "cluster.plan": [""],
         "pipeline.stages": [0],
         "max_consensus_distance": [0],
