@@ -45,7 +45,7 @@ from decent_jax.train.copies import MEMORY, folder_of
 
 UNDISTURBED_S, HOSTS, MBIT = 60.0, 4, 1000
 AGENT = "decent_jax.cluster.agent"
-SYNCHRONOUS = {"log.every": 1, "cluster.heartbeat_s": 10}
+SYNCHRONOUS = {"log.every": 1, "cluster.heartbeat_s": 10, "eval.batches": 1}
 ARMS: dict[str, dict[str, Any]] = {
     "one_peer_exp": PROGRAMS["one_peer_exp"] | SYNCHRONOUS,
     "all_reduce": PROGRAMS["all_reduce"] | SYNCHRONOUS,
