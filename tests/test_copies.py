@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
 
+from decent_jax.cluster import rendezvous
 from decent_jax.cluster.supervise import PLACE
 from decent_jax.train import config as config_lib
-from decent_jax.train import copies, copy_file, loop, saved_model
+from decent_jax.train import copies, copy_file, loop, saved_model, synchronous
 from decent_jax.train.experiment import open_experiment
 from decent_jax.train.synchronous import Synchronous
 from decent_jax.train.workdir import Signals
@@ -103,6 +104,48 @@ def test_a_run_that_died_goes_on_bit_for_bit(arm, tmp_path, memory, capsys):
     ):
         np.testing.assert_array_equal(one, other)
     assert not copies_in(memory)
+
+
+class NeverLowered:
+    """In place of a step, where the programs of all rounds are kept."""
+
+    def lower(self, *args, **kwargs):
+        raise AssertionError("a program was traced again")
+
+
+@pytest.fixture
+def supervised(monkeypatch):
+    monkeypatch.setenv(PLACE, "0")
+    monkeypatch.setenv(rendezvous.SECRET, 32 * "s")
+
+
+@pytest.mark.parametrize("arm", ["accum_adam", "all_reduce"])
+def test_a_supervised_process_neither_traces_nor_compiles_what_the_one_before_had(
+    arm, tmp_path, memory, monkeypatch, supervised
+):
+    config = configured(**ARMS[arm])
+    tiny.run(config, tmp_path / "undisturbed")
+    die(config, tmp_path / "run")
+    assert list(memory.glob("*/*/*/*.program"))
+    monkeypatch.setattr(synchronous, "make_step", lambda *args: NeverLowered())
+    tiny.run(config, tmp_path / "run")
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "undisturbed")
+    assert not list(memory.glob("*/*/*/*.program"))
+
+
+def test_programs_of_another_supervisor_or_damaged_ones_are_compiled_again(
+    tmp_path, memory, monkeypatch, supervised
+):
+    config = configured(**ARMS["all_reduce"])
+    die(config, tmp_path / "run")
+    (kept,) = memory.glob("*/*/*/*.program")
+    kept.write_bytes(kept.read_bytes()[:1000])
+    die(config, tmp_path / "run", steps=2)
+    assert [path.name for path in memory.glob("*/*/*/*.program")] == [kept.name]
+    assert kept.stat().st_size > 1000
+    monkeypatch.setenv(rendezvous.SECRET, 32 * "t")
+    die(config, tmp_path / "run", steps=2)
+    assert len(list(memory.glob("*/*/*/*.program"))) == 2
 
 
 def test_a_newer_checkpoint_is_taken_instead(tmp_path, capsys):

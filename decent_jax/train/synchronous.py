@@ -27,6 +27,7 @@ from decent_jax.train.evaluation import Evaluator, Model
 from decent_jax.train.experiment import Experiment, open_experiment, train_batches
 from decent_jax.train.flight import Blocks
 from decent_jax.train.goodput import Clock, Idle
+from decent_jax.train.kept_programs import NOWHERE, KeptPrograms, kept_programs
 from decent_jax.train.peaks import peak
 from decent_jax.train.step import TrainState, make_step
 from decent_jax.train.traffic import Traffic
@@ -103,7 +104,8 @@ class Synchronous:
     def training(self, start: int, ahead: int, clock: Clock) -> Iterator[None]:
         """See `decent_jax.train.loop.Runner`."""
         experiment, work = self.experiment, self.work
-        self.programs = Programs(experiment, work, clock, self.cost, self.first)
+        kept = kept_programs(experiment.config, self.copies, experiment.placement)
+        self.programs = Programs(experiment, work, clock, self.cost, self.first, kept)
         self._profile = Profile(experiment.config.profile.count, work.path, work.say)
         self._steps = experiment.steps
         self._feed = Feed(experiment, start + ahead, clock)
@@ -314,10 +316,11 @@ class Programs:
         clock: Clock,
         cost: algorithm.Cost,
         first: Any = FIRST,
+        kept: KeptPrograms = NOWHERE,
     ):
         config, schedule = experiment.config, experiment.schedule
         self._experiment, self._work, self._clock, self._cost = experiment, work, clock, cost
-        self._first = first
+        self._first, self._kept = first, kept
         self._step = make_step(
             config,
             experiment.task,
@@ -357,7 +360,11 @@ class Programs:
 
         def compiled_for(rnd, state=state, batch=batch):
             batch = (batch,) * self.blocks.delay if self.blocks.flies(rnd) else batch
-            return self._step.lower(state, batch, self._first, round=rnd).compile()
+
+            def compiled():
+                return self._step.lower(state, batch, self._first, round=rnd).compile()
+
+            return self._kept.get(f"step {rnd} {shapes}", compiled)
 
         message = f"compiling the step ({self._name(rnd, shapes)})"
         coming = self._coming.pop((rnd, shapes), None)

@@ -1,0 +1,82 @@
+"""Compiled programs in memory that outlives a process, so that the next one neither traces nor
+compiles them.
+
+A process that a supervisor starts again needs the programs that the one before it had. They lie
+beside the copies of its replicas (`decent_jax.train.copies`) and go with them. jax's own cache does
+not do: it has what process 0 has compiled, programs for CPUs are those of one process, and to find
+one in it takes tracing it, most of the time.
+"""
+
+import contextlib
+import json
+import os
+import pickle
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+from ml_collections import ConfigDict
+
+from decent_jax.cluster import rendezvous
+from decent_jax.cluster.supervise import PLACE
+from decent_jax.ground.json_files import flat
+from decent_jax.replicas import Placement
+from decent_jax.train.copies import Copies
+
+
+class KeptPrograms:
+    """The programs of one process; see `kept_programs`.
+
+    Args:
+      folder: where they lie; None: they are not kept.
+      owner: only what was kept under the same words is taken.
+      devices: on which they run.
+    """
+
+    def __init__(
+        self, folder: Path | None = None, owner: str = "", devices: Sequence[Any] | None = None
+    ):
+        self._folder, self._owner, self._devices = folder, owner, devices
+
+    def get(self, name: str, compiled: Callable[[], Any]) -> Any:
+        """The program of this name, a `jax.stages.Compiled`.
+
+        Args:
+          name: says all in which programs of one owner differ.
+          compiled: makes it, where it is not kept.
+        """
+        if self._folder is None:
+            return compiled()
+        number = sha256(f"{self._owner} {name}".encode()).hexdigest()[:32]
+        path = self._folder / f"{number}.program"
+        with contextlib.suppress(Exception):  # none, or one that cannot be read
+            return serialize_executable.deserialize_and_load(
+                *pickle.loads(path.read_bytes()), execution_devices=self._devices
+            )
+        program = compiled()
+        draft = path.with_name(f".{number}.draft")
+        try:
+            draft.write_bytes(pickle.dumps(serialize_executable.serialize(program)))
+            draft.rename(path)
+        except Exception:  # it calls Python, or the memory is full: the next process compiles it
+            draft.unlink(missing_ok=True)
+        return program
+
+
+NOWHERE = KeptPrograms()
+
+
+def kept_programs(config: ConfigDict, copies: Copies | None, placement: Placement) -> KeptPrograms:
+    """Those of this process, where a supervisor may start it again.
+
+    They are of one config, one number of processes and one supervisor, which all have the secret of
+    the run in common: after a change of the code, somebody starts another one.
+    """
+    if copies is None or PLACE not in os.environ or rendezvous.SECRET not in os.environ:
+        return NOWHERE
+    owner = [os.environ[rendezvous.SECRET], jax.process_index(), jax.process_count()]
+    words = json.dumps([*owner, flat(config.to_dict())], default=str)
+    return KeptPrograms(copies.folder, words, list(placement.mesh.devices.flat))
