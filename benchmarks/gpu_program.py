@@ -21,6 +21,12 @@ of P        the same over the bytes of the parameters there; in brackets the lea
             are activations: see --batch_size 4 --config.model.context=64.
 update      bytes that its kernels read and write, over the bytes of one pass over parameters,
             received messages, gradients and the optimizer's state.
+
+Of a method with a delay it compiles a message and the steps beside which it travels, and prints the
+order of messages and loops of steps instead, and the memory:
+
+    python benchmarks/gpu_program.py --algorithms complete --config.algorithm=diloco
+        --config.mix_every=8 --config.diloco.delay=7
 """
 
 import collections
@@ -36,7 +42,7 @@ import commands
 import jax
 import numpy as np
 from jax.experimental import topologies
-from scheduled_hlo import Instruction, Window, entry, windows
+from scheduled_hlo import Instruction, Window, entry, outline, windows
 from tqdm import tqdm
 from variant import Parts, override
 
@@ -46,6 +52,7 @@ from decent_jax.ground.format import split_outside_brackets
 from decent_jax.train import ConfigError, default_config, xla
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
+from decent_jax.train.flight import Blocks
 from decent_jax.train.xla import memory_of
 
 ALGORITHMS = "all_reduce,one_peer_exp,hypercube,alternating_exp_ring,complete"
@@ -81,19 +88,26 @@ def main(arguments: list[str]) -> None:
         name: config_of(name, parsed, overrides)
         for name in split_outside_brackets(parsed.algorithms)
     }
-    rows = []
+    rows, flights = [], []
     with tempfile.TemporaryDirectory() as folder:
         cases = [(name, own) for name in configs for own in (False, True)]
         for name, own in tqdm(cases, desc="compiling", file=sys.stderr):
             row = {"algorithm": name, "options": "ours" if own else "XLA's"}
             text, facts = compiled(configs[name], folder, parsed.round, own)
-            rows.append(row | facts | facts_of(entry(text), facts))
+            if facts.pop("flies"):
+                flights.append(row | facts | {"outline": outline(entry(text))})
+            else:
+                rows.append(row | facts | facts_of(entry(text), facts))
             if parsed.hlo:
                 parsed.hlo.mkdir(parents=True, exist_ok=True)
                 (parsed.hlo / f"{name}-{'ours' if own else 'xla'}.txt").write_text(text)
-    print(table(rows))
+    if rows:
+        print(table(rows))
+    for row in flights:
+        memory = f"{row['memory'] / 1e9:.2f} GB"
+        print(f"{row['algorithm']}, options {row['options']}, {memory}: {row['outline']}")
     if parsed.json:
-        commands.write_rows(parsed.json, rows)
+        commands.write_rows(parsed.json, rows + flights)
 
 
 def config_of(name: str, parsed, overrides: list[str]):
@@ -145,6 +159,9 @@ def compiled(config, folder: str, round: int, own_options: bool):
         step = parts.step(config, placement)
     round = None if config.algorithm == "all_reduce" else round % parts.schedule.period
     t = jax.ShapeDtypeStruct((), np.int32, sharding=placement.replicated)
+    blocks = Blocks.of(config, parts.schedule, parts.tx)
+    flies = blocks.flies(round)
+    batch = (batch,) * blocks.delay if flies else batch
     program = step.lower(state, batch, t, round=round).compile()
     sizes = {
         "parameters": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.params)),
@@ -153,6 +170,7 @@ def compiled(config, folder: str, round: int, own_options: bool):
     memory = memory_of(program)
     return program.as_text(), {
         **{name: size // (n * k) for name, size in sizes.items()},  # on a GPU
+        "flies": flies,
         "memory": sum(memory),
         "temporary": memory.temporary,
     }

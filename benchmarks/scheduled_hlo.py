@@ -1,5 +1,6 @@
 """A program as XLA has scheduled it for a GPU: kernels and messages in order, and their bytes."""
 
+import itertools
 import math
 import re
 from typing import NamedTuple
@@ -61,6 +62,21 @@ def _largest(shape: str) -> int:
 
 def _elements(dims: str) -> int:
     return math.prod(int(n) for n in dims.split(",") if n)
+
+
+def outline(instructions: list[Instruction]) -> str:
+    """Messages and loops in the order in which they start and end, as ``2 all-gather-start, loop``.
+
+    A message that is not split into a start and an end is written without either.
+    """
+    kinds = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+    found = [
+        "loop" if one.opcode == "while" else one.opcode
+        for one in instructions
+        if one.opcode == "while" or one.opcode.startswith(kinds)
+    ]
+    runs = ((name, len(list(same))) for name, same in itertools.groupby(found))
+    return ", ".join(name if count == 1 else f"{count} {name}" for name, count in runs)
 
 
 class Window(NamedTuple):

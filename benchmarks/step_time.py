@@ -12,6 +12,12 @@ number is the median. Prints a table; ``--json`` also writes a line per algorith
 With ``--mbit``, the rate of a host's link, the last column is the time over its limit: for gossip
 max(compute, P / rate) with P the bytes that a replica sends; for all-reduce the larger of the two,
 out of reach for any method that begins with the gradients. Compute is the step of ``none``.
+
+Of a method whose messages travel beside several steps it measures blocks of ``mix_every`` steps, in
+ms per step; let ``--steps`` be a multiple of it:
+
+    python benchmarks/run_on_hosts.py benchmarks/step_time.py --algorithms none,one_peer_exp
+        --steps 16 --config.algorithm=noloco --config.mix_every=8 --config.noloco.delay=7
 """
 
 import statistics
@@ -29,6 +35,7 @@ from decent_jax.ground.format import split_outside_brackets
 from decent_jax.topology import NAMES
 from decent_jax.train import ConfigError, default_config
 from decent_jax.train import config as config_lib
+from decent_jax.train.flight import Blocks
 
 ALGORITHMS = "none,all_reduce,complete,ring,one_peer_exp,hypercube,alternating_exp_ring"
 
@@ -79,6 +86,11 @@ def config_of(algorithm: str, parsed, overrides: list[str]):
     return config
 
 
+def delay_of(config) -> int:
+    """Steps beside which a message travels."""
+    return config[config.algorithm].delay if config.algorithm in ("diloco", "noloco") else 0
+
+
 def communicates(name: str) -> bool:
     """Whether replicas exchange parameters."""
     return name not in ("none", "all_reduce")
@@ -90,8 +102,11 @@ def measure(configs, folder, parsed) -> dict[str, Variant]:
     with tqdm(total=total, disable=jax.process_index() > 0, file=sys.stderr) as bar:
         for name, config in configs.items():
             bar.set_description(f"compiling {name}")
-            period = config_lib.make_schedule(config).period
-            rounds = range(period) if communicates(name) else [None]
+            schedule, delay = config_lib.make_schedule(config), delay_of(config)
+            rounds = [None]
+            if communicates(name):
+                cycle = Blocks(schedule, config.mix_every, delay).cycle()
+                rounds = [r for r, _ in cycle] if delay else range(schedule.period)
             devices = cluster.choose_devices(config.num_replicas, config.mesh.devices)
             variants[name] = Variant(config, folder, rounds, devices)
             bar.update()

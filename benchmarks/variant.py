@@ -1,6 +1,7 @@
 """A config's compiled steps, to be timed in turn with others; for the benchmarks of this folder."""
 
 import contextlib
+import itertools
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from decent_jax.topology import Schedule
 from decent_jax.train import ConfigError, algorithm, flags
 from decent_jax.train import config as config_lib
 from decent_jax.train import step as step_lib
+from decent_jax.train.flight import Blocks
 
 
 class Parts(NamedTuple):
@@ -65,31 +67,38 @@ class Variant:
         self.state = step_lib.init_state(config, parts.task, parts.tx, placement)
         self.cost = algorithm.cost(config, self.schedule, self.state, config.local_size)
         self.batch = placement.put(parts.batch)
-        step = parts.step(config, placement)
-        self.steps, self.compile_s = [], []
+        step, blocks = parts.step(config, placement), Blocks.of(config, self.schedule, parts.tx)
+        self.steps, self.compile_s, self._given = [], [], []  # a program, its time, what it gets
         for r in rounds:
-            lowered = step.lower(self.state, self.batch, np.int32(0), round=r)
+            count, batch = 1, self.batch
+            if blocks.flies(r):
+                count, batch = blocks.delay, (self.batch,) * blocks.delay
+            lowered = step.lower(self.state, batch, np.int32(0), round=r)
             began = time.perf_counter()
             self.steps.append(lowered.compile())
+            self._given.append((count, batch))
             self.compile_s.append(time.perf_counter() - began)
         leaves = jax.tree.leaves(self.state.params)
         self.model_bytes = sum(x.nbytes for x in leaves) // config.num_replicas
         self.units = config.batch_size * parts.task.units_per_example  # a step, over all replicas
         self.seconds: list[float] = []
-        self.run(len(self.steps) + 1)
+        self.run(sum(count for count, _ in self._given) + 1)
         self.seconds.clear()
 
     def run(self, steps: int) -> None:
-        """Time this many steps, with the rounds in turn; ``seconds`` gets the mean."""
+        """Time so many steps or a few more, with the rounds in turn; ``seconds`` gets the mean."""
         jax.block_until_ready(self.state)
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("measure")
         began = time.perf_counter()
-        for t in range(steps):
-            step = self.steps[t % len(self.steps)]
-            self.state, metrics = step(self.state, self.batch, np.int32(t))
+        made, metrics = 0, None
+        programs = itertools.cycle(zip(self.steps, self._given, strict=True))
+        while made < steps:
+            program, (count, batch) = next(programs)
+            self.state, metrics = program(self.state, batch, np.int32(made))
+            made += count
         jax.block_until_ready((self.state, metrics))
-        self.seconds.append((time.perf_counter() - began) / steps)
+        self.seconds.append((time.perf_counter() - began) / made)
 
 
 def override(config, arguments: Sequence[str]) -> None:

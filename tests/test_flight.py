@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import small_runs
 import tiny
-from test_overlap import Layers
+from test_overlap import Layers, as_if
 
 from decent_jax import optim, replicas
 from decent_jax.train import algorithm
@@ -25,7 +25,8 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_flight_is_a_message_and_its_steps(name):
-    """The message is that of the parameters before; the steps know nothing of it."""
+    """The message is that of the parameters before; the steps know nothing of it. In one program,
+    and on CPU hosts in several."""
     method, schedule, every, numbers, changes = CASES[name]
     changes = {"schedule": schedule, "mix_every": every, method: numbers} | changes
     config = tiny.config("no data", algorithm=method, mesh={"devices": 4}, **changes)
@@ -33,7 +34,7 @@ def test_a_flight_is_a_message_and_its_steps(name):
     placement = replicas.place(4, jax.devices()[:4])
     tx = algorithm.transformation(config, schedule, lambda t: 0.01, None, placement.axis_name)
     assert isinstance(tx, optim.Delayed)
-    step = step_lib.make_step(config, task, tx, lambda t: 0.01 * t, schedule, placement)
+    step = step_lib.make_step(config, task, tx, rate, schedule, placement)
     state = step_lib.init_state(config, task, tx, placement)
     rng = np.random.default_rng(0)
     shape, delay, r = (4, 2, 32), numbers["delay"], schedule.period - 1
@@ -42,6 +43,7 @@ def test_a_flight_is_a_message_and_its_steps(name):
     def program(batch, round):
         return step.lower(state, batch, np.int32(0), round=round).compile()
 
+    start = jax.tree.map(jax.numpy.copy, state)
     alone, flight = program(batches[0], None), program(tuple(batches[1:]), r)
     state, _ = alone(state, batches[0], np.int32(0))
     copy = jax.tree.map(jax.numpy.copy, state)
@@ -59,8 +61,19 @@ def test_a_flight_is_a_message_and_its_steps(name):
     params, own = stacked(tx.arrive, *now, late, message)
     tiny_close(landed.params, params)
     tiny_close(landed.opt_state, state.opt_state._replace(own=own))
+    if name in ("mean", "nodes"):
+        with as_if(over_gloo=True):
+            hosts = step_lib.make_step(config, task, tx, rate, schedule, placement)
+            alone = hosts.lower(start, batches[0], np.int32(0), round=None).compile()
+            flight = hosts.lower(start, tuple(batches[1:]), np.int32(0), round=r).compile()
+        start, _ = alone(start, batches[0], np.int32(0))
+        tiny_close(flight(start, tuple(batches[1:]), np.int32(1)), (landed, metrics))
     spread = np.ptp(np.asarray(landed.model_state["mean"]))
     assert (spread < np.ptp(np.asarray(state.model_state["mean"]))) == task.mixes_state
+
+
+def rate(t):
+    return 0.01 * t
 
 
 def tiny_close(got, wanted):

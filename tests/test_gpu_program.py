@@ -67,6 +67,14 @@ def test_windows_of_messages(modules):
     ]
 
 
+def test_the_order_of_messages_and_loops(modules):
+    hlo, _ = modules
+    loop = "  %w = (f32[8]) while(%t), condition=%c, body=%b\n  %bdone"
+    assert hlo.outline(hlo.entry(PROGRAM.replace("  %bdone", loop))) == (
+        "2 collective-permute-start, loop, 2 collective-permute-done"
+    )
+
+
 @pytest.mark.parametrize(
     ("start", "done", "ratio", "wanted"),
     [
@@ -99,11 +107,14 @@ def test_messages_that_follow_each_other(modules):
     assert program.step_over_limit(times, found, 1.0) == pytest.approx(6 / 4)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
+needs_the_compiler = pytest.mark.skipif(
     not importlib.util.find_spec("jax_cuda12_plugin"),
     reason="XLA's compiler for GPUs is not here: pip install -e '.[cuda12]'",
 )
+
+
+@pytest.mark.slow
+@needs_the_compiler
 def test_on_gpus_messages_are_hidden_and_the_update_is_one_pass(tmp_path):
     small = "--config.model.layers=2 --config.model.width=1024 --config.model.heads=4 "
     small += "--config.model.vocab_size=2048 --config.model.context=64 --batch_size 8 "
@@ -118,3 +129,35 @@ def test_on_gpus_messages_are_hidden_and_the_update_is_one_pass(tmp_path):
     assert own["first"] == 0 and own["last"] < 0.1 and own["equal"] < 1.02
     assert own["of_parameters"] < 1.05 * own["least"]
     assert own["update_passes"] < 1.25
+
+
+@pytest.mark.slow
+@needs_the_compiler
+@pytest.mark.parametrize(
+    ("schedule", "flags", "wanted"),
+    [
+        (
+            "complete",
+            "--config.algorithm=diloco --config.diloco.delay=7",
+            (
+                "3 collective-permute-start, loop, 3 collective-permute-done",
+                "all-gather-start, loop, all-gather-done",
+            ),
+        ),
+        (
+            "one_peer_exp",
+            "--config.algorithm=noloco --config.noloco.delay=7",
+            ("collective-permute-start, loop", "loop, collective-permute-done"),
+        ),
+    ],
+)
+def test_on_gpus_a_message_travels_beside_a_loop_of_steps(schedule, flags, wanted, tmp_path):
+    small = "--config.model.layers=1 --config.model.width=128 --config.model.heads=2 "
+    small += "--config.model.vocab_size=256 --config.model.context=32 --batch_size 4 "
+    small += f"--config.model.attention=xla --config.mix_every=8 {flags}"
+    command = [sys.executable, BENCHMARKS / "gpu_program.py", "--algorithms", schedule]
+    command += [*small.split(), "--json", tmp_path / "rows"]
+    subprocess.run(command, check=True, capture_output=True, timeout=500)
+    _, own = map(json.loads, (tmp_path / "rows").read_text().splitlines())
+    for part in wanted:
+        assert part in own["outline"], own["outline"]

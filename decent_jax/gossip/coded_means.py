@@ -81,10 +81,7 @@ def coded_means(
         return codec.decode(parts, jnp.zeros(shape, vector.dtype))
 
     sent = coded(chunks, 0)
-    arrived = jax.tree.map(groups.to_owners, sent)
-    if between is not None:
-        arrived, _ = jax.lax.optimization_barrier((arrived, between))
-    shares = decoded(arrived)
+    shares = decoded(jax.tree.map(lambda x: groups.to_owners(x, between), sent))
     count = jnp.full(len(shares), g, vector.dtype)
     if finite is not None:
         count = groups.totals(finite.astype(vector.dtype))

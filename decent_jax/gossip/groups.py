@@ -158,12 +158,14 @@ class Groups:
         whole = gather(parts[0], self.axis.device_axis, axis_index_groups=members, tiled=True)
         return whole[: math.prod(shape)].reshape(shape)
 
-    def to_owners(self, chunks: jax.Array) -> jax.Array:
+    def to_owners(self, chunks: jax.Array, between: Any = None) -> jax.Array:
         """(block, size, ...), a chunk for each member, to (parts, size, chunks owned here, ...).
 
         The owner of a group's k-th chunk is its k-th member; the second axis is the senders'. These
         are permutes by 1 to devices - 1 places, which XLA hides where it awaits an all-to-all at
-        once (jaxlib 0.12, beside a loop), and which jax has for groups under `jax.vmap`.
+        once (jaxlib 0.12, beside a loop), and which jax has for groups under `jax.vmap`. With
+        ``between`` nothing is made of what arrives before these arrays are there: XLA waits for a
+        message before a loop if anything can be computed of it.
         """
         here, c = min(self.size, self.axis.block), self.devices
         if c == 1:
@@ -175,6 +177,8 @@ class Groups:
             pairs = [(m[k], m[(k + shift) % c]) for m in self.members(chunks) for k in range(c)]
             sent = for_device[(me + shift) % c]
             by_shift.append(jax.lax.ppermute(sent, self.axis.device_axis, pairs))
+        if between is not None:
+            by_shift, _ = jax.lax.optimization_barrier((by_shift, between))
         by_sender = jnp.stack(by_shift)[(me - jnp.arange(c)) % c]
         return by_sender.reshape(1, self.size, *by_sender.shape[2:])
 

@@ -88,6 +88,10 @@ class Flight(NamedTuple):
         departed = Departed(state.params, old.own, old.count)
         return state._replace(opt_state=old._replace(own=light)), departed
 
+    def rejoined(self, own: Any, departed: Departed) -> Any:
+        """The method's own state with what `leave` took away."""
+        return own._replace(**{name: getattr(departed.own, name) for name in self.tx.resting})
+
     def message(self, departed: Departed, rnd: int, after: Any = None) -> Any:
         """Sends and receives; see `decent_jax.optim.Delayed`."""
 
@@ -102,8 +106,7 @@ class Flight(NamedTuple):
 
         def of_replica(state, departed, message):
             opt_state = state.opt_state
-            at_rest = {name: getattr(departed.own, name) for name in self.tx.resting}
-            own = opt_state.own._replace(**at_rest)
+            own = self.rejoined(opt_state.own, departed)
             params, own = self.tx.arrive(state.params, own, departed.late, message, rnd)
             model_state = state.model_state
             if self.mixes_state:

@@ -5,7 +5,7 @@ them at the top of the step (`decent_jax.train.xla`). On CPUs XLA waits for each
 it sends it, and runs the programs of one thread one after the other, so a step takes the time of
 the gradient plus that of the messages. Here a step is three programs instead:
 
-- ``begin`` computes the gradient, in a second thread;
+- ``begin`` computes the gradient, on each device by itself (`decent_jax.train.alone`);
 - ``mix`` sends and receives the messages meanwhile;
 - ``finish`` makes the update where the messages have come to.
 """
@@ -13,7 +13,6 @@ the gradient plus that of the messages. Here a step is three programs instead:
 import math
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,8 +21,9 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from decent_jax.gossip import permute
-from decent_jax.optim import EarlyMixing
+from decent_jax.optim import Delayed, EarlyMixing
 from decent_jax.replicas import Placement
+from decent_jax.train.alone import Alone, AloneProgram
 from decent_jax.train.traffic import Times
 
 
@@ -32,7 +32,7 @@ def needed(tx: Any, placement: Placement) -> bool:
 
     Not for replicas of several devices, whose gradients communicate too.
     """
-    return permute.over_gloo() and isinstance(tx, EarlyMixing) and placement.fsdp == 1
+    return permute.over_gloo() and isinstance(tx, EarlyMixing | Delayed) and placement.fsdp == 1
 
 
 class Functions(NamedTuple):
@@ -56,7 +56,6 @@ class Step:
 
     def __init__(self, whole: Any, functions: Functions, placement: Placement, options: dict):
         self._whole, self._placement = whole, placement
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="gradient")
         self._compiled = {}  # rounds share ``begin``, shapes of a batch the other two
         rows = P("replica")
 
@@ -68,11 +67,6 @@ class Step:
             run = placement.per_replica(lambda x, count: functions.tx.mix(x, count, round))
             return on_devices(run, rows, rows)(params, count)
 
-        @partial(jax.jit, compiler_options=options)
-        def begin(params, model_state, batch, t):
-            run = on_devices(functions.gradients, rows, rows, rows, P())
-            return run(params, model_state, batch, t)
-
         @partial(
             jax.jit, static_argnames="round", donate_argnums=(0, 1, 2), compiler_options=options
         )
@@ -80,7 +74,9 @@ class Step:
             run = placement.per_replica(partial(functions.finish, rnd=round))
             return functions.with_rate(on_devices(run, rows, rows, rows)(state, found, mixed), t)
 
-        self._programs = {"mix": mix, "begin": begin, "finish": finish}
+        self._begin = Alone(functions.gradients, 3, placement, options)
+        self._programs = {"mix": mix, "finish": finish}
+        self._gradients = on_devices(functions.gradients, rows, rows, rows, P())
 
     def lower(self, state: Any, batch: Any, t: Any, *, round: int | None) -> Any:
         """As of `jax.jit`; compiled are only the programs that another call has not compiled."""
@@ -94,63 +90,64 @@ class Step:
         def lower(name):
             if name == "mix":
                 return programs[name].lower(state.params, state.opt_state.count, round=round)
-            begin = state.params, state.model_state, batch, t
-            if name == "begin":
-                return programs[name].lower(*begin)
             found = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._placement.stacked),
-                jax.eval_shape(programs["begin"], *begin),
+                jax.eval_shape(self._gradients, state.params, state.model_state, batch, t),
             )
             old = state._replace(model_state=None)
             return programs[name].lower(old, found, state.params, t, round=round)
 
         shapes = tuple(x.shape for x in jax.tree.leaves(batch))
         keys = {"mix": round, "begin": shapes, "finish": round}
-        for key in keys.items():
-            if key not in compiled:
-                compiled[key] = lower(key[0]).compile()
+        for name, key in keys.items():
+            if (name, key) not in compiled and name == "begin":
+                new = self._begin.compile(state.params, state.model_state, batch)
+                compiled[name, key] = new
+            elif (name, key) not in compiled:
+                compiled[name, key] = lower(name).compile()
         held = sum(
             math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
             for x in jax.tree.leaves((state, batch))
         )
-        return Program(self._thread, held, *(compiled[key] for key in keys.items()))
+        return Program(held, *(compiled[key] for key in keys.items()))
 
 
 class Program(NamedTuple):
     """A compiled step of one round; called, and asked for its memory, like jax's own."""
 
-    thread: ThreadPoolExecutor
     held: int  # bytes of the state and a batch on one device
     mix: Any
-    begin: Any
+    begin: AloneProgram
     finish: Any
 
     def __call__(self, state: Any, batch: Any, t: Any) -> tuple[Any, Any]:
         # The main thread starts all programs that communicate: XLA executes what one thread starts
         # in that order, so each finds its counterpart in the other processes.
-        found = self.thread.submit(self.begin, state.params, state.model_state, batch, t)
+        given = state.params, state.model_state, batch
+        found = self.begin.begin(lambda program, *own: program(*own, t), *given)
         mixed = self.mix(state.params, state.opt_state.count)
-        return self.finish(state._replace(model_state=None), found.result(), mixed, t)
+        return self.finish(state._replace(model_state=None), found(), mixed, t)
 
     def timed(self, state: Any, batch: Any, t: Any) -> tuple[tuple[Any, Any], Times]:
         """The same, and how long its halves took; it waits for both."""
         jax.block_until_ready((state, batch))
-        began = time.perf_counter()
+        began, ends = time.perf_counter(), []
 
-        def gradient():
-            found = self.begin(state.params, state.model_state, batch, t)
-            return jax.block_until_ready(found), time.perf_counter() - began
+        def gradient(program, *own):
+            found = jax.block_until_ready(program(*own, t))
+            ends.append(time.perf_counter() - began)
+            return found
 
-        coming = self.thread.submit(gradient)
+        coming = self.begin.begin(gradient, state.params, state.model_state, batch)
         mixed = jax.block_until_ready(self.mix(state.params, state.opt_state.count))
         message_s = time.perf_counter() - began
-        found, gradient_s = coming.result()
+        found = coming()
         made = self.finish(state._replace(model_state=None), found, mixed, t)
-        return made, Times(gradient_s, message_s)
+        return made, Times(max(ends), message_s)
 
     def memory_analysis(self) -> SimpleNamespace:
         """Bytes on one device, under the names that jax's own analysis has for them."""
-        mix, begin, finish = (part.memory_analysis() for part in self[2:])
+        mix, begin, finish = (part.memory_analysis() for part in self[1:])
         new = [x.output_size_in_bytes - x.alias_size_in_bytes for x in (mix, begin, finish)]
         first = mix.temp_size_in_bytes + begin.temp_size_in_bytes
         last = new[2] + finish.temp_size_in_bytes

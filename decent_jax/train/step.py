@@ -19,6 +19,7 @@ from decent_jax.tasks import Task
 from decent_jax.topology import Schedule
 from decent_jax.train import overlap, xla
 from decent_jax.train.flight import Flight
+from decent_jax.train.flight_on_hosts import FlightStep
 
 
 class TrainState(NamedTuple):
@@ -156,7 +157,7 @@ def make_step(
     A peer, which is one of several replicas, gives (2,): the step, and which replica it is; then
     its random numbers are that replica's.
     Metrics are per replica, (n,): ``loss``, ``grad_norm``, ``skipped``, ``failing``; and
-    ``learning_rate``, (). Where `overlap.needed` it is an `overlap.Step`.
+    ``learning_rate``, (). Where `overlap.needed` it is an `overlap.Step`, or a `FlightStep`.
 
     With a `decent_jax.optim.Delayed` a round takes the ``tx.delay`` steps from t on, a tuple of
     their batches, and gives a list of their metrics (`decent_jax.train.flight`).
@@ -193,10 +194,13 @@ def make_step(
             model_state = gossip.mix(model_state, schedule, rnd, placement.axis_name)
         return TrainState(params, model_state, opt_state), metrics
 
+    def flight(tx):
+        return Flight(tx, schedule, placement, task.mixes_state)
+
     def on_device(state, batch, t, *, rnd):
         if rnd is not None and isinstance(tx, optim.Delayed):
-            flight = Flight(tx, schedule, placement, task.mixes_state)
-            return flight.in_one_program(state, batch, t, rnd, partial(on_device, rnd=None))
+            alone = partial(on_device, rnd=None)
+            return flight(tx).in_one_program(state, batch, t, rnd, alone)
         found = gradients(state.params, state.model_state, batch, t)
         return placement.per_replica(partial(finish, rnd=rnd))(state, found)
 
@@ -220,6 +224,8 @@ def make_step(
 
     if not overlap.needed(tx, placement):
         return step
+    if isinstance(tx, optim.Delayed):
+        return FlightStep(flight(tx), partial(on_device, rnd=None), rate, options)
     assert isinstance(tx, optim.EarlyMixing)
     functions = overlap.Functions(tx, gradients, finish, with_rate)
     return overlap.Step(step, functions, placement, options)
