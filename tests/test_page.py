@@ -17,6 +17,7 @@ from decent_jax.ground.json_files import write_json_atomic
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), ""
 )
+CONFIG = {"num_replicas": 2, "model": {"preset": "</script>"}}
 ALONE = {"link", "meta", "br", "img", "input"}  # tags of HTML that nothing closes
 
 
@@ -51,9 +52,9 @@ class Page(html.parser.HTMLParser):
 
 @pytest.fixture
 def run(tmp_path):
-    """Two replicas, one of which learns less; in a folder whose name is no HTML."""
+    """Two replicas, one of which learns less; with names that are no HTML."""
     each = {f"replicas/{k}/loss": lambda s, k=k: 2.0 + k + 8 / s for k in range(2)}
-    folder = make_run(tmp_path / "<run> & co", config={"num_replicas": 2}, **each)
+    folder = make_run(tmp_path / "<run> & co", config=CONFIG, **each)
     spent = {"steps": 60.0, "compiling": 30.0, "start": 10.0}
     spent = dict.fromkeys(("steps", *account.CAUSES), 0.0) | spent
     write_json_atomic(folder / account.FILE, {"seconds": spent, "date": 9.0, "ended": False})
@@ -68,7 +69,7 @@ def test_the_page_of_a_run(run, capsys):
     page = Page(run / "report.html")
     text = (run / "report.html").read_text().replace("http://www.w3.org/2000/svg", "")
     assert not page.addresses and "http" not in text  # nothing is loaded from elsewhere
-    assert page.said("h1") == ["<run> & co: gossip, ring, 2 replicas"]
+    assert page.said("h1") == ["<run> & co: </script>, gossip, ring, 2 replicas"]
     titles = page.said("h3")
     assert len(page.charts) == len(titles) == 5 and "replica" in titles[-1]
     loss, _, consensus, speed, replicas = page.charts
