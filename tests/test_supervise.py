@@ -15,7 +15,7 @@ import psutil
 import pytest
 import tiny
 from refusals import refused
-from several import by_output, free_port, until, wait_for_rows
+from several import by_output, free_port, lives, until, wait_for_rows
 
 from decent_jax import topology
 from decent_jax.cluster.supervise import Member, Supervisor, verdict
@@ -413,6 +413,7 @@ def test_a_host_is_lost_with_its_memory_and_a_spare_one_takes_its_place(
     wait_for_rows([process], workdir, 5)
     lost = by_output(process)[workdir / "process-1.log"]
     lost.parent().kill()
+    until(lambda: not lives(lost), process)  # it may be writing a copy
     memory = Path("/dev/shm", f"decent_jax-{os.getuid()}", copies.folder_of(workdir).parent.name)
     shutil.rmtree(memory / "b")
     assert process.wait(timeout=300) == 0, process.words.read_text()[-3000:]
