@@ -137,9 +137,12 @@ def watched(
         starts = words.read_text().count("processes start")
         if kills and "again_s" not in kills[-1] and starts > kills[-1]["starts"]:
             resumed = re.findall(r"resuming after step (\d+)", words.read_text())
-            if step != kills[-1]["step"] and len(resumed) >= starts - 1:
-                kills[-1]["again_s"] = round(now - kills[-1]["at"], 2)
-                kills[-1]["lost"] = max(0, kills[-1]["step"] - int(resumed[-1]))
+            if len(resumed) >= starts - 1:
+                after = int(resumed[-1])
+                kills[-1]["back"] = kills[-1].get("back", False) or step <= after
+                if kills[-1]["back"] and step > after:  # not a row that is about to go
+                    kills[-1]["again_s"] = round(now - kills[-1]["at"], 2)
+                    kills[-1]["lost"] = max(0, kills[-1]["step"] - after)
         if now > next_at and kill(arm, workdir, draw):
             kills.append({"at": now, "step": rows_of(workdir)[-1], "starts": starts})
             next_at += every
