@@ -334,6 +334,7 @@ def test_what_a_run_leaves_behind(tmp_path, tiny_data, capsys):
         *("train/learning_rate", "train/skipped_updates"),
         *("train/consensus_distance", "train/consensus_distance_relative"),
         *("perf/step_time_s", "perf/tokens_per_s", "perf/data_wait_s", "perf/wall_time_s"),
+        *(f"replicas/{k}/loss" for k in range(4)),
         "goodput",
     }
     distances = {"eval/consensus_distance", "eval/consensus_distance_relative"}
