@@ -70,7 +70,7 @@ def test_rounded_activations_give_nearly_the_same_gradient(tiny_data, tmp_path):
     def parameters(stages, wire):
         model = {"layers": 2, "dropout": 0.0}
         config = config_of(tiny_data, stages, 2, algorithm="decentralized_sgd", model=model)
-        config.update(num_replicas=1, mix_every=100)
+        config.update(num_replicas=1, mix_every=config.steps)
         config.optimizer.update(momentum=0.0, weight_decay=0.0, clip_norm=0.0)
         config.pipeline.wire = wire
         with Threads(config, tmp_path) as threads:
