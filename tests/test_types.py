@@ -7,8 +7,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ("topology", "gossip", "replicas", "optim")
-# A named tuple of optax, which says so only to itself.
+# Named tuples of optax, which says so only to itself.
 OF_OTHERS = {"decent_jax.optim.EarlyMixing", "decent_jax.optim.frame.EarlyMixing"}
+OF_OTHERS |= {"decent_jax.optim.Delayed", "decent_jax.optim.frame.Delayed"}
 
 
 def test_every_public_name_of_the_core_has_known_types():
