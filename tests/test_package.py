@@ -56,6 +56,15 @@ def test_a_reader_of_the_output_that_leaves_is_no_error(monkeypatch):
     assert end.value.code == 141
 
 
+def test_a_command_leaves_a_reader_that_left_to_the_entry_point():
+    @command_line.command("any")
+    def main():
+        raise BrokenPipeError(32, "Broken pipe")
+
+    with pytest.raises(BrokenPipeError):
+        main()
+
+
 def test_the_wheel_has_every_package():
     found = {".".join(path.parent.relative_to(ROOT).parts) for path in PACKAGE.rglob("__init__.py")}
     listed = PYPROJECT["tool"]["setuptools"]["packages"]

@@ -52,6 +52,8 @@ def command(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
         def called(*arguments: Any, **options: Any) -> int:
             try:
                 return main(*arguments, **options)
+            except BrokenPipeError:  # the reader has seen enough; see `console`
+                raise
             except (ValueError, RunError, Unavailable, OSError) as error:
                 print(f"decent-jax {name}: {ConfigError(error)}", file=sys.stderr)
                 return 2
