@@ -66,6 +66,7 @@ def test_a_flight_is_a_message_and_its_steps(name):
             hosts = step_lib.make_step(config, task, tx, rate, schedule, placement)
             alone = hosts.lower(start, batches[0], np.int32(0), round=None).compile()
             flight = hosts.lower(start, tuple(batches[1:]), np.int32(0), round=r).compile()
+        assert alone.steps is flight.steps  # compiled once
         start, _ = alone(start, batches[0], np.int32(0))
         tiny_close(flight(start, tuple(batches[1:]), np.int32(1)), (landed, metrics))
     spread = np.ptp(np.asarray(landed.model_state["mean"]))

@@ -39,6 +39,7 @@ class Alone:
     ):
         self._placement = placement
         self._parts, self._functions, self._threads = [], [], []
+        self._compiled: dict[tuple, AloneProgram] = {}  # by shapes and dtypes
         for k, device in enumerate(placement.mesh.devices.flat):
             if device.process_index != jax.process_index():
                 continue
@@ -49,7 +50,13 @@ class Alone:
             self._threads.append(ThreadPoolExecutor(1, thread_name_prefix="alone"))
 
     def compile(self, *trees: Any) -> "AloneProgram":
-        """For stacked trees like these."""
+        """For stacked trees like these; the same one for all that are alike."""
+        key = tuple((x.shape, x.dtype) for x in jax.tree.leaves(trees))
+        if key not in self._compiled:
+            self._compiled[key] = self._program(trees)
+        return self._compiled[key]
+
+    def _program(self, trees: Any) -> "AloneProgram":
         t = np.zeros(2, np.int32)
 
         def compiled(k):

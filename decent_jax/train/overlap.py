@@ -56,7 +56,7 @@ class Step:
 
     def __init__(self, whole: Any, functions: Functions, placement: Placement, options: dict):
         self._whole, self._placement = whole, placement
-        self._compiled = {}  # rounds share ``begin``, shapes of a batch the other two
+        self._compiled = {}  # by name and round; shapes of a batch share these
         rows = P("replica")
 
         def on_devices(body, *in_specs):
@@ -97,19 +97,15 @@ class Step:
             old = state._replace(model_state=None)
             return programs[name].lower(old, found, state.params, t, round=round)
 
-        shapes = tuple(x.shape for x in jax.tree.leaves(batch))
-        keys = {"mix": round, "begin": shapes, "finish": round}
-        for name, key in keys.items():
-            if (name, key) not in compiled and name == "begin":
-                new = self._begin.compile(state.params, state.model_state, batch)
-                compiled[name, key] = new
-            elif (name, key) not in compiled:
-                compiled[name, key] = lower(name).compile()
+        for name in programs:
+            if (name, round) not in compiled:
+                compiled[name, round] = lower(name).compile()
+        begin = self._begin.compile(state.params, state.model_state, batch)
         held = sum(
             math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
             for x in jax.tree.leaves((state, batch))
         )
-        return Program(held, *(compiled[key] for key in keys.items()))
+        return Program(held, compiled["mix", round], begin, compiled["finish", round])
 
 
 class Program(NamedTuple):
