@@ -12,6 +12,7 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
+from test_overlap import as_if
 
 from decent_jax.cluster import rendezvous
 from decent_jax.cluster.supervise import PLACE
@@ -131,6 +132,34 @@ def test_a_supervised_process_neither_traces_nor_compiles_what_the_one_before_ha
     tiny.run(config, tmp_path / "run")
     assert numbers(tmp_path / "run") == numbers(tmp_path / "undisturbed")
     assert not list(memory.glob("*/*/*/*.program"))
+
+
+# By algorithm: changes, and programs: two gradients or steps, and two for each of the two rounds.
+OVERLAPPED = {
+    "accum_adam": ({"schedule": "one_peer_exp"}, 6),
+    "noloco": ({"schedule": "one_peer_exp", "mix_every": 3, "noloco": {"delay": 2}}, 6),
+}
+
+
+@pytest.mark.parametrize("algorithm", OVERLAPPED)
+def test_the_programs_of_an_overlapped_step_are_kept_one_by_one(
+    algorithm, tmp_path, memory, supervised
+):
+    changes, count = OVERLAPPED[algorithm]
+    config = configured(algorithm=algorithm, mesh={"devices": 2}, **changes)
+
+    def written():
+        return {path.name: path.stat().st_mtime_ns for path in memory.glob("*/*/*/*.program")}
+
+    with as_if(over_gloo=True):
+        tiny.run(config, tmp_path / "undisturbed")
+        die(config, tmp_path / "run", steps=6)
+        first = written()
+        die(config, tmp_path / "run", steps=2)
+        assert written() == first
+        tiny.run(config, tmp_path / "run")
+    assert len(first) == count
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "undisturbed")
 
 
 def test_programs_of_another_supervisor_or_damaged_ones_are_compiled_again(

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from decent_jax import replicas
 from decent_jax.replicas import Placement
+from decent_jax.train.kept_programs import NOWHERE, KeptPrograms
 
 
 class Alone:
@@ -27,6 +28,7 @@ class Alone:
       placement: where the replicas live.
       options: XLA's.
       donate: the trees that are donated.
+      kept: has its programs.
     """
 
     def __init__(
@@ -36,8 +38,9 @@ class Alone:
         placement: Placement,
         options: dict[str, Any],
         donate: tuple[int, ...] = (),
+        kept: KeptPrograms = NOWHERE,
     ):
-        self._placement = placement
+        self._placement, self._kept = placement, kept
         self._parts, self._functions, self._threads = [], [], []
         self._compiled: dict[tuple, AloneProgram] = {}  # by shapes and dtypes
         for k, device in enumerate(placement.mesh.devices.flat):
@@ -53,20 +56,24 @@ class Alone:
         """For stacked trees like these; the same one for all that are alike."""
         key = tuple((x.shape, x.dtype) for x in jax.tree.leaves(trees))
         if key not in self._compiled:
-            self._compiled[key] = self._program(trees)
+            self._compiled[key] = self._program(trees, str(key))
         return self._compiled[key]
 
-    def _program(self, trees: Any) -> "AloneProgram":
+    def _program(self, trees: Any, name: str) -> "AloneProgram":
         t = np.zeros(2, np.int32)
 
         def compiled(k):
-            part, _ = self._parts[k]
+            part, first = self._parts[k]
 
             def like(x):
                 shape = (self._placement.block, *x.shape[1:])
                 return jax.ShapeDtypeStruct(shape, x.dtype, sharding=part.stacked)
 
-            return self._functions[k].lower(*jax.tree.map(like, trees), t).compile()
+            def compile_it():
+                return self._functions[k].lower(*jax.tree.map(like, trees), t).compile()
+
+            devices = list(part.mesh.devices.flat)
+            return self._kept.get(f"alone {first} {name}", compile_it, devices)
 
         coming = [thread.submit(compiled, k) for k, thread in enumerate(self._threads)]
         firsts = [first for _, first in self._parts]

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from decent_jax.train.alone import Alone, AloneProgram
 from decent_jax.train.flight import Flight
+from decent_jax.train.kept_programs import NOWHERE, KeptPrograms
 
 
 class FlightStep:
@@ -25,6 +26,7 @@ class FlightStep:
       step: code for one device, ``(state, batch, t) -> (state, metrics)``, without a round.
       rate: the learning rate of a step.
       options: XLA's.
+      kept: has the programs.
     """
 
     def __init__(
@@ -33,9 +35,10 @@ class FlightStep:
         step: Callable[..., Any],
         rate: Callable[[jax.Array], Any],
         options: dict[str, Any],
+        kept: KeptPrograms = NOWHERE,
     ):
         self._flight, placement = flight, flight.placement
-        self._steps = Alone(step, 2, placement, options, donate=(0,))
+        self._steps = Alone(step, 2, placement, options, donate=(0,), kept=kept)
         rows = P("replica")
 
         @partial(jax.jit, out_shardings=placement.replicated)
@@ -43,7 +46,7 @@ class FlightStep:
             return jnp.asarray(rate(t), jnp.float32)
 
         @jax.jit
-        def kept(tree):
+        def copied(tree):
             return jax.tree.map(jnp.copy, tree)
 
         @partial(jax.jit, static_argnames="round")
@@ -57,7 +60,8 @@ class FlightStep:
             new = placement.on_devices(body, (rows,) * 3, rows)(state, departed, message)
             return placement.place_all(new)
 
-        self._rates, self._kept, self._message, self._land = rates, kept, message, land
+        self._rates, self._copied, self._message, self._land = rates, copied, message, land
+        self._kept = kept
 
     def lower(self, state: Any, batch: Any, t: Any, *, round: int | None) -> Any:
         """As of `jax.jit`; with a round ``batch`` is a tuple of them."""
@@ -75,20 +79,25 @@ class FlightStep:
                 return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=stacked)
 
             light, departed = jax.tree.map(like, (light, departed))
-            lowered = self._message.lower(departed, round=round)
-            found = jax.tree.map(
-                like, jax.eval_shape(partial(self._message, round=round), departed)
-            )
-            message = lowered.compile()
-            land = self._land.lower(light, departed, found, round=round).compile()
-        return FlightProgram(self._flight, self._kept, self._rates, steps, message, land)
+
+            def compiled_message():
+                return self._message.lower(departed, round=round).compile()
+
+            def compiled_land():
+                sent = partial(self._message, round=round)
+                found = jax.tree.map(like, jax.eval_shape(sent, departed))
+                return self._land.lower(light, departed, found, round=round).compile()
+
+            message = self._kept.get(f"message {round}", compiled_message)
+            land = self._kept.get(f"land {round}", compiled_land)
+        return FlightProgram(self._flight, self._copied, self._rates, steps, message, land)
 
 
 class FlightProgram(NamedTuple):
     """The compiled steps of a flight, or a step without a round where there is no message."""
 
     flight: Flight
-    kept: Callable[[Any], Any]
+    copied: Callable[[Any], Any]
     rates: Callable[[Any], jax.Array]
     steps: AloneProgram
     message: Any
@@ -100,7 +109,7 @@ class FlightProgram(NamedTuple):
         arrives = None
         if self.message is not None:  # of copies, since the steps write over what they get
             moving = light.opt_state.own
-            late, count, moving = self.kept((departed.late, departed.count, moving))
+            late, count, moving = self.copied((departed.late, departed.count, moving))
             departed = departed._replace(
                 late=late, count=count, own=self.flight.rejoined(moving, departed)
             )

@@ -24,7 +24,6 @@ from decent_jax.cluster import rendezvous
 from decent_jax.cluster.supervise import PLACE
 from decent_jax.ground.json_files import flat
 from decent_jax.replicas import Placement
-from decent_jax.train.copies import Copies
 
 
 class KeptPrograms:
@@ -41,12 +40,15 @@ class KeptPrograms:
     ):
         self._folder, self._owner, self._devices = folder, owner, devices
 
-    def get(self, name: str, compiled: Callable[[], Any]) -> Any:
+    def get(
+        self, name: str, compiled: Callable[[], Any], devices: Sequence[Any] | None = None
+    ) -> Any:
         """The program of this name, a `jax.stages.Compiled`.
 
         Args:
           name: says all in which programs of one owner differ.
           compiled: makes it, where it is not kept.
+          devices: on which it runs; None: all of them.
         """
         if self._folder is None:
             return compiled()
@@ -54,14 +56,16 @@ class KeptPrograms:
         path = self._folder / f"{number}.program"
         with contextlib.suppress(Exception):  # none, or one that cannot be read
             return serialize_executable.deserialize_and_load(
-                *pickle.loads(path.read_bytes()), execution_devices=self._devices
+                *pickle.loads(path.read_bytes()), execution_devices=devices or self._devices
             )
         program = compiled()
         draft = path.with_name(f".{number}.draft")
         try:
             draft.write_bytes(pickle.dumps(serialize_executable.serialize(program)))
             draft.rename(path)
-        except Exception:  # it calls Python, or the memory is full: the next process compiles it
+        except Exception:
+            # It calls Python, is made of others, which are kept, or the memory is full: then the
+            # next process compiles it.
             draft.unlink(missing_ok=True)
         return program
 
@@ -69,14 +73,14 @@ class KeptPrograms:
 NOWHERE = KeptPrograms()
 
 
-def kept_programs(config: ConfigDict, copies: Copies | None, placement: Placement) -> KeptPrograms:
-    """Those of this process, where a supervisor may start it again.
+def kept_programs(config: ConfigDict, folder: Path | None, placement: Placement) -> KeptPrograms:
+    """Those of this process, where it has copies in a folder and a supervisor may start it again.
 
     They are of one config, one number of processes and one supervisor, which all have the secret of
     the run in common: after a change of the code, somebody starts another one.
     """
-    if copies is None or PLACE not in os.environ or rendezvous.SECRET not in os.environ:
+    if folder is None or PLACE not in os.environ or rendezvous.SECRET not in os.environ:
         return NOWHERE
     owner = [os.environ[rendezvous.SECRET], jax.process_index(), jax.process_count()]
     words = json.dumps([*owner, flat(config.to_dict())], default=str)
-    return KeptPrograms(copies.folder, words, list(placement.mesh.devices.flat))
+    return KeptPrograms(folder, words, list(placement.mesh.devices.flat))

@@ -24,6 +24,7 @@ from decent_jax.gossip import permute
 from decent_jax.optim import Delayed, EarlyMixing
 from decent_jax.replicas import Placement
 from decent_jax.train.alone import Alone, AloneProgram
+from decent_jax.train.kept_programs import NOWHERE, KeptPrograms
 from decent_jax.train.traffic import Times
 
 
@@ -52,10 +53,18 @@ class Step:
       functions: those that ``whole`` is made of.
       placement: where the replicas live.
       options: XLA's, for all three programs.
+      kept: has them.
     """
 
-    def __init__(self, whole: Any, functions: Functions, placement: Placement, options: dict):
-        self._whole, self._placement = whole, placement
+    def __init__(
+        self,
+        whole: Any,
+        functions: Functions,
+        placement: Placement,
+        options: dict,
+        kept: KeptPrograms = NOWHERE,
+    ):
+        self._whole, self._placement, self._kept = whole, placement, kept
         self._compiled = {}  # by name and round; shapes of a batch share these
         rows = P("replica")
 
@@ -74,7 +83,7 @@ class Step:
             run = placement.per_replica(partial(functions.finish, rnd=round))
             return functions.with_rate(on_devices(run, rows, rows, rows)(state, found, mixed), t)
 
-        self._begin = Alone(functions.gradients, 3, placement, options)
+        self._begin = Alone(functions.gradients, 3, placement, options, kept=kept)
         self._programs = {"mix": mix, "finish": finish}
         self._gradients = on_devices(functions.gradients, rows, rows, rows, P())
 
@@ -87,7 +96,7 @@ class Step:
     def _compile(self, state, batch, t, round) -> "Program":
         programs, compiled = self._programs, self._compiled
 
-        def lower(name):
+        def lowered(name):
             if name == "mix":
                 return programs[name].lower(state.params, state.opt_state.count, round=round)
             found = jax.tree.map(
@@ -99,7 +108,9 @@ class Step:
 
         for name in programs:
             if (name, round) not in compiled:
-                compiled[name, round] = lower(name).compile()
+                compiled[name, round] = self._kept.get(
+                    f"{name} {round}", lambda name=name: lowered(name).compile()
+                )
         begin = self._begin.compile(state.params, state.model_state, batch)
         held = sum(
             math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize

@@ -20,6 +20,7 @@ from decent_jax.topology import Schedule
 from decent_jax.train import overlap, xla
 from decent_jax.train.flight import Flight
 from decent_jax.train.flight_on_hosts import FlightStep
+from decent_jax.train.kept_programs import NOWHERE, KeptPrograms
 
 
 class TrainState(NamedTuple):
@@ -150,6 +151,7 @@ def make_step(
     rate: optax.Schedule,
     schedule: Schedule,
     placement: Placement,
+    kept: KeptPrograms = NOWHERE,
 ) -> Any:
     """``step(state, batch, t, round=r) -> (state, metrics)``, jitted, with a static round.
 
@@ -157,7 +159,8 @@ def make_step(
     A peer, which is one of several replicas, gives (2,): the step, and which replica it is; then
     its random numbers are that replica's.
     Metrics are per replica, (n,): ``loss``, ``grad_norm``, ``skipped``, ``failing``; and
-    ``learning_rate``, (). Where `overlap.needed` it is an `overlap.Step`, or a `FlightStep`.
+    ``learning_rate``, (). Where `overlap.needed` it is an `overlap.Step`, or a `FlightStep`, whose
+    programs are ``kept``.
 
     With a `decent_jax.optim.Delayed` a round takes the ``tx.delay`` steps from t on, a tuple of
     their batches, and gives a list of their metrics (`decent_jax.train.flight`).
@@ -225,7 +228,7 @@ def make_step(
     if not overlap.needed(tx, placement):
         return step
     if isinstance(tx, optim.Delayed):
-        return FlightStep(flight(tx), partial(on_device, rnd=None), rate, options)
+        return FlightStep(flight(tx), partial(on_device, rnd=None), rate, options, kept)
     assert isinstance(tx, optim.EarlyMixing)
     functions = overlap.Functions(tx, gradients, finish, with_rate)
-    return overlap.Step(step, functions, placement, options)
+    return overlap.Step(step, functions, placement, options, kept)

@@ -104,7 +104,8 @@ class Synchronous:
     def training(self, start: int, ahead: int, clock: Clock) -> Iterator[None]:
         """See `decent_jax.train.loop.Runner`."""
         experiment, work = self.experiment, self.work
-        kept = kept_programs(experiment.config, self.copies, experiment.placement)
+        folder = None if self.copies is None else self.copies.folder
+        kept = kept_programs(experiment.config, folder, experiment.placement)
         self.programs = Programs(experiment, work, clock, self.cost, self.first, kept)
         self._profile = Profile(experiment.config.profile.count, work.path, work.say)
         self._steps = experiment.steps
@@ -328,6 +329,7 @@ class Programs:
             experiment.rate,
             schedule,
             experiment.placement,
+            kept,
         )
         self._synchronous = config.algorithm == "all_reduce"  # all of its steps are alike
         self.blocks = Blocks.of(config, schedule, experiment.tx)
