@@ -20,6 +20,11 @@ from decent_jax.gossip.permute import at_least_float32, clean
 from decent_jax.ground.format import shown
 
 
+def __dir__() -> list[str]:
+    found = [name for name, x in globals().items() if getattr(x, "__module__", "") == __name__]
+    return sorted(name for name in found if not name.startswith("_"))
+
+
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """``num_replicas`` replicas on the devices of a mesh axis ``"replica"``, a block on each.

@@ -274,6 +274,11 @@ def test_the_optimizer_of_library_md_brings_a_lost_replica_of_nnx_back(compile_o
     assert replicas.finite(nnx.as_pure(nnx.state(model, nnx.Param))).all()
 
 
+def test_the_program_of_from_ddp_md_learns(capsys, compile_once):
+    run("docs/from_ddp.md", *python_blocks((ROOT / "docs/from_ddp.md").read_text()))
+    assert float(capsys.readouterr().out.removeprefix("loss ")) < 0.05
+
+
 def test_the_code_of_coming_from_md_runs():
     """The blocks called "here"; those of others have a title, and are not run."""
     names = run("docs/coming_from.md", *python_blocks((ROOT / "docs/coming_from.md").read_text()))

@@ -147,6 +147,7 @@ def test_rooms_are_attributes_of_the_package():
         path.stem for path in Path(decent_jax.__file__).parent.iterdir() if path.stem[0] != "_"
     }
     assert rooms - {"py", "configs"} <= set(dir(decent_jax))
+    assert "create" in dir(decent_jax.replicas) and "jax" not in dir(decent_jax.replicas)
     with refuses("'topologies'", error=AttributeError):
         decent_jax.topologies  # noqa: B018
     extras.need("train", "flax")

@@ -54,6 +54,7 @@ class Page(html.parser.HTMLParser):
 def run(tmp_path):
     """Two replicas, one of which learns less; with names that are no HTML."""
     each = {f"replicas/{k}/loss": lambda s, k=k: 2.0 + k + 8 / s for k in range(2)}
+    each["eval/top1"] = lambda s: s / 120
     folder = make_run(tmp_path / "<run> & co", config=CONFIG, **each)
     spent = {"steps": 60.0, "compiling": 30.0, "start": 10.0}
     spent = dict.fromkeys(("steps", *account.CAUSES), 0.0) | spent
@@ -71,8 +72,9 @@ def test_the_page_of_a_run(run, capsys):
     assert not page.addresses and "http" not in text  # nothing is loaded from elsewhere
     assert page.said("h1") == ["<run> & co: </script>, gossip, ring, 2 replicas"]
     titles = page.said("h3")
-    assert len(page.charts) == len(titles) == 5 and "replica" in titles[-1]
-    loss, _, consensus, speed, replicas = page.charts
+    assert len(page.charts) == len(titles) == 6 and "replica" in titles[-1]
+    loss, _, top1, consensus, speed, replicas = page.charts
+    assert top1["lines"][0]["y"][-1] == 50 and "50.00" in page.said("td")
     train, validation = loss["lines"]
     assert train["x"] == list(range(1, 61)) and validation["x"] == [20, 40, 60]
     assert validation["y"][-1] == pytest.approx(2.2 + 8 * 0.0024788, abs=1e-5)

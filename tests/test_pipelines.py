@@ -132,6 +132,8 @@ def test_losses_and_parameters_equal_the_run_without_stages(
             distance, relative = replicas.consensus_distance(state.params)
             wanted = [distance, distance / relative]
             np.testing.assert_allclose(squares**0.5, wanted, rtol=1e-3)
+            seconds = [span.seconds for span in spans[stages:]]
+            assert all(one["compute_s"] > 0 and one["wait_s"] > 0 for one in seconds)
             row = evaluator.row(state)[0]
             assert threads.evaluate() == pytest.approx(row["eval/loss"], rel=1e-5)
 

@@ -65,12 +65,15 @@ def test_while_it_runs(finished, tmp_path):
     shutil.rmtree(folder / "checkpoints")
     with open_workdir(folder, tiny.waves()), MetricWriter(folder) as writer:
         assert lines(folder)[0]["state"].startswith("starting (process ")
+        writer.write(2, {"eval/top1": 0.5})
         writer.write(3, {"train/loss": 2.5, "perf/step_time_s": 0.5, "train/skipped_updates": 2})
+        writer.write(3, {"eval/top1": 0.25})
         with (folder / "metrics.jsonl").open("a") as file:
             file.write('{"step": 4, "tra')
         found, table = lines(folder)
         assert found["state"].startswith("running (process ")
         assert found["step"] == "3 of 12 (25%), about 4.5 s left"
+        assert found["score"].startswith("25.00 at step 3 (best 50.00): Top-1, %")
         assert "2 updates were not finite" in found["failed"] and not table
     assert lines(folder)[0]["state"].startswith("stopped before its end")
 
@@ -139,7 +142,7 @@ def test_a_run_of_several_processes_has_a_row_for_each(finished, tmp_path, monke
     for k in (0, 1):
         monkeypatch.setattr(traffic.jax, "process_index", lambda k=k: k)
         measured.append(traffic.Traffic(folder))
-        measured[k].times = traffic.Times(gradient_s=0.1 + 0.3 * k, message_s=0.25)
+        measured[k].measured = traffic.Times(0.1 + 0.3 * k, 0.25).entries()
     first, _ = (one.row(16, steps=4) for one in measured)
     assert first["comm/between_hosts_bytes"] == 2000 and first["comm/inside_host_bytes"] == 12_500
     assert first["comm/exposed_s"] == pytest.approx(0.15)
@@ -151,6 +154,23 @@ def test_a_run_of_several_processes_has_a_row_for_each(finished, tmp_path, monke
     rows = [row.split() for row in table[1:3]]
     assert [row[0] for row in rows] == ["0", "1"] and rows[1][1] == "(slow)"
     assert [row[-3:] for row in rows] == [["100", "250", "2.00kB"], ["400", "250", "2.00kB"]]
+
+
+def test_pipelines_have_a_row_for_each_stage_of_a_replica(finished, tmp_path):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    start = json.loads((folder / "run.json").read_text()) | {"stages": 2}
+    write_json_atomic(folder / "run.json", start)
+    for name, seconds in (("3-0", 0.1), ("3-1", 0.4)):
+        cell = traffic.Traffic(folder, name)
+        cell.measured = {"compute_s": seconds, "wait_s": 0.5 - seconds}
+        cell.row(12, steps=4)
+    table = lines(folder)[1]
+    assert table[0].startswith("cell ")
+    assert [(row.split()[0], row.split()[-3:-1]) for row in table[1:3]] == [
+        ("3-0", ["100", "400"]),
+        ("3-1", ["400", "100"]),
+    ]
+    assert "slow" in table[2]
 
 
 def test_the_kernel_counts_what_is_sent():
@@ -165,7 +185,13 @@ def test_the_kernel_counts_what_is_sent():
 
 
 def test_several_runs_are_a_table(finished, tmp_path):
+    scored = shutil.copytree(finished, tmp_path / "scored")
+    with MetricWriter(scored, start_step=12) as writer:
+        writer.write(12, {"eval/top1": 0.25})
+    head, best, *_ = status.screen([str(scored), str(tmp_path)], 80)
+    assert (head.split()[-1], best.split()[-1]) == ("Top-1", "25.00")
     head, one, other = status.screen([str(finished), str(tmp_path)], 80)
+    assert "left" not in head and "Top-1" not in head
     assert head.split()[:3] == ["run", "state", "step"] and other.split()[-2:] == ["no", "run"]
     assert "ended" in one and "12/12" in one and len(one) <= 80
 

@@ -6,6 +6,7 @@ RUN is the --workdir of a run of any kind. Several runs are a table with a line 
 reads files, so it works on any host that sees the folder. docs/status.md explains every line.
 """
 
+import itertools
 import shutil
 import sys
 import textwrap
@@ -24,12 +25,12 @@ from decent_jax.ground.format import (
     shorten,
 )
 from decent_jax.ground.json_files import is_real
+from decent_jax.ground.run_folder import SCORES
 from decent_jax.ground.run_state import RunState, has
 
 _WATCH_S = 2.0
 _INCIDENTS = 4  # shown, the newest
 _ROWS = 16  # replicas shown, those with the largest loss
-_COMPUTES = "comm/gradient_s"
 _SLOW = 1.5  # times as long as the fastest
 _LABEL = 11  # columns
 _CLEAR, _HOME, _REST = "\x1b[2J", "\x1b[H", "\x1b[J"
@@ -84,16 +85,17 @@ def screen(runs: Sequence[str], width: int) -> list[str]:
     """
     if len(runs) == 1:
         return list(of_run(run_state.read(runs[0]), width))
-    rows = [("run", "state", "step", "left", "loss", "validation", "consensus", "goodput")]
+    rows = [["run", "state", "step", "left", "loss", "validation", "consensus", "goodput"]]
+    rows[0] += [title.partition(",")[0] for title, _ in SCORES.values()]
     for run in runs:
         try:
             state = run_state.read(run)
         except RunError:
-            rows.append((run, "no run", "", "", "", "", "", ""))
+            rows.append([run, "no run", *[""] * (len(rows[0]) - 2)])
         else:
             share = None if state.spent is None else account.shares(state.spent)["goodput"]
             rows.append(
-                (
+                [
                     run,
                     state.word,
                     f"{state.step}/{state.steps or '?'}",
@@ -102,8 +104,11 @@ def screen(runs: Sequence[str], width: int) -> list[str]:
                     _number(state, "eval/loss"),
                     _number(state, "train/consensus_distance_relative"),
                     "" if share is None else f"{share:.0%}",
-                )
+                    *(_number(state, name, factor) for name, (_, factor) in SCORES.items()),
+                ]
             )
+    known = [any(column[1:]) for column in zip(*rows, strict=True)]
+    rows = [list(itertools.compress(row, known)) for row in rows]
     others = sum(max(map(len, column)) + 2 for column in list(zip(*rows, strict=True))[1:])
     longest = max(20, width - others)
     return table([(shorten(printable(run), longest), *row) for run, *row in rows])
@@ -161,6 +166,11 @@ def _lines(state: RunState) -> Iterator[tuple[str, str]]:
     yield "step", _progress(state)
     if loss := _loss(state):
         yield "loss", loss
+    for name, (title, factor) in SCORES.items():
+        if (found := state.last(name)) and (best := state.best(name)) is not None:
+            above = f" (best {format_number(factor * best, 4)})" if best > found[1] else ""
+            shown = format_number(factor * found[1], 4)
+            yield "score", f"{shown} at step {found[0]}{above}: {title}"
     if distance := _number(state, "train/consensus_distance_relative"):
         yield "consensus", f"{distance} from the mean model, relative to its norm"
     if speed := _speed(state):
@@ -216,10 +226,10 @@ def _loss(state: RunState) -> str:
     return "; ".join(words)
 
 
-def _number(state: RunState, name: str) -> str:
-    """The newest value of a metric; "" where there is none."""
+def _number(state: RunState, name: str, factor: float = 1.0) -> str:
+    """The newest value of a metric, times a factor; "" where there is none."""
     found = state.last(name)
-    return "" if found is None else format_number(float(found[1]), 4)
+    return "" if found is None else format_number(factor * found[1], 4)
 
 
 def _speed(state: RunState) -> str:
@@ -305,20 +315,26 @@ def _replica_rows(state: RunState) -> list[tuple[str, ...]]:
 
 
 def _process_rows(state: RunState) -> list[tuple[str, ...]]:
-    """A row for each of several processes; who computes longer than the others is slow."""
-    rows = [("process", "host", "step", "seen", "gradient, ms", "messages, ms", "sent to others")]
-    found = {k: one[_COMPUTES] for k, one in state.processes.items() if has(one, _COMPUTES)}
+    """A row for each of several processes; who computes longer than the others is slow.
+
+    In pipelines a process is a cell, a stage of a replica, and computes nothing while it waits.
+    """
+    what, computes, messages = "process", "comm/gradient_s", "comm/message_s"
+    if state.start.get("stages"):
+        what, computes, messages = "cell", "compute_s", "wait_s"
+    rows = [(what, "host", "step", "seen", "gradient, ms", "messages, ms", "sent to others")]
+    found = {k: one[computes] for k, one in state.processes.items() if has(one, computes)}
     slow = [k for k, seconds in found.items() if seconds > _SLOW * min(found.values())]
     for k, one in state.processes.items():
         sent = one.get("comm/between_hosts_bytes")
         rows.append(
             (
-                f"{k} (slow)" if k in slow else str(k),
+                f"{k} (slow)" if k in slow else k,
                 shorten(printable(str(one.get("host", ""))), 20),
                 str(one.get("step", "")),
                 f"{format_duration(max(0.0, time.time() - one['date']))} ago",
-                _milliseconds(one.get(_COMPUTES)),
-                _milliseconds(one.get("comm/message_s")),
+                _milliseconds(one.get(computes)),
+                _milliseconds(one.get(messages)),
                 f"{format_number(sent)}B" if is_real(sent) else "",
             )
         )

@@ -20,6 +20,12 @@ _MOST_BYTES = 1 << 30  # of metrics.jsonl
 _MOST_DRAWN = 1e100  # more than any value
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
+# Scores of a validation, of which more is better: their words, and a factor that fits them.
+SCORES = {
+    "eval/top1": ("Top-1, % of the validation images", 100.0),
+    "eval/bleu": ("BLEU, of the validation sentences", 1.0),
+}
+
 # Config fields that name an experiment, the most informative first, by the last part of the name.
 NAMING = ("preset", "algorithm", "schedule", "combine", "mix_every", "window", "num_replicas")
 NAMING += ("batch_size", "learning_rate", "seed")

@@ -15,7 +15,7 @@ from decent_jax.ground import account, incidents
 from decent_jax.ground.account import CAUSES
 from decent_jax.ground.errors import DataError, RunError
 from decent_jax.ground.json_files import is_real, is_whole, plain, read_json, read_text
-from decent_jax.ground.run_folder import METRICS, START, entries, read_metrics
+from decent_jax.ground.run_folder import METRICS, SCORES, START, entries, read_metrics
 
 LOCK = ".lock"  # of a run directory; says who has it
 PROCESSES = "processes"  # folder of a run of several: K.json is what process K says of itself
@@ -41,7 +41,7 @@ class RunState:
     seen: the last sign of life, in seconds since the epoch.
     saved: the step of the newest checkpoint.
     peers: by slot, what is known of each peer, see `_peers`.
-    processes: by number, what `decent_jax.train.traffic.Traffic` wrote of each of several.
+    processes: by name, what `decent_jax.train.traffic.Traffic` wrote of each of several.
     """
 
     path: Path
@@ -56,7 +56,7 @@ class RunState:
     seen: float
     saved: int | None
     peers: dict[int, dict[str, Any]]
-    processes: dict[int, dict[str, Any]]
+    processes: dict[str, dict[str, Any]]
 
     def last(self, name: str) -> tuple[int, float] | None:
         """The newest (step, value) of a metric."""
@@ -97,10 +97,10 @@ class RunState:
             return "interrupted" if self.summary.get("interrupted") else "ended"
         return "silent" if self.runs is None else "stopped"
 
-    def best(self) -> float | None:
-        """The lowest validation loss."""
-        found = [row["eval/loss"] for row in self.rows if has(row, "eval/loss")]
-        return min(found, default=None)
+    def best(self, name: str = "eval/loss") -> float | None:
+        """The lowest validation loss, or the highest of `SCORES`."""
+        found = [row[name] for row in self.rows if has(row, name)]
+        return (max if name in SCORES else min)(found, default=None)
 
 
 def read(folder: str | Path) -> RunState:
@@ -125,12 +125,13 @@ def read(folder: str | Path) -> RunState:
     owner, runs = _owner(path)
     record = account.read(path / account.FILE)
     summary = entries(path / "summary.json")
-    start = _start(path / START)
-    count = start.get("processes", 0)
-    processes = {k: entries(path / PROCESSES / f"{k}.json") for k in range(min(count, 1024))}
+    config, start = entries(path / "config.json"), _start(path / START)
+    processes = {
+        name: entries(path / PROCESSES / f"{name}.json") for name in _processes(start, config)
+    }
     return RunState(
         path,
-        entries(path / "config.json"),
+        config,
         start,
         summary,
         rows,
@@ -141,7 +142,7 @@ def read(folder: str | Path) -> RunState:
         max(_changed(path / name) for name in (METRICS, account.FILE, "config.json", LOCK)),
         _newest_checkpoint(path),
         _peers(path, rows),
-        {k: found for k, found in processes.items() if is_real(found.get("date"), 0)},
+        {name: found for name, found in processes.items() if is_real(found.get("date"), 0)},
     )
 
 
@@ -161,6 +162,15 @@ def _start(path: Path) -> dict[str, Any]:
     except (OSError, DataError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _processes(start: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """The names of the processes; in pipelines of all cells, replica by replica."""
+    count, stages = start.get("processes", 0), start.get("stages", 0)
+    replicas = config.get("num_replicas", 0)
+    if is_whole(stages, 1, 1024) and is_whole(replicas, 1, 1024):
+        return [f"{i}-{s}" for i in range(replicas) for s in range(stages)]
+    return [str(k) for k in range(count if is_whole(count, 0, 1024) else 0)]
 
 
 def _spent(summary: Mapping[str, Any]) -> dict[str, float] | None:

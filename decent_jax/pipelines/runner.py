@@ -83,6 +83,7 @@ class Pipelines:
         self.messages = {
             "bytes_sent_per_step": self._cost.sent_a_step,
             "bytes_between_stages_per_step": self._crossing,
+            "stages": len(counts),
         }
         work.say(self._describe())
         self.traffic = Traffic(work.path)
@@ -150,6 +151,12 @@ class Pipelines:
             distance, norm = np.sqrt(np.sum(np.array(squares, float), axis=0))
             relative: Any = distance / norm if norm else 0.0
             self._distance = Consensus(distance, relative)
+            self.traffic.measured = {
+                f"stages/{cell.stage}/{name}": seconds
+                for cell, span in both
+                if cell.replica == 0
+                for name, seconds in span.seconds.items()
+            }
         last = {
             "skipped": np.concatenate([span.skipped for span in heads]),
             "failing": np.concatenate([span.failing for span in heads]),

@@ -114,6 +114,7 @@ class Span(NamedTuple):
     failing: np.ndarray
     distance: np.ndarray | None  # see `Stage.consensus`; None where not asked for
     waited: float  # seconds, for batches
+    seconds: dict[str, float]  # of the last gradient that was timed; see `Worker`
 
 
 def open_batches(stage: Stage, start: int) -> loader.Batches | None:
@@ -147,24 +148,26 @@ class Worker:
         self._order = orders.order(pipeline.order, self._stages, self._cuts, self.part.stage)
         self._batches = batches
         self._waited = 0.0  # for them, in the steps under way
+        self._latest: Any = None  # that this stage computes for a gradient
+        self._timed, self._missed, self._seconds = False, 0.0, {}  # see `_timed_gradient`
 
     # --- Training ---------------------------------------------------------------------------------
 
     def train(self, start: int, stop: int, row: bool) -> Span:
         """The steps from ``start`` to ``stop - 1``, and what else a ``row`` of metrics needs."""
         self._waited = 0.0
-        both = [self._step(t) for t in range(start, stop)]
+        both = [self._step(t, timed=row and t == stop - 1) for t in range(start, stop)]
         losses, norms = ([one[i] for one in both] for i in (0, 1))
         distance = self.stage.consensus() if row else None
-        return Span(losses, norms, *self.stage.skipped(), distance, self._waited)
+        return Span(losses, norms, *self.stage.skipped(), distance, self._waited, self._seconds)
 
-    def _step(self, t: int) -> tuple[np.ndarray, np.ndarray]:
+    def _step(self, t: int, timed: bool) -> tuple[np.ndarray, np.ndarray]:
         """One step; (L,) losses and norms of gradients."""
         stage = self.stage
         synchronous = self.config.algorithm == "all_reduce"
         rnd = None if synchronous else stage.schedule.round_at(t, self.config.mix_every)
         mixed = stage.begin_mix(rnd)  # travels while the micro-batches are computed
-        loss, grads = self.gradient(t)
+        loss, grads = self._timed_gradient(t) if timed else self.gradient(t)
         value = loss
         if synchronous:
             value, grads = stage.mean(loss, grads)
@@ -183,7 +186,18 @@ class Worker:
         if part.lends:
             table = self._take("table gradient", t, sender=self._stages - 1)
             grads = {**grads, TABLE: jax.tree.map(lambda a, b: a + b, grads[TABLE], table)}
+        self._latest = None
         return loss, grads
+
+    def _timed_gradient(self, t: int) -> tuple[Any, Any]:
+        """`gradient`, and how long this stage computes, and waits for what others compute."""
+        self._timed, self._missed, waited = True, 0.0, self._waited
+        began = time.monotonic()
+        found = jax.block_until_ready(self.gradient(t))
+        seconds = time.monotonic() - began - (self._waited - waited)
+        self._timed = False
+        self._seconds = {"compute_s": seconds - self._missed, "wait_s": self._missed}
+        return found
 
     def _micro_batches(self, params: Any, borrowed: Any, t: int) -> Any:
         """Forward and backward with all of them: (loss, gradients), see `Stage.zeros`."""
@@ -199,11 +213,12 @@ class Worker:
                 x = None if part.is_first else self._take("activation", t, k, part.stage - 1)
                 kept[k] = x
                 if not part.is_last:  # the last one's backward computes the loss, too
-                    y = stage.forward(params, borrowed, x, cut, t, k)
-                    self._send(part.stage + 1, self._key("activation", t, k), y)
+                    self._latest = stage.forward(params, borrowed, x, cut, t, k)
+                    self._send(part.stage + 1, self._key("activation", t, k), self._latest)
                 continue
             dy = None if part.is_last else self._take("gradient", t, k, part.stage + 1)
             total, dx = stage.backward(params, borrowed, kept.pop(k), cut, total, dy, t, k)
+            self._latest = total
             if not part.is_first:
                 self._send(part.stage - 1, self._key("gradient", t, k), dx)
         return total
@@ -271,4 +286,9 @@ class Worker:
         return Key(kind, t, k, self.part.stage)
 
     def _take(self, kind: str, t: int, k: int = 0, sender: int = 0) -> Any:
-        return self._mailbox.take(Key(kind, t, k, sender), self.config.cluster.exchange_s)
+        if self._timed:
+            jax.block_until_ready(self._latest)
+        began = time.monotonic()
+        message = self._mailbox.take(Key(kind, t, k, sender), self.config.cluster.exchange_s)
+        self._missed += time.monotonic() - began
+        return message

@@ -10,7 +10,7 @@ from decent_jax.ground import account, run_state
 from decent_jax.ground.command_line import MARK
 from decent_jax.ground.format import format_bytes, format_duration, format_number, printable
 from decent_jax.ground.json_files import write_atomic
-from decent_jax.ground.run_folder import IGNORED, RunFolder, smoothed
+from decent_jax.ground.run_folder import IGNORED, SCORES, RunFolder, smoothed
 from decent_jax.ground.run_state import RunState
 from decent_jax.plots import style, svg
 from decent_jax.plots.style import BLUE, COLOURS, GREEN, ORANGE
@@ -145,6 +145,8 @@ def _charts(runs: Sequence[RunFolder]) -> list[str]:
             if line is not None
         ]
         found.append(_chart(f"Loss by {x}: line training, dots validation", lines, words))
+    for name, (title, factor) in SCORES.items():
+        found.append(_chart(title, [_score(run, name, factor) for run in runs], "step"))
     consensus = [_line(run, CONSENSUS) for run in runs]
     found.append(_chart("Consensus distance, relative", consensus, "step", log=True))
     for name, title in _SPEEDS.items():
@@ -181,6 +183,11 @@ def _validation(run: RunFolder, x: str, scale: float, alone: bool) -> Line | Non
     return Line(f"{run.label}, validation", colour, line.x, line.y, ":", dots=True)
 
 
+def _score(run: RunFolder, name: str, factor: float) -> Line | None:
+    line = _line(run, name)
+    return None if line is None else line._replace(y=line.y * factor, dots=True)
+
+
 def _of_replicas(run: RunFolder) -> list[Line | None]:
     lines = []
     for k in range(_MOST_REPLICAS):
@@ -196,7 +203,9 @@ def _of_replicas(run: RunFolder) -> list[Line | None]:
 
 
 def _results(runs: Sequence[RunFolder], states: Sequence[RunState]) -> str:
-    rows = [["", "state", "steps", "training loss", "validation", "best", "consensus", "sent"]]
+    scores = [name for name in SCORES if any(run.has(name) for run in runs)]
+    head = ["", "state", "steps", "training loss", "validation", "best", "consensus", "sent"]
+    rows = [[*head, *(SCORES[name][0].partition(",")[0] for name in scores)]]
     for run, state in zip(runs, states, strict=True):
         numbers = [_last(state, name) for name in ("train/loss", "eval/loss")]
         best = state.best()
@@ -205,13 +214,14 @@ def _results(runs: Sequence[RunFolder], states: Sequence[RunState]) -> str:
         sent = state.start.get("bytes_sent_per_step") if sent is None else sent
         words = f"{format_bytes(sent)} per step" if isinstance(sent, int | float) else ""
         steps = f"{state.step} of {state.steps}" if state.steps else str(state.step)
-        rows.append([run.label, state.word, steps, *numbers, _last(state, CONSENSUS), words])
+        last = [_last(state, name, SCORES[name][1]) for name in scores]
+        rows.append([run.label, state.word, steps, *numbers, _last(state, CONSENSUS), words, *last])
     return _table(rows, [run.colour for run in runs])
 
 
-def _last(state: RunState, name: str) -> str:
+def _last(state: RunState, name: str, factor: float = 1.0) -> str:
     found = state.last(name)
-    return "" if found is None else format_number(float(found[1]), 4)
+    return "" if found is None else format_number(factor * found[1], 4)
 
 
 def _settings(runs: Sequence[RunFolder]) -> list[str]:

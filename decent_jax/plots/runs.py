@@ -17,7 +17,14 @@ from matplotlib.ticker import EngFormatter
 
 from decent_jax.ground.errors import RunError
 from decent_jax.ground.format import format_number
-from decent_jax.ground.run_folder import IGNORED, RunFolder, label_runs, load_run, smoothed
+from decent_jax.ground.run_folder import (
+    IGNORED,
+    SCORES,
+    RunFolder,
+    label_runs,
+    load_run,
+    smoothed,
+)
 from decent_jax.plots import style
 from decent_jax.plots.style import COLOURS, GREY, GRID, INK
 
@@ -26,11 +33,6 @@ __all__ = ["COLOURS", "GREY", "GRID", "INK", "curves_of", "draw", "draw_means", 
 DOTS = {"marker": "o", "ms": 4.5, "mec": "white", "mew": 0.7, "lw": 1.8, "zorder": 4}
 
 COMPARISON = Path("comparison.png")  # in the current folder
-SCORES = {
-    "eval/top1": "Top-1, % of the validation images",
-    "eval/bleu": "BLEU of the validation sentences",
-}
-
 CONSENSUS = "train/consensus_distance_relative"
 # Sections and fields in which runs of one line may differ: the seed, and where and how they ran.
 _ELSEWHERE = {*IGNORED, "seed", "mesh", "cluster"}
@@ -82,9 +84,7 @@ def _panels(runs: Sequence[RunFolder]) -> list[tuple[Callable[..., None], tuple[
         panels.append((_loss, ("step",)))
         if any_has("perf/wall_time_s"):
             panels.append((_loss, ("time",)))
-    for name, title in SCORES.items():
-        if any_has(name):
-            panels.append((_score, (name, title)))
+    panels += [(_score, (name,)) for name in SCORES if any_has(name)]
     distance, relative = "train/consensus_distance", "train/consensus_distance_relative"
     if any_has(distance, relative):
         everywhere = all(run.has(relative) for run in runs if run.has(distance))
@@ -136,9 +136,9 @@ def _loss(axes: Axes, runs: Sequence[RunFolder], x: str) -> None:
         _end_labels(axes, [(_last(v), v, c) for name, v, c in lines if name == wanted])
 
 
-def _score(axes: Axes, runs: Sequence[RunFolder], name: str, title: str) -> None:
+def _score(axes: Axes, runs: Sequence[RunFolder], name: str) -> None:
     """A score of the consensus model at each evaluation."""
-    scale = 100 if name == "eval/top1" else 1  # a fraction
+    title, scale = SCORES[name]
     labels: list[Label] = []
     for run in runs:
         steps, score = run.series(name)

@@ -4,6 +4,7 @@ The message is a program of its own, which the main thread starts; the steps are
 each device alone (`decent_jax.train.alone`), and a last program merges what the message brought.
 """
 
+import time
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from decent_jax.train.alone import Alone, AloneProgram
 from decent_jax.train.flight import Flight
 from decent_jax.train.kept_programs import NOWHERE, KeptPrograms
+from decent_jax.train.traffic import Times
 
 
 class FlightStep:
@@ -104,6 +106,24 @@ class FlightProgram(NamedTuple):
     land: Any
 
     def __call__(self, state: Any, batch: Any, t: Any) -> tuple[Any, Any]:
+        return self._fly(state, batch, t, lambda what, made: None)
+
+    def timed(self, state: Any, batch: Any, t: Any) -> tuple[tuple[Any, Any], Times]:
+        """The same, and how long the steps and the message took; it waits for both."""
+        jax.block_until_ready((state, batch))
+        began, ends = time.perf_counter(), {}
+
+        def wait(what, made):
+            jax.block_until_ready(made)
+            ends[what] = time.perf_counter() - began  # of the last device
+
+        made = self._fly(state, batch, t, wait)
+        return made, Times(ends["steps"], ends["message"])
+
+    def _fly(
+        self, state: Any, batch: Any, t: Any, look: Callable[[str, Any], None]
+    ) -> tuple[Any, Any]:
+        """State and metrics; ``look`` gets what "steps" make, by device, and the "message"."""
         light, departed = self.flight.leave(state)
         batches = (batch,) if self.message is None else batch
         arrives = None
@@ -120,9 +140,12 @@ class FlightProgram(NamedTuple):
             for k, batch in enumerate(batches):
                 state, metrics = program(state, batch, t + k)
                 found.append(metrics)
+            look("steps", (state, found))
             return state, found
 
-        light, found = self.steps.begin(run, light, batches)()
+        coming = self.steps.begin(run, light, batches)
+        look("message", arrives)
+        light, found = coming()
         found = [one | {"learning_rate": self.rates(t + k)} for k, one in enumerate(found)]
         if self.message is None:
             own = self.flight.rejoined(light.opt_state.own, departed)

@@ -133,9 +133,11 @@ class Synchronous:
         self._profile.turn(done, count, self.state)
         batch = batches if self.programs.blocks.flies(rnd) else batches[0]
         compiled = self.programs.compiled[key]
-        if done + count == until and hasattr(compiled, "timed"):  # this process waits then anyway
+        waits = done + count >= until  # this process, anyway
+        if rnd is not None and waits and hasattr(compiled, "timed"):
             args = self.state, batch, np.int32(done)
-            (self.state, metrics), self.traffic.times = compiled.timed(*args)
+            (self.state, metrics), times = compiled.timed(*args)
+            self.traffic.measured = times.entries()
         else:
             metrics = self._run(compiled, batch, done)
         made = metrics if isinstance(metrics, list) else [metrics]

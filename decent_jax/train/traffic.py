@@ -20,7 +20,7 @@ _RECORD_BYTES = 512  # all records are equally long, so that one write replaces 
 class Times(NamedTuple):
     """Seconds of the two halves of one step, which run beside each other.
 
-    gradient_s: of the forward and backward pass.
+    gradient_s: of the forward and backward pass, or of the steps beside which a message travels.
     message_s: until the messages of the others had come and were mixed; it includes waiting for a
         process that was late.
     """
@@ -33,36 +33,40 @@ class Times(NamedTuple):
         """For how long the update had to wait for messages."""
         return max(0.0, self.message_s - self.gradient_s)
 
+    def entries(self) -> dict[str, float]:
+        """Of a row."""
+        found = self._asdict() | {"exposed_s": self.exposed_s}
+        return {f"comm/{name}": seconds for name, seconds in found.items()}
+
 
 class Traffic:
     """Seconds of timed steps, bytes by the kernel's counters, and a file for each process.
 
-    Nothing is measured in a run of one process.
+    A run of one process has neither bytes nor a file.
 
     Args:
-      folder: of the run; every process writes its newest numbers to ``processes/K.json``.
+      folder: of the run; every process writes its newest numbers to ``processes/NAME.json``.
+      cell: name of a cell of pipelines; "": a process of `train.py`, whose name is its number.
 
     Attributes:
-      times: of the newest step that was timed; None: no step can be (`decent_jax.train.overlap`).
+      measured: seconds by name, of the newest step that was timed (`decent_jax.train.overlap`,
+        `decent_jax.train.flight_on_hosts`, `decent_jax.pipelines.worker`).
     """
 
-    def __init__(self, folder: Path):
-        self._path = folder / PROCESSES / f"{jax.process_index()}.json"
-        self._several = jax.process_count() > 1
+    def __init__(self, folder: Path, cell: str = ""):
+        self._path = folder / PROCESSES / f"{cell or jax.process_index()}.json"
+        self._several = bool(cell) or jax.process_count() > 1
         self._sent = machine.sent_bytes()
-        self.times: Times | None = None
+        self.measured: dict[str, float] = {}
 
     def row(self, step: int, steps: int) -> dict[str, float]:
         """What a row of ``metrics.jsonl`` says of this process, after ``steps`` steps more."""
+        found = dict(self.measured)
         if not self._several:
-            return {}
-        found, before, self._sent = {}, self._sent, machine.sent_bytes()
+            return found
+        before, self._sent = self._sent, machine.sent_bytes()
         for kind, count in before.items():
             found[f"comm/{kind}_bytes"] = (self._sent[kind] - count) / steps
-        if self.times is not None:
-            found["comm/gradient_s"] = self.times.gradient_s
-            found["comm/message_s"] = self.times.message_s
-            found["comm/exposed_s"] = self.times.exposed_s
         with contextlib.suppress(OSError):  # a folder that other hosts cannot write
             self._write({"step": step, "date": time.time(), **found})
         return found
