@@ -17,8 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_hlo import collectives
 
-from decent_jax import gossip, replicas, topology
-from decent_jax.cpu import pair_sums
+from decent_jax import cpu, gossip, replicas, topology
 from decent_jax.gossip import permute
 from decent_jax.train import algorithm, overlap, xla
 from decent_jax.train import config as config_lib
@@ -64,7 +63,7 @@ def test_a_swap_is_a_permutation_bit_for_bit():
 
     def swapped(x):
         pairs = [[(source, device) for device, source in enumerate(p)] for p in INVOLUTIONS]
-        return [jax.tree.map(lambda x, p=p: pair_sums.swap(x, p, "replica"), x) for p in pairs]
+        return [jax.tree.map(lambda x, p=p: cpu.swap(x, p, "replica"), x) for p in pairs]
 
     run = harness.on_stack(swapped, "devices", 8, 8, check_vma=False)
     for partners, got in zip(INVOLUTIONS, run(x), strict=True):
@@ -218,8 +217,8 @@ def copy(tree):
 
 def test_pairs_of_some_devices_are_not_swapped():
     """Each device has to take part in a sum over pairs."""
-    assert pair_sums.are_faster([(0, 1), (1, 0)], 2)
-    assert not pair_sums.are_faster([(0, 1), (1, 0)], 4)
+    assert cpu.swap_is_faster([(0, 1), (1, 0)], 2)
+    assert not cpu.swap_is_faster([(0, 1), (1, 0)], 4)
 
 
 @pytest.mark.parametrize("name", CASES)

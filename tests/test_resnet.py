@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 from networks import assert_close, numpy_conv, numpy_resnet, shapes_of
 
-from decent_jax.cpu import convolution
+from decent_jax import cpu
 from decent_jax.models import resnet, weights
 
 TINY = dataclasses.replace(
@@ -119,8 +119,8 @@ def test_convolution_equals_numpy_and_its_gradient_jax():
             results.append((y, backward(cotangent)))
         return results
 
-    found = run(convolution.conv, inputs)
-    assert_close(found, run(convolution._forward, inputs))
+    found = run(cpu.conv, inputs)
+    assert_close(found, run(cpu._forward, inputs))
     for (_, stride, _), (x, kernel, _), (y, _) in zip(cases, inputs, found, strict=True):
         assert_close(y, numpy_conv(np.asarray(x, np.float64), kernel, stride))
 
@@ -129,7 +129,7 @@ def test_convolution_is_left_to_jax_on_gpus(monkeypatch):
     x, kernel = jnp.zeros((1, 4, 4, 2)), jnp.zeros((3, 3, 2, 2))
 
     def trace():
-        return str(jax.make_jaxpr(lambda x, k: convolution.conv(x, k))(x, kernel))
+        return str(jax.make_jaxpr(lambda x, k: cpu.conv(x, k))(x, kernel))
 
     assert "custom_vjp" in trace()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decent_jax.cpu import pair_sums
+from decent_jax import cpu
 from decent_jax.gossip import permute
 from decent_jax.gossip.permute import ReplicaAxis, expand, squared_norm
 from decent_jax.topology import Round
@@ -192,4 +192,4 @@ class Groups:
     def local_sums(self, rows: jax.Array) -> jax.Array:
         """The sum over the rows of each group on this device, (max(1, block / size), ...)."""
         width = min(self.size, len(rows))
-        return pair_sums.sum_rows(rows.reshape(-1, width, *rows.shape[1:]), axis=1)
+        return cpu.sum_rows(rows.reshape(-1, width, *rows.shape[1:]), axis=1)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from decent_jax.cpu import pair_sums
+from decent_jax import cpu
 from decent_jax.gossip import groups, permute
 from decent_jax.gossip.codecs import Codec
 from decent_jax.gossip.coded_means import coded_means
@@ -332,7 +332,7 @@ def mean(tree: Any, axis_name: AxisName = "replica") -> Any:
     axis = ReplicaAxis.over(axis_name)
 
     def mean_leaf(leaf):
-        total = pair_sums.sum_rows(axis.lift(leaf))
+        total = cpu.sum_rows(axis.lift(leaf))
         if axis.device_axis:
             total = jax.lax.psum(total, axis.device_axis)
         return (total / (axis.devices * axis.block)).astype(leaf.dtype)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decent_jax.cpu import pair_sums
+from decent_jax import cpu
 from decent_jax.topology import Round, Schedule, Send
 
 AxisName = str | Sequence[str]
@@ -268,8 +268,8 @@ def weighted_sum(blocks: Sequence[jax.Array], weights: Sequence[Any], guarded: b
 
 def _ppermute(x: jax.Array, pairs: list[tuple[int, int]], axis: ReplicaAxis) -> jax.Array:
     may_sum = over_gloo() and not (axis.checks_vma(x) or _sharded())
-    if may_sum and pair_sums.are_faster(pairs, axis.devices):
-        return pair_sums.swap(x, pairs, axis.device_axis)
+    if may_sum and cpu.swap_is_faster(pairs, axis.devices):
+        return cpu.swap(x, pairs, axis.device_axis)
     return jax.lax.ppermute(x, axis.device_axis, pairs)
 
 

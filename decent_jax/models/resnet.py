@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from decent_jax.cpu.convolution import conv
+from decent_jax import cpu
 from decent_jax.models import pieces
 from decent_jax.models.pieces import Params
 
@@ -169,7 +169,7 @@ class Conv(nnx.Module):
         self.kernel = nnx.Param(normal(rngs.params(), (size, size, inputs, outputs), jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return conv(x, self.kernel[...].astype(x.dtype), self.stride)
+        return cpu.conv(x, self.kernel[...].astype(x.dtype), self.stride)
 
 
 class BatchNorm(nnx.Module):
