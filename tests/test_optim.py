@@ -12,7 +12,7 @@ from refusals import refuses
 from trees import assert_close, assert_equal
 
 from decent_jax import optim, topology
-from decent_jax.optim import finite
+from decent_jax.optim import trees
 
 N = 4
 
@@ -136,7 +136,7 @@ def test_bad_update_is_rejected(combine, how):
 @pytest.mark.parametrize("shape", [(7,), (1000,), (2, 4096), (257, 131)])
 def test_one_bad_number_anywhere_is_found(shape):
     """In arrays long enough for the vector code of a reduction, and in what is left over."""
-    all_finite = jax.jit(lambda xs: jax.lax.map(lambda x: finite.all_finite([x, jnp.ones(3)]), xs))
+    all_finite = jax.jit(lambda xs: jax.lax.map(lambda x: trees.all_finite([x, jnp.ones(3)]), xs))
     good = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     places = np.linspace(0, good.size - 1, 60).astype(int)
     bad = np.tile(good.reshape(-1), (61, 1))

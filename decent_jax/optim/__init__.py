@@ -22,7 +22,6 @@ from decent_jax.optim.declaration import METHODS as METHODS
 from decent_jax.optim.declaration import Method as Method
 from decent_jax.optim.declaration import Parts as Parts
 from decent_jax.optim.declaration import register as register
-from decent_jax.optim.finite import apply_updates as apply_updates
 from decent_jax.optim.frame import Delayed as Delayed
 from decent_jax.optim.frame import EarlyMixing as EarlyMixing
 from decent_jax.optim.frame import GuardedState as GuardedState
@@ -34,6 +33,7 @@ from decent_jax.optim.schedules import (
 )
 from decent_jax.optim.schedules import linear_warmup_step_schedule as linear_warmup_step_schedule
 from decent_jax.optim.swarm import swarm as swarm
+from decent_jax.optim.trees import apply_updates as apply_updates
 
 # isort: split
 from decent_jax.optim import contrib as contrib  # last, so that its methods are listed last

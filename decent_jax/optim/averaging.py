@@ -10,7 +10,7 @@ import optax
 from decent_jax import gossip
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec
-from decent_jax.optim import finite, require, trees
+from decent_jax.optim import require, trees
 from decent_jax.optim.declaration import ADAM_FIRST, BOTH, Method, register
 from decent_jax.optim.frame import (
     EarlyMixing,
@@ -122,7 +122,7 @@ def decentralized(
             return mixed
         kept = trees.add(params, trees.scale(rate_at(gamma, count), optax.tree.sub(mixed, params)))
         # A replica that is not finite takes all of its neighbours' average.
-        return optax.tree.where(finite.all_finite(params), kept, mixed)
+        return optax.tree.where(trees.all_finite(params), kept, mixed)
 
     def adapt_with_combine(params, own, round, local):
         x_hat = local.mixed
@@ -301,7 +301,7 @@ def all_reduce(
     def averaged(given, error, count):
         if codec is None:
             return gossip.mean(given, axis_name), error
-        sound = finite.acceptable(given, None)
+        sound = trees.acceptable(given, None)
         all_sound = gossip.mean(sound.astype(jnp.float32), axis_name) == 1
         sent = optax.tree.where(sound, given, optax.tree.zeros_like(given))
         key = jax.random.fold_in(jax.random.key(0), count)

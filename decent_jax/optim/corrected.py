@@ -9,7 +9,7 @@ import optax
 
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec
-from decent_jax.optim import finite, frame, require, trees
+from decent_jax.optim import frame, require, trees
 from decent_jax.optim.declaration import BOTH, Method, register
 from decent_jax.topology import Schedule
 
@@ -85,7 +85,7 @@ def _diffusion(inner, mixing, half):
         if half:
             x = trees.scale(0.5, trees.add(phi, mixed))
         # A replica that is not finite begins again from the neighbours' average.
-        fine = finite.all_finite(phi)
+        fine = trees.all_finite(phi)
         x, psi = optax.tree.where(fine, (x, psi), (mixed, mixed))
         return x, DiffusionState(psi), inner, ok
 
@@ -139,7 +139,7 @@ def gradient_tracking(
 
     def step(params, own, round, local):
         # A gradient that is not finite changes nothing: the sum of q stays that of the last ones.
-        fine = finite.acceptable(local.grads, None)
+        fine = trees.acceptable(local.grads, None)
         g = optax.tree.where(fine, local.grads, own.g)
         change = optax.tree.sub(g, own.g)
         if combine == "with":

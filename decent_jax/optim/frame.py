@@ -15,7 +15,7 @@ import optax
 from decent_jax import gossip
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec
-from decent_jax.optim import finite, require, trees
+from decent_jax.optim import require, trees
 from decent_jax.topology import Schedule
 
 _LEFT_OUT: Any = object()
@@ -77,12 +77,12 @@ class Local:
         old = self.state.inner
         given = self.extra if self.value is None else {"value": self.value, **self.extra}
         change, inner = self.optimizer.update(self.grads, old, params, **given)
-        ok = finite.acceptable(self.grads, self.value)
-        ok &= finite.all_finite(finite.smallest(change)) & self.active
+        ok = trees.acceptable(self.grads, self.value)
+        ok &= trees.all_finite(trees.smallest(change)) & self.active
         update = jax.tree.map(
             lambda u: jnp.where(ok & jnp.isfinite(u), u, jnp.zeros_like(u)), change
         )
-        return update, finite.select(ok, inner, old), ok
+        return update, trees.select(ok, inner, old), ok
 
 
 def method(
@@ -137,7 +137,7 @@ def method(
         gossip.number(round)  # refuses a traced one before a method looks at it
         local = Local(updates, value, mixed, active, state, optimizer, extra)
         after, kept, inner, ok = step(params, state.own, round, local)
-        change = jax.tree.map(lambda new, old: new - finite.or_zero(old), after, params)
+        change = jax.tree.map(lambda new, old: new - trees.or_zero(old), after, params)
         failed = ~ok & active
         return change, GuardedState(
             inner,
@@ -226,7 +226,7 @@ class Mixing:
             self.schedule,
             round,
             self.axis_name,
-            finite=finite.all_finite(tree),
+            finite=trees.all_finite(tree),
             codec=self.codec,
             key=self.key(count, nth),
             after=after,

@@ -8,7 +8,7 @@ import optax
 
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec
-from decent_jax.optim import finite, frame, require, trees
+from decent_jax.optim import frame, require, trees
 from decent_jax.optim.declaration import ADAM_FIRST, Meet, Method, model_bytes, register
 from decent_jax.optim.outer_steps import Rule, Streaming, outer_steps
 from decent_jax.topology import Schedule
@@ -225,7 +225,7 @@ def along_coded_movements(
     def step(theta, x, state, mix, key, after):
         state, error = state
         moved = optax.tree.sub(theta, x)
-        moved = optax.tree.where(finite.all_finite(moved), moved, optax.tree.zeros_like(moved))
+        moved = optax.tree.where(trees.all_finite(moved), moved, optax.tree.zeros_like(moved))
         mean, error = frame.mean_with_feedback(moved, error, decay, axis_name, codec, key, after)
         change, state = outer.update(mean, state, theta)
         return optax.apply_updates(theta, change), (state, error)

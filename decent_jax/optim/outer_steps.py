@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from decent_jax import gossip
-from decent_jax.optim import finite, frame, require, trees
+from decent_jax.optim import frame, require, trees
 
 Arrays = list[jax.Array]
 
@@ -81,7 +81,7 @@ class Streaming:
         new = trees.add(theta, optax.tree.sub(now, late)) if carries else theta
         new = [self.alpha * a + (1 - self.alpha) * b for a, b in zip(now, new, strict=True)]
         # A replica that is not finite has nothing to keep.
-        return optax.tree.where(finite.all_finite((now, late)), new, theta)
+        return optax.tree.where(trees.all_finite((now, late)), new, theta)
 
 
 def outer_steps(

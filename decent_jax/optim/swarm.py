@@ -11,7 +11,7 @@ import optax
 from decent_jax import gossip
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import FIRST_DISTANCE, GROW, SHRINK, SLACK, Lattice
-from decent_jax.optim import finite, frame, require, trees
+from decent_jax.optim import frame, require, trees
 from decent_jax.optim.declaration import BOTH, Method, Parts, model_bytes, register
 from decent_jax.topology import Schedule
 
@@ -84,7 +84,7 @@ def swarm(
         if round is None or not schedule.rounds[gossip.number(round)].sends:
             return x, own, inner, ok
         mine, y = x if blocking else own.published, own.y
-        fine = finite.all_finite(mine)
+        fine = trees.all_finite(mine)
         if not quantises:
             (theirs, read), weight = _receive((mine, fine), round)
             decoded, meets = mine, read & fine & (weight > 0)
@@ -101,7 +101,7 @@ def swarm(
                 for message in (sent, received)
             )
             both_fine = fine & jnp.isfinite(received[0][2])
-            read = finite.all_finite(theirs) & both_fine
+            read = trees.all_finite(theirs) & both_fine
             (read_by_them,), _ = _receive((read,), round)
             meets = read & read_by_them & (weight > 0)
             nearer = jnp.maximum(SLACK * _largest(optax.tree.sub(theirs, mine)), SHRINK * y)
@@ -111,7 +111,7 @@ def swarm(
             y = jnp.where(weight > 0, jnp.where(meets, nearer, farther), y)
         pull = trees.scale(0.5, optax.tree.sub(theirs, decoded))
         after = trees.add(x, optax.tree.where(meets, pull, optax.tree.zeros_like(pull)))
-        is_lost = ~(fine if blocking else finite.all_finite(x))
+        is_lost = ~(fine if blocking else trees.all_finite(x))
         x = optax.tree.where(is_lost & read & (weight > 0), theirs, after)
         publishes = (weight > 0) & (read | ~is_lost)
         published = None if blocking else optax.tree.where(publishes, x, own.published)

@@ -9,7 +9,7 @@ from decent_jax import gossip
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec, Int8
 from decent_jax.gossip.sparse import ChunkedTopK, RandomK, TopK
-from decent_jax.optim import averaging, finite, frame, require, trees
+from decent_jax.optim import averaging, frame, require, trees
 from decent_jax.optim.declaration import ADAM_FIRST, BOTH, Method, Parts, coded_bytes, register
 from decent_jax.optim.outer import along_coded_movements
 from decent_jax.optim.outer_steps import outer_steps
@@ -80,7 +80,7 @@ def choco(
         # A replica that is not finite sends zeros, so that its public copy stays as it was, and
         # continues from the average of the public copies.
         gap = optax.tree.sub(y, own.x_hat)
-        fine = finite.all_finite(gap)
+        fine = trees.all_finite(gap)
         gap = optax.tree.where(fine, gap, optax.tree.zeros_like(gap))
         mixed_q, q = gossip.mix_coded(
             gap, schedule, round, axis_name, codec, mixing.key(local.count)

@@ -8,7 +8,7 @@ import optax
 
 from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec
-from decent_jax.optim import finite, frame, require, trees
+from decent_jax.optim import frame, require, trees
 from decent_jax.optim.declaration import ADAM_FIRST, Method, register
 from decent_jax.optim.outer_steps import Rule, outer_steps
 from decent_jax.topology import Schedule
@@ -109,7 +109,7 @@ def decentlam(
         g_tilde = trees.scale(1 / divisor, optax.tree.sub(params, mixed))
         m = trees.add(trees.scale(momentum, own.m), g_tilde)
         after = trees.add(params, trees.scale(-rate, m))
-        only_mixes = is_zero | ~ok | ~finite.all_finite(adapted)
+        only_mixes = is_zero | ~ok | ~trees.all_finite(adapted)
         after, m = optax.tree.where(only_mixes, (mixed, own.m), (after, m))
         return after, MomentumState(m), inner, ok
 
@@ -160,7 +160,7 @@ def gasloc(
     def step(theta, x, before, mix, key, after):
         y = trees.add(trees.scale(1 - eta, theta), trees.scale(eta, x))
         mixed = mix(y)
-        fine = finite.all_finite(y)  # else the neighbours' average is all there is
+        fine = trees.all_finite(y)  # else the neighbours' average is all there is
         pull = trees.scale(alpha, optax.tree.sub(mixed, y))
         moved = trees.scale(gamma, optax.tree.sub(y, before))
         after = optax.tree.where(fine, trees.add(y, pull, moved), mixed)
