@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from toys.waves import Waves
 
 from decent_jax.ground import account, machine
-from decent_jax.train import goodput, peaks, synchronous
+from decent_jax.train import goodput, synchronous
 from decent_jax.train.goodput import CAUSES, Clock, Idle
 from decent_jax.train.synchronous import Feed
 
@@ -252,9 +252,9 @@ def test_a_damaged_account_begins_anew(tmp_path):
     ],
 )
 def test_the_peak_of_a_device_by_its_name(kind, tera):
-    assert peaks.peak_of(kind) == (None if tera is None else pytest.approx(1e12 * tera))
+    assert goodput.peak_of(kind) == (None if tera is None else pytest.approx(1e12 * tera))
     pair = [SimpleNamespace(device_kind=kind), SimpleNamespace(device_kind="NVIDIA L4")]
-    both = peaks.peak(pair)
+    both = goodput.peak(pair)
     assert both == (None if tera is None else pytest.approx(1e12 * (tera + 121)))
 
 

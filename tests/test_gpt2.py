@@ -10,7 +10,7 @@ import pytest
 from networks import assert_close, count_of, drawn
 
 from decent_jax.models import decoders, gpt2, llama
-from decent_jax.models.generate import generate
+from decent_jax.models.decoders import generate
 
 TINY = gpt2.GPT2Config(vocab_size=40, context=16, layers=1, heads=2, width=16, dtype="float32")
 pytestmark = pytest.mark.usefixtures("compile_once")

@@ -15,6 +15,7 @@ import functools
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from flax import traverse_util
 
 from decent_jax.models import gpt2, llama, pieces
@@ -87,3 +88,98 @@ def flops_per_token(config: Config, seq_len: int) -> int:
     looked_up = positions + (0 if config.tied else config.vocab_size)
     n = num_params(config) - looked_up * config.width
     return 6 * n + 12 * config.layers * config.width * seq_len
+
+
+# --- Sampling -------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames=("config", "num_tokens", "top_k"))
+def generate(
+    config: Config,
+    params: Params,
+    prompt_tokens: jax.Array,
+    num_tokens: int,
+    key: jax.Array,
+    temperature: float = 1.0,
+    top_k: int = 0,
+) -> jax.Array:
+    """Continues a batch of prompts of one length.
+
+    A token is predicted from the ``context`` tokens before it. As long as everything fits the
+    context, keys and values are kept and a step costs one token; past it the window slides, every
+    token changes its position, and each step runs the model over the whole window.
+
+    Args:
+      config: of the model (static).
+      params: as the ``init`` of the model returns them.
+      prompt_tokens: ``(B, P)`` integers, ``P >= 1``; may be longer than the context.
+      num_tokens: how many to add (static: another number compiles again).
+      key: for sampling; unused at temperature 0.
+      temperature: 1 samples from the model's distribution, 0 takes the likeliest token.
+      top_k: sample among the k likeliest tokens (static); 0 is all of them.
+
+    Returns:
+      ``(B, P + num_tokens)``, the prompts and what follows them, in the prompts' dtype.
+    """
+    batch, prompt = prompt_tokens.shape
+    model = merge(config, params)
+    tokens = jnp.pad(prompt_tokens, ((0, 0), (0, num_tokens)))
+
+    def put(tokens, position, logits):
+        """Writes the sample from ``logits`` (B, V) at ``position``; the key depends on it alone."""
+        new = _sample(logits, jax.random.fold_in(key, position), temperature, top_k)
+        return tokens.at[:, position].set(new.astype(tokens.dtype))
+
+    def cached_step(position, carry):
+        tokens, cache = carry
+        last = jax.lax.dynamic_slice_in_dim(tokens, position - 1, 1, axis=1)
+        logits, cache = _extend(model, last, position - 1, cache)
+        return put(tokens, position, logits), cache
+
+    def sliding_step(position, tokens):
+        window = jax.lax.dynamic_slice_in_dim(tokens, position - config.context, config.context, 1)
+        return put(tokens, position, model.logits(model.hidden(window)[:, -1]))
+
+    total = prompt + num_tokens
+    fitting = min(total, config.context + 1)  # positions [prompt, fitting) need no sliding
+    if num_tokens and prompt < fitting:
+        shape = (batch, fitting - 1, config.kv_heads, config.width // config.heads)
+        empty = jnp.zeros(shape, config.dtype)
+        cache = [(empty, empty) for _ in range(config.layers)]
+        logits, cache = _extend(model, prompt_tokens, 0, cache)
+        carry = put(tokens, prompt, logits), cache
+        tokens, _ = jax.lax.fori_loop(prompt + 1, fitting, cached_step, carry)
+    if max(prompt, fitting) < total:
+        tokens = jax.lax.fori_loop(max(prompt, fitting), total, sliding_step, tokens)
+    return tokens
+
+
+def _extend(model, tokens, start, cache):
+    """Logits ``(B, V)`` after ``tokens`` ``(B, T)`` that stand at positions ``start ...``, and the
+    cache (per layer, keys and values ``(B, S, heads, D)``) with theirs written in."""
+    positions = start + jnp.arange(tokens.shape[1])
+    seen = jnp.arange(cache[0][0].shape[1])[None] <= positions[:, None]  # (T, S)
+    x = model.embed(tokens, positions)
+    new_cache = []
+    for i, (keys, values) in enumerate(cache):
+        block = model.h[str(i)]
+        query, key, value = block.attn.qkv(block.ln_1(x), positions)
+        keys = jax.lax.dynamic_update_slice_in_dim(keys, key, start, axis=1)
+        values = jax.lax.dynamic_update_slice_in_dim(values, value, start, axis=1)
+        y = jax.nn.dot_product_attention(
+            query, keys, values, mask=seen[None, None], implementation="xla"
+        )
+        x = x + block.attn.c_proj(y.reshape(x.shape))
+        x = x + block.mlp(block.ln_2(x))
+        new_cache.append((keys, values))
+    return model.logits(model.ln_f(x[:, -1])), new_cache
+
+
+def _sample(logits, key, temperature, top_k):
+    """One token per row: the Gumbel-max form of ``softmax(logits / temperature)``, which at
+    temperature 0 is the argmax."""
+    logits = logits.astype(jnp.float32)
+    if top_k:
+        worst = jax.lax.top_k(logits, top_k)[0][:, -1:]
+        logits = jnp.where(logits < worst, -jnp.inf, logits)
+    return jnp.argmax(logits + temperature * jax.random.gumbel(key, logits.shape), axis=-1)

@@ -18,7 +18,7 @@ from decent_jax.ground import machine
 from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.fields import Field, dtype_of_activations, size_of_preset
 from decent_jax.ground.progress import announce as announce_on_stderr
-from decent_jax.models import decoders, generate, weights
+from decent_jax.models import decoders, weights
 from decent_jax.models.pieces import cross_entropy
 from decent_jax.tasks import Task, TrainedRun, check_iid, impossible_model
 
@@ -279,7 +279,7 @@ def sample(
     top_k: int = 0,
     seed: int = 0,
 ) -> list[str]:
-    """The prompt and its continuations, ``samples`` of them; see `generate.generate`.
+    """The prompt and its continuations, ``samples`` of them; see `decoders.generate`.
 
     Raises:
       ConfigError: ``top_k`` is out of range, or the samples do not fit this machine.
@@ -304,7 +304,7 @@ def _continue(
     tokenizer = model.tokenizer
     assert tokenizer is not None
     ids = jnp.asarray([tokenizer.end_of_text, *tokenizer.encode(prompt)], jnp.int32)
-    drawn = generate.generate(
+    drawn = decoders.generate(
         model.config,
         model.params,
         jnp.tile(ids[None], (samples, 1)),

@@ -36,7 +36,7 @@ class Runner(Protocol):
       state: what they save; None where they know it themselves.
       evaluates: whether it evaluates and accounts for the time of the run, or leaves that to
         another process.
-      peak: FLOP/s of its devices, see `decent_jax.train.peaks.peak`; None: not known.
+      peak: FLOP/s of its devices, see `decent_jax.train.goodput.peak`; None: not known.
       copies: of ``state`` in memory, `decent_jax.train.copies.Copies`; None: there are none.
       traffic: what this process measures of its messages, `decent_jax.train.traffic.Traffic`.
       messages: what ``run.json`` says of them, see `decent_jax.train.algorithm.messages`.

@@ -26,9 +26,8 @@ from decent_jax.train.copies import Copies, open_copies
 from decent_jax.train.evaluation import Evaluator, Model
 from decent_jax.train.experiment import Experiment, open_experiment, train_batches
 from decent_jax.train.flight import Blocks
-from decent_jax.train.goodput import Clock, Idle
+from decent_jax.train.goodput import Clock, Idle, peak
 from decent_jax.train.kept_programs import NOWHERE, KeptPrograms, kept_programs
-from decent_jax.train.peaks import peak
 from decent_jax.train.step import TrainState, make_step
 from decent_jax.train.traffic import Traffic
 from decent_jax.train.workdir import Workdir
