@@ -1,24 +1,17 @@
-"""Actors: how Ray is started, and what an actor's process does; messages between two of them."""
+"""Actors: how Ray is started, and what an actor's process does."""
 
 import importlib.machinery
 import os
-import queue
 import stat
 import sys
 import types
 
-import jax
-import ml_dtypes
-import numpy as np
 import pytest
 from refusals import refused, refuses
 
 from decent_jax import train
-from decent_jax.actors import messages, process, ray_cluster
-from decent_jax.ground import connections
+from decent_jax.actors import ray_cluster
 from decent_jax.ground.errors import ConfigError
-
-SECRET = b"0123456789abcdef"
 
 
 def test_a_ray_of_our_own_asks_for_a_token_that_no_file_has(monkeypatch, tmp_path):
@@ -78,9 +71,9 @@ def test_an_actor_reads_relative_paths_from_where_train_py_was_started(tmp_path,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
     monkeypatch.setattr(os, "dup2", lambda *_: None)  # the output stays here
-    process.enter(tmp_path / "cells" / "0.txt", str(tmp_path / "there"))
+    ray_cluster.enter(tmp_path / "cells" / "0.txt", str(tmp_path / "there"))
     assert os.getcwd() == str(tmp_path / "there")
-    process.enter(tmp_path / "cells" / "0.txt", str(tmp_path / "only on another machine"))
+    ray_cluster.enter(tmp_path / "cells" / "0.txt", str(tmp_path / "only on another machine"))
     assert os.getcwd() == str(tmp_path / "there")
 
 
@@ -101,49 +94,3 @@ def test_a_call_that_fails_names_the_error_of_the_method(monkeypatch):
 
 
 # --- Messages -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def pair():
-    """Both ends of a connection."""
-    served, done = queue.SimpleQueue(), queue.SimpleQueue()
-
-    def serve(connection):
-        served.put(connection)
-        done.get()
-
-    listener, address = messages.listen("127.0.0.1", SECRET, serve)
-    with listener, connections.connect(address, SECRET) as ours:
-        yield ours, served.get(timeout=30)
-        done.put(None)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        np.arange(6, dtype=ml_dtypes.bfloat16).reshape(2, 3),
-        (np.float32(2.5), (), (np.zeros((0, 3)), None)),
-        {"wte": {"embedding": np.ones(3, np.int8)}, "0": None},
-    ],
-)
-def test_a_value_arrives_as_it_was_sent(value, pair):
-    ours, theirs = pair
-    messages.send(ours, ["kind", 7, None], value)
-    messages.send(ours, "next")
-    header, got = messages.receive(theirs)
-    assert header == ["kind", 7, None]
-    assert jax.tree.structure(got) == jax.tree.structure(value)
-    for array, sent in zip(jax.tree.leaves(got), jax.tree.leaves(value), strict=True):
-        assert array.dtype == sent.dtype
-        np.testing.assert_array_equal(array, sent, strict=True)
-    assert messages.receive(theirs) == ("next", None)
-
-
-@pytest.mark.parametrize("header", [7, [1], [1, 0], [1, [0, 1]], [1, "text"], [[], {"a": 0}, 3]])
-def test_what_is_no_message_ends_the_connection(header, pair):
-    """Such as one that announces more arrays than it has."""
-    ours, theirs = pair
-    connections.send(ours, header)
-    with pytest.raises(OSError):
-        messages.receive(theirs)

@@ -10,6 +10,7 @@ import threading
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -60,46 +61,51 @@ def pair(door):
             yield ours, theirs
 
 
-def test_a_message_arrives_as_it_was_sent(pair):
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        np.arange(6, dtype=ml_dtypes.bfloat16).reshape(2, 3).T,  # not contiguous
+        (np.float32(2.5), (), (np.zeros((0, 3), np.int32), None)),
+        {"wte": {"embedding": np.array([True, False])}, "0": None},
+        (np.arange(300_000, dtype=np.uint8),),  # longer than the buffers of a socket
+    ],
+)
+def test_a_message_arrives_as_it_was_sent(value, pair):
     ours, theirs = pair
     header = {"kind": "forward", "t": 3, "who": [1, None, "ü"]}
-    arrays = [
-        np.arange(6.0).reshape(2, 3).T,  # not contiguous
-        np.array(2.5, ml_dtypes.bfloat16),  # no dimension
-        np.zeros((0, 4), np.int32),
-        np.array([True, False]),
-        np.arange(300_000, dtype=np.uint8),  # longer than the buffers of a socket
-    ]
-    sender = threading.Thread(target=connections.send, args=(ours, header, arrays))
+    sender = threading.Thread(target=connections.send, args=(ours, header, value))
     sender.start()
     got, received = connections.receive(theirs)
     sender.join()
     assert got == header
-    for array, other in zip(arrays, received, strict=True):
-        assert array.dtype == other.dtype and array.shape == other.shape
-        np.testing.assert_array_equal(array, other)
+    assert jax.tree.structure(received) == jax.tree.structure(value)
+    for array, sent in zip(jax.tree.leaves(received), jax.tree.leaves(value), strict=True):
+        assert array.dtype == sent.dtype
+        np.testing.assert_array_equal(array, sent, strict=True)
     connections.send(theirs, None)
-    assert connections.receive(ours) == (None, [])
+    assert connections.receive(ours) == (None, None)
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        *(b"\xff", b"", b"7", b"[0]", b"[" * 100_000, b'[0, [["float32"]]]'),
-        *(b'[0, [["object", [1]]]]', b'[0, [["float32", [-1]]]]', b'[0, [["float32", "abc"]]]'),
-        b'[0, [["float32", [2]]]]',  # and the bytes of one
+        *(b"\xff", b"", b"7", b"[0]", b"[0, null]", b"[" * 100_000),
+        *(b'[0, 0, [["float32"]]]', b'[0, 0, [["object", [1]]]]', b'[0, 0, [["float32", [-1]]]]'),
+        *(b'[0, 0, [["float32", "abc"]]]', b'[0, 0, [["float32", [2]]]]'),  # and the bytes of one
+        *(b"[0, 0, []]", b"[0, [null, 1], []]", b'[0, "text", []]', b'[0, {"a": 0}, []]'),
     ],
 )
 def test_what_is_no_message_is_refused(pair, text):
     ours, theirs = pair
     ours.send_bytes(text)
     ours.send_bytes(bytes(4))
-    with pytest.raises(ValueError):
+    with pytest.raises(connections.NoMessage):
         connections.receive(theirs)
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [(bytes(connections.LARGEST_HEADER + 1), 0), (b'[0, [["int8", [3]]]]', 4)]
+    ("text", "size"), [(bytes(connections.LARGEST_HEADER + 1), 0), (b'[0, 0, [["int8", [3]]]]', 4)]
 )
 def test_no_more_is_read_than_announced(pair, text, size):
     ours, theirs = pair
@@ -123,7 +129,7 @@ STRANGERS = {
     "a long message": struct.pack("!i", 1 << 30),
     "a longer one": struct.pack("!iQ", -1, 1 << 60),
     "a proof of zeros": struct.pack("!i", 16) + bytes(16),
-    "a message": struct.pack("!i", 9) + json.dumps([{}, []]).encode() * 9,
+    "a message": struct.pack("!i", 14) + json.dumps([{}, None, []]).encode() * 9,
 }
 
 

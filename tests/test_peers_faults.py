@@ -9,7 +9,7 @@ import pytest
 from ml_collections import ConfigDict
 from test_peers_law import PACES, make_step_of, noise, peer_in_process  # noqa: F401 (fixtures)
 
-from decent_jax.actors import messages
+from decent_jax.ground import connections
 from decent_jax.peers import events
 from decent_jax.peers.driver import Whole
 from decent_jax.peers.peer import Peer
@@ -227,7 +227,7 @@ def test_a_roster_is_asked_over_a_connection_that_may_break():
         served.append(connection)
         roster.serve(connection)
 
-    listener, address = messages.listen("127.0.0.1", SECRET, serve)
+    listener, address = connections.listen("127.0.0.1", SECRET, serve)
     with listener:
         link = RosterLink(address, SECRET, 30.0)
         for steps in (3, 5):

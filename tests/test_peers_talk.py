@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from decent_jax.actors import messages
+from decent_jax.ground import connections
 from decent_jax.peers.rule import FORMATS, Format, Joined, Meetings
 from decent_jax.peers.talk import Answerer, Asker, ask_state
 
@@ -35,7 +35,7 @@ class Talker:
         )
 
     def listen(self, serve=None):
-        return messages.listen("127.0.0.1", SECRET, serve or self.answerer.serve)
+        return connections.listen("127.0.0.1", SECRET, serve or self.answerer.serve)
 
 
 @pytest.fixture
@@ -112,11 +112,11 @@ def broken(*answers):
     """An answerer that gives these answers, and hangs up."""
 
     def serve(connection):
-        messages.receive(connection)
+        connections.receive(connection)
         for k, answer in enumerate(answers):
             if k:
-                messages.receive(connection)
-            messages.send(connection, *answer)
+                connections.receive(connection)
+            connections.send(connection, *answer)
 
     return serve
 
@@ -144,7 +144,7 @@ def test_a_partner_that_is_silent_is_given_up(talkers):
     done = threading.Event()
 
     def serve(connection):
-        messages.receive(connection)
+        connections.receive(connection)
         done.wait(30)
 
     one, _ = talkers(serve=serve, meet_s=0.2)

@@ -13,9 +13,9 @@ from refusals import ANY, refused, refuses
 from test_pipelines import config_of
 
 from decent_jax import topology, train
-from decent_jax.actors import messages
 from decent_jax.actors.handles import Lost, Node, Silent
 from decent_jax.gossip import codecs
+from decent_jax.ground import connections
 from decent_jax.ground.errors import ConfigError, PeerLost, TrainingFailed
 from decent_jax.pipelines import links, part
 from decent_jax.pipelines.cell import open_run
@@ -39,7 +39,7 @@ def test_a_message_that_does_not_come_is_named():
 def box():
     """A mailbox and its address."""
     box = Mailbox()
-    listener, address = messages.listen("127.0.0.1", SECRET, box.fill)
+    listener, address = connections.listen("127.0.0.1", SECRET, box.fill)
     with listener:
         yield box, address
 

@@ -123,7 +123,7 @@ HELLO = {"process": 1, "count": 2, "host": "h", "facts": {"jax": "1"}}
         b"no JSON",
         b"[" * 100_000,
         *(
-            json.dumps([hello, []]).encode()
+            json.dumps([hello, None, []]).encode()
             for hello in (
                 [],
                 HELLO | {"process": [1]},

@@ -1,5 +1,5 @@
-"""Processes by Ray: started, placed, called, watched and ended; and what they say to each other.
+"""Processes by Ray: started, placed, called, watched and ended.
 
-`ray_cluster` starts Ray or finds it, `handles` has the actors and how each has ended, `process`
-what an actor's process does first, and `messages` carries arrays between two actors without Ray.
+`ray_cluster` starts Ray or finds it, and says what an actor's process does first; `handles` has the
+actors and how each has ended. They talk to each other over `decent_jax.ground.connections`.
 """

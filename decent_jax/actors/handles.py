@@ -20,7 +20,7 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from decent_jax.actors import process
+from decent_jax.actors import ray_cluster
 
 K = TypeVar("K", bound=Hashable)
 
@@ -108,7 +108,7 @@ class Actors:
         """Start an actor ``kind(*args)``.
 
         Args:
-          log: the file to which its process prints, see `decent_jax.actors.process.enter`.
+          log: the file to which its process prints, see `decent_jax.actors.ray_cluster.enter`.
           sigterm: its method that is called when SIGTERM comes; empty: it ends.
           on: where; None: spread over all nodes.
           cpus: that Ray reserves for it.
@@ -147,12 +147,12 @@ def own_host() -> str:
 
 
 def _in_process(kind: type, log: Path, sigterm: str) -> type:
-    """The class ``kind`` for an actor whose process does first what `process.enter` says."""
+    """The class ``kind`` for an actor whose process does first what `ray_cluster.enter` says."""
     launched_from = os.getcwd()
 
     class Entered(kind):
         def __init__(self, *args: Any):
-            process.enter(log, launched_from)
+            ray_cluster.enter(log, launched_from)
             super().__init__(*args)
             if sigterm:
                 signal.signal(signal.SIGTERM, lambda *_: getattr(self, sigterm)())

@@ -1,4 +1,4 @@
-"""Ray: started on this machine, or found at an address, and left as it was.
+"""Ray: started on this machine, or found at an address, and left as it was; processes of actors.
 
 Import nothing that imports Ray before `prepare` has been called.
 """
@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from decent_jax.cluster import start as cluster
 from decent_jax.ground import extras, machine
 from decent_jax.ground.errors import ConfigError
 
@@ -133,3 +135,32 @@ def check_resources(
                 field=field,
                 value=each,
             )
+
+
+# --- In the process of an actor -------------------------------------------------------------------
+
+
+def enter(log: Path, launched_from: str) -> None:
+    """Make an actor's process one of this run; it and its libraries print to the file ``log``.
+
+    A relative path of the config is then the same file as for `train.py`, unless this machine lacks
+    the folder in which `train.py` was started.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    if os.path.isdir(launched_from):
+        os.chdir(launched_from)
+    leave_launcher()
+
+
+def leave_launcher() -> None:
+    """Forget that SLURM or another launcher started this process with others: Ray joins them."""
+    for variable, _ in cluster.LAUNCHERS.values():
+        os.environ.pop(variable, None)
+
+
+def say(message: str) -> None:
+    """A line of the log of this process."""
+    print(f"{time.strftime('%H:%M:%S')} {message}", flush=True)

@@ -148,7 +148,7 @@ class _Group:
         """Let a process in, or refuse to start: it knows the secret, so it is no stranger."""
         try:
             hello: Any = connections.receive(connection)[0]
-        except ValueError:
+        except connections.NoMessage:
             hello = None
         except (EOFError, OSError):  # it died; perhaps it comes once more
             connection.close()
@@ -299,7 +299,7 @@ def _exchange(connection: Connection, hello: dict, end: float) -> dict[str, Any]
         connections.send(connection, hello)
         if connection.poll(max(end - time.monotonic(), 0) + _ANSWER_S):
             return connections.receive(connection)[0]
-    except (EOFError, OSError, ValueError):
+    except (EOFError, OSError):
         pass
     raise ConfigError(
         "process 0 went away, or waits for other processes longer than cluster.timeout_s; see what "

@@ -3,6 +3,9 @@
 Both sides first prove by the handshake of `multiprocessing` that they know the run's secret, and
 interpret nothing that comes before. Connections without a proof are bounded in number and in time.
 A message is a header (JSON) and arrays as raw buffers, so that nothing is unpickled.
+
+Actors of Ray use them too: arguments of calls to one actor would share its link, and all would
+arrive late, instead of the first one early.
 """
 
 import contextlib
@@ -11,12 +14,14 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
 import numpy as np
+
+Address = tuple[str, int]  # IP address and port
 
 HANDSHAKE_S = 10.0  # for both proofs together
 GUESTS = 200  # connections without a proof; beyond, the oldest is closed
@@ -108,7 +113,27 @@ class Listener:
             self._serve(connection, address)
 
 
-def connect(address: tuple[str, int], secret: bytes, seconds: float = HANDSHAKE_S) -> Connection:
+def listen(
+    host: str, secret: bytes, serve: Callable[[Connection], None]
+) -> tuple[Listener, Address]:
+    """Accept connections of those who know the secret, at a free port of this machine.
+
+    Args:
+      host: IP address of this machine.
+      serve: gets each connection in a thread of its own, until it closes it or the other side does.
+    """
+
+    def serve_until_the_end(connection: Connection, _: str) -> None:
+        with connection, contextlib.suppress(EOFError, OSError):  # others say who has died
+            serve(connection)
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    server = socket.create_server((host, 0), family=family, backlog=64)
+    address: Any = server.getsockname()[:2]
+    return Listener(server, secret, serve_until_the_end), address
+
+
+def connect(address: Address, secret: bytes, seconds: float = HANDSHAKE_S) -> Connection:
     """A connection to the `Listener` at an address, and to its machine, each within ``seconds``.
 
     Raises:
@@ -164,33 +189,63 @@ def _hang_up(link: socket.socket) -> None:
         link.shutdown(socket.SHUT_RDWR)
 
 
-def send(connection: Connection, header: Any, arrays: Sequence[np.ndarray] = ()) -> None:
-    """Send a message: a header that JSON can hold, and arrays of any shape.
+# --- Messages -------------------------------------------------------------------------------------
+
+
+class NoMessage(OSError):
+    """What the other side sends is no message of this program."""
+
+
+def send(connection: Connection, header: Any, value: Any = None) -> None:
+    """Send a header that JSON can hold, and a value: None or arrays, in tuples, lists and dicts.
 
     Raises:
       OSError: the other side is gone.
     """
+    arrays: list[np.ndarray] = []
+    form = _form(value, arrays)
     kinds = [(array.dtype.name, array.shape) for array in arrays]
-    connection.send_bytes(json.dumps([header, kinds]).encode())
+    connection.send_bytes(json.dumps([header, form, kinds]).encode())
     for array in arrays:
         connection.send_bytes(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
-def receive(connection: Connection) -> tuple[Any, list[np.ndarray]]:
-    """The header and the arrays (read-only) of the next message.
+def receive(connection: Connection) -> tuple[Any, Any]:
+    """The header and the value of the next message; lists arrive as tuples, arrays are read-only.
 
     Raises:
       EOFError, OSError: the other side is gone, or sends more than it announces.
-      ValueError: what came is no message.
+      NoMessage: what came is none.
     """
     text = connection.recv_bytes(LARGEST_HEADER)
     arrays = []
     try:
-        header, kinds = json.loads(text)
+        header, form, kinds = json.loads(text)
         for name, shape in kinds:
             dtype, size = np.dtype(name), int(np.prod(shape, dtype=np.int64))
             data = connection.recv_bytes(size * dtype.itemsize)
             arrays.append(np.frombuffer(data, dtype).reshape(shape))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"no message of this program: {type(error).__name__}") from None
-    return header, arrays
+        return header, _value(form, arrays)
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        raise NoMessage(f"no message of this program: {type(error).__name__}") from None
+
+
+def _form(value: Any, arrays: list[np.ndarray]) -> Any:
+    """The value with a number in the place of each array, which is added to ``arrays``."""
+    if value is None:
+        return None
+    if isinstance(value, dict):
+        return {key: _form(one, arrays) for key, one in value.items()}
+    if isinstance(value, tuple | list):
+        return [_form(one, arrays) for one in value]
+    arrays.append(np.asarray(value))
+    return len(arrays) - 1
+
+
+def _value(form: Any, arrays: list[np.ndarray]) -> Any:
+    """The value of a form."""
+    if isinstance(form, dict):
+        return {key: _value(one, arrays) for key, one in form.items()}
+    if isinstance(form, list):
+        return tuple(_value(one, arrays) for one in form)
+    return None if form is None else arrays[form]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from decent_jax.actors.handles import Actor, Actors, Call, Unanswered
-from decent_jax.actors.messages import Address
+from decent_jax.ground.connections import Address
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.json_files import is_whole, read_json
 from decent_jax.peers import events, peer_run

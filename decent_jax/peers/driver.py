@@ -14,9 +14,9 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from decent_jax import replicas
-from decent_jax.actors import messages
 from decent_jax.actors.handles import Actor, Actors, own_host
 from decent_jax.actors.ray_cluster import check_address, running
+from decent_jax.ground import connections
 from decent_jax.ground.errors import Interrupted, TrainingFailed
 from decent_jax.ground.json_files import write_json_atomic
 from decent_jax.ground.progress import Progress
@@ -218,7 +218,7 @@ class Driver:
             work.say(f"resuming after step {self.start} of all peers together")
         work.say(_describe(self.config, self.whole))
         crew = self.crew
-        listener, address = messages.listen(self.host, crew.secret, crew.roster.serve)
+        listener, address = connections.listen(self.host, crew.secret, crew.roster.serve)
         with self.saver:
             with (
                 work.open_metrics(self.start) as writer,
@@ -237,7 +237,7 @@ class Driver:
                 )
             return self._finish(state)
 
-    def _begin(self, address: messages.Address) -> None:
+    def _begin(self, address: connections.Address) -> None:
         """Start the peers, and wait for the first that trains."""
         crew, seconds = self.crew, self.config.peers.start_s
         with self.work.announce(f"starting {peer_run.count_of(self.config)} peers"):

@@ -6,9 +6,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from decent_jax.actors import handles, messages
-from decent_jax.actors.messages import Address
-from decent_jax.actors.process import say
+from decent_jax.actors import handles
+from decent_jax.actors.ray_cluster import say
+from decent_jax.ground import connections
+from decent_jax.ground.connections import Address
 from decent_jax.peers.peer_run import Place, forget, open_peer
 from decent_jax.peers.roster import Reporter, RosterLink, state_to_join
 from decent_jax.peers.rule import Format, Joined, Meetings
@@ -67,7 +68,7 @@ class Peer:
                 lambda: self._leaving != "stop",
                 lambda: self._state(boundary),
             )
-            listener, address = messages.listen(self._host(), self._secret, answerer.serve)
+            listener, address = connections.listen(self._host(), self._secret, answerer.serve)
             reporter = Reporter(
                 place, address, self._roster, boundary, pulse, self._asker, self.leave
             )

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from decent_jax.actors.process import leave_launcher
+from decent_jax.actors.ray_cluster import leave_launcher
 from decent_jax.data import loader
 from decent_jax.ground import fields
 from decent_jax.ground.errors import ConfigError, DataError

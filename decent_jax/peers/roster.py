@@ -13,10 +13,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from decent_jax.actors import messages
-from decent_jax.actors.messages import Address
-from decent_jax.actors.process import say
+from decent_jax.actors.ray_cluster import say
 from decent_jax.ground import connections
+from decent_jax.ground.connections import Address
 from decent_jax.peers import talk
 from decent_jax.peers.peer_run import Place
 from decent_jax.peers.rule import Joined
@@ -61,8 +60,8 @@ class Roster:
         """Answer a peer, in a thread of its own, until it hangs up; see `RosterLink`."""
         methods = {"beat": self.beat, "members": self.members, "is_hopeful": self.is_hopeful}
         while True:
-            (method, *args), _ = messages.receive(connection)
-            messages.send(connection, methods[method](*args))
+            (method, *args), _ = connections.receive(connection)
+            connections.send(connection, methods[method](*args))
 
     def beat(
         self, slot: int, incarnation: int, address: Address, report: dict[str, Any]
@@ -138,8 +137,8 @@ class RosterLink:
             self._connection = connections.connect(self._address, self._secret, self._seconds)
         try:
             with connections.within(self._seconds, self._connection):
-                messages.send(self._connection, [method, *args])
-                return messages.receive(self._connection)[0]
+                connections.send(self._connection, [method, *args])
+                return connections.receive(self._connection)[0]
         except BROKEN:
             self._connection.close()
             self._connection = None

@@ -20,10 +20,9 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from typing import Any
 
-from decent_jax.actors import messages
-from decent_jax.actors.messages import Address
-from decent_jax.actors.process import say
+from decent_jax.actors.ray_cluster import say
 from decent_jax.ground import connections
+from decent_jax.ground.connections import Address
 from decent_jax.peers.rule import Joined, Meetings, Message, Offer
 
 Members = list[tuple[str, Address]]  # names and addresses of peers
@@ -78,7 +77,7 @@ class Asker:
             if understood is None:
                 self._meetings.give_up(offer.meeting, "declined")
                 return
-            messages.send(connection, understood)
+            connections.send(connection, understood)
         except Exception as error:  # without this, the peer would be busy for ever
             self._meetings.give_up(offer.meeting, "lost")
             self._avoid(name)
@@ -94,12 +93,12 @@ class Asker:
     def _exchange(self, connection: Connection, offer: Offer, message: Message) -> bool | None:
         """Whether this side has understood the partner's message; None: the partner declines."""
         with connections.within(self._peers["meet_s"], connection):
-            messages.send(connection, [_MEET, *offer])
-            agreed, _ = messages.receive(connection)
+            connections.send(connection, [_MEET, *offer])
+            agreed, _ = connections.receive(connection)
             if not agreed:
                 return None
-            messages.send(connection, message.side, message.parts)
-            (side, *reply), parts = messages.receive(connection)
+            connections.send(connection, message.side, message.parts)
+            (side, *reply), parts = connections.receive(connection)
         return self._meetings.hear(Offer(*reply), Message(list(parts), side))
 
     def _close(self, meeting: str, connection: Connection, seconds: float) -> bool:
@@ -107,7 +106,7 @@ class Asker:
         accepted: bool | None = None
         try:
             if connection.poll(max(seconds, 0.0)):
-                accepted, _ = messages.receive(connection)
+                accepted, _ = connections.receive(connection)
             else:
                 self._doubtful.append((meeting, connection))
         except BROKEN:
@@ -161,7 +160,7 @@ class Answerer:
     def serve(self, connection: Connection) -> None:
         """Answer one question after the other, until the other side hangs up."""
         while True:
-            (kind, *offer), _ = messages.receive(connection)
+            (kind, *offer), _ = connections.receive(connection)
             if kind == _STATE:
                 self._give_state(connection)
             else:
@@ -169,30 +168,30 @@ class Answerer:
 
     def _meet(self, connection: Connection, offer: Offer) -> None:
         agrees = self._may_meet() and self._meetings.agree(offer.meeting)
-        messages.send(connection, agrees)
+        connections.send(connection, agrees)
         if not agrees:
             return
         try:
             with connections.within(self._meet_s, connection):
-                side, parts = messages.receive(connection)
+                side, parts = connections.receive(connection)
                 reply = self._meetings.answer(offer, Message(list(parts), side))
                 if reply is None:
                     raise TimeoutError("the message came too late")
                 own, message = reply
-                messages.send(connection, [message.side, *own], message.parts)
-                understood, _ = messages.receive(connection)
+                connections.send(connection, [message.side, *own], message.parts)
+                understood, _ = connections.receive(connection)
         except BaseException:
             self._meetings.give_up(offer.meeting, "lost")
             raise
         # Nothing may hang up between the decision and the answer.
-        messages.send(connection, self._meetings.settle(offer.meeting, understood))
+        connections.send(connection, self._meetings.settle(offer.meeting, understood))
 
     def _give_state(self, connection: Connection) -> None:
         found = self._state()
         if found is None:
-            messages.send(connection, None)
+            connections.send(connection, None)
         else:
-            messages.send(connection, [found.donor, found.t], found.arrays)
+            connections.send(connection, [found.donor, found.t], found.arrays)
 
 
 def ask_state(address: Address, secret: bytes, seconds: float) -> Joined | None:
@@ -205,8 +204,8 @@ def ask_state(address: Address, secret: bytes, seconds: float) -> Joined | None:
         connections.connect(address, secret, seconds) as connection,
         connections.within(seconds, connection),
     ):
-        messages.send(connection, [_STATE])
-        found, arrays = messages.receive(connection)
+        connections.send(connection, [_STATE])
+        found, arrays = connections.receive(connection)
     if found is None:
         return None
     donor, t = found

@@ -13,10 +13,11 @@ from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
 from decent_jax import replicas, tasks
-from decent_jax.actors import handles, messages
-from decent_jax.actors.messages import Address
-from decent_jax.actors.process import leave_launcher
+from decent_jax.actors import handles
+from decent_jax.actors.ray_cluster import leave_launcher
 from decent_jax.cluster.start import limit_exchanges
+from decent_jax.ground import connections
+from decent_jax.ground.connections import Address
 from decent_jax.ground.errors import ConfigError, DataError
 from decent_jax.ground.progress import announce as announce_on_stderr
 from decent_jax.pipelines import part as parts
@@ -150,7 +151,7 @@ class CellActor:
         """A free port of its machine, as "host:port", where its replica 0 coordinates the stage;
         and where messages of other stages arrive."""
         host = handles.own_host()
-        _, address = messages.listen(host, self._secret, self._mailbox.fill)
+        _, address = connections.listen(host, self._secret, self._mailbox.fill)
         return free_address(host), address
 
     def open(self, coordinator: str, addresses: list[Address]) -> None:

@@ -8,8 +8,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from decent_jax.actors.handles import Actors, Silent, Unanswered, own_host
-from decent_jax.actors.process import leave_launcher
-from decent_jax.actors.ray_cluster import check_address, running
+from decent_jax.actors.ray_cluster import check_address, leave_launcher, running
 from decent_jax.cluster import preflight
 from decent_jax.ground.errors import ConfigError, PeerLost
 from decent_jax.pipelines.cell import free_address, join

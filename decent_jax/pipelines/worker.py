@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decent_jax.actors import messages
-from decent_jax.actors.messages import Address
 from decent_jax.data import loader
 from decent_jax.ground import connections
+from decent_jax.ground.connections import Address
 from decent_jax.ground.errors import PeerLost
 from decent_jax.pipelines.part import TABLE, total_norm
 from decent_jax.pipelines.stage import Stage
@@ -63,7 +62,7 @@ class Mailbox:
     def fill(self, connection: Connection) -> None:
         """Put what a `Channel` sends over this connection, until it ends."""
         while True:
-            key, value = messages.receive(connection)
+            key, value = connections.receive(connection)
             self.put(Key(*key), value)
 
 
@@ -96,7 +95,7 @@ class Channel:
             key, value = self._messages.get()
             with connections.connect(self._address, self._secret) as connection:
                 while True:
-                    messages.send(connection, key, value)
+                    connections.send(connection, key, value)
                     key, value = self._messages.get()
         except Exception as error:  # told by the next message, in the thread that trains
             self._broken = error
