@@ -12,7 +12,7 @@ from refusals import refuses
 
 from decent_jax import gossip, topology
 from decent_jax.gossip.codecs import BFloat16, Float8, Int4, Int8
-from decent_jax.gossip.coded_means import ROW, coded_means
+from decent_jax.gossip.groups import ROW, coded_means
 from decent_jax.gossip.permute import ReplicaAxis
 
 NAMES, KEY = ("replica", "row"), jax.random.key(3)

@@ -3,10 +3,9 @@
 | file | contents | imports |
 |---|---|---|
 | `permute` | which replicas a device holds; a permutation as slices and ``ppermute`` | |
-| `groups` | means of groups, and groups that send to each other | permute |
 | `codecs` | formats of messages, for JAX and NumPy | |
+| `groups` | means of groups, coded or not, and groups that send to each other | permute, codecs |
 | `sparse` | those that send some numbers only | codecs |
-| `coded_means` | means of groups in coded messages | groups, codecs |
 | `mixing` | `mix`, `mix_on`, `on_mesh`, `mean`, `receive`: the public functions | all |
 """
 

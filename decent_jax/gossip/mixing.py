@@ -28,7 +28,6 @@ from jax.sharding import PartitionSpec as P
 from decent_jax import cpu
 from decent_jax.gossip import groups, permute
 from decent_jax.gossip.codecs import Codec
-from decent_jax.gossip.coded_means import coded_means
 from decent_jax.gossip.permute import AxisName, ReplicaAxis
 from decent_jax.gossip.sparse import ChunkedTopK, RandomK, TopK
 from decent_jax.topology import Round, Schedule, Send
@@ -96,8 +95,8 @@ def mix(
       codec: format of the messages; None sends arrays as they are. With Q the rounding of the
         format, ``x_i <- x_i + sum_j W_ij Q(x_j) - Q(x_i)``: the mean over replicas stays what it
         was, whatever Q loses, up to the rounding of these sums. A group mean becomes that of
-        `decent_jax.gossip.coded_means`. Not for rounds that average in groups and then send, nor
-        for top-k. `RandomK` mixes the numbers at its places, in any round, and leaves the
+        `decent_jax.gossip.groups.coded_means`. Not for rounds that average in groups and then send,
+        nor for top-k. `RandomK` mixes the numbers at its places, in any round, and leaves the
         others.
       key: for formats that are random; the same on all replicas, another in every step.
       after: optional arrays, such as the gradients of this step. In a round in which groups send to
@@ -139,7 +138,8 @@ def mix(
     simulated = round.matrix if isinstance(round, Simulated) else None
     averages = simulated is None and rnd.group_size > 1 and not rnd.sends
     if averages and (codec is not None or between is not None):
-        return put_back(coded_means(leaves, rnd.group_size, axis, codec, key, flag, between)[0])
+        mixed, _ = groups.coded_means(leaves, rnd.group_size, axis, codec, key, flag, between)
+        return put_back(mixed)
     if codec is not None:
         arrived, own = mix_coded(leaves, schedule, round, axis_name, codec, key, finite=finite)
 
@@ -351,15 +351,15 @@ def mean_coded(
     """``(mean over all replicas of Q(x_j), Q(x_i))``, the mean bit for bit equal on all of them.
 
     Of a codec that sends some numbers only every replica receives the message of every other, and
-    adds them in the same order; else see `decent_jax.gossip.coded_means`, which takes ``finite``
-    and ``between``.
+    adds them in the same order; else see `decent_jax.gossip.groups.coded_means`, which takes
+    ``finite`` and ``between``.
     """
     axis = ReplicaAxis.over(axis_name)
     leaves, put_back = mixable(tree)
     replicas = axis.devices * axis.block
     if not isinstance(codec, RandomK | TopK | ChunkedTopK):
         flag = None if finite is None else axis.lift(finite)
-        mean, own = coded_means(leaves, replicas, axis, codec, key, flag, between)
+        mean, own = groups.coded_means(leaves, replicas, axis, codec, key, flag, between)
         return put_back(mean), put_back(own)
     noise, sent, own = _coded(leaves, axis, codec, key)
 

@@ -284,8 +284,8 @@ def all_reduce(
     finite is rejected by all replicas alike, as in `decentralized`, whose extra arguments are
     accepted so that the two can be swapped (``round`` is ignored).
 
-    With a ``codec`` the gradients travel in its format (`decent_jax.gossip.coded_means`) with error
-    feedback: with Q the rounding,
+    With a ``codec`` the gradients travel in its format (`decent_jax.gossip.groups.coded_means`),
+    with error feedback: with Q the rounding,
 
     .. math::
         e_i \leftarrow e_i + \nabla f_i(x), \qquad q_i = Q(e_i), \qquad

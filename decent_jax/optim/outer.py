@@ -63,7 +63,7 @@ def diloco(
         e_i \leftarrow e_i - q_i, \qquad \delta = Q\Big(\tfrac1n \textstyle\sum_j q_j\Big)
 
     where the mean of integers or floats is coded once more, the same for all
-    (`decent_jax.gossip.coded_means`). It keeps e, one copy more.
+    (`decent_jax.gossip.groups.coded_means`). It keeps e, one copy more.
 
     With ``outer = optax.sgd(1.0)`` and one fragment it is local SGD; with ``optax.sgd(alpha,
     momentum)`` and a fixed learning rate SlowMo on local steps; with Muon inside MuLoCo.

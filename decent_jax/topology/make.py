@@ -11,7 +11,7 @@ import numpy as np
 from decent_jax.ground import machine
 from decent_jax.ground.extras import same_name
 from decent_jax.ground.format import shown
-from decent_jax.topology import graphs, random_graphs
+from decent_jax.topology import graphs
 from decent_jax.topology.rounds import Round, kron, round_of
 from decent_jax.topology.schedule import Schedule, check_connected, check_matrix
 from decent_jax.topology.spec import Spec, bind, parse, unnamed
@@ -166,13 +166,13 @@ _BUILDERS: dict[str, Builder] = {
     "grid": graphs.grid,
     "torus": graphs.torus,
     "star": graphs.star,
-    "random_matching": random_graphs.random_matching,
-    "random_regular": random_graphs.random_regular,
-    "erdos_renyi": random_graphs.erdos_renyi,
-    "equi_dynamic": random_graphs.equi_dynamic,
+    "random_matching": graphs.random_matching,
+    "random_regular": graphs.random_regular,
+    "erdos_renyi": graphs.erdos_renyi,
+    "equi_dynamic": graphs.equi_dynamic,
     "hierarchical": hierarchical,
     "periodic_average": periodic_average,
-    "random_out": random_graphs.random_out,
+    "random_out": graphs.random_out,
 }
 
 COLUMN_STOCHASTIC = {"random_out"}  # rows do not sum to 1: for push-sum only
