@@ -147,47 +147,6 @@ class AgentLink:
             os.write(self._popen.stdin.fileno(), json.dumps(command).encode() + b"\n")
 
 
-class Child:
-    """A process that ends when this one does.
-
-    Args:
-      argv: its command.
-      environment: its variables besides `VARIABLE`.
-      log: a file to which its output is appended; None: it writes where this process does.
-    """
-
-    def __init__(self, argv: list[str], environment: dict[str, str], log: Path | None):
-        with contextlib.nullcontext() if log is None else log.open("a") as words:
-            self._popen = subprocess.Popen(
-                argv,
-                stdin=subprocess.PIPE,  # never closed while this process lives
-                stdout=words,
-                stderr=words,
-                env=environment | {VARIABLE: "1"},
-                start_new_session=True,
-            )
-        self.pid, self.poll = self._popen.pid, self._popen.poll
-        self._write(GREETING)
-
-    def signal(self, number: int) -> None:
-        """Send a signal to it and its children, if it still runs."""
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, number)
-
-    def _write(self, data: bytes) -> None:
-        assert self._popen.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended
-            os.write(self._popen.stdin.fileno(), data)
-
-    def close(self) -> None:
-        """Kill it, if it still runs, and release it."""
-        self.signal(signal.SIGKILL)
-        assert self._popen.stdin is not None
-        self._popen.stdin.close()
-        self._popen.wait()
-
-
 def died(code: int | None) -> bool:
     """Whether the exit code is that of a process which was lost, not of one that ended itself."""
     ended = (0, _FAILED, _REFUSED, *_INTERRUPTED, *_OF_SURVIVORS)

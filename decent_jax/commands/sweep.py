@@ -17,6 +17,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ extras.need("train", "ml_collections", "tqdm")
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from decent_jax.cluster.supervise import Child
+from decent_jax.cluster.supervise import GREETING, VARIABLE
 from decent_jax.ground.command_line import Parser, check_replaceable, command
 from decent_jax.ground.errors import ConfigError, Interrupted
 from decent_jax.ground.format import split_outside_brackets, table
@@ -62,13 +63,26 @@ class Combination(NamedTuple):
 
 def train_in_a_process(arguments: list[str], log: Path, signals: Signals) -> int:
     """``decent-jax train`` in a process of its own, which gets the signals of this one."""
-    argv = [sys.executable, "-m", "decent_jax.commands.main", "train", *arguments]
-    passed = False
-    with contextlib.closing(Child(argv, dict(os.environ), log)) as child:
-        while (code := child.poll()) is None:
+    with (
+        log.open("a") as words,
+        subprocess.Popen(
+            [sys.executable, "-m", "decent_jax.commands.main", "train", *arguments],
+            stdin=subprocess.PIPE,  # which ends with this process, and the other one then stops
+            stdout=words,
+            stderr=words,
+            bufsize=0,
+            env=os.environ | {VARIABLE: "1"},
+            start_new_session=True,
+        ) as process,
+    ):
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended
+            process.stdin.write(GREETING)
+        passed = False
+        while (code := process.poll()) is None:
             if signals.received is not None and not passed:
                 passed = True
-                child.signal(signal.SIGTERM)
+                os.killpg(process.pid, signal.SIGTERM)
             time.sleep(_LOOK_S)
     return code
 
