@@ -345,21 +345,19 @@ def mean_coded(
     axis_name: AxisName,
     codec: Codec,
     key: jax.Array | None = None,
-    finite: jax.Array | None = None,
     between: Any = None,
 ) -> tuple[Any, Any]:
     """``(mean over all replicas of Q(x_j), Q(x_i))``, the mean bit for bit equal on all of them.
 
     Of a codec that sends some numbers only every replica receives the message of every other, and
     adds them in the same order; else see `decent_jax.gossip.groups.coded_means`, which takes
-    ``finite`` and ``between``.
+    ``between``.
     """
     axis = ReplicaAxis.over(axis_name)
     leaves, put_back = mixable(tree)
     replicas = axis.devices * axis.block
     if not isinstance(codec, RandomK | TopK | ChunkedTopK):
-        flag = None if finite is None else axis.lift(finite)
-        mean, own = groups.coded_means(leaves, replicas, axis, codec, key, flag, between)
+        mean, own = groups.coded_means(leaves, replicas, axis, codec, key, between=between)
         return put_back(mean), put_back(own)
     noise, sent, own = _coded(leaves, axis, codec, key)
 

@@ -217,10 +217,9 @@ def receive(connection: Connection) -> tuple[Any, Any]:
       EOFError, OSError: the other side is gone, or sends more than it announces.
       NoMessage: what came is none.
     """
-    text = connection.recv_bytes(LARGEST_HEADER)
     arrays = []
-    try:
-        header, form, kinds = json.loads(text)
+    try:  # a TypeError is also that of a connection which another thread has closed
+        header, form, kinds = json.loads(connection.recv_bytes(LARGEST_HEADER))
         for name, shape in kinds:
             dtype, size = np.dtype(name), int(np.prod(shape, dtype=np.int64))
             data = connection.recv_bytes(size * dtype.itemsize)
