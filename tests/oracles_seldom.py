@@ -37,31 +37,44 @@ def noloco_of_peers(x, meetings, moved, outer_lr=0.7, momentum=0.5):
     return x
 
 
-def gasloc(x, alpha=1.0, eta=0.7, gamma=0.5):
-    """GASLoC (2026): y = theta + eta (x - theta); theta+ = y - alpha L y + gamma (y - y_before)."""
+def gasloc(x, alpha=1.0, eta=0.7, gamma=0.5, delay=0, carry=False):
+    """GASLoC (2026): y = theta + eta (x - theta); theta+ = y - alpha L y + gamma (y - y_before).
+
+    With a delay x is that of so many steps before, ``carry`` adds the way from there to theta+.
+    """
     theta = before = x
+    past = [x]
     while True:
         g, W, lr, _ = yield x
         x = x - lr * g
+        past.append(x)
         if W is not None:
-            y = theta + eta * (x - theta)
-            x = theta = y - alpha * (y - mix(W, y)) + gamma * (y - before)
+            late = past[-1 - delay]
+            y = theta + eta * (late - theta)
+            theta = y - alpha * (y - mix(W, y)) + gamma * (y - before)
             before = y
+            x = theta + (x - late if carry else 0)
 
 
-def sparseloco(x, compress, decay=0.95, outer_lr=1.0):
-    """SparseLoCo (2025): e = b e + theta - x; q = C(e); e = e - q; theta = theta - a mean q."""
+def sparseloco(x, compress, decay=0.95, outer_lr=1.0, delay=0, carry=False):
+    """SparseLoCo (2025): e = b e + theta - x; q = C(e); e = e - q; theta = theta - a mean q.
+
+    ``delay`` and ``carry`` as in `gasloc`.
+    """
     assert np.all(x == x[0]), "replicas exchange movements only"
     theta, e = x[0], np.zeros_like(x)
+    past = [x]
     while True:
         g, W, lr, _ = yield x
         x = x - lr * g
+        past.append(x)
         if W is not None:
-            e = decay * e + theta - x
+            late = past[-1 - delay]
+            e = decay * e + theta - late
             q = np.stack([compress(row) for row in e])
             e = e - q
             theta = theta - outer_lr * q.mean(0)
-            x = np.tile(theta, (len(x), 1))
+            x = np.tile(theta, (len(x), 1)) + (x - late if carry else 0)
 
 
 def largest_of_chunks(width, kept, bits):

@@ -89,6 +89,29 @@ def test_merges_and_weights_are_the_recursion():
     assert np.abs(got[0, False, True] - got[0, False, False]).max() > 0.01
 
 
+LATE = [(delay, carry) for delay in (1, 2) for carry in (False, True)]
+
+
+def test_late_messages_of_gasloc_and_sparseloco_are_the_recursions():
+    ring, complete = (topology.make(name, N) for name in ("one_peer_exp", "complete"))
+    sparse = {"density": 0.5, "chunk": 4, "bits": 32}
+    kept = largest_of_chunks(4, 2, 32)
+    gasloc, sparseloco = optim.contrib.gasloc, optim.contrib.sparseloco
+    for schedule, make, numbers, oracle, given in [
+        (ring, gasloc, {"alpha": 0.6}, oracles_seldom.gasloc, {"alpha": 0.6}),
+        (complete, sparseloco, sparse, oracles_seldom.sparseloco, {"compress": kept}),
+    ]:
+        txs = {
+            (delay, carry): make(SGD, schedule, mix_every=3, delay=delay, carry=carry, **numbers)
+            for delay, carry in LATE
+        }
+        got = trajectories(txs, schedule, 3)
+        for delay, carry in LATE:
+            right = wanted(oracle, schedule, 3, delay=delay, carry=carry, **given)
+            oracles.assert_same(got[delay, carry], right)
+        assert np.abs(got[2, True] - got[2, False]).max() > 0.05
+
+
 # --- sparse messages ------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from decent_jax.gossip.sparse import ChunkedTopK, RandomK, TopK
 from decent_jax.optim import averaging, frame, require, trees
 from decent_jax.optim.declaration import ADAM_FIRST, BOTH, Method, Parts, coded_bytes, register
 from decent_jax.optim.outer import along_coded_movements
-from decent_jax.optim.outer_steps import outer_steps
+from decent_jax.optim.outer_steps import Streaming, outer_steps
 from decent_jax.topology import Schedule
 
 
@@ -141,12 +141,17 @@ def sparseloco(
     schedule: Schedule,
     axis_name: AxisName = "replica",
     identical_start: bool = True,
+    mix_every: int = 1,
     *,
     density: Annotated[float, "part of every chunk that is sent, in (0, 1]"] = 1 / 64,
     chunk: Annotated[int, "numbers per chunk"] = 4096,
     bits: Annotated[int, "2 or 32, per number sent"] = 2,
     decay: Annotated[float, "share of what was not sent that is kept, in [0, 1]"] = 0.95,
     outer_learning_rate: Annotated[float, "factor of the movement"] = 1.0,
+    delay: Annotated[int, "steps beside which a message travels, below mix_every"] = 0,
+    carry: Annotated[
+        bool, "True: a replica keeps what it learned while the message travelled"
+    ] = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""SparseLoCo: DiLoCo whose messages are the largest parts of the movement, with feedback.
 
@@ -177,6 +182,7 @@ def sparseloco(
       bits: 2 or 32 per number sent.
       decay: the share beta of what was not sent that is kept, in [0, 1].
       outer_learning_rate: the factor eta of the movement.
+      mix_every, delay, carry: as in `diloco`.
 
     References:
       Sarfi et al., `SparseLoCo <https://arxiv.org/abs/2508.15706>`_, 2025, equations from a
@@ -192,7 +198,7 @@ def sparseloco(
     outer, codec = optax.sgd(outer_learning_rate), ChunkedTopK(density, chunk, bits)
     rule = along_coded_movements(outer, codec, axis_name, decay, "sparseloco")
     mixing = frame.Mixing(schedule, axis_name, method="sparseloco")
-    return outer_steps(inner, mixing, rule)
+    return outer_steps(inner, mixing, rule, Streaming(mix_every, delay=delay, carry=carry))
 
 
 def _sparse_bytes(params: Any, parts: Parts, own: Mapping[str, Any]) -> float:

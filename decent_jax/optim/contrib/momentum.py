@@ -10,7 +10,7 @@ from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec
 from decent_jax.optim import frame, require, trees
 from decent_jax.optim.declaration import ADAM_FIRST, Method, register
-from decent_jax.optim.outer_steps import Rule, outer_steps
+from decent_jax.optim.outer_steps import Rule, Streaming, outer_steps
 from decent_jax.topology import Schedule
 
 
@@ -120,11 +120,16 @@ def gasloc(
     inner: optax.GradientTransformation,
     schedule: Schedule,
     axis_name: AxisName = "replica",
+    mix_every: int = 1,
     codec: Codec | None = None,
     *,
     alpha: Annotated[float, "averaging step size, in (0, 1]"] = 1.0,
     eta: Annotated[float, "outer learning rate"] = 0.7,
     gamma: Annotated[float, "outer momentum, in [0, 1)"] = 0.5,
+    delay: Annotated[int, "steps beside which a message travels, below mix_every"] = 0,
+    carry: Annotated[
+        bool, "True: a replica keeps what it learned while the message travelled"
+    ] = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""GASLoC: local steps, an averaging step with neighbours, and momentum of the whole movement.
 
@@ -144,6 +149,8 @@ def gasloc(
 
     Args:
       inner, schedule, axis_name, codec: as in `decentralized`.
+      mix_every, delay, carry: as in `decent_jax.optim.diloco`; with a delay ``x_i`` above is what
+        was sent.
       alpha: averaging step size, in (0, 1].
       eta: outer learning rate.
       gamma: outer momentum, in [0, 1). The default and that of ``eta`` are NoLoCo's numbers.
@@ -166,7 +173,9 @@ def gasloc(
         after = optax.tree.where(fine, trees.add(y, pull, moved), mixed)
         return after, optax.tree.where(fine, y, mixed)
 
-    return outer_steps(inner, mixing, Rule(trees.copy, step))
+    return outer_steps(
+        inner, mixing, Rule(trees.copy, step), Streaming(mix_every, delay=delay, carry=carry)
+    )
 
 
 register(Method("quasi_global_sgd", quasi_global_sgd, ("sgd",), copies=1, section="quasi_global"))
