@@ -131,7 +131,7 @@ def watched(
     began = time.monotonic()
     next_at = began + every / 2 if every else float("inf")
     while (now := time.monotonic()) < began + seconds and process.poll() is None:
-        step = rows_of(workdir)[-1]
+        step = (rows_of(workdir) or [0])[-1]  # none where a run begins again
         if not trace or trace[-1][1] != step:
             trace.append([round(now - began, 2), step])
         starts = words.read_text().count("processes start")
@@ -144,7 +144,7 @@ def watched(
                     kills[-1]["again_s"] = round(now - kills[-1]["at"], 2)
                     kills[-1]["lost"] = max(0, kills[-1]["step"] - after)
         if now > next_at and kill(arm, workdir, draw):
-            kills.append({"at": now, "step": rows_of(workdir)[-1], "starts": starts})
+            kills.append({"at": now, "step": step, "starts": starts})
             next_at += every
         time.sleep(0.05)
     steps = trace[-1][1] - trace[0][1]

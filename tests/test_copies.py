@@ -1,24 +1,30 @@
 """Copies in memory: a run that died goes on from them as if nothing had happened."""
 
+import contextlib
 import errno
 import os
 import shutil
+import time
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.experimental.compilation_cache import compilation_cache
 from refusals import refused
 from test_overlap import as_if
 
+from decent_jax import replicas
 from decent_jax.cluster import rendezvous
 from decent_jax.cluster.supervise import PLACE
 from decent_jax.train import config as config_lib
 from decent_jax.train import copies, copy_file, loop, saved_model, synchronous
 from decent_jax.train.experiment import open_experiment
+from decent_jax.train.kept_programs import KeptPrograms, kept_programs
 from decent_jax.train.synchronous import Synchronous
 from decent_jax.train.workdir import Signals
 
@@ -118,6 +124,19 @@ class NeverLowered:
 def supervised(monkeypatch):
     monkeypatch.setenv(PLACE, "0")
     monkeypatch.setenv(rendezvous.SECRET, 32 * "s")
+    with no_cache():
+        yield
+
+
+@contextlib.contextmanager
+def no_cache():
+    """Of jax: programs that come from there are not kept."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
 
 
 @pytest.mark.parametrize("arm", ["accum_adam", "all_reduce"])
@@ -160,6 +179,34 @@ def test_the_programs_of_an_overlapped_step_are_kept_one_by_one(
         tiny.run(config, tmp_path / "run")
     assert len(first) == count
     assert numbers(tmp_path / "run") == numbers(tmp_path / "undisturbed")
+
+
+def test_a_program_that_comes_from_the_cache_of_jax_is_not_kept(tmp_path, compile_once):
+    """XLA for CPUs writes it without its kernels: what reads it fails when it is called."""
+    x, new = np.arange(1000.0), time.time_ns() % 1e9  # no earlier run left it in the cache
+
+    def get(folder):
+        folder.mkdir()
+        jax.clear_caches()
+        lowered = jax.jit(lambda x: jnp.cumsum(jnp.where(x > 3, jnp.sin(x), new))).lower(x)
+        kept = KeptPrograms(folder, devices=jax.devices()[:1])
+        return kept.get("cumsum", lowered.compile)(x), list(folder.iterdir())
+
+    first, written = get(tmp_path / "first")
+    again, none = get(tmp_path / "again")
+    assert written and not none
+    np.testing.assert_array_equal(first, again)
+
+
+def test_programs_stay_the_same_when_process_0_gets_another_port(tmp_path, supervised):
+    placement = replicas.place(4, jax.devices()[:1])
+
+    def get(port, compiled):
+        config = configured(cluster={"coordinator": f"localhost:{port}"})
+        return kept_programs(config, tmp_path, placement).get("twice", compiled)
+
+    get(9876, jax.jit(lambda x: 2 * x).lower(1.0).compile)
+    assert get(9877, lambda: pytest.fail("compiled again"))(1.0) == 2
 
 
 def test_programs_of_another_supervisor_or_damaged_ones_are_compiled_again(

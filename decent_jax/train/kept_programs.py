@@ -11,7 +11,8 @@ import contextlib
 import json
 import os
 import pickle
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,10 @@ class KeptPrograms:
             return serialize_executable.deserialize_and_load(
                 *pickle.loads(path.read_bytes()), execution_devices=devices or self._devices
             )
-        program = compiled()
+        with _from_the_cache() as hits:
+            program = compiled()
+        if hits:  # XLA for CPUs writes such a program without its kernels; jax's cache has it
+            return program
         draft = path.with_name(f".{number}.draft")
         try:
             draft.write_bytes(pickle.dumps(serialize_executable.serialize(program)))
@@ -73,6 +77,22 @@ class KeptPrograms:
 NOWHERE = KeptPrograms()
 
 
+@contextlib.contextmanager
+def _from_the_cache() -> Iterator[list[str]]:
+    """What this thread meanwhile takes from jax's cache of compiled programs."""
+    hits, thread = [], threading.get_ident()
+
+    def listen(event: str, **_: Any) -> None:
+        if event == "/jax/compilation_cache/cache_hits" and threading.get_ident() == thread:
+            hits.append(event)
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        yield hits
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
+
+
 def kept_programs(config: ConfigDict, folder: Path | None, placement: Placement) -> KeptPrograms:
     """Those of this process, where it has copies in a folder and a supervisor may start it again.
 
@@ -82,5 +102,7 @@ def kept_programs(config: ConfigDict, folder: Path | None, placement: Placement)
     if folder is None or PLACE not in os.environ or rendezvous.SECRET not in os.environ:
         return NOWHERE
     owner = [os.environ[rendezvous.SECRET], jax.process_index(), jax.process_count()]
-    words = json.dumps([*owner, flat(config.to_dict())], default=str)
+    fields = flat(config.to_dict())
+    del fields["cluster.coordinator"]  # a free port of each start
+    words = json.dumps([*owner, fields], default=str)
     return KeptPrograms(folder, words, list(placement.mesh.devices.flat))
