@@ -82,7 +82,11 @@ def die(config, folder, steps=10):
 def numbers(folder):
     """The rows without what depends on the machine's speed."""
     return [
-        {name: value for name, value in row.items() if not name.startswith(("perf/", "goodput"))}
+        {
+            name: value
+            for name, value in row.items()
+            if not name.startswith(("perf/", "goodput", "comm/"))
+        }
         for row in tiny.rows(folder)
     ]
 
