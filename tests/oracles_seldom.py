@@ -56,10 +56,11 @@ def gasloc(x, alpha=1.0, eta=0.7, gamma=0.5, delay=0, carry=False):
             x = theta + (x - late if carry else 0)
 
 
-def sparseloco(x, compress, decay=0.95, outer_lr=1.0, delay=0, carry=False):
+def sparseloco(x, compress, decay=0.95, outer_lr=1.0, delay=0, carry=False, clipped=False):
     """SparseLoCo (2025): e = b e + theta - x; q = C(e); e = e - q; theta = theta - a mean q.
 
-    ``delay`` and ``carry`` as in `gasloc`.
+    ``delay`` and ``carry`` as in `gasloc`; ``clipped`` (Covenant-72B): each q_j is shortened to the
+    median of all norms.
     """
     assert np.all(x == x[0]), "replicas exchange movements only"
     theta, e = x[0], np.zeros_like(x)
@@ -73,6 +74,8 @@ def sparseloco(x, compress, decay=0.95, outer_lr=1.0, delay=0, carry=False):
             e = decay * e + theta - late
             q = np.stack([compress(row) for row in e])
             e = e - q
+            norms = np.linalg.norm(q, axis=1, keepdims=True)
+            q = q * np.minimum(1, np.median(norms) / (norms + 1e-8)) if clipped else q
             theta = theta - outer_lr * q.mean(0)
             x = np.tile(theta, (len(x), 1)) + (x - late if carry else 0)
 

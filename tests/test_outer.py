@@ -117,17 +117,20 @@ def test_late_messages_of_gasloc_and_sparseloco_are_the_recursions():
 
 def test_sparseloco_is_the_recursion():
     schedule = topology.make("complete", N)
+    make = functools.partial(optim.contrib.sparseloco, SGD, schedule, density=0.5, chunk=4)
+    cases = [(2, False), (32, False), (32, True)]
     txs = {
-        bits: optim.contrib.sparseloco(
-            SGD, schedule, density=0.5, chunk=4, bits=bits, decay=0.8, outer_learning_rate=0.6
-        )
-        for bits in (2, 32)
+        (bits, clipped): make(bits=bits, clipped=clipped, decay=0.8, outer_learning_rate=0.6)
+        for bits, clipped in cases
     }
-    for bits, got in trajectories(txs, schedule, 2).items():
+    got = trajectories(txs, schedule, 2)
+    for bits, clipped in cases:
         numbers = {"compress": largest_of_chunks(4, 2, bits), "decay": 0.8, "outer_lr": 0.6}
-        right = wanted(oracles_seldom.sparseloco, schedule, 2, **numbers)
+        right = wanted(oracles_seldom.sparseloco, schedule, 2, clipped=clipped, **numbers)
         # 2 bits: a mean just between two bfloat16 may be rounded either way.
-        np.testing.assert_allclose(got, right, rtol=0, atol=1e-12 if bits == 32 else 1e-3)
+        atol = 1e-12 if bits == 32 else 1e-3
+        np.testing.assert_allclose(got[bits, clipped], right, rtol=0, atol=atol)
+    assert np.abs(got[32, True] - got[32, False]).max() > 0.05
 
 
 def test_sparseloco_needs_an_identical_start():

@@ -346,12 +346,13 @@ def mean_coded(
     codec: Codec,
     key: jax.Array | None = None,
     between: Any = None,
+    clipped: bool = False,
 ) -> tuple[Any, Any]:
     """``(mean over all replicas of Q(x_j), Q(x_i))``, the mean bit for bit equal on all of them.
 
     Of a codec that sends some numbers only every replica receives the message of every other, and
     adds them in the same order; else see `decent_jax.gossip.groups.coded_means`, which takes
-    ``between``.
+    ``between``. Messages of some numbers can be ``clipped``, each array to the median of its norms.
     """
     axis = ReplicaAxis.over(axis_name)
     leaves, put_back = mixable(tree)
@@ -363,9 +364,19 @@ def mean_coded(
 
     def mean_leaf(x, u, parts):
         rows = jax.tree.map(axis.gathered, parts)
-        total, _ = jax.lax.scan(
-            lambda total, part: (total + codec.decode(part, x, u), None), 0 * x, rows
-        )
+
+        def norm(_, part):
+            return None, jnp.linalg.norm(codec.decode(part, x, u))
+
+        def add(total, given):
+            part, factor = given
+            return total + factor * codec.decode(part, x, u), None
+
+        factors = jnp.ones(replicas, x.dtype)
+        if clipped:
+            _, norms = jax.lax.scan(norm, None, rows)
+            factors = jnp.minimum(1, jnp.median(norms) / (norms + 1e-8))
+        total, _ = jax.lax.scan(add, 0 * x, (rows, factors))
         return total / replicas
 
     return put_back(map(mean_leaf, leaves, noise, sent)), put_back(own)

@@ -246,6 +246,7 @@ def mean_with_feedback(
     codec: Codec,
     key: jax.Array | None,
     between: Any = None,
+    clipped: bool = False,
 ) -> tuple[Any, Any]:
     r"""The mean over all replicas of what each wants to send and has not sent yet.
 
@@ -259,7 +260,7 @@ def mean_with_feedback(
       `decent_jax.gossip.mean_coded` of q, equal on all replicas, and the new e.
     """
     error = trees.add(trees.scale(decay, error), tree)
-    mean, sent = gossip.mean_coded(error, axis_name, codec, key, between=between)
+    mean, sent = gossip.mean_coded(error, axis_name, codec, key, between, clipped)
     return mean, optax.tree.sub(error, sent)
 
 

@@ -211,10 +211,12 @@ def along_coded_movements(
     axis_name: AxisName,
     decay: float,
     method: str,
+    clipped: bool = False,
 ) -> Rule:
     """The outer optimizer along the mean of coded movements, with error feedback.
 
-    theta must be the same on all replicas. One that is not finite sends what it had not sent yet.
+    theta must be the same on all replicas; ``clipped`` as in `decent_jax.gossip.mean_coded`. A
+    replica that is not finite sends what it had not sent yet.
     """
     if not 0 <= decay <= 1:
         raise ValueError(f"{method}.decay must be in [0, 1], got {decay}")
@@ -226,7 +228,8 @@ def along_coded_movements(
         state, error = state
         moved = optax.tree.sub(theta, x)
         moved = optax.tree.where(trees.all_finite(moved), moved, optax.tree.zeros_like(moved))
-        mean, error = frame.mean_with_feedback(moved, error, decay, axis_name, codec, key, after)
+        given = decay, axis_name, codec, key, after, clipped
+        mean, error = frame.mean_with_feedback(moved, error, *given)
         change, state = outer.update(mean, state, theta)
         return optax.apply_updates(theta, change), (state, error)
 

@@ -148,6 +148,7 @@ def sparseloco(
     bits: Annotated[int, "2 or 32, per number sent"] = 2,
     decay: Annotated[float, "share of what was not sent that is kept, in [0, 1]"] = 0.95,
     outer_learning_rate: Annotated[float, "factor of the movement"] = 1.0,
+    clipped: Annotated[bool, "True: no message counts for more than their median norm"] = False,
     delay: Annotated[int, "steps beside which a message travels, below mix_every"] = 0,
     carry: Annotated[
         bool, "True: a replica keeps what it learned while the message travelled"
@@ -168,6 +169,11 @@ def sparseloco(
     With a density of 1 and 32 bits nothing is dropped: it is `diloco` without outer momentum. It is
     the rule of `diloco` with a codec, and this codec.
 
+    ``clipped`` shortens what every replica sends of an array to the median of their norms, so that
+    no replica of many leads the others astray:
+
+    .. math:: q_j \leftarrow q_j \min\Big(1,\ \frac{\mathrm{median}_k |q_k|}{|q_j| + 10^{-8}}\Big)
+
     Coded messages cannot be added on their way, so every replica receives those of all others, and
     sends its own n - 1 times: fewer bytes than a float32 average where n is below 280 at the
     published numbers. Two copies of the parameters (``theta`` and e).
@@ -182,11 +188,13 @@ def sparseloco(
       bits: 2 or 32 per number sent.
       decay: the share beta of what was not sent that is kept, in [0, 1].
       outer_learning_rate: the factor eta of the movement.
+      clipped: whether messages are clipped, as in Covenant-72B.
       mix_every, delay, carry: as in `diloco`.
 
     References:
       Sarfi et al., `SparseLoCo <https://arxiv.org/abs/2508.15706>`_, 2025, equations from a
-      transcription. The 2-bit code is ours: signs and two magnitudes per chunk.
+      transcription. The 2-bit code is ours: signs and two magnitudes per chunk. `Covenant-72B
+      <https://arxiv.org/abs/2603.08163>`_, 2026, for the clipping.
     """
     require.averages("sparseloco", schedule, always=True)
     if not identical_start:
@@ -196,7 +204,7 @@ def sparseloco(
         )
     require.not_negative("sparseloco.outer_learning_rate", outer_learning_rate)
     outer, codec = optax.sgd(outer_learning_rate), ChunkedTopK(density, chunk, bits)
-    rule = along_coded_movements(outer, codec, axis_name, decay, "sparseloco")
+    rule = along_coded_movements(outer, codec, axis_name, decay, "sparseloco", clipped)
     mixing = frame.Mixing(schedule, axis_name, method="sparseloco")
     return outer_steps(inner, mixing, rule, Streaming(mix_every, delay=delay, carry=carry))
 
