@@ -79,18 +79,6 @@ def die(config, folder, steps=10):
             loop.train(runner, work, signals=Dies(steps))
 
 
-def numbers(folder):
-    """The rows without what depends on the machine's speed."""
-    return [
-        {
-            name: value
-            for name, value in row.items()
-            if not name.startswith(("perf/", "goodput", "comm/"))
-        }
-        for row in tiny.rows(folder)
-    ]
-
-
 def everything(folder, step=12):
     return jax.tree.leaves(saved_model.load_replicas(folder, step).params)
 
@@ -109,7 +97,7 @@ def test_a_run_that_died_goes_on_bit_for_bit(arm, tmp_path, memory, capsys):
     capsys.readouterr()
     tiny.run(config, tmp_path / "run")
     assert "resuming after step 8" in capsys.readouterr().err
-    assert numbers(tmp_path / "run") == numbers(tmp_path / "undisturbed")
+    assert tiny.measured(tmp_path / "run") == tiny.measured(tmp_path / "undisturbed")
     for one, other in zip(
         everything(tmp_path / "run"), everything(tmp_path / "undisturbed"), strict=True
     ):
@@ -153,7 +141,7 @@ def test_a_supervised_process_neither_traces_nor_compiles_what_the_one_before_ha
     assert list(memory.glob("*/*/*/*.program"))
     monkeypatch.setattr(synchronous, "make_step", lambda *args: NeverLowered())
     tiny.run(config, tmp_path / "run")
-    assert numbers(tmp_path / "run") == numbers(tmp_path / "undisturbed")
+    assert tiny.measured(tmp_path / "run") == tiny.measured(tmp_path / "undisturbed")
     assert not list(memory.glob("*/*/*/*.program"))
 
 
@@ -182,7 +170,7 @@ def test_the_programs_of_an_overlapped_step_are_kept_one_by_one(
         assert written() == first
         tiny.run(config, tmp_path / "run")
     assert len(first) == count
-    assert numbers(tmp_path / "run") == numbers(tmp_path / "undisturbed")
+    assert tiny.measured(tmp_path / "run") == tiny.measured(tmp_path / "undisturbed")
 
 
 def test_a_program_that_comes_from_the_cache_of_jax_is_not_kept(tmp_path, compile_once):

@@ -126,8 +126,9 @@ def rows(workdir) -> list[dict]:
 
 def measured(workdir) -> list[dict]:
     """The rows without what depends on the machine's speed."""
+    speed = ("perf/", "goodput", "comm/", "stages/")
     return [
-        {name: value for name, value in row.items() if not name.startswith(("perf/", "goodput"))}
+        {name: value for name, value in row.items() if not name.startswith(speed)}
         for row in rows(workdir)
     ]
 
