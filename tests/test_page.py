@@ -11,7 +11,7 @@ import pytest
 from test_plot import make_run
 
 from decent_jax.commands import plot as command
-from decent_jax.ground import account, incidents
+from decent_jax.ground import account
 from decent_jax.ground.json_files import write_json_atomic
 
 BROWSER = next(
@@ -59,7 +59,7 @@ def run(tmp_path):
     spent = {"steps": 60.0, "compiling": 30.0, "start": 10.0}
     spent = dict.fromkeys(("steps", *account.CAUSES), 0.0) | spent
     write_json_atomic(folder / account.FILE, {"seconds": spent, "date": 9.0, "ended": False})
-    incidents.append(folder, "process 1 (</script>) died of SIGKILL")
+    account.add_incident(folder, "process 1 (</script>) died of SIGKILL")
     return folder
 
 

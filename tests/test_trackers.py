@@ -11,7 +11,7 @@ import pytest
 import tiny
 from refusals import refused
 
-from decent_jax.ground import incidents
+from decent_jax.ground import account
 from decent_jax.train import config as config_lib
 from decent_jax.train import trackers
 from decent_jax.train.metrics import MetricWriter
@@ -71,7 +71,7 @@ def test_a_run_with_trackers_of_ones_own(tmp_path, monkeypatch, capsys):
     assert list(seen.values()) == tiny.rows(folder)
     assert json.loads(json.dumps(summary[1])) == tiny.summary(folder)
     assert [call[0] for call in failing.calls] == ["begin", "config", "row", "row"]
-    ((_, said),) = incidents.read(folder)
+    ((_, said),) = account.incidents(folder)
     assert "Failing" in said and "ConnectionError: the server is gone" in said
     assert said in capsys.readouterr().err
 

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from decent_jax.ground import incidents, machine
+from decent_jax.ground import account, machine
 from decent_jax.ground.command_line import CONFIGS
 from decent_jax.ground.errors import (
     CheckpointError,
@@ -120,7 +120,7 @@ def train(argv: list[str], prog: str) -> int:
         return 0
     print(f"{prog}: {said}", file=sys.stderr)
     if workdir is not None and code in (TrainingFailed.code, PeerLost.code):
-        incidents.append(workdir, said)
+        account.add_incident(workdir, said)
     return code
 
 

@@ -296,7 +296,7 @@ def _failures(state: RunState) -> Iterator[tuple[str, str]]:
         yield label, f"{ago} ago: {what}"
         label = ""
     if more := len(state.incidents) - min(len(newest), _INCIDENTS):
-        yield "", f"and {more} more in {state.path / run_state.incidents.FILE}"
+        yield "", f"and {more} more in {state.path / account.INCIDENTS}"
 
 
 # --- Rows -----------------------------------------------------------------------------------------

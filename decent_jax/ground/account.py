@@ -1,20 +1,29 @@
-"""The account of a run's time: the file that a session keeps of it, shares, and words.
+"""The account of a run: what its time went to, and what failed; files of the run directory.
 
-`decent_jax.train.goodput.Clock` counts the seconds.
+`decent_jax.train.goodput.Clock` counts the seconds. Whoever notices that something failed adds an
+incident, a line of ``incidents.jsonl``.
 
 >>> describe(dict.fromkeys(CAUSES, 0.0) | {"steps": 40.0, "compiling": 30.0, "start": 30.0})
 'goodput 40% of 1 min 40 s: 30% start, 30% compiling'
+>>> import tempfile
+>>> with tempfile.TemporaryDirectory() as folder:
+...     add_incident(folder, "process 2 died of SIGKILL", date=1e9)
+...     incidents(folder)
+[(1000000000.0, 'process 2 died of SIGKILL')]
 """
 
+import contextlib
+import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from decent_jax.ground.errors import DataError
 from decent_jax.ground.format import format_duration
-from decent_jax.ground.json_files import is_real, read_json
+from decent_jax.ground.json_files import check_regular, is_real, read_bytes, read_json
 
-FILE = "goodput.json"  # of a run directory
+FILE, INCIDENTS = "goodput.json", "incidents.jsonl"  # of a run directory
 # What the time that is not in "steps" is spent on.
 CAUSES = ("start", "compiling", "data", "evaluation", "checkpoints", "lost", "recovery")
 
@@ -47,3 +56,36 @@ def describe(spent: Mapping[str, float], mfu: float | None = None) -> str:
     line = f"goodput {spent['steps'] / total:.0%} of {format_duration(total)}"
     line += f": {', '.join(words)}" if words else ""
     return line if mfu is None else f"{line}; {mfu:.1%} of the devices' peak (mfu)"
+
+
+# --- What failed ----------------------------------------------------------------------------------
+
+
+def add_incident(folder: str | Path, sentence: str, date: float | None = None) -> None:
+    """Add a line, in one system call; a folder that takes none loses it.
+
+    Args:
+      folder: of the run.
+      sentence: what failed.
+      date: seconds since the epoch; None: now.
+    """
+    line = json.dumps({"date": time.time() if date is None else date, "what": sentence}) + "\n"
+    with contextlib.suppress(OSError):
+        check_regular(Path(folder) / INCIDENTS)
+        with open(Path(folder) / INCIDENTS, "ab", buffering=0) as file:
+            file.write(line.encode())
+
+
+def incidents(folder: str | Path) -> list[tuple[float, str]]:
+    """(date, sentence) of each line that is one, the oldest first."""
+    try:
+        lines = read_bytes(Path(folder) / INCIDENTS).splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+            entry = json.loads(line)
+            if is_real(entry["date"], 0) and isinstance(entry["what"], str):
+                found.append((float(entry["date"]), entry["what"]))
+    return found

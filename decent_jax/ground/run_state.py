@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from decent_jax.ground import account, incidents
+from decent_jax.ground import account
 from decent_jax.ground.account import CAUSES
 from decent_jax.ground.errors import DataError, RunError
 from decent_jax.ground.json_files import is_real, is_whole, plain, read_json, read_text
@@ -136,7 +136,7 @@ def read(folder: str | Path) -> RunState:
         summary,
         rows,
         _spent(summary) if record is None or record["ended"] else record["seconds"],
-        incidents.read(path),
+        account.incidents(path),
         owner,
         runs,
         max(_changed(path / name) for name in (METRICS, account.FILE, "config.json", LOCK)),

@@ -18,7 +18,7 @@ import jax
 from ml_collections import ConfigDict
 
 from decent_jax.cluster.supervise import PLACE
-from decent_jax.ground import account, extras, incidents, json_files
+from decent_jax.ground import account, extras, json_files
 from decent_jax.ground.errors import ConfigError
 from decent_jax.ground.format import format_duration, shorten
 from decent_jax.ground.progress import Progress, announce
@@ -176,7 +176,7 @@ class Workdir:
         """Say that something failed or was lost, and keep it for `decent-jax status`."""
         self.say(sentence)
         if not self.quiet:
-            incidents.append(self.path, sentence)
+            account.add_incident(self.path, sentence)
 
     def open_metrics(self, start_step: int) -> MetricWriter:
         """The writer of ``metrics.jsonl``; it drops the rows past ``start_step``."""
