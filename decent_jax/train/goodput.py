@@ -18,9 +18,7 @@ utilization* (mfu) puts the speed of these beside the peak of the devices.
 
 import contextlib
 import contextvars
-import json
 import math
-import os
 import queue
 import re
 import threading
@@ -33,11 +31,10 @@ import jax
 
 from decent_jax.ground.account import CAUSES, FILE, Record, read, shares
 from decent_jax.ground.errors import Interrupted
-from decent_jax.ground.json_files import check_regular
+from decent_jax.ground.json_files import check_regular, overwrite_json
 
 _KEPT_EVERY_S = 1.0
 _PATIENCE_S = 5.0  # with a step that failed in another process and never ends here
-_RECORD_BYTES = 512  # all records are equally long, so that one write replaces another
 
 
 class Clock:
@@ -186,7 +183,7 @@ class Ledger:
 
     def __init__(self, folder: Path, clock: Clock, writes: bool):
         self._path, self._clock, self._writes = folder / FILE, clock, writes
-        self._due, self._file = math.inf, -1
+        self._due = math.inf  # no record before `resume`
 
     def resume(self, meta: Mapping[str, Any]) -> None:
         """Go on from the checkpoint with this ``meta``, empty without one; keep records from now.
@@ -194,15 +191,11 @@ class Ledger:
         Raises:
           OSError: the file cannot be written.
         """
-        saved = None
-        if meta:
-            old = {"steps": meta["seconds"], "data": 0.0}  # checkpoints before there was an account
-            old = {"seconds": old, "date": 0.0, "ended": True}
-            saved = (meta["row"] or {}).get("record", old)
+        saved = meta["row"]["record"] if meta else None
         self._clock.resume(saved, read(self._path) if self._writes else None)
         if self._writes:
             check_regular(self._path)
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+            self._path.open("ab").close()
             self._due = self._clock.now()
 
     def keep(self) -> None:
@@ -211,17 +204,15 @@ class Ledger:
             self._write(ended=False)
 
     def _write(self, ended: bool) -> None:
-        line = json.dumps(self._clock.record(ended)).ljust(_RECORD_BYTES - 1) + "\n"
-        os.pwrite(self._file, line.encode(), 0)
+        overwrite_json(self._path, self._clock.record(ended))
         self._due = self._clock.now() + _KEPT_EVERY_S
 
     def __enter__(self) -> "Ledger":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_) -> None:
-        if self._file >= 0:
+        if self._due < math.inf:
             self._write(ended=kind is None or issubclass(kind, Interrupted))
-            os.close(self._file)
 
 
 # --- What the devices do --------------------------------------------------------------------------

@@ -1,8 +1,6 @@
 """What the messages of a run of several processes take, as each of them measures it."""
 
 import contextlib
-import json
-import os
 import socket
 import time
 from pathlib import Path
@@ -11,10 +9,8 @@ from typing import NamedTuple
 import jax
 
 from decent_jax.ground import machine
-from decent_jax.ground.json_files import check_regular
+from decent_jax.ground.json_files import overwrite_json
 from decent_jax.ground.run_state import PROCESSES
-
-_RECORD_BYTES = 512  # all records are equally long, so that one write replaces another
 
 
 class Times(NamedTuple):
@@ -67,16 +63,8 @@ class Traffic:
         before, self._sent = self._sent, machine.sent_bytes()
         for kind, count in before.items():
             found[f"comm/{kind}_bytes"] = (self._sent[kind] - count) / steps
+        now = {"host": socket.gethostname(), "step": step, "date": time.time()}
         with contextlib.suppress(OSError):  # a folder that other hosts cannot write
-            self._write({"step": step, "date": time.time(), **found})
+            self._path.parent.mkdir(exist_ok=True)
+            overwrite_json(self._path, now | found)
         return found
-
-    def _write(self, entries: dict[str, float]) -> None:
-        check_regular(self._path)
-        self._path.parent.mkdir(exist_ok=True)
-        file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            line = json.dumps({"host": socket.gethostname(), **entries}).ljust(_RECORD_BYTES - 1)
-            os.pwrite(file, line.encode() + b"\n", 0)
-        finally:
-            os.close(file)
