@@ -23,9 +23,6 @@ FIELDS = {
         at_least=0,
         at_most=2**16,
     ),
-    "peers.geometric": Field(
-        False, "steps between two questions: True: geometric with mean mix_every; False: mix_every"
-    ),
     "peers.wire": Field(
         "float32",
         "format of copies",
@@ -65,21 +62,20 @@ def check(config: ConfigDict) -> None:
 
 def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
     """Train with peers, in the folder ``workdir``; see `decent_jax.peers.driver.run`."""
-    from decent_jax.actors import ray_cluster
-
-    check(config)
-    ray_cluster.prepare(config.peers.address)
-    from decent_jax.peers import driver
-
-    return driver.run(config, workdir)
+    return _driver(config).run(config, workdir)
 
 
 def dry_run(config: ConfigDict) -> None:
     """Compile and time the step of one peer, and say what a meeting sends."""
+    _driver(config).dry_run(config)
+
+
+def _driver(config: ConfigDict) -> Any:
+    """The module that trains, imported once the config is checked and Ray's environment is set."""
     from decent_jax.actors import ray_cluster
 
     check(config)
     ray_cluster.prepare(config.peers.address)
     from decent_jax.peers import driver
 
-    driver.dry_run(config)
+    return driver

@@ -356,8 +356,7 @@ class Driver:
 
 
 def _describe(config: ConfigDict, whole: Whole) -> str:
-    every = f"{config.mix_every} steps" + (" on average" if config.peers.geometric else "")
     return (
-        f"{config.algorithm} over peers: each asks a random other one after {every} to average "
-        f"copies of {whole.message_bytes() / 1e6:.3g} MB ({config.peers.wire})"
+        f"{config.algorithm} over peers: each asks a random other one after {config.mix_every} "
+        f"steps to average copies of {whole.message_bytes() / 1e6:.3g} MB ({config.peers.wire})"
     )

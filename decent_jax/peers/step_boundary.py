@@ -172,8 +172,6 @@ class StepBoundary:
         self._changes = StateChanges(experiment)
         self.join = join
         self._every, self._meet_s = place.config["mix_every"], peers["meet_s"]
-        self._geometric = peers["geometric"]
-        self._random = random.Random()
         self._due = 0  # the step before which to ask next
         self._ask_after = 0.0  # and the time; infinite while a question is under way
         self._log: events.EventLog | None = None
@@ -201,7 +199,7 @@ class StepBoundary:
             start = self._place.start
         self._pulse.own = start
         self._pulse.heard(self._place.all_steps, start)
-        self._due = start + self._gap()
+        self._due = start + self._every
         return start
 
     def over(self, done: int) -> bool:
@@ -253,7 +251,7 @@ class StepBoundary:
             self._publish(log, state, t, progress)
         self._give(state, t)
         if t >= self._due and self._clock() >= self._ask_after:
-            self._due, self._ask_after = t + self._gap(), math.inf
+            self._due, self._ask_after = t + self._every, math.inf
             self._jobs.put(self._ask_and_rest)
         self.ready = True  # now: on a CPU, a step with a callback returns only when it is made
         state, metrics = compiled(state, batch, number(self._place.slot, t))
@@ -294,7 +292,7 @@ class StepBoundary:
         finally:
             now = self._clock()
             took = now - began if now - began < self._meet_s else 0.0
-            self._ask_after = now + 2 * self._random.random() * took
+            self._ask_after = now + 2 * random.random() * took
 
     # --- Parts of a step --------------------------------------------------------------------------
 
@@ -347,12 +345,6 @@ class StepBoundary:
         with contextlib.suppress(queue.Empty):
             while True:
                 yield self._wanted.get_nowait()
-
-    def _gap(self) -> int:
-        if not self._geometric or self._every == 1:
-            return self._every
-        # P(k) = (1 - 1/H)^(k - 1) / H
-        return 1 + int(np.log1p(-self._random.random()) / np.log1p(-1 / self._every))
 
     def _checkpointed(self, t: int) -> dict[str, Any]:
         """Which incarnation of this slot wrote the checkpoint of step t."""

@@ -46,21 +46,20 @@ def check(config: ConfigDict) -> None:
 
 def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
     """Train pipelines, in the folder ``workdir``; see `decent_jax.pipelines.runner.run`."""
-    from decent_jax.actors import ray_cluster
-
-    check(config)
-    ray_cluster.prepare(config.pipeline.address)
-    from decent_jax.pipelines import runner
-
-    return runner.run(config, workdir)
+    return _runner(config).run(config, workdir)
 
 
 def dry_run(config: ConfigDict) -> None:
     """Start the cells of all stages, and time their steps."""
+    _runner(config).dry_run(config)
+
+
+def _runner(config: ConfigDict) -> Any:
+    """The module that trains, imported once the config is checked and Ray's environment is set."""
     from decent_jax.actors import ray_cluster
 
     check(config)
     ray_cluster.prepare(config.pipeline.address)
     from decent_jax.pipelines import runner
 
-    runner.dry_run(config)
+    return runner
