@@ -350,7 +350,8 @@ def _peer_rows(state: RunState) -> list[tuple[str, ...]]:
     rows = [("peer", "state", "starts", "steps", "loss", "ms per step", "age of copies")]
     times = [one["step_s"] for one in state.peers.values() if one["alive"] and one["step_s"]]
     for slot, one in state.peers.items():
-        word = {True: "trains", False: "gone", None: ""}[one["alive"]]
+        trains = "trains" if state.word in ("running", "silent") else state.word
+        word = {True: trains, False: "gone", None: ""}[one["alive"]]
         word = "starts" if one["alive"] and not one["steps"] else word
         slow = one["step_s"] and times and one["step_s"] > _SLOW * min(times)
         rows.append(
