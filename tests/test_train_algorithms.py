@@ -56,6 +56,23 @@ def test_resumes_bit_for_bit_and_with_another_number(name, tmp_path):
     assert sent == pytest.approx(4 * summary["parameters"] * factor, rel=0.03)
 
 
+def test_gamma_falls_with_the_learning_rate():
+    """DSGD-AC: the step at a quarter of the peak averages half as much where the power is 1/2."""
+    config = tiny.waves(algorithm="decentralized_sgd", gamma=0.8, gamma_power=0.5)
+    config.optimizer.update(name="sgd", momentum=0.0, weight_decay=0.0)
+    schedule = config_lib.make_schedule(config)
+    tx = algorithm.transformation(config, schedule, lambda t: config.learning_rate / 4**t)
+    x = np.float32([0, 2, 4, 8])
+    state, params = jax.vmap(tx.init)(x), x
+    for share in (0.8, 0.4, 0.2):
+
+        def step(state, params):
+            return tx.update(0 * params, state, params, round=0)
+
+        change, state = jax.vmap(step, axis_name="replica")(state, params)
+        np.testing.assert_allclose(change, share * (schedule.matrix(0) @ x - x), rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -73,6 +73,7 @@ def check(config: ConfigDict) -> None:
         "cluster.rehearse": [""],
         "cluster.plan": [""],
         "pipeline.stages": [0],
+        "gamma_power": [0],
         "max_consensus_distance": [0],
     }
     fields.check_allowed(config, "peers.use", allowed)

@@ -60,6 +60,11 @@ def parts(
             f"algorithm {config.algorithm} adds weight decay to the gradient: set "
             "optimizer.decoupled=False, or optimizer.weight_decay=0"
         )
+    numbers = numbers_of(config, method)
+    if config.gamma_power and callable(rate):
+        numbers["gamma"] = lambda step: (
+            config.gamma * (rate(step) / config.learning_rate) ** config.gamma_power
+        )
     return Parts(
         schedule,
         rate,
@@ -71,7 +76,7 @@ def parts(
         gradient=optax.chain(clip, decay),
         optimizer=config.optimizer.to_dict(),
         identical_start=config.identical_start,
-        numbers=numbers_of(config, method),
+        numbers=numbers,
     )
 
 
