@@ -49,9 +49,7 @@ FIELDS = {
     "mix_every": Field(1, "steps from one round to the next", at_least=1),
     "comm_dtype": Field("float32", "format of messages", choices=tuple(codecs.NAMED)),
     "local_size": Changeable(1, "replicas per node, for schedules that know nodes", at_least=1),
-    "gamma_power": Field(
-        0.0, "gamma falls with the learning rate over its peak, to this power", at_least=0
-    ),
+    "gamma_power": Field(0.0, "of (learning rate / its peak), a factor of gamma", at_least=0),
     "identical_start": Field(True, "all replicas start alike; False: each draws its own"),
     "max_consensus_distance": Changeable(
         0.0, "relative distance beyond which all replicas are averaged once; 0: never", at_least=0
@@ -409,7 +407,7 @@ def _check_method(config: ConfigDict, plan: Plan | None) -> topology.Schedule:
     stem = config.schedule.partition("(")[0].strip()
     any_sums = stem not in topology.COLUMN_STOCHASTIC or name in ("push_sum", "all_reduce")
     has_gamma = not method.config_section and "gamma" in method.numbers
-    waits, every = f"{method.config_section}.delay", config.mix_every
+    waits, every, power = f"{method.config_section}.delay", config.mix_every, config.gamma_power
     delay, shapes = (flat(config).get(name, 0) for name in (waits, "data.shapes"))
     check_rules(
         config,
@@ -425,12 +423,8 @@ def _check_method(config: ConfigDict, plan: Plan | None) -> topology.Schedule:
         ),
         (config.gamma <= 1, "gamma", "must be in [0, 1]"),
         (config.gamma == 1 or has_gamma, "gamma", f"must be 1: {name} has no such number"),
-        (config.gamma_power == 0 or has_gamma, "gamma_power", f"must be 0: {name} has no gamma"),
-        (
-            config.gamma_power == 0 or config.learning_rate > 0,
-            "gamma_power",
-            "must be 0 where learning_rate is 0",
-        ),
+        (power == 0 or has_gamma, "gamma_power", f"must be 0: {name} has no gamma"),
+        (power == 0 or config.learning_rate, "gamma_power", "must be 0 where learning_rate is 0"),
         (
             not (config.max_consensus_distance and method.copies),
             "max_consensus_distance",
