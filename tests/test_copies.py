@@ -216,6 +216,22 @@ def test_programs_of_another_supervisor_or_damaged_ones_are_compiled_again(
     assert len(list(memory.glob("*/*/*/*.program"))) == 2
 
 
+@pytest.mark.parametrize("step", [4, None])
+def test_a_copy_from_which_the_others_could_not_go_on_is_never_taken_later(
+    step, tmp_path, memory, monkeypatch
+):
+    """Its rows were removed, so that a run which went on from it would lack them."""
+    config = configured()
+    tiny.run(config, tmp_path / "undisturbed")
+    die(config, tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(copies, "common", lambda *held: step)
+        die(config, tmp_path / "run", steps=2)
+    assert [path.stem for path in copies_in(memory)] == ([] if step is None else ["4"])
+    tiny.run(config, tmp_path / "run")
+    assert tiny.measured(tmp_path / "run") == tiny.measured(tmp_path / "undisturbed")
+
+
 def test_a_newer_checkpoint_is_taken_instead(tmp_path, capsys):
     config = configured(checkpoint={"every": 9})
     die(config, tmp_path / "run", steps=11)

@@ -16,7 +16,7 @@ from refusals import refused, refuses
 from tiny import rows
 from trees import assert_close, assert_equal
 
-from decent_jax import replicas, train
+from decent_jax import cpu, replicas, train
 from decent_jax.data import loader
 from decent_jax.data.images import crops, generated_images, image_folder, prepare_images
 from decent_jax.models import resnet
@@ -191,7 +191,7 @@ def test_recomputed_statistics(model, devices):
     # Five batches of 8 are the 40 training images, once each: the first batch norm's statistics do
     # not depend on how they are batched.
     kernel = params["conv1"]["kernel"]
-    inputs = resnet.conv(task_lib.normalize(task.train_source.images), kernel)
+    inputs = cpu.conv(task_lib.normalize(task.train_source.images), kernel)
     np.testing.assert_allclose(
         got["bn1"]["mean"], inputs.mean(axis=(0, 1, 2)), rtol=1e-4, atol=1e-5
     )

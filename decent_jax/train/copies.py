@@ -187,10 +187,12 @@ class Copies:
             own, others = self._held(_OWN), self._held(_OTHERS)
             step = common(_of_all(own), _of_all(others), after)
             if step is None:
+                self._forget(after)
                 return None
             found = self._collect(
                 step, step in own, step in others, stored.named(shapes), placement
             )
+        self._forget(step)
         arrays, header = found
         if self.every == AUTOMATIC:
             self.every = header["every"]
@@ -203,6 +205,14 @@ class Copies:
         if meta["num_replicas"] != placement.num_replicas:
             state = stored.change_replicas(state, placement, accum_steps)
         return state, meta
+
+    def _forget(self, step: int) -> None:
+        """Remove the copies after the step from which the run goes on: their rows go, too, and a
+        process that goes on alone later may not take them."""
+        for kind in (_OWN, _OTHERS):
+            for newer in self.steps(kind):
+                if newer > step:
+                    self._remove(newer, kind)
 
     def _collect(
         self,

@@ -212,7 +212,8 @@ class Ledger:
 
     def __exit__(self, kind: type[BaseException] | None, *_) -> None:
         if self._due < math.inf:
-            self._write(ended=kind is None or issubclass(kind, Interrupted))
+            with contextlib.suppress(FileNotFoundError):  # the folder was moved away
+                self._write(ended=kind is None or issubclass(kind, Interrupted))
 
 
 # --- What the devices do --------------------------------------------------------------------------
