@@ -186,7 +186,7 @@ def test_the_examples_of_the_help_run(capsys, tmp_path, monkeypatch):
         "".join(f'{{"step": {k}, "perf/step_time_s": 0.{10 + k % 7}}}\n' for k in range(9))
     )
     text = "".join(run.__doc__ for run in cli.COMMANDS.values()).replace("\\\n", " ")
-    commands = re.findall(r"^    decent-jax planner (.*)$", text, re.MULTILINE)
+    commands = re.findall(r"^ *decent-jax planner (.*)$", text, re.MULTILINE)
     assert len(commands) >= 12
     for command in commands:
         searches = command.startswith(("place", "recommend"))

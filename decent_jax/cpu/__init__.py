@@ -59,14 +59,23 @@ def sum_rows(rows: jax.Array, axis: int = 0) -> jax.Array:
 
 def _words(x: jax.Array) -> jax.Array:
     """The bits of an array in 32-bit words; XLA would widen narrower integers for a sum."""
-    flat = (x.astype(jnp.uint8) if x.dtype == bool else x).reshape(-1)
-    return jnp.pad(flat, (0, -x.size % max(1, 4 // x.dtype.itemsize))).view(jnp.uint32)
+    flat = x.reshape(-1)
+    # Integers before they are padded: XLA would make zeros of the smallest numbers of bfloat16.
+    flat = flat.astype(jnp.uint8) if x.dtype == bool else flat.view(_narrow(x))
+    return jnp.pad(flat, (0, -flat.size % (4 // flat.dtype.itemsize))).view(jnp.uint32)
 
 
 def _unworded(bits: jax.Array, like: jax.Array) -> jax.Array:
     """The array of `_words`, in the shape and dtype of ``like``."""
-    x = bits.view(jnp.uint8 if like.dtype == bool else like.dtype)
-    return x[: like.size].reshape(like.shape).astype(like.dtype)
+    flat = bits.view(_narrow(like))
+    flat = flat[: like.size * like.dtype.itemsize // flat.dtype.itemsize]
+    x = flat.astype(bool) if like.dtype == bool else flat.view(like.dtype)
+    return x.reshape(like.shape)
+
+
+def _narrow(x: jax.Array) -> jnp.dtype:
+    """Of unsigned integers as wide as the numbers of x, or 32 bits."""
+    return jnp.dtype(f"uint{8 * min(x.dtype.itemsize, 4)}")
 
 
 # --- Convolutions ---------------------------------------------------------------------------------
