@@ -226,6 +226,10 @@ def test_what_cannot_be_drawn_is_one_sentence_and_exit_2(tmp_path, capsys):
         assert str(tmp_path / arguments[-1]) in error and error.count("\n") == 1
     assert command.main([str(good), "--out", str(tmp_path / "curves.xyz")]) == 2
     assert "xyz" in capsys.readouterr().err
+    run = make_run(tmp_path / "a_run")
+    assert command.main([str(run), "--out", "/proc/nowhere/a.png"]) == 2
+    error = capsys.readouterr().err
+    assert "'/proc/nowhere'" in error and "Errno" not in error
     assert command.main([]) == 2
     assert "RUN" in capsys.readouterr().err
 

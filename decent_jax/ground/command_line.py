@@ -55,7 +55,10 @@ def command(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
             except BrokenPipeError:  # the reader has seen enough; see `console`
                 raise
             except (ValueError, RunError, Unavailable, OSError) as error:
-                print(f"decent-jax {name}: {ConfigError(error)}", file=sys.stderr)
+                said = str(ConfigError(error))
+                if isinstance(error, OSError) and error.filename is not None:
+                    said = f"{str(error.filename)!r} cannot be used ({error.strerror})"
+                print(f"decent-jax {name}: {said}", file=sys.stderr)
                 return 2
 
         return called
