@@ -49,7 +49,9 @@ FIELDS = {
     "mix_every": Field(1, "steps from one round to the next", at_least=1),
     "comm_dtype": Field("float32", "format of messages", choices=tuple(codecs.NAMED)),
     "local_size": Changeable(1, "replicas per node, for schedules that know nodes", at_least=1),
-    "gamma_power": Field(0.0, "of (learning rate / its peak), a factor of gamma", at_least=0),
+    "gamma_power": Field(
+        0.0, "gamma is multiplied by (learning rate / peak) to this power", at_least=0
+    ),
     "identical_start": Field(True, "all replicas start alike; False: each draws its own"),
     "max_consensus_distance": Changeable(
         0.0, "relative distance beyond which all replicas are averaged once; 0: never", at_least=0
