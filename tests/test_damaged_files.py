@@ -176,3 +176,10 @@ def test_files_without_an_end(tmp_path):
         file.flush()
         with refuses(1000, error=OSError):
             json_files.read_bytes(f"/dev/fd/{ours}", 1000)
+
+
+def test_a_record_replaces_a_longer_one_whole(tmp_path):
+    path = tmp_path / "record.json"
+    for entries in ({"seconds": 1234567.891, "host": "a"}, {}):
+        json_files.overwrite_json(path, entries)
+        assert json_files.read_json(path) == entries

@@ -23,6 +23,7 @@ from decent_jax.peers.peer_run import Place, open_peer
 from decent_jax.peers.rule import Format, Meetings
 from decent_jax.peers.step_boundary import PeerRunner, Pulse, StepBoundary, number
 from decent_jax.train import ConfigError, TrainingFailed, loop, synchronous
+from decent_jax.train.experiment import open_experiment
 from decent_jax.train.goodput import Clock
 from decent_jax.train.step import make_step
 from decent_jax.train.synchronous import Feed, init
@@ -39,6 +40,19 @@ def on_a_clock(folder, until=-1):
     signals = tiny.SignalAfter(until, signal.SIGTERM)
     clock = Clock(lambda: 10.0 * signals.looks)
     return tiny.run(tiny.waves(**CUT), folder, clock=clock, signals=signals)
+
+
+def test_step_t_trains_on_batch_t(tmp_path):
+    """With a learning rate of 0 a row has the loss of the first parameters on its step's batch."""
+    config = tiny.waves(steps=3, learning_rate=0.0, model={"dropout": 0.0})
+    got = tiny.losses(tiny.run(config, tmp_path / "run"))
+    with open_experiment(config, tmp_path / "other") as (experiment, _):
+        params, loss = init(experiment).params, experiment.task.loss
+        with Feed(experiment, 0, Clock()) as feed:
+            batches = [feed.next()[0] for _ in range(3)]
+        alone = jax.vmap(lambda params, batch: loss(params, {}, batch, jax.random.key(0))[0])
+        wanted = [float(alone(params, batch).mean()) for batch in batches]
+    np.testing.assert_allclose(got, wanted, rtol=1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ def problem(n=N, equal=True):
     )
 
 
-def trajectories(txs, schedule, mix_every=1, equal=True, active=None):
+def trajectories(txs, schedule, mix_every=1, equal=True, active=None, in_steps=harness.in_steps):
     """{key: (steps, n, D)}: every method from the same start, in one program per round."""
     x0, a, b = problem(schedule.num_replicas, equal)
 
@@ -43,7 +43,7 @@ def trajectories(txs, schedule, mix_every=1, equal=True, active=None):
         return jax.tree.map(lambda x: a * (x - b), xs)
 
     x, data = dict.fromkeys(txs, jnp.asarray(x0)), [(a[:, 0], rows) for rows in b]
-    tx = harness.together({key: harness.in_steps(tx, mix_every) for key, tx in txs.items()})
+    tx = harness.together({key: in_steps(tx, mix_every) for key, tx in txs.items()})
     history = harness.trajectory(tx, gradient, schedule, x, data, mix_every, active)
     return {key: np.stack([x[key] for x, _ in history]) for key in txs}
 
@@ -110,6 +110,14 @@ def test_late_messages_of_gasloc_and_sparseloco_are_the_recursions():
             right = wanted(oracle, schedule, 3, delay=delay, carry=carry, **given)
             oracles.assert_same(got[delay, carry], right)
         assert np.abs(got[2, True] - got[2, False]).max() > 0.05
+
+
+def test_update_itself_does_all_of_a_message_beside_one_step():
+    schedule = topology.make("one_peer_exp", N)
+    txs = {"noloco": optim.noloco(SGD, schedule, mix_every=2, delay=1, carry=True)}
+    by_parts = trajectories(txs, schedule, 2)["noloco"]
+    whole = trajectories(txs, schedule, 2, in_steps=lambda tx, _: tx)["noloco"]
+    oracles.assert_same(whole, by_parts)
 
 
 # --- sparse messages ------------------------------------------------------------------------------

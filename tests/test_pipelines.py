@@ -209,3 +209,9 @@ def test_layers_that_do_not_fit_are_refused(text):
 def test_more_stages_than_layers_are_refused():
     with refused("pipeline.stages", 4):
         orders.divide(3, 4)
+
+
+def test_a_stage_that_needs_no_other_computes_and_never_waits(tiny_data, tmp_path):
+    with Threads(config_of(tiny_data, 1, algorithm="all_reduce"), tmp_path) as threads:
+        (span,) = threads.train(0, 1, row=True)
+    assert span.seconds["compute_s"] > 0 == span.seconds["wait_s"]

@@ -1,6 +1,7 @@
 """`decent-jax status`: what it reads from the folders of runs, and its screens."""
 
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -126,6 +127,11 @@ def test_a_run_of_peers_has_a_row_for_each(tmp_path):
         ["1", "trains", "(slow)", "2", "4", "3.000", "50.0"],
         ["2", "gone", "1", "4", "4.000", "20.0"],
     ]
+    write_json_atomic(tmp_path / "summary.json", {"steps": 8})
+    for name in ("metrics.jsonl", "config.json"):  # nobody has written for long
+        os.utime(tmp_path / name, (0, 0))
+    _, table = lines(tmp_path)
+    assert [row.split()[1] for row in table[1:]] == ["ended", "ended", "gone"]
 
 
 def test_a_run_of_several_processes_has_a_row_for_each(finished, tmp_path, monkeypatch):
