@@ -5,7 +5,7 @@
 
 8 replicas train a small GPT on bytes, each method on the same batches in the same order, so with
 equal tokens. Methods with local steps average every 10 steps (--every); their outer numbers are the
-published ones, or the library's defaults. All-reduce is computed as one replica with all batches.
+published ones, or the library's defaults. All-reduce in float32 is one replica with all batches.
 The learning rate is tuned for each row at seed 0, by validation loss, among factors of 2, tried
 outwards until both neighbours are worse; then the other seeds run with it. It warms up for a tenth
 of the steps and falls along a cosine to a tenth. Adam has b2 0.95, gradients are clipped to norm 1.
@@ -85,6 +85,12 @@ VARIANTS = (
         label="SparseLoCo of 1% every step, Muon", every=1, numbers=(("density", 0.0105),)
     ),
     Variant("SPARTA", "sparta", every=1),
+    Variant("all_reduce, Adam, int8", "all_reduce", every=1, wire="int8"),
+    Variant("DiLoCo, int4", "diloco", wire="int4"),
+    Variant("MuLoCo, int4", "diloco", "muon", centre=8e-3, wire="int4"),
+    Variant("SPARTA before DiLoCo", "sparta_diloco", every=1),
+    Variant("NoLoCo, delayed Nesterov", "noloco", schedule=PAIRS, numbers=(("buffer", 4),)),
+    Variant("DeMo", "demo", "sgd", every=1, centre=1e-3),
 )
 
 
@@ -131,6 +137,7 @@ class Task:
         inner = {
             "adam": lambda: optax.adam(rate, b2=0.95),
             "accum_adam": lambda: optim.accum_adamw(rate, b2=0.95, accum_steps=2),
+            "sgd": lambda: optax.sgd(rate),
             "muon": lambda: optax.contrib.muon(
                 rate,
                 adam_b2=0.95,
@@ -145,15 +152,16 @@ class Task:
             rate,
             inner,
             mix_every=variant.every,
+            gradient=optax.clip_by_global_norm(1.0),
             codec=codecs.NAMED[variant.wire],
             numbers=dict(variant.numbers),
         )
 
     def bytes_per_step(self, variant: Variant) -> float:
         params = jax.eval_shape(lambda: decoders.init(self.config, jax.random.key(0)))
-        if variant.method == "all_reduce":
-            return topology.make("complete", N).bytes_sent(4 * decoders.num_params(self.config))
         method, schedule = METHODS[variant.method], schedule_of(variant)
+        if schedule.num_replicas == 1:
+            schedule = topology.make("complete", N)
         return method.bytes_sent(params, self.parts(variant, schedule, 0.1))
 
     def run(self, variant: Variant, rate: float, seed: int) -> float:
@@ -210,10 +218,10 @@ class Task:
 
 @functools.cache
 def schedule_of(variant: Variant):
-    """The schedule of a cycle; all_reduce is one replica with the batches of all."""
+    """The schedule of a cycle; all_reduce in float32 is one replica with the batches of all."""
     method = METHODS[variant.method]
     phases = method.phases({**method.numbers, **dict(variant.numbers)})
-    n = 1 if variant.method == "all_reduce" else N
+    n = 1 if variant.method == "all_reduce" and variant.wire == "float32" else N
     return topology.repeat(topology.make(variant.schedule, n), phases)
 
 

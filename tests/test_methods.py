@@ -96,6 +96,7 @@ CASES = {
     "gradient_tracking-then": Case("gradient_tracking", "gradient_tracking", combine="then"),
     "push_sum": Case("push_sum", "push_sum"),
     "noloco": Case("noloco", oracles_seldom.noloco),
+    "noloco-delayed": Case("noloco", oracles_seldom.noloco, numbers={"buffer": 3}),
     "gasloc": Case(
         "gasloc", oracles_seldom.gasloc, numbers={"alpha": 0.6, "eta": 0.8, "gamma": 0.4}
     ),
@@ -144,7 +145,8 @@ def schedule_of(name, n=N):
 
 
 def build(case, name, mix_every=1, n=N, **changes):
-    given = {"combine": case.combine, "numbers": case.numbers} | changes
+    equal = case.method in ("sparseloco", "demo")
+    given = {"combine": case.combine, "numbers": case.numbers, "identical_start": equal} | changes
     schedule = schedule_of(name, n)
     with warnings.catch_warnings():  # the ring of 8 is at the bound of D2, see test_d2_at_its_bound
         warnings.filterwarnings("ignore", message=".*the bound of its")
@@ -154,7 +156,6 @@ def build(case, name, mix_every=1, n=N, **changes):
             case.inner,
             rate,
             mix_every=mix_every,
-            identical_start=case.method == "sparseloco",
             **given,
         )
 
@@ -201,7 +202,7 @@ def data_of(given):
 def test_every_method_has_a_case():
     """DiLoCo and SwarmSGD have files of their own, those that read rounds are in test_outer."""
     tested = {case.method for case in CASES.values()}
-    elsewhere = {"all_reduce", "diloco", "swarm", "sparseloco", "sparta"}
+    elsewhere = {"all_reduce", "diloco", "swarm", "sparseloco", "sparta", "sparta_diloco", "demo"}
     assert tested | elsewhere == set(harness.NAMES)
 
 
@@ -209,8 +210,8 @@ def test_every_method_has_a_case():
 SCHEDULES = [(name, every) for name in (*topology.NAMES, "random_out") for every in (1, 2)]
 # What a method runs on; methods with conditions run on fewer.
 ENOUGH = dict.fromkeys(CASES, 33) | {"push_sum": 35, "exact_diffusion": 17}
-ENOUGH |= {"d2": 3, "decentlam": 4, "choco": 4, "noloco": 17, "gasloc": 17}
-KEEPS = ("choco", "noloco", "gasloc")  # act in rounds only, which no matrix says
+ENOUGH |= {"d2": 3, "decentlam": 4, "choco": 4, "noloco": 17, "noloco-delayed": 17, "gasloc": 17}
+KEEPS = ("choco", "noloco", "noloco-delayed", "gasloc")  # act in rounds only, which no matrix says
 
 
 def accepted(case):
@@ -353,6 +354,15 @@ def test_d2_at_its_bound():
         ("sparseloco", {"numbers": {"bits": 8}}, "bits 8"),
         ("sparseloco", {"numbers": {"density": 0}}, "density 0"),
         ("sparta", {"numbers": {"fraction": 2}}, "sparta.fraction 2"),
+        ("sparta_diloco", {}, "sparta_diloco bidirectional_ring complete"),
+        ("sparta_diloco", {"numbers": {"fraction": 0}}, "sparta_diloco.fraction 0"),
+        ("sparta_diloco", {"numbers": {"outer_every": 0}}, "sparta_diloco.outer_every 0"),
+        ("demo", {}, "demo bidirectional_ring complete"),
+        ("demo", {"numbers": {"decay": 1}}, "demo.decay 1"),
+        ("demo", {"numbers": {"kept": 0}}, "demo.kept 0"),
+        ("demo", {"numbers": {"chunk": 0}}, "demo.chunk 0"),
+        ("demo", {"numbers": {"weight_decay": -1}}, "demo.weight_decay -1"),
+        ("noloco", {"numbers": {"buffer": -1}}, "noloco.buffer -1"),
         ("push_sum", {"codec": codecs.BFloat16()}, "push_sum comm_dtype"),
         ("choco", {"numbers": {"compressor": "zip"}}, "choco.compressor top_k 'zip'"),
         ("choco", {"numbers": {"fraction": 0}}, "choco.fraction 0"),
@@ -372,7 +382,8 @@ def test_d2_at_its_bound():
 def test_impossible_pairings(method, changes, message):
     case = Case(method, method)
     with refuses(*message.split()):
-        averages = method in ("diloco", "slowmo", "sparseloco") and changes
+        averages = case.method in ("diloco", "slowmo", "sparseloco", "sparta_diloco", "demo")
+        averages &= bool(changes)
         build(case, "complete" if averages else "bidirectional_ring", **changes)
 
 

@@ -22,12 +22,13 @@ N = 8
 SHAPES = {"kernel": (2, 5), "scale": (7,), "bias": (3,)}
 SCHEDULES = {"slowmo": "complete", "diloco": "complete", "swarm": "hypercube"}
 SCHEDULES |= {"push_sum": "random_out", "decentralized_adam": "one_peer_exp"}
-SCHEDULES |= {"sparseloco": "complete"}
+SCHEDULES |= dict.fromkeys(("sparseloco", "sparta_diloco", "demo"), "complete")
 NAMES = [name for name in harness.NAMES if name != "all_reduce"]
 INNER = {"sgd": optax.sgd(0.01, momentum=0.9), "adam": optax.adam(0.01)}
 INNER["accum_adam"] = optim.accum_adam(0.01)
 NUMBERS = {"choco": [{"fraction": 0.2}, {"compressor": "int8"}]}
 NUMBERS |= {"swarm": [{"bits": 32}, {"bits": 8}, {"bits": 16}], "sparta": [{"fraction": 0.2}]}
+NUMBERS |= {"sparta_diloco": [{"fraction": 0.7, "outer_every": 2}], "demo": [{"kept": 3}]}
 NUMBERS |= {"sparseloco": [{"density": 0.2, "chunk": 4}, {"density": 0.2, "bits": 32}]}
 VARIANTS = [(name, numbers) for name in NAMES for numbers in NUMBERS.get(name, [{}])]
 
@@ -80,7 +81,7 @@ def test_a_replica_that_makes_no_update_is_only_mixed(name):
 
     All replicas are equal, so that mixing moves nobody either.
     """
-    tx, every_step = build(name), name in ("d2", "decentlam")
+    tx, every_step = build(name), name in ("d2", "decentlam", "demo")
     x = jax.tree.map(lambda a: jnp.broadcast_to(a[:1], a.shape), stacked())
     state = jax.vmap(tx.init)(x)
 
@@ -123,7 +124,8 @@ def test_hlo_sends_what_is_declared(name, numbers, monkeypatch):
     for r in range(phases):
         step = harness.on_stack(harness.step_of(tx, towards_zero, r), "devices", N, N)
         text += step.lower(x, jax.eval_shape(jax.vmap(tx.init), x), SPEED).compile().as_text()
-    gathers = ["all-gather"] if name != "sparseloco" else []
+    gathered_by_all = name in ("sparseloco", "demo")
+    gathers = [] if gathered_by_all else ["all-gather"]
     for kind in (*gathers, "all-to-all", "reduce-scatter"):
         assert f" {kind}(" not in text
     messages, sums = sent(text, "collective-permute"), sent(text, "all-reduce")
@@ -131,7 +133,7 @@ def test_hlo_sends_what_is_declared(name, numbers, monkeypatch):
     given = parts(name, numbers)
     declared = phases * harness.message_bytes(name, own, **given)
     one = schedule_of(name).rounds[0]
-    if name == "sparseloco":  # each sends its own part of what all have in the end to N - 1 others
+    if gathered_by_all:  # each sends its own part of what all have in the end to N - 1 others
         gathered = sum(WIDTH[dtype] * size for dtype, size in sent(text, "all-gather"))
         assert not messages and not sums
         assert gathered / N * (N - 1) == harness.bytes_sent(name, own, **given)

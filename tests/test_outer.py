@@ -1,4 +1,4 @@
-"""Outer steps over graphs and sparse messages, and moments that travel less often: against
+"""Outer steps over graphs, and sparse messages of movements and momentum: against
 `oracles_seldom`, and in the special cases that are other methods."""
 
 import functools
@@ -183,14 +183,14 @@ def test_top_k_of_parameters_is_refused():
 # --- SPARTA ---------------------------------------------------------------------------------------
 
 
+def places(t):
+    """Half of the numbers, those of step t."""
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), t), 0)
+    return np.sort(RandomK(0.5).noise(key, 0, (D,)))
+
+
 def test_sparta_mixes_the_places_of_the_step():
     schedule = topology.make("one_peer_exp", N)
-    codec = RandomK(0.5)
-
-    def places(t):
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), t), 0)
-        return np.sort(codec.noise(key, 0, (D,)))
-
     sparta = functools.partial(optim.contrib.sparta, SGD, schedule, "then")
     txs = {fraction: sparta(fraction=fraction) for fraction in (0.5, 1.0)}
     got = trajectories(txs, schedule, 2, equal=False)
@@ -198,6 +198,17 @@ def test_sparta_mixes_the_places_of_the_step():
     right = wanted(oracles_seldom.sparta, schedule, 2, equal=False, places=places)
     oracles.assert_same(got[0.5], right)
     oracles.assert_same(got[1.0], wanted("dpsgd", schedule, 2, equal=False, combine="then"))
+
+
+def test_sparta_before_diloco_is_the_recursion():
+    """Outer steps after every third round; a step between two rounds sends nothing."""
+    schedule = topology.repeat(topology.make("complete", N), 3)
+    make = functools.partial(optim.contrib.sparta_diloco, SGD, schedule, outer_every=3)
+    got = trajectories({share: make(fraction=share) for share in (0.5, 1.0)}, schedule, 2)
+    numbers = {"outer_every": 3}
+    right = wanted(oracles_seldom.sparta_diloco, schedule, 2, places=places, **numbers)
+    oracles.assert_same(got[0.5], right)
+    assert np.abs(got[0.5] - got[1.0]).max() > 0.05
 
 
 @pytest.mark.parametrize(("size", "sent"), [(7, 3), (5, 5), (6, 1), (9, 4)])
@@ -227,3 +238,40 @@ def test_more_rounds_than_the_machine_holds_are_refused():
     """Periods whose least common multiple is astronomic, before the rounds are made."""
     with refuses("complete", "1000000000000"):
         topology.repeat(topology.make("complete", N), 10**12)
+
+
+# --- DeMo -----------------------------------------------------------------------------------------
+
+
+def test_demo_is_the_recursion():
+    """On a matrix in chunks of 2 x 2, on one whole, and on a vector; a step without a round."""
+    schedule = topology.make("complete", N)
+    forms = {  # shape, longest side of a chunk; what NumPy makes of them
+        ((4, 6), 2): ((4, 6), (2, 2)),
+        ((4, 6), 64): ((4, 6), (4, 6)),
+        ((3, 4, 2), 3): ((12, 2), (2, 2)),  # chunks do not cross the first axis
+        ((24,), 9): ((1, 24), (1, 8)),
+    }
+    rng = np.random.default_rng(0)
+    x0, a = np.tile(rng.normal(size=24), (N, 1)), rng.uniform(0.2, 1, (N, 1))
+    b = rng.normal(size=(STEPS, N, 24))
+    numbers = {"kept": 2, "decay": 0.9, "weight_decay": 0.3}
+    txs = {form: optim.contrib.demo(LR, schedule, chunk=form[1], **numbers) for form in forms}
+
+    def gradient(xs, given):
+        a, b = given
+        return {form: a * (x - b.reshape(x.shape)) for form, x in xs.items()}
+
+    x = {form: jnp.asarray(x0.reshape(N, *form[0])) for form in forms}
+    data = [(a[:, 0], rows) for rows in b]
+    history = harness.trajectory(harness.together(txs), gradient, schedule, x, data, 2)
+    for form, (shape, sides) in forms.items():
+        got = np.stack([x[form].reshape(N, -1) for x, _ in history])
+        right = oracles.run(
+            oracles_seldom.demo,
+            lambda t: schedule.matrix(0) if t % 2 else None,
+            lambda x, t: a * (x - b[t]),
+            x0, STEPS, LR, shape=shape, sides=sides, **numbers,
+        )  # fmt: skip
+        oracles.assert_same(got, right)
+        assert (got == got[:, :1]).all()

@@ -204,16 +204,24 @@ class Loss:
         return np.array([self.t], dtype)
 
 
-@pytest.fixture(name="in_process")
-def peer_in_process(tmp_path):
-    """A peer without Ray, of a run of 8 steps, at its beginning; it asks after every step."""
+@contextlib.contextmanager
+def alone(tmp_path, mix_every=1, **peers):
+    """A peer without Ray, of a run of 8 steps, at its beginning."""
     config = config_of()
-    config.mix_every = 1
+    config.mix_every = mix_every
+    config.peers.update(peers)
     place = Place(config.to_dict(), str(tmp_path), 0, 0, None, len(PACES))
     with open_peer(place) as (experiment, _):
         peer = InProcess(place, experiment, 8, clock=lambda: peer.now)
         yield peer
         peer.boundary.end(peer.t, peer.state)
+
+
+@pytest.fixture(name="in_process")
+def peer_in_process(tmp_path):
+    """One that asks after every step."""
+    with alone(tmp_path) as peer:
+        yield peer
 
 
 def make_step_of(peer):

@@ -47,7 +47,7 @@ def outer(x0, **numbers):
     """The same by the meetings of `optim.noloco` with these numbers."""
     method = optim.METHODS["noloco"]
     meet = jax.jit(method.meeting(method.numbers | numbers))
-    tx = optim.noloco(optax.identity(), topology.make("random_matching", 1))
+    tx = optim.noloco(optax.identity(), topology.make("random_matching", 1), **numbers)
     own = [tx.init(jnp.asarray(row)).own for row in x0]
 
     def boundary(x, k, meetings):
@@ -92,14 +92,15 @@ def test_it_is_the_simulated_recursion():
 
 
 @pytest.mark.usefixtures("x64")
-def test_outer_steps_are_the_recursion():
+@pytest.mark.parametrize("buffer", [0, 3])
+def test_outer_steps_are_the_recursion(buffer):
     sequence = simulate.interactions(3, 40, seed=4)
     x0 = np.random.default_rng(1).normal(size=(3, D))
     noise = updates(sequence)
-    numbers = {"outer_learning_rate": 0.6, "outer_momentum": 0.4}
+    numbers = {"outer_learning_rate": 0.6, "outer_momentum": 0.4, "buffer": buffer}
     x, came_about = replayed("float32", sequence, x0, noise, outer(x0, **numbers))
     pairs = [(i, j) for i, j, *_ in sequence]
-    wanted = oracles_seldom.noloco_of_peers(x0, pairs, -noise, 0.6, 0.4)
+    wanted = oracles_seldom.noloco_of_peers(x0, pairs, -noise, 0.6, 0.4, buffer)
     assert came_about == 40
     np.testing.assert_allclose(x, wanted, rtol=0, atol=1e-12)
 

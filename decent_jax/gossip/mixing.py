@@ -347,12 +347,14 @@ def mean_coded(
     key: jax.Array | None = None,
     between: Any = None,
     clipped: bool = False,
+    among_senders: bool = False,
 ) -> tuple[Any, Any]:
     """``(mean over all replicas of Q(x_j), Q(x_i))``, the mean bit for bit equal on all of them.
 
     Of a codec that sends some numbers only every replica receives the message of every other, and
     adds them in the same order; else see `decent_jax.gossip.groups.coded_means`, which takes
-    ``between``. Messages of some numbers can be ``clipped``, each array to the median of its norms.
+    ``between``. Messages of some numbers can be ``clipped``, each array to the median of its norms,
+    and the mean of a number can be that ``among_senders`` of it only.
     """
     axis = ReplicaAxis.over(axis_name)
     leaves, put_back = mixable(tree)
@@ -368,16 +370,17 @@ def mean_coded(
         def norm(_, part):
             return None, jnp.linalg.norm(codec.decode(part, x, u))
 
-        def add(total, given):
-            part, factor = given
-            return total + factor * codec.decode(part, x, u), None
+        def add(carry, given):
+            (total, senders), (part, factor) = carry, given
+            theirs = codec.decode(part, x, u)
+            return (total + factor * theirs, senders + (theirs != 0)), None
 
         factors = jnp.ones(replicas, x.dtype)
         if clipped:
             _, norms = jax.lax.scan(norm, None, rows)
             factors = jnp.minimum(1, jnp.median(norms) / (norms + 1e-8))
-        total, _ = jax.lax.scan(add, 0 * x, (rows, factors))
-        return total / replicas
+        (total, senders), _ = jax.lax.scan(add, (0 * x, 0 * x), (rows, factors))
+        return total / (jnp.maximum(senders, 1) if among_senders else replicas)
 
     return put_back(map(mean_leaf, leaves, noise, sent)), put_back(own)
 

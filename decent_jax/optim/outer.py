@@ -1,9 +1,10 @@
 """Outer steps over many local ones, as `outer_steps` makes them: DiLoCo and NoLoCo."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from decent_jax.gossip import AxisName
@@ -105,7 +106,7 @@ def diloco(
     outer = outer or optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
     mixing = frame.Mixing(schedule, axis_name, codec, "diloco")
     streaming = Streaming(mix_every, fragments, delay, alpha, carry, weighted)
-    rule = _towards_average(outer)
+    rule = towards_average(outer)
     if codec is not None:
         if weighted:
             raise ValueError(
@@ -134,6 +135,9 @@ def noloco(
     outer_momentum: Annotated[
         float, "factor of the last movement, in [0, 1); alpha in the paper"
     ] = 0.5,
+    buffer: Annotated[
+        int, "movements that make one of the momentum (Delayed Nesterov); 0: heavy ball"
+    ] = 0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""NoLoCo: `diloco` that averages with neighbours, such as a random partner, instead of all.
 
@@ -150,6 +154,9 @@ def noloco(
     ``mu = 0, eta = 1`` the outer parameters are the neighbours' mean, and with
     ``mix_every=1`` it is then D-PSGD.
 
+    With ``buffer`` the bracket goes through `delayed_nesterov` instead, for replicas or peers whose
+    messages come late.
+
     One message of a fragment's size every ``mix_every`` steps, two copies of the parameters
     (``theta`` and m; one more while a message travels). Valid on every doubly stochastic schedule,
     and between peers, which have none (`decent_jax.peers.rule`).
@@ -160,6 +167,7 @@ def noloco(
       codec: as in `decentralized`.
       outer_learning_rate: the factor eta of the movement, beta in the paper.
       outer_momentum: the factor mu of the last movement, alpha in the paper, in [0, 1).
+      buffer: the movements that make one of the momentum; 0: heavy ball.
 
     References:
       Kolehmainen et al., `NoLoCo <https://arxiv.org/abs/2506.10911>`_, 2025, equations as in the
@@ -168,9 +176,65 @@ def noloco(
     mixing = frame.Mixing(schedule, axis_name, codec, "noloco")
     require.not_negative("noloco.outer_learning_rate", outer_learning_rate)
     require.below_one("noloco.outer_momentum", outer_momentum)
-    rule = _towards_average(optax.sgd(outer_learning_rate, outer_momentum))
+    rule = towards_average(_noloco_outer(outer_learning_rate, outer_momentum, buffer))
     streaming = Streaming(mix_every, fragments, delay, alpha, carry, weighted)
     return outer_steps(inner, mixing, rule, streaming)
+
+
+def _noloco_outer(rate: float, momentum: float, buffer: int) -> optax.GradientTransformation:
+    if buffer < 0:
+        raise ValueError(f"noloco.buffer must be at least 0, got {buffer}")
+    return delayed_nesterov(rate, momentum, buffer) if buffer else optax.sgd(rate, momentum)
+
+
+class DelayedNesterovState(NamedTuple):
+    """State of `delayed_nesterov`."""
+
+    # shape=(), dtype=int32: movements so far
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    m: Any  # like params: the momentum
+    waiting: Any  # like params: the sum of movements that it does not have yet
+
+
+def delayed_nesterov(
+    learning_rate: float, momentum: float, buffer: int
+) -> optax.GradientTransformation:
+    r"""Delayed Nesterov: every movement counts at once, and the momentum after N of them.
+
+    With ``delta`` the movements, which may come from others late and one by one, and N =
+    ``buffer``:
+
+    .. math::
+        D &\leftarrow D + \delta \\
+        \text{at every N-th:}\quad m &\leftarrow \mu m + D / N, \qquad
+            \theta \leftarrow \theta - \eta\, (\mu m + \delta / N), \qquad D \leftarrow 0 \\
+        \text{else:}\quad \theta &\leftarrow \theta - \eta\, \delta / N
+
+    An ordinary momentum moves again and again along directions that are out of date by then. With
+    N = 1 it is Nesterov momentum.
+
+    References:
+      Liu et al., `Asynchronous Local-SGD <https://arxiv.org/abs/2401.09135>`_, 2024, with the
+      momentum not spread over the steps between (c = 0).
+    """
+
+    def init(params):
+        zeros = optax.tree.zeros_like
+        return DelayedNesterovState(jnp.zeros((), jnp.int32), zeros(params), zeros(params))
+
+    def update(updates, state, params=None):
+        del params
+        count, share = state.count + 1, trees.scale(1 / buffer, updates)
+        waiting = trees.add(state.waiting, share)
+        due = count % buffer == 0
+        moved = trees.add(trees.scale(momentum, state.m), waiting)
+        jump = trees.add(share, trees.scale(momentum, moved))
+        m = optax.tree.where(due, moved, state.m)
+        change = trees.scale(-learning_rate, optax.tree.where(due, jump, share))
+        waiting = optax.tree.where(due, optax.tree.zeros_like(waiting), waiting)
+        return change, DelayedNesterovState(count, m, waiting)
+
+    return optax.GradientTransformation(init, update)
 
 
 def _noloco_meeting(numbers: Mapping[str, Any]) -> Meet:
@@ -179,8 +243,8 @@ def _noloco_meeting(numbers: Mapping[str, Any]) -> Meet:
     The copy S was on its way since it was published; what the peer learned meanwhile, x - S, is
     added to the new outer parameters.
     """
-    outer = optax.sgd(numbers["outer_learning_rate"], numbers["outer_momentum"])
-    rule = _towards_average(outer)
+    given = numbers["outer_learning_rate"], numbers["outer_momentum"], numbers["buffer"]
+    rule = towards_average(_noloco_outer(*given))
 
     def meet(x, own, copy, half):
         sent, half = jax.tree.leaves(copy), jax.tree.leaves(half)
@@ -195,7 +259,7 @@ def _noloco_meeting(numbers: Mapping[str, Any]) -> Meet:
     return meet
 
 
-def _towards_average(outer: optax.GradientTransformation) -> Rule:
+def towards_average(outer: optax.GradientTransformation) -> Rule:
     """The outer optimizer, on the way from the average back to theta."""
 
     def step(theta, x, state, mix, key, after):

@@ -3,6 +3,8 @@
 from decent_jax.optim.contrib.compressed import choco as choco
 from decent_jax.optim.contrib.compressed import sparseloco as sparseloco
 from decent_jax.optim.contrib.compressed import sparta as sparta
+from decent_jax.optim.contrib.compressed import sparta_diloco as sparta_diloco
+from decent_jax.optim.contrib.demo import demo as demo
 from decent_jax.optim.contrib.momentum import decentlam as decentlam
 from decent_jax.optim.contrib.momentum import gasloc as gasloc
 from decent_jax.optim.contrib.momentum import quasi_global_sgd as quasi_global_sgd

@@ -1,4 +1,4 @@
-"""Messages of a part of the numbers: CHOCO, SPARTA, SparseLoCo."""
+"""Messages of a part of the numbers: CHOCO, SPARTA alone and before DiLoCo, SparseLoCo."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
@@ -10,8 +10,16 @@ from decent_jax.gossip import AxisName
 from decent_jax.gossip.codecs import Codec, Int8
 from decent_jax.gossip.sparse import ChunkedTopK, RandomK, TopK
 from decent_jax.optim import averaging, frame, require, trees
-from decent_jax.optim.declaration import ADAM_FIRST, BOTH, Method, Parts, coded_bytes, register
-from decent_jax.optim.outer import along_coded_movements
+from decent_jax.optim.declaration import (
+    ADAM_FIRST,
+    BOTH,
+    Method,
+    Parts,
+    coded_bytes,
+    model_bytes,
+    register,
+)
+from decent_jax.optim.outer import along_coded_movements, towards_average
 from decent_jax.optim.outer_steps import Streaming, outer_steps
 from decent_jax.topology import Schedule
 
@@ -131,9 +139,84 @@ def sparta(
     References:
       EXO, SPARTA, 2025; here from its abstract.
     """
+    codec = _places("sparta", fraction)
+    return averaging.decentralized(inner, schedule, combine, axis_name, codec)
+
+
+def _places(method: str, fraction: float) -> RandomK:
     if not 0 < fraction <= 1:
-        raise ValueError(f"sparta.fraction must be above 0 and at most 1, got {fraction}")
-    return averaging.decentralized(inner, schedule, combine, axis_name, RandomK(fraction))
+        raise ValueError(f"{method}.fraction must be above 0 and at most 1, got {fraction}")
+    return RandomK(fraction)
+
+
+class OuterState(NamedTuple):
+    """Own state of `sparta_diloco`."""
+
+    theta: Any  # like params, the same on all replicas
+    outer: Any  # the outer optimizer's state
+
+
+def sparta_diloco(
+    inner: optax.GradientTransformation,
+    schedule: Schedule,
+    axis_name: AxisName = "replica",
+    *,
+    fraction: Annotated[float, "part of each array that every round averages, in (0, 1]"] = 0.005,
+    outer_every: Annotated[int, "rounds from one outer step to the next"] = 10,
+    outer_learning_rate: Annotated[float, "of the outer optimizer"] = 0.7,
+    outer_momentum: Annotated[float, "of the outer optimizer, in [0, 1)"] = 0.9,
+) -> optax.GradientTransformationExtraArgs:
+    r"""`sparta` in every round, and in some of them the outer step of `diloco` after it.
+
+    With S the numbers that all replicas draw in this round, and in every ``outer_every``-th:
+
+    .. math::
+        x_{i,S} \leftarrow \tfrac1n \textstyle\sum_j x_{j,S}, \qquad
+        \theta \leftarrow \mathrm{outer}\big(\theta,\ \theta - \tfrac1n \textstyle\sum_j x_j\big),
+        \qquad x_i \leftarrow \theta
+
+    What SPARTA averages keeps replicas together between the outer steps, which can then be seldom.
+    Per round one message of ``fraction``, and 1 / ``outer_every`` of a whole one; two copies of the
+    parameters (``theta`` and the outer momentum).
+
+    Args:
+      inner, axis_name: as in `decentralized`.
+      schedule: ``complete``, with ``outer_every`` rounds (`decent_jax.topology.repeat`).
+      fraction: part of each array that every round averages, in (0, 1].
+      outer_every: rounds from one outer step to the next.
+      outer_learning_rate, outer_momentum: of the outer SGD with Nesterov momentum.
+
+    References:
+      EXO, SPARTA, 2025, and the strategy SPARTA + DiLoCo of their code (EXO Gym).
+    """
+    codec = _places("sparta_diloco", fraction)
+    if outer_every < 1:
+        raise ValueError(f"sparta_diloco.outer_every must be at least 1, got {outer_every}")
+    require.not_negative("sparta_diloco.outer_learning_rate", outer_learning_rate)
+    require.below_one("sparta_diloco.outer_momentum", outer_momentum)
+    require.averages("sparta_diloco", schedule, always=True)
+    require.phases("sparta_diloco", schedule, outer_every)
+    part = frame.Mixing(schedule, axis_name, codec, "sparta_diloco")
+    whole = frame.Mixing(schedule, axis_name, method="sparta_diloco")
+    outer = optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
+    rule = towards_average(outer)
+
+    def step(params, own, round, local):
+        update, inner, ok = local(params)
+        x, r = trees.add(params, update), gossip.number(round)
+        x = part(x, round, local.count)
+        if r is None or (r + 1) % outer_every:
+            return x, own, inner, ok
+
+        def mix(tree):
+            return whole(tree, round, local.count)
+
+        theta, state = rule.step(own.theta, x, own.outer, mix, None, None)
+        return theta, OuterState(theta, state), inner, ok
+
+    return frame.method(
+        inner, step, lambda params: OuterState(trees.copy(params), outer.init(params))
+    )
 
 
 def sparseloco(
@@ -223,6 +306,20 @@ def _sparta_bytes(params: Any, parts: Parts, own: Mapping[str, Any]) -> float:
     return coded_bytes(params, RandomK(own["fraction"]))
 
 
+def _sparta_diloco_bytes(params: Any, parts: Parts, own: Mapping[str, Any]) -> float:
+    return _sparta_bytes(params, parts, own) + model_bytes(params, parts, own) / own["outer_every"]
+
+
 register(Method("choco", choco, copies=2, sent=_choco_bytes))
 register(Method("sparta", sparta, ADAM_FIRST, BOTH, sent=_sparta_bytes))
+register(
+    Method(
+        "sparta_diloco",
+        sparta_diloco,
+        ADAM_FIRST,
+        copies=2,
+        sent=_sparta_diloco_bytes,
+        phases=lambda own: own["outer_every"],
+    )
+)
 register(Method("sparseloco", sparseloco, ADAM_FIRST, copies=2, sent=_sparse_bytes))
