@@ -37,6 +37,9 @@ def test_the_planner_chooses_the_same(nodes, devices, tmp_path):
     name = auto.schedule.partition("(")[0]  # its brackets hold the defaults
     ours = next(choice for choice in found if choice.algorithm.name == name)
     assert ours.cost_s <= 1.001 * found[0].cost_s, [c.algorithm.name for c in found[:3]]
+    names = [choice.algorithm.name for choice in found]
+    if "hypercube" in names:  # as good, and in smaller cliques
+        assert names.index("hypercube") < names.index("one_peer_exp")
 
 
 # Runs of one device and four replicas, on hosts as the test says.
@@ -61,6 +64,23 @@ def test_auto_suits_the_hosts_and_a_resumed_run_keeps_it(tmp_path, monkeypatch, 
     assert chosen(folder) == (WITHIN, 2)
     tiny.run(tiny.waves(**small | {"steps": 3, "num_replicas": 2, "batch_size": 4}), folder)
     assert chosen(folder) == ("one_peer_exp", 1)
+
+
+@pytest.mark.parametrize(
+    ("n", "per_host", "settings", "wanted"),
+    [
+        (8, 1, {}, "hypercube"),  # pairs: communicators of two devices
+        (8, 8, {}, "hypercube"),
+        (8, 4, {}, WITHIN),
+        (6, 6, {}, "one_peer_exp"),
+        (2, 2, {}, "one_peer_exp"),
+        (8, 8, {"algorithm": "all_reduce"}, "one_peer_exp"),
+        (8, 8, {"algorithm": "diloco"}, "one_peer_exp"),
+    ],
+)
+def test_auto_on_gpus(n, per_host, settings, wanted, tmp_path):
+    config = tiny.waves(num_replicas=n, batch_size=n, schedule="auto", **settings)
+    assert experiment.settle(config, per_host, tmp_path, on_gpus=True).schedule == wanted
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,21 @@ def test_groups_that_send_are_the_round_of_their_means(case):
 # --- closed forms and published values ------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("name", "cliques"),
+    [
+        ("one_peer_exp", [12, 6, 3, 3]),  # a shift by k: n / gcd(n, k)
+        ("ring", [2, 2]),
+        ("bidirectional_ring", [12]),
+        ("complete", [12]),
+        ("hierarchical(complete, one_peer_exp)", [4, 4]),
+    ],
+)
+def test_cliques(name, cliques):
+    schedule = make(name, 12, local_size=4)
+    assert [rnd.largest_clique for rnd in schedule.rounds] == cliques
+
+
 @pytest.mark.parametrize("n", range(3, 34))
 def test_bidirectional_ring_rate(n):
     schedule = make("bidirectional_ring", n)

@@ -140,7 +140,19 @@ def choices(
                 algorithm = Gossip(schedule, every, wire=wire)
                 prediction = predict.predict(network, workload, algorithm, _label(algorithm))
                 found.append(Choice(algorithm, prediction, slower, local_size))
-    return sorted(found, key=lambda choice: (choice.cost_s, choice.slow_down))
+    return sorted(found, key=_order)
+
+
+def _order(choice: Choice) -> tuple[float, float, int]:
+    """Equally good ones by their cliques: it is assumed, not measured, that small ones are faster.
+
+    XLA's authors report permutes on GPUs that are 10 to 20 times as fast in a clique of few devices
+    as in one of many (openxla #40505).
+    """
+    largest = choice.prediction.num_replicas
+    if isinstance(choice.algorithm, Gossip):
+        largest = max(rnd.largest_clique for rnd in choice.algorithm.schedule.rounds)
+    return float(f"{choice.cost_s:.9g}"), float(f"{choice.slow_down:.9g}"), largest
 
 
 def _label(algorithm: Gossip) -> str:

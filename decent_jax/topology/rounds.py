@@ -53,6 +53,21 @@ class Round:
         return int((off_diagonal > 0).sum(axis=1).max())
 
     @functools.cached_property
+    def largest_clique(self) -> int:
+        """The most replicas that one collective of this round connects, directly or over others.
+
+        For each such set XLA on GPUs makes a communicator. Pairs are sets of 2, and a shift by k
+        of n replicas connects n / gcd(n, k).
+        """
+        largest, n = self.group_size, len(self.self_weights)
+        for send in self.sends:
+            receivers = np.flatnonzero(send.sources >= 0)
+            edges = np.ones(len(receivers)), (receivers, send.sources[receivers])
+            _, label = connected_components(csr_array(edges, shape=(n, n)), directed=False)
+            largest = max(largest, int(np.bincount(label).max()))
+        return largest
+
+    @functools.cached_property
     def between_groups(self) -> "Round | None":
         """The round of the groups' means, of n / group_size replicas, one for each group.
 

@@ -68,7 +68,8 @@ def open_experiment(
     hosts = hosts_of(placement)
     per_host = replicas_per_host(hosts)
     if config.schedule == AUTO:
-        config = settle(config, per_host, workdir)
+        on_gpus = placement.mesh.devices.flat[0].platform in ("gpu", "cuda")
+        config = settle(config, per_host, workdir, on_gpus)
         if config.schedule != schedule.name:
             schedule = make_schedule(config)
     with open_workdir(workdir, config) as work:
@@ -165,6 +166,8 @@ def durations(config: ConfigDict, task: Task) -> tuple[int, dict[str, int], opta
 # links, chooses the same where a host can send about one model per step (tests/test_hosts.py). On
 # slower links it leaves out steps, on faster ones it also sends more.
 WITHIN_HOSTS = "hierarchical(complete, one_peer_exp)"
+# As good as `ONE_HOST` for 2^k replicas, and XLA on GPUs needs communicators of two devices only.
+PAIRS = "hypercube"
 
 
 def hosts_of(placement: Placement) -> list[str]:
@@ -184,30 +187,38 @@ def replicas_per_host(hosts: Sequence[str]) -> int:
     return sizes.pop() if len(sizes) == 1 else 1
 
 
-def settle(config: ConfigDict, per_host: int, folder: str | Path) -> ConfigDict:
+def settle(
+    config: ConfigDict, per_host: int, folder: str | Path, on_gpus: bool = False
+) -> ConfigDict:
     """The config with the schedule that ``auto`` stands for, and its ``local_size``.
 
-    It is the one of the run in ``folder``, if that run has as many replicas; else the choice for
-    hosts of ``per_host`` replicas, or `ONE_HOST` if the method or a sharded replica refuses that.
+    It is the one of the run in ``folder``, if that run has as many replicas; else `WITHIN_HOSTS`
+    where several hosts hold ``per_host`` replicas, several each; else `PAIRS` on GPUs. Where the
+    method or a sharded replica refuses these, and elsewhere, it is `ONE_HOST`.
     """
     with contextlib.suppress(ConfigError):  # without a run; a damaged one is refused later
         saved = load_saved(folder)
         if saved.num_replicas == config.num_replicas and saved.schedule != AUTO:
             return changed(config, schedule=saved.schedule, local_size=saved.local_size)
-    return suggestion(config, per_host) or changed(config, schedule=ONE_HOST)
-
-
-def suggestion(config: ConfigDict, per_host: int) -> ConfigDict | None:
-    """With `WITHIN_HOSTS`, where several hosts hold several replicas and the method takes it."""
     n = config.num_replicas
-    if not 1 < per_host < n or config.mesh.fsdp > 1 or config.algorithm == "all_reduce":
-        return None
-    within = changed(config, schedule=WITHIN_HOSTS, local_size=per_host)
+    if config.algorithm != "all_reduce":
+        if 1 < per_host < n and config.mesh.fsdp == 1:
+            within = changed(config, schedule=WITHIN_HOSTS, local_size=per_host)
+            if _is_possible(within):
+                return within
+        pairs = changed(config, schedule=PAIRS)
+        if on_gpus and n > 2 and n.bit_count() == 1 and _is_possible(pairs):
+            return pairs
+    return changed(config, schedule=ONE_HOST)
+
+
+def _is_possible(config: ConfigDict) -> bool:
+    """Whether the method takes the schedule."""
     try:
-        algorithm.transformation(within, make_schedule(within), 1.0)
+        algorithm.transformation(config, make_schedule(config), 1.0)
     except ConfigError:
-        return None
-    return within
+        return False
+    return True
 
 
 # --- Data and memory ------------------------------------------------------------------------------
