@@ -76,7 +76,8 @@ def piece(config: str, seed: int, label: str = "", **changes: object) -> Piece:
 
 def pieces() -> list[Piece]:
     """Every run, the most telling first."""
-    return [*_cifar10_main(), *_multi30k_main(), *_different_data(), *_language(), *_the_rest()]
+    of_tasks = [*_cifar10_main(), *_multi30k_main(), *_different_data(), *_language()]
+    return [*of_tasks, *_rates(), *_the_rest()]
 
 
 MAIN = ("cifar10:momentum_sgd", "cifar10:all_reduce")
@@ -86,9 +87,13 @@ GRID = (0.05, 0.1, 0.2)  # learning rates, with a seed that nothing else has
 
 
 def _cifar10_main() -> Iterator[Piece]:
-    """The shortest budget first, as mistakes show early; the longest with seeds; then the grid."""
+    """The shortest budget first, as mistakes show early; then the longest with seeds."""
     yield from (piece(arm, 0, epochs=SHORTEST) for arm in MAIN)
     yield from (piece(arm, seed, epochs=FULL) for seed in range(3) for arm in MAIN)
+
+
+def _rates() -> Iterator[Piece]:
+    """A grid of learning rates."""
     yield from (
         piece(arm, 100, f"-rate{rate:g}", epochs=SHORTEST, learning_rate=rate)
         for rate in GRID

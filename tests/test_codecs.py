@@ -175,6 +175,23 @@ def test_fail_rate_up_to_half_the_period(bits, percent):
     assert 100 / (4 * 2**bits) == pytest.approx(percent, rel=0.01)
 
 
+def test_noise_is_uniform_over_places_and_over_keys():
+    """And neighbours, and the same place under other keys, know nothing of each other."""
+    keys = jax.random.split(jax.random.key(1), 2000)
+    noise = np.asarray(jax.vmap(lambda key: Int8().noise(key, 0, (128,)))(keys), np.float64)
+    assert noise.min() >= 0 and noise.max() < 1
+    apart = (noise - 0.5) * 12**0.5  # of mean 0 and variance 1
+    for axis in (0, 1):
+        sums = apart.sum(axis) / apart.shape[axis] ** 0.5
+        assert np.abs(sums).max() < 5 and abs(np.square(sums).mean() - 1) < 0.3
+        for lag in (1, 2, 16):
+            pairs = apart.take(range(lag, apart.shape[axis]), axis)
+            both = pairs * apart.take(range(apart.shape[axis] - lag), axis)
+            assert abs(both.mean()) * both.size**0.5 < 5
+    counts = np.bincount((256 * noise).astype(int).ravel(), minlength=256)
+    assert np.square(counts - counts.mean()).mean() < 1.4 * counts.mean()
+
+
 def test_a_lattice_with_noise_is_unbiased():
     rng = np.random.default_rng(4)
     lattice, x = Lattice(8, 2.0), np.full(200_000, 3.5)  # 1.75 sides

@@ -37,16 +37,16 @@ def fields_of(piece):
     return dict(piece.changes)
 
 
-def test_the_main_arms_and_the_grid_come_first_and_in_pairs_of_a_seed():
+def test_the_main_arms_come_first_and_in_pairs_of_a_seed():
     """Whenever the script is stopped, what has finished can be compared, but for one run."""
     pieces = evidence.pieces()
-    for gossip, all_reduce in zip(pieces[:20:2], pieces[1:20:2], strict=True):
+    rates = [piece for piece in pieces if "learning_rate" in fields_of(piece)]
+    first = pieces[:14] + rates
+    for gossip, all_reduce in zip(first[::2], first[1::2], strict=True):
         assert gossip.changes == all_reduce.changes and gossip.task == all_reduce.task
         assert "all_reduce" in all_reduce.config and "all_reduce" not in gossip.config
-    tasks = [piece.task for piece in pieces[:20:2]]
-    assert tasks == ["cifar10"] * 7 + ["multi30k_en_de"] * 3
-    seeds = [fields_of(piece)["seed"] for piece in pieces[:20:2]]
-    assert seeds == [0, 0, 1, 2, 100, 100, 100, 0, 1, 2]
+    assert [p.task for p in pieces[:14:2]] == ["cifar10"] * 4 + ["multi30k_en_de"] * 3
+    assert [fields_of(p)["seed"] for p in pieces[:14:2]] == [0, 0, 1, 2, 0, 1, 2]
 
 
 def test_every_other_arm_has_an_all_reduce_of_its_length_and_data():

@@ -95,7 +95,7 @@ class Int8(Codec):
     largest: ClassVar[int] = 127  # code
 
     def noise(self, key: jax.Array, replica: jax.Array, shape: tuple[int, ...]) -> Any:
-        return jax.random.uniform(jax.random.fold_in(key, replica), shape, jnp.float32)
+        return _uniform(jax.random.fold_in(key, replica), shape)
 
     def encode(self, x: Array, noise: Any = None) -> Parts:
         scaled, scale = _by_rows(x, self.largest)
@@ -255,6 +255,21 @@ def _rounded(x: Array, noise: Any) -> Array:
     """To whole numbers: by chance where there is noise, else to the nearest."""
     xp = _namespace(x)
     return xp.round(x) if noise is None else xp.floor(x + noise.astype(x.dtype))
+
+
+def _uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """float32 numbers in [0, 1): a hash of their places, into which the key is mixed.
+
+    Rounding by chance needs no more than that, and `jax.random.uniform` took 50 ms for 4M numbers
+    on a core of a CPU, 20 times as long as the rest of their coding; this takes 1 ms. The hash is
+    murmur3's finalizer of multiples of the golden ratio, as in SplitMix (Steele et al. 2014).
+    """
+    seed = jax.random.bits(key, (2,), jnp.uint32)
+    a = jax.lax.iota(jnp.uint32, math.prod(shape)) * np.uint32(0x9E3779B9) + seed[0]
+    a = (a ^ (a >> 16)) * np.uint32(0x85EBCA6B) ^ seed[1]
+    a = (a ^ (a >> 13)) * np.uint32(0xC2B2AE35)
+    a = (a ^ (a >> 16)) >> 8  # 24 bits, which float32 holds
+    return (a.astype(jnp.float32) * 2.0**-24).reshape(shape)
 
 
 def _eight_bits(x: Array) -> Array:
