@@ -259,8 +259,8 @@ def diloco(
     x_i = alpha x_i + (1 - alpha) X+.
     carry (LOSCAR): x_i = X+ + x_i[c] - x_i[c - delay]. ``active(t)`` (n,) says who makes an update
     of 7 tokens; ``weighted`` (Decoupled DiLoCo) counts a replica as tokens_i (tokens_i / steps_i)
-    in the mean, of its updates between the last x_i that it sent and this one.
-    Replicas must start equal. ``record``, a list, receives X after every step.
+    in the mean, of its updates between the last x_i that it sent and this one; X is the mean where
+    nobody made any. Replicas must start equal. ``record``, a list, receives X after every step.
     """
     assert np.all(x == x[0]), "DiLoCo starts from equal replicas"
     fragments = [list(range(x.shape[1]))] if fragments is None else fragments
@@ -280,7 +280,7 @@ def diloco(
             steps, counted[f] = sent - counted[f], sent
             tokens = 7 * steps
             w = tokens * tokens / np.maximum(steps, 1) if weighted else np.ones(len(x))
-            p = whole[part] - (w[:, None] * late).sum(0) / w.sum()
+            p = whole[part] - (w @ late / w.sum() if w.any() else whole[part])
             v[part] = outer_momentum * v[part] + p
             whole[part] -= outer_lr * (p + outer_momentum * v[part] if nesterov else v[part])
             kept = x[:, part] - late if carry else 0

@@ -67,6 +67,24 @@ def test_more_actors_than_ray_has_room_for_are_refused(cpus, gpus, field):
     ray_cluster.check_resources(config, "pipeline", 2, {"CPU": 3.0, "GPU": 2.0})
 
 
+def test_ray_ends_where_it_has_no_room(monkeypatch):
+    """Or this process could not start it again."""
+    calls = []
+    there = types.SimpleNamespace(
+        init=lambda **_: calls.append("init"),
+        cluster_resources=lambda: {"CPU": 1.0},
+        shutdown=lambda: calls.append("shutdown"),
+        exceptions=types.SimpleNamespace(RayError=OSError),
+    )
+    monkeypatch.setitem(sys.modules, "ray", there)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", there.exceptions)
+    config = train.default_config()
+    config.peers.update(address="auto", cpus=0.8)
+    with refused("peers.cpus", 0.8), ray_cluster.running(config, "peers", 2):
+        pass
+    assert calls == ["init", "shutdown"]
+
+
 def test_an_actor_reads_relative_paths_from_where_train_py_was_started(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()

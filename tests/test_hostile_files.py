@@ -239,7 +239,8 @@ def write(name, folder):
     """What the row ``name`` finds in its folder."""
     files = dict(FILES.get(name, {}))
     if name == "kept":
-        files = dict.fromkeys(("thesis.json", "thesis.png", "y.safetensors"), "my thesis")
+        files = dict.fromkeys(("thesis.json", "thesis.png"), "my thesis")
+        files["y.safetensors"] = '12345678{"__metadata__":{"format":"pt"},"mine":{}}'
         files |= {"mine/table.csv": "my thesis", "mine/tokenizer.json": "{}"}
         files |= {"config.json": '{"mine": 1}', "run/metrics.jsonl": '{"step": 1}\n{"step": 2}\n'}
     if name.startswith("images pax") or name in ("images long name", "images negative size"):

@@ -257,7 +257,8 @@ def test_a_leaf_that_is_no_array_is_named():
         activation: Any
 
     def init(key):
-        return {"layer": Layer(jax.random.normal(key, (2,)), jax.nn.relu), "scale": 2.0}
+        numbers = {"scale": 2.0, "shift": np.float32(0.5)}
+        return {"layer": Layer(jax.random.normal(key, (2,)), jax.nn.relu), **numbers}
 
     for identical in (True, False):
         with refuses("['layer'].activation", "equinox", error=TypeError):
@@ -267,7 +268,7 @@ def test_a_leaf_that_is_no_array_is_named():
         return {**init(key), "layer": init(key)["layer"].weight}
 
     stacked = replicas.create(arrays, 4, jax.random.key(0))
-    assert (stacked["layer"].shape, stacked["scale"].shape) == ((4, 2), (4,))
+    assert jax.tree.map(jnp.shape, stacked) == {"layer": (4, 2), "scale": (4,), "shift": (4,)}
 
 
 def test_what_a_notebook_shows_is_short():

@@ -1,16 +1,18 @@
 """What `train.py` does with peers that leave, die or give no answer; nothing runs on Ray."""
 
 import contextlib
+import json
 import os
 import signal
 
 import numpy as np
 import pytest
 from local_actors import LocalActors, Pending
-from test_peers_law import PACES, config_of, noise  # noqa: F401 (a fixture)
+from test_peers_law import PACES, SIZE, config_of, noise  # noqa: F401 (a fixture)
 
 from decent_jax.actors.handles import Lost, Silent
 from decent_jax.ground.errors import Interrupted, TrainingFailed
+from decent_jax.ground.run_folder import load_run
 from decent_jax.peers import peer_run
 from decent_jax.peers.__main__ import main
 from decent_jax.peers.crew import Crew
@@ -188,6 +190,13 @@ class Ended(Reporting):
         self.ends = {"how": "end", "steps": 8}
 
 
+class Trained(Ended):
+    """One that gives its last parameters."""
+
+    def published(self):
+        return [np.ones(SIZE, np.float32)]
+
+
 @contextlib.contextmanager
 def driven(folder, kind, **times):
     config = config_of()
@@ -208,6 +217,13 @@ def test_an_end_without_parameters_is_one_sentence(tmp_path):
     """Such as when the hosts of all peers end with the run."""
     with driven(tmp_path, Ended) as driver, pytest.raises(TrainingFailed, match="gave its last"):
         driver.run()
+
+
+def test_an_extended_run_knows_how_good_the_last_model_was(tmp_path):
+    with driven(tmp_path, Trained) as driver:
+        driver.run()
+    *_, row = load_run(tmp_path).rows
+    assert json.loads((tmp_path / "peers.json").read_text())["best"] == row["eval/loss"]
 
 
 @pytest.mark.parametrize(("mixes", "numbers"), [(True, 13), (False, 10)])

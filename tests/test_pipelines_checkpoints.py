@@ -15,9 +15,12 @@ from test_checkpoint_damage import cut_short, flip_bits
 from test_pipelines import config_of, flat
 
 from decent_jax.ground.errors import CheckpointError
+from decent_jax.pipelines.cell import open_run
 from decent_jax.pipelines.cells import CellCheckpoints
+from decent_jax.pipelines.runner import Pipelines
 from decent_jax.train import checkpoint, saved_model
 from decent_jax.train.checkpoint import reason_of
+from decent_jax.train.goodput import Clock
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -67,16 +70,17 @@ def meta_of(threads):
     return META | {"num_replicas": threads.stages[0].placement.num_replicas}
 
 
+def config_for(data, stages, n=2):
+    model = {"layers": 2, "dropout": 0.0}
+    return config_of(data, stages, 2, num_replicas=n, algorithm="decentralized_sgd", model=model)
+
+
 @pytest.fixture(scope="module")
 def made(tiny_data, tmp_path_factory, compile_once):
     """``made(stages, n, start)``: threads of a run that has steps to go."""
 
     def made(stages, n=2, start=3):
-        model = {"layers": 2, "dropout": 0.0}
-        config = config_of(
-            tiny_data, stages, 2, num_replicas=n, algorithm="decentralized_sgd", model=model
-        )
-        return Threads(config, tmp_path_factory.mktemp("threads"), start)
+        return Threads(config_for(tiny_data, stages, n), tmp_path_factory.mktemp("threads"), start)
 
     return made
 
@@ -122,6 +126,19 @@ def test_the_model_of_a_run_is_that_of_all_its_stages(run, which):
     params, model_state, meta = saved_model.restore_model(folder, which)
     assert meta["step"] == 3 and model_state == {}
     assert_close(flat(params), {name: x.mean(0) for name, x in after[3].items()}, rtol=1e-6)
+
+
+def test_a_run_ends_with_a_sample_of_its_last_model(run, tiny_data, tmp_path, monkeypatch):
+    folder, after = shutil.copytree(run[0], tmp_path / "run"), run[1]
+    shutil.rmtree(folder / "checkpoints" / "3")  # of the best model
+    (folder / "metrics.jsonl").touch()
+    shown = []
+    with open_run(config_for(tiny_data, 2), folder) as (experiment, work, _, counts):
+        show = lambda params, _: shown.append(params) or ""  # noqa: E731
+        monkeypatch.setattr(experiment.task, "demonstrate", show)
+        saver = SimpleNamespace(evaluated={}, best=2.5)
+        Pipelines(experiment, work, counts, None).finish(1, saver, Clock())
+    assert_close(flat(shown[0]), {name: x.mean(0) for name, x in after[1].items()}, rtol=1e-6)
 
 
 @pytest.mark.parametrize("damage", [flip_bits, cut_short])

@@ -12,6 +12,7 @@ import pytest
 from decent_jax.plan import plan_file
 from decent_jax.planner import __main__ as cli
 from decent_jax.planner import network
+from decent_jax.planner.gossip_placement import evaluate
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "gpt2_openwebtext.py"
 CLUSTER = ["--network", "nvlink_25gbe", "--devices_per_node", "4"]
@@ -131,7 +132,7 @@ def test_all_reduce_follows_no_plan(capsys, tmp_path):
 
 
 def test_place_orders_replicas_and_draws(capsys, tmp_path):
-    two_sites(tmp_path)
+    whole = two_sites(tmp_path)
     plan, picture = tmp_path / "plan.json", tmp_path / "p.png"
     out = works(
         capsys,
@@ -140,7 +141,10 @@ def test_place_orders_replicas_and_draws(capsys, tmp_path):
     )
     listed, placed = (float(row.split("|")[2]) for row in out.splitlines()[2:4])
     assert placed < listed
-    assert plan_file.load(plan).schedule.num_replicas == 8
+    found = plan_file.load(plan)
+    order = found.device_order(whole.names)
+    promised = evaluate(whole, found.schedule, 4e8, order=order).round_s
+    assert list(promised) == pytest.approx(found.expected["round_s"])
     assert picture.exists()
 
 

@@ -9,7 +9,12 @@ from refusals import refuses
 from decent_jax import topology
 from decent_jax.planner import costs
 from decent_jax.planner import network as networks
-from decent_jax.planner.gossip_placement import disagreement_s, evaluate, place_schedule
+from decent_jax.planner.gossip_placement import (
+    disagreement_s,
+    evaluate,
+    near_clusters,
+    place_schedule,
+)
 from decent_jax.plots import network as plots
 from decent_jax.plots import style as plot_style
 
@@ -154,6 +159,11 @@ def test_a_shuffled_cluster_is_put_in_order():
     )
     inside, across = (0.001 + MODEL_BYTES / 6.25e8), (0.011 + MODEL_BYTES / 1.4e8)
     assert sorted(found.round_s) == pytest.approx([inside] * 5 + [across])
+
+
+def test_the_next_cluster_begins_with_the_device_that_is_farthest():
+    seconds = np.abs(np.subtract.outer(np.arange(6.0), np.arange(6.0)))
+    assert near_clusters(seconds, 2, first=1) == [[1, 0], [5, 4], [2, 3]]
 
 
 def test_an_order_is_never_worse_than_the_networks_own():

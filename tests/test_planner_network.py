@@ -8,6 +8,8 @@ import pytest
 from refusals import refuses
 from shared import shared
 
+from decent_jax.ground import machine
+from decent_jax.ground.errors import ConfigError
 from decent_jax.planner import network as networks
 from decent_jax.planner.network import BYTES_PER_GBIT, Link, from_matrices
 
@@ -203,6 +205,13 @@ def test_clusters_and_presets():
     uneven = networks.cluster([1, 3], Link(0.0, 1e10), Link(1e-3, 1e9))
     assert uneven.node.tolist() == [0, 1, 1, 1]
     assert uneven.transfer_s(0, 2, 1e9) == pytest.approx(1.001)
+
+
+def test_a_cluster_too_large_for_this_machine_is_refused(monkeypatch):
+    monkeypatch.setattr(machine, "memory_bytes", lambda: 10**6)
+    networks.cluster([10, 10], networks.NVLINK, networks.ETHERNET_25G)
+    with refuses("100 devices", error=ConfigError):
+        networks.cluster([50, 50], networks.NVLINK, networks.ETHERNET_25G)
 
 
 @pytest.mark.parametrize(

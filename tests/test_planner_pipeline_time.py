@@ -130,6 +130,13 @@ def test_stages_average_for_the_time_of_their_own_network(three_regions):
     np.testing.assert_allclose(averaging_s(net, stages, 4e8, None), reduced)
     gossiped = [costs.round_s(one, schedule, 0, 4e8) for one in alone]
     np.testing.assert_allclose(averaging_s(net, stages, 4e8, schedule), gossiped)
+    # Of three pipelines one sends nothing in a round.
+    stages, schedule = np.array([[0, 3, 5], [1, 2, 4]]), topology.make("random_matching", 3)
+    gossiped = [
+        np.mean([costs.round_s(net.take(group), schedule, r, 4e8) for r in range(schedule.period)])
+        for group in stages
+    ]
+    np.testing.assert_allclose(averaging_s(net, stages, 4e8, schedule), gossiped)
 
 
 @pytest.mark.parametrize("name", ["complete", "alternating_exp_ring", "one_peer_exp"])

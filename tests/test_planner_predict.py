@@ -30,6 +30,8 @@ def test_the_parts_of_a_prediction_add_up_and_name_the_largest():
             assert min(row.exposed_s, row.waiting_s) >= -1e-12
             if row.label not in ("alternating_exp_ring", "hierarchical"):
                 assert row.dominant == dominant, row
+    slow = predict.predict(whole, workload(1e3, slowness=(1.0, 2.0) * 4), AllReduce())
+    assert slow.compute_s == pytest.approx(2 * 0.12 + 0.003)  # an update is not slower
     wild = workload(1e3, LogNormal(1.5))
     [row] = predict.compare(whole, wild, ("all_reduce",))
     assert row.dominant == "stragglers"
@@ -111,7 +113,8 @@ def test_the_recommendation_is_the_least_time_to_the_same_quality():
     assert [choice.slow_down for choice in found if choice.prediction.label == "all_reduce"] == [1]
     assert max(choice.slow_down for choice in found) <= 1.5
     text = recommend.explain(found)
-    assert text.startswith(f"Take {found[0].prediction.label}: ")
+    best = found[0].prediction
+    assert text.startswith(f"Take {best.label}: {1e3 * best.step_s:.4g} ms per step")
     assert "all_reduce is" in text
 
 

@@ -150,7 +150,7 @@ def test_blocks_begin_as_the_identity():
 def test_init_scales():
     config = dataclasses.replace(TINY, width=32)
     params, statistics = init(config, jax.random.key(0))
-    kernel = params["layer2"]["0"]["conv2"]["kernel"]  # 3x3, 64 to 64
+    kernel = params["layer2"]["0"]["conv1"]["kernel"]  # 3x3, 32 to 64
     assert float(kernel.std()) == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.03)
     last = params["fc"]["kernel"]
     assert float(jnp.abs(last).max()) == pytest.approx(64**-0.5, rel=0.05)

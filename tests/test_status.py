@@ -77,6 +77,11 @@ def test_while_it_runs(finished, tmp_path):
         assert found["score"].startswith("25.00 at step 3 (best 50.00): Top-1, %")
         assert "2 updates were not finite" in found["failed"] and not table
     assert lines(folder)[0]["state"].startswith("stopped before its end")
+    (folder / ".lock").write_text("process 7 on elsewhere")  # which only its files can tell
+    assert lines(folder)[0]["state"].startswith("running (process 7 on elsewhere)")
+    for path in folder.iterdir():
+        os.utime(path, (0, 0))
+    assert lines(folder)[0]["state"].startswith("silent: ")
 
 
 def test_a_folder_with_nothing_but_its_lock(tmp_path):

@@ -201,6 +201,8 @@ def test_all_start_again_in_any_order_of_the_deaths(codes, lost):
             assert run.run() == 0 and run.began[1] < 15
             assert [sorted(started) for started in run.started] == [list("abc")] * 2
             assert {name for name in "abc" if f"({name}) " in " ".join(run.said)} == set(lost)
+            silent = {"abc"[k] for k in order if codes[k] is None}  # its agent may be, too
+            assert {name for name in "abc" if run.connected.count(name) == 2} == silent
 
 
 def test_who_dies_again_and_again_is_left_out_and_the_run_gives_up():

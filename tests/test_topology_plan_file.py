@@ -62,7 +62,11 @@ def test_a_plan_puts_replicas_on_its_devices_in_any_order_they_are_listed():
 
 @pytest.mark.parametrize(
     ("devices", "named"),
-    [(HOSTS[:4], ("8", "4")), ([*HOSTS[:7], "other/3"], ("host1/3", "other/3"))],
+    [
+        (HOSTS[:4], ("8", "4")),
+        ([*HOSTS, "other/3"], ("8", "9")),
+        ([*HOSTS[:7], "other/3"], ("host1/3", "other/3")),
+    ],
 )
 def test_a_plan_for_another_cluster_is_refused(devices, named):
     mine = plan_file.Plan(HOSTS, topology.make("one_peer_exp", 8))
