@@ -110,12 +110,12 @@ def test_slowmo_in_few_bits_averages_movements():
         x_0 = x_0 - LR * u
         return x_0
 
-    tx = optim.slowmo(optax.sgd(LR), COMPLETE, LR, codec=Grid())
+    tx = optim.contrib.slowmo(optax.sgd(LR), COMPLETE, LR, codec=Grid())
     np.testing.assert_allclose(run(tx)[0], recursion(step, EVERY), rtol=0, atol=1e-12)
 
 
 def test_sparseloco_is_diloco_with_a_sparse_codec():
-    sparse = optim.contrib.sparseloco(optax.sgd(LR), COMPLETE, density=0.5, chunk=2, bits=32)
+    sparse = optim.sparseloco(optax.sgd(LR), COMPLETE, density=0.5, chunk=2, bits=32)
     codec = ChunkedTopK(0.5, 2, 32)
     same = optim.diloco(optax.sgd(LR), COMPLETE, optax.sgd(1.0), mix_every=EVERY, codec=codec)
     np.testing.assert_array_equal(run(sparse)[0], run(same)[0])

@@ -93,7 +93,7 @@ def test_is_the_recursion(fragments, mix_every, delay, alpha, momentum):
 def test_a_rate_of_zero_divides_nothing():
     """The last step of a cosine: SlowMo averages, and its momentum stays."""
     schedule = complete(N)
-    tx = optim.slowmo(optax.sgd(0.0), schedule, 0.0)
+    tx = optim.contrib.slowmo(optax.sgd(0.0), schedule, 0.0)
     x = jnp.tile(jnp.arange(4.0)[:, None], (1, 3))
     [(mixed, state)] = harness.trajectory(tx, lambda x, b: x - b, schedule, x, [jnp.zeros((4, 3))])
     np.testing.assert_allclose(mixed, np.full((4, 3), 1.5))

@@ -115,7 +115,7 @@ def test_methods_that_mix_inside_go_into_on_mesh_as_a_whole(users_hlo):
     params = random_tree()
 
     def updated(axis_name, over):
-        tx = optim.gradient_tracking(optax.sgd(0.1), schedule, axis_name=axis_name)
+        tx = optim.contrib.gradient_tracking(optax.sgd(0.1), schedule, axis_name=axis_name)
 
         def update(params, state):
             return tx.update(jax.tree.map(jnp.sign, params), state, params, round=2)[0]
@@ -183,7 +183,7 @@ def test_multi_steps_belongs_inside_or_takes_the_round_of_its_updates():
     ("tx", "schedule"),
     [
         (optim.decentralized, "one_peer_exp"),
-        (functools.partial(optim.slowmo, learning_rate=0.1), "complete"),
+        (functools.partial(optim.contrib.slowmo, learning_rate=0.1), "complete"),
         (optim.diloco, "complete"),
         (optim.swarm, "random_matching"),
         (None, "one_peer_exp"),
@@ -218,14 +218,14 @@ def test_what_is_no_optimizer_is_refused():
         optim.all_reduce(0.1)  # pyright: ignore
 
 
-SLOWMO = functools.partial(optim.slowmo, learning_rate=0.1)
+SLOWMO = functools.partial(optim.contrib.slowmo, learning_rate=0.1)
 
 
 @pytest.mark.parametrize(
     "make",
     [
         *(optim.decentralized, optim.push_sum, SLOWMO, optim.contrib.choco),
-        *(optim.diloco, optim.d2, optim.swarm),
+        *(optim.diloco, optim.contrib.d2, optim.swarm),
     ],
 )
 def test_the_name_of_a_schedule_is_no_schedule(make):

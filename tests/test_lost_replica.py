@@ -96,7 +96,7 @@ def test_tracked_gradients_keep_their_sum(combine):
     Such a replica makes no update of its own, and is counted, though what it tracks is finite.
     """
     schedule = topology.make("bidirectional_ring", N)
-    tx = optim.gradient_tracking(optax.sgd(0.1, momentum=0.9), schedule, combine)
+    tx = optim.contrib.gradient_tracking(optax.sgd(0.1, momentum=0.9), schedule, combine)
     x = jnp.square(jnp.arange(2.0 * N)).reshape(N, 2)
     state = jax.vmap(tx.init)(x)
     one = harness.step_of(tx, lambda x, lost: jnp.where(lost, jnp.nan, x), 0)

@@ -316,9 +316,9 @@ def test_refusals_name_the_method_and_the_schedule(name, kind):
 def test_exact_diffusion_refuses_what_diverges(name):
     """The oracle diverges there, and with mixing in every step does not."""
     schedule, inner = topology.make(name, N), optax.sgd(0.1)
-    optim.exact_diffusion(inner, schedule)
+    optim.contrib.exact_diffusion(inner, schedule)
     with refuses("exact_diffusion", name, "mix_every=3"):
-        optim.exact_diffusion(inner, schedule, mix_every=3)
+        optim.contrib.exact_diffusion(inner, schedule, mix_every=3)
     p = oracles.quadratic()
     far = {}
     for mix_every in (1, 3):
@@ -332,14 +332,14 @@ def test_exact_diffusion_refuses_what_diverges(name):
 def test_d2_at_its_bound():
     inner = optax.sgd(0.1)
     with pytest.warns(UserWarning, match="bidirectional_ring: the smallest eigenvalue is -1/3"):
-        optim.d2(inner, topology.make("bidirectional_ring", 8))
+        optim.contrib.d2(inner, topology.make("bidirectional_ring", 8))
     with refuses("d2", "custom", 4, "-0.600000"):
         eye = np.eye(4)
         ring = 0.2 * eye + 0.4 * (np.roll(eye, 1, 0) + np.roll(eye, -1, 0))
-        optim.d2(inner, topology.Schedule.from_matrices([ring]))
+        optim.contrib.d2(inner, topology.Schedule.from_matrices([ring]))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        optim.d2(inner, topology.make("bidirectional_ring", 7))
+        optim.contrib.d2(inner, topology.make("bidirectional_ring", 7))
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def matrices_to(targets, tx, steps, x=None):
 def test_tracking_before_muon_is_demuon_on_a_static_graph():
     ring = topology.make("bidirectional_ring", 5)
     targets = jnp.asarray(np.random.default_rng(3).normal(size=(5, *SHAPE)))
-    got = matrices_to(targets, optim.gradient_tracking(exact_muon(LR), ring, "then"), 12)
+    got = matrices_to(targets, optim.contrib.gradient_tracking(exact_muon(LR), ring, "then"), 12)
     right = oracles.run(
         oracles_seldom.demuon,
         lambda t: ring.matrix(0),

@@ -97,7 +97,7 @@ def test_late_messages_of_gasloc_and_sparseloco_are_the_recursions():
     ring, complete = (topology.make(name, N) for name in ("one_peer_exp", "complete"))
     sparse = {"density": 0.5, "chunk": 4, "bits": 32}
     kept = largest_of_chunks(4, 2, 32)
-    gasloc, sparseloco = optim.contrib.gasloc, optim.contrib.sparseloco
+    gasloc, sparseloco = optim.contrib.gasloc, optim.sparseloco
     for schedule, make, numbers, oracle, given in [
         (ring, gasloc, {"alpha": 0.6}, oracles_seldom.gasloc, {"alpha": 0.6}),
         (complete, sparseloco, sparse, oracles_seldom.sparseloco, {"compress": kept}),
@@ -126,7 +126,7 @@ def test_update_itself_does_all_of_a_message_beside_one_step():
 
 def test_sparseloco_is_the_recursion():
     schedule = topology.make("complete", N)
-    make = functools.partial(optim.contrib.sparseloco, SGD, schedule, density=0.5, chunk=4)
+    make = functools.partial(optim.sparseloco, SGD, schedule, density=0.5, chunk=4)
     cases = [(2, False), (32, False), (32, True)]
     txs = {
         (bits, clipped): make(bits=bits, clipped=clipped, decay=0.8, outer_learning_rate=0.6)
@@ -144,7 +144,7 @@ def test_sparseloco_is_the_recursion():
 
 def test_sparseloco_needs_an_identical_start():
     with refuses("sparseloco", "identical_start=True"):
-        optim.contrib.sparseloco(SGD, topology.make("complete", N), identical_start=False)
+        optim.sparseloco(SGD, topology.make("complete", N), identical_start=False)
 
 
 @pytest.mark.parametrize("bits", [2, 32])

@@ -6,10 +6,10 @@
 | `ChunkedTopK(f, c)` | (2 + log2 c) f N / 8 + 4 N / c bytes | the same in chunks of c, in 2 bits |
 | `RandomK(f)` | 4 f N bytes: the places are the same everywhere | all but f N at random dropped |
 
-Top-k is for differences whose rest is kept and sent later (`choco` and `sparseloco` of
-`decent_jax.optim.contrib`); `decent_jax.gossip.mix` refuses it for parameters, of which it would
-never send the small ones. Of parameters `RandomK` mixes those at its places only, exactly; every
-place has its turn (`decent_jax.optim.contrib.sparta`).
+Top-k is for differences whose rest is kept and sent later (`decent_jax.optim.sparseloco`,
+`decent_jax.optim.contrib.choco`); `decent_jax.gossip.mix` refuses it for parameters, of which it
+would never send the small ones. Of parameters `RandomK` mixes those at its places only, exactly;
+every place has its turn (`decent_jax.optim.contrib.sparta`).
 """
 
 import dataclasses

@@ -11,13 +11,6 @@ from decent_jax.optim.accum_adam import scale_by_accum_adam as scale_by_accum_ad
 from decent_jax.optim.averaging import all_reduce as all_reduce
 from decent_jax.optim.averaging import decentralized as decentralized
 from decent_jax.optim.averaging import gossiped_momentum as gossiped_momentum
-from decent_jax.optim.averaging import slowmo as slowmo
-from decent_jax.optim.corrected import consensus_weights as consensus_weights
-from decent_jax.optim.corrected import d2 as d2
-from decent_jax.optim.corrected import exact_diffusion as exact_diffusion
-from decent_jax.optim.corrected import gradient_tracking as gradient_tracking
-from decent_jax.optim.corrected import push_sum as push_sum
-from decent_jax.optim.corrected import with_equal_weights as with_equal_weights
 from decent_jax.optim.declaration import METHODS as METHODS
 from decent_jax.optim.declaration import Method as Method
 from decent_jax.optim.declaration import Parts as Parts
@@ -27,11 +20,15 @@ from decent_jax.optim.frame import EarlyMixing as EarlyMixing
 from decent_jax.optim.frame import GuardedState as GuardedState
 from decent_jax.optim.outer import diloco as diloco
 from decent_jax.optim.outer import noloco as noloco
+from decent_jax.optim.push_sum import consensus_weights as consensus_weights
+from decent_jax.optim.push_sum import push_sum as push_sum
+from decent_jax.optim.push_sum import with_equal_weights as with_equal_weights
 from decent_jax.optim.schedules import inverse_sqrt_schedule as inverse_sqrt_schedule
 from decent_jax.optim.schedules import (
     linear_warmup_cosine_schedule as linear_warmup_cosine_schedule,
 )
 from decent_jax.optim.schedules import linear_warmup_step_schedule as linear_warmup_step_schedule
+from decent_jax.optim.sparseloco import sparseloco as sparseloco
 from decent_jax.optim.swarm import swarm as swarm
 from decent_jax.optim.trees import apply_updates as apply_updates
 

@@ -1,7 +1,7 @@
 """Gossip of parameters, alone or with momentum, and the baseline: all-reduce."""
 
 import dataclasses
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ from decent_jax.optim.declaration import ADAM_FIRST, BOTH, Method, register
 from decent_jax.optim.frame import (
     EarlyMixing,
     Mixing,
-    divisor,
     mean_with_feedback,
     method,
     no_rounds,
@@ -202,74 +201,6 @@ def gossiped_momentum(
     return optax.GradientTransformationExtraArgs(init, tx.update)
 
 
-class SlowmoState(NamedTuple):
-    """Own state of `slowmo`; both are shaped like the parameters."""
-
-    u: Any  # slow momentum
-    x_0: Any  # the parameters after the last average
-
-
-def slowmo(
-    inner: optax.GradientTransformation,
-    schedule: Schedule,
-    learning_rate: optax.ScalarOrSchedule,
-    axis_name: AxisName = "replica",
-    codec: Codec | None = None,
-    *,
-    alpha: Annotated[float, "slow learning rate, at least 0"] = 1.0,
-    beta: Annotated[float, "slow momentum, in [0, 1)"] = 0.7,
-) -> optax.GradientTransformationExtraArgs:
-    r"""Slow momentum over the steps between two averages of all replicas.
-
-    Every step is adapt-then-combine. After a round that averages all replicas (``complete`` every
-    H steps, or those of ``periodic_average(one_peer_exp, every=H)``), with ``x_bar`` the
-    average and ``x_0`` the parameters after the one before:
-
-    .. math::
-        u \leftarrow \beta u + (x_0 - \bar x) / \eta, \qquad
-        x \leftarrow x_0 - \alpha \eta u
-
-    One message per step (that of the schedule), two copies of the parameters (``x_0``, u),
-    equal on all replicas if they begin equal. ``beta = 0, alpha = 1`` is `decentralized`.
-
-    Args:
-      inner: the local optimizer; its state is kept over an average (the paper's "maintain").
-      schedule, axis_name, codec: as in `decentralized`; an average is coded as ``x - x_0``.
-      learning_rate: ``eta``, that of ``inner`` (an average at ``eta = 0`` leaves u).
-      alpha: slow learning rate, at least 0.
-      beta: slow momentum, in [0, 1).
-
-    References:
-      Wang et al., `SlowMo <https://arxiv.org/abs/1910.00643>`_, 2020, Algorithm 1.
-    """
-    require.not_negative("slowmo.alpha", alpha)
-    require.below_one("slowmo.beta", beta)
-    mixing = Mixing(schedule, axis_name, codec, "slowmo")
-    require.averages("slowmo", schedule, always=False)
-
-    def step(params, own, round, local):
-        update, inner, ok = local(params)
-        x, r = trees.add(params, update), gossip.number(round)
-        if r is None or schedule.rounds[r].group_size != schedule.num_replicas:
-            return mixing(x, round, local.count), own, inner, ok
-        if codec is None:
-            x = mixing(x, round, local.count)
-        else:
-            moved = mixing(optax.tree.sub(x, own.x_0), round, local.count)
-            x = trees.add(own.x_0, moved)
-        rate = jnp.asarray(rate_at(learning_rate, local.count))
-        is_zero, divided = divisor(rate)
-        moved = trees.scale(1 / divided, optax.tree.sub(own.x_0, x))
-        u = trees.add(trees.scale(beta, own.u), moved)
-        jumped = trees.add(own.x_0, trees.scale(-alpha * rate, u))
-        x, u = optax.tree.where(is_zero, (x, own.u), (jumped, u))
-        return x, SlowmoState(u, x), inner, ok
-
-    return method(
-        inner, step, lambda params: SlowmoState(optax.tree.zeros_like(params), trees.copy(params))
-    )
-
-
 def all_reduce(
     inner: optax.GradientTransformation,
     axis_name: AxisName = "replica",
@@ -331,4 +262,3 @@ register(Method("decentralized_adam", decentralized, ("adam",), BOTH, section=""
 register(Method("accum_adam", decentralized, ("accum_adam",), BOTH, section=""))
 register(Method("decentralized_sgd", decentralized, ("sgd", "muon"), BOTH, section=""))
 register(Method("gossiped_momentum", gossiped_momentum, messages=2))
-register(Method("slowmo", slowmo, copies=2))

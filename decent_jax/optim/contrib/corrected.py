@@ -3,8 +3,6 @@
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import optax
 
 from decent_jax.gossip import AxisName
@@ -159,61 +157,6 @@ def gradient_tracking(
     return frame.method(inner, step, frame.filled(TrackingState))
 
 
-class PushSumState(NamedTuple):
-    """Own state of `push_sum`."""
-
-    w: jax.Array  # shape=(), dtype=float: the weight, 1 at the start
-
-
-def push_sum(
-    inner: optax.GradientTransformation, schedule: Schedule, axis_name: AxisName = "replica"
-) -> optax.GradientTransformationExtraArgs:
-    r"""Stochastic gradient push: averaging over directed graphs, whose rows need not sum to 1.
-
-    With P column stochastic (``P_ij`` is the share of itself that j sends to i), biased
-    parameters x, a weight w that begins at 1, and the parameters of the model ``z = x / w``,
-    at which gradients are taken:
-
-    .. math::
-        x_i \leftarrow \sum_j P_{ij} \big(x_j + \Delta_j(z_j)\big), \qquad
-        w_i \leftarrow \sum_j P_{ij} w_j, \qquad z_i = x_i / w_i
-
-    ``params`` are z; the state holds w only. One message and one scalar per step, no memory. On a
-    doubly stochastic schedule w stays 1 and this is `decentralized` with ``combine="then"``. The
-    weighted mean ``1/n sum_i w_i z_i`` moves as SGD's does; it is the consensus model
-    (`consensus_weights`).
-
-    References:
-      Assran et al., `Stochastic Gradient Push <https://arxiv.org/abs/1811.10792>`_, 2019,
-      Algorithm 1.
-    """
-    mixing = frame.Mixing(schedule, axis_name, rows=False)
-
-    def step(params, own, round, local):
-        update, inner, ok = local(params)
-        x = trees.add(trees.scale(own.w, params), update)
-        x, w = mixing((x, own.w), round, local.count)
-        return trees.scale(1 / w, x), PushSumState(w), inner, ok
-
-    return frame.method(inner, step, lambda params: PushSumState(jnp.ones((), float)))
-
-
-def consensus_weights(opt_state: Any) -> jax.Array | None:
-    """How much each replica counts in the consensus model, (n,): w of `push_sum`; else None, alike.
-
-    Args:
-      opt_state: states of a method, stacked over replicas.
-    """
-    own = getattr(opt_state, "own", None)
-    return own.w if isinstance(own, PushSumState) else None
-
-
-def with_equal_weights(own: Any) -> Any:
-    """The own states of replicas that are all at the consensus model."""
-    return own._replace(w=jnp.ones_like(own.w)) if isinstance(own, PushSumState) else own
-
-
 register(Method("exact_diffusion", exact_diffusion, copies=1))
 register(Method("d2", d2, copies=1))
 register(Method("gradient_tracking", gradient_tracking, orders=BOTH, messages=2, copies=2))
-register(Method("push_sum", push_sum))
