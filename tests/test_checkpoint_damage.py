@@ -285,6 +285,12 @@ def test_a_checksum_notices_numbers_that_changed_places():
     assert stored.checksums([wide[1]]) != stored.checksums([wide[1] + 2**40])
 
 
+def test_two_arrays_of_one_path_are_refused():
+    """Only one of them would have a checksum."""
+    with refuses("same path", error=CheckpointError):
+        stored.checksums({"a": {"b": np.zeros(2)}, "a/b": np.ones(2)})
+
+
 def test_the_newest_are_kept_and_a_reader_sees_whole_ones_only(tmp_path):
     write(tmp_path, best=[9])  # of a session that was killed before its first checkpoint
     assert "no checkpoint" in checkpoint.what_next(tmp_path)

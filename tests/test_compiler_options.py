@@ -54,6 +54,11 @@ def test_an_option_that_is_gone_is_left_out_with_a_word(monkeypatch):
     assert "xla_gpu_no_such_option" not in options and len(options) == 2
 
 
+def test_a_value_that_an_option_cannot_have_is_an_error():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="maybe"):
+        xla.known(next(iter(xla.FOR_CPUS)), "maybe")
+
+
 def compiled(config):
     """A step of 4 replicas on 4 devices, and the bytes of each array of a replica's parameters."""
     schedule, placement = config_lib.make_schedule(config), replicas.place(4, jax.devices()[:4])

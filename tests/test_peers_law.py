@@ -17,7 +17,7 @@ from decent_jax import tasks, train
 from decent_jax.data import loader
 from decent_jax.peers import replay
 from decent_jax.peers.__main__ import main
-from decent_jax.peers.peer_run import Place, open_peer
+from decent_jax.peers.peer_run import Place, Stream, open_peer
 from decent_jax.peers.rule import Format, Meetings
 from decent_jax.peers.step_boundary import Pulse, StepBoundary, number, on_host
 from decent_jax.train.step import make_step
@@ -205,12 +205,12 @@ class Loss:
 
 
 @contextlib.contextmanager
-def alone(tmp_path, mix_every=1, **peers):
-    """A peer without Ray, of a run of 8 steps, at its beginning."""
+def alone(tmp_path, mix_every=1, start=None, **peers):
+    """A peer without Ray, of a run of 8 steps, at its beginning; with ``start`` it joins there."""
     config = config_of()
     config.mix_every = mix_every
     config.peers.update(peers)
-    place = Place(config.to_dict(), str(tmp_path), 0, 0, None, len(PACES))
+    place = Place(config.to_dict(), str(tmp_path), 0, 0, start, len(PACES))
     with open_peer(place) as (experiment, _):
         peer = InProcess(place, experiment, 8, clock=lambda: peer.now)
         yield peer
@@ -249,6 +249,27 @@ def test_nobody_asks_while_a_question_is_under_way(in_process):
             make_step_of(in_process)
         do_jobs(in_process)
         assert in_process.asks == asks
+
+
+@pytest.mark.parametrize("start", [None, 6])
+def test_a_peer_makes_its_local_steps_before_it_asks(start, tmp_path):
+    with alone(tmp_path, mix_every=3, start=start) as peer:
+        for asks in (0, 0, 0, 1):
+            make_step_of(peer)
+            do_jobs(peer)
+            assert peer.asks == asks
+
+
+def test_streams_together_read_every_record_once_an_epoch():
+    """And those of another draw of the order as well."""
+
+    def rows(slots):
+        streams = [Stream(np.arange(24), slot, 4, 2).train_blocks(1, 2, seed=0) for slot in slots]
+        return np.concatenate([stream[t] for stream in streams for t in range(3)]).tolist()
+
+    first, other = rows(range(4)), rows(range(4, 8))
+    assert sorted(first) == sorted(other) == list(range(24))
+    assert first != other
 
 
 @pytest.mark.parametrize(("seconds", "rests"), [(1.0, True), (11.0, False)])

@@ -163,6 +163,16 @@ def test_bleu_and_its_signature():
     assert score < 5 and "tok:13a" in signature and "version:" in signature
 
 
+def test_validation_scores_translations_by_their_references(folder, monkeypatch):
+    """BLEU takes points off for their shortness, and the other way round for other reasons."""
+    task = make_task(folder)
+    references = task.eval_source.pairs.sentences(1)[:3]
+    halves = [" ".join(words.split()[: len(words.split()) // 2 + 2]) for words in references]
+    monkeypatch.setattr(task, "translator", lambda params, sources: halves)
+    wanted = translator.bleu(halves, references)[0]
+    assert task.score({})["bleu"] == wanted != translator.bleu(references, halves)[0]
+
+
 class WordNet:
     """Without synonyms."""
 
@@ -187,6 +197,8 @@ def test_meteor(monkeypatch):
     assert translator.meteor(["a"], ["a"], "en") is None
     assert translator.meteor(["Häuser"], ["Haus"], "de") == (0.5, "words, german stems")
     assert translator.meteor(["Häuser"], ["Haus"], "cs") == (0, "words")
+    # Of precision 1/3 and recall 1: 10 P R / (R + 9 P), less half for one chunk of one word.
+    assert translator.meteor(["a b c"], ["a"], "cs")[0] == pytest.approx(10 / 3 / (1 + 9 / 3) / 2)
 
 
 # --- A run --------------------------------------------------------------------------------------
