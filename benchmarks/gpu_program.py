@@ -31,6 +31,7 @@ order of messages and loops of steps instead, and the memory:
 
 import collections
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -183,7 +184,9 @@ def facts_of(instructions: list[Instruction], sizes: dict) -> dict:
     times = [gradient_time(one) for one in instructions]
     total = sum(times)
     passed = np.cumsum([0.0, *times]) / total
-    update = [one for one in instructions if "/update/" in one.scope and one.opcode == "fusion"]
+    # jax 0.10 calls the scope /update/, jax 0.12 /vmap(update)/.
+    fusions = [one for one in instructions if one.opcode == "fusion"]
+    update = [one for one in fusions if re.search(r"\bupdate\b", one.scope)]
     return {
         "messages": collections.Counter(window.kind for window in found),
         "sent": sum(window.nbytes for window in on_links),
