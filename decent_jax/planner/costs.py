@@ -80,7 +80,7 @@ def rates(network: Network, sources: np.ndarray, targets: np.ndarray) -> np.ndar
 
     Args:
       sources, targets: (k,) devices. The limits are each pair's own bandwidth, and for pairs in
-      different nodes the NIC of the sender's node (out) and of the receiver's (in).
+        different nodes the NIC of the sender's node (out) and of the receiver's (in).
     """
     sources, targets = np.asarray(sources, np.int64), np.asarray(targets, np.int64)
     limit = network.bandwidth_bytes_per_s[sources, targets].copy()
