@@ -19,7 +19,7 @@ def markdown(text: str) -> str:
     text = re.sub(r"^( *)\.\. math:: +(\S.*)$", r"\1$$\n\1\2\n\1$$", text, flags=re.M)
     text = re.sub(r"^( *)\.\. math::\n\n?((?:\1 +.*\n|\n(?=\1 +))+)", _display, text, flags=re.M)
     text = re.sub(r"`([^`<]+?)\s*<(https?://[^>]+)>`_+", r"[\1](\2)", text)
-    text = re.sub(r"^>>> (?:.+\n?)+", lambda m: f"```pycon\n{m[0].rstrip()}\n```\n", text, flags=re.M)
+    text = re.sub(r"^(>>> (?:.+\n)*.+)", r"```pycon\n\1\n```", text, flags=re.M)
     return re.sub(r"^( *)Example:$", r"\1Examples:", text, flags=re.M)
 
 
