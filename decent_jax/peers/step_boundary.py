@@ -329,7 +329,7 @@ class StepBoundary:
         self._last_loss = None
 
     def _note_time(self) -> None:
-        """How long a step takes, the last ones counting most; the first one is still compiling."""
+        """How long a step takes, from its beginning to the next one's; the last ones count most."""
         now, before = self._clock(), self._began
         if before is not None:
             share = 0.1 if self.step_s else 1.0

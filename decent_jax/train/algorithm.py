@@ -55,9 +55,9 @@ def parts(
     """What the config gives to its method; a method's numbers are those of its section."""
     method = METHODS[config.algorithm]
     clip, decay = _gradient_steps(config, decay_mask)
-    name = f"{method.config_section}.weight_decay"
-    instead = f" and {name} in its place" if "weight_decay" in method.numbers else ""
     if method.own_momentum and config.optimizer.decoupled and config.optimizer.weight_decay:
+        name = f"{method.config_section}.weight_decay"
+        instead = f" and {name} in its place" if "weight_decay" in method.numbers else ""
         raise ValueError(
             f"algorithm {config.algorithm} adds weight decay to the gradient: set "
             f"optimizer.decoupled=False, or optimizer.weight_decay=0{instead}"

@@ -166,7 +166,8 @@ def durations(config: ConfigDict, task: Task) -> tuple[int, dict[str, int], opta
 # links, chooses the same where a host can send about one model per step (tests/test_hosts.py). On
 # slower links it leaves out steps, on faster ones it also sends more.
 WITHIN_HOSTS = "hierarchical(complete, one_peer_exp)"
-# As good as `ONE_HOST` for 2^k replicas, and XLA on GPUs needs communicators of two devices only.
+# As good as `ONE_HOST` where it exists, for 2^k replicas, and XLA on GPUs needs communicators of two
+# devices only.
 PAIRS = "hypercube"
 
 
@@ -207,7 +208,7 @@ def settle(
             if _is_possible(within):
                 return within
         pairs = changed(config, schedule=PAIRS)
-        if on_gpus and n > 2 and n.bit_count() == 1 and _is_possible(pairs):
+        if on_gpus and n > 2 and _is_possible(pairs):
             return pairs
     return changed(config, schedule=ONE_HOST)
 
