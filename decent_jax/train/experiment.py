@@ -166,8 +166,8 @@ def durations(config: ConfigDict, task: Task) -> tuple[int, dict[str, int], opta
 # links, chooses the same where a host can send about one model per step (tests/test_hosts.py). On
 # slower links it leaves out steps, on faster ones it also sends more.
 WITHIN_HOSTS = "hierarchical(complete, one_peer_exp)"
-# As good as `ONE_HOST` where it exists, for 2^k replicas, and XLA on GPUs needs communicators of two
-# devices only.
+# As good as `ONE_HOST` for 2^k replicas, for which alone it exists; XLA on GPUs needs communicators
+# of two devices only.
 PAIRS = "hypercube"
 
 
