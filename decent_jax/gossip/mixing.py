@@ -353,8 +353,8 @@ def mean_coded(
 
     Of a codec that sends some numbers only every replica receives the message of every other, and
     adds them in the same order; else see `decent_jax.gossip.groups.coded_means`, which takes
-    ``between``. Messages of some numbers can be ``clipped``, each array to the median of its norms,
-    and the mean of a number can be that ``among_senders`` of it only.
+    ``between``. Messages of some numbers can be ``clipped``, each array to the median of its norms.
+    With ``among_senders`` the mean of a number is that of the replicas which sent it.
     """
     axis = ReplicaAxis.over(axis_name)
     leaves, put_back = mixable(tree)

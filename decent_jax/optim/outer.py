@@ -136,7 +136,8 @@ def noloco(
         float, "factor of the last movement, in [0, 1); alpha in the paper"
     ] = 0.5,
     buffer: Annotated[
-        int, "movements that make one of the momentum (Delayed Nesterov); 0: heavy ball"
+        int,
+        "movements from one change of the momentum to the next (Delayed Nesterov); 0: heavy ball",
     ] = 0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""NoLoCo: `diloco` that averages with neighbours, such as a random partner, instead of all.
@@ -167,7 +168,7 @@ def noloco(
       codec: as in `decentralized`.
       outer_learning_rate: the factor eta of the movement, beta in the paper.
       outer_momentum: the factor mu of the last movement, alpha in the paper, in [0, 1).
-      buffer: the movements that make one of the momentum; 0: heavy ball.
+      buffer: N of `delayed_nesterov`, the movements per change of the momentum; 0: heavy ball.
 
     References:
       Kolehmainen et al., `NoLoCo <https://arxiv.org/abs/2506.10911>`_, 2025, equations as in the

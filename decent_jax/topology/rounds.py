@@ -54,7 +54,7 @@ class Round:
 
     @functools.cached_property
     def largest_clique(self) -> int:
-        """The most replicas that one collective of this round connects, directly or over others.
+        """The most replicas that one collective of this round connects, directly or through others.
 
         For each such set XLA on GPUs makes a communicator. Pairs are sets of 2, and a shift by k
         of n replicas connects n / gcd(n, k).
