@@ -2,9 +2,12 @@
 
     python benchmarks/evidence.py --root DIR           # does what is left, a run per core
     python benchmarks/evidence.py --root DIR --list    # says what is done and what is left
+    python benchmarks/evidence.py --root DIR --only dirichlet --at_once 5 --config.mesh.loop=False
 
 DIR/data/ has the folders cifar10, multi30k and us_gov_web_text; the configs of these names say how
 to prepare them. The list (`pieces`) is in the order of worth: what has finished can be compared.
+The third trains those with a word in their names, five at once on a GPU, each with a fifth of the
+cores; fields after it say how this machine computes, not what, and go to all commands.
 Every run is a process of train.py in DIR/runs/NAME. A run that is killed, or this script, goes on
 where it was when the script is started again. Of a finished run metrics.jsonl and summary.json are
 copied to DIR/records/NAME, with the command and the commits that trained it; those in
@@ -20,7 +23,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -54,14 +57,15 @@ class Piece(NamedTuple):
     def task(self) -> str:
         return self.config.partition(":")[0]
 
-    def command(self, root: Path) -> list[str]:
-        """Of train.py, after the interpreter."""
+    def command(self, root: Path, here: Sequence[str] = ()) -> list[str]:
+        """Of train.py, after the interpreter; ``here``: flags for this machine."""
         fields = {"data.path": root / "data" / self.data, **dict(self.changes)}
         return [
             str(CHECKOUT / "train.py"),
             f"--config={CHECKOUT}/configs/{self.task}.py:{self.config.partition(':')[2]}",
             f"--workdir={root / 'runs' / self.name}",
             *(f"--config.{name}={value}" for name, value in fields.items()),
+            *here,
         ]
 
 
@@ -225,29 +229,31 @@ def _progress(folder: Path) -> str:
 # --- Training ------------------------------------------------------------------------------------
 
 
-def train(root: Path, waiting: list[Piece], cores: Iterable[int], lock: IO) -> list[Piece]:
-    """Trains pieces to their ends, one per core at a time; returns those that failed.
+def train(
+    root: Path, waiting: list[Piece], places: Iterable[set[int]], lock: IO, here: Sequence[str] = ()
+) -> list[Piece]:
+    """Trains pieces to their ends, one at a time on each set of cores; returns those that failed.
 
     Two runs with a core each take less time than one after the other on both: a step has parts
     that use one core only.
     """
-    free, running, failed = list(cores), {}, []
+    free, running, failed = list(places), {}, []
     waiting = list(waiting)
     try:
         while waiting or running:
             while waiting and free:
-                core, each = free.pop(0), waiting.pop(0)
-                running[start(root, each, core, lock)] = core, each
+                cores, each = free.pop(0), waiting.pop(0)
+                running[start(root, each, cores, lock, here)] = cores, each
                 print(f"{each.name} ...", flush=True)
             time.sleep(POLL_S)
             for process in [process for process in running if process.poll() is not None]:
-                core, each = running.pop(process)
-                free.append(core)
+                cores, each = running.pop(process)
+                free.append(cores)
                 if process.returncode:
                     failed.append(each)
                     print(f"{each.name} failed, see {_log(root, each)}", flush=True)
                 else:
-                    record(root, each)
+                    record(root, each, here)
                     print(f"{each.name}: {_progress(root / 'records' / each.name)}", flush=True)
     finally:
         for process in running:
@@ -257,23 +263,26 @@ def train(root: Path, waiting: list[Piece], cores: Iterable[int], lock: IO) -> l
     return failed
 
 
-def start(root: Path, each: Piece, core: int, lock: IO) -> subprocess.Popen:
-    """Starts to train a piece, or goes on with it, on one core.
+def start(
+    root: Path, each: Piece, own: set[int], lock: IO, here: Sequence[str]
+) -> subprocess.Popen:
+    """Starts to train a piece, or goes on with it, on cores of its own.
 
     The process inherits the lock: should this one be killed, nobody trains beside its children.
     """
     _log(root, each).parent.mkdir(parents=True, exist_ok=True)
     _note_commit(root, each)
     # Ray's processes need the path; memory that a step frees is kept for the next one.
-    own = {"PYTHONPATH": str(CHECKOUT), "GLIBC_TUNABLES": KEPT_MEMORY}
+    paths = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = {"PYTHONPATH": os.pathsep.join(paths), "GLIBC_TUNABLES": KEPT_MEMORY}
     cores = os.sched_getaffinity(0)
     with _log(root, each).open("ab") as log:
-        os.sched_setaffinity(0, {core})  # children inherit it
+        os.sched_setaffinity(0, own)  # children inherit it
         try:
             return subprocess.Popen(
-                [sys.executable, *each.command(root)],
+                [sys.executable, *each.command(root, here)],
                 cwd=CHECKOUT,
-                env=os.environ | own,
+                env=os.environ | variables,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=(lock.fileno(),),
@@ -282,14 +291,14 @@ def start(root: Path, each: Piece, core: int, lock: IO) -> subprocess.Popen:
             os.sched_setaffinity(0, cores)
 
 
-def record(root: Path, each: Piece) -> None:
+def record(root: Path, each: Piece, here: Sequence[str] = ()) -> None:
     """Copies what is kept of a finished run, summary.json last and in one piece."""
     folder, kept = root / "runs" / each.name, root / "records" / each.name
     kept.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(folder / RECORD[0], kept / RECORD[0])
     arguments = (
         argument.replace(str(root), "DIR").replace(f"{CHECKOUT}/", "")
-        for argument in each.command(root)
+        for argument in each.command(root, here)
     )
     summary = json.loads((folder / RECORD[1]).read_text())
     summary |= {
@@ -327,15 +336,25 @@ def _commit_file(root: Path, each: Piece) -> Path:
 
 def main(arguments: list[str] | None = None) -> int:
     """0: all is done; 1: some runs failed, see their logs; 2: bad input."""
-    parser = commands.parser(__doc__)
+    parser = commands.parser(__doc__, allow_abbrev=False)
     parser.add_argument("--root", required=True, type=Path, metavar="DIR")
     parser.add_argument("--list", action="store_true", help="say what is left, and leave")
-    parsed = parser.parse_args(arguments)
+    parser.add_argument("--only", default="", metavar="WORD", help="those with it in their names")
+    cores = sorted(os.sched_getaffinity(0))
+    parser.add_argument(
+        "--at_once", type=int, default=len(cores), metavar="N", help="one per core if not given"
+    )
+    parsed, here = parser.parse_known_args(arguments)
+    if odd := [flag for flag in here if not flag.startswith("--config.")]:
+        parser.error(f"{odd[0]} is neither an option of this script nor a field of a config")
+    if not 0 < parsed.at_once <= len(cores):
+        parser.error(f"--at_once must be from 1 to the {len(cores)} cores, got {parsed.at_once}")
     root = parsed.root.resolve()
+    chosen = [each for each in pieces() if parsed.only in each.name]
     if parsed.list:
-        print(listing(root, pieces()))
+        print(listing(root, chosen))
         return 0
-    waiting = left(root, pieces())
+    waiting = left(root, chosen)
     try:
         check(root, waiting)
     except DataError as error:
@@ -349,7 +368,8 @@ def main(arguments: list[str] | None = None) -> int:
             return 2
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            failed = train(root, waiting, sorted(os.sched_getaffinity(0)), lock)
+            places = [set(cores[k :: parsed.at_once]) for k in range(parsed.at_once)]
+            failed = train(root, waiting, places, lock, here)
         except KeyboardInterrupt:
             print("interrupted; start it again to go on", flush=True)
             return 130

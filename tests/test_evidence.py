@@ -135,7 +135,8 @@ def test_what_finished_is_recorded_and_not_done_again(checkout, tmp_path):
     root = tmp_path / "root"
     good, bad = checkout
     with (tmp_path / "lock").open("w") as lock:
-        assert evidence.train(root, checkout, [0], lock) == [bad]
+        here = ["--config.mesh.loop=False"]
+        assert evidence.train(root, checkout, [{0}], lock, here) == [bad]
     assert evidence.left(root, checkout) == [bad]
     record = root / "records" / good.name
     summary = json.loads((record / "summary.json").read_text())
@@ -143,6 +144,7 @@ def test_what_finished_is_recorded_and_not_done_again(checkout, tmp_path):
     assert len(summary["commits"]) == 1
     assert str(tmp_path) not in summary["command"]  # no path of this machine
     assert "--config=configs/cifar10.py:ring" in summary["command"]
+    assert summary["command"].endswith(" --config.mesh.loop=False")
     assert (record / "metrics.jsonl").read_text() == (
         root / "runs" / good.name / "metrics.jsonl"
     ).read_text()
@@ -234,6 +236,26 @@ def test_another_vocabulary_is_refused(tmp_path, tiny_data):
     (tmp_path / "data" / "us_gov_web_text").symlink_to(tiny_data)
     with refuses("vocabulary of 256", "4096", error=DataError):
         evidence.check(tmp_path, [evidence.piece("us_gov_web_text:muon", 0)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--at_once", "0"], "--at_once"),
+        (["--at_once", "100000"], "--at_once"),
+        (["--onyl", "ring"], "--onyl"),
+    ],
+)
+def test_bad_arguments_end_the_command(arguments, named, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        evidence.main(["--root", str(tmp_path), *arguments])
+    assert stop.value.code == 2 and named in capsys.readouterr().err
+
+
+def test_some_pieces_can_be_chosen(tmp_path, capsys):
+    assert evidence.main(["--root", str(tmp_path), "--list", "--only", "us_gov"]) == 0
+    *chosen, count = capsys.readouterr().out.splitlines()
+    assert count == "0 of 6 done" and all("us_gov_web_text" in line for line in chosen)
 
 
 def test_bad_data_ends_the_command_before_anything_runs(tmp_path, capsys):

@@ -204,7 +204,13 @@ class GeluMLP(nnx.Module):
         self.c_proj = linear(config, 4 * config.width, config.width, rngs, residual=True)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.c_proj(jax.nn.gelu(self.c_fc(x), approximate=True))
+        return self.c_proj(_gelu(self.c_fc(x)))
+
+
+@jax.checkpoint
+def _gelu(x: jax.Array) -> jax.Array:
+    """Keeps ``x`` for the backward pass, not a second array as large."""
+    return jax.nn.gelu(x, approximate=True)
 
 
 def linear(
