@@ -114,7 +114,7 @@ def table(records: Sequence[Record], task: str) -> str:
     runs, unit = arms(records, task), TASKS[task][2]
     form = ".3f" if task == "us_gov_web_text" else ".2f"
     lines = [
-        f"| arm | setting | seeds | {unit} | gap | consensus distance | hours |",
+        f"| arm | setting | seeds | {unit} | gap | consensus distance | minutes, on |",
         "|---" * 7 + "|",
     ]
     for (setting, arm), own in runs.items():
@@ -126,7 +126,8 @@ def table(records: Sequence[Record], task: str) -> str:
             spread([record.value for record in own], form),
             "" if is_baseline else spread(gaps(runs, setting, arm), "+" + form),
             spread([record.summary["final"]["eval/consensus_distance"] for record in own], ".2g"),
-            spread([record.summary["training_seconds"] / 3600 for record in own], ".1f"),
+            spread([record.summary["training_seconds"] / 60 for record in own], ".0f")
+            + f", {', '.join(dict.fromkeys(record.summary['devices'] for record in own))}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -209,12 +210,13 @@ def language_panel(records: Sequence[Record]) -> Panel:
         record.seed: dict(zip(*record.series("eval/loss"), strict=True))
         for record in runs.get(((), "all_reduce"), [])
     }
-    others = [arm for _, arm in runs if arm != "all_reduce"]
-    for arm, colour in zip(others, COLOURS, strict=False):
-        for record in (record for record in runs[(), arm] if record.seed in base):
+    others = [key for key in runs if key[1] != "all_reduce"]
+    for (setting, arm), colour in zip(others, COLOURS, strict=False):
+        name = ", ".join([arm, *(f"{field} {value}" for field, value in setting)])
+        for record in (record for record in runs[setting, arm] if record.seed in base):
             steps, loss = record.series("eval/loss")
             above = [100 * (x / base[record.seed][s] - 1) for s, x in zip(steps, loss, strict=True)]
-            label = arm if all(curve.label != arm for curve in curves) else None
+            label = name if all(curve.label != name for curve in curves) else None
             curves.append(Curve(steps * BATCH * SEQUENCE / 1e6, above, label, colour))
     return Panel("Language: % of the loss above all-reduce", "million tokens", curves)
 
