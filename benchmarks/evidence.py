@@ -81,7 +81,7 @@ def piece(config: str, seed: int, label: str = "", **changes: object) -> Piece:
 def pieces() -> list[Piece]:
     """Every run, the most telling first."""
     of_tasks = [*_cifar10_main(), *_multi30k_main(), *_different_data(), *_language()]
-    return [*of_tasks, *_rates(), *_the_rest()]
+    return [*of_tasks, *_long_memory(), *_rates(), *_the_rest()]
 
 
 MAIN = ("cifar10:momentum_sgd", "cifar10:all_reduce")
@@ -128,6 +128,14 @@ def _language() -> Iterator[Piece]:
     for seed in range(2):
         yield from (piece(f"us_gov_web_text:{arm}", seed) for arm in ADAM_ARMS)
     yield from (piece(f"us_gov_web_text:{arm}", 0) for arm in ("muon", "sparseloco_muon"))
+
+
+def _long_memory() -> Iterator[Piece]:
+    """Gossip with a second moment that remembers 1,000 steps, and twice the rate."""
+    tasks = {"us_gov_web_text": 2, "multi30k_en_de": 3}
+    yield from (
+        piece(f"{task}:long_memory", seed) for task, seeds in tasks.items() for seed in range(seeds)
+    )
 
 
 def _the_rest() -> Iterator[Piece]:

@@ -126,7 +126,7 @@ def table(records: Sequence[Record], task: str) -> str:
             spread([record.value for record in own], form),
             "" if is_baseline else spread(gaps(runs, setting, arm), "+" + form),
             spread([record.summary["final"]["eval/consensus_distance"] for record in own], ".2g"),
-            spread([record.summary["training_seconds"] / 60 for record in own], ".0f")
+            spread([record.summary["training_seconds"] / 60 for record in own], ".1f")
             + f", {', '.join(dict.fromkeys(record.summary['devices'] for record in own))}",
         ]
         lines.append(f"| {' | '.join(cells)} |")

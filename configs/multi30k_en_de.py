@@ -17,6 +17,12 @@ from decent_jax import train
 
 ARMS = {
     "accum_adam": {"algorithm": "accum_adam", "schedule": "one_peer_exp"},
+    "long_memory": {
+        "algorithm": "accum_adam",
+        "schedule": "one_peer_exp",
+        "learning_rate": 1e-2,
+        "optimizer.b2": 0.999,
+    },
     "all_reduce": {"algorithm": "all_reduce"},
     "swarm": {
         "algorithm": "swarm",

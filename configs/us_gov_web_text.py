@@ -21,6 +21,13 @@ from decent_jax import train
 
 ARMS = {
     "accum_adam": {"algorithm": "accum_adam", "schedule": "one_peer_exp"},
+    "long_memory": {
+        "algorithm": "accum_adam",
+        "schedule": "one_peer_exp",
+        "learning_rate": 4e-3,
+        "optimizer.b1": 0.8,
+        "optimizer.b2": 0.999,  # of gradients so noisy, a moment over 20 steps forgets rare words
+    },
     "all_reduce": {"algorithm": "all_reduce"},
     "muon": {
         "algorithm": "decentralized_sgd",

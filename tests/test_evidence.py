@@ -306,7 +306,7 @@ def test_means_standard_deviations_and_gaps_of_common_seeds(records):
     ring, all_reduce, gossip = cells(records, "cifar10")
     assert ring[:5] == ["`ring`", "epochs=4.0", "0", "50.00", ""]  # nothing to compare it with
     assert all_reduce == ["`all_reduce`", "epochs=8.0", "0, 1, 2", "92.00 ± 2.65", "",
-                          "0.25 ± 0", "120 ± 0, 1 x cpu"]  # fmt: skip
+                          "0.25 ± 0", "120.0 ± 0.0, 1 x cpu"]  # fmt: skip
     assert gossip[2:5] == ["0, 1", "90.50 ± 2.12", "+0.00 ± 1.41"]
     assert cells(records, "multi30k_en_de")[0][3] == "35.50"
     assert cells(records, "us_gov_web_text")[1][3:5] == ["2.940", "-0.060"]
