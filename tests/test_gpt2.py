@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from networks import assert_close, count_of, drawn
 
 from decent_jax.models import decoders, gpt2, llama
@@ -56,6 +57,14 @@ def test_flops_per_token():
     config = dataclasses.replace(gpt2.PRESETS["small"], layers=3)
     wanted = 6 * (decoders.num_params(config) - 1024 * 768) + 12 * 3 * 768 * 1024
     assert decoders.flops_per_token(config, 1024) == wanted
+
+
+def test_the_backward_pass_of_the_mlp_keeps_two_wide_arrays():
+    """What goes into GELU, and what comes out, which the next matrix's gradient needs."""
+    graph, params = nnx.split(gpt2.GeluMLP(TINY, nnx.Rngs(0)))
+    _, backward = jax.vjp(lambda params, x: nnx.merge(graph, params)(x), params, jnp.ones((3, 16)))
+    wide = [leaf for leaf in jax.tree.leaves(backward) if leaf.shape == (3, 4 * TINY.width)]
+    assert len(wide) == 2
 
 
 def test_gradient_of_a_frequent_token_is_summed_in_float32():
