@@ -5,7 +5,8 @@
     python benchmarks/run_on_hosts.py benchmarks/step_time.py --batch_size 8
 
 One process, or several (see run_on_hosts.py). The model is a GPT of 4.03M parameters in float32,
-16.1 MB per message; any field of the config can be changed. ``none`` trains without communication.
+16.1 MB per message, or that of ``--config FILE``; any field of the config can be changed. ``none``
+trains without communication.
 Rounds of measurement go through all algorithms in turn, so that a noisy machine hits all alike; the
 number is the median. Prints a table; ``--json`` also writes a line per algorithm.
 
@@ -33,7 +34,7 @@ from decent_jax.cluster import start as cluster
 from decent_jax.ground.command_line import output_file
 from decent_jax.ground.format import split_outside_brackets
 from decent_jax.topology import NAMES
-from decent_jax.train import ConfigError, default_config
+from decent_jax.train import ConfigError, default_config, flags
 from decent_jax.train import config as config_lib
 from decent_jax.train.flight import Blocks
 
@@ -43,6 +44,7 @@ ALGORITHMS = "none,all_reduce,complete,ring,one_peer_exp,hypercube,alternating_e
 def main(arguments: list[str]) -> None:
     parser = commands.parser(__doc__, allow_abbrev=False)
     parser.add_argument("--algorithms", default=ALGORITHMS, help=f"some of {ALGORITHMS}")
+    parser.add_argument("--config", metavar="FILE", help="in place of the GPT")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--local_size", type=int, default=2, help="of alternating_exp_ring")
     parser.add_argument("--batch_size", type=int, default=8, help="sequences, over all replicas")
@@ -63,15 +65,11 @@ def main(arguments: list[str]) -> None:
     cluster.start(next(iter(configs.values())))
     with tempfile.TemporaryDirectory() as folder:
         variants = measure(configs, folder, parsed)
-    report(variants, parsed)
+    report(variants, next(iter(configs.values())).num_replicas, parsed)
 
 
 def config_of(algorithm: str, parsed, overrides: list[str]):
-    config = default_config("language_modeling")
-    config.data.path = "stdlib"
-    config.model.update(layers=5, heads=4, width=256, context=128, bias=False, dtype="float32")
-    config.num_replicas, config.batch_size = parsed.replicas, parsed.batch_size
-    config.optimizer.clip_norm = 1.0
+    config = flags.load(parsed.config) if parsed.config else gpt(parsed)
     override(config, overrides)
     if algorithm == "all_reduce":
         config.algorithm = "all_reduce"
@@ -83,6 +81,15 @@ def config_of(algorithm: str, parsed, overrides: list[str]):
         config.schedule = algorithm
         config.local_size = parsed.local_size
     config_lib.validate(config)
+    return config
+
+
+def gpt(parsed):
+    config = default_config("language_modeling")
+    config.data.path = "stdlib"
+    config.model.update(layers=5, heads=4, width=256, context=128, bias=False, dtype="float32")
+    config.num_replicas, config.batch_size = parsed.replicas, parsed.batch_size
+    config.optimizer.clip_norm = 1.0
     return config
 
 
@@ -118,7 +125,7 @@ def measure(configs, folder, parsed) -> dict[str, Variant]:
     return variants
 
 
-def report(variants: dict[str, Variant], parsed) -> None:
+def report(variants: dict[str, Variant], replicas: int, parsed) -> None:
     if jax.process_index():
         return
     alone = statistics.median(variants["none"].seconds) if "none" in variants else None
@@ -129,7 +136,7 @@ def report(variants: dict[str, Variant], parsed) -> None:
         median = statistics.median(variant.seconds)
         row = {
             "algorithm": name,
-            "num_replicas": parsed.replicas,
+            "num_replicas": replicas,
             "processes": jax.process_count(),
             "network": parsed.network,
             "step_time_s": median,
