@@ -5,14 +5,16 @@
 Prints, for docs/results.md, Markdown tables of every arm: mean and standard deviation over its
 seeds, of the consensus model at the end. The gap of an arm is its mean difference to all-reduce
 with the same optimizer, length, data and seeds, with the standard deviation over the seeds. The
-figure has a panel for whatever there are records of: accuracy on CIFAR-10 against epochs, the gap
-against the length of the training, and how far the language model's loss is above all-reduce's.
+figure has a panel for whatever there are records of: accuracy on CIFAR-10 against epochs, and
+against the time of these steps on slow links, which DIR/step_times.jsonl has, made by step_time.py;
+the gap against the length of the training; how far the language model's loss is above all-reduce's.
 """
 
 import json
+import math
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +31,8 @@ TASKS = {  # what the tables show, and the factor and unit of it
     "us_gov_web_text": (("final", "eval/loss"), 1, "loss, nats per token"),
 }
 MAIN = ("momentum_sgd", "all_reduce")  # of CIFAR-10
+STEP_TIMES = ("one_peer_exp", "all_reduce")  # the rows of step_times.jsonl that are theirs
+NETWORK = "26mbit"
 BATCH, SEQUENCE = 16, 128  # of the language model: sequences per step, tokens of each
 
 
@@ -75,6 +79,13 @@ def load(folder: Path) -> list[Record]:
         Record(json.loads(summary.read_text()), read_metrics(summary.parent))
         for summary in sorted(folder.glob("*/summary.json"))
     ]
+
+
+def step_times(folder: Path) -> dict[str, float]:
+    """{algorithm: seconds} of a step on `NETWORK`; empty where nobody measured them."""
+    path = folder / "step_times.jsonl"
+    rows = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+    return {row["algorithm"]: row["step_time_s"] for row in rows if row["network"] == NETWORK}
 
 
 def arms(records: Sequence[Record], task: str) -> dict[tuple, list[Record]]:
@@ -139,8 +150,8 @@ def table(records: Sequence[Record], task: str) -> str:
 class Curve(NamedTuple):
     """A line of a panel, or dots."""
 
-    x: Sequence[float]
-    y: Sequence[float]
+    x: Any
+    y: Any
     label: str | None
     colour: str
     look: str = "o-"
@@ -154,14 +165,18 @@ class Panel(NamedTuple):
     curves: list[Curve]
 
 
-def draw(records: Sequence[Record], path: Path) -> Path | None:
+def draw(records: Sequence[Record], path: Path, times: Mapping[str, float]) -> Path | None:
     """Writes the figure; None where there is nothing to draw."""
-    panels = [make(records) for make in (accuracy_panel, budget_panel, language_panel)]
+    panels = [accuracy_panel(records), time_panel(records, times)]
+    panels += [budget_panel(records), language_panel(records)]
     panels = [panel for panel in panels if panel.curves]
     if not panels:
         return None
-    figure = new_figure(5.6 * len(panels), 3.6, w_pad=0.12)
-    for axes, panel in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels, strict=True):
+    columns = min(2, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure = new_figure(5.6 * columns, 3.6 * rows, w_pad=0.12, h_pad=0.12)
+    for k, panel in enumerate(panels):
+        axes = figure.add_subplot(rows, columns, k + 1)
         for curve in panel.curves:
             axes.plot(curve.x, curve.y, curve.look, ms=4, color=curve.colour, label=curve.label)
         curve_frame(axes, panel.title, x=panel.x)
@@ -171,17 +186,35 @@ def draw(records: Sequence[Record], path: Path) -> Path | None:
 
 def accuracy_panel(records: Sequence[Record]) -> Panel:
     """Accuracy against epochs, the mean over seeds, of the longest trainings."""
+    length, curves = longest(records)
+    curves = [curve._replace(x=length * curve.x / curve.x[-1]) for curve in curves]
+    return Panel("CIFAR-10: top-1 of the consensus model, %", "epochs", curves)
+
+
+def time_panel(records: Sequence[Record], times: Mapping[str, float]) -> Panel:
+    """The same against minutes: steps times the seconds of one on slow links."""
+    _, curves = longest(records)
+    own = dict(zip(MAIN, STEP_TIMES, strict=True))
+    curves = [
+        curve._replace(x=curve.x * times[own[arm]] / 60)
+        for curve in curves
+        if own[arm := curve.label.partition(",")[0]] in times
+    ]
+    return Panel(f"The same on four hosts, {NETWORK.replace('mbit', ' Mbit/s')}", "minutes", curves)
+
+
+def longest(records: Sequence[Record]) -> tuple[float, list[Curve]]:
+    """The epochs of the longest trainings of `MAIN`, and their accuracy against steps."""
     runs, curves = arms(records, "cifar10"), []
-    longest = max((length for arm in MAIN for length in _lengths(runs, arm)), default=0.0)
+    length = max((length for arm in MAIN for length in _lengths(runs, arm)), default=0.0)
     for arm, colour in zip(MAIN, COLOURS, strict=False):
-        own = runs.get(((("epochs", longest),), arm), [])
+        own = runs.get(((("epochs", length),), arm), [])
         if own:
             steps = own[0].series("eval/top1")[0]
             values = [100 * record.series("eval/top1")[1] for record in own]
             label = f"{arm}, mean of {len(own)}"
-            epochs = longest * steps / steps[-1]
-            curves.append(Curve(epochs, np.mean(values, axis=0), label, colour))
-    return Panel("CIFAR-10: top-1 of the consensus model, %", "epochs", curves)
+            curves.append(Curve(steps, np.mean(values, axis=0), label, colour))
+    return length, curves
 
 
 def budget_panel(records: Sequence[Record]) -> Panel:
@@ -238,7 +271,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{task}\n\n{table(records, task)}\n")
     if not records:
         print(f"no record in {parsed.records}")
-    if parsed.out and draw(records, parsed.out):
+    if parsed.out and draw(records, parsed.out, step_times(parsed.records)):
         print(parsed.out)
     return 0
 

@@ -253,9 +253,9 @@ def test_bad_arguments_end_the_command(arguments, named, tmp_path, capsys):
 
 
 def test_some_pieces_can_be_chosen(tmp_path, capsys):
-    assert evidence.main(["--root", str(tmp_path), "--list", "--only", "us_gov"]) == 0
+    assert evidence.main(["--root", str(tmp_path), "--list", "--only", "dirichlet"]) == 0
     *chosen, count = capsys.readouterr().out.splitlines()
-    assert count == "0 of 6 done" and all("us_gov_web_text" in line for line in chosen)
+    assert count == "0 of 8 done" and all("dirichlet" in line for line in chosen)
 
 
 def test_bad_data_ends_the_command_before_anything_runs(tmp_path, capsys):
@@ -323,9 +323,25 @@ def test_the_curves_of_the_figure(records):
     assert list(muon.y) == pytest.approx([-2, -2])
 
 
+def test_accuracy_against_minutes(records, tmp_path):
+    """Steps 10 and 20, of 6 and 12 seconds on slow links; one that was not measured is left out."""
+    assert figure.step_times(tmp_path) == {}
+    rows = [("one_peer_exp", "26mbit", 6.0), ("all_reduce", "26mbit", 12.0), ("all_reduce", "x", 1)]
+    names = ("algorithm", "network", "step_time_s")
+    lines = [json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows]
+    (tmp_path / "step_times.jsonl").write_text("".join(lines))
+    times = figure.step_times(tmp_path)
+    gossip, all_reduce = figure.time_panel(records, times).curves
+    assert list(gossip.x) == [1, 2] and list(all_reduce.x) == [2, 4]
+    assert list(gossip.y) == pytest.approx([70.5, 90.5])
+    del times["one_peer_exp"]
+    (only,) = figure.time_panel(records, times).curves
+    assert only.label.startswith("all_reduce")
+
+
 def test_the_figure_is_drawn_of_what_there_is(records, tmp_path, capsys):
-    assert figure.draw(records, tmp_path / "figure.png").stat().st_size > 10_000
+    assert figure.draw(records, tmp_path / "figure.png", {}).stat().st_size > 10_000
     only = [record for record in records if record.task == "multi30k_en_de"]
-    assert figure.draw(only, tmp_path / "none.png") is None
+    assert figure.draw(only, tmp_path / "none.png", {}) is None
     assert figure.main(["--records", str(tmp_path / "nowhere")]) == 0
     assert capsys.readouterr().out.startswith("no record in ")
