@@ -364,6 +364,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--at_once must be from 1 to the {len(cores)} cores, got {parsed.at_once}")
     root = parsed.root.resolve()
     chosen = [each for each in pieces() if parsed.only in each.name]
+    if not chosen:
+        parser.error(f"--only {parsed.only} is in no name; --list shows them all")
     if parsed.list:
         print(listing(root, chosen))
         return 0

@@ -244,6 +244,7 @@ def test_another_vocabulary_is_refused(tmp_path, tiny_data):
         (["--at_once", "0"], "--at_once"),
         (["--at_once", "100000"], "--at_once"),
         (["--onyl", "ring"], "--onyl"),
+        (["--only", "nowhere"], "--only nowhere"),
     ],
 )
 def test_bad_arguments_end_the_command(arguments, named, tmp_path, capsys):
