@@ -243,7 +243,7 @@ def _progress(folder: Path) -> str:
 
 
 def train(
-    root: Path, waiting: list[Piece], places: Iterable[set[int]], lock: IO, here: Sequence[str] = ()
+    root: Path, waiting: list[Piece], places: Iterable[set[int]], lock: IO, here: Sequence[str]
 ) -> list[Piece]:
     """Trains pieces to their ends, one at a time on each set of cores; returns those that failed.
 
@@ -304,7 +304,7 @@ def start(
             os.sched_setaffinity(0, cores)
 
 
-def record(root: Path, each: Piece, here: Sequence[str] = ()) -> None:
+def record(root: Path, each: Piece, here: Sequence[str]) -> None:
     """Copies what is kept of a finished run, summary.json last and in one piece."""
     folder, kept = root / "runs" / each.name, root / "records" / each.name
     kept.mkdir(parents=True, exist_ok=True)

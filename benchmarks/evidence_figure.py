@@ -30,8 +30,8 @@ TASKS = {  # what the tables show, and the factor and unit of it
     "multi30k_en_de": (("test", "bleu"), 1, "BLEU"),
     "us_gov_web_text": (("final", "eval/loss"), 1, "loss, nats per token"),
 }
-MAIN = ("momentum_sgd", "all_reduce")  # of CIFAR-10
-STEP_TIMES = ("one_peer_exp", "all_reduce")  # the rows of step_times.jsonl that are theirs
+# The main arms of CIFAR-10, and the rows of step_times.jsonl that are theirs.
+MAIN = {"momentum_sgd": "one_peer_exp", "all_reduce": "all_reduce"}
 NETWORK = "26mbit"
 BATCH, SEQUENCE = 16, 128  # of the language model: sequences per step, tokens of each
 
@@ -186,26 +186,24 @@ def draw(records: Sequence[Record], path: Path, times: Mapping[str, float]) -> P
 
 def accuracy_panel(records: Sequence[Record]) -> Panel:
     """Accuracy against epochs, the mean over seeds, of the longest trainings."""
-    length, curves = longest(records)
-    curves = [curve._replace(x=length * curve.x / curve.x[-1]) for curve in curves]
+    length, found = longest(records)
+    curves = [curve._replace(x=length * curve.x / curve.x[-1]) for curve in found.values()]
     return Panel("CIFAR-10: top-1 of the consensus model, %", "epochs", curves)
 
 
 def time_panel(records: Sequence[Record], times: Mapping[str, float]) -> Panel:
     """The same against minutes: steps times the seconds of one on slow links."""
-    _, curves = longest(records)
-    own = dict(zip(MAIN, STEP_TIMES, strict=True))
     curves = [
-        curve._replace(x=curve.x * times[own[arm]] / 60)
-        for curve in curves
-        if own[arm := curve.label.partition(",")[0]] in times
+        curve._replace(x=curve.x * times[MAIN[arm]] / 60)
+        for arm, curve in longest(records)[1].items()
+        if MAIN[arm] in times
     ]
     return Panel(f"The same on four hosts, {NETWORK.replace('mbit', ' Mbit/s')}", "minutes", curves)
 
 
-def longest(records: Sequence[Record]) -> tuple[float, list[Curve]]:
+def longest(records: Sequence[Record]) -> tuple[float, dict[str, Curve]]:
     """The epochs of the longest trainings of `MAIN`, and their accuracy against steps."""
-    runs, curves = arms(records, "cifar10"), []
+    runs, curves = arms(records, "cifar10"), {}
     length = max((length for arm in MAIN for length in _lengths(runs, arm)), default=0.0)
     for arm, colour in zip(MAIN, COLOURS, strict=False):
         own = runs.get(((("epochs", length),), arm), [])
@@ -213,14 +211,14 @@ def longest(records: Sequence[Record]) -> tuple[float, list[Curve]]:
             steps = own[0].series("eval/top1")[0]
             values = [100 * record.series("eval/top1")[1] for record in own]
             label = f"{arm}, mean of {len(own)}"
-            curves.append(Curve(steps, np.mean(values, axis=0), label, colour))
+            curves[arm] = Curve(steps, np.mean(values, axis=0), label, colour)
     return length, curves
 
 
 def budget_panel(records: Sequence[Record]) -> Panel:
     """The gap of D-SGD to all-reduce against the length of the training: seeds, and their mean."""
     runs = arms(records, "cifar10")
-    arm = MAIN[0]
+    arm = "momentum_sgd"
     found = {length: gaps(runs, (("epochs", length),), arm) for length in _lengths(runs, arm)}
     found = {length: values for length, values in found.items() if values}
     if not found:

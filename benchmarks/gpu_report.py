@@ -7,7 +7,8 @@ process of its own: where one fails or the time is up, the page says so and the 
 
 update    the guarded update of a step, over the time of its bytes (benchmarks/update.py).
 gpt2      GPT-2 124M in bfloat16 with cuDNN's attention, 16 sequences of 1024 tokens a step: a plain
-          optax loop, all_reduce and gossip with one replica, gossip with eight on the GPU.
+          optax loop, all_reduce and gossip with one replica, gossip with eight on the GPU; and
+          gossip with 64 sequences.
 formats   encoding and decoding of a model of 124M parameters in each format of messages.
 resnet50  ResNet-50 in bfloat16, 128 images of 176 pixels a step: a plain loop, and ours.
 trace     of three steps of gossip, for TensorBoard or Perfetto, in FOLDER/trace.
@@ -50,6 +51,7 @@ GPT2 = {"preset": "small", "vocab_size": 50304, "bias": False, "context": 1024}
 GPT2 |= {"dtype": "bfloat16", "attention": "cudnn"}
 TINY_GPT2 = {"layers": 1, "heads": 2, "width": 32, "context": 32}
 REPLICAS = 8  # on one GPU
+MANY = 64  # sequences a step
 
 
 # --- Variants of a step ---------------------------------------------------------------------------
@@ -116,9 +118,10 @@ def row_of(name: str, variant, unit: str, flops_a_unit: float, devices: list[jax
 
 
 def beside(rows: list[Row], name: str) -> list[Row]:
-    """With the time of each over that of the row of this name."""
-    ms = next(row["ms"] for row in rows if row["name"] == name)
-    return [row | {f"of_{name.replace(' ', '_')}": row["ms"] / ms} for row in rows]
+    """With the time of a token or image over that of the row of this name."""
+    base = next(row for row in rows if row["name"] == name)
+    (rate,) = (key for key in base if key.endswith("_per_s"))
+    return [row | {f"of_{name.replace(' ', '_')}": base[rate] / row[rate]} for row in rows]
 
 
 def gpt2(tiny: bool, n: int, **changes: Any):
@@ -163,9 +166,12 @@ def part_gpt2(parsed: argparse.Namespace) -> Iterator[Row]:
             f"gossip, {REPLICAS} replicas": Variant(
                 gpt2(parsed.tiny, REPLICAS), folder, [0], devices
             ),
+            f"gossip, {MANY} sequences": Variant(
+                gpt2(parsed.tiny, 1, batch_size=MANY), folder, [0], devices
+            ),
         }
         flops = Parts.of(alone, folder, replicas.place(1, devices), [0]).task
-        # Many steps at a time: the GPU waits 7 ms for the first to be started, for no other.
+        # Many steps at a time: the GPU waits for the first to be started, and for no other.
         in_turn(variants, *((1, 1) if parsed.tiny else (30, 3)))
     each = flops.flops_per_example / flops.units_per_example
     rows = [row_of(name, one, "tokens", each, devices) for name, one in variants.items()]

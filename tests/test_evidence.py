@@ -108,15 +108,16 @@ def test_every_command_is_a_good_config_but_for_its_data(piece, tmp_path, tiny_d
 # --- What is left ---------------------------------------------------------------------------------
 
 TRAIN = """
-import json, pathlib, sys
+import json, os, pathlib, sys
 flags = dict(argument.removeprefix("--").split("=", 1) for argument in sys.argv[1:])
 workdir = pathlib.Path(flags["workdir"])
 workdir.mkdir(parents=True, exist_ok=True)
 row = {"step": 3, "perf/wall_time_s": 3600.0, "eval/top1": 0.5}
+cores = sorted(os.sched_getaffinity(0))
 (workdir / "metrics.jsonl").write_text(json.dumps(row) + "\\n")
 if flags["config.seed"] in sys.argv[0].partition("bad-")[2]:
     sys.exit(1)
-(workdir / "summary.json").write_text(json.dumps({"final": {"eval/top1": 0.5}}))
+(workdir / "summary.json").write_text(json.dumps({"final": {"eval/top1": 0.5}, "cores": cores}))
 """
 
 
@@ -140,7 +141,7 @@ def test_what_finished_is_recorded_and_not_done_again(checkout, tmp_path):
     assert evidence.left(root, checkout) == [bad]
     record = root / "records" / good.name
     summary = json.loads((record / "summary.json").read_text())
-    assert summary["final"] == {"eval/top1": 0.5}
+    assert summary["final"] == {"eval/top1": 0.5} and summary["cores"] == [0]
     assert len(summary["commits"]) == 1
     assert str(tmp_path) not in summary["command"]  # no path of this machine
     assert "--config=configs/cifar10.py:ring" in summary["command"]
@@ -251,6 +252,19 @@ def test_bad_arguments_end_the_command(arguments, named, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         evidence.main(["--root", str(tmp_path), *arguments])
     assert stop.value.code == 2 and named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("at_once", "places"), [(1, [{0, 1, 2, 3, 4}]), (2, [{0, 2, 4}, {1, 3}])])
+def test_runs_share_the_cores(at_once, places, tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4})
+    monkeypatch.setattr(evidence, "check", lambda *_: None)
+    monkeypatch.setattr(evidence, "train", lambda *them: given.append(them) or [])
+    arguments = ["--root", str(tmp_path), "--only", "ring", "--at_once", str(at_once)]
+    assert evidence.main([*arguments, "--config.mesh.loop=False"]) == 0
+    ((_, waiting, own, _, here),) = given
+    assert own == places and here == ["--config.mesh.loop=False"]
+    assert {"ring" in piece.name for piece in waiting} == {True}
 
 
 def test_some_pieces_can_be_chosen(tmp_path, capsys):
