@@ -32,6 +32,8 @@ from variant import Variant, override
 
 from decent_jax.cluster import start as cluster
 from decent_jax.ground.command_line import output_file
+from decent_jax.ground.errors import DataError
+from decent_jax.ground.extras import Unavailable
 from decent_jax.ground.format import split_outside_brackets
 from decent_jax.topology import NAMES
 from decent_jax.train import ConfigError, default_config, flags
@@ -169,6 +171,6 @@ def report(variants: dict[str, Variant], replicas: int, parsed) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except ConfigError as error:
+    except (ConfigError, DataError, Unavailable) as error:
         print(f"step_time.py: {error}", file=sys.stderr)
         sys.exit(2)
