@@ -40,10 +40,10 @@ class LocalCall:
 
 
 class LocalActor:
-    """An actor whose methods are those of the object ``there``."""
+    """An actor whose methods are those of the object ``there``; ``options``: how it was started."""
 
-    def __init__(self, there):
-        self.there, self.killed = there, False
+    def __init__(self, there, options):
+        self.there, self.options, self.killed = there, options, False
 
     def call(self, method, *args):
         return LocalCall(getattr(self.there, method), args)
@@ -63,7 +63,7 @@ class LocalActors:
         self.started = []
 
     def start(self, kind, *args, **options):
-        self.started.append(LocalActor(self._instead.get(kind, kind)(*args)))
+        self.started.append(LocalActor(self._instead.get(kind, kind)(*args), options))
         return self.started[-1]
 
     def ended(self, calls, seconds, count=1):

@@ -12,6 +12,8 @@ import random
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -406,6 +408,13 @@ def test_a_folder_that_was_moved_away_is_not_made_anew(tmp_path, monkeypatch):
     with refuses("gone", error=CheckpointError):
         tiny.run(config(), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_an_error_is_not_hidden_by_that_of_the_last_checkpoint():
+    fails = Mock(side_effect=CheckpointError("the disk is full"))
+    for error in (ZeroDivisionError, CheckpointError):
+        with pytest.raises(error), checkpoint.Saver(None, SimpleNamespace(close=fails)):
+            1 / (error is CheckpointError)
 
 
 @pytest.mark.parametrize("folder", [".", "checkpoints", "best"])

@@ -1,6 +1,7 @@
 """What a user can get wrong in a config or on the command line, and how it is answered."""
 
 import importlib
+import os
 import shlex
 from pathlib import Path
 
@@ -209,6 +210,13 @@ def test_nothing_counts_to_zero():
     for name in f"{counts} checkpoint.keep max_failing_steps cluster.timeout_s".split():
         with refused(name, 0):
             config_lib.common_fields()[name].check(name, 0)
+
+
+def test_the_largest_values_that_are_allowed():
+    wave = {"steps": 12, "mix_every": 12, "recovery": {"every": 12}, "algorithm": "noloco"}
+    wave |= {"lr_schedule": {"name": "cosine", "warmup": 12}, "noloco": {"delay": 11}}
+    wave |= {"data": {"workers": 32 * os.cpu_count()}, "num_replicas": 4, "batch_size": 8}
+    config_lib.validate(tiny.waves(micro_batches=2, **wave))
 
 
 def test_durations():

@@ -2,9 +2,11 @@
 
 import contextlib
 import errno
+import itertools
 import os
 import shutil
 import time
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -21,9 +23,11 @@ from test_overlap import as_if
 from decent_jax import replicas
 from decent_jax.cluster import rendezvous
 from decent_jax.cluster.supervise import PLACE
+from decent_jax.ground.format import format_bytes
 from decent_jax.train import config as config_lib
 from decent_jax.train import copies, copy_file, loop, saved_model, synchronous
 from decent_jax.train.experiment import open_experiment
+from decent_jax.train.goodput import Clock
 from decent_jax.train.kept_programs import KeptPrograms, kept_programs
 from decent_jax.train.synchronous import Synchronous
 from decent_jax.train.workdir import Signals
@@ -321,8 +325,18 @@ def test_a_supervised_run_chooses_when_to_copy(tmp_path, memory, monkeypatch, ca
     tiny.run(configured(recovery={"every": -1}), tmp_path / "alone")
     assert "copies" not in capsys.readouterr().err and not list(memory.iterdir())
     monkeypatch.setenv(PLACE, "a")
-    tiny.run(configured(recovery={"every": -1}), tmp_path / "supervised")
-    assert "steps the state is copied" in capsys.readouterr().err
+    signals, ticks = tiny.SignalAfter(-1, 0), itertools.count()  # a copy takes two, a step 10 s
+    monkeypatch.setattr(copies, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    clock = Clock(lambda: 10.0 * signals.looks)
+    config = configured(recovery={"every": -1}, log={"every": 1})
+    with open_experiment(config, tmp_path / "run") as (experiment, work):
+        runner = Synchronous(experiment, work)
+        with runner.copies:
+            loop.train(runner, work, clock=clock, signals=signals)
+    said = capsys.readouterr().err
+    assert "every 20 steps the state is copied" in said and "2e+03 ms each" in said
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(runner.shapes))
+    assert f"for a recovery take {format_bytes(3 * size)} of " in said
 
 
 @pytest.mark.parametrize(

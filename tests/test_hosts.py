@@ -59,6 +59,10 @@ def test_auto_suits_the_hosts_and_a_resumed_run_keeps_it(tmp_path, monkeypatch, 
     tiny.run(tiny.waves(**small), folder)
     assert chosen(folder) == (WITHIN, 2)
     assert "(a node of 2 sends " in capsys.readouterr().err
+    sent = [tiny.summary(folder)[f"bytes_sent_{of}per_step"] for of in ("", "by_node_")]
+    assert sent == [1.5 * 33 * 4, 33 * 4]
+    kept = sum(x.nbytes for x in tiny.saved(folder, 2).values()) / 4
+    assert tiny.summary(folder)["state_bytes_per_replica"] == kept
     on_hosts_of(monkeypatch, 4)
     tiny.run(tiny.waves(**small), folder)  # a run that has ended compiles nothing
     assert chosen(folder) == (WITHIN, 2)

@@ -1,5 +1,6 @@
 """Image classification: its numbers, its config, and runs of a few steps."""
 
+import collections
 import dataclasses
 import io
 import json
@@ -32,6 +33,9 @@ def tiny_config(**changes):
     """Pictures of 16 pixels."""
     changes = small_runs.RESNET | SOURCES | changes
     return small_runs.config("image_classification", **changes)
+
+
+DATA = collections.namedtuple("Data", "image_size eval_size eval_resize")
 
 
 def make_task(**changes):
@@ -147,6 +151,15 @@ def test_evaluate_equals_numpy_and_leaves_padding_out(task, model):
         assert float(sums[name]) / 21 == pytest.approx(value, rel=1e-5)
 
 
+def test_the_table_at_the_end_is_of_all_validation_images_once(task, model):
+    source, names = task.eval_source, generated_images.CLASS_NAMES
+    images = task_lib.normalize(source.images)
+    logits = jax.jit(resnet.logits_of, static_argnums=0)(task.config, *model, images)
+    wanted = task_lib.class_table(source.labels, np.asarray(logits).argmax(axis=1), names)
+    title = "the consensus model on 21 validation images:\n"
+    assert task.demonstrate(*model) == title + wanted
+
+
 def test_loss_of_a_known_batch(model):
     """Cross-entropy with smoothed labels, of the training logits."""
     task = make_task(model__label_smoothing=0.2, data__flip=False)
@@ -260,6 +273,9 @@ def test_presets_and_changes():
     config.model.update(blocks="2, 3", width=8, small_images=True, dtype="float32")
     wanted = resnet.ResNetConfig((2, 3), True, 8, 10, True, dtype="float32")
     assert task_lib.model_config(config, 10) == wanted
+    sizes = [(32, 0, 0), (224, 0, 0), (224, 256, 0), (224, 256, 260)]
+    found = [task_lib.eval_sizes(DATA(*size)) for size in sizes]
+    assert found == [(32, 37), (224, 256), (256, 293), (256, 260)]
     config = tiny_config()
     assert task_lib.model_config(config, 10) == dataclasses.replace(
         resnet.PRESETS["tiny"], blocks=(1,), width=4, num_classes=10, dtype="float32"

@@ -19,6 +19,8 @@ from decent_jax import train
 from decent_jax.commands import main as command
 from decent_jax.ground import machine
 from decent_jax.ground.errors import DataError, Interrupted
+from decent_jax.ground.format import format_bytes
+from decent_jax.models import decoders, gpt2
 from decent_jax.peers.peer_run import Place, open_peer
 from decent_jax.peers.rule import Format, Meetings
 from decent_jax.peers.step_boundary import PeerRunner, Pulse, StepBoundary, number
@@ -53,6 +55,13 @@ def test_step_t_trains_on_batch_t(tmp_path):
         alone = jax.vmap(lambda params, batch: loss(params, {}, batch, jax.random.key(0))[0])
         wanted = [float(alone(params, batch).mean()) for batch in batches]
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
+def test_a_call_of_several_steps_ends_where_something_is_due():
+    every = {"eval.every": 4, "checkpoint.every": 0}
+    run = SimpleNamespace(config=tiny.waves(log={"every": 5}), every=every)
+    due = [loop.next_due(run, done, 14) for done in (0, 3, 4, 5, 10, 12)]
+    assert due == [4, 4, 5, 8, 12, 14]
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +197,11 @@ def test_it_says_what_a_run_takes_and_leaves_nothing(tiny_data, tmp_path, capsys
     (kept,) = re.findall(r"keeps (\S+) MB of parameters and optimizer", said)
     (state,) = re.findall(r"a step: .* MB of memory per device \((\S+) of state", said)
     assert float(state) == pytest.approx(4 * float(kept), rel=0.02)  # of four replicas, and a batch
+    flops, sent = re.findall(r"(\S+) GFLOP of the model and (.*) sent per replica", said)[0]
+    model = gpt2.GPT2Config(256, tiny.CONTEXT, layers=1, heads=2, width=16, bias=False)
+    wanted = 2 * tiny.CONTEXT * decoders.flops_per_token(model, tiny.CONTEXT) / 1e9
+    assert float(flops) == pytest.approx(wanted, rel=1e-2)
+    assert sent == format_bytes(4 * decoders.num_params(model))
 
 
 def test_both_kinds_of_step_are_compiled_and_weighted(capsys):

@@ -8,9 +8,12 @@ import pytest
 import tiny
 from networks import assert_close
 from pipeline_threads import Threads
-from refusals import refused
+from refusals import refused, refuses
 
 from decent_jax import replicas
+from decent_jax.ground.errors import PeerLost
+from decent_jax.pipelines.part import total_norm
+from decent_jax.pipelines.worker import Mailbox, Worker, open_batches
 from decent_jax.plan import orders
 from decent_jax.train.evaluation import Evaluator
 from decent_jax.train.experiment import open_experiment
@@ -136,6 +139,14 @@ def test_losses_and_parameters_equal_the_run_without_stages(
             assert all(one["compute_s"] > 0 and one["wait_s"] > 0 for one in seconds)
             row = evaluator.row(state)[0]
             assert threads.evaluate() == pytest.approx(row["eval/loss"], rel=1e-5)
+            # The first stage is at most four batches before the last one, which sends nothing here.
+            sent = []
+            alone = Worker(threads.stages[0], Mailbox(), lambda to, key, _: sent.append((to, key)))
+            alone.config.update(eval={"batch_size": 2}, cluster={"exchange_s": 0})
+            with refuses("no credit of step 0", error=PeerLost):
+                alone.evaluate()
+            kinds = ["table to evaluate", *4 * ["evaluated activation"]]
+            assert [(to, key.kind) for to, key in sent] == [(1, kind) for kind in kinds]
 
 
 # --- the order of micro-batches -------------------------------------------------------------------
@@ -212,6 +223,22 @@ def test_more_stages_than_layers_are_refused():
 
 
 def test_a_stage_that_needs_no_other_computes_and_never_waits(tiny_data, tmp_path):
-    with Threads(config_of(tiny_data, 1, algorithm="all_reduce"), tmp_path) as threads:
+    """Nor does it cut a batch, with its dropout. Without a norm it rejects the update."""
+    config = config_of(tiny_data, 1, algorithm="all_reduce", steps=9)
+    with Threads(config, tmp_path) as threads:
+        (stage,), task = threads.stages, threads.stages[0].part.task
+        before = threads.params()
+        with open_batches(stage, 0) as batches:
+            alone = jax.jit(jax.vmap(lambda *given: task.loss(given[0], {}, *given[1:])[0]))
+            key = jax.random.fold_in(jax.random.key(config.seed + 1), 0)
+            keys = jax.vmap(lambda k: jax.random.fold_in(key, k))(np.arange(2))
+            wanted = alone(stage.rows(stage.state.params), next(batches), keys)
         (span,) = threads.train(0, 1, row=True)
-    assert span.seconds["compute_s"] > 0 == span.seconds["wait_s"]
+        assert span.seconds["compute_s"] > 0 == span.seconds["wait_s"]
+        np.testing.assert_allclose(span.losses[0], wanted, rtol=1e-5)
+        after, (_, (grads, _)) = threads.params(), stage.zeros(stage.rows(stage.state.params), {})
+        assert any((x != before[name]).any() for name, x in after.items())
+        norms = np.array([total_norm([4.0, np.inf]), total_norm([np.nan, np.inf])], np.float32)
+        stage.update(np.ones(2, np.float32), norms, grads, None, None)
+        assert stage.skipped()[0].tolist() == [1, 1]
+        assert_close(threads.params(), after, rtol=0)

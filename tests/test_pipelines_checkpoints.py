@@ -14,7 +14,7 @@ from refusals import refused
 from test_checkpoint_damage import cut_short, flip_bits
 from test_pipelines import config_of, flat
 
-from decent_jax.ground.errors import CheckpointError
+from decent_jax.ground.errors import CheckpointError, TrainingFailed
 from decent_jax.pipelines.cell import open_run
 from decent_jax.pipelines.cells import CellCheckpoints
 from decent_jax.pipelines.runner import Pipelines
@@ -29,6 +29,8 @@ META = {"examples": 0, "seconds": 0.0, "best": 2.5}
 
 class Cells:
     """The stages of this process, called as `CellCheckpoints` calls cells."""
+
+    has_written, fails = False, None
 
     def __init__(self, threads):
         self.stages = threads.stages
@@ -56,10 +58,11 @@ class Cells:
         return []
 
     def over(self, calls):
-        return True
+        return self.has_written
 
     def wait(self, calls):
-        pass
+        if self.fails is not None:
+            raise self.fails
 
 
 def checkpoints_of(threads, workdir, keep=2):
@@ -137,7 +140,10 @@ def test_a_run_ends_with_a_sample_of_its_last_model(run, tiny_data, tmp_path, mo
         show = lambda params, _: shown.append(params) or ""  # noqa: E731
         monkeypatch.setattr(experiment.task, "demonstrate", show)
         saver = SimpleNamespace(evaluated={}, best=2.5)
-        Pipelines(experiment, work, counts, None).finish(1, saver, Clock())
+        ended = Pipelines(experiment, work, counts, None).finish(1, saver, Clock())
+    about = {"layers": [1, 1], "order": "1f1b", "micro_batches": 2, "wire": "float32"}
+    assert ended["steps"] == 1
+    assert ended["pipeline"] == about | {"bytes_between_stages_per_step": 8 * 8 * 16 * 4}
     assert_close(flat(shown[0]), {name: x.mean(0) for name, x in after[1].items()}, rtol=1e-6)
 
 
@@ -169,11 +175,20 @@ def test_all_stages_go_on_from_the_checkpoint_before_one_that_is_damaged(
 def test_a_checkpoint_that_a_stage_has_not_written_does_not_count(run, made, tmp_path):
     folder = shutil.copytree(run[0], tmp_path / "run")
     with made(2) as threads:
-        checkpoints = checkpoints_of(threads, folder)
+        cells = Cells(threads)
+        checkpoints = CellCheckpoints(folder, cells, 2)
         checkpoints.save(9, None, meta_of(threads))
-        shutil.copytree(folder, tmp_path / "killed")  # now, before `check` or `wait`
-        assert tiny.saved_steps(tmp_path / "killed") == [1, 3]
+        checkpoints.check()  # while a stage writes
+        assert tiny.saved_steps(folder) == [1, 3]
+        cells.has_written = True
         checkpoints.check()
+        checkpoints.save(9, None, meta_of(threads))  # it is there
+        assert tiny.saved_steps(folder) == [3, 9]
+        cells.fails = TrainingFailed("stage 1")
+        checkpoints.save(10, None, meta_of(threads))
+        with pytest.raises(CheckpointError, match="stage 1"):
+            checkpoints.check()
+        checkpoints.close()
         assert tiny.saved_steps(folder) == [3, 9]
         shutil.rmtree(folder / "checkpoints" / "9" / "stage-1")
         with pytest.raises(CheckpointError, match="step 9"):

@@ -21,8 +21,9 @@ from decent_jax.pipelines import links, part
 from decent_jax.pipelines.cell import open_run
 from decent_jax.pipelines.cells import Cells, nodes_of
 from decent_jax.pipelines.runner import Pipelines
-from decent_jax.pipelines.worker import Channel, Key, Mailbox
+from decent_jax.pipelines.worker import Channel, Key, Mailbox, Span
 from decent_jax.plan.plan_file import Plan
+from decent_jax.train.goodput import Clock
 from decent_jax.train.synchronous import TIMED
 
 SECRET = b"0123456789abcdef"
@@ -143,10 +144,12 @@ class Cell:
         return self.cell.name
 
     def addresses(self):
-        return "host:1", ("host", 1)
+        return self.cell.name, (self.cell.name, 1)
 
     def open(self, coordinator, addresses):
-        assert len(addresses) == len(self.cell.counts)
+        assert coordinator == f"stage {self.cell.stage} of replica 0"
+        own = [f"stage {s} of replica {self.cell.replica}" for s in range(2)]
+        assert addresses == [(name, 1) for name in own]
 
     def connect(self):
         pass
@@ -164,10 +167,13 @@ def cells(tiny_data, tmp_path):
         now[0] += seconds
 
     config, actors = config_of(tiny_data, 2), LocalActors(wait=wait)
-    given = config, tmp_path, [1, 1], [None] * 4, SECRET, actors, Cell
+    config.pipeline.update(cpus=2.0, gpus=0.5)
+    given = config, tmp_path, [1, 1], [*"abcd"], SECRET, actors, Cell
     with Cells(*given, clock=lambda: now[0], wait=wait) as made:
         yield made, [actor.there for actor in actors.started]
     assert all(actor.killed for actor in actors.started)
+    ways = [tuple(actor.options[k] for k in ("on", "cpus", "gpus")) for actor in actors.started]
+    assert ways == [(node, 2.0, 0.5) for node in "abcd"]
 
 
 def test_a_dry_run_lets_all_cells_make_steps(tiny_data, tmp_path, capsys):
@@ -190,6 +196,54 @@ def test_a_dry_run_lets_all_cells_make_steps(tiny_data, tmp_path, capsys):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+def test_a_row_is_that_of_all_replicas_and_the_distance_that_of_all_stages(tiny_data, tmp_path):
+    """By hand; after a checkpoint of step 4, whose data are those of step 7."""
+    asked = []
+
+    class Scripted(Cell):
+        def begin(self, *given):
+            asked.append(given)
+
+        def train(self, *given):
+            asked.append(given)
+            i, s, steps = self.cell.replica, self.cell.stage, range(*given[:2])
+            both = [np.array([10.0 * t + i]) for t in steps], [np.array([t + i / 2]) for t in steps]
+            squares = (1 + i) * np.array([16.0, 36.0] if s else [9.0, 64.0])
+            seconds = {"compute_s": 0.5 + s, "wait_s": 5.0 + s}
+            return Span(*both, *np.array([[3 + i], [7 + i]]), squares, 2.0 + i + 50 * s, seconds)
+
+        def evaluate(self):
+            return np.array([6.0 + self.cell.replica, 2.0]) if self.cell.stage else None
+
+    config = config_of(tiny_data, 2, model={"layers": 2}, log={"every": 10}, steps=18)
+    config.lr_schedule.name = "cosine"
+    with open_run(config, tmp_path / "run") as (experiment, work, _, counts):
+        given = experiment.config, tmp_path, counts, [None] * 4, SECRET, LocalActors(), Scripted
+        with Cells(*given) as cells:
+            runner, clock = Pipelines(experiment, work, counts, cells), Clock()
+            meta = {"step": 4, "examples": 7 * config.batch_size, "num_replicas": 2}
+            runner.checkpoints = SimpleNamespace(newest=lambda say: meta)
+            assert runner.restore() == (4, meta)
+            with runner.training(4, 3, clock):  # the first step compiles, the second one is timed
+                *_, made = (runner.step(done, 10) for done in (4, 5, 6))
+                assert clock.waited == 2 * 3.0  # of a stage 0, but for what compiles
+                assert len(runner.step(10, 18)) == 8
+            assert runner.evaluate() == ({"eval/loss": 13 / 4}, (None, None))
+    calls = [(4, 3), (4, 5, False), (5, 6, False), (6, 10, True), (10, 18, True)]
+    assert asked == [call for call in calls for _ in range(4)]
+    for t, metrics in zip(range(6, 10), made, strict=True):
+        wanted = {"loss": [10 * t, 10 * t + 1], "grad_norm": [t, t + 0.5], "skipped": [3, 4]}
+        wanted |= {"failing": [7, 8], "learning_rate": experiment.rate(t)}
+        for name, value in wanted.items():
+            np.testing.assert_allclose(metrics.pop(name), value, rtol=1e-6)
+        assert not metrics
+    assert runner.consensus() == (5.0, 0.5)
+    seconds = {"0/compute_s": 0.5, "0/wait_s": 5, "1/compute_s": 1.5, "1/wait_s": 6}
+    assert runner.traffic.measured == {f"stages/{name}": x for name, x in seconds.items()}
+    sent = 4 * experiment.task.summary()["parameters"], 8 * 8 * 16 * 4
+    assert tuple(runner.messages.values()) == (*sent, 2)
+
+
 @pytest.mark.parametrize("step", [0, 7])
 def test_a_cell_that_is_killed_is_named_and_what_is_left_of_the_run(step, cells, tmp_path):
     """Others notice its end in an exchange before Ray does, and fail as well."""
@@ -203,8 +257,11 @@ def test_a_cell_that_is_killed_is_named_and_what_is_left_of_the_run(step, cells,
 
 
 def test_a_cell_that_fails_by_itself_is_named_with_its_error(cells):
-    made, (_, fails, *_) = cells
+    made, (silent, fails, *_) = cells
+    silent.train = lambda *_: exec("raise Pending", globals())
+    assert not made.over(made.begin("train", 0, 1, False)) and made.over(made.begin("beat"))
     fails.train = lambda *_: 1 / 0
+    assert made.over(made.begin("train", 0, 1, False))  # as soon as one has failed
     with refuses("stage 1 of replica 0", "ZeroDiv", error=TrainingFailed):
         made.all("train", 0, 1, False)
     fails.train = lambda *_: (_ for _ in ()).throw(ConfigError("memory", field="x", value=1))
@@ -250,8 +307,8 @@ class Probe:
     def address(self):
         return "host:1"
 
-    def measure(self, place, *_):
-        return f"of {place}", 7
+    def measure(self, place, *asked):
+        return f"of {place}", asked
 
 
 class NeverStarts(Probe):
@@ -263,10 +320,14 @@ class NeverStarts(Probe):
 def test_links_are_measured_or_a_node_that_starts_no_process_is_given_up(kind, tiny_data):
     """It may have fewer cores than the config asks for; Ray itself never gives up."""
     config = config_of(tiny_data, 2)
-    actors = LocalActors({links.Probe: kind}, [Node("aa", ("a",)), Node("bb", ("b", "host"))])
+    config.pipeline.update(cpus=2.0, gpus=0.5)
+    nodes = [Node("aa", ("a",)), Node("bb", ("b", "host"))]
+    actors = LocalActors({links.Probe: kind}, nodes)
     if kind is Probe:
-        found = links.measured(config, actors, 1000, 1)
-        assert found == ("of ('host:1', 2, 0)", 7, ["a/0", "b/0"])
+        found = links.measured(config, actors, 1000, 3)
+        assert found == ("of ('host:1', 2, 0)", (200, 1000, 3), ["a/0", "b/0"])
+        ways = [{"on": node, "cpus": 2.0, "gpus": 0.5} for node in nodes]
+        assert [probe.options for probe in actors.started] == ways
     else:
         with pytest.raises(PeerLost):
             links.measured(config, actors, 1000, 1)
@@ -281,5 +342,7 @@ def test_layers_of_the_plan_are_used_unless_the_config_names_others(tiny_data):
     plan = Plan(("a/0", "b/0"), topology.make("one_peer_exp", 1), stages=2, layers=(1, 3))
     assert part.layers_of(config, model, plan) == [1, 3]
     assert part.layers_of(config, model) == [3, 1]  # the output layer is 256 / (12 * 16)
+    sizes = [SimpleNamespace(layers=8, vocab_size=192 * k, width=16) for k in range(8)]  # of k
+    assert [part.layers_of(config, one)[1] for one in sizes] == [4, 4, 3, 3, 2, 2, 1, 1]
     config.pipeline.layers = "2,2"
     assert part.layers_of(config, model, plan) == [2, 2]

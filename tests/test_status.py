@@ -15,6 +15,7 @@ from decent_jax.commands import main as console
 from decent_jax.commands import status, supervise
 from decent_jax.ground import account, machine, run_state
 from decent_jax.ground.errors import RunError
+from decent_jax.ground.format import format_bytes
 from decent_jax.ground.json_files import write_json_atomic
 from decent_jax.peers.events import EventLog
 from decent_jax.train import traffic
@@ -68,6 +69,8 @@ def test_while_it_runs(finished, tmp_path):
         assert lines(folder)[0]["state"].startswith("starting (process ")
         writer.write(2, {"eval/top1": 0.5})
         writer.write(3, {"train/loss": 2.5, "perf/step_time_s": 0.5, "train/skipped_updates": 2})
+        writer.write(3, {"train/loss_min": 2.0, "train/loss_max": 3.0, "perf/mfu": 0.4})
+        writer.write(3, {"perf/tokens_per_s": 12_000.0, "perf/data_wait_s": 0.1})
         writer.write(3, {"eval/top1": 0.25})
         with (folder / "metrics.jsonl").open("a") as file:
             file.write('{"step": 4, "tra')
@@ -76,6 +79,11 @@ def test_while_it_runs(finished, tmp_path):
         assert found["step"] == "3 of 12 (25%), about 4.5 s left"
         assert found["score"].startswith("25.00 at step 3 (best 50.00): Top-1, %")
         assert "2 updates were not finite" in found["failed"] and not table
+        assert found["loss"] == "2.500 in training (2.000 to 3.000 over the replicas)"
+        speed = "500 ms per step, 12.0k tokens/s, 100 ms of it waiting for data, 40% of the "
+        assert found["speed"] == speed + "devices' peak"
+        row = status.screen([str(folder), str(tmp_path)], 80)[1]
+        assert "running 3/12 4.5 s 2.500" in " ".join(row.split())
     assert lines(folder)[0]["state"].startswith("stopped before its end")
     (folder / ".lock").write_text("process 7 on elsewhere")  # which only its files can tell
     assert lines(folder)[0]["state"].startswith("running (process 7 on elsewhere)")
@@ -143,6 +151,7 @@ def test_a_run_of_several_processes_has_a_row_for_each(finished, tmp_path, monke
     """Each writes its own; process 1 computes for longer than the other."""
     folder = shutil.copytree(finished, tmp_path / "run")
     start = json.loads((folder / "run.json").read_text()) | {"processes": 2}
+    start["bytes_between_hosts_per_step"] = 3000
     write_json_atomic(folder / "run.json", start)
     counts = iter([(1000, 0)] * 2 + [(9000, 50_000)] * 2)
     names = "between_hosts", "inside_host"
@@ -160,6 +169,8 @@ def test_a_run_of_several_processes_has_a_row_for_each(finished, tmp_path, monke
     with MetricWriter(folder, start_step=12) as writer:
         writer.write(16, first)
     found, table = lines(folder)
+    sent = f"{format_bytes(tiny.summary(folder)['bytes_sent_per_step'])} per step from a replica"
+    assert found["messages"].startswith(f"{sent}, {format_bytes(3000)} of a host's go to others")
     assert "12.5kB per step inside it, 2.00kB to others" in found["messages"]
     assert "150 ms are not hidden" in found["messages"]
     rows = [row.split() for row in table[1:3]]

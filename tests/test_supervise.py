@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -18,7 +20,8 @@ from refusals import refused
 from several import by_output, free_port, lives, until, wait_for_rows
 
 from decent_jax import topology
-from decent_jax.cluster.supervise import Member, Supervisor, verdict
+from decent_jax.cluster import rendezvous
+from decent_jax.cluster.supervise import PLACE, Member, Supervisor, verdict
 from decent_jax.commands import supervise
 from decent_jax.ground.errors import PEER_LOST
 from decent_jax.plan.plan_file import Plan
@@ -159,6 +162,7 @@ class Run:
             self.connected.append(member.name)
             again = self.connected.count(member.name) > 1
             agent = Scripted(self.clock, ready=not (again and member.name in dead))
+            agent.gone = not agent.ready
             self.agents.append(agent)
             return agent
 
@@ -239,6 +243,7 @@ def test_without_a_spare_host_the_others_go_on_after_the_patience():
     run = Run(lost, FINISHES, dead="b", patience_s=50)
     assert run.run() == 0 and run.started == ["abc", "ac"]
     assert run.began[1] == pytest.approx(1 + 50, abs=1)
+    assert run.connected.count("b") == pytest.approx(50, abs=2)  # once per second
 
 
 def test_survivors_are_ended_at_once():
@@ -273,6 +278,39 @@ def test_hosts_and_the_command_for_them():
     members, count = supervise._members(options)
     assert [member.address for member in members] == ["10.0.0.1", "b", "c"] and count == 2
     assert members[1].argv == ["ssh", "b", "cd /x &&"] and program == [str(ROOT / "train.py")]
+
+
+def test_what_each_host_is_told_to_start(monkeypatch, tmp_path):
+    """At first, and once b is left out: another port, two thirds of the replicas."""
+    made = Mock(return_value=SimpleNamespace(run=lambda: 0, stop=None))
+    monkeypatch.setattr(supervise.signal, "signal", Mock())
+    monkeypatch.setattr(supervise, "AgentLink", lambda argv, _: argv)
+    monkeypatch.setattr(supervise, "Supervisor", made)
+    monkeypatch.setenv(rendezvous.SECRET, 32 * "s")
+    config, run = tiny.write_config(tmp_path / "config_file.py"), tmp_path / "run"
+    program = [str(ROOT / "train.py"), "--config", str(config), f"--workdir={run}"]
+    program += ["--config.num_replicas=6", "--config.batch_size=12"]
+    hosts = ["--hosts", "a=10.0.0.1,b,c", "--spares", "d", "--port", "7000", "--again", "2"]
+    assert supervise.main([*hosts, "--", *program]) == 0
+    (members, count, connect, start), given = made.call_args
+    assert (count, given["again"], given["patience_s"]) == (3, 2, 2 * 30 + 30)
+    *via, command = connect(members[1])
+    assert via == ["ssh", "b"] and " decent_jax.cluster.agent decent_jax.train" in command
+    for member in members:
+        member.agent = Mock()
+    fewer = {"--config.batch_size=8", "--config.num_replicas=4"}
+    for names, attempt, place, more in (
+        ("abc", 0, "10.0.0.1:7000", set()),
+        ("ca", 103, "c:7003", fewer),
+    ):
+        start([members["abc".index(name)] for name in names], attempt)
+        for k, name in enumerate(names):
+            flags, variables, log = members["abc".index(name)].agent.start.call_args[0]
+            own = {"coordinator": place, "num_processes": len(names), "process_id": k}
+            own = {f"--config.cluster.{field}={value}" for field, value in own.items()}
+            assert flags[: len(program)] == program and {*flags[len(program) :]} == own | more
+            assert variables == {rendezvous.SECRET: 32 * "s", PLACE: name}
+            assert log == (run / f"process-{k}.log" if k else None)
 
 
 def test_a_log_that_cannot_be_written_is_one_sentence(tmp_path, tiny_data, capsys):

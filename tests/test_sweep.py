@@ -23,6 +23,8 @@ def ends(arguments, log, signals, loss=0.5, **more):
     from decent_jax.train import flags
 
     trained, workdir = flags.parse(arguments)
+    if trained.schedule == "auto":  # settled by the run
+        trained.update(schedule="one_peer_exp", local_size=2)
     (Path(workdir) / "config.json").write_text(json.dumps(trained.to_dict()))
     summary = {"steps": trained.steps, "final": {"eval/loss": loss}, "bytes_sent_per_step": 4096}
     (Path(workdir) / "summary.json").write_text(json.dumps(summary | more))
@@ -87,7 +89,7 @@ def test_all_runs_are_checked_before_the_first(over, field, value, config, tmp_p
 
 def test_a_run_is_trained_once_and_stands_in_the_table(config, tmp_path, capsys):
     out = tmp_path / "out"
-    flags = ["--config", config, "--over", "schedule=ring,one_peer_exp", "--over", "seed=0"]
+    flags = ["--config", config, "--over", "schedule=ring,auto", "--over", "seed=0"]
     flags += ["--out", str(out), "--config.steps=2"]
     assert sweep.main(flags, ends) == 0
     rows = table(out)
@@ -112,11 +114,14 @@ def test_results_of_other_settings_are_no_results(config, tmp_path, capsys):
 
     def go_on(arguments, log, signals):
         trained.append(arguments[-1])
-        return ends(arguments, log, signals, loss=0.25)
+        more = {"best_eval_loss": 0.125, "training_seconds": 7.5}
+        return ends(arguments, log, signals, loss=0.25, **more)
 
     assert sweep.main(more, go_on) == 0
     assert trained == [str(out / "seed=0"), str(out / "seed=1")]
-    assert [(row["steps"], row["validation_loss"]) for row in table(out)] == 2 * [("6", "0.25")]
+    of = ("steps", "validation_loss", "best_validation_loss", "training_seconds")
+    found = [tuple(row[name] for name in of) for row in table(out)]
+    assert found == 2 * [("6", "0.25", "0.125", "7.5")]
     capsys.readouterr()
     assert sweep.main([*more, "--config.learning_rate=0.5"], never) == 2
     said = capsys.readouterr().err

@@ -86,8 +86,10 @@ def test_trackers_that_cannot_be(name):
 
 def test_tensorboard_and_wandb_get_the_same_scalars(tmp_path, monkeypatch):
     """A resumed run continues the same run of W&B."""
-    pytest.importorskip("tensorboardX")
-    calls = []
+    tensorboard, calls, purged = pytest.importorskip("tensorboardX"), [], []
+    make = tensorboard.SummaryWriter
+    note = lambda folder, purge_step: purged.append(purge_step) or make(folder, purge_step)  # noqa: E731
+    monkeypatch.setattr(tensorboard, "SummaryWriter", note)
     told = types.SimpleNamespace(update=lambda entries, **_: calls.append(entries))
 
     class Run:
@@ -112,7 +114,9 @@ def test_tensorboard_and_wandb_get_the_same_scalars(tmp_path, monkeypatch):
         both.log_summary({"final": {"eval/loss": 2.25}})
         both.finish()
     first, config, logged, summary, finish, second, *_ = calls
-    assert config == {"seed": 1} and first["id"] == second["id"]
+    assert config == {"seed": 1} and first == second and purged == [1, 11]
+    words = {"project": "decent_jax", "name": tmp_path.name, "resume": "allow"}
+    assert first == words | {"dir": str(tmp_path), "id": first["id"]}
     assert summary == {"final": {"eval/loss": 2.25}}
     assert logged == (10, {"train/loss": 2.5}) and finish == "finish"
     events = list((tmp_path / "tensorboard").iterdir())

@@ -4,7 +4,9 @@ import collections
 import itertools
 import json
 import signal
+import socket
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +18,9 @@ from toys.waves import Waves
 from trees import assert_equal
 
 from decent_jax import train
+from decent_jax.commands import sample
 from decent_jax.data.text import token_folder
-from decent_jax.ground import account
+from decent_jax.ground import account, machine
 from decent_jax.models import decoders
 from decent_jax.train import TrainingFailed, saved_model
 from decent_jax.train.step import gradient
@@ -282,12 +285,13 @@ def test_three_of_four_failing_for_ever_do_not_stop_the_run(run, sick):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_leaves(run, monkeypatch, number):
+def test_a_signal_saves_and_leaves(run, tmp_path, number):
     handlers = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
     signals = tiny.SignalAfter(5, number)
     with pytest.raises(train.Interrupted) as left:
         run(signals=signals)
     assert left.value.code == 128 + number and "step 5" in str(left.value)
+    assert account.read(tmp_path / "run" / account.FILE)["ended"]  # as it should
     assert handlers == [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
 
 
@@ -316,7 +320,7 @@ def lm_loss_by_hand(model, windows):
     return -float(jnp.take_along_axis(logp, windows[:, 1:, None], axis=-1).mean())
 
 
-def test_what_a_run_leaves_behind(tmp_path, tiny_data, capsys):
+def test_what_a_run_leaves_behind(tmp_path, tiny_data, capsys, monkeypatch):
     """The one run of this file that trains a language model, and draws its curves."""
     every = {"eval": {"every": 5}, "log": {"every": 3}, "checkpoint": {"every": 4}}
     config = tiny.config(tiny_data, schedule="complete", model={"dropout": 0.0}, **every)
@@ -342,12 +346,9 @@ def test_what_a_run_leaves_behind(tmp_path, tiny_data, capsys):
     assert evaluated == {"step", "eval/loss"} | distances | spent
     assert set(rows[-1]) == trained | evaluated
     for row in rows[::5]:
-        assert row["train/loss_min"] < row["train/loss"] < row["train/loss_max"]
-        assert row["perf/step_time_s"] > row["perf/data_wait_s"] >= 0
         tokens = 8 * tiny.CONTEXT
         assert row["perf/tokens_per_s"] == pytest.approx(tokens / row["perf/step_time_s"], rel=1e-3)
     assert rows[0]["train/learning_rate"] == pytest.approx(0.01)
-    assert rows[-1]["perf/wall_time_s"] >= 3 * rows[-1]["perf/step_time_s"] > 0
 
     on_disk = tiny.summary(folder)
     assert on_disk == json.loads(json.dumps(summary))
@@ -359,18 +360,40 @@ def test_what_a_run_leaves_behind(tmp_path, tiny_data, capsys):
     assert on_disk["training_seconds"] > 0 and on_disk["session_seconds"] > 0
     assert on_disk["versions"]["jax"] == jax.__version__ and "cpu" in on_disk["devices"]
     manifest = token_folder.read_manifest(tiny_data)
-    assert on_disk["train_tokens"] == manifest["splits"]["train"]["tokens"]
+    for name in ("train", "val"):
+        assert on_disk[f"{name}_tokens"] == manifest["splits"][name]["tokens"]
+    assert on_disk["tokenizer"] == "bytes"
 
     # the model that is loaded is the one that was evaluated
     windows = token_folder.TokenWindows(tiny_data / "val.bin", tiny.CONTEXT)
     by_hand = lm_loss_by_hand(saved_model.load(folder), windows)
     assert on_disk["final"]["eval/loss"] == pytest.approx(by_hand, rel=1e-5)
 
+    started = json.loads((folder / "run.json").read_text())
+    begun = {"steps": 12, "unit": "tokens", "hosts": [socket.gethostname()] * 4, "processes": 1}
+    sent = round(4 * on_disk["parameters"] * 2 * 3 / 4)
+    begun |= {"bytes_sent_per_step": sent, "bytes_between_hosts_per_step": 0}
+    assert started.items() >= begun.items() and time.time() - 600 < started["began"] < time.time()
     said = capsys.readouterr()
+    assert f"validation loss {losses[-1]:.4f} after 12 steps, " in said.err
     assert said.out == "" and str(folder / "curves.png") in said.err
     for words in ("compiling the step (round 0)", "a sample of the consensus model", "step 3/12"):
         assert words in said.err, words
     assert said.err.index("a step: ") < said.err.index("step 3/12")
+    given, needed = [], []
+
+    def generate(config, params, prompts, *numbers):
+        given.extend([*prompts.tolist(), numbers[0], jax.random.key_data(numbers[1])[-1]])
+        given.extend(numbers[2:])
+        return np.column_stack([prompts, np.tile([ord("!"), 256], (2, 1))])
+
+    monkeypatch.setattr(decoders, "generate", generate)
+    monkeypatch.setattr(machine, "check_memory", lambda size, what: needed.append(size))
+    asked = "--tokens=3 --samples=2 --temperature=0.5 --top_k=5 --seed=7 --prompt=to"
+    assert sample.main(["--workdir", str(folder), *asked.split()]) == 0
+    assert capsys.readouterr().out == 2 * f"to!\n{80 * '-'}\n"
+    assert given == [[0, *b"to"]] * 2 + [3, 7, 0.5, 5]
+    assert needed == [2 * (4 * 2 * 16 * 3 + 4 * (3 + 256))]  # keys and values, tokens and logits
     memory = on_disk["memory_bytes_per_device"]
     state = sum(array.nbytes for array in tiny.saved(folder, 12).values())
     assert state <= memory["state"] < 1.1 * state + 10_000 and memory["temporary"] > state / 10

@@ -2,7 +2,9 @@
 
 import io
 import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -163,6 +165,9 @@ def test_bleu_and_its_signature():
     assert score < 5 and "tok:13a" in signature and "version:" in signature
 
 
+SCORES = [(translator.bleu,), (translator.meteor, "de")]
+
+
 def test_validation_scores_translations_by_their_references(folder, monkeypatch):
     """BLEU takes points off for their shortness, and the other way round for other reasons."""
     task = make_task(folder)
@@ -171,6 +176,38 @@ def test_validation_scores_translations_by_their_references(folder, monkeypatch)
     monkeypatch.setattr(task, "translator", lambda params, sources: halves)
     wanted = translator.bleu(halves, references)[0]
     assert task.score({})["bleu"] == wanted != translator.bleu(references, halves)[0]
+    # The last ones are of the test set, as are what is shown and the scores at the end.
+    pairs = TranslationPairs(folder, "test")
+    sources, references = map(pairs.sentences, (0, 1))
+    monkeypatch.setattr(task, "translator", lambda params, given, **_: given)
+    shown = [
+        f"source: {s}\nours: {s}\nreference: {r}" for s, r in zip(sources, references, strict=True)
+    ]
+    assert task.demonstrate({}, {}) == "\n".join(shown[:5])
+    found = task.test({})
+    assert (found["split"], found["sentences"]) == ("test", len(sources))
+    assert found["meteor_matches"] == "words, german stems"  # of the references
+    bleu, meteor = (f(sources, references, *more)[0] for f, *more in SCORES)
+    assert (found["bleu"], found["meteor"]) == (round(bleu, 2), round(meteor, 4))
+
+
+def test_translations_stand_where_their_sentences_stood(folder, monkeypatch):
+    """By a search that returns its sources: several batches, the longest sentences first."""
+    task, asked = make_task(folder), []
+
+    def search(config, params, source, **options):
+        asked.append((source.shape, options))
+        return SimpleNamespace(tokens=source[:, None])
+
+    monkeypatch.setattr(translator.beam_search, "beam_search", search)
+    sentences = [x for name in ("val", "test") for x in TranslationPairs(folder, name).sentences(0)]
+    sentences[3], sentences[7] = "", " ".join(sentences[:9])
+    encode, decode = task.vocabulary.encode, task.vocabulary.decode
+    assert task.translator({}, sentences) == [decode(encode(x)) for x in sentences]
+    options = {"beam": 2, "alpha": 0.6, "max_extra": 50}
+    longest = len(encode(sentences[7]))
+    shapes = [(32, -(-longest // 64) * 64), (32, 64)]
+    assert asked == [(shape, options) for shape in shapes] and longest > 128
 
 
 class WordNet:
@@ -191,6 +228,7 @@ def test_meteor(monkeypatch):
     """Of m equal words: 1 less the penalty for one chunk, (1 / m) ** 3 / 2."""
     monkeypatch.setattr("nltk.corpus.wordnet", WordNet())
     assert translator.meteor(["a b c d"], ["a b c d"], "en")[0] == pytest.approx(1 - 0.5 / 64)
+    assert translator.meteor(["houses"], ["house"], "en") == (0.5, "words, stems, WordNet")
     half = translator.meteor(["a b", "x"], ["a b", "y"], "en")[0]
     assert half == pytest.approx((1 - 0.5 / 8) / 2)
     monkeypatch.setattr("nltk.corpus.wordnet", WordNet(missing=True))
@@ -239,8 +277,10 @@ def test_translate_reads_lines_and_prints_as_many(run, folder, tmp_path, capsys,
     printed = capsys.readouterr().out.split("\n")
     assert len(printed) == 5 and printed[1] == "" and printed[-1] == ""
     monkeypatch.setattr("sys.stdin", io.StringIO(text.read_text()))
+    monkeypatch.setattr(translate, "_AT_A_TIME", 3)
     assert translate.main(arguments) == 0
-    assert capsys.readouterr().out.split("\n") == printed
+    said = capsys.readouterr()
+    assert said.out.split("\n") == printed and "\n4 sentences, " in said.err
     assert translate.main([*arguments, "--beam", "0"]) == 2
     assert "beam must be at least 1, got 0" in capsys.readouterr().err
     assert translate.main(["--workdir", str(tmp_path)]) == 2
@@ -291,7 +331,9 @@ def test_config_errors(folder, field, value):
 
 
 def test_numbers_that_fit_no_pair(folder):
-    with refuses("batch_size", "got 2", error=DataError):
+    lengths = TranslationPairs(folder, "train").lengths
+    fewest = math.ceil(lengths.sum() + len(lengths) / 2) / len(lengths)
+    with refuses("batch_size", f"at least {math.ceil(fewest)} ", "got 2", error=DataError):
         make_task(folder, batch_size=2)
     with refuses("12000 subwords", 1024, error=ConfigError):
         make_task(folder).translator(None, ["a short one", "word " * 3000])

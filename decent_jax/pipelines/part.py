@@ -149,5 +149,4 @@ def place(num_replicas: int) -> Placement:
 
 def total_norm(squares: list[float]) -> float:
     """The norm of a gradient whose stages have these sums of squares."""
-    total = math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan
-    return math.sqrt(total)
+    return math.sqrt(math.fsum(squares))

@@ -84,7 +84,13 @@ def known(name: str, value: Any) -> bool:
 
 
 class Memory(NamedTuple):
-    """Bytes on one device while a program runs, as XLA plans them."""
+    """Bytes on one device while a program runs, as XLA plans them.
+
+    >>> print(Memory(999_000_000, 1_000_000))
+    1.00 GB of memory per device (0.999 of state, 0.00100 while it runs)
+    >>> print(Memory(900_000_000, 1_000_000))
+    901 MB of memory per device (900 of state, 1.00 while it runs)
+    """
 
     state: int  # its arguments: the state, which is updated in place, and a batch
     temporary: int  # gradients, activations, messages, and results that are not in place
