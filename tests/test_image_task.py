@@ -1,6 +1,5 @@
 """Image classification: its numbers, its config, and runs of a few steps."""
 
-import collections
 import dataclasses
 import io
 import json
@@ -33,9 +32,6 @@ def tiny_config(**changes):
     """Pictures of 16 pixels."""
     changes = small_runs.RESNET | SOURCES | changes
     return small_runs.config("image_classification", **changes)
-
-
-DATA = collections.namedtuple("Data", "image_size eval_size eval_resize")
 
 
 def make_task(**changes):
@@ -273,9 +269,6 @@ def test_presets_and_changes():
     config.model.update(blocks="2, 3", width=8, small_images=True, dtype="float32")
     wanted = resnet.ResNetConfig((2, 3), True, 8, 10, True, dtype="float32")
     assert task_lib.model_config(config, 10) == wanted
-    sizes = [(32, 0, 0), (224, 0, 0), (224, 256, 0), (224, 256, 260)]
-    found = [task_lib.eval_sizes(DATA(*size)) for size in sizes]
-    assert found == [(32, 37), (224, 256), (256, 293), (256, 260)]
     config = tiny_config()
     assert task_lib.model_config(config, 10) == dataclasses.replace(
         resnet.PRESETS["tiny"], blocks=(1,), width=4, num_classes=10, dtype="float32"

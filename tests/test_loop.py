@@ -57,13 +57,6 @@ def test_step_t_trains_on_batch_t(tmp_path):
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
 
 
-def test_a_call_of_several_steps_ends_where_something_is_due():
-    every = {"eval.every": 4, "checkpoint.every": 0}
-    run = SimpleNamespace(config=tiny.waves(log={"every": 5}), every=every)
-    due = [loop.next_due(run, done, 14) for done in (0, 3, 4, 5, 10, 12)]
-    assert due == [4, 4, 5, 8, 12, 14]
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, compile_once):
     """The undisturbed run."""

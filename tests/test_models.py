@@ -303,10 +303,6 @@ def test_large_logits_stay_finite():
     np.testing.assert_array_equal(grad.astype(jnp.float32), [[1.0, -1.0, 0.0]])
 
 
-def test_target_beyond_the_classes_is_nan():
-    assert np.isnan(cross_entropy(jnp.zeros((1, 4)), jnp.array([4]))[0])
-
-
 def test_residuals_are_narrow():
     """Between forward and backward: the logits as they came, and float32 only per position."""
     logits, targets = random_case("bfloat16")
@@ -331,6 +327,7 @@ def test_compiled_gradient_writes_float32_logits_at_most_once(users_hlo):
     assert not set(wide) & set(gradient[0].split(", "))
 
 
-def test_errors():
+def test_targets_that_do_not_fit():
+    assert np.isnan(cross_entropy(jnp.zeros((1, 4)), jnp.array([4]))[0])  # beyond the classes
     with refuses((2,), (3,)):
         cross_entropy(jnp.zeros((3, 4)), jnp.zeros(2, jnp.int32))

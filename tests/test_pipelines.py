@@ -143,7 +143,7 @@ def test_losses_and_parameters_equal_the_run_without_stages(
             sent = []
             alone = Worker(threads.stages[0], Mailbox(), lambda to, key, _: sent.append((to, key)))
             alone.config.update(eval={"batch_size": 2}, cluster={"exchange_s": 0})
-            with refuses("no credit of step 0", error=PeerLost):
+            with refuses("stage 1 has sent no credit of step 0", error=PeerLost):
                 alone.evaluate()
             kinds = ["table to evaluate", *4 * ["evaluated activation"]]
             assert [(to, key.kind) for to, key in sent] == [(1, kind) for kind in kinds]

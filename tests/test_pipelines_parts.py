@@ -31,11 +31,6 @@ SECRET = b"0123456789abcdef"
 pytestmark = pytest.mark.usefixtures("compile_once")
 
 
-def test_a_message_that_does_not_come_is_named():
-    with pytest.raises(PeerLost, match=r"stage 3 has sent no activation of step 7 within"):
-        Mailbox().take(Key("activation", 7, 0, 3), 0.01)
-
-
 @pytest.fixture
 def box():
     """A mailbox and its address."""

@@ -268,18 +268,6 @@ def test_an_interruption_is_passed_on_and_ends_the_run(number, answer, code):
 # --- The command ----------------------------------------------------------------------------------
 
 
-def test_hosts_and_the_command_for_them():
-    options, program = supervise._parse(
-        [
-            *("--hosts", "a=10.0.0.1,b", "--spares", "c", "--via", "ssh {host} 'cd /x &&'"),
-            *("--", str(ROOT / "train.py")),
-        ]
-    )
-    members, count = supervise._members(options)
-    assert [member.address for member in members] == ["10.0.0.1", "b", "c"] and count == 2
-    assert members[1].argv == ["ssh", "b", "cd /x &&"] and program == [str(ROOT / "train.py")]
-
-
 def test_what_each_host_is_told_to_start(monkeypatch, tmp_path):
     """At first, and once b is left out: another port, two thirds of the replicas."""
     made = Mock(return_value=SimpleNamespace(run=lambda: 0, stop=None))
@@ -291,11 +279,15 @@ def test_what_each_host_is_told_to_start(monkeypatch, tmp_path):
     program = [str(ROOT / "train.py"), "--config", str(config), f"--workdir={run}"]
     program += ["--config.num_replicas=6", "--config.batch_size=12"]
     hosts = ["--hosts", "a=10.0.0.1,b,c", "--spares", "d", "--port", "7000", "--again", "2"]
+    hosts += ["--via", "ssh {host} 'cd /x &&'"]
     assert supervise.main([*hosts, "--", *program]) == 0
     (members, count, connect, start), given = made.call_args
+    assert [member.name for member in members] == [*"abcd"]
     assert (count, given["again"], given["patience_s"]) == (3, 2, 2 * 30 + 30)
     *via, command = connect(members[1])
-    assert via == ["ssh", "b"] and " decent_jax.cluster.agent decent_jax.train" in command
+    assert (
+        via == ["ssh", "b", "cd /x &&"] and " decent_jax.cluster.agent decent_jax.train" in command
+    )
     for member in members:
         member.agent = Mock()
     fewer = {"--config.batch_size=8", "--config.num_replicas=4"}

@@ -24,8 +24,8 @@ def format_number(value, digits=3):
 def format_bytes(value):
     """A number of bytes in megabytes, or from a thousand of them in gigabytes.
 
-    >>> format_bytes(674_000), format_bytes(1.99e9)
-    ('0.674 MB', '1.99 GB')
+    >>> format_bytes(674_000), format_bytes(1.99e9), format_bytes(1e12)
+    ('0.674 MB', '1.99 GB', '1.00 TB')
     """
     for unit, size in (("TB", 1e12), ("GB", 1e9)):
         if value >= size:
@@ -38,6 +38,8 @@ def format_duration(seconds):
 
     >>> format_duration(0.04), format_duration(4.21), format_duration(125), format_duration(7260)
     ('0.04 s', '4.2 s', '2 min 5 s', '2 h 1 min')
+    >>> format_duration(0.1), format_duration(59.96), format_duration(3599.6)
+    ('0.1 s', '1 min 0 s', '1 h 0 min')
     """
     if seconds < 59.95:
         return f"{seconds:.2f} s" if seconds < 0.1 else f"{seconds:.1f} s"
@@ -85,7 +87,13 @@ def printable(text: str) -> str:
 
 
 def name_all(processes: list[int], hosts: list[str]) -> str:
-    """``"processes 0 (a) and 2 (c)"``."""
+    """The numbers of some processes, with their hosts if those are known.
+
+    >>> name_all([2], []), name_all([0, 2], ["a", "b", "c"]), name_all([0, 1, 2, 3], [])
+    ('process 2', 'processes 0 (a) and 2 (c)', 'processes 0, 1, 2 and 3')
+    >>> name_all([0, 1, 2, 3, 4], [])
+    'processes 0, 1, 2 and 2 more'
+    """
     words = [f"{process} ({hosts[process]})" if hosts else str(process) for process in processes]
     if len(words) == 1:
         return f"process {words[0]}"

@@ -410,7 +410,12 @@ def _late(made: Curve) -> np.ndarray:
 
 
 def _unit(axis: str, largest: float) -> tuple[str, float]:
-    """The words of an axis, and what its numbers are divided by."""
+    """The words of an axis, and what its numbers are divided by.
+
+    >>> _unit("steps", 1e4), _unit("seconds", 600.0), _unit("sent", 1e9), _unit("sent", 9e5)
+    (('step', 1), ('training time (min)', 60),
+     ('sent per replica (GB)', 1000000000.0), ('sent per replica (kB)', 1000.0))
+    """
     if axis == "steps":
         return "step", 1
     if axis == "seconds":

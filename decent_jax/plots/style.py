@@ -119,7 +119,11 @@ def hold(axes: Axes, values: np.ndarray) -> None:
 
 
 def time_unit(seconds: float) -> tuple[str, int]:
-    """A unit that suits times up to ``seconds``, and its seconds."""
+    """A unit that suits times up to ``seconds``, and its seconds.
+
+    >>> [time_unit(seconds) for seconds in (120, 121, 7200, 7201)]
+    [('s', 1), ('min', 60), ('min', 60), ('h', 3600)]
+    """
     return ("h", 3600) if seconds > 7200 else ("min", 60) if seconds > 120 else ("s", 1)
 
 

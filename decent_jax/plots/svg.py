@@ -146,7 +146,11 @@ def _ends(values: np.ndarray, margin: float) -> tuple[float, float]:
 
 
 def _ticks(low: float, high: float, most: int) -> list[float]:
-    """Round numbers between the ends, at most ``most`` of them or a few more."""
+    """Round numbers between the ends, at most ``most`` of them or a few more.
+
+    >>> _ticks(-3.0, 20.0, 5), _ticks(0.0, 1.0, 5)[-1], _ticks(0.5, 3.0, 2)
+    ([0.0, 5.0, 10.0, 15.0, 20.0], 1.0, [2.0])
+    """
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(s * power for s in (1, 2, 5, 10) if s * power >= rough * 0.999)

@@ -129,7 +129,13 @@ def _blocks(text: str) -> tuple[int, ...]:
 
 
 def eval_sizes(data: ConfigDict) -> tuple[int, int]:
-    """(crop, shorter side before the crop) of evaluation, pixels."""
+    """(crop, shorter side before the crop) of evaluation, pixels.
+
+    >>> names = "image_size", "eval_size", "eval_resize"
+    >>> given = (32, 0, 0), (224, 0, 0), (224, 256, 0), (224, 256, 260)
+    >>> [eval_sizes(ConfigDict(dict(zip(names, sizes)))) for sizes in given]
+    [(32, 37), (224, 256), (256, 293), (256, 260)]
+    """
     size = data.eval_size or data.image_size
     return size, data.eval_resize or round(size * 8 / 7)
 

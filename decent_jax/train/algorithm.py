@@ -155,6 +155,14 @@ def messages(cost: Cost, hosts: Sequence[str], per_host: int) -> dict[str, float
     Returns:
       ``bytes_sent_per_step`` by the busiest replica; ``bytes_between_hosts_per_step`` by the
       busiest host to other ones, left out where hosts hold different numbers of replicas.
+
+    >>> cost = Cost(sent_a_step=8, sent_by_node=3, state=100, local_size=2)
+    >>> for hosts, per_host in ("aaaa", 4), ("abcd", 1), ("aabb", 2), ("aaab", 1):
+    ...     print(list(messages(cost, hosts, per_host).values()))
+    [8, 0]
+    [8, 8]
+    [8, 3]
+    [8]
     """
     found: dict[str, float] = {"bytes_sent_per_step": round(cost.sent_a_step)}
     between = {1: 0.0, len(hosts): cost.sent_a_step}.get(len(set(hosts)))

@@ -225,7 +225,14 @@ def passed(every: int, before: int, done: int) -> bool:
 
 
 def next_due(experiment: Experiment, done: int, steps: int) -> int:
-    """The first step after ``done`` after which there is a row, an evaluation or a checkpoint."""
+    """The first step after ``done`` after which there is a row, an evaluation or a checkpoint.
+
+    >>> from types import SimpleNamespace as Made
+    >>> every = {"eval.every": 4, "checkpoint.every": 0}
+    >>> run = Made(config=Made(log=Made(every=5)), every=every)
+    >>> [next_due(run, done, 14) for done in (0, 3, 4, 5, 10, 12)]
+    [4, 4, 5, 8, 12, 14]
+    """
     every = experiment.every
     periods = experiment.config.log.every, every["eval.every"], every["checkpoint.every"]
     return min([steps, *(done + period - done % period for period in periods if period)])
