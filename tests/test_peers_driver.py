@@ -5,9 +5,10 @@ import json
 import os
 import signal
 
+import noise_task
 import numpy as np
 import pytest
-from local_actors import LocalActors, Pending
+from local_actors import LocalActor, LocalActors, Pending
 from test_peers_law import PACES, SIZE, config_of, noise  # noqa: F401 (a fixture)
 
 from decent_jax.actors.handles import Lost, Silent
@@ -18,9 +19,9 @@ from decent_jax.peers.__main__ import main
 from decent_jax.peers.crew import Crew
 from decent_jax.peers.driver import Driver, message_bytes
 from decent_jax.peers.peer import Peer
-from decent_jax.peers.roster import RosterLink
+from decent_jax.peers.roster import Roster, RosterLink
 
-STEPS = 100
+STEPS, NOWHERE = 100, ("127.0.0.1", 9)
 
 
 class Trainee:
@@ -48,11 +49,11 @@ class Session:
 
     def __init__(self, folder, before=(), count=4):
         config = config_of()
-        config.peers.count = count
+        config.peers.update(count=count, cpus=2.0, gpus=1.0)
         self.said, self.folder = [], folder
         self.actors = LocalActors({Peer: Trainee})
         self.crew = Crew(config, folder, STEPS, dict(before), self.said.append, self.actors)
-        self.crew.begin(("127.0.0.1", 9))
+        self.crew.begin(NOWHERE)
         (folder / "peers").mkdir(exist_ok=True)
         (folder / "config.json").touch()
 
@@ -74,20 +75,35 @@ def session(tmp_path):
 def test_a_run_whose_peers_have_all_left_resumes_from_their_checkpoints(tmp_path):
     """They save when they leave. As peers that join they would forget these checkpoints."""
 
-    def started(entries):
+    def started(entries, count=3):
         """{slot: whether it joins}, of a resumed run of three."""
-        before = {"peers": entries, "streams": 4}
-        crew = Session(tmp_path, before, count=3).crew
-        joins = {slot: one.actor.there.place.start is not None for slot, one in crew.live.items()}
-        return joins, peer_run.known_steps(tmp_path, before)
+        before = {"peers": entries, "streams": 5}
+        crew = Session(tmp_path, before, count).crew
+        places = {slot: one.actor.there.place for slot, one in crew.live.items()}
+        for slot, place in places.items():
+            assert place.incarnation == (4 if slot == 1 else 0)  # its logs are not overwritten
+            # What all have made is known in steps of the run, and all read their former streams.
+            assert (place.num_streams, place.all_steps) == (5, 4 * crew.start)
+            assert place.start in (None, entries[str(slot)]["steps"])
+            assert crew.live[slot].actor.options == {
+                "log": tmp_path / "peers" / str(slot) / "log.txt",
+                **{"sigterm": "leave", "cpus": 2.0, "gpus": 1.0, "threads": 8},
+            }
+        joins = {slot: place.start is not None for slot, place in places.items()}
+        known = peer_run.known_steps(tmp_path, before)
+        assert crew.start == sum(known.values()) // 4
+        return joins, known
 
     for slot, step in (("0", 12), ("1", 15)):
         (tmp_path / "peers" / slot / "checkpoints" / str(step)).mkdir(parents=True)
+    (tmp_path / "peers" / "1" / "events-3.jsonl").touch()
     entries = {"0": {"alive": False, "steps": 11}, "1": {"alive": False, "steps": 14}}
     entries["2"] = {"alive": False, "steps": 9}
     assert started(entries) == ({0: False, 1: False, 2: True}, {0: 12, 1: 15, 2: 9})
     entries["1"]["alive"] = True  # it has what 0 left to the others
     assert started(entries) == ({0: True, 1: False, 2: True}, {0: 11, 1: 15, 2: 9})
+    entries["0"]["alive"] = True
+    assert started(entries, count=1)[0] == {0: False}
 
 
 def test_peers_that_leave_are_replaced_where_more_are_wanted_again(session):
@@ -118,15 +134,47 @@ def test_of_a_peer_that_has_failed_no_process_stays(error, session):
     assert str(error) in session.said[0]
 
 
-@pytest.mark.parametrize(("leaves", "stays"), [(False, True), (True, False)])
-def test_a_peer_that_lags_is_replaced(leaves, stays, session):
-    """However often; only deaths count."""
+@pytest.mark.parametrize(("leaves", "steps"), [(False, 99), (True, 99), (False, 100)])
+def test_a_peer_that_lags_is_replaced(leaves, steps, session):
+    """However often; only deaths count. Not where it should leave, or all steps are made."""
     if leaves:
         session.resize(3)
     actor = session.crew.live[3].actor
     actor.there.ends = {"how": "lag", "steps": 3}
+    session.crew.looked = {2: {"steps": 4 * steps, "incarnation": 0}}
     session.crew.collect()
+    stays = not leaves and steps < STEPS
     assert actor.killed and (3 in session.crew.live) is stays and not session.crew.deaths
+
+
+def test_nobody_replaces_the_last_peer_and_the_copies_are_of_those_that_give_one(tmp_path):
+    """It would have nobody to join."""
+    session = Session(tmp_path, count=1)
+    actor = session.crew.live[0].actor
+    actor.there.published = lambda: ["copy"]
+    silent, without = (LocalActor(Trainee(session.peer(0).place, NOWHERE, b""), {}) for _ in "ab")
+    silent.there.ends = Silent("gives no answer")
+    silent.there.published = silent.there.train
+    assert session.crew.copies([without, actor, silent]) == [["copy"]]
+    session.peer(0).ends = Lost(RuntimeError(), killed=True)
+    session.crew.collect()
+    assert not session.crew.live and session.crew.gone == {0}
+
+
+def test_what_changes_is_said_once(session):
+    now, crew = [0.0], session.crew
+    crew.roster = Roster(5.0, {}, lambda: now[0])
+    for slot in range(4):
+        crew.roster.add(slot, int(slot == 1), False)
+    for seconds, heard in ((0, 4), (6, 1), (1, 1), (0, 4), (6, 1)):
+        now[0] += seconds
+        for slot in range(heard):
+            crew.roster.beat(slot, int(slot == 1), NOWHERE, {"steps": 1})
+        crew.look()
+    away = [f"peer {k} is silent; the others go on without it" for k in (1, 2, 3)]
+    back = [f"peer {k} is back" for k in (1, 2, 3)]
+    assert session.said == ["peer 1 trains again, as 1.1", *away, *back, *away]
+    assert crew.looked[0]["member"] and not crew.looked[1]["member"] and crew.trains()
 
 
 def test_a_peer_is_replaced_as_often_as_the_config_says(session):
@@ -162,8 +210,9 @@ class Reporting(Trainee):
     steps = 3
 
     def train(self):
-        report = {"steps": self.steps, "met": 1, "loss": 1.0}
-        self.roster.call("beat", self.place.slot, self.place.incarnation, ("", 0), report)
+        slot = self.place.slot
+        report = {"steps": self.steps, "met": slot, "losses": (slot, 2 * slot), "lost": 1}
+        self.roster.call("beat", slot, self.place.incarnation, ("", 0), report)
         return super().train()
 
 
@@ -194,7 +243,7 @@ class Trained(Ended):
     """One that gives its last parameters."""
 
     def published(self):
-        return [np.ones(SIZE, np.float32)]
+        return [np.full(SIZE, self.place.slot, np.float32)]
 
 
 @contextlib.contextmanager
@@ -219,11 +268,26 @@ def test_an_end_without_parameters_is_one_sentence(tmp_path):
         driver.run()
 
 
-def test_an_extended_run_knows_how_good_the_last_model_was(tmp_path):
+def test_a_run_ends_with_the_mean_of_the_last_models(tmp_path):
+    """And an extended run knows how good it was."""
     with driven(tmp_path, Trained) as driver:
-        driver.run()
+        summary = driver.run()
     *_, row = load_run(tmp_path).rows
-    assert json.loads((tmp_path / "peers.json").read_text())["best"] == row["eval/loss"]
+    records = [noise_task.Normal(8, SIZE)[k] for k in range(8)]
+    assert row["eval/loss"] == pytest.approx(1.5 * np.sum(records) / 8, rel=1e-5)
+    assert row["train/loss"] == 0.5 and row["peers/met"] == 6 and row["step"] == 8
+    assert summary["final"]["eval/loss"] == row["eval/loss"] == summary["best_eval_loss"]
+    counts = {"met": 6, "declined": 0, "not_understood": 0, "lost": 4}
+    slots = dict.fromkeys(range(4), 8)
+    assert summary["peers"] == {"slots": slots, "died": 0, "meetings": counts}
+    assert (summary["steps"], summary["bytes_sent_per_step"]) == (8, 2 * 4 * SIZE / 2)
+    assert peer_run.saved_steps(tmp_path) == [8]
+    manifest = json.loads((tmp_path / "peers.json").read_text())
+    assert manifest.pop("seconds") > 0
+    assert manifest == {
+        **{"step": 8, "examples": 8 * 8, "best": row["eval/loss"], "streams": 4, "batch": 2},
+        "peers": {str(slot): {"steps": 8, "alive": True} for slot in range(4)},
+    }
 
 
 @pytest.mark.parametrize(("mixes", "numbers"), [(True, 13), (False, 10)])

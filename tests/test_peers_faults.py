@@ -57,7 +57,7 @@ def test_a_report_does_not_wait_for_the_device(in_process):
         make_step_of(in_process)
 
 
-def test_a_row_has_the_mean_loss_of_the_steps_since_the_row_before(in_process):
+def test_a_row_has_what_peers_reported_and_the_mean_loss_since_the_row_before(in_process):
     """As in any other run; a peer that made no step since then does not count."""
     whole = Whole(ConfigDict(in_process.place.config), in_process.experiment)
 
@@ -71,6 +71,30 @@ def test_a_row_has_the_mean_loss_of_the_steps_since_the_row_before(in_process):
 
     assert row((6.0, 3), (4.0, 1), (0.0, 0)) == (10 / 4, 2.0, 4.0)
     assert row((10.0, 5), (4.0, 1), (1.0, 1)) == (5 / 3, 1.0, 2.0)
+    reports = [
+        {"alive": True, "met": 3, "lost": 2, "distance": 0.3, "stale": 2, "steps": 5},
+        {"alive": False, "met": 4, "distance": 0.9, "stale": 7, "steps": 6},
+        {"alive": True, "met": 1, "declined": 1, "distance": 0.5, "steps": 7},
+        {"alive": True, "steps": 8},  # it has not reported yet
+    ]
+    reports = [
+        {"slot": k, "incarnation": k, "losses": (0, 0)} | one for k, one in enumerate(reports)
+    ]
+    found = whole.row(reports, 12, 4, 2.0)
+    assert all(np.isnan(found.pop(f"train/loss{name}")) for name in ("", "_min", "_max"))
+    own = [("steps", 5, 7), ("incarnation", 0, 2), ("stale", 2, 0)]
+    assert found == pytest.approx(
+        {
+            "train/learning_rate": 0.01,
+            # Two random peers of n are apart by 2 n / (n - 1) of the mean square from the mean.
+            "train/consensus_distance_relative": np.sqrt((0.3**2 + 0.5**2) / 2 / 4),
+            **{"perf/step_time_s": 0.5, "perf/examples_per_s": 16.0, "peers/live": 2.0},
+            **{"peers/met": 4.0, "peers/declined": 1.0, "peers/lost": 2.0},
+            **{"peers/not_understood": 0.0},
+            **{f"peers/0/{name}": value for name, value, _ in own},
+            **{f"peers/2/{name}": value for name, _, value in own},
+        }
+    )
 
 
 def test_a_resume_holds_no_log_in_memory(in_process):

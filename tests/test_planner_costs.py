@@ -1,5 +1,6 @@
 """What communication costs, against closed forms, hand counts and a brute-force allocation."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -121,10 +122,12 @@ def ring_chunk_by_chunk(chunk_s, latency_s, steps):
 
 def test_a_ring_of_unequal_links_is_what_a_loop_over_chunks_gives():
     whole = network.regions({"Oregon": 1, "Tokyo": 1, "London": 1, "Ohio": 1})
+    even = dataclasses.replace(whole, bandwidth_bytes_per_s=np.full((4, 4), 2e8))
     hop = np.roll(np.arange(4), -1)
-    chunk_s = MODEL / 4 / whole.bandwidth_bytes_per_s[np.arange(4), hop]
-    wanted = ring_chunk_by_chunk(chunk_s, whole.latency_s[np.arange(4), hop], 6)
-    assert costs.all_reduce_s(whole, MODEL, "ring") == pytest.approx(wanted)
+    for one in (whole, even):
+        chunk_s = MODEL / 4 / one.bandwidth_bytes_per_s[np.arange(4), hop]
+        wanted = ring_chunk_by_chunk(chunk_s, one.latency_s[np.arange(4), hop], 6)
+        assert costs.all_reduce_s(one, MODEL, "ring") == pytest.approx(wanted)
 
 
 def test_trees_carry_twice_the_data_on_a_card_and_the_data_once_between_two_nodes():
@@ -132,10 +135,11 @@ def test_trees_carry_twice_the_data_on_a_card_and_the_data_once_between_two_node
     many = costs.all_reduce_s(flat(16), MODEL, "tree")
     assert many == pytest.approx(2 * MODEL / 1e9, rel=0.01)
     assert 0 < many - 2 * MODEL / 1e9 < 2 * latency
+    assert costs.all_reduce_s(flat(5), MODEL, "tree") == pytest.approx(2 * MODEL / 1e9, rel=0.01)
     assert costs.all_reduce_s(flat(2), MODEL, "tree") == pytest.approx(MODEL / 1e9, rel=0.01)
 
 
-@pytest.mark.parametrize(("n", "hops"), [(2, 1), (4, 2), (8, 3)])
+@pytest.mark.parametrize(("n", "hops"), [(2, 1), (4, 2), (5, 3), (8, 3)])
 def test_a_tree_takes_the_latency_of_its_longest_way_up_and_down(n, hops):
     assert costs.all_reduce_s(flat(n), 0.0, "tree") == pytest.approx(2 * hops * 1e-4)
 
@@ -195,6 +199,9 @@ def test_alternating_exp_ring_sends_a_model_a_node_when_hierarchical_and_four_wh
         assert hierarchical == pytest.approx(1.0, rel=0.03)
         assert plain == pytest.approx(4.0, rel=0.03)
         assert merged == pytest.approx(1.0, rel=0.03)  # a tree over two nodes
+    pairs = topology.make("alternating_exp_ring", 16, local_size=2)
+    plain = costs.round_s(cluster(4, 4), pairs, pairs.period - 1, MODEL, "plain")
+    assert plain == pytest.approx(MODEL / 2 * 1e-11 + 2.0, rel=1e-4)  # a mean, and two models
 
 
 def test_carrying_a_round_out_by_all_reduce_needs_a_mean_over_groups():

@@ -1,6 +1,7 @@
 """Networks: DT-FM's published matrices, the file formats, and what is refused in which words."""
 
 import dataclasses
+import itertools
 import json
 
 import numpy as np
@@ -21,6 +22,7 @@ def test_presets_are_dtfms_published_matrices():
     cases = json.loads(shared("networks/dtfm_cases.json").read_text())["cases"]
     assert len(cases) == 5
     off_diagonal = ~np.eye(64, dtype=bool)
+    cards_gbps = [[25.0] * 8, [5.0] * 8 + [1.25] * 32, [5.0] * 64, [2.0] * 64, [2.0] * 64]
     for number, case in enumerate(cases.values(), 1):
         network = networks.preset(f"dtfm_case{number}")
         ms, gbps = np.array(case["delay_ms"]), np.array(case["bandwidth_gbps"])
@@ -32,6 +34,8 @@ def test_presets_are_dtfms_published_matrices():
             gbps[off_diagonal],
             rtol=1e-12,
         )
+        cards = network.nic_bytes_per_s / BYTES_PER_GBIT
+        assert cards.tolist() == cards_gbps[number - 1]
 
 
 def test_the_packaged_region_table_is_the_shared_one():
@@ -96,6 +100,9 @@ def test_a_file_is_read_back_as_it_was(tmp_path):
     network.save(path)
     again = networks.load(path)
     assert again.names == network.names and network.names[3:5] == ("Tokyo/3", "Oregon/0")
+    assert network.transfer_s(2, 3, 25e9) == 1 + 1e-5  # on PCIe
+    assert network.transfer_s(1, 3, 2.5e8) == 1 + 5e-3  # in the region, as fast as the card
+    assert network.nic_bytes_per_s.tolist() == [2.5e8] * 3
     for name, values in dataclasses.asdict(network).items():
         np.testing.assert_array_equal(getattr(again, name), values)
 
@@ -197,11 +204,13 @@ def test_fields_of_devices_are_checked(name, value):
 
 
 def test_clusters_and_presets():
-    network = networks.preset("pcie_100gb_ib", 3, 4)
-    assert (network.num_devices, network.num_nodes) == (12, 3)
-    assert network.bandwidth_bytes_per_s[0, 3] == 25e9
-    assert network.bandwidth_bytes_per_s[0, 4] == 12.5e9
-    assert network.nic_bytes_per_s.tolist() == [12.5e9] * 3
+    insides, betweens = {"nvlink": (5, 300e9), "pcie": (10, 25e9)}, {"25gbe": 30, "100gb_ib": 5}
+    for (inside, link), (between, us) in itertools.product(insides.items(), betweens.items()):
+        network, rate = networks.preset(f"{inside}_{between}", 3, 4), {30: 3.125e9, 5: 12.5e9}[us]
+        assert (network.num_devices, network.num_nodes) == (12, 3)
+        assert (network.latency_s[0, 3] * 1e6, network.bandwidth_bytes_per_s[0, 3]) == link
+        assert (network.latency_s[0, 4] * 1e6, network.bandwidth_bytes_per_s[0, 4]) == (us, rate)
+        assert network.nic_bytes_per_s.tolist() == [rate] * 3
     uneven = networks.cluster([1, 3], Link(0.0, 1e10), Link(1e-3, 1e9))
     assert uneven.node.tolist() == [0, 1, 1, 1]
     assert uneven.transfer_s(0, 2, 1e9) == pytest.approx(1.001)
@@ -210,8 +219,12 @@ def test_clusters_and_presets():
 def test_a_cluster_too_large_for_this_machine_is_refused(monkeypatch):
     monkeypatch.setattr(machine, "memory_bytes", lambda: 10**6)
     networks.cluster([10, 10], networks.NVLINK, networks.ETHERNET_25G)
-    with refuses("100 devices", error=ConfigError):
-        networks.cluster([50, 50], networks.NVLINK, networks.ETHERNET_25G)
+    for too_large in (
+        lambda: networks.cluster([50, 50], networks.NVLINK, networks.ETHERNET_25G),
+        lambda: networks.regions({"Ohio": 20, "Oregon": 30}, devices_per_node=2),
+    ):
+        with refuses("100 devices", error=ConfigError):
+            too_large()
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,26 @@ def test_all_reduce_is_given_its_best_bucket_size():
     assert near.bucket_bytes == 25e6
 
 
+def test_timelines_are_those_of_the_algorithms_with_their_options():
+    whole, work, names = (
+        cluster(2, 2),
+        workload(200e6, row_length=64.0),
+        ("all_reduce", "hypercube"),
+    )
+    options = {"mix_every": 2, "wire": "int8"}
+    reduced = predict.algorithm_of("all_reduce", whole, work)
+    gossip = Gossip(topology.make("hypercube", 4, local_size=2), **options)
+    found = predict.timelines(whole, work, names, **options)
+    for (title, shown), name, one in zip(found.items(), names, (reduced, gossip), strict=True):
+        assert (
+            title
+            == f"{name}: {1e3 * predict.step_s(whole, work, one):.0f} ms per step in the long run"
+        )
+        run = simulate(whole, work, one, steps=3, warm_up=20, record=True)
+        assert shown[0] == run.events
+        np.testing.assert_array_equal(shown[1], run.ends_s)
+
+
 def test_local_size_needs_consecutive_devices_in_equal_nodes():
     assert predict.local_size(cluster(2, 4)) == 4
     assert predict.local_size(network.cluster([3, 1], INSIDE, BETWEEN)) == 1
@@ -107,7 +127,11 @@ def test_the_slow_down_is_that_of_the_published_losses(n):
 
 def test_the_recommendation_is_the_least_time_to_the_same_quality():
     whole = cluster(4, 4)
-    found = recommend.choices(whole, workload(100e6, LogNormal(0.1)), mix_every=(1, 4))
+    varied, wires = workload(100e6, LogNormal(0.1)), ("float32", "int8")
+    found = recommend.choices(whole, varied, mix_every=(1, 2), wires=wires)
+    labels = [choice.prediction.label for choice in found]
+    assert {"alternating_exp_ring, every 2 steps, int8", "complete, every 2 steps"} < {*labels}
+    assert len({*labels}) == len(labels) and "complete, int8" not in labels  # it sends no copies
     costs_s = [choice.prediction.step_s * choice.slow_down for choice in found]
     assert costs_s == sorted(costs_s)
     assert [choice.slow_down for choice in found if choice.prediction.label == "all_reduce"] == [1]
@@ -116,6 +140,42 @@ def test_the_recommendation_is_the_least_time_to_the_same_quality():
     best = found[0].prediction
     assert text.startswith(f"Take {best.label}: {1e3 * best.step_s:.4g} ms per step")
     assert "all_reduce is" in text
+
+
+def test_advice_and_tables_in_words():
+    def choice(label, step_s, slow_down, algorithm=None, replicas=9):
+        parts = 0.05, step_s - 0.06, 0.01
+        row = predict.Prediction(label, 2, replicas, step_s, *parts)
+        return recommend.Choice(algorithm, row, slow_down)
+
+    first, second, third = (choice(k, 0.1 + t, 1.2) for k, t in zip("xyz", (0, 1, 2), strict=True))
+    reduced, few = (
+        choice("all_reduce", 0.2, 1.0, AllReduce()),
+        choice("all_reduce", 0.1, 1.0, AllReduce(), 8),
+    )
+    assert recommend.explain([first, reduced, second, third]).splitlines() == [
+        "Take x: 100 ms per step, of which 50 ms compute, 40 ms communication that nothing hides, "
+        "10 ms waiting for others. At 1.20 times the steps of all-reduce that is as good as "
+        "120 ms.",
+        "all_reduce is 1.67 times as slow: 200 ms per step, of which 50 ms compute, 140 ms "
+        "communication that nothing hides, 10 ms waiting for others. It would win only if gossip "
+        "needed more than 2.00 times its steps.",
+        "The next best is y: 1100 ms per step, of which 50 ms compute, 1040 ms communication that "
+        "nothing hides, 10 ms waiting for others. At 1.20 times the steps of all-reduce that is as "
+        "good as 1320 ms.",
+        "How many more steps gossip needs is extrapolated from 4 and 8 replicas.",
+    ]
+    assert "extrapolated" not in recommend.explain([few])
+    assert recommend.format_table([first, second, third, reduced], most=1).splitlines()[2:] == [
+        "| x | 100.0 | compute | 1.20x | 120.0 |",
+        "| all_reduce | 200.0 | communication | 1.00x | 200.0 |",
+    ]
+    rows = [one.prediction for one in (reduced, first, few)]
+    assert predict.format_table(rows).splitlines()[2:] == [
+        "| 2 | 9 | all_reduce | 200.0 | 50.0 | 140.0 | 10.0 | communication | 1.00x |",
+        "| 2 | 9 | x | 100.0 | 50.0 | 40.0 | 10.0 | compute | 2.00x |",
+        "| 2 | 8 | all_reduce | 100.0 | 50.0 | 40.0 | 10.0 | compute | 1.00x |",
+    ]
 
 
 def test_fast_networks_get_all_reduce_and_slow_ones_gossip():
@@ -144,6 +204,10 @@ def test_config_lines_say_everything_a_schedule_needs():
         "config.local_size = 4",
         'config.comm_dtype = "int8"',
     ]
+    [named] = set(recommend.config_lines(recommend.Choice(gossip, row, 1.1, 4), "dadam")) - set(
+        lines
+    )
+    assert named == 'config.algorithm = "dadam"'
 
 
 def test_a_compressed_wire_takes_its_share_of_the_time():

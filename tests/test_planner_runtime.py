@@ -228,6 +228,7 @@ def test_the_same_seed_gives_the_same_run_and_lengths_are_whole_periods():
     work = workload(compute=LogNormal(0.1))
     first, second = (simulate(whole, work, algorithm, steps=10, warm_up=1) for _ in range(2))
     np.testing.assert_array_equal(first.ends_s, second.ends_s)
+    assert first.events == ()
     assert len(first.ends_s) == 12 + 6
     with refuses(8, 4):
         simulate(cluster(1, 4), work, algorithm)

@@ -134,8 +134,7 @@ def permute_phase(network: Network, sources: ArrayLike, num_bytes: float) -> Pha
 
     A replica is done when it has received and its own message has arrived.
     """
-    wanted = np.array(sources, np.int64)
-    wanted[wanted == np.arange(len(wanted))] = -1
+    wanted = np.asarray(sources, np.int64)
     receivers = np.flatnonzero(wanted >= 0)
     senders = wanted[receivers]
     seconds = network.latency_s[senders, receivers] + num_bytes / rates(network, senders, receivers)

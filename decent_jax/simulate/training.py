@@ -327,7 +327,7 @@ class _Run:
         self.failed_decodes += failures
         self.failed += failures > 0
         if failures:
-            return self.x[i].copy(), self.x[j].copy()
+            return self.x[i], self.x[j]
         own_i, own_j = quantizer.decode(from_i, own_i), quantizer.decode(from_j, own_j)
         return self.x[i] + (at_i - own_i) / 2, self.x[j] + (at_j - own_j) / 2
 
