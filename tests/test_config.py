@@ -86,6 +86,8 @@ mesh.devices=16 num_replicas=16 batch_size=16
 eval.every=often
 'checkpoint.every=5 hours'
 data.path=
+data.alpha=0
+data.partition=dirichlet
 data.path=/nowhere
 data.path=/ | manifest.json |
 model.context=1000 | tokens | 1001

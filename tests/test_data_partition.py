@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import small_runs
 import tiny
-from refusals import refused, refuses
+from refusals import refuses
 
 from decent_jax.data import loader, partition
 from decent_jax.ground.errors import DataError
@@ -178,20 +178,3 @@ def test_a_run_resumed_elsewhere_and_with_fewer_replicas(tmp_path, capfd, compil
     np.testing.assert_allclose(tiny.losses(resumed), losses, rtol=1e-4)
     tiny.run(config(num_replicas=2, steps=5), resumed)
     assert tiny.summary(resumed)["partition"]["records_per_replica"] == 100
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("data.alpha", 0.0), ("data.alpha", -1.0), ("data.partition", "sorted")]
-)
-def test_configs_that_cannot_be_run(field, value, tmp_path):
-    with refused(field, value):
-        tiny.run(config(**{field.replace(".", "__"): value}), tmp_path / "bad")
-    assert not (tmp_path / "bad/config.json").exists()
-
-
-def test_text_has_no_labels_to_divide_it_by(tmp_path):
-    data = tiny.write_data(tmp_path / "data")
-    changed = tiny.config(data)
-    changed.data.partition = "dirichlet"
-    with refused("data.partition", "dirichlet"):
-        tiny.run(changed, tmp_path / "bad")
