@@ -12,6 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from decent_jax.commands import plot as command
 from decent_jax.ground.json_files import write_json_atomic
 from decent_jax.ground.run_folder import SCORES, RunFolder, label_runs, load_run, smoothed
+from decent_jax.plots import network
 from decent_jax.plots import runs as plot
 from decent_jax.train.metrics import MetricWriter
 
@@ -70,6 +71,21 @@ def test_one_run(tmp_path, capsys):
     assert figure.axes[2].get_yscale() == "log"
     assert figure.get_suptitle() == "my_run: gossip, ring, 8 replicas"
     assert [text.get_text() for text in figure.axes[0].texts] == ["train 2.020", "validation 2.220"]
+
+
+def test_a_step_as_a_gantt_chart_by_hand():
+    """The last of two steps, of replicas 2 and 0 of three; what began before it is cut off."""
+    events = [("forward", 0, 1, 1.0, 1.5), ("communicate", 2, 1, 0.5, 2.0), ("wait", 1, 1, 1, 2)]
+    events.append(("backward", 0, 0, 0.0, 1.0))
+    ends = np.array([[0.5, 0.5, 0.5], [1.0, 1.0, 1.0], [2.0, 2.0, 2.5]])
+    figure = network.draw_gantt({"ring": (events, ends)}, ["a", "b", "c"], [2, 0], steps=1)
+    (axes,) = figure.axes
+    spans = [found.get_paths()[0].get_extents().extents for found in axes.collections]
+    wanted = [(0, 0.6, 500, 1), (0, 0.02, 1000, 0.38), (1500, -0.42, 1500, 0.4)]
+    np.testing.assert_allclose(spans, [*wanted, (1000, 0.58, 1000, 1.4)])
+    assert axes.get_xlim() == (0, 1515) and axes.get_title(loc="left") == "ring"
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["c", "a"]
+    assert axes.get_xlabel() == "milliseconds (2 of 3 replicas)"
 
 
 def test_a_run_of_peers_has_a_lane_for_each(tmp_path):

@@ -152,6 +152,12 @@ def has(row: Mapping[str, Any], name: str) -> bool:
 
 
 def _median(rows: list[dict[str, Any]], name: str) -> float | None:
+    """Of a metric in the last rows; None where none of them has it.
+
+    >>> rows = 5 * [{"x": 100.0}] + [{"x": 2.0 * k} for k in range(10)]
+    >>> _median(rows, "x"), _median(rows, "y")
+    (9.0, None)
+    """
     found = [row[name] for row in rows[-_RECENT_ROWS:] if has(row, name)]
     return statistics.median(found) if found else None
 
