@@ -201,6 +201,13 @@ def test_a_peer_that_is_ended_is_told_the_true_reason(ready, late, why, session)
     assert all(actor.killed for actor in actors) and crew.unsaved == 4 and not crew.live
 
 
+def test_checkpoints_that_are_made_anew_are_forgotten(tmp_path):
+    for name in ("3", "5", "7.being-written", "notes"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    peer_run.forget(tmp_path, 5)
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"3", "notes"}
+
+
 # --- Whole sessions -------------------------------------------------------------------------------
 
 

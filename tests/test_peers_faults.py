@@ -270,7 +270,7 @@ def test_a_roster_that_is_out_of_reach_for_a_while_is_asked_again(in_process):
 
 
 def test_a_roster_is_asked_over_a_connection_that_may_break():
-    roster, served = Roster(5.0, {}), []
+    roster, served = Roster(5.0, {1: 4}), []
     roster.add(0, 0, False)
     roster.add(1, 0, True)
 
@@ -283,13 +283,15 @@ def test_a_roster_is_asked_over_a_connection_that_may_break():
         link = RosterLink(address, SECRET, 30.0)
         for steps in (3, 5):
             found = link.call("beat", 0, 0, NOWHERE, {"steps": steps, "step_s": 0.5})
-            assert found == [steps, [["0.0", list(NOWHERE)]], 0.5]
+            assert found == [steps + 4, [["0.0", list(NOWHERE)]], 0.5]
         assert link.call("beat", 0, 1, NOWHERE, {"steps": 3}) is None  # another one has the slot
         assert link.call("is_hopeful") and len(served) == 1
         served[0].close()
         with pytest.raises(BROKEN):
             link.call("members")
         assert link.call("members") == [["0.0", list(NOWHERE)]]
+        roster.remove(0)
+        assert link.call("members") == [] and not link.call("is_hopeful")
     with pytest.raises(BROKEN):
         RosterLink(NOWHERE, SECRET, 1.0).call("members")
 
@@ -323,24 +325,28 @@ def test_a_peer_that_was_silent_for_too_long_ends_and_saves_nothing(
     in_process.pulse.own += own
     in_process.meetings.counts["met"] += met
     assert reporter.beat() is goes_on
+    in_process.meetings.publish([np.zeros(3, np.float32)], 0)
     assert in_process.meetings.agree("1.0-0") is goes_on
     if not goes_on:
         with pytest.raises(NotJoined):
             in_process.boundary.over(8)
 
 
-def test_meetings_before_a_network_broke_do_not_count(in_process):
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_meetings_before_a_network_broke_do_not_count(when, in_process):
     """A peer that met between its last answer and the break may have met nobody since."""
     now = [0.0]
     late = 16 * len(PACES), BOTH, 0.0
     answers = Answers((0, BOTH, 0.0), TimeoutError(), TimeoutError(), late)
     reporter = reporter_of(in_process, answers, lambda: now[0], silent_s=5.0, max_lag=8)
     assert reporter.beat()
-    in_process.meetings.counts["met"] += 1
-    assert reporter.beat() and reporter.beat()
+    in_process.meetings.counts["met"] += when == "before"
+    assert reporter.beat()
+    in_process.meetings.counts["met"] += when == "meanwhile"
+    assert reporter.beat()
     in_process.pulse.own += 12
     now[0] += 6
-    assert not reporter.beat()
+    assert reporter.beat() is (when == "meanwhile")
 
 
 def test_reports_end_when_the_peer_does(in_process):

@@ -67,7 +67,8 @@ class InProcess:
             return state, metrics
 
         batch = self.experiment.placement.put(next(self.batches))
-        self.state, _ = self.boundary.step(measured, self.state, batch, self.t)
+        self.state, metrics = self.boundary.step(measured, self.state, batch, self.t)
+        assert float(metrics["learning_rate"]) == np.float32(RATE)
         self.t += 1
 
 

@@ -153,7 +153,7 @@ def test_a_partner_that_is_silent_is_given_up(talkers):
     assert one.meetings.idle() and one.meetings.counts["lost"] == 1
 
 
-def test_a_late_acceptance_still_adds_the_half_that_the_partner_added(talkers):
+def test_a_late_acceptance_still_adds_the_half_that_the_partner_added(talkers, capsys):
     """And nobody waits for it."""
     go_on, settled = threading.Event(), queue.SimpleQueue()
 
@@ -182,6 +182,7 @@ def test_a_late_acceptance_still_adds_the_half_that_the_partner_added(talkers):
     one, other = talkers(serve=serve)
     one.asker.ask()
     settled.get(timeout=30)  # the partner has added its half
+    assert "peer 1.0 gives no answer" in capsys.readouterr().out
     assert not one.meetings.idle() and not one.meetings.take()
     assert one.meetings.ask(), "it meets others meanwhile"
     one.meetings.give_up("0.0-1", "lost")

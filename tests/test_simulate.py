@@ -321,6 +321,10 @@ def test_records_rates_and_what_is_observed():
         (lambda: swarm(np.zeros((3, 1)), [meet(-1, 0)], noise, 0.1), "3 -1"),
         (lambda: swarm(np.zeros((3, 1)), [meet(1, 1)], noise, 0.1), "at most once"),
         (lambda: swarm(np.zeros((3, 1)), [[meet(0, 1), meet(1, 2)]], noise, 0.1), "at most once"),
+        (
+            lambda: swarm(np.full((2, 1), 2.0**60), [meet(0, 1)], noise, 0.1, quantizer=COARSE),
+            "2^62 1.15292e+18",
+        ),
         (lambda: swarm(np.full((2, 1), np.inf), [], noise, 0.1), "lower the learning rate"),
     ],
 )
@@ -340,7 +344,7 @@ def test_edges_are_uniform():
     np.add.at(counts, tuple(np.array([one[:2] for one in drawn]).T), 1)
     assert ((counts > 0) == (counts.T > 0)).all() and ((counts > 0).sum(axis=0) == 3).all()
     np.testing.assert_allclose(counts[counts > 0], 40_000 / 24, rtol=0.1)
-    assert drawn[-1].time == 10_000
+    assert drawn[-1][2:] == (1, 1, 10_000)
 
 
 def test_a_random_regular_graph():
