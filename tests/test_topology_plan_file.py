@@ -35,12 +35,14 @@ def test_plans_are_read_back_as_they_were(tmp_path, name, local_size):
     assert again.schedule.bytes_sent(1) == schedule.bytes_sent(1)
 
 
-def test_a_plan_of_pipelines_is_read_back(tmp_path):
-    schedule, path = topology.make("one_peer_exp", 2), tmp_path / "plan.json"
-    plan_file.Plan(HOSTS, schedule, stages=4, layers=(1, 2, 2, 1)).save(path)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_plan_of_pipelines_is_read_back(replicas, tmp_path):
+    schedule, path = topology.make("one_peer_exp", replicas), tmp_path / "plan.json"
+    stages, layers = 8 // replicas, tuple(range(1, 8 // replicas + 1))
+    plan_file.Plan(HOSTS, schedule, stages=stages, layers=layers).save(path)
     again = plan_file.load(path)
     found = again.schedule.num_replicas, again.stages, again.layers
-    assert found == (2, 4, (1, 2, 2, 1))
+    assert found == (replicas, stages, layers)
 
 
 @pytest.mark.parametrize("name", ["mine", "hypercube"])
