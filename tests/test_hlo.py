@@ -233,7 +233,7 @@ def test_small_arrays_of_a_dtype_are_one_message(name, codec, wanted, monkeypatc
 
 
 def test_small_arrays_of_nodes_are_one_message(monkeypatch):
-    """Of each stage: the kernel, and bias and scale together."""
+    """Of each stage: the kernel, and bias and scale together; over gloo all three."""
     schedule = topology.make("alternating_exp_ring", 8, local_size=2)
     (apart, sizes), (together, packed) = (
         mixed_with(small, monkeypatch, schedule, 1) for small in (0, 40)
@@ -241,7 +241,11 @@ def test_small_arrays_of_nodes_are_one_message(monkeypatch):
     kinds = ("reduce-scatter", "collective-permute", "all-gather")
     assert [sizes[kind] for kind in kinds] == [[2, 4, 5], [2, 4, 5], [4, 8, 10]]
     assert [packed[kind] for kind in kinds] == [[5, 5], [5, 5], [10, 10]]
+    monkeypatch.setattr(permute, "over_gloo", lambda: True)
+    all_together, one = mixed_with(0, monkeypatch, schedule, 1)
+    assert [one[kind] for kind in kinds] == [[10], [10], [20]]
     assert_equal(apart, together)
+    assert_equal(apart, all_together)
 
 
 def test_a_bfloat16_travels_as_two_bytes():

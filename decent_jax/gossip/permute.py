@@ -18,7 +18,7 @@ from decent_jax import cpu
 from decent_jax.topology import Round, Schedule, Send
 
 AxisName = str | Sequence[str]
-SMALL = 64 * 1024  # bytes; arrays below it travel together
+SMALL = 64 * 1024  # bytes; arrays below it travel together, and all arrays do over gloo
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +185,7 @@ def receive(rows: jax.Array, send: Send, axis: ReplicaAxis) -> jax.Array:
 
 
 def receive_all(arrays: Sequence[jax.Array], send: Send, axis: ReplicaAxis) -> list[jax.Array]:
-    """`receive` of each; small arrays of a dtype travel together, as one message."""
+    """`receive` of each, with as few messages as `together` makes."""
     return together(lambda rows: receive(rows, send, axis), arrays, axis, leading=1)
 
 
@@ -197,17 +197,20 @@ def together(
 ) -> list[jax.Array]:
     """``move`` of each array, calling it once for all small arrays of a dtype.
 
+    Over gloo it is once for all of a dtype: the devices of a host wait for each other before each
+    collective, and while they do, on cores that the gradient keeps busy, nothing travels.
+
     Args:
       move: keeps shapes and dtypes.
       arrays: with the same ``leading`` dimensions; small ones are flattened beyond these.
       axis: with one device nothing travels, so nothing is packed.
       leading: how many dimensions all arrays share.
     """
-    packs: dict[object, list[int]] = {}  # small arrays by dtype, the others alone
+    packs: dict[object, list[int]] = {}  # by dtype those that travel together, the others alone
     for k, x in enumerate(arrays):
         size = math.prod(x.shape[leading:]) * x.dtype.itemsize
-        is_small = axis.devices > 1 and size < SMALL and not _sharded()
-        packs.setdefault(x.dtype if is_small else k, []).append(k)
+        joins = axis.devices > 1 and (size < SMALL or over_gloo()) and not _sharded()
+        packs.setdefault(x.dtype if joins else k, []).append(k)
     moved: dict[int, jax.Array] = {}
     for pack in packs.values():
         if len(pack) == 1:
