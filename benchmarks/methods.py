@@ -91,6 +91,8 @@ VARIANTS = (
     Variant("SPARTA before DiLoCo", "sparta_diloco", every=1),
     Variant("NoLoCo, delayed Nesterov", "noloco", schedule=PAIRS, numbers=(("buffer", 4),)),
     Variant("DeMo", "demo", "sgd", every=1, centre=1e-3),
+    Variant("DiLoCo, late", "diloco", numbers=(("delay", 5),)),
+    Variant("DiLoCo, late, eager", "diloco", numbers=(("delay", 5), ("eager", True))),
 )
 
 
@@ -185,7 +187,7 @@ class Task:
         method, schedule = METHODS[variant.method], schedule_of(variant)
         phases = method.phases({**method.numbers, **dict(variant.numbers)})
         n = schedule.num_replicas
-        warmup = self.steps // 10
+        warmup, delay = self.steps // 10, dict(variant.numbers).get("delay", 0)
 
         def run(rate, params, batches, mixing):
             decay = optax.warmup_cosine_decay_schedule(0.0, 1.0, warmup, self.steps, 0.1)
@@ -202,10 +204,15 @@ class Task:
             def cycle(carry, given):
                 tokens, matrices = given
                 for k in range(phases):
-                    carry, _ = jax.lax.scan(
-                        functools.partial(step, None), carry, tokens[k, : variant.every - 1]
-                    )
-                    carry, _ = step(Simulated(k, matrices[k]), carry, tokens[k, -1])
+                    rnd, alone = Simulated(k, matrices[k]), functools.partial(step, None)
+                    before, *last = jnp.split(tokens[k], [variant.every - max(delay, 1)])
+                    carry, _ = jax.lax.scan(alone, carry, before)
+                    if delay:
+                        late = carry
+                        carry, _ = jax.lax.scan(alone, carry, *last)
+                        carry = landed(tx, rnd, late, carry)
+                    else:
+                        carry, _ = step(rnd, carry, tokens[k, -1])
                 return carry, None
 
             x = jax.tree.map(lambda a: jnp.broadcast_to(a, (n, *a.shape)), params)
@@ -214,6 +221,18 @@ class Task:
             return jax.lax.map(functools.partial(self.loss, consensus_mean(x)), held_out).mean()
 
         return jax.jit(run), phases
+
+
+def landed(tx, rnd, late, now):
+    """(parameters, states) of all replicas, with the message that departed from ``late``."""
+
+    def one(late, now):
+        (x, departed), (y, state) = late, now
+        message = tx.depart(x, departed.own, departed.count, rnd)
+        y, own = tx.arrive(y, state.own, x, message, rnd)
+        return y, state._replace(own=own)
+
+    return jax.vmap(one, axis_name="replica")(late, now)
 
 
 @functools.cache

@@ -246,6 +246,7 @@ def diloco(
     nesterov=False,
     record=None,
     carry=False,
+    eager=False,
     weighted=False,
     active=None,
 ):
@@ -257,15 +258,17 @@ def diloco(
     p = X - mean_i x_i[c - delay]; v+ = outer_momentum v + p;
     X+ = X - outer_lr v+, or with Nesterov X - outer_lr (p + outer_momentum v+);
     x_i = alpha x_i + (1 - alpha) X+.
-    carry (LOSCAR): x_i = X+ + x_i[c] - x_i[c - delay]. ``active(t)`` (n,) says who makes an update
-    of 7 tokens; ``weighted`` (Decoupled DiLoCo) counts a replica as tokens_i (tokens_i / steps_i)
-    in the mean, of its updates between the last x_i that it sent and this one; X is the mean where
-    nobody made any. Replicas must start equal. ``record``, a list, receives X after every step.
+    carry (LOSCAR): x_i = X+ + x_i[c] - x_i[c - delay]. eager: each replica has an X of its own, for
+    which the mean has its x_i[c] in place of x_i[c - delay]. ``active(t)`` (n,) says who makes an
+    update of 7 tokens; ``weighted`` (Decoupled DiLoCo) counts a replica as
+    tokens_i (tokens_i / steps_i) in the mean, of its updates between the last x_i that it sent and
+    this one; X is the mean where nobody made any. Replicas must start equal. ``record``, a list,
+    receives the X of all replicas after every step.
     """
     assert np.all(x == x[0]), "DiLoCo starts from equal replicas"
     fragments = [list(range(x.shape[1]))] if fragments is None else fragments
     assert 0 <= delay < sync_every // len(fragments)
-    whole, v, past = x[0].copy(), np.zeros_like(x[0]), [x]
+    whole, v, past = x.copy(), np.zeros_like(x), [x]
     updates, counted = [np.zeros(len(x))], [np.zeros(len(x))] * len(fragments)
     while True:
         g, _, lr, t = yield x
@@ -280,11 +283,15 @@ def diloco(
             steps, counted[f] = sent - counted[f], sent
             tokens = 7 * steps
             w = tokens * tokens / np.maximum(steps, 1) if weighted else np.ones(len(x))
-            p = whole[part] - (w @ late / w.sum() if w.any() else whole[part])
-            v[part] = outer_momentum * v[part] + p
-            whole[part] -= outer_lr * (p + outer_momentum * v[part] if nesterov else v[part])
+            p = whole[:, part] - (w @ late / w.sum() if w.any() else whole[:, part])
+            if eager:
+                p -= (x[:, part] - late) / len(x)
+            v[:, part] = outer_momentum * v[:, part] + p
+            whole[:, part] -= outer_lr * (
+                p + outer_momentum * v[:, part] if nesterov else v[:, part]
+            )
             kept = x[:, part] - late if carry else 0
-            x[:, part] = alpha * x[:, part] + (1 - alpha) * (whole[part] + kept)
+            x[:, part] = alpha * x[:, part] + (1 - alpha) * (whole[:, part] + kept)
         if record is not None:
             record.append(whole.copy())
 

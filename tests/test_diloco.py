@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from refusals import refuses
 
 from decent_jax import optim, topology
+from decent_jax.gossip.codecs import Int8
 from decent_jax.optim.outer_steps import fragments_of
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -54,19 +55,20 @@ def run(tx, schedule, mix_every):
 
 
 @pytest.mark.parametrize(
-    ("fragments", "mix_every", "delay", "alpha", "momentum"),
+    ("fragments", "mix_every", "delay", "alpha", "momentum", "eager"),
     [
-        (1, 4, 0, 0.0, 0.9),
-        (1, 4, 1, 0.3, 0.9),
-        (1, 5, 3, 0.0, 0.5),
-        (2, 3, 2, 0.5, 0.9),
-        (2, 3, 0, 1.0, 0.0),
+        (1, 4, 0, 0.0, 0.9, False),
+        (1, 4, 1, 0.3, 0.9, False),
+        (1, 5, 3, 0.0, 0.5, True),
+        (2, 3, 2, 0.5, 0.9, False),
+        (2, 4, 1, 0.2, 0.9, True),
+        (2, 3, 0, 1.0, 0.0, False),
     ],
 )
-def test_is_the_recursion(fragments, mix_every, delay, alpha, momentum):
+def test_is_the_recursion(fragments, mix_every, delay, alpha, momentum, eager):
     """Nesterov outside; replicas with gradients of their own. Parameters and the outer ones."""
     x0, a, b = problem()
-    outer, shared = [], {"delay": delay, "alpha": alpha}
+    outer, shared = [], {"delay": delay, "alpha": alpha, "eager": eager}
     numbers = {"outer_lr": 0.7, "outer_momentum": momentum, "nesterov": True} | shared
     wanted = oracles.run(
         "diloco",
@@ -86,7 +88,7 @@ def test_is_the_recursion(fragments, mix_every, delay, alpha, momentum):
     tx = optim.diloco(optax.sgd(LR), schedule, outside, **options)
     history = run(tx, schedule, mix_every)
     oracles.assert_same(np.stack([joined(x) for x, _ in history]), wanted)
-    whole = np.stack([joined(harness.own(state, "theta"))[0] for _, state in history])
+    whole = np.stack([joined(harness.own(state, "theta")) for _, state in history])
     oracles.assert_same(whole, outer)
 
 
@@ -123,6 +125,10 @@ def test_equal_arrays_are_cut_evenly():
         ({"fragments": 0}, ("fragments", 0)),
         ({"delay": 1}, ("delay", 1)),
         ({"alpha": 1.5}, ("alpha", 1.5)),
+        ({"eager": True}, ("eager", "delay", 0)),
+        ({"eager": True, "delay": 1, "mix_every": 2, "carry": True}, ("eager", "carry")),
+        ({"eager": True, "delay": 1, "mix_every": 2, "weighted": True}, ("eager", "weighted")),
+        ({"eager": True, "delay": 1, "mix_every": 2, "codec": Int8()}, ("eager", "float32")),
     ],
 )
 def test_refusals(options, named):

@@ -42,6 +42,7 @@ CASES = {
     "gasloc": Case("gasloc"),
     "sparseloco": Case("sparseloco", "complete", numbers={"density": 1.0}),
     "diloco, alpha": Case("diloco", "complete", numbers={"alpha": 0.5}),
+    "diloco, eager": Case("diloco", "complete", numbers={"eager": True, "delay": 1}),
     "noloco, alpha": Case("noloco", numbers={"alpha": 0.5}),
     "noloco, carry": Case("noloco", numbers={"carry": True, "delay": 1}),
 }

@@ -30,6 +30,9 @@ def diloco(
         bool, "True: a replica keeps what it learned while the message travelled"
     ] = False,
     weighted: Annotated[bool, "True: replicas that made more updates count for more"] = False,
+    eager: Annotated[
+        bool, "True: with a delay, a replica's own share of the average is as it is now"
+    ] = False,
     outer_learning_rate: Annotated[float, "of the outer optimizer"] = 0.7,
     outer_momentum: Annotated[float, "of the outer optimizer, in [0, 1)"] = 0.9,
     decay: Annotated[
@@ -50,7 +53,14 @@ def diloco(
 
     A message with a delay travels beside that many steps (`decent_jax.optim.Delayed`). What a
     replica learned in them is lost with ``alpha = 0``; ``carry`` adds it to ``theta``:
-    ``theta + x_i^(t) - x_i^(t - tau)``, the merge of LOSCAR.
+    ``theta + x_i^(t) - x_i^(t - tau)``, the merge of LOSCAR. ``eager`` puts the replica's own new
+    parameters into the average when it comes, where the others' are those of the message:
+
+    .. math::
+        \delta_i = \theta_i - \tfrac1n \Big(
+            x_i^{(t)} + \textstyle\sum_{j \ne i} x_j^{(t - \tau)} \Big)
+
+    Then every replica has a theta of its own, which the next average draws to the others'.
 
     ``weighted`` counts a replica's movement by the updates that it made since it was last sent,
     where these differ (``active`` of ``update``, rejected updates): the weights of Decoupled
@@ -85,6 +95,8 @@ def diloco(
       alpha: the share of its own parameters that a replica keeps, in [0, 1].
       carry: whether a replica keeps what it learned while the message travelled.
       weighted: whether replicas that made more updates count for more.
+      eager: whether a replica's own share of a late average is as it is now; not with ``carry``,
+        ``weighted`` or a codec.
       outer_learning_rate: that of the outer optimizer, as in the papers.
       outer_momentum: that of the outer optimizer, as in the papers.
       decay: the share beta of what a coded message lost that is kept for the next, in [0, 1].
@@ -98,21 +110,23 @@ def diloco(
       `Streaming DiLoCo <https://arxiv.org/abs/2501.18512>`_, 2025, Algorithm 2; `Decoupled DiLoCo
       <https://arxiv.org/abs/2604.21428>`_, 2026; `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025
       (the feedback, from the authors' code as described); `LOSCAR <https://arxiv.org/abs/2605.20866>`_,
-      2026.
+      2026; `eager updates <https://arxiv.org/abs/2502.12996>`_, 2025, there for movements that are
+      late by a whole block, here for parameters as above.
     """
     require.averages("diloco", schedule, always=True)
     require.not_negative("diloco.outer_learning_rate", outer_learning_rate)
     require.below_one("diloco.outer_momentum", outer_momentum)
     outer = outer or optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
     mixing = frame.Mixing(schedule, axis_name, codec, "diloco")
-    streaming = Streaming(mix_every, fragments, delay, alpha, carry, weighted)
+    streaming = Streaming(mix_every, fragments, delay, alpha, carry, weighted, eager)
     rule = towards_average(outer)
     if codec is not None:
-        if weighted:
-            raise ValueError(
-                "diloco.weighted=True sends a weighted sum, which is not coded: set it to False, "
-                "or comm_dtype='float32'"
-            )
+        for name, given in {"weighted": weighted, "eager": eager}.items():
+            if given:
+                raise ValueError(
+                    f"diloco.{name}=True needs parameters, and coded movements are sent: set it to "
+                    "False, or comm_dtype='float32'"
+                )
         rule = along_coded_movements(outer, codec, axis_name, decay, "diloco")
     return outer_steps(inner, mixing, rule, streaming)
 

@@ -43,10 +43,10 @@ class OuterState(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What a round gives: the outer step of a fragment."""
+    """What a round gives: the outer step of a fragment, or the average that it will take."""
 
     theta: Arrays
-    state: Any  # of the rule
+    state: Any  # of the rule; None with the average
     steps: jax.Array | None  # those that it counts
 
 
@@ -60,6 +60,7 @@ class Streaming:
     alpha: float = 0.0
     carry: bool = False
     weighted: bool = False
+    eager: bool = False
 
     def check(self, method: str) -> None:
         """Raises ValueError for a number out of range."""
@@ -72,6 +73,11 @@ class Streaming:
             )
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"{method}.alpha must be in [0, 1], got {self.alpha}")
+        if self.eager and (not self.delay or self.carry or self.weighted):
+            raise ValueError(
+                f"{method}.eager=True needs a {method}.delay, and neither {method}.carry nor "
+                f"{method}.weighted, got {self.delay}, {self.carry} and {self.weighted}"
+            )
 
     def merged(self, theta: Arrays, now: Arrays, late: Arrays) -> Arrays:
         """``alpha x^(t) + (1 - alpha) theta``; with ``carry`` theta + x^(t) - x^(t - delay)."""
@@ -114,17 +120,25 @@ def outer_steps(
                 return mixing(tree, round, count, between=after)
             return _weighted_average(mixing, tree, steps, theta, round, count, after)
 
+        if streaming.eager:
+            return Message(mix(late), None, steps)
         key = mixing.key(count)
         return Message(*rule.step(theta, late, own.states[f], mix, key, after), steps)
 
     def arrive(x, own, late, message, round):
         f, which = fragment(round, x)
-        new = streaming.merged(message.theta, _taken(x, which), _taken(late, which))
-        states = (*own.states[:f], message.state, *own.states[f + 1 :])
+        now, late = _taken(x, which), _taken(late, which)
+        theta, state = message.theta, message.state
+        if streaming.eager:
+            average = _with_own_share_of_now(theta, now, late, 1 / mixing.schedule.num_replicas)
+            theta = _taken(own.theta, which)
+            theta, state = rule.step(theta, now, own.states[f], lambda x: average, None, None)
+        new = streaming.merged(theta, now, late)
+        states = (*own.states[:f], state, *own.states[f + 1 :])
         steps = own.steps
         if steps is not None:
             steps = (*steps[:f], steps[f] - message.steps, *steps[f + 1 :])
-        own = OuterState(_replaced(own.theta, which, message.theta), states, steps)
+        own = OuterState(_replaced(own.theta, which, theta), states, steps)
         return _replaced(x, which, new), own
 
     def step(params, own, round, local):
@@ -171,6 +185,12 @@ def _weighted_average(
     known = weight > 0
     average = trees.scale(1 / jnp.where(known, weight, 1), total)
     return optax.tree.where(known, average, old)
+
+
+def _with_own_share_of_now(average: Arrays, now: Arrays, late: Arrays, share: float) -> Arrays:
+    """The average with ``now`` for ``late``; a replica that is not finite takes it as it is."""
+    newer = trees.add(average, trees.scale(share, optax.tree.sub(now, late)))
+    return optax.tree.where(trees.all_finite((now, late)), newer, average)
 
 
 def fragments_of(params: Any, count: int) -> list[list[int]]:
