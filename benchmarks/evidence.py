@@ -81,7 +81,7 @@ def piece(config: str, seed: int, label: str = "", **changes: object) -> Piece:
 def pieces() -> list[Piece]:
     """Every run, the most telling first."""
     of_tasks = [*_cifar10_main(), *_multi30k_main(), *_different_data(), *_language()]
-    return [*of_tasks, *_long_memory(), *_rates(), *_the_rest()]
+    return [*of_tasks, *_long_memory(), *_slow_links(), *_rates(), *_the_rest()]
 
 
 MAIN = ("cifar10:momentum_sgd", "cifar10:all_reduce")
@@ -136,6 +136,11 @@ def _long_memory() -> Iterator[Piece]:
     yield from (
         piece(f"{task}:long_memory", seed) for task, seeds in tasks.items() for seed in range(seeds)
     )
+
+
+def _slow_links() -> Iterator[Piece]:
+    """The schedule that sends one model of a host in every second step, as long as the main arms."""
+    yield piece("cifar10:alternating_exp_ring", 0, epochs=FULL)
 
 
 def _the_rest() -> Iterator[Piece]:
