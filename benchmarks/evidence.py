@@ -139,7 +139,7 @@ def _long_memory() -> Iterator[Piece]:
 
 
 def _slow_links() -> Iterator[Piece]:
-    """The schedule that sends one model of a host in every second step, as long as the main arms."""
+    """The schedule that sends a host's model in every second step, as long as the main arms."""
     yield piece("cifar10:alternating_exp_ring", 0, epochs=FULL)
 
 
