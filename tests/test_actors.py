@@ -102,12 +102,13 @@ def test_a_call_that_fails_names_the_error_of_the_method(monkeypatch):
 
     failed = ray.exceptions.RayTaskError("train", "", ValueError("no number"), ip="127.0.0.1")
 
-    def get(*_, **__):
+    def get(_, timeout):
+        assert timeout == 2.5
         raise failed.as_instanceof_cause()
 
     monkeypatch.setattr(ray, "get", get)
     with pytest.raises(handles.Lost) as lost:
-        handles.Call(None).result()
+        handles.Call(None).result(2.5)
     assert type(lost.value.cause) is ValueError and not lost.value.killed
 
 

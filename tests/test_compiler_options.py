@@ -141,12 +141,16 @@ def test_a_second_process_compiles_nothing(tmp_path):
     assert same == folder and hits >= 1
 
 
-def test_the_users_own_settings_come_first():
-    """No cache, as in these tests, or a folder of the user's own."""
+def test_the_users_own_settings_come_first(tmp_path, monkeypatch):
+    """No cache, as in these tests, a folder of the user's own, or a home that is read-only."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
     assert xla.use_cache() is None
     jax.config.update("jax_enable_compilation_cache", True)
-    jax.config.update("jax_compilation_cache_dir", "/my/own")
+    jax.config.update("jax_compilation_cache_dir", None)
     try:
+        assert xla.use_cache() is None and not jax.config.jax_compilation_cache_dir
+        jax.config.update("jax_compilation_cache_dir", "/my/own")
         assert xla.use_cache() is None and jax.config.jax_compilation_cache_dir == "/my/own"
     finally:
         jax.config.update("jax_enable_compilation_cache", False)

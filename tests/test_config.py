@@ -112,6 +112,7 @@ comm_dtype=fp8
 algorithm=decentralized_adam optimizer.name=sgd | optimizer.name | sgd
 algorithm=quasi_global_sgd | optimizer.weight_decay |
 algorithm=gradient_tracking gamma=0.5 | gamma | 0.5
+algorithm=gasloc gamma=0.5 | gamma | 0.5
 algorithm=gradient_tracking gamma_power=0.5 | gamma_power | 0.5
 learning_rate=0.0 gamma_power=0.5 | gamma_power | 0.5
 algorithm=gradient_tracking max_consensus_distance=0.5 | max_consensus_distance | 0.5

@@ -345,6 +345,7 @@ def test_a_supervised_run_chooses_when_to_copy(tmp_path, memory, monkeypatch, ca
 def test_copies_that_would_never_be_made_or_taken_are_refused(changes):
     with refused("recovery.every", 4):
         config_lib.check(configured(**changes))  # as each room does
+    config_lib.check(configured(steps=3, epochs=1.0))  # which count instead of steps
 
 
 # --- Which step all have --------------------------------------------------------------------------

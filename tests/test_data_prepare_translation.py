@@ -166,6 +166,8 @@ def test_a_vocabulary_that_is_not_that_of_the_ids(prepared, tmp_path):
         _ = TranslationPairs(mixed, "val").vocabulary
     assert not pair_folder.is_whole(mixed)
     damaged = shutil.copytree(prepared, tmp_path / "damaged")
+    (damaged / "train.ids").write_bytes(bytes((damaged / "train.ids").stat().st_size))
+    assert not pair_folder.is_whole(damaged)
     (damaged / "vocabulary.model").write_bytes(b"no model")
     with refuses("vocabulary.model", error=DataError):
         _ = TranslationPairs(damaged, "val").vocabulary

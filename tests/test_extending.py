@@ -315,7 +315,7 @@ def test_a_task_says_what_may_change(outside):
 WRONG = ("chess", "lines.chess", "no_package.chess", "lines.empty", "lines.list", "lines.number")
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", [*WRONG, "lines.broken"])
 def test_what_is_no_task(outside, name):
     with refused("task", name):
         tasks.find(name)

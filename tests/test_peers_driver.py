@@ -253,10 +253,25 @@ class Trained(Ended):
         return [np.full(SIZE, self.place.slot, np.float32)]
 
 
+class OnItsWay(Trained):
+    """It has made 5 of 8 steps when it is first asked how it ended."""
+
+    asked = 0
+
+    def train(self):
+        self.asked += 1
+        self.steps = 5 if self.asked < 6 else 8
+        ended = super().train()
+        if self.steps < 8:
+            raise Pending
+        return ended
+
+
 @contextlib.contextmanager
 def driven(folder, kind, **times):
     config = config_of()
     config.peers.update(times)
+    config.eval.every, config.checkpoint.every = 4, 0
     with peer_run.open_run(config, folder) as (experiment, work):
         work.config = config
         yield Driver(config, experiment, work, {}, LocalActors({Peer: kind}), "127.0.0.1")
@@ -295,6 +310,12 @@ def test_a_run_ends_with_the_mean_of_the_last_models(tmp_path):
         **{"step": 8, "examples": 8 * 8, "best": row["eval/loss"], "streams": 4, "batch": 2},
         "peers": {str(slot): {"steps": 8, "alive": True} for slot in range(4)},
     }
+
+
+def test_peers_are_evaluated_on_their_way(tmp_path):
+    with driven(tmp_path, OnItsWay) as driver:
+        driver.run()
+    assert [row["step"] for row in load_run(tmp_path).rows if "eval/loss" in row] == [5, 8]
 
 
 @pytest.mark.parametrize(("mixes", "numbers"), [(True, 13), (False, 10)])

@@ -318,13 +318,16 @@ def test_a_peer_that_was_silent_for_too_long_ends_and_saves_nothing(
     """What it knows is old, unless it kept up: its next meeting would draw the others back."""
     in_process.meetings.publish([np.zeros(3, np.float32)], 0)
     now = [0.0]
-    answers = Answers((0, BOTH, 0.0), (steps * len(PACES), BOTH, 0.0))  # the others went on
+    made = 100, 100 + steps  # the first were known before, however long this peer took to begin
+    answers = Answers(*((t * len(PACES), BOTH, 0.0) for t in made))
     reporter = reporter_of(in_process, answers, lambda: now[0], silent_s=5.0, max_lag=8)
+    now[0] += 60
     assert reporter.beat()
     now[0] += seconds
     in_process.pulse.own += own
     in_process.meetings.counts["met"] += met
     assert reporter.beat() is goes_on
+    assert (in_process.meetings.copy is not None) is goes_on  # the mean is without its old model
     in_process.meetings.publish([np.zeros(3, np.float32)], 0)
     assert in_process.meetings.agree("1.0-0") is goes_on
     if not goes_on:

@@ -99,8 +99,7 @@ def run(made, tmp_path_factory):
             after[stop] = threads.params()
             if stop < 6:
                 checkpoints.save(stop, None, meta_of(threads))
-            if stop == 3:
-                checkpoints.save_best(3, None, None, {"eval_loss": 2.5})
+                checkpoints.save_best(stop, None, None, {"eval_loss": 2.5})
         checkpoints.close()
     return folder, after
 
@@ -128,6 +127,7 @@ def test_the_model_of_a_run_is_that_of_all_its_stages(run, which):
     folder, after = run
     params, model_state, meta = saved_model.restore_model(folder, which)
     assert meta["step"] == 3 and model_state == {}
+    assert [path.name for path in (folder / "best").iterdir()] == ["3"]
     assert_close(flat(params), {name: x.mean(0) for name, x in after[3].items()}, rtol=1e-6)
 
 

@@ -114,11 +114,11 @@ def test_layers_that_the_model_has_not_got_are_refused(stages, layers, tiny_data
 
 
 def test_a_plan_puts_cells_on_its_machines_and_is_refused_elsewhere():
-    plan = Plan(("a/0", "b/0"), topology.make("one_peer_exp", 1), stages=2, layers=(1, 3))
+    plan = Plan(("x/0", "b/0"), topology.make("one_peer_exp", 1), stages=2, layers=(1, 3))
     named, by_host = Node("aa", ("a", "x")), Node("bb", ("b",))
     assert nodes_of(plan, [by_host, named], 2) == [named, by_host]
     assert nodes_of(None, [by_host, named], 2) == [None, None]
-    with refused("cluster.plan", "a"):
+    with refused("cluster.plan", "x"):
         nodes_of(plan, [by_host], 2)
 
 

@@ -60,7 +60,7 @@ def test_transfers_take_latency_and_bytes_over_bandwidth():
     assert network.names == ("node0/0", "node1/0", "node2/0")
 
 
-def test_a_machines_card_is_its_fastest_link_out_unless_given():
+def test_a_machines_card_is_its_fastest_link_out_unless_given(tmp_path):
     assert from_matrices(THREE_MS, THREE_GBIT).nic_bytes_per_s.tolist() == [2.5e8, 5e8, 5e8]
     together = from_matrices(THREE_MS, THREE_GBIT, node=[0, 1, 1])
     assert together.nic_bytes_per_s.tolist() == [2.5e8, 2.5e8]
@@ -68,6 +68,8 @@ def test_a_machines_card_is_its_fastest_link_out_unless_given():
     assert alone.nic_bytes_per_s.tolist() == [np.inf]
     given = from_matrices(THREE_MS, THREE_GBIT, nic_bytes_per_s=[1e9, None, np.inf])
     assert given.nic_bytes_per_s.tolist() == [1e9, np.inf, np.inf]
+    given.save(path := tmp_path / "network.json")
+    assert json.loads(path.read_text())["nic_bytes_per_s"] == [1e9, None, None]
 
 
 def test_take_reorders_everything_together():

@@ -326,9 +326,10 @@ def test_records_rates_and_what_is_observed():
             "2^62 1.15292e+18",
         ),
         (lambda: swarm(np.full((2, 1), np.inf), [], noise, 0.1), "lower the learning rate"),
+        (lambda: swarm(np.eye(2) * 1e200, [], noise, 0.1), "lower the learning rate"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
 def test_swarm_refuses(call, words):
     with refuses(*words.split()):
         call()

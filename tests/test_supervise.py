@@ -366,20 +366,21 @@ def test_processes_start_again_and_end_with_their_supervisor(start_process, tmp_
     assert words.endswith("program.py: the supervisor is gone: stopping\n")
 
 
-def test_a_standard_input_that_is_no_supervisor_ends_nothing():
-    """Such as that of a launcher which does not pass the pipe on."""
+@pytest.mark.parametrize(("said", "code"), [("", 0), ("supervised\n", -signal.SIGTERM)])
+def test_only_a_supervisor_that_goes_ends_a_process_which_may_save(said, code):
+    """A standard input without a greeting is that of a launcher which does not pass the pipe on."""
     program = "import threading; from decent_jax.cluster import supervise; "
     program += "supervise.end_with_supervisor(0.1); "
     program += "[one.join() for one in threading.enumerate()[1:]]; print('alive')"
     done = subprocess.run(
         [sys.executable, "-c", program],
         env=os.environ | {"DECENT_JAX_SUPERVISED": "1"},
-        stdin=subprocess.DEVNULL,
+        input=said,
+        start_new_session=True,
         capture_output=True,
         text=True,
-        check=True,
     )
-    assert (done.stdout, done.stderr) == ("alive\n", "")
+    assert done.returncode == code and (code or (done.stdout, done.stderr) == ("alive\n", ""))
 
 
 # --- A host is lost -------------------------------------------------------------------------------

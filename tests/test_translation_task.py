@@ -229,8 +229,8 @@ def test_meteor(monkeypatch):
     monkeypatch.setattr("nltk.corpus.wordnet", WordNet())
     assert translator.meteor(["a b c d"], ["a b c d"], "en")[0] == pytest.approx(1 - 0.5 / 64)
     assert translator.meteor(["houses"], ["house"], "en") == (0.5, "words, stems, WordNet")
-    half = translator.meteor(["a b", "x"], ["a b", "y"], "en")[0]
-    assert half == pytest.approx((1 - 0.5 / 8) / 2)
+    third = translator.meteor(["a b", "x", "x"], ["a b", "y", "y"], "en")[0]
+    assert third == pytest.approx((1 - 0.5 / 8) / 3)
     monkeypatch.setattr("nltk.corpus.wordnet", WordNet(missing=True))
     assert translator.meteor(["a"], ["a"], "en") is None
     assert translator.meteor(["Häuser"], ["Haus"], "de") == (0.5, "words, german stems")

@@ -70,6 +70,10 @@ def read_at_most(file: IO[bytes], most: int, place: str | Path) -> bytes:
     """All that is left of a file; DataError where that is more than `most` bytes.
 
     A small compressed file may unpack to more than the memory of any machine.
+
+    >>> import io
+    >>> read_at_most(io.BytesIO(b"four"), 4, "text.gz")
+    b'four'
     """
     parts, left = [], most
     while part := file.read(1 << 20):

@@ -182,8 +182,6 @@ class Stream:
     def __getattr__(self, name: str) -> Any:
         if name == "augment":  # the blocks below hold augmented records
             raise AttributeError(name)
-        if name.startswith("__") or "_source" not in self.__dict__:  # while it is unpickled
-            raise AttributeError(name)
         return getattr(self._source, name)
 
     def train_blocks(self, num_replicas: int, batch_size: int, seed: int) -> grain.MapDataset:

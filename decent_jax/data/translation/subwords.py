@@ -143,7 +143,6 @@ def train(words: Mapping[str, int], size: int) -> Subwords:
     """
     import sentencepiece
 
-    check_size(size)
     if not words:
         raise DataError("the training text has no words to make a vocabulary of")
     model = io.BytesIO()
