@@ -6,6 +6,7 @@ file, in a random order, with messages that take a random time.
 
 import contextlib
 import json
+import pickle
 import queue
 import time
 
@@ -271,6 +272,8 @@ def test_streams_together_read_every_record_once_an_epoch():
     first, other = rows(range(4)), rows(range(4, 8))
     assert sorted(first) == sorted(other) == list(range(24))
     assert first != other
+    copied = pickle.loads(pickle.dumps(Stream(np.arange(24), 1, 4, 2)))  # as for another process
+    assert copied.shape == (24,)  # of the source
 
 
 @pytest.mark.parametrize(("seconds", "rests"), [(1.0, True), (11.0, False)])

@@ -182,6 +182,8 @@ class Stream:
     def __getattr__(self, name: str) -> Any:
         if name == "augment":  # the blocks below hold augmented records
             raise AttributeError(name)
+        if "_source" not in self.__dict__:  # while it is copied or unpickled
+            raise AttributeError(name)
         return getattr(self._source, name)
 
     def train_blocks(self, num_replicas: int, batch_size: int, seed: int) -> grain.MapDataset:
