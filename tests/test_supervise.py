@@ -19,12 +19,10 @@ import tiny
 from refusals import refused
 from several import by_output, free_port, lives, until, wait_for_rows
 
-from decent_jax import topology
 from decent_jax.cluster import rendezvous
 from decent_jax.cluster.supervise import PLACE, Member, Supervisor, verdict
 from decent_jax.commands import supervise
 from decent_jax.ground.errors import PEER_LOST
-from decent_jax.plan.plan_file import Plan
 from decent_jax.train import copies, saved_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,16 +40,6 @@ def test_replicas_keep_their_share():
     assert supervise.fit(config, 4, 3) == wanted
     with refused("num_replicas", 8):
         supervise.fit(config, 3, 3)
-
-
-def test_a_plan_is_for_devices_that_are_gone(tmp_path):
-    plan = Plan(("a/0", "b/0", "c/0", "d/0"), topology.make("ring", 4), mix_every=2)
-    plan.save(tmp_path / "plan.json")
-    config = tiny.config("DATA", cluster={"plan": str(tmp_path / "plan.json")})
-    changes = supervise.fit(config, 4, 2)
-    assert changes["cluster.plan"] == "" and changes["mix_every"] == 2
-    assert changes["schedule"] == "ring"
-    assert "schedule" not in supervise.fit(config, 4, 3)  # ring needs an even number
 
 
 # --- What the exit codes mean ---------------------------------------------------------------------
