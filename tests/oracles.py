@@ -120,14 +120,20 @@ def dmsgd(x, momentum=0.9, combine="then"):
         x = _combine(W, x, lr * m, combine)
 
 
-def gossiped_momentum(x, momentum=0.9):
-    """Momentum is mixed too: m+ = W (b m + g); x+ = W (x - lr (b m + g))."""
+def gossiped_momentum(x, momentum=0.9, combine="then"):
+    """Momentum is mixed too: u = b m + g, m+ = W u, x+ = W (x - lr u) ("then"); or m+ = b W m + g,
+    x+ = W x - lr m+ ("with").
+    """
     m = np.zeros_like(x)
     while True:
         g, W, lr, _ = yield x
-        direction = momentum * m + g
-        m = mix(W, direction)
-        x = mix(W, x - lr * direction)
+        if combine == "with":
+            m = momentum * mix(W, m) + g
+            x = mix(W, x) - lr * m
+        else:
+            direction = momentum * m + g
+            m = mix(W, direction)
+            x = mix(W, x - lr * direction)
 
 
 def quasi_global_sgd(x, momentum=0.9, mu=0.9):

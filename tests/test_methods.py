@@ -88,6 +88,7 @@ CASES = {
         method="decentralized_adam",
     ),
     "gossiped_momentum": Case("gossiped_momentum", "gossiped_momentum", SGDM),
+    "gossiped_momentum-with": Case("gossiped_momentum", "gossiped_momentum", SGDM, "with"),
     "quasi_global_sgd": Case("quasi_global_sgd", "quasi_global_sgd", numbers={"mu": 0.8}),
     "decentlam": Case("decentlam", "decentlam"),
     "exact_diffusion": Case("exact_diffusion", "exact_diffusion"),
@@ -253,6 +254,7 @@ def test_it_is_the_recursion(name):
 LAYOUTS = {
     ("devices", 4, 4, "bidirectional_ring", 2): [
         *("gamma", "dmsgd-then", "accum_adam-with", "adam-then", "gossiped_momentum"),
+        "gossiped_momentum-with",
         *("quasi_global_sgd", "gradient_tracking", "choco", "noloco", "gasloc"),
     ],
     ("devices", 4, 4, "bidirectional_ring", 1): ["d2", "decentlam", "exact_diffusion"],

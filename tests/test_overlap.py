@@ -117,7 +117,7 @@ def test_shards_of_a_replica_are_permuted_as_they_are(as_if_over_gloo):
 # --- the step in three parts ---------------------------------------------------------------------
 
 # Rounds of two kinds; several replicas a device, coded messages and decay in the gradient; nodes,
-# mixing by half, and a state of the model that is mixed too.
+# mixing by half, and a state of the model that is mixed too; moments that are mixed.
 CASES = {
     "plain": {},
     "l2": {
@@ -131,6 +131,11 @@ CASES = {
         "local_size": 2,
         "algorithm": "decentralized_sgd",
         "gamma": 0.5,
+    },
+    "moments": {
+        "algorithm": "gossiped_momentum",
+        "combine": "with",
+        "optimizer": {"name": "adam"},
     },
 }
 

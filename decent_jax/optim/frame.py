@@ -38,7 +38,7 @@ class Local:
 
     grads: the gradients as they came.
     value: the loss, or None.
-    mixed: parameters that the caller mixed before the gradient was known, or None.
+    mixed: what `EarlyMixing.mix` gave the caller before the gradient was known, or None.
     active: () bool, whether this replica makes an update in this step.
     state: the method's state before the step.
     optimizer: the local optimizer.
@@ -151,15 +151,15 @@ def method(
 
 
 class EarlyMixing(optax.GradientTransformationExtraArgs):
-    """A method whose messages depend only on the old parameters, so the caller may send them early.
+    """A method whose messages depend only on what is there before the gradient: they may go early.
 
-    ``mix(params, count, round)``, with ``count`` from the state, gives the mixed parameters of a
-    round; ``update(..., round=round, mixed=mixed)`` uses them instead of mixing, with the same
-    result, and communicates nothing. It takes ``mixed`` as it is: `decent_jax.gossip.mix_on` gives
-    the same for a method without ``codec`` and ``gamma``.
+    ``mix(params, state, round)`` gives what a round brings: the mixed parameters, or of
+    `gossiped_momentum` these and the moments. ``update(..., round=round, mixed=mixed)`` uses that
+    instead of mixing, with the same result, and communicates nothing. It takes ``mixed`` as it is:
+    of parameters alone, without ``codec`` and ``gamma``, `decent_jax.gossip.mix_on` gives the same.
     """
 
-    mix: Callable[[Any, jax.Array, Any], Any]
+    mix: Callable[[Any, Any, Any], Any]
 
 
 class Delayed(optax.GradientTransformationExtraArgs):

@@ -93,11 +93,11 @@ class Stage:
         return self._all(jax.tree.map(jnp.array, tree))
 
     def begin_mix(self, rnd: int | None) -> "Future | None":
-        """Send the parameters of a round on their way, where the method knows them now."""
+        """Send the messages of a round on their way, where the method knows them now."""
         state, mix = self.state, self._mix
         if rnd is None or mix is None:
             return None
-        return self._together.submit(mix, state.params, state.opt_state.count, rnd=rnd)
+        return self._together.submit(mix, state.params, state.opt_state, rnd=rnd)
 
     def mean(self, loss: Any, grads: Any) -> tuple[Any, Any]:
         """Loss and gradients (L, ...) averaged over all replicas, for ``all_reduce``."""
@@ -263,7 +263,7 @@ class Stage:
             params, opt_state, _ = step_lib.update(*own, mixed)
             return state._replace(params=params, opt_state=opt_state)
 
-        self._mix = program(lambda x, count, rnd: tx.mix(x, count, rnd), 2) if is_early else None
+        self._mix = program(lambda x, state, rnd: tx.mix(x, state, rnd), 2) if is_early else None
         self._mean = program(lambda x, rnd: gossip.mean(x, axis), 1)
         self._update = program(update, 5, donate_argnums=0)
         everywhere = placement.replicated

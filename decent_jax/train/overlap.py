@@ -72,9 +72,9 @@ class Step:
             return placement.on_devices(body, in_specs, rows)
 
         @partial(jax.jit, static_argnames="round")
-        def mix(params, count, *, round):
-            run = placement.per_replica(lambda x, count: functions.tx.mix(x, count, round))
-            return on_devices(run, rows, rows)(params, count)
+        def mix(params, opt_state, *, round):
+            run = placement.per_replica(partial(functions.tx.mix, round=round))
+            return on_devices(run, rows, rows)(params, opt_state)
 
         @partial(
             jax.jit, static_argnames="round", donate_argnums=(0, 1, 2), compiler_options=options
@@ -97,14 +97,18 @@ class Step:
         programs, compiled = self._programs, self._compiled
 
         def lowered(name):
+            both = state.params, state.opt_state
             if name == "mix":
-                return programs[name].lower(state.params, state.opt_state.count, round=round)
-            found = jax.tree.map(
+                return programs[name].lower(*both, round=round)
+            found, mixed = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._placement.stacked),
-                jax.eval_shape(self._gradients, state.params, state.model_state, batch, t),
+                (
+                    jax.eval_shape(self._gradients, state.params, state.model_state, batch, t),
+                    jax.eval_shape(partial(programs["mix"], round=round), *both),
+                ),
             )
             old = state._replace(model_state=None)
-            return programs[name].lower(old, found, state.params, t, round=round)
+            return programs[name].lower(old, found, mixed, t, round=round)
 
         for name in programs:
             if (name, round) not in compiled:
@@ -132,7 +136,7 @@ class Program(NamedTuple):
         # in that order, so each finds its counterpart in the other processes.
         given = state.params, state.model_state, batch
         found = self.begin.begin(lambda program, *own: program(*own, t), *given)
-        mixed = self.mix(state.params, state.opt_state.count)
+        mixed = self.mix(state.params, state.opt_state)
         return self.finish(state._replace(model_state=None), found(), mixed, t)
 
     def timed(self, state: Any, batch: Any, t: Any) -> tuple[tuple[Any, Any], Times]:
@@ -146,7 +150,7 @@ class Program(NamedTuple):
             return found
 
         coming = self.begin.begin(gradient, state.params, state.model_state, batch)
-        mixed = jax.block_until_ready(self.mix(state.params, state.opt_state.count))
+        mixed = jax.block_until_ready(self.mix(state.params, state.opt_state))
         message_s = time.perf_counter() - began
         found = coming()
         made = self.finish(state._replace(model_state=None), found, mixed, t)
