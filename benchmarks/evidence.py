@@ -81,7 +81,7 @@ def piece(config: str, seed: int, label: str = "", **changes: object) -> Piece:
 def pieces() -> list[Piece]:
     """Every run, the most telling first."""
     of_tasks = [*_cifar10_main(), *_multi30k_main(), *_different_data(), *_language()]
-    return [*of_tasks, *_long_memory(), *_slow_links(), *_rates(), *_the_rest()]
+    return [*of_tasks, *_gossiped_momentum(), *_slow_links(), *_rates(), *_the_rest()]
 
 
 MAIN = ("cifar10:momentum_sgd", "cifar10:all_reduce")
@@ -130,12 +130,11 @@ def _language() -> Iterator[Piece]:
     yield from (piece(f"us_gov_web_text:{arm}", 0) for arm in ("muon", "sparseloco_muon"))
 
 
-def _long_memory() -> Iterator[Piece]:
-    """Gossip with a second moment that remembers 1,000 steps, and twice the rate."""
+def _gossiped_momentum() -> Iterator[Piece]:
+    """Adam whose first moment is averaged like the parameters: where gradients are mostly noise."""
     tasks = {"us_gov_web_text": 2, "multi30k_en_de": 3}
-    yield from (
-        piece(f"{task}:long_memory", seed) for task, seeds in tasks.items() for seed in range(seeds)
-    )
+    for task, seeds in tasks.items():
+        yield from (piece(f"{task}:gossiped_momentum", seed) for seed in range(seeds))
 
 
 def _slow_links() -> Iterator[Piece]:

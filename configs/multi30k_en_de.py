@@ -17,10 +17,12 @@ from decent_jax import train
 
 ARMS = {
     "accum_adam": {"algorithm": "accum_adam", "schedule": "one_peer_exp"},
-    "long_memory": {
-        "algorithm": "accum_adam",
+    "gossiped_momentum": {
+        "algorithm": "gossiped_momentum",
         "schedule": "one_peer_exp",
+        "optimizer.name": "adam",
         "learning_rate": 1e-2,
+        "optimizer.b1": 0.9,  # a longer mean is averaged better before it is used
         "optimizer.b2": 0.999,
     },
     "all_reduce": {"algorithm": "all_reduce"},

@@ -21,12 +21,12 @@ from decent_jax import train
 
 ARMS = {
     "accum_adam": {"algorithm": "accum_adam", "schedule": "one_peer_exp"},
-    "long_memory": {
-        "algorithm": "accum_adam",
+    "gossiped_momentum": {
+        "algorithm": "gossiped_momentum",
         "schedule": "one_peer_exp",
+        "optimizer.name": "adam",
         "learning_rate": 4e-3,
-        "optimizer.b1": 0.8,
-        "optimizer.b2": 0.999,  # of gradients so noisy, a moment over 20 steps forgets rare words
+        "optimizer.b2": 0.999,
     },
     "all_reduce": {"algorithm": "all_reduce"},
     "muon": {

@@ -25,8 +25,8 @@ from decent_jax.train import flags
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-names = ("evidence", "evidence_figure", "one_slow", "smoothed_adam")
-evidence, figure, one_slow, smoothed_adam = map(importlib.import_module, names)
+names = ("evidence", "evidence_figure", "one_slow")
+evidence, figure, one_slow = map(importlib.import_module, names)
 sys.path.remove(str(ROOT / "benchmarks"))
 
 
@@ -83,23 +83,6 @@ def test_one_peer_sleeps_as_long_as_it_works():
         assert float(value) == 6 and int(state["a"]) == 1
         np.testing.assert_array_equal(gradient, [2, 2, 2])
     assert slept == [3, 5]
-
-
-def test_smoothed_adam_is_its_recursion():
-    rate, b1, b2, eps, decay = 0.1, 0.8, 0.95, 0.5, 0.25
-    rng = np.random.default_rng(0)
-    x, m, v = rng.normal(size=3), np.zeros(3), np.zeros(3)
-    tx = smoothed_adam.adamw(rate, b1, b2, eps, decay)
-    given = jnp.float32(x)
-    state = tx.init(given)
-    for t, g in enumerate(rng.normal(size=(6, 3)), 1):
-        m = b1 * m + (1 - b1) * g
-        smooth = m / (1 - b1**t)
-        v = b2 * v + (1 - b2) * smooth**2
-        x = x - rate * (smooth / (np.sqrt(v / (1 - b2**t)) + eps) + decay * x)
-        updates, state = tx.update(jnp.float32(g), state, given)
-        given = given + updates
-    np.testing.assert_allclose(given, x, rtol=1e-5)
 
 
 def test_the_grid_of_rates_has_a_seed_that_nothing_else_has():
