@@ -8,7 +8,8 @@ equal tokens. Methods with local steps average every 10 steps (--every); their o
 published ones, or the library's defaults. All-reduce in float32 is one replica with all batches.
 The learning rate is tuned for each row at seed 0, by validation loss, among factors of 2, tried
 outwards until both neighbours are worse; then the other seeds run with it. It warms up for a tenth
-of the steps and falls along a cosine to a tenth. Adam has b2 0.95, gradients are clipped to norm 1.
+of the steps and falls along a cosine to a tenth. Adam has b2 0.95, or 0.999 where momentum is
+gossiped; gradients are clipped to norm 1.
 
 The loss is that of the consensus model, in nats per token, on the same validation windows. Bytes
 are those that the busiest replica sends per step, as methods declare them (tests compare this with
@@ -62,10 +63,12 @@ class Variant(NamedTuple):
 
 PAIRS = "random_matching(rounds=64)"
 MUON_INT8 = Variant("", "decentralized_sgd", "muon", "one_peer_exp", 1, (), 8e-3, "int8")
+LONG_INT8 = Variant("", "gossiped_momentum", "long_adam", "one_peer_exp", 1, (), 1.6e-2, "int8")
 SPARSE_MUON = Variant("", "sparseloco", "muon", every=2, centre=3.2e-2)
 VARIANTS = (
     Variant("all_reduce, Adam", "all_reduce", every=1),
     Variant("accumulated Adam", "accum_adam", "accum_adam", "one_peer_exp", 1),
+    LONG_INT8._replace(label="Adam, gossiped momentum, int8"),
     Variant("all_reduce, Muon", "all_reduce", "muon", every=1, centre=8e-3),
     Variant("Muon, gossip", "decentralized_sgd", "muon", "one_peer_exp", 1, centre=8e-3),
     MUON_INT8._replace(label="Muon, gossip, int8"),
@@ -138,6 +141,7 @@ class Task:
     def parts(self, variant: Variant, schedule, rate) -> Parts:
         inner = {
             "adam": lambda: optax.adam(rate, b2=0.95),
+            "long_adam": lambda: optax.adam(rate, b2=0.999),
             "accum_adam": lambda: optim.accum_adamw(rate, b2=0.95, accum_steps=2),
             "sgd": lambda: optax.sgd(rate),
             "muon": lambda: optax.contrib.muon(
