@@ -73,7 +73,7 @@ class Step:
 
         @partial(jax.jit, static_argnames="round")
         def mix(params, opt_state, *, round):
-            run = placement.per_replica(partial(functions.tx.mix, round=round))
+            run = placement.per_replica(lambda x, state: functions.tx.mix(x, state, round))
             return on_devices(run, rows, rows)(params, opt_state)
 
         @partial(
