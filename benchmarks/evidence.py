@@ -81,7 +81,8 @@ def piece(config: str, seed: int, label: str = "", **changes: object) -> Piece:
 def pieces() -> list[Piece]:
     """Every run, the most telling first."""
     of_tasks = [*_cifar10_main(), *_multi30k_main(), *_different_data(), *_language()]
-    return [*of_tasks, *_gossiped_momentum(), *_slow_links(), *_rates(), *_the_rest()]
+    of_tasks += [*_gossiped_momentum(), *_slow_links(), *_rates()]
+    return [*of_tasks, *_no_decay_to_zero(), *_the_rest()]
 
 
 MAIN = ("cifar10:momentum_sgd", "cifar10:all_reduce")
@@ -135,6 +136,12 @@ def _gossiped_momentum() -> Iterator[Piece]:
     tasks = {"us_gov_web_text": 2, "multi30k_en_de": 3}
     for task, seeds in tasks.items():
         yield from (piece(f"{task}:gossiped_momentum", seed) for seed in range(seeds))
+
+
+def _no_decay_to_zero() -> Iterator[Piece]:
+    """The paper's schedule for Transformers, at whose end the rate is a third of its peak."""
+    arms = [f"multi30k_en_de:{arm}" for arm in (*ADAM_ARMS, "gossiped_momentum")]
+    yield from (piece(arm, 0, "-inverse_sqrt", lr_schedule__name="inverse_sqrt") for arm in arms)
 
 
 def _slow_links() -> Iterator[Piece]:

@@ -47,7 +47,7 @@ def get_config(arguments: str = "accum_adam"):
     config = train.default_config("translation")
     config.data.path = "data/multi30k"
     config.data.shapes = 3
-    config.data.bleu_sentences = 0
+    config.data.bleu_sentences = 1014  # all of the validation set: when is 30 BLEU reached?
 
     config.model.preset = "tiny"
     config.model.layers = 3
@@ -61,13 +61,14 @@ def get_config(arguments: str = "accum_adam"):
     config.batch_size = 4096
     config.steps = 4000  # 30 epochs
     config.learning_rate = 5e-3
-    config.lr_schedule.name = "inverse_sqrt"
     config.lr_schedule.warmup = "10%"
+    config.lr_schedule.end_factor = 0.0
     config.optimizer.window = 2
     config.optimizer.b1 = 0.8  # as in tatoeba_en_de.py: short trainings want short moments
     config.optimizer.b2 = 0.98
     config.update_from_flattened_dict(ARMS[arm])
 
+    config.mesh.loop = True  # 0.7 times as long as vmap on a CPU
     config.log.every = 50
     config.eval.every = 400
     config.checkpoint.every = 0
