@@ -32,6 +32,7 @@ def get_config():
     config.learning_rate = 4e-3
     config.lr_schedule.warmup = "10%"
 
+    config.mesh.loop = True  # 0.6 times as long as vmap on a CPU
     config.log.every = 25
     config.eval.every = 225
     config.checkpoint.every_minutes = 0.4
