@@ -16,7 +16,12 @@ Hardware: 2 cores. Result: see docs/results.md.
 from decent_jax import train
 
 ARMS = {
-    "accum_adam": {"algorithm": "accum_adam", "schedule": "one_peer_exp"},
+    "accum_adam": {
+        "algorithm": "accum_adam",
+        "schedule": "one_peer_exp",
+        "learning_rate": 1e-2,
+        "optimizer.b2": 0.999,  # a replica sees 512 tokens in a step, and few of the 4000 words
+    },
     "gossiped_momentum": {
         "algorithm": "gossiped_momentum",
         "schedule": "one_peer_exp",
